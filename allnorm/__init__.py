@@ -1,0 +1,71 @@
+"""Fused all-reduce + residual add + RMSNorm between tensor-parallel layers, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from allnorm import _native, config, ops, reference
+from allnorm._version import __version__
+from allnorm.communicator import Communicator
+from allnorm.errors import (
+    AllnormError,
+    CommunicatorClosedError,
+    ConfigurationError,
+    NativeLibraryError,
+    PeerDivergedError,
+    PeerTimeoutError,
+    UnsupportedError,
+)
+from allnorm.local import add_rms_norm
+from allnorm.policy import Plan
+
+__all__ = [
+    "AllnormError",
+    "Communicator",
+    "CommunicatorClosedError",
+    "ConfigurationError",
+    "NativeLibraryError",
+    "PeerDivergedError",
+    "PeerTimeoutError",
+    "Plan",
+    "UnsupportedError",
+    "__version__",
+    "add_rms_norm",
+    "capabilities",
+    "ops",
+    "reference",
+]
+
+
+def capabilities() -> dict[str, Any]:
+    """What this installation can do on this machine. Starts no CUDA context.
+
+    Returns:
+        `version`; `torch` and `cuda` (versions; `cuda` is None for a CPU build of torch); `backends`: per
+        backend its build, or the reason why it does not load; `devices`: name and compute capability of
+        each visible GPU; `multicast`: always unused here, with the state of the switches that keep other
+        libraries from it.
+    """
+    backends: dict[str, Any] = {}
+    for backend in ("cpu", "cuda"):
+        try:
+            backends[backend] = _native.library(backend).build_info()
+        except NativeLibraryError as error:
+            backends[backend] = {"error": str(error)}
+    devices = [
+        {
+            "name": torch.cuda.get_device_name(index),
+            "compute_capability": ".".join(map(str, torch.cuda.get_device_capability(index))),
+        }
+        for index in range(torch.cuda.device_count())
+    ]
+    return {
+        "version": __version__,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "backends": backends,
+        "devices": devices,
+        "multicast": {"used": False, "switches": config.multicast_switches()},
+    }

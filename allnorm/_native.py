@@ -1,0 +1,198 @@
+"""ctypes binding of the C ABI (csrc/allnorm.h). Nothing here knows torch."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import json
+import pathlib
+from typing import Any
+
+from allnorm.errors import NativeLibraryError
+
+ABI_VERSION = 1
+MAX_WORLD_SIZE = 64
+OK, INVALID_ARGUMENT, UNSUPPORTED, TIMEOUT, DIVERGED, SYSTEM = range(6)
+ALGORITHM = {"one_shot": 0, "two_shot": 1}
+ALL_REDUCE, ADD_RMS_NORM = 0, 1
+NUMERICS = {"rounded": 0, "unrounded": 1, "transformers": 2, "vllm": 3}
+DTYPE = {"float32": 0, "float16": 1, "bfloat16": 2}
+FLAG_NO_PDL = 1
+
+_c_int32, _c_int64, _c_uint32 = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint32
+_pointer = ctypes.c_void_p
+
+
+class Call(ctypes.Structure):
+    """Mirror of AllnormCall."""
+
+    _fields_ = [
+        ("struct_bytes", _c_uint32),
+        ("op", _c_int32),
+        ("algorithm", _c_int32),
+        ("dtype", _c_int32),
+        ("weight_dtype", _c_int32),
+        ("numerics", _c_int32),
+        ("eps", ctypes.c_float),
+        ("weight_bias", ctypes.c_float),
+        ("num_tokens", _c_int64),
+        ("hidden_size", _c_int64),
+        ("x", _pointer),
+        ("residual", _pointer),
+        ("weight", _pointer),
+        ("out", _pointer),
+        ("residual_out", _pointer),
+        ("x_stride", _c_int64),
+        ("residual_stride", _c_int64),
+        ("out_stride", _c_int64),
+        ("residual_out_stride", _c_int64),
+        ("source_stride", _c_int64),
+        ("num_sources", _c_int32),
+        ("num_blocks", _c_int32),
+        ("cluster_size", _c_int32),
+        ("flags", _c_int32),
+        ("stream", _pointer),
+    ]
+
+
+class Fault(ctypes.Structure):
+    """Mirror of AllnormFault."""
+
+    _fields_ = [
+        ("status", _c_int32),
+        ("rank", _c_int32),
+        ("peer", _c_int32),
+        ("expected_op", _c_uint32),
+        ("seen_op", _c_uint32),
+        ("expected_shape", _c_uint32),
+        ("seen_shape", _c_uint32),
+        ("expected_tokens", _c_uint32),
+        ("seen_tokens", _c_uint32),
+    ]
+
+
+class CommConfig(ctypes.Structure):
+    """Mirror of AllnormCommConfig."""
+
+    _fields_ = [
+        ("struct_bytes", _c_uint32),
+        ("rank", _c_int32),
+        ("world_size", _c_int32),
+        ("device", _c_int32),
+        ("workspace_bytes", _c_int64),
+        ("timeout_ns", _c_int64),
+        ("first_op", _c_uint32),
+        ("reserved", _c_int32),
+        ("workspaces", _pointer * MAX_WORLD_SIZE),
+    ]
+
+
+class Library:
+    """One loaded backend. Methods are the C functions with the prefix taken off."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        try:
+            self._lib = ctypes.CDLL(str(path), mode=ctypes.RTLD_LOCAL)
+            abi = int(self._lib.allnorm_abi_version())
+        except (OSError, AttributeError) as error:
+            raise NativeLibraryError(
+                f"cannot load {path.name}: {error}. Reinstall allnorm for this system "
+                "(pip install --force-reinstall allnorm), or build it here with `pip install .`."
+            ) from error
+        if abi != ABI_VERSION:
+            raise NativeLibraryError(
+                f"{path.name} has ABI {abi}, this package needs {ABI_VERSION}: the package and its "
+                "library come from different builds. Reinstall allnorm."
+            )
+        self.run = self._bind("run", _pointer, _pointer)
+        self.local = self._bind("local", _pointer)
+        self.comm_create = self._bind("comm_create", _pointer, _pointer)
+        self.comm_destroy = self._bind("comm_destroy", _pointer)
+        self.comm_check = self._bind("comm_check", _pointer, _pointer)
+        self.rows_per_chunk = self._bind(
+            "rows_per_chunk", _c_int32, _c_int64, _c_int32, _c_int32, _c_int64, result=_c_int64
+        )
+        self._last_error = self._bind("last_error", result=ctypes.c_char_p)
+        self._build_info = self._bind("build_info", result=ctypes.c_char_p)
+
+    def _bind(self, name: str, *arguments: Any, result: Any = _c_int32) -> Any:
+        function = getattr(self._lib, f"allnorm_{name}")
+        function.argtypes = arguments
+        function.restype = result
+        return function
+
+    def last_error(self) -> str:
+        """What went wrong in this thread's last failing call."""
+        return (self._last_error() or b"").decode(errors="replace")
+
+    def build_info(self) -> dict[str, Any]:
+        """The build: backend, version, compilers, architectures."""
+        return dict(json.loads(self._build_info()))
+
+    # POSIX shared memory, CPU library only.
+
+    def shm_create(self, name: str, num_bytes: int) -> int:
+        """Creates and maps a shared-memory object; returns its address."""
+        return self._shm_map("shm_create", name, num_bytes)
+
+    def shm_open(self, name: str, num_bytes: int) -> int:
+        """Maps an existing shared-memory object; returns its address."""
+        return self._shm_map("shm_open", name, num_bytes)
+
+    def _shm_map(self, function: str, name: str, num_bytes: int) -> int:
+        address = _pointer()
+        call = self._bind(function, ctypes.c_char_p, _c_int64, _pointer)
+        if call(name.encode(), num_bytes, ctypes.byref(address)) != OK:
+            raise OSError(self.last_error())
+        return int(address.value or 0)
+
+    def shm_unlink(self, name: str) -> None:
+        """Removes the name; mappings stay."""
+        if self._bind("shm_unlink", ctypes.c_char_p)(name.encode()) != OK:
+            raise OSError(self.last_error())
+
+    def shm_unmap(self, address: int, num_bytes: int) -> None:
+        """Unmaps what `shm_create` or `shm_open` mapped."""
+        if self._bind("shm_unmap", _pointer, _c_int64)(address, num_bytes) != OK:
+            raise OSError(self.last_error())
+
+
+def _library_path(backend: str) -> pathlib.Path:
+    return pathlib.Path(__file__).parent / "lib" / f"liballnorm_{backend}.so"
+
+
+def available_backends() -> list[str]:
+    """The backends that this installation contains."""
+    return [backend for backend in ("cpu", "cuda") if _library_path(backend).exists()]
+
+
+@functools.cache
+def library(backend: str) -> Library:
+    """Loads the library of "cpu" or "cuda" once.
+
+    Raises:
+        NativeLibraryError: it is not part of this installation, or cannot be loaded.
+    """
+    path = _library_path(backend)
+    if not path.exists():
+        remedy = (
+            "it was built on a machine without nvcc. Rebuild with nvcc on PATH: `pip install .`"
+            if backend == "cuda"
+            else "the package was not built. Install it with `pip install .` from its source."
+        )
+        raise NativeLibraryError(f"this installation has no {path.name}: {remedy}")
+    return Library(path)
+
+
+def describe_shape(shape: int, num_tokens: int) -> str:
+    """The call behind a CallTag, in words (csrc/protocol/exchange.h, shape_code)."""
+    names = ("float32", "float16", "bfloat16", "unknown dtype")
+    algorithms = ("one_shot", "two_shot", "unknown", "unknown")
+    ops = {ALL_REDUCE: "all_reduce", ADD_RMS_NORM: "all_reduce_add_rms_norm"}
+    numerics = [k for k, v in NUMERICS.items() if v == shape >> 24 & 3][0]
+    op = shape >> 27 & 7
+    text = f"{ops.get(op, f'op {op}')} of {num_tokens}x{shape & 0xFFFFF} {names[shape >> 20 & 3]}"
+    text += f" by {algorithms[shape >> 22 & 3]}"
+    if op != ALL_REDUCE:
+        text += f", numerics {numerics}, {'with' if shape >> 26 & 1 else 'without'} residual"
+    return text

@@ -1,0 +1,522 @@
+"""The communicator: one group of ranks with a symmetric workspace."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import datetime
+import threading
+import weakref
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from allnorm import _native, arguments, config, policy, workspace
+from allnorm.arguments import DTYPES, NormArguments
+from allnorm.errors import (
+    CommunicatorClosedError,
+    PeerDivergedError,
+    PeerTimeoutError,
+    UnsupportedError,
+)
+from allnorm.launch import Launch, raise_status
+from allnorm.policy import Plan
+
+# Prepared calls kept per communicator; a server sees a few thousand geometries at most.
+_MAX_PREPARED = 4096
+
+_by_name: weakref.WeakValueDictionary[str, Communicator] = weakref.WeakValueDictionary()
+_created: dict[str, int] = {}
+
+
+def communicator(name: str) -> Communicator:
+    """The open communicator called `name`.
+
+    Raises:
+        CommunicatorClosedError: there is none in this process.
+    """
+    comm = _by_name.get(name)
+    if comm is None:
+        raise CommunicatorClosedError(
+            f"no open communicator is called {name!r}: it was closed, or belongs to another process. "
+            f"Open ones: {sorted(_by_name.keys()) or 'none'}."
+        )
+    return comm
+
+
+class Communicator:
+    """All-reduce, residual add and RMSNorm over the ranks of a process group, in one launch.
+
+    Collective: every rank of the group creates it, and makes the same calls in the same order. Calls on
+    one communicator are ordered: if the CUDA stream changes between calls, the new stream waits for the
+    old one. Replays of CUDA graphs must be ordered with other calls by the caller, as with any buffer.
+
+    Args:
+        group: process group; None is the default group.
+        device: device of the tensors; None is the current CUDA device, or the CPU if there is none.
+        workspace_bytes: bytes of workspace per rank, at least 64 KiB; None is 256 MiB on CUDA and 4 MiB
+            on CPU (`ALLNORM_WORKSPACE_BYTES` otherwise). Larger inputs are cut into row chunks.
+        numerics: rounding mode of calls that name none: "rounded", "unrounded", "transformers" or "vllm".
+        timeout: how long a call may wait for a peer (`ALLNORM_TIMEOUT_SECONDS`, else 600 s).
+
+    Raises:
+        ValueError, TypeError: an argument is wrong.
+        ConfigurationError: an `ALLNORM_*` variable is unknown or wrong.
+        NativeLibraryError: the backend's library is missing or cannot be loaded.
+        AllnormError: another rank failed to create its part. Every rank raises if one does.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        workspace_bytes: int | None = None,
+        numerics: str = "rounded",
+        timeout: datetime.timedelta | None = None,
+        *,
+        first_op: int = 0,
+    ) -> None:
+        self._closed = True
+        self._handle = 0
+        if not dist.is_available() or not dist.is_initialized():
+            raise ValueError(
+                "torch.distributed is not initialised: call torch.distributed.init_process_group() "
+                "before making a Communicator."
+            )
+        resolved = dist.group.WORLD if group is None else group
+        if not isinstance(resolved, dist.ProcessGroup):
+            raise ValueError(f"group={group!r}: this process is not in the group.")
+        self.group: dist.ProcessGroup = resolved
+        self.rank: int = dist.get_rank(resolved)
+        self.world_size: int = dist.get_world_size(resolved)
+        self.numerics = numerics
+        self._lock = threading.Lock()
+        self._prepared: dict[Any, Launch] = {}
+
+        def check() -> tuple[Any, ...]:
+            return self._configure(device, workspace_bytes, timeout)
+
+        checked = workspace.agree(resolved, check, "checking the arguments of Communicator")
+        if len(set(checked)) > 1:
+            raise ValueError(
+                "the ranks passed different arguments (device type, workspace_bytes, numerics, "
+                f"dtype limits): {checked}. Pass the same on every rank."
+            )
+        self._workspace = workspace.create(resolved, self.device, self._workspace_bytes)
+        self._open(first_op)
+        self.traits = policy.Traits(self.device.type, self.world_size, self._workspace.obstacle)
+        prefix = f"allnorm:{resolved.group_name}"
+        count = _created.get(prefix, 0)
+        _created[prefix] = count + 1
+        self.name: str = f"{prefix}:{count}"
+        _by_name[self.name] = self
+        self._closed = False
+
+    def _configure(
+        self,
+        device: torch.device | str | None,
+        workspace_bytes: int | None,
+        timeout: datetime.timedelta | None,
+    ) -> tuple[Any, ...]:
+        settings = config.read_settings()
+        arguments.check_numerics(self.numerics)
+        self.device = _resolve_device(device)
+        self._library = _native.library(self.device.type)
+        limit = timeout or settings.timeout or config.DEFAULT_TIMEOUT
+        if not isinstance(limit, datetime.timedelta) or limit <= datetime.timedelta(0):
+            raise ValueError(f"timeout={timeout!r}: expected a positive datetime.timedelta.")
+        self.timeout = limit
+        default = (
+            workspace.DEFAULT_BYTES_CUDA
+            if self.device.type == "cuda"
+            else workspace.DEFAULT_BYTES_CPU
+        )
+        num_bytes = workspace_bytes or settings.workspace_bytes or default
+        if workspace_bytes is not None and (
+            isinstance(workspace_bytes, bool) or not isinstance(workspace_bytes, int)
+        ):
+            raise TypeError(f"workspace_bytes={workspace_bytes!r}: expected an int.")
+        if num_bytes < workspace.MIN_BYTES:
+            raise ValueError(
+                f"workspace_bytes={num_bytes}: expected at least {workspace.MIN_BYTES} bytes."
+            )
+        self._workspace_bytes = num_bytes // 4096 * 4096
+        return self.device.type, self._workspace_bytes, self.numerics
+
+    def _open(self, first_op: int) -> None:
+        def start() -> None:
+            if not self._workspace.addresses:
+                return
+            settings = _native.CommConfig(
+                struct_bytes=ctypes.sizeof(_native.CommConfig),
+                rank=self.rank,
+                world_size=self.world_size,
+                device=-1 if self.device.type == "cpu" else self.device.index,
+                workspace_bytes=self._workspace.num_bytes,
+                timeout_ns=int(self.timeout.total_seconds() * 1e9),
+                first_op=first_op,
+            )
+            settings.workspaces[: self.world_size] = self._workspace.addresses
+            handle = ctypes.c_void_p()
+            raise_status(
+                self._library,
+                self._library.comm_create(ctypes.addressof(settings), ctypes.addressof(handle)),
+            )
+            self._handle = int(handle.value or 0)
+
+        # The gathering of the results is also the barrier that comm_create asks for.
+        workspace.agree(self.group, start, "starting the communicator")
+
+    # ---- calls ----------------------------------------------------------------------------------
+
+    def all_reduce(
+        self, x: torch.Tensor, *, algorithm: str = "auto", out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Sum of all ranks' `x` in rank order, accumulated in float32 and rounded once.
+
+        PyTorch equivalent, up to the order and rounding of the sum::
+
+            dist.all_reduce(x)
+
+        Args:
+            x: [..., hidden_size], float32, float16 or bfloat16; rows may be strided. Not modified.
+            algorithm: "auto", "one_shot", "two_shot" or "unfused"; the bits are the same.
+            out: result, like `x`; may be `x` itself.
+
+        Returns:
+            The reduced tensor, contiguous unless `out` is given; the same bits on every rank.
+
+        Raises:
+            ValueError, TypeError: wrong arguments; every rank refuses alike.
+            UnsupportedError: the requested algorithm cannot run this shape, or the dtype cannot run.
+            PeerTimeoutError: an earlier call (on CPU: this one) waited in vain for a peer.
+            CommunicatorClosedError: after `close()`.
+
+        Collective. Safe in CUDA graphs and under torch.compile; no synchronisation, no allocation but the
+        result ("unfused" also gathers the inputs).
+        """
+        if torch.compiler.is_compiling() and out is None and algorithm == "auto":
+            reduced: torch.Tensor = torch.ops.allnorm.all_reduce(x, self.name)
+            return reduced
+        result, _ = self._call(x, None, None, None, algorithm, out, None)
+        return result
+
+    def all_reduce_add_rms_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: float = 1e-6,
+        *,
+        weight_bias: float = 0.0,
+        numerics: str | None = None,
+        algorithm: str = "auto",
+        out: torch.Tensor | None = None,
+        residual_out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """All-reduce, residual add and RMSNorm in one launch.
+
+        PyTorch equivalent, up to the order of sums::
+
+            dist.all_reduce(x)
+            residual_out = x + residual
+            normed = F.rms_norm(residual_out, weight.shape, weight_bias + weight, eps)
+
+        Args:
+            x: [..., hidden_size], float32, float16 or bfloat16, this rank's partial sum; rows may be
+                strided. Not modified unless it is also `out`.
+            residual: like `x`, the same values on every rank; None adds nothing.
+            weight: [hidden_size], dtype of `x` or float32.
+            eps: added to the mean square, as float32.
+            weight_bias: added to the weight in float32; 1.0 for Gemma-style weights.
+            numerics: "rounded", "unrounded", "transformers" or "vllm"; None is the communicator's.
+            algorithm: "auto", "one_shot", "two_shot" or "unfused"; the bits are the same.
+            out: preallocated `normed`; may be `x` itself.
+            residual_out: preallocated `residual_out`; may be `residual` itself.
+
+        Returns:
+            (normed, residual_out), contiguous and of the shape of `x` unless preallocated; the same bits
+            on every rank, for every algorithm and batch.
+
+        Raises:
+            ValueError, TypeError: wrong arguments; every rank refuses alike.
+            UnsupportedError: the requested algorithm cannot run this shape, or the dtype cannot run.
+            PeerTimeoutError: an earlier call (on CPU: this one) waited in vain for a peer.
+            CommunicatorClosedError: after `close()`.
+
+        Collective. Safe in CUDA graphs and under torch.compile; no synchronisation, no allocation but the
+        results ("unfused" also gathers the inputs). For inference: results carry no gradient.
+        """
+        mode = self.numerics if numerics is None else numerics
+        if torch.compiler.is_compiling() and out is residual_out is None and algorithm == "auto":
+            traced: tuple[torch.Tensor, torch.Tensor] = torch.ops.allnorm.all_reduce_add_rms_norm(
+                x, residual, weight, eps, weight_bias, mode, self.name
+            )
+            return traced
+        normed, summed = self._call(
+            x, residual, weight, (eps, weight_bias, mode), algorithm, out, residual_out
+        )
+        assert summed is not None
+        return normed, summed
+
+    def _call(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor | None,
+        norm: tuple[float, float, str] | None,
+        algorithm: str,
+        out: torch.Tensor | None,
+        residual_out: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self._closed:
+            raise CommunicatorClosedError(f"communicator {self.name} is closed: make a new one.")
+        try:
+            key = (
+                *(x.shape, x.stride(), x.dtype, x.device),
+                None if residual is None else (residual.shape, residual.stride(), residual.dtype),
+                None if residual is None else residual.device,
+                None if weight is None else (weight.shape, weight.dtype, weight.device),
+                *(norm, algorithm),
+            )
+            launch = self._prepared.get(key)
+        except (AttributeError, TypeError):  # not tensors, or not hashable: the checks say which
+            key, launch = None, None
+        if launch is None:
+            launch = self._prepare(x, residual, weight, norm, algorithm)
+            if key is not None:
+                if len(self._prepared) >= _MAX_PREPARED:
+                    self._prepared.clear()
+                self._prepared[key] = launch
+        if out is None and residual_out is None:
+            result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+            summed = torch.empty_like(result) if launch.is_norm else None
+            self._launch(launch, x, residual, weight, result, summed)
+            return result, summed
+        return self._call_into(launch, x, residual, weight, out, residual_out)
+
+    def _call_into(
+        self,
+        launch: Launch,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor | None,
+        out: torch.Tensor | None,
+        residual_out: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """A call with preallocated results."""
+        inputs = {"x": x, "residual": residual, "weight": weight}
+        for name, result, allowed, others in (
+            ("out", out, "x", {**inputs, "residual_out": residual_out}),
+            ("residual_out", residual_out, "residual", inputs),
+        ):
+            if result is not None:
+                arguments.check_result(name, result, x)
+                arguments.check_overlap(name, result, others, allowed)
+        fresh = [
+            None if result is None or not launch.writable(result) else result
+            for result in (out, residual_out)
+        ]
+        written = torch.empty(x.shape, dtype=x.dtype, device=x.device) if fresh[0] is None else out
+        assert written is not None
+        summed = residual_out
+        if launch.is_norm and fresh[1] is None:
+            summed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        self._launch(launch, x, residual, weight, written, summed)
+        if out is not None and written is not out:
+            out.copy_(written)
+        if residual_out is not None and summed is not residual_out and summed is not None:
+            residual_out.copy_(summed)
+        return (
+            written if out is None else out,
+            summed if residual_out is None else residual_out,
+        )
+
+    def _launch(
+        self,
+        launch: Launch,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor | None,
+        out: torch.Tensor,
+        residual_out: torch.Tensor | None,
+    ) -> None:
+        # The lock keeps another thread from changing the prepared call while it is being read.
+        with self._lock:
+            temporaries = launch.bind(x, residual, weight, out, residual_out)
+            if launch.algorithm == "unfused":
+                status = launch.unfused(self._library, x, self.group)
+            else:
+                status = launch.exchange(self._library, self._handle)
+            del temporaries
+        if status != _native.OK:
+            self._raise(status)
+
+    def _prepare(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor | None,
+        norm: tuple[float, float, str] | None,
+        algorithm: str,
+    ) -> Launch:
+        """Checks everything that the tensors' geometry decides, and chooses the algorithm."""
+        arguments.check_algorithm(algorithm)
+        arguments.check_input("x", x, self.device)
+        norm_arguments = None
+        if norm is not None:
+            norm_arguments = NormArguments(*norm)
+            arguments.check_norm_arguments(norm_arguments)
+            arguments.check_weight(weight, x)
+            if residual is not None:
+                arguments.check_like("residual", residual, x)
+        plan = self._plan(x.numel() // x.shape[-1], x.shape[-1], x.dtype, algorithm)
+        if algorithm not in ("auto", plan.algorithm):
+            raise UnsupportedError(
+                f"algorithm={algorithm!r} cannot run here: {plan.reason}. Pass algorithm='auto' or "
+                "'unfused'; the results are the same bits."
+            )
+        return Launch(x, residual, weight, norm_arguments, plan.algorithm)
+
+    # ---- inspection -----------------------------------------------------------------------------
+
+    def plan(
+        self,
+        num_tokens: int,
+        hidden_size: int,
+        dtype: torch.dtype = torch.bfloat16,
+        *,
+        algorithm: str = "auto",
+    ) -> Plan:
+        """What a call with this shape will do. Pure, not collective, the same on every rank.
+
+        Args:
+            num_tokens: rows, >= 0.
+            hidden_size: columns, >= 1.
+            dtype: dtype of `x`.
+            algorithm: what the call would ask for.
+
+        Returns:
+            The algorithm, the reason in one sentence, and the number of launches.
+        """
+        if num_tokens < 0 or hidden_size < 1:
+            raise ValueError(
+                f"num_tokens={num_tokens}, hidden_size={hidden_size}: expected >= 0 and >= 1."
+            )
+        if dtype not in DTYPES:
+            raise UnsupportedError(f"dtype={dtype}: expected float32, float16 or bfloat16.")
+        arguments.check_algorithm(algorithm)
+        return self._plan(num_tokens, hidden_size, dtype, algorithm)
+
+    def _plan(
+        self, num_tokens: int, hidden_size: int, dtype: torch.dtype, algorithm: str
+    ) -> Plan:
+        rows = {
+            name: self._library.rows_per_chunk(
+                self.world_size, self._workspace.num_bytes, code, DTYPES[dtype], hidden_size
+            )
+            for name, code in _native.ALGORITHM.items()
+        }
+        return policy.choose(
+            self.traits, num_tokens, hidden_size, dtype.itemsize, rows, algorithm
+        )
+
+    def check(self) -> None:
+        """Raises what a wait recorded, else returns None. Reads host memory; never synchronises.
+
+        Raises:
+            PeerTimeoutError: a peer did not come in time, or (PeerDivergedError) came with another call.
+            CommunicatorClosedError: after `close()`.
+        """
+        if self._closed:
+            raise CommunicatorClosedError(f"communicator {self.name} is closed: make a new one.")
+        if self._handle:
+            fault = _native.Fault()
+            if self._library.comm_check(self._handle, ctypes.addressof(fault)) != _native.OK:
+                raise _fault_error(fault, self.timeout)
+
+    def _raise(self, status: int) -> None:
+        if status in (_native.TIMEOUT, _native.DIVERGED):
+            self.check()
+        raise_status(self._library, status)
+
+    # ---- end ------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Releases the workspace. Idempotent; not collective; waits for this device's work to end."""
+        if self._closed:
+            return
+        self._closed = True
+        _by_name.pop(self.name, None)
+        self._prepared.clear()
+        handle, self._handle = self._handle, 0
+        if handle:
+            self._library.comm_destroy(handle)
+        self._workspace.release()
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        # At interpreter exit modules may be gone; the system then releases the memory.
+        with contextlib.suppress(Exception):
+            self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else self.name
+        return f"<Communicator {state}: rank {self.rank} of {self.world_size} on {self.device}>"
+
+
+def _resolve_device(device: torch.device | str | None) -> torch.device:
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    resolved = torch.device(device)
+    if resolved.type == "cpu":
+        return torch.device("cpu")
+    if resolved.type != "cuda":
+        raise UnsupportedError(f"device={device}: expected a CUDA device or the CPU.")
+    if not torch.cuda.is_available():
+        raise UnsupportedError(f"device={device}: torch finds no CUDA device. Use device='cpu'.")
+    index = torch.cuda.current_device() if resolved.index is None else resolved.index
+    return torch.device("cuda", index)
+
+
+def _fault_error(fault: _native.Fault, timeout: datetime.timedelta) -> PeerTimeoutError:
+    expected = (
+        f"operation {fault.expected_op}: "
+        f"{_native.describe_shape(fault.expected_shape, fault.expected_tokens)}"
+    )
+    if fault.seen_op == 0 and fault.seen_shape == 0 and fault.seen_tokens == 0:
+        seen = "nothing"
+    else:
+        seen = (
+            f"operation {fault.seen_op}: "
+            f"{_native.describe_shape(fault.seen_shape, fault.seen_tokens)}"
+        )
+    kind: type[PeerTimeoutError] = PeerTimeoutError
+    verb = f"waited {timeout.total_seconds():g} s in vain for"
+    if fault.status == _native.DIVERGED:
+        kind, verb = PeerDivergedError, "does another call than"
+    message = (
+        f"rank {fault.rank} {verb} rank {fault.peer}. Expected {expected}. Seen from rank {fault.peer}: "
+        f"{seen}. Results of this and later calls are not valid; find out what rank {fault.peer} did, "
+        "and make a new Communicator over healthy ranks."
+    )
+    return kind(
+        message,
+        rank=int(fault.rank),
+        peer=int(fault.peer),
+        op=int(fault.expected_op),
+        expected=expected,
+        seen=seen,
+    )

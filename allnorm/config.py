@@ -1,0 +1,79 @@
+"""The only module that reads the environment.
+
+| variable                  | argument it stands for             |
+|---------------------------|------------------------------------|
+| `ALLNORM_WORKSPACE_BYTES` | `Communicator(workspace_bytes=)`   |
+| `ALLNORM_TIMEOUT_SECONDS` | `Communicator(timeout=)`           |
+
+An argument that is given wins over its variable. An unknown `ALLNORM_*` variable is an error, since a
+misspelt setting that does nothing is found too late.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from allnorm.errors import ConfigurationError
+
+DEFAULT_TIMEOUT = datetime.timedelta(seconds=600)
+
+_KNOWN = ("ALLNORM_WORKSPACE_BYTES", "ALLNORM_TIMEOUT_SECONDS")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the environment asks for; None where it says nothing."""
+
+    workspace_bytes: int | None = None
+    timeout: datetime.timedelta | None = None
+
+
+def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
+    """Reads every ``ALLNORM_*`` variable.
+
+    Raises:
+        ConfigurationError: a variable is unknown, or its value is not a positive number.
+    """
+    environ = os.environ if environ is None else environ
+    unknown = sorted(k for k in environ if k.startswith("ALLNORM_") and k not in _KNOWN)
+    if unknown:
+        raise ConfigurationError(
+            f"unknown environment variable {', '.join(unknown)}: allnorm knows {', '.join(_KNOWN)}. "
+            "Correct the name or unset it."
+        )
+    workspace = _positive(environ, "ALLNORM_WORKSPACE_BYTES")
+    seconds = _positive(environ, "ALLNORM_TIMEOUT_SECONDS")
+    return Settings(
+        workspace_bytes=None if workspace is None else int(workspace),
+        timeout=None if seconds is None else datetime.timedelta(seconds=seconds),
+    )
+
+
+def disable_multicast() -> None:
+    """Keeps PyTorch symmetric memory from creating NVLink multicast objects in this process.
+
+    allnorm never uses multicast, and on shared hosts creating one can take GPUs out of service.
+    """
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+
+
+def multicast_switches() -> dict[str, str | None]:
+    """The state of the variables that keep NCCL, PyTorch and NVSHMEM from using multicast."""
+    names = ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS")
+    return {name: os.environ.get(name) for name in names}
+
+
+def _positive(environ: Mapping[str, str], name: str) -> float | None:
+    text = environ.get(name)
+    if text is None or text == "":
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 < value < 1e15:
+        raise ConfigurationError(f"{name}={text!r}: expected a positive number. Correct or unset it.")
+    return value

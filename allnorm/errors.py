@@ -1,0 +1,59 @@
+"""Errors raised by allnorm."""
+
+from __future__ import annotations
+
+
+class AllnormError(Exception):
+    """Base of every error that is not a plain wrong argument."""
+
+
+class UnsupportedError(AllnormError, ValueError):
+    """A shape, dtype, device, world size or algorithm that cannot run at all."""
+
+
+class ConfigurationError(AllnormError, ValueError):
+    """An ``ALLNORM_*`` environment variable that is unknown or cannot be read."""
+
+
+class CommunicatorClosedError(AllnormError):
+    """A call on a communicator after ``close()``."""
+
+
+class NativeLibraryError(AllnormError, ImportError):
+    """A native library is missing, cannot be loaded, or is of another build."""
+
+
+class PeerTimeoutError(AllnormError):
+    """A peer did not come before the deadline. The communicator is unusable from then on.
+
+    Attributes:
+        rank: this rank.
+        peer: the rank that was waited for.
+        op: the operation number this rank was in; counts launches, wraps at 2**32.
+        expected: what this rank waited for, in words.
+        seen: what the peer last announced, in words.
+    """
+
+    def __init__(
+        self, message: str, *, rank: int, peer: int, op: int, expected: str, seen: str
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.peer = peer
+        self.op = op
+        self.expected = expected
+        self.seen = seen
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (type(self), self.args[0], vars(self))
+
+
+class PeerDivergedError(PeerTimeoutError):
+    """A peer came with another call: another shape, dtype, op, algorithm or rounding mode."""
+
+
+def _rebuild(kind: type[PeerTimeoutError], message: str, state: dict[str, object]) -> object:
+    error = kind.__new__(kind)
+    Exception.__init__(error, message)
+    vars(error).update(state)
+    return error

@@ -1,0 +1,126 @@
+"""Which algorithm runs: a pure function of what all ranks agree on.
+
+Admission (can it run) is separate from preference (what is fastest). Nothing here looks at a pointer, a
+clock or the local machine: a rank that decided otherwise than its peers would deadlock the collective.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ALGORITHMS = ("one_shot", "two_shot", "unfused")
+
+# Temporary memory that `unfused` may take for the gathered partial sums of one row chunk.
+UNFUSED_GATHER_BYTES = 256 << 20
+
+# Bytes of one rank's input up to which one_shot is preferred to two_shot, by world size.
+# Source: benchmarks/results/h200x8-crossover.jsonl (bf16, CUDA graphs, max over ranks).
+# At two ranks both send the same bytes and one_shot needs one hop less: always one_shot.
+_ONE_SHOT_MAX_BYTES_CUDA = {3: 256 << 10, 4: 128 << 10, 5: 96 << 10, 6: 64 << 10, 7: 64 << 10}
+_ONE_SHOT_MAX_BYTES_CUDA_8 = 64 << 10
+# On CPU a rank reads its peers' rows in place, so one_shot costs no extra bytes, only extra sums.
+_ONE_SHOT_MAX_BYTES_CPU = 64 << 10
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a call will do.
+
+    Attributes:
+        algorithm: "one_shot", "two_shot" or "unfused".
+        reason: why, in one sentence.
+        num_chunks: launches the rows are cut into; 0 for no rows.
+    """
+
+    algorithm: str
+    reason: str
+    num_chunks: int
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What all ranks of a communicator agree on.
+
+    Attributes:
+        backend: "cuda" or "cpu".
+        world_size: number of ranks.
+        exchange: empty if ranks can write to each other's memory, else the reason why they cannot.
+    """
+
+    backend: str
+    world_size: int
+    exchange: str = ""
+
+
+def choose(
+    traits: Traits,
+    num_tokens: int,
+    hidden_size: int,
+    element_bytes: int,
+    rows_per_chunk: dict[str, int],
+    requested: str = "auto",
+) -> Plan:
+    """Chooses the algorithm of one call.
+
+    Args:
+        traits: the communicator.
+        num_tokens: rows.
+        hidden_size: columns.
+        element_bytes: bytes of an element of `x`.
+        rows_per_chunk: rows of this hidden size that one launch holds, for "one_shot" and "two_shot"; 0
+            if none fits.
+        requested: "auto" or the name of an algorithm.
+
+    Returns:
+        The plan; its algorithm is "unfused" with the obstacle as the reason if the requested algorithm
+        cannot run.
+    """
+    obstacle = _obstacle(traits, hidden_size, element_bytes, rows_per_chunk, requested)
+    if obstacle:
+        algorithm, reason = "unfused", obstacle
+    elif requested != "auto":
+        algorithm, reason = requested, "asked for by the caller"
+    else:
+        algorithm, reason = _prefer(traits, num_tokens * hidden_size * element_bytes)
+    if algorithm == "unfused":
+        row_bytes = traits.world_size * hidden_size * element_bytes
+        rows = max(1, UNFUSED_GATHER_BYTES // row_bytes) if traits.world_size > 1 else num_tokens
+    else:
+        rows = rows_per_chunk[algorithm]
+    return Plan(algorithm, reason, -(-num_tokens // rows) if num_tokens else 0)
+
+
+def _obstacle(
+    traits: Traits,
+    hidden_size: int,
+    element_bytes: int,
+    rows_per_chunk: dict[str, int],
+    requested: str,
+) -> str:
+    """Why only `unfused` can run, or an empty string."""
+    if requested == "unfused":
+        return "asked for by the caller"
+    if traits.world_size == 1:
+        return "one rank: there is nothing to exchange"
+    if traits.exchange:
+        return traits.exchange
+    if traits.backend == "cuda" and hidden_size * element_bytes % 16:
+        multiple = 16 // element_bytes
+        return f"hidden_size {hidden_size} is not a multiple of {multiple} for this dtype"
+    needed = ("one_shot", "two_shot") if requested == "auto" else (requested,)
+    if not all(rows_per_chunk[name] for name in needed):
+        return f"a row of hidden_size {hidden_size} is too wide for the workspace or the kernels"
+    return ""
+
+
+def _prefer(traits: Traits, num_bytes: int) -> tuple[str, str]:
+    if traits.backend == "cpu":
+        limit = _ONE_SHOT_MAX_BYTES_CPU
+    elif traits.world_size == 2:
+        return "one_shot", "two ranks: both algorithms send the same bytes, one_shot in one hop"
+    else:
+        limit = _ONE_SHOT_MAX_BYTES_CUDA.get(traits.world_size, _ONE_SHOT_MAX_BYTES_CUDA_8)
+    size = f"{num_bytes} bytes at {traits.world_size} ranks"
+    if num_bytes <= limit:
+        return "one_shot", f"{size}: up to {limit} bytes latency decides, one hop is fastest"
+    return "two_shot", f"{size}: above {limit} bytes the link decides, two_shot sends fewest bytes"

@@ -1,0 +1,247 @@
+"""What this machine has: GPUs, links, peer access, versions, cores, shared memory.
+
+`nvidia-ml-py` is asked for driver and link facts when it can be imported, torch for everything else.
+Whatever cannot be determined is None; nothing is guessed. Nothing here is collective.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import pathlib
+import platform
+import shutil
+import subprocess
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_MAX_NVLINKS = 18  # per GPU: what Hopper and Blackwell have
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU that this process may use.
+
+    Attributes:
+        index: its CUDA device index.
+        name: as the driver says it.
+        compute_capability: "9.0" for Hopper.
+        memory_bytes: device memory.
+        num_sms: multiprocessors.
+        nvlinks: active NVLinks; None if it could not be determined.
+        nvlink_version: NVML's number of the links' generation; None likewise.
+    """
+
+    index: int
+    name: str
+    compute_capability: str
+    memory_bytes: int
+    num_sms: int
+    nvlinks: int | None
+    nvlink_version: int | None
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The machine as one process sees it.
+
+    Attributes:
+        cpu_name: processor model.
+        num_cores: cores that this process may run on.
+        shm_total_bytes: size of /dev/shm; None where there is none.
+        shm_free_bytes: what is free of it.
+        gpus: the visible GPUs.
+        peer_access: `peer_access[i][j]`: GPU i can read and write GPU j's memory.
+        driver_version: NVIDIA kernel driver.
+        driver_cuda_version: newest CUDA that the driver runs.
+        torch_cuda_version: CUDA that torch was built with; None for a CPU build.
+        nccl_version: NCCL that torch was built with.
+        link_source: who reported the links, or why nobody could.
+    """
+
+    cpu_name: str
+    num_cores: int
+    shm_total_bytes: int | None
+    shm_free_bytes: int | None
+    gpus: tuple[Gpu, ...]
+    peer_access: tuple[tuple[bool, ...], ...]
+    driver_version: str | None
+    driver_cuda_version: str | None
+    torch_cuda_version: str | None
+    nccl_version: str | None
+    link_source: str
+
+
+def probe() -> Machine:
+    """Looks at the machine. With GPUs this initialises CUDA in the calling process."""
+    count = num_gpus()
+    nvml = _Nvml()
+    shm = shm_bytes()
+    return Machine(
+        cpu_name=cpu_name(),
+        num_cores=num_cores(),
+        shm_total_bytes=shm[0] if shm else None,
+        shm_free_bytes=shm[1] if shm else None,
+        gpus=tuple(_gpu(index, nvml) for index in range(count)),
+        peer_access=tuple(
+            tuple(i == j or torch.cuda.can_device_access_peer(i, j) for j in range(count))
+            for i in range(count)
+        ),
+        driver_version=nvml.driver_version(),
+        driver_cuda_version=nvml.driver_cuda_version(),
+        torch_cuda_version=torch.version.cuda,
+        nccl_version=nccl_version(),
+        link_source=nvml.source,
+    )
+
+
+def num_gpus() -> int:
+    """GPUs that this process may use; does not initialise CUDA."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def num_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cpu_name() -> str:
+    """The processor's model name."""
+    try:
+        text = pathlib.Path("/proc/cpuinfo").read_text()
+    except OSError:
+        text = ""
+    for line in text.splitlines():
+        if line.lower().startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def shm_bytes() -> tuple[int, int] | None:
+    """Total and free bytes of /dev/shm; None where there is none."""
+    try:
+        usage = shutil.disk_usage("/dev/shm")
+    except OSError:
+        return None
+    return usage.total, usage.free
+
+
+def nccl_version() -> str | None:
+    """Version of the NCCL that torch was built with; None in a build without it."""
+    if not torch.cuda.is_available():
+        return None
+    try:
+        return ".".join(map(str, torch.cuda.nccl.version()))
+    except (RuntimeError, AttributeError, ImportError):
+        return None
+
+
+def device_name(device: str) -> str:
+    """Name of the hardware that ranks of `device` ("cuda" or "cpu") run on."""
+    return torch.cuda.get_device_name(0) if device == "cuda" else cpu_name()
+
+
+def versions() -> dict[str, str | None]:
+    """Versions that a measurement depends on."""
+    return {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "cuda": torch.version.cuda,
+        "nccl": nccl_version(),
+        "driver": _Nvml().driver_version() if num_gpus() else None,
+    }
+
+
+@functools.cache
+def source_commit() -> str | None:
+    """Git commit of the source checkout the package was imported from; None outside of one.
+
+    A commit with uncommitted changes on top carries the suffix "-dirty".
+    """
+    here = pathlib.Path(__file__).resolve().parent
+    if not (here.parent / ".git").exists():
+        return None
+    command = ["git", "-C", str(here.parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        done = subprocess.run(
+            [*command, "--exclude=*"], capture_output=True, text=True, timeout=10, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None
+
+
+def _gpu(index: int, nvml: _Nvml) -> Gpu:
+    properties = torch.cuda.get_device_properties(index)
+    links = nvml.links(str(getattr(properties, "uuid", "")))
+    return Gpu(
+        index=index,
+        name=properties.name,
+        compute_capability=f"{properties.major}.{properties.minor}",
+        memory_bytes=int(properties.total_memory),
+        num_sms=int(properties.multi_processor_count),
+        nvlinks=links[0] if links else None,
+        nvlink_version=links[1] if links else None,
+    )
+
+
+class _Nvml:
+    """NVML, or nothing that answers None to every question."""
+
+    def __init__(self) -> None:
+        self._nvml: Any = None
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+        except ImportError:
+            self.source = "unknown: nvidia-ml-py is not installed"
+        except Exception as error:  # NVMLError, a type that exists only with the module
+            self.source = f"unknown: NVML does not start ({error})"
+        else:
+            self._nvml, self.source = pynvml, "NVML"
+
+    def driver_version(self) -> str | None:
+        """Version of the kernel driver; without NVML read from /proc."""
+        if self._nvml:
+            version = self._nvml.nvmlSystemGetDriverVersion()
+            return version.decode() if isinstance(version, bytes) else str(version)
+        try:
+            text = pathlib.Path("/proc/driver/nvidia/version").read_text()
+        except OSError:
+            return None
+        words = text.split("\n")[0].split()
+        return next((word for word in words if word[0].isdigit() and "." in word), None)
+
+    def driver_cuda_version(self) -> str | None:
+        """Newest CUDA version that the driver runs."""
+        if not self._nvml:
+            return None
+        number = int(self._nvml.nvmlSystemGetCudaDriverVersion_v2())
+        return f"{number // 1000}.{number % 1000 // 10}"
+
+    def links(self, uuid: str) -> tuple[int, int | None] | None:
+        """Active NVLinks of a GPU and their generation."""
+        if not self._nvml or not uuid:
+            return None
+        name = uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"
+        active, version = 0, None
+        try:
+            handle = self._nvml.nvmlDeviceGetHandleByUUID(name)
+            for link in range(_MAX_NVLINKS):
+                if not _link_is_active(self._nvml, handle, link):
+                    continue
+                active += 1
+                version = int(self._nvml.nvmlDeviceGetNvLinkVersion(handle, link))
+        except self._nvml.NVMLError:
+            return None
+        return active, version
+
+
+def _link_is_active(nvml: Any, handle: Any, link: int) -> bool:
+    try:
+        return bool(nvml.nvmlDeviceGetNvLinkState(handle, link))
+    except nvml.NVMLError:  # this GPU has fewer links than the largest one
+        return False

@@ -1,0 +1,153 @@
+// The C ABI of allnorm. Two shared libraries export it: liballnorm_cpu (always built) and
+// liballnorm_cuda (built where nvcc is found). Python binds either with ctypes, so nothing here
+// depends on Python or torch.
+//
+// Every function returns an AllnormStatus; allnorm_last_error() explains the last failure of the
+// calling thread in words.
+#ifndef ALLNORM_ALLNORM_H_
+#define ALLNORM_ALLNORM_H_
+
+#include <stdint.h>
+
+#if defined(__cplusplus)
+extern "C" {
+#endif
+
+#define ALLNORM_API __attribute__((visibility("default")))
+// Raised with every incompatible change of this file; Python refuses a library of another number.
+#define ALLNORM_ABI_VERSION 1
+#define ALLNORM_MAX_WORLD_SIZE 64
+
+typedef enum AllnormStatus {
+  ALLNORM_OK = 0,
+  ALLNORM_INVALID_ARGUMENT = 1,
+  ALLNORM_UNSUPPORTED = 2,
+  ALLNORM_TIMEOUT = 3,   // a peer did not come before the deadline
+  ALLNORM_DIVERGED = 4,  // a peer came with another call
+  ALLNORM_SYSTEM = 5,    // CUDA or the operating system refused
+} AllnormStatus;
+
+typedef enum AllnormDtype {
+  ALLNORM_FLOAT32 = 0,
+  ALLNORM_FLOAT16 = 1,
+  ALLNORM_BFLOAT16 = 2,
+} AllnormDtype;
+
+typedef enum AllnormAlgorithm {
+  ALLNORM_ONE_SHOT = 0,
+  ALLNORM_TWO_SHOT = 1,
+} AllnormAlgorithm;
+
+// What happens to the reduced sum.
+typedef enum AllnormOp {
+  ALLNORM_ALL_REDUCE = 0,    // out = reduced
+  ALLNORM_ADD_RMS_NORM = 1,  // residual_out = reduced (+ residual); out = rms_norm(residual_out)
+} AllnormOp;
+
+// Rounding modes: bit 0 set = the unrounded sum is normalised, bit 1 set = rounded before the
+// weight too. See the numerics page.
+typedef enum AllnormNumerics {
+  ALLNORM_ROUNDED = 0,
+  ALLNORM_UNROUNDED = 1,
+  ALLNORM_TRANSFORMERS = 2,
+  ALLNORM_VLLM = 3,
+} AllnormNumerics;
+
+// One call. Strides are in elements of `dtype` between rows; columns are contiguous.
+typedef struct AllnormCall {
+  uint32_t struct_bytes;  // sizeof(AllnormCall), checked
+  int32_t op;             // AllnormOp
+  int32_t algorithm;      // AllnormAlgorithm; ignored by allnorm_local
+  int32_t dtype;          // AllnormDtype of x, residual, out, residual_out
+  int32_t weight_dtype;   // dtype, or ALLNORM_FLOAT32
+  int32_t numerics;       // AllnormNumerics
+  float eps;
+  float weight_bias;
+  int64_t num_tokens;
+  int64_t hidden_size;
+  const void* x;             // [num_tokens, hidden_size], this rank's partial sum
+  const void* residual;      // [num_tokens, hidden_size] or NULL
+  const void* weight;        // [hidden_size]; NULL for ALLNORM_ALL_REDUCE
+  void* out;                 // [num_tokens, hidden_size]; may be x
+  void* residual_out;        // [num_tokens, hidden_size]; may be residual; NULL for ALL_REDUCE
+  int64_t x_stride;
+  int64_t residual_stride;
+  int64_t out_stride;
+  int64_t residual_out_stride;
+  int64_t source_stride;  // allnorm_local: elements between the sources x_0, x_1, ...
+  int32_t num_sources;    // allnorm_local: how many sources are summed, in order; >= 1
+  int32_t num_blocks;     // 0 = the library chooses; CUDA only
+  int32_t cluster_size;   // 0 = the library chooses; CUDA only
+  int32_t flags;          // AllnormCallFlags
+  void* stream;           // cudaStream_t; NULL on CPU
+} AllnormCall;
+
+typedef enum AllnormCallFlags {
+  ALLNORM_NO_PDL = 1,  // launch without programmatic dependent launch
+} AllnormCallFlags;
+
+// What a rank recorded when a wait ended badly. Operation numbers count the launches on a
+// communicator and wrap at 2^32.
+typedef struct AllnormFault {
+  int32_t status;  // ALLNORM_OK (nothing recorded), ALLNORM_TIMEOUT or ALLNORM_DIVERGED
+  int32_t rank;
+  int32_t peer;
+  uint32_t expected_op;  // operation number this rank was in
+  uint32_t seen_op;      // last operation number announced by the peer
+  uint32_t expected_shape;  // packed call description, see CallTag in protocol/exchange.h
+  uint32_t seen_shape;
+  uint32_t expected_tokens;
+  uint32_t seen_tokens;
+} AllnormFault;
+
+typedef struct AllnormCommConfig {
+  uint32_t struct_bytes;  // sizeof(AllnormCommConfig), checked
+  int32_t rank;
+  int32_t world_size;
+  int32_t device;           // CUDA device index; -1 on CPU
+  int64_t workspace_bytes;  // bytes of every rank's workspace
+  int64_t timeout_ns;       // how long a wait may take
+  uint32_t first_op;        // operation number to start from, the same on all ranks; tests of
+                            // wrap-around start near 2^31 and 2^32
+  int32_t reserved;
+  void* workspaces[ALLNORM_MAX_WORLD_SIZE];  // every rank's workspace, as mapped in this process
+} AllnormCommConfig;
+
+typedef struct AllnormComm AllnormComm;
+
+ALLNORM_API int32_t allnorm_abi_version(void);
+// JSON object describing the build: backend, version, compilers, architectures.
+ALLNORM_API const char* allnorm_build_info(void);
+ALLNORM_API const char* allnorm_last_error(void);
+
+// Rows of `hidden_size` elements that one launch can hold in a workspace; 0 if not even one.
+ALLNORM_API int64_t allnorm_rows_per_chunk(int32_t world_size, int64_t workspace_bytes,
+                                           int32_t algorithm, int32_t dtype, int64_t hidden_size);
+
+// Initialises this rank's own workspace and returns once that is done and visible to the device.
+// The caller must let every rank pass a barrier between create and the first run.
+ALLNORM_API int32_t allnorm_comm_create(const AllnormCommConfig* config, AllnormComm** comm);
+ALLNORM_API int32_t allnorm_comm_destroy(AllnormComm* comm);
+
+// Collective. Cuts the rows into chunks as the workspace demands. CUDA: enqueues on call->stream
+// and returns, never synchronises, may be captured in a graph. CPU: returns when done.
+ALLNORM_API int32_t allnorm_run(AllnormComm* comm, const AllnormCall* call);
+
+// Not collective: sums call->num_sources sources in order (x + i * source_stride), then the op.
+// Any hidden_size. One source: plain add + RMSNorm of an already reduced tensor.
+ALLNORM_API int32_t allnorm_local(const AllnormCall* call);
+
+// Copies what was recorded; never waits. Returns fault->status.
+ALLNORM_API int32_t allnorm_comm_check(AllnormComm* comm, AllnormFault* fault);
+
+// CPU library only: POSIX shared memory. `create` also reserves the memory, so that a full
+// /dev/shm is an error here and not a SIGBUS later.
+ALLNORM_API int32_t allnorm_shm_create(const char* name, int64_t bytes, void** address);
+ALLNORM_API int32_t allnorm_shm_open(const char* name, int64_t bytes, void** address);
+ALLNORM_API int32_t allnorm_shm_unlink(const char* name);
+ALLNORM_API int32_t allnorm_shm_unmap(void* address, int64_t bytes);
+
+#if defined(__cplusplus)
+}
+#endif
+#endif  // ALLNORM_ALLNORM_H_

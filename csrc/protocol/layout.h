@@ -1,0 +1,135 @@
+// Every byte of a workspace. Nothing else in the project computes a workspace offset.
+//
+// A workspace begins with a control block and continues with the data region. The two backends move
+// data differently and so cut the data region differently:
+//   PushLayout (CUDA): kPushPhases phases; peers write into this rank's phase, this rank reads it.
+//   PullLayout (CPU):  kPullPhases phases; this rank writes into its own phase, peers read it.
+// A phase belongs to one operation: operation number modulo the number of phases.
+#ifndef ALLNORM_PROTOCOL_LAYOUT_H_
+#define ALLNORM_PROTOCOL_LAYOUT_H_
+
+#include <cstdint>
+
+#include "protocol/numerics.h"
+
+namespace allnorm {
+
+constexpr int kMaxWorldSize = 64;
+constexpr int64_t kAlignBytes = 256;
+
+ALLNORM_HD int64_t align_down(int64_t bytes) { return bytes / kAlignBytes * kAlignBytes; }
+
+// ---- CUDA -----------------------------------------------------------------------------------
+
+constexpr int kPushMaxWorldSize = 8;
+// Why four: see the reuse argument at the head of cuda/exchange.cuh.
+constexpr int kPushPhases = 4;
+// Upper bound of a grid; each block owns one copy of the operation counter.
+constexpr int kMaxBlocks = 1024;
+
+struct PushControl {
+  // uint32_t[kMaxBlocks]: copies of the operation counter, all equal between launches. Local.
+  static constexpr int64_t kEpochs = 0;
+  // uint32_t: nonzero once a wait has failed here; later launches then wait for nobody. Local.
+  static constexpr int64_t kPoisoned = kEpochs + 4 * kMaxBlocks;
+  // uint64_t[kPushPhases][kPushMaxWorldSize][2]: the CallTag each peer announced. Written by peers.
+  static constexpr int64_t kTags = kPoisoned + kAlignBytes;
+  static constexpr int64_t kBytes = kTags + 16 * kPushPhases * kPushMaxWorldSize + 3584;
+
+  ALLNORM_HD static int64_t tag(uint32_t op, int source) {
+    return kTags + 16 * (static_cast<int64_t>(op % kPushPhases) * kPushMaxWorldSize + source);
+  }
+};
+static_assert(PushControl::kBytes % kAlignBytes == 0);
+
+// Data region of one launch of `rows` rows of `packs` packs over `world_size` ranks.
+//   one_shot: slot[source][row][pack], the source's partial.
+//   two_shot: slot[source][row][pack] of which only the packs this rank owns are used, stored
+//             densely: a row's owned chunks side by side; then sum[row][pack], the gathered sums.
+struct PushLayout {
+  int32_t world_size;
+  int32_t packs;
+  int64_t rows;
+
+  ALLNORM_HD static int64_t phase_bytes(int64_t workspace_bytes) {
+    return align_down((workspace_bytes - PushControl::kBytes) / kPushPhases);
+  }
+  ALLNORM_HD static int64_t phase(uint32_t op, int64_t phase_bytes) {
+    return PushControl::kBytes + static_cast<int64_t>(op % kPushPhases) * phase_bytes;
+  }
+  // Packs of a row that one owner holds at most, in whole chunks.
+  ALLNORM_HD static int64_t owned_packs(int world_size, int64_t packs) {
+    const int64_t chunks = (packs + kPacksPerChunk - 1) / kPacksPerChunk;
+    return (chunks + world_size - 1) / world_size * kPacksPerChunk;
+  }
+  ALLNORM_HD static int64_t one_shot_row_bytes(int world_size, int64_t packs) {
+    return kPackBytes * world_size * packs;
+  }
+  ALLNORM_HD static int64_t two_shot_row_bytes(int world_size, int64_t packs) {
+    return kPackBytes * (world_size * owned_packs(world_size, packs) + packs);
+  }
+
+  // Offsets below count from the start of the phase.
+  ALLNORM_HD int64_t one_shot_slot(int source, int64_t row, int64_t pack) const {
+    return kPackBytes * ((source * rows + row) * packs + pack);
+  }
+  // `pack` is owned by chunk: chunk c of a row belongs to (row + c) mod world_size, and is the
+  // (c / world_size)th of that row there.
+  ALLNORM_HD int64_t two_shot_slot(int source, int64_t row, int64_t pack) const {
+    const int64_t chunk = pack / kPacksPerChunk;
+    const int64_t local = chunk / world_size * kPacksPerChunk + pack % kPacksPerChunk;
+    return kPackBytes * ((source * rows + row) * owned_packs(world_size, packs) + local);
+  }
+  ALLNORM_HD int64_t two_shot_sum(int64_t row, int64_t pack) const {
+    return kPackBytes * (world_size * rows * owned_packs(world_size, packs) + row * packs + pack);
+  }
+};
+
+// ---- CPU ------------------------------------------------------------------------------------
+
+constexpr int kPullPhases = 2;
+
+struct PullControl {
+  // uint32_t on a cache line of its own: number of publications this rank has made.
+  static constexpr int64_t kPublished = 0;
+  // uint32_t on a cache line of its own: peers asleep on kPublished.
+  static constexpr int64_t kSleepers = 64;
+  // uint64_t[kPullPhases][2]: the CallTag of this rank's operation.
+  static constexpr int64_t kTags = 128;
+  static constexpr int64_t kBytes = 4096;
+
+  ALLNORM_HD static int64_t tag(uint32_t op) { return kTags + 16 * (op % kPullPhases); }
+};
+
+// Data region of one chunk of `rows` rows of `row_bytes` bytes.
+//   one_shot: partial[row].   two_shot: partial[row], then sum[row] (only rows this rank owns).
+struct PullLayout {
+  int64_t rows;
+  int64_t row_bytes;
+
+  ALLNORM_HD static int64_t phase_bytes(int64_t workspace_bytes) {
+    return align_down((workspace_bytes - PullControl::kBytes) / kPullPhases);
+  }
+  ALLNORM_HD static int64_t phase(uint32_t op, int64_t phase_bytes) {
+    return PullControl::kBytes + static_cast<int64_t>(op % kPullPhases) * phase_bytes;
+  }
+  ALLNORM_HD static int64_t chunk_row_bytes(bool two_shot, int64_t row_bytes) {
+    return two_shot ? 2 * row_bytes : row_bytes;
+  }
+  ALLNORM_HD int64_t partial(int64_t row) const { return row * row_bytes; }
+  ALLNORM_HD int64_t sum(int64_t row) const { return (rows + row) * row_bytes; }
+};
+
+// Contiguous row shard of a rank: the first (rows % world_size) ranks hold one row more.
+struct RowShard {
+  int64_t begin;
+  int64_t end;
+};
+ALLNORM_HD RowShard row_shard(int64_t rows, int world_size, int rank) {
+  const int64_t base = rows / world_size, extra = rows % world_size;
+  const int64_t begin = rank * base + (rank < extra ? rank : extra);
+  return {begin, begin + base + (rank < extra ? 1 : 0)};
+}
+
+}  // namespace allnorm
+#endif  // ALLNORM_PROTOCOL_LAYOUT_H_

@@ -1,0 +1,42 @@
+// Waiting with a deadline, over any memory.
+#ifndef ALLNORM_PROTOCOL_SIGNAL_H_
+#define ALLNORM_PROTOCOL_SIGNAL_H_
+
+#include <cstdint>
+
+#include "protocol/numerics.h"
+
+namespace allnorm {
+
+// A point in time after which a wait gives up. `Clock::now_ns()` must be monotonic.
+template <class Clock>
+class Deadline {
+ public:
+  // How many unsuccessful polls lie between two looks at the clock: often enough to be punctual,
+  // rarely enough to cost nothing.
+  static constexpr uint32_t kPollsPerLook = 256;
+
+  ALLNORM_HD explicit Deadline(int64_t timeout_ns) : timeout_ns_(timeout_ns) {}
+
+  // Call after every unsuccessful poll; true once the time is up, and from then on.
+  ALLNORM_HD bool passed() {
+    if (++polls_ % kPollsPerLook != 0) return false;
+    const int64_t now = Clock::now_ns();
+    // The clock starts at the first look and not in the constructor: a wait that succeeds soon
+    // never reads it.
+    if (!started_) {
+      started_ = true;
+      start_ns_ = now;
+    }
+    return now - start_ns_ > timeout_ns_;
+  }
+
+ private:
+  int64_t timeout_ns_;
+  int64_t start_ns_ = 0;
+  uint32_t polls_ = 0;
+  bool started_ = false;
+};
+
+}  // namespace allnorm
+#endif  // ALLNORM_PROTOCOL_SIGNAL_H_
