@@ -1,12 +1,13 @@
 """What every kernel of allnorm computes, in plain PyTorch: the numerics page, step by step.
 
-The functions take the inputs of all ranks, communicate nothing, and run on CPU and CUDA tensors with the
-same bits. Kernels are compared with them bit for bit; only the payload of a NaN is free.
+The functions take the inputs of all ranks, communicate nothing, and run on CPU and CUDA tensors
+with the same bits. Kernels are compared with them bit for bit; only the payload of a NaN is free.
 
-Below, ``T`` is the dtype of `x`, ``f(.)`` the exact conversion to float32, and every arithmetic operation is
-one float32 operation rounded to nearest even. Two traps of PyTorch are avoided everywhere: dividing a CUDA
-tensor by a Python number multiplies with its reciprocal, so every divisor is a tensor on the device; and
-PyTorch has no fused multiply-add, so `fma` computes it from exact float64 parts.
+Below, ``T`` is the dtype of `x`, ``f(.)`` the exact conversion to float32, and every arithmetic
+operation is one float32 operation rounded to nearest even. Two traps of PyTorch are avoided
+everywhere: dividing a CUDA tensor by a Python number multiplies with its reciprocal, so every
+divisor is a tensor on the device; and PyTorch has no fused multiply-add, so `fma` computes it from
+exact float64 parts.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ def all_reduce(inputs: Sequence[Tensor]) -> Tensor:
     Equivalent to ``sum(x.float() for x in inputs).to(inputs[0].dtype)``.
 
     Args:
-        inputs: one `x` per rank, in rank order; equal shapes `[...]`, equal dtypes (float32, float16 or
-            bfloat16), one device.
+        inputs: one `x` per rank, in rank order; equal shapes `[...]`, equal dtypes (float32,
+            float16 or bfloat16), one device.
 
     Returns:
         The reduced sum: new, contiguous, shape and dtype of one input.
@@ -61,7 +62,8 @@ def all_reduce_add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Reduces over ranks, adds the residual, applies RMSNorm.
 
-    Equivalent to ``residual_out = all_reduce(x) + residual; normed = rms_norm(residual_out, weight, eps)``.
+    Equivalent to ``residual_out = all_reduce(x) + residual`` and
+    ``normed = rms_norm(residual_out, weight, eps)``.
 
     Args:
         inputs: one `x` per rank, in rank order, `[..., hidden_size]`; float32, float16 or bfloat16.
@@ -176,10 +178,10 @@ def square_sum(z: Tensor, elems_per_pack: int) -> Tensor:
 
 
 def _butterfly(c: Tensor) -> Tensor:
-    """`for offset in n/2, ..., 2, 1: c_i = c_i + c_(i xor offset)`; returns the sum, `[..., n] -> [...]`.
+    """`for offset in n/2, ..., 2, 1: c_i = c_i + c_(i xor offset)`; `[..., n] -> [...]`.
 
-    After the first step c_i and c_(i xor n/2) hold the same bits, because addition commutes, so the first
-    half stands for all; and so on.
+    After the first step c_i and c_(i xor n/2) hold the same bits, because addition commutes, so the
+    first half stands for all; and so on.
     """
     while c.shape[-1] > 1:
         half = c.shape[-1] // 2
@@ -190,12 +192,15 @@ def _butterfly(c: Tensor) -> Tensor:
 def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """`a * b + c` of float32 tensors, rounded once.
 
-    The product is exact in float64. The float64 sum is rounded to odd (to whichever neighbour has an odd
-    last bit, if inexact), found from the exact error of the addition; from 53 bits rounded to odd, rounding to
-    24 or fewer bits gives what rounding the exact value gives (Boldo and Melquiond, 2008).
+    The product is exact in float64. The float64 sum is rounded to odd (to whichever neighbour has an
+    odd last bit, if inexact), found from the exact error of the addition; from 53 bits rounded to
+    odd, rounding to 24 or fewer bits gives what rounding the exact value gives (Boldo and Melquiond,
+    2008).
 
     Args:
-        a, b, c: float32, shapes that broadcast, one device.
+        a: float32; the three shapes broadcast, on one device.
+        b: float32.
+        c: float32.
 
     Returns:
         float32.
@@ -203,7 +208,7 @@ def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     product = a.double() * b.double()
     addend = c.double()
     total = product + addend
-    # Knuth's two-sum: product + addend == total + error, exactly. NaN where an operand is not finite.
+    # Knuth's two-sum: product + addend == total + error, exactly. NaN if an operand is not finite.
     back = total - product
     error = (product - (total - back)) + (addend - back)
     bits = total.view(torch.int64)
