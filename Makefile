@@ -1,0 +1,111 @@
+# Everything a developer or CI does. Nothing needs to be installed by hand: a C++20 compiler, make and Python 3.11+ do.
+#
+#   make bench     build, then time the fused op beside the unfused one, every shape checked first
+#   make test      C++ tests, then Python tests; GPU tests are skipped, visibly, where there are no GPUs
+#   make lint      the checks that CI makes            make format   repairs what can be repaired
+#   make sanitize  C++ tests under sanitizers          make wheel    dist/*.whl
+#   make inplace   libraries into allnorm/lib, to run from the source tree
+#   make clean     removes what was built; the virtual environment stays
+#
+# PYTHON=python3.12        interpreter; one that has torch already lends its packages to the environment
+# VENV=.venv               where that environment is
+# CUDA=auto|on|off         whether to build the CUDA library (auto: where nvcc is found)
+# CUDA_ARCHS=auto          for example "80-real;90"; RELEASE=1: all of a release
+# BENCH_ARGS=, PYTEST_ARGS=  passed on
+
+PYTHON ?= python3
+VENV ?= .venv
+CUDA ?= auto
+CUDA_ARCHS ?= auto
+BENCH_ARGS ?=
+PYTEST_ARGS ?= -m "not slow"
+RELEASE ?=
+ifneq ($(RELEASE),)
+CUDA_ARCHS := 80-real;90-real;100
+endif
+
+BIN := $(VENV)/bin
+STAMPS := $(VENV)/.stamps
+BUILD := build
+export PATH := $(abspath $(BIN)):$(PATH)
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+NATIVE_SOURCES := $(shell find csrc cmake -type f 2>/dev/null) CMakeLists.txt
+SOURCES := $(NATIVE_SOURCES) $(shell find allnorm -name '*.py') pyproject.toml README.md
+CXX_FILES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+PACKAGE_SETTINGS = -C build-dir=$(BUILD)/package -C cmake.define.ALLNORM_CUDA=$(CUDA) \
+	-C 'cmake.define.ALLNORM_CUDA_ARCHITECTURES=$(CUDA_ARCHS)'
+
+.PHONY: bench test test-cpp test-python lint format sanitize wheel inplace install clean
+.DELETE_ON_ERROR:
+
+bench: $(STAMPS)/install
+	$(BIN)/allnorm bench $(BENCH_ARGS)
+
+test: test-cpp test-python
+
+test-cpp: $(STAMPS)/run
+	cmake -G Ninja -S . -B $(BUILD)/cpp-tests -DALLNORM_BUILD_TESTS=ON -DALLNORM_CUDA=off --log-level=WARNING
+	cmake --build $(BUILD)/cpp-tests
+	ctest --test-dir $(BUILD)/cpp-tests --output-on-failure --no-tests=error
+
+test-python: $(STAMPS)/install $(STAMPS)/test
+	$(BIN)/pytest $(PYTEST_ARGS)
+
+sanitize: $(STAMPS)/run
+	set -e; for s in address,undefined thread; do \
+	  b=$(BUILD)/sanitize-$${s%%,*}; \
+	  cmake -G Ninja -S . -B $$b -DALLNORM_BUILD_TESTS=ON -DALLNORM_CUDA=off -DALLNORM_SANITIZE=$$s \
+	    --log-level=WARNING; \
+	  cmake --build $$b; \
+	  ctest --test-dir $$b --output-on-failure --no-tests=error; \
+	done
+
+lint: $(STAMPS)/lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
+
+format: $(STAMPS)/lint
+	$(BIN)/ruff check --fix --exit-zero .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CXX_FILES)
+
+install: $(STAMPS)/install
+
+wheel: $(STAMPS)/run
+	$(BIN)/pip wheel --quiet --no-build-isolation --no-deps $(PACKAGE_SETTINGS) -w dist .
+
+inplace: $(STAMPS)/run
+	cmake -G Ninja -S . -B $(BUILD)/inplace -DALLNORM_CUDA=$(CUDA) '-DALLNORM_CUDA_ARCHITECTURES=$(CUDA_ARCHS)' \
+	  --log-level=WARNING
+	cmake --build $(BUILD)/inplace
+	cmake --install $(BUILD)/inplace --component runtime --prefix .
+
+clean:
+	rm -rf $(BUILD) dist $(STAMPS)/install
+	rm -f allnorm/lib/*.so
+
+# ---- What is set up once, and again when what it depends on has changed ------------------------------------------
+
+$(STAMPS)/run: pyproject.toml constraints.txt tools/setup_venv.py
+	$(PYTHON) tools/setup_venv.py $(VENV) build run
+	@mkdir -p $(@D) && touch $@
+
+$(STAMPS)/test $(STAMPS)/lint: $(STAMPS)/%: $(STAMPS)/run
+	$(PYTHON) tools/setup_venv.py $(VENV) $*
+	@mkdir -p $(@D) && touch $@
+
+# A changed setting is a changed package.
+SETTINGS := $(CUDA) $(CUDA_ARCHS)
+ifneq ($(SETTINGS),$(shell cat $(STAMPS)/settings 2>/dev/null))
+.PHONY: $(STAMPS)/settings
+endif
+$(STAMPS)/settings: | $(STAMPS)/run
+	@echo '$(SETTINGS)' > $@
+
+$(STAMPS)/install: $(SOURCES) $(STAMPS)/run $(STAMPS)/settings
+	@echo "building and installing allnorm; the first time takes minutes where nvcc is found"
+	$(BIN)/pip install --quiet --no-build-isolation --no-deps $(PACKAGE_SETTINGS) .
+	@touch $@

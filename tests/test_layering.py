@@ -1,0 +1,187 @@
+"""Dependencies point one way. The tables are the rule; a module outside them does not pass."""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+import re
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "allnorm"
+CSRC = ROOT / "csrc"
+
+# ---- Python ------------------------------------------------------------------------------------
+
+# The package itself, `import allnorm`: what its users see.
+PUBLIC = "allnorm"
+
+# module or subpackage: what of allnorm it may import. Lower layers first.
+ALLOWED = {
+    "_version": set(),
+    "errors": set(),
+    "policy": set(),
+    "reference": set(),
+    "quant": {"errors"},
+    "config": {"errors"},
+    "topology": {"errors"},
+    "tuning": {"errors", "config", "policy", "topology"},
+    "_native": {"errors", "config"},
+    "arguments": {"_native", "errors", "policy", "quant"},
+    "launch": {"_native", "arguments", "errors", "policy"},
+    "workspace": {"_native", "config", "errors"},
+    "local": {"_native", "arguments", "errors", "launch"},
+    "communicator": {
+        *("_native", "arguments", "config", "errors", "launch", "local", "policy", "quant"),
+        *("tuning", "workspace"),
+    },
+    "ops": {"communicator", "errors", "local", "quant"},
+    PUBLIC: {
+        *("_native", "_version", "communicator", "config", "errors", "local", "ops", "policy"),
+        *("quant", "reference"),
+    },
+    "testing": {PUBLIC, "errors", "reference"},
+    "compile": {PUBLIC, "errors", "ops"},
+    "integrations": {PUBLIC, "compile", "errors", "ops"},
+    "cli": {PUBLIC, "compile", "errors", "policy", "reference", "testing", "topology", "tuning"},
+    "__main__": {"cli"},
+}
+
+# What is imported besides the standard library; {"torch"} where nothing is said.
+THIRD_PARTY = {
+    "_native": set(),
+    "_version": set(),
+    "config": set(),
+    "errors": set(),
+    "policy": set(),
+    "topology": {"torch", "pynvml"},
+    "integrations": {"torch", "vllm", "sglang", "transformers"},
+    "cli": {"torch", "rich", "typer", "matplotlib"},
+}
+
+# Who touches the environment, and why. Variables of allnorm's own are the business of config alone.
+ENVIRONMENT = {
+    "config": "reads ALLNORM_*; sets the switch that keeps torch from multicast",
+    "cli": "sets the multicast switches for the ranks it starts",
+    "testing": "sets the multicast switches for the ranks it starts",
+}
+
+
+def modules() -> list[pathlib.Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def unit_of(path: pathlib.Path) -> str:
+    """The row of a file in the tables: its module, or the subpackage it is in."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return PUBLIC if parts == ("__init__",) else parts[0]
+
+
+def imports_of(path: pathlib.Path) -> Iterator[str]:
+    """Dotted names of everything imported, in functions too."""
+    package = ("allnorm", *path.relative_to(PACKAGE).parts[:-1])
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) + 1 - node.level] if node.level else ()
+            prefix = ".".join([*base, *([node.module] if node.module else [])])
+            if prefix == "allnorm":  # `from allnorm import errors` or `from allnorm import Plan`
+                for alias in node.names:
+                    yield f"allnorm.{alias.name}" if alias.name in ALLOWED else "allnorm"
+            else:
+                yield prefix
+
+
+def ids(path: pathlib.Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", modules(), ids=ids)
+def test_python_imports(path: pathlib.Path) -> None:
+    unit = unit_of(path)
+    assert unit in ALLOWED, f"{unit} has no row in ALLOWED: say what it may import"
+    for name in imports_of(path):
+        top, *rest = name.split(".")
+        if top == "allnorm":
+            target = rest[0] if rest else PUBLIC
+            assert target == unit or target in ALLOWED[unit], f"{unit} must not import {name}"
+        elif top not in sys.stdlib_module_names:
+            assert top in THIRD_PARTY.get(unit, {"torch"}), f"{unit} must not import {name}"
+
+
+def test_the_table_has_no_cycle() -> None:
+    done: list[str] = []
+    for unit, allowed in ALLOWED.items():
+        assert allowed <= set(done), f"{unit} may import {allowed - set(done)}, which comes later"
+        done.append(unit)
+
+
+@pytest.mark.parametrize("path", modules(), ids=ids)
+def test_environment(path: pathlib.Path) -> None:
+    unit = unit_of(path)
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and node.attr in {"environ", "getenv", "putenv"}:
+            assert unit in ENVIRONMENT, f"{path.name}:{node.lineno} touches the environment"
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and unit != "config":
+            is_variable = re.fullmatch(r"ALLNORM_[A-Z_]+", node.value)
+            assert not is_variable, f"{path.name}:{node.lineno} knows {node.value}: ask config"
+
+
+# ---- C++ and CUDA --------------------------------------------------------------------------------
+
+# folder of csrc: whose headers it may include. "" is csrc itself: the C ABI.
+CSRC_ALLOWED = {
+    "": set(),
+    "protocol": {"protocol"},
+    "cpu": {"", "protocol", "cpu"},
+    "cuda": {"", "protocol", "cuda"},
+    "tests": {"", "protocol", "cpu", "tests"},
+}
+
+# pattern: (files of csrc in which it may stand, why)
+CONFINED = {
+    r"\basm\b|__asm__": (
+        {"cuda/memory.cuh", "cpu/memory.h"},
+        "inline assembly has one home for each backend",
+    ),
+    r"<<<|\bcudaLaunch\w+": ({"cuda/launch.cu", "cuda/launch.cuh"}, "there is one launch site"),
+    r"\bgetenv\b": (set(), "allnorm/config.py reads the environment"),
+}
+
+
+def sources() -> list[pathlib.Path]:
+    return sorted(p for p in CSRC.rglob("*") if p.suffix in {".h", ".cuh", ".cpp", ".cu"})
+
+
+def without_comments(text: str) -> str:
+    return re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("path", sources(), ids=ids)
+def test_csrc_includes(path: pathlib.Path) -> None:
+    relative = path.relative_to(CSRC)
+    folder = relative.parts[0] if len(relative.parts) > 1 else ""
+    assert folder in CSRC_ALLOWED, f"csrc/{folder} has no row in CSRC_ALLOWED"
+    for kind, name in re.findall(r'#\s*include\s*([<"])([^>"]+)', path.read_text()):
+        if kind == "<":
+            foreign = re.match(r"(torch|ATen|c10|pybind11)/|Python\.h", name)
+            assert not foreign, f"{relative} includes {name}: csrc knows neither torch nor Python"
+            cuda_may = folder == "cuda" or relative.as_posix() == "protocol/numerics.h"
+            assert cuda_may or not name.startswith("cuda"), f"{relative} must not include {name}"
+        else:
+            assert (CSRC / name).exists(), f"{relative}: write {name} as a path from csrc/"
+            target = name.split("/")[0] if "/" in name else ""
+            assert target in CSRC_ALLOWED[folder], f"{relative} must not include {name}"
+
+
+@pytest.mark.parametrize("path", sources(), ids=ids)
+def test_csrc_confined_constructs(path: pathlib.Path) -> None:
+    relative = path.relative_to(CSRC).as_posix()
+    code = without_comments(path.read_text())
+    for pattern, (homes, why) in CONFINED.items():
+        if relative not in homes:
+            assert not re.search(pattern, code), f"{relative}: /{pattern}/ belongs elsewhere: {why}"

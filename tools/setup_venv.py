@@ -1,0 +1,89 @@
+"""Makes the virtual environment that `make` works in, and installs groups of packages there.
+
+    python3 tools/setup_venv.py VENV GROUP...
+
+Groups: build, run, test, lint; what is in them is said in pyproject.toml. Doing it again is cheap.
+
+If the interpreter already has a suitable torch, its packages are made visible in the environment and
+nothing of what they satisfy is installed, so that a machine with its own torch build, and no network,
+is served too. Otherwise the versions come from constraints.txt.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import subprocess
+import sys
+
+if sys.version_info < (3, 11):
+    sys.exit(
+        "allnorm needs Python 3.11 or newer, and {} is {}.{}. "
+        "Name another: make PYTHON=python3.12".format(sys.executable, *sys.version_info[:2])
+    )
+
+import importlib.metadata
+import sysconfig
+import tomllib
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+HOST_PACKAGES = "host-packages.pth"
+
+
+def groups() -> dict[str, list[str]]:
+    """The requirements of every group."""
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    extras = pyproject["project"]["optional-dependencies"]
+    return {
+        "build": pyproject["build-system"]["requires"],
+        "run": pyproject["project"]["dependencies"],
+        "test": extras["test"],
+        "lint": extras["lint"],
+    }
+
+
+def host_has_torch(torch_requirement: str) -> bool:
+    """Whether the interpreter that runs this has a torch that the package accepts."""
+    try:
+        have = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+    def numbers(version: str) -> list[int]:
+        return [int(n) for n in re.findall(r"\d+", version)[:2]]
+
+    return numbers(have) >= numbers(torch_requirement)
+
+
+def create(venv: pathlib.Path, share_host_packages: bool) -> None:
+    """Creates `venv`, with the interpreter's own packages visible in it or not."""
+    print(f"creating {venv}", flush=True)
+    subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
+    if share_host_packages:
+        # Not --system-site-packages: where the interpreter is itself one of a virtual environment,
+        # that would show the packages of the Python below it.
+        here = sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+        paths = sysconfig.get_paths(vars={"base": str(venv), "platbase": str(venv)})
+        pathlib.Path(paths["purelib"], HOST_PACKAGES).write_text("\n".join(here) + "\n")
+
+
+def install(venv: pathlib.Path, requirements: list[str]) -> None:
+    """Installs what is missing."""
+    shares = any(venv.glob(f"lib/python*/site-packages/{HOST_PACKAGES}"))
+    constraints = [] if shares else ["--constraint", str(ROOT / "constraints.txt")]
+    pip = [str(venv / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
+    subprocess.run([*pip, "install", "--quiet", *constraints, *requirements], check=True)
+
+
+def main() -> None:
+    """Runs the command line."""
+    venv, names = pathlib.Path(sys.argv[1]), sys.argv[2:]
+    known = groups()
+    torch_requirement = next(r for r in known["run"] if r.startswith("torch"))
+    if not (venv / "bin" / "python").exists():
+        create(venv, host_has_torch(torch_requirement))
+    install(venv, [requirement for name in names for requirement in known[name]])
+
+
+if __name__ == "__main__":
+    main()
