@@ -192,10 +192,10 @@ def _butterfly(c: Tensor) -> Tensor:
 def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """`a * b + c` of float32 tensors, rounded once.
 
-    The product is exact in float64. The float64 sum is rounded to odd (to whichever neighbour has an
-    odd last bit, if inexact), found from the exact error of the addition; from 53 bits rounded to
-    odd, rounding to 24 or fewer bits gives what rounding the exact value gives (Boldo and Melquiond,
-    2008).
+    The product is exact in float64. The float64 sum is rounded to odd (to whichever neighbour has
+    an odd last bit, if inexact), found from the exact error of the addition; from 53 bits rounded
+    to odd, rounding to 24 or fewer bits gives what rounding the exact value gives (Boldo and
+    Melquiond, 2008).
 
     Args:
         a: float32; the three shapes broadcast, on one device.

@@ -1,0 +1,107 @@
+"""Comparison of tensors bit for bit. Only the payload of a NaN is free; -0.0 is not 0.0."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have equal shapes, dtypes and bits, a NaN matching any NaN.
+
+    Args:
+        a: any shape and dtype.
+        b: may be on another device.
+    """
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    b = b.to(a.device)
+    return torch.equal(_bits(a), _bits(b)) or not bool(_differs(a, b).any())
+
+
+def assert_same_bits(actual: Tensor, expected: Tensor, what: str = "tensor") -> None:
+    """Raises unless `same_bits(actual, expected)`.
+
+    Args:
+        actual: any shape and dtype.
+        expected: may be on another device.
+        what: names the comparison in the message.
+
+    Raises:
+        AssertionError: says how many elements differ, where the first one is, both values and bit
+            patterns there, and the largest distance in units of the last place.
+    """
+    if same_bits(actual, expected):
+        return
+    if actual.dtype != expected.dtype or actual.shape != expected.shape:
+        raise AssertionError(
+            f"{what}: got {list(actual.shape)} {actual.dtype}, "
+            f"expected {list(expected.shape)} {expected.dtype}"
+        )
+    actual, expected = actual.detach().cpu(), expected.detach().cpu()
+    wrong = _differs(actual, expected)
+    where = tuple(int(i) for i in wrong.nonzero()[0])
+    rows = wrong.reshape(-1, wrong.shape[-1]).any(-1) if wrong.ndim else wrong.reshape(1)
+    raise AssertionError(
+        f"{what}: {int(wrong.sum())} of {wrong.numel()} elements differ, in {int(rows.sum())} of "
+        f"{rows.numel()} rows; the first at {list(where)}: got {_show(actual[where])}, expected "
+        f"{_show(expected[where])}; largest distance {_largest_distance(actual, expected)}"
+    )
+
+
+def ulp_distance(a: Tensor, b: Tensor) -> Tensor:
+    """How many representable values lie between two tensors, element by element.
+
+    -0.0 and 0.0 are one apart.
+
+    Args:
+        a: a floating-point dtype of 1, 2 or 4 bytes, without NaN.
+        b: the same dtype and shape.
+
+    Returns:
+        int64, the shape of `a`.
+    """
+    return (_ordered(a) - _ordered(b)).abs()
+
+
+def _bits(x: Tensor) -> Tensor:
+    integer = _INTEGER.get(x.element_size())
+    if integer is None or x.dtype.is_complex or x.dtype == torch.bool:
+        return x
+    return x.contiguous().view(integer)
+
+
+def _is_nan(x: Tensor) -> Tensor:
+    if not x.dtype.is_floating_point:
+        return torch.zeros(x.shape, dtype=torch.bool, device=x.device)
+    return torch.isnan(x.float() if x.element_size() == 1 else x)
+
+
+def _differs(a: Tensor, b: Tensor) -> Tensor:
+    return (_bits(a) != _bits(b)) & ~(_is_nan(a) & _is_nan(b))
+
+
+def _ordered(x: Tensor) -> Tensor:
+    """Integers in the order of the floating-point values: negative ones count down from -1."""
+    bits = _bits(x).to(torch.int64)
+    magnitude = bits & ((1 << (8 * x.element_size() - 1)) - 1)
+    return torch.where(bits < 0, -1 - magnitude, magnitude)
+
+
+def _largest_distance(a: Tensor, b: Tensor) -> str:
+    if not a.dtype.is_floating_point or a.element_size() > 4:
+        return f"{(a.double() - b.double()).abs().max().item():g}"
+    nan_a, nan_b = _is_nan(a), _is_nan(b)
+    comparable = ~(nan_a | nan_b)
+    text = "none"
+    if bool(comparable.any()):
+        text = f"{int(ulp_distance(a[comparable], b[comparable]).max())} ulp"
+    one_sided = int((nan_a ^ nan_b).sum())
+    return f"{text}, and {one_sided} NaN on one side only" if one_sided else text
+
+
+def _show(x: Tensor) -> str:
+    bits = int(_bits(x)) & ((1 << (8 * x.element_size())) - 1)
+    return f"{x.item()!r} (0x{bits:0{2 * x.element_size()}x})"

@@ -1,0 +1,217 @@
+"""Inputs for tests: distinct on every rank and in every call, reproducible, and the nasty ones.
+
+A test in which all ranks hold the same values cannot see data of a wrong peer, and one that repeats
+its values cannot see data of an earlier call; so rank and call number go into every seed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+# Words that some transport might use as its mark for "not arrived", their neighbours, and the bit
+# patterns that those would turn into. Every one of them must be ordinary data.
+SENTINEL_WORDS = (
+    0xFFFFFFFF,
+    0xFFFEFFFE,
+    0xFFFEFFFF,
+    0xFFFFFFFE,
+    0xFFFF0000,
+    0x0000FFFF,
+    0x7FFFFFFF,
+    0x7FFF7FFF,
+    0x7FFE7FFE,
+    0x7FC00000,
+    0x7FC07FC0,
+    0x7F800001,
+    0x7F817F81,
+    0x7C017C01,
+    0x80000000,
+    0x80008000,
+    0x00008000,
+    0x00000000,
+    0x00000001,
+    0x00010001,
+    0xDEADBEEF,
+    0xCDCDCDCD,
+    0xAAAAAAAA,
+    0x55555555,
+)
+
+SPECIAL_KINDS = (
+    "zeros",
+    "negative_zeros",
+    "mixed_zeros",
+    "denormals",
+    "huge",
+    "nan",
+    "infinity",
+    "opposite_infinities",
+)
+
+_WORDS_PER_PACK = 4
+
+
+def rank_input(
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    rank: int,
+    *,
+    call: int = 0,
+    seed: int = 0,
+    scale: float = 1.0,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """Normal random numbers that depend on rank, shape, dtype, call number and seed only.
+
+    Args:
+        shape: of the result.
+        dtype: float32, float16 or bfloat16.
+        rank: whose input it is; every process can make every rank's.
+        call: which call of a test it is for.
+        seed: distinguishes tests.
+        scale: standard deviation.
+        device: where the result goes; it is computed on the CPU.
+    """
+    generator = _generator("rank", rank, tuple(shape), dtype, call, seed)
+    return (torch.randn(tuple(shape), generator=generator) * scale).to(dtype).to(device)
+
+
+def all_inputs(
+    world_size: int,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    *,
+    call: int = 0,
+    seed: int = 0,
+    scale: float = 1.0,
+    device: torch.device | str = "cpu",
+) -> list[Tensor]:
+    """`rank_input` of every rank, in rank order, as `allnorm.reference` takes it."""
+    return [
+        rank_input(shape, dtype, rank, call=call, seed=seed, scale=scale, device=device)
+        for rank in range(world_size)
+    ]
+
+
+def shared_input(
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    name: str,
+    *,
+    call: int = 0,
+    seed: int = 0,
+    scale: float = 1.0,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """Random numbers that are the same on every rank: a residual or a weight.
+
+    Args:
+        shape: of the result.
+        dtype: float32, float16 or bfloat16.
+        name: what it is for; other names give other numbers.
+        call: which call of a test it is for.
+        seed: distinguishes tests.
+        scale: standard deviation.
+        device: where the result goes.
+    """
+    generator = _generator(name, tuple(shape), dtype, call, seed)
+    return (torch.randn(tuple(shape), generator=generator) * scale).to(dtype).to(device)
+
+
+def special_input(
+    kind: str,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    rank: int,
+    *,
+    call: int = 0,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """An input of special values.
+
+    Args:
+        kind: one of SPECIAL_KINDS. "nan" and "infinity" put one such element into every third row
+            of the input of rank 0 only; "opposite_infinities" puts +inf on rank 0 and -inf on rank
+            1 at the same place; "huge" overflows the sum.
+        shape: `[..., hidden_size]`.
+        dtype: float32, float16 or bfloat16.
+        rank: whose input it is.
+        call: which call of a test it is for.
+        device: where the result goes.
+
+    Raises:
+        ValueError: unknown kind.
+    """
+    x = rank_input(shape, dtype, rank, call=call)
+    info = torch.finfo(dtype)
+    if kind == "zeros":
+        x = torch.zeros_like(x)
+    elif kind == "negative_zeros":
+        x = torch.full_like(x, -0.0)
+    elif kind == "mixed_zeros":
+        x = torch.zeros_like(x).copysign(x)
+    elif kind == "denormals":
+        x = (x.double() * info.smallest_normal / 8).to(dtype)
+    elif kind == "huge":
+        x = torch.full_like(x, info.max * 0.75).copysign(shared_input(shape, dtype, "sign"))
+    elif kind in ("nan", "infinity", "opposite_infinities"):
+        value = float("nan") if kind == "nan" else float("inf")
+        if kind == "opposite_infinities" and rank == 1:
+            value = -value
+        if rank == 0 or (rank == 1 and kind == "opposite_infinities"):
+            rows = x.view(-1, x.shape[-1])
+            for row in range(0, rows.shape[0], 3):
+                rows[row, (7 * row + call) % x.shape[-1]] = value
+    else:
+        raise ValueError(f"kind {kind!r}: expected one of {', '.join(SPECIAL_KINDS)}")
+    return x.to(device)
+
+
+def sentinel_input(
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    rank: int,
+    *,
+    finite: bool = False,
+    call: int = 0,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """Random data in which the 16-byte packs carry every sentinel word in every position.
+
+    Pack `k` of the rows (counted through) carries word `k mod n` at position `k / n mod 5`, where
+    position 4 is all four. With `finite` the words that hold a NaN or an infinity in this dtype are
+    left out, so that every bit of the outputs can be compared.
+
+    Args:
+        shape: `[..., hidden_size]`; rows must consist of whole packs to reach every position.
+        dtype: float32, float16 or bfloat16.
+        rank: shifts the pattern, so that ranks carry different words at the same place.
+        finite: only words that are finite numbers.
+        call: which call of a test it is for; shifts the pattern too.
+        device: where the result goes.
+    """
+    words = torch.tensor(SENTINEL_WORDS, dtype=torch.int64)
+    words = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+    if finite:
+        elements = words.view(dtype).float().reshape(words.numel(), -1)
+        words = words[torch.isfinite(elements).all(-1)]
+    x = rank_input(shape, dtype, rank, call=call)
+    flat = x.reshape(-1).view(torch.uint8)
+    count = flat.numel() // (4 * _WORDS_PER_PACK)
+    packs = flat[: count * 4 * _WORDS_PER_PACK].view(torch.int32).view(count, _WORDS_PER_PACK)
+    index = torch.arange(count) + 7 * rank + 3 * call
+    word = words[index % words.numel()]
+    position = index // words.numel() % (_WORDS_PER_PACK + 1)
+    for i in range(_WORDS_PER_PACK):
+        hit = (position == i) | (position == _WORDS_PER_PACK)
+        packs[:, i] = torch.where(hit, word, packs[:, i])
+    return x.to(device)
+
+
+def _generator(*parts: object) -> torch.Generator:
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=7).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "big"))

@@ -1,0 +1,365 @@
+"""Starts ranks: one process each, with torch.distributed initialised over loopback.
+
+`run_ranks` starts them for one function, `RankPool` keeps them for many. The functions that run
+there are sent by name, so they live at the top level of a module that the ranks can import.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import faulthandler
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+_Connection = multiprocessing.connection.Connection
+
+# NVLink multicast stays off: it is missing on many hosts and can take shared ones down.
+_ENVIRONMENT = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+}
+_START_SECONDS = 120.0
+# A rank that is told to stop but sits in a collective whose peer has died never comes.
+_STOP_SECONDS = 5.0
+# How long the other ranks get to answer after one has failed; they may wait for it in a collective.
+_GRACE_SECONDS = 10.0
+_DUMP_SECONDS = 0.2
+
+_parent: _Connection | None = None
+_parent_lock = threading.Lock()
+
+OnMessage = Callable[[int, Any], None]
+
+
+class RankError(RuntimeError):
+    """One or more ranks raised, died or did not answer in time.
+
+    Attributes:
+        failures: what happened, in words or as a traceback, by rank.
+    """
+
+    def __init__(self, failures: Mapping[int, str]) -> None:
+        self.failures = dict(sorted(failures.items()))
+        parts = [f"rank {rank}: {text.rstrip()}" for rank, text in self.failures.items()]
+        super().__init__(f"{len(parts)} rank(s) failed\n" + "\n".join(parts))
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *,
+    device: str = "cpu",
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = 300.0,
+    on_message: OnMessage | None = None,
+) -> list[Any]:
+    """Runs `fn(rank, world_size, *args, **kwargs)` in `world_size` new processes.
+
+    Args:
+        fn: a function at the top level of an importable module.
+        world_size: how many ranks.
+        device: "cpu" (gloo) or "cuda" (rank r on GPU r; gloo for CPU tensors, NCCL for CUDA).
+        args: positional arguments, picklable.
+        kwargs: keyword arguments, picklable.
+        timeout: seconds for the whole call; then every rank is killed.
+        on_message: called here with `(rank, message)` for each `report(message)` of a rank.
+
+    Returns:
+        What `fn` returned (picklable), by rank.
+
+    Raises:
+        RankError: a rank raised, died or was late; shows the traceback of each.
+        ValueError: the device is unknown or has fewer than `world_size` GPUs.
+    """
+    with RankPool(world_size, device, timeout=timeout) as pool:
+        return pool.run(fn, *args, kwargs=kwargs, on_message=on_message)
+
+
+def report(message: Any) -> None:
+    """Sends a picklable message to the `on_message` of the process that started this rank.
+
+    Raises:
+        RuntimeError: this process is not a rank started by this module.
+    """
+    if _parent is None:
+        raise RuntimeError("report() works only in a rank started by run_ranks or RankPool")
+    _send("message", message)
+
+
+class RankPool:
+    """Ranks that stay alive over many calls: starting a process and importing torch takes seconds.
+
+    After a call in which a rank failed, the processes are replaced at the next one. Also a context
+    manager.
+
+    Args:
+        world_size: how many ranks.
+        device: "cpu" or "cuda", see `run_ranks`.
+        timeout: seconds that one `run` may take unless it says otherwise.
+
+    Raises:
+        ValueError: the device is unknown or has fewer than `world_size` GPUs.
+    """
+
+    def __init__(self, world_size: int, device: str = "cpu", *, timeout: float = 300.0) -> None:
+        if world_size < 1:
+            raise ValueError(f"world_size {world_size}: expected at least 1")
+        if device not in ("cpu", "cuda"):
+            raise ValueError(f"device {device!r}: expected 'cpu' or 'cuda'")
+        if device == "cuda" and torch.cuda.device_count() < world_size:
+            raise ValueError(
+                f"world_size {world_size} needs as many GPUs; torch sees "
+                f"{torch.cuda.device_count()}. Use fewer ranks, or device='cpu'."
+            )
+        self.world_size = world_size
+        self.device = device
+        self.timeout = timeout
+        self._processes: list[multiprocessing.process.BaseProcess] = []
+        self._connections: list[_Connection] = []
+        self._store: TCPStore | None = None
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+        on_message: OnMessage | None = None,
+        may_die: Collection[int] = (),
+    ) -> list[Any]:
+        """Runs `fn(rank, world_size, *args, **kwargs)` on every rank.
+
+        Args:
+            fn: a function at the top level of an importable module.
+            args: positional arguments, picklable.
+            kwargs: keyword arguments, picklable.
+            timeout: seconds; None is the pool's.
+            on_message: called here with `(rank, message)` for each `report(message)`.
+            may_die: ranks whose process may end during the call; their result is then None.
+
+        Returns:
+            What `fn` returned, by rank.
+
+        Raises:
+            RankError: a rank raised, died or was late.
+        """
+        seconds = self.timeout if timeout is None else timeout
+        call = pickle.dumps((fn, args, dict(kwargs or {})))
+        try:
+            if not self._processes:
+                self._start(max(seconds, _START_SECONDS))
+            for connection in self._connections:
+                # A rank that is gone is found by _collect, which says so.
+                with contextlib.suppress(OSError):
+                    connection.send_bytes(call)
+            return self._collect(seconds, on_message, may_die)
+        except BaseException:
+            self.kill_all()
+            raise
+
+    def kill(self, rank: int) -> None:
+        """Kills the process of one rank (SIGKILL) and waits until it is gone."""
+        if self._processes:
+            self._processes[rank].kill()
+            self._processes[rank].join()
+
+    def kill_all(self) -> None:
+        """Kills every rank; the next `run` starts new ones."""
+        for process in self._processes:
+            process.kill()
+        self._release()
+
+    def close(self) -> None:
+        """Ends every rank, those that do not follow by force. Idempotent; `run` starts new ones."""
+        for connection in self._connections:
+            with contextlib.suppress(OSError):
+                connection.send_bytes(b"")
+        deadline = time.monotonic() + _STOP_SECONDS
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+        self._release()
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.kill_all()
+
+    def _start(self, seconds: float) -> None:
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        context = multiprocessing.get_context("spawn")
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_rank_main,
+                args=(theirs, rank, self.world_size, self.device, self._store.port, seconds),
+                name=f"allnorm-rank-{rank}",
+                daemon=True,  # an interpreter that exits ends its ranks instead of waiting for them
+            )
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._connections.append(ours)
+        self._collect(_START_SECONDS, None, ())
+
+    def _collect(
+        self, seconds: float, on_message: OnMessage | None, may_die: Collection[int]
+    ) -> list[Any]:
+        """Waits for one answer of every rank."""
+        results: list[Any] = [None] * self.world_size
+        failures: dict[int, str] = {}
+        dead = False
+        waiting = {self._connections[rank]: rank for rank in range(self.world_size)}
+        deadline = time.monotonic() + seconds
+        while waiting:
+            ready = multiprocessing.connection.wait(
+                list(waiting), timeout=max(0.0, deadline - time.monotonic())
+            )
+            if not ready:
+                break
+            for connection in ready:
+                assert isinstance(connection, _Connection)
+                rank = waiting[connection]
+                kind, value = self._receive(connection, rank)
+                if kind == "message":
+                    if on_message is not None:
+                        on_message(rank, value)
+                    continue
+                del waiting[connection]
+                if kind == "result":
+                    results[rank] = value
+                elif kind == "died" and rank in may_die:
+                    dead = True
+                else:
+                    failures[rank] = value
+                    deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+        for rank in waiting.values():
+            waited = "after another rank had failed" if failures else f"within {seconds:g} s"
+            failures[rank] = f"no answer {waited}; killed. Its stack is on standard error"
+            self._dump_stack(rank)
+        if failures:
+            raise RankError(failures)
+        if dead:
+            self.kill_all()
+        return results
+
+    def _dump_stack(self, rank: int) -> None:
+        """Makes a rank that does not answer write where it is to standard error."""
+        pid = self._processes[rank].pid
+        if pid is not None and self._processes[rank].is_alive():
+            os.kill(pid, signal.SIGUSR1)
+            time.sleep(_DUMP_SECONDS)
+
+    def _receive(self, connection: _Connection, rank: int) -> tuple[str, Any]:
+        try:
+            kind, value = connection.recv()
+        except (EOFError, OSError):
+            process = self._processes[rank]
+            process.join(_STOP_SECONDS)
+            return "died", f"its process ended with exit code {process.exitcode}"
+        return kind, value
+
+    def _release(self) -> None:
+        for connection in self._connections:
+            connection.close()
+        for process in self._processes:
+            process.join()
+            process.close()
+        self._processes, self._connections, self._store = [], [], None
+
+
+def _rank_main(
+    connection: _Connection, rank: int, world_size: int, device: str, port: int, seconds: float
+) -> None:
+    """The life of a rank: join the group, answer calls until told to stop."""
+    global _parent
+    _parent = connection
+    os.environ.update(_ENVIRONMENT)
+    faulthandler.register(signal.SIGUSR1)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        _join_group(rank, world_size, device, port, seconds)
+        _send("result", None)
+        while call := connection.recv_bytes():
+            _answer(call, rank, world_size)
+    except EOFError:
+        pass  # the parent has closed the pipe: stop
+    except BaseException:  # noqa: BLE001 - whatever it is, the parent shows it
+        with contextlib.suppress(OSError):
+            _send("error", traceback.format_exc())
+    _leave(device)
+
+
+def _answer(call: bytes, rank: int, world_size: int) -> None:
+    try:
+        fn, args, kwargs = pickle.loads(call)
+        _send("result", fn(rank, world_size, *args, **kwargs))
+    except Exception:  # noqa: BLE001 - the parent raises it as RankError
+        _send("error", traceback.format_exc())
+
+
+def _join_group(rank: int, world_size: int, device: str, port: int, seconds: float) -> None:
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        backend = "cpu:gloo,cuda:nccl"
+    else:
+        torch.set_num_threads(1)
+        backend = "gloo"
+    timeout = datetime.timedelta(seconds=seconds)
+    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def _leave(device: str) -> None:
+    """Ends the process without the destructors of torch.
+
+    Those of a process group wait for peers that may have died; the operating system frees the rest.
+    """
+    with contextlib.suppress(Exception):
+        if device == "cuda":
+            torch.cuda.synchronize()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
+
+
+def _send(kind: str, value: Any) -> None:
+    assert _parent is not None
+    # Pickled first: a value that cannot be must not leave half a message in the pipe.
+    data = pickle.dumps((kind, value))
+    with _parent_lock:
+        _parent.send_bytes(data)
