@@ -4,9 +4,9 @@
 
 Groups: build, run, test, lint; what is in them is said in pyproject.toml. Doing it again is cheap.
 
-If the interpreter already has a suitable torch, its packages are made visible in the environment and
-nothing of what they satisfy is installed, so that a machine with its own torch build, and no network,
-is served too. Otherwise the versions come from constraints.txt.
+If the interpreter already has a suitable torch, its packages are made visible in the environment
+and nothing of what they satisfy is installed, so that a machine with its own torch build, and no
+network, is served too. Otherwise the versions come from constraints.txt.
 """
 
 from __future__ import annotations

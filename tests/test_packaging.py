@@ -1,0 +1,132 @@
+"""What is installed: the wheel's tag and contents, and what its libraries need and export."""
+
+from __future__ import annotations
+
+import email
+import importlib.metadata
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+
+import pytest
+
+import allnorm
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+LIBRARIES = pathlib.Path(allnorm.__file__).parent / "lib"
+
+# What every Linux has. Not among them: libstdc++ and libcudart, which are linked statically.
+SYSTEM_LIBRARIES = re.compile(r"(libc|libm|libdl|librt|libpthread|ld-linux-[\w-]+)\.so\.\d+")
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def library(request: pytest.FixtureRequest) -> pathlib.Path:
+    path = LIBRARIES / f"liballnorm_{request.param}.so"
+    if request.param == "cuda" and not path.exists():
+        pytest.skip("this installation was built without nvcc")
+    return path
+
+
+@pytest.fixture(scope="module")
+def distribution() -> importlib.metadata.Distribution:
+    try:
+        found = importlib.metadata.distribution("allnorm")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("allnorm runs from its source tree here, it is not installed")
+    return found
+
+
+def output_of(*command: str) -> str:
+    if shutil.which(command[0]) is None:
+        pytest.skip(f"{command[0]} is not on this machine")
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def declared_functions() -> set[str]:
+    header = (ROOT / "csrc" / "allnorm.h").read_text()
+    return set(re.findall(r"^ALLNORM_API [\w ]+[ *](allnorm_\w+)\(", header, flags=re.MULTILINE))
+
+
+def test_exports_the_c_abi_and_nothing_else(library: pathlib.Path) -> None:
+    lines = output_of("nm", "--dynamic", "--defined-only", str(library)).splitlines()
+    expected = declared_functions()
+    assert "allnorm_run" in expected
+    if "cuda" in library.name:
+        expected -= {name for name in expected if name.startswith("allnorm_shm_")}
+    assert {line.split()[-1] for line in lines} == expected
+
+
+def test_needs_only_system_libraries(library: pathlib.Path) -> None:
+    dynamic = output_of("readelf", "--dynamic", str(library))
+    needed = re.findall(r"\(NEEDED\).*\[(.+)\]", dynamic)
+    assert needed
+    assert [name for name in needed if not SYSTEM_LIBRARIES.fullmatch(name)] == []
+    assert "RPATH" not in dynamic
+    assert "RUNPATH" not in dynamic
+
+
+def test_knows_no_path_of_the_build(library: pathlib.Path) -> None:
+    assert str(ROOT).encode() not in library.read_bytes()
+
+
+def test_wheel_serves_every_python(distribution: importlib.metadata.Distribution) -> None:
+    wheel = email.message_from_string(distribution.read_text("WHEEL") or "")
+    assert re.fullmatch(r"py3-none-(many)?linux\w*", wheel["Tag"])
+    assert wheel["Root-Is-Purelib"] == "false"
+
+
+def test_wheel_contents(distribution: importlib.metadata.Distribution) -> None:
+    files = {str(file) for file in distribution.files or []}
+    assert "allnorm/lib/liballnorm_cpu.so" in files
+    assert "allnorm/py.typed" in files
+    assert any(name.endswith("licenses/LICENSE") for name in files)
+    # Python and libraries only: no headers, sources or archives.
+    assert [f for f in files if f.startswith("allnorm/") and not is_shipped(f)] == []
+
+
+def is_shipped(name: str) -> bool:
+    return name.endswith((".py", ".pyc", "py.typed")) or name.startswith("allnorm/lib/liballnorm_")
+
+
+def test_metadata(distribution: importlib.metadata.Distribution) -> None:
+    assert distribution.version == allnorm.__version__
+    required = [r for r in distribution.requires or [] if "extra ==" not in r]
+    assert sorted(re.match(r"[\w-]+", r)[0] for r in required) == [
+        "numpy",
+        "rich",
+        "torch",
+        "typer",
+    ]
+    scripts = {e.name: e.value for e in distribution.entry_points if e.group == "console_scripts"}
+    assert scripts == {"allnorm": "allnorm.cli:main"}
+
+
+def test_import_starts_no_cuda_and_warns_of_nothing(tmp_path: pathlib.Path) -> None:
+    code = "import torch, allnorm; allnorm.capabilities(); assert not torch.cuda.is_initialized()"
+    where = str(pathlib.Path(allnorm.__file__).parent.parent)
+    code = f"import sys; sys.path.insert(0, {where!r}); {code}"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_sdist_is_complete(tmp_path: pathlib.Path) -> None:
+    backend = pytest.importorskip("scikit_build_core.build")
+    assert backend
+    code = f"from scikit_build_core.build import build_sdist; build_sdist({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        names = {name.partition("/")[2] for name in tar.getnames()}
+    sources = {
+        str(path.relative_to(ROOT))
+        for folder, patterns in (("csrc", "*.*"), ("allnorm", "*.py"), ("cmake", "*.*"))
+        for path in (ROOT / folder).rglob(patterns)
+    }
+    wanted = sources | {"CMakeLists.txt", "pyproject.toml", "LICENSE", "README.md"}
+    assert sorted(wanted - names) == []
+    assert sorted(name for name in names if name.endswith((".so", ".o"))) == []
