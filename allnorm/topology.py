@@ -1,6 +1,6 @@
 """What this machine has: GPUs, links, peer access, versions, cores, shared memory.
 
-`nvidia-ml-py` is asked for driver and link facts when it can be imported, torch for everything else.
+`nvidia-ml-py` is asked for driver and link facts when it can be imported, torch for the rest.
 Whatever cannot be determined is None; nothing is guessed. Nothing here is collective.
 """
 
@@ -194,14 +194,15 @@ class _Nvml:
         self._nvml: Any = None
         try:
             import pynvml
-
-            pynvml.nvmlInit()
         except ImportError:
             self.source = "unknown: nvidia-ml-py is not installed"
-        except Exception as error:  # NVMLError, a type that exists only with the module
+            return
+        try:
+            pynvml.nvmlInit()
+        except pynvml.NVMLError as error:
             self.source = f"unknown: NVML does not start ({error})"
-        else:
-            self._nvml, self.source = pynvml, "NVML"
+            return
+        self._nvml, self.source = pynvml, "NVML"
 
     def driver_version(self) -> str | None:
         """Version of the kernel driver; without NVML read from /proc."""

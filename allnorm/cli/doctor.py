@@ -1,0 +1,185 @@
+"""``allnorm doctor``: what this machine has, and which algorithms will run on it."""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+import time
+from typing import Any
+
+import torch
+import typer
+from rich.console import Console
+
+import allnorm
+from allnorm import topology
+from allnorm.cli import options, output
+from allnorm.cli.options import Device, Json, Tp
+from allnorm.cli.ranks import doctor as ranks_doctor
+from allnorm.testing import run_ranks
+from allnorm.topology import Machine
+
+_COPY_BYTES = 256 << 20
+_COPIES = 10
+
+
+def doctor(tp: Tp = "", device: Device = "auto", json: Json = None) -> None:
+    """Shows what this machine has, which algorithms will run and why, and what a call costs."""
+    where = options.device(device)
+    size = options.one_world_size(tp, where)
+    console = output.console()
+    machine = topology.probe()
+    capabilities = allnorm.capabilities()
+    console.print(output.facts("Software", _software(machine, capabilities)))
+    console.print(output.facts("CPU", _cpu(machine)))
+    _print_gpus(console, machine, capabilities)
+    with output.progress(f"doctor, {size} ranks") as show:
+        found = run_ranks(ranks_doctor.run, size, device=where, args=(where,), on_message=show)[0]
+    console.print(
+        output.table(
+            f"Algorithms for bfloat16, {size} ranks on {where}",
+            ("tokens x hidden", "algorithm", "launches", "why"),
+            [
+                (plan["shape"], plan["algorithm"], str(plan["launches"]), plan["reason"])
+                for plan in found["plans"]
+            ],
+        )
+    )
+    copy_gbps = _peer_copy_gbps(machine) if where == "cuda" else None
+    console.print(output.facts("Measured", _measured(found, size, where, copy_gbps)))
+    verdict = found["error"] or f"{size} ranks on {where} give the reference's bits"
+    console.print(output.bad(verdict) if found["error"] else output.ok(verdict))
+    row = {
+        "machine": dataclasses.asdict(machine),
+        "capabilities": capabilities,
+        "backend": where,
+        "world_size": size,
+        "copy_gbps": copy_gbps,
+        **found,
+        **output.provenance(),
+    }
+    output.append_json_lines(json, [row])
+    if found["error"]:
+        raise typer.Exit(1)
+
+
+def _software(machine: Machine, capabilities: dict[str, Any]) -> list[tuple[str, str]]:
+    pairs = [("allnorm", f"{capabilities['version']}, commit {topology.source_commit() or 'none'}")]
+    for backend, build in capabilities["backends"].items():
+        text = build.get("error") or ", ".join(f"{key} {value}" for key, value in build.items())
+        pairs.append((f"allnorm {backend}", text))
+    return [
+        *pairs,
+        ("Python", platform.python_version()),
+        ("torch", str(torch.__version__)),
+        ("CUDA of torch", machine.torch_cuda_version or "none: a CPU build"),
+        ("NCCL of torch", machine.nccl_version or ("none" if not machine.gpus else "unknown")),
+        ("NVIDIA driver", _driver(machine)),
+    ]
+
+
+def _driver(machine: Machine) -> str:
+    if machine.driver_version is None:
+        return "unknown" if machine.gpus else "none found"
+    newest = machine.driver_cuda_version or "an unknown version"
+    return f"{machine.driver_version}, runs CUDA up to {newest}"
+
+
+def _cpu(machine: Machine) -> list[tuple[str, str]]:
+    shm = "none: the CPU backend cannot run"
+    if machine.shm_total_bytes is not None:
+        free, total = machine.shm_free_bytes, machine.shm_total_bytes
+        shm = f"{output.gibibytes(free)} free of {output.gibibytes(total)}"
+    return [
+        ("Processor", machine.cpu_name),
+        ("Cores for this process", str(machine.num_cores)),
+        ("Shared memory (/dev/shm)", shm),
+    ]
+
+
+def _print_gpus(console: Console, machine: Machine, capabilities: dict[str, Any]) -> None:
+    if not machine.gpus:
+        console.print("GPUs: torch sees none; allnorm runs on CPU processes here.\n")
+        return
+    rows = []
+    for gpu in machine.gpus:
+        links = "unknown" if gpu.nvlinks is None else str(gpu.nvlinks)
+        if gpu.nvlinks and gpu.nvlink_version is not None:
+            links += f" (NVML version {gpu.nvlink_version})"
+        rows.append(
+            (
+                f"{gpu.index}  {gpu.name}",
+                gpu.compute_capability,
+                output.gibibytes(gpu.memory_bytes),
+                str(gpu.num_sms),
+                links,
+            )
+        )
+    columns = ("GPU", "compute capability", "memory", "SMs", "active NVLinks")
+    console.print(output.table("GPUs", columns, rows))
+    if any(gpu.nvlinks is None for gpu in machine.gpus):
+        console.print(f"NVLinks {machine.link_source}")
+    indices = [str(gpu.index) for gpu in machine.gpus]
+    console.print(
+        output.table(
+            "Peer access (row can use column's memory)",
+            ("GPU", *indices),
+            [
+                (index, *(output.ok("yes") if peer else output.bad("no") for peer in peers))
+                for index, peers in zip(indices, machine.peer_access, strict=True)
+            ],
+        )
+    )
+    switches = capabilities["multicast"]["switches"]
+    state = ", ".join(f"{k}={'unset' if v is None else v}" for k, v in switches.items())
+    console.print(f"NVLink multicast: allnorm never uses it. Environment: {state}.\n")
+
+
+def _measured(
+    found: dict[str, Any], size: int, where: str, copy_gbps: float | None
+) -> list[tuple[str, str]]:
+    method = "CUDA graph replay" if where == "cuda" else "wall clock"
+    sent = 2 * (size - 1) / size * ranks_doctor.BANDWIDTH_BYTES
+    gbps = sent / found["large_us"] / 1e3
+    megabytes = ranks_doctor.BANDWIDTH_BYTES >> 20
+    pairs = [
+        ("Creating a communicator", f"{found['create_s'] * 1e3:.0f} ms"),
+        (
+            "Fused op, 1x4096 bfloat16",
+            f"{output.microseconds(found['fused_us'])} us (p50, slowest rank, {method})",
+        ),
+        (
+            "Flag latency",
+            f"{output.microseconds(found['flag_us'])} us (taken as the smallest all_reduce, 1x8)",
+        ),
+        (
+            f"all_reduce of {megabytes} MiB",
+            f"{output.microseconds(found['large_us'])} us"
+            + (f" = {gbps:.1f} GB/s per rank, counting 2(N-1)/N of the bytes" if size > 1 else ""),
+        ),
+    ]
+    if where == "cuda":
+        text = "unknown: needs two GPUs with peer access"
+        if copy_gbps is not None:
+            text = f"{copy_gbps:.0f} GB/s, GPU 0 to GPU 1, a copy of {_COPY_BYTES >> 20} MiB"
+        pairs.append(("Link bandwidth", text))
+    return pairs
+
+
+def _peer_copy_gbps(machine: Machine) -> float | None:
+    """Bandwidth of copies from GPU 0 to GPU 1; None without peer access between them."""
+    if len(machine.gpus) < 2 or not machine.peer_access[0][1]:
+        return None
+    source = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device="cuda:0")
+    target = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device="cuda:1")
+
+    def copies() -> float:
+        began = time.perf_counter()
+        for _ in range(_COPIES):
+            target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize(0)
+        torch.cuda.synchronize(1)
+        return time.perf_counter() - began
+
+    copies()
+    return _COPY_BYTES * _COPIES / copies() / 1e9

@@ -1,0 +1,166 @@
+"""What commands write: progress, tables, JSON lines."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from allnorm import topology
+
+_WIDTH_OF_A_FILE = 150  # columns when the output is no terminal
+_SECONDS_BETWEEN_LINES = 5.0
+
+Message = dict[str, Any]
+"""What a rank reports while it works: `text`, `done` and `total`."""
+OnMessage = Callable[[int, Message], None]
+"""Takes a rank and its message; rank 0 speaks for all."""
+
+
+def console() -> Console:
+    """Standard output: colours on a terminal, plain and wide in a file."""
+    if sys.stdout.isatty():
+        return Console(highlight=False)
+    return Console(highlight=False, width=_WIDTH_OF_A_FILE)
+
+
+@contextmanager
+def progress(title: str) -> Iterator[OnMessage]:
+    """Shows how far something is: a bar on a terminal, else a line every few seconds.
+
+    Args:
+        title: what is running, in a few words.
+
+    Yields:
+        A function that takes a rank and its message.
+    """
+    stream = Console(file=sys.stderr, highlight=False)
+    if not stream.is_terminal:
+        yield _plain_progress(title)
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), console=stream, transient=True) as bar:
+        task = bar.add_task(escape(f"{title}: starting ranks"), total=None)
+
+        def show(rank: int, message: Message) -> None:
+            if rank:
+                return
+            bar.update(
+                task,
+                description=escape(f"{title}: {message.get('text', '')}"),
+                completed=message.get("done"),
+                total=message.get("total"),
+            )
+
+        yield show
+
+
+def _plain_progress(title: str) -> OnMessage:
+    print(f"{title}: starting ranks", file=sys.stderr, flush=True)
+    last = -math.inf
+
+    def show(rank: int, message: Message) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if rank or now - last < _SECONDS_BETWEEN_LINES:
+            return
+        last = now
+        count = f" ({message['done']} of {message['total']})" if "total" in message else ""
+        print(f"{title}: {message.get('text', '')}{count}", file=sys.stderr, flush=True)
+
+    return show
+
+
+def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
+    """A table; the first column is left-aligned, the others right. Cells may hold rich markup."""
+    result = Table(title=title, title_justify="left", header_style="bold")
+    for index, column in enumerate(columns):
+        result.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
+    for row in rows:
+        result.add_row(*row)
+    return result
+
+
+def facts(title: str, pairs: Iterable[tuple[str, str]]) -> Table:
+    """A table of names and values."""
+    result = Table(title=title, title_justify="left", show_header=False)
+    result.add_column(style="bold", no_wrap=True)
+    result.add_column(overflow="fold")
+    for name, value in pairs:
+        result.add_row(name, value)
+    return result
+
+
+def ok(text: str) -> str:
+    """Markup of something that holds."""
+    return f"[green]{escape(text)}[/green]"
+
+
+def bad(text: str) -> str:
+    """Markup of something that does not."""
+    return f"[bold red]{escape(text)}[/bold red]"
+
+
+def microseconds(value: float) -> str:
+    """A time in us with three significant digits."""
+    if not math.isfinite(value):
+        return "-"
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:,.0f}"
+
+
+def gibibytes(count: int | None) -> str:
+    """A size in GiB; "unknown" for None."""
+    return "unknown" if count is None else f"{count / 2**30:.1f} GiB"
+
+
+def provenance() -> dict[str, Any]:
+    """Where a result comes from: commit, versions, command, date."""
+    commit = topology.source_commit()
+    return {
+        "commit": commit or f"release {package_version()}",
+        "versions": {"allnorm": package_version(), **topology.versions()},
+        "command": shlex.join(["allnorm", *sys.argv[1:]]),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def package_version() -> str:
+    """The version of allnorm that runs."""
+    import allnorm
+
+    return str(allnorm.__version__)
+
+
+def append_json_lines(path: Path | None, rows: Iterable[dict[str, Any]]) -> None:
+    """Appends one JSON object per line; makes the file and its folder. Without a path, nothing.
+
+    Numbers that JSON does not have (NaN, infinity) become null.
+    """
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps(_finite(row), allow_nan=False) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

@@ -1,0 +1,272 @@
+"""What must hold beside the plain bits: invariance, special values, in-place, strides, graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+import allnorm
+from allnorm import reference
+from allnorm.cli.ranks.data import DTYPES, Batch
+from allnorm.cli.ranks.record import Recorder
+from allnorm.cli.ranks.verify import ALGORITHMS, EPS, NUMERICS, Context
+from allnorm.testing import SPECIAL_KINDS, sentinel_input, shared_input, special_input
+
+Check = Callable[[Context, Recorder], None]
+Result = tuple[torch.Tensor, torch.Tensor]
+
+_GRAPH_ROUNDS = 6
+
+
+def listed(device: str) -> list[tuple[str, Check]]:
+    """The checks that run on "cuda" or "cpu", with their names."""
+    everywhere: list[tuple[str, Check]] = [
+        ("batch invariance", batch_invariance),
+        ("special values", special_values),
+        ("sentinel patterns", sentinels),
+        ("options", options),
+        ("in place", in_place),
+        ("strided rows", strided),
+        ("two communicators", two_communicators),
+    ]
+    graphs: list[tuple[str, Check]] = [("graph replay", graph_replay)] if device == "cuda" else []
+    return everywhere + graphs
+
+
+def batch_invariance(context: Context, recorder: Recorder) -> None:
+    """A row's bits do not depend on the batch it is in."""
+    for name, dtype in DTYPES.items():
+        for hidden_size in (2880, 4096):
+            batch = context.batch(67, hidden_size, dtype)
+            whole = _reference(batch)
+            for algorithm in context.algorithms(67, hidden_size, dtype):
+                for low, high in ((0, 67), (0, 1), (13, 14), (66, 67), (3, 20), (30, 63)):
+                    part = _rows(batch, low, high)
+                    recorder.compare(
+                        f"rows {low}..{high} of 67x{hidden_size} {name} {algorithm}",
+                        context.run(part, algorithm=algorithm),
+                        [tensor[low:high] for tensor in whole],
+                    )
+
+
+def special_values(context: Context, recorder: Recorder) -> None:
+    """Zeros of both signs, denormals, overflow, NaN and infinities go through as IEEE says."""
+    for name, dtype in DTYPES.items():
+        for kind in SPECIAL_KINDS:
+            shape = (17, 2880)
+            ranks = range(context.comm.world_size)
+            device = context.comm.device
+            batch = Batch(
+                tuple(special_input(kind, shape, dtype, r, device=device) for r in ranks),
+                shared_input(shape, dtype, "residual", device=device),
+                shared_input(shape[1:], dtype, "weight", device=device),
+            )
+            expected = _reference(batch)
+            for algorithm in context.algorithms(*shape, dtype):
+                got = context.run(batch, algorithm=algorithm)
+                recorder.compare(f"{kind} {name} {algorithm}", got, expected, digest=False)
+
+
+def sentinels(context: Context, recorder: Recorder) -> None:
+    """Every pattern that some transport could use as its mark arrives as ordinary data."""
+    device = context.comm.device
+    for name, dtype in DTYPES.items():
+        for num_tokens, finite in ((1, True), (16, True), (16, False), (129, True)):
+            shape = (num_tokens, 4096)
+            batch = Batch(
+                tuple(
+                    sentinel_input(shape, dtype, r, finite=finite, device=device)
+                    for r in range(context.comm.world_size)
+                ),
+                torch.full(shape, -0.0, dtype=dtype, device=device),
+                torch.ones(shape[1], dtype=dtype, device=device),
+            )
+            expected = _reference(batch)
+            for algorithm in context.algorithms(*shape, dtype):
+                case = f"{num_tokens}x4096 {name} {algorithm} {'finite' if finite else 'any'}"
+                got = context.run(batch, algorithm=algorithm)
+                recorder.compare(case, got, expected, digest=False)
+
+
+def options(context: Context, recorder: Recorder) -> None:
+    """No residual, a float32 weight, a weight bias, more dimensions; in every rounding mode."""
+    for name, dtype in DTYPES.items():
+        batch = context.batch(12, 5760, dtype)
+        for numerics in NUMERICS:
+            for residual in (batch.residual, None):
+                for weight in (batch.weight, batch.weight.float()):
+                    for bias in (0.0, 1.0):
+                        _one_option(
+                            context,
+                            recorder,
+                            Batch(batch.xs, batch.residual, weight),
+                            residual is not None,
+                            bias,
+                            numerics,
+                        )
+        _more_dimensions(context, recorder, batch, name)
+
+
+def _one_option(
+    context: Context,
+    recorder: Recorder,
+    batch: Batch,
+    with_residual: bool,
+    bias: float,
+    numerics: str,
+) -> None:
+    residual = batch.residual if with_residual else None
+    weight, comm = batch.weight, context.comm
+    expected = reference.all_reduce_add_rms_norm(
+        batch.xs, residual, weight, EPS, weight_bias=bias, numerics=numerics
+    )
+    num_tokens, hidden_size = batch.residual.shape
+    for algorithm in context.algorithms(num_tokens, hidden_size, batch.residual.dtype):
+        got = comm.all_reduce_add_rms_norm(
+            batch.xs[comm.rank],
+            residual,
+            weight,
+            EPS,
+            weight_bias=bias,
+            numerics=numerics,
+            algorithm=algorithm,
+        )
+        case = (
+            f"{batch.residual.dtype}, residual {with_residual}, weight {weight.dtype}, "
+            f"weight_bias {bias}, {numerics} {algorithm}"
+        )
+        recorder.compare(case, got, expected)
+
+
+def _more_dimensions(context: Context, recorder: Recorder, batch: Batch, name: str) -> None:
+    expected = [tensor.view(3, 2, 2, -1) for tensor in _reference(batch)]
+    folded = Batch(
+        tuple(x.view(3, 2, 2, -1) for x in batch.xs),
+        batch.residual.view(3, 2, 2, -1),
+        batch.weight,
+    )
+    recorder.compare(f"[3, 2, 2, 5760] {name}", context.run(folded), expected)
+
+
+def in_place(context: Context, recorder: Recorder) -> None:
+    """Results written over `x` and `residual`, and results written to memory of the caller."""
+    comm = context.comm
+    for name, dtype in DTYPES.items():
+        for num_tokens in (1, 16, 257):
+            batch = context.batch(num_tokens, 4096, dtype)
+            expected = _reference(batch)
+            reduced = reference.all_reduce(batch.xs)
+            for algorithm in context.algorithms(num_tokens, 4096, dtype):
+                case = f"{num_tokens}x4096 {name} {algorithm}"
+                x, residual = batch.xs[comm.rank].clone(), batch.residual.clone()
+                comm.all_reduce_add_rms_norm(
+                    x,
+                    residual,
+                    batch.weight,
+                    EPS,
+                    algorithm=algorithm,
+                    out=x,
+                    residual_out=residual,
+                )
+                recorder.compare(f"{case} in place", (x, residual), expected)
+                x = batch.xs[comm.rank].clone()
+                comm.all_reduce(x, algorithm=algorithm, out=x)
+                recorder.compare(f"{case} all_reduce in place", [x], [reduced], ["reduced"])
+
+
+def strided(context: Context, recorder: Recorder) -> None:
+    """Rows that lie apart, such as a slice of a wider tensor."""
+    for name, dtype in DTYPES.items():
+        for num_tokens, hidden_size in ((5, 2880), (64, 4096), (129, 1001)):
+            batch = context.batch(num_tokens, hidden_size, dtype)
+            apart = Batch(
+                tuple(_apart(x, 24) for x in batch.xs), _apart(batch.residual, 8), batch.weight
+            )
+            expected = _reference(batch)
+            for algorithm in context.algorithms(num_tokens, hidden_size, dtype):
+                got = context.run(apart, algorithm=algorithm)
+                recorder.compare(f"{num_tokens}x{hidden_size} {name} {algorithm}", got, expected)
+
+
+def two_communicators(context: Context, recorder: Recorder) -> None:
+    """Calls on two communicators in turn, of other shapes and algorithms."""
+    with allnorm.Communicator(device=context.comm.device, numerics="vllm") as other:
+        for turn in range(24):
+            name = context.rng.choice(list(DTYPES))
+            shape = (context.rng.choice((1, 3, 16, 65)), context.rng.choice((2880, 4096)))
+            batch = context.batch(*shape, DTYPES[name])
+            algorithm = context.rng.choice(ALGORITHMS)
+            if algorithm not in context.algorithms(*shape, DTYPES[name]):
+                algorithm = "auto"
+            x = batch.xs[other.rank]
+            got = [
+                comm.all_reduce_add_rms_norm(
+                    x, batch.residual, batch.weight, EPS, algorithm=algorithm
+                )
+                for comm in (context.comm, other)
+            ]
+            for result, numerics in zip(got, ("rounded", "vllm"), strict=True):
+                case = f"turn {turn} {shape[0]}x{shape[1]} {name} {numerics} {algorithm}"
+                recorder.compare(case, result, _reference(batch, numerics))
+        other.check()
+
+
+def graph_replay(context: Context, recorder: Recorder) -> None:
+    """CUDA graphs replayed with new inputs, in random order, with eager calls between."""
+    shapes = [(1, 4096), (16, 2880), (130, 8192)]
+    graphs = [_capture(context, *shape) for shape in shapes]
+    for turn in range(_GRAPH_ROUNDS):
+        order = list(range(len(graphs)))
+        context.rng.shuffle(order)
+        for which in order:
+            graph, static, results = graphs[which]
+            batch = context.batch(*shapes[which], torch.bfloat16)
+            for tensor, value in zip(static.xs, batch.xs, strict=True):
+                tensor.copy_(value)
+            static.residual.copy_(batch.residual)
+            static.weight.copy_(batch.weight)
+            graph.replay()
+            eager = context.batch(7, 4096, torch.bfloat16)
+            recorder.compare(f"eager, turn {turn}", context.run(eager), _reference(eager))
+            expected = _reference(batch)
+            for algorithm, result in results.items():
+                case = f"{shapes[which][0]}x{shapes[which][1]} {algorithm}, turn {turn}"
+                recorder.compare(f"replay of {case}", result, expected)
+
+
+def _capture(
+    context: Context, num_tokens: int, hidden_size: int
+) -> tuple[torch.cuda.CUDAGraph, Batch, dict[str, Result]]:
+    """A graph of one call by each algorithm, its inputs, and its results by algorithm."""
+    static = context.batch(num_tokens, hidden_size, torch.bfloat16)
+    algorithms = context.algorithms(num_tokens, hidden_size, torch.bfloat16)
+    for algorithm in algorithms:
+        context.run(static, algorithm=algorithm)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    # thread_local: NCCL's watchdog thread queries events, which must not end the capture.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        results = {a: context.run(static, algorithm=a) for a in algorithms}
+    return graph, static, results
+
+
+def _reference(batch: Batch, numerics: str = "rounded") -> Result:
+    return reference.all_reduce_add_rms_norm(
+        batch.xs, batch.residual, batch.weight, EPS, numerics=numerics
+    )
+
+
+def _rows(batch: Batch, low: int, high: int) -> Batch:
+    return Batch(
+        tuple(x[low:high].clone() for x in batch.xs),
+        batch.residual[low:high].clone(),
+        batch.weight,
+    )
+
+
+def _apart(x: torch.Tensor, gap: int) -> torch.Tensor:
+    """The same rows with `gap` other elements between them."""
+    wide = torch.full((x.shape[0], x.shape[1] + gap), 7.0, dtype=x.dtype, device=x.device)
+    wide[:, : x.shape[1]] = x
+    return wide[:, : x.shape[1]]

@@ -1,0 +1,110 @@
+"""What a check found, on this rank and on all of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from allnorm.testing import same_bits
+
+_MAX_FAILURES = 5  # described per check
+
+
+@dataclass
+class Recorder:
+    """The cases of one check. Every rank records the same cases in the same order.
+
+    Attributes:
+        name: of the check.
+        cases: how many were compared so far.
+        failures: number of the case and what was wrong with it, this rank's.
+        digests: per case that has one, its number and a digest of this rank's results.
+        note: said beside the result.
+    """
+
+    name: str
+    cases: int = 0
+    failures: list[tuple[int, str]] = field(default_factory=list)
+    digests: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+    note: str = ""
+    _began: float = field(default_factory=time.monotonic)
+
+    def compare(
+        self,
+        case: str,
+        got: Sequence[torch.Tensor],
+        expected: Sequence[torch.Tensor],
+        names: Sequence[str] = ("normed", "residual_out"),
+        digest: bool = True,
+    ) -> None:
+        """Counts a case; it fails unless every tensor has the expected bits.
+
+        Args:
+            case: what was run, in words.
+            got: the results.
+            expected: the reference's.
+            names: of the results.
+            digest: whether the ranks' results are compared with each other too; not where they hold
+                NaN, whose payload is free.
+        """
+        wrong = [
+            f"{name}: {_difference(value, wanted)}"
+            for name, value, wanted in zip(names, got, expected, strict=False)
+            if not same_bits(value, wanted)
+        ]
+        self.count(f"{case}: {'; '.join(wrong)}" if wrong else "")
+        if digest:
+            self.digests += [(self.cases - 1, _digest(value)) for value in got]
+
+    def count(self, failure: str) -> None:
+        """Counts a case; it fails if `failure` says something."""
+        if failure:
+            self.failures.append((self.cases, failure))
+        self.cases += 1
+
+    def finish(self) -> dict[str, Any]:
+        """What all ranks found together, the same on every rank. Collective."""
+        values = torch.stack([d for _, d in self.digests]).tolist() if self.digests else []
+        mine = (self.cases, self.failures, values)
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, mine)
+        found: dict[int, str] = {}
+        for rank, (_, failures, _) in enumerate(ranks):
+            for case, text in failures:
+                found.setdefault(case, f"rank {rank}: {text}")
+        for rank, (_, _, digests) in enumerate(ranks):
+            for (case, _), value, first in zip(self.digests, digests, ranks[0][2], strict=False):
+                if value != first:
+                    found.setdefault(case, f"ranks 0 and {rank} hold different bits")
+        return {
+            "check": self.name,
+            "cases": self.cases,
+            "failures": len(found),
+            "seconds": time.monotonic() - self._began,
+            "details": [text for _, text in sorted(found.items())][:_MAX_FAILURES],
+            "note": self.note,
+        }
+
+
+def _difference(got: torch.Tensor, expected: torch.Tensor) -> str:
+    if got.shape != expected.shape or got.dtype != expected.dtype:
+        return f"{tuple(got.shape)} {got.dtype} instead of {tuple(expected.shape)} {expected.dtype}"
+    integers = {2: torch.int16, 4: torch.int32}[got.element_size()]
+    wrong = got.contiguous().view(integers) != expected.contiguous().view(integers)
+    wrong &= ~(got.isnan() & expected.isnan())
+    where = wrong.nonzero()[0].tolist()
+    value, wanted = float(got[tuple(where)]), float(expected[tuple(where)])
+    return f"{int(wrong.sum())} of {wrong.numel()} differ, first at {where}: {value} for {wanted}"
+
+
+def _digest(tensor: torch.Tensor) -> torch.Tensor:
+    """A number that other bits, or the same ones elsewhere, most likely change. Asynchronous."""
+    integers = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
+    flat = tensor.contiguous().view(integers).flatten().to(torch.int64)
+    position = torch.arange(1, flat.numel() + 1, device=flat.device)
+    return (flat * (position * 0x9E3779B1 + 1)).sum()

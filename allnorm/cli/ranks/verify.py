@@ -1,0 +1,153 @@
+"""Runs the checks of `allnorm verify` inside one rank."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import allnorm
+from allnorm import reference
+from allnorm.cli.ranks.data import DTYPES, Batch, make_batch
+from allnorm.cli.ranks.record import Recorder
+from allnorm.testing import report
+
+HIDDEN_SIZES = (2880, 2944, 5760, 120, 4096, 7168, 8192, 16384, 1001)
+TOKENS = (0, 1, 2, 3, 16, 17, 64, 129, 257, 1024)
+NUMERICS = ("rounded", "unrounded", "transformers", "vllm")
+ALGORITHMS = ("auto", "one_shot", "two_shot", "unfused")
+EPS = 1e-5
+_SAMPLE_ELEMS_CPU = 1 << 20  # largest shape of a random sample there: the reference is slow
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to check; the same on every rank.
+
+    Attributes:
+        device: "cuda" or "cpu".
+        seed: of the sample, its order and all inputs.
+        full: check every combination instead of a random sample.
+        seconds: how long the sample of the combinations may take.
+        stress: calls of the ordering soak; 0 for none.
+    """
+
+    device: str
+    seed: int
+    full: bool
+    seconds: float
+    stress: int
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a check works with.
+
+    Attributes:
+        comm: the communicator under test.
+        job: what was asked for.
+        rng: gives all ranks the same numbers.
+    """
+
+    comm: allnorm.Communicator
+    job: Job
+    rng: random.Random
+
+    def batch(self, num_tokens: int, hidden_size: int, dtype: torch.dtype) -> Batch:
+        """New inputs of that shape."""
+        seed = self.rng.randrange(1 << 31)
+        comm = self.comm
+        return make_batch(num_tokens, hidden_size, dtype, comm.device, comm.world_size, seed)
+
+    def algorithms(self, num_tokens: int, hidden_size: int, dtype: torch.dtype) -> list[str]:
+        """The algorithms that can run that shape."""
+        plans = {a: self.comm.plan(num_tokens, hidden_size, dtype, algorithm=a) for a in ALGORITHMS}
+        return [a for a, plan in plans.items() if a in ("auto", plan.algorithm)]
+
+    def run(self, batch: Batch, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """The fused call on this rank's part of a batch."""
+        x = batch.xs[self.comm.rank]
+        return self.comm.all_reduce_add_rms_norm(x, batch.residual, batch.weight, EPS, **options)
+
+
+def run(rank: int, world_size: int, job: Job) -> list[dict[str, Any]]:
+    """Runs every check. Collective.
+
+    Returns:
+        One record per check, the same on every rank: `check`, `cases`, `failures`, `seconds`,
+        `details` (the first failures) and `note`.
+    """
+    from allnorm.cli.ranks import checks, soak
+
+    with allnorm.Communicator(device=torch.device(job.device)) as comm:
+        context = Context(comm, job, random.Random(job.seed))
+        listed = [("every combination", product), *checks.listed(job.device)]
+        if job.stress:
+            listed.append(("ordering soak", soak.soak))
+        results = []
+        for index, (name, check) in enumerate(listed):
+            report({"text": name, "done": index, "total": len(listed)})
+            recorder = Recorder(name)
+            check(context, recorder)
+            comm.check()
+            results.append(recorder.finish())
+    return results
+
+
+def product(context: Context, recorder: Recorder) -> None:
+    """Dtypes, shapes, rounding modes and algorithms against the reference: all or a sample."""
+    shapes = _shapes(context)
+    began = time.monotonic()
+    for index, (name, hidden_size, num_tokens) in enumerate(shapes):
+        if not context.job.full and _any_over(began, context.job.seconds):
+            recorder.note = f"{index} of {len(shapes)} shapes; --full checks all"
+            break
+        report({"text": recorder.name, "done": index, "total": len(shapes)})
+        _one_shape(context, recorder, name, hidden_size, num_tokens)
+
+
+def _one_shape(
+    context: Context, recorder: Recorder, name: str, hidden_size: int, num_tokens: int
+) -> None:
+    dtype = DTYPES[name]
+    batch = context.batch(num_tokens, hidden_size, dtype)
+    reduced = reference.all_reduce(batch.xs)
+    algorithms = context.algorithms(num_tokens, hidden_size, dtype)
+    where = f"{num_tokens}x{hidden_size} {name}"
+    for algorithm in algorithms:
+        got = context.comm.all_reduce(batch.xs[context.comm.rank], algorithm=algorithm)
+        recorder.compare(f"all_reduce {where} {algorithm}", [got], [reduced], ["reduced"])
+    for numerics in NUMERICS:
+        expected = reference.add_rms_norm(
+            reduced, batch.residual, batch.weight, EPS, numerics=numerics
+        )
+        for algorithm in algorithms:
+            result = context.run(batch, numerics=numerics, algorithm=algorithm)
+            recorder.compare(f"{where} {numerics} {algorithm}", result, expected)
+
+
+def _shapes(context: Context) -> list[tuple[str, int, int]]:
+    """(dtype, hidden_size, num_tokens) in random order; the first ones reach every value once."""
+    limit = None if context.job.full or context.job.device == "cuda" else _SAMPLE_ELEMS_CPU
+    dtypes, hidden_sizes, tokens = list(DTYPES), list(HIDDEN_SIZES), list(TOKENS)
+    for values in (dtypes, hidden_sizes, tokens):
+        context.rng.shuffle(values)
+    every = [(d, h, t) for d in dtypes for h in hidden_sizes for t in tokens]
+    context.rng.shuffle(every)
+    first = [
+        (dtypes[i % 3], hidden_sizes[i % len(hidden_sizes)], tokens[i % len(tokens)])
+        for i in range(max(len(hidden_sizes), len(tokens)))
+    ]
+    ordered = list(dict.fromkeys([*first, *every]))
+    return [s for s in ordered if limit is None or s[1] * s[2] <= limit]
+
+
+def _any_over(began: float, seconds: float) -> bool:
+    """Whether any rank has used up the time: the ranks must stop together."""
+    used = torch.tensor([time.monotonic() - began])
+    dist.all_reduce(used, op=dist.ReduceOp.MAX)
+    return float(used) > seconds

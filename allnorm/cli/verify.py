@@ -1,0 +1,88 @@
+"""``allnorm verify``: is it correct on this machine?"""
+
+from __future__ import annotations
+
+import random
+from typing import Annotated, Any
+
+import typer
+
+from allnorm import topology
+from allnorm.cli import options, output
+from allnorm.cli.options import Device, Json, Tp
+from allnorm.cli.ranks import verify as ranks_verify
+from allnorm.testing import run_ranks
+
+_SAMPLE_SECONDS = {"cpu": 20.0, "cuda": 30.0}
+_TIMEOUT_SECONDS = 12 * 3600.0
+
+
+def verify(
+    tp: Tp = "",
+    device: Device = "auto",
+    seed: Annotated[
+        int | None, typer.Option("--seed", help="Of the sample and the inputs. Default: random.")
+    ] = None,
+    full: Annotated[
+        bool, typer.Option("--full", help="Every combination instead of a random sample.")
+    ] = False,
+    seconds: Annotated[
+        float | None,
+        typer.Option("--seconds", min=0, help="Time for the sample of combinations, per tp."),
+    ] = None,
+    stress: Annotated[
+        int,
+        typer.Option("--stress", min=0, help="Calls of the ordering soak with random delays."),
+    ] = 0,
+    json: Json = None,
+) -> None:
+    """Compares every kind of call with the reference, bit for bit."""
+    where = options.device(device)
+    sizes = list(dict.fromkeys(options.world_sizes(tp, where)))
+    seed = random.randrange(1 << 20) if seed is None else seed
+    budget = _SAMPLE_SECONDS[where] if seconds is None else seconds
+    job = ranks_verify.Job(where, seed, full, budget, stress)
+    console = output.console()
+    console.print(
+        f"Every result is compared with allnorm.reference bit for bit, on every rank. Seed {seed}; "
+        f"on {topology.device_name(where)}."
+    )
+    common = {"backend": where, "seed": seed, "full": full, **output.provenance()}
+    failures = 0
+    for size in sizes:
+        with output.progress(f"verify, {size} ranks") as show:
+            found: list[dict[str, Any]] = run_ranks(
+                ranks_verify.run,
+                size,
+                device=where,
+                args=(job,),
+                timeout=_TIMEOUT_SECONDS,
+                on_message=show,
+            )[0]
+        console.print(_table(found, size))
+        for record in found:
+            for detail in record["details"]:
+                console.print(output.bad(f"{record['check']}: {detail}"))
+        failures += sum(record["failures"] for record in found)
+        rows = ({**common, "world_size": size, **record} for record in found)
+        output.append_json_lines(json, rows)
+    if failures:
+        console.print(output.bad(f"{failures} cases failed; repeat with --seed {seed}"))
+        raise typer.Exit(1)
+    ranks = ", ".join(map(str, sizes))
+    console.print(output.ok(f"everything holds with {ranks} ranks on {where}"))
+
+
+def _table(found: list[dict[str, Any]], size: int) -> Any:
+    rows = [
+        (
+            record["check"],
+            f"{record['cases']:,}",
+            output.bad(str(record["failures"])) if record["failures"] else output.ok("0"),
+            f"{record['seconds']:.1f}",
+            record["note"],
+        )
+        for record in found
+    ]
+    title = f"{size} rank{'s' if size != 1 else ''}"
+    return output.table(title, ("check", "cases", "failures", "seconds", "note"), rows)
