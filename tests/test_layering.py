@@ -46,7 +46,10 @@ ALLOWED = {
     "testing": {PUBLIC, "errors", "reference"},
     "compile": {PUBLIC, "errors", "ops"},
     "integrations": {PUBLIC, "compile", "errors", "ops"},
-    "cli": {PUBLIC, "compile", "errors", "policy", "reference", "testing", "topology", "tuning"},
+    "cli": {
+        *(PUBLIC, "compile", "config", "errors", "policy", "reference", "testing", "topology"),
+        "tuning",
+    },
     "__main__": {"cli"},
 }
 

@@ -47,7 +47,7 @@ def output_of(*command: str) -> str:
 
 def declared_functions() -> set[str]:
     header = (ROOT / "csrc" / "allnorm.h").read_text()
-    return set(re.findall(r"^ALLNORM_API [\w ]+[ *](allnorm_\w+)\(", header, flags=re.MULTILINE))
+    return set(re.findall(r"^ALLNORM_API [\w *]+?(allnorm_\w+)\(", header, flags=re.MULTILINE))
 
 
 def test_exports_the_c_abi_and_nothing_else(library: pathlib.Path) -> None:

@@ -55,6 +55,13 @@ def host_has_torch(torch_requirement: str) -> bool:
     return numbers(have) >= numbers(torch_requirement)
 
 
+def pip(venv: pathlib.Path, *arguments: str) -> None:
+    """Runs the pip of `venv`."""
+    command = [str(venv / "bin" / "python"), "-m", "pip", "--quiet", *arguments]
+    if subprocess.run(command, check=False).returncode != 0:
+        sys.exit(f"failed: {' '.join(command)}")
+
+
 def create(venv: pathlib.Path, share_host_packages: bool) -> None:
     """Creates `venv`, with the interpreter's own packages visible in it or not."""
     print(f"creating {venv}", flush=True)
@@ -62,6 +69,8 @@ def create(venv: pathlib.Path, share_host_packages: bool) -> None:
     if share_host_packages:
         # Not --system-site-packages: where the interpreter is itself one of a virtual environment,
         # that would show the packages of the Python below it.
+        # And no setuptools, which venv adds up to Python 3.11: it would hide the interpreter's.
+        pip(venv, "uninstall", "--yes", "setuptools")
         here = sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
         paths = sysconfig.get_paths(vars={"base": str(venv), "platbase": str(venv)})
         pathlib.Path(paths["purelib"], HOST_PACKAGES).write_text("\n".join(here) + "\n")
@@ -71,8 +80,7 @@ def install(venv: pathlib.Path, requirements: list[str]) -> None:
     """Installs what is missing."""
     shares = any(venv.glob(f"lib/python*/site-packages/{HOST_PACKAGES}"))
     constraints = [] if shares else ["--constraint", str(ROOT / "constraints.txt")]
-    pip = [str(venv / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
-    subprocess.run([*pip, "install", "--quiet", *constraints, *requirements], check=True)
+    pip(venv, "install", *constraints, *requirements)
 
 
 def main() -> None:
