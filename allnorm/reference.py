@@ -4,10 +4,11 @@ The functions take the inputs of all ranks, communicate nothing, and run on CPU 
 with the same bits. Kernels are compared with them bit for bit; only the payload of a NaN is free.
 
 Below, ``T`` is the dtype of `x`, ``f(.)`` the exact conversion to float32, and every arithmetic
-operation is one float32 operation rounded to nearest even. Two traps of PyTorch are avoided
+operation is one float32 operation rounded to nearest even. Three traps of PyTorch are avoided
 everywhere: dividing a CUDA tensor by a Python number multiplies with its reciprocal, so every
-divisor is a tensor on the device; and PyTorch has no fused multiply-add, so `fma` computes it from
-exact float64 parts.
+divisor is a tensor on the device; `torch.sqrt` on the CPU may be wrong in the last bit (with MKL it
+is for a fifth of all float32), so `sqrt` goes through float64; and PyTorch has no fused
+multiply-add, so `fma` computes it from exact float64 parts.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ def _reciprocal_rms(z: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     """Step 4, the end: `1 / sqrt(sum / H + eps)`, `[..., 1]`."""
     hidden_size = _float32(z.shape[-1], z)
     mean = square_sum(z, _PACK_BYTES // dtype.itemsize).unsqueeze(-1) / hidden_size
-    root = torch.sqrt(mean + _float32(eps, z))
+    root = sqrt(mean + _float32(eps, z))
     return torch.ones_like(root) / root
 
 
@@ -216,6 +217,15 @@ def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     away_from_zero = (error > 0) == (total > 0)
     step = torch.where(away_from_zero, 1, -1)
     return torch.where(wrong, bits + step, bits).view(torch.float64).float()
+
+
+def sqrt(a: Tensor) -> Tensor:
+    """The correctly rounded square root of a float32 tensor.
+
+    The root of a float32 is never closer than 4 units in the last place of float64 to the middle of
+    two float32, so that a float64 root within one such unit rounds to the right neighbour.
+    """
+    return torch.sqrt(a.double()).float()
 
 
 def _float32(value: float, like: Tensor) -> Tensor:

@@ -1,0 +1,51 @@
+"""Fixtures: pools of ranks that live as long as the session, and visible skips without GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from allnorm.testing import RankPool
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is None:
+        return
+    marker = item.get_closest_marker("world_size")
+    needed = marker.args[0] if marker else 1
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if found < needed:
+        pytest.skip(f"needs {needed} CUDA GPU(s), found {found}")
+
+
+class Pools:
+    """One RankPool for each device and world size that a test has asked for."""
+
+    def __init__(self) -> None:
+        self._pools: dict[tuple[str, int], RankPool] = {}
+
+    def get(self, device: str, world_size: int) -> RankPool:
+        key = (device, world_size)
+        if key not in self._pools:
+            self._pools[key] = RankPool(world_size, device, timeout=240.0)
+        return self._pools[key]
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[Pools]:
+    all_pools = Pools()
+    yield all_pools
+    all_pools.close()
+
+
+@pytest.fixture
+def pool(request: pytest.FixtureRequest, pools: Pools) -> RankPool:
+    """Parametrised through `rank_helpers.on`."""
+    device, world_size = request.param
+    return pools.get(device, world_size)

@@ -1,0 +1,171 @@
+"""What the test functions that run inside ranks share: cases, communicators, checks."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import allnorm
+from allnorm import reference
+from allnorm.testing import assert_same_bits, rank_input, sentinel_input, shared_input
+from allnorm.testing import special_input as make_special
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MODES = reference.NUMERICS
+ALGORITHMS = reference.ALGORITHMS
+dtype_ids = {"argvalues": DTYPES, "ids": [str(dtype)[6:] for dtype in DTYPES]}
+
+
+def on(*, cpu: Iterable[int] = (), gpu: Iterable[int] = ()) -> pytest.MarkDecorator:
+    """Runs a test, with the fixture `pool`, on CPU ranks and on GPUs, once per world size."""
+    return pytest.mark.parametrize(
+        "pool",
+        [pytest.param(("cpu", n), id=f"cpu{n}", marks=pytest.mark.world_size(n)) for n in cpu]
+        + [
+            pytest.param(
+                ("cuda", n), id=f"cuda{n}", marks=(pytest.mark.gpu, pytest.mark.world_size(n))
+            )
+            for n in gpu
+        ],
+        indirect=True,
+    )
+
+
+def device() -> torch.device:
+    """Where this rank's tensors live; RankPool has chosen the GPU."""
+    if torch.cuda.is_available() and "nccl" in str(dist.get_backend_config()):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+@functools.cache
+def comm(**arguments: Any) -> allnorm.Communicator:
+    """A communicator that later calls with these arguments find again. Collective."""
+    return allnorm.Communicator(device=device(), **arguments)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One fused call. Everything about it follows from these values, on every rank."""
+
+    shape: tuple[int, ...] = (3, 4096)
+    dtype: torch.dtype = torch.bfloat16
+    residual: bool = True
+    float32_weight: bool = False
+    weight_bias: float = 0.0
+    eps: float = 1e-6
+    numerics: str = "rounded"
+    algorithm: str = "auto"
+    kind: str = "normal"  # or one of SPECIAL_KINDS, "sentinels", "finite_sentinels"
+    call: int = 0
+
+    def x(self, rank: int) -> torch.Tensor:
+        if self.kind == "normal":
+            return rank_input(self.shape, self.dtype, rank, call=self.call, device=device())
+        if self.kind.endswith("sentinels"):
+            return sentinel_input(
+                self.shape,
+                self.dtype,
+                rank,
+                finite=self.kind.startswith("finite"),
+                call=self.call,
+                device=device(),
+            )
+        return make_special(
+            self.kind, self.shape, self.dtype, rank, call=self.call, device=device()
+        )
+
+    def xs(self, world_size: int) -> list[torch.Tensor]:
+        return [self.x(rank) for rank in range(world_size)]
+
+    def residual_tensor(self) -> torch.Tensor | None:
+        if not self.residual:
+            return None
+        scale = 0.0 if self.kind == "negative_zeros" else 3.0
+        values = shared_input(self.shape, self.dtype, "residual", call=self.call, device=device())
+        return -(values.abs() * 0.0) if scale == 0.0 else values * scale
+
+    def weight(self) -> torch.Tensor:
+        dtype = torch.float32 if self.float32_weight else self.dtype
+        return shared_input(self.shape[-1:], dtype, "weight", device=device())
+
+    def norm_arguments(self) -> dict[str, Any]:
+        return {
+            "residual": self.residual_tensor(),
+            "weight": self.weight(),
+            "eps": self.eps,
+            "weight_bias": self.weight_bias,
+            "numerics": self.numerics,
+        }
+
+    def run(self, c: allnorm.Communicator, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return c.all_reduce_add_rms_norm(
+            self.x(c.rank), algorithm=self.algorithm, **self.norm_arguments(), **more
+        )
+
+    def expected(self, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return reference.all_reduce_add_rms_norm(self.xs(world_size), **self.norm_arguments())
+
+    def check(self, c: allnorm.Communicator) -> tuple[torch.Tensor, torch.Tensor]:
+        """Runs the call and compares both results with the reference."""
+        normed, residual = self.run(c)
+        self.compare(c, normed, residual)
+        return normed, residual
+
+    def compare(
+        self, c: allnorm.Communicator, normed: torch.Tensor, residual: torch.Tensor
+    ) -> None:
+        want_normed, want_residual = self.expected(c.world_size)
+        assert_same_bits(residual, want_residual, f"residual_out of {self}")
+        assert_same_bits(normed, want_normed, f"normed of {self}")
+
+    def but(self, **changes: Any) -> Case:
+        return dataclasses.replace(self, **changes)
+
+
+def can_run(c: allnorm.Communicator, algorithm: str, hidden_size: int, dtype: torch.dtype) -> bool:
+    """What the contract promises: which algorithm must run, and which may be refused."""
+    if algorithm in ("auto", "unfused"):
+        return True
+    if c.world_size == 1:
+        return False
+    return c.device.type == "cpu" or hidden_size * dtype.itemsize % 16 == 0
+
+
+def check_or_refuse(
+    c: allnorm.Communicator, case: Case
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Checks the bits of a case; if its algorithm cannot run, that it says so."""
+    if can_run(c, case.algorithm, case.shape[-1], case.dtype):
+        if case.algorithm != "auto":
+            tokens = torch.Size(case.shape[:-1]).numel()
+            plan = c.plan(tokens, case.shape[-1], case.dtype, algorithm=case.algorithm)
+            assert plan.algorithm == case.algorithm, plan
+        return case.check(c)
+    with pytest.raises(allnorm.UnsupportedError, match=case.algorithm):
+        case.run(c)
+    return None
+
+
+def assert_ranks_agree(c: allnorm.Communicator, *tensors: torch.Tensor) -> None:
+    """Every rank holds the same bits, NaN payloads included. Collective."""
+    digest = hashlib.blake2b()
+    for tensor in tensors:
+        digest.update(tensor.contiguous().view(torch.uint8).cpu().numpy().tobytes())
+    digests: list[str] = [""] * c.world_size
+    dist.all_gather_object(digests, digest.hexdigest(), group=c.group)
+    assert len(set(digests)) == 1, f"the ranks hold different bits: {digests}"
+
+
+def message_of(error: type[BaseException] | tuple[type[BaseException], ...], call: Any) -> str:
+    """The text of the error that `call` must raise."""
+    with pytest.raises(error) as caught:
+        call()
+    return f"{type(caught.value).__name__}: {caught.value}"

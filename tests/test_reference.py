@@ -1,0 +1,414 @@
+"""The reference against exact arithmetic and against a second, scalar transcription of the page."""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import math
+import random
+import time
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from rank_helpers import MODES, dtype_ids
+
+from allnorm import reference
+from allnorm.testing import all_inputs, assert_same_bits, shared_input
+
+_libm = ctypes.CDLL(ctypes.util.find_library("m") or "libm.so.6")
+_libm.fmaf.argtypes = [ctypes.c_float] * 3
+_libm.fmaf.restype = ctypes.c_float
+
+
+def fmaf(a: float, b: float, c: float) -> float:
+    return _libm.fmaf(a, b, c)
+
+
+def round_to_float32(exact: Fraction) -> float:
+    """Nearest float32, ties to even, with denormals and overflow; +0 for zero."""
+    if exact == 0:
+        return 0.0
+    magnitude = abs(exact)
+    exponent = magnitude.numerator.bit_length() - magnitude.denominator.bit_length()
+    if Fraction(2) ** exponent > magnitude:
+        exponent -= 1
+    unit = Fraction(2) ** (max(exponent, -126) - 23)
+    rounded = round(magnitude / unit) * unit  # round() of a Fraction: ties to even
+    value = math.inf if rounded >= Fraction(2) ** 128 else float(rounded)
+    return math.copysign(value, -1.0 if exact < 0 else 1.0)
+
+
+def random_floats(count: int, low: int, high: int, sparse: bool, seed: int) -> torch.Tensor:
+    """Float32 with exponents in [low, high) and, if sparse, few bits set: these make ties."""
+    generator = torch.Generator().manual_seed(seed)
+    mantissa = torch.randint(0, 1 << 24, (count,), generator=generator)
+    for _ in range(3 if sparse else 0):
+        mantissa &= torch.randint(0, 1 << 24, (count,), generator=generator)
+    sign = torch.randint(0, 2, (count,), generator=generator) * 2 - 1
+    exponent = torch.randint(low, high, (count,), generator=generator)
+    return torch.ldexp((mantissa * sign).double(), exponent - 23).float()
+
+
+# exponents of the factors and of the addend: ordinary, denormal result, near overflow, far apart
+REGIMES = {
+    "ordinary": ((-10, 10), (-20, 20)),
+    "denormal": ((-75, -60), (-150, -120)),
+    "denormal_factors": ((-149, -120), (-20, 20)),
+    "overflow": ((55, 66), (110, 128)),
+    "far_apart": ((-20, 20), (-90, 90)),
+}
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+def test_fma_is_libm_fmaf(regime: str, sparse: bool) -> None:
+    factors, addend = REGIMES[regime]
+    count = 100_000
+    a, b = (random_floats(count, *factors, sparse, seed) for seed in (1, 2))
+    c = random_floats(count, *addend, sparse, 3)
+    expected = torch.tensor(list(map(fmaf, a.tolist(), b.tolist(), c.tolist())))
+    assert_same_bits(reference.fma(a, b, c), expected, regime)
+
+
+def test_fma_of_arbitrary_bit_patterns() -> None:
+    generator = torch.Generator().manual_seed(5)
+    a, b, c = (
+        torch.randint(-(1 << 31), 1 << 31, (300_000,), generator=generator)
+        .int()
+        .view(torch.float32)
+        for _ in range(3)
+    )
+    expected = torch.tensor(list(map(fmaf, a.tolist(), b.tolist(), c.tolist())))
+    assert_same_bits(reference.fma(a, b, c), expected, "fma")
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+def test_fma_is_exact_arithmetic_rounded_once(regime: str) -> None:
+    factors, addend = REGIMES[regime]
+    a, b = (random_floats(3000, *factors, True, seed) for seed in (11, 12))
+    c = random_floats(3000, *addend, True, 13)
+    got = reference.fma(a, b, c).tolist()
+    for x, y, z, result in zip(a.tolist(), b.tolist(), c.tolist(), got, strict=True):
+        if math.isinf(z):
+            continue
+        assert result == round_to_float32(Fraction(x) * Fraction(y) + Fraction(z)), (x, y, z)
+
+
+def test_rounding_twice_would_be_seen() -> None:
+    """The naive float64 emulation is wrong here, so the tests above can fail."""
+    a = torch.tensor([1.0 + 2.0**-12])
+    c = torch.tensor([2.0**-60])
+    # a * a = 1 + 2^-11 + 2^-24: exactly between two float32; c breaks the tie, float64 loses c.
+    naive = (a.double() * a.double() + c.double()).float()
+    assert reference.fma(a, a, c).item() == fmaf(a.item(), a.item(), c.item())
+    assert naive.item() != reference.fma(a, a, c).item()
+
+
+def test_fma_special_values() -> None:
+    inf, nan = math.inf, math.nan
+    largest = torch.finfo(torch.float32).max
+    values = [0.0, -0.0, 1.0, -1.0, inf, -inf, nan, largest, -largest, 2.0**-149, 2.0**-126]
+    a, b, c = (g.reshape(-1) for g in torch.meshgrid(*[torch.tensor(values)] * 3, indexing="ij"))
+    expected = torch.tensor(list(map(fmaf, a.tolist(), b.tolist(), c.tolist())))
+    assert_same_bits(reference.fma(a, b, c), expected, "fma")
+
+
+def test_square_root_and_division_are_correctly_rounded() -> None:
+    a = random_floats(1_000_000, -149, 127, False, 21).abs()
+    b = random_floats(1_000_000, -149, 127, False, 22)
+    with np.errstate(all="ignore"):
+        roots, quotients = np.sqrt(a.numpy()), a.numpy() / b.numpy()
+    assert_same_bits(reference.sqrt(a), torch.from_numpy(roots), "sqrt")
+    assert_same_bits(a / b, torch.from_numpy(quotients), "division")
+    for x, root in zip(a[:2000].tolist(), roots.tolist(), strict=False):
+        above = float(np.nextafter(np.float32(root), np.float32(np.inf)))
+        below = float(np.nextafter(np.float32(root), np.float32(-np.inf)))
+        exact, low, high = (
+            Fraction(x),
+            Fraction(root) + Fraction(below),
+            Fraction(root) + Fraction(above),
+        )
+        assert low**2 <= 4 * exact <= high**2 or x == 0.0, "numpy rounds square roots correctly"
+
+
+# ---- a second transcription of the page: one number at a time, butterflies over all their lanes
+
+
+def scalar_square_sum(row: np.ndarray, elems_per_pack: int) -> np.float32:
+    packs = []
+    for begin in range(0, len(row), elems_per_pack):
+        pack = row[begin : begin + elems_per_pack]
+        p = float(np.float32(pack[0]) * np.float32(pack[0]))
+        for z in pack[1:]:
+            p = fmaf(z, z, p)
+        packs.append(np.float32(p))
+    sums = []
+    for begin in range(0, len(packs), 32):
+        lanes = packs[begin : begin + 32]
+        sums.append(scalar_butterfly(lanes + [np.float32(0)] * (32 - len(lanes))))
+    width = 1
+    while width < len(sums):
+        width *= 2
+    return scalar_butterfly(sums + [np.float32(0)] * (width - len(sums)))
+
+
+def scalar_butterfly(lanes: list[np.float32]) -> np.float32:
+    offset = len(lanes) // 2
+    while offset:
+        lanes = [np.float32(c + lanes[i ^ offset]) for i, c in enumerate(lanes)]
+        offset //= 2
+    assert len({lane.tobytes() for lane in lanes}) == 1, "the lanes of a butterfly agree"
+    return lanes[0]
+
+
+def scalar_round(value: np.float32, dtype: torch.dtype) -> np.float32:
+    """f(T(value)), without torch."""
+    if dtype == torch.float32:
+        return value
+    if dtype == torch.float16:
+        return np.float32(np.float16(value))
+    bits = int(np.float32(value).view(np.uint32))
+    bits = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000
+    return np.uint32(bits).view(np.float32)
+
+
+def scalar_add_rms_norm(
+    rows: list[np.ndarray],
+    residual: np.ndarray | None,
+    weight: np.ndarray,
+    dtype: torch.dtype,
+    mode: str,
+    eps: float,
+    weight_bias: float,
+) -> tuple[np.ndarray, np.ndarray]:
+    hidden_size = len(weight)
+    total, rounded = np.empty(hidden_size, np.float32), np.empty(hidden_size, np.float32)
+    for i in range(hidden_size):
+        a = rows[0][i]
+        for row in rows[1:]:
+            a = np.float32(a + row[i])
+        a = scalar_round(a, dtype)
+        total[i] = a if residual is None else np.float32(a + residual[i])
+        rounded[i] = scalar_round(total[i], dtype)
+    z = rounded if mode in ("rounded", "transformers") else total
+    mean = scalar_square_sum(z, 4 if dtype == torch.float32 else 8) / np.float32(hidden_size)
+    rstd = np.float32(1) / np.sqrt(np.float32(mean + np.float32(eps)))
+    normed = np.empty(hidden_size, np.float32)
+    for i in range(hidden_size):
+        y = np.float32(z[i] * rstd)
+        if mode in ("transformers", "vllm"):
+            y = scalar_round(y, dtype)
+        gain = np.float32(np.float32(weight_bias) + weight[i])
+        normed[i] = scalar_round(np.float32(y * gain), dtype)
+    return normed, rounded
+
+
+@pytest.mark.parametrize("elems_per_pack", [4, 8])
+@pytest.mark.parametrize(
+    "hidden_size", [1, 3, 7, 8, 9, 31, 120, 255, 256, 257, 1023, 2880, 4095, 5760]
+)
+def test_square_sum_is_the_tree_of_the_page(hidden_size: int, elems_per_pack: int) -> None:
+    z = shared_input((2, hidden_size), torch.float32, "z", seed=hidden_size)
+    got = reference.square_sum(z, elems_per_pack)
+    expected = [scalar_square_sum(row.numpy(), elems_per_pack) for row in z]
+    assert_same_bits(got, torch.tensor(np.array(expected)), "square sum")
+
+
+def test_another_summation_order_would_be_seen() -> None:
+    z = shared_input((64, 2880), torch.float32, "z")
+    ours = reference.square_sum(z, 8)
+    assert not torch.equal(ours, (z * z).sum(-1))
+    assert not torch.equal(ours, reference.square_sum(z, 4))
+
+
+@pytest.mark.parametrize("dtype", **dtype_ids)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("with_residual", [True, False], ids=["residual", "no_residual"])
+def test_reference_is_the_scalar_transcription(
+    mode: str, dtype: torch.dtype, with_residual: bool
+) -> None:
+    for hidden_size, world_size, eps, bias in (
+        (7, 1, 0.0, 0.0),
+        (300, 3, 1e-6, 1.0),
+        (77, 8, 3.0, 0.1),
+    ):
+        xs = all_inputs(world_size, (hidden_size,), dtype, seed=9)
+        residual = shared_input((hidden_size,), dtype, "residual") if with_residual else None
+        weight = shared_input((hidden_size,), torch.float32, "weight")
+        normed, residual_out = reference.all_reduce_add_rms_norm(
+            xs, residual, weight, eps, weight_bias=bias, numerics=mode
+        )
+        expected = scalar_add_rms_norm(
+            [x.float().numpy() for x in xs],
+            None if residual is None else residual.float().numpy(),
+            weight.numpy(),
+            dtype,
+            mode,
+            eps,
+            bias,
+        )
+        assert_same_bits(normed.float(), torch.from_numpy(expected[0]), "normed")
+        assert_same_bits(residual_out.float(), torch.from_numpy(expected[1]), "residual_out")
+        assert normed.dtype == residual_out.dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", **dtype_ids)
+def test_modes_differ_where_they_should(dtype: torch.dtype) -> None:
+    """In 16 bits all four modes give other bits; in float32 rounding is nothing, so all agree."""
+    xs = all_inputs(4, (16, 4096), dtype)
+    residual = shared_input((16, 4096), dtype, "residual")
+    weight = shared_input((4096,), dtype, "weight")
+    outs = [
+        reference.all_reduce_add_rms_norm(xs, residual, weight, numerics=mode)[0] for mode in MODES
+    ]
+    equal = [torch.equal(outs[i], outs[j]) for i in range(4) for j in range(i)]
+    assert equal == [dtype == torch.float32] * 6
+
+
+@pytest.mark.parametrize("dtype", **dtype_ids)
+def test_close_to_torch_rms_norm(dtype: torch.dtype) -> None:
+    xs = all_inputs(4, (33, 2880), dtype)
+    residual = shared_input((33, 2880), dtype, "residual")
+    weight = shared_input((2880,), torch.float32, "weight")
+    normed, residual_out = reference.all_reduce_add_rms_norm(xs, residual, weight, 1e-5)
+    exact_sum = sum(x.double() for x in xs).to(dtype).double() + residual.double()
+    exact = torch.nn.functional.rms_norm(exact_sum, (2880,), weight.double(), 1e-5)
+    # One rounding to T for each result; normed also sees the rounding of the sum, relative 2^-p.
+    ulp = torch.finfo(dtype).eps
+    torch.testing.assert_close(residual_out.double(), exact_sum, rtol=ulp, atol=4 * ulp)
+    torch.testing.assert_close(normed.double(), exact, rtol=3 * ulp, atol=8 * ulp)
+
+
+def test_reduced_sum_is_rounded_before_the_residual_is_added() -> None:
+    """Incident 1: the residual added to the unrounded sum gives other bits."""
+    xs = [torch.tensor([1.0], dtype=torch.bfloat16), torch.tensor([2.0**-8], dtype=torch.bfloat16)]
+    residual = torch.tensor([-1.0], dtype=torch.bfloat16)
+    total = reference.all_reduce_add_rms_norm(xs, residual, torch.ones(1))[1]
+    assert total.item() == 0.0  # 1 + 2^-8 rounds to 1; unrounded, 2^-8 would be left
+
+
+def test_sum_is_in_rank_order() -> None:
+    big, small = torch.tensor([2.0**24]), torch.tensor([1.0])
+    assert reference.all_reduce([big, small, small]).item() == 2.0**24
+    assert reference.all_reduce([small, small, big]).item() == 2.0**24 + 2
+
+
+@pytest.mark.parametrize("dtype", **dtype_ids)
+def test_negative_zero_keeps_its_sign(dtype: torch.dtype) -> None:
+    zeros = torch.full((2, 8), -0.0, dtype=dtype)
+    normed, total = reference.all_reduce_add_rms_norm(
+        [zeros, zeros], zeros, torch.ones(8), weight_bias=0.0
+    )
+    assert torch.signbit(total).all()
+    assert torch.signbit(normed).all()
+    assert not torch.signbit(reference.all_reduce([zeros, zeros.abs()])).any()
+
+
+def test_weight_bias_is_always_added() -> None:
+    """0.0 + (-0.0) is 0.0: skipping the addition of a zero bias would change a sign."""
+    normed, _ = reference.add_rms_norm(torch.ones(1, 4), None, torch.full((4,), -0.0))
+    assert not torch.signbit(normed).any()
+
+
+def test_nan_stays_in_its_row() -> None:
+    x = torch.ones(3, 16)
+    x[1, 5] = math.nan
+    normed, total = reference.all_reduce_add_rms_norm([x, torch.ones(3, 16)], None, torch.ones(16))
+    assert torch.isnan(normed[1]).all()
+    assert int(torch.isnan(total).sum()) == 1
+    assert not torch.isnan(normed[[0, 2]]).any()
+
+
+@pytest.mark.parametrize("dtype", **dtype_ids)
+def test_results_are_new_and_contiguous(dtype: torch.dtype) -> None:
+    wide = shared_input((2, 3, 48), dtype, "x")
+    x = wide[..., :32]
+    for result in (
+        reference.all_reduce([x]),
+        *reference.all_reduce_add_rms_norm([x], None, torch.ones(32)),
+        *reference.add_rms_norm(x, None, torch.ones(32)),
+    ):
+        assert result.shape == x.shape
+        assert result.dtype == dtype
+        assert result.is_contiguous()
+        assert result.untyped_storage().data_ptr() != wide.untyped_storage().data_ptr()
+
+
+def test_preallocated_results() -> None:
+    x, residual = torch.randn(2, 8), torch.randn(2, 8)
+    expected = reference.all_reduce_add_rms_norm([x], residual, torch.ones(8))
+    out = torch.empty(2, 8)
+    normed, total = reference.all_reduce_add_rms_norm(
+        [x], residual, torch.ones(8), out=out, residual_out=residual
+    )
+    assert normed is out
+    assert total is residual
+    assert_same_bits(out, expected[0])
+    assert_same_bits(residual, expected[1])
+
+
+def test_no_rows() -> None:
+    normed, total = reference.all_reduce_add_rms_norm(
+        [torch.empty(0, 16)] * 2, torch.empty(0, 16), torch.ones(16)
+    )
+    assert normed.shape == total.shape == (0, 16)
+
+
+def test_wrong_arguments() -> None:
+    x, w = torch.ones(2, 8), torch.ones(8)
+    with pytest.raises(ValueError, match="empty"):
+        reference.all_reduce([])
+    with pytest.raises(ValueError, match="differ"):
+        reference.all_reduce([x, torch.ones(2, 9)])
+    with pytest.raises(TypeError, match="float64"):
+        reference.all_reduce([x.double()])
+    with pytest.raises(ValueError, match="numerics"):
+        reference.all_reduce_add_rms_norm([x], None, w, numerics="exact")
+    with pytest.raises(ValueError, match="algorithm"):
+        reference.all_reduce_add_rms_norm([x], None, w, algorithm="ring")
+    with pytest.raises(ValueError, match="weight has shape"):
+        reference.all_reduce_add_rms_norm([x], None, torch.ones(9))
+    with pytest.raises(TypeError, match="weight is"):
+        reference.all_reduce_add_rms_norm([x], None, w.half())
+    with pytest.raises(ValueError, match="residual has shape"):
+        reference.all_reduce_add_rms_norm([x], torch.ones(3, 8), w)
+    with pytest.raises(TypeError, match="residual is"):
+        reference.all_reduce_add_rms_norm([x], x.half(), w)
+
+
+def test_fast_enough_to_be_used() -> None:
+    xs = all_inputs(2, (1024, 4096), torch.bfloat16)
+    residual = shared_input((1024, 4096), torch.bfloat16, "residual")
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        reference.all_reduce_add_rms_norm(xs, residual, torch.ones(4096))
+        times.append(time.perf_counter() - start)
+    assert min(times) < 2.0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", **dtype_ids)
+@pytest.mark.parametrize("mode", MODES)
+def test_cuda_gives_the_bits_of_the_cpu(mode: str, dtype: torch.dtype) -> None:
+    random.seed(1)
+    for hidden_size in (7, 2880, 16384):
+        xs = all_inputs(3, (65, hidden_size), dtype, scale=random.choice([1e-4, 1.0, 30.0]))
+        residual = shared_input((65, hidden_size), dtype, "residual")
+        weight = shared_input((hidden_size,), torch.float32, "weight")
+        on_cpu = reference.all_reduce_add_rms_norm(xs, residual, weight, numerics=mode)
+        on_gpu = reference.all_reduce_add_rms_norm(
+            [x.cuda() for x in xs], residual.cuda(), weight.cuda(), numerics=mode
+        )
+        for name, a, b in zip(("normed", "residual_out"), on_gpu, on_cpu, strict=True):
+            assert_same_bits(a, b, name)
+
+
+@pytest.mark.gpu
+def test_cuda_fma_gives_the_bits_of_the_cpu() -> None:
+    for factors, addend in REGIMES.values():
+        a, b = (random_floats(1_000_000, *factors, True, seed) for seed in (1, 2))
+        c = random_floats(1_000_000, *addend, True, 3)
+        assert_same_bits(reference.fma(a.cuda(), b.cuda(), c.cuda()), reference.fma(a, b, c), "fma")
