@@ -21,9 +21,10 @@ enable_language(CUDA)
 find_package(CUDAToolkit REQUIRED)
 
 file(GLOB cuda_sources CONFIGURE_DEPENDS csrc/cuda/*.cu)
-add_library(allnorm_cuda SHARED ${cuda_sources})
+add_library(allnorm_cuda SHARED ${cuda_sources} $<TARGET_OBJECTS:allnorm_abi>)
+# 1675: the headers of protocol/ also hold pragmas that only g++ knows.
 target_compile_options(allnorm_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:
-    -fmad=false -Xcompiler=-fvisibility=hidden,-ffp-contract=off,-Wall,-Wextra>)
+    -fmad=false -diag-suppress=1675 -Xcompiler=-fvisibility=hidden,-ffp-contract=off,-Wall,-Wextra>)
 string(REPLACE ";" " " architectures "${architectures}")
 target_compile_definitions(allnorm_cuda PRIVATE ALLNORM_CUDA_ARCHITECTURES="${architectures}")
 target_link_libraries(allnorm_cuda PRIVATE CUDA::cudart_static)

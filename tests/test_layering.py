@@ -140,9 +140,10 @@ def test_environment(path: pathlib.Path) -> None:
 CSRC_ALLOWED = {
     "": set(),
     "protocol": {"protocol"},
-    "cpu": {"", "protocol", "cpu"},
-    "cuda": {"", "protocol", "cuda"},
-    "tests": {"", "protocol", "cpu", "tests"},
+    "abi": {"", "abi"},
+    "cpu": {"", "abi", "protocol", "cpu"},
+    "cuda": {"", "abi", "protocol", "cuda"},
+    "tests": {"", "abi", "protocol", "cpu", "tests"},
 }
 
 # pattern: (files of csrc in which it may stand, why)
@@ -175,7 +176,7 @@ def test_csrc_includes(path: pathlib.Path) -> None:
             assert not foreign, f"{relative} includes {name}: csrc knows neither torch nor Python"
             cuda_may = folder == "cuda" or relative.as_posix() == "protocol/numerics.h"
             assert cuda_may or not name.startswith("cuda"), f"{relative} must not include {name}"
-        else:
+        elif not (path.parent / name).exists():  # beside it: the same folder
             assert (CSRC / name).exists(), f"{relative}: write {name} as a path from csrc/"
             target = name.split("/")[0] if "/" in name else ""
             assert target in CSRC_ALLOWED[folder], f"{relative} must not include {name}"
