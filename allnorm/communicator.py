@@ -496,7 +496,7 @@ def _fault_error(fault: _native.Fault, timeout: datetime.timedelta) -> PeerTimeo
         f"operation {fault.expected_op}: "
         f"{_native.describe_shape(fault.expected_shape, fault.expected_tokens)}"
     )
-    if fault.seen_op == 0 and fault.seen_shape == 0 and fault.seen_tokens == 0:
+    if fault.seen_shape == 0 and fault.seen_tokens == 0:
         seen = "nothing"
     else:
         seen = (

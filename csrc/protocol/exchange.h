@@ -1,8 +1,8 @@
 // What ranks tell each other besides data: which operation they are in and what it looks like.
 //
-// A CallTag describes one launch completely enough that two ranks with equal tags read and write the
-// same bytes. Each rank announces its tag to every peer in every operation and compares the peers'
-// tags with its own, so that a diverging peer is named instead of mixed into the sum.
+// A CallTag describes one launch completely enough that two ranks with equal tags read and write
+// the same bytes. Each rank announces its tag to every peer in every operation and compares the
+// peers' tags with its own, so that a diverging peer is named instead of mixed into the sum.
 #ifndef ALLNORM_PROTOCOL_EXCHANGE_H_
 #define ALLNORM_PROTOCOL_EXCHANGE_H_
 
@@ -44,7 +44,7 @@ constexpr uint32_t kEmptyWord = 0xffffffffu;
 constexpr uint32_t kCanonicalWord = 0xfffefffeu;
 
 ALLNORM_HD Pack canonicalize(Pack pack) {
-#pragma GCC unroll 4
+  ALLNORM_UNROLL
   for (int i = 0; i < 4; ++i) {
     if (pack.word[i] == kEmptyWord) pack.word[i] = kCanonicalWord;
   }

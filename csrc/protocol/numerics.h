@@ -1,8 +1,8 @@
 // The arithmetic of allnorm, step by step as the numerics page orders it; host and device share it.
 //
-// Every operation here is one IEEE-754 float32 operation rounded to nearest even. Both compilers are
-// told never to contract (-fmad=false, -ffp-contract=off); where a fused multiply-add is meant, fma_rn
-// says so. Denormals are kept.
+// Every operation here is one IEEE-754 float32 operation rounded to nearest even. Both compilers
+// are told never to contract (-fmad=false, -ffp-contract=off); where a fused multiply-add is meant,
+// fma_rn says so. Denormals are kept.
 #ifndef ALLNORM_PROTOCOL_NUMERICS_H_
 #define ALLNORM_PROTOCOL_NUMERICS_H_
 
@@ -16,6 +16,13 @@
 #define ALLNORM_HD __host__ __device__ __forceinline__
 #else
 #define ALLNORM_HD inline __attribute__((always_inline))
+#endif
+#if defined(__CUDA_ARCH__)
+#define ALLNORM_UNROLL _Pragma("unroll")
+#elif defined(__CUDACC__)
+#define ALLNORM_UNROLL  // nvcc's host pass knows neither spelling
+#else
+#define ALLNORM_UNROLL _Pragma("GCC unroll 8")
 #endif
 
 namespace allnorm {
@@ -103,7 +110,7 @@ struct Float16 {
 #if defined(__CUDA_ARCH__)
     return __half_as_ushort(__float2half_rn(v));
 #else
-    return bit_cast<uint16_t>(static_cast<_Float16>(v));
+    return v != v ? 0x7fff : bit_cast<uint16_t>(static_cast<_Float16>(v));
 #endif
   }
   ALLNORM_HD static void unpack(uint32_t word, float* z) {
@@ -124,7 +131,7 @@ constexpr int kElemsPerPack = 4 * T::kElemsPerWord;
 
 template <class T>
 ALLNORM_HD void unpack(const Pack& pack, float* z) {
-#pragma GCC unroll 4
+  ALLNORM_UNROLL
   for (int i = 0; i < 4; ++i) T::unpack(pack.word[i], z + i * T::kElemsPerWord);
 }
 
@@ -132,7 +139,7 @@ ALLNORM_HD void unpack(const Pack& pack, float* z) {
 template <class T>
 ALLNORM_HD Pack pack(const float* z) {
   Pack result;
-#pragma GCC unroll 4
+  ALLNORM_UNROLL
   for (int i = 0; i < 4; ++i) result.word[i] = T::pack(z + i * T::kElemsPerWord);
   return result;
 }
@@ -148,7 +155,7 @@ ALLNORM_HD void round_to(float* z) {
 template <int kElems>
 ALLNORM_HD float square_sum(const float* z) {
   float sum = mul_rn(z[0], z[0]);
-#pragma GCC unroll 8
+  ALLNORM_UNROLL
   for (int i = 1; i < kElems; ++i) sum = fma_rn(z[i], z[i], sum);
   return sum;
 }

@@ -18,18 +18,22 @@ class Deadline {
 
   ALLNORM_HD explicit Deadline(int64_t timeout_ns) : timeout_ns_(timeout_ns) {}
 
-  // Call after every unsuccessful poll; true once the time is up, and from then on.
-  ALLNORM_HD bool passed() {
-    if (++polls_ % kPollsPerLook != 0) return false;
+  // Call after every unsuccessful poll; true when it is time to look at the clock and at whatever
+  // else a waiter looks at rarely.
+  ALLNORM_HD bool look_due() { return ++polls_ % kPollsPerLook == 0; }
+
+  // Whether the time is up. The clock starts at the first look and not in the constructor: a wait
+  // that succeeds soon never reads it.
+  ALLNORM_HD bool expired() {
     const int64_t now = Clock::now_ns();
-    // The clock starts at the first look and not in the constructor: a wait that succeeds soon
-    // never reads it.
     if (!started_) {
       started_ = true;
       start_ns_ = now;
     }
     return now - start_ns_ > timeout_ns_;
   }
+
+  ALLNORM_HD bool passed() { return look_due() && expired(); }
 
  private:
   int64_t timeout_ns_;

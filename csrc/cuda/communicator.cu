@@ -1,0 +1,180 @@
+#include <algorithm>
+#include <vector>
+
+#include "abi/check.h"
+#include "abi/error.h"
+#include "cuda/communicator.h"
+
+namespace allnorm {
+
+int64_t rows_per_chunk(int world_size, int64_t workspace_bytes, int algorithm, int dtype,
+                       int64_t hidden_size) {
+  const int64_t row_bytes = hidden_size * element_bytes(dtype);
+  const int64_t packs = row_bytes / kPackBytes;
+  if (world_size < 2 || world_size > kPushMaxWorldSize || row_bytes % kPackBytes != 0 ||
+      threads_of(packs, kMaxClusterSize) > kMaxThreads) {
+    return 0;
+  }
+  const int64_t phase_bytes = PushLayout::phase_bytes(workspace_bytes);
+  const int64_t slot_bytes = algorithm == ALLNORM_ONE_SHOT
+                                 ? PushLayout::one_shot_row_bytes(world_size, packs)
+                                 : PushLayout::two_shot_row_bytes(world_size, packs);
+  return std::max<int64_t>(0, phase_bytes / slot_bytes);
+}
+
+Communicator::~Communicator() {
+  const DeviceGuard guard(config_.device);
+  // Kernels that still run use the workspace and the fault record.
+  cudaDeviceSynchronize();
+  if (last_call_ != nullptr) cudaEventDestroy(last_call_);
+  if (fault_ != nullptr) cudaFreeHost(fault_);
+  cudaGetLastError();
+}
+
+int32_t Communicator::initialize() {
+  const DeviceGuard guard(config_.device);
+  int32_t status = cuda_status(guard.status(), "selecting the device");
+  if (status == ALLNORM_OK) status = query_device(config_.device, &device_);
+  if (status != ALLNORM_OK) return status;
+  status = cuda_status(cudaHostAlloc(reinterpret_cast<void**>(&fault_), sizeof(AllnormFault),
+                                     cudaHostAllocMapped | cudaHostAllocPortable),
+                       "allocating the fault record");
+  if (status != ALLNORM_OK) return status;
+  *fault_ = {};
+  status =
+      cuda_status(cudaHostGetDevicePointer(reinterpret_cast<void**>(&fault_on_device_), fault_, 0),
+                  "mapping the fault record");
+  if (status != ALLNORM_OK) return status;
+  status = cuda_status(cudaEventCreateWithFlags(&last_call_, cudaEventDisableTiming),
+                       "creating an event");
+  if (status != ALLNORM_OK) return status;
+
+  std::vector<char> control(PushControl::kBytes, 0);
+  auto* epochs = reinterpret_cast<uint32_t*>(control.data() + PushControl::kEpochs);
+  std::fill_n(epochs, kMaxBlocks, config_.first_op);
+  for (uint32_t back = 1; back <= kPushPhases; ++back) {
+    // Announcements of operations before the first, so that none is taken for a coming one.
+    const CallTag nothing = {0, 0};
+    const uint32_t op = config_.first_op - back;
+    for (int source = 0; source < kPushMaxWorldSize; ++source) {
+      auto* words = reinterpret_cast<uint64_t*>(control.data() + PushControl::tag(op, source));
+      words[0] = nothing.word(op, 0);
+      words[1] = nothing.word(op, 1);
+    }
+  }
+  char* own = static_cast<char*>(config_.workspaces[config_.rank]);
+  cudaError_t error = cudaMemcpy(own, control.data(), control.size(), cudaMemcpyHostToDevice);
+  if (error == cudaSuccess) {
+    // Every byte of every slot word is that of kEmptyWord.
+    static_assert(kEmptyWord == 0xffffffffu);
+    error =
+        cudaMemset(own + PushControl::kBytes, 0xff, config_.workspace_bytes - PushControl::kBytes);
+  }
+  if (error == cudaSuccess) error = cudaDeviceSynchronize();
+  return cuda_status(error, "initialising the workspace");
+}
+
+int32_t Communicator::order_streams(cudaStream_t stream) {
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  unsigned long long capture_id = 0;
+  if (called_ && stream == last_stream_) return ALLNORM_OK;  // the order is the stream's
+  int32_t status = cuda_status(cudaStreamGetCaptureInfo(stream, &capture, &capture_id),
+                               "asking whether the stream is captured");
+  if (status != ALLNORM_OK) return status;
+  if (capture != cudaStreamCaptureStatusActive) capture_id = 0;
+  if (called_) {
+    cudaStreamCaptureStatus last = cudaStreamCaptureStatusNone;
+    unsigned long long last_id = 0;
+    const bool alive = cudaStreamGetCaptureInfo(last_stream_, &last, &last_id) == cudaSuccess;
+    if (!alive) cudaGetLastError();  // the caller has destroyed that stream; its work is ordered
+    if (last != cudaStreamCaptureStatusActive) last_id = 0;
+    // An edge between a capture and something outside it cannot be expressed; there the order is
+    // that in which the caller launches the graph.
+    if (alive && last_id == capture_id) {
+      status = cuda_status(cudaEventRecord(last_call_, last_stream_), "recording an event");
+      if (status == ALLNORM_OK) {
+        status = cuda_status(cudaStreamWaitEvent(stream, last_call_, 0), "waiting for an event");
+      }
+      if (status != ALLNORM_OK) return status;
+    }
+  }
+  last_stream_ = stream;
+  called_ = true;
+  return ALLNORM_OK;
+}
+
+int32_t Communicator::run(const AllnormCall& call) {
+  const int32_t recorded = status();
+  if (recorded != ALLNORM_OK) {
+    const AllnormFault seen = fault();
+    return fail(static_cast<AllnormStatus>(recorded),
+                "rank %d: an earlier call ended badly waiting for rank %d", seen.rank, seen.peer);
+  }
+  if (call.num_tokens == 0) return ALLNORM_OK;
+  const int64_t rows = rows_per_chunk(config_.world_size, config_.workspace_bytes, call.algorithm,
+                                      call.dtype, call.hidden_size);
+  if (rows == 0) {
+    return fail(
+        ALLNORM_UNSUPPORTED,
+        "a row of %lld elements does not fit: expected a multiple of 16 bytes, at most %d packs "
+        "of 16 bytes, and a workspace of more than %lld bytes",
+        static_cast<long long>(call.hidden_size), kMaxThreads * kMaxClusterSize,
+        static_cast<long long>(config_.workspace_bytes));
+  }
+  const DeviceGuard guard(config_.device);
+  int32_t status = cuda_status(guard.status(), "selecting the device");
+  if (status == ALLNORM_OK) status = order_streams(static_cast<cudaStream_t>(call.stream));
+
+  const int64_t width = element_bytes(call.dtype);
+  FusedParams params = {};
+  for (int q = 0; q < config_.world_size; ++q) {
+    params.workspace[q] =
+        static_cast<char*>(config_.workspaces[(config_.rank + q) % config_.world_size]);
+  }
+  params.packs = static_cast<int32_t>(call.hidden_size * width / kPackBytes);
+  params.rank = config_.rank;
+  params.phase_bytes = PushLayout::phase_bytes(config_.workspace_bytes);
+  params.timeout_ns = config_.timeout_ns;
+  params.fault = fault_on_device_;
+  params.tag.shape = shape_code(call.hidden_size, call.dtype, call.algorithm, call.numerics,
+                                call.residual != nullptr, call.op);
+  params.x.stride_bytes = call.x_stride * width;
+  for (int64_t first = 0; first < call.num_tokens && status == ALLNORM_OK; first += rows) {
+    params.num_tokens = std::min(rows, call.num_tokens - first);
+    params.tag.num_tokens = static_cast<uint32_t>(params.num_tokens);
+    params.x.data = static_cast<char*>(const_cast<void*>(call.x)) + first * params.x.stride_bytes;
+    params.epilogue = epilogue_params(call, first);
+    status = launch_fused(device_, call, config_.world_size, params);
+  }
+  return status;
+}
+
+int32_t run_local(const AllnormCall& call) {
+  if (call.num_tokens == 0) return ALLNORM_OK;
+  // The tensors say which device: the caller need not have made it current.
+  cudaPointerAttributes attributes;
+  int32_t status =
+      cuda_status(cudaPointerGetAttributes(&attributes, call.out), "finding the device");
+  if (status != ALLNORM_OK) return status;
+  if (attributes.type != cudaMemoryTypeDevice && attributes.type != cudaMemoryTypeManaged) {
+    return fail(ALLNORM_INVALID_ARGUMENT, "out is %p; expected memory of a CUDA device", call.out);
+  }
+  const DeviceGuard guard(attributes.device);
+  status = cuda_status(guard.status(), "selecting the device");
+  Device device;
+  if (status == ALLNORM_OK) status = query_device(attributes.device, &device);
+  return status == ALLNORM_OK ? launch_local(device, call) : status;
+}
+
+int32_t Communicator::status() const {
+  // Pairs with the fence before the store of the status in record_fault().
+  return __atomic_load_n(&fault_->status, __ATOMIC_ACQUIRE);
+}
+
+AllnormFault Communicator::fault() const {
+  AllnormFault copy = {};
+  if (status() != ALLNORM_OK) copy = *fault_;
+  return copy;
+}
+
+}  // namespace allnorm

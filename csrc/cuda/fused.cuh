@@ -1,0 +1,62 @@
+// The fused kernel: any transport, any epilogue, rows streamed by clusters of blocks.
+//
+// A cluster takes rows first, first + clusters, ...; each of its threads holds one pack of the row.
+// Rows flow without a grid-wide barrier: the partial of the next row is on its way before the
+// current one is waited for, and the input of the row after that is being loaded.
+#ifndef ALLNORM_CUDA_FUSED_CUH_
+#define ALLNORM_CUDA_FUSED_CUH_
+
+#include "cuda/epilogue.cuh"
+#include "cuda/exchange.cuh"
+
+namespace allnorm {
+
+template <class T, int kWorldSize, template <class, int> class Transport>
+__device__ __forceinline__ void run_fused(const FusedParams& params) {
+  const uint32_t clusters = cluster_size();
+  const int pack = static_cast<int>(cluster_rank() * blockDim.x + threadIdx.x);
+  const bool live = pack < params.packs;
+  const int64_t step = gridDim.x / clusters;
+  const int64_t end = params.num_tokens;
+  int64_t row = blockIdx.x / clusters;
+
+  Exchange<kWorldSize> exchange(params);
+  Transport<T, kWorldSize> transport(params, exchange, pack);
+  NormEpilogue<T> epilogue(params.epilogue, pack, live, clusters);
+  const auto load_input = [&](int64_t at) {
+    return live && at < end ? load_pack(params.x.at(at, pack)) : Pack{};
+  };
+
+  Pack own = load_input(row);
+  Pack next = load_input(row + step);
+  if (live && row < end) transport.send(row, own);
+  exchange.announce();
+  epilogue.prefetch_weight();
+  for (; row < end; row += step) {
+    if (live && row + step < end) transport.send(row + step, next);
+    const Pack after_next = load_input(row + 2 * step);
+    epilogue.prefetch_row(row);
+    Pack reduced{};
+    if (live) reduced = transport.receive(row, own);
+    epilogue.finish_row(row, reduced);
+    if (row + step >= end) {
+      // After the last store that a dependent grid may read.
+      trigger_next_grid();
+    }
+    if (live) transport.clear(row);
+    own = next;
+    next = after_next;
+  }
+  // Every thread of the block has read the counter before any advances it.
+  __syncthreads();
+  exchange.close();
+}
+
+template <class T, int kWorldSize, template <class, int> class Transport>
+__global__ void __launch_bounds__(kMaxThreads)
+    fused_kernel(const __grid_constant__ FusedParams params) {
+  run_fused<T, kWorldSize, Transport>(params);
+}
+
+}  // namespace allnorm
+#endif  // ALLNORM_CUDA_FUSED_CUH_

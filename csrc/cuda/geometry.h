@@ -1,0 +1,45 @@
+// How a fused launch is spread over the GPU. Bits never depend on it.
+#ifndef ALLNORM_CUDA_GEOMETRY_H_
+#define ALLNORM_CUDA_GEOMETRY_H_
+
+#include <algorithm>
+#include <cstdint>
+
+#include "cuda/params.h"
+
+namespace allnorm {
+
+struct Geometry {
+  int num_blocks;
+  int cluster_size;
+  int num_threads;
+};
+
+// Threads of a block when a row of `packs` packs is spread over `cluster_size` blocks: whole warps.
+inline int threads_of(int64_t packs, int cluster_size) {
+  const int64_t per_block = (packs + cluster_size - 1) / cluster_size;
+  return static_cast<int>((per_block + 31) / 32 * 32);
+}
+
+// Blocks per row: as few as the width demands, and more while the launch would leave SMs idle and
+// every block keeps at least two warps. Two warps and not one: H200, 1x4096 bf16, see
+// docs/performance.md.
+inline int choose_cluster_size(int64_t packs, int64_t num_tokens, int num_sms) {
+  int size = 1;
+  while (threads_of(packs, size) > kMaxThreads) size *= 2;
+  while (size < kMaxClusterSize / 2 && 2 * size * num_tokens <= num_sms &&
+         threads_of(packs, 2 * size) >= 96) {
+    size *= 2;
+  }
+  return size;
+}
+
+// `resident_blocks`: blocks of this kernel that the GPU holds at once. The grid never exceeds it,
+// so that no block waits for a peer's block that cannot start.
+inline int choose_num_blocks(int64_t num_tokens, int cluster_size, int resident_blocks) {
+  const int64_t clusters = std::min<int64_t>(resident_blocks, kMaxBlocks) / cluster_size;
+  return static_cast<int>(std::max<int64_t>(1, std::min(num_tokens, clusters))) * cluster_size;
+}
+
+}  // namespace allnorm
+#endif  // ALLNORM_CUDA_GEOMETRY_H_

@@ -1,0 +1,198 @@
+#include <mutex>
+#include <unordered_map>
+
+#include "abi/check.h"
+#include "abi/error.h"
+#include "cuda/kernels.h"
+#include "cuda/launch.h"
+
+namespace allnorm {
+namespace {
+
+const void* find_fused(const AllnormCall& call, int world_size) {
+  switch (call.dtype) {
+    case ALLNORM_FLOAT32:
+      return fused_kernel_float32(call.algorithm, world_size);
+    case ALLNORM_FLOAT16:
+      return fused_kernel_float16(call.algorithm, world_size);
+    default:
+      return fused_kernel_bfloat16(call.algorithm, world_size);
+  }
+}
+
+const void* find_local(int dtype, bool aligned) {
+  switch (dtype) {
+    case ALLNORM_FLOAT32:
+      return local_kernel_float32(aligned);
+    case ALLNORM_FLOAT16:
+      return local_kernel_float16(aligned);
+    default:
+      return local_kernel_bfloat16(aligned);
+  }
+}
+
+// Blocks of `kernel` that one SM holds; asked for once per kernel, block size and device.
+int blocks_per_sm(const Device& device, const void* kernel, int num_threads) {
+  static std::mutex mutex;
+  static std::unordered_map<uint64_t, int> known;
+  const uint64_t key = reinterpret_cast<uint64_t>(kernel) * 1000003u ^
+                       static_cast<uint64_t>(num_threads) << 8 ^
+                       static_cast<uint64_t>(device.index);
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto found = known.find(key);
+  if (found != known.end()) return found->second;
+  int blocks = 0;
+  if (cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, num_threads, 0) !=
+          cudaSuccess ||
+      blocks < 1) {
+    cudaGetLastError();
+    blocks = 1;
+  }
+  known.emplace(key, blocks);
+  return blocks;
+}
+
+bool is_aligned(const void* pointer, int64_t stride_bytes) {
+  return reinterpret_cast<uintptr_t>(pointer) % kPackBytes == 0 && stride_bytes % kPackBytes == 0;
+}
+
+int32_t launch(const Device& device, const void* kernel, const void* params,
+               const Geometry& geometry, int shared_bytes, const AllnormCall& call) {
+  cudaLaunchAttribute attributes[2];
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(geometry.num_blocks);
+  config.blockDim = dim3(geometry.num_threads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = static_cast<cudaStream_t>(call.stream);
+  config.attrs = attributes;
+  if (device.has_clusters && !(call.flags & ALLNORM_NO_PDL)) {
+    attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (geometry.cluster_size > 1) {
+    attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
+    attributes[config.numAttrs].val.clusterDim.x = geometry.cluster_size;
+    attributes[config.numAttrs].val.clusterDim.y = 1;
+    attributes[config.numAttrs++].val.clusterDim.z = 1;
+  }
+  void* arguments[] = {const_cast<void*>(params)};
+  return cuda_status(cudaLaunchKernelExC(&config, kernel, arguments), "launching the kernel");
+}
+
+}  // namespace
+
+int32_t cuda_status(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return ALLNORM_OK;
+  cudaGetLastError();  // do not leave it for the next caller of the runtime
+  return fail(ALLNORM_SYSTEM, "%s failed: %s (%s)", what, cudaGetErrorString(error),
+              cudaGetErrorName(error));
+}
+
+int32_t query_device(int index, Device* device) {
+  static std::mutex mutex;
+  static std::unordered_map<int, Device> known;
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (const auto found = known.find(index); found != known.end()) {
+    *device = found->second;
+    return ALLNORM_OK;
+  }
+  device->index = index;
+  int major = 0;
+  for (const auto& [attribute, value] :
+       {std::pair{cudaDevAttrMultiProcessorCount, &device->num_sms},
+        std::pair{cudaDevAttrMaxSharedMemoryPerBlockOptin, &device->max_shared_bytes},
+        std::pair{cudaDevAttrComputeCapabilityMajor, &major}}) {
+    const int32_t status = cuda_status(cudaDeviceGetAttribute(value, attribute, index),
+                                       "asking for a device attribute");
+    if (status != ALLNORM_OK) return status;
+  }
+  device->has_clusters = major >= 9;
+  known.emplace(index, *device);
+  return ALLNORM_OK;
+}
+
+EpilogueParams epilogue_params(const AllnormCall& call, int64_t first_row) {
+  const int64_t bytes = element_bytes(call.dtype);
+  const auto rows = [&](const void* data, int64_t stride) {
+    const int64_t stride_bytes = stride * bytes;
+    char* first = static_cast<char*>(const_cast<void*>(data));
+    return Rows{first == nullptr ? nullptr : first + first_row * stride_bytes, stride_bytes};
+  };
+  return {
+      .residual = rows(call.residual, call.residual_stride),
+      .residual_out = rows(call.residual_out, call.residual_out_stride),
+      .out = rows(call.out, call.out_stride),
+      .weight = static_cast<const char*>(call.weight),
+      .hidden_size = call.hidden_size,
+      .eps = call.eps,
+      .weight_bias = call.weight_bias,
+      .normalize = call.op == ALLNORM_ADD_RMS_NORM,
+      .weight_is_float32 = call.weight_dtype == ALLNORM_FLOAT32,
+      .normalize_unrounded = (call.numerics & kNormalizeUnrounded) != 0,
+      .round_before_weight = (call.numerics & kRoundBeforeWeight) != 0,
+  };
+}
+
+int32_t launch_fused(const Device& device, const AllnormCall& call, int world_size,
+                     const FusedParams& params) {
+  const void* kernel = find_fused(call, world_size);
+  if (kernel == nullptr) {
+    return fail(ALLNORM_UNSUPPORTED, "no fused kernel for world size %d: expected 2 to %d",
+                world_size, kPushMaxWorldSize);
+  }
+  Geometry geometry;
+  geometry.cluster_size = call.cluster_size;
+  if (geometry.cluster_size == 0) {
+    geometry.cluster_size =
+        device.has_clusters ? choose_cluster_size(params.packs, params.num_tokens, device.num_sms)
+                            : 1;
+  }
+  geometry.num_threads = threads_of(params.packs, geometry.cluster_size);
+  if (geometry.num_threads > kMaxThreads || geometry.cluster_size > kMaxClusterSize) {
+    return fail(
+        ALLNORM_UNSUPPORTED,
+        "hidden_size %lld over clusters of %d blocks needs %d threads a block: at most %d, in "
+        "clusters of at most %d, run",
+        static_cast<long long>(call.hidden_size), geometry.cluster_size, geometry.num_threads,
+        kMaxThreads, kMaxClusterSize);
+  }
+  const int resident = device.num_sms * blocks_per_sm(device, kernel, geometry.num_threads);
+  const int limit = call.num_blocks > 0 ? std::min(call.num_blocks, resident) : resident;
+  geometry.num_blocks = choose_num_blocks(params.num_tokens, geometry.cluster_size, limit);
+  return launch(device, kernel, &params, geometry, 0, call);
+}
+
+int32_t launch_local(const Device& device, const AllnormCall& call) {
+  const int64_t bytes = element_bytes(call.dtype);
+  const LocalParams params = {
+      .x = {static_cast<char*>(const_cast<void*>(call.x)), call.x_stride * bytes},
+      .epilogue = epilogue_params(call, 0),
+      .source_stride_bytes = call.source_stride * bytes,
+      .num_tokens = call.num_tokens,
+      .num_sources = call.num_sources,
+  };
+  const EpilogueParams& epilogue = params.epilogue;
+  const bool aligned =
+      call.hidden_size * bytes % kPackBytes == 0 && is_aligned(call.x, params.x.stride_bytes) &&
+      params.source_stride_bytes % kPackBytes == 0 &&
+      is_aligned(call.residual, epilogue.residual.stride_bytes) && is_aligned(call.weight, 0) &&
+      is_aligned(call.out, epilogue.out.stride_bytes) &&
+      is_aligned(call.residual_out, epilogue.residual_out.stride_bytes);
+  const int64_t packs = (call.hidden_size * bytes + kPackBytes - 1) / kPackBytes;
+  const int64_t chunks = (packs + kPacksPerChunk - 1) / kPacksPerChunk;
+  // The sums of the chunks, padded to a power of two, are kept in shared memory.
+  const int shared_bytes = 4 * butterfly_width(static_cast<int>(chunks));
+  if (shared_bytes > 48 << 10) {
+    return fail(ALLNORM_UNSUPPORTED, "hidden_size %lld is too wide for the local kernel",
+                static_cast<long long>(call.hidden_size));
+  }
+  const void* kernel = find_local(call.dtype, aligned);
+  Geometry geometry;
+  geometry.cluster_size = 1;
+  geometry.num_threads = std::min(threads_of(packs, 1), kMaxThreads);
+  geometry.num_blocks = choose_num_blocks(
+      call.num_tokens, 1, device.num_sms * blocks_per_sm(device, kernel, geometry.num_threads));
+  return launch(device, kernel, &params, geometry, shared_bytes, call);
+}
+
+}  // namespace allnorm

@@ -1,0 +1,117 @@
+// one_shot: every rank pushes its row to every peer, and every rank sums it. One hop.
+//
+// Flag in data: a slot word that is not kEmptyWord has arrived. See cuda/exchange.cuh for reuse.
+#ifndef ALLNORM_CUDA_ONE_SHOT_CUH_
+#define ALLNORM_CUDA_ONE_SHOT_CUH_
+
+#include "cuda/exchange.cuh"
+
+namespace allnorm {
+
+// Numerics step 1 over one pack: sum in rank order, rounded once.
+template <class T, int kWorldSize>
+__device__ __forceinline__ Pack sum_in_rank_order(const Pack (&partial)[kWorldSize]) {
+  constexpr int kElems = kElemsPerPack<T>;
+  float sum[kElems];
+  unpack<T>(partial[0], sum);
+#pragma unroll
+  for (int rank = 1; rank < kWorldSize; ++rank) {
+    float term[kElems];
+    unpack<T>(partial[rank], term);
+#pragma unroll
+    for (int i = 0; i < kElems; ++i) sum[i] = add_rn(sum[i], term[i]);
+  }
+  return pack<T>(sum);
+}
+
+// A NaN in every element of every dtype, that is not kEmptyWord.
+__device__ __forceinline__ Pack nan_pack() {
+  return {kCanonicalWord, kCanonicalWord, kCanonicalWord, kCanonicalWord};
+}
+
+// Waits for the partials of one pack from all peers, all loads in flight together, and sums them.
+// `slot` is where source 0's partial arrives, `source_stride` the bytes to the next source's.
+template <class T, int kWorldSize>
+__device__ __forceinline__ Pack receive_partials(Exchange<kWorldSize>& exchange, const char* slot,
+                                                 int64_t source_stride, int rank, const Pack& own) {
+  Pack partial[kWorldSize];
+  const auto poll = [&] {
+    bool all = true;
+#pragma unroll
+    for (int source = 0; source < kWorldSize; ++source) {
+      if (source == rank) {
+        partial[source] = own;
+      } else {
+        partial[source] = load_relaxed_sys(slot + source * source_stride);
+      }
+    }
+#pragma unroll
+    for (int source = 0; source < kWorldSize; ++source) {
+      all = all && (source == rank || arrived(partial[source]));
+    }
+    return all;
+  };
+  const auto missing = [&] {
+    int first = rank == 0 ? 1 : 0;
+#pragma unroll
+    for (int source = kWorldSize - 1; source >= 0; --source) {
+      if (source != rank && !arrived(partial[source])) first = source;
+    }
+    return first;
+  };
+  if (!exchange.wait_until(poll, missing)) return nan_pack();
+  return sum_in_rank_order<T, kWorldSize>(partial);
+}
+
+// Marks the slots of one pack as empty again, for their next use.
+template <int kWorldSize>
+__device__ __forceinline__ void clear_partials(char* slot, int64_t source_stride, int rank) {
+  const Pack empty = {kEmptyWord, kEmptyWord, kEmptyWord, kEmptyWord};
+#pragma unroll
+  for (int source = 0; source < kWorldSize; ++source) {
+    if (source != rank) store_pack(slot + source * source_stride, empty);
+  }
+}
+
+// One thread's part: the same pack of every row it is called for.
+template <class T, int kWorldSize>
+class OneShot {
+ public:
+  __device__ __forceinline__ OneShot(const FusedParams& params, Exchange<kWorldSize>& exchange,
+                                     int pack)
+      : exchange_(exchange),
+        layout_{kWorldSize, params.packs, params.num_tokens},
+        source_stride_(layout_.one_shot_slot(1, 0, 0)),
+        rank_(params.rank),
+        pack_(pack) {}
+
+  __device__ __forceinline__ void send(int64_t row, const Pack& own) {
+    if (exchange_.failed()) return;
+    const Pack payload = canonicalize(own);
+    const int64_t offset = layout_.one_shot_slot(rank_, row, pack_);
+#pragma unroll
+    for (int q = 1; q < kWorldSize; ++q) store_relaxed_sys(exchange_.phase(q) + offset, payload);
+  }
+
+  __device__ __forceinline__ Pack receive(int64_t row, const Pack& own) {
+    return receive_partials<T, kWorldSize>(exchange_, slot(row), source_stride_, rank_, own);
+  }
+
+  __device__ __forceinline__ void clear(int64_t row) {
+    clear_partials<kWorldSize>(slot(row), source_stride_, rank_);
+  }
+
+ private:
+  __device__ __forceinline__ char* slot(int64_t row) const {
+    return exchange_.phase(0) + layout_.one_shot_slot(0, row, pack_);
+  }
+
+  Exchange<kWorldSize>& exchange_;
+  PushLayout layout_;
+  int64_t source_stride_;
+  int rank_;
+  int pack_;
+};
+
+}  // namespace allnorm
+#endif  // ALLNORM_CUDA_ONE_SHOT_CUH_

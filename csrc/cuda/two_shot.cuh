@@ -1,0 +1,83 @@
+// two_shot: each chunk of a row has an owner, which sums the partials and pushes the sum to
+// everybody.
+//
+// Chunk c of row t belongs to rank (t + c) mod world_size: every rank owns an equal share of every
+// row, so that one row is spread over the links as evenly as thousands. Owner and lane pattern are
+// constant in a warp. Flag in data in both hops; nothing waits for more than the packs it needs.
+#ifndef ALLNORM_CUDA_TWO_SHOT_CUH_
+#define ALLNORM_CUDA_TWO_SHOT_CUH_
+
+#include "cuda/one_shot.cuh"
+
+namespace allnorm {
+
+// One thread's part: the same pack of every row it is called for.
+template <class T, int kWorldSize>
+class TwoShot {
+ public:
+  __device__ __forceinline__ TwoShot(const FusedParams& params, Exchange<kWorldSize>& exchange,
+                                     int pack)
+      : exchange_(exchange),
+        layout_{kWorldSize, params.packs, params.num_tokens},
+        source_stride_(layout_.two_shot_slot(1, 0, 0)),
+        rank_(params.rank),
+        pack_(pack) {}
+
+  __device__ __forceinline__ void send(int64_t row, const Pack& own) {
+    const int q = ranks_to_owner(row);
+    if (q == 0 || exchange_.failed()) return;
+    store_relaxed_sys(exchange_.phase(q) + layout_.two_shot_slot(rank_, row, pack_),
+                      canonicalize(own));
+  }
+
+  __device__ __forceinline__ Pack receive(int64_t row, const Pack& own) {
+    const int64_t sum_offset = layout_.two_shot_sum(row, pack_);
+    const int to_owner = ranks_to_owner(row);
+    if (to_owner != 0) {
+      Pack sum;
+      const char* slot = exchange_.phase(0) + sum_offset;
+      const auto poll = [&] {
+        sum = load_relaxed_sys(slot);
+        return arrived(sum);
+      };
+      const auto owner = [&] { return (rank_ + to_owner) % kWorldSize; };
+      return exchange_.wait_until(poll, owner) ? sum : nan_pack();
+    }
+    const Pack sum = canonicalize(
+        receive_partials<T, kWorldSize>(exchange_, slot(row), source_stride_, rank_, own));
+    // After a failure the peers are told NaN: they need not wait for their own deadline.
+#pragma unroll
+    for (int q = 1; q < kWorldSize; ++q) store_relaxed_sys(exchange_.phase(q) + sum_offset, sum);
+    return sum;
+  }
+
+  __device__ __forceinline__ void clear(int64_t row) {
+    if (ranks_to_owner(row) == 0) {
+      clear_partials<kWorldSize>(slot(row), source_stride_, rank_);
+    } else {
+      const Pack empty = {kEmptyWord, kEmptyWord, kEmptyWord, kEmptyWord};
+      store_pack(exchange_.phase(0) + layout_.two_shot_sum(row, pack_), empty);
+    }
+  }
+
+ private:
+  // 0 if this rank owns this thread's pack of `row`, else how many ranks further the owner is.
+  __device__ __forceinline__ int ranks_to_owner(int64_t row) const {
+    const uint32_t owner = (static_cast<uint32_t>(row) + pack_ / kPacksPerChunk) % kWorldSize;
+    const int q = static_cast<int>(owner) - rank_;
+    return q < 0 ? q + kWorldSize : q;
+  }
+
+  __device__ __forceinline__ char* slot(int64_t row) const {
+    return exchange_.phase(0) + layout_.two_shot_slot(0, row, pack_);
+  }
+
+  Exchange<kWorldSize>& exchange_;
+  PushLayout layout_;
+  int64_t source_stride_;
+  int rank_;
+  int pack_;
+};
+
+}  // namespace allnorm
+#endif  // ALLNORM_CUDA_TWO_SHOT_CUH_
