@@ -1,0 +1,64 @@
+// A rank's end of the exchange over shared memory.
+#ifndef ALLNORM_CPU_COMM_H_
+#define ALLNORM_CPU_COMM_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <mutex>
+#include <string>
+
+#include "allnorm.h"
+#include "cpu/call.h"
+#include "cpu/kernels.h"
+#include "protocol/exchange.h"
+#include "protocol/layout.h"
+
+namespace allnorm {
+
+// What a fault means and what to do about it.
+std::string describe(const AllnormFault& fault, int64_t timeout_ns);
+
+class Communicator {
+ public:
+  explicit Communicator(const AllnormCommConfig& config);
+
+  // Collective. Thread-safe, but all ranks must make their calls in the same order.
+  int32_t run(const AllnormCall& call);
+  AllnormFault fault();
+
+ private:
+  struct Chunk {
+    const AllnormCall& call;
+    RowOp op;
+    CallTag tag;
+    PullLayout layout;
+    int64_t begin;  // first row of the call
+  };
+
+  bool one_shot(const Chunk& chunk);
+  bool two_shot(const Chunk& chunk);
+  void announce(const CallTag& tag);
+  void publish(int step);
+  // False: the wait failed and fault_ says why.
+  bool wait(int peer, int step, const CallTag& tag);
+  bool sleep(int peer, uint32_t expected, int64_t deadline_ns, const CallTag& tag);
+  bool same_call(int peer, const CallTag& tag);
+  void copy_in(const Chunk& chunk, int64_t begin, int64_t end);
+  int32_t refuse(const AllnormCall& call, int64_t first_row);
+
+  std::byte* phase(int rank) const;
+  uint32_t* published(int rank) const;
+  uint32_t* sleepers(int rank) const;
+  uint64_t* tags(int rank) const;
+  uint32_t publication(int step) const { return 2 * op_ + static_cast<uint32_t>(step); }
+
+  const AllnormCommConfig config_;
+  const int64_t spin_ns_;
+  uint32_t op_;
+  Scratch scratch_;
+  AllnormFault fault_ = {};
+  std::mutex mutex_;
+};
+
+}  // namespace allnorm
+#endif  // ALLNORM_CPU_COMM_H_

@@ -1,0 +1,71 @@
+// Chooses the row kernels' instruction set, once, by what the machine has.
+#include <cstdlib>
+
+#include "cpu/kernels.h"
+#include "protocol/numerics.h"
+
+namespace allnorm {
+
+#if defined(__x86_64__)
+namespace avx512 {
+void run_rows(const RowOp& op, const RowTask& task);
+}
+namespace avx2 {
+void run_rows(const RowOp& op, const RowTask& task);
+}
+#endif
+namespace baseline {
+void run_rows(const RowOp& op, const RowTask& task);
+}
+
+namespace {
+
+#if defined(__x86_64__)
+bool has_avx2() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+         __builtin_cpu_supports("f16c");
+}
+bool has_avx512() {
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+#endif
+bool always() { return true; }
+
+const Isa& choose() {
+  int i = 0;
+  while (!kIsas[i].available()) ++i;
+  return kIsas[i];
+}
+
+}  // namespace
+
+constexpr Isa kIsas[] = {
+#if defined(__x86_64__)
+    {.name = "avx512", .available = has_avx512, .run_rows = avx512::run_rows},
+    {.name = "avx2", .available = has_avx2, .run_rows = avx2::run_rows},
+#endif
+    {.name = "baseline", .available = always, .run_rows = baseline::run_rows},
+};
+const int kNumIsas = sizeof(kIsas) / sizeof(kIsas[0]);
+
+const Isa& best_isa() {
+  static const Isa& best = choose();
+  return best;
+}
+
+float* Scratch::reserve(int64_t hidden_size) {
+  if (hidden_size <= hidden_size_) return memory_.get();
+  // z, padded to a whole chunk of either element size, then the chunk sums padded to a power of
+  // two.
+  const int64_t padded = (hidden_size / 256 + 1) * 256;
+  int64_t sums = 16;
+  while (sums < padded / 128) sums *= 2;
+  memory_.reset(static_cast<float*>(aligned_alloc(64, 4 * (padded + sums))));
+  hidden_size_ = memory_ == nullptr ? 0 : hidden_size;
+  return memory_.get();
+}
+
+void Scratch::Free::operator()(float* memory) const { free(memory); }
+
+}  // namespace allnorm

@@ -1,0 +1,17 @@
+// The words behind a status code, one text per thread.
+#ifndef ALLNORM_CPU_ERROR_H_
+#define ALLNORM_CPU_ERROR_H_
+
+#include <cstdint>
+
+#include "allnorm.h"
+
+namespace allnorm {
+
+// Stores the text that allnorm_last_error() returns on this thread; returns `status`.
+__attribute__((format(printf, 2, 3))) int32_t fail(AllnormStatus status, const char* format, ...);
+
+const char* last_error();
+
+}  // namespace allnorm
+#endif  // ALLNORM_CPU_ERROR_H_

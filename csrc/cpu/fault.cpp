@@ -1,0 +1,56 @@
+// Faults in words.
+#include <cstdio>
+
+#include "cpu/comm.h"
+
+namespace allnorm {
+namespace {
+
+template <int kCount>
+const char* name(const char* const (&names)[kCount], uint32_t index) {
+  return index < kCount ? names[index] : "?";
+}
+
+// A CallTag as "16 tokens x 4096 bfloat16, one_shot add_rms_norm, rounded, with residual".
+std::string describe_call(uint32_t num_tokens, uint32_t shape) {
+  static constexpr const char* kDtypes[] = {"float32", "float16", "bfloat16"};
+  static constexpr const char* kAlgorithms[] = {"one_shot", "two_shot"};
+  static constexpr const char* kNumerics[] = {"rounded", "unrounded", "transformers", "vllm"};
+  static constexpr const char* kOps[] = {"all_reduce", "add_rms_norm"};
+  if (shape == ~0u) return "nothing yet";
+  char text[160];
+  // The fields of shape_code().
+  snprintf(text, sizeof(text), "%u tokens x %u %s, %s %s, %s, %s residual", num_tokens,
+           shape & 0xfffff, name(kDtypes, shape >> 20 & 3), name(kAlgorithms, shape >> 22 & 3),
+           name(kOps, shape >> 27), name(kNumerics, shape >> 24 & 3),
+           (shape >> 26 & 1) != 0 ? "with" : "without");
+  return text;
+}
+
+}  // namespace
+
+std::string describe(const AllnormFault& fault, int64_t timeout_ns) {
+  const std::string expected = describe_call(fault.expected_tokens, fault.expected_shape);
+  const std::string seen = describe_call(fault.seen_tokens, fault.seen_shape);
+  char text[900];
+  if (fault.status == ALLNORM_TIMEOUT) {
+    snprintf(
+        text, sizeof(text),
+        "rank %d waited %.3f s for rank %d in operation %u (%s), but the last operation rank %d "
+        "came to is %u. It has died, is stuck, or did not make this call: look at that rank. "
+        "This communicator cannot be used any more; create a new one over healthy ranks",
+        fault.rank, static_cast<double>(timeout_ns) * 1e-9, fault.peer, fault.expected_op,
+        expected.c_str(), fault.peer, fault.seen_op);
+  } else {
+    snprintf(
+        text, sizeof(text),
+        "rank %d and rank %d made different calls: in operation %u rank %d runs [%s], and rank "
+        "%d, in operation %u, runs [%s]. All ranks must make the same calls in the same order. "
+        "This communicator cannot be used any more; create a new one",
+        fault.rank, fault.peer, fault.expected_op, fault.rank, expected.c_str(), fault.peer,
+        fault.seen_op, seen.c_str());
+  }
+  return text;
+}
+
+}  // namespace allnorm

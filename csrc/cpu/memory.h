@@ -1,0 +1,86 @@
+// Host memory verbs, with the order in the name, over memory that other processes map too.
+#ifndef ALLNORM_CPU_MEMORY_H_
+#define ALLNORM_CPU_MEMORY_H_
+
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace allnorm {
+
+// Ensures that a rank that loads this value with acquire also sees every write made before it.
+template <class T>
+inline void store_release(T* address, T value) {
+  __atomic_store_n(address, value, __ATOMIC_RELEASE);
+}
+
+// Ensures that what was written before the store_release of the value read is visible from here on.
+template <class T>
+inline T load_acquire(const T* address) {
+  return __atomic_load_n(address, __ATOMIC_ACQUIRE);
+}
+
+// Single total order: of two ranks that each store one word and load the other's, one sees the
+// store.
+template <class T>
+inline void store_seq_cst(T* address, T value) {
+  __atomic_store_n(address, value, __ATOMIC_SEQ_CST);
+}
+template <class T>
+inline T load_seq_cst(const T* address) {
+  return __atomic_load_n(address, __ATOMIC_SEQ_CST);
+}
+template <class T>
+inline T fetch_add_seq_cst(T* address, T value) {
+  return __atomic_fetch_add(address, value, __ATOMIC_SEQ_CST);
+}
+
+// Untorn, but orders nothing.
+template <class T>
+inline void store_relaxed(T* address, T value) {
+  __atomic_store_n(address, value, __ATOMIC_RELAXED);
+}
+template <class T>
+inline T load_relaxed(const T* address) {
+  return __atomic_load_n(address, __ATOMIC_RELAXED);
+}
+
+// Tells the core that this is a spin loop.
+inline void pause() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("isb" ::: "memory");
+#endif
+}
+
+struct MonotonicClock {
+  static int64_t now_ns() {
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return static_cast<int64_t>(now.tv_sec) * 1'000'000'000 + now.tv_nsec;
+  }
+};
+
+// Sleeps while *address == seen, at most timeout_ns. May return early for no reason. Without
+// FUTEX_PRIVATE_FLAG: the ranks are processes, the word is the same page and not the same address.
+inline void futex_wait_shared(const uint32_t* address, uint32_t seen, int64_t timeout_ns) {
+  const timespec timeout = {.tv_sec = static_cast<time_t>(timeout_ns / 1'000'000'000),
+                            .tv_nsec = static_cast<long>(timeout_ns % 1'000'000'000)};
+  syscall(SYS_futex, address, FUTEX_WAIT, seen, &timeout, nullptr, 0);
+}
+
+inline void futex_wake_all_shared(const uint32_t* address) {
+  syscall(SYS_futex, address, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
+}
+
+}  // namespace allnorm
+#endif  // ALLNORM_CPU_MEMORY_H_
