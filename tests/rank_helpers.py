@@ -139,6 +139,13 @@ def can_run(c: allnorm.Communicator, algorithm: str, hidden_size: int, dtype: to
     return c.device.type == "cpu" or hidden_size * dtype.itemsize % 16 == 0
 
 
+def usable(c: allnorm.Communicator, hidden_size: int, dtype: torch.dtype) -> list[str]:
+    """The algorithms that must run; with several ranks these are more than one."""
+    names = [name for name in ALGORITHMS if can_run(c, name, hidden_size, dtype)]
+    assert len(names) >= 2
+    return names
+
+
 def check_or_refuse(
     c: allnorm.Communicator, case: Case
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
