@@ -6,6 +6,7 @@ Whatever cannot be determined is None; nothing is guessed. Nothing here is colle
 
 from __future__ import annotations
 
+import filecmp
 import functools
 import os
 import pathlib
@@ -156,14 +157,17 @@ def versions() -> dict[str, str | None]:
 
 @functools.cache
 def source_commit() -> str | None:
-    """Git commit of the source checkout the package was imported from; None outside of one.
+    """Git commit of the source that runs; None if it is not known.
 
-    A commit with uncommitted changes on top carries the suffix "-dirty".
+    Known are a package imported from a checkout, and an installed one while the working directory
+    is a checkout with the same Python files. The suffix "-dirty" tells of uncommitted changes.
     """
-    here = pathlib.Path(__file__).resolve().parent
-    if not (here.parent / ".git").exists():
+    package = pathlib.Path(__file__).resolve().parent
+    checkouts = [root for root in (package.parent, pathlib.Path.cwd()) if (root / ".git").exists()]
+    checkout = next((root for root in checkouts if _same_python(package, root / "allnorm")), None)
+    if checkout is None:
         return None
-    command = ["git", "-C", str(here.parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         done = subprocess.run(
             [*command, "--exclude=*"], capture_output=True, text=True, timeout=10, check=True
@@ -171,6 +175,15 @@ def source_commit() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip() or None
+
+
+def _same_python(package: pathlib.Path, other: pathlib.Path) -> bool:
+    """Whether two folders hold the same Python files."""
+    files = {path.relative_to(package) for path in package.rglob("*.py")}
+    others = {path.relative_to(other) for path in other.rglob("*.py")}
+    return files == others and all(
+        filecmp.cmp(package / name, other / name, shallow=False) for name in files
+    )
 
 
 def _gpu(index: int, nvml: _Nvml) -> Gpu:

@@ -11,10 +11,8 @@ from typing import Annotated
 import typer
 
 from allnorm import __version__, config
-from allnorm.cli.bench import bench
-from allnorm.cli.doctor import doctor
+from allnorm.cli import bench, doctor, verify
 from allnorm.cli.output import bad, console
-from allnorm.cli.verify import verify
 from allnorm.errors import AllnormError
 from allnorm.testing import RankError
 
@@ -27,9 +25,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command()(doctor)
-app.command()(verify)
-app.command()(bench)
+app.command()(doctor.doctor)
+app.command()(verify.verify)
+app.command()(bench.bench)
 
 
 def _show_version(value: bool) -> None:

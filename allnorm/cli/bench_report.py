@@ -13,7 +13,7 @@ from allnorm.cli import output
 from allnorm.cli.options import Shape
 
 _TIMES = ("p50_us", "p90_us", "p99_us", "host_us")
-_WIDE = 110  # columns from which on p99 fits beside p50
+_WIDE = 150  # columns from which on p99 fits beside p50
 
 
 @dataclass(frozen=True)
@@ -100,15 +100,14 @@ def table(measurements: Sequence[Measurement], arms: Sequence[str], width: int) 
     """
     others = [arm for arm in arms if not arm.startswith("allnorm")]
     compared = "allnorm" in arms
-    columns = ["tokens x hidden", *(arm.replace(":", ":\n") for arm in arms)]
+    columns = ["model", "tokens x hidden", *(arm.replace(":", ":\n") for arm in arms)]
     columns += ["vs best\nother"] if compared and others else []
     columns += [f"vs\n{arm}" for arm in others if compared and arm.endswith("+torch")]
     columns += ["host us"] if any(math.isfinite(m.host_us) for m in measurements) else []
     rows = []
     for shape in dict.fromkeys(m.shape for m in measurements):
         found = {m.arm: m for m in measurements if m.shape == shape}
-        label = f"{shape}  {shape.model}" if shape.model else str(shape)
-        row = [label, *(_cell(found[arm], width >= _WIDE) for arm in arms)]
+        row = [shape.model or "-", str(shape), *(_cell(found[arm], width >= _WIDE) for arm in arms)]
         if compared and others:
             row.append(_times(speed_up(found, others)))
         row += [
@@ -139,7 +138,9 @@ def headline(measurements: Sequence[Measurement], dtype: str) -> str:
     found = {
         m.arm: m for m in measurements if m.shape == best.shape and m.world_size == best.world_size
     }
-    text = f"{best.shape} {dtype}, {best.world_size} ranks: {output.microseconds(best.p50_us)} us"
+    time = output.microseconds(best.p50_us)
+    text = f"{best.shape} {dtype}, {best.world_size} ranks: {time}"
+    text += "" if time.endswith("ms") else " us"
     baseline = next((arm for arm in found if arm.endswith("+torch")), None)
     ratio = speed_up(found, [baseline]) if baseline else math.nan
     if baseline and math.isfinite(ratio):

@@ -43,6 +43,7 @@ def doctor(tp: Tp = "", device: Device = "auto", json: Json = None) -> None:
                 (plan["shape"], plan["algorithm"], str(plan["launches"]), plan["reason"])
                 for plan in found["plans"]
             ],
+            words=("algorithm", "why"),
         )
     )
     copy_gbps = _peer_copy_gbps(machine) if where == "cuda" else None
@@ -146,15 +147,15 @@ def _measured(
         ("Creating a communicator", f"{found['create_s'] * 1e3:.0f} ms"),
         (
             "Fused op, 1x4096 bfloat16",
-            f"{output.microseconds(found['fused_us'])} us (p50, slowest rank, {method})",
+            f"{_us(found['fused_us'])} (p50, slowest rank, {method})",
         ),
         (
             "Flag latency",
-            f"{output.microseconds(found['flag_us'])} us (taken as the smallest all_reduce, 1x8)",
+            f"{_us(found['flag_us'])} (taken as the smallest all_reduce, 1x8)",
         ),
         (
             f"all_reduce of {megabytes} MiB",
-            f"{output.microseconds(found['large_us'])} us"
+            _us(found["large_us"])
             + (f" = {gbps:.1f} GB/s per rank, counting 2(N-1)/N of the bytes" if size > 1 else ""),
         ),
     ]
@@ -164,6 +165,11 @@ def _measured(
             text = f"{copy_gbps:.0f} GB/s, GPU 0 to GPU 1, a copy of {_COPY_BYTES >> 20} MiB"
         pairs.append(("Link bandwidth", text))
     return pairs
+
+
+def _us(value: float) -> str:
+    text = output.microseconds(value)
+    return text if text.endswith("ms") else f"{text} us"
 
 
 def _peer_copy_gbps(machine: Machine) -> float | None:

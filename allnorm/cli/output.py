@@ -8,7 +8,7 @@ import math
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from rich.table import Table
 
 from allnorm import topology
 
-_WIDTH_OF_A_FILE = 150  # columns when the output is no terminal
+_WIDTH_OF_A_FILE = 180  # columns when the output is no terminal
 _SECONDS_BETWEEN_LINES = 5.0
 
 Message = dict[str, Any]
@@ -83,11 +83,24 @@ def _plain_progress(title: str) -> OnMessage:
     return show
 
 
-def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
-    """A table; the first column is left-aligned, the others right. Cells may hold rich markup."""
+def table(
+    title: str,
+    columns: Iterable[str],
+    rows: Iterable[Iterable[str]],
+    words: Container[str] = (),
+) -> Table:
+    """A table of figures.
+
+    Args:
+        title: above it.
+        columns: their headings.
+        rows: of cells, which may hold rich markup.
+        words: the headings of columns that hold words, aligned to the left as the first one is.
+    """
     result = Table(title=title, title_justify="left", header_style="bold")
     for index, column in enumerate(columns):
-        result.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
+        left = index == 0 or column in words
+        result.add_column(column, justify="left" if left else "right", overflow="fold")
     for row in rows:
         result.add_row(*row)
     return result
@@ -114,9 +127,11 @@ def bad(text: str) -> str:
 
 
 def microseconds(value: float) -> str:
-    """A time in us with three significant digits."""
+    """A time given in us, with three significant digits; long ones are shown in ms."""
     if not math.isfinite(value):
         return "-"
+    if value >= 1e4:
+        return f"{value / 1e3:,.1f} ms" if value < 1e5 else f"{value / 1e3:,.0f} ms"
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:,.0f}"
 
 

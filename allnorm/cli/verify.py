@@ -85,4 +85,5 @@ def _table(found: list[dict[str, Any]], size: int) -> Any:
         for record in found
     ]
     title = f"{size} rank{'s' if size != 1 else ''}"
-    return output.table(title, ("check", "cases", "failures", "seconds", "note"), rows)
+    columns = ("check", "cases", "failures", "seconds", "note")
+    return output.table(title, columns, rows, words=("note",))

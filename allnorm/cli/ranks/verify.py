@@ -101,13 +101,15 @@ def run(rank: int, world_size: int, job: Job) -> list[dict[str, Any]]:
 def product(context: Context, recorder: Recorder) -> None:
     """Dtypes, shapes, rounding modes and algorithms against the reference: all or a sample."""
     shapes = _shapes(context)
-    began = time.monotonic()
-    for index, (name, hidden_size, num_tokens) in enumerate(shapes):
+    began, checked = time.monotonic(), 0
+    for name, hidden_size, num_tokens in shapes:
         if not context.job.full and _any_over(began, context.job.seconds):
-            recorder.note = f"{index} of {len(shapes)} shapes; --full checks all"
             break
-        report({"text": recorder.name, "done": index, "total": len(shapes)})
+        report({"text": recorder.name, "done": checked, "total": len(shapes)})
         _one_shape(context, recorder, name, hidden_size, num_tokens)
+        checked += 1
+    total = len(DTYPES) * len(HIDDEN_SIZES) * len(TOKENS)
+    recorder.note = f"{checked} of {total} shapes" + ("" if checked == total else "; --full: all")
 
 
 def _one_shape(

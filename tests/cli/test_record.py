@@ -1,0 +1,51 @@
+"""What a check records: what differs on one rank, and ranks that differ from each other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from allnorm.cli.ranks.record import Recorder
+from allnorm.testing import run_ranks
+
+X = torch.arange(12, dtype=torch.bfloat16).view(3, 4)
+
+
+def test_a_wrong_element_is_located() -> None:
+    recorder = Recorder("bits")
+    wrong = X.clone()
+    wrong[1, 2] = -0.0
+    recorder.compare("right", [X], [X])
+    recorder.compare("wrong", [X, wrong], [X, X])
+    assert recorder.cases == 2
+    assert recorder.failures == [
+        (1, "wrong: residual_out: 1 of 12 differ, first at [1, 2]: -0.0 for 6.0")
+    ]
+
+
+@pytest.mark.parametrize("other", [X.float(), X[:2], X.flatten()])
+def test_another_shape_or_dtype_is_wrong(other: torch.Tensor) -> None:
+    recorder = Recorder("bits")
+    recorder.compare("case", [other], [X], digest=False)
+    assert "instead of" in recorder.failures[0][1]
+
+
+def finish_on_ranks(rank: int, world_size: int) -> dict[str, object]:
+    recorder = Recorder("check")
+    recorder.compare("all alike", [X], [X])
+    recorder.compare("rank 1 is wrong", [X], [X + rank])
+    mine = X.flip(0) if rank else X
+    recorder.compare("ranks differ", [mine], [mine])
+    recorder.compare("empty", [X[:0]], [X[:0]])
+    return recorder.finish()
+
+
+def test_every_rank_learns_of_every_failure() -> None:
+    ranks = run_ranks(finish_on_ranks, 2)
+    for found in ranks:
+        assert found["cases"] == 4
+        assert found["failures"] == 2
+        assert found["details"] == [
+            "rank 1: rank 1 is wrong: normed: 12 of 12 differ, first at [0, 0]: 0.0 for 1.0",
+            "ranks 0 and 1 hold different bits",
+        ]
