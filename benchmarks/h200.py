@@ -1,6 +1,7 @@
 """README: the table of an H200 host: decode and prefill at each number of GPUs, beside NCCL.
 
-Usage: python benchmarks/h200.py [TP], for example 2,4,8; default: 2, 4 and 8 as far as there are GPUs.
+Usage: python benchmarks/h200.py [TP], for example 2,4,8; default: 2, 4 and 8 as far as there are
+GPUs.
 """
 
 from __future__ import annotations

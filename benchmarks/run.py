@@ -16,7 +16,9 @@ def allnorm(*arguments: str, results: str) -> int:
     """
     line = [*arguments, "--json", str(RESULTS / results)]
     print("$ allnorm", " ".join(line), flush=True)
-    return subprocess.run([sys.executable, "-m", "allnorm", *line], check=False).returncode
+    # -P: the installed package, not a checkout in the working directory that may have no libraries.
+    command = [sys.executable, "-P", "-m", "allnorm", *line]
+    return subprocess.run(command, check=False).returncode
 
 
 def main(*codes: int) -> None:

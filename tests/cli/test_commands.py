@@ -20,7 +20,8 @@ def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
     # A terminal of the person who runs the tests must not fold the tables.
     environ = {**os.environ, "COLUMNS": "180", **environment}
     return subprocess.run(
-        [sys.executable, "-m", "allnorm", *arguments],
+        # -P: the package that is under test, not a checkout in the working directory.
+        [sys.executable, "-P", "-m", "allnorm", *arguments],
         capture_output=True,
         text=True,
         timeout=240,
