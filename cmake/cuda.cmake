@@ -21,7 +21,7 @@ enable_language(CUDA)
 find_package(CUDAToolkit REQUIRED)
 
 file(GLOB cuda_sources CONFIGURE_DEPENDS csrc/cuda/*.cu)
-add_library(allnorm_cuda SHARED ${cuda_sources} $<TARGET_OBJECTS:allnorm_abi>)
+add_library(allnorm_cuda SHARED ${cuda_sources})
 # 1675: the headers of protocol/ also hold pragmas that only g++ knows.
 target_compile_options(allnorm_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:
     -fmad=false -diag-suppress=1675 -Xcompiler=-fvisibility=hidden,-ffp-contract=off,-Wall,-Wextra>)
