@@ -12,6 +12,9 @@ namespace {
 
 constexpr int64_t kChunkBytes = 256 << 10;
 
+// Results of this many bytes go past the caches, which saves reading each line before writing it.
+constexpr int64_t kStreamBytes = 8 << 20;
+
 ConstRows matrix(const void* data, int64_t stride_bytes, int64_t row) {
   if (data == nullptr) return {};
   return ConstRows{static_cast<const std::byte*>(data), stride_bytes}.from(row);
@@ -46,7 +49,8 @@ RowOp row_op(const AllnormCall& call, float* scratch) {
           .weight_bias = call.weight_bias,
           .hidden_size = call.hidden_size,
           .weight = call.weight,
-          .scratch = scratch};
+          .scratch = scratch,
+          .stream = call.num_tokens * call.hidden_size * element_bytes(call.dtype) >= kStreamBytes};
 }
 
 ConstRows x_rows(const AllnormCall& call, int64_t row) {

@@ -2,6 +2,8 @@
 // say what it may use. All of them return the same bits, those of the numerics page.
 #include "cpu/kernels.h"
 
+#include <type_traits>
+
 #include "allnorm.h"
 #include "cpu/simd.h"
 #include "protocol/numerics.h"
@@ -15,7 +17,7 @@ constexpr int kChunkElems = kPacksPerChunk * kElemsPerPack<T>;
 // Square sums of kWidth consecutive packs. Pack kLanes * j + l ends up in lane l, position j: that
 // takes no shuffle across lanes beyond the one that splits 8-element packs.
 struct Transposed {
-  F32 column[4];
+  F32 a, b, c, d;
 };
 ALLNORM_INLINE Transposed transpose_lanes(F32 a, F32 b, F32 c, F32 d) {
   struct LowPairs {
@@ -32,8 +34,8 @@ ALLNORM_INLINE Transposed transpose_lanes(F32 a, F32 b, F32 c, F32 d) {
   };
   const F32 ab_low = shuffle<LowPairs>(a, b), ab_high = shuffle<HighPairs>(a, b);
   const F32 cd_low = shuffle<LowPairs>(c, d), cd_high = shuffle<HighPairs>(c, d);
-  return {{shuffle<LowHalves>(ab_low, cd_low), shuffle<HighHalves>(ab_low, cd_low),
-           shuffle<LowHalves>(ab_high, cd_high), shuffle<HighHalves>(ab_high, cd_high)}};
+  return {shuffle<LowHalves>(ab_low, cd_low), shuffle<HighHalves>(ab_low, cd_low),
+          shuffle<LowHalves>(ab_high, cd_high), shuffle<HighHalves>(ab_high, cd_high)};
 }
 
 // Lane l of the result is 128-bit lane 2 * l + kHalf of the 2 * kLanes lanes of a and b.
@@ -45,40 +47,47 @@ ALLNORM_INLINE F32 every_other_lane(F32 a, F32 b) {
   return shuffle<Index>(a, b);
 }
 
-template <int kElems>
+ALLNORM_INLINE F32 add_squares(F32 value, F32 sum) { return fma(value, value, sum); }
+
+// `z` holds the packs as Elements<T>::load orders them.
+template <class T>
 ALLNORM_INLINE F32 pack_square_sums(const float* z) {
-  F32 vectors[kElems];
-#pragma GCC unroll 8
-  for (int i = 0; i < kElems; ++i) vectors[i] = load<Float32>(z + i * kWidth);
-  Transposed low, high;
-  if constexpr (kElems == 4) {
-    low = transpose_lanes(vectors[0], vectors[1], vectors[2], vectors[3]);
+  const auto v = [z](int i) __attribute__((always_inline)) { return load_vector(z + i * kWidth); };
+  if constexpr (std::is_same_v<T, Float32>) {
+    const Transposed t = transpose_lanes(v(0), v(1), v(2), v(3));
+    return add_squares(t.d, add_squares(t.c, add_squares(t.b, t.a * t.a)));
+  } else if constexpr (std::is_same_v<T, Bfloat16>) {
+    // A lane is half a pack already: its even or its odd elements.
+    const Transposed even = transpose_lanes(v(0), v(2), v(4), v(6));
+    const Transposed odd = transpose_lanes(v(1), v(3), v(5), v(7));
+    F32 sum = add_squares(odd.a, even.a * even.a);
+    sum = add_squares(odd.b, add_squares(even.b, sum));
+    sum = add_squares(odd.c, add_squares(even.c, sum));
+    return add_squares(odd.d, add_squares(even.d, sum));
   } else {
-    low = transpose_lanes(
-        every_other_lane<0>(vectors[0], vectors[1]), every_other_lane<0>(vectors[2], vectors[3]),
-        every_other_lane<0>(vectors[4], vectors[5]), every_other_lane<0>(vectors[6], vectors[7]));
-    high = transpose_lanes(
-        every_other_lane<1>(vectors[0], vectors[1]), every_other_lane<1>(vectors[2], vectors[3]),
-        every_other_lane<1>(vectors[4], vectors[5]), every_other_lane<1>(vectors[6], vectors[7]));
+    const Transposed low =
+        transpose_lanes(every_other_lane<0>(v(0), v(1)), every_other_lane<0>(v(2), v(3)),
+                        every_other_lane<0>(v(4), v(5)), every_other_lane<0>(v(6), v(7)));
+    const Transposed high =
+        transpose_lanes(every_other_lane<1>(v(0), v(1)), every_other_lane<1>(v(2), v(3)),
+                        every_other_lane<1>(v(4), v(5)), every_other_lane<1>(v(6), v(7)));
+    F32 sum = add_squares(low.b, low.a * low.a);
+    sum = add_squares(low.d, add_squares(low.c, sum));
+    sum = add_squares(high.b, add_squares(high.a, sum));
+    return add_squares(high.d, add_squares(high.c, sum));
   }
-  F32 sum = low.column[0] * low.column[0];
-#pragma GCC unroll 3
-  for (int i = 1; i < 4; ++i) sum = fma(low.column[i], low.column[i], sum);
-  if constexpr (kElems == 8) {
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) sum = fma(high.column[i], high.column[i], sum);
-  }
-  return sum;
 }
 
 // Numerics step 4 for one chunk: the butterfly over 32 packs, widest offset first. Bits of a pack's
 // index from the top: group of kWidth packs, position in the lane, lane.
-template <int kElems>
+template <class T>
 ALLNORM_INLINE float chunk_square_sum(const float* z) {
   constexpr int kGroups = kPacksPerChunk / kWidth;
   F32 groups[kGroups];
 #pragma GCC unroll 8
-  for (int g = 0; g < kGroups; ++g) groups[g] = pack_square_sums<kElems>(z + g * kElems * kWidth);
+  for (int g = 0; g < kGroups; ++g) {
+    groups[g] = pack_square_sums<T>(z + g * kElemsPerPack<T> * kWidth);
+  }
 #pragma GCC unroll 8
   for (int offset = kGroups / 2; offset > 0; offset /= 2) {
 #pragma GCC unroll 8
@@ -113,74 +122,88 @@ struct RowPointers {
   Storage* residual_out;
 };
 
-// Numerics step 1 for the vector at `i`; `Load` reads a vector of elements at a pointer.
-// kSources 0 means: num_sources of them.
-template <class T, int kSources, class Load>
-ALLNORM_INLINE F32 reduce(const RowPointers<T>& row, int num_sources, int64_t i, Load load_at) {
+// The elements at `i` of a row: whole pairs, or the `count` that are left at its end.
+template <class T, StoreMode kMode>
+struct WholePair {
+  using Storage = typename T::Storage;
+  ALLNORM_INLINE Pair load(const Storage* from) const { return Elements<T>::load(from); }
+  ALLNORM_INLINE void store(Storage* to, Pair value) const {
+    Elements<T>::template store<kMode>(to, value);
+  }
+};
+template <class T>
+struct PartialPair {
+  using Storage = typename T::Storage;
+  int64_t count;
+  ALLNORM_INLINE Pair load(const Storage* from) const { return load_partial<T>(from, count); }
+  ALLNORM_INLINE void store(Storage* to, Pair value) const { store_partial<T>(to, value, count); }
+};
+
+// Numerics step 1. kSources 0 means: num_sources of them.
+template <class T, int kSources, class Access>
+ALLNORM_INLINE Pair reduce(const RowPointers<T>& row, int num_sources, int64_t i, Access access) {
   // Starts from f(x_0) and not from zero: -0.0 keeps its sign.
-  F32 sum = load_at(row.sources[0] + i);
+  Pair sum = access.load(row.sources[0] + i);
   if constexpr (kSources == 2) {
-    sum += load_at(row.sources[1] + i);
+    sum = sum + access.load(row.sources[1] + i);
   } else if constexpr (kSources == 0) {
-    for (int r = 1; r < num_sources; ++r) sum += load_at(row.sources[r] + i);
+    for (int r = 1; r < num_sources; ++r) sum = sum + access.load(row.sources[r] + i);
   }
   return round_to<T>(sum);
 }
 
-// Numerics steps 1 to 3 for `count` elements from `begin`; z is written at z[0].
-template <class T, int kSources>
-ALLNORM_INLINE void add_elements(const RowPointers<T>& row, int num_sources, bool unrounded,
-                                 int64_t begin, int64_t count, float* z) {
-  using Storage = typename T::Storage;
-  const auto add = [&](int64_t i, auto load_at, auto store_at) __attribute__((always_inline)) {
-    const F32 reduced = reduce<T, kSources>(row, num_sources, begin + i, load_at);
-    const F32 sum = row.residual != nullptr ? reduced + load_at(row.residual + begin + i) : reduced;
-    const F32 rounded = row.residual != nullptr ? round_to<T>(sum) : reduced;
-    store_at(row.residual_out + begin + i, rounded);
-    store_rounded<Float32>(z + i, unrounded ? sum : rounded);
-  };
-  const int64_t whole = count / kWidth * kWidth;
-  for (int64_t i = 0; i < whole; i += kWidth) {
-    add(
-        i, [](const Storage* from) __attribute__((always_inline)) { return load<T>(from); },
-        [](Storage* to, F32 value) __attribute__((always_inline)) { store_rounded<T>(to, value); });
+// Numerics steps 1 to 3; what is to be normalised goes to z[i]. The branches are the same for all
+// elements of a call, so they are predicted; as template parameters they would triple the code.
+template <class T, int kSources, class Access>
+ALLNORM_INLINE void add(const RowPointers<T>& row, int num_sources, bool unrounded, int64_t i,
+                        Access access, float* z) {
+  const Pair reduced = reduce<T, kSources>(row, num_sources, i, access);
+  if (row.residual == nullptr) {
+    access.store(row.residual_out + i, reduced);
+    return store_pair(z + i, reduced);
   }
-  if (whole == count) return;
-  const int64_t rest = count - whole;
-  add(
-      whole,
-      [rest](const Storage* from)
-          __attribute__((always_inline)) { return load_partial<T>(from, rest); },
-      [rest](Storage* to, F32 value)
-          __attribute__((always_inline)) { store_rounded_partial<T>(to, value, rest); });
+  const Pair sum = reduced + access.load(row.residual + i);
+  const Pair rounded = round_to<T>(sum);
+  access.store(row.residual_out + i, rounded);
+  if (unrounded) return store_pair(z + i, sum);
+  store_pair(z + i, rounded);
 }
 
-// Numerics step 5 for a whole row.
-template <class T, class W>
+// Numerics step 5 for the elements at `i`; `weight` is f(w) of them.
+template <class T>
+ALLNORM_INLINE Pair scale(const float* z, int64_t i, F32 rstd, Pair weight, F32 weight_bias,
+                          bool round_before_weight) {
+  Pair y = load_pair(z + i) * rstd;
+  if (round_before_weight) y = {Elements<T>::round(y.a), Elements<T>::round(y.b)};
+  return round_to<T>(y * Pair{weight_bias + weight.a, weight_bias + weight.b});
+}
+
+template <class T, class W, StoreMode kMode>
 ALLNORM_INLINE void scale_row(const RowOp& op, const float* z, float rstd,
                               typename T::Storage* out) {
-  using Storage = typename T::Storage;
-  using WeightStorage = typename W::Storage;
-  const WeightStorage* weight = static_cast<const WeightStorage*>(op.weight);
+  const auto* const weight = static_cast<const typename W::Storage*>(op.weight);
   const F32 bias = broadcast(op.weight_bias), factor = broadcast(rstd);
   const bool round_before_weight = (op.numerics & kRoundBeforeWeight) != 0;
-  const auto scale = [&](int64_t i, F32 w) __attribute__((always_inline)) {
-    F32 y = load<Float32>(z + i) * factor;
-    if (round_before_weight) y = round_to<T>(y);
-    return round_to<T>(y * (bias + w));
+  const auto ordered = [](Pair pair) __attribute__((always_inline)) {
+    if constexpr (std::is_same_v<T, W>) {
+      return pair;
+    } else {
+      return Elements<T>::order(pair);
+    }
   };
-  const int64_t whole = op.hidden_size / kWidth * kWidth;
-  for (int64_t i = 0; i < whole; i += kWidth) {
-    store_rounded<T>(out + i, scale(i, load<W>(weight + i)));
+  const int64_t whole = op.hidden_size / kPairElems * kPairElems, rest = op.hidden_size - whole;
+  for (int64_t i = 0; i < whole; i += kPairElems) {
+    const Pair w = ordered(Elements<W>::load(weight + i));
+    Elements<T>::template store<kMode>(out + i,
+                                       scale<T>(z, i, factor, w, bias, round_before_weight));
   }
-  const int64_t rest = op.hidden_size - whole;
   if (rest == 0) return;
-  // z is padded with zeros to a whole chunk, so reading a full vector of it is fine.
-  const F32 last = scale(whole, load_partial<W>(weight + whole, rest));
-  store_rounded_partial<T>(static_cast<Storage*>(out) + whole, last, rest);
+  // z is padded with zeros to a whole chunk, so reading a full pair of it is fine.
+  const Pair w = ordered(load_partial<W>(weight + whole, rest));
+  store_partial<T>(out + whole, scale<T>(z, whole, factor, w, bias, round_before_weight), rest);
 }
 
-template <class T, int kSources>
+template <class T, int kSources, StoreMode kMode>
 void norm_row(const RowOp& op, const RowPointers<T>& row, int num_sources) {
   constexpr int kChunk = kChunkElems<T>;
   const int64_t num_chunks = (op.hidden_size + kChunk - 1) / kChunk;
@@ -191,38 +214,39 @@ void norm_row(const RowOp& op, const RowPointers<T>& row, int num_sources) {
     const int64_t begin = chunk * kChunk;
     const int64_t left = op.hidden_size - begin;
     const int64_t count = left < kChunk ? left : kChunk;
-    // Missing elements count as zeros, in the square sum as in the vector that ends the row.
+    const int64_t whole = count / kPairElems * kPairElems;
+    // Missing elements count as zeros.
     if (count < kChunk) memset(z + begin, 0, sizeof(float) * kChunk);
-    add_elements<T, kSources>(row, num_sources, unrounded, begin, count, z + begin);
-    chunk_sums[chunk] = chunk_square_sum<kElemsPerPack<T>>(z + begin);
+    for (int64_t i = begin; i < begin + whole; i += kPairElems) {
+      add<T, kSources>(row, num_sources, unrounded, i, WholePair<T, kMode>{}, z);
+    }
+    if (whole < count) {
+      add<T, kSources>(row, num_sources, unrounded, begin + whole, PartialPair<T>{count - whole},
+                       z);
+    }
+    chunk_sums[chunk] = chunk_square_sum<T>(z + begin);
   }
   const float rstd = reciprocal_rms(butterfly(chunk_sums, num_chunks), op.hidden_size, op.eps);
   if (op.weight_dtype == ALLNORM_FLOAT32) {
-    scale_row<T, Float32>(op, z, rstd, row.out);
+    scale_row<T, Float32, kMode>(op, z, rstd, row.out);
   } else {
-    scale_row<T, T>(op, z, rstd, row.out);
+    scale_row<T, T, kMode>(op, z, rstd, row.out);
   }
 }
 
-template <class T, int kSources>
+template <class T, int kSources, StoreMode kMode>
 void reduce_row(const RowOp& op, const RowPointers<T>& row, int num_sources) {
-  using Storage = typename T::Storage;
-  const int64_t whole = op.hidden_size / kWidth * kWidth, rest = op.hidden_size - whole;
-  for (int64_t i = 0; i < whole; i += kWidth) {
-    const F32 sum = reduce<T, kSources>(
-        row, num_sources, i,
-        [](const Storage* from) __attribute__((always_inline)) { return load<T>(from); });
-    store_rounded<T>(row.out + i, sum);
+  const int64_t whole = op.hidden_size / kPairElems * kPairElems, rest = op.hidden_size - whole;
+  const WholePair<T, kMode> pair;
+  for (int64_t i = 0; i < whole; i += kPairElems) {
+    pair.store(row.out + i, reduce<T, kSources>(row, num_sources, i, pair));
   }
   if (rest == 0) return;
-  const F32 sum = reduce<T, kSources>(row, num_sources, whole,
-                                      [rest](const Storage* from) __attribute__((always_inline)) {
-                                        return load_partial<T>(from, rest);
-                                      });
-  store_rounded_partial<T>(row.out + whole, sum, rest);
+  const PartialPair<T> last = {rest};
+  last.store(row.out + whole, reduce<T, kSources>(row, num_sources, whole, last));
 }
 
-template <class T, int kSources>
+template <class T, int kSources, StoreMode kMode>
 void run_typed(const RowOp& op, const RowTask& task) {
   using Storage = typename T::Storage;
   RowPointers<T> row;
@@ -232,22 +256,36 @@ void run_typed(const RowOp& op, const RowTask& task) {
     }
     row.out = reinterpret_cast<Storage*>(task.out.from(i).data);
     if (op.op == ALLNORM_ALL_REDUCE) {
-      reduce_row<T, kSources>(op, row, task.num_sources);
+      reduce_row<T, kSources, kMode>(op, row, task.num_sources);
       continue;
     }
     row.residual = task.residual.data == nullptr
                        ? nullptr
                        : reinterpret_cast<const Storage*>(task.residual.from(i).data);
     row.residual_out = reinterpret_cast<Storage*>(task.residual_out.from(i).data);
-    norm_row<T, kSources>(op, row, task.num_sources);
+    norm_row<T, kSources, kMode>(op, row, task.num_sources);
   }
+}
+
+bool aligned(Rows rows) {
+  constexpr int64_t kAlign = sizeof(F32);
+  return reinterpret_cast<intptr_t>(rows.data) % kAlign == 0 && rows.stride_bytes % kAlign == 0;
+}
+
+template <class T, int kSources>
+void run_stores(const RowOp& op, const RowTask& task) {
+  if (!op.stream || !aligned(task.out) || !aligned(task.residual_out)) {
+    return run_typed<T, kSources, StoreMode::kCached>(op, task);
+  }
+  run_typed<T, kSources, StoreMode::kStream>(op, task);
+  stream_fence();
 }
 
 template <class T>
 void run_dtype(const RowOp& op, const RowTask& task) {
-  if (task.num_sources == 1) return run_typed<T, 1>(op, task);
-  if (task.num_sources == 2) return run_typed<T, 2>(op, task);
-  run_typed<T, 0>(op, task);
+  if (task.num_sources == 1) return run_stores<T, 1>(op, task);
+  if (task.num_sources == 2) return run_stores<T, 2>(op, task);
+  run_stores<T, 0>(op, task);
 }
 
 // Denormals are kept whatever the process has asked for (torch.set_flush_denormal, a library built
