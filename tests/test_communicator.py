@@ -1,0 +1,325 @@
+"""The life of a communicator: creation, several of them, subgroups, settings, end."""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import os
+import pathlib
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_helpers import ALGORITHMS, MODES, Case, assert_ranks_agree, comm, device, message_of, on
+
+import allnorm
+from allnorm import reference
+from allnorm.testing import RankPool, assert_same_bits
+
+
+def attributes(rank: int, world_size: int) -> None:
+    with allnorm.Communicator(device=device()) as c:
+        assert (c.rank, c.world_size) == (rank, world_size)
+        assert c.device == device()
+        assert c.group is dist.group.WORLD
+        assert c.check() is None
+        names: list[str] = [""] * world_size
+        dist.all_gather_object(names, c.name)
+        assert len(set(names)) == 1, "compiled graphs hold the name: the same on every rank"
+        assert isinstance(repr(c), str)
+        Case().check(c)
+
+
+@on(cpu=(1, 2, 3), gpu=(1, 2, 8))
+def test_attributes(pool: RankPool) -> None:
+    pool.run(attributes)
+
+
+def defaults(rank: int, world_size: int) -> None:
+    assert allnorm.Communicator().device == device()
+
+
+@on(cpu=(2,), gpu=(2,))
+def test_default_device(pool: RankPool) -> None:
+    if pool.device == "cpu" and torch.cuda.is_available():
+        pytest.skip("with a GPU the default device is the GPU")
+    pool.run(defaults)
+
+
+def closing(rank: int, world_size: int) -> None:
+    case = Case((2, 64))
+    with allnorm.Communicator(device=device()) as c:
+        case.check(c)
+    c.close()
+    c.close()
+    for call in (lambda: case.run(c), lambda: c.all_reduce(case.x(rank)), c.check):
+        with pytest.raises(allnorm.CommunicatorClosedError, match="closed"):
+            call()
+    with pytest.raises(allnorm.CommunicatorClosedError, match="closed"):
+        torch.ops.allnorm.all_reduce(case.x(rank), c.name)
+    with allnorm.Communicator(device=device()) as second:
+        assert second.name != c.name
+        case.check(second)
+
+
+@on(cpu=(1, 2), gpu=(1, 2))
+def test_closed(pool: RankPool) -> None:
+    pool.run(closing)
+
+
+def many_creations(rank: int, world_size: int) -> int:
+    def mappings() -> int:
+        return len(pathlib.Path("/proc/self/maps").read_text().splitlines())
+
+    def open_files() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    before = 0
+    for i in range(24):
+        c = allnorm.Communicator(device=device(), workspace_bytes=1 << 20)
+        Case((1, 64), call=i).check(c)
+        if i % 2:
+            c.close()
+        del c
+        gc.collect()
+        if i == 7:
+            before = mappings() + open_files()
+    return mappings() + open_files() - before
+
+
+@on(cpu=(2,), gpu=(2,))
+def test_nothing_accumulates(pool: RankPool) -> None:
+    assert max(pool.run(many_creations)) < 12
+
+
+def unlinked(rank: int, world_size: int) -> list[str]:
+    c = allnorm.Communicator(device=device())
+    Case().check(c)
+    lines = pathlib.Path("/proc/self/maps").read_text().splitlines()
+    c.close()
+    return [line for line in lines if "/dev/shm/" in line]
+
+
+@on(cpu=(2, 5))
+def test_shared_memory_has_no_name_any_more(pool: RankPool) -> None:
+    for lines in pool.run(unlinked):
+        assert lines, "the workspace is in POSIX shared memory"
+        assert all(line.endswith("(deleted)") for line in lines), lines
+
+
+def interleaved(rank: int, world_size: int) -> None:
+    """Incident 11: neither may see the other's flags or data."""
+    a = allnorm.Communicator(device=device())
+    b = allnorm.Communicator(device=device(), workspace_bytes=1 << 20)
+    draw = random.Random(3)
+    pending = []
+    for call in range(60):
+        c = draw.choice((a, b))
+        case = Case(
+            (draw.choice((1, 3, 8)), 256),
+            algorithm=draw.choice(("one_shot", "two_shot")),
+            call=call,
+        )
+        pending.append((c, case, case.run(c)))
+    for c, case, results in pending:
+        case.compare(c, *results)
+    a.close()
+    Case(call=99).check(b)
+    b.close()
+
+
+@on(cpu=(2, 3), gpu=(2, 3, 8))
+def test_two_communicators_interleaved(pool: RankPool) -> None:
+    pool.run(interleaved)
+
+
+def subgroups(rank: int, world_size: int) -> None:
+    outer, inner = [0, world_size - 1], list(range(1, world_size))
+    groups = [dist.new_group(ranks) for ranks in (outer, inner)]
+    whole = comm()
+    for ranks, group in zip((outer, inner), groups, strict=True):
+        if rank not in ranks:
+            with pytest.raises(ValueError, match="not in the group"):
+                allnorm.Communicator(group=group, device=device())
+            continue
+        with allnorm.Communicator(group=group, device=device()) as c:
+            assert (c.rank, c.world_size) == (ranks.index(rank), len(ranks))
+            for algorithm in ALGORITHMS if len(ranks) > 1 else ("auto", "unfused"):
+                case = Case((5, 264), algorithm=algorithm)
+                results = case.check(c)
+                assert_ranks_agree(c, *results)
+    Case().check(whole)
+
+
+@on(cpu=(2, 3, 4), gpu=(3, 4, 8))
+def test_subgroups(pool: RankPool) -> None:
+    pool.run(subgroups)
+
+
+def default_numerics(rank: int, world_size: int) -> None:
+    results = {}
+    case = Case((8, 4096))
+    arguments = {**case.norm_arguments(), "numerics": None}
+    for mode in MODES:
+        with allnorm.Communicator(device=device(), numerics=mode) as c:
+            results[mode], _ = c.all_reduce_add_rms_norm(case.x(rank), **arguments)
+            want, _ = case.but(numerics=mode).expected(world_size)
+            assert_same_bits(results[mode], want, f"Communicator(numerics={mode!r})")
+            case.but(numerics="transformers").check(c)  # a call's own wins
+    assert not torch.equal(results["rounded"], results["vllm"])
+
+
+@on(cpu=(2,), gpu=(2,))
+def test_default_numerics(pool: RankPool) -> None:
+    pool.run(default_numerics)
+
+
+def wrong_creations(rank: int, world_size: int) -> list[str]:
+    second = datetime.timedelta(seconds=1)
+    attempts: dict[str, tuple[type[Exception] | tuple[type[Exception], ...], dict[str, object]]] = {
+        "numerics": (ValueError, {"numerics": "exact"}),
+        "timeout": (ValueError, {"timeout": -second}),
+        "timeout_type": ((ValueError, TypeError), {"timeout": 5.0}),
+        "workspace": (ValueError, {"workspace_bytes": 100}),
+        "workspace_negative": (ValueError, {"workspace_bytes": -(1 << 20)}),
+        "workspace_type": (TypeError, {"workspace_bytes": "1GB"}),
+        "device": (allnorm.UnsupportedError, {"device": "meta"}),
+        "group": ((ValueError, TypeError), {"group": "world"}),
+    }
+    texts = []
+    for error, arguments in attempts.values():
+        arguments = {"device": device(), **arguments}
+        texts.append(message_of(error, lambda a=arguments: allnorm.Communicator(**a)))
+    with allnorm.Communicator(device=device()) as c:
+        Case().check(c)
+    return texts
+
+
+@on(cpu=(2,), gpu=(2,))
+def test_wrong_arguments_of_the_constructor(pool: RankPool) -> None:
+    texts = pool.run(wrong_creations)
+    assert texts[0] == texts[1]
+    assert "'exact'" in texts[0][0]
+
+
+def one_rank_fails(rank: int, world_size: int) -> str:
+    numerics = "exact" if rank == 1 else "rounded"
+    text = message_of(
+        (allnorm.AllnormError, ValueError),
+        lambda: allnorm.Communicator(device=device(), numerics=numerics),
+    )
+    with allnorm.Communicator(device=device()) as c:
+        Case().check(c)
+    return text
+
+
+@on(cpu=(3,), gpu=(3,))
+def test_one_failing_rank_fails_all(pool: RankPool) -> None:
+    texts = pool.run(one_rank_fails)
+    assert texts[1].startswith("ValueError")
+    assert texts[0] == texts[2]
+    assert "rank 1" in texts[0]
+
+
+def differing(rank: int, world_size: int) -> list[str]:
+    texts = [
+        message_of(
+            ValueError,
+            lambda: allnorm.Communicator(device=device(), workspace_bytes=(1 + rank) << 20),
+        ),
+        message_of(ValueError, lambda: allnorm.Communicator(device=device(), numerics=MODES[rank])),
+    ]
+    with allnorm.Communicator(device=device()) as c:
+        Case().check(c)
+    return texts
+
+
+@on(cpu=(2,), gpu=(2,))
+def test_ranks_must_pass_the_same(pool: RankPool) -> None:
+    texts = pool.run(differing)
+    assert texts[0] == texts[1]
+    assert all("different" in text for text in texts[0])
+
+
+def with_environment(change: dict[str, str], call: Callable[[], object]) -> object:
+    os.environ.update(change)
+    try:
+        return call()
+    finally:
+        for name in change:
+            del os.environ[name]
+
+
+def environment(rank: int, world_size: int) -> list[str]:
+    def create() -> allnorm.Communicator:
+        return allnorm.Communicator(device=device())
+
+    texts = [
+        message_of(ValueError, lambda change=change: with_environment(change, create))
+        for change in (
+            {"ALLNORM_WORKSPACE_BYTE": "1000000"},
+            {"ALLNORM_WORKSPACE_BYTES": "lots"},
+            {"ALLNORM_WORKSPACE_BYTES": "-5"},
+            {"ALLNORM_TIMEOUT_SECONDS": "0"},
+        )
+    ]
+    c = with_environment(
+        {"ALLNORM_WORKSPACE_BYTES": str(64 << 10), "ALLNORM_TIMEOUT_SECONDS": "2.5"}, create
+    )
+    assert isinstance(c, allnorm.Communicator)
+    assert c.timeout == datetime.timedelta(seconds=2.5)
+    tokens = 64
+    assert c.plan(tokens, 4096, torch.bfloat16).num_chunks > 1
+    Case((tokens, 4096)).check(c)
+    c.close()
+    # only one rank is misconfigured: all of them refuse, and none hangs
+    own = {"ALLNORM_TYPO": "1"} if rank == 0 else {}
+    kinds = (allnorm.ConfigurationError, allnorm.AllnormError)
+    assert "ALLNORM_TYPO" in message_of(kinds, lambda: with_environment(own, create))
+    with create() as c:
+        Case().check(c)
+    return texts
+
+
+@on(cpu=(2,), gpu=(2,))
+def test_environment(pool: RankPool) -> None:
+    texts = pool.run(environment)
+    assert texts[0] == texts[1]
+    assert "ALLNORM_WORKSPACE_BYTE:" in texts[0][0]
+    assert "lots" in texts[0][1]
+    assert all(text.startswith("ConfigurationError") for text in texts[0])
+
+
+def test_needs_torch_distributed() -> None:
+    with pytest.raises(ValueError, match="init_process_group"):
+        allnorm.Communicator(device="cpu")
+
+
+def threads(rank: int, world_size: int) -> None:
+    """Each communicator is used by a thread of its own, at the same time."""
+    import threading
+
+    comms = [allnorm.Communicator(device=torch.device("cpu")) for _ in range(3)]
+    errors: list[BaseException] = []
+
+    def work(c: allnorm.Communicator, seed: int) -> None:
+        try:
+            for call in range(20):
+                x = [Case((3, 64), call=100 * seed + call).x(r) for r in range(world_size)]
+                assert_same_bits(c.all_reduce(x[rank]), reference.all_reduce(x), f"{seed} {call}")
+        except BaseException as error:  # noqa: BLE001 - reported below
+            errors.append(error)
+
+    workers = [threading.Thread(target=work, args=(c, i)) for i, c in enumerate(comms)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not errors, errors
+
+
+@on(cpu=(2, 3))
+def test_one_communicator_per_thread(pool: RankPool) -> None:
+    pool.run(threads)

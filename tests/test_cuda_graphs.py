@@ -1,0 +1,245 @@
+"""CUDA graphs: nothing to register, new inputs at replay, eager calls between, any order."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_helpers import MODES, Case, assert_ranks_agree, comm, device, on
+
+import allnorm
+from allnorm import reference
+from allnorm.testing import RankPool, assert_same_bits
+
+
+def capture(call: Callable[[], Any], warmups: int = 0) -> tuple[torch.cuda.CUDAGraph, Any]:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(warmups):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = call()
+    return graph, results
+
+
+class Site:
+    """One captured call over static inputs, replayed with new ones."""
+
+    def __init__(self, c: allnorm.Communicator, case: Case, warmups: int = 0) -> None:
+        self.c, self.case = c, case
+        self.x, self.arguments = case.x(c.rank), case.norm_arguments()
+        self.graph, self.results = capture(
+            lambda: c.all_reduce_add_rms_norm(self.x, algorithm=case.algorithm, **self.arguments),
+            warmups,
+        )
+
+    def replay(self, call: int) -> tuple[Case, torch.Tensor, torch.Tensor]:
+        """Replays with the inputs of `call`; returns copies of the results, unsynchronised."""
+        case = self.case.but(call=call)
+        self.x.copy_(case.x(self.c.rank))
+        if case.residual:
+            self.arguments["residual"].copy_(case.residual_tensor())
+        self.graph.replay()
+        normed, total = self.results
+        return case, normed.clone(), total.clone()
+
+
+def replays(rank: int, world_size: int) -> None:
+    c = comm()
+    for algorithm in ("one_shot", "two_shot", "auto"):
+        for case in (
+            Case((1, 4096), algorithm=algorithm),
+            Case((33, 2880), algorithm=algorithm, numerics="vllm", residual=False),
+            Case((300, 1024), torch.float32, algorithm=algorithm),
+        ):
+            site = Site(c, case, warmups=algorithm == "auto")
+            pending = []
+            for call in range(8):
+                pending.append(site.replay(call))
+                if call % 3 == 1:  # an eager call between the replays
+                    eager = Case((5, 512), call=call)
+                    pending.append((eager, *eager.run(c)))
+            for ran, normed, total in pending:
+                ran.compare(c, normed, total)
+                assert_ranks_agree(c, normed, total)
+
+
+@on(gpu=range(2, 9))
+def test_replay_with_new_inputs(pool: RankPool) -> None:
+    pool.run(replays)
+
+
+def first_replay(rank: int, world_size: int) -> None:
+    """Incidents 7 and 13: no eager call before, and a long idle between."""
+    with allnorm.Communicator(device=device()) as c:
+        site = Site(c, Case((4, 4096)))
+        for call, idle_seconds in enumerate((0.0, 1.0, 0.0)):
+            time.sleep(idle_seconds + 0.2 * rank)
+            case, normed, total = site.replay(call)
+            case.compare(c, normed, total)
+
+
+@on(gpu=(2, 8))
+def test_first_replay_and_replay_after_idling(pool: RankPool) -> None:
+    pool.run(first_replay)
+
+
+def random_order(rank: int, world_size: int) -> None:
+    c = comm()
+    draw = random.Random(11)
+    sites = [
+        Site(c, Case((tokens, hidden_size), algorithm=algorithm, numerics=draw.choice(MODES)))
+        for tokens, hidden_size in ((1, 4096), (16, 2880), (128, 1024))
+        for algorithm in ("one_shot", "two_shot")
+    ]
+    pending = []
+    for call in range(80):
+        if draw.random() < 0.25:
+            case = Case((draw.choice((1, 7, 64)), 1024), call=call)
+            pending.append((case, *case.run(c)))
+        else:
+            pending.append(draw.choice(sites).replay(call))
+    for case, normed, total in pending:
+        case.compare(c, normed, total)
+
+
+@on(gpu=(2, 3, 8))
+def test_several_graphs_in_random_order(pool: RankPool) -> None:
+    pool.run(random_order)
+
+
+def chains(rank: int, world_size: int, length: int) -> None:
+    """Each call reads what the one before has written: with programmatic launch, a trigger too
+    early shows here (incident 15)."""
+    c = comm()
+    for algorithm, tokens in (("one_shot", 1), ("one_shot", 16), ("two_shot", 64), ("auto", 3)):
+        start = Case((tokens, 4096), algorithm=algorithm)
+        x, a = start.x(rank), start.norm_arguments()
+        weight = a["weight"]
+
+        def chain(
+            x: torch.Tensor = x, residual: torch.Tensor = a["residual"], algorithm: str = algorithm
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            for _ in range(length):
+                x, residual = c.all_reduce_add_rms_norm(x, residual, weight, algorithm=algorithm)
+            return x, residual
+
+        graph, results = capture(chain)
+        graph.replay()
+        graph.replay()
+        xs, residual = start.xs(world_size), start.residual_tensor()
+        for _ in range(length):
+            normed, residual = reference.all_reduce_add_rms_norm(xs, residual, weight)
+            xs = [normed] * world_size
+        assert_same_bits(results[0], normed, f"normed after {length} calls")
+        assert_same_bits(results[1], residual, f"residual_out after {length} calls")
+        eager = chain()
+        assert_same_bits(eager[0], normed, "eager chain")
+        assert_same_bits(eager[1], residual, "eager chain")
+
+
+@on(gpu=(2, 4, 8))
+def test_chains_of_dependent_calls(pool: RankPool) -> None:
+    pool.run(chains, 50)
+
+
+def with_other_kernels(rank: int, world_size: int) -> None:
+    """Ordinary kernels before, between and after, in one graph."""
+    c = comm()
+    case = Case((17, 2880))
+    x, a = case.x(rank), case.norm_arguments()
+
+    def model() -> tuple[torch.Tensor, ...]:
+        doubled = x * 2
+        normed, residual = c.all_reduce_add_rms_norm(doubled, a["residual"], a["weight"])
+        reduced = c.all_reduce(normed.neg())
+        return normed, residual, reduced, reduced + 1
+
+    graph, results = capture(model)
+    for _ in range(5):
+        graph.replay()
+    normed, residual = reference.all_reduce_add_rms_norm(
+        [x * 2 for x in case.xs(world_size)], a["residual"], a["weight"]
+    )
+    reduced = reference.all_reduce([normed.neg()] * world_size)
+    for got, want in zip(results, (normed, residual, reduced, reduced + 1), strict=True):
+        assert_same_bits(got, want, "model")
+
+
+@on(gpu=(2, 8))
+def test_other_kernels_in_the_graph(pool: RankPool) -> None:
+    pool.run(with_other_kernels)
+
+
+def streams(rank: int, world_size: int) -> None:
+    """Calls on changing streams of one communicator are ordered by it (incident 11)."""
+    c = comm()
+    side = [torch.cuda.Stream() for _ in range(2)]
+    pending = []
+    for call in range(30):
+        case = Case((3, 2048), call=call)
+        stream = side[call % 2] if call % 3 else torch.cuda.default_stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            x, a = case.x(rank), case.norm_arguments()
+            pending.append((case, *c.all_reduce_add_rms_norm(x, **a)))
+    torch.cuda.synchronize()
+    for case, normed, total in pending:
+        case.compare(c, normed, total)
+
+
+@on(gpu=(2, 8))
+def test_changing_streams(pool: RankPool) -> None:
+    pool.run(streams)
+
+
+def soak(rank: int, world_size: int, seconds: float) -> int:
+    """Feature 24: random shapes, algorithms, graphs and delays; compared on the device, no host
+    synchronisation between the calls of a batch."""
+    c = comm()
+    agreed, own = random.Random(5), random.Random(100 + rank)
+    sites = [
+        Site(c, Case((tokens, hidden_size), algorithm=algorithm))
+        for tokens, hidden_size, algorithm in (
+            (1, 4096, "one_shot"),
+            (8, 4096, "two_shot"),
+            (64, 2880, "two_shot"),
+            (16, 7168, "one_shot"),
+        )
+    ]
+    start, calls, go_on = time.monotonic(), 0, True
+    while go_on:
+        pending = []
+        for _ in range(50):
+            calls += 1
+            if own.random() < 0.05:
+                time.sleep(own.random() * 1e-3)
+            if own.random() < 0.1:
+                torch.cuda._sleep(int(own.random() * 200_000))
+            if agreed.random() < 0.5:
+                pending.append(agreed.choice(sites).replay(calls))
+            else:
+                tokens = agreed.choice((1, 2, 5, 32, 200))
+                case = Case((tokens, agreed.choice((512, 2880, 4096))), call=calls)
+                case = case.but(algorithm=agreed.choice(("one_shot", "two_shot", "auto")))
+                pending.append((case, *case.run(c)))
+        for case, normed, total in pending:
+            case.compare(c, normed, total)
+        flag = torch.tensor([time.monotonic() - start < seconds])
+        dist.broadcast(flag, 0)
+        go_on = bool(flag)
+    return calls
+
+
+@pytest.mark.slow
+@on(gpu=(2, 3, 8))
+def test_soak(pool: RankPool) -> None:
+    assert min(pool.run(soak, 20.0)) >= 50

@@ -1,0 +1,188 @@
+"""The torch operators: schemas, fakes, opcheck, torch.compile."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+
+import pytest
+import torch
+from rank_helpers import Case, comm, device, on
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import allnorm
+from allnorm import reference
+from allnorm.testing import RankPool, assert_same_bits
+
+SCHEMAS = {
+    "all_reduce": "allnorm::all_reduce(Tensor x, str comm_name) -> Tensor",
+    "all_reduce_add_rms_norm": (
+        "allnorm::all_reduce_add_rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps, "
+        "float weight_bias, str numerics, str comm_name) -> (Tensor, Tensor)"
+    ),
+    "add_rms_norm": (
+        "allnorm::add_rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps, "
+        "float weight_bias, str numerics) -> (Tensor, Tensor)"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_schema(name: str) -> None:
+    op = getattr(torch.ops.allnorm, name).default
+    assert str(op._schema) == SCHEMAS[name]
+    assert not op._schema.is_mutable
+
+
+def raw_ops(rank: int, world_size: int) -> None:
+    c = comm()
+    case = Case((3, 4, 264), numerics="vllm", weight_bias=1.0)
+    x, a = case.x(rank), case.norm_arguments()
+    normed, total = torch.ops.allnorm.all_reduce_add_rms_norm(
+        x, a["residual"], a["weight"], case.eps, 1.0, "vllm", c.name
+    )
+    case.compare(c, normed, total)
+    reduced = torch.ops.allnorm.all_reduce(x, c.name)
+    assert_same_bits(reduced, reference.all_reduce(case.xs(world_size)), "all_reduce")
+    with pytest.raises(allnorm.CommunicatorClosedError, match="nobody"):
+        torch.ops.allnorm.all_reduce(x, "nobody")
+    with pytest.raises(ValueError, match="numerics"):
+        torch.ops.allnorm.all_reduce_add_rms_norm(
+            x, a["residual"], a["weight"], case.eps, 1.0, "exact", c.name
+        )
+    case.check(c)
+
+
+@on(cpu=(1, 2), gpu=(1, 2))
+def test_raw_ops(pool: RankPool) -> None:
+    pool.run(raw_ops)
+
+
+def opcheck_all(rank: int, world_size: int) -> None:
+    c = comm()
+    case = Case((3, 64))
+    x, a = case.x(rank), case.norm_arguments()
+    wide = case.x(rank).repeat(1, 2)[:, :64]
+    norm = (a["weight"], 1e-6, 0.0, "rounded")
+    torch.library.opcheck(torch.ops.allnorm.all_reduce.default, (x, c.name))
+    torch.library.opcheck(torch.ops.allnorm.all_reduce.default, (wide, c.name))
+    fused = torch.ops.allnorm.all_reduce_add_rms_norm.default
+    local = torch.ops.allnorm.add_rms_norm.default
+    for first, residual in ((x, a["residual"]), (x, None), (wide, wide.clone())):
+        torch.library.opcheck(fused, (first, residual, *norm, c.name))
+        torch.library.opcheck(local, (first, residual, *norm))
+
+
+@on(cpu=(2,), gpu=(2,))
+def test_opcheck(pool: RankPool) -> None:
+    pool.run(opcheck_all)
+
+
+@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_fakes(where: str, dtype: torch.dtype) -> None:
+    """Shape, dtype, device and strides of the results, without a communicator."""
+    with FakeTensorMode():
+        wide = torch.empty(2, 5, 128, dtype=dtype, device=where)
+        x, weight = wide[..., :64], torch.empty(64, device=where)
+        norm = (weight, 1e-6, 0.0, "rounded")
+        results = [
+            torch.ops.allnorm.all_reduce(x, "any"),
+            *torch.ops.allnorm.all_reduce_add_rms_norm(x, None, *norm, "any"),
+            *torch.ops.allnorm.all_reduce_add_rms_norm(x, x, *norm, "any"),
+            *torch.ops.allnorm.add_rms_norm(x, x, *norm),
+        ]
+        for result in results:
+            assert result.shape == (2, 5, 64)
+            assert result.stride() == (320, 64, 1)
+            assert result.dtype == dtype
+            assert result.device.type == where
+
+
+def compiled(rank: int, world_size: int, backend: str) -> None:
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+        c = comm()
+
+        def block(
+            x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
+        ) -> tuple[torch.Tensor, ...]:
+            """Two sites, by method and by raw op, with code before, between and after."""
+            normed, residual = c.all_reduce_add_rms_norm(-x, residual, weight, 1e-5)
+            reduced = c.all_reduce(normed * 2)
+            again, residual = torch.ops.allnorm.all_reduce_add_rms_norm(
+                reduced, residual, weight, 1e-6, 1.0, "vllm", c.name
+            )
+            local, residual = allnorm.add_rms_norm(again, residual, weight)
+            return normed, reduced, again, local.relu(), residual
+
+        torch._dynamo.reset()
+        fast = torch.compile(block, fullgraph=True, backend=backend)
+        for num_tokens in (4, 4, 7):  # the same shape again, and another one
+            case = Case((num_tokens, 256), call=num_tokens)
+            x, a = case.x(rank), case.norm_arguments()
+            with torch.no_grad():
+                want = block(x, a["residual"], a["weight"])
+                got = fast(x, a["residual"], a["weight"])
+            for i, (mine, eager) in enumerate(zip(got, want, strict=True)):
+                assert_same_bits(mine, eager, f"result {i} of {num_tokens} tokens by {backend}")
+        negated = [-x for x in case.xs(world_size)]
+        normed, _ = reference.all_reduce_add_rms_norm(negated, a["residual"], a["weight"], 1e-5)
+        assert_same_bits(got[0], normed, "the first site")
+        torch._dynamo.reset()
+
+
+@on(cpu=(2,), gpu=(2,))
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_compile_fullgraph(pool: RankPool, backend: str) -> None:
+    pool.run(compiled, backend)
+
+
+def compiled_after_close(rank: int, world_size: int) -> None:
+    """A compiled graph holds the name of its communicator and says so when that is gone."""
+    c = allnorm.Communicator(device=device())
+    name = c.name
+    fast = torch.compile(
+        lambda x: torch.ops.allnorm.all_reduce(x, name) + 1, fullgraph=True, backend="aot_eager"
+    )
+    x = Case((2, 64)).x(rank)
+    with torch.no_grad():
+        fast(x)
+        c.close()
+        with pytest.raises(allnorm.CommunicatorClosedError, match="closed"):
+            fast(x)
+    torch._dynamo.reset()
+
+
+@on(cpu=(2,), gpu=(2,))
+def test_compiled_graph_after_close(pool: RankPool) -> None:
+    pool.run(compiled_after_close)
+
+
+def compiled_dynamic(rank: int, world_size: int) -> None:
+    c = comm()
+    graphs = 0
+
+    def count(module: torch.fx.GraphModule, _: object) -> object:
+        nonlocal graphs
+        graphs += 1
+        return module.forward
+
+    torch._dynamo.reset()
+    fast = torch.compile(
+        lambda x, r, w: c.all_reduce_add_rms_norm(x, r, w), fullgraph=True, backend=count
+    )
+    for num_tokens in (3, 5, 9, 17):
+        case = Case((num_tokens, 64), call=num_tokens)
+        x, a = case.x(rank), case.norm_arguments()
+        torch._dynamo.mark_dynamic(x, 0)
+        torch._dynamo.mark_dynamic(a["residual"], 0)
+        case.compare(c, *fast(x, a["residual"], a["weight"]))
+    torch._dynamo.reset()
+    assert graphs == 1, "one graph serves every number of tokens"
+
+
+@on(cpu=(2,), gpu=(2,))
+def test_dynamic_number_of_tokens(pool: RankPool) -> None:
+    pool.run(compiled_dynamic)

@@ -1,0 +1,107 @@
+"""Which algorithm runs: pure, agreed, explained."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from rank_helpers import DTYPES, Case, comm, on
+
+from allnorm import policy
+from allnorm.testing import RankPool
+
+PLENTY = {"one_shot": 10_000, "two_shot": 10_000}
+
+
+def choose(
+    traits: policy.Traits, tokens: int, hidden_size: int, requested: str = "auto"
+) -> policy.Plan:
+    return policy.choose(traits, tokens, hidden_size, 2, PLENTY, requested)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cuda"])
+@pytest.mark.parametrize("world_size", range(1, 9))
+def test_every_shape_has_a_plan(backend: str, world_size: int) -> None:
+    traits = policy.Traits(backend, world_size)
+    for tokens, hidden_size in itertools.product(
+        (0, 1, 7, 128, 8192, 10**6), (1, 120, 4095, 4096, 16384, 10**6)
+    ):
+        plan = choose(traits, tokens, hidden_size)
+        assert plan.algorithm in policy.ALGORITHMS
+        assert plan.reason
+        assert "\n" not in plan.reason
+        assert (plan.num_chunks == 0) == (tokens == 0)
+        assert choose(traits, tokens, hidden_size) == plan
+        fused = plan.algorithm != "unfused"
+        assert fused == (world_size > 1 and (backend == "cpu" or hidden_size % 8 == 0))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cuda"])
+@pytest.mark.parametrize("world_size", range(3, 9))
+def test_one_shot_for_few_bytes_two_shot_for_many(backend: str, world_size: int) -> None:
+    """Monotonic in the tokens: one crossover, so that no shape in between is forgotten."""
+    traits = policy.Traits(backend, world_size)
+    names = [choose(traits, tokens, 4096).algorithm for tokens in range(1, 2048)]
+    assert names[0] == "one_shot"
+    assert names[-1] == "two_shot"
+    assert sum(a != b for a, b in itertools.pairwise(names)) == 1
+
+
+def test_no_peer_access_means_unfused_and_says_why() -> None:
+    plan = choose(policy.Traits("cuda", 4, "cuda:0 has no P2P access to cuda:1"), 1, 4096)
+    assert plan.algorithm == "unfused"
+    assert "P2P" in plan.reason
+
+
+@pytest.mark.parametrize("algorithm", policy.ALGORITHMS)
+def test_a_request_is_followed(algorithm: str) -> None:
+    for tokens in (1, 8192):
+        plan = choose(policy.Traits("cuda", 8), tokens, 4096, algorithm)
+        assert plan.algorithm == algorithm
+        assert "asked" in plan.reason
+
+
+def test_chunks_cover_the_rows() -> None:
+    for tokens, rows in itertools.product((1, 9, 10, 11, 100), (1, 10)):
+        plan = policy.choose(
+            policy.Traits("cuda", 2), tokens, 64, 2, {"one_shot": rows, "two_shot": rows}
+        )
+        assert (plan.num_chunks - 1) * rows < tokens <= plan.num_chunks * rows
+
+
+def test_a_row_that_does_not_fit_is_unfused() -> None:
+    plan = policy.choose(policy.Traits("cuda", 2), 1, 64, 2, {"one_shot": 0, "two_shot": 5})
+    assert plan.algorithm == "unfused"
+    assert "too wide" in plan.reason
+
+
+def plans(rank: int, world_size: int) -> list[policy.Plan]:
+    c = comm()
+    return [
+        c.plan(tokens, hidden_size, dtype)
+        for tokens, hidden_size, dtype in itertools.product(
+            (0, 1, 16, 64, 257, 8192), (7, 120, 2880, 4096, 16384), DTYPES
+        )
+    ]
+
+
+@on(cpu=(1, 2, 3), gpu=(1, 2, 3, 8))
+def test_plans_are_the_same_on_every_rank(pool: RankPool) -> None:
+    results = pool.run(plans)
+    assert all(result == results[0] for result in results)
+    algorithms = {plan.algorithm for plan in results[0]}
+    assert algorithms >= ({"unfused"} if pool.world_size == 1 else {"one_shot"})
+
+
+def plan_alone(rank: int, world_size: int) -> str | None:
+    """Not collective: one rank may ask while the others are elsewhere."""
+    c = comm()
+    plan = c.plan(3, 64, torch.bfloat16) if rank == 0 else None
+    Case().check(c)
+    return None if plan is None else plan.algorithm
+
+
+@on(cpu=(2,), gpu=(2,))
+def test_plan_needs_no_peer(pool: RankPool) -> None:
+    assert pool.run(plan_alone) == ["one_shot", None]
