@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed
 
 _MAX_NVLINKS = 18  # per GPU: what Hopper and Blackwell have
 
@@ -131,12 +132,11 @@ def shm_bytes() -> tuple[int, int] | None:
 
 def nccl_version() -> str | None:
     """Version of the NCCL that torch was built with; None in a build without it."""
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() or not torch.distributed.is_nccl_available():
         return None
-    try:
-        return ".".join(map(str, torch.cuda.nccl.version()))
-    except (RuntimeError, AttributeError, ImportError):
-        return None
+    from torch.cuda import nccl  # not there in every build
+
+    return ".".join(map(str, nccl.version()))
 
 
 def device_name(device: str) -> str:
@@ -241,21 +241,21 @@ class _Nvml:
         if not self._nvml or not uuid:
             return None
         name = uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"
-        active, version = 0, None
         try:
             handle = self._nvml.nvmlDeviceGetHandleByUUID(name)
-            for link in range(_MAX_NVLINKS):
-                if not _link_is_active(self._nvml, handle, link):
-                    continue
-                active += 1
-                version = int(self._nvml.nvmlDeviceGetNvLinkVersion(handle, link))
         except self._nvml.NVMLError:
             return None
-        return active, version
+        states = [self._link_state(handle, link) for link in range(_MAX_NVLINKS)]
+        if all(state is None for state in states):  # no links, or hidden from this machine
+            return None
+        active = [link for link, state in enumerate(states) if state]
+        if not active:
+            return 0, None
+        return len(active), int(self._nvml.nvmlDeviceGetNvLinkVersion(handle, active[0]))
 
-
-def _link_is_active(nvml: Any, handle: Any, link: int) -> bool:
-    try:
-        return bool(nvml.nvmlDeviceGetNvLinkState(handle, link))
-    except nvml.NVMLError:  # this GPU has fewer links than the largest one
-        return False
+    def _link_state(self, handle: Any, link: int) -> bool | None:
+        """Whether a link is active; None if there is none, or the driver does not say."""
+        try:
+            return bool(self._nvml.nvmlDeviceGetNvLinkState(handle, link))
+        except self._nvml.NVMLError:
+            return None

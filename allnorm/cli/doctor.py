@@ -119,7 +119,9 @@ def _print_gpus(console: Console, machine: Machine, capabilities: dict[str, Any]
     columns = ("GPU", "compute capability", "memory", "SMs", "active NVLinks")
     console.print(output.table("GPUs", columns, rows))
     if any(gpu.nvlinks is None for gpu in machine.gpus):
-        console.print(f"NVLinks {machine.link_source}")
+        source = machine.link_source
+        said = f"{source} does not report them" if source == "NVML" else source
+        console.print(f"NVLinks: {said}.")
     indices = [str(gpu.index) for gpu in machine.gpus]
     console.print(
         output.table(
