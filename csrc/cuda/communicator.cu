@@ -139,8 +139,11 @@ int32_t Communicator::run(const AllnormCall& call) {
   params.tag.shape = shape_code(call.hidden_size, call.dtype, call.algorithm, call.numerics,
                                 call.residual != nullptr, call.op);
   params.x.stride_bytes = call.x_stride * width;
-  for (int64_t first = 0; first < call.num_tokens && status == ALLNORM_OK; first += rows) {
-    params.num_tokens = std::min(rows, call.num_tokens - first);
+  // Chunks of equal height: a short last one would cost a launch and fill no link.
+  const int64_t chunks = (call.num_tokens + rows - 1) / rows;
+  const int64_t height = (call.num_tokens + chunks - 1) / chunks;
+  for (int64_t first = 0; first < call.num_tokens && status == ALLNORM_OK; first += height) {
+    params.num_tokens = std::min(height, call.num_tokens - first);
     params.tag.num_tokens = static_cast<uint32_t>(params.num_tokens);
     params.x.data = static_cast<char*>(const_cast<void*>(call.x)) + first * params.x.stride_bytes;
     params.epilogue = epilogue_params(call, first);

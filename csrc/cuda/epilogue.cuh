@@ -8,24 +8,6 @@
 
 namespace allnorm {
 
-// weight_bias + f(w) of the elements of one pack.
-template <class T>
-__device__ __forceinline__ void load_gains(const EpilogueParams& params, int64_t pack,
-                                           float* gains) {
-  constexpr int kElems = kElemsPerPack<T>;
-  if (params.weight_is_float32) {
-#pragma unroll
-    for (int i = 0; i < kElems / 4; ++i) {
-      const char* address = params.weight + (pack * kElems / 4 + i) * kPackBytes;
-      unpack<Float32>(load_pack(address), gains + 4 * i);
-    }
-  } else {
-    unpack<T>(load_pack(params.weight + pack * kPackBytes), gains);
-  }
-#pragma unroll
-  for (int i = 0; i < kElems; ++i) gains[i] = add_rn(params.weight_bias, gains[i]);
-}
-
 // One thread's part of the epilogue: the same pack of every row it is called for.
 template <class T>
 class NormEpilogue {
@@ -42,9 +24,18 @@ class NormEpilogue {
         pack_(pack),
         live_(live) {}
 
-  // Loads that do not depend on the exchange, issued before it is waited for.
+  // Loads that do not depend on the exchange, issued before it is waited for; not used before, so
+  // that no load waits for another.
   __device__ __forceinline__ void prefetch_weight() {
-    if (live_ && params_.normalize) load_gains<T>(params_, pack_, gains_);
+    if (!live_ || !params_.normalize) return;
+    if (!params_.weight_is_float32) {
+      weight_[0] = load_pack(params_.weight + pack_ * kPackBytes);
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < kElems / 4; ++i) {
+      weight_[i] = load_pack(params_.weight + (pack_ * (kElems / 4) + i) * kPackBytes);
+    }
   }
   __device__ __forceinline__ void prefetch_row(int64_t row) {
     if (live_ && params_.residual.data != nullptr) {
@@ -52,44 +43,55 @@ class NormEpilogue {
     }
   }
 
-  // Finishes `row` from its reduced sum. All threads of the cluster call it, live or not.
-  __device__ __forceinline__ void finish_row(int64_t row, const Pack& reduced) {
+  // Numerics steps 2 to 4 from the reduced sum of a row. All threads of the cluster call it, live
+  // or not; a barrier of the block lies in it.
+  __device__ __forceinline__ void add_row(int64_t row, const Pack& reduced) {
     if (!params_.normalize) {
       if (live_) store_pack(params_.out.at(row, pack_), reduced);
+      __syncthreads();
       return;
     }
-    float z[kElems];
-    unpack<T>(reduced, z);
+    unpack<T>(reduced, z_);
     if (params_.residual.data != nullptr) {
       float residual[kElems];
       unpack<T>(residual_, residual);
 #pragma unroll
-      for (int i = 0; i < kElems; ++i) z[i] = add_rn(z[i], residual[i]);
+      for (int i = 0; i < kElems; ++i) z_[i] = add_rn(z_[i], residual[i]);
     }
-    const Pack summed = pack<T>(z);
-    if (!params_.normalize_unrounded) unpack<T>(summed, z);
-    const float sum = row_sum_(live_ ? square_sum<kElems>(z) : 0.0f);
-    if (!live_) return;
-    store_pack(params_.residual_out.at(row, pack_), summed);
-    const float rstd = reciprocal_rms(sum, params_.hidden_size, params_.eps);
-    if (params_.round_before_weight) {
+    const Pack summed = pack<T>(z_);
+    if (live_) store_pack(params_.residual_out.at(row, pack_), summed);
+    if (!params_.normalize_unrounded) unpack<T>(summed, z_);
+    sum_ = row_sum_(live_ ? square_sum<kElems>(z_) : 0.0f);
+  }
+
+  // Numerics step 5, and the store of the normed row.
+  __device__ __forceinline__ void store_row(int64_t row) {
+    if (!live_ || !params_.normalize) return;
+    const float rstd = reciprocal_rms(sum_, params_.hidden_size, params_.eps);
 #pragma unroll
-      for (int i = 0; i < kElems; ++i) z[i] = mul_rn(z[i], rstd);
-      round_to<T>(z);
+    for (int i = 0; i < kElems; ++i) z_[i] = mul_rn(z_[i], rstd);
+    if (params_.round_before_weight) round_to<T>(z_);
+    float gains[kElems];
+    if (params_.weight_is_float32) {
 #pragma unroll
-      for (int i = 0; i < kElems; ++i) z[i] = mul_rn(z[i], gains_[i]);
+      for (int i = 0; i < kElems / 4; ++i) unpack<Float32>(weight_[i], gains + 4 * i);
     } else {
-#pragma unroll
-      for (int i = 0; i < kElems; ++i) z[i] = mul_rn(mul_rn(z[i], rstd), gains_[i]);
+      unpack<T>(weight_[0], gains);
     }
-    store_pack(params_.out.at(row, pack_), pack<T>(z));
+#pragma unroll
+    for (int i = 0; i < kElems; ++i) {
+      z_[i] = mul_rn(z_[i], add_rn(params_.weight_bias, gains[i]));
+    }
+    store_pack(params_.out.at(row, pack_), pack<T>(z_));
   }
 
  private:
   const EpilogueParams& params_;
   RowSum row_sum_;
   Pack residual_;
-  float gains_[kElems];
+  Pack weight_[kElems / 4];
+  float z_[kElems];
+  float sum_;
   int pack_;
   bool live_;
 };

@@ -4,21 +4,22 @@
 // Contract. All ranks make the same launches in the same order (any grid geometry each). In
 // operation e a rank writes only into phase e mod 4 of its peers, waits for everything its peers
 // write into its own phase e mod 4, and before the kernel ends restores every slot it has read to
-// kEmptyWord. It also announces its CallTag to every peer and waits for every peer's.
+// kEmptyWord. One warp of each grid, the roll call, exchanges CallTags with all peers; the kernel
+// does not complete without it.
 //
-// Why a slot may be reused (four phases). Let R be a receiver and S a sender; S writes into R's
-// phase in operations e and e + 4, R reads and clears it in operation e.
-//   1. R's clear, in kernel e, comes before the fence_acq_rel_sys() at the head of R's kernel e +
-//   2:
-//      that kernel may start only after kernel e + 1 has triggered it, which is after kernel e + 1
-//      has waited for kernel e to complete (open() below waits before anything triggers).
-//   2. That fence precedes R's announcement of operation e + 2, thread by thread: a release.
-//   3. S's kernel e + 2 waits for that announcement (close()), and is complete when S's kernel e +
-//   4
-//      starts and fences: an acquire.
-//   4. S's fence precedes S's writes of operation e + 4.
-// So the clear is ordered before the next write, with both fences in the prologue that PDL hides.
-// With three phases step 4 would need a fence between S's wait and S's next operation.
+// Why a slot may be reused (three phases). Let R be a receiver and S a sender; S writes into R's
+// phase in operations e and e + 3, R reads and clears it in operation e.
+//   1. R's clears, by any thread of kernel e, precede R's roll call in kernel e + 1: that warp has
+//      passed wait_for_preceding_grid(). It fences and then announces e + 1: a release.
+//   2. S's roll call in kernel e + 1 sees that announcement; the one in kernel e + 2 reads it again
+//   and
+//      fences: an acquire.
+//   3. Kernel e + 2 of S completes after its roll call, and S's writes of operation e + 3, by any
+//      thread of kernel e + 3, come after wait_for_preceding_grid().
+// So the clear is ordered before the next write to the slot, by one fence in a warp that touches no
+// data: it costs the data path nothing. A second fence after the wait would save a phase, but it
+// waits for the warp's own announcement to be acknowledged and was measured to lengthen the kernel.
+// The announcements' slots alternate by the same argument.
 //
 // The operation counter has one copy per possible block. A block reads its own copy and, when it
 // ends, advances that copy and an equal share of those that no block of this grid owns: no atomics,
@@ -37,39 +38,49 @@ namespace allnorm {
 template <int kWorldSize>
 class Exchange {
  public:
-  // Prologue: everything before the first read of what a preceding kernel wrote. Step 1, 2 and 4 of
-  // the reuse argument.
+  // Waits for the preceding grid: nothing that it wrote may be read before.
   __device__ __forceinline__ explicit Exchange(const FusedParams& params)
       : params_(params), deadline_(params.timeout_ns) {
-    fence_acq_rel_sys();
     wait_for_preceding_grid();
-    char* own = params.workspace[0];
+    const char* own = params.workspace[0];
     op_ = load_u32(own + PushControl::kEpochs + 4 * blockIdx.x);
     failed_ = load_u32(own + PushControl::kPoisoned) != 0;
   }
 
-  // Tells every peer what this operation is. One warp of the grid does it.
-  __device__ __forceinline__ void announce() {
-    const int q = threadIdx.x;
-    if (blockIdx.x != 0 || q == 0 || q >= kWorldSize || failed_) return;
-    char* slot = params_.workspace[q] + PushControl::tag(op_, params_.rank);
-    store_relaxed_sys(slot, params_.tag.word(op_, 0));
-    store_relaxed_sys(slot + 8, params_.tag.word(op_, 1));
+  // Tells every peer what this operation is, and waits until every peer has announced the same:
+  // steps 1 and 2 of the reuse argument. One warp of the grid calls it.
+  __device__ __forceinline__ void call_roll() {
+    const int lane = threadIdx.x;
+    if (lane == 0 || lane >= kWorldSize || failed_) return;
+    const int source = (params_.rank + lane) % kWorldSize;
+    const char* own = params_.workspace[0];
+    // The peer's announcement of the previous operation, wherever it is: what the fence acquires.
+#pragma unroll
+    for (int phase = 0; phase < kPushPhases; ++phase) {
+      load_relaxed_sys_u64(own + PushControl::tag(phase, source) + 8);
+    }
+    // acquire: the peer's clears before that announcement. release: everything the grids before
+    // this one did, their clears above all; pairs with the same fence in the peer's next kernel.
+    fence_acq_rel_sys();
+    char* theirs = params_.workspace[lane] + PushControl::tag(op_, params_.rank);
+    store_relaxed_sys(theirs, params_.tag.word(op_, 0));
+    store_relaxed_sys(theirs + 8, params_.tag.word(op_, 1));
+
+    const char* slot = own + PushControl::tag(op_, source);
+    uint64_t seen[2];
+    const auto announced = [&] {
+      seen[0] = load_relaxed_sys_u64(slot);
+      seen[1] = load_relaxed_sys_u64(slot + 8);
+      return seen[0] >> 32 == op_ && seen[1] >> 32 == op_;
+    };
+    if (!wait_until(announced, [&] { return source; })) return;
+    if (seen[0] != params_.tag.word(op_, 0) || seen[1] != params_.tag.word(op_, 1)) {
+      record_fault(params_, op_, source, ALLNORM_DIVERGED);
+    }
   }
 
-  // Waits until every peer has announced the same operation, step 3 of the reuse argument, and then
-  // advances the counter. All threads of the block have read the counter when any arrives here.
-  __device__ __forceinline__ void close() {
-    const int source = threadIdx.x;
-    if (blockIdx.x == 0 && source < kWorldSize && source != params_.rank) {
-      const char* slot = tag_slot(source);
-      while (!failed_ && !(announced(slot, 0) && announced(slot, 1))) {
-        if (deadline_.look_due()) look(source);
-      }
-      if (!failed_ && diverges(slot)) {
-        failed_ = record_fault(params_, op_, source, ALLNORM_DIVERGED);
-      }
-    }
+  // Advances the operation counter. Every thread of the block has read it before any comes here.
+  __device__ __forceinline__ void advance() {
     uint32_t* copies = reinterpret_cast<uint32_t*>(params_.workspace[0] + PushControl::kEpochs);
     for (int copy = blockIdx.x + threadIdx.x * gridDim.x; copy < kMaxBlocks;
          copy += blockDim.x * gridDim.x) {
@@ -96,17 +107,6 @@ class Exchange {
   }
 
  private:
-  __device__ __forceinline__ const char* tag_slot(int source) const {
-    return params_.workspace[0] + PushControl::tag(op_, source);
-  }
-  __device__ __forceinline__ bool announced(const char* slot, int word) const {
-    return load_relaxed_sys_u64(slot + 8 * word) >> 32 == op_;
-  }
-  __device__ __forceinline__ bool diverges(const char* slot) const {
-    return load_relaxed_sys_u64(slot) != params_.tag.word(op_, 0) ||
-           load_relaxed_sys_u64(slot + 8) != params_.tag.word(op_, 1);
-  }
-
   // The rare look during a wait: has a peer announced something else, has another thread failed, is
   // the time up? Static, with everything by value, so that the object stays in registers.
   __device__ __forceinline__ void look(int source) {

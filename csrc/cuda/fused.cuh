@@ -1,8 +1,9 @@
 // The fused kernel: any transport, any epilogue, rows streamed by clusters of blocks.
 //
-// A cluster takes rows first, first + clusters, ...; each of its threads holds one pack of the row.
-// Rows flow without a grid-wide barrier: the partial of the next row is on its way before the
-// current one is waited for, and the input of the row after that is being loaded.
+// The first cluster calls the roll. Each other cluster takes rows first, first + step, ...; each of
+// its threads holds one pack of the row. Rows flow without a grid-wide barrier: the partial of the
+// next row is on its way before the current one is waited for, and the input of the row after that
+// is being loaded.
 #ifndef ALLNORM_CUDA_FUSED_CUH_
 #define ALLNORM_CUDA_FUSED_CUH_
 
@@ -16,11 +17,18 @@ __device__ __forceinline__ void run_fused(const FusedParams& params) {
   const uint32_t clusters = cluster_size();
   const int pack = static_cast<int>(cluster_rank() * blockDim.x + threadIdx.x);
   const bool live = pack < params.packs;
-  const int64_t step = gridDim.x / clusters;
+  const int64_t step = gridDim.x / clusters - 1;
   const int64_t end = params.num_tokens;
-  int64_t row = blockIdx.x / clusters;
+  int64_t row = static_cast<int64_t>(blockIdx.x / clusters) - 1;
 
   Exchange<kWorldSize> exchange(params);
+  if (row < 0) {
+    trigger_next_grid();
+    if (blockIdx.x == 0 && threadIdx.x < 32) exchange.call_roll();
+    __syncthreads();
+    exchange.advance();
+    return;
+  }
   Transport<T, kWorldSize> transport(params, exchange, pack);
   NormEpilogue<T> epilogue(params.epilogue, pack, live, clusters);
   const auto load_input = [&](int64_t at) {
@@ -29,31 +37,31 @@ __device__ __forceinline__ void run_fused(const FusedParams& params) {
 
   Pack own = load_input(row);
   Pack next = load_input(row + step);
-  if (live && row < end) transport.send(row, own);
-  exchange.announce();
+  if (live) transport.send(row, own);
   epilogue.prefetch_weight();
   for (; row < end; row += step) {
-    if (live && row + step < end) transport.send(row + step, next);
-    const Pack after_next = load_input(row + 2 * step);
+    const bool last = row + step >= end;
     epilogue.prefetch_row(row);
+    if (live && !last) transport.send(row + step, next);
+    const Pack after_next = load_input(row + 2 * step);
     Pack reduced{};
-    if (live) reduced = transport.receive(row, own);
-    epilogue.finish_row(row, reduced);
-    if (row + step >= end) {
-      // After the last store that a dependent grid may read.
-      trigger_next_grid();
+    if (live) {
+      reduced = transport.receive(row, own);
+      transport.clear(row);
     }
-    if (live) transport.clear(row);
+    epilogue.add_row(row, reduced);
+    // After the barrier in add_row().
+    if (last) exchange.advance();
+    epilogue.store_row(row);
     own = next;
     next = after_next;
   }
-  // Every thread of the block has read the counter before any advances it.
-  __syncthreads();
-  exchange.close();
+  // After the last store that a dependent grid may read.
+  trigger_next_grid();
 }
 
 template <class T, int kWorldSize, template <class, int> class Transport>
-__global__ void __launch_bounds__(kMaxThreads)
+__global__ void __launch_bounds__(kMaxThreads, Transport<T, kWorldSize>::kMinBlocksPerSm)
     fused_kernel(const __grid_constant__ FusedParams params) {
   run_fused<T, kWorldSize, Transport>(params);
 }

@@ -34,11 +34,15 @@ inline int choose_cluster_size(int64_t packs, int64_t num_tokens, int num_sms) {
   return size;
 }
 
-// `resident_blocks`: blocks of this kernel that the GPU holds at once. The grid never exceeds it,
-// so that no block waits for a peer's block that cannot start.
-inline int choose_num_blocks(int64_t num_tokens, int cluster_size, int resident_blocks) {
-  const int64_t clusters = std::min<int64_t>(resident_blocks, kMaxBlocks) / cluster_size;
-  return static_cast<int>(std::max<int64_t>(1, std::min(num_tokens, clusters))) * cluster_size;
+// Blocks of a grid that works on `num_tokens` units of `cluster_size` blocks. `resident_blocks`:
+// how many the GPU holds at once; the grid never exceeds it, so that no block waits for a peer's
+// block that cannot start. `extra_clusters` work on no unit.
+inline int choose_num_blocks(int64_t num_tokens, int cluster_size, int resident_blocks,
+                             int extra_clusters) {
+  const int64_t clusters =
+      std::min<int64_t>(resident_blocks, kMaxBlocks) / cluster_size - extra_clusters;
+  const int64_t working = std::max<int64_t>(1, std::min(num_tokens, clusters));
+  return static_cast<int>(working + extra_clusters) * cluster_size;
 }
 
 }  // namespace allnorm

@@ -158,7 +158,7 @@ int32_t launch_fused(const Device& device, const AllnormCall& call, int world_si
   }
   const int resident = device.num_sms * blocks_per_sm(device, kernel, geometry.num_threads);
   const int limit = call.num_blocks > 0 ? std::min(call.num_blocks, resident) : resident;
-  geometry.num_blocks = choose_num_blocks(params.num_tokens, geometry.cluster_size, limit);
+  geometry.num_blocks = choose_num_blocks(params.num_tokens, geometry.cluster_size, limit, 1);
   return launch(device, kernel, &params, geometry, 0, call);
 }
 
@@ -191,7 +191,7 @@ int32_t launch_local(const Device& device, const AllnormCall& call) {
   geometry.cluster_size = 1;
   geometry.num_threads = std::min(threads_of(packs, 1), kMaxThreads);
   geometry.num_blocks = choose_num_blocks(
-      call.num_tokens, 1, device.num_sms * blocks_per_sm(device, kernel, geometry.num_threads));
+      call.num_tokens, 1, device.num_sms * blocks_per_sm(device, kernel, geometry.num_threads), 0);
   return launch(device, kernel, &params, geometry, shared_bytes, call);
 }
 

@@ -77,6 +77,9 @@ __device__ __forceinline__ void clear_partials(char* slot, int64_t source_stride
 template <class T, int kWorldSize>
 class OneShot {
  public:
+  // At two ranks it also carries prefill, where rows in flight count; else it is for few rows.
+  static constexpr int kMinBlocksPerSm = kWorldSize == 2 ? 2 : 1;
+
   __device__ __forceinline__ OneShot(const FusedParams& params, Exchange<kWorldSize>& exchange,
                                      int pack)
       : exchange_(exchange),

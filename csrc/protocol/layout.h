@@ -24,6 +24,7 @@ ALLNORM_HD int64_t align_down(int64_t bytes) { return bytes / kAlignBytes * kAli
 constexpr int kPushMaxWorldSize = 8;
 // Why four: see the reuse argument at the head of cuda/exchange.cuh.
 constexpr int kPushPhases = 4;
+static_assert((kPushPhases & (kPushPhases - 1)) == 0, "phases must go on in turn at op 2^32");
 // Upper bound of a grid; each block owns one copy of the operation counter.
 constexpr int kMaxBlocks = 1024;
 
@@ -34,12 +35,13 @@ struct PushControl {
   static constexpr int64_t kPoisoned = kEpochs + 4 * kMaxBlocks;
   // uint64_t[kPushPhases][kPushMaxWorldSize][2]: the CallTag each peer announced. Written by peers.
   static constexpr int64_t kTags = kPoisoned + kAlignBytes;
-  static constexpr int64_t kBytes = kTags + 16 * kPushPhases * kPushMaxWorldSize + 3584;
+  static constexpr int64_t kBytes = 8192;
 
-  ALLNORM_HD static int64_t tag(uint32_t op, int source) {
+  ALLNORM_HD static constexpr int64_t tag(uint32_t op, int source) {
     return kTags + 16 * (static_cast<int64_t>(op % kPushPhases) * kPushMaxWorldSize + source);
   }
 };
+static_assert(PushControl::tag(kPushPhases - 1, kPushMaxWorldSize) <= PushControl::kBytes);
 static_assert(PushControl::kBytes % kAlignBytes == 0);
 
 // Data region of one launch of `rows` rows of `packs` packs over `world_size` ranks.
