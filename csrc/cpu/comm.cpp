@@ -18,6 +18,8 @@
 // diverging pair wait for each other's step 1 of e and compare the same two tags, both find out.
 #include "cpu/comm.h"
 
+#include <sched.h>
+
 #include <algorithm>
 #include <cstring>
 
@@ -31,6 +33,8 @@ namespace {
 // each has a core of its own, and a wake-up costs 5 to 50 us. With fewer cores than ranks, the core
 // is better given to the peer that is waited for.
 constexpr int64_t kSpinNs = 50'000;
+// About a microsecond of polls. In between the wait yields: should the peer, or anything else, need
+// this very core, polling on would keep it from coming.
 constexpr int kPollsPerLook = 64;
 
 int64_t spin_ns(int world_size) {
@@ -91,6 +95,7 @@ bool Communicator::wait(int peer, int step, const CallTag& tag) {
     if (has_reached(load_acquire(word), expected)) return same_call(peer, tag);
     pause();
     if (polls % kPollsPerLook != kPollsPerLook - 1) continue;
+    sched_yield();
     const int64_t now_ns = MonotonicClock::now_ns();
     if (start_ns == 0) start_ns = now_ns;
     if (now_ns - start_ns >= std::min(spin_ns_, config_.timeout_ns)) {
