@@ -28,7 +28,7 @@ _GPU_ROUNDS = 10
 _REPLAYS_PER_ROUND = 3
 _CPU_ROUNDS = 10
 _CPU_CALLS = (5, 1000)  # least and most timed calls of an arm
-_CPU_WARM_UP = 3
+_CPU_WARM_UP = 2  # beside the checked calls
 _EAGER_CALLS = 200
 
 
@@ -50,7 +50,7 @@ class Job:
     numerics: str
     arms: tuple[str, ...]
     device: str
-    seconds: float = 1.0
+    seconds: float = 0.7
 
 
 @dataclass
