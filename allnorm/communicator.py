@@ -291,7 +291,11 @@ class Communicator:
                     self._prepared.clear()
                 self._prepared[key] = launch
         if out is None and residual_out is None:
-            result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+            # empty_like is the faster one, but keeps the order of permuted dimensions.
+            if x.is_contiguous():
+                result = torch.empty_like(x)
+            else:
+                result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
             summed = torch.empty_like(result) if launch.is_norm else None
             self._launch(launch, x, residual, weight, result, summed)
             return result, summed
