@@ -38,7 +38,7 @@ using U32 = uint32_t __attribute__((vector_size(4 * kWidth)));
 using U16 = uint16_t __attribute__((vector_size(2 * kWidth)));
 
 ALLNORM_INLINE F32 broadcast(float value) {
-  F32 result;
+  F32 result = {};
   for (int i = 0; i < kWidth; ++i) result[i] = value;
   return result;
 }
@@ -49,7 +49,7 @@ ALLNORM_INLINE F32 fma(F32 a, F32 b, F32 c) {
 #elif defined(__AVX2__)
   return (F32)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #else
-  F32 result;
+  F32 result = {};
   for (int i = 0; i < kWidth; ++i) result[i] = fma_rn(a[i], b[i], c[i]);
   return result;
 #endif
@@ -205,7 +205,7 @@ ALLNORM_INLINE U16 to_float16(F32 value) {
 #elif defined(__AVX2__)
   return (U16)_mm256_cvtps_ph((__m256)value, _MM_FROUND_TO_NEAREST_INT);
 #else
-  U16 result;
+  U16 result = {};
   for (int i = 0; i < kWidth; ++i) result[i] = Float16::store(value[i]);
   return result;
 #endif
@@ -216,7 +216,7 @@ ALLNORM_INLINE F32 from_float16(U16 value) {
 #elif defined(__AVX2__)
   return (F32)_mm256_cvtph_ps((__m128i)value);
 #else
-  F32 result;
+  F32 result = {};
   for (int i = 0; i < kWidth; ++i) result[i] = Float16::load(value[i]);
   return result;
 #endif

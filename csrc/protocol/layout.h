@@ -92,12 +92,13 @@ struct PushLayout {
 constexpr int kPullPhases = 2;
 
 struct PullControl {
-  // uint32_t on a cache line of its own: number of publications this rank has made.
+  // uint32_t: how far this rank is, 2 * operation + step.
   static constexpr int64_t kPublished = 0;
+  // uint64_t[kPullPhases][2]: the CallTag of this rank's operation. On the line of kPublished, which
+  // a waiting peer has at hand.
+  static constexpr int64_t kTags = 16;
   // uint32_t on a cache line of its own: peers asleep on kPublished.
   static constexpr int64_t kSleepers = 64;
-  // uint64_t[kPullPhases][2]: the CallTag of this rank's operation.
-  static constexpr int64_t kTags = 128;
   static constexpr int64_t kBytes = 4096;
 
   ALLNORM_HD static int64_t tag(uint32_t op) { return kTags + 16 * (op % kPullPhases); }
