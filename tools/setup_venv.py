@@ -9,8 +9,6 @@ and nothing of what they satisfy is installed, so that a machine with its own to
 network, is served too. Otherwise the versions come from constraints.txt.
 """
 
-from __future__ import annotations
-
 import pathlib
 import re
 import subprocess
