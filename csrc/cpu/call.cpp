@@ -3,7 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
-#include "cpu/error.h"
+#include "abi/check.h"
+#include "abi/error.h"
 #include "protocol/exchange.h"
 #include "protocol/layout.h"
 
@@ -31,8 +32,6 @@ Rows matrix(void* data, int64_t stride_bytes, int64_t row) {
 }
 
 }  // namespace
-
-int64_t element_bytes(int dtype) { return dtype == ALLNORM_FLOAT32 ? 4 : 2; }
 
 int64_t rows_per_chunk(int world_size, int64_t workspace_bytes, int algorithm, int dtype,
                        int64_t hidden_size) {

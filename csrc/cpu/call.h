@@ -9,8 +9,6 @@
 
 namespace allnorm {
 
-int64_t element_bytes(int dtype);
-
 // Rows of one exchange; a pure function, because every rank must cut alike. 0: not even one fits.
 int64_t rows_per_chunk(int world_size, int64_t workspace_bytes, int algorithm, int dtype,
                        int64_t hidden_size);

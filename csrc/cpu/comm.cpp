@@ -23,7 +23,8 @@
 #include <algorithm>
 #include <cstring>
 
-#include "cpu/error.h"
+#include "abi/check.h"
+#include "abi/error.h"
 #include "cpu/memory.h"
 
 namespace allnorm {
@@ -36,6 +37,8 @@ constexpr int64_t kSpinNs = 50'000;
 // About a microsecond of polls. In between the wait yields: should the peer, or anything else, need
 // this very core, polling on would keep it from coming.
 constexpr int kPollsPerLook = 64;
+// A longer timeout would overflow a deadline.
+constexpr int64_t kForeverNs = INT64_MAX / 4;
 
 int64_t spin_ns(int world_size) {
   return world_size <= sysconf(_SC_NPROCESSORS_ONLN) ? kSpinNs : 0;
@@ -99,7 +102,7 @@ bool Communicator::wait(int peer, int step, const CallTag& tag) {
     const int64_t now_ns = MonotonicClock::now_ns();
     if (start_ns == 0) start_ns = now_ns;
     if (now_ns - start_ns >= std::min(spin_ns_, config_.timeout_ns)) {
-      return sleep(peer, expected, start_ns + config_.timeout_ns, tag);
+      return sleep(peer, expected, start_ns + std::min(config_.timeout_ns, kForeverNs), tag);
     }
   }
 }
@@ -119,16 +122,15 @@ bool Communicator::sleep(int peer, uint32_t expected, int64_t deadline_ns, const
   if (has_reached(seen, expected)) return same_call(peer, tag);
 
   const int32_t behind = static_cast<int32_t>(seen - publication(1));
-  fault_ = {.status = ALLNORM_TIMEOUT,
-            .rank = config_.rank,
-            .peer = peer,
-            .expected_op = op_,
-            .seen_op = op_ + static_cast<uint32_t>(behind >> 1),
-            .expected_shape = tag.shape,
-            .seen_shape = static_cast<uint32_t>(load_relaxed(tags(peer) + 1)),
-            .expected_tokens = tag.num_tokens,
-            .seen_tokens = static_cast<uint32_t>(load_relaxed(tags(peer)))};
-  return false;
+  return record({.status = ALLNORM_TIMEOUT,
+                 .rank = config_.rank,
+                 .peer = peer,
+                 .expected_op = op_,
+                 .seen_op = op_ + static_cast<uint32_t>(behind >> 1),
+                 .expected_shape = tag.shape,
+                 .seen_shape = static_cast<uint32_t>(load_relaxed(tags(peer) + 1)),
+                 .expected_tokens = tag.num_tokens,
+                 .seen_tokens = static_cast<uint32_t>(load_relaxed(tags(peer)))});
 }
 
 bool Communicator::same_call(int peer, const CallTag& tag) {
@@ -136,16 +138,15 @@ bool Communicator::same_call(int peer, const CallTag& tag) {
   if (seen_tokens == tag.word(op_, 0) && seen_shape == tag.word(op_, 1)) [[likely]] {
     return true;
   }
-  fault_ = {.status = ALLNORM_DIVERGED,
-            .rank = config_.rank,
-            .peer = peer,
-            .expected_op = op_,
-            .seen_op = static_cast<uint32_t>(seen_shape >> 32),
-            .expected_shape = tag.shape,
-            .seen_shape = static_cast<uint32_t>(seen_shape),
-            .expected_tokens = tag.num_tokens,
-            .seen_tokens = static_cast<uint32_t>(seen_tokens)};
-  return false;
+  return record({.status = ALLNORM_DIVERGED,
+                 .rank = config_.rank,
+                 .peer = peer,
+                 .expected_op = op_,
+                 .seen_op = static_cast<uint32_t>(seen_shape >> 32),
+                 .expected_shape = tag.shape,
+                 .seen_shape = static_cast<uint32_t>(seen_shape),
+                 .expected_tokens = tag.num_tokens,
+                 .seen_tokens = static_cast<uint32_t>(seen_tokens)});
 }
 
 // Copies rows [begin, end) of the chunk into this rank's phase.
@@ -227,7 +228,7 @@ bool Communicator::two_shot(const Chunk& chunk) {
 }
 
 int32_t Communicator::run(const AllnormCall& call) {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(run_mutex_);
   if (fault_.status != ALLNORM_OK) return refuse(call, 0);
   if (config_.world_size == 1) {
     AllnormCall local = call;
@@ -270,7 +271,12 @@ int32_t Communicator::run(const AllnormCall& call) {
   return ALLNORM_OK;
 }
 
-// After a fault nothing the call returns may look like a result: NaN from `first_row` on.
+bool Communicator::record(const AllnormFault& fault) {
+  const std::lock_guard lock(fault_mutex_);
+  fault_ = fault;
+  return false;
+}
+
 int32_t Communicator::refuse(const AllnormCall& call, int64_t first_row) {
   fill_nan(call, first_row);
   return fail(static_cast<AllnormStatus>(fault_.status), "%s",
@@ -278,7 +284,7 @@ int32_t Communicator::refuse(const AllnormCall& call, int64_t first_row) {
 }
 
 AllnormFault Communicator::fault() {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(fault_mutex_);
   return fault_;
 }
 

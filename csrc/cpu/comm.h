@@ -24,6 +24,7 @@ class Communicator {
 
   // Collective. Thread-safe, but all ranks must make their calls in the same order.
   int32_t run(const AllnormCall& call);
+  // Never waits for a run() on another thread.
   AllnormFault fault();
 
  private:
@@ -44,6 +45,7 @@ class Communicator {
   bool sleep(int peer, uint32_t expected, int64_t deadline_ns, const CallTag& tag);
   bool same_call(int peer, const CallTag& tag);
   void copy_in(const Chunk& chunk, int64_t begin, int64_t end);
+  bool record(const AllnormFault& fault);
   int32_t refuse(const AllnormCall& call, int64_t first_row);
 
   std::byte* phase(int rank) const;
@@ -56,8 +58,9 @@ class Communicator {
   const int64_t spin_ns_;
   uint32_t op_;
   Scratch scratch_;
-  AllnormFault fault_ = {};
-  std::mutex mutex_;
+  AllnormFault fault_ = {};  // written by run() only
+  std::mutex run_mutex_;
+  std::mutex fault_mutex_;  // held for a copy of fault_ only, so that fault() never waits for peers
 };
 
 }  // namespace allnorm

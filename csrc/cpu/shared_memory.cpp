@@ -9,8 +9,8 @@
 #include <climits>
 #include <cstring>
 
+#include "abi/error.h"
 #include "allnorm.h"
-#include "cpu/error.h"
 
 namespace {
 
