@@ -36,40 +36,61 @@ __device__ __forceinline__ float butterfly_over(const float* values, int count) 
   return butterfly(terms[0]);
 }
 
-// Row sums for rows that come one after the other; `chunks` is the number of chunks of a row. Each
-// warp holds one chunk.
+// Row sums for rows that come one after the other; each warp holds one chunk of a row.
 class RowSum {
  public:
-  __device__ __forceinline__ RowSum(int chunks, uint32_t clusters)
-      : chunks_(chunks), cluster_size_(clusters) {}
+  // All threads of the cluster construct it together, before anything is outstanding.
+  __device__ __forceinline__ RowSum(int chunks, uint32_t cluster_size)
+      : chunks_(chunks), cluster_size_(cluster_size) {
+    if (cluster_size_ == 1) return;
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < kBuffers; ++i) init_barrier(shared().arrived + i);
+    }
+    cluster_sync();  // before any block signals another's barrier
+  }
 
   // Sum over the row of every thread's `value`, the same in all threads of the cluster.
   //
-  // Reuse of the two buffers: a warp writes buffer i only after the barrier of row i - 1, which
-  // every reader of row i - 2 (the buffer's previous use) has reached after its reads.
+  // Reuse of a buffer: a warp writes it for row i + 2 after it has waited for the sums of row i + 1
+  // of all warps, each of which sent that after it had read and used the sums of row i.
   __device__ __forceinline__ float operator()(float value) {
-    __shared__ float sums[2][kMaxChunks];
-    float* buffer = sums[row_parity_];
-    row_parity_ ^= 1;
+    Shared& mine = shared();
+    const uint32_t buffer = row_ % kBuffers;
+    const uint32_t parity = row_ / kBuffers % 2;
+    ++row_;
+    float* sums = mine.sums[buffer];
     const float chunk_sum = butterfly(value);
-    const uint32_t lane = threadIdx.x % 32;
+    const uint32_t lane = threadIdx.x % 32, warps = blockDim.x / 32;
     if (cluster_size_ == 1) {
-      if (lane == 0) buffer[threadIdx.x / 32] = chunk_sum;
+      if (lane == 0) sums[threadIdx.x / 32] = chunk_sum;
       __syncthreads();
     } else {
-      const uint32_t chunk = cluster_rank() * (blockDim.x / 32) + threadIdx.x / 32;
-      if (lane < cluster_size_) store_shared_cluster(buffer + chunk, lane, chunk_sum);
-      // No block may leave while another still writes into it: every such write comes before this
-      // barrier.
-      cluster_sync();
+      // Not cluster_sync(): it would wait until all this thread's stores to peers are acknowledged.
+      SharedBarrier* arrived = mine.arrived + buffer;
+      if (threadIdx.x == 0) expect_bytes(arrived, cluster_size_ * warps * sizeof(float));
+      const uint32_t chunk = cluster_rank() * warps + threadIdx.x / 32;
+      if (lane < cluster_size_) store_async_cluster(sums + chunk, arrived, lane, chunk_sum);
+      // Bounded: every warp of the cluster comes here, since its own waits have a deadline. A block
+      // cannot leave while another still writes into it, because it waits for all that is written.
+      wait_barrier(arrived, parity);
     }
-    return butterfly_over<kMaxChunks>(buffer, chunks_);
+    return butterfly_over<kMaxChunks>(sums, chunks_);
   }
 
  private:
+  static constexpr int kBuffers = 2;
+  struct Shared {
+    float sums[kBuffers][kMaxChunks];
+    SharedBarrier arrived[kBuffers];
+  };
+  __device__ __forceinline__ static Shared& shared() {
+    __shared__ Shared storage;
+    return storage;
+  }
+
   int chunks_;
   uint32_t cluster_size_;
-  int row_parity_ = 0;
+  uint32_t row_ = 0;
 };
 
 }  // namespace allnorm

@@ -14,15 +14,9 @@ class NormEpilogue {
  public:
   static constexpr int kElems = kElemsPerPack<T>;
 
-  __device__ __forceinline__ NormEpilogue(const EpilogueParams& params, int pack, bool live,
-                                          uint32_t cluster_size)
-      : params_(params),
-        row_sum_(
-            (static_cast<int>((params.hidden_size + kElems - 1) / kElems) + kPacksPerChunk - 1) /
-                kPacksPerChunk,
-            cluster_size),
-        pack_(pack),
-        live_(live) {}
+  __device__ __forceinline__ NormEpilogue(const EpilogueParams& params, RowSum& row_sum, int pack,
+                                          bool live)
+      : params_(params), row_sum_(row_sum), pack_(pack), live_(live) {}
 
   // Loads that do not depend on the exchange, issued before it is waited for; not used before, so
   // that no load waits for another.
@@ -87,7 +81,7 @@ class NormEpilogue {
 
  private:
   const EpilogueParams& params_;
-  RowSum row_sum_;
+  RowSum& row_sum_;
   Pack residual_;
   Pack weight_[kElems / 4];
   float z_[kElems];

@@ -55,9 +55,16 @@ class Exchange {
     const int source = (params_.rank + lane) % kWorldSize;
     const char* own = params_.workspace[0];
     // The peer's announcement of the previous operation, wherever it is: what the fence acquires.
+    // (Its value must be used, or the assembler drops the loads.)
+    bool followed = false;
 #pragma unroll
     for (int phase = 0; phase < kPushPhases; ++phase) {
-      load_relaxed_sys_u64(own + PushControl::tag(phase, source) + 8);
+      const uint64_t word = load_relaxed_sys_u64(own + PushControl::tag(phase, source) + 8);
+      followed = followed || word >> 32 == op_ - 1;
+    }
+    if (!followed) {
+      record_fault(params_, op_, source, ALLNORM_DIVERGED);
+      return;
     }
     // acquire: the peer's clears before that announcement. release: everything the grids before
     // this one did, their clears above all; pairs with the same fence in the peer's next kernel.

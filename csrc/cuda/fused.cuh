@@ -12,7 +12,10 @@
 
 namespace allnorm {
 
-template <class T, int kWorldSize, template <class, int> class Transport>
+// kDense: for more rows than SMs, where rows in flight hide every latency and registers limit them:
+// two blocks an SM, and inputs are read again instead of kept. Otherwise a thread keeps the inputs
+// of three rows, so that no send waits for its load.
+template <class T, int kWorldSize, template <class, int> class Transport, bool kDense>
 __device__ __forceinline__ void run_fused(const FusedParams& params) {
   const uint32_t clusters = cluster_size();
   const int pack = static_cast<int>(cluster_rank() * blockDim.x + threadIdx.x);
@@ -21,6 +24,7 @@ __device__ __forceinline__ void run_fused(const FusedParams& params) {
   const int64_t end = params.num_tokens;
   int64_t row = static_cast<int64_t>(blockIdx.x / clusters) - 1;
 
+  RowSum row_sum((params.packs + kPacksPerChunk - 1) / kPacksPerChunk, clusters);
   Exchange<kWorldSize> exchange(params);
   if (row < 0) {
     trigger_next_grid();
@@ -30,25 +34,34 @@ __device__ __forceinline__ void run_fused(const FusedParams& params) {
     return;
   }
   Transport<T, kWorldSize> transport(params, exchange, pack);
-  NormEpilogue<T> epilogue(params.epilogue, pack, live, clusters);
+  NormEpilogue<T> epilogue(params.epilogue, row_sum, pack, live);
   const auto load_input = [&](int64_t at) {
     return live && at < end ? load_pack(params.x.at(at, pack)) : Pack{};
   };
 
   Pack own = load_input(row);
-  Pack next = load_input(row + step);
+  Pack next{};
+  if constexpr (!kDense) next = load_input(row + step);
   if (live) transport.send(row, own);
-  epilogue.prefetch_weight();
+  if constexpr (!kDense) epilogue.prefetch_weight();
   for (; row < end; row += step) {
     const bool last = row + step >= end;
     epilogue.prefetch_row(row);
-    if (live && !last) transport.send(row + step, next);
-    const Pack after_next = load_input(row + 2 * step);
+    Pack after_next{};
+    if constexpr (kDense) {
+      if (live && !last) transport.send(row + step, load_input(row + step));
+    } else {
+      if (live && !last) transport.send(row + step, next);
+      after_next = load_input(row + 2 * step);
+    }
     Pack reduced{};
     if (live) {
-      reduced = transport.receive(row, own);
+      reduced = transport.receive(row, [&] { return kDense ? load_input(row) : own; });
       transport.clear(row);
     }
+    // Overlaps the row's sum; earlier it would hold registers while packs of all ranks are in
+    // flight.
+    if constexpr (kDense) epilogue.prefetch_weight();
     epilogue.add_row(row, reduced);
     // After the barrier in add_row().
     if (last) exchange.advance();
@@ -60,10 +73,10 @@ __device__ __forceinline__ void run_fused(const FusedParams& params) {
   trigger_next_grid();
 }
 
-template <class T, int kWorldSize, template <class, int> class Transport>
-__global__ void __launch_bounds__(kMaxThreads, Transport<T, kWorldSize>::kMinBlocksPerSm)
+template <class T, int kWorldSize, template <class, int> class Transport, bool kDense>
+__global__ void __launch_bounds__(kMaxThreads, kDense ? 2 : 1)
     fused_kernel(const __grid_constant__ FusedParams params) {
-  run_fused<T, kWorldSize, Transport>(params);
+  run_fused<T, kWorldSize, Transport, kDense>(params);
 }
 
 }  // namespace allnorm

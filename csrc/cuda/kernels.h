@@ -5,10 +5,11 @@
 
 namespace allnorm {
 
-// Each returns the kernel to launch, taking FusedParams or LocalParams; nullptr if there is none.
-const void* fused_kernel_float32(int algorithm, int world_size);
-const void* fused_kernel_float16(int algorithm, int world_size);
-const void* fused_kernel_bfloat16(int algorithm, int world_size);
+// `dense`: the variant for more rows than SMs, see cuda/fused.cuh. Each returns the kernel to
+// launch, taking FusedParams or LocalParams; nullptr if there is none.
+const void* fused_kernel_float32(int algorithm, int world_size, bool dense);
+const void* fused_kernel_float16(int algorithm, int world_size, bool dense);
+const void* fused_kernel_bfloat16(int algorithm, int world_size, bool dense);
 const void* local_kernel_float32(bool aligned);
 const void* local_kernel_float16(bool aligned);
 const void* local_kernel_bfloat16(bool aligned);

@@ -9,14 +9,14 @@
 namespace allnorm {
 namespace {
 
-const void* find_fused(const AllnormCall& call, int world_size) {
+const void* find_fused(const AllnormCall& call, int world_size, bool dense) {
   switch (call.dtype) {
     case ALLNORM_FLOAT32:
-      return fused_kernel_float32(call.algorithm, world_size);
+      return fused_kernel_float32(call.algorithm, world_size, dense);
     case ALLNORM_FLOAT16:
-      return fused_kernel_float16(call.algorithm, world_size);
+      return fused_kernel_float16(call.algorithm, world_size, dense);
     default:
-      return fused_kernel_bfloat16(call.algorithm, world_size);
+      return fused_kernel_bfloat16(call.algorithm, world_size, dense);
   }
 }
 
@@ -135,11 +135,6 @@ EpilogueParams epilogue_params(const AllnormCall& call, int64_t first_row) {
 
 int32_t launch_fused(const Device& device, const AllnormCall& call, int world_size,
                      const FusedParams& params) {
-  const void* kernel = find_fused(call, world_size);
-  if (kernel == nullptr) {
-    return fail(ALLNORM_UNSUPPORTED, "no fused kernel for world size %d: expected 2 to %d",
-                world_size, kPushMaxWorldSize);
-  }
   Geometry geometry;
   geometry.cluster_size = call.cluster_size;
   if (geometry.cluster_size == 0) {
@@ -154,6 +149,12 @@ int32_t launch_fused(const Device& device, const AllnormCall& call, int world_si
         "clusters of at most %d, run",
         static_cast<long long>(call.hidden_size), geometry.cluster_size, geometry.num_threads,
         kMaxThreads, kMaxClusterSize);
+  }
+  const bool dense = params.num_tokens * geometry.cluster_size > device.num_sms;
+  const void* kernel = find_fused(call, world_size, dense);
+  if (kernel == nullptr) {
+    return fail(ALLNORM_UNSUPPORTED, "no fused kernel for world size %d: expected 2 to %d",
+                world_size, kPushMaxWorldSize);
   }
   const int resident = device.num_sms * blocks_per_sm(device, kernel, geometry.num_threads);
   const int limit = call.num_blocks > 0 ? std::min(call.num_blocks, resident) : resident;

@@ -101,7 +101,8 @@ __device__ __forceinline__ uint32_t cluster_rank() {
 #endif
 }
 
-// Barrier of all threads of the cluster; orders their shared-memory accesses, remote ones included.
+// Barrier of all threads of the cluster; orders all their memory accesses. Expensive where stores
+// are outstanding: on sm_90 it begins with a device-wide memory barrier.
 __device__ __forceinline__ void cluster_sync() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
@@ -111,15 +112,65 @@ __device__ __forceinline__ void cluster_sync() {
 #endif
 }
 
-// Stores to the same shared variable of block `rank` of the cluster.
-__device__ __forceinline__ void store_shared_cluster(float* address, uint32_t rank, float value) {
+// A barrier in shared memory that counts arriving threads and bytes.
+struct SharedBarrier {
+  uint64_t state;
+};
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// Every phase of the barrier will end after one expect_bytes() and as many bytes as that announces.
+__device__ __forceinline__ void init_barrier(SharedBarrier* barrier) {
 #if __CUDA_ARCH__ >= 900
-  const uint32_t local = static_cast<uint32_t>(__cvta_generic_to_shared(address));
-  uint32_t remote;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(local), "r"(rank));
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(remote), "f"(value) : "memory");
-#else
-  *address = value;
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+#endif
+}
+
+__device__ __forceinline__ void expect_bytes(SharedBarrier* barrier, uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+      "r"(bytes)
+      : "memory");
+#endif
+}
+
+// Stores to the same shared variable of block `rank` of the cluster, and counts the bytes at the
+// same barrier there once they have arrived. Waits for no other access of this thread.
+__device__ __forceinline__ void store_async_cluster(float* address, SharedBarrier* barrier,
+                                                    uint32_t rank, float value) {
+#if __CUDA_ARCH__ >= 900
+  uint32_t remote_address, remote_barrier;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;"
+      : "=r"(remote_address)
+      : "r"(shared_address(address)), "r"(rank));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;"
+      : "=r"(remote_barrier)
+      : "r"(shared_address(barrier)), "r"(rank));
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(
+                   remote_address),
+               "r"(__float_as_uint(value)), "r"(remote_barrier)
+               : "memory");
+#endif
+}
+
+// Waits for the end of the phase of the given parity; what was stored for it is visible then.
+__device__ __forceinline__ void wait_barrier(SharedBarrier* barrier, uint32_t parity) {
+#if __CUDA_ARCH__ >= 900
+  uint32_t done = 0;
+  while (done == 0) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n"
+        "}\n"
+        : "=r"(done)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+  }
 #endif
 }
 

@@ -77,9 +77,6 @@ __device__ __forceinline__ void clear_partials(char* slot, int64_t source_stride
 template <class T, int kWorldSize>
 class OneShot {
  public:
-  // At two ranks it also carries prefill, where rows in flight count; else it is for few rows.
-  static constexpr int kMinBlocksPerSm = kWorldSize == 2 ? 2 : 1;
-
   __device__ __forceinline__ OneShot(const FusedParams& params, Exchange<kWorldSize>& exchange,
                                      int pack)
       : exchange_(exchange),
@@ -96,8 +93,10 @@ class OneShot {
     for (int q = 1; q < kWorldSize; ++q) store_relaxed_sys(exchange_.phase(q) + offset, payload);
   }
 
-  __device__ __forceinline__ Pack receive(int64_t row, const Pack& own) {
-    return receive_partials<T, kWorldSize>(exchange_, slot(row), source_stride_, rank_, own);
+  // `own` returns this rank's partial.
+  template <class Own>
+  __device__ __forceinline__ Pack receive(int64_t row, Own&& own) {
+    return receive_partials<T, kWorldSize>(exchange_, slot(row), source_stride_, rank_, own());
   }
 
   __device__ __forceinline__ void clear(int64_t row) {

@@ -15,10 +15,6 @@ namespace allnorm {
 template <class T, int kWorldSize>
 class TwoShot {
  public:
-  // Two blocks and so twice the rows in flight for some spilled registers: 312 instead of 397 us at
-  // 8192x4096 bf16, 4 ranks, H200, and 0.1 us more at 16x4096.
-  static constexpr int kMinBlocksPerSm = 2;
-
   __device__ __forceinline__ TwoShot(const FusedParams& params, Exchange<kWorldSize>& exchange,
                                      int pack)
       : exchange_(exchange),
@@ -34,7 +30,9 @@ class TwoShot {
                       canonicalize(own));
   }
 
-  __device__ __forceinline__ Pack receive(int64_t row, const Pack& own) {
+  // `own` returns this rank's partial; asked for where this rank is the owner.
+  template <class Own>
+  __device__ __forceinline__ Pack receive(int64_t row, Own&& own) {
     const int64_t sum_offset = layout_.two_shot_sum(row, pack_);
     const int to_owner = ranks_to_owner(row);
     if (to_owner != 0) {
@@ -48,7 +46,7 @@ class TwoShot {
       return exchange_.wait_until(poll, owner) ? sum : nan_pack();
     }
     const Pack sum = canonicalize(
-        receive_partials<T, kWorldSize>(exchange_, slot(row), source_stride_, rank_, own));
+        receive_partials<T, kWorldSize>(exchange_, slot(row), source_stride_, rank_, own()));
     // After a failure the peers are told NaN: they need not wait for their own deadline.
 #pragma unroll
     for (int q = 1; q < kWorldSize; ++q) store_relaxed_sys(exchange_.phase(q) + sum_offset, sum);
