@@ -17,11 +17,6 @@ namespace {
 // 40 / 34 / 35 / 26 / 36 ms on a busy machine.
 constexpr int64_t kChunkBytes = 512 << 10;
 
-// Results of this many bytes go past the caches, which saves reading each line before writing it.
-// In place there is nothing to save. One process, 16 and 64 MiB of bfloat16, EPYC (Zen 5): 11 and 6
-// % faster than cached stores out of place, 0 and 10 % slower in place.
-constexpr int64_t kStreamBytes = 8 << 20;
-
 ConstRows matrix(const void* data, int64_t stride_bytes, int64_t row) {
   if (data == nullptr) return {};
   return ConstRows{static_cast<const std::byte*>(data), stride_bytes}.from(row);
@@ -46,18 +41,15 @@ int64_t rows_per_chunk(int world_size, int64_t workspace_bytes, int algorithm, i
 }
 
 RowOp row_op(const AllnormCall& call, float* scratch) {
-  const int64_t bytes = call.num_tokens * call.hidden_size * element_bytes(call.dtype);
-  return {
-      .dtype = call.dtype,
-      .weight_dtype = call.weight_dtype,
-      .op = call.op,
-      .numerics = call.numerics,
-      .eps = call.eps,
-      .weight_bias = call.weight_bias,
-      .hidden_size = call.hidden_size,
-      .weight = call.weight,
-      .scratch = scratch,
-      .stream = bytes >= kStreamBytes && call.out != call.x && call.residual_out != call.residual};
+  return {.dtype = call.dtype,
+          .weight_dtype = call.weight_dtype,
+          .op = call.op,
+          .numerics = call.numerics,
+          .eps = call.eps,
+          .weight_bias = call.weight_bias,
+          .hidden_size = call.hidden_size,
+          .weight = call.weight,
+          .scratch = scratch};
 }
 
 ConstRows x_rows(const AllnormCall& call, int64_t row) {

@@ -200,8 +200,6 @@ bool Communicator::two_shot(const Chunk& chunk) {
   }
   RowOp reduce = chunk.op;
   reduce.op = ALLNORM_ALL_REDUCE;
-  // The peers read the sums at once.
-  reduce.stream = false;
   best_isa().run_rows(reduce,
                       {.sources = sources,
                        .num_sources = world_size,

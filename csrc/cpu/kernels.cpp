@@ -123,13 +123,11 @@ struct RowPointers {
 };
 
 // The elements at `i` of a row: whole pairs, or the `count` that are left at its end.
-template <class T, StoreMode kMode>
+template <class T>
 struct WholePair {
   using Storage = typename T::Storage;
   ALLNORM_INLINE Pair load(const Storage* from) const { return Elements<T>::load(from); }
-  ALLNORM_INLINE void store(Storage* to, Pair value) const {
-    Elements<T>::template store<kMode>(to, value);
-  }
+  ALLNORM_INLINE void store(Storage* to, Pair value) const { Elements<T>::store(to, value); }
 };
 template <class T>
 struct PartialPair {
@@ -178,7 +176,7 @@ ALLNORM_INLINE Pair scale(const float* z, int64_t i, F32 rstd, Pair weight, F32 
   return round_to<T>(y * Pair{weight_bias + weight.a, weight_bias + weight.b});
 }
 
-template <class T, class W, StoreMode kMode>
+template <class T, class W>
 ALLNORM_INLINE void scale_row(const RowOp& op, const float* z, float rstd,
                               typename T::Storage* out) {
   const auto* const weight = static_cast<const typename W::Storage*>(op.weight);
@@ -194,8 +192,7 @@ ALLNORM_INLINE void scale_row(const RowOp& op, const float* z, float rstd,
   const int64_t whole = op.hidden_size / kPairElems * kPairElems, rest = op.hidden_size - whole;
   for (int64_t i = 0; i < whole; i += kPairElems) {
     const Pair w = ordered(Elements<W>::load(weight + i));
-    Elements<T>::template store<kMode>(out + i,
-                                       scale<T>(z, i, factor, w, bias, round_before_weight));
+    Elements<T>::store(out + i, scale<T>(z, i, factor, w, bias, round_before_weight));
   }
   if (rest == 0) return;
   // z is padded with zeros to a whole chunk, so reading a full pair of it is fine.
@@ -203,7 +200,7 @@ ALLNORM_INLINE void scale_row(const RowOp& op, const float* z, float rstd,
   store_partial<T>(out + whole, scale<T>(z, whole, factor, w, bias, round_before_weight), rest);
 }
 
-template <class T, int kSources, StoreMode kMode>
+template <class T, int kSources>
 void norm_row(const RowOp& op, const RowPointers<T>& row, int num_sources) {
   constexpr int kChunk = kChunkElems<T>;
   const int64_t num_chunks = (op.hidden_size + kChunk - 1) / kChunk;
@@ -218,7 +215,7 @@ void norm_row(const RowOp& op, const RowPointers<T>& row, int num_sources) {
     // Missing elements count as zeros.
     if (count < kChunk) memset(z + begin, 0, sizeof(float) * kChunk);
     for (int64_t i = begin; i < begin + whole; i += kPairElems) {
-      add<T, kSources>(row, num_sources, unrounded, i, WholePair<T, kMode>{}, z);
+      add<T, kSources>(row, num_sources, unrounded, i, WholePair<T>{}, z);
     }
     if (whole < count) {
       add<T, kSources>(row, num_sources, unrounded, begin + whole, PartialPair<T>{count - whole},
@@ -228,16 +225,16 @@ void norm_row(const RowOp& op, const RowPointers<T>& row, int num_sources) {
   }
   const float rstd = reciprocal_rms(butterfly(chunk_sums, num_chunks), op.hidden_size, op.eps);
   if (op.weight_dtype == ALLNORM_FLOAT32) {
-    scale_row<T, Float32, kMode>(op, z, rstd, row.out);
+    scale_row<T, Float32>(op, z, rstd, row.out);
   } else {
-    scale_row<T, T, kMode>(op, z, rstd, row.out);
+    scale_row<T, T>(op, z, rstd, row.out);
   }
 }
 
-template <class T, int kSources, StoreMode kMode>
+template <class T, int kSources>
 void reduce_row(const RowOp& op, const RowPointers<T>& row, int num_sources) {
   const int64_t whole = op.hidden_size / kPairElems * kPairElems, rest = op.hidden_size - whole;
-  const WholePair<T, kMode> pair;
+  const WholePair<T> pair;
   for (int64_t i = 0; i < whole; i += kPairElems) {
     pair.store(row.out + i, reduce<T, kSources>(row, num_sources, i, pair));
   }
@@ -246,7 +243,7 @@ void reduce_row(const RowOp& op, const RowPointers<T>& row, int num_sources) {
   last.store(row.out + whole, reduce<T, kSources>(row, num_sources, whole, last));
 }
 
-template <class T, int kSources, StoreMode kMode>
+template <class T, int kSources>
 void run_typed(const RowOp& op, const RowTask& task) {
   using Storage = typename T::Storage;
   RowPointers<T> row;
@@ -256,36 +253,22 @@ void run_typed(const RowOp& op, const RowTask& task) {
     }
     row.out = reinterpret_cast<Storage*>(task.out.from(i).data);
     if (op.op == ALLNORM_ALL_REDUCE) {
-      reduce_row<T, kSources, kMode>(op, row, task.num_sources);
+      reduce_row<T, kSources>(op, row, task.num_sources);
       continue;
     }
     row.residual = task.residual.data == nullptr
                        ? nullptr
                        : reinterpret_cast<const Storage*>(task.residual.from(i).data);
     row.residual_out = reinterpret_cast<Storage*>(task.residual_out.from(i).data);
-    norm_row<T, kSources, kMode>(op, row, task.num_sources);
+    norm_row<T, kSources>(op, row, task.num_sources);
   }
-}
-
-bool aligned(Rows rows) {
-  constexpr int64_t kAlign = sizeof(F32);
-  return reinterpret_cast<intptr_t>(rows.data) % kAlign == 0 && rows.stride_bytes % kAlign == 0;
-}
-
-template <class T, int kSources>
-void run_stores(const RowOp& op, const RowTask& task) {
-  if (!op.stream || !aligned(task.out) || !aligned(task.residual_out)) {
-    return run_typed<T, kSources, StoreMode::kCached>(op, task);
-  }
-  run_typed<T, kSources, StoreMode::kStream>(op, task);
-  stream_fence();
 }
 
 template <class T>
 void run_dtype(const RowOp& op, const RowTask& task) {
-  if (task.num_sources == 1) return run_stores<T, 1>(op, task);
-  if (task.num_sources == 2) return run_stores<T, 2>(op, task);
-  run_stores<T, 0>(op, task);
+  if (task.num_sources == 1) return run_typed<T, 1>(op, task);
+  if (task.num_sources == 2) return run_typed<T, 2>(op, task);
+  run_typed<T, 0>(op, task);
 }
 
 // Denormals are kept whatever the process has asked for (torch.set_flush_denormal, a library built

@@ -48,7 +48,6 @@ struct RowOp {
   int64_t hidden_size;
   const void* weight;
   float* scratch;  // Scratch::reserve(hidden_size)
-  bool stream;     // results go past the caches: more than these hold
 };
 
 // residual.data may be null; residual_out is not touched by ALLNORM_ALL_REDUCE. `out` may be one of

@@ -99,44 +99,16 @@ ALLNORM_INLINE F32 load_vector(const float* from) {
   memcpy(&value, from, sizeof(value));
   return value;
 }
+template <class Vector>
+ALLNORM_INLINE void store_vector(void* to, Vector value) {
+  memcpy(to, &value, sizeof(value));
+}
 ALLNORM_INLINE Pair load_pair(const float* from) {
   return {load_vector(from), load_vector(from + kWidth)};
 }
 ALLNORM_INLINE void store_pair(float* to, Pair pair) {
-  memcpy(to, &pair.a, sizeof(pair.a));
-  memcpy(to + kWidth, &pair.b, sizeof(pair.b));
-}
-
-// How results reach memory: kStream goes past the caches, `to` then is aligned to a vector.
-enum class StoreMode { kCached, kStream };
-
-template <StoreMode kMode, class Vector>
-ALLNORM_INLINE void store_vector(void* to, Vector value) {
-#if defined(__x86_64__)
-  if constexpr (kMode == StoreMode::kStream) {
-    // Scalar types of the same size, as the intrinsics differ by vector size.
-    if constexpr (sizeof(Vector) == 16) _mm_stream_si128(static_cast<__m128i*>(to), (__m128i)value);
-#if defined(__AVX2__)
-    if constexpr (sizeof(Vector) == 32) {
-      _mm256_stream_si256(static_cast<__m256i*>(to), (__m256i)value);
-    }
-#endif
-#if defined(__AVX512F__)
-    if constexpr (sizeof(Vector) == 64) {
-      _mm512_stream_si512(static_cast<__m512i*>(to), (__m512i)value);
-    }
-#endif
-    return;
-  }
-#endif
-  memcpy(to, &value, sizeof(value));
-}
-
-// Makes streamed stores visible in order: they are weaker than any release that may follow.
-ALLNORM_INLINE void stream_fence() {
-#if defined(__x86_64__)
-  _mm_sfence();
-#endif
+  store_vector(to, pair.a);
+  store_vector(to + kWidth, pair.b);
 }
 
 // Conversions of an element type:
@@ -151,10 +123,9 @@ template <>
 struct Elements<Float32> {
   static ALLNORM_INLINE Pair load(const float* from) { return load_pair(from); }
   static ALLNORM_INLINE F32 round(F32 value) { return canonical_nan(value); }
-  template <StoreMode kMode>
   static ALLNORM_INLINE void store(float* to, Pair value) {
-    store_vector<kMode>(to, value.a);
-    store_vector<kMode>(to + kWidth, value.b);
+    store_vector(to, value.a);
+    store_vector(to + kWidth, value.b);
   }
   static ALLNORM_INLINE Pair order(Pair value) { return value; }
 };
@@ -182,9 +153,8 @@ struct Elements<Bfloat16> {
     return (F32)(value != value ? U32{} + 0x7fff0000u : rounded);
 #endif
   }
-  template <StoreMode kMode>
   static ALLNORM_INLINE void store(uint16_t* to, Pair value) {
-    store_vector<kMode>(to, (U32)value.a >> 16 | (U32)value.b);
+    store_vector(to, (U32)value.a >> 16 | (U32)value.b);
   }
   static ALLNORM_INLINE Pair order(Pair value) {
     struct Even {
@@ -233,18 +203,9 @@ struct Elements<Float16> {
   static ALLNORM_INLINE F32 round(F32 value) {
     return from_float16(to_float16(canonical_nan(value)));
   }
-  template <StoreMode kMode>
   static ALLNORM_INLINE void store(uint16_t* to, Pair value) {
-    if constexpr (kWidth == 4) {
-      // Two halves of the smallest vector that can be streamed.
-      const U16 halves[2] = {to_float16(value.a), to_float16(value.b)};
-      U32 words;
-      memcpy(&words, halves, sizeof(words));
-      store_vector<kMode>(to, words);
-    } else {
-      store_vector<kMode>(to, to_float16(value.a));
-      store_vector<kMode>(to + kWidth, to_float16(value.b));
-    }
+    store_vector(to, to_float16(value.a));
+    store_vector(to + kWidth, to_float16(value.b));
   }
   static ALLNORM_INLINE Pair order(Pair value) { return value; }
 };
@@ -265,7 +226,7 @@ ALLNORM_INLINE Pair load_partial(const typename T::Storage* from, int64_t count)
 template <class T>
 ALLNORM_INLINE void store_partial(typename T::Storage* to, Pair value, int64_t count) {
   typename T::Storage padded[kPairElems];
-  Elements<T>::template store<StoreMode::kCached>(padded, value);
+  Elements<T>::store(padded, value);
   memcpy(to, padded, static_cast<size_t>(count) * sizeof(padded[0]));
 }
 

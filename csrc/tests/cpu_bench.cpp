@@ -13,16 +13,28 @@ struct Shape {
   int64_t tokens, hidden;
 };
 
+// Aligned as torch aligns its tensors.
+class Bfloat16Ones {
+ public:
+  explicit Bfloat16Ones(size_t count)
+      : memory_(static_cast<uint16_t*>(aligned_alloc(64, (count * 2 + 63) / 64 * 64))) {
+    std::fill_n(memory_, count, uint16_t{0x3f80});
+  }
+  ~Bfloat16Ones() { free(memory_); }
+  Bfloat16Ones(const Bfloat16Ones&) = delete;
+  uint16_t* get() const { return memory_; }
+
+ private:
+  uint16_t* memory_;
+};
+
 // Microseconds of every call, as seen by rank 0.
 std::vector<double> measure(AllnormComm* comm, const Shape& shape, int algorithm, int calls) {
   // Two sets of buffers, so that large calls read memory and not what the last call left in cache.
   constexpr int kSets = 2;
   const size_t count = static_cast<size_t>(shape.tokens * shape.hidden);
-  // bfloat16 1.0
-  std::vector<uint16_t> x(kSets * count, 0x3f80), residual(kSets * count, 0x3f80),
-      out(kSets * count);
-  std::vector<uint16_t> residual_out(kSets * count),
-      weight(static_cast<size_t>(shape.hidden), 0x3f80);
+  const Bfloat16Ones x(kSets * count), residual(kSets * count), out(kSets * count);
+  const Bfloat16Ones residual_out(kSets * count), weight(static_cast<size_t>(shape.hidden));
   AllnormCall call = {};
   call.struct_bytes = sizeof(call);
   call.op = ALLNORM_ADD_RMS_NORM;
@@ -31,15 +43,15 @@ std::vector<double> measure(AllnormComm* comm, const Shape& shape, int algorithm
   call.eps = 1e-6f;
   call.num_tokens = shape.tokens;
   call.hidden_size = shape.hidden;
-  call.weight = weight.data();
+  call.weight = weight.get();
   call.x_stride = call.residual_stride = call.out_stride = call.residual_out_stride = shape.hidden;
   std::vector<double> times;
   for (int i = 0; i < calls + kSets; ++i) {
     const size_t offset = static_cast<size_t>(i % kSets) * count;
-    call.x = x.data() + offset;
-    call.residual = residual.data() + offset;
-    call.out = out.data() + offset;
-    call.residual_out = residual_out.data() + offset;
+    call.x = x.get() + offset;
+    call.residual = residual.get() + offset;
+    call.out = out.get() + offset;
+    call.residual_out = residual_out.get() + offset;
     const int64_t start_ns = MonotonicClock::now_ns();
     check(allnorm_run(comm, &call) == ALLNORM_OK, "%s", allnorm_last_error());
     const double us = static_cast<double>(MonotonicClock::now_ns() - start_ns) * 1e-3;
