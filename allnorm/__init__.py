@@ -43,10 +43,10 @@ def capabilities() -> dict[str, Any]:
     """What this installation can do on this machine. Starts no CUDA context.
 
     Returns:
-        `version`; `torch` and `cuda` (versions; `cuda` is None for a CPU build of torch); `backends`: per
-        backend its build, or the reason why it does not load; `devices`: name and compute capability of
-        each visible GPU; `multicast`: always unused here, with the state of the switches that keep other
-        libraries from it.
+        `version`; `torch` and `cuda` (versions; `cuda` is None for a CPU build of torch);
+        `backends`: per backend its build, or the reason why it does not load; `devices`: name and
+        compute capability of each visible GPU; `multicast`: always unused here, with the state of
+        the switches that keep other libraries from it.
     """
     backends: dict[str, Any] = {}
     for backend in ("cpu", "cuda"):

@@ -189,7 +189,7 @@ def describe_shape(shape: int, num_tokens: int) -> str:
     names = ("float32", "float16", "bfloat16", "unknown dtype")
     algorithms = ("one_shot", "two_shot", "unknown", "unknown")
     ops = {ALL_REDUCE: "all_reduce", ADD_RMS_NORM: "all_reduce_add_rms_norm"}
-    numerics = [k for k, v in NUMERICS.items() if v == shape >> 24 & 3][0]
+    numerics = next(k for k, v in NUMERICS.items() if v == shape >> 24 & 3)
     op = shape >> 27 & 7
     text = f"{ops.get(op, f'op {op}')} of {num_tokens}x{shape & 0xFFFFF} {names[shape >> 20 & 3]}"
     text += f" by {algorithms[shape >> 22 & 3]}"

@@ -37,10 +37,12 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
 
 
 def check_algorithm(algorithm: object) -> None:
+    """Raises ValueError unless `algorithm` is "auto" or the name of one."""
     check_choice("algorithm", algorithm, ("auto", *ALGORITHMS))
 
 
 def check_numerics(numerics: object) -> None:
+    """Raises ValueError unless `numerics` is one of the four modes."""
     check_choice("numerics", numerics, tuple(_native.NUMERICS))
 
 
@@ -77,14 +79,16 @@ def check_input(name: str, x: object, device: torch.device) -> None:
 
 
 def check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    """Raises ValueError unless `tensor` is on `device`."""
     if tensor.device != device:
         raise ValueError(
-            f"{name} is on {tensor.device}, the communicator on {device}. Move it there, or make the "
-            "communicator with device=."
+            f"{name} is on {tensor.device}, the communicator on {device}. Move it there, or make "
+            "the communicator with device=."
         )
 
 
 def check_last_dim(name: str, tensor: torch.Tensor) -> None:
+    """Raises ValueError unless the last dimension is contiguous."""
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1 and tensor.numel():
         raise ValueError(
             f"{name} has strides {tensor.stride()}: expected a contiguous last dimension. Call "
@@ -135,8 +139,8 @@ def check_overlap(
 ) -> None:
     """Raises if `result` shares memory with another tensor of the call.
 
-    Only exact identity with the tensor called `allowed` is safe: there each element is read before the
-    same thread writes it.
+    Only exact identity with the tensor called `allowed` is safe: there each element is read before
+    the same thread writes it.
     """
     begin, end = _extent(result)
     for other_name, other in others.items():
@@ -160,7 +164,8 @@ def rows_of(x: torch.Tensor) -> torch.Tensor:
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     begin = tensor.data_ptr()
-    span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    dims = zip(tensor.shape, tensor.stride(), strict=True)
+    span = sum((size - 1) * stride for size, stride in dims)
     return begin, begin + (span + 1) * tensor.element_size()
 
 

@@ -40,8 +40,8 @@ def communicator(name: str) -> Communicator:
     comm = _by_name.get(name)
     if comm is None:
         raise CommunicatorClosedError(
-            f"no open communicator is called {name!r}: it was closed, or belongs to another process. "
-            f"Open ones: {sorted(_by_name.keys()) or 'none'}."
+            f"no open communicator is called {name!r}: it was closed, or belongs to another "
+            f"process. Open ones: {sorted(_by_name.keys()) or 'none'}."
         )
     return comm
 
@@ -49,16 +49,18 @@ def communicator(name: str) -> Communicator:
 class Communicator:
     """All-reduce, residual add and RMSNorm over the ranks of a process group, in one launch.
 
-    Collective: every rank of the group creates it, and makes the same calls in the same order. Calls on
-    one communicator are ordered: if the CUDA stream changes between calls, the new stream waits for the
-    old one. Replays of CUDA graphs must be ordered with other calls by the caller, as with any buffer.
+    Collective: every rank of the group creates it, and makes the same calls in the same order.
+    Calls on one communicator are ordered: if the CUDA stream changes between calls, the new stream
+    waits for the old one. Replays of CUDA graphs must be ordered with other calls by the caller, as
+    with any buffer.
 
     Args:
         group: process group; None is the default group.
         device: device of the tensors; None is the current CUDA device, or the CPU if there is none.
-        workspace_bytes: bytes of workspace per rank, at least 64 KiB; None is 256 MiB on CUDA and 4 MiB
-            on CPU (`ALLNORM_WORKSPACE_BYTES` otherwise). Larger inputs are cut into row chunks.
-        numerics: rounding mode of calls that name none: "rounded", "unrounded", "transformers" or "vllm".
+        workspace_bytes: bytes of workspace per rank, at least 64 KiB; None is 256 MiB on CUDA and 4
+            MiB on CPU (`ALLNORM_WORKSPACE_BYTES` otherwise). Larger inputs are cut into row chunks.
+        numerics: rounding mode of calls that name none: "rounded", "unrounded", "transformers" or
+            "vllm".
         timeout: how long a call may wait for a peer (`ALLNORM_TIMEOUT_SECONDS`, else 600 s).
 
     Raises:
@@ -190,12 +192,13 @@ class Communicator:
 
         Raises:
             ValueError, TypeError: wrong arguments; every rank refuses alike.
-            UnsupportedError: the requested algorithm cannot run this shape, or the dtype cannot run.
+            UnsupportedError: the requested algorithm cannot run this shape, or the dtype cannot
+                run.
             PeerTimeoutError: an earlier call (on CPU: this one) waited in vain for a peer.
             CommunicatorClosedError: after `close()`.
 
-        Collective. Safe in CUDA graphs and under torch.compile; no synchronisation, no allocation but the
-        result ("unfused" also gathers the inputs).
+        Collective. Safe in CUDA graphs and under torch.compile; no synchronisation, no allocation
+        but the result ("unfused" also gathers the inputs).
         """
         if torch.compiler.is_compiling() and out is None and algorithm == "auto":
             reduced: torch.Tensor = torch.ops.allnorm.all_reduce(x, self.name)
@@ -225,8 +228,8 @@ class Communicator:
             normed = F.rms_norm(residual_out, weight.shape, weight_bias + weight, eps)
 
         Args:
-            x: [..., hidden_size], float32, float16 or bfloat16, this rank's partial sum; rows may be
-                strided. Not modified unless it is also `out`.
+            x: [..., hidden_size], float32, float16 or bfloat16, this rank's partial sum; rows may
+                be strided. Not modified unless it is also `out`.
             residual: like `x`, the same values on every rank; None adds nothing.
             weight: [hidden_size], dtype of `x` or float32.
             eps: added to the mean square, as float32.
@@ -237,17 +240,19 @@ class Communicator:
             residual_out: preallocated `residual_out`; may be `residual` itself.
 
         Returns:
-            (normed, residual_out), contiguous and of the shape of `x` unless preallocated; the same bits
-            on every rank, for every algorithm and batch.
+            (normed, residual_out), contiguous and of the shape of `x` unless preallocated; the same
+            bits on every rank, for every algorithm and batch.
 
         Raises:
             ValueError, TypeError: wrong arguments; every rank refuses alike.
-            UnsupportedError: the requested algorithm cannot run this shape, or the dtype cannot run.
+            UnsupportedError: the requested algorithm cannot run this shape, or the dtype cannot
+                run.
             PeerTimeoutError: an earlier call (on CPU: this one) waited in vain for a peer.
             CommunicatorClosedError: after `close()`.
 
-        Collective. Safe in CUDA graphs and under torch.compile; no synchronisation, no allocation but the
-        results ("unfused" also gathers the inputs). For inference: results carry no gradient.
+        Collective. Safe in CUDA graphs and under torch.compile; no synchronisation, no allocation
+        but the results ("unfused" also gathers the inputs). For inference: results carry no
+        gradient.
         """
         mode = self.numerics if numerics is None else numerics
         if torch.compiler.is_compiling() and out is residual_out is None and algorithm == "auto":
@@ -278,7 +283,8 @@ class Communicator:
                 *(x.shape, x.stride(), x.dtype, x.device),
                 None if residual is None else (residual.shape, residual.stride(), residual.dtype),
                 None if residual is None else residual.device,
-                None if weight is None else (weight.shape, weight.dtype, weight.device),
+                None if weight is None else (weight.shape, weight.stride(), weight.dtype),
+                None if weight is None else weight.device,
                 *(norm, algorithm),
             )
             launch = self._prepared.get(key)
@@ -414,24 +420,21 @@ class Communicator:
         arguments.check_algorithm(algorithm)
         return self._plan(num_tokens, hidden_size, dtype, algorithm)
 
-    def _plan(
-        self, num_tokens: int, hidden_size: int, dtype: torch.dtype, algorithm: str
-    ) -> Plan:
+    def _plan(self, num_tokens: int, hidden_size: int, dtype: torch.dtype, algorithm: str) -> Plan:
         rows = {
             name: self._library.rows_per_chunk(
                 self.world_size, self._workspace.num_bytes, code, DTYPES[dtype], hidden_size
             )
             for name, code in _native.ALGORITHM.items()
         }
-        return policy.choose(
-            self.traits, num_tokens, hidden_size, dtype.itemsize, rows, algorithm
-        )
+        return policy.choose(self.traits, num_tokens, hidden_size, dtype.itemsize, rows, algorithm)
 
     def check(self) -> None:
         """Raises what a wait recorded, else returns None. Reads host memory; never synchronises.
 
         Raises:
-            PeerTimeoutError: a peer did not come in time, or (PeerDivergedError) came with another call.
+            PeerTimeoutError: a peer did not come in time, or (PeerDivergedError) came with another
+                call.
             CommunicatorClosedError: after `close()`.
         """
         if self._closed:
@@ -449,7 +452,7 @@ class Communicator:
     # ---- end ------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Releases the workspace. Idempotent; not collective; waits for this device's work to end."""
+        """Releases the workspace. Idempotent, not collective; waits for the device's work."""
         if self._closed:
             return
         self._closed = True
@@ -512,9 +515,9 @@ def _fault_error(fault: _native.Fault, timeout: datetime.timedelta) -> PeerTimeo
     if fault.status == _native.DIVERGED:
         kind, verb = PeerDivergedError, "does another call than"
     message = (
-        f"rank {fault.rank} {verb} rank {fault.peer}. Expected {expected}. Seen from rank {fault.peer}: "
-        f"{seen}. Results of this and later calls are not valid; find out what rank {fault.peer} did, "
-        "and make a new Communicator over healthy ranks."
+        f"rank {fault.rank} {verb} rank {fault.peer}. Expected {expected}. Seen from rank "
+        f"{fault.peer}: {seen}. Results of this and later calls are not valid; find out what rank "
+        f"{fault.peer} did, and make a new Communicator over healthy ranks."
     )
     return kind(
         message,

@@ -5,8 +5,8 @@
 | `ALLNORM_WORKSPACE_BYTES` | `Communicator(workspace_bytes=)`   |
 | `ALLNORM_TIMEOUT_SECONDS` | `Communicator(timeout=)`           |
 
-An argument that is given wins over its variable. An unknown `ALLNORM_*` variable is an error, since a
-misspelt setting that does nothing is found too late.
+An argument that is given wins over its variable. An unknown `ALLNORM_*` variable is an error, since
+a misspelt setting that does nothing is found too late.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
     unknown = sorted(k for k in environ if k.startswith("ALLNORM_") and k not in _KNOWN)
     if unknown:
         raise ConfigurationError(
-            f"unknown environment variable {', '.join(unknown)}: allnorm knows {', '.join(_KNOWN)}. "
-            "Correct the name or unset it."
+            f"unknown environment variable {', '.join(unknown)}: allnorm knows "
+            f"{', '.join(_KNOWN)}. Correct the name or unset it."
         )
     workspace = _positive(environ, "ALLNORM_WORKSPACE_BYTES")
     seconds = _positive(environ, "ALLNORM_TIMEOUT_SECONDS")
@@ -75,5 +75,7 @@ def _positive(environ: Mapping[str, str], name: str) -> float | None:
     except ValueError:
         value = -1.0
     if not 0.0 < value < 1e15:
-        raise ConfigurationError(f"{name}={text!r}: expected a positive number. Correct or unset it.")
+        raise ConfigurationError(
+            f"{name}={text!r}: expected a positive number. Correct or unset it."
+        )
     return value

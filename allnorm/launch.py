@@ -12,6 +12,9 @@ from allnorm import _native, policy
 from allnorm.arguments import DTYPES, NormArguments, rows_of
 from allnorm.errors import AllnormError, UnsupportedError
 
+# Renamed in torch 2.13; the package accepts 2.11.
+_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 # Alignment of every row and of the weight that the CUDA kernels' 16-byte accesses need.
 _CUDA_ALIGN_BYTES = 16
 
@@ -160,7 +163,7 @@ class Launch:
                     (world_size, *chunk.shape), dtype=chunk.dtype, device=chunk.device
                 )
                 # As bytes: gloo does not gather bfloat16, and no bit may change on the way.
-                dist.all_gather_into_tensor(
+                _gather_into(
                     gathered.view(torch.uint8).view(world_size * chunk.shape[0], -1),
                     chunk.view(torch.uint8),
                     group=group,

@@ -1,7 +1,7 @@
 """The torch operators: schemas, implementations and fakes.
 
-Functional: they return new tensors and alias nothing. A communicator is passed by its name, since an
-operator's arguments must be traceable.
+Functional: they return new tensors and alias nothing. A communicator is passed by its name, since
+an operator's arguments must be traceable.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from allnorm.local import add_rms_norm
 _library = torch.library.Library("allnorm", "DEF")
 _library.define("all_reduce(Tensor x, str comm_name) -> Tensor")
 _library.define(
-    "all_reduce_add_rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps, float weight_bias, "
-    "str numerics, str comm_name) -> (Tensor, Tensor)"
+    "all_reduce_add_rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps, "
+    "float weight_bias, str numerics, str comm_name) -> (Tensor, Tensor)"
 )
 _library.define(
     "add_rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps, float weight_bias, "

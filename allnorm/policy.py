@@ -1,7 +1,8 @@
 """Which algorithm runs: a pure function of what all ranks agree on.
 
-Admission (can it run) is separate from preference (what is fastest). Nothing here looks at a pointer, a
-clock or the local machine: a rank that decided otherwise than its peers would deadlock the collective.
+Admission (can it run) is separate from preference (what is fastest). Nothing here looks at a
+pointer, a clock or the local machine: a rank that decided otherwise than its peers would deadlock
+the collective.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ UNFUSED_GATHER_BYTES = 256 << 20
 # At two ranks both send the same bytes and one_shot needs one hop less: always one_shot.
 _ONE_SHOT_MAX_BYTES_CUDA = {3: 256 << 10, 4: 128 << 10, 5: 96 << 10, 6: 64 << 10, 7: 64 << 10}
 _ONE_SHOT_MAX_BYTES_CUDA_8 = 64 << 10
-# On CPU a rank reads its peers' rows in place, so one_shot costs no extra bytes, only extra sums.
+# On CPU a rank reads its peers' rows in place: one_shot costs no extra bytes, only extra sums.
 _ONE_SHOT_MAX_BYTES_CPU = 64 << 10
 
 
@@ -67,13 +68,13 @@ def choose(
         num_tokens: rows.
         hidden_size: columns.
         element_bytes: bytes of an element of `x`.
-        rows_per_chunk: rows of this hidden size that one launch holds, for "one_shot" and "two_shot"; 0
-            if none fits.
+        rows_per_chunk: rows of this hidden size that one launch holds, for "one_shot" and
+            "two_shot"; 0 if none fits.
         requested: "auto" or the name of an algorithm.
 
     Returns:
-        The plan; its algorithm is "unfused" with the obstacle as the reason if the requested algorithm
-        cannot run.
+        The plan; its algorithm is "unfused" with the obstacle as the reason if the requested
+        algorithm cannot run.
     """
     obstacle = _obstacle(traits, hidden_size, element_bytes, rows_per_chunk, requested)
     if obstacle:
@@ -114,10 +115,10 @@ def _obstacle(
 
 
 def _prefer(traits: Traits, num_bytes: int) -> tuple[str, str]:
+    if traits.world_size == 2:
+        return "one_shot", "two ranks: both algorithms send the same bytes, one_shot in one hop"
     if traits.backend == "cpu":
         limit = _ONE_SHOT_MAX_BYTES_CPU
-    elif traits.world_size == 2:
-        return "one_shot", "two ranks: both algorithms send the same bytes, one_shot in one hop"
     else:
         limit = _ONE_SHOT_MAX_BYTES_CUDA.get(traits.world_size, _ONE_SHOT_MAX_BYTES_CUDA_8)
     size = f"{num_bytes} bytes at {traits.world_size} ranks"

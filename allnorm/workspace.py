@@ -1,7 +1,7 @@
 """Symmetric workspaces: memory that every rank of a group has mapped.
 
-CUDA: PyTorch symmetric memory with multicast off. CPU: POSIX shared memory, whose name is removed as soon
-as every rank has opened it, so that nothing is left behind whatever happens later.
+CUDA: PyTorch symmetric memory with multicast off. CPU: POSIX shared memory, whose name is removed
+as soon as every rank has opened it, so that nothing is left behind whatever happens later.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class Workspace:
     """The mapped workspaces of all ranks.
 
     Attributes:
-        addresses: address of every rank's workspace in this process, by rank; empty if there is none.
+        addresses: address of every rank's workspace in this process, by rank; empty if there is
+            none.
         num_bytes: bytes of each.
         obstacle: why there is none, else empty.
     """
@@ -51,14 +52,14 @@ class Workspace:
 def agree(group: dist.ProcessGroup, step: Callable[[], Any], what: str) -> list[Any]:
     """Runs `step` on every rank and returns all results, or raises on every rank.
 
-    A rank whose step fails raises its own error; the others raise an AllnormError that names it. No rank
-    leaves before all have reported, so that no rank waits for one that has given up.
+    A rank whose step fails raises its own error; the others raise an AllnormError that names it. No
+    rank leaves before all have reported, so that no rank waits for one that has given up.
     """
     error: Exception | None = None
     value: Any = None
     try:
         value = step()
-    except Exception as caught:
+    except Exception as caught:  # noqa: BLE001 - reported to every rank, and raised below
         error = caught
     reports: list[Any] = [None] * dist.get_world_size(group)
     report = (value, None if error is None else f"{type(error).__name__}: {error}")
@@ -146,6 +147,11 @@ def _create_symmetric_memory(
     if len(set(devices)) < len(devices):
         return Workspace([], num_bytes, "several ranks share one GPU")
 
+    buffer: Any = None
+    problem = ""
+    addresses: list[int] = []
+    keep: list[Any] = []
+
     def allocate() -> Any:
         nonlocal buffer, problem
         try:
@@ -168,10 +174,6 @@ def _create_symmetric_memory(
             problem = f"no symmetric memory: {error}"
         return problem
 
-    buffer: Any = None
-    problem = ""
-    addresses: list[int] = []
-    keep: list[Any] = []
     for step in (allocate, exchange):
         obstacles = [text for text in agree(group, step, "making the workspace") if text]
         if obstacles:

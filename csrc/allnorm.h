@@ -65,11 +65,11 @@ typedef struct AllnormCall {
   float weight_bias;
   int64_t num_tokens;
   int64_t hidden_size;
-  const void* x;             // [num_tokens, hidden_size], this rank's partial sum
-  const void* residual;      // [num_tokens, hidden_size] or NULL
-  const void* weight;        // [hidden_size]; NULL for ALLNORM_ALL_REDUCE
-  void* out;                 // [num_tokens, hidden_size]; may be x
-  void* residual_out;        // [num_tokens, hidden_size]; may be residual; NULL for ALL_REDUCE
+  const void* x;         // [num_tokens, hidden_size], this rank's partial sum
+  const void* residual;  // [num_tokens, hidden_size] or NULL
+  const void* weight;    // [hidden_size]; NULL for ALLNORM_ALL_REDUCE
+  void* out;             // [num_tokens, hidden_size]; may be x
+  void* residual_out;    // [num_tokens, hidden_size]; may be residual; NULL for ALL_REDUCE
   int64_t x_stride;
   int64_t residual_stride;
   int64_t out_stride;
@@ -92,8 +92,8 @@ typedef struct AllnormFault {
   int32_t status;  // ALLNORM_OK (nothing recorded), ALLNORM_TIMEOUT or ALLNORM_DIVERGED
   int32_t rank;
   int32_t peer;
-  uint32_t expected_op;  // operation number this rank was in
-  uint32_t seen_op;      // last operation number announced by the peer
+  uint32_t expected_op;     // operation number this rank was in
+  uint32_t seen_op;         // last operation number announced by the peer
   uint32_t expected_shape;  // packed call description, see CallTag in protocol/exchange.h
   uint32_t seen_shape;
   uint32_t expected_tokens;

@@ -50,14 +50,14 @@ int32_t Communicator::initialize() {
   if (status != ALLNORM_OK) return status;
 
   std::vector<char> control(PushControl::kBytes, 0);
-  auto* epochs = reinterpret_cast<uint32_t*>(control.data() + PushControl::kEpochs);
-  std::fill_n(epochs, kMaxBlocks, config_.first_op);
-  for (uint32_t back = 1; back <= kPushPhases; ++back) {
+  auto* counters = reinterpret_cast<uint64_t*>(control.data() + PushControl::kCounters);
+  std::fill_n(counters, kMaxBlocks, config_.first_op);  // of phase 0
+  for (int phase = 0; phase < kPushPhases; ++phase) {
     // Announcements of operations before the first, so that none is taken for a coming one.
     const CallTag nothing = {0, 0};
-    const uint32_t op = config_.first_op - back;
+    const uint32_t op = config_.first_op - kPushPhases + phase;
     for (int source = 0; source < kPushMaxWorldSize; ++source) {
-      auto* words = reinterpret_cast<uint64_t*>(control.data() + PushControl::tag(op, source));
+      auto* words = reinterpret_cast<uint64_t*>(control.data() + PushControl::tag(phase, source));
       words[0] = nothing.word(op, 0);
       words[1] = nothing.word(op, 1);
     }

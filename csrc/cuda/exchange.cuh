@@ -2,8 +2,8 @@
 // wrong.
 //
 // Contract. All ranks make the same launches in the same order (any grid geometry each). In
-// operation e a rank writes only into phase e mod 4 of its peers, waits for everything its peers
-// write into its own phase e mod 4, and before the kernel ends restores every slot it has read to
+// operation e a rank writes only into phase e mod 3 of its peers, waits for everything its peers
+// write into its own phase e mod 3, and before the kernel ends restores every slot it has read to
 // kEmptyWord. One warp of each grid, the roll call, exchanges CallTags with all peers; the kernel
 // does not complete without it.
 //
@@ -17,9 +17,9 @@
 //   3. Kernel e + 2 of S completes after its roll call, and S's writes of operation e + 3, by any
 //      thread of kernel e + 3, come after wait_for_preceding_grid().
 // So the clear is ordered before the next write to the slot, by one fence in a warp that touches no
-// data: it costs the data path nothing. A second fence after the wait would save a phase, but it
-// waits for the warp's own announcement to be acknowledged and was measured to lengthen the kernel.
-// The announcements' slots alternate by the same argument.
+// data: it costs the data path nothing. (With a second fence after the roll call's wait two phases
+// would do, but that fence waits for the warp's own announcement to be acknowledged and lengthens
+// the kernel.) The announcements' slots alternate by the same argument.
 //
 // The operation counter has one copy per possible block. A block reads its own copy and, when it
 // ends, advances that copy and an equal share of those that no block of this grid owns: no atomics,
@@ -43,7 +43,9 @@ class Exchange {
       : params_(params), deadline_(params.timeout_ns) {
     wait_for_preceding_grid();
     const char* own = params.workspace[0];
-    op_ = load_u32(own + PushControl::kEpochs + 4 * blockIdx.x);
+    const uint64_t counter = load_u64(own + PushControl::kCounters + 8 * blockIdx.x);
+    op_ = static_cast<uint32_t>(counter);
+    phase_ = static_cast<int>(counter >> 32);
     failed_ = load_u32(own + PushControl::kPoisoned) != 0;
   }
 
@@ -51,17 +53,22 @@ class Exchange {
   // steps 1 and 2 of the reuse argument. One warp of the grid calls it.
   __device__ __forceinline__ void call_roll() {
     const int lane = threadIdx.x;
-    if (lane == 0 || lane >= kWorldSize || failed_) return;
+    if (lane == 0 || lane >= kWorldSize) return;
     const int source = (params_.rank + lane) % kWorldSize;
     const char* own = params_.workspace[0];
     // The peer's announcement of the previous operation, wherever it is: what the fence acquires.
     // (Its value must be used, or the assembler drops the loads.)
+    uint64_t previous[kPushPhases];
+#pragma unroll
+    for (int phase = 0; phase < kPushPhases; ++phase) {
+      previous[phase] = load_relaxed_sys_u64(own + PushControl::tag(phase, source) + 8);
+    }
     bool followed = false;
 #pragma unroll
     for (int phase = 0; phase < kPushPhases; ++phase) {
-      const uint64_t word = load_relaxed_sys_u64(own + PushControl::tag(phase, source) + 8);
-      followed = followed || word >> 32 == op_ - 1;
+      followed = followed || static_cast<uint32_t>(previous[phase] >> 32) == op_ - 1;
     }
+    if (failed_) return;
     if (!followed) {
       record_fault(params_, op_, source, ALLNORM_DIVERGED);
       return;
@@ -69,11 +76,11 @@ class Exchange {
     // acquire: the peer's clears before that announcement. release: everything the grids before
     // this one did, their clears above all; pairs with the same fence in the peer's next kernel.
     fence_acq_rel_sys();
-    char* theirs = params_.workspace[lane] + PushControl::tag(op_, params_.rank);
+    char* theirs = params_.workspace[lane] + PushControl::tag(phase_, params_.rank);
     store_relaxed_sys(theirs, params_.tag.word(op_, 0));
     store_relaxed_sys(theirs + 8, params_.tag.word(op_, 1));
 
-    const char* slot = own + PushControl::tag(op_, source);
+    const char* slot = own + PushControl::tag(phase_, source);
     uint64_t seen[2];
     const auto announced = [&] {
       seen[0] = load_relaxed_sys_u64(slot);
@@ -88,10 +95,12 @@ class Exchange {
 
   // Advances the operation counter. Every thread of the block has read it before any comes here.
   __device__ __forceinline__ void advance() {
-    uint32_t* copies = reinterpret_cast<uint32_t*>(params_.workspace[0] + PushControl::kEpochs);
+    uint64_t* copies = reinterpret_cast<uint64_t*>(params_.workspace[0] + PushControl::kCounters);
+    const int next_phase = phase_ + 1 == kPushPhases ? 0 : phase_ + 1;
+    const uint64_t next = static_cast<uint64_t>(next_phase) << 32 | (op_ + 1);
     for (int copy = blockIdx.x + threadIdx.x * gridDim.x; copy < kMaxBlocks;
          copy += blockDim.x * gridDim.x) {
-      copies[copy] = op_ + 1;
+      copies[copy] = next;
     }
   }
 
@@ -110,22 +119,22 @@ class Exchange {
 
   // Start of this operation's phase in the workspace of the rank `q` after this one.
   __device__ __forceinline__ char* phase(int q) const {
-    return params_.workspace[q] + PushLayout::phase(op_, params_.phase_bytes);
+    return params_.workspace[q] + PushLayout::phase(phase_, params_.phase_bytes);
   }
 
  private:
   // The rare look during a wait: has a peer announced something else, has another thread failed, is
   // the time up? Static, with everything by value, so that the object stays in registers.
   __device__ __forceinline__ void look(int source) {
-    failed_ = look_at_peers(params_, op_, source, deadline_.expired());
+    failed_ = look_at_peers(params_, op_, phase_, source, deadline_.expired());
   }
 
   __device__ __noinline__ static bool look_at_peers(const FusedParams& params, uint32_t op,
-                                                    int source, bool time_is_up) {
+                                                    int phase, int source, bool time_is_up) {
     char* own = params.workspace[0];
     for (int peer = 0; peer < kWorldSize; ++peer) {
       if (peer == params.rank) continue;
-      const char* slot = own + PushControl::tag(op, peer);
+      const char* slot = own + PushControl::tag(phase, peer);
       const uint64_t seen[2] = {load_relaxed_sys_u64(slot), load_relaxed_sys_u64(slot + 8)};
       if (seen[0] >> 32 == op && seen[1] >> 32 == op) {
         if (seen[0] != params.tag.word(op, 0) || seen[1] != params.tag.word(op, 1)) {
@@ -155,12 +164,12 @@ class Exchange {
     fault->expected_shape = params.tag.shape;
     // What the peer announced for this operation, or else its newest announcement; one a phase.
     uint64_t words[2] = {0, 0};
-    for (uint32_t back = 0; back < kPushPhases; ++back) {
-      const char* slot = own + PushControl::tag(op - back, peer);
+    for (int phase = 0; phase < kPushPhases; ++phase) {
+      const char* slot = own + PushControl::tag(phase, peer);
       const uint64_t seen[2] = {load_relaxed_sys_u64(slot), load_relaxed_sys_u64(slot + 8)};
       const uint32_t seen_op = static_cast<uint32_t>(seen[0] >> 32);
       const bool newer = has_reached(seen_op, static_cast<uint32_t>(words[0] >> 32));
-      if (back == 0 || (newer && words[0] >> 32 != op)) {
+      if (phase == 0 || seen_op == op || (newer && words[0] >> 32 != op)) {
         words[0] = seen[0];
         words[1] = seen[1];
       }
@@ -178,6 +187,7 @@ class Exchange {
   const FusedParams& params_;
   Deadline<DeviceClock> deadline_;
   uint32_t op_;
+  int phase_;
   bool failed_;
 };
 

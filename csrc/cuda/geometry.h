@@ -21,13 +21,12 @@ inline int threads_of(int64_t packs, int cluster_size) {
   return static_cast<int>((per_block + 31) / 32 * 32);
 }
 
-// Blocks per row: as few as the width demands. A handful of rows is spread over twice as many,
-// which takes 2 to 3 % off a call; more blocks, or spreading more rows, only adds barriers (H200,
-// bf16, 1x4096 to 64x4096 at 2 and 4 ranks, 2026-11: docs/performance.md).
-inline int choose_cluster_size(int64_t packs, int64_t num_tokens) {
-  const int widest = num_tokens <= 8 ? kMaxThreads / 2 : kMaxThreads;
+// Blocks per row: as few as the width demands. Spreading a row further was measured to gain nothing
+// that the longer way to the row's sum does not cost (H200, bf16, 1x4096 to 64x4096 at 2 and 4
+// ranks, 2026-11: docs/performance.md).
+inline int choose_cluster_size(int64_t packs) {
   int size = 1;
-  while (size < kMaxClusterSize && threads_of(packs, size) > widest) size *= 2;
+  while (size < kMaxClusterSize && threads_of(packs, size) > kMaxThreads) size *= 2;
   return size;
 }
 

@@ -65,6 +65,12 @@ __device__ __forceinline__ uint32_t load_u32(const void* address) {
   return value;
 }
 
+__device__ __forceinline__ uint64_t load_u64(const void* address) {
+  uint64_t value;
+  asm volatile("ld.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+  return value;
+}
+
 // ---- launches and clusters --------------------------------------------------------------------
 
 // Returns once the preceding grid of the stream has completed and its writes are visible.

@@ -4,7 +4,7 @@
 // data differently and so cut the data region differently:
 //   PushLayout (CUDA): kPushPhases phases; peers write into this rank's phase, this rank reads it.
 //   PullLayout (CPU):  kPullPhases phases; this rank writes into its own phase, peers read it.
-// A phase belongs to one operation: operation number modulo the number of phases.
+// Consecutive operations use the phases in turn.
 #ifndef ALLNORM_PROTOCOL_LAYOUT_H_
 #define ALLNORM_PROTOCOL_LAYOUT_H_
 
@@ -22,23 +22,24 @@ ALLNORM_HD int64_t align_down(int64_t bytes) { return bytes / kAlignBytes * kAli
 // ---- CUDA -----------------------------------------------------------------------------------
 
 constexpr int kPushMaxWorldSize = 8;
-// Why four: see the reuse argument at the head of cuda/exchange.cuh.
-constexpr int kPushPhases = 4;
-static_assert((kPushPhases & (kPushPhases - 1)) == 0, "phases must go on in turn at op 2^32");
+// Why three: see the reuse argument at the head of cuda/exchange.cuh.
+constexpr int kPushPhases = 3;
 // Upper bound of a grid; each block owns one copy of the operation counter.
 constexpr int kMaxBlocks = 1024;
 
 struct PushControl {
-  // uint32_t[kMaxBlocks]: copies of the operation counter, all equal between launches. Local.
-  static constexpr int64_t kEpochs = 0;
+  // uint64_t[kMaxBlocks]: copies of the operation counter, all equal between launches. Local. The
+  // operation number in the low half; in the high half its phase, which must go on in turn where
+  // the number wraps.
+  static constexpr int64_t kCounters = 0;
   // uint32_t: nonzero once a wait has failed here; later launches then wait for nobody. Local.
-  static constexpr int64_t kPoisoned = kEpochs + 4 * kMaxBlocks;
+  static constexpr int64_t kPoisoned = kCounters + 8 * kMaxBlocks;
   // uint64_t[kPushPhases][kPushMaxWorldSize][2]: the CallTag each peer announced. Written by peers.
   static constexpr int64_t kTags = kPoisoned + kAlignBytes;
-  static constexpr int64_t kBytes = 8192;
+  static constexpr int64_t kBytes = 12288;
 
-  ALLNORM_HD static constexpr int64_t tag(uint32_t op, int source) {
-    return kTags + 16 * (static_cast<int64_t>(op % kPushPhases) * kPushMaxWorldSize + source);
+  ALLNORM_HD static constexpr int64_t tag(int phase, int source) {
+    return kTags + 16 * (static_cast<int64_t>(phase) * kPushMaxWorldSize + source);
   }
 };
 static_assert(PushControl::tag(kPushPhases - 1, kPushMaxWorldSize) <= PushControl::kBytes);
@@ -56,8 +57,8 @@ struct PushLayout {
   ALLNORM_HD static int64_t phase_bytes(int64_t workspace_bytes) {
     return align_down((workspace_bytes - PushControl::kBytes) / kPushPhases);
   }
-  ALLNORM_HD static int64_t phase(uint32_t op, int64_t phase_bytes) {
-    return PushControl::kBytes + static_cast<int64_t>(op % kPushPhases) * phase_bytes;
+  ALLNORM_HD static int64_t phase(int phase, int64_t phase_bytes) {
+    return PushControl::kBytes + phase * phase_bytes;
   }
   // Packs of a row that one owner holds at most, in whole chunks.
   ALLNORM_HD static int64_t owned_packs(int world_size, int64_t packs) {
@@ -94,8 +95,8 @@ constexpr int kPullPhases = 2;
 struct PullControl {
   // uint32_t: how far this rank is, 2 * operation + step.
   static constexpr int64_t kPublished = 0;
-  // uint64_t[kPullPhases][2]: the CallTag of this rank's operation. On the line of kPublished, which
-  // a waiting peer has at hand.
+  // uint64_t[kPullPhases][2]: the CallTag of this rank's operation. On the line of kPublished,
+  // which a waiting peer has at hand.
   static constexpr int64_t kTags = 16;
   // uint32_t on a cache line of its own: peers asleep on kPublished.
   static constexpr int64_t kSleepers = 64;

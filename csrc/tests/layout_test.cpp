@@ -10,12 +10,13 @@ using Wide = __int128;
 
 void test_push_control() {
   using Control = PushControl;
-  check(Control::kEpochs == 0 && Control::kPoisoned == 4 * kMaxBlocks, "epochs and poison overlap");
+  check(Control::kCounters == 0 && Control::kPoisoned == 8 * kMaxBlocks,
+        "counters and poison overlap");
   check(Control::kTags >= Control::kPoisoned + 4, "poison and tags overlap");
   std::vector<int> used(static_cast<size_t>(Control::kBytes), 0);
-  for (uint32_t op = 0; op < kPushPhases; ++op) {
+  for (int phase = 0; phase < kPushPhases; ++phase) {
     for (int source = 0; source < kPushMaxWorldSize; ++source) {
-      const int64_t tag = Control::tag(op, source);
+      const int64_t tag = Control::tag(phase, source);
       check(tag % 16 == 0 && tag >= Control::kTags && tag + 16 <= Control::kBytes, "tag at %lld",
             static_cast<long long>(tag));
       check(used[static_cast<size_t>(tag)]++ == 0, "tags overlap");
@@ -40,10 +41,11 @@ void test_phases() {
     for (uint32_t op = 0xfffffffdu; op != 5; ++op) {
       const int64_t push = PushLayout::phase_bytes(workspace);
       const int64_t pull = PullLayout::phase_bytes(workspace);
-      check(PushLayout::phase(op, push) % kAlignBytes == 0 &&
-                PushLayout::phase(op, push) >= PushControl::kBytes &&
-                PushLayout::phase(op, push) + push <= workspace,
-            "push phase of operation %u", op);
+      const int phase = static_cast<int>(op % kPushPhases);
+      check(PushLayout::phase(phase, push) % kAlignBytes == 0 &&
+                PushLayout::phase(phase, push) >= PushControl::kBytes &&
+                PushLayout::phase(phase, push) + push <= workspace,
+            "push phase %d", phase);
       check(PullLayout::phase(op, pull) % 64 == 0 &&
                 PullLayout::phase(op, pull) >= PullControl::kBytes &&
                 PullLayout::phase(op, pull) + pull <= workspace,
