@@ -165,7 +165,7 @@ def assert_ranks_agree(c: allnorm.Communicator, *tensors: torch.Tensor) -> None:
     """Every rank holds the same bits, NaN payloads included. Collective."""
     digest = hashlib.blake2b()
     for tensor in tensors:
-        digest.update(tensor.contiguous().view(torch.uint8).cpu().numpy().tobytes())
+        digest.update(tensor.reshape(-1).view(torch.uint8).cpu().numpy().tobytes())
     digests: list[str] = [""] * c.world_size
     dist.all_gather_object(digests, digest.hexdigest(), group=c.group)
     assert len(set(digests)) == 1, f"the ranks hold different bits: {digests}"

@@ -126,7 +126,10 @@ def chains(rank: int, world_size: int, length: int) -> None:
         weight = a["weight"]
 
         def chain(
-            x: torch.Tensor = x, residual: torch.Tensor = a["residual"], algorithm: str = algorithm
+            x: torch.Tensor = x,
+            residual: torch.Tensor = a["residual"],
+            weight: torch.Tensor = weight,
+            algorithm: str = algorithm,
         ) -> tuple[torch.Tensor, torch.Tensor]:
             for _ in range(length):
                 x, residual = c.all_reduce_add_rms_norm(x, residual, weight, algorithm=algorithm)
