@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import datetime
+import math
 import threading
 import weakref
 from types import TracebackType
@@ -285,7 +286,8 @@ class Communicator:
                 None if residual is None else residual.device,
                 None if weight is None else (weight.shape, weight.stride(), weight.dtype),
                 None if weight is None else weight.device,
-                *(norm, algorithm),
+                # 0.0 and -0.0 are equal keys, but not equal biases.
+                *(norm, None if norm is None else math.copysign(1.0, norm[1]), algorithm),
             )
             launch = self._prepared.get(key)
         except (AttributeError, TypeError):  # not tensors, or not hashable: the checks say which
@@ -297,9 +299,8 @@ class Communicator:
                     self._prepared.clear()
                 self._prepared[key] = launch
         if out is None and residual_out is None:
-            # empty_like is the faster one, but keeps the order of permuted dimensions.
-            if x.is_contiguous():
-                result = torch.empty_like(x)
+            if launch.is_canonical:
+                result = torch.empty_like(x)  # the faster one, but it keeps unusual strides
             else:
                 result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
             summed = torch.empty_like(result) if launch.is_norm else None

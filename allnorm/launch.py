@@ -59,6 +59,8 @@ class Launch:
     ) -> None:
         self.algorithm = algorithm
         self.is_norm = norm is not None
+        # Contiguous, with the strides that a new tensor has.
+        self.is_canonical = x.stride() == torch.empty(x.shape, device="meta").stride()
         self._device = x.device
         self._is_cuda = x.device.type == "cuda"
         self._num_tokens = x.numel() // x.shape[-1]
