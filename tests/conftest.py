@@ -10,6 +10,12 @@ import torch
 from allnorm.testing import RankPool
 
 
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """GPU machines often lack pytest-timeout; pyproject.toml sets its option all the same."""
+    if not pluginmanager.hasplugin("timeout"):
+        parser.addini("timeout", "without effect: pytest-timeout is not installed")
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") is None:
         return

@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import pytest
 import torch
 from conftest import Pools
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from rank_helpers import ALGORITHMS, DTYPES, MODES, Case, assert_ranks_agree, comm
 
 from allnorm.testing import SPECIAL_KINDS
+
+pytest.importorskip("hypothesis")
+from hypothesis import HealthCheck, given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
 
 
 @dataclasses.dataclass(frozen=True)
