@@ -13,8 +13,8 @@ from rank_helpers import ALGORITHMS, DTYPES, MODES, Case, assert_ranks_agree, co
 from allnorm.testing import SPECIAL_KINDS
 
 pytest.importorskip("hypothesis")
-from hypothesis import HealthCheck, given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 
 @dataclasses.dataclass(frozen=True)
