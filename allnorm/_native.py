@@ -12,7 +12,8 @@ from allnorm.errors import NativeLibraryError
 
 ABI_VERSION = 1
 MAX_WORLD_SIZE = 64
-OK, INVALID_ARGUMENT, UNSUPPORTED, TIMEOUT, DIVERGED, SYSTEM = range(6)
+OK, INVALID_ARGUMENT, UNSUPPORTED, TIMEOUT, DIVERGED, SYSTEM, BUSY = range(7)
+_IPC_HANDLE_BYTES = 64
 ALGORITHM = {"one_shot": 0, "two_shot": 1}
 ALL_REDUCE, ADD_RMS_NORM = 0, 1
 NUMERICS = {"rounded": 0, "unrounded": 1, "transformers": 2, "vllm": 3}
@@ -155,6 +156,39 @@ class Library:
         """Unmaps what `shm_create` or `shm_open` mapped."""
         if self._bind("shm_unmap", _pointer, _c_int64)(address, num_bytes) != OK:
             raise OSError(self.last_error())
+
+    # Device memory shared between processes, CUDA library only.
+
+    def ipc_create(self, device: int, num_bytes: int) -> tuple[int, bytes]:
+        """Allocates device memory; returns its address and the handle for other processes."""
+        address, handle = _pointer(), ctypes.create_string_buffer(_IPC_HANDLE_BYTES)
+        call = self._bind("ipc_create", _c_int32, _c_int64, _pointer, _pointer)
+        if call(device, num_bytes, ctypes.byref(address), handle) != OK:
+            raise OSError(self.last_error())
+        return int(address.value or 0), handle.raw
+
+    def ipc_open(self, device: int, handle: bytes) -> int:
+        """Maps a peer's device memory; returns its address here."""
+        address = _pointer()
+        call = self._bind("ipc_open", _c_int32, _pointer, _pointer)
+        if call(device, handle, ctypes.byref(address)) != OK:
+            raise OSError(self.last_error())
+        return int(address.value or 0)
+
+    def ipc_leave(self, device: int, rank: int, addresses: list[int]) -> None:
+        """Tells the peers that this rank has left, and unmaps their memory; 0 is skipped."""
+        array = (_pointer * len(addresses))(*addresses)
+        call = self._bind("ipc_leave", _c_int32, _c_int32, _c_int32, _pointer)
+        if call(device, rank, len(addresses), array) != OK:
+            raise OSError(self.last_error())
+
+    def ipc_free(self, device: int, rank: int, world_size: int, address: int) -> bool:
+        """Frees own memory; False while a peer may still have it mapped."""
+        call = self._bind("ipc_free", _c_int32, _c_int32, _c_int32, _pointer)
+        status = call(device, rank, world_size, address)
+        if status not in (OK, BUSY):
+            raise OSError(self.last_error())
+        return int(status) == OK
 
 
 def _library_path(backend: str) -> pathlib.Path:

@@ -52,14 +52,6 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
     )
 
 
-def disable_multicast() -> None:
-    """Keeps PyTorch symmetric memory from creating NVLink multicast objects in this process.
-
-    allnorm never uses multicast, and on shared hosts creating one can take GPUs out of service.
-    """
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-
-
 def multicast_switches() -> dict[str, str | None]:
     """The state of the variables that keep NCCL, PyTorch and NVSHMEM from using multicast."""
     names = ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS")

@@ -1,7 +1,8 @@
 """Symmetric workspaces: memory that every rank of a group has mapped.
 
-CUDA: PyTorch symmetric memory with multicast off. CPU: POSIX shared memory, whose name is removed
-as soon as every rank has opened it, so that nothing is left behind whatever happens later.
+CUDA: device memory shared through CUDA IPC, freed once every peer has unmapped it. CPU: POSIX
+shared memory, whose name is removed as soon as every rank has opened it, so that nothing is left
+behind whatever happens later.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ import os
 import platform
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from allnorm import _native, config
+from allnorm import _native
 from allnorm.errors import AllnormError
 
 DEFAULT_BYTES_CUDA = 256 << 20
@@ -38,7 +39,6 @@ class Workspace:
     addresses: list[int]
     num_bytes: int
     obstacle: str = ""
-    _keep: list[Any] = field(default_factory=list)
     _release: Callable[[], None] | None = None
 
     def release(self) -> None:
@@ -46,7 +46,6 @@ class Workspace:
         release, self._release = self._release, None
         if release is not None:
             release()
-        self._keep.clear()
 
 
 def agree(group: dist.ProcessGroup, step: Callable[[], Any], what: str) -> list[Any]:
@@ -85,7 +84,7 @@ def create(group: dist.ProcessGroup, device: torch.device, num_bytes: int) -> Wo
         return Workspace([], num_bytes, "the ranks are on different hosts")
     if device.type == "cpu":
         return _create_shared_memory(group, num_bytes)
-    return _create_symmetric_memory(group, device, num_bytes)
+    return _create_device_memory(group, device, num_bytes)
 
 
 def _host_identity() -> str:
@@ -134,49 +133,61 @@ def _create_shared_memory(group: dist.ProcessGroup, num_bytes: int) -> Workspace
     return Workspace(addresses, num_bytes, _release=release)
 
 
-def _create_symmetric_memory(
+# Own device memory that a peer had still mapped when this rank left: (device, rank, world size,
+# address). Freed once that has changed.
+_left_behind: list[tuple[int, int, int, int]] = []
+
+
+def _free_left_behind() -> None:
+    library = _native.library("cuda")
+    _left_behind[:] = [entry for entry in _left_behind if not library.ipc_free(*entry)]
+
+
+def _create_device_memory(
     group: dist.ProcessGroup, device: torch.device, num_bytes: int
 ) -> Workspace:
-    config.disable_multicast()
-    import torch.distributed._symmetric_memory as symm_mem
+    library = _native.library("cuda")
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    addresses = [0] * world_size
+    torch.cuda.init()
 
-    def uuid_of_device() -> str:
-        return str(getattr(torch.cuda.get_device_properties(device), "uuid", device.index))
+    def allocate() -> tuple[str, bytes]:
+        properties = torch.cuda.get_device_properties(device)
+        _free_left_behind()
+        addresses[rank], handle = library.ipc_create(index, num_bytes)
+        return str(getattr(properties, "uuid", index)), handle
 
-    devices = agree(group, uuid_of_device, "reading the device")
-    if len(set(devices)) < len(devices):
-        return Workspace([], num_bytes, "several ranks share one GPU")
-
-    buffer: Any = None
-    problem = ""
-    addresses: list[int] = []
-    keep: list[Any] = []
-
-    def allocate() -> Any:
-        nonlocal buffer, problem
+    def attach() -> str:
         try:
-            for peer in range(torch.cuda.device_count()):
-                if peer != device.index and not torch.cuda.can_device_access_peer(device, peer):
-                    problem = f"{device} has no P2P access to cuda:{peer}"
-                    return problem
-            buffer = symm_mem.empty(num_bytes, dtype=torch.uint8, device=device)
-        except (RuntimeError, AttributeError) as error:
-            problem = f"no symmetric memory: {error}"
-        return problem
+            for peer, (_, handle) in enumerate(shared):
+                if peer != rank:
+                    addresses[peer] = library.ipc_open(index, handle)
+        except OSError as error:
+            return f"no peer-to-peer access: {error}"
+        return ""
 
-    def exchange() -> Any:
-        nonlocal addresses, problem
-        try:
-            handle = symm_mem.rendezvous(buffer, group=group.group_name)
-            addresses = [int(address) for address in handle.buffer_ptrs]
-            keep.append(handle)
-        except RuntimeError as error:
-            problem = f"no symmetric memory: {error}"
-        return problem
+    def release() -> None:
+        library.ipc_leave(index, rank, addresses)
+        if addresses[rank]:
+            _left_behind.append((index, rank, world_size, addresses[rank]))
+        addresses[:] = [0] * world_size
+        _free_left_behind()
 
-    for step in (allocate, exchange):
-        obstacles = [text for text in agree(group, step, "making the workspace") if text]
-        if obstacles:
-            return Workspace([], num_bytes, str(obstacles[0]).splitlines()[0])
-    keep.append(buffer)
-    return Workspace(addresses, num_bytes, _keep=keep)
+    try:
+        shared = agree(group, allocate, "allocating the workspace")
+        if len({uuid for uuid, _ in shared}) < world_size:
+            obstacles = ["several ranks share one GPU"]
+        else:
+            obstacles = [text for text in agree(group, attach, "mapping the workspace") if text]
+    except BaseException:
+        release()
+        raise
+    if obstacles:
+        # Every rank has ended its attempts, but one that never opened a workspace says nothing there:
+        # so all unmap first and then free.
+        own, addresses[rank] = addresses[rank], 0
+        agree(group, release, "unmapping the workspace")
+        library.ipc_free(index, rank, 0, own)
+        return Workspace([], num_bytes, str(obstacles[0]).splitlines()[0])
+    return Workspace(list(addresses), num_bytes, _release=release)

@@ -25,6 +25,7 @@ typedef enum AllnormStatus {
   ALLNORM_TIMEOUT = 3,   // a peer did not come before the deadline
   ALLNORM_DIVERGED = 4,  // a peer came with another call
   ALLNORM_SYSTEM = 5,    // CUDA or the operating system refused
+  ALLNORM_BUSY = 6,      // not yet; try again later
 } AllnormStatus;
 
 typedef enum AllnormDtype {
@@ -146,6 +147,24 @@ ALLNORM_API int32_t allnorm_shm_create(const char* name, int64_t bytes, void** a
 ALLNORM_API int32_t allnorm_shm_open(const char* name, int64_t bytes, void** address);
 ALLNORM_API int32_t allnorm_shm_unlink(const char* name);
 ALLNORM_API int32_t allnorm_shm_unmap(void* address, int64_t bytes);
+
+// CUDA library only: device memory that other processes of this host map (CUDA IPC).
+typedef struct AllnormIpcHandle {
+  uint8_t bytes[64];
+} AllnormIpcHandle;
+ALLNORM_API int32_t allnorm_ipc_create(int32_t device, int64_t bytes, void** address,
+                                       AllnormIpcHandle* handle);
+// Maps a peer's memory; fails where the devices have no peer access.
+ALLNORM_API int32_t allnorm_ipc_open(int32_t device, const AllnormIpcHandle* handle,
+                                     void** address);
+// Tells every peer that this rank has left, and unmaps the peers' workspaces (NULL entries are
+// skipped). No work of this rank may be in flight.
+ALLNORM_API int32_t allnorm_ipc_leave(int32_t device, int32_t rank, int32_t world_size,
+                                      void* const* workspaces);
+// Frees the own workspace, or returns ALLNORM_BUSY while a peer that has not left may have it
+// mapped.
+ALLNORM_API int32_t allnorm_ipc_free(int32_t device, int32_t rank, int32_t world_size,
+                                     void* address);
 
 #if defined(__cplusplus)
 }

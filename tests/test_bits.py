@@ -107,6 +107,8 @@ def test_prefill_sizes(pool: RankPool, dtype: torch.dtype) -> None:
             strict=False,
         )
         for algorithm in ("one_shot", "two_shot", "auto")
+        # Wider rows than 64 KiB take `unfused` on CUDA; asked for by name the others refuse.
+        if algorithm == "auto" or hidden_size * dtype.itemsize <= 64 << 10
     ]
     pool.run(check_cases, cases)
 

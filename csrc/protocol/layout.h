@@ -36,13 +36,16 @@ struct PushControl {
   static constexpr int64_t kPoisoned = kCounters + 8 * kMaxBlocks;
   // uint64_t[kPushPhases][kPushMaxWorldSize][2]: the CallTag each peer announced. Written by peers.
   static constexpr int64_t kTags = kPoisoned + kAlignBytes;
+  // uint32_t[kPushMaxWorldSize]: nonzero once that rank has unmapped this workspace. Written by
+  // peers.
+  static constexpr int64_t kLeft = kTags + 16 * kPushPhases * kPushMaxWorldSize;
   static constexpr int64_t kBytes = 12288;
 
   ALLNORM_HD static constexpr int64_t tag(int phase, int source) {
     return kTags + 16 * (static_cast<int64_t>(phase) * kPushMaxWorldSize + source);
   }
 };
-static_assert(PushControl::tag(kPushPhases - 1, kPushMaxWorldSize) <= PushControl::kBytes);
+static_assert(PushControl::kLeft + 4 * kPushMaxWorldSize <= PushControl::kBytes);
 static_assert(PushControl::kBytes % kAlignBytes == 0);
 
 // Data region of one launch of `rows` rows of `packs` packs over `world_size` ranks.
