@@ -161,8 +161,8 @@ ALLNORM_API int32_t allnorm_ipc_open(int32_t device, const AllnormIpcHandle* han
 // skipped). No work of this rank may be in flight.
 ALLNORM_API int32_t allnorm_ipc_leave(int32_t device, int32_t rank, int32_t world_size,
                                       void* const* workspaces);
-// Frees the own workspace, or returns ALLNORM_BUSY while a peer that has not left may have it
-// mapped.
+// Frees the own workspace, or returns ALLNORM_BUSY while one of `world_size` ranks may have it
+// mapped; 0 if it is known that none has.
 ALLNORM_API int32_t allnorm_ipc_free(int32_t device, int32_t rank, int32_t world_size,
                                      void* address);
 
