@@ -184,8 +184,8 @@ def _create_device_memory(
         release()
         raise
     if obstacles:
-        # Every rank has ended its attempts, but one that never opened a workspace says nothing there:
-        # so all unmap first and then free.
+        # Every rank has ended its attempts, but one that never opened a workspace says nothing
+        # there: so all unmap first and then free.
         own, addresses[rank] = addresses[rank], 0
         agree(group, release, "unmapping the workspace")
         library.ipc_free(index, rank, 0, own)
