@@ -14,11 +14,10 @@ ALGORITHMS = ("one_shot", "two_shot", "unfused")
 # Temporary memory that `unfused` may take for the gathered partial sums of one row chunk.
 UNFUSED_GATHER_BYTES = 256 << 20
 
-# Bytes of one rank's input up to which one_shot is preferred to two_shot, by world size.
-# Source: benchmarks/results/h200x8-crossover.jsonl (bf16, CUDA graphs, max over ranks).
-# At two ranks both send the same bytes and one_shot needs one hop less: always one_shot.
-_ONE_SHOT_MAX_BYTES_CUDA = {3: 256 << 10, 4: 128 << 10, 5: 96 << 10, 6: 64 << 10, 7: 64 << 10}
-_ONE_SHOT_MAX_BYTES_CUDA_8 = 64 << 10
+# Bytes that one rank may push in one_shot, to all peers together, before two_shot is faster. From
+# benchmarks/results/h200x4-bench.jsonl (bf16, CUDA graphs): at 4 ranks the two meet at 16x4096.
+# Other world sizes are scaled by it. At two ranks both send the same bytes, one_shot in one hop.
+_ONE_SHOT_MAX_PUSHED_BYTES_CUDA = 384 << 10
 # On CPU a rank reads its peers' rows in place: one_shot costs no extra bytes, only extra sums.
 _ONE_SHOT_MAX_BYTES_CPU = 64 << 10
 
@@ -120,7 +119,7 @@ def _prefer(traits: Traits, num_bytes: int) -> tuple[str, str]:
     if traits.backend == "cpu":
         limit = _ONE_SHOT_MAX_BYTES_CPU
     else:
-        limit = _ONE_SHOT_MAX_BYTES_CUDA.get(traits.world_size, _ONE_SHOT_MAX_BYTES_CUDA_8)
+        limit = _ONE_SHOT_MAX_PUSHED_BYTES_CUDA // (traits.world_size - 1)
     size = f"{num_bytes} bytes at {traits.world_size} ranks"
     if num_bytes <= limit:
         return "one_shot", f"{size}: up to {limit} bytes latency decides, one hop is fastest"

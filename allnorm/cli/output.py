@@ -146,9 +146,14 @@ def provenance() -> dict[str, Any]:
     return {
         "commit": commit or f"release {package_version()}",
         "versions": {"allnorm": package_version(), **topology.versions()},
-        "command": shlex.join(["allnorm", *sys.argv[1:]]),
+        "command": shlex.join(["allnorm", *map(_without_folder, sys.argv[1:])]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
+
+
+def _without_folder(argument: str) -> str:
+    """An argument as it is worth keeping: where on this machine a file lay is not."""
+    return Path(argument).name if Path(argument).is_absolute() else argument
 
 
 def package_version() -> str:

@@ -21,12 +21,20 @@ inline int threads_of(int64_t packs, int cluster_size) {
   return static_cast<int>((per_block + 31) / 32 * 32);
 }
 
-// Blocks per row: as few as the width demands. Spreading a row further was measured to gain nothing
-// that the longer way to the row's sum does not cost (H200, bf16, 1x4096 to 64x4096 at 2 and 4
-// ranks, 2026-11: docs/performance.md).
-inline int choose_cluster_size(int64_t packs) {
+// What one SM can push to peers before a second one is faster: 16-byte stores of a one_shot row. At
+// 2 and 4 ranks one block per 4096-column row is as fast as four (H200, bf16, 2026-11:
+// docs/performance.md); at 8 ranks a sketch took 7.7 us with one block and 4.3 with four.
+constexpr int kPushesPerBlock = 1536;
+
+// Blocks per row: as few as the width demands, and more for few rows that go to many peers.
+inline int choose_cluster_size(bool one_shot, int world_size, int64_t packs, int64_t num_tokens,
+                               int num_sms) {
   int size = 1;
   while (size < kMaxClusterSize && threads_of(packs, size) > kMaxThreads) size *= 2;
+  while (one_shot && size < kMaxClusterSize && 2 * size * num_tokens <= num_sms &&
+         threads_of(packs, size) * (world_size - 1) > kPushesPerBlock) {
+    size *= 2;
+  }
   return size;
 }
 

@@ -138,7 +138,11 @@ int32_t launch_fused(const Device& device, const AllnormCall& call, int world_si
   Geometry geometry;
   geometry.cluster_size = call.cluster_size;
   if (geometry.cluster_size == 0) {
-    geometry.cluster_size = device.has_clusters ? choose_cluster_size(params.packs) : 1;
+    const bool one_shot = call.algorithm == ALLNORM_ONE_SHOT;
+    geometry.cluster_size = device.has_clusters
+                                ? choose_cluster_size(one_shot, world_size, params.packs,
+                                                      params.num_tokens, device.num_sms)
+                                : 1;
   }
   geometry.num_threads = threads_of(params.packs, geometry.cluster_size);
   if (geometry.num_threads > kMaxThreads || geometry.cluster_size > kMaxClusterSize) {
