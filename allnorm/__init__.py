@@ -40,7 +40,7 @@ __all__ = [
 
 
 def capabilities() -> dict[str, Any]:
-    """What this installation can do on this machine. Starts no CUDA context.
+    """What this installation can do on this machine.
 
     Returns:
         `version`; `torch` and `cuda` (versions; `cuda` is None for a CPU build of torch);

@@ -16,12 +16,8 @@ import torch.distributed as dist
 
 from allnorm import _native, arguments, config, policy, workspace
 from allnorm.arguments import DTYPES, NormArguments
-from allnorm.errors import (
-    CommunicatorClosedError,
-    PeerDivergedError,
-    PeerTimeoutError,
-    UnsupportedError,
-)
+from allnorm.errors import CommunicatorClosedError, UnsupportedError
+from allnorm.faults import fault_error
 from allnorm.launch import Launch, raise_status
 from allnorm.policy import Plan
 
@@ -102,14 +98,19 @@ class Communicator:
             return self._configure(device, workspace_bytes, timeout)
 
         checked = workspace.agree(resolved, check, "checking the arguments of Communicator")
-        if len(set(checked)) > 1:
+        if len({agreed for agreed, _ in checked}) > 1:
             raise ValueError(
-                "the ranks passed different arguments (device type, workspace_bytes, numerics, "
-                f"dtype limits): {checked}. Pass the same on every rank."
+                "the ranks passed different arguments (device type, workspace_bytes, numerics): "
+                f"{[agreed for agreed, _ in checked]}. Pass the same on every rank."
             )
         self._workspace = workspace.create(resolved, self.device, self._workspace_bytes)
         self._open(first_op)
-        self.traits = policy.Traits(self.device.type, self.world_size, self._workspace.obstacle)
+        self.traits = policy.Traits(
+            self.device.type,
+            self.world_size,
+            exchange=self._workspace.obstacle,
+            max_row_bytes=min((limit for _, limit in checked if limit is not None), default=None),
+        )
         prefix = f"allnorm:{resolved.group_name}"
         count = _created.get(prefix, 0)
         _created[prefix] = count + 1
@@ -146,7 +147,7 @@ class Communicator:
                 f"workspace_bytes={num_bytes}: expected at least {workspace.MIN_BYTES} bytes."
             )
         self._workspace_bytes = num_bytes // 4096 * 4096
-        return self.device.type, self._workspace_bytes, self.numerics
+        return (self.device.type, self._workspace_bytes, self.numerics), _max_row_bytes(self.device)
 
     def _open(self, first_op: int) -> None:
         def start() -> None:
@@ -443,7 +444,7 @@ class Communicator:
         if self._handle:
             fault = _native.Fault()
             if self._library.comm_check(self._handle, ctypes.addressof(fault)) != _native.OK:
-                raise _fault_error(fault, self.timeout)
+                raise fault_error(fault, self.timeout)
 
     def _raise(self, status: int) -> None:
         if status in (_native.TIMEOUT, _native.DIVERGED):
@@ -499,32 +500,10 @@ def _resolve_device(device: torch.device | str | None) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _fault_error(fault: _native.Fault, timeout: datetime.timedelta) -> PeerTimeoutError:
-    expected = (
-        f"operation {fault.expected_op}: "
-        f"{_native.describe_shape(fault.expected_shape, fault.expected_tokens)}"
-    )
-    if fault.seen_shape == 0 and fault.seen_tokens == 0:
-        seen = "nothing"
-    else:
-        seen = (
-            f"operation {fault.seen_op}: "
-            f"{_native.describe_shape(fault.seen_shape, fault.seen_tokens)}"
-        )
-    kind: type[PeerTimeoutError] = PeerTimeoutError
-    verb = f"waited {timeout.total_seconds():g} s in vain for"
-    if fault.status == _native.DIVERGED:
-        kind, verb = PeerDivergedError, "does another call than"
-    message = (
-        f"rank {fault.rank} {verb} rank {fault.peer}. Expected {expected}. Seen from rank "
-        f"{fault.peer}: {seen}. Results of this and later calls are not valid; find out what rank "
-        f"{fault.peer} did, and make a new Communicator over healthy ranks."
-    )
-    return kind(
-        message,
-        rank=int(fault.rank),
-        peer=int(fault.peer),
-        op=int(fault.expected_op),
-        expected=expected,
-        seen=seen,
-    )
+def _max_row_bytes(device: torch.device) -> int | None:
+    """The widest row that the fused kernels hold on this device; None if any."""
+    if device.type == "cpu":
+        return None
+    # 512 threads of 16 bytes a block; clusters of up to 8 blocks from compute capability 9.0 on.
+    clusters = torch.cuda.get_device_capability(device) >= (9, 0)
+    return (64 << 10) if clusters else (8 << 10)

@@ -45,11 +45,13 @@ class Traits:
         backend: "cuda" or "cpu".
         world_size: number of ranks.
         exchange: empty if ranks can write to each other's memory, else the reason why they cannot.
+        max_row_bytes: the widest row that the fused kernels of every rank hold; None: any.
     """
 
     backend: str
     world_size: int
     exchange: str = ""
+    max_row_bytes: int | None = None
 
 
 def choose(
@@ -107,9 +109,14 @@ def _obstacle(
     if traits.backend == "cuda" and hidden_size * element_bytes % 16:
         multiple = 16 // element_bytes
         return f"hidden_size {hidden_size} is not a multiple of {multiple} for this dtype"
+    if traits.max_row_bytes is not None and hidden_size * element_bytes > traits.max_row_bytes:
+        limit = traits.max_row_bytes // element_bytes
+        return (
+            f"hidden_size {hidden_size} is above {limit}, the widest fused row of this dtype here"
+        )
     needed = ("one_shot", "two_shot") if requested == "auto" else (requested,)
     if not all(rows_per_chunk[name] for name in needed):
-        return f"a row of hidden_size {hidden_size} is too wide for the workspace or the kernels"
+        return f"a row of hidden_size {hidden_size} is too wide for the workspace"
     return ""
 
 

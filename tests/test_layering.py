@@ -33,10 +33,11 @@ ALLOWED = {
     "arguments": {"_native", "errors", "policy", "quant"},
     "launch": {"_native", "arguments", "errors", "policy"},
     "workspace": {"_native", "config", "errors"},
+    "faults": {"_native", "errors"},
     "local": {"_native", "arguments", "errors", "launch"},
     "communicator": {
         *("_native", "arguments", "config", "errors", "launch", "local", "policy", "quant"),
-        *("tuning", "workspace"),
+        *("faults", "tuning", "workspace"),
     },
     "ops": {"communicator", "errors", "local", "quant"},
     PUBLIC: {

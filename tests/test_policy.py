@@ -76,6 +76,15 @@ def test_a_row_that_does_not_fit_is_unfused() -> None:
     assert "too wide" in plan.reason
 
 
+def test_a_row_that_the_kernels_do_not_hold_is_unfused() -> None:
+    """As on GPUs without clusters, where a block holds all of a row."""
+    traits = policy.Traits("cuda", 2, max_row_bytes=8 << 10)
+    assert choose(traits, 1, 4096).algorithm == "one_shot"
+    plan = choose(traits, 1, 4104)
+    assert plan.algorithm == "unfused"
+    assert "4096" in plan.reason
+
+
 def plans(rank: int, world_size: int) -> list[policy.Plan]:
     c = comm()
     return [

@@ -1,0 +1,40 @@
+"""What a recorded fault says to the user."""
+
+from __future__ import annotations
+
+import datetime
+
+from allnorm import _native
+from allnorm.errors import PeerDivergedError, PeerTimeoutError
+
+
+def fault_error(fault: _native.Fault, timeout: datetime.timedelta) -> PeerTimeoutError:
+    """The error for a fault: who waited for whom, for what, and what was seen instead."""
+    expected = (
+        f"operation {fault.expected_op}: "
+        f"{_native.describe_shape(fault.expected_shape, fault.expected_tokens)}"
+    )
+    if fault.seen_shape == 0 and fault.seen_tokens == 0:
+        seen = "nothing"
+    else:
+        seen = (
+            f"operation {fault.seen_op}: "
+            f"{_native.describe_shape(fault.seen_shape, fault.seen_tokens)}"
+        )
+    kind: type[PeerTimeoutError] = PeerTimeoutError
+    verb = f"waited {timeout.total_seconds():g} s in vain for"
+    if fault.status == _native.DIVERGED:
+        kind, verb = PeerDivergedError, "does another call than"
+    message = (
+        f"rank {fault.rank} {verb} rank {fault.peer}. Expected {expected}. Seen from rank "
+        f"{fault.peer}: {seen}. Results of this and later calls are not valid; find out what rank "
+        f"{fault.peer} did, and make a new Communicator over healthy ranks."
+    )
+    return kind(
+        message,
+        rank=int(fault.rank),
+        peer=int(fault.peer),
+        op=int(fault.expected_op),
+        expected=expected,
+        seen=seen,
+    )
