@@ -23,6 +23,7 @@ from allnorm.errors import AllnormError
 DEFAULT_BYTES_CUDA = 256 << 20
 DEFAULT_BYTES_CPU = 4 << 20
 MIN_BYTES = 64 << 10
+_MAX_WORLD_SIZE = {"cpu": _native.MAX_WORLD_SIZE, "cuda": 8}
 
 
 @dataclass
@@ -77,8 +78,11 @@ def create(group: dist.ProcessGroup, device: torch.device, num_bytes: int) -> Wo
     Raises:
         AllnormError, OSError: shared memory could not be made; raised on every rank.
     """
-    if dist.get_world_size(group) == 1:
+    world_size = dist.get_world_size(group)
+    if world_size == 1:
         return Workspace([], num_bytes, "one rank: there is nothing to exchange")
+    if world_size > _MAX_WORLD_SIZE[device.type]:
+        return Workspace([], num_bytes, f"{world_size} ranks are more than the kernels know")
     hosts = agree(group, _host_identity, "finding out the host")
     if len(set(hosts)) > 1:
         return Workspace([], num_bytes, "the ranks are on different hosts")

@@ -19,9 +19,10 @@ struct AllnormComm {
   allnorm::Communicator communicator;
 };
 
-using allnorm::fail;
+// Needs what stands above.
+#include "abi/entry_points.h"
 
-int32_t allnorm_abi_version(void) { return ALLNORM_ABI_VERSION; }
+using allnorm::fail;
 
 const char* allnorm_build_info(void) {
   static const std::string info =
@@ -31,13 +32,6 @@ const char* allnorm_build_info(void) {
       std::to_string(__CUDACC_VER_MAJOR__) + "." + std::to_string(__CUDACC_VER_MINOR__) +
       "\", \"architectures\": \"" ALLNORM_CUDA_ARCHITECTURES "\"}";
   return info.c_str();
-}
-
-const char* allnorm_last_error(void) { return allnorm::last_error(); }
-
-int64_t allnorm_rows_per_chunk(int32_t world_size, int64_t workspace_bytes, int32_t algorithm,
-                               int32_t dtype, int64_t hidden_size) {
-  return allnorm::rows_per_chunk(world_size, workspace_bytes, algorithm, dtype, hidden_size);
 }
 
 int32_t allnorm_comm_create(const AllnormCommConfig* config, AllnormComm** comm) {
@@ -58,27 +52,4 @@ int32_t allnorm_comm_create(const AllnormCommConfig* config, AllnormComm** comm)
   }
   *comm = created;
   return ALLNORM_OK;
-}
-
-int32_t allnorm_comm_destroy(AllnormComm* comm) {
-  delete comm;
-  return ALLNORM_OK;
-}
-
-int32_t allnorm_run(AllnormComm* comm, const AllnormCall* call) {
-  if (const int32_t status = allnorm::check_run(comm, call)) return status;
-  return comm->communicator.run(*call);
-}
-
-int32_t allnorm_local(const AllnormCall* call) {
-  if (const int32_t status = allnorm::check_local(call)) return status;
-  return allnorm::run_local(*call);
-}
-
-int32_t allnorm_comm_check(AllnormComm* comm, AllnormFault* fault) {
-  if (comm == nullptr || fault == nullptr) {
-    return fail(ALLNORM_INVALID_ARGUMENT, "%s is NULL", comm == nullptr ? "comm" : "fault");
-  }
-  *fault = comm->communicator.fault();
-  return fault->status;
 }
