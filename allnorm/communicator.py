@@ -336,7 +336,7 @@ class Communicator:
         summed = residual_out
         if launch.is_norm and fresh[1] is None:
             summed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        self._launch(launch, x, residual, weight, written, summed)
+        self._launch(launch, x, residual, weight, written, summed, fresh=False)
         if out is not None and written is not out:
             out.copy_(written)
         if residual_out is not None and summed is not residual_out and summed is not None:
@@ -354,10 +354,12 @@ class Communicator:
         weight: torch.Tensor | None,
         out: torch.Tensor,
         residual_out: torch.Tensor | None,
+        *,
+        fresh: bool = True,
     ) -> None:
         # The lock keeps another thread from changing the prepared call while it is being read.
         with self._lock:
-            temporaries = launch.bind(x, residual, weight, out, residual_out)
+            temporaries = launch.bind(x, residual, weight, out, residual_out, fresh=fresh)
             if launch.algorithm == "unfused":
                 status = launch.unfused(self._library, x, self.group)
             else:

@@ -77,12 +77,13 @@ class Launch:
         if norm is not None:
             call.numerics = _native.NUMERICS[norm.numerics]
             call.eps, call.weight_bias = norm.eps, norm.weight_bias
-        self._copy_x, call.x_stride = self._row_stride(x)
-        self._copy_residual, call.residual_stride = (
+        self._copy_x, self._x_stride = self._row_stride(x)
+        self._copy_residual, self._residual_stride = (
             (False, 0) if residual is None else self._row_stride(residual)
         )
         self._call = call
         self._address = ctypes.addressof(call)
+        self._restore_strides()
 
     def bind(
         self,
@@ -91,41 +92,76 @@ class Launch:
         weight: torch.Tensor | None,
         out: torch.Tensor,
         residual_out: torch.Tensor | None,
+        *,
+        fresh: bool = True,
     ) -> tuple[Any, ...]:
         """Puts the tensors' addresses into the call.
+
+        Args:
+            x: the input.
+            residual: like `x`, or None.
+            weight: [hidden_size], or None for a plain all-reduce.
+            out: the result.
+            residual_out: the new residual, or None for a plain all-reduce.
+            fresh: the results are contiguous.
 
         Returns:
             Temporaries that must live until the call has been made; on CUDA they may be freed then,
             because the allocator reuses memory in stream order.
         """
         call = self._call
+        if self._other_strides:
+            self._restore_strides()
+        if not fresh:
+            self._set_result_strides(out, residual_out)
+        address = x.data_ptr()
+        residual_address = 0 if residual is None else residual.data_ptr()
+        weight_address = 0 if weight is None else weight.data_ptr()
         temporaries: tuple[Any, ...] = ()
-        if self._copy_x or (self._is_cuda and x.data_ptr() % _CUDA_ALIGN_BYTES):
-            x = rows_of(x).clone(memory_format=torch.contiguous_format)
-            call.x_stride = x.shape[-1]
-            temporaries += (x,)
-        call.x = x.data_ptr()
-        if residual is not None:
-            misaligned = self._is_cuda and residual.data_ptr() % _CUDA_ALIGN_BYTES
-            if self._copy_residual or misaligned:
-                residual = rows_of(residual).clone(memory_format=torch.contiguous_format)
-                call.residual_stride = residual.shape[-1]
-                temporaries += (residual,)
-            call.residual = residual.data_ptr()
-        if weight is not None:
-            if self._is_cuda and weight.data_ptr() % _CUDA_ALIGN_BYTES:
-                weight = weight.clone()
-                temporaries += (weight,)
-            call.weight = weight.data_ptr()
-        call.out = out.data_ptr()
-        call.out_stride = out.stride(0) if out.dim() == 2 else out.shape[-1]
-        if residual_out is not None:
-            call.residual_out = residual_out.data_ptr()
-            two_dim = residual_out.dim() == 2
-            call.residual_out_stride = residual_out.stride(0) if two_dim else out.shape[-1]
         if self._is_cuda:
             call.stream = torch._C._cuda_getCurrentRawStream(self._device.index)
+            unaligned = (address | residual_address | weight_address) % _CUDA_ALIGN_BYTES
+            if unaligned or self._copy_x or self._copy_residual:
+                temporaries = self._copies(x, residual, weight)
+        elif self._copy_x or self._copy_residual:
+            temporaries = self._copies(x, residual, weight)
+        if temporaries:
+            address, residual_address, weight_address = (
+                0 if tensor is None else tensor.data_ptr() for tensor in temporaries
+            )
+        call.x = address
+        call.residual = residual_address
+        call.weight = weight_address
+        call.out = out.data_ptr()
+        if residual_out is not None:
+            call.residual_out = residual_out.data_ptr()
         return temporaries
+
+    def _copies(
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None
+    ) -> tuple[Any, ...]:
+        """Contiguous, aligned copies of x, residual and weight; their strides go into the call."""
+        self._other_strides = True
+        self._call.x_stride = self._call.residual_stride = x.shape[-1]
+        return tuple(
+            None if t is None else rows_of(t).clone(memory_format=torch.contiguous_format)
+            for t in (x, residual, weight)
+        )
+
+    def _set_result_strides(self, out: torch.Tensor, residual_out: torch.Tensor | None) -> None:
+        self._other_strides = True
+        call = self._call
+        if out.dim() == 2:
+            call.out_stride = out.stride(0)
+        if residual_out is not None and residual_out.dim() == 2:
+            call.residual_out_stride = residual_out.stride(0)
+
+    def _restore_strides(self) -> None:
+        """The strides of the tensors that this call was prepared for, and of fresh results."""
+        self._other_strides = False
+        call = self._call
+        call.x_stride, call.residual_stride = self._x_stride, self._residual_stride
+        call.out_stride = call.residual_out_stride = call.hidden_size
 
     def writable(self, result: torch.Tensor) -> bool:
         """Whether the kernels can write to `result` directly."""
