@@ -157,9 +157,18 @@ def same_geometry_other_memory(rank: int, world_size: int) -> None:
         want, _ = reference.all_reduce_add_rms_norm(case.xs(world_size), **arguments)
         assert_same_bits(normed, want, f"weight_bias {bias}")
     # aligned after unaligned and the other way round
-    for offset in (0, 1, 0):
+    for pad, offset in ((0, 0), (0, 1), (0, 0), (8, 1), (8, 0), (8, 1)):
         arguments = case.norm_arguments()
-        case.compare(c, *c.all_reduce_add_rms_norm(embed(x, 0, offset), **arguments))
+        arguments["residual"] = embed(arguments["residual"], 16, offset)
+        case.compare(c, *c.all_reduce_add_rms_norm(embed(x, pad, offset), **arguments))
+    # strided results before and after fresh ones
+    for _ in range(2):
+        arguments = case.norm_arguments()
+        out, residual_out = (embed(torch.zeros_like(x), 8, 0) for _ in range(2))
+        case.compare(
+            c, *c.all_reduce_add_rms_norm(x, **arguments, out=out, residual_out=residual_out)
+        )
+        case.compare(c, *c.all_reduce_add_rms_norm(x, **arguments))
 
 
 @on(cpu=(2,), gpu=(2,))
