@@ -1,4 +1,6 @@
+#include <map>
 #include <mutex>
+#include <tuple>
 #include <unordered_map>
 
 #include "abi/check.h"
@@ -31,22 +33,37 @@ const void* find_local(int dtype, bool aligned) {
   }
 }
 
-// Blocks of `kernel` that one SM holds; asked for once per kernel, block size and device.
-int blocks_per_sm(const Device& device, const void* kernel, int num_threads) {
+// Blocks of `kernel` that the device holds at once; asked for once per kernel, block and cluster
+// size.
+int resident_blocks(const Device& device, const void* kernel, const Geometry& geometry) {
   static std::mutex mutex;
-  static std::unordered_map<uint64_t, int> known;
-  const uint64_t key = reinterpret_cast<uint64_t>(kernel) * 1000003u ^
-                       static_cast<uint64_t>(num_threads) << 8 ^
-                       static_cast<uint64_t>(device.index);
+  static std::map<std::tuple<int, const void*, int, int>, int> known;
+  const std::tuple key(device.index, kernel, geometry.num_threads, geometry.cluster_size);
   const std::lock_guard<std::mutex> lock(mutex);
   const auto found = known.find(key);
   if (found != known.end()) return found->second;
   int blocks = 0;
-  if (cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, num_threads, 0) !=
-          cudaSuccess ||
-      blocks < 1) {
+  cudaError_t error;
+  if (geometry.cluster_size > 1) {
+    // Clusters lie within a group of SMs, so fewer blocks may fit than SMs would hold one by one.
+    cudaLaunchAttribute attribute;
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = geometry.cluster_size;
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(geometry.cluster_size);
+    config.blockDim = dim3(geometry.num_threads);
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    error = cudaOccupancyMaxActiveClusters(&blocks, kernel, &config);
+    blocks *= geometry.cluster_size;
+  } else {
+    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, geometry.num_threads, 0);
+    blocks *= device.num_sms;
+  }
+  if (error != cudaSuccess || blocks < 1) {
     cudaGetLastError();
-    blocks = 1;
+    blocks = device.num_sms;
   }
   known.emplace(key, blocks);
   return blocks;
@@ -159,7 +176,7 @@ int32_t launch_fused(const Device& device, const AllnormCall& call, int world_si
     return fail(ALLNORM_UNSUPPORTED, "no fused kernel for world size %d: expected 2 to %d",
                 world_size, kPushMaxWorldSize);
   }
-  const int resident = device.num_sms * blocks_per_sm(device, kernel, geometry.num_threads);
+  const int resident = resident_blocks(device, kernel, geometry);
   const int limit = call.num_blocks > 0 ? std::min(call.num_blocks, resident) : resident;
   geometry.num_blocks = choose_num_blocks(params.num_tokens, geometry.cluster_size, limit, 1);
   return launch(device, kernel, &params, geometry, 0, call);
@@ -193,8 +210,8 @@ int32_t launch_local(const Device& device, const AllnormCall& call) {
   Geometry geometry;
   geometry.cluster_size = 1;
   geometry.num_threads = std::min(threads_of(packs, 1), kMaxThreads);
-  geometry.num_blocks = choose_num_blocks(
-      call.num_tokens, 1, device.num_sms * blocks_per_sm(device, kernel, geometry.num_threads), 0);
+  geometry.num_blocks =
+      choose_num_blocks(call.num_tokens, 1, resident_blocks(device, kernel, geometry), 0);
   return launch(device, kernel, &params, geometry, shared_bytes, call);
 }
 
