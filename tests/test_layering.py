@@ -144,7 +144,7 @@ CSRC_ALLOWED = {
     "abi": {"", "abi"},
     "cpu": {"", "abi", "protocol", "cpu"},
     "cuda": {"", "abi", "protocol", "cuda"},
-    "tests": {"", "abi", "protocol", "cpu", "tests"},
+    "tests": {"", "abi", "protocol", "cpu", "cuda", "tests"},
 }
 
 # pattern: (files of csrc in which it may stand, why)

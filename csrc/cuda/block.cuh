@@ -83,10 +83,7 @@ class RowSum {
     float sums[kBuffers][kMaxChunks];
     SharedBarrier arrived[kBuffers];
   };
-  __device__ __forceinline__ static Shared& shared() {
-    __shared__ Shared storage;
-    return storage;
-  }
+  __device__ __forceinline__ static Shared& shared() { return shared_storage<Shared>(); }
 
   int chunks_;
   uint32_t cluster_size_;

@@ -4,6 +4,7 @@
 #include "abi/check.h"
 #include "abi/error.h"
 #include "cuda/communicator.h"
+#include "cuda/prepare.h"
 
 namespace allnorm {
 
@@ -49,24 +50,10 @@ int32_t Communicator::initialize() {
                        "creating an event");
   if (status != ALLNORM_OK) return status;
 
-  std::vector<char> control(PushControl::kBytes, 0);
-  auto* counters = reinterpret_cast<uint64_t*>(control.data() + PushControl::kCounters);
-  std::fill_n(counters, kMaxBlocks, config_.first_op);  // of phase 0
-  for (int phase = 0; phase < kPushPhases; ++phase) {
-    // Announcements of operations before the first, so that none is taken for a coming one.
-    const CallTag nothing = {0, 0};
-    const uint32_t op = config_.first_op - kPushPhases + phase;
-    for (int source = 0; source < kPushMaxWorldSize; ++source) {
-      auto* words = reinterpret_cast<uint64_t*>(control.data() + PushControl::tag(phase, source));
-      words[0] = nothing.word(op, 0);
-      words[1] = nothing.word(op, 1);
-    }
-  }
+  const std::vector<char> control = first_control_block(config_.first_op);
   char* own = static_cast<char*>(config_.workspaces[config_.rank]);
   cudaError_t error = cudaMemcpy(own, control.data(), control.size(), cudaMemcpyHostToDevice);
   if (error == cudaSuccess) {
-    // Every byte of every slot word is that of kEmptyWord.
-    static_assert(kEmptyWord == 0xffffffffu);
     error =
         cudaMemset(own + PushControl::kBytes, 0xff, config_.workspace_bytes - PushControl::kBytes);
   }
@@ -125,28 +112,12 @@ int32_t Communicator::run(const AllnormCall& call) {
   int32_t status = cuda_status(guard.status(), "selecting the device");
   if (status == ALLNORM_OK) status = order_streams(static_cast<cudaStream_t>(call.stream));
 
-  const int64_t width = element_bytes(call.dtype);
-  FusedParams params = {};
-  for (int q = 0; q < config_.world_size; ++q) {
-    params.workspace[q] =
-        static_cast<char*>(config_.workspaces[(config_.rank + q) % config_.world_size]);
-  }
-  params.packs = static_cast<int32_t>(call.hidden_size * width / kPackBytes);
-  params.rank = config_.rank;
-  params.phase_bytes = PushLayout::phase_bytes(config_.workspace_bytes);
-  params.timeout_ns = config_.timeout_ns;
-  params.fault = fault_on_device_;
-  params.tag.shape = shape_code(call.hidden_size, call.dtype, call.algorithm, call.numerics,
-                                call.residual != nullptr, call.op);
-  params.x.stride_bytes = call.x_stride * width;
   // Chunks of equal height: a short last one would cost a launch and fill no link.
   const int64_t chunks = (call.num_tokens + rows - 1) / rows;
   const int64_t height = (call.num_tokens + chunks - 1) / chunks;
   for (int64_t first = 0; first < call.num_tokens && status == ALLNORM_OK; first += height) {
-    params.num_tokens = std::min(height, call.num_tokens - first);
-    params.tag.num_tokens = static_cast<uint32_t>(params.num_tokens);
-    params.x.data = static_cast<char*>(const_cast<void*>(call.x)) + first * params.x.stride_bytes;
-    params.epilogue = epilogue_params(call, first);
+    const int64_t count = std::min(height, call.num_tokens - first);
+    const FusedParams params = fused_params(config_, call, first, count, fault_on_device_);
     status = launch_fused(device_, call, config_.world_size, params);
   }
   return status;

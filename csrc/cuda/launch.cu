@@ -7,6 +7,7 @@
 #include "abi/error.h"
 #include "cuda/kernels.h"
 #include "cuda/launch.h"
+#include "cuda/prepare.h"
 
 namespace allnorm {
 namespace {
@@ -128,28 +129,6 @@ int32_t query_device(int index, Device* device) {
   return ALLNORM_OK;
 }
 
-EpilogueParams epilogue_params(const AllnormCall& call, int64_t first_row) {
-  const int64_t bytes = element_bytes(call.dtype);
-  const auto rows = [&](const void* data, int64_t stride) {
-    const int64_t stride_bytes = stride * bytes;
-    char* first = static_cast<char*>(const_cast<void*>(data));
-    return Rows{first == nullptr ? nullptr : first + first_row * stride_bytes, stride_bytes};
-  };
-  return {
-      .residual = rows(call.residual, call.residual_stride),
-      .residual_out = rows(call.residual_out, call.residual_out_stride),
-      .out = rows(call.out, call.out_stride),
-      .weight = static_cast<const char*>(call.weight),
-      .hidden_size = call.hidden_size,
-      .eps = call.eps,
-      .weight_bias = call.weight_bias,
-      .normalize = call.op == ALLNORM_ADD_RMS_NORM,
-      .weight_is_float32 = call.weight_dtype == ALLNORM_FLOAT32,
-      .normalize_unrounded = (call.numerics & kNormalizeUnrounded) != 0,
-      .round_before_weight = (call.numerics & kRoundBeforeWeight) != 0,
-  };
-}
-
 int32_t launch_fused(const Device& device, const AllnormCall& call, int world_size,
                      const FusedParams& params) {
   Geometry geometry;
@@ -185,7 +164,7 @@ int32_t launch_fused(const Device& device, const AllnormCall& call, int world_si
 int32_t launch_local(const Device& device, const AllnormCall& call) {
   const int64_t bytes = element_bytes(call.dtype);
   const LocalParams params = {
-      .x = {static_cast<char*>(const_cast<void*>(call.x)), call.x_stride * bytes},
+      .x = rows_from(call.x, call.x_stride * bytes, 0),
       .epilogue = epilogue_params(call, 0),
       .source_stride_bytes = call.source_stride * bytes,
       .num_tokens = call.num_tokens,

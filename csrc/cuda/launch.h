@@ -44,9 +44,7 @@ class DeviceGuard {
 // ALLNORM_SYSTEM with CUDA's words, ALLNORM_OK for cudaSuccess.
 int32_t cuda_status(cudaError_t error, const char* what);
 
-EpilogueParams epilogue_params(const AllnormCall& call, int64_t first_row);
-
-// Launches one chunk of a fused call. `params` is complete but for nothing.
+// Launches one chunk of a fused call.
 int32_t launch_fused(const Device& device, const AllnormCall& call, int world_size,
                      const FusedParams& params);
 

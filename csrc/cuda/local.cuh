@@ -118,7 +118,7 @@ template <class T, bool kAligned>
 __global__ void __launch_bounds__(kMaxThreads)
     local_kernel(const __grid_constant__ LocalParams params) {
   constexpr int kElems = kElemsPerPack<T>;
-  extern __shared__ float chunk_sums[];
+  float* chunk_sums = dynamic_shared_floats();
   const EpilogueParams& epilogue = params.epilogue;
   const int64_t packs = (epilogue.hidden_size + kElems - 1) / kElems;
   const int chunks = static_cast<int>((packs + kPacksPerChunk - 1) / kPacksPerChunk);

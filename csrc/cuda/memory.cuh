@@ -71,6 +71,21 @@ __device__ __forceinline__ uint64_t load_u64(const void* address) {
   return value;
 }
 
+// ---- shared memory ----------------------------------------------------------------------------
+
+// The block's one variable of type T in shared memory.
+template <class T>
+__device__ __forceinline__ T& shared_storage() {
+  __shared__ T storage;
+  return storage;
+}
+
+// The shared memory that the launch asked for.
+__device__ __forceinline__ float* dynamic_shared_floats() {
+  extern __shared__ float storage[];
+  return storage;
+}
+
 // ---- launches and clusters --------------------------------------------------------------------
 
 // Returns once the preceding grid of the stream has completed and its writes are visible.
