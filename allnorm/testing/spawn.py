@@ -328,7 +328,7 @@ def _answer(call: bytes, rank: int, world_size: int) -> None:
 def _join_group(rank: int, world_size: int, device: str, port: int, seconds: float) -> None:
     if device == "cuda":
         torch.cuda.set_device(rank)
-        # Each rank would take all cores: 4 ranks on 64 cores once took 12 s for 0.2 s of small tensors.
+        # Each rank would take all cores: 4 on 64 cores once took 12 s for what takes 0.2 s.
         torch.set_num_threads(max(1, min(4, (os.cpu_count() or 1) // world_size)))
         backend = "cpu:gloo,cuda:nccl"
     else:
