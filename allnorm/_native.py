@@ -18,7 +18,6 @@ ALGORITHM = {"one_shot": 0, "two_shot": 1}
 ALL_REDUCE, ADD_RMS_NORM = 0, 1
 NUMERICS = {"rounded": 0, "unrounded": 1, "transformers": 2, "vllm": 3}
 DTYPE = {"float32": 0, "float16": 1, "bfloat16": 2}
-FLAG_NO_PDL = 1
 
 _c_int32, _c_int64, _c_uint32 = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint32
 _pointer = ctypes.c_void_p

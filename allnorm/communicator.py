@@ -128,25 +128,25 @@ class Communicator:
         arguments.check_numerics(self.numerics)
         self.device = _resolve_device(device)
         self._library = _native.library(self.device.type)
-        limit = timeout or settings.timeout or config.DEFAULT_TIMEOUT
-        if not isinstance(limit, datetime.timedelta) or limit <= datetime.timedelta(0):
+        if timeout is None:
+            timeout = settings.timeout or config.DEFAULT_TIMEOUT
+        if not isinstance(timeout, datetime.timedelta) or timeout <= datetime.timedelta(0):
             raise ValueError(f"timeout={timeout!r}: expected a positive datetime.timedelta.")
-        self.timeout = limit
+        self.timeout = timeout
         default = (
             workspace.DEFAULT_BYTES_CUDA
             if self.device.type == "cuda"
             else workspace.DEFAULT_BYTES_CPU
         )
-        num_bytes = workspace_bytes or settings.workspace_bytes or default
-        if workspace_bytes is not None and (
-            isinstance(workspace_bytes, bool) or not isinstance(workspace_bytes, int)
-        ):
+        if workspace_bytes is None:
+            workspace_bytes = settings.workspace_bytes or default
+        if isinstance(workspace_bytes, bool) or not isinstance(workspace_bytes, int):
             raise TypeError(f"workspace_bytes={workspace_bytes!r}: expected an int.")
-        if num_bytes < workspace.MIN_BYTES:
+        if workspace_bytes < workspace.MIN_BYTES:
             raise ValueError(
-                f"workspace_bytes={num_bytes}: expected at least {workspace.MIN_BYTES} bytes."
+                f"workspace_bytes={workspace_bytes}: expected at least {workspace.MIN_BYTES} bytes."
             )
-        self._workspace_bytes = num_bytes // 4096 * 4096
+        self._workspace_bytes = workspace_bytes // 4096 * 4096
         return (self.device.type, self._workspace_bytes, self.numerics), _max_row_bytes(self.device)
 
     def _open(self, first_op: int) -> None:

@@ -19,13 +19,6 @@ _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_
 _CUDA_ALIGN_BYTES = 16
 
 
-def raw_stream(device: torch.device) -> int:
-    """The current CUDA stream's handle; 0 on CPU."""
-    if device.type != "cuda":
-        return 0
-    return int(torch._C._cuda_getCurrentRawStream(device.index))
-
-
 def raise_status(library: _native.Library, status: int) -> None:
     """Raises what a failing native call reported, other than a fault of a peer."""
     if status == _native.OK:

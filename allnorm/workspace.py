@@ -152,7 +152,7 @@ def _create_device_memory(
 ) -> Workspace:
     library = _native.library("cuda")
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    index = torch.cuda.current_device() if device.index is None else device.index
+    index = device.index
     addresses = [0] * world_size
     torch.cuda.init()
 

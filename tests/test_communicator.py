@@ -181,8 +181,10 @@ def wrong_creations(rank: int, world_size: int) -> list[str]:
     attempts: dict[str, tuple[type[Exception] | tuple[type[Exception], ...], dict[str, object]]] = {
         "numerics": (ValueError, {"numerics": "exact"}),
         "timeout": (ValueError, {"timeout": -second}),
+        "timeout_zero": (ValueError, {"timeout": 0 * second}),
         "timeout_type": ((ValueError, TypeError), {"timeout": 5.0}),
         "workspace": (ValueError, {"workspace_bytes": 100}),
+        "workspace_zero": (ValueError, {"workspace_bytes": 0}),
         "workspace_negative": (ValueError, {"workspace_bytes": -(1 << 20)}),
         "workspace_type": (TypeError, {"workspace_bytes": "1GB"}),
         "device": (allnorm.UnsupportedError, {"device": "meta"}),

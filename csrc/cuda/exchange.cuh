@@ -11,9 +11,8 @@
 // phase in operations e and e + 3, R reads and clears it in operation e.
 //   1. R's clears, by any thread of kernel e, precede R's roll call in kernel e + 1: that warp has
 //      passed wait_for_preceding_grid(). It fences and then announces e + 1: a release.
-//   2. S's roll call in kernel e + 1 sees that announcement; the one in kernel e + 2 reads it again
-//   and
-//      fences: an acquire.
+//   2. S's roll call in kernel e + 1 sees that announcement; the one in kernel e + 2 reads it
+//      again and fences: an acquire.
 //   3. Kernel e + 2 of S completes after its roll call, and S's writes of operation e + 3, by any
 //      thread of kernel e + 3, come after wait_for_preceding_grid().
 // So the clear is ordered before the next write to the slot, by one fence in a warp that touches no

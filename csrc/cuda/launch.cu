@@ -118,7 +118,6 @@ int32_t query_device(int index, Device* device) {
   int major = 0;
   for (const auto& [attribute, value] :
        {std::pair{cudaDevAttrMultiProcessorCount, &device->num_sms},
-        std::pair{cudaDevAttrMaxSharedMemoryPerBlockOptin, &device->max_shared_bytes},
         std::pair{cudaDevAttrComputeCapabilityMajor, &major}}) {
     const int32_t status = cuda_status(cudaDeviceGetAttribute(value, attribute, index),
                                        "asking for a device attribute");

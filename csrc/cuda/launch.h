@@ -14,7 +14,6 @@ namespace allnorm {
 struct Device {
   int index = 0;
   int num_sms = 0;
-  int max_shared_bytes = 0;
   bool has_clusters = false;  // compute capability 9.0: clusters and programmatic dependent launch
 };
 

@@ -33,8 +33,6 @@ class Deadline {
     return now - start_ns_ > timeout_ns_;
   }
 
-  ALLNORM_HD bool passed() { return look_due() && expired(); }
-
  private:
   int64_t timeout_ns_;
   int64_t start_ns_ = 0;
