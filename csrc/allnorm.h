@@ -15,7 +15,7 @@ extern "C" {
 
 #define ALLNORM_API __attribute__((visibility("default")))
 // Raised with every incompatible change of this file; Python refuses a library of another number.
-#define ALLNORM_ABI_VERSION 1
+#define ALLNORM_ABI_VERSION 2
 #define ALLNORM_MAX_WORLD_SIZE 64
 
 typedef enum AllnormStatus {
@@ -41,9 +41,24 @@ typedef enum AllnormAlgorithm {
 
 // What happens to the reduced sum.
 typedef enum AllnormOp {
-  ALLNORM_ALL_REDUCE = 0,    // out = reduced
-  ALLNORM_ADD_RMS_NORM = 1,  // residual_out = reduced (+ residual); out = rms_norm(residual_out)
+  ALLNORM_ALL_REDUCE = 0,       // out = reduced
+  ALLNORM_ADD_RMS_NORM = 1,     // residual_out = reduced (+ residual); out = rms_norm(residual_out)
+  ALLNORM_ALL_GATHER_ROWS = 2,  // no sum: out = the rows of every rank's x, see AllnormCall.x
 } AllnormOp;
+
+// How ALLNORM_ADD_RMS_NORM quantises the normed row, to float8_e4m3fn; step 6 of the numerics page.
+typedef enum AllnormQuant {
+  ALLNORM_QUANT_NONE = 0,
+  ALLNORM_QUANT_PER_GROUP = 1,   // one scale for each group_size columns of each row
+  ALLNORM_QUANT_PER_TOKEN = 2,   // one scale a row
+  ALLNORM_QUANT_PER_TENSOR = 3,  // one scale, given
+} AllnormQuant;
+
+typedef enum AllnormScaleFormat {
+  ALLNORM_SCALE_FLOAT32 = 0,
+  ALLNORM_SCALE_UE8M0 = 1,         // rounded up to a power of two, stored as float32
+  ALLNORM_SCALE_UE8M0_PACKED = 2,  // the exponents, four groups to a 32-bit word, lowest byte first
+} AllnormScaleFormat;
 
 // Rounding modes: bit 0 set = the unrounded sum is normalised, bit 1 set = rounded before the
 // weight too. See the numerics page.
@@ -66,11 +81,13 @@ typedef struct AllnormCall {
   float weight_bias;
   int64_t num_tokens;
   int64_t hidden_size;
-  const void* x;         // [num_tokens, hidden_size], this rank's partial sum
-  const void* residual;  // [num_tokens, hidden_size] or NULL
-  const void* weight;    // [hidden_size]; NULL for ALLNORM_ALL_REDUCE
-  void* out;             // [num_tokens, hidden_size]; may be x
-  void* residual_out;    // [num_tokens, hidden_size]; may be residual; NULL for ALL_REDUCE
+  // [num_tokens, hidden_size], this rank's partial sum. ALL_GATHER_ROWS: this rank's row_shard() of
+  // them, complete.
+  const void* x;
+  const void* residual;  // [num_tokens, hidden_size], or this rank's row_shard() of them, or NULL
+  const void* weight;    // [hidden_size]; NULL unless ADD_RMS_NORM
+  void* out;             // [num_tokens, hidden_size]; may be x; with quant: NULL if not wanted
+  void* residual_out;    // like residual; may be residual; NULL unless ADD_RMS_NORM
   int64_t x_stride;
   int64_t residual_stride;
   int64_t out_stride;
@@ -81,10 +98,27 @@ typedef struct AllnormCall {
   int32_t cluster_size;   // 0 = the library chooses; CUDA only
   int32_t flags;          // AllnormCallFlags
   void* stream;           // cudaStream_t; NULL on CPU
+
+  // Only with quant != ALLNORM_QUANT_NONE.
+  int32_t quant;         // AllnormQuant
+  int32_t scale_format;  // AllnormScaleFormat; other than FLOAT32 only for PER_GROUP
+  int32_t group_size;    // PER_GROUP: 16, 32, 64, 128, 256 or 512, dividing hidden_size; else 0
+  int32_t scale_padding_rows;  // rows after the last one whose scales are set to zero
+  void* quantized;             // [num_tokens, hidden_size] float8_e4m3fn
+  // Written, unless PER_TENSOR: then one float32 to divide by. The scale of group g of row t is
+  // float32 number t * scale_row_stride + g * scale_group_stride; UE8M0_PACKED: byte g % 4 of word
+  // t * scale_row_stride + g / 4 * scale_group_stride. Bytes of groups that do not exist are zero.
+  void* scale;
+  int64_t quantized_stride;
+  int64_t scale_row_stride;
+  int64_t scale_group_stride;
 } AllnormCall;
 
 typedef enum AllnormCallFlags {
   ALLNORM_NO_PDL = 1,  // launch without programmatic dependent launch
+  // residual and residual_out are this rank's rows only: row_shard() in protocol/layout.h. With
+  // ADD_RMS_NORM and algorithm TWO_SHOT; implied by ALL_GATHER_ROWS.
+  ALLNORM_RESIDUAL_SHARDED = 2,
 } AllnormCallFlags;
 
 // What a rank recorded when a wait ended badly. Operation numbers count the launches on a
@@ -121,9 +155,11 @@ ALLNORM_API int32_t allnorm_abi_version(void);
 ALLNORM_API const char* allnorm_build_info(void);
 ALLNORM_API const char* allnorm_last_error(void);
 
-// Rows of `hidden_size` elements that one launch can hold in a workspace; 0 if not even one.
+// Rows of such a call that one launch can hold in a workspace; 0 if not even one. Reads what all
+// ranks agree on: op, algorithm, dtype, hidden_size, flags, quant, group_size, and whether `out` is
+// NULL.
 ALLNORM_API int64_t allnorm_rows_per_chunk(int32_t world_size, int64_t workspace_bytes,
-                                           int32_t algorithm, int32_t dtype, int64_t hidden_size);
+                                           const AllnormCall* call);
 
 // Initialises this rank's own workspace and returns once that is done and visible to the device.
 // The caller must let every rank pass a barrier between create and the first run.
@@ -134,8 +170,9 @@ ALLNORM_API int32_t allnorm_comm_destroy(AllnormComm* comm);
 // and returns, never synchronises, may be captured in a graph. CPU: returns when done.
 ALLNORM_API int32_t allnorm_run(AllnormComm* comm, const AllnormCall* call);
 
-// Not collective: sums call->num_sources sources in order (x + i * source_stride), then the op.
-// Any hidden_size. One source: plain add + RMSNorm of an already reduced tensor.
+// Not collective: sums call->num_sources sources in order (x + i * source_stride), then the op, of
+// which ALL_GATHER_ROWS is none. Any hidden_size. One source: plain add + RMSNorm (+ quantisation)
+// of an already reduced tensor. ALLNORM_RESIDUAL_SHARDED is ignored: every row is this rank's.
 ALLNORM_API int32_t allnorm_local(const AllnormCall* call);
 
 // Copies what was recorded; never waits. Returns fault->status.

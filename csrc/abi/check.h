@@ -11,6 +11,8 @@ namespace allnorm {
 
 int64_t element_bytes(int dtype);
 
+// Everything of a call but its number of rows and its memory.
+int32_t check_kind(const AllnormCall* call);
 int32_t check_run(const void* comm, const AllnormCall* call);
 int32_t check_local(const AllnormCall* call);
 int32_t check_config(const AllnormCommConfig* config, int64_t min_workspace_bytes);

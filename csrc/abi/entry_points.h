@@ -13,9 +13,10 @@ int32_t allnorm_abi_version(void) { return ALLNORM_ABI_VERSION; }
 
 const char* allnorm_last_error(void) { return allnorm::last_error(); }
 
-int64_t allnorm_rows_per_chunk(int32_t world_size, int64_t workspace_bytes, int32_t algorithm,
-                               int32_t dtype, int64_t hidden_size) {
-  return allnorm::rows_per_chunk(world_size, workspace_bytes, algorithm, dtype, hidden_size);
+int64_t allnorm_rows_per_chunk(int32_t world_size, int64_t workspace_bytes,
+                               const AllnormCall* call) {
+  if (allnorm::check_kind(call) != ALLNORM_OK) return 0;
+  return allnorm::rows_per_chunk(world_size, workspace_bytes, *call);
 }
 
 int32_t allnorm_comm_destroy(AllnormComm* comm) {

@@ -16,6 +16,8 @@ __device__ __forceinline__ float butterfly(float value) {
   return value;
 }
 
+__device__ __forceinline__ uint32_t greater(uint32_t a, uint32_t b) { return a < b ? b : a; }
+
 // The butterfly over `count` values in shared memory, zero-padded to a power of two, widest first.
 // Sums that are further than 32 apart meet in one lane; adding the padding's zeros changes nothing.
 template <int kMaxCount>
@@ -36,11 +38,12 @@ __device__ __forceinline__ float butterfly_over(const float* values, int count) 
   return butterfly(terms[0]);
 }
 
-// Row sums for rows that come one after the other; each warp holds one chunk of a row.
-class RowSum {
+// Exchanges one value of each warp with all threads that work on the same row; each warp holds one
+// chunk of a row, and rows come one after the other.
+class RowExchange {
  public:
   // All threads of the cluster construct it together, before anything is outstanding.
-  __device__ __forceinline__ RowSum(int chunks, uint32_t cluster_size)
+  __device__ __forceinline__ RowExchange(int chunks, uint32_t cluster_size)
       : chunks_(chunks), cluster_size_(cluster_size) {
     if (cluster_size_ == 1) return;
     if (threadIdx.x == 0) {
@@ -49,45 +52,78 @@ class RowSum {
     cluster_sync();  // before any block signals another's barrier
   }
 
-  // Sum over the row of every thread's `value`, the same in all threads of the cluster.
+  // Numerics step 4: the sum over the row of every thread's `value`, the same in all threads.
+  __device__ __forceinline__ float sum(float value) {
+    return butterfly_over<kMaxChunks>(share(butterfly(value)), chunks_);
+  }
+
+  // Numerics step 6: the greatest magnitude() in the `count` chunks from `first` on, from the
+  // greatest in each chunk.
+  __device__ __forceinline__ uint32_t greatest(uint32_t chunk_greatest, int first, int count) {
+    const float* values = share(bit_cast<float>(chunk_greatest));
+    uint32_t result = 0;
+    for (int i = first + static_cast<int>(threadIdx.x % 32); i < first + count; i += 32) {
+      result = greater(result, bit_cast<uint32_t>(values[i]));
+    }
+    return greatest_of_lanes(result, 32);
+  }
+
+  // The chunk of a row that this thread's warp holds.
+  __device__ __forceinline__ int chunk() const {
+    return static_cast<int>((cluster_rank() * blockDim.x + threadIdx.x) / 32);
+  }
+  __device__ __forceinline__ int chunks() const { return chunks_; }
+
+  // The greatest of each `lanes` consecutive lanes; a power of two.
+  __device__ __forceinline__ static uint32_t greatest_of_lanes(uint32_t value, int lanes) {
+    for (int offset = lanes / 2; offset >= 1; offset /= 2) {
+      const float other = __shfl_xor_sync(0xffffffffu, bit_cast<float>(value), offset);
+      value = greater(value, bit_cast<uint32_t>(other));
+    }
+    return value;
+  }
+
+ private:
+  // The values of all chunks, each the same in all lanes of its warp. All threads of the cluster
+  // call it; a barrier of the block lies in it.
   //
-  // Reuse of a buffer: a warp writes it for row i + 2 after it has waited for the sums of row i + 1
-  // of all warps, each of which sent that after it had read and used the sums of row i.
-  __device__ __forceinline__ float operator()(float value) {
+  // Reuse of a buffer: a warp writes it for exchange i + 2 after it has waited for the values of
+  // exchange i + 1 of all warps, each of which sent that after it had used the values of i.
+  __device__ __forceinline__ const float* share(float chunk_value) {
     Shared& mine = shared();
-    const uint32_t buffer = row_ % kBuffers;
-    const uint32_t parity = row_ / kBuffers % 2;
-    ++row_;
-    float* sums = mine.sums[buffer];
-    const float chunk_sum = butterfly(value);
+    const uint32_t buffer = exchanges_ % kBuffers;
+    const uint32_t parity = exchanges_ / kBuffers % 2;
+    ++exchanges_;
+    float* values = mine.values[buffer];
     const uint32_t lane = threadIdx.x % 32, warps = blockDim.x / 32;
     if (cluster_size_ == 1) {
-      if (lane == 0) sums[threadIdx.x / 32] = chunk_sum;
+      if (lane == 0) values[threadIdx.x / 32] = chunk_value;
       __syncthreads();
     } else {
       // Not cluster_sync(): it would wait until all this thread's stores to peers are acknowledged.
       SharedBarrier* arrived = mine.arrived + buffer;
       if (threadIdx.x == 0) expect_bytes(arrived, cluster_size_ * warps * sizeof(float));
-      const uint32_t chunk = cluster_rank() * warps + threadIdx.x / 32;
-      if (lane < cluster_size_) store_async_cluster(sums + chunk, arrived, lane, chunk_sum);
+      if (lane < cluster_size_) {
+        store_async_cluster(values + chunk(), arrived, lane, chunk_value);
+      }
       // Bounded: every warp of the cluster comes here, since its own waits have a deadline. A block
       // cannot leave while another still writes into it, because it waits for all that is written.
       wait_barrier(arrived, parity);
     }
-    return butterfly_over<kMaxChunks>(sums, chunks_);
+    return values;
   }
 
  private:
   static constexpr int kBuffers = 2;
   struct Shared {
-    float sums[kBuffers][kMaxChunks];
+    float values[kBuffers][kMaxChunks];
     SharedBarrier arrived[kBuffers];
   };
   __device__ __forceinline__ static Shared& shared() { return shared_storage<Shared>(); }
 
   int chunks_;
   uint32_t cluster_size_;
-  uint32_t row_ = 0;
+  uint32_t exchanges_ = 0;
 };
 
 }  // namespace allnorm

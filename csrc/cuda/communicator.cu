@@ -8,19 +8,14 @@
 
 namespace allnorm {
 
-int64_t rows_per_chunk(int world_size, int64_t workspace_bytes, int algorithm, int dtype,
-                       int64_t hidden_size) {
-  const int64_t row_bytes = hidden_size * element_bytes(dtype);
-  const int64_t packs = row_bytes / kPackBytes;
+int64_t rows_per_chunk(int world_size, int64_t workspace_bytes, const AllnormCall& call) {
+  const int64_t row_bytes = call.hidden_size * element_bytes(call.dtype);
   if (world_size < 2 || world_size > kPushMaxWorldSize || row_bytes % kPackBytes != 0 ||
-      threads_of(packs, kMaxClusterSize) > kMaxThreads) {
+      threads_of(row_bytes / kPackBytes, kMaxClusterSize) > kMaxThreads) {
     return 0;
   }
-  const int64_t phase_bytes = PushLayout::phase_bytes(workspace_bytes);
-  const int64_t slot_bytes = algorithm == ALLNORM_ONE_SHOT
-                                 ? PushLayout::one_shot_row_bytes(world_size, packs)
-                                 : PushLayout::two_shot_row_bytes(world_size, packs);
-  return std::max<int64_t>(0, phase_bytes / slot_bytes);
+  const SlotBytes slot = slot_bytes(world_size, call);
+  return std::max<int64_t>(0, PushLayout::phase_bytes(workspace_bytes) / slot.bytes * slot.rows);
 }
 
 Communicator::~Communicator() {
@@ -98,8 +93,7 @@ int32_t Communicator::run(const AllnormCall& call) {
                 "rank %d: an earlier call ended badly waiting for rank %d", seen.rank, seen.peer);
   }
   if (call.num_tokens == 0) return ALLNORM_OK;
-  const int64_t rows = rows_per_chunk(config_.world_size, config_.workspace_bytes, call.algorithm,
-                                      call.dtype, call.hidden_size);
+  const int64_t rows = rows_per_chunk(config_.world_size, config_.workspace_bytes, call);
   if (rows == 0) {
     return fail(
         ALLNORM_UNSUPPORTED,
@@ -112,13 +106,18 @@ int32_t Communicator::run(const AllnormCall& call) {
   int32_t status = cuda_status(guard.status(), "selecting the device");
   if (status == ALLNORM_OK) status = order_streams(static_cast<cudaStream_t>(call.stream));
 
-  // Chunks of equal height: a short last one would cost a launch and fill no link.
+  // Chunks of equal height: a short last one would cost a launch and fill no link. Where rows have
+  // owners, each chunk but the last has as many of every one of them.
+  const bool sharded = is_sharded(call);
+  const int64_t unit = sharded ? config_.world_size : 1;
   const int64_t chunks = (call.num_tokens + rows - 1) / rows;
-  const int64_t height = (call.num_tokens + chunks - 1) / chunks;
+  const int64_t height = ((call.num_tokens + chunks - 1) / chunks + unit - 1) / unit * unit;
   for (int64_t first = 0; first < call.num_tokens && status == ALLNORM_OK; first += height) {
     const int64_t count = std::min(height, call.num_tokens - first);
-    const FusedParams params = fused_params(config_, call, first, count, fault_on_device_);
-    status = launch_fused(device_, call, config_.world_size, params);
+    status = sharded ? launch_sharded(device_, call, config_.world_size,
+                                      sharded_params(config_, call, first, count, fault_on_device_))
+                     : launch_fused(device_, call, config_.world_size,
+                                    fused_params(config_, call, first, count, fault_on_device_));
   }
   return status;
 }
@@ -126,12 +125,13 @@ int32_t Communicator::run(const AllnormCall& call) {
 int32_t run_local(const AllnormCall& call) {
   if (call.num_tokens == 0) return ALLNORM_OK;
   // The tensors say which device: the caller need not have made it current.
+  const void* result = is_quantized(call) ? call.quantized : call.out;
   cudaPointerAttributes attributes;
-  int32_t status =
-      cuda_status(cudaPointerGetAttributes(&attributes, call.out), "finding the device");
+  int32_t status = cuda_status(cudaPointerGetAttributes(&attributes, result), "finding the device");
   if (status != ALLNORM_OK) return status;
   if (attributes.type != cudaMemoryTypeDevice && attributes.type != cudaMemoryTypeManaged) {
-    return fail(ALLNORM_INVALID_ARGUMENT, "out is %p; expected memory of a CUDA device", call.out);
+    return fail(ALLNORM_INVALID_ARGUMENT, "the result is at %p; expected memory of a CUDA device",
+                result);
   }
   const DeviceGuard guard(attributes.device);
   status = cuda_status(guard.status(), "selecting the device");

@@ -43,8 +43,7 @@ class Communicator {
 };
 
 // Rows of one launch; 0 if not even one fits. A pure function of what all ranks agree on.
-int64_t rows_per_chunk(int world_size, int64_t workspace_bytes, int algorithm, int dtype,
-                       int64_t hidden_size);
+int64_t rows_per_chunk(int world_size, int64_t workspace_bytes, const AllnormCall& call);
 
 // Not collective: the local kernel on the current device.
 int32_t run_local(const AllnormCall& call);

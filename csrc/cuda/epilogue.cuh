@@ -1,26 +1,32 @@
-// What happens to the reduced sum of a row: residual add, RMSNorm, store. Knows nothing of how the
-// sum came to be. Numerics steps 2 to 5.
+// What happens to the reduced sum of a row: residual add, RMSNorm, quantisation, store. Knows
+// nothing of how the sum came to be. Numerics steps 2 to 6.
 #ifndef ALLNORM_CUDA_EPILOGUE_CUH_
 #define ALLNORM_CUDA_EPILOGUE_CUH_
 
 #include "cuda/block.cuh"
 #include "cuda/params.h"
+#include "cuda/quantize.cuh"
 
 namespace allnorm {
 
 // One thread's part of the epilogue: the same pack of every row it is called for.
-template <class T>
+template <class T, bool kQuantized>
 class NormEpilogue {
  public:
   static constexpr int kElems = kElemsPerPack<T>;
 
-  __device__ __forceinline__ NormEpilogue(const EpilogueParams& params, RowSum& row_sum, int pack,
-                                          bool live)
-      : params_(params), row_sum_(row_sum), pack_(pack), live_(live) {}
+  __device__ __forceinline__ NormEpilogue(const EpilogueParams& params, RowExchange& exchange,
+                                          int pack, bool live)
+      : params_(params),
+        exchange_(exchange),
+        quantize_(params.quant, exchange, pack, live),
+        pack_(pack),
+        live_(live) {}
 
   // Loads that do not depend on the exchange, issued before it is waited for; not used before, so
   // that no load waits for another.
   __device__ __forceinline__ void prefetch_weight() {
+    if constexpr (kQuantized) quantize_.prefetch();
     if (!live_ || !params_.normalize) return;
     if (!params_.weight_is_float32) {
       weight_[0] = load_pack(params_.weight + pack_ * kPackBytes);
@@ -55,12 +61,11 @@ class NormEpilogue {
     const Pack summed = pack<T>(z_);
     if (live_) store_pack(params_.residual_out.at(row, pack_), summed);
     if (!params_.normalize_unrounded) unpack<T>(summed, z_);
-    sum_ = row_sum_(live_ ? square_sum<kElems>(z_) : 0.0f);
+    sum_ = exchange_.sum(live_ ? square_sum<kElems>(z_) : 0.0f);
   }
 
-  // Numerics step 5, and the store of the normed row.
-  __device__ __forceinline__ void store_row(int64_t row) {
-    if (!live_ || !params_.normalize) return;
+  // Numerics step 5: this thread's part of y, rounded.
+  __device__ __forceinline__ Pack finish() {
     const float rstd = reciprocal_rms(sum_, params_.hidden_size, params_.eps);
 #pragma unroll
     for (int i = 0; i < kElems; ++i) z_[i] = mul_rn(z_[i], rstd);
@@ -76,12 +81,31 @@ class NormEpilogue {
     for (int i = 0; i < kElems; ++i) {
       z_[i] = mul_rn(z_[i], add_rn(params_.weight_bias, gains[i]));
     }
-    store_pack(params_.out.at(row, pack_), pack<T>(z_));
+    return pack<T>(z_);
   }
+
+  // Stores y, finished here or elsewhere, as it is wanted. All threads of the cluster call it, live
+  // or not.
+  __device__ __forceinline__ void store_row(int64_t row, const Pack& y) {
+    if constexpr (kQuantized) {
+      if (live_ && params_.out.data != nullptr) store_pack(params_.out.at(row, pack_), y);
+      quantize_.store(row, quantize(y));
+    } else if (live_) {
+      store_pack(params_.out.at(row, pack_), y);
+    }
+  }
+
+  // Numerics step 6. All threads of the cluster call it.
+  __device__ __forceinline__ QuantizedPack<T> quantize(const Pack& y) {
+    unpack<T>(y, z_);
+    return quantize_(z_);
+  }
+  __device__ __forceinline__ const Quantizer<T>& quantizer() const { return quantize_; }
 
  private:
   const EpilogueParams& params_;
-  RowSum& row_sum_;
+  RowExchange& exchange_;
+  Quantizer<T> quantize_;
   Pack residual_;
   Pack weight_[kElems / 4];
   float z_[kElems];

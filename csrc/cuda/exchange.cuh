@@ -4,21 +4,22 @@
 // Contract. All ranks make the same launches in the same order (any grid geometry each). In
 // operation e a rank writes only into phase e mod 3 of its peers, waits for everything its peers
 // write into its own phase e mod 3, and before the kernel ends restores every slot it has read to
-// kEmptyWord. One warp of each grid, the roll call, exchanges CallTags with all peers; the kernel
-// does not complete without it.
+// kEmptyWord. Two warps of each grid touch no data: one calls the roll, that is, compares CallTags
+// with all peers; the other hands slots back. The kernel does not complete without them.
 //
 // Why a slot may be reused (three phases). Let R be a receiver and S a sender; S writes into R's
 // phase in operations e and e + 3, R reads and clears it in operation e.
-//   1. R's clears, by any thread of kernel e, precede R's roll call in kernel e + 1: that warp has
-//      passed wait_for_preceding_grid(). It fences and then announces e + 1: a release.
-//   2. S's roll call in kernel e + 1 sees that announcement; the one in kernel e + 2 reads it
-//      again and fences: an acquire.
-//   3. Kernel e + 2 of S completes after its roll call, and S's writes of operation e + 3, by any
-//      thread of kernel e + 3, come after wait_for_preceding_grid().
+//   1. R's clears, by any thread of kernel e, precede the second of those warps in kernel e + 1,
+//      which has passed wait_for_preceding_grid(). It fences and then stores e + 1 to S: a release.
+//   2. The same warp of S in kernel e + 2 waits until it reads e + 1 there, or more, and then
+//      fences: an acquire. (That fence is at the same time the release of its own step 1.)
+//   3. Kernel e + 2 of S completes after that, and S's writes of operation e + 3, by any thread of
+//      kernel e + 3, come after wait_for_preceding_grid().
 // So the clear is ordered before the next write to the slot, by one fence in a warp that touches no
-// data: it costs the data path nothing. (With a second fence after the roll call's wait two phases
-// would do, but that fence waits for the warp's own announcement to be acknowledged and lengthens
-// the kernel.) The announcements' slots alternate by the same argument.
+// data, for a number that has arrived an operation ago: it costs the data path nothing. With fewer
+// phases the wait would be for a number of the same operation, and as long as the data's.
+// A tag's slot, one for each phase, is written again by kernel e + 3 of its sender: after kernel e
+// here, and with it the reader, has ended, by the same steps.
 //
 // The operation counter has one copy per possible block. A block reads its own copy and, when it
 // ends, advances that copy and an equal share of those that no block of this grid owns: no atomics,
@@ -45,51 +46,14 @@ class Exchange {
     const uint64_t counter = load_u64(own + PushControl::kCounters + 8 * blockIdx.x);
     op_ = static_cast<uint32_t>(counter);
     phase_ = static_cast<int>(counter >> 32);
-    failed_ = load_u32(own + PushControl::kPoisoned) != 0;
+    poison_ = load_u64(own + PushControl::kPoisoned);
+    failed_ = poison_ != 0;
   }
 
-  // Tells every peer what this operation is, and waits until every peer has announced the same:
-  // steps 1 and 2 of the reuse argument. One warp of the grid calls it.
-  __device__ __forceinline__ void call_roll() {
-    const int lane = threadIdx.x;
-    if (lane == 0 || lane >= kWorldSize) return;
-    const int source = (params_.rank + lane) % kWorldSize;
-    const char* own = params_.workspace[0];
-    // The peer's announcement of the previous operation, wherever it is: what the fence acquires.
-    // (Its value must be used, or the assembler drops the loads.)
-    uint64_t previous[kPushPhases];
-#pragma unroll
-    for (int phase = 0; phase < kPushPhases; ++phase) {
-      previous[phase] = load_relaxed_sys_u64(own + PushControl::tag(phase, source) + 8);
-    }
-    bool followed = false;
-#pragma unroll
-    for (int phase = 0; phase < kPushPhases; ++phase) {
-      followed = followed || static_cast<uint32_t>(previous[phase] >> 32) == op_ - 1;
-    }
-    if (failed_) return;
-    if (!followed) {
-      record_fault(params_, op_, source, ALLNORM_DIVERGED);
-      return;
-    }
-    // acquire: the peer's clears before that announcement. release: everything the grids before
-    // this one did, their clears above all; pairs with the same fence in the peer's next kernel.
-    fence_acq_rel_sys();
-    char* theirs = params_.workspace[lane] + PushControl::tag(phase_, params_.rank);
-    store_relaxed_sys(theirs, params_.tag.word(op_, 0));
-    store_relaxed_sys(theirs + 8, params_.tag.word(op_, 1));
-
-    const char* slot = own + PushControl::tag(phase_, source);
-    uint64_t seen[2];
-    const auto announced = [&] {
-      seen[0] = load_relaxed_sys_u64(slot);
-      seen[1] = load_relaxed_sys_u64(slot + 8);
-      return seen[0] >> 32 == op_ && seen[1] >> 32 == op_;
-    };
-    if (!wait_until(announced, [&] { return source; })) return;
-    if (seen[0] != params_.tag.word(op_, 0) || seen[1] != params_.tag.word(op_, 1)) {
-      record_fault(params_, op_, source, ALLNORM_DIVERGED);
-    }
+  // What the grid does besides rows: the warp of number `warp` of one of its blocks.
+  __device__ __forceinline__ void serve(int warp) {
+    if (warp == 0) call_roll();
+    if (warp == 1) hand_back_slots();
   }
 
   // Advances the operation counter. Every thread of the block has read it before any comes here.
@@ -122,6 +86,53 @@ class Exchange {
   }
 
  private:
+  // What is in kPoisoned once operation `op` has failed; never 0.
+  __device__ __forceinline__ static unsigned long long poison(uint32_t op) {
+    return 1ull << 32 | op;
+  }
+
+  // Lane q's peer: the rank q after this one. -1 in lanes without one.
+  __device__ __forceinline__ int peer_of_lane() const {
+    const int lane = threadIdx.x % 32;
+    return lane == 0 || lane >= kWorldSize ? -1 : (params_.rank + lane) % kWorldSize;
+  }
+
+  // Tells every peer what this operation is, and waits until every peer has announced the same.
+  __device__ __forceinline__ void call_roll() {
+    const int peer = peer_of_lane();
+    // A rank that has failed just now, in another block, still tells its peers why.
+    if (peer < 0 || (failed_ && poison_ != poison(op_))) return;
+    char* theirs = params_.workspace[threadIdx.x % 32] + PushControl::tag(phase_, params_.rank);
+    store_relaxed_sys(theirs, params_.tag.word(op_, 0));
+    store_relaxed_sys(theirs + 8, params_.tag.word(op_, 1));
+
+    const char* slot = params_.workspace[0] + PushControl::tag(phase_, peer);
+    uint64_t seen[2];
+    const auto announced = [&] {
+      seen[0] = load_relaxed_sys_u64(slot);
+      seen[1] = load_relaxed_sys_u64(slot + 8);
+      return seen[0] >> 32 == op_ && seen[1] >> 32 == op_;
+    };
+    if (!wait_until(announced, [&] { return peer; })) return;
+    if (seen[0] != params_.tag.word(op_, 0) || seen[1] != params_.tag.word(op_, 1)) {
+      record_fault(params_, op_, peer, ALLNORM_DIVERGED);
+    }
+  }
+
+  // Steps 1 and 2 of the reuse argument.
+  __device__ __forceinline__ void hand_back_slots() {
+    const int peer = peer_of_lane();
+    if (peer < 0 || failed_) return;
+    const char* slot = params_.workspace[0] + PushControl::released(peer);
+    const auto released = [&] { return has_reached(load_relaxed_sys_u32(slot), op_ - 1); };
+    if (!wait_until(released, [&] { return peer; })) return;
+    // acquire: the peer's clears before what was just read. release: everything the grids before
+    // this one did, their clears above all; pairs with the same fence in the peer's next kernel.
+    fence_acq_rel_sys();
+    store_relaxed_sys(params_.workspace[threadIdx.x % 32] + PushControl::released(params_.rank),
+                      op_);
+  }
+
   // The rare look during a wait: has a peer announced something else, has another thread failed, is
   // the time up? Static, with everything by value, so that the object stays in registers.
   __device__ __forceinline__ void look(int source) {
@@ -146,7 +157,7 @@ class Exchange {
       }
     }
     if (time_is_up) return record_fault(params, op, source, ALLNORM_TIMEOUT);
-    return *reinterpret_cast<volatile uint32_t*>(own + PushControl::kPoisoned) != 0;
+    return *reinterpret_cast<volatile uint64_t*>(own + PushControl::kPoisoned) != 0;
   }
 
   // Records the first failure for the host and makes this and all later launches wait for nobody.
@@ -154,7 +165,8 @@ class Exchange {
   __device__ __noinline__ static bool record_fault(const FusedParams& params, uint32_t op, int peer,
                                                    AllnormStatus status) {
     char* own = params.workspace[0];
-    if (atomicExch(reinterpret_cast<uint32_t*>(own + PushControl::kPoisoned), 1u) != 0) return true;
+    auto* poisoned = reinterpret_cast<unsigned long long*>(own + PushControl::kPoisoned);
+    if (atomicCAS(poisoned, 0ull, poison(op)) != 0) return true;
     volatile AllnormFault* fault = params.fault;
     fault->rank = params.rank;
     fault->peer = peer;
@@ -187,6 +199,7 @@ class Exchange {
   Deadline<DeviceClock> deadline_;
   uint32_t op_;
   int phase_;
+  uint64_t poison_;
   bool failed_;
 };
 

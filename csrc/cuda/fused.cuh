@@ -1,9 +1,14 @@
 // The fused kernel: any transport, any epilogue, rows streamed by clusters of blocks.
 //
-// The first cluster calls the roll. Each other cluster takes rows first, first + step, ...; each of
-// its threads holds one pack of the row. Rows flow without a grid-wide barrier: the partial of the
-// next row is on its way before the current one is waited for, and the input of the row after that
-// is being loaded.
+// The first cluster serves the exchange. Each other cluster takes rows first, first + step, ...;
+// each of its threads holds one pack of the row. Rows flow without a grid-wide barrier: the partial
+// of the next row is on its way before the current one is waited for, and the input of the row
+// after that is being loaded.
+//
+// The dependent grid is let in once nothing is waited for any more, before the last stores: its
+// launch then overlaps them. It may read nothing before griddepcontrol.wait, which waits until this
+// grid is complete and its stores are visible, whenever it was let in; the PTX ISA demands that
+// wait of every grid that is launched as a dependent. docs/protocol.md has what this saves.
 #ifndef ALLNORM_CUDA_FUSED_CUH_
 #define ALLNORM_CUDA_FUSED_CUH_
 
@@ -12,10 +17,24 @@
 
 namespace allnorm {
 
+// The first cluster of a grid: what belongs to no row.
+template <bool kQuantized, int kWorldSize>
+__device__ __forceinline__ void work_on_no_row(Exchange<kWorldSize>& exchange,
+                                               const FusedParams& params) {
+  if constexpr (kQuantized) {
+    if (blockIdx.x == 0) clear_scale_padding(params.epilogue.quant);
+  }
+  trigger_next_grid();
+  if (blockIdx.x == 0) exchange.serve(threadIdx.x / 32);
+  __syncthreads();
+  exchange.advance();
+}
+
 // kDense: for more rows than SMs, where rows in flight hide every latency and registers limit them:
 // two blocks an SM, and inputs are read again instead of kept. Otherwise a thread keeps the inputs
 // of three rows, so that no send waits for its load.
-template <class T, int kWorldSize, template <class, int> class Transport, bool kDense>
+template <class T, int kWorldSize, template <class, int> class Transport, bool kDense,
+          bool kQuantized>
 __device__ __forceinline__ void run_fused(const FusedParams& params) {
   const uint32_t clusters = cluster_size();
   const int pack = static_cast<int>(cluster_rank() * blockDim.x + threadIdx.x);
@@ -24,17 +43,11 @@ __device__ __forceinline__ void run_fused(const FusedParams& params) {
   const int64_t end = params.num_tokens;
   int64_t row = static_cast<int64_t>(blockIdx.x / clusters) - 1;
 
-  RowSum row_sum((params.packs + kPacksPerChunk - 1) / kPacksPerChunk, clusters);
+  RowExchange row_exchange((params.packs + kPacksPerChunk - 1) / kPacksPerChunk, clusters);
   Exchange<kWorldSize> exchange(params);
-  if (row < 0) {
-    trigger_next_grid();
-    if (blockIdx.x == 0 && threadIdx.x < 32) exchange.call_roll();
-    __syncthreads();
-    exchange.advance();
-    return;
-  }
+  if (row < 0) return work_on_no_row<kQuantized>(exchange, params);
   Transport<T, kWorldSize> transport(params, exchange, pack);
-  NormEpilogue<T> epilogue(params.epilogue, row_sum, pack, live);
+  NormEpilogue<T, kQuantized> epilogue(params.epilogue, row_exchange, pack, live);
   const auto load_input = [&](int64_t at) {
     return live && at < end ? load_pack(params.x.at(at, pack)) : Pack{};
   };
@@ -62,21 +75,21 @@ __device__ __forceinline__ void run_fused(const FusedParams& params) {
     // Overlaps the row's sum; earlier it would hold registers while packs of all ranks are in
     // flight.
     if constexpr (kDense) epilogue.prefetch_weight();
+    if (last) trigger_next_grid();
     epilogue.add_row(row, reduced);
     // After the barrier in add_row().
     if (last) exchange.advance();
-    epilogue.store_row(row);
+    if (params.epilogue.normalize) epilogue.store_row(row, epilogue.finish());
     own = next;
     next = after_next;
   }
-  // After the last store that a dependent grid may read.
-  trigger_next_grid();
 }
 
-template <class T, int kWorldSize, template <class, int> class Transport, bool kDense>
+template <class T, int kWorldSize, template <class, int> class Transport, bool kDense,
+          bool kQuantized>
 __global__ void __launch_bounds__(kMaxThreads, kDense ? 2 : 1)
     fused_kernel(const __grid_constant__ FusedParams params) {
-  run_fused<T, kWorldSize, Transport, kDense>(params);
+  run_fused<T, kWorldSize, Transport, kDense, kQuantized>(params);
 }
 
 }  // namespace allnorm

@@ -15,24 +15,29 @@ struct Geometry {
   int num_threads;
 };
 
-// Threads of a block when a row of `packs` packs is spread over `cluster_size` blocks: whole warps.
+// Threads of a block when a row of `packs` packs is spread over `cluster_size` blocks: whole warps,
+// and at least the two of Exchange::serve().
 inline int threads_of(int64_t packs, int cluster_size) {
   const int64_t per_block = (packs + cluster_size - 1) / cluster_size;
-  return static_cast<int>((per_block + 31) / 32 * 32);
+  return std::max(64, static_cast<int>((per_block + 31) / 32 * 32));
 }
 
-// What one SM can push to peers before a second one is faster: 16-byte stores of a one_shot row. At
-// 2 and 4 ranks one block per 4096-column row is as fast as four (H200, bf16, 2026-11:
-// docs/performance.md); at 8 ranks a sketch took 7.7 us with one block and 4.3 with four.
-constexpr int kPushesPerBlock = 1536;
+// Widest spread of a row when there are few: blocks of a row, and blocks of all rows together.
+// H200, bf16, 2026-11 (docs/performance.md): at 4 ranks 1x4096 takes 4.06 us with one block, 3.69
+// with two, 3.44 with four, 3.48 with eight; 16x4096 5.19, 5.06, 5.01, 5.03. Beyond 128 blocks,
+// about one an SM, spreading costs: 64x4096 at 4 ranks 8.6 us with one block, 9.2 with four.
+constexpr int kSpreadBlocks = 4;
+constexpr int kSpreadGrid = 128;
 
-// Blocks per row: as few as the width demands, and more for few rows that go to many peers.
-inline int choose_cluster_size(bool one_shot, int world_size, int64_t packs, int64_t num_tokens,
-                               int num_sms) {
+// Blocks per row: as few as the width demands, and more for few rows. A block of a spread row has
+// at least two warps.
+inline int choose_cluster_size(int64_t packs, int64_t num_tokens, int num_sms) {
   int size = 1;
   while (size < kMaxClusterSize && threads_of(packs, size) > kMaxThreads) size *= 2;
-  while (one_shot && size < kMaxClusterSize && 2 * size * num_tokens <= num_sms &&
-         threads_of(packs, size) * (world_size - 1) > kPushesPerBlock) {
+  const int64_t blocks = std::min<int64_t>(kSpreadGrid, num_sms);
+  const int needed = size;
+  while (size < kMaxClusterSize && size < kSpreadBlocks * needed &&
+         2 * size * num_tokens <= blocks && 64 * 2 * size <= packs) {
     size *= 2;
   }
   return size;

@@ -5,14 +5,22 @@
 
 namespace allnorm {
 
-// `dense`: the variant for more rows than SMs, see cuda/fused.cuh. Each returns the kernel to
-// launch, taking FusedParams or LocalParams; nullptr if there is none.
-const void* fused_kernel_float32(int algorithm, int world_size, bool dense);
-const void* fused_kernel_float16(int algorithm, int world_size, bool dense);
-const void* fused_kernel_bfloat16(int algorithm, int world_size, bool dense);
-const void* local_kernel_float32(bool aligned);
-const void* local_kernel_float16(bool aligned);
-const void* local_kernel_bfloat16(bool aligned);
+// Which kernel of a dtype. Each function returns the one to launch, taking FusedParams (kSharded:
+// ShardedParams) or LocalParams; nullptr if there is none.
+enum class Transport { kOneShot, kTwoShot, kSharded };
+struct KernelKey {
+  Transport transport;
+  int world_size;
+  bool dense;  // the variant for more rows than SMs, see cuda/fused.cuh; not of kSharded
+  bool quantized;
+};
+const void* exchange_kernel_float32(const KernelKey& key);
+const void* exchange_kernel_float16(const KernelKey& key);
+const void* exchange_kernel_bfloat16(const KernelKey& key);
+
+const void* local_kernel_float32(bool aligned, bool quantized);
+const void* local_kernel_float16(bool aligned, bool quantized);
+const void* local_kernel_bfloat16(bool aligned, bool quantized);
 
 }  // namespace allnorm
 #endif  // ALLNORM_CUDA_KERNELS_H_

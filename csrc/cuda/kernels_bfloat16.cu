@@ -2,9 +2,11 @@
 
 namespace allnorm {
 
-const void* fused_kernel_bfloat16(int algorithm, int world_size, bool dense) {
-  return fused_kernel_of<Bfloat16>(algorithm, world_size, dense);
+const void* exchange_kernel_bfloat16(const KernelKey& key) {
+  return exchange_kernel_of<Bfloat16>(key);
 }
-const void* local_kernel_bfloat16(bool aligned) { return local_kernel_of<Bfloat16>(aligned); }
+const void* local_kernel_bfloat16(bool aligned, bool quantized) {
+  return local_kernel_of<Bfloat16>(aligned, quantized);
+}
 
 }  // namespace allnorm

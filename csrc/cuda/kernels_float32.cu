@@ -2,9 +2,11 @@
 
 namespace allnorm {
 
-const void* fused_kernel_float32(int algorithm, int world_size, bool dense) {
-  return fused_kernel_of<Float32>(algorithm, world_size, dense);
+const void* exchange_kernel_float32(const KernelKey& key) {
+  return exchange_kernel_of<Float32>(key);
 }
-const void* local_kernel_float32(bool aligned) { return local_kernel_of<Float32>(aligned); }
+const void* local_kernel_float32(bool aligned, bool quantized) {
+  return local_kernel_of<Float32>(aligned, quantized);
+}
 
 }  // namespace allnorm

@@ -12,25 +12,25 @@
 namespace allnorm {
 namespace {
 
-const void* find_fused(const AllnormCall& call, int world_size, bool dense) {
-  switch (call.dtype) {
+const void* find_exchange(int dtype, const KernelKey& key) {
+  switch (dtype) {
     case ALLNORM_FLOAT32:
-      return fused_kernel_float32(call.algorithm, world_size, dense);
+      return exchange_kernel_float32(key);
     case ALLNORM_FLOAT16:
-      return fused_kernel_float16(call.algorithm, world_size, dense);
+      return exchange_kernel_float16(key);
     default:
-      return fused_kernel_bfloat16(call.algorithm, world_size, dense);
+      return exchange_kernel_bfloat16(key);
   }
 }
 
-const void* find_local(int dtype, bool aligned) {
+const void* find_local(int dtype, bool aligned, bool quantized) {
   switch (dtype) {
     case ALLNORM_FLOAT32:
-      return local_kernel_float32(aligned);
+      return local_kernel_float32(aligned, quantized);
     case ALLNORM_FLOAT16:
-      return local_kernel_float16(aligned);
+      return local_kernel_float16(aligned, quantized);
     default:
-      return local_kernel_bfloat16(aligned);
+      return local_kernel_bfloat16(aligned, quantized);
   }
 }
 
@@ -97,6 +97,40 @@ int32_t launch(const Device& device, const void* kernel, const void* params,
   return cuda_status(cudaLaunchKernelExC(&config, kernel, arguments), "launching the kernel");
 }
 
+int32_t launch_exchange(const Device& device, const AllnormCall& call, int world_size,
+                        const FusedParams& fused, const void* params) {
+  const Transport transport = is_sharded(call)                     ? Transport::kSharded
+                              : call.algorithm == ALLNORM_ONE_SHOT ? Transport::kOneShot
+                                                                   : Transport::kTwoShot;
+  Geometry geometry;
+  geometry.cluster_size = call.cluster_size;
+  if (geometry.cluster_size == 0) {
+    geometry.cluster_size = device.has_clusters
+                                ? choose_cluster_size(fused.packs, fused.num_tokens, device.num_sms)
+                                : 1;
+  }
+  geometry.num_threads = threads_of(fused.packs, geometry.cluster_size);
+  if (geometry.num_threads > kMaxThreads || geometry.cluster_size > kMaxClusterSize) {
+    return fail(
+        ALLNORM_UNSUPPORTED,
+        "hidden_size %lld over clusters of %d blocks needs %d threads a block: at most %d, in "
+        "clusters of at most %d, run",
+        static_cast<long long>(call.hidden_size), geometry.cluster_size, geometry.num_threads,
+        kMaxThreads, kMaxClusterSize);
+  }
+  const bool dense = fused.num_tokens * geometry.cluster_size > device.num_sms;
+  const void* kernel =
+      find_exchange(call.dtype, {transport, world_size, dense, is_quantized(call)});
+  if (kernel == nullptr) {
+    return fail(ALLNORM_UNSUPPORTED, "no fused kernel for world size %d: expected 2 to %d",
+                world_size, kPushMaxWorldSize);
+  }
+  const int resident = resident_blocks(device, kernel, geometry);
+  const int limit = call.num_blocks > 0 ? std::min(call.num_blocks, resident) : resident;
+  geometry.num_blocks = choose_num_blocks(fused.num_tokens, geometry.cluster_size, limit, 1);
+  return launch(device, kernel, params, geometry, 0, call);
+}
+
 }  // namespace
 
 int32_t cuda_status(cudaError_t error, const char* what) {
@@ -130,41 +164,19 @@ int32_t query_device(int index, Device* device) {
 
 int32_t launch_fused(const Device& device, const AllnormCall& call, int world_size,
                      const FusedParams& params) {
-  Geometry geometry;
-  geometry.cluster_size = call.cluster_size;
-  if (geometry.cluster_size == 0) {
-    const bool one_shot = call.algorithm == ALLNORM_ONE_SHOT;
-    geometry.cluster_size = device.has_clusters
-                                ? choose_cluster_size(one_shot, world_size, params.packs,
-                                                      params.num_tokens, device.num_sms)
-                                : 1;
-  }
-  geometry.num_threads = threads_of(params.packs, geometry.cluster_size);
-  if (geometry.num_threads > kMaxThreads || geometry.cluster_size > kMaxClusterSize) {
-    return fail(
-        ALLNORM_UNSUPPORTED,
-        "hidden_size %lld over clusters of %d blocks needs %d threads a block: at most %d, in "
-        "clusters of at most %d, run",
-        static_cast<long long>(call.hidden_size), geometry.cluster_size, geometry.num_threads,
-        kMaxThreads, kMaxClusterSize);
-  }
-  const bool dense = params.num_tokens * geometry.cluster_size > device.num_sms;
-  const void* kernel = find_fused(call, world_size, dense);
-  if (kernel == nullptr) {
-    return fail(ALLNORM_UNSUPPORTED, "no fused kernel for world size %d: expected 2 to %d",
-                world_size, kPushMaxWorldSize);
-  }
-  const int resident = resident_blocks(device, kernel, geometry);
-  const int limit = call.num_blocks > 0 ? std::min(call.num_blocks, resident) : resident;
-  geometry.num_blocks = choose_num_blocks(params.num_tokens, geometry.cluster_size, limit, 1);
-  return launch(device, kernel, &params, geometry, 0, call);
+  return launch_exchange(device, call, world_size, params, &params);
+}
+
+int32_t launch_sharded(const Device& device, const AllnormCall& call, int world_size,
+                       const ShardedParams& params) {
+  return launch_exchange(device, call, world_size, params.fused, &params);
 }
 
 int32_t launch_local(const Device& device, const AllnormCall& call) {
   const int64_t bytes = element_bytes(call.dtype);
   const LocalParams params = {
       .x = rows_from(call.x, call.x_stride * bytes, 0),
-      .epilogue = epilogue_params(call, 0),
+      .epilogue = epilogue_params(call, 0, 0, quant_params(call, 0, call.num_tokens, true)),
       .source_stride_bytes = call.source_stride * bytes,
       .num_tokens = call.num_tokens,
       .num_sources = call.num_sources,
@@ -175,16 +187,19 @@ int32_t launch_local(const Device& device, const AllnormCall& call) {
       params.source_stride_bytes % kPackBytes == 0 &&
       is_aligned(call.residual, epilogue.residual.stride_bytes) && is_aligned(call.weight, 0) &&
       is_aligned(call.out, epilogue.out.stride_bytes) &&
-      is_aligned(call.residual_out, epilogue.residual_out.stride_bytes);
+      is_aligned(call.residual_out, epilogue.residual_out.stride_bytes) &&
+      (!is_quantized(call) || is_aligned(call.quantized, 2 * call.quantized_stride));
   const int64_t packs = (call.hidden_size * bytes + kPackBytes - 1) / kPackBytes;
   const int64_t chunks = (packs + kPacksPerChunk - 1) / kPacksPerChunk;
-  // The sums of the chunks, padded to a power of two, are kept in shared memory.
-  const int shared_bytes = 4 * butterfly_width(static_cast<int>(chunks));
+  // The sums of the chunks, padded to a power of two, are kept in shared memory, and the greatest
+  // magnitude of each.
+  const bool quantized = is_quantized(call);
+  const int shared_bytes = (quantized ? 8 : 4) * butterfly_width(static_cast<int>(chunks));
   if (shared_bytes > 48 << 10) {
     return fail(ALLNORM_UNSUPPORTED, "hidden_size %lld is too wide for the local kernel",
                 static_cast<long long>(call.hidden_size));
   }
-  const void* kernel = find_local(call.dtype, aligned);
+  const void* kernel = find_local(call.dtype, aligned, quantized);
   Geometry geometry;
   geometry.cluster_size = 1;
   geometry.num_threads = std::min(threads_of(packs, 1), kMaxThreads);

@@ -43,9 +43,11 @@ class DeviceGuard {
 // ALLNORM_SYSTEM with CUDA's words, ALLNORM_OK for cudaSuccess.
 int32_t cuda_status(cudaError_t error, const char* what);
 
-// Launches one chunk of a fused call.
+// Launches one chunk of a fused call; of one whose rows have owners.
 int32_t launch_fused(const Device& device, const AllnormCall& call, int world_size,
                      const FusedParams& params);
+int32_t launch_sharded(const Device& device, const AllnormCall& call, int world_size,
+                       const ShardedParams& params);
 
 int32_t launch_local(const Device& device, const AllnormCall& call);
 

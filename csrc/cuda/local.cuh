@@ -6,6 +6,7 @@
 
 #include "cuda/block.cuh"
 #include "cuda/params.h"
+#include "cuda/quantize.cuh"
 
 namespace allnorm {
 
@@ -44,6 +45,20 @@ struct RowAccess {
       }
     }
   }
+
+  __device__ __forceinline__ static void store(char* row, int64_t pack, int64_t hidden_size,
+                                               const QuantizedPack<T>& quantized) {
+    if constexpr (kAligned) {
+      store_quantized(row + pack * kElems, quantized);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kElems; ++i) {
+        if (pack * kElems + i < hidden_size) {
+          store_u8(row + pack * kElems + i, quantized.word[i / 4] >> (8 * (i % 4)));
+        }
+      }
+    }
+  }
 };
 
 // Numerics steps 1 and 2 for one pack: `sum` becomes the residual sum before rounding.
@@ -69,13 +84,13 @@ __device__ __forceinline__ void residual_sum(const LocalParams& params, int64_t 
   for (int j = 0; j < kElems; ++j) sum[j] = add_rn(sum[j], residual[j]);
 }
 
-// Numerics step 5 and both stores for one pack.
+// Numerics step 5 for one pack: `z` becomes y, rounded.
 template <class T, bool kAligned>
-__device__ __forceinline__ void store_normed(const EpilogueParams& params, int64_t row,
-                                             int64_t pack, float rstd, const float* sum) {
+__device__ __forceinline__ void normed_pack(const EpilogueParams& params, int64_t pack, float rstd,
+                                            const float* sum, float* z) {
   using Access = RowAccess<T, kAligned>;
   constexpr int kElems = Access::kElems;
-  float z[kElems], weight[kElems];
+  float weight[kElems];
 #pragma unroll
   for (int i = 0; i < kElems; ++i) z[i] = sum[i];
   if (!params.normalize_unrounded) round_to<T>(z);
@@ -93,8 +108,45 @@ __device__ __forceinline__ void store_normed(const EpilogueParams& params, int64
     z[i] = scale_element<T>(z[i], rstd, add_rn(params.weight_bias, weight[i]),
                             params.round_before_weight);
   }
-  Access::store(params.residual_out.at(row, 0), pack, params.hidden_size, sum);
-  Access::store(params.out.at(row, 0), pack, params.hidden_size, z);
+  round_to<T>(z);
+}
+
+// Numerics step 6 for the pack of each lane of a warp, which holds one chunk of a row. `greatest`:
+// the greatest magnitude of each chunk of the row; read only for groups wider than one.
+template <class T, bool kAligned>
+__device__ __forceinline__ void store_quantized_chunk(const EpilogueParams& params, int64_t row,
+                                                      int chunk, int chunks, bool live,
+                                                      const float* greatest, const float* y) {
+  using Access = RowAccess<T, kAligned>;
+  const QuantParams& quant = params.quant;
+  const int lane = threadIdx.x % 32;
+  const int64_t pack = static_cast<int64_t>(chunk) * kPacksPerChunk + lane;
+  QuantizedPack<T> quantized;
+  if (quant.kind == ALLNORM_QUANT_PER_TENSOR) {
+    quantized = quantize_pack<T>(y, PlainDivisor{bit_cast<float>(load_u32(quant.scale))});
+  } else {
+    uint32_t amax = 0;
+    if (greatest != nullptr) {
+      const bool whole_row = quant.kind == ALLNORM_QUANT_PER_TOKEN;
+      const int count = whole_row ? chunks : quant.packs_per_group / kPacksPerChunk;
+      const int first = whole_row ? 0 : chunk / count * count;
+      for (int i = first + lane; i < first + count; i += 32) {
+        amax = greater(amax, bit_cast<uint32_t>(greatest[i]));
+      }
+      amax = RowExchange::greatest_of_lanes(amax, 32);
+    } else {
+      if (live) amax = greatest_magnitude<Access::kElems>(y);
+      amax = RowExchange::greatest_of_lanes(amax, quant.packs_per_group);
+    }
+    const float scale = scale_of(amax, quant.format != ALLNORM_SCALE_FLOAT32);
+    quantized = quantize_pack<T>(y, ScaleDivisor(scale));
+    if (live && pack % quant.packs_per_group == 0) {
+      store_scale(quant, row, static_cast<int>(pack / quant.packs_per_group), scale);
+    }
+  }
+  if (!live) return;
+  Access::store(quant.quantized + row * quant.quantized_stride_bytes, pack, params.hidden_size,
+                quantized);
 }
 
 // The butterfly over `count` shared values of which there is room for a power of two; all threads
@@ -114,32 +166,59 @@ __device__ __forceinline__ float block_butterfly(float* values, int count) {
   return total;
 }
 
-template <class T, bool kAligned>
+template <class T, bool kAligned, bool kQuantized>
 __global__ void __launch_bounds__(kMaxThreads)
     local_kernel(const __grid_constant__ LocalParams params) {
+  using Access = RowAccess<T, kAligned>;
   constexpr int kElems = kElemsPerPack<T>;
-  float* chunk_sums = dynamic_shared_floats();
   const EpilogueParams& epilogue = params.epilogue;
   const int64_t packs = (epilogue.hidden_size + kElems - 1) / kElems;
   const int chunks = static_cast<int>((packs + kPacksPerChunk - 1) / kPacksPerChunk);
   const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  float* const chunk_sums = dynamic_shared_floats();
+  float* const greatest = chunk_sums + butterfly_width(chunks);
+  const bool wide_groups = kQuantized && epilogue.quant.kind != ALLNORM_QUANT_PER_TENSOR &&
+                           (epilogue.quant.kind == ALLNORM_QUANT_PER_TOKEN ||
+                            epilogue.quant.packs_per_group > kPacksPerChunk);
 
   wait_for_preceding_grid();
+  if constexpr (kQuantized) {
+    if (blockIdx.x == 0) clear_scale_padding(epilogue.quant);
+  }
   for (int64_t row = blockIdx.x; row < params.num_tokens; row += gridDim.x) {
     if (!epilogue.normalize) {
       for (int64_t pack = threadIdx.x; pack < packs; pack += blockDim.x) {
         float sum[kElems];
         residual_sum<T, kAligned>(params, row, pack, sum);
-        RowAccess<T, kAligned>::store(epilogue.out.at(row, 0), pack, epilogue.hidden_size, sum);
+        Access::store(epilogue.out.at(row, 0), pack, epilogue.hidden_size, sum);
       }
       continue;
     }
+    // The sums of this warp's chunks: the first few are kept, the others made again for every pass.
     float cached[kLocalCachedPacks][kElems];
-    const auto add_chunk = [&](int chunk, float* sum) {
-      const int64_t pack = static_cast<int64_t>(chunk) * kPacksPerChunk + lane;
+    bool first_pass = true;
+    const auto for_each_chunk = [&](auto&& work) {
+      const auto visit = [&](int chunk, bool keep, float* sum) {
+        const int64_t pack = static_cast<int64_t>(chunk) * kPacksPerChunk + lane;
+        if (pack < packs && (first_pass || !keep)) {
+          residual_sum<T, kAligned>(params, row, pack, sum);
+        }
+        work(chunk, pack, pack < packs, sum);
+      };
+#pragma unroll
+      for (int i = 0; i < kLocalCachedPacks; ++i) {
+        if (warp + i * warps < chunks) visit(warp + i * warps, true, cached[i]);
+      }
+      for (int chunk = warp + kLocalCachedPacks * warps; chunk < chunks; chunk += warps) {
+        float sum[kElems];
+        visit(chunk, false, sum);
+      }
+      first_pass = false;
+    };
+
+    for_each_chunk([&](int chunk, int64_t, bool live, const float* sum) {
       float square = 0.0f;
-      if (pack < packs) {
-        residual_sum<T, kAligned>(params, row, pack, sum);
+      if (live) {
         float z[kElems];
 #pragma unroll
         for (int i = 0; i < kElems; ++i) z[i] = sum[i];
@@ -148,29 +227,39 @@ __global__ void __launch_bounds__(kMaxThreads)
       }
       square = butterfly(square);
       if (lane == 0) chunk_sums[chunk] = square;
-    };
-#pragma unroll
-    for (int i = 0; i < kLocalCachedPacks; ++i) {
-      if (warp + i * warps < chunks) add_chunk(warp + i * warps, cached[i]);
-    }
-    for (int chunk = warp + kLocalCachedPacks * warps; chunk < chunks; chunk += warps) {
-      float sum[kElems];
-      add_chunk(chunk, sum);
-    }
+    });
     const float total = block_butterfly(chunk_sums, chunks);
     const float rstd = reciprocal_rms(total, epilogue.hidden_size, epilogue.eps);
-#pragma unroll
-    for (int i = 0; i < kLocalCachedPacks; ++i) {
-      const int64_t pack = static_cast<int64_t>(warp + i * warps) * kPacksPerChunk + lane;
-      if (pack < packs) store_normed<T, kAligned>(epilogue, row, pack, rstd, cached[i]);
+
+    if (wide_groups) {
+      for_each_chunk([&](int chunk, int64_t pack, bool live, const float* sum) {
+        float y[kElems];
+        uint32_t amax = 0;
+        if (live) {
+          normed_pack<T, kAligned>(epilogue, pack, rstd, sum, y);
+          amax = greatest_magnitude<kElems>(y);
+        }
+        amax = RowExchange::greatest_of_lanes(amax, 32);
+        if (lane == 0) greatest[chunk] = bit_cast<float>(amax);
+      });
+      // Read below; written again only after the barriers in the next row's block_butterfly().
+      __syncthreads();
     }
-    for (int chunk = warp + kLocalCachedPacks * warps; chunk < chunks; chunk += warps) {
-      const int64_t pack = static_cast<int64_t>(chunk) * kPacksPerChunk + lane;
-      if (pack >= packs) continue;
-      float sum[kElems];
-      residual_sum<T, kAligned>(params, row, pack, sum);
-      store_normed<T, kAligned>(epilogue, row, pack, rstd, sum);
-    }
+    // Stores come last: `residual_out` may be `residual`, `out` may be `x`.
+    for_each_chunk([&](int chunk, int64_t pack, bool live, const float* sum) {
+      float y[kElems] = {};
+      if (live) {
+        normed_pack<T, kAligned>(epilogue, pack, rstd, sum, y);
+        Access::store(epilogue.residual_out.at(row, 0), pack, epilogue.hidden_size, sum);
+        if (!kQuantized || epilogue.out.data != nullptr) {
+          Access::store(epilogue.out.at(row, 0), pack, epilogue.hidden_size, y);
+        }
+      }
+      if constexpr (kQuantized) {
+        store_quantized_chunk<T, kAligned>(epilogue, row, chunk, chunks, live,
+                                           wide_groups ? greatest : nullptr, y);
+      }
+    });
   }
   trigger_next_grid();
 }

@@ -37,6 +37,16 @@ __device__ __forceinline__ uint64_t load_relaxed_sys_u64(const void* address) {
   return value;
 }
 
+__device__ __forceinline__ void store_relaxed_sys(void* address, uint32_t value) {
+  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ uint32_t load_relaxed_sys_u32(const void* address) {
+  uint32_t value;
+  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
 // Orders everything this thread has done or seen before with what it does after, for all devices.
 __device__ __forceinline__ void fence_acq_rel_sys() {
   asm volatile("fence.acq_rel.sys;" ::: "memory");
@@ -69,6 +79,18 @@ __device__ __forceinline__ uint64_t load_u64(const void* address) {
   uint64_t value;
   asm volatile("ld.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
   return value;
+}
+
+__device__ __forceinline__ void store_u64(void* address, uint64_t value) {
+  asm volatile("st.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+
+__device__ __forceinline__ void store_u32(void* address, uint32_t value) {
+  asm volatile("st.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void store_u8(void* address, uint32_t value) {
+  asm volatile("st.global.u8 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
 // ---- shared memory ----------------------------------------------------------------------------

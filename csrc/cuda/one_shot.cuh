@@ -30,10 +30,10 @@ __device__ __forceinline__ Pack nan_pack() {
 }
 
 // Waits for the partials of one pack from all peers, all loads in flight together, and sums them.
-// `slot` is where source 0's partial arrives, `source_stride` the bytes to the next source's.
+// `slot` is where the first other rank's partial arrives, `stride` the bytes to the next one's.
 template <class T, int kWorldSize>
 __device__ __forceinline__ Pack receive_partials(Exchange<kWorldSize>& exchange, const char* slot,
-                                                 int64_t source_stride, int rank, const Pack& own) {
+                                                 int64_t stride, int rank, const Pack& own) {
   Pack partial[kWorldSize];
   const auto poll = [&] {
     bool all = true;
@@ -42,7 +42,7 @@ __device__ __forceinline__ Pack receive_partials(Exchange<kWorldSize>& exchange,
       if (source == rank) {
         partial[source] = own;
       } else {
-        partial[source] = load_relaxed_sys(slot + source * source_stride);
+        partial[source] = load_relaxed_sys(slot + PushLayout::other(rank, source) * stride);
       }
     }
 #pragma unroll
@@ -65,12 +65,16 @@ __device__ __forceinline__ Pack receive_partials(Exchange<kWorldSize>& exchange,
 
 // Marks the slots of one pack as empty again, for their next use.
 template <int kWorldSize>
-__device__ __forceinline__ void clear_partials(char* slot, int64_t source_stride, int rank) {
+__device__ __forceinline__ void clear_partials(char* slot, int64_t stride) {
   const Pack empty = {kEmptyWord, kEmptyWord, kEmptyWord, kEmptyWord};
 #pragma unroll
-  for (int source = 0; source < kWorldSize; ++source) {
-    if (source != rank) store_pack(slot + source * source_stride, empty);
-  }
+  for (int other = 0; other < kWorldSize - 1; ++other) store_pack(slot + other * stride, empty);
+}
+
+// `rank`'s number among the others of the rank `q` after it.
+template <int kWorldSize>
+__device__ __forceinline__ int number_at(int q, int rank) {
+  return rank + q >= kWorldSize ? rank - 1 : rank;
 }
 
 // One thread's part: the same pack of every row it is called for.
@@ -81,26 +85,29 @@ class OneShot {
                                      int pack)
       : exchange_(exchange),
         layout_{kWorldSize, params.packs, params.num_tokens},
-        source_stride_(layout_.one_shot_slot(1, 0, 0)),
+        stride_(layout_.one_shot_slot(1, 0, 0)),
         rank_(params.rank),
         pack_(pack) {}
 
   __device__ __forceinline__ void send(int64_t row, const Pack& own) {
     if (exchange_.failed()) return;
     const Pack payload = canonicalize(own);
-    const int64_t offset = layout_.one_shot_slot(rank_, row, pack_);
+    const int64_t offset = layout_.one_shot_slot(0, row, pack_);
 #pragma unroll
-    for (int q = 1; q < kWorldSize; ++q) store_relaxed_sys(exchange_.phase(q) + offset, payload);
+    for (int q = 1; q < kWorldSize; ++q) {
+      store_relaxed_sys(exchange_.phase(q) + offset + number_at<kWorldSize>(q, rank_) * stride_,
+                        payload);
+    }
   }
 
   // `own` returns this rank's partial.
   template <class Own>
   __device__ __forceinline__ Pack receive(int64_t row, Own&& own) {
-    return receive_partials<T, kWorldSize>(exchange_, slot(row), source_stride_, rank_, own());
+    return receive_partials<T, kWorldSize>(exchange_, slot(row), stride_, rank_, own());
   }
 
   __device__ __forceinline__ void clear(int64_t row) {
-    clear_partials<kWorldSize>(slot(row), source_stride_, rank_);
+    clear_partials<kWorldSize>(slot(row), stride_);
   }
 
  private:
@@ -110,7 +117,7 @@ class OneShot {
 
   Exchange<kWorldSize>& exchange_;
   PushLayout layout_;
-  int64_t source_stride_;
+  int64_t stride_;
   int rank_;
   int pack_;
 };

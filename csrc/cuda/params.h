@@ -25,6 +25,22 @@ struct Rows {
   }
 };
 
+// Quantisation of the normed row. The scale of group g of row t is at scale + t * scale_row_bytes +
+// g * scale_group_bytes; packed: byte g % 4 of the word at t * scale_row_bytes + g / 4 * ...
+struct QuantParams {
+  char* quantized;
+  int64_t quantized_stride_bytes;
+  char* scale;  // per tensor: the one to divide by
+  int64_t scale_row_bytes;
+  int64_t scale_group_bytes;
+  int64_t first_padding_row;  // of the rows whose scales are set to zero
+  int32_t padding_rows;
+  int32_t kind;             // AllnormQuant
+  int32_t format;           // AllnormScaleFormat
+  int32_t packs_per_group;  // per token: those of a row
+  int32_t groups;           // of a row; 0 per tensor
+};
+
 // What follows the reduced sum.
 struct EpilogueParams {
   Rows residual;  // data == nullptr: nothing is added
@@ -38,6 +54,7 @@ struct EpilogueParams {
   bool weight_is_float32;
   bool normalize_unrounded;
   bool round_before_weight;
+  QuantParams quant;
 };
 
 // One launch of a fused kernel.
@@ -52,6 +69,17 @@ struct FusedParams {
   int64_t timeout_ns;
   CallTag tag;
   AllnormFault* fault;  // host memory, mapped
+};
+
+// One launch of a sharded kernel: `fused.num_tokens` rows in the order of sharded_row(), from
+// `first_index` on, a multiple of the world size. Rows of residual and residual_out, and of x if
+// `gathered`, count from the first of this rank's shard.
+struct ShardedParams {
+  FusedParams fused;
+  int64_t first_index;
+  int64_t total_rows;
+  bool gathered;      // all_gather_rows: x is complete
+  bool sends_normed;  // finished rows cross the link as y, not quantised
 };
 
 // One launch of the local kernel.

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "abi/check.h"
+#include "abi/tag.h"
 #include "cuda/params.h"
 
 namespace allnorm {
@@ -16,44 +17,118 @@ inline Rows rows_from(const void* data, int64_t stride_bytes, int64_t first_row)
   return {begin == nullptr ? nullptr : begin + first_row * stride_bytes, stride_bytes};
 }
 
-inline EpilogueParams epilogue_params(const AllnormCall& call, int64_t first_row) {
+// `first_row` and `num_rows`: of the quantised result; the rest of the epilogue starts elsewhere
+// where the residual is sharded. `last`: rows of padding come after these.
+inline QuantParams quant_params(const AllnormCall& call, int64_t first_row, int64_t num_rows,
+                                bool last) {
+  if (!is_quantized(call)) return {};
+  const int64_t elems_per_pack = kPackBytes / element_bytes(call.dtype);
+  const int64_t columns =
+      call.quant == ALLNORM_QUANT_PER_GROUP ? call.group_size : call.hidden_size;
+  const int groups = static_cast<int>(scales_per_row(call));
+  const int64_t row_bytes = 4 * call.scale_row_stride;
+  return {
+      .quantized = static_cast<char*>(call.quantized) + first_row * call.quantized_stride,
+      .quantized_stride_bytes = call.quantized_stride,
+      .scale = static_cast<char*>(call.scale) + (groups == 0 ? 0 : first_row * row_bytes),
+      .scale_row_bytes = row_bytes,
+      .scale_group_bytes = 4 * call.scale_group_stride,
+      .first_padding_row = num_rows,
+      .padding_rows = last && groups != 0 ? call.scale_padding_rows : 0,
+      .kind = call.quant,
+      .format = call.scale_format,
+      .packs_per_group = static_cast<int32_t>((columns + elems_per_pack - 1) / elems_per_pack),
+      .groups = groups,
+  };
+}
+
+// `first_row` of residual and residual_out may differ from that of `out`.
+inline EpilogueParams epilogue_params(const AllnormCall& call, int64_t first_row,
+                                      int64_t first_residual_row, const QuantParams& quant) {
   const int64_t width = element_bytes(call.dtype);
   return {
-      .residual = rows_from(call.residual, call.residual_stride * width, first_row),
-      .residual_out = rows_from(call.residual_out, call.residual_out_stride * width, first_row),
+      .residual = rows_from(call.residual, call.residual_stride * width, first_residual_row),
+      .residual_out =
+          rows_from(call.residual_out, call.residual_out_stride * width, first_residual_row),
       .out = rows_from(call.out, call.out_stride * width, first_row),
       .weight = static_cast<const char*>(call.weight),
       .hidden_size = call.hidden_size,
       .eps = call.eps,
       .weight_bias = call.weight_bias,
-      .normalize = call.op == ALLNORM_ADD_RMS_NORM,
+      .normalize = is_norm(call),
       .weight_is_float32 = call.weight_dtype == ALLNORM_FLOAT32,
       .normalize_unrounded = (call.numerics & kNormalizeUnrounded) != 0,
       .round_before_weight = (call.numerics & kRoundBeforeWeight) != 0,
+      .quant = quant,
   };
 }
 
-// One launch of a fused call: `num_rows` rows from `first_row` on. `fault` as the kernel sees it.
-inline FusedParams fused_params(const AllnormCommConfig& config, const AllnormCall& call,
-                                int64_t first_row, int64_t num_rows, AllnormFault* fault) {
-  const int64_t width = element_bytes(call.dtype);
+// What every launch of `num_rows` rows has in common. `fault` as the kernel sees it.
+inline FusedParams exchange_params(const AllnormCommConfig& config, const AllnormCall& call,
+                                   int64_t num_rows, AllnormFault* fault) {
   FusedParams params = {};
   for (int q = 0; q < config.world_size; ++q) {
     params.workspace[q] =
         static_cast<char*>(config.workspaces[(config.rank + q) % config.world_size]);
   }
-  params.x = rows_from(call.x, call.x_stride * width, first_row);
-  params.epilogue = epilogue_params(call, first_row);
   params.num_tokens = num_rows;
-  params.packs = static_cast<int32_t>(call.hidden_size * width / kPackBytes);
+  params.packs = static_cast<int32_t>(call.hidden_size * element_bytes(call.dtype) / kPackBytes);
   params.rank = config.rank;
   params.phase_bytes = PushLayout::phase_bytes(config.workspace_bytes);
   params.timeout_ns = config.timeout_ns;
-  params.tag = {static_cast<uint32_t>(num_rows),
-                shape_code(call.hidden_size, call.dtype, call.algorithm, call.numerics,
-                           call.residual != nullptr, call.op)};
+  params.tag = call_tag(call, num_rows);
   params.fault = fault;
   return params;
+}
+
+// One launch of a fused call: `num_rows` rows from `first_row` on.
+inline FusedParams fused_params(const AllnormCommConfig& config, const AllnormCall& call,
+                                int64_t first_row, int64_t num_rows, AllnormFault* fault) {
+  FusedParams params = exchange_params(config, call, num_rows, fault);
+  const bool last = first_row + num_rows == call.num_tokens;
+  params.x = rows_from(call.x, call.x_stride * element_bytes(call.dtype), first_row);
+  params.epilogue =
+      epilogue_params(call, first_row, first_row, quant_params(call, first_row, num_rows, last));
+  return params;
+}
+
+// One launch of a call whose rows have owners: `num_rows` rows of the order of sharded_row() from
+// `first_index` on, a multiple of the world size.
+inline ShardedParams sharded_params(const AllnormCommConfig& config, const AllnormCall& call,
+                                    int64_t first_index, int64_t num_rows, AllnormFault* fault) {
+  ShardedParams params = {};
+  params.fused = exchange_params(config, call, num_rows, fault);
+  const bool last = first_index + num_rows == call.num_tokens;
+  params.fused.x = rows_from(call.x, call.x_stride * element_bytes(call.dtype), 0);
+  params.fused.epilogue = epilogue_params(call, 0, 0, quant_params(call, 0, call.num_tokens, last));
+  params.first_index = first_index;
+  params.total_rows = call.num_tokens;
+  params.gathered = call.op == ALLNORM_ALL_GATHER_ROWS;
+  params.sends_normed = is_quantized(call) && call.out != nullptr;
+  return params;
+}
+
+// Bytes of a phase that one row takes (`rows` of them: one of each owner, where rows have owners).
+struct SlotBytes {
+  int64_t bytes;
+  int64_t rows;
+};
+inline SlotBytes slot_bytes(int world_size, const AllnormCall& call) {
+  const int64_t packs = call.hidden_size * element_bytes(call.dtype) / kPackBytes;
+  if (is_sharded(call)) {
+    const bool sends_quantized = is_quantized(call) && call.out == nullptr;
+    const int64_t elems_per_pack = kPackBytes / element_bytes(call.dtype);
+    const ShardedLayout layout = {
+        .world_size = world_size,
+        .packs = static_cast<int32_t>(packs),
+        .element_bytes = static_cast<int32_t>(sends_quantized ? elems_per_pack : kPackBytes),
+        .scales = static_cast<int32_t>(sends_quantized ? scales_per_row(call) : 0),
+        .rows = 1};
+    return {layout.row_bytes(call.op == ALLNORM_ALL_GATHER_ROWS), world_size};
+  }
+  return {call.algorithm == ALLNORM_ONE_SHOT ? PushLayout::one_shot_row_bytes(world_size, packs)
+                                             : PushLayout::two_shot_row_bytes(world_size, packs),
+          1};
 }
 
 // The control block of a workspace before its first operation. Every byte after it is 0xff: each
@@ -63,6 +138,9 @@ inline std::vector<char> first_control_block(uint32_t first_op) {
   std::vector<char> control(PushControl::kBytes, 0);
   auto* counters = reinterpret_cast<uint64_t*>(control.data() + PushControl::kCounters);
   std::fill_n(counters, kMaxBlocks, first_op);  // of phase 0
+  // Every slot is empty and belongs to its sender.
+  auto* released = reinterpret_cast<uint32_t*>(control.data() + PushControl::kReleased);
+  std::fill_n(released, kPushMaxWorldSize, first_op - 1);
   for (int phase = 0; phase < kPushPhases; ++phase) {
     // Announcements of operations before the first, so that none is taken for a coming one.
     const CallTag nothing = {0, 0};

@@ -19,14 +19,15 @@ class TwoShot {
                                      int pack)
       : exchange_(exchange),
         layout_{kWorldSize, params.packs, params.num_tokens},
-        source_stride_(layout_.two_shot_slot(1, 0, 0)),
+        stride_(layout_.two_shot_slot(1, 0, 0)),
         rank_(params.rank),
         pack_(pack) {}
 
   __device__ __forceinline__ void send(int64_t row, const Pack& own) {
     const int q = ranks_to_owner(row);
     if (q == 0 || exchange_.failed()) return;
-    store_relaxed_sys(exchange_.phase(q) + layout_.two_shot_slot(rank_, row, pack_),
+    const int number = number_at<kWorldSize>(q, rank_);
+    store_relaxed_sys(exchange_.phase(q) + layout_.two_shot_slot(number, row, pack_),
                       canonicalize(own));
   }
 
@@ -45,8 +46,8 @@ class TwoShot {
       const auto owner = [&] { return (rank_ + to_owner) % kWorldSize; };
       return exchange_.wait_until(poll, owner) ? sum : nan_pack();
     }
-    const Pack sum = canonicalize(
-        receive_partials<T, kWorldSize>(exchange_, slot(row), source_stride_, rank_, own()));
+    const Pack sum =
+        canonicalize(receive_partials<T, kWorldSize>(exchange_, slot(row), stride_, rank_, own()));
     // After a failure the peers are told NaN: they need not wait for their own deadline.
 #pragma unroll
     for (int q = 1; q < kWorldSize; ++q) store_relaxed_sys(exchange_.phase(q) + sum_offset, sum);
@@ -55,7 +56,7 @@ class TwoShot {
 
   __device__ __forceinline__ void clear(int64_t row) {
     if (ranks_to_owner(row) == 0) {
-      clear_partials<kWorldSize>(slot(row), source_stride_, rank_);
+      clear_partials<kWorldSize>(slot(row), stride_);
     } else {
       const Pack empty = {kEmptyWord, kEmptyWord, kEmptyWord, kEmptyWord};
       store_pack(exchange_.phase(0) + layout_.two_shot_sum(row, pack_), empty);
@@ -76,7 +77,7 @@ class TwoShot {
 
   Exchange<kWorldSize>& exchange_;
   PushLayout layout_;
-  int64_t source_stride_;
+  int64_t stride_;
   int rank_;
   int pack_;
 };

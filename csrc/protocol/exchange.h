@@ -23,13 +23,25 @@ struct CallTag {
   }
 };
 
-// The `shape` of a CallTag: hidden_size in 20 bits, then dtype 2, algorithm 2, numerics 2, has
-// residual 1, op 3.
-ALLNORM_HD uint32_t shape_code(int64_t hidden_size, int dtype, int algorithm, int numerics,
-                               bool has_residual, int op) {
-  return static_cast<uint32_t>(hidden_size & 0xfffff) | static_cast<uint32_t>(dtype) << 20 |
-         static_cast<uint32_t>(algorithm) << 22 | static_cast<uint32_t>(numerics) << 24 |
-         static_cast<uint32_t>(has_residual) << 26 | static_cast<uint32_t>(op) << 27;
+// What of a call is in the `shape` of its CallTag; abi/tag.h fills it. `op`: 0 all_reduce, 1
+// all_gather_rows, else 2 + how the normed row is quantised: 0 not at all, 1 to 6 by groups of 8 <<
+// that many, 7 by row, 8 by a given scale. `algorithm`: 2 if the residual is sharded.
+struct CallShape {
+  int64_t hidden_size;  // 20 bits
+  int dtype;            // 2
+  int algorithm;        // 2
+  int numerics;         // 2
+  bool has_residual;    // 1
+  bool wants_normed;    // 1: a 16- or 32-bit output beside the quantised one
+  int op;               // 4
+};
+
+ALLNORM_HD uint32_t shape_code(const CallShape& shape) {
+  return static_cast<uint32_t>(shape.hidden_size & 0xfffff) |
+         static_cast<uint32_t>(shape.dtype) << 20 | static_cast<uint32_t>(shape.algorithm) << 22 |
+         static_cast<uint32_t>(shape.numerics) << 24 |
+         static_cast<uint32_t>(shape.has_residual) << 26 |
+         static_cast<uint32_t>(shape.wants_normed) << 27 | static_cast<uint32_t>(shape.op) << 28;
 }
 constexpr int64_t kMaxHiddenSize = (1 << 20) - 1;
 

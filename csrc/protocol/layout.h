@@ -32,25 +32,31 @@ struct PushControl {
   // operation number in the low half; in the high half its phase, which must go on in turn where
   // the number wraps.
   static constexpr int64_t kCounters = 0;
-  // uint32_t: nonzero once a wait has failed here; later launches then wait for nobody. Local.
+  // uint64_t: nonzero once a wait has failed here, with the number of the operation in the low half;
+  // later launches then wait for nobody. Local.
   static constexpr int64_t kPoisoned = kCounters + 8 * kMaxBlocks;
   // uint64_t[kPushPhases][kPushMaxWorldSize][2]: the CallTag each peer announced. Written by peers.
   static constexpr int64_t kTags = kPoisoned + kAlignBytes;
+  // uint32_t[kPushMaxWorldSize]: the last operation in which that rank released the slots that it
+  // had cleared before. Written by peers.
+  static constexpr int64_t kReleased = kTags + 16 * kPushPhases * kPushMaxWorldSize;
   // uint32_t[kPushMaxWorldSize]: nonzero once that rank has unmapped this workspace. Written by
   // peers.
-  static constexpr int64_t kLeft = kTags + 16 * kPushPhases * kPushMaxWorldSize;
+  static constexpr int64_t kLeft = kReleased + 4 * kPushMaxWorldSize;
   static constexpr int64_t kBytes = 12288;
 
   ALLNORM_HD static constexpr int64_t tag(int phase, int source) {
     return kTags + 16 * (static_cast<int64_t>(phase) * kPushMaxWorldSize + source);
   }
+  ALLNORM_HD static constexpr int64_t released(int source) { return kReleased + 4 * source; }
 };
 static_assert(PushControl::kLeft + 4 * kPushMaxWorldSize <= PushControl::kBytes);
 static_assert(PushControl::kBytes % kAlignBytes == 0);
 
-// Data region of one launch of `rows` rows of `packs` packs over `world_size` ranks.
-//   one_shot: slot[source][row][pack], the source's partial.
-//   two_shot: slot[source][row][pack] of which only the packs this rank owns are used, stored
+// Data region of one launch of `rows` rows of `packs` packs over `world_size` ranks. Slots are
+// numbered by the *other* rank: nothing of a rank's own crosses the link.
+//   one_shot: slot[other][row][pack], the other's partial.
+//   two_shot: slot[other][row][pack] of which only the packs this rank owns are used, stored
 //             densely: a row's owned chunks side by side; then sum[row][pack], the gathered sums.
 struct PushLayout {
   int32_t world_size;
@@ -63,31 +69,64 @@ struct PushLayout {
   ALLNORM_HD static int64_t phase(int phase, int64_t phase_bytes) {
     return PushControl::kBytes + phase * phase_bytes;
   }
+  // The number of rank `peer` among those that are not `self`.
+  ALLNORM_HD static int other(int self, int peer) { return peer - (peer > self ? 1 : 0); }
   // Packs of a row that one owner holds at most, in whole chunks.
   ALLNORM_HD static int64_t owned_packs(int world_size, int64_t packs) {
     const int64_t chunks = (packs + kPacksPerChunk - 1) / kPacksPerChunk;
     return (chunks + world_size - 1) / world_size * kPacksPerChunk;
   }
   ALLNORM_HD static int64_t one_shot_row_bytes(int world_size, int64_t packs) {
-    return kPackBytes * world_size * packs;
+    return kPackBytes * (world_size - 1) * packs;
   }
   ALLNORM_HD static int64_t two_shot_row_bytes(int world_size, int64_t packs) {
-    return kPackBytes * (world_size * owned_packs(world_size, packs) + packs);
+    return kPackBytes * ((world_size - 1) * owned_packs(world_size, packs) + packs);
   }
 
   // Offsets below count from the start of the phase.
-  ALLNORM_HD int64_t one_shot_slot(int source, int64_t row, int64_t pack) const {
-    return kPackBytes * ((source * rows + row) * packs + pack);
+  ALLNORM_HD int64_t one_shot_slot(int other, int64_t row, int64_t pack) const {
+    return kPackBytes * ((other * rows + row) * packs + pack);
   }
   // `pack` is owned by chunk: chunk c of a row belongs to (row + c) mod world_size, and is the
   // (c / world_size)th of that row there.
-  ALLNORM_HD int64_t two_shot_slot(int source, int64_t row, int64_t pack) const {
+  ALLNORM_HD int64_t two_shot_slot(int other, int64_t row, int64_t pack) const {
     const int64_t chunk = pack / kPacksPerChunk;
     const int64_t local = chunk / world_size * kPacksPerChunk + pack % kPacksPerChunk;
-    return kPackBytes * ((source * rows + row) * owned_packs(world_size, packs) + local);
+    return kPackBytes * ((other * rows + row) * owned_packs(world_size, packs) + local);
   }
   ALLNORM_HD int64_t two_shot_sum(int64_t row, int64_t pack) const {
-    return kPackBytes * (world_size * rows * owned_packs(world_size, packs) + row * packs + pack);
+    return kPackBytes *
+           ((world_size - 1) * rows * owned_packs(world_size, packs) + row * packs + pack);
+  }
+};
+
+// Data region of one launch of rows with owners, at most `rows` of each owner: slot[other][row]
+// [pack], the other's partial of a row of this rank's; then finished[other], the other's rows when
+// they are done: elements, then float32 scales, if any are sent.
+struct ShardedLayout {
+  int32_t world_size;
+  int32_t packs;
+  int32_t element_bytes;  // of all the elements of a pack of a finished row
+  int32_t scales;         // of a finished row
+  int64_t rows;
+
+  ALLNORM_HD int64_t finished_bytes() const {
+    const int64_t bytes = static_cast<int64_t>(packs) * element_bytes + 4 * scales;
+    return (bytes + kPackBytes - 1) / kPackBytes * kPackBytes;
+  }
+  // Bytes of a phase for each row of every owner; `gathered`: there are no partials.
+  ALLNORM_HD int64_t row_bytes(bool gathered) const {
+    return (world_size - 1) * (finished_bytes() + (gathered ? 0 : packs * kPackBytes));
+  }
+  ALLNORM_HD int64_t slot(int other, int64_t row, int64_t pack) const {
+    return kPackBytes * ((other * rows + row) * packs + pack);
+  }
+  ALLNORM_HD int64_t finished(int other, int64_t row, bool gathered) const {
+    const int64_t slots = gathered ? 0 : (world_size - 1) * rows * packs * kPackBytes;
+    return slots + (other * rows + row) * finished_bytes();
+  }
+  ALLNORM_HD int64_t finished_scale(int index) const {
+    return static_cast<int64_t>(packs) * element_bytes + 4 * index;
   }
 };
 
@@ -108,11 +147,27 @@ struct PullControl {
   ALLNORM_HD static int64_t tag(uint32_t op) { return kTags + 16 * (op % kPullPhases); }
 };
 
-// Data region of one chunk of `rows` rows of `row_bytes` bytes.
+// Bytes of what an owner publishes of a finished row; 0 for what is not a result. Of the scales,
+// float32 numbers side by side.
+struct FinishedRow {
+  int64_t normed_bytes = 0;
+  int64_t quantized_bytes = 0;
+  int64_t scale_bytes = 0;
+
+  ALLNORM_HD int64_t bytes() const { return normed_bytes + quantized_bytes + scale_bytes; }
+};
+
+// Data region of one chunk of `rows` rows of `row_bytes` bytes; where rows have owners, `owned` is
+// how many one rank owns at most. Regions follow each other without gaps, so nothing is aligned to
+// more than an element of `row_bytes`, and scales not even to that.
 //   one_shot: partial[row].   two_shot: partial[row], then sum[row] (only rows this rank owns).
+//   sharded: partial[row], then of the rows this rank owns normed[i], quantized[i], scales[i].
+//   all_gather_rows: partial[i], the rows this rank owns.
 struct PullLayout {
   int64_t rows;
   int64_t row_bytes;
+  int64_t owned = 0;          // sharded
+  FinishedRow finished = {};  // sharded
 
   ALLNORM_HD static int64_t phase_bytes(int64_t workspace_bytes) {
     return align_down((workspace_bytes - PullControl::kBytes) / kPullPhases);
@@ -123,8 +178,21 @@ struct PullLayout {
   ALLNORM_HD static int64_t chunk_row_bytes(bool two_shot, int64_t row_bytes) {
     return two_shot ? 2 * row_bytes : row_bytes;
   }
+  // Sharded: of world_size rows, one of each owner.
+  ALLNORM_HD static int64_t turn_bytes(int world_size, int64_t row_bytes,
+                                       const FinishedRow& finished) {
+    return world_size * row_bytes + finished.bytes();
+  }
+
   ALLNORM_HD int64_t partial(int64_t row) const { return row * row_bytes; }
   ALLNORM_HD int64_t sum(int64_t row) const { return (rows + row) * row_bytes; }
+  ALLNORM_HD int64_t normed(int64_t i) const {
+    return rows * row_bytes + i * finished.normed_bytes;
+  }
+  ALLNORM_HD int64_t quantized(int64_t i) const {
+    return normed(owned) + i * finished.quantized_bytes;
+  }
+  ALLNORM_HD int64_t scales(int64_t i) const { return quantized(owned) + i * finished.scale_bytes; }
 };
 
 // Contiguous row shard of a rank: the first (rows % world_size) ranks hold one row more.
@@ -136,6 +204,19 @@ ALLNORM_HD RowShard row_shard(int64_t rows, int world_size, int rank) {
   const int64_t base = rows / world_size, extra = rows % world_size;
   const int64_t begin = rank * base + (rank < extra ? rank : extra);
   return {begin, begin + base + (rank < extra ? 1 : 0)};
+}
+
+// The order in which rows with owners are worked on: owners take turns, so that no link idles. The
+// `index`th row of that order, of `rows` in all, is the `local`th of its owner's shard.
+struct ShardedRow {
+  int owner;
+  int64_t local;
+  int64_t row;
+};
+ALLNORM_HD ShardedRow sharded_row(int64_t index, int64_t rows, int world_size) {
+  const int owner = static_cast<int>(index % world_size);
+  const int64_t local = index / world_size;
+  return {owner, local, row_shard(rows, world_size, owner).begin + local};
 }
 
 }  // namespace allnorm

@@ -13,6 +13,7 @@
 #if defined(__CUDACC__)
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 #define ALLNORM_HD __host__ __device__ __forceinline__
 #else
 #define ALLNORM_HD inline __attribute__((always_inline))
@@ -184,6 +185,90 @@ ALLNORM_HD float scale_element(float z, float rstd, float gain, bool round_befor
   if (round_before_weight) y = T::load(T::store(y));
   return mul_rn(y, gain);
 }
+
+// ---- Numerics step 6: quantisation of y, which has been rounded to the dtype of x
+// ----------------
+
+constexpr float kMaxE4m3 = 448.0f;
+constexpr float kMinAmax = 1e-10f;
+// What every NaN becomes. 0xff, the other NaN, never occurs in a quantised row.
+constexpr uint8_t kNanE4m3 = 0x7f;
+
+// |y| as an integer that grows with it; NaN is above infinity, so that a maximum propagates NaN.
+ALLNORM_HD uint32_t magnitude(float y) { return bit_cast<uint32_t>(y) & 0x7fffffffu; }
+
+// The scale of elements of which `amax` is the greatest magnitude().
+ALLNORM_HD float scale_of(uint32_t amax, bool power_of_two) {
+  const float min_amax = kMinAmax;
+  const uint32_t least = bit_cast<uint32_t>(min_amax);
+  const float scale = div_rn(bit_cast<float>(amax < least ? least : amax), kMaxE4m3);
+  if (!power_of_two || scale != scale) return scale;
+  return bit_cast<float>((bit_cast<uint32_t>(scale) + 0x007fffffu) & 0x7f800000u);
+}
+
+// The exponent byte of a power of two: UE8M0. 255 for infinity and NaN.
+ALLNORM_HD uint8_t exponent_byte(float scale) {
+  return static_cast<uint8_t>(bit_cast<uint32_t>(scale) >> 23);
+}
+
+// e4m3fn(min(max(v, -448), 448)), to nearest even.
+ALLNORM_HD uint8_t to_e4m3(float v) {
+#if defined(__CUDA_ARCH__)
+  return __nv_cvt_float_to_fp8(v, __NV_SATFINITE, __NV_E4M3);
+#else
+  const uint32_t bits = bit_cast<uint32_t>(v), size = bits & 0x7fffffffu;
+  const uint8_t sign = static_cast<uint8_t>(bits >> 24 & 0x80u);
+  if (size > 0x7f800000u) return kNanE4m3;
+  if (size >= bit_cast<uint32_t>(kMaxE4m3)) return sign | 0x7e;
+  if (size < 0x3c800000u) {  // below 2^-6: multiples of 2^-9, the last bit of floats near 2^14
+    const float shifted = add_rn(bit_cast<float>(size), 16384.0f);
+    return static_cast<uint8_t>(sign | (bit_cast<uint32_t>(shifted) - 0x46800000u));
+  }
+  const uint32_t rounded = (size + 0x7ffffu + (size >> 20 & 1u)) >> 20;
+  return static_cast<uint8_t>(sign | (rounded - (120u << 3)));
+#endif
+}
+
+// Four at a time, the first in the lowest byte.
+ALLNORM_HD uint32_t to_e4m3x4(const float* v) {
+#if defined(__CUDA_ARCH__)
+  const uint32_t low = __nv_cvt_float2_to_fp8x2(make_float2(v[0], v[1]), __NV_SATFINITE, __NV_E4M3);
+  const uint32_t high =
+      __nv_cvt_float2_to_fp8x2(make_float2(v[2], v[3]), __NV_SATFINITE, __NV_E4M3);
+  return low | high << 16;
+#else
+  return static_cast<uint32_t>(to_e4m3(v[0])) | static_cast<uint32_t>(to_e4m3(v[1])) << 8 |
+         static_cast<uint32_t>(to_e4m3(v[2])) << 16 | static_cast<uint32_t>(to_e4m3(v[3])) << 24;
+#endif
+}
+
+// Division of many numbers by one that scale_of() made, correctly rounded wherever the quotient is
+// not below half the smallest e4m3 number: there its last bits matter to nobody.
+//
+// With r the correctly rounded reciprocal, one correction of y * r by its exact remainder gives a
+// neighbour of the quotient, and a second one the quotient correctly rounded (Markstein, IBM
+// Journal of Research and Development 34(1), 1990, theorem 2). A scale is at least 1e-10 / 448 and
+// |y| at most 448 times it, so that nothing overflows, and no remainder that matters is denormal.
+class ScaleDivisor {
+ public:
+  ALLNORM_HD explicit ScaleDivisor(float scale)
+      : scale_(scale),
+        reciprocal_(div_rn(1.0f, scale)),
+        finite_(bit_cast<uint32_t>(scale) < 0x7f800000u) {}
+
+  ALLNORM_HD float operator()(float y) const {
+    if (!finite_) return div_rn(y, scale_);
+    // The remainder is taken with its sign turned: that of -0.0 is then 0.0, and subtracting it
+    // leaves the sign of the quotient.
+    float quotient = mul_rn(y, reciprocal_);
+    quotient = fma_rn(-fma_rn(scale_, quotient, -y), reciprocal_, quotient);
+    return fma_rn(-fma_rn(scale_, quotient, -y), reciprocal_, quotient);
+  }
+
+ private:
+  float scale_, reciprocal_;
+  bool finite_;
+};
 
 }  // namespace allnorm
 #endif  // ALLNORM_PROTOCOL_NUMERICS_H_

@@ -293,8 +293,11 @@ inline float __shfl_xor_sync(uint32_t, float value, int offset) {
   return warp.values[set][thread % 32 ^ static_cast<uint32_t>(offset)];
 }
 
-inline uint32_t atomicExch(uint32_t* address, uint32_t value) {
-  return std::exchange(*address, value);
+inline unsigned long long atomicCAS(unsigned long long* address, unsigned long long expected,
+                                    unsigned long long value) {
+  const unsigned long long old = *address;
+  if (old == expected) *address = value;
+  return old;
 }
 inline void __threadfence_system() {}
 

@@ -43,6 +43,16 @@ inline uint64_t load_relaxed_sys_u64(const void* address) {
   return *static_cast<const uint64_t*>(address);
 }
 
+inline void store_relaxed_sys(void* address, uint32_t value) {
+  machine().yield_sometimes(8);
+  *static_cast<uint32_t*>(address) = value;
+}
+
+inline uint32_t load_relaxed_sys_u32(const void* address) {
+  machine().yield_sometimes(4);
+  return *static_cast<const uint32_t*>(address);
+}
+
 inline void fence_acq_rel_sys() { machine().yield_sometimes(2); }
 
 // ---- this device
@@ -55,15 +65,28 @@ inline Pack load_pack(const void* address) {
 inline void store_pack(void* address, const Pack& pack) { memcpy(address, &pack, sizeof(pack)); }
 inline uint32_t load_u32(const void* address) { return *static_cast<const uint32_t*>(address); }
 inline uint64_t load_u64(const void* address) { return *static_cast<const uint64_t*>(address); }
+inline void store_u64(void* address, uint64_t value) { memcpy(address, &value, sizeof(value)); }
+inline void store_u32(void* address, uint32_t value) { memcpy(address, &value, sizeof(value)); }
+inline void store_u8(void* address, uint32_t value) {
+  *static_cast<uint8_t*>(address) = static_cast<uint8_t>(value);
+}
 
 // ---- shared memory
 
 constexpr size_t kDynamicSharedOffset = shim::kSharedBytes / 2;
 
+// Where the next variable of a new type goes.
+inline size_t reserve_shared(size_t bytes) {
+  static size_t end = 0;
+  const size_t begin = end;
+  end += (bytes + 15) / 16 * 16;
+  if (end > kDynamicSharedOffset) abort();
+  return begin;
+}
 template <class T>
 T& shared_storage() {
-  static_assert(sizeof(T) <= kDynamicSharedOffset);
-  return *reinterpret_cast<T*>(shim::fiber().block->shared.data());
+  static const size_t offset = reserve_shared(sizeof(T));
+  return *reinterpret_cast<T*>(shim::fiber().block->shared.data() + offset);
 }
 inline float* dynamic_shared_floats() {
   return reinterpret_cast<float*>(shim::fiber().block->shared.data() + kDynamicSharedOffset);

@@ -1,0 +1,48 @@
+// What ranks compare of a call.
+#ifndef ALLNORM_ABI_TAG_H_
+#define ALLNORM_ABI_TAG_H_
+
+#include "allnorm.h"
+#include "protocol/exchange.h"
+
+namespace allnorm {
+
+inline bool is_norm(const AllnormCall& call) { return call.op == ALLNORM_ADD_RMS_NORM; }
+inline bool is_quantized(const AllnormCall& call) {
+  return is_norm(call) && call.quant != ALLNORM_QUANT_NONE;
+}
+// Rows belong to ranks: row_shard() in protocol/layout.h.
+inline bool is_sharded(const AllnormCall& call) {
+  return call.op == ALLNORM_ALL_GATHER_ROWS ||
+         (is_norm(call) && (call.flags & ALLNORM_RESIDUAL_SHARDED) != 0);
+}
+// Scales of a quantised row; 0 if they are not a result.
+inline int64_t scales_per_row(const AllnormCall& call) {
+  if (!is_quantized(call) || call.quant == ALLNORM_QUANT_PER_TENSOR) return 0;
+  return call.quant == ALLNORM_QUANT_PER_TOKEN ? 1 : call.hidden_size / call.group_size;
+}
+
+inline CallTag call_tag(const AllnormCall& call, int64_t num_tokens) {
+  int quant = 0;
+  if (is_quantized(call)) {
+    quant = 5 + call.quant;  // 7 and 8
+    if (call.quant == ALLNORM_QUANT_PER_GROUP) {
+      quant = 1;
+      while (8 << quant < call.group_size) ++quant;
+    }
+  }
+  const bool norm = is_norm(call);
+  const CallShape shape = {
+      .hidden_size = call.hidden_size,
+      .dtype = call.dtype,
+      .algorithm = is_sharded(call) ? 2 : call.algorithm,
+      .numerics = norm ? call.numerics : 0,
+      .has_residual = norm && call.residual != nullptr,
+      .wants_normed = is_quantized(call) && call.out != nullptr,
+      .op = norm ? 2 + quant : (call.op == ALLNORM_ALL_GATHER_ROWS ? 1 : 0),
+  };
+  return {static_cast<uint32_t>(num_tokens), shape_code(shape)};
+}
+
+}  // namespace allnorm
+#endif  // ALLNORM_ABI_TAG_H_

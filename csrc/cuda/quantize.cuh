@@ -1,0 +1,141 @@
+// Numerics step 6 for a row that is spread over the threads of a block or a cluster.
+#ifndef ALLNORM_CUDA_QUANTIZE_CUH_
+#define ALLNORM_CUDA_QUANTIZE_CUH_
+
+#include "cuda/block.cuh"
+#include "cuda/params.h"
+
+namespace allnorm {
+
+// The elements of one pack, quantised.
+template <class T>
+struct QuantizedPack {
+  static constexpr int kWords = kElemsPerPack<T> / 4;
+  uint32_t word[kWords];
+};
+
+template <class T>
+__device__ __forceinline__ void store_quantized(char* address, const QuantizedPack<T>& pack) {
+  if constexpr (QuantizedPack<T>::kWords == 2) {
+    store_u64(address, static_cast<uint64_t>(pack.word[1]) << 32 | pack.word[0]);
+  } else {
+    store_u32(address, pack.word[0]);
+  }
+}
+
+// Divides the rounded y by the scale.
+template <class T, class Divide>
+__device__ __forceinline__ QuantizedPack<T> quantize_pack(const float* y, const Divide& divide) {
+  constexpr int kElems = kElemsPerPack<T>;
+  float quotient[kElems];
+#pragma unroll
+  for (int i = 0; i < kElems; ++i) quotient[i] = divide(y[i]);
+  QuantizedPack<T> result;
+#pragma unroll
+  for (int i = 0; i < QuantizedPack<T>::kWords; ++i) {
+    result.word[i] = to_e4m3x4(quotient + 4 * i);
+  }
+  return result;
+}
+
+// By a scale that is given, and may be anything.
+struct PlainDivisor {
+  float scale;
+  __device__ __forceinline__ float operator()(float y) const { return div_rn(y, scale); }
+};
+
+template <int kElems>
+__device__ __forceinline__ uint32_t greatest_magnitude(const float* y) {
+  uint32_t result = 0;
+#pragma unroll
+  for (int i = 0; i < kElems; ++i) result = greater(result, magnitude(y[i]));
+  return result;
+}
+
+// Stores the scale of one group where the format and the layout want it.
+__device__ __forceinline__ void store_scale(const QuantParams& params, int64_t row, int group,
+                                            float scale) {
+  char* const begin = params.scale + row * params.scale_row_bytes;
+  if (params.format != ALLNORM_SCALE_UE8M0_PACKED) {
+    store_u32(begin + group * params.scale_group_bytes, bit_cast<uint32_t>(scale));
+    return;
+  }
+  char* const word = begin + group / 4 * params.scale_group_bytes;
+  store_u8(word + group % 4, exponent_byte(scale));
+  if (group != params.groups - 1) return;
+  for (int missing = group % 4 + 1; missing < 4; ++missing) store_u8(word + missing, 0);
+}
+
+// The scales of rows that do not exist; one block calls it.
+__device__ __forceinline__ void clear_scale_padding(const QuantParams& params) {
+  const bool packed = params.format == ALLNORM_SCALE_UE8M0_PACKED;
+  const int words = packed ? (params.groups + 3) / 4 : params.groups;
+  for (int i = threadIdx.x; i < params.padding_rows * words; i += blockDim.x) {
+    store_u32(params.scale + (params.first_padding_row + i / words) * params.scale_row_bytes +
+                  i % words * params.scale_group_bytes,
+              0);
+  }
+}
+
+// One thread's part: the same pack of every row it is called for.
+template <class T>
+class Quantizer {
+ public:
+  static constexpr int kElems = kElemsPerPack<T>;
+
+  __device__ __forceinline__ Quantizer(const QuantParams& params, RowExchange& exchange, int pack,
+                                       bool live)
+      : params_(params), exchange_(exchange), pack_(pack), live_(live) {}
+
+  // The given scale, if there is one.
+  __device__ __forceinline__ void prefetch() {
+    if (params_.kind == ALLNORM_QUANT_PER_TENSOR) {
+      scale_ = bit_cast<float>(load_u32(params_.scale));
+    }
+  }
+
+  // `y`: this thread's elements, rounded. All threads of the cluster call it, live or not.
+  __device__ __forceinline__ QuantizedPack<T> operator()(const float* y) {
+    if (params_.kind == ALLNORM_QUANT_PER_TENSOR) {
+      return quantize_pack<T>(y, PlainDivisor{scale_});
+    }
+    const int packs = params_.packs_per_group;
+    const bool whole_row = params_.kind == ALLNORM_QUANT_PER_TOKEN;
+    uint32_t amax = live_ ? greatest_magnitude<kElems>(y) : 0;
+    amax = RowExchange::greatest_of_lanes(amax, whole_row || packs > 32 ? 32 : packs);
+    if (whole_row) {
+      amax = exchange_.greatest(amax, 0, exchange_.chunks());
+    } else if (packs > 32) {
+      const int chunks = packs / 32;
+      amax = exchange_.greatest(amax, exchange_.chunk() / chunks * chunks, chunks);
+    }
+    scale_ = scale_of(amax, params_.format != ALLNORM_SCALE_FLOAT32);
+    return quantize_pack<T>(y, ScaleDivisor(scale_));
+  }
+
+  // Of the last row that was quantised.
+  __device__ __forceinline__ float scale() const { return scale_; }
+  // Whether this thread's pack is the first of a group that has a scale of its own.
+  __device__ __forceinline__ bool leads_group() const {
+    return live_ && params_.groups != 0 && pack_ % params_.packs_per_group == 0;
+  }
+  __device__ __forceinline__ int group() const { return pack_ / params_.packs_per_group; }
+
+  // Stores what was quantised last.
+  __device__ __forceinline__ void store(int64_t row, const QuantizedPack<T>& quantized) const {
+    if (!live_) return;
+    store_quantized(params_.quantized + row * params_.quantized_stride_bytes + pack_ * kElems,
+                    quantized);
+    if (leads_group()) store_scale(params_, row, group(), scale_);
+  }
+
+ private:
+  const QuantParams& params_;
+  RowExchange& exchange_;
+  float scale_;
+  int pack_;
+  bool live_;
+};
+
+}  // namespace allnorm
+#endif  // ALLNORM_CUDA_QUANTIZE_CUH_

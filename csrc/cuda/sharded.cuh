@@ -1,0 +1,278 @@
+// Rows with owners: each row of the residual lives on one rank, which sums the partials of the row,
+// adds, norms and quantises, and pushes the finished row to everybody. Also all_gather_rows, where
+// rows are finished to begin with.
+//
+// Flag in data in both hops, as in two_shot; see cuda/exchange.cuh for reuse. What crosses the link
+// in the second hop is y, or the quantised elements and, staged in shared memory so that they go in
+// one piece, the row's float32 scales. Neither ever contains kEmptyWord: y is canonicalised, no
+// quantised byte is 0xff, and no scale is negative, not even a NaN.
+//
+// Rows are taken in the order of sharded_row(). A wait can only be for a row of lower number than
+// any that the waiting block has not sent its partial of, so the lowest unfinished row can always
+// be finished, however the grids of different ranks are cut.
+#ifndef ALLNORM_CUDA_SHARDED_CUH_
+#define ALLNORM_CUDA_SHARDED_CUH_
+
+#include "cuda/fused.cuh"
+#include "cuda/one_shot.cuh"
+
+namespace allnorm {
+
+__device__ __forceinline__ void store_to_peer(char* address, const QuantizedPack<Float32>& pack) {
+  store_relaxed_sys(address, pack.word[0]);
+}
+template <class T>
+__device__ __forceinline__ void store_to_peer(char* address, const QuantizedPack<T>& pack) {
+  store_relaxed_sys(address, static_cast<uint64_t>(pack.word[1]) << 32 | pack.word[0]);
+}
+__device__ __forceinline__ void load_from_peer(const char* address, QuantizedPack<Float32>& pack) {
+  pack.word[0] = load_relaxed_sys_u32(address);
+}
+template <class T>
+__device__ __forceinline__ void load_from_peer(const char* address, QuantizedPack<T>& pack) {
+  const uint64_t both = load_relaxed_sys_u64(address);
+  pack.word[0] = static_cast<uint32_t>(both);
+  pack.word[1] = static_cast<uint32_t>(both >> 32);
+}
+template <class T>
+__device__ __forceinline__ QuantizedPack<T> uniform_pack(uint32_t word) {
+  QuantizedPack<T> pack;
+#pragma unroll
+  for (int i = 0; i < QuantizedPack<T>::kWords; ++i) pack.word[i] = word;
+  return pack;
+}
+template <class T>
+__device__ __forceinline__ bool arrived(const QuantizedPack<T>& pack) {
+  bool all = true;
+#pragma unroll
+  for (int i = 0; i < QuantizedPack<T>::kWords; ++i) all = all && pack.word[i] != kEmptyWord;
+  return all;
+}
+
+// One thread's part: the same pack of every row it is called for.
+template <class T, int kWorldSize>
+class Sharded {
+ public:
+  static constexpr int kElems = kElemsPerPack<T>;
+
+  __device__ __forceinline__ Sharded(const ShardedParams& params, Exchange<kWorldSize>& exchange,
+                                     int pack, bool live, bool sends_quantized)
+      : exchange_(exchange),
+        quant_(params.fused.epilogue.quant),
+        layout_{kWorldSize, params.fused.packs, sends_quantized ? kElems : kPackBytes,
+                sends_quantized ? quant_.groups : 0,
+                (params.fused.num_tokens + kWorldSize - 1) / kWorldSize},
+        rank_(params.fused.rank),
+        pack_(pack),
+        live_(live),
+        gathered_(params.gathered) {}
+
+  // First hop: this rank's partial of the `local`th row of `owner` in this launch.
+  __device__ __forceinline__ void send_partial(int owner, int64_t local, const Pack& own) {
+    if (!live_ || exchange_.failed()) return;
+    const int q = owner - rank_ + (owner < rank_ ? kWorldSize : 0);
+    const int64_t slot = layout_.slot(number_at<kWorldSize>(q, rank_), local, pack_);
+    store_relaxed_sys(exchange_.phase(q) + slot, canonicalize(own));
+  }
+  __device__ __forceinline__ Pack receive_partials(int64_t local, const Pack& own) {
+    if (!live_) return Pack{};
+    char* const slot = exchange_.phase(0) + layout_.slot(0, local, pack_);
+    const int64_t stride = layout_.slot(1, 0, 0);
+    const Pack sum = allnorm::receive_partials<T, kWorldSize>(exchange_, slot, stride, rank_, own);
+    clear_partials<kWorldSize>(slot, stride);
+    return sum;
+  }
+
+  // Second hop. After a failure the peers are told NaN: they need not wait for their own deadline.
+  __device__ __forceinline__ void publish(int64_t local, const Pack& y) {
+    if (!live_) return;
+    const Pack payload = canonicalize(y);
+#pragma unroll
+    for (int q = 1; q < kWorldSize; ++q) {
+      store_relaxed_sys(finished_at(q, local) + pack_ * kPackBytes, payload);
+    }
+  }
+  __device__ __forceinline__ Pack receive(int owner, int64_t local) {
+    if (!live_) return Pack{};
+    char* const slot = finished_of(owner, local) + pack_ * kPackBytes;
+    Pack y;
+    const auto poll = [&] {
+      y = load_relaxed_sys(slot);
+      return arrived(y);
+    };
+    if (!exchange_.wait_until(poll, [&] { return owner; })) y = nan_pack();
+    store_pack(slot, {kEmptyWord, kEmptyWord, kEmptyWord, kEmptyWord});
+    return y;
+  }
+
+  // The same for quantised rows. All threads of the block call these, live or not.
+  __device__ __forceinline__ void publish(int64_t local, const QuantizedPack<T>& quantized,
+                                          const Quantizer<T>& quantizer) {
+    float* const staged = shared_storage<Scales>().value;
+    if (live_) {
+#pragma unroll
+      for (int q = 1; q < kWorldSize; ++q) {
+        store_to_peer(finished_at(q, local) + pack_ * kElems, quantized);
+      }
+    }
+    if (quant_.groups == 0) return;
+    const Groups mine = groups_of_block();
+    if (quantizer.leads_group()) staged[quantizer.group() - mine.begin] = quantizer.scale();
+    // The threads below read what the leaders have just written. They are done with it before any
+    // thread comes here again: the sum over the next row lies in between.
+    __syncthreads();
+    for (int i = mine.begin + threadIdx.x; i < mine.end; i += blockDim.x) {
+      const uint32_t scale = bit_cast<uint32_t>(staged[i - mine.begin]);
+#pragma unroll
+      for (int q = 1; q < kWorldSize; ++q) {
+        store_relaxed_sys(finished_at(q, local) + layout_.finished_scale(i), scale);
+      }
+    }
+  }
+  __device__ __forceinline__ void receive_and_store(int owner, int64_t local, int64_t row) {
+    char* const finished = finished_of(owner, local);
+    const auto is_owner = [&] { return owner; };
+    if (live_) {
+      char* const slot = finished + pack_ * kElems;
+      QuantizedPack<T> quantized;
+      const auto poll = [&] {
+        load_from_peer(slot, quantized);
+        return arrived(quantized);
+      };
+      if (!exchange_.wait_until(poll, is_owner)) {
+        quantized = uniform_pack<T>(kNanE4m3 * 0x01010101u);
+      }
+      store_quantized(slot, uniform_pack<T>(kEmptyWord));
+      store_quantized(quant_.quantized + row * quant_.quantized_stride_bytes + pack_ * kElems,
+                      quantized);
+    }
+    if (quant_.groups == 0) return;
+    const Groups mine = groups_of_block();
+    for (int i = mine.begin + threadIdx.x; i < mine.end; i += blockDim.x) {
+      char* const slot = finished + layout_.finished_scale(i);
+      uint32_t scale;
+      const auto poll = [&] {
+        scale = load_relaxed_sys_u32(slot);
+        return scale != kEmptyWord;
+      };
+      if (!exchange_.wait_until(poll, is_owner)) scale = kCanonicalWord;
+      store_u32(slot, kEmptyWord);
+      store_scale(quant_, row, i, bit_cast<float>(scale));
+    }
+  }
+
+ private:
+  // Groups of at least 16 elements: at most one for every two packs.
+  struct Scales {
+    float value[kMaxThreads / 2];
+  };
+  struct Groups {
+    int begin, end;
+  };
+  // The groups whose first pack lies in this block.
+  __device__ __forceinline__ Groups groups_of_block() const {
+    const int packs = quant_.packs_per_group;
+    const int begin = static_cast<int>(cluster_rank() * blockDim.x);
+    const int end = begin + static_cast<int>(blockDim.x);
+    const int groups = quant_.groups;
+    const int first = (begin + packs - 1) / packs, last = (end + packs - 1) / packs;
+    return {first < groups ? first : groups, last < groups ? last : groups};
+  }
+  // Where this rank's finished row goes at the rank `q` after it, and where `owner`'s arrives here.
+  __device__ __forceinline__ char* finished_at(int q, int64_t local) const {
+    return exchange_.phase(q) + layout_.finished(number_at<kWorldSize>(q, rank_), local, gathered_);
+  }
+  __device__ __forceinline__ char* finished_of(int owner, int64_t local) const {
+    return exchange_.phase(0) + layout_.finished(PushLayout::other(rank_, owner), local, gathered_);
+  }
+
+  Exchange<kWorldSize>& exchange_;
+  const QuantParams& quant_;
+  ShardedLayout layout_;
+  int rank_;
+  int pack_;
+  bool live_;
+  bool gathered_;
+};
+
+// As run_fused(): rows of this launch are taken by clusters in turn, and the partial of the next
+// row is on its way before the current one is waited for.
+template <class T, int kWorldSize, bool kQuantized>
+__device__ __forceinline__ void run_sharded(const ShardedParams& all) {
+  const FusedParams& params = all.fused;
+  const uint32_t clusters = cluster_size();
+  const int pack = static_cast<int>(cluster_rank() * blockDim.x + threadIdx.x);
+  const bool live = pack < params.packs;
+  const int64_t step = gridDim.x / clusters - 1;
+  int64_t index = static_cast<int64_t>(blockIdx.x / clusters) - 1;
+
+  RowExchange row_exchange((params.packs + kPacksPerChunk - 1) / kPacksPerChunk, clusters);
+  Exchange<kWorldSize> exchange(params);
+  if (index < 0) return work_on_no_row<kQuantized>(exchange, params);
+
+  Sharded<T, kWorldSize> transport(all, exchange, pack, live, kQuantized && !all.sends_normed);
+  NormEpilogue<T, kQuantized> epilogue(params.epilogue, row_exchange, pack, live);
+  const auto row_at = [&](int64_t at) {
+    return sharded_row(all.first_index + at, all.total_rows, kWorldSize);
+  };
+  const auto load_input = [&](int64_t row) {
+    return live ? load_pack(params.x.at(row, pack)) : Pack{};
+  };
+  const auto send_partial = [&](int64_t at) {
+    if (all.gathered || at >= params.num_tokens) return;
+    const ShardedRow there = row_at(at);
+    if (there.owner == params.rank) return;
+    transport.send_partial(there.owner, at / kWorldSize, load_input(there.row));
+  };
+
+  send_partial(index);
+  for (; index < params.num_tokens; index += step) {
+    const ShardedRow here = row_at(index);
+    const int64_t local = index / kWorldSize;  // in this launch
+    send_partial(index + step);
+    Pack y{};
+    if (here.owner == params.rank) {
+      if (all.gathered) {
+        y = load_input(here.local);
+      } else {
+        epilogue.prefetch_row(here.local);
+        const Pack own = load_input(here.row);
+        const Pack reduced = transport.receive_partials(local, own);
+        epilogue.prefetch_weight();
+        epilogue.add_row(here.local, reduced);
+        y = epilogue.finish();
+      }
+      if constexpr (kQuantized) {
+        if (!all.sends_normed) {
+          const QuantizedPack<T> quantized = epilogue.quantize(y);
+          transport.publish(local, quantized, epilogue.quantizer());
+          epilogue.quantizer().store(here.row, quantized);
+          continue;
+        }
+      }
+      transport.publish(local, y);
+    } else {
+      if constexpr (kQuantized) {
+        if (!all.sends_normed) {
+          transport.receive_and_store(here.owner, local, here.row);
+          continue;
+        }
+      }
+      y = transport.receive(here.owner, local);
+    }
+    epilogue.store_row(here.row, y);
+  }
+  trigger_next_grid();
+  __syncthreads();  // every thread has read the operation counter, which is advanced here
+  exchange.advance();
+}
+
+// Two blocks an SM: rows in flight hide the latency of two hops.
+template <class T, int kWorldSize, bool kQuantized>
+__global__ void __launch_bounds__(kMaxThreads, 2)
+    sharded_kernel(const __grid_constant__ ShardedParams params) {
+  run_sharded<T, kWorldSize, kQuantized>(params);
+}
+
+}  // namespace allnorm
+#endif  // ALLNORM_CUDA_SHARDED_CUH_
