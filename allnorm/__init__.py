@@ -20,16 +20,21 @@ from allnorm.errors import (
 )
 from allnorm.local import add_rms_norm
 from allnorm.policy import Plan
+from allnorm.quant import Fp8PerGroup, Fp8PerTensor, Fp8PerToken, QuantizedNorm
 
 __all__ = [
     "AllnormError",
     "Communicator",
     "CommunicatorClosedError",
     "ConfigurationError",
+    "Fp8PerGroup",
+    "Fp8PerTensor",
+    "Fp8PerToken",
     "NativeLibraryError",
     "PeerDivergedError",
     "PeerTimeoutError",
     "Plan",
+    "QuantizedNorm",
     "UnsupportedError",
     "__version__",
     "add_rms_norm",

@@ -1,0 +1,203 @@
+"""Step 6: quantisation to float8_e4m3fn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from allnorm.quant import (
+    DEFAULT_QUANT,
+    DTYPE,
+    Fp8PerGroup,
+    Fp8PerTensor,
+    Quant,
+    QuantizedNorm,
+    check_hidden_size,
+    check_quant,
+    scale_geometry,
+)
+from allnorm.reference.arithmetic import float32
+from allnorm.reference.norm import DTYPES, add_rms_norm, all_reduce_add_rms_norm
+
+_MAX = 448.0  # the greatest float8_e4m3fn
+_NAN = 0x7F
+_MIN_AMAX = 1e-10
+_BYTES_PER_WORD = 4
+
+
+def quantize(y: Tensor, quant: Quant = DEFAULT_QUANT) -> tuple[Tensor, Tensor]:
+    """Quantises rows that have been rounded to their dtype.
+
+    Equivalent, for one scale a row, to ``scale = y.float().abs().amax(-1, keepdim=True) / 448`` and
+    ``quantized = (y.float() / scale).to(torch.float8_e4m3fn)``.
+
+    Args:
+        y: `[..., hidden_size]`, float32, float16 or bfloat16.
+        quant: an `allnorm.Fp8PerGroup`, `Fp8PerToken` or `Fp8PerTensor`.
+
+    Returns:
+        `(quantized, scale)`: float8_e4m3fn of the shape of `y`, and the scales as `quant` says;
+        padding rows are zero.
+
+    Raises:
+        TypeError: the dtype of `y` is not one of the three, or `quant` is no spec.
+        ValueError: `y` has no columns, its groups are not whole, or the given scale is elsewhere.
+    """
+    check_quant(quant)
+    if y.dtype not in DTYPES:
+        raise TypeError(f"y is {y.dtype}: expected float32, float16 or bfloat16")
+    if y.ndim < 1 or y.shape[-1] < 1:
+        raise ValueError(f"y has shape {list(y.shape)}: expected [..., hidden_size]")
+    hidden_size = y.shape[-1]
+    check_hidden_size(quant, hidden_size)
+    values = y.float()
+    if isinstance(quant, Fp8PerTensor):
+        if quant.scale.device != y.device:
+            raise ValueError(f"scale is on {quant.scale.device}: expected {y.device}, as y")
+        return _to_fp8(values / quant.scale.reshape(1)), quant.scale
+    size = quant.group_size if isinstance(quant, Fp8PerGroup) else hidden_size
+    groups = values.unflatten(-1, (hidden_size // size, size))
+    scale = torch.maximum(groups.abs().amax(-1), float32(_MIN_AMAX, y)) / float32(_MAX, y)
+    if isinstance(quant, Fp8PerGroup) and quant.scale_format != "float32":
+        scale = _round_up_to_power_of_two(scale)
+    quantized = _to_fp8(groups / scale.unsqueeze(-1)).view(y.shape)
+    return quantized, _lay_out(scale, quant, hidden_size)
+
+
+def _to_fp8(values: Tensor) -> Tensor:
+    """`e4m3fn(min(max(v, -448), 448))`, to nearest even; every NaN the same one."""
+    nan = torch.tensor(_NAN, dtype=torch.uint8, device=values.device)
+    bits = values.clamp(-_MAX, _MAX).to(DTYPE).view(torch.uint8)
+    return torch.where(values.isnan(), nan, bits).view(DTYPE)
+
+
+def _round_up_to_power_of_two(scale: Tensor) -> Tensor:
+    """The least power of two that is not below a positive normal float32; NaN and infinity stay."""
+    bits = (scale.view(torch.int32) + 0x007FFFFF) & 0x7F800000
+    return torch.where(scale.isnan(), scale, bits.view(torch.float32))
+
+
+def _lay_out(scale: Tensor, quant: Quant, hidden_size: int) -> Tensor:
+    """Scales `[..., groups]` in the format and the memory layout of the spec."""
+    rows = scale.reshape(scale.shape[:-1].numel(), scale.shape[-1])
+    if isinstance(quant, Fp8PerGroup) and quant.scale_format == "ue8m0_packed":
+        rows = _pack_exponents(rows)
+    geometry = scale_geometry(quant, rows.shape[0], hidden_size)
+    assert geometry is not None
+    result = geometry.empty(scale.device)
+    everything = torch.empty(0, dtype=result.dtype, device=result.device)
+    everything.set_(result.untyped_storage())
+    everything.zero_()  # padding rows too
+    return result.copy_(rows)
+
+
+def _pack_exponents(scale: Tensor) -> Tensor:
+    """Powers of two `[T, groups]` to their exponent bytes, four to an int32, lowest byte first."""
+    exponents = (scale.view(torch.int32) >> 23 & 0xFF).to(torch.uint8)
+    missing = -exponents.shape[1] % _BYTES_PER_WORD
+    padded = torch.nn.functional.pad(exponents, (0, missing)).contiguous()
+    return padded.view(torch.int32)  # the host's and every GPU's byte order is little endian
+
+
+def add_rms_norm_quant(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float = 1e-6,
+    quant: Quant = DEFAULT_QUANT,
+    return_normed: bool = False,
+    *,
+    weight_bias: float = 0.0,
+    numerics: str | None = "rounded",
+) -> QuantizedNorm:
+    """Steps 2 to 6 for an already reduced `x`: `add_rms_norm`, then `quantize` of its first result.
+
+    Args:
+        x: `[..., hidden_size]`, float32, float16 or bfloat16.
+        residual: shape and dtype of `x`, or None.
+        weight: `[hidden_size]`, dtype of `x` or float32.
+        eps: added to the mean square, rounded to float32.
+        quant: how to quantise.
+        return_normed: whether the rows before quantisation are wanted too.
+        weight_bias: added to the weight in float32.
+        numerics: "rounded", "unrounded", "transformers" or "vllm"; None is "rounded".
+
+    Raises:
+        ValueError: shapes, devices or names do not fit.
+        TypeError: a dtype does not fit, or `quant` is no spec.
+    """
+    normed, total = add_rms_norm(
+        x, residual, weight, eps, weight_bias=weight_bias, numerics=numerics
+    )
+    return QuantizedNorm(*quantize(normed, quant), total, normed if return_normed else None)
+
+
+def all_reduce_add_rms_norm_quant(
+    inputs: Sequence[Tensor],
+    residual: Any,
+    weight: Tensor,
+    eps: float = 1e-6,
+    quant: Quant = DEFAULT_QUANT,
+    return_normed: bool = False,
+    *,
+    weight_bias: float = 0.0,
+    numerics: str | None = "rounded",
+    algorithm: str = "auto",
+    residual_sharded: bool = False,
+    out: Tensor | None = None,
+    scale_out: Tensor | None = None,
+    normed_out: Tensor | None = None,
+    residual_out: Any = None,
+) -> QuantizedNorm:
+    """All six steps: `all_reduce_add_rms_norm`, then `quantize` of its first result.
+
+    Args:
+        inputs: one `x` per rank, in rank order, `[..., hidden_size]`; float32, float16 or bfloat16.
+        residual: shape and dtype of `x`, or None; with `residual_sharded` the list of all ranks'
+            shards.
+        weight: `[hidden_size]`, dtype of `x` or float32.
+        eps: added to the mean square, rounded to float32.
+        quant: how to quantise.
+        return_normed: whether the rows before quantisation are wanted too.
+        weight_bias: added to the weight in float32 (1.0 for Gemma).
+        numerics: "rounded", "unrounded", "transformers" or "vllm"; None is "rounded".
+        algorithm: accepted for equal signatures; every algorithm has the same bits.
+        residual_sharded: whether each rank holds its own rows of the residual only.
+        out: receives `quantized`.
+        scale_out: receives `scale`.
+        normed_out: receives `normed`, which is then returned.
+        residual_out: receives the new residual; with `residual_sharded` a list.
+
+    Returns:
+        `QuantizedNorm(quantized, scale, residual, normed)`; with `residual_sharded` `residual` is
+        the list of all ranks' shards.
+
+    Raises:
+        ValueError: shapes, devices or names do not fit.
+        TypeError: a dtype does not fit, or `quant` is no spec.
+    """
+    check_quant(quant)
+    normed, total = all_reduce_add_rms_norm(
+        inputs,
+        residual,
+        weight,
+        eps,
+        weight_bias=weight_bias,
+        numerics=numerics,
+        algorithm=algorithm,
+        residual_sharded=residual_sharded,
+        residual_out=residual_out,
+    )
+    quantized, scale = quantize(normed, quant)
+    kept = normed if return_normed else None
+    if normed_out is not None:
+        kept = normed_out.copy_(normed)
+    return QuantizedNorm(
+        quantized if out is None else out.copy_(quantized),
+        scale if scale_out is None else scale_out.copy_(scale),
+        total,
+        kept,
+    )
