@@ -18,7 +18,7 @@ from allnorm.errors import (
     PeerTimeoutError,
     UnsupportedError,
 )
-from allnorm.local import add_rms_norm
+from allnorm.local import add_rms_norm, add_rms_norm_quant
 from allnorm.policy import Plan
 from allnorm.quant import Fp8PerGroup, Fp8PerTensor, Fp8PerToken, QuantizedNorm
 
@@ -38,6 +38,7 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "add_rms_norm",
+    "add_rms_norm_quant",
     "capabilities",
     "ops",
     "reference",

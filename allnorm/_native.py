@@ -10,14 +10,18 @@ from typing import Any
 
 from allnorm.errors import NativeLibraryError
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 MAX_WORLD_SIZE = 64
 OK, INVALID_ARGUMENT, UNSUPPORTED, TIMEOUT, DIVERGED, SYSTEM, BUSY = range(7)
 _IPC_HANDLE_BYTES = 64
 ALGORITHM = {"one_shot": 0, "two_shot": 1}
-ALL_REDUCE, ADD_RMS_NORM = 0, 1
+ALL_REDUCE, ADD_RMS_NORM, ALL_GATHER_ROWS = range(3)
 NUMERICS = {"rounded": 0, "unrounded": 1, "transformers": 2, "vllm": 3}
 DTYPE = {"float32": 0, "float16": 1, "bfloat16": 2}
+QUANT = {"per_group": 1, "per_token": 2, "per_tensor": 3}
+SCALE_FORMAT = {"float32": 0, "ue8m0": 1, "ue8m0_packed": 2}
+RESIDUAL_SHARDED = 2  # AllnormCallFlags
+NO_SHAPE = 0xFFFFFFFF  # where a CallShape would be: none was announced
 
 _c_int32, _c_int64, _c_uint32 = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint32
 _pointer = ctypes.c_void_p
@@ -52,6 +56,15 @@ class Call(ctypes.Structure):
         ("cluster_size", _c_int32),
         ("flags", _c_int32),
         ("stream", _pointer),
+        ("quant", _c_int32),
+        ("scale_format", _c_int32),
+        ("group_size", _c_int32),
+        ("scale_padding_rows", _c_int32),
+        ("quantized", _pointer),
+        ("scale", _pointer),
+        ("quantized_stride", _c_int64),
+        ("scale_row_stride", _c_int64),
+        ("scale_group_stride", _c_int64),
     ]
 
 
@@ -110,7 +123,7 @@ class Library:
         self.comm_destroy = self._bind("comm_destroy", _pointer)
         self.comm_check = self._bind("comm_check", _pointer, _pointer)
         self.rows_per_chunk = self._bind(
-            "rows_per_chunk", _c_int32, _c_int64, _c_int32, _c_int32, _c_int64, result=_c_int64
+            "rows_per_chunk", _c_int32, _c_int64, _pointer, result=_c_int64
         )
         self._last_error = self._bind("last_error", result=ctypes.c_char_p)
         self._build_info = self._bind("build_info", result=ctypes.c_char_p)
@@ -218,14 +231,29 @@ def library(backend: str) -> Library:
 
 
 def describe_shape(shape: int, num_tokens: int) -> str:
-    """The call behind a CallTag, in words (csrc/protocol/exchange.h, shape_code)."""
-    names = ("float32", "float16", "bfloat16", "unknown dtype")
-    algorithms = ("one_shot", "two_shot", "unknown", "unknown")
-    ops = {ALL_REDUCE: "all_reduce", ADD_RMS_NORM: "all_reduce_add_rms_norm"}
+    """The call behind a CallTag, in words (csrc/protocol/exchange.h, CallShape)."""
+    op = shape >> 28
+    name = _OP_NAMES[op] if op < len(_OP_NAMES) else f"op {op}"
+    dtype = ("float32", "float16", "bfloat16", "unknown dtype")[shape >> 20 & 3]
+    text = f"{name} of {num_tokens}x{shape & 0xFFFFF} {dtype}"
+    if name == "all_gather_rows":
+        return text
+    sharded = "two_shot with a sharded residual"
+    text += f" by {('one_shot', 'two_shot', sharded, 'unknown')[shape >> 22 & 3]}"
+    if name == "all_reduce":
+        return text
     numerics = next(k for k, v in NUMERICS.items() if v == shape >> 24 & 3)
-    op = shape >> 27 & 7
-    text = f"{ops.get(op, f'op {op}')} of {num_tokens}x{shape & 0xFFFFF} {names[shape >> 20 & 3]}"
-    text += f" by {algorithms[shape >> 22 & 3]}"
-    if op != ALL_REDUCE:
-        text += f", numerics {numerics}, {'with' if shape >> 26 & 1 else 'without'} residual"
+    text += f", numerics {numerics}, {'with' if shape >> 26 & 1 else 'without'} residual"
+    if op >= len(_OP_NAMES):
+        return text
+    if _QUANTS[op]:
+        text += f", {_QUANTS[op]}, {'with' if shape >> 27 & 1 else 'without'} normed"
     return text
+
+
+# By the `op` of a CallShape.
+_QUANTS = ("", "", "", *(f"groups of {8 << i}" for i in range(1, 7)), "per token", "per tensor")
+_OP_NAMES = (
+    *("all_reduce", "all_gather_rows", "all_reduce_add_rms_norm"),
+    *("all_reduce_add_rms_norm_quant" for _ in _QUANTS[3:]),
+)

@@ -7,12 +7,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
 from allnorm import _native
 from allnorm.errors import UnsupportedError
 from allnorm.policy import ALGORITHMS
+from allnorm.quant import (
+    Fp8PerTensor,
+    Quant,
+    ScaleGeometry,
+    check_choice,
+    check_hidden_size,
+    check_quant,
+)
 
 DTYPES = {
     torch.float32: _native.DTYPE["float32"],
@@ -23,17 +32,36 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class NormArguments:
-    """Everything of a fused call that is not a tensor."""
+    """What a norm needs beside its tensors.
+
+    Attributes:
+        eps: added to the mean square.
+        weight_bias: added to the weight.
+        numerics: rounding mode.
+        residual_sharded: whether each rank holds its own rows of the residual only.
+        quant: how the normed rows are quantised; None: not at all.
+        return_normed: whether they are wanted beside the quantised ones.
+    """
 
     eps: float
     weight_bias: float
     numerics: str
+    residual_sharded: bool = False
+    quant: Quant | None = None
+    return_normed: bool = False
 
 
-def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    """Raises ValueError unless `value` is one of `choices`."""
-    if value not in choices:
-        raise ValueError(f"{name}={value!r}: expected one of {', '.join(map(repr, choices))}.")
+def row_shard(num_tokens: int, world_size: int, rank: int) -> tuple[int, int]:
+    """A rank's rows: lo to hi - 1. Contiguous blocks, the first `num_tokens % world_size` longer.
+
+    `num_tokens` may be symbolic: no branch depends on it.
+    """
+    # Rows of the ranks before: of every full round one each, and their part of the last round.
+    lo, hi = (
+        sum((num_tokens + world_size - 1 - earlier) // world_size for earlier in range(end))
+        for end in (rank, rank + 1)
+    )
+    return lo, hi
 
 
 def check_algorithm(algorithm: object) -> None:
@@ -46,9 +74,20 @@ def check_numerics(numerics: object) -> None:
     check_choice("numerics", numerics, tuple(_native.NUMERICS))
 
 
+def check_count(name: str, value: object) -> None:
+    """Raises TypeError or ValueError unless `value` is an integer >= 0, symbolic or not."""
+    if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
+        raise TypeError(f"{name}={value!r}: expected an int.")
+    if value < 0:
+        raise ValueError(f"{name}={value}: expected >= 0.")
+
+
 def check_norm_arguments(arguments: NormArguments) -> None:
-    """Raises TypeError or ValueError for an unusable eps, weight_bias or numerics."""
+    """Raises TypeError or ValueError for unusable ones, other than `quant`."""
     check_numerics(arguments.numerics)
+    for name in ("residual_sharded", "return_normed"):
+        if not isinstance(getattr(arguments, name), bool):
+            raise TypeError(f"{name}={getattr(arguments, name)!r}: expected True or False.")
     for name, value in (("eps", arguments.eps), ("weight_bias", arguments.weight_bias)):
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise TypeError(f"{name}={value!r}: expected a number.")
@@ -96,18 +135,78 @@ def check_last_dim(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def check_like(name: str, tensor: object, x: torch.Tensor) -> None:
-    """Raises unless `tensor` has the shape, dtype and device of `x` and contiguous rows."""
+class Like(NamedTuple):
+    """What a tensor must be that belongs to an input `x`: of its device, with contiguous rows.
+
+    Attributes:
+        shape: of the tensor.
+        dtype: of the tensor.
+        source: where its shape comes from, in words.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    source: str = "that of x"
+
+    @classmethod
+    def rows(cls, x: torch.Tensor, bounds: tuple[int, int] | None) -> Like:
+        """All rows of `x`, in its shape; with `bounds`, from and up to, these only."""
+        if bounds is None:
+            return cls(x.shape, x.dtype)
+        (lo, hi), total = bounds, x.numel() // x.shape[-1]
+        source = f"this rank's rows, {lo} up to {hi} of {total}, as row_shard() gives them"
+        return cls((hi - lo, x.shape[-1]), x.dtype, source)
+
+
+def check_like(name: str, tensor: object, like: Like, device: torch.device) -> None:
+    """Raises unless `tensor` is as `like` says."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} is a {type(tensor).__name__}: expected a torch.Tensor.")
-    if tensor.shape != x.shape:
+    if tensor.shape != like.shape:
         raise ValueError(
-            f"{name} has shape {tuple(tensor.shape)}: expected that of x, {tuple(x.shape)}."
+            f"{name} has shape {tuple(tensor.shape)}: expected {tuple(like.shape)}, {like.source}."
         )
-    if tensor.dtype != x.dtype:
-        raise TypeError(f"{name} has dtype {tensor.dtype}: expected that of x, {x.dtype}.")
-    check_device(name, tensor, x.device)
+    if tensor.dtype != like.dtype:
+        raise TypeError(f"{name} has dtype {tensor.dtype}: expected {like.dtype}.")
+    check_device(name, tensor, device)
     check_last_dim(name, tensor)
+
+
+def check_quantization(quant: Any, x: torch.Tensor) -> None:
+    """Raises unless rows like those of `x` can be quantised so."""
+    check_quant(quant)
+    check_hidden_size(quant, x.shape[-1])
+    if isinstance(quant, Fp8PerTensor):
+        check_device("quant.scale", quant.scale, x.device)
+
+
+def check_scale_result(scale: object, geometry: ScaleGeometry | None, x: torch.Tensor) -> None:
+    """Raises unless `scale` is memory of that geometry, with room for the padding."""
+    if geometry is None:
+        raise ValueError("scale_out with an Fp8PerTensor: its scale is given, none is written.")
+    if not isinstance(scale, torch.Tensor):
+        raise TypeError(f"scale_out is a {type(scale).__name__}: expected a torch.Tensor.")
+    if scale.dtype != geometry.dtype:
+        raise TypeError(f"scale_out has dtype {scale.dtype}: expected {geometry.dtype}.")
+    check_device("scale_out", scale, x.device)
+    wrong = scale.shape != geometry.shape or any(
+        size > 1 and mine != expected
+        for size, mine, expected in zip(
+            geometry.shape, scale.stride(), geometry.stride, strict=True
+        )
+    )
+    if wrong:
+        raise ValueError(
+            f"scale_out has shape {tuple(scale.shape)} and strides {scale.stride()}: expected "
+            f"{geometry.shape} and {geometry.stride}, as allnorm.quant.empty_scale() makes them."
+        )
+    if geometry.padding_rows and scale.numel():
+        needed = (scale.storage_offset() + geometry.shape[1] * geometry.stride[1]) * 4
+        if scale.untyped_storage().nbytes() < needed:
+            raise ValueError(
+                "scale_out ends with its last row: expected memory for the padding rows of its "
+                "last column too. Make it with allnorm.quant.empty_scale()."
+            )
 
 
 def check_weight(weight: object, x: torch.Tensor) -> None:
@@ -124,9 +223,9 @@ def check_weight(weight: object, x: torch.Tensor) -> None:
     check_last_dim("weight", weight)
 
 
-def check_result(name: str, result: torch.Tensor, x: torch.Tensor) -> None:
-    """Raises unless a preallocated result can be written row by row."""
-    check_like(name, result, x)
+def check_result(name: str, result: torch.Tensor, like: Like, device: torch.device) -> None:
+    """Raises unless a preallocated result is as `like` says and can be written row by row."""
+    check_like(name, result, like, device)
     if not result.is_contiguous() and (result.dim() != 2 or 0 in result.stride()):
         raise ValueError(
             f"{name} has shape {tuple(result.shape)} and strides {result.stride()}: expected a "
@@ -155,6 +254,14 @@ def check_overlap(
                 f"{name} shares memory with {other_name}. Pass separate memory"
                 + (f", or {allowed} itself." if allowed else ".")
             )
+
+
+def with_padding(scale: torch.Tensor, geometry: ScaleGeometry | None) -> torch.Tensor:
+    """The memory of `scale` with the padding rows after it."""
+    if geometry is None or not geometry.padding_rows:
+        return scale
+    rows, words = geometry.shape
+    return scale.as_strided((rows + geometry.padding_rows, words), geometry.stride)
 
 
 def rows_of(x: torch.Tensor) -> torch.Tensor:

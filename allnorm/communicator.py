@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import datetime
-import math
 import threading
 import weakref
 from types import TracebackType
@@ -16,13 +15,19 @@ import torch.distributed as dist
 
 from allnorm import _native, arguments, config, policy, workspace
 from allnorm.arguments import DTYPES, NormArguments
+from allnorm.calls import Calls
 from allnorm.errors import CommunicatorClosedError, UnsupportedError
-from allnorm.faults import fault_error
-from allnorm.launch import Launch, raise_status
+from allnorm.launch import describe_call, raise_status
 from allnorm.policy import Plan
-
-# Prepared calls kept per communicator; a server sees a few thousand geometries at most.
-_MAX_PREPARED = 4096
+from allnorm.quant import (
+    DEFAULT_QUANT,
+    Quant,
+    QuantizedNorm,
+    check_hidden_size,
+    check_quant,
+    from_op_results,
+    op_arguments,
+)
 
 _by_name: weakref.WeakValueDictionary[str, Communicator] = weakref.WeakValueDictionary()
 _created: dict[str, int] = {}
@@ -43,7 +48,7 @@ def communicator(name: str) -> Communicator:
     return comm
 
 
-class Communicator:
+class Communicator(Calls):
     """All-reduce, residual add and RMSNorm over the ranks of a process group, in one launch.
 
     Collective: every rank of the group creates it, and makes the same calls in the same order.
@@ -92,7 +97,7 @@ class Communicator:
         self.world_size: int = dist.get_world_size(resolved)
         self.numerics = numerics
         self._lock = threading.Lock()
-        self._prepared: dict[Any, Launch] = {}
+        self._prepared = {}
 
         def check() -> tuple[Any, ...]:
             return self._configure(device, workspace_bytes, timeout)
@@ -218,6 +223,7 @@ class Communicator:
         weight_bias: float = 0.0,
         numerics: str | None = None,
         algorithm: str = "auto",
+        residual_sharded: bool = False,
         out: torch.Tensor | None = None,
         residual_out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -238,12 +244,15 @@ class Communicator:
             weight_bias: added to the weight in float32; 1.0 for Gemma-style weights.
             numerics: "rounded", "unrounded", "transformers" or "vllm"; None is the communicator's.
             algorithm: "auto", "one_shot", "two_shot" or "unfused"; the bits are the same.
+            residual_sharded: `residual` and `residual_out` are this rank's rows only,
+                [hi - lo, hidden_size] of `row_shard()`. Not by "one_shot".
             out: preallocated `normed`; may be `x` itself.
             residual_out: preallocated `residual_out`; may be `residual` itself.
 
         Returns:
-            (normed, residual_out), contiguous and of the shape of `x` unless preallocated; the same
-            bits on every rank, for every algorithm and batch.
+            (normed, residual_out), contiguous and of the shape of `x` unless preallocated or
+            sharded; `normed` is complete. The same bits on every rank, for every algorithm and
+            batch.
 
         Raises:
             ValueError, TypeError: wrong arguments; every rank refuses alike.
@@ -259,149 +268,166 @@ class Communicator:
         mode = self.numerics if numerics is None else numerics
         if torch.compiler.is_compiling() and out is residual_out is None and algorithm == "auto":
             traced: tuple[torch.Tensor, torch.Tensor] = torch.ops.allnorm.all_reduce_add_rms_norm(
-                x, residual, weight, eps, weight_bias, mode, self.name
+                x, residual, weight, eps, weight_bias, mode, self.name, residual_sharded
             )
             return traced
-        normed, summed = self._call(
-            x, residual, weight, (eps, weight_bias, mode), algorithm, out, residual_out
-        )
+        norm = (eps, weight_bias, mode, residual_sharded)
+        normed, summed = self._call(x, residual, weight, norm, algorithm, out, residual_out)
         assert summed is not None
         return normed, summed
 
-    def _call(
+    def all_reduce_add_rms_norm_quant(
         self,
         x: torch.Tensor,
         residual: torch.Tensor | None,
-        weight: torch.Tensor | None,
-        norm: tuple[float, float, str] | None,
-        algorithm: str,
-        out: torch.Tensor | None,
-        residual_out: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if self._closed:
-            raise CommunicatorClosedError(f"communicator {self.name} is closed: make a new one.")
-        try:
-            key = (
-                *(x.shape, x.stride(), x.dtype, x.device),
-                None if residual is None else (residual.shape, residual.stride(), residual.dtype),
-                None if residual is None else residual.device,
-                None if weight is None else (weight.shape, weight.stride(), weight.dtype),
-                None if weight is None else weight.device,
-                # 0.0 and -0.0 are equal keys, but not equal biases.
-                *(norm, None if norm is None else math.copysign(1.0, norm[1]), algorithm),
-            )
-            launch = self._prepared.get(key)
-        except (AttributeError, TypeError):  # not tensors, or not hashable: the checks say which
-            key, launch = None, None
-        if launch is None:
-            launch = self._prepare(x, residual, weight, norm, algorithm)
-            if key is not None:
-                if len(self._prepared) >= _MAX_PREPARED:
-                    self._prepared.clear()
-                self._prepared[key] = launch
-        if out is None and residual_out is None:
-            if launch.is_canonical:
-                result = torch.empty_like(x)  # the faster one, but it keeps unusual strides
-            else:
-                result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-            summed = torch.empty_like(result) if launch.is_norm else None
-            self._launch(launch, x, residual, weight, result, summed)
-            return result, summed
-        return self._call_into(launch, x, residual, weight, out, residual_out)
+        weight: torch.Tensor,
+        eps: float = 1e-6,
+        quant: Quant = DEFAULT_QUANT,
+        return_normed: bool = False,
+        *,
+        weight_bias: float = 0.0,
+        numerics: str | None = None,
+        algorithm: str = "auto",
+        residual_sharded: bool = False,
+        out: torch.Tensor | None = None,
+        scale_out: torch.Tensor | None = None,
+        normed_out: torch.Tensor | None = None,
+        residual_out: torch.Tensor | None = None,
+    ) -> QuantizedNorm:
+        """All-reduce, residual add, RMSNorm and quantisation to FP8 in one launch.
 
-    def _call_into(
-        self,
-        launch: Launch,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        weight: torch.Tensor | None,
-        out: torch.Tensor | None,
-        residual_out: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """A call with preallocated results."""
-        inputs = {"x": x, "residual": residual, "weight": weight}
-        for name, result, allowed, others in (
-            ("out", out, "x", {**inputs, "residual_out": residual_out}),
-            ("residual_out", residual_out, "residual", inputs),
-        ):
-            if result is not None:
-                arguments.check_result(name, result, x)
-                arguments.check_overlap(name, result, others, allowed)
-        fresh = [
-            None if result is None or not launch.writable(result) else result
-            for result in (out, residual_out)
-        ]
-        written = torch.empty(x.shape, dtype=x.dtype, device=x.device) if fresh[0] is None else out
-        assert written is not None
-        summed = residual_out
-        if launch.is_norm and fresh[1] is None:
-            summed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        self._launch(launch, x, residual, weight, written, summed, fresh=False)
-        if out is not None and written is not out:
-            out.copy_(written)
-        if residual_out is not None and summed is not residual_out and summed is not None:
-            residual_out.copy_(summed)
-        return (
-            written if out is None else out,
-            summed if residual_out is None else residual_out,
+        The bytes are those of quantising the result of `all_reduce_add_rms_norm` afterwards.
+        PyTorch equivalent for one scale a row, up to the order of sums::
+
+            normed, residual_out = comm.all_reduce_add_rms_norm(x, residual, weight, eps)
+            scale = normed.float().abs().amax(-1, keepdim=True) / 448
+            quantized = (normed.float() / scale).to(torch.float8_e4m3fn)
+
+        Args:
+            x: [..., hidden_size], float32, float16 or bfloat16, this rank's partial sum; rows may
+                be strided. Not modified unless it is also `normed_out`.
+            residual: like `x`, the same values on every rank; None adds nothing.
+            weight: [hidden_size], dtype of `x` or float32.
+            eps: added to the mean square, as float32.
+            quant: `Fp8PerGroup`, `Fp8PerToken` or `Fp8PerTensor`; the same on every rank.
+            return_normed: whether the rows before quantisation are wanted too.
+            weight_bias: added to the weight in float32; 1.0 for Gemma-style weights.
+            numerics: "rounded", "unrounded", "transformers" or "vllm"; None is the communicator's.
+            algorithm: "auto", "one_shot", "two_shot" or "unfused"; the bits are the same.
+            residual_sharded: `residual` and the returned one are this rank's rows only,
+                [hi - lo, hidden_size] of `row_shard()`. Not by "one_shot".
+            out: preallocated `quantized`.
+            scale_out: preallocated `scale`, as `allnorm.quant.empty_scale` makes it.
+            normed_out: preallocated `normed`, which is then returned; may be `x` itself.
+            residual_out: preallocated `residual`; may be the given `residual` itself.
+
+        Returns:
+            QuantizedNorm(quantized, scale, residual, normed): float8_e4m3fn of the shape of `x`;
+            its scales as `quant` says, of an Fp8PerTensor the given one; the new residual; and the
+            normed rows in the dtype of `x`, or None. `quantized`, `scale` and `normed` are complete
+            and the same bits on every rank, for every algorithm and batch.
+
+        Raises:
+            ValueError, TypeError: wrong arguments; every rank refuses alike.
+            UnsupportedError: the requested algorithm cannot run this shape, the dtype cannot run,
+                or hidden_size does not consist of whole groups.
+            PeerTimeoutError: an earlier call (on CPU: this one) waited in vain for a peer.
+            CommunicatorClosedError: after `close()`.
+
+        Collective. Safe in CUDA graphs and under torch.compile; no synchronisation, no allocation
+        but the results ("unfused" also gathers the inputs). For inference: results carry no
+        gradient.
+        """
+        mode = self.numerics if numerics is None else numerics
+        fresh = out is scale_out is normed_out is residual_out is None
+        if torch.compiler.is_compiling() and fresh and algorithm == "auto":
+            traced = torch.ops.allnorm.all_reduce_add_rms_norm_quant(
+                *(x, residual, weight, eps, *op_arguments(quant), return_normed, residual_sharded),
+                *(weight_bias, mode, self.name),
+            )
+            return from_op_results(traced, quant, return_normed)
+        return self._call_quantized(
+            x,
+            residual,
+            weight,
+            (eps, weight_bias, mode, residual_sharded),
+            quant,
+            return_normed or normed_out is not None,
+            algorithm,
+            () if fresh else (out, scale_out, residual_out, normed_out),
         )
 
-    def _launch(
+    def all_gather_rows(
         self,
-        launch: Launch,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        weight: torch.Tensor | None,
-        out: torch.Tensor,
-        residual_out: torch.Tensor | None,
+        residual_shard: torch.Tensor,
+        num_tokens: int,
         *,
-        fresh: bool = True,
-    ) -> None:
-        # The lock keeps another thread from changing the prepared call while it is being read.
-        with self._lock:
-            temporaries = launch.bind(x, residual, weight, out, residual_out, fresh=fresh)
-            if launch.algorithm == "unfused":
-                status = launch.unfused(self._library, x, self.group)
-            else:
-                status = launch.exchange(self._library, self._handle)
-            del temporaries
-        if status != _native.OK:
-            self._raise(status)
+        algorithm: str = "auto",
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """All ranks' rows of a sharded residual.
 
-    def _prepare(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        weight: torch.Tensor | None,
-        norm: tuple[float, float, str] | None,
-        algorithm: str,
-    ) -> Launch:
-        """Checks everything that the tensors' geometry decides, and chooses the algorithm."""
-        arguments.check_algorithm(algorithm)
-        arguments.check_input("x", x, self.device)
-        norm_arguments = None
-        if norm is not None:
-            norm_arguments = NormArguments(*norm)
-            arguments.check_norm_arguments(norm_arguments)
-            arguments.check_weight(weight, x)
-            if residual is not None:
-                arguments.check_like("residual", residual, x)
-        plan = self._plan(x.numel() // x.shape[-1], x.shape[-1], x.dtype, algorithm)
-        if algorithm not in ("auto", plan.algorithm):
-            raise UnsupportedError(
-                f"algorithm={algorithm!r} cannot run here: {plan.reason}. Pass algorithm='auto' or "
-                "'unfused'; the results are the same bits."
+        PyTorch equivalent, if every rank has equally many rows::
+
+            dist.all_gather_into_tensor(out, residual_shard)
+
+        Args:
+            residual_shard: this rank's rows, [hi - lo, hidden_size] of `row_shard(num_tokens)`,
+                float32, float16 or bfloat16; rows may be strided. Not modified.
+            num_tokens: rows in all.
+            algorithm: "auto", "two_shot" or "unfused"; the bits are the same.
+            out: result, [num_tokens, hidden_size].
+
+        Returns:
+            [num_tokens, hidden_size], contiguous unless `out` is given; the same bits on every
+            rank.
+
+        Raises:
+            ValueError, TypeError: wrong arguments, such as a shard of another height.
+            UnsupportedError: the requested algorithm cannot run this shape, or the dtype cannot
+                run.
+            PeerTimeoutError: an earlier call (on CPU: this one) waited in vain for a peer.
+            CommunicatorClosedError: after `close()`.
+
+        Collective. Safe in CUDA graphs and under torch.compile; no synchronisation, no allocation
+        but the result.
+        """
+        if torch.compiler.is_compiling() and out is None and algorithm == "auto":
+            rows: torch.Tensor = torch.ops.allnorm.all_gather_rows(
+                residual_shard, num_tokens, self.name
             )
-        return Launch(x, residual, weight, norm_arguments, plan.algorithm)
+            return rows
+        return self._gather_rows(residual_shard, num_tokens, algorithm, out)
 
     # ---- inspection -----------------------------------------------------------------------------
+
+    def row_shard(self, num_tokens: int) -> tuple[int, int]:
+        """This rank's rows of a sharded residual. Pure, not collective.
+
+        Contiguous blocks in rank order; the first `num_tokens % world_size` ranks have one row
+        more.
+
+        Args:
+            num_tokens: rows in all: the product of the leading dimensions of `x`.
+
+        Returns:
+            (lo, hi): rows lo to hi - 1. The shard is [hi - lo, hidden_size].
+
+        Raises:
+            ValueError, TypeError: num_tokens is not an integer >= 0.
+        """
+        arguments.check_count("num_tokens", num_tokens)
+        return arguments.row_shard(num_tokens, self.world_size, self.rank)
 
     def plan(
         self,
         num_tokens: int,
         hidden_size: int,
         dtype: torch.dtype = torch.bfloat16,
+        quant: Quant | None = None,
+        residual_sharded: bool = False,
         *,
+        return_normed: bool = False,
         algorithm: str = "auto",
     ) -> Plan:
         """What a call with this shape will do. Pure, not collective, the same on every rank.
@@ -410,10 +436,17 @@ class Communicator:
             num_tokens: rows, >= 0.
             hidden_size: columns, >= 1.
             dtype: dtype of `x`.
+            quant: how the call quantises; None: not at all.
+            residual_sharded: whether each rank holds its own rows of the residual only.
+            return_normed: whether a quantised call returns `normed` too.
             algorithm: what the call would ask for.
 
         Returns:
             The algorithm, the reason in one sentence, and the number of launches.
+
+        Raises:
+            ValueError, TypeError: wrong arguments.
+            UnsupportedError: no call of this dtype, or with these groups, can run.
         """
         if num_tokens < 0 or hidden_size < 1:
             raise ValueError(
@@ -422,36 +455,13 @@ class Communicator:
         if dtype not in DTYPES:
             raise UnsupportedError(f"dtype={dtype}: expected float32, float16 or bfloat16.")
         arguments.check_algorithm(algorithm)
-        return self._plan(num_tokens, hidden_size, dtype, algorithm)
-
-    def _plan(self, num_tokens: int, hidden_size: int, dtype: torch.dtype, algorithm: str) -> Plan:
-        rows = {
-            name: self._library.rows_per_chunk(
-                self.world_size, self._workspace.num_bytes, code, DTYPES[dtype], hidden_size
-            )
-            for name, code in _native.ALGORITHM.items()
-        }
-        return policy.choose(self.traits, num_tokens, hidden_size, dtype.itemsize, rows, algorithm)
-
-    def check(self) -> None:
-        """Raises what a wait recorded, else returns None. Reads host memory; never synchronises.
-
-        Raises:
-            PeerTimeoutError: a peer did not come in time, or (PeerDivergedError) came with another
-                call.
-            CommunicatorClosedError: after `close()`.
-        """
-        if self._closed:
-            raise CommunicatorClosedError(f"communicator {self.name} is closed: make a new one.")
-        if self._handle:
-            fault = _native.Fault()
-            if self._library.comm_check(self._handle, ctypes.addressof(fault)) != _native.OK:
-                raise fault_error(fault, self.timeout)
-
-    def _raise(self, status: int) -> None:
-        if status in (_native.TIMEOUT, _native.DIVERGED):
-            self.check()
-        raise_status(self._library, status)
+        if quant is not None:
+            check_quant(quant)
+            check_hidden_size(quant, hidden_size)
+        norm = NormArguments(0.0, 0.0, "rounded", residual_sharded, quant, return_normed)
+        arguments.check_norm_arguments(norm)
+        call = describe_call(_native.ADD_RMS_NORM, dtype, hidden_size, norm)
+        return self._choose(call, num_tokens, dtype, algorithm)
 
     # ---- end ------------------------------------------------------------------------------------
 

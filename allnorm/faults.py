@@ -14,7 +14,8 @@ def fault_error(fault: _native.Fault, timeout: datetime.timedelta) -> PeerTimeou
         f"operation {fault.expected_op}: "
         f"{_native.describe_shape(fault.expected_shape, fault.expected_tokens)}"
     )
-    if fault.seen_shape == 0 and fault.seen_tokens == 0:
+    # Memory in which no call was ever announced: zeros, or ones as no call announces them.
+    if fault.seen_shape == _native.NO_SHAPE or (fault.seen_shape == fault.seen_tokens == 0):
         seen = "nothing"
     else:
         seen = (

@@ -6,17 +6,16 @@ import ctypes
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from allnorm import _native, policy
+from allnorm import _native
 from allnorm.arguments import DTYPES, NormArguments, rows_of
 from allnorm.errors import AllnormError, UnsupportedError
+from allnorm.quant import Fp8PerGroup, Quant, ScaleGeometry, scale_geometry
 
-# Renamed in torch 2.13; the package accepts 2.11.
-_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-# Alignment of every row and of the weight that the CUDA kernels' 16-byte accesses need.
+# Alignment of every row and of the weight that the CUDA kernels' 16-byte accesses need; quantised
+# rows, which are narrower, are written 8 bytes at a time.
 _CUDA_ALIGN_BYTES = 16
+_CUDA_QUANTIZED_ALIGN_BYTES = 8
 
 
 def raise_status(library: _native.Library, status: int) -> None:
@@ -31,15 +30,44 @@ def raise_status(library: _native.Library, status: int) -> None:
     raise AllnormError(text)
 
 
+def describe_call(
+    op: int, dtype: torch.dtype, hidden_size: int, norm: NormArguments | None = None
+) -> _native.Call:
+    """A call without rows and memory: what all ranks agree on, and decides how much fits."""
+    call = _native.Call(
+        struct_bytes=ctypes.sizeof(_native.Call),
+        op=op,
+        dtype=DTYPES[dtype],
+        weight_dtype=DTYPES[dtype],
+        hidden_size=hidden_size,
+    )
+    if norm is not None:
+        call.numerics = _native.NUMERICS[norm.numerics]
+        call.eps, call.weight_bias = norm.eps, norm.weight_bias
+        call.flags = _native.RESIDUAL_SHARDED if norm.residual_sharded else 0
+        if norm.quant is not None:
+            _describe_quant(call, norm.quant)
+    return call
+
+
+def _describe_quant(call: _native.Call, quant: Quant) -> None:
+    call.quant = _native.QUANT[quant.kind]
+    if isinstance(quant, Fp8PerGroup):
+        call.group_size = quant.group_size
+        call.scale_format = _native.SCALE_FORMAT[quant.scale_format]
+
+
 class Launch:
     """A call prepared for tensors of one geometry; only pointers change from call to call.
 
     Args:
         x: the input, or one like it.
-        residual: like `x`, or None.
-        weight: [hidden_size], or None for a plain all-reduce.
-        norm: what the norm needs beside tensors; None for a plain all-reduce.
+        residual: like `x`, or this rank's rows of it, or None.
+        weight: [hidden_size], or None without a norm.
+        norm: what the norm needs beside tensors; None without one.
         algorithm: "one_shot", "two_shot" or "unfused".
+        shard: this rank's rows, from and up to, where rows belong to ranks.
+        gathered_rows: if not None, `x` are this rank's of so many rows, which are to be gathered.
     """
 
     def __init__(
@@ -49,42 +77,56 @@ class Launch:
         weight: torch.Tensor | None,
         norm: NormArguments | None,
         algorithm: str,
+        *,
+        shard: tuple[int, int] | None = None,
+        gathered_rows: int | None = None,
     ) -> None:
         self.algorithm = algorithm
         self.is_norm = norm is not None
         # Contiguous, with the strides that a new tensor has.
         self.is_canonical = x.stride() == torch.empty(x.shape, device="meta").stride()
+        self.shard = shard
+        # None: of the shape of x.
+        self.residual_shape = None if shard is None else (shard[1] - shard[0], x.shape[-1])
+        self.scale: ScaleGeometry | None = None
+        self.num_tokens = x.numel() // x.shape[-1] if gathered_rows is None else gathered_rows
         self._device = x.device
         self._is_cuda = x.device.type == "cuda"
-        self._num_tokens = x.numel() // x.shape[-1]
-        call = _native.Call(
-            struct_bytes=ctypes.sizeof(_native.Call),
-            op=_native.ALL_REDUCE if norm is None else _native.ADD_RMS_NORM,
-            algorithm=_native.ALGORITHM.get(algorithm, 0),
-            dtype=DTYPES[x.dtype],
-            weight_dtype=DTYPES[x.dtype if weight is None else weight.dtype],
-            num_tokens=self._num_tokens,
-            hidden_size=x.shape[-1],
-            num_sources=1,
-        )
-        if norm is not None:
-            call.numerics = _native.NUMERICS[norm.numerics]
-            call.eps, call.weight_bias = norm.eps, norm.weight_bias
+        op = _native.ALL_REDUCE if norm is None else _native.ADD_RMS_NORM
+        if gathered_rows is not None:
+            op = _native.ALL_GATHER_ROWS
+        self.call = call = describe_call(op, x.dtype, x.shape[-1], norm)
+        call.algorithm = _native.ALGORITHM.get(algorithm, 0)
+        call.num_tokens, call.num_sources = self.num_tokens, 1
+        if weight is not None:
+            call.weight_dtype = DTYPES[weight.dtype]
+        if norm is not None and norm.quant is not None:
+            self._prepare_scale(scale_geometry(norm.quant, self.num_tokens, x.shape[-1]))
         self._copy_x, self._x_stride = self._row_stride(x)
         self._copy_residual, self._residual_stride = (
             (False, 0) if residual is None else self._row_stride(residual)
         )
-        self._call = call
         self._address = ctypes.addressof(call)
         self._restore_strides()
+
+    def _prepare_scale(self, geometry: ScaleGeometry | None) -> None:
+        if geometry is None:
+            return
+        call = self.call
+        call.scale_row_stride, call.scale_group_stride = geometry.stride
+        call.scale_padding_rows = geometry.padding_rows
+        # Without padding rows memory of the plain kind is the same, and sooner made.
+        self.scale = geometry if geometry.padding_rows else geometry._replace(padded=False)
 
     def bind(
         self,
         x: torch.Tensor,
         residual: torch.Tensor | None,
         weight: torch.Tensor | None,
-        out: torch.Tensor,
+        out: torch.Tensor | None,
         residual_out: torch.Tensor | None,
+        quantized: torch.Tensor | None = None,
+        scale: torch.Tensor | None = None,
         *,
         fresh: bool = True,
     ) -> tuple[Any, ...]:
@@ -93,23 +135,28 @@ class Launch:
         Args:
             x: the input.
             residual: like `x`, or None.
-            weight: [hidden_size], or None for a plain all-reduce.
-            out: the result.
-            residual_out: the new residual, or None for a plain all-reduce.
+            weight: [hidden_size], or None without a norm.
+            out: the result; None if a quantised call does not want it.
+            residual_out: the new residual, or None without a norm.
+            quantized: the quantised result, if there is one.
+            scale: its scale.
             fresh: the results are contiguous.
 
         Returns:
             Temporaries that must live until the call has been made; on CUDA they may be freed then,
             because the allocator reuses memory in stream order.
         """
-        call = self._call
+        call = self.call
         if self._other_strides:
             self._restore_strides()
         if not fresh:
-            self._set_result_strides(out, residual_out)
+            self._set_result_strides(out, residual_out, quantized)
+        if quantized is not None and scale is not None:
+            call.quantized, call.scale = quantized.data_ptr(), scale.data_ptr()
+        out_address = 0 if out is None else out.data_ptr()
         address = x.data_ptr()
-        residual_address = 0 if residual is None else residual.data_ptr()
         weight_address = 0 if weight is None else weight.data_ptr()
+        residual_address = 0 if residual is None else residual.data_ptr()
         temporaries: tuple[Any, ...] = ()
         if self._is_cuda:
             call.stream = torch._C._cuda_getCurrentRawStream(self._device.index)
@@ -122,12 +169,14 @@ class Launch:
             address, residual_address, weight_address = (
                 0 if tensor is None else tensor.data_ptr() for tensor in temporaries
             )
-        call.x = address
-        call.residual = residual_address
+        # A shard of no rows has no memory, but NULL would say that there is none at all: any other
+        # address does, nothing is read or written there.
+        call.x = address or out_address
+        call.residual = residual_address if residual is None else residual_address or weight_address
         call.weight = weight_address
-        call.out = out.data_ptr()
+        call.out = out_address
         if residual_out is not None:
-            call.residual_out = residual_out.data_ptr()
+            call.residual_out = residual_out.data_ptr() or weight_address
         return temporaries
 
     def _copies(
@@ -135,36 +184,43 @@ class Launch:
     ) -> tuple[Any, ...]:
         """Contiguous, aligned copies of x, residual and weight; their strides go into the call."""
         self._other_strides = True
-        self._call.x_stride = self._call.residual_stride = x.shape[-1]
+        self.call.x_stride = self.call.residual_stride = x.shape[-1]
         return tuple(
             None if t is None else rows_of(t).clone(memory_format=torch.contiguous_format)
             for t in (x, residual, weight)
         )
 
-    def _set_result_strides(self, out: torch.Tensor, residual_out: torch.Tensor | None) -> None:
+    def _set_result_strides(
+        self,
+        out: torch.Tensor | None,
+        residual_out: torch.Tensor | None,
+        quantized: torch.Tensor | None,
+    ) -> None:
         self._other_strides = True
-        call = self._call
-        if out.dim() == 2:
+        call = self.call
+        if out is not None and out.dim() == 2:
             call.out_stride = out.stride(0)
         if residual_out is not None and residual_out.dim() == 2:
             call.residual_out_stride = residual_out.stride(0)
+        if quantized is not None and quantized.dim() == 2:
+            call.quantized_stride = quantized.stride(0)
 
     def _restore_strides(self) -> None:
         """The strides of the tensors that this call was prepared for, and of fresh results."""
         self._other_strides = False
-        call = self._call
+        call = self.call
         call.x_stride, call.residual_stride = self._x_stride, self._residual_stride
-        call.out_stride = call.residual_out_stride = call.hidden_size
+        call.out_stride = call.residual_out_stride = call.quantized_stride = call.hidden_size
 
     def writable(self, result: torch.Tensor) -> bool:
         """Whether the kernels can write to `result` directly."""
         if not self._is_cuda:
             return True
-        row_bytes = (result.stride(0) if result.dim() == 2 else result.shape[-1]) * (
-            result.element_size()
-        )
+        size = result.element_size()
+        row_align = _CUDA_QUANTIZED_ALIGN_BYTES if size == 1 else _CUDA_ALIGN_BYTES
+        row_bytes = (result.stride(0) if result.dim() == 2 else result.shape[-1]) * size
         return result.data_ptr() % _CUDA_ALIGN_BYTES == 0 and (
-            row_bytes % _CUDA_ALIGN_BYTES == 0 or result.is_contiguous()
+            row_bytes % row_align == 0 or result.is_contiguous()
         )
 
     def exchange(self, library: _native.Library, handle: int) -> int:
@@ -175,45 +231,6 @@ class Launch:
         """Runs the op on `x` as the already reduced tensor; returns the status."""
         return int(library.local(self._address))
 
-    def unfused(
-        self, library: _native.Library, x: torch.Tensor, group: dist.ProcessGroup | None
-    ) -> int:
-        """Gathers all partial sums with the process group, then runs one local kernel over them."""
-        world_size = 1 if group is None else dist.get_world_size(group)
-        if world_size == 1 or group is None:
-            return self.local(library)
-        call = self._call
-        saved = {name: getattr(call, name) for name in _ROW_FIELDS}
-        rows = rows_of(x)
-        hidden_size, width = rows.shape[-1], rows.element_size()
-        step = max(1, policy.UNFUSED_GATHER_BYTES // (world_size * hidden_size * width))
-        try:
-            for begin in range(0, self._num_tokens, step):
-                chunk = rows[begin : begin + step].contiguous()
-                gathered = torch.empty(
-                    (world_size, *chunk.shape), dtype=chunk.dtype, device=chunk.device
-                )
-                # As bytes: gloo does not gather bfloat16, and no bit may change on the way.
-                _gather_into(
-                    gathered.view(torch.uint8).view(world_size * chunk.shape[0], -1),
-                    chunk.view(torch.uint8),
-                    group=group,
-                )
-                call.x, call.x_stride = gathered.data_ptr(), hidden_size
-                call.num_tokens = chunk.shape[0]
-                call.num_sources, call.source_stride = world_size, chunk.numel()
-                for name in ("residual", "out", "residual_out"):
-                    if saved[name]:
-                        offset = begin * saved[f"{name}_stride"] * width
-                        setattr(call, name, saved[name] + offset)
-                status = self.local(library)
-                if status != _native.OK:
-                    return status
-        finally:
-            for name, value in saved.items():
-                setattr(call, name, value)
-        return _native.OK
-
     def _row_stride(self, x: torch.Tensor) -> tuple[bool, int]:
         """Whether `x` must be copied, and the elements between its rows otherwise."""
         try:
@@ -223,18 +240,3 @@ class Launch:
         stride = rows.stride(0) if rows.shape[0] > 1 else rows.shape[1]
         aligned = stride * x.element_size() % _CUDA_ALIGN_BYTES == 0 or rows.is_contiguous()
         return self._is_cuda and not aligned, stride
-
-
-_ROW_FIELDS = (
-    "x",
-    "residual",
-    "out",
-    "residual_out",
-    "x_stride",
-    "residual_stride",
-    "out_stride",
-    "residual_out_stride",
-    "num_tokens",
-    "num_sources",
-    "source_stride",
-)

@@ -21,6 +21,11 @@ _ONE_SHOT_MAX_PUSHED_BYTES_CUDA = 384 << 10
 # On CPU a rank reads its peers' rows in place: one_shot costs no extra bytes, only extra sums.
 _ONE_SHOT_MAX_BYTES_CPU = 64 << 10
 
+_OWNED_ROWS = (
+    "each row belongs to one rank, which alone has its residual: rows go through their owners, as "
+    "only two_shot sends them"
+)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -61,6 +66,7 @@ def choose(
     element_bytes: int,
     rows_per_chunk: dict[str, int],
     requested: str = "auto",
+    owned_rows: bool = False,
 ) -> Plan:
     """Chooses the algorithm of one call.
 
@@ -72,16 +78,19 @@ def choose(
         rows_per_chunk: rows of this hidden size that one launch holds, for "one_shot" and
             "two_shot"; 0 if none fits.
         requested: "auto" or the name of an algorithm.
+        owned_rows: whether each row is finished, or given, by the rank it belongs to.
 
     Returns:
         The plan; its algorithm is "unfused" with the obstacle as the reason if the requested
         algorithm cannot run.
     """
-    obstacle = _obstacle(traits, hidden_size, element_bytes, rows_per_chunk, requested)
+    obstacle = _obstacle(traits, hidden_size, element_bytes, rows_per_chunk, requested, owned_rows)
     if obstacle:
         algorithm, reason = "unfused", obstacle
     elif requested != "auto":
         algorithm, reason = requested, "asked for by the caller"
+    elif owned_rows:
+        algorithm, reason = "two_shot", _OWNED_ROWS
     else:
         algorithm, reason = _prefer(traits, num_tokens * hidden_size * element_bytes)
     if algorithm == "unfused":
@@ -98,6 +107,7 @@ def _obstacle(
     element_bytes: int,
     rows_per_chunk: dict[str, int],
     requested: str,
+    owned_rows: bool,
 ) -> str:
     """Why only `unfused` can run, or an empty string."""
     if requested == "unfused":
@@ -114,7 +124,11 @@ def _obstacle(
         return (
             f"hidden_size {hidden_size} is above {limit}, the widest fused row of this dtype here"
         )
-    needed = ("one_shot", "two_shot") if requested == "auto" else (requested,)
+    if owned_rows and requested == "one_shot":
+        return _OWNED_ROWS
+    needed: tuple[str, ...] = (requested,)
+    if requested == "auto":
+        needed = ("two_shot",) if owned_rows else ("one_shot", "two_shot")
     if not all(rows_per_chunk[name] for name in needed):
         return f"a row of hidden_size {hidden_size} is too wide for the workspace"
     return ""

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import allnorm
 from allnorm import reference
+from allnorm.quant import Quant
 from allnorm.testing import assert_same_bits, rank_input, sentinel_input, shared_input
 from allnorm.testing import special_input as make_special
 
@@ -65,6 +66,9 @@ class Case:
     algorithm: str = "auto"
     kind: str = "normal"  # or one of SPECIAL_KINDS, "sentinels", "finite_sentinels"
     call: int = 0
+    quant: Quant | None = None
+    return_normed: bool = False
+    sharded: bool = False
 
     def x(self, rank: int) -> torch.Tensor:
         if self.kind == "normal":
@@ -105,35 +109,99 @@ class Case:
             "numerics": self.numerics,
         }
 
-    def run(self, c: allnorm.Communicator, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return c.all_reduce_add_rms_norm(
-            self.x(c.rank), algorithm=self.algorithm, **self.norm_arguments(), **more
+    def spec(self) -> Quant | None:
+        """How to quantise; a given scale is on this rank's device."""
+        if isinstance(self.quant, allnorm.Fp8PerTensor):
+            return allnorm.Fp8PerTensor(self.quant.scale.to(device()))
+        return self.quant
+
+    def call_arguments(self, c: allnorm.Communicator) -> dict[str, Any]:
+        """Of the method that makes this call: `method(x, **call_arguments)`."""
+        arguments = {**self.norm_arguments(), "algorithm": self.algorithm}
+        if self.sharded:
+            arguments["residual_sharded"] = True
+            if self.residual:
+                arguments["residual"] = self.own_rows(c, arguments["residual"]).clone()
+        if self.quant is not None:
+            arguments |= {"quant": self.spec(), "return_normed": self.return_normed}
+        return arguments
+
+    def method(self, c: allnorm.Communicator) -> Any:
+        return c.all_reduce_add_rms_norm if self.quant is None else c.all_reduce_add_rms_norm_quant
+
+    def run(self, c: allnorm.Communicator, **more: Any) -> Any:
+        """(normed, residual), or a QuantizedNorm."""
+        return self.method(c)(self.x(c.rank), **{**self.call_arguments(c), **more})
+
+    def own_rows(self, c: allnorm.Communicator, rows: torch.Tensor) -> torch.Tensor:
+        lo, hi = reference.row_shard(torch.Size(self.shape[:-1]).numel(), c.world_size, c.rank)
+        return rows.reshape(-1, self.shape[-1])[lo:hi]
+
+    def expected(self, world_size: int) -> Any:
+        """What the reference says of the call, with all rows of the residual."""
+        xs, arguments = self.xs(world_size), self.norm_arguments()
+        if self.quant is None:
+            return reference.all_reduce_add_rms_norm(xs, **arguments)
+        return reference.all_reduce_add_rms_norm_quant(
+            xs, quant=self.spec(), return_normed=self.return_normed, **arguments
         )
 
-    def expected(self, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return reference.all_reduce_add_rms_norm(self.xs(world_size), **self.norm_arguments())
+    def check(self, c: allnorm.Communicator) -> Any:
+        """Runs the call and compares all results with the reference."""
+        results = self.run(c)
+        self.compare(c, *results)
+        return results
 
-    def check(self, c: allnorm.Communicator) -> tuple[torch.Tensor, torch.Tensor]:
-        """Runs the call and compares both results with the reference."""
-        normed, residual = self.run(c)
-        self.compare(c, normed, residual)
-        return normed, residual
-
-    def compare(
-        self, c: allnorm.Communicator, normed: torch.Tensor, residual: torch.Tensor
-    ) -> None:
-        want_normed, want_residual = self.expected(c.world_size)
-        assert_same_bits(residual, want_residual, f"residual_out of {self}")
-        assert_same_bits(normed, want_normed, f"normed of {self}")
+    def compare(self, c: allnorm.Communicator, *results: torch.Tensor | None) -> None:
+        names = ("normed", "residual")
+        if self.quant is not None:
+            names = ("quantized", "scale", "residual", "normed")
+        for name, got, want in zip(names, results, self.expected(c.world_size), strict=True):
+            if want is None or got is None:
+                assert got is want, f"{name} of {self}"
+                continue
+            if self.sharded and name == "residual":
+                want = self.own_rows(c, want)
+            assert_same_bits(got, want, f"{name} of {self}")
+            if name == "scale" and not isinstance(self.quant, allnorm.Fp8PerTensor):
+                assert got.stride() == want.stride(), f"strides of {self}"
+                assert_padding_is_zero(got, self.quant)
 
     def but(self, **changes: Any) -> Case:
         return dataclasses.replace(self, **changes)
 
 
-def can_run(c: allnorm.Communicator, algorithm: str, hidden_size: int, dtype: torch.dtype) -> bool:
+def assert_padding_is_zero(scale: torch.Tensor, quant: Quant | None) -> None:
+    """The memory between the last row of scales and the next multiple of four."""
+    if getattr(quant, "scale_layout", "") != "column_major_tma" or not scale.numel():
+        return
+    (rows, words), column = scale.shape, scale.stride(1)
+    assert column == -(-rows // 4) * 4
+    memory = scale.as_strided((words, column), (column, 1)).view(torch.int32)
+    assert (memory[:, rows:] == 0).all(), "padding rows are zero"
+
+
+def agreed(case: Case, results: Any) -> list[torch.Tensor]:
+    """Those of the results that every rank holds the same."""
+    if case.quant is None:
+        return list(results[: 1 if case.sharded else 2])
+    quantized, scale, residual, normed = results
+    whole = [quantized, scale, *([] if case.sharded else [residual])]
+    return whole if normed is None else [*whole, normed]
+
+
+def can_run(
+    c: allnorm.Communicator,
+    algorithm: str,
+    hidden_size: int,
+    dtype: torch.dtype,
+    sharded: bool = False,
+) -> bool:
     """What the contract promises: which algorithm must run, and which may be refused."""
     if algorithm in ("auto", "unfused"):
         return True
+    if sharded and algorithm == "one_shot":
+        return False
     if c.world_size == 1:
         return False
     return c.device.type == "cpu" or hidden_size * dtype.itemsize % 16 == 0
@@ -146,14 +214,15 @@ def usable(c: allnorm.Communicator, hidden_size: int, dtype: torch.dtype) -> lis
     return names
 
 
-def check_or_refuse(
-    c: allnorm.Communicator, case: Case
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Checks the bits of a case; if its algorithm cannot run, that it says so."""
-    if can_run(c, case.algorithm, case.shape[-1], case.dtype):
+def check_or_refuse(c: allnorm.Communicator, case: Case) -> Any:
+    """Checks the bits of a case, and returns its results; if it cannot run, that it says so."""
+    if can_run(c, case.algorithm, case.shape[-1], case.dtype, case.sharded):
         if case.algorithm != "auto":
             tokens = torch.Size(case.shape[:-1]).numel()
-            plan = c.plan(tokens, case.shape[-1], case.dtype, algorithm=case.algorithm)
+            plan = c.plan(
+                *(tokens, case.shape[-1], case.dtype, case.spec(), case.sharded),
+                algorithm=case.algorithm,
+            )
             assert plan.algorithm == case.algorithm, plan
         return case.check(c)
     with pytest.raises(allnorm.UnsupportedError, match=case.algorithm):
@@ -165,7 +234,9 @@ def assert_ranks_agree(c: allnorm.Communicator, *tensors: torch.Tensor) -> None:
     """Every rank holds the same bits, NaN payloads included. Collective."""
     digest = hashlib.blake2b()
     for tensor in tensors:
-        digest.update(tensor.reshape(-1).view(torch.uint8).cpu().numpy().tobytes())
+        # cloned: of one element alone even a contiguous tensor may keep an odd stride
+        dense = tensor.clone(memory_format=torch.contiguous_format).reshape(-1)
+        digest.update(dense.view(torch.uint8).cpu().numpy().tobytes())
     digests: list[str] = [""] * c.world_size
     dist.all_gather_object(digests, digest.hexdigest(), group=c.group)
     assert len(set(digests)) == 1, f"the ranks hold different bits: {digests}"

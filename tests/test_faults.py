@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import os
 import signal
 import time
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from rank_helpers import Case, device, on
 
 import allnorm
+from allnorm import _native, quant
 from allnorm.testing import RankPool
 
 TIMEOUT = datetime.timedelta(seconds=1.5)
@@ -81,6 +83,64 @@ def absent_peer(rank: int, world_size: int, algorithm: str, die: bool) -> dict[s
         case.but(algorithm="auto").check(healthy)
         assert healthy.check() is None
     return {"error": error, "seconds": seconds}
+
+
+def absent_from_quantized(rank: int, world_size: int, sharded: bool, algorithm: str) -> str | None:
+    """Quantised results say by their scale that they are none."""
+    specs = (
+        allnorm.Fp8PerGroup(128, "column_major_tma"),
+        allnorm.Fp8PerGroup(128, "column_major_tma", "ue8m0_packed"),
+        allnorm.Fp8PerToken(),
+        allnorm.Fp8PerTensor(torch.ones(1, device=device())),
+    )
+    message = None
+    for spec in specs:
+        case = Case((5, 512), quant=spec, sharded=sharded, algorithm=algorithm, return_normed=True)
+        c = allnorm.Communicator(device=device(), timeout=TIMEOUT / 3)
+        case.check(c)
+        dist.barrier()
+        if rank == world_size - 1:
+            dist.barrier()
+            continue
+        a = case.call_arguments(c)
+        memory = {
+            "out": torch.zeros(case.shape, dtype=torch.float8_e4m3fn, device=c.device),
+            "normed_out": torch.zeros(case.shape, dtype=case.dtype, device=c.device),
+            "residual_out": torch.zeros_like(a["residual"]),
+        }
+        if not isinstance(spec, allnorm.Fp8PerTensor):
+            memory["scale_out"] = quant.empty_scale(spec, 5, 512, c.device).zero_()
+        call = functools.partial(c.all_reduce_add_rms_norm_quant, case.x(rank), **{**a, **memory})
+        with pytest.raises(allnorm.PeerTimeoutError) as caught:
+            run_and_check(c, call)
+        synchronize()
+        message = caught.value.expected
+        scale = memory.get("scale_out")
+        if scale is None:
+            assert torch.isnan(memory["out"].float()).all()
+            assert a["quant"].scale == 1.0, "what the caller gave is not written"
+        elif scale.dtype == torch.int32:
+            assert (scale == -1).all(), "four exponents of NaN"
+        else:
+            assert torch.isnan(scale).all()
+        assert torch.isnan(memory["normed_out"]).all()
+        assert torch.isnan(memory["residual_out"]).all()
+        assert_poisoned(c, case)
+        dist.barrier()
+    return message
+
+
+@on(cpu=(2, 3), gpu=(2,))
+@pytest.mark.parametrize(
+    ("sharded", "algorithm"), [(False, "one_shot"), (False, "two_shot"), (True, "two_shot")]
+)
+def test_quantised_results_of_a_failed_call_are_nan(
+    pool: RankPool, sharded: bool, algorithm: str
+) -> None:
+    texts = pool.run(absent_from_quantized, sharded, algorithm, timeout=120)
+    for text in texts[:-1]:
+        assert text is not None
+        assert "all_reduce_add_rms_norm_quant of 5x512" in text
 
 
 def assert_names_the_absent(pool: RankPool, results: list[dict[str, object] | None]) -> None:
@@ -154,6 +214,79 @@ def test_diverging_calls_are_named(pool: RankPool, what: str) -> None:
         assert "4x512" in results[1][2]
 
 
+QUANTIZED_DIVERGENCES = {
+    "groups of 64": {"quant": allnorm.Fp8PerGroup(64)},
+    "per token": {"quant": allnorm.Fp8PerToken()},
+    "per tensor": {"quant": allnorm.Fp8PerTensor(torch.ones(1))},
+    "with normed": {"return_normed": True},
+    "with a sharded residual": {"sharded": True},
+    "all_reduce_add_rms_norm of": {"quant": None},
+    "without residual": {"residual": False},
+}
+
+
+def diverging_quantized(rank: int, world_size: int, change: dict[str, object]) -> tuple[str, str]:
+    case = Case((3, 512), algorithm="two_shot", quant=allnorm.Fp8PerGroup(128))
+    with allnorm.Communicator(device=device(), timeout=TIMEOUT) as c:
+        case.check(c)
+        mine = case.but(**change) if rank == 0 else case
+        with pytest.raises(allnorm.PeerDivergedError) as caught:
+            run_and_check(c, lambda: mine.run(c))
+        assert_poisoned(c, case)
+    with allnorm.Communicator(device=device()) as fresh:
+        case.check(fresh)
+    return caught.value.expected, caught.value.seen
+
+
+@on(cpu=(2,), gpu=(2,))
+@pytest.mark.parametrize("what", QUANTIZED_DIVERGENCES)
+def test_diverging_quantisation_is_named(pool: RankPool, what: str) -> None:
+    results = pool.run(diverging_quantized, QUANTIZED_DIVERGENCES[what], timeout=60)
+    assert what in results[0][0], "rank 0 says what it does itself"
+    assert what in results[1][1], "rank 1 says what it saw"
+    for text in (results[0][1], results[1][0]):
+        assert what not in text
+        assert "all_reduce_add_rms_norm_quant of 3x512 bfloat16 by two_shot" in text
+        assert "groups of 128" in text
+
+
+def diverging_gather(rank: int, world_size: int) -> str:
+    case = Case((4, 512), sharded=True)
+    with allnorm.Communicator(device=device(), timeout=TIMEOUT) as c:
+        case.check(c)
+        shard = case.own_rows(c, case.x(rank)).clone()
+        with pytest.raises(allnorm.PeerDivergedError) as caught:
+            run_and_check(c, lambda: c.all_gather_rows(shard, 4) if rank == 0 else case.run(c))
+    return f"{caught.value.expected} / {caught.value.seen}"
+
+
+@on(cpu=(2,), gpu=(2,))
+def test_gathering_rows_is_named(pool: RankPool) -> None:
+    for text in pool.run(diverging_gather, timeout=60):
+        assert "all_gather_rows of 4x512 bfloat16" in text
+        assert "by two_shot with a sharded residual" in text
+
+
+def test_a_call_is_described_as_the_ranks_announce_it() -> None:
+    """The packing of CallShape in csrc/protocol/exchange.h, field by field."""
+
+    def describe(op: int, algorithm: int = 0, bits: int = 0) -> str:
+        return _native.describe_shape(4096 | 2 << 20 | algorithm << 22 | bits | op << 28, 7)
+
+    assert describe(0) == "all_reduce of 7x4096 bfloat16 by one_shot"
+    assert describe(1, 2) == "all_gather_rows of 7x4096 bfloat16"
+    plain = "all_reduce_add_rms_norm of 7x4096 bfloat16 by two_shot, numerics vllm, with residual"
+    assert describe(2, 1, 3 << 24 | 1 << 26) == plain
+    for i, group_size in enumerate((16, 32, 64, 128, 256, 512)):
+        text = describe(3 + i, 2, 1 << 27)
+        assert text.startswith("all_reduce_add_rms_norm_quant of 7x4096")
+        assert text.endswith(f"groups of {group_size}, with normed")
+        assert "two_shot with a sharded residual" in text
+    assert describe(9).endswith("without residual, per token, without normed")
+    assert describe(10).endswith("per tensor, without normed")
+    assert describe(15, 3).startswith("op 15 of 7x4096 bfloat16 by unknown")
+
+
 def diverging_op(rank: int, world_size: int) -> str:
     case = Case((3, 512))
     with allnorm.Communicator(device=device(), timeout=TIMEOUT) as c:
@@ -191,6 +324,20 @@ def one_more_call(rank: int, world_size: int) -> None:
 @on(cpu=(2,), gpu=(2,))
 def test_one_call_too_few(pool: RankPool) -> None:
     pool.run(one_more_call, timeout=60)
+
+
+def never_came(rank: int, world_size: int) -> str | None:
+    case = Case((3, 512))
+    with allnorm.Communicator(device=device(), timeout=TIMEOUT / 3) as c:
+        if rank == 0:
+            error, _, _, _ = faulty_call(c, case)
+        dist.barrier()
+    return error.seen if rank == 0 else None
+
+
+@on(cpu=(2,), gpu=(2,))
+def test_a_peer_that_never_made_a_call_has_shown_nothing(pool: RankPool) -> None:
+    assert pool.run(never_came, timeout=60) == ["nothing", None]
 
 
 def late_but_in_time(rank: int, world_size: int) -> None:

@@ -14,11 +14,29 @@ import allnorm
 from allnorm import reference
 from allnorm.testing import RankPool, assert_same_bits
 
+QUANT = (
+    "str quant_kind, int group_size, str scale_layout, str scale_format, Tensor? static_scale, "
+    "bool return_normed"
+)
+FOUR = "(Tensor quantized, Tensor scale, Tensor residual, Tensor normed)"
 SCHEMAS = {
     "all_reduce": "allnorm::all_reduce(Tensor x, str comm_name) -> Tensor",
     "all_reduce_add_rms_norm": (
         "allnorm::all_reduce_add_rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps, "
-        "float weight_bias, str numerics, str comm_name) -> (Tensor, Tensor)"
+        "float weight_bias, str numerics, str comm_name, bool residual_sharded=False) "
+        "-> (Tensor, Tensor)"
+    ),
+    "all_reduce_add_rms_norm_quant": (
+        "allnorm::all_reduce_add_rms_norm_quant(Tensor x, Tensor? residual, Tensor weight, "
+        f"float eps, {QUANT}, bool residual_sharded, float weight_bias, str numerics, "
+        f"str comm_name) -> {FOUR}"
+    ),
+    "all_gather_rows": (
+        "allnorm::all_gather_rows(Tensor shard, SymInt num_tokens, str comm_name) -> Tensor"
+    ),
+    "add_rms_norm_quant": (
+        "allnorm::add_rms_norm_quant(Tensor x, Tensor? residual, Tensor weight, float eps, "
+        f"{QUANT}, float weight_bias, str numerics) -> {FOUR}"
     ),
     "add_rms_norm": (
         "allnorm::add_rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps, "

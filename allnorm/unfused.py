@@ -1,0 +1,167 @@
+"""The path through the process group: gather, then a local kernel over what was gathered.
+
+For what the kernels cannot exchange themselves; the bits are the same. Rows travel as bytes: gloo
+gathers no bfloat16, NCCL no float8, and no bit may change on the way.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from allnorm import _native, policy
+from allnorm.arguments import row_shard, rows_of
+from allnorm.launch import Launch
+from allnorm.quant import ScaleGeometry
+
+# Renamed in torch 2.13; the package accepts 2.11.
+_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+_SCALE_BYTES = 4
+
+
+def run(
+    launch: Launch,
+    library: _native.Library,
+    group: dist.ProcessGroup,
+    x: torch.Tensor,
+    out: torch.Tensor | None,
+    quantized: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+) -> int:
+    """Runs a bound call; returns the status. Collective.
+
+    Every rank computes every row; where rows belong to ranks each rank computes its own, and the
+    finished rows are gathered too.
+    """
+    if launch.call.op == _native.ALL_GATHER_ROWS:
+        assert out is not None
+        _all_gather_rows(x, out, group)
+        return _native.OK
+    if dist.get_world_size(group) == 1:
+        return launch.local(library)
+    status = _sum_rows(launch, library, group, rows_of(x))
+    if status != _native.OK or launch.shard is None:
+        return status
+    for finished in (out, quantized):
+        if finished is not None:
+            _complete(rows_of(finished), group)
+    if scale is not None and launch.scale is not None:
+        _complete(scale, group)
+        _zero_padding(scale, launch.scale)
+    return _native.OK
+
+
+def _all_gather_rows(shard: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Puts every rank's rows, each [hi - lo, hidden_size], into [num_tokens, hidden_size]."""
+    lo, hi = row_shard(out.shape[0], dist.get_world_size(group), dist.get_rank(group))
+    out[lo:hi].copy_(shard)
+    if dist.get_world_size(group) > 1:
+        _complete(out, group)
+
+
+def _sum_rows(
+    launch: Launch, library: _native.Library, group: dist.ProcessGroup, rows: torch.Tensor
+) -> int:
+    """Gathers the partial sums of all rows, and finishes those of this rank, chunk by chunk."""
+    call, world_size, num_tokens = launch.call, dist.get_world_size(group), launch.num_tokens
+    lo, hi = (0, num_tokens) if launch.shard is None else launch.shard
+    saved = {name: getattr(call, name) for name in _ROW_FIELDS}
+    hidden_size, width = rows.shape[-1], rows.element_size()
+    step = max(1, policy.UNFUSED_GATHER_BYTES // (world_size * hidden_size * width))
+    try:
+        for begin in range(0, num_tokens, step):
+            gathered = _gather(rows[begin : begin + step], group)
+            end = begin + gathered.shape[1]
+            first, last = max(begin, lo), min(end, hi)
+            if first >= last:
+                continue
+            call.x = gathered.data_ptr() + (first - begin) * hidden_size * width
+            call.x_stride, call.source_stride = hidden_size, (end - begin) * hidden_size
+            call.num_tokens, call.num_sources = last - first, world_size
+            # Padding follows the last row; where rows belong to ranks it is zeroed at the end.
+            whole = launch.shard is None and last == num_tokens
+            call.scale_padding_rows = saved["scale_padding_rows"] if whole else 0
+            _move_results(launch, saved, first, first - lo, width)
+            status = launch.local(library)
+            if status != _native.OK:
+                return status
+    finally:
+        for name, value in saved.items():
+            setattr(call, name, value)
+    return _native.OK
+
+
+def _move_results(
+    launch: Launch, saved: dict[str, int], row: int, residual_row: int, width: int
+) -> None:
+    """Lets the call write from `row` on, and the residual from `residual_row` on."""
+    call = launch.call
+    moves = [
+        ("residual", residual_row, call.residual_stride, width),
+        ("residual_out", residual_row, call.residual_out_stride, width),
+        ("out", row, call.out_stride, width),
+        ("quantized", row, call.quantized_stride, 1),
+    ]
+    if launch.scale is not None:
+        moves.append(("scale", row, call.scale_row_stride, _SCALE_BYTES))
+    for name, index, stride, elem_bytes in moves:
+        if saved[name]:
+            setattr(call, name, saved[name] + index * stride * elem_bytes)
+
+
+def _complete(rows: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Fetches the rows of a [num_tokens, width] tensor that belong to other ranks from them."""
+    world_size, rank = dist.get_world_size(group), dist.get_rank(group)
+    shards = [row_shard(rows.shape[0], world_size, owner) for owner in range(world_size)]
+    height = shards[0][1]  # of the longest; shorter ones are padded
+    row_bytes = rows.shape[1] * rows.element_size()
+    step = max(1, policy.UNFUSED_GATHER_BYTES // (world_size * row_bytes))
+    lo, hi = shards[rank]
+    for begin in range(0, height, step):
+        count = min(step, height - begin)
+        own = rows[min(lo + begin, hi) : min(lo + begin + count, hi)]
+        padded = torch.empty((count, rows.shape[1]), dtype=rows.dtype, device=rows.device)
+        padded[: own.shape[0]].copy_(own)
+        gathered = _gather(padded, group)
+        for owner, (owner_lo, owner_hi) in enumerate(shards):
+            place = rows[min(owner_lo + begin, owner_hi) : min(owner_lo + begin + count, owner_hi)]
+            if owner != rank:
+                place.copy_(gathered[owner, : place.shape[0]])
+
+
+def _gather(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """All ranks' [n, width], as [world_size, n, width]."""
+    rows = rows.contiguous()
+    if rows.stride(-1) != 1:  # one element is contiguous with any stride, but then is not bytes
+        rows = rows.clone(memory_format=torch.contiguous_format)
+    world_size = dist.get_world_size(group)
+    gathered = torch.empty((world_size, *rows.shape), dtype=rows.dtype, device=rows.device)
+    _gather_into(
+        gathered.view(torch.uint8).view(world_size * rows.shape[0], -1),
+        rows.view(torch.uint8),
+        group=group,
+    )
+    return gathered
+
+
+def _zero_padding(scale: torch.Tensor, geometry: ScaleGeometry) -> None:
+    if geometry.padding_rows and scale.numel():
+        end = scale.storage_offset() + scale.shape[0]
+        shape = (geometry.padding_rows, scale.shape[1])
+        scale.as_strided(shape, geometry.stride, end).zero_()
+
+
+_ROW_FIELDS = (
+    "x",
+    "residual",
+    "out",
+    "residual_out",
+    "quantized",
+    "scale",
+    "x_stride",
+    "num_tokens",
+    "num_sources",
+    "source_stride",
+    "scale_padding_rows",
+)

@@ -1,0 +1,248 @@
+"""The operators that quantise, and those of sharded residuals: fakes, opcheck, torch.compile."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+from rank_helpers import Case, comm, device, on
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import allnorm
+from allnorm import quant as quants
+from allnorm import reference
+from allnorm.quant import Quant
+from allnorm.testing import RankPool, assert_same_bits
+
+FP8 = torch.float8_e4m3fn
+GROUPS = [
+    allnorm.Fp8PerGroup(32),
+    allnorm.Fp8PerGroup(16, "column_major", "ue8m0"),
+    allnorm.Fp8PerGroup(64, "column_major_tma"),
+    allnorm.Fp8PerGroup(16, "column_major_tma", "ue8m0_packed"),
+]
+
+
+def specs(where: torch.device | str) -> list[Quant]:
+    static = allnorm.Fp8PerTensor(torch.tensor([0.3], device=where))
+    return [*GROUPS, allnorm.Fp8PerToken(), static]
+
+
+def raw_ops(rank: int, world_size: int) -> None:
+    c = comm()
+    for spec, normed, sharded in itertools.product(specs(device()), (False, True), (False, True)):
+        case = Case((3, 5, 64), numerics="vllm", quant=spec, sharded=sharded, return_normed=normed)
+        a = case.call_arguments(c)
+        out = torch.ops.allnorm.all_reduce_add_rms_norm_quant(
+            *(case.x(rank), a["residual"], a["weight"], case.eps, *quants.op_arguments(spec)),
+            *(normed, sharded, 0.0, "vllm", c.name),
+        )
+        result = quants.from_op_results(out, spec, normed)
+        if isinstance(spec, allnorm.Fp8PerTensor):
+            assert out[1].numel() == 0
+            assert result.scale is spec.scale
+        assert out[3].numel() == (960 if normed else 0)
+        case.compare(c, *result)
+        if sharded:
+            rows = torch.ops.allnorm.all_gather_rows(out[2], 15, c.name)
+            want = case.but(quant=None).expected(world_size)[1]
+            assert_same_bits(rows.view(3, 5, 64), want, "all_gather_rows")
+    with pytest.raises(ValueError, match="quant_kind='per_row'"):
+        torch.ops.allnorm.all_reduce_add_rms_norm_quant(
+            *(case.x(rank), None, a["weight"], 1e-6, "per_row", 0, "", "", None),
+            *(False, False, 0.0, "vllm", c.name),
+        )
+
+
+@on(cpu=(1, 2), gpu=(1, 2))
+def test_raw_ops(pool: RankPool) -> None:
+    pool.run(raw_ops)
+
+
+def opcheck_all(rank: int, world_size: int) -> None:
+    c = comm()
+    fused = torch.ops.allnorm.all_reduce_add_rms_norm_quant.default
+    for tokens, spec, normed, sharded in (
+        *((3, spec, True, False) for spec in specs(device())),
+        *((5, spec, False, True) for spec in specs(device())[::2]),
+        (4, GROUPS[2], False, False),
+        (1, GROUPS[3], False, False),
+    ):
+        case = Case((tokens, 64), quant=spec, sharded=sharded)
+        x, a = case.x(rank), case.call_arguments(c)
+        wide = x.repeat(1, 2)[:, :64]
+        for first, residual in ((x, a["residual"]), (wide, None)):
+            norm = (first, residual, a["weight"], 1e-6, *quants.op_arguments(spec), normed)
+            torch.library.opcheck(fused, (*norm, sharded, 0.0, "rounded", c.name))
+            if not sharded:
+                local = torch.ops.allnorm.add_rms_norm_quant.default
+                torch.library.opcheck(local, (*norm, 1.0, "vllm"))
+    plain = torch.ops.allnorm.all_reduce_add_rms_norm.default
+    case = Case((5, 64), sharded=True)
+    x, a = case.x(rank), case.call_arguments(c)
+    for residual in (a["residual"], None):
+        torch.library.opcheck(plain, (x, residual, a["weight"], 1e-6, 0.0, "rounded", c.name, True))
+    gather = torch.ops.allnorm.all_gather_rows.default
+    torch.library.opcheck(gather, (a["residual"], 5, c.name))
+
+
+@on(cpu=(2,), gpu=(2,))
+def test_opcheck(pool: RankPool) -> None:
+    pool.run(opcheck_all)
+
+
+@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("tokens", [0, 1, 3, 8])
+def test_fakes_have_the_geometry_of_the_results(where: str, tokens: int) -> None:
+    weight = torch.ones(64, device=where)
+    x = torch.ones(tokens, 2, 64, device=where)
+    for spec, normed in itertools.product(specs(where), (False, True)):
+        arguments = (1e-6, *quants.op_arguments(spec), normed, 0.0, "rounded")
+        real = torch.ops.allnorm.add_rms_norm_quant(x, x, weight, *arguments)
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            fake_x = mode.from_tensor(x)
+            fakes = [
+                torch.ops.allnorm.add_rms_norm_quant(fake_x, fake_x, weight, *arguments),
+                torch.ops.allnorm.all_reduce_add_rms_norm_quant(
+                    *(fake_x, None, weight, *arguments[:-2], False, *arguments[-2:], "any")
+                ),
+                torch.ops.allnorm.all_reduce_add_rms_norm_quant(
+                    *(fake_x, fake_x[:, 0], weight, *arguments[:-2], True, *arguments[-2:], "any")
+                ),
+            ]
+        for i, fake in enumerate(fakes):
+            for j, (mine, theirs) in enumerate(zip(fake, real, strict=True)):
+                assert (mine.dtype, mine.device) == (theirs.dtype, theirs.device)
+                if i == 2 and j == 2:
+                    assert mine.shape == (tokens, 64)
+                else:
+                    assert mine.shape == theirs.shape
+                    assert mine.stride() == theirs.stride(), (spec, j)
+
+
+def block(c: allnorm.Communicator, static: torch.Tensor) -> Any:
+    def run(
+        x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Sites of every kind, with code before, between and after."""
+        lo, hi = c.row_shard(x.shape[0])
+        shard = residual[lo:hi]
+        default = c.all_reduce_add_rms_norm_quant(x + 1, residual, weight)
+        packed = c.all_reduce_add_rms_norm_quant(
+            *(-x, shard, weight, 1e-5, allnorm.Fp8PerGroup(64, "column_major_tma", "ue8m0_packed")),
+            *(True,),
+            residual_sharded=True,
+            weight_bias=1.0,
+        )
+        given = c.all_reduce_add_rms_norm_quant(
+            packed.normed, packed.residual, weight, quant=allnorm.Fp8PerTensor(static),
+            residual_sharded=True,
+        )  # fmt: skip
+        normed, shard = c.all_reduce_add_rms_norm(x, given.residual, weight, residual_sharded=True)
+        first, summed = c.all_reduce_add_rms_norm(x, None, weight, residual_sharded=True)
+        local = allnorm.add_rms_norm_quant(
+            normed * 2, None, weight, quant=allnorm.Fp8PerToken(), return_normed=True
+        )
+        whole = c.all_gather_rows(shard, x.shape[0])
+        unpacked = given.quantized.float() * given.scale
+        return (
+            *(*default[:3], *packed, *given[:3], normed, shard, first, summed, *local, whole),
+            unpacked,
+            packed.scale.t() + 1,
+        )
+
+    return run
+
+
+def compiled(rank: int, world_size: int, backend: str) -> None:
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+        c = comm()
+        run = block(c, torch.tensor([0.25], device=device()))
+        torch._dynamo.reset()
+        fast = torch.compile(run, fullgraph=True, backend=backend)
+        for num_tokens in (4, 4, 7):  # the same shape again, and another one
+            case = Case((num_tokens, 256), call=num_tokens)
+            x, a = case.x(rank), case.norm_arguments()
+            with torch.no_grad():
+                want = run(x, a["residual"], a["weight"])
+                got = fast(x, a["residual"], a["weight"])
+            for i, (mine, eager) in enumerate(zip(got, want, strict=True)):
+                assert_same_bits(mine, eager, f"result {i} of {num_tokens} tokens by {backend}")
+                assert mine.stride() == eager.stride(), f"result {i} by {backend}"
+        torch._dynamo.reset()
+
+
+@on(cpu=(2,), gpu=(2,))
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_compile_fullgraph(pool: RankPool, backend: str) -> None:
+    pool.run(compiled, backend)
+
+
+def compiled_dynamic(rank: int, world_size: int) -> None:
+    """One graph serves every number of rows, sharded and quantised too."""
+    c = comm()
+    graphs = 0
+
+    def count(module: torch.fx.GraphModule, _: object) -> object:
+        nonlocal graphs
+        graphs += 1
+        return module.forward
+
+    packed = allnorm.Fp8PerGroup(16, "column_major_tma", "ue8m0_packed")
+
+    def run(x: torch.Tensor, r: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        a = c.all_reduce_add_rms_norm_quant(x, r, w, quant=packed)
+        b = c.all_reduce_add_rms_norm_quant(
+            x, None, w, quant=allnorm.Fp8PerGroup(32, "column_major"), residual_sharded=True
+        )
+        return *a[:3], *b[:3], c.all_gather_rows(b.residual, x.shape[0])
+
+    torch._dynamo.reset()
+    fast = torch.compile(run, fullgraph=True, backend=count)
+    for num_tokens in (3, 5, 8, 17):
+        case = Case((num_tokens, 64), call=num_tokens)
+        x, a = case.x(rank), case.norm_arguments()
+        torch._dynamo.mark_dynamic(x, 0)
+        torch._dynamo.mark_dynamic(a["residual"], 0)
+        got = fast(x, a["residual"], a["weight"])
+        for mine, eager in zip(got, run(x, a["residual"], a["weight"]), strict=True):
+            assert_same_bits(mine, eager, str(num_tokens))
+            assert mine.stride() == eager.stride()
+        want = reference.all_reduce(case.xs(world_size))
+        assert_same_bits(got[-1], want, "gathered sum")
+    torch._dynamo.reset()
+    assert graphs == 1
+
+
+@on(cpu=(2, 3), gpu=(2,))
+def test_dynamic_number_of_tokens(pool: RankPool) -> None:
+    pool.run(compiled_dynamic)
+
+
+def compiled_refusals(rank: int, world_size: int) -> None:
+    """What eager calls refuse is refused when the compiled graph runs or is traced."""
+    c = comm()
+    case = Case((4, 64))
+    x, w = case.x(rank), case.weight()
+    torch._dynamo.reset()
+    for spec, words in ((allnorm.Fp8PerGroup(128), "128"), ("fp8", "quant")):
+        fast = torch.compile(
+            lambda x, w, spec=spec: c.all_reduce_add_rms_norm_quant(x, None, w, quant=spec)[0],
+            fullgraph=True,
+            backend="eager",
+        )
+        with pytest.raises(Exception, match=words):
+            fast(x, w)
+        torch._dynamo.reset()
+    case.check(c)
+
+
+@on(cpu=(2,), gpu=(2,))
+def test_compiled_refusals(pool: RankPool) -> None:
+    pool.run(compiled_refusals)
