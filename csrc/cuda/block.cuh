@@ -76,9 +76,10 @@ class RowExchange {
 
   // The greatest of each `lanes` consecutive lanes; a power of two.
   __device__ __forceinline__ static uint32_t greatest_of_lanes(uint32_t value, int lanes) {
-    for (int offset = lanes / 2; offset >= 1; offset /= 2) {
+#pragma unroll
+    for (int offset = 16; offset >= 1; offset /= 2) {
       const float other = __shfl_xor_sync(0xffffffffu, bit_cast<float>(value), offset);
-      value = greater(value, bit_cast<uint32_t>(other));
+      if (offset < lanes) value = greater(value, bit_cast<uint32_t>(other));
     }
     return value;
   }

@@ -123,7 +123,7 @@ __device__ __forceinline__ void store_quantized_chunk(const EpilogueParams& para
   const int64_t pack = static_cast<int64_t>(chunk) * kPacksPerChunk + lane;
   QuantizedPack<T> quantized;
   if (quant.kind == ALLNORM_QUANT_PER_TENSOR) {
-    quantized = quantize_pack<T>(y, PlainDivisor{bit_cast<float>(load_u32(quant.scale))});
+    quantized = quantize_by_given<T>(y, bit_cast<float>(load_u32(quant.scale)));
   } else {
     uint32_t amax = 0;
     if (greatest != nullptr) {

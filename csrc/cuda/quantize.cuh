@@ -38,11 +38,18 @@ __device__ __forceinline__ QuantizedPack<T> quantize_pack(const float* y, const 
   return result;
 }
 
-// By a scale that is given, and may be anything.
-struct PlainDivisor {
+// Division by any number. Rare, so a function of its own: the kernels stay short.
+struct AnyDivisor {
   float scale;
-  __device__ __forceinline__ float operator()(float y) const { return div_rn(y, scale); }
+  __device__ __noinline__ static float divide(float y, float scale) { return div_rn(y, scale); }
+  __device__ __forceinline__ float operator()(float y) const { return divide(y, scale); }
 };
+
+template <class T>
+__device__ __forceinline__ QuantizedPack<T> quantize_by_given(const float* y, float scale) {
+  return GivenScaleDivisor::can(scale) ? quantize_pack<T>(y, GivenScaleDivisor(scale))
+                                       : quantize_pack<T>(y, AnyDivisor{scale});
+}
 
 template <int kElems>
 __device__ __forceinline__ uint32_t greatest_magnitude(const float* y) {
@@ -97,7 +104,7 @@ class Quantizer {
   // `y`: this thread's elements, rounded. All threads of the cluster call it, live or not.
   __device__ __forceinline__ QuantizedPack<T> operator()(const float* y) {
     if (params_.kind == ALLNORM_QUANT_PER_TENSOR) {
-      return quantize_pack<T>(y, PlainDivisor{scale_});
+      return quantize_by_given<T>(y, scale_);
     }
     const int packs = params_.packs_per_group;
     const bool whole_row = params_.kind == ALLNORM_QUANT_PER_TOKEN;

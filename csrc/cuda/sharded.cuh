@@ -195,74 +195,121 @@ class Sharded {
   bool gathered_;
 };
 
-// As run_fused(): rows of this launch are taken by clusters in turn, and the partial of the next
-// row is on its way before the current one is waited for.
+// As run_fused(): rows of this launch are taken by clusters in turn. In one turn a cluster sends its
+// partial of the row after, finishes the row if this rank owns it, and receives the row that it came
+// by kWorldSize turns ago: one that its owner has had the time to finish. So nobody waits for two
+// hops in a row.
 template <class T, int kWorldSize, bool kQuantized>
-__device__ __forceinline__ void run_sharded(const ShardedParams& all) {
-  const FusedParams& params = all.fused;
+class ShardedRows {
+ public:
+  __device__ __forceinline__ ShardedRows(const ShardedParams& all, Exchange<kWorldSize>& exchange,
+                                         RowExchange& row_exchange, int pack, bool live)
+      : all_(all),
+        params_(all.fused),
+        transport_(all, exchange, pack, live, kQuantized && !all.sends_normed),
+        epilogue_(params_.epilogue, row_exchange, pack, live),
+        pack_(pack),
+        live_(live) {}
+
+  // Rows first, first + step, ...
+  __device__ __forceinline__ void run(int64_t first, int64_t step) {
+    const int64_t end = params_.num_tokens;
+    const int64_t last = first + (end - 1 - first) / step * step;
+    const int64_t lag = min_of(kWorldSize * step, last - first);
+    epilogue_.prefetch_weight();
+    Pack own = load_input(first);
+    Pack next = load_input(first + step);
+    send(first, own);
+    for (int64_t index = first; index - lag <= last; index += step) {
+      if (index <= last) {
+        send(index + step, next);
+        const Pack after_next = load_input(index + 2 * step);
+        // Nothing that is still to come keeps a dependent grid's launch from overlapping it.
+        if (index == last) trigger_next_grid();
+        finish_if_own(index, own);
+        own = next;
+        next = after_next;
+      }
+      if (index - lag >= first) receive_if_other(index - lag);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ static int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
+
+  __device__ __forceinline__ ShardedRow row_at(int64_t index) const {
+    return sharded_row(all_.first_index + index, all_.total_rows, kWorldSize);
+  }
+
+  // x of a row: of any for a sum, of an own one otherwise.
+  __device__ __forceinline__ Pack load_input(int64_t index) const {
+    if (!live_ || index >= params_.num_tokens) return Pack{};
+    const ShardedRow at = row_at(index);
+    if (!all_.gathered) return load_pack(params_.x.at(at.row, pack_));
+    return at.owner == params_.rank ? load_pack(params_.x.at(at.local, pack_)) : Pack{};
+  }
+
+  __device__ __forceinline__ void send(int64_t index, const Pack& partial) {
+    if (all_.gathered || index >= params_.num_tokens) return;
+    const int owner = row_at(index).owner;
+    if (owner != params_.rank) transport_.send_partial(owner, index / kWorldSize, partial);
+  }
+
+  __device__ __forceinline__ void finish_if_own(int64_t index, const Pack& own) {
+    const ShardedRow here = row_at(index);
+    if (here.owner != params_.rank) return;
+    const int64_t slot = index / kWorldSize;
+    Pack y = own;
+    if (!all_.gathered) {
+      epilogue_.prefetch_row(here.local);
+      const Pack reduced = transport_.receive_partials(slot, own);
+      epilogue_.add_row(here.local, reduced);
+      y = epilogue_.finish();
+    }
+    if constexpr (kQuantized) {
+      if (!all_.sends_normed) {
+        const QuantizedPack<T> quantized = epilogue_.quantize(y);
+        transport_.publish(slot, quantized, epilogue_.quantizer());
+        epilogue_.quantizer().store(here.row, quantized);
+        return;
+      }
+    }
+    transport_.publish(slot, y);
+    epilogue_.store_row(here.row, y);
+  }
+
+  __device__ __forceinline__ void receive_if_other(int64_t index) {
+    const ShardedRow here = row_at(index);
+    if (here.owner == params_.rank) return;
+    const int64_t slot = index / kWorldSize;
+    if constexpr (kQuantized) {
+      if (!all_.sends_normed) {
+        transport_.receive_and_store(here.owner, slot, here.row);
+        return;
+      }
+    }
+    epilogue_.store_row(here.row, transport_.receive(here.owner, slot));
+  }
+
+  const ShardedParams& all_;
+  const FusedParams& params_;
+  Sharded<T, kWorldSize> transport_;
+  NormEpilogue<T, kQuantized> epilogue_;
+  int pack_;
+  bool live_;
+};
+
+template <class T, int kWorldSize, bool kQuantized>
+__device__ __forceinline__ void run_sharded(const ShardedParams& params) {
   const uint32_t clusters = cluster_size();
   const int pack = static_cast<int>(cluster_rank() * blockDim.x + threadIdx.x);
-  const bool live = pack < params.packs;
-  const int64_t step = gridDim.x / clusters - 1;
-  int64_t index = static_cast<int64_t>(blockIdx.x / clusters) - 1;
-
-  RowExchange row_exchange((params.packs + kPacksPerChunk - 1) / kPacksPerChunk, clusters);
-  Exchange<kWorldSize> exchange(params);
-  if (index < 0) return work_on_no_row<kQuantized>(exchange, params);
-
-  Sharded<T, kWorldSize> transport(all, exchange, pack, live, kQuantized && !all.sends_normed);
-  NormEpilogue<T, kQuantized> epilogue(params.epilogue, row_exchange, pack, live);
-  const auto row_at = [&](int64_t at) {
-    return sharded_row(all.first_index + at, all.total_rows, kWorldSize);
-  };
-  const auto load_input = [&](int64_t row) {
-    return live ? load_pack(params.x.at(row, pack)) : Pack{};
-  };
-  const auto send_partial = [&](int64_t at) {
-    if (all.gathered || at >= params.num_tokens) return;
-    const ShardedRow there = row_at(at);
-    if (there.owner == params.rank) return;
-    transport.send_partial(there.owner, at / kWorldSize, load_input(there.row));
-  };
-
-  send_partial(index);
-  for (; index < params.num_tokens; index += step) {
-    const ShardedRow here = row_at(index);
-    const int64_t local = index / kWorldSize;  // in this launch
-    send_partial(index + step);
-    Pack y{};
-    if (here.owner == params.rank) {
-      if (all.gathered) {
-        y = load_input(here.local);
-      } else {
-        epilogue.prefetch_row(here.local);
-        const Pack own = load_input(here.row);
-        const Pack reduced = transport.receive_partials(local, own);
-        epilogue.prefetch_weight();
-        epilogue.add_row(here.local, reduced);
-        y = epilogue.finish();
-      }
-      if constexpr (kQuantized) {
-        if (!all.sends_normed) {
-          const QuantizedPack<T> quantized = epilogue.quantize(y);
-          transport.publish(local, quantized, epilogue.quantizer());
-          epilogue.quantizer().store(here.row, quantized);
-          continue;
-        }
-      }
-      transport.publish(local, y);
-    } else {
-      if constexpr (kQuantized) {
-        if (!all.sends_normed) {
-          transport.receive_and_store(here.owner, local, here.row);
-          continue;
-        }
-      }
-      y = transport.receive(here.owner, local);
-    }
-    epilogue.store_row(here.row, y);
-  }
-  trigger_next_grid();
+  const int64_t first = static_cast<int64_t>(blockIdx.x / clusters) - 1;
+  RowExchange row_exchange((params.fused.packs + kPacksPerChunk - 1) / kPacksPerChunk, clusters);
+  Exchange<kWorldSize> exchange(params.fused);
+  if (first < 0) return work_on_no_row<kQuantized>(exchange, params.fused);
+  ShardedRows<T, kWorldSize, kQuantized>(params, exchange, row_exchange, pack,
+                                         pack < params.fused.packs)
+      .run(first, gridDim.x / clusters - 1);
   __syncthreads();  // every thread has read the operation counter, which is advanced here
   exchange.advance();
 }

@@ -51,12 +51,14 @@ ALLNORM_HD float mul_rn(float a, float b) { return __fmul_rn(a, b); }
 ALLNORM_HD float fma_rn(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 ALLNORM_HD float div_rn(float a, float b) { return __fdiv_rn(a, b); }
 ALLNORM_HD float sqrt_rn(float a) { return __fsqrt_rn(a); }
+ALLNORM_HD float reciprocal_rn(float a) { return __frcp_rn(a); }
 #else
 ALLNORM_HD float add_rn(float a, float b) { return a + b; }
 ALLNORM_HD float mul_rn(float a, float b) { return a * b; }
 ALLNORM_HD float fma_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 ALLNORM_HD float div_rn(float a, float b) { return a / b; }
 ALLNORM_HD float sqrt_rn(float a) { return __builtin_sqrtf(a); }
+ALLNORM_HD float reciprocal_rn(float a) { return 1.0f / a; }
 #endif
 
 // Element types by tag. `unpack` and `pack` convert one 32-bit word of a Pack.
@@ -197,12 +199,26 @@ constexpr uint8_t kNanE4m3 = 0x7f;
 // |y| as an integer that grows with it; NaN is above infinity, so that a maximum propagates NaN.
 ALLNORM_HD uint32_t magnitude(float y) { return bit_cast<uint32_t>(y) & 0x7fffffffu; }
 
+// a / b, b > 0, from the correctly rounded reciprocal of b: one correction of a * r by its exact remainder
+// gives a neighbour of the quotient, a second one the quotient correctly rounded (Markstein, IBM
+// Journal of Research and Development 34(1), 1990, theorem 2), where nothing overflows and the
+// remainder is not denormal.
+ALLNORM_HD float divide_by_reciprocal(float a, float negative_b, float reciprocal) {
+  // The remainder is taken with its sign turned: of an exact quotient it is then -0.0, which leaves
+  // the quotient its sign where that is zero.
+  float quotient = mul_rn(a, reciprocal);
+  quotient = fma_rn(-fma_rn(-negative_b, quotient, -a), reciprocal, quotient);
+  return fma_rn(-fma_rn(-negative_b, quotient, -a), reciprocal, quotient);
+}
+
 // The scale of elements of which `amax` is the greatest magnitude().
 ALLNORM_HD float scale_of(uint32_t amax, bool power_of_two) {
+  if (amax >= 0x7f800000u) return bit_cast<float>(amax);  // infinity or NaN, divided or not
   const float min_amax = kMinAmax;
   const uint32_t least = bit_cast<uint32_t>(min_amax);
-  const float scale = div_rn(bit_cast<float>(amax < least ? least : amax), kMaxE4m3);
-  if (!power_of_two || scale != scale) return scale;
+  const float greatest = bit_cast<float>(amax < least ? least : amax);
+  const float scale = divide_by_reciprocal(greatest, -kMaxE4m3, 1.0f / kMaxE4m3);
+  if (!power_of_two) return scale;
   return bit_cast<float>((bit_cast<uint32_t>(scale) + 0x007fffffu) & 0x7f800000u);
 }
 
@@ -243,31 +259,48 @@ ALLNORM_HD uint32_t to_e4m3x4(const float* v) {
 }
 
 // Division of many numbers by one that scale_of() made, correctly rounded wherever the quotient is
-// not below half the smallest e4m3 number: there its last bits matter to nobody.
-//
-// With r the correctly rounded reciprocal, one correction of y * r by its exact remainder gives a
-// neighbour of the quotient, and a second one the quotient correctly rounded (Markstein, IBM
-// Journal of Research and Development 34(1), 1990, theorem 2). A scale is at least 1e-10 / 448 and
-// |y| at most 448 times it, so that nothing overflows, and no remainder that matters is denormal.
+// not below half the smallest e4m3 number: there its last bits matter to nobody. A scale is at least
+// 1e-10 / 448 and |y| at most 448 times it, so that nothing overflows, and no remainder that matters
+// is denormal.
 class ScaleDivisor {
  public:
   ALLNORM_HD explicit ScaleDivisor(float scale)
-      : scale_(scale),
-        reciprocal_(div_rn(1.0f, scale)),
-        finite_(bit_cast<uint32_t>(scale) < 0x7f800000u) {}
+      : reciprocal_(reciprocal_rn(scale)),
+        // By infinity: y * 0 is what y / infinity is, and a remainder would be NaN.
+        negative_(bit_cast<uint32_t>(scale) == 0x7f800000u ? 0.0f : -scale) {}
 
   ALLNORM_HD float operator()(float y) const {
-    if (!finite_) return div_rn(y, scale_);
-    // The remainder is taken with its sign turned: that of -0.0 is then 0.0, and subtracting it
-    // leaves the sign of the quotient.
-    float quotient = mul_rn(y, reciprocal_);
-    quotient = fma_rn(-fma_rn(scale_, quotient, -y), reciprocal_, quotient);
-    return fma_rn(-fma_rn(scale_, quotient, -y), reciprocal_, quotient);
+    return divide_by_reciprocal(y, negative_, reciprocal_);
   }
 
  private:
-  float scale_, reciprocal_;
-  bool finite_;
+  float reciprocal_, negative_;
+};
+
+// The same by a scale that is given. Only scales of everyday size divide this way; a quotient beyond
+// 512 is made 512, which is beyond 448 all the same.
+class GivenScaleDivisor {
+ public:
+  ALLNORM_HD explicit GivenScaleDivisor(float scale)
+      : divide_(bit_cast<float>(magnitude(scale))),
+        bound_(mul_rn(512.0f, bit_cast<float>(magnitude(scale)))),
+        sign_(bit_cast<uint32_t>(scale) & 0x80000000u) {}
+
+  // Whether it divides by this scale: from 2^-60 to 2^60.
+  ALLNORM_HD static bool can(float scale) {
+    return magnitude(scale) >= 0x21800000u && magnitude(scale) <= 0x5d800000u;
+  }
+
+  ALLNORM_HD float operator()(float y) const {
+    y = bit_cast<float>(bit_cast<uint32_t>(y) ^ sign_);
+    y = y > bound_ ? bound_ : y;
+    return divide_(y < -bound_ ? -bound_ : y);
+  }
+
+ private:
+  ScaleDivisor divide_;
+  float bound_;
+  uint32_t sign_;
 };
 
 }  // namespace allnorm

@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <deque>
 #include <functional>
 #include <memory>
@@ -149,6 +150,7 @@ class Machine {
 
  private:
   static constexpr size_t kStackBytes = 48 << 10;
+  static constexpr size_t kPoisonedBytes = 6 << 10;
   struct Stream {
     std::deque<Launch> pending;
     std::vector<std::unique_ptr<Grid>> grids;  // running, oldest first
@@ -199,6 +201,8 @@ class Machine {
 
   void prepare(Fiber& fiber, Block* block, uint32_t index) {
     fiber.stack.reset(new char[kStackBytes]);
+    // What is read before it was written is a NaN.
+    std::memset(fiber.stack.get() + kStackBytes - kPoisonedBytes, 0xff, kPoisonedBytes);
     fiber.block = block;
     fiber.index = index;
     getcontext(&fiber.context);
