@@ -23,6 +23,23 @@ def test_a_wrong_element_is_located() -> None:
     ]
 
 
+def test_quantised_results_and_packed_scales_are_compared() -> None:
+    recorder = Recorder("bits")
+    quantized, words = X.to(torch.float8_e4m3fn), X.to(torch.int32)
+    wrong, other = quantized.clone(), words.t().clone()
+    wrong.view(torch.uint8)[0, 3] = 0x80
+    other[2, 1] += 1
+    recorder.compare("right", [quantized, words], [quantized, words], ["quantized", "scale"])
+    recorder.compare("wrong", [wrong, other.t()], [quantized, words], ["quantized", "scale"])
+    assert recorder.failures == [
+        (
+            1,
+            "wrong: quantized: 1 of 12 differ, first at [0, 3]: -0.0 for 3.0; "
+            "scale: 1 of 12 differ, first at [1, 2]: 7.0 for 6.0",
+        )
+    ]
+
+
 @pytest.mark.parametrize("other", [X.float(), X[:2], X.flatten()])
 def test_another_shape_or_dtype_is_wrong(other: torch.Tensor) -> None:
     recorder = Recorder("bits")

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from allnorm.testing import same_bits
 
 _MAX_FAILURES = 5  # described per check
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 @dataclass
@@ -94,9 +95,10 @@ class Recorder:
 def _difference(got: torch.Tensor, expected: torch.Tensor) -> str:
     if got.shape != expected.shape or got.dtype != expected.dtype:
         return f"{tuple(got.shape)} {got.dtype} instead of {tuple(expected.shape)} {expected.dtype}"
-    integers = {2: torch.int16, 4: torch.int32}[got.element_size()]
+    integers = _INTEGERS[got.element_size()]
     wrong = got.contiguous().view(integers) != expected.contiguous().view(integers)
-    wrong &= ~(got.isnan() & expected.isnan())
+    if got.dtype.is_floating_point:
+        wrong &= ~(got.float().isnan() & expected.float().isnan())
     where = wrong.nonzero()[0].tolist()
     value, wanted = float(got[tuple(where)]), float(expected[tuple(where)])
     return f"{int(wrong.sum())} of {wrong.numel()} differ, first at {where}: {value} for {wanted}"
@@ -104,7 +106,6 @@ def _difference(got: torch.Tensor, expected: torch.Tensor) -> str:
 
 def _digest(tensor: torch.Tensor) -> torch.Tensor:
     """A number that other bits, or the same ones elsewhere, most likely change. Asynchronous."""
-    integers = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
-    flat = tensor.contiguous().view(integers).flatten().to(torch.int64)
+    flat = tensor.contiguous().view(_INTEGERS[tensor.element_size()]).flatten().to(torch.int64)
     position = torch.arange(1, flat.numel() + 1, device=flat.device)
     return (flat * (position * 0x9E3779B1 + 1)).sum()

@@ -11,12 +11,14 @@ from __future__ import annotations
 import random
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 import allnorm
 from allnorm.cli.ranks.data import DTYPES
 from allnorm.cli.ranks.record import Recorder
+from allnorm.cli.ranks.variants import specs
 from allnorm.cli.ranks.verify import ALGORITHMS, EPS, NUMERICS, Context
 from allnorm.testing import report
 
@@ -36,7 +38,9 @@ class _Call:
         residual: small integers; None for a plain all_reduce.
         numerics: rounding mode.
         algorithm: how it runs.
-        result: normed and residual_out, or the reduced sum.
+        quant: how the normed rows are quantised, if they are.
+        sharded: whether this rank holds its rows of the residual only, and gathers all afterwards.
+        result: what the call returned, a sharded residual gathered.
     """
 
     x: torch.Tensor
@@ -44,7 +48,9 @@ class _Call:
     residual: torch.Tensor | None
     numerics: str
     algorithm: str
-    result: tuple[torch.Tensor, ...] = ()
+    quant: Any = None
+    sharded: bool = False
+    result: tuple[torch.Tensor | None, ...] = ()
 
 
 def soak(context: Context, recorder: Recorder) -> None:
@@ -68,7 +74,8 @@ def soak(context: Context, recorder: Recorder) -> None:
             call = calls[index]
             recorder.count(
                 f"call {burst * BURST + index}, {tuple(call.x.shape)} {call.x.dtype} "
-                f"{call.algorithm}: {count} elements wrong"
+                f"{call.algorithm} {call.quant or ''}{' sharded' if call.sharded else ''}: {count} "
+                "elements wrong"
                 if count
                 else ""
             )
@@ -79,18 +86,24 @@ def _prepare(context: Context, number: int) -> _Call:
     comm, rng = context.comm, context.rng
     dtype = DTYPES[rng.choice(list(DTYPES))]
     shape = (rng.choice(_TOKENS[context.job.device]), rng.choice(_HIDDEN_SIZES))
-    algorithm = rng.choice(ALGORITHMS)
-    if algorithm not in context.algorithms(*shape, dtype):
-        algorithm = "auto"
     numerics, plain = rng.choice(NUMERICS), rng.random() < 0.2
+    quant = None if rng.random() < 0.5 else rng.choice(specs(shape[1], comm.device))
+    sharded = rng.random() < 0.4
+    algorithm = rng.choice(ALGORITHMS)
+    if algorithm not in context.algorithms(*shape, dtype, quant, sharded):
+        algorithm = "auto"
     index = torch.arange(shape[0] * shape[1], device=comm.device).view(shape)
 
     def payload(rank: int) -> torch.Tensor:
         return (index * (3 + 2 * rank) + number * 11 + rank * 5) % _MODULUS - _MODULUS // 2
 
     total = sum((payload(rank) for rank in range(comm.world_size)), torch.zeros_like(index))
-    residual = None if plain else ((index + number) % 7).to(dtype)
-    return _Call(payload(comm.rank).to(dtype), total.to(dtype), residual, numerics, algorithm)
+    total = total.to(dtype)
+    x = payload(comm.rank).to(dtype)
+    if plain:
+        return _Call(x, total, None, numerics, "auto" if sharded else algorithm)
+    residual = ((index + number) % 7).to(dtype)
+    return _Call(x, total, residual, numerics, algorithm, quant, sharded)
 
 
 def _issue(
@@ -101,26 +114,50 @@ def _issue(
     if call.residual is None:
         call.result = (comm.all_reduce(call.x, algorithm=call.algorithm),)
         return
-    call.result = comm.all_reduce_add_rms_norm(
-        call.x,
-        call.residual,
-        weights[call.x.shape[-1], call.x.dtype],
-        EPS,
-        numerics=call.numerics,
-        algorithm=call.algorithm,
-    )
+    num_tokens, hidden_size = call.x.shape
+    lo, hi = comm.row_shard(num_tokens) if call.sharded else (0, num_tokens)
+    arguments = (call.x, call.residual[lo:hi], weights[hidden_size, call.x.dtype], EPS)
+    options: dict[str, Any] = {
+        "numerics": call.numerics,
+        "algorithm": call.algorithm,
+        "residual_sharded": call.sharded,
+    }
+    if call.quant is None:
+        call.result = comm.all_reduce_add_rms_norm(*arguments, **options)
+    else:
+        call.result = comm.all_reduce_add_rms_norm_quant(
+            *arguments, call.quant, hidden_size % 5 == 0, **options
+        )
+    if call.sharded:
+        position = 1 if call.quant is None else 2
+        shard = call.result[position]
+        assert shard is not None
+        gathered = comm.all_gather_rows(shard, num_tokens)
+        call.result = (*call.result[:position], gathered, *call.result[position + 1 :])
 
 
 def _count_wrong(call: _Call, weights: dict[tuple[int, torch.dtype], torch.Tensor]) -> torch.Tensor:
     """How many elements are wrong, on the device; the local kernel says what the norm must be."""
-    expected: tuple[torch.Tensor, ...] = (call.total,)
+    expected: tuple[torch.Tensor | None, ...] = (call.total,)
     if call.residual is not None:
-        weight = weights[call.x.shape[-1], call.x.dtype]
-        expected = allnorm.add_rms_norm(
-            call.total, call.residual, weight, EPS, numerics=call.numerics
-        )
-    pairs = zip(call.result, expected, strict=True)
-    return torch.stack([(got != wanted).sum() for got, wanted in pairs]).sum()
+        arguments = (call.total, call.residual, weights[call.x.shape[-1], call.x.dtype], EPS)
+        if call.quant is None:
+            expected = allnorm.add_rms_norm(*arguments, numerics=call.numerics)
+        else:
+            normed = call.result[3] is not None
+            expected = allnorm.add_rms_norm_quant(
+                *arguments, call.quant, normed, numerics=call.numerics
+            )
+    counts = [
+        (_comparable(got) != _comparable(wanted)).sum()
+        for got, wanted in zip(call.result, expected, strict=True)
+        if got is not None and wanted is not None
+    ]
+    return torch.stack(counts).sum()
+
+
+def _comparable(part: torch.Tensor) -> torch.Tensor:
+    return part.view(torch.uint8) if part.element_size() == 1 else part
 
 
 def _delay(delays: random.Random, device: torch.device) -> None:

@@ -63,9 +63,17 @@ class Context:
         comm = self.comm
         return make_batch(num_tokens, hidden_size, dtype, comm.device, comm.world_size, seed)
 
-    def algorithms(self, num_tokens: int, hidden_size: int, dtype: torch.dtype) -> list[str]:
+    def algorithms(
+        self,
+        num_tokens: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        quant: Any = None,
+        residual_sharded: bool = False,
+    ) -> list[str]:
         """The algorithms that can run that shape."""
-        plans = {a: self.comm.plan(num_tokens, hidden_size, dtype, algorithm=a) for a in ALGORITHMS}
+        shape = (num_tokens, hidden_size, dtype, quant, residual_sharded)
+        plans = {a: self.comm.plan(*shape, algorithm=a) for a in ALGORITHMS}
         return [a for a, plan in plans.items() if a in ("auto", plan.algorithm)]
 
     def run(self, batch: Batch, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -81,11 +89,15 @@ def run(rank: int, world_size: int, job: Job) -> list[dict[str, Any]]:
         One record per check, the same on every rank: `check`, `cases`, `failures`, `seconds`,
         `details` (the first failures) and `note`.
     """
-    from allnorm.cli.ranks import checks, soak
+    from allnorm.cli.ranks import checks, soak, variants
 
     with allnorm.Communicator(device=torch.device(job.device)) as comm:
         context = Context(comm, job, random.Random(job.seed))
-        listed = [("every combination", product), *checks.listed(job.device)]
+        listed = [
+            ("every combination", product),
+            *checks.listed(job.device),
+            *variants.listed(job.device),
+        ]
         if job.stress:
             listed.append(("ordering soak", soak.soak))
         results = []
