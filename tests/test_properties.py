@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from conftest import Pools
-from rank_helpers import ALGORITHMS, DTYPES, MODES, Case, assert_ranks_agree, comm
+from rank_helpers import ALGORITHMS, DTYPES, MODES, Case, agreed, assert_ranks_agree, comm
 
+import allnorm
+from allnorm import quant
 from allnorm.testing import SPECIAL_KINDS
 
 pytest.importorskip("hypothesis")
@@ -46,6 +48,37 @@ layouts = st.builds(
     offset=st.sampled_from((0, 0, 1, 3, 8)),
     reverse=st.booleans(),
 )
+
+
+def quants() -> st.SearchStrategy[quant.Quant | None]:
+    layouts = (*quant.SCALE_LAYOUTS, "packed")
+    groups = st.tuples(st.sampled_from(quant.GROUP_SIZES), st.sampled_from(layouts), st.booleans())
+    return st.one_of(
+        st.none(),
+        groups.map(
+            lambda g: allnorm.Fp8PerGroup(
+                g[0],
+                "column_major_tma" if g[1] == "packed" else g[1],
+                "ue8m0_packed" if g[1] == "packed" else ("float32", "ue8m0")[g[2]],
+            )
+        ),
+        st.just(allnorm.Fp8PerToken()),
+        st.sampled_from((0.01, -3.0, 1e-30)).map(
+            lambda value: allnorm.Fp8PerTensor(torch.tensor([value]))
+        ),
+    )
+
+
+def possible(case: Case) -> Case:
+    """The case with whole groups, and without what excludes each other."""
+    if isinstance(case.quant, allnorm.Fp8PerGroup):
+        size = case.quant.group_size
+        case = case.but(shape=(*case.shape[:-1], -(-case.shape[-1] // size) * size))
+    if case.sharded and case.algorithm == "one_shot":
+        case = case.but(algorithm="two_shot")
+    return case.but(return_normed=case.return_normed and case.quant is not None)
+
+
 cases = st.builds(
     Case,
     shape=st.tuples(st.lists(st.integers(0, 7), max_size=3).map(tuple), st.integers(1, 700)).map(
@@ -60,7 +93,27 @@ cases = st.builds(
     algorithm=st.sampled_from(ALGORITHMS),
     kind=st.sampled_from(("normal", "normal", "normal", "sentinels", *SPECIAL_KINDS)),
     call=st.integers(0, 1000),
-)
+    quant=quants(),
+    return_normed=st.booleans(),
+    sharded=st.booleans(),
+).map(possible)
+
+
+def memory_for(case: Case, c: allnorm.Communicator, like_x: torch.Tensor) -> dict[str, Any]:
+    """Preallocated results, full of what nobody wrote."""
+    shard = case.own_rows(c, like_x) if case.sharded else like_x
+    memory = {"residual_out": torch.full_like(shard, 7.0)}
+    if case.quant is None:
+        return {**memory, "out": like_x}
+    memory["out"] = torch.full(case.shape, 7.0).to(quant.DTYPE)
+    if not isinstance(case.quant, allnorm.Fp8PerTensor):
+        tokens = torch.Size(case.shape[:-1]).numel()
+        memory["scale_out"] = quant.empty_scale(case.quant, tokens, case.shape[-1], "cpu")
+        dirty = torch.empty(0, dtype=torch.uint8)
+        dirty.set_(memory["scale_out"].untyped_storage()).fill_(0xEE)
+    if case.return_normed:
+        memory["normed_out"] = like_x
+    return memory
 
 
 def check_drawn(
@@ -74,31 +127,30 @@ def check_drawn(
 ) -> str:
     """Returns what is wrong, so that hypothesis can go on with the same processes."""
     c = comm(workspace_bytes=128 << 10)
-    x, arguments = x_layout.place(case.x(rank)), case.norm_arguments()
+    x, arguments = x_layout.place(case.x(rank)), case.call_arguments(c)
     weight = arguments["weight"]
     arguments["weight"] = Layout(offset=weight_offset).place(weight)
     if case.residual:
         arguments["residual"] = residual_layout.place(arguments["residual"])
     more: dict[str, Any] = {}
-    if results == "preallocated":
-        more = {name: torch.empty(case.shape, dtype=case.dtype) for name in ("out", "residual_out")}
-    elif results == "in_place":
+    if results == "in_place":
         x = case.x(rank)
-        more["out"] = x
-        if case.residual:
-            arguments["residual"] = arguments["residual"].contiguous()
-            more["residual_out"] = arguments["residual"]
+    if results != "new":
+        more = memory_for(case, c, x if results == "in_place" else torch.empty_like(case.x(rank)))
+    if results == "in_place" and case.residual:
+        arguments["residual"] = arguments["residual"].contiguous()
+        more["residual_out"] = arguments["residual"]
     try:
-        normed, total = c.all_reduce_add_rms_norm(x, algorithm=case.algorithm, **arguments, **more)
-        assert_ranks_agree(c, normed, total)
-        case.compare(c, normed, total)
+        found = case.method(c)(x, **arguments, **more)
+        assert_ranks_agree(c, *agreed(case, found))
+        case.compare(c, *found)
     except Exception as error:  # noqa: BLE001 - the parent fails with it
         return f"{type(error).__name__}: {error}"
     return ""
 
 
 @settings(
-    max_examples=150,
+    max_examples=250,
     deadline=None,
     derandomize=True,
     database=None,
