@@ -8,6 +8,10 @@
 
 namespace allnorm {
 
+namespace {
+constexpr int64_t kMaxRows = 1 << 30;  // a launch counts its rows in 32 bits
+}
+
 int64_t rows_per_chunk(int world_size, int64_t workspace_bytes, const AllnormCall& call) {
   const int64_t row_bytes = call.hidden_size * element_bytes(call.dtype);
   if (world_size < 2 || world_size > kPushMaxWorldSize || row_bytes % kPackBytes != 0 ||
@@ -15,7 +19,8 @@ int64_t rows_per_chunk(int world_size, int64_t workspace_bytes, const AllnormCal
     return 0;
   }
   const SlotBytes slot = slot_bytes(world_size, call);
-  return std::max<int64_t>(0, PushLayout::phase_bytes(workspace_bytes) / slot.bytes * slot.rows);
+  const int64_t slots = std::max<int64_t>(0, PushLayout::phase_bytes(workspace_bytes) / slot.bytes);
+  return std::min(slots, kMaxRows / slot.rows) * slot.rows;
 }
 
 Communicator::~Communicator() {

@@ -1,9 +1,10 @@
 // The fused kernel: any transport, any epilogue, rows streamed by clusters of blocks.
 //
 // The first cluster serves the exchange. Each other cluster takes rows first, first + step, ...;
-// each of its threads holds one pack of the row. Rows flow without a grid-wide barrier: the partial
-// of the next row is on its way before the current one is waited for, and the input of the row
-// after that is being loaded.
+// each of its threads holds one pack of the row. Rows flow without a grid-wide barrier: while a row
+// is waited for, as many rows after it are on their way as there are hops, and the input of the next
+// one is being loaded. A wait is for something that all ranks do before they wait for anything of a
+// later row, so the lowest unfinished row can always be finished, however the ranks' grids are cut.
 //
 // The dependent grid is let in once nothing is waited for any more, before the last stores: its
 // launch then overlaps them. It may read nothing before griddepcontrol.wait, which waits until this
@@ -31,46 +32,56 @@ __device__ __forceinline__ void work_on_no_row(Exchange<kWorldSize>& exchange,
 }
 
 // kDense: for more rows than SMs, where rows in flight hide every latency and registers limit them:
-// two blocks an SM, and inputs are read again instead of kept. Otherwise a thread keeps the inputs
-// of three rows, so that no send waits for its load.
+// two blocks an SM, and weights are read again instead of kept. Otherwise a cluster has one row,
+// unless the caller limits the grid.
 template <class T, int kWorldSize, template <class, int> class Transport, bool kDense,
           bool kQuantized>
 __device__ __forceinline__ void run_fused(const FusedParams& params) {
+  constexpr int kHops = Transport<T, kWorldSize>::kHops;
   const uint32_t clusters = cluster_size();
   const int pack = static_cast<int>(cluster_rank() * blockDim.x + threadIdx.x);
   const bool live = pack < params.packs;
-  const int64_t step = gridDim.x / clusters - 1;
-  const int64_t end = params.num_tokens;
-  int64_t row = static_cast<int64_t>(blockIdx.x / clusters) - 1;
+  const int step = static_cast<int>(gridDim.x / clusters) - 1;
+  const int end = params.num_tokens;
+  const int first = static_cast<int>(blockIdx.x / clusters) - 1;
 
   RowExchange row_exchange((params.packs + kPacksPerChunk - 1) / kPacksPerChunk, clusters);
   Exchange<kWorldSize> exchange(params);
-  if (row < 0) return work_on_no_row<kQuantized>(exchange, params);
+  if (first < 0) return work_on_no_row<kQuantized>(exchange, params);
   Transport<T, kWorldSize> transport(params, exchange, pack);
   NormEpilogue<T, kQuantized> epilogue(params.epilogue, row_exchange, pack, live);
-  const auto load_input = [&](int64_t at) {
+  const auto load_input = [&](int at) {
     return live && at < end ? load_pack(params.x.at(at, pack)) : Pack{};
   };
+  const auto send = [&](int at, const Pack& partial) {
+    if (live && at < end) transport.send(at, partial);
+  };
 
-  Pack own = load_input(row);
-  Pack next{};
-  if constexpr (!kDense) next = load_input(row + step);
-  if (live) transport.send(row, own);
+  const Pack own = load_input(first);
+  send(first, own);
   if constexpr (!kDense) epilogue.prefetch_weight();
-  for (; row < end; row += step) {
+  epilogue.prefetch_row(first);
+  Pack sum{};  // of the current row, where this rank has made it
+  if constexpr (kHops == 2) {
+    send(first + step, load_input(first + step));
+    if (live) sum = transport.relay(first, [&] { return own; });
+  }
+  Pack ahead = load_input(first + kHops * step);
+  for (int row = first; row < end; row += step) {
     const bool last = row + step >= end;
-    epilogue.prefetch_row(row);
-    Pack after_next{};
-    if constexpr (kDense) {
-      if (live && !last) transport.send(row + step, load_input(row + step));
+    send(row + kHops * step, ahead);
+    ahead = load_input(row + (kHops + 1) * step);
+    if (row != first) epilogue.prefetch_row(row);
+    Pack reduced{}, next_sum{};
+    if constexpr (kHops == 2) {
+      // So that the sums of a row are on their way while the row before is normed.
+      if (live && !last) {
+        next_sum = transport.relay(row + step, [&] { return load_input(row + step); });
+      }
+      if (live) reduced = transport.receive(row, [&] { return sum; });
     } else {
-      if (live && !last) transport.send(row + step, next);
-      after_next = load_input(row + 2 * step);
-    }
-    Pack reduced{};
-    if (live) {
-      reduced = transport.receive(row, [&] { return kDense ? load_input(row) : own; });
-      transport.clear(row);
+      const bool keeps = !kDense && row == first;
+      if (live) reduced = transport.receive(row, [&] { return keeps ? own : load_input(row); });
     }
     // Overlaps the row's sum; earlier it would hold registers while packs of all ranks are in
     // flight.
@@ -80,8 +91,7 @@ __device__ __forceinline__ void run_fused(const FusedParams& params) {
     // After the barrier in add_row().
     if (last) exchange.advance();
     if (params.epilogue.normalize) epilogue.store_row(row, epilogue.finish());
-    own = next;
-    next = after_next;
+    sum = next_sum;
   }
 }
 

@@ -81,6 +81,8 @@ __device__ __forceinline__ int number_at(int q, int rank) {
 template <class T, int kWorldSize>
 class OneShot {
  public:
+  static constexpr int kHops = 1;
+
   __device__ __forceinline__ OneShot(const FusedParams& params, Exchange<kWorldSize>& exchange,
                                      int pack)
       : exchange_(exchange),
@@ -89,7 +91,7 @@ class OneShot {
         rank_(params.rank),
         pack_(pack) {}
 
-  __device__ __forceinline__ void send(int64_t row, const Pack& own) {
+  __device__ __forceinline__ void send(int row, const Pack& own) {
     if (exchange_.failed()) return;
     const Pack payload = canonicalize(own);
     const int64_t offset = layout_.one_shot_slot(0, row, pack_);
@@ -102,16 +104,15 @@ class OneShot {
 
   // `own` returns this rank's partial.
   template <class Own>
-  __device__ __forceinline__ Pack receive(int64_t row, Own&& own) {
-    return receive_partials<T, kWorldSize>(exchange_, slot(row), stride_, rank_, own());
-  }
-
-  __device__ __forceinline__ void clear(int64_t row) {
-    clear_partials<kWorldSize>(slot(row), stride_);
+  __device__ __forceinline__ Pack receive(int row, Own&& own) {
+    char* const slots = slot(row);
+    const Pack sum = receive_partials<T, kWorldSize>(exchange_, slots, stride_, rank_, own());
+    clear_partials<kWorldSize>(slots, stride_);
+    return sum;
   }
 
  private:
-  __device__ __forceinline__ char* slot(int64_t row) const {
+  __device__ __forceinline__ char* slot(int row) const {
     return exchange_.phase(0) + layout_.one_shot_slot(0, row, pack_);
   }
 

@@ -62,7 +62,7 @@ struct FusedParams {
   char* workspace[kPushMaxWorldSize];  // [q] belongs to rank (rank + q) mod world_size; [0] is own
   Rows x;
   EpilogueParams epilogue;
-  int64_t num_tokens;
+  int32_t num_tokens;  // of this launch
   int32_t packs;
   int32_t rank;
   int64_t phase_bytes;

@@ -71,7 +71,7 @@ inline FusedParams exchange_params(const AllnormCommConfig& config, const Allnor
     params.workspace[q] =
         static_cast<char*>(config.workspaces[(config.rank + q) % config.world_size]);
   }
-  params.num_tokens = num_rows;
+  params.num_tokens = static_cast<int32_t>(num_rows);
   params.packs = static_cast<int32_t>(call.hidden_size * element_bytes(call.dtype) / kPackBytes);
   params.rank = config.rank;
   params.phase_bytes = PushLayout::phase_bytes(config.workspace_bytes);

@@ -68,13 +68,13 @@ class Sharded {
         gathered_(params.gathered) {}
 
   // First hop: this rank's partial of the `local`th row of `owner` in this launch.
-  __device__ __forceinline__ void send_partial(int owner, int64_t local, const Pack& own) {
+  __device__ __forceinline__ void send_partial(int owner, int local, const Pack& own) {
     if (!live_ || exchange_.failed()) return;
     const int q = owner - rank_ + (owner < rank_ ? kWorldSize : 0);
     const int64_t slot = layout_.slot(number_at<kWorldSize>(q, rank_), local, pack_);
     store_relaxed_sys(exchange_.phase(q) + slot, canonicalize(own));
   }
-  __device__ __forceinline__ Pack receive_partials(int64_t local, const Pack& own) {
+  __device__ __forceinline__ Pack receive_partials(int local, const Pack& own) {
     if (!live_) return Pack{};
     char* const slot = exchange_.phase(0) + layout_.slot(0, local, pack_);
     const int64_t stride = layout_.slot(1, 0, 0);
@@ -84,7 +84,7 @@ class Sharded {
   }
 
   // Second hop. After a failure the peers are told NaN: they need not wait for their own deadline.
-  __device__ __forceinline__ void publish(int64_t local, const Pack& y) {
+  __device__ __forceinline__ void publish(int local, const Pack& y) {
     if (!live_) return;
     const Pack payload = canonicalize(y);
 #pragma unroll
@@ -92,7 +92,7 @@ class Sharded {
       store_relaxed_sys(finished_at(q, local) + pack_ * kPackBytes, payload);
     }
   }
-  __device__ __forceinline__ Pack receive(int owner, int64_t local) {
+  __device__ __forceinline__ Pack receive(int owner, int local) {
     if (!live_) return Pack{};
     char* const slot = finished_of(owner, local) + pack_ * kPackBytes;
     Pack y;
@@ -106,7 +106,7 @@ class Sharded {
   }
 
   // The same for quantised rows. All threads of the block call these, live or not.
-  __device__ __forceinline__ void publish(int64_t local, const QuantizedPack<T>& quantized,
+  __device__ __forceinline__ void publish(int local, const QuantizedPack<T>& quantized,
                                           const Quantizer<T>& quantizer) {
     float* const staged = shared_storage<Scales>().value;
     if (live_) {
@@ -129,7 +129,7 @@ class Sharded {
       }
     }
   }
-  __device__ __forceinline__ void receive_and_store(int owner, int64_t local, int64_t row) {
+  __device__ __forceinline__ void receive_and_store(int owner, int local, int64_t row) {
     char* const finished = finished_of(owner, local);
     const auto is_owner = [&] { return owner; };
     if (live_) {
@@ -179,10 +179,10 @@ class Sharded {
     return {first < groups ? first : groups, last < groups ? last : groups};
   }
   // Where this rank's finished row goes at the rank `q` after it, and where `owner`'s arrives here.
-  __device__ __forceinline__ char* finished_at(int q, int64_t local) const {
+  __device__ __forceinline__ char* finished_at(int q, int local) const {
     return exchange_.phase(q) + layout_.finished(number_at<kWorldSize>(q, rank_), local, gathered_);
   }
-  __device__ __forceinline__ char* finished_of(int owner, int64_t local) const {
+  __device__ __forceinline__ char* finished_of(int owner, int local) const {
     return exchange_.phase(0) + layout_.finished(PushLayout::other(rank_, owner), local, gathered_);
   }
 
@@ -212,15 +212,15 @@ class ShardedRows {
         live_(live) {}
 
   // Rows first, first + step, ...
-  __device__ __forceinline__ void run(int64_t first, int64_t step) {
-    const int64_t end = params_.num_tokens;
-    const int64_t last = first + (end - 1 - first) / step * step;
-    const int64_t lag = min_of(kWorldSize * step, last - first);
+  __device__ __forceinline__ void run(int first, int step) {
+    const int end = params_.num_tokens;
+    const int last = first + (end - 1 - first) / step * step;
+    const int lag = kWorldSize * step < last - first ? kWorldSize * step : last - first;
     epilogue_.prefetch_weight();
     Pack own = load_input(first);
     Pack next = load_input(first + step);
     send(first, own);
-    for (int64_t index = first; index - lag <= last; index += step) {
+    for (int index = first; index - lag <= last; index += step) {
       if (index <= last) {
         send(index + step, next);
         const Pack after_next = load_input(index + 2 * step);
@@ -235,30 +235,28 @@ class ShardedRows {
   }
 
  private:
-  __device__ __forceinline__ static int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
-
-  __device__ __forceinline__ ShardedRow row_at(int64_t index) const {
+  __device__ __forceinline__ ShardedRow row_at(int index) const {
     return sharded_row(all_.first_index + index, all_.total_rows, kWorldSize);
   }
 
   // x of a row: of any for a sum, of an own one otherwise.
-  __device__ __forceinline__ Pack load_input(int64_t index) const {
+  __device__ __forceinline__ Pack load_input(int index) const {
     if (!live_ || index >= params_.num_tokens) return Pack{};
     const ShardedRow at = row_at(index);
     if (!all_.gathered) return load_pack(params_.x.at(at.row, pack_));
     return at.owner == params_.rank ? load_pack(params_.x.at(at.local, pack_)) : Pack{};
   }
 
-  __device__ __forceinline__ void send(int64_t index, const Pack& partial) {
+  __device__ __forceinline__ void send(int index, const Pack& partial) {
     if (all_.gathered || index >= params_.num_tokens) return;
     const int owner = row_at(index).owner;
     if (owner != params_.rank) transport_.send_partial(owner, index / kWorldSize, partial);
   }
 
-  __device__ __forceinline__ void finish_if_own(int64_t index, const Pack& own) {
+  __device__ __forceinline__ void finish_if_own(int index, const Pack& own) {
     const ShardedRow here = row_at(index);
     if (here.owner != params_.rank) return;
-    const int64_t slot = index / kWorldSize;
+    const int slot = index / kWorldSize;
     Pack y = own;
     if (!all_.gathered) {
       epilogue_.prefetch_row(here.local);
@@ -278,10 +276,10 @@ class ShardedRows {
     epilogue_.store_row(here.row, y);
   }
 
-  __device__ __forceinline__ void receive_if_other(int64_t index) {
+  __device__ __forceinline__ void receive_if_other(int index) {
     const ShardedRow here = row_at(index);
     if (here.owner == params_.rank) return;
-    const int64_t slot = index / kWorldSize;
+    const int slot = index / kWorldSize;
     if constexpr (kQuantized) {
       if (!all_.sends_normed) {
         transport_.receive_and_store(here.owner, slot, here.row);
@@ -303,13 +301,13 @@ template <class T, int kWorldSize, bool kQuantized>
 __device__ __forceinline__ void run_sharded(const ShardedParams& params) {
   const uint32_t clusters = cluster_size();
   const int pack = static_cast<int>(cluster_rank() * blockDim.x + threadIdx.x);
-  const int64_t first = static_cast<int64_t>(blockIdx.x / clusters) - 1;
+  const int first = static_cast<int>(blockIdx.x / clusters) - 1;
   RowExchange row_exchange((params.fused.packs + kPacksPerChunk - 1) / kPacksPerChunk, clusters);
   Exchange<kWorldSize> exchange(params.fused);
   if (first < 0) return work_on_no_row<kQuantized>(exchange, params.fused);
   ShardedRows<T, kWorldSize, kQuantized>(params, exchange, row_exchange, pack,
                                          pack < params.fused.packs)
-      .run(first, gridDim.x / clusters - 1);
+      .run(first, static_cast<int>(gridDim.x / clusters) - 1);
   __syncthreads();  // every thread has read the operation counter, which is advanced here
   exchange.advance();
 }

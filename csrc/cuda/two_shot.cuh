@@ -15,6 +15,8 @@ namespace allnorm {
 template <class T, int kWorldSize>
 class TwoShot {
  public:
+  static constexpr int kHops = 2;
+
   __device__ __forceinline__ TwoShot(const FusedParams& params, Exchange<kWorldSize>& exchange,
                                      int pack)
       : exchange_(exchange),
@@ -23,7 +25,7 @@ class TwoShot {
         rank_(params.rank),
         pack_(pack) {}
 
-  __device__ __forceinline__ void send(int64_t row, const Pack& own) {
+  __device__ __forceinline__ void send(int row, const Pack& own) {
     const int q = ranks_to_owner(row);
     if (q == 0 || exchange_.failed()) return;
     const int number = number_at<kWorldSize>(q, rank_);
@@ -31,47 +33,47 @@ class TwoShot {
                       canonicalize(own));
   }
 
-  // `own` returns this rank's partial; asked for where this rank is the owner.
+  // Second hop. The owner waits for the partials, and pushes their sum to everybody. `own` returns
+  // this rank's partial. Returns the sum where this rank is the owner.
   template <class Own>
-  __device__ __forceinline__ Pack receive(int64_t row, Own&& own) {
-    const int64_t sum_offset = layout_.two_shot_sum(row, pack_);
-    const int to_owner = ranks_to_owner(row);
-    if (to_owner != 0) {
-      Pack sum;
-      const char* slot = exchange_.phase(0) + sum_offset;
-      const auto poll = [&] {
-        sum = load_relaxed_sys(slot);
-        return arrived(sum);
-      };
-      const auto owner = [&] { return (rank_ + to_owner) % kWorldSize; };
-      return exchange_.wait_until(poll, owner) ? sum : nan_pack();
-    }
-    const Pack sum =
-        canonicalize(receive_partials<T, kWorldSize>(exchange_, slot(row), stride_, rank_, own()));
+  __device__ __forceinline__ Pack relay(int row, Own&& own) {
+    if (ranks_to_owner(row) != 0) return Pack{};
+    const Pack sum = canonicalize(
+        receive_partials<T, kWorldSize>(exchange_, slot(row), stride_, rank_, own()));
     // After a failure the peers are told NaN: they need not wait for their own deadline.
+    const int64_t sum_offset = layout_.two_shot_sum(row, pack_);
 #pragma unroll
     for (int q = 1; q < kWorldSize; ++q) store_relaxed_sys(exchange_.phase(q) + sum_offset, sum);
+    clear_partials<kWorldSize>(slot(row), stride_);
     return sum;
   }
 
-  __device__ __forceinline__ void clear(int64_t row) {
-    if (ranks_to_owner(row) == 0) {
-      clear_partials<kWorldSize>(slot(row), stride_);
-    } else {
-      const Pack empty = {kEmptyWord, kEmptyWord, kEmptyWord, kEmptyWord};
-      store_pack(exchange_.phase(0) + layout_.two_shot_sum(row, pack_), empty);
-    }
+  // `own` returns what relay() returned for the row.
+  template <class Own>
+  __device__ __forceinline__ Pack receive(int row, Own&& own) {
+    const int to_owner = ranks_to_owner(row);
+    if (to_owner == 0) return own();
+    char* const slot = exchange_.phase(0) + layout_.two_shot_sum(row, pack_);
+    Pack sum;
+    const auto poll = [&] {
+      sum = load_relaxed_sys(slot);
+      return arrived(sum);
+    };
+    const auto owner = [&] { return (rank_ + to_owner) % kWorldSize; };
+    if (!exchange_.wait_until(poll, owner)) sum = nan_pack();
+    store_pack(slot, {kEmptyWord, kEmptyWord, kEmptyWord, kEmptyWord});
+    return sum;
   }
 
  private:
   // 0 if this rank owns this thread's pack of `row`, else how many ranks further the owner is.
-  __device__ __forceinline__ int ranks_to_owner(int64_t row) const {
+  __device__ __forceinline__ int ranks_to_owner(int row) const {
     const uint32_t owner = (static_cast<uint32_t>(row) + pack_ / kPacksPerChunk) % kWorldSize;
     const int q = static_cast<int>(owner) - rank_;
     return q < 0 ? q + kWorldSize : q;
   }
 
-  __device__ __forceinline__ char* slot(int64_t row) const {
+  __device__ __forceinline__ char* slot(int row) const {
     return exchange_.phase(0) + layout_.two_shot_slot(0, row, pack_);
   }
 
