@@ -5,17 +5,20 @@
 
 #include "abi/check.h"
 #include "abi/error.h"
+#include "abi/tag.h"
 #include "protocol/exchange.h"
 #include "protocol/layout.h"
 
 namespace allnorm {
 namespace {
 
-// Partial rows that a rank exchanges at a time: enough to make waits rare, little enough to be
-// still in the second-level cache (1 MiB here) when a peer reads them. EPYC (Zen 5), 2 ranks,
+// What a rank writes at a time, above all partial rows: enough to make waits rare, little enough to
+// be still in the second-level cache (1 MiB here) when a peer reads them. EPYC (Zen 5), 2 ranks,
 // 4096x4096 bfloat16, least time of `cpu_bench 2 4096x4096`: 64 / 128 / 256 / 512 / 1024 KiB take
 // 40 / 34 / 35 / 26 / 36 ms on a busy machine.
 constexpr int64_t kChunkBytes = 512 << 10;
+// A scale, or four packed ones.
+constexpr int64_t kScaleBytes = 4;
 
 ConstRows matrix(const void* data, int64_t stride_bytes, int64_t row) {
   if (data == nullptr) return {};
@@ -26,59 +29,159 @@ Rows matrix(void* data, int64_t stride_bytes, int64_t row) {
   return Rows{static_cast<std::byte*>(data), stride_bytes}.from(row);
 }
 
+// What peers take over of a row that its owner has finished.
+FinishedRow finished_row(const AllnormCall& call) {
+  const bool quantized = is_quantized(call);
+  return {.normed_bytes =
+              quantized && call.out == nullptr ? 0 : call.hidden_size * element_bytes(call.dtype),
+          .quantized_bytes = quantized ? call.hidden_size : 0,
+          .scale_bytes = kScaleBytes * scales_per_row(call)};
+}
+
+ScaleRows scale_rows(const AllnormCall& call, int64_t row) {
+  return ScaleRows{.data = static_cast<std::byte*>(call.scale),
+                   .row_stride_bytes = kScaleBytes * call.scale_row_stride,
+                   .group_stride_bytes = kScaleBytes * call.scale_group_stride,
+                   .packed = call.scale_format == ALLNORM_SCALE_UE8M0_PACKED}
+      .from(row);
+}
+
+void fill_nan(Rows rows, int64_t num_rows, int64_t hidden_size, int64_t element) {
+  const int64_t row_bytes = hidden_size * element;
+  for (int64_t row = 0; row < num_rows; ++row) {
+    std::byte* const data = rows.from(row).data;
+    // 0x7f, 0x7fff and 0x7fffffff, little endian, are NaN in every dtype of their size.
+    std::memset(data, 0xff, static_cast<size_t>(row_bytes));
+    for (int64_t i = element - 1; i < row_bytes; i += element) data[i] = std::byte{0x7f};
+  }
+}
+
+// Everything but residual_out, of rows [begin, end).
+void fill_outputs_nan(const AllnormCall& call, int64_t begin, int64_t end) {
+  const RowTask task = row_task(call, begin, 0);
+  if (call.out != nullptr) {
+    fill_nan(task.out, end - begin, call.hidden_size, element_bytes(call.dtype));
+  }
+  if (!is_quantized(call)) return;
+  fill_nan(task.quantized, end - begin, call.hidden_size, 1);
+  for (int64_t row = 0; row < end - begin; ++row) {
+    const ScaleRows scales = task.scales.from(row);
+    for (int64_t group = 0; group < scales_per_row(call); ++group) {
+      scales.put(group, bit_cast<float>(0x7fffffffu));
+    }
+  }
+}
+
 }  // namespace
 
-int64_t rows_per_chunk(int world_size, int64_t workspace_bytes, int algorithm, int dtype,
-                       int64_t hidden_size) {
-  if (hidden_size < 1 || hidden_size > kMaxHiddenSize) return 0;
-  const bool two_shot = algorithm == ALLNORM_TWO_SHOT;
-  const int64_t row_bytes = hidden_size * element_bytes(dtype);
-  const int64_t fit = std::max<int64_t>(0, PullLayout::phase_bytes(workspace_bytes)) /
-                      PullLayout::chunk_row_bytes(two_shot, row_bytes);
+int64_t rows_per_chunk(int world_size, int64_t workspace_bytes, const AllnormCall& call) {
+  if (world_size < 1 || world_size > kMaxWorldSize) return 0;
+  if (call.hidden_size < 1 || call.hidden_size > kMaxHiddenSize) return 0;
+  const int64_t row_bytes = call.hidden_size * element_bytes(call.dtype);
+  const int64_t phase_bytes = std::max<int64_t>(0, PullLayout::phase_bytes(workspace_bytes));
+  if (is_sharded(call)) {
+    // In whole turns, so that the rows of an owner in a chunk are neighbours.
+    const int64_t turn_bytes =
+        call.op == ALLNORM_ALL_GATHER_ROWS
+            ? row_bytes
+            : PullLayout::turn_bytes(world_size, row_bytes, finished_row(call));
+    return world_size *
+           std::min(phase_bytes / turn_bytes, std::max<int64_t>(1, kChunkBytes / turn_bytes));
+  }
+  const bool two_shot = call.algorithm == ALLNORM_TWO_SHOT;
+  const int64_t fit = phase_bytes / PullLayout::chunk_row_bytes(two_shot, row_bytes);
   // Two-shot gives every rank a row of a chunk, however long rows are.
   const int64_t least = two_shot ? world_size : 1;
   return std::min(fit, std::max(least, kChunkBytes / row_bytes));
 }
 
+PullLayout pull_layout(int world_size, const AllnormCall& call, int64_t rows) {
+  PullLayout layout = {.rows = rows, .row_bytes = call.hidden_size * element_bytes(call.dtype)};
+  if (is_norm(call) && is_sharded(call)) {
+    layout.owned = (rows + world_size - 1) / world_size;
+    layout.finished = finished_row(call);
+  }
+  return layout;
+}
+
 RowOp row_op(const AllnormCall& call, float* scratch) {
-  return {.dtype = call.dtype,
-          .weight_dtype = call.weight_dtype,
-          .op = call.op,
-          .numerics = call.numerics,
-          .eps = call.eps,
-          .weight_bias = call.weight_bias,
-          .hidden_size = call.hidden_size,
-          .weight = call.weight,
-          .scratch = scratch};
+  RowOp op = {.dtype = call.dtype,
+              .weight_dtype = call.weight_dtype,
+              .op = call.op,
+              .numerics = call.numerics,
+              .eps = call.eps,
+              .weight_bias = call.weight_bias,
+              .hidden_size = call.hidden_size,
+              .weight = call.weight,
+              .scratch = scratch};
+  if (is_quantized(call) && call.num_tokens > 0) {
+    op.quant = call.quant;
+    op.group_size = call.quant == ALLNORM_QUANT_PER_GROUP ? call.group_size : call.hidden_size;
+    op.power_of_two = call.scale_format != ALLNORM_SCALE_FLOAT32;
+    if (call.quant == ALLNORM_QUANT_PER_TENSOR) {
+      op.given_scale = *static_cast<const float*>(call.scale);
+    }
+  }
+  return op;
 }
 
 ConstRows x_rows(const AllnormCall& call, int64_t row) {
   return matrix(call.x, call.x_stride * element_bytes(call.dtype), row);
 }
 
-RowTask row_task(const AllnormCall& call, int64_t row) {
+RowTask row_task(const AllnormCall& call, int64_t row, int64_t residual_row) {
   const int64_t bytes = element_bytes(call.dtype);
-  return {.sources = nullptr,
-          .num_sources = 0,
-          .residual = matrix(call.residual, call.residual_stride * bytes, row),
-          .out = matrix(call.out, call.out_stride * bytes, row),
-          .residual_out = matrix(call.residual_out, call.residual_out_stride * bytes, row),
-          .num_rows = 0};
+  RowTask task = {
+      .sources = nullptr,
+      .num_sources = 0,
+      .residual = matrix(call.residual, call.residual_stride * bytes, residual_row),
+      .out = matrix(call.out, call.out_stride * bytes, row),
+      .residual_out = matrix(call.residual_out, call.residual_out_stride * bytes, residual_row),
+      .num_rows = 0};
+  if (is_quantized(call)) {
+    task.quantized = matrix(call.quantized, call.quantized_stride, row);
+    task.scales = scale_rows(call, row);
+  }
+  return task;
 }
 
-void fill_nan(const AllnormCall& call, int64_t first_row) {
-  const int64_t element = element_bytes(call.dtype), row_bytes = call.hidden_size * element;
-  const auto fill = [&](Rows rows) {
-    for (int64_t row = 0; row < call.num_tokens - first_row; ++row) {
-      std::byte* const data = rows.from(row).data;
-      // 0x7fff and 0x7fffffff, little endian, are NaN in every dtype of their size.
-      std::memset(data, 0xff, static_cast<size_t>(row_bytes));
-      for (int64_t i = element - 1; i < row_bytes; i += element) data[i] = std::byte{0x7f};
+void zero_scale_padding(const AllnormCall& call) {
+  const int64_t scales = scales_per_row(call);
+  if (scales == 0 || call.num_tokens == 0) return;
+  const bool packed = call.scale_format == ALLNORM_SCALE_UE8M0_PACKED;
+  const int64_t words = packed ? (scales + 3) / 4 : scales;
+  const auto zero = [&](int64_t row, int64_t first_word) {
+    const ScaleRows rows = scale_rows(call, row);
+    for (int64_t word = first_word; word < words; ++word) {
+      std::memset(rows.data + word * rows.group_stride_bytes, 0, kScaleBytes);
     }
   };
-  const RowTask task = row_task(call, first_row);
-  fill(task.out);
-  if (call.op == ALLNORM_ADD_RMS_NORM) fill(task.residual_out);
+  if (packed && scales % 4 != 0) {
+    for (int64_t row = 0; row < call.num_tokens; ++row) zero(row, words - 1);
+  }
+  for (int64_t i = 0; i < call.scale_padding_rows; ++i) zero(call.num_tokens + i, 0);
+}
+
+void fill_nan(const AllnormCall& call, int world_size, int rank, int64_t first) {
+  const bool sharded = is_sharded(call);
+  int64_t residual_begin = first, residual_end = call.num_tokens;
+  if (sharded) {
+    // Every owner has done as many rows.
+    const int64_t done = first / world_size;
+    for (int owner = 0; owner < world_size; ++owner) {
+      const RowShard shard = row_shard(call.num_tokens, world_size, owner);
+      fill_outputs_nan(call, shard.begin + done, shard.end);
+    }
+    const RowShard own = row_shard(call.num_tokens, world_size, rank);
+    residual_begin = done;
+    residual_end = own.end - own.begin;
+  } else {
+    fill_outputs_nan(call, first, call.num_tokens);
+  }
+  if (is_norm(call)) {
+    fill_nan(row_task(call, 0, residual_begin).residual_out, residual_end - residual_begin,
+             call.hidden_size, element_bytes(call.dtype));
+  }
 }
 
 int32_t run_local(const AllnormCall& call) {
@@ -90,7 +193,8 @@ int32_t run_local(const AllnormCall& call) {
     sources[i] = x_rows(call, 0);
     sources[i].data += i * call.source_stride * element_bytes(call.dtype);
   }
-  RowTask task = row_task(call, 0);
+  zero_scale_padding(call);
+  RowTask task = row_task(call, 0, 0);
   task.sources = sources;
   task.num_sources = call.num_sources;
   task.num_rows = call.num_tokens;

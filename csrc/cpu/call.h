@@ -6,23 +6,32 @@
 
 #include "allnorm.h"
 #include "cpu/kernels.h"
+#include "protocol/layout.h"
 
 namespace allnorm {
 
 // Rows of one exchange; a pure function, because every rank must cut alike. 0: not even one fits.
-int64_t rows_per_chunk(int world_size, int64_t workspace_bytes, int algorithm, int dtype,
-                       int64_t hidden_size);
+// Where rows have owners, a multiple of world_size.
+int64_t rows_per_chunk(int world_size, int64_t workspace_bytes, const AllnormCall& call);
+
+// Where one exchange of `rows` rows keeps what in a phase.
+PullLayout pull_layout(int world_size, const AllnormCall& call, int64_t rows);
 
 RowOp row_op(const AllnormCall& call, float* scratch);
 
 // The rows of x from `row` on.
 ConstRows x_rows(const AllnormCall& call, int64_t row);
 
-// Residual and outputs from `row` on; sources and num_rows are left to the caller.
-RowTask row_task(const AllnormCall& call, int64_t row);
+// Outputs from `row` on, residual and residual_out from `residual_row` on; sources and num_rows are
+// left to the caller.
+RowTask row_task(const AllnormCall& call, int64_t row, int64_t residual_row);
 
-// Makes every output from `first_row` on NaN: after a fault nothing may look like a result.
-void fill_nan(const AllnormCall& call, int64_t first_row);
+// The scales that no row kernel writes: of padding rows, and bytes of groups that do not exist.
+void zero_scale_padding(const AllnormCall& call);
+
+// Makes every output NaN from the `first`th row on, in the order in which rows are worked on: after
+// a fault nothing may look like a result.
+void fill_nan(const AllnormCall& call, int world_size, int rank, int64_t first);
 
 // Not collective: sums sources that lie in this process' own memory.
 int32_t run_local(const AllnormCall& call);

@@ -6,13 +6,19 @@
 //
 // Who may write what when. In operation e a rank writes only its own workspace, phase e mod 2:
 //   step 1  its tag and partial rows, then publishes 2e + 1. Peers read them after they saw it.
+//           all_gather_rows: its tag and the rows it gives.
 //   step 2  (two_shot) the sums of the rows it owns, then publishes 2e + 2. Likewise.
-// `published` never decreases (by signed distance), so that a peer that is ahead, or runs another
-// algorithm, satisfies a wait too; its tag then tells whether it is in the same call.
+//           (sharded) the finished rows it owns, in place of sums: normed, quantised, or both.
+// Rows that nobody reads (partials of rows a rank owns itself) are not written. `published` never
+// decreases (by signed distance), so that a peer that is ahead, or runs another algorithm,
+// satisfies a wait too; its tag then tells whether it is in the same call. A rank that owns no row
+// of a chunk publishes all the same.
 //
 // Why a phase may be reused: operation e + 2 overwrites what peers read in operation e. A rank gets
 // there only after it has waited, in e + 1, for step 1 of every peer, and a peer publishes step 1
 // of e + 1 only after it has finished e, reads included (release in publish(), acquire in wait()).
+// Every algorithm waits for step 1 of every peer, also of one whose rows it does not need, and
+// whether e and e + 1 have a second step does not matter.
 // For the same reason a peer's tag of operation e cannot change while this rank is in e. A rank
 // that finds another tag than its own stops there and never publishes again; since both ranks of a
 // diverging pair wait for each other's step 1 of e and compare the same two tags, both find out.
@@ -25,6 +31,7 @@
 
 #include "abi/check.h"
 #include "abi/error.h"
+#include "abi/tag.h"
 #include "cpu/memory.h"
 
 namespace allnorm {
@@ -149,80 +156,10 @@ bool Communicator::same_call(int peer, const CallTag& tag) {
                  .seen_tokens = static_cast<uint32_t>(seen_tokens)});
 }
 
-// Copies rows [begin, end) of the chunk into this rank's phase.
-void Communicator::copy_in(const Chunk& chunk, int64_t begin, int64_t end) {
-  const int64_t row_bytes = chunk.layout.row_bytes;
-  const int64_t stride_bytes = chunk.call.x_stride * element_bytes(chunk.call.dtype);
-  const std::byte* from =
-      static_cast<const std::byte*>(chunk.call.x) + (chunk.begin + begin) * stride_bytes;
-  std::byte* to = phase(config_.rank) + chunk.layout.partial(begin);
-  if (stride_bytes == row_bytes) {
-    if (begin < end) std::memcpy(to, from, static_cast<size_t>((end - begin) * row_bytes));
-    return;
-  }
-  for (int64_t row = begin; row < end; ++row, from += stride_bytes, to += row_bytes) {
-    std::memcpy(to, from, static_cast<size_t>(row_bytes));
-  }
-}
-
-bool Communicator::one_shot(const Chunk& chunk) {
-  announce(chunk.tag);
-  copy_in(chunk, 0, chunk.layout.rows);
-  publish(1);
-  ConstRows sources[kMaxWorldSize];
-  for (int rank = 0; rank < config_.world_size; ++rank) {
-    sources[rank] = {phase(rank), chunk.layout.row_bytes};
-    if (rank == config_.rank) sources[rank] = x_rows(chunk.call, chunk.begin);
-    if (rank != config_.rank && !wait(rank, 1, chunk.tag)) return false;
-  }
-  RowTask task = row_task(chunk.call, chunk.begin);
-  task.sources = sources;
-  task.num_sources = config_.world_size;
-  task.num_rows = chunk.layout.rows;
-  best_isa().run_rows(chunk.op, task);
-  return true;
-}
-
-bool Communicator::two_shot(const Chunk& chunk) {
-  const PullLayout& layout = chunk.layout;
-  const int world_size = config_.world_size;
-  const RowShard own = row_shard(layout.rows, world_size, config_.rank);
-  announce(chunk.tag);
-  copy_in(chunk, 0, own.begin);
-  copy_in(chunk, own.end, layout.rows);
-  publish(1);
-
-  ConstRows sources[kMaxWorldSize];
-  for (int rank = 0; rank < world_size; ++rank) {
-    sources[rank] = {phase(rank) + layout.partial(own.begin), layout.row_bytes};
-    if (rank == config_.rank) sources[rank] = x_rows(chunk.call, chunk.begin + own.begin);
-    if (rank != config_.rank && !wait(rank, 1, chunk.tag)) return false;
-  }
-  RowOp reduce = chunk.op;
-  reduce.op = ALLNORM_ALL_REDUCE;
-  best_isa().run_rows(reduce,
-                      {.sources = sources,
-                       .num_sources = world_size,
-                       .residual = {},
-                       .out = {phase(config_.rank) + layout.sum(own.begin), layout.row_bytes},
-                       .residual_out = {},
-                       .num_rows = own.end - own.begin});
-  publish(2);
-
-  // x of this chunk is not read any more, so `out` may overwrite it. Own rows first: the peers need
-  // the time to publish theirs.
-  for (int i = 0; i < world_size; ++i) {
-    const int owner = (config_.rank + i) % world_size;
-    const RowShard shard = row_shard(layout.rows, world_size, owner);
-    if (owner != config_.rank && !wait(owner, 2, chunk.tag)) return false;
-    const ConstRows sum = {phase(owner) + layout.sum(shard.begin), layout.row_bytes};
-    RowTask task = row_task(chunk.call, chunk.begin + shard.begin);
-    task.sources = &sum;
-    task.num_sources = 1;
-    task.num_rows = shard.end - shard.begin;
-    best_isa().run_rows(chunk.op, task);
-  }
-  return true;
+bool Communicator::run_chunk(const Chunk& chunk) {
+  if (chunk.call.op == ALLNORM_ALL_GATHER_ROWS) return all_gather(chunk);
+  if (chunk.sharded) return sharded(chunk);
+  return chunk.call.algorithm == ALLNORM_ONE_SHOT ? one_shot(chunk) : two_shot(chunk);
 }
 
 int32_t Communicator::run(const AllnormCall& call) {
@@ -231,10 +168,11 @@ int32_t Communicator::run(const AllnormCall& call) {
   if (config_.world_size == 1) {
     AllnormCall local = call;
     local.num_sources = 1;
+    // The only source there is: the sum is a copy of it.
+    if (call.op == ALLNORM_ALL_GATHER_ROWS) local.op = ALLNORM_ALL_REDUCE;
     return run_local(local);
   }
-  const int64_t max_rows = rows_per_chunk(config_.world_size, config_.workspace_bytes,
-                                          call.algorithm, call.dtype, call.hidden_size);
+  const int64_t max_rows = rows_per_chunk(config_.world_size, config_.workspace_bytes, call);
   if (max_rows == 0) {
     return fail(
         ALLNORM_UNSUPPORTED,
@@ -245,11 +183,8 @@ int32_t Communicator::run(const AllnormCall& call) {
   }
   float* const scratch = scratch_.reserve(call.hidden_size);
   if (scratch == nullptr) return fail(ALLNORM_SYSTEM, "no memory for a row of working space");
-  const bool norm = call.op == ALLNORM_ADD_RMS_NORM;
-  const CallTag tag = {
-      .num_tokens = static_cast<uint32_t>(call.num_tokens),
-      .shape = shape_code(call.hidden_size, call.dtype, call.algorithm, norm ? call.numerics : 0,
-                          norm && call.residual != nullptr, call.op)};
+  zero_scale_padding(call);
+  const CallTag tag = call_tag(call, call.num_tokens);
   int64_t begin = 0;
   // A call of no rows exchanges tags all the same, so that a rank with another number of rows is
   // named now and not at some later call.
@@ -257,12 +192,11 @@ int32_t Communicator::run(const AllnormCall& call) {
     const Chunk chunk = {.call = call,
                          .op = row_op(call, scratch),
                          .tag = tag,
-                         .layout = {.rows = std::min(max_rows, call.num_tokens - begin),
-                                    .row_bytes = call.hidden_size * element_bytes(call.dtype)},
-                         .begin = begin};
-    if (!(call.algorithm == ALLNORM_ONE_SHOT ? one_shot(chunk) : two_shot(chunk))) {
-      return refuse(call, begin);
-    }
+                         .layout = pull_layout(config_.world_size, call,
+                                               std::min(max_rows, call.num_tokens - begin)),
+                         .begin = begin,
+                         .sharded = is_sharded(call)};
+    if (!run_chunk(chunk)) return refuse(call, begin);
     ++op_;
     begin += chunk.layout.rows;
   } while (begin < call.num_tokens);
@@ -275,8 +209,9 @@ bool Communicator::record(const AllnormFault& fault) {
   return false;
 }
 
-int32_t Communicator::refuse(const AllnormCall& call, int64_t first_row) {
-  fill_nan(call, first_row);
+int32_t Communicator::refuse(const AllnormCall& call, int64_t first) {
+  zero_scale_padding(call);
+  fill_nan(call, config_.world_size, config_.rank, first);
   return fail(static_cast<AllnormStatus>(fault_.status), "%s",
               describe(fault_, config_.timeout_ns).c_str());
 }

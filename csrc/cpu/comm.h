@@ -28,25 +28,43 @@ class Communicator {
   AllnormFault fault();
 
  private:
+  // The rows of one operation: [begin, begin + layout.rows) of the call, or, where rows have
+  // owners, of the order of sharded_row().
   struct Chunk {
     const AllnormCall& call;
     RowOp op;
     CallTag tag;
     PullLayout layout;
-    int64_t begin;  // first row of the call
+    int64_t begin;
+    bool sharded;
+  };
+  // Those of them that one rank sums, finishes or gives.
+  struct OwnedRows {
+    int64_t slot;          // first of them in the chunk
+    int64_t row;           // ... in the call
+    int64_t residual_row;  // ... in residual and residual_out, and in x of ALL_GATHER_ROWS
+    int64_t count;
   };
 
   bool one_shot(const Chunk& chunk);
   bool two_shot(const Chunk& chunk);
+  bool sharded(const Chunk& chunk);
+  bool all_gather(const Chunk& chunk);
+  OwnedRows owned_rows(const Chunk& chunk, int owner) const;
+  // Step 1 of two_shot and sharded. `sources`: the partials of the rows this rank owns.
+  bool exchange_partials(const Chunk& chunk, ConstRows* sources);
+  void copy_in(const Chunk& chunk, int64_t row, int64_t slot, int64_t count);
+  void copy_out(const Chunk& chunk, int owner);
   void announce(const CallTag& tag);
   void publish(int step);
   // False: the wait failed and fault_ says why.
   bool wait(int peer, int step, const CallTag& tag);
   bool sleep(int peer, uint32_t expected, int64_t deadline_ns, const CallTag& tag);
   bool same_call(int peer, const CallTag& tag);
-  void copy_in(const Chunk& chunk, int64_t begin, int64_t end);
   bool record(const AllnormFault& fault);
-  int32_t refuse(const AllnormCall& call, int64_t first_row);
+  bool run_chunk(const Chunk& chunk);
+  // Fails with what is recorded; rows from the `first`th on become NaN.
+  int32_t refuse(const AllnormCall& call, int64_t first);
 
   std::byte* phase(int rank) const;
   uint32_t* published(int rank) const;

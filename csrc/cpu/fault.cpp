@@ -11,19 +11,30 @@ const char* name(const char* const (&names)[kCount], uint32_t index) {
   return index < kCount ? names[index] : "?";
 }
 
+// The op of a CallShape: "add_rms_norm, float8 by groups of 128".
+std::string describe_op(uint32_t op) {
+  if (op == 0) return "all_reduce";
+  if (op == 1) return "all_gather_rows";
+  const std::string norm = "add_rms_norm";
+  const uint32_t quant = op - 2;
+  if (quant == 0) return norm;
+  if (quant == 7) return norm + ", float8 by row";
+  if (quant == 8) return norm + ", float8 by a given scale";
+  return quant < 7 ? norm + ", float8 by groups of " + std::to_string(8 << quant) : "?";
+}
+
 // A CallTag as "16 tokens x 4096 bfloat16, one_shot add_rms_norm, rounded, with residual".
 std::string describe_call(uint32_t num_tokens, uint32_t shape) {
   static constexpr const char* kDtypes[] = {"float32", "float16", "bfloat16"};
-  static constexpr const char* kAlgorithms[] = {"one_shot", "two_shot"};
+  static constexpr const char* kAlgorithms[] = {"one_shot", "two_shot", "sharded"};
   static constexpr const char* kNumerics[] = {"rounded", "unrounded", "transformers", "vllm"};
-  static constexpr const char* kOps[] = {"all_reduce", "add_rms_norm"};
   if (shape == ~0u) return "nothing yet";
-  char text[160];
+  char text[200];
   // The fields of shape_code().
-  snprintf(text, sizeof(text), "%u tokens x %u %s, %s %s, %s, %s residual", num_tokens,
+  snprintf(text, sizeof(text), "%u tokens x %u %s, %s %s%s, %s, %s residual", num_tokens,
            shape & 0xfffff, name(kDtypes, shape >> 20 & 3), name(kAlgorithms, shape >> 22 & 3),
-           name(kOps, shape >> 27), name(kNumerics, shape >> 24 & 3),
-           (shape >> 26 & 1) != 0 ? "with" : "without");
+           describe_op(shape >> 28).c_str(), (shape >> 27 & 1) != 0 ? " and normed" : "",
+           name(kNumerics, shape >> 24 & 3), (shape >> 26 & 1) != 0 ? "with" : "without");
   return text;
 }
 
@@ -32,7 +43,7 @@ std::string describe_call(uint32_t num_tokens, uint32_t shape) {
 std::string describe(const AllnormFault& fault, int64_t timeout_ns) {
   const std::string expected = describe_call(fault.expected_tokens, fault.expected_shape);
   const std::string seen = describe_call(fault.seen_tokens, fault.seen_shape);
-  char text[900];
+  char text[1000];
   if (fault.status == ALLNORM_TIMEOUT) {
     snprintf(
         text, sizeof(text),

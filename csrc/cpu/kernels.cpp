@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "allnorm.h"
+#include "cpu/quantize.h"
 #include "cpu/simd.h"
 #include "protocol/numerics.h"
 
@@ -118,8 +119,10 @@ struct RowPointers {
   using Storage = typename T::Storage;
   const Storage* sources[ALLNORM_MAX_WORLD_SIZE];
   const Storage* residual;
-  Storage* out;
+  Storage* out;  // null: not wanted
   Storage* residual_out;
+  uint8_t* quantized;
+  ScaleRows scales;  // from this row on
 };
 
 // The elements at `i` of a row: whole pairs, or the `count` that are left at its end.
@@ -224,11 +227,15 @@ void norm_row(const RowOp& op, const RowPointers<T>& row, int num_sources) {
     chunk_sums[chunk] = chunk_square_sum<T>(z + begin);
   }
   const float rstd = reciprocal_rms(butterfly(chunk_sums, num_chunks), op.hidden_size, op.eps);
+  // Where y is not wanted it takes the place of z: no element of it is larger, and each is written
+  // after the one it overwrites was read.
+  auto* const y = row.out != nullptr ? row.out : reinterpret_cast<typename T::Storage*>(z);
   if (op.weight_dtype == ALLNORM_FLOAT32) {
-    scale_row<T, Float32>(op, z, rstd, row.out);
+    scale_row<T, Float32>(op, z, rstd, y);
   } else {
-    scale_row<T, T>(op, z, rstd, row.out);
+    scale_row<T, T>(op, z, rstd, y);
   }
+  if (op.quant != ALLNORM_QUANT_NONE) quantize_row<T>(op, y, row.quantized, row.scales);
 }
 
 template <class T, int kSources>
@@ -251,7 +258,8 @@ void run_typed(const RowOp& op, const RowTask& task) {
     for (int r = 0; r < task.num_sources; ++r) {
       row.sources[r] = reinterpret_cast<const Storage*>(task.sources[r].from(i).data);
     }
-    row.out = reinterpret_cast<Storage*>(task.out.from(i).data);
+    row.out =
+        task.out.data == nullptr ? nullptr : reinterpret_cast<Storage*>(task.out.from(i).data);
     if (op.op == ALLNORM_ALL_REDUCE) {
       reduce_row<T, kSources>(op, row, task.num_sources);
       continue;
@@ -260,6 +268,10 @@ void run_typed(const RowOp& op, const RowTask& task) {
                        ? nullptr
                        : reinterpret_cast<const Storage*>(task.residual.from(i).data);
     row.residual_out = reinterpret_cast<Storage*>(task.residual_out.from(i).data);
+    if (op.quant != ALLNORM_QUANT_NONE) {
+      row.quantized = reinterpret_cast<uint8_t*>(task.quantized.from(i).data);
+      row.scales = task.scales.from(i);
+    }
     norm_row<T, kSources>(op, row, task.num_sources);
   }
 }

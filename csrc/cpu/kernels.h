@@ -1,10 +1,13 @@
-// What the CPU does to rows: sum the sources in rank order, add the residual, normalise.
+// What the CPU does to rows: sum the sources in rank order, add the residual, normalise, quantise.
 #ifndef ALLNORM_CPU_KERNELS_H_
 #define ALLNORM_CPU_KERNELS_H_
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <memory>
+
+#include "protocol/numerics.h"
 
 namespace allnorm {
 
@@ -21,6 +24,27 @@ struct Rows {
 
   Rows from(int64_t row) const { return {data + row * stride_bytes, stride_bytes}; }
   operator ConstRows() const { return {data, stride_bytes}; }
+};
+
+// Where the scales of rows of groups go, as AllnormCall.scale says.
+struct ScaleRows {
+  std::byte* data;
+  int64_t row_stride_bytes;
+  int64_t group_stride_bytes;  // of four groups if packed
+  bool packed;                 // a scale is its exponent byte
+
+  ScaleRows from(int64_t row) const {
+    return {data + row * row_stride_bytes, row_stride_bytes, group_stride_bytes, packed};
+  }
+  // The scale of a group of the first row. Forced inline, because the row kernels use it: see
+  // cpu/simd.h.
+  ALLNORM_HD void put(int64_t group, float scale) const {
+    if (packed) {
+      data[group / 4 * group_stride_bytes + group % 4] = std::byte{exponent_byte(scale)};
+    } else {
+      std::memcpy(data + group * group_stride_bytes, &scale, sizeof(scale));
+    }
+  }
 };
 
 // Float32 working memory for one row; grows, never shrinks.
@@ -48,10 +72,16 @@ struct RowOp {
   int64_t hidden_size;
   const void* weight;
   float* scratch;  // Scratch::reserve(hidden_size)
+  // With a quant other than ALLNORM_QUANT_NONE only:
+  int quant = 0;              // AllnormQuant; NONE for ops that have no norm
+  int64_t group_size = 0;     // hidden_size unless PER_GROUP
+  bool power_of_two = false;  // scales are rounded up to a power of two
+  float given_scale = 0.0f;   // PER_TENSOR
 };
 
 // residual.data may be null; residual_out is not touched by ALLNORM_ALL_REDUCE. `out` may be one of
-// the sources and `residual_out` may be `residual`, in both cases row for row.
+// the sources and `residual_out` may be `residual`, in both cases row for row. out.data may be null
+// if the row is quantised; quantized and scales are not touched unless it is.
 struct RowTask {
   const ConstRows* sources;
   int num_sources;
@@ -59,6 +89,8 @@ struct RowTask {
   Rows out;
   Rows residual_out;
   int64_t num_rows;
+  Rows quantized = {};
+  ScaleRows scales = {};
 };
 
 using RowKernel = void (*)(const RowOp& op, const RowTask& task);

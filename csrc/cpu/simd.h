@@ -36,12 +36,11 @@ using F32 = float __attribute__((vector_size(4 * kWidth)));
 using I32 = int32_t __attribute__((vector_size(4 * kWidth)));
 using U32 = uint32_t __attribute__((vector_size(4 * kWidth)));
 using U16 = uint16_t __attribute__((vector_size(2 * kWidth)));
+using U8 = uint8_t __attribute__((vector_size(kWidth)));
 
-ALLNORM_INLINE F32 broadcast(float value) {
-  F32 result = {};
-  for (int i = 0; i < kWidth; ++i) result[i] = value;
-  return result;
-}
+// Subtracting 0.0 changes no bit, and GCC 12 takes it for the broadcast it is; filling the elements
+// one by one becomes as many masked moves.
+ALLNORM_INLINE F32 broadcast(float value) { return value - F32{}; }
 
 ALLNORM_INLINE F32 fma(F32 a, F32 b, F32 c) {
 #if defined(__AVX512F__)
@@ -55,19 +54,19 @@ ALLNORM_INLINE F32 fma(F32 a, F32 b, F32 c) {
 #endif
 }
 
-template <class Index, int... kPositions>
-ALLNORM_INLINE F32 shuffle(F32 a, F32 b, std::integer_sequence<int, kPositions...>) {
+template <class Index, class Vector, int... kPositions>
+ALLNORM_INLINE Vector shuffle(Vector a, Vector b, std::integer_sequence<int, kPositions...>) {
   return __builtin_shufflevector(a, b, Index::at(kPositions)...);
 }
 // result[i] = concat(a, b)[Index::at(i)].
-template <class Index>
-ALLNORM_INLINE F32 shuffle(F32 a, F32 b) {
+template <class Index, class Vector>
+ALLNORM_INLINE Vector shuffle(Vector a, Vector b) {
   return shuffle<Index>(a, b, std::make_integer_sequence<int, kWidth>{});
 }
 
 // result[i] = a[i xor kMask].
-template <int kMask>
-ALLNORM_INLINE F32 exchange(F32 a) {
+template <int kMask, class Vector>
+ALLNORM_INLINE Vector exchange(Vector a) {
   struct Index {
     static constexpr int at(int i) { return i ^ kMask; }
   };
@@ -78,6 +77,35 @@ ALLNORM_INLINE F32 exchange(F32 a) {
 ALLNORM_INLINE F32 canonical_nan(F32 value) {
   const I32 bits = (I32)value;
   return (F32)(value != value ? I32{} + 0x7fffffff : bits);
+}
+
+// Conversions of whole vectors of integers, for which GCC 12 goes through halves or elements.
+ALLNORM_INLINE U32 widen(U16 value) {
+#if defined(__AVX512F__)
+  return (U32)_mm512_maskz_cvtepu16_epi32(0xffff, (__m256i)value);  // masked: see to_float16()
+#elif defined(__AVX2__)
+  return (U32)_mm256_cvtepu16_epi32((__m128i)value);
+#else
+  return __builtin_convertvector(value, U32);
+#endif
+}
+// The lowest byte of every element.
+ALLNORM_INLINE U8 lowest_bytes(U32 value) {
+#if defined(__AVX512F__)
+  return (U8)_mm512_maskz_cvtepi32_epi8(0xffff, (__m512i)value);
+#elif defined(__AVX2__)
+  const __m256i in_lanes =
+      _mm256_shuffle_epi8((__m256i)value, _mm256_broadcastsi128_si256(_mm_setr_epi8(
+                                              0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12)));
+  const __m128i both =
+      _mm_unpacklo_epi32(_mm256_castsi256_si128(in_lanes), _mm256_extracti128_si256(in_lanes, 1));
+  return bit_cast<U8>(_mm_cvtsi128_si64(both));
+#elif defined(__SSE2__)
+  const __m128i words = _mm_packs_epi32((__m128i)(value & 0xffu), __m128i{});
+  return bit_cast<U8>(_mm_cvtsi128_si32(_mm_packus_epi16(words, __m128i{})));
+#else
+  return __builtin_convertvector(value, U8);
+#endif
 }
 
 // ---- elements <-> float32 -----------------------------------------------------------------------
@@ -112,10 +140,11 @@ ALLNORM_INLINE void store_pair(float* to, Pair pair) {
 }
 
 // Conversions of an element type:
-//   load(p)       f of the 2 * kWidth elements at p
-//   round(v)      f(T(v)), NaNs canonical
-//   store(p, v)   T(v), for v that round() returned
-//   order(v)      v, loaded in natural order, in this type's order
+//   load(p)          f of the 2 * kWidth elements at p
+//   round(v)         f(T(v)), NaNs canonical
+//   store(p, v)      T(v), for v that round() returned
+//   order(v)         v, loaded in natural order, in this type's order
+//   load_natural(p)  f of the kWidth elements at p, in natural order
 template <class T>
 struct Elements;
 
@@ -128,6 +157,7 @@ struct Elements<Float32> {
     store_vector(to + kWidth, value.b);
   }
   static ALLNORM_INLINE Pair order(Pair value) { return value; }
+  static ALLNORM_INLINE F32 load_natural(const float* from) { return load_vector(from); }
 };
 
 template <>
@@ -164,6 +194,11 @@ struct Elements<Bfloat16> {
       static constexpr int at(int i) { return 2 * i + 1; }
     };
     return {shuffle<Even>(value.a, value.b), shuffle<Odd>(value.a, value.b)};
+  }
+  static ALLNORM_INLINE F32 load_natural(const uint16_t* from) {
+    U16 elements;
+    memcpy(&elements, from, sizeof(elements));
+    return (F32)(widen(elements) << 16);
   }
 };
 
@@ -208,6 +243,11 @@ struct Elements<Float16> {
     store_vector(to + kWidth, to_float16(value.b));
   }
   static ALLNORM_INLINE Pair order(Pair value) { return value; }
+  static ALLNORM_INLINE F32 load_natural(const uint16_t* from) {
+    U16 elements;
+    memcpy(&elements, from, sizeof(elements));
+    return from_float16(elements);
+  }
 };
 
 template <class T>

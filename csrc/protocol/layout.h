@@ -32,8 +32,8 @@ struct PushControl {
   // operation number in the low half; in the high half its phase, which must go on in turn where
   // the number wraps.
   static constexpr int64_t kCounters = 0;
-  // uint64_t: nonzero once a wait has failed here, with the number of the operation in the low half;
-  // later launches then wait for nobody. Local.
+  // uint64_t: nonzero once a wait has failed here, with the number of the operation in the low
+  // half; later launches then wait for nobody. Local.
   static constexpr int64_t kPoisoned = kCounters + 8 * kMaxBlocks;
   // uint64_t[kPushPhases][kPushMaxWorldSize][2]: the CallTag each peer announced. Written by peers.
   static constexpr int64_t kTags = kPoisoned + kAlignBytes;

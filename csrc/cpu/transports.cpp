@@ -1,0 +1,185 @@
+// What the ranks do with the rows of one chunk, one function for each algorithm. The order in which
+// phases are written, published and read is the contract at the head of comm.cpp.
+#include <cstring>
+
+#include "abi/check.h"
+#include "abi/tag.h"
+#include "cpu/comm.h"
+
+namespace allnorm {
+namespace {
+
+void copy_rows(ConstRows from, Rows to, int64_t row_bytes, int64_t count) {
+  // The ranks may gather where their own rows already lie.
+  if (count == 0 || row_bytes == 0 || from.data == to.data) return;
+  if (count == 1 || (from.stride_bytes == row_bytes && to.stride_bytes == row_bytes)) {
+    std::memcpy(to.data, from.data, static_cast<size_t>(count * row_bytes));
+    return;
+  }
+  for (int64_t row = 0; row < count; ++row) {
+    std::memcpy(to.from(row).data, from.from(row).data, static_cast<size_t>(row_bytes));
+  }
+}
+
+}  // namespace
+
+Communicator::OwnedRows Communicator::owned_rows(const Chunk& chunk, int owner) const {
+  const RowShard slots = row_shard(chunk.layout.rows, config_.world_size, owner);
+  OwnedRows owned = {.slot = slots.begin,
+                     .row = chunk.begin + slots.begin,
+                     .residual_row = chunk.begin + slots.begin,
+                     .count = slots.end - slots.begin};
+  if (chunk.sharded) {
+    // A chunk begins with a row of rank 0, so that each owner's rows in it are neighbours.
+    const ShardedRow first =
+        sharded_row(chunk.begin + owner, chunk.call.num_tokens, config_.world_size);
+    owned.row = first.row;
+    owned.residual_row = first.local;
+  }
+  return owned;
+}
+
+// Copies `count` rows of x into the partials of this rank's phase.
+void Communicator::copy_in(const Chunk& chunk, int64_t row, int64_t slot, int64_t count) {
+  copy_rows(x_rows(chunk.call, row),
+            {phase(config_.rank) + chunk.layout.partial(slot), chunk.layout.row_bytes},
+            chunk.layout.row_bytes, count);
+}
+
+bool Communicator::one_shot(const Chunk& chunk) {
+  announce(chunk.tag);
+  copy_in(chunk, chunk.begin, 0, chunk.layout.rows);
+  publish(1);
+  ConstRows sources[kMaxWorldSize];
+  for (int rank = 0; rank < config_.world_size; ++rank) {
+    sources[rank] = {phase(rank), chunk.layout.row_bytes};
+    if (rank == config_.rank) sources[rank] = x_rows(chunk.call, chunk.begin);
+    if (rank != config_.rank && !wait(rank, 1, chunk.tag)) return false;
+  }
+  RowTask task = row_task(chunk.call, chunk.begin, chunk.begin);
+  task.sources = sources;
+  task.num_sources = config_.world_size;
+  task.num_rows = chunk.layout.rows;
+  best_isa().run_rows(chunk.op, task);
+  return true;
+}
+
+bool Communicator::exchange_partials(const Chunk& chunk, ConstRows* sources) {
+  announce(chunk.tag);
+  for (int owner = 0; owner < config_.world_size; ++owner) {
+    if (owner == config_.rank) continue;
+    const OwnedRows rows = owned_rows(chunk, owner);
+    copy_in(chunk, rows.row, rows.slot, rows.count);
+  }
+  publish(1);
+  const OwnedRows own = owned_rows(chunk, config_.rank);
+  for (int rank = 0; rank < config_.world_size; ++rank) {
+    sources[rank] = {phase(rank) + chunk.layout.partial(own.slot), chunk.layout.row_bytes};
+    if (rank == config_.rank) sources[rank] = x_rows(chunk.call, own.row);
+    if (rank != config_.rank && !wait(rank, 1, chunk.tag)) return false;
+  }
+  return true;
+}
+
+bool Communicator::two_shot(const Chunk& chunk) {
+  const PullLayout& layout = chunk.layout;
+  const OwnedRows own = owned_rows(chunk, config_.rank);
+  ConstRows sources[kMaxWorldSize];
+  if (!exchange_partials(chunk, sources)) return false;
+  RowOp reduce = chunk.op;
+  reduce.op = ALLNORM_ALL_REDUCE;
+  best_isa().run_rows(reduce,
+                      {.sources = sources,
+                       .num_sources = config_.world_size,
+                       .residual = {},
+                       .out = {phase(config_.rank) + layout.sum(own.slot), layout.row_bytes},
+                       .residual_out = {},
+                       .num_rows = own.count});
+  publish(2);
+
+  // x of this chunk is not read any more, so `out` may overwrite it. Own rows first: the peers need
+  // the time to publish theirs.
+  for (int i = 0; i < config_.world_size; ++i) {
+    const int owner = (config_.rank + i) % config_.world_size;
+    const OwnedRows rows = owned_rows(chunk, owner);
+    if (owner != config_.rank && !wait(owner, 2, chunk.tag)) return false;
+    const ConstRows sum = {phase(owner) + layout.sum(rows.slot), layout.row_bytes};
+    RowTask task = row_task(chunk.call, rows.row, rows.residual_row);
+    task.sources = &sum;
+    task.num_sources = 1;
+    task.num_rows = rows.count;
+    best_isa().run_rows(chunk.op, task);
+  }
+  return true;
+}
+
+bool Communicator::sharded(const Chunk& chunk) {
+  const PullLayout& layout = chunk.layout;
+  const OwnedRows own = owned_rows(chunk, config_.rank);
+  ConstRows sources[kMaxWorldSize];
+  if (!exchange_partials(chunk, sources)) return false;
+  std::byte* const phase = this->phase(config_.rank);
+  RowTask task = row_task(chunk.call, own.row, own.residual_row);
+  task.sources = sources;
+  task.num_sources = config_.world_size;
+  task.num_rows = own.count;
+  if (layout.finished.normed_bytes > 0) {
+    task.out = {phase + layout.normed(0), layout.finished.normed_bytes};
+  }
+  task.quantized = {phase + layout.quantized(0), layout.finished.quantized_bytes};
+  task.scales = {.data = phase + layout.scales(0),
+                 .row_stride_bytes = layout.finished.scale_bytes,
+                 .group_stride_bytes = sizeof(float),
+                 .packed = false};
+  best_isa().run_rows(chunk.op, task);
+  publish(2);
+
+  // x of this chunk is not read any more, so `out` may overwrite it.
+  for (int i = 0; i < config_.world_size; ++i) {
+    const int owner = (config_.rank + i) % config_.world_size;
+    if (owner != config_.rank && !wait(owner, 2, chunk.tag)) return false;
+    copy_out(chunk, owner);
+  }
+  return true;
+}
+
+// Copies the rows that `owner` has finished to the outputs.
+void Communicator::copy_out(const Chunk& chunk, int owner) {
+  const PullLayout& layout = chunk.layout;
+  const FinishedRow& finished = layout.finished;
+  const OwnedRows rows = owned_rows(chunk, owner);
+  const RowTask to = row_task(chunk.call, rows.row, rows.residual_row);
+  const std::byte* const from = phase(owner);
+  copy_rows({from + layout.normed(0), finished.normed_bytes}, to.out, finished.normed_bytes,
+            rows.count);
+  copy_rows({from + layout.quantized(0), finished.quantized_bytes}, to.quantized,
+            finished.quantized_bytes, rows.count);
+  const int64_t scales = scales_per_row(chunk.call);
+  for (int64_t row = 0; row < rows.count; ++row) {
+    const std::byte* next = from + layout.scales(row);
+    for (int64_t group = 0; group < scales; ++group, next += sizeof(float)) {
+      float scale;
+      std::memcpy(&scale, next, sizeof(scale));
+      to.scales.from(row).put(group, scale);
+    }
+  }
+}
+
+bool Communicator::all_gather(const Chunk& chunk) {
+  const int64_t row_bytes = chunk.layout.row_bytes;
+  const OwnedRows own = owned_rows(chunk, config_.rank);
+  announce(chunk.tag);
+  copy_in(chunk, own.residual_row, 0, own.count);
+  publish(1);
+  for (int i = 0; i < config_.world_size; ++i) {
+    const int owner = (config_.rank + i) % config_.world_size;
+    const OwnedRows rows = owned_rows(chunk, owner);
+    ConstRows from = {phase(owner) + chunk.layout.partial(0), row_bytes};
+    if (owner == config_.rank) from = x_rows(chunk.call, own.residual_row);
+    if (owner != config_.rank && !wait(owner, 1, chunk.tag)) return false;
+    copy_rows(from, row_task(chunk.call, rows.row, 0).out, row_bytes, rows.count);
+  }
+  return true;
+}
+
+}  // namespace allnorm
