@@ -1,6 +1,8 @@
 // No two things in a workspace share a byte, and none lies outside it.
 #include "protocol/layout.h"
 
+#include <algorithm>
+
 #include "testing.h"
 
 namespace allnorm::testing {
@@ -56,7 +58,7 @@ void test_phases() {
 
 // Marks every 16-byte slot of one launch and looks for one marked twice.
 void test_push_slots() {
-  for (int world_size = 1; world_size <= kPushMaxWorldSize; ++world_size) {
+  for (int world_size = 2; world_size <= kPushMaxWorldSize; ++world_size) {
     for (const int32_t packs : {1, 31, 32, 33, 64, 360, 513}) {
       for (const int64_t rows : {int64_t{1}, int64_t{3}, int64_t{8}}) {
         const PushLayout layout = {.world_size = world_size, .packs = packs, .rows = rows};
@@ -79,12 +81,55 @@ void test_push_slots() {
         for (int64_t row = 0; row < rows; ++row) {
           for (int64_t pack = 0; pack < packs; ++pack) {
             const size_t owner = static_cast<size_t>((row + pack / kPacksPerChunk) % world_size);
-            for (int source = 0; source < world_size; ++source) {
-              mark(one, layout.one_shot_slot(source, row, pack), "one-shot slot");
-              mark(two[owner], layout.two_shot_slot(source, row, pack), "two-shot slot");
+            for (int other = 0; other < world_size - 1; ++other) {
+              mark(one, layout.one_shot_slot(other, row, pack), "one-shot slot");
+              mark(two[owner], layout.two_shot_slot(other, row, pack), "two-shot slot");
             }
             for (std::vector<int>& slots : two) {
               mark(slots, layout.two_shot_sum(row, pack), "two-shot sum");
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+// Likewise of rows with owners, whose finished rows are bytes.
+void test_push_sharded() {
+  for (int world_size = 2; world_size <= kPushMaxWorldSize; ++world_size) {
+    for (const int32_t packs : {1, 33, 64}) {
+      for (const int32_t element_bytes : {8, 16, 24}) {
+        for (const int32_t scales : {0, 1, 5}) {
+          for (const bool gathered : {false, true}) {
+            const ShardedLayout layout = {.world_size = world_size,
+                                          .packs = packs,
+                                          .element_bytes = element_bytes,
+                                          .scales = scales,
+                                          .rows = 3};
+            std::vector<int> used(static_cast<size_t>(3 * layout.row_bytes(gathered)), 0);
+            const auto mark = [&](const char* what, int64_t offset, int64_t bytes) {
+              if (!check(offset >= 0 && offset + bytes <= static_cast<int64_t>(used.size()),
+                         "%s outside: world_size %d packs %d", what, world_size, packs)) {
+                return;
+              }
+              for (int64_t i = offset; i < offset + bytes; ++i) {
+                check(used[static_cast<size_t>(i)]++ == 0, "%s overlaps: world_size %d packs %d",
+                      what, world_size, packs);
+              }
+            };
+            for (int other = 0; other < world_size - 1; ++other) {
+              for (int64_t row = 0; row < 3; ++row) {
+                for (int64_t pack = 0; pack < packs && !gathered; ++pack) {
+                  mark("slot", layout.slot(other, row, pack), kPackBytes);
+                }
+                const int64_t finished = layout.finished(other, row, gathered);
+                check(finished % kPackBytes == 0, "a finished row is not aligned");
+                mark("finished", finished, static_cast<int64_t>(packs) * element_bytes);
+                for (int i = 0; i < scales; ++i) {
+                  mark("scale", finished + layout.finished_scale(i), 4);
+                }
+              }
             }
           }
         }
@@ -98,8 +143,8 @@ void test_large() {
   const int64_t rows = 400'000;
   const int32_t packs = 2048;
   const PushLayout push = {.world_size = 8, .packs = packs, .rows = rows};
-  check(Wide{push.one_shot_slot(7, rows - 1, packs - 1)} ==
-            Wide{16} * ((Wide{7} * rows + rows - 1) * packs + packs - 1),
+  check(Wide{push.one_shot_slot(6, rows - 1, packs - 1)} ==
+            Wide{16} * ((Wide{6} * rows + rows - 1) * packs + packs - 1),
         "one-shot slot overflows");
   check(Wide{push.two_shot_sum(rows - 1, packs - 1)} + 16 ==
             Wide{rows} * PushLayout::two_shot_row_bytes(8, packs),
@@ -116,6 +161,42 @@ void test_pull_rows() {
           static_cast<long long>(row));
   }
   check(layout.sum(6) + 130 == 7 * PullLayout::chunk_row_bytes(true, 130), "sums leave the chunk");
+}
+
+// Marks every byte that a rank writes in a phase and looks for one marked twice, or outside what
+// rows_per_chunk() counted.
+void test_pull_sharded() {
+  const FinishedRow finished[] = {{.normed_bytes = 6},
+                                  {.quantized_bytes = 3},
+                                  {.quantized_bytes = 3, .scale_bytes = 4},
+                                  {.normed_bytes = 6, .quantized_bytes = 3, .scale_bytes = 8}};
+  for (const FinishedRow& row : finished) {
+    for (const int world_size : {1, 2, 3, 8}) {
+      for (int64_t rows = 0; rows < 20; ++rows) {
+        const int64_t owned = (rows + world_size - 1) / world_size;
+        const PullLayout layout = {.rows = rows, .row_bytes = 6, .owned = owned, .finished = row};
+        std::vector<int> used(
+            static_cast<size_t>(owned * PullLayout::turn_bytes(world_size, 6, row)), 0);
+        const auto mark = [&](const char* what, int64_t offset, int64_t bytes) {
+          if (!check(offset >= 0 && offset + bytes <= static_cast<int64_t>(used.size()),
+                     "%s outside: world_size %d rows %lld", what, world_size,
+                     static_cast<long long>(rows))) {
+            return;
+          }
+          for (int64_t i = offset; i < offset + bytes; ++i) {
+            check(used[static_cast<size_t>(i)]++ == 0, "%s overlaps: world_size %d rows %lld", what,
+                  world_size, static_cast<long long>(rows));
+          }
+        };
+        for (int64_t i = 0; i < rows; ++i) mark("partial", layout.partial(i), layout.row_bytes);
+        for (int64_t i = 0; i < owned; ++i) {
+          mark("normed", layout.normed(i), row.normed_bytes);
+          mark("quantized", layout.quantized(i), row.quantized_bytes);
+          mark("scales", layout.scales(i), row.scale_bytes);
+        }
+      }
+    }
+  }
 }
 
 void test_row_shard() {
@@ -136,24 +217,85 @@ void test_row_shard() {
   }
 }
 
-// What one chunk holds fits into a phase, with either algorithm.
-void test_rows_per_chunk() {
-  for (const int64_t workspace : {int64_t{0}, int64_t{4096}, int64_t{10000}, int64_t{1} << 22}) {
-    for (const int algorithm : {ALLNORM_ONE_SHOT, ALLNORM_TWO_SHOT}) {
-      for (const int64_t hidden : {1, 120, 4096, 1 << 19, (1 << 20) - 1}) {
-        const int64_t rows =
-            allnorm_rows_per_chunk(3, workspace, algorithm, ALLNORM_FLOAT32, hidden);
-        const int64_t need =
-            rows * PullLayout::chunk_row_bytes(algorithm == ALLNORM_TWO_SHOT, 4 * hidden);
-        check(rows >= 0 && (rows == 0 || need <= PullLayout::phase_bytes(workspace)),
-              "%lld rows of %lld in %lld bytes", static_cast<long long>(rows),
-              static_cast<long long>(hidden), static_cast<long long>(workspace));
+// Each row has one place in the order of sharded_row(), and an owner's rows of a chunk that begins
+// with rank 0 are neighbours, as many as row_shard() of the chunk says.
+void test_sharded_row() {
+  for (const int world_size : {1, 2, 3, 8, 64}) {
+    for (const int64_t rows : {0, 1, 7, 64, 65, 200}) {
+      std::vector<int> seen(static_cast<size_t>(rows), 0);
+      for (int64_t index = 0; index < rows; ++index) {
+        const ShardedRow row = sharded_row(index, rows, world_size);
+        const RowShard shard = row_shard(rows, world_size, row.owner);
+        check(row.row >= shard.begin && row.row < shard.end && row.row - row.local == shard.begin &&
+                  seen[static_cast<size_t>(row.row)]++ == 0,
+              "index %lld of %lld rows, world_size %d", static_cast<long long>(index),
+              static_cast<long long>(rows), world_size);
+      }
+      for (int64_t first = 0; first < rows; first += 2 * world_size) {
+        const int64_t count = std::min<int64_t>(2 * world_size, rows - first);
+        for (int64_t i = 0; i < count; ++i) {
+          const ShardedRow row = sharded_row(first + i, rows, world_size);
+          const RowShard slots = row_shard(count, world_size, row.owner);
+          const int64_t place = row.local - first / world_size;
+          check(place >= 0 && place < slots.end - slots.begin, "chunk of %lld rows at %lld",
+                static_cast<long long>(count), static_cast<long long>(first));
+        }
       }
     }
   }
-  check(allnorm_rows_per_chunk(2, 1 << 22, ALLNORM_ONE_SHOT, ALLNORM_BFLOAT16, 1 << 20) == 0 &&
-            allnorm_rows_per_chunk(2, 1 << 22, ALLNORM_ONE_SHOT, ALLNORM_BFLOAT16, 0) == 0,
-        "a hidden_size out of range has rows");
+}
+
+// What one chunk holds fits into a phase, with every algorithm; chunks of rows with owners are made
+// of whole turns.
+void test_rows_per_chunk() {
+  AllnormCall call = {};
+  call.struct_bytes = sizeof(call);
+  call.dtype = call.weight_dtype = ALLNORM_FLOAT32;
+  const auto rows_of = [&](int64_t workspace) {
+    return allnorm_rows_per_chunk(3, workspace, &call);
+  };
+  for (const int64_t workspace : {int64_t{0}, int64_t{4096}, int64_t{10000}, int64_t{1} << 22}) {
+    const int64_t phase_bytes = PullLayout::phase_bytes(workspace);
+    const auto check_rows = [&](int64_t rows, int64_t need) {
+      check(rows >= 0 && (rows == 0 || need <= phase_bytes), "%lld rows of %lld in %lld bytes",
+            static_cast<long long>(rows), static_cast<long long>(call.hidden_size),
+            static_cast<long long>(workspace));
+      check(rows > 0 || phase_bytes < 100 * call.hidden_size, "no row of %lld in %lld bytes",
+            static_cast<long long>(call.hidden_size), static_cast<long long>(workspace));
+    };
+    for (const int64_t hidden : {1, 120, 4096, 1 << 19, (1 << 20) - 1}) {
+      call.hidden_size = hidden;
+      for (const int algorithm : {ALLNORM_ONE_SHOT, ALLNORM_TWO_SHOT}) {
+        call.op = ALLNORM_ALL_REDUCE;
+        call.algorithm = algorithm;
+        const bool two_shot = algorithm == ALLNORM_TWO_SHOT;
+        const int64_t rows = rows_of(workspace);
+        check_rows(rows, rows * PullLayout::chunk_row_bytes(two_shot, 4 * hidden));
+      }
+      call.op = ALLNORM_ALL_GATHER_ROWS;
+      const int64_t gathered = rows_of(workspace);
+      check_rows(gathered, gathered / 3 * 4 * hidden);
+      call.op = ALLNORM_ADD_RMS_NORM;
+      call.flags = ALLNORM_RESIDUAL_SHARDED;
+      call.quant = ALLNORM_QUANT_PER_TOKEN;
+      const int64_t quantized = rows_of(workspace);
+      check_rows(quantized, quantized / 3 * (3 * 4 * hidden + hidden + 4));
+      float normed;
+      call.out = &normed;
+      const int64_t both = rows_of(workspace);
+      check_rows(both, both / 3 * (4 * 4 * hidden + hidden + 4));
+      check(gathered % 3 == 0 && quantized % 3 == 0 && both % 3 == 0, "a broken turn");
+      call.out = nullptr;
+      call.flags = call.quant = 0;
+    }
+  }
+  call.op = ALLNORM_ALL_REDUCE;
+  for (const int64_t hidden : {int64_t{1} << 20, int64_t{0}}) {
+    call.hidden_size = hidden;
+    check(rows_of(1 << 22) == 0, "a hidden_size out of range has rows");
+  }
+  call.hidden_size = 8;
+  check(allnorm_rows_per_chunk(0, 1 << 22, &call) == 0, "no ranks have rows");
 }
 
 }  // namespace
@@ -165,9 +307,12 @@ int main() {
   test_pull_control();
   test_phases();
   test_push_slots();
+  test_push_sharded();
   test_large();
   test_pull_rows();
+  test_pull_sharded();
   test_row_shard();
+  test_sharded_row();
   test_rows_per_chunk();
   return result();
 }

@@ -10,41 +10,6 @@
 namespace allnorm::testing {
 namespace {
 
-// Bits of an element. Style 0: ordinary values; 1: ordinary with special values among them;
-// 2: any bit pattern.
-uint32_t random_bits(Random& random, int dtype, int style) {
-  const uint64_t draw = random.next();
-  if (style == 2) return static_cast<uint32_t>(draw) & (dtype == ALLNORM_FLOAT32 ? ~0u : 0xffffu);
-  if (style == 1 && draw % 64 == 0) {
-    // Zeros of both signs, denormals, the largest numbers, ties: the exponent comes at random.
-    static constexpr uint32_t kSpecial[] = {0x0000, 0x8000, 0x0001, 0x8001, 0x007f, 0x03ff,
-                                            0x0400, 0x0080, 0x3c00, 0x3f80, 0x7bff, 0x7b80};
-    const uint32_t bits = kSpecial[draw / 64 % 12];
-    return dtype == ALLNORM_FLOAT32 ? bits << 16 | static_cast<uint32_t>(draw >> 60) : bits;
-  }
-  const float value = static_cast<float>(static_cast<int32_t>(draw >> 32)) * 0x1p-30f;
-  return round_bits(dtype, value);
-}
-
-Matrix random_matrix(Random& random, int dtype, int64_t rows, int64_t columns, int64_t gap,
-                     int style) {
-  Matrix matrix(dtype, rows, columns, gap);
-  for (int64_t row = 0; row < rows; ++row) {
-    for (int64_t i = 0; i < columns; ++i) {
-      matrix.set_bits(row, i, random_bits(random, dtype, style));
-    }
-  }
-  return matrix;
-}
-
-std::vector<uint32_t> row_of(const Matrix& matrix, int64_t row) {
-  std::vector<uint32_t> bits(static_cast<size_t>(matrix.columns));
-  for (int64_t i = 0; i < matrix.columns; ++i) {
-    bits[static_cast<size_t>(i)] = matrix.bits(row, i);
-  }
-  return bits;
-}
-
 struct Case {
   AllnormCall call;
   int num_sources;

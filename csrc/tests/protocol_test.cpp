@@ -1,58 +1,8 @@
 // The exchange between ranks: results, wrap-around, reuse of phases, deadlines, divergence.
-#include "cpu/memory.h"
-#include "protocol/layout.h"
-#include "testing.h"
+#include "tests/calls.h"
 
 namespace allnorm::testing {
 namespace {
-
-constexpr float kEps = 1e-6f;
-
-void random_delay(Random& random) {
-  const int64_t draw = random.below(40);
-  if (draw == 0) usleep(static_cast<useconds_t>(random.below(300)));
-  if (draw < 8) {
-    for (int64_t i = random.below(3000); i > 0; --i) pause();
-  }
-}
-
-// Small integers, exact in every dtype and as sums: every rank and call has others.
-void fill(Matrix& matrix, uint64_t seed) {
-  Random random(seed);
-  for (int64_t row = 0; row < matrix.rows; ++row) {
-    for (int64_t i = 0; i < matrix.columns; ++i) {
-      const float value = static_cast<float>(random.below(31) - 15);
-      matrix.set_bits(row, i,
-                      matrix.dtype == ALLNORM_FLOAT32   ? to_bits(value)
-                      : matrix.dtype == ALLNORM_FLOAT16 ? [&] {
-                          const _Float16 half = static_cast<_Float16>(value);
-                          uint16_t bits;
-                          memcpy(&bits, &half, 2);
-                          return static_cast<uint32_t>(bits);
-                        }()
-                                                        : to_bits(value) >> 16);
-    }
-  }
-}
-
-void set(AllnormCall& call, Matrix& x, Matrix* residual, Matrix& weight, Matrix& out,
-         Matrix& residual_out) {
-  call.struct_bytes = sizeof(call);
-  call.dtype = x.dtype;
-  call.weight_dtype = weight.dtype;
-  call.eps = kEps;
-  call.num_tokens = x.rows;
-  call.hidden_size = x.columns;
-  call.x = x.data();
-  call.residual = residual == nullptr ? nullptr : residual->data();
-  call.weight = weight.data();
-  call.out = out.data();
-  call.residual_out = residual_out.data();
-  call.x_stride = x.stride;
-  call.residual_stride = residual == nullptr ? 0 : residual->stride;
-  call.out_stride = out.stride;
-  call.residual_out_stride = residual_out.stride;
-}
 
 // One call drawn from `seed`, the same on all ranks, compared with allnorm_local over everybody's
 // inputs, which numerics_test compares with the page.
@@ -177,15 +127,6 @@ void test_soak() {
       allnorm_comm_destroy(comm);
     });
   }
-}
-
-bool all_nan(const Matrix& matrix) {
-  for (int64_t row = 0; row < matrix.rows; ++row) {
-    for (int64_t i = 0; i < matrix.columns; ++i) {
-      if (!std::isnan(to_float(matrix.dtype, matrix.bits(row, i)))) return false;
-    }
-  }
-  return true;
 }
 
 struct Buffers {
@@ -324,7 +265,7 @@ void test_refusals() {
           what, status, allnorm_last_error());
   };
   refused("struct_bytes", [](AllnormCall& call) { call.struct_bytes -= 4; });
-  refused("op", [](AllnormCall& call) { call.op = 2; });
+  refused("op", [](AllnormCall& call) { call.op = 3; });
   refused("algorithm", [](AllnormCall& call) { call.algorithm = -1; });
   refused("dtype", [](AllnormCall& call) { call.dtype = 3; });
   refused("weight_dtype", [](AllnormCall& call) { call.weight_dtype = ALLNORM_FLOAT16; });

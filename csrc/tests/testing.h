@@ -1,4 +1,4 @@
-// What the C++ tests share: checks, ranks as processes, data, and the numerics page in scalar code.
+// What the C++ tests share: checks, ranks as processes, data.
 #ifndef ALLNORM_TESTS_TESTING_H_
 #define ALLNORM_TESTS_TESTING_H_
 
@@ -6,7 +6,6 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <cmath>
 #include <cstdarg>
 #include <cstdint>
 #include <cstdio>
@@ -17,6 +16,7 @@
 #include <vector>
 
 #include "allnorm.h"
+#include "tests/reference.h"
 
 namespace allnorm::testing {
 
@@ -186,118 +186,39 @@ struct Matrix {
   std::vector<uint8_t> bytes;
 };
 
-// ---- The numerics page, literally -----------------------------------------------------------
-
-inline float from_bits(uint32_t bits) {
-  float value;
-  memcpy(&value, &bits, sizeof(value));
-  return value;
+// Bits of an element. Style 0: ordinary values; 1: ordinary with special values among them;
+// 2: any bit pattern.
+inline uint32_t random_bits(Random& random, int dtype, int style) {
+  const uint64_t draw = random.next();
+  if (style == 2) return static_cast<uint32_t>(draw) & (dtype == ALLNORM_FLOAT32 ? ~0u : 0xffffu);
+  if (style == 1 && draw % 64 == 0) {
+    // Zeros of both signs, denormals, the largest numbers, ties: the exponent comes at random.
+    static constexpr uint32_t kSpecial[] = {0x0000, 0x8000, 0x0001, 0x8001, 0x007f, 0x03ff,
+                                            0x0400, 0x0080, 0x3c00, 0x3f80, 0x7bff, 0x7b80};
+    const uint32_t bits = kSpecial[draw / 64 % 12];
+    return dtype == ALLNORM_FLOAT32 ? bits << 16 | static_cast<uint32_t>(draw >> 60) : bits;
+  }
+  const float value = static_cast<float>(static_cast<int32_t>(draw >> 32)) * 0x1p-30f;
+  return round_bits(dtype, value);
 }
-inline uint32_t to_bits(float value) {
-  uint32_t bits;
-  memcpy(&bits, &value, sizeof(bits));
+
+inline Matrix random_matrix(Random& random, int dtype, int64_t rows, int64_t columns, int64_t gap,
+                            int style) {
+  Matrix matrix(dtype, rows, columns, gap);
+  for (int64_t row = 0; row < rows; ++row) {
+    for (int64_t i = 0; i < columns; ++i) {
+      matrix.set_bits(row, i, random_bits(random, dtype, style));
+    }
+  }
+  return matrix;
+}
+
+inline std::vector<uint32_t> row_of(const Matrix& matrix, int64_t row) {
+  std::vector<uint32_t> bits(static_cast<size_t>(matrix.columns));
+  for (int64_t i = 0; i < matrix.columns; ++i) {
+    bits[static_cast<size_t>(i)] = matrix.bits(row, i);
+  }
   return bits;
-}
-
-// f(.)
-inline float to_float(int dtype, uint32_t bits) {
-  if (dtype == ALLNORM_FLOAT32) return from_bits(bits);
-  if (dtype == ALLNORM_BFLOAT16) return from_bits(bits << 16);
-  const uint32_t exponent = bits >> 10 & 31, mantissa = bits & 1023;
-  const float sign = (bits & 0x8000) != 0 ? -1.0f : 1.0f;
-  if (exponent == 31) return mantissa != 0 ? NAN : sign * INFINITY;
-  if (exponent == 0) return sign * std::ldexp(static_cast<float>(mantissa), -24);
-  return sign * std::ldexp(static_cast<float>(1024 + mantissa), static_cast<int>(exponent) - 25);
-}
-
-// T(.): round to nearest even; every NaN becomes the one with all ones and no sign.
-inline uint32_t round_bits(int dtype, float value) {
-  if (value != value) return dtype == ALLNORM_FLOAT32 ? 0x7fffffff : 0x7fff;
-  if (dtype == ALLNORM_FLOAT32) return to_bits(value);
-  const uint32_t sign = to_bits(value) >> 31 << 15;
-  const double magnitude = std::fabs(static_cast<double>(value));
-  if (std::isinf(magnitude)) return sign | (dtype == ALLNORM_BFLOAT16 ? 0x7f80u : 0x7c00u);
-  // Positive numbers of a 16-bit format are ordered like their bits: find the neighbours.
-  const uint32_t infinity = dtype == ALLNORM_BFLOAT16 ? 0x7f80 : 0x7c00;
-  uint32_t low = 0, high = infinity;
-  while (high - low > 1) {
-    const uint32_t middle = (low + high) / 2;
-    (static_cast<double>(to_float(dtype, middle)) <= magnitude ? low : high) = middle;
-  }
-  const double below = static_cast<double>(to_float(dtype, low));
-  // Rounding treats infinity as the number that would follow the largest finite one.
-  const double above = high == infinity ? 2 * below - static_cast<double>(to_float(dtype, low - 1))
-                                        : static_cast<double>(to_float(dtype, high));
-  const double to_below = magnitude - below, to_above = above - magnitude;
-  const bool up = to_above < to_below || (to_above == to_below && (low & 1) != 0);
-  return sign | (up ? high : low);
-}
-
-struct Expected {
-  std::vector<uint32_t> out, residual_out;
-};
-
-// One row of a call; sources[r] and residual (may be empty) are bits of `dtype`, weight of
-// `weight_dtype`.
-inline Expected reference_row(const AllnormCall& call,
-                              const std::vector<std::vector<uint32_t>>& sources,
-                              const std::vector<uint32_t>& residual,
-                              const std::vector<uint32_t>& weight) {
-  const size_t hidden = sources[0].size();
-  const size_t pack = call.dtype == ALLNORM_FLOAT32 ? 4 : 8;
-  Expected expected = {std::vector<uint32_t>(hidden), std::vector<uint32_t>(hidden)};
-  std::vector<float> z(hidden);
-  for (size_t i = 0; i < hidden; ++i) {
-    float a = to_float(call.dtype, sources[0][i]);
-    for (size_t r = 1; r < sources.size(); ++r) a = a + to_float(call.dtype, sources[r][i]);
-    const uint32_t reduced = round_bits(call.dtype, a);
-    float s = to_float(call.dtype, reduced);
-    uint32_t rounded = reduced;
-    if (!residual.empty()) {
-      s = s + to_float(call.dtype, residual[i]);
-      rounded = round_bits(call.dtype, s);
-    }
-    if (call.op == ALLNORM_ALL_REDUCE) expected.out[i] = reduced;
-    expected.residual_out[i] = rounded;
-    const bool unrounded = call.numerics == ALLNORM_UNROUNDED || call.numerics == ALLNORM_VLLM;
-    z[i] = unrounded ? s : to_float(call.dtype, rounded);
-  }
-  if (call.op == ALLNORM_ALL_REDUCE) return expected;
-
-  std::vector<float> chunk_sums;
-  for (size_t chunk = 0; chunk < hidden; chunk += 32 * pack) {
-    std::vector<float> lanes(32, 0.0f);
-    for (size_t lane = 0; lane < 32; ++lane) {
-      for (size_t e = 0; e < pack; ++e) {
-        const size_t i = chunk + lane * pack + e;
-        if (i >= hidden) break;
-        lanes[lane] = e == 0 ? z[i] * z[i] : std::fma(z[i], z[i], lanes[lane]);
-      }
-    }
-    for (size_t offset = 16; offset > 0; offset /= 2) {
-      const std::vector<float> before = lanes;
-      for (size_t lane = 0; lane < 32; ++lane) lanes[lane] = before[lane] + before[lane ^ offset];
-    }
-    chunk_sums.push_back(lanes[0]);
-  }
-  size_t width = 1;
-  while (width < chunk_sums.size()) width *= 2;
-  chunk_sums.resize(width, 0.0f);
-  for (size_t offset = width / 2; offset > 0; offset /= 2) {
-    const std::vector<float> before = chunk_sums;
-    for (size_t i = 0; i < width; ++i) chunk_sums[i] = before[i] + before[i ^ offset];
-  }
-  const float mean = chunk_sums[0] / static_cast<float>(hidden);
-  const float rstd = 1.0f / std::sqrt(mean + call.eps);
-  for (size_t i = 0; i < hidden; ++i) {
-    const float gain = call.weight_bias + to_float(call.weight_dtype, weight[i]);
-    float y = z[i] * rstd;
-    if (call.numerics == ALLNORM_TRANSFORMERS || call.numerics == ALLNORM_VLLM) {
-      y = to_float(call.dtype, round_bits(call.dtype, y));
-    }
-    expected.out[i] = round_bits(call.dtype, y * gain);
-  }
-  return expected;
 }
 
 }  // namespace allnorm::testing

@@ -1,0 +1,188 @@
+// The numerics page, literally, in scalar code: what every kernel is compared with.
+#ifndef ALLNORM_TESTS_REFERENCE_H_
+#define ALLNORM_TESTS_REFERENCE_H_
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "allnorm.h"
+
+namespace allnorm::testing {
+
+inline float from_bits(uint32_t bits) {
+  float value;
+  memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+inline uint32_t to_bits(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof(bits));
+  return bits;
+}
+
+// f(.)
+inline float to_float(int dtype, uint32_t bits) {
+  if (dtype == ALLNORM_FLOAT32) return from_bits(bits);
+  if (dtype == ALLNORM_BFLOAT16) return from_bits(bits << 16);
+  const uint32_t exponent = bits >> 10 & 31, mantissa = bits & 1023;
+  const float sign = (bits & 0x8000) != 0 ? -1.0f : 1.0f;
+  if (exponent == 31) return mantissa != 0 ? NAN : sign * INFINITY;
+  if (exponent == 0) return sign * std::ldexp(static_cast<float>(mantissa), -24);
+  return sign * std::ldexp(static_cast<float>(1024 + mantissa), static_cast<int>(exponent) - 25);
+}
+
+// T(.): round to nearest even; every NaN becomes the one with all ones and no sign.
+inline uint32_t round_bits(int dtype, float value) {
+  if (value != value) return dtype == ALLNORM_FLOAT32 ? 0x7fffffff : 0x7fff;
+  if (dtype == ALLNORM_FLOAT32) return to_bits(value);
+  const uint32_t sign = to_bits(value) >> 31 << 15;
+  const double magnitude = std::fabs(static_cast<double>(value));
+  if (std::isinf(magnitude)) return sign | (dtype == ALLNORM_BFLOAT16 ? 0x7f80u : 0x7c00u);
+  // Positive numbers of a 16-bit format are ordered like their bits: find the neighbours.
+  const uint32_t infinity = dtype == ALLNORM_BFLOAT16 ? 0x7f80 : 0x7c00;
+  uint32_t low = 0, high = infinity;
+  while (high - low > 1) {
+    const uint32_t middle = (low + high) / 2;
+    (static_cast<double>(to_float(dtype, middle)) <= magnitude ? low : high) = middle;
+  }
+  const double below = static_cast<double>(to_float(dtype, low));
+  // Rounding treats infinity as the number that would follow the largest finite one.
+  const double above = high == infinity ? 2 * below - static_cast<double>(to_float(dtype, low - 1))
+                                        : static_cast<double>(to_float(dtype, high));
+  const double to_below = magnitude - below, to_above = above - magnitude;
+  const bool up = to_above < to_below || (to_above == to_below && (low & 1) != 0);
+  return sign | (up ? high : low);
+}
+
+struct Expected {
+  std::vector<uint32_t> out, residual_out;
+};
+
+// One row of a call; sources[r] and residual (may be empty) are bits of `dtype`, weight of
+// `weight_dtype`.
+inline Expected reference_row(const AllnormCall& call,
+                              const std::vector<std::vector<uint32_t>>& sources,
+                              const std::vector<uint32_t>& residual,
+                              const std::vector<uint32_t>& weight) {
+  const size_t hidden = sources[0].size();
+  const size_t pack = call.dtype == ALLNORM_FLOAT32 ? 4 : 8;
+  Expected expected = {std::vector<uint32_t>(hidden), std::vector<uint32_t>(hidden)};
+  std::vector<float> z(hidden);
+  for (size_t i = 0; i < hidden; ++i) {
+    float a = to_float(call.dtype, sources[0][i]);
+    for (size_t r = 1; r < sources.size(); ++r) a = a + to_float(call.dtype, sources[r][i]);
+    const uint32_t reduced = round_bits(call.dtype, a);
+    float s = to_float(call.dtype, reduced);
+    uint32_t rounded = reduced;
+    if (!residual.empty()) {
+      s = s + to_float(call.dtype, residual[i]);
+      rounded = round_bits(call.dtype, s);
+    }
+    if (call.op == ALLNORM_ALL_REDUCE) expected.out[i] = reduced;
+    expected.residual_out[i] = rounded;
+    const bool unrounded = call.numerics == ALLNORM_UNROUNDED || call.numerics == ALLNORM_VLLM;
+    z[i] = unrounded ? s : to_float(call.dtype, rounded);
+  }
+  if (call.op == ALLNORM_ALL_REDUCE) return expected;
+
+  std::vector<float> chunk_sums;
+  for (size_t chunk = 0; chunk < hidden; chunk += 32 * pack) {
+    std::vector<float> lanes(32, 0.0f);
+    for (size_t lane = 0; lane < 32; ++lane) {
+      for (size_t e = 0; e < pack; ++e) {
+        const size_t i = chunk + lane * pack + e;
+        if (i >= hidden) break;
+        lanes[lane] = e == 0 ? z[i] * z[i] : std::fma(z[i], z[i], lanes[lane]);
+      }
+    }
+    for (size_t offset = 16; offset > 0; offset /= 2) {
+      const std::vector<float> before = lanes;
+      for (size_t lane = 0; lane < 32; ++lane) lanes[lane] = before[lane] + before[lane ^ offset];
+    }
+    chunk_sums.push_back(lanes[0]);
+  }
+  size_t width = 1;
+  while (width < chunk_sums.size()) width *= 2;
+  chunk_sums.resize(width, 0.0f);
+  for (size_t offset = width / 2; offset > 0; offset /= 2) {
+    const std::vector<float> before = chunk_sums;
+    for (size_t i = 0; i < width; ++i) chunk_sums[i] = before[i] + before[i ^ offset];
+  }
+  const float mean = chunk_sums[0] / static_cast<float>(hidden);
+  const float rstd = 1.0f / std::sqrt(mean + call.eps);
+  for (size_t i = 0; i < hidden; ++i) {
+    const float gain = call.weight_bias + to_float(call.weight_dtype, weight[i]);
+    float y = z[i] * rstd;
+    if (call.numerics == ALLNORM_TRANSFORMERS || call.numerics == ALLNORM_VLLM) {
+      y = to_float(call.dtype, round_bits(call.dtype, y));
+    }
+    expected.out[i] = round_bits(call.dtype, y * gain);
+  }
+  return expected;
+}
+
+// The finite number that e4m3 bits without a sign, 0 to 0x7e, stand for.
+inline double e4m3_value(int bits) {
+  const int exponent = bits >> 3, mantissa = bits & 7;
+  return exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(8 + mantissa, exponent - 10);
+}
+
+// e4m3fn(min(max(value, -448), 448)), by looking through all of them.
+inline uint8_t reference_e4m3(float value) {
+  if (std::isnan(value)) return 0x7f;
+  const double magnitude = std::fmin(std::fabs(static_cast<double>(value)), 448.0);
+  int nearest = 0;
+  for (int bits = 1; bits <= 0x7e; ++bits) {
+    const double distance = std::fabs(e4m3_value(bits) - magnitude);
+    const double least = std::fabs(e4m3_value(nearest) - magnitude);
+    if (distance < least || (distance == least && bits % 2 == 0)) nearest = bits;
+  }
+  return static_cast<uint8_t>(nearest | (std::signbit(value) ? 0x80 : 0));
+}
+
+struct ExpectedQuant {
+  std::vector<uint8_t> bytes;  // of the row
+  // Float32 bits, one a group, NaN canonical (0x7fffffff); UE8M0_PACKED: what the byte's power of
+  // two is in float32. Empty if the scale is given.
+  std::vector<uint32_t> scales;
+};
+
+// Step 6 of one row: `y_bits` are the rounded elements that reference_row() returns as `out`. Of
+// the call it reads dtype, quant, scale_format, group_size and, PER_TENSOR only, *scale.
+inline ExpectedQuant reference_quantize(const AllnormCall& call,
+                                        const std::vector<uint32_t>& y_bits) {
+  ExpectedQuant expected;
+  size_t group = y_bits.size();
+  if (call.quant == ALLNORM_QUANT_PER_GROUP) group = static_cast<size_t>(call.group_size);
+  for (size_t begin = 0; begin < y_bits.size(); begin += group) {
+    float scale = 0.0f;
+    if (call.quant == ALLNORM_QUANT_PER_TENSOR) {
+      scale = *static_cast<const float*>(call.scale);
+    } else {
+      bool nan = false;
+      float amax = 0.0f;
+      for (size_t i = begin; i < begin + group; ++i) {
+        const float y = to_float(call.dtype, y_bits[i]);
+        nan = nan || std::isnan(y);
+        if (std::fabs(y) > amax) amax = std::fabs(y);
+      }
+      scale = (amax > 1e-10f ? amax : 1e-10f) / 448.0f;
+      if (call.scale_format != ALLNORM_SCALE_FLOAT32 && !std::isinf(scale)) {
+        int exponent = 0;
+        const float fraction = std::frexp(scale, &exponent);  // in [0.5, 1)
+        scale = std::ldexp(1.0f, fraction == 0.5f ? exponent - 1 : exponent);
+      }
+      if (nan) scale = from_bits(0x7fffffff);
+      expected.scales.push_back(to_bits(scale));
+    }
+    for (size_t i = begin; i < begin + group; ++i) {
+      expected.bytes.push_back(reference_e4m3(to_float(call.dtype, y_bits[i]) / scale));
+    }
+  }
+  return expected;
+}
+
+}  // namespace allnorm::testing
+#endif  // ALLNORM_TESTS_REFERENCE_H_
