@@ -136,29 +136,31 @@ def check_last_dim(name: str, tensor: torch.Tensor) -> None:
 
 
 class Like(NamedTuple):
-    """What a tensor must be that belongs to an input `x`: of its device, with contiguous rows.
+    """What a tensor must be, beside having contiguous rows.
 
     Attributes:
         shape: of the tensor.
         dtype: of the tensor.
+        device: of the tensor.
         source: where its shape comes from, in words.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    device: torch.device
     source: str = "that of x"
 
     @classmethod
     def rows(cls, x: torch.Tensor, bounds: tuple[int, int] | None) -> Like:
         """All rows of `x`, in its shape; with `bounds`, from and up to, these only."""
         if bounds is None:
-            return cls(x.shape, x.dtype)
+            return cls(x.shape, x.dtype, x.device)
         (lo, hi), total = bounds, x.numel() // x.shape[-1]
         source = f"this rank's rows, {lo} up to {hi} of {total}, as row_shard() gives them"
-        return cls((hi - lo, x.shape[-1]), x.dtype, source)
+        return cls((hi - lo, x.shape[-1]), x.dtype, x.device, source)
 
 
-def check_like(name: str, tensor: object, like: Like, device: torch.device) -> None:
+def check_like(name: str, tensor: object, like: Like) -> None:
     """Raises unless `tensor` is as `like` says."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} is a {type(tensor).__name__}: expected a torch.Tensor.")
@@ -168,7 +170,7 @@ def check_like(name: str, tensor: object, like: Like, device: torch.device) -> N
         )
     if tensor.dtype != like.dtype:
         raise TypeError(f"{name} has dtype {tensor.dtype}: expected {like.dtype}.")
-    check_device(name, tensor, device)
+    check_device(name, tensor, like.device)
     check_last_dim(name, tensor)
 
 
@@ -223,9 +225,9 @@ def check_weight(weight: object, x: torch.Tensor) -> None:
     check_last_dim("weight", weight)
 
 
-def check_result(name: str, result: torch.Tensor, like: Like, device: torch.device) -> None:
+def check_result(name: str, result: torch.Tensor, like: Like) -> None:
     """Raises unless a preallocated result is as `like` says and can be written row by row."""
-    check_like(name, result, like, device)
+    check_like(name, result, like)
     if not result.is_contiguous() and (result.dim() != 2 or 0 in result.stride()):
         raise ValueError(
             f"{name} has shape {tuple(result.shape)} and strides {result.stride()}: expected a "

@@ -132,7 +132,7 @@ def _prepare(
     if norm.quant is not None:
         arguments.check_quantization(norm.quant, x)
     if residual is not None:
-        arguments.check_like("residual", residual, Like.rows(x, None), x.device)
+        arguments.check_like("residual", residual, Like.rows(x, None))
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     return Launch(x, residual, weight, norm, "unfused"), out, torch.empty_like(out)
 

@@ -154,10 +154,11 @@ class ScaleGeometry(NamedTuple):
 
     def empty(self, device: torch.device) -> torch.Tensor:
         """A new tensor of this geometry, with memory for the padding; nothing is written."""
-        if not self.padded:
-            return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
-        memory = torch.empty((self.shape[1], self.stride[1]), dtype=self.dtype, device=device)
-        return memory.as_strided(self.shape, self.stride)
+        shape, stride, dtype, padded = self
+        if not padded:
+            return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+        memory = torch.empty_strided((stride[1], shape[1]), stride, dtype=dtype, device=device)
+        return memory.as_strided(shape, stride)
 
 
 def check_quant(quant: object) -> None:

@@ -36,13 +36,16 @@ ALLOWED = {
     "workspace": {"_native", "config", "errors"},
     "faults": {"_native", "errors"},
     "local": {"_native", "arguments", "errors", "launch", "quant"},
+    "results": {"arguments", "launch"},
+    "prepare": {"_native", "arguments", "errors", "launch", "policy", "quant", "tuning"},
     "calls": {
-        *("_native", "arguments", "errors", "faults", "launch", "policy", "quant", "tuning"),
-        *("unfused", "workspace"),
+        *("_native", "arguments", "errors", "faults", "launch", "prepare", "quant", "results"),
+        "unfused",
     },
+    "collectives": {"arguments", "calls", "quant"},
     "communicator": {
-        *("_native", "arguments", "calls", "config", "errors", "launch", "policy", "quant"),
-        *("tuning", "workspace"),
+        *("_native", "arguments", "collectives", "config", "errors", "launch", "policy", "prepare"),
+        *("quant", "tuning", "workspace"),
     },
     "ops": {"arguments", "communicator", "errors", "local", "quant"},
     PUBLIC: {
@@ -68,7 +71,7 @@ THIRD_PARTY = {
     "policy": set(),
     "topology": {"torch", "pynvml"},
     "integrations": {"torch", "vllm", "sglang", "transformers"},
-    "cli": {"torch", "rich", "typer", "matplotlib"},
+    "cli": {"torch", "rich", "typer", "matplotlib", "triton", "flashinfer", "sglang", "vllm"},
 }
 
 # Who touches the environment, and why. Variables of allnorm's own are the business of config alone.

@@ -1,0 +1,187 @@
+"""From the arguments of a call to its launch: check, choose, prepare, and keep for the next time.
+
+What a call may look like and how it runs depends on the geometry of its tensors, not on where they
+are: it is decided once, and found again by that geometry.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from typing import Any
+
+import torch
+
+from allnorm import _native, arguments, policy
+from allnorm.arguments import Like, NormArguments, row_shard
+from allnorm.errors import UnsupportedError
+from allnorm.launch import Launch, describe_call
+from allnorm.policy import Plan
+
+# Prepared calls kept per communicator; a server sees a few thousand geometries at most.
+_MAX_LAUNCHES = 4096
+
+_Tensor = torch.Tensor
+
+
+class Preparer:
+    """The prepared calls of one communicator.
+
+    Args:
+        library: of the backend.
+        traits: what all ranks agree on.
+        workspace_bytes: of every rank's workspace.
+        device: of the tensors.
+        rank: this rank.
+    """
+
+    def __init__(
+        self,
+        library: _native.Library,
+        traits: policy.Traits,
+        workspace_bytes: int,
+        device: torch.device,
+        rank: int,
+    ) -> None:
+        self._library = library
+        self._traits = traits
+        self._workspace_bytes = workspace_bytes
+        self._device = device
+        self._rank = rank
+        self._launches: dict[Any, Launch] = {}
+
+    def __len__(self) -> int:
+        return len(self._launches)
+
+    def find(
+        self,
+        x: _Tensor,
+        residual: _Tensor | None,
+        weight: _Tensor | None,
+        norm: tuple[Any, ...] | None,
+        algorithm: str,
+        quant: Any = None,
+    ) -> Launch:
+        """The prepared call for tensors of this geometry; `norm` tells specs of `quant` apart."""
+        try:
+            key = (
+                x.shape,
+                x.stride(),
+                x.dtype,
+                x.device,
+                None if residual is None else (residual.shape, residual.stride(), residual.dtype),
+                None if residual is None else residual.device,
+                None if weight is None else (weight.shape, weight.stride(), weight.dtype),
+                None if weight is None else weight.device,
+                norm,
+                # 0.0 and -0.0 are equal keys, but not equal biases.
+                None if norm is None else math.copysign(1.0, norm[1]),
+                algorithm,
+            )
+            launch = self._launches.get(key)
+        except (AttributeError, TypeError):  # not tensors, or not hashable: the checks say which
+            key, launch = None, None
+        if launch is None:
+            launch = self._prepare(x, residual, weight, norm, algorithm, quant)
+            self._remember(key, launch)
+        return launch
+
+    def find_gather(self, shard: _Tensor, num_tokens: int, algorithm: str) -> Launch:
+        """The prepared gathering of rows from shards of this geometry."""
+        try:
+            key = (num_tokens, shard.shape, shard.stride(), shard.dtype, shard.device, algorithm)
+            launch = self._launches.get(key)
+        except (AttributeError, TypeError):
+            key, launch = None, None
+        if launch is None:
+            launch = self._prepare_gather(shard, num_tokens, algorithm)
+            self._remember(key, launch)
+        return launch
+
+    def clear(self) -> None:
+        """Forgets all prepared calls."""
+        self._launches.clear()
+
+    def _remember(self, key: tuple[Any, ...] | None, launch: Launch) -> None:
+        if key is None:
+            return
+        if len(self._launches) >= _MAX_LAUNCHES:
+            self._launches.clear()
+        self._launches[key] = launch
+
+    def _prepare(
+        self,
+        x: _Tensor,
+        residual: _Tensor | None,
+        weight: _Tensor | None,
+        norm: tuple[Any, ...] | None,
+        algorithm: str,
+        quant: Any,
+    ) -> Launch:
+        """Checks everything that the tensors' geometry decides, and chooses the algorithm."""
+        arguments.check_algorithm(algorithm)
+        arguments.check_input("x", x, self._device)
+        num_tokens, hidden_size = x.numel() // x.shape[-1], x.shape[-1]
+        checked = shard = None
+        if norm is not None:
+            eps, weight_bias, numerics, sharded = norm[:4]
+            wants_normed = norm[5] if quant is not None else False
+            checked = NormArguments(eps, weight_bias, numerics, sharded, quant, wants_normed)
+            arguments.check_norm_arguments(checked)
+            arguments.check_weight(weight, x)
+            if len(norm) > 4:
+                arguments.check_quantization(quant, x)
+            if checked.residual_sharded:
+                shard = row_shard(num_tokens, self._traits.world_size, self._rank)
+            if residual is not None:
+                arguments.check_like("residual", residual, Like.rows(x, shard))
+        op = _native.ALL_REDUCE if norm is None else _native.ADD_RMS_NORM
+        plan = self._plan(
+            describe_call(op, x.dtype, hidden_size, checked), num_tokens, x.dtype, algorithm
+        )
+        return Launch(x, residual, weight, checked, plan.algorithm, shard=shard)
+
+    def _prepare_gather(self, shard: _Tensor, num_tokens: int, algorithm: str) -> Launch:
+        arguments.check_algorithm(algorithm)
+        arguments.check_count("num_tokens", num_tokens)
+        arguments.check_input("residual_shard", shard, self._device)
+        hidden_size = shard.shape[-1]
+        lo, hi = row_shard(num_tokens, self._traits.world_size, self._rank)
+        source = f"this rank's rows, {lo} up to {hi} of num_tokens, as row_shard() gives them"
+        own = Like((hi - lo, hidden_size), shard.dtype, shard.device, source)
+        arguments.check_like("residual_shard", shard, own)
+        call = describe_call(_native.ALL_GATHER_ROWS, shard.dtype, hidden_size)
+        plan = self._plan(call, num_tokens, shard.dtype, algorithm)
+        return Launch(shard, None, None, None, plan.algorithm, gathered_rows=num_tokens)
+
+    def _plan(
+        self, call: _native.Call, num_tokens: int, dtype: torch.dtype, algorithm: str
+    ) -> Plan:
+        """Chooses the algorithm of such a call; refuses one that was asked for and cannot run."""
+        plan = self.choose(call, num_tokens, dtype, algorithm)
+        if algorithm not in ("auto", plan.algorithm):
+            raise UnsupportedError(
+                f"algorithm={algorithm!r} cannot run here: {plan.reason}. Pass algorithm='auto' or "
+                "'unfused'; the results are the same bits."
+            )
+        return plan
+
+    def choose(
+        self, call: _native.Call, num_tokens: int, dtype: torch.dtype, algorithm: str
+    ) -> Plan:
+        """Chooses the algorithm of such a call."""
+        rows = {}
+        for name, call.algorithm in _native.ALGORITHM.items():
+            rows[name] = self._library.rows_per_chunk(
+                self._traits.world_size, self._workspace_bytes, ctypes.addressof(call)
+            )
+        owned_rows = bool(call.flags & _native.RESIDUAL_SHARDED)
+        return policy.choose(
+            self._traits,
+            num_tokens,
+            call.hidden_size,
+            dtype.itemsize,
+            rows,
+            algorithm,
+            owned_rows or call.op == _native.ALL_GATHER_ROWS,
+        )

@@ -1,0 +1,61 @@
+"""The results of a call: memory that the caller gave, or that is made for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from allnorm import arguments
+from allnorm.arguments import Like
+from allnorm.launch import Launch
+
+
+class Result(NamedTuple):
+    """One result.
+
+    Attributes:
+        name: of the argument that preallocates it.
+        like: what it must be.
+        given: preallocated memory, or None.
+        may_be: the input whose memory it may be.
+    """
+
+    name: str
+    like: Like
+    given: torch.Tensor | None
+    may_be: str = ""
+
+
+def check(results: Sequence[Result], taken: dict[str, torch.Tensor | None]) -> None:
+    """Raises ValueError or TypeError unless the given memory fits and is nobody else's.
+
+    Args:
+        results: of one call.
+        taken: what must not be overwritten, by name.
+    """
+    taken = dict(taken)
+    for name, like, given, may_be in reversed(results):
+        if given is not None:
+            arguments.check_result(name, given, like)
+            arguments.check_overlap(name, given, taken, may_be)
+            taken[name] = given
+
+
+def writable(results: Sequence[Result], launch: Launch) -> list[torch.Tensor]:
+    """Memory that the kernels can write to: the given one, or new."""
+    return [
+        given
+        if given is not None and launch.writable(given)
+        else torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        for _, like, given, _ in results
+    ]
+
+
+def store(results: Sequence[Result], written: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What the caller gets: the given memory, filled, or else what was made."""
+    return [
+        tensor if result.given is None or result.given is tensor else result.given.copy_(tensor)
+        for result, tensor in zip(results, written, strict=True)
+    ]
