@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rank_helpers import MODES, Case, assert_ranks_agree, comm, device, on
+from rank_helpers import MODES, Case, agreed, assert_ranks_agree, comm, device, on
 
 import allnorm
 from allnorm import reference
@@ -30,26 +30,33 @@ def capture(call: Callable[[], Any], warmups: int = 0) -> tuple[torch.cuda.CUDAG
     return graph, results
 
 
+def snapshot(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """A copy in memory of the same kind, what lies behind the last row included."""
+    if tensor is None:
+        return None
+    storage = tensor.untyped_storage().clone()
+    copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return copy.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
 class Site:
     """One captured call over static inputs, replayed with new ones."""
 
     def __init__(self, c: allnorm.Communicator, case: Case, warmups: int = 0) -> None:
         self.c, self.case = c, case
-        self.x, self.arguments = case.x(c.rank), case.norm_arguments()
+        self.x, self.arguments = case.x(c.rank), case.call_arguments(c)
         self.graph, self.results = capture(
-            lambda: c.all_reduce_add_rms_norm(self.x, algorithm=case.algorithm, **self.arguments),
-            warmups,
+            lambda: case.method(c)(self.x, **self.arguments), warmups
         )
 
-    def replay(self, call: int) -> tuple[Case, torch.Tensor, torch.Tensor]:
+    def replay(self, call: int) -> tuple[Case, *tuple[torch.Tensor | None, ...]]:
         """Replays with the inputs of `call`; returns copies of the results, unsynchronised."""
         case = self.case.but(call=call)
         self.x.copy_(case.x(self.c.rank))
         if case.residual:
-            self.arguments["residual"].copy_(case.residual_tensor())
+            self.arguments["residual"].copy_(case.call_arguments(self.c)["residual"])
         self.graph.replay()
-        normed, total = self.results
-        return case, normed.clone(), total.clone()
+        return case, *map(snapshot, self.results)
 
 
 def replays(rank: int, world_size: int) -> None:
@@ -75,6 +82,65 @@ def replays(rank: int, world_size: int) -> None:
 @on(gpu=range(2, 9))
 def test_replay_with_new_inputs(pool: RankPool) -> None:
     pool.run(replays)
+
+
+def quantized_replays(rank: int, world_size: int) -> None:
+    """Quantised and sharded calls in graphs, eager ones of other shapes between."""
+    c = comm()
+    sites = [
+        Site(c, Case((tokens, 2944), quant=spec, sharded=sharded, algorithm=algorithm), warmups=1)
+        for tokens, spec in (
+            (1, allnorm.Fp8PerGroup(128, "column_major_tma", "ue8m0_packed")),
+            (37, allnorm.Fp8PerGroup(128, "column_major_tma")),
+            (130, allnorm.Fp8PerToken()),
+            (5, allnorm.Fp8PerTensor(torch.tensor([0.02]))),
+            (66, None),
+        )
+        for sharded, algorithm in ((False, "one_shot"), (False, "two_shot"), (True, "auto"))
+    ]
+    draw, pending = random.Random(2), []
+    for call in range(60):
+        pending.append(draw.choice(sites).replay(call))
+        if call % 4 == 1:
+            eager = Case((9, 512), quant=allnorm.Fp8PerGroup(64), sharded=call % 8 == 1, call=call)
+            pending.append((eager, *eager.run(c)))
+    for ran, *results in pending:
+        ran.compare(c, *results)
+        assert_ranks_agree(c, *agreed(ran, results))
+
+
+@on(gpu=range(2, 9))
+def test_replays_of_quantised_and_sharded_calls(pool: RankPool) -> None:
+    pool.run(quantized_replays)
+
+
+def changing_scale(rank: int, world_size: int) -> None:
+    """A graph reads the given scale when it runs; and gathers what a sharded call has left."""
+    c = comm()
+    case = Case((21, 1024), sharded=True)
+    x, a = case.x(rank), case.call_arguments(c)
+    scale = torch.ones(1, device=c.device)
+    a["quant"] = allnorm.Fp8PerTensor(scale)
+
+    def model() -> tuple[torch.Tensor, torch.Tensor]:
+        out = c.all_reduce_add_rms_norm_quant(x, **a)
+        return out.quantized, c.all_gather_rows(out.residual, 21)
+
+    model()
+    graph, results = capture(model)
+    for value in (0.5, 0.01, 3.0):
+        scale.fill_(value)
+        graph.replay()
+        want = reference.all_reduce_add_rms_norm_quant(
+            case.xs(world_size), quant=a["quant"], **case.norm_arguments()
+        )
+        assert_same_bits(results[0], want.quantized, f"divided by {value}")
+        assert_same_bits(results[1], want.residual, "the gathered residual")
+
+
+@on(gpu=(2, 3, 8))
+def test_a_given_scale_may_change_between_replays(pool: RankPool) -> None:
+    pool.run(changing_scale)
 
 
 def first_replay(rank: int, world_size: int) -> None:

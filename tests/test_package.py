@@ -15,7 +15,12 @@ def test_public_names() -> None:
     for name in (
         "Communicator",
         "Plan",
+        "Fp8PerGroup",
+        "Fp8PerTensor",
+        "Fp8PerToken",
+        "QuantizedNorm",
         "add_rms_norm",
+        "add_rms_norm_quant",
         "capabilities",
         "reference",
         "AllnormError",

@@ -394,8 +394,7 @@ def test_cuda_gives_the_bits_of_the_cpu(dtype: torch.dtype) -> None:
         assert_same_bits(on_gpu[0], on_cpu[0], f"divided by {value}")
 
 
-def test_all_numbers_of_a_group_keep_their_order() -> None:
-    """The greatest of a group becomes 448 and its code 0x7e, in float32 scales."""
+def test_the_greatest_of_a_group_becomes_the_greatest_there_is() -> None:
     y = shared_input((9, 128), torch.bfloat16, "y")
     quantized, scale = reference.quantize(y, allnorm.Fp8PerGroup(128))
     assert (quantized.float().abs().amax(-1) == 448).all()
