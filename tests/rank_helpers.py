@@ -247,3 +247,19 @@ def message_of(error: type[BaseException] | tuple[type[BaseException], ...], cal
     with pytest.raises(error) as caught:
         call()
     return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def check_cases(rank: int, world_size: int, cases: list[Case], **arguments: Any) -> int:
+    """Runs in ranks; returns how many of the cases ran (the others were refused, as they should).
+
+    `arguments` are those of the communicator.
+    """
+    c = comm(**arguments)
+    ran = 0
+    for case in cases:
+        results = check_or_refuse(c, case)
+        if results is not None:
+            assert_ranks_agree(c, *agreed(case, results))
+            ran += 1
+    assert c.check() is None
+    return ran

@@ -13,7 +13,7 @@ from rank_helpers import (
     Case,
     assert_ranks_agree,
     can_run,
-    check_or_refuse,
+    check_cases,
     comm,
     dtype_ids,
     on,
@@ -25,18 +25,6 @@ from allnorm import reference
 from allnorm.testing import RankPool, assert_same_bits
 
 HIDDEN_SIZES = (4096, 2880, 2944, 5760, 120, 8192, 7168, 16384, 4095, 7, 1)
-
-
-def check_cases(rank: int, world_size: int, cases: list[Case], **arguments: object) -> int:
-    """Returns how many of the cases ran (the others were refused, as they should)."""
-    c = comm(**arguments)
-    ran = 0
-    for case in cases:
-        results = check_or_refuse(c, case)
-        if results is not None:
-            assert_ranks_agree(c, *results)
-            ran += 1
-    return ran
 
 
 @on(cpu=(1, 2, 3, 4, 5, 8), gpu=range(1, 9))
