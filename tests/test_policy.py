@@ -85,6 +85,29 @@ def test_a_row_that_the_kernels_do_not_hold_is_unfused() -> None:
     assert "4096" in plan.reason
 
 
+@pytest.mark.parametrize("backend", ["cpu", "cuda"])
+def test_rows_with_owners_take_two_shot(backend: str) -> None:
+    """However few they are, and whatever one_shot could hold; it cannot be asked for."""
+    rows = {"one_shot": 0, "two_shot": 10}
+
+    def owned(world_size: int, requested: str = "auto", two_shot: int = 10) -> policy.Plan:
+        traits = policy.Traits(backend, world_size)
+        return policy.choose(
+            traits, 25, 4096, 2, {**rows, "two_shot": two_shot}, requested, owned_rows=True
+        )
+
+    for world_size in range(2, 9):
+        plan = owned(world_size)
+        assert (plan.algorithm, plan.num_chunks) == ("two_shot", 3)
+        assert "owners" in plan.reason
+        assert owned(world_size, "two_shot").algorithm == "two_shot"
+        refused = owned(world_size, "one_shot")
+        assert refused.algorithm == "unfused"
+        assert "owners" in refused.reason
+        assert "too wide" in owned(world_size, two_shot=0).reason
+    assert owned(1).algorithm == "unfused"
+
+
 def plans(rank: int, world_size: int) -> list[policy.Plan]:
     c = comm()
     return [
