@@ -14,10 +14,12 @@ ALGORITHMS = ("one_shot", "two_shot", "unfused")
 # Temporary memory that `unfused` may take for the gathered partial sums of one row chunk.
 UNFUSED_GATHER_BYTES = 256 << 20
 
-# Bytes that one rank may push in one_shot, to all peers together, before two_shot is faster. From
-# benchmarks/results/h200x4-bench.jsonl (bf16, CUDA graphs): at 4 ranks the two meet at 16x4096.
-# Other world sizes are scaled by it. At two ranks both send the same bytes, one_shot in one hop.
+# Bytes that one rank may push in one_shot, to all peers together, before two_shot is faster (H200,
+# bf16, CUDA graphs, 2026-11; docs/performance.md): at 4 ranks 16x4096 takes 4.9 us in one_shot and
+# 5.2 in two_shot, 32x4096 6.2 and 5.4. Other world sizes are scaled by it. At two ranks both send
+# the same bytes, one_shot in one hop: 256x4096 takes 10.1 and 10.5 us, 512x4096 17.2 and 16.7.
 _ONE_SHOT_MAX_PUSHED_BYTES_CUDA = 384 << 10
+_ONE_SHOT_MAX_PUSHED_BYTES_CUDA_PAIR = 3 << 20
 # On CPU a rank reads its peers' rows in place: one_shot costs no extra bytes, only extra sums.
 _ONE_SHOT_MAX_BYTES_CPU = 64 << 10
 
@@ -135,13 +137,18 @@ def _obstacle(
 
 
 def _prefer(traits: Traits, num_bytes: int) -> tuple[str, str]:
-    if traits.world_size == 2:
+    pair = traits.world_size == 2
+    if pair and traits.backend == "cpu":
         return "one_shot", "two ranks: both algorithms send the same bytes, one_shot in one hop"
     if traits.backend == "cpu":
         limit = _ONE_SHOT_MAX_BYTES_CPU
+    elif pair:
+        limit = _ONE_SHOT_MAX_PUSHED_BYTES_CUDA_PAIR
     else:
         limit = _ONE_SHOT_MAX_PUSHED_BYTES_CUDA // (traits.world_size - 1)
     size = f"{num_bytes} bytes at {traits.world_size} ranks"
     if num_bytes <= limit:
         return "one_shot", f"{size}: up to {limit} bytes latency decides, one hop is fastest"
+    if pair:
+        return "two_shot", f"{size}: above {limit} bytes summing each row once is fastest"
     return "two_shot", f"{size}: above {limit} bytes the link decides, two_shot sends fewest bytes"

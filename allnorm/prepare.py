@@ -171,6 +171,7 @@ class Preparer:
     ) -> Plan:
         """Chooses the algorithm of such a call."""
         rows = {}
+        call.num_tokens = num_tokens
         for name, call.algorithm in _native.ALGORITHM.items():
             rows[name] = self._library.rows_per_chunk(
                 self._traits.world_size, self._workspace_bytes, ctypes.addressof(call)

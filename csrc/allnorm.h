@@ -156,8 +156,8 @@ ALLNORM_API const char* allnorm_build_info(void);
 ALLNORM_API const char* allnorm_last_error(void);
 
 // Rows of such a call that one launch can hold in a workspace; 0 if not even one. Reads what all
-// ranks agree on: op, algorithm, dtype, hidden_size, flags, quant, group_size, and whether `out` is
-// NULL.
+// ranks agree on: op, algorithm, dtype, num_tokens, hidden_size, flags, quant, group_size, and
+// whether `out` is NULL.
 ALLNORM_API int64_t allnorm_rows_per_chunk(int32_t world_size, int64_t workspace_bytes,
                                            const AllnormCall* call);
 

@@ -113,16 +113,17 @@ int32_t Communicator::run(const AllnormCall& call) {
 
   // Chunks of equal height: a short last one would cost a launch and fill no link. Where rows have
   // owners, each chunk but the last has as many of every one of them.
-  const bool sharded = is_sharded(call);
-  const int64_t unit = sharded ? config_.world_size : 1;
+  const bool owned = has_row_owners(call);
+  const int64_t unit = owned ? config_.world_size : 1;
   const int64_t chunks = (call.num_tokens + rows - 1) / rows;
   const int64_t height = ((call.num_tokens + chunks - 1) / chunks + unit - 1) / unit * unit;
   for (int64_t first = 0; first < call.num_tokens && status == ALLNORM_OK; first += height) {
     const int64_t count = std::min(height, call.num_tokens - first);
-    status = sharded ? launch_sharded(device_, call, config_.world_size,
-                                      sharded_params(config_, call, first, count, fault_on_device_))
-                     : launch_fused(device_, call, config_.world_size,
-                                    fused_params(config_, call, first, count, fault_on_device_));
+    status =
+        owned ? launch_owned_rows(device_, call, config_.world_size,
+                                  owned_rows_params(config_, call, first, count, fault_on_device_))
+              : launch_fused(device_, call, config_.world_size,
+                             fused_params(config_, call, first, count, fault_on_device_));
   }
   return status;
 }

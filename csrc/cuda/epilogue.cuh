@@ -89,18 +89,14 @@ class NormEpilogue {
   __device__ __forceinline__ void store_row(int64_t row, const Pack& y) {
     if constexpr (kQuantized) {
       if (live_ && params_.out.data != nullptr) store_pack(params_.out.at(row, pack_), y);
-      quantize_.store(row, quantize(y));
+      quantize_.store(row, quantize_(y));
     } else if (live_) {
       store_pack(params_.out.at(row, pack_), y);
     }
   }
 
-  // Numerics step 6. All threads of the cluster call it.
-  __device__ __forceinline__ QuantizedPack<T> quantize(const Pack& y) {
-    unpack<T>(y, z_);
-    return quantize_(z_);
-  }
-  __device__ __forceinline__ const Quantizer<T>& quantizer() const { return quantize_; }
+  // Numerics step 6.
+  __device__ __forceinline__ Quantizer<T>& quantizer() { return quantize_; }
 
  private:
   const EpilogueParams& params_;

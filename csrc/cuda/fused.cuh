@@ -2,9 +2,10 @@
 //
 // The first cluster serves the exchange. Each other cluster takes rows first, first + step, ...;
 // each of its threads holds one pack of the row. Rows flow without a grid-wide barrier: while a row
-// is waited for, as many rows after it are on their way as there are hops, and the input of the next
-// one is being loaded. A wait is for something that all ranks do before they wait for anything of a
-// later row, so the lowest unfinished row can always be finished, however the ranks' grids are cut.
+// is waited for, as many rows after it are on their way as there are hops, and the input of the
+// next one is being loaded. A wait is for something that all ranks do before they wait for anything
+// of a later row, so the lowest unfinished row can always be finished, however the ranks' grids are
+// cut.
 //
 // The dependent grid is let in once nothing is waited for any more, before the last stores: its
 // launch then overlaps them. It may read nothing before griddepcontrol.wait, which waits until this
@@ -38,6 +39,7 @@ template <class T, int kWorldSize, template <class, int> class Transport, bool k
           bool kQuantized>
 __device__ __forceinline__ void run_fused(const FusedParams& params) {
   constexpr int kHops = Transport<T, kWorldSize>::kHops;
+  constexpr int kAhead = kHops == 1 ? 1 : 2;
   const uint32_t clusters = cluster_size();
   const int pack = static_cast<int>(cluster_rank() * blockDim.x + threadIdx.x);
   const bool live = pack < params.packs;
@@ -61,16 +63,18 @@ __device__ __forceinline__ void run_fused(const FusedParams& params) {
   send(first, own);
   if constexpr (!kDense) epilogue.prefetch_weight();
   epilogue.prefetch_row(first);
+  for (int i = 1; i < kAhead; ++i) send(first + i * step, load_input(first + i * step));
   Pack sum{};  // of the current row, where this rank has made it
   if constexpr (kHops == 2) {
-    send(first + step, load_input(first + step));
     if (live) sum = transport.relay(first, [&] { return own; });
   }
-  Pack ahead = load_input(first + kHops * step);
+  Pack ahead = load_input(first + kAhead * step);
   for (int row = first; row < end; row += step) {
     const bool last = row + step >= end;
-    send(row + kHops * step, ahead);
-    ahead = load_input(row + (kHops + 1) * step);
+    if (!last) {
+      send(row + kAhead * step, ahead);
+      ahead = load_input(row + (kAhead + 1) * step);
+    }
     if (row != first) epilogue.prefetch_row(row);
     Pack reduced{}, next_sum{};
     if constexpr (kHops == 2) {

@@ -29,13 +29,19 @@ inline int threads_of(int64_t packs, int cluster_size) {
 constexpr int kSpreadBlocks = 4;
 constexpr int kSpreadGrid = 128;
 
+// The fewest blocks that hold a row.
+inline int least_blocks(int64_t packs) {
+  int size = 1;
+  while (size < kMaxClusterSize && threads_of(packs, size) > kMaxThreads) size *= 2;
+  return size;
+}
+
 // Blocks per row: as few as the width demands, and more for few rows. A block of a spread row has
 // at least two warps.
 inline int choose_cluster_size(int64_t packs, int64_t num_tokens, int num_sms) {
-  int size = 1;
-  while (size < kMaxClusterSize && threads_of(packs, size) > kMaxThreads) size *= 2;
   const int64_t blocks = std::min<int64_t>(kSpreadGrid, num_sms);
-  const int needed = size;
+  const int needed = least_blocks(packs);
+  int size = needed;
   while (size < kMaxClusterSize && size < kSpreadBlocks * needed &&
          2 * size * num_tokens <= blocks && 64 * 2 * size <= packs) {
     size *= 2;

@@ -9,7 +9,7 @@
 #include "cuda/kernels.h"
 #include "cuda/local.cuh"
 #include "cuda/one_shot.cuh"
-#include "cuda/sharded.cuh"
+#include "cuda/owned_rows.cuh"
 #include "cuda/two_shot.cuh"
 
 namespace allnorm {
@@ -22,11 +22,11 @@ struct FusedKernel {
         &fused_kernel<T, kWorldSize, Transport, kDense, kQuantized>);
   }
 };
-template <class T, bool kQuantized>
-struct ShardedKernel {
+template <class T, Owned kOwned, bool kQuantized>
+struct OwnedRowsKernel {
   template <int kWorldSize>
   static const void* get() {
-    return reinterpret_cast<const void*>(&sharded_kernel<T, kWorldSize, kQuantized>);
+    return reinterpret_cast<const void*>(&owned_rows_kernel<T, kWorldSize, kOwned, kQuantized>);
   }
 };
 
@@ -42,29 +42,29 @@ const void* kernel_of(int world_size) {
   return kernel_of<Family>(world_size, std::make_integer_sequence<int, kPushMaxWorldSize - 1>());
 }
 
-template <class T, template <class, int> class Transport>
-const void* fused_kernel_of(const KernelKey& key) {
-  if (key.quantized) {
-    return key.dense ? kernel_of<FusedKernel<T, Transport, true, true>>(key.world_size)
-                     : kernel_of<FusedKernel<T, Transport, false, true>>(key.world_size);
+template <class T, bool kQuantized>
+const void* exchange_kernel_of(const KernelKey& key) {
+  switch (key.kind) {
+    case ExchangeKind::kOneShot:
+      return kernel_of<FusedKernel<T, OneShot, false, kQuantized>>(key.world_size);
+    case ExchangeKind::kOneShotDense:
+      return kernel_of<FusedKernel<T, OneShot, true, kQuantized>>(key.world_size);
+    case ExchangeKind::kTwoShot:
+      return kernel_of<FusedKernel<T, TwoShot, false, kQuantized>>(key.world_size);
+    case ExchangeKind::kOwnedSum:
+      return kernel_of<OwnedRowsKernel<T, Owned::kSum, kQuantized>>(key.world_size);
+    case ExchangeKind::kOwnedFinished:
+      return kernel_of<OwnedRowsKernel<T, Owned::kFinished, kQuantized>>(key.world_size);
+    case ExchangeKind::kOwnedGiven:
+      return kernel_of<OwnedRowsKernel<T, Owned::kGiven, false>>(key.world_size);
   }
-  return key.dense ? kernel_of<FusedKernel<T, Transport, true, false>>(key.world_size)
-                   : kernel_of<FusedKernel<T, Transport, false, false>>(key.world_size);
+  return nullptr;
 }
 
 template <class T>
 const void* exchange_kernel_of(const KernelKey& key) {
   if (key.world_size < 2 || key.world_size > kPushMaxWorldSize) return nullptr;
-  switch (key.transport) {
-    case Transport::kOneShot:
-      return fused_kernel_of<T, OneShot>(key);
-    case Transport::kTwoShot:
-      return fused_kernel_of<T, TwoShot>(key);
-    case Transport::kSharded:
-      return key.quantized ? kernel_of<ShardedKernel<T, true>>(key.world_size)
-                           : kernel_of<ShardedKernel<T, false>>(key.world_size);
-  }
-  return nullptr;
+  return key.quantized ? exchange_kernel_of<T, true>(key) : exchange_kernel_of<T, false>(key);
 }
 
 template <class T>

@@ -5,13 +5,19 @@
 
 namespace allnorm {
 
-// Which kernel of a dtype. Each function returns the one to launch, taking FusedParams (kSharded:
-// ShardedParams) or LocalParams; nullptr if there is none.
-enum class Transport { kOneShot, kTwoShot, kSharded };
+// Which kernel of a dtype. Each function returns the one to launch, taking FusedParams,
+// OwnedRowsParams from kOwnedSum on, or LocalParams; nullptr if there is none.
+enum class ExchangeKind {
+  kOneShot,
+  kOneShotDense,
+  kTwoShot,
+  kOwnedSum,
+  kOwnedFinished,
+  kOwnedGiven
+};
 struct KernelKey {
-  Transport transport;
+  ExchangeKind kind;
   int world_size;
-  bool dense;  // the variant for more rows than SMs, see cuda/fused.cuh; not of kSharded
   bool quantized;
 };
 const void* exchange_kernel_float32(const KernelKey& key);

@@ -34,6 +34,15 @@ const void* find_local(int dtype, bool aligned, bool quantized) {
   }
 }
 
+// `dense`: there are more rows than SMs.
+ExchangeKind kind_of(const AllnormCall& call, bool dense) {
+  if (call.op == ALLNORM_ALL_GATHER_ROWS) return ExchangeKind::kOwnedGiven;
+  if (is_sharded(call)) return ExchangeKind::kOwnedFinished;
+  if (has_row_owners(call)) return ExchangeKind::kOwnedSum;
+  if (call.algorithm == ALLNORM_TWO_SHOT) return ExchangeKind::kTwoShot;
+  return dense ? ExchangeKind::kOneShotDense : ExchangeKind::kOneShot;
+}
+
 // Blocks of `kernel` that the device holds at once; asked for once per kernel, block and cluster
 // size.
 int resident_blocks(const Device& device, const void* kernel, const Geometry& geometry) {
@@ -99,9 +108,6 @@ int32_t launch(const Device& device, const void* kernel, const void* params,
 
 int32_t launch_exchange(const Device& device, const AllnormCall& call, int world_size,
                         const FusedParams& fused, const void* params) {
-  const Transport transport = is_sharded(call)                     ? Transport::kSharded
-                              : call.algorithm == ALLNORM_ONE_SHOT ? Transport::kOneShot
-                                                                   : Transport::kTwoShot;
   Geometry geometry;
   geometry.cluster_size = call.cluster_size;
   if (geometry.cluster_size == 0) {
@@ -120,7 +126,7 @@ int32_t launch_exchange(const Device& device, const AllnormCall& call, int world
   }
   const bool dense = fused.num_tokens * geometry.cluster_size > device.num_sms;
   const void* kernel =
-      find_exchange(call.dtype, {transport, world_size, dense, is_quantized(call)});
+      find_exchange(call.dtype, {kind_of(call, dense), world_size, is_quantized(call)});
   if (kernel == nullptr) {
     return fail(ALLNORM_UNSUPPORTED, "no fused kernel for world size %d: expected 2 to %d",
                 world_size, kPushMaxWorldSize);
@@ -167,8 +173,8 @@ int32_t launch_fused(const Device& device, const AllnormCall& call, int world_si
   return launch_exchange(device, call, world_size, params, &params);
 }
 
-int32_t launch_sharded(const Device& device, const AllnormCall& call, int world_size,
-                       const ShardedParams& params) {
+int32_t launch_owned_rows(const Device& device, const AllnormCall& call, int world_size,
+                          const OwnedRowsParams& params) {
   return launch_exchange(device, call, world_size, params.fused, &params);
 }
 

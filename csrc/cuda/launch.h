@@ -46,8 +46,8 @@ int32_t cuda_status(cudaError_t error, const char* what);
 // Launches one chunk of a fused call; of one whose rows have owners.
 int32_t launch_fused(const Device& device, const AllnormCall& call, int world_size,
                      const FusedParams& params);
-int32_t launch_sharded(const Device& device, const AllnormCall& call, int world_size,
-                       const ShardedParams& params);
+int32_t launch_owned_rows(const Device& device, const AllnormCall& call, int world_size,
+                          const OwnedRowsParams& params);
 
 int32_t launch_local(const Device& device, const AllnormCall& call);
 

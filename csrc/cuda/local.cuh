@@ -135,7 +135,7 @@ __device__ __forceinline__ void store_quantized_chunk(const EpilogueParams& para
       }
       amax = RowExchange::greatest_of_lanes(amax, 32);
     } else {
-      if (live) amax = greatest_magnitude<Access::kElems>(y);
+      if (live) amax = greatest_magnitude<T>(allnorm::pack<T>(y));
       amax = RowExchange::greatest_of_lanes(amax, quant.packs_per_group);
     }
     const float scale = scale_of(amax, quant.format != ALLNORM_SCALE_FLOAT32);
@@ -237,7 +237,7 @@ __global__ void __launch_bounds__(kMaxThreads)
         uint32_t amax = 0;
         if (live) {
           normed_pack<T, kAligned>(epilogue, pack, rstd, sum, y);
-          amax = greatest_magnitude<kElems>(y);
+          amax = greatest_magnitude<T>(allnorm::pack<T>(y));
         }
         amax = RowExchange::greatest_of_lanes(amax, 32);
         if (lane == 0) greatest[chunk] = bit_cast<float>(amax);

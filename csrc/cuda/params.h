@@ -71,14 +71,14 @@ struct FusedParams {
   AllnormFault* fault;  // host memory, mapped
 };
 
-// One launch of a sharded kernel: `fused.num_tokens` rows in the order of sharded_row(), from
-// `first_index` on, a multiple of the world size. Rows of residual and residual_out, and of x if
-// `gathered`, count from the first of this rank's shard.
-struct ShardedParams {
+// One launch of a kernel over rows with owners: `fused.num_tokens` rows in the order of
+// sharded_row(), from `first_index` on, a multiple of the world size. Where the residual is
+// sharded, rows of residual and residual_out, and of x for all_gather_rows, count from the first of
+// this rank's shard.
+struct OwnedRowsParams {
   FusedParams fused;
   int64_t first_index;
   int64_t total_rows;
-  bool gathered;      // all_gather_rows: x is complete
   bool sends_normed;  // finished rows cross the link as y, not quantised
 };
 

@@ -8,6 +8,7 @@
 
 #include "abi/check.h"
 #include "abi/tag.h"
+#include "cuda/geometry.h"
 #include "cuda/params.h"
 
 namespace allnorm {
@@ -92,40 +93,52 @@ inline FusedParams fused_params(const AllnormCommConfig& config, const AllnormCa
   return params;
 }
 
-// One launch of a call whose rows have owners: `num_rows` rows of the order of sharded_row() from
-// `first_index` on, a multiple of the world size.
-inline ShardedParams sharded_params(const AllnormCommConfig& config, const AllnormCall& call,
-                                    int64_t first_index, int64_t num_rows, AllnormFault* fault) {
-  ShardedParams params = {};
+// Whether each row of a two_shot call has one owner, and not its chunks several; by what all ranks
+// agree on. With fewer rows than a GPU has SMs, the chunks of a row are spread over the links.
+inline bool has_row_owners(const AllnormCall& call) {
+  if (is_sharded(call)) return true;
+  const int64_t packs = call.hidden_size * element_bytes(call.dtype) / kPackBytes;
+  return call.algorithm == ALLNORM_TWO_SHOT && call.num_tokens * least_blocks(packs) > kSpreadGrid;
+}
+
+// One launch of a call whose rows have owners: `num_rows` rows from number `first` on. Of a sharded
+// call `first` is a multiple of the world size, in the order of sharded_row().
+inline OwnedRowsParams owned_rows_params(const AllnormCommConfig& config, const AllnormCall& call,
+                                         int64_t first, int64_t num_rows, AllnormFault* fault) {
+  OwnedRowsParams params = {};
+  if (!is_sharded(call)) {
+    params.fused = fused_params(config, call, first, num_rows, fault);
+    return params;
+  }
   params.fused = exchange_params(config, call, num_rows, fault);
-  const bool last = first_index + num_rows == call.num_tokens;
+  const bool last = first + num_rows == call.num_tokens;
   params.fused.x = rows_from(call.x, call.x_stride * element_bytes(call.dtype), 0);
   params.fused.epilogue = epilogue_params(call, 0, 0, quant_params(call, 0, call.num_tokens, last));
-  params.first_index = first_index;
+  params.first_index = first;
   params.total_rows = call.num_tokens;
-  params.gathered = call.op == ALLNORM_ALL_GATHER_ROWS;
   params.sends_normed = is_quantized(call) && call.out != nullptr;
   return params;
 }
 
-// Bytes of a phase that one row takes (`rows` of them: one of each owner, where rows have owners).
+// Bytes of a phase that `rows` rows take: one, or one of each owner.
 struct SlotBytes {
   int64_t bytes;
   int64_t rows;
 };
+inline SlotBytes owned_rows_bytes(int world_size, const AllnormCall& call) {
+  const bool sends_quantized = is_sharded(call) && is_quantized(call) && call.out == nullptr;
+  const int64_t elems_per_pack = kPackBytes / element_bytes(call.dtype);
+  const ShardedLayout layout = {
+      .world_size = world_size,
+      .packs = static_cast<int32_t>(call.hidden_size / elems_per_pack),
+      .element_bytes = static_cast<int32_t>(sends_quantized ? elems_per_pack : kPackBytes),
+      .scales = static_cast<int32_t>(sends_quantized ? scales_per_row(call) : 0),
+      .rows = 1};
+  return {layout.row_bytes(call.op == ALLNORM_ALL_GATHER_ROWS), world_size};
+}
 inline SlotBytes slot_bytes(int world_size, const AllnormCall& call) {
+  if (has_row_owners(call)) return owned_rows_bytes(world_size, call);
   const int64_t packs = call.hidden_size * element_bytes(call.dtype) / kPackBytes;
-  if (is_sharded(call)) {
-    const bool sends_quantized = is_quantized(call) && call.out == nullptr;
-    const int64_t elems_per_pack = kPackBytes / element_bytes(call.dtype);
-    const ShardedLayout layout = {
-        .world_size = world_size,
-        .packs = static_cast<int32_t>(packs),
-        .element_bytes = static_cast<int32_t>(sends_quantized ? elems_per_pack : kPackBytes),
-        .scales = static_cast<int32_t>(sends_quantized ? scales_per_row(call) : 0),
-        .rows = 1};
-    return {layout.row_bytes(call.op == ALLNORM_ALL_GATHER_ROWS), world_size};
-  }
   return {call.algorithm == ALLNORM_ONE_SHOT ? PushLayout::one_shot_row_bytes(world_size, packs)
                                              : PushLayout::two_shot_row_bytes(world_size, packs),
           1};

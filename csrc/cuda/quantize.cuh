@@ -51,14 +51,6 @@ __device__ __forceinline__ QuantizedPack<T> quantize_by_given(const float* y, fl
                                        : quantize_pack<T>(y, AnyDivisor{scale});
 }
 
-template <int kElems>
-__device__ __forceinline__ uint32_t greatest_magnitude(const float* y) {
-  uint32_t result = 0;
-#pragma unroll
-  for (int i = 0; i < kElems; ++i) result = greater(result, magnitude(y[i]));
-  return result;
-}
-
 // Stores the scale of one group where the format and the layout want it.
 __device__ __forceinline__ void store_scale(const QuantParams& params, int64_t row, int group,
                                             float scale) {
@@ -101,14 +93,16 @@ class Quantizer {
     }
   }
 
-  // `y`: this thread's elements, rounded. All threads of the cluster call it, live or not.
-  __device__ __forceinline__ QuantizedPack<T> operator()(const float* y) {
+  // All threads of the cluster call it, live or not.
+  __device__ __forceinline__ QuantizedPack<T> operator()(const Pack& packed) {
+    float y[kElems];
+    unpack<T>(packed, y);
     if (params_.kind == ALLNORM_QUANT_PER_TENSOR) {
       return quantize_by_given<T>(y, scale_);
     }
     const int packs = params_.packs_per_group;
     const bool whole_row = params_.kind == ALLNORM_QUANT_PER_TOKEN;
-    uint32_t amax = live_ ? greatest_magnitude<kElems>(y) : 0;
+    uint32_t amax = live_ ? greatest_magnitude<T>(packed) : 0;
     amax = RowExchange::greatest_of_lanes(amax, whole_row || packs > 32 ? 32 : packs);
     if (whole_row) {
       amax = exchange_.greatest(amax, 0, exchange_.chunks());

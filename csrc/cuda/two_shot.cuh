@@ -38,8 +38,8 @@ class TwoShot {
   template <class Own>
   __device__ __forceinline__ Pack relay(int row, Own&& own) {
     if (ranks_to_owner(row) != 0) return Pack{};
-    const Pack sum = canonicalize(
-        receive_partials<T, kWorldSize>(exchange_, slot(row), stride_, rank_, own()));
+    const Pack sum =
+        canonicalize(receive_partials<T, kWorldSize>(exchange_, slot(row), stride_, rank_, own()));
     // After a failure the peers are told NaN: they need not wait for their own deadline.
     const int64_t sum_offset = layout_.two_shot_sum(row, pack_);
 #pragma unroll

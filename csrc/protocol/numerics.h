@@ -61,6 +61,17 @@ ALLNORM_HD float sqrt_rn(float a) { return __builtin_sqrtf(a); }
 ALLNORM_HD float reciprocal_rn(float a) { return 1.0f / a; }
 #endif
 
+// The greater of the low halves and the greater of the high halves.
+ALLNORM_HD uint32_t max_u16x2(uint32_t a, uint32_t b) {
+#if defined(__CUDA_ARCH__)
+  return __vmaxu2(a, b);
+#else
+  const uint32_t low = (a & 0xffffu) < (b & 0xffffu) ? b : a;
+  const uint32_t high = a >> 16 < b >> 16 ? b : a;
+  return (high & 0xffff0000u) | (low & 0xffffu);
+#endif
+}
+
 // Element types by tag. `unpack` and `pack` convert one 32-bit word of a Pack.
 struct Float32 {
   using Storage = float;
@@ -199,16 +210,36 @@ constexpr uint8_t kNanE4m3 = 0x7f;
 // |y| as an integer that grows with it; NaN is above infinity, so that a maximum propagates NaN.
 ALLNORM_HD uint32_t magnitude(float y) { return bit_cast<uint32_t>(y) & 0x7fffffffu; }
 
-// a / b, b > 0, from the correctly rounded reciprocal of b: one correction of a * r by its exact remainder
-// gives a neighbour of the quotient, a second one the quotient correctly rounded (Markstein, IBM
-// Journal of Research and Development 34(1), 1990, theorem 2), where nothing overflows and the
-// remainder is not denormal.
-ALLNORM_HD float divide_by_reciprocal(float a, float negative_b, float reciprocal) {
+// The greatest magnitude() of the elements of one pack: magnitudes are ordered like their bits, in
+// every dtype.
+template <class T>
+ALLNORM_HD uint32_t greatest_magnitude(const Pack& pack) {
+  uint32_t greatest = 0;
+  ALLNORM_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (T::kElemsPerWord == 1) {
+      const uint32_t size = pack.word[i] & 0x7fffffffu;
+      greatest = greatest < size ? size : greatest;
+    } else {
+      greatest = max_u16x2(greatest, pack.word[i] & 0x7fff7fffu);
+    }
+  }
+  if constexpr (T::kElemsPerWord == 2) {
+    greatest = max_u16x2(greatest, greatest >> 16) & 0xffffu;
+    greatest = bit_cast<uint32_t>(T::load(static_cast<typename T::Storage>(greatest)));
+  }
+  return greatest;
+}
+
+// a / b, b > 0, from the correctly rounded reciprocal of b: a * r, corrected once by its exact
+// remainder (after Markstein, IBM Journal of Research and Development 34(1), 1990). Where nothing
+// overflows and the remainder is not denormal, that is the quotient or a neighbour of it, and on
+// the same side of every tie of e4m3: tried for all significands of b (tests/quantize_test.cpp).
+ALLNORM_HD float divide_by_reciprocal(float a, float b, float reciprocal) {
+  const float quotient = mul_rn(a, reciprocal);
   // The remainder is taken with its sign turned: of an exact quotient it is then -0.0, which leaves
   // the quotient its sign where that is zero.
-  float quotient = mul_rn(a, reciprocal);
-  quotient = fma_rn(-fma_rn(-negative_b, quotient, -a), reciprocal, quotient);
-  return fma_rn(-fma_rn(-negative_b, quotient, -a), reciprocal, quotient);
+  return fma_rn(-fma_rn(b, quotient, -a), reciprocal, quotient);
 }
 
 // The scale of elements of which `amax` is the greatest magnitude().
@@ -217,7 +248,8 @@ ALLNORM_HD float scale_of(uint32_t amax, bool power_of_two) {
   const float min_amax = kMinAmax;
   const uint32_t least = bit_cast<uint32_t>(min_amax);
   const float greatest = bit_cast<float>(amax < least ? least : amax);
-  const float scale = divide_by_reciprocal(greatest, -kMaxE4m3, 1.0f / kMaxE4m3);
+  // Correctly rounded: tried for all significands (tests/quantize_test.cpp).
+  const float scale = divide_by_reciprocal(greatest, kMaxE4m3, 1.0f / kMaxE4m3);
   if (!power_of_two) return scale;
   return bit_cast<float>((bit_cast<uint32_t>(scale) + 0x007fffffu) & 0x7f800000u);
 }
@@ -258,41 +290,37 @@ ALLNORM_HD uint32_t to_e4m3x4(const float* v) {
 #endif
 }
 
-// Division of many numbers by one that scale_of() made, correctly rounded wherever the quotient is
-// not below half the smallest e4m3 number: there its last bits matter to nobody. A scale is at least
-// 1e-10 / 448 and |y| at most 448 times it, so that nothing overflows, and no remainder that matters
-// is denormal.
+// Division of many numbers by one that scale_of() made, for to_e4m3(): the same byte as of the
+// correctly rounded quotient. A scale is at least 1e-10 / 448 and |y| at most 448 times it, so that
+// nothing overflows, and no remainder that matters is denormal.
 class ScaleDivisor {
  public:
   ALLNORM_HD explicit ScaleDivisor(float scale)
       : reciprocal_(reciprocal_rn(scale)),
         // By infinity: y * 0 is what y / infinity is, and a remainder would be NaN.
-        negative_(bit_cast<uint32_t>(scale) == 0x7f800000u ? 0.0f : -scale) {}
+        scale_(bit_cast<uint32_t>(scale) == 0x7f800000u ? 0.0f : scale) {}
 
   ALLNORM_HD float operator()(float y) const {
-    return divide_by_reciprocal(y, negative_, reciprocal_);
+    return divide_by_reciprocal(y, scale_, reciprocal_);
   }
 
  private:
-  float reciprocal_, negative_;
+  float reciprocal_, scale_;
 };
 
-// The same by a scale that is given. Only scales of everyday size divide this way; a quotient beyond
-// 512 is made 512, which is beyond 448 all the same.
+// The same by a scale that is given. Only scales of everyday size divide this way; a quotient
+// beyond 512 is made 512, which is beyond 448 all the same.
 class GivenScaleDivisor {
  public:
   ALLNORM_HD explicit GivenScaleDivisor(float scale)
-      : divide_(bit_cast<float>(magnitude(scale))),
-        bound_(mul_rn(512.0f, bit_cast<float>(magnitude(scale)))),
-        sign_(bit_cast<uint32_t>(scale) & 0x80000000u) {}
+      : divide_(scale), bound_(mul_rn(512.0f, scale)) {}
 
   // Whether it divides by this scale: from 2^-60 to 2^60.
   ALLNORM_HD static bool can(float scale) {
-    return magnitude(scale) >= 0x21800000u && magnitude(scale) <= 0x5d800000u;
+    return bit_cast<uint32_t>(scale) >= 0x21800000u && bit_cast<uint32_t>(scale) <= 0x5d800000u;
   }
 
   ALLNORM_HD float operator()(float y) const {
-    y = bit_cast<float>(bit_cast<uint32_t>(y) ^ sign_);
     y = y > bound_ ? bound_ : y;
     return divide_(y < -bound_ ? -bound_ : y);
   }
@@ -300,7 +328,6 @@ class GivenScaleDivisor {
  private:
   ScaleDivisor divide_;
   float bound_;
-  uint32_t sign_;
 };
 
 }  // namespace allnorm

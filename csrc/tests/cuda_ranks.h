@@ -10,8 +10,8 @@
 #include "cuda/fused.cuh"
 #include "cuda/geometry.h"
 #include "cuda/one_shot.cuh"
+#include "cuda/owned_rows.cuh"
 #include "cuda/prepare.h"
-#include "cuda/sharded.cuh"
 #include "cuda/two_shot.cuh"
 #include "tests/testing.h"
 
@@ -284,26 +284,24 @@ inline void compare(const Operation& op, int rank, int number) {
 }
 
 template <class T, int kWorldSize, bool kQuantized>
-void run_kernel(const FusedParams& params, const Operation& op) {
-  if (op.call.algorithm == ALLNORM_ONE_SHOT) {
-    op.dense ? run_fused<T, kWorldSize, OneShot, true, kQuantized>(params)
-             : run_fused<T, kWorldSize, OneShot, false, kQuantized>(params);
+void run_kernel(const OwnedRowsParams& params, const Operation& op) {
+  if (op.call.op == ALLNORM_ALL_GATHER_ROWS) {
+    run_owned_rows<T, kWorldSize, Owned::kGiven, false>(params);
+  } else if (is_sharded(op.call)) {
+    run_owned_rows<T, kWorldSize, Owned::kFinished, kQuantized>(params);
+  } else if (op.call.algorithm == ALLNORM_ONE_SHOT) {
+    op.dense ? run_fused<T, kWorldSize, OneShot, true, kQuantized>(params.fused)
+             : run_fused<T, kWorldSize, OneShot, false, kQuantized>(params.fused);
   } else {
-    op.dense ? run_fused<T, kWorldSize, TwoShot, true, kQuantized>(params)
-             : run_fused<T, kWorldSize, TwoShot, false, kQuantized>(params);
+    op.dense ? run_owned_rows<T, kWorldSize, Owned::kSum, kQuantized>(params)
+             : run_fused<T, kWorldSize, TwoShot, false, kQuantized>(params.fused);
   }
 }
 
 template <class T, int kWorldSize>
-void run_kernel(const ShardedParams& params, const Operation& op) {
-  const bool quantized = is_quantized(op.call);
-  if (is_sharded(op.call)) {
-    quantized ? run_sharded<T, kWorldSize, true>(params)
-              : run_sharded<T, kWorldSize, false>(params);
-  } else {
-    quantized ? run_kernel<T, kWorldSize, true>(params.fused, op)
-              : run_kernel<T, kWorldSize, false>(params.fused, op);
-  }
+void run_kernel(const OwnedRowsParams& params, const Operation& op) {
+  is_quantized(op.call) ? run_kernel<T, kWorldSize, true>(params, op)
+                        : run_kernel<T, kWorldSize, false>(params, op);
 }
 
 // Enqueues rank `config.rank`'s part: `chunks` launches.
@@ -316,12 +314,7 @@ void launch(shim::Machine& machine, const AllnormCommConfig& config, Operation& 
   const bool cut = half > 0 && call.num_tokens % 3 == 0;
   for (int64_t first = 0; first < call.num_tokens;) {
     const int64_t count = cut && first == 0 ? half : call.num_tokens - first;
-    ShardedParams params = {};
-    if (is_sharded(call)) {
-      params = sharded_params(config, call, first, count, fault);
-    } else {
-      params.fused = fused_params(config, call, first, count, fault);
-    }
+    const OwnedRowsParams params = owned_rows_params(config, call, first, count, fault);
     machine.launch(
         config.rank,
         {.num_blocks =

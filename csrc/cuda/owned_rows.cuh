@@ -1,17 +1,19 @@
-// Rows with owners: each row of the residual lives on one rank, which sums the partials of the row,
-// adds, norms and quantises, and pushes the finished row to everybody. Also all_gather_rows, where
-// rows are finished to begin with.
+// Rows with owners: the owner of a row sums its partials, and pushes to everybody
+//   two_shot of many rows   the sum: every rank adds and norms every row (Owned::kSum)
+//   sharded residual        the finished row: the residual of a row lives on its owner (kFinished)
+//   all_gather_rows         the row, which is finished to begin with (kGiven)
 //
-// Flag in data in both hops, as in two_shot; see cuda/exchange.cuh for reuse. What crosses the link
-// in the second hop is y, or the quantised elements and, staged in shared memory so that they go in
-// one piece, the row's float32 scales. Neither ever contains kEmptyWord: y is canonicalised, no
-// quantised byte is 0xff, and no scale is negative, not even a NaN.
+// Flag in data in both hops, as in two_shot.cuh; see cuda/exchange.cuh for reuse. What crosses the
+// link in the second hop is a row of the dtype of x; or, finished and quantised, its e4m3 elements
+// and, staged in shared memory so that they go in one piece, its float32 scales. None contains
+// kEmptyWord: rows are canonicalised, no quantised byte is 0xff, and no scale is negative, not even
+// a NaN.
 //
-// Rows are taken in the order of sharded_row(). A wait can only be for a row of lower number than
-// any that the waiting block has not sent its partial of, so the lowest unfinished row can always
-// be finished, however the grids of different ranks are cut.
-#ifndef ALLNORM_CUDA_SHARDED_CUH_
-#define ALLNORM_CUDA_SHARDED_CUH_
+// Owners take turns, in the order of sharded_row(). Whoever waits for something of a row has before
+// sent all its partials of rows up to that number, and done what it owes for its own, so the lowest
+// unfinished row can always be finished, however the grids of different ranks are cut.
+#ifndef ALLNORM_CUDA_OWNED_ROWS_CUH_
+#define ALLNORM_CUDA_OWNED_ROWS_CUH_
 
 #include "cuda/fused.cuh"
 #include "cuda/one_shot.cuh"
@@ -51,12 +53,13 @@ __device__ __forceinline__ bool arrived(const QuantizedPack<T>& pack) {
 
 // One thread's part: the same pack of every row it is called for.
 template <class T, int kWorldSize>
-class Sharded {
+class RowOwners {
  public:
   static constexpr int kElems = kElemsPerPack<T>;
 
-  __device__ __forceinline__ Sharded(const ShardedParams& params, Exchange<kWorldSize>& exchange,
-                                     int pack, bool live, bool sends_quantized)
+  __device__ __forceinline__ RowOwners(const OwnedRowsParams& params,
+                                       Exchange<kWorldSize>& exchange, int pack, bool live,
+                                       bool gathered, bool sends_quantized)
       : exchange_(exchange),
         quant_(params.fused.epilogue.quant),
         layout_{kWorldSize, params.fused.packs, sends_quantized ? kElems : kPackBytes,
@@ -65,7 +68,7 @@ class Sharded {
         rank_(params.fused.rank),
         pack_(pack),
         live_(live),
-        gathered_(params.gathered) {}
+        gathered_(gathered) {}
 
   // First hop: this rank's partial of the `local`th row of `owner` in this launch.
   __device__ __forceinline__ void send_partial(int owner, int local, const Pack& own) {
@@ -195,18 +198,21 @@ class Sharded {
   bool gathered_;
 };
 
-// As run_fused(): rows of this launch are taken by clusters in turn. In one turn a cluster sends its
-// partial of the row after, finishes the row if this rank owns it, and receives the row that it came
-// by kWorldSize turns ago: one that its owner has had the time to finish. So nobody waits for two
-// hops in a row.
-template <class T, int kWorldSize, bool kQuantized>
-class ShardedRows {
+enum class Owned { kSum, kFinished, kGiven };
+
+// As run_fused(): rows of this launch are taken by clusters in turn. In one turn a cluster sends
+// its partial of a later row, does its own part for a row that this rank owns, and receives a row
+// that it came by kWorldSize turns ago: one that its owner has had the time for. So nobody waits
+// for two hops in a row.
+template <class T, int kWorldSize, Owned kOwned, bool kQuantized>
+class OwnedRows {
  public:
-  __device__ __forceinline__ ShardedRows(const ShardedParams& all, Exchange<kWorldSize>& exchange,
-                                         RowExchange& row_exchange, int pack, bool live)
+  __device__ __forceinline__ OwnedRows(const OwnedRowsParams& all, Exchange<kWorldSize>& exchange,
+                                       RowExchange& row_exchange, int pack, bool live)
       : all_(all),
         params_(all.fused),
-        transport_(all, exchange, pack, live, kQuantized && !all.sends_normed),
+        owners_(all, exchange, pack, live, kOwned == Owned::kGiven,
+                kSendsQuantized && !all.sends_normed),
         epilogue_(params_.epilogue, row_exchange, pack, live),
         pack_(pack),
         live_(live) {}
@@ -215,27 +221,35 @@ class ShardedRows {
   __device__ __forceinline__ void run(int first, int step) {
     const int end = params_.num_tokens;
     const int last = first + (end - 1 - first) / step * step;
-    const int lag = kWorldSize * step < last - first ? kWorldSize * step : last - first;
+    const int most = kWorldSize * step;
+    const int lag = most < last - first ? most : last - first;
     epilogue_.prefetch_weight();
-    Pack own = load_input(first);
-    Pack next = load_input(first + step);
+    const Pack own = load_input(first);
     send(first, own);
+    for (int i = 1; i < kAhead; ++i) send(first + i * step, load_input(first + i * step));
+    Pack ahead = load_input(first + kAhead * step);
     for (int index = first; index - lag <= last; index += step) {
       if (index <= last) {
-        send(index + step, next);
-        const Pack after_next = load_input(index + 2 * step);
+        send(index + kAhead * step, ahead);
+        ahead = load_input(index + (kAhead + 1) * step);
         // Nothing that is still to come keeps a dependent grid's launch from overlapping it.
         if (index == last) trigger_next_grid();
-        finish_if_own(index, own);
-        own = next;
-        next = after_next;
+        if (row_at(index).owner == params_.rank) {
+          do_own_part(index, index == first ? own : load_input(index));
+        }
       }
-      if (index - lag >= first) receive_if_other(index - lag);
+      const int back = index - lag;
+      if (back >= first && row_at(back).owner != params_.rank) receive(back);
     }
   }
 
  private:
+  static constexpr bool kSendsQuantized = kQuantized && kOwned == Owned::kFinished;
+  // Rows whose partials are on their way while one is worked on.
+  static constexpr int kAhead = 1;
+
   __device__ __forceinline__ ShardedRow row_at(int index) const {
+    if constexpr (kOwned == Owned::kSum) return {index % kWorldSize, index, index};
     return sharded_row(all_.first_index + index, all_.total_rows, kWorldSize);
   }
 
@@ -243,81 +257,97 @@ class ShardedRows {
   __device__ __forceinline__ Pack load_input(int index) const {
     if (!live_ || index >= params_.num_tokens) return Pack{};
     const ShardedRow at = row_at(index);
-    if (!all_.gathered) return load_pack(params_.x.at(at.row, pack_));
+    if constexpr (kOwned != Owned::kGiven) return load_pack(params_.x.at(at.row, pack_));
     return at.owner == params_.rank ? load_pack(params_.x.at(at.local, pack_)) : Pack{};
   }
 
   __device__ __forceinline__ void send(int index, const Pack& partial) {
-    if (all_.gathered || index >= params_.num_tokens) return;
+    if (kOwned == Owned::kGiven || index >= params_.num_tokens) return;
     const int owner = row_at(index).owner;
-    if (owner != params_.rank) transport_.send_partial(owner, index / kWorldSize, partial);
+    if (owner != params_.rank) owners_.send_partial(owner, index / kWorldSize, partial);
   }
 
-  __device__ __forceinline__ void finish_if_own(int index, const Pack& own) {
+  // Numerics steps 2 to 5.
+  __device__ __forceinline__ Pack norm(int64_t row, const Pack& reduced) {
+    epilogue_.add_row(row, reduced);
+    return epilogue_.finish();
+  }
+
+  // What this rank owes for a row of its own.
+  __device__ __forceinline__ void do_own_part(int index, const Pack& own) {
     const ShardedRow here = row_at(index);
-    if (here.owner != params_.rank) return;
     const int slot = index / kWorldSize;
-    Pack y = own;
-    if (!all_.gathered) {
+    Pack result = own;
+    if constexpr (kOwned != Owned::kGiven) {
       epilogue_.prefetch_row(here.local);
-      const Pack reduced = transport_.receive_partials(slot, own);
-      epilogue_.add_row(here.local, reduced);
-      y = epilogue_.finish();
+      result = owners_.receive_partials(slot, own);
     }
-    if constexpr (kQuantized) {
+    if constexpr (kOwned == Owned::kFinished) result = norm(here.local, result);
+    if constexpr (kSendsQuantized) {
       if (!all_.sends_normed) {
-        const QuantizedPack<T> quantized = epilogue_.quantize(y);
-        transport_.publish(slot, quantized, epilogue_.quantizer());
+        const QuantizedPack<T> quantized = epilogue_.quantizer()(result);
+        owners_.publish(slot, quantized, epilogue_.quantizer());
         epilogue_.quantizer().store(here.row, quantized);
         return;
       }
     }
-    transport_.publish(slot, y);
-    epilogue_.store_row(here.row, y);
+    owners_.publish(slot, result);
+    store(here.row, result);
   }
 
-  __device__ __forceinline__ void receive_if_other(int index) {
+  __device__ __forceinline__ void receive(int index) {
     const ShardedRow here = row_at(index);
-    if (here.owner == params_.rank) return;
     const int slot = index / kWorldSize;
-    if constexpr (kQuantized) {
+    if constexpr (kSendsQuantized) {
       if (!all_.sends_normed) {
-        transport_.receive_and_store(here.owner, slot, here.row);
+        owners_.receive_and_store(here.owner, slot, here.row);
         return;
       }
     }
-    epilogue_.store_row(here.row, transport_.receive(here.owner, slot));
+    if constexpr (kOwned == Owned::kSum) epilogue_.prefetch_row(here.row);
+    store(here.row, owners_.receive(here.owner, slot));
   }
 
-  const ShardedParams& all_;
+  // What is left to do with a row that everybody has.
+  __device__ __forceinline__ void store(int64_t row, const Pack& received) {
+    if constexpr (kOwned == Owned::kSum) {
+      epilogue_.add_row(row, received);
+      if (params_.epilogue.normalize) epilogue_.store_row(row, epilogue_.finish());
+    } else {
+      epilogue_.store_row(row, received);
+    }
+  }
+
+  const OwnedRowsParams& all_;
   const FusedParams& params_;
-  Sharded<T, kWorldSize> transport_;
+  RowOwners<T, kWorldSize> owners_;
   NormEpilogue<T, kQuantized> epilogue_;
   int pack_;
   bool live_;
 };
 
-template <class T, int kWorldSize, bool kQuantized>
-__device__ __forceinline__ void run_sharded(const ShardedParams& params) {
+template <class T, int kWorldSize, Owned kOwned, bool kQuantized>
+__device__ __forceinline__ void run_owned_rows(const OwnedRowsParams& params) {
   const uint32_t clusters = cluster_size();
   const int pack = static_cast<int>(cluster_rank() * blockDim.x + threadIdx.x);
   const int first = static_cast<int>(blockIdx.x / clusters) - 1;
   RowExchange row_exchange((params.fused.packs + kPacksPerChunk - 1) / kPacksPerChunk, clusters);
   Exchange<kWorldSize> exchange(params.fused);
   if (first < 0) return work_on_no_row<kQuantized>(exchange, params.fused);
-  ShardedRows<T, kWorldSize, kQuantized>(params, exchange, row_exchange, pack,
-                                         pack < params.fused.packs)
+  OwnedRows<T, kWorldSize, kOwned, kQuantized>(params, exchange, row_exchange, pack,
+                                               pack < params.fused.packs)
       .run(first, static_cast<int>(gridDim.x / clusters) - 1);
   __syncthreads();  // every thread has read the operation counter, which is advanced here
   exchange.advance();
 }
 
-// Two blocks an SM: rows in flight hide the latency of two hops.
-template <class T, int kWorldSize, bool kQuantized>
-__global__ void __launch_bounds__(kMaxThreads, 2)
-    sharded_kernel(const __grid_constant__ ShardedParams params) {
-  run_sharded<T, kWorldSize, kQuantized>(params);
+// One block an SM, and no register spilled: 8192x4096 at 4 ranks takes 311 us, 314 with two blocks
+// of 64 registers a thread; sharded and quantised 229 and 232 (H200, bf16, 2026-11).
+template <class T, int kWorldSize, Owned kOwned, bool kQuantized>
+__global__ void __launch_bounds__(kMaxThreads, 1)
+    owned_rows_kernel(const __grid_constant__ OwnedRowsParams params) {
+  run_owned_rows<T, kWorldSize, kOwned, kQuantized>(params);
 }
 
 }  // namespace allnorm
-#endif  // ALLNORM_CUDA_SHARDED_CUH_
+#endif  // ALLNORM_CUDA_OWNED_ROWS_CUH_
