@@ -1,72 +1,104 @@
-"""From the ranks' records to rows, table and headline."""
+"""From the ranks' records to measurements, and what follows from several of them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.table import Table
-
-from allnorm.cli import output
+from allnorm.cli import bench_floor
+from allnorm.cli.bench_modes import Mode, family
 from allnorm.cli.options import Shape
 
-_TIMES = ("p50_us", "p90_us", "p99_us", "host_us")
-_WIDE = 150  # columns from which on p99 fits beside p50
+TIMES = ("p50_us", "p90_us", "p99_us", "host_us", "eager_us")
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One arm at one shape, over all ranks.
+    """One arm at one shape in one mode, over all ranks.
 
     Attributes:
         shape: what was run.
+        mode: what the call returned.
         world_size: with how many ranks.
         arm: which way.
         p50_us, p90_us, p99_us: time per call; of every rank's figure the largest. NaN if not timed.
-        host_us: what an eager call costs the host; NaN if not measured.
+        host_us, eager_us: what a call without a graph costs the host, and until it is done; NaN if
+            not measured.
         error: "" if the result was right, else what was wrong.
-        supported: whether the arm can run this shape at all.
+        reason: "" if it ran, else why it cannot.
+        floor_us: what sending the bytes of this shape and mode takes at least; NaN if unknown.
+        quant_cost_us: of allnorm's quantised arms, what they take beyond the 16-bit call.
     """
 
     shape: Shape
+    mode: Mode
     world_size: int
     arm: str
     p50_us: float
     p90_us: float
     p99_us: float
     host_us: float
+    eager_us: float
     error: str
-    supported: bool
+    reason: str
+    floor_us: float = math.nan
+    quant_cost_us: float = math.nan
 
     @property
     def correct(self) -> bool:
         """Whether it ran and its result was right."""
-        return self.supported and not self.error
+        return not self.reason and not self.error
+
+    @property
+    def floor_share(self) -> float:
+        """Which part of the time the link needs at least; NaN where that is unknown."""
+        return self.floor_us / self.p50_us
 
 
-def merge(ranks: Sequence[Sequence[dict[str, Any]]], shapes: Sequence[Shape]) -> list[Measurement]:
+def merge(
+    ranks: Sequence[Sequence[dict[str, Any]]],
+    shapes: Sequence[Shape],
+    modes: Sequence[Mode],
+    element_bytes: int,
+    push_gbps: float | None,
+) -> list[Measurement]:
     """Joins the records of all ranks: the slowest rank's time counts, any rank's error counts.
 
     Args:
         ranks: what `cli.ranks.bench.run` returned, in rank order.
         shapes: the shapes of that job.
+        modes: its modes.
+        element_bytes: of an element of the inputs.
+        push_gbps: what a rank's link carries; None if unknown.
 
     Returns:
-        One measurement per shape and arm.
+        One measurement per shape, mode and arm.
     """
+    plain = _plain_times(ranks)
     merged = []
     for records in zip(*ranks, strict=True):
-        slowest = {key: _largest(record.get(key, math.nan) for record in records) for key in _TIMES}
+        first = records[0]
+        shape, mode = shapes[first["shape"]], modes[first["mode"]]
+        times = {key: _largest(record.get(key, math.nan) for record in records) for key in TIMES}
+        sent = bench_floor.wire_bytes(
+            len(ranks), shape.num_tokens, shape.hidden_size, element_bytes, mode
+        )
+        cost = math.nan
+        if mode.quant and first["arm"].partition(":")[0] == "allnorm":
+            cost = times["p50_us"] - plain.get((first["shape"], first["mode"]), math.nan)
         merged.append(
             Measurement(
-                shape=shapes[records[0]["shape"]],
-                world_size=len(ranks),
-                arm=records[0]["arm"],
+                shape,
+                mode,
+                len(ranks),
+                first["arm"],
+                **times,
                 error=next((record["error"] for record in records if record["error"]), ""),
-                supported=all(record["supported"] for record in records),
-                **slowest,
+                reason=next((record["reason"] for record in records if record["reason"]), ""),
+                floor_us=bench_floor.floor_us(sent, push_gbps),
+                quant_cost_us=cost,
             )
         )
     return merged
@@ -82,90 +114,52 @@ def json_row(m: Measurement, common: dict[str, Any]) -> dict[str, Any]:
         "eps": m.shape.eps,
         "weight_bias": m.shape.weight_bias,
         "model": m.shape.model,
+        "quant": m.mode.quant,
+        "residual_sharded": m.mode.residual_sharded,
+        "return_normed": m.mode.return_normed,
         "arm": m.arm,
-        **{key: getattr(m, key) for key in _TIMES},
+        **{key: getattr(m, key) for key in TIMES},
+        "quant_cost_us": m.quant_cost_us,
+        "floor_us": m.floor_us,
+        "floor_share": m.floor_share,
         "correct": m.correct,
-        "supported": m.supported,
+        "supported": not m.reason,
+        "reason": m.reason,
         "error": m.error,
     }
 
 
-def table(measurements: Sequence[Measurement], arms: Sequence[str], width: int) -> Table:
-    """The table of one world size: a row per shape, a column per arm.
-
-    Args:
-        measurements: of one world size.
-        arms: in the order of the columns.
-        width: of the output, in characters; a narrow one shows no p99.
-    """
-    others = [arm for arm in arms if not arm.startswith("allnorm")]
-    compared = "allnorm" in arms
-    columns = ["model", "tokens x hidden", *(arm.replace(":", ":\n") for arm in arms)]
-    columns += ["vs best\nother"] if compared and others else []
-    columns += [f"vs\n{arm}" for arm in others if compared and arm.endswith("+torch")]
-    columns += ["host us"] if any(math.isfinite(m.host_us) for m in measurements) else []
-    rows = []
-    for shape in dict.fromkeys(m.shape for m in measurements):
-        found = {m.arm: m for m in measurements if m.shape == shape}
-        row = [shape.model or "-", str(shape), *(_cell(found[arm], width >= _WIDE) for arm in arms)]
-        if compared and others:
-            row.append(_times(speed_up(found, others)))
-        row += [
-            _times(speed_up(found, [arm])) for arm in others if compared and arm.endswith("+torch")
-        ]
-        if "host us" in columns:
-            row.append(output.microseconds(found["allnorm"].host_us))
-        rows.append([*row, _verdict(found.values())])
-    size = measurements[0].world_size
-    title = f"{size} rank{'s' if size != 1 else ''}, us per call"
-    return output.table(title, [*columns, "bits"], rows)
+def best(found: Iterable[Measurement]) -> Measurement | None:
+    """The fastest of those that were timed."""
+    timed = [m for m in found if math.isfinite(m.p50_us)]
+    return min(timed, key=lambda m: m.p50_us, default=None)
 
 
-def speed_up(found: dict[str, Measurement], others: Iterable[str]) -> float:
+def is_other(arm: str) -> bool:
+    """Whether an arm is something else than this library's calls."""
+    return not arm.startswith("allnorm")
+
+
+def speed_up(found: Mapping[str, Measurement], others: Iterable[str]) -> float:
     """How many times faster "allnorm" is than the fastest of `others`; NaN if one was not timed."""
-    times = [found[arm].p50_us for arm in others if math.isfinite(found[arm].p50_us)]
-    return min(times) / found["allnorm"].p50_us if times else math.nan
+    other = best(found[arm] for arm in others if arm in found)
+    return other.p50_us / found["allnorm"].p50_us if other and "allnorm" in found else math.nan
 
 
-def headline(measurements: Sequence[Measurement], dtype: str) -> str:
-    """One sentence: the smallest shape at the most ranks, beside the all-reduce + PyTorch."""
-    candidates = [m for m in measurements if m.arm == "allnorm" and math.isfinite(m.p50_us)]
-    if not candidates:
-        return ""
-    best = min(
-        candidates, key=lambda m: (-m.world_size, m.shape.num_tokens, m.shape.hidden_size != 4096)
-    )
-    found = {
-        m.arm: m for m in measurements if m.shape == best.shape and m.world_size == best.world_size
+def missing(measurements: Iterable[Measurement]) -> dict[str, str]:
+    """Why whole arms did not run, by arm; what runs at some shapes is left out."""
+    measurements = list(measurements)
+    ran = {family(m.arm) for m in measurements if not m.reason}
+    return {m.arm: m.reason for m in measurements if m.reason and family(m.arm) not in ran}
+
+
+def _plain_times(ranks: Sequence[Sequence[dict[str, Any]]]) -> dict[tuple[int, int], float]:
+    """The time of the 16-bit call, by the indices of shape and mode."""
+    return {
+        (records[0]["shape"], records[0]["mode"]): _largest(r["p50_us"] for r in records)
+        for records in zip(*ranks, strict=True)
+        if records[0]["arm"] == "allnorm16"
     }
-    time = output.microseconds(best.p50_us)
-    text = f"{best.shape} {dtype}, {best.world_size} ranks: {time}"
-    text += "" if time.endswith("ms") else " us"
-    baseline = next((arm for arm in found if arm.endswith("+torch")), None)
-    ratio = speed_up(found, [baseline]) if baseline else math.nan
-    if baseline and math.isfinite(ratio):
-        library = baseline.partition("+")[0]
-        relation = f"{ratio:.1f}x faster than" if ratio >= 1 else f"{1 / ratio:.1f}x slower than"
-        text += f", {relation} {library} + PyTorch"
-    return f"{text}, same bits as the reference"
-
-
-def _cell(m: Measurement, with_p99: bool) -> str:
-    if not m.supported:
-        return "cannot run"
-    if m.error:
-        return output.bad("WRONG")
-    text = output.microseconds(m.p50_us)
-    return f"{text} [dim]({output.microseconds(m.p99_us)})[/dim]" if with_p99 else text
-
-
-def _verdict(found: Iterable[Measurement]) -> str:
-    wrong = [m for m in found if m.error]
-    return output.bad("WRONG") if wrong else output.ok("PASS")
-
-
-def _times(ratio: float) -> str:
-    return f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.0f}x" if math.isfinite(ratio) else "-"
 
 
 def _largest(values: Iterable[float]) -> float:

@@ -1,43 +1,23 @@
-"""From the ranks' records to rows, table and headline."""
+"""From the ranks' records to measurements, rows, tables and the headline."""
 
 from __future__ import annotations
 
 import json
 import math
 from pathlib import Path
-from typing import Any
 
+import pytest
+from bench_samples import MODES, measurement, merge, record, two_ranks
 from rich.console import Console
 
-from allnorm.cli import bench_report, output
-from allnorm.cli.options import Shape
-
-SHAPES = [Shape(1, 4096, 1e-5, model="llama-3.1-8b"), Shape(16, 4096)]
-ARMS = ["allnorm", "gloo+torch", "gloo+local"]
+from allnorm.cli import bench_report, bench_table, output
+from allnorm.cli.bench_modes import Mode
+from allnorm.cli.bench_report import Measurement
 
 
-def record(shape: int, arm: str, p50_us: float, error: str = "") -> dict[str, Any]:
-    times = {"p50_us": p50_us, "p90_us": p50_us * 2, "p99_us": p50_us * 3}
-    return {"shape": shape, "arm": arm, "error": error, "supported": True, **times}
-
-
-def two_ranks(error: str = "") -> list[bench_report.Measurement]:
-    ranks = [
-        [
-            record(
-                shape, arm, base * (1 + shape) + rank, error if arm == "allnorm" and rank else ""
-            )
-            for shape in (0, 1)
-            for arm, base in zip(ARMS, (4.0, 99.0, 49.0), strict=True)
-        ]
-        for rank in (0, 1)
-    ]
-    return bench_report.merge(ranks, SHAPES)
-
-
-def text(measurements: list[bench_report.Measurement], width: int = 200) -> str:
+def text(measurements: list[Measurement], width: int = 200) -> str:
     console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(bench_report.table(measurements, ARMS, width))
+    console.print(bench_table.table(measurements, width))
     return console.export_text()
 
 
@@ -59,15 +39,15 @@ def test_speed_up_is_over_the_fastest_other_arm() -> None:
     found = {m.arm: m for m in two_ranks()[:3]}
     assert bench_report.speed_up(found, ["gloo+torch", "gloo+local"]) == 10.0
     assert bench_report.speed_up(found, ["gloo+torch"]) == 20.0
+    assert math.isnan(bench_report.speed_up(found, ["vllm"]))
 
 
 def test_headline() -> None:
-    sentence = bench_report.headline(two_ranks(), "bfloat16")
-    assert sentence == (
+    assert bench_table.headline(two_ranks(), "bfloat16") == (
         "1x4096 bfloat16, 2 ranks: 5.00 us, 20.0x faster than gloo + PyTorch, "
         "same bits as the reference"
     )
-    assert bench_report.headline([], "bfloat16") == ""
+    assert bench_table.headline([], "bfloat16") == ""
 
 
 def test_a_narrow_table_leaves_out_the_tail() -> None:
@@ -76,12 +56,59 @@ def test_a_narrow_table_leaves_out_the_tail() -> None:
     assert "PASS" in text(two_ranks(), width=100)
 
 
+def test_the_floor_and_how_much_of_it_is_reached() -> None:
+    # 16 x 4096 x 2 bytes there and back between two ranks, at 350 GB/s
+    sixteen = two_ranks()[3]
+    assert sixteen.floor_us == pytest.approx(16 * 4096 * 2 / 350e3)
+    assert sixteen.floor_share == pytest.approx(sixteen.floor_us / 9.0)
+    bound = [measurement("allnorm", 200.0, floor_us=180.0), measurement("nccl+torch", 300.0)]
+    assert "90%" in text(bound)
+    assert "180" in text(bound)
+    latency = [measurement("allnorm", 5.0, floor_us=0.2), measurement("nccl+torch", 9.0)]
+    assert "4%" not in text(latency)
+
+
+def test_the_variants_of_a_peer_share_a_column() -> None:
+    found = [
+        measurement("allnorm", 4.0),
+        measurement("sglang", 6.5),
+        measurement("sglang:one_shot", 6.25),
+        measurement("sglang:two_shot", 7.0),
+        measurement("flashinfer", math.nan, reason="missing: rank 0: no module"),
+    ]
+    grid = bench_table.grid(found, with_p99=False)
+    assert grid.columns == ["tokens x\nhidden", "allnorm", "sglang", "vs best\nother"]
+    assert grid.rows == [["16x4096", "4.00", "6.25", "1.56x"]]
+    assert bench_report.missing(found) == {"flashinfer": "missing: rank 0: no module"}
+
+
 def test_an_arm_that_cannot_run_is_neither_timed_nor_wrong() -> None:
-    row = {**record(0, "allnorm", math.nan), "supported": False}
-    merged = bench_report.merge([[row]], SHAPES)[0]
+    row = {**record(0, "allnorm", math.nan), "reason": "too wide"}
+    merged = merge([[row]])[0]
     assert not merged.correct
     assert merged.error == ""
-    assert "cannot run" in text([merged, *two_ranks()[1:3]])
+    shown = text([merged, *two_ranks()[1:]])
+    assert "WRONG" not in shown
+    assert "PASS" in shown
+
+
+def test_what_quantising_costs() -> None:
+    modes = [*MODES, Mode("per_group:128")]
+    records = [
+        record(0, "allnorm", 4.0),
+        record(0, "allnorm", 4.5, mode=1),
+        record(0, "allnorm16", 4.2, mode=1),
+        record(0, "allnorm16+quant", 6.0, mode=1),
+    ]
+    plain, fused, beside, after = merge([records], modes)
+    assert fused.quant_cost_us == pytest.approx(0.3)
+    assert math.isnan(plain.quant_cost_us)
+    assert math.isnan(beside.quant_cost_us)
+    assert math.isnan(after.quant_cost_us)
+    assert "+0.30" in text([fused, beside, after])
+    row = bench_report.json_row(fused, {})
+    assert row["quant"] == "per_group:128"
+    assert row["residual_sharded"] is False
 
 
 def test_json_rows_have_no_nan(tmp_path: Path) -> None:
@@ -95,6 +122,7 @@ def test_json_rows_have_no_nan(tmp_path: Path) -> None:
     assert lines[0]["num_tokens"] == 1
     assert lines[0]["eps"] == 1e-5
     assert lines[0]["correct"] is True
+    assert lines[0]["supported"] is True
 
 
 def test_times_have_three_digits() -> None:

@@ -9,10 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from bench_samples import measurement
 from typer.testing import CliRunner
 
 import allnorm
 from allnorm import cli
+from allnorm.cli import bench, bench_report
 from allnorm.testing import RankError
 
 
@@ -57,6 +59,58 @@ def test_bench(tmp_path: Path) -> None:
         assert {"cpu", "backend", "dtype", "commit", "versions", "command", "date"} <= row.keys()
 
 
+def test_bench_quantised_and_sharded_with_pictures_and_a_comparison(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    rows_file, plot, html = (tmp_path / name for name in ("rows.jsonl", "b.svg", "b.html"))
+    common = ("bench", "--tp", "2", "--device", "cpu", "--shapes", "3x256")
+    kinds = ("--quant", "none,per_group:128", "--residual", "replicated,sharded")
+    written = ("--json", str(rows_file), "--plot", str(plot), "--html", str(html))
+    done = command(*common, *kinds, *written, "--arms", "allnorm,allnorm16+quant,gloo+local")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = rows(rows_file)
+    assert [(row["quant"], row["residual_sharded"], row["arm"]) for row in found] == [
+        ("", False, "allnorm"),
+        ("", False, "gloo+local"),
+        ("per_group:128", False, "allnorm"),
+        ("per_group:128", False, "allnorm16"),
+        ("per_group:128", False, "allnorm16+quant"),
+        ("", True, "allnorm"),
+        ("", True, "gloo+local"),
+        ("per_group:128", True, "allnorm"),
+        ("per_group:128", True, "allnorm16"),
+        ("per_group:128", True, "allnorm16+quant"),
+    ]
+    assert all(row["correct"] for row in found)
+    assert found[2]["quant_cost_us"] is not None
+    assert "wire floor" not in html.read_text()  # nobody has measured this machine's link
+    assert plot.stat().st_size > 1000
+    again = command(*common, "--arms", "allnorm", "--compare", str(rows_file))
+    assert "1 of 1 rows are in rows.jsonl" in again.stdout, again.stdout + again.stderr
+
+
+@pytest.mark.parametrize(("p50_us", "exit_code"), [(9.0, 0), (10.1, 0), (10.3, 1)])
+def test_a_regression_is_the_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, p50_us: float, exit_code: int
+) -> None:
+    def measured(p50_us: float) -> dict[str, object]:
+        m = measurement("allnorm", p50_us, p99_us=p50_us)
+        return bench_report.json_row(m, {"cpu": "x", "dtype": "bfloat16"})
+
+    old = tmp_path / "old.jsonl"
+    old.write_text(json.dumps(measured(10.0)) + "\n")
+    monkeypatch.setattr(bench, "_run", lambda *_: ([], [measured(p50_us)]))
+    done = CliRunner().invoke(cli.app, ("bench", "--device", "cpu", "--compare", str(old)))
+    assert done.exit_code == exit_code, done.output
+    assert f"{exit_code} regressed" in done.output
+
+
+def test_bench_refuses_what_it_cannot_compare_with_before_it_measures(tmp_path: Path) -> None:
+    arguments = ("bench", "--device", "cpu", "--compare", str(tmp_path / "none.jsonl"))
+    done = CliRunner().invoke(cli.app, arguments)
+    assert done.exit_code == 2
+    assert "none.jsonl" in done.output
+
+
 def test_verify(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     arguments = ("--tp", "2", "--device", "cpu", "--seed", "7", "--seconds", "2")
@@ -88,6 +142,8 @@ def test_doctor(tmp_path: Path) -> None:
         (("bench", "--model", "gpt-2"), "gpt-oss-120b"),
         (("bench", "--arms", "mpi"), "allnorm:one_shot"),
         (("bench", "--dtype", "int8"), "bfloat16"),
+        (("bench", "--quant", "int8"), "per_group:128"),
+        (("bench", "--residual", "split"), "replicated"),
         (("verify", "--tp", "two"), "integers"),
         (("verify", "--device", "tpu"), "cuda, cpu or auto"),
         (("verify", "--stress", "-1"), "--stress"),

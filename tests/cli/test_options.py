@@ -90,10 +90,3 @@ def test_bench_takes_only_what_it_is_given() -> None:
     assert [str(s) for s in bench._shapes("", "", "3x8", "cpu")] == ["3x8"]
     assert [str(s) for s in bench._shapes("qwen3-32b", "2", "3x8", "cpu")] == ["3x8", "2x5120"]
     assert [str(s) for s in bench._shapes("", "2", "", "cpu")] == ["2x4096", "2x2880"]
-
-
-def test_bench_arms_are_named_after_the_library_of_the_device() -> None:
-    assert bench._arms("", "cpu")[-2:] == ["gloo+torch", "gloo+local"]
-    assert bench._arms("nccl+torch", "cuda") == ["nccl+torch"]
-    with pytest.raises(typer.BadParameter, match=r"nccl\+torch"):
-        bench._arms("nccl+torch", "cpu")

@@ -1,101 +1,73 @@
-"""The unfused ways that `bench` compares with, and how far their results may be off.
-
-A baseline sums in its own order and precision, so its bits differ. Its error is bounded, and the
-bound is derived here, not guessed: N ranks cost at most N - 1 roundings of partial sums on its side
-and one on the reference's, every later step at most one on either side.
-"""
+"""The unfused ways that `bench` compares with, out of torch.distributed's collectives."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-import allnorm
-from allnorm.cli.ranks.data import Batch
-
-Result = tuple[torch.Tensor, torch.Tensor]
-"""normed, residual_out."""
-
-_SECOND_ORDER = 1.05  # products of roundings, left out of the first-order bound
+from allnorm.cli.bench_modes import Mode
+from allnorm.cli.ranks import arms, sharded
+from allnorm.cli.ranks.arms import Arm, Reduction
+from allnorm.cli.ranks.case import Case
 
 
-def torch_norm(batch: Batch, eps: float, weight_bias: float) -> Callable[[torch.Tensor], Result]:
-    """After an all-reduce of `x`: PyTorch's add, then PyTorch's RMSNorm."""
-    residual, hidden_size = batch.residual, batch.weight.numel()
-    weight = batch.weight + weight_bias if weight_bias else batch.weight
+def baseline(case: Case, mode: Mode, name: str) -> Arm | str:
+    """The arm of that name, or why it cannot run this.
 
-    def run(x: torch.Tensor) -> Result:
-        dist.all_reduce(x)
-        summed = residual + x
-        return F.rms_norm(summed, (hidden_size,), weight, eps), summed
-
-    return run
-
-
-def local_norm(
-    batch: Batch, eps: float, weight_bias: float, numerics: str
-) -> Callable[[torch.Tensor], Result]:
-    """After an all-reduce of `x`: this library's own local add + norm kernel."""
-    residual, weight = batch.residual, batch.weight
-
-    def run(x: torch.Tensor) -> Result:
-        dist.all_reduce(x)
-        return allnorm.add_rms_norm(
-            x, residual, weight, eps, weight_bias=weight_bias, numerics=numerics
-        )
-
-    return run
-
-
-def describe_error(
-    got: Result, expected: Result, batch: Batch, eps: float, weight_bias: float
-) -> str:
-    """Compares a baseline's result with the reference.
-
-    Args:
-        got: the baseline's normed and residual_out.
-        expected: the reference's.
-        batch: their inputs.
-        eps: of the norm.
-        weight_bias: of the norm.
-
-    Returns:
-        "" if every element is within the derived bound, else what is not, in words.
+    "nccl+torch": all-reduce, PyTorch's add and RMSNorm; "nccl+local": all-reduce, allnorm's local
+    add + norm kernel. "+quant": the results are quantised too, by a kernel of its own after the
+    first, within the local kernel of the second. With a sharded residual the all-reduce is a
+    reduce-scatter before the norm and an all-gather after it.
     """
-    limits = _bounds(expected, batch, eps, weight_bias)
-    for name, value, wanted, limit in zip(
-        ("normed", "residual_out"), got, expected, limits, strict=True
-    ):
-        error = (value.float() - wanted.float()).abs()
-        outside = ~(error <= limit)  # also where the error is NaN
-        if bool(outside.any()):
-            where = int(outside.flatten().nonzero()[0])
-            return (
-                f"{name}: {int(outside.sum())} of {outside.numel()} elements beyond the bound of "
-                f"its roundings, first at {where}: {float(value.flatten()[where]):g} instead of "
-                f"{float(wanted.flatten()[where]):g}"
-            )
-    return ""
+    local = "+local" in name
+    if mode.residual_sharded:
+        return sharded.baseline(case, mode, name, local)
+    reduction = all_reduce(case, name)
+    if local:
+        return arms.then_norm(reduction, case, mode, name)
+    arm = torch_norm(reduction, case, name)
+    return arms.then_quantize(arm, case, mode, name) if mode.quant else arm
 
 
-def _bounds(expected: Result, batch: Batch, eps: float, weight_bias: float) -> Result:
-    """Largest allowed errors of normed and residual_out, element by element, in float32."""
-    info = torch.finfo(batch.residual.dtype)
-    unit = info.eps / 2
-    magnitude = sum((x.float().abs() for x in batch.xs), torch.zeros_like(batch.residual).float())
-    summed = expected[1].float()
-    # N roundings of partial sums; two of the residual sum, a third if the norm reads it unrounded.
-    delta = len(batch.xs) * unit * magnitude + 3 * unit * (summed.abs() + unit * magnitude)
-    delta = _SECOND_ORDER * delta + info.smallest_normal * info.eps * 4
-    norm = (summed.square().mean(-1, keepdim=True) + eps).sqrt()
-    # | rms(z + d) - rms(z) | <= rms(d), and the float32 sum of squares has its own rounding.
-    relative = delta.square().mean(-1, keepdim=True).sqrt() / norm
-    relative = relative + summed.shape[-1] * torch.finfo(torch.float32).eps / 4
-    relative = torch.where(relative < 0.5, relative / (1 - relative), torch.inf)
-    weight = (batch.weight.float() + weight_bias).abs() * (1 + unit)
-    normed = weight / norm * (delta + (summed.abs() + delta) * relative)
-    normed = _SECOND_ORDER * (normed + 6 * unit * weight / norm * (summed.abs() + delta))
-    return normed + info.smallest_normal * info.eps * 4, delta
+def all_reduce(case: Case, name: str) -> Reduction:
+    """`torch.distributed.all_reduce`, in place on a copy of this rank's partial sum."""
+    copies = [x.clone() for x in case.xs]
+
+    def call(index: int) -> torch.Tensor:
+        dist.all_reduce(copies[index])
+        return copies[index]
+
+    return Reduction(name, call, reset=restorer(copies, case.xs), foreign=False)
+
+
+def torch_norm(reduction: Reduction, case: Case, name: str) -> Arm:
+    """A reduction, then PyTorch's add and RMSNorm."""
+    residuals = [batch.residual for batch in case.batches]
+    weights, size = torch_weights(case), (case.shape.hidden_size,)
+    reduce, eps = reduction.call, case.shape.eps
+
+    def call(index: int) -> Any:
+        summed = residuals[index] + reduce(index)
+        return F.rms_norm(summed, size, weights[index], eps), summed
+
+    return Arm(name, call, arms.normed_outcome, reset=reduction.reset)
+
+
+def torch_weights(case: Case) -> list[torch.Tensor]:
+    """The weights for a norm that knows no bias, per buffer set."""
+    bias = case.shape.weight_bias
+    return [batch.weight + bias if bias else batch.weight for batch in case.batches]
+
+
+def restorer(copies: list[torch.Tensor], originals: list[torch.Tensor]) -> Callable[[], None]:
+    """A function that makes the copies equal to their originals again."""
+
+    def restore() -> None:
+        for copy, original in zip(copies, originals, strict=True):
+            copy.copy_(original)
+
+    return restore

@@ -1,0 +1,199 @@
+"""``bench --compare FILE``: is anything slower than it was, beyond what measuring varies by?
+
+A row of the file belongs to a new one if hardware, ranks, shape, dtype, rounding mode, kind of
+result and arm are the same. An arm has regressed if its median lies above that of the file (of
+several rows: above the median of their medians) by more than the tolerance, the largest of
+
+- the spread of the file: of several rows the distance between their smallest and largest median, of
+  one row p99 - p50;
+- the spread p99 - p50 of the new measurement;
+- what two runs of one arm differ by even if each of them is quiet: 0.1 us and 2 %
+  (docs/performance.md).
+
+An arm that was right in the file and now is wrong, or does not run, has regressed too. Other
+libraries' arms are compared and shown; only allnorm's own count as regressions.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.table import Table
+
+from allnorm.cli import output
+from allnorm.cli.bench_report import is_other
+
+_RUN_TO_RUN_US = 0.1
+_RUN_TO_RUN_SHARE = 0.02
+
+# What is not in a row written by an older version has this value.
+_KEY = {
+    "gpu": None,
+    "cpu": None,
+    "world_size": None,
+    "num_tokens": None,
+    "hidden_size": None,
+    "eps": None,
+    "weight_bias": 0.0,
+    "dtype": None,
+    "numerics": "rounded",
+    "quant": "",
+    "residual_sharded": False,
+    "return_normed": False,
+    "arm": None,
+}
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Change:
+    """An arm in the file and now.
+
+    Attributes:
+        row: the new row.
+        before_us: the median in the file; NaN if it has no time there.
+        tolerance_us: what the two may differ by.
+    """
+
+    row: Row
+    before_us: float
+    tolerance_us: float
+
+    @property
+    def difference_us(self) -> float:
+        """How much slower it is; infinite if it was right and now is not, or does not run."""
+        now = _number(self.row, "p50_us")
+        return now - self.before_us if self.row["correct"] and math.isfinite(now) else math.inf
+
+    @property
+    def slower(self) -> bool:
+        """Whether it is slower than the tolerance allows."""
+        return self.difference_us > self.tolerance_us
+
+    @property
+    def regressed(self) -> bool:
+        """Whether it is slower, and this library's."""
+        return self.slower and not is_other(str(self.row["arm"]))
+
+    @property
+    def faster(self) -> bool:
+        """Whether it is faster than the tolerance explains."""
+        return -self.difference_us > self.tolerance_us
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a results file.
+
+    Raises:
+        typer.BadParameter: there is no such file, or it has something else in it.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        rows = [json.loads(line) for line in lines if line.strip()]
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"{path}: {error}", param_hint="--compare") from None
+    if not rows or not all(
+        isinstance(row, dict) and {"arm", "p50_us"} <= row.keys() for row in rows
+    ):
+        raise typer.BadParameter(
+            f"{path}: expected the JSON lines that bench --json wrote", param_hint="--compare"
+        )
+    return rows
+
+
+def changes(before: Iterable[Row], now: Iterable[Row]) -> list[Change]:
+    """Each new row whose arm was right in the file, with what it was.
+
+    Args:
+        before: the rows of the file.
+        now: new ones.
+    """
+    earlier: dict[tuple[Any, ...], list[Row]] = {}
+    for row in before:
+        if row.get("correct") and math.isfinite(_number(row, "p50_us")):
+            earlier.setdefault(_key(row), []).append(row)
+    found = []
+    for row in now:
+        same = earlier.get(_key(row))
+        absent = row["reason"] and is_other(str(row["arm"]))  # it is not installed here
+        if same and not absent:
+            median = statistics.median(_number(old, "p50_us") for old in same)
+            found.append(Change(row, median, _tolerance(same, row, median)))
+    return found
+
+
+def table(found: Iterable[Change]) -> Table:
+    """The arms that differ beyond their tolerance, the worst first."""
+    differing = sorted(
+        (change for change in found if change.slower or change.faster),
+        key=lambda change: change.difference_us / change.before_us,
+        reverse=True,
+    )
+    columns = ("ranks", "tokens x hidden", "mode", "arm", "before", "now", "tolerance", "")
+    rows = [_cells(change) for change in differing]
+    return output.table("Compared, us per call", columns, rows, words=("mode", "arm"))
+
+
+def summary(found: list[Change], num_rows: int, name: str) -> str:
+    """One sentence: how many arms were compared, and what came out."""
+    regressed = sum(change.regressed for change in found)
+    slower = sum(change.slower for change in found) - regressed
+    faster = sum(change.faster for change in found)
+    same = len(found) - regressed - slower - faster
+    return (
+        f"{len(found)} of {num_rows} rows are in {name}: {regressed} regressed, {faster} faster, "
+        f"{slower} of other libraries slower, {same} the same within the measured spread"
+    )
+
+
+def _cells(change: Change) -> list[str]:
+    row, difference = change.row, change.difference_us
+    mode = ", ".join(
+        word
+        for word in (
+            row.get("quant") or "",
+            "with normed" if row.get("return_normed") else "",
+            "sharded residual" if row.get("residual_sharded") else "",
+        )
+        if word
+    )
+    verdict = f"{difference / change.before_us:+.1%}" if math.isfinite(difference) else "lost"
+    return [
+        str(row["world_size"]),
+        f"{row['num_tokens']}x{row['hidden_size']}",
+        mode or "-",
+        str(row["arm"]),
+        output.microseconds(change.before_us),
+        output.microseconds(_number(row, "p50_us")),
+        output.microseconds(change.tolerance_us),
+        output.bad(verdict) if change.slower else output.ok(verdict),
+    ]
+
+
+def _tolerance(before: list[Row], now: Row, median: float) -> float:
+    medians = [_number(row, "p50_us") for row in before]
+    spread = max(medians) - min(medians) if len(before) > 1 else _spread(before[0])
+    return max(spread, _spread(now), _RUN_TO_RUN_US, _RUN_TO_RUN_SHARE * median)
+
+
+def _spread(row: Row) -> float:
+    spread = _number(row, "p99_us") - _number(row, "p50_us")
+    return spread if math.isfinite(spread) else 0.0
+
+
+def _number(row: Row, key: str) -> float:
+    """A figure of a row; NaN for null, which stands for it in the file."""
+    value = row.get(key)
+    return math.nan if value is None else float(value)
+
+
+def _key(row: Row) -> tuple[Any, ...]:
+    return tuple(row.get(name, default) for name, default in _KEY.items())

@@ -1,0 +1,153 @@
+"""Pictures of a benchmark: latency against the number of tokens, all arms and the floor."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from allnorm.cli.bench_modes import Mode, family
+from allnorm.cli.bench_report import Measurement, best
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_PANEL_INCHES = (7.6, 4.2)
+_COLUMNS = 2
+_INK = "#123457"  # a colour that nothing else has: replaced by that of the page's text
+_OWN_COLOUR = "#d62728"
+_OWN_STYLES = {"allnorm:one_shot": ":", "allnorm:two_shot": "-.", "allnorm:unfused": (0, (1, 4))}
+# Readable on white and on black; none is close to red.
+_OTHER_COLOURS = (
+    *("#1f77b4", "#ff7f0e", "#2ca02c", "#9467bd", "#8c564b"),
+    *("#e377c2", "#7f7f7f", "#bcbd22", "#17becf"),
+)
+
+Panel = tuple[int, Mode, int]
+"""World size, mode and hidden size: what one panel shows."""
+
+
+def check_installed(option: str) -> None:
+    """Refuses before anything is measured.
+
+    Raises:
+        typer.BadParameter: matplotlib is not installed.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise typer.BadParameter(
+            "needs matplotlib, which is not installed: pip install allnorm[plot]",
+            param_hint=option,
+        )
+
+
+def panels(measurements: Sequence[Measurement]) -> list[Panel]:
+    """What there is to show, in the order of the measurements."""
+    return list(dict.fromkeys((m.world_size, m.mode, m.shape.hidden_size) for m in measurements))
+
+
+def save(measurements: Sequence[Measurement], path: Path, heading: str) -> None:
+    """Writes a picture with all panels; its format is that of the file's ending.
+
+    Args:
+        measurements: all of a run.
+        path: such as bench.png, .svg or .pdf; its folder is made.
+        heading: hardware and dtype.
+    """
+    shown = panels(measurements)
+    columns = min(_COLUMNS, len(shown))
+    rows = -(-len(shown) // columns)
+    figure = _figure(_PANEL_INCHES[0] * columns, _PANEL_INCHES[1] * rows)
+    for index, panel in enumerate(shown):
+        _draw(figure.add_subplot(rows, columns, index + 1), measurements, panel)
+    figure.suptitle(heading)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def svg(measurements: Sequence[Measurement], panel: Panel) -> str:
+    """One panel as an SVG element to put into a page: its text has the page's colour and font."""
+    import matplotlib
+
+    settings: Any = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": repr(panel),  # names inside must not clash with those of other panels
+        **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), _INK),
+        "axes.edgecolor": _INK,
+    }
+    with matplotlib.rc_context(settings):
+        figure = _figure(*_PANEL_INCHES)
+        _draw(figure.add_subplot(), measurements, panel)
+        file = io.StringIO()
+        figure.savefig(file, format="svg", transparent=True)
+    text = file.getvalue()
+    text = text[text.index("<svg") :].replace(_INK, "currentColor")
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    return re.sub(r' xmlns(:\w+)?="[^"]*"', "", text)  # HTML knows them
+
+
+def _figure(width: float, height: float) -> Figure:
+    from matplotlib.figure import Figure  # without pyplot: no window system is looked for
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _draw(axes: Axes, measurements: Sequence[Measurement], panel: Panel) -> None:
+    from matplotlib.ticker import LogFormatter
+
+    world_size, mode, hidden_size = panel
+    shown = [
+        m
+        for m in measurements
+        if (m.world_size, m.mode, m.shape.hidden_size) == panel and math.isfinite(m.p50_us)
+    ]
+    kinds = list(dict.fromkeys(family(m.arm) for m in shown))
+    for kind in kinds:
+        _line(axes, [m for m in shown if family(m.arm) == kind], kind, _look(kind, kinds))
+    floors = {m.shape.num_tokens: m.floor_us for m in shown if math.isfinite(m.floor_us)}
+    if floors:
+        tokens = sorted(floors)
+        times = [floors[t] for t in tokens]
+        axes.plot(tokens, times, "--", color="gray", linewidth=1, label="wire floor")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    if floors and shown:  # the floor of one token lies far below everything else
+        axes.set_ylim(bottom=min(m.p50_us for m in shown) / 2)
+    axes.set_xlabel("tokens")
+    axes.set_ylabel("us per call (median)")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_minor_formatter(LogFormatter())  # no powers of ten
+    what = f", {mode}" if str(mode) else ""
+    axes.set_title(f"{world_size} ranks, hidden size {hidden_size}{what}", fontsize="medium")
+    axes.grid(alpha=0.25)
+    if shown:
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize="small")
+
+
+def _line(axes: Axes, members: list[Measurement], kind: str, look: dict[str, Any]) -> None:
+    """The fastest variant of a kind at each number of tokens, and up to its p99."""
+    tokens = sorted({m.shape.num_tokens for m in members})
+    fastest = [best(m for m in members if m.shape.num_tokens == t) for t in tokens]
+    points = [m for m in fastest if m is not None]
+    tokens = [m.shape.num_tokens for m in points]
+    axes.plot(tokens, [m.p50_us for m in points], label=kind, **look)
+    low, high = [m.p50_us for m in points], [m.p99_us for m in points]
+    axes.fill_between(tokens, low, high, color=look["color"], alpha=0.12, linewidth=0)
+
+
+def _look(kind: str, kinds: list[str]) -> dict[str, Any]:
+    """How a line looks: allnorm stands out, its algorithms are dotted, others have colours."""
+    if kind == "allnorm":
+        return {"color": _OWN_COLOUR, "marker": "o", "linewidth": 2.2, "zorder": 3}
+    if kind.startswith("allnorm:"):
+        return {"color": _OWN_COLOUR, "linestyle": _OWN_STYLES[kind], "linewidth": 1}
+    others = [k for k in kinds if not k.startswith("allnorm:") and k != "allnorm"]
+    colour = _OTHER_COLOURS[others.index(kind) % len(_OTHER_COLOURS)]
+    return {"color": colour, "marker": ".", "linewidth": 1.2}

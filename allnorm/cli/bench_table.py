@@ -1,0 +1,183 @@
+"""What `bench` shows on the console."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rich.table import Table
+
+from allnorm.cli import output
+from allnorm.cli.bench_modes import Mode, family
+from allnorm.cli.bench_report import Measurement, best, is_other, speed_up
+from allnorm.cli.options import Shape
+
+_WIDE = 150  # columns from which on p99 fits beside p50 ...
+_FEW = 7  # ... of so many arms
+_SEEN_SHARE = 0.1  # of the floor: below it latency decides, not the link
+
+Found = dict[str, Measurement]
+"""The arms of one shape, by name."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table before it has a look: headings, and for each shape the cells.
+
+    Attributes:
+        title: above it.
+        columns: the headings.
+        rows: as long as `columns` each; cells without markup.
+        wrong: for each row, whether an arm was wrong.
+    """
+
+    title: str
+    columns: list[str]
+    rows: list[list[str]]
+    wrong: list[bool]
+
+
+def grid(measurements: Sequence[Measurement], with_p99: bool) -> Grid:
+    """The table of one world size and mode: a row per shape, a column per kind of arm.
+
+    A peer's algorithms share a column, which shows the fastest of them. Kinds that ran nowhere
+    have none.
+
+    Args:
+        measurements: of one world size and mode.
+        with_p99: show p99 in brackets behind p50.
+    """
+    ran = {family(m.arm) for m in measurements if not m.reason}
+    kinds = [k for k in dict.fromkeys(family(m.arm) for m in measurements) if k in ran]
+    others = list(dict.fromkeys(m.arm for m in measurements if is_other(m.arm)))
+    shapes = list(dict.fromkeys(m.shape for m in measurements))
+    by_shape = [{m.arm: m for m in measurements if m.shape == shape} for shape in shapes]
+    columns = [
+        (kind.replace(":", ":\n").replace("+", "\n+"), _times(kind, with_p99)) for kind in kinds
+    ]
+    columns = [("tokens x\nhidden", _shape), *columns, *_derived(measurements, others)]
+    if any(shape.model for shape in shapes):
+        columns.insert(0, ("model", _model))
+    return Grid(
+        _title(measurements[0]),
+        [heading for heading, _ in columns],
+        [[cell(found) for _, cell in columns] for found in by_shape],
+        [any(m.error for m in found.values()) for found in by_shape],
+    )
+
+
+def table(measurements: Sequence[Measurement], width: int) -> Table:
+    """The same for a console.
+
+    Args:
+        measurements: of one world size and mode.
+        width: of the output, in characters; a narrow one shows no p99.
+    """
+    arms = {family(m.arm) for m in measurements}
+    found = grid(measurements, width >= _WIDE and len(arms) <= _FEW)
+    verdicts = [output.bad("WRONG") if wrong else output.ok("PASS") for wrong in found.wrong]
+    rows = [
+        [*(output.bad(cell) if cell == "WRONG" else cell for cell in row), verdict]
+        for row, verdict in zip(found.rows, verdicts, strict=True)
+    ]
+    return output.table(found.title, [*found.columns, "bits"], rows)
+
+
+def headline(measurements: Sequence[Measurement], dtype: str) -> str:
+    """One sentence: the smallest shape at the most ranks, beside the all-reduce + PyTorch."""
+    candidates = [m for m in measurements if m.arm == "allnorm" and math.isfinite(m.p50_us)]
+    if not candidates:
+        return ""
+    chosen = min(
+        candidates, key=lambda m: (-m.world_size, m.shape.num_tokens, m.shape.hidden_size != 4096)
+    )
+    same = [
+        m
+        for m in measurements
+        if (m.shape, m.mode, m.world_size) == (chosen.shape, chosen.mode, chosen.world_size)
+    ]
+    found = {m.arm: m for m in same}
+    time = output.microseconds(chosen.p50_us)
+    what = f", {chosen.mode}" if str(chosen.mode) else ""
+    text = f"{chosen.shape} {dtype}{what}, {chosen.world_size} ranks: {time}"
+    text += "" if time.endswith("ms") else " us"
+    baseline = next((arm for arm in found if "+torch" in arm), None)
+    ratio = speed_up(found, [baseline]) if baseline else math.nan
+    if baseline and math.isfinite(ratio):
+        library = baseline.partition("+")[0]
+        relation = f"{ratio:.1f}x faster than" if ratio >= 1 else f"{1 / ratio:.1f}x slower than"
+        text += f", {relation} {library} + PyTorch"
+    return f"{text}, same bits as the reference"
+
+
+def _title(m: Measurement) -> str:
+    ranks = f"{m.world_size} rank{'s' if m.world_size != 1 else ''}"
+    return ", ".join([ranks, *([str(m.mode)] if str(m.mode) else []), "us per call"])
+
+
+def _derived(
+    measurements: Sequence[Measurement], others: list[str]
+) -> list[tuple[str, Callable[[Found], str]]]:
+    """The columns that compare: only those that have something to show."""
+    compared = any(m.arm == "allnorm" for m in measurements)
+    columns: list[tuple[str, Callable[[Found], str]]] = []
+    if compared and others:
+        columns.append(("vs best\nother", lambda found: _ratio(speed_up(found, others))))
+    if compared and any(math.isfinite(m.quant_cost_us) for m in measurements):
+        columns.append(("quant\ncost", lambda found: _difference(found["allnorm"].quant_cost_us)))
+    if compared and any(math.isfinite(m.floor_us) for m in measurements):
+        columns.append(("floor", lambda found: _floor(found["allnorm"])))
+        columns.append(("of it\nreached", lambda found: _share(found["allnorm"])))
+    if compared and any(math.isfinite(m.host_us) for m in measurements):
+        columns.append(("host\nus", lambda found: output.microseconds(found["allnorm"].host_us)))
+    return columns
+
+
+def _shape(found: Found) -> str:
+    return str(_any(found))
+
+
+def _model(found: Found) -> str:
+    return _any(found).model or "-"
+
+
+def _any(found: Found) -> Shape:
+    return next(iter(found.values())).shape
+
+
+def _times(kind: str, with_p99: bool) -> Callable[[Found], str]:
+    """The cell of one kind of arm: the fastest of its variants."""
+
+    def cell(found: Found) -> str:
+        members = [m for m in found.values() if family(m.arm) == kind]
+        if any(m.error for m in members):
+            return "WRONG"
+        fastest = best(members)
+        if fastest is None:
+            return "-"
+        text = output.microseconds(fastest.p50_us)
+        return f"{text} ({output.microseconds(fastest.p99_us)})" if with_p99 else text
+
+    return cell
+
+
+def _ratio(ratio: float) -> str:
+    return f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.0f}x" if math.isfinite(ratio) else "-"
+
+
+def _difference(value: float) -> str:
+    return f"{value:+.2f}" if math.isfinite(value) else "-"
+
+
+def _floor(m: Measurement) -> str:
+    return output.microseconds(m.floor_us) if m.floor_share >= _SEEN_SHARE else "-"
+
+
+def _share(m: Measurement) -> str:
+    return f"{m.floor_share:.0%}" if m.floor_share >= _SEEN_SHARE else "-"
+
+
+def modes_of(measurements: Sequence[Measurement]) -> list[tuple[int, Mode]]:
+    """World sizes and modes, in the order in which they were measured."""
+    return list(dict.fromkeys((m.world_size, m.mode) for m in measurements))

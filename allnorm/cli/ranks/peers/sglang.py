@@ -1,0 +1,137 @@
+"""SGLang's fused push kernel, and its plain custom all-reduce followed by allnorm's norm."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from allnorm.cli.bench_modes import Mode
+from allnorm.cli.ranks import arms
+from allnorm.cli.ranks.arms import Arm, Reduction
+from allnorm.cli.ranks.case import Case
+from allnorm.cli.ranks.peers.base import Peer
+
+# Each peer has two slots of this size in every rank's memory, each row a counter.
+_MAX_PUSH_BYTES = 16 << 20
+_MAX_PUSH_ROWS = 1024
+_GRANULE_BYTES = 16
+
+
+class Sglang(Peer):
+    """`all_reduce_residual_norm`, with its own choice of the algorithm and with each of them.
+
+    It knows bfloat16 and up to 1024 rows of up to 16 MiB; SGLang itself uses it for decode.
+    """
+
+    name = "sglang"
+
+    def load(self) -> str:
+        """Imports SGLang; versions before its fused kernel have the plain all-reduce only."""
+        os.environ.setdefault("SGLANG_SKIP_P2P_CHECK", "1")  # trying it takes half a minute
+        from sglang.srt.distributed.device_communicators import custom_all_reduce_v2
+
+        self._class: Any = custom_all_reduce_v2.CustomAllReduceV2
+        try:
+            from sglang.kernels.ops.communication import all_reduce_fusion
+        except ImportError:
+            self._fusion: Any = None
+        else:
+            has_it = hasattr(all_reduce_fusion, "all_reduce_residual_norm")
+            self._fusion = all_reduce_fusion if has_it else None
+        return ""
+
+    def open(self) -> str | None:
+        """Makes a communicator for the plain all-reduce, and one that fits the fused kernel."""
+        setting = self.setting
+        self._comm = self._class(setting.group, setting.device)
+        if self._comm.disabled:
+            return "CustomAllReduceV2 disabled itself"
+        if getattr(self._comm, "has_multicast", False):
+            return "its memory came with NVLink multicast"
+        if self._fusion is None:
+            return None
+        # Each row takes a counter, which the plain all-reduce would take for a block.
+        self._push = self._class(
+            setting.group,
+            setting.device,
+            max_pull_size=0,
+            max_pull_blocks=0,
+            max_push_size=min(_MAX_PUSH_BYTES, setting.max_bytes),
+            max_push_blocks=min(_MAX_PUSH_ROWS, setting.max_tokens),
+        )
+        if self._push.disabled:
+            return "CustomAllReduceV2 disabled itself"
+        self._fusion.register_comm(self._push.obj)
+        return None
+
+    def supports(self, case: Case, mode: Mode) -> str:
+        """bfloat16 in whole multiples of 16 bytes."""
+        if case.dtype != torch.bfloat16:
+            return f"no kernel for {case.dtype}"
+        if not case.num_rows or case.xs[0].numel() * case.dtype.itemsize % _GRANULE_BYTES:
+            return f"no kernel for {case.shape}"
+        return ""
+
+    def fused(self, case: Case) -> list[Arm]:
+        """The fused kernel, where a slot holds the rows and its clusters divide them."""
+        num_bytes = case.xs[0].numel() * case.dtype.itemsize
+        if (
+            self._fusion is None
+            or num_bytes > _MAX_PUSH_BYTES
+            or case.num_rows > _MAX_PUSH_ROWS
+            or case.shape.weight_bias not in (0.0, 1.0)
+            or not self._fusion.valid_cluster_sizes(case.shape.hidden_size)
+        ):
+            return []
+        variants = {"": None, ":one_shot": False, ":two_shot": True}
+        return [
+            Arm(
+                f"{self.name}{suffix}",
+                self._call(case, two_shot),
+                arms.normed_outcome,
+                foreign=True,
+            )
+            for suffix, two_shot in variants.items()
+        ]
+
+    def reductions(self, case: Case) -> list[Reduction]:
+        """The plain all-reduce, at the sizes that SGLang does not leave to NCCL."""
+        if not self._comm.should_custom_ar(case.xs[0]):
+            return []
+        xs, reduce = case.xs, self._comm.custom_all_reduce
+
+        def call(index: int) -> torch.Tensor:
+            result: torch.Tensor = reduce(xs[index])
+            return result
+
+        return [Reduction(self.name, call, capturing=self._comm.capture)]
+
+    def _call(self, case: Case, two_shot: bool | None) -> Any:
+        run, eps, gemma = (
+            self._fusion.all_reduce_residual_norm,
+            case.shape.eps,
+            case.shape.weight_bias,
+        )
+
+        def call(index: int) -> Any:
+            batch = case.batches[index]
+            return run(
+                case.xs[index],
+                batch.residual,
+                batch.weight,
+                eps,
+                world_size=case.world_size,
+                gemma=bool(gemma),
+                residual_out=torch.empty_like(batch.residual),
+                two_shot=two_shot,
+            )
+
+        return call
+
+    def close(self) -> None:
+        """Frees the shared buffers."""
+        self._comm.close()
+        if self._fusion is not None:
+            self._push.close()

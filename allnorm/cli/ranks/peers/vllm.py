@@ -1,0 +1,101 @@
+"""vLLM's custom all-reduce, followed by its own fused norm or by allnorm's."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from allnorm.cli.bench_modes import Mode
+from allnorm.cli.ranks import arms
+from allnorm.cli.ranks.arms import Arm, Reduction
+from allnorm.cli.ranks.baselines import restorer, torch_weights
+from allnorm.cli.ranks.case import Case
+from allnorm.cli.ranks.peers.base import Peer
+
+_WORLD_SIZES = (2, 4, 6, 8)
+_GRANULE_BYTES = 16
+
+
+class Vllm(Peer):
+    """`CustomAllreduce`, at every size: vLLM itself hands large inputs to NCCL.
+
+    In CUDA graphs it reads the partial sums of its peers where they are; that memory is registered
+    when the capture ends. Its norm works in place.
+    """
+
+    name = "vllm"
+
+    def load(self) -> str:
+        """Imports vLLM and looks for its compiled kernels."""
+        # The driver says whether GPUs can reach each other; trying it takes half a minute.
+        os.environ.setdefault("VLLM_SKIP_P2P_CHECK", "1")
+        from vllm import _custom_ops
+        from vllm.distributed.device_communicators import custom_all_reduce
+
+        if not getattr(custom_all_reduce, "custom_ar", True):
+            return "its compiled all-reduce does not load"
+        self._ops: Any = _custom_ops
+        self._class: Any = custom_all_reduce.CustomAllreduce
+        return ""
+
+    def open(self) -> str | None:
+        """Makes the communicator with buffers for the largest input."""
+        setting = self.setting
+        if setting.world_size not in _WORLD_SIZES:
+            return f"no kernel for {setting.world_size} ranks"
+        self._comm = self._class(
+            group=setting.group,
+            device=setting.device,
+            max_size=setting.max_bytes + _GRANULE_BYTES,  # what is not below it is refused
+        )
+        if hasattr(self._comm, "finalize_p2p"):
+            self._comm.finalize_p2p()
+        return "CustomAllreduce disabled itself" if self._comm.disabled else None
+
+    def supports(self, case: Case, mode: Mode) -> str:
+        """Whole multiples of 16 bytes."""
+        if not case.num_rows or case.xs[0].numel() * case.dtype.itemsize % _GRANULE_BYTES:
+            return f"no kernel for {case.shape}"
+        return ""
+
+    def reductions(self, case: Case) -> list[Reduction]:
+        """The all-reduce, out of place."""
+        xs, reduce = case.xs, self._comm.custom_all_reduce
+
+        def call(index: int) -> torch.Tensor:
+            result: torch.Tensor = reduce(xs[index])
+            return result
+
+        return [Reduction(self.name, call, capturing=self._comm.capture)]
+
+    def fused(self, case: Case) -> list[Arm]:
+        """The all-reduce and vLLM's add + norm kernel."""
+        originals = [batch.residual for batch in case.batches]
+        residuals, weights = [r.clone() for r in originals], torch_weights(case)
+        reduction, norm, eps = (
+            self.reductions(case)[0],
+            self._ops.fused_add_rms_norm,
+            case.shape.eps,
+        )
+
+        def call(index: int) -> Any:
+            summed = reduction.call(index)
+            norm(summed, residuals[index], weights[index], eps)
+            return summed, residuals[index]
+
+        return [
+            Arm(
+                self.name,
+                call,
+                arms.normed_outcome,
+                reset=restorer(residuals, originals),
+                capturing=reduction.capturing,
+                foreign=True,
+            )
+        ]
+
+    def close(self) -> None:
+        """Frees the shared buffers."""
+        self._comm.close()

@@ -1,0 +1,134 @@
+"""The unfused way with a sharded residual: reduce-scatter, norm of the own rows, all-gather.
+
+The collectives want equal shares. Where the rows cannot be divided, the partial sums lie in a
+buffer that was padded with rows of zeros before anything is timed, and a rank has the rows of its
+share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import allnorm
+from allnorm.cli.bench_modes import Mode, Quant
+from allnorm.cli.ranks.arms import Arm
+from allnorm.cli.ranks.case import Case, Outcome
+from allnorm.cli.ranks.quantizer import Quantizer
+
+_PACKED = "packed scales of rows that are gathered would have to be laid out anew"
+
+
+def baseline(case: Case, mode: Mode, name: str, local: bool) -> Arm | str:
+    """The arm of that name, or why it cannot run this.
+
+    Args:
+        case: the shape.
+        mode: with a sharded residual.
+        name: of the arm.
+        local: whether allnorm's local kernel computes the norm, instead of PyTorch.
+    """
+    spec = case.spec(mode.quant)
+    if isinstance(spec, allnorm.Fp8PerGroup) and spec.scale_format == "ue8m0_packed":
+        return _PACKED
+    share = -(-case.num_rows // case.world_size)
+    lo = min(case.num_rows, case.rank * share)
+    hi = min(case.num_rows, lo + share)
+    padded = [_padded(x, share * case.world_size) for x in case.xs]
+    residuals = [_padded(batch.residual[lo:hi], share) for batch in case.batches]
+    norm = (_local_norm if local else _torch_norm)(case, residuals, _row_major(spec), mode)
+
+    def call(index: int) -> Any:
+        summed = padded[index].new_empty(share, padded[index].shape[1])
+        _reduce_scatter(summed, padded[index])
+        residual, *parts = norm(index, summed)
+        return residual, _gather([part for part in parts if part is not None])
+
+    def outcome(result: Any) -> Outcome:
+        residual, parts = result[0][: hi - lo], [part[: case.num_rows] for part in result[1]]
+        if spec is None:
+            return Outcome(residual, parts[0], rows=(lo, hi))
+        quantized, *rest = parts
+        scale = spec.scale if isinstance(spec, allnorm.Fp8PerTensor) else rest.pop(0)
+        return Outcome(residual, rest[0] if rest else None, quantized, scale, rows=(lo, hi))
+
+    return Arm(name, call, outcome)
+
+
+def _local_norm(
+    case: Case, residuals: list[torch.Tensor], spec: Quant | None, mode: Mode
+) -> Callable[..., Any]:
+    rest = [(batch.weight, case.shape.eps) for batch in case.batches]
+    options = case.norm_options()
+    quantising = {**options, "quant": spec, "return_normed": mode.return_normed}
+
+    def norm(index: int, x: torch.Tensor) -> Any:
+        normed, residual = allnorm.add_rms_norm(x, residuals[index], *rest[index], **options)
+        return residual, normed
+
+    def norm_quant(index: int, x: torch.Tensor) -> Any:
+        quantized, scale, residual, normed = allnorm.add_rms_norm_quant(
+            x, residuals[index], *rest[index], **quantising
+        )
+        static = isinstance(spec, allnorm.Fp8PerTensor)
+        return residual, quantized, None if static else scale, normed
+
+    return norm_quant if spec else norm
+
+
+def _torch_norm(
+    case: Case, residuals: list[torch.Tensor], spec: Quant | None, mode: Mode
+) -> Callable[..., Any]:
+    bias, eps, size = case.shape.weight_bias, case.shape.eps, (case.shape.hidden_size,)
+    weights = [batch.weight + bias if bias else batch.weight for batch in case.batches]
+    quantize = Quantizer(spec, case.shape.hidden_size, case.device) if spec else None
+
+    def norm(index: int, x: torch.Tensor) -> Any:
+        residual = residuals[index] + x
+        normed = F.rms_norm(residual, size, weights[index], eps)
+        if quantize is None:
+            return residual, normed
+        quantized, scale = quantize(normed)
+        static = isinstance(spec, allnorm.Fp8PerTensor)
+        kept = normed if mode.return_normed else None
+        return residual, quantized, None if static else scale, kept
+
+    return norm
+
+
+def _row_major(spec: Quant | None) -> Quant | None:
+    """The spec with scales that can be gathered row by row; consumers would have to transpose."""
+    if isinstance(spec, allnorm.Fp8PerGroup):
+        return allnorm.Fp8PerGroup(spec.group_size, "row_major", spec.scale_format)
+    return spec
+
+
+def _padded(rows: torch.Tensor, height: int) -> torch.Tensor:
+    """A contiguous copy with rows of zeros below, up to `height`."""
+    result = rows.new_zeros(height, rows.shape[1])
+    result[: rows.shape[0]] = rows
+    return result
+
+
+def _reduce_scatter(output: torch.Tensor, x: torch.Tensor) -> None:
+    scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # the newer name
+    scatter(output, x)
+
+
+def _gather(parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    """All ranks' rows of each part; one launch on GPUs."""
+    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the newer name
+    ranks = dist.get_world_size()
+    wholes = [part.new_empty(part.shape[0] * ranks, *part.shape[1:]) for part in parts]
+    together = len(parts) > 1 and parts[0].is_cuda
+    # Private, and the only way to have one launch for several.
+    grouped = dist._coalescing_manager(device=parts[0].device) if together else nullcontext()  # type: ignore[attr-defined]
+    with grouped:
+        for whole, part in zip(wholes, parts, strict=True):
+            gather(whole.view(torch.uint8), part.view(torch.uint8))  # NCCL knows no FP8
+    return wholes

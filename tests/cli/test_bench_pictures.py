@@ -1,0 +1,117 @@
+"""The picture and the page: they exist, hold what they must, and need nothing from elsewhere."""
+
+from __future__ import annotations
+
+import importlib.util
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import typer
+from bench_samples import measurement, two_ranks
+
+from allnorm.cli import bench_html, bench_plot
+from allnorm.cli.bench_modes import Mode
+from allnorm.cli.bench_report import Measurement
+from allnorm.cli.options import Shape
+
+pytest.importorskip("matplotlib", reason="pictures need matplotlib")
+
+CONDITIONS = {"cpu": "a <processor>", "dtype": "bfloat16", "versions": {"torch": "2.11"}}
+VOID = {"meta", "path", "use", "rect", "stop"}
+
+
+def samples() -> list[Measurement]:
+    """Two modes, two hidden sizes, a peer that is missing, an arm that is wrong."""
+    wide = [measurement(arm, 20.0, shape=Shape(4, 8192)) for arm in ("allnorm", "vllm")]
+    quant = Mode("per_group:128")
+    return [
+        *two_ranks(),
+        *wide,
+        measurement("sglang", float("nan"), reason="missing: rank 0: no <module>"),
+        measurement("allnorm", 8.0, mode=quant, quant_cost_us=0.4, floor_us=4.0),
+        measurement("nccl+torch+quant", float("nan"), mode=quant, error="rank 1: scale: 3 of 4"),
+    ]
+
+
+class Elements(HTMLParser):
+    """Which elements there are, that they are closed, and what they refer to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+        self.links: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+        if tag not in VOID:
+            self.open.append(tag)
+        for name, value in attrs:
+            if name in ("href", "xlink:href", "src"):
+                self.links.append(value or "")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+
+@pytest.mark.parametrize("name", ["bench.png", "bench.svg"])
+def test_a_picture_has_a_panel_for_each_mode_and_hidden_size(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "new" / name
+    bench_plot.save(samples(), path, "a processor, bfloat16")
+    data = path.read_bytes()
+    assert data.startswith(b"\x89PNG" if name.endswith("png") else b"<?xml")
+    assert len(bench_plot.panels(samples())) == 3
+
+
+def test_a_panel_shows_every_arm_and_the_floor() -> None:
+    text = bench_plot.svg(samples(), (2, Mode(), 4096))
+    for word in ("allnorm", "gloo+torch", "gloo+local", "wire floor", "tokens", "us per call"):
+        assert f">{word}" in text
+    assert "sglang" not in text  # it has not run
+    assert "currentColor" in text
+    quantised = bench_plot.svg(samples(), (2, Mode("per_group:128"), 4096))
+    assert "per_group:128" in quantised
+
+
+def test_a_page_is_whole_and_needs_no_network(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "bench.html"
+    bench_html.save(path, bench_html.page(samples(), "A & B", "how it was done", CONDITIONS))
+    text = path.read_text()
+    elements = Elements()
+    elements.feed(text)
+    assert elements.open == []
+    assert elements.seen.count("svg") == 3
+    assert "script" not in elements.seen
+    assert all(link.startswith("#") for link in elements.links)
+    assert "http" not in text
+    assert text.count("url(") == text.count("url(#")
+    assert "prefers-color-scheme: dark" in text
+    for word in ("A &amp; B", "how it was done", "a &lt;processor&gt;", "versions.torch"):
+        assert word in text
+    for word in ("WRONG", "rank 1: scale: 3 of 4", "no &lt;module&gt;", "16x4096", "+0.40", "50%"):
+        assert word in text
+
+
+def test_names_in_pictures_of_one_page_do_not_clash() -> None:
+    first = bench_plot.svg(samples(), (2, Mode(), 4096))
+    second = bench_plot.svg(samples(), (2, Mode(), 8192))
+
+    def clips(text: str) -> set[str]:
+        return {part.split('"')[0] for part in text.split('<clipPath id="')[1:]}
+
+    assert clips(first)
+    assert not clips(first) & clips(second)
+
+
+def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench_plot.check_installed("--plot")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(typer.BadParameter, match=r"pip install allnorm\[plot\]"):
+        bench_plot.check_installed("--plot")

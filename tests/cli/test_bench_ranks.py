@@ -1,0 +1,135 @@
+"""What runs inside the ranks: every arm of every mode is right, and what is wrong is seen."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import allnorm
+from allnorm.cli.bench_modes import Mode, arm_names, select
+from allnorm.cli.options import Shape
+from allnorm.cli.ranks import arms, bounds, clock
+from allnorm.cli.ranks import bench as ranks_bench
+from allnorm.cli.ranks.case import Outcome, make_case
+from allnorm.testing import run_ranks
+
+CPU = torch.device("cpu")
+ODD = Shape(5, 384, 1e-5, weight_bias=1.0)
+
+
+def job(*modes: Mode, **changes: Any) -> ranks_bench.Job:
+    settings: dict[str, Any] = {
+        "shapes": (ODD, Shape(1, 256)),
+        "dtype": "bfloat16",
+        "numerics": "rounded",
+        "arms": tuple(select("", "cpu", list(modes))),
+    }
+    return ranks_bench.Job(**{**settings, **changes}, modes=modes, device="cpu", seconds=0.01)
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
+@pytest.mark.parametrize(
+    ("world_size", "quants", "return_normed"),
+    [
+        (2, ("", "per_group:128", "per_token", "per_tensor"), False),
+        (2, ("per_group:64:column_major", "per_group:16:column_major_tma:ue8m0"), True),
+        (3, ("per_group:128:column_major_tma:ue8m0_packed", "per_token"), True),
+    ],
+)
+def test_every_arm_is_right(
+    world_size: int, quants: tuple[str, ...], return_normed: bool, sharded: bool
+) -> None:
+    modes = [Mode(quant, sharded, bool(quant) and return_normed) for quant in quants]
+    ranks = run_ranks(ranks_bench.run, world_size, args=(job(*modes),))
+    plain = [[(r["shape"], r["mode"], r["arm"], r["reason"]) for r in records] for records in ranks]
+    assert all(other == plain[0] for other in plain)
+    expected = [
+        (shape, number, arm)
+        for shape in (0, 1)
+        for number, mode in enumerate(modes)
+        for arm in arm_names("cpu", mode)
+    ]
+    assert [row[:3] for row in plain[0]] == expected
+    for record in ranks[0]:
+        assert record["error"] == ""
+        cannot = (sharded and record["arm"] == "allnorm:one_shot") or (
+            "packed" in quants[0] and sharded and record["mode"] == 0 and "gloo" in record["arm"]
+        )
+        assert bool(record["reason"]) == cannot, record
+        assert math.isnan(record["p50_us"]) == cannot
+
+
+def test_rows_that_do_not_consist_of_groups_run_without_quantisation_only() -> None:
+    shapes = (Shape(2, 2880),)
+    mode = Mode("per_group:128")
+    records = run_ranks(ranks_bench.run, 2, args=(job(mode, shapes=shapes),))[0]
+    reasons = {record["arm"]: record["reason"] for record in records}
+    assert reasons.pop("allnorm16") == ""
+    assert {*reasons.values()} == {"hidden_size 2880 does not consist of whole groups"}
+
+
+class Wrong(allnorm.Communicator):
+    """Returns a normed row that one rank got wrong by a bit."""
+
+    def all_reduce_add_rms_norm(self, *arguments: Any, **options: Any) -> Any:
+        normed, residual = super().all_reduce_add_rms_norm(*arguments, **options)
+        if self.rank == 1:
+            normed.view(torch.int16)[0, 0] ^= 1
+        return normed, residual
+
+
+def run_wrong(rank: int, world_size: int, what: ranks_bench.Job) -> Any:
+    allnorm.Communicator = Wrong
+    return ranks_bench.run(rank, world_size, what)
+
+
+def test_a_bit_of_one_rank_makes_an_arm_wrong_on_all() -> None:
+    what = job(Mode(), arms=("allnorm", "gloo+local"))
+    for records in run_ranks(run_wrong, 2, args=(what,)):
+        own, other = records[:2]
+        assert own["error"] == "rank 1: normed differs from the reference"
+        assert math.isnan(own["p50_us"])
+        assert other["error"] == ""
+
+
+def test_what_a_call_must_return_may_not_be_missing() -> None:
+    case = make_case(ODD, "bfloat16", "rounded", CPU, rank=0, world_size=2, seed=0)
+    normed, residual = case.expected[0]
+    quantized, scale = case.quantized("per_token")[0]
+    mode = Mode("per_token", return_normed=True)
+
+    def complaint(got: Outcome, exact: bool = True) -> str:
+        arm = arms.Arm("allnorm", lambda index: got, lambda result: result, exact=exact)
+        return ranks_bench.describe_error(arm, got, case, 0, mode)
+
+    whole = Outcome(residual, normed, quantized, scale)
+    assert complaint(whole) == complaint(whole, exact=False) == ""
+    assert complaint(dataclasses.replace(whole, normed=None)) == "normed is missing"
+    assert complaint(dataclasses.replace(whole, scale=None)) == "scale is missing"
+    other = quantized.clone()
+    other.view(torch.uint8)[1, 1] ^= 1
+    changed = dataclasses.replace(whole, quantized=other)
+    assert complaint(changed) == "quantized differs from the reference"
+    wider = dataclasses.replace(whole, scale=scale.double())
+    assert complaint(wider) == "scale differs from the reference"
+    assert bounds.describe_error(whole, case, 0, "per_token") == ""
+
+
+def test_percentiles() -> None:
+    assert clock.summary([3.0, 1.0, 2.0]) == {"p50_us": 2.0, "p90_us": 3.0, "p99_us": 3.0}
+    assert all(math.isnan(value) for value in clock.summary([]).values())
+
+
+def eager(rank: int, world_size: int) -> dict[str, float]:
+    arm = arms.Arm("nothing", lambda index: None, lambda result: result)
+    return clock.time_eager(arm, lambda: None)
+
+
+def test_calls_without_a_graph() -> None:
+    figures = run_ranks(eager, 2)[0]
+    assert 0 < figures["host_us"] < 1000
+    assert figures["eager_us"] > 0
