@@ -1,4 +1,8 @@
-"""README: the table of an H200 host: decode and prefill at each number of GPUs, beside NCCL.
+"""README: the table of an H200 host: decode and prefill at each number of GPUs, beside every peer.
+
+Times allnorm, NCCL, PyTorch symmetric memory and, where their packages can be imported,
+FlashInfer, vLLM and SGLang. Takes about a minute for each number of GPUs; the first run also
+compiles the kernels of FlashInfer and SGLang.
 
 Usage: python benchmarks/h200.py [TP], for example 2,4,8; default: 2, 4 and 8 as far as there are
 GPUs.
@@ -6,10 +10,7 @@ GPUs.
 
 from __future__ import annotations
 
-import sys
-
 import run
-import torch
 
 SHAPES = (
     [f"{tokens}x4096" for tokens in (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)]
@@ -19,8 +20,6 @@ SHAPES = (
 )
 
 if __name__ == "__main__":
-    gpus = torch.cuda.device_count()
-    sizes = sys.argv[1] if len(sys.argv) > 1 else ",".join(str(n) for n in (2, 4, 8) if n <= gpus)
     shapes = ("--shapes", ",".join(SHAPES))
-    bench = ("bench", "--device", "cuda", "--tp", sizes)
-    run.main(run.allnorm(*bench, *shapes, results="h200.jsonl"))
+    bench = ("bench", "--device", "cuda", "--tp", run.world_sizes())
+    run.main(run.allnorm(*bench, *shapes, *run.pictures("h200"), results="h200.jsonl"))

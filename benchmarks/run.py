@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import pathlib
 import subprocess
 import sys
@@ -19,6 +20,21 @@ def allnorm(*arguments: str, results: str) -> int:
     # -P: the installed package, not a checkout in the working directory that may have no libraries.
     command = [sys.executable, "-P", "-m", "allnorm", *line]
     return subprocess.run(command, check=False).returncode
+
+
+def world_sizes(sizes: tuple[int, ...] = (2, 4, 8)) -> str:
+    """The numbers of GPUs named on the command line, else those of `sizes` that there are."""
+    import torch
+
+    gpus = torch.cuda.device_count()
+    return sys.argv[1] if len(sys.argv) > 1 else ",".join(str(n) for n in sizes if n <= gpus)
+
+
+def pictures(name: str) -> list[str]:
+    """The options that draw benchmarks/results/NAME.png and .html, where matplotlib is there."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return []
+    return ["--plot", str(RESULTS / f"{name}.png"), "--html", str(RESULTS / f"{name}.html")]
 
 
 def main(*codes: int) -> None:
