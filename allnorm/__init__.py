@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
@@ -43,6 +44,13 @@ __all__ = [
     "ops",
     "reference",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports `allnorm.compile` when it is first used: it needs more of torch than the rest."""
+    if name == "compile":
+        return importlib.import_module("allnorm.compile")
+    raise AttributeError(f"module 'allnorm' has no attribute {name!r}")
 
 
 def capabilities() -> dict[str, Any]:

@@ -53,7 +53,7 @@ ALLOWED = {
         *("quant", "reference"),
     },
     "testing": {PUBLIC, "errors", "reference"},
-    "compile": {PUBLIC, "errors", "ops"},
+    "compile": {PUBLIC, "_version", "communicator", "config", "errors", "ops", "quant"},
     "integrations": {PUBLIC, "compile", "errors", "ops"},
     "cli": {
         *(PUBLIC, "compile", "config", "errors", "policy", "reference", "testing", "topology"),

@@ -1,0 +1,125 @@
+"""A reading of the graph around a reduction, and the fused call that it leads to."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch.fx import Node
+
+from allnorm.compile.expressions import Value
+from allnorm.compile.norms import Norm, Output
+from allnorm.compile.quantise import Quantised
+from allnorm.compile.reductions import Reduction
+
+
+class Missed(Exception):  # noqa: N818 - a result, with the reason as its text
+    """The reduction cannot be fused this way."""
+
+
+@dataclass
+class Candidate:
+    """One reading of the graph around a reduction.
+
+    Attributes:
+        reduction: what communicates.
+        reduced: its result.
+        residual: what is added; None if nothing is.
+        sum32: the float32 sum; `reduced` in float32 if nothing is added.
+        summed: the sum as stored, which the fused call returns; None if the graph never stores it.
+        norm: what follows.
+        output: what the graph makes of that.
+        numerics: the mode that computes this.
+        quantised: how the normed tensor is quantised; None if that is left to the graph.
+    """
+
+    reduction: Reduction
+    reduced: Value
+    residual: Value | None
+    sum32: Value
+    summed: Value | None
+    norm: Norm
+    output: Output
+    numerics: str
+    quantised: Quantised | None = None
+
+    @property
+    def normed(self) -> Value:
+        """The result of the norm."""
+        return self.output.normed
+
+    @functools.cached_property
+    def values(self) -> list[Value]:
+        """Every expression that the fused call stands for, without its inputs."""
+        found: dict[Value, None] = {}
+        pending = [*self.served, self.norm.product]
+        while pending:
+            value = pending.pop()
+            if value not in found:
+                found[value] = None
+                pending += [operand for operand in value.args if not self._is_input(operand)]
+        return [value for value in found if value.op != "const"]
+
+    def _is_input(self, operand: Value) -> bool:
+        if operand is self.output.gain:
+            return True
+        if self.quantised is not None and operand is self.quantised.static:
+            return True
+        return self.residual is not None and (
+            operand is self.residual or self.residual in operand.args
+        )
+
+    @property
+    def served(self) -> list[Value]:
+        """What the fused call returns."""
+        results = [self.summed, self.normed]
+        if self.quantised is not None:
+            results += [self.quantised.quantized, self.quantised.scale]
+        return list(dict.fromkeys(value for value in results if value is not None))
+
+
+@dataclass
+class Match:
+    """A fused call.
+
+    Attributes:
+        candidate: what it stands for.
+        shape: of its inputs and results.
+        x: reduced by it.
+        residual: added by it, or None.
+        weight: a node, the path of a parameter, or None for ones.
+        weight_bias: added to the weight.
+        view_x: the view of the reduced tensor to repeat on `x` first; None if there is none.
+        view_normed: the view to repeat on the normed result.
+        view_quantized: the view to repeat on the quantised result.
+        scale_shape: in which the graph has the computed scales.
+        static_scale: the given scale.
+        note: what else could have been fused, and why not.
+        members: nodes that it makes superfluous, unless somebody else needs them.
+        after: the call goes behind the node at this position.
+    """
+
+    candidate: Candidate
+    shape: Sequence[object]
+    x: Node
+    residual: Node | None
+    weight: Node | str | None
+    weight_bias: float
+    view_x: Node | None = None
+    view_normed: Node | None = None
+    view_quantized: Node | None = None
+    scale_shape: list[int] | None = None
+    static_scale: Node | None = None
+    note: str = ""
+    members: list[Node] = field(default_factory=list)
+    after: int = -1
+
+    @property
+    def inputs(self) -> list[Node]:
+        """Every node of the graph that the call reads."""
+        given = (self.x, self.residual, self.weight, self.static_scale)
+        nodes = [node for node in given if isinstance(node, Node)]
+        if self.view_x is not None:
+            nodes += self.view_x.all_input_nodes[1:]
+        return list(dict.fromkeys(nodes))

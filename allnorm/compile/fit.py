@@ -1,0 +1,211 @@
+"""From a reading of the graph to a call: its inputs as nodes, their shapes, and what forbids it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from allnorm.compile.candidate import Candidate, Match, Missed
+from allnorm.compile.expressions import Value
+from allnorm.compile.norms import split_gain
+from allnorm.compile.quantise import Quantised
+from allnorm.compile.safety import check_escapes, check_positions, check_writes, depends_on
+from allnorm.compile.shapes import is_contiguous, same_shape, static_size
+from allnorm.compile.values import Values
+from allnorm.compile.vocabulary import operation
+
+
+def fit(values: Values, candidate: Candidate) -> Match:
+    """The call for a reading.
+
+    Raises:
+        Missed: there is none, with the reason.
+    """
+    x = candidate.reduction.x
+    assert x is not None
+    before = run = _tensor(values, x)
+    adder = _adder(candidate)
+    if adder is not None:
+        run = _tensor(values, adder)
+    if candidate.norm.hidden_size != run.shape[-1]:
+        raise Missed(
+            f"the norm is over {candidate.norm.hidden_size} of {run.shape[-1]} elements of a row"
+        )
+    weight, bias = _weight(values, candidate, run)
+    residual = None if adder is None else _residual(values, candidate, run, adder)
+    match = Match(candidate, run.shape, x, residual, weight, bias)
+    _place_x(values, match, before, run)
+    _place_results(values, match, run)
+    if candidate.quantised is not None:
+        _place_quantised(values, match, candidate.quantised, run)
+    _check_gradient(values, candidate)
+    members = dict.fromkeys(node for value in candidate.values for node in value.definers)
+    members[candidate.reduction.node] = None
+    match.members = sorted(members, key=values.position.__getitem__)
+    for check in (check_escapes, check_positions, check_writes):
+        problem = check(values, match)
+        if problem:
+            raise Missed(problem)
+    return match
+
+
+def _tensor(values: Values, node: Node) -> Tensor:
+    tensor = values.shapes.of(node)
+    if tensor is None:
+        raise Missed(f"the shape of {node} is not known")
+    return tensor
+
+
+def _adder(candidate: Candidate) -> Node | None:
+    """The node that adds the residual."""
+    if candidate.residual is None:
+        return None
+    if candidate.sum32.definers:
+        return candidate.sum32.definers[0]
+    assert candidate.summed is not None
+    return candidate.summed.definers[0]
+
+
+def _residual(values: Values, candidate: Candidate, run: Tensor, adder: Node) -> Node:
+    assert candidate.residual is not None
+    residual = _holder(values, candidate.residual, run, values.position[adder])
+    if residual is None:
+        raise Missed(
+            f"what {adder} adds is no tensor of the shape of the reduced one on its device"
+        )
+    return residual
+
+
+def _holder(values: Values, value: Value, like: Tensor, position: int) -> Node | None:
+    """A node whose tensor holds `value`, with the shape and device of `like`."""
+    for node in value.holders:
+        tensor = values.shapes.of(node)
+        if (
+            tensor is not None
+            and tensor.dtype == value.dtype
+            and tensor.device == like.device
+            and same_shape(tensor.shape, like.shape)
+            and values.held_at(node, position) is value
+        ):
+            return node
+    return None
+
+
+def _weight(values: Values, candidate: Candidate, run: Tensor) -> tuple[Node | str | None, float]:
+    gain = candidate.output.gain
+    if gain is None:
+        return None, -0.0
+    end = values.position[candidate.normed.definers[0]]
+    for value, bias in split_gain(gain):
+        path = value.attr if value.op == "leaf" and isinstance(value.attr, str) else ""
+        changed = any(values.is_written(node) for node in value.holders)
+        if path and _is_weight(values.parameters[path], run) and not changed:
+            return path, bias
+        for node in value.holders:
+            tensor = values.shapes.of(node)
+            if tensor is None or not _is_weight(tensor, run):
+                continue
+            if values.held_at(node, end) is value:
+                if depends_on(node, candidate.reduction.node, values.position):
+                    raise Missed(f"the weight, {node}, is computed from the reduced tensor")
+                return node, bias
+    raise Missed(
+        f"the normed tensor is multiplied by something that is no weight of {run.shape[-1]} "
+        "elements, equal for all rows, on the same device"
+    )
+
+
+def _is_weight(tensor: Tensor, run: Tensor) -> bool:
+    return (
+        tensor.dim() > 0
+        and tensor.device == run.device
+        and all(static_size(size) == 1 for size in tensor.shape[:-1])
+        and same_shape(tensor.shape[-1:], run.shape[-1:])
+    )
+
+
+def _place_x(values: Values, match: Match, before: Tensor, run: Tensor) -> None:
+    """Takes `x` in the shape in which the residual is added."""
+    if same_shape(before.shape, run.shape):
+        return
+    position = values.position[match.candidate.reduction.node]
+    held = values.held_at(match.x, position)
+    viewed = None if held is None else _holder(values, held, run, position)
+    if viewed is not None:
+        match.x = viewed
+    else:
+        match.view_x = _view_between(values, match.candidate, before, run)
+
+
+def _place_results(values: Values, match: Match, run: Tensor) -> None:
+    candidate = match.candidate
+    if candidate.summed is not None and candidate.residual is not None:
+        stored = _tensor(values, candidate.summed.definers[0])
+        if not same_shape(stored.shape, run.shape):
+            raise Missed("the sum is reshaped before it is rounded")
+    for value in candidate.served:
+        tensor = _tensor(values, value.definers[0])
+        if not is_contiguous(tensor):
+            raise Missed(
+                f"{value.definers[0]} has strides {tuple(tensor.stride())}: the results of the "
+                "fused call are contiguous"
+            )
+    normed = _tensor(values, candidate.normed.definers[0])
+    if not same_shape(normed.shape, run.shape):
+        match.view_normed = _view_between(values, candidate, run, normed)
+
+
+def _place_quantised(values: Values, match: Match, quantised: Quantised, run: Tensor) -> None:
+    quantized = _tensor(values, quantised.quantized.definers[0])
+    if not same_shape(quantized.shape, run.shape):
+        match.view_quantized = _view_between(values, match.candidate, run, quantized)
+    if quantised.scale is not None:
+        shape = _tensor(values, quantised.scale.definers[0]).shape
+        sizes = [static_size(size) for size in shape]
+        if sizes.count(None) > 1:
+            raise Missed(f"the scales have more than one dimension of unknown size: {tuple(shape)}")
+        match.scale_shape = [-1 if size is None else size for size in sizes]
+    if quantised.static is not None:
+        position = values.position[quantised.quantized.definers[0]]
+        match.static_scale = _static_scale(values, quantised.static, run, position)
+
+
+def _static_scale(values: Values, static: Value, run: Tensor, position: int) -> Node:
+    for node in static.holders:
+        tensor = values.shapes.of(node)
+        if (
+            tensor is not None
+            and tensor.dtype == torch.float32
+            and tensor.device == run.device
+            and all(static_size(size) == 1 for size in tensor.shape)
+            and values.held_at(node, position) is static
+        ):
+            return node
+    raise Missed("the scale of the quantisation is no float32 tensor of one element")
+
+
+def _view_between(values: Values, candidate: Candidate, before: Tensor, after: Tensor) -> Node:
+    """A view on the way that leads from one shape to another."""
+    regrouped = [user for value in candidate.values for user in value.users if user.op == "rows"]
+    for value in (*candidate.values, *regrouped):
+        for node in value.holders:
+            if operation(node) != "view" or not node.all_input_nodes:
+                continue
+            source, result = values.shapes.of(node.all_input_nodes[0]), values.shapes.of(node)
+            if (
+                source is not None
+                and result is not None
+                and same_shape(source.shape, before.shape)
+                and same_shape(result.shape, after.shape)
+            ):
+                return node
+    raise Missed(f"no single view leads from {tuple(before.shape)} to {tuple(after.shape)}")
+
+
+def _check_gradient(values: Values, candidate: Candidate) -> None:
+    if _tensor(values, candidate.normed.definers[0]).requires_grad:
+        raise Missed(
+            "its result needs a gradient, which the fused call does not have: run under "
+            "torch.no_grad(), or fuse after autograd, as Inductor's pass does"
+        )

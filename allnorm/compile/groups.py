@@ -1,0 +1,102 @@
+"""Which communicator stands for the process group of a reduction."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from allnorm import communicator as registry
+from allnorm.communicator import Communicator
+from allnorm.compile.candidate import Missed
+from allnorm.compile.reductions import Reduction
+
+# Communicators that a pass made: a compiled graph knows only their names.
+_made: list[Communicator] = []
+
+
+def open_communicators() -> list[Communicator]:
+    """All open communicators of this process, those of one group in the order of their making."""
+
+    def age(communicator: Communicator) -> tuple[str, int]:
+        prefix, _, count = communicator.name.rpartition(":")
+        return prefix, int(count)
+
+    return sorted(registry._by_name.values(), key=age)
+
+
+def made_so_far() -> list[tuple[str, int]]:
+    """How many communicators there ever were in this process, for each group."""
+    return sorted(registry._created.items())
+
+
+def is_closed(communicator: Communicator) -> bool:
+    """Whether calls on a communicator would raise."""
+    return communicator._closed
+
+
+def communicator_name(
+    reduction: Reduction, device: torch.device, given: Communicator | None
+) -> str:
+    """The name of the communicator for a reduction; collective if it has to be made.
+
+    Args:
+        reduction: of a graph.
+        device: of what it reduces.
+        given: the caller's; None to use the oldest one open on that group and device, or make one.
+
+    Raises:
+        Missed: there can be none.
+    """
+    if given is not None:
+        return _given_name(reduction, device, given)
+    if reduction.comm_name is not None:
+        return reduction.comm_name
+    if reduction.group is None:
+        raise Missed("its process group is not a constant of the graph: pass communicator=")
+    device = _indexed(device)
+    for communicator in open_communicators():
+        if communicator.group.group_name == reduction.group and communicator.device == device:
+            return communicator.name
+    if not dist.is_initialized():
+        raise Missed("torch.distributed is not initialised: there is no communicator to use")
+    group = _group(reduction.group)
+    if group is None:
+        raise Missed(f"there is no process group called {reduction.group!r} here")
+    made = Communicator(group, device=device)
+    _made.append(made)
+    return made.name
+
+
+def _given_name(reduction: Reduction, device: torch.device, given: Communicator) -> str:
+    if _indexed(device) != given.device:
+        raise Missed(f"it is on {device}, the communicator on {given.device}")
+    if reduction.comm_name is not None:
+        if reduction.comm_name != given.name:
+            raise Missed(f"it is on communicator {reduction.comm_name}, not on {given.name}")
+        return given.name
+    mine = given.group.group_name
+    # The caller vouches for an operator of its own, unless it names another group of torch.
+    vouched = reduction.named_by_caller and _group(reduction.group) is None
+    if reduction.group != mine and not vouched:
+        if reduction.group is None:
+            raise Missed("its process group is not a constant of the graph")
+        raise Missed(f"it is over group {reduction.group!r}, the communicator over {mine!r}")
+    return given.name
+
+
+def _group(name: str | None) -> dist.ProcessGroup | None:
+    """The process group with this name."""
+    resolve: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+    try:
+        return None if name is None else resolve(name)
+    except (RuntimeError, ValueError, KeyError):
+        return None
+
+
+def _indexed(device: torch.device) -> torch.device:
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu") if device.type == "cpu" else device

@@ -1,0 +1,108 @@
+"""The pass for Inductor, and what Inductor's caches must know of it."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import pathlib
+import uuid
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from allnorm import config
+from allnorm._version import __version__
+from allnorm.communicator import Communicator
+from allnorm.compile.fusion import check_communicator, fuse
+from allnorm.compile.groups import made_so_far, open_communicators
+from allnorm.compile.report import FusionReport
+
+if TYPE_CHECKING:
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+
+def inductor_pass(
+    communicator: Communicator | None = None, *, all_reduce_ops: Sequence[Any] = ()
+) -> CustomGraphPass:
+    """`fuse` as a pass over Inductor's graphs.
+
+    Example::
+
+        fusion = allnorm.compile.inductor_pass(communicator)
+        model = torch.compile(model, options={"post_grad_custom_post_pass": fusion})
+        model(x)
+        print(*fusion.reports)
+
+    Args:
+        communicator: as for `fuse`. Pass it to keep compiled code across processes: without it the
+            code may name a communicator that only this process makes, so that Inductor's caches
+            are not used by any other.
+        all_reduce_ops: as for `fuse`.
+
+    Returns:
+        A `torch._inductor.custom_graph_pass.CustomGraphPass`. Its `reports` has a `FusionReport`
+        for each graph that was compiled with it, in order; code from a cache adds none.
+
+    Raises:
+        TypeError: `communicator` is of a wrong type.
+        CommunicatorClosedError: `communicator` is closed.
+
+    Not collective; compiling with it is, if it has to make a communicator.
+    """
+    check_communicator(communicator)
+    return _pass_class()(communicator, tuple(all_reduce_ops))
+
+
+@functools.cache
+def _pass_class() -> Any:
+    """The class; made late, because importing Inductor takes seconds."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class FusionPass(CustomGraphPass):
+        """Fuses the sites of each graph, and remembers what became of them."""
+
+        def __init__(self, communicator: Communicator | None, all_reduce_ops: tuple[Any, ...]):
+            self.communicator = communicator
+            self.all_reduce_ops = all_reduce_ops
+            self.reports: list[FusionReport] = []
+
+        def __call__(self, graph: Any) -> None:
+            self.reports.append(
+                fuse(
+                    graph.owning_module,
+                    None,
+                    self.communicator,
+                    all_reduce_ops=self.all_reduce_ops,
+                )
+            )
+
+        def uuid(self) -> Any:
+            return (
+                *_fingerprint(),
+                _settings(self.communicator),
+                tuple(map(str, self.all_reduce_ops)),
+            )
+
+    return FusionPass
+
+
+@functools.cache
+def _fingerprint() -> tuple[str, str]:
+    """Version and sources: other sources fuse other graphs."""
+    digest = hashlib.sha256()
+    for path in sorted(pathlib.Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return __version__, digest.hexdigest()
+
+
+# Differs in every process.
+_PROCESS = uuid.uuid4().hex
+
+
+def _settings(communicator: Communicator | None) -> tuple[str, ...]:
+    """What else the compiled code depends on: the name of the communicator stands in it."""
+    switches = str(config.read_settings())
+    if communicator is not None:
+        traits = (communicator.name, communicator.world_size, communicator.device.type)
+        return (switches, *map(str, traits))
+    known = [open_.name for open_ in open_communicators()]
+    return (switches, _PROCESS, str(known), str(made_so_far()))

@@ -1,0 +1,178 @@
+"""From a reduction to the fused call that can stand for it, or the reason why none can."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+from torch.fx import Node
+
+from allnorm.compile.candidate import Candidate, Match, Missed
+from allnorm.compile.expressions import Value
+from allnorm.compile.fit import fit
+from allnorm.compile.norms import find_norms, outputs_of
+from allnorm.compile.quantise import find_quantised, is_quantised_otherwise
+from allnorm.compile.reductions import Reduction
+from allnorm.compile.shapes import FLOATS, static_size
+from allnorm.compile.values import Values
+
+_MAX_HIDDEN_SIZE = (1 << 20) - 1
+
+
+class Matcher:
+    """Finds the fused calls of a graph.
+
+    Args:
+        values: the graph's expressions.
+    """
+
+    def __init__(self, values: Values) -> None:
+        self._values = values
+        self._norms = find_norms(values.algebra)
+        self._claimed: dict[Value, Node] = {}
+
+    def match(self, reduction: Reduction) -> Match:
+        """The fused call for a reduction.
+
+        Raises:
+            Missed: with the reason.
+        """
+        dtype = self._check(reduction)
+        reduced = self._values.reduced[reduction.node]
+        first: Missed | None = None
+        for candidate in self._candidates(reduction, reduced, dtype):
+            try:
+                self._check_claims(candidate)
+                match = self._fit(candidate)
+            except Missed as missed:
+                first = first or missed
+                continue
+            self._claimed.update(dict.fromkeys(candidate.served, reduction.node))
+            return match
+        raise first or Missed(self._explain(reduced))
+
+    def _fit(self, candidate: Candidate) -> Match:
+        """With the quantisation behind the norm, or else without."""
+        algebra, normed = self._values.algebra, candidate.normed
+        note = ""
+        for quantised in find_quantised(algebra, normed, candidate.norm.hidden_size):
+            try:
+                return fit(self._values, dataclasses.replace(candidate, quantised=quantised))
+            except Missed as missed:
+                note = note or f"not its quantisation: {missed}"
+        match = fit(self._values, candidate)
+        if not note and is_quantised_otherwise(algebra, normed):
+            note = "not its quantisation to FP8, which is not the one that allnorm computes"
+        match.note = note
+        return match
+
+    # ---- what the reduction itself must be ------------------------------------------------------
+
+    def _check(self, reduction: Reduction) -> torch.dtype:
+        if reduction.problem:
+            raise Missed(reduction.problem)
+        if reduction.x is None:
+            raise Missed("it does not reduce a tensor")
+        x = self._values.shapes.of(reduction.x)
+        if x is None:
+            raise Missed(
+                "its shape and dtype are not known: pass example_inputs, or a graph with metadata"
+            )
+        if x.dtype not in FLOATS:
+            raise Missed(f"it reduces {x.dtype}: expected float32, float16 or bfloat16")
+        held = self._values.held_at(reduction.x, self._values.position[reduction.node])
+        if held is not None and held.op == "up":
+            raise Missed(
+                f"it reduces in float32 what was {held.args[0].dtype}: the sum is never rounded "
+                "to that, which no numerics mode computes"
+            )
+        hidden_size = static_size(x.shape[-1]) if x.dim() else None
+        if hidden_size is None:
+            raise Missed(f"it has no last dimension of constant size: {tuple(x.shape)}")
+        if not 1 <= hidden_size <= _MAX_HIDDEN_SIZE:
+            raise Missed(f"its last dimension is {hidden_size}: expected 1 to {_MAX_HIDDEN_SIZE}")
+        return x.dtype
+
+    def _check_claims(self, candidate: Candidate) -> None:
+        for value in candidate.served:
+            if value in self._claimed:
+                raise Missed(
+                    f"it is the residual of {self._claimed[value]}, which is fused with their sum"
+                )
+
+    # ---- readings of the graph ------------------------------------------------------------------
+
+    def _candidates(
+        self, reduction: Reduction, reduced: Value, dtype: torch.dtype
+    ) -> Iterator[Candidate]:
+        """With each residual first, then without one."""
+        algebra = self._values.algebra
+        exact = dtype == torch.float32
+        reduced32 = reduced if exact else algebra.find("up", (reduced,))
+        if reduced32 is None:
+            return
+        for sum32 in [user for user in reduced32.users if user.op == "add"]:
+            residual = self._residual(sum32, reduced32, dtype)
+            if residual is None:
+                continue
+            summed = sum32 if exact else algebra.find("round", (sum32,), dtype)
+            rounded = None if summed is None else algebra.up(summed)
+            for z in dict.fromkeys((rounded, sum32)):
+                if z is not None:
+                    mode = "rounded" if z is rounded else "unrounded"
+                    common = (reduction, reduced, residual, sum32, summed)
+                    yield from self._with_norms(common, z, mode, dtype)
+        alone = (reduction, reduced, None, reduced32, reduced)
+        yield from self._with_norms(alone, reduced32, "rounded", dtype)
+
+    def _residual(self, sum32: Value, reduced32: Value, dtype: torch.dtype) -> Value | None:
+        other = sum32.other(reduced32)
+        if other.op == "const":
+            sum32.note = sum32.note or "a number is added to the reduced tensor"
+            return None
+        residual = other.args[0] if other.op == "up" else other
+        if residual.dtype != dtype:
+            sum32.note = sum32.note or (
+                f"what is added to the reduced tensor is {residual.dtype}, the reduced tensor "
+                f"{dtype}: allnorm adds tensors of one dtype"
+            )
+            return None
+        return residual
+
+    def _with_norms(
+        self,
+        common: tuple[Reduction, Value, Value | None, Value, Value | None],
+        z: Value,
+        mode: str,
+        dtype: torch.dtype,
+    ) -> Iterator[Candidate]:
+        rounds_first = {"rounded": "transformers", "unrounded": "vllm"}
+        for norm in self._norms.get(z, []):
+            for output in outputs_of(norm, self._values.algebra, dtype):
+                numerics = rounds_first[mode] if output.rounds_first else mode
+                yield Candidate(*common, norm, output, numerics)
+
+    # ---- words ----------------------------------------------------------------------------------
+
+    def _explain(self, reduced: Value) -> str:
+        """Why nothing was found: the first thing on the way that is noted as not understood."""
+        readers = [node for node, _ in reduced.readers if node not in reduced.definers]
+        if not readers:
+            return "its result is not used"
+        queue, seen = [reduced], {reduced}
+        ends: list[str] = []
+        for value in queue:
+            if value.note:
+                return value.note
+            for user in value.users:
+                if user.op == "opaque" and not user.note:
+                    ends += [node.name for node in user.definers]
+                elif user not in seen:
+                    seen.add(user)
+                    queue.append(user)
+        if any(value.op == "rsqrt" for value in queue):
+            return "what follows it is not an RMSNorm that allnorm computes"
+        ends = list(dict.fromkeys(ends or map(str, readers)))
+        names = ", ".join(ends[:3]) + (", ..." if len(ends) > 3 else "")
+        return f"no RMSNorm follows it: it goes to {names}"

@@ -1,0 +1,227 @@
+"""What is known of the tensors of a graph: shapes, dtypes, strides, and who shares memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import GraphModule, Interpreter, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.node import map_arg
+
+from allnorm.compile.reductions import Reduction
+
+_META_KEYS = ("val", "example_value")
+
+
+class Shapes:
+    """The tensors of a graph without their data, from its metadata or by running it on fakes.
+
+    Args:
+        module: the graph; nothing in it is changed.
+        reductions: its reductions, by node: they keep the shape, and need no fake.
+        example_inputs: real or fake arguments of the graph, or None. They are only used for nodes
+            without metadata.
+
+    Attributes:
+        meta_key: under which the graph's metadata has its tensors; None if it has none.
+        fake_mode: of the graph's fake tensors; None if nothing is known.
+
+    Raises:
+        ValueError: fewer example_inputs than the graph has inputs.
+    """
+
+    def __init__(
+        self,
+        module: GraphModule,
+        reductions: dict[Node, Reduction],
+        example_inputs: Sequence[Any] | None,
+    ) -> None:
+        self._known: dict[Node, Any] = {}
+        self.meta_key: str | None = None
+        nodes = list(module.graph.nodes)
+        for node in nodes:
+            for key in _META_KEYS:
+                if key in node.meta:
+                    self._known[node] = node.meta[key]
+                    self.meta_key = self.meta_key or key
+                    break
+        if len(_modes(self._known.values())) > 1:
+            # Each tensor was described on its own: nothing can be said of shared memory.
+            inputs = [self._known.get(node) for node in nodes if node.op == "placeholder"]
+            example_inputs = example_inputs or _fresh(inputs)
+            self._known.clear()
+        if example_inputs is not None and any(
+            node not in self._known and node.op != "output" for node in nodes
+        ):
+            _Propagate(module, self._known, reductions).start(example_inputs)
+        self.fake_mode = fake_mode_of(list(self._known.values()))
+        self._storages = {node: _storage(value) for node, value in self._known.items()}
+
+    def add(self, node: Node, value: Any) -> None:
+        """Describes a new node, in its metadata too if the others have any."""
+        self._known[node] = value
+        self._storages[node] = _storage(value)
+        if self.meta_key is not None:
+            node.meta[self.meta_key] = value
+
+    def any_of(self, node: Node) -> Any:
+        """Whatever the node returns, if that is known: a fake tensor, a tuple of them, a number."""
+        return self._known.get(node)
+
+    def of(self, node: Node) -> Tensor | None:
+        """The fake tensor of a node; None if it is no tensor or nothing is known of it."""
+        value = self._known.get(node)
+        return value if isinstance(value, Tensor) else None
+
+    def storage(self, node: Node) -> object:
+        """Equal for nodes that share memory; a tensor of which nothing is known shares none."""
+        return self._storages.get(node) or node
+
+
+class _Propagate(Interpreter):
+    """Runs a graph on fake tensors; what cannot be run stays unknown, and what depends on it."""
+
+    def __init__(
+        self, module: GraphModule, known: dict[Node, Any], reductions: dict[Node, Reduction]
+    ) -> None:
+        super().__init__(module)
+        self._known = known
+        self._reductions = reductions
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def start(self, example_inputs: Sequence[Any]) -> None:
+        self._mode = fake_mode_of([*self._known.values(), *example_inputs]) or self._mode
+        fakes = [
+            self._mode.from_tensor(value)
+            if isinstance(value, Tensor) and not isinstance(value, FakeTensor)
+            else value
+            for value in example_inputs
+        ]
+        placeholders = sum(node.op == "placeholder" for node in self.graph.nodes)
+        if len(fakes) < placeholders:
+            raise ValueError(
+                f"example_inputs has {len(fakes)} entries: the graph has {placeholders} inputs. "
+                "Pass one for each."
+            )
+        with self._mode, torch.no_grad():
+            self.run(*fakes)
+
+    def run_node(self, n: Node) -> Any:
+        if n in self._known:
+            if n.op == "placeholder":
+                super().run_node(n)  # takes its place in the list of arguments
+            return self._known[n]
+        inputs: list[Any] = []
+        if n.op != "output":
+            map_arg((n.args, n.kwargs), lambda node: inputs.append(self.env.get(node)))
+        if n.op == "output" or any(value is _UNKNOWN for value in inputs):
+            return _UNKNOWN
+        try:
+            result = self._run(n)
+        except Exception:  # noqa: BLE001 - a node that has no fake is unknown, not an error
+            return _UNKNOWN
+        self._known[n] = result
+        return result
+
+    def _run(self, n: Node) -> Any:
+        reduction = self._reductions.get(n)
+        if reduction is not None and reduction.x is not None:
+            x = self.env[reduction.x]
+            return x if reduction.in_place else x.clone()
+        result = super().run_node(n)
+        if n.op == "get_attr" and isinstance(result, Tensor):
+            result = self._mode.from_tensor(result)
+        return result
+
+
+_UNKNOWN = object()
+
+
+def _storage(value: Any) -> object:
+    if not isinstance(value, Tensor):
+        return None
+    try:
+        return value.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def _modes(values: Iterable[Any]) -> set[FakeTensorMode]:
+    return {value.fake_mode for value in values if isinstance(value, FakeTensor)}
+
+
+def _fresh(values: Sequence[Any]) -> list[Any]:
+    """Fake tensors of one mode for those of several."""
+    with FakeTensorMode():
+        return [
+            torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
+            if isinstance(t, Tensor)
+            else t
+            for t in values
+        ]
+
+
+def fake_mode_of(values: Sequence[Any]) -> FakeTensorMode | None:
+    """The mode that the first fake tensor was made in. The tracer's current one may be another."""
+    for value in values:
+        if isinstance(value, FakeTensor):
+            return value.fake_mode
+        if isinstance(value, list | tuple) and fake_mode_of(value) is not None:
+            return fake_mode_of(value)
+    return None
+
+
+def same_shape(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Whether two shapes are equal for certain; adds no guard."""
+    return len(a) == len(b) and all(
+        statically_known_true(i == j) for i, j in zip(a, b, strict=True)
+    )
+
+
+def is_contiguous(tensor: Tensor) -> bool:
+    """Whether a tensor is contiguous for certain; adds no guard."""
+    expected: Any = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if not statically_known_true(size == 1) and not statically_known_true(stride == expected):
+            return False
+        expected = expected * size
+    return True
+
+
+def has_contiguous_rows(tensor: Tensor) -> bool:
+    """Whether the last dimension of a tensor is contiguous for certain."""
+    return tensor.dim() > 0 and (
+        statically_known_true(tensor.stride(-1) == 1)
+        or statically_known_true(tensor.shape[-1] == 1)
+    )
+
+
+def static_size(size: Any) -> int | None:
+    """A dimension as a number, if it is one."""
+    if isinstance(size, int):
+        return size
+    expression = getattr(getattr(size, "node", None), "expr", None)
+    return int(expression) if expression is not None and expression.is_number else None
+
+
+def printable(shape: Sequence[Any]) -> tuple[int | str, ...]:
+    """A shape without symbols of the tracer."""
+    sizes = [static_size(size) for size in shape]
+    return tuple(
+        str(symbolic) if size is None else size for size, symbolic in zip(sizes, shape, strict=True)
+    )
+
+
+def elems(shape: Sequence[Any]) -> Any:
+    """The number of elements of a shape."""
+    return math.prod(shape)
+
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+HALF = (torch.float16, torch.bfloat16)
+FP8 = torch.float8_e4m3fn

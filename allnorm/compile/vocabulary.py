@@ -1,0 +1,202 @@
+"""From FX nodes of every level to one vocabulary: which operation a node is, and what it writes.
+
+The same addition is `operator.add` or a method for Dynamo, `aten.add.Tensor` for AOTAutograd, and
+any of the three may be in place. Here they get one name. What is not known by name is asked for its
+schema; what has none is taken to write to everything it is given.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch.fx import Node
+
+_NAMES = {
+    "add": "add iadd __add__ __radd__ __iadd__",
+    "mul": "mul imul multiply __mul__ __rmul__ __imul__",
+    "div": "div itruediv truediv true_divide divide __truediv__ __itruediv__",
+    "pow": "pow ipow __pow__ __ipow__",
+    "square": "square",
+    "mean": "mean",
+    "sum": "sum",
+    "amax": "amax",
+    "max": "max",
+    "abs": "abs absolute",
+    "clamp": "clamp clip",
+    "clamp_min": "clamp_min",
+    "clamp_max": "clamp_max",
+    "maximum": "maximum",
+    "minimum": "minimum",
+    "rsqrt": "rsqrt",
+    "sqrt": "sqrt",
+    "reciprocal": "reciprocal",
+    "cast": "to _to_copy convert_element_type float half bfloat16 type type_as",
+    "view": "view reshape flatten unflatten unsqueeze squeeze _unsafe_view view_as reshape_as",
+    "same": "contiguous clone detach alias lift_fresh lift_fresh_copy",
+    "tensor": "tensor scalar_tensor",
+    "full": "full",
+    "copy": "copy",
+    "dropout": "dropout",
+    "rms_norm": "rms_norm _fused_rms_norm",
+    "layer_norm": "layer_norm native_layer_norm",
+    "getitem": "getitem __getitem__",
+}
+_OPERATION = {name: kind for kind, names in _NAMES.items() for name in names.split()}
+
+# Operators that stand for functions of a framework's own, but copy or wait and nothing else.
+_FOREIGN = {
+    "_c10d_functional::wait_tensor": "wait",
+    "c10d_functional::wait_tensor": "wait",
+    "_c10d_functional::_wrap_tensor_autograd": "wait",
+}
+_PURE_HIGHER_ORDER = {"auto_functionalized", "auto_functionalized_v2"}
+
+
+def operation(node: Node) -> str:
+    """The name of the operation of a call in this module's vocabulary; empty if it has none."""
+    name = _plain_name(node)
+    if name in _FOREIGN:
+        return _FOREIGN[name]
+    if name.endswith("_") and not name.startswith("__"):
+        name = name[:-1]
+    return _OPERATION.get(name, "")
+
+
+def is_in_place(node: Node) -> bool:
+    """Whether the call, one of the vocabulary, stores its result in its first argument."""
+    name = _plain_name(node)
+    return _is_mutating_name(name) or (name.endswith("_") and not name.startswith("__"))
+
+
+def _is_mutating_name(name: str) -> bool:
+    return name.removeprefix("__").removesuffix("__") in _MUTATING
+
+
+_MUTATING = {
+    *("iadd", "iand", "iconcat", "ifloordiv", "ilshift", "imatmul", "imod", "imul", "ior", "ipow"),
+    *("irshift", "isub", "itruediv", "ixor", "setitem", "delitem"),
+}
+
+
+def argument(node: Node, index: int, *names: str, default: Any = None) -> Any:
+    """An argument of a call, by position or by one of its names."""
+    if len(node.args) > index:
+        return node.args[index]
+    for name in names:
+        if name in node.kwargs:
+            return node.kwargs[name]
+    return default
+
+
+def qualified_name(target: Any) -> str:
+    """`namespace::name` of an operator or one of its overloads; empty for anything else."""
+    if isinstance(target, OpOverload):
+        return str(target._schema.name)
+    if isinstance(target, OpOverloadPacket):
+        return str(target._qualified_op_name)
+    return ""
+
+
+def schema_of(target: Any) -> Any:
+    """The schema of an operator; of a packet, that of its default or else its first overload."""
+    if isinstance(target, OpOverloadPacket):
+        overloads = target.overloads()
+        target = getattr(target, "default" if "default" in overloads else overloads[0])
+    return target._schema if isinstance(target, OpOverload) else None
+
+
+def written(node: Node) -> list[Node]:
+    """The arguments whose memory a call may change."""
+    if node.op == "call_module":
+        return _written_by_module(node)
+    if node.op == "call_method":
+        return _named_writes(node, str(node.target))
+    if node.op != "call_function":
+        return []
+    target = node.target
+    name = _plain_name(node)
+    if isinstance(target, HigherOrderOperator):
+        return [] if target.name() in _PURE_HIGHER_ORDER else list(node.all_input_nodes)
+    if isinstance(target, OpOverloadPacket) and qualified_name(target).startswith("aten::"):
+        return _named_writes(node, name)
+    schema = schema_of(target)
+    if schema is not None:
+        return _schema_writes(node, schema)
+    return _named_writes(node, name) if name else list(node.all_input_nodes)
+
+
+def _written_by_module(node: Node) -> list[Node]:
+    module = module_of(node)
+    if getattr(module, "inplace", False):
+        return node.all_input_nodes[:1]
+    known = type(module).__module__.startswith("torch.nn.")
+    return [] if known else list(node.all_input_nodes)
+
+
+def module_of(node: Node) -> torch.nn.Module | None:
+    """The module that a `call_module` node calls."""
+    owner = node.graph.owning_module
+    try:
+        return None if owner is None else owner.get_submodule(str(node.target))
+    except AttributeError:
+        return None
+
+
+def _named_writes(node: Node, name: str) -> list[Node]:
+    """What a function or method of torch writes, by the conventions of its names."""
+    targets: list[Any] = []
+    is_operator = getattr(node.target, "__module__", "") == "_operator"  # operator.and_ is pure
+    underscored = name.endswith("_") and not name.startswith("__") and not is_operator
+    if underscored or _is_mutating_name(name) or _asks_for_in_place(node):
+        targets += node.args[:1]
+    targets.append(node.kwargs.get("out"))
+    return _nodes_in(targets)
+
+
+def _asks_for_in_place(node: Node) -> bool:
+    if node.kwargs.get("inplace"):
+        return True
+    if not inspect.isfunction(node.target):
+        return False
+    try:
+        bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)
+    except (TypeError, ValueError):
+        return False
+    return bool(bound.arguments.get("inplace"))
+
+
+def _schema_writes(node: Node, schema: Any) -> list[Node]:
+    targets = []
+    for index, described in enumerate(schema.arguments):
+        if described.alias_info is not None and described.alias_info.is_write:
+            targets.append(argument(node, index, described.name))
+    return _nodes_in(targets)
+
+
+def _nodes_in(values: list[Any]) -> list[Node]:
+    found: list[Node] = []
+    torch.fx.node.map_arg(values, found.append)
+    return list(dict.fromkeys(found))
+
+
+def _plain_name(node: Node) -> str:
+    """The bare name of a function or method of torch, `ns::name` of a foreign operator, or ''."""
+    if node.op == "call_method":
+        return str(node.target)
+    if node.op != "call_function":
+        return ""
+    target = node.target
+    qualified = qualified_name(target)
+    if qualified:
+        namespace, _, name = qualified.partition("::")
+        return name if namespace in ("aten", "prims") else qualified
+    home = getattr(target, "__module__", None) or ""
+    if not home and getattr(target, "__objclass__", None) is torch._C.TensorBase:
+        home = "torch"
+    of_torch = home == "_operator" or home.partition(".")[0] == "torch"
+    if of_torch and not home.startswith("torch.distributed"):
+        return str(getattr(target, "__name__", ""))
+    return ""

@@ -1,0 +1,167 @@
+"""What the tests of the graph pass share: hand-made graphs, and what must hold of a fused one."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.fx import GraphModule
+
+import allnorm
+from allnorm.compile import FusionReport, fuse
+from allnorm.testing import assert_same_bits, rank_input, shared_input, ulp_distance
+
+TOKENS, HIDDEN = 24, 512
+EPS = 1e-5
+
+
+def reduce(x: Any, op: str = "sum", group: str = "0") -> Any:
+    """A functional all-reduce, waited for; traceable by torch.fx."""
+    reduced = torch.ops._c10d_functional.all_reduce.default(x, op, group)
+    return torch.ops._c10d_functional.wait_tensor.default(reduced)
+
+
+def rstd(z: Any, eps: float = EPS) -> Any:
+    """1/rms of the rows of a float32 tensor."""
+    return torch.rsqrt(z.pow(2).mean(-1, keepdim=True) + eps)
+
+
+def llama(x: Any, weight: Any, eps: float = EPS) -> Any:
+    """As in transformers: rounded before the weight."""
+    z = x.to(torch.float32)
+    return weight * (z * rstd(z, eps)).to(torch.bfloat16)
+
+
+def gemma(x: Any, weight: Any) -> Any:
+    """As in transformers: `1 + weight`, in float32."""
+    z = x.float()
+    return (z * rstd(z) * (1.0 + weight.float())).type_as(x)
+
+
+@dataclasses.dataclass
+class Inputs:
+    """Arguments of a graph: this rank's partial sum, and what is the same on every rank."""
+
+    dtype: torch.dtype = torch.bfloat16
+    weight_dtype: torch.dtype | None = None
+    shape: tuple[int, ...] = (TOKENS, HIDDEN)
+    residual_shape: tuple[int, ...] | None = None
+
+    def make(self, rank: int) -> list[Tensor]:
+        x = rank_input(self.shape, self.dtype, rank)
+        residual = shared_input(self.residual_shape or self.shape, self.dtype, "residual") * 2
+        weight = shared_input((self.shape[-1],), self.weight_dtype or self.dtype, "weight")
+        return [x, residual, weight]
+
+
+def nodes_calling(module: GraphModule, *names: str) -> list[str]:
+    """Nodes whose target's name contains one of these."""
+    return [n.name for n in module.graph.nodes if any(name in str(n.target) for name in names)]
+
+
+def fused_calls(module: GraphModule) -> list[str]:
+    return nodes_calling(module, "all_reduce_add_rms_norm")
+
+
+def assert_close_norm(actual: Tensor, expected: Tensor, what: str) -> None:
+    """Equal but for what the order of the mean square's sum may change.
+
+    That is one ulp of float32, and rarely one of 16 bits, which a weight may make two. A wrong
+    rounding mode changes more than a tenth of a 16-bit result.
+    """
+    if actual.dtype == torch.float32:
+        torch.testing.assert_close(actual, expected, rtol=2e-6, atol=1e-6)
+    elif actual.numel():
+        distance = ulp_distance(actual, expected)
+        assert int(distance.max()) <= 2, what
+        assert float((distance > 0).float().mean()) < 0.005, what
+
+
+def check_fused(
+    module: GraphModule,
+    inputs: Sequence[Tensor],
+    numerics: str | Sequence[str],
+    *,
+    norms: int = 1,
+    **arguments: Any,
+) -> FusionReport:
+    """Fuses, and compares with what the graph computed before.
+
+    Args:
+        module: the graph.
+        inputs: its arguments; compared too, for what the graph stores there.
+        numerics: the mode of each site, in order.
+        norms: so many of the first results are normed; the others must be the same bits.
+        arguments: of `fuse`.
+    """
+    expected_inputs, actual_inputs = ([t.clone() for t in inputs] for _ in range(2))
+    with torch.no_grad():
+        expected = module(*expected_inputs)
+    report = fuse(module, inputs, **arguments)
+    module.graph.lint()
+    modes = [numerics] if isinstance(numerics, str) else list(numerics)
+    assert [site.numerics for site in report.sites] == modes, str(report)
+    assert report.fused == report.sites, str(report)
+    assert not report.missed
+    assert len(fused_calls(module)) == len(modes)
+    assert not nodes_calling(module, "_c10d_functional", "mylib"), module.graph
+    with torch.no_grad():
+        actual = module(*actual_inputs)
+    actual = actual if isinstance(actual, tuple) else (actual,)
+    expected = expected if isinstance(expected, tuple) else (expected,)
+    assert len(actual) == len(expected)
+    for i, (mine, theirs) in enumerate(zip(actual, expected, strict=True)):
+        assert mine.stride() == theirs.stride(), f"result {i}"
+        if i < norms:
+            assert_close_norm(mine, theirs, f"result {i}")
+        else:
+            assert_same_bits(mine, theirs, f"result {i}")
+    for i, (mine, theirs) in enumerate(zip(actual_inputs, expected_inputs, strict=True)):
+        assert_same_bits(mine, theirs, f"input {i}, afterwards")
+    return report
+
+
+def check_missed(
+    module: GraphModule, inputs: Sequence[Tensor] | None, reason: str, **arguments: Any
+) -> FusionReport:
+    """Fuses nothing, changes nothing, and says why."""
+    before, code = str(module.graph), module.code
+    report = fuse(module, inputs, **arguments)
+    assert [site.numerics for site in report.sites] == [None], str(report)
+    assert report.missed == report.sites
+    text = report.missed[0].reason
+    assert text is not None
+    assert re.search(reason, text), f"{text!r} does not match {reason!r}"
+    assert text in str(report)
+    assert str(module.graph) == before
+    assert module.code == code
+    return report
+
+
+def captured(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> GraphModule:
+    """The graph that Dynamo makes of a function, with its metadata."""
+    graphs: list[GraphModule] = []
+
+    def keep(module: GraphModule, _: object) -> Callable[..., Any]:
+        graphs.append(module)
+        return module.forward
+
+    torch._dynamo.reset()
+    torch.compile(fn, backend=keep, fullgraph=True)(*inputs)
+    torch._dynamo.reset()
+    (module,) = graphs
+    return module
+
+
+def world_name() -> str:
+    assert dist.group.WORLD is not None
+    return str(dist.group.WORLD.group_name)
+
+
+def open_names() -> list[str]:
+    return sorted(allnorm.communicator._by_name.keys())
