@@ -135,24 +135,35 @@ def _run(
     rows: list[dict[str, Any]] = []
     gpu = topology.device_name("cuda") if job.device == "cuda" else ""
     element_bytes = getattr(torch, job.dtype).itemsize
+    common = _common(job)
     for size in sizes:
-        with output.progress(f"bench, {size} ranks") as show:
-            ranks = run_ranks(
-                ranks_bench.run,
-                size,
-                device=job.device,
-                args=(job,),
-                timeout=_TIMEOUT_SECONDS,
-                on_message=show,
-            )
+        found: list[Measurement] = []
         gbps = push_gbps or bench_floor.push_gbps(gpu, size)
-        found = bench_report.merge(ranks, job.shapes, job.modes, element_bytes, gbps)
-        common = _common(job)
-        written = [bench_report.json_row(m, common) for m in found]
-        output.append_json_lines(json, written)
-        _show(found, console)
+
+        def keep(
+            ranks: list[list[dict[str, Any]]],
+            found: list[Measurement] = found,
+            gbps: float | None = gbps,
+        ) -> None:
+            merged = bench_report.merge(ranks, job.shapes, job.modes, element_bytes, gbps)
+            written = [bench_report.json_row(m, common) for m in merged]
+            output.append_json_lines(json, written)
+            found += merged
+            rows.extend(written)
+
+        try:
+            with output.progress(f"bench, {size} ranks") as show:
+                run_ranks(
+                    ranks_bench.run,
+                    size,
+                    device=job.device,
+                    args=(job,),
+                    timeout=_TIMEOUT_SECONDS,
+                    on_message=bench_report.Gatherer(size, keep, show),
+                )
+        finally:
+            _show(found, console)
         measured += found
-        rows += written
     return measured, rows
 
 

@@ -130,10 +130,10 @@ def select(text: str, device: str, wanted: list[Mode]) -> list[str]:
     Raises:
         typer.BadParameter: a name that no mode has.
     """
-    names = [name for mode in wanted for name in (*arm_names(device, mode), *PEERS)]
-    known = tuple(dict.fromkeys(names))
+    names = [name for mode in wanted for name in arm_names(device, mode)]
+    known = tuple(dict.fromkeys([*names, *(PEERS if device == "cuda" else ())]))
     if not text:
-        return [name for name in known if device == "cuda" or name not in PEERS]
+        return list(known)
     chosen = options.choices(text, "--arms", known)
     quantised = any(mode.quant for mode in wanted) and "allnorm" in chosen
     return list(dict.fromkeys([*chosen, *(["allnorm16"] if quantised else [])]))

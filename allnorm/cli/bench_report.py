@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,6 +103,34 @@ def merge(
             )
         )
     return merged
+
+
+class Gatherer:
+    """Puts together what the ranks report, one shape and mode after the other.
+
+    Args:
+        world_size: number of ranks.
+        complete: called with the records of all ranks, in rank order, as soon as they are there.
+        other: called with every other message.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        complete: Callable[[list[list[dict[str, Any]]]], None],
+        other: Callable[[int, dict[str, Any]], None],
+    ) -> None:
+        self._waiting: list[deque[list[dict[str, Any]]]] = [deque() for _ in range(world_size)]
+        self._complete, self._other = complete, other
+
+    def __call__(self, rank: int, message: dict[str, Any]) -> None:
+        """Takes one message of a rank."""
+        if "records" not in message:
+            self._other(rank, message)
+            return
+        self._waiting[rank].append(message["records"])
+        if all(self._waiting):
+            self._complete([reported.popleft() for reported in self._waiting])
 
 
 def json_row(m: Measurement, common: dict[str, Any]) -> dict[str, Any]:

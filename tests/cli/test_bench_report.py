@@ -111,6 +111,24 @@ def test_what_quantising_costs() -> None:
     assert row["residual_sharded"] is False
 
 
+def test_what_ranks_report_is_put_together_as_soon_as_all_have() -> None:
+    whole: list[object] = []
+    rest: list[tuple[int, object]] = []
+    take = bench_report.Gatherer(
+        2, whole.append, lambda rank, message: rest.append((rank, message))
+    )
+    first, second = [record(0, "allnorm", 1.0)], [record(1, "allnorm", 2.0)]
+    take(1, {"records": first})
+    take(0, {"text": "1x4096"})
+    take(1, {"records": second})
+    assert whole == []
+    take(0, {"records": first})
+    assert whole == [[first, first]]
+    take(0, {"records": second})
+    assert whole == [[first, first], [second, second]]
+    assert rest == [(0, {"text": "1x4096"})]
+
+
 def test_json_rows_have_no_nan(tmp_path: Path) -> None:
     path = tmp_path / "new" / "rows.jsonl"
     rows = [bench_report.json_row(m, {"backend": "cpu"}) for m in two_ranks()]

@@ -84,6 +84,9 @@ class _Turn:
 def run(rank: int, world_size: int, job: Job) -> list[dict[str, Any]]:
     """Checks, then times every arm at every shape in every mode. Collective.
 
+    What a shape and mode gave is also reported at once, as `records`: a run that is stopped later
+    has not been in vain.
+
     Returns:
         One record per shape, mode and arm, in the same order on every rank: `shape` and `mode`
         (their indices), `arm`, `reason` ("" if it ran, else why it cannot), `error` ("" if its
@@ -109,6 +112,7 @@ def run(rank: int, world_size: int, job: Job) -> list[dict[str, Any]]:
                 turn = _arms(comm, others, case, mode, job)
                 _check(turn, case, mode)
                 _measure(turn, case, job)
+                report({"records": _records(turn, index, number)})
                 records += _records(turn, index, number)
             del case
         comm.check()

@@ -8,6 +8,7 @@ the reason of the first one that failed.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 from collections.abc import Callable, Mapping, Sequence
 
@@ -109,7 +110,8 @@ class Peers:
     def close(self) -> None:
         """Releases what the peers hold. Collective."""
         for peer in self._open.values():
-            peer.close()
+            with contextlib.suppress(Exception):  # what was measured is worth more than their end
+                peer.close()
         self._open.clear()
 
 
