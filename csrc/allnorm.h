@@ -135,6 +135,12 @@ typedef struct AllnormFault {
   uint32_t seen_tokens;
 } AllnormFault;
 
+typedef enum AllnormCommFlags {
+  // CUDA: let a dependent grid in only after the last store, for dependents that wrongly read
+  // before griddepcontrol.wait.
+  ALLNORM_LATE_TRIGGER = 1,
+} AllnormCommFlags;
+
 typedef struct AllnormCommConfig {
   uint32_t struct_bytes;  // sizeof(AllnormCommConfig), checked
   int32_t rank;
@@ -144,7 +150,7 @@ typedef struct AllnormCommConfig {
   int64_t timeout_ns;       // how long a wait may take
   uint32_t first_op;        // operation number to start from, the same on all ranks; tests of
                             // wrap-around start near 2^31 and 2^32
-  int32_t reserved;
+  int32_t flags;            // AllnormCommFlags
   void* workspaces[ALLNORM_MAX_WORLD_SIZE];  // every rank's workspace, as mapped in this process
 } AllnormCommConfig;
 

@@ -182,11 +182,12 @@ def test_several_graphs_in_random_order(pool: RankPool) -> None:
     pool.run(random_order)
 
 
-def chains(rank: int, world_size: int, length: int) -> None:
-    """Each call reads what the one before has written: with programmatic launch, a trigger too
-    early shows here (incident 15)."""
-    c = comm()
-    for algorithm, tokens in (("one_shot", 1), ("one_shot", 16), ("two_shot", 64), ("auto", 3)):
+def chains(rank: int, world_size: int, length: int, early_trigger: bool) -> None:
+    """Each call reads what the one before has written: with programmatic launch, a read too early
+    shows here (incident 15)."""
+    c = comm(early_trigger=early_trigger)
+    shapes = (("one_shot", 1), ("one_shot", 16), ("two_shot", 64), ("two_shot", 300), ("auto", 3))
+    for algorithm, tokens in shapes:
         start = Case((tokens, 4096), algorithm=algorithm)
         x, a = start.x(rank), start.norm_arguments()
         weight = a["weight"]
@@ -216,8 +217,9 @@ def chains(rank: int, world_size: int, length: int) -> None:
 
 
 @on(gpu=(2, 4, 8))
-def test_chains_of_dependent_calls(pool: RankPool) -> None:
-    pool.run(chains, 50)
+@pytest.mark.parametrize("early_trigger", [True, False], ids=["early", "late"])
+def test_chains_of_dependent_calls(pool: RankPool, early_trigger: bool) -> None:
+    pool.run(chains, 50, early_trigger)
 
 
 def with_other_kernels(rank: int, world_size: int) -> None:

@@ -19,6 +19,11 @@
 
 namespace allnorm {
 
+// A block that ends without this lets them in as well.
+__device__ __forceinline__ void let_dependents_in(const FusedParams& params) {
+  if (!params.late_trigger) trigger_next_grid();
+}
+
 // The first cluster of a grid: what belongs to no row.
 template <bool kQuantized, int kWorldSize>
 __device__ __forceinline__ void work_on_no_row(Exchange<kWorldSize>& exchange,
@@ -26,7 +31,7 @@ __device__ __forceinline__ void work_on_no_row(Exchange<kWorldSize>& exchange,
   if constexpr (kQuantized) {
     if (blockIdx.x == 0) clear_scale_padding(params.epilogue.quant);
   }
-  trigger_next_grid();
+  let_dependents_in(params);
   if (blockIdx.x == 0) exchange.serve(threadIdx.x / 32);
   __syncthreads();
   exchange.advance();
@@ -90,7 +95,7 @@ __device__ __forceinline__ void run_fused(const FusedParams& params) {
     // Overlaps the row's sum; earlier it would hold registers while packs of all ranks are in
     // flight.
     if constexpr (kDense) epilogue.prefetch_weight();
-    if (last) trigger_next_grid();
+    if (last) let_dependents_in(params);
     epilogue.add_row(row, reduced);
     // After the barrier in add_row().
     if (last) exchange.advance();

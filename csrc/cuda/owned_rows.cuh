@@ -233,7 +233,7 @@ class OwnedRows {
         send(index + kAhead * step, ahead);
         ahead = load_input(index + (kAhead + 1) * step);
         // Nothing that is still to come keeps a dependent grid's launch from overlapping it.
-        if (index == last) trigger_next_grid();
+        if (index == last) let_dependents_in(params_);
         if (row_at(index).owner == params_.rank) {
           do_own_part(index, index == first ? own : load_input(index));
         }

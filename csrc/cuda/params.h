@@ -69,6 +69,7 @@ struct FusedParams {
   int64_t timeout_ns;
   CallTag tag;
   AllnormFault* fault;  // host memory, mapped
+  bool late_trigger;    // a dependent grid is let in when this one ends
 };
 
 // One launch of a kernel over rows with owners: `fused.num_tokens` rows in the order of

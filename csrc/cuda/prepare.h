@@ -79,6 +79,7 @@ inline FusedParams exchange_params(const AllnormCommConfig& config, const Allnor
   params.timeout_ns = config.timeout_ns;
   params.tag = call_tag(call, num_rows);
   params.fault = fault;
+  params.late_trigger = (config.flags & ALLNORM_LATE_TRIGGER) != 0;
   return params;
 }
 

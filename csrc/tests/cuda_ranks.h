@@ -357,6 +357,7 @@ struct FiberGroup {
       config.workspace_bytes = kWorkspaceBytes;
       config.timeout_ns = timeout_ns;
       config.first_op = first_op;
+      config.flags = first_op % 2 == 0 ? ALLNORM_LATE_TRIGGER : 0;
       for (size_t r = 0; r < workspaces.size(); ++r) config.workspaces[r] = workspaces[r].data();
       configs.push_back(config);
     }
