@@ -1,0 +1,120 @@
+"""Fused reductions in transformers models that are loaded with a tensor-parallel plan.
+
+    from allnorm.integrations import transformers as fused
+
+    fused.enable()
+    model = AutoModelForCausalLM.from_pretrained(name, tp_plan="auto")
+    print(fused.report(model))
+
+docs/transformers.md says how it works and what it leaves alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from allnorm.errors import UnsupportedError
+from allnorm.integrations.transformers.families import FAMILIES, Family
+from allnorm.integrations.transformers.plans import GPT_OSS_TP_PLAN
+from allnorm.integrations.transformers.report import Report, SiteReport
+from allnorm.integrations.transformers.report import report as report
+from allnorm.integrations.transformers.sites import SWITCH
+
+__all__ = [
+    "FAMILIES",
+    "GPT_OSS_TP_PLAN",
+    "Family",
+    "Report",
+    "SiteReport",
+    "disable",
+    "enable",
+    "is_enabled",
+    "report",
+]
+
+_ALGORITHMS = ("auto", "one_shot", "two_shot", "unfused")
+
+# The first transformers with the registry of parallel styles that this is written against.
+MINIMUM_VERSION = (5, 17)
+
+_replaced: dict[str, Any] = {}
+_patched: list[str] = []
+
+
+def enable(*, algorithm: str = "auto") -> None:
+    """Lets models that are loaded from now on fuse each reduction with the norm after it.
+
+    Call it before `from_pretrained(..., tp_plan="auto")`, on every rank alike. Models that were
+    loaded while it was enabled, and stock since `disable()`, fuse again. Idempotent; a second call
+    changes the algorithm.
+
+    Args:
+        algorithm: of every call: "auto", "one_shot", "two_shot" or "unfused"; the same on every
+            rank. The bits are the same. Under torch.compile only "auto" is traced without a graph
+            break.
+
+    Raises:
+        ValueError: algorithm is none of these.
+        UnsupportedError: transformers is missing or too old.
+
+    Not collective, but the loading of a model is: it opens one communicator for the group of the
+    plan. Graph-safe: a compiled model is compiled anew after a change.
+    """
+    if algorithm not in _ALGORITHMS:
+        raise ValueError(f"algorithm={algorithm!r}: expected one of {', '.join(_ALGORITHMS)}.")
+    _check_version()
+    from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+    from transformers.monkey_patching import register_patch_mapping
+
+    from allnorm.integrations.transformers.styles import fused_styles
+    from allnorm.integrations.transformers.wiring import patch_mapping
+
+    if not _replaced:
+        mapping = patch_mapping()
+        register_patch_mapping(mapping)  # first: it refuses a class that somebody else has patched
+        _patched.extend(mapping)
+        for name, style in fused_styles().items():
+            _replaced[name] = ALL_PARALLEL_STYLES[name]
+            ALL_PARALLEL_STYLES.register(name, style)
+    SWITCH.algorithm = algorithm
+    SWITCH.enabled = True
+
+
+def disable() -> None:
+    """Undoes `enable()`: models, loaded already or from now on, run as without allnorm. Idempotent.
+
+    Not collective; every rank calls it between the same two forward passes. A CUDA graph that was
+    captured by hand keeps what it captured; a compiled model is compiled anew.
+    """
+    SWITCH.enabled = False
+    if not _replaced:
+        return
+    from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+    from transformers.monkey_patching import unregister_patch_mapping
+
+    for name, style in _replaced.items():
+        ALL_PARALLEL_STYLES.register(name, style)
+    unregister_patch_mapping(_patched)
+    _replaced.clear()
+    _patched.clear()
+
+
+def is_enabled() -> bool:
+    """Whether models fuse now."""
+    return SWITCH.enabled
+
+
+def _check_version() -> None:
+    wanted = ".".join(map(str, MINIMUM_VERSION))
+    try:
+        import transformers
+    except ImportError as error:
+        raise UnsupportedError(
+            f"transformers is not installed: pip install 'transformers>={wanted}'."
+        ) from error
+    found = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+    if found < MINIMUM_VERSION:
+        raise UnsupportedError(
+            f"transformers {transformers.__version__}: expected {wanted} or later, whose "
+            "tensor-parallel styles can be registered. Upgrade it."
+        )

@@ -1,0 +1,134 @@
+"""What a row-parallel module returns instead of a reduced tensor: a sum that is still to be made.
+
+Only two uses of it are fused: adding it to the residual, and norming it. Every other use reduces it
+first, so that no use can see a partial sum.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from allnorm.integrations.transformers.sites import Site
+
+_ADD = (torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__, operator.add)
+
+
+class PartialSum:
+    """This rank's part of a sum over ranks, and the site that will reduce it.
+
+    Not a tensor: torch functions find it through `__torch_function__`, everything else through its
+    operators and attributes, and all of them reduce it, except
+
+    - `residual + partial`, which is the fused call of its site;
+    - `reshape` and `view`, which give another PartialSum;
+    - its shape and dtype, which are those of the reduced tensor.
+
+    Args:
+        value: [..., hidden_size], this rank's part.
+        site: where it came from.
+    """
+
+    def __init__(self, value: torch.Tensor, site: Site) -> None:
+        self.value = value
+        self.site = site
+        self._reduced: torch.Tensor | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the reduced tensor."""
+        return self.value.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the reduced tensor."""
+        return self.value.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Of the reduced tensor."""
+        return self.value.device
+
+    def reduced(self) -> torch.Tensor:
+        """The sum over all ranks, made once. Collective."""
+        if self._reduced is None:
+            self._reduced = self.site.reduce(self.value)
+        return self._reduced
+
+    def add_to(self, residual: torch.Tensor) -> torch.Tensor:
+        """`residual` plus the sum over all ranks; the site keeps its norm for later. Collective."""
+        if self._reduced is None and self.site.can_add(self.value, residual):
+            return self.site.add(self.value, residual)
+        return residual + self.reduced()
+
+    def reshape(self, *shape: Any) -> Any:
+        """Another shape of the same sum; reduced first if its rows change, or it is already."""
+        if self._reduced is None:
+            value = self.value.reshape(*shape)
+            if value.shape[-1:] == self.value.shape[-1:]:
+                return PartialSum(value, self.site)
+        return self.reduced().reshape(*shape)
+
+    def view(self, *shape: Any) -> Any:
+        """As `reshape`; a dtype reinterprets the reduced tensor."""
+        if isinstance(shape[0], torch.dtype):
+            return self.reduced().view(*shape)
+        return self.reshape(*shape)
+
+    def __add__(self, other: Any) -> Any:
+        return self.add_to(other) if isinstance(other, torch.Tensor) else self.reduced() + other
+
+    def __radd__(self, other: Any) -> Any:
+        return self.add_to(other) if isinstance(other, torch.Tensor) else other + self.reduced()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("value", "site", "_reduced"):
+            raise AttributeError(name)  # being unpickled or copied: there is nothing to reduce
+        return getattr(self.reduced(), name)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        function: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Reduces the partial sums among the arguments, and calls; adding two operands fuses."""
+        if function in _ADD and len(args) == 2 and not kwargs:
+            left, right = args
+            if isinstance(right, PartialSum) and type(left) is not PartialSum:
+                return right.__radd__(left)
+            if isinstance(left, PartialSum) and type(right) is not PartialSum:
+                return left.__add__(right)
+        return function(*_reduced(args), **_reduced(kwargs or {}))
+
+
+def _reduced(value: Any) -> Any:
+    if isinstance(value, PartialSum):
+        return value.reduced()
+    if isinstance(value, (list, tuple)):
+        return type(value)([_reduced(item) for item in value])
+    if isinstance(value, dict):
+        return {key: _reduced(item) for key, item in value.items()}
+    return value
+
+
+def _forward(name: str) -> Callable[..., Any]:
+    def method(self: PartialSum, *args: Any) -> Any:
+        return getattr(self.reduced(), name)(*_reduced(args))
+
+    return method
+
+
+# Python looks these up on the class, not through __getattr__.
+for _name in (
+    *("__getitem__", "__setitem__", "__len__", "__iter__", "__bool__", "__float__", "__int__"),
+    *("__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__", "__pow__"),
+    *("__matmul__", "__rmatmul__", "__neg__", "__abs__", "__iadd__", "__imul__", "__isub__"),
+    *("__lt__", "__le__", "__gt__", "__ge__", "__array__"),
+):
+    setattr(PartialSum, _name, _forward(_name))

@@ -1,0 +1,109 @@
+"""Parallel styles that leave the sum over ranks to the next norm.
+
+They take the names of the stock styles in the registry of transformers, and differ from them only
+in inference and only for modules that have a site.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from transformers.distributed import tensor_parallel as stock
+
+import allnorm
+from allnorm.integrations.transformers.partial import PartialSum
+from allnorm.integrations.transformers.sites import SWITCH, Site
+from allnorm.integrations.transformers.wiring import SITE
+
+_links: weakref.WeakValueDictionary[str, allnorm.Communicator] = weakref.WeakValueDictionary()
+
+
+class FusedRowwise(stock.RowwiseParallel):
+    """`rowwise`: the weight is sharded by columns of its input, the output is a sum over ranks.
+
+    As in the stock style the matrix product leaves out the bias, which is added to the sum.
+    """
+
+    def install_forward(self, module: torch.nn.Module, mesh: Any) -> torch.nn.Module:
+        """Connects the site of the module; without one the module gets the stock behaviour."""
+        link_site(module, mesh)
+        return super().install_forward(module, mesh)
+
+    def transform_output_post_forward(self, module: torch.nn.Module, output: Any, mesh: Any) -> Any:
+        """A PartialSum in inference; else what the stock style returns."""
+        local = _is_local(output) and self.should_use_local_tensors(module)
+        if local and fusing_site(module) is not None:
+            return PartialSum(output, getattr(module, SITE))
+        return super().transform_output_post_forward(module, output, mesh)
+
+
+class FusedExperts(stock.MoeExpertsParallel):
+    """`moe_tp_experts`: each rank has a shard of every expert, the output is a sum over ranks."""
+
+    def install_forward(self, module: torch.nn.Module, mesh: Any) -> torch.nn.Module:
+        """Connects the site of the module; without one the module gets the stock behaviour."""
+        link_site(module, mesh)
+        return super().install_forward(module, mesh)
+
+    def transform_output_post_forward(self, module: torch.nn.Module, output: Any, mesh: Any) -> Any:
+        """A PartialSum in inference; else what the stock style returns."""
+        local = _is_local(output) and self.should_use_local_tensors(module)
+        if local and fusing_site(module) is not None:
+            return PartialSum(output, getattr(module, SITE))
+        return super().transform_output_post_forward(module, output, mesh)
+
+
+def fused_styles() -> dict[str, Any]:
+    """Name in the registry, and what takes it."""
+    return {
+        "rowwise": FusedRowwise(input_layouts=Shard(-1), output_layouts=Replicate()),
+        "moe_tp_experts": FusedExperts(),
+    }
+
+
+def fusing_site(module: torch.nn.Module) -> Site | None:
+    """The site of a module whose output may stay a partial sum now; the same on every rank."""
+    site: Site | None = getattr(module, SITE, None)
+    if site is None or site.reason or not SWITCH.enabled or torch.is_grad_enabled():
+        return None
+    return site
+
+
+def link_site(module: torch.nn.Module, mesh: Any) -> None:
+    """Gives the site of a module its communicator. Collective."""
+    site: Site | None = getattr(module, SITE, None)
+    if site is None:
+        warnings.warn(
+            f"allnorm: a model with a reducing {type(module).__name__} has no fusable site, or not "
+            "there: its class is not among those that allnorm.integrations.transformers knows "
+            "(see FAMILIES), or was built before enable(). It runs as without allnorm.",
+            stacklevel=2,
+        )
+        return
+    if module._parameters.get("bias") is not None:
+        site.linear = module
+    group = mesh.get_group() if mesh.ndim == 1 else mesh.get_group("tp")
+    site.link = _communicator(group, mesh.device_type)
+    site.reason = ""
+
+
+def _communicator(group: dist.ProcessGroup, device_type: str) -> allnorm.Communicator:
+    """One for each group; it lives as long as a site that uses it. Collective when it is new."""
+    link = _links.get(group.group_name)
+    if link is None:
+        device = torch.device(device_type)
+        if device_type == "cuda":  # transformers has bound this process to its GPU
+            device = torch.device("cuda", torch.cuda.current_device())
+        with device:  # models are built on the meta device
+            link = allnorm.Communicator(group, device)
+        _links[group.group_name] = link
+    return link
+
+
+def _is_local(output: Any) -> bool:
+    return isinstance(output, torch.Tensor) and not isinstance(output, DTensor)

@@ -1,0 +1,209 @@
+"""Every family, tiny, on two ranks: what is gone, which bits come out, which tokens."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers_models as models
+from rank_helpers import on
+
+from allnorm.errors import UnsupportedError
+from allnorm.testing import RankPool, assert_same_bits, ulp_distance
+
+pytest.importorskip("transformers")
+from allnorm.integrations import transformers as fused
+
+# What each rank reduces in one forward pass: two sums a layer. The plan for GPT-OSS shards no
+# experts, whose sums therefore do not exist.
+SITES = dict.fromkeys(models.FAMILIES, 2 * models.LAYERS) | {"gpt_oss": models.LAYERS}
+PROMPT = torch.arange(2, 82).view(2, 40)
+
+
+def counted(model: Any, **more: Any) -> tuple[Any, int]:
+    """A forward pass, and how often it called dist.all_reduce."""
+    calls = 0
+    real = dist.all_reduce
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return real(*args, **kwargs)
+
+    dist.all_reduce = counting
+    try:
+        return model(PROMPT, output_hidden_states=True, **more), calls
+    finally:
+        dist.all_reduce = real
+
+
+def tokens(model: Any) -> torch.Tensor:
+    return model.generate(PROMPT[:, :6], max_new_tokens=64, do_sample=False)
+
+
+@torch.no_grad()
+def compare_with_stock(rank: int, world_size: int, place: str, family: str) -> str:
+    """Runs in ranks; returns the report."""
+    stock = models.load(place, family)
+    want, stock_calls = counted(stock)
+    want_tokens = tokens(stock)
+    assert stock_calls == SITES[family]
+    try:
+        fused.enable()
+        model = models.load(place, family)
+        got, calls = counted(model)
+        assert calls == 0
+        report = fused.report(model)
+        assert all(site.calls == 1 and not site.unfused_calls for site in report.fused)
+        assert len(report.fused) == SITES[family]
+
+        for algorithm in ("unfused", "two_shot"):
+            fused.enable(algorithm=algorithm)
+            same, _ = counted(model)
+            assert_same_bits(same.logits, got.logits, f"{family} with {algorithm}")
+        fused.enable()
+
+        assert len(got.hidden_states) == len(want.hidden_states)
+        for state in got.hidden_states:
+            assert type(state) is torch.Tensor
+        distance = ulp_distance(got.hidden_states[-1], want.hidden_states[-1])
+        assert int(distance.max()) <= 2, f"{int(distance.max())} ulps from the stock model"
+        assert torch.equal(tokens(model), want_tokens)
+
+        fused.disable()
+        again, calls = counted(model)
+        assert calls == SITES[family]
+        assert_same_bits(again.logits, want.logits, "disabled")
+    finally:
+        fused.disable()
+    return str(report)
+
+
+@on(cpu=(2,))
+@pytest.mark.parametrize("family", models.FAMILIES)
+def test_family(pool: RankPool, family: str, tmp_path: pathlib.Path) -> None:
+    report = pool.run(compare_with_stock, models.save(family, tmp_path), family)[0]
+    total = 2 * models.LAYERS + (family != "gpt_oss")
+    assert report.startswith(f"{SITES[family]} of {total} reductions fused")
+    if family == "gpt_oss":
+        assert "mlp.experts: not in the tensor-parallel plan" in report
+    else:
+        assert "embed_tokens: the vocabulary is sharded" in report
+
+
+def differ_in_dtype(rank: int, world_size: int, place: str, family: str) -> None:
+    """Runs in ranks: float32, more ranks than two, and training, which stays stock."""
+    stock = models.load(place, family)
+    fused.enable()
+    try:
+        model = models.load(place, family)
+        with torch.no_grad():
+            torch.testing.assert_close(model(PROMPT).logits, stock(PROMPT).logits)
+            assert torch.equal(tokens(model), tokens(stock))
+        before = [site.calls for site in fused.report(model).sites]
+        got, calls = counted(model)  # with gradients
+        want, stock_calls = counted(stock)
+        assert calls == stock_calls
+        assert_same_bits(got.logits, want.logits, "with gradients")
+        assert [site.calls for site in fused.report(model).sites] == before
+    finally:
+        fused.disable()
+
+
+@on(cpu=(2,))
+def test_float32_and_gradients(pool: RankPool, tmp_path: pathlib.Path) -> None:
+    pool.run(differ_in_dtype, models.save("llama", tmp_path, torch.float32), "llama")
+
+
+@torch.no_grad()
+def biased(rank: int, world_size: int, place: str, family: str) -> None:
+    """Runs in ranks: a bias in every projection is added once, where the stock model adds it."""
+    want = models.load(place, family)(PROMPT).logits
+    fused.enable()
+    try:
+        model = models.load(place, family)
+        got, calls = counted(model)
+        assert calls == 0
+        assert_same_bits(got.logits, want, "with biases")
+    finally:
+        fused.disable()
+
+
+@on(cpu=(2,))
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_bias(pool: RankPool, family: str, tmp_path: pathlib.Path) -> None:
+    bias = {"attention_bias": True, **({"mlp_bias": True} if family == "llama" else {})}
+    pool.run(biased, models.save(family, tmp_path, **bias), family)
+
+
+@torch.no_grad()
+def load_what_is_unknown(rank: int, world_size: int, place: str) -> str:
+    """Runs in ranks: a model of another family runs as ever, and says that nothing is fused."""
+    want = models.load(place, "olmo2")(PROMPT).logits
+    fused.enable()
+    try:
+        with pytest.warns(UserWarning, match="has no fusable site"):
+            model = models.load(place, "olmo2")
+        assert_same_bits(model(PROMPT).logits, want, "a model that is not known")
+        with pytest.raises(UnsupportedError, match="no fusable site") as error:
+            fused.report(model)
+        return str(error.value)
+    finally:
+        fused.disable()
+
+
+@on(cpu=(2,))
+def test_unknown_family(pool: RankPool, tmp_path: pathlib.Path) -> None:
+    message = pool.run(load_what_is_unknown, models.save("olmo2", tmp_path))[0]
+    assert "Olmo2ForCausalLM" in message
+    assert "FAMILIES" in message
+
+
+def test_enable_and_disable_leave_no_trace() -> None:
+    from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+    from transformers.monkey_patching import get_patch_mapping
+
+    def registered() -> dict[str, Any]:
+        return {name: ALL_PARALLEL_STYLES[name] for name in ALL_PARALLEL_STYLES}
+
+    styles, patches = registered(), get_patch_mapping()
+    for _ in range(2):
+        fused.enable()
+        fused.enable(algorithm="one_shot")
+        assert fused.is_enabled()
+        assert registered() != styles
+        fused.disable()
+        fused.disable()
+        assert not fused.is_enabled()
+        assert registered() == styles
+        assert get_patch_mapping() == patches
+
+
+def test_wrong_algorithm() -> None:
+    with pytest.raises(ValueError, match="three_shot"):
+        fused.enable(algorithm="three_shot")
+
+
+def test_old_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers
+
+    monkeypatch.setattr(transformers, "__version__", "4.57.1")
+    with pytest.raises(UnsupportedError, match=r"4\.57\.1"):
+        fused.enable()
+
+
+def test_model_without_a_plan() -> None:
+    from transformers import AutoModelForCausalLM
+
+    fused.enable()
+    try:
+        model = AutoModelForCausalLM.from_config(models.config("llama"))
+    finally:
+        fused.disable()
+    report = fused.report(model)
+    assert not report.fused
+    assert all("not in the tensor-parallel plan" in site.reason for site in report.missed)
+    assert str(report).startswith(f"0 of {2 * models.LAYERS} reductions fused")

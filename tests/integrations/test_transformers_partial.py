@@ -1,0 +1,149 @@
+"""A sum that is still to be made is never seen as it is."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+import allnorm
+from allnorm.integrations.transformers.partial import PartialSum
+from allnorm.integrations.transformers.sites import SWITCH, Norm, Site
+from allnorm.integrations.transformers.wiring import _norm_forward
+
+
+class Doubles:
+    """A communicator of two ranks with the same input, in one process."""
+
+    def all_reduce(self, x: torch.Tensor, algorithm: str) -> torch.Tensor:
+        return x + x
+
+    def all_reduce_add_rms_norm(
+        self, x: torch.Tensor, *arguments: Any, algorithm: str, **more: Any
+    ) -> Any:
+        return allnorm.add_rms_norm(x + x, *arguments, **more)
+
+
+class Model:
+    def __init__(self, *, direct: bool = False, bias: bool = False) -> None:
+        self.module = torch.nn.RMSNorm(8, eps=1e-6)
+        self.norm = Norm(self.module, 1e-6, 0.0, "rounded")
+        self.linear = torch.nn.Linear(8, 8) if bias else None
+        link: Any = Doubles()
+        self.site = Site("o_proj", self.norm, direct, link, "", self.linear)
+        self.forward = _norm_forward(self.norm, self.module.forward)
+        self.x, self.residual = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
+        self.total = 2 * self.x + (self.linear.bias if self.linear else 0.0)
+        self.partial = PartialSum(self.x, self.site)
+
+    def calls(self) -> tuple[int, int]:
+        return self.site.calls, self.site.unfused_calls
+
+
+@pytest.fixture(autouse=True)
+def enabled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SWITCH, "enabled", True)
+
+
+@pytest.fixture(autouse=True)
+def no_grad() -> Any:
+    with torch.no_grad():
+        yield
+
+
+ADDITIONS = {
+    "residual + partial": lambda r, p: r + p,
+    "partial + residual": lambda r, p: p + r,
+    "torch.add": torch.add,
+    "Tensor.add": lambda r, p: r.add(p),
+    "reshaped": lambda r, p: r + p.reshape(-1, 8).view(2, 3, 8),
+}
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("how", ADDITIONS)
+def test_addition_fuses(how: str, bias: bool) -> None:
+    model = Model(bias=bias)
+    summed = ADDITIONS[how](model.residual, model.partial)
+    torch.testing.assert_close(summed, model.total + model.residual)
+    normed = model.norm.normed
+    assert model.forward(summed) is normed
+    torch.testing.assert_close(normed, model.module(summed))
+    assert model.calls() == (1, 0)
+    assert model.norm.residual is None
+    torch.testing.assert_close(model.forward(summed), normed)  # asked again, it computes
+
+
+def test_another_tensor_is_normed_by_the_norm_itself() -> None:
+    model = Model()
+    summed = model.residual + model.partial
+    changed = summed * 2
+    torch.testing.assert_close(model.forward(changed), model.module(changed))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_direct_norm_fuses(bias: bool) -> None:
+    model = Model(direct=True, bias=bias)
+    torch.testing.assert_close(model.forward(model.partial), model.module(model.total))
+    assert model.calls() == (1, 0)
+
+
+USES = {
+    "scaled": lambda r, p: p * 2,
+    "scaled from the left": lambda r, p: 2 * p,
+    "a scaled addition": lambda r, p: torch.add(r, p, alpha=3),
+    "an addition that broadcasts": lambda r, p: r[:1, :1] + p,
+    "an addition of a number": lambda r, p: 1 + p,
+    "another dtype": lambda r, p: r.double() + p,
+    "indexed": lambda r, p: p[0],
+    "a function": lambda r, p: torch.nn.functional.dropout(p, 0.0),
+    "a list": lambda r, p: torch.cat([r, p]),
+    "a method": lambda r, p: p.float().transpose(0, 1),
+    "an attribute": lambda r, p: p.T if p.ndim == 2 else p.mT,
+    "other rows": lambda r, p: p.reshape(2, 12, 2),
+    "a norm that is not its own": lambda r, p: torch.nn.functional.rms_norm(p, (8,)),
+    "two of them": lambda r, p: p + p,
+    "in place": lambda r, p: r.clone().add_(p),
+}
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("use", USES)
+def test_every_other_use_reduces_first(use: str, bias: bool) -> None:
+    model = Model(bias=bias)
+    got = USES[use](model.residual, model.partial)
+    torch.testing.assert_close(got, USES[use](model.residual, model.total))
+    assert model.calls() == (0, 1)
+    assert model.norm.normed is None
+    torch.testing.assert_close(model.residual + model.partial, model.residual + model.total)
+    assert model.calls() == (0, 1)  # the sum is made once
+
+
+def test_a_weight_of_another_dtype_is_not_fused() -> None:
+    model = Model()
+    partial = PartialSum(model.x.bfloat16(), model.site)
+    model.residual.bfloat16() + partial
+    assert model.calls() == (0, 1)
+
+
+def test_shape_costs_nothing() -> None:
+    model = Model()
+    assert (model.partial.shape, model.partial.dtype) == (model.x.shape, torch.float32)
+    assert model.partial.device == model.x.device
+    assert model.calls() == (0, 0)
+
+
+def test_what_waits_is_dropped_when_switched_off() -> None:
+    model = Model()
+    summed = model.residual + model.partial
+    SWITCH.enabled = False
+    torch.testing.assert_close(model.forward(summed), model.module(summed))
+    assert model.norm.normed is None
+
+
+def test_sites_cannot_be_copied() -> None:
+    with pytest.raises(TypeError, match="o_proj"):
+        copy.deepcopy(Model().site)

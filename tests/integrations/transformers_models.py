@@ -1,0 +1,85 @@
+"""Tiny models with random weights, one for each family; nothing is downloaded."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import torch
+
+FAMILIES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "gpt_oss",
+    "mixtral",
+    "qwen3_moe",
+)
+LAYERS = 3
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "initializer_range": 0.1,
+}
+_MOE = {"num_experts_per_tok": 2}
+_MORE: dict[str, dict[str, Any]] = {
+    "gpt_oss": {**_MOE, "num_local_experts": 4, "sliding_window": 32},
+    "mixtral": {**_MOE, "num_local_experts": 4},
+    "qwen3_moe": {**_MOE, "num_experts": 4, "moe_intermediate_size": 64, "mlp_only_layers": [1]},
+}
+_MODEL_TYPE = {"gemma3": "gemma3_text"}
+
+
+def config(family: str, **more: Any) -> Any:
+    """The configuration of a tiny model."""
+    from transformers import AutoConfig
+
+    settings = {**_COMMON, **_MORE.get(family, {}), **more}
+    return AutoConfig.for_model(_MODEL_TYPE.get(family, family), **settings)
+
+
+def save(
+    family: str, folder: pathlib.Path, dtype: torch.dtype = torch.bfloat16, **more: Any
+) -> str:
+    """Writes a model with random weights, norms and biases included; returns where."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(config(family, **more), dtype=dtype)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or "bias" in name or "sinks" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    place = folder / family
+    model.save_pretrained(place)
+    return str(place)
+
+
+def load(place: str, family: str, **more: Any) -> Any:
+    """The model, sharded over all ranks. Collective."""
+    import torch.distributed as dist
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    from allnorm.integrations import transformers as fused
+
+    plan = fused.GPT_OSS_TP_PLAN if family == "gpt_oss" else "auto"
+    distributed = DistributedConfig(tp_size=dist.get_world_size(), tp_plan=plan)
+    model = AutoModelForCausalLM.from_pretrained(
+        place, dtype="auto", distributed_config=distributed, **more
+    )
+    return model.eval()
