@@ -1,0 +1,131 @@
+"""The arms: what runs where a layer's partial sums become the next normed rows.
+
+Everything else of the model is the same in all of them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import allnorm
+
+Site = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""Takes this rank's partial sum, the residual and the norm's weight; returns normed rows and the
+new residual. May overwrite the first two."""
+
+Reduce = Callable[[torch.Tensor], torch.Tensor]
+"""The sum of a tensor over all ranks; may overwrite it."""
+
+# Renamed in torch 2.13; the package accepts 2.11.
+gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def make(name: str, comm: allnorm.Communicator, eps: float) -> Site:
+    """The arm of that name.
+
+    Args:
+        name: of `e2e.ARMS`, with "gloo" or "nccl" at its front, or "local".
+        comm: runs allnorm's own.
+        eps: of the norms.
+    """
+    if name == "local":
+        return then_local(lambda x: x, eps)
+    if name.startswith("allnorm"):
+        return fused(comm, eps, name.partition(":")[2] or "auto")
+    return (then_local if name.endswith("+local") else then_torch)(all_reduce, eps)
+
+
+def fused(comm: allnorm.Communicator, eps: float, algorithm: str) -> Site:
+    """The fused call, the residual in place."""
+
+    def site(
+        x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return comm.all_reduce_add_rms_norm(
+            x, residual, weight, eps, algorithm=algorithm, residual_out=residual
+        )
+
+    return site
+
+
+def then_torch(reduce: Reduce, eps: float) -> Site:
+    """An all-reduce, then PyTorch's add and RMSNorm."""
+
+    def site(
+        x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        summed = residual.add_(reduce(x))
+        return F.rms_norm(summed, weight.shape, weight, eps), summed
+
+    return site
+
+
+def then_local(reduce: Reduce, eps: float) -> Site:
+    """An all-reduce, then allnorm's add + norm kernel."""
+
+    def site(
+        x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return allnorm.add_rms_norm(reduce(x), residual, weight, eps)
+
+    return site
+
+
+def all_reduce(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """`torch.distributed.all_reduce`, in place."""
+    dist.all_reduce(x, group=group)
+    return x
+
+
+def yardstick(device: torch.device) -> tuple[str, tuple[Reduce, Reduce]]:
+    """Two all-reduces that differ in the order of their roundings only, and what they are.
+
+    On GPUs NCCL's ring and tree, else gloo's all-reduce and the sum from the last rank to the
+    first, rounded at every step. Collective.
+    """
+    if device.type == "cpu":
+        return "gloo, and a sum in reversed order", (all_reduce, _reversed_sum)
+    groups = [_nccl_group(algorithm, device) for algorithm in ("Ring", "Tree")]
+
+    def over(group: dist.ProcessGroup) -> Reduce:
+        return lambda x: all_reduce(x, group)
+
+    return "NCCL's ring and tree", (over(groups[0]), over(groups[1]))
+
+
+def _reversed_sum(x: torch.Tensor) -> torch.Tensor:
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, x.contiguous())
+    total = parts.pop()
+    while parts:
+        total = total + parts.pop()
+    return total
+
+
+def _nccl_group(algorithm: str, device: torch.device) -> dist.ProcessGroup:
+    """All ranks, with an NCCL that reads its algorithm while it starts: at the first call."""
+    with _environment("NCCL_ALGO", algorithm):
+        group = dist.new_group(backend="nccl")
+        assert group is not None
+        all_reduce(torch.ones(1, device=device), group)
+        torch.cuda.synchronize(device)
+    return group
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

@@ -1,0 +1,210 @@
+"""`allnorm e2e` on CPU ranks: it passes, its rows are whole, and a wrong call makes it fail."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+import allnorm
+from allnorm import cli
+from allnorm.cli import e2e, e2e_models, e2e_report
+from allnorm.cli.ranks.e2e import run as ranks_e2e
+
+ARMS = ["allnorm", "allnorm:unfused", "gloo+torch", "gloo+local"]
+QUICK = ("--device", "cpu", "--prompt", "5", "--tokens", "4", "--rounds", "1")
+FIELDS = {
+    *("cpu", "cores", "backend", "dtype", "prompt", "tokens", "rounds", "commit", "versions"),
+    *("command", "date", "model", "hidden_size", "num_layers", "num_heads", "num_kv_heads"),
+    *("head_dim", "intermediate_size", "vocab_size", "eps", "rope_theta", "qk_norm", "arm"),
+    *("batch_size", "world_size", "ttft_ms", "tpot_ms", "itl_p50_ms", "itl_p99_ms"),
+    *("tokens_per_s", "comm_us_per_layer", "local_ms", "num_tokens", "tokens_equal_unfused"),
+    *("tokens_equal_torch", "steps_checked", "steps_equal_unfused", "choices_equal_torch"),
+    *("logits_max_diff", "logits_mean_diff", "yardstick", "yardstick_max", "yardstick_mean"),
+    *("finite", "error"),
+}
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.app, ("e2e", *QUICK, *arguments))
+
+
+def test_tokens_and_logits_are_those_of_unfused(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    done = invoke("--tp", "2", "--layers", "2", "--batch", "1,3", "--json", str(path))
+    assert done.exit_code == 0, done.output
+    assert "comm us/layer" in done.output
+    assert "are those of allnorm:unfused" in done.output
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(row["batch_size"], row["arm"]) for row in rows] == [
+        (batch_size, arm) for batch_size in (1, 3) for arm in ARMS
+    ]
+    for row in rows:
+        assert row.keys() == FIELDS
+        assert (row["model"], row["num_layers"], row["world_size"]) == ("tiny", 2, 2)
+        assert row["finite"] is True
+        assert row["error"] == ""
+        assert row["num_tokens"] == 4 * row["batch_size"]
+        assert row["steps_checked"] == 4
+        assert 0 < row["itl_p50_ms"] <= row["itl_p99_ms"]
+        assert min(row["ttft_ms"], row["tpot_ms"], row["tokens_per_s"]) > 0
+        if row["arm"].startswith("allnorm"):
+            assert row["tokens_equal_unfused"] == row["num_tokens"]
+            assert row["steps_equal_unfused"] == row["steps_checked"]
+
+
+def test_more_ranks_round_otherwise_but_like_the_yardstick(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    arguments = ("--model", "tiny-qk-norm", "--tp", "4", "--batch", "2", "--json", str(path))
+    done = invoke(*arguments, "--arms", "allnorm,gloo+torch")
+    assert done.exit_code == 0, done.output
+    own, other = (json.loads(line) for line in path.read_text().splitlines())
+    assert (own["arm"], other["arm"]) == ("allnorm", "gloo+torch")
+    assert own["yardstick_max"] > 0
+    assert 0 < own["logits_max_diff"] < 4 * own["yardstick_max"]
+    assert 0 < own["logits_mean_diff"] < 2 * own["yardstick_mean"]
+    assert other["logits_max_diff"] == 0
+    assert other["choices_equal_torch"] == other["tokens_equal_torch"] == other["num_tokens"]
+
+
+def test_one_rank() -> None:
+    done = invoke("--tp", "1", "--layers", "1", "--batch", "2", "--dtype", "float32")
+    assert done.exit_code == 0, done.output
+
+
+class Wrong(allnorm.Communicator):
+    """Returns a normed row that one rank got wrong, unless asked for "unfused"."""
+
+    value = -3.0
+
+    def all_reduce_add_rms_norm(self, *arguments: Any, **options: Any) -> Any:
+        normed, residual = super().all_reduce_add_rms_norm(*arguments, **options)
+        if self.rank == 1 and options["algorithm"] != "unfused":
+            normed[-1] *= self.value
+        return normed, residual
+
+
+class NotFinite(Wrong):
+    value = float("nan")
+
+
+def run_wrong(rank: int, world_size: int, job: ranks_e2e.Job) -> Any:
+    allnorm.Communicator = Wrong
+    return RUN(rank, world_size, job)
+
+
+def run_not_finite(rank: int, world_size: int, job: ranks_e2e.Job) -> Any:
+    allnorm.Communicator = NotFinite
+    return RUN(rank, world_size, job)
+
+
+RUN = ranks_e2e.run
+
+
+@pytest.mark.parametrize(
+    ("broken", "complaints"),
+    [
+        (run_wrong, ("logits differ from allnorm:unfused at 4 of 4 steps", "tokens differ")),
+        (run_not_finite, ("logits are not finite",)),
+    ],
+)
+def test_a_wrong_call_is_the_exit_code(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, broken: Any, complaints: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(ranks_e2e, "run", broken)
+    path = tmp_path / "rows.jsonl"
+    done = invoke("--tp", "2", "--layers", "2", "--batch", "2", "--json", str(path))
+    assert done.exit_code == 1, done.output
+    assert "WRONG" in done.output
+    rows = {row["arm"]: row for row in map(json.loads, path.read_text().splitlines())}
+    for complaint in complaints:
+        assert complaint in rows["allnorm"]["error"]
+    # What one arm leaves behind spoils no other.
+    assert all(rows[arm]["error"] == "" and rows[arm]["finite"] for arm in ARMS[1:])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--model", "gpt-2"), "llama-3.1-70b"),
+        (("--tp", "3"), "key and value heads"),
+        (("--tokens", "1"), "at least 2"),
+        (("--batch", "0"), "integers"),
+        (("--arms", "mpi"), "allnorm:unfused"),
+        (("--dtype", "int8"), "bfloat16"),
+    ],
+)
+def test_wrong_arguments_are_explained(arguments: tuple[str, ...], complaint: str) -> None:
+    done = invoke(*arguments)
+    assert done.exit_code == 2
+    assert complaint in done.output
+
+
+def record(**changes: Any) -> dict[str, Any]:
+    return {
+        "arm": "allnorm",
+        "batch_size": 2,
+        "num_tokens": 10,
+        "steps": 5,
+        "finite": True,
+        "ttft_us": 2000.0,
+        "tpot_us": 1000.0,
+        "itl_p50_us": 900.0,
+        "itl_p99_us": 1500.0,
+        "local_us": 800.0,
+        "equal_tokens": 10,
+        "equal_tokens_torch": 9,
+        "equal_choices": 9,
+        "equal_steps": 5,
+        "logits_max_diff": 0.5,
+        "logits_mean_diff": 0.1,
+        "yardstick": "two",
+        "yardstick_max": 0.4,
+        "yardstick_mean": 0.1,
+        **changes,
+    }
+
+
+def test_the_slowest_rank_and_the_worst_result_count() -> None:
+    model = e2e_models.find("tiny", num_layers=4)
+    ranks = [
+        [record()],
+        [record(tpot_us=1200.0, equal_steps=4, logits_max_diff=0.7, logits_mean_diff=0.3)],
+    ]
+    (result,) = e2e_report.merge(ranks, model)
+    assert (result.ttft_ms, result.tpot_ms, result.local_ms) == (2.0, 1.2, 0.8)
+    assert result.comm_us_per_layer == 100.0
+    assert result.tokens_per_s == pytest.approx(10 / (2e-3 + 4 * 1.2e-3))
+    assert (result.logits_max_diff, result.logits_mean_diff) == (0.7, pytest.approx(0.2))
+    assert result.error == "logits differ from allnorm:unfused at 1 of 5 steps"
+    others = [[record(arm="nccl+torch", equal_steps=0, equal_tokens=0)]]
+    assert e2e_report.merge(others, model)[0].error == ""
+    (result,) = e2e_report.merge([[record(arm="nccl+torch", finite=False)]], model)
+    assert result.error == "logits are not finite"
+
+
+def test_published_dimensions() -> None:
+    """The number of parameters in billions, embedding and head not shared."""
+    expected = {"llama-3.1-8b": 8.03, "llama-3.1-70b": 70.6, "qwen3-32b": 32.8}
+    for name, billions in expected.items():
+        m = e2e_models.find(name)
+        heads = (2 * m.num_heads + 2 * m.num_kv_heads) * m.head_dim
+        layer = m.hidden_size * (heads + 3 * m.intermediate_size)
+        count = m.num_layers * layer + 2 * m.vocab_size * m.hidden_size
+        assert count / 1e9 == pytest.approx(billions, rel=2e-3), name
+
+
+def test_arm_names() -> None:
+    assert list(e2e.arm_names("cpu")) == ARMS
+    assert e2e.arm_names("cuda")[2:] == ("nccl+torch", "nccl+local")
+
+
+def test_prompts_are_distinct_and_do_not_depend_on_anything_else() -> None:
+    job = ranks_e2e.Job(e2e_models.find("tiny"), (3,), 6, 2, ("allnorm",), "float32", "cpu", 1)
+    prompts = ranks_e2e.make_prompts(job, 3)
+    assert len({tuple(row.tolist()) for row in prompts}) == 3
+    assert torch.equal(prompts, ranks_e2e.make_prompts(job, 3))
