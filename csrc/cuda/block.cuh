@@ -76,15 +76,23 @@ class RowExchange {
 
   // The greatest of each `lanes` consecutive lanes; a power of two.
   __device__ __forceinline__ static uint32_t greatest_of_lanes(uint32_t value, int lanes) {
+    // Groups of 128 elements of 16 bits are 16 lanes.
+    if (lanes == 32) value = greater_of_pair(value, 16);
 #pragma unroll
-    for (int offset = 16; offset >= 1; offset /= 2) {
-      const float other = __shfl_xor_sync(0xffffffffu, bit_cast<float>(value), offset);
-      if (offset < lanes) value = greater(value, bit_cast<uint32_t>(other));
+    for (int offset = 8; offset >= 1; offset /= 2) {
+      const uint32_t both = greater_of_pair(value, offset);
+      if (offset < lanes) value = both;
     }
     return value;
   }
 
  private:
+  // The greater of this lane's value and that of the lane `offset` from it.
+  __device__ __forceinline__ static uint32_t greater_of_pair(uint32_t value, int offset) {
+    const float other = __shfl_xor_sync(0xffffffffu, bit_cast<float>(value), offset);
+    return greater(value, bit_cast<uint32_t>(other));
+  }
+
   // The values of all chunks, each the same in all lanes of its warp. All threads of the cluster
   // call it; a barrier of the block lies in it.
   //

@@ -55,7 +55,7 @@ __device__ __forceinline__ QuantizedPack<T> quantize_by_given(const float* y, fl
 __device__ __forceinline__ void store_scale(const QuantParams& params, int64_t row, int group,
                                             float scale) {
   char* const begin = params.scale + row * params.scale_row_bytes;
-  if (params.format != ALLNORM_SCALE_UE8M0_PACKED) {
+  if (__builtin_expect(params.format != ALLNORM_SCALE_UE8M0_PACKED, true)) {
     store_u32(begin + group * params.scale_group_bytes, bit_cast<uint32_t>(scale));
     return;
   }
@@ -97,16 +97,16 @@ class Quantizer {
   __device__ __forceinline__ QuantizedPack<T> operator()(const Pack& packed) {
     float y[kElems];
     unpack<T>(packed, y);
-    if (params_.kind == ALLNORM_QUANT_PER_TENSOR) {
+    if (__builtin_expect(params_.kind == ALLNORM_QUANT_PER_TENSOR, false)) {
       return quantize_by_given<T>(y, scale_);
     }
     const int packs = params_.packs_per_group;
     const bool whole_row = params_.kind == ALLNORM_QUANT_PER_TOKEN;
     uint32_t amax = live_ ? greatest_magnitude<T>(packed) : 0;
     amax = RowExchange::greatest_of_lanes(amax, whole_row || packs > 32 ? 32 : packs);
-    if (whole_row) {
+    if (__builtin_expect(whole_row, false)) {
       amax = exchange_.greatest(amax, 0, exchange_.chunks());
-    } else if (packs > 32) {
+    } else if (__builtin_expect(packs > 32, false)) {
       const int chunks = packs / 32;
       amax = exchange_.greatest(amax, exchange_.chunk() / chunks * chunks, chunks);
     }
