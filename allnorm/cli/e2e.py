@@ -9,12 +9,15 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from allnorm import topology
 from allnorm.cli import e2e_models, e2e_report, options, output
 from allnorm.cli.e2e_report import Result
 from allnorm.cli.options import Device, Json, Tp
+from allnorm.cli.ranks.e2e import peer_sites
 from allnorm.cli.ranks.e2e import run as ranks_e2e
+from allnorm.cli.ranks.e2e.job import Job
 from allnorm.testing import run_ranks
 
 _TIMEOUT_SECONDS = 3600.0
@@ -65,7 +68,7 @@ def e2e(
     """Generates with a random transformer, fused and unfused, and compares tokens and times."""
     where = options.device(device)
     default = _DEFAULTS[where]
-    job = ranks_e2e.Job(
+    job = Job(
         model=e2e_models.find(model or default.model, layers),
         batch_sizes=tuple(options.integers(batch or default.batch, "--batch", minimum=1)),
         prompt=prompt or default.prompt,
@@ -92,8 +95,10 @@ def e2e(
 
 def arm_names(device_type: str) -> tuple[str, ...]:
     """What can run there."""
-    other = "nccl" if device_type == "cuda" else "gloo"
-    return ("allnorm", "allnorm:unfused", f"{other}+torch", f"{other}+local")
+    own = ("allnorm", "allnorm:unfused")
+    if device_type == "cpu":
+        return (*own, "gloo+torch", "gloo+local")
+    return (*own, "nccl+torch", "nccl+local", *peer_sites.ARMS)
 
 
 def _arms(text: str, where: str) -> list[str]:
@@ -110,7 +115,7 @@ def _at_least_two(tokens: int) -> int:
     return tokens
 
 
-def _run(job: ranks_e2e.Job, size: int, json: Path | None, console: Console) -> list[Result]:
+def _run(job: Job, size: int, json: Path | None, console: Console) -> list[Result]:
     """Runs with one number of ranks, shows and stores what was found."""
     with output.progress(f"e2e, {size} ranks") as show:
         ranks = run_ranks(
@@ -121,24 +126,28 @@ def _run(job: ranks_e2e.Job, size: int, json: Path | None, console: Console) -> 
             timeout=_TIMEOUT_SECONDS,
             on_message=show,
         )
-    found = e2e_report.merge(ranks, job.model)
+    found = e2e_report.merge([records for records, _ in ranks], job.model)
     common = _common(job)
     output.append_json_lines(json, [e2e_report.json_row(r, job.model, common) for r in found])
     for batch_size in job.batch_sizes:
         of_batch = [r for r in found if r.batch_size == batch_size]
+        if not of_batch:  # nothing but libraries that are missing
+            continue
         console.print(e2e_report.table(of_batch, job.torch_arm))
         one = of_batch[0]
         console.print(
-            f"[dim]yardstick, {one.yardstick}: logits {one.yardstick_max:.3g} "
+            f"[dim]yardstick, {escape(one.yardstick)}: logits {one.yardstick_max:.3g} "
             f"({one.yardstick_mean:.2g}) apart[/dim]"
         )
         for r in of_batch:
             if r.error:
                 console.print(output.bad(f"{r.arm} at batch {batch_size}, {size} ranks: {r.error}"))
+    for arm, reason in ranks[0][1].items():
+        console.print(f"[dim]{arm}: {escape(reason)}[/dim]")
     return found
 
 
-def _explanation(job: ranks_e2e.Job) -> str:
+def _explanation(job: Job) -> str:
     model = job.model
     decode = "replays of a CUDA graph" if job.device == "cuda" else "eager calls"
     return (
@@ -152,7 +161,7 @@ def _explanation(job: ranks_e2e.Job) -> str:
     )
 
 
-def _common(job: ranks_e2e.Job) -> dict[str, Any]:
+def _common(job: Job) -> dict[str, Any]:
     kind = "gpu" if job.device == "cuda" else "cpu"
     return {
         kind: topology.device_name(job.device),

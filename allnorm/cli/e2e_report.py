@@ -83,7 +83,7 @@ def merge(ranks: Sequence[Sequence[dict[str, Any]]], model: Transformer) -> list
     """Joins the records of all ranks.
 
     Args:
-        ranks: what `cli.ranks.e2e.run.run` returned, in rank order.
+        ranks: the records that `cli.ranks.e2e.run.run` returned, in rank order.
         model: of that job.
     """
     return [_result(records, len(ranks), model.num_layers) for records in zip(*ranks, strict=True)]

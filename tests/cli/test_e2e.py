@@ -13,7 +13,9 @@ from typer.testing import CliRunner, Result
 import allnorm
 from allnorm import cli
 from allnorm.cli import e2e, e2e_models, e2e_report
+from allnorm.cli.ranks.e2e import peer_sites
 from allnorm.cli.ranks.e2e import run as ranks_e2e
+from allnorm.cli.ranks.e2e.job import Job
 
 ARMS = ["allnorm", "allnorm:unfused", "gloo+torch", "gloo+local"]
 QUICK = ("--device", "cpu", "--prompt", "5", "--tokens", "4", "--rounds", "1")
@@ -92,12 +94,12 @@ class NotFinite(Wrong):
     value = float("nan")
 
 
-def run_wrong(rank: int, world_size: int, job: ranks_e2e.Job) -> Any:
+def run_wrong(rank: int, world_size: int, job: Job) -> Any:
     allnorm.Communicator = Wrong
     return RUN(rank, world_size, job)
 
 
-def run_not_finite(rank: int, world_size: int, job: ranks_e2e.Job) -> Any:
+def run_not_finite(rank: int, world_size: int, job: Job) -> Any:
     allnorm.Communicator = NotFinite
     return RUN(rank, world_size, job)
 
@@ -200,11 +202,11 @@ def test_published_dimensions() -> None:
 
 def test_arm_names() -> None:
     assert list(e2e.arm_names("cpu")) == ARMS
-    assert e2e.arm_names("cuda")[2:] == ("nccl+torch", "nccl+local")
+    assert e2e.arm_names("cuda")[2:] == ("nccl+torch", "nccl+local", *peer_sites.ARMS)
 
 
 def test_prompts_are_distinct_and_do_not_depend_on_anything_else() -> None:
-    job = ranks_e2e.Job(e2e_models.find("tiny"), (3,), 6, 2, ("allnorm",), "float32", "cpu", 1)
+    job = Job(e2e_models.find("tiny"), (3,), 6, 2, ("allnorm",), "float32", "cpu", 1)
     prompts = ranks_e2e.make_prompts(job, 3)
     assert len({tuple(row.tolist()) for row in prompts}) == 3
     assert torch.equal(prompts, ranks_e2e.make_prompts(job, 3))

@@ -112,9 +112,9 @@ def graphs(rank: int, world_size: int) -> None:
     generation = Generation(model, made, prompts(model).to(device), TOKENS)
     with allnorm.Communicator(device=device) as comm:
         for name in ("allnorm", "allnorm:unfused", "nccl+torch", "nccl+local"):
-            site = sites.make(name, comm, model.eps)
-            eager = compare.trace(Runner(generation, site, captured=False), TOKENS)
-            replayed = compare.trace(Runner(generation, site, captured=True), TOKENS)
+            arm = sites.make(name, comm, model.eps)
+            eager = compare.trace(Runner(generation, arm, captured=False), TOKENS)
+            replayed = compare.trace(Runner(generation, arm, captured=True), TOKENS)
             found = compare.compare(replayed, {"eager": eager})
             assert found.finite
             assert found.against["eager"].equal_steps == TOKENS

@@ -14,11 +14,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import allnorm
 from allnorm.cli.e2e_models import Transformer
 from allnorm.cli.ranks.e2e.attention import Attention
-from allnorm.cli.ranks.e2e.sites import Site, gather_into
+from allnorm.cli.ranks.e2e.sites import Arm, Site, gather_into
 from allnorm.cli.ranks.e2e.weights import Layer, Weights
 
 Attend = Callable[[int, Layer, torch.Tensor], torch.Tensor]
 
+_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 _WARM_UP_STEPS = 2
 
 
@@ -72,7 +73,8 @@ class Generation:
         """Runs the prompts and generates the first token of each. Collective."""
         self._step.zero_()
         self._attention.position.fill_(self._length - 1)
-        rows = self._forward(self._prompts.flatten(), self._attention.prefill, site)
+        with self._kernels():
+            rows = self._forward(self._prompts.flatten(), self._attention.prefill, site)
         self._emit(rows.view(self.batch_size, self._length, -1)[:, -1])
 
     def decode(self, site: Site) -> None:
@@ -83,9 +85,10 @@ class Generation:
         self._emit(rows)
 
     def _kernels(self) -> AbstractContextManager[Any]:
+        """The attention kernels of torch's own: they build no plans, and serve every arm alike."""
         if self.token.device.type != "cuda":
             return nullcontext()
-        return sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+        return sdpa_kernel(_KERNELS)
 
     def _forward(self, tokens: torch.Tensor, attend: Attend, site: Site) -> torch.Tensor:
         """The normed rows [tokens, hidden_size] before the head."""
@@ -130,12 +133,12 @@ class Runner:
 
     Args:
         generation: the batch; several runners may share one, in turns.
-        site: the arm.
+        arm: what runs at the sites.
         captured: whether to make a graph of the decode step.
     """
 
-    def __init__(self, generation: Generation, site: Site, captured: bool) -> None:
-        self.generation, self._site = generation, site
+    def __init__(self, generation: Generation, arm: Arm, captured: bool) -> None:
+        self.generation, self._arm, self._site = generation, arm, arm.site
         self._graph: torch.cuda.CUDAGraph | None = None
         if captured:
             self._capture()
@@ -161,7 +164,8 @@ class Runner:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         # thread_local: NCCL's watchdog thread queries events, which must not end the capture.
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        mode = "thread_local"
+        with self._arm.capturing(), torch.cuda.graph(graph, stream=stream, capture_error_mode=mode):
             self.generation.decode(self._site)
         torch.cuda.synchronize()
         self._graph = graph

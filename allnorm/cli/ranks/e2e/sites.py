@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,23 +24,45 @@ new residual. May overwrite the first two."""
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 """The sum of a tensor over all ranks; may overwrite it."""
 
+
+def no_context() -> AbstractContextManager[Any]:
+    """Nothing to enter."""
+    return nullcontext()
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to run the sites.
+
+    Attributes:
+        site: what is called.
+        capturing: what the capture of a CUDA graph must happen in.
+        foreign: whether another library runs in it, whose failure is no failure of the command.
+    """
+
+    site: Site
+    capturing: Callable[[], AbstractContextManager[Any]] = no_context
+    foreign: bool = False
+
+
 # Renamed in torch 2.13; the package accepts 2.11.
 gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def make(name: str, comm: allnorm.Communicator, eps: float) -> Site:
+def make(name: str, comm: allnorm.Communicator, eps: float) -> Arm:
     """The arm of that name.
 
     Args:
-        name: of `e2e.ARMS`, with "gloo" or "nccl" at its front, or "local".
+        name: "allnorm", or that with ":" and an algorithm; "nccl" or "gloo" with "+torch" or
+            "+local"; "local", which does not communicate.
         comm: runs allnorm's own.
         eps: of the norms.
     """
     if name == "local":
-        return then_local(lambda x: x, eps)
+        return Arm(then_local(lambda x: x, eps))
     if name.startswith("allnorm"):
-        return fused(comm, eps, name.partition(":")[2] or "auto")
-    return (then_local if name.endswith("+local") else then_torch)(all_reduce, eps)
+        return Arm(fused(comm, eps, name.partition(":")[2] or "auto"))
+    return Arm((then_local if name.endswith("+local") else then_torch)(all_reduce, eps))
 
 
 def fused(comm: allnorm.Communicator, eps: float, algorithm: str) -> Site:

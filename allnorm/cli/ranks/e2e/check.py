@@ -1,0 +1,137 @@
+"""Runs every arm of one batch on the reference arm's tokens, before anything is timed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from allnorm.cli.ranks.e2e import compare, sites
+from allnorm.cli.ranks.e2e.compare import Trace
+from allnorm.cli.ranks.e2e.generation import Generation, Runner
+from allnorm.cli.ranks.e2e.job import REFERENCE, Job
+from allnorm.cli.ranks.e2e.sites import Arm
+from allnorm.cli.ranks.peers import agree
+from allnorm.cli.ranks.peers.base import first_line
+
+_KEPT_TRACES = 4  # at most: the reference, the torch arm, and one or two more
+
+
+@dataclass(frozen=True)
+class Yardstick:
+    """Two all-reduces whose results differ in their roundings.
+
+    Attributes:
+        what: they are, or why there are none.
+        pair: the arms; empty if there are none.
+    """
+
+    what: str
+    pair: tuple[Arm, ...] = ()
+
+
+@dataclass
+class Checked:
+    """The arms of one batch.
+
+    Attributes:
+        runners: those to time, by name.
+        found: what is known about those of the job, by name, see `_figures`.
+        missing: why another library's arm failed, by name.
+    """
+
+    runners: dict[str, Runner] = field(default_factory=dict)
+    found: dict[str, dict[str, Any]] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+
+
+def make_yardstick(job: Job, device: torch.device) -> Yardstick:
+    """The pair, or why there is none; the same on every rank. Collective."""
+    try:
+        what, pair = sites.yardstick(device)
+        reason = ""
+    except Exception as error:  # noqa: BLE001 - without the second algorithm there is no yardstick
+        reason = first_line(error)
+    reason = agree(reason)
+    if reason:
+        return Yardstick(f"none ({reason})")
+    return Yardstick(what, tuple(Arm(sites.then_torch(r, job.model.eps)) for r in pair))
+
+
+def check(
+    job: Job, arms: Mapping[str, Arm], generation: Generation, yardstick: Yardstick
+) -> Checked:
+    """Runs and compares the arms. Collective.
+
+    Args:
+        job: what to run.
+        arms: by name, those that are always run among them.
+        generation: the batch.
+        yardstick: what the differences from the torch arm are shown beside.
+    """
+    checked = Checked()
+
+    def runner(name: str) -> Runner:
+        captured = job.device == "cuda"
+        return checked.runners.setdefault(name, Runner(generation, arms[name], captured))
+
+    reference = runner(REFERENCE)
+    steps = compare.num_steps(reference, _KEPT_TRACES)
+    first = compare.trace(reference, steps)
+    known = {
+        REFERENCE: first,
+        job.torch_arm: compare.trace(runner(job.torch_arm), steps, first.tokens),
+    }
+    spread = _spread(generation, yardstick, first)
+    for name in arms:
+        if name in known:
+            own: Trace | None = compare.trace(checked.runners[name], steps, first.tokens)
+        elif not arms[name].foreign:
+            own = compare.trace(runner(name), steps, first.tokens)
+        else:
+            own, reason = None, ""
+            try:
+                own = compare.trace(runner(name), steps, first.tokens)
+            except Exception as error:  # noqa: BLE001 - another library's failure is its absence
+                reason = first_line(error)
+            reason = agree(reason)
+            if reason:
+                checked.runners.pop(name, None)
+                checked.missing[name] = reason
+                continue
+        assert own is not None
+        checked.found[name] = _figures(job, compare.compare(own, known)) | spread
+    return checked
+
+
+def _spread(generation: Generation, yardstick: Yardstick, first: Trace) -> dict[str, Any]:
+    """How far the yardstick's arms are apart, given the reference's tokens. Collective."""
+    largest = mean = torch.nan
+    if yardstick.pair:
+        # Without graphs: a graph computes the same, and these are not timed.
+        one, two = (
+            compare.trace(Runner(generation, arm, captured=False), len(first.logits), first.tokens)
+            for arm in yardstick.pair
+        )
+        apart = compare.compare(one, {"other": two}).against["other"]
+        largest, mean = apart.largest, apart.mean
+    return {"yardstick": yardstick.what, "yardstick_max": largest, "yardstick_mean": mean}
+
+
+def _figures(job: Job, outcome: compare.Outcome) -> dict[str, Any]:
+    """What one arm's logits are like, given the reference's tokens.
+
+    `steps` were checked; `equal_steps` have the reference's bits; `finite`; `logits_max_diff` and
+    `logits_mean_diff` against the torch arm; `equal_choices` of the tokens are the torch arm's.
+    """
+    reference, other = outcome.against[REFERENCE], outcome.against[job.torch_arm]
+    return {
+        "steps": reference.steps,
+        "equal_steps": reference.equal_steps,
+        "finite": outcome.finite,
+        "logits_max_diff": other.largest,
+        "logits_mean_diff": other.mean,
+        "equal_choices": other.equal_choices,
+    }

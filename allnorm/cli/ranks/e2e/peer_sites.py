@@ -1,0 +1,158 @@
+"""Other libraries' kernels at the sites of a model, through the adapters of `bench`.
+
+An adapter binds its calls to the tensors of a `Case`, once per shape. Here every site has tensors
+of its own, so the case of a shape holds them in lists, and each call puts its own ones there first.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from allnorm.cli.bench_modes import Mode
+from allnorm.cli.options import Shape
+from allnorm.cli.ranks import peers
+from allnorm.cli.ranks.case import Case
+from allnorm.cli.ranks.data import Batch
+from allnorm.cli.ranks.e2e import sites
+from allnorm.cli.ranks.e2e.sites import Arm
+from allnorm.cli.ranks.peers.base import Peer, Setting, first_line
+
+ARMS = ("flashinfer", "sglang", "sglang+local", "vllm+local")
+"""A fused kernel, or "+local": the library's all-reduce and `allnorm.add_rms_norm`."""
+
+_EXCHANGE_SECONDS = 120.0
+
+
+class PeerSites:
+    """The arms of libraries that can be imported. Collective: the same on every rank.
+
+    Args:
+        names: of ARMS.
+        device: of the tensors.
+        dtype: of the tensors.
+        hidden_size: of the model.
+        max_tokens: rows of the largest prefill.
+        eps: of the norms.
+
+    Attributes:
+        arms: those that can run, by name.
+        missing: why an arm cannot, by name.
+    """
+
+    def __init__(
+        self,
+        names: list[str],
+        device: torch.device,
+        dtype: torch.dtype,
+        hidden_size: int,
+        max_tokens: int,
+        eps: float,
+    ) -> None:
+        self.arms: dict[str, Arm] = {}
+        self.missing: dict[str, str] = {}
+        self._peers: dict[str, Peer] = {}
+        if not names:
+            return
+        seconds = datetime.timedelta(seconds=_EXCHANGE_SECONDS)
+        group = dist.new_group(backend="gloo", timeout=seconds)
+        setting = Setting(
+            *(dist.get_rank(), dist.get_world_size(), device, dtype, group),
+            max_elems=max_tokens * hidden_size,
+            max_tokens=max_tokens,
+            max_hidden_size=hidden_size,
+        )
+        reasons: dict[str, str] = {}
+        for library in dict.fromkeys(name.partition("+")[0] for name in names):
+            peer = peers.REGISTRY[library](setting)
+            reasons[library] = _agreed(peer.missing) or _agreed(peer.open)
+            if not reasons[library]:
+                self._peers[library] = peer
+        for name in names:
+            library, _, local = name.partition("+")
+            if reasons[library]:
+                self.missing[name] = reasons[library]
+            else:
+                self.arms[name] = _arm(self._peers[library], bool(local), hidden_size, eps)
+
+    def close(self) -> None:
+        """Releases what the libraries hold. Collective."""
+        for peer in self._peers.values():
+            peer.close()
+        self._peers.clear()
+
+
+def _agreed(step: Callable[[], str | None]) -> str:
+    """What any rank has to say about a step, or an exception in words. Collective."""
+    try:
+        said = step() or ""
+    except Exception as error:  # noqa: BLE001 - whatever a foreign library raises is its absence
+        said = first_line(error)
+    return peers.agree(said)
+
+
+def _arm(peer: Peer, local: bool, hidden_size: int, eps: float) -> Arm:
+    """One library at the sites; where it has no kernel for so many rows, as `nccl+local`."""
+    fallback = Arm(sites.then_local(sites.all_reduce, eps))
+    by_rows: dict[int, Arm] = {}
+
+    def site(
+        x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = x.shape[0]
+        if rows not in by_rows:
+            shape = Shape(rows, hidden_size, eps)
+            case = _case(peer, shape, Batch((x,) * peer.setting.world_size, residual, weight))
+            by_rows[rows] = (_reducing if local else _fused)(peer, case) or fallback
+        return by_rows[rows].site(x, residual, weight)
+
+    def capturing() -> AbstractContextManager[Any]:
+        # One context for all shapes: it belongs to the library's communicator.
+        known = [arm for arm in by_rows.values() if arm is not fallback]
+        return known[-1].capturing() if known else fallback.capturing()
+
+    return Arm(site, capturing, foreign=True)
+
+
+def _case(peer: Peer, shape: Shape, batch: Batch) -> Case:
+    """A case whose tensors can be replaced; it has no expected results."""
+    setting = peer.setting
+    batches = cast(tuple[Batch, ...], [batch])
+    place = (setting.rank, setting.world_size, setting.dtype, setting.device)
+    return Case(shape, *place, "rounded", batches, ())
+
+
+def _fused(peer: Peer, case: Case) -> Arm | None:
+    """The library's fused kernel, of its own choice; None if it has none for this shape."""
+    found = [] if peer.supports(case, Mode()) else peer.fused(case)
+    if not found:
+        return None
+    call, batches = found[0].call, cast(list[Batch], case.batches)
+
+    def site(
+        x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        case.xs[0], batches[0] = x, Batch((), residual, weight)
+        result: Any = call(0)
+        return result[0], result[1]
+
+    return Arm(site, found[0].capturing)
+
+
+def _reducing(peer: Peer, case: Case) -> Arm | None:
+    """The library's all-reduce, then allnorm's add + norm; None if it has none for this shape."""
+    found = [] if peer.supports(case, Mode()) else peer.reductions(case)
+    if not found:
+        return None
+    call = found[0].call
+
+    def reduce(x: torch.Tensor) -> torch.Tensor:
+        case.xs[0] = x
+        return call(0)
+
+    return Arm(sites.then_local(reduce, case.shape.eps), found[0].capturing)
