@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import pathlib
 import re
@@ -220,6 +221,8 @@ def keys(rank: int, world_size: int) -> None:
     make = allnorm.compile.inductor_pass
     c = comm()
     assert make(c).uuid() == make(c).uuid()
+    fusion = make(c)
+    assert copy.deepcopy({"options": fusion})["options"] is fusion, "torch.compile copies options"
     assert make().uuid() == make().uuid()
     with allnorm.Communicator(device=device()) as other:
         seen = [make(), make(c), make(other), make(c, all_reduce_ops=["my::all_reduce"])]

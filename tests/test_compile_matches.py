@@ -311,6 +311,30 @@ def sum_as_the_next_residual_in_place(x, residual, w):
     return llama(residual, w), first, residual
 
 
+def sum_of_two_reductions(rank: int, world_size: int) -> None:
+    """One is fused; the other is its residual, and is waited for."""
+
+    def block(x, residual, w):
+        residual = reduce(x) + reduce(residual)
+        return llama(residual, w), residual
+
+    inputs = Inputs().make(rank)
+    graph = symbolic_trace(block)
+    want = graph(*inputs)
+    report = fuse(graph, inputs, comm())
+    graph.graph.lint()
+    assert [site.numerics for site in report.sites] == ["transformers", None]
+    assert "it is the residual of all_reduce_default" in str(report.missed[0].reason)
+    (call,) = (n for n in graph.graph.nodes if n.name in fused_calls(graph))
+    assert "wait_tensor" in str(call.args[1])
+    assert_same_bits(graph(*inputs)[1], want[1], "sum")
+
+
+@on(cpu=(2,))
+def test_sum_of_two_reductions(pool: RankPool) -> None:
+    pool.run(sum_of_two_reductions)
+
+
 # ---- views --------------------------------------------------------------------------------------
 
 IN_3D = Inputs(shape=(4, 6, HIDDEN), residual_shape=(24, HIDDEN))

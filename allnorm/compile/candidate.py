@@ -58,6 +58,8 @@ class Candidate:
             value = pending.pop()
             if value not in found:
                 found[value] = None
+                if value is self.reduced:
+                    continue
                 pending += [operand for operand in value.args if not self._is_input(operand)]
         return [value for value in found if value.op != "const"]
 
@@ -97,6 +99,7 @@ class Match:
         static_scale: the given scale.
         note: what else could have been fused, and why not.
         members: nodes that it makes superfluous, unless somebody else needs them.
+        dead: other nodes that are computed from the reduced tensor, for nobody.
         after: the call goes behind the node at this position.
     """
 
@@ -113,6 +116,7 @@ class Match:
     static_scale: Node | None = None
     note: str = ""
     members: list[Node] = field(default_factory=list)
+    dead: list[Node] = field(default_factory=list)
     after: int = -1
 
     @property

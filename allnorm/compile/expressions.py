@@ -7,7 +7,7 @@ dimension do not appear: an expression is the rows of a tensor in order, whateve
 
 | op | is |
 |---|---|
-| `leaf`, `reduced` | an input; the sum over ranks |
+| `leaf`, `reduced` | an input; the sum of an operand over ranks, by the node `attr` |
 | `opaque` | anything else, different for each node |
 | `const` | a Python number; its value is `attr` |
 | `up`, `round` | exact conversion to float32; rounding of float32 to `attr` |
@@ -33,6 +33,10 @@ from torch.fx import Node
 from allnorm.compile.shapes import FP8, HALF
 
 _FLOAT32_CONST = torch.float32
+
+
+class NotUnderstood(Exception):  # noqa: N818 - not an error: the node stays opaque
+    """A node that has no expression here; the text, if any, goes into the report."""
 
 
 class Value:
@@ -74,6 +78,18 @@ class Value:
     def other(self, operand: Value) -> Value:
         """The second operand of a commutative operation."""
         return self.args[1] if self.args[0] is operand else self.args[0]
+
+    def derives_from(self, origin: Value) -> bool:
+        """Whether this is computed from `origin`, or is it."""
+        pending, seen = [self], {self}
+        for value in pending:
+            if value is origin:
+                return True
+            # Operands are made before what is computed from them.
+            newer = [operand for operand in value.args if operand.order >= origin.order]
+            pending += [operand for operand in newer if operand not in seen]
+            seen.update(newer)
+        return False
 
     def __repr__(self) -> str:
         inside = ", ".join(
@@ -217,3 +233,10 @@ def as_float32(number: float | None) -> float | None:
 def number_of(value: Value) -> float | None:
     """The value of a constant; None for anything else."""
     return float.fromhex(value.attr) if value.op == "const" else None
+
+
+def bare(value: Value) -> Value:
+    """An expression without its outermost roundings and conversions."""
+    while value.op in ("up", "round"):
+        value = value.args[0]
+    return value

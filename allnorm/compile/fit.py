@@ -10,7 +10,7 @@ from allnorm.compile.candidate import Candidate, Match, Missed
 from allnorm.compile.expressions import Value
 from allnorm.compile.norms import split_gain
 from allnorm.compile.quantise import Quantised
-from allnorm.compile.safety import check_escapes, check_positions, check_writes, depends_on
+from allnorm.compile.safety import check_escapes, check_positions, check_writes
 from allnorm.compile.shapes import is_contiguous, same_shape, static_size
 from allnorm.compile.values import Values
 from allnorm.compile.vocabulary import operation
@@ -40,8 +40,11 @@ def fit(values: Values, candidate: Candidate) -> Match:
     if candidate.quantised is not None:
         _place_quantised(values, match, candidate.quantised, run)
     _check_gradient(values, candidate)
-    members = dict.fromkeys(node for value in candidate.values for node in value.definers)
-    members[candidate.reduction.node] = None
+    members = {candidate.reduction.node}
+    for value in candidate.values:
+        # Copies of results stay; copies on the way go too.
+        served = value in candidate.served
+        members.update(values.computed_by(value) if served else value.definers)
     match.members = sorted(members, key=values.position.__getitem__)
     for check in (check_escapes, check_positions, check_writes):
         problem = check(values, match)
@@ -69,6 +72,8 @@ def _adder(candidate: Candidate) -> Node | None:
 
 def _residual(values: Values, candidate: Candidate, run: Tensor, adder: Node) -> Node:
     assert candidate.residual is not None
+    if candidate.residual.derives_from(candidate.reduced):
+        raise Missed(f"what {adder} adds is itself computed from the reduced tensor")
     residual = _holder(values, candidate.residual, run, values.position[adder])
     if residual is None:
         raise Missed(
@@ -86,6 +91,7 @@ def _holder(values: Values, value: Value, like: Tensor, position: int) -> Node |
             and tensor.dtype == value.dtype
             and tensor.device == like.device
             and same_shape(tensor.shape, like.shape)
+            and not values.is_pending(node)
             and values.held_at(node, position) is value
         ):
             return node
@@ -107,7 +113,7 @@ def _weight(values: Values, candidate: Candidate, run: Tensor) -> tuple[Node | s
             if tensor is None or not _is_weight(tensor, run):
                 continue
             if values.held_at(node, end) is value:
-                if depends_on(node, candidate.reduction.node, values.position):
+                if value.derives_from(candidate.reduced):
                     raise Missed(f"the weight, {node}, is computed from the reduced tensor")
                 return node, bias
     raise Missed(
@@ -136,6 +142,10 @@ def _place_x(values: Values, match: Match, before: Tensor, run: Tensor) -> None:
         match.x = viewed
     else:
         match.view_x = _view_between(values, match.candidate, before, run)
+        for node in match.view_x.all_input_nodes[1:]:
+            size = values.held_at(node, values.position[match.view_x])
+            if size is None or size.derives_from(match.candidate.reduced):
+                raise Missed(f"the shape of {match.view_x} is computed from the reduced tensor")
 
 
 def _place_results(values: Values, match: Match, run: Tensor) -> None:
@@ -167,6 +177,8 @@ def _place_quantised(values: Values, match: Match, quantised: Quantised, run: Te
             raise Missed(f"the scales have more than one dimension of unknown size: {tuple(shape)}")
         match.scale_shape = [-1 if size is None else size for size in sizes]
     if quantised.static is not None:
+        if quantised.static.derives_from(match.candidate.reduced):
+            raise Missed("the scale of the quantisation is computed from the reduced tensor")
         position = values.position[quantised.quantized.definers[0]]
         match.static_scale = _static_scale(values, quantised.static, run, position)
 

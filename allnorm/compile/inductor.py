@@ -75,6 +75,10 @@ def _pass_class() -> Any:
                 )
             )
 
+        def __deepcopy__(self, memo: Any) -> Any:
+            # torch.compile copies its options; the reports belong to the pass that the caller has.
+            return self
+
         def uuid(self) -> Any:
             return (
                 *_fingerprint(),

@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from allnorm.compile.candidate import Candidate, Match, Missed
-from allnorm.compile.expressions import Value
+from allnorm.compile.expressions import Value, bare
 from allnorm.compile.fit import fit
 from allnorm.compile.norms import find_norms, outputs_of
 from allnorm.compile.quantise import find_quantised, is_quantised_otherwise
@@ -166,7 +166,9 @@ class Matcher:
             if value.note:
                 return value.note
             for user in value.users:
-                if user.op == "opaque" and not user.note:
+                if _joins_another(user, reduced):
+                    continue
+                if user.op in ("opaque", "reduced") and not user.note:
                     ends += [node.name for node in user.definers]
                 elif user not in seen:
                     seen.add(user)
@@ -176,3 +178,9 @@ class Matcher:
         ends = list(dict.fromkeys(ends or map(str, readers)))
         names = ", ".join(ends[:3]) + (", ..." if len(ends) > 3 else "")
         return f"no RMSNorm follows it: it goes to {names}"
+
+
+def _joins_another(value: Value, reduced: Value) -> bool:
+    """Whether this is the sum with the next reduction, whose business is its own."""
+    operands = [bare(operand) for operand in value.args] if value.op == "add" else []
+    return any(operand.op == "reduced" and operand is not reduced for operand in operands)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from allnorm.compile.expressions import Algebra, Value, number_of
+from allnorm.compile.expressions import Algebra, Value, bare, number_of
 
 
 @dataclass(frozen=True)
@@ -94,12 +94,12 @@ def _mean_square(rstd: Value) -> tuple[Value, float, int] | str:
         inner, eps = inner.args[0], number
     if not math.isfinite(eps) or eps < 0:
         return f"eps={eps} is not a finite number >= 0"
-    if inner.op != "mean" and _bare(inner).op == "mean":
+    if inner.op != "mean" and bare(inner).op == "mean":
         return f"the mean square is rounded to {_name(inner.args[0].attr)}"
     if inner.op != "mean":
         return inner.note or f"the root is not of a mean of squares, but of {_shown(inner)}"
     squares = inner.args[0]
-    if squares.op != "square" and _bare(squares).op == "square":
+    if squares.op != "square" and bare(squares).op == "square":
         return f"the squares are rounded to {_name(squares.args[0].attr)}"
     if squares.op != "square":
         return f"the mean is not of squares, but of {_shown(squares)}"
@@ -107,7 +107,7 @@ def _mean_square(rstd: Value) -> tuple[Value, float, int] | str:
 
 
 def _note_on_product(factor: Value, z: Value) -> str:
-    if _bare(factor) is _bare(z):
+    if bare(factor) is bare(z):
         return (
             "the mean square and the product with its root are of different roundings of the "
             f"sum, {_shown(z)} and {_shown(factor)}"
@@ -166,13 +166,6 @@ def split_gain(gain: Value) -> Iterator[tuple[Value, float]]:
     yield weight, bias
     if weight is not gain:
         yield gain, -0.0
-
-
-def _bare(value: Value) -> Value:
-    """An expression without its outermost roundings and conversions."""
-    while value.op in ("up", "round"):
-        value = value.args[0]
-    return value
 
 
 def _name(dtype: torch.dtype) -> str:

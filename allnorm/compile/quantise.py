@@ -93,7 +93,7 @@ def is_quantised_otherwise(algebra: Algebra, normed: Value) -> bool:
         if value.dtype == FP8:
             return True
         for user in value.users:
-            if user not in seen and user.op not in ("opaque", "tuple"):
+            if user not in seen and user.op not in ("opaque", "reduced", "tuple"):
                 seen.add(user)
                 pending.append(user)
     return False

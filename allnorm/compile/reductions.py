@@ -26,6 +26,7 @@ class Reduction:
         named_by_caller: a custom operator, of which only its name is known.
         problem: why such a call cannot be fused whatever surrounds it; empty if it can.
         result: which result of a tuple is the reduced tensor; None if the call returns it alone.
+        pending: whether the result may only be read after a wait.
     """
 
     node: Node
@@ -36,6 +37,7 @@ class Reduction:
     named_by_caller: bool = False
     problem: str = ""
     result: int | None = None
+    pending: bool = False
 
 
 def find_reductions(graph: Graph, all_reduce_ops: Sequence[Any] = ()) -> dict[Node, Reduction]:
@@ -89,6 +91,7 @@ _NOT_ONE_SUM = {
     "_c10d_functional::reduce_scatter_tensor": _SCATTER,
     "_c10d_functional_autograd::reduce_scatter_tensor": _SCATTER,
     "_c10d_functional::reduce_scatter_tensor_coalesced": _SCATTER,
+    "c10d::allreduce_": "it is c10d's own operator: trace it as a functional collective",
 }
 _FUNCOL = "torch.distributed._functional_collectives"
 _NAMED_FUNCTIONS = {
@@ -111,7 +114,7 @@ def _tensor(node: Node, index: int, *names: str) -> Node | None:
 def _functional(node: Node, *, in_place: bool) -> Reduction:
     op = argument(node, 1, "reduce_op", "reduceOp")
     x = _tensor(node, 0, "input", "self")
-    return Reduction(node, x, in_place, _group_of(node), problem=_problem_of(op))
+    return Reduction(node, x, in_place, _group_of(node), problem=_problem_of(op), pending=True)
 
 
 def _function(node: Node, *, in_place: bool) -> Reduction:

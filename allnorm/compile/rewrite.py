@@ -211,19 +211,19 @@ class Rewriter:
         return node
 
     def _hand_over(self, value: Value, new: Node) -> None:
-        """Makes everybody who reads `value` read the new node."""
+        """Makes everybody who reads `value` where it was computed read the new node."""
         tensor, values = self._shapes.of(new), self._values
         shape = () if tensor is None else tensor.shape
+        owners = values.owners(value)
         for writer in filter(values.writes_outside, list(value.definers)):
-            self._write_outside(writer, value, new)
+            if not values.is_kept(writer, shape):
+                self._write_outside(writer, value, new)
         for holder in dict.fromkeys(value.holders):
             since, mine = values.held_since(holder, value), self._shapes.of(holder)
-            if since is None:
+            storage = self._shapes.storage(holder)
+            # Memory that is seen outside gets the value itself; views stay views, of the new node.
+            if since is None or storage not in owners or values.is_external(storage):
                 continue
-            if since == values.position[holder] and values.is_separate(holder, shape):
-                continue
-            if values.is_external(self._shapes.storage(holder)):
-                continue  # this memory gets the value itself
             if mine is not None and not same_shape(mine.shape, shape):
                 continue
             stand_ins = [holder, *(node for _, node in self._replaced.get(holder, []))]
@@ -235,12 +235,10 @@ class Rewriter:
 
     def _write_outside(self, writer: Node, value: Value, new: Node) -> None:
         """Copies a result to where a call in place stored it for somebody outside the graph."""
-        target = written(writer)[0] if written(writer) else writer.args[0]
-        assert isinstance(target, Node)
+        (target,) = {write.target for write in self._values.writes_of(writer)}
         behind = self._values.position[writer] - 1
-        copy = self._add(
-            "call_function", torch.ops.aten.copy_.default, (target, new), behind=behind
-        )
+        args = (self._current(target, behind), new)
+        copy = self._add("call_function", torch.ops.aten.copy_.default, args, behind=behind)
         writer.replace_all_uses_with(copy)
         self._replaced.setdefault(writer, []).append((self._values.position[writer], copy))
         self._remove(writer)
@@ -248,7 +246,8 @@ class Rewriter:
     # ---- removal --------------------------------------------------------------------------------
 
     def _take_out(self, match: Match) -> None:
-        for node in reversed(match.members):
+        superfluous = sorted({*match.members, *match.dead}, key=self._values.position.__getitem__)
+        for node in reversed(superfluous):
             if node not in self._gone and not node.users and self._is_idle(node):
                 self._remove(node)
 
@@ -256,13 +255,15 @@ class Rewriter:
         """Whether nobody sees what an unused node writes."""
         if self._values.writes_outside(node):
             return False
-        since = self._values.position[node]
+        memory = {write.storage for write in self._values.writes_of(node)}
+        since = self._position[node]
         return not any(
-            self._position[user] > since
-            for write in self._values.writes_of(node)
-            for sharing in self._values.in_memory(write.storage)
-            if sharing not in self._gone and self._position[sharing] < since
-            for user in sharing.users
+            reader not in self._gone and source in reader.all_input_nodes
+            for value in self._values.defines.get(node, [])
+            for reader, source in value.readers
+            if self._shapes.storage(source) in memory
+            # Later views of that memory have read one of the tensors that were there.
+            and self._position[source] <= since < self._position[reader]
         )
 
     def _remove(self, node: Node) -> None:

@@ -7,54 +7,55 @@ from torch.fx import Node
 from allnorm.compile.candidate import Match
 from allnorm.compile.expressions import Value
 from allnorm.compile.shapes import same_shape
-from allnorm.compile.values import Values
-
-
-def depends_on(node: Node, reduction: Node, position: dict[Node, int]) -> bool:
-    """Whether a node is computed from a reduction, through memory or not."""
-    pending, seen = [node], {node}
-    while pending:
-        current = pending.pop()
-        if current is reduction:
-            return True
-        for source in current.all_input_nodes:
-            if source not in seen and position[source] >= position[reduction]:
-                seen.add(source)
-                pending.append(source)
-    return False
+from allnorm.compile.values import Values, Write
 
 
 def check_escapes(values: Values, match: Match) -> str:
     """Who else needs what the fused call does not return. Empty if nobody.
 
     The call returns the normed tensor and the rounded sum. Whatever else is computed from the
-    reduced tensor must end in the call, or the reduction would have to be done twice.
+    reduced tensor must end in the call, or the reduction would have to be done twice; or nowhere.
     """
     candidate = match.candidate
-    for node in match.inputs:
-        if depends_on(node, candidate.reduction.node, values.position):
-            return f"{node}, an input of the fused call, is computed from the reduced tensor"
     for value in values.others_of(candidate.reduction.node):
         if value.readers:
             return f"another result of {candidate.reduction.node} is used by {value.readers[0][0]}"
     served = set(candidate.served)
+    if candidate.reduced not in served:
+        for writer in filter(values.writes_outside, candidate.reduced.definers):
+            return _escape(values, match, candidate.reduced, writer, writer)
     members = set(match.members)
-    # What is computed from the reduced tensor, and where it left the way to the norm.
-    left: dict[Value, tuple[Value, Node, Node] | None] = {}
     pending = [] if candidate.reduced in served else [candidate.reduced]
+    goes = set() if candidate.reduced in served else set(candidate.reduced.definers)
     for value in pending:
         for reader, source in value.readers:
             defined = values.defines.get(reader, [])
             if any(result in served for result in defined):
                 continue
-            first = left.get(value) or (None if reader in members else (value, source, reader))
-            if reader.op == "output" or values.writes_outside(reader):
-                return _escape(values, match, *(first or (value, source, reader)))
-            for result in defined:
-                if result not in left:
-                    left[result] = first
-                    pending.append(result)
+            if reader not in members and not _is_for_nobody(values, reader):
+                return _escape(values, match, value, source, reader)
+            if reader in members and values.writes_outside(reader):
+                return _escape(values, match, value, source, reader)
+            if reader not in members:
+                match.dead.append(reader)
+            goes.add(reader)
+            pending += [result for result in defined if result not in pending]
+    for node in goes:
+        for user in node.users:
+            if user not in goes and user not in members:
+                return f"{user} writes to the memory of {node}, which the fused call does without"
     return _side_effects(values, match)
+
+
+def _is_for_nobody(values: Values, node: Node) -> bool:
+    """Whether a node could as well not be there."""
+    return (
+        node.op != "output"
+        and node not in values.reduced
+        and not node.users
+        and not values.writes_outside(node)
+        and not any(value.readers for value in values.defines.get(node, []))
+    )
 
 
 def _escape(values: Values, match: Match, value: Value, source: Node, reader: Node) -> str:
@@ -108,7 +109,7 @@ def check_positions(values: Values, match: Match) -> str:
     goes = {
         node
         for node in match.members
-        if not values.writes_outside(node) and not values.is_separate(node, match.shape)
+        if not values.writes_outside(node) and not values.is_kept(node, match.shape)
     }
     for value in candidate.served:
         readers = [reader for reader, _ in value.readers]
@@ -122,21 +123,13 @@ def check_positions(values: Values, match: Match) -> str:
 def check_writes(values: Values, match: Match) -> str:
     """Writes to any of the memory involved while the call replaces what reads and writes it."""
     candidate, shapes = match.candidate, values.shapes
-    members = set(match.members)
+    members = {*match.members, *match.dead}
     related = {shapes.storage(node): node for node in (*match.members, *match.inputs)}
     for value in candidate.values:
         related.update({shapes.storage(node): node for node in value.holders})
     begin = values.position[candidate.reduction.node]
     results_at = (values.position[value.definers[0]] for value in candidate.served)
     end = max(match.after, *results_at)
-    results = [
-        {
-            shapes.storage(source)
-            for reader, source in value.readers
-            if reader not in members and not values.is_separate(source, match.shape)
-        }
-        for value in candidate.served
-    ]
     for write in values.writes:
         if write.node in members or write.position < begin:
             continue
@@ -145,6 +138,27 @@ def check_writes(values: Values, match: Match) -> str:
                 f"{write.node} writes to the memory of {related[write.storage]} between the "
                 "reduction and the norm"
             )
-        if any(write.storage in memory and len(memory) > 1 for memory in results):
-            return f"{write.node} writes later to one of several tensors that hold the result"
+        for value in candidate.served:
+            problem = _write_to_result(values, match, value, write)
+            if problem:
+                return problem
+    return ""
+
+
+def _write_to_result(values: Values, match: Match, value: Value, write: Write) -> str:
+    """Whether a later write to a result can be repeated on the one tensor that stands for it."""
+    owners = values.owners(value)
+    if write.storage not in owners:
+        return ""
+    if any(values.position[node] > write.position for node in values.computed_by(value)):
+        return f"{write.node} writes to memory in which the same result is computed again"
+    members = {*match.members, *match.dead}
+    used = {
+        storage
+        for storage in owners
+        for node in values.in_memory(storage)
+        if any(user not in members for user in node.users)
+    }
+    if len(used) > 1:
+        return f"{write.node} writes later to one of several tensors that hold the result"
     return ""

@@ -23,10 +23,11 @@ from allnorm.compile.vocabulary import is_in_place, operation, written
 
 @dataclass(frozen=True)
 class Write:
-    """A node changes memory."""
+    """A node changes memory, through a tensor in it."""
 
     position: int
     node: Node
+    target: Node
     storage: object
 
 
@@ -50,7 +51,9 @@ class Values:
         self.writes: list[Write] = []
         self.reduced: dict[Node, Value] = {}
         self.defines: dict[Node, list[Value]] = {}
-        self._sources: dict[Node, list[Node]] = {}
+        self._copies: set[Node] = set()
+        self._pending: set[Node] = set()
+        self._reduced_in: dict[Value, object] = {}
         self._history: dict[Node, list[tuple[int, Value]]] = {}
         self._sharing: dict[object, list[Node]] = {}
         self._external: set[object] = set()
@@ -59,7 +62,6 @@ class Values:
         self._evaluator = Evaluator(self.algebra, shapes, self._held, self._parameter)
         for position, node in enumerate(graph.nodes):
             self.position[node] = position
-            self._sources[node] = list(node.all_input_nodes)  # as it is before any change
             self._visit(node, reductions.get(node))
 
     # ---- what the matcher asks ------------------------------------------------------------------
@@ -75,6 +77,10 @@ class Values:
     def held_since(self, node: Node, value: Value) -> int | None:
         """The position of the node that first made the tensor of `node` hold `value`."""
         return next((since for since, held in self._history.get(node, []) if held is value), None)
+
+    def is_pending(self, node: Node) -> bool:
+        """Whether a tensor may only be read through a wait."""
+        return node in self._pending
 
     def is_written(self, node: Node) -> bool:
         """Whether the graph changes the memory of `node`."""
@@ -98,16 +104,23 @@ class Values:
         """Whether a node changes memory that somebody outside the graph sees."""
         return any(self.is_external(write.storage) for write in self.writes_of(node))
 
-    def is_separate(self, node: Node, shape: Sequence[object]) -> bool:
-        """Whether a node only hands its input on, but as a copy, or in another shape than this."""
-        tensor, sources = self.shapes.of(node), self._sources.get(node)
-        if tensor is None or not sources or self.writes_of(node):
-            return False
-        if operation(node) == "view" and not same_shape(tensor.shape, shape):
-            return True
-        mine, its = self.defines.get(node, []), self.held_at(sources[0], self.position[node])
-        shared = self.shapes.storage(node) == self.shapes.storage(sources[0])
-        return its in mine and not shared and operation(node) != "wait"
+    def is_kept(self, node: Node, shape: Sequence[object]) -> bool:
+        """Whether a node hands its input on as a copy, or in another shape than this."""
+        tensor = self.shapes.of(node)
+        in_another_shape = tensor is not None and not same_shape(tensor.shape, shape)
+        return node in self._copies or (operation(node) == "view" and in_another_shape)
+
+    def owners(self, value: Value) -> set[object]:
+        """The memory in which the graph computes `value`; copies of it are elsewhere."""
+        found: set[object] = set()
+        for node in self.computed_by(value):
+            written_to = {write.storage for write in self.writes_of(node)}
+            found |= written_to or {self.shapes.storage(node)}
+        return found
+
+    def computed_by(self, value: Value) -> list[Node]:
+        """The nodes that compute `value`, or hand it on in the same memory."""
+        return [node for node in value.definers if node not in self._copies]
 
     def writes_of(self, node: Node) -> list[Write]:
         """What memory a node changes."""
@@ -134,14 +147,37 @@ class Values:
         else:
             value = self._evaluator.evaluate(node)
             understood = is_in_place(node) and targets == list(node.args[:1])
+            if self._only_copies(node, value):
+                self._copies.add(node)
         for target in targets:
             self._write(target, value if understood else self._opaque(node), node)
         self._hold(node, value if understood or not targets else self._opaque(node))
 
+    def _only_copies(self, node: Node, value: Value) -> bool:
+        """Whether a node hands on what an input holds, in other memory.
+
+        The copy that Dynamo makes of an all-reduce in place is none: it belongs to the reduction.
+        """
+        name, inputs = operation(node), node.all_input_nodes
+        if name == "copy" and len(inputs) == 2:
+            target, source = inputs
+            back = self._reduced_in.get(value) == self.shapes.storage(target)
+        elif name in ("same", "cast", "dropout") and inputs:
+            target, source, back = node, inputs[0], False
+        else:
+            return False
+        shared = self.shapes.storage(target) == self.shapes.storage(source)
+        return self._held(source) is value and not shared and not back
+
     def _reduction(self, node: Node, reduction: Reduction) -> Value:
         x = None if reduction.x is None else self.shapes.of(reduction.x)
-        value = self.algebra.make("reduced", (), node, None if x is None else x.dtype)
+        inputs = tuple(self._held(source) for source in node.all_input_nodes)
+        value = self.algebra.make("reduced", inputs, node, None if x is None else x.dtype)
         self.reduced[node] = value
+        if reduction.pending:
+            self._pending.add(node)
+        if reduction.x is not None:
+            self._reduced_in[value] = self.shapes.storage(reduction.x)
         if reduction.result is None:
             return value
         before = [self._opaque(node) for _ in range(reduction.result)]
@@ -183,7 +219,7 @@ class Values:
 
     def _write(self, target: Node, value: Value, by: Node) -> None:
         storage = self.shapes.storage(target)
-        write = Write(self.position[by], by, storage)
+        write = Write(self.position[by], by, target, storage)
         self.writes.append(write)
         self._writes_of.setdefault(by, []).append(write)
         for node in self._sharing.get(storage, [target]):

@@ -17,7 +17,7 @@ from torch.fx import Node
 _NAMES = {
     "add": "add iadd __add__ __radd__ __iadd__",
     "mul": "mul imul multiply __mul__ __rmul__ __imul__",
-    "div": "div itruediv truediv true_divide divide __truediv__ __itruediv__",
+    "div": "div itruediv truediv true_divide divide __truediv__ __itruediv__",  # not __rtruediv__
     "pow": "pow ipow __pow__ __ipow__",
     "square": "square",
     "mean": "mean",

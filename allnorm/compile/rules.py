@@ -1,0 +1,257 @@
+"""What each operation of the vocabulary computes, as an expression.
+
+A rule takes the evaluator and a node, and raises NotUnderstood where the operation is used in a way
+that the expressions cannot say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from allnorm.compile.expressions import NotUnderstood, Value, number_of
+from allnorm.compile.shapes import FLOATS, FP8, same_shape, static_size
+from allnorm.compile.vocabulary import argument, module_of, operation
+
+if TYPE_CHECKING:
+    from allnorm.compile.evaluate import Evaluator
+
+_EXPECTED_DIM = "expected the last one"
+
+
+def _input(node: Node) -> Any:
+    return argument(node, 0, "input", "self", "a", "tensor")
+
+
+# ---- arithmetic ----------------------------------------------------------------------------------
+
+
+def _binary(e: Evaluator, node: Node) -> Value:
+    out = e.out(node)
+    if argument(node, 2, "alpha", default=1) != 1:
+        raise NotUnderstood(f"{node} scales its second operand by alpha")
+    if node.kwargs.get("rounding_mode") is not None:
+        raise NotUnderstood(f"{node} rounds the quotient to an integer")
+    a = e.operand(_input(node), node, out)
+    b = e.operand(argument(node, 1, "other", "exponent"), node, out)
+    return e.algebra.round(e.algebra.binary(operation(node), a, b), out.dtype)
+
+
+def _unary(e: Evaluator, node: Node) -> Value:
+    out = e.out(node)
+    a, _ = e.tensor(_input(node), node)
+    return e.algebra.round(e.algebra.unary(operation(node), a), out.dtype)
+
+
+def _over_row(e: Evaluator, node: Node) -> Value:
+    """`mean`, `sum` or `amax` over the last dimension."""
+    return _reduce_row(e, node, operation(node), e.out(node))
+
+
+def _max(e: Evaluator, node: Node) -> Value:
+    """`max` along a dimension, which returns indices too."""
+    results = e.shapes.any_of(node)
+    if not isinstance(results, tuple | list) or results[0].dtype not in FLOATS:
+        raise NotUnderstood
+    greatest = _reduce_row(e, node, "amax", results[0])
+    indices = e.algebra.opaque((greatest,), torch.int64)
+    return e.algebra.make("tuple", (greatest, indices), node, None)
+
+
+def _reduce_row(e: Evaluator, node: Node, op: str, out: Tensor) -> Value:
+    a, tensor = e.tensor(_input(node), node)
+    dims = argument(node, 1, "dim", "axis")
+    dims = [dims] if isinstance(dims, int) else dims
+    if not isinstance(dims, list | tuple) or len(dims) != 1 or not isinstance(dims[0], int):
+        raise NotUnderstood(f"{node} takes the {op} over dimensions {dims}: {_EXPECTED_DIM}")
+    if dims[0] % max(1, tensor.dim()) != tensor.dim() - 1:
+        raise NotUnderstood(f"{node} takes the {op} over dimension {dims[0]}: {_EXPECTED_DIM}")
+    size = static_size(tensor.shape[-1])
+    if size is None:
+        raise NotUnderstood(f"{node} takes the {op} over a dimension of unknown size")
+    return e.algebra.round(e.algebra.over_last(op, a, size), out.dtype)
+
+
+def _clamp(e: Evaluator, node: Node) -> Value:
+    """`clamp`, `clamp_min`, `clamp_max`, and `maximum` or `minimum` with a constant."""
+    out = e.out(node)
+    a, _ = e.tensor(_input(node), node)
+    op = operation(node)
+    if op == "clamp":
+        low, high = argument(node, 1, "min"), argument(node, 2, "max")
+    else:
+        bound = argument(node, 1, "min", "max", "other")
+        low, high = (bound, None) if op in ("clamp_min", "maximum") else (None, bound)
+    bounds = [None if b is None else number_of(e.operand(b, node, out)) for b in (low, high)]
+    if (low is not None and bounds[0] is None) or (high is not None and bounds[1] is None):
+        raise NotUnderstood(f"{node} clamps to a tensor")
+    return e.algebra.round(e.algebra.clamp(a, *bounds), out.dtype)
+
+
+def _constant(e: Evaluator, node: Node) -> Value:
+    """`torch.tensor(number)`, `aten.full([], number)`."""
+    out = e.out(node)
+    number = node.args[1] if operation(node) == "full" and len(node.args) > 1 else node.args[0]
+    is_number = isinstance(number, int | float) and not isinstance(number, bool)
+    if not is_number or out.dim() or out.dtype != torch.float32:
+        raise NotUnderstood
+    return e.algebra.const(float(number))  # type: ignore[arg-type]
+
+
+# ---- conversions, copies, views ------------------------------------------------------------------
+
+
+def _cast(e: Evaluator, node: Node) -> Value:
+    source = _input(node)
+    a, tensor = e.tensor(source, node)
+    out = e.shapes.of(node)
+    if out is None or out.dtype != FP8:
+        out = e.out(node)
+    if out.device != tensor.device:
+        raise NotUnderstood(f"{node} moves {source} to {out.device}")
+    return e.held(source) if out.dtype == tensor.dtype else e.algebra.round(a, out.dtype)
+
+
+def _same(e: Evaluator, node: Node) -> Value:
+    return e.held(e.node(_input(node)))
+
+
+def _copy(e: Evaluator, node: Node) -> Value:
+    """`copy_(target, source)`: what the target holds then."""
+    source = e.node(argument(node, 1, "src", "other"))
+    a, tensor = e.tensor(source, node)
+    into = e.shapes.of(e.node(_input(node)))
+    if into is None or not same_shape(into.shape, tensor.shape) or into.dtype not in FLOATS:
+        raise NotUnderstood
+    return e.held(source) if into.dtype == tensor.dtype else e.algebra.round(a, into.dtype)
+
+
+def _view(e: Evaluator, node: Node) -> Value:
+    source = e.node(_input(node))
+    value, before, after = e.held(source), e.shapes.of(source), e.shapes.of(node)
+    if before is None or after is None or before.dtype != after.dtype:
+        raise NotUnderstood
+    if value.column or (
+        before.dim() and after.dim() and same_shape(before.shape[-1:], after.shape[-1:])
+    ):
+        return value
+    note = f"{node} changes the last dimension: {list(before.shape)} to {list(after.shape)}"
+    size, new_size = (static_size(t.shape[-1]) if t.dim() else None for t in (before, after))
+    if size is None or new_size is None:
+        raise NotUnderstood(note)
+    viewed = e.algebra.rows(value, size, new_size)
+    if viewed.op == "rows":
+        viewed.note = viewed.note or note
+    return viewed
+
+
+def _dropout(e: Evaluator, node: Node) -> Value:
+    if argument(node, 2, "training", "train", default=True) is not False:
+        raise NotUnderstood(f"{node} drops elements at random")
+    return _same(e, node)
+
+
+def _getitem(e: Evaluator, node: Node) -> Value:
+    source, index = e.node(node.args[0]), node.args[1]
+    value = e.held(source)
+    if value.op == "tuple" and isinstance(index, int) and index < len(value.args):
+        return value.args[index]
+    raise NotUnderstood("" if e.shapes.of(source) is None else f"{node} takes a part of {source}")
+
+
+# ---- norms ---------------------------------------------------------------------------------------
+
+
+def _layer_norm(e: Evaluator, node: Node) -> Value:
+    raise NotUnderstood(f"{node} is a layer norm, which subtracts the mean")
+
+
+def _rms_norm(e: Evaluator, node: Node) -> Value:
+    weight = argument(node, 2, "weight")
+    gain = None if weight is None else e.tensor(weight, node)[0]
+    shape = argument(node, 1, "normalized_shape")
+    normed = _norm(e, node, shape, gain, argument(node, 3, "eps"))
+    if not isinstance(e.shapes.any_of(node), tuple | list):
+        return normed
+    rstd = e.algebra.opaque((normed,), torch.float32)  # aten._fused_rms_norm returns it too
+    return e.algebra.make("tuple", (normed, rstd), node, None)
+
+
+def _norm(e: Evaluator, node: Node, shape: Any, gain: Value | None, eps: Any) -> Value:
+    """`F.rms_norm` as PyTorch computes it: in float32, rounded once, after the weight."""
+    z, tensor = e.tensor(_input(node), node)
+    sizes = [shape] if isinstance(shape, int) else list(shape)
+    if len(sizes) != 1:
+        raise NotUnderstood(f"{node} is over {len(sizes)} dimensions: {_EXPECTED_DIM}")
+    size = static_size(sizes[0])
+    if size is None:
+        raise NotUnderstood(f"{node} is over a dimension of unknown size")
+    if eps is None:
+        eps = torch.finfo(torch.float32).eps  # that of the dtype it computes in
+    if not isinstance(eps, int | float):
+        raise NotUnderstood(f"{node} has an eps that is no number")
+    make = e.algebra
+    mean = make.over_last("mean", make.unary("square", z), size)
+    rstd = make.unary("rsqrt", make.binary("add", mean, make.const(float(eps))))
+    product = make.binary("mul", z, rstd)
+    if gain is not None:
+        product = make.binary("mul", product, gain)
+    return make.round(product, tensor.dtype)
+
+
+# ---- modules -------------------------------------------------------------------------------------
+
+
+def _called(node: Node) -> Any:
+    """The module of a call, without hooks."""
+    module: Any = module_of(node)
+    if module._forward_hooks or module._forward_pre_hooks:
+        raise NotUnderstood(f"{node} calls a module with hooks")
+    return module
+
+
+def _rms_norm_module(e: Evaluator, node: Node) -> Value:
+    module, gain = _called(node), None
+    if module.weight is not None:
+        gain = e.algebra.up(e.parameter(f"{node.target}.weight", module.weight))
+    return _norm(e, node, module.normalized_shape, gain, module.eps)
+
+
+def _dropout_module(e: Evaluator, node: Node) -> Value:
+    if _called(node).training:
+        raise NotUnderstood(f"{node} drops elements at random")
+    return _same(e, node)
+
+
+def _identity_module(e: Evaluator, node: Node) -> Value:
+    _called(node)
+    return _same(e, node)
+
+
+Rule = Callable[["Evaluator", Node], Value]
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(("add", "mul", "div", "pow"), _binary),
+    **dict.fromkeys(("square", "rsqrt", "sqrt", "reciprocal", "abs"), _unary),
+    **dict.fromkeys(("mean", "sum", "amax"), _over_row),
+    **dict.fromkeys(("clamp", "clamp_min", "clamp_max", "maximum", "minimum"), _clamp),
+    **dict.fromkeys(("tensor", "full"), _constant),
+    **dict.fromkeys(("same", "wait"), _same),
+    "max": _max,
+    "cast": _cast,
+    "copy": _copy,
+    "view": _view,
+    "dropout": _dropout,
+    "getitem": _getitem,
+    "layer_norm": _layer_norm,
+    "rms_norm": _rms_norm,
+}
+MODULES: dict[type, Rule] = {
+    torch.nn.RMSNorm: _rms_norm_module,
+    torch.nn.LayerNorm: _layer_norm,
+    torch.nn.Dropout: _dropout_module,
+    torch.nn.Identity: _identity_module,
+}
