@@ -169,7 +169,8 @@ def table(results: Sequence[Result], torch_arm: str) -> Table:
         for r in results
     ]
     one = results[0]
-    return output.table(f"batch {one.batch_size}, {one.world_size} ranks", columns, rows)
+    ranks = f"{one.world_size} rank{'s' if one.world_size != 1 else ''}"
+    return output.table(f"batch {one.batch_size}, {ranks}", columns, rows)
 
 
 def _relative(tpot_ms: float, base: float) -> str:

@@ -73,6 +73,19 @@ def test_more_ranks_round_otherwise_but_like_the_yardstick(tmp_path: Path) -> No
     assert other["choices_equal_torch"] == other["tokens_equal_torch"] == other["num_tokens"]
 
 
+@pytest.mark.gpu
+@pytest.mark.world_size(2)
+def test_on_gpus(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    arguments = ("--batch", "1,3", "--tp", "2", "--device", "cuda", "--json", str(path))
+    done = invoke(*arguments)
+    assert done.exit_code == 0, done.output
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert {"allnorm", "allnorm:unfused", "nccl+torch", "nccl+local"} <= {r["arm"] for r in rows}
+    assert {row["yardstick"] for row in rows} == {"NCCL's ring and tree"}
+    assert {row["steps_checked"] for row in rows} == {4}
+
+
 def test_one_rank() -> None:
     done = invoke("--tp", "1", "--layers", "1", "--batch", "2", "--dtype", "float32")
     assert done.exit_code == 0, done.output
@@ -198,6 +211,15 @@ def test_published_dimensions() -> None:
         layer = m.hidden_size * (heads + 3 * m.intermediate_size)
         count = m.num_layers * layer + 2 * m.vocab_size * m.hidden_size
         assert count / 1e9 == pytest.approx(billions, rel=2e-3), name
+
+
+def test_every_model_can_be_shared_by_as_many_ranks_as_it_has_key_heads() -> None:
+    for m in e2e_models.TRANSFORMERS.values():
+        e2e_models.check_world_size(m, m.num_kv_heads)
+        for shared in (m.num_heads, m.intermediate_size, m.vocab_size):
+            assert shared % m.num_kv_heads == 0, m.name
+        assert m.vocab_size <= 1 << 24  # tokens travel as float32
+        assert m.hidden_size % 8 == 0
 
 
 def test_arm_names() -> None:
