@@ -22,6 +22,7 @@ from allnorm.errors import (
 from allnorm.local import add_rms_norm, add_rms_norm_quant
 from allnorm.policy import Plan
 from allnorm.quant import Fp8PerGroup, Fp8PerTensor, Fp8PerToken, QuantizedNorm
+from allnorm.tracing import TraceReport, trace
 
 __all__ = [
     "AllnormError",
@@ -36,6 +37,7 @@ __all__ = [
     "PeerTimeoutError",
     "Plan",
     "QuantizedNorm",
+    "TraceReport",
     "UnsupportedError",
     "__version__",
     "add_rms_norm",
@@ -43,6 +45,7 @@ __all__ = [
     "capabilities",
     "ops",
     "reference",
+    "trace",
 ]
 
 

@@ -48,16 +48,17 @@ ALLOWED = {
         *("quant", "tuning", "workspace"),
     },
     "ops": {"arguments", "communicator", "errors", "local", "quant"},
+    "tracing": {"_native", "calls", "errors", "local"},
     PUBLIC: {
         *("_native", "_version", "communicator", "config", "errors", "local", "ops", "policy"),
-        *("quant", "reference"),
+        *("quant", "reference", "tracing"),
     },
     "testing": {PUBLIC, "errors", "reference"},
     "compile": {PUBLIC, "_version", "communicator", "config", "errors", "ops", "quant"},
     "integrations": {PUBLIC, "compile", "errors", "ops"},
     "cli": {
         *(PUBLIC, "compile", "config", "errors", "policy", "reference", "testing", "topology"),
-        "tuning",
+        *("tracing", "tuning"),
     },
     "__main__": {"cli"},
 }

@@ -1,0 +1,8 @@
+"""How many reductions of a program ran fused, seen by the PyTorch profiler."""
+
+from __future__ import annotations
+
+from allnorm.tracing.report import Entry, TraceReport
+from allnorm.tracing.session import trace
+
+__all__ = ["Entry", "TraceReport", "trace"]

@@ -1,0 +1,102 @@
+"""Traces a program that does not know of it: every process that joins a process group.
+
+`allnorm trace` runs the program with a `sitecustomize` that calls `install`. This file is loaded by
+its path and imports nothing but the standard library until a group exists: other processes of the
+program, such as a launcher, start as fast as ever.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import json
+import multiprocessing.util
+import os
+import pathlib
+import sys
+from types import ModuleType
+from typing import Any
+
+_MODULE = "torch.distributed.distributed_c10d"
+
+
+def install(folder: str, own: str) -> None:
+    """Traces this process from `init_process_group` to its end.
+
+    Args:
+        folder: takes a file for each rank.
+        own: the directory of the `sitecustomize` that calls this; the one that it hides runs too.
+    """
+    sys.meta_path.insert(0, _Finder(folder))
+    paths = [path for path in sys.path if pathlib.Path(path).resolve() != pathlib.Path(own)]
+    hidden = importlib.machinery.PathFinder.find_spec("sitecustomize", paths)
+    if hidden is not None and hidden.loader is not None:
+        hidden.loader.exec_module(importlib.util.module_from_spec(hidden))
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Wraps `init_process_group` when its module has been imported."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+
+    def find_spec(
+        self, fullname: str, path: Any, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Of that one module: as it would be found anyway, with another loader."""
+        if fullname != _MODULE:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, self._folder)
+        return spec
+
+
+class _Loader(importlib.abc.Loader):
+    def __init__(self, loader: Any, folder: str) -> None:
+        self._loader = loader
+        self._folder = folder
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        module: ModuleType | None = self._loader.create_module(spec)
+        return module
+
+    def exec_module(self, module: Any) -> None:
+        self._loader.exec_module(module)
+        init, folder = module.init_process_group, self._folder
+        started: list[bool] = []
+
+        def init_process_group(*args: Any, **kwargs: Any) -> None:
+            init(*args, **kwargs)
+            if not started:
+                started.append(True)
+                start(folder)
+
+        module.init_process_group = init_process_group
+
+
+def start(folder: str) -> None:
+    """Begins the trace of this process; its end writes the report."""
+    from allnorm.tracing import trace
+
+    context = trace()
+    report = context.__enter__()
+    owner = os.getpid()
+    finished: list[bool] = []
+
+    def finish() -> None:
+        if finished or os.getpid() != owner:
+            return
+        finished.append(True)
+        context.__exit__(None, None, None)
+        path = pathlib.Path(folder, f"{report.rank}-{owner}.json")
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(report.to_dict()))
+        part.rename(path)
+
+    atexit.register(finish)
+    # A forked child of multiprocessing ends without the functions of atexit.
+    multiprocessing.util.Finalize(None, finish, exitpriority=100)

@@ -1,0 +1,90 @@
+"""`allnorm trace`: programs that know nothing of it."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import sys
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from allnorm.cli import app
+
+PROGRAM = """
+import sys
+import torch
+import torch.distributed as dist
+import allnorm
+
+dist.init_process_group("gloo")
+comm = allnorm.Communicator(device="cpu")
+x, weight = torch.randn(2, 64), torch.ones(64)
+for _ in range(3):
+    comm.all_reduce_add_rms_norm(x, x, weight)
+dist.all_reduce(x)
+dist.destroy_process_group()
+sys.exit(int(sys.argv[1]))
+"""
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["trace", *arguments])
+
+
+@pytest.fixture
+def torchrun(tmp_path: pathlib.Path) -> list[str]:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    return ["--", *launcher, str(program)]
+
+
+def test_counts_every_rank(torchrun: list[str], tmp_path: pathlib.Path) -> None:
+    found = tmp_path / "trace.jsonl"
+    result = run("--require", "0.75", "--json", str(found), *torchrun, "0")
+    assert result.exit_code == 0, result.output
+    assert "3 of 4 fused (75.0%)" in result.output
+    records = [json.loads(line) for line in found.read_text().splitlines()]
+    assert [record["rank"] for record in records] == [0, 1]
+    assert all((record["fused"], record["reductions"]) == (3, 4) for record in records)
+
+
+def test_requires_what_is_asked_for(torchrun: list[str]) -> None:
+    result = run("--require", "0.95", *torchrun, "0")
+    assert result.exit_code == 1
+    assert "--require 0.95 asks for more" in result.output
+
+
+def test_passes_on_a_failure() -> None:
+    result = run("--", sys.executable, "-c", "import sys; sys.exit(7)")
+    assert result.exit_code == 7
+    assert "exit code 7" in result.output
+
+
+def test_no_rank(tmp_path: pathlib.Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("import torch")
+    result = run("--", str(program))  # a Python file runs with this Python
+    assert result.exit_code == 1
+    assert "no rank was traced" in result.output
+
+
+def test_a_hidden_sitecustomize_runs_too(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.exit_code = 9")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    result = run("--", sys.executable, "-c", "import sys; sys.exit(sys.exit_code)")
+    assert result.exit_code == 9
+
+
+def test_no_such_program() -> None:
+    result = run("--", "no-such-program-anywhere")
+    assert result.exit_code == 2
+    assert "no-such-program-anywhere" in result.output
+
+
+@pytest.mark.parametrize("value", ["-0.1", "95"])
+def test_require_is_a_fraction(value: str) -> None:
+    assert run("--require", value, "--", "true").exit_code == 2
