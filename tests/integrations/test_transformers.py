@@ -140,6 +140,36 @@ def test_bias(pool: RankPool, family: str, tmp_path: pathlib.Path) -> None:
 
 
 @torch.no_grad()
+def compare_expert_parallel(rank: int, world_size: int, place: str, family: str) -> str:
+    """Runs in ranks: whole experts on each rank, whose sum is fused too."""
+    stock = models.load(place, family, ep_size=world_size)
+    want, stock_calls = counted(stock)
+    assert stock_calls == 2 * models.LAYERS
+    fused.enable()
+    try:
+        model = models.load(place, family, ep_size=world_size)
+        got, calls = counted(model)
+        assert calls == 0
+        fused.enable(algorithm="unfused")
+        assert_same_bits(counted(model)[0].logits, got.logits, "unfused")
+        distance = ulp_distance(got.hidden_states[-1], want.hidden_states[-1])
+        assert int(distance.max()) <= 2, f"{int(distance.max())} ulps from the stock model"
+        fused.enable()
+        assert torch.equal(tokens(model), tokens(stock))
+        return str(fused.report(model))
+    finally:
+        fused.disable()
+
+
+@on(cpu=(2,))
+@pytest.mark.parametrize("family", ["gpt_oss", "mixtral"])
+def test_expert_parallel(pool: RankPool, family: str, tmp_path: pathlib.Path) -> None:
+    report = pool.run(compare_expert_parallel, models.save(family, tmp_path), family)[0]
+    total = 2 * models.LAYERS + (family != "gpt_oss")
+    assert report.startswith(f"{2 * models.LAYERS} of {total} reductions fused")
+
+
+@torch.no_grad()
 def load_what_is_unknown(rank: int, world_size: int, place: str) -> str:
     """Runs in ranks: a model of another family runs as ever, and says that nothing is fused."""
     want = models.load(place, "olmo2")(PROMPT).logits

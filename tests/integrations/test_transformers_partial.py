@@ -147,3 +147,10 @@ def test_what_waits_is_dropped_when_switched_off() -> None:
 def test_sites_cannot_be_copied() -> None:
     with pytest.raises(TypeError, match="o_proj"):
         copy.deepcopy(Model().site)
+
+
+def test_its_own_dtype_changes_nothing() -> None:
+    model = Model()
+    assert model.partial.to(torch.float32) is model.partial
+    torch.testing.assert_close(model.partial.to(torch.float64), model.total.double())
+    assert model.calls() == (0, 1)

@@ -69,8 +69,8 @@ def save(
     return str(place)
 
 
-def load(place: str, family: str, **more: Any) -> Any:
-    """The model, sharded over all ranks. Collective."""
+def load(place: str, family: str, ep_size: int = 1, **more: Any) -> Any:
+    """The model, sharded over all ranks; its experts by the expert if `ep_size` says so."""
     import torch.distributed as dist
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
@@ -78,7 +78,7 @@ def load(place: str, family: str, **more: Any) -> Any:
     from allnorm.integrations import transformers as fused
 
     plan = fused.GPT_OSS_TP_PLAN if family == "gpt_oss" else "auto"
-    distributed = DistributedConfig(tp_size=dist.get_world_size(), tp_plan=plan)
+    distributed = DistributedConfig(tp_size=dist.get_world_size(), tp_plan=plan, ep_size=ep_size)
     model = AutoModelForCausalLM.from_pretrained(
         place, dtype="auto", distributed_config=distributed, **more
     )

@@ -34,10 +34,11 @@ __all__ = [
 
 _ALGORITHMS = ("auto", "one_shot", "two_shot", "unfused")
 
-# The first transformers with the registry of parallel styles that this is written against.
-MINIMUM_VERSION = (5, 17)
+# What this is written against and tested with; earlier ones have other classes behind their styles.
+MINIMUM_VERSION = (5, 23)
 
-_replaced: dict[str, Any] = {}
+# A registry of transformers, a name in it, and what it held.
+_replaced: list[tuple[Any, str, Any]] = []
 _patched: list[str] = []
 
 
@@ -63,19 +64,18 @@ def enable(*, algorithm: str = "auto") -> None:
     if algorithm not in _ALGORITHMS:
         raise ValueError(f"algorithm={algorithm!r}: expected one of {', '.join(_ALGORITHMS)}.")
     _check_version()
-    from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
     from transformers.monkey_patching import register_patch_mapping
 
-    from allnorm.integrations.transformers.styles import fused_styles
     from allnorm.integrations.transformers.wiring import patch_mapping
 
     if not _replaced:
         mapping = patch_mapping()
         register_patch_mapping(mapping)  # first: it refuses a class that somebody else has patched
         _patched.extend(mapping)
-        for name, style in fused_styles().items():
-            _replaced[name] = ALL_PARALLEL_STYLES[name]
-            ALL_PARALLEL_STYLES.register(name, style)
+        for registry, replacements in _registries():
+            for name, replacement in replacements.items():
+                _replaced.append((registry, name, registry[name]))
+                registry.register(name, replacement)
     SWITCH.algorithm = algorithm
     SWITCH.enabled = True
 
@@ -89,11 +89,10 @@ def disable() -> None:
     SWITCH.enabled = False
     if not _replaced:
         return
-    from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
     from transformers.monkey_patching import unregister_patch_mapping
 
-    for name, style in _replaced.items():
-        ALL_PARALLEL_STYLES.register(name, style)
+    for registry, name, stock in _replaced:
+        registry.register(name, stock)
     unregister_patch_mapping(_patched)
     _replaced.clear()
     _patched.clear()
@@ -102,6 +101,20 @@ def disable() -> None:
 def is_enabled() -> bool:
     """Whether models fuse now."""
     return SWITCH.enabled
+
+
+def _registries() -> list[tuple[Any, dict[str, Any]]]:
+    """The registries of transformers, and what goes into them."""
+    from transformers.distributed import expert_parallel
+    from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+
+    from allnorm.integrations.transformers.experts import fused_implementations
+    from allnorm.integrations.transformers.styles import fused_styles
+
+    return [
+        (ALL_PARALLEL_STYLES, fused_styles()),
+        (expert_parallel.EPImplementationInterface(), fused_implementations()),
+    ]
 
 
 def _check_version() -> None:

@@ -24,7 +24,7 @@ class PartialSum:
     operators and attributes, and all of them reduce it, except
 
     - `residual + partial`, which is the fused call of its site;
-    - `reshape` and `view`, which give another PartialSum;
+    - `reshape`, `view` and `to` its own dtype, which give a PartialSum;
     - its shape and dtype, which are those of the reduced tensor.
 
     Args:
@@ -77,6 +77,12 @@ class PartialSum:
         if isinstance(shape[0], torch.dtype):
             return self.reduced().view(*shape)
         return self.reshape(*shape)
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Itself for its own dtype; anything else is done to the reduced tensor."""
+        if args == (self.dtype,) and not kwargs and self._reduced is None:
+            return self
+        return self.reduced().to(*args, **kwargs)
 
     def __add__(self, other: Any) -> Any:
         return self.add_to(other) if isinstance(other, torch.Tensor) else self.reduced() + other

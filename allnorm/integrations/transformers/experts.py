@@ -1,0 +1,47 @@
+"""Expert parallelism whose sum is left to the next norm, where the ranks share one batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.distributed import expert_parallel as stock
+
+from allnorm.integrations.transformers.partial import PartialSum
+from allnorm.integrations.transformers.styles import fusing_site, link_site
+
+
+class FusedAllReduceEP(stock.AllReduceEP):
+    """`all_reduce`: every rank runs its own experts on the whole batch."""
+
+    def __init__(self, experts: torch.nn.Module, ep_mesh: Any, tp_mesh: Any) -> None:
+        super().__init__(experts, ep_mesh, tp_mesh)
+        self._experts = experts
+        link_site(experts, tp_mesh)  # the same ranks as those of ep_mesh
+
+    def __call__(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> Any:
+        """A PartialSum in inference; else what the stock implementation returns."""
+        site = fusing_site(self._experts)
+        if site is None:
+            return super().__call__(hidden_states, top_k_index, top_k_weights)
+        count: Any = self.num_local_experts
+        elsewhere = (top_k_index // count) != self.ep_mesh.get_local_rank()
+        index = torch.where(elsewhere, count, top_k_index % count)
+        weights = top_k_weights.masked_fill(elsewhere, 0.0)
+        return PartialSum(self.experts_forward(hidden_states, index, weights), site)
+
+
+class FusedAutoEP(stock.AutoEP):
+    """`auto`: which of the implementations runs is the stock class's choice."""
+
+    def __init__(self, experts: torch.nn.Module, ep_mesh: Any, tp_mesh: Any) -> None:
+        super().__init__(experts, ep_mesh, tp_mesh)
+        if self.all_reduce is not None and self.megamoe is None:
+            self.all_reduce = FusedAllReduceEP(experts, ep_mesh, tp_mesh)
+
+
+def fused_implementations() -> dict[str, Any]:
+    """Name in the registry, and what takes it."""
+    return {"auto": FusedAutoEP, "all_reduce": FusedAllReduceEP}
