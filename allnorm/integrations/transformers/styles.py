@@ -99,7 +99,7 @@ def _communicator(group: dist.ProcessGroup, device_type: str) -> allnorm.Communi
         device = torch.device(device_type)
         if device_type == "cuda":  # transformers has bound this process to its GPU
             device = torch.device("cuda", torch.cuda.current_device())
-        with device:  # models are built on the meta device
+        with torch.device("cpu"):  # the default; models may be built under that of "meta"
             link = allnorm.Communicator(group, device)
         _links[group.group_name] = link
     return link
