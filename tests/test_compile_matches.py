@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from compile_helpers import (
     EPS,
@@ -190,6 +191,27 @@ def one_over_the_root(x, residual, w):
     residual = reduce(x) + residual
     z = residual.float()
     return (z * (1.0 / (z.square().mean(-1, True) + EPS).sqrt()) * w).to(bf16), residual
+
+
+@match("transformers")
+def sizes_and_dtypes_asked_for(x, residual, w):
+    """torch.fx records the questions as nodes."""
+    residual = reduce(x) + residual
+    z = residual.float()
+    mean = z.pow(2).sum(-1, keepdim=True) / z.shape[-1]
+    return w * (z * torch.rsqrt(mean + EPS)).to(x.dtype), residual
+
+
+@match("rounded")
+def norm_over_a_size_asked_for(x, residual, w):
+    residual = reduce(x) + residual
+    return F.rms_norm(residual, (x.size(-1),), w), residual
+
+
+@match("rounded")
+def norm_over_the_shape_of_the_weight(x, residual, w):
+    residual = reduce(x) + residual
+    return F.rms_norm(residual, w.shape, w, 1e-6), residual
 
 
 @match("rounded")
@@ -483,6 +505,22 @@ def in_place_reductions(rank: int, world_size: int) -> None:
 @on(cpu=(2,))
 def test_in_place_reductions(pool: RankPool) -> None:
     pool.run(in_place_reductions)
+
+
+def functional_collectives(rank: int, world_size: int) -> None:
+    """The Python function, with a group by name."""
+    graph = Graph()
+    x, residual, w = (graph.placeholder(name) for name in ("x", "residual", "w"))
+    reduced = graph.call_function(funcol.all_reduce, (x, "SUM", "0"))
+    total = graph.call_function(torch.add, (reduced, residual))
+    graph.output((graph.call_function(F.rms_norm, (total, (HIDDEN,), w, EPS)), total))
+    module = GraphModule(torch.nn.Module(), graph)
+    check_fused(module, Inputs().make(rank), "rounded", communicator=comm())
+
+
+@on(cpu=(2,))
+def test_functional_collectives(pool: RankPool) -> None:
+    pool.run(functional_collectives)
 
 
 def as_dynamo_traces(rank: int, world_size: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -521,6 +522,13 @@ def errors(rank: int, world_size: int) -> None:
     ]
     for error, text, call in calls:
         assert text in message_of(error, call)
+    group = dist.new_group([0])  # without a communicator: one would be made
+    other = symbolic_trace(lambda x, residual, w: llama(reduce(x, group=group.group_name), w))
+    os.environ["ALLNORM_NONSENSE"] = "1"
+    try:
+        assert "ALLNORM_NONSENSE" in message_of(allnorm.AllnormError, lambda: fuse(other, inputs))
+    finally:
+        del os.environ["ALLNORM_NONSENSE"]
     with allnorm.Communicator() as closed:
         pass
     for call in (

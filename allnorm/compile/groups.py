@@ -56,15 +56,15 @@ def communicator_name(
         return reduction.comm_name
     if reduction.group is None:
         raise Missed("its process group is not a constant of the graph: pass communicator=")
-    device = _indexed(device)
-    for communicator in open_communicators():
-        if communicator.group.group_name == reduction.group and communicator.device == device:
-            return communicator.name
     if not dist.is_initialized():
         raise Missed("torch.distributed is not initialised: there is no communicator to use")
-    group = _group(reduction.group)
+    group, device = _group(reduction.group), _indexed(device)
     if group is None:
         raise Missed(f"there is no process group called {reduction.group!r} here")
+    for communicator in open_communicators():
+        # A group of the same name may have been destroyed since.
+        if communicator.group == group and communicator.device == device:
+            return communicator.name
     made = Communicator(group, device=device)
     _made.append(made)
     return made.name

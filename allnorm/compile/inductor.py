@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 import pathlib
 import uuid
 from collections.abc import Sequence
@@ -52,6 +53,9 @@ def inductor_pass(
     return _pass_class()(communicator, tuple(all_reduce_ops))
 
 
+_log = logging.getLogger("allnorm.compile")
+
+
 @functools.cache
 def _pass_class() -> Any:
     """The class; made late, because importing Inductor takes seconds."""
@@ -66,14 +70,10 @@ def _pass_class() -> Any:
             self.reports: list[FusionReport] = []
 
         def __call__(self, graph: Any) -> None:
-            self.reports.append(
-                fuse(
-                    graph.owning_module,
-                    None,
-                    self.communicator,
-                    all_reduce_ops=self.all_reduce_ops,
-                )
-            )
+            module, ops = graph.owning_module, self.all_reduce_ops
+            report = fuse(module, None, self.communicator, all_reduce_ops=ops)
+            self.reports.append(report)
+            _log.info("%s", report)
 
         def __deepcopy__(self, memo: Any) -> Any:
             # torch.compile copies its options; the reports belong to the pass that the caller has.

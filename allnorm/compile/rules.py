@@ -184,10 +184,11 @@ def _rms_norm(e: Evaluator, node: Node) -> Value:
 def _norm(e: Evaluator, node: Node, shape: Any, gain: Value | None, eps: Any) -> Value:
     """`F.rms_norm` as PyTorch computes it: in float32, rounded once, after the weight."""
     z, tensor = e.tensor(_input(node), node)
-    sizes = [shape] if isinstance(shape, int) else list(shape)
+    shape = e.shapes.any_of(shape) if isinstance(shape, Node) else shape
+    sizes = list(shape) if isinstance(shape, tuple | list) else [shape]
     if len(sizes) != 1:
         raise NotUnderstood(f"{node} is over {len(sizes)} dimensions: {_EXPECTED_DIM}")
-    size = static_size(sizes[0])
+    size = static_size(e.shapes.any_of(sizes[0]) if isinstance(sizes[0], Node) else sizes[0])
     if size is None:
         raise NotUnderstood(f"{node} is over a dimension of unknown size")
     if eps is None:
@@ -217,6 +218,8 @@ def _called(node: Node) -> Any:
 def _rms_norm_module(e: Evaluator, node: Node) -> Value:
     module, gain = _called(node), None
     if module.weight is not None:
+        if module.weight.dtype not in FLOATS:
+            raise NotUnderstood(f"{node} has a weight of {module.weight.dtype}")
         gain = e.algebra.up(e.parameter(f"{node.target}.weight", module.weight))
     return _norm(e, node, module.normalized_shape, gain, module.eps)
 

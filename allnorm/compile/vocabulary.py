@@ -125,6 +125,8 @@ def written(node: Node) -> list[Node]:
     schema = schema_of(target)
     if schema is not None:
         return _schema_writes(node, schema)
+    if getattr(target, "__module__", "") in ("builtins", "math") and target is not setattr:
+        return []  # such as getattr(x, "shape"), in graphs of torch.fx.symbolic_trace
     return _named_writes(node, name) if name else list(node.all_input_nodes)
 
 
