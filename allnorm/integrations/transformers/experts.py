@@ -38,8 +38,9 @@ class FusedAutoEP(stock.AutoEP):
 
     def __init__(self, experts: torch.nn.Module, ep_mesh: Any, tp_mesh: Any) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
-        if self.all_reduce is not None and self.megamoe is None:
-            self.all_reduce = FusedAllReduceEP(experts, ep_mesh, tp_mesh)
+        chosen: Any = self  # its attributes are the stock class's, unknown where that is not there
+        if chosen.all_reduce is not None and chosen.megamoe is None:
+            chosen.all_reduce = FusedAllReduceEP(experts, ep_mesh, tp_mesh)
 
 
 def fused_implementations() -> dict[str, Any]:
