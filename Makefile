@@ -33,8 +33,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 NATIVE_SOURCES := $(shell find csrc cmake -type f 2>/dev/null) CMakeLists.txt
 SOURCES := $(NATIVE_SOURCES) $(shell find allnorm -name '*.py') pyproject.toml README.md
 CXX_FILES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
-PACKAGE_SETTINGS = -C build-dir=$(BUILD)/package -C cmake.define.ALLNORM_CUDA=$(CUDA) \
-	-C 'cmake.define.ALLNORM_CUDA_ARCHITECTURES=$(CUDA_ARCHS)'
+# Not -C, which pip has from 23.1 on; Python 3.11 brings 23.0.
+PACKAGE_SETTINGS = --config-settings=build-dir=$(BUILD)/package \
+	--config-settings=cmake.define.ALLNORM_CUDA=$(CUDA) \
+	'--config-settings=cmake.define.ALLNORM_CUDA_ARCHITECTURES=$(CUDA_ARCHS)'
 
 .PHONY: bench test test-cpp test-python lint format sanitize wheel inplace install clean
 .DELETE_ON_ERROR:

@@ -71,7 +71,7 @@ class Layers(torch.nn.Module):
         )
         for norm in norms:
             residual = residual + self.reduce(x * 1.5)
-            x = torch.relu(norm(residual)).reshape(-1, HIDDEN)
+            x = torch.abs(norm(residual)).reshape(-1, HIDDEN)
         return x, residual
 
     def expected(self, xs: list[Tensor], residual: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,7 +83,7 @@ class Layers(torch.nn.Module):
                 numerics=numerics,
                 weight_bias=bias,
             )
-            xs = [torch.relu(normed)] * len(xs)
+            xs = [torch.abs(normed)] * len(xs)
         return xs[0], residual
 
 

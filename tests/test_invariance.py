@@ -78,7 +78,7 @@ def too_wide(rank: int, world_size: int) -> None:
     case = Case((3, 65536))
     plan = small.plan(3, 65536, case.dtype)
     assert plan.algorithm == "unfused"
-    assert "too wide" in plan.reason or "fit" in plan.reason
+    assert "wide" in plan.reason, plan.reason  # for the workspace, or for a fused kernel
     case.check(small)
 
 
