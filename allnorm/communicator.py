@@ -228,7 +228,7 @@ class Communicator(Collectives):
     # ---- end ------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Releases the workspace. Idempotent, not collective; waits for the device's work."""
+        """Releases the workspace and `group`. Idempotent, not collective; waits for the device."""
         if self._closed:
             return
         self._closed = True
@@ -238,6 +238,9 @@ class Communicator(Collectives):
         if handle:
             self._library.comm_destroy(handle)
         self._workspace.release()
+        # A variable that outlives the program's last line would keep the group past
+        # destroy_process_group(), and gloo then aborts the interpreter at its exit.
+        self.group = None  # type: ignore[assignment]
 
     def __enter__(self) -> Communicator:
         return self
