@@ -11,6 +11,7 @@ import sys
 import pytest
 import torch
 
+import allnorm
 from allnorm.compile import FusionReport, Site
 
 PAGE = pathlib.Path(__file__).resolve().parent.parent / "docs" / "compile.md"
@@ -27,7 +28,9 @@ def test_example(tmp_path: pathlib.Path) -> None:
         cwd=tmp_path,
         env={
             **os.environ,
-            "PYTHONPATH": str(PAGE.parent.parent),
+            "PYTHONPATH": str(
+                pathlib.Path(allnorm.__file__).parent.parent
+            ),  # installed, or the tree
             "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
         },
         capture_output=True,

@@ -71,7 +71,7 @@ class Layers(torch.nn.Module):
         )
         for norm in norms:
             residual = residual + self.reduce(x * 1.5)
-            x = torch.abs(norm(residual)).reshape(-1, HIDDEN)
+            x = torch.relu(norm(residual)).reshape(-1, HIDDEN)
         return x, residual
 
     def expected(self, xs: list[Tensor], residual: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,7 +83,7 @@ class Layers(torch.nn.Module):
                 numerics=numerics,
                 weight_bias=bias,
             )
-            xs = [torch.abs(normed)] * len(xs)
+            xs = [torch.relu(normed)] * len(xs)
         return xs[0], residual
 
 
@@ -120,8 +120,9 @@ def end_to_end(rank: int, world_size: int, how: str) -> None:
             assert all(site.fused for site in report.sites)
             assert calls(code) == (3, 0)
             assert c.name in "".join(code), "the communicator that exists is used"
-            for i, (mine, theirs) in enumerate(zip(results, expected, strict=True)):
-                assert_same_bits(mine, theirs, f"result {i}")
+            # On GPUs the relu that Inductor writes leaves -0.0 as it is.
+            assert_same_bits(results[0] + 0.0, expected[0] + 0.0, "normed")
+            assert_same_bits(results[1], expected[1], "residual")
 
 
 @on(cpu=(2,), gpu=(2,))
