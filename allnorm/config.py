@@ -4,6 +4,10 @@
 |---------------------------|------------------------------------|
 | `ALLNORM_WORKSPACE_BYTES` | `Communicator(workspace_bytes=)`   |
 | `ALLNORM_TIMEOUT_SECONDS` | `Communicator(timeout=)`           |
+| `ALLNORM_DISABLE`         | the engine's own switch, off       |
+
+`ALLNORM_DISABLE=1` keeps the plugins of serving engines from doing anything; calls of the library's
+own API are not affected.
 
 An argument that is given wins over its variable. An unknown `ALLNORM_*` variable is an error, since
 a misspelt setting that does nothing is found too late.
@@ -20,7 +24,7 @@ from allnorm.errors import ConfigurationError
 
 DEFAULT_TIMEOUT = datetime.timedelta(seconds=600)
 
-_KNOWN = ("ALLNORM_WORKSPACE_BYTES", "ALLNORM_TIMEOUT_SECONDS")
+_KNOWN = ("ALLNORM_WORKSPACE_BYTES", "ALLNORM_TIMEOUT_SECONDS", "ALLNORM_DISABLE")
 
 
 @dataclass(frozen=True)
@@ -29,13 +33,14 @@ class Settings:
 
     workspace_bytes: int | None = None
     timeout: datetime.timedelta | None = None
+    disabled: bool = False
 
 
 def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
     """Reads every ``ALLNORM_*`` variable.
 
     Raises:
-        ConfigurationError: a variable is unknown, or its value is not a positive number.
+        ConfigurationError: a variable is unknown, or its value is not what it must be.
     """
     environ = os.environ if environ is None else environ
     unknown = sorted(k for k in environ if k.startswith("ALLNORM_") and k not in _KNOWN)
@@ -49,6 +54,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
     return Settings(
         workspace_bytes=None if workspace is None else int(workspace),
         timeout=None if seconds is None else datetime.timedelta(seconds=seconds),
+        disabled=_switch(environ, "ALLNORM_DISABLE"),
     )
 
 
@@ -71,3 +77,10 @@ def _positive(environ: Mapping[str, str], name: str) -> float | None:
             f"{name}={text!r}: expected a positive number. Correct or unset it."
         )
     return value
+
+
+def _switch(environ: Mapping[str, str], name: str) -> bool:
+    text = environ.get(name, "")
+    if text not in ("", "0", "1"):
+        raise ConfigurationError(f"{name}={text!r}: expected 0 or 1. Correct or unset it.")
+    return text == "1"

@@ -55,7 +55,7 @@ ALLOWED = {
     },
     "testing": {PUBLIC, "errors", "reference"},
     "compile": {PUBLIC, "_version", "communicator", "config", "errors", "ops", "quant"},
-    "integrations": {PUBLIC, "compile", "errors", "ops"},
+    "integrations": {PUBLIC, "compile", "config", "errors", "ops"},
     "cli": {
         *(PUBLIC, "compile", "config", "errors", "policy", "reference", "testing", "topology"),
         *("tracing", "tuning"),
