@@ -34,8 +34,8 @@ def fuse_a_call(rank: int, world_size: int) -> tuple[str, str]:
     assert communicator is not None
     with communicator:
         x = rank_input((5, 64), torch.bfloat16, rank)
-        residual = shared_input((5, 64), torch.bfloat16)
-        weight = shared_input((64,), torch.bfloat16, call=1)
+        residual = shared_input((5, 64), torch.bfloat16, "residual")
+        weight = shared_input((64,), torch.bfloat16, "weight")
         got = communicator.all_reduce_add_rms_norm(x, residual, weight)
         xs = [rank_input((5, 64), torch.bfloat16, peer) for peer in range(world_size)]
         want = allnorm.reference.all_reduce_add_rms_norm(xs, residual, weight, numerics="vllm")
