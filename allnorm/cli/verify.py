@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
@@ -34,6 +35,17 @@ def verify(
         int,
         typer.Option("--stress", min=0, help="Calls of the ordering soak with random delays."),
     ] = 0,
+    only: Annotated[
+        str,
+        typer.Option("--only", help="Only checks whose names hold one of these words: soak,graph."),
+    ] = "",
+    shapes: Annotated[
+        str,
+        typer.Option("--shapes", help="Only calls of these shapes, such as 1x4096,2048x2880."),
+    ] = "",
+    repeat: Annotated[
+        int, typer.Option("--repeat", min=1, help="Calls of each shape and algorithm.")
+    ] = 2000,
     json: Json = None,
 ) -> None:
     """Compares every kind of call with the reference, bit for bit."""
@@ -41,7 +53,10 @@ def verify(
     sizes = list(dict.fromkeys(options.world_sizes(tp, where)))
     seed = random.randrange(1 << 20) if seed is None else seed
     budget = _SAMPLE_SECONDS[where] if seconds is None else seconds
-    job = ranks_verify.Job(where, seed, full, budget, stress)
+    given = tuple((s.num_tokens, s.hidden_size) for s in options.shapes(shapes)) if shapes else ()
+    words = tuple(options.words(only))
+    job = ranks_verify.Job(where, seed, full, budget, stress, given, repeat, words)
+    _check_selection(job)
     console = output.console()
     console.print(
         f"Every result is compared with allnorm.reference bit for bit, on every rank. Seed {seed}; "
@@ -71,6 +86,16 @@ def verify(
         raise typer.Exit(1)
     ranks = ", ".join(map(str, sizes))
     console.print(output.ok(f"everything holds with {ranks} ranks on {where}"))
+
+
+def _check_selection(job: ranks_verify.Job) -> None:
+    every = [name for name, _ in ranks_verify.checks_of(replace(job, only=()))]
+    unknown = [word for word in job.only if not any(word in name for name in every)]
+    if unknown:
+        hint = "" if job.stress else "; with --stress N also ordering soak"
+        raise typer.BadParameter(
+            f"{', '.join(unknown)}: expected words of {', '.join(every)}{hint}", param_hint="--only"
+        )
 
 
 def _table(found: list[dict[str, Any]], size: int) -> Any:

@@ -26,6 +26,7 @@ class Recorder:
         failures: number of the case and what was wrong with it, this rank's.
         digests: per case that has one, its number and a digest of this rank's results.
         note: said beside the result.
+        figures: more of it, for the JSON row.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Recorder:
     failures: list[tuple[int, str]] = field(default_factory=list)
     digests: list[tuple[int, torch.Tensor]] = field(default_factory=list)
     note: str = ""
+    figures: dict[str, Any] = field(default_factory=dict)
     _began: float = field(default_factory=time.monotonic)
 
     def compare(
@@ -89,6 +91,7 @@ class Recorder:
             "seconds": time.monotonic() - self._began,
             "details": [text for _, text in sorted(found.items())][:_MAX_FAILURES],
             "note": self.note,
+            **self.figures,
         }
 
 

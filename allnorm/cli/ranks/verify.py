@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,9 @@ class Job:
         full: check every combination instead of a random sample.
         seconds: how long the sample of the combinations may take.
         stress: calls of the ordering soak; 0 for none.
+        shapes: (num_tokens, hidden_size) to run `repeat` times each, and nothing else.
+        repeat: how often.
+        only: words; of all checks only those run whose names hold one of them. Empty: all.
     """
 
     device: str
@@ -41,6 +45,9 @@ class Job:
     full: bool
     seconds: float
     stress: int
+    shapes: tuple[tuple[int, int], ...] = ()
+    repeat: int = 0
+    only: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -82,6 +89,9 @@ class Context:
         return self.comm.all_reduce_add_rms_norm(x, batch.residual, batch.weight, EPS, **options)
 
 
+Check = Callable[[Context, Recorder], None]
+
+
 def run(rank: int, world_size: int, job: Job) -> list[dict[str, Any]]:
     """Runs every check. Collective.
 
@@ -89,17 +99,9 @@ def run(rank: int, world_size: int, job: Job) -> list[dict[str, Any]]:
         One record per check, the same on every rank: `check`, `cases`, `failures`, `seconds`,
         `details` (the first failures) and `note`.
     """
-    from allnorm.cli.ranks import checks, soak, variants
-
     with allnorm.Communicator(device=torch.device(job.device)) as comm:
         context = Context(comm, job, random.Random(job.seed))
-        listed = [
-            ("every combination", product),
-            *checks.listed(job.device),
-            *variants.listed(job.device),
-        ]
-        if job.stress:
-            listed.append(("ordering soak", soak.soak))
+        listed = checks_of(job)
         results = []
         for index, (name, check) in enumerate(listed):
             report({"text": name, "done": index, "total": len(listed)})
@@ -108,6 +110,27 @@ def run(rank: int, world_size: int, job: Job) -> list[dict[str, Any]]:
             comm.check()
             results.append(recorder.finish())
     return results
+
+
+def checks_of(job: Job) -> list[tuple[str, Check]]:
+    """The checks of a job and their names, in order."""
+    from allnorm.cli.ranks import checks, variants
+    from allnorm.cli.ranks.stress import repeat, soak
+
+    if job.shapes:
+        return [("repeated shapes", repeat.repeat_shapes)]
+    listed = [
+        ("every combination", product),
+        *checks.listed(job.device),
+        *variants.listed(job.device),
+    ]
+    if job.stress:
+        listed.append(("ordering soak", soak.soak))
+    return [
+        (name, check)
+        for name, check in listed
+        if not job.only or any(word in name for word in job.only)
+    ]
 
 
 def product(context: Context, recorder: Recorder) -> None:

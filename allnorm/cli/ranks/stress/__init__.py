@@ -1,0 +1,1 @@
+"""The soaks of `allnorm verify`: many calls, no synchronisation, delays, every bit compared."""

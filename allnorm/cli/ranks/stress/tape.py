@@ -1,0 +1,123 @@
+"""Rows whose results are known before they are needed.
+
+A tape is a tall matrix on each rank. A call takes `num_tokens` rows of it from some row on, its
+payload: no kernel runs for that, and two calls that start at other rows differ everywhere. Rows are
+independent of each other, so the reference's results for the whole tape, computed once for each
+kind of call, hold what any such call must return.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+import allnorm
+from allnorm import reference
+from allnorm.cli.ranks.stress.kinds import EPS, Kind
+
+_CHUNK_ELEMS = {"cuda": 1 << 26, "cpu": 1 << 20}  # of one run of the reference, which takes memory
+_EXPONENTS = 5  # rows are scaled by powers of two, so that scales and norms differ
+
+
+@dataclass
+class Tape:
+    """One rank's rows of a dtype and width, and what becomes of them.
+
+    Attributes:
+        x: [num_rows, hidden_size], this rank's partial sums, unlike any other rank's.
+        reduced: their sum over the ranks, by the reference.
+        residual: likewise shaped, the same on every rank.
+        weight: [hidden_size].
+    """
+
+    x: torch.Tensor
+    reduced: torch.Tensor
+    residual: torch.Tensor
+    weight: torch.Tensor
+    _known: dict[Any, dict[str, torch.Tensor]] = field(default_factory=dict)
+
+    def expected(self, kind: Kind) -> dict[str, torch.Tensor]:
+        """The results of such a call on every row, by name."""
+        key = kind.result_key()
+        if key not in self._known:
+            if kind.op == "all_reduce":
+                self._known[key] = {"reduced": self.reduced}
+            else:
+                parts = [self._norm(kind, low, high) for low, high in self._chunks()]
+                names = parts[0].keys()
+                self._known[key] = {n: torch.cat([part[n] for part in parts]) for n in names}
+        return self._known[key]
+
+    def weight_of(self, kind: Kind) -> torch.Tensor:
+        """The weight in the dtype that the call is given."""
+        return self.weight.float() if kind.float32_weight else self.weight
+
+    @property
+    def num_bytes(self) -> int:
+        """Of everything kept."""
+        kept = [self.x, self.reduced, self.residual]
+        kept += [part for known in self._known.values() for part in known.values()]
+        return sum(part.numel() * part.element_size() for part in kept)
+
+    def _norm(self, kind: Kind, low: int, high: int) -> dict[str, torch.Tensor]:
+        options: dict[str, Any] = {"weight_bias": kind.weight_bias, "numerics": kind.numerics}
+        residual = self.residual[low:high] if kind.has_residual else None
+        arguments = (self.reduced[low:high], residual, self.weight_of(kind), EPS)
+        if kind.quant is None:
+            normed, summed = reference.add_rms_norm(*arguments, **options)
+            return {"normed": normed, "residual_out": summed}
+        out = reference.add_rms_norm_quant(*arguments, kind.quant, True, **options)
+        assert out.normed is not None
+        parts = {"quantized": out.quantized, "residual_out": out.residual, "normed": out.normed}
+        if isinstance(kind.quant, allnorm.Fp8PerTensor):
+            return parts
+        return parts | {"scale": out.scale.contiguous()}
+
+    def _chunks(self) -> list[tuple[int, int]]:
+        num_rows, hidden_size = self.x.shape
+        step = max(1, _CHUNK_ELEMS[self.x.device.type] // hidden_size)
+        return [(low, min(low + step, num_rows)) for low in range(0, num_rows, step)]
+
+
+def make_tape(
+    num_rows: int,
+    hidden_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    rank: int,
+    world_size: int,
+    seed: int,
+) -> Tape:
+    """Makes every rank's rows from the seed, keeps this rank's, and their sum. Not collective.
+
+    Args:
+        num_rows: of the tape.
+        hidden_size: its columns.
+        dtype: of everything.
+        device: where it is.
+        rank: whose `x` is kept.
+        world_size: how many partial sums there are.
+        seed: another one makes another tape; the same on every rank.
+    """
+    generator = torch.Generator(device=device)
+
+    def normal(part: int, *shape: int) -> torch.Tensor:
+        # Spread by a prime: seeds that follow each other must not make the same parts.
+        generator.manual_seed(seed * 7919 + part)
+        return torch.randn(*shape, generator=generator, device=device)
+
+    exponents = torch.arange(num_rows, device=device) * 7 % _EXPONENTS - _EXPONENTS // 2
+    scale = torch.exp2(exponents.float())[:, None]
+    own = total = None
+    for source in range(world_size):
+        x = (normal(source + 2, num_rows, hidden_size) * scale).to(dtype)
+        own = x if source == rank else own
+        # In rank order, as reference.all_reduce() sums, without holding all partials at once.
+        total = x.float() if total is None else total + x.float()
+    assert own is not None
+    assert total is not None
+    residual = (normal(0, num_rows, hidden_size) * scale).to(dtype)
+    weight = (1.0 + 0.1 * normal(1, hidden_size)).to(dtype)
+    return Tape(own, total.to(dtype), residual, weight)
