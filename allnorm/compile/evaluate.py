@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from allnorm.compile import decompose
 from allnorm.compile.expressions import Algebra, NotUnderstood, Value
 from allnorm.compile.rules import MODULES, RULES
 from allnorm.compile.shapes import FLOATS, Shapes, elems, same_shape, static_size
@@ -23,6 +24,10 @@ class Evaluator:
         shapes: of the graph.
         held: the expression that a node's tensor holds now.
         parameter: the expression of a parameter of a called module, by its path.
+        decompositions: functions that operators stand for.
+
+    Attributes:
+        on_the_way: expressions inside of such a function, by the node that stands for it.
     """
 
     def __init__(
@@ -31,16 +36,28 @@ class Evaluator:
         shapes: Shapes,
         held: Callable[[Node], Value],
         parameter: Callable[[str, Tensor], Value],
+        decompositions: decompose.Decompositions,
     ) -> None:
         self.algebra = algebra
         self.shapes = shapes
         self.held = held
         self.parameter = parameter
+        self.on_the_way: dict[Node, list[Value]] = {}
+        self._decompositions = decompositions
+
+    def inside(self, module: GraphModule, held: Callable[[Node], Value]) -> Evaluator:
+        """An evaluator for the graph of a function that a node stands for."""
+        shapes = Shapes(module, {}, None)
+        return Evaluator(self.algebra, shapes, held, self.parameter, {})
 
     def evaluate(self, node: Node) -> Value:
         """What the node computes: of a call in place, what its first argument holds then."""
         note = ""
         try:
+            function = decompose.find(node, self._decompositions)
+            if function is not None:
+                value, self.on_the_way[node] = decompose.evaluate(self, node, function)
+                return value
             rule = RULES.get(operation(node))
             if node.op == "call_module":
                 rule = MODULES.get(type(module_of(node)))

@@ -27,7 +27,7 @@ def fit(values: Values, candidate: Candidate) -> Match:
     before = run = _tensor(values, x)
     adder = _adder(candidate)
     if adder is not None:
-        run = _tensor(values, adder)
+        run = _first_tensor(values, adder)
     if candidate.norm.hidden_size != run.shape[-1]:
         raise Missed(
             f"the norm is over {candidate.norm.hidden_size} of {run.shape[-1]} elements of a row"
@@ -58,6 +58,14 @@ def _tensor(values: Values, node: Node) -> Tensor:
     if tensor is None:
         raise Missed(f"the shape of {node} is not known")
     return tensor
+
+
+def _first_tensor(values: Values, node: Node) -> Tensor:
+    """Of an operator that stands for a function: its first result, in whose shape it adds."""
+    results = values.shapes.any_of(node)
+    if isinstance(results, tuple | list) and results and isinstance(results[0], Tensor):
+        return results[0]
+    return _tensor(values, node)
 
 
 def _adder(candidate: Candidate) -> Node | None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch.fx import GraphModule, Node
 
 from allnorm.communicator import Communicator
 from allnorm.compile.candidate import Match, Missed
+from allnorm.compile.decompose import Decompositions, by_name
 from allnorm.compile.groups import communicator_name, is_closed
 from allnorm.compile.match import Matcher
 from allnorm.compile.reductions import Reduction, find_reductions
@@ -25,6 +27,8 @@ def fuse(
     communicator: Communicator | None = None,
     *,
     all_reduce_ops: Sequence[Any] = (),
+    all_reduce_groups: Collection[str] = (),
+    decompositions: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> FusionReport:
     """Fuses every all-reduce of a graph with the residual add and RMSNorm behind it, if it can.
 
@@ -41,6 +45,14 @@ def fuse(
             oldest open one of the reduction's group and device, or makes one.
         all_reduce_ops: custom operators that sum their first tensor argument over the ranks of the
             communicator: names ("vllm::all_reduce"), operators or overloads.
+        all_reduce_groups: what such an operator calls the communicator's group, in its first string
+            argument; those over other groups are missed. Empty: all of them are taken to be over
+            the communicator's group.
+        decompositions: custom operators, by name or as operators, and the function that computes
+            what each does, with the same arguments, in PyTorch: a framework's own norm, say. Inside
+            the wrapper that makes a mutating operator functional, it takes that wrapper's keywords
+            and returns the new values of what is changed. A function must add tensors in the shape
+            of its first result.
 
     Returns:
         What became of every reduction.
@@ -59,11 +71,30 @@ def fuse(
             f"graph_module is a {type(graph_module).__name__}: expected a torch.fx.GraphModule."
         )
     check_communicator(communicator)
-    sites = _fuse_one(graph_module, example_inputs, communicator, all_reduce_ops)
-    for child in graph_module.children():
+    custom = _Custom(all_reduce_ops, frozenset(all_reduce_groups), by_name(decompositions or {}))
+    return FusionReport(_fuse_all(graph_module, example_inputs, communicator, custom))
+
+
+@dataclass(frozen=True)
+class _Custom:
+    """What the caller says of operators of its own."""
+
+    all_reduce_ops: Sequence[Any]
+    all_reduce_groups: frozenset[str]
+    decompositions: Decompositions
+
+
+def _fuse_all(
+    module: GraphModule,
+    example_inputs: Sequence[Any] | None,
+    communicator: Communicator | None,
+    custom: _Custom,
+) -> list[Site]:
+    sites = _fuse_one(module, example_inputs, communicator, custom)
+    for child in module.children():
         if isinstance(child, GraphModule):
-            sites += fuse(child, None, communicator, all_reduce_ops=all_reduce_ops).sites
-    return FusionReport(sites)
+            sites += _fuse_all(child, None, communicator, custom)
+    return sites
 
 
 def check_communicator(communicator: object) -> None:
@@ -84,19 +115,20 @@ def _fuse_one(
     module: GraphModule,
     example_inputs: Sequence[Any] | None,
     communicator: Communicator | None,
-    all_reduce_ops: Sequence[Any],
+    custom: _Custom,
 ) -> list[Site]:
     graph = module.graph
-    reductions = find_reductions(graph, all_reduce_ops)
+    reductions = find_reductions(graph, custom.all_reduce_ops)
     if not reductions:
         return []
     shapes = Shapes(module, reductions, example_inputs)
-    values = Values(graph, shapes, reductions)
+    values = Values(graph, shapes, reductions, custom.decompositions)
     matcher = Matcher(values)
     sites: list[Site] = []
     calls: list[tuple[Match, str]] = []
     for reduction in reductions.values():
         try:
+            _check_group(reduction, custom.all_reduce_groups)
             match = matcher.match(reduction)
             x = shapes.of(match.x)
             assert x is not None
@@ -112,6 +144,12 @@ def _fuse_one(
     if calls:
         module.recompile()
     return sites
+
+
+def _check_group(reduction: Reduction, groups: Collection[str]) -> None:
+    if groups and reduction.named_by_caller and reduction.group not in groups:
+        names = ", ".join(sorted(groups))
+        raise Missed(f"it is over group {reduction.group!r}, the communicator over {names}")
 
 
 def _site(values: Values, reduction: Reduction, match: Match | None, text: str) -> Site:

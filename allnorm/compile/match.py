@@ -118,10 +118,11 @@ class Matcher:
                 continue
             summed = sum32 if exact else algebra.find("round", (sum32,), dtype)
             rounded = None if summed is None else algebra.up(summed)
+            stored = summed if summed is not None and summed.holders else None
             for z in dict.fromkeys((rounded, sum32)):
                 if z is not None:
                     mode = "rounded" if z is rounded else "unrounded"
-                    common = (reduction, reduced, residual, sum32, summed)
+                    common = (reduction, reduced, residual, sum32, stored)
                     yield from self._with_norms(common, z, mode, dtype)
         alone = (reduction, reduced, None, reduced32, reduced)
         yield from self._with_norms(alone, reduced32, "rounded", dtype)
@@ -150,6 +151,8 @@ class Matcher:
         rounds_first = {"rounded": "transformers", "unrounded": "vllm"}
         for norm in self._norms.get(z, []):
             for output in outputs_of(norm, self._values.algebra, dtype):
+                if not output.normed.holders:  # it only exists inside of an operator
+                    continue
                 numerics = rounds_first[mode] if output.rounds_first else mode
                 yield Candidate(*common, norm, output, numerics)
 

@@ -29,8 +29,11 @@ def check_escapes(values: Values, match: Match) -> str:
     goes = set() if candidate.reduced in served else set(candidate.reduced.definers)
     for value in pending:
         for reader, source in value.readers:
-            defined = values.defines.get(reader, [])
+            defined = values.results_of(reader)
             if any(result in served for result in defined):
+                for other in defined:
+                    if other.readers and other not in served:
+                        return _escape(values, match, other, reader, other.readers[0][0])
                 continue
             if reader not in members and not _is_for_nobody(values, reader):
                 return _escape(values, match, value, source, reader)

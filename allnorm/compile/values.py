@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from allnorm.compile.decompose import Decompositions
 from allnorm.compile.evaluate import Evaluator
 from allnorm.compile.expressions import Algebra, Value
 from allnorm.compile.reductions import Reduction
@@ -34,6 +35,12 @@ class Write:
 class Values:
     """The expressions of a graph.
 
+    Args:
+        graph: is not changed.
+        shapes: of the graph.
+        reductions: of the graph.
+        decompositions: functions that operators stand for.
+
     Attributes:
         algebra: all expressions.
         shapes: of the graph.
@@ -44,7 +51,13 @@ class Values:
         parameters: what is known of parameters and buffers, by path.
     """
 
-    def __init__(self, graph: Graph, shapes: Shapes, reductions: dict[Node, Reduction]) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        shapes: Shapes,
+        reductions: dict[Node, Reduction],
+        decompositions: Decompositions,
+    ) -> None:
         self.algebra = Algebra()
         self.shapes = shapes
         self.position: dict[Node, int] = {}
@@ -59,7 +72,9 @@ class Values:
         self._external: set[object] = set()
         self._writes_of: dict[Node, list[Write]] = {}
         self.parameters: dict[str, Tensor] = {}
-        self._evaluator = Evaluator(self.algebra, shapes, self._held, self._parameter)
+        self._evaluator = Evaluator(
+            self.algebra, shapes, self._held, self._parameter, decompositions
+        )
         for position, node in enumerate(graph.nodes):
             self.position[node] = position
             self._visit(node, reductions.get(node))
@@ -91,6 +106,11 @@ class Values:
         """What a reduction returns besides the reduced tensor."""
         results = [value for value in self.defines.get(reduction, []) if value.op == "tuple"]
         return [item for value in results for item in value.args if item.op != "reduced"]
+
+    def results_of(self, node: Node) -> list[Value]:
+        """What a node computes or writes; of a tuple its items."""
+        defined = self.defines.get(node, [])
+        return [item for v in defined for item in (v.args if v.op == "tuple" else (v,))]
 
     def in_memory(self, storage: object) -> list[Node]:
         """All tensors in one memory."""
@@ -152,6 +172,10 @@ class Values:
         for target in targets:
             self._write(target, value if understood else self._opaque(node), node)
         self._hold(node, value if understood or not targets else self._opaque(node))
+        for inner in self._evaluator.on_the_way.get(node, ()):
+            is_result = inner is value or (value.op == "tuple" and inner in value.args)
+            if not inner.definers and not is_result:
+                inner.definers.append(node)
 
     def _only_copies(self, node: Node, value: Value) -> bool:
         """Whether a node hands on what an input holds, in other memory.

@@ -1,0 +1,113 @@
+"""Operators of the caller that are read as what a function computes.
+
+A framework's own norm is one node of the graph. The caller says which PyTorch function it stands
+for; here that function is traced on the node's shapes, and the trace is read like any other graph.
+The node itself stays as it is unless it becomes part of a fused call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch._ops import HigherOrderOperator
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_arg
+
+from allnorm.compile.expressions import NotUnderstood, Value
+from allnorm.compile.vocabulary import qualified_name, schema_of, written
+
+if TYPE_CHECKING:
+    from allnorm.compile.evaluate import Evaluator
+
+Decompositions = Mapping[str, Callable[..., Any]]
+
+
+def by_name(table: Mapping[Any, Callable[..., Any]]) -> Decompositions:
+    """A caller's table, by `namespace::name` of the operators."""
+    return {
+        op.replace(".", "::", 1) if isinstance(op, str) else qualified_name(op): function
+        for op, function in table.items()
+    }
+
+
+def find(node: Node, table: Decompositions) -> Callable[..., Any] | None:
+    """The function that a node stands for, from its arguments to its result; None if unknown.
+
+    A mutating operator, in the wrapper that makes it functional, stands for the new values of the
+    arguments that it changes, in their order, behind what it returns.
+    """
+    if not table or node.op != "call_function":
+        return None
+    if isinstance(node.target, HigherOrderOperator) and node.args:
+        return _mutating(node.args[0], table)
+    return table.get(qualified_name(node.target))
+
+
+def _mutating(op: Any, table: Decompositions) -> Callable[..., Any] | None:
+    function = table.get(qualified_name(op))
+    if function is None:
+        return None
+
+    def changed(_: Any, **kwargs: Any) -> Any:
+        results = function(**kwargs)
+        results = results if isinstance(results, tuple) else (results,)
+        return (*(None for _ in range(max(1, len(schema_of(op).returns)))), *results)
+
+    return changed
+
+
+def evaluate(
+    evaluator: Evaluator, node: Node, function: Callable[..., Any]
+) -> tuple[Value, list[Value]]:
+    """The result of a node that stands for a function, and every expression on the way to it.
+
+    Raises:
+        NotUnderstood: the function cannot be traced, or changes its arguments.
+    """
+    sources = [source for source in node.all_input_nodes if evaluator.shapes.of(source) is not None]
+    traced = _trace(evaluator, node, function, sources)
+    placeholders = [inner for inner in traced.graph.nodes if inner.op == "placeholder"]
+    held = {p: evaluator.held(s) for p, s in zip(placeholders, sources, strict=True)}
+    inside = evaluator.inside(traced, held.__getitem__)
+    for inner in traced.graph.nodes:
+        if written(inner):
+            raise NotUnderstood(f"{node} stands for a function that changes its arguments")
+        if inner.op not in ("placeholder", "output"):
+            held[inner] = inside.evaluate(inner)
+    on_the_way = [value for inner, value in held.items() if inner not in placeholders]
+    (output,) = traced.graph.output_node().args
+    if isinstance(output, Node):
+        return held[output], on_the_way
+    assert isinstance(output, tuple | list)
+    results = [_result(evaluator, node, held, item) for item in output]
+    return evaluator.algebra.make("tuple", tuple(results), node, None), on_the_way
+
+
+def _result(evaluator: Evaluator, node: Node, held: dict[Node, Value], item: Any) -> Value:
+    if isinstance(item, Node):
+        return held[item]
+    return evaluator.algebra.opaque(tuple(map(evaluator.held, node.all_input_nodes)), None)
+
+
+def _trace(
+    evaluator: Evaluator, node: Node, function: Callable[..., Any], sources: list[Node]
+) -> GraphModule:
+    def call(*tensors: Tensor) -> Any:
+        given = dict(zip(sources, tensors, strict=True))
+
+        def value(source: Node) -> Any:
+            return given.get(source, evaluator.shapes.any_of(source))
+
+        args, kwargs = map_arg((node.args, node.kwargs), value)
+        return function(*args, **kwargs)
+
+    fakes: list[Any] = [evaluator.shapes.of(source) for source in sources]
+    try:
+        with torch.no_grad():
+            return make_fx(call)(*fakes)
+    except Exception as error:  # noqa: BLE001 - whatever a caller's function raises
+        raise NotUnderstood(f"{node} stands for a function that cannot be traced: {error}") from None
