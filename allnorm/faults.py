@@ -22,6 +22,9 @@ def fault_error(fault: _native.Fault, timeout: datetime.timedelta) -> PeerTimeou
             f"operation {fault.seen_op}: "
             f"{_native.describe_shape(fault.seen_shape, fault.seen_tokens)}"
         )
+        if fault.status == _native.DIVERGED and seen == expected:
+            # These are announced as a hash.
+            seen += ", but another eps, weight_bias, dtype of the weight or format of the scales"
     kind: type[PeerTimeoutError] = PeerTimeoutError
     verb = f"waited {timeout.total_seconds():g} s in vain for"
     if fault.status == _native.DIVERGED:

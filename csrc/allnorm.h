@@ -127,8 +127,10 @@ typedef struct AllnormFault {
   int32_t status;  // ALLNORM_OK (nothing recorded), ALLNORM_TIMEOUT or ALLNORM_DIVERGED
   int32_t rank;
   int32_t peer;
-  uint32_t expected_op;     // operation number this rank was in
-  uint32_t seen_op;         // last operation number announced by the peer
+  uint32_t expected_op;  // operation number this rank was in
+  uint32_t seen_op;      // last operation number announced by the peer
+  // Where DIVERGED and shape and tokens are equal, the calls differ in what is announced as a hash:
+  // eps, weight_bias, weight_dtype or scale_format.
   uint32_t expected_shape;  // packed call description, see CallTag in protocol/exchange.h
   uint32_t seen_shape;
   uint32_t expected_tokens;
@@ -139,6 +141,10 @@ typedef enum AllnormCommFlags {
   // CUDA: let a dependent grid in only after the last store, for dependents that wrongly read
   // before griddepcontrol.wait.
   ALLNORM_LATE_TRIGGER = 1,
+  // CUDA: launch without programmatic dependent launch, as ALLNORM_NO_PDL in every call.
+  ALLNORM_NO_DEPENDENT_LAUNCH = 2,
+  // CUDA: warps pause at random inside the kernels. For soaks.
+  ALLNORM_RANDOM_PAUSES = 4,
 } AllnormCommFlags;
 
 typedef struct AllnormCommConfig {

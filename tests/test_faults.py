@@ -6,6 +6,7 @@ import datetime
 import functools
 import os
 import signal
+import struct
 import time
 from collections.abc import Callable
 
@@ -248,6 +249,34 @@ def test_diverging_quantisation_is_named(pool: RankPool, what: str) -> None:
         assert what not in text
         assert "all_reduce_add_rms_norm_quant of 3x512 bfloat16 by two_shot" in text
         assert "groups of 128" in text
+
+
+HASHED = {
+    "eps": {"eps": 1e-5},
+    "weight_bias": {"weight_bias": 1.0},
+    "dtype of the weight": {"float32_weight": True},
+    "format of the scales": {"quant": allnorm.Fp8PerGroup(128, scale_format="ue8m0")},
+}
+
+
+@on(cpu=(2,), gpu=(2,))
+@pytest.mark.parametrize("what", HASHED)
+def test_what_is_announced_as_a_hash_is_noticed(pool: RankPool, what: str) -> None:
+    """The same bytes would cross the link: only the words of the call tell that results differ."""
+    for _, seen in pool.run(diverging_quantized, HASHED[what], timeout=60):
+        assert what in seen
+        assert "groups of 128" in seen
+
+
+def test_common_eps_and_biases_have_different_hashes() -> None:
+    """With the formula of csrc/abi/tag.h: none of the pairs in use may be taken for another."""
+    values = (0.0, 1e-8, 1e-7, 1e-6, 1.1e-6, 1e-5, 1.5e-5, 1e-4, 1e-3, 1e-12, 2e-5, 5e-6, 1.0)
+    hashes = set()
+    for eps in values:
+        for bias in (0.0, 1.0, -1.0, -0.0, 0.5):
+            pair = int.from_bytes(struct.pack("<ff", eps, bias), "little")
+            hashes.add(((pair ^ pair >> 29) * 0x9E3779B97F4A7C15 & (1 << 64) - 1) >> 43)
+    assert len(hashes) == len(values) * 5
 
 
 def diverging_gather(rank: int, world_size: int) -> str:

@@ -2,6 +2,9 @@
 #ifndef ALLNORM_ABI_TAG_H_
 #define ALLNORM_ABI_TAG_H_
 
+#include <bit>
+#include <cstdint>
+
 #include "allnorm.h"
 #include "protocol/exchange.h"
 
@@ -20,6 +23,18 @@ inline bool is_sharded(const AllnormCall& call) {
 inline int64_t scales_per_row(const AllnormCall& call) {
   if (!is_quantized(call) || call.quant == ALLNORM_QUANT_PER_TENSOR) return 0;
   return call.quant == ALLNORM_QUANT_PER_TOKEN ? 1 : call.hidden_size / call.group_size;
+}
+
+// What changes the numbers, but no byte of what is sent: the dtype of the weight, the format of
+// scales, and a hash of eps and weight_bias. Two of these pairs may share one, one time in 2^21.
+inline uint32_t call_details(const AllnormCall& call) {
+  if (!is_norm(call)) return 0;
+  const uint64_t pair = static_cast<uint64_t>(std::bit_cast<uint32_t>(call.weight_bias)) << 32 |
+                        std::bit_cast<uint32_t>(call.eps);
+  const uint64_t hash = (pair ^ pair >> 29) * 0x9e3779b97f4a7c15u;
+  const uint32_t format = is_quantized(call) ? static_cast<uint32_t>(call.scale_format) : 0;
+  return static_cast<uint32_t>(hash >> 43) | format << 21 |
+         static_cast<uint32_t>(call.weight_dtype == ALLNORM_FLOAT32) << 23;
 }
 
 inline CallTag call_tag(const AllnormCall& call, int64_t num_tokens) {
@@ -41,7 +56,7 @@ inline CallTag call_tag(const AllnormCall& call, int64_t num_tokens) {
       .wants_normed = is_quantized(call) && call.out != nullptr,
       .op = norm ? 2 + quant : (call.op == ALLNORM_ALL_GATHER_ROWS ? 1 : 0),
   };
-  return {static_cast<uint32_t>(num_tokens), shape_code(shape)};
+  return {static_cast<uint32_t>(num_tokens), shape_code(shape), call_details(call)};
 }
 
 }  // namespace allnorm

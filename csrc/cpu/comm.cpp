@@ -149,7 +149,7 @@ bool Communicator::same_call(int peer, const CallTag& tag) {
                  .rank = config_.rank,
                  .peer = peer,
                  .expected_op = op_,
-                 .seen_op = static_cast<uint32_t>(seen_shape >> 32),
+                 .seen_op = static_cast<uint32_t>(seen_tokens >> 32),
                  .expected_shape = tag.shape,
                  .seen_shape = static_cast<uint32_t>(seen_shape),
                  .expected_tokens = tag.num_tokens,

@@ -42,7 +42,10 @@ std::string describe_call(uint32_t num_tokens, uint32_t shape) {
 
 std::string describe(const AllnormFault& fault, int64_t timeout_ns) {
   const std::string expected = describe_call(fault.expected_tokens, fault.expected_shape);
-  const std::string seen = describe_call(fault.seen_tokens, fault.seen_shape);
+  std::string seen = describe_call(fault.seen_tokens, fault.seen_shape);
+  if (seen == expected) {
+    seen += ", but another eps, weight_bias, dtype of the weight or format of scales";
+  }
   char text[1000];
   if (fault.status == ALLNORM_TIMEOUT) {
     snprintf(

@@ -90,7 +90,9 @@ int32_t Communicator::order_streams(cudaStream_t stream) {
   return ALLNORM_OK;
 }
 
-int32_t Communicator::run(const AllnormCall& call) {
+int32_t Communicator::run(const AllnormCall& given) {
+  AllnormCall call = given;
+  if (config_.flags & ALLNORM_NO_DEPENDENT_LAUNCH) call.flags |= ALLNORM_NO_PDL;
   const int32_t recorded = status();
   if (recorded != ALLNORM_OK) {
     const AllnormFault seen = fault();

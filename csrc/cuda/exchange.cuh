@@ -48,10 +48,12 @@ class Exchange {
     phase_ = static_cast<int>(counter >> 32);
     poison_ = load_u64(own + PushControl::kPoisoned);
     failed_ = poison_ != 0;
+    pause();
   }
 
   // What the grid does besides rows: the warp of number `warp` of one of its blocks.
   __device__ __forceinline__ void serve(int warp) {
+    pause();
     if (warp == 0) call_roll();
     if (warp == 1) hand_back_slots();
   }
@@ -71,6 +73,7 @@ class Exchange {
   // for.
   template <class Ready, class Missing>
   __device__ __forceinline__ bool wait_until(Ready&& ready, Missing&& missing) {
+    pause();
     while (!failed_) {
       if (ready()) return true;
       if (deadline_.look_due()) look(missing());
@@ -86,6 +89,21 @@ class Exchange {
   }
 
  private:
+  // Holds a warp up, now and then, where a soak asks for it.
+  __device__ __forceinline__ void pause() {
+    if (params_.longest_pause_ns != 0) pause_at_random(params_);
+  }
+
+  __device__ __noinline__ static void pause_at_random(const FusedParams& params) {
+    const int64_t start = DeviceClock::now_ns();
+    const uint32_t hash = (static_cast<uint32_t>(start) + 977 * threadIdx.x / 32) * 0x9e3779b1u;
+    if (hash >> 30 != 0) return;
+    const int64_t pause_ns = static_cast<int64_t>(hash >> 14 & 0xffff) * params.longest_pause_ns;
+    // Polls something, as every wait does.
+    const char* own = params.workspace[0] + PushControl::kLeft;
+    while (DeviceClock::now_ns() - start < pause_ns >> 16) load_relaxed_sys_u32(own);
+  }
+
   // What is in kPoisoned once operation `op` has failed; never 0.
   __device__ __forceinline__ static unsigned long long poison(uint32_t op) {
     return 1ull << 32 | op;
@@ -111,7 +129,7 @@ class Exchange {
     const auto announced = [&] {
       seen[0] = load_relaxed_sys_u64(slot);
       seen[1] = load_relaxed_sys_u64(slot + 8);
-      return seen[0] >> 32 == op_ && seen[1] >> 32 == op_;
+      return CallTag::is_of(op_, seen[0], seen[1]);
     };
     if (!wait_until(announced, [&] { return peer; })) return;
     if (seen[0] != params_.tag.word(op_, 0) || seen[1] != params_.tag.word(op_, 1)) {
@@ -146,7 +164,7 @@ class Exchange {
       if (peer == params.rank) continue;
       const char* slot = own + PushControl::tag(phase, peer);
       const uint64_t seen[2] = {load_relaxed_sys_u64(slot), load_relaxed_sys_u64(slot + 8)};
-      if (seen[0] >> 32 == op && seen[1] >> 32 == op) {
+      if (CallTag::is_of(op, seen[0], seen[1])) {
         if (seen[0] != params.tag.word(op, 0) || seen[1] != params.tag.word(op, 1)) {
           return record_fault(params, op, peer, ALLNORM_DIVERGED);
         }

@@ -68,8 +68,9 @@ struct FusedParams {
   int64_t phase_bytes;
   int64_t timeout_ns;
   CallTag tag;
-  AllnormFault* fault;  // host memory, mapped
-  bool late_trigger;    // a dependent grid is let in when this one ends
+  AllnormFault* fault;       // host memory, mapped
+  bool late_trigger;         // a dependent grid is let in when this one ends
+  int32_t longest_pause_ns;  // of a warp, at random, for soaks; 0: none
 };
 
 // One launch of a kernel over rows with owners: `fused.num_tokens` rows in the order of

@@ -64,6 +64,8 @@ inline EpilogueParams epilogue_params(const AllnormCall& call, int64_t first_row
   };
 }
 
+constexpr int32_t kLongestPauseNs = 20'000;  // longer than a short call takes
+
 // What every launch of `num_rows` rows has in common. `fault` as the kernel sees it.
 inline FusedParams exchange_params(const AllnormCommConfig& config, const AllnormCall& call,
                                    int64_t num_rows, AllnormFault* fault) {
@@ -80,6 +82,7 @@ inline FusedParams exchange_params(const AllnormCommConfig& config, const Allnor
   params.tag = call_tag(call, num_rows);
   params.fault = fault;
   params.late_trigger = (config.flags & ALLNORM_LATE_TRIGGER) != 0;
+  params.longest_pause_ns = (config.flags & ALLNORM_RANDOM_PAUSES) != 0 ? kLongestPauseNs : 0;
   return params;
 }
 

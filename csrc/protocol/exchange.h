@@ -13,13 +13,20 @@
 namespace allnorm {
 
 // Two 64-bit words, each carrying the operation number, so that each is valid on its own whatever
-// order they arrive in: (op << 32 | num_tokens) and (op << 32 | shape).
+// order they arrive in: (op << 32 | num_tokens) and (op << 56 | details << 32 | shape). The second
+// needs the low bits only: what else it can hold is of a few operations earlier.
 struct CallTag {
   uint32_t num_tokens;
   uint32_t shape;
+  uint32_t details = 0;  // 24 bits: what else must be equal, some of it as a hash
 
   ALLNORM_HD uint64_t word(uint32_t op, int index) const {
-    return static_cast<uint64_t>(op) << 32 | (index == 0 ? num_tokens : shape);
+    return index == 0 ? static_cast<uint64_t>(op) << 32 | num_tokens
+                      : static_cast<uint64_t>(op << 24 | details) << 32 | shape;
+  }
+  // Whether two words are both a tag of operation `op`.
+  ALLNORM_HD static bool is_of(uint32_t op, uint64_t word0, uint64_t word1) {
+    return word0 >> 32 == op && word1 >> 56 == (op & 0xff);
   }
 };
 

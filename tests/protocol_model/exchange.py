@@ -1,0 +1,82 @@
+"""What a model knows of the CUDA protocol: its steps, numbers and phases."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from protocol_model.program import Access
+
+Compare = Callable[[int, int], bool]
+
+
+def _signed(distance: int) -> int:
+    return (distance + (1 << 31)) % (1 << 32) - (1 << 31)
+
+
+# What has_reached() may say, and what it means.
+COMPARISONS: dict[str, Compare] = {
+    "static_cast<int32_t>(seen - expected) >= 0": lambda seen, expected: (
+        _signed(seen - expected) >= 0
+    ),
+    "seen >= expected": lambda seen, expected: seen >= expected,
+    "seen == expected": lambda seen, expected: seen == expected,
+}
+
+
+def equal_bits(bits: int) -> Compare:
+    """Whether the low `bits` of two numbers are the same."""
+    return lambda seen, expected: (seen - expected) % (1 << bits) == 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """Something that a thread does.
+
+    Attributes:
+        kind: "store" to peers, "wait" for peers, "clear" (an own slot) or "fence".
+        where: "tag0", "tag1", "released", "partial", "finished" or "scale".
+        offset: the number stored or waited for is that of the operation plus this.
+        compare: which numbers a wait takes, (seen, expected); None: whatever is not empty.
+    """
+
+    kind: str
+    access: Access
+    where: str = ""
+    offset: int = 0
+    compare: Compare | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Transport:
+    """What threads do with slots. All do `send`; who sums does `own`; the others do `receive`."""
+
+    all_sum: bool
+    send: tuple[Step, ...]
+    own: tuple[Step, ...]
+    receive: tuple[Step, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """The protocol, as the sources have it.
+
+    Attributes:
+        phases: of a workspace.
+        waits_for_grid: nothing is done before the preceding grid is complete.
+        roll_call: what a lane of the first serving warp does, for its peer.
+        hand_back: ... of the second.
+        transports: by name.
+        tested_words: of the four of a slot, those that a receiver looks at.
+        next_phase: from the phase and the number of an operation to the phase of the next.
+        first_released: what a new workspace holds, relative to the number of the first operation.
+    """
+
+    phases: int
+    waits_for_grid: bool
+    roll_call: tuple[Step, ...]
+    hand_back: tuple[Step, ...]
+    transports: dict[str, Transport]
+    tested_words: frozenset[int]
+    next_phase: Callable[[int, int], int]
+    first_released: int

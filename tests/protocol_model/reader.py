@@ -1,0 +1,256 @@
+"""Reads the CUDA protocol out of `csrc`, so that a model of it cannot be of something else.
+
+The order and scope of every access are those of the PTX in `cuda/memory.cuh`; which accesses there
+are, and in what order, is what stands in the functions of the exchange and of the transports. A
+line that this reader does not know is an error: whoever changes the protocol says here what the
+change means, and the checks then say whether it is right.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from protocol_model.exchange import COMPARISONS, Exchange, Step, Transport, equal_bits
+from protocol_model.program import Access
+from protocol_model.source import MEMORY, SourceError, Sources, block, verbs
+
+EXCHANGE, FUSED, PREPARE = "cuda/exchange.cuh", "cuda/fused.cuh", "cuda/prepare.h"
+ONE_SHOT, TWO_SHOT, OWNED = "cuda/one_shot.cuh", "cuda/two_shot.cuh", "cuda/owned_rows.cuh"
+QUANTIZE, LAYOUT, WORDS = "cuda/quantize.cuh", "protocol/layout.h", "protocol/exchange.h"
+
+_CALLS = {
+    *("store_to_peer", "load_from_peer", "store_quantized", "receive_partials"),
+    *("clear_partials", "wait_until", "wait_for_preceding_grid"),
+}
+# Functions over quantised packs, 8 bytes for a dtype of 16 bits; for float32 the same with u32.
+_OF_QUANTIZED = {"store_to_peer": OWNED, "load_from_peer": OWNED, "store_quantized": QUANTIZE}
+
+
+def read_exchange(sources: Sources | None = None) -> Exchange:
+    """The protocol of this tree's sources, or of a variant of them."""
+    source = sources or Sources()
+    phases = int(source.one(LAYOUT, r"constexpr int kPushPhases = (\d+);")[1])
+    # The tags of a new workspace are those of the operations before the first.
+    source.one(PREPARE, r"op = first_op - kPushPhases \+ phase;")
+    released = source.one(PREPARE, r"fill_n\(released, kPushMaxWorldSize, first_op( [-+] \d+)?")
+    reader = _Reader(source)
+    return Exchange(
+        phases=phases,
+        waits_for_grid=reader.waits_for_grid(),
+        roll_call=reader.roll_call(),
+        hand_back=reader.hand_back(),
+        transports=reader.transports(),
+        tested_words=reader.tested_words(),
+        next_phase=reader.next_phase(phases),
+        first_released=_offset(released[1]),
+    )
+
+
+def _offset(text: str | None) -> int:
+    return int(text.replace(" ", "")) if text else 0
+
+
+class _Reader:
+    def __init__(self, sources: Sources) -> None:
+        self._sources = sources
+        self._verbs = verbs(sources)
+
+    def _calls(self, body: str) -> list[tuple[str, str]]:
+        """(Function, arguments) of memory verbs and waits, in program order.
+
+        What a lambda does stands where it is waited for: it becomes `wait_until`'s arguments.
+        """
+        lambdas: list[tuple[int, str, str]] = []
+        while match := re.search(r"const auto (\w+) = \[&\] \{", body):
+            inside = block(body, match.end() - 1)
+            lambdas.append((match.start(), match[1], inside))
+            body = body[: match.start()] + body[match.end() + len(inside) + 1 :]
+        calls = []
+        for match in re.finditer(r"\b(\w+)(?:<[\w, ]*>)?\(", body):
+            if match[1] in _CALLS or any(match[1] == name for name, _ in self._verbs):
+                arguments = block(body, match.end() - 1, "()")
+                if match[1] == "wait_until":
+                    name = arguments.split(",")[0]
+                    before = [i for at, n, i in lambdas if n == name and at <= match.start()]
+                    arguments = before[-1]
+                calls.append((match[1], " ".join(arguments.split())))
+        return calls
+
+    def _access(self, name: str, width: str = "") -> Access:
+        if (name, width) not in self._verbs:
+            raise SourceError(f"{MEMORY} has no {name} of {width or 'nothing'}")
+        return self._verbs[name, width]
+
+    def _load(self, text: str, width: str) -> Access:
+        """How all the loads in `text` access, which must be alike."""
+        names = set(re.findall(r"\bload_\w+", text))
+        if names == {"load_from_peer"}:
+            return self._quantized("load_from_peer")
+        if len(names) != 1:
+            raise SourceError(f"loads {sorted(names)}, expected one kind: {text}")
+        return self._access(names.pop(), width)
+
+    def _quantized(self, name: str) -> Access:
+        body = self._sources.function(_OF_QUANTIZED[name], name, after="class T")
+        (verb,) = {call for call, _ in self._calls(body) if (call, "u64") in self._verbs}
+        return self._access(verb, "u64")
+
+    # ---- the exchange ----------------------------------------------------------------------------
+
+    def waits_for_grid(self) -> bool:
+        body = self._sources.function(EXCHANGE, "Exchange", after="explicit Exchange")
+        calls = [name for name, _ in self._calls(body)]
+        return calls[:1] == ["wait_for_preceding_grid"]
+
+    def next_phase(self, phases: int) -> Callable[[int, int], int]:
+        self._sources.one(EXCHANGE, r"next_phase\) << 32 \| \(op_ \+ 1\);")
+        text = self._sources.one(EXCHANGE, r"const int next_phase = ([^;]+);")[1]
+        if text == "phase_ + 1 == kPushPhases ? 0 : phase_ + 1":
+            return lambda phase, op: (phase + 1) % phases
+        if text == "(op_ + 1) % kPushPhases":
+            return lambda phase, op: (op + 1) % (1 << 32) % phases
+        raise SourceError(f"the next phase is {text}")
+
+    def roll_call(self) -> tuple[Step, ...]:
+        steps: list[Step] = []
+        tag = re.compile(r"theirs( \+ 8)?, params_\.tag\.word\(op_, ([01])\)")
+        for name, arguments in self._calls(self._sources.function(EXCHANGE, "call_roll")):
+            if match := tag.fullmatch(arguments):
+                steps.append(Step("store", self._access(name, "u64"), f"tag{match[2]}"))
+            elif name == "wait_until":
+                steps.extend(self._announced(arguments))
+            else:
+                raise SourceError(f"call_roll: {name}({arguments})")
+        return tuple(steps)
+
+    def _announced(self, text: str) -> list[Step]:
+        """Each word carries low bits of the number of its operation, all of which must be equal."""
+        access = self._load(text, "u64")
+        if "return CallTag::is_of(op_, seen[0], seen[1]);" in text:
+            text = self._sources.function(WORDS, "is_of")
+        tests = dict(re.findall(r"(?:word|seen\[)([01])\]? >> (\d+) == \(?op", text))
+        return [
+            Step("wait", access, f"tag{word}", compare=equal_bits(64 - int(tests.get(word, 64))))
+            for word in "01"
+        ]
+
+    def hand_back(self) -> tuple[Step, ...]:
+        steps: list[Step] = []
+        number = re.compile(r"PushControl::released\(params_\.rank\), op_( [-+] \d+)?$")
+        for name, arguments in self._calls(self._sources.function(EXCHANGE, "hand_back_slots")):
+            if name.startswith("fence"):
+                steps.append(Step("fence", self._access(name)))
+            elif match := number.search(arguments):
+                access = self._access(name, "u32")
+                steps.append(Step("store", access, "released", _offset(match[1])))
+            elif name == "wait_until":
+                steps.append(self._released(arguments))
+            else:
+                raise SourceError(f"hand_back_slots: {name}({arguments})")
+        return tuple(steps)
+
+    def _released(self, text: str) -> Step:
+        if match := re.fullmatch(r"return has_reached\(\w+\(slot\), op_( [-+] \d+)?\);", text):
+            body = self._sources.function(WORDS, "has_reached")
+            comparison = " ".join(body.split()).removeprefix("return ").removesuffix(";")
+        elif match := re.fullmatch(r"return \w+\(slot\) == op_( [-+] \d+)?;", text):
+            comparison = "seen == expected"
+        else:
+            raise SourceError(f"a wait for {text}")
+        if comparison not in COMPARISONS:
+            raise SourceError(f"a comparison {comparison}")
+        access = self._load(text, "u32")
+        return Step("wait", access, "released", _offset(match[1]), COMPARISONS[comparison])
+
+    # ---- the transports --------------------------------------------------------------------------
+
+    def tested_words(self) -> frozenset[int]:
+        body = self._sources.function(WORDS, "arrived")
+        return frozenset(int(w) for w in re.findall(r"pack\.word\[(\d)\] != kEmptyWord", body))
+
+    def _steps(self, path: str, name: str, where: str, after: str = "") -> tuple[Step, ...]:
+        """What a function does with slots; those that it stores or waits for are of `where`."""
+        steps: list[Step] = []
+        for call, arguments in self._calls(self._sources.function(path, name, after)):
+            clears = "kEmptyWord" in arguments
+            if call == "receive_partials":
+                steps.extend(self._partials())
+            elif call == "clear_partials":
+                steps.extend(self._cleared())
+            elif call == "wait_until":
+                of_scale = "scale" in arguments
+                access = self._arrival(arguments, "u32" if of_scale else "v4.u32")
+                steps.append(Step("wait", access, "scale" if of_scale else where))
+            elif clears and call in {"store_pack", "store_u32"}:
+                width = "u32" if call == "store_u32" else "v4.u32"
+                at = "scale" if call == "store_u32" else where
+                steps.append(Step("clear", self._access(call, width), at))
+            elif clears and call == "store_quantized":
+                steps.append(Step("clear", self._quantized(call), where))
+            elif call == "store_to_peer":
+                steps.append(Step("store", self._quantized(call), where))
+            elif call == "store_relaxed_sys":
+                of_scale = arguments.endswith(", scale")
+                access = self._access(call, "u32" if of_scale else "v4.u32")
+                steps.append(Step("store", access, "scale" if of_scale else where))
+            elif call != "store_quantized":  # of the caller's own tensor
+                raise SourceError(f"{path}, {name}: {call}({arguments})")
+        return tuple(steps)
+
+    def _arrival(self, text: str, width: str) -> Access:
+        if not re.search(r"return arrived\(\w+\);|return scale != kEmptyWord;", text):
+            raise SourceError(f"a wait for {text}")
+        return self._load(text, width)
+
+    def _partials(self) -> list[Step]:
+        ((name, text),) = self._calls(self._sources.function(ONE_SHOT, "receive_partials"))
+        tests_all = "all = all && (source == rank || arrived(partial[source]));" in text
+        if name != "wait_until" or not tests_all:
+            raise SourceError(f"receive_partials: {name} {text}")
+        return [Step("wait", self._load(text.replace("all &&", ""), "v4.u32"), "partial")]
+
+    def _cleared(self) -> list[Step]:
+        calls = self._calls(self._sources.function(ONE_SHOT, "clear_partials"))
+        return [Step("clear", self._access(name, "v4.u32"), "partial") for name, _ in calls]
+
+    def transports(self) -> dict[str, Transport]:
+        self._check_order(FUSED, "run_fused", "send(first,", "transport.relay(", "transport.receive(")
+        self._check_order(OWNED, "run", "send(first,", "do_own_part(index", "receive(back)")
+        part = ("owners_.receive_partials(", "owners_.publish(")
+        self._check_order(OWNED, "do_own_part", *part)
+        send = self._steps(OWNED, "send_partial", "partial")
+        partials = self._steps(OWNED, "receive_partials", "partial", after="send_partial")
+        to_rows = self._steps(OWNED, "publish", "finished")
+        to_quantized = self._steps(OWNED, "publish", "finished", after="Pack receive(")
+        return {
+            "one_shot": Transport(
+                all_sum=True,
+                send=self._steps(ONE_SHOT, "send", "partial"),
+                own=self._steps(ONE_SHOT, "receive", "partial", after="class OneShot"),
+            ),
+            "two_shot": Transport(
+                all_sum=False,
+                send=self._steps(TWO_SHOT, "send", "partial"),
+                own=self._steps(TWO_SHOT, "relay", "finished"),
+                receive=self._steps(TWO_SHOT, "receive", "finished", after="Pack relay"),
+            ),
+            "owned_rows": Transport(
+                all_sum=False,
+                send=send,
+                own=(*partials, *to_rows),
+                receive=self._steps(OWNED, "receive", "finished", after="void publish"),
+            ),
+            "owned_quantized": Transport(
+                all_sum=False,
+                send=send,
+                own=(*partials, *to_quantized),
+                receive=self._steps(OWNED, "receive_and_store", "finished"),
+            ),
+        }
+
+    def _check_order(self, path: str, name: str, *texts: str) -> None:
+        body = self._sources.function(path, name)
+        places = [body.find(text) for text in texts]
+        if -1 in places or places != sorted(places):
+            raise SourceError(f"{path}, {name}: expected {', then '.join(texts)}")

@@ -1,0 +1,85 @@
+"""The text of `csrc`: its functions, and the order and scope of its memory verbs."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+
+from protocol_model.notation import access_of
+from protocol_model.program import Access
+
+CSRC = pathlib.Path(__file__).resolve().parents[2] / "csrc"
+
+MEMORY = "cuda/memory.cuh"
+
+
+class SourceError(ValueError):
+    """The sources say something that the model has no words for."""
+
+
+class Sources:
+    """The text of `csrc`, or of a variant of it that `edited` makes."""
+
+    def __init__(self, texts: dict[str, str] | None = None) -> None:
+        self._texts = texts or {
+            str(p.relative_to(CSRC)): re.sub(r"//[^\n]*", "", p.read_text())
+            for p in sorted(CSRC.rglob("*"))
+            if p.suffix in {".h", ".cuh", ".cu", ".cpp"}
+        }
+
+    def __getitem__(self, path: str) -> str:
+        return self._texts[path]
+
+    def edited(self, *edits: tuple[str, str, str]) -> Sources:
+        """With (path, old, new) replaced, white space at their ends aside; `old` must be there."""
+        texts = dict(self._texts)
+        for path, old, new in edits:
+            if old not in texts[path]:
+                raise SourceError(f"{path} has no {old!r}")
+            texts[path] = texts[path].replace(old, new)
+        return Sources(texts)
+
+    def function(self, path: str, name: str, after: str = "") -> str:
+        """The body of a function; `after`: the first one behind this text."""
+        text = self[path]
+        start = text.find(after)
+        match = re.compile(rf"\b{name}\([^;{{}}]*\)[^;{{}}]*\{{").search(text, max(start, 0))
+        if start < 0 or match is None:
+            raise SourceError(f"{path} has no function {name}")
+        return block(text, match.end() - 1)
+
+    def one(self, path: str, pattern: str) -> re.Match[str]:
+        """The only match of `pattern` in a file, in which a blank is any white space."""
+        found = list(re.finditer(pattern.replace(" ", r"\s+"), self[path]))
+        if len(found) != 1:
+            raise SourceError(f"{path} has {len(found)} of {pattern!r}, expected one")
+        return found[0]
+
+
+def block(text: str, start: int, pair: str = "{}") -> str:
+    """What stands between the bracket at `start` and the one that closes it."""
+    depth = 0
+    for at in range(start, len(text)):
+        depth += (text[at] == pair[0]) - (text[at] == pair[1])
+        if depth == 0:
+            return text[start + 1 : at]
+    raise SourceError("a bracket is not closed")
+
+
+# ---- verbs ---------------------------------------------------------------------------------------
+
+
+def verbs(sources: Sources) -> dict[tuple[str, str], Access]:
+    """(Function of memory.cuh, type of its PTX) to the order and scope of that PTX."""
+    found = {}
+    text = sources[MEMORY]
+    for match in re.finditer(r"__device__ __forceinline__ \w+ (\w+)\([^)]*\) \{", text):
+        body = block(text, match.end() - 1)
+        ptx = re.search(
+            r'"(?:st|ld|fence)(?:\.(weak|relaxed|release|acquire|acq_rel|sc))?'
+            r'(?:\.(cta|gpu|sys))?(?:\.global\.([\w.]+))?[ ;]',
+            body,
+        )
+        if ptx is not None:
+            found[match[1], ptx[3] or ""] = access_of(ptx[1], ptx[2])
+    return found
