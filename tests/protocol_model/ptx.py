@@ -18,7 +18,7 @@ from collections.abc import Hashable
 
 import z3
 
-from protocol_model.program import Event, Program
+from protocol_model.program import INITIALLY, Event, Program
 
 Edge = tuple[Event, Event, z3.BoolRef]
 
@@ -158,77 +158,65 @@ class Executions:
         return [(f, g, variable) for (f, g), variable in self._sc.items()]
 
     def _define_causality(self) -> None:
-        self._edges = self._synchronizing()
-        conditions = []
-        for number, (_, _, condition) in enumerate(self._edges):
+        self._edges = []
+        for number, (first, last, condition) in enumerate(self._synchronizing()):
             active = z3.Bool(f"sync:{number}")
             self.solver.add(z3.Implies(condition, active))
-            conditions.append(active)
-        self._active = conditions
-        self._after_edges: dict[int, dict[int, z3.BoolRef]] = {}
-        self._signatures: dict[int, dict[int, z3.BoolRef]] = {}
-
-    def _reaches(self, x: int, y: int) -> bool:
-        return x == y or bool(self._static[x] >> y & 1)
-
-    def _edges_after(self, x: Event) -> dict[int, z3.BoolRef]:
-        """Of each edge that x may reach the end of: a variable, true if it does.
-
-        Events that statically reach the same edges share their variables.
-        """
-        if x.index in self._after_edges:
-            return self._after_edges[x.index]
-        direct = [n for n, (tail, _, _) in enumerate(self._edges) if self._reaches(x.index, tail.index)]
-        signature = sum(1 << n for n in direct)
-        if signature not in self._signatures:
-            self._signatures[signature] = self._propagate(direct, len(self._signatures))
-        self._after_edges[x.index] = self._signatures[signature]
-        return self._after_edges[x.index]
-
-    def _next_edges(self, number: int) -> list[int]:
-        head = self._edges[number][1]
-        return [
-            n
-            for n, (tail, _, _) in enumerate(self._edges)
-            if n != number and self._reaches(head.index, tail.index)
+            self._edges.append((first, last, active))
+        # Ends of edges, and between which of them static order leads directly.
+        self._ends = sorted({e for edge in self._edges for e in edge[:2]}, key=lambda e: e.index)
+        pairs = [(a, b) for a in self._ends for b in self._ends if a is not b and self._reaches(a, b)]
+        through = set(pairs)
+        self._steps = [
+            (a, b)
+            for a, b in pairs
+            if not any((a, c) in through and (c, b) in through for c in self._ends)
         ]
+        self._led_to: dict[int, dict[Event, z3.BoolRef]] = {}
+        self._paths: dict[tuple[int, int], z3.BoolRef | bool] = {}
+        self._causality: dict[tuple[Event, Event], z3.BoolRef | bool] = {}
 
-    def _propagate(self, direct: list[int], label: int) -> dict[int, z3.BoolRef]:
-        reached: dict[int, z3.BoolRef] = {}
-        pending = list(direct)
-        following: dict[int, list[int]] = {}
-        while pending:
-            number = pending.pop()
-            if number in reached:
-                continue
-            reached[number] = z3.Bool(f"reach:{label},{number}")
-            if not hasattr(self, "_next"):
-                self._next = {n: self._next_edges(n) for n in range(len(self._edges))}
-            following[number] = self._next[number]
-            pending.extend(following[number])
-        for number in direct:
-            self.solver.add(z3.Implies(self._active[number], reached[number]))
-        for number, after in following.items():
-            for n in after:
-                self.solver.add(z3.Implies(z3.And(reached[number], self._active[n]), reached[n]))
-        return reached
+    def _reaches(self, x: Event, y: Event) -> bool:
+        return x is y or bool(self._static[x.index] >> y.index & 1)
+
+    def _lead_to(self, direct: int) -> dict[Event, z3.BoolRef]:
+        """Of each end of an edge a variable: true if base causality leads there from events that
+        statically lead to the ends `direct`, as bits."""
+        if direct not in self._led_to:
+            label = len(self._led_to)
+            there = {e: z3.Bool(f"from:{label},{e.index}") for e in self._ends}
+            for number, end in enumerate(self._ends):
+                if direct >> number & 1:
+                    self.solver.add(there[end])
+            for a, b in self._steps:
+                self.solver.add(z3.Implies(there[a], there[b]))
+            for first, last, active in self._edges:
+                self.solver.add(z3.Or(z3.Not(there[first]), z3.Not(active), there[last]))
+            self._led_to[direct] = there
+        return self._led_to[direct]
 
     def base_causality(self, x: Event, y: Event) -> z3.BoolRef | bool:
         """Whether x precedes y in base causality order; x and y on one location, or fences."""
-        if x is y:
-            paths: list[z3.BoolRef] = []
-        elif self._reaches(x.index, y.index):
+        if x is not y and self._reaches(x, y):
             return True
-        else:
-            paths = []
-        for number, variable in self._edges_after(x).items():
-            if self._reaches(self._edges[number][1].index, y.index):
-                paths.append(variable)
-        return z3.Or(paths) if paths else False
+        direct = sum(1 << n for n, end in enumerate(self._ends) if self._reaches(x, end))
+        into = sum(1 << n for n, end in enumerate(self._ends) if self._reaches(end, y))
+        if direct == 0 or into == 0:
+            return False
+        if (direct, into) not in self._paths:
+            there = self._lead_to(direct)
+            ends = [there[end] for n, end in enumerate(self._ends) if into >> n & 1]
+            self._paths[direct, into] = z3.Or(ends)
+        return self._paths[direct, into]
 
     def causality(self, x: Event, y: Event) -> z3.BoolRef | bool:
         """Base causality order, or observation order followed by it."""
-        if x.thread.gpu < 0 and x.thread.name == "initially" and x is not y:
+        if (x, y) not in self._causality:
+            self._causality[x, y] = self._define_path(x, y)
+        return self._causality[x, y]
+
+    def _define_path(self, x: Event, y: Event) -> z3.BoolRef | bool:
+        if x.thread is INITIALLY and x is not y:
             return True
         paths = [self.base_causality(x, y)]
         if x.kind == "write":

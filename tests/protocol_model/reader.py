@@ -92,8 +92,9 @@ class _Reader:
         return self._access(names.pop(), width)
 
     def _quantized(self, name: str) -> Access:
-        body = self._sources.function(_OF_QUANTIZED[name], name, after="class T")
-        (verb,) = {call for call, _ in self._calls(body) if (call, "u64") in self._verbs}
+        bodies = self._sources.overloads(_OF_QUANTIZED[name], name)
+        calls = {call for body in bodies for call, _ in self._calls(body)}
+        (verb,) = (call for call in calls if (call, "u64") in self._verbs)
         return self._access(verb, "u64")
 
     # ---- the exchange ----------------------------------------------------------------------------

@@ -31,7 +31,7 @@ class Sources:
         return self._texts[path]
 
     def edited(self, *edits: tuple[str, str, str]) -> Sources:
-        """With (path, old, new) replaced, white space at their ends aside; `old` must be there."""
+        """With each `old` of (path, old, new), which must be there, replaced."""
         texts = dict(self._texts)
         for path, old, new in edits:
             if old not in texts[path]:
@@ -39,14 +39,19 @@ class Sources:
             texts[path] = texts[path].replace(old, new)
         return Sources(texts)
 
-    def function(self, path: str, name: str, after: str = "") -> str:
-        """The body of a function; `after`: the first one behind this text."""
+    def overloads(self, path: str, name: str, after: str = "") -> list[str]:
+        """The bodies of the functions of a name that are behind the text `after`."""
         text = self[path]
         start = text.find(after)
-        match = re.compile(rf"\b{name}\([^;{{}}]*\)[^;{{}}]*\{{").search(text, max(start, 0))
-        if start < 0 or match is None:
+        definition = re.compile(rf"\b{name}\([^;{{}}]*\)[^;{{}}]*\{{")
+        found = list(definition.finditer(text, start)) if start >= 0 else []
+        if not found:
             raise SourceError(f"{path} has no function {name}")
-        return block(text, match.end() - 1)
+        return [block(text, match.end() - 1) for match in found]
+
+    def function(self, path: str, name: str, after: str = "") -> str:
+        """The first of them."""
+        return self.overloads(path, name, after)[0]
 
     def one(self, path: str, pattern: str) -> re.Match[str]:
         """The only match of `pattern` in a file, in which a blank is any white space."""

@@ -1,0 +1,212 @@
+"""The exchange as a litmus program: some operations of some ranks, one slot of each kind.
+
+Every operation is a kernel of its own threads: those of an earlier one are never the same, since
+grids may be cut differently. Layouts of consecutive operations differ too, so a slot belongs to
+another sender whenever its phase comes around.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Hashable, Iterator
+
+from protocol_model.exchange import Exchange, Step
+from protocol_model.program import Access, Program, Scope, Thread
+
+EMPTY = "empty"
+# Of operations, so that none is negative; every number of phases divides it.
+FIRST_OP = 120
+
+# Which threads of a kernel, and of the next one, a kernel boundary lies between.
+DATA, ROLL_CALL, HAND_BACK = "data", "roll call", "hand-back"
+Threads = dict[str, list[Thread]]
+BOUNDARIES = tuple(itertools.product((DATA, ROLL_CALL, HAND_BACK), repeat=2))
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """How much of the protocol a program shows.
+
+    `unordered`: boundaries that are only in time, that is, order no memory accesses.
+    `boundary_scope`: None takes a kernel boundary as PTX has it, an edge of "synchronizes";
+    otherwise it is no more than flags and fences of this scope, handled by a thread of the GPU's.
+    """
+
+    world_size: int = 2
+    operations: int = 5
+    transport: str = "one_shot"
+    words: tuple[int, ...] = (0,)
+    unordered: frozenset[tuple[str, str]] = frozenset()
+    boundary_scope: Scope | None = None
+
+
+class ExchangeProgram:
+    """Builds the program of `exchange` in a `setting`."""
+
+    def __init__(self, exchange: Exchange, setting: Setting) -> None:
+        self.exchange = exchange
+        self.setting = setting
+        self.program = Program()
+        self._ranks = range(setting.world_size)
+        phase, self._phases = 0, []
+        for k in range(setting.operations):
+            self._phases.append(phase)
+            phase = exchange.next_phase(phase, FIRST_OP + k)
+        self._initialize()
+        kernels: dict[int, Threads] = {rank: {} for rank in self._ranks}
+        for k in range(setting.operations):
+            for rank in self._ranks:
+                threads = self._threads(rank, k)
+                if k > 0 and exchange.waits_for_grid:
+                    self._boundary(rank, k, kernels[rank], threads)
+                kernels[rank] = threads
+                self._run(rank, k, threads)
+
+    def _threads(self, rank: int, k: int) -> Threads:
+        def thread(name: str, block: int) -> Thread:
+            return Thread(f"rank {rank}, operation {k}, {name}", rank, (k, block))
+
+        peers = [peer for peer in self._ranks if peer != rank]
+        return {
+            DATA: [thread(DATA, 1)],
+            ROLL_CALL: [thread(f"{ROLL_CALL} of {peer}", 0) for peer in peers],
+            HAND_BACK: [thread(f"{HAND_BACK} of {peer}", 0) for peer in peers],
+        }
+
+    def _boundary(self, rank: int, k: int, before: Threads, after: Threads) -> None:
+        """Between operations k - 1 and k of a rank."""
+        unordered = self.setting.unordered
+        if self.setting.boundary_scope is not None:
+            self._flagged_boundary(rank, k, sum(before.values(), []), sum(after.values(), []))
+        elif not unordered:
+            self.program.joint(sum(before.values(), []), sum(after.values(), []))
+        else:
+            for kinds in BOUNDARIES:
+                ordered = kinds not in unordered
+                self.program.joint(before[kinds[0]], after[kinds[1]], orders_memory=ordered)
+
+    def _flagged_boundary(
+        self, rank: int, k: int, before: list[Thread], after: list[Thread]
+    ) -> None:
+        program, scope = self.program, self.setting.boundary_scope
+        fence, relaxed = Access("acq_rel", scope), Access("relaxed", scope)
+        scheduler = Thread(f"rank {rank}, scheduler before operation {k}", rank, "scheduler")
+        for thread in before:
+            program.initialize(("ended", thread.name), False)
+            program.fence(thread, fence)
+            program.write(thread, relaxed, ("ended", thread.name), True)
+        for thread in before:
+            program.read(scheduler, relaxed, ("ended", thread.name), accepts=bool)
+        program.fence(scheduler, fence)
+        program.initialize(("started", rank, k), False)
+        program.write(scheduler, relaxed, ("started", rank, k), True)
+        for thread in after:
+            program.read(thread, relaxed, ("started", rank, k), accepts=bool)
+            program.fence(thread, fence)
+
+    # ---- what is where ---------------------------------------------------------------------------
+
+    def _initialize(self) -> None:
+        phases = range(max(self._phases) + 1)
+        for receiver in self._ranks:
+            for source in self._ranks:
+                if source == receiver:
+                    continue
+                number = FIRST_OP + self.exchange.first_released
+                self.program.initialize(("released", receiver, source), number)
+                for phase, word in itertools.product(phases, ("tag0", "tag1")):
+                    number = FIRST_OP - self.exchange.phases + phase
+                    self.program.initialize((word, receiver, phase, source), number)
+            for where in self._slots(receiver):
+                self.program.initialize(where, EMPTY)
+
+    def _slots(self, receiver: int) -> Iterator[Hashable]:
+        phases = range(max(self._phases) + 1)
+        numbers = range(self.setting.world_size - 1)
+        for phase, word in itertools.product(phases, self.setting.words):
+            for number in numbers:
+                yield ("partial", receiver, phase, number, word)
+            yield ("finished", receiver, phase, word)
+            yield ("scale", receiver, phase, word)
+
+    def _owner(self, k: int) -> int:
+        """Another one each time a phase comes around, if two can take turns while a third receives."""
+        return k // self.exchange.phases % max(1, self.setting.world_size - 1)
+
+    def _slot(self, step: Step, k: int, receiver: int, source: int, word: int) -> Hashable:
+        phase = self._phases[k]
+        if step.where != "partial":
+            return (step.where, receiver, phase, word)
+        number = source - (source > receiver) + k // self.exchange.phases
+        return ("partial", receiver, phase, number % (self.setting.world_size - 1), word)
+
+    # ---- what is done ----------------------------------------------------------------------------
+
+    def _run(self, rank: int, k: int, threads: Threads) -> None:
+        peers = [peer for peer in self._ranks if peer != rank]
+        for peer, thread in zip(peers, threads[ROLL_CALL], strict=True):
+            for step in self.exchange.roll_call:
+                self._number(step, thread, rank, peer, k)
+        for peer, thread in zip(peers, threads[HAND_BACK], strict=True):
+            for step in self.exchange.hand_back:
+                self._number(step, thread, rank, peer, k)
+        (thread,) = threads[DATA]
+        transport = self.exchange.transports[self.setting.transport]
+        owner = self._owner(k)
+        owners = peers if transport.all_sum else [owner] if owner != rank else []
+        for step in transport.send:
+            self._data(step, thread, rank, k, owners)
+        if transport.all_sum or owner == rank:
+            for step in transport.own:
+                self._data(step, thread, rank, k, peers)
+        else:
+            for step in transport.receive:
+                self._data(step, thread, rank, k, [owner])
+
+    def _number(self, step: Step, thread: Thread, rank: int, peer: int, k: int) -> None:
+        """A step of a lane whose peer is `peer`, about the number of the operation."""
+        op = FIRST_OP + k + step.offset
+        phase = () if step.where == "released" else (self._phases[k],)
+        if step.kind == "fence":
+            self.program.fence(thread, step.access, "fence")
+        elif step.kind == "store":
+            place = (step.where, peer, *phase, rank)
+            self.program.write(thread, step.access, place, op, "store")
+        else:
+            compare = step.compare
+            assert compare is not None
+            self.program.read(
+                thread,
+                step.access,
+                (step.where, rank, *phase, peer),
+                accepts=lambda seen: compare(seen, op),  # type: ignore[arg-type]
+                expected=None if step.where == "released" else lambda seen: seen == op,
+                name="wait",
+            )
+
+    def _data(self, step: Step, thread: Thread, rank: int, k: int, peers: list[int]) -> None:
+        """A step of a thread that moves data: to `peers`, or from them."""
+        for peer, word in itertools.product(peers, self.setting.words):
+            receiver, source = (peer, rank) if step.kind == "store" else (rank, peer)
+            place = self._slot(step, k, receiver, source, word)
+            payload = (step.where, k, source)
+            if step.kind == "store":
+                self.program.write(thread, step.access, place, payload, "push")
+            elif step.kind == "clear":
+                self.program.write(thread, step.access, place, EMPTY, "clear")
+            else:
+                tested = step.where != "partial" or word in self.exchange.tested_words
+                self.program.read(
+                    thread,
+                    step.access,
+                    place,
+                    accepts=lambda seen, tested=tested: not tested or seen != EMPTY,
+                    expected=lambda seen, payload=payload: seen == payload,
+                    name="wait",
+                )
+
+
+def exchange_program(exchange: Exchange, setting: Setting | None = None) -> Program:
+    """The litmus program of `exchange`."""
+    return ExchangeProgram(exchange, setting or Setting()).program
