@@ -19,6 +19,7 @@ from allnorm.prepare import Preparer
 from allnorm.quant import DTYPE as FP8
 from allnorm.quant import Fp8PerTensor, QuantizedNorm
 from allnorm.results import Result
+from allnorm.shortcuts import New
 
 _Tensor = torch.Tensor
 
@@ -32,6 +33,7 @@ class Calls:
     _library: _native.Library
     _handle: int
     _preparer: Preparer
+    _new: New
     _lock: threading.Lock
     _closed: bool
 
@@ -50,11 +52,8 @@ class Calls:
             self._refuse()
         launch = self._preparer.find(x, residual, weight, norm, algorithm)
         if out is None and residual_out is None:
-            if launch.is_canonical:
-                result = torch.empty_like(x)  # the faster one, but it keeps unusual strides
-            else:
-                result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-            summed = _new_residual(launch, result) if launch.is_norm else None
+            result = self._new(*launch.out)
+            summed = None if norm is None else self._new(*launch.residual_out)
             self._launch(launch, x, residual, weight, result, summed)
             return result, summed
         wanted = [Result("out", Like.rows(x, None), out, "x")]
@@ -64,7 +63,7 @@ class Calls:
         results.check(wanted, {"x": x, "residual": residual, "weight": weight})
         written = results.writable(wanted, launch)
         sums = written[1] if launch.is_norm else None
-        self._launch(launch, x, residual, weight, written[0], sums, fresh=False)
+        self._launch(launch, x, residual, weight, written[0], sums, None, None, False)
         stored = results.store(wanted, written)
         return stored[0], stored[1] if launch.is_norm else None
 
@@ -88,13 +87,16 @@ class Calls:
         launch = self._preparer.find(x, residual, weight, norm, algorithm, quant)
         if memory:
             return self._quantize_into(launch, x, residual, weight, quant, return_normed, memory)
-        like = x
-        if not launch.is_canonical:
-            like = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        quantized = torch.empty_like(like, dtype=FP8)
-        scale = quant.scale if launch.scale is None else launch.scale.empty(x.device)
-        summed = _new_residual(launch, like)
-        normed = torch.empty_like(like) if return_normed else None
+        new = self._new
+        quantized, summed = new(*launch.quantized), new(*launch.residual_out)
+        geometry = launch.scale
+        if geometry is None:
+            scale = quant.scale
+        elif geometry.padded:
+            scale = geometry.empty(x.device)
+        else:
+            scale = new(geometry.shape, geometry.stride, geometry.dtype)
+        normed = new(*launch.out) if return_normed else None
         self._launch(launch, x, residual, weight, normed, summed, quantized, scale)
         return QuantizedNorm(quantized, scale, summed, normed)
 
@@ -130,7 +132,7 @@ class Calls:
         written = results.writable(wanted, launch)
         quantized, summed, normed = (*written, None)[:3]
         assert quantized is not None
-        self._launch(*(launch, x, residual, weight, normed, summed, quantized, scale), fresh=False)
+        self._launch(launch, x, residual, weight, normed, summed, quantized, scale, False)
         stored = results.store(wanted, written)
         return QuantizedNorm(stored[0], scale, stored[1], stored[2] if return_normed else None)
 
@@ -142,14 +144,14 @@ class Calls:
         launch = self._preparer.find_gather(shard, num_tokens, algorithm)
         shape = (num_tokens, shard.shape[-1])
         if out is None:
-            result = torch.empty(shape, dtype=shard.dtype, device=shard.device)
+            result = self._new(*launch.out)
             self._launch(launch, shard, None, None, result, None)
             return result
         source = "num_tokens rows as wide as residual_shard"
         wanted = [Result("out", Like(shape, shard.dtype, shard.device, source), out)]
         results.check(wanted, {"residual_shard": shard})
         written = results.writable(wanted, launch)
-        self._launch(launch, shard, None, None, written[0], None, fresh=False)
+        self._launch(launch, shard, None, None, written[0], None, None, None, False)
         return results.store(wanted, written)[0]
 
     # ---- launching ------------------------------------------------------------------------------
@@ -164,23 +166,27 @@ class Calls:
         residual_out: _Tensor | None,
         quantized: _Tensor | None = None,
         scale: _Tensor | None = None,
-        *,
         fresh: bool = True,
     ) -> None:
         # The lock keeps another thread from changing the prepared call while it is being read.
         with self._lock:
+            # Copies of unaligned inputs live until the call has been made.
             temporaries = launch.bind(
-                x, residual, weight, out, residual_out, quantized, scale, fresh=fresh
+                x, residual, weight, out, residual_out, quantized, scale, fresh
             )
-            if launch.algorithm == "unfused":
+            if launch.is_unfused:
                 status = unfused.run(launch, self._library, self.group, x, out, quantized, scale)
             else:
-                status = launch.exchange(self._library, self._handle)
+                status = self._library.run(self._handle, launch.address)
             del temporaries
-        if status != _native.OK:
-            if status in (_native.TIMEOUT, _native.DIVERGED):
-                self.check()
-            raise_status(self._library, status)
+        if status:
+            self._raise(status)
+
+    def _raise(self, status: int) -> None:
+        """Raises what a call that ended with this status has recorded."""
+        if status in (_native.TIMEOUT, _native.DIVERGED):
+            self.check()
+        raise_status(self._library, status)
 
     # ---- state ----------------------------------------------------------------------------------
 
@@ -201,9 +207,3 @@ class Calls:
             fault = _native.Fault()
             if self._library.comm_check(self._handle, ctypes.addressof(fault)) != _native.OK:
                 raise fault_error(fault, self.timeout)
-
-
-def _new_residual(launch: Launch, like: _Tensor) -> _Tensor:
-    if launch.residual_shape is None:
-        return torch.empty_like(like)
-    return like.new_empty(launch.residual_shape)

@@ -8,6 +8,8 @@ from allnorm import arguments
 from allnorm.calls import Calls
 from allnorm.quant import DEFAULT_QUANT, Quant, QuantizedNorm, from_op_results, op_arguments
 
+_is_compiling = torch.compiler.is_compiling
+
 
 class Collectives(Calls):
     """The calls of a Communicator."""
@@ -43,7 +45,7 @@ class Collectives(Calls):
         Collective. Safe in CUDA graphs and under torch.compile; no synchronisation, no allocation
         but the result ("unfused" also gathers the inputs).
         """
-        if torch.compiler.is_compiling() and out is None and algorithm == "auto":
+        if _is_compiling() and out is None and algorithm == "auto":
             reduced: torch.Tensor = torch.ops.allnorm.all_reduce(x, self.name)
             return reduced
         result, _ = self._call(x, None, None, None, algorithm, out, None)
@@ -102,7 +104,7 @@ class Collectives(Calls):
         gradient.
         """
         mode = self.numerics if numerics is None else numerics
-        if torch.compiler.is_compiling() and out is residual_out is None and algorithm == "auto":
+        if _is_compiling() and out is residual_out is None and algorithm == "auto":
             traced: tuple[torch.Tensor, torch.Tensor] = torch.ops.allnorm.all_reduce_add_rms_norm(
                 x, residual, weight, eps, weight_bias, mode, self.name, residual_sharded
             )
@@ -176,7 +178,7 @@ class Collectives(Calls):
         """
         mode = self.numerics if numerics is None else numerics
         fresh = out is scale_out is normed_out is residual_out is None
-        if torch.compiler.is_compiling() and fresh and algorithm == "auto":
+        if _is_compiling() and fresh and algorithm == "auto":
             traced = torch.ops.allnorm.all_reduce_add_rms_norm_quant(
                 *(x, residual, weight, eps, *op_arguments(quant), return_normed, residual_sharded),
                 *(weight_bias, mode, self.name),
@@ -228,7 +230,7 @@ class Collectives(Calls):
         Collective. Safe in CUDA graphs and under torch.compile; no synchronisation, no allocation
         but the result.
         """
-        if torch.compiler.is_compiling() and out is None and algorithm == "auto":
+        if _is_compiling() and out is None and algorithm == "auto":
             rows: torch.Tensor = torch.ops.allnorm.all_gather_rows(
                 residual_shard, num_tokens, self.name
             )

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import datetime
+import os
 import threading
+import warnings
 import weakref
 from types import TracebackType
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from allnorm import _native, arguments, config, policy, workspace
+from allnorm import _native, arguments, config, policy, shortcuts, tuning, workspace
 from allnorm.arguments import DTYPES, NormArguments
 from allnorm.collectives import Collectives
 from allnorm.errors import CommunicatorClosedError, UnsupportedError
@@ -57,6 +59,9 @@ class Communicator(Collectives):
         numerics: rounding mode of calls that name none: "rounded", "unrounded", "transformers" or
             "vllm".
         timeout: how long a call may wait for a peer (`ALLNORM_TIMEOUT_SECONDS`, else 600 s).
+        tuning_dir: folder of the tables that `allnorm tune` has written (`ALLNORM_TUNING_DIR`, else
+            the user's cache). They decide about time, never about bits; one that does not fit, or
+            that not all ranks have, is left out with a warning of rank 0.
         early_trigger: CUDA: the next kernel of the stream, if it is launched with programmatic
             dependent launch, may start before a call's last stores; it must read nothing before
             `griddepcontrol.wait`, as CUDA demands of it. False lets it start when the call ends,
@@ -80,6 +85,7 @@ class Communicator(Collectives):
         numerics: str = "rounded",
         timeout: datetime.timedelta | None = None,
         *,
+        tuning_dir: str | os.PathLike[str] | None = None,
         early_trigger: bool = True,
         dependent_launch: bool = True,
         first_op: int = 0,
@@ -102,14 +108,21 @@ class Communicator(Collectives):
         self._lock = threading.Lock()
 
         def check() -> tuple[Any, ...]:
-            return self._configure(device, workspace_bytes, timeout)
+            agreed, max_row_bytes = self._configure(device, workspace_bytes, timeout)
+            self._tables = tuning.load(
+                tuning_dir, self.device.type, self.device.index, self.world_size
+            )
+            return agreed, max_row_bytes, self._tables.found
 
         checked = workspace.agree(resolved, check, "checking the arguments of Communicator")
-        if len({agreed for agreed, _ in checked}) > 1:
+        if len({agreed for agreed, *_ in checked}) > 1:
             raise ValueError(
                 "the ranks passed different arguments (device type, workspace_bytes, numerics): "
-                f"{[agreed for agreed, _ in checked]}. Pass the same on every rank."
+                f"{[agreed for agreed, *_ in checked]}. Pass the same on every rank."
             )
+        tables, warning = tuning.tables(self._tables, [found for *_, found in checked])
+        if warning and self.rank == 0:
+            warnings.warn(warning, stacklevel=2)
         self._workspace = workspace.create(resolved, self.device, self._workspace_bytes)
         flags = 0 if early_trigger else _native.LATE_TRIGGER
         flags |= 0 if dependent_launch else _native.NO_DEPENDENT_LAUNCH
@@ -118,11 +131,15 @@ class Communicator(Collectives):
             self.device.type,
             self.world_size,
             exchange=self._workspace.obstacle,
-            max_row_bytes=min((limit for _, limit in checked if limit is not None), default=None),
+            max_row_bytes=min(
+                (limit for _, limit, _ in checked if limit is not None), default=None
+            ),
+            tables=tables,
         )
         self._preparer = Preparer(
             self._library, self.traits, self._workspace.num_bytes, self.device, self.rank
         )
+        self._new = shortcuts.new_tensors(self.device)
         prefix = f"allnorm:{resolved.group_name}"
         count = _created.get(prefix, 0)
         _created[prefix] = count + 1
@@ -211,7 +228,8 @@ class Communicator(Collectives):
             algorithm: what the call would ask for.
 
         Returns:
-            The algorithm, the reason in one sentence, and the number of launches.
+            The algorithm, the reason in one sentence, the number of launches, and whether a tuned
+            table, the one that is shipped, or the built-in rule decided.
 
         Raises:
             ValueError, TypeError: wrong arguments.

@@ -5,6 +5,7 @@
 | `ALLNORM_WORKSPACE_BYTES` | `Communicator(workspace_bytes=)`   |
 | `ALLNORM_TIMEOUT_SECONDS` | `Communicator(timeout=)`           |
 | `ALLNORM_DISABLE`         | the engine's own switch, off       |
+| `ALLNORM_TUNING_DIR`      | `Communicator(tuning_dir=)`        |
 
 `ALLNORM_DISABLE=1` keeps the plugins of serving engines from doing anything; calls of the library's
 own API are not affected.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import pathlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -24,7 +26,10 @@ from allnorm.errors import ConfigurationError
 
 DEFAULT_TIMEOUT = datetime.timedelta(seconds=600)
 
-_KNOWN = ("ALLNORM_WORKSPACE_BYTES", "ALLNORM_TIMEOUT_SECONDS", "ALLNORM_DISABLE")
+_KNOWN = (
+    *("ALLNORM_WORKSPACE_BYTES", "ALLNORM_TIMEOUT_SECONDS", "ALLNORM_DISABLE"),
+    "ALLNORM_TUNING_DIR",
+)
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,7 @@ class Settings:
     workspace_bytes: int | None = None
     timeout: datetime.timedelta | None = None
     disabled: bool = False
+    tuning_dir: pathlib.Path | None = None
 
 
 def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
@@ -55,7 +61,17 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         workspace_bytes=None if workspace is None else int(workspace),
         timeout=None if seconds is None else datetime.timedelta(seconds=seconds),
         disabled=_switch(environ, "ALLNORM_DISABLE"),
+        tuning_dir=_folder(environ, "ALLNORM_TUNING_DIR"),
     )
+
+
+def cache_dir(environ: Mapping[str, str] | None = None) -> pathlib.Path:
+    """Where this user's files of allnorm lie that can be made again (XDG base directories)."""
+    environ = os.environ if environ is None else environ
+    root = _folder(environ, "XDG_CACHE_HOME")
+    if root is None or not root.is_absolute():  # as the specification says
+        root = pathlib.Path(os.path.expanduser("~"), ".cache")
+    return root / "allnorm"
 
 
 def multicast_switches() -> dict[str, str | None]:
@@ -84,3 +100,8 @@ def _switch(environ: Mapping[str, str], name: str) -> bool:
     if text not in ("", "0", "1"):
         raise ConfigurationError(f"{name}={text!r}: expected 0 or 1. Correct or unset it.")
     return text == "1"
+
+
+def _folder(environ: Mapping[str, str], name: str) -> pathlib.Path | None:
+    text = environ.get(name)
+    return pathlib.Path(text).expanduser() if text else None

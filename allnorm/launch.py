@@ -10,12 +10,17 @@ import torch
 from allnorm import _native
 from allnorm.arguments import DTYPES, NormArguments, rows_of
 from allnorm.errors import AllnormError, UnsupportedError
+from allnorm.quant import DTYPE as FP8
 from allnorm.quant import Fp8PerGroup, Quant, ScaleGeometry, scale_geometry
+from allnorm.shortcuts import current_raw_stream
 
 # Alignment of every row and of the weight that the CUDA kernels' 16-byte accesses need; quantised
 # rows, which are narrower, are written 8 bytes at a time.
 _CUDA_ALIGN_BYTES = 16
 _CUDA_QUANTIZED_ALIGN_BYTES = 8
+
+Geometry = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+"""Shape, strides and dtype of a tensor."""
 
 
 def raise_status(library: _native.Library, status: int) -> None:
@@ -82,16 +87,14 @@ class Launch:
         gathered_rows: int | None = None,
     ) -> None:
         self.algorithm = algorithm
+        self.is_unfused = algorithm == "unfused"
         self.is_norm = norm is not None
-        # Contiguous, with the strides that a new tensor has.
-        self.is_canonical = x.stride() == torch.empty(x.shape, device="meta").stride()
         self.shard = shard
-        # None: of the shape of x.
-        self.residual_shape = None if shard is None else (shard[1] - shard[0], x.shape[-1])
         self.scale: ScaleGeometry | None = None
         self.num_tokens = x.numel() // x.shape[-1] if gathered_rows is None else gathered_rows
-        self._device = x.device
+        self.recent: Any = None  # prepare.py finds it again by this
         self._is_cuda = x.device.type == "cuda"
+        self._device_index = x.device.index
         op = _native.ALL_REDUCE if norm is None else _native.ADD_RMS_NORM
         if gathered_rows is not None:
             op = _native.ALL_GATHER_ROWS
@@ -106,8 +109,21 @@ class Launch:
         self._copy_residual, self._residual_stride = (
             (False, 0) if residual is None else self._row_stride(residual)
         )
-        self._address = ctypes.addressof(call)
+        self._copies_inputs = self._copy_x or self._copy_residual
+        self.address = ctypes.addressof(call)
         self._restore_strides()
+        self._describe_results(x)
+
+    def _describe_results(self, x: torch.Tensor) -> None:
+        """What the results are: shape, strides and dtype of each, as `shortcuts.New` takes them."""
+        rows = tuple(x.shape)
+        if self.call.op == _native.ALL_GATHER_ROWS:
+            rows = (self.num_tokens, rows[-1])
+        self.out = _contiguous(rows, x.dtype)
+        self.quantized = _contiguous(rows, FP8)
+        if self.shard is not None:
+            rows = (self.shard[1] - self.shard[0], rows[-1])
+        self.residual_out = _contiguous(rows, x.dtype)
 
     def _prepare_scale(self, geometry: ScaleGeometry | None) -> None:
         if geometry is None:
@@ -127,10 +143,9 @@ class Launch:
         residual_out: torch.Tensor | None,
         quantized: torch.Tensor | None = None,
         scale: torch.Tensor | None = None,
-        *,
         fresh: bool = True,
     ) -> tuple[Any, ...]:
-        """Puts the tensors' addresses into the call.
+        """Puts the tensors' addresses into the call. Runs in every call: each line is host time.
 
         Args:
             x: the input.
@@ -158,14 +173,13 @@ class Launch:
         weight_address = 0 if weight is None else weight.data_ptr()
         residual_address = 0 if residual is None else residual.data_ptr()
         temporaries: tuple[Any, ...] = ()
+        copies = self._copies_inputs
         if self._is_cuda:
-            call.stream = torch._C._cuda_getCurrentRawStream(self._device.index)
-            unaligned = (address | residual_address | weight_address) % _CUDA_ALIGN_BYTES
-            if unaligned or self._copy_x or self._copy_residual:
-                temporaries = self._copies(x, residual, weight)
-        elif self._copy_x or self._copy_residual:
+            call.stream = current_raw_stream(self._device_index)
+            if (address | residual_address | weight_address) % _CUDA_ALIGN_BYTES:
+                copies = True
+        if copies:
             temporaries = self._copies(x, residual, weight)
-        if temporaries:
             address, residual_address, weight_address = (
                 0 if tensor is None else tensor.data_ptr() for tensor in temporaries
             )
@@ -223,13 +237,9 @@ class Launch:
             row_bytes % row_align == 0 or result.is_contiguous()
         )
 
-    def exchange(self, library: _native.Library, handle: int) -> int:
-        """Runs the call on a communicator; returns the status."""
-        return int(library.run(handle, self._address))
-
     def local(self, library: _native.Library) -> int:
         """Runs the op on `x` as the already reduced tensor; returns the status."""
-        return int(library.local(self._address))
+        return int(library.local(self.address))
 
     def _row_stride(self, x: torch.Tensor) -> tuple[bool, int]:
         """Whether `x` must be copied, and the elements between its rows otherwise."""
@@ -240,3 +250,7 @@ class Launch:
         stride = rows.stride(0) if rows.shape[0] > 1 else rows.shape[1]
         aligned = stride * x.element_size() % _CUDA_ALIGN_BYTES == 0 or rows.is_contiguous()
         return self._is_cuda and not aligned, stride
+
+
+def _contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> Geometry:
+    return shape, tuple(torch.empty(shape, device="meta").stride()), dtype

@@ -137,8 +137,14 @@ def _prepare(
     return Launch(x, residual, weight, norm, "unfused"), out, torch.empty_like(out)
 
 
-def _run(launch: Launch, x: torch.Tensor, *tensors: torch.Tensor | None) -> None:
+def _run(
+    launch: Launch,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    *results: torch.Tensor | None,
+) -> None:
     library = _native.library(x.device.type)
-    temporaries = launch.bind(x, *tensors)
+    temporaries = launch.bind(x, residual, weight, *results)  # type: ignore[arg-type]
     raise_status(library, launch.local(library))
     del temporaries

@@ -62,15 +62,10 @@ def _all_reduce_add_rms_norm(
     comm_name: str,
     residual_sharded: bool = False,
 ) -> tuple[_Tensor, _Tensor]:
-    return communicator(comm_name).all_reduce_add_rms_norm(
-        x,
-        residual,
-        weight,
-        eps,
-        weight_bias=weight_bias,
-        numerics=numerics,
-        residual_sharded=residual_sharded,
-    )
+    norm = (eps, weight_bias, numerics, residual_sharded)
+    normed, summed = communicator(comm_name)._call(x, residual, weight, norm, "auto", None, None)
+    assert summed is not None
+    return normed, summed
 
 
 def _all_reduce_add_rms_norm_quant(

@@ -7,7 +7,8 @@ the collective.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 ALGORITHMS = ("one_shot", "two_shot", "unfused")
 
@@ -23,6 +24,11 @@ _ONE_SHOT_MAX_PUSHED_BYTES_CUDA_PAIR = 3 << 20
 # On CPU a rank reads its peers' rows in place: one_shot costs no extra bytes, only extra sums.
 _ONE_SHOT_MAX_BYTES_CPU = 64 << 10
 
+# What follows the sum, as tables tell calls apart.
+EPILOGUES = ("all_reduce", "norm", "per_group", "per_token", "per_tensor")
+
+_SAME_WIDTH = {"bfloat16": "float16", "float16": "bfloat16"}
+
 _OWNED_ROWS = (
     "each row belongs to one rank, which alone has its residual: rows go through their owners, as "
     "only two_shot sends them"
@@ -37,11 +43,75 @@ class Plan:
         algorithm: "one_shot", "two_shot" or "unfused".
         reason: why, in one sentence.
         num_chunks: launches the rows are cut into; 0 for no rows.
+        num_blocks: most blocks of a launch on a GPU; 0: as many as it holds.
+        source: what decided: "tuned FILE, DATE", "seed NAME", "default" (the rule built in),
+            "caller", or "" if nothing else can run.
     """
 
     algorithm: str
     reason: str
     num_chunks: int
+    num_blocks: int = 0
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is fastest up to some number of tokens.
+
+    Attributes:
+        max_tokens: inclusive; None: any.
+        algorithm: one of ALGORITHMS.
+        num_blocks: as of a Plan.
+    """
+
+    max_tokens: int | None
+    algorithm: str
+    num_blocks: int = 0
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What is fastest at one hidden size: steps of rising `max_tokens`, the last of them None."""
+
+    hidden_size: int
+    steps: tuple[Step, ...]
+
+
+@dataclass(frozen=True)
+class Table:
+    """What was measured on one kind of device with one number of ranks.
+
+    Attributes:
+        source: where it comes from, as plans say it.
+        curves: by name of the dtype and epilogue, at least one each.
+    """
+
+    source: str
+    curves: Mapping[tuple[str, str], Sequence[Curve]]
+
+    def find(
+        self, dtype: str, epilogue: str, num_tokens: int, hidden_size: int
+    ) -> tuple[Step, str] | None:
+        """The step for a call, and where it was found in words; None if nothing is known.
+
+        Other hidden sizes than those measured take the nearest, at the same number of bytes: what
+        decides is latency against bandwidth. Other epilogues take the plain norm's, and one 16-bit
+        dtype the other's.
+        """
+        names = [(d, e) for e in (epilogue, "norm") for d in (dtype, _SAME_WIDTH.get(dtype, dtype))]
+        name = next((name for name in names if self.curves.get(name)), None)
+        if name is None:
+            return None
+        curves = self.curves[name]
+        curve = min(curves, key=lambda c: (_ratio(c.hidden_size, hidden_size), c.hidden_size))
+        step = next(
+            s
+            for s in curve.steps
+            if s.max_tokens is None or num_tokens * hidden_size <= s.max_tokens * curve.hidden_size
+        )
+        limit = "from there on" if step.max_tokens is None else f"up to {step.max_tokens} tokens"
+        return step, f"{limit} of {curve.hidden_size} columns, {', '.join(name)}"
 
 
 @dataclass(frozen=True)
@@ -53,12 +123,14 @@ class Traits:
         world_size: number of ranks.
         exchange: empty if ranks can write to each other's memory, else the reason why they cannot.
         max_row_bytes: the widest row that the fused kernels of every rank hold; None: any.
+        tables: what was measured, the first that knows a call decides.
     """
 
     backend: str
     world_size: int
     exchange: str = ""
     max_row_bytes: int | None = None
+    tables: tuple[Table, ...] = field(default=(), repr=False)
 
 
 def choose(
@@ -69,6 +141,7 @@ def choose(
     rows_per_chunk: dict[str, int],
     requested: str = "auto",
     owned_rows: bool = False,
+    kind: tuple[str, str] = ("bfloat16", "norm"),
 ) -> Plan:
     """Chooses the algorithm of one call.
 
@@ -81,26 +154,32 @@ def choose(
             "two_shot"; 0 if none fits.
         requested: "auto" or the name of an algorithm.
         owned_rows: whether each row is finished, or given, by the rank it belongs to.
+        kind: name of the dtype, and epilogue.
 
     Returns:
         The plan; its algorithm is "unfused" with the obstacle as the reason if the requested
         algorithm cannot run.
     """
     obstacle = _obstacle(traits, hidden_size, element_bytes, rows_per_chunk, requested, owned_rows)
+    num_blocks, source = 0, "" if requested == "auto" else "caller"
     if obstacle:
         algorithm, reason = "unfused", obstacle
+        source = "caller" if requested == "unfused" else ""
     elif requested != "auto":
         algorithm, reason = requested, "asked for by the caller"
     elif owned_rows:
         algorithm, reason = "two_shot", _OWNED_ROWS
     else:
-        algorithm, reason = _prefer(traits, num_tokens * hidden_size * element_bytes)
+        algorithm, num_blocks, reason, source = _prefer(
+            traits, num_tokens, hidden_size, element_bytes, kind
+        )
     if algorithm == "unfused":
         row_bytes = traits.world_size * hidden_size * element_bytes
         rows = max(1, UNFUSED_GATHER_BYTES // row_bytes) if traits.world_size > 1 else num_tokens
     else:
         rows = rows_per_chunk[algorithm]
-    return Plan(algorithm, reason, -(-num_tokens // rows) if num_tokens else 0)
+    num_chunks = -(-num_tokens // rows) if num_tokens else 0
+    return Plan(algorithm, reason, num_chunks, num_blocks, source)
 
 
 def _obstacle(
@@ -136,7 +215,21 @@ def _obstacle(
     return ""
 
 
-def _prefer(traits: Traits, num_bytes: int) -> tuple[str, str]:
+def _prefer(
+    traits: Traits, num_tokens: int, hidden_size: int, element_bytes: int, kind: tuple[str, str]
+) -> tuple[str, int, str, str]:
+    """What is fastest: algorithm, num_blocks, reason, source."""
+    for table in traits.tables:
+        found = table.find(*kind, num_tokens, hidden_size)
+        if found is not None:
+            step, where = found
+            reason = f"measured as the fastest {where} at {traits.world_size} ranks"
+            return step.algorithm, step.num_blocks, reason, table.source
+    algorithm, reason = _default(traits, num_tokens * hidden_size * element_bytes)
+    return algorithm, 0, reason, "default"
+
+
+def _default(traits: Traits, num_bytes: int) -> tuple[str, str]:
     pair = traits.world_size == 2
     if pair and traits.backend == "cpu":
         return "one_shot", "two ranks: both algorithms send the same bytes, one_shot in one hop"
@@ -152,3 +245,8 @@ def _prefer(traits: Traits, num_bytes: int) -> tuple[str, str]:
     if pair:
         return "two_shot", f"{size}: above {limit} bytes summing each row once is fastest"
     return "two_shot", f"{size}: above {limit} bytes the link decides, two_shot sends fewest bytes"
+
+
+def _ratio(a: int, b: int) -> float:
+    """How far apart two sizes are; the same in both directions."""
+    return max(a, b) / min(a, b)

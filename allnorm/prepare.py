@@ -7,12 +7,13 @@ are: it is decided once, and found again by that geometry.
 from __future__ import annotations
 
 import ctypes
-import math
-from typing import Any
+import dataclasses
+from math import copysign
+from typing import Any, NamedTuple
 
 import torch
 
-from allnorm import _native, arguments, policy
+from allnorm import _native, arguments, policy, shortcuts
 from allnorm.arguments import Like, NormArguments, row_shard
 from allnorm.errors import UnsupportedError
 from allnorm.launch import Launch, describe_call
@@ -22,6 +23,24 @@ from allnorm.policy import Plan
 _MAX_LAUNCHES = 4096
 
 _Tensor = torch.Tensor
+
+
+class _Recent(NamedTuple):
+    """A prepared call that may well be made again next.
+
+    Attributes:
+        check: whether tensors are like those that it is prepared for.
+        constants: what else it is prepared for.
+        algorithm: what was asked for.
+        num_tensors: how many `check` takes.
+        launch: the prepared call.
+    """
+
+    check: shortcuts.Check
+    constants: tuple[Any, ...] | None
+    algorithm: str
+    num_tensors: int
+    launch: Launch
 
 
 class Preparer:
@@ -49,6 +68,8 @@ class Preparer:
         self._device = device
         self._rank = rank
         self._launches: dict[Any, Launch] = {}
+        # By the kind of call, so that calls of several kinds may alternate.
+        self._recent: dict[int, _Recent] = {}
 
     def __len__(self) -> int:
         return len(self._launches)
@@ -63,27 +84,35 @@ class Preparer:
         quant: Any = None,
     ) -> Launch:
         """The prepared call for tensors of this geometry; `norm` tells specs of `quant` apart."""
+        # Written for speed: every call comes through here.
+        tensors: tuple[Any, ...] = (x, residual, weight)
+        if residual is None:
+            tensors = (x,) if norm is None else (x, weight)
+        kind = 0 if norm is None else len(norm)
+        key = None
         try:
-            key = (
-                x.shape,
-                x.stride(),
-                x.dtype,
-                x.device,
-                None if residual is None else (residual.shape, residual.stride(), residual.dtype),
-                None if residual is None else residual.device,
-                None if weight is None else (weight.shape, weight.stride(), weight.dtype),
-                None if weight is None else weight.device,
-                norm,
-                # 0.0 and -0.0 are equal keys, but not equal biases.
-                None if norm is None else math.copysign(1.0, norm[1]),
-                algorithm,
-            )
+            constants = None if norm is None else _constants(norm)
+            recent = self._recent.get(kind)
+            if (
+                recent is not None
+                and recent.constants == constants
+                and recent.algorithm == algorithm
+                and recent.num_tensors == len(tensors)
+                and recent.check(*tensors)
+            ):
+                return recent.launch
+            key = (*map(_geometry, tensors), constants, algorithm)
             launch = self._launches.get(key)
-        except (AttributeError, TypeError):  # not tensors, or not hashable: the checks say which
-            key, launch = None, None
+        except (AttributeError, TypeError, ValueError, RuntimeError):
+            launch = None  # not tensors, or no constants: the checks say which
         if launch is None:
             launch = self._prepare(x, residual, weight, norm, algorithm, quant)
             self._remember(key, launch)
+        else:
+            if launch.recent is None:  # only now: many a geometry is seen once
+                check = shortcuts.alike(tensors)
+                launch.recent = _Recent(check, constants, algorithm, len(tensors), launch)
+            self._recent[kind] = launch.recent
         return launch
 
     def find_gather(self, shard: _Tensor, num_tokens: int, algorithm: str) -> Launch:
@@ -101,12 +130,13 @@ class Preparer:
     def clear(self) -> None:
         """Forgets all prepared calls."""
         self._launches.clear()
+        self._recent.clear()
 
     def _remember(self, key: tuple[Any, ...] | None, launch: Launch) -> None:
         if key is None:
             return
         if len(self._launches) >= _MAX_LAUNCHES:
-            self._launches.clear()
+            self.clear()
         self._launches[key] = launch
 
     def _prepare(
@@ -139,7 +169,9 @@ class Preparer:
         plan = self._plan(
             describe_call(op, x.dtype, hidden_size, checked), num_tokens, x.dtype, algorithm
         )
-        return Launch(x, residual, weight, checked, plan.algorithm, shard=shard)
+        launch = Launch(x, residual, weight, checked, plan.algorithm, shard=shard)
+        launch.call.num_blocks = plan.num_blocks
+        return launch
 
     def _prepare_gather(self, shard: _Tensor, num_tokens: int, algorithm: str) -> Launch:
         arguments.check_algorithm(algorithm)
@@ -185,4 +217,31 @@ class Preparer:
             rows,
             algorithm,
             owned_rows or call.op == _native.ALL_GATHER_ROWS,
+            (str(dtype).removeprefix("torch."), _epilogue(call)),
         )
+
+    def use_tables(self, tables: tuple[policy.Table, ...]) -> None:
+        """Lets other tables decide, from the next call on; every rank must do so there."""
+        self._traits = dataclasses.replace(self._traits, tables=tables)
+        self.clear()
+
+
+def _geometry(tensor: _Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def _constants(norm: tuple[Any, ...]) -> tuple[Any, ...]:
+    """`norm`, and what tells apart equal ones that are other calls.
+
+    1.0, True and a tensor of them are equal, and so are 0.0 and -0.0. Types come first: there a
+    comparison stops, before it asks a tensor.
+    """
+    eps, bias, _, sharded = norm[:4]
+    return type(eps), type(bias), type(sharded), type(norm[-1]), copysign(1.0, bias), norm
+
+
+def _epilogue(call: _native.Call) -> str:
+    """What follows the sum, by the names of policy.EPILOGUES."""
+    if call.op != _native.ADD_RMS_NORM:
+        return "all_reduce"
+    return next((name for name, kind in _native.QUANT.items() if kind == call.quant), "norm")

@@ -139,9 +139,9 @@ def nccl_version() -> str | None:
     return ".".join(map(str, nccl.version()))
 
 
-def device_name(device: str) -> str:
-    """Name of the hardware that ranks of `device` ("cuda" or "cpu") run on."""
-    return torch.cuda.get_device_name(0) if device == "cuda" else cpu_name()
+def device_name(device: str, index: int = 0) -> str:
+    """Name of the hardware that ranks of `device` ("cuda" or "cpu") run on, of GPU `index`."""
+    return torch.cuda.get_device_name(index) if device == "cuda" else cpu_name()
 
 
 def versions() -> dict[str, str | None]:

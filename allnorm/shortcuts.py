@@ -1,0 +1,121 @@
+"""Faster ways around torch's public functions, for the host path of a call.
+
+Reading shape, strides, dtype and device of three tensors from Python, and making two results,
+take longer than all else that a call does before its launch. The code that torch's own compiler
+generates has the same trouble, and functions for it. They are no public interface: each is tried
+out before it is relied on, and the public way is taken if it does not do as expected.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+Check = Callable[..., bool]
+New = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
+
+# Not in builds of torch without CUDA, where nobody asks.
+current_raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
+
+
+def alike(tensors: Sequence[torch.Tensor]) -> Check:
+    """A function that tells whether as many tensors are like these.
+
+    It answers True only for tensors of the same class, shape, strides, dtype and device, and may
+    answer False for other reasons too (inference mode, requires_grad, one tensor passed twice, a
+    torch without such a function). It keeps none of `tensors`.
+    """
+    return _guards_of(tensors) if _guards_hold() else _never
+
+
+def new_tensors(device: torch.device) -> New:
+    """A function that makes tensors of a shape, strides and dtype on `device`, with no values."""
+
+    def plain(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+
+    if device.type == "cpu":
+        return _fast_new("cpu") or plain
+    with torch.cuda.device(device):  # another device would be initialised by trying it out there
+        fast = _fast_new("cuda")
+    if fast is None:
+        return plain
+    index = device.index
+
+    # The fast function knows the current device only.
+    def new(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        if _current_device() == index:
+            return fast(shape, stride, dtype)
+        return plain(shape, stride, dtype)
+
+    return new
+
+
+def _never(*tensors: torch.Tensor) -> bool:
+    return False
+
+
+def _guards_of(tensors: Sequence[torch.Tensor]) -> Check:
+    from torch._C._dynamo import guards
+
+    make: Any = guards.TensorGuards
+    check: Check = make(
+        *tensors,
+        dynamic_dims_sizes=[list(tensor.shape) for tensor in tensors],
+        dynamic_dims_strides=[list(tensor.stride()) for tensor in tensors],
+    ).check
+    return check
+
+
+@functools.cache
+def _guards_hold() -> bool:
+    """Whether the guards of this torch see every difference that matters here."""
+    make = functools.partial(torch.empty_strided, dtype=torch.bfloat16, device="cpu")
+    shape, stride = (3, 4), (6, 1)
+    others = (
+        make((2, 4), stride),
+        make((3, 5), stride),
+        make(shape, (4, 1)),
+        make(shape, (6, 2)),
+        make((1, *shape), (18, *stride)),
+        make((0, 4), stride),
+        make(shape, stride, dtype=torch.float16),
+        make(shape, stride, device="meta"),
+        None,
+    )
+    first, second = make(shape, stride), make(shape, stride)
+    try:
+        check = _guards_of([first, second])
+        accepts = check(make(shape, stride), make(shape, stride)) is True
+        refuses = all(
+            check(other, second) is False and check(first, other) is False for other in others
+        )
+    except Exception:  # noqa: BLE001 - any surprise means that it is another interface
+        return False
+    return accepts and refuses
+
+
+@functools.cache
+def _fast_new(device_type: str) -> New | None:
+    """The compiler's function for it; None if it is not there or makes something else."""
+    try:
+        from torch._C._dynamo import guards
+
+        new: New = getattr(guards, f"_empty_strided_{device_type}")
+        for shape, stride, dtype in (
+            ((2, 3), (3, 1), torch.bfloat16),
+            ((3, 2), (1, 4), torch.float8_e4m3fn),
+            ((0, 3), (3, 1), torch.float32),
+        ):
+            made = new(shape, stride, dtype)
+            if (made.shape, made.stride(), made.dtype) != (torch.Size(shape), stride, dtype):
+                return None
+            if type(made) is not torch.Tensor or made.device.type != device_type:
+                return None
+    except Exception:  # noqa: BLE001 - any surprise means that it is another interface
+        return None
+    return new

@@ -1,0 +1,315 @@
+"""Tables of what is fastest: where they are kept, what a file of them may say, which one is used.
+
+One file for each kind of device and number of ranks, written by `allnorm tune` into the user's
+cache, or shipped in `seeds/`. A file is trusted in nothing: what does not fit exactly is left out
+with a warning, and the bits of results never depend on it.
+
+All ranks must use the same table, or they would choose different algorithms and wait for each
+other. Each reads its own file when a Communicator is created, and `agree` settles it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import pathlib
+import re
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from allnorm import config, topology
+from allnorm._version import __version__
+from allnorm.policy import ALGORITHMS, EPILOGUES, Curve, Step, Table
+
+FORMAT = 1
+DTYPES = ("float32", "float16", "bfloat16")
+_MAX_FILE_BYTES = 4 << 20
+_MAX_BLOCKS = 1 << 16
+_SEEDS = pathlib.Path(__file__).parent / "seeds"
+
+Curves = dict[tuple[str, str], list[Curve]]
+
+
+class TableError(ValueError):
+    """A file is no table for this device and number of ranks; says why."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one rank found, as it tells the others.
+
+    Attributes:
+        device: name of the device of this rank.
+        seed: digest of the table that the package ships for it; "" if there is none.
+        path: of the user's file, whether it exists or not.
+        digest: of its content; "" if there is none.
+        problem: why it cannot be used; "" if it can, or if there is none.
+        date: of its measurement.
+    """
+
+    device: str
+    seed: str
+    path: str
+    digest: str = ""
+    problem: str = ""
+    date: str = ""
+
+
+@functools.cache
+def device_name(device: str, index: int = 0) -> str:
+    """What tables are kept for: the name of a GPU, or of the processor."""
+    return topology.device_name(device, index)
+
+
+def file_name(device: str, world_size: int) -> str:
+    """Of the table for so many ranks on devices of that name."""
+    slug = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+    return f"{slug or 'unknown'}-{world_size}.json"
+
+
+def path_of(directory: pathlib.Path | None, device: str, world_size: int) -> pathlib.Path:
+    """Where the user's table is; `directory` None: `ALLNORM_TUNING_DIR`, else the cache."""
+    if directory is None:
+        directory = config.read_settings().tuning_dir or config.cache_dir() / "tuning"
+    return directory / file_name(device, world_size)
+
+
+def load(
+    directory: str | os.PathLike[str] | None, device: str, index: int | None, world_size: int
+) -> Own:
+    """Reads the tables for a device, "cuda" or "cpu", with its index; see `path_of` and `read`."""
+    name = device_name(device, index or 0)
+    folder = None if directory is None else pathlib.Path(directory)
+    return read(path_of(folder, name, world_size), name, world_size)
+
+
+# ---- reading -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Own:
+    """The tables that one rank has read.
+
+    Attributes:
+        found: what the others are told of it.
+        tuned: curves of the user's table.
+        seed: curves of the one that the package ships.
+    """
+
+    found: Found
+    tuned: Curves
+    seed: Curves
+
+
+def read(path: pathlib.Path, device: str, world_size: int) -> Own:
+    """Reads the user's file and the package's; never raises on account of what they hold."""
+    seed: Curves = {}
+    seed_digest = ""
+    with contextlib.suppress(TableError):  # tests read every one that is shipped
+        shipped = _SEEDS / file_name(device, world_size)
+        seed, seed_digest, _ = _read(shipped, device, world_size, release="")
+    try:
+        tuned, digest, date = _read(path, device, world_size, release=__version__)
+    except TableError as error:
+        return Own(Found(device, seed_digest, str(path), problem=str(error)), {}, seed)
+    return Own(Found(device, seed_digest, str(path), digest, date=date), tuned, seed)
+
+
+def _read(
+    path: pathlib.Path, device: str, world_size: int, *, release: str
+) -> tuple[Curves, str, str]:
+    """Curves, digest and date of a file; nothing of one that is not there."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MAX_FILE_BYTES + 1)
+    except FileNotFoundError:
+        return {}, "", ""
+    except OSError as error:
+        raise TableError(f"it cannot be read: {error.strerror or error}") from None
+    if len(content) > _MAX_FILE_BYTES:
+        raise TableError(f"it has more than {_MAX_FILE_BYTES} bytes")
+    document = _decode(content)
+    curves = check(document, device, world_size, release)
+    return curves, hashlib.sha256(content).hexdigest(), str(document.get("date", ""))[:10]
+
+
+def _decode(content: bytes) -> Any:
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
+        raise TableError(f"it is no JSON: {error}") from None
+
+
+def check(document: Any, device: str, world_size: int, release: str = __version__) -> Curves:
+    """The curves of a table, checked in full.
+
+    Args:
+        document: what the file says.
+        device: the device that it must be for.
+        world_size: the number of ranks that it must be for.
+        release: the version of allnorm that must have written it; "": any.
+
+    Raises:
+        TableError: it is of another form, version, device or number of ranks.
+    """
+    if not isinstance(document, dict):
+        raise TableError("it is no JSON object")
+    expectations = {"format": FORMAT, "device": device, "world_size": world_size}
+    if release:
+        expectations["allnorm"] = release
+    for key, expected in expectations.items():
+        if document.get(key) != expected or isinstance(document.get(key), bool):
+            raise TableError(f"its {key} is {document.get(key)!r}: expected {expected!r}")
+    entries = document.get("entries")
+    if not isinstance(entries, list):
+        raise TableError("it has no list of entries")
+    curves: Curves = {}
+    for entry in entries:
+        if not isinstance(entry, dict):
+            raise TableError("an entry is no JSON object")
+        name = (str(entry.get("dtype")), str(entry.get("epilogue")))
+        if name[0] not in DTYPES or name[1] not in EPILOGUES:
+            raise TableError(f"an entry is for {name[0]!r} and {name[1]!r}: nothing of that name")
+        curve = Curve(_integer(entry, "hidden_size", 1), _steps(entry.get("steps")))
+        curves.setdefault(name, []).append(curve)
+    for name, found in curves.items():
+        if len({curve.hidden_size for curve in found}) < len(found):
+            raise TableError(f"a hidden size of {' and '.join(name)} has two entries")
+    return curves
+
+
+def _steps(steps: Any) -> tuple[Step, ...]:
+    if not isinstance(steps, list) or not steps:
+        raise TableError("an entry has no list of steps")
+    result: list[Step] = []
+    for step in steps:
+        if not isinstance(step, dict) or step.get("algorithm") not in ALGORITHMS:
+            raise TableError(
+                f"a step is {step!r}: expected an algorithm of {', '.join(ALGORITHMS)}"
+            )
+        last = step is steps[-1]
+        if last != (step.get("max_tokens") is None):
+            raise TableError("max_tokens of the last step must be null, and of no other")
+        least = (result[-1].max_tokens or 0) + 1 if result else 1
+        max_tokens = None if last else _integer(step, "max_tokens", least)
+        result.append(Step(max_tokens, step["algorithm"], _integer(step, "num_blocks", 0)))
+    return tuple(result)
+
+
+def _integer(fields: dict[str, Any], name: str, least: int) -> int:
+    value = fields.get(name)
+    most = _MAX_BLOCKS if name == "num_blocks" else 1 << 40
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise TableError(f"{name} is {value!r}: expected an integer from {least} to {most}")
+    return value
+
+
+# ---- choosing ------------------------------------------------------------------------------------
+
+
+def agree(founds: Sequence[Found]) -> tuple[bool, str]:
+    """Whether the user's table is used, and a warning. The same on every rank; pure.
+
+    Args:
+        founds: what each rank found, in rank order.
+    """
+    remedy = "The built-in choice is used; the results are the same bits."
+    for rank, found in enumerate(founds):
+        if found.problem:
+            text = f"the tuning table {found.path} of rank {rank} is ignored: {found.problem}."
+            return False, f"{text} Run `allnorm tune` again, or delete the file. {remedy}"
+    if len({found.digest for found in founds}) > 1:
+        paths = ", ".join(
+            f"rank {rank}: {found.path} ({found.digest[:8] or 'not there'})"
+            for rank, found in enumerate(founds)
+        )
+        return False, (
+            f"the ranks have different tuning tables ({paths}), so none is used. Let all ranks "
+            "read one file: run `allnorm tune` once and share its folder, or set "
+            f"ALLNORM_TUNING_DIR. {remedy}"
+        )
+    return bool(founds[0].digest), ""
+
+
+def tables(own: Own, founds: Sequence[Found]) -> tuple[tuple[Table, ...], str]:
+    """The tables of a communicator, best first, and a warning if there is reason for one.
+
+    Args:
+        own: what this rank has read.
+        founds: what each rank has found, in rank order.
+    """
+    if len({(found.device, found.seed) for found in founds}) > 1:
+        return (), ""  # different devices: no table is for them together
+    used, warning = agree(founds)
+    result = []
+    if used:
+        # Rank 0's words, so that every rank's plans are the same.
+        result.append(Table(f"tuned {founds[0].path}, {founds[0].date}", own.tuned))
+    if own.seed:
+        result.append(Table(f"seed {own.found.device.lower().removeprefix('nvidia ')}", own.seed))
+    return tuple(result), warning
+
+
+# ---- writing -------------------------------------------------------------------------------------
+
+
+def document(
+    curves: Curves, device: str, world_size: int, provenance: dict[str, Any]
+) -> dict[str, Any]:
+    """A table as it is stored.
+
+    Args:
+        curves: by dtype and epilogue.
+        device: what was measured.
+        world_size: number of ranks.
+        provenance: commit, versions, command and date of the measurement.
+    """
+    return {
+        "format": FORMAT,
+        "allnorm": __version__,
+        "device": device,
+        "world_size": world_size,
+        **provenance,
+        "entries": [
+            {
+                "dtype": dtype,
+                "epilogue": epilogue,
+                "hidden_size": curve.hidden_size,
+                "steps": [
+                    {
+                        "max_tokens": step.max_tokens,
+                        "algorithm": step.algorithm,
+                        "num_blocks": step.num_blocks,
+                    }
+                    for step in curve.steps
+                ],
+            }
+            for (dtype, epilogue), found in sorted(curves.items())
+            for curve in sorted(found, key=lambda c: c.hidden_size)
+        ],
+    }
+
+
+def save(path: pathlib.Path, table: dict[str, Any]) -> None:
+    """Writes a table at once, so that nobody reads a part of it; makes the folder.
+
+    Raises:
+        OSError: the folder or the file cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(table, file, indent=1)
+            file.write("\n")
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise

@@ -1,0 +1,229 @@
+"""The faster ways around torch's public functions see what the slow ones see."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from rank_helpers import Case, comm, message_of, on
+
+import allnorm
+from allnorm import shortcuts
+from allnorm.testing import RankPool
+
+make = functools.partial(torch.empty_strided, dtype=torch.bfloat16)
+
+OTHERS = {
+    "fewer rows": make((2, 8), (16, 1)),
+    "no rows": make((0, 8), (16, 1)),
+    "wider": make((3, 16), (16, 1)),
+    "other row stride": make((3, 8), (8, 1)),
+    "strided columns": make((3, 8), (16, 2)),
+    "another dimension": make((1, 3, 8), (48, 16, 1)),
+    "float16": make((3, 8), (16, 1), dtype=torch.float16),
+    "float32": make((3, 8), (16, 1), dtype=torch.float32),
+    "meta": make((3, 8), (16, 1), device="meta"),
+    "no tensor": None,
+    "a list": [[1.0] * 8] * 3,
+}
+
+
+@pytest.fixture(params=[True, False], ids=["torch has them", "torch has none"])
+def guards(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
+    shortcuts._guards_hold.cache_clear()
+    if not request.param:
+        monkeypatch.setattr(torch._C._dynamo.guards, "TensorGuards", lambda *a, **k: 1 / 0)
+    yield request.param
+    shortcuts._guards_hold.cache_clear()
+
+
+def test_this_torch_has_both() -> None:
+    """Else every call is slower than it is said to be."""
+    assert shortcuts._guards_hold()
+    assert shortcuts._fast_new("cpu") is not None
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("place", range(3))
+def test_alike_sees_every_difference(guards: bool, name: str, place: int) -> None:
+    tensors = [make((3, 8), (16, 1)) for _ in range(3)]
+    check = shortcuts.alike(tensors)
+    assert check(*[make((3, 8), (16, 1)) for _ in range(3)]) is guards
+    tensors[place] = OTHERS[name]
+    assert check(*tensors) is False
+
+
+def wrong_answers() -> dict[str, Any]:
+    class Accepts:
+        def __init__(self, *tensors: Any, **sizes: Any) -> None: ...
+
+        def check(self, *tensors: Any) -> bool:
+            return True
+
+    class Refuses(Accepts):
+        def check(self, *tensors: Any) -> bool:
+            return False
+
+    return {"accepts all": Accepts, "accepts none": Refuses}
+
+
+@pytest.mark.parametrize("name", wrong_answers())
+def test_guards_that_answer_otherwise_are_not_used(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch._C._dynamo.guards, "TensorGuards", wrong_answers()[name])
+    shortcuts._guards_hold.cache_clear()
+    try:
+        assert not shortcuts._guards_hold()
+        assert shortcuts.alike([make((3, 8), (8, 1))])(make((3, 8), (8, 1))) is False
+    finally:
+        shortcuts._guards_hold.cache_clear()
+
+
+@pytest.mark.parametrize("found", ["fast", "none", "of another dtype"])
+def test_new_tensors(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if found != "fast":
+        wrong = functools.partial(_wrong_new) if found == "of another dtype" else None
+        monkeypatch.setattr(torch._C._dynamo.guards, "_empty_strided_cpu", wrong)
+    shortcuts._fast_new.cache_clear()
+    try:
+        new = shortcuts.new_tensors(torch.device("cpu"))
+        for shape, stride in (((3, 8), (8, 1)), ((3, 8), (1, 4)), ((0, 8), (8, 1)), ((5,), (1,))):
+            for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.int32):
+                made = new(shape, stride, dtype)
+                assert (tuple(made.shape), made.stride(), made.dtype) == (shape, stride, dtype)
+                assert made.device.type == "cpu"
+                assert not made.requires_grad
+    finally:
+        shortcuts._fast_new.cache_clear()
+
+
+def _wrong_new(shape: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(shape, stride, dtype=torch.float64)
+
+
+@pytest.mark.gpu
+@pytest.mark.world_size(2)
+def test_new_tensors_on_another_device() -> None:
+    new = shortcuts.new_tensors(torch.device("cuda", 1))
+    for current in (0, 1):
+        with torch.cuda.device(current):
+            assert new((3, 8), (8, 1), torch.bfloat16).device == torch.device("cuda", 1)
+
+
+# ---- what callers see of it ----------------------------------------------------------------------
+
+
+def refuse_after_a_hit(rank: int, world_size: int) -> list[str]:
+    """Wrong arguments are refused in the same words, whether or not a call before was right."""
+    c, case = comm(), Case(shape=(3, 64))
+    x, residual, weight = case.x(rank), case.residual_tensor(), case.weight()
+    assert residual is not None
+    wrong = (
+        (x.float(), residual, weight),
+        (x, residual.half(), weight),
+        (x, residual, weight.half()),
+        (x, residual[:2], weight),
+        (x, residual, weight[:32]),
+        (x.t().contiguous().t(), residual, weight),
+        (x.to("meta"), residual, weight),
+        (x, residual.to("meta"), weight),
+        (x, residual, weight.to("meta")),
+        (x, residual, [1.0] * 64),
+        (x, None, None),
+    )
+    constants: tuple[dict[str, Any], ...] = (
+        {"eps": torch.tensor(1e-6, dtype=torch.float64)},
+        {"eps": torch.tensor([1e-6, 1e-6])},
+        {"weight_bias": torch.tensor(0.0)},
+        {"weight_bias": torch.tensor([0.0, 0.0])},
+        {"weight_bias": False},
+        {"residual_sharded": 0},
+        {"residual_sharded": torch.tensor(False)},
+    )
+    messages = []
+    for round_ in range(2):
+        for more in constants:
+            for _ in range(3 * round_):
+                case.check(c)
+            call = functools.partial(c.all_reduce_add_rms_norm, x, residual, weight, **more)
+            messages.append(message_of((ValueError, TypeError), call))
+        for arguments in wrong:
+            for _ in range(3 * round_):  # makes the right call the one that is looked at first
+                case.check(c)
+            messages.append(
+                message_of(
+                    (ValueError, TypeError), lambda a=arguments: c.all_reduce_add_rms_norm(*a)
+                )
+            )
+    half = len(messages) // 2
+    assert messages[:half] == messages[half:]
+    return messages
+
+
+@on(cpu=(2,), gpu=(2,))
+def test_a_prepared_call_refuses_as_an_unprepared_one(pool: RankPool) -> None:
+    results = pool.run(refuse_after_a_hit)
+    assert results[0] == results[1]
+
+
+def alternate(rank: int, world_size: int) -> None:
+    """Calls of several kinds, shapes and constants in turn, each more often than it is prepared."""
+    c = comm()
+    cases = [
+        Case(shape=(3, 64)),
+        Case(shape=(4, 64)),
+        Case(shape=(3, 64), residual=False),
+        Case(shape=(3, 64), weight_bias=-0.0),
+        Case(shape=(3, 64), weight_bias=1.0),
+        Case(shape=(3, 64), eps=1e-3),
+        Case(shape=(3, 64), numerics="vllm"),
+        Case(shape=(3, 64), float32_weight=True),
+        Case(shape=(3, 64), dtype=torch.float16),
+        Case(shape=(3, 64), quant=allnorm.Fp8PerGroup(32)),
+        Case(shape=(3, 64), quant=allnorm.Fp8PerToken()),
+        Case(shape=(3, 64), quant=allnorm.Fp8PerGroup(32), return_normed=True),
+        Case(shape=(3, 64), sharded=True),
+        Case(shape=(3, 64), algorithm="unfused"),
+    ]
+    for _ in range(3):
+        for case in cases:
+            for _ in range(2):
+                case.check(c)
+    for case in cases:
+        for other in cases:
+            case.check(c)
+            other.check(c)
+
+
+@on(cpu=(2,), gpu=(2,))
+def test_calls_that_alternate(pool: RankPool) -> None:
+    pool.run(alternate)
+
+
+def modes(rank: int, world_size: int) -> None:
+    """Prepared inside inference mode and used outside, and the other way round."""
+    c = comm()
+    inside, outside = Case(shape=(5, 64)), Case(shape=(6, 64))
+    with torch.inference_mode():
+        inside.check(c)
+    for _ in range(3):
+        outside.check(c)
+        normed, residual = inside.check(c)
+        normed.add_(residual)  # results are no inference tensors
+        with torch.inference_mode():
+            outside.check(c)
+            inside.check(c)
+    weight = torch.nn.Parameter(inside.weight())
+    for _ in range(3):
+        got = c.all_reduce_add_rms_norm(inside.x(rank), inside.residual_tensor(), weight)
+        assert not got[0].requires_grad
+        inside.compare(c, *got)
+
+
+@on(cpu=(2,), gpu=(2,))
+def test_inference_mode_and_parameters(pool: RankPool) -> None:
+    pool.run(modes)
