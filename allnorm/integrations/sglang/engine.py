@@ -1,0 +1,113 @@
+"""What SGLang says of the run: its groups, its switches, and why they may rule the fusion out.
+
+Everything here is the same on all ranks of a tensor-parallel group: it comes from the settings.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_SWITCH = "--enforce-disable-flashinfer-allreduce-fusion"
+_DEFAULT_MAX_TOKENS = 8192
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One model of SGLang on one rank.
+
+    Attributes:
+        model: the loaded module.
+        group: SGLang's coordinator of the tensor-parallel group.
+        device: of this rank.
+        dtype: of the model.
+        hidden_size: of the model.
+        max_tokens: the most rows of one forward pass, as far as the settings say.
+    """
+
+    model: torch.nn.Module
+    group: Any
+    device: torch.device
+    dtype: torch.dtype
+    hidden_size: int
+    max_tokens: int
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The group that carries tensors of `device`; never the one of all processes."""
+        group = self.group.device_group if self.device.type == "cuda" else self.group.cpu_group
+        return group
+
+
+def engine_of(runner: Any) -> Engine:
+    """Reads what is needed from SGLang's model runner."""
+    from sglang.srt.runtime_context import get_parallel
+
+    device = torch.device(runner.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    rows = getattr(runner.server_args, "chunked_prefill_size", None) or 0
+    return Engine(
+        runner.model,
+        get_parallel().tp_group,
+        device,
+        runner.dtype,
+        runner.model_config.hidden_size,
+        rows if rows > 0 else _DEFAULT_MAX_TOKENS,
+    )
+
+
+def switched_off() -> str:
+    """Why SGLang's own switch rules the fusion out; empty if it does not.
+
+    Deterministic inference sets the same switch: FlashInfer's bits depend on the batch. Those of
+    the fused calls here do not, so that it is not a reason.
+    """
+    from sglang.srt.runtime_context import get_exec
+
+    comm, deterministic = get_exec().comm, get_exec().deterministic
+    off = comm.enforce_disable_flashinfer_allreduce_fusion
+    if off and not deterministic.enable_deterministic_inference:
+        return f"it is switched off by {_SWITCH}"
+    return ""
+
+
+def obstacle() -> str:
+    """Which setting of SGLang the fused calls do not go with; empty if none."""
+    from sglang.srt.layers.dp_attention import is_dp_attention_enabled
+    from sglang.srt.runtime_context import get_exec, get_parallel
+
+    parallel, execution = get_parallel(), get_exec()
+    if is_dp_attention_enabled():
+        return "attention is data parallel: its sums are scattered, not reduced"
+    ranks = list(parallel.tp_group.ranks)
+    for name, size in (("attn_tp", parallel.attn_tp_size), *_expert_groups(parallel)):
+        group = getattr(parallel, f"{name}_group") if size > 1 else None
+        if group is None or list(group.ranks) != ranks:
+            return f"the group {name} is not the tensor-parallel group of ranks {ranks}"
+    if execution.comm.enable_quant_communications:
+        return "SGLang quantises what it communicates: --enable-quant-communications"
+    if execution.comm.flashinfer_allreduce_fusion_backend == "cutedsl":
+        return "--flashinfer-allreduce-fusion-backend=cutedsl asks for FlashInfer's own fusion"
+    if execution.overlap.enable_two_batch_overlap:
+        return "two batches overlap: their reductions would share one communicator"
+    return ""
+
+
+def _expert_groups(parallel: Any) -> tuple[tuple[str, int], ...]:
+    """The group that the sum after the experts runs over: one of the two must have all ranks."""
+    if parallel.moe_ep_size > 1 and parallel.moe_tp_size > 1:
+        return (("moe_ep", parallel.moe_ep_size), ("moe_tp", parallel.moe_tp_size))
+    if parallel.moe_ep_size > 1:
+        return (("moe_ep", parallel.moe_ep_size),)
+    return (("moe_tp", parallel.moe_tp_size),)
+
+
+def speculates() -> bool:
+    """Whether another model may read this one's hidden states between two layers."""
+    from sglang.srt.runtime_context import get_spec
+
+    return get_spec().speculative_algorithm is not None

@@ -1,0 +1,92 @@
+"""The hooks: a gate, two functions behind it, and the moment before graphs are captured.
+
+Each answers a `Probe` with itself, and passes on to SGLang whatever comes before the ranks agreed
+to fuse, or after they agreed not to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from allnorm.integrations.sglang import start
+from allnorm.integrations.sglang.fusion import current
+from allnorm.integrations.sglang.handoff import GROUP_SIZE, default_quant
+from allnorm.integrations.sglang.seams import Probe
+
+_Original = Callable[..., Any]
+
+
+def gate(original: _Original, batch_size: Any) -> Any:
+    """Whether SGLang leaves a sum of this many rows to the norm after it."""
+    if isinstance(batch_size, Probe):
+        return batch_size
+    if current() is None:
+        return original(batch_size)
+    # No upper bound: the library cuts what does not fit into chunks, with the same bits.
+    return batch_size > 0
+
+
+def norm(
+    original: _Original,
+    norm_module: Any,
+    x: Any,
+    residual: torch.Tensor | None,
+    post_residual_addition: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    use_attn_tp_group: bool = True,
+) -> Any:
+    """Completes a sum, adds it to the residual and norms it. Never returns None."""
+    if isinstance(norm_module, Probe):
+        return norm_module
+    fusion = current()
+    if fusion is None or residual is None:
+        return original(norm_module, x, residual, post_residual_addition, weight, use_attn_tp_group)
+    if post_residual_addition is not None:
+        residual = residual + post_residual_addition
+    return fusion.norm(norm_module, x, residual)
+
+
+def quantised_norm(
+    original: _Original,
+    norm_module: Any,
+    x: Any,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None = None,
+    group_size: int = GROUP_SIZE,
+    use_attn_tp_group: bool = True,
+    keep_bf16: bool = False,
+) -> Any:
+    """The same, for a layer that reads FP8.
+
+    Returns None, before anything was communicated, where no GEMM takes the result: SGLang then
+    calls `norm`.
+    """
+    if isinstance(norm_module, Probe):
+        return norm_module
+    fusion = current()
+    if fusion is None or residual is None:
+        return original(norm_module, x, residual, weight, group_size, use_attn_tp_group, keep_bf16)
+    quant = default_quant() if group_size == GROUP_SIZE and x.dtype == torch.bfloat16 else None
+    if quant is None:
+        return None
+    return fusion.quantised_norm(norm_module, x, residual, quant, keep_bf16)
+
+
+def before_graphs(original: _Original, runner: Any) -> Any:
+    """After SGLang made its own workspace, and before it captures graphs."""
+    if isinstance(runner, Probe):
+        return runner
+    result = original(runner)
+    start.start(runner.model_runner)
+    return result
+
+
+HOOKS: dict[str, Callable[..., Any]] = {
+    "gate": gate,
+    "norm": norm,
+    "quantised norm": quantised_norm,
+    "start": before_graphs,
+}

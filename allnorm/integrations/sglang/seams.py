@@ -1,0 +1,169 @@
+"""Where the plugin holds on to SGLang, and whether those places are as it knows them.
+
+The hooks take the places of a gate and of the functions behind it. One without the others would
+lose an all-reduce, so they are registered together or not at all, and `obstacle` asks each of them
+for a sign of life before anything is fused.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+import sys
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from allnorm.errors import UnsupportedError
+
+VERSIONS = "0.5.17 and 0.5.23"
+
+
+class Probe:
+    """An argument that tells a hook to answer, with the probe itself, that it is in place."""
+
+
+PROBE = Probe()
+
+
+@dataclass(frozen=True)
+class Seam:
+    """A function of SGLang that is hooked.
+
+    Attributes:
+        role: what the hook is there for; the key of its hook.
+        targets: dotted paths, one per generation of SGLang; the first that exists is hooked.
+        parameters: the names that the hook relies on, in order.
+    """
+
+    role: str
+    targets: tuple[str, ...]
+    parameters: tuple[str, ...]
+
+
+_NORM = "sglang.srt.layers.layernorm."
+_RUNNER = "sglang.srt.model_executor.runner.base_runner.BaseRunner."
+
+SEAMS = (
+    Seam(
+        "gate",
+        (
+            "sglang.srt.layers.layer_boundary.residual.add_norm.flashinfer_ar_fusion_applies",
+            "sglang.srt.layers.communicator.apply_flashinfer_allreduce_fusion",
+        ),
+        ("batch_size",),
+    ),
+    Seam(
+        "norm",
+        (_NORM + "_forward_with_allreduce_fusion",),
+        (
+            *("norm_module", "x", "residual", "post_residual_addition", "weight"),
+            "use_attn_tp_group",
+        ),
+    ),
+    Seam(
+        "quantised norm",
+        (_NORM + "_forward_with_allreduce_fusion_quant_per_group",),
+        (
+            *("norm_module", "x", "residual", "weight", "group_size", "use_attn_tp_group"),
+            "keep_bf16",
+        ),
+    ),
+    Seam("start", (_RUNNER + "_pre_initialize_flashinfer_allreduce_workspace",), ("self",)),
+)
+
+# Read, not hooked: the plugin asks SGLang for its groups, its switches and its norms.
+_READ = (
+    "sglang.srt.runtime_context.get_parallel",
+    "sglang.srt.runtime_context.get_exec",
+    "sglang.srt.layers.dp_attention.is_dp_attention_enabled",
+    _NORM + "RMSNorm",
+    _NORM + "GemmaRMSNorm",
+    "sglang.srt.layers.linear.RowParallelLinear",
+)
+
+
+def probe() -> dict[str, str]:
+    """Finds every seam in the installed SGLang; imports the modules they are in.
+
+    Returns:
+        The role of each seam and the dotted path that is to be hooked.
+
+    Raises:
+        UnsupportedError: a seam is missing or takes other parameters; says which.
+    """
+    found = {}
+    for seam in SEAMS:
+        target = next((name for name in seam.targets if _resolve(name) is not None), None)
+        if target is None:
+            raise _refusal(f"has no {' or '.join(seam.targets)}")
+        parameters = tuple(inspect.signature(_resolve(target)).parameters)
+        if parameters != seam.parameters:
+            raise _refusal(
+                f"has {target}({', '.join(parameters)}), expected ({', '.join(seam.parameters)})"
+            )
+        found[seam.role] = target
+    missing = [name for name in _READ if _resolve(name) is None]
+    if missing:
+        raise _refusal(f"has no {' and no '.join(missing)}")
+    return found
+
+
+def register(targets: Mapping[str, str], hooks: Mapping[str, Callable[..., Any]]) -> list[str]:
+    """Registers the hook of every role at SGLang's registry, which applies them later.
+
+    Args:
+        targets: as `probe` returns them.
+        hooks: one for every role.
+
+    Returns:
+        The hooked paths.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for seam in SEAMS:
+        HookRegistry.register(targets[seam.role], hooks[seam.role], HookType.AROUND)
+    return list(targets.values())
+
+
+def obstacle(targets: Mapping[str, str]) -> str:
+    """Why the hooks cannot be relied on: one is not in place, or is passed by; empty if they can.
+
+    A name that a module imported earlier is put right by SGLang's registry; one that it missed, or
+    that another plugin put back, would skip the hook, and with it an all-reduce.
+    """
+    for seam in SEAMS:
+        target = targets[seam.role]
+        hooked = _resolve(target)
+        if hooked is None or hooked(*(PROBE for _ in seam.parameters)) is not PROBE:
+            return f"the hook on {target} is not in place"
+        holders = _holders(inspect.unwrap(hooked))
+        if holders:
+            return f"{', '.join(holders)} still hold {target} as it was before the hook"
+    return ""
+
+
+def _resolve(name: str) -> Any:
+    try:
+        return pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError):
+        return None
+
+
+def _holders(original: object) -> list[str]:
+    """Names in modules of SGLang that are still bound to a function from before the hook."""
+    found = []
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] != "sglang" or not isinstance(module, types.ModuleType):
+            continue
+        found += [f"{name}.{key}" for key, value in list(vars(module).items()) if value is original]
+    return found
+
+
+def _refusal(what: str) -> UnsupportedError:
+    version = getattr(sys.modules.get("sglang"), "__version__", "of this version")
+    return UnsupportedError(
+        f"SGLang {version} {what}. This plugin is written for {VERSIONS}; install one of these, or "
+        "a newer allnorm."
+    )
