@@ -1,0 +1,230 @@
+"""The machine code of a CUDA library: its kernels, their instructions, and which may follow which.
+
+Reads what `cuobjdump` and `nvdisasm` say; both come with the CUDA toolkit and as packages.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sysconfig
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+INSTRUCTION_BYTES = 16
+JUMPS = ("BRA", "WARPSYNC")
+GLOBAL_MEMORY = ("LD", "LDG", "LDGSTS", "ST", "STG", "ATOM", "ATOMG", "RED")
+
+
+class ToolMissingError(Exception):
+    """A program of the CUDA toolkit that is not on this machine."""
+
+
+def tool(name: str) -> str:
+    """Path of a program of the CUDA toolkit: from an installed package, the toolkit or PATH."""
+    home = pathlib.Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
+    purelib = pathlib.Path(sysconfig.get_path("purelib"))
+    for folder in (*purelib.glob("nvidia/*/bin"), home / "bin"):
+        if os.access(folder / name, os.X_OK):
+            return str(folder / name)
+    found = shutil.which(name)
+    if found is None:
+        raise ToolMissingError(
+            f"{name} is not on this machine: it comes with the CUDA toolkit, and as the package "
+            f"nvidia-cuda-{name}"
+        )
+    return found
+
+
+def output_of(*command: str, cwd: pathlib.Path | None = None) -> str:
+    """What a program prints; its error output is in the exception when it fails."""
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
+    return done.stdout
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One instruction, such as `@!P0 STG.E.128.STRONG.SYS desc[UR4][R2.64],R4`."""
+
+    address: int
+    opcode: str
+    operands: str = ""
+    predicate: str = ""
+
+    def __str__(self) -> str:
+        words = (f"/*{self.address:04x}*/", self.predicate, self.opcode, self.operands)
+        return " ".join(word for word in words if word)
+
+    @functools.cached_property
+    def parts(self) -> tuple[str, ...]:
+        """The opcode and its modifiers."""
+        return tuple(self.opcode.split("."))
+
+    @property
+    def verb(self) -> str:
+        return self.parts[0]
+
+    @property
+    def target(self) -> int | None:
+        """Address that a control instruction names."""
+        match = re.search(r"(?:^|,)0x([0-9a-f]+)$", self.operands)
+        return int(match[1], 16) if match else None
+
+    @property
+    def is_global(self) -> bool:
+        """Whether it touches global memory, by a generic address or not."""
+        return self.verb in GLOBAL_MEMORY
+
+    @property
+    def is_load(self) -> bool:
+        return self.verb in ("LD", "LDG")
+
+    @property
+    def is_store(self) -> bool:
+        return self.verb in ("ST", "STG")
+
+    @property
+    def is_system_wide(self) -> bool:
+        """Whether it is an access of the memory model's strong kind, among all devices."""
+        return self.parts[-2:] == ("STRONG", "SYS")
+
+    @property
+    def access_bytes(self) -> int:
+        """Bytes that a load or store moves."""
+        sizes = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
+        return next((sizes[part] for part in self.parts if part in sizes), 4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A function that the host launches, with the subroutines that the compiler made of it."""
+
+    name: str
+    instructions: tuple[Instruction, ...]
+    frame_bytes: int = 0
+
+    @functools.cached_property
+    def _barrier_targets(self) -> dict[str, set[int]]:
+        targets: dict[str, set[int]] = {}
+        for instruction in self.instructions:
+            if instruction.verb == "BSSY" and instruction.target is not None:
+                barrier = instruction.operands.split(",")[0]
+                targets.setdefault(barrier, set()).add(instruction.target // INSTRUCTION_BYTES)
+        return targets
+
+    @functools.cached_property
+    def successors(self) -> tuple[frozenset[int], ...]:
+        """Indices of what may be next, as if every predicate could have either value.
+
+        A call goes on behind the call.
+        """
+        return tuple(frozenset(self._successors(i)) for i in range(len(self.instructions)))
+
+    def _successors(self, index: int) -> set[int]:
+        instruction = self.instructions[index]
+        following = {index + 1} if index + 1 < len(self.instructions) else set()
+        target = set()
+        if instruction.verb in JUMPS and instruction.target is not None:
+            target = {instruction.target // INSTRUCTION_BYTES}
+        match instruction.verb:
+            case "EXIT" | "RET" | "KILL":
+                return following if instruction.predicate else set()
+            case "BRA":
+                # A condition may also be among the operands.
+                conditional = bool(instruction.predicate) or "," in instruction.operands
+                return target | following if conditional else target
+            case "WARPSYNC":
+                return target | following
+            case "BSYNC":
+                # Where the BSSY says, nearly always behind this. Which BSSY is not known: any.
+                barrier = instruction.operands.split(",")[-1]
+                where = self._barrier_targets.get(barrier, set())
+                return following if following <= where else where | following
+            case "BRX" | "BRXU" | "JMP" | "JMX" | "JMXU":
+                raise NotImplementedError(f"a jump to a computed address in {self}: {instruction}")
+        return following
+
+    def reachable(
+        self, start: int = 0, stop: Callable[[Instruction], bool] = lambda _: False
+    ) -> set[int]:
+        """Indices of what may run from `start` on, up to the first `stop` on each path, included.
+
+        Subroutines are left out.
+        """
+        seen: set[int] = set()
+        todo = [start]
+        while todo:
+            index = todo.pop()
+            if index not in seen:
+                seen.add(index)
+                if not stop(self.instructions[index]):
+                    todo.extend(self.successors[index])
+        return seen
+
+    @functools.cached_property
+    def _body(self) -> set[int]:
+        return self.reachable()
+
+    @functools.cached_property
+    def body(self) -> tuple[Instruction, ...]:
+        """What is not in a subroutine, in the order of addresses."""
+        return tuple(self.instructions[i] for i in sorted(self._body))
+
+    @functools.cached_property
+    def subroutines(self) -> tuple[Instruction, ...]:
+        """What is called and not inlined."""
+        body = self._body
+        return tuple(found for i, found in enumerate(self.instructions) if i not in body)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def parse(text: str, frames: dict[str, int]) -> Iterator[Kernel]:
+    """Kernels in the output of `nvdisasm --emit-json`."""
+    _, functions = json.loads(text)
+    for function in functions:
+        name = function["function-name"]
+        if function["start"] != 0:
+            raise NotImplementedError(f"{name} starts at {function['start']}; expected 0")
+        instructions = tuple(
+            Instruction(
+                INSTRUCTION_BYTES * index,
+                found["opcode"],
+                found.get("operands", ""),
+                found.get("predicate", ""),
+            )
+            for index, found in enumerate(function["sass-instructions"])
+        )
+        yield Kernel(name, instructions, frames.get(name, 0))
+
+
+def frame_sizes(binary: pathlib.Path) -> dict[str, int]:
+    """Bytes of local memory of a thread in each kernel: spilled registers and arrays."""
+    text = output_of(tool("cuobjdump"), "--dump-resource-usage", str(binary))
+    found = re.findall(r"Function (\S+):\s+REG:\d+ STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", text)
+    return {name: int(stack) + int(local) for name, stack, local in found}
+
+
+def disassemble(cubin: pathlib.Path) -> list[Kernel]:
+    """All kernels of a cubin."""
+    text = output_of(tool("nvdisasm"), "--emit-json", str(cubin))
+    return list(parse(text, frame_sizes(cubin)))
+
+
+def disassemble_library(
+    library: pathlib.Path, architecture: str, folder: pathlib.Path
+) -> list[Kernel]:
+    """All kernels of a library for one architecture, such as `sm_90`; `folder` is for cubins."""
+    output_of(tool("cuobjdump"), "--extract-elf", "all", str(library.absolute()), cwd=folder)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        found = pool.map(disassemble, sorted(folder.glob(f"*.{architecture}.cubin")))
+        return [kernel for kernels in found for kernel in kernels]

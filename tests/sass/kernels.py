@@ -1,0 +1,111 @@
+"""Which kernels `csrc/cuda/instantiate.cuh` makes, and what each says to its peers."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import Counter
+
+DTYPES = ("Bfloat16", "Float16", "Float32")
+WORLD_SIZES = range(2, 9)
+OWNED = ("owned_sum", "owned_finished", "owned_given")
+
+_FUSED = re.compile(r"12fused_kernelINS_\d+(\w+?)ELi(\d+)ENS_7(One|Two)ShotELb([01])ELb([01])EE")
+_OWNED = re.compile(r"17owned_rows_kernelINS_\d+(\w+?)ELi(\d+)ELNS_5OwnedE([012])ELb([01])EE")
+_LOCAL = re.compile(r"12local_kernelINS_\d+(\w+?)ELb([01])ELb([01])EE")
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """Strong accesses to workspaces, in bytes each, as often as they stand in the sources."""
+
+    pushes: Counter[int]
+    polls: Counter[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """The template arguments of a kernel."""
+
+    kind: str  # one_shot, one_shot_dense, two_shot, one of OWNED; local, local_aligned
+    dtype: str
+    world_size: int  # 1: local
+    quantized: bool
+
+    @property
+    def is_local(self) -> bool:
+        return self.kind.startswith("local")
+
+    @property
+    def traffic(self) -> Traffic:
+        """What the sources say: exchange.cuh, one_shot.cuh, two_shot.cuh, owned_rows.cuh.
+
+        A group of polls loads the pack of every rank, of which the own one is predicated off.
+        """
+        ranks, peers = self.world_size, self.world_size - 1
+        wide = {
+            # sent: the first row, and one ahead; received: one group
+            "one_shot": (2 * peers, ranks),
+            "one_shot_dense": (2 * peers, ranks),
+            # sent: the first row, and two ahead; relayed and received: the first row, and one ahead
+            "two_shot": (3 + 2 * peers, 2 * ranks + 1),
+            "owned_sum": (2 + peers, ranks + 1),
+            "owned_finished": (2 + peers, ranks + 1),
+            "owned_given": (peers, 1),
+        }[self.kind]
+        # The roll call, of two words each way, and the number that hands slots back.
+        pushes, polls = Counter({16: wide[0], 8: 2, 4: 1}), Counter({16: wide[1], 8: 2, 4: 1})
+        if self.kind == "owned_finished" and self.quantized:
+            for elements in (4 if self.dtype == "Float32" else 8, 4):  # of a pack; then scales
+                pushes[elements] += peers
+                polls[elements] += 1
+        return Traffic(pushes, polls)
+
+    @property
+    def most_frame_bytes(self) -> int:
+        """Local memory of a thread that is accepted: nvcc 13.0, sm_90.
+
+        None in the kernels of few tokens, but for two_shot of many ranks, and none in those of
+        rows with owners. `one_shot_dense` trades registers for two blocks an SM.
+        """
+        if self.kind == "two_shot" and self.world_size > 5:
+            return 56
+        if self.kind == "one_shot_dense":
+            return 128 if self.world_size > 4 else 32
+        return 8 if self.kind == "local_aligned" and self.quantized else 0
+
+
+def variant_of(name: str) -> Variant | None:
+    """What a mangled name says; None if it is no kernel of ours."""
+    if match := _FUSED.search(name):
+        dtype, ranks, transport, dense, quantized = match.groups()
+        kind = f"{transport.lower()}_shot" + ("_dense" if dense == "1" else "")
+        return Variant(kind, dtype, int(ranks), quantized == "1")
+    if match := _OWNED.search(name):
+        dtype, ranks, owned, quantized = match.groups()
+        return Variant(OWNED[int(owned)], dtype, int(ranks), quantized == "1")
+    if match := _LOCAL.search(name):
+        dtype, aligned, quantized = match.groups()
+        return Variant("local_aligned" if aligned == "1" else "local", dtype, 1, quantized == "1")
+    return None
+
+
+def all_variants() -> set[Variant]:
+    """Every kernel that a library has for each architecture."""
+    kinds = [
+        (kind, quantized)
+        for kind in ("one_shot", "one_shot_dense", "two_shot", *OWNED)
+        for quantized in (False, True)
+        if (kind, quantized) != ("owned_given", True)
+    ]
+    return {
+        Variant(kind, dtype, world_size, quantized)
+        for dtype in DTYPES
+        for world_size in WORLD_SIZES
+        for kind, quantized in kinds
+    } | {
+        Variant(kind, dtype, 1, quantized)
+        for dtype in DTYPES
+        for kind in ("local", "local_aligned")
+        for quantized in (False, True)
+    }

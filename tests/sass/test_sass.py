@@ -1,0 +1,87 @@
+"""The machine code of the CUDA kernels: what the protocol needs is in it, and defects are seen."""
+
+from __future__ import annotations
+
+import pathlib
+import shutil
+
+import pytest
+
+import allnorm
+from sass import mutants
+from sass.disassembly import Kernel, ToolMissingError, disassemble_library, tool
+from sass.kernels import all_variants, variant_of
+from sass.rules import EXCHANGE_RULES, complaints
+
+CSRC = pathlib.Path(__file__).resolve().parents[2] / "csrc"
+ARCHITECTURE = "sm_90"
+CHEAPEST = "fence at gpu scope"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tools() -> None:
+    try:
+        for name in ("cuobjdump", "nvdisasm"):
+            tool(name)
+    except ToolMissingError as missing:
+        pytest.skip(str(missing))
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[Kernel]:
+    library = pathlib.Path(allnorm.__file__).parent / "lib" / "liballnorm_cuda.so"
+    if not library.exists():
+        pytest.skip("this installation was built without nvcc")
+    found = disassemble_library(library, ARCHITECTURE, tmp_path_factory.mktemp("cubins"))
+    if not found:
+        pytest.skip(f"the library has no code for {ARCHITECTURE}")
+    return found
+
+
+@pytest.mark.slow
+def test_library_has_every_kernel(kernels: list[Kernel]) -> None:
+    variants = [variant_of(kernel.name) for kernel in kernels]
+    assert len(variants) == len(set(variants))
+    assert set(variants) == all_variants()
+
+
+@pytest.mark.slow
+def test_every_kernel_has_what_the_protocol_needs(kernels: list[Kernel]) -> None:
+    wrong = {}
+    for kernel in kernels:
+        variant = variant_of(kernel.name)
+        if variant is not None and (found := complaints(kernel, variant)):
+            wrong[variant] = found
+    assert wrong == {}
+
+
+@pytest.fixture(scope="module")
+def compiler() -> None:
+    if shutil.which("nvcc") is None:
+        pytest.skip("nvcc is not on this machine")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", mutants.SOURCES)
+def test_nothing_is_wrong_without_a_defect(
+    compiler: None, source: str, tmp_path: pathlib.Path
+) -> None:
+    assert mutants.found_wrong(mutants.copy_sources(CSRC, tmp_path), source) == []
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        pytest.param(m, id=m.name, marks=[] if m.name == CHEAPEST else [pytest.mark.slow])
+        for m in mutants.MUTANTS
+    ],
+)
+def test_defect_is_reported(compiler: None, mutant: mutants.Mutant, tmp_path: pathlib.Path) -> None:
+    csrc = mutants.copy_sources(CSRC, tmp_path)
+    mutants.mutate(csrc, mutant)
+    found = mutants.found_wrong(csrc, mutant.source)
+    assert mutant.rule in {text.partition(":")[0] for text in found}, found
+
+
+def test_every_rule_has_a_mutant() -> None:
+    assert {m.rule for m in mutants.MUTANTS} == {rule.__name__ for rule in EXCHANGE_RULES}
