@@ -1,0 +1,85 @@
+"""The helpers that models without compilation call between a row-parallel linear and a norm."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from allnorm.integrations.vllm import engine
+from allnorm.integrations.vllm.norms import mode_of
+
+_Helper = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+def patch_helper(module: ModuleType, name: str, weight_bias: float) -> None:
+    """Replaces a helper by one that fuses where it can. Idempotent.
+
+    Args:
+        module: the one that defines it; others import it from there later.
+        name: of the helper, `(hidden_states, residual, norm) -> (normed, residual)`.
+        weight_bias: what its norm adds to the weight.
+    """
+    stock = getattr(module, name, None)
+    if stock is not None and not hasattr(stock, "allnorm_stock"):
+        setattr(module, name, _fused(stock, weight_bias))
+
+
+def _fused(stock: _Helper, weight_bias: float) -> _Helper:
+    @functools.wraps(stock)
+    def helper(
+        hidden_states: torch.Tensor, residual: torch.Tensor, norm: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        communicator = engine.communicator_for_eager()
+        # Asked of the model and its shapes alone: the answer is the same on every rank.
+        mode = "" if communicator is None else _mode(hidden_states, residual, norm, weight_bias)
+        if communicator is None or not mode:
+            return stock(hidden_states, residual, norm)
+        return communicator.all_reduce_add_rms_norm(
+            hidden_states,
+            residual,
+            norm.weight,
+            norm.variance_epsilon,
+            weight_bias=weight_bias,
+            numerics=mode,
+        )
+
+    helper.allnorm_stock = stock  # type: ignore[attr-defined]
+    return helper
+
+
+def _mode(
+    hidden_states: torch.Tensor, residual: torch.Tensor | None, norm: Any, weight_bias: float
+) -> str:
+    """The rounding mode of the norm by itself; empty if it is none that allnorm computes."""
+    if residual is None or residual.shape != hidden_states.shape:
+        return ""
+    if residual.dtype != hidden_states.dtype or hidden_states.stride(-1) != 1:
+        return ""
+    if getattr(norm, "variance_size_override", None) is not None:
+        return ""
+    if not getattr(norm, "has_weight", True):
+        return ""
+    if norm.weight.dtype not in (hidden_states.dtype, torch.float32):
+        return ""
+    # Norms with a bias multiply by a float32 weight.
+    float32_weight = weight_bias != 0.0 or norm.weight.dtype == torch.float32
+    return mode_of(
+        _provider(hidden_states, residual, norm, float32_weight), float32_weight=float32_weight
+    )
+
+
+def _provider(
+    hidden_states: torch.Tensor, residual: torch.Tensor, norm: Any, float32_weight: bool
+) -> str:
+    """Who computes the norm when it is not fused."""
+    from vllm.ir.op import IrOp
+
+    weight = norm.weight.float() if float32_weight else norm.weight
+    chosen = IrOp.registry["fused_add_rms_norm"].dispatch(
+        hidden_states, residual, weight, norm.variance_epsilon
+    )
+    return str(chosen.provider)

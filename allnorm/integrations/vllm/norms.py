@@ -1,0 +1,68 @@
+"""What vLLM's own norm operators compute, for the graph pass.
+
+A norm is an operator of vLLM's intermediate representation until it is lowered to one of several
+implementations, so which rounding it makes depends on what it will be lowered to. "native" is a
+PyTorch function, which is traced; the kernels in vLLM's C extension round the sum, and multiply by
+the weight in float32. What else there may be is not known here: such a norm is not fused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_NAMES = ("rms_norm", "fused_add_rms_norm")
+
+
+def decompositions() -> dict[str, Callable[..., Any]]:
+    """By the name of the operator; empty if vLLM has no such representation any more."""
+    try:
+        from vllm.ir.op import IrOp
+    except ImportError:
+        return {}
+    return {
+        f"vllm_ir::{name}": _Lowered(IrOp.registry[name])
+        for name in _NAMES
+        if name in IrOp.registry
+    }
+
+
+class _Lowered:
+    """An operator as the implementation that it will be lowered to computes it."""
+
+    def __init__(self, operator: Any) -> None:
+        self._operator = operator
+
+    def __call__(self, *args: Any) -> Any:
+        chosen = self._operator.dispatch(*args)
+        if chosen.provider == "native":
+            return chosen.impl_fn(*args)
+        if chosen.provider == "vllm_c":
+            return _KERNELS[self._operator.name](*args)
+        raise NotImplementedError(f"it is computed by {chosen.provider!r}")
+
+
+def _rms_norm(x: Tensor, weight: Tensor | None, eps: float, variance_size: None = None) -> Tensor:
+    z = x.float()
+    normed = z * torch.rsqrt(z.pow(2).mean(dim=-1, keepdim=True) + eps)
+    return (normed if weight is None else normed * weight.float()).to(x.dtype)
+
+
+def _fused_add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, variance_size: None = None
+) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return _rms_norm(total, weight, eps), total
+
+
+_KERNELS: dict[str, Callable[..., Any]] = {"rms_norm": _rms_norm, "fused_add_rms_norm": _fused_add_rms_norm}
+
+
+def mode_of(provider: str, *, float32_weight: bool) -> str:
+    """The rounding mode of an add and norm that this implementation computes; empty if unknown."""
+    if provider == "native":
+        return "unrounded" if float32_weight else "vllm"
+    return "rounded" if provider == "vllm_c" else ""

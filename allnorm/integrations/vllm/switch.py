@@ -1,0 +1,103 @@
+"""vLLM's own switch, `PassConfig.fuse_allreduce_rms`: its default, and what the user said.
+
+An engine's configuration is made once, in the process that the user started, and sent to its
+workers. A field that the user left alone gets its default from a table of vLLM; the plugin's own
+default takes that place, so that an explicit value stays what it is. What was decided goes into
+`additional_config`, from which the workers, and vLLM's compile cache, know it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from allnorm._version import __version__
+from allnorm.integrations.engines import Announcer, disabled_reason
+from allnorm.integrations.vllm import LOGGER
+
+FIELD = "fuse_allreduce_rms"
+KEY = "allnorm"
+
+# vLLM compiles a second time for batches above this many MiB, which its own fusion does not take.
+_NO_LIMIT_MB = 1e6
+
+_announcer = Announcer(logging.getLogger(LOGGER))
+
+
+def patch_defaults(config: ModuleType) -> None:
+    """Puts the plugin's default into vLLM's tables, one for each optimisation level. Idempotent."""
+    for defaults in config.OPTIMIZATION_LEVEL_TO_CONFIG.values():
+        pass_config = defaults["compilation_config"]["pass_config"]
+        stock = pass_config[FIELD]
+        if not isinstance(stock, _Default):
+            pass_config[FIELD] = _Default(stock)
+
+
+class _Default:
+    """What vLLM calls for a field that the user left alone."""
+
+    def __init__(self, stock: bool | Callable[[Any], bool]) -> None:
+        self._stock = stock
+
+    def __call__(self, vllm_config: Any) -> bool:
+        stock = bool(self._stock(vllm_config) if callable(self._stock) else self._stock)
+        try:
+            return self._decide(vllm_config, stock)
+        except Exception as error:  # noqa: BLE001 - an engine must start without its plugins
+            _announcer.warning(f"nothing is fused: {type(error).__name__}: {error}")
+            return stock
+
+    def _decide(self, vllm_config: Any, stock: bool) -> bool:
+        reason = disabled_reason() or obstacle(vllm_config)
+        if reason:
+            _announcer.info(f"not used: {reason}")
+            return stock
+        additional = vllm_config.additional_config
+        if not isinstance(additional, dict):
+            _announcer.warning("nothing is fused: additional_config is no dictionary")
+            return stock
+        vllm_config.additional_config = {
+            **additional,
+            KEY: {"version": __version__, "stock": stock},
+        }
+        if not callable(self._stock):  # a level of optimisation at which vLLM fuses nothing
+            return stock
+        pass_config = vllm_config.compilation_config.pass_config
+        if not stock and pass_config.fi_allreduce_fusion_max_size_mb is None:
+            pass_config.fi_allreduce_fusion_max_size_mb = _NO_LIMIT_MB
+        return True
+
+
+def obstacle(vllm_config: Any) -> str:
+    """Why an engine with this configuration has nothing to fuse; empty if it has."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda():
+        return f"the platform is {current_platform.device_name or 'unknown'}, expected CUDA"
+    tp = vllm_config.parallel_config.tensor_parallel_size
+    return "tensor_parallel_size is 1: nothing is reduced" if tp == 1 else ""
+
+
+def was_left_alone(vllm_config: Any) -> bool:
+    """Whether the user left the switch to its default, and allnorm was there."""
+    additional = vllm_config.additional_config
+    return isinstance(additional, dict) and KEY in additional
+
+
+def stock_default(vllm_config: Any) -> bool:
+    """Whether vLLM's own fusion would run if allnorm was not there."""
+    if was_left_alone(vllm_config):
+        return bool(vllm_config.additional_config[KEY]["stock"])
+    return bool(vllm_config.compilation_config.pass_config.fuse_allreduce_rms)
+
+
+def is_on(vllm_config: Any) -> bool:
+    """Whether compiled graphs are fused."""
+    return bool(vllm_config.compilation_config.pass_config.fuse_allreduce_rms)
+
+
+def is_on_for_eager(vllm_config: Any) -> bool:
+    """Whether helpers of eager models fuse: unless the user said no."""
+    return is_on(vllm_config) or was_left_alone(vllm_config)

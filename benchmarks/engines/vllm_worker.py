@@ -1,0 +1,85 @@
+"""What vllm_latency.py asks of vLLM's workers; an extension of their class, found by PYTHONPATH."""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from typing import Any
+
+import torch
+
+
+class WorkerTools:
+    """Mixed into vLLM's worker (worker_extension_cls)."""
+
+    @torch.no_grad()
+    def fill_weights(self, seed: int = 0) -> int:
+        """Gives dummy weights values: other ones on each rank, but for norms, which all share."""
+        from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+        filled = 0
+        for name, parameter in self.get_model().named_parameters():
+            if not parameter.is_floating_point() or parameter.element_size() < 2:
+                continue
+            of_a_norm = parameter.dim() == 1
+            rank = 0 if of_a_norm else 1 + get_tensor_model_parallel_rank()
+            generator = torch.Generator(parameter.device)
+            generator.manual_seed(zlib.crc32(f"{seed} {rank} {name}".encode()))
+            if of_a_norm:
+                parameter.normal_(1.0, 0.1, generator=generator)
+            else:
+                parameter.normal_(0.0, 0.02, generator=generator)
+            filled += 1
+        torch.cuda.synchronize()
+        return filled
+
+    def facts(self) -> dict[str, Any]:
+        """What this engine really uses."""
+        from vllm.distributed.parallel_state import get_tp_group
+
+        group = get_tp_group().device_communicator
+        custom = getattr(group, "ca_comm", None)
+        compilation = self.vllm_config.compilation_config
+        facts = {
+            "custom_all_reduce": custom is not None and not custom.disabled,
+            "mode": str(compilation.mode),
+            "cudagraph_mode": str(compilation.cudagraph_mode),
+            "fuse_allreduce_rms": compilation.pass_config.fuse_allreduce_rms,
+            "norms_lowered_to": str(self.vllm_config.kernel_config.ir_op_priority),
+            "allnorm": "not loaded",
+        }
+        with contextlib.suppress(ImportError):
+            from allnorm.integrations.vllm import engine
+
+            outcome = engine.STATE.outcome
+            if outcome is not None:
+                facts["allnorm"] = outcome.reason or repr(outcome.communicator)
+                facts["sites"] = [
+                    str(site) for report in engine.STATE.reports for site in report.sites
+                ][:12]
+        return facts
+
+    def start_trace(self) -> None:
+        """Begins to count kernels."""
+        import allnorm
+
+        self._trace = contextlib.ExitStack()
+        self._report = self._trace.enter_context(allnorm.trace())
+
+    def stop_trace(self) -> list[tuple[str, str, int, float]]:
+        """Kind, name, calls and microseconds of reductions and norms since `start_trace`."""
+        self._trace.close()
+        return [(e.kind, e.what, e.calls, e.time_us) for e in self._report.entries]
+
+    def check_allnorm(self) -> str:
+        """What the communicator's device has recorded; empty if nothing."""
+        with contextlib.suppress(ImportError):
+            from allnorm.integrations.vllm import engine
+
+            outcome = engine.STATE.outcome
+            if outcome is not None and outcome.communicator is not None:
+                try:
+                    outcome.communicator.check()
+                except Exception as error:  # noqa: BLE001 - reported to the caller
+                    return f"{type(error).__name__}: {error}"
+        return ""
