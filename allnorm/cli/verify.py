@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from allnorm import topology
-from allnorm.cli import options, output
+from allnorm.cli import options, output, verify_faults
 from allnorm.cli.options import Device, Json, Tp
 from allnorm.cli.ranks import verify as ranks_verify
 from allnorm.testing import run_ranks
@@ -46,11 +47,21 @@ def verify(
     repeat: Annotated[
         int, typer.Option("--repeat", min=1, help="Calls of each shape and algorithm.")
     ] = 2000,
+    faults: Annotated[
+        bool,
+        typer.Option("--faults", help="Only faults: a rank dies, never comes, or differs."),
+    ] = False,
+    timeout: Annotated[
+        float, typer.Option("--timeout", min=0.1, help="Of the ranks' waits in --faults, seconds.")
+    ] = 2.0,
     json: Json = None,
 ) -> None:
     """Compares every kind of call with the reference, bit for bit."""
     where = options.device(device)
     sizes = list(dict.fromkeys(options.world_sizes(tp, where)))
+    if faults:
+        _faults(sizes, where, timeout, tuple(options.words(only)), json)
+        return
     seed = random.randrange(1 << 20) if seed is None else seed
     budget = _SAMPLE_SECONDS[where] if seconds is None else seconds
     given = tuple((s.num_tokens, s.hidden_size) for s in options.shapes(shapes)) if shapes else ()
@@ -86,6 +97,29 @@ def verify(
         raise typer.Exit(1)
     ranks = ", ".join(map(str, sizes))
     console.print(output.ok(f"everything holds with {ranks} ranks on {where}"))
+
+
+def _faults(
+    sizes: list[int], where: str, timeout_s: float, words: tuple[str, ...], json: Path | None
+) -> None:
+    """The table of faults, for each number of ranks."""
+    if min(sizes) < 2:
+        raise typer.BadParameter("1: expected at least 2 ranks for --faults", param_hint="--tp")
+    console, failed = output.console(), 0
+    console.print(
+        f"Waits end after {timeout_s:g} s; a fault must be known {verify_faults.SLACK_SECONDS:g} s "
+        f"later on every rank, by name; on {topology.device_name(where)}."
+    )
+    common = {"backend": where, "check": "faults", **output.provenance()}
+    for size in sizes:
+        rows = verify_faults.run(size, where, timeout_s, words)
+        verify_faults.show(rows, size, console.print)
+        output.append_json_lines(json, ({**common, "world_size": size, **row} for row in rows))
+        failed += sum(bool(row["problems"]) for row in rows)
+    if failed:
+        console.print(output.bad(f"{failed} faults were not dealt with as promised"))
+        raise typer.Exit(1)
+    console.print(output.ok("every fault was noticed in time and named"))
 
 
 def _check_selection(job: ranks_verify.Job) -> None:

@@ -73,7 +73,6 @@ class Exchange {
   // for.
   template <class Ready, class Missing>
   __device__ __forceinline__ bool wait_until(Ready&& ready, Missing&& missing) {
-    pause();
     while (!failed_) {
       if (ready()) return true;
       if (deadline_.look_due()) look(missing());
@@ -89,7 +88,8 @@ class Exchange {
   }
 
  private:
-  // Holds a warp up, now and then, where a soak asks for it.
+  // Holds a warp up, now and then, where a soak asks for it: where no data is in registers, so that
+  // it costs nothing.
   __device__ __forceinline__ void pause() {
     if (params_.longest_pause_ns != 0) pause_at_random(params_);
   }

@@ -1,0 +1,117 @@
+"""``allnorm verify --faults``: what ranks see of one that fails, and after how long."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from allnorm.cli import output
+from allnorm.cli.ranks import faults
+from allnorm.testing import RankError, RankPool
+
+SLACK_SECONDS = 1.0  # within the timeout and this a fault must be known
+_RUN_SECONDS = 120.0
+_SHARED_MEMORY = "/dev/shm/allnorm-*"
+
+Row = dict[str, Any]
+
+
+def run(world_size: int, device: str, timeout_s: float, words: tuple[str, ...]) -> list[Row]:
+    """Provokes every fault with every algorithm it applies to.
+
+    Args:
+        world_size: ranks, the last of which fails; at least 2.
+        device: "cuda" or "cpu".
+        timeout_s: of the communicators.
+        words: only faults whose names hold one of them; empty: all.
+
+    Returns:
+        A row for each: `fault`, `algorithm`, `seconds` (of the slowest rank), `saw` (in words),
+        `problems` (what did not hold), and `ranks`, what each of them saw.
+    """
+    names = [*faults.DIVERGENCES, *faults.ABSENCES, *faults.DEATHS]
+    cases = [
+        (fault, algorithm)
+        for fault in names
+        for algorithm in faults.ALGORITHMS
+        if faults.applies(fault, algorithm) and (not words or any(word in fault for word in words))
+    ]
+    rows = []
+    with (
+        RankPool(world_size, device, timeout=_RUN_SECONDS) as pool,
+        output.progress(f"faults, {world_size} ranks") as show,
+    ):
+        for done, (fault, algorithm) in enumerate(cases):
+            show(0, {"text": f"{fault}, {algorithm}", "done": done, "total": len(cases)})
+            rows.append(_provoke(pool, fault, algorithm, timeout_s))
+    return rows
+
+
+def _provoke(pool: RankPool, fault: str, algorithm: str, timeout_s: float) -> Row:
+    before = set(glob.glob(_SHARED_MEMORY))
+    culprit = pool.world_size - 1
+    may_die = [culprit] if fault in faults.DEATHS else []
+    row: Row = {"fault": fault, "algorithm": algorithm, "timeout_s": timeout_s}
+    try:
+        arguments = (pool.device, fault, algorithm, timeout_s)
+        seen = pool.run(faults.provoke, *arguments, may_die=may_die)
+    except RankError as error:
+        return {**row, "seconds": None, "saw": "", "ranks": [], "problems": [str(error)]}
+    problems = _problems(seen, fault, culprit, timeout_s + SLACK_SECONDS)
+    left = set(glob.glob(_SHARED_MEMORY)) - before
+    problems += [f"left behind: {Path(name).name}" for name in sorted(left)]
+    ranks = [{"rank": rank, **one} for rank, one in enumerate(seen) if one is not None]
+    return {
+        **row,
+        "seconds": max((one["seconds"] for one in ranks), default=None),
+        "saw": _saw(ranks[0]) if ranks else "",
+        "ranks": ranks,
+        "problems": problems,
+    }
+
+
+def _problems(seen: list[Row | None], fault: str, culprit: int, limit_s: float) -> list[str]:
+    """What each rank should have seen and did not."""
+    expected_error = "PeerDivergedError" if fault in faults.DIVERGENCES else "PeerTimeoutError"
+    problems = []
+    for rank, one in enumerate(seen):
+        if one is None:
+            if rank != culprit:
+                problems.append(f"rank {rank} saw nothing")
+            continue
+        found = list(one["problems"])
+        if one["error"] != expected_error:
+            found.append(f"{one['error'] or 'nothing'} instead of {expected_error}")
+        if rank != culprit and one["peer"] != culprit:
+            found.append(f"names rank {one['peer']} instead of {culprit}")
+        if one["seconds"] > limit_s:
+            found.append(f"took {one['seconds']:.2f} s, more than {limit_s:g}")
+        problems += [f"rank {rank}: {text}" for text in found]
+    return problems
+
+
+def _saw(one: Row) -> str:
+    kind = "diverged" if one["error"] == "PeerDivergedError" else "timeout"
+    return f"{kind}, names rank {one['peer']}; seen: {one['seen']}"
+
+
+def show(rows: list[Row], world_size: int, say: Callable[[Any], None]) -> None:
+    """The table, and what did not hold below it."""
+    cells = [
+        (
+            row["fault"],
+            row["algorithm"],
+            row["saw"],
+            "-" if row["seconds"] is None else f"{row['seconds']:.2f}",
+            output.bad(str(len(row["problems"]))) if row["problems"] else output.ok("yes"),
+        )
+        for row in rows
+    ]
+    title = f"rank {world_size - 1} of {world_size} fails; what rank 0 sees"
+    columns = ("fault", "its peers run", "rank 0 saw", "seconds", "holds")
+    say(output.table(title, columns, cells, words=columns[1:3]))
+    for row in rows:
+        for problem in row["problems"]:
+            say(output.bad(f"{row['fault']}, {row['algorithm']}: {problem}"))

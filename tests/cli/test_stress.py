@@ -1,0 +1,180 @@
+"""The soaks of verify: right results pass, and each kind of wrong one is found."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from rank_helpers import device, on
+
+import allnorm
+from allnorm.cli.ranks.record import Recorder
+from allnorm.cli.ranks.stress import repeat, soak
+from allnorm.cli.ranks.stress.kinds import Kind, algorithms, random_kind
+from allnorm.cli.ranks.stress.tape import make_tape
+from allnorm.cli.ranks.verify import Context, Job
+from allnorm.testing import RankPool, same_bits
+
+Result = dict[str, Any]
+
+
+def run(check: Callable[[Context, Recorder], None], **options: Any) -> Result:
+    """The check on this rank, with the other ranks; its record."""
+    where = device()
+    job = Job(where.type, seed=options.pop("seed", 5), full=False, seconds=1.0, **options)
+    with allnorm.Communicator(device=where) as comm:
+        recorder = Recorder(check.__name__)
+        check(Context(comm, job, random.Random(job.seed)), recorder)
+        return recorder.finish()
+
+
+def soaked(rank: int, world_size: int, calls: int) -> Result:
+    return run(soak.soak, stress=calls)
+
+
+@on(cpu=(2, 3), gpu=(2, 4))
+def test_the_soak_passes(pool: RankPool) -> None:
+    found = pool.run(soaked, 4 * soak.BURST)[0]
+    assert found["failures"] == 0, found["details"]
+    assert found["cases"] >= 4 * soak.BURST
+    assert found["bursts"] >= 4, "each section made at least one"
+    assert found["elements"] > 1e6
+
+
+# What a defect of the exchange looks like from outside. Each takes the results of one call.
+
+
+def one_bit(results: dict[str, torch.Tensor], _: list[Any]) -> dict[str, torch.Tensor]:
+    name, part = next(iter(results.items()))
+    last = part.reshape(-1)[-1:].clone().view(torch.uint8)
+    last[0] ^= 1
+    part = part.clone(memory_format=torch.contiguous_format)
+    part.view(-1)[-1:] = last.view(part.dtype)
+    return {**results, name: part}
+
+
+def one_call_earlier(results: dict[str, torch.Tensor], before: list[Any]) -> Any:
+    """A slot that was read before it was written again."""
+    return next(old for old in reversed(before) if shapes(old) == shapes(results))
+
+
+def shapes(results: dict[str, torch.Tensor]) -> list[Any]:
+    return [(name, part.shape, part.dtype) for name, part in results.items()]
+
+
+def never_written(results: dict[str, torch.Tensor], _: list[Any]) -> Any:
+    return {name: torch.zeros_like(part) for name, part in results.items()}
+
+
+CORRUPTIONS = (one_bit, one_call_earlier, never_written)
+
+
+def corrupted(rank: int, world_size: int, index: int, where: str) -> tuple[Result, int]:
+    """A run in which one call of the last rank is spoilt. Returns its record, and which call."""
+    module = soak if where == "soak" else repeat
+    issue, before, spoilt = module.issue, [], []
+
+    def spoiling(*arguments: Any) -> dict[str, torch.Tensor]:
+        results = issue(*arguments)
+        if rank == world_size - 1 and not spoilt and len(before) >= 37:
+            same = [old for old in before if shapes(old) == shapes(results)]
+            if same:
+                spoilt.append(len(before))
+                results = CORRUPTIONS[index](results, before)
+        before.append(results)
+        return results
+
+    module.issue = spoiling  # type: ignore[assignment]
+    try:
+        if where == "soak":
+            found = run(soak.soak, stress=2 * soak.BURST)
+        else:
+            found = run(repeat.repeat_shapes, stress=0, shapes=((3, 512),), repeat=100)
+    finally:
+        module.issue = issue
+    return found, spoilt[0] if spoilt else -1
+
+
+@on(cpu=(2,))
+@pytest.mark.parametrize("where", ["soak", "repeat"])
+@pytest.mark.parametrize("index", range(len(CORRUPTIONS)))
+def test_one_spoilt_call_is_found(pool: RankPool, index: int, where: str) -> None:
+    results = pool.run(corrupted, index, where)
+    found, call = results[-1]
+    assert call >= 37
+    assert found["failures"] == 1, found["details"]
+    assert f"rank 1: call {call}," in found["details"][0]
+    assert results[0][0]["failures"] == 1, "the other rank says so too"
+    if CORRUPTIONS[index] is one_bit:
+        assert ": 1 of " in found["details"][0]
+
+
+def wrong_peer(rank: int, world_size: int) -> Result:
+    """Rank 0's rows arrive as rank 1's."""
+    reduce = allnorm.Communicator.all_reduce
+
+    def from_another(comm: allnorm.Communicator, x: torch.Tensor, **options: Any) -> torch.Tensor:
+        return reduce(comm, x if rank != 1 else torch.roll(x, 1, -1), **options)
+
+    allnorm.Communicator.all_reduce = from_another  # type: ignore[method-assign]
+    try:
+        return run(soak.soak, stress=soak.BURST)
+    finally:
+        allnorm.Communicator.all_reduce = reduce  # type: ignore[method-assign]
+
+
+@on(cpu=(3,))
+def test_another_peers_rows_are_found(pool: RankPool) -> None:
+    found = pool.run(wrong_peer)[0]
+    assert found["failures"] > 0
+    assert "all_reduce" in found["details"][0]
+
+
+def repeated(rank: int, world_size: int) -> Result:
+    return run(repeat.repeat_shapes, stress=0, shapes=((1, 4096), (64, 120)), repeat=70)
+
+
+@on(cpu=(2,), gpu=(2,))
+def test_repeated_shapes_pass(pool: RankPool) -> None:
+    found = pool.run(repeated)[0]
+    assert found["failures"] == 0, found["details"]
+    assert found["cases"] == 2 * 2 * 70
+
+
+def plans(rank: int, world_size: int) -> tuple[int, set[str]]:
+    """How many of many kinds can run as they say, and by which algorithms."""
+    rng = random.Random(1)
+    with allnorm.Communicator(device=device(), workspace_bytes=1 << 20) as comm:
+        kinds = [random_kind(rng, device(), 1 << 17) for _ in range(300)]
+        fitting = [k for k in kinds if algorithms(k, [comm]) == {k.algorithm}]
+    return len(fitting), {k.algorithm for k in fitting}
+
+
+@on(cpu=(2,))
+def test_kinds_reach_every_algorithm(pool: RankPool) -> None:
+    count, names = pool.run(plans)[0]
+    assert count > 100
+    assert names == {"one_shot", "two_shot", "unfused"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_a_tape_is_the_reference_of_its_rows(dtype: torch.dtype) -> None:
+    tapes = [make_tape(40, 512, dtype, torch.device("cpu"), rank, 3, seed=9) for rank in range(3)]
+    for tape in tapes:
+        assert same_bits(tape.reduced, allnorm.reference.all_reduce([t.x for t in tapes]))
+        assert same_bits(tape.residual, tapes[0].residual)
+    for a, b in ((0, 1), (0, 2), (1, 2)):
+        assert not (tapes[a].x == tapes[b].x).all(1).any(), "no row is another rank's"
+    kind = Kind("norm", 7, 512, dtype, quant=allnorm.Fp8PerGroup(128), numerics="vllm")
+    known, rows = tapes[1].expected(kind), slice(11, 18)
+    wanted = allnorm.reference.all_reduce_add_rms_norm_quant(
+        [t.x[rows] for t in tapes],
+        *(tapes[0].residual[rows], tapes[0].weight, 1e-5, kind.quant, True),
+        numerics="vllm",
+    )
+    for name in ("quantized", "scale", "normed"):
+        assert same_bits(known[name][rows], getattr(wanted, name)), name
+    assert same_bits(known["residual_out"][rows], wanted.residual)
