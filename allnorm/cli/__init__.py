@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from allnorm import __version__, config
-from allnorm.cli import bench, doctor, e2e, trace, verify
+from allnorm.cli import bench, doctor, e2e, trace, tune, verify
 from allnorm.cli.output import bad, console
 from allnorm.errors import AllnormError
 from allnorm.testing import RankError
@@ -28,6 +28,7 @@ app = typer.Typer(
 app.command()(doctor.doctor)
 app.command()(verify.verify)
 app.command()(bench.bench)
+app.command()(tune.tune)
 app.command()(e2e.e2e)
 app.command()(trace.trace)
 

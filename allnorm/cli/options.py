@@ -13,6 +13,7 @@ from allnorm import topology
 from allnorm.cli import models
 
 DTYPES = ("float32", "float16", "bfloat16")
+ALGORITHMS = ("one_shot", "two_shot", "unfused")
 NUMERICS = ("rounded", "unrounded", "transformers", "vllm")
 
 Tp = Annotated[

@@ -35,6 +35,7 @@ class Job:
         arms: names of arms and peers, of which a mode takes those that it has.
         device: "cuda" or "cpu".
         seconds: on CPU, roughly how long one arm of one shape is timed.
+        tuning_dir: as of a Communicator.
     """
 
     shapes: tuple[Shape, ...]
@@ -44,6 +45,7 @@ class Job:
     arms: tuple[str, ...]
     device: str
     seconds: float = 0.7
+    tuning_dir: str | None = None
 
 
 @dataclass
@@ -104,7 +106,9 @@ def run(rank: int, world_size: int, job: Job) -> list[dict[str, Any]]:
         max_tokens=max(s.num_tokens for s in job.shapes),
         max_hidden_size=max(s.hidden_size for s in job.shapes),
     )
-    with allnorm.Communicator(device=device, numerics=job.numerics) as comm:
+    with allnorm.Communicator(
+        device=device, numerics=job.numerics, tuning_dir=job.tuning_dir
+    ) as comm:
         for index, shape in enumerate(job.shapes):
             report({"text": str(shape), "done": index, "total": len(job.shapes)})
             case = make_case(shape, job.dtype, job.numerics, device, rank, world_size, seed=index)

@@ -60,16 +60,19 @@ def _calls_that_fit(arm: Arm, seconds: float) -> int:
     return max(_CPU_CALLS[0], min(_CPU_CALLS[1], int(seconds / max(float(slowest), 1e-6))))
 
 
-def time_cuda(arms: Sequence[tuple[Arm, torch.cuda.CUDAGraph]], num_tokens: int) -> Samples:
+def time_cuda(
+    arms: Sequence[tuple[Arm, torch.cuda.CUDAGraph]], num_tokens: int, rounds: int = _CUDA_ROUNDS
+) -> Samples:
     """Time per call of replays. Collective.
 
     Args:
         arms: with what `capture` made of them.
         num_tokens: as given to `capture`.
+        rounds: how often each has its turn, of three timed replays.
     """
     samples: Samples = {arm.name: [] for arm, _ in arms}
     calls = calls_per_graph(num_tokens)
-    for _ in range(_CUDA_ROUNDS):
+    for _ in range(rounds):
         for arm, graph in arms:
             arm.reset()
             # Untimed: aligns the ranks and keeps the GPU busy while the host launches the next.

@@ -1,0 +1,85 @@
+"""Makes the tables that the package ships out of measured rows.
+
+    python benchmarks/seed_tables.py benchmarks/results/h200x4-tune.jsonl
+
+Rows are those of `allnorm tune --json` or `allnorm bench --json`: of every algorithm at each size.
+A curve needs rows from one token to at least 1024, of five sizes: with fewer the nearest hidden
+size says more, at the same number of bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+from collections import defaultdict
+from typing import Any
+
+from allnorm import tuning
+from allnorm.cli import crossovers
+from allnorm.cli.crossovers import Candidate
+from allnorm.policy import Curve
+
+_ROOT = pathlib.Path(__file__).resolve().parent.parent
+_SEEDS = _ROOT / "allnorm" / "seeds"
+_ENOUGH_TOKENS, _ENOUGH_SIZES = 1024, 5
+_QUANTS = {"": "norm", "per_group:128": "per_group", "per_token": "per_token"}
+_ARM = "allnorm:"
+
+
+def read(paths: list[pathlib.Path]) -> dict[tuple[str, int], list[dict[str, Any]]]:
+    """The rows of allnorm's algorithms, by GPU and number of ranks."""
+    machines = defaultdict(list)
+    for path in paths:
+        for line in path.read_text().splitlines():
+            row = json.loads(line)
+            if (
+                row.get("gpu")
+                and row["arm"].startswith(_ARM)
+                and row["correct"]
+                and row["quant"] in _QUANTS
+                and not row.get("residual_sharded")
+                and not row.get("return_normed")
+                and row["p50_us"]
+            ):
+                machines[row["gpu"], row["world_size"]].append({**row, "file": path.name})
+    return machines
+
+
+def curves_of(rows: list[dict[str, Any]]) -> tuning.Curves:
+    """The curves that the rows are enough for; of a size measured twice the lower time counts."""
+    times: dict[Any, dict[int, dict[Candidate, float]]] = defaultdict(lambda: defaultdict(dict))
+    for row in rows:
+        candidate = Candidate(row["arm"].removeprefix(_ARM), row.get("num_blocks", 0))
+        if candidate.algorithm == "unfused":
+            continue
+        key = (row["dtype"], _QUANTS[row["quant"]], row["hidden_size"])
+        found = times[key][row["num_tokens"]]
+        found[candidate] = min(row["p50_us"], found.get(candidate, row["p50_us"]))
+    curves: tuning.Curves = {}
+    for (dtype, epilogue, hidden_size), measured in sorted(times.items()):
+        whole = min(measured) == 1 and max(measured) >= _ENOUGH_TOKENS
+        if not whole or len(measured) < _ENOUGH_SIZES:
+            print(f"{dtype}, {epilogue}, {hidden_size}: left out, {sorted(measured)} tokens only")
+            continue
+        curve = Curve(hidden_size, crossovers.steps(measured))
+        curves.setdefault((dtype, epilogue), []).append(curve)
+    return curves
+
+
+def main() -> None:
+    """Writes a file for each GPU and number of ranks."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("rows", nargs="+", type=pathlib.Path)
+    for (gpu, world_size), rows in sorted(read(parser.parse_args().rows).items()):
+        newest = max(rows, key=lambda row: row["date"])
+        provenance = {key: newest[key] for key in ("commit", "versions", "command", "date")}
+        files = ", ".join(sorted({f"benchmarks/results/{row['file']}" for row in rows}))
+        table = tuning.document(curves_of(rows), gpu, world_size, {"source": files, **provenance})
+        path = _SEEDS / tuning.file_name(gpu, world_size)
+        tuning.save(path, table)
+        print(path.relative_to(_ROOT))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,438 @@
+"""Tables of what is fastest: what a file may say, who uses it, and that bits never depend on it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import pathlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from rank_helpers import Case, device, on
+
+import allnorm
+from allnorm import config, policy, tuning
+from allnorm.policy import Curve, Step, Table
+from allnorm.testing import RankPool
+
+NAME = "NVIDIA H200"
+SHIPPED = sorted((pathlib.Path(tuning.__file__).parent / "seeds").glob("*.json"))
+
+
+def entry(*steps: tuple[int | None, str], hidden_size: int = 4096, **more: Any) -> dict[str, Any]:
+    return {
+        "dtype": "bfloat16",
+        "epilogue": "norm",
+        "hidden_size": hidden_size,
+        "steps": [
+            {"max_tokens": tokens, "algorithm": name, "num_blocks": 0} for tokens, name in steps
+        ],
+        **more,
+    }
+
+
+def document(*entries: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {
+        "format": tuning.FORMAT,
+        "allnorm": allnorm.__version__,
+        "device": NAME,
+        "world_size": 4,
+        "date": "2026-11-21T12:00:00+00:00",
+        "entries": list(entries) or [entry((16, "one_shot"), (None, "two_shot"))],
+        **more,
+    }
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+
+def test_what_is_stored_is_read_again(tmp_path: pathlib.Path) -> None:
+    curves = {
+        ("bfloat16", "norm"): [
+            Curve(2880, (Step(7, "one_shot"), Step(900, "two_shot"), Step(None, "two_shot", 132))),
+            Curve(4096, (Step(None, "unfused"),)),
+        ],
+        ("float16", "per_group"): [Curve(4096, (Step(None, "one_shot"),))],
+    }
+    provenance = {"date": "2026-11-21T10:00:00+00:00", "commit": "abc"}
+    path = tmp_path / "new" / tuning.file_name(NAME, 4)
+    tuning.save(path, tuning.document(curves, NAME, 4, provenance))
+    own = tuning.read(path, NAME, 4)
+    assert own.tuned == curves
+    assert (own.found.problem, own.found.date) == ("", "2026-11-21")
+    assert own.found.digest
+    assert [p.name for p in path.parent.iterdir()] == ["nvidia-h200-4.json"]
+
+
+def changed(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    def change(table: dict[str, Any]) -> None:
+        *folders, last = path.split(".")
+        inner: Any = table
+        for folder in folders:
+            inner = inner[int(folder) if folder.isdecimal() else folder]
+        if value is KeyError:
+            del inner[last]
+        else:
+            inner[int(last) if last.isdecimal() else last] = value
+
+    return change
+
+
+WRONG = {
+    "another format": changed("format", 2),
+    "no format": changed("format", KeyError),
+    "another release": changed("allnorm", "0.0.1"),
+    "another device": changed("device", "NVIDIA B200"),
+    "more ranks": changed("world_size", 8),
+    "ranks in words": changed("world_size", "4"),
+    "no entries": changed("entries", KeyError),
+    "entries are no list": changed("entries", {}),
+    "an entry is a number": changed("entries.0", 3),
+    "unknown dtype": changed("entries.0.dtype", "float8"),
+    "no dtype": changed("entries.0.dtype", KeyError),
+    "unknown epilogue": changed("entries.0.epilogue", ["norm"]),
+    "no columns": changed("entries.0.hidden_size", 0),
+    "columns in words": changed("entries.0.hidden_size", "4096"),
+    "columns are true": changed("entries.0.hidden_size", True),
+    "steps are no list": changed("entries.0.steps", "one_shot"),
+    "no steps": changed("entries.0.steps", []),
+    "a step is null": changed("entries.0.steps.0", None),
+    "unknown algorithm": changed("entries.0.steps.0.algorithm", "ring"),
+    "negative tokens": changed("entries.0.steps.0.max_tokens", -1),
+    "zero tokens": changed("entries.0.steps.0.max_tokens", 0),
+    "fractional tokens": changed("entries.0.steps.0.max_tokens", 1.5),
+    "an early end": changed("entries.0.steps.0.max_tokens", None),
+    "no end": changed("entries.0.steps.1.max_tokens", 99),
+    "negative blocks": changed("entries.0.steps.1.num_blocks", -1),
+    "very many blocks": changed("entries.0.steps.1.num_blocks", 1 << 20),
+    "the same columns twice": lambda t: t["entries"].append(t["entries"][0]),
+    "steps that do not rise": lambda t: t["entries"][0]["steps"].insert(
+        0, {"max_tokens": 16, "algorithm": "two_shot", "num_blocks": 0}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_table_that_says_anything_else_is_refused(name: str, tmp_path: pathlib.Path) -> None:
+    table = copy.deepcopy(document())
+    tuning.check(table, NAME, 4)
+    WRONG[name](table)
+    with pytest.raises(tuning.TableError):
+        tuning.check(table, NAME, 4)
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps(table))
+    own = tuning.read(path, NAME, 4)
+    assert (own.tuned, own.found.digest) == ({}, "")
+    assert own.found.problem
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"null", b"[]", b"\xff\xfe\x00", b"[" * 100_000, b'"' + b" " * (5 << 20) + b'"'],
+    ids=["empty", "half", "null", "list", "no text", "deep", "huge"],
+)
+def test_a_file_that_is_no_table_is_a_problem_not_an_error(
+    content: bytes, tmp_path: pathlib.Path
+) -> None:
+    path = tmp_path / "t.json"
+    path.write_bytes(content)
+    own = tuning.read(path, NAME, 4)
+    assert own.tuned == {}
+    assert own.found.problem
+
+
+def test_no_file_is_no_problem_but_an_unreadable_one_is(tmp_path: pathlib.Path) -> None:
+    assert not tuning.read(tmp_path / "absent" / "t.json", NAME, 4).found.problem
+    assert "cannot be read" in tuning.read(tmp_path, NAME, 4).found.problem  # a folder
+
+
+def test_a_failed_save_leaves_the_old_table(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "t.json"
+    path.write_text("old")
+    with pytest.raises(TypeError):
+        tuning.save(path, {"not JSON": object()})
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=[path.name for path in SHIPPED])
+def test_shipped_tables(path: pathlib.Path) -> None:
+    table = json.loads(path.read_text())
+    curves = tuning.check(table, table["device"], table["world_size"], release="")
+    assert path.name == tuning.file_name(table["device"], table["world_size"])
+    assert ("bfloat16", "norm") in curves
+    assert {"source", "command", "date", "commit"} <= table.keys(), "where the numbers come from"
+    own = tuning.read(path.parent / "absent.json", table["device"], table["world_size"])
+    tables, warning = tuning.tables(own, [own.found] * table["world_size"])
+    assert [t.source for t in tables] == ["seed " + table["device"].lower()[7:]]
+    assert warning == ""
+
+
+def test_tables_are_shipped_for_h200() -> None:
+    assert {path.name for path in SHIPPED} >= {"nvidia-h200-2.json", "nvidia-h200-4.json"}
+
+
+def test_where_tables_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    monkeypatch.delenv("ALLNORM_TUNING_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert tuning.path_of(None, NAME, 8) == tmp_path / "allnorm" / "tuning" / "nvidia-h200-8.json"
+    monkeypatch.setenv("ALLNORM_TUNING_DIR", str(tmp_path / "mine"))
+    assert tuning.path_of(None, NAME, 8) == tmp_path / "mine" / "nvidia-h200-8.json"
+    assert tuning.path_of(tmp_path, "?", 2) == tmp_path / "unknown-2.json"
+    home = config.cache_dir({"XDG_CACHE_HOME": "relative"})
+    assert home == pathlib.Path("~/.cache/allnorm").expanduser()
+
+
+# ---- whose table ---------------------------------------------------------------------------------
+
+
+def found(**changes: str) -> tuning.Found:
+    return tuning.Found(**{"device": NAME, "seed": "s", "path": "/t.json", **changes})
+
+
+def test_ranks_agree_on_a_table() -> None:
+    same, none = found(digest="a", date="2026-11-21"), found()
+    assert tuning.agree([same, same]) == (True, "")
+    assert tuning.agree([none, none]) == (False, "")
+    for founds in ([same, none], [none, same], [same, found(digest="b")]):
+        used, warning = tuning.agree(founds)
+        assert not used
+        assert "different tuning tables" in warning
+        assert "rank 1: /t.json" in warning
+        assert "allnorm tune" in warning
+    used, warning = tuning.agree([same, found(problem="it is no JSON")])
+    assert not used
+    assert "rank 1 is ignored: it is no JSON. Run `allnorm tune`" in warning
+
+
+def test_different_devices_have_no_table_in_common() -> None:
+    curves = {("bfloat16", "norm"): [Curve(64, (Step(None, "two_shot"),))]}
+    own = tuning.Own(found(), {}, curves)
+    assert len(tuning.tables(own, [own.found, own.found])[0]) == 1
+    for other in (found(device="NVIDIA H100"), found(seed="another")):
+        assert tuning.tables(own, [own.found, other]) == ((), "")
+
+
+# ---- choosing ------------------------------------------------------------------------------------
+
+TABLE = Table(
+    "tuned somewhere",
+    {
+        ("bfloat16", "norm"): (
+            Curve(2048, (Step(10, "one_shot"), Step(None, "two_shot"))),
+            Curve(8192, (Step(3, "one_shot"), Step(99, "two_shot"), Step(None, "two_shot", 64))),
+        ),
+        ("bfloat16", "per_group"): (Curve(2048, (Step(None, "two_shot"),)),),
+    },
+)
+
+
+def choose(tokens: int, hidden_size: int, *kind: str, tables: Any = (TABLE,)) -> policy.Plan:
+    traits = policy.Traits("cuda", 4, tables=tables)
+    plenty = {"one_shot": 10**6, "two_shot": 10**6}
+    return policy.choose(traits, tokens, hidden_size, 2, plenty, kind=kind or ("bfloat16", "norm"))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "hidden_size", "algorithm", "num_blocks"),
+    [
+        (0, 2048, "one_shot", 0),
+        (10, 2048, "one_shot", 0),
+        (11, 2048, "two_shot", 0),
+        (3, 8192, "one_shot", 0),
+        (4, 8192, "two_shot", 0),
+        (99, 8192, "two_shot", 0),
+        (100, 8192, "two_shot", 64),
+        # Nearest of the hidden sizes, at the same number of bytes.
+        (20, 1024, "one_shot", 0),
+        (21, 1024, "two_shot", 0),
+        (1, 16384, "one_shot", 0),
+        (2, 16384, "two_shot", 0),
+        (50, 16384, "two_shot", 64),
+    ],
+)
+def test_tables_decide(tokens: int, hidden_size: int, algorithm: str, num_blocks: int) -> None:
+    plan = choose(tokens, hidden_size)
+    assert (plan.algorithm, plan.num_blocks) == (algorithm, num_blocks)
+    assert plan.source == "tuned somewhere"
+    assert "measured" in plan.reason
+
+
+def test_what_a_table_does_not_know_is_asked_elsewhere() -> None:
+    assert choose(1, 2048, "bfloat16", "per_group").algorithm == "two_shot"
+    assert choose(1, 2048, "float16", "per_group").algorithm == "two_shot"  # as wide
+    assert choose(1, 2048, "bfloat16", "per_token").algorithm == "one_shot"  # of the plain norm
+    assert choose(1, 2048, "float32", "norm").source == "default"
+    other = Table("seed h200", {("float32", "norm"): [Curve(64, (Step(None, "two_shot"),))]})
+    assert choose(1, 2048, "float32", "norm", tables=(TABLE, other)).source == "seed h200"
+    assert choose(1, 2048, tables=(other, TABLE)).source == "tuned somewhere"
+    assert choose(1, 2048, tables=()).source == "default"
+
+
+def test_tables_do_not_admit() -> None:
+    """A table says what is fastest, never what can run, nor does it overrule the caller."""
+    traits = policy.Traits("cuda", 4, tables=(TABLE,))
+    none = {"one_shot": 0, "two_shot": 10}
+    plan = policy.choose(traits, 1, 2048, 2, none)
+    assert (plan.algorithm, plan.source) == ("unfused", "")
+    plenty = {"one_shot": 10, "two_shot": 10}
+    for name in policy.ALGORITHMS:
+        plan = policy.choose(traits, 100, 8192, 2, plenty, name)
+        assert (plan.algorithm, plan.num_blocks, plan.source) == (name, 0, "caller")
+    assert policy.choose(traits, 1, 2048, 2, plenty, owned_rows=True).algorithm == "two_shot"
+
+
+# ---- communicators -------------------------------------------------------------------------------
+
+SHAPES = ((1, 64), (3, 64), (16, 64), (17, 64), (40, 128), (5, 4096))
+
+
+def write(folder: pathlib.Path, world_size: int, *entries: dict[str, Any], **more: Any) -> None:
+    name = tuning.device_name(device().type)
+    table = document(*entries, **{"device": name, "world_size": world_size, **more})
+    tuning.save(tuning.path_of(folder, name, world_size), table)
+
+
+def created(folder: pathlib.Path) -> tuple[allnorm.Communicator, list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        comm = allnorm.Communicator(device=device(), tuning_dir=folder)
+    texts = [str(w.message) for w in caught if "tuning table" in str(w.message)]
+    return comm, texts
+
+
+def check_calls(comm: allnorm.Communicator) -> list[policy.Plan]:
+    """Bits of everything that a table could change; returns the plans."""
+    plans = []
+    for shape in SHAPES:
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            case = Case(shape=shape, dtype=dtype)
+            for _ in range(2):
+                case.check(comm)
+            case.but(quant=allnorm.Fp8PerGroup(32)).check(comm)
+            plans.append(comm.plan(*shape, dtype))
+    comm.check()
+    return plans
+
+
+def use_one_table(rank: int, world_size: int, folder: pathlib.Path) -> list[policy.Plan]:
+    if rank == 0:
+        steps = ((2, "two_shot"), (16, "one_shot"), (30, "unfused"), (None, "two_shot"))
+        write(folder, world_size, entry(*steps, hidden_size=64))
+    torch.distributed.barrier()
+    comm, texts = created(folder)
+    assert texts == []
+    with comm:
+        return check_calls(comm)
+
+
+@on(cpu=(2, 3), gpu=(2,))
+def test_a_communicator_uses_the_table(pool: RankPool, tmp_path: pathlib.Path) -> None:
+    plans = pool.run(use_one_table, tmp_path)
+    assert all(plan == plans[0] for plan in plans)
+    by_shape = dict(zip(SHAPES, plans[0][::3], strict=True))
+    assert by_shape[1, 64].algorithm == "two_shot"
+    assert by_shape[3, 64].algorithm == "one_shot"
+    assert by_shape[17, 64].algorithm == "unfused"
+    assert by_shape[40, 128].algorithm == "two_shot"
+    assert by_shape[5, 4096].algorithm == "two_shot"
+    for plan in by_shape.values():
+        assert plan.source.startswith(f"tuned {tmp_path}")
+        assert plan.source.endswith(", 2026-11-21")
+
+
+def use_own_tables(
+    rank: int, world_size: int, folder: pathlib.Path, kind: str
+) -> tuple[list[policy.Plan], list[str]]:
+    """Ranks whose tables differ would hang, or be told that they diverge, if each used its own."""
+    own = folder / str(rank)
+    algorithm = "one_shot" if rank == 0 else "two_shot"
+    if kind == "different":
+        write(own, world_size, entry((None, algorithm), hidden_size=64))
+    elif kind == "one missing":
+        if rank == 1:
+            write(own, world_size, entry((None, "unfused"), hidden_size=64))
+    else:
+        write(own, world_size, entry((None, "unfused"), hidden_size=64))
+        if rank == world_size - 1:
+            path = next(own.iterdir())
+            path.write_text(path.read_text()[:-20])
+    comm, texts = created(own)
+    with comm:
+        return check_calls(comm), texts
+
+
+@pytest.mark.parametrize("kind", ["different", "one missing", "one corrupt"])
+@on(cpu=(2, 3), gpu=(2,))
+def test_tables_that_differ_are_used_by_no_rank(
+    pool: RankPool, tmp_path: pathlib.Path, kind: str
+) -> None:
+    results = pool.run(use_own_tables, tmp_path, kind)
+    plans = [result[0] for result in results]
+    assert all(plan == plans[0] for plan in plans)
+    assert not any(plan.source.startswith("tuned") for plan in plans[0])
+    first, *others = [result[1] for result in results]
+    assert len(first) == 1, "one warning"
+    assert not any(others), "of one rank"
+    assert "allnorm tune" in first[0]
+    assert "same bits" in first[0]
+
+
+def capture_and_replay(rank: int, world_size: int, folder: pathlib.Path) -> None:
+    """What a graph does was chosen at its capture, whatever is stored later."""
+    if rank == 0:
+        write(folder, world_size, entry((None, "one_shot"), hidden_size=64))
+    torch.distributed.barrier()
+    comm, _ = created(folder)
+    case = Case(shape=(8, 64))
+    arguments = case.call_arguments(comm)
+    x = case.x(rank)
+    case.check(comm)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        results = comm.all_reduce_add_rms_norm(x, **arguments)
+    torch.distributed.barrier()
+    if rank == 0:
+        write(folder, world_size, entry((None, "two_shot"), hidden_size=64))
+    torch.distributed.barrier()
+    for _ in range(3):
+        graph.replay()
+        torch.cuda.synchronize()
+        case.compare(comm, *results)
+        assert comm.plan(8, 64).algorithm == "one_shot"
+    comm.close()
+
+
+@on(gpu=(2,))
+def test_capture_and_replay_choose_alike(pool: RankPool, tmp_path: pathlib.Path) -> None:
+    pool.run(capture_and_replay, tmp_path)
+
+
+def blocks(rank: int, world_size: int, folder: pathlib.Path) -> None:
+    """Tables may limit the blocks of a launch; the bits are the same."""
+    for num_blocks in (1, 2, 7, 64, 132, 1000):
+        if rank == 0:
+            table = entry((None, "two_shot"), hidden_size=64)
+            table["steps"][0]["num_blocks"] = num_blocks
+            write(folder, world_size, table)
+        torch.distributed.barrier()
+        comm, _ = created(folder)
+        with comm:
+            assert comm.plan(8, 64).num_blocks == num_blocks
+            check_calls(comm)
+            Case(shape=(700, 1024)).check(comm)
+        torch.distributed.barrier()
+
+
+@on(cpu=(2,), gpu=(2, 4))
+def test_any_number_of_blocks(pool: RankPool, tmp_path: pathlib.Path) -> None:
+    pool.run(blocks, tmp_path)
+
+
+def test_ratio_is_symmetric() -> None:
+    assert policy._ratio(3, 7) == policy._ratio(7, 3)
+    assert math.isclose(policy._ratio(2, 8), 4.0)
