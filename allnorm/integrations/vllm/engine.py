@@ -6,6 +6,7 @@ which is the same in all workers, and by what `engine_communicator` agreed on.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import hashlib
 import logging
@@ -71,6 +72,11 @@ def communicator_for_eager() -> allnorm.Communicator | None:
         if config is None or not switch.is_on_for_eager(config):
             return None
         agree()
+    return communicator()
+
+
+def communicator() -> allnorm.Communicator | None:
+    """That of this engine; None before the ranks agreed, or if they agreed not to fuse."""
     return None if STATE.outcome is None else STATE.outcome.communicator
 
 
@@ -87,8 +93,16 @@ def agree() -> None:
         dtype=config.model_config.dtype,
         obstacle=switch.obstacle(config),
     )
-    if STATE.outcome.communicator is None:
+    if STATE.outcome.communicator is not None:
+        atexit.register(_stop)  # while the modules that closing needs exist
+    else:
         warn(f"nothing is fused: {STATE.outcome.reason}")
+
+
+def _stop() -> None:
+    ending, STATE.outcome = communicator(), None
+    if ending is not None:
+        ending.close()
 
 
 def is_spokesman() -> bool:
@@ -106,10 +120,10 @@ def warn(text: str) -> None:
 
 def summarise() -> None:
     """One line about the engine, once it is ready."""
-    outcome = STATE.outcome
-    if outcome is None or outcome.communicator is None or not is_spokesman():
+    mine = communicator()
+    if mine is None or not is_spokesman():
         return
-    world = outcome.communicator.world_size
+    world = mine.world_size
     if not compiles(STATE.vllm_config):
         STATE.announcer.info(f"norms of an eager model are fused over {world} ranks")
         return
@@ -140,11 +154,10 @@ def summarise() -> None:
 
 def key() -> str:
     """Everything that compiled code depends on: sources, version, communicator, or their lack."""
-    outcome = STATE.outcome
-    communicator = None if outcome is None else outcome.communicator
-    if communicator is None:
+    mine = communicator()
+    if mine is None:
         return f"allnorm {__version__} off"
-    traits = (communicator.name, communicator.world_size, communicator.device.type)
+    traits = (mine.name, mine.world_size, mine.device.type)
     return f"allnorm {__version__} {_sources()} {traits}"
 
 

@@ -58,7 +58,10 @@ def _fused_add_rms_norm(
     return _rms_norm(total, weight, eps), total
 
 
-_KERNELS: dict[str, Callable[..., Any]] = {"rms_norm": _rms_norm, "fused_add_rms_norm": _fused_add_rms_norm}
+_KERNELS: dict[str, Callable[..., Any]] = {
+    "rms_norm": _rms_norm,
+    "fused_add_rms_norm": _fused_add_rms_norm,
+}
 
 
 def mode_of(provider: str, *, float32_weight: bool) -> str:
