@@ -1,0 +1,275 @@
+"""SGLang's own package without its GPU dependencies: two CPU ranks and its dense models, tiny.
+
+What SGLang imports and these tests do not run (image codecs, GPU kernels, grammars) is stood in for
+by modules that can be imported and hold nothing. SGLang itself, torch and transformers are real.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.abc
+import importlib.machinery
+import logging
+import sys
+import types
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+import allnorm
+from allnorm.testing import rank_input, shared_input
+
+HIDDEN_SIZE = 256
+NUM_LAYERS = 3
+FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+
+_STAND_INS = (
+    *("gguf", "llguidance", "numba", "outlines", "scipy", "sentencepiece", "sgl_kernel"),
+    *("soundfile", "tiktoken", "torchao", "torchvision", "uvloop"),
+)
+
+
+class _Nothing:
+    """Whatever is asked of a module that is stood in for. As a decorator it changes nothing."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
+
+    def __getattr__(self, name: str) -> _Nothing:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Nothing(f"{self.__name__}.{name}")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs and isinstance(args[0], (type, types.FunctionType)):
+            return args[0]
+        return _Nothing(f"{self.__name__}()")
+
+    def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
+        return (object,)
+
+
+class _NothingModule(types.ModuleType):
+    __version__ = "99.0"
+    __path__: ClassVar[list[str]] = []
+
+    def __getattr__(self, name: str) -> _Nothing:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Nothing(f"{self.__name__}.{name}")
+
+
+class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds `_STAND_INS` where they are not installed."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name.split(".")[0] in _STAND_INS:
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec: Any) -> types.ModuleType:
+        return _NothingModule(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass
+
+
+@functools.cache
+def make_importable() -> str:
+    """Makes SGLang's modules importable in this process; returns its version."""
+    # torch looks for some of these itself, and must not find what holds nothing.
+    importlib.import_module("torch._inductor.config")
+    importlib.import_module("torch._dynamo")
+    importlib.import_module("torch.utils.flop_counter")
+    sys.meta_path.append(StandIns())
+    return str(importlib.import_module("sglang").__version__)
+
+
+@functools.cache
+def join(**settings: Any) -> None:
+    """SGLang's groups and settings for this rank; torch.distributed is initialised."""
+    make_importable()
+    from sglang.srt import runtime_context
+    from sglang.srt.distributed import parallel_state
+    from sglang.srt.layers import dp_attention
+    from sglang.srt.server_args import ServerArgs
+
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    settings = {"device": "cpu", "tp_size": world_size} | settings
+    arguments = ServerArgs(model_path="dummy", **settings)
+    new = hasattr(runtime_context, "SpawnRanks")
+    ranks = {"ranks": runtime_context.SpawnRanks(world_rank=rank)} if new else {}
+    runtime_context.publish(arguments, role="scheduler", **ranks)
+    parallel_state.init_distributed_environment(
+        world_size=world_size, rank=rank, local_rank=rank, backend="gloo"
+    )
+    sizes = {} if new else {"tensor_model_parallel_size": world_size}
+    parallel_state.initialize_model_parallel(backend="gloo", **sizes)
+    config = SimpleNamespace(hidden_size=HIDDEN_SIZE, dtype=torch.bfloat16, hf_config=None)
+    dp_attention.initialize_dp_attention(arguments, *(() if new else (config,)))
+
+
+class _Unrotated(torch.nn.Module):
+    is_neox_style = True
+
+    def forward(self, positions: Any, q: Any, k: Any, **kwargs: Any) -> Any:
+        return q, k
+
+
+class _HiddenStates(torch.nn.Module):
+    """In the place of the logits."""
+
+    def forward(self, input_ids: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        return hidden_states
+
+
+def tiny_model(family: str, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """A model of SGLang's with random weights, this rank's shard; attention is a tanh."""
+    import transformers
+
+    config = getattr(transformers, f"{FAMILIES[family]}Config")(
+        hidden_size=HIDDEN_SIZE,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        intermediate_size=512,
+        vocab_size=128,
+    )
+    module = importlib.import_module(f"sglang.srt.models.{family}")
+    for name in ("llama", "qwen2", "qwen3"):
+        importlib.import_module(f"sglang.srt.models.{name}").get_rope = lambda *a, **k: _Unrotated()
+    torch.set_default_dtype(dtype)
+    try:
+        model = getattr(module, f"{FAMILIES[family]}ForCausalLM")(config)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    model.logits_processor = _HiddenStates()
+    rank = dist.get_rank()
+    for index, (name, parameter) in enumerate(sorted(model.named_parameters())):
+        shape = tuple(parameter.shape)
+        if "norm" in name:
+            values = 1 + 0.25 * shared_input(shape, torch.float32, name)
+        else:
+            values = 0.05 * rank_input(shape, torch.float32, rank, call=index)
+        parameter.data.copy_(values)
+    for layer in model.model.layers:
+        layer.self_attn.attn.forward = lambda q, k, v, *a, **kw: torch.tanh(q)
+    return model
+
+
+def run(model: Any, num_tokens: int = 5) -> torch.Tensor:
+    """One forward pass of a decode batch, from embeddings that are the same on every rank."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+
+    zeros = torch.zeros(num_tokens, dtype=torch.int64)
+    batch = ForwardBatch(
+        forward_mode=ForwardMode.DECODE,
+        batch_size=num_tokens,
+        input_ids=zeros,
+        req_pool_indices=zeros,
+        seq_lens=zeros + 1,
+        out_cache_loc=zeros,
+        seq_lens_sum=num_tokens,
+    )
+    dtype = model.model.norm.weight.dtype
+    embeds = shared_input((num_tokens, HIDDEN_SIZE), dtype, "embeddings")
+    with torch.inference_mode():
+        return model.forward(zeros, torch.arange(num_tokens), batch, input_embeds=embeds)
+
+
+def runner_of(model: Any, **changes: Any) -> Any:
+    """What the plugin reads of SGLang's model runner."""
+    settings = SimpleNamespace(chunked_prefill_size=64, flashinfer_allreduce_fusion_backend=None)
+    facts = {
+        "model": model,
+        "device": "cpu",
+        "dtype": torch.bfloat16,
+        "model_config": SimpleNamespace(hidden_size=HIDDEN_SIZE),
+        "server_args": settings,
+        "is_draft_worker": False,
+    }
+    return SimpleNamespace(**(facts | changes))
+
+
+def warm_up(model: Any, **changes: Any) -> None:
+    """SGLang's own method before it captures graphs, through whatever is hooked there."""
+    from sglang.srt.model_executor.runner.base_runner import BaseRunner
+
+    worker = SimpleNamespace(model_runner=runner_of(model, **changes))
+    BaseRunner._pre_initialize_flashinfer_allreduce_workspace(worker)
+
+
+def by_definition(model: Any) -> None:
+    """Lets the norms of a model compute by this library's definition, on one rank.
+
+    SGLang's CPU norm adds its squares in another order. With this, two runs differ only if the
+    reductions, or what goes between them and the norms, do.
+    """
+    from sglang.srt.layers.layernorm import RMSNorm
+
+    def norm(module: Any, x: Any, residual: Any = None, post: Any = None) -> Any:
+        assert post is None
+        eps, weight = module.variance_epsilon, module.weight
+        normed, total = allnorm.add_rms_norm(x, residual, weight, eps, numerics="unrounded")
+        return normed if residual is None else (normed, total)
+
+    for module in model.modules():
+        if isinstance(module, RMSNorm):
+            module._forward_method = functools.partial(norm, module)
+
+
+@contextlib.contextmanager
+def counted_all_reduces() -> Iterator[list[tuple[int, ...]]]:
+    """The shapes of SGLang's own all-reduces over the tensor-parallel group, while it lasts."""
+    from sglang.srt.runtime_context import get_parallel
+
+    shapes: list[tuple[int, ...]] = []
+    group = get_parallel().tp_group
+    kind = type(group)
+    original = kind.all_reduce
+
+    def counting(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        shapes.append(tuple(x.shape))
+        return original(self, x, *args, **kwargs)
+
+    kind.all_reduce = counting
+    try:
+        yield shapes
+    finally:
+        kind.all_reduce = original
+
+
+def fresh_plugin() -> Any:
+    """The plugin registered and applied by SGLang's own loader, nothing decided yet."""
+    join()
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    from allnorm.integrations import sglang as plugin
+    from allnorm.integrations.sglang import fusion, start
+
+    assert plugin.install()
+    HookRegistry.apply_hooks()
+    fusion.activate(None)
+    start._decided.clear()
+    plugin.announcer._said.clear()
+    return fusion
+
+
+class Log(logging.Handler):
+    """What the plugin logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[tuple[str, str]] = []
+        logger = logging.getLogger("allnorm.integrations.sglang")
+        logger.setLevel(logging.INFO)
+        logger.handlers = [self]
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append((record.levelname, record.getMessage()))

@@ -1,0 +1,210 @@
+"""The plugin in SGLang's own package, on CPU ranks: `make test-engines` installs it.
+
+Skipped where SGLang is not installed: it demands another torch and other transformers than the
+development environment has.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from allnorm.testing import (
+    RankPool,
+    assert_same_bits,
+    rank_input,
+    shared_input,
+    ulp_distance,
+)
+
+if importlib.util.find_spec("sglang") is None:
+    pytest.skip("SGLang is not installed: make test-engines", allow_module_level=True)
+
+import sglang_engine as engine
+
+HIDDEN = engine.HIDDEN_SIZE
+
+
+# ---- inside ranks ------------------------------------------------------------------------------
+
+
+def run_fused_and_not(
+    rank: int, world_size: int, family: str, num_tokens: int
+) -> tuple[int, int, list[tuple[str, str]]]:
+    plugin = engine.fresh_plugin()
+    log = engine.Log()
+    model = engine.tiny_model(family)
+    engine.by_definition(model)
+    with engine.counted_all_reduces() as before:
+        want = engine.run(model, num_tokens)
+    engine.warm_up(model)
+    assert plugin.current() is not None, log.lines
+    with engine.counted_all_reduces() as after:
+        got = engine.run(model, num_tokens)
+    assert_same_bits(got, want)
+    again = engine.run(model, num_tokens)
+    assert_same_bits(again, want)
+    assert "forward" not in model.__dict__
+    plugin.current().communicator.close()
+    plugin.activate(None)
+    return len(before), len(after), log.lines
+
+
+def one_norm(rank: int, world_size: int, gemma: bool) -> tuple[float, int]:
+    """A site as SGLang calls it, against SGLang's own all-reduce and native norm."""
+    plugin = engine.fresh_plugin()
+    from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
+    from sglang.srt.runtime_context import get_parallel
+
+    norm = (GemmaRMSNorm if gemma else RMSNorm)(HIDDEN, eps=1e-5).bfloat16()
+    norm.weight.data.copy_(shared_input((HIDDEN,), torch.bfloat16, "weight"))
+    engine.warm_up(torch.nn.Sequential(norm))
+    x = rank_input((64, HIDDEN), torch.bfloat16, rank)
+    residual = shared_input((64, HIDDEN), torch.bfloat16, "residual")
+    kept = residual.clone()
+    with torch.inference_mode():
+        got, total = norm.forward_with_allreduce_fusion(x, residual)
+        assert_same_bits(residual, kept, "the residual that was given")
+        assert total.data_ptr() != residual.data_ptr()
+        reduced = get_parallel().tp_group.all_reduce(x.clone())
+        want, want_total = norm.forward_native(reduced, residual.clone())
+    assert_same_bits(total, want_total, "the new residual")
+    distance = ulp_distance(got, want)
+    plugin.current().communicator.close()
+    plugin.activate(None)
+    return float((distance != 0).double().mean()), int(distance.max())
+
+
+def refuse(rank: int, world_size: int, cause: str) -> tuple[list[tuple[str, str]], int, bool]:
+    """Something stands against the fusion, in some cases on one rank only."""
+    plugin = engine.fresh_plugin()
+    log = engine.Log()
+    from sglang.srt import runtime_context
+    from sglang.srt.layers import layernorm
+
+    from allnorm.integrations.sglang import seams
+
+    patch = pytest.MonkeyPatch()
+    model = engine.tiny_model("llama")
+    engine.by_definition(model)
+    want = engine.run(model)
+    if cause == "ALLNORM_DISABLE":
+        patch.setenv("ALLNORM_DISABLE", "1")
+    elif cause == "ALLNORM_DISABLE on rank 1":
+        patch.setenv("ALLNORM_DISABLE", str(rank))
+    elif cause in ("enforce-disable", "deterministic"):
+        now = runtime_context.get_exec()
+        settings = _Settings(
+            now,
+            comm=_Settings(now.comm, enforce_disable_flashinfer_allreduce_fusion=True),
+            deterministic=_Settings(enable_deterministic_inference=cause == "deterministic"),
+        )
+        patch.setattr(runtime_context, "get_exec", lambda: settings)
+    elif cause == "a raising probe":
+        patch.setattr(seams, "probe", lambda: {}["gate"])
+    elif cause == "a stale binding on rank 1" and rank == 1:
+        hooked = layernorm._forward_with_allreduce_fusion
+        patch.setattr(
+            sys.modules["sglang.srt.models.llama"], "old", hooked.__wrapped__, raising=False
+        )
+    elif cause == "a lost hook on rank 0" and rank == 0:
+        hooked = layernorm._forward_with_allreduce_fusion
+        patch.setattr(layernorm, "_forward_with_allreduce_fusion", hooked.__wrapped__)
+    try:
+        engine.warm_up(model)
+    finally:
+        patch.undo()
+    with engine.counted_all_reduces() as shapes:
+        assert_same_bits(engine.run(model), want)
+    fused = plugin.current() is not None
+    if fused:
+        plugin.current().communicator.close()
+        plugin.activate(None)
+    return log.lines, len(shapes), fused
+
+
+class _Settings:
+    """Settings of SGLang, some of them changed."""
+
+    def __init__(self, under: Any = None, **changed: Any) -> None:
+        self.__dict__.update(changed)
+        self._under = under
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._under, name)
+
+
+# ---- outside -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankPool]:
+    pool = RankPool(2, "cpu", timeout=240.0)
+    yield pool
+    pool.close()
+
+
+def is_old() -> bool:
+    """0.5.17 reduces the sums of dense models where they arise; 0.5.23 keeps the last one there."""
+    return importlib.metadata.version("sglang") == "0.5.17"
+
+
+@pytest.mark.parametrize("num_tokens", [1, 70])
+@pytest.mark.parametrize("family", list(engine.FAMILIES))
+def test_a_dense_model_computes_the_same(ranks: RankPool, family: str, num_tokens: int) -> None:
+    before, after, lines = ranks.run(run_fused_and_not, family, num_tokens)[0]
+    sites = 2 * engine.NUM_LAYERS
+    assert before == sites
+    assert after == (0 if is_old() else 1)
+    fused = [text for level, text in lines if level == "INFO"]
+    assert len(lines) == len(fused) == 1
+    assert f"fused at {sites - after} sites" in fused[0]
+
+
+@pytest.mark.parametrize("gemma", [False, True], ids=["plain", "gemma"])
+def test_a_site_against_the_native_norm(ranks: RankPool, gemma: bool) -> None:
+    """The sum and the residual are the same bits; the norm differs by the order of its squares.
+
+    SGLang's native Gemma norm rounds the sum before it, its kernels do not: there only the residual
+    can be compared closely.
+    """
+    share, furthest = ranks.run(one_norm, gemma)[0]
+    if not gemma:
+        assert furthest <= 1
+        assert share < 0.02
+
+
+@pytest.mark.parametrize(
+    ("cause", "level", "words"),
+    [
+        ("ALLNORM_DISABLE", "INFO", "ALLNORM_DISABLE"),
+        ("ALLNORM_DISABLE on rank 1", "WARNING", "ALLNORM_DISABLE=1 (rank 1"),
+        ("enforce-disable", "INFO", "--enforce-disable-flashinfer-allreduce-fusion"),
+        ("a raising probe", "WARNING", "KeyError"),
+        ("a stale binding on rank 1", "WARNING", "sglang.srt.models.llama.old still hold"),
+        ("a lost hook on rank 0", "WARNING", "is not in place"),
+    ],
+)
+def test_refusals_leave_the_engine_alone(
+    ranks: RankPool, cause: str, level: str, words: str
+) -> None:
+    (lines, reduced, fused), (others, reduced_there, fused_there) = ranks.run(refuse, cause)
+    assert not fused
+    assert not fused_there
+    assert reduced == reduced_there == 2 * engine.NUM_LAYERS
+    assert [line[0] for line in lines] == [level]
+    assert words in lines[0][1]
+    assert not others
+
+
+def test_deterministic_mode_keeps_the_fusion(ranks: RankPool) -> None:
+    """SGLang sets its own switch then, since FlashInfer's bits depend on the batch."""
+    for lines, reduced, fused in ranks.run(refuse, "deterministic"):
+        assert fused, lines
+        assert reduced == (0 if is_old() else 1)
