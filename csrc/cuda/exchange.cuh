@@ -4,8 +4,9 @@
 // Contract. All ranks make the same launches in the same order (any grid geometry each). In
 // operation e a rank writes only into phase e mod 3 of its peers, waits for everything its peers
 // write into its own phase e mod 3, and before the kernel ends restores every slot it has read to
-// kEmptyWord. Two warps of each grid touch no data: one calls the roll, that is, compares CallTags
-// with all peers; the other hands slots back. The kernel does not complete without them.
+// kEmptyWord. Operations whose rows do not fit into a phase use two large ones in turn instead. Two
+// warps of each grid touch no data: one calls the roll, that is, compares CallTags with all peers;
+// the other hands slots back. The kernel does not complete without them.
 //
 // Why a slot may be reused (three phases). Let R be a receiver and S a sender; S writes into R's
 // phase in operations e and e + 3, R reads and clears it in operation e.
@@ -20,6 +21,15 @@
 // phases the wait would be for a number of the same operation, and as long as the data's.
 // A tag's slot, one for each phase, is written again by kernel e + 3 of its sender: after kernel e
 // here, and with it the reader, has ended, by the same steps.
+//
+// Why a large phase may be reused (two of them). S writes into it in the large operations b and b',
+// and another large operation lies between: b' is at least b + 2, and step 2 may not have been done
+// for b. So before it writes anything, a block of a large operation b' waits until it reads b' - 1
+// or more as the number of step 1: an acquire, and a barrier of the block. R's kernel b' - 1, which
+// stored it if a later one did not, comes after R's kernel b, so its fence is a release of the
+// clears in b. No rank can be waited for in vain, since none waits before it stores its number of
+// the operation before. As a rule nobody waits at all: S's kernel b' - 1 is complete, which waited
+// for R's, and R's stores its number early.
 //
 // The operation counter has one copy per possible block. A block reads its own copy and, when it
 // ends, advances that copy and an equal share of those that no block of this grid owns: no atomics,
@@ -45,9 +55,10 @@ class Exchange {
     const char* own = params.workspace[0];
     const uint64_t counter = load_u64(own + PushControl::kCounters + 8 * blockIdx.x);
     op_ = static_cast<uint32_t>(counter);
-    phase_ = static_cast<int>(counter >> 32);
+    phases_ = static_cast<int>(counter >> 32);
     poison_ = load_u64(own + PushControl::kPoisoned);
     failed_ = poison_ != 0;
+    if (params.large) wait_for_slots();
     pause();
   }
 
@@ -61,8 +72,10 @@ class Exchange {
   // Advances the operation counter. Every thread of the block has read it before any comes here.
   __device__ __forceinline__ void advance() {
     uint64_t* copies = reinterpret_cast<uint64_t*>(params_.workspace[0] + PushControl::kCounters);
-    const int next_phase = phase_ + 1 == kPushPhases ? 0 : phase_ + 1;
-    const uint64_t next = static_cast<uint64_t>(next_phase) << 32 | (op_ + 1);
+    const int next_phase = phase() + 1 == kPushPhases ? 0 : phase() + 1;
+    const int next_large = params_.large ? kLargePhases - 1 - large_phase() : large_phase();
+    const int next_phases = next_large << PushControl::kLargeShift | next_phase;
+    const uint64_t next = static_cast<uint64_t>(next_phases) << 32 | (op_ + 1);
     for (int copy = blockIdx.x + threadIdx.x * gridDim.x; copy < kMaxBlocks;
          copy += blockDim.x * gridDim.x) {
       copies[copy] = next;
@@ -82,9 +95,9 @@ class Exchange {
 
   __device__ __forceinline__ bool failed() const { return failed_; }
 
-  // Start of this operation's phase in the workspace of the rank `q` after this one.
-  __device__ __forceinline__ char* phase(int q) const {
-    return params_.workspace[q] + PushLayout::phase(phase_, params_.phase_bytes);
+  // Start of this operation's slots in the workspace of the rank `q` after this one.
+  __device__ __forceinline__ char* slots(int q) const {
+    return params_.workspace[q] + params_.phases.at(params_.large ? large_phase() : phase());
   }
 
  private:
@@ -104,6 +117,12 @@ class Exchange {
     while (DeviceClock::now_ns() - start < pause_ns >> 16) load_relaxed_sys_u32(own);
   }
 
+  // The phase in turn, and that of the next large operation.
+  __device__ __forceinline__ int phase() const {
+    return phases_ & ((1 << PushControl::kLargeShift) - 1);
+  }
+  __device__ __forceinline__ int large_phase() const { return phases_ >> PushControl::kLargeShift; }
+
   // What is in kPoisoned once operation `op` has failed; never 0.
   __device__ __forceinline__ static unsigned long long poison(uint32_t op) {
     return 1ull << 32 | op;
@@ -120,11 +139,11 @@ class Exchange {
     const int peer = peer_of_lane();
     // A rank that has failed just now, in another block, still tells its peers why.
     if (peer < 0 || (failed_ && poison_ != poison(op_))) return;
-    char* theirs = params_.workspace[threadIdx.x % 32] + PushControl::tag(phase_, params_.rank);
+    char* theirs = params_.workspace[threadIdx.x % 32] + PushControl::tag(phase(), params_.rank);
     store_relaxed_sys(theirs, params_.tag.word(op_, 0));
     store_relaxed_sys(theirs + 8, params_.tag.word(op_, 1));
 
-    const char* slot = params_.workspace[0] + PushControl::tag(phase_, peer);
+    const char* slot = params_.workspace[0] + PushControl::tag(phase(), peer);
     uint64_t seen[2];
     const auto announced = [&] {
       seen[0] = load_relaxed_sys_u64(slot);
@@ -135,6 +154,21 @@ class Exchange {
     if (seen[0] != params_.tag.word(op_, 0) || seen[1] != params_.tag.word(op_, 1)) {
       record_fault(params_, op_, peer, ALLNORM_DIVERGED);
     }
+  }
+
+  // The head of a large operation. All threads of the block call it.
+  __device__ __forceinline__ void wait_for_slots() {
+    const int peer = peer_of_lane();
+    if (threadIdx.x < 32 && peer >= 0) {
+      const char* slot = params_.workspace[0] + PushControl::released(peer);
+      // acquire: the peer's clears before what is read; pairs with the fence in its
+      // hand_back_slots().
+      const auto released = [&] { return has_reached(load_acquire_sys_u32(slot), op_ - 1); };
+      wait_until(released, [&] { return peer; });
+    }
+    // The other threads write after what these have read. After a failure they may write as well:
+    // nobody will use what they write.
+    __syncthreads();
   }
 
   // Steps 1 and 2 of the reuse argument.
@@ -154,7 +188,7 @@ class Exchange {
   // The rare look during a wait: has a peer announced something else, has another thread failed, is
   // the time up? Static, with everything by value, so that the object stays in registers.
   __device__ __forceinline__ void look(int source) {
-    failed_ = look_at_peers(params_, op_, phase_, source, deadline_.expired());
+    failed_ = look_at_peers(params_, op_, phase(), source, deadline_.expired());
   }
 
   __device__ __noinline__ static bool look_at_peers(const FusedParams& params, uint32_t op,
@@ -216,7 +250,7 @@ class Exchange {
   const FusedParams& params_;
   Deadline<DeviceClock> deadline_;
   uint32_t op_;
-  int phase_;
+  int phases_;
   uint64_t poison_;
   bool failed_;
 };

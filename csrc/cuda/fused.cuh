@@ -7,8 +7,8 @@
 // of a later row, so the lowest unfinished row can always be finished, however the ranks' grids are
 // cut.
 //
-// The dependent grid is let in once nothing is waited for any more, before the last stores: its
-// launch then overlaps them. It may read nothing before griddepcontrol.wait, which waits until this
+// The dependent grid is let in once all of this rank's partials are on their way: its launch then
+// overlaps the rest. It may read nothing before griddepcontrol.wait, which waits until this
 // grid is complete and its stores are visible, whenever it was let in; the PTX ISA demands that
 // wait of every grid that is launched as a dependent. docs/protocol.md has what this saves.
 #ifndef ALLNORM_CUDA_FUSED_CUH_
@@ -44,7 +44,6 @@ template <class T, int kWorldSize, template <class, int> class Transport, bool k
           bool kQuantized>
 __device__ __forceinline__ void run_fused(const FusedParams& params) {
   constexpr int kHops = Transport<T, kWorldSize>::kHops;
-  constexpr int kAhead = kHops == 1 ? 1 : 2;
   const uint32_t clusters = cluster_size();
   const int pack = static_cast<int>(cluster_rank() * blockDim.x + threadIdx.x);
   const bool live = pack < params.packs;
@@ -68,17 +67,19 @@ __device__ __forceinline__ void run_fused(const FusedParams& params) {
   send(first, own);
   if constexpr (!kDense) epilogue.prefetch_weight();
   epilogue.prefetch_row(first);
-  for (int i = 1; i < kAhead; ++i) send(first + i * step, load_input(first + i * step));
+  if constexpr (kHops == 2) send(first + step, load_input(first + step));
   Pack sum{};  // of the current row, where this rank has made it
   if constexpr (kHops == 2) {
     if (live) sum = transport.relay(first, [&] { return own; });
   }
-  Pack ahead = load_input(first + kAhead * step);
+  Pack ahead = load_input(first + kHops * step);
   for (int row = first; row < end; row += step) {
     const bool last = row + step >= end;
-    if (!last) {
-      send(row + kAhead * step, ahead);
-      ahead = load_input(row + (kAhead + 1) * step);
+    if (last) {
+      let_dependents_in(params);
+    } else {
+      send(row + kHops * step, ahead);
+      ahead = load_input(row + (kHops + 1) * step);
     }
     if (row != first) epilogue.prefetch_row(row);
     Pack reduced{}, next_sum{};
@@ -95,7 +96,6 @@ __device__ __forceinline__ void run_fused(const FusedParams& params) {
     // Overlaps the row's sum; earlier it would hold registers while packs of all ranks are in
     // flight.
     if constexpr (kDense) epilogue.prefetch_weight();
-    if (last) let_dependents_in(params);
     epilogue.add_row(row, reduced);
     // After the barrier in add_row().
     if (last) exchange.advance();

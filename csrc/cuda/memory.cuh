@@ -47,6 +47,13 @@ __device__ __forceinline__ uint32_t load_relaxed_sys_u32(const void* address) {
   return value;
 }
 
+// What the thread that stored the value did before, is visible to this thread after.
+__device__ __forceinline__ uint32_t load_acquire_sys_u32(const void* address) {
+  uint32_t value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
 // Orders everything this thread has done or seen before with what it does after, for all devices.
 __device__ __forceinline__ void fence_acq_rel_sys() {
   asm volatile("fence.acq_rel.sys;" ::: "memory");

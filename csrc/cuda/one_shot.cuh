@@ -97,7 +97,7 @@ class OneShot {
     const int64_t offset = layout_.one_shot_slot(0, row, pack_);
 #pragma unroll
     for (int q = 1; q < kWorldSize; ++q) {
-      store_relaxed_sys(exchange_.phase(q) + offset + number_at<kWorldSize>(q, rank_) * stride_,
+      store_relaxed_sys(exchange_.slots(q) + offset + number_at<kWorldSize>(q, rank_) * stride_,
                         payload);
     }
   }
@@ -113,7 +113,7 @@ class OneShot {
 
  private:
   __device__ __forceinline__ char* slot(int row) const {
-    return exchange_.phase(0) + layout_.one_shot_slot(0, row, pack_);
+    return exchange_.slots(0) + layout_.one_shot_slot(0, row, pack_);
   }
 
   Exchange<kWorldSize>& exchange_;

@@ -65,7 +65,8 @@ struct FusedParams {
   int32_t num_tokens;  // of this launch
   int32_t packs;
   int32_t rank;
-  int64_t phase_bytes;
+  PushLayout::Phases phases;
+  bool large;  // the phases are the large ones
   int64_t timeout_ns;
   CallTag tag;
   AllnormFault* fault;       // host memory, mapped

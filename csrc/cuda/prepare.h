@@ -66,62 +66,12 @@ inline EpilogueParams epilogue_params(const AllnormCall& call, int64_t first_row
 
 constexpr int32_t kLongestPauseNs = 20'000;  // longer than a short call takes
 
-// What every launch of `num_rows` rows has in common. `fault` as the kernel sees it.
-inline FusedParams exchange_params(const AllnormCommConfig& config, const AllnormCall& call,
-                                   int64_t num_rows, AllnormFault* fault) {
-  FusedParams params = {};
-  for (int q = 0; q < config.world_size; ++q) {
-    params.workspace[q] =
-        static_cast<char*>(config.workspaces[(config.rank + q) % config.world_size]);
-  }
-  params.num_tokens = static_cast<int32_t>(num_rows);
-  params.packs = static_cast<int32_t>(call.hidden_size * element_bytes(call.dtype) / kPackBytes);
-  params.rank = config.rank;
-  params.phase_bytes = PushLayout::phase_bytes(config.workspace_bytes);
-  params.timeout_ns = config.timeout_ns;
-  params.tag = call_tag(call, num_rows);
-  params.fault = fault;
-  params.late_trigger = (config.flags & ALLNORM_LATE_TRIGGER) != 0;
-  params.longest_pause_ns = (config.flags & ALLNORM_RANDOM_PAUSES) != 0 ? kLongestPauseNs : 0;
-  return params;
-}
-
-// One launch of a fused call: `num_rows` rows from `first_row` on.
-inline FusedParams fused_params(const AllnormCommConfig& config, const AllnormCall& call,
-                                int64_t first_row, int64_t num_rows, AllnormFault* fault) {
-  FusedParams params = exchange_params(config, call, num_rows, fault);
-  const bool last = first_row + num_rows == call.num_tokens;
-  params.x = rows_from(call.x, call.x_stride * element_bytes(call.dtype), first_row);
-  params.epilogue =
-      epilogue_params(call, first_row, first_row, quant_params(call, first_row, num_rows, last));
-  return params;
-}
-
 // Whether each row of a two_shot call has one owner, and not its chunks several; by what all ranks
 // agree on. With fewer rows than a GPU has SMs, the chunks of a row are spread over the links.
 inline bool has_row_owners(const AllnormCall& call) {
   if (is_sharded(call)) return true;
   const int64_t packs = call.hidden_size * element_bytes(call.dtype) / kPackBytes;
   return call.algorithm == ALLNORM_TWO_SHOT && call.num_tokens * least_blocks(packs) > kSpreadGrid;
-}
-
-// One launch of a call whose rows have owners: `num_rows` rows from number `first` on. Of a sharded
-// call `first` is a multiple of the world size, in the order of sharded_row().
-inline OwnedRowsParams owned_rows_params(const AllnormCommConfig& config, const AllnormCall& call,
-                                         int64_t first, int64_t num_rows, AllnormFault* fault) {
-  OwnedRowsParams params = {};
-  if (!is_sharded(call)) {
-    params.fused = fused_params(config, call, first, num_rows, fault);
-    return params;
-  }
-  params.fused = exchange_params(config, call, num_rows, fault);
-  const bool last = first + num_rows == call.num_tokens;
-  params.fused.x = rows_from(call.x, call.x_stride * element_bytes(call.dtype), 0);
-  params.fused.epilogue = epilogue_params(call, 0, 0, quant_params(call, 0, call.num_tokens, last));
-  params.first_index = first;
-  params.total_rows = call.num_tokens;
-  params.sends_normed = is_quantized(call) && call.out != nullptr;
-  return params;
 }
 
 // Bytes of a phase that `rows` rows take: one, or one of each owner.
@@ -146,6 +96,59 @@ inline SlotBytes slot_bytes(int world_size, const AllnormCall& call) {
   return {call.algorithm == ALLNORM_ONE_SHOT ? PushLayout::one_shot_row_bytes(world_size, packs)
                                              : PushLayout::two_shot_row_bytes(world_size, packs),
           1};
+}
+
+// What every launch of `num_rows` rows has in common. `fault` as the kernel sees it.
+inline FusedParams exchange_params(const AllnormCommConfig& config, const AllnormCall& call,
+                                   int64_t num_rows, AllnormFault* fault) {
+  FusedParams params = {};
+  for (int q = 0; q < config.world_size; ++q) {
+    params.workspace[q] =
+        static_cast<char*>(config.workspaces[(config.rank + q) % config.world_size]);
+  }
+  params.num_tokens = static_cast<int32_t>(num_rows);
+  params.packs = static_cast<int32_t>(call.hidden_size * element_bytes(call.dtype) / kPackBytes);
+  params.rank = config.rank;
+  const SlotBytes slot = slot_bytes(config.world_size, call);
+  const int64_t bytes = (num_rows + slot.rows - 1) / slot.rows * slot.bytes;
+  params.large = bytes > PushLayout::phases(config.workspace_bytes, false).bytes;
+  params.phases = PushLayout::phases(config.workspace_bytes, params.large);
+  params.timeout_ns = config.timeout_ns;
+  params.tag = call_tag(call, num_rows);
+  params.fault = fault;
+  params.late_trigger = (config.flags & ALLNORM_LATE_TRIGGER) != 0;
+  params.longest_pause_ns = (config.flags & ALLNORM_RANDOM_PAUSES) != 0 ? kLongestPauseNs : 0;
+  return params;
+}
+
+// One launch of a fused call: `num_rows` rows from `first_row` on.
+inline FusedParams fused_params(const AllnormCommConfig& config, const AllnormCall& call,
+                                int64_t first_row, int64_t num_rows, AllnormFault* fault) {
+  FusedParams params = exchange_params(config, call, num_rows, fault);
+  const bool last = first_row + num_rows == call.num_tokens;
+  params.x = rows_from(call.x, call.x_stride * element_bytes(call.dtype), first_row);
+  params.epilogue =
+      epilogue_params(call, first_row, first_row, quant_params(call, first_row, num_rows, last));
+  return params;
+}
+
+// One launch of a call whose rows have owners: `num_rows` rows from number `first` on. Of a sharded
+// call `first` is a multiple of the world size, in the order of sharded_row().
+inline OwnedRowsParams owned_rows_params(const AllnormCommConfig& config, const AllnormCall& call,
+                                         int64_t first, int64_t num_rows, AllnormFault* fault) {
+  OwnedRowsParams params = {};
+  if (!is_sharded(call)) {
+    params.fused = fused_params(config, call, first, num_rows, fault);
+    return params;
+  }
+  params.fused = exchange_params(config, call, num_rows, fault);
+  const bool last = first + num_rows == call.num_tokens;
+  params.fused.x = rows_from(call.x, call.x_stride * element_bytes(call.dtype), 0);
+  params.fused.epilogue = epilogue_params(call, 0, 0, quant_params(call, 0, call.num_tokens, last));
+  params.first_index = first;
+  params.total_rows = call.num_tokens;
+  params.sends_normed = is_quantized(call) && call.out != nullptr;
+  return params;
 }
 
 // The control block of a workspace before its first operation. Every byte after it is 0xff: each

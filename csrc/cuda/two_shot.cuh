@@ -29,7 +29,7 @@ class TwoShot {
     const int q = ranks_to_owner(row);
     if (q == 0 || exchange_.failed()) return;
     const int number = number_at<kWorldSize>(q, rank_);
-    store_relaxed_sys(exchange_.phase(q) + layout_.two_shot_slot(number, row, pack_),
+    store_relaxed_sys(exchange_.slots(q) + layout_.two_shot_slot(number, row, pack_),
                       canonicalize(own));
   }
 
@@ -43,7 +43,7 @@ class TwoShot {
     // After a failure the peers are told NaN: they need not wait for their own deadline.
     const int64_t sum_offset = layout_.two_shot_sum(row, pack_);
 #pragma unroll
-    for (int q = 1; q < kWorldSize; ++q) store_relaxed_sys(exchange_.phase(q) + sum_offset, sum);
+    for (int q = 1; q < kWorldSize; ++q) store_relaxed_sys(exchange_.slots(q) + sum_offset, sum);
     clear_partials<kWorldSize>(slot(row), stride_);
     return sum;
   }
@@ -53,7 +53,7 @@ class TwoShot {
   __device__ __forceinline__ Pack receive(int row, Own&& own) {
     const int to_owner = ranks_to_owner(row);
     if (to_owner == 0) return own();
-    char* const slot = exchange_.phase(0) + layout_.two_shot_sum(row, pack_);
+    char* const slot = exchange_.slots(0) + layout_.two_shot_sum(row, pack_);
     Pack sum;
     const auto poll = [&] {
       sum = load_relaxed_sys(slot);
@@ -74,7 +74,7 @@ class TwoShot {
   }
 
   __device__ __forceinline__ char* slot(int row) const {
-    return exchange_.phase(0) + layout_.two_shot_slot(0, row, pack_);
+    return exchange_.slots(0) + layout_.two_shot_slot(0, row, pack_);
   }
 
   Exchange<kWorldSize>& exchange_;

@@ -2,7 +2,8 @@
 //
 // A workspace begins with a control block and continues with the data region. The two backends move
 // data differently and so cut the data region differently:
-//   PushLayout (CUDA): kPushPhases phases; peers write into this rank's phase, this rank reads it.
+//   PushLayout (CUDA): kPushPhases phases, and kLargePhases larger ones for operations that do not
+//                      fit into these; peers write into this rank's phase, this rank reads it.
 //   PullLayout (CPU):  kPullPhases phases; this rank writes into its own phase, peers read it.
 // Consecutive operations use the phases in turn.
 #ifndef ALLNORM_PROTOCOL_LAYOUT_H_
@@ -24,14 +25,16 @@ ALLNORM_HD int64_t align_down(int64_t bytes) { return bytes / kAlignBytes * kAli
 constexpr int kPushMaxWorldSize = 8;
 // Why three: see the reuse argument at the head of cuda/exchange.cuh.
 constexpr int kPushPhases = 3;
+constexpr int kLargePhases = 2;
 // Upper bound of a grid; each block owns one copy of the operation counter.
 constexpr int kMaxBlocks = 1024;
 
 struct PushControl {
   // uint64_t[kMaxBlocks]: copies of the operation counter, all equal between launches. Local. The
-  // operation number in the low half; in the high half its phase, which must go on in turn where
-  // the number wraps.
+  // operation number in the low half; in the high half its phase and, kLargeShift bits further, the
+  // next large phase: both must go on in turn where the number wraps.
   static constexpr int64_t kCounters = 0;
+  static constexpr int kLargeShift = 8;
   // uint64_t: nonzero once a wait has failed here, with the number of the operation in the low
   // half; later launches then wait for nobody. Local.
   static constexpr int64_t kPoisoned = kCounters + 8 * kMaxBlocks;
@@ -63,11 +66,20 @@ struct PushLayout {
   int32_t packs;
   int64_t rows;
 
-  ALLNORM_HD static int64_t phase_bytes(int64_t workspace_bytes) {
-    return align_down((workspace_bytes - PushControl::kBytes) / kPushPhases);
-  }
-  ALLNORM_HD static int64_t phase(int phase, int64_t phase_bytes) {
-    return PushControl::kBytes + phase * phase_bytes;
+  // The phases of one kind: where the first of them begins, and the bytes of each.
+  struct Phases {
+    int64_t begin;
+    int64_t bytes;
+
+    ALLNORM_HD int64_t at(int phase) const { return begin + phase * bytes; }
+  };
+  // An operation that fits into a 32nd of the workspace waits for nothing before it writes; the
+  // rest is for those whose time is that of the link.
+  ALLNORM_HD static Phases phases(int64_t workspace_bytes, bool large) {
+    const int64_t bytes = align_down((workspace_bytes - PushControl::kBytes) / 32);
+    if (!large) return {PushControl::kBytes, bytes};
+    const int64_t begin = PushControl::kBytes + kPushPhases * bytes;
+    return {begin, align_down((workspace_bytes - begin) / kLargePhases)};
   }
   // The number of rank `peer` among those that are not `self`.
   ALLNORM_HD static int other(int self, int peer) { return peer - (peer > self ? 1 : 0); }

@@ -40,14 +40,19 @@ void test_pull_control() {
 
 void test_phases() {
   for (const int64_t workspace : {int64_t{16384}, int64_t{1} << 20, (int64_t{5} << 30) + 123}) {
+    // The phases of both kinds follow each other, from the control block to the end.
+    int64_t end = PushControl::kBytes;
+    for (const bool large : {false, true}) {
+      const PushLayout::Phases phases = PushLayout::phases(workspace, large);
+      for (int phase = 0; phase < (large ? kLargePhases : kPushPhases); ++phase) {
+        check(phases.at(phase) == end && end % kAlignBytes == 0 && phases.bytes % kAlignBytes == 0,
+              "push phase %d, large %d", phase, large);
+        end = phases.at(phase) + phases.bytes;
+      }
+    }
+    check(end <= workspace && end + 2 * kLargePhases * kAlignBytes > workspace, "push phases");
     for (uint32_t op = 0xfffffffdu; op != 5; ++op) {
-      const int64_t push = PushLayout::phase_bytes(workspace);
       const int64_t pull = PullLayout::phase_bytes(workspace);
-      const int phase = static_cast<int>(op % kPushPhases);
-      check(PushLayout::phase(phase, push) % kAlignBytes == 0 &&
-                PushLayout::phase(phase, push) >= PushControl::kBytes &&
-                PushLayout::phase(phase, push) + push <= workspace,
-            "push phase %d", phase);
       check(PullLayout::phase(op, pull) % 64 == 0 &&
                 PullLayout::phase(op, pull) >= PullControl::kBytes &&
                 PullLayout::phase(op, pull) + pull <= workspace,

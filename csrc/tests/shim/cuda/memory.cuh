@@ -53,6 +53,8 @@ inline uint32_t load_relaxed_sys_u32(const void* address) {
   return *static_cast<const uint32_t*>(address);
 }
 
+inline uint32_t load_acquire_sys_u32(const void* address) { return load_relaxed_sys_u32(address); }
+
 inline void fence_acq_rel_sys() { machine().yield_sometimes(2); }
 
 // ---- this device
