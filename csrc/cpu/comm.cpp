@@ -128,6 +128,14 @@ bool Communicator::sleep(int peer, uint32_t expected, int64_t deadline_ns, const
   fetch_add_seq_cst(sleepers(peer), ~0u);
   if (has_reached(seen, expected)) return same_call(peer, tag);
 
+  // Who is furthest behind is the one to name: the peer may itself wait for another.
+  for (int other = 0; other < config_.world_size; ++other) {
+    const uint32_t reached = load_acquire(published(other));
+    if (other != config_.rank && !has_reached(reached, seen)) {
+      peer = other;
+      seen = reached;
+    }
+  }
   const int32_t behind = static_cast<int32_t>(seen - publication(1));
   return record({.status = ALLNORM_TIMEOUT,
                  .rank = config_.rank,
