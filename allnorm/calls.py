@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import datetime
 import threading
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -33,7 +34,7 @@ class Calls:
     _library: _native.Library
     _handle: int
     _preparer: Preparer
-    _new: New
+    _new: Callable[[], New]
     _lock: threading.Lock
     _closed: bool
 
@@ -52,8 +53,9 @@ class Calls:
             self._refuse()
         launch = self._preparer.find(x, residual, weight, norm, algorithm)
         if out is None and residual_out is None:
-            result = self._new(*launch.out)
-            summed = None if norm is None else self._new(*launch.residual_out)
+            new = self._new()
+            result = new(*launch.out)
+            summed = None if norm is None else new(*launch.residual_out)
             self._launch(launch, x, residual, weight, result, summed)
             return result, summed
         wanted = [Result("out", Like.rows(x, None), out, "x")]
@@ -87,7 +89,7 @@ class Calls:
         launch = self._preparer.find(x, residual, weight, norm, algorithm, quant)
         if memory:
             return self._quantize_into(launch, x, residual, weight, quant, return_normed, memory)
-        new = self._new
+        new = self._new()
         quantized, summed = new(*launch.quantized), new(*launch.residual_out)
         geometry = launch.scale
         if geometry is None:
@@ -144,7 +146,7 @@ class Calls:
         launch = self._preparer.find_gather(shard, num_tokens, algorithm)
         shape = (num_tokens, shard.shape[-1])
         if out is None:
-            result = self._new(*launch.out)
+            result = self._new()(*launch.out)
             self._launch(launch, shard, None, None, result, None)
             return result
         source = "num_tokens rows as wide as residual_shard"

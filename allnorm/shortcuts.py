@@ -32,27 +32,25 @@ def alike(tensors: Sequence[torch.Tensor]) -> Check:
     return _guards_of(tensors) if _guards_hold() else _never
 
 
-def new_tensors(device: torch.device) -> New:
-    """A function that makes tensors of a shape, strides and dtype on `device`, with no values."""
+def new_tensors(device: torch.device) -> Callable[[], New]:
+    """What to ask before each call for a function that makes tensors on `device`, with no values.
+
+    The fast function knows the current device only: while that is another one, the answer is the
+    public way.
+    """
 
     def plain(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
     if device.type == "cpu":
-        return _fast_new("cpu") or plain
+        new = _fast_new("cpu") or plain
+        return lambda: new
     with torch.cuda.device(device):  # another device would be initialised by trying it out there
         fast = _fast_new("cuda")
     if fast is None:
-        return plain
+        return lambda: plain
     index = device.index
-
-    # The fast function knows the current device only.
-    def new(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        if _current_device() == index:
-            return fast(shape, stride, dtype)
-        return plain(shape, stride, dtype)
-
-    return new
+    return lambda: fast if _current_device() == index else plain
 
 
 def _never(*tensors: torch.Tensor) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +16,11 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     """GPU machines often lack pytest-timeout; pyproject.toml sets its option all the same."""
     if not pluginmanager.hasplugin("timeout"):
         parser.addini("timeout", "without effect: pytest-timeout is not installed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tables that somebody has tuned on this machine are not what is tested, in ranks neither."""
+    os.environ["ALLNORM_TUNING_DIR"] = os.path.join(tempfile.gettempdir(), "allnorm-no-tables")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from rank_helpers import Case, comm, message_of, on
+from rank_helpers import Case, comm, device, message_of, on
 
 import allnorm
-from allnorm import shortcuts
+from allnorm import prepare, shortcuts
 from allnorm.testing import RankPool
 
 make = functools.partial(torch.empty_strided, dtype=torch.bfloat16)
@@ -90,7 +90,7 @@ def test_new_tensors(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch._C._dynamo.guards, "_empty_strided_cpu", wrong)
     shortcuts._fast_new.cache_clear()
     try:
-        new = shortcuts.new_tensors(torch.device("cpu"))
+        new = shortcuts.new_tensors(torch.device("cpu"))()
         for shape, stride in (((3, 8), (8, 1)), ((3, 8), (1, 4)), ((0, 8), (8, 1)), ((5,), (1,))):
             for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.int32):
                 made = new(shape, stride, dtype)
@@ -111,7 +111,7 @@ def test_new_tensors_on_another_device() -> None:
     new = shortcuts.new_tensors(torch.device("cuda", 1))
     for current in (0, 1):
         with torch.cuda.device(current):
-            assert new((3, 8), (8, 1), torch.bfloat16).device == torch.device("cuda", 1)
+            assert new()((3, 8), (8, 1), torch.bfloat16).device == torch.device("cuda", 1)
 
 
 # ---- what callers see of it ----------------------------------------------------------------------
@@ -168,6 +168,44 @@ def refuse_after_a_hit(rank: int, world_size: int) -> list[str]:
 def test_a_prepared_call_refuses_as_an_unprepared_one(pool: RankPool) -> None:
     results = pool.run(refuse_after_a_hit)
     assert results[0] == results[1]
+
+
+def count_slow_lookups(rank: int, world_size: int) -> list[int]:
+    """How often a call of each kind reads its tensors one by one: not from its third time on."""
+    counts, slow = [], prepare._geometry
+
+    def counting(tensor: torch.Tensor) -> Any:
+        counts[-1] += 1
+        return slow(tensor)
+
+    c = allnorm.Communicator(device=device())
+    cases = (
+        Case(shape=(2, 64)),
+        Case(shape=(2, 64), quant=allnorm.Fp8PerGroup(32)),
+        Case(shape=(2, 64), quant=allnorm.Fp8PerTensor(torch.tensor([0.5]))),
+    )
+    prepare._geometry = counting
+    try:
+        with c:
+            for case in cases:
+                x, arguments = case.x(rank), case.call_arguments(c)
+                for call in range(12):
+                    counts.append(0)
+                    case.method(c)(x.clone(), **arguments)
+                    if call % 2:
+                        c.all_reduce(x)  # of another kind: the two may alternate
+    finally:
+        prepare._geometry = slow
+    return counts
+
+
+@on(cpu=(2,), gpu=(2,))
+def test_repeated_calls_are_found_in_one_step(pool: RankPool) -> None:
+    """What the host path's speed rests on; timing it here would be a matter of luck."""
+    counts = pool.run(count_slow_lookups)[0]
+    assert counts[0] == 3, "the first call is looked up"
+    for begin in range(0, 36, 12):
+        assert sum(counts[begin + 4 : begin + 12]) == 0
 
 
 def alternate(rank: int, world_size: int) -> None:

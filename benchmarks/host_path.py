@@ -1,0 +1,72 @@
+"""docs/performance.md: what a call costs the host before its launch; no GPU needed.
+
+The library's function is replaced by one that does nothing; all else is done: check, find what is
+prepared, make the results, fill in the addresses, cross from Python to C. Each figure is that of
+the fastest of many runs of 50 calls: what takes longer has been interrupted.
+
+Usage: python benchmarks/host_path.py [cpu|cuda]
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import timeit
+
+import torch
+
+import allnorm
+from allnorm.cli import output
+from allnorm.testing import run_ranks
+
+_RUNS, _CALLS = 400, 50
+_NUM_TOKENS, _HIDDEN_SIZE = 4, 4096
+
+
+def time_calls(rank: int, world_size: int, device: str) -> dict[str, float]:
+    """Microseconds of a call, by what is called."""
+    where = torch.device(device, rank) if device == "cuda" else torch.device(device)
+    x = torch.ones(_NUM_TOKENS, _HIDDEN_SIZE, dtype=torch.bfloat16, device=where)
+    residual, weight = torch.empty_like(x), torch.ones(_HIDDEN_SIZE, dtype=x.dtype, device=where)
+    quant = allnorm.Fp8PerGroup(128)
+    # Of two words it says whether they are equal; those that are passed never are: 0, success.
+    nothing = ctypes.CDLL(None).pthread_equal
+    nothing.argtypes, nothing.restype = (ctypes.c_void_p, ctypes.c_void_p), ctypes.c_int32
+    with allnorm.Communicator(device=where) as comm:
+        comm._library.run = nothing
+        calls = {
+            "all_reduce": lambda: comm.all_reduce(x),
+            "all_reduce_add_rms_norm": lambda: comm.all_reduce_add_rms_norm(x, residual, weight),
+            "all_reduce_add_rms_norm_quant": lambda: comm.all_reduce_add_rms_norm_quant(
+                x, residual, weight, 1e-6, quant
+            ),
+            "torch.ops.allnorm.all_reduce_add_rms_norm": (
+                lambda: torch.ops.allnorm.all_reduce_add_rms_norm(
+                    x, residual, weight, 1e-6, 0.0, "rounded", comm.name
+                )
+            ),
+            "two results alone, torch.empty_like": lambda: (
+                torch.empty_like(x),
+                torch.empty_like(residual),
+            ),
+        }
+        found = {}
+        for name, call in calls.items():
+            timeit.timeit(call, number=_CALLS)
+            runs = [timeit.timeit(call, number=_CALLS) / _CALLS * 1e6 for _ in range(_RUNS)]
+            found[name] = min(runs)
+    return found
+
+
+def main() -> None:
+    """Prints a table."""
+    device = sys.argv[1] if len(sys.argv) > 1 else "cpu"
+    ranks = run_ranks(time_calls, 2, device=device, args=(device,))
+    rows = [(name, f"{min(rank[name] for rank in ranks):.2f}") for name in ranks[0]]
+    output.console().print(
+        output.table(f"Host time of a call without its launch, {device}", ("call", "us"), rows)
+    )
+
+
+if __name__ == "__main__":
+    main()
