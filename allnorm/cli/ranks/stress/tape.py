@@ -54,13 +54,6 @@ class Tape:
         """The weight in the dtype that the call is given."""
         return self.weight.float() if kind.float32_weight else self.weight
 
-    @property
-    def num_bytes(self) -> int:
-        """Of everything kept."""
-        kept = [self.x, self.reduced, self.residual]
-        kept += [part for known in self._known.values() for part in known.values()]
-        return sum(part.numel() * part.element_size() for part in kept)
-
     def _norm(self, kind: Kind, low: int, high: int) -> dict[str, torch.Tensor]:
         options: dict[str, Any] = {"weight_bias": kind.weight_bias, "numerics": kind.numerics}
         residual = self.residual[low:high] if kind.has_residual else None
