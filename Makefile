@@ -3,6 +3,7 @@
 #   make bench     build, then time the fused op beside the unfused one, every shape checked first
 #   make test      C++ tests, then Python tests; GPU tests are skipped, visibly, where there are no GPUs
 #   make lint      the checks that CI makes            make format   repairs what can be repaired
+#   make test-engines  the plugins in the packages of serving engines, without GPUs; some 700 MB each to install
 #   make sanitize  C++ tests under sanitizers          make wheel    dist/*.whl
 #   make inplace   libraries into allnorm/lib, to run from the source tree
 #   make clean     removes what was built; the virtual environment stays
@@ -38,7 +39,7 @@ PACKAGE_SETTINGS = --config-settings=build-dir=$(BUILD)/package \
 	--config-settings=cmake.define.ALLNORM_CUDA=$(CUDA) \
 	'--config-settings=cmake.define.ALLNORM_CUDA_ARCHITECTURES=$(CUDA_ARCHS)'
 
-.PHONY: bench test test-cpp test-python lint format sanitize wheel inplace install clean
+.PHONY: bench test test-cpp test-python test-engines lint format sanitize wheel inplace install clean
 .DELETE_ON_ERROR:
 
 bench: $(STAMPS)/install
@@ -53,6 +54,24 @@ test-cpp: $(STAMPS)/run
 
 test-python: $(STAMPS)/install $(STAMPS)/test
 	$(BIN)/pytest $(PYTEST_ARGS)
+
+# One environment for each engine and version, on top of the one for development: tests/engines/ENGINE-VERSION.txt
+# names its packages, which are installed without what they depend on.
+ENGINES ?= $(basename $(notdir $(wildcard tests/engines/*.txt)))
+
+test-engines: $(ENGINES:%=test-engine-%)
+.PRECIOUS: $(BUILD)/engines/%/installed
+
+test-engine-%: $(BUILD)/engines/%/installed $(STAMPS)/install $(STAMPS)/test
+	$(BUILD)/engines/$*/bin/python -P -m pytest tests/engines/test_$(firstword $(subst -, ,$*))*.py
+
+$(BUILD)/engines/%/installed: tests/engines/%.txt | $(STAMPS)/test
+	rm -rf $(@D)
+	$(BIN)/python -m venv $(@D)
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	  > "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/development.pth"
+	$(@D)/bin/pip install --quiet --no-deps -r $<
+	@touch $@
 
 sanitize: $(STAMPS)/run
 	set -e; for s in address,undefined thread; do \

@@ -22,7 +22,7 @@ from allnorm.testing import RankPool, assert_same_bits, rank_input, shared_input
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("SGLang is not installed: make test-engines", allow_module_level=True)
 
-import sglang_engine as engine
+import sglang_ranks as engine
 
 HIDDEN = engine.HIDDEN_SIZE
 BLOCK = [128, 128]
