@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import datetime
 import json
 import math
 import pathlib
@@ -300,7 +301,9 @@ def write(folder: pathlib.Path, world_size: int, *entries: dict[str, Any], **mor
 def created(folder: pathlib.Path) -> tuple[allnorm.Communicator, list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        comm = allnorm.Communicator(device=device(), tuning_dir=folder)
+        comm = allnorm.Communicator(
+            device=device(), tuning_dir=folder, timeout=datetime.timedelta(seconds=30)
+        )
     texts = [str(w.message) for w in caught if "tuning table" in str(w.message)]
     return comm, texts
 

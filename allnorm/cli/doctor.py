@@ -38,12 +38,12 @@ def doctor(tp: Tp = "", device: Device = "auto", json: Json = None) -> None:
     console.print(
         output.table(
             f"Algorithms for bfloat16, {size} ranks on {where}",
-            ("tokens x hidden", "algorithm", "launches", "why"),
+            ("tokens x hidden", "algorithm", "launches", "why", "source"),
             [
-                (plan["shape"], plan["algorithm"], str(plan["launches"]), plan["reason"])
-                for plan in found["plans"]
+                (p["shape"], p["algorithm"], str(p["launches"]), p["reason"], p["source"])
+                for p in found["plans"]
             ],
-            words=("algorithm", "why"),
+            words=("algorithm", "why", "source"),
         )
     )
     copy_gbps = _peer_copy_gbps(machine) if where == "cuda" else None

@@ -31,8 +31,8 @@ def run(rank: int, world_size: int, device_type: str) -> dict[str, Any]:
 
     Returns:
         The same on every rank: `create_s`, `error` ("" if the call was right), `plans` (shape,
-        algorithm, reason, launches), and the medians `fused_us` (1x4096), `flag_us` (the smallest
-        all_reduce) and `large_us` (an all_reduce of BANDWIDTH_BYTES).
+        algorithm, reason, source, launches), and the medians `fused_us` (1x4096), `flag_us` (the
+        smallest all_reduce) and `large_us` (an all_reduce of BANDWIDTH_BYTES).
     """
     report({"text": "creating a communicator", "done": 0, "total": 4})
     dist.all_reduce(torch.zeros(1))  # the ranks start together
@@ -82,6 +82,7 @@ def _plan(comm: allnorm.Communicator, num_tokens: int, hidden_size: int) -> dict
         "shape": f"{num_tokens}x{hidden_size}",
         "algorithm": plan.algorithm,
         "reason": plan.reason,
+        "source": plan.source,
         "launches": plan.num_chunks,
     }
 
