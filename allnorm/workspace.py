@@ -2,13 +2,16 @@
 
 CUDA: device memory shared through CUDA IPC, freed once every peer has unmapped it. CPU: POSIX
 shared memory, whose name is removed as soon as every rank has opened it, so that nothing is left
-behind whatever happens later.
+behind whatever happens later. What a rank leaves that is killed in between, the next group removes.
 """
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import os
 import platform
+import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +26,7 @@ from allnorm.errors import AllnormError
 DEFAULT_BYTES_CUDA = 256 << 20
 DEFAULT_BYTES_CPU = 4 << 20
 MIN_BYTES = 64 << 10
+_LEFTOVER_SECONDS = 600.0
 _MAX_WORLD_SIZE = {"cpu": _native.MAX_WORLD_SIZE, "cuda": 8}
 
 
@@ -100,6 +104,21 @@ def _host_identity() -> str:
     return f"{platform.node()} {boot}"
 
 
+def _remove_leftovers(folder: str = "/dev/shm") -> None:
+    """Removes what a process left behind that was killed before it could remove the name itself.
+
+    A name lives for the moments in which the ranks open it. Younger ones are let be: their process
+    may be one that cannot be seen from here, in another container.
+    """
+    for path in glob.glob(f"{folder}/allnorm-*-*"):
+        pid = os.path.basename(path).split("-")[1]
+        # Another rank may be removing it, or it may be another user's.
+        with contextlib.suppress(OSError):
+            old = time.time() - os.stat(path).st_mtime > _LEFTOVER_SECONDS
+            if old and pid.isdecimal() and not os.path.exists(f"/proc/{pid}"):
+                os.unlink(path)
+
+
 def _create_shared_memory(group: dist.ProcessGroup, num_bytes: int) -> Workspace:
     library = _native.library("cpu")
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -111,6 +130,7 @@ def _create_shared_memory(group: dist.ProcessGroup, num_bytes: int) -> Workspace
         nonlocal address, name
         if rank != 0:
             return ""
+        _remove_leftovers()
         name = f"/allnorm-{os.getpid()}-{uuid.uuid4().hex[:12]}"
         address = library.shm_create(name, total)
         return name

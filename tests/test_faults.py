@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import os
@@ -9,6 +10,7 @@ import signal
 import struct
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ import torch.distributed as dist
 from rank_helpers import Case, device, on
 
 import allnorm
-from allnorm import _native, quant
+from allnorm import _native, quant, workspace
 from allnorm.testing import RankPool
 
 TIMEOUT = datetime.timedelta(seconds=1.5)
@@ -178,6 +180,36 @@ def test_a_peer_that_is_killed(pool: RankPool) -> None:
     left = [name for name in os.listdir("/dev/shm") if name.startswith("allnorm-")]
     mine = [name for name in left if name.split("-")[1] == str(os.getpid())]
     assert not mine
+
+
+def killed_while_opening(rank: int, world_size: int) -> None:
+    """Rank 0 dies after it has created shared memory, before it has removed its name."""
+    library = _native.library("cpu")
+    if rank == 0:
+        library.shm_unlink = lambda _: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+    with contextlib.suppress(allnorm.AllnormError, RuntimeError):
+        allnorm.Communicator(device="cpu")  # rank 1 may be told before rank 0 dies, or not
+
+
+@on(cpu=(2,))
+def test_shared_memory_of_a_killed_creator_is_removed(pool: RankPool) -> None:
+    before = set(Path("/dev/shm").glob("allnorm-*"))
+    pool.run(killed_while_opening, may_die=[0], timeout=60)
+    left = set(Path("/dev/shm").glob("allnorm-*")) - before
+    assert len(left) == 1, "the test has missed the moment"
+    path = left.pop()
+    workspace._remove_leftovers()
+    assert path.exists(), "a young one is let be"
+    os.utime(path, (0, 0))
+    mine = Path(f"/dev/shm/allnorm-{os.getpid()}-stays")
+    mine.touch()
+    os.utime(mine, (0, 0))
+    try:
+        workspace._remove_leftovers()
+        assert not path.exists()
+        assert mine.exists(), "its process lives"
+    finally:
+        mine.unlink()
 
 
 DIVERGENCES = {
