@@ -101,19 +101,15 @@ class Exchange {
   }
 
  private:
-  // Holds a warp up, now and then, where a soak asks for it: where no data is in registers, so that
-  // it costs nothing.
+  // Holds a warp up, now and then, where a soak asks for it: where no data is in registers.
   __device__ __forceinline__ void pause() {
-    if (params_.longest_pause_ns != 0) pause_at_random(params_);
-  }
-
-  __device__ __noinline__ static void pause_at_random(const FusedParams& params) {
+    if (params_.longest_pause_ns == 0) return;
     const int64_t start = DeviceClock::now_ns();
     const uint32_t hash = (static_cast<uint32_t>(start) + 977 * threadIdx.x / 32) * 0x9e3779b1u;
     if (hash >> 30 != 0) return;
-    const int64_t pause_ns = static_cast<int64_t>(hash >> 14 & 0xffff) * params.longest_pause_ns;
+    const int64_t pause_ns = static_cast<int64_t>(hash >> 14 & 0xffff) * params_.longest_pause_ns;
     // Polls something, as every wait does.
-    const char* own = params.workspace[0] + PushControl::kLeft;
+    const char* own = params_.workspace[0] + PushControl::kLeft;
     while (DeviceClock::now_ns() - start < pause_ns >> 16) load_relaxed_sys_u32(own);
   }
 
@@ -194,8 +190,6 @@ class Exchange {
   __device__ __noinline__ static bool look_at_peers(const FusedParams& params, uint32_t op,
                                                     int phase, int source, bool time_is_up) {
     char* own = params.workspace[0];
-    int absent = -1;
-    uint32_t furthest = 0;  // behind `op`, of those who have not announced it
     for (int peer = 0; peer < kWorldSize; ++peer) {
       if (peer == params.rank) continue;
       const char* slot = own + PushControl::tag(phase, peer);
@@ -205,35 +199,13 @@ class Exchange {
           return record_fault(params, op, peer, ALLNORM_DIVERGED);
         }
       } else if (time_is_up) {
-        const uint32_t behind = op - newest_tag(own, peer, op).op();
-        if (absent < 0 || behind > furthest) {
-          absent = peer;
-          furthest = behind;
-        }
+        // Who has not even announced the operation is the one to name: the rank that is waited for
+        // may itself wait for another.
+        return record_fault(params, op, peer, ALLNORM_TIMEOUT);
       }
     }
-    // Who has not even announced the operation, and is furthest behind, is the one to name: the
-    // rank that is waited for may itself wait for another.
-    if (time_is_up) return record_fault(params, op, absent < 0 ? source : absent, ALLNORM_TIMEOUT);
+    if (time_is_up) return record_fault(params, op, source, ALLNORM_TIMEOUT);
     return *reinterpret_cast<volatile uint64_t*>(own + PushControl::kPoisoned) != 0;
-  }
-
-  struct Announced {
-    uint64_t word[2];
-
-    __device__ __forceinline__ uint32_t op() const { return static_cast<uint32_t>(word[0] >> 32); }
-  };
-
-  // What a peer announced for operation `op`, or else its newest announcement; one a phase.
-  __device__ __noinline__ static Announced newest_tag(const char* own, int peer, uint32_t op) {
-    Announced newest = {};
-    for (int phase = 0; phase < kPushPhases; ++phase) {
-      const char* slot = own + PushControl::tag(phase, peer);
-      const Announced seen = {{load_relaxed_sys_u64(slot), load_relaxed_sys_u64(slot + 8)}};
-      const bool newer = has_reached(seen.op(), newest.op());
-      if (phase == 0 || seen.op() == op || (newer && newest.op() != op)) newest = seen;
-    }
-    return newest;
   }
 
   // Records the first failure for the host and makes this and all later launches wait for nobody.
@@ -249,10 +221,21 @@ class Exchange {
     fault->expected_op = op;
     fault->expected_tokens = params.tag.num_tokens;
     fault->expected_shape = params.tag.shape;
-    const Announced seen = newest_tag(own, peer, op);
-    fault->seen_op = seen.op();
-    fault->seen_tokens = static_cast<uint32_t>(seen.word[0]);
-    fault->seen_shape = static_cast<uint32_t>(seen.word[1]);
+    // What the peer announced for this operation, or else its newest announcement; one a phase.
+    uint64_t words[2] = {0, 0};
+    for (int phase = 0; phase < kPushPhases; ++phase) {
+      const char* slot = own + PushControl::tag(phase, peer);
+      const uint64_t seen[2] = {load_relaxed_sys_u64(slot), load_relaxed_sys_u64(slot + 8)};
+      const uint32_t seen_op = static_cast<uint32_t>(seen[0] >> 32);
+      const bool newer = has_reached(seen_op, static_cast<uint32_t>(words[0] >> 32));
+      if (phase == 0 || seen_op == op || (newer && words[0] >> 32 != op)) {
+        words[0] = seen[0];
+        words[1] = seen[1];
+      }
+    }
+    fault->seen_op = static_cast<uint32_t>(words[0] >> 32);
+    fault->seen_tokens = static_cast<uint32_t>(words[0]);
+    fault->seen_shape = static_cast<uint32_t>(words[1]);
     // The status last: the host reads the rest once it sees one. Pairs with the acquire load of the
     // status in Communicator::status().
     __threadfence_system();
