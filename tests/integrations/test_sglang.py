@@ -1,0 +1,460 @@
+"""The SGLang plugin's own logic, against modules that stand in for SGLang.
+
+tests/engines/test_sglang.py runs it in the real package.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+import types
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import allnorm
+from allnorm.errors import UnsupportedError
+from allnorm.integrations import sglang as plugin
+from allnorm.integrations.sglang import dense, fusion, handoff, norms, seams, start
+from allnorm.integrations.sglang.hooks import HOOKS
+
+
+class PlainNorm(torch.nn.Module):
+    """The attributes of SGLang's RMSNorm that the plugin reads."""
+
+    def __init__(self, **changes: Any) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
+        self.variance_epsilon = 1e-6
+        self.variance_size_override = self.override_orig_dtype = None
+        self.fp32_residual = self.cast_x_before_out_mul = False
+        self.has_weight = True
+        for name, value in changes.items():
+            setattr(self, name, value)
+
+    def forward(self, x: Any, residual: Any = None, post: Any = None) -> Any:
+        return "stock", x, residual
+
+
+class GemmaNorm(PlainNorm):
+    pass
+
+
+def old_gate(batch_size: int) -> bool:
+    return False
+
+
+def stock_norm(
+    norm_module: Any,
+    x: Any,
+    residual: Any,
+    post_residual_addition: Any,
+    weight: Any,
+    use_attn_tp_group: bool = True,
+) -> str:
+    return "stock norm"
+
+
+def stock_quantised(
+    norm_module: Any,
+    x: Any,
+    residual: Any,
+    weight: Any,
+    group_size: int = 128,
+    use_attn_tp_group: bool = True,
+    keep_bf16: bool = False,
+) -> str:
+    return "stock quantised"
+
+
+class Runner:
+    def _pre_initialize_flashinfer_allreduce_workspace(self) -> None:
+        return None
+
+
+class Registry:
+    """Applies a hook at once, as SGLang's does later."""
+
+    @classmethod
+    def register(cls, target: str, hook: Any, hook_type: str) -> None:
+        assert hook_type == "around"
+        where, name = target.rsplit(".", 1)
+        holder = sys.modules.get(where) or Runner
+        original = getattr(holder, name)
+
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return hook(original, *args, **kwargs)
+
+        setattr(holder, name, wrapper)
+
+
+LAYERNORM = "sglang.srt.layers.layernorm"
+RUNNER = "sglang.srt.model_executor.runner.base_runner"
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, types.ModuleType]]:
+    """Modules with the names and functions that the plugin looks for."""
+    contents: dict[str, dict[str, Any]] = {
+        "sglang": {"__version__": "0.0.1"},
+        "sglang.srt": {},
+        "sglang.srt.layers": {},
+        LAYERNORM: {
+            "_forward_with_allreduce_fusion": stock_norm,
+            "_forward_with_allreduce_fusion_quant_per_group": stock_quantised,
+            "RMSNorm": PlainNorm,
+            "GemmaRMSNorm": GemmaNorm,
+        },
+        "sglang.srt.layers.communicator": {"apply_flashinfer_allreduce_fusion": old_gate},
+        "sglang.srt.layers.dp_attention": {"is_dp_attention_enabled": lambda: False},
+        "sglang.srt.layers.linear": {"RowParallelLinear": object},
+        "sglang.srt.runtime_context": {"get_parallel": object, "get_exec": object},
+        "sglang.srt.model_executor": {},
+        "sglang.srt.model_executor.runner": {},
+        RUNNER: {"BaseRunner": Runner},
+        "sglang.srt.plugins": {},
+        "sglang.srt.plugins.hook_registry": {
+            "HookRegistry": Registry,
+            "HookType": SimpleNamespace(AROUND="around"),
+        },
+    }
+    made = {}
+    for name, values in contents.items():
+        module = types.ModuleType(name)
+        module.__path__ = []
+        vars(module).update(values)
+        monkeypatch.setitem(sys.modules, name, module)
+        made[name] = module
+        if "." in name:
+            parent, child = name.rsplit(".", 1)
+            setattr(made[parent], child, module)
+    name = "_pre_initialize_flashinfer_allreduce_workspace"
+    monkeypatch.setattr(Runner, name, Runner.__dict__[name])
+    monkeypatch.setattr(plugin, "_registered", [])
+    monkeypatch.setattr(plugin, "announcer", type(plugin.announcer)(plugin.logger))
+    monkeypatch.setattr(start, "announcer", plugin.announcer)
+    norms.classes.cache_clear()
+    yield made
+    norms.classes.cache_clear()
+    fusion.activate(None)
+
+
+# ---- registering -------------------------------------------------------------------------------
+
+
+def test_nothing_is_hooked_without_a_gpu(
+    fake: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    caplog.set_level(logging.INFO)
+    plugin.register()
+    assert plugin._registered == []
+    assert fake[LAYERNORM]._forward_with_allreduce_fusion is stock_norm
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+    assert "no NVIDIA GPU" in caplog.text
+
+
+def test_the_hooks_are_registered_once_and_answer(
+    fake: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", None)
+    plugin.register()
+    hooked = fake[LAYERNORM]._forward_with_allreduce_fusion
+    plugin.register()
+    assert fake[LAYERNORM]._forward_with_allreduce_fusion is hooked is not stock_norm
+    targets = seams.probe()
+    assert plugin._registered == list(targets.values())
+    assert seams.obstacle(targets) == ""
+    assert set(HOOKS) == {seam.role for seam in seams.SEAMS}
+
+
+def test_hooks_pass_everything_on_until_the_ranks_agreed(fake: Any) -> None:
+    assert plugin.install()
+    module = fake[LAYERNORM]
+    assert module._forward_with_allreduce_fusion(None, None, None, None, None) == "stock norm"
+    quantised = module._forward_with_allreduce_fusion_quant_per_group
+    assert quantised(None, None, None, None) == "stock quantised"
+    assert fake["sglang.srt.layers.communicator"].apply_flashinfer_allreduce_fusion(3) is False
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "value", "words"),
+    [
+        (LAYERNORM, "_forward_with_allreduce_fusion", None, "has no sglang.srt.layers.layernorm._"),
+        (LAYERNORM, "_forward_with_allreduce_fusion", old_gate, r"\(batch_size\), expected \(norm"),
+        (LAYERNORM, "GemmaRMSNorm", None, "has no sglang.srt.layers.layernorm.GemmaRMSNorm"),
+        (RUNNER, "BaseRunner", None, "_pre_initialize_flashinfer_allreduce_workspace"),
+        (
+            "sglang.srt.layers.communicator",
+            "apply_flashinfer_allreduce_fusion",
+            None,
+            "flashinfer_ar_fusion_applies or .*apply_flashinfer_allreduce_fusion",
+        ),
+    ],
+)
+def test_a_seam_that_moved_is_named(
+    fake: Any, caplog: pytest.LogCaptureFixture, where: str, name: str, value: Any, words: str
+) -> None:
+    if value is None:
+        delattr(fake[where], name)
+    else:
+        setattr(fake[where], name, value)
+    with pytest.raises(UnsupportedError, match=words) as caught:
+        seams.probe()
+    assert "SGLang 0.0.1" in str(caught.value)
+    assert seams.VERSIONS in str(caught.value)
+    assert not plugin.install()
+    assert not plugin._registered
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_a_hook_that_is_not_in_place_and_a_stale_binding_are_found(fake: Any) -> None:
+    assert plugin.install()
+    targets = seams.probe()
+    fake["sglang.srt"].old = stock_norm
+    assert "sglang.srt.old still hold" in seams.obstacle(targets)
+    fake[LAYERNORM]._forward_with_allreduce_fusion = stock_norm
+    assert "is not in place" in seams.obstacle(targets)
+
+
+# ---- norms and tensors -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"variance_size_override": 32}, "a part of the row"),
+        ({"fp32_residual": True}, "another dtype"),
+        ({"override_orig_dtype": torch.float32}, "another dtype"),
+        ({"has_weight": False}, "without weight"),
+        (
+            {"cast_x_before_out_mul": True, "weight": torch.nn.Parameter(torch.ones(64))},
+            "multiplied last",
+        ),
+    ],
+)
+def test_norms_that_are_computed_otherwise_are_refused(
+    fake: Any, changes: dict[str, Any], words: str
+) -> None:
+    assert words in norms.arithmetic(PlainNorm(**changes)).obstacle
+
+
+def test_arithmetic_of_norms(fake: Any) -> None:
+    assert norms.arithmetic(PlainNorm()) == norms.NormArithmetic()
+    assert norms.arithmetic(PlainNorm()).numerics == "unrounded"
+    assert norms.arithmetic(PlainNorm(cast_x_before_out_mul=True)).numerics == "vllm"
+    assert norms.arithmetic(GemmaNorm()).weight_bias == 1.0
+    assert "LayerNorm" in norms.arithmetic(torch.nn.LayerNorm(64)).obstacle
+
+
+def test_tensors_that_do_not_fit() -> None:
+    x = torch.zeros(3, 64, dtype=torch.bfloat16)
+    weight = torch.ones(64, dtype=torch.bfloat16)
+    assert norms.tensor_obstacle(weight, x, x) == ""
+    assert norms.tensor_obstacle(weight.float(), x, x) == ""
+    for other in ((weight.half(), x, x), (weight, x, x.float()), (weight, x.double(), x.double())):
+        assert "beside" in norms.tensor_obstacle(*other)
+    assert "shape" in norms.tensor_obstacle(weight, x, x[:2])
+    assert "shape" in norms.tensor_obstacle(weight[:32], x, x)
+    assert "contiguous" in norms.tensor_obstacle(weight, x.T.contiguous().T, x)
+
+
+def test_what_cannot_be_fused_is_reduced_all_the_same(fake: Any) -> None:
+    """Version 0.5.17 would go on to the norm without any all-reduce."""
+    said: list[str] = []
+    reduced: list[torch.Tensor] = []
+
+    def all_reduce(x: torch.Tensor) -> torch.Tensor:
+        reduced.append(x)
+        return x + 1
+
+    communicator: Any = SimpleNamespace()
+    fused = fusion.Fusion(communicator, all_reduce, said.append)
+    norm = PlainNorm(fp32_residual=True)
+    fusion.complete_sums_in(norm)
+    fusion.activate(fused)
+    x = torch.zeros(2, 64, dtype=torch.bfloat16)
+    residual = torch.ones(2, 64, dtype=torch.bfloat16)
+    what, got, kept = norm(x, residual)
+    assert what == "stock"
+    assert got.equal(x + 1)
+    assert kept is not residual
+    assert kept.equal(residual)
+    assert len(reduced) == len(said) == 1
+    assert fused.quantised_norm(norm, x, residual, allnorm.Fp8PerGroup(), False) is None
+    assert len(reduced) == 1
+
+
+def test_a_wired_norm_without_its_partner_raises(fake: Any) -> None:
+    norm = PlainNorm()
+    fusion.complete_sums_in(norm)
+    with pytest.raises(RuntimeError, match="partial sum"):
+        norm(torch.zeros(1, 64), torch.zeros(1, 64))
+
+
+# ---- FP8 ---------------------------------------------------------------------------------------
+
+
+def functions(version: str) -> dict[str, Any]:
+    """Functions with the names and parameters of SGLang's."""
+    extra = "" if version == "0.5.17" else ", act_scale_ue8m0=False"
+    scope: dict[str, Any] = {}
+    for name in [*handoff.GEMMS, "flashinfer_gemm_w8a8_block_fp8_linear_with_fallback"]:
+        with_extra = extra if not name.startswith(("cutlass", "flashinfer")) else ""
+        exec(f"def {name}(input, weight, input_scale=None{with_extra}): ...", scope)
+    return scope
+
+
+@pytest.mark.parametrize("packs", [False, True], ids=["hopper", "blackwell"])
+@pytest.mark.parametrize("version", ["0.5.17", "0.5.23"])
+def test_which_scales_a_gemm_reads(
+    monkeypatch: pytest.MonkeyPatch, version: str, packs: bool
+) -> None:
+    monkeypatch.setattr(handoff, "_deepgemm_packs_scales", lambda: packs)
+    known = functions(version)
+    deepgemm = known["deepgemm_w8a8_block_fp8_linear_with_fallback"]
+    cutlass = known["cutlass_w8a8_block_fp8_linear_with_fallback"]
+    triton = known["triton_w8a8_block_fp8_linear"]
+    columns = allnorm.Fp8PerGroup(128, "column_major_tma")
+    packed = allnorm.Fp8PerGroup(128, "column_major_tma", "ue8m0_packed")
+    if packs:
+        assert handoff.quant_for(deepgemm, 256) == (None if version == "0.5.17" else packed)
+    else:
+        assert handoff.quant_for(deepgemm, 256) == columns
+        assert handoff.quant_for(deepgemm, 96) is None
+    assert handoff.quant_for(cutlass, 256) == columns
+    assert handoff.quant_for(cutlass, 192) is None
+    if version == "0.5.17":
+        assert handoff.quant_for(triton, 256) is None
+    else:
+        assert handoff.quant_for(triton, 256) == allnorm.Fp8PerGroup(128, "row_major")
+        rounded = functools.partial(triton, act_scale_ue8m0=True)
+        assert handoff.quant_for(rounded, 256) == allnorm.Fp8PerGroup(128, "row_major", "ue8m0")
+    flashinfer = known["flashinfer_gemm_w8a8_block_fp8_linear_with_fallback"]
+    assert handoff.quant_for(flashinfer, 256) is None
+
+
+def fp8_layer(shape: tuple[int, int] = (256, 256), **changes: Any) -> Any:
+    method = {
+        "block_quant": True,
+        "weight_block_size": [128, 128],
+        "w8a8_block_fp8_linear": functions("0.5.23")["triton_w8a8_block_fp8_linear"],
+    }
+    linear: Any = torch.nn.Module()
+    linear.weight = torch.zeros(shape)
+    linear.quant_method = SimpleNamespace(**(method | changes))
+    return linear
+
+
+def test_which_layers_take_fp8() -> None:
+    assert handoff.quant_of(fp8_layer()) == allnorm.Fp8PerGroup(128, "row_major")
+    assert handoff.quant_of(None) is None
+    assert handoff.quant_of(torch.nn.Linear(4, 4)) is None
+    for change in (
+        {"block_quant": False},
+        {"use_marlin": True},
+        {"use_mxfp8": True},
+        {"block_fp8_as_mxfp8": True},
+        {"weight_block_size": [32, 32]},
+        {"weight_block_size": None},
+        {"w8a8_block_fp8_linear": None},
+    ):
+        assert handoff.quant_of(fp8_layer(**change)) is None, change
+    assert handoff.quant_of(fp8_layer((256, 200))) is None
+
+
+# ---- wiring ------------------------------------------------------------------------------------
+
+
+class RowParallelLinear(torch.nn.Module):
+    def __init__(self, **changes: Any) -> None:
+        super().__init__()
+        self.tp_size = 2
+        self.reduce_results = self.input_is_parallel = True
+        self.skip_bias_add = self.use_dp_attention_reduce = self.use_decode_attn_tp = False
+        for name, value in changes.items():
+            setattr(self, name, value)
+
+
+class Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.self_attn, self.mlp = torch.nn.Module(), torch.nn.Module()
+        self.self_attn.o_proj, self.mlp.down_proj = RowParallelLinear(), RowParallelLinear()
+        self.input_layernorm, self.post_attention_layernorm = PlainNorm(), PlainNorm()
+
+
+class Stack(torch.nn.Module):
+    def __init__(self, start_layer: int = 0, last: bool = True) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Layer() for _ in range(3))
+        self.start_layer, self.end_layer, self.norm = start_layer, 3, PlainNorm()
+        self.pp_group = SimpleNamespace(is_last_rank=last)
+        self.layers_to_capture: list[int] = []
+
+
+@pytest.fixture
+def named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The classes above under the names of SGLang's."""
+    paths = {
+        RowParallelLinear: "sglang.srt.layers.linear.RowParallelLinear",
+        Layer: "sglang.srt.models.llama.LlamaDecoderLayer",
+        Stack: "sglang.srt.models.llama.LlamaModel",
+    }
+    monkeypatch.setattr(dense, "_path", lambda module: paths.get(type(module), ""))
+
+
+def found(model: Any, world_size: int = 2, leave: bool = False) -> list[tuple[int, int]]:
+    pairs = dense.sites(model, world_size, hidden_states_leave=leave)
+    return [(id(site.linear), id(site.norm)) for site in pairs]
+
+
+def test_sites_of_a_stack(named: None) -> None:
+    stack = Stack()
+    layers: Any = list(stack.layers)
+    within = [(id(x.self_attn.o_proj), id(x.post_attention_layernorm)) for x in layers]
+    following = [x.input_layernorm for x in layers[1:]] + [stack.norm]
+    between = [(id(x.mlp.down_proj), id(norm)) for x, norm in zip(layers, following, strict=True)]
+    assert sorted(found(stack)) == sorted(within + between)
+    assert found(stack, leave=True) == within
+    stack.layers_to_capture = [1]
+    assert found(stack) == within
+    assert found(stack, world_size=4) == []
+    # A stage that hands its sums to another one completes them first.
+    assert len(found(Stack(start_layer=1, last=False))) == 3
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"reduce_results": False},
+        {"input_is_parallel": False},
+        {"skip_bias_add": True},
+        {"use_dp_attention_reduce": True},
+        {"use_decode_attn_tp": True},
+    ],
+)
+def test_layers_that_must_keep_their_sum(named: None, change: dict[str, bool]) -> None:
+    stack = Stack()
+    layers: Any = stack.layers
+    layers[0].self_attn.o_proj = RowParallelLinear(**change)
+    assert len(found(stack)) == 5
+    layers[1].mlp.down_proj = torch.nn.Linear(4, 4)
+    assert len(found(stack)) == 4
+
+
+def test_wiring_changes_what_it_says(named: None) -> None:
+    stack = Stack()
+    dense.wire(dense.sites(stack, 2, hidden_states_leave=False))
+    layers: Any = stack.layers
+    assert not any(layer.mlp.down_proj.reduce_results for layer in layers)
+    assert "forward" not in layers[0].input_layernorm.__dict__
+    for norm in (layers[0].post_attention_layernorm, layers[1].input_layernorm, stack.norm):
+        assert norm.forward.__func__ is fusion.completing_forward
+    assert dense.sites(stack, 2, hidden_states_leave=False) == []
