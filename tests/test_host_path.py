@@ -1,0 +1,145 @@
+"""What a call costs the host: no memory but its results, no waiting for the device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from rank_helpers import Case, comm, on
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import allnorm
+from allnorm import shortcuts
+from allnorm.testing import RankPool
+
+# Kinds of calls, and how many results each makes.
+KINDS = (
+    (Case(shape=(8, 4096), algorithm="one_shot"), 2),
+    (Case(shape=(8, 4096), algorithm="two_shot"), 2),
+    (Case(shape=(8, 4096), residual=False), 2),
+    (Case(shape=(600, 4096)), 2),
+    (Case(shape=(8, 4096), sharded=True), 2),
+    (Case(shape=(8, 4096), quant=allnorm.Fp8PerGroup(128)), 3),
+    (Case(shape=(8, 4096), quant=allnorm.Fp8PerGroup(128), return_normed=True), 4),
+    (Case(shape=(8, 4096), quant=allnorm.Fp8PerGroup(128, "column_major")), 3),
+    (Case(shape=(7, 4096), quant=allnorm.Fp8PerGroup(128, "column_major_tma")), 3),
+    (Case(shape=(8, 4096), quant=allnorm.Fp8PerToken(), sharded=True), 3),
+    (Case(shape=(8, 4096), quant=allnorm.Fp8PerTensor(torch.tensor([0.5]))), 2),
+)
+
+
+def calls(rank: int) -> list[tuple[Callable[[], Any], int, Case]]:
+    """Of every kind, each made before."""
+    c = comm()
+    found: list[tuple[Callable[[], Any], int, Case]] = []
+    for case, results in KINDS:
+        x, arguments, method = case.x(rank), case.call_arguments(c), case.method(c)
+
+        def call(x: Any = x, arguments: Any = arguments, method: Any = method) -> Any:
+            return method(x, **arguments)
+
+        found.append((call, results, case))
+        for _ in range(3):
+            case.compare(c, *call())
+    x = KINDS[0][0].x(rank)
+    found.append((lambda: c.all_reduce(x), 1, KINDS[0][0]))
+    found[-1][0]()
+    return found
+
+
+class Recorder(TorchDispatchMode):
+    """The operators that run meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func.overloadpacket))
+        return func(*args, **(kwargs or {}))
+
+
+def count_operators(rank: int, world_size: int) -> None:
+    """A call runs no operator of torch, but to make results where there is no faster way."""
+    makes = {"aten.empty_strided", "aten.as_strided"}
+    for call, results, case in calls(rank):
+        with Recorder() as recorder:
+            call()
+        assert set(recorder.names) <= makes, (case, recorder.names)
+        assert recorder.names.count("aten.empty_strided") <= results, (case, recorder.names)
+
+
+@on(cpu=(2,), gpu=(2,))
+def test_no_operators(pool: RankPool) -> None:
+    pool.run(count_operators)
+
+
+def count_new(rank: int, world_size: int) -> None:
+    c = comm()
+    counted = shortcuts.new_tensors(c.device)
+    count = 0
+
+    def counting() -> Any:
+        def new(*geometry: Any) -> torch.Tensor:
+            nonlocal count
+            count += 1
+            return counted()(*geometry)
+
+        return new
+
+    pairs = calls(rank)
+    c._new = counting
+    try:
+        for call, results, case in pairs:
+            count, with_padding = 0, getattr(case.quant, "scale_layout", "") == "column_major_tma"
+            call()
+            assert count == results - with_padding, case  # scales with padding are a view
+    finally:
+        c._new = counted
+
+
+@on(cpu=(2,))
+def test_no_memory_but_results(pool: RankPool) -> None:
+    pool.run(count_new)
+
+
+def count_device_memory(rank: int, world_size: int) -> None:
+    for call, results, case in calls(rank):
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        kept = call()
+        after = torch.cuda.memory_stats()["allocation.all.allocated"]
+        assert after - before == results, case
+        del kept
+
+
+@on(gpu=(2,))
+def test_no_device_memory_but_results(pool: RankPool) -> None:
+    pool.run(count_device_memory)
+
+
+def enqueue_behind_work(rank: int, world_size: int) -> None:
+    """Calls return while the device is still busy with what was enqueued before them."""
+    pairs = calls(rank)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        start = time.perf_counter()
+        torch.cuda._sleep(1 << 30)  # clock cycles, more than half a second
+        busy = torch.cuda.Event()
+        busy.record()
+        for call, _, _ in pairs:
+            call()
+        took, done = time.perf_counter() - start, busy.query()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    assert not done, f"the calls waited for the device: {took:.3f} s"
+    comm().check()
+
+
+@on(gpu=(2,))
+def test_no_synchronisation(pool: RankPool) -> None:
+    pool.run(enqueue_behind_work)
