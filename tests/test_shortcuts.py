@@ -11,8 +11,8 @@ import torch
 from rank_helpers import Case, comm, device, message_of, on
 
 import allnorm
-from allnorm import prepare, shortcuts
-from allnorm.testing import RankPool
+from allnorm import prepare, reference, shortcuts
+from allnorm.testing import RankPool, assert_same_bits
 
 make = functools.partial(torch.empty_strided, dtype=torch.bfloat16)
 
@@ -240,6 +240,25 @@ def alternate(rank: int, world_size: int) -> None:
 @on(cpu=(2,), gpu=(2,))
 def test_calls_that_alternate(pool: RankPool) -> None:
     pool.run(alternate)
+
+
+def zero_biases(rank: int, world_size: int) -> None:
+    """0.0 and -0.0 are equal, and yet other biases: only one of them keeps the sign of -0.0."""
+    c, case = comm(), Case(shape=(3, 64))
+    x, residual = case.x(rank), case.residual_tensor()
+    weight = torch.full((64,), -0.0, dtype=case.dtype, device=x.device)
+    for bias in (0.0, 0.0, -0.0, -0.0, 0.0, -0.0):
+        for _ in range(3):
+            got = c.all_reduce_add_rms_norm(x, residual, weight, weight_bias=bias)
+            expected = reference.all_reduce_add_rms_norm(
+                case.xs(world_size), residual, weight, weight_bias=bias
+            )
+            assert_same_bits(got[0], expected[0], f"weight_bias={bias}")
+
+
+@on(cpu=(2,), gpu=(2,))
+def test_zero_biases_of_both_signs(pool: RankPool) -> None:
+    pool.run(zero_biases)
 
 
 def modes(rank: int, world_size: int) -> None:
