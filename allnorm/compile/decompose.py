@@ -110,4 +110,6 @@ def _trace(
         with torch.no_grad():
             return make_fx(call)(*fakes)
     except Exception as error:  # noqa: BLE001 - whatever a caller's function raises
-        raise NotUnderstood(f"{node} stands for a function that cannot be traced: {error}") from None
+        raise NotUnderstood(
+            f"{node} stands for a function that cannot be traced: {error}"
+        ) from None

@@ -6,8 +6,11 @@ development environment has.
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
+import inspect
+import os
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -19,6 +22,7 @@ from allnorm.testing import (
     RankPool,
     assert_same_bits,
     rank_input,
+    run_ranks,
     shared_input,
     ulp_distance,
 )
@@ -129,6 +133,59 @@ def refuse(rank: int, world_size: int, cause: str) -> tuple[list[tuple[str, str]
     return log.lines, len(shapes), fused
 
 
+def load(rank: int, world_size: int, plugins: str, has_gpu: bool) -> dict[str, Any]:
+    """SGLang's own loader finds the entry point, in a process that imported users of the gate."""
+    os.environ["SGLANG_PLUGINS"] = plugins
+    engine.make_importable()
+    import sglang.srt.plugins as loader
+    from sglang.srt.layers import layernorm
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    user = importlib.import_module(
+        "sglang.srt.models.nemotron_h_utils"
+        if is_old()
+        else "sglang.srt.layers.layer_boundary.exit"
+    )
+    name = "apply_flashinfer_allreduce_fusion" if is_old() else "flashinfer_ar_fusion_applies"
+    stock, stock_norm = getattr(user, name), layernorm._forward_with_allreduce_fusion
+    log = engine.Log()
+    patch = pytest.MonkeyPatch()
+    patch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    try:
+        loader.load_plugins()
+        first = layernorm._forward_with_allreduce_fusion
+        loader._plugins_loaded = False
+        loader.load_plugins()
+    finally:
+        patch.undo()
+    if has_gpu and "allnorm" in plugins:
+        from allnorm.integrations.sglang import seams
+
+        assert seams.obstacle(seams.probe()) == ""
+        assert all(len(hooks) == 1 for hooks in HookRegistry._hooks.values())
+        assert inspect.unwrap(getattr(user, name)) is stock
+    return {
+        "the user of the gate is hooked": getattr(user, name) is not stock,
+        "the norm is hooked": first is not stock_norm,
+        "hooked once": layernorm._forward_with_allreduce_fusion is first,
+        "hooks": len(HookRegistry._hooks),
+        "log": log.lines,
+    }
+
+
+def at_one_rank(rank: int, world_size: int) -> tuple[list[tuple[str, str]], bool]:
+    plugin = engine.fresh_plugin()
+    log = engine.Log()
+    model = engine.tiny_model("llama")
+    before = {name: id(module.forward) for name, module in model.named_modules()}
+    engine.warm_up(model)
+    assert set(before) == {name for name, _ in model.named_modules()}
+    wired = [name for name, module in model.named_modules() if "forward" in module.__dict__]
+    assert all(name.endswith(".attn") for name in wired)  # the test's own
+    assert all(layer.mlp.down_proj.reduce_results is is_old() for layer in model.model.layers)
+    return log.lines, plugin.current() is None
+
+
 class _Settings:
     """Settings of SGLang, some of them changed."""
 
@@ -153,6 +210,33 @@ def ranks() -> Iterator[RankPool]:
 def is_old() -> bool:
     """0.5.17 reduces the sums of dense models where they arise; 0.5.23 keeps the last one there."""
     return importlib.metadata.version("sglang") == "0.5.17"
+
+
+def found_by_sglang() -> bool:
+    found = importlib.metadata.entry_points(group="sglang.srt.plugins")
+    return any(entry.value == "allnorm.integrations.sglang:register" for entry in found)
+
+
+@pytest.mark.parametrize(
+    ("plugins", "has_gpu", "hooked"),
+    [("", True, True), ("allnorm", True, True), ("other", True, False), ("", False, False)],
+    ids=["default", "named", "another is named", "no GPU"],
+)
+def test_the_loader(plugins: str, has_gpu: bool, hooked: bool) -> None:
+    assert found_by_sglang(), "allnorm is not installed with its entry point: make install"
+    (found,) = run_ranks(load, 1, args=(plugins, has_gpu), timeout=200.0)
+    assert found["the user of the gate is hooked"] is found["the norm is hooked"] is hooked
+    assert found["hooked once"]
+    assert found["hooks"] == (4 if hooked else 0)
+    expected = ["INFO"] if not has_gpu else []
+    assert [level for level, _ in found["log"]] == expected
+
+
+def test_one_rank_changes_nothing() -> None:
+    ((lines, inactive),) = run_ranks(at_one_rank, 1, timeout=200.0)
+    assert inactive
+    assert [level for level, _ in lines] == ["INFO"]
+    assert "tensor parallelism of 1" in lines[0][1]
 
 
 @pytest.mark.parametrize("num_tokens", [1, 70])

@@ -6,6 +6,7 @@ extension can be called, and operators of it that are asked for are mere names.
 
 from __future__ import annotations
 
+# ruff: noqa: E402 - what vLLM needs must be there before it is imported
 import sys
 import types
 from typing import Any
@@ -97,13 +98,13 @@ class Platform(CudaPlatformBase):
 
     @classmethod
     def get_device_communicator_cls(cls) -> str:
-        return f"{base.__module__}.{base.__name__}"
+        return f"{DeviceCommunicatorBase.__module__}.{DeviceCommunicatorBase.__name__}"
 
 
 vllm.platforms._current_platform = Platform()
 import vllm._custom_ops  # declares fakes for the operators that exist: before any is only a name
 from vllm.distributed.device_communicators.base_device_communicator import (
-    DeviceCommunicatorBase as base,
+    DeviceCommunicatorBase,
 )
 
 _OpNamespace.__getattr__ = _getattr  # type: ignore[method-assign]

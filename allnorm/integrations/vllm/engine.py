@@ -138,8 +138,8 @@ def summarise() -> None:
     kinds = sorted({", ".join(filter(None, (site.numerics, site.quant))) for site in fused})
     missed = sorted({str(site.reason) for site in sites if not site.fused})
     text = (
-        f"{len(fused)} of {len(sites)} reductions fused over {world} ranks, in "
-        f"{len(STATE.reports)} different graphs ({'; '.join(kinds) or 'none'})"
+        f"{len(fused)} of {len(sites)} reductions fused over {world} ranks, counted in the "
+        f"{len(STATE.reports)} graphs that were compiled ({'; '.join(kinds) or 'none'})"
     )
     if missed:
         text += f"; missed: {'; '.join(missed)}"

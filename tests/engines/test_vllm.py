@@ -1,0 +1,184 @@
+"""Contract with the real vLLM, without GPUs: fails when a seam moves (`make test-engines`)."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from allnorm.integrations.vllm import seams
+from allnorm.testing import run_ranks
+
+vllm = pytest.importorskip("vllm", reason="vLLM is not installed: make test-engines")
+pytestmark = pytest.mark.timeout(600)
+
+
+def run(name: str, world_size: int, *args: Any) -> list[Any]:
+    """A function of vllm_ranks in new processes; vLLM is patched in them alone."""
+    import vllm_ranks
+
+    return run_ranks(getattr(vllm_ranks, name), world_size, args=args, timeout=400.0)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    import vllm_ranks
+
+    return vllm_ranks.write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def decisions(model: str) -> dict[str, Any]:
+    return run("decide", 1, model)[0]
+
+
+def test_every_seam_is_there() -> None:
+    assert seams.missing() == []
+    gone = seams.missing(seams.OPTIONAL)
+    # Each version has one of the two modules with the plain helper.
+    assert len(gone) == 1
+    assert "fused_allreduce_rms_norm(" in gone[0]
+
+
+def test_the_entry_point_loads_and_may_load_again() -> None:
+    (found,) = run("load_the_entry_point", 1)
+    assert found["choice"] == "allnorm.integrations.vllm.fusion_pass"
+    assert found["stock"] == "vllm.compilation.passes.fusion.allreduce_rms_fusion"
+    assert found["the same"]
+    assert found["hash is wrapped once"]
+    assert found["source"], "vLLM reads the sources of its passes"
+
+
+def test_vllm_plugins_decides_whether_it_is_loaded() -> None:
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import vllm_without_cuda;"
+        "from vllm.plugins import load_general_plugins as load; load();"
+        "sys.exit('allnorm.integrations.vllm.install' in sys.modules)"
+    )
+    here = str(pathlib.Path(__file__).parent)
+    for plugins, loaded in ((None, 1), ("allnorm", 1), ("other", 0), ("", 0)):
+        environment = {} if plugins is None else {"VLLM_PLUGINS": plugins}
+        command = [sys.executable, "-c", code, here]
+        done = subprocess.run(command, env={**os.environ, **environment}, timeout=200, check=False)
+        assert done.returncode == loaded, plugins
+
+
+# ---- the switch ---------------------------------------------------------------------------------
+
+
+def test_it_is_on_by_default(decisions: dict[str, Any]) -> None:
+    assert decisions["default"]["on"]
+    assert not decisions["default"]["said"]
+    # One range of sizes: nothing is compiled twice for a threshold of vLLM's own fusion.
+    assert decisions["default"]["ranges"] == decisions["off"]["ranges"]
+    assert decisions["of the user"]["on"]
+
+
+def test_an_explicit_value_is_kept(decisions: dict[str, Any]) -> None:
+    assert not decisions["off"]["on"]
+    assert not decisions["off"]["eager"]
+    assert decisions["on"]["on"]
+
+
+def test_levels_without_compilation_fuse_in_eager_helpers_only(decisions: dict[str, Any]) -> None:
+    assert not decisions["level 1"]["on"]
+    assert decisions["level 1"]["eager"]
+    assert decisions["eager"]["eager"]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("tp1", "tensor_parallel_size is 1"),
+        ("ALLNORM_DISABLE=1", "switched off by ALLNORM_DISABLE=1"),
+        ("ALLNORM_DISABLE=yes", "ALLNORM_DISABLE='yes': expected 0 or 1"),
+    ],
+)
+def test_what_is_not_used_says_why(decisions: dict[str, Any], name: str, words: str) -> None:
+    assert not decisions[name]["on"]
+    assert not decisions[name]["eager"]
+    ((level, text),) = decisions[name]["said"]
+    assert level == "INFO"
+    assert words in text
+
+
+def test_nothing_changes_without_cuda(decisions: dict[str, Any]) -> None:
+    assert not decisions["no CUDA"]["on"]
+
+
+def test_the_compile_cache_knows_the_switch(decisions: dict[str, Any]) -> None:
+    hashes = {decisions[name]["hash"] for name in ("default", "off", "on")}
+    assert len(hashes) == 3
+
+
+# ---- graphs -------------------------------------------------------------------------------------
+
+
+def test_a_compiled_block_is_fused(model: str) -> None:
+    first, second = run("fuse_a_block", 2, model, "")
+    # Without a residual nothing is added in float32: both rounding modes are the same.
+    assert first["numerics"] == ["transformers", "vllm", "unrounded", "vllm"]
+    assert second["numerics"] == first["numerics"]
+    assert not first["missed"]
+    # A norm may differ by an ulp in rare elements: its sum of squares has another order.
+    assert max(first["different"]) < 0.005
+    assert "AllnormFusionPass" in first["passes"]
+    ((level, text),) = first["said"]
+    assert level == "INFO"
+    assert "4 of 4 reductions fused over 2 ranks" in text
+    assert not second["said"], "one rank speaks for the group"
+    assert first["uuid"] == second["uuid"]
+
+
+def test_norms_of_the_c_extension_are_rounded(model: str) -> None:
+    first, _ = run("fuse_a_block", 2, model, "vllm_c")
+    assert set(first["numerics"]) == {"rounded"}
+
+
+def test_norms_of_an_unknown_kernel_are_left_alone(model: str) -> None:
+    first, _ = run("fuse_a_block", 2, model, "mystery")
+    assert first["numerics"] == [None] * 4
+    assert all("computed by 'mystery'" in reason for reason in first["missed"])
+    ((level, text),) = first["said"]
+    assert level == "WARNING"
+    assert "0 of 4 reductions fused" in text
+    assert max(first["different"]) < 0.3  # Inductor's own rounding
+
+
+def test_one_rank_that_refuses_keeps_all_from_it(model: str) -> None:
+    first, second = run("refuse_on_one_rank", 2, model)
+    assert first["reason"] == second["reason"]
+    assert "ALLNORM_DISABLE=1" in first["reason"]
+    assert first["reports"] == second["reports"] == 0
+    assert first["close"]
+    assert second["close"]
+    ((level, text),) = first["said"]
+    assert level == "WARNING"
+    assert first["reason"] in text
+    assert not second["said"]
+    assert first["uuid"] == second["uuid"]
+
+
+def test_a_failing_pass_leaves_the_graph_as_it_was(model: str) -> None:
+    first, second = run("break_the_pass", 2, model)
+    assert first["close"]
+    assert second["close"]
+    assert first["reductions"] == 8  # four in the compiled block, four in the eager one
+    assert [level for level, _ in first["said"]] == ["WARNING"]
+    assert "half way" in first["said"][0][1]
+    assert not second["said"]
+
+
+def test_helpers_of_eager_models_are_fused(model: str) -> None:
+    first, second = run("eager_helpers", 2, model)
+    assert first["before"], "nothing is made before a model asks for it"
+    assert first["communicator"]
+    for found in (first, second):
+        assert found["plain"] == {"same": [True, True], "by itself": "vllm_c"}
+        assert found["gemma"] == {"same": [True, True], "by itself": "native"}
+        assert found["reductions"] == 0
+        assert found["stock"] == 1

@@ -1,0 +1,397 @@
+"""What the tests of the vLLM plugin run in processes of their own: each patches the real vLLM."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import logging
+import os
+import pathlib
+import pickle
+from typing import Any
+
+import torch
+import torch._functorch.config
+import torch.distributed as dist
+import vllm_without_cuda  # before vLLM: it prepares its import
+from vllm.config import CompilationConfig, set_current_vllm_config
+from vllm.distributed import parallel_state
+from vllm.distributed import tensor_model_parallel_all_reduce as all_reduce
+from vllm.engine.arg_utils import EngineArgs
+
+import allnorm
+import allnorm.integrations.vllm as plugin
+from allnorm.integrations.vllm import engine, switch
+from allnorm.testing import rank_input, shared_input
+
+HIDDEN = 256
+bf16 = torch.bfloat16
+
+
+def write_model(place: pathlib.Path) -> str:
+    """A folder with the configuration of a small dense model."""
+    place.mkdir(parents=True, exist_ok=True)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": HIDDEN,
+        "intermediate_size": 512,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-05,
+        "vocab_size": 1024,
+        "hidden_act": "silu",
+        "dtype": "bfloat16",
+        "tie_word_embeddings": False,
+    }
+    (place / "config.json").write_text(json.dumps(config))
+    return str(place)
+
+
+def make_config(model: str, **changes: Any) -> Any:
+    """The configuration of an engine as vLLM makes it; TP 2 unless told otherwise."""
+    if "pass_config" in changes:
+        changes["compilation_config"] = CompilationConfig(pass_config=changes.pop("pass_config"))
+    arguments = {
+        "model": model,
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "tensor_parallel_size": 2,
+        "dtype": "bfloat16",
+        "max_model_len": 2048,
+        "distributed_executor_backend": "mp",
+    }
+    return EngineArgs(**(arguments | changes)).create_engine_config()
+
+
+class Said(logging.Handler):
+    """What the plugin logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[tuple[str, str]] = []
+        logger = logging.getLogger(plugin.LOGGER)
+        logger.addHandler(self)
+        logger.setLevel(logging.INFO)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append((record.levelname, record.getMessage()))
+
+
+# ---- one process: the entry point and the switch -------------------------------------------------
+
+
+def load_the_entry_point(rank: int, world_size: int) -> dict[str, Any]:
+    """By vLLM's own loader; then what it has done, also when called again."""
+    from vllm import plugins
+
+    plugins.load_general_plugins()
+    from vllm.compilation.passes import pass_manager
+
+    choice = pass_manager.AllReduceFusionPass
+    plugins.plugins_loaded = False
+    plugins.load_general_plugins()
+    plugin._registered = False
+    plugin.register()
+    hashed = pass_manager.VllmConfig  # something else of the module, untouched
+    from vllm.config import PassConfig
+
+    return {
+        "choice": type(choice).__module__,
+        "the same": pass_manager.AllReduceFusionPass is choice,
+        "stock": choice.stock.__module__,
+        "hash is wrapped once": not hasattr(PassConfig.compute_hash.allnorm_stock, "allnorm_stock"),
+        "untouched": hashed.__module__,
+        "source": bool(pass_manager.__loader__.get_source(pass_manager.__name__)),
+    }
+
+
+def decide(rank: int, world_size: int, model: str) -> dict[str, Any]:
+    """What becomes of the switch: fuse_allreduce_rms, whether eager models fuse, the log."""
+    plugin.register()
+    said = Said()
+    found: dict[str, Any] = {}
+
+    def note(name: str, **changes: Any) -> Any:
+        del said.lines[:]
+        switch._announcer._said.clear()
+        config = make_config(model, **changes)
+        passes = config.compilation_config.pass_config
+        found[name] = {
+            "on": passes.fuse_allreduce_rms,
+            "eager": switch.is_on_for_eager(config),
+            "ranges": config.compilation_config.compile_ranges_endpoints,
+            "said": list(said.lines),
+            "hash": config.compute_hash(),
+        }
+        return config
+
+    note("default")
+    note("off", pass_config={"fuse_allreduce_rms": False})
+    note("on", pass_config={"fuse_allreduce_rms": True})
+    note("tp1", tensor_parallel_size=1)
+    note("eager", enforce_eager=True)
+    note("level 1", optimization_level=1)
+    note("of the user", additional_config={"mine": 1})
+    for value in ("1", "yes"):
+        os.environ["ALLNORM_DISABLE"] = value
+        note(f"ALLNORM_DISABLE={value}")
+        del os.environ["ALLNORM_DISABLE"]
+    platform = vllm_without_cuda.Platform
+    platform.is_cuda = lambda self: False
+    config = make_config(model)
+    found["no CUDA"] = {"on": config.compilation_config.pass_config.fuse_allreduce_rms}
+    return found
+
+
+# ---- two ranks: graphs --------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def worker(config: Any) -> Any:
+    """The state of a worker after vLLM has made its groups; tensors are on the CPU."""
+    with set_current_vllm_config(config):
+        if not parallel_state.model_parallel_is_initialized():
+            rank, world_size = dist.get_rank(), dist.get_world_size()
+            parallel_state.init_distributed_environment(
+                world_size, rank, "env://", local_rank=rank, backend="gloo"
+            )
+            parallel_state.initialize_model_parallel(world_size)
+            group = parallel_state.get_tp_group()
+            group.device = torch.device("cpu")
+            group.device_communicator.all_reduce = _out_of_place
+        try:
+            engine.start(config)
+            yield engine.STATE
+        finally:
+            engine._stop()
+
+
+def _out_of_place(x: torch.Tensor) -> torch.Tensor:
+    result = x.clone()
+    dist.all_reduce(result, group=parallel_state.get_tp_group().device_group)
+    return result
+
+
+def make_block() -> Any:
+    """Norms as models use them: first layer, plain, Gemma, last one; several eps."""
+    from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+
+    with torch.device("cpu"):
+        torch.set_default_dtype(bf16)
+        try:
+            norms = [RMSNorm(HIDDEN, 1e-5), RMSNorm(HIDDEN, 3e-6), GemmaRMSNorm(HIDDEN, 1e-6)]
+        finally:
+            torch.set_default_dtype(torch.float32)
+    for i, norm in enumerate(norms):
+        weight = shared_input((HIDDEN,), bf16, f"norm {i}")
+        norm.weight.data.copy_(1 + weight / 8 if i < 2 else weight / 8)
+    first, plain, gemma = norms
+    matrix = shared_input((HIDDEN, HIDDEN), bf16, "matrix") / 16
+
+    def block(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = all_reduce(x)
+        residual = x
+        x = all_reduce(first(x) @ matrix)
+        x, residual = plain(x, residual)
+        x = all_reduce(x @ matrix)
+        x, residual = gemma(x, residual)
+        x = all_reduce(x @ matrix)
+        return first(x, residual)
+
+    return block
+
+
+def compiled(config: Any, function: Any) -> Any:
+    """As vLLM compiles: its passes before and after, and its context."""
+    from vllm.compilation.passes.inductor_pass import pass_context
+    from vllm.compilation.passes.ir.inplace_functionalization import (
+        VllmIRInplaceFunctionalizationPass,
+    )
+    from vllm.compilation.passes.pass_manager import PostGradPassManager
+    from vllm.config.utils import Range
+
+    manager = PostGradPassManager()
+    manager.configure(config)
+    torch._dynamo.reset()
+    options = {
+        "post_grad_custom_post_pass": manager,
+        "pre_grad_custom_pass": VllmIRInplaceFunctionalizationPass(config),
+        "fx_graph_cache": False,
+    }
+    fast = torch.compile(function, options=options, dynamic=True)
+    without_cache = torch._functorch.config.patch(enable_autograd_cache=False)
+
+    def call(*inputs: torch.Tensor) -> Any:
+        with torch.no_grad(), pass_context(Range(1, 2048)), without_cache:
+            return fast(*inputs)
+
+    call.manager = manager  # type: ignore[attr-defined]
+    return call
+
+
+def fuse_a_block(rank: int, world_size: int, model: str, provider: str) -> dict[str, Any]:
+    """Compiles the block with the plugin, and runs it beside the eager one."""
+    plugin.register()
+    said = Said()
+    config = make_config(model)
+    with worker(config), config.kernel_config.ir_op_priority.set_priority():
+        block = make_block()
+        inputs = [rank_input((tokens, HIDDEN), bf16, rank) for tokens in (5, 300, 64)]
+        with torch.no_grad():
+            expected = [block(x) for x in inputs]
+        if provider:
+            _lower_to(provider)
+        fast = compiled(config, block)
+        actual = [fast(x) for x in inputs]
+        engine.summarise()
+        sites = [site for report in engine.STATE.reports for site in report.sites]
+        different = [
+            float((mine != theirs).float().mean())
+            for results in zip(actual, expected, strict=True)
+            for mine, theirs in zip(*results, strict=True)
+        ]
+        copied = copy.deepcopy(fast.manager)
+        pickle.dumps(fast.manager.passes[-1])
+        return {
+            "numerics": [site.numerics for site in sites],
+            "missed": [site.reason for site in sites if not site.fused],
+            "different": different,
+            "said": said.lines,
+            "passes": [type(each).__name__ for each in copied.passes],
+            "hash": config.compute_hash(),
+            "uuid": fast.manager.passes[-1].uuid(),
+        }
+
+
+def _lower_to(provider: str) -> None:
+    """Lets vLLM's norms be lowered to an implementation that has no kernel here: only compiled."""
+    from vllm.ir.op import IrOp
+
+    for name in ("rms_norm", "fused_add_rms_norm"):
+        operator = IrOp.registry[name]
+        native = operator.impls["native"]
+        stand_in = copy.copy(native)
+        stand_in.provider = provider
+        operator.dispatch = lambda *args, chosen=stand_in: chosen
+
+
+def refuse_on_one_rank(rank: int, world_size: int, model: str) -> dict[str, Any]:
+    """ALLNORM_DISABLE on rank 1 alone: nobody fuses, and the results are vLLM's own."""
+    plugin.register()
+    said = Said()
+    config = make_config(model)
+    if rank == 1:
+        os.environ["ALLNORM_DISABLE"] = "1"
+    with worker(config) as state:
+        block = make_block()
+        x = rank_input((5, HIDDEN), bf16, rank)
+        fast = compiled(config, block)
+        got = fast(x)
+        with torch.no_grad():
+            expected = block(x)
+        return {
+            "reason": state.outcome.reason,
+            "reports": len(state.reports),
+            "close": torch.allclose(got[0].float(), expected[0].float(), rtol=0.02, atol=0.02),
+            "said": said.lines,
+            "uuid": fast.manager.passes[-1].uuid(),
+        }
+
+
+def break_the_pass(rank: int, world_size: int, model: str) -> dict[str, Any]:
+    """The pass raises with the graph half changed: it is put back, and runs unfused."""
+    plugin.register()
+    said = Said()
+    config = make_config(model)
+    real = allnorm.compile.fuse
+
+    def broken(module: Any, *args: Any, **kwargs: Any) -> Any:
+        real(module, *args, **kwargs)
+        raise RuntimeError("half way")
+
+    allnorm.compile.fuse = broken
+    try:
+        with worker(config):
+            block = make_block()
+            calls = count_reductions()
+            fast = compiled(config, block)
+            x = rank_input((5, HIDDEN), bf16, rank)
+            got = fast(x)
+            with torch.no_grad():
+                expected = block(x)
+            close = torch.allclose(got[0].float(), expected[0].float(), rtol=0.02, atol=0.02)
+            return {"close": close, "reductions": len(calls), "said": said.lines}
+    finally:
+        allnorm.compile.fuse = real
+
+
+def count_reductions() -> list[int]:
+    """A list that grows with every all-reduce that vLLM makes itself."""
+    group = parallel_state.get_tp_group()
+    calls: list[int] = []
+
+    def counted(x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return _out_of_place(x)
+
+    group.device_communicator.all_reduce = counted
+    return calls
+
+
+def eager_helpers(rank: int, world_size: int, model: str) -> dict[str, Any]:
+    """The helpers of eager models, with the kernels' rounding and with PyTorch's."""
+    plugin.register()
+    from vllm.ir.op import IrOp
+    from vllm.model_executor.layers import fused_allreduce_gemma_rms_norm as gemma_module
+    from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+
+    plain_module = _plain_helper_module()
+    config = make_config(model, enforce_eager=True)
+    found: dict[str, Any] = {}
+    with worker(config) as state, config.kernel_config.ir_op_priority.set_priority():
+        found["before"] = state.outcome is None
+        torch.set_default_dtype(bf16)
+        norms = {"plain": RMSNorm(HIDDEN, 1e-5), "gemma": GemmaRMSNorm(HIDDEN, 1e-5)}
+        torch.set_default_dtype(torch.float32)
+        x, residual = rank_input((7, HIDDEN), bf16, rank), shared_input((7, HIDDEN), bf16, "r")
+        xs = [rank_input((7, HIDDEN), bf16, peer) for peer in range(world_size)]
+        calls = count_reductions()
+        for name, norm in norms.items():
+            norm.weight.data.copy_(shared_input((HIDDEN,), bf16, name) / 8)
+            module = gemma_module if name == "gemma" else plain_module
+            helper = getattr(module, f"fused_allreduce_{'gemma_' * (name == 'gemma')}rms_norm")
+            got = helper(x, residual, norm)
+            mode, bias = ("unrounded", 1.0) if name == "gemma" else ("rounded", 0.0)
+            provider = IrOp.registry["fused_add_rms_norm"].dispatch(
+                x, residual, norm.weight.float() + 1.0 if bias else norm.weight, 1e-5
+            )
+            want = allnorm.reference.all_reduce_add_rms_norm(
+                xs, residual, norm.weight, 1e-5, weight_bias=bias, numerics=mode
+            )
+            same = [torch.equal(mine, theirs) for mine, theirs in zip(got, want, strict=True)]
+            found[name] = {"same": same, "by itself": provider.provider}
+        found["reductions"] = len(calls)
+        found["communicator"] = state.outcome is not None and state.outcome.reason == ""
+        # A norm that allnorm does not compute goes the stock way.
+        norms["plain"].variance_size_override = 128
+        with contextlib.suppress(Exception):  # the kernel is not here
+            plain_module.fused_allreduce_rms_norm(x, residual, norms["plain"])
+        found["stock"] = len(calls)
+    return found
+
+
+def _plain_helper_module() -> Any:
+    import importlib
+
+    from allnorm.integrations.vllm import seams
+
+    for name in seams.HELPERS:
+        with contextlib.suppress(ImportError):
+            return importlib.import_module(name)
+    raise AssertionError("vLLM has no helper for eager models any more")
