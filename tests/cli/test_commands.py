@@ -124,6 +124,19 @@ def test_verify(tmp_path: Path) -> None:
     assert not any(row["failures"] for row in found.values())
 
 
+def test_verify_of_chosen_checks(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    common = ("verify", "--tp", "2", "--device", "cpu", "--seed", "7", "--json", str(path))
+    assert command(*common, "--only", "strided,two comm").returncode == 0
+    assert [row["check"] for row in rows(path)] == ["strided rows", "two communicators"]
+    done = command(*common, "--shapes", "1x4096,3x2880", "--repeat", "70")
+    assert done.returncode == 0, done.stdout + done.stderr
+    row = rows(path)[-1]
+    assert row["check"] == "repeated shapes"
+    assert row["cases"] == 2 * 2 * 70
+    assert "70 each of 1x4096, 3x2880" in str(row["note"])
+
+
 def test_doctor(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     done = command("doctor", "--tp", "2", "--device", "cpu", "--json", str(path))
@@ -147,6 +160,8 @@ def test_doctor(tmp_path: Path) -> None:
         (("verify", "--tp", "two"), "integers"),
         (("verify", "--device", "tpu"), "cuda, cpu or auto"),
         (("verify", "--stress", "-1"), "--stress"),
+        (("verify", "--only", "soak"), "--stress N"),
+        (("verify", "--shapes", "4096"), "1x4096"),
         (("doctor", "--tp", "99", "--device", "cuda"), "cuda"),
         (("retune",), "retune"),
     ],

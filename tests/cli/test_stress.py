@@ -112,6 +112,32 @@ def test_one_spoilt_call_is_found(pool: RankPool, index: int, where: str) -> Non
         assert ": 1 of " in found["details"][0]
 
 
+def calls_made(rank: int, world_size: int, seed: int) -> list[str]:
+    """What a soak does, call by call."""
+    issue, made = soak.issue, []
+
+    def noting(comm: Any, kind: Kind, x: torch.Tensor, *rest: Any) -> dict[str, torch.Tensor]:
+        made.append(f"{kind} {x.storage_offset()} {x.flatten()[0].item()}")
+        return issue(comm, kind, x, *rest)
+
+    soak.issue = noting  # type: ignore[assignment]
+    try:
+        assert run(soak.soak, stress=soak.BURST, seed=seed)["failures"] == 0
+    finally:
+        soak.issue = issue
+    return made
+
+
+@on(cpu=(2,))
+def test_a_seed_repeats_a_soak(pool: RankPool) -> None:
+    first, again, other = (pool.run(calls_made, seed) for seed in (11, 11, 12))
+    assert first == again
+    assert first[0] != other[0]
+    assert first[0] != first[1], "the ranks' payloads differ"
+    strip = [[line.rsplit(" ", 1)[0] for line in made] for made in first]
+    assert strip[0] == strip[1], "the ranks' calls do not"
+
+
 def wrong_peer(rank: int, world_size: int) -> Result:
     """Rank 0's rows arrive as rank 1's."""
     reduce = allnorm.Communicator.all_reduce
