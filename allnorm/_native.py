@@ -21,7 +21,7 @@ DTYPE = {"float32": 0, "float16": 1, "bfloat16": 2}
 QUANT = {"per_group": 1, "per_token": 2, "per_tensor": 3}
 SCALE_FORMAT = {"float32": 0, "ue8m0": 1, "ue8m0_packed": 2}
 RESIDUAL_SHARDED = 2  # AllnormCallFlags
-LATE_TRIGGER, NO_DEPENDENT_LAUNCH, RANDOM_PAUSES = 1, 2, 4  # AllnormCommFlags
+LATE_TRIGGER, NO_DEPENDENT_LAUNCH = 1, 2  # AllnormCommFlags
 NO_SHAPE = 0xFFFFFFFF  # where a CallShape would be: none was announced
 
 _c_int32, _c_int64, _c_uint32 = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint32

@@ -68,7 +68,6 @@ class Communicator(Collectives):
             and costs 0.3 to 0.9 us a call.
         dependent_launch: CUDA: whether calls are launched with programmatic dependent launch.
         first_op: the number of the first operation, the same on every rank; it wraps at 2**32.
-        random_pauses: CUDA: warps pause at random inside the kernels; for soaks.
 
     Raises:
         ValueError, TypeError: an argument is wrong.
@@ -89,7 +88,6 @@ class Communicator(Collectives):
         early_trigger: bool = True,
         dependent_launch: bool = True,
         first_op: int = 0,
-        random_pauses: bool = False,
     ) -> None:
         self._closed = True
         self._handle = 0
@@ -126,7 +124,7 @@ class Communicator(Collectives):
         self._workspace = workspace.create(resolved, self.device, self._workspace_bytes)
         flags = 0 if early_trigger else _native.LATE_TRIGGER
         flags |= 0 if dependent_launch else _native.NO_DEPENDENT_LAUNCH
-        self._open(first_op, flags | (_native.RANDOM_PAUSES if random_pauses else 0))
+        self._open(first_op, flags)
         self.traits = policy.Traits(
             self.device.type,
             self.world_size,

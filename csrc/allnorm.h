@@ -143,8 +143,6 @@ typedef enum AllnormCommFlags {
   ALLNORM_LATE_TRIGGER = 1,
   // CUDA: launch without programmatic dependent launch, as ALLNORM_NO_PDL in every call.
   ALLNORM_NO_DEPENDENT_LAUNCH = 2,
-  // CUDA: warps pause at random inside the kernels. For soaks.
-  ALLNORM_RANDOM_PAUSES = 4,
 } AllnormCommFlags;
 
 typedef struct AllnormCommConfig {

@@ -86,6 +86,7 @@ class Exchange {
   // for.
   template <class Ready, class Missing>
   __device__ __forceinline__ bool wait_until(Ready&& ready, Missing&& missing) {
+    pause();
     while (!failed_) {
       if (ready()) return true;
       if (deadline_.look_due()) look(missing());
@@ -101,16 +102,17 @@ class Exchange {
   }
 
  private:
-  // Holds a warp up, now and then, where a soak asks for it: where no data is in registers.
+  // Holds a warp up, now and then, in a library that is built for soaks.
   __device__ __forceinline__ void pause() {
-    if (params_.longest_pause_ns == 0) return;
-    const int64_t start = DeviceClock::now_ns();
-    const uint32_t hash = (static_cast<uint32_t>(start) + 977 * threadIdx.x / 32) * 0x9e3779b1u;
-    if (hash >> 30 != 0) return;
-    const int64_t pause_ns = static_cast<int64_t>(hash >> 14 & 0xffff) * params_.longest_pause_ns;
-    // Polls something, as every wait does.
-    const char* own = params_.workspace[0] + PushControl::kLeft;
-    while (DeviceClock::now_ns() - start < pause_ns >> 16) load_relaxed_sys_u32(own);
+    if constexpr (kLongestPauseNs != 0) {
+      const int64_t start = DeviceClock::now_ns();
+      const uint32_t hash = (static_cast<uint32_t>(start) + 977 * threadIdx.x / 32) * 0x9e3779b1u;
+      if (hash >> 30 != 0) return;
+      const int64_t pause_ns = static_cast<int64_t>(hash >> 14 & 0xffff) * kLongestPauseNs;
+      // Polls something, as every wait does.
+      const char* own = params_.workspace[0] + PushControl::kLeft;
+      while (DeviceClock::now_ns() - start < pause_ns >> 16) load_relaxed_sys_u32(own);
+    }
   }
 
   // The phase in turn, and that of the next large operation.

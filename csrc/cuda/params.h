@@ -15,6 +15,15 @@ constexpr int kMaxThreads = 512;
 constexpr int kMaxClusterSize = 8;
 constexpr int kMaxChunks = kMaxClusterSize * kMaxThreads / kPacksPerChunk;
 
+// How long a warp may be held up at random, to bring about what seldom happens: CMake's
+// ALLNORM_RANDOM_PAUSES. Otherwise nothing of it is compiled; a branch that is not taken cost
+// registers in most kernels.
+#ifdef ALLNORM_RANDOM_PAUSES
+constexpr int64_t kLongestPauseNs = 20'000;  // longer than a short call takes
+#else
+constexpr int64_t kLongestPauseNs = 0;
+#endif
+
 // Row-major tensor; strides in bytes.
 struct Rows {
   char* data;
@@ -69,9 +78,8 @@ struct FusedParams {
   bool large;  // the phases are the large ones
   int64_t timeout_ns;
   CallTag tag;
-  AllnormFault* fault;       // host memory, mapped
-  bool late_trigger;         // a dependent grid is let in when this one ends
-  int32_t longest_pause_ns;  // of a warp, at random, for soaks; 0: none
+  AllnormFault* fault;  // host memory, mapped
+  bool late_trigger;    // a dependent grid is let in when this one ends
 };
 
 // One launch of a kernel over rows with owners: `fused.num_tokens` rows in the order of

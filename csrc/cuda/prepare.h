@@ -64,8 +64,6 @@ inline EpilogueParams epilogue_params(const AllnormCall& call, int64_t first_row
   };
 }
 
-constexpr int32_t kLongestPauseNs = 20'000;  // longer than a short call takes
-
 // Whether each row of a two_shot call has one owner, and not its chunks several; by what all ranks
 // agree on. With fewer rows than a GPU has SMs, the chunks of a row are spread over the links.
 inline bool has_row_owners(const AllnormCall& call) {
@@ -117,7 +115,6 @@ inline FusedParams exchange_params(const AllnormCommConfig& config, const Allnor
   params.tag = call_tag(call, num_rows);
   params.fault = fault;
   params.late_trigger = (config.flags & ALLNORM_LATE_TRIGGER) != 0;
-  params.longest_pause_ns = (config.flags & ALLNORM_RANDOM_PAUSES) != 0 ? kLongestPauseNs : 0;
   return params;
 }
 

@@ -11,7 +11,7 @@ _HOST_SHARE, _LONG_HOST_SHARE = 0.02, 0.0005
 _STREAM_SHARE, _LONG_STREAM_SHARE = 0.08, 0.002
 _NOISE_SHARE = 0.03
 _STREAM_CYCLES, _LONG_STREAM_CYCLES = 100_000, 4_000_000  # 50 us and 2 ms on an H200
-_NOISE_ELEMS = 1 << 24  # read and written by a kernel beside the calls: about 30 us of an H200
+_NOISE_ELEMS = 1 << 24  # read and written by a kernel beside the calls: up to 30 us of an H200
 
 
 class Delays:
@@ -48,4 +48,5 @@ class Delays:
         elif chance < _STREAM_SHARE + _NOISE_SHARE:
             # Takes SMs and bandwidth from the calls beside it: their blocks start one by one.
             with torch.cuda.stream(self._beside):
-                self._noise.mul_(1.0)
+                for _ in range(self._rng.randint(1, 4)):
+                    self._noise[: self._rng.randint(1, _NOISE_ELEMS)].mul_(1.0)

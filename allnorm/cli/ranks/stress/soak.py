@@ -47,22 +47,20 @@ class _Settings:
         wraps: the operation number that each crosses.
         early_trigger: of each.
         dependent_launch: of each.
-        random_pauses: of each: whether warps pause inside its kernels.
         workspace_bytes: of both; small ones cut calls into chunks.
     """
 
     wraps: tuple[int, int]
     early_trigger: tuple[bool, bool]
     dependent_launch: tuple[bool, bool]
-    random_pauses: tuple[bool, bool]
     workspace_bytes: int | None
 
 
 _SECTIONS = (
-    _Settings((1 << 31, 1 << 32), (True, False), (True, True), (False, True), None),
-    _Settings((1 << 32, 1 << 31), (True, True), (False, True), (False, False), 2 << 20),
-    _Settings((1 << 31, 1 << 32), (False, True), (True, False), (True, False), None),
-    _Settings((1 << 32, 1 << 31), (True, False), (True, True), (True, True), 1 << 20),
+    _Settings((1 << 31, 1 << 32), (True, False), (True, True), None),
+    _Settings((1 << 32, 1 << 31), (True, True), (False, True), 2 << 20),
+    _Settings((1 << 31, 1 << 32), (False, True), (True, False), None),
+    _Settings((1 << 32, 1 << 31), (True, False), (True, True), 1 << 20),
 )
 
 
@@ -130,7 +128,6 @@ class _Section:
                     timeout=_TIMEOUT,
                     early_trigger=settings.early_trigger[which],
                     dependent_launch=settings.dependent_launch[which],
-                    random_pauses=settings.random_pauses[which],
                     first_op=settings.wraps[which] - before_wrap,
                 )
             )
