@@ -34,7 +34,7 @@ class Step:
     """Something that a thread does.
 
     Attributes:
-        kind: "store" to peers, "wait" for peers, "clear" (an own slot) or "fence".
+        kind: "store" to peers, "wait" for peers, "clear" (an own slot), "fence" or "barrier".
         where: "tag0", "tag1", "released", "partial", "finished" or "scale".
         offset: the number stored or waited for is that of the operation plus this.
         compare: which numbers a wait takes, (seen, expected); None: whatever is not empty.
@@ -69,6 +69,9 @@ class Exchange:
         transports: by name.
         tested_words: of the four of a slot, those that a receiver looks at.
         next_phase: from the phase and the number of an operation to the phase of the next.
+        large_phases: of operations that do not fit into the others, which use them in turn.
+        head: what lanes of every block of such an operation do first; a "barrier" of the block,
+            if there is one, is last.
         first_released: what a new workspace holds, relative to the number of the first operation.
     """
 
@@ -79,4 +82,6 @@ class Exchange:
     transports: dict[str, Transport]
     tested_words: frozenset[int]
     next_phase: Callable[[int, int], int]
+    large_phases: int
+    head: tuple[Step, ...]
     first_released: int

@@ -9,9 +9,11 @@ Edits = tuple[tuple[str, str, str], ...]
 
 _FENCE = "    fence_acq_rel_sys();\n"
 _WAIT = "    if (!wait_until(released, [&] { return peer; })) return;\n"
-_PUBLISH = """    store_relaxed_sys(params_.workspace[threadIdx.x % 32] + PushControl::released(params_.rank),
-                      op_);
-"""
+_PUBLISH = (
+    "    store_relaxed_sys("
+    "params_.workspace[threadIdx.x % 32] + PushControl::released(params_.rank),\n"
+    "                      op_);\n"
+)
 _REACHED = "has_reached(load_relaxed_sys_u32(slot), op_ - 1)"
 _WAIT_FOR_GRID = "    wait_for_preceding_grid();\n"
 _CLEAR_ONE_SHOT = "    clear_partials<kWorldSize>(slots, stride_);\n"
@@ -63,9 +65,32 @@ EXCHANGE_MUTANTS: dict[str, Edits] = {
     "two phases": ((LAYOUT, "kPushPhases = 3", "kPushPhases = 2"),),
     "one phase": ((LAYOUT, "kPushPhases = 3", "kPushPhases = 1"),),
     "not waiting for the preceding grid": ((EXCHANGE, _WAIT_FOR_GRID, ""),),
+    "first word of an announcement not tested": (
+        (WORDS, "word0 >> 32 == op && word1 >> 56 == (op & 0xff)", "word1 >> 56 == (op & 0xff)"),
+    ),
+    "second word of an announcement not tested": (
+        (WORDS, "word0 >> 32 == op && word1 >> 56 == (op & 0xff)", "word0 >> 32 == op"),
+    ),
     "a new workspace's slots not handed back": (
         (PREPARE, "kPushMaxWorldSize, first_op - 1", "kPushMaxWorldSize, first_op - 2"),
     ),
+}
+
+_LARGE_REACHED = "has_reached(load_acquire_sys_u32(slot), op_ - 1)"
+
+# Of large operations.
+LARGE_MUTANTS: dict[str, Edits] = {
+    "no wait at the head": ((EXCHANGE, "    if (params.large) wait_for_slots();\n", ""),),
+    "no barrier after the head": ((EXCHANGE, "    __syncthreads();\n  }", "  }"),),
+    "head: number of two operations ago": (
+        (EXCHANGE, _LARGE_REACHED, _LARGE_REACHED.replace("- 1", "- 2")),
+    ),
+    "head: number of the same operation": (
+        (EXCHANGE, _LARGE_REACHED, _LARGE_REACHED.replace(" - 1", "")),
+    ),
+    "head: relaxed": _ptx("ld.acquire.sys", "ld.relaxed.sys"),
+    "head: of the GPU": _ptx("ld.acquire.sys", "ld.acquire.gpu"),
+    "one large phase": ((LAYOUT, "kLargePhases = 2", "kLargePhases = 1"),),
 }
 
 # Of one transport.
@@ -84,5 +109,31 @@ TRANSPORT_MUTANTS: dict[str, tuple[str, Edits]] = {
         "owned_quantized",
         ((OWNED, "      store_quantized(slot, uniform_pack<T>(kEmptyWord));\n", ""),),
     ),
-    "no clear of a scale": ("owned_quantized", ((OWNED, "      store_u32(slot, kEmptyWord);\n", ""),)),
+    "no clear of a scale": (
+        "owned_quantized",
+        ((OWNED, "      store_u32(slot, kEmptyWord);\n", ""),),
+    ),
+}
+
+# Seen where a slot has more than one word.
+WORD_MUTANTS: dict[str, Edits] = {
+    "one word of a slot not tested": ((WORDS, " && pack.word[1] != kEmptyWord", ""),),
+}
+
+_NEXT_PHASE = "phase() + 1 == kPushPhases ? 0 : phase() + 1"
+
+# Of numbers and phases: seen by exploring, some of them only where numbers wrap.
+COUNTER_MUTANTS: dict[str, Edits] = {
+    **{
+        name: EXCHANGE_MUTANTS[name]
+        for name in (
+            *("no fence", "nothing published", "number of the same operation", "== for >="),
+            *("two phases", "one phase", "a new workspace's slots not handed back"),
+        )
+    },
+    **{name: TRANSPORT_MUTANTS[name][1] for name in ("no clear", "clear before the wait")},
+    "numbers compared without wrapping": (
+        (WORDS, "static_cast<int32_t>(seen - expected) >= 0", "seen >= expected"),
+    ),
+    "phase by the number": ((EXCHANGE, _NEXT_PHASE, "(op_ + 1) % kPushPhases"),),
 }

@@ -26,7 +26,8 @@ def parse(*columns: str, data_dependent: bool = False) -> tuple[Program, dict[st
 
     With `data_dependent`, each store depends on the loads before it in its thread.
     """
-    program, reads = Program(), {}
+    program = Program()
+    reads: dict[str, Event] = {}
     bodies = []
     for number, column in enumerate(columns):
         place, body = column.split(":")

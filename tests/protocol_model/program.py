@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 from collections.abc import Callable, Hashable, Iterable
 
 
@@ -152,11 +153,11 @@ class Program:
         return [
             (first, second)
             for events in self.threads.values()
-            for first, second in zip(events, events[1:], strict=False)
+            for first, second in itertools.pairwise(events)
         ]
 
     def closure(self, edges: Iterable[tuple[Event, Event]]) -> list[int]:
-        """Bit y of row x: y can be reached from x by at least one of `edges`, which have no cycle."""
+        """Bit y of row x: y is reached from x by one or more of `edges`, which have no cycle."""
         following: list[list[int]] = [[] for _ in self.events]
         for first, second in edges:
             following[first.index].append(second.index)

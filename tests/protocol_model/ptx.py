@@ -139,9 +139,10 @@ class Executions:
         for first, write in self._patterns("release"):
             for last, read in acquires[write.location]:
                 observed = self._observed(write, read)
-                if observed is not None and morally_strong(first, last):
-                    if first.thread != last.thread:
-                        edges.append((first, last, z3.And(observed, self.happens[last])))
+                if first.thread == last.thread or not morally_strong(first, last):
+                    continue
+                if observed is not None:
+                    edges.append((first, last, z3.And(observed, self.happens[last])))
         return edges + self._fence_sc()
 
     def _fence_sc(self) -> list[Edge]:
@@ -165,7 +166,9 @@ class Executions:
             self._edges.append((first, last, active))
         # Ends of edges, and between which of them static order leads directly.
         self._ends = sorted({e for edge in self._edges for e in edge[:2]}, key=lambda e: e.index)
-        pairs = [(a, b) for a in self._ends for b in self._ends if a is not b and self._reaches(a, b)]
+        pairs = [
+            (a, b) for a in self._ends for b in self._ends if a is not b and self._reaches(a, b)
+        ]
         through = set(pairs)
         self._steps = [
             (a, b)
@@ -244,13 +247,15 @@ class Executions:
             for w, other in itertools.permutations(writes, 2):
                 order = self.coherence[w, other]
                 self._forbid(order, self.coherence[other, w])
-                self._forbid(self.causality(w, other), self.happens[w], self.happens[other],
-                             z3.Not(order))
+                self._forbid(
+                    self.causality(w, other), self.happens[w], self.happens[other], z3.Not(order)
+                )
                 if w.index < other.index and morally_strong(w, other):
                     self.solver.add(z3.Or(order, self.coherence[other, w]))
             for a, b, c in itertools.permutations(writes, 3):
-                self._forbid(self.coherence[a, b], self.coherence[b, c],
-                             z3.Not(self.coherence[a, c]))
+                self._forbid(
+                    self.coherence[a, b], self.coherence[b, c], z3.Not(self.coherence[a, c])
+                )
         for (f, g), before in self._sc.items():
             self._forbid(self.base_causality(f, g), z3.Not(before))
 
@@ -259,8 +264,12 @@ class Executions:
             for w, variable in sources.items():
                 self._forbid(variable, self.causality(r, w))
             for w, later in itertools.permutations(sources, 2):
-                self._forbid(sources[w], self.coherence[w, later], self.happens[later],
-                             self.causality(later, r))
+                self._forbid(
+                    sources[w],
+                    self.coherence[w, later],
+                    self.happens[later],
+                    self.causality(later, r),
+                )
 
     def _location_axioms(self) -> None:
         """SC per location: program order and morally strong communication make no cycle."""
@@ -283,9 +292,7 @@ class Executions:
 
     def _no_thin_air(self) -> None:
         """Reads-from and dependences make no cycle. What follows a wait depends on it."""
-        time = {
-            e: z3.Int(f"time:{e.index}") for e in self.program.events if e.kind != "fence"
-        }
+        time = {e: z3.Int(f"time:{e.index}") for e in self.program.events if e.kind != "fence"}
         for r, sources in self.reads_from.items():
             for w, variable in sources.items():
                 self.solver.add(z3.Implies(variable, time[w] < time[r]))
@@ -348,14 +355,18 @@ class Executions:
         for r, sources in self.reads_from.items():
             for w, variable in sources.items():
                 if z3.is_true(model.eval(variable)):
-                    ends = "" if r not in self.stuck or not z3.is_true(model.eval(self.stuck[r])) \
+                    ends = (
+                        ""
+                        if r not in self.stuck or not z3.is_true(model.eval(self.stuck[r]))
                         else ", for ever"
+                    )
                     lines.append(f"{r} reads {w.value!r} of {w}{ends}")
         for location, (writes, _) in self.locations.items():
             ordered = [
                 f"{w} < {v}"
                 for w, v in itertools.permutations(writes, 2)
-                if w.thread.gpu >= 0 and z3.is_true(model.eval(self.coherence[w, v]))
+                if w.thread.gpu >= 0
+                and z3.is_true(model.eval(self.coherence[w, v]))
                 and z3.is_true(model.eval(self.happens[w]))
                 and z3.is_true(model.eval(self.happens[v]))
             ]

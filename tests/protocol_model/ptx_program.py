@@ -28,6 +28,7 @@ BOUNDARIES = tuple(itertools.product((DATA, ROLL_CALL, HAND_BACK), repeat=2))
 class Setting:
     """How much of the protocol a program shows.
 
+    `large`: the operations that use the large phases.
     `unordered`: boundaries that are only in time, that is, order no memory accesses.
     `boundary_scope`: None takes a kernel boundary as PTX has it, an edge of "synchronizes";
     otherwise it is no more than flags and fences of this scope, handled by a thread of the GPU's.
@@ -37,6 +38,7 @@ class Setting:
     operations: int = 5
     transport: str = "one_shot"
     words: tuple[int, ...] = (0,)
+    large: tuple[int, ...] = ()
     unordered: frozenset[tuple[str, str]] = frozenset()
     boundary_scope: Scope | None = None
 
@@ -49,10 +51,15 @@ class ExchangeProgram:
         self.setting = setting
         self.program = Program()
         self._ranks = range(setting.world_size)
-        phase, self._phases = 0, []
+        phase, large_phase = 0, 0
+        self._phases: list[int] = []
+        self._slot_phases: list[Hashable] = []
         for k in range(setting.operations):
             self._phases.append(phase)
+            large = k in setting.large
+            self._slot_phases.append(("large", large_phase) if large else phase)
             phase = exchange.next_phase(phase, FIRST_OP + k)
+            large_phase = exchange.large_phases - 1 - large_phase if large else large_phase
         self._initialize()
         kernels: dict[int, Threads] = {rank: {} for rank in self._ranks}
         for k in range(setting.operations):
@@ -68,8 +75,9 @@ class ExchangeProgram:
             return Thread(f"rank {rank}, operation {k}, {name}", rank, (k, block))
 
         peers = [peer for peer in self._ranks if peer != rank]
+        lanes = [thread(f"head for {peer}", 1) for peer in peers] if k in self.setting.large else []
         return {
-            DATA: [thread(DATA, 1)],
+            DATA: [thread(DATA, 1), *lanes],
             ROLL_CALL: [thread(f"{ROLL_CALL} of {peer}", 0) for peer in peers],
             HAND_BACK: [thread(f"{HAND_BACK} of {peer}", 0) for peer in peers],
         }
@@ -78,9 +86,9 @@ class ExchangeProgram:
         """Between operations k - 1 and k of a rank."""
         unordered = self.setting.unordered
         if self.setting.boundary_scope is not None:
-            self._flagged_boundary(rank, k, sum(before.values(), []), sum(after.values(), []))
+            self._flagged_boundary(rank, k, _all(before), _all(after))
         elif not unordered:
-            self.program.joint(sum(before.values(), []), sum(after.values(), []))
+            self.program.joint(_all(before), _all(after))
         else:
             for kinds in BOUNDARIES:
                 ordered = kinds not in unordered
@@ -122,8 +130,8 @@ class ExchangeProgram:
                 self.program.initialize(where, EMPTY)
 
     def _slots(self, receiver: int) -> Iterator[Hashable]:
-        phases = range(max(self._phases) + 1)
         numbers = range(self.setting.world_size - 1)
+        phases = dict.fromkeys(self._slot_phases)
         for phase, word in itertools.product(phases, self.setting.words):
             for number in numbers:
                 yield ("partial", receiver, phase, number, word)
@@ -131,11 +139,11 @@ class ExchangeProgram:
             yield ("scale", receiver, phase, word)
 
     def _owner(self, k: int) -> int:
-        """Another one each time a phase comes around, if two can take turns while a third receives."""
+        """Another one when a phase comes around, where two can take turns and a third receives."""
         return k // self.exchange.phases % max(1, self.setting.world_size - 1)
 
     def _slot(self, step: Step, k: int, receiver: int, source: int, word: int) -> Hashable:
-        phase = self._phases[k]
+        phase = self._slot_phases[k]
         if step.where != "partial":
             return (step.where, receiver, phase, word)
         number = source - (source > receiver) + k // self.exchange.phases
@@ -145,13 +153,15 @@ class ExchangeProgram:
 
     def _run(self, rank: int, k: int, threads: Threads) -> None:
         peers = [peer for peer in self._ranks if peer != rank]
+        if k in self.setting.large:
+            self._begin_large(rank, k, peers, threads)
         for peer, thread in zip(peers, threads[ROLL_CALL], strict=True):
             for step in self.exchange.roll_call:
                 self._number(step, thread, rank, peer, k)
         for peer, thread in zip(peers, threads[HAND_BACK], strict=True):
             for step in self.exchange.hand_back:
                 self._number(step, thread, rank, peer, k)
-        (thread,) = threads[DATA]
+        thread = threads[DATA][0]
         transport = self.exchange.transports[self.setting.transport]
         owner = self._owner(k)
         owners = peers if transport.all_sum else [owner] if owner != rank else []
@@ -163,6 +173,18 @@ class ExchangeProgram:
         else:
             for step in transport.receive:
                 self._data(step, thread, rank, k, [owner])
+
+    def _begin_large(self, rank: int, k: int, peers: list[int], threads: Threads) -> None:
+        """In each block, the lanes of the first warp wait, and then the block for them."""
+        data, *lanes = threads[DATA]
+        serving = [*threads[ROLL_CALL], *threads[HAND_BACK]]
+        for block, waiting in (([data, *lanes], lanes), (serving, threads[ROLL_CALL])):
+            for step in self.exchange.head:
+                if step.kind == "barrier":
+                    self.program.joint(block, block)
+                    continue
+                for peer, thread in zip(peers, waiting, strict=True):
+                    self._number(step, thread, rank, peer, k)
 
     def _number(self, step: Step, thread: Thread, rank: int, peer: int, k: int) -> None:
         """A step of a lane whose peer is `peer`, about the number of the operation."""
@@ -205,6 +227,10 @@ class ExchangeProgram:
                     expected=lambda seen, payload=payload: seen == payload,
                     name="wait",
                 )
+
+
+def _all(threads: Threads) -> list[Thread]:
+    return [thread for some in threads.values() for thread in some]
 
 
 def exchange_program(exchange: Exchange, setting: Setting | None = None) -> Program:

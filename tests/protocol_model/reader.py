@@ -43,6 +43,8 @@ def read_exchange(sources: Sources | None = None) -> Exchange:
         transports=reader.transports(),
         tested_words=reader.tested_words(),
         next_phase=reader.next_phase(phases),
+        large_phases=reader.large_phases(),
+        head=reader.head(),
         first_released=_offset(released[1]),
     )
 
@@ -102,16 +104,37 @@ class _Reader:
     def waits_for_grid(self) -> bool:
         body = self._sources.function(EXCHANGE, "Exchange", after="explicit Exchange")
         calls = [name for name, _ in self._calls(body)]
-        return calls[:1] == ["wait_for_preceding_grid"]
+        first = body.find("wait_for_preceding_grid();") < body.find("wait_for_slots();")
+        return calls[:1] == ["wait_for_preceding_grid"] and first
 
     def next_phase(self, phases: int) -> Callable[[int, int], int]:
-        self._sources.one(EXCHANGE, r"next_phase\) << 32 \| \(op_ \+ 1\);")
+        self._sources.one(EXCHANGE, r"next_phases\) << 32 \| \(op_ \+ 1\);")
         text = self._sources.one(EXCHANGE, r"const int next_phase = ([^;]+);")[1]
-        if text == "phase_ + 1 == kPushPhases ? 0 : phase_ + 1":
+        if text == "phase() + 1 == kPushPhases ? 0 : phase() + 1":
             return lambda phase, op: (phase + 1) % phases
         if text == "(op_ + 1) % kPushPhases":
             return lambda phase, op: (op + 1) % (1 << 32) % phases
         raise SourceError(f"the next phase is {text}")
+
+    def large_phases(self) -> int:
+        text = self._sources.one(EXCHANGE, r"const int next_large = ([^;]+);")[1]
+        if text != "params_.large ? kLargePhases - 1 - large_phase() : large_phase()":
+            raise SourceError(f"the next large phase is {text}")
+        return int(self._sources.one(LAYOUT, r"constexpr int kLargePhases = (\d+);")[1])
+
+    def head(self) -> tuple[Step, ...]:
+        """What a large operation begins with: lanes of each block wait, then the block does."""
+        body = self._sources.function(EXCHANGE, "Exchange", after="explicit Exchange")
+        if "if (params.large) wait_for_slots();" not in body:
+            return ()
+        body = self._sources.function(EXCHANGE, "wait_for_slots")
+        calls = self._calls(body)
+        if [name for name, _ in calls] != ["wait_until"]:
+            raise SourceError(f"wait_for_slots: {calls}")
+        wait = self._released(calls[0][1])
+        if body.rstrip().endswith("__syncthreads();"):
+            return (wait, Step("barrier", Access()))
+        return (wait,)
 
     def roll_call(self) -> tuple[Step, ...]:
         steps: list[Step] = []
@@ -216,7 +239,9 @@ class _Reader:
         return [Step("clear", self._access(name, "v4.u32"), "partial") for name, _ in calls]
 
     def transports(self) -> dict[str, Transport]:
-        self._check_order(FUSED, "run_fused", "send(first,", "transport.relay(", "transport.receive(")
+        self._check_order(
+            FUSED, "run_fused", "send(first,", "transport.relay(", "transport.receive("
+        )
         self._check_order(OWNED, "run", "send(first,", "do_own_part(index", "receive(back)")
         part = ("owners_.receive_partials(", "owners_.publish(")
         self._check_order(OWNED, "do_own_part", *part)

@@ -82,7 +82,7 @@ def verbs(sources: Sources) -> dict[tuple[str, str], Access]:
         body = block(text, match.end() - 1)
         ptx = re.search(
             r'"(?:st|ld|fence)(?:\.(weak|relaxed|release|acquire|acq_rel|sc))?'
-            r'(?:\.(cta|gpu|sys))?(?:\.global\.([\w.]+))?[ ;]',
+            r"(?:\.(cta|gpu|sys))?(?:\.global\.([\w.]+))?[ ;]",
             body,
         )
         if ptx is not None:

@@ -111,7 +111,10 @@ TESTS = {
     ),
     # store buffering
     "SB": (
-        (A + "st.relaxed.sys x 1; ld.relaxed.sys a y", B + "st.relaxed.sys y 1; ld.relaxed.sys b x"),
+        (
+            A + "st.relaxed.sys x 1; ld.relaxed.sys a y",
+            B + "st.relaxed.sys y 1; ld.relaxed.sys b x",
+        ),
         *(SB, True),
     ),
     "SB, acq_rel": (
@@ -156,7 +159,10 @@ TESTS = {
         *({"a": 1}, False),
     ),
     "CoWR": (
-        (A + "st.relaxed.sys x 1; ld.relaxed.sys a x", B + "st.relaxed.sys x 2; ld.relaxed.sys b x"),
+        (
+            A + "st.relaxed.sys x 1; ld.relaxed.sys a x",
+            B + "st.relaxed.sys x 2; ld.relaxed.sys b x",
+        ),
         *({"a": 2, "b": 1}, False),
     ),
     "a weak write after a read of a strong one": (
@@ -165,11 +171,17 @@ TESTS = {
     ),
     # load buffering, thin air
     "LB": (
-        (A + "ld.relaxed.sys a x; st.relaxed.sys y 1", B + "ld.relaxed.sys b y; st.relaxed.sys x 1"),
+        (
+            A + "ld.relaxed.sys a x; st.relaxed.sys y 1",
+            B + "ld.relaxed.sys b y; st.relaxed.sys x 1",
+        ),
         *({"a": 1, "b": 1}, True),
     ),
     "LB, acquire and release": (
-        (A + "ld.acquire.sys a x; st.release.sys y 1", B + "ld.acquire.sys b y; st.release.sys x 1"),
+        (
+            A + "ld.acquire.sys a x; st.release.sys y 1",
+            B + "ld.acquire.sys b y; st.release.sys x 1",
+        ),
         *({"a": 1, "b": 1}, False),
     ),
     # more than two threads

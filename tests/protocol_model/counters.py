@@ -1,0 +1,450 @@
+"""The exchange as a machine whose every state is visited: numbers, phases, deadlines, deaths.
+
+Numbers are those of the device, modulo 2^32. A rank is in one kernel at a time; its threads are the
+ones of the description. A store to a peer takes effect at once: only its receiver looks at it, so
+that a late store is no more than a wait that ends late. A clear takes effect at any time after it,
+and its own rank sees it before; a fence waits until those of earlier kernels have. A wait may end
+by its deadline at any time, and a rank may die at any time, where the setting says so.
+
+What a failed thread still does is not read from the sources but stands here; ASSUMED names the
+lines.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Iterator
+from typing import NamedTuple
+
+from protocol_model.exchange import Compare, Exchange, Step
+from protocol_model.reader import EXCHANGE, ONE_SHOT, TWO_SHOT
+
+EMPTY, NAN = "empty", "NaN"
+DATA, LANE, HEAD = "data", "lane", "head"
+WRAP = 1 << 32
+
+# Lines that say what failed threads do: (file, text).
+ASSUMED = (
+    (EXCHANGE, "failed_ = poison_ != 0;"),
+    (EXCHANGE, "while (!failed_) {"),
+    (EXCHANGE, "if (ready()) return true;"),
+    (EXCHANGE, "if (deadline_.look_due()) look(missing());"),
+    (EXCHANGE, "if (peer < 0 || (failed_ && poison_ != poison(op_))) return;"),
+    (EXCHANGE, "if (peer < 0 || failed_) return;"),
+    (EXCHANGE, "if (time_is_up) return record_fault(params, op, source, ALLNORM_TIMEOUT);"),
+    (EXCHANGE, "return *reinterpret_cast<volatile uint64_t*>(own + PushControl::kPoisoned) != 0;"),
+    (EXCHANGE, "if (atomicCAS(poisoned, 0ull, poison(op)) != 0) return true;"),
+    (ONE_SHOT, "if (exchange_.failed()) return;"),
+    (ONE_SHOT, "if (!exchange.wait_until(poll, missing)) return nan_pack();"),
+    (TWO_SHOT, "if (q == 0 || exchange_.failed()) return;"),
+    (TWO_SHOT, "if (!exchange_.wait_until(poll, owner)) sum = nan_pack();"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """`diverging`: the rank and the operation of a call unlike that of the others.
+
+    `eager`: a step of the roll call or of handing back is taken as soon as it can be, and nothing
+    else before it. That leaves out orders only, as long as what such a thread waits for stays
+    there once it is there; the exploration that is not eager fails if it does not.
+    """
+
+    world_size: int = 2
+    operations: int = 5
+    first_op: int = WRAP - 2
+    transport: str = "one_shot"
+    large: tuple[int, ...] = ()
+    deadlines: bool = False
+    deaths: int = 0
+    diverging: tuple[int, int] | None = None
+    eager: bool = False
+
+
+class Wait(NamedTuple):
+    """(Location, what it takes, what it should get) of everything that is polled together."""
+
+    polled: tuple[tuple[Hashable, Compare | None, Hashable], ...]
+    kind: str
+
+
+class Rank(NamedTuple):
+    kernel: int  # the operation it is in, or about to start
+    running: bool
+    threads: tuple[int, ...]  # the place of each in its program; -1: at its end
+    failed: tuple[bool, ...]
+    poisoned: int  # the operation it has failed in, or -1
+    nan_of: int  # the first operation in which it took a NaN from a peer, or -1
+    dead: bool
+
+
+class Clear(NamedTuple):
+    rank: int
+    kernel: int
+    location: Hashable
+
+
+class State(NamedTuple):
+    ranks: tuple[Rank, ...]
+    memory: tuple[Hashable, ...]
+    pending: frozenset[Clear]
+
+
+class WrongError(Exception):
+    """A rank took something for what it is not."""
+
+
+class Machine:
+    """All states of an exchange in a setting."""
+
+    def __init__(self, exchange: Exchange, setting: Setting) -> None:
+        self.exchange, self.setting = exchange, setting
+        phase, large_phase = 0, 0
+        self._phases: list[int] = []
+        self._slot_phases: list[Hashable] = []
+        for k in range(setting.operations):
+            large = k in setting.large
+            self._phases.append(phase)
+            self._slot_phases.append(("large", large_phase) if large else phase)
+            phase = exchange.next_phase(phase, self._op(k))
+            large_phase = exchange.large_phases - 1 - large_phase if large else large_phase
+        self._memory = dict(self._initial())
+        self._places = {location: n for n, location in enumerate(self._memory)}
+        self._programs = {
+            (rank, k): self._threads(rank, k)
+            for rank in range(setting.world_size)
+            for k in range(setting.operations)
+        }
+
+    def _op(self, k: int) -> int:
+        return (self.setting.first_op + k) % WRAP
+
+    # ---- the program of a kernel -----------------------------------------------------------------
+
+    def _initial(self) -> Iterator[tuple[Hashable, Hashable]]:
+        ranks, phases = range(self.setting.world_size), self.exchange.phases
+        for receiver in ranks:
+            for slots in dict.fromkeys(self._slot_phases):
+                yield ("finished", receiver, slots), EMPTY
+                for source in ranks:
+                    yield ("partial", receiver, slots, source), EMPTY
+            for source in ranks:
+                if source == receiver:
+                    continue
+                yield ("released", receiver, source), (self._op(self.exchange.first_released), 0)
+                for phase in range(phases):
+                    for word in ("tag0", "tag1"):
+                        yield (word, receiver, phase, source), (self._op(phase - phases), -1)
+
+    def _threads(self, rank: int, k: int) -> list[list[Hashable]]:
+        """Of each thread: stores as (location, value), waits, and "fence"."""
+        peers = [peer for peer in range(self.setting.world_size) if peer != rank]
+        transport = self.exchange.transports[self.setting.transport]
+        owner = k // self.exchange.phases % max(1, self.setting.world_size - 1)
+        steps: list[tuple[Step, list[int]]] = []
+        to = peers if transport.all_sum else [owner] if owner != rank else []
+        steps += [(step, to) for step in transport.send]
+        mine = transport.all_sum or owner == rank
+        steps += [
+            (step, peers if mine else [owner])
+            for step in (transport.own if mine else transport.receive)
+        ]
+        programs = [self._merged([self._data(s, rank, k, peers) for s, peers in steps])]
+        for lane in (self.exchange.roll_call, self.exchange.hand_back):
+            programs += [
+                self._merged([[self._number(s, rank, peer, k)] for s in lane]) for peer in peers
+            ]
+        return [self._head(rank, peers, k) + program for program in programs]
+
+    def _head(self, rank: int, peers: list[int], k: int) -> list[Hashable]:
+        """What every thread of a large operation waits for: all lanes of its block's first warp."""
+        if k not in self.setting.large:
+            return []
+        waits = [s for s in self.exchange.head if s.kind == "wait"]
+        found = [self._number(step, rank, peer, k) for step in waits for peer in peers]
+        return [Wait(tuple(p for w in found for p in w.polled), HEAD)]  # type: ignore[attr-defined]
+
+    def _data(self, step: Step, rank: int, k: int, peers: list[int]) -> list[Hashable]:
+        def slot(receiver: int, source: int) -> Hashable:
+            place = (step.where, receiver, self._slot_phases[k])
+            return (*place, source) if step.where == "partial" else place
+
+        if step.kind == "store":
+            return [(slot(peer, rank), (step.where, k, rank)) for peer in peers]
+        if step.kind == "clear":
+            return [(slot(rank, peer), EMPTY) for peer in peers]
+        expected = [(slot(rank, peer), None, (step.where, k, peer)) for peer in peers]
+        return [Wait(tuple(expected), DATA)]
+
+    def _number(self, step: Step, rank: int, peer: int, k: int) -> Hashable:
+        if step.kind == "fence":
+            return "fence"
+        op = (self._op(k) + step.offset) % WRAP
+        phase = () if step.where == "released" else (self._phases[k],)
+        content = 0
+        if step.where != "released":
+            content = 1 + int(self.setting.diverging == (rank, k))
+        if step.kind == "store":
+            return ((step.where, peer, *phase, rank), (op, content))
+        polled = ((step.where, rank, *phase, peer), step.compare, (op, content))
+        return Wait((polled,), LANE)
+
+    def _merged(self, parts: list[list[Hashable]]) -> list[Hashable]:
+        """Waits that follow each other are one, which polls all that they poll."""
+        program: list[Hashable] = []
+        for item in (item for part in parts for item in part):
+            if program and isinstance(item, Wait) and isinstance(program[-1], Wait):
+                item = Wait(program[-1].polled + item.polled, item.kind)
+                program.pop()
+            program.append(item)
+        return program
+
+    # ---- steps -----------------------------------------------------------------------------------
+
+    def start(self) -> State:
+        rank = Rank(0, False, (), (), -1, -1, False)
+        return State((rank,) * self.setting.world_size, tuple(self._memory.values()), frozenset())
+
+    def _seen(self, state: State, rank: int, location: Hashable) -> Hashable:
+        """What a rank reads: its own clear, in effect or not, or memory."""
+        if any(clear.rank == rank and clear.location == location for clear in state.pending):
+            return EMPTY
+        return state.memory[self._places[location]]
+
+    def _store(self, state: State, location: Hashable, value: Hashable) -> State:
+        memory = list(state.memory)
+        memory[self._places[location]] = value
+        return state._replace(memory=tuple(memory))
+
+    def _advance(self, state: State, rank: int, thread: int) -> State:
+        """Lets a thread go on up to its next wait or fence."""
+        me = state.ranks[rank]
+        program = self._programs[rank, me.kernel][thread]
+        place, is_lane = me.threads[thread], thread > 0
+        failed = me.failed[thread]
+        while 0 <= place < len(program):
+            item = program[place]
+            if failed and is_lane:
+                place = len(program)
+            elif isinstance(item, Wait) or item == "fence":
+                if not failed:
+                    break
+                place += 1
+            else:
+                location, value = item
+                if value == EMPTY:
+                    clear = Clear(rank, me.kernel, location)
+                    state = state._replace(pending=state.pending | {clear})
+                elif not failed or location[0] != "partial":
+                    state = self._store(state, location, NAN if failed else value)
+                place += 1
+        place = -1 if place >= len(program) else place
+        threads = (*me.threads[:thread], place, *me.threads[thread + 1 :])
+        return self._with(state, rank, state.ranks[rank]._replace(threads=threads))
+
+    def _with(self, state: State, rank: int, new: Rank) -> State:
+        ranks = (*state.ranks[:rank], new, *state.ranks[rank + 1 :])
+        return state._replace(ranks=ranks)
+
+    def _launch(self, state: State, rank: int) -> State:
+        me = state.ranks[rank]
+        count = len(self._programs[rank, me.kernel])
+        failed = me.poisoned >= 0
+        me = me._replace(running=True, threads=(0,) * count, failed=(failed,) * count)
+        state = self._with(state, rank, me)
+        for thread in range(count):
+            state = self._advance(state, rank, thread)
+        return self._ended(state, rank)
+
+    def _ended(self, state: State, rank: int) -> State:
+        me = state.ranks[rank]
+        if any(place >= 0 for place in me.threads):
+            return state
+        me = me._replace(kernel=me.kernel + 1, running=False, threads=(), failed=())
+        return self._with(state, rank, me)
+
+    def _fail(self, state: State, rank: int, thread: int) -> State:
+        """A wait ends without what it waited for."""
+        me = state.ranks[rank]
+        failed = (*me.failed[:thread], True, *me.failed[thread + 1 :])
+        poisoned = me.kernel if me.poisoned < 0 else me.poisoned
+        state = self._with(state, rank, me._replace(failed=failed, poisoned=poisoned))
+        return self._ended(self._advance(state, rank, thread), rank)
+
+    def _ready(self, state: State, rank: int, wait: Wait) -> bool:
+        for location, compare, expected in wait.polled:
+            seen = self._seen(state, rank, location)
+            if compare is None:
+                if seen == EMPTY:
+                    return False
+            elif not compare(seen[0], expected[0]):  # type: ignore[index]
+                return False
+        return True
+
+    def _taken(self, state: State, rank: int, thread: int, wait: Wait) -> State:
+        """A wait has what it waited for."""
+        me = state.ranks[rank]
+        diverged = False
+        for location, _, expected in wait.polled:
+            seen = self._seen(state, rank, location)
+            if wait.kind == DATA and seen == NAN:
+                if me.nan_of < 0:
+                    me = me._replace(nan_of=me.kernel)
+            elif wait.kind == DATA and seen != expected:
+                raise WrongError(f"rank {rank} took {seen} for {expected}")
+            elif wait.kind == LANE and location[0] != "released":  # type: ignore[index]
+                diverged = diverged or seen != expected
+        if diverged and self.setting.diverging is None:
+            raise WrongError(f"rank {rank} took an announcement for one of operation {me.kernel}")
+        if diverged and me.poisoned < 0:
+            me = me._replace(poisoned=me.kernel)
+        return self._beyond(state, rank, thread, me)
+
+    def _forget(self, state: State) -> State:
+        """Without what no live rank will look at any more: states that differ in it are one."""
+        if not (self.setting.deadlines or self.setting.deaths or self.setting.diverging):
+            return state
+        blind = set()
+        for rank, me in enumerate(state.ranks):
+            if me.dead or (me.poisoned >= 0 and not me.running):
+                blind.add(rank)
+            if me.dead and (me.threads or me.kernel or me.poisoned >= 0):
+                state = self._with(state, rank, Rank(0, False, (), (), -1, -1, True))
+        if not blind:
+            return state
+        memory = tuple(
+            EMPTY if location[1] in blind else value  # type: ignore[index]
+            for location, value in zip(self._places, state.memory, strict=True)
+        )
+        pending = frozenset(clear for clear in state.pending if clear.rank not in blind)
+        return State(state.ranks, memory, pending)
+
+    def next_states(self, state: State) -> Iterator[State]:
+        """Every state that one step leads to."""
+        if self.setting.eager:
+            for rank, thread in self._lanes(state):
+                step = self._success(state, rank, thread)
+                if step is not None:
+                    return iter([self._forget(step)])
+            return map(self._forget, self._successors(state))
+        ready = [at for at in self._lanes(state) if self._is_ready(state, *at)]
+        return (self._checked(state, after, ready) for after in self._successors(state))
+
+    def _lanes(self, state: State) -> list[tuple[int, int]]:
+        """Threads that move no data and are not at their end."""
+        return [
+            (rank, thread)
+            for rank, me in enumerate(state.ranks)
+            for thread, place in enumerate(me.threads)
+            if not me.dead and thread > 0 and place >= 0
+        ]
+
+    def _is_ready(self, state: State, rank: int, thread: int) -> bool:
+        me = state.ranks[rank]
+        item = self._programs[rank, me.kernel][thread][me.threads[thread]]
+        return isinstance(item, Wait) and self._ready(state, rank, item)
+
+    def _checked(self, state: State, after: State, ready: list[tuple[int, int]]) -> State:
+        for rank, thread in ready:
+            before, now = state.ranks[rank], after.ranks[rank]
+            same = before.running and now.running and before.kernel == now.kernel
+            waits = same and not now.dead and before.threads[thread] == now.threads[thread]
+            if waits and not self._is_ready(after, rank, thread):
+                raise WrongError(
+                    f"what rank {rank} waits for was there and is not any more: {after}"
+                )
+        return self._forget(after)
+
+    def _successors(self, state: State) -> Iterator[State]:
+        for rank, me in enumerate(state.ranks):
+            if me.dead:
+                continue
+            died = sum(r.dead for r in state.ranks)
+            if died < self.setting.deaths and me.kernel < self.setting.operations:
+                yield self._with(state, rank, me._replace(dead=True))
+            if not me.running:
+                if me.kernel < self.setting.operations:
+                    yield self._launch(state, rank)
+                continue
+            for thread, place in enumerate(me.threads):
+                if place >= 0:
+                    yield from self._thread_steps(state, rank, thread)
+        for clear in state.pending:
+            rest = state._replace(pending=state.pending - {clear})
+            yield self._store(rest, clear.location, EMPTY)
+
+    def _thread_steps(self, state: State, rank: int, thread: int) -> Iterator[State]:
+        success = self._success(state, rank, thread)
+        if success is not None:
+            yield success
+        me = state.ranks[rank]
+        item = self._programs[rank, me.kernel][thread][me.threads[thread]]
+        if isinstance(item, Wait) and (self.setting.deadlines or me.poisoned >= 0):
+            yield self._fail(state, rank, thread)
+            if item.kind == HEAD:  # other threads of the block go on as if nothing had happened
+                poisoned = me.kernel if me.poisoned < 0 else me.poisoned
+                yield self._beyond(state, rank, thread, me._replace(poisoned=poisoned))
+
+    def _success(self, state: State, rank: int, thread: int) -> State | None:
+        """Where a wait or a fence leads that has what it needs."""
+        me = state.ranks[rank]
+        item = self._programs[rank, me.kernel][thread][me.threads[thread]]
+        if isinstance(item, Wait):
+            return (
+                self._taken(state, rank, thread, item) if self._ready(state, rank, item) else None
+            )
+        if any(s.rank == rank and s.kernel < me.kernel for s in state.pending):
+            return None
+        return self._beyond(state, rank, thread, me)
+
+    def _beyond(self, state: State, rank: int, thread: int, me: Rank) -> State:
+        """The thread goes on behind what it was at; `me` is its rank, changed or not."""
+        threads = (*me.threads[:thread], me.threads[thread] + 1, *me.threads[thread + 1 :])
+        state = self._with(state, rank, me._replace(threads=threads))
+        return self._ended(self._advance(state, rank, thread), rank)
+
+
+def explore(exchange: Exchange, setting: Setting) -> tuple[int, str | None]:
+    """Visits every state. Returns how many there are, and what is wrong with one, if any."""
+    machine = Machine(exchange, setting)
+    known = {machine.start()}
+    pending = list(known)
+    while pending:
+        state = pending.pop()
+        final = True
+        try:
+            for after in machine.next_states(state):
+                final = False
+                if after not in known:
+                    known.add(after)
+                    pending.append(after)
+        except WrongError as error:
+            return len(known), str(error)
+        problem = _judge(machine, state) if final else None
+        if problem is not None:
+            return len(known), problem
+    return len(known), None
+
+
+def _judge(machine: Machine, state: State) -> str | None:
+    """What is wrong with a state from which nothing leads on."""
+    setting = machine.setting
+    healthy = not setting.deadlines and setting.deaths == 0 and setting.diverging is None
+    for rank, me in enumerate(state.ranks):
+        if me.dead:
+            continue
+        if me.kernel < setting.operations:
+            return f"rank {rank} waits for ever in operation {me.kernel}: {state}"
+        if healthy and me.poisoned >= 0:
+            return f"rank {rank} failed for no reason: {state}"
+        if setting.diverging is not None and me.poisoned < 0:
+            return f"rank {rank} did not notice another call: {state}"
+        if me.poisoned < 0 <= me.nan_of < setting.operations - 1:
+            return f"rank {rank} has a NaN of operation {me.nan_of} and has not failed: {state}"
+    if healthy and any(
+        value != EMPTY
+        for location, value in zip(machine._places, state.memory, strict=True)
+        if location[0] in {"partial", "finished"}  # type: ignore[index]
+    ):
+        return f"a slot is not empty at the end: {state}"
+    return None
