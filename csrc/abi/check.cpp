@@ -10,9 +10,8 @@
 namespace allnorm {
 namespace {
 
-int32_t invalid(const char* what, long long given, const char* expected) {
-  return fail(ALLNORM_INVALID_ARGUMENT, "%s is %lld; expected %s", what, given, expected);
-}
+constexpr int32_t kCallFlags = ALLNORM_NO_PDL | ALLNORM_RESIDUAL_SHARDED;
+constexpr int32_t kMostClusterSize = 8;
 
 int32_t check_struct(const char* name, uint32_t given, size_t expected) {
   if (given == expected) return ALLNORM_OK;
@@ -20,84 +19,6 @@ int32_t check_struct(const char* name, uint32_t given, size_t expected) {
               "%s.struct_bytes is %u; expected %zu: the caller and this library were built from "
               "different versions of allnorm.h, reinstall allnorm",
               name, given, expected);
-}
-
-// True if [a, a + rows) and [b, b + rows) share bytes without being the same matrix.
-bool overlaps(const void* a, int64_t a_stride, const void* b, int64_t b_stride,
-              const AllnormCall& call) {
-  if (a == nullptr || b == nullptr) return false;
-  if (a == b && (a_stride == b_stride || call.num_tokens == 1)) return false;
-  const int64_t bytes = element_bytes(call.dtype);
-  const auto begin_a = reinterpret_cast<intptr_t>(a), begin_b = reinterpret_cast<intptr_t>(b);
-  const auto end = [&](intptr_t begin, int64_t stride) {
-    return begin + ((call.num_tokens - 1) * stride + call.hidden_size) * bytes;
-  };
-  return begin_a < end(begin_b, b_stride) && begin_b < end(begin_a, a_stride);
-}
-
-int32_t missing(const char* what) {
-  return fail(ALLNORM_INVALID_ARGUMENT, "%s is NULL; expected a pointer", what);
-}
-
-// Pointers and strides of a quantised result.
-int32_t check_quantized_memory(const AllnormCall& call) {
-  if (call.quantized == nullptr) return missing("quantized");
-  if (call.scale == nullptr) return missing("scale");
-  if (call.num_tokens > 1 && call.quantized_stride < call.hidden_size) {
-    return invalid("quantized_stride", call.quantized_stride,
-                   "at least hidden_size, so that rows do not overlap");
-  }
-  if (call.quant == ALLNORM_QUANT_PER_TENSOR) return ALLNORM_OK;
-  const bool one_group = scales_per_row(call) == 1;
-  if (call.scale_row_stride < 1 && call.num_tokens + call.scale_padding_rows > 1) {
-    return invalid("scale_row_stride", call.scale_row_stride, "at least 1");
-  }
-  if (call.scale_group_stride < 1 && !one_group) {
-    return invalid("scale_group_stride", call.scale_group_stride, "at least 1");
-  }
-  return ALLNORM_OK;
-}
-
-int32_t check_memory(const AllnormCall& call) {
-  const bool norm = is_norm(call), quantized = is_quantized(call), sharded = is_sharded(call);
-  if (call.x == nullptr) return missing("x");
-  if (call.out == nullptr && !quantized) return missing("out");
-  if (norm && call.weight == nullptr) return missing("weight");
-  if (norm && call.residual_out == nullptr) return missing("residual_out");
-  if (quantized) {
-    if (const int32_t status = check_quantized_memory(call)) return status;
-  }
-  if (call.num_tokens > 1) {
-    const char* const at_least = "at least hidden_size, so that rows do not overlap";
-    if (call.out != nullptr && call.out_stride < call.hidden_size) {
-      return invalid("out_stride", call.out_stride, at_least);
-    }
-    if (norm && call.residual_out_stride < call.hidden_size) {
-      return invalid("residual_out_stride", call.residual_out_stride, at_least);
-    }
-    if (call.x_stride < 0) return invalid("x_stride", call.x_stride, "at least 0");
-    if (norm && call.residual != nullptr && call.residual_stride < 0) {
-      return invalid("residual_stride", call.residual_stride, "at least 0");
-    }
-  }
-  // Of a sharded call the height of x, or of residual and residual_out, is this rank's own affair.
-  if (call.op != ALLNORM_ALL_GATHER_ROWS &&
-      overlaps(call.out, call.out_stride, call.x, call.x_stride, call)) {
-    return fail(ALLNORM_INVALID_ARGUMENT, "out and x overlap; expected the same rows or none");
-  }
-  if (!norm) return ALLNORM_OK;
-  if (!sharded && call.residual != nullptr &&
-      overlaps(call.residual_out, call.residual_out_stride, call.residual, call.residual_stride,
-               call)) {
-    return fail(ALLNORM_INVALID_ARGUMENT,
-                "residual_out and residual overlap; expected the same rows or none");
-  }
-  if (call.out == call.residual_out ||
-      (!sharded &&
-       overlaps(call.out, call.out_stride, call.residual_out, call.residual_out_stride, call))) {
-    return fail(ALLNORM_INVALID_ARGUMENT, "out and residual_out overlap; expected distinct memory");
-  }
-  return ALLNORM_OK;
 }
 
 int32_t check_quant(const AllnormCall& call) {
@@ -153,13 +74,24 @@ int32_t check_call(const AllnormCall* call) {
   if (call->dtype < ALLNORM_FLOAT32 || call->dtype > ALLNORM_BFLOAT16) {
     return invalid("dtype", call->dtype, "an AllnormDtype, 0 to 2");
   }
-  if (call->hidden_size < 1) return invalid("hidden_size", call->hidden_size, "at least 1");
+  if (call->hidden_size < 1 || call->hidden_size > INT32_MAX) {
+    return invalid("hidden_size", call->hidden_size, "1 to 2^31 - 1");
+  }
+  if (call->cluster_size < 0 || call->cluster_size > kMostClusterSize) {
+    return invalid("cluster_size", call->cluster_size, "0 (the library chooses) to 8");
+  }
+  if (call->num_blocks < 0) {
+    return invalid("num_blocks", call->num_blocks, "0 (the library chooses) or more");
+  }
+  if ((call->flags & ~kCallFlags) != 0) {
+    return invalid("flags", call->flags, "a sum of AllnormCallFlags, 0 to 3");
+  }
   return is_norm(*call) ? check_norm(*call) : ALLNORM_OK;
 }
 
-int32_t check_rows(const AllnormCall& call) {
-  if (call.num_tokens < 0) return invalid("num_tokens", call.num_tokens, "at least 0");
-  return call.num_tokens == 0 ? ALLNORM_OK : check_memory(call);
+int32_t check_num_tokens(const AllnormCall& call) {
+  if (call.num_tokens >= 0 && call.num_tokens <= INT32_MAX) return ALLNORM_OK;
+  return invalid("num_tokens", call.num_tokens, "0 to 2^31 - 1");
 }
 
 int32_t check_algorithm(const AllnormCall& call) {
@@ -181,10 +113,15 @@ int32_t check_kind(const AllnormCall* call) {
   return status == ALLNORM_OK ? check_algorithm(*call) : status;
 }
 
-int32_t check_run(const void* comm, const AllnormCall* call) {
-  if (comm == nullptr) return fail(ALLNORM_INVALID_ARGUMENT, "comm is NULL");
-  const int32_t status = check_kind(call);
-  return status == ALLNORM_OK ? check_rows(*call) : status;
+int32_t check_run(const AllnormCommConfig* config, const AllnormCall* call) {
+  if (config == nullptr) return fail(ALLNORM_INVALID_ARGUMENT, "comm is NULL");
+  int32_t status = check_kind(call);
+  if (status == ALLNORM_OK) status = check_num_tokens(*call);
+  if (status != ALLNORM_OK) return status;
+  const RowShard own = is_sharded(*call)
+                           ? row_shard(call->num_tokens, config->world_size, config->rank)
+                           : RowShard{0, call->num_tokens};
+  return check_memory(*call, 1, own);
 }
 
 int32_t check_local(const AllnormCall* call) {
@@ -192,12 +129,16 @@ int32_t check_local(const AllnormCall* call) {
   if (status == ALLNORM_OK && call->op == ALLNORM_ALL_GATHER_ROWS) {
     status = invalid("op", call->op, "an op that sums, 0 or 1");
   }
-  if (status == ALLNORM_OK) status = check_rows(*call);
   if (status != ALLNORM_OK) return status;
   if (call->num_sources < 1 || call->num_sources > ALLNORM_MAX_WORLD_SIZE) {
     return invalid("num_sources", call->num_sources, "1 to 64");
   }
-  return ALLNORM_OK;
+  if (call->num_sources > 1 && call->source_stride < 0) {
+    return invalid("source_stride", call->source_stride, "at least 0");
+  }
+  status = check_num_tokens(*call);
+  if (status != ALLNORM_OK) return status;
+  return check_memory(*call, call->num_sources, {0, call->num_tokens});
 }
 
 int32_t check_config(const AllnormCommConfig* config, int64_t min_workspace_bytes) {

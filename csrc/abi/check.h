@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "allnorm.h"
+#include "protocol/layout.h"
 
 namespace allnorm {
 
@@ -13,8 +14,12 @@ int64_t element_bytes(int dtype);
 
 // Everything of a call but its number of rows and its memory.
 int32_t check_kind(const AllnormCall* call);
-int32_t check_run(const void* comm, const AllnormCall* call);
+// `config` of the communicator; NULL if there is none.
+int32_t check_run(const AllnormCommConfig* config, const AllnormCall* call);
 int32_t check_local(const AllnormCall* call);
+// Where the tensors of a call lie; `num_sources` matrices of x. `own`: the rows
+// that this rank holds itself, of x in all_gather_rows, of residual and residual_out where sharded.
+int32_t check_memory(const AllnormCall& call, int num_sources, const RowShard& own);
 int32_t check_config(const AllnormCommConfig* config, int64_t min_workspace_bytes);
 
 }  // namespace allnorm

@@ -25,7 +25,8 @@ int32_t allnorm_comm_destroy(AllnormComm* comm) {
 }
 
 int32_t allnorm_run(AllnormComm* comm, const AllnormCall* call) {
-  if (const int32_t status = allnorm::check_run(comm, call)) return status;
+  const AllnormCommConfig* const config = comm == nullptr ? nullptr : &comm->communicator.config();
+  if (const int32_t status = allnorm::check_run(config, call)) return status;
   return comm->communicator.run(*call);
 }
 

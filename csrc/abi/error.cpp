@@ -19,6 +19,10 @@ int32_t fail(AllnormStatus status, const char* format, ...) {
   return status;
 }
 
+int32_t invalid(const char* what, long long given, const char* expected) {
+  return fail(ALLNORM_INVALID_ARGUMENT, "%s is %lld; expected %s", what, given, expected);
+}
+
 const char* last_error() { return text; }
 
 }  // namespace allnorm

@@ -11,6 +11,9 @@ namespace allnorm {
 // Stores the text that allnorm_last_error() returns on this thread; returns `status`.
 __attribute__((format(printf, 2, 3))) int32_t fail(AllnormStatus status, const char* format, ...);
 
+// "`what` is `given`; expected `expected`".
+int32_t invalid(const char* what, long long given, const char* expected);
+
 const char* last_error();
 
 }  // namespace allnorm

@@ -78,7 +78,8 @@ int64_t rows_per_chunk(int world_size, int64_t workspace_bytes, const AllnormCal
   if (world_size < 1 || world_size > kMaxWorldSize) return 0;
   if (call.hidden_size < 1 || call.hidden_size > kMaxHiddenSize) return 0;
   const int64_t row_bytes = call.hidden_size * element_bytes(call.dtype);
-  const int64_t phase_bytes = std::max<int64_t>(0, PullLayout::phase_bytes(workspace_bytes));
+  if (workspace_bytes < PullControl::kBytes) return 0;
+  const int64_t phase_bytes = PullLayout::phase_bytes(workspace_bytes);
   if (is_sharded(call)) {
     // In whole turns, so that the rows of an owner in a chunk are neighbours.
     const int64_t turn_bytes =
@@ -131,13 +132,16 @@ ConstRows x_rows(const AllnormCall& call, int64_t row) {
 
 RowTask row_task(const AllnormCall& call, int64_t row, int64_t residual_row) {
   const int64_t bytes = element_bytes(call.dtype);
-  RowTask task = {
-      .sources = nullptr,
-      .num_sources = 0,
-      .residual = matrix(call.residual, call.residual_stride * bytes, residual_row),
-      .out = matrix(call.out, call.out_stride * bytes, row),
-      .residual_out = matrix(call.residual_out, call.residual_out_stride * bytes, residual_row),
-      .num_rows = 0};
+  RowTask task = {.sources = nullptr,
+                  .num_sources = 0,
+                  .residual = {},
+                  .out = matrix(call.out, call.out_stride * bytes, row),
+                  .residual_out = {},
+                  .num_rows = 0};
+  if (is_norm(call)) {
+    task.residual = matrix(call.residual, call.residual_stride * bytes, residual_row);
+    task.residual_out = matrix(call.residual_out, call.residual_out_stride * bytes, residual_row);
+  }
   if (is_quantized(call)) {
     task.quantized = matrix(call.quantized, call.quantized_stride, row);
     task.scales = scale_rows(call, row);
@@ -185,6 +189,7 @@ void fill_nan(const AllnormCall& call, int world_size, int rank, int64_t first) 
 }
 
 int32_t run_local(const AllnormCall& call) {
+  if (call.num_tokens == 0) return ALLNORM_OK;
   thread_local Scratch scratch;
   float* const memory = scratch.reserve(call.hidden_size);
   if (memory == nullptr) return fail(ALLNORM_SYSTEM, "no memory for a row of working space");

@@ -26,6 +26,7 @@ class Communicator {
   int32_t run(const AllnormCall& call);
   // Never waits for a run() on another thread.
   AllnormFault fault();
+  const AllnormCommConfig& config() const { return config_; }
 
  private:
   // The rows of one operation: [begin, begin + layout.rows) of the call, or, where rows have

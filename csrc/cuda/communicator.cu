@@ -13,8 +13,12 @@ constexpr int64_t kMaxRows = 1 << 30;  // a launch counts its rows in 32 bits
 }
 
 int64_t rows_per_chunk(int world_size, int64_t workspace_bytes, const AllnormCall& call) {
+  if (world_size < 2 || world_size > kPushMaxWorldSize || call.hidden_size > kMaxHiddenSize ||
+      workspace_bytes < PushControl::kBytes) {
+    return 0;
+  }
   const int64_t row_bytes = call.hidden_size * element_bytes(call.dtype);
-  if (world_size < 2 || world_size > kPushMaxWorldSize || row_bytes % kPackBytes != 0 ||
+  if (row_bytes % kPackBytes != 0 ||
       threads_of(row_bytes / kPackBytes, kMaxClusterSize) > kMaxThreads) {
     return 0;
   }

@@ -27,6 +27,7 @@ class Communicator {
   // What a kernel recorded, or ALLNORM_OK. Reads host memory only.
   int32_t status() const;
   AllnormFault fault() const;
+  const AllnormCommConfig& config() const { return config_; }
 
  private:
   // Calls on one communicator share slots and the counter, so they must not overlap: if the stream

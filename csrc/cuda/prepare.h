@@ -69,7 +69,8 @@ inline EpilogueParams epilogue_params(const AllnormCall& call, int64_t first_row
 inline bool has_row_owners(const AllnormCall& call) {
   if (is_sharded(call)) return true;
   const int64_t packs = call.hidden_size * element_bytes(call.dtype) / kPackBytes;
-  return call.algorithm == ALLNORM_TWO_SHOT && call.num_tokens * least_blocks(packs) > kSpreadGrid;
+  // As a division, since num_tokens may be any number here.
+  return call.algorithm == ALLNORM_TWO_SHOT && call.num_tokens > kSpreadGrid / least_blocks(packs);
 }
 
 // Bytes of a phase that `rows` rows take: one, or one of each owner.

@@ -1,0 +1,253 @@
+// Where the tensors of a call lie: present, aligned, with rows and scales that do not share memory,
+// and results apart from everything else.
+#include <algorithm>
+#include <cstdint>
+
+#include "abi/check.h"
+#include "abi/error.h"
+#include "abi/tag.h"
+#include "allnorm.h"
+#include "protocol/layout.h"
+
+namespace allnorm {
+namespace {
+
+constexpr const char* kRowsApart = "at least hidden_size, so that rows do not overlap";
+
+int32_t missing(const char* what) {
+  return fail(ALLNORM_INVALID_ARGUMENT, "%s is NULL; expected a pointer", what);
+}
+
+// The bytes from the first to the last that a call reads or writes of one tensor.
+struct Range {
+  const char* name;
+  uintptr_t begin;
+  uintptr_t end;
+  int64_t stride;  // elements between rows; 0 if there is only one
+};
+
+// From `skipped` elements on `columns`, and again `stride` further on, `repeats` times; all of that
+// again `far_stride` further on, `far_repeats` times.
+struct Extent {
+  int64_t columns;
+  int64_t repeats = 0;
+  int64_t stride = 0;
+  int64_t far_repeats = 0;
+  int64_t far_stride = 0;
+  int64_t skipped = 0;
+};
+
+// Elements from `data` to the end; false if that overflows.
+bool elements_of(const Extent& extent, int64_t* elements) {
+  int64_t near = 0, far = 0;
+  return !__builtin_mul_overflow(extent.repeats, extent.stride, &near) &&
+         !__builtin_mul_overflow(extent.far_repeats, extent.far_stride, &far) &&
+         !__builtin_add_overflow(near, far, elements) &&
+         !__builtin_add_overflow(*elements, extent.columns, elements) &&
+         !__builtin_add_overflow(*elements, extent.skipped, elements);
+}
+
+// The tensors of a call, one added after the other up to the first that is wrong.
+class Tensors {
+ public:
+  int32_t status() const { return status_; }
+
+  // A tensor, unless it is absent.
+  void add(const char* name, const void* data, int64_t element_bytes, const Extent& extent) {
+    if (data == nullptr || status_ != ALLNORM_OK) return;
+    const auto address = reinterpret_cast<uintptr_t>(data);
+    const auto width = static_cast<uintptr_t>(element_bytes);
+    int64_t elements = 0;
+    uintptr_t bytes = 0, end = 0;
+    if (address % width != 0) {
+      status_ = fail(ALLNORM_INVALID_ARGUMENT,
+                     "%s is at %p; expected a multiple of the %lld bytes of its elements", name,
+                     data, static_cast<long long>(element_bytes));
+    } else if (!elements_of(extent, &elements) ||
+               __builtin_mul_overflow(static_cast<uintptr_t>(elements), width, &bytes) ||
+               __builtin_add_overflow(address, bytes, &end)) {
+      status_ = fail(ALLNORM_INVALID_ARGUMENT,
+                     "%s of %lld rows, %lld elements apart, does not fit into the address space; "
+                     "expected the sizes and strides of a tensor",
+                     name, static_cast<long long>(extent.repeats + 1),
+                     static_cast<long long>(extent.stride));
+    } else {
+      ranges_[count_++] = {name, address + static_cast<uintptr_t>(extent.skipped) * width, end,
+                           extent.repeats == 0 ? 0 : extent.stride};
+    }
+  }
+
+  // A result: it shares no memory with what was added before, but for `allowed`, which it may be
+  // row for row.
+  void add_result(const char* name, const void* data, int64_t element_bytes, const Extent& extent,
+                  const char* allowed = nullptr) {
+    const int before = count_;
+    add(name, data, element_bytes, extent);
+    if (count_ == before) return;
+    const Range& result = ranges_[before];
+    for (int i = 0; i < before; ++i) {
+      const Range& other = ranges_[i];
+      if (result.begin >= other.end || other.begin >= result.end) continue;
+      const bool may_be = allowed == other.name;
+      if (may_be && result.begin == other.begin && result.stride == other.stride) continue;
+      status_ = fail(ALLNORM_INVALID_ARGUMENT, "%s and %s overlap; expected %s", name, other.name,
+                     may_be ? "the same rows or none" : "distinct memory");
+      return;
+    }
+  }
+
+ private:
+  static constexpr int kMost = 8;
+  Range ranges_[kMost];
+  int count_ = 0;
+  int32_t status_ = ALLNORM_OK;
+};
+
+// The names by which results may be told what they may be.
+constexpr const char* kX = "x";
+constexpr const char* kResidual = "residual";
+
+int32_t check_present(const AllnormCall& call) {
+  const bool norm = is_norm(call), quantized = is_quantized(call);
+  if (call.x == nullptr) return missing("x");
+  if (call.out == nullptr && !quantized) return missing("out");
+  if (norm && call.weight == nullptr) return missing("weight");
+  if (norm && call.residual_out == nullptr) return missing("residual_out");
+  if (quantized && call.quantized == nullptr) return missing("quantized");
+  if (quantized && call.scale == nullptr) return missing("scale");
+  return ALLNORM_OK;
+}
+
+// Further apart no two rows lie; so no address overflows that is worked out from a stride.
+constexpr int64_t kFarthest = int64_t{1} << 48;
+
+int32_t check_stride_bounds(const AllnormCall& call) {
+  const bool quantized = is_quantized(call);
+  const struct {
+    const char* name;
+    int64_t stride;
+  } strides[] = {{"x_stride", call.x_stride},
+                 {"residual_stride", call.residual_stride},
+                 {"out_stride", call.out_stride},
+                 {"residual_out_stride", call.residual_out_stride},
+                 {"quantized_stride", quantized ? call.quantized_stride : 0},
+                 {"scale_row_stride", quantized ? call.scale_row_stride : 0},
+                 {"scale_group_stride", quantized ? call.scale_group_stride : 0}};
+  for (const auto& [name, stride] : strides) {
+    if (stride < -kFarthest || stride > kFarthest) {
+      return invalid(name, stride, "-2^48 to 2^48 elements");
+    }
+  }
+  return ALLNORM_OK;
+}
+
+int32_t check_strides(const AllnormCall& call) {
+  if (call.num_tokens < 2) return ALLNORM_OK;
+  const bool norm = is_norm(call);
+  if (call.x_stride < 0) return invalid("x_stride", call.x_stride, "at least 0");
+  if (norm && call.residual != nullptr && call.residual_stride < 0) {
+    return invalid("residual_stride", call.residual_stride, "at least 0");
+  }
+  if (call.out != nullptr && call.out_stride < call.hidden_size) {
+    return invalid("out_stride", call.out_stride, kRowsApart);
+  }
+  if (norm && call.residual_out_stride < call.hidden_size) {
+    return invalid("residual_out_stride", call.residual_out_stride, kRowsApart);
+  }
+  if (is_quantized(call) && call.quantized_stride < call.hidden_size) {
+    return invalid("quantized_stride", call.quantized_stride, kRowsApart);
+  }
+  return ALLNORM_OK;
+}
+
+// 32-bit words of scales in a row.
+int64_t scale_words(const AllnormCall& call) {
+  const int64_t scales = scales_per_row(call);
+  return call.scale_format == ALLNORM_SCALE_UE8M0_PACKED ? (scales + 3) / 4 : scales;
+}
+
+int32_t check_scale_strides(const AllnormCall& call) {
+  const int64_t words = scale_words(call), rows = call.num_tokens + call.scale_padding_rows;
+  const int64_t row_stride = call.scale_row_stride, group_stride = call.scale_group_stride;
+  if (row_stride < 1 && rows > 1) {
+    return invalid("scale_row_stride", row_stride, "at least 1");
+  }
+  if (group_stride < 1 && words > 1) {
+    return invalid("scale_group_stride", group_stride, "at least 1");
+  }
+  if (rows == 1 || words <= 1) return ALLNORM_OK;
+  // Rows one after the other, or columns.
+  if ((row_stride - 1) / group_stride >= words - 1 || (group_stride - 1) / row_stride >= rows - 1) {
+    return ALLNORM_OK;
+  }
+  return fail(ALLNORM_INVALID_ARGUMENT,
+              "scale_row_stride is %lld and scale_group_stride %lld; expected that scales of %lld "
+              "rows of %lld words each do not overlap",
+              static_cast<long long>(row_stride), static_cast<long long>(group_stride),
+              static_cast<long long>(rows), static_cast<long long>(words));
+}
+
+// Whether the rows that all_gather_rows takes lie where it puts them.
+bool gathers_in_place(const AllnormCall& call, const RowShard& own) {
+  if (call.op != ALLNORM_ALL_GATHER_ROWS) return false;
+  int64_t bytes = 0;
+  uintptr_t place = 0;
+  const int64_t row_elems = own.begin == 0 ? 0 : call.out_stride;
+  return !__builtin_mul_overflow(own.begin, row_elems, &bytes) &&
+         !__builtin_mul_overflow(bytes, element_bytes(call.dtype), &bytes) &&
+         !__builtin_add_overflow(reinterpret_cast<uintptr_t>(call.out),
+                                 static_cast<uintptr_t>(bytes), &place) &&
+         place == reinterpret_cast<uintptr_t>(call.x) &&
+         (own.end - own.begin == 1 || call.x_stride == call.out_stride);
+}
+
+}  // namespace
+
+int32_t check_memory(const AllnormCall& call, int num_sources, const RowShard& own) {
+  const bool norm = is_norm(call), quantized = is_quantized(call);
+  const bool scales = scales_per_row(call) != 0;
+  int32_t status = check_stride_bounds(call);
+  if (status != ALLNORM_OK || call.num_tokens == 0) return status;
+  status = check_present(call);
+  if (status == ALLNORM_OK) status = check_strides(call);
+  if (status == ALLNORM_OK && scales) status = check_scale_strides(call);
+  if (status != ALLNORM_OK) return status;
+
+  const int64_t columns = call.hidden_size, width = element_bytes(call.dtype);
+  const int64_t held = own.end - own.begin;
+  const auto rows = [&](int64_t count, int64_t stride) {
+    return Extent{columns, count - 1, stride};
+  };
+  Extent others = rows(call.num_tokens, call.x_stride);
+  others.far_repeats = num_sources - 2;
+  others.far_stride = others.skipped = call.source_stride;
+  const Extent scale = {.columns = 1,
+                        .repeats = call.num_tokens - 1 + call.scale_padding_rows,
+                        .stride = call.scale_row_stride,
+                        .far_repeats = scale_words(call) - 1,
+                        .far_stride = call.scale_group_stride};
+  const int64_t x_rows = call.op == ALLNORM_ALL_GATHER_ROWS ? held : call.num_tokens;
+  // A shard of no rows has an address that means nothing.
+  Tensors all;
+  if (x_rows > 0 && !gathers_in_place(call, own)) {
+    all.add(kX, call.x, width, rows(x_rows, call.x_stride));
+  }
+  if (num_sources > 1 && call.source_stride != 0) {
+    all.add("the sources after x", call.x, width, others);
+  }
+  if (norm && held > 0) all.add(kResidual, call.residual, width, rows(held, call.residual_stride));
+  if (norm) all.add("weight", call.weight, element_bytes(call.weight_dtype), {columns});
+  if (quantized && !scales) all.add("scale", call.scale, 4, {1});
+  all.add_result("out", call.out, width, rows(call.num_tokens, call.out_stride), kX);
+  if (norm && held > 0) {
+    all.add_result("residual_out", call.residual_out, width, rows(held, call.residual_out_stride),
+                   kResidual);
+  }
+  if (quantized) {
+    all.add_result("quantized", call.quantized, 1, rows(call.num_tokens, call.quantized_stride));
+  }
+  if (scales) all.add_result("scale", call.scale, 4, scale);
+  return all.status();
+}
+
+}  // namespace allnorm

@@ -1,0 +1,183 @@
+// Calls whose tensors lie in one piece of memory, and which bytes of it each of them has: worked
+// out here once more, from the words of allnorm.h.
+#ifndef ALLNORM_TESTS_CALL_MEMORY_H_
+#define ALLNORM_TESTS_CALL_MEMORY_H_
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "protocol/layout.h"
+#include "tests/calls.h"
+
+namespace allnorm::testing {
+
+using Wide = __int128;
+
+// One tensor of a call: `columns` bytes, again every `stride` bytes, all of that every
+// `far_stride`.
+struct Piece {
+  size_t pointer;  // offset in AllnormCall
+  bool written;
+  Wide columns;
+  Wide rows = 1;
+  Wide stride = 0;
+  Wide far = 1;
+  Wide far_stride = 0;
+
+  uint8_t* data(const AllnormCall& call) const {
+    uint8_t* data;
+    memcpy(&data, reinterpret_cast<const char*>(&call) + pointer, sizeof(data));
+    return data;
+  }
+  void set_data(AllnormCall& call, uint8_t* data) const {
+    memcpy(reinterpret_cast<char*>(&call) + pointer, &data, sizeof(data));
+  }
+  // Bytes from the data to the lowest and behind the highest.
+  Wide low() const {
+    return std::min<Wide>(0, (rows - 1) * stride) + std::min<Wide>(0, (far - 1) * far_stride);
+  }
+  Wide high() const {
+    return std::max<Wide>(0, (rows - 1) * stride) + std::max<Wide>(0, (far - 1) * far_stride) +
+           columns;
+  }
+  template <class Visit>
+  void each(const Visit& visit) const {
+    for (Wide i = 0; i < far; ++i) {
+      for (Wide row = 0; row < rows; ++row) visit(i * far_stride + row * stride);
+    }
+  }
+};
+
+// The tensors of a call that was accepted, on one rank; `world_size` 0: allnorm_local.
+inline std::vector<Piece> pieces_of(const AllnormCall& call, int rank, int world_size) {
+  std::vector<Piece> pieces;
+  if (call.num_tokens == 0) return pieces;
+  const bool local = world_size == 0;
+  const RowShard shard = row_shard(call.num_tokens, std::max(1, world_size), rank);
+  const bool sharded = !local && is_sharded(call), norm = is_norm(call);
+  const bool gathers = call.op == ALLNORM_ALL_GATHER_ROWS;
+  const Wide width = element_bytes(call.dtype), columns = call.hidden_size * width;
+  const Wide rows = call.num_tokens, own = sharded ? shard.end - shard.begin : rows;
+  const auto add = [&](size_t pointer, bool written, Wide count, int64_t stride) {
+    const Piece piece = {pointer, written, columns, count, stride * width};
+    if (piece.data(call) != nullptr && count > 0) pieces.push_back(piece);
+  };
+  add(offsetof(AllnormCall, x), false, gathers ? own : rows, call.x_stride);
+  if (local && !pieces.empty()) {
+    pieces.back().far = call.num_sources;
+    pieces.back().far_stride = call.source_stride * width;
+  }
+  add(offsetof(AllnormCall, out), true, rows, call.out_stride);
+  if (!norm) return pieces;
+  add(offsetof(AllnormCall, residual), false, own, call.residual_stride);
+  add(offsetof(AllnormCall, residual_out), true, own, call.residual_out_stride);
+  pieces.push_back({offsetof(AllnormCall, weight), false,
+                    static_cast<Wide>(call.hidden_size) * element_bytes(call.weight_dtype)});
+  if (!is_quantized(call)) return pieces;
+  pieces.push_back(
+      {offsetof(AllnormCall, quantized), true, call.hidden_size, rows, call.quantized_stride});
+  const int64_t scales = scales_per_row(call);
+  const bool packed = call.scale_format == ALLNORM_SCALE_UE8M0_PACKED;
+  Piece scale = {offsetof(AllnormCall, scale), scales != 0, 4};
+  if (scales != 0) {
+    scale.rows = rows + call.scale_padding_rows;
+    scale.stride = 4 * static_cast<Wide>(call.scale_row_stride);
+    scale.far = packed ? (scales + 3) / 4 : scales;
+    scale.far_stride = 4 * static_cast<Wide>(call.scale_group_stride);
+  }
+  pieces.push_back(scale);
+  return pieces;
+}
+
+// Memory of exactly that many bytes, so that AddressSanitizer sees its ends.
+class Arena {
+ public:
+  static constexpr int64_t kBytes = 96 << 10;
+
+  Arena() : bytes_(static_cast<size_t>(kBytes)) {}
+
+  uint8_t* begin() { return bytes_.data(); }
+  const std::vector<uint8_t>& bytes() const { return bytes_; }
+  void fill(Random& random) {
+    for (size_t i = 0; i < bytes_.size(); i += 8) {
+      const uint64_t word = random.next();
+      memcpy(&bytes_[i], &word, 8);
+    }
+  }
+  // Whether all of a tensor lies in here.
+  bool holds(const AllnormCall& call, const Piece& piece) const {
+    const Wide data = reinterpret_cast<uintptr_t>(piece.data(call));
+    const Wide begin = reinterpret_cast<uintptr_t>(bytes_.data());
+    return data + piece.low() >= begin && data + piece.high() <= begin + kBytes;
+  }
+  // The first bytes that are still free, after some that stay free; null if there are not enough.
+  uint8_t* take(Random& random, int64_t bytes, int64_t alignment) {
+    used_ = (used_ + random.below(40) + alignment - 1) / alignment * alignment;
+    uint8_t* const data = bytes_.data() + used_;
+    used_ += bytes;
+    if (used_ > kBytes) abort();
+    return data;
+  }
+  void free_all() { used_ = 0; }
+
+ private:
+  std::vector<uint8_t> bytes_;
+  int64_t used_ = 0;
+};
+
+// A call that must be taken, of tensors that lie apart in the arena.
+inline AllnormCall draw_call(Random& random, Arena& arena, bool local) {
+  AllnormCall call = {};
+  call.struct_bytes = sizeof(call);
+  call.op = static_cast<int32_t>(random.below(local ? 4 : 5));
+  if (call.op > ALLNORM_ALL_GATHER_ROWS || (local && call.op == ALLNORM_ALL_GATHER_ROWS)) {
+    call.op = ALLNORM_ADD_RMS_NORM;
+  }
+  call.dtype = static_cast<int32_t>(random.below(3));
+  call.weight_dtype = random.below(2) != 0 ? call.dtype : ALLNORM_FLOAT32;
+  call.numerics = static_cast<int32_t>(random.below(4));
+  call.eps = random.below(3) != 0 ? 1e-6f : 0.0f;
+  call.weight_bias = static_cast<float>(random.below(3)) - 1;
+  call.num_tokens = 1 + random.below(7);
+  call.hidden_size = 1 + random.below(130);
+  if (call.op == ALLNORM_ADD_RMS_NORM && random.below(3) != 0) random_quant(call, random, 130);
+  call.algorithm = static_cast<int32_t>(random.below(2));
+  if (!local && call.algorithm == ALLNORM_TWO_SHOT && random.below(2) != 0) {
+    call.flags = ALLNORM_RESIDUAL_SHARDED;
+  }
+  call.num_sources = local ? static_cast<int32_t>(1 + random.below(3)) : 1;
+
+  arena.free_all();
+  const int64_t width = element_bytes(call.dtype);
+  const auto rows = [&](int64_t* stride, int64_t count) {
+    *stride = call.hidden_size + (random.below(2) != 0 ? random.below(9) : 0);
+    return arena.take(random, count * *stride * width, width);
+  };
+  call.source_stride = call.num_tokens * (call.hidden_size + 9);
+  call.x = rows(&call.x_stride, call.num_tokens);
+  arena.take(random, (call.num_sources - 1) * call.source_stride * width, 1);
+  if (random.below(2) != 0) call.residual = rows(&call.residual_stride, call.num_tokens);
+  call.weight = arena.take(random, 4 * call.hidden_size, 4);
+  call.out = rows(&call.out_stride, call.num_tokens);
+  call.residual_out = rows(&call.residual_out_stride, call.num_tokens);
+  if (call.op != ALLNORM_ALL_GATHER_ROWS && random.below(3) == 0) {
+    call.out = const_cast<void*>(call.x);
+    call.out_stride = call.x_stride;
+  }
+  if (random.below(3) == 0 && call.residual != nullptr) {
+    call.residual_out = const_cast<void*>(call.residual);
+    call.residual_out_stride = call.residual_stride;
+  }
+  if (!is_quantized(call)) return call;
+  if (random.below(2) != 0) call.out = nullptr;
+  const QuantMemory shape(call, static_cast<int>(random.below(QuantMemory::kNumLayouts)),
+                          random.below(4));
+  call.quantized = arena.take(random, static_cast<int64_t>(shape.bytes.size()), 1);
+  call.scale = arena.take(random, 4 * static_cast<int64_t>(shape.scales.size()), 4);
+  return call;
+}
+
+}  // namespace allnorm::testing
+#endif  // ALLNORM_TESTS_CALL_MEMORY_H_
