@@ -163,12 +163,12 @@ def tiny_model(family: str, dtype: torch.dtype = torch.bfloat16) -> Any:
     return model
 
 
-def run(model: Any, num_tokens: int = 5) -> torch.Tensor:
-    """One forward pass of a decode batch, from embeddings that are the same on every rank."""
+def batch_of(num_tokens: int) -> Any:
+    """A decode batch."""
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
     zeros = torch.zeros(num_tokens, dtype=torch.int64)
-    batch = ForwardBatch(
+    return ForwardBatch(
         forward_mode=ForwardMode.DECODE,
         batch_size=num_tokens,
         input_ids=zeros,
@@ -177,10 +177,19 @@ def run(model: Any, num_tokens: int = 5) -> torch.Tensor:
         out_cache_loc=zeros,
         seq_lens_sum=num_tokens,
     )
+
+
+def run(model: Any, num_tokens: int = 5) -> torch.Tensor:
+    """One forward pass of a decode batch, from embeddings that are the same on every rank."""
     dtype = model.model.norm.weight.dtype
     embeds = shared_input((num_tokens, HIDDEN_SIZE), dtype, "embeddings")
     with torch.inference_mode():
-        return model.forward(zeros, torch.arange(num_tokens), batch, input_embeds=embeds)
+        return model.forward(
+            torch.zeros(num_tokens, dtype=torch.int64),
+            torch.arange(num_tokens),
+            batch_of(num_tokens),
+            input_embeds=embeds,
+        )
 
 
 def runner_of(model: Any, **changes: Any) -> Any:

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+import allnorm
 from allnorm.testing import (
     RankPool,
     assert_same_bits,
@@ -33,6 +34,11 @@ if importlib.util.find_spec("sglang") is None:
 import sglang_ranks as engine
 
 HIDDEN = engine.HIDDEN_SIZE
+
+
+def is_old() -> bool:
+    """0.5.17 reduces the sums of dense models where they arise; 0.5.23 keeps the last one there."""
+    return importlib.metadata.version("sglang") == "0.5.17"
 
 
 # ---- inside ranks ------------------------------------------------------------------------------
@@ -83,6 +89,80 @@ def one_norm(rank: int, world_size: int, gemma: bool) -> tuple[float, int]:
     plugin.current().communicator.close()
     plugin.activate(None)
     return float((distance != 0).double().mean()), int(distance.max())
+
+
+def compiled(rank: int, world_size: int) -> int:
+    """SGLang's calls in a graph without breaks, for any number of tokens."""
+    plugin = engine.fresh_plugin()
+    from sglang.srt.layers.layernorm import RMSNorm
+
+    from allnorm.integrations.sglang.fusion import complete_sums_in
+    from allnorm.integrations.sglang.norms import ATTRIBUTE
+
+    modules = [RMSNorm(HIDDEN, eps=1e-5).bfloat16() for _ in range(3)]
+    engine.warm_up(torch.nn.Sequential(*modules))
+    called, wired, quantised = modules
+    complete_sums_in(wired)
+    how = getattr(quantised, ATTRIBUTE)
+    setattr(quantised, ATTRIBUTE, how.reading(allnorm.Fp8PerGroup(128, "column_major_tma")))
+
+    def layer(x: torch.Tensor, residual: torch.Tensor) -> Any:
+        x, residual = called.forward_with_allreduce_fusion(x, residual, use_attn_tp_group=False)
+        x, residual = wired(x, residual)
+        (fp8, scale), residual = quantised.forward_with_allreduce_fusion(x, residual)
+        return fp8.float() * scale.repeat_interleave(128, 1), residual
+
+    traced = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    for num_tokens in (3, 5, 64):
+        x = rank_input((num_tokens, HIDDEN), torch.bfloat16, rank)
+        residual = shared_input((num_tokens, HIDDEN), torch.bfloat16, "residual")
+        with torch.inference_mode():
+            for got, want in zip(traced(x, residual), layer(x, residual), strict=True):
+                assert_same_bits(got, want)
+    sites = len(plugin.current().sites)
+    plugin.current().communicator.close()
+    plugin.activate(None)
+    return sites
+
+
+def between_layers(rank: int, world_size: int) -> bool:
+    """A sum that a mixture of experts leaves to the next layer, in 0.5.17."""
+    plugin = engine.fresh_plugin()
+    from sglang.srt.layers.communicator import LayerCommunicator, LayerScatterModes
+    from sglang.srt.layers.layernorm import RMSNorm
+
+    norms = torch.nn.Sequential(*(RMSNorm(HIDDEN, eps=1e-5).bfloat16() for _ in range(2)))
+    engine.by_definition(norms)
+    modes = LayerScatterModes.init_new(
+        layer_id=1,
+        num_layers=3,
+        is_layer_sparse=False,
+        is_previous_layer_sparse=False,
+        is_next_layer_sparse=False,
+    )
+    layer = LayerCommunicator(modes, norms[0], norms[1])
+    batch = engine.batch_of(6)
+
+    def forward() -> tuple[bool, torch.Tensor, torch.Tensor]:
+        x: Any = rank_input((6, HIDDEN), torch.bfloat16, rank)
+        residual = shared_input((6, HIDDEN), torch.bfloat16, "residual")
+        leaves = layer.should_fuse_mlp_allreduce_with_next_layer(batch)
+        x._sglang_needs_allreduce_fusion = True
+        x, residual = layer.prepare_attn(x, residual, batch)
+        x, residual = layer.prepare_mlp(x * (1 + rank), residual, batch)
+        return leaves, x, residual
+
+    with torch.inference_mode():
+        leaves_before, *want = forward()
+        engine.warm_up(norms)
+        with engine.counted_all_reduces() as shapes:
+            leaves, *got = forward()
+    for mine, expected in zip(got, want, strict=True):
+        assert_same_bits(mine, expected)
+    assert (leaves_before, leaves, shapes) == (False, True, [])
+    plugin.current().communicator.close()
+    plugin.activate(None)
+    return True
 
 
 def refuse(rank: int, world_size: int, cause: str) -> tuple[list[tuple[str, str]], int, bool]:
@@ -207,11 +287,6 @@ def ranks() -> Iterator[RankPool]:
     pool.close()
 
 
-def is_old() -> bool:
-    """0.5.17 reduces the sums of dense models where they arise; 0.5.23 keeps the last one there."""
-    return importlib.metadata.version("sglang") == "0.5.17"
-
-
 def found_by_sglang() -> bool:
     found = importlib.metadata.entry_points(group="sglang.srt.plugins")
     return any(entry.value == "allnorm.integrations.sglang:register" for entry in found)
@@ -249,6 +324,16 @@ def test_a_dense_model_computes_the_same(ranks: RankPool, family: str, num_token
     fused = [text for level, text in lines if level == "INFO"]
     assert len(lines) == len(fused) == 1
     assert f"fused at {sites - after} sites" in fused[0]
+
+
+def test_compiled_calls(ranks: RankPool) -> None:
+    # Counted where the same calls ran outside the graph.
+    assert ranks.run(compiled) == [3, 3]
+
+
+@pytest.mark.skipif(not is_old(), reason="0.5.23 has no LayerCommunicator")
+def test_a_sum_left_to_the_next_layer(ranks: RankPool) -> None:
+    assert ranks.run(between_layers) == [True, True]
 
 
 @pytest.mark.parametrize("gemma", [False, True], ids=["plain", "gemma"])

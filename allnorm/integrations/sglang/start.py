@@ -130,6 +130,8 @@ def _count_first_pass(model: Any, fusion: Fusion) -> None:
     @functools.wraps(forward)
     def counting(*args: Any, **kwargs: Any) -> Any:
         nonlocal passes
+        if torch.compiler.is_compiling():
+            return forward(*args, **kwargs)
         result = forward(*args, **kwargs)
         passes += 1
         if (fusion.sites or passes == _PASSES) and model.__dict__.get("forward") is counting:
