@@ -60,5 +60,12 @@ inline int choose_num_blocks(int64_t num_tokens, int cluster_size, int resident_
   return static_cast<int>(working + extra_clusters) * cluster_size;
 }
 
+// Shared memory of a block of the local kernel: the sums of the chunks of a row, padded to a power
+// of two, and the greatest magnitude of each chunk.
+inline int local_shared_bytes(int64_t packs, bool quantized) {
+  const int64_t chunks = (packs + kPacksPerChunk - 1) / kPacksPerChunk;
+  return (quantized ? 8 : 4) * butterfly_width(static_cast<int>(chunks));
+}
+
 }  // namespace allnorm
 #endif  // ALLNORM_CUDA_GEOMETRY_H_

@@ -196,11 +196,8 @@ int32_t launch_local(const Device& device, const AllnormCall& call) {
       is_aligned(call.residual_out, epilogue.residual_out.stride_bytes) &&
       (!is_quantized(call) || is_aligned(call.quantized, 2 * call.quantized_stride));
   const int64_t packs = (call.hidden_size * bytes + kPackBytes - 1) / kPackBytes;
-  const int64_t chunks = (packs + kPacksPerChunk - 1) / kPacksPerChunk;
-  // The sums of the chunks, padded to a power of two, are kept in shared memory, and the greatest
-  // magnitude of each.
   const bool quantized = is_quantized(call);
-  const int shared_bytes = (quantized ? 8 : 4) * butterfly_width(static_cast<int>(chunks));
+  const int shared_bytes = local_shared_bytes(packs, quantized);
   if (shared_bytes > 48 << 10) {
     return fail(ALLNORM_UNSUPPORTED, "hidden_size %lld is too wide for the local kernel",
                 static_cast<long long>(call.hidden_size));

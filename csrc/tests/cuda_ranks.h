@@ -1,287 +1,21 @@
-// Ranks whose devices are made of fibers (tests/shim), random calls for them, and what these must
-// give: what the tests of the CUDA kernels share.
+// Ranks whose devices are made of fibers (tests/shim): what the tests of the fused CUDA kernels
+// share.
 #ifndef ALLNORM_TESTS_CUDA_RANKS_H_
 #define ALLNORM_TESTS_CUDA_RANKS_H_
 
 #include <algorithm>
-#include <memory>
 #include <vector>
 
 #include "cuda/fused.cuh"
-#include "cuda/geometry.h"
 #include "cuda/one_shot.cuh"
 #include "cuda/owned_rows.cuh"
-#include "cuda/prepare.h"
 #include "cuda/two_shot.cuh"
-#include "tests/testing.h"
+#include "tests/cuda_calls.h"
 
 namespace allnorm::testing {
 
 constexpr int64_t kWorkspaceBytes = 1 << 20;
 constexpr uint64_t kMaxTurns = 3'000'000;
-
-// The quantised result of one rank.
-struct Quantized {
-  std::vector<uint8_t> bytes;
-  std::vector<uint32_t> scales;
-};
-
-// One call on all ranks, with its data.
-struct Operation {
-  AllnormCall call = {};
-  std::vector<Matrix> x, out, residual_out;  // by rank; of a sharded call: its rows
-  std::unique_ptr<Matrix> residual, weight;  // complete
-  std::vector<Quantized> quantized;          // by rank
-  bool dense = false;
-  int cluster_size = 1;
-  int num_blocks = 1;
-};
-
-// Words that a transport might take for its mark, NaN and infinities among them.
-inline uint32_t hurtful_bits(Random& random, int dtype) {
-  static const uint32_t words[] = {0xffffffff, 0xfffefffe, 0x80008000, 0,         0x7f807f80,
-                                   0x7c007c00, 0x7fffffff, 0x00010001, 0xffff0000};
-  const uint32_t word = words[random.below(9)];
-  return dtype == ALLNORM_FLOAT32 ? word : word & 0xffff;
-}
-
-inline uint32_t finite_bits(Random& random, int dtype) {
-  static const float small[] = {0.0f, -0.0f, -0.0f, 1e-41f};
-  const float value = random.below(20) == 0
-                          ? small[random.below(4)]
-                          : static_cast<float>(random.below(200001) - 100000) / 24999.0f;
-  return testing::round_bits(dtype, value);
-}
-
-// Every fourth row may hold NaN and infinities, which make all of its norm NaN; the others are
-// finite.
-inline void fill(Matrix& matrix, Random& random) {
-  for (int64_t row = 0; row < matrix.rows; ++row) {
-    const bool hurtful = random.below(4) == 0;
-    for (int64_t i = 0; i < matrix.columns; ++i) {
-      const bool now = hurtful && random.below(8) == 0;
-      matrix.set_bits(row, i,
-                      now ? hurtful_bits(random, matrix.dtype) : finite_bits(random, matrix.dtype));
-    }
-  }
-}
-
-// A random op, its rounding, its quantisation and where its results go.
-inline AllnormCall make_call(Random& random) {
-  AllnormCall call = {};
-  call.struct_bytes = sizeof(call);
-  static const int32_t ops[] = {ALLNORM_ALL_REDUCE,   ALLNORM_ADD_RMS_NORM,   ALLNORM_ADD_RMS_NORM,
-                                ALLNORM_ADD_RMS_NORM, ALLNORM_ADD_RMS_NORM,   ALLNORM_ADD_RMS_NORM,
-                                ALLNORM_ADD_RMS_NORM, ALLNORM_ALL_GATHER_ROWS};
-  call.op = ops[random.below(8)];
-  call.algorithm = static_cast<int32_t>(random.below(2));
-  call.dtype = static_cast<int32_t>(random.below(3));
-  call.weight_dtype = random.below(3) == 0 ? ALLNORM_FLOAT32 : call.dtype;
-  call.numerics = static_cast<int32_t>(random.below(4));
-  call.eps = 1e-5f;
-  call.weight_bias = random.below(2) == 0 ? 0.0f : 1.0f;
-  static const int64_t sizes[] = {8, 120, 264, 520, 1032};
-  call.hidden_size = sizes[random.below(5)];
-  call.num_tokens = 1 + random.below(8);
-  if (call.op != ALLNORM_ADD_RMS_NORM) return call;
-  if (random.below(3) == 0) {
-    call.flags = ALLNORM_RESIDUAL_SHARDED;
-    call.algorithm = ALLNORM_TWO_SHOT;
-  }
-  call.quant = static_cast<int32_t>(random.below(5) % 4);
-  if (call.quant != ALLNORM_QUANT_PER_GROUP) return call;
-  call.group_size = 16 << random.below(6);
-  call.hidden_size = call.group_size * (1 + random.below(std::max(1, 1056 / call.group_size)));
-  call.scale_format = static_cast<int32_t>(random.below(3));
-  return call;
-}
-
-// Room for the quantised result, full of other bits, in a random layout.
-inline void make_quantized(Operation& op, int world_size, Random& random) {
-  AllnormCall& call = op.call;
-  const int64_t rows = call.num_tokens, aligned_rows = (rows + 3) / 4 * 4;
-  int64_t words = scales_per_row(call);
-  if (call.scale_format == ALLNORM_SCALE_UE8M0_PACKED) words = (words + 3) / 4;
-  const int64_t layout = random.below(3);
-  call.scale_row_stride = layout == 0 ? words + 1 : 1;
-  call.scale_group_stride = layout == 0 ? 1 : layout == 1 ? rows : aligned_rows;
-  call.scale_padding_rows = layout == 2 ? static_cast<int32_t>(aligned_rows - rows) : 0;
-  call.quantized_stride = call.hidden_size + 16;
-  const int64_t size = layout == 0 ? rows * (words + 1) : aligned_rows * words;
-  for (int rank = 0; rank < world_size; ++rank) {
-    Quantized result;
-    result.bytes.assign(static_cast<size_t>(rows * call.quantized_stride), 0xa5);
-    result.scales.assign(static_cast<size_t>(std::max<int64_t>(size, 1)), 0xa5a5a5a5);
-    if (call.quant == ALLNORM_QUANT_PER_TENSOR) {
-      static const float scales[] = {0.02f, 1.0f, 0.0f, 3e-39f, -2.0f};
-      result.scales[0] = bit_cast<uint32_t>(scales[call.num_tokens % 5]);
-    }
-    op.quantized.push_back(std::move(result));
-  }
-}
-
-// All ranks' data of a call; with quantisation, `normed` says whether y is wanted too.
-inline Operation make_operation(int world_size, Random& random, const AllnormCall& of,
-                                bool normed) {
-  Operation op;
-  op.call = of;
-  AllnormCall& call = op.call;
-  op.dense = random.below(2) == 0;
-  const int64_t packs = call.hidden_size * element_bytes(call.dtype) / kPackBytes;
-  op.cluster_size = 1 << random.below(packs > 32 ? 3 : 1);
-  op.num_blocks = choose_num_blocks(call.num_tokens, op.cluster_size,
-                                    op.cluster_size * static_cast<int>(2 + random.below(3)), 1);
-  const auto matrix = [&](int64_t rows, int dtype, int64_t gap) {
-    Matrix result(dtype, rows, call.hidden_size, gap);
-    fill(result, random);
-    return result;
-  };
-  if (random.below(4) != 0) {
-    op.residual = std::make_unique<Matrix>(matrix(call.num_tokens, call.dtype, 24));
-  }
-  op.weight = std::make_unique<Matrix>(call.weight_dtype, 1, call.hidden_size);
-  for (int64_t i = 0; i < call.hidden_size; ++i) {
-    op.weight->set_bits(0, i, finite_bits(random, call.weight_dtype));
-  }
-  for (int rank = 0; rank < world_size; ++rank) {
-    const RowShard shard = row_shard(call.num_tokens, world_size, rank);
-    // Not even a rank without rows may pass NULL.
-    const int64_t own = std::max<int64_t>(1, shard.end - shard.begin);
-    const bool gathered = call.op == ALLNORM_ALL_GATHER_ROWS;
-    op.x.push_back(matrix(gathered ? own : call.num_tokens, call.dtype, 24));
-    op.out.emplace_back(call.dtype, call.num_tokens, call.hidden_size, 8);
-    op.residual_out.emplace_back(call.dtype, is_sharded(call) ? own : call.num_tokens,
-                                 call.hidden_size, 16);
-  }
-  if (is_quantized(call)) {
-    make_quantized(op, world_size, random);
-    if (!normed) op.out.clear();
-  }
-  return op;
-}
-inline Operation make_operation(int world_size, Random& random) {
-  const AllnormCall call = make_call(random);
-  return make_operation(world_size, random, call, random.below(2) == 0);
-}
-
-inline AllnormCall call_of(Operation& op, int rank) {
-  AllnormCall call = op.call;
-  const auto r = static_cast<size_t>(rank);
-  call.x = op.x[r].data();
-  call.x_stride = op.x[r].stride;
-  if (!op.out.empty()) {
-    call.out = op.out[r].data();
-    call.out_stride = op.out[r].stride;
-  }
-  if (!is_norm(call)) return call;
-  call.residual_out = op.residual_out[r].data();
-  call.residual_out_stride = op.residual_out[r].stride;
-  call.weight = op.weight->data();
-  if (op.residual != nullptr) {
-    const int world_size = static_cast<int>(op.x.size());
-    const int64_t first = is_sharded(call) ? row_shard(call.num_tokens, world_size, rank).begin : 0;
-    call.residual = static_cast<const char*>(op.residual->data()) +
-                    first * op.residual->stride * element_bytes(call.dtype);
-    call.residual_stride = op.residual->stride;
-  }
-  if (is_quantized(call)) {
-    call.quantized = op.quantized[r].bytes.data();
-    call.scale = op.quantized[r].scales.data();
-  }
-  return call;
-}
-
-inline bool same(int dtype, uint32_t got, uint32_t expected) {
-  const float a = testing::to_float(dtype, got), b = testing::to_float(dtype, expected);
-  return got == expected || (a != a && b != b);  // a NaN's payload is free
-}
-
-inline std::vector<uint32_t> bits_of_row(const Matrix& matrix, int64_t row) {
-  std::vector<uint32_t> bits;
-  for (int64_t i = 0; i < matrix.columns; ++i) bits.push_back(matrix.bits(row, i));
-  return bits;
-}
-
-// Elements of a quantised row, and its scales, that are not what quantising `y` gives.
-inline int64_t count_wrong_quantized(const Operation& op, const Quantized& got, int64_t row,
-                                     const std::vector<uint32_t>& y) {
-  AllnormCall call = op.call;
-  call.scale = const_cast<uint32_t*>(got.scales.data());
-  const ExpectedQuant expected = reference_quantize(call, y);
-  int64_t wrong = 0;
-  for (int64_t i = 0; i < call.hidden_size; ++i) {
-    const uint8_t byte = got.bytes[static_cast<size_t>(row * call.quantized_stride + i)];
-    const uint8_t should = expected.bytes[static_cast<size_t>(i)];
-    wrong += byte != should && ((byte & should & 0x7f) != 0x7f);
-  }
-  const auto groups = static_cast<int64_t>(expected.scales.size());
-  if (call.quant == ALLNORM_QUANT_PER_TENSOR) return wrong;
-  const bool packed = call.scale_format == ALLNORM_SCALE_UE8M0_PACKED;
-  const auto word = [&](int64_t at_row, int64_t group) {
-    return got.scales[static_cast<size_t>(at_row * call.scale_row_stride +
-                                          group * call.scale_group_stride)];
-  };
-  for (int64_t group = 0; group < (packed ? (groups + 3) / 4 * 4 : groups); ++group) {
-    const uint32_t scale =
-        group < groups ? expected.scales[static_cast<size_t>(group)] : 0;  // a byte of nothing
-    wrong += packed ? (word(row, group / 4) >> (8 * (group % 4)) & 0xff) != (scale >> 23 & 0xff)
-                    : !same(ALLNORM_FLOAT32, word(row, group), scale);
-  }
-  for (int32_t padding = 0; row == 0 && padding < call.scale_padding_rows; ++padding) {
-    for (int64_t group = 0; group < (packed ? (groups + 3) / 4 : groups); ++group) {
-      wrong += word(call.num_tokens + padding, group) != 0;
-    }
-  }
-  return wrong;
-}
-
-// Elements of row `row` of rank `rank`'s results that are wrong.
-inline int64_t count_wrong(const Operation& op, int rank, int64_t row) {
-  const AllnormCall& call = op.call;
-  const auto r = static_cast<size_t>(rank);
-  const int world_size = static_cast<int>(op.x.size());
-  int owner = 0;
-  while (row >= row_shard(call.num_tokens, world_size, owner).end) ++owner;
-  const int64_t local = row - row_shard(call.num_tokens, world_size, owner).begin;
-  const auto wrong_in = [&](const Matrix& got, int64_t got_row, const std::vector<uint32_t>& bits) {
-    int64_t wrong = 0;
-    for (int64_t i = 0; i < call.hidden_size; ++i) {
-      wrong += !same(call.dtype, got.bits(got_row, i), bits[static_cast<size_t>(i)]);
-    }
-    return wrong;
-  };
-  if (call.op == ALLNORM_ALL_GATHER_ROWS) {
-    return wrong_in(op.out[r], row, bits_of_row(op.x[static_cast<size_t>(owner)], local));
-  }
-  std::vector<std::vector<uint32_t>> sources;
-  for (const Matrix& x : op.x) sources.push_back(bits_of_row(x, row));
-  const Expected expected = reference_row(
-      call, sources,
-      op.residual == nullptr ? std::vector<uint32_t>() : bits_of_row(*op.residual, row),
-      bits_of_row(*op.weight, 0));
-  int64_t wrong = op.out.empty() ? 0 : wrong_in(op.out[r], row, expected.out);
-  if (is_norm(call) && (!is_sharded(call) || owner == rank)) {
-    const int64_t at = is_sharded(call) ? local : row;
-    wrong += wrong_in(op.residual_out[r], at, expected.residual_out);
-  }
-  if (is_quantized(call)) wrong += count_wrong_quantized(op, op.quantized[r], row, expected.out);
-  return wrong;
-}
-
-inline void compare(const Operation& op, int rank, int number) {
-  const AllnormCall& call = op.call;
-  for (int64_t row = 0; row < call.num_tokens; ++row) {
-    const int64_t wrong = count_wrong(op, rank, row);
-    check(wrong == 0,
-          "operation %d, rank %d of %zu, row %lld of %lldx%lld: %lld elements wrong (op %d dtype "
-          "%d algorithm %d flags %d numerics %d quant %d group_size %d format %d dense %d "
-          "clusters of %d)",
-          number, rank, op.x.size(), static_cast<long long>(row),
-          static_cast<long long>(call.num_tokens), static_cast<long long>(call.hidden_size),
-          static_cast<long long>(wrong), call.op, call.dtype, call.algorithm, call.flags,
-          call.numerics, call.quant, call.group_size, call.scale_format, op.dense, op.cluster_size);
-  }
-}
 
 template <class T, int kWorldSize, bool kQuantized>
 void run_kernel(const OwnedRowsParams& params, const Operation& op) {
@@ -304,8 +38,8 @@ void run_kernel(const OwnedRowsParams& params, const Operation& op) {
                         : run_kernel<T, kWorldSize, false>(params, op);
 }
 
-// Enqueues rank `config.rank`'s part: `chunks` launches.
-template <int kWorldSize>
+// Enqueues rank `config.rank`'s part, of one of the element types given.
+template <int kWorldSize, class... Types>
 void launch(shim::Machine& machine, const AllnormCommConfig& config, Operation& op,
             AllnormFault* fault) {
   const AllnormCall call = call_of(op, config.rank);
@@ -322,14 +56,8 @@ void launch(shim::Machine& machine, const AllnormCommConfig& config, Operation& 
          .num_threads = static_cast<uint32_t>(threads_of(params.fused.packs, op.cluster_size)),
          .cluster_size = static_cast<uint32_t>(op.cluster_size),
          .kernel = [params, &op] {
-           switch (op.call.dtype) {
-             case ALLNORM_FLOAT32:
-               return run_kernel<Float32, kWorldSize>(params, op);
-             case ALLNORM_FLOAT16:
-               return run_kernel<Float16, kWorldSize>(params, op);
-             default:
-               return run_kernel<Bfloat16, kWorldSize>(params, op);
-           }
+           (..., (kDtypeOf<Types> == op.call.dtype ? run_kernel<Types, kWorldSize>(params, op)
+                                                   : void()));
          }});
     first += count;
   }
@@ -342,10 +70,12 @@ inline uint32_t num_launches(const Operation& op, int world_size) {
 
 // The workspaces and fault records of a group of ranks.
 struct FiberGroup {
-  FiberGroup(int world_size, uint32_t first_op, int64_t timeout_ns)
+  FiberGroup(int world_size, uint32_t first_op, int64_t timeout_ns,
+             int64_t workspace_bytes = kWorkspaceBytes)
       : workspaces(static_cast<size_t>(world_size)), faults(static_cast<size_t>(world_size)) {
     for (auto& workspace : workspaces) {
-      workspace.assign(kWorkspaceBytes / sizeof(Pack), Pack{~0u, ~0u, ~0u, ~0u});
+      workspace.assign(static_cast<size_t>(workspace_bytes) / sizeof(Pack),
+                       Pack{~0u, ~0u, ~0u, ~0u});
       const std::vector<char> control = first_control_block(first_op);
       std::copy(control.begin(), control.end(), reinterpret_cast<char*>(workspace.data()));
     }
@@ -354,12 +84,22 @@ struct FiberGroup {
       config.struct_bytes = sizeof(config);
       config.rank = rank;
       config.world_size = world_size;
-      config.workspace_bytes = kWorkspaceBytes;
+      config.workspace_bytes = workspace_bytes;
       config.timeout_ns = timeout_ns;
       config.first_op = first_op;
       config.flags = first_op % 2 == 0 ? ALLNORM_LATE_TRIGGER : 0;
       for (size_t r = 0; r < workspaces.size(); ++r) config.workspaces[r] = workspaces[r].data();
       configs.push_back(config);
+    }
+  }
+
+  void share_with(shim::Machine& machine) {
+    for (size_t rank = 0; rank < workspaces.size(); ++rank) {
+      machine.share({.owner = static_cast<int>(rank),
+                     .begin = reinterpret_cast<char*>(workspaces[rank].data()),
+                     .bytes = configs[rank].workspace_bytes,
+                     .flags_begin = PushControl::kReleased,
+                     .flags_end = PushControl::kBytes});
     }
   }
 
@@ -376,7 +116,7 @@ struct FiberGroup {
         }
       }
       const auto* words = reinterpret_cast<const uint32_t*>(own + PushControl::kBytes);
-      const int64_t count = (kWorkspaceBytes - PushControl::kBytes) / 4;
+      const int64_t count = (configs[rank].workspace_bytes - PushControl::kBytes) / 4;
       check(std::all_of(words, words + count, [](uint32_t word) { return word == kEmptyWord; }),
             "rank %zu: a slot is not empty after the last operation", rank);
       check(faults[rank].status == ALLNORM_OK, "rank %zu recorded status %d", rank,

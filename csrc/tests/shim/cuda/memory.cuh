@@ -1,4 +1,4 @@
-// The verbs of csrc/cuda/memory.cuh on fibers: found first on the include path of the kernel test.
+// The verbs of csrc/cuda/memory.cuh on fibers: found first on the include path of the kernel tests.
 #ifndef ALLNORM_CUDA_MEMORY_CUH_
 #define ALLNORM_CUDA_MEMORY_CUH_
 
@@ -10,142 +10,159 @@
 
 namespace allnorm {
 
-inline shim::Machine& machine() { return shim::Machine::get(); }
+// What memory that is shared between ranks is stored to and loaded from with. Atomic and relaxed,
+// as on the device: in itself it orders nothing.
+template <class T>
+void relaxed_store(void* address, T value) {
+  shim::note_store(address, sizeof(T));
+  __atomic_store_n(static_cast<T*>(address), value, __ATOMIC_RELAXED);
+}
+template <class T>
+T relaxed_load(const void* address) {
+  shim::note_load(address, sizeof(T));
+  return __atomic_load_n(static_cast<const T*>(address), __ATOMIC_RELAXED);
+}
 
 // ---- across the link: a thread may be interrupted between the words of a 16-byte access
 
 inline void store_relaxed_sys(void* address, const Pack& pack) {
-  auto* words = static_cast<uint32_t*>(address);
   for (int i = 0; i < 4; ++i) {
-    machine().yield_sometimes(64);
-    words[i] = pack.word[i];
+    shim::yield_sometimes(64);
+    relaxed_store(static_cast<uint32_t*>(address) + i, pack.word[i]);
   }
 }
 
 inline Pack load_relaxed_sys(const void* address) {
-  const auto* words = static_cast<const uint32_t*>(address);
-  machine().yield_sometimes(4);  // the spin hook: every wait polls through here
+  shim::yield_sometimes(4);  // the spin hook: every wait polls through here
   Pack pack;
   for (int i = 3; i >= 0; --i) {
-    machine().yield_sometimes(64);
-    pack.word[i] = words[i];
+    shim::yield_sometimes(64);
+    pack.word[i] = relaxed_load<uint32_t>(static_cast<const uint32_t*>(address) + i);
   }
   return pack;
 }
 
 inline void store_relaxed_sys(void* address, uint64_t value) {
-  machine().yield_sometimes(8);
-  *static_cast<uint64_t*>(address) = value;
+  shim::yield_sometimes(8);
+  relaxed_store(address, value);
 }
 
 inline uint64_t load_relaxed_sys_u64(const void* address) {
-  machine().yield_sometimes(4);
-  return *static_cast<const uint64_t*>(address);
+  shim::yield_sometimes(4);
+  return relaxed_load<uint64_t>(address);
 }
 
 inline void store_relaxed_sys(void* address, uint32_t value) {
-  machine().yield_sometimes(8);
-  *static_cast<uint32_t*>(address) = value;
+  shim::yield_sometimes(8);
+  relaxed_store(address, value);
 }
 
 inline uint32_t load_relaxed_sys_u32(const void* address) {
-  machine().yield_sometimes(4);
-  return *static_cast<const uint32_t*>(address);
+  shim::yield_sometimes(4);
+  return relaxed_load<uint32_t>(address);
 }
 
-inline uint32_t load_acquire_sys_u32(const void* address) { return load_relaxed_sys_u32(address); }
+inline uint32_t load_acquire_sys_u32(const void* address) {
+  const uint32_t value = load_relaxed_sys_u32(address);
+  shim::acquire_seen(address);
+  return value;
+}
 
-inline void fence_acq_rel_sys() { machine().yield_sometimes(2); }
+inline void fence_acq_rel_sys() { shim::fence(shim::Scope::kSystem); }
 
-// ---- this device
+// ---- this device. Of these only a store may meet a peer's: where a slot is made empty.
+
+template <class T>
+void plain_store(void* address, T value) {
+  if (shim::is_shared(address)) {
+    relaxed_store(address, value);
+  } else {
+    memcpy(address, &value, sizeof(value));
+  }
+}
 
 inline Pack load_pack(const void* address) {
   Pack pack;
   memcpy(&pack, address, sizeof(pack));
   return pack;
 }
-inline void store_pack(void* address, const Pack& pack) { memcpy(address, &pack, sizeof(pack)); }
+inline void store_pack(void* address, const Pack& pack) {
+  for (int i = 0; i < 4; ++i) plain_store(static_cast<uint32_t*>(address) + i, pack.word[i]);
+}
 inline uint32_t load_u32(const void* address) { return *static_cast<const uint32_t*>(address); }
 inline uint64_t load_u64(const void* address) { return *static_cast<const uint64_t*>(address); }
-inline void store_u64(void* address, uint64_t value) { memcpy(address, &value, sizeof(value)); }
-inline void store_u32(void* address, uint32_t value) { memcpy(address, &value, sizeof(value)); }
+inline void store_u64(void* address, uint64_t value) { plain_store(address, value); }
+inline void store_u32(void* address, uint32_t value) { plain_store(address, value); }
 inline void store_u8(void* address, uint32_t value) {
   *static_cast<uint8_t*>(address) = static_cast<uint8_t>(value);
 }
 
 // ---- shared memory
 
-constexpr size_t kDynamicSharedOffset = shim::kSharedBytes / 2;
-
-// Where the next variable of a new type goes.
-inline size_t reserve_shared(size_t bytes) {
-  static size_t end = 0;
-  const size_t begin = end;
-  end += (bytes + 15) / 16 * 16;
-  if (end > kDynamicSharedOffset) abort();
-  return begin;
-}
+template <class T>
+inline const size_t kSharedOffset = shim::reserve_shared(sizeof(T));
 template <class T>
 T& shared_storage() {
-  static const size_t offset = reserve_shared(sizeof(T));
-  return *reinterpret_cast<T*>(shim::fiber().block->shared.data() + offset);
+  return *reinterpret_cast<T*>(shim::shared_memory() + kSharedOffset<T>);
 }
 inline float* dynamic_shared_floats() {
-  return reinterpret_cast<float*>(shim::fiber().block->shared.data() + kDynamicSharedOffset);
+  return reinterpret_cast<float*>(shim::shared_memory() + shim::kDynamicSharedOffset);
 }
 
 // ---- launches and clusters
 
-inline void wait_for_preceding_grid() {
-  while (shim::fiber().block->grid->preceding != nullptr) machine().yield();
-}
-inline void trigger_next_grid() { shim::fiber().block->triggered = true; }
+inline void wait_for_preceding_grid() { shim::wait_for_preceding_grid(); }
+inline void trigger_next_grid() { shim::trigger_next_grid(); }
 
-inline uint32_t cluster_size() { return shim::fiber().block->grid->launch.cluster_size; }
-inline uint32_t cluster_rank() { return shim::fiber().block->index % cluster_size(); }
-inline void cluster_sync() {
-  shim::Block& block = *shim::fiber().block;
-  machine().meet(block.grid->clusters[block.index / cluster_size()]);
-}
+inline uint32_t cluster_size() { return shim::cluster_dim(); }
+inline uint32_t cluster_rank() { return shim::block_index().x % shim::cluster_dim(); }
+inline void cluster_sync() { shim::sync_cluster(); }
 
 // As an mbarrier: a phase ends when the one expected thread has arrived and no bytes are missing.
+// Its first state is written plainly, what follows is atomic.
 struct SharedBarrier {
   uint32_t phase;
   int32_t missing_threads;
   int64_t missing_bytes;
 
-  void settle() {
-    if (missing_threads != 0 || missing_bytes != 0) return;
-    ++phase;
-    missing_threads = 1;
+  void arrive(int32_t threads, int64_t bytes) {
+    const uint32_t now = __atomic_load_n(&phase, __ATOMIC_RELAXED);
+    shim::release(token(now));
+    const int64_t missing = __atomic_add_fetch(&missing_bytes, bytes, __ATOMIC_RELAXED);
+    if (__atomic_sub_fetch(&missing_threads, threads, __ATOMIC_RELAXED) != 0 || missing != 0)
+      return;
+    __atomic_store_n(&missing_threads, 1, __ATOMIC_RELAXED);
+    __atomic_store_n(&phase, now + 1, __ATOMIC_RELAXED);
+    shim::note_change();
+  }
+  void wait(uint32_t parity) {
+    while (__atomic_load_n(&phase, __ATOMIC_RELAXED) % 2 == parity) {
+      shim::sleep_until_change();
+    }
+    shim::acquire(token(parity));
+  }
+  // What ThreadSanitizer knows a phase by; two, as for a Meeting.
+  const void* token(uint32_t phase_or_parity) const {
+    return reinterpret_cast<const char*>(this) + phase_or_parity % 2;
   }
 };
 inline void init_barrier(SharedBarrier* barrier) { *barrier = {0, 1, 0}; }
-inline void expect_bytes(SharedBarrier* barrier, uint32_t bytes) {
-  barrier->missing_bytes += bytes;
-  --barrier->missing_threads;
-  barrier->settle();
-}
+inline void expect_bytes(SharedBarrier* barrier, uint32_t bytes) { barrier->arrive(1, bytes); }
+// The value is written by this thread and not, as on the device, on its behalf: its earlier loads
+// are ordered before (see shuffle_xor in machine.cpp), and so are, which the device does not
+// promise, its earlier stores.
 inline void store_async_cluster(float* address, SharedBarrier* barrier, uint32_t rank,
                                 float value) {
-  machine().yield_sometimes(16);
-  shim::Block& mine = *shim::fiber().block;
-  shim::Block& theirs = *mine.grid->blocks[mine.index / cluster_size() * cluster_size() + rank];
-  const auto there = [&](const void* here) {
-    return theirs.shared.data() + (static_cast<const char*>(here) - mine.shared.data());
-  };
-  *reinterpret_cast<float*>(there(address)) = value;
-  auto* remote = reinterpret_cast<SharedBarrier*>(there(barrier));
-  remote->missing_bytes -= static_cast<int64_t>(sizeof(value));
-  remote->settle();
+  shim::yield_sometimes(16);
+  *static_cast<float*>(shim::in_cluster(rank, address)) = value;
+  static_cast<SharedBarrier*>(shim::in_cluster(rank, barrier))
+      ->arrive(0, -static_cast<int64_t>(sizeof(value)));
 }
-inline void wait_barrier(SharedBarrier* barrier, uint32_t parity) {
-  while (barrier->phase % 2 == parity) machine().yield();
-}
+inline void wait_barrier(SharedBarrier* barrier, uint32_t parity) { barrier->wait(parity); }
 
 // Time passes by turns of the scheduler.
 struct DeviceClock {
-  static int64_t now_ns() { return static_cast<int64_t>(machine().turns()) * 1000; }
+  static int64_t now_ns() { return static_cast<int64_t>(shim::turns()) * 1000; }
 };
 
 }  // namespace allnorm

@@ -1,0 +1,80 @@
+// The local kernel, of `unfused` and of the norm of a reduced tensor, over fibers (tests/shim):
+// every dtype, any hidden_size, as many sources as a group may have ranks; bit for bit against the
+// numerics page.
+#include <vector>
+
+#include "cuda/local.cuh"
+#include "tests/cuda_calls.h"
+
+namespace allnorm {
+namespace {
+
+using namespace testing;  // NOLINT: a test
+
+template <class T, bool kAligned, bool kQuantized>
+void run_local(const AllnormCall& of, uint64_t seed) {
+  Random random(seed);
+  const auto sources = static_cast<int>(1 + random.below(kPushMaxWorldSize));
+  AllnormCall call = of;
+  call.dtype = call.weight_dtype = kDtypeOf<T>;
+  call.op = ALLNORM_ADD_RMS_NORM;
+  call.num_tokens = 3;
+  Operation op = make_operation(sources, random, call, random.below(2) == 0);
+  // One matrix that holds all sources, one after the other.
+  Matrix stacked(call.dtype, call.num_tokens * sources, call.hidden_size);
+  for (int64_t row = 0; row < stacked.rows; ++row) {
+    const Matrix& x = op.x[static_cast<size_t>(row / call.num_tokens)];
+    for (int64_t i = 0; i < call.hidden_size; ++i) {
+      stacked.set_bits(row, i, x.bits(row % call.num_tokens, i));
+    }
+  }
+  call = call_of(op, 0);
+  const int64_t row_bytes = call.hidden_size * testing::element_bytes(call.dtype);
+  const LocalParams params = {
+      .x = rows_from(stacked.data(), row_bytes, 0),
+      .epilogue = epilogue_params(call, 0, 0, quant_params(call, 0, call.num_tokens, true)),
+      .source_stride_bytes = call.num_tokens * row_bytes,
+      .num_tokens = call.num_tokens,
+      .num_sources = sources};
+  const int64_t packs = (call.hidden_size + kElemsPerPack<T> - 1) / kElemsPerPack<T>;
+  shim::Machine machine(1, seed);
+  machine.launch(
+      0, {.num_blocks = 2,
+          .num_threads = 64,
+          .dynamic_shared_bytes = static_cast<uint32_t>(local_shared_bytes(packs, kQuantized)),
+          .kernel = [params] { local_kernel<T, kAligned, kQuantized>(params); }});
+  check(machine.run(1'000'000), "the local kernel does not end");
+  compare(op, 0, -1);
+}
+
+template <class T, bool kAligned>
+void test_local(int64_t hidden_size, uint64_t seed) {
+  AllnormCall call = {};
+  call.eps = 1e-5f;
+  call.hidden_size = hidden_size;
+  call.numerics = static_cast<int32_t>(seed % 4);
+  run_local<T, kAligned, false>(call, seed);
+  call.quant = ALLNORM_QUANT_PER_TOKEN;
+  run_local<T, kAligned, true>(call, seed);
+  call.quant = ALLNORM_QUANT_PER_TENSOR;
+  run_local<T, kAligned, true>(call, seed);
+  call.quant = ALLNORM_QUANT_PER_GROUP;
+  for (call.group_size = 16; call.group_size <= 512; call.group_size *= 2) {
+    call.scale_format = static_cast<int32_t>(call.group_size / 16 % 3);
+    call.hidden_size = (hidden_size + call.group_size - 1) / call.group_size * call.group_size;
+    run_local<T, kAligned, true>(call, seed);
+  }
+}
+
+}  // namespace
+}  // namespace allnorm
+
+int main() {
+  using namespace allnorm;
+  test_local<Bfloat16, true>(2888, 1);
+  test_local<Bfloat16, false>(4095, 2);
+  test_local<Float16, false>(7, 3);
+  test_local<Float32, true>(1028, 4);
+  test_local<Float32, false>(1, 5);
+  return testing::result();
+}

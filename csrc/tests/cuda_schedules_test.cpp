@@ -1,0 +1,125 @@
+// The CUDA kernels in schedules that are made to hurt: ranks far apart, one held back, one warp
+// held back, dependent grids that overtake. Everything of one dtype at two and three ranks, so that
+// it is compiled in seconds: this is what ThreadSanitizer watches, and what mutants are tried on
+// (tests/mutants). cuda_kernels_test has the rest.
+//
+//   cuda_schedules_test [seeds [first seed]]
+#include <cstdlib>
+#include <deque>
+#include <memory>
+#include <vector>
+
+#include "tests/cuda_ranks.h"
+
+extern "C" __attribute__((visibility("default"))) const char* __tsan_default_options() {
+  return "halt_on_error=1:history_size=4";
+}
+
+namespace allnorm {
+namespace {
+
+using namespace testing;  // NOLINT: a test
+
+// Before each call of the program that uses allnorm there are kernels that make its input.
+class Producer {
+ public:
+  explicit Producer(int64_t bytes) : live_(static_cast<size_t>(bytes)) {}
+
+  // Enqueues one that makes `x`; lets its dependent in before it has.
+  void launch(shim::Machine& machine, int rank, const Matrix& x) {
+    machine.launch(rank, {.num_threads = 64, .exchanges = false, .kernel = [this, &x] {
+                            trigger_next_grid();
+                            wait_for_preceding_grid();
+                            for (size_t i = threadIdx.x; i < x.bytes.size(); i += blockDim.x) {
+                              live_[i] = x.bytes[i];
+                            }
+                          }});
+  }
+  void* data() { return live_.data(); }
+
+ private:
+  std::vector<uint8_t> live_;
+};
+
+// About half of the operations need a large phase.
+constexpr int64_t kWorkspace = 256 << 10;
+constexpr uint64_t kSeedStep = 1000;
+
+bool may_follow(const Operation& op, const Operation& before) {
+  return is_norm(op.call) && is_norm(before.call);
+}
+
+// Calls of which many are as the one before: as the layers of a model are, with its residual.
+template <int kWorldSize>
+std::deque<Operation> make_operations(Random& random, int count) {
+  std::deque<Operation> operations;
+  while (static_cast<int>(operations.size()) < count) {
+    const bool repeats = !operations.empty() && random.below(2) == 0;
+    AllnormCall call = repeats ? operations.back().call : make_call(random);
+    call.dtype = ALLNORM_BFLOAT16;
+    if (call.weight_dtype != ALLNORM_FLOAT32) call.weight_dtype = ALLNORM_BFLOAT16;
+    const bool normed = repeats ? !operations.back().out.empty() : random.below(2) == 0;
+    Operation op = make_operation(kWorldSize, random, call, normed);
+    op.cluster_size = std::min(op.cluster_size, 2);
+    op.num_blocks = op.cluster_size * static_cast<int>(2 + random.below(2));
+    if (repeats && may_follow(op, operations.back())) op.residual_of = &operations.back();
+    operations.push_back(std::move(op));
+  }
+  return operations;
+}
+
+template <int kWorldSize>
+void test_schedule(shim::Schedule schedule, uint64_t seed, int num_operations) {
+  Random random(kSeedStep * seed + static_cast<uint64_t>(schedule));
+  const auto first_op = static_cast<uint32_t>(0 - random.below(2 * num_operations));
+  FiberGroup group(kWorldSize, first_op, /*timeout_ns=*/int64_t{1} << 60, kWorkspace);
+  std::deque<Operation> operations = make_operations<kWorldSize>(random, num_operations);
+  size_t most_bytes = 0;
+  for (const Operation& op : operations) {
+    for (const Matrix& x : op.x) most_bytes = std::max(most_bytes, x.bytes.size());
+  }
+  std::vector<Producer> producers(kWorldSize, Producer(static_cast<int64_t>(most_bytes)));
+
+  shim::Machine machine(kWorldSize, seed, schedule);
+  group.share_with(machine);
+  for (Operation& op : operations) {
+    for (size_t rank = 0; rank < kWorldSize; ++rank) {
+      producers[rank].launch(machine, static_cast<int>(rank), op.x[rank]);
+      op.live_x.push_back(producers[rank].data());
+      launch<kWorldSize, Bfloat16>(machine, group.configs[rank], op, &group.faults[rank]);
+    }
+  }
+  const auto number = static_cast<int>(schedule);
+  if (!check(machine.run(kMaxTurns), "world size %d, schedule %d, seed %llu: does not end",
+             kWorldSize, number, static_cast<unsigned long long>(seed))) {
+    std::_Exit(result());  // fibers are still there
+  }
+  const int failures = g_failures;
+  uint32_t next_op = first_op;
+  for (int i = 0; i < num_operations; ++i) {
+    const Operation& op = operations[static_cast<size_t>(i)];
+    for (int rank = 0; rank < kWorldSize; ++rank) compare(op, rank, i);
+    next_op += num_launches(op, kWorldSize);
+  }
+  group.check_at_rest(next_op);
+  check(schedule != shim::Schedule::kRankHeld || machine.greatest_lead() > 0,
+        "no rank was ever ahead of another");
+  check(failures == g_failures, "world size %d, schedule %d, seed %llu: see above", kWorldSize,
+        number, static_cast<unsigned long long>(seed));
+}
+
+}  // namespace
+}  // namespace allnorm
+
+int main(int argc, char** argv) {
+  using namespace allnorm;
+  const uint64_t seeds = argc > 1 ? strtoull(argv[1], nullptr, 10) : 4;
+  const uint64_t first = argc > 2 ? strtoull(argv[2], nullptr, 10) : 1;
+  for (uint64_t seed = first; seed < first + seeds && testing::g_failures == 0; ++seed) {
+    for (int schedule = 0; schedule < shim::kSchedules; ++schedule) {
+      test_schedule<2>(static_cast<shim::Schedule>(schedule), seed, 8);
+      test_schedule<3>(static_cast<shim::Schedule>(schedule), seed, 6);
+    }
+  }
+  return testing::result();
+}

@@ -1,0 +1,158 @@
+#include "tests/shim/model.h"
+
+#include <sys/mman.h>
+
+#include <cstdlib>
+
+// Of ThreadSanitizer's runtime, where it is linked.
+extern "C" {
+__attribute__((weak)) void __tsan_acquire(void* address);
+__attribute__((weak)) void __tsan_release(void* address);
+__attribute__((weak)) void AnnotateIgnoreReadsBegin(const char* file, int line);
+__attribute__((weak)) void AnnotateIgnoreReadsEnd(const char* file, int line);
+__attribute__((weak)) void AnnotateIgnoreWritesBegin(const char* file, int line);
+__attribute__((weak)) void AnnotateIgnoreWritesEnd(const char* file, int line);
+__attribute__((weak)) void* __tsan_external_register_tag(const char* object_type);
+__attribute__((weak)) void __tsan_external_read(void* address, void* caller, void* tag);
+__attribute__((weak)) void __tsan_external_write(void* address, void* caller, void* tag);
+}
+
+namespace allnorm::shim {
+namespace {
+
+constexpr int64_t kWordBytes = 4;
+// Operations for which a word's accesses are told apart, and how far back a push looks: further
+// than any number of phases.
+constexpr uint64_t kOperations = 8, kLookBack = 4;
+// Objects lie 8 bytes apart: what ThreadSanitizer remembers of accesses it remembers by 8 bytes.
+constexpr uint64_t kObjectBytes = 8;
+
+void* slot_tag() {
+  static void* const tag = __tsan_external_register_tag("workspace slot");
+  return tag;
+}
+
+}  // namespace
+
+// A region with what is known of its words.
+struct Model::Shared {
+  explicit Shared(const Region& of)
+      : region(of),
+        fences(static_cast<size_t>(of.bytes / kWordBytes)),
+        objects_bytes(static_cast<size_t>(of.bytes / kWordBytes) * kOperations * kObjectBytes) {
+    void* const memory = mmap(nullptr, objects_bytes, PROT_READ | PROT_WRITE,
+                              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED) abort();
+    objects = static_cast<char*>(memory);
+  }
+  ~Shared() { munmap(objects, objects_bytes); }
+  Shared(const Shared&) = delete;
+
+  bool has_uses(int64_t offset) const {
+    return offset < region.flags_begin || offset >= region.flags_end;
+  }
+  void* object(int64_t offset, uint64_t operation) const {
+    const auto word = static_cast<uint64_t>(offset / kWordBytes);
+    return objects + (word * kOperations + operation % kOperations) * kObjectBytes;
+  }
+
+  Region region;
+  std::vector<uint32_t> fences;  // by word: the fence before the store of what it holds, or 0
+  size_t objects_bytes;
+  char* objects;
+};
+
+Model::Model() : fences_(1) {}
+Model::~Model() = default;
+
+void Model::share(const Region& region) { shared_.push_back(std::make_unique<Shared>(region)); }
+
+Model::Shared* Model::find(const void* address) const {
+  for (const auto& shared : shared_) {
+    const int64_t offset = static_cast<const char*>(address) - shared->region.begin;
+    if (offset >= 0 && offset < shared->region.bytes) return shared.get();
+  }
+  return nullptr;
+}
+
+bool Model::is_shared(const void* address) const { return watched() && find(address) != nullptr; }
+
+void Model::stores(Agent& agent, const void* address, int64_t bytes) {
+  if (!watched()) return;
+  Shared* const shared = find(address);
+  if (shared == nullptr) return;
+  const int64_t begin = static_cast<const char*>(address) - shared->region.begin;
+  for (int64_t offset = begin; offset < begin + bytes; offset += kWordBytes) {
+    shared->fences[static_cast<size_t>(offset / kWordBytes)] = agent.fence;
+    if (!shared->has_uses(offset)) continue;
+    void* const here = __builtin_return_address(0);
+    if (agent.rank == shared->region.owner) {
+      __tsan_external_write(shared->object(offset, agent.operation), here, slot_tag());
+      continue;
+    }
+    for (uint64_t back = 1; back <= kLookBack && back <= agent.operation; ++back) {
+      __tsan_external_write(shared->object(offset, agent.operation - back), here, slot_tag());
+    }
+  }
+}
+
+void Model::loads(Agent& agent, const void* address, int64_t bytes) {
+  if (!watched()) return;
+  Shared* const shared = find(address);
+  if (shared == nullptr) return;
+  const int64_t begin = static_cast<const char*>(address) - shared->region.begin;
+  for (int64_t offset = begin; offset < begin + bytes; offset += kWordBytes) {
+    const uint32_t seen = shared->fences[static_cast<size_t>(offset / kWordBytes)];
+    if (seen != 0 && (agent.seen_fences.empty() || agent.seen_fences.back() != seen)) {
+      agent.seen_fences.push_back(seen);
+    }
+    if (agent.rank == shared->region.owner && shared->has_uses(offset)) {
+      __tsan_external_read(shared->object(offset, agent.operation), __builtin_return_address(0),
+                           slot_tag());
+    }
+  }
+}
+
+void Model::join(uint32_t fence, const Agent& agent, Scope scope) const {
+  const Fence& seen = fences_[fence];
+  const bool both_system = seen.scope == Scope::kSystem && scope == Scope::kSystem;
+  if (both_system || seen.rank == agent.rank) acquire(seen.token.get());
+}
+
+void Model::acquires(Agent& agent, const void* address) {
+  Shared* const shared = watched() ? find(address) : nullptr;
+  if (shared == nullptr) return;
+  const int64_t offset = static_cast<const char*>(address) - shared->region.begin;
+  const uint32_t seen = shared->fences[static_cast<size_t>(offset / kWordBytes)];
+  if (seen != 0) join(seen, agent, Scope::kSystem);
+}
+
+void Model::fences(Agent& agent, Scope scope) {
+  if (!watched()) return;
+  const Unwatched unwatched;
+  for (const uint32_t seen : agent.seen_fences) join(seen, agent, scope);
+  agent.seen_fences.clear();
+  agent.fence = static_cast<uint32_t>(fences_.size());
+  fences_.push_back({agent.rank, scope, std::make_unique<char>()});
+  release(fences_.back().token.get());
+}
+
+Unwatched::Unwatched() {
+  if (!watched()) return;
+  AnnotateIgnoreReadsBegin(__FILE__, __LINE__);
+  AnnotateIgnoreWritesBegin(__FILE__, __LINE__);
+}
+Unwatched::~Unwatched() {
+  if (!watched()) return;
+  AnnotateIgnoreWritesEnd(__FILE__, __LINE__);
+  AnnotateIgnoreReadsEnd(__FILE__, __LINE__);
+}
+bool watched() { return __tsan_acquire != nullptr; }
+void release(const void* address) {
+  if (watched()) __tsan_release(const_cast<void*>(address));
+}
+void acquire(const void* address) {
+  if (watched()) __tsan_acquire(const_cast<void*>(address));
+}
+
+}  // namespace allnorm::shim
