@@ -14,7 +14,7 @@ import importlib.machinery
 import logging
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -192,25 +192,19 @@ def run(model: Any, num_tokens: int = 5) -> torch.Tensor:
         )
 
 
-def runner_of(model: Any, **changes: Any) -> Any:
-    """What the plugin reads of SGLang's model runner."""
-    settings = SimpleNamespace(chunked_prefill_size=64, flashinfer_allreduce_fusion_backend=None)
-    facts = {
-        "model": model,
-        "device": "cpu",
-        "dtype": torch.bfloat16,
-        "model_config": SimpleNamespace(hidden_size=HIDDEN_SIZE),
-        "server_args": settings,
-        "is_draft_worker": False,
-    }
-    return SimpleNamespace(**(facts | changes))
-
-
-def warm_up(model: Any, **changes: Any) -> None:
+def warm_up(model: Any, settings: Mapping[str, Any] | None = None) -> None:
     """SGLang's own method before it captures graphs, through whatever is hooked there."""
     from sglang.srt.model_executor.runner.base_runner import BaseRunner
 
-    worker = SimpleNamespace(model_runner=runner_of(model, **changes))
+    arguments = {"chunked_prefill_size": 64, "flashinfer_allreduce_fusion_backend": None}
+    runner = SimpleNamespace(
+        model=model,
+        device="cpu",
+        dtype=torch.bfloat16,
+        model_config=SimpleNamespace(hidden_size=HIDDEN_SIZE),
+        server_args=SimpleNamespace(**(arguments | dict(settings or {}))),
+    )
+    worker = SimpleNamespace(model_runner=runner)
     BaseRunner._pre_initialize_flashinfer_allreduce_workspace(worker)
 
 

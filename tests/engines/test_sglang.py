@@ -201,7 +201,7 @@ def refuse(rank: int, world_size: int, cause: str) -> tuple[list[tuple[str, str]
         hooked = layernorm._forward_with_allreduce_fusion
         patch.setattr(layernorm, "_forward_with_allreduce_fusion", hooked.__wrapped__)
     try:
-        engine.warm_up(model)
+        engine.warm_up(model, settings={"enable_pdmux": cause == "enable-pdmux"})
     finally:
         patch.undo()
     with engine.counted_all_reduces() as shapes:
@@ -355,6 +355,7 @@ def test_a_site_against_the_native_norm(ranks: RankPool, gemma: bool) -> None:
         ("ALLNORM_DISABLE", "INFO", "ALLNORM_DISABLE"),
         ("ALLNORM_DISABLE on rank 1", "WARNING", "ALLNORM_DISABLE=1 (rank 1"),
         ("enforce-disable", "INFO", "--enforce-disable-flashinfer-allreduce-fusion"),
+        ("enable-pdmux", "WARNING", "--enable-pdmux"),
         ("a raising probe", "WARNING", "KeyError"),
         ("a stale binding on rank 1", "WARNING", "sglang.srt.models.llama.old still hold"),
         ("a lost hook on rank 0", "WARNING", "is not in place"),

@@ -26,6 +26,7 @@ class Engine:
         dtype: of the model.
         hidden_size: of the model.
         max_tokens: the most rows of one forward pass, as far as the settings say.
+        multiplexed: prefill and decode run at the same time, on two streams.
     """
 
     model: torch.nn.Module
@@ -34,6 +35,7 @@ class Engine:
     dtype: torch.dtype
     hidden_size: int
     max_tokens: int
+    multiplexed: bool
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -57,6 +59,7 @@ def engine_of(runner: Any) -> Engine:
         runner.dtype,
         runner.model_config.hidden_size,
         rows if rows > 0 else _DEFAULT_MAX_TOKENS,
+        bool(getattr(runner.server_args, "enable_pdmux", False)),
     )
 
 
@@ -75,7 +78,7 @@ def switched_off() -> str:
     return ""
 
 
-def obstacle() -> str:
+def obstacle(facts: Engine) -> str:
     """Which setting of SGLang the fused calls do not go with; empty if none."""
     from sglang.srt.layers.dp_attention import is_dp_attention_enabled
     from sglang.srt.runtime_context import get_exec, get_parallel
@@ -93,7 +96,9 @@ def obstacle() -> str:
     if execution.comm.flashinfer_allreduce_fusion_backend == "cutedsl":
         return "--flashinfer-allreduce-fusion-backend=cutedsl asks for FlashInfer's own fusion"
     if execution.overlap.enable_two_batch_overlap:
-        return "two batches overlap: their reductions would share one communicator"
+        return "two batches overlap, whose reductions would share one communicator"
+    if facts.multiplexed:
+        return "--enable-pdmux runs two batches at once, which would share one communicator"
     return ""
 
 

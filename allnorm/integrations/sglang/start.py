@@ -97,7 +97,8 @@ def start(runner: Any) -> None:
             text = f"SGLang runs without fused reductions: {outcome.reason}"
             (announcer.info if off else announcer.warning)(text)
         return
-    fusion = Fusion(outcome.communicator, facts.group.all_reduce, announcer.warning)
+    say = announcer.warning if facts.group.rank_in_group == 0 else _unheard
+    fusion = Fusion(outcome.communicator, facts.group.all_reduce, say)
     preparation.apply()
     activate(fusion)
     if facts.group.rank_in_group == 0:
@@ -106,7 +107,7 @@ def start(runner: Any) -> None:
 
 def _obstacle(facts: engine.Engine, preparation: Preparation) -> str:
     """Why SGLang's run cannot be fused; also finds what is to be changed in the model."""
-    reason = engine.obstacle() or seams.obstacle(seams.probe())
+    reason = engine.obstacle(facts) or seams.obstacle(seams.probe())
     if not reason:
         preparation.find(facts)
     return reason
@@ -117,6 +118,10 @@ def _reason(step: Callable[[], str]) -> str:
         return step()
     except Exception as error:  # noqa: BLE001 - told to all ranks, which then go on without
         return f"SGLang is not as this plugin knows it: {type(error).__name__}: {error}"
+
+
+def _unheard(text: str) -> None:
+    """Rank 0 says the same."""
 
 
 def _count_first_pass(model: Any, fusion: Fusion) -> None:
