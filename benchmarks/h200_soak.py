@@ -1,7 +1,7 @@
 """Correctness under load on H200s: the ordering soak, repeated shapes, and the table of faults.
 
-Usage: python benchmarks/h200_soak.py [TP], for example 2,3,4; default: 2, 3, 4 and 8 as far as there
-are GPUs.
+Usage: python benchmarks/h200_soak.py [TP], for example 2,3,4; default: 2, 3, 4 and 8 as far as
+there are GPUs.
 """
 
 from __future__ import annotations

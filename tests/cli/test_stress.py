@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +15,8 @@ from rank_helpers import device, on
 
 import allnorm
 from allnorm.cli.ranks.record import Recorder
-from allnorm.cli.ranks.stress import repeat, soak
+from allnorm.cli.ranks.stress import graphs, repeat, soak
+from allnorm.cli.ranks.stress.graphs import Graph
 from allnorm.cli.ranks.stress.kinds import Kind, algorithms, random_kind
 from allnorm.cli.ranks.stress.tape import make_tape
 from allnorm.cli.ranks.verify import Context, Job
@@ -157,6 +161,70 @@ def test_another_peers_rows_are_found(pool: RankPool) -> None:
     found = pool.run(wrong_peer)[0]
     assert found["failures"] > 0
     assert "all_reduce" in found["details"][0]
+
+
+class Rerun:
+    """Stands for a captured graph where there is no GPU: makes its calls again, in its memory."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+
+    def replay(self) -> None:
+        memory = [call.results for call in self.graph.calls]
+        self.graph._issue()
+        for call, captured in zip(self.graph.calls, memory, strict=True):
+            for name, part in captured.items():
+                part.copy_(call.results[name])
+            call.results = captured
+
+
+NO_GPU = SimpleNamespace(
+    zeros_like=torch.zeros_like,
+    cuda=SimpleNamespace(
+        synchronize=lambda: None,
+        CUDAGraph=lambda: None,
+        graph=lambda *_, **__: contextlib.nullcontext(),
+    ),
+)
+
+
+def replayed(rank: int, world_size: int) -> list[int]:
+    """Wrong elements of calls that are replayed on other rows each time, in place and not."""
+    kinds = [
+        Kind("all_reduce", 3, 512, torch.float16),
+        Kind("norm", 5, 512, torch.bfloat16, has_residual=False),
+        Kind("norm", 5, 512, torch.bfloat16, sharded=True, float32_weight=True),
+        Kind("norm", 2, 512, torch.float32, quant=allnorm.Fp8PerGroup(64), return_normed=True),
+    ]
+    wrong = []
+    with allnorm.Communicator(device=device()) as first, allnorm.Communicator(device=device()) as c:
+        tapes = {
+            kind.dtype: make_tape(40, 512, kind.dtype, first.device, rank, world_size, 3)
+            for kind in kinds
+        }
+        calls = [
+            (comm, kind, tapes[kind.dtype], in_place)
+            for comm in (first, c)
+            for kind in kinds
+            for in_place in (False, True)
+        ]
+        if device().type == "cpu":
+            with mock.patch.object(graphs, "torch", NO_GPU):
+                graph = Graph(calls)
+            graph._graph = Rerun(graph)  # type: ignore[assignment]
+        else:
+            graph = Graph(calls)
+        for start in (0, 7, 31):
+            called = graph.replay(100, [start + i % 3 for i in range(len(calls))], "replay")
+            wrong += [int(one.wrong()) for one in called]
+        called[3].row += 1
+        assert int(called[3].wrong()) > 0, "another row's results are not these"
+    return wrong
+
+
+@on(cpu=(2,), gpu=(2,))
+def test_graphs_take_other_rows_each_time(pool: RankPool) -> None:
+    assert pool.run(replayed) == [[0] * 48] * 2
 
 
 def repeated(rank: int, world_size: int) -> Result:
