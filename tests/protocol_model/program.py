@@ -54,8 +54,8 @@ class Thread:
 @dataclasses.dataclass(frozen=True, eq=False)
 class Event:
     """One operation. A read with `accepts` is a wait: it polls until it reads a value that is
-    accepted, and what follows it in its thread happens only then. `expected` is what it should
-    have read, if it went on."""
+    accepted, and what follows it in its thread happens only then. `expected` is what a read should
+    return, or a wait that went on should have."""
 
     index: int
     kind: str  # read, write, fence, joint

@@ -57,6 +57,7 @@ class Executions:
         self._causality_axioms()
         self._location_axioms()
         self._no_thin_air()
+        self._sc_accesses()
 
     # ---- what happens, and what communicates ----------------------------------------------------
 
@@ -306,6 +307,24 @@ class Executions:
                     if then.kind in {"write", "joint"}:
                         self.solver.add(time[first] <= time[then])
 
+    def _sc_accesses(self) -> None:
+        """Of C++, not of PTX: accesses that are seq_cst are in one order."""
+        sc = [e for e in self.program.events if e.access.order == "sc" and e.kind != "fence"]
+        place = {e: z3.Int(f"order:{e.index}") for e in sc}
+        for x, y in itertools.permutations(sc, 2):
+            if self._in_thread[x.index] >> y.index & 1:
+                self.solver.add(place[x] < place[y])
+            if x.kind == "write" and (x, y) in self.coherence:
+                self.solver.add(z3.Implies(self.coherence[x, y], place[x] < place[y]))
+            if y in self.reads_from and x in self.reads_from[y]:
+                self.solver.add(z3.Implies(self.reads_from[y][x], place[x] < place[y]))
+        for r, later in itertools.product(sc, sc):
+            if r.kind == "read" and later.kind == "write" and r.location == later.location:
+                for w, variable in self.reads_from[r].items():
+                    if w is not later:
+                        overwritten = z3.And(variable, self.coherence[w, later])
+                        self.solver.add(z3.Implies(overwritten, place[r] < place[later]))
+
     # ---- questions -------------------------------------------------------------------------------
 
     def wrong(self) -> z3.BoolRef:
@@ -313,9 +332,9 @@ class Executions:
         found = [
             variable
             for r, sources in self.reads_from.items()
-            if r.expected is not None and r.accepts is not None
+            if r.expected is not None
             for w, variable in sources.items()
-            if r.accepts(w.value) and not r.expected(w.value)
+            if (r.accepts is None or r.accepts(w.value)) and not r.expected(w.value)
         ]
         return z3.Or(found)
 
