@@ -120,12 +120,13 @@ def test_the_compile_cache_knows_the_switch(decisions: dict[str, Any]) -> None:
 
 def test_a_compiled_block_is_fused(model: str) -> None:
     first, second = run("fuse_a_block", 2, model, "")
-    # Without a residual nothing is added in float32: both rounding modes are the same.
-    assert first["numerics"] == ["transformers", "vllm", "unrounded", "vllm"]
+    # As Inductor computes it; without a residual "rounded" and "unrounded" are the same.
+    assert first["numerics"] == ["rounded", "unrounded", "unrounded", "unrounded"]
     assert second["numerics"] == first["numerics"]
     assert not first["missed"]
-    # A norm may differ by an ulp in rare elements: its sum of squares has another order.
-    assert max(first["different"]) < 0.005
+    # A norm may differ by an ulp in rare elements, since its sum of squares has another order;
+    # three products later it shows. Another rounding mode changes more than half of them.
+    assert max(first["different"]) < 0.05
     assert "AllnormFusionPass" in first["passes"]
     ((level, text),) = first["said"]
     assert level == "INFO"
@@ -146,7 +147,7 @@ def test_norms_of_an_unknown_kernel_are_left_alone(model: str) -> None:
     ((level, text),) = first["said"]
     assert level == "WARNING"
     assert "0 of 4 reductions fused" in text
-    assert max(first["different"]) < 0.3  # Inductor's own rounding
+    assert max(first["different"]) == 0.0
 
 
 def test_one_rank_that_refuses_keeps_all_from_it(model: str) -> None:

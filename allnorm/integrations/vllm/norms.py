@@ -4,6 +4,10 @@ A norm is an operator of vLLM's intermediate representation until it is lowered 
 implementations, so which rounding it makes depends on what it will be lowered to. "native" is a
 PyTorch function, which is traced; the kernels in vLLM's C extension round the sum, and multiply by
 the weight in float32. What else there may be is not known here: such a norm is not fused.
+
+Inductor computes a fused kernel in float32 from its loads to its stores: the native function's
+rounding before the weight is not there when it has been compiled, unless `emulate_precision_casts`
+is set. benchmarks/engines/vllm_rounding.py measures it; docs/vllm.md has the figures.
 """
 
 from __future__ import annotations
@@ -39,10 +43,20 @@ class _Lowered:
     def __call__(self, *args: Any) -> Any:
         chosen = self._operator.dispatch(*args)
         if chosen.provider == "native":
-            return chosen.impl_fn(*args)
+            return chosen.impl_fn(*_as_compiled(self._operator.name, args))
         if chosen.provider == "vllm_c":
             return _KERNELS[self._operator.name](*args)
         raise NotImplementedError(f"it is computed by {chosen.provider!r}")
+
+
+def _as_compiled(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """With a float32 weight the native function makes the roundings that Inductor leaves of it."""
+    from torch._inductor import config
+
+    at = _NAMES.index(name) + 1  # the weight's place
+    if config.emulate_precision_casts or args[at] is None:
+        return args
+    return (*args[:at], args[at].float(), *args[at + 1 :])
 
 
 def _rms_norm(x: Tensor, weight: Tensor | None, eps: float, variance_size: None = None) -> Tensor:
@@ -65,7 +79,7 @@ _KERNELS: dict[str, Callable[..., Any]] = {
 
 
 def mode_of(provider: str, *, float32_weight: bool) -> str:
-    """The rounding mode of an add and norm that this implementation computes; empty if unknown."""
+    """The rounding mode of an add and norm that this computes eagerly; empty if unknown."""
     if provider == "native":
         return "unrounded" if float32_weight else "vllm"
     return "rounded" if provider == "vllm_c" else ""
