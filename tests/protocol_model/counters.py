@@ -12,16 +12,12 @@ lines.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Hashable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
-from protocol_model.exchange import Compare, Exchange, Step
+from protocol_model.exchange import Exchange
+from protocol_model.kernels import DATA, EMPTY, HEAD, LANE, NAN, Kernels, Put, Setting, Wait
 from protocol_model.reader import EXCHANGE, ONE_SHOT, TWO_SHOT
-
-EMPTY, NAN = "empty", "NaN"
-DATA, LANE, HEAD = "data", "lane", "head"
-WRAP = 1 << 32
 
 # Lines that say what failed threads do: (file, text).
 ASSUMED = (
@@ -41,33 +37,6 @@ ASSUMED = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Setting:
-    """`diverging`: the rank and the operation of a call unlike that of the others.
-
-    `eager`: a step of the roll call or of handing back is taken as soon as it can be, and nothing
-    else before it. That leaves out orders only, as long as what such a thread waits for stays
-    there once it is there; the exploration that is not eager fails if it does not.
-    """
-
-    world_size: int = 2
-    operations: int = 5
-    first_op: int = WRAP - 2
-    transport: str = "one_shot"
-    large: tuple[int, ...] = ()
-    deadlines: bool = False
-    deaths: int = 0
-    diverging: tuple[int, int] | None = None
-    eager: bool = False
-
-
-class Wait(NamedTuple):
-    """(Location, what it takes, what it should get) of everything that is polled together."""
-
-    polled: tuple[tuple[Hashable, Compare | None, Hashable], ...]
-    kind: str
-
-
 class Rank(NamedTuple):
     kernel: int  # the operation it is in, or about to start
     running: bool
@@ -81,12 +50,12 @@ class Rank(NamedTuple):
 class Clear(NamedTuple):
     rank: int
     kernel: int
-    location: Hashable
+    location: Any
 
 
 class State(NamedTuple):
     ranks: tuple[Rank, ...]
-    memory: tuple[Hashable, ...]
+    memory: tuple[Any, ...]
     pending: frozenset[Clear]
 
 
@@ -98,120 +67,25 @@ class Machine:
     """All states of an exchange in a setting."""
 
     def __init__(self, exchange: Exchange, setting: Setting) -> None:
-        self.exchange, self.setting = exchange, setting
-        phase, large_phase = 0, 0
-        self._phases: list[int] = []
-        self._slot_phases: list[Hashable] = []
-        for k in range(setting.operations):
-            large = k in setting.large
-            self._phases.append(phase)
-            self._slot_phases.append(("large", large_phase) if large else phase)
-            phase = exchange.next_phase(phase, self._op(k))
-            large_phase = exchange.large_phases - 1 - large_phase if large else large_phase
-        self._memory = dict(self._initial())
-        self._places = {location: n for n, location in enumerate(self._memory)}
-        self._programs = {
-            (rank, k): self._threads(rank, k)
-            for rank in range(setting.world_size)
-            for k in range(setting.operations)
-        }
-
-    def _op(self, k: int) -> int:
-        return (self.setting.first_op + k) % WRAP
-
-    # ---- the program of a kernel -----------------------------------------------------------------
-
-    def _initial(self) -> Iterator[tuple[Hashable, Hashable]]:
-        ranks, phases = range(self.setting.world_size), self.exchange.phases
-        for receiver in ranks:
-            for slots in dict.fromkeys(self._slot_phases):
-                yield ("finished", receiver, slots), EMPTY
-                for source in ranks:
-                    yield ("partial", receiver, slots, source), EMPTY
-            for source in ranks:
-                if source == receiver:
-                    continue
-                yield ("released", receiver, source), (self._op(self.exchange.first_released), 0)
-                for phase in range(phases):
-                    for word in ("tag0", "tag1"):
-                        yield (word, receiver, phase, source), (self._op(phase - phases), -1)
-
-    def _threads(self, rank: int, k: int) -> list[list[Hashable]]:
-        """Of each thread: stores as (location, value), waits, and "fence"."""
-        peers = [peer for peer in range(self.setting.world_size) if peer != rank]
-        transport = self.exchange.transports[self.setting.transport]
-        owner = k // self.exchange.phases % max(1, self.setting.world_size - 1)
-        steps: list[tuple[Step, list[int]]] = []
-        to = peers if transport.all_sum else [owner] if owner != rank else []
-        steps += [(step, to) for step in transport.send]
-        mine = transport.all_sum or owner == rank
-        steps += [
-            (step, peers if mine else [owner])
-            for step in (transport.own if mine else transport.receive)
-        ]
-        programs = [self._merged([self._data(s, rank, k, peers) for s, peers in steps])]
-        for lane in (self.exchange.roll_call, self.exchange.hand_back):
-            programs += [
-                self._merged([[self._number(s, rank, peer, k)] for s in lane]) for peer in peers
-            ]
-        return [self._head(rank, peers, k) + program for program in programs]
-
-    def _head(self, rank: int, peers: list[int], k: int) -> list[Hashable]:
-        """What every thread of a large operation waits for: all lanes of its block's first warp."""
-        if k not in self.setting.large:
-            return []
-        waits = [s for s in self.exchange.head if s.kind == "wait"]
-        found = [self._number(step, rank, peer, k) for step in waits for peer in peers]
-        return [Wait(tuple(p for w in found for p in w.polled), HEAD)]  # type: ignore[attr-defined]
-
-    def _data(self, step: Step, rank: int, k: int, peers: list[int]) -> list[Hashable]:
-        def slot(receiver: int, source: int) -> Hashable:
-            place = (step.where, receiver, self._slot_phases[k])
-            return (*place, source) if step.where == "partial" else place
-
-        if step.kind == "store":
-            return [(slot(peer, rank), (step.where, k, rank)) for peer in peers]
-        if step.kind == "clear":
-            return [(slot(rank, peer), EMPTY) for peer in peers]
-        expected = [(slot(rank, peer), None, (step.where, k, peer)) for peer in peers]
-        return [Wait(tuple(expected), DATA)]
-
-    def _number(self, step: Step, rank: int, peer: int, k: int) -> Hashable:
-        if step.kind == "fence":
-            return "fence"
-        op = (self._op(k) + step.offset) % WRAP
-        phase = () if step.where == "released" else (self._phases[k],)
-        content = 0
-        if step.where != "released":
-            content = 1 + int(self.setting.diverging == (rank, k))
-        if step.kind == "store":
-            return ((step.where, peer, *phase, rank), (op, content))
-        polled = ((step.where, rank, *phase, peer), step.compare, (op, content))
-        return Wait((polled,), LANE)
-
-    def _merged(self, parts: list[list[Hashable]]) -> list[Hashable]:
-        """Waits that follow each other are one, which polls all that they poll."""
-        program: list[Hashable] = []
-        for item in (item for part in parts for item in part):
-            if program and isinstance(item, Wait) and isinstance(program[-1], Wait):
-                item = Wait(program[-1].polled + item.polled, item.kind)
-                program.pop()
-            program.append(item)
-        return program
+        kernels = Kernels(exchange, setting)
+        self.setting = setting
+        self.memory = kernels.memory
+        self._places = {location: n for n, location in enumerate(kernels.memory)}
+        self._programs = kernels.programs
 
     # ---- steps -----------------------------------------------------------------------------------
 
     def start(self) -> State:
         rank = Rank(0, False, (), (), -1, -1, False)
-        return State((rank,) * self.setting.world_size, tuple(self._memory.values()), frozenset())
+        return State((rank,) * self.setting.world_size, tuple(self.memory.values()), frozenset())
 
-    def _seen(self, state: State, rank: int, location: Hashable) -> Hashable:
+    def _seen(self, state: State, rank: int, location: Any) -> Any:
         """What a rank reads: its own clear, in effect or not, or memory."""
         if any(clear.rank == rank and clear.location == location for clear in state.pending):
             return EMPTY
         return state.memory[self._places[location]]
 
-    def _store(self, state: State, location: Hashable, value: Hashable) -> State:
+    def _store(self, state: State, location: Any, value: Any) -> State:
         memory = list(state.memory)
         memory[self._places[location]] = value
         return state._replace(memory=tuple(memory))
@@ -231,6 +105,7 @@ class Machine:
                     break
                 place += 1
             else:
+                assert isinstance(item, Put)
                 location, value = item
                 if value == EMPTY:
                     clear = Clear(rank, me.kernel, location)
@@ -277,7 +152,7 @@ class Machine:
             if compare is None:
                 if seen == EMPTY:
                     return False
-            elif not compare(seen[0], expected[0]):  # type: ignore[index]
+            elif not compare(seen[0], expected[0]):
                 return False
         return True
 
@@ -292,7 +167,7 @@ class Machine:
                     me = me._replace(nan_of=me.kernel)
             elif wait.kind == DATA and seen != expected:
                 raise WrongError(f"rank {rank} took {seen} for {expected}")
-            elif wait.kind == LANE and location[0] != "released":  # type: ignore[index]
+            elif wait.kind == LANE and location[0] != "released":
                 diverged = diverged or seen != expected
         if diverged and self.setting.diverging is None:
             raise WrongError(f"rank {rank} took an announcement for one of operation {me.kernel}")
@@ -313,7 +188,7 @@ class Machine:
         if not blind:
             return state
         memory = tuple(
-            EMPTY if location[1] in blind else value  # type: ignore[index]
+            EMPTY if location[1] in blind else value
             for location, value in zip(self._places, state.memory, strict=True)
         )
         pending = frozenset(clear for clear in state.pending if clear.rank not in blind)
@@ -443,8 +318,8 @@ def _judge(machine: Machine, state: State) -> str | None:
             return f"rank {rank} has a NaN of operation {me.nan_of} and has not failed: {state}"
     if healthy and any(
         value != EMPTY
-        for location, value in zip(machine._places, state.memory, strict=True)
-        if location[0] in {"partial", "finished"}  # type: ignore[index]
+        for location, value in zip(machine.memory, state.memory, strict=True)
+        if location[0] in {"partial", "finished"}
     ):
         return f"a slot is not empty at the end: {state}"
     return None

@@ -9,6 +9,8 @@ they read and overwrite.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 import re
 
 from protocol_model.program import Access, Event, Program, Scope, Thread
@@ -145,7 +147,7 @@ def _call(
             thread,
             pull.wait,
             ("published", peer),
-            accepts=lambda seen, number=number: seen >= number,
+            accepts=functools.partial(operator.le, number),
             name=call,
         )
         _expect(program, thread, pull.compare, ("tag", peer, phase), k, "compare")

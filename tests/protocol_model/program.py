@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import itertools
 from collections.abc import Callable, Hashable, Iterable
+from typing import Any
 
 
 class Scope(enum.IntEnum):
@@ -61,10 +62,10 @@ class Event:
     kind: str  # read, write, fence, joint
     thread: Thread
     access: Access
-    location: Hashable = None
+    location: Any = None
     value: Hashable = None
-    accepts: Callable[[Hashable], bool] | None = None
-    expected: Callable[[Hashable], bool] | None = None
+    accepts: Callable[[Any], bool] | None = None
+    expected: Callable[[Any], bool] | None = None
     name: str = ""
 
     def __repr__(self) -> str:
@@ -116,8 +117,8 @@ class Program:
         thread: Thread,
         access: Access,
         location: Hashable,
-        accepts: Callable[[Hashable], bool] | None = None,
-        expected: Callable[[Hashable], bool] | None = None,
+        accepts: Callable[[Any], bool] | None = None,
+        expected: Callable[[Any], bool] | None = None,
         name: str = "",
     ) -> Event:
         index = len(self.events)

@@ -8,8 +8,11 @@ another sender whenever its phase comes around.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+import operator
 from collections.abc import Hashable, Iterator
+from typing import Any
 
 from protocol_model.exchange import Exchange, Step
 from protocol_model.program import Access, Program, Scope, Thread
@@ -202,8 +205,8 @@ class ExchangeProgram:
                 thread,
                 step.access,
                 (step.where, rank, *phase, peer),
-                accepts=lambda seen: compare(seen, op),  # type: ignore[arg-type]
-                expected=None if step.where == "released" else lambda seen: seen == op,
+                accepts=lambda seen: compare(seen, op),
+                expected=None if step.where == "released" else functools.partial(operator.eq, op),
                 name="wait",
             )
 
@@ -223,10 +226,15 @@ class ExchangeProgram:
                     thread,
                     step.access,
                     place,
-                    accepts=lambda seen, tested=tested: not tested or seen != EMPTY,
-                    expected=lambda seen, payload=payload: seen == payload,
+                    accepts=arrived if tested else None,
+                    expected=functools.partial(operator.eq, payload),
                     name="wait",
                 )
+
+
+def arrived(seen: Any) -> bool:
+    """Whether a slot is not empty."""
+    return bool(seen != EMPTY)
 
 
 def _all(threads: Threads) -> list[Thread]:

@@ -7,12 +7,14 @@ the next operation.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
 
-from protocol_model.counters import ASSUMED, WRAP, Setting, explore
+from protocol_model.counters import ASSUMED, explore
 from protocol_model.exchange import Exchange
+from protocol_model.kernels import WRAP, Setting
 from protocol_model.mutants import COUNTER_MUTANTS
 from protocol_model.reader import read_exchange
 from protocol_model.source import Sources
@@ -66,19 +68,29 @@ def test_deadlines_and_a_death_at_any_point(
 def test_another_call_is_noticed_by_everyone(exchange: Exchange, operation: int) -> None:
     """Without the help of deadlines."""
     explored(exchange, Setting(2, 3, diverging=(0, operation)))
-    explored(exchange, Setting(3, 2, diverging=(1, operation), eager=True))
+    explored(exchange, Setting(3, 1, diverging=(1, 0), eager=True))
+
+
+LONG = {
+    **{
+        f"2 ranks from {first_op}, large {large}": Setting(2, 8, first_op, large=large)
+        for first_op, large in itertools.product(FIRST_OPS, LARGE)
+    },
+    "3 ranks": Setting(3, 4, eager=True),
+    "3 ranks, large": Setting(3, 3, large=(0, 1, 2), eager=True),
+    "3 ranks, another call": Setting(3, 2, diverging=(1, 1), eager=True),
+    "3 ranks, deadlines": Setting(3, 1, deadlines=True, deaths=1, eager=True),
+    "deadlines": Setting(2, 3, deadlines=True, deaths=1),
+    "deadlines, more operations": Setting(2, 5, deadlines=True, deaths=1, eager=True),
+}
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("transport", ["one_shot", "two_shot"])
-def test_more_of_everything(exchange: Exchange, transport: str) -> None:
-    for first_op, large in itertools.product(FIRST_OPS, LARGE):
-        explored(exchange, Setting(2, 8, first_op, transport, large))
-    explored(exchange, Setting(3, 4, transport=transport, eager=True))
-    explored(exchange, Setting(3, 3, transport=transport, large=(0, 1, 2), eager=True))
-    faults = Setting(2, 3, transport=transport, deadlines=True, deaths=1)
-    explored(exchange, faults)
-    explored(exchange, Setting(2, 5, transport=transport, deadlines=True, deaths=1, eager=True))
+@pytest.mark.parametrize("name", LONG)
+def test_more_of_everything(exchange: Exchange, name: str, transport: str) -> None:
+    explored(exchange, dataclasses.replace(LONG[name], transport=transport))
 
 
 @pytest.mark.parametrize("name", COUNTER_MUTANTS)

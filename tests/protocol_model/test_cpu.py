@@ -29,6 +29,7 @@ def test_nothing_goes_wrong(calls: tuple[str, ...], world_size: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("calls", CALLS.values(), ids=CALLS)
 def test_four_ranks(calls: tuple[str, ...]) -> None:
     assert problem(Sources(), calls, 4) is None

@@ -79,6 +79,7 @@ def test_large_operations(exchange: Exchange, large: tuple[int, ...]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("large", LARGE, ids=str)
 @pytest.mark.parametrize(("world_size", "operations"), [(3, 6), (4, 5)])
 def test_large_operations_at_length(
@@ -89,6 +90,7 @@ def test_large_operations_at_length(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(("world_size", "operations"), [(3, 7), (4, 5)])
 def test_nothing_goes_wrong_at_length(

@@ -1,0 +1,152 @@
+"""The kernels of an exchange as `counters.py` runs them: what each thread does, and on what."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from protocol_model.exchange import Compare, Exchange, Step
+
+EMPTY, NAN = "empty", "NaN"
+DATA, LANE, HEAD = "data", "lane", "head"
+WRAP = 1 << 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """`diverging`: the rank and the operation of a call unlike that of the others.
+
+    `eager`: a step of the roll call or of handing back is taken as soon as it can be, and nothing
+    else before it. That leaves out orders only, as long as what such a thread waits for stays
+    there once it is there; the exploration that is not eager fails if it does not.
+    """
+
+    world_size: int = 2
+    operations: int = 5
+    first_op: int = WRAP - 2
+    transport: str = "one_shot"
+    large: tuple[int, ...] = ()
+    deadlines: bool = False
+    deaths: int = 0
+    diverging: tuple[int, int] | None = None
+    eager: bool = False
+
+
+class Put(NamedTuple):
+    """A store to a peer, or a clear of an own slot."""
+
+    location: Any
+    value: Any
+
+
+class Wait(NamedTuple):
+    """(Location, what it takes, what it should get) of everything that is polled together."""
+
+    polled: tuple[tuple[Any, Compare | None, Any], ...]
+    kind: str
+
+
+class Kernels:
+    """The program of each rank's threads in each operation, and what memory holds at first."""
+
+    def __init__(self, exchange: Exchange, setting: Setting) -> None:
+        self.exchange, self.setting = exchange, setting
+        phase, large_phase = 0, 0
+        self._phases: list[int] = []
+        self._slot_phases: list[Any] = []
+        for k in range(setting.operations):
+            large = k in setting.large
+            self._phases.append(phase)
+            self._slot_phases.append(("large", large_phase) if large else phase)
+            phase = exchange.next_phase(phase, self._op(k))
+            large_phase = exchange.large_phases - 1 - large_phase if large else large_phase
+        self.memory = dict(self._initial())
+        self.programs = {
+            (rank, k): self._threads(rank, k)
+            for rank in range(setting.world_size)
+            for k in range(setting.operations)
+        }
+
+    def _op(self, k: int) -> int:
+        return (self.setting.first_op + k) % WRAP
+
+    # ---- the program of a kernel -----------------------------------------------------------------
+
+    def _initial(self) -> Iterator[tuple[Any, Any]]:
+        ranks, phases = range(self.setting.world_size), self.exchange.phases
+        for receiver in ranks:
+            for slots in dict.fromkeys(self._slot_phases):
+                yield ("finished", receiver, slots), EMPTY
+                for source in ranks:
+                    yield ("partial", receiver, slots, source), EMPTY
+            for source in ranks:
+                if source == receiver:
+                    continue
+                yield ("released", receiver, source), (self._op(self.exchange.first_released), 0)
+                for phase in range(phases):
+                    for word in ("tag0", "tag1"):
+                        yield (word, receiver, phase, source), (self._op(phase - phases), -1)
+
+    def _threads(self, rank: int, k: int) -> list[list[Any]]:
+        """Of each thread: what it puts, waits for, and "fence"."""
+        peers = [peer for peer in range(self.setting.world_size) if peer != rank]
+        transport = self.exchange.transports[self.setting.transport]
+        owner = k // self.exchange.phases % max(1, self.setting.world_size - 1)
+        steps: list[tuple[Step, list[int]]] = []
+        to = peers if transport.all_sum else [owner] if owner != rank else []
+        steps += [(step, to) for step in transport.send]
+        mine = transport.all_sum or owner == rank
+        steps += [
+            (step, peers if mine else [owner])
+            for step in (transport.own if mine else transport.receive)
+        ]
+        programs = [self._merged([self._data(s, rank, k, peers) for s, peers in steps])]
+        for lane in (self.exchange.roll_call, self.exchange.hand_back):
+            programs += [
+                self._merged([[self._number(s, rank, peer, k)] for s in lane]) for peer in peers
+            ]
+        return [self._head(rank, peers, k) + program for program in programs]
+
+    def _head(self, rank: int, peers: list[int], k: int) -> list[Any]:
+        """What every thread of a large operation waits for: all lanes of its block's first warp."""
+        if k not in self.setting.large:
+            return []
+        waits = [s for s in self.exchange.head if s.kind == "wait"]
+        found = [self._number(step, rank, peer, k) for step in waits for peer in peers]
+        return [Wait(tuple(p for w in found for p in w.polled), HEAD)]
+
+    def _data(self, step: Step, rank: int, k: int, peers: list[int]) -> list[Any]:
+        def slot(receiver: int, source: int) -> Any:
+            place = (step.where, receiver, self._slot_phases[k])
+            return (*place, source) if step.where == "partial" else place
+
+        if step.kind == "store":
+            return [Put(slot(peer, rank), (step.where, k, rank)) for peer in peers]
+        if step.kind == "clear":
+            return [Put(slot(rank, peer), EMPTY) for peer in peers]
+        expected = [(slot(rank, peer), None, (step.where, k, peer)) for peer in peers]
+        return [Wait(tuple(expected), DATA)]
+
+    def _number(self, step: Step, rank: int, peer: int, k: int) -> Any:
+        if step.kind == "fence":
+            return "fence"
+        op = (self._op(k) + step.offset) % WRAP
+        phase = () if step.where == "released" else (self._phases[k],)
+        content = 0
+        if step.where != "released":
+            content = 1 + int(self.setting.diverging == (rank, k))
+        if step.kind == "store":
+            return Put((step.where, peer, *phase, rank), (op, content))
+        polled = ((step.where, rank, *phase, peer), step.compare, (op, content))
+        return Wait((polled,), LANE)
+
+    def _merged(self, parts: list[list[Any]]) -> list[Any]:
+        """Waits that follow each other are one, which polls all that they poll."""
+        program: list[Any] = []
+        for item in (item for part in parts for item in part):
+            if program and isinstance(item, Wait) and isinstance(program[-1], Wait):
+                item = Wait(program[-1].polled + item.polled, item.kind)
+                program.pop()
+            program.append(item)
+        return program
