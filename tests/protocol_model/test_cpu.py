@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
-import z3
 
 from protocol_model.cpu import COMM, LAYOUT, TRANSPORTS, pull_program, read_pull, sleep_program
-from protocol_model.ptx import Executions
 from protocol_model.source import Sources
+
+z3 = pytest.importorskip("z3")
+
+from protocol_model.ptx import Executions  # noqa: E402
 
 CALLS = {
     "one_shot": ("one_shot",) * 3,

@@ -10,15 +10,17 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-import z3
 
 from protocol_model import mutants
 from protocol_model.exchange import Exchange
 from protocol_model.program import Scope
-from protocol_model.ptx import Executions
 from protocol_model.ptx_program import BOUNDARIES, DATA, HAND_BACK, Setting, exchange_program
 from protocol_model.reader import read_exchange
 from protocol_model.source import SourceError, Sources
+
+z3 = pytest.importorskip("z3")
+
+from protocol_model.ptx import Executions  # noqa: E402
 
 # Enough for every phase to come around once, and for the second time to be under way.
 SMALL = Setting(world_size=2, operations=4)
