@@ -221,3 +221,98 @@ def scales_before_the_norm(x, residual, weight):
 @on(cpu=[2])
 def test_mutating_operators_in_their_wrapper(pool: RankPool) -> None:
     pool.run(mutating)
+
+
+# ---- quantisation by operators that store their results ------------------------------------------
+
+
+def quantise_groups(input: Any, q: Any, s: Any, group: int) -> Any:
+    y = input.float().view(*input.shape[:-1], input.shape[-1] // group, group)
+    scale = y.abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448.0
+    return (y / scale).clamp(-448.0, 448.0).to(FP8).view(input.shape), scale.squeeze(-1)
+
+
+def quantise_statically(input: Any, q: Any, s: Any) -> Any:
+    return (input.float() / s).clamp(-448.0, 448.0).to(FP8)
+
+
+def store_groups(input: Any, q: Any, s: Any, group: int) -> None:
+    for target, result in zip((q, s), quantise_groups(input, q, s, group), strict=True):
+        target.copy_(result)
+
+
+def store_statically(input: Any, q: Any, s: Any) -> None:
+    q.copy_(quantise_statically(input, q, s))
+
+
+FP8 = torch.float8_e4m3fn
+for _name, _changed, _more, _run in (
+    ("groups", "Tensor(a!) q, Tensor(b!) s", ", int group", store_groups),
+    ("static", "Tensor(a!) q, Tensor s", "", store_statically),
+):
+    _library.define(f"{_name}(Tensor input, {_changed}{_more}) -> ()")
+    _library.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"framework::{_name}", lambda *_: None, lib=_library)
+QUANTS = {"framework::groups": quantise_groups, "framework::static": quantise_statically}
+
+
+def scales_in(layout: str, tokens: int, groups: int, device: Any) -> Any:
+    stride = {
+        "row_major": (groups, 1),
+        "column_major": (1, tokens),
+        "column_major_tma": (1, (tokens + 3) // 4 * 4),
+        "padded": (1, tokens + 64),
+    }[layout]
+    return torch.empty_strided((tokens, groups), stride, dtype=torch.float32, device=device)
+
+
+def quantised_layer(layout: str) -> Any:
+    def layer(x, residual, weight):
+        normed, residual = ops.add_norm(ops.all_reduce(x, "tp"), residual, weight, EPS)
+        q = torch.empty(normed.shape, dtype=FP8, device=x.device)
+        if layout == "static":
+            s = weight[:1].float().abs() + 0.01
+            _, q = auto_functionalized(ops.static.default, input=normed, q=q, s=s)
+            return q, residual
+        s = scales_in(layout, x.shape[0], x.shape[1] // 128, x.device)
+        _, q, s = auto_functionalized(ops.groups.default, input=normed, q=q, s=s, group=128)
+        return q, residual, s
+
+    return layer
+
+
+def quantises(rank: int, world_size: int, layout: str) -> tuple[str | None, str]:
+    inputs = Inputs(shape=(26, 512)).make(rank)
+    module = make_fx(quantised_layer(layout), tracing_mode="fake")(*inputs)
+    with torch.no_grad():
+        expected = module(*inputs)
+        report = fuse(
+            *(module, None, comm()),
+            all_reduce_ops=["framework::all_reduce"],
+            decompositions=TABLE | QUANTS,
+        )
+        module.graph.lint()
+        actual = module(*inputs)
+    (site,) = report.fused
+    assert_same_bits(actual[1], expected[1], "the sum")
+    different = actual[0].view(torch.uint8) != expected[0].view(torch.uint8)
+    assert float(different.float().mean()) < 0.01
+    if layout != "static":
+        assert actual[2].stride() == expected[2].stride()
+        torch.testing.assert_close(actual[2], expected[2], rtol=0.01, atol=0)
+    assert bool(nodes_calling(module, "auto_functionalized")) == (site.quant is None)
+    return site.quant, site.note
+
+
+@on(cpu=[2])
+@pytest.mark.parametrize("layout", ["row_major", "column_major", "column_major_tma", "static"])
+def test_operators_that_store_fp8_are_fused(pool: RankPool, layout: str) -> None:
+    kind = "per_tensor" if layout == "static" else "per_group 128"
+    assert pool.run(quantises, layout) == [(kind, "")] * 2
+
+
+@on(cpu=[2])
+def test_scales_in_another_layout_are_left_alone(pool: RankPool) -> None:
+    (quant, note), _ = pool.run(quantises, "padded")
+    assert quant is None
+    assert "in which allnorm writes none" in note

@@ -95,7 +95,8 @@ class Match:
         view_x: the view of the reduced tensor to repeat on `x` first; None if there is none.
         view_normed: the view to repeat on the normed result.
         view_quantized: the view to repeat on the quantised result.
-        scale_shape: in which the graph has the computed scales.
+        scale_shape: in which the graph has the computed scales; None: in that of the operator.
+        scale_layout: of the computed scales, as the operator takes it.
         static_scale: the given scale.
         note: what else could have been fused, and why not.
         members: nodes that it makes superfluous, unless somebody else needs them.
@@ -113,6 +114,7 @@ class Match:
     view_normed: Node | None = None
     view_quantized: Node | None = None
     scale_shape: list[int] | None = None
+    scale_layout: str = "row_major"
     static_scale: Node | None = None
     note: str = ""
     members: list[Node] = field(default_factory=list)

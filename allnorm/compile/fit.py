@@ -46,6 +46,9 @@ def fit(values: Values, candidate: Candidate) -> Match:
         served = value in candidate.served
         members.update(values.computed_by(value) if served else value.definers)
     match.members = sorted(members, key=values.position.__getitem__)
+    for node in match.members:  # results of a call that nobody takes
+        parts = [user for user in node.users if operation(user) == "getitem" and not user.users]
+        match.dead += [part for part in parts if part not in members]
     for check in (check_escapes, check_positions, check_writes):
         problem = check(values, match)
         if problem:
@@ -162,9 +165,10 @@ def _place_results(values: Values, match: Match, run: Tensor) -> None:
         stored = _tensor(values, candidate.summed.definers[0])
         if not same_shape(stored.shape, run.shape):
             raise Missed("the sum is reshaped before it is rounded")
+    scale = None if candidate.quantised is None else candidate.quantised.scale
     for value in candidate.served:
         tensor = _tensor(values, value.definers[0])
-        if not is_contiguous(tensor):
+        if value is not scale and not is_contiguous(tensor):
             raise Missed(
                 f"{value.definers[0]} has strides {tuple(tensor.stride())}: the results of the "
                 "fused call are contiguous"
@@ -179,16 +183,31 @@ def _place_quantised(values: Values, match: Match, quantised: Quantised, run: Te
     if not same_shape(quantized.shape, run.shape):
         match.view_quantized = _view_between(values, match.candidate, run, quantized)
     if quantised.scale is not None:
-        shape = _tensor(values, quantised.scale.definers[0]).shape
-        sizes = [static_size(size) for size in shape]
-        if sizes.count(None) > 1:
-            raise Missed(f"the scales have more than one dimension of unknown size: {tuple(shape)}")
-        match.scale_shape = [-1 if size is None else size for size in sizes]
+        _place_scale(match, quantised, _tensor(values, quantised.scale.definers[0]))
     if quantised.static is not None:
         if quantised.static.derives_from(match.candidate.reduced):
             raise Missed("the scale of the quantisation is computed from the reduced tensor")
         position = values.position[quantised.quantized.definers[0]]
         match.static_scale = _static_scale(values, quantised.static, run, position)
+
+
+def _place_scale(match: Match, quantised: Quantised, scale: Tensor) -> None:
+    """In any shape if the scales are in a row, else in a layout that the operator writes."""
+    if is_contiguous(scale):
+        sizes = [static_size(size) for size in scale.shape]
+        if sizes.count(None) > 1:
+            shape = tuple(scale.shape)
+            raise Missed(f"the scales have more than one dimension of unknown size: {shape}")
+        match.scale_shape = [-1 if size is None else size for size in sizes]
+        return
+    tokens, strides = scale.shape[0], scale.stride()
+    is_matrix = quantised.group_size > 0 and scale.dim() == 2 and len(match.shape) == 2
+    if is_matrix and same_shape(strides, (1, tokens)):
+        match.scale_layout = "column_major"
+    elif is_matrix and same_shape(strides, (1, (tokens + 3) // 4 * 4)):
+        match.scale_layout = "column_major_tma"
+    else:
+        raise Missed(f"the scales have strides {tuple(strides)}, in which allnorm writes none")
 
 
 def _static_scale(values: Values, static: Value, run: Tensor, position: int) -> Node:

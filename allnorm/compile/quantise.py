@@ -56,7 +56,10 @@ def find_quantised(algebra: Algebra, normed: Value, hidden_size: int) -> Iterato
             scale = quotient.args[1]
             computed = _is_scale(scale, rows)
             quantized = _cast(algebra, quotient, clamped=not computed)
-            if quantized is None:
+            if quantized is not None and not quantized.holders:
+                # An operator that quantises groups returns them side by side again.
+                quantized = algebra.find("rows", (quantized,), (size, hidden_size))
+            if quantized is None or not quantized.holders:
                 continue
             if computed and rows is y:
                 yield Quantised("per_token", 0, quantized, scale, None)

@@ -110,7 +110,8 @@ class Rewriter:
             scale = None if static is None else self._current(static, behind)
             kind = (candidate.quantised.kind, candidate.quantised.group_size)
             op = torch.ops.allnorm.all_reduce_add_rms_norm_quant.default
-            args = (*tensors, *kind, "row_major", "float32", scale, True, False, *mode)
+            layout = match.scale_layout
+            args = (*tensors, *kind, layout, "float32", scale, True, False, *mode)
         call = self._add("call_function", op, args, behind=behind)
         last = candidate.normed.definers[0]
         if "stack_trace" in last.meta:

@@ -9,8 +9,7 @@ from vllm.compilation.passes.vllm_inductor_pass import VllmInductorPass
 from vllm.distributed.parallel_state import get_tp_group
 
 import allnorm.compile
-from allnorm.integrations.vllm import engine
-from allnorm.integrations.vllm.norms import decompositions
+from allnorm.integrations.vllm import engine, norms, quants
 
 _OPERATOR = "vllm::all_reduce"
 
@@ -40,7 +39,7 @@ class AllnormFusionPass(VllmInductorPass):
                 communicator,
                 all_reduce_ops=[_OPERATOR],
                 all_reduce_groups=[get_tp_group().unique_name],
-                decompositions=decompositions(),
+                decompositions=norms.decompositions() | quants.decompositions(),
             )
         except Exception as error:  # noqa: BLE001 - every rank compiles the same graph
             for node in reversed(list(graph.nodes)):
