@@ -1,0 +1,231 @@
+#include "tests/shim/scheduler.h"
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <utility>
+
+namespace allnorm::shim {
+
+Machine::State* g_machine = nullptr;
+
+namespace {
+
+// How often a thread polls in vain before it sleeps, and how long at most: now and then it is woken
+// all the same, to look at its deadline.
+constexpr uint32_t kQuietLoads = 64;
+constexpr uint64_t kSleepTurns = 512;
+
+}  // namespace
+
+std::vector<SharedVariable>& shared_variables() {
+  static std::vector<SharedVariable> variables;
+  return variables;
+}
+
+void fail(const char* what) {
+  fprintf(stderr, "FAILED: %s\n", what);
+  fflush(stderr);
+  _Exit(1);
+}
+
+Machine::State::State(int num_ranks, uint64_t seed, Schedule chosen)
+    : streams(static_cast<size_t>(num_ranks)), random_state(seed), schedule(chosen) {}
+Machine::State::~State() {
+  for (Stream& stream : streams) {
+    for (const auto& grid : stream.grids) release_shared(*grid);
+  }
+}
+
+uint64_t Machine::State::random() {
+  uint64_t z = (random_state += 0x9e3779b97f4a7c15u);
+  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+  z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+  return z ^ (z >> 31);
+}
+
+// ---- grids
+
+void Machine::State::advance(Stream& stream, int rank) {
+  while (!stream.grids.empty() && stream.grids.front()->complete()) {
+    if (stream.grids.size() > 1) stream.grids[1]->preceding = nullptr;
+    release_shared(*stream.grids.front());
+    stream.grids.erase(stream.grids.begin());
+    ++stream.completed;
+    for (const Stream& other : streams) {
+      if (stream.completed > other.completed + greatest_lead) {
+        greatest_lead = stream.completed - other.completed;
+      }
+    }
+  }
+  if (stream.pending.empty() || stream.grids.size() > 1) return;
+  const Grid* preceding = stream.grids.empty() ? nullptr : stream.grids.back().get();
+  if (preceding != nullptr) {
+    for (const auto& block : preceding->blocks) {
+      if (!block->triggered && block->finished < block->threads.size()) return;
+    }
+  }
+  auto grid = std::make_unique<Grid>();
+  grid->rank = rank;
+  if (stream.pending.front().exchanges) ++stream.operations;
+  grid->operation = stream.operations;
+  grid->number = stream.grids_started++;
+  grid->preceding = preceding;
+  grid->preceding_end = stream.last_end;
+  grid->end = stream.last_end = std::make_shared<char>();
+  grid->launch = std::move(stream.pending.front());
+  stream.pending.pop_front();
+  start(*grid);
+  stream.grids.push_back(std::move(grid));
+}
+
+void Machine::State::start(Grid& grid) {
+  const Launch& shape = grid.launch;
+  if (shape.num_blocks % shape.cluster_size != 0 || shape.num_threads % 32 != 0 ||
+      shape.dynamic_shared_bytes > kSharedBytes - kDynamicSharedOffset) {
+    fail("a launch that no device would take");
+  }
+  grid.clusters.resize(shape.num_blocks / shape.cluster_size);
+  for (Meeting& cluster : grid.clusters) {
+    cluster.expected = shape.cluster_size * shape.num_threads;
+  }
+  for (uint32_t b = 0; b < shape.num_blocks; ++b) {
+    auto block = std::make_unique<Block>();
+    block->grid = &grid;
+    block->index = b;
+    block->meeting.expected = shape.num_threads;
+    block->warps.resize(shape.num_threads / 32);
+    for (Warp& warp : block->warps) warp.meeting.expected = 32;
+    block->shared = shared_pool.take();
+    allow(block->shared, kSharedBytes);
+    memset(block->shared, 0xff, kSharedBytes);
+    forbid(block->shared, kSharedBytes);
+    for (const SharedVariable& variable : shared_variables()) {
+      allow(block->shared + variable.offset, variable.bytes);
+    }
+    allow(block->shared + kDynamicSharedOffset, shape.dynamic_shared_bytes);
+    for (uint32_t t = 0; t < shape.num_threads; ++t) {
+      auto thread = std::make_unique<Thread>();
+      thread->fiber = fibers.get(static_cast<size_t>(2 * grid.rank) + grid.number % 2,
+                                 b * shape.num_threads + t);
+      thread->fiber->prepare(&State::enter);
+      thread->agent.rank = grid.rank;
+      thread->agent.operation = grid.operation;
+      thread->block = block.get();
+      thread->index = t;
+      block->threads.push_back(std::move(thread));
+    }
+    grid.blocks.push_back(std::move(block));
+  }
+}
+
+void Machine::State::release_shared(const Grid& grid) {
+  for (const auto& block : grid.blocks) shared_pool.give_back(block->shared);
+}
+
+// ---- who runs
+
+// Decides anew who is held or goes first, for how long.
+void Machine::State::begin_period() {
+  period_end = turns + 400 + below(3000);
+  resting = !resting && below(4) == 0;  // now and then nobody is
+  special.rank = static_cast<int>(below(streams.size()));
+  // The two warps that serve the exchange, or one that works on rows.
+  const bool serves = below(4) != 0;
+  special.block = serves ? 0 : static_cast<uint32_t>(below(16));
+  special.warp = serves ? static_cast<uint32_t>(below(2)) : static_cast<uint32_t>(below(16));
+}
+bool Machine::State::is_held(const Grid& grid) const {
+  return schedule == Schedule::kRankHeld && !resting && grid.rank == special.rank;
+}
+bool Machine::State::is_held(const Thread& thread) const {
+  const Block& block = *thread.block;
+  return schedule == Schedule::kWarpHeld && !resting && block.grid->rank == special.rank &&
+         block.index == special.block % block.grid->blocks.size() &&
+         thread.index / 32 == special.warp % block.warps.size();
+}
+
+bool Machine::State::is_asleep(const Thread& thread) const {
+  return turns < thread.asleep_until && thread.seen_changes == changes;
+}
+void Machine::State::sleep() {
+  running->quiet_loads = 0;
+  running->seen_changes = changes;
+  running->asleep_until = turns + kSleepTurns;
+  running->fiber->leave();
+}
+void Machine::State::count_load() {
+  if (running->seen_changes != changes) {
+    running->seen_changes = changes;
+    running->quiet_loads = 0;
+  } else if (++running->quiet_loads > kQuietLoads) {
+    sleep();
+  }
+}
+
+void Machine::State::run_some_threads() {
+  if (turns >= period_end) begin_period();
+  // Now and then one warp goes ahead of all others for a while.
+  if (favoured_turns == 0 && random() % 256 == 0) favoured_turns = 48;
+  if (favoured_turns == 0 || favoured_turns == 48) {
+    choice = random();
+    leader = below(16) != 0;
+  }
+  const bool favoured = favoured_turns > 0;
+  if (favoured) --favoured_turns;
+
+  auto rank = static_cast<int>(choice % streams.size());
+  if (schedule == Schedule::kRankFirst && leader && !resting) rank = special.rank;
+  Stream& stream = streams[static_cast<size_t>(rank)];
+  if (stream.grids.empty()) return;
+  const bool newest = schedule == Schedule::kNewestFirst && leader;
+  Grid& grid = newest ? *stream.grids.back() : *stream.grids[(choice >> 8) % stream.grids.size()];
+  if (is_held(grid)) return;
+  Block& block = *grid.blocks[(choice >> 16) % grid.blocks.size()];
+  const size_t warp = (choice >> 24) % block.warps.size();
+  const bool alone = favoured || random() % 2 == 0;
+  const size_t begin = alone ? warp * 32 : 0, count = alone ? 32 : block.threads.size();
+  const size_t first = random() % count;
+  for (size_t i = 0; i < count; ++i) {
+    Thread& thread = *block.threads[begin + (first + i) % count];
+    if (thread.done || thread.blocked || is_asleep(thread) || is_held(thread)) continue;
+    running = &thread;
+    thread.fiber->resume();
+    running = nullptr;
+  }
+}
+
+void Machine::State::enter() {
+  State& machine = *g_machine;
+  Thread& thread = *machine.running;
+  thread.fiber->arrive();
+  acquire(&machine.launched);
+  thread.block->grid->launch.kernel();
+  release(thread.block->grid->end.get());
+  thread.done = true;
+  Block& block = *thread.block;
+  if (++block.finished == block.threads.size()) ++block.grid->finished_blocks;
+  ++machine.changes;
+  thread.fiber->leave_for_good();
+}
+
+void Machine::State::meet(Meeting& meeting, bool orders_memory) {
+  char* const token = &meeting.rounds_tokens[meeting.rounds % 2];
+  if (orders_memory) release(token);
+  if (++meeting.arrived == meeting.expected) {
+    meeting.arrived = 0;
+    ++meeting.rounds;
+    for (Thread* waiting : meeting.waiting) waiting->blocked = false;
+    meeting.waiting.clear();
+  } else {
+    {
+      const Unwatched unwatched;
+      meeting.waiting.push_back(running);
+    }
+    running->blocked = true;
+    running->fiber->leave();
+  }
+  if (orders_memory) acquire(token);
+}
+
+}  // namespace allnorm::shim
