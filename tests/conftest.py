@@ -21,6 +21,8 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 def pytest_configure(config: pytest.Config) -> None:
     """Tables that somebody has tuned on this machine are not what is tested, in ranks neither."""
     os.environ["ALLNORM_TUNING_DIR"] = os.path.join(tempfile.gettempdir(), "allnorm-no-tables")
+    if not config.pluginmanager.hasplugin("timeout"):
+        config.addinivalue_line("markers", "timeout(seconds): without effect")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

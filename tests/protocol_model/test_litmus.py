@@ -13,7 +13,7 @@ from protocol_model.notation import parse
 
 pytest.importorskip("z3")
 
-from protocol_model.ptx import Executions  # noqa: E402
+from protocol_model.ptx import Executions
 
 A, B, C, D = "gpu0 cta0: ", "gpu1 cta1: ", "gpu2 cta2: ", "gpu3 cta3: "
 NEAR, BESIDE = "gpu0 cta1: ", "gpu0 cta0: "  # another block of A's GPU; a thread of A's block
