@@ -3,8 +3,9 @@
 #   make bench     build, then time the fused op beside the unfused one, every shape checked first
 #   make test      C++ tests, then Python tests; GPU tests are skipped, visibly, where there are no GPUs
 #   make lint      the checks that CI makes            make format   repairs what can be repaired
-#   make test-engines  the plugins in the packages of serving engines, without GPUs; some 700 MB each to install
+#   make test-engines  the plugins in the packages of serving engines, without GPUs; about 1 GB each to install
 #   make sanitize  C++ tests under sanitizers          make wheel    dist/*.whl
+#   make mutants   defects put into the CUDA kernels, which the tests must report
 #   make inplace   libraries into allnorm/lib, to run from the source tree
 #   make clean     removes what was built; the virtual environment stays
 #
@@ -12,7 +13,7 @@
 # VENV=.venv               where that environment is
 # CUDA=auto|on|off         whether to build the CUDA library (auto: where nvcc is found)
 # CUDA_ARCHS=auto          for example "80-real;90"; RELEASE=1: all of a release
-# BENCH_ARGS=, PYTEST_ARGS=  passed on
+# BENCH_ARGS=, PYTEST_ARGS=, MUTANTS_ARGS=  passed on; MUTANTS_ARGS=--all for more than CI tries
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -20,6 +21,7 @@ CUDA ?= auto
 CUDA_ARCHS ?= auto
 BENCH_ARGS ?=
 PYTEST_ARGS ?= -m "not slow"
+MUTANTS_ARGS ?=
 RELEASE ?=
 ifneq ($(RELEASE),)
 CUDA_ARCHS := 80-real;90-real;100
@@ -39,7 +41,7 @@ PACKAGE_SETTINGS = --config-settings=build-dir=$(BUILD)/package \
 	--config-settings=cmake.define.ALLNORM_CUDA=$(CUDA) \
 	'--config-settings=cmake.define.ALLNORM_CUDA_ARCHITECTURES=$(CUDA_ARCHS)'
 
-.PHONY: bench test test-cpp test-python test-engines lint format sanitize wheel inplace install clean
+.PHONY: bench test test-cpp test-python test-engines lint format sanitize mutants wheel inplace install clean
 .DELETE_ON_ERROR:
 
 bench: $(STAMPS)/install
@@ -81,6 +83,9 @@ sanitize: $(STAMPS)/run
 	  cmake --build $$b; \
 	  ctest --test-dir $$b --output-on-failure --no-tests=error; \
 	done
+
+mutants: $(STAMPS)/run
+	$(BIN)/python tests/kernel_mutants/run.py $(MUTANTS_ARGS)
 
 lint: $(STAMPS)/lint
 	$(BIN)/ruff check .
