@@ -111,24 +111,43 @@ class Kernel:
     instructions: tuple[Instruction, ...]
     frame_bytes: int = 0
 
-    @functools.cached_property
-    def _barrier_targets(self) -> dict[str, set[int]]:
+    def _barrier_targets(self, indices: set[int]) -> dict[str, set[int]]:
+        """Where each of the convergence barriers that are set up at `indices` ends."""
         targets: dict[str, set[int]] = {}
-        for instruction in self.instructions:
+        for instruction in (self.instructions[i] for i in indices):
             if instruction.verb == "BSSY" and instruction.target is not None:
                 barrier = instruction.operands.split(",")[0]
                 targets.setdefault(barrier, set()).add(instruction.target // INSTRUCTION_BYTES)
         return targets
 
     @functools.cached_property
-    def successors(self) -> tuple[frozenset[int], ...]:
-        """Indices of what may be next, as if every predicate could have either value.
+    def _body(self) -> set[int]:
+        # Subroutines use the same barriers, so only those that the body sets up count; which those
+        # are, is known once the body is.
+        body: set[int] = set()
+        while True:
+            barriers = self._barrier_targets(body)
+            seen: set[int] = set()
+            todo = [0]
+            while todo:
+                index = todo.pop()
+                if index not in seen:
+                    seen.add(index)
+                    todo.extend(self._successors(index, barriers))
+            if seen == body:
+                return body
+            body = seen
 
-        A call goes on behind the call.
+    @functools.cached_property
+    def successors(self) -> dict[int, set[int]]:
+        """What may be next after each instruction of the body, by index.
+
+        As if every predicate could have either value; a call goes on behind the call.
         """
-        return tuple(frozenset(self._successors(i)) for i in range(len(self.instructions)))
+        barriers = self._barrier_targets(self._body)
+        return {i: self._successors(i, barriers) for i in self._body}
 
-    def _successors(self, index: int) -> set[int]:
+    def _successors(self, index: int, barriers: dict[str, set[int]]) -> set[int]:
         instruction = self.instructions[index]
         following = {index + 1} if index + 1 < len(self.instructions) else set()
         target = set()
@@ -146,7 +165,7 @@ class Kernel:
             case "BSYNC":
                 # Where the BSSY says, nearly always behind this. Which BSSY is not known: any.
                 barrier = instruction.operands.split(",")[-1]
-                where = self._barrier_targets.get(barrier, set())
+                where = barriers.get(barrier, set())
                 return following if following <= where else where | following
             case "BRX" | "BRXU" | "JMP" | "JMX" | "JMXU":
                 raise NotImplementedError(f"a jump to a computed address in {self}: {instruction}")
@@ -168,10 +187,6 @@ class Kernel:
                 if not stop(self.instructions[index]):
                     todo.extend(self.successors[index])
         return seen
-
-    @functools.cached_property
-    def _body(self) -> set[int]:
-        return self.reachable()
 
     @functools.cached_property
     def body(self) -> tuple[Instruction, ...]:

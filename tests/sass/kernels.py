@@ -53,8 +53,9 @@ class Variant:
             "owned_finished": (2 + peers, ranks + 1),
             "owned_given": (peers, 1),
         }[self.kind]
-        # The roll call, of two words each way, and the number that hands slots back.
-        pushes, polls = Counter({16: wide[0], 8: 2, 4: 1}), Counter({16: wide[1], 8: 2, 4: 1})
+        # The roll call, of two words each way, and the number that hands slots back, for which
+        # large operations wait at their head as well.
+        pushes, polls = Counter({16: wide[0], 8: 2, 4: 1}), Counter({16: wide[1], 8: 2, 4: 2})
         if self.kind == "owned_finished" and self.quantized:
             for elements in (4 if self.dtype == "Float32" else 8, 4):  # of a pack; then scales
                 pushes[elements] += peers
@@ -69,9 +70,9 @@ class Variant:
         rows with owners. `one_shot_dense` trades registers for two blocks an SM.
         """
         if self.kind == "two_shot" and self.world_size > 5:
-            return 56
+            return 96
         if self.kind == "one_shot_dense":
-            return 128 if self.world_size > 4 else 32
+            return 136 if self.world_size > 4 else 40
         return 8 if self.kind == "local_aligned" and self.quantized else 0
 
 

@@ -148,6 +148,19 @@ MUTANTS = (
         "    clear_partials<kWorldSize>(slots, stride_);\n    fence_acq_rel_sys();\n",
     ),
     _mutant(
+        *("a large operation that does not acquire", "large_operation_acquires", "exchange.cuh"),
+        *("load_acquire_sys_u32(slot)", "load_relaxed_sys_u32(slot)"),
+    ),
+    _mutant(
+        *("an acquire at gpu scope", "large_operation_acquires", "memory.cuh"),
+        *("ld.acquire.sys.global.u32", "ld.acquire.gpu.global.u32"),
+    ),
+    _mutant(
+        *("no barrier behind the acquire", "large_operation_acquires", "exchange.cuh"),
+        "    // nobody will use what they write.\n    __syncthreads();\n",
+        "    // nobody will use what they write.\n",
+    ),
+    _mutant(
         *("a fence of all orders", "no_other_barrier", "memory.cuh"),
         *("fence.acq_rel.sys;", "fence.sc.sys;"),
     ),
@@ -165,8 +178,8 @@ MUTANTS = (
         *("the counter read before the wait", "dependent_launch", "exchange.cuh"),
         *("    wait_for_preceding_grid();\n", ""),
         *(
-            "    phase_ = static_cast<int>(counter >> 32);\n",
-            "    phase_ = static_cast<int>(counter >> 32);\n    wait_for_preceding_grid();\n",
+            "    phases_ = static_cast<int>(counter >> 32);\n",
+            "    phases_ = static_cast<int>(counter >> 32);\n    wait_for_preceding_grid();\n",
         ),
     ),
     _mutant(

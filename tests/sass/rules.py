@@ -108,6 +108,28 @@ def one_system_fence(kernel: Kernel, variant: Variant) -> Iterator[str]:
         yield "the fence is reached on a path that has not read the peer's number"
 
 
+def large_operation_acquires(kernel: Kernel, variant: Variant) -> Iterator[str]:
+    """The number that a large operation waits for is acquired, by the whole block, before a push.
+
+    See "Why a large phase may be reused" in csrc/cuda/exchange.cuh.
+    """
+    acquires = []
+    for i, found in enumerate(kernel.instructions):
+        if found.is_load and _is_number_access(found):
+            touched = [
+                x for x in kernel.instructions[i + 1 : i + 8] if x.verb == "CCTL" or x.is_global
+            ]
+            if touched and touched[0].opcode == "CCTL.IVALL":
+                acquires.append(i)
+    if len(acquires) != 1:
+        yield f"{len(acquires)} loads of a number acquire; expected one"
+        return
+    for i in sorted(kernel.reachable(acquires[0], stop=lambda found: found.verb == "BAR")):
+        found = kernel.instructions[i]
+        if found.is_store and found.access_bytes == 16:
+            yield f"stored before the block knows what was acquired: {found}"
+
+
 def no_other_barrier(kernel: Kernel, variant: Variant) -> Iterator[str]:
     """What waits for stores to peers is only that fence; the cluster meets before there are any."""
     known = {"MEMBAR.ALL.CTA", "MEMBAR.ALL.GPU", "MEMBAR.ALL.SYS"}
@@ -171,7 +193,7 @@ def stays_local(kernel: Kernel, variant: Variant) -> Iterator[str]:
 LOCAL_RULES: tuple[Rule, ...] = (dependent_launch, frame, stays_local)
 EXCHANGE_RULES: tuple[Rule, ...] = (
     *(pushes, polls, scopes, polls_in_flight, one_system_fence, no_other_barrier),
-    *(dependent_launch, fault_record, frame),
+    *(large_operation_acquires, dependent_launch, fault_record, frame),
 )
 
 
