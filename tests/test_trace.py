@@ -158,7 +158,11 @@ KERNELS = {
         "two_shot",
     ),
     "void allnorm::owned_rows_kernel<float, 2, (allnorm::Owned)0, true>"
+    "(allnorm::OwnedRowsParams)": ("fused", "two_shot"),
+    "void allnorm::owned_rows_kernel<float, 2, (allnorm::Owned)1, true>"
     "(allnorm::OwnedRowsParams)": ("fused", "two_shot, sharded"),
+    "void allnorm::owned_rows_kernel<float, 2, (allnorm::Owned)2, false>"
+    "(allnorm::OwnedRowsParams)": None,
     "void allnorm::local_kernel<float, true>(allnorm::LocalParams)": ("norm", "allnorm local"),
     "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)": (
         "reduction",
@@ -174,6 +178,10 @@ KERNELS = {
         "another library",
     ),
     "void vllm::fused_add_rms_norm_kernel<c10::BFloat16, 8>(int)": ("norm", "kernel"),
+    "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<c10::BFloat16, float, "
+    "true>(int, float, c10::BFloat16 const*)": ("norm", "PyTorch"),
+    "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<c10::BFloat16, float, "
+    "false>(int, float, c10::BFloat16 const*)": None,
     "triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_0": ("norm", "compiled kernel"),
     "ampere_bf16_s16816gemm_bf16_64x64_ldg8_f2f_stages_64x5_tn": None,
 }
@@ -214,8 +222,11 @@ def test_kernels_of_graphs_are_counted_beside_those_of_operators() -> None:
             event("c10d::allreduce_", event("nccl:all_reduce", kernels=[(nccl, 6.0)])),
         ),
         event("allnorm.call|fused|one_shot"),  # captured, not run
+        event("c10d::barrier", event("nccl:all_reduce_barrier", kernels=[(nccl, 3.0)])),
     )
-    device = [event(name, device=DeviceType.CUDA) for name in [one_shot] * 3 + [nccl, "gemm"]]
+    device = [
+        event(name, device=DeviceType.CUDA) for name in [one_shot] * 3 + [nccl] * 2 + ["gemm"]
+    ]
     collector = Collector([*flat(host), *device])
     assert collector.passes == 1
     assert collector.tally.entries() == [

@@ -50,12 +50,13 @@ class Collector:
             found = _classify(event)
             if found is None:
                 pending.extend((child, module, inside) for child in event.cpu_children)
-            elif found[0]:
+            else:
                 self._count(event, *found, module)
 
     def _count(self, event: Any, kind: str, what: str, module: str) -> None:
         if not self._has_kernels:
-            self.tally.add(kind, what, module, event.cpu_time_total)
+            if kind:
+                self.tally.add(kind, what, module, event.cpu_time_total)
             return
         kernels = [kernel for each in _subtree(event) for kernel in each.kernels]
         if not kernels:  # captured, not run
@@ -64,7 +65,8 @@ class Collector:
             launched = self._launched[kernel.name]
             launched[0] += 1
             launched[1] += kernel.duration
-        self.tally.add(kind, what, module, sum(kernel.duration for kernel in kernels))
+        if kind:
+            self.tally.add(kind, what, module, sum(kernel.duration for kernel in kernels))
 
     def _count_kernels(self, device: list[Any]) -> None:
         seen: _Kernels = collections.defaultdict(lambda: [0, 0.0])
@@ -96,6 +98,8 @@ def _classify(event: Any) -> tuple[str, str] | None:
         return ("" if kind == "gather" else kind), what
     if name in names.REDUCTION_OPERATORS:
         return REDUCTION, name
+    if name in names.OTHER_OPERATORS:
+        return "", name
     if name in names.NORM_OPERATORS:
         return NORM, name
     if name.startswith(names.MODULE):

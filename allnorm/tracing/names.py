@@ -19,6 +19,8 @@ REDUCTION_OPERATORS = frozenset(
         *("symm_mem::two_shot_all_reduce_", "symm_mem::multimem_all_reduce_"),
     }
 )
+# What makes kernels that look like a reduction's, and is none.
+OTHER_OPERATORS = frozenset({"c10d::barrier"})
 NORM_OPERATORS = frozenset(
     {
         *("aten::rms_norm", "aten::_fused_rms_norm", "_C::rms_norm", "_C::fused_add_rms_norm"),
@@ -32,12 +34,16 @@ NORM_ARITHMETIC = frozenset({"aten::rsqrt", "aten::pow", "aten::rms_norm", "aten
 _KERNELS = (
     (re.compile(r"allnorm::fused_kernel<.*\bOneShot\b"), FUSED, "one_shot"),
     (re.compile(r"allnorm::fused_kernel<.*\bTwoShot\b"), FUSED, "two_shot"),
-    (re.compile(r"allnorm::owned_rows_kernel<"), FUSED, "two_shot, sharded"),
+    # allnorm::Owned in csrc/cuda/owned_rows.cuh; 2 gathers finished rows.
+    (re.compile(r"allnorm::owned_rows_kernel<.*Owned\)0"), FUSED, "two_shot"),
+    (re.compile(r"allnorm::owned_rows_kernel<.*Owned\)1"), FUSED, "two_shot, sharded"),
     (re.compile(r"allnorm::local_kernel<"), NORM, "allnorm local"),
     (re.compile(r"nccl\w*Kernel\w*_AllReduce", re.IGNORECASE), REDUCTION, "NCCL"),
     (re.compile(r"allreduce_fusion|moereduce_allreduce", re.IGNORECASE), FUSED, "another library"),
     (re.compile(r"cross_device_reduce|all_?reduce", re.IGNORECASE), REDUCTION, "custom all-reduce"),
     (re.compile(r"rms_?norm", re.IGNORECASE), NORM, "kernel"),
+    # PyTorch's: the last argument says that it is an RMSNorm.
+    (re.compile(r"(layer_norm_kernel|LayerNormForwardCUDAKernel)<[^<>]*\btrue>"), NORM, "PyTorch"),
     (re.compile(r"^triton_\w*rsqrt"), NORM, "compiled kernel"),
 )
 
