@@ -124,9 +124,9 @@ def test_a_compiled_block_is_fused(model: str) -> None:
     assert first["numerics"] == ["rounded", "unrounded", "unrounded", "unrounded"]
     assert second["numerics"] == first["numerics"]
     assert not first["missed"]
-    # A norm may differ by an ulp in rare elements, since its sum of squares has another order;
-    # three products later it shows. Another rounding mode changes more than half of them.
-    assert max(first["different"]) < 0.05
+    # A norm may differ by an ulp in rare elements: its sum of squares has another order. Another
+    # rounding mode changes a quarter of them, and half of what comes later.
+    assert max(first["different"]) < 0.005
     assert "AllnormFusionPass" in first["passes"]
     ((level, text),) = first["said"]
     assert level == "INFO"

@@ -194,15 +194,16 @@ def make_block() -> Any:
     first, plain, gemma = norms
     matrix = shared_input((HIDDEN, HIDDEN), bf16, "matrix") / 16
 
-    def block(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x = all_reduce(x)
-        residual = x
-        x = all_reduce(first(x) @ matrix)
-        x, residual = plain(x, residual)
-        x = all_reduce(x @ matrix)
-        x, residual = gemma(x, residual)
-        x = all_reduce(x @ matrix)
-        return first(x, residual)
+    def block(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        reduced = all_reduce(x)
+        start = first(reduced)
+        # Every result is given out: Inductor computes others again, and then leaves roundings out.
+        middle, sum1 = plain(all_reduce(start @ matrix), reduced)
+        kept1 = sum1.clone()  # vLLM's norms take over the memory of what they are given
+        late, sum2 = gemma(all_reduce(middle @ matrix), sum1)
+        kept2 = sum2.clone()
+        end, sum3 = first(all_reduce(late @ matrix), sum2)
+        return start, middle, kept1, late, kept2, end, sum3
 
     return block
 
