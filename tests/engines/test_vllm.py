@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from allnorm.integrations.vllm import seams
+from allnorm.integrations.vllm import quants, seams
 from allnorm.testing import run_ranks
 
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed: make test-engines")
@@ -183,3 +183,23 @@ def test_helpers_of_eager_models_are_fused(model: str) -> None:
         assert found["gemma"] == {"same": [True, True], "by itself": "native"}
         assert found["reductions"] == 0
         assert found["stock"] == 1
+
+
+# ---- FP8 ----------------------------------------------------------------------------------------
+
+# As declared in the C extension, which cannot be loaded here: its bytes are searched.
+SCHEMAS = (
+    "static_scaled_fp8_quant(Tensor! result, Tensor input, Tensor scale, int[]? group_shape=None)",
+    "dynamic_per_token_scaled_fp8_quant(Tensor! result, Tensor input, Tensor! scale, "
+    "Tensor? scale_ub)",
+    "per_token_group_fp8_quant(Tensor input, Tensor! output_q, Tensor! output_s, int group_size, "
+    "float eps, float fp8_min, float fp8_max, bool scale_ue8m0",
+)
+
+
+def test_operators_that_quantise_are_declared_as_expected() -> None:
+    (extension,) = pathlib.Path(vllm.__file__).parent.glob("_C_stable_libtorch*.so")
+    content = extension.read_bytes()
+    assert [schema for schema in SCHEMAS if schema.encode() not in content] == []
+    names = {f"_C::{schema.split('(')[0]}" for schema in SCHEMAS}
+    assert set(quants.decompositions()) == names
