@@ -111,9 +111,18 @@ class Relations:
                     continue
                 for then in ordered[at:]:
                     same = first.kind == "fence" or then.location == first.location
-                    if then.kind == kind and then.access.strong and same:
+                    if then.kind != kind or not then.access.strong or not same:
+                        continue
+                    if then is first or not self._does_alone(first, then, pattern):
                         found.append((first, then))
         return found
+
+    def _does_alone(self, first: Event, then: Event, pattern: str) -> bool:
+        """Whether `then` is such a pattern by itself, and no narrower: what `first` would add
+        follows from program order."""
+        access = then.access
+        alone = access.releases if pattern == "release" else access.acquires
+        return alone and access.scope is not None and access.scope >= (first.access.scope or 0)
 
     def _synchronizing(self) -> list[Edge]:
         """Edges of "synchronizes" that depend on the execution, with their condition."""
