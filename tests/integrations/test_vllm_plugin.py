@@ -202,6 +202,28 @@ def test_additional_config_that_is_no_dictionary_is_left_alone(
     assert not switch.was_left_alone(config)
 
 
+@pytest.mark.parametrize(
+    ("cuda", "ranks", "two_batches", "words"),
+    [
+        (True, 2, False, ""),
+        (True, 1, False, "tensor_parallel_size is 1"),
+        (True, 2, True, "two batches run at once"),
+        (False, 2, False, "the platform is tpu, expected CUDA"),
+    ],
+)
+def test_what_has_nothing_to_fuse(
+    monkeypatch: pytest.MonkeyPatch, cuda: bool, ranks: int, two_batches: bool, words: str
+) -> None:
+    platforms: Any = types.ModuleType("vllm.platforms")
+    platforms.current_platform = types.SimpleNamespace(is_cuda=lambda: cuda, device_name="tpu")
+    monkeypatch.setitem(sys.modules, "vllm", types.ModuleType("vllm"))
+    monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
+    parallel = types.SimpleNamespace(tensor_parallel_size=ranks, use_ubatching=two_batches)
+    why = switch.obstacle(types.SimpleNamespace(parallel_config=parallel))
+    assert words in why
+    assert bool(words) == bool(why)
+
+
 def test_what_vllm_would_do_without_us() -> None:
     for stock in (True, False):
         assert switch.stock_default(config_with({"allnorm": {"stock": stock}}, on=True)) is stock

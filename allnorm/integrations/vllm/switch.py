@@ -76,8 +76,12 @@ def obstacle(vllm_config: Any) -> str:
 
     if not current_platform.is_cuda():
         return f"the platform is {current_platform.device_name or 'unknown'}, expected CUDA"
-    tp = vllm_config.parallel_config.tensor_parallel_size
-    return "tensor_parallel_size is 1: nothing is reduced" if tp == 1 else ""
+    parallel = vllm_config.parallel_config
+    if parallel.tensor_parallel_size == 1:
+        return "tensor_parallel_size is 1: nothing is reduced"
+    if getattr(parallel, "use_ubatching", False):
+        return "two batches run at once (dual batch overlap): calls must be ordered"
+    return ""
 
 
 def was_left_alone(vllm_config: Any) -> bool:
