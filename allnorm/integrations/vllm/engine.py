@@ -18,7 +18,6 @@ import torch
 
 import allnorm
 import allnorm.compile
-from allnorm._version import __version__
 from allnorm.compile import FusionReport
 from allnorm.integrations.engines import Announcer, Outcome, engine_communicator
 from allnorm.integrations.vllm import LOGGER, switch
@@ -156,9 +155,9 @@ def key() -> str:
     """Everything that compiled code depends on: sources, version, communicator, or their lack."""
     mine = communicator()
     if mine is None:
-        return f"allnorm {__version__} off"
+        return f"allnorm {allnorm.__version__} off"
     traits = (mine.name, mine.world_size, mine.device.type)
-    return f"allnorm {__version__} {_sources()} {traits}"
+    return f"allnorm {allnorm.__version__} {_sources()} {traits}"
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from allnorm._version import __version__
+import allnorm
 from allnorm.integrations.engines import Announcer, disabled_reason
 from allnorm.integrations.vllm import LOGGER
 
@@ -60,7 +60,7 @@ class _Default:
             return stock
         vllm_config.additional_config = {
             **additional,
-            KEY: {"version": __version__, "stock": stock},
+            KEY: {"version": allnorm.__version__, "stock": stock},
         }
         if not callable(self._stock):  # a level of optimisation at which vLLM fuses nothing
             return stock
