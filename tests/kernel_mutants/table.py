@@ -1,0 +1,385 @@
+"""Defects of the CUDA kernels as edits of their headers, and what must be reported of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+EXCHANGE, MEMORY = "cuda/exchange.cuh", "protocol/exchange.h"
+LAYOUT, BLOCK, QUANTIZE = "protocol/layout.h", "cuda/block.cuh", "cuda/quantize.cuh"
+ONE_SHOT, TWO_SHOT, OWNED = "cuda/one_shot.cuh", "cuda/two_shot.cuh", "cuda/owned_rows.cuh"
+FUSED, LOCAL = "cuda/fused.cuh", "cuda/local.cuh"
+
+SLOT = "race on workspace slot"
+RACE = "ThreadSanitizer: data race"
+WRONG = "elements wrong"
+HANGS = "does not end"
+NOT_EMPTY = "a slot is not empty"
+
+Build = Literal["plain", "thread"]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A defect: texts of files under csrc/, each to be found once, and what to put there instead.
+
+    Attributes:
+        name: What is wrong.
+        edits: (file, text, replacement).
+        report: One of these must be reported, and the test must fail.
+        build: With ThreadSanitizer ("thread") or, over sequentially consistent memory, without.
+        test: The program that reports it.
+        short: Whether CI tries it in every run.
+    """
+
+    name: str
+    edits: tuple[tuple[str, str, str], ...]
+    report: tuple[str, ...]
+    build: Build = "thread"
+    test: str = "cuda_schedules_test"
+    short: bool = True
+
+
+_FENCE = "    fence_acq_rel_sys();\n"
+_WAIT = "    if (!wait_until(released, [&] { return peer; })) return;\n"
+_PUBLISH = (
+    "    store_relaxed_sys("
+    "params_.workspace[threadIdx.x % 32] + PushControl::released(params_.rank),\n"
+    "                      op_);\n"
+)
+_REACHED = "has_reached(load_relaxed_sys_u32(slot), op_ - 1)"
+_LARGE_REACHED = "has_reached(load_acquire_sys_u32(slot), op_ - 1)"
+_CLEAR_SUM = "    store_pack(slot, {kEmptyWord, kEmptyWord, kEmptyWord, kEmptyWord});\n"
+_SHARED = "      if (lane == 0) values[threadIdx.x / 32] = chunk_value;\n      __syncthreads();\n"
+_OWN_BARRIER = "  __syncthreads();  // every thread has read the operation counter"
+_NO_ROW_BARRIER = "  if (blockIdx.x == 0) exchange.serve(threadIdx.x / 32);\n  __syncthreads();\n"
+_LARGE_BARRIER = "    // nobody will use what they write.\n    __syncthreads();\n"
+_STAGED = "    // thread comes here again: the sum over the next row lies in between.\n"
+
+# What weaker memory does, and threads that do not wait for each other: ThreadSanitizer reports it.
+RACES = (
+    Mutant("hand back: no fence", ((EXCHANGE, _FENCE, ""),), (SLOT,)),
+    Mutant("hand back: fence of the GPU", ((EXCHANGE, _FENCE, "    __threadfence();\n"),), (SLOT,)),
+    Mutant(
+        "hand back: no release, fenced after the number is stored",
+        ((EXCHANGE, _FENCE, ""), (EXCHANGE, _PUBLISH, _PUBLISH + _FENCE)),
+        (SLOT,),
+    ),
+    Mutant(
+        "hand back: no acquire, fenced before the number is read",
+        ((EXCHANGE, _FENCE, ""), (EXCHANGE, _WAIT, _FENCE + _WAIT)),
+        (SLOT,),
+    ),
+    Mutant("hand back: peers are not waited for", ((EXCHANGE, _WAIT, ""),), (SLOT,)),
+    Mutant(
+        "hand back: a number of two operations ago suffices",
+        ((EXCHANGE, _REACHED, _REACHED.replace("- 1", "- 2")),),
+        (SLOT,),
+    ),
+    Mutant(
+        "hand back: the number of the next operation is stored",
+        ((EXCHANGE, _PUBLISH, _PUBLISH.replace("op_);", "op_ + 1);")),),
+        (SLOT,),
+        short=False,
+    ),
+    Mutant("two phases", ((LAYOUT, "kPushPhases = 3", "kPushPhases = 2"),), (SLOT,)),
+    Mutant(
+        "large operation: slots are not waited for",
+        ((EXCHANGE, "    if (params.large) wait_for_slots();\n", ""),),
+        (SLOT,),
+    ),
+    Mutant(
+        "large operation: the number is read without acquire",
+        ((EXCHANGE, _LARGE_REACHED, _LARGE_REACHED.replace("acquire", "relaxed")),),
+        (SLOT,),
+    ),
+    Mutant(
+        "large operation: a number of two operations ago suffices",
+        ((EXCHANGE, _LARGE_REACHED, _LARGE_REACHED.replace("- 1", "- 2")),),
+        (SLOT,),
+        short=False,
+    ),
+    Mutant(
+        "large operation: the block's other threads do not wait",
+        ((EXCHANGE, _LARGE_BARRIER, _LARGE_BARRIER.replace("    __syncthreads();\n", "")),),
+        (SLOT,),
+    ),
+    Mutant(
+        "one large phase",
+        ((LAYOUT, "kLargePhases = 2", "kLargePhases = 1"),),
+        (SLOT, WRONG),
+        short=False,
+    ),
+    Mutant(
+        "the preceding grid is not waited for",
+        ((EXCHANGE, "    wait_for_preceding_grid();\n", ""),),
+        (RACE,),
+    ),
+    Mutant(
+        "x is read before the preceding grid is complete",
+        (
+            (
+                FUSED,
+                "  Exchange<kWorldSize> exchange(params);\n  if (first < 0)",
+                "  const Pack early = live && first >= 0 ? load_pack(params.x.at(first, pack))"
+                " : Pack{};\n  Exchange<kWorldSize> exchange(params);\n  if (first < 0)",
+            ),
+            (FUSED, "const Pack own = load_input(first);", "const Pack own = early;"),
+        ),
+        (RACE,),
+    ),
+    Mutant(
+        "the counter is advanced before a block's threads have read it: owned rows",
+        ((OWNED, _OWN_BARRIER, "  // every thread has read the operation counter"),),
+        (RACE,),
+    ),
+    Mutant(
+        "the counter is advanced before a block's threads have read it: no row",
+        ((FUSED, _NO_ROW_BARRIER, _NO_ROW_BARRIER.replace("  __syncthreads();\n", "")),),
+        (RACE,),
+        short=False,
+    ),
+    Mutant(
+        "the counter is advanced before a block's threads have read it: fused",
+        (
+            (
+                FUSED,
+                "    epilogue.add_row(row, reduced);\n",
+                "    if (last) exchange.advance();\n    epilogue.add_row(row, reduced);\n",
+            ),
+            (
+                FUSED,
+                "    // After the barrier in add_row().\n    if (last) exchange.advance();\n",
+                "",
+            ),
+        ),
+        (RACE,),
+        short=False,
+    ),
+    Mutant(
+        "row sums: no barrier of the block",
+        ((BLOCK, _SHARED, _SHARED.replace("      __syncthreads();\n", "")),),
+        (RACE,),
+    ),
+    Mutant("row sums: one buffer", ((BLOCK, "kBuffers = 2", "kBuffers = 1"),), (RACE,)),
+    Mutant(
+        "row sums: the other blocks' values are not waited for",
+        ((BLOCK, "      wait_barrier(arrived, parity);\n", ""),),
+        (RACE, "a block that has ended is written"),
+    ),
+    Mutant(
+        "row sums: no barrier of the cluster before the first",
+        ((BLOCK, "    cluster_sync();  // before any block signals another's barrier\n", ""),),
+        (RACE,),
+    ),
+    Mutant(
+        "quantised rows: scales are pushed before they are all staged",
+        ((OWNED, _STAGED + "    __syncthreads();\n", _STAGED),),
+        (RACE,),
+    ),
+    Mutant(
+        "local kernel: no barrier before the greatest magnitudes are read",
+        (
+            (
+                LOCAL,
+                "      // Read below; written again only after the barriers in the next row's"
+                " block_butterfly().\n      __syncthreads();\n",
+                "",
+            ),
+        ),
+        (RACE,),
+        test="cuda_local_test",
+    ),
+    Mutant(
+        "local kernel: sums of the next row are written over those that are read",
+        (
+            (
+                LOCAL,
+                "  const float total = butterfly_over<32>(values, width < 32 ? width : 32);\n"
+                "  __syncthreads();\n",
+                "  const float total = butterfly_over<32>(values, width < 32 ? width : 32);\n",
+            ),
+        ),
+        (RACE,),
+        test="cuda_local_test",
+        short=False,
+    ),
+)
+
+# What is wrong on any memory: results differ, slots stay full, or a rank waits for ever.
+WRONG_RESULTS = (
+    Mutant(
+        "one phase",
+        ((LAYOUT, "kPushPhases = 3", "kPushPhases = 1"),),
+        (WRONG, HANGS, NOT_EMPTY),
+        "plain",
+    ),
+    Mutant(
+        "one word of a slot is tested",
+        (
+            (
+                MEMORY,
+                "pack.word[0] != kEmptyWord && pack.word[1] != kEmptyWord &&"
+                " pack.word[2] != kEmptyWord &&\n         pack.word[3] != kEmptyWord;",
+                "pack.word[0] != kEmptyWord;",
+            ),
+        ),
+        (WRONG,),
+        "plain",
+    ),
+    Mutant(
+        "partials are not canonicalised: one_shot",
+        ((ONE_SHOT, "const Pack payload = canonicalize(own);", "const Pack payload = own;"),),
+        (HANGS,),
+        "plain",
+    ),
+    Mutant(
+        "partials are not canonicalised: two_shot",
+        ((TWO_SHOT, "                      canonicalize(own));", "                      own);"),),
+        (HANGS,),
+        "plain",
+        short=False,
+    ),
+    Mutant(
+        "finished rows are not canonicalised",
+        ((OWNED, "const Pack payload = canonicalize(y);", "const Pack payload = y;"),),
+        (HANGS,),
+        "plain",
+        short=False,
+    ),
+    Mutant(
+        "partials are not cleared: one_shot",
+        ((ONE_SHOT, "    clear_partials<kWorldSize>(slots, stride_);\n", ""),),
+        (WRONG, NOT_EMPTY),
+        "plain",
+    ),
+    Mutant(
+        "partials are not cleared: two_shot",
+        ((TWO_SHOT, "    clear_partials<kWorldSize>(slot(row), stride_);\n", ""),),
+        (WRONG, NOT_EMPTY),
+        "plain",
+        short=False,
+    ),
+    Mutant(
+        "partials are not cleared: owned rows",
+        ((OWNED, "    clear_partials<kWorldSize>(slot, stride);\n", ""),),
+        (WRONG, NOT_EMPTY),
+        "plain",
+        short=False,
+    ),
+    Mutant(
+        "sums are not cleared: two_shot",
+        ((TWO_SHOT, _CLEAR_SUM, ""),),
+        (WRONG, NOT_EMPTY),
+        "plain",
+        short=False,
+    ),
+    Mutant(
+        "finished rows are not cleared",
+        ((OWNED, _CLEAR_SUM, ""),),
+        (WRONG, NOT_EMPTY),
+        "plain",
+        short=False,
+    ),
+    Mutant(
+        "quantised elements are not cleared",
+        ((OWNED, "      store_quantized(slot, uniform_pack<T>(kEmptyWord));\n", ""),),
+        (WRONG, NOT_EMPTY),
+        "plain",
+        short=False,
+    ),
+    Mutant(
+        "scales are not cleared",
+        ((OWNED, "      store_u32(slot, kEmptyWord);\n", ""),),
+        (WRONG, NOT_EMPTY),
+        "plain",
+        short=False,
+    ),
+    Mutant(
+        "the roll call does not wait",
+        (
+            (
+                EXCHANGE,
+                "    if (!wait_until(announced, [&] { return peer; })) return;\n",
+                "    if (!announced()) return;\n",
+            ),
+        ),
+        ("FAILED: fault",),
+        "plain",
+        "cuda_faults_test",
+    ),
+    Mutant(
+        "another order of summation",
+        (
+            (
+                ONE_SHOT,
+                "  unpack<T>(partial[0], sum);",
+                "  unpack<T>(partial[kWorldSize - 1], sum);",
+            ),
+            (
+                ONE_SHOT,
+                "    unpack<T>(partial[rank], term);",
+                "    unpack<T>(partial[kWorldSize - 1 - rank], term);",
+            ),
+        ),
+        (WRONG,),
+        "plain",
+    ),
+    Mutant(
+        "slots numbered as another rank numbers them",
+        ((ONE_SHOT, "  return rank + q >= kWorldSize ? rank - 1 : rank;", "  return q - 1;"),),
+        (WRONG, HANGS, NOT_EMPTY),
+        "plain",
+        short=False,
+    ),
+    Mutant(
+        "a wide group's maximum from the wrong chunks",
+        ((QUANTIZE, "exchange_.chunk() / chunks * chunks, chunks", "exchange_.chunk(), chunks"),),
+        (WRONG,),
+        "plain",
+        short=False,
+    ),
+    Mutant(
+        "padding of scales is not zeroed",
+        ((FUSED, "if (blockIdx.x == 0) clear_scale_padding(params.epilogue.quant);", ""),),
+        (WRONG,),
+        "plain",
+        short=False,
+    ),
+    Mutant(
+        "numbers compared with ==",
+        ((MEMORY, "static_cast<int32_t>(seen - expected) >= 0", "seen == expected"),),
+        (HANGS,),
+        "plain",
+    ),
+    Mutant(
+        "numbers compared without wrap-around",
+        ((MEMORY, "static_cast<int32_t>(seen - expected) >= 0", "seen >= expected"),),
+        (HANGS,),
+        "plain",
+        short=False,
+    ),
+    Mutant(
+        "only the counters of the grid's own blocks are advanced",
+        ((EXCHANGE, "copy < kMaxBlocks;", "copy < static_cast<int>(gridDim.x);"),),
+        (WRONG, HANGS, "counter"),
+        "plain",
+        short=False,
+    ),
+    Mutant(
+        "the counter is read before the preceding grid is complete",
+        (
+            (EXCHANGE, "    wait_for_preceding_grid();\n", ""),
+            (
+                EXCHANGE,
+                "    poison_ = load_u64(own + PushControl::kPoisoned);\n",
+                "    wait_for_preceding_grid();\n"
+                "    poison_ = load_u64(own + PushControl::kPoisoned);\n",
+            ),
+        ),
+        (WRONG, HANGS, NOT_EMPTY, "counter"),
+        "plain",
+    ),
+)
+
+MUTANTS = RACES + WRONG_RESULTS
