@@ -161,7 +161,7 @@ def refuse_after_a_hit(rank: int, world_size: int) -> list[str]:
             )
     half = len(messages) // 2
     assert messages[:half] == messages[half:]
-    return messages
+    return [message.replace(str(c.device), "its device") for message in messages]
 
 
 @on(cpu=(2,), gpu=(2,))
