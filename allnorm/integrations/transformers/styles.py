@@ -23,39 +23,31 @@ from allnorm.integrations.transformers.wiring import SITE
 _links: weakref.WeakValueDictionary[str, allnorm.Communicator] = weakref.WeakValueDictionary()
 
 
-class FusedRowwise(stock.RowwiseParallel):
+class _LeavesTheSum(stock.TensorParallelLayer):
+    """Mixin for a style whose output is a sum over ranks: in inference it stays a partial one."""
+
+    def install_forward(self, module: torch.nn.Module, mesh: Any) -> torch.nn.Module:
+        """Connects the site of the module; without one the module gets the stock behaviour."""
+        link_site(module, mesh)
+        return super().install_forward(module, mesh)
+
+    def transform_output_post_forward(self, module: torch.nn.Module, output: Any, mesh: Any) -> Any:
+        """A PartialSum in inference; else what the stock style returns."""
+        local = _is_local(output) and self.should_use_local_tensors(module)
+        if local and fusing_site(module) is not None:
+            return PartialSum(output, getattr(module, SITE))
+        return super().transform_output_post_forward(module, output, mesh)
+
+
+class FusedRowwise(_LeavesTheSum, stock.RowwiseParallel):
     """`rowwise`: the weight is sharded by columns of its input, the output is a sum over ranks.
 
     As in the stock style the matrix product leaves out the bias, which is added to the sum.
     """
 
-    def install_forward(self, module: torch.nn.Module, mesh: Any) -> torch.nn.Module:
-        """Connects the site of the module; without one the module gets the stock behaviour."""
-        link_site(module, mesh)
-        return super().install_forward(module, mesh)
 
-    def transform_output_post_forward(self, module: torch.nn.Module, output: Any, mesh: Any) -> Any:
-        """A PartialSum in inference; else what the stock style returns."""
-        local = _is_local(output) and self.should_use_local_tensors(module)
-        if local and fusing_site(module) is not None:
-            return PartialSum(output, getattr(module, SITE))
-        return super().transform_output_post_forward(module, output, mesh)
-
-
-class FusedExperts(stock.MoeExpertsParallel):
+class FusedExperts(_LeavesTheSum, stock.MoeExpertsParallel):
     """`moe_tp_experts`: each rank has a shard of every expert, the output is a sum over ranks."""
-
-    def install_forward(self, module: torch.nn.Module, mesh: Any) -> torch.nn.Module:
-        """Connects the site of the module; without one the module gets the stock behaviour."""
-        link_site(module, mesh)
-        return super().install_forward(module, mesh)
-
-    def transform_output_post_forward(self, module: torch.nn.Module, output: Any, mesh: Any) -> Any:
-        """A PartialSum in inference; else what the stock style returns."""
-        local = _is_local(output) and self.should_use_local_tensors(module)
-        if local and fusing_site(module) is not None:
-            return PartialSum(output, getattr(module, SITE))
-        return super().transform_output_post_forward(module, output, mesh)
 
 
 def fused_styles() -> dict[str, Any]:
