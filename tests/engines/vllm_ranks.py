@@ -69,18 +69,19 @@ def make_config(model: str, **changes: Any) -> Any:
     return EngineArgs(**(arguments | changes)).create_engine_config()
 
 
-class Said(logging.Handler):
-    """What the plugin logs."""
+class Said(logging.Filter):
+    """What the plugin logs. No handler: vLLM 0.33 takes those off its loggers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.lines: list[tuple[str, str]] = []
         logger = logging.getLogger(plugin.LOGGER)
-        logger.addHandler(self)
+        logger.addFilter(self)
         logger.setLevel(logging.INFO)
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def filter(self, record: logging.LogRecord) -> bool:
         self.lines.append((record.levelname, record.getMessage()))
+        return True
 
 
 # ---- one process: the entry point and the switch -------------------------------------------------
