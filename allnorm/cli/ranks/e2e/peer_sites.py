@@ -6,27 +6,22 @@ of its own, so the case of a shape holds them in lists, and each call puts its o
 
 from __future__ import annotations
 
-import datetime
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 
 from allnorm.cli.bench_modes import Mode
 from allnorm.cli.options import Shape
-from allnorm.cli.ranks import peers
 from allnorm.cli.ranks.case import Case
 from allnorm.cli.ranks.data import Batch
 from allnorm.cli.ranks.e2e import sites
 from allnorm.cli.ranks.e2e.sites import Arm
-from allnorm.cli.ranks.peers.base import Peer, Setting, first_line
+from allnorm.cli.ranks.peers import Peers
+from allnorm.cli.ranks.peers.base import Peer
 
 ARMS = ("flashinfer", "sglang", "sglang+local", "vllm+local")
 """A fused kernel, or "+local": the library's all-reduce and `allnorm.add_rms_norm`."""
-
-_EXCHANGE_SECONDS = 120.0
 
 
 class PeerSites:
@@ -56,44 +51,19 @@ class PeerSites:
     ) -> None:
         self.arms: dict[str, Arm] = {}
         self.missing: dict[str, str] = {}
-        self._peers: dict[str, Peer] = {}
-        if not names:
-            return
-        seconds = datetime.timedelta(seconds=_EXCHANGE_SECONDS)
-        group = dist.new_group(backend="gloo", timeout=seconds)
-        setting = Setting(
-            *(dist.get_rank(), dist.get_world_size(), device, dtype, group),
-            max_elems=max_tokens * hidden_size,
-            max_tokens=max_tokens,
-            max_hidden_size=hidden_size,
-        )
-        reasons: dict[str, str] = {}
-        for library in dict.fromkeys(name.partition("+")[0] for name in names):
-            peer = peers.REGISTRY[library](setting)
-            reasons[library] = _agreed(peer.missing) or _agreed(peer.open)
-            if not reasons[library]:
-                self._peers[library] = peer
+        libraries = list(dict.fromkeys(name.partition("+")[0] for name in names))
+        max_elems = max_tokens * hidden_size
+        self._peers = Peers(libraries, device, dtype, max_elems, max_tokens, hidden_size)
         for name in names:
             library, _, local = name.partition("+")
-            if reasons[library]:
-                self.missing[name] = reasons[library]
+            if library in self._peers.missing:
+                self.missing[name] = self._peers.missing[library]
             else:
-                self.arms[name] = _arm(self._peers[library], bool(local), hidden_size, eps)
+                self.arms[name] = _arm(self._peers.peer(library), bool(local), hidden_size, eps)
 
     def close(self) -> None:
         """Releases what the libraries hold. Collective."""
-        for peer in self._peers.values():
-            peer.close()
-        self._peers.clear()
-
-
-def _agreed(step: Callable[[], str | None]) -> str:
-    """What any rank has to say about a step, or an exception in words. Collective."""
-    try:
-        said = step() or ""
-    except Exception as error:  # noqa: BLE001 - whatever a foreign library raises is its absence
-        said = first_line(error)
-    return peers.agree(said)
+        self._peers.close()
 
 
 def _arm(peer: Peer, local: bool, hidden_size: int, eps: float) -> Arm:

@@ -88,6 +88,10 @@ class Peers:
             else:
                 self._open[name] = peer
 
+    def peer(self, name: str) -> Peer:
+        """One that is not missing."""
+        return self._open[name]
+
     def arms(self, name: str, case: Case, mode: Mode) -> list[Arm] | str:
         """The arms of one peer, or why it has none here. The same on every rank."""
         if name in self.missing:
