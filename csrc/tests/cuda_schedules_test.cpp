@@ -3,7 +3,7 @@
 // it is compiled in seconds: this is what ThreadSanitizer watches, and what mutants are tried on
 // (tests/mutants). cuda_kernels_test has the rest.
 //
-//   cuda_schedules_test [seeds [first seed]]
+//   cuda_schedules_test [seeds [first seed [schedule]]]
 #include <cstdlib>
 #include <deque>
 #include <memory>
@@ -43,6 +43,8 @@ class Producer {
 
 // About half of the operations need a large phase.
 constexpr int64_t kWorkspace = 256 << 10;
+// Of make_chain(), all or none.
+constexpr int64_t kLargeOnly = 16 << 10, kSmallOnly = 64 << 10;
 constexpr uint64_t kSeedStep = 1000;
 
 bool may_follow(const Operation& op, const Operation& before) {
@@ -68,12 +70,29 @@ std::deque<Operation> make_operations(Random& random, int count) {
   return operations;
 }
 
+// One small call again and again: the same words are written in every third operation.
+std::deque<Operation> make_chain(Random& random, int count) {
+  AllnormCall call = make_call(random);
+  call.op = ALLNORM_ADD_RMS_NORM;
+  call.algorithm = ALLNORM_ONE_SHOT;
+  call.flags = 0;
+  call.quant = ALLNORM_QUANT_NONE;
+  call.dtype = call.weight_dtype = ALLNORM_BFLOAT16;
+  call.hidden_size = 64;
+  call.num_tokens = 1;
+  std::deque<Operation> operations;
+  while (static_cast<int>(operations.size()) < count) {
+    operations.push_back(make_operation(2, random, call, true));
+    if (operations.size() > 1) operations.back().residual_of = &operations.end()[-2];
+  }
+  return operations;
+}
+
 template <int kWorldSize>
-void test_schedule(shim::Schedule schedule, uint64_t seed, int num_operations) {
-  Random random(kSeedStep * seed + static_cast<uint64_t>(schedule));
-  const auto first_op = static_cast<uint32_t>(0 - random.below(2 * num_operations));
-  FiberGroup group(kWorldSize, first_op, /*timeout_ns=*/int64_t{1} << 60, kWorkspace);
-  std::deque<Operation> operations = make_operations<kWorldSize>(random, num_operations);
+void run_operations(std::deque<Operation>& operations, int64_t workspace, shim::Schedule schedule,
+                    uint64_t seed, uint32_t first_op) {
+  FiberGroup group(kWorldSize, first_op, /*timeout_ns=*/int64_t{1} << 60, workspace);
+  const auto num_operations = static_cast<int>(operations.size());
   size_t most_bytes = 0;
   for (const Operation& op : operations) {
     for (const Matrix& x : op.x) most_bytes = std::max(most_bytes, x.bytes.size());
@@ -108,6 +127,20 @@ void test_schedule(shim::Schedule schedule, uint64_t seed, int num_operations) {
         number, static_cast<unsigned long long>(seed));
 }
 
+template <int kWorldSize>
+void test_schedule(shim::Schedule schedule, uint64_t seed, int num_operations) {
+  Random random(kSeedStep * seed + static_cast<uint64_t>(schedule));
+  const auto first_op = static_cast<uint32_t>(0 - random.below(2 * num_operations));
+  std::deque<Operation> operations = make_operations<kWorldSize>(random, num_operations);
+  run_operations<kWorldSize>(operations, kWorkspace, schedule, seed, first_op);
+}
+
+void test_chain(bool large, shim::Schedule schedule, uint64_t seed) {
+  Random random(kSeedStep * seed + static_cast<uint64_t>(schedule));
+  std::deque<Operation> operations = make_chain(random, 20);
+  run_operations<2>(operations, large ? kLargeOnly : kSmallOnly, schedule, seed, 0);
+}
+
 }  // namespace
 }  // namespace allnorm
 
@@ -117,8 +150,12 @@ int main(int argc, char** argv) {
   const uint64_t first = argc > 2 ? strtoull(argv[2], nullptr, 10) : 1;
   for (uint64_t seed = first; seed < first + seeds && testing::g_failures == 0; ++seed) {
     for (int schedule = 0; schedule < shim::kSchedules; ++schedule) {
-      test_schedule<2>(static_cast<shim::Schedule>(schedule), seed, 8);
-      test_schedule<3>(static_cast<shim::Schedule>(schedule), seed, 6);
+      if (argc > 3 && schedule != atoi(argv[3])) continue;
+      const auto chosen = static_cast<shim::Schedule>(schedule);
+      test_schedule<2>(chosen, seed, 8);
+      test_schedule<3>(chosen, seed, 6);
+      test_chain(false, chosen, seed);
+      test_chain(true, chosen, seed);
     }
   }
   return testing::result();

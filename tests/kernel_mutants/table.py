@@ -324,6 +324,8 @@ WRONG_RESULTS = (
         ),
         (WRONG,),
         "plain",
+        "cuda_kernels_test",
+        short=False,
     ),
     Mutant(
         "slots numbered as another rank numbers them",

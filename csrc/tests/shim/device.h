@@ -33,12 +33,13 @@ struct Launch {
 // Who runs. In all of them now and then one warp goes ahead of all others for a while.
 enum class Schedule {
   kRandom,
-  kRankHeld,     // one rank stands still while the others do all they can, then another one
-  kRankFirst,    // one rank runs nearly always: the others are late for it
-  kWarpHeld,     // one warp of one block of a rank stands still, mostly one that touches no data
-  kNewestFirst,  // grids that were let in early run before those that let them in
+  kRankHeld,      // one rank stands still while the others do all they can, then another one
+  kRankFirst,     // one rank runs nearly always: the others are late for it
+  kWarpHeld,      // one warp of one block of a rank stands still, mostly one that touches no data
+  kHandBackHeld,  // of those, always the one that hands slots back
+  kNewestFirst,   // grids that were let in early run before those that let them in
 };
-constexpr int kSchedules = 5;
+constexpr int kSchedules = 6;
 
 // All devices and the scheduler. One at a time.
 class Machine {

@@ -124,7 +124,7 @@ void note_load(const void* address, int64_t bytes) {
 }
 void acquire_seen(const void* address) { machine().model.acquires(thread().agent, address); }
 void fence(Scope scope) {
-  yield_sometimes(2);
+  machine().come_to_fence();
   machine().model.fences(thread().agent, scope);
 }
 

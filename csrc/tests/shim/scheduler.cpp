@@ -15,6 +15,8 @@ namespace {
 // all the same, to look at its deadline.
 constexpr uint32_t kQuietLoads = 64;
 constexpr uint64_t kSleepTurns = 512;
+// Turns without any change after which nobody is taken to be able to do more.
+constexpr uint64_t kQuietTurns = 256;
 
 }  // namespace
 
@@ -125,22 +127,31 @@ void Machine::State::release_shared(const Grid& grid) {
 
 // ---- who runs
 
-// Decides anew who is held or goes first, for how long.
+// Decides anew who is held or goes first. What is held stays so until the others can do no more.
 void Machine::State::begin_period() {
+  const bool holds = schedule == Schedule::kRankHeld || schedule == Schedule::kWarpHeld ||
+                     schedule == Schedule::kHandBackHeld;
+  if (holds && !resting && changes != seen_changes) {
+    seen_changes = changes;
+    period_end = turns + kQuietTurns;
+    return;
+  }
   period_end = turns + 400 + below(3000);
   resting = !resting && below(4) == 0;  // now and then nobody is
   special.rank = static_cast<int>(below(streams.size()));
   // The two warps that serve the exchange, or one that works on rows.
-  const bool serves = below(4) != 0;
+  const bool hands_back = schedule == Schedule::kHandBackHeld;
+  const bool serves = hands_back || below(4) != 0;
   special.block = serves ? 0 : static_cast<uint32_t>(below(16));
-  special.warp = serves ? static_cast<uint32_t>(below(2)) : static_cast<uint32_t>(below(16));
+  special.warp = static_cast<uint32_t>(hands_back ? 1 : serves ? below(2) : below(16));
 }
 bool Machine::State::is_held(const Grid& grid) const {
   return schedule == Schedule::kRankHeld && !resting && grid.rank == special.rank;
 }
 bool Machine::State::is_held(const Thread& thread) const {
   const Block& block = *thread.block;
-  return schedule == Schedule::kWarpHeld && !resting && block.grid->rank == special.rank &&
+  const bool holds = schedule == Schedule::kWarpHeld || schedule == Schedule::kHandBackHeld;
+  return holds && !resting && block.grid->rank == special.rank &&
          block.index == special.block % block.grid->blocks.size() &&
          thread.index / 32 == special.warp % block.warps.size();
 }
@@ -153,6 +164,16 @@ void Machine::State::sleep() {
   running->seen_changes = changes;
   running->asleep_until = turns + kSleepTurns;
   running->fiber->leave();
+}
+void Machine::State::come_to_fence() {
+  if (schedule == Schedule::kHandBackHeld && below(2) == 0) {
+    resting = false;
+    period_end = turns + kQuietTurns;
+    special = {running->agent.rank, running->block->index, running->index / 32};
+    running->fiber->leave();
+  } else if (below(2) == 0) {
+    running->fiber->leave();
+  }
 }
 void Machine::State::count_load() {
   if (running->seen_changes != changes) {

@@ -55,6 +55,8 @@ struct Machine::State {
   void meet(Meeting& meeting, bool orders_memory);
   // Gives way until something that threads poll has changed.
   void sleep();
+  // Before a fence, which in the kernels is the one of the warp that hands slots back.
+  void come_to_fence();
   // Of a value that may be polled: a thread that has polled in vain for long can see nothing new
   // until somebody has stored.
   void count_load();
@@ -71,6 +73,7 @@ struct Machine::State {
   uint64_t changes = 0;  // of memory that threads poll
   uint64_t greatest_lead = 0;
   uint64_t period_end = 0;
+  uint64_t seen_changes = 0;  // when the period was last made longer
   bool resting = false;
   Special special;
   uint64_t choice = 0;
