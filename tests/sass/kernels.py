@@ -67,10 +67,13 @@ class Variant:
         """Local memory of a thread that is accepted: nvcc 13.0, sm_90.
 
         None in the kernels of few tokens, but for two_shot of many ranks, and none in those of
-        rows with owners. `one_shot_dense` trades registers for two blocks an SM.
+        rows with owners, but for finished rows of many ranks, of which two are on their way at a
+        time. `one_shot_dense` trades registers for two blocks an SM.
         """
         if self.kind == "two_shot" and self.world_size > 5:
             return 96
+        if self.kind == "owned_finished" and self.world_size > 6:
+            return 40
         if self.kind == "one_shot_dense":
             return 136 if self.world_size > 4 else 40
         return 8 if self.kind == "local_aligned" and self.quantized else 0

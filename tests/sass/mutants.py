@@ -103,8 +103,8 @@ MUTANTS = (
     ),
     _mutant(
         *("sums relayed by a plain store", "pushes", "two_shot.cuh"),
-        "store_relaxed_sys(exchange_.phase(q) + sum_offset, sum)",
-        "store_pack(exchange_.phase(q) + sum_offset, sum)",
+        "store_relaxed_sys(exchange_.slots(q) + sum_offset, sum)",
+        "store_pack(exchange_.slots(q) + sum_offset, sum)",
         source="two_shot",
     ),
     _mutant(
