@@ -43,7 +43,7 @@ class Producer {
 
 // About half of the operations need a large phase.
 constexpr int64_t kWorkspace = 256 << 10;
-// Of make_chain(), all or none.
+// Of small_call(), all or none.
 constexpr int64_t kLargeOnly = 16 << 10, kSmallOnly = 64 << 10;
 constexpr uint64_t kSeedStep = 1000;
 
@@ -70,8 +70,7 @@ std::deque<Operation> make_operations(Random& random, int count) {
   return operations;
 }
 
-// One small call again and again: the same words are written in every third operation.
-std::deque<Operation> make_chain(Random& random, int count) {
+AllnormCall small_call(Random& random) {
   AllnormCall call = make_call(random);
   call.op = ALLNORM_ADD_RMS_NORM;
   call.algorithm = ALLNORM_ONE_SHOT;
@@ -80,9 +79,27 @@ std::deque<Operation> make_chain(Random& random, int count) {
   call.dtype = call.weight_dtype = ALLNORM_BFLOAT16;
   call.hidden_size = 64;
   call.num_tokens = 1;
+  return call;
+}
+
+// Rows that cross the link quantised, with scales that many threads stage.
+AllnormCall quantized_call(Random& random) {
+  AllnormCall call = small_call(random);
+  call.algorithm = ALLNORM_TWO_SHOT;
+  call.flags = ALLNORM_RESIDUAL_SHARDED;
+  call.quant = ALLNORM_QUANT_PER_GROUP;
+  call.group_size = 16;
+  call.scale_format = ALLNORM_SCALE_FLOAT32;
+  call.hidden_size = 512;
+  call.num_tokens = 4;
+  return call;
+}
+
+// One call again and again: the same words are written in every third operation.
+std::deque<Operation> make_chain(Random& random, int count, const AllnormCall& call) {
   std::deque<Operation> operations;
   while (static_cast<int>(operations.size()) < count) {
-    operations.push_back(make_operation(2, random, call, true));
+    operations.push_back(make_operation(2, random, call, !is_quantized(call)));
     if (operations.size() > 1) operations.back().residual_of = &operations.end()[-2];
   }
   return operations;
@@ -137,8 +154,11 @@ void test_schedule(shim::Schedule schedule, uint64_t seed, int num_operations) {
 
 void test_chain(bool large, shim::Schedule schedule, uint64_t seed) {
   Random random(kSeedStep * seed + static_cast<uint64_t>(schedule));
-  std::deque<Operation> operations = make_chain(random, 20);
+  std::deque<Operation> operations = make_chain(random, 20, small_call(random));
   run_operations<2>(operations, large ? kLargeOnly : kSmallOnly, schedule, seed, 0);
+  if (large) return;
+  operations = make_chain(random, 3, quantized_call(random));
+  run_operations<2>(operations, kWorkspace, schedule, seed, 0);
 }
 
 }  // namespace
