@@ -19,7 +19,7 @@
 // So the clear is ordered before the next write to the slot, by one fence in a warp that touches no
 // data, for a number that has arrived an operation ago: it costs the data path nothing. With fewer
 // phases the wait would be for a number of the same operation, and as long as the data's.
-// Its stores of e + 1 and e + 2 come in that order, by the same boundary: the greater number stays.
+// (R stores e + 1 before e + 2, by the same boundary: the greater number stays.)
 // A tag's slot, one for each phase, is written again by kernel e + 3 of its sender: after kernel e
 // here, and with it the reader, has ended, by the same steps.
 //
