@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import datetime
 import os
@@ -277,9 +276,12 @@ class Communicator(Collectives):
         self.close()
 
     def __del__(self) -> None:
-        # At interpreter exit modules may be gone; the system then releases the memory.
-        with contextlib.suppress(Exception):
+        # At interpreter exit modules may be gone, contextlib among them; the system then releases
+        # the memory.
+        try:  # noqa: SIM105
             self.close()
+        except Exception:  # noqa: BLE001
+            pass
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else self.name
