@@ -20,7 +20,7 @@ VENV ?= .venv
 CUDA ?= auto
 CUDA_ARCHS ?= auto
 BENCH_ARGS ?=
-PYTEST_ARGS ?= -m "not slow"
+PYTEST_ARGS ?= -m "not slow and not long"
 MUTANTS_ARGS ?=
 RELEASE ?=
 ifneq ($(RELEASE),)

@@ -85,7 +85,7 @@ LONG = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("transport", ["one_shot", "two_shot"])
 @pytest.mark.parametrize("name", LONG)

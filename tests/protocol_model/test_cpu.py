@@ -30,7 +30,7 @@ def test_nothing_goes_wrong(calls: tuple[str, ...], world_size: int) -> None:
     assert problem(Sources(), calls, world_size) is None
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("calls", CALLS.values(), ids=CALLS)
 def test_four_ranks(calls: tuple[str, ...]) -> None:

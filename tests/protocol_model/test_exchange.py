@@ -80,7 +80,7 @@ def test_large_operations(exchange: Exchange, large: tuple[int, ...]) -> None:
     assert found.fine, found
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("large", LARGE, ids=str)
 @pytest.mark.parametrize(("world_size", "operations"), [(3, 6), (4, 5)])
@@ -91,7 +91,7 @@ def test_large_operations_at_length(
     assert found.fine, found
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(("world_size", "operations"), [(3, 7), (4, 5)])
