@@ -23,6 +23,8 @@ def test_example(tmp_path: pathlib.Path) -> None:
     (example,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     (tmp_path / "example.py").write_text(example)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    # A file for each rank: on one terminal their lines may break each other.
+    torchrun += ["--redirects", "3", "--log-dir", str(tmp_path / "logs")]
     result = subprocess.run(
         [*torchrun, "--nproc-per-node", "2", "example.py"],
         cwd=tmp_path,
@@ -38,12 +40,15 @@ def test_example(tmp_path: pathlib.Path) -> None:
         timeout=240,
         check=False,
     )
-    assert result.returncode == 0, result.stderr
+    said = {path: path.read_text() for path in sorted((tmp_path / "logs").rglob("std*.log"))}
+    assert result.returncode == 0, (result.stderr, said)
     (shown,) = re.findall(r"torchrun .*?\n\n(    1 of 1 .*?)\n\n", text, flags=re.DOTALL)
     lines = [line.strip() for line in shown.splitlines()]
-    printed = [line.strip() for line in result.stdout.splitlines()]
-    for line in lines:
-        assert printed.count(line) == 2, result.stdout
+    outputs = [text for path, text in said.items() if path.name == "stdout.log"]
+    assert len(outputs) == 2
+    for output in outputs:
+        printed = [line.strip() for line in output.splitlines()]
+        assert [line for line in printed if line in lines] == lines, output
 
 
 def test_report() -> None:
