@@ -204,7 +204,7 @@ def served(rank: int, world_size: int, folder: str, given: bool) -> tuple[int, s
     return len(fusion.reports), name
 
 
-# FLAW: alone "made" passes, right after "given" it hangs; not understood, so CI leaves it out.
+# FLAW: "made" hangs now and then after "given"; not understood yet, so CI leaves it out.
 @pytest.mark.parametrize(
     "given",
     [pytest.param(True, id="given"), pytest.param(False, id="made", marks=pytest.mark.long)],
