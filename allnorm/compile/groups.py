@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 from typing import Any
 
 import torch
@@ -65,9 +66,26 @@ def communicator_name(
         # A group of the same name may have been destroyed since.
         if communicator.group == group and communicator.device == device:
             return communicator.name
-    made = Communicator(group, device=device)
+    made = _made_aside(group, device)
     _made.append(made)
     return made.name
+
+
+def _made_aside(group: dist.ProcessGroup, device: torch.device) -> Communicator:
+    """A new communicator, made on a thread that knows nothing of the compilation going on here.
+
+    Inductor compiles with PyTorch's Python dispatcher on, which takes the GIL around operators.
+    Gloo's enqueue() is one of them and waits for a lock that Gloo's worker may hold while it frees
+    the tensors of an older collective, for which it in turn wants the GIL: they would hang.
+    """
+
+    def make() -> Communicator:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # a thread starts with device 0; NCCL takes the current
+        return Communicator(group, device=device)
+
+    with concurrent.futures.ThreadPoolExecutor(1, "allnorm-communicator") as thread:
+        return thread.submit(make).result()
 
 
 def _given_name(reduction: Reduction, device: torch.device, given: Communicator) -> str:
