@@ -60,12 +60,7 @@ class RowExchange {
   // Numerics step 6: the greatest magnitude() in the `count` chunks from `first` on, from the
   // greatest in each chunk.
   __device__ __forceinline__ uint32_t greatest(uint32_t chunk_greatest, int first, int count) {
-    const float* values = share(bit_cast<float>(chunk_greatest));
-    uint32_t result = 0;
-    for (int i = first + static_cast<int>(threadIdx.x % 32); i < first + count; i += 32) {
-      result = greater(result, bit_cast<uint32_t>(values[i]));
-    }
-    return greatest_of_lanes(result, 32);
+    return greatest_of_values(share(bit_cast<float>(chunk_greatest)), first, count);
   }
 
   // The chunk of a row that this thread's warp holds.
@@ -73,6 +68,16 @@ class RowExchange {
     return static_cast<int>((cluster_rank() * blockDim.x + threadIdx.x) / 32);
   }
   __device__ __forceinline__ int chunks() const { return chunks_; }
+
+  // The greatest of `count` values from `first` on, the same in all lanes of a warp.
+  __device__ __forceinline__ static uint32_t greatest_of_values(const float* values, int first,
+                                                                int count) {
+    uint32_t result = 0;
+    for (int i = first + static_cast<int>(threadIdx.x % 32); i < first + count; i += 32) {
+      result = greater(result, bit_cast<uint32_t>(values[i]));
+    }
+    return greatest_of_lanes(result, 32);
+  }
 
   // The greatest of each `lanes` consecutive lanes; a power of two.
   __device__ __forceinline__ static uint32_t greatest_of_lanes(uint32_t value, int lanes) {
@@ -122,7 +127,6 @@ class RowExchange {
     return values;
   }
 
- private:
   static constexpr int kBuffers = 2;
   struct Shared {
     float values[kBuffers][kMaxChunks];

@@ -23,8 +23,7 @@ int64_t rows_per_chunk(int world_size, int64_t workspace_bytes, const AllnormCal
     return 0;
   }
   const SlotBytes slot = slot_bytes(world_size, call);
-  const int64_t slots =
-      std::max<int64_t>(0, PushLayout::phases(workspace_bytes, true).bytes / slot.bytes);
+  const int64_t slots = PushLayout::phases(workspace_bytes, true).bytes / slot.bytes;
   return std::min(slots, kMaxRows / slot.rows) * slot.rows;
 }
 
@@ -42,6 +41,7 @@ int32_t Communicator::initialize() {
   int32_t status = cuda_status(guard.status(), "selecting the device");
   if (status == ALLNORM_OK) status = query_device(config_.device, &device_);
   if (status != ALLNORM_OK) return status;
+  if (config_.flags & ALLNORM_NO_DEPENDENT_LAUNCH) device_.launches_dependents = false;
   status = cuda_status(cudaHostAlloc(reinterpret_cast<void**>(&fault_), sizeof(AllnormFault),
                                      cudaHostAllocMapped | cudaHostAllocPortable),
                        "allocating the fault record");
@@ -95,9 +95,7 @@ int32_t Communicator::order_streams(cudaStream_t stream) {
   return ALLNORM_OK;
 }
 
-int32_t Communicator::run(const AllnormCall& given) {
-  AllnormCall call = given;
-  if (config_.flags & ALLNORM_NO_DEPENDENT_LAUNCH) call.flags |= ALLNORM_NO_PDL;
+int32_t Communicator::run(const AllnormCall& call) {
   const int32_t recorded = status();
   if (recorded != ALLNORM_OK) {
     const AllnormFault seen = fault();

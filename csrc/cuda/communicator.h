@@ -22,7 +22,7 @@ class Communicator {
   int32_t initialize();
 
   // Enqueues the call, chunk by chunk.
-  int32_t run(const AllnormCall& given);
+  int32_t run(const AllnormCall& call);
 
   // What a kernel recorded, or ALLNORM_OK. Reads host memory only.
   int32_t status() const;

@@ -92,7 +92,7 @@ int32_t launch(const Device& device, const void* kernel, const void* params,
   config.dynamicSmemBytes = shared_bytes;
   config.stream = static_cast<cudaStream_t>(call.stream);
   config.attrs = attributes;
-  if (device.has_clusters && !(call.flags & ALLNORM_NO_PDL)) {
+  if (device.launches_dependents && !(call.flags & ALLNORM_NO_PDL)) {
     attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
   }
@@ -163,7 +163,7 @@ int32_t query_device(int index, Device* device) {
                                        "asking for a device attribute");
     if (status != ALLNORM_OK) return status;
   }
-  device->has_clusters = major >= 9;
+  device->has_clusters = device->launches_dependents = major >= 9;
   known.emplace(index, *device);
   return ALLNORM_OK;
 }

@@ -14,7 +14,8 @@ namespace allnorm {
 struct Device {
   int index = 0;
   int num_sms = 0;
-  bool has_clusters = false;  // compute capability 9.0: clusters and programmatic dependent launch
+  bool has_clusters = false;         // compute capability 9.0 and later
+  bool launches_dependents = false;  // programmatic dependent launch; the same, unless turned off
 };
 
 // Fills `device`; ALLNORM_SYSTEM if CUDA refuses.

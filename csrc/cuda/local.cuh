@@ -130,10 +130,7 @@ __device__ __forceinline__ void store_quantized_chunk(const EpilogueParams& para
       const bool whole_row = quant.kind == ALLNORM_QUANT_PER_TOKEN;
       const int count = whole_row ? chunks : quant.packs_per_group / kPacksPerChunk;
       const int first = whole_row ? 0 : chunk / count * count;
-      for (int i = first + lane; i < first + count; i += 32) {
-        amax = greater(amax, bit_cast<uint32_t>(greatest[i]));
-      }
-      amax = RowExchange::greatest_of_lanes(amax, 32);
+      amax = RowExchange::greatest_of_values(greatest, first, count);
     } else {
       if (live) amax = greatest_magnitude<T>(allnorm::pack<T>(y));
       amax = RowExchange::greatest_of_lanes(amax, quant.packs_per_group);

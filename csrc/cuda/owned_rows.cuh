@@ -52,14 +52,15 @@ __device__ __forceinline__ bool arrived(const QuantizedPack<T>& pack) {
 }
 
 // One thread's part: the same pack of every row it is called for.
-template <class T, int kWorldSize>
+// kGathered: no partials are exchanged, so that finished rows have all slots.
+template <class T, int kWorldSize, bool kGathered>
 class RowOwners {
  public:
   static constexpr int kElems = kElemsPerPack<T>;
 
   __device__ __forceinline__ RowOwners(const OwnedRowsParams& params,
                                        Exchange<kWorldSize>& exchange, int pack, bool live,
-                                       bool gathered, bool sends_quantized)
+                                       bool sends_quantized)
       : exchange_(exchange),
         quant_(params.fused.epilogue.quant),
         layout_{kWorldSize, params.fused.packs, sends_quantized ? kElems : kPackBytes,
@@ -67,8 +68,7 @@ class RowOwners {
                 (params.fused.num_tokens + kWorldSize - 1) / kWorldSize},
         rank_(params.fused.rank),
         pack_(pack),
-        live_(live),
-        gathered_(gathered) {}
+        live_(live) {}
 
   // First hop: this rank's partial of the `local`th row of `owner` in this launch.
   __device__ __forceinline__ void send_partial(int owner, int local, const Pack& own) {
@@ -183,10 +183,10 @@ class RowOwners {
   }
   // Where this rank's finished row goes at the rank `q` after it, and where `owner`'s arrives here.
   __device__ __forceinline__ char* finished_at(int q, int local) const {
-    return exchange_.slots(q) + layout_.finished(number_at<kWorldSize>(q, rank_), local, gathered_);
+    return exchange_.slots(q) + layout_.finished(number_at<kWorldSize>(q, rank_), local, kGathered);
   }
   __device__ __forceinline__ char* finished_of(int owner, int local) const {
-    return exchange_.slots(0) + layout_.finished(PushLayout::other(rank_, owner), local, gathered_);
+    return exchange_.slots(0) + layout_.finished(PushLayout::other(rank_, owner), local, kGathered);
   }
 
   Exchange<kWorldSize>& exchange_;
@@ -195,7 +195,6 @@ class RowOwners {
   int rank_;
   int pack_;
   bool live_;
-  bool gathered_;
 };
 
 enum class Owned { kSum, kFinished, kGiven };
@@ -211,8 +210,7 @@ class OwnedRows {
                                        RowExchange& row_exchange, int pack, bool live)
       : all_(all),
         params_(all.fused),
-        owners_(all, exchange, pack, live, kOwned == Owned::kGiven,
-                kSendsQuantized && !all.sends_normed),
+        owners_(all, exchange, pack, live, kSendsQuantized && !all.sends_normed),
         epilogue_(params_.epilogue, row_exchange, pack, live),
         pack_(pack),
         live_(live) {}
@@ -325,7 +323,7 @@ class OwnedRows {
 
   const OwnedRowsParams& all_;
   const FusedParams& params_;
-  RowOwners<T, kWorldSize> owners_;
+  RowOwners<T, kWorldSize, kOwned == Owned::kGiven> owners_;
   NormEpilogue<T, kQuantized> epilogue_;
   int pack_;
   bool live_;

@@ -17,11 +17,13 @@ import sys
 import time
 from typing import Annotated
 
-import table
 import typer
 from rich.console import Console
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests"))
+from kernel_mutants import table  # noqa: E402
+
 TESTS = ("cuda_schedules_test", "cuda_local_test", "cuda_faults_test")
 BUILD_TIMEOUT_S = 600
 TEST_TIMEOUT_S = 600

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-EXCHANGE, MEMORY = "cuda/exchange.cuh", "protocol/exchange.h"
-LAYOUT, BLOCK, QUANTIZE = "protocol/layout.h", "cuda/block.cuh", "cuda/quantize.cuh"
-ONE_SHOT, TWO_SHOT, OWNED = "cuda/one_shot.cuh", "cuda/two_shot.cuh", "cuda/owned_rows.cuh"
-FUSED, LOCAL = "cuda/fused.cuh", "cuda/local.cuh"
+import kernel_edits as edits
+from kernel_edits import EXCHANGE, ONE_SHOT, OWNED, TWO_SHOT, WORDS, Edits
+
+BLOCK, QUANTIZE, FUSED, LOCAL = (f"cuda/{n}.cuh" for n in ("block", "quantize", "fused", "local"))
 
 SLOT = "race on workspace slot"
 RACE = "ThreadSanitizer: data race"
@@ -33,23 +33,13 @@ class Mutant:
     """
 
     name: str
-    edits: tuple[tuple[str, str, str], ...]
+    edits: Edits
     report: tuple[str, ...]
     build: Build = "thread"
     test: str = "cuda_schedules_test"
     short: bool = True
 
 
-_FENCE = "    fence_acq_rel_sys();\n"
-_WAIT = "    if (!wait_until(released, [&] { return peer; })) return;\n"
-_PUBLISH = (
-    "    store_relaxed_sys("
-    "params_.workspace[threadIdx.x % 32] + PushControl::released(params_.rank),\n"
-    "                      op_);\n"
-)
-_REACHED = "has_reached(load_relaxed_sys_u32(slot), op_ - 1)"
-_LARGE_REACHED = "has_reached(load_acquire_sys_u32(slot), op_ - 1)"
-_CLEAR_SUM = "    store_pack(slot, {kEmptyWord, kEmptyWord, kEmptyWord, kEmptyWord});\n"
 _SHARED = "      if (lane == 0) values[threadIdx.x / 32] = chunk_value;\n      __syncthreads();\n"
 _OWN_BARRIER = "  __syncthreads();  // every thread has read the operation counter"
 _NO_ROW_BARRIER = "  if (blockIdx.x == 0) exchange.serve(threadIdx.x / 32);\n  __syncthreads();\n"
@@ -58,44 +48,44 @@ _STAGED = "    // thread comes here again: the sum over the next row lies in bet
 
 # What weaker memory does, and threads that do not wait for each other: ThreadSanitizer reports it.
 RACES = (
-    Mutant("hand back: no fence", ((EXCHANGE, _FENCE, ""),), (SLOT,)),
-    Mutant("hand back: fence of the GPU", ((EXCHANGE, _FENCE, "    __threadfence();\n"),), (SLOT,)),
+    Mutant("hand back: no fence", edits.NO_FENCE, (SLOT,)),
+    Mutant("hand back: fence of the GPU", edits.FENCE_OF_GPU, (SLOT,)),
     Mutant(
         "hand back: no release, fenced after the number is stored",
-        ((EXCHANGE, _FENCE, ""), (EXCHANGE, _PUBLISH, _PUBLISH + _FENCE)),
+        edits.PUBLISHED_BEFORE_FENCE,
         (SLOT,),
     ),
     Mutant(
         "hand back: no acquire, fenced before the number is read",
-        ((EXCHANGE, _FENCE, ""), (EXCHANGE, _WAIT, _FENCE + _WAIT)),
+        edits.FENCE_BEFORE_WAIT,
         (SLOT,),
     ),
-    Mutant("hand back: peers are not waited for", ((EXCHANGE, _WAIT, ""),), (SLOT,)),
+    Mutant("hand back: peers are not waited for", edits.PEERS_NOT_WAITED_FOR, (SLOT,)),
     Mutant(
         "hand back: a number of two operations ago suffices",
-        ((EXCHANGE, _REACHED, _REACHED.replace("- 1", "- 2")),),
+        edits.REACHED_TWO_AGO,
         (SLOT,),
     ),
     Mutant(
         "hand back: the number of the next operation is stored",
-        ((EXCHANGE, _PUBLISH, _PUBLISH.replace("op_);", "op_ + 1);")),),
+        edits.PUBLISHED_AS_NEXT,
         (SLOT,),
         short=False,
     ),
-    Mutant("two phases", ((LAYOUT, "kPushPhases = 3", "kPushPhases = 2"),), (SLOT,)),
+    Mutant("two phases", edits.TWO_PHASES, (SLOT,)),
     Mutant(
         "large operation: slots are not waited for",
-        ((EXCHANGE, "    if (params.large) wait_for_slots();\n", ""),),
+        edits.LARGE_NOT_WAITED_FOR,
         (SLOT,),
     ),
     Mutant(
         "large operation: the number is read without acquire",
-        ((EXCHANGE, _LARGE_REACHED, _LARGE_REACHED.replace("acquire", "relaxed")),),
+        edits.LARGE_RELAXED,
         (SLOT,),
     ),
     Mutant(
         "large operation: a number of two operations ago suffices",
-        ((EXCHANGE, _LARGE_REACHED, _LARGE_REACHED.replace("- 1", "- 2")),),
+        edits.LARGE_REACHED_TWO_AGO,
         (SLOT,),
         short=False,
     ),
@@ -106,13 +96,13 @@ RACES = (
     ),
     Mutant(
         "one large phase",
-        ((LAYOUT, "kLargePhases = 2", "kLargePhases = 1"),),
+        edits.ONE_LARGE_PHASE,
         (SLOT, WRONG),
         short=False,
     ),
     Mutant(
         "the preceding grid is not waited for",
-        ((EXCHANGE, "    wait_for_preceding_grid();\n", ""),),
+        edits.PRECEDING_GRID_NOT_WAITED_FOR,
         (RACE,),
     ),
     Mutant(
@@ -210,7 +200,7 @@ RACES = (
 WRONG_RESULTS = (
     Mutant(
         "one phase",
-        ((LAYOUT, "kPushPhases = 3", "kPushPhases = 1"),),
+        edits.ONE_PHASE,
         (WRONG, HANGS, NOT_EMPTY),
         "plain",
     ),
@@ -218,7 +208,7 @@ WRONG_RESULTS = (
         "one word of a slot is tested",
         (
             (
-                MEMORY,
+                WORDS,
                 "pack.word[0] != kEmptyWord && pack.word[1] != kEmptyWord &&"
                 " pack.word[2] != kEmptyWord &&\n         pack.word[3] != kEmptyWord;",
                 "pack.word[0] != kEmptyWord;",
@@ -249,7 +239,7 @@ WRONG_RESULTS = (
     ),
     Mutant(
         "partials are not cleared: one_shot",
-        ((ONE_SHOT, "    clear_partials<kWorldSize>(slots, stride_);\n", ""),),
+        edits.PARTIALS_STAY,
         (WRONG, NOT_EMPTY),
         "plain",
     ),
@@ -269,28 +259,28 @@ WRONG_RESULTS = (
     ),
     Mutant(
         "sums are not cleared: two_shot",
-        ((TWO_SHOT, _CLEAR_SUM, ""),),
+        edits.SUMS_STAY,
         (WRONG, NOT_EMPTY),
         "plain",
         short=False,
     ),
     Mutant(
         "finished rows are not cleared",
-        ((OWNED, _CLEAR_SUM, ""),),
+        edits.FINISHED_ROWS_STAY,
         (WRONG, NOT_EMPTY),
         "plain",
         short=False,
     ),
     Mutant(
         "quantised elements are not cleared",
-        ((OWNED, "      store_quantized(slot, uniform_pack<T>(kEmptyWord));\n", ""),),
+        edits.QUANTISED_STAY,
         (WRONG, NOT_EMPTY),
         "plain",
         short=False,
     ),
     Mutant(
         "scales are not cleared",
-        ((OWNED, "      store_u32(slot, kEmptyWord);\n", ""),),
+        edits.SCALES_STAY,
         (WRONG, NOT_EMPTY),
         "plain",
         short=False,
@@ -350,13 +340,13 @@ WRONG_RESULTS = (
     ),
     Mutant(
         "numbers compared with ==",
-        ((MEMORY, "static_cast<int32_t>(seen - expected) >= 0", "seen == expected"),),
+        edits.EQUAL_FOR_REACHED,
         (HANGS,),
         "plain",
     ),
     Mutant(
         "numbers compared without wrap-around",
-        ((MEMORY, "static_cast<int32_t>(seen - expected) >= 0", "seen >= expected"),),
+        edits.COMPARED_WITHOUT_WRAPPING,
         (HANGS,),
         "plain",
         short=False,
@@ -371,7 +361,7 @@ WRONG_RESULTS = (
     Mutant(
         "the counter is read before the preceding grid is complete",
         (
-            (EXCHANGE, "    wait_for_preceding_grid();\n", ""),
+            *edits.PRECEDING_GRID_NOT_WAITED_FOR,
             (
                 EXCHANGE,
                 "    poison_ = load_u64(own + PushControl::kPoisoned);\n",

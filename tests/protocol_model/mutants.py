@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from protocol_model.reader import EXCHANGE, LAYOUT, ONE_SHOT, OWNED, PREPARE, TWO_SHOT, WORDS
+import kernel_edits as edits
+from kernel_edits import EXCHANGE, ONE_SHOT, WORDS, Edits
+
+from protocol_model.reader import PREPARE
 from protocol_model.source import MEMORY
 
-Edits = tuple[tuple[str, str, str], ...]
-
-_FENCE = "    fence_acq_rel_sys();\n"
-_WAIT = "    if (!wait_until(released, [&] { return peer; })) return;\n"
-_PUBLISH = (
-    "    store_relaxed_sys("
-    "params_.workspace[threadIdx.x % 32] + PushControl::released(params_.rank),\n"
-    "                      op_);\n"
-)
-_REACHED = "has_reached(load_relaxed_sys_u32(slot), op_ - 1)"
-_WAIT_FOR_GRID = "    wait_for_preceding_grid();\n"
-_CLEAR_ONE_SHOT = "    clear_partials<kWorldSize>(slots, stride_);\n"
 _RECEIVE_ONE_SHOT = (
     "    const Pack sum = receive_partials<T, kWorldSize>"
     "(exchange_, slots, stride_, rank_, own());\n"
 )
-_CLEAR_SUM = "    store_pack(slot, {kEmptyWord, kEmptyWord, kEmptyWord, kEmptyWord});\n"
 
 
 def _ptx(old: str, new: str) -> Edits:
@@ -45,26 +35,21 @@ WEAKENED: dict[str, Edits] = {
 
 # Of the exchange itself; each breaks it at 2 ranks with any transport.
 EXCHANGE_MUTANTS: dict[str, Edits] = {
-    "no fence": ((EXCHANGE, _FENCE, ""),),
+    "no fence": edits.NO_FENCE,
     "fence of the GPU": _ptx("fence.acq_rel.sys", "fence.acq_rel.gpu"),
     "fence of the block": _ptx("fence.acq_rel.sys", "fence.acq_rel.cta"),
-    "published before the fence": ((EXCHANGE, _FENCE, ""), (EXCHANGE, _PUBLISH, _PUBLISH + _FENCE)),
-    "fence before the wait": ((EXCHANGE, _FENCE, ""), (EXCHANGE, _WAIT, _FENCE + _WAIT)),
-    "published before the wait": (
-        (EXCHANGE, _PUBLISH, ""),
-        (EXCHANGE, _WAIT, _PUBLISH + _WAIT),
-    ),
-    "peers' numbers not waited for": ((EXCHANGE, _WAIT, ""),),
-    "nothing published": ((EXCHANGE, _PUBLISH, ""),),
-    "published as of the next operation": (
-        (EXCHANGE, _PUBLISH, _PUBLISH.replace("op_);", "op_ + 1);")),
-    ),
-    "number of two operations ago": ((EXCHANGE, _REACHED, _REACHED.replace("- 1", "- 2")),),
-    "number of the same operation": ((EXCHANGE, _REACHED, _REACHED.replace(" - 1", "")),),
-    "== for >=": ((WORDS, "static_cast<int32_t>(seen - expected) >= 0", "seen == expected"),),
-    "two phases": ((LAYOUT, "kPushPhases = 3", "kPushPhases = 2"),),
-    "one phase": ((LAYOUT, "kPushPhases = 3", "kPushPhases = 1"),),
-    "not waiting for the preceding grid": ((EXCHANGE, _WAIT_FOR_GRID, ""),),
+    "published before the fence": edits.PUBLISHED_BEFORE_FENCE,
+    "fence before the wait": edits.FENCE_BEFORE_WAIT,
+    "published before the wait": edits.PUBLISHED_BEFORE_WAIT,
+    "peers' numbers not waited for": edits.PEERS_NOT_WAITED_FOR,
+    "nothing published": edits.NOTHING_PUBLISHED,
+    "published as of the next operation": edits.PUBLISHED_AS_NEXT,
+    "number of two operations ago": edits.REACHED_TWO_AGO,
+    "number of the same operation": edits.REACHED_THE_SAME,
+    "== for >=": edits.EQUAL_FOR_REACHED,
+    "two phases": edits.TWO_PHASES,
+    "one phase": edits.ONE_PHASE,
+    "not waiting for the preceding grid": edits.PRECEDING_GRID_NOT_WAITED_FOR,
     "first word of an announcement not tested": (
         (WORDS, "word0 >> 32 == op && word1 >> 56 == (op & 0xff)", "word1 >> 56 == (op & 0xff)"),
     ),
@@ -76,42 +61,36 @@ EXCHANGE_MUTANTS: dict[str, Edits] = {
     ),
 }
 
-_LARGE_REACHED = "has_reached(load_acquire_sys_u32(slot), op_ - 1)"
-
 # Of large operations.
 LARGE_MUTANTS: dict[str, Edits] = {
-    "no wait at the head": ((EXCHANGE, "    if (params.large) wait_for_slots();\n", ""),),
+    "no wait at the head": edits.LARGE_NOT_WAITED_FOR,
     "no barrier after the head": ((EXCHANGE, "    __syncthreads();\n  }", "  }"),),
-    "head: number of two operations ago": (
-        (EXCHANGE, _LARGE_REACHED, _LARGE_REACHED.replace("- 1", "- 2")),
-    ),
-    "head: number of the same operation": (
-        (EXCHANGE, _LARGE_REACHED, _LARGE_REACHED.replace(" - 1", "")),
-    ),
+    "head: number of two operations ago": edits.LARGE_REACHED_TWO_AGO,
+    "head: number of the same operation": edits.LARGE_REACHED_THE_SAME,
     "head: relaxed": _ptx("ld.acquire.sys", "ld.relaxed.sys"),
     "head: of the GPU": _ptx("ld.acquire.sys", "ld.acquire.gpu"),
-    "one large phase": ((LAYOUT, "kLargePhases = 2", "kLargePhases = 1"),),
+    "one large phase": edits.ONE_LARGE_PHASE,
 }
 
 # Of one transport.
 TRANSPORT_MUTANTS: dict[str, tuple[str, Edits]] = {
-    "no clear": ("one_shot", ((ONE_SHOT, _CLEAR_ONE_SHOT, ""),)),
+    "no clear": ("one_shot", edits.PARTIALS_STAY),
     "clear before the wait": (
         "one_shot",
         (
-            (ONE_SHOT, _CLEAR_ONE_SHOT, ""),
-            (ONE_SHOT, _RECEIVE_ONE_SHOT, _CLEAR_ONE_SHOT + _RECEIVE_ONE_SHOT),
+            (ONE_SHOT, edits.CLEAR_ONE_SHOT, ""),
+            (ONE_SHOT, _RECEIVE_ONE_SHOT, edits.CLEAR_ONE_SHOT + _RECEIVE_ONE_SHOT),
         ),
     ),
-    "no clear of a sum": ("two_shot", ((TWO_SHOT, _CLEAR_SUM, ""),)),
-    "no clear of a finished row": ("owned_rows", ((OWNED, _CLEAR_SUM, ""),)),
+    "no clear of a sum": ("two_shot", edits.SUMS_STAY),
+    "no clear of a finished row": ("owned_rows", edits.FINISHED_ROWS_STAY),
     "no clear of quantised elements": (
         "owned_quantized",
-        ((OWNED, "      store_quantized(slot, uniform_pack<T>(kEmptyWord));\n", ""),),
+        edits.QUANTISED_STAY,
     ),
     "no clear of a scale": (
         "owned_quantized",
-        ((OWNED, "      store_u32(slot, kEmptyWord);\n", ""),),
+        edits.SCALES_STAY,
     ),
 }
 
@@ -132,8 +111,6 @@ COUNTER_MUTANTS: dict[str, Edits] = {
         )
     },
     **{name: TRANSPORT_MUTANTS[name][1] for name in ("no clear", "clear before the wait")},
-    "numbers compared without wrapping": (
-        (WORDS, "static_cast<int32_t>(seen - expected) >= 0", "seen >= expected"),
-    ),
+    "numbers compared without wrapping": edits.COMPARED_WITHOUT_WRAPPING,
     "phase by the number": ((EXCHANGE, _NEXT_PHASE, "(op_ + 1) % kPushPhases"),),
 }

@@ -1,0 +1,63 @@
+"""Defects of the CUDA protocol that more than one kind of check must find.
+
+Each is an edit of the sources, (file under csrc/, text, replacement), without comments in the text:
+`kernel_mutants` runs the kernels with it, `protocol_model` reads its model from them.
+"""
+
+from __future__ import annotations
+
+Edits = tuple[tuple[str, str, str], ...]
+
+EXCHANGE, WORDS, LAYOUT = "cuda/exchange.cuh", "protocol/exchange.h", "protocol/layout.h"
+ONE_SHOT, TWO_SHOT, OWNED = "cuda/one_shot.cuh", "cuda/two_shot.cuh", "cuda/owned_rows.cuh"
+
+_FENCE = "    fence_acq_rel_sys();\n"
+_WAIT = "    if (!wait_until(released, [&] { return peer; })) return;\n"
+_PUBLISH = (
+    "    store_relaxed_sys("
+    "params_.workspace[threadIdx.x % 32] + PushControl::released(params_.rank),\n"
+    "                      op_);\n"
+)
+_REACHED = "has_reached(load_relaxed_sys_u32(slot), op_ - 1)"
+_LARGE_REACHED = "has_reached(load_acquire_sys_u32(slot), op_ - 1)"
+_COMPARED = "static_cast<int32_t>(seen - expected) >= 0"
+_CLEAR_SUM = "    store_pack(slot, {kEmptyWord, kEmptyWord, kEmptyWord, kEmptyWord});\n"
+CLEAR_ONE_SHOT = "    clear_partials<kWorldSize>(slots, stride_);\n"
+
+
+def _replaced(path: str, text: str, old: str, new: str) -> Edits:
+    return ((path, text, text.replace(old, new)),)
+
+
+# Handing slots back.
+NO_FENCE: Edits = ((EXCHANGE, _FENCE, ""),)
+FENCE_OF_GPU: Edits = ((EXCHANGE, _FENCE, "    __threadfence();\n"),)
+PUBLISHED_BEFORE_FENCE: Edits = ((EXCHANGE, _FENCE, ""), (EXCHANGE, _PUBLISH, _PUBLISH + _FENCE))
+FENCE_BEFORE_WAIT: Edits = ((EXCHANGE, _FENCE, ""), (EXCHANGE, _WAIT, _FENCE + _WAIT))
+PUBLISHED_BEFORE_WAIT: Edits = ((EXCHANGE, _PUBLISH, ""), (EXCHANGE, _WAIT, _PUBLISH + _WAIT))
+PEERS_NOT_WAITED_FOR: Edits = ((EXCHANGE, _WAIT, ""),)
+NOTHING_PUBLISHED: Edits = ((EXCHANGE, _PUBLISH, ""),)
+PUBLISHED_AS_NEXT: Edits = _replaced(EXCHANGE, _PUBLISH, "op_);", "op_ + 1);")
+REACHED_TWO_AGO: Edits = _replaced(EXCHANGE, _REACHED, "- 1", "- 2")
+REACHED_THE_SAME: Edits = _replaced(EXCHANGE, _REACHED, " - 1", "")
+EQUAL_FOR_REACHED: Edits = ((WORDS, _COMPARED, "seen == expected"),)
+COMPARED_WITHOUT_WRAPPING: Edits = ((WORDS, _COMPARED, "seen >= expected"),)
+TWO_PHASES: Edits = ((LAYOUT, "kPushPhases = 3", "kPushPhases = 2"),)
+ONE_PHASE: Edits = ((LAYOUT, "kPushPhases = 3", "kPushPhases = 1"),)
+PRECEDING_GRID_NOT_WAITED_FOR: Edits = ((EXCHANGE, "    wait_for_preceding_grid();\n", ""),)
+
+# The slots of large operations.
+LARGE_NOT_WAITED_FOR: Edits = ((EXCHANGE, "    if (params.large) wait_for_slots();\n", ""),)
+LARGE_REACHED_TWO_AGO: Edits = _replaced(EXCHANGE, _LARGE_REACHED, "- 1", "- 2")
+LARGE_REACHED_THE_SAME: Edits = _replaced(EXCHANGE, _LARGE_REACHED, " - 1", "")
+LARGE_RELAXED: Edits = _replaced(EXCHANGE, _LARGE_REACHED, "acquire", "relaxed")
+ONE_LARGE_PHASE: Edits = ((LAYOUT, "kLargePhases = 2", "kLargePhases = 1"),)
+
+# Slots that are not cleared.
+PARTIALS_STAY: Edits = ((ONE_SHOT, CLEAR_ONE_SHOT, ""),)
+SUMS_STAY: Edits = ((TWO_SHOT, _CLEAR_SUM, ""),)
+FINISHED_ROWS_STAY: Edits = ((OWNED, _CLEAR_SUM, ""),)
+QUANTISED_STAY: Edits = (
+    (OWNED, "      store_quantized(slot, uniform_pack<T>(kEmptyWord));\n", ""),
+)
+SCALES_STAY: Edits = ((OWNED, "      store_u32(slot, kEmptyWord);\n", ""),)
