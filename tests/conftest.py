@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from allnorm.testing import RankPool
+from allnorm.testing import RankPool, spawn
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
@@ -21,6 +21,8 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 def pytest_configure(config: pytest.Config) -> None:
     """Tables that somebody has tuned on this machine are not what is tested, in ranks neither."""
     os.environ["ALLNORM_TUNING_DIR"] = os.path.join(tempfile.gettempdir(), "allnorm-no-tables")
+    # What ranks import to find the functions of tests, and those that compile.
+    spawn.PRELOADED += ["pytest", "torch._dynamo", "torch._inductor.compile_fx"]
     if not config.pluginmanager.hasplugin("timeout"):
         config.addinivalue_line("markers", "timeout(seconds): without effect")
 

@@ -10,7 +10,8 @@ from allnorm.testing.inputs import (
     shared_input,
     special_input,
 )
-from allnorm.testing.spawn import RankError, RankPool, report, run_ranks
+from allnorm.testing.rank import report
+from allnorm.testing.spawn import RankError, RankPool, run_ranks
 from allnorm.testing.timing import (
     Timing,
     calls_per_graph,

@@ -7,33 +7,23 @@ there are sent by name, so they live at the top level of a module that the ranks
 from __future__ import annotations
 
 import contextlib
-import datetime
-import faulthandler
 import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
 import signal
-import sys
-import threading
 import time
-import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from allnorm.testing.rank import Surroundings, rank_main
 
 _Connection = multiprocessing.connection.Connection
 
-# NVLink multicast stays off: it is missing on many hosts and can take shared ones down.
-_ENVIRONMENT = {
-    "NCCL_NVLS_ENABLE": "0",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    "NVSHMEM_DISABLE_NVLS": "1",
-}
 _START_SECONDS = 120.0
 # A rank that is told to stop but sits in a collective whose peer has died never comes.
 _STOP_SECONDS = 5.0
@@ -41,8 +31,9 @@ _STOP_SECONDS = 5.0
 _GRACE_SECONDS = 10.0
 _DUMP_SECONDS = 0.2
 
-_parent: _Connection | None = None
-_parent_lock = threading.Lock()
+# Ranks on CPU are forked from a process that has imported these; torch takes seconds. Ranks on GPUs
+# start anew: nobody promises that CUDA's libraries can be forked once they are loaded.
+PRELOADED = ["torch"]
 
 OnMessage = Callable[[int, Any], None]
 
@@ -90,17 +81,6 @@ def run_ranks(
     """
     with RankPool(world_size, device, timeout=timeout) as pool:
         return pool.run(fn, *args, kwargs=kwargs, on_message=on_message)
-
-
-def report(message: Any) -> None:
-    """Sends a picklable message to the `on_message` of the process that started this rank.
-
-    Raises:
-        RuntimeError: this process is not a rank started by this module.
-    """
-    if _parent is None:
-        raise RuntimeError("report() works only in a rank started by run_ranks or RankPool")
-    _send("message", message)
 
 
 class RankPool:
@@ -214,12 +194,16 @@ class RankPool:
 
     def _start(self, seconds: float) -> None:
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        context = multiprocessing.get_context("spawn")
+        method = "spawn" if self.device == "cuda" else "forkserver"
+        context: Any = multiprocessing.get_context(method)
+        context.set_forkserver_preload(PRELOADED)
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_rank_main,
+                target=rank_main,
                 args=(theirs, rank, self.world_size, self.device, self._store.port, seconds),
+                # Of a process that starts anew they are the same without doing.
+                kwargs={"surroundings": None if self.device == "cuda" else Surroundings()},
                 name=f"allnorm-rank-{rank}",
                 daemon=True,  # an interpreter that exits ends its ranks instead of waiting for them
             )
@@ -293,75 +277,3 @@ class RankPool:
             process.join()
             process.close()
         self._processes, self._connections, self._store = [], [], None
-
-
-def _rank_main(
-    connection: _Connection, rank: int, world_size: int, device: str, port: int, seconds: float
-) -> None:
-    """The life of a rank: join the group, answer calls until told to stop."""
-    global _parent
-    _parent = connection
-    os.environ.update(_ENVIRONMENT)
-    faulthandler.register(signal.SIGUSR1)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    try:
-        _join_group(rank, world_size, device, port, seconds)
-        _send("result", None)
-        while call := connection.recv_bytes():
-            _answer(call, rank, world_size)
-    except EOFError:
-        pass  # the parent has closed the pipe: stop
-    except BaseException:  # noqa: BLE001 - whatever it is, the parent shows it
-        with contextlib.suppress(OSError):
-            _send("error", traceback.format_exc())
-    _leave(device)
-
-
-def _answer(call: bytes, rank: int, world_size: int) -> None:
-    try:
-        fn, args, kwargs = pickle.loads(call)
-        _send("result", fn(rank, world_size, *args, **kwargs))
-    except Exception:  # noqa: BLE001 - the parent raises it as RankError
-        _send("error", traceback.format_exc())
-
-
-def _join_group(rank: int, world_size: int, device: str, port: int, seconds: float) -> None:
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-        # Each rank would take all cores: 4 on 64 cores once took 12 s for what takes 0.2 s.
-        torch.set_num_threads(max(1, min(4, (os.cpu_count() or 1) // world_size)))
-        backend = "cpu:gloo,cuda:nccl"
-    else:
-        torch.set_num_threads(1)
-        backend = "gloo"
-    timeout = datetime.timedelta(seconds=seconds)
-    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-
-
-def _leave(device: str) -> None:
-    """Ends the process without the destructors of torch.
-
-    Those of a process group wait for peers that may have died; the operating system frees the rest.
-    """
-    with contextlib.suppress(Exception):
-        if device == "cuda":
-            torch.cuda.synchronize()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        multiprocessing.connection.wait([parent.sentinel])
-        os._exit(1)
-
-
-def _send(kind: str, value: Any) -> None:
-    assert _parent is not None
-    # Pickled first: a value that cannot be must not leave half a message in the pipe.
-    data = pickle.dumps((kind, value))
-    with _parent_lock:
-        _parent.send_bytes(data)

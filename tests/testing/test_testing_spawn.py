@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pathlib
 import subprocess
@@ -52,6 +53,12 @@ def settings(rank: int, world_size: int) -> tuple[int, list[str | None], int]:
     return torch.get_num_threads(), [os.environ.get(name) for name in names], os.getpid()
 
 
+def surroundings(rank: int, world_size: int, text: str) -> tuple[str | None, str | None, str]:
+    os.write(1, f"{text} out\n".encode())
+    os.write(2, f"{text} err\n".encode())
+    return os.environ.get("SET_LATER"), os.environ.get("GONE"), os.getcwd()
+
+
 def alive(pid: int) -> bool:
     return pathlib.Path(f"/proc/{pid}").exists()
 
@@ -69,6 +76,29 @@ def test_a_pool_keeps_its_processes_and_ends_them() -> None:
         assert len({*pids, os.getpid()}) == 3
     assert not any(alive(pid) for pid in pids)
     pool.close()
+
+
+def test_ranks_share_what_their_parent_has_when_they_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """They may be forked from a process that was started long before."""
+    monkeypatch.setenv("GONE", "1")
+    assert run_ranks(surroundings, 1, args=("first",))[0][:2] == (None, "1")
+    assert capfd.readouterr() == ("first out\n", "first err\n")
+    monkeypatch.delenv("GONE")
+    monkeypatch.setenv("SET_LATER", "2")
+    monkeypatch.chdir(tmp_path)
+    with open(tmp_path / "log", "wb") as log:
+        saved = os.dup(1)
+        os.dup2(log.fileno(), 1)
+        try:
+            results = run_ranks(surroundings, 2, args=("second",))
+        finally:
+            os.dup2(saved, 1)
+            os.close(saved)
+    assert results == [("2", None, str(tmp_path))] * 2
+    assert (tmp_path / "log").read_text() == "second out\n" * 2
+    assert capfd.readouterr() == ("", "second err\n" * 2)
 
 
 def test_failures_show_the_traceback_and_the_pool_goes_on() -> None:
@@ -164,6 +194,32 @@ def test_from_the_command_line_and_without_closing() -> None:
     while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(alive(pid) for pid in pids)
+
+
+def test_nothing_is_reported_as_leaked() -> None:
+    """A semaphore that has a name, as those of tqdm, is unlinked when its rank ends."""
+    program = (
+        "from allnorm.testing import run_ranks\n"
+        "from test_testing_spawn import make_semaphore\n"
+        "run_ranks(make_semaphore, 2)\n"
+    )
+    path = os.pathsep.join([str(pathlib.Path(__file__).parent), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": path},
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+_kept: list[object] = []
+
+
+def make_semaphore(rank: int, world_size: int) -> None:
+    _kept.append(multiprocessing.RLock())
 
 
 @pytest.mark.gpu

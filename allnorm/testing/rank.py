@@ -1,0 +1,148 @@
+"""The life of a rank: the process that RankPool starts joins a group and answers calls."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import faulthandler
+import multiprocessing
+import multiprocessing.connection
+import multiprocessing.reduction
+import multiprocessing.util
+import os
+import pickle
+import signal
+import sys
+import threading
+import traceback
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+_Connection = multiprocessing.connection.Connection
+
+# NVLink multicast stays off: it is missing on many hosts and can take shared ones down.
+_ENVIRONMENT = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+}
+
+_parent: _Connection | None = None
+_parent_lock = threading.Lock()
+
+
+def report(message: Any) -> None:
+    """Sends a picklable message to the `on_message` of the process that started this rank.
+
+    Raises:
+        RuntimeError: this process is not a rank started by this module.
+    """
+    if _parent is None:
+        raise RuntimeError("report() works only in a rank started by run_ranks or RankPool")
+    _send("message", message)
+
+
+class Surroundings:
+    """Environment and streams of the process that starts a rank.
+
+    One that is forked has at first those that the process it is forked from was started with.
+    """
+
+    def __getstate__(self) -> dict[str, Any]:
+        streams = [multiprocessing.reduction.DupFd(fd) for fd in (1, 2)]
+        return {"environment": dict(os.environ), "streams": streams}
+
+    def enter(self) -> None:
+        """Makes them this process's own."""
+        state = vars(self)
+        os.environ.clear()
+        os.environ.update(state["environment"])
+        for fd, stream in enumerate(state["streams"], start=1):
+            copy = stream.detach()
+            os.dup2(copy, fd)
+            os.close(copy)
+
+
+def rank_main(
+    connection: _Connection,
+    rank: int,
+    world_size: int,
+    device: str,
+    port: int,
+    seconds: float,
+    surroundings: Surroundings | None,
+) -> None:
+    """The life of a rank: join the group, answer calls until told to stop."""
+    global _parent
+    _parent = connection
+    if surroundings is not None:
+        surroundings.enter()
+    os.environ.update(_ENVIRONMENT)
+    faulthandler.register(signal.SIGUSR1)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        _join_group(rank, world_size, device, port, seconds)
+        _send("result", None)
+        while call := connection.recv_bytes():
+            _answer(call, rank, world_size)
+    except EOFError:
+        pass  # the parent has closed the pipe: stop
+    except BaseException:  # noqa: BLE001 - whatever it is, the parent shows it
+        with contextlib.suppress(OSError):
+            _send("error", traceback.format_exc())
+    _leave(device)
+
+
+def _answer(call: bytes, rank: int, world_size: int) -> None:
+    try:
+        fn, args, kwargs = pickle.loads(call)
+        _send("result", fn(rank, world_size, *args, **kwargs))
+    except Exception:  # noqa: BLE001 - the parent raises it as RankError
+        _send("error", traceback.format_exc())
+
+
+def _join_group(rank: int, world_size: int, device: str, port: int, seconds: float) -> None:
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        # Each rank would take all cores: 4 on 64 cores once took 12 s for what takes 0.2 s.
+        torch.set_num_threads(max(1, min(4, (os.cpu_count() or 1) // world_size)))
+        backend = "cpu:gloo,cuda:nccl"
+    else:
+        torch.set_num_threads(1)
+        backend = "gloo"
+    timeout = datetime.timedelta(seconds=seconds)
+    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def _leave(device: str) -> None:
+    """Ends the process without the destructors of torch.
+
+    Those of a process group wait for peers that may have died; the operating system frees the rest.
+    """
+    with contextlib.suppress(Exception):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        # What os._exit() leaves out: semaphores, of tqdm for one, would be reported as leaked.
+        multiprocessing.util._exit_function()  # type: ignore[attr-defined]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
+
+
+def _send(kind: str, value: Any) -> None:
+    assert _parent is not None
+    # Pickled first: a value that cannot be must not leave half a message in the pipe.
+    data = pickle.dumps((kind, value))
+    with _parent_lock:
+        _parent.send_bytes(data)
