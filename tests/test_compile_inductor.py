@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import os
 import pathlib
 import re
@@ -16,13 +17,16 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
-from compile_helpers import EPS, HIDDEN, gemma, llama, open_names
+from compile_helpers import EPS, HIDDEN, Inputs, gemma, llama, open_names, reduce
 from rank_helpers import comm, device, on
 from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
 from torch._inductor.utils import run_and_get_code
+from torch.fx import symbolic_trace
 
 import allnorm
 from allnorm import reference
+from allnorm.compile import groups
 from allnorm.testing import RankPool, assert_same_bits, rank_input, run_ranks, shared_input
 
 bf16 = torch.bfloat16
@@ -215,6 +219,31 @@ def test_other_processes(tmp_path: pathlib.Path, given: bool) -> None:
     assert reports[0] == [1, 1]
     # Compiled code is found again only where the communicator is sure to be there too.
     assert reports[1] == ([0, 0] if given else [1, 1])
+
+
+def made_while_compiling(rank: int, world_size: int) -> None:
+    """A communicator is made outside of Inductor's Python dispatcher, under which it may hang."""
+    group = dist.new_group(list(range(world_size)))
+    graph = symbolic_trace(lambda x, r, w: llama(reduce(x, group=group.group_name) + r, w))
+    is_on = functools.partial(torch._C._dispatch_tls_is_dispatch_key_included, "PythonDispatcher")
+
+    def make(*arguments: Any, **options: Any) -> allnorm.Communicator:
+        assert not is_on()
+        return allnorm.Communicator(*arguments, **options)
+
+    before = open_names()
+    with pytest.MonkeyPatch.context() as patch, enable_python_dispatcher():
+        patch.setattr(groups, "Communicator", make)
+        assert is_on()
+        assert len(allnorm.compile.fuse(graph, Inputs().make(rank)).fused) == 1
+    (made,) = set(open_names()) - set(before)
+    assert made.startswith(f"allnorm:{group.group_name}:")
+    groups._made.pop().close()
+
+
+@on(cpu=(2,))
+def test_made_while_compiling(pool: RankPool) -> None:
+    pool.run(made_while_compiling)
 
 
 def keys(rank: int, world_size: int) -> None:
