@@ -30,6 +30,7 @@ endif
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
 BUILD := build
+CTEST_ARGS := --output-on-failure --no-tests=error --parallel $(shell getconf _NPROCESSORS_ONLN)
 export PATH := $(abspath $(BIN)):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -52,7 +53,7 @@ test: test-cpp test-python
 test-cpp: $(STAMPS)/run
 	cmake -G Ninja -S . -B $(BUILD)/cpp-tests -DALLNORM_BUILD_TESTS=ON -DALLNORM_CUDA=off --log-level=WARNING
 	cmake --build $(BUILD)/cpp-tests
-	ctest --test-dir $(BUILD)/cpp-tests --output-on-failure --no-tests=error
+	ctest --test-dir $(BUILD)/cpp-tests $(CTEST_ARGS)
 
 test-python: $(STAMPS)/install $(STAMPS)/test
 	$(BIN)/pytest $(PYTEST_ARGS)
@@ -81,7 +82,7 @@ sanitize: $(STAMPS)/run
 	  cmake -G Ninja -S . -B $$b -DALLNORM_BUILD_TESTS=ON -DALLNORM_CUDA=off -DALLNORM_SANITIZE=$$s \
 	    --log-level=WARNING; \
 	  cmake --build $$b; \
-	  ctest --test-dir $$b --output-on-failure --no-tests=error; \
+	  ctest --test-dir $$b $(CTEST_ARGS); \
 	done
 
 mutants: $(STAMPS)/run

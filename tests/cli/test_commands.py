@@ -106,7 +106,8 @@ def test_a_regression_is_the_exit_code(
 
 def test_bench_refuses_what_it_cannot_compare_with_before_it_measures(tmp_path: Path) -> None:
     arguments = ("bench", "--device", "cpu", "--compare", str(tmp_path / "none.jsonl"))
-    done = CliRunner().invoke(cli.app, arguments)
+    # Wide enough for a temporary folder's path in one line.
+    done = CliRunner().invoke(cli.app, arguments, env={"COLUMNS": "400"})
     assert done.exit_code == 2
     assert "none.jsonl" in done.output
 
