@@ -13,12 +13,14 @@
 # VENV=.venv               where that environment is
 # CUDA=auto|on|off         whether to build the CUDA library (auto: where nvcc is found)
 # CUDA_ARCHS=auto          for example "80-real;90"; RELEASE=1: all of a release
+# WHEEL=allnorm-*.whl      what `make install` installs instead of building it
 # BENCH_ARGS=, PYTEST_ARGS=, MUTANTS_ARGS=  passed on; MUTANTS_ARGS=--all for more than CI tries
 
 PYTHON ?= python3
 VENV ?= .venv
 CUDA ?= auto
 CUDA_ARCHS ?= auto
+WHEEL ?=
 BENCH_ARGS ?=
 PYTEST_ARGS ?= -m "not slow and not long"
 MUTANTS_ARGS ?=
@@ -30,6 +32,7 @@ endif
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
 BUILD := build
+DIST := dist
 CTEST_ARGS := --output-on-failure --no-tests=error --parallel $(shell getconf _NPROCESSORS_ONLN)
 export PATH := $(abspath $(BIN)):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -102,7 +105,7 @@ format: $(STAMPS)/lint
 install: $(STAMPS)/install
 
 wheel: $(STAMPS)/run
-	$(BIN)/pip wheel --quiet --no-build-isolation --no-deps $(PACKAGE_SETTINGS) -w dist .
+	$(BIN)/pip wheel --quiet --no-build-isolation --no-deps $(PACKAGE_SETTINGS) -w $(DIST) .
 
 inplace: $(STAMPS)/run
 	cmake -G Ninja -S . -B $(BUILD)/inplace -DALLNORM_CUDA=$(CUDA) '-DALLNORM_CUDA_ARCHITECTURES=$(CUDA_ARCHS)' \
@@ -111,7 +114,7 @@ inplace: $(STAMPS)/run
 	cmake --install $(BUILD)/inplace --component runtime --prefix .
 
 clean:
-	rm -rf $(BUILD) dist $(STAMPS)/install
+	rm -rf $(BUILD) $(DIST) $(STAMPS)/install
 	rm -f allnorm/lib/*.so
 
 # ---- What is set up once, and again when what it depends on has changed ------------------------------------------
@@ -134,5 +137,5 @@ $(STAMPS)/settings: | $(STAMPS)/run
 
 $(STAMPS)/install: $(SOURCES) $(STAMPS)/run $(STAMPS)/settings
 	@echo "building and installing allnorm; the first time takes minutes where nvcc is found"
-	$(BIN)/pip install --quiet --no-build-isolation --no-deps $(PACKAGE_SETTINGS) .
+	$(BIN)/pip install --quiet --no-build-isolation --no-deps --force-reinstall $(PACKAGE_SETTINGS) $(or $(WHEEL),.)
 	@touch $@
