@@ -22,7 +22,11 @@ _GRANULE_BYTES = 16
 class Sglang(Peer):
     """`all_reduce_residual_norm`, with its own choice of the algorithm and with each of them.
 
-    It knows bfloat16 and up to 1024 rows of up to 16 MiB; SGLang itself uses it for decode.
+    One-shot pushes every row to all ranks. Two-shot pushes it to the row's owner, who pushes the
+    sum back; data are their own flags, so that neither has a barrier. They know bfloat16, widths of
+    which a cluster takes whole warps (multiples of 256), and here up to 1024 rows of up to 16 MiB;
+    SGLang itself gives them 512 rows of up to 4 MiB, in decode. Beside them runs what SGLang does
+    at other sizes: `CustomAllReduceV2` with its tuned choice, up to 16 MiB, beyond which NCCL is.
     """
 
     name = "sglang"
