@@ -1,0 +1,193 @@
+"""What the latency benchmarks of engines share: arms in processes of their own, rows, summaries.
+
+TPOT, time per output token, is (time of N tokens - time of one) / (N - 1); TTFT, time to the first
+token, is the time of one; medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import pathlib
+import random
+import signal
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+NO_MULTICAST = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+}
+Generate = Callable[[list[list[int]], int], tuple[float, list[list[int]]]]
+"""Prompts and a number of tokens; seconds and the tokens generated for each prompt."""
+
+
+def parser(description: str, arms: Sequence[str], default_arms: str) -> argparse.ArgumentParser:
+    """The options that every engine has."""
+    made = argparse.ArgumentParser(description=description)
+    made.add_argument("--model", required=True, help="folder with a config.json")
+    made.add_argument("--tp", type=int, default=2)
+    made.add_argument("--arms", default=default_arms, help=", ".join(arms))
+    made.add_argument("--arm", help="run this one arm here; the script does it for each")
+    made.add_argument("--batch", default="1,8,32,64")
+    made.add_argument("--input", type=int, default=128, help="tokens of a prompt")
+    made.add_argument("--output", type=int, default=64, help="tokens to generate")
+    made.add_argument("--repeats", type=int, default=5)
+    made.add_argument("--layers", type=int, help="instead of those of the configuration")
+    made.add_argument("--memory", type=float, default=0.6, help="of each GPU, for the engine")
+    made.add_argument("--engine", default="{}", help="JSON of more arguments of the engine")
+    made.add_argument("--timeout", type=float, default=600.0, help="seconds for one arm")
+    made.add_argument("--json", required=True, help="rows are appended")
+    return made
+
+
+def row_of(options: argparse.Namespace, packages: Sequence[str]) -> dict[str, Any]:
+    """What every row of an arm says of its conditions."""
+    return {
+        "arm": options.arm,
+        "model": pathlib.Path(options.model).name,
+        "layers": options.layers,
+        "tp": options.tp,
+        "input": options.input,
+        "output": options.output,
+        "versions": versions(packages),
+    }
+
+
+def versions(packages: Sequence[str]) -> dict[str, str | None]:
+    found: dict[str, str | None] = {}
+    for package in packages:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def make_prompts(model: str, count: int, length: int) -> list[list[int]]:
+    """Random tokens of the model's vocabulary, always the same."""
+    vocabulary = json.loads((pathlib.Path(model) / "config.json").read_text())["vocab_size"]
+    generator = random.Random(1234)
+    return [
+        [generator.randrange(1000, vocabulary - 1000) for _ in range(length)] for _ in range(count)
+    ]
+
+
+def latency(
+    generate: Generate, prompts: list[list[int]], tokens: int, repeats: int
+) -> dict[str, Any]:
+    """Times one batch."""
+    generate(prompts, min(8, tokens))
+    generate(prompts, 1)
+    whole, first, seen = [], [], []
+    for _ in range(repeats):
+        seconds, made = generate(prompts, tokens)
+        whole.append(seconds)
+        seen.append(made)
+        first.append(generate(prompts, 1)[0])
+    total, ttft = statistics.median(whole), statistics.median(first)
+    return {
+        "tpot_ms": round((total - ttft) / (tokens - 1) * 1e3, 4),
+        "ttft_ms": round(ttft * 1e3, 3),
+        "tokens_per_s": round(len(prompts) * tokens / total, 1),
+        "total_ms": [round(seconds * 1e3, 2) for seconds in whole],
+        "first_ms": [round(seconds * 1e3, 2) for seconds in first],
+        "repeats_equal": all(made == seen[0] for made in seen),
+        "tokens_sha": hashlib.sha256(json.dumps(seen[0]).encode()).hexdigest()[:16],
+        "tokens": seen[0],
+    }
+
+
+def kernel_counts(entries: Sequence[Sequence[Any]], passes: int) -> dict[str, Any]:
+    """Calls in a forward pass and microseconds each, by kernel, out of `allnorm.trace`."""
+    counted = {
+        f"{kind}: {what}": [calls / passes, round(time_us / calls, 2)]
+        for kind, what, calls, time_us in entries
+    }
+    return {"passes": passes, "per_pass_and_us": counted}
+
+
+def emit(options: argparse.Namespace, row: dict[str, Any]) -> None:
+    with open(options.json, "a") as file:
+        file.write(json.dumps(row) + "\n")
+    shown = {key: value for key, value in row.items() if key not in ("tokens", "prompt")}
+    print(f"[{row['arm']}]", json.dumps(shown)[:1500], flush=True)
+
+
+def read(path: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in pathlib.Path(path).read_text().splitlines()]
+
+
+def run_arms(
+    options: argparse.Namespace,
+    script: pathlib.Path,
+    arms: Sequence[str],
+    environment: Callable[[str], Mapping[str, str]],
+    missing: Callable[[str], str] = lambda _: "",
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Runs every arm in its process.
+
+    Args:
+        options: of the command line.
+        script: runs one arm when it is given `--arm`.
+        arms: those that there are.
+        environment: of an arm's process.
+        missing: why an arm cannot run here; "" if it can.
+
+    Returns:
+        The rows that were written, and the arms that failed.
+    """
+    start = len(read(options.json)) if os.path.exists(options.json) else 0
+    failed = []
+    for arm in options.arms.split(","):
+        if arm not in arms:
+            raise SystemExit(f"--arms {arm}: expected some of {', '.join(arms)}")
+        if reason := missing(arm):
+            print(f"[{arm}] missing: {reason}")
+            continue
+        command = [sys.executable, str(script), *sys.argv[1:], "--arm", arm]
+        print("$", " ".join(command), flush=True)
+        process = subprocess.Popen(command, env=environment(arm), start_new_session=True)
+        try:
+            code = process.wait(options.timeout)
+        except subprocess.TimeoutExpired:
+            code = -1
+            print(f"[{arm}] not done after {options.timeout:.0f} s", flush=True)
+        if code:
+            failed.append(arm)
+        # Workers of an engine that died would keep their GPUs.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    rows = read(options.json)[start:] if os.path.exists(options.json) else []
+    return rows, failed
+
+
+def summarise(rows: list[dict[str, Any]], arms: Sequence[str]) -> None:
+    """Prints latencies beside the default arm's, and kernels."""
+    measured = {(r["arm"], r["batch"]): r for r in rows if r["kind"] == "latency"}
+    print(f"\n{'batch':>5} {'arm':8} {'TPOT ms':>9} {'':>8} {'TTFT ms':>9} {'':>8} {'tokens/s':>9}")
+    for arm, batch in sorted(measured, key=lambda key: (key[1], arms.index(key[0]))):
+        row, base = measured[arm, batch], measured.get(("default", batch))
+        change = {
+            name: f"{row[name] / base[name] - 1:+8.1%}" if base else " " * 8
+            for name in ("tpot_ms", "ttft_ms")
+        }
+        print(
+            f"{batch:5} {arm:8} {row['tpot_ms']:9.3f} {change['tpot_ms']} {row['ttft_ms']:9.1f} "
+            f"{change['ttft_ms']} {row['tokens_per_s']:9.1f}"
+            + ("" if row["repeats_equal"] else "  repeats differ")
+        )
+    for row in rows:
+        if row["kind"] == "kernels":
+            print(f"\n[{row['arm']}] calls in a forward pass, us each")
+            for name, (calls, time_us) in row["per_pass_and_us"].items():
+                print(f"  {calls:7.1f} {time_us:8.2f}  {name}")

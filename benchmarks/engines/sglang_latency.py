@@ -1,0 +1,170 @@
+"""Latency of SGLang offline, tensor parallel, with its own reductions and with allnorm.
+
+A dense model of a configuration's dimensions with random weights: time to the first token, time per
+output token, greedy tokens, how many norms were fused, and the reductions that really ran, counted
+by kernels in a profile. Each arm is an engine of its own, in a process of its own.
+
+    python benchmarks/engines/sglang_latency.py --model DIR --tp 2 --json rows.jsonl
+
+DIR has a config.json; no weights are read. Arms:
+
+    default   SGLang without plugins: its custom all-reduce, and norms that follow it
+    allnorm   SGLang with this package's plugin
+    nccl      as default, reductions by NCCL
+
+SGLang's switch of FlashInfer's fusion is set where allnorm does not run: what SGLang would choose
+by itself may be kernels that use NVLink multicast.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import sys
+import tempfile
+import time
+from typing import Any
+
+import latency
+import sglang_worker
+
+ARMS = ("default", "allnorm", "nccl")
+PACKAGES = ("sglang", "sglang-kernel", "torch", "allnorm", "flashinfer-python")
+HERE = pathlib.Path(__file__).resolve().parent
+_TRACED_TOKENS = 5
+
+
+def arguments() -> argparse.Namespace:
+    parser = latency.parser(__doc__.split("\n\n")[0], ARMS, "default,allnorm,nccl")
+    parser.add_argument("--attention", default="triton", help="SGLang's attention backend")
+    return parser.parse_args()
+
+
+def environment(arm: str) -> dict[str, str]:
+    """For one arm."""
+    # A plugin's users leave this variable alone.
+    inherited = {name: value for name, value in os.environ.items() if name != "SGLANG_PLUGINS"}
+    python_path = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {
+        **inherited,
+        **latency.NO_MULTICAST,
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join(python_path),
+        **({} if arm == "allnorm" else {"SGLANG_PLUGINS": "none"}),
+    }
+
+
+class Engine:
+    """SGLang's engine, and what is asked of its ranks."""
+
+    def __init__(self, options: argparse.Namespace, batches: list[int], folder: str) -> None:
+        os.environ["SGLANG_LATENCY_DIR"] = folder  # its processes inherit it
+        import sglang
+
+        most = max(batches)
+        sizes = sorted({*batches, *(1 << i for i in range(most.bit_length()) if 1 << i <= most)})
+        settings: dict[str, Any] = {
+            "model_path": options.model,
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "dtype": "bfloat16",
+            "random_seed": 0,
+            "tp_size": options.tp,
+            "disable_custom_all_reduce": options.arm == "nccl",
+            "enforce_disable_flashinfer_allreduce_fusion": options.arm != "allnorm",
+            "attention_backend": options.attention,
+            "sampling_backend": "pytorch",
+            "disable_radix_cache": True,
+            "context_length": max(1024, options.input + options.output + 16),
+            "max_running_requests": most,
+            "chunked_prefill_size": max(2048, most * options.input),
+            "cuda_graph_bs_decode": sizes,
+            "cuda_graph_bs_prefill": sorted({batch * options.input for batch in batches}),
+            "mem_fraction_static": options.memory,
+            "custom_weight_loader": list(sglang_worker.LOADERS),
+            "log_level": "info",
+        }
+        if options.layers:
+            settings["json_model_override_args"] = json.dumps({"num_hidden_layers": options.layers})
+        self._folder = pathlib.Path(folder)
+        self._engine = sglang.Engine(**(settings | json.loads(options.engine)))
+
+    def generate(self, prompts: list[list[int]], tokens: int) -> tuple[float, list[list[int]]]:
+        """Greedy; seconds and the tokens of every prompt."""
+        sampling = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
+        began = time.perf_counter()
+        outputs = self._engine.generate(input_ids=prompts, sampling_params=sampling)
+        return time.perf_counter() - began, [list(output["output_ids"]) for output in outputs]
+
+    def on_ranks(self, function: str) -> None:
+        """Calls a function of sglang_worker.py in every rank."""
+        done, message = self._engine.update_weights_from_tensor([], f"sglang_worker.{function}")[:2]
+        if not done:
+            raise RuntimeError(f"{function}: {message}")
+
+    def found(self, kind: str) -> list[Any]:
+        """What the ranks have written, in their order."""
+        paths = sorted(self._folder.glob(f"{kind}-*.json"), key=lambda p: int(p.stem[-1]))
+        return [json.loads(path.read_text()) for path in paths]
+
+    def kernels(self, prompt: list[int]) -> dict[str, Any]:
+        """Reductions and norms of rank 0 in one prefill and four decode steps, by kernel."""
+        self.on_ranks("start_trace")
+        self.generate([prompt], _TRACED_TOKENS)
+        self.on_ranks("stop_trace")
+        return latency.kernel_counts(self.found("trace")[0], _TRACED_TOKENS)
+
+    def shutdown(self) -> None:
+        """Ends its processes."""
+        self._engine.shutdown()
+
+
+def run_arm(options: argparse.Namespace, folder: str) -> None:
+    """Builds the engine, measures, appends rows."""
+    batches = [int(b) for b in options.batch.split(",")]
+    began = time.perf_counter()
+    engine = Engine(options, batches, folder)
+    row = latency.row_of(options, PACKAGES)
+    engine.on_ranks("fill_weights")
+    start_s = round(time.perf_counter() - began, 1)
+    prompts = latency.make_prompts(options.model, max(batches), options.input)
+    for batch in batches:
+        measured = latency.latency(
+            engine.generate, prompts[:batch], options.output, options.repeats
+        )
+        latency.emit(options, {**row, "kind": "latency", "batch": batch, **measured})
+    engine.on_ranks("facts")
+    facts = engine.found("facts")
+    latency.emit(options, {**row, "kind": "engine", "start_s": start_s, "facts": facts[0]})
+    faults = [rank["fault"] for rank in facts if rank["fault"]]
+    latency.emit(options, {**row, "kind": "kernels", **engine.kernels(prompts[0])})
+    engine.shutdown()
+    if faults:
+        raise SystemExit(f"faults were recorded: {faults}")
+
+
+def run_all(options: argparse.Namespace) -> int:
+    """Runs every arm in its process; returns the exit code."""
+    rows, failed = latency.run_arms(options, HERE / "sglang_latency.py", ARMS, environment)
+    latency.summarise(rows, ARMS)
+    for row in rows:
+        if row["kind"] == "engine":
+            print(f"[{row['arm']}] {row['facts']['sites']} norms fused; {row['facts']['allnorm']}")
+    sums = {(r["batch"], r["arm"]): r["tokens_sha"] for r in rows if r["kind"] == "latency"}
+    for batch in sorted({batch for batch, _ in sums}):
+        found = {arm: sums[batch, arm] for arm in ARMS if (batch, arm) in sums}
+        print(f"tokens of batch {batch}: {'the same' if len({*found.values()}) == 1 else found}")
+    if failed:
+        print(f"failed: {', '.join(failed)}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    parsed = arguments()
+    if parsed.arm:
+        with tempfile.TemporaryDirectory() as scratch:
+            run_arm(parsed, scratch)
+    else:
+        sys.exit(run_all(parsed))

@@ -1,0 +1,96 @@
+"""What sglang_latency.py asks of SGLang's ranks: loaders of weights, by their names as an option.
+
+SGLang calls a custom loader in every rank with the model. Here the loaders are given no weights:
+one makes them up, the others look at the rank. What they find lies in the folder that the variable
+`SGLANG_LATENCY_DIR` names, a JSON file for each rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import zlib
+from typing import Any
+
+import torch
+
+_trace = contextlib.ExitStack()
+_reports: list[Any] = []
+
+
+def _rank() -> int:
+    from sglang.srt.runtime_context import get_parallel
+
+    rank: int = get_parallel().tp_rank
+    return rank
+
+
+def _write(kind: str, found: Any) -> None:
+    folder = pathlib.Path(os.environ["SGLANG_LATENCY_DIR"])
+    (folder / f"{kind}-{_rank()}.json").write_text(json.dumps(found))
+
+
+@torch.no_grad()
+def fill_weights(model: torch.nn.Module, _: Any) -> None:
+    """Gives dummy weights values: other ones on each rank, but for norms, which all share."""
+    for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point() or parameter.element_size() < 2:
+            continue
+        of_a_norm = parameter.dim() == 1
+        rank = 0 if of_a_norm else 1 + _rank()
+        generator = torch.Generator(parameter.device)
+        generator.manual_seed(zlib.crc32(f"{rank} {name}".encode()))
+        if of_a_norm:
+            parameter.normal_(1.0, 0.1, generator=generator)
+        else:
+            parameter.normal_(0.0, 0.02, generator=generator)
+    torch.cuda.synchronize()
+
+
+def facts(model: torch.nn.Module, _: Any) -> None:
+    """What this engine really uses, and whether the communicator's device has recorded a fault."""
+    from sglang.srt.runtime_context import get_parallel
+
+    custom = get_parallel().tp_group.ca_comm
+    found: dict[str, Any] = {
+        "custom_all_reduce": type(custom).__name__
+        if custom is not None and not custom.disabled
+        else None,
+        "multicast": bool(getattr(custom, "has_multicast", False)),
+        "allnorm": "not loaded",
+        "sites": 0,
+        "fault": "",
+    }
+    with contextlib.suppress(ImportError):
+        from allnorm.integrations.sglang import fusion
+
+        active = fusion.current()
+        if active is not None:
+            found["allnorm"], found["sites"] = repr(active.communicator), len(active.sites)
+            try:
+                active.communicator.check()
+            except Exception as error:  # noqa: BLE001 - reported to the caller
+                found["fault"] = f"{type(error).__name__}: {error}"
+    _write("facts", found)
+
+
+def start_trace(model: torch.nn.Module, _: Any) -> None:
+    """Begins to count kernels."""
+    import allnorm
+
+    _reports.append(_trace.enter_context(allnorm.trace()))
+
+
+def stop_trace(model: torch.nn.Module, _: Any) -> None:
+    """Kind, name, calls and microseconds of reductions and norms since `start_trace`."""
+    _trace.close()
+    report = _reports.pop()
+    _write("trace", [(e.kind, e.what, e.calls, e.time_us) for e in report.entries])
+
+
+LOADERS = tuple(
+    f"sglang_worker.{function.__name__}"
+    for function in (fill_weights, facts, start_trace, stop_trace)
+)
