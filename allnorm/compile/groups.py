@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import gc
 from typing import Any
 
 import torch
@@ -62,6 +63,8 @@ def communicator_name(
     group, device = _group(reduction.group), _indexed(device)
     if group is None:
         raise Missed(f"there is no process group called {reduction.group!r} here")
+    # A communicator that was dropped without being closed is gone on all ranks now, or on none.
+    gc.collect()
     for communicator in open_communicators():
         # A group of the same name may have been destroyed since.
         if communicator.group == group and communicator.device == device:

@@ -57,8 +57,7 @@ class Exchange {
     const uint64_t counter = load_u64(own + PushControl::kCounters + 8 * blockIdx.x);
     op_ = static_cast<uint32_t>(counter);
     phases_ = static_cast<int>(counter >> 32);
-    poison_ = load_u64(own + PushControl::kPoisoned);
-    failed_ = poison_ != 0;
+    failed_ = load_u64(own + PushControl::kPoisoned) != 0;
     if (params.large) wait_for_slots();
     pause();
   }
@@ -137,7 +136,9 @@ class Exchange {
   __device__ __forceinline__ void call_roll() {
     const int peer = peer_of_lane();
     // A rank that has failed just now, in another block, still tells its peers why.
-    if (peer < 0 || (failed_ && poison_ != poison(op_))) return;
+    const bool earlier =
+        failed_ && load_u64(params_.workspace[0] + PushControl::kPoisoned) != poison(op_);
+    if (peer < 0 || earlier) return;
     char* theirs = params_.workspace[threadIdx.x % 32] + PushControl::tag(phase(), params_.rank);
     store_relaxed_sys(theirs, params_.tag.word(op_, 0));
     store_relaxed_sys(theirs + 8, params_.tag.word(op_, 1));
@@ -250,7 +251,6 @@ class Exchange {
   Deadline<DeviceClock> deadline_;
   uint32_t op_;
   int phases_;
-  uint64_t poison_;
   bool failed_;
 };
 

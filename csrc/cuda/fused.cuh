@@ -38,7 +38,7 @@ __device__ __forceinline__ void work_on_no_row(Exchange<kWorldSize>& exchange,
 }
 
 // kDense: for more rows than SMs, where rows in flight hide every latency and registers limit them:
-// two blocks an SM, and weights are read again instead of kept. Otherwise a cluster has one row,
+// two blocks an SM. Otherwise a cluster has one row,
 // unless the caller limits the grid.
 template <class T, int kWorldSize, template <class, int> class Transport, bool kDense,
           bool kQuantized>
@@ -65,7 +65,7 @@ __device__ __forceinline__ void run_fused(const FusedParams& params) {
 
   const Pack own = load_input(first);
   send(first, own);
-  if constexpr (!kDense) epilogue.prefetch_weight();
+  epilogue.prefetch_weight();
   epilogue.prefetch_row(first);
   if constexpr (kHops == 2) send(first + step, load_input(first + step));
   Pack sum{};  // of the current row, where this rank has made it
@@ -93,9 +93,6 @@ __device__ __forceinline__ void run_fused(const FusedParams& params) {
       const bool keeps = !kDense && row == first;
       if (live) reduced = transport.receive(row, [&] { return keeps ? own : load_input(row); });
     }
-    // Overlaps the row's sum; earlier it would hold registers while packs of all ranks are in
-    // flight.
-    if constexpr (kDense) epilogue.prefetch_weight();
     epilogue.add_row(row, reduced);
     // After the barrier in add_row().
     if (last) exchange.advance();

@@ -26,18 +26,16 @@ class Deadline {
   // that succeeds soon never reads it.
   ALLNORM_HD bool expired() {
     const int64_t now = Clock::now_ns();
-    if (!started_) {
-      started_ = true;
-      start_ns_ = now;
-    }
+    if (start_ns_ == 0) start_ns_ = now;
     return now - start_ns_ > timeout_ns_;
   }
 
  private:
   int64_t timeout_ns_;
-  int64_t start_ns_ = 0;
+  // volatile: in memory, since a thread of a kernel has no registers to spare for what it rarely
+  // looks at.
+  volatile int64_t start_ns_ = 0;
   uint32_t polls_ = 0;
-  bool started_ = false;
 };
 
 }  // namespace allnorm

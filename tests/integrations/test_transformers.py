@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pathlib
 from typing import Any
 
@@ -167,6 +168,26 @@ def test_expert_parallel(pool: RankPool, family: str, tmp_path: pathlib.Path) ->
     report = pool.run(compare_expert_parallel, models.save(family, tmp_path), family)[0]
     total = 2 * models.LAYERS + (family != "gpt_oss")
     assert report.startswith(f"{2 * models.LAYERS} of {total} reductions fused")
+
+
+@torch.no_grad()
+def load_again(rank: int, world_size: int, place: str) -> None:
+    """Runs in ranks: some garbage collectors have not seen yet that a model was dropped."""
+    fused.enable()
+    gc.disable()
+    try:
+        want = models.load(place, "llama")(PROMPT).logits
+        if rank == 1:
+            gc.collect()
+        assert_same_bits(models.load(place, "llama")(PROMPT).logits, want, "loaded again")
+    finally:
+        gc.enable()
+        fused.disable()
+
+
+@on(cpu=(2,))
+def test_another_model_after_one_that_was_dropped(pool: RankPool, tmp_path: pathlib.Path) -> None:
+    pool.run(load_again, models.save("llama", tmp_path), timeout=60.0)
 
 
 @torch.no_grad()

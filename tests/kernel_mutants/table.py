@@ -364,9 +364,9 @@ WRONG_RESULTS = (
             *edits.PRECEDING_GRID_NOT_WAITED_FOR,
             (
                 EXCHANGE,
-                "    poison_ = load_u64(own + PushControl::kPoisoned);\n",
+                "    failed_ = load_u64(own + PushControl::kPoisoned) != 0;\n",
                 "    wait_for_preceding_grid();\n"
-                "    poison_ = load_u64(own + PushControl::kPoisoned);\n",
+                "    failed_ = load_u64(own + PushControl::kPoisoned) != 0;\n",
             ),
         ),
         (WRONG, HANGS, NOT_EMPTY, "counter"),

@@ -7,7 +7,6 @@ in inference and only for modules that have a site.
 from __future__ import annotations
 
 import warnings
-import weakref
 from typing import Any
 
 import torch
@@ -20,7 +19,9 @@ from allnorm.integrations.transformers.partial import PartialSum
 from allnorm.integrations.transformers.sites import SWITCH, Site
 from allnorm.integrations.transformers.wiring import SITE
 
-_links: weakref.WeakValueDictionary[str, allnorm.Communicator] = weakref.WeakValueDictionary()
+# By the name of their group, and kept: when the garbage collector takes that of a dropped
+# model differs from rank to rank, and all ranks must make the next one, or none of them.
+_links: dict[str, allnorm.Communicator] = {}
 
 
 class _LeavesTheSum(stock.TensorParallelLayer):
@@ -85,9 +86,10 @@ def link_site(module: torch.nn.Module, mesh: Any) -> None:
 
 
 def _communicator(group: dist.ProcessGroup, device_type: str) -> allnorm.Communicator:
-    """One for each group; it lives as long as a site that uses it. Collective when it is new."""
+    """One for each group, as long as there is that group. Collective when it is new."""
     link = _links.get(group.group_name)
-    if link is None:
+    # A group of the same name may have been destroyed since.
+    if link is None or link.group != group:
         device = torch.device(device_type)
         if device_type == "cuda":  # transformers has bound this process to its GPU
             device = torch.device("cuda", torch.cuda.current_device())
