@@ -33,6 +33,12 @@ class Call:
 def check(comm: allnorm.Communicator, call: Call, number: int) -> bool:
     """Makes the call; whether all its results are the reference's."""
     got = method_of(comm, call)(**arguments_of(comm, call, number))
+    pairs = zip(got, wanted_of(comm, call, number), strict=True)
+    return all(a is b if b is None else same_bits(a, b) for a, b in pairs)
+
+
+def wanted_of(comm: allnorm.Communicator, call: Call, number: int) -> list[Any]:
+    """What the call must return, by the reference."""
     xs = all_inputs(comm.world_size, call.shape, call.dtype, call=number, device=comm.device)
     whole = arguments_of(comm, replace(call, sharded=False), number)
     options = {k: whole[k] for k in ("residual", "weight", "eps", "weight_bias", "numerics")}
@@ -45,8 +51,7 @@ def check(comm: allnorm.Communicator, call: Call, number: int) -> bool:
     if call.sharded:
         lo, hi = comm.row_shard(call.shape[0])
         wanted[position] = wanted[position][lo:hi]
-    pairs = zip(got, wanted, strict=True)
-    return all(a is b if b is None else same_bits(a, b) for a, b in pairs)
+    return wanted
 
 
 def method_of(comm: allnorm.Communicator, call: Call) -> Callable[..., Any]:

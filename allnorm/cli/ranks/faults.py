@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import os
 import signal
 import threading
@@ -15,7 +16,14 @@ import torch
 import torch.distributed as dist
 
 import allnorm
-from allnorm.cli.ranks.fault_calls import Call, arguments_of, check, memory_for, method_of
+from allnorm.cli.ranks.fault_calls import (
+    Call,
+    arguments_of,
+    check,
+    memory_for,
+    method_of,
+    wanted_of,
+)
 from allnorm.errors import AllnormError, PeerDivergedError, PeerTimeoutError
 
 _WORKSPACE_BYTES = 4 << 20
@@ -119,9 +127,9 @@ def _commit(fault: str, comms: list[allnorm.Communicator], call: Call) -> None:
     elif fault == "killed among its calls":
         kill = threading.Timer(_KILL_AFTER_SECONDS, os.kill, (os.getpid(), signal.SIGKILL))
         kill.start()
-        arguments = arguments_of(comm, call, 0)
-        while True:
-            method_of(comm, call)(**arguments)
+        arguments = [arguments_of(comm, call, number) for number in range(2)]
+        for number in itertools.cycle(range(2)):
+            method_of(comm, call)(**arguments[number])
     elif fault == "exits":
         comm.close()
         os._exit(0)
@@ -141,15 +149,19 @@ def _diverging(call: Call, fault: str) -> Call:
 def _failing_call(
     comm: allnorm.Communicator, call: Call, timeout_s: float, repeat: bool
 ) -> dict[str, Any]:
-    """Makes a call that must fail: on CPU it raises, on CUDA check() does once a kernel has."""
-    arguments, results = arguments_of(comm, call, 0), memory_for(comm, call)
+    """Makes a call that must fail: on CPU it raises, on CUDA check() does once a kernel has.
+
+    With `repeat`, makes calls with two kinds of inputs in turn until one fails.
+    """
+    arguments = [arguments_of(comm, call, number) for number in range(1 + repeat)]
+    results = memory_for(comm, call)
     _synchronize(comm)
     method, error = method_of(comm, call), None
     start = time.monotonic()
-    while error is None:
+    for number in itertools.cycle(range(1 + repeat)):
         start = time.monotonic()
         try:
-            method(**arguments, **results)
+            method(**arguments[number], **results)
             while comm.device.type == "cuda" and not _done(comm):
                 comm.check()
                 if time.monotonic() - start > timeout_s + _LATE_SECONDS:
@@ -158,7 +170,7 @@ def _failing_call(
             comm.check()
         except PeerTimeoutError as caught:
             error = caught
-        if not repeat:
+        if error is not None or not repeat:
             break
     seconds = time.monotonic() - start
     if error is None:
@@ -168,11 +180,9 @@ def _failing_call(
     _synchronize(comm)
     # On CUDA another call is found beside the data, which may all have arrived by then.
     complete = comm.device.type == "cuda" and isinstance(error, PeerDivergedError)
-    problems = [
-        f"{name} is not NaN"
-        for name, part in results.items()
-        if not complete and not bool(part.float().isnan().all())
-    ]
+    problems = (
+        [] if complete else _not_nan(results, wanted_of(comm, call, number) if repeat else None)
+    )
     return {
         "error": type(error).__name__,
         "message": str(error),
@@ -182,6 +192,21 @@ def _failing_call(
         "seconds": seconds,
         "problems": problems,
     }
+
+
+def _not_nan(results: dict[str, torch.Tensor], wanted: list[torch.Tensor] | None) -> list[str]:
+    """What a failed call left that is neither NaN nor, if that is given, as wanted.
+
+    A rank that dies amid a call on CUDA has sent some of its rows: those are right.
+    """
+    problems = []
+    for index, (name, part) in enumerate(results.items()):
+        fine = part.float().isnan()
+        if wanted is not None:
+            fine |= part == wanted[index]
+        if not bool(fine.all()):
+            problems.append(f"{name} is not NaN" + ("" if wanted is None else ", and not right"))
+    return problems
 
 
 def _aftermath(comm: allnorm.Communicator, call: Call) -> list[str]:
