@@ -46,6 +46,8 @@ def run(name: str, sanitizer: str, world_size: str, seconds: str) -> int:
     options = ["--tool", name, "--target-processes", "all", "--error-exitcode", str(FOUND)]
     # Names of functions below the namespace; torch's own kernels would only be slow.
     options += ["--kernel-name", "kns=allnorm", "--print-limit", "20"]
+    # NCCL asks the driver for kernels that it has not brought for this GPU.
+    options += ["--report-api-errors", "no"] if name == "memcheck" else []
     verify = ["verify", "--device", "cuda", "--tp", world_size, "--seconds", seconds]
     command = [sanitizer, *options, sys.executable, "-P", "-m", "allnorm", *verify]
     environment = {
@@ -63,12 +65,11 @@ def run(name: str, sanitizer: str, world_size: str, seconds: str) -> int:
         text=True,
     )
     print(done.stdout, flush=True)
-    # One line for each process it has watched; none means that nothing was checked at all.
-    summaries = re.findall(r"ERROR SUMMARY: (\d+) error", done.stdout)
-    ranks = int(world_size.split(",")[0])
-    print(f"{name}: exit code {done.returncode}, {len(summaries)} processes watched", flush=True)
-    if len(summaries) < ranks:
-        print(f"{name}: expected a summary of each of {ranks} ranks", flush=True)
+    # One line for all processes; none, or a library that is not let in, and nothing was checked.
+    summaries = re.findall(r"ERROR SUMMARY: (\d+) errors?\b(?! were not printed)", done.stdout)
+    print(f"{name}: exit code {done.returncode}, errors: {', '.join(summaries)}", flush=True)
+    if not summaries or "failed to initialize" in done.stdout:
+        print(f"{name}: expected the sanitizer to have watched every process", flush=True)
         return 1
     return 1 if done.returncode or any(count != "0" for count in summaries) else 0
 

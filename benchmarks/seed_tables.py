@@ -35,7 +35,7 @@ def read(paths: list[pathlib.Path]) -> dict[tuple[str, int], list[dict[str, Any]
             row = json.loads(line)
             if (
                 row.get("gpu")
-                and row["arm"].startswith(_ARM)
+                and row.get("arm", "").startswith(_ARM)
                 and row["correct"]
                 and row["quant"] in _QUANTS
                 and not row.get("residual_sharded")
