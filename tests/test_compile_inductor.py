@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
 import os
 import pathlib
 import re
@@ -247,12 +248,51 @@ def made_while_compiling(rank: int, world_size: int) -> None:
         assert len(allnorm.compile.fuse(graph, Inputs().make(rank)).fused) == 1
     (made,) = set(open_names()) - set(before)
     assert made.startswith(f"allnorm:{group.group_name}:")
-    groups._made.pop().close()
+    groups._named.pop().close()
 
 
 @on(cpu=(2,))
 def test_made_while_compiling(pool: RankPool) -> None:
     pool.run(made_while_compiling)
+
+
+def dropped_while_open(rank: int, world_size: int) -> None:
+    """One that was dropped is used by all ranks or by none; one that a graph names stays."""
+    group = dist.new_group(list(range(world_size)))
+    graph = symbolic_trace(lambda x, r, w: llama(reduce(x, group=group.group_name) + r, w))
+    inputs = Inputs().make(rank)
+    before = open_names()
+    gc.disable()
+    try:
+        cycle: list[Any] = [allnorm.Communicator(group)]
+        cycle.append(cycle)
+        (dropped,) = set(open_names()) - set(before)
+        del cycle
+        if rank == 1:
+            gc.collect()
+        assert len(allnorm.compile.fuse(graph, inputs).fused) == 1
+    finally:
+        gc.enable()
+    (used,) = set(open_names()) - set(before)
+    assert used != dropped
+    groups._named.pop().close()
+
+    kept = allnorm.Communicator(group).name
+    graph = symbolic_trace(lambda x, r, w: llama(reduce(x, group=group.group_name) + r, w))
+    again = allnorm.Communicator(group)
+    assert kept not in open_names()
+    assert len(allnorm.compile.fuse(graph, inputs).fused) == 1
+    name = again.name
+    del again
+    gc.collect()
+    assert name in open_names(), "the graph names it"
+    graph(*inputs)
+    groups._named.pop().close()
+
+
+@on(cpu=(2,))
+def test_dropped_while_open(pool: RankPool) -> None:
+    pool.run(dropped_while_open, timeout=60.0)
 
 
 def keys(rank: int, world_size: int) -> None:

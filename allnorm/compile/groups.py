@@ -15,8 +15,8 @@ from allnorm.communicator import Communicator
 from allnorm.compile.candidate import Missed
 from allnorm.compile.reductions import Reduction
 
-# Communicators that a pass made: a compiled graph knows only their names.
-_made: list[Communicator] = []
+# Communicators that a pass found or made: a compiled graph knows only their names.
+_named: list[Communicator] = []
 
 
 def open_communicators() -> list[Communicator]:
@@ -63,15 +63,23 @@ def communicator_name(
     group, device = _group(reduction.group), _indexed(device)
     if group is None:
         raise Missed(f"there is no process group called {reduction.group!r} here")
-    # A communicator that was dropped without being closed is gone on all ranks now, or on none.
-    gc.collect()
-    for communicator in open_communicators():
-        # A group of the same name may have been destroyed since.
-        if communicator.group == group and communicator.device == device:
-            return communicator.name
-    made = _made_aside(group, device)
-    _made.append(made)
-    return made.name
+    _named[:] = [communicator for communicator in _named if not is_closed(communicator)]
+    found = _first_on(group, device, _named)
+    if found is None:
+        # One that was dropped without being closed is gone now on all ranks, and not on those only
+        # whose garbage collectors have seen it: all make one, or none.
+        gc.collect()
+        found = _first_on(group, device, open_communicators()) or _made_aside(group, device)
+        _named.append(found)
+    return found.name
+
+
+def _first_on(
+    group: dist.ProcessGroup, device: torch.device, communicators: list[Communicator]
+) -> Communicator | None:
+    # By the group itself: one of the same name may have been destroyed since.
+    same = (c for c in communicators if c.group == group and c.device == device)
+    return next(same, None)
 
 
 def _made_aside(group: dist.ProcessGroup, device: torch.device) -> Communicator:
