@@ -42,8 +42,8 @@ def fuse(
         example_inputs: arguments of the graph, real or fake; needed if its nodes have no metadata
             ("val" or "example_value") of shapes and dtypes.
         communicator: runs the fused calls; reductions over other groups are missed. None uses the
-            oldest open one of the reduction's group and device, or makes one; it stays open, for the
-            graph's sake, until it is closed.
+            oldest open one of the reduction's group and device, or makes one; it stays open until
+            it is closed.
         all_reduce_ops: custom operators that sum their first tensor argument over the ranks of the
             communicator: names ("vllm::all_reduce"), operators or overloads.
         all_reduce_groups: what such an operator calls the communicator's group, in its first string
