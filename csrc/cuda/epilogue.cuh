@@ -75,9 +75,8 @@ class NormEpilogue {
 #pragma unroll
       for (int i = 0; i < kElems / 4; ++i) unpack<Float32>(weight_[i], gains + 4 * i);
     } else {
-      // So that what stays in registers from row to row is the pack, and not its elements.
-#pragma unroll
-      for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(weight_[0].word[i]));
+      // From row to row the pack stays in registers, and not its elements.
+      keep_packed(weight_[0]);
       unpack<T>(weight_[0], gains);
     }
 #pragma unroll

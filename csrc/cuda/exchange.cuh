@@ -126,6 +126,11 @@ class Exchange {
     return 1ull << 32 | op;
   }
 
+  // Whether an operation before this one has failed.
+  __device__ __forceinline__ bool failed_before() const {
+    return failed_ && load_u64(params_.workspace[0] + PushControl::kPoisoned) != poison(op_);
+  }
+
   // Lane q's peer: the rank q after this one. -1 in lanes without one.
   __device__ __forceinline__ int peer_of_lane() const {
     const int lane = threadIdx.x % 32;
@@ -136,9 +141,7 @@ class Exchange {
   __device__ __forceinline__ void call_roll() {
     const int peer = peer_of_lane();
     // A rank that has failed just now, in another block, still tells its peers why.
-    const bool earlier =
-        failed_ && load_u64(params_.workspace[0] + PushControl::kPoisoned) != poison(op_);
-    if (peer < 0 || earlier) return;
+    if (peer < 0 || failed_before()) return;
     char* theirs = params_.workspace[threadIdx.x % 32] + PushControl::tag(phase(), params_.rank);
     store_relaxed_sys(theirs, params_.tag.word(op_, 0));
     store_relaxed_sys(theirs + 8, params_.tag.word(op_, 1));

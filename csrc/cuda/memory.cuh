@@ -70,6 +70,12 @@ __device__ __forceinline__ Pack load_pack(const void* address) {
   return pack;
 }
 
+// Keeps the compiler from computing with the pack earlier, and from keeping what it has computed.
+__device__ __forceinline__ void keep_packed(Pack& pack) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(pack.word[i]));
+}
+
 __device__ __forceinline__ void store_pack(void* address, const Pack& pack) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(pack.word[0]),
                "r"(pack.word[1]), "r"(pack.word[2]), "r"(pack.word[3])

@@ -45,7 +45,7 @@ def tune_with_defects(
         def call(index: int) -> Any:
             result = arm.call(index)
             if name == slow:
-                time.sleep(0.003)
+                time.sleep(0.02)
             if name == wrong and rank == world_size - 1:
                 result[0].view(torch.int16)[-1, -1] ^= 1  # one bit of one element of one rank
             return result

@@ -21,11 +21,15 @@ from protocol_model.reader import EXCHANGE, ONE_SHOT, TWO_SHOT
 
 # Lines that say what failed threads do: (file, text).
 ASSUMED = (
-    (EXCHANGE, "failed_ = poison_ != 0;"),
+    (EXCHANGE, "failed_ = load_u64(own + PushControl::kPoisoned) != 0;"),
     (EXCHANGE, "while (!failed_) {"),
     (EXCHANGE, "if (ready()) return true;"),
     (EXCHANGE, "if (deadline_.look_due()) look(missing());"),
-    (EXCHANGE, "if (peer < 0 || (failed_ && poison_ != poison(op_))) return;"),
+    (EXCHANGE, "if (peer < 0 || failed_before()) return;"),
+    (
+        EXCHANGE,
+        "return failed_ && load_u64(params_.workspace[0] + PushControl::kPoisoned) != poison(op_);",
+    ),
     (EXCHANGE, "if (peer < 0 || failed_) return;"),
     (EXCHANGE, "if (time_is_up) return record_fault(params, op, source, ALLNORM_TIMEOUT);"),
     (EXCHANGE, "return *reinterpret_cast<volatile uint64_t*>(own + PushControl::kPoisoned) != 0;"),

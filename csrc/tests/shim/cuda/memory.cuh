@@ -86,6 +86,7 @@ inline Pack load_pack(const void* address) {
   memcpy(&pack, address, sizeof(pack));
   return pack;
 }
+inline void keep_packed(Pack&) {}
 inline void store_pack(void* address, const Pack& pack) {
   for (int i = 0; i < 4; ++i) plain_store(static_cast<uint32_t*>(address) + i, pack.word[i]);
 }
