@@ -41,6 +41,7 @@ def parser(description: str, arms: Sequence[str], default_arms: str) -> argparse
     made.add_argument("--input", type=int, default=128, help="tokens of a prompt")
     made.add_argument("--output", type=int, default=64, help="tokens to generate")
     made.add_argument("--repeats", type=int, default=5)
+    made.add_argument("--logprob-prompts", type=int, default=4, help="0: compare no logprobs")
     made.add_argument("--layers", type=int, help="instead of those of the configuration")
     made.add_argument("--memory", type=float, default=0.6, help="of each GPU, for the engine")
     made.add_argument("--engine", default="{}", help="JSON of more arguments of the engine")
@@ -191,3 +192,34 @@ def summarise(rows: list[dict[str, Any]], arms: Sequence[str]) -> None:
             print(f"\n[{row['arm']}] calls in a forward pass, us each")
             for name, (calls, time_us) in row["per_pass_and_us"].items():
                 print(f"  {calls:7.1f} {time_us:8.2f}  {name}")
+
+
+def compare_logprobs(rows: list[dict[str, Any]], arms: Sequence[str]) -> None:
+    """Prints how far each pair of arms is apart."""
+    found = {row["arm"]: row for row in rows if row["kind"] == "logprobs"}
+    present = [arm for arm in arms if arm in found]
+    for i, arm in enumerate(present):
+        for other in present[:i]:
+            print(f"\n{other} and {arm}: {distance(found[other], found[arm])}")
+
+
+def distance(a: dict[str, Any], b: dict[str, Any]) -> str:
+    """How far the logprobs of two arms are from each other, on the same tokens."""
+    prompt = [
+        abs(x - y)
+        for xs, ys in zip(a["prompt"], b["prompt"], strict=True)
+        for x, y in zip(xs, ys, strict=True)
+    ]
+    decode, same, total = [], 0, 0
+    for i, tokens in enumerate(a["tokens"]):
+        total += len(tokens)
+        for position, token in enumerate(tokens):
+            if b["tokens"][i][position] != token:
+                break
+            same += 1
+            decode.append(abs(a["generated"][i][position] - b["generated"][i][position]))
+    return (
+        f"logprobs of prompts differ by {statistics.mean(prompt):.5f} on average, "
+        f"{max(prompt):.5f} at most; {same} of {total} generated tokens until the first other one, "
+        f"their logprobs differ by {statistics.mean(decode or [0.0]):.5f} on average"
+    )

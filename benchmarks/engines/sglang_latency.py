@@ -1,8 +1,8 @@
 """Latency of SGLang offline, tensor parallel, with its own reductions and with allnorm.
 
 A dense model of a configuration's dimensions with random weights: time to the first token, time per
-output token, greedy tokens, how many norms were fused, and the reductions that really ran, counted
-by kernels in a profile. Each arm is an engine of its own, in a process of its own.
+output token, greedy tokens and logprobs, how many norms were fused, and the reductions that really
+ran, counted by kernels in a profile. Each arm is an engine of its own, in a process of its own.
 
     python benchmarks/engines/sglang_latency.py --model DIR --tp 2 --json rows.jsonl
 
@@ -93,10 +93,28 @@ class Engine:
 
     def generate(self, prompts: list[list[int]], tokens: int) -> tuple[float, list[list[int]]]:
         """Greedy; seconds and the tokens of every prompt."""
-        sampling = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
         began = time.perf_counter()
-        outputs = self._engine.generate(input_ids=prompts, sampling_params=sampling)
+        outputs = self._outputs(prompts, tokens)
         return time.perf_counter() - began, [list(output["output_ids"]) for output in outputs]
+
+    def logprobs(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
+        """Of each prompt token, given the ones before, and of generated ones; one prompt a time."""
+        found: dict[str, Any] = {"prompt": [], "tokens": [], "generated": []}
+        for prompt in prompts:
+            (output,) = self._outputs([prompt], tokens, return_logprob=True, logprob_start_len=0)
+            given = output["meta_info"]["input_token_logprobs"][1:]  # the first has nothing before
+            found["prompt"].append([logprob for logprob, *_ in given])
+            found["tokens"].append(list(output["output_ids"]))
+            chosen = output["meta_info"]["output_token_logprobs"]
+            found["generated"].append([logprob for logprob, *_ in chosen])
+        return found
+
+    def _outputs(self, prompts: list[list[int]], tokens: int, **more: Any) -> list[dict[str, Any]]:
+        sampling = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
+        made: list[dict[str, Any]] = self._engine.generate(
+            input_ids=prompts, sampling_params=sampling, **more
+        )
+        return made
 
     def on_ranks(self, function: str) -> None:
         """Calls a function of sglang_worker.py in every rank."""
@@ -110,11 +128,13 @@ class Engine:
         return [json.loads(path.read_text()) for path in paths]
 
     def kernels(self, prompt: list[int]) -> dict[str, Any]:
-        """Reductions and norms of rank 0 in one prefill and four decode steps, by kernel."""
+        """Reductions and norms of rank 0, by kernel, in a prefill and the decode steps after it."""
         self.on_ranks("start_trace")
         self.generate([prompt], _TRACED_TOKENS)
         self.on_ranks("stop_trace")
-        return latency.kernel_counts(self.found("trace")[0], _TRACED_TOKENS)
+        # The overlapping scheduler has begun one more step when it sees the last token.
+        ahead = 0 if self._engine.server_args.disable_overlap_schedule else 1
+        return latency.kernel_counts(self.found("trace")[0], _TRACED_TOKENS + ahead)
 
     def shutdown(self) -> None:
         """Ends its processes."""
@@ -129,7 +149,8 @@ def run_arm(options: argparse.Namespace, folder: str) -> None:
     row = latency.row_of(options, PACKAGES)
     engine.on_ranks("fill_weights")
     start_s = round(time.perf_counter() - began, 1)
-    prompts = latency.make_prompts(options.model, max(batches), options.input)
+    count = max([*batches, options.logprob_prompts])
+    prompts = latency.make_prompts(options.model, count, options.input)
     for batch in batches:
         measured = latency.latency(
             engine.generate, prompts[:batch], options.output, options.repeats
@@ -140,6 +161,9 @@ def run_arm(options: argparse.Namespace, folder: str) -> None:
     latency.emit(options, {**row, "kind": "engine", "start_s": start_s, "facts": facts[0]})
     faults = [rank["fault"] for rank in facts if rank["fault"]]
     latency.emit(options, {**row, "kind": "kernels", **engine.kernels(prompts[0])})
+    if options.logprob_prompts:
+        measured = engine.logprobs(prompts[: options.logprob_prompts], options.output)
+        latency.emit(options, {**row, "kind": "logprobs", **measured})
     engine.shutdown()
     if faults:
         raise SystemExit(f"faults were recorded: {faults}")
@@ -149,6 +173,7 @@ def run_all(options: argparse.Namespace) -> int:
     """Runs every arm in its process; returns the exit code."""
     rows, failed = latency.run_arms(options, HERE / "sglang_latency.py", ARMS, environment)
     latency.summarise(rows, ARMS)
+    latency.compare_logprobs(rows, ARMS)
     for row in rows:
         if row["kind"] == "engine":
             print(f"[{row['arm']}] {row['facts']['sites']} norms fused; {row['facts']['allnorm']}")

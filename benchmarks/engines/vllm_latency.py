@@ -23,7 +23,6 @@ import importlib.util
 import json
 import os
 import pathlib
-import statistics
 import sys
 import tempfile
 import time
@@ -44,9 +43,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 
 
 def arguments() -> argparse.Namespace:
-    parser = latency.parser(__doc__.split("\n\n")[0], ARMS, "default,allnorm,nccl")
-    parser.add_argument("--logprob-prompts", type=int, default=4, help="0: compare no logprobs")
-    return parser.parse_args()
+    return latency.parser(__doc__.split("\n\n")[0], ARMS, "default,allnorm,nccl").parse_args()
 
 
 # ---- one arm, in a process of its own ------------------------------------------------------------
@@ -183,42 +180,11 @@ def missing(arm: str) -> str:
 def run_all(options: argparse.Namespace) -> int:
     """Runs every arm in its process; returns the exit code."""
     rows, failed = latency.run_arms(options, HERE / "vllm_latency.py", ARMS, environment, missing)
-    summarise(rows)
+    latency.summarise(rows, ARMS)
+    latency.compare_logprobs(rows, ARMS)
     if failed:
         print(f"failed: {', '.join(failed)}")
     return 1 if failed else 0
-
-
-def summarise(rows: list[dict[str, Any]]) -> None:
-    """Prints latencies beside the default arm's, kernels, and how far tokens are apart."""
-    latency.summarise(rows, ARMS)
-    found = {row["arm"]: row for row in rows if row["kind"] == "logprobs"}
-    arms = [arm for arm in ARMS if arm in found]
-    for i, arm in enumerate(arms):
-        for other in arms[:i]:
-            print(f"\n{other} and {arm}: {distance(found[other], found[arm])}")
-
-
-def distance(a: dict[str, Any], b: dict[str, Any]) -> str:
-    """How far the logprobs of two arms are from each other, on the same tokens."""
-    prompt = [
-        abs(x - y)
-        for xs, ys in zip(a["prompt"], b["prompt"], strict=True)
-        for x, y in zip(xs, ys, strict=True)
-    ]
-    decode, same, total = [], 0, 0
-    for i, tokens in enumerate(a["tokens"]):
-        total += len(tokens)
-        for position, token in enumerate(tokens):
-            if b["tokens"][i][position] != token:
-                break
-            same += 1
-            decode.append(abs(a["generated"][i][position] - b["generated"][i][position]))
-    return (
-        f"logprobs of prompts differ by {statistics.mean(prompt):.5f} on average, "
-        f"{max(prompt):.5f} at most; {same} of {total} generated tokens until the first other one, "
-        f"their logprobs differ by {statistics.mean(decode or [0.0]):.5f} on average"
-    )
 
 
 if __name__ == "__main__":
