@@ -11,10 +11,10 @@ import contextlib
 import json
 import os
 import pathlib
-import zlib
 from typing import Any
 
 import torch
+import weights
 
 _trace = contextlib.ExitStack()
 _reports: list[Any] = []
@@ -32,20 +32,9 @@ def _write(kind: str, found: Any) -> None:
     (folder / f"{kind}-{_rank()}.json").write_text(json.dumps(found))
 
 
-@torch.no_grad()
 def fill_weights(model: torch.nn.Module, _: Any) -> None:
-    """Gives dummy weights values: other ones on each rank, but for norms, which all share."""
-    for name, parameter in model.named_parameters():
-        if not parameter.is_floating_point() or parameter.element_size() < 2:
-            continue
-        of_a_norm = parameter.dim() == 1
-        rank = 0 if of_a_norm else 1 + _rank()
-        generator = torch.Generator(parameter.device)
-        generator.manual_seed(zlib.crc32(f"{rank} {name}".encode()))
-        if of_a_norm:
-            parameter.normal_(1.0, 0.1, generator=generator)
-        else:
-            parameter.normal_(0.0, 0.02, generator=generator)
+    """Gives dummy weights values."""
+    weights.fill(model, _rank())
     torch.cuda.synchronize()
 
 

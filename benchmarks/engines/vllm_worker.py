@@ -3,33 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import zlib
 from typing import Any
 
 import torch
+import weights
 
 
 class WorkerTools:
     """Mixed into vLLM's worker (worker_extension_cls)."""
 
-    @torch.no_grad()
     def fill_weights(self, seed: int = 0) -> int:
-        """Gives dummy weights values: other ones on each rank, but for norms, which all share."""
+        """Gives dummy weights values; how many."""
         from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
-        filled = 0
-        for name, parameter in self.get_model().named_parameters():
-            if not parameter.is_floating_point() or parameter.element_size() < 2:
-                continue
-            of_a_norm = parameter.dim() == 1
-            rank = 0 if of_a_norm else 1 + get_tensor_model_parallel_rank()
-            generator = torch.Generator(parameter.device)
-            generator.manual_seed(zlib.crc32(f"{seed} {rank} {name}".encode()))
-            if of_a_norm:
-                parameter.normal_(1.0, 0.1, generator=generator)
-            else:
-                parameter.normal_(0.0, 0.02, generator=generator)
-            filled += 1
+        rank = get_tensor_model_parallel_rank()
+        filled = weights.fill(self.get_model(), rank, prefix=f"{seed} ")
         torch.cuda.synchronize()
         return filled
 

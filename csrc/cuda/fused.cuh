@@ -38,8 +38,7 @@ __device__ __forceinline__ void work_on_no_row(Exchange<kWorldSize>& exchange,
 }
 
 // kDense: for more rows than SMs, where rows in flight hide every latency and registers limit them:
-// two blocks an SM. Otherwise a cluster has one row,
-// unless the caller limits the grid.
+// two blocks an SM. Otherwise a cluster has one row, unless the caller limits the grid.
 template <class T, int kWorldSize, template <class, int> class Transport, bool kDense,
           bool kQuantized>
 __device__ __forceinline__ void run_fused(const FusedParams& params) {

@@ -169,6 +169,19 @@ def test_wrong_arguments() -> None:
         RankPool(torch.cuda.device_count() + 1, "cuda")
 
 
+def run_program(program: str) -> subprocess.CompletedProcess[str]:
+    """Runs Python that finds this module, in an interpreter of its own."""
+    path = os.pathsep.join([str(pathlib.Path(__file__).parent), *sys.path])
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": path},
+        check=False,
+    )
+
+
 def test_from_the_command_line_and_without_closing() -> None:
     """A program that forgets to close its pool, or ends by an error, leaves no process behind."""
     program = (
@@ -178,15 +191,7 @@ def test_from_the_command_line_and_without_closing() -> None:
         "print(*(pid for _, _, pid in pool.run(settings)), flush=True)\n"
         "raise SystemExit(3)\n"
     )
-    path = os.pathsep.join([str(pathlib.Path(__file__).parent), *sys.path])
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "PYTHONPATH": path},
-        check=False,
-    )
+    done = run_program(program)
     assert done.returncode == 3, done.stderr
     pids = [int(word) for word in done.stdout.split()]
     assert len(pids) == 2
@@ -203,15 +208,7 @@ def test_nothing_is_reported_as_leaked() -> None:
         "from test_testing_spawn import make_semaphore\n"
         "run_ranks(make_semaphore, 2)\n"
     )
-    path = os.pathsep.join([str(pathlib.Path(__file__).parent), *sys.path])
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "PYTHONPATH": path},
-        check=False,
-    )
+    done = run_program(program)
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -27,6 +27,8 @@ from allnorm.cli.ranks.fault_calls import (
 from allnorm.errors import AllnormError, PeerDivergedError, PeerTimeoutError
 
 _WORKSPACE_BYTES = 4 << 20
+# Inputs of calls that are repeated: what one leaves in memory is not what the next must give.
+_IN_TURN = (0, 1)
 _GOOD_CALLS = 3
 _LATE_SECONDS = 5.0  # beyond the timeout: then a fault counts as unnoticed
 _POLL_SECONDS = 1e-3
@@ -127,8 +129,8 @@ def _commit(fault: str, comms: list[allnorm.Communicator], call: Call) -> None:
     elif fault == "killed among its calls":
         kill = threading.Timer(_KILL_AFTER_SECONDS, os.kill, (os.getpid(), signal.SIGKILL))
         kill.start()
-        arguments = [arguments_of(comm, call, number) for number in range(2)]
-        for number in itertools.cycle(range(2)):
+        arguments = [arguments_of(comm, call, number) for number in _IN_TURN]
+        for number in itertools.cycle(_IN_TURN):
             method_of(comm, call)(**arguments[number])
     elif fault == "exits":
         comm.close()
@@ -153,12 +155,13 @@ def _failing_call(
 
     With `repeat`, makes calls with two kinds of inputs in turn until one fails.
     """
-    arguments = [arguments_of(comm, call, number) for number in range(1 + repeat)]
+    numbers = _IN_TURN if repeat else _IN_TURN[:1]
+    arguments = [arguments_of(comm, call, number) for number in numbers]
     results = memory_for(comm, call)
     _synchronize(comm)
     method, error = method_of(comm, call), None
     start = time.monotonic()
-    for number in itertools.cycle(range(1 + repeat)):
+    for number in itertools.cycle(numbers):
         start = time.monotonic()
         try:
             method(**arguments[number], **results)
