@@ -12,7 +12,7 @@ EXCHANGE, WORDS, LAYOUT = "cuda/exchange.cuh", "protocol/exchange.h", "protocol/
 ONE_SHOT, TWO_SHOT, OWNED = "cuda/one_shot.cuh", "cuda/two_shot.cuh", "cuda/owned_rows.cuh"
 
 _FENCE = "    fence_acq_rel_sys();\n"
-_WAIT = "    if (!wait_until(released, [&] { return peer; })) return;\n"
+_WAIT = "    if (!wait_alone(released, peer)) return;\n"
 _PUBLISH = (
     "    store_relaxed_sys("
     "params_.workspace[threadIdx.x % 32] + PushControl::released(params_.rank),\n"
@@ -21,8 +21,8 @@ _PUBLISH = (
 _REACHED = "has_reached(load_relaxed_sys_u32(slot), op_ - 1)"
 _LARGE_REACHED = "has_reached(load_acquire_sys_u32(slot), op_ - 1)"
 _COMPARED = "static_cast<int32_t>(seen - expected) >= 0"
-_CLEAR_SUM = "    store_pack(slot, {kEmptyWord, kEmptyWord, kEmptyWord, kEmptyWord});\n"
-CLEAR_ONE_SHOT = "    clear_partials<kWorldSize>(slots, stride_);\n"
+_CLEAR_SUM = "    if (live_) store_pack(slot, {kEmptyWord, kEmptyWord, kEmptyWord, kEmptyWord});\n"
+CLEAR_ONE_SHOT = "    if (live_) clear_partials<kWorldSize>(slots, stride_);\n"
 
 
 def _replaced(path: str, text: str, old: str, new: str) -> Edits:
@@ -47,7 +47,7 @@ ONE_PHASE: Edits = ((LAYOUT, "kPushPhases = 3", "kPushPhases = 1"),)
 PRECEDING_GRID_NOT_WAITED_FOR: Edits = ((EXCHANGE, "    wait_for_preceding_grid();\n", ""),)
 
 # The slots of large operations.
-LARGE_NOT_WAITED_FOR: Edits = ((EXCHANGE, "    if (params.large) wait_for_slots();\n", ""),)
+LARGE_NOT_WAITED_FOR: Edits = ((EXCHANGE, "    if (params_.large) wait_for_slots();\n", ""),)
 LARGE_REACHED_TWO_AGO: Edits = _replaced(EXCHANGE, _LARGE_REACHED, "- 1", "- 2")
 LARGE_REACHED_THE_SAME: Edits = _replaced(EXCHANGE, _LARGE_REACHED, " - 1", "")
 LARGE_RELAXED: Edits = _replaced(EXCHANGE, _LARGE_REACHED, "acquire", "relaxed")
@@ -60,4 +60,4 @@ FINISHED_ROWS_STAY: Edits = ((OWNED, _CLEAR_SUM, ""),)
 QUANTISED_STAY: Edits = (
     (OWNED, "      store_quantized(slot, uniform_pack<T>(kEmptyWord));\n", ""),
 )
-SCALES_STAY: Edits = ((OWNED, "      store_u32(slot, kEmptyWord);\n", ""),)
+SCALES_STAY: Edits = ((OWNED, "    store_u32(slot, kEmptyWord);\n", ""),)

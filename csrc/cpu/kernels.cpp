@@ -226,7 +226,8 @@ void norm_row(const RowOp& op, const RowPointers<T>& row, int num_sources) {
     }
     chunk_sums[chunk] = chunk_square_sum<T>(z + begin);
   }
-  const float rstd = reciprocal_rms(butterfly(chunk_sums, num_chunks), op.hidden_size, op.eps);
+  const float rstd =
+      reciprocal_rms(butterfly(chunk_sums, num_chunks), static_cast<float>(op.hidden_size), op.eps);
   // Where y is not wanted it takes the place of z: no element of it is larger, and each is written
   // after the one it overwrites was read.
   auto* const y = row.out != nullptr ? row.out : reinterpret_cast<typename T::Storage*>(z);

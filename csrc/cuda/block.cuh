@@ -2,6 +2,8 @@
 #ifndef ALLNORM_CUDA_BLOCK_CUH_
 #define ALLNORM_CUDA_BLOCK_CUH_
 
+#include <cstddef>
+
 #include "cuda/memory.cuh"
 #include "cuda/params.h"
 
@@ -18,17 +20,20 @@ __device__ __forceinline__ float butterfly(float value) {
 
 __device__ __forceinline__ uint32_t greater(uint32_t a, uint32_t b) { return a < b ? b : a; }
 
+// Of a value in shared memory.
+constexpr uint32_t kBytes = sizeof(float);
+
 // The butterfly over `count` values in shared memory, zero-padded to a power of two, widest first.
 // Sums that are further than 32 apart meet in one lane; adding the padding's zeros changes nothing.
 template <int kMaxCount>
-__device__ __forceinline__ float butterfly_over(const float* values, int count) {
+__device__ __forceinline__ float butterfly_over(SharedAddress values, int count) {
   constexpr int kPerLane = (kMaxCount + 31) / 32;
   const int lane = threadIdx.x % 32;
   float terms[kPerLane];
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) {
     const int index = i * 32 + lane;
-    terms[i] = index < count ? values[index] : 0.0f;
+    terms[i] = index < count ? load_shared(values + index * kBytes) : 0.0f;
   }
 #pragma unroll
   for (int half = kPerLane / 2; half >= 1; half /= 2) {
@@ -44,10 +49,14 @@ class RowExchange {
  public:
   // All threads of the cluster construct it together, before anything is outstanding.
   __device__ __forceinline__ RowExchange(int chunks, uint32_t cluster_size)
-      : chunks_(chunks), cluster_size_(cluster_size) {
+      : chunks_(chunks),
+        cluster_size_(cluster_size),
+        shared_(shared_address(&shared_storage<Shared>())) {
     if (cluster_size_ == 1) return;
+    const uint32_t lane = threadIdx.x % 32;
+    if (lane < cluster_size_) theirs_ = in_block_of_cluster(shared_, lane);
     if (threadIdx.x == 0) {
-      for (int i = 0; i < kBuffers; ++i) init_barrier(shared().arrived + i);
+      for (uint32_t i = 0; i < kBuffers; ++i) init_barrier(shared_ + arrived(i));
     }
     cluster_sync();  // before any block signals another's barrier
   }
@@ -70,11 +79,11 @@ class RowExchange {
   __device__ __forceinline__ int chunks() const { return chunks_; }
 
   // The greatest of `count` values from `first` on, the same in all lanes of a warp.
-  __device__ __forceinline__ static uint32_t greatest_of_values(const float* values, int first,
+  __device__ __forceinline__ static uint32_t greatest_of_values(SharedAddress values, int first,
                                                                 int count) {
     uint32_t result = 0;
     for (int i = first + static_cast<int>(threadIdx.x % 32); i < first + count; i += 32) {
-      result = greater(result, bit_cast<uint32_t>(values[i]));
+      result = greater(result, bit_cast<uint32_t>(load_shared(values + i * kBytes)));
     }
     return greatest_of_lanes(result, 32);
   }
@@ -103,40 +112,48 @@ class RowExchange {
   //
   // Reuse of a buffer: a warp writes it for exchange i + 2 after it has waited for the values of
   // exchange i + 1 of all warps, each of which sent that after it had used the values of i.
-  __device__ __forceinline__ const float* share(float chunk_value) {
-    Shared& mine = shared();
+  __device__ __forceinline__ SharedAddress share(float chunk_value) {
     const uint32_t buffer = exchanges_ % kBuffers;
     const uint32_t parity = exchanges_ / kBuffers % 2;
     ++exchanges_;
-    float* values = mine.values[buffer];
+    const uint32_t at = values(buffer) + chunk() * kBytes;
     const uint32_t lane = threadIdx.x % 32, warps = blockDim.x / 32;
     if (cluster_size_ == 1) {
-      if (lane == 0) values[threadIdx.x / 32] = chunk_value;
+      if (lane == 0) store_shared(shared_ + at, chunk_value);
       __syncthreads();
     } else {
       // Not cluster_sync(): it would wait until all this thread's stores to peers are acknowledged.
-      SharedBarrier* arrived = mine.arrived + buffer;
-      if (threadIdx.x == 0) expect_bytes(arrived, cluster_size_ * warps * sizeof(float));
       if (lane < cluster_size_) {
-        store_async_cluster(values + chunk(), arrived, lane, chunk_value);
+        store_async_cluster(theirs_ + at, theirs_ + arrived(buffer), chunk_value);
+      }
+      if (threadIdx.x == 0) {
+        expect_bytes(shared_ + arrived(buffer), cluster_size_ * warps * kBytes);
       }
       // Bounded: every warp of the cluster comes here, since its own waits have a deadline. A block
       // cannot leave while another still writes into it, because it waits for all that is written.
-      wait_barrier(arrived, parity);
+      wait_barrier(shared_ + arrived(buffer), parity);
     }
-    return values;
+    return shared_ + values(buffer);
   }
 
-  static constexpr int kBuffers = 2;
+  static constexpr uint32_t kBuffers = 2;
   struct Shared {
     float values[kBuffers][kMaxChunks];
     SharedBarrier arrived[kBuffers];
   };
-  __device__ __forceinline__ static Shared& shared() { return shared_storage<Shared>(); }
+  // Where they begin in Shared.
+  __device__ __forceinline__ static uint32_t values(uint32_t buffer) {
+    return buffer * static_cast<uint32_t>(sizeof(Shared::values[0]));
+  }
+  __device__ __forceinline__ static uint32_t arrived(uint32_t buffer) {
+    return static_cast<uint32_t>(offsetof(Shared, arrived) + buffer * sizeof(SharedBarrier));
+  }
 
   int chunks_;
   uint32_t cluster_size_;
   uint32_t exchanges_ = 0;
+  SharedAddress shared_;
+  SharedAddress theirs_{};  // of the block of this lane's number
 };
 
 }  // namespace allnorm

@@ -66,7 +66,7 @@ class NormEpilogue {
 
   // Numerics step 5: this thread's part of y, rounded.
   __device__ __forceinline__ Pack finish() {
-    const float rstd = reciprocal_rms(sum_, params_.hidden_size, params_.eps);
+    const float rstd = reciprocal_rms(sum_, params_.num_elements, params_.eps);
 #pragma unroll
     for (int i = 0; i < kElems; ++i) z_[i] = mul_rn(z_[i], rstd);
     if (params_.round_before_weight) round_to<T>(z_);

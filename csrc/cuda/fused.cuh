@@ -28,6 +28,7 @@ __device__ __forceinline__ void let_dependents_in(const FusedParams& params) {
 template <bool kQuantized, int kWorldSize>
 __device__ __forceinline__ void work_on_no_row(Exchange<kWorldSize>& exchange,
                                                const FusedParams& params) {
+  exchange.begin();
   if constexpr (kQuantized) {
     if (blockIdx.x == 0) clear_scale_padding(params.epilogue.quant);
   }
@@ -53,24 +54,23 @@ __device__ __forceinline__ void run_fused(const FusedParams& params) {
   RowExchange row_exchange((params.packs + kPacksPerChunk - 1) / kPacksPerChunk, clusters);
   Exchange<kWorldSize> exchange(params);
   if (first < 0) return work_on_no_row<kQuantized>(exchange, params);
-  Transport<T, kWorldSize> transport(params, exchange, pack);
-  NormEpilogue<T, kQuantized> epilogue(params.epilogue, row_exchange, pack, live);
   const auto load_input = [&](int at) {
     return live && at < end ? load_pack(params.x.at(at, pack)) : Pack{};
   };
+  const Pack own = load_input(first);
+  exchange.begin();
+  Transport<T, kWorldSize> transport(params, exchange, pack, live);
+  NormEpilogue<T, kQuantized> epilogue(params.epilogue, row_exchange, pack, live);
   const auto send = [&](int at, const Pack& partial) {
-    if (live && at < end) transport.send(at, partial);
+    if (at < end) transport.send(at, partial);
   };
 
-  const Pack own = load_input(first);
   send(first, own);
   epilogue.prefetch_weight();
   epilogue.prefetch_row(first);
   if constexpr (kHops == 2) send(first + step, load_input(first + step));
   Pack sum{};  // of the current row, where this rank has made it
-  if constexpr (kHops == 2) {
-    if (live) sum = transport.relay(first, [&] { return own; });
-  }
+  if constexpr (kHops == 2) sum = transport.relay(first, [&] { return own; });
   Pack ahead = load_input(first + kHops * step);
   for (int row = first; row < end; row += step) {
     const bool last = row + step >= end;
@@ -81,16 +81,16 @@ __device__ __forceinline__ void run_fused(const FusedParams& params) {
       ahead = load_input(row + (kHops + 1) * step);
     }
     if (row != first) epilogue.prefetch_row(row);
-    Pack reduced{}, next_sum{};
+    Pack reduced, next_sum{};
     if constexpr (kHops == 2) {
       // So that the sums of a row are on their way while the row before is normed.
-      if (live && !last) {
+      if (!last) {
         next_sum = transport.relay(row + step, [&] { return load_input(row + step); });
       }
-      if (live) reduced = transport.receive(row, [&] { return sum; });
+      reduced = transport.receive(row, [&] { return sum; });
     } else {
       const bool keeps = !kDense && row == first;
-      if (live) reduced = transport.receive(row, [&] { return keeps ? own : load_input(row); });
+      reduced = transport.receive(row, [&] { return keeps ? own : load_input(row); });
     }
     epilogue.add_row(row, reduced);
     // After the barrier in add_row().

@@ -130,7 +130,7 @@ __device__ __forceinline__ void store_quantized_chunk(const EpilogueParams& para
       const bool whole_row = quant.kind == ALLNORM_QUANT_PER_TOKEN;
       const int count = whole_row ? chunks : quant.packs_per_group / kPacksPerChunk;
       const int first = whole_row ? 0 : chunk / count * count;
-      amax = RowExchange::greatest_of_values(greatest, first, count);
+      amax = RowExchange::greatest_of_values(shared_address(greatest), first, count);
     } else {
       if (live) amax = greatest_magnitude<T>(allnorm::pack<T>(y));
       amax = RowExchange::greatest_of_lanes(amax, quant.packs_per_group);
@@ -158,7 +158,7 @@ __device__ __forceinline__ float block_butterfly(float* values, int count) {
     }
     __syncthreads();
   }
-  const float total = butterfly_over<32>(values, width < 32 ? width : 32);
+  const float total = butterfly_over<32>(shared_address(values), width < 32 ? width : 32);
   __syncthreads();
   return total;
 }
@@ -226,7 +226,7 @@ __global__ void __launch_bounds__(kMaxThreads)
       if (lane == 0) chunk_sums[chunk] = square;
     });
     const float total = block_butterfly(chunk_sums, chunks);
-    const float rstd = reciprocal_rms(total, epilogue.hidden_size, epilogue.eps);
+    const float rstd = reciprocal_rms(total, epilogue.num_elements, epilogue.eps);
 
     if (wide_groups) {
       for_each_chunk([&](int chunk, int64_t pack, bool live, const float* sum) {

@@ -115,6 +115,26 @@ __device__ __forceinline__ T& shared_storage() {
   return storage;
 }
 
+// Where something of this block's shared memory is. Worth keeping: the hardware works it out from
+// the block's place in its cluster, which takes time.
+using SharedAddress = uint32_t;
+
+__device__ __forceinline__ SharedAddress shared_address(const void* pointer) {
+  SharedAddress address = static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+  asm volatile("" : "+r"(address));  // so that the compiler does not work it out again
+  return address;
+}
+
+__device__ __forceinline__ float load_shared(SharedAddress address) {
+  float value;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void store_shared(SharedAddress address, float value) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+}
+
 // The shared memory that the launch asked for.
 __device__ __forceinline__ float* dynamic_shared_floats() {
   extern __shared__ float storage[];
@@ -168,52 +188,51 @@ __device__ __forceinline__ void cluster_sync() {
 #endif
 }
 
+// The same place in the shared memory of block `rank` of the cluster.
+__device__ __forceinline__ SharedAddress in_block_of_cluster(SharedAddress address, uint32_t rank) {
+#if __CUDA_ARCH__ >= 900
+  SharedAddress there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  return there;
+#else
+  return address;
+#endif
+}
+
 // A barrier in shared memory that counts arriving threads and bytes.
 struct SharedBarrier {
   uint64_t state;
 };
 
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-
-// Every phase of the barrier will end after one expect_bytes() and as many bytes as that announces.
-__device__ __forceinline__ void init_barrier(SharedBarrier* barrier) {
+// Every phase of the barrier will end after one expect_bytes() and as many bytes as that announces,
+// in any order.
+__device__ __forceinline__ void init_barrier(SharedAddress barrier) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
 #endif
 }
 
-__device__ __forceinline__ void expect_bytes(SharedBarrier* barrier, uint32_t bytes) {
+__device__ __forceinline__ void expect_bytes(SharedAddress barrier, uint32_t bytes) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile(
-      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
-      "r"(bytes)
-      : "memory");
-#endif
-}
-
-// Stores to the same shared variable of block `rank` of the cluster, and counts the bytes at the
-// same barrier there once they have arrived. Waits for no other access of this thread.
-__device__ __forceinline__ void store_async_cluster(float* address, SharedBarrier* barrier,
-                                                    uint32_t rank, float value) {
-#if __CUDA_ARCH__ >= 900
-  uint32_t remote_address, remote_barrier;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;"
-      : "=r"(remote_address)
-      : "r"(shared_address(address)), "r"(rank));
-  asm("mapa.shared::cluster.u32 %0, %1, %2;"
-      : "=r"(remote_barrier)
-      : "r"(shared_address(barrier)), "r"(rank));
-  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(
-                   remote_address),
-               "r"(__float_as_uint(value)), "r"(remote_barrier)
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 #endif
 }
 
+// Stores to shared memory of a block of the cluster, and counts the bytes at a barrier there once
+// they have arrived. Waits for no other access of this thread.
+__device__ __forceinline__ void store_async_cluster(SharedAddress address, SharedAddress barrier,
+                                                    float value) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(address),
+      "r"(__float_as_uint(value)), "r"(barrier)
+      : "memory");
+#endif
+}
+
 // Waits for the end of the phase of the given parity; what was stored for it is visible then.
-__device__ __forceinline__ void wait_barrier(SharedBarrier* barrier, uint32_t parity) {
+__device__ __forceinline__ void wait_barrier(SharedAddress barrier, uint32_t parity) {
 #if __CUDA_ARCH__ >= 900
   uint32_t done = 0;
   while (done == 0) {
@@ -224,7 +243,7 @@ __device__ __forceinline__ void wait_barrier(SharedBarrier* barrier, uint32_t pa
         "selp.u32 %0, 1, 0, p;\n"
         "}\n"
         : "=r"(done)
-        : "r"(shared_address(barrier)), "r"(parity)
+        : "r"(barrier), "r"(parity)
         : "memory");
   }
 #endif

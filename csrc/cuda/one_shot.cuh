@@ -30,10 +30,12 @@ __device__ __forceinline__ Pack nan_pack() {
 }
 
 // Waits for the partials of one pack from all peers, all loads in flight together, and sums them.
-// `slot` is where the first other rank's partial arrives, `stride` the bytes to the next one's.
+// `slot` is where the first other rank's partial arrives, `stride` the bytes to the next one's. All
+// lanes of a warp call it; of one that is not `live` nothing is loaded.
 template <class T, int kWorldSize>
 __device__ __forceinline__ Pack receive_partials(Exchange<kWorldSize>& exchange, const char* slot,
-                                                 int64_t stride, int rank, const Pack& own) {
+                                                 int64_t stride, int rank, const Pack& own,
+                                                 bool live) {
   Pack partial[kWorldSize];
   const auto poll = [&] {
     bool all = true;
@@ -41,6 +43,8 @@ __device__ __forceinline__ Pack receive_partials(Exchange<kWorldSize>& exchange,
     for (int source = 0; source < kWorldSize; ++source) {
       if (source == rank) {
         partial[source] = own;
+      } else if (!live) {
+        partial[source] = Pack{};  // has arrived
       } else {
         partial[source] = load_relaxed_sys(slot + PushLayout::other(rank, source) * stride);
       }
@@ -59,7 +63,7 @@ __device__ __forceinline__ Pack receive_partials(Exchange<kWorldSize>& exchange,
     }
     return first;
   };
-  if (!exchange.wait_until(poll, missing)) return nan_pack();
+  if (!exchange.wait_together(poll, missing)) return nan_pack();
   return sum_in_rank_order<T, kWorldSize>(partial);
 }
 
@@ -77,22 +81,24 @@ __device__ __forceinline__ int number_at(int q, int rank) {
   return rank + q >= kWorldSize ? rank - 1 : rank;
 }
 
-// One thread's part: the same pack of every row it is called for.
+// One thread's part: the same pack of every row it is called for, if the thread is `live` and has
+// one. All lanes of a warp call its functions together.
 template <class T, int kWorldSize>
 class OneShot {
  public:
   static constexpr int kHops = 1;
 
   __device__ __forceinline__ OneShot(const FusedParams& params, Exchange<kWorldSize>& exchange,
-                                     int pack)
+                                     int pack, bool live)
       : exchange_(exchange),
         layout_{kWorldSize, params.packs, params.num_tokens},
         stride_(layout_.one_shot_slot(1, 0, 0)),
         rank_(params.rank),
-        pack_(pack) {}
+        pack_(pack),
+        live_(live) {}
 
   __device__ __forceinline__ void send(int row, const Pack& own) {
-    if (exchange_.failed()) return;
+    if (!live_ || exchange_.failed()) return;
     const Pack payload = canonicalize(own);
     const int64_t offset = layout_.one_shot_slot(0, row, pack_);
 #pragma unroll
@@ -106,8 +112,9 @@ class OneShot {
   template <class Own>
   __device__ __forceinline__ Pack receive(int row, Own&& own) {
     char* const slots = slot(row);
-    const Pack sum = receive_partials<T, kWorldSize>(exchange_, slots, stride_, rank_, own());
-    clear_partials<kWorldSize>(slots, stride_);
+    const Pack sum =
+        receive_partials<T, kWorldSize>(exchange_, slots, stride_, rank_, own(), live_);
+    if (live_) clear_partials<kWorldSize>(slots, stride_);
     return sum;
   }
 
@@ -121,6 +128,7 @@ class OneShot {
   int64_t stride_;
   int rank_;
   int pack_;
+  bool live_;
 };
 
 }  // namespace allnorm

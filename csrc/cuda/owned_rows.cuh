@@ -51,7 +51,8 @@ __device__ __forceinline__ bool arrived(const QuantizedPack<T>& pack) {
   return all;
 }
 
-// One thread's part: the same pack of every row it is called for.
+// One thread's part: the same pack of every row it is called for, if the thread is `live` and has
+// one. All lanes of a warp call its functions together.
 // kGathered: no partials are exchanged, so that finished rows have all slots.
 template <class T, int kWorldSize, bool kGathered>
 class RowOwners {
@@ -78,11 +79,11 @@ class RowOwners {
     store_relaxed_sys(exchange_.slots(q) + slot, canonicalize(own));
   }
   __device__ __forceinline__ Pack receive_partials(int local, const Pack& own) {
-    if (!live_) return Pack{};
     char* const slot = exchange_.slots(0) + layout_.slot(0, local, pack_);
     const int64_t stride = layout_.slot(1, 0, 0);
-    const Pack sum = allnorm::receive_partials<T, kWorldSize>(exchange_, slot, stride, rank_, own);
-    clear_partials<kWorldSize>(slot, stride);
+    const Pack sum =
+        allnorm::receive_partials<T, kWorldSize>(exchange_, slot, stride, rank_, own, live_);
+    if (live_) clear_partials<kWorldSize>(slot, stride);
     return sum;
   }
 
@@ -96,15 +97,14 @@ class RowOwners {
     }
   }
   __device__ __forceinline__ Pack receive(int owner, int local) {
-    if (!live_) return Pack{};
     char* const slot = finished_of(owner, local) + pack_ * kPackBytes;
-    Pack y;
+    Pack y{};
     const auto poll = [&] {
-      y = load_relaxed_sys(slot);
+      if (live_) y = load_relaxed_sys(slot);
       return arrived(y);
     };
-    if (!exchange_.wait_until(poll, [&] { return owner; })) y = nan_pack();
-    store_pack(slot, {kEmptyWord, kEmptyWord, kEmptyWord, kEmptyWord});
+    if (!exchange_.wait_together(poll, [&] { return owner; })) y = nan_pack();
+    if (live_) store_pack(slot, {kEmptyWord, kEmptyWord, kEmptyWord, kEmptyWord});
     return y;
   }
 
@@ -135,32 +135,25 @@ class RowOwners {
   __device__ __forceinline__ void receive_and_store(int owner, int local, int64_t row) {
     char* const finished = finished_of(owner, local);
     const auto is_owner = [&] { return owner; };
+    char* const slot = finished + pack_ * kElems;
+    QuantizedPack<T> quantized{};
+    const auto poll = [&] {
+      if (live_) load_from_peer(slot, quantized);
+      return arrived(quantized);
+    };
+    if (!exchange_.wait_together(poll, is_owner)) {
+      quantized = uniform_pack<T>(kNanE4m3 * 0x01010101u);
+    }
     if (live_) {
-      char* const slot = finished + pack_ * kElems;
-      QuantizedPack<T> quantized;
-      const auto poll = [&] {
-        load_from_peer(slot, quantized);
-        return arrived(quantized);
-      };
-      if (!exchange_.wait_until(poll, is_owner)) {
-        quantized = uniform_pack<T>(kNanE4m3 * 0x01010101u);
-      }
       store_quantized(slot, uniform_pack<T>(kEmptyWord));
       store_quantized(quant_.quantized + row * quant_.quantized_stride_bytes + pack_ * kElems,
                       quantized);
     }
     if (quant_.groups == 0) return;
     const Groups mine = groups_of_block();
-    for (int i = mine.begin + threadIdx.x; i < mine.end; i += blockDim.x) {
-      char* const slot = finished + layout_.finished_scale(i);
-      uint32_t scale;
-      const auto poll = [&] {
-        scale = load_relaxed_sys_u32(slot);
-        return scale != kEmptyWord;
-      };
-      if (!exchange_.wait_until(poll, is_owner)) scale = kCanonicalWord;
-      store_u32(slot, kEmptyWord);
-      store_scale(quant_, row, i, bit_cast<float>(scale));
+    const int lane = threadIdx.x % 32;
+    for (int i = mine.begin + threadIdx.x; i - lane < mine.end; i += blockDim.x) {
+      receive_and_store_scale(finished, i, i < mine.end, row, is_owner);
     }
   }
 
@@ -172,6 +165,22 @@ class RowOwners {
   struct Groups {
     int begin, end;
   };
+
+  template <class IsOwner>
+  __device__ __forceinline__ void receive_and_store_scale(char* finished, int group, bool exists,
+                                                          int64_t row, IsOwner&& is_owner) {
+    char* const slot = finished + layout_.finished_scale(group);
+    uint32_t scale = 0;
+    const auto poll = [&] {
+      if (exists) scale = load_relaxed_sys_u32(slot);
+      return scale != kEmptyWord;
+    };
+    if (!exchange_.wait_together(poll, is_owner)) scale = kCanonicalWord;
+    if (!exists) return;
+    store_u32(slot, kEmptyWord);
+    store_scale(quant_, row, group, bit_cast<float>(scale));
+  }
+
   // The groups whose first pack lies in this block.
   __device__ __forceinline__ Groups groups_of_block() const {
     const int packs = quant_.packs_per_group;
@@ -208,7 +217,8 @@ class OwnedRows {
  public:
   __device__ __forceinline__ OwnedRows(const OwnedRowsParams& all, Exchange<kWorldSize>& exchange,
                                        RowExchange& row_exchange, int pack, bool live)
-      : all_(all),
+      : exchange_(exchange),
+        all_(all),
         params_(all.fused),
         owners_(all, exchange, pack, live, kSendsQuantized && !all.sends_normed),
         epilogue_(params_.epilogue, row_exchange, pack, live),
@@ -221,9 +231,10 @@ class OwnedRows {
     const int last = first + (end - 1 - first) / step * step;
     const int most = kLag * step;
     const int lag = most < last - first ? most : last - first;
-    epilogue_.prefetch_weight();
     const Pack own = load_input(first);
+    exchange_.begin();
     send(first, own);
+    epilogue_.prefetch_weight();
     for (int i = 1; i < kAhead; ++i) send(first + i * step, load_input(first + i * step));
     Pack ahead = load_input(first + kAhead * step);
     for (int index = first; index - lag <= last; index += step) {
@@ -321,6 +332,7 @@ class OwnedRows {
     }
   }
 
+  Exchange<kWorldSize>& exchange_;
   const OwnedRowsParams& all_;
   const FusedParams& params_;
   RowOwners<T, kWorldSize, kOwned == Owned::kGiven> owners_;

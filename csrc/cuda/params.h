@@ -57,6 +57,7 @@ struct EpilogueParams {
   Rows out;
   const char* weight;
   int64_t hidden_size;
+  float num_elements;  // hidden_size
   float eps;
   float weight_bias;
   bool normalize;  // false: out = the reduced sum

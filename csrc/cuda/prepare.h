@@ -54,6 +54,7 @@ inline EpilogueParams epilogue_params(const AllnormCall& call, int64_t first_row
       .out = rows_from(call.out, call.out_stride * width, first_row),
       .weight = static_cast<const char*>(call.weight),
       .hidden_size = call.hidden_size,
+      .num_elements = static_cast<float>(call.hidden_size),
       .eps = call.eps,
       .weight_bias = call.weight_bias,
       .normalize = is_norm(call),

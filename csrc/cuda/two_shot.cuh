@@ -11,23 +11,25 @@
 
 namespace allnorm {
 
-// One thread's part: the same pack of every row it is called for.
+// One thread's part: the same pack of every row it is called for, if the thread is `live` and has
+// one. All lanes of a warp call its functions together.
 template <class T, int kWorldSize>
 class TwoShot {
  public:
   static constexpr int kHops = 2;
 
   __device__ __forceinline__ TwoShot(const FusedParams& params, Exchange<kWorldSize>& exchange,
-                                     int pack)
+                                     int pack, bool live)
       : exchange_(exchange),
         layout_{kWorldSize, params.packs, params.num_tokens},
         stride_(layout_.two_shot_slot(1, 0, 0)),
         rank_(params.rank),
-        pack_(pack) {}
+        pack_(pack),
+        live_(live) {}
 
   __device__ __forceinline__ void send(int row, const Pack& own) {
     const int q = ranks_to_owner(row);
-    if (q == 0 || exchange_.failed()) return;
+    if (!live_ || q == 0 || exchange_.failed()) return;
     const int number = number_at<kWorldSize>(q, rank_);
     store_relaxed_sys(exchange_.slots(q) + layout_.two_shot_slot(number, row, pack_),
                       canonicalize(own));
@@ -38,8 +40,9 @@ class TwoShot {
   template <class Own>
   __device__ __forceinline__ Pack relay(int row, Own&& own) {
     if (ranks_to_owner(row) != 0) return Pack{};
-    const Pack sum =
-        canonicalize(receive_partials<T, kWorldSize>(exchange_, slot(row), stride_, rank_, own()));
+    const Pack sum = canonicalize(
+        receive_partials<T, kWorldSize>(exchange_, slot(row), stride_, rank_, own(), live_));
+    if (!live_) return sum;
     // After a failure the peers are told NaN: they need not wait for their own deadline.
     const int64_t sum_offset = layout_.two_shot_sum(row, pack_);
 #pragma unroll
@@ -54,14 +57,14 @@ class TwoShot {
     const int to_owner = ranks_to_owner(row);
     if (to_owner == 0) return own();
     char* const slot = exchange_.slots(0) + layout_.two_shot_sum(row, pack_);
-    Pack sum;
+    Pack sum{};
     const auto poll = [&] {
-      sum = load_relaxed_sys(slot);
+      if (live_) sum = load_relaxed_sys(slot);
       return arrived(sum);
     };
     const auto owner = [&] { return (rank_ + to_owner) % kWorldSize; };
-    if (!exchange_.wait_until(poll, owner)) sum = nan_pack();
-    store_pack(slot, {kEmptyWord, kEmptyWord, kEmptyWord, kEmptyWord});
+    if (!exchange_.wait_together(poll, owner)) sum = nan_pack();
+    if (live_) store_pack(slot, {kEmptyWord, kEmptyWord, kEmptyWord, kEmptyWord});
     return sum;
   }
 
@@ -82,6 +85,7 @@ class TwoShot {
   int64_t stride_;
   int rank_;
   int pack_;
+  bool live_;
 };
 
 }  // namespace allnorm

@@ -182,8 +182,8 @@ ALLNORM_HD int butterfly_width(int count) {
 }
 
 // Numerics step 4, the end: from the sum of squares of a row to 1 / rms.
-ALLNORM_HD float reciprocal_rms(float sum, int64_t hidden_size, float eps) {
-  const float mean = div_rn(sum, static_cast<float>(hidden_size));
+ALLNORM_HD float reciprocal_rms(float sum, float num_elements, float eps) {
+  const float mean = div_rn(sum, num_elements);
   return div_rn(1.0f, sqrt_rn(add_rn(mean, eps)));
 }
 

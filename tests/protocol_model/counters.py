@@ -23,8 +23,12 @@ from protocol_model.reader import EXCHANGE, ONE_SHOT, TWO_SHOT
 ASSUMED = (
     (EXCHANGE, "failed_ = load_u64(own + PushControl::kPoisoned) != 0;"),
     (EXCHANGE, "while (!failed_) {"),
+    (EXCHANGE, "failed_ = __any_sync(kAllLanes, failed_);"),
     (EXCHANGE, "if (ready()) return true;"),
-    (EXCHANGE, "if (deadline_.look_due()) look(missing());"),
+    (EXCHANGE, "if (deadline_.look_due()) look(peer, deadline_.expired());"),
+    (EXCHANGE, "const bool here = ready();"),
+    (EXCHANGE, "if (__all_sync(kAllLanes, here)) return true;"),
+    (EXCHANGE, "if (!here) look(missing(), time_is_up);"),
     (EXCHANGE, "if (peer < 0 || failed_before()) return;"),
     (
         EXCHANGE,
@@ -34,10 +38,10 @@ ASSUMED = (
     (EXCHANGE, "if (time_is_up) return record_fault(params, op, source, ALLNORM_TIMEOUT);"),
     (EXCHANGE, "return *reinterpret_cast<volatile uint64_t*>(own + PushControl::kPoisoned) != 0;"),
     (EXCHANGE, "if (atomicCAS(poisoned, 0ull, poison(op)) != 0) return true;"),
-    (ONE_SHOT, "if (exchange_.failed()) return;"),
-    (ONE_SHOT, "if (!exchange.wait_until(poll, missing)) return nan_pack();"),
-    (TWO_SHOT, "if (q == 0 || exchange_.failed()) return;"),
-    (TWO_SHOT, "if (!exchange_.wait_until(poll, owner)) sum = nan_pack();"),
+    (ONE_SHOT, "if (!live_ || exchange_.failed()) return;"),
+    (ONE_SHOT, "if (!exchange.wait_together(poll, missing)) return nan_pack();"),
+    (TWO_SHOT, "if (!live_ || q == 0 || exchange_.failed()) return;"),
+    (TWO_SHOT, "if (!exchange_.wait_together(poll, owner)) sum = nan_pack();"),
 )
 
 

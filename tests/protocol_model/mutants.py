@@ -9,8 +9,8 @@ from protocol_model.reader import PREPARE
 from protocol_model.source import MEMORY
 
 _RECEIVE_ONE_SHOT = (
-    "    const Pack sum = receive_partials<T, kWorldSize>"
-    "(exchange_, slots, stride_, rank_, own());\n"
+    "    const Pack sum =\n"
+    "        receive_partials<T, kWorldSize>(exchange_, slots, stride_, rank_, own(), live_);\n"
 )
 
 

@@ -21,8 +21,12 @@ QUANTIZE, LAYOUT, WORDS = "cuda/quantize.cuh", "protocol/layout.h", "protocol/ex
 
 _CALLS = {
     *("store_to_peer", "load_from_peer", "store_quantized", "receive_partials"),
-    *("clear_partials", "wait_until", "wait_for_preceding_grid"),
+    *("clear_partials", "wait_for_preceding_grid", "receive_and_store_scale"),
+    *("wait_alone", "wait_together"),
 }
+# wait_alone and wait_together: what a lane waits for is what its own loads return, whether the lanes
+# of its warp leave the loop together or not.
+_WAIT = "wait"
 # Functions over quantised packs, 8 bytes for a dtype of 16 bits; for float32 the same with u32.
 _OF_QUANTIZED = {"store_to_peer": OWNED, "load_from_peer": OWNED, "store_quantized": QUANTIZE}
 
@@ -61,7 +65,7 @@ class _Reader:
     def _calls(self, body: str) -> list[tuple[str, str]]:
         """(Function, arguments) of memory verbs and waits, in program order.
 
-        What a lambda does stands where it is waited for: it becomes `wait_until`'s arguments.
+        What a lambda does stands where it is waited for: it becomes the wait's arguments.
         """
         lambdas: list[tuple[int, str, str]] = []
         while match := re.search(r"const auto (\w+) = \[&\] \{", body):
@@ -72,11 +76,13 @@ class _Reader:
         for match in re.finditer(r"\b(\w+)(?:<[\w, ]*>)?\(", body):
             if match[1] in _CALLS or any(match[1] == name for name, _ in self._verbs):
                 arguments = block(body, match.end() - 1, "()")
-                if match[1] == "wait_until":
+                called = match[1]
+                if called.startswith("wait_") and "," in arguments:
+                    called = _WAIT
                     name = arguments.split(",")[0]
                     before = [i for at, n, i in lambdas if n == name and at <= match.start()]
                     arguments = before[-1]
-                calls.append((match[1], " ".join(arguments.split())))
+                calls.append((called, " ".join(arguments.split())))
         return calls
 
     def _access(self, name: str, width: str = "") -> Access:
@@ -104,8 +110,10 @@ class _Reader:
     def waits_for_grid(self) -> bool:
         body = self._sources.function(EXCHANGE, "Exchange", after="explicit Exchange")
         calls = [name for name, _ in self._calls(body)]
-        first = body.find("wait_for_preceding_grid();") < body.find("wait_for_slots();")
-        return calls[:1] == ["wait_for_preceding_grid"] and first
+        # The constructor comes before everything else that touches memory of peers.
+        for path, function in ((FUSED, "run_fused"), (OWNED, "run_owned_rows")):
+            self._check_order(path, function, "Exchange<kWorldSize> exchange(", "work_on_no_row<")
+        return calls == ["wait_for_preceding_grid"]
 
     def next_phase(self, phases: int) -> Callable[[int, int], int]:
         self._sources.one(EXCHANGE, r"next_phases\) << 32 \| \(op_ \+ 1\);")
@@ -124,12 +132,14 @@ class _Reader:
 
     def head(self) -> tuple[Step, ...]:
         """What a large operation begins with: lanes of each block wait, then the block does."""
-        body = self._sources.function(EXCHANGE, "Exchange", after="explicit Exchange")
-        if "if (params.large) wait_for_slots();" not in body:
+        body = self._sources.function(EXCHANGE, "begin")
+        if "if (params_.large) wait_for_slots();" not in body:
             return ()
+        for path, function in ((FUSED, "run_fused"), (OWNED, "run")):
+            self._check_order(path, function, ".begin();", "send(first,")
         body = self._sources.function(EXCHANGE, "wait_for_slots")
         calls = self._calls(body)
-        if [name for name, _ in calls] != ["wait_until"]:
+        if [name for name, _ in calls] != [_WAIT]:
             raise SourceError(f"wait_for_slots: {calls}")
         wait = self._released(calls[0][1])
         if body.rstrip().endswith("__syncthreads();"):
@@ -142,7 +152,7 @@ class _Reader:
         for name, arguments in self._calls(self._sources.function(EXCHANGE, "call_roll")):
             if match := tag.fullmatch(arguments):
                 steps.append(Step("store", self._access(name, "u64"), f"tag{match[2]}"))
-            elif name == "wait_until":
+            elif name == _WAIT:
                 steps.extend(self._announced(arguments))
             else:
                 raise SourceError(f"call_roll: {name}({arguments})")
@@ -168,7 +178,7 @@ class _Reader:
             elif match := number.search(arguments):
                 access = self._access(name, "u32")
                 steps.append(Step("store", access, "released", _offset(match[1])))
-            elif name == "wait_until":
+            elif name == _WAIT:
                 steps.append(self._released(arguments))
             else:
                 raise SourceError(f"hand_back_slots: {name}({arguments})")
@@ -202,7 +212,9 @@ class _Reader:
                 steps.extend(self._partials())
             elif call == "clear_partials":
                 steps.extend(self._cleared())
-            elif call == "wait_until":
+            elif call == "receive_and_store_scale":
+                steps.extend(self._steps(path, call, where))
+            elif call == _WAIT:
                 of_scale = "scale" in arguments
                 access = self._arrival(arguments, "u32" if of_scale else "v4.u32")
                 steps.append(Step("wait", access, "scale" if of_scale else where))
@@ -230,7 +242,7 @@ class _Reader:
     def _partials(self) -> list[Step]:
         ((name, text),) = self._calls(self._sources.function(ONE_SHOT, "receive_partials"))
         tests_all = "all = all && (source == rank || arrived(partial[source]));" in text
-        if name != "wait_until" or not tests_all:
+        if name != _WAIT or not tests_all:
             raise SourceError(f"receive_partials: {name} {text}")
         return [Step("wait", self._load(text.replace("all &&", ""), "v4.u32"), "partial")]
 

@@ -89,6 +89,7 @@ uint64_t turns();
 void sync_block();
 void sync_cluster();
 float shuffle_xor(float value, int offset);
+bool vote_all(bool value);
 
 void wait_for_preceding_grid();
 void trigger_next_grid();
@@ -99,8 +100,10 @@ constexpr size_t kDynamicSharedOffset = 24 << 10;
 // Where a variable lies in it; before any block starts.
 size_t reserve_shared(size_t bytes);
 char* shared_memory();
-// The same variable of another block of the cluster; that block must not have ended.
+// The same variable of another block of the cluster; when it is written, that block must not have
+// ended.
 void* in_cluster(uint32_t rank, const void* mine);
+void will_write_in_cluster(const void* theirs);
 
 }  // namespace allnorm::shim
 
@@ -121,6 +124,8 @@ inline void __syncthreads() { allnorm::shim::sync_block(); }
 inline float __shfl_xor_sync(uint32_t, float value, int offset) {
   return allnorm::shim::shuffle_xor(value, offset);
 }
+inline bool __all_sync(uint32_t, bool value) { return allnorm::shim::vote_all(value); }
+inline bool __any_sync(uint32_t, bool value) { return !allnorm::shim::vote_all(!value); }
 inline unsigned long long atomicCAS(unsigned long long* address, unsigned long long expected,
                                     unsigned long long value) {
   __atomic_compare_exchange_n(address, &expected, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);

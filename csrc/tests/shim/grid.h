@@ -29,7 +29,7 @@ struct Meeting {
 struct Warp {
   Meeting meeting;
   float values[2][32] = {};
-  uint32_t shuffles = 0;
+  uint32_t exchanges = 0;
 };
 
 struct Block {

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cstdlib>
 #include <utility>
 
@@ -71,20 +72,28 @@ void sync_cluster() {
   machine().meet(mine.grid->clusters[mine.index / cluster_dim()], true);
 }
 
-// A shuffle is no fence. But a value that it hands over has been loaded, and what any lane does
-// next can't be overtaken by that load; RowExchange relies on it where values are sent to other
-// blocks. ThreadSanitizer cannot be told of loads alone, so it is told of an order there, and only
-// there: in clusters it does not see a value that lanes of a warp pass through memory
+// A shuffle or a vote is no fence. But a value that it hands over has been loaded, and what any
+// lane does next can't be overtaken by that load; RowExchange relies on it where values are sent to
+// other blocks. ThreadSanitizer cannot be told of loads alone, so it is told of an order there, and
+// only there: in clusters it does not see a value that lanes of a warp pass through memory
 // unsynchronised.
-float shuffle_xor(float value, int offset) {
+static const float* values_of_lanes(float value) {
   const uint32_t lane = thread().index % 32;
   Warp& warp = block().warps[thread().index / 32];
-  // Two sets of values: a lane may be in the next shuffle while another still reads for this one.
-  const uint32_t set = warp.shuffles / 32 % 2;
-  ++warp.shuffles;
+  // Two sets of values: a lane may be in the next exchange while another still reads for this one.
+  const uint32_t set = warp.exchanges / 32 % 2;
+  ++warp.exchanges;
   warp.values[set][lane] = value;
   machine().meet(warp.meeting, cluster_dim() > 1);
-  return warp.values[set][lane ^ static_cast<uint32_t>(offset)];
+  return warp.values[set];
+}
+float shuffle_xor(float value, int offset) {
+  const uint32_t lane = thread().index % 32;
+  return values_of_lanes(value)[lane ^ static_cast<uint32_t>(offset)];
+}
+bool vote_all(bool value) {
+  const float* const values = values_of_lanes(value ? 1.0f : 0.0f);
+  return std::all_of(values, values + 32, [](float of_lane) { return of_lane != 0.0f; });
 }
 
 void wait_for_preceding_grid() {
@@ -107,10 +116,17 @@ char* shared_memory() { return block().shared; }
 void* in_cluster(uint32_t rank, const void* mine) {
   const Block& here = block();
   const Block& there = *here.grid->blocks[here.index / cluster_dim() * cluster_dim() + rank];
-  if (there.finished == there.threads.size()) {
-    fail("shared memory of a block that has ended is written");
-  }
   return there.shared + (static_cast<const char*>(mine) - here.shared);
+}
+void will_write_in_cluster(const void* theirs) {
+  const uint32_t first = block().index / cluster_dim() * cluster_dim();
+  for (uint32_t rank = 0; rank < cluster_dim(); ++rank) {
+    const Block& there = *block().grid->blocks[first + rank];
+    const char* const address = static_cast<const char*>(theirs);
+    if (address < there.shared || address >= there.shared + kSharedBytes) continue;
+    if (there.finished != there.threads.size()) return;
+  }
+  fail("written is the shared memory of no block, or of one that has ended");
 }
 
 bool is_shared(const void* address) { return machine().model.is_shared(address); }

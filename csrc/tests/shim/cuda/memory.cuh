@@ -106,6 +106,14 @@ template <class T>
 T& shared_storage() {
   return *reinterpret_cast<T*>(shim::shared_memory() + kSharedOffset<T>);
 }
+using SharedAddress = char*;
+inline SharedAddress shared_address(const void* pointer) {
+  return static_cast<char*>(const_cast<void*>(pointer));
+}
+inline float load_shared(SharedAddress address) { return *reinterpret_cast<float*>(address); }
+inline void store_shared(SharedAddress address, float value) {
+  *reinterpret_cast<float*>(address) = value;
+}
 inline float* dynamic_shared_floats() {
   return reinterpret_cast<float*>(shim::shared_memory() + shim::kDynamicSharedOffset);
 }
@@ -118,6 +126,9 @@ inline void trigger_next_grid() { shim::trigger_next_grid(); }
 inline uint32_t cluster_size() { return shim::cluster_dim(); }
 inline uint32_t cluster_rank() { return shim::block_index().x % shim::cluster_dim(); }
 inline void cluster_sync() { shim::sync_cluster(); }
+inline SharedAddress in_block_of_cluster(SharedAddress address, uint32_t rank) {
+  return static_cast<SharedAddress>(shim::in_cluster(rank, address));
+}
 
 // As an mbarrier: a phase ends when the one expected thread has arrived and no bytes are missing.
 // Its first state is written plainly, what follows is atomic.
@@ -147,19 +158,25 @@ struct SharedBarrier {
     return reinterpret_cast<const char*>(this) + phase_or_parity % 2;
   }
 };
-inline void init_barrier(SharedBarrier* barrier) { *barrier = {0, 1, 0}; }
-inline void expect_bytes(SharedBarrier* barrier, uint32_t bytes) { barrier->arrive(1, bytes); }
+inline SharedBarrier& barrier_at(SharedAddress address) {
+  return *reinterpret_cast<SharedBarrier*>(address);
+}
+inline void init_barrier(SharedAddress barrier) { barrier_at(barrier) = {0, 1, 0}; }
+inline void expect_bytes(SharedAddress barrier, uint32_t bytes) {
+  barrier_at(barrier).arrive(1, bytes);
+}
 // The value is written by this thread and not, as on the device, on its behalf: its earlier loads
 // are ordered before (see shuffle_xor in machine.cpp), and so are, which the device does not
 // promise, its earlier stores.
-inline void store_async_cluster(float* address, SharedBarrier* barrier, uint32_t rank,
-                                float value) {
+inline void store_async_cluster(SharedAddress address, SharedAddress barrier, float value) {
   shim::yield_sometimes(16);
-  *static_cast<float*>(shim::in_cluster(rank, address)) = value;
-  static_cast<SharedBarrier*>(shim::in_cluster(rank, barrier))
-      ->arrive(0, -static_cast<int64_t>(sizeof(value)));
+  shim::will_write_in_cluster(address);
+  store_shared(address, value);
+  barrier_at(barrier).arrive(0, -static_cast<int64_t>(sizeof(value)));
 }
-inline void wait_barrier(SharedBarrier* barrier, uint32_t parity) { barrier->wait(parity); }
+inline void wait_barrier(SharedAddress barrier, uint32_t parity) {
+  barrier_at(barrier).wait(parity);
+}
 
 // Time passes by turns of the scheduler.
 struct DeviceClock {
