@@ -28,7 +28,6 @@ __device__ __forceinline__ void let_dependents_in(const FusedParams& params) {
 template <bool kQuantized, int kWorldSize>
 __device__ __forceinline__ void work_on_no_row(Exchange<kWorldSize>& exchange,
                                                const FusedParams& params) {
-  exchange.begin();
   if constexpr (kQuantized) {
     if (blockIdx.x == 0) clear_scale_padding(params.epilogue.quant);
   }
@@ -53,12 +52,12 @@ __device__ __forceinline__ void run_fused(const FusedParams& params) {
 
   RowExchange row_exchange((params.packs + kPacksPerChunk - 1) / kPacksPerChunk, clusters);
   Exchange<kWorldSize> exchange(params);
-  if (first < 0) return work_on_no_row<kQuantized>(exchange, params);
   const auto load_input = [&](int at) {
-    return live && at < end ? load_pack(params.x.at(at, pack)) : Pack{};
+    return live && at >= 0 && at < end ? load_pack(params.x.at(at, pack)) : Pack{};
   };
   const Pack own = load_input(first);
   exchange.begin();
+  if (first < 0) return work_on_no_row<kQuantized>(exchange, params);
   Transport<T, kWorldSize> transport(params, exchange, pack, live);
   NormEpilogue<T, kQuantized> epilogue(params.epilogue, row_exchange, pack, live);
   const auto send = [&](int at, const Pack& partial) {

@@ -217,22 +217,27 @@ class OwnedRows {
  public:
   __device__ __forceinline__ OwnedRows(const OwnedRowsParams& all, Exchange<kWorldSize>& exchange,
                                        RowExchange& row_exchange, int pack, bool live)
-      : exchange_(exchange),
-        all_(all),
+      : all_(all),
         params_(all.fused),
         owners_(all, exchange, pack, live, kSendsQuantized && !all.sends_normed),
         epilogue_(params_.epilogue, row_exchange, pack, live),
         pack_(pack),
         live_(live) {}
 
-  // Rows first, first + step, ...
-  __device__ __forceinline__ void run(int first, int step) {
+  // x of a row: of any for a sum, of an own one otherwise.
+  __device__ __forceinline__ Pack load_input(int index) const {
+    if (!live_ || index < 0 || index >= params_.num_tokens) return Pack{};
+    const ShardedRow at = row_at(index);
+    if constexpr (kOwned != Owned::kGiven) return load_pack(params_.x.at(at.row, pack_));
+    return at.owner == params_.rank ? load_pack(params_.x.at(at.local, pack_)) : Pack{};
+  }
+
+  // Rows first, first + step, ...; `own` is x of the first.
+  __device__ __forceinline__ void run(int first, int step, const Pack& own) {
     const int end = params_.num_tokens;
     const int last = first + (end - 1 - first) / step * step;
     const int most = kLag * step;
     const int lag = most < last - first ? most : last - first;
-    const Pack own = load_input(first);
-    exchange_.begin();
     send(first, own);
     epilogue_.prefetch_weight();
     for (int i = 1; i < kAhead; ++i) send(first + i * step, load_input(first + i * step));
@@ -265,14 +270,6 @@ class OwnedRows {
   __device__ __forceinline__ ShardedRow row_at(int index) const {
     if constexpr (kOwned == Owned::kSum) return {index % kWorldSize, index, index};
     return sharded_row(all_.first_index + index, all_.total_rows, kWorldSize);
-  }
-
-  // x of a row: of any for a sum, of an own one otherwise.
-  __device__ __forceinline__ Pack load_input(int index) const {
-    if (!live_ || index >= params_.num_tokens) return Pack{};
-    const ShardedRow at = row_at(index);
-    if constexpr (kOwned != Owned::kGiven) return load_pack(params_.x.at(at.row, pack_));
-    return at.owner == params_.rank ? load_pack(params_.x.at(at.local, pack_)) : Pack{};
   }
 
   __device__ __forceinline__ void send(int index, const Pack& partial) {
@@ -332,7 +329,6 @@ class OwnedRows {
     }
   }
 
-  Exchange<kWorldSize>& exchange_;
   const OwnedRowsParams& all_;
   const FusedParams& params_;
   RowOwners<T, kWorldSize, kOwned == Owned::kGiven> owners_;
@@ -348,10 +344,12 @@ __device__ __forceinline__ void run_owned_rows(const OwnedRowsParams& params) {
   const int first = static_cast<int>(blockIdx.x / clusters) - 1;
   RowExchange row_exchange((params.fused.packs + kPacksPerChunk - 1) / kPacksPerChunk, clusters);
   Exchange<kWorldSize> exchange(params.fused);
+  OwnedRows<T, kWorldSize, kOwned, kQuantized> rows(params, exchange, row_exchange, pack,
+                                                    pack < params.fused.packs);
+  const Pack own = rows.load_input(first);
+  exchange.begin();
   if (first < 0) return work_on_no_row<kQuantized>(exchange, params.fused);
-  OwnedRows<T, kWorldSize, kOwned, kQuantized>(params, exchange, row_exchange, pack,
-                                               pack < params.fused.packs)
-      .run(first, static_cast<int>(gridDim.x / clusters) - 1);
+  rows.run(first, static_cast<int>(gridDim.x / clusters) - 1, own);
   __syncthreads();  // every thread has read the operation counter, which is advanced here
   exchange.advance();
 }

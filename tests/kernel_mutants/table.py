@@ -40,7 +40,7 @@ class Mutant:
     short: bool = True
 
 
-_SHARED = "      if (lane == 0) values[threadIdx.x / 32] = chunk_value;\n      __syncthreads();\n"
+_SHARED = "      if (lane == 0) store_shared(shared_ + at, chunk_value);\n      __syncthreads();\n"
 _OWN_BARRIER = "  __syncthreads();  // every thread has read the operation counter"
 _NO_ROW_BARRIER = "  if (blockIdx.x == 0) exchange.serve(threadIdx.x / 32);\n  __syncthreads();\n"
 _LARGE_BARRIER = "    // nobody will use what they write.\n    __syncthreads();\n"
@@ -110,9 +110,9 @@ RACES = (
         (
             (
                 FUSED,
-                "  Exchange<kWorldSize> exchange(params);\n  if (first < 0)",
+                "  Exchange<kWorldSize> exchange(params);\n",
                 "  const Pack early = live && first >= 0 ? load_pack(params.x.at(first, pack))"
-                " : Pack{};\n  Exchange<kWorldSize> exchange(params);\n  if (first < 0)",
+                " : Pack{};\n  Exchange<kWorldSize> exchange(params);\n",
             ),
             (FUSED, "const Pack own = load_input(first);", "const Pack own = early;"),
         ),
@@ -154,8 +154,8 @@ RACES = (
     Mutant("row sums: one buffer", ((BLOCK, "kBuffers = 2", "kBuffers = 1"),), (RACE,)),
     Mutant(
         "row sums: the other blocks' values are not waited for",
-        ((BLOCK, "      wait_barrier(arrived, parity);\n", ""),),
-        (RACE, "a block that has ended is written"),
+        ((BLOCK, "      wait_barrier(shared_ + arrived(buffer), parity);\n", ""),),
+        (RACE, "or of one that has ended"),
     ),
     Mutant(
         "row sums: no barrier of the cluster before the first",
@@ -185,9 +185,8 @@ RACES = (
         (
             (
                 LOCAL,
-                "  const float total = butterfly_over<32>(values, width < 32 ? width : 32);\n"
-                "  __syncthreads();\n",
-                "  const float total = butterfly_over<32>(values, width < 32 ? width : 32);\n",
+                "width < 32 ? width : 32);\n  __syncthreads();\n",
+                "width < 32 ? width : 32);\n",
             ),
         ),
         (RACE,),
@@ -252,7 +251,7 @@ WRONG_RESULTS = (
     ),
     Mutant(
         "partials are not cleared: owned rows",
-        ((OWNED, "    clear_partials<kWorldSize>(slot, stride);\n", ""),),
+        ((OWNED, "    if (live_) clear_partials<kWorldSize>(slot, stride);\n", ""),),
         (WRONG, NOT_EMPTY),
         "plain",
         short=False,
@@ -290,7 +289,7 @@ WRONG_RESULTS = (
         (
             (
                 EXCHANGE,
-                "    if (!wait_until(announced, [&] { return peer; })) return;\n",
+                "    if (!wait_alone(announced, peer)) return;\n",
                 "    if (!announced()) return;\n",
             ),
         ),

@@ -24,8 +24,8 @@ _CALLS = {
     *("clear_partials", "wait_for_preceding_grid", "receive_and_store_scale"),
     *("wait_alone", "wait_together"),
 }
-# wait_alone and wait_together: what a lane waits for is what its own loads return, whether the lanes
-# of its warp leave the loop together or not.
+# Both of wait_alone and wait_together: what a lane waits for is what its own loads return, whether
+# the lanes of its warp leave the loop together or not.
 _WAIT = "wait"
 # Functions over quantised packs, 8 bytes for a dtype of 16 bits; for float32 the same with u32.
 _OF_QUANTIZED = {"store_to_peer": OWNED, "load_from_peer": OWNED, "store_quantized": QUANTIZE}
@@ -110,9 +110,6 @@ class _Reader:
     def waits_for_grid(self) -> bool:
         body = self._sources.function(EXCHANGE, "Exchange", after="explicit Exchange")
         calls = [name for name, _ in self._calls(body)]
-        # The constructor comes before everything else that touches memory of peers.
-        for path, function in ((FUSED, "run_fused"), (OWNED, "run_owned_rows")):
-            self._check_order(path, function, "Exchange<kWorldSize> exchange(", "work_on_no_row<")
         return calls == ["wait_for_preceding_grid"]
 
     def next_phase(self, phases: int) -> Callable[[int, int], int]:
@@ -135,8 +132,11 @@ class _Reader:
         body = self._sources.function(EXCHANGE, "begin")
         if "if (params_.large) wait_for_slots();" not in body:
             return ()
-        for path, function in ((FUSED, "run_fused"), (OWNED, "run")):
-            self._check_order(path, function, ".begin();", "send(first,")
+        for path, function, rows in (
+            *((FUSED, "run_fused", "send(first,"), (OWNED, "run_owned_rows", "rows.run(first,")),
+        ):
+            before = ("Exchange<kWorldSize> exchange(", ".begin();", "work_on_no_row<")
+            self._check_order(path, function, *before, rows)
         body = self._sources.function(EXCHANGE, "wait_for_slots")
         calls = self._calls(body)
         if [name for name, _ in calls] != [_WAIT]:

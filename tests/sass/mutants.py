@@ -60,7 +60,7 @@ _NUMBER_STORE = (
     "    store_relaxed_sys(params_.workspace[threadIdx.x % 32] + "
     "PushControl::released(params_.rank),\n                      op_);\n"
 )
-_NUMBER_WAIT = "    if (!wait_until(released, [&] { return peer; })) return;\n"
+_NUMBER_WAIT = "    if (!wait_alone(released, peer)) return;\n"
 _EXCHANGE = "  Exchange<kWorldSize> exchange(params);\n"
 _FAULT_FENCE = "    __threadfence_system();\n"
 _FAULT_STATUS = "    fault->status = status;\n"
@@ -144,8 +144,8 @@ MUTANTS = (
     ),
     _mutant(
         *("a fence on the data path too", "one_system_fence", "one_shot.cuh"),
-        "    clear_partials<kWorldSize>(slots, stride_);\n",
-        "    clear_partials<kWorldSize>(slots, stride_);\n    fence_acq_rel_sys();\n",
+        "    if (live_) clear_partials<kWorldSize>(slots, stride_);\n",
+        "    if (live_) clear_partials<kWorldSize>(slots, stride_);\n    fence_acq_rel_sys();\n",
     ),
     _mutant(
         *("a large operation that does not acquire", "large_operation_acquires", "exchange.cuh"),
@@ -166,8 +166,8 @@ MUTANTS = (
     ),
     _mutant(
         *("a barrier of the cluster for each row", "no_other_barrier", "block.cuh"),
-        "      wait_barrier(arrived, parity);\n",
-        "      wait_barrier(arrived, parity);\n      cluster_sync();\n",
+        "      wait_barrier(shared_ + arrived(buffer), parity);\n",
+        "      wait_barrier(shared_ + arrived(buffer), parity);\n      cluster_sync();\n",
     ),
     # Programmatic dependent launch.
     _mutant(
