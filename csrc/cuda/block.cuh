@@ -13,7 +13,7 @@ namespace allnorm {
 __device__ __forceinline__ float butterfly(float value) {
 #pragma unroll
   for (int offset = 16; offset >= 1; offset /= 2) {
-    value = add_rn(value, __shfl_xor_sync(0xffffffffu, value, offset));
+    value = add_rn(value, __shfl_xor_sync(kAllLanes, value, offset));
   }
   return value;
 }
@@ -21,7 +21,7 @@ __device__ __forceinline__ float butterfly(float value) {
 __device__ __forceinline__ uint32_t greater(uint32_t a, uint32_t b) { return a < b ? b : a; }
 
 // Of a value in shared memory.
-constexpr uint32_t kBytes = sizeof(float);
+constexpr uint32_t kValueBytes = sizeof(float);
 
 // The butterfly over `count` values in shared memory, zero-padded to a power of two, widest first.
 // Sums that are further than 32 apart meet in one lane; adding the padding's zeros changes nothing.
@@ -33,7 +33,7 @@ __device__ __forceinline__ float butterfly_over(SharedAddress values, int count)
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) {
     const int index = i * 32 + lane;
-    terms[i] = index < count ? load_shared(values + index * kBytes) : 0.0f;
+    terms[i] = index < count ? load_shared(values + index * kValueBytes) : 0.0f;
   }
 #pragma unroll
   for (int half = kPerLane / 2; half >= 1; half /= 2) {
@@ -83,7 +83,7 @@ class RowExchange {
                                                                 int count) {
     uint32_t result = 0;
     for (int i = first + static_cast<int>(threadIdx.x % 32); i < first + count; i += 32) {
-      result = greater(result, bit_cast<uint32_t>(load_shared(values + i * kBytes)));
+      result = greater(result, bit_cast<uint32_t>(load_shared(values + i * kValueBytes)));
     }
     return greatest_of_lanes(result, 32);
   }
@@ -103,7 +103,7 @@ class RowExchange {
  private:
   // The greater of this lane's value and that of the lane `offset` from it.
   __device__ __forceinline__ static uint32_t greater_of_pair(uint32_t value, int offset) {
-    const float other = __shfl_xor_sync(0xffffffffu, bit_cast<float>(value), offset);
+    const float other = __shfl_xor_sync(kAllLanes, bit_cast<float>(value), offset);
     return greater(value, bit_cast<uint32_t>(other));
   }
 
@@ -116,7 +116,7 @@ class RowExchange {
     const uint32_t buffer = exchanges_ % kBuffers;
     const uint32_t parity = exchanges_ / kBuffers % 2;
     ++exchanges_;
-    const uint32_t at = values(buffer) + chunk() * kBytes;
+    const uint32_t at = values(buffer) + chunk() * kValueBytes;
     const uint32_t lane = threadIdx.x % 32, warps = blockDim.x / 32;
     if (cluster_size_ == 1) {
       if (lane == 0) store_shared(shared_ + at, chunk_value);
@@ -127,7 +127,7 @@ class RowExchange {
         store_async_cluster(theirs_ + at, theirs_ + arrived(buffer), chunk_value);
       }
       if (threadIdx.x == 0) {
-        expect_bytes(shared_ + arrived(buffer), cluster_size_ * warps * kBytes);
+        expect_bytes(shared_ + arrived(buffer), cluster_size_ * warps * kValueBytes);
       }
       // Bounded: every warp of the cluster comes here, since its own waits have a deadline. A block
       // cannot leave while another still writes into it, because it waits for all that is written.

@@ -46,8 +46,6 @@
 
 namespace allnorm {
 
-constexpr unsigned kAllLanes = 0xffffffffu;
-
 template <int kWorldSize>
 class Exchange {
  public:

@@ -10,6 +10,9 @@
 
 namespace allnorm {
 
+// The lanes that shuffles and votes are among: a whole warp.
+constexpr uint32_t kAllLanes = 0xffffffffu;
+
 // Widest block of a fused kernel; each thread holds one pack of a row.
 constexpr int kMaxThreads = 512;
 constexpr int kMaxClusterSize = 8;
