@@ -35,15 +35,15 @@ class Tree:
     """A copy of the native sources with a build of each kind, for one defect at a time."""
 
     def __init__(self, path: pathlib.Path) -> None:
-        """Copies the sources to `path`; what an earlier run has built there is kept."""
+        """Copies the sources to `path`, as new: a defect may have been built there last."""
         self.path = path
         source = path / "source"
         shutil.rmtree(source, ignore_errors=True)
         for part in ("csrc", "cmake"):
-            shutil.copytree(ROOT / part, source / part)
+            shutil.copytree(ROOT / part, source / part, copy_function=shutil.copy)
         (source / "allnorm").mkdir()
         for name in ("CMakeLists.txt", "allnorm/_version.py"):
-            shutil.copy2(ROOT / name, source / name)
+            shutil.copy(ROOT / name, source / name)
         self._configured: set[str] = set()
 
     def build(self, kind: table.Build, target: str) -> str | None:

@@ -285,6 +285,12 @@ WRONG_RESULTS = (
         short=False,
     ),
     Mutant(
+        "a warp leaves a wait when the packs of one lane are there",
+        ((EXCHANGE, "__all_sync(kAllLanes, here)", "__any_sync(kAllLanes, here)"),),
+        (WRONG,),
+        "plain",
+    ),
+    Mutant(
         "the roll call does not wait",
         (
             (
