@@ -1,5 +1,6 @@
 // A rank that never comes, or comes with another call: what the CUDA kernels of the others record,
 // and that they end. Over fibers (tests/shim).
+#include <cstring>
 #include <memory>
 
 #include "tests/cuda_ranks.h"
@@ -16,11 +17,12 @@ namespace {
 
 using namespace testing;  // NOLINT: a test
 
-enum class Fault { kNeverComes, kOtherRows, kOtherRounding, kOtherQuantisation };
+enum class Fault { kNeverComes, kSendsNothing, kOtherRows, kOtherRounding, kOtherQuantisation };
 
 // A rank that never comes, or comes with another call, is named by all others. With another
-// rounding mode or group size the same bytes may cross the link: only the roll call can tell.
-void test_fault(Fault kind, bool quantized, bool sharded, bool normed) {
+// rounding mode or group size the same bytes may cross the link: only the roll call can tell. Of
+// one that comes and sends no row only the lanes that wait for its packs know.
+void test_fault(Fault kind, bool quantized, bool sharded, bool normed, uint64_t seed = 11) {
   constexpr int kWorldSize = 3, kCulprit = 1;
   Random random(7);
   FiberGroup group(kWorldSize, 41, /*timeout_ns=*/2'000'000);
@@ -35,6 +37,10 @@ void test_fault(Fault kind, bool quantized, bool sharded, bool normed) {
   call.quant = quantized ? ALLNORM_QUANT_PER_GROUP : ALLNORM_QUANT_NONE;
   call.group_size = quantized ? 32 : 0;
   call.scale_format = ALLNORM_SCALE_FLOAT32;
+  if (kind == Fault::kSendsNothing) {
+    call.algorithm = ALLNORM_ONE_SHOT;
+    call.hidden_size = 120;  // a warp has lanes without a pack
+  }
   AllnormCall theirs = call;
   if (kind == Fault::kOtherRows) theirs.num_tokens += 1;
   if (kind == Fault::kOtherRounding) theirs.numerics = ALLNORM_VLLM;
@@ -46,7 +52,14 @@ void test_fault(Fault kind, bool quantized, bool sharded, bool normed) {
     other.residual = std::make_unique<Matrix>(other.x[0]);
   }
 
-  shim::Machine machine(kWorldSize, 11);
+  if (kind == Fault::kSendsNothing) {
+    // As if another of its blocks had failed in this operation: it still answers the roll call.
+    const uint64_t poison = 1ull << 32 | 41;
+    char* const own = reinterpret_cast<char*>(group.workspaces[kCulprit].data());
+    memcpy(own + PushControl::kPoisoned, &poison, sizeof(poison));
+  }
+
+  shim::Machine machine(kWorldSize, seed);
   group.share_with(machine);
   for (int rank = 0; rank < kWorldSize; ++rank) {
     if (rank == kCulprit && kind == Fault::kNeverComes) continue;
@@ -55,7 +68,7 @@ void test_fault(Fault kind, bool quantized, bool sharded, bool normed) {
                                  &group.faults[r]);
   }
   if (!check(machine.run(kMaxTurns), "fault %d does not end", static_cast<int>(kind))) return;
-  const bool comes = kind != Fault::kNeverComes;
+  const bool comes = kind != Fault::kNeverComes && kind != Fault::kSendsNothing;
   for (int rank = 0; rank < kWorldSize; ++rank) {
     if (rank == kCulprit) continue;
     const AllnormFault& fault = group.faults[static_cast<size_t>(rank)];
@@ -99,6 +112,9 @@ int main() {
   for (const Fault kind : {Fault::kNeverComes, Fault::kOtherRows, Fault::kOtherRounding}) {
     test_fault(kind, false, false, true);
     test_fault(kind, false, true, true);
+  }
+  for (uint64_t seed = 0; seed < 12; ++seed) {
+    test_fault(Fault::kSendsNothing, false, false, true, seed);
   }
   for (const Fault kind : {Fault::kNeverComes, Fault::kOtherQuantisation}) {
     for (const bool sharded : {false, true}) {

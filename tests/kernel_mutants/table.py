@@ -291,6 +291,13 @@ WRONG_RESULTS = (
         "plain",
     ),
     Mutant(
+        "lanes whose packs are there say who is missing",
+        ((EXCHANGE, "if (!here) look(", "look("),),
+        ("FAILED: fault",),
+        "plain",
+        "cuda_faults_test",
+    ),
+    Mutant(
         "the roll call does not wait",
         (
             (
