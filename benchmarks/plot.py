@@ -13,6 +13,7 @@ import pathlib
 from typing import Any
 
 import matplotlib
+
 from allnorm.cli import bench_plot
 from allnorm.cli.bench_modes import Mode
 from allnorm.cli.bench_report import Measurement
