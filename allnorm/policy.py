@@ -18,8 +18,8 @@ UNFUSED_GATHER_BYTES = 256 << 20
 # Bytes that one rank may push in one_shot, to all peers together, before two_shot is faster (H200,
 # bf16, CUDA graphs, 2026-11; docs/performance.md): at 4 ranks 16x4096 takes 4.9 us in one_shot and
 # 5.2 in two_shot, 32x4096 6.2 and 5.4. Other world sizes are scaled by it. At two ranks both send
-# the same bytes, one_shot in one hop: 256x4096 takes 9.8 and 10.7 us; from 512x4096 on, 16.9 and
-# 17.2, they are within 2 %.
+# the same bytes, one_shot in one hop: 256x4096 takes 8.7 and 9.6 us; from 512x4096 on, 16.3 and
+# 16.2, they differ by about 2 % at most.
 _ONE_SHOT_MAX_PUSHED_BYTES_CUDA = 384 << 10
 _ONE_SHOT_MAX_PUSHED_BYTES_CUDA_PAIR = 3 << 20
 # On CPU a rank reads its peers' rows in place: one_shot costs no extra bytes, only extra sums.
