@@ -137,9 +137,8 @@ __device__ __forceinline__ void store_quantized_chunk(const EpilogueParams& para
     }
     const float scale = scale_of(amax, quant.format != ALLNORM_SCALE_FLOAT32);
     quantized = quantize_pack<T>(y, ScaleDivisor(scale));
-    if (live && pack % quant.packs_per_group == 0) {
-      store_scale(quant, row, static_cast<int>(pack / quant.packs_per_group), scale);
-    }
+    const int place = static_cast<int>(pack);
+    if (live && quant.leads_group(place)) store_scale(quant, row, quant.group_of(place), scale);
   }
   if (!live) return;
   Access::store(quant.quantized + row * quant.quantized_stride_bytes, pack, params.hidden_size,

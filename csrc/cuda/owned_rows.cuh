@@ -183,12 +183,14 @@ class RowOwners {
 
   // The groups whose first pack lies in this block.
   __device__ __forceinline__ Groups groups_of_block() const {
-    const int packs = quant_.packs_per_group;
     const int begin = static_cast<int>(cluster_rank() * blockDim.x);
     const int end = begin + static_cast<int>(blockDim.x);
     const int groups = quant_.groups;
-    const int first = (begin + packs - 1) / packs, last = (end + packs - 1) / packs;
+    const int first = groups_before(begin), last = groups_before(end);
     return {first < groups ? first : groups, last < groups ? last : groups};
+  }
+  __device__ __forceinline__ int groups_before(int pack) const {
+    return pack == 0 ? 0 : quant_.group_of(pack - 1) + 1;
   }
   // Where this rank's finished row goes at the rank `q` after it, and where `owner`'s arrives here.
   __device__ __forceinline__ char* finished_at(int q, int local) const {

@@ -49,8 +49,15 @@ struct QuantParams {
   int32_t padding_rows;
   int32_t kind;             // AllnormQuant
   int32_t format;           // AllnormScaleFormat
-  int32_t packs_per_group;  // per token: those of a row
-  int32_t groups;           // of a row; 0 per tensor
+  int32_t packs_per_group;  // a power of two; per token those of a row, any number
+  // Its logarithm; per token so great that every pack is in group 0. A division of integers where
+  // results are stored took 0.1 us (docs/performance.md).
+  int32_t group_shift;
+  int32_t groups;  // of a row; 0 per tensor
+
+  // Where a pack of a row belongs, and whether it is the first there. Not per tensor.
+  ALLNORM_HD int group_of(int pack) const { return pack >> group_shift; }
+  ALLNORM_HD bool leads_group(int pack) const { return (pack & ~(~0u << group_shift)) == 0; }
 };
 
 // What follows the reduced sum.

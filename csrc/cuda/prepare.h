@@ -3,6 +3,7 @@
 #define ALLNORM_CUDA_PREPARE_H_
 
 #include <algorithm>
+#include <bit>
 #include <cstdint>
 #include <vector>
 
@@ -26,6 +27,10 @@ inline QuantParams quant_params(const AllnormCall& call, int64_t first_row, int6
   const int64_t elems_per_pack = kPackBytes / element_bytes(call.dtype);
   const int64_t columns =
       call.quant == ALLNORM_QUANT_PER_GROUP ? call.group_size : call.hidden_size;
+  const int packs_per_group = static_cast<int>((columns + elems_per_pack - 1) / elems_per_pack);
+  const int group_shift = call.quant == ALLNORM_QUANT_PER_GROUP
+                              ? std::countr_zero(static_cast<uint32_t>(packs_per_group))
+                              : 31;
   const int groups = static_cast<int>(scales_per_row(call));
   const int64_t row_bytes = 4 * call.scale_row_stride;
   return {
@@ -38,7 +43,8 @@ inline QuantParams quant_params(const AllnormCall& call, int64_t first_row, int6
       .padding_rows = last && groups != 0 ? call.scale_padding_rows : 0,
       .kind = call.quant,
       .format = call.scale_format,
-      .packs_per_group = static_cast<int32_t>((columns + elems_per_pack - 1) / elems_per_pack),
+      .packs_per_group = packs_per_group,
+      .group_shift = group_shift,
       .groups = groups,
   };
 }

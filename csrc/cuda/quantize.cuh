@@ -107,8 +107,8 @@ class Quantizer {
     if (__builtin_expect(whole_row, false)) {
       amax = exchange_.greatest(amax, 0, exchange_.chunks());
     } else if (__builtin_expect(packs > 32, false)) {
-      const int chunks = packs / 32;
-      amax = exchange_.greatest(amax, exchange_.chunk() / chunks * chunks, chunks);
+      const int chunks = packs / 32;  // a power of two
+      amax = exchange_.greatest(amax, exchange_.chunk() & -chunks, chunks);
     }
     scale_ = scale_of(amax, params_.format != ALLNORM_SCALE_FLOAT32);
     return quantize_pack<T>(y, ScaleDivisor(scale_));
@@ -118,9 +118,9 @@ class Quantizer {
   __device__ __forceinline__ float scale() const { return scale_; }
   // Whether this thread's pack is the first of a group that has a scale of its own.
   __device__ __forceinline__ bool leads_group() const {
-    return live_ && params_.groups != 0 && pack_ % params_.packs_per_group == 0;
+    return live_ && params_.groups != 0 && params_.leads_group(pack_);
   }
-  __device__ __forceinline__ int group() const { return pack_ / params_.packs_per_group; }
+  __device__ __forceinline__ int group() const { return params_.group_of(pack_); }
 
   // Stores what was quantised last.
   __device__ __forceinline__ void store(int64_t row, const QuantizedPack<T>& quantized) const {

@@ -76,7 +76,7 @@ class Variant:
             return 40
         if self.kind == "one_shot_dense":
             return 136 if self.world_size > 4 else 48
-        return 8 if self.kind == "local_aligned" and self.quantized else 0
+        return 32 if self.kind == "local_aligned" and self.quantized else 0
 
 
 def variant_of(name: str) -> Variant | None:
