@@ -1,13 +1,16 @@
 """What the latency benchmarks of engines share: arms in processes of their own, rows, summaries.
 
-TPOT, time per output token, is (time of N tokens - time of one) / (N - 1); TTFT, time to the first
-token, is the time of one; medians.
+TTFT, time to the first token, is the time of generating one. TPOT, time per output token, is the
+time from the last sequence's first token to the last token of all, as the engine tells it, divided
+by N - 1; of an engine that does not tell, (time of N tokens - TTFT) / (N - 1), which a prefill that
+takes now 30 and now 70 ms blurs by half a millisecond. Medians.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
 import hashlib
 import json
 import os
@@ -18,16 +21,37 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
+
+from allnorm import topology
 
 NO_MULTICAST = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NVSHMEM_DISABLE_NVLS": "1",
 }
-Generate = Callable[[list[list[int]], int], tuple[float, list[list[int]]]]
-"""Prompts and a number of tokens; seconds and the tokens generated for each prompt."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What an engine made of a batch of prompts.
+
+    Attributes:
+        seconds: for all of it, seen from outside.
+        tokens: of each prompt.
+        decode_seconds: from the last prompt's first token to the last token of all, by the engine's
+            clock; None if it does not tell.
+    """
+
+    seconds: float
+    tokens: list[list[int]]
+    decode_seconds: float | None = None
+
+
+Generate = Callable[[list[list[int]], int], Generation]
+"""Prompts and a number of tokens for each."""
 
 
 def parser(description: str, arms: Sequence[str], default_arms: str) -> argparse.ArgumentParser:
@@ -60,6 +84,8 @@ def row_of(options: argparse.Namespace, packages: Sequence[str]) -> dict[str, An
         "input": options.input,
         "output": options.output,
         "versions": versions(packages),
+        "commit": topology.source_commit(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
 
 
@@ -88,22 +114,24 @@ def latency(
     """Times one batch."""
     generate(prompts, min(8, tokens))
     generate(prompts, 1)
-    whole, first, seen = [], [], []
+    whole, first = [], []
     for _ in range(repeats):
-        seconds, made = generate(prompts, tokens)
-        whole.append(seconds)
-        seen.append(made)
-        first.append(generate(prompts, 1)[0])
-    total, ttft = statistics.median(whole), statistics.median(first)
+        whole.append(generate(prompts, tokens))
+        first.append(generate(prompts, 1).seconds)
+    total, ttft = statistics.median(made.seconds for made in whole), statistics.median(first)
+    decode = [made.decode_seconds for made in whole if made.decode_seconds is not None]
+    told = len(decode) == len(whole)
+    further = statistics.median(decode) if told else total - ttft
     return {
-        "tpot_ms": round((total - ttft) / (tokens - 1) * 1e3, 4),
+        "tpot_ms": round(further / (tokens - 1) * 1e3, 4),
+        "decode_ms": [round(seconds * 1e3, 2) for seconds in decode] if told else None,
         "ttft_ms": round(ttft * 1e3, 3),
         "tokens_per_s": round(len(prompts) * tokens / total, 1),
-        "total_ms": [round(seconds * 1e3, 2) for seconds in whole],
+        "total_ms": [round(made.seconds * 1e3, 2) for made in whole],
         "first_ms": [round(seconds * 1e3, 2) for seconds in first],
-        "repeats_equal": all(made == seen[0] for made in seen),
-        "tokens_sha": hashlib.sha256(json.dumps(seen[0]).encode()).hexdigest()[:16],
-        "tokens": seen[0],
+        "repeats_equal": all(made.tokens == whole[0].tokens for made in whole),
+        "tokens_sha": hashlib.sha256(json.dumps(whole[0].tokens).encode()).hexdigest()[:16],
+        "tokens": whole[0].tokens,
     }
 
 

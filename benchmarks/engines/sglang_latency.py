@@ -91,11 +91,12 @@ class Engine:
         self._folder = pathlib.Path(folder)
         self._engine = sglang.Engine(**(settings | json.loads(options.engine)))
 
-    def generate(self, prompts: list[list[int]], tokens: int) -> tuple[float, list[list[int]]]:
-        """Greedy; seconds and the tokens of every prompt."""
+    def generate(self, prompts: list[list[int]], tokens: int) -> latency.Generation:
+        """Greedy."""
         began = time.perf_counter()
         outputs = self._outputs(prompts, tokens)
-        return time.perf_counter() - began, [list(output["output_ids"]) for output in outputs]
+        seconds = time.perf_counter() - began
+        return latency.Generation(seconds, [list(output["output_ids"]) for output in outputs])
 
     def logprobs(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
         """Of each prompt token, given the ones before, and of generated ones; one prompt a time."""

@@ -13,7 +13,7 @@ DIR has a config.json; no weights are read. Arms:
     nccl      as default, reductions by NCCL: how far vLLM's own paths differ from each other
     own       vLLM's own fusion, which needs flashinfer
 
-TPOT is (time of N tokens - time of one) / (N - 1), TTFT the time of one token; medians.
+What TPOT and TTFT are is in latency.py.
 """
 
 from __future__ import annotations
@@ -89,6 +89,7 @@ def engine(options: argparse.Namespace, arm: str, batches: list[int]) -> Any:
         "max_num_seqs": most,
         "max_num_batched_tokens": max(2048, most * options.input),
         "enable_prefix_caching": False,
+        "disable_log_stats": False,  # for the times of tokens
         "gpu_memory_utilization": options.memory,
         "compilation_config": compilation,
         "worker_extension_cls": "vllm_worker.WorkerTools",
@@ -139,11 +140,21 @@ def generate(
 def timed(llm: Any) -> latency.Generate:
     """Generation as the clock wants it."""
 
-    def call(prompts: list[list[int]], tokens: int) -> tuple[float, list[list[int]]]:
+    def call(prompts: list[list[int]], tokens: int) -> latency.Generation:
         seconds, outputs = generate(llm, prompts, tokens)
-        return seconds, [list(output.outputs[0].token_ids) for output in outputs]
+        made = [list(output.outputs[0].token_ids) for output in outputs]
+        return latency.Generation(seconds, made, decode_seconds(outputs))
 
     return call
+
+
+def decode_seconds(outputs: list[Any]) -> float | None:
+    """From the last request's first token to the last token, by the clock of the engine's core."""
+    stats = [output.metrics for output in outputs]
+    if any(getattr(one, "last_token_ts", 0.0) <= 0.0 for one in stats):
+        return None
+    last: float = max(one.last_token_ts for one in stats)
+    return last - max(one.first_token_ts for one in stats)
 
 
 def logprobs(llm: Any, prompts: list[Any], tokens: int) -> dict[str, Any]:
