@@ -71,6 +71,15 @@ def bench(
         str,
         typer.Option("--arms", help="What to time: arms and peers by name. Default: everything."),
     ] = "",
+    product: Annotated[
+        int,
+        typer.Option(
+            "--product",
+            min=0,
+            help="Time each call behind a matrix product of so many columns that writes its input, "
+            "as in a model, and take the product's own time off.",
+        ),
+    ] = 0,
     device: Device = "auto",
     push_gbps: Annotated[
         float, typer.Option("--push-gbps", help="What one GPU can send, in GB/s, for the floor.")
@@ -97,6 +106,7 @@ def bench(
         numerics=options.choices(numerics, "--numerics", options.NUMERICS)[0],
         arms=tuple(bench_modes.select(arms, where, modes)),
         device=where,
+        product=product,
     )
     gpus = topology.num_gpus()
     default = f"2,{gpus}" if where == "cuda" and gpus > 2 else ""
@@ -219,6 +229,11 @@ def _explanation(job: ranks_bench.Job) -> str:
         )
     if any(mode.residual_sharded for mode in job.modes):
         text += " Sharded residual: the other ways reduce-scatter, then all-gather."
+    if job.product:
+        text += (
+            f" Each call stands behind a matrix product of {job.product} columns that writes its "
+            "input; the time of the product alone is taken off."
+        )
     return text
 
 
@@ -232,6 +247,7 @@ def _common(job: ranks_bench.Job) -> dict[str, Any]:
         "backend": job.device,
         "dtype": job.dtype,
         "numerics": job.numerics,
+        "product": job.product,
         **provenance,
     }
 

@@ -47,6 +47,7 @@ _KEY = {
     "quant": "",
     "residual_sharded": False,
     "return_normed": False,
+    "product": 0,
     "arm": None,
 }
 

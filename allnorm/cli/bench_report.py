@@ -12,7 +12,7 @@ from allnorm.cli import bench_floor
 from allnorm.cli.bench_modes import Mode, family
 from allnorm.cli.options import Shape
 
-TIMES = ("p50_us", "p90_us", "p99_us", "host_us", "eager_us")
+TIMES = ("p50_us", "p90_us", "p99_us", "host_us", "eager_us", "product_us")
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,8 @@ class Measurement:
         p50_us, p90_us, p99_us: time per call; of every rank's figure the largest. NaN if not timed.
         host_us, eager_us: what a call without a graph costs the host, and until it is done; NaN if
             not measured.
+        product_us: of the matrix product in front of each call, beyond which the first three are;
+            NaN without one.
         error: "" if the result was right, else what was wrong.
         reason: "" if it ran, else why it cannot.
         floor_us: what sending the bytes of this shape and mode takes at least; NaN if unknown.
@@ -42,6 +44,7 @@ class Measurement:
     p99_us: float
     host_us: float
     eager_us: float
+    product_us: float
     error: str
     reason: str
     floor_us: float = math.nan

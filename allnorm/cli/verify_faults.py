@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import glob
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from allnorm.testing import RankError, RankPool
 
 SLACK_SECONDS = 1.0  # within the timeout and this a fault must be known
 _RUN_SECONDS = 120.0
-_SHARED_MEMORY = "/dev/shm/allnorm-*"
+_SHARED_MEMORY = Path("/dev/shm")
 
 Row = dict[str, Any]
 
@@ -50,18 +49,19 @@ def run(world_size: int, device: str, timeout_s: float, words: tuple[str, ...]) 
 
 
 def _provoke(pool: RankPool, fault: str, algorithm: str, timeout_s: float) -> Row:
-    before = set(glob.glob(_SHARED_MEMORY))
     culprit = pool.world_size - 1
     may_die = [culprit] if fault in faults.DEATHS else []
+    pids: set[int] = set()
     row: Row = {"fault": fault, "algorithm": algorithm, "timeout_s": timeout_s}
     try:
         arguments = (pool.device, fault, algorithm, timeout_s)
-        seen = pool.run(faults.provoke, *arguments, may_die=may_die)
+        seen = pool.run(
+            faults.provoke, *arguments, may_die=may_die, on_message=lambda _, pid: pids.add(pid)
+        )
     except RankError as error:
         return {**row, "seconds": None, "saw": "", "ranks": [], "problems": [str(error)]}
     problems = _problems(seen, fault, culprit, timeout_s + SLACK_SECONDS)
-    left = set(glob.glob(_SHARED_MEMORY)) - before
-    problems += [f"left behind: {Path(name).name}" for name in sorted(left)]
+    problems += [f"left behind: {name}" for name in _left_by(pids)]
     ranks = [{"rank": rank, **one} for rank, one in enumerate(seen) if one is not None]
     return {
         **row,
@@ -70,6 +70,11 @@ def _provoke(pool: RankPool, fault: str, algorithm: str, timeout_s: float) -> Ro
         "ranks": ranks,
         "problems": problems,
     }
+
+
+def _left_by(pids: Iterable[int]) -> list[str]:
+    """Names of shared memory that these processes made and that are still there."""
+    return sorted(path.name for pid in pids for path in _SHARED_MEMORY.glob(f"allnorm-{pid}-*"))
 
 
 def _problems(seen: list[Row | None], fault: str, culprit: int, limit_s: float) -> list[str]:

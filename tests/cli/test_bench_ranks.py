@@ -15,6 +15,7 @@ from allnorm.cli.options import Shape
 from allnorm.cli.ranks import arms, bounds, clock
 from allnorm.cli.ranks import bench as ranks_bench
 from allnorm.cli.ranks.case import Outcome, make_case
+from allnorm.cli.ranks.product import Product
 from allnorm.testing import run_ranks
 
 CPU = torch.device("cpu")
@@ -70,6 +71,34 @@ def test_rows_that_do_not_consist_of_groups_run_without_quantisation_only() -> N
     reasons = {record["arm"]: record["reason"] for record in records}
     assert reasons.pop("allnorm16") == ""
     assert {*reasons.values()} == {"hidden_size 2880 does not consist of whole groups"}
+
+
+def test_behind_a_product_its_own_time_is_taken_off_and_inputs_come_back() -> None:
+    modes = Mode(), Mode("per_token")  # the second is checked after the first was timed
+    what = job(*modes, shapes=(Shape(64, 1024),), arms=("allnorm", "gloo+local"), product=2048)
+    records = run_ranks(ranks_bench.run, 2, args=(what,))[0]
+    assert [(r["mode"], r["arm"], r["error"], r["reason"]) for r in records] == [
+        (mode, arm, "", "") for mode in (0, 1) for arm in ("allnorm", "gloo+local")[: 2 - mode]
+    ]
+    for record in records:
+        assert record["product_us"] > 0
+        assert math.isfinite(record["p50_us"])
+
+
+def test_samples_beyond_a_product() -> None:
+    case = make_case(ODD, "bfloat16", "rounded", CPU, rank=0, world_size=2, seed=0)
+    product, before = Product(case, 32), [x.clone() for x in case.xs]
+    seen = []
+    arm = arms.Arm(
+        "reads x", lambda index: seen.append(case.xs[index].clone()), lambda result: result
+    )
+    product.before(arm).call(1)
+    assert not torch.equal(seen[0], before[1])
+    assert torch.equal(case.xs[0], before[0])
+    product.restore()
+    assert all(torch.equal(x, old) for x, old in zip(case.xs, before, strict=True))
+    times = {product.alone().name: [9.0, 10.0, 30.0], arm.name: [12.0, 11.5]}
+    assert product.take_off(times) == ({arm.name: [2.0, 1.5]}, 10.0)
 
 
 class Wrong(allnorm.Communicator):

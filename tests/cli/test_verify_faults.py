@@ -79,6 +79,13 @@ def test_a_divergence_must_be_called_one() -> None:
     ]
 
 
+def test_what_ranks_leave_behind_is_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify_faults, "_SHARED_MEMORY", tmp_path)
+    for name in ("allnorm-12-a", "allnorm-7-b", "allnorm-7-a", "allnorm-71-a", "other-7-a"):
+        (tmp_path / name).touch()
+    assert verify_faults._left_by({7, 8}) == ["allnorm-7-a", "allnorm-7-b"]
+
+
 def test_every_fault_applies_to_something() -> None:
     names = [*faults.DIVERGENCES, *faults.ABSENCES, *faults.DEATHS]
     for name in names:

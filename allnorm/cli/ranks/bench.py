@@ -17,6 +17,7 @@ from allnorm.cli.ranks.arms import Arm
 from allnorm.cli.ranks.case import NUM_SETS, Case, make_case
 from allnorm.cli.ranks.data import DTYPES
 from allnorm.cli.ranks.peers.base import first_line
+from allnorm.cli.ranks.product import Product
 from allnorm.testing import report, same_bits
 
 Part = tuple[str, torch.Tensor | None, torch.Tensor]
@@ -36,6 +37,7 @@ class Job:
         device: "cuda" or "cpu".
         seconds: on CPU, roughly how long one arm of one shape is timed.
         tuning_dir: as of a Communicator.
+        product: columns of the matrix product in front of every timed call; 0 for none.
     """
 
     shapes: tuple[Shape, ...]
@@ -46,6 +48,7 @@ class Job:
     device: str
     seconds: float = 0.7
     tuning_dir: str | None = None
+    product: int = 0
 
 
 @dataclass
@@ -93,7 +96,8 @@ def run(rank: int, world_size: int, job: Job) -> list[dict[str, Any]]:
         One record per shape, mode and arm, in the same order on every rank: `shape` and `mode`
         (their indices), `arm`, `reason` ("" if it ran, else why it cannot), `error` ("" if its
         result was right), `p50_us`, `p90_us`, `p99_us` of this rank, and on GPUs `host_us` and
-        `eager_us` of calls without a graph. What did not run, or was wrong, has no times.
+        `eager_us` of calls without a graph. Behind a product the times are what is beyond it, and
+        `product_us` is its own. What did not run, or was wrong, has no times.
     """
     device = torch.device(job.device, rank) if job.device == "cuda" else torch.device("cpu")
     records = []
@@ -194,16 +198,28 @@ def bit_error(parts: Sequence[Part]) -> str:
 
 
 def _measure(turn: _Turn, case: Case, job: Job) -> None:
-    if job.device == "cpu":
-        samples = clock.time_cpu(turn.runs, job.seconds)
-    else:
-        graphs = _capture(turn, case.num_rows)
-        samples = clock.time_cuda(graphs, case.num_rows)
-    for name, values in samples.items():
+    if job.product:
+        _measure_behind(Product(case, job.product), turn, case, job)
+        return
+    for name, values in _time(turn, case, job).items():
         turn.times[name] = clock.summary(values)
     if job.device == "cuda":
         for arm in turn.runs:
             turn.times[arm.name] |= clock.time_eager(arm, torch.cuda.synchronize)
+
+
+def _measure_behind(product: Product, turn: _Turn, case: Case, job: Job) -> None:
+    turn.runs = [product.alone(), *map(product.before, turn.runs)]
+    samples, product_us = product.take_off(_time(turn, case, job))
+    for name, values in samples.items():
+        turn.times[name] = clock.summary(values) | {"product_us": product_us}
+    product.restore()
+
+
+def _time(turn: _Turn, case: Case, job: Job) -> clock.Samples:
+    if job.device == "cpu":
+        return clock.time_cpu(turn.runs, job.seconds)
+    return clock.time_cuda(_capture(turn, case.num_rows), case.num_rows)
 
 
 def _capture(turn: _Turn, num_tokens: int) -> list[tuple[Arm, torch.cuda.CUDAGraph]]:

@@ -25,6 +25,7 @@ from allnorm.cli.ranks.fault_calls import (
     wanted_of,
 )
 from allnorm.errors import AllnormError, PeerDivergedError, PeerTimeoutError
+from allnorm.testing import report
 
 _WORKSPACE_BYTES = 4 << 20
 # Inputs of calls that are repeated: what one leaves in memory is not what the next must give.
@@ -82,13 +83,14 @@ def applies(fault: str, algorithm: str) -> bool:
 def provoke(
     rank: int, world_size: int, device: str, fault: str, algorithm: str, timeout_s: float
 ) -> dict[str, Any] | None:
-    """Lets the last rank commit a fault. Collective.
+    """Lets the last rank commit a fault. Collective. Reports the id of this process first.
 
     Returns:
         What this rank saw, None on a rank that was to blame and has nothing to see: `error` (its
         type), `message`, `peer`, `seconds` from the call that failed until it was known, and
         `problems`: what the failure contract promises and did not hold.
     """
+    report(os.getpid())
     culprit = rank == world_size - 1
     call, where = ALGORITHMS[algorithm], torch.device(device)
     timeout = datetime.timedelta(seconds=timeout_s)
