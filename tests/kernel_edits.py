@@ -21,7 +21,7 @@ _PUBLISH = (
 _REACHED = "has_reached(load_relaxed_sys_u32(slot), op_ - 1)"
 _LARGE_REACHED = "has_reached(load_acquire_sys_u32(slot), op_ - 1)"
 _COMPARED = "static_cast<int32_t>(seen - expected) >= 0"
-_CLEAR_SUM = "    if (live_) store_pack(slot, {kEmptyWord, kEmptyWord, kEmptyWord, kEmptyWord});\n"
+_CLEAR_PACK = "  if (live) store_pack(slot, {kEmptyWord, kEmptyWord, kEmptyWord, kEmptyWord});\n"
 CLEAR_ONE_SHOT = "    if (live_) clear_partials<kWorldSize>(slots, stride_);\n"
 
 
@@ -55,8 +55,7 @@ ONE_LARGE_PHASE: Edits = ((LAYOUT, "kLargePhases = 2", "kLargePhases = 1"),)
 
 # Slots that are not cleared.
 PARTIALS_STAY: Edits = ((ONE_SHOT, CLEAR_ONE_SHOT, ""),)
-SUMS_STAY: Edits = ((TWO_SHOT, _CLEAR_SUM, ""),)
-FINISHED_ROWS_STAY: Edits = ((OWNED, _CLEAR_SUM, ""),)
+RECEIVED_STAY: Edits = ((ONE_SHOT, _CLEAR_PACK, ""),)  # sums of two_shot, finished rows
 QUANTISED_STAY: Edits = (
     (OWNED, "      store_quantized(slot, uniform_pack<T>(kEmptyWord));\n", ""),
 )

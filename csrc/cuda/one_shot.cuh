@@ -67,6 +67,21 @@ __device__ __forceinline__ Pack receive_partials(Exchange<kWorldSize>& exchange,
   return sum_in_rank_order<T, kWorldSize>(partial);
 }
 
+// Waits for a pack that one rank pushes to `slot`, takes it and marks the slot as empty again.
+// `source` returns who that is. All lanes of a warp call it; those that are not `live` get zeros.
+template <int kWorldSize, class Source>
+__device__ __forceinline__ Pack receive_pack(Exchange<kWorldSize>& exchange, char* slot, bool live,
+                                             Source&& source) {
+  Pack pack{};
+  const auto poll = [&] {
+    if (live) pack = load_relaxed_sys(slot);
+    return arrived(pack);
+  };
+  if (!exchange.wait_together(poll, source)) pack = nan_pack();
+  if (live) store_pack(slot, {kEmptyWord, kEmptyWord, kEmptyWord, kEmptyWord});
+  return pack;
+}
+
 // Marks the slots of one pack as empty again, for their next use.
 template <int kWorldSize>
 __device__ __forceinline__ void clear_partials(char* slot, int64_t stride) {

@@ -98,14 +98,7 @@ class RowOwners {
   }
   __device__ __forceinline__ Pack receive(int owner, int local) {
     char* const slot = finished_of(owner, local) + pack_ * kPackBytes;
-    Pack y{};
-    const auto poll = [&] {
-      if (live_) y = load_relaxed_sys(slot);
-      return arrived(y);
-    };
-    if (!exchange_.wait_together(poll, [&] { return owner; })) y = nan_pack();
-    if (live_) store_pack(slot, {kEmptyWord, kEmptyWord, kEmptyWord, kEmptyWord});
-    return y;
+    return receive_pack(exchange_, slot, live_, [&] { return owner; });
   }
 
   // The same for quantised rows. All threads of the block call these, live or not.

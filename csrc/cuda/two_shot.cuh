@@ -56,16 +56,8 @@ class TwoShot {
   __device__ __forceinline__ Pack receive(int row, Own&& own) {
     const int to_owner = ranks_to_owner(row);
     if (to_owner == 0) return own();
-    char* const slot = exchange_.slots(0) + layout_.two_shot_sum(row, pack_);
-    Pack sum{};
-    const auto poll = [&] {
-      if (live_) sum = load_relaxed_sys(slot);
-      return arrived(sum);
-    };
-    const auto owner = [&] { return (rank_ + to_owner) % kWorldSize; };
-    if (!exchange_.wait_together(poll, owner)) sum = nan_pack();
-    if (live_) store_pack(slot, {kEmptyWord, kEmptyWord, kEmptyWord, kEmptyWord});
-    return sum;
+    char* const sum = exchange_.slots(0) + layout_.two_shot_sum(row, pack_);
+    return receive_pack(exchange_, sum, live_, [&] { return (rank_ + to_owner) % kWorldSize; });
   }
 
  private:

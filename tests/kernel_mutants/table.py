@@ -257,15 +257,8 @@ WRONG_RESULTS = (
         short=False,
     ),
     Mutant(
-        "sums are not cleared: two_shot",
-        edits.SUMS_STAY,
-        (WRONG, NOT_EMPTY),
-        "plain",
-        short=False,
-    ),
-    Mutant(
-        "finished rows are not cleared",
-        edits.FINISHED_ROWS_STAY,
+        "sums and finished rows are not cleared",
+        edits.RECEIVED_STAY,
         (WRONG, NOT_EMPTY),
         "plain",
         short=False,

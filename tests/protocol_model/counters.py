@@ -41,7 +41,7 @@ ASSUMED = (
     (ONE_SHOT, "if (!live_ || exchange_.failed()) return;"),
     (ONE_SHOT, "if (!exchange.wait_together(poll, missing)) return nan_pack();"),
     (TWO_SHOT, "if (!live_ || q == 0 || exchange_.failed()) return;"),
-    (TWO_SHOT, "if (!exchange_.wait_together(poll, owner)) sum = nan_pack();"),
+    (ONE_SHOT, "if (!exchange.wait_together(poll, source)) pack = nan_pack();"),
 )
 
 

@@ -82,8 +82,8 @@ TRANSPORT_MUTANTS: dict[str, tuple[str, Edits]] = {
             (ONE_SHOT, _RECEIVE_ONE_SHOT, edits.CLEAR_ONE_SHOT + _RECEIVE_ONE_SHOT),
         ),
     ),
-    "no clear of a sum": ("two_shot", edits.SUMS_STAY),
-    "no clear of a finished row": ("owned_rows", edits.FINISHED_ROWS_STAY),
+    "no clear of a sum": ("two_shot", edits.RECEIVED_STAY),
+    "no clear of a finished row": ("owned_rows", edits.RECEIVED_STAY),
     "no clear of quantised elements": (
         "owned_quantized",
         edits.QUANTISED_STAY,

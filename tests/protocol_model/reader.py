@@ -20,7 +20,7 @@ ONE_SHOT, TWO_SHOT, OWNED = "cuda/one_shot.cuh", "cuda/two_shot.cuh", "cuda/owne
 QUANTIZE, LAYOUT, WORDS = "cuda/quantize.cuh", "protocol/layout.h", "protocol/exchange.h"
 
 _CALLS = {
-    *("store_to_peer", "load_from_peer", "store_quantized", "receive_partials"),
+    *("store_to_peer", "load_from_peer", "store_quantized", "receive_partials", "receive_pack"),
     *("clear_partials", "wait_for_preceding_grid", "receive_and_store_scale"),
     *("wait_alone", "wait_together"),
 }
@@ -212,6 +212,8 @@ class _Reader:
                 steps.extend(self._partials())
             elif call == "clear_partials":
                 steps.extend(self._cleared())
+            elif call == "receive_pack":
+                steps.extend(self._steps(ONE_SHOT, call, where))
             elif call == "receive_and_store_scale":
                 steps.extend(self._steps(path, call, where))
             elif call == _WAIT:
