@@ -217,7 +217,8 @@ def summarise(rows: list[dict[str, Any]], arms: Sequence[str]) -> None:
         )
     for row in rows:
         if row["kind"] == "kernels":
-            print(f"\n[{row['arm']}] calls in a forward pass, us each")
+            batch = f", batch {row['batch']}" if "batch" in row else ""
+            print(f"\n[{row['arm']}] calls in a forward pass{batch}, us each")
             for name, (calls, time_us) in row["per_pass_and_us"].items():
                 print(f"  {calls:7.1f} {time_us:8.2f}  {name}")
 

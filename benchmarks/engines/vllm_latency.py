@@ -117,7 +117,9 @@ def run_arm(options: argparse.Namespace) -> None:
     for batch in batches:
         measured = latency.latency(timed(llm), prompts[:batch], options.output, options.repeats)
         latency.emit(options, {**row, "kind": "latency", "batch": batch, **measured})
-    latency.emit(options, {**row, "kind": "kernels", **kernels(llm, prompts[0])})
+    for batch in sorted({min(batches), max(batches)}):
+        counted = kernels(llm, prompts[:batch])
+        latency.emit(options, {**row, "kind": "kernels", "batch": batch, **counted})
     faults = [fault for fault in llm.collective_rpc("check_allnorm") if fault]
     if faults:
         raise SystemExit(f"faults were recorded: {faults}")
@@ -171,10 +173,14 @@ def logprobs(llm: Any, prompts: list[Any], tokens: int) -> dict[str, Any]:
     return {"prompt": of_prompts, "tokens": generated, "generated": of_generated}
 
 
-def kernels(llm: Any, prompt: Any) -> dict[str, Any]:
-    """Reductions and norms of rank 0 in one prefill and four decode steps, by kernel."""
+def kernels(llm: Any, prompts: list[list[int]]) -> dict[str, Any]:
+    """Reductions and norms of rank 0 in five steps, by kernel.
+
+    Of each prompt the first token alone, so that the step that reads the prompts is as large as
+    those that follow.
+    """
     llm.collective_rpc("start_trace")
-    generate(llm, [prompt], 5)
+    generate(llm, [prompt[:1] for prompt in prompts], 5)
     return latency.kernel_counts(llm.collective_rpc("stop_trace")[0], passes=5)
 
 
