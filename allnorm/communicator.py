@@ -61,6 +61,10 @@ class Communicator(Collectives):
         tuning_dir: folder of the tables that `allnorm tune` has written (`ALLNORM_TUNING_DIR`, else
             the user's cache). They decide about time, never about bits; one that does not fit, or
             that not all ranks have, is left out with a warning of rank 0.
+        max_blocks: CUDA: the most thread blocks of up to 512 threads that a call may take, so that
+            other work runs beside it (`ALLNORM_MAX_BLOCKS`, else as many as the GPU holds, two or
+            one a multiprocessor). The same on every rank; bits never depend on it. Two blocks run
+            in any case, or twice as many as a row needs that is wider than one.
         early_trigger: CUDA: the next kernel of the stream, if it is launched with programmatic
             dependent launch, may start before a call's last stores; it must read nothing before
             `griddepcontrol.wait`, as CUDA demands of it. False lets it start when the call ends,
@@ -84,6 +88,7 @@ class Communicator(Collectives):
         timeout: datetime.timedelta | None = None,
         *,
         tuning_dir: str | os.PathLike[str] | None = None,
+        max_blocks: int | None = None,
         early_trigger: bool = True,
         dependent_launch: bool = True,
         first_op: int = 0,
@@ -105,7 +110,7 @@ class Communicator(Collectives):
         self._lock = threading.Lock()
 
         def check() -> tuple[Any, ...]:
-            agreed, max_row_bytes = self._configure(device, workspace_bytes, timeout)
+            agreed, max_row_bytes = self._configure(device, workspace_bytes, timeout, max_blocks)
             self._tables = tuning.load(
                 tuning_dir, self.device.type, self.device.index, self.world_size
             )
@@ -114,7 +119,8 @@ class Communicator(Collectives):
         checked = workspace.agree(resolved, check, "checking the arguments of Communicator")
         if len({agreed for agreed, *_ in checked}) > 1:
             raise ValueError(
-                "the ranks passed different arguments (device type, workspace_bytes, numerics): "
+                "the ranks passed different arguments (device type, workspace_bytes, numerics, "
+                "max_blocks): "
                 f"{[agreed for agreed, *_ in checked]}. Pass the same on every rank."
             )
         tables, warning = tuning.tables(self._tables, [found for *_, found in checked])
@@ -132,6 +138,7 @@ class Communicator(Collectives):
                 (limit for _, limit, _ in checked if limit is not None), default=None
             ),
             tables=tables,
+            max_blocks=self._max_blocks if self.device.type == "cuda" else 0,
         )
         self._preparer = Preparer(
             self._library, self.traits, self._workspace.num_bytes, self.device, self.rank
@@ -149,6 +156,7 @@ class Communicator(Collectives):
         device: torch.device | str | None,
         workspace_bytes: int | None,
         timeout: datetime.timedelta | None,
+        max_blocks: int | None,
     ) -> tuple[Any, ...]:
         settings = config.read_settings()
         arguments.check_numerics(self.numerics)
@@ -173,7 +181,15 @@ class Communicator(Collectives):
                 f"workspace_bytes={workspace_bytes}: expected at least {workspace.MIN_BYTES} bytes."
             )
         self._workspace_bytes = workspace_bytes // 4096 * 4096
-        return (self.device.type, self._workspace_bytes, self.numerics), _max_row_bytes(self.device)
+        if max_blocks is None:
+            max_blocks = settings.max_blocks or 0
+        else:
+            arguments.check_count("max_blocks", max_blocks)
+            if max_blocks < 1:
+                raise ValueError("max_blocks=0: expected at least 1, or None for no limit.")
+        self._max_blocks = max_blocks
+        agreed = (self.device.type, self._workspace_bytes, self.numerics, max_blocks)
+        return agreed, _max_row_bytes(self.device)
 
     def _open(self, first_op: int, flags: int) -> None:
         def start() -> None:

@@ -6,6 +6,7 @@
 | `ALLNORM_TIMEOUT_SECONDS` | `Communicator(timeout=)`           |
 | `ALLNORM_DISABLE`         | the engine's own switch, off       |
 | `ALLNORM_TUNING_DIR`      | `Communicator(tuning_dir=)`        |
+| `ALLNORM_MAX_BLOCKS`      | `Communicator(max_blocks=)`        |
 
 `ALLNORM_DISABLE=1` keeps the plugins of serving engines from doing anything; calls of the library's
 own API are not affected.
@@ -28,7 +29,7 @@ DEFAULT_TIMEOUT = datetime.timedelta(seconds=600)
 
 _KNOWN = (
     *("ALLNORM_WORKSPACE_BYTES", "ALLNORM_TIMEOUT_SECONDS", "ALLNORM_DISABLE"),
-    "ALLNORM_TUNING_DIR",
+    *("ALLNORM_TUNING_DIR", "ALLNORM_MAX_BLOCKS"),
 )
 
 
@@ -40,6 +41,7 @@ class Settings:
     timeout: datetime.timedelta | None = None
     disabled: bool = False
     tuning_dir: pathlib.Path | None = None
+    max_blocks: int | None = None
 
 
 def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
@@ -57,11 +59,13 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         )
     workspace = _positive(environ, "ALLNORM_WORKSPACE_BYTES")
     seconds = _positive(environ, "ALLNORM_TIMEOUT_SECONDS")
+    max_blocks = _positive(environ, "ALLNORM_MAX_BLOCKS")
     return Settings(
         workspace_bytes=None if workspace is None else int(workspace),
         timeout=None if seconds is None else datetime.timedelta(seconds=seconds),
         disabled=_switch(environ, "ALLNORM_DISABLE"),
         tuning_dir=_folder(environ, "ALLNORM_TUNING_DIR"),
+        max_blocks=None if max_blocks is None else max(1, int(max_blocks)),
     )
 
 

@@ -125,6 +125,7 @@ class Traits:
         exchange: empty if ranks can write to each other's memory, else the reason why they cannot.
         max_row_bytes: the widest row that the fused kernels of every rank hold; None: any.
         tables: what was measured, the first that knows a call decides.
+        max_blocks: most blocks of any launch on a GPU; 0: as many as it holds.
     """
 
     backend: str
@@ -132,6 +133,7 @@ class Traits:
     exchange: str = ""
     max_row_bytes: int | None = None
     tables: tuple[Table, ...] = field(default=(), repr=False)
+    max_blocks: int = 0
 
 
 def choose(
@@ -179,6 +181,8 @@ def choose(
         rows = max(1, UNFUSED_GATHER_BYTES // row_bytes) if traits.world_size > 1 else num_tokens
     else:
         rows = rows_per_chunk[algorithm]
+        limits = [limit for limit in (num_blocks, traits.max_blocks) if limit]
+        num_blocks = min(limits, default=0)
     num_chunks = -(-num_tokens // rows) if num_tokens else 0
     return Plan(algorithm, reason, num_chunks, num_blocks, source)
 

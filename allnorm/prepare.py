@@ -184,7 +184,9 @@ class Preparer:
         arguments.check_like("residual_shard", shard, own)
         call = describe_call(_native.ALL_GATHER_ROWS, shard.dtype, hidden_size)
         plan = self._plan(call, num_tokens, shard.dtype, algorithm)
-        return Launch(shard, None, None, None, plan.algorithm, gathered_rows=num_tokens)
+        launch = Launch(shard, None, None, None, plan.algorithm, gathered_rows=num_tokens)
+        launch.call.num_blocks = plan.num_blocks
+        return launch
 
     def _plan(
         self, call: _native.Call, num_tokens: int, dtype: torch.dtype, algorithm: str

@@ -187,6 +187,9 @@ def wrong_creations(rank: int, world_size: int) -> list[str]:
         "workspace_zero": (ValueError, {"workspace_bytes": 0}),
         "workspace_negative": (ValueError, {"workspace_bytes": -(1 << 20)}),
         "workspace_type": (TypeError, {"workspace_bytes": "1GB"}),
+        "max_blocks_zero": (ValueError, {"max_blocks": 0}),
+        "max_blocks_negative": (ValueError, {"max_blocks": -1}),
+        "max_blocks_type": (TypeError, {"max_blocks": 64.0}),
         "device": (allnorm.UnsupportedError, {"device": "meta"}),
         "group": ((ValueError, TypeError), {"group": "world"}),
     }
@@ -232,6 +235,7 @@ def differing(rank: int, world_size: int) -> list[str]:
             lambda: allnorm.Communicator(device=device(), workspace_bytes=(1 + rank) << 20),
         ),
         message_of(ValueError, lambda: allnorm.Communicator(device=device(), numerics=MODES[rank])),
+        message_of(ValueError, lambda: allnorm.Communicator(device=device(), max_blocks=1 + rank)),
     ]
     with allnorm.Communicator(device=device()) as c:
         Case().check(c)
@@ -265,6 +269,7 @@ def environment(rank: int, world_size: int) -> list[str]:
             {"ALLNORM_WORKSPACE_BYTES": "lots"},
             {"ALLNORM_WORKSPACE_BYTES": "-5"},
             {"ALLNORM_TIMEOUT_SECONDS": "0"},
+            {"ALLNORM_MAX_BLOCKS": "none"},
         )
     ]
     c = with_environment(

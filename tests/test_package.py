@@ -70,6 +70,8 @@ def test_settings_are_read_from_the_environment() -> None:
     assert settings.timeout.total_seconds() == 0.5
     with pytest.raises(allnorm.ConfigurationError, match=r"ALLNORM_WORKSPACE, .*allnorm knows"):
         config.read_settings({"ALLNORM_WORKSPACE": "1", "ALLNORM_ZZZ": ""})
+    assert settings.max_blocks is None
+    assert config.read_settings({"ALLNORM_MAX_BLOCKS": "64"}).max_blocks == 64
     for value in ("x", "-1", "0", "inf", "nan"):
         with pytest.raises(allnorm.ConfigurationError, match="ALLNORM_TIMEOUT_SECONDS"):
             config.read_settings({"ALLNORM_TIMEOUT_SECONDS": value})

@@ -436,6 +436,33 @@ def test_any_number_of_blocks(pool: RankPool, tmp_path: pathlib.Path) -> None:
     pool.run(blocks, tmp_path)
 
 
+def limited(rank: int, world_size: int, folder: pathlib.Path) -> None:
+    """So may the caller; the smaller limit counts, and the bits are the same."""
+    table = entry((None, "two_shot"), hidden_size=64)
+    table["steps"][0]["num_blocks"] = 40
+    if rank == 0:
+        write(folder, world_size, table)
+    torch.distributed.barrier()
+    for max_blocks in (1, 7, 64):
+        with allnorm.Communicator(
+            device=device(), tuning_dir=folder, max_blocks=max_blocks
+        ) as comm:
+            on_gpu = comm.device.type == "cuda"
+            asked = comm.plan(8, 64, algorithm="one_shot")
+            assert asked.num_blocks == (max_blocks if on_gpu else 0)
+            assert comm.plan(8, 64).num_blocks == (min(max_blocks, 40) if on_gpu else 40)
+            assert comm.plan(8, 64, algorithm="unfused").num_blocks == 0
+            check_calls(comm)
+            for shape in ((3, 4096), (300, 1024), (17, 16384)):
+                for algorithm in ("one_shot", "two_shot"):
+                    Case(shape=shape, algorithm=algorithm).check(comm)
+
+
+@on(cpu=(2,), gpu=(2, 4))
+def test_any_limit_of_blocks(pool: RankPool, tmp_path: pathlib.Path) -> None:
+    pool.run(limited, tmp_path)
+
+
 def test_ratio_is_symmetric() -> None:
     assert policy._ratio(3, 7) == policy._ratio(7, 3)
     assert math.isclose(policy._ratio(2, 8), 4.0)

@@ -80,6 +80,14 @@ def bench(
             "as in a model, and take the product's own time off.",
         ),
     ] = 0,
+    max_blocks: Annotated[
+        int,
+        typer.Option(
+            "--max-blocks",
+            min=0,
+            help="Most thread blocks of a call of allnorm's on a GPU; 0: as many as it holds.",
+        ),
+    ] = 0,
     device: Device = "auto",
     push_gbps: Annotated[
         float, typer.Option("--push-gbps", help="What one GPU can send, in GB/s, for the floor.")
@@ -107,6 +115,7 @@ def bench(
         arms=tuple(bench_modes.select(arms, where, modes)),
         device=where,
         product=product,
+        max_blocks=max_blocks,
     )
     gpus = topology.num_gpus()
     default = f"2,{gpus}" if where == "cuda" and gpus > 2 else ""
@@ -229,6 +238,8 @@ def _explanation(job: ranks_bench.Job) -> str:
         )
     if any(mode.residual_sharded for mode in job.modes):
         text += " Sharded residual: the other ways reduce-scatter, then all-gather."
+    if job.max_blocks:
+        text += f" allnorm's calls take at most {job.max_blocks} thread blocks."
     if job.product:
         text += (
             f" Each call stands behind a matrix product of {job.product} columns that writes its "
@@ -248,6 +259,7 @@ def _common(job: ranks_bench.Job) -> dict[str, Any]:
         "dtype": job.dtype,
         "numerics": job.numerics,
         "product": job.product,
+        "max_blocks": job.max_blocks,
         **provenance,
     }
 

@@ -48,6 +48,7 @@ _KEY = {
     "residual_sharded": False,
     "return_normed": False,
     "product": 0,
+    "max_blocks": 0,
     "arm": None,
 }
 

@@ -38,8 +38,8 @@ inline int least_blocks(int64_t packs) {
 
 // Blocks per row: as few as the width demands, and more for few rows. A block of a spread row has
 // at least two warps.
-inline int choose_cluster_size(int64_t packs, int64_t num_tokens, int num_sms) {
-  const int64_t blocks = std::min<int64_t>(kSpreadGrid, num_sms);
+inline int choose_cluster_size(int64_t packs, int64_t num_tokens, int most_blocks) {
+  const int64_t blocks = std::min<int64_t>(kSpreadGrid, most_blocks);
   const int needed = least_blocks(packs);
   int size = needed;
   while (size < kMaxClusterSize && size < kSpreadBlocks * needed &&

@@ -34,7 +34,7 @@ const void* find_local(int dtype, bool aligned, bool quantized) {
   }
 }
 
-// `dense`: there are more rows than SMs.
+// `dense`: there are more rows than SMs, and more than one block of each is taken.
 ExchangeKind kind_of(const AllnormCall& call, bool dense) {
   if (call.op == ALLNORM_ALL_GATHER_ROWS) return ExchangeKind::kOwnedGiven;
   if (is_sharded(call)) return ExchangeKind::kOwnedFinished;
@@ -108,12 +108,14 @@ int32_t launch(const Device& device, const void* kernel, const void* params,
 
 int32_t launch_exchange(const Device& device, const AllnormCall& call, int world_size,
                         const FusedParams& fused, const void* params) {
+  const int most = call.num_blocks > 0 ? call.num_blocks : kMaxBlocks;
   Geometry geometry;
   geometry.cluster_size = call.cluster_size;
   if (geometry.cluster_size == 0) {
-    geometry.cluster_size = device.has_clusters
-                                ? choose_cluster_size(fused.packs, fused.num_tokens, device.num_sms)
-                                : 1;
+    geometry.cluster_size =
+        device.has_clusters
+            ? choose_cluster_size(fused.packs, fused.num_tokens, std::min(most, device.num_sms))
+            : 1;
   }
   geometry.num_threads = threads_of(fused.packs, geometry.cluster_size);
   if (geometry.num_threads > kMaxThreads || geometry.cluster_size > kMaxClusterSize) {
@@ -124,7 +126,8 @@ int32_t launch_exchange(const Device& device, const AllnormCall& call, int world
         static_cast<long long>(call.hidden_size), geometry.cluster_size, geometry.num_threads,
         kMaxThreads, kMaxClusterSize);
   }
-  const bool dense = fused.num_tokens * geometry.cluster_size > device.num_sms;
+  const bool dense =
+      fused.num_tokens * geometry.cluster_size > device.num_sms && most > device.num_sms;
   const void* kernel =
       find_exchange(call.dtype, {kind_of(call, dense), world_size, is_quantized(call)});
   if (kernel == nullptr) {
@@ -132,8 +135,8 @@ int32_t launch_exchange(const Device& device, const AllnormCall& call, int world
                 world_size, kPushMaxWorldSize);
   }
   const int resident = resident_blocks(device, kernel, geometry);
-  const int limit = call.num_blocks > 0 ? std::min(call.num_blocks, resident) : resident;
-  geometry.num_blocks = choose_num_blocks(fused.num_tokens, geometry.cluster_size, limit, 1);
+  geometry.num_blocks =
+      choose_num_blocks(fused.num_tokens, geometry.cluster_size, std::min(most, resident), 1);
   return launch(device, kernel, params, geometry, 0, call);
 }
 

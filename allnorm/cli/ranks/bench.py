@@ -38,6 +38,7 @@ class Job:
         seconds: on CPU, roughly how long one arm of one shape is timed.
         tuning_dir: as of a Communicator.
         product: columns of the matrix product in front of every timed call; 0 for none.
+        max_blocks: as of a Communicator; 0 for no limit.
     """
 
     shapes: tuple[Shape, ...]
@@ -49,6 +50,7 @@ class Job:
     seconds: float = 0.7
     tuning_dir: str | None = None
     product: int = 0
+    max_blocks: int = 0
 
 
 @dataclass
@@ -111,7 +113,10 @@ def run(rank: int, world_size: int, job: Job) -> list[dict[str, Any]]:
         max_hidden_size=max(s.hidden_size for s in job.shapes),
     )
     with allnorm.Communicator(
-        device=device, numerics=job.numerics, tuning_dir=job.tuning_dir
+        device=device,
+        numerics=job.numerics,
+        tuning_dir=job.tuning_dir,
+        max_blocks=job.max_blocks or None,
     ) as comm:
         for index, shape in enumerate(job.shapes):
             report({"text": str(shape), "done": index, "total": len(job.shapes)})
