@@ -74,19 +74,26 @@ def time_cuda(
     calls = calls_per_graph(num_tokens)
     for _ in range(rounds):
         for arm, graph in arms:
-            arm.reset()
-            # Untimed: aligns the ranks and keeps the GPU busy while the host launches the next.
-            graph.replay()
-            events = [torch.cuda.Event(enable_timing=True) for _ in range(_REPLAYS_PER_ROUND + 1)]
-            events[0].record()
-            for event in events[1:]:
-                graph.replay()
-                event.record()
-            events[-1].synchronize()
-            samples[arm.name] += [
-                begin.elapsed_time(end) * 1e3 / calls for begin, end in itertools.pairwise(events)
-            ]
+            try:
+                samples[arm.name] += [us / calls for us in _time_replays(arm, graph)]
+            except Exception as error:  # a kernel that fails ends what its process can do
+                error.add_note(f"while {arm.name} was timed")
+                raise
     return samples
+
+
+def _time_replays(arm: Arm, graph: torch.cuda.CUDAGraph) -> list[float]:
+    """Microseconds of each of a round's replays; all have ended."""
+    arm.reset()
+    # Untimed: aligns the ranks and keeps the GPU busy while the host launches the next.
+    graph.replay()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(_REPLAYS_PER_ROUND + 1)]
+    events[0].record()
+    for event in events[1:]:
+        graph.replay()
+        event.record()
+    events[-1].synchronize()
+    return [begin.elapsed_time(end) * 1e3 for begin, end in itertools.pairwise(events)]
 
 
 def capture(arm: Arm, num_tokens: int) -> torch.cuda.CUDAGraph:
