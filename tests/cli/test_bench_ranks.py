@@ -153,6 +153,48 @@ def test_percentiles() -> None:
     assert all(math.isnan(value) for value in clock.summary([]).values())
 
 
+class Event:
+    """Stands in for a CUDA event: the first graph takes 2 us a replay, the second one fails."""
+
+    now_ms = 0.0
+
+    def __init__(self, enable_timing: bool) -> None:
+        self.at_ms = math.nan
+
+    def record(self) -> None:
+        self.at_ms = Event.now_ms
+
+    def elapsed_time(self, end: Event) -> float:
+        return end.at_ms - self.at_ms
+
+    def synchronize(self) -> None:
+        if math.isinf(Event.now_ms):
+            raise RuntimeError("unspecified launch failure")
+
+
+class Graph:
+    def __init__(self, ms: float) -> None:
+        self.ms = ms
+
+    def replay(self) -> None:
+        Event.now_ms += self.ms
+
+
+def test_a_kernel_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(Event, "now_ms", 0.0)
+    calls = clock.calls_per_graph(1)
+    good, bad = (
+        (arms.Arm(name, lambda index: None, lambda result: result), Graph(ms))
+        for name, ms in (("good", 2e-3 * calls), ("bad", math.inf))
+    )
+    samples = clock.time_cuda([good], 1, rounds=2)
+    assert samples == {"good": [pytest.approx(2.0)] * 6}
+    with pytest.raises(RuntimeError, match="launch failure") as caught:
+        clock.time_cuda([good, bad], 1)
+    assert caught.value.__notes__ == ["while bad was timed"]
+
+
 def eager(rank: int, world_size: int) -> dict[str, float]:
     arm = arms.Arm("nothing", lambda index: None, lambda result: result)
     return clock.time_eager(arm, lambda: None)
