@@ -187,7 +187,7 @@ class Communicator(Collectives):
             arguments.check_count("max_blocks", max_blocks)
             if max_blocks < 1:
                 raise ValueError("max_blocks=0: expected at least 1, or None for no limit.")
-        self._max_blocks = max_blocks
+        self._max_blocks = min(max_blocks, policy.MOST_BLOCKS)
         agreed = (self.device.type, self._workspace_bytes, self.numerics, max_blocks)
         return agreed, _max_row_bytes(self.device)
 

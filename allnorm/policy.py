@@ -15,6 +15,9 @@ ALGORITHMS = ("one_shot", "two_shot", "unfused")
 # Temporary memory that `unfused` may take for the gathered partial sums of one row chunk.
 UNFUSED_GATHER_BYTES = 256 << 20
 
+# More blocks than any GPU holds at once: a greater limit is none.
+MOST_BLOCKS = 1 << 16
+
 # Bytes that one rank may push in one_shot, to all peers together, before two_shot is faster (H200,
 # bf16, CUDA graphs, 2026-11; docs/performance.md): at 4 ranks 16x4096 takes 4.9 us in one_shot and
 # 5.2 in two_shot, 32x4096 6.2 and 5.4. Other world sizes are scaled by it. At two ranks both send

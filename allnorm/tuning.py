@@ -24,12 +24,11 @@ from typing import Any
 
 from allnorm import config, topology
 from allnorm._version import __version__
-from allnorm.policy import ALGORITHMS, EPILOGUES, Curve, Step, Table
+from allnorm.policy import ALGORITHMS, EPILOGUES, MOST_BLOCKS, Curve, Step, Table
 
 FORMAT = 1
 DTYPES = ("float32", "float16", "bfloat16")
 _MAX_FILE_BYTES = 4 << 20
-_MAX_BLOCKS = 1 << 16
 _SEEDS = pathlib.Path(__file__).parent / "seeds"
 
 Curves = dict[tuple[str, str], list[Curve]]
@@ -203,7 +202,7 @@ def _steps(steps: Any) -> tuple[Step, ...]:
 
 def _integer(fields: dict[str, Any], name: str, least: int) -> int:
     value = fields.get(name)
-    most = _MAX_BLOCKS if name == "num_blocks" else 1 << 40
+    most = MOST_BLOCKS if name == "num_blocks" else 1 << 40
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise TableError(f"{name} is {value!r}: expected an integer from {least} to {most}")
     return value

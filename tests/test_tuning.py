@@ -443,13 +443,13 @@ def limited(rank: int, world_size: int, folder: pathlib.Path) -> None:
     if rank == 0:
         write(folder, world_size, table)
     torch.distributed.barrier()
-    for max_blocks in (1, 7, 64):
+    for max_blocks in (1, 7, 64, 1 << 40):
         with allnorm.Communicator(
             device=device(), tuning_dir=folder, max_blocks=max_blocks
         ) as comm:
             on_gpu = comm.device.type == "cuda"
             asked = comm.plan(8, 64, algorithm="one_shot")
-            assert asked.num_blocks == (max_blocks if on_gpu else 0)
+            assert asked.num_blocks == (min(max_blocks, policy.MOST_BLOCKS) if on_gpu else 0)
             assert comm.plan(8, 64).num_blocks == (min(max_blocks, 40) if on_gpu else 40)
             assert comm.plan(8, 64, algorithm="unfused").num_blocks == 0
             check_calls(comm)
