@@ -27,10 +27,10 @@ class Measurement:
         p50_us, p90_us, p99_us: time per call; of every rank's figure the largest. NaN if not timed.
         host_us, eager_us: what a call without a graph costs the host, and until it is done; NaN if
             not measured.
-        product_us: of the matrix product in front of each call, beyond which the first three are;
-            NaN without one.
         error: "" if the result was right, else what was wrong.
         reason: "" if it ran, else why it cannot.
+        product_us: of the matrix product in front of each call, beyond which p50_us to p99_us are;
+            NaN without one.
         floor_us: what sending the bytes of this shape and mode takes at least; NaN if unknown.
         quant_cost_us: of allnorm's quantised arms, what they take beyond the 16-bit call.
     """
@@ -44,9 +44,9 @@ class Measurement:
     p99_us: float
     host_us: float
     eager_us: float
-    product_us: float
     error: str
     reason: str
+    product_us: float = math.nan
     floor_us: float = math.nan
     quant_cost_us: float = math.nan
 
@@ -58,7 +58,7 @@ class Measurement:
     @property
     def floor_share(self) -> float:
         """Which part of the time the link needs at least; NaN where that is unknown."""
-        return self.floor_us / self.p50_us
+        return _ratio(self.floor_us, self.p50_us)
 
 
 def merge(
@@ -175,7 +175,9 @@ def is_other(arm: str) -> bool:
 def speed_up(found: Mapping[str, Measurement], others: Iterable[str]) -> float:
     """How many times faster "allnorm" is than the fastest of `others`; NaN if one was not timed."""
     other = best(found[arm] for arm in others if arm in found)
-    return other.p50_us / found["allnorm"].p50_us if other and "allnorm" in found else math.nan
+    return (
+        _ratio(other.p50_us, found["allnorm"].p50_us) if other and "allnorm" in found else math.nan
+    )
 
 
 def missing(measurements: Iterable[Measurement]) -> dict[str, str]:
@@ -192,6 +194,11 @@ def _plain_times(ranks: Sequence[Sequence[dict[str, Any]]]) -> dict[tuple[int, i
         for records in zip(*ranks, strict=True)
         if records[0]["arm"] == "allnorm16"
     }
+
+
+def _ratio(us: float, of_us: float) -> float:
+    """NaN if nothing can be said: beyond a product, noise may leave no time at all, or less."""
+    return us / of_us if of_us > 0 else math.nan
 
 
 def _largest(values: Iterable[float]) -> float:

@@ -56,7 +56,6 @@ def measurement(arm: str, p50_us: float, **changes: Any) -> Measurement:
         "p99_us": p50_us * 1.2,
         "host_us": math.nan,
         "eager_us": math.nan,
-        "product_us": math.nan,
         "error": "",
         "reason": "",
     }

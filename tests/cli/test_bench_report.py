@@ -42,6 +42,14 @@ def test_speed_up_is_over_the_fastest_other_arm() -> None:
     assert math.isnan(bench_report.speed_up(found, ["vllm"]))
 
 
+@pytest.mark.parametrize("left_us", [0.0, -0.5])
+def test_where_noise_leaves_no_time_beyond_a_product_there_is_no_ratio(left_us: float) -> None:
+    own = measurement("allnorm", left_us, floor_us=1.0, product_us=20.0)
+    other = measurement("nccl+torch", 4.0)
+    assert math.isnan(own.floor_share)
+    assert math.isnan(bench_report.speed_up({"allnorm": own, other.arm: other}, [other.arm]))
+
+
 def test_headline() -> None:
     assert bench_table.headline(two_ranks(), "bfloat16") == (
         "1x4096 bfloat16, 2 ranks: 5.00 us, 20.0x faster than gloo + PyTorch, "
