@@ -35,6 +35,10 @@ class Product:
         self._right = [
             torch.randn(columns, case.shape.hidden_size, **options) for _ in range(NUM_SETS)
         ]
+        # The library behind it allocates at its first product, which no CUDA graph can capture.
+        for index in range(NUM_SETS):
+            self._multiply(index)
+        self.restore()
 
     def before(self, arm: Arm) -> Arm:
         """The same arm, each call behind a product."""
