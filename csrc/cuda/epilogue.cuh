@@ -42,6 +42,12 @@ class NormEpilogue {
       residual_ = load_pack(params_.residual.at(row, pack_));
     }
   }
+  // The same in two parts, for who loads it while another row is worked on.
+  __device__ __forceinline__ Pack load_residual(int64_t row) const {
+    const bool any = live_ && params_.residual.data != nullptr;
+    return any ? load_pack(params_.residual.at(row, pack_)) : Pack{};
+  }
+  __device__ __forceinline__ void take_residual(const Pack& residual) { residual_ = residual; }
 
   // Numerics steps 2 to 4 from the reduced sum of a row. All threads of the cluster call it, live
   // or not; a barrier of the block lies in it.

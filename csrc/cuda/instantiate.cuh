@@ -14,12 +14,12 @@
 
 namespace allnorm {
 
-template <class T, template <class, int> class Transport, bool kDense, bool kQuantized>
+template <class T, template <class, int> class Transport, Grid kGrid, bool kQuantized>
 struct FusedKernel {
   template <int kWorldSize>
   static const void* get() {
     return reinterpret_cast<const void*>(
-        &fused_kernel<T, kWorldSize, Transport, kDense, kQuantized>);
+        &fused_kernel<T, kWorldSize, Transport, kGrid, kQuantized>);
   }
 };
 template <class T, Owned kOwned, bool kQuantized>
@@ -46,11 +46,13 @@ template <class T, bool kQuantized>
 const void* exchange_kernel_of(const KernelKey& key) {
   switch (key.kind) {
     case ExchangeKind::kOneShot:
-      return kernel_of<FusedKernel<T, OneShot, false, kQuantized>>(key.world_size);
+      return kernel_of<FusedKernel<T, OneShot, Grid::kSparse, kQuantized>>(key.world_size);
     case ExchangeKind::kOneShotDense:
-      return kernel_of<FusedKernel<T, OneShot, true, kQuantized>>(key.world_size);
+      return kernel_of<FusedKernel<T, OneShot, Grid::kDense, kQuantized>>(key.world_size);
+    case ExchangeKind::kOneShotFew:
+      return FusedKernel<T, OneShot, Grid::kFew, kQuantized>::template get<kFewWorldSize>();
     case ExchangeKind::kTwoShot:
-      return kernel_of<FusedKernel<T, TwoShot, false, kQuantized>>(key.world_size);
+      return kernel_of<FusedKernel<T, TwoShot, Grid::kSparse, kQuantized>>(key.world_size);
     case ExchangeKind::kOwnedSum:
       return kernel_of<OwnedRowsKernel<T, Owned::kSum, kQuantized>>(key.world_size);
     case ExchangeKind::kOwnedFinished:

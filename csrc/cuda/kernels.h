@@ -10,6 +10,7 @@ namespace allnorm {
 enum class ExchangeKind {
   kOneShot,
   kOneShotDense,
+  kOneShotFew,  // of kFewWorldSize ranks only
   kTwoShot,
   kOwnedSum,
   kOwnedFinished,

@@ -34,13 +34,15 @@ const void* find_local(int dtype, bool aligned, bool quantized) {
   }
 }
 
-// `dense`: there are more rows than SMs, and more than one block of each is taken.
-ExchangeKind kind_of(const AllnormCall& call, bool dense) {
+// `grid`: that of a one_shot.
+ExchangeKind kind_of(const AllnormCall& call, Grid grid) {
   if (call.op == ALLNORM_ALL_GATHER_ROWS) return ExchangeKind::kOwnedGiven;
   if (is_sharded(call)) return ExchangeKind::kOwnedFinished;
   if (has_row_owners(call)) return ExchangeKind::kOwnedSum;
   if (call.algorithm == ALLNORM_TWO_SHOT) return ExchangeKind::kTwoShot;
-  return dense ? ExchangeKind::kOneShotDense : ExchangeKind::kOneShot;
+  return grid == Grid::kDense ? ExchangeKind::kOneShotDense
+         : grid == Grid::kFew ? ExchangeKind::kOneShotFew
+                              : ExchangeKind::kOneShot;
 }
 
 // Blocks of `kernel` that the device holds at once; asked for once per kernel, block and cluster
@@ -126,10 +128,10 @@ int32_t launch_exchange(const Device& device, const AllnormCall& call, int world
         static_cast<long long>(call.hidden_size), geometry.cluster_size, geometry.num_threads,
         kMaxThreads, kMaxClusterSize);
   }
-  const bool dense =
-      fused.num_tokens * geometry.cluster_size > device.num_sms && most > device.num_sms;
+  const Grid grid =
+      choose_grid(fused.num_tokens, geometry.cluster_size, most, device.num_sms, world_size);
   const void* kernel =
-      find_exchange(call.dtype, {kind_of(call, dense), world_size, is_quantized(call)});
+      find_exchange(call.dtype, {kind_of(call, grid), world_size, is_quantized(call)});
   if (kernel == nullptr) {
     return fail(ALLNORM_UNSUPPORTED, "no fused kernel for world size %d: expected 2 to %d",
                 world_size, kPushMaxWorldSize);

@@ -29,14 +29,23 @@ __device__ __forceinline__ Pack nan_pack() {
   return {kCanonicalWord, kCanonicalWord, kCanonicalWord, kCanonicalWord};
 }
 
+// What was in the slots of one pack when they were looked at; empty before.
+template <int kWorldSize>
+struct Peeked {
+  Pack partial[kWorldSize];
+};
+
 // Waits for the partials of one pack from all peers, all loads in flight together, and sums them.
 // `slot` is where the first other rank's partial arrives, `stride` the bytes to the next one's. All
-// lanes of a warp call it; of one that is not `live` nothing is loaded.
+// lanes of a warp call it; of one that is not `live` nothing is loaded. `peeked`, if any, is what
+// this thread has loaded from there in this operation: the first poll.
 template <class T, int kWorldSize>
 __device__ __forceinline__ Pack receive_partials(Exchange<kWorldSize>& exchange, const char* slot,
                                                  int64_t stride, int rank, const Pack& own,
-                                                 bool live) {
+                                                 bool live,
+                                                 const Peeked<kWorldSize>* peeked = nullptr) {
   Pack partial[kWorldSize];
+  bool loads = peeked == nullptr;
   const auto poll = [&] {
     bool all = true;
 #pragma unroll
@@ -45,10 +54,13 @@ __device__ __forceinline__ Pack receive_partials(Exchange<kWorldSize>& exchange,
         partial[source] = own;
       } else if (!live) {
         partial[source] = Pack{};  // has arrived
+      } else if (!loads) {
+        partial[source] = peeked->partial[source];
       } else {
         partial[source] = load_relaxed_sys(slot + PushLayout::other(rank, source) * stride);
       }
     }
+    loads = true;
 #pragma unroll
     for (int source = 0; source < kWorldSize; ++source) {
       all = all && (source == rank || arrived(partial[source]));
@@ -102,6 +114,7 @@ template <class T, int kWorldSize>
 class OneShot {
  public:
   static constexpr int kHops = 1;
+  using Peeked = allnorm::Peeked<kWorldSize>;
 
   __device__ __forceinline__ OneShot(const FusedParams& params, Exchange<kWorldSize>& exchange,
                                      int pack, bool live)
@@ -123,12 +136,22 @@ class OneShot {
     }
   }
 
+  // Loads that receive() may find to be all it waits for; not used before.
+  __device__ __forceinline__ void peek(int row, Peeked& peeked) const {
+#pragma unroll
+    for (int source = 0; source < kWorldSize; ++source) {
+      if (source == rank_ || !live_) continue;
+      peeked.partial[source] =
+          load_relaxed_sys(slot(row) + PushLayout::other(rank_, source) * stride_);
+    }
+  }
+
   // `own` returns this rank's partial.
   template <class Own>
-  __device__ __forceinline__ Pack receive(int row, Own&& own) {
+  __device__ __forceinline__ Pack receive(int row, Own&& own, const Peeked* peeked = nullptr) {
     char* const slots = slot(row);
     const Pack sum =
-        receive_partials<T, kWorldSize>(exchange_, slots, stride_, rank_, own(), live_);
+        receive_partials<T, kWorldSize>(exchange_, slots, stride_, rank_, own(), live_, peeked);
     if (live_) clear_partials<kWorldSize>(slots, stride_);
     return sum;
   }

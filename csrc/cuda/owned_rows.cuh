@@ -205,8 +205,8 @@ enum class Owned { kSum, kFinished, kGiven };
 
 // As run_fused(): rows of this launch are taken by clusters in turn. In one turn a cluster sends
 // its partial of a later row, does its own part for a row that this rank owns, and receives a row
-// that it came by kLag turns ago: one that its owner has had the time for. So nobody waits for two
-// hops in a row.
+// that it came by depth() turns ago: one that its owner has had the time for. So nobody waits for
+// two hops in a row.
 template <class T, int kWorldSize, Owned kOwned, bool kQuantized>
 class OwnedRows {
  public:
@@ -231,16 +231,16 @@ class OwnedRows {
   __device__ __forceinline__ void run(int first, int step, const Pack& own) {
     const int end = params_.num_tokens;
     const int last = first + (end - 1 - first) / step * step;
-    const int most = kLag * step;
+    const int most = depth() * step;
     const int lag = most < last - first ? most : last - first;
     send(first, own);
     epilogue_.prefetch_weight();
-    for (int i = 1; i < kAhead; ++i) send(first + i * step, load_input(first + i * step));
-    Pack ahead = load_input(first + kAhead * step);
+    if (depth() == 2) send(first + step, load_input(first + step));
+    Pack ahead = load_input(first + most);
     for (int index = first; index - lag <= last; index += step) {
       if (index <= last) {
-        send(index + kAhead * step, ahead);
-        ahead = load_input(index + (kAhead + 1) * step);
+        send(index + most, ahead);
+        ahead = load_input(index + most + step);
         // Nothing that is still to come keeps a dependent grid's launch from overlapping it.
         if (index == last) let_dependents_in(params_);
         if (row_at(index).owner == params_.rank) {
@@ -254,13 +254,14 @@ class OwnedRows {
 
  private:
   static constexpr bool kSendsQuantized = kQuantized && kOwned == Owned::kFinished;
-  // Rows whose partials are on their way while one is worked on, and turns from a row's own part to
-  // its receipt. H200, bf16, 4096 columns, 2026-11, by these two numbers. Sums, 4 ranks, 1024 rows:
-  // 43.4 us (1, 1), 45.3 (1, 2), 46.2 (1, 4), 43.2 (2, 1), 44.7 (2, 2); 512 rows: 23.1, 25.7, 26.2,
-  // 24.1, 24.8. Sharded and quantised, 8192 rows at 2 and 4 ranks: 157 and 234 us (1, 1), 157 and
-  // 235 (1, 2), 159 and 234 (2, 1), 152 and 231 (2, 2).
-  static constexpr int kAhead = kOwned == Owned::kSum ? 1 : 2;
-  static constexpr int kLag = kOwned == Owned::kSum ? 1 : 2;
+  // Rows whose partials are on their way while one is worked on, and as many turns from a row's own
+  // part to its receipt. H200, bf16, 4096 columns, 2026-11, by these two numbers. Sums, 4 ranks,
+  // 1024 rows: 43.4 us (1, 1), 45.3 (1, 2), 46.2 (1, 4), 43.2 (2, 1), 44.7 (2, 2); 512 rows: 23.1,
+  // 25.7, 26.2, 24.1, 24.8. Sharded and quantised, 8192 rows at 2 and 4 ranks: 157 and 234 us
+  // (1, 1), 157 and 235 (1, 2), 159 and 234 (2, 1), 152 and 231 (2, 2).
+  __device__ __forceinline__ int depth() const {
+    return kOwned == Owned::kSum && !all_.few_blocks ? 1 : 2;
+  }
 
   __device__ __forceinline__ ShardedRow row_at(int index) const {
     if constexpr (kOwned == Owned::kSum) return {index % kWorldSize, index, index};

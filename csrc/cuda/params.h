@@ -16,6 +16,18 @@ constexpr uint32_t kAllLanes = 0xffffffffu;
 // Widest block of a fused kernel; each thread holds one pack of a row.
 constexpr int kMaxThreads = 512;
 constexpr int kMaxClusterSize = 8;
+// How rows are spread over a grid.
+enum class Grid {
+  kSparse,  // a row a cluster, unless the caller limits the grid
+  kDense,   // more rows than SMs, which hide every latency; registers limit them: two blocks an SM
+  kFew,     // more rows than clusters, by the caller's limit; for kFewWorldSize ranks only
+};
+// With more ranks two_shot sends fewer bytes of many rows.
+constexpr int kFewWorldSize = 2;
+// So few blocks, limited by the caller, must each have more rows on their way. H200, bf16, two_shot
+// of 8192x4096 at 4 ranks, 2026-11: 64 blocks 329 us with one, 316 with two; 132 blocks 300 and
+// 303.
+constexpr int kFewBlocks = 96;
 constexpr int kMaxChunks = kMaxClusterSize * kMaxThreads / kPacksPerChunk;
 
 // How long a warp may be held up at random, to bring about what seldom happens: CMake's
@@ -102,6 +114,7 @@ struct OwnedRowsParams {
   int64_t first_index;
   int64_t total_rows;
   bool sends_normed;  // finished rows cross the link as y, not quantised
+  bool few_blocks;    // by the caller's limit
 };
 
 // One launch of the local kernel.

@@ -24,11 +24,16 @@ void run_kernel(const OwnedRowsParams& params, const Operation& op) {
   } else if (is_sharded(op.call)) {
     run_owned_rows<T, kWorldSize, Owned::kFinished, kQuantized>(params);
   } else if (op.call.algorithm == ALLNORM_ONE_SHOT) {
-    op.dense ? run_fused<T, kWorldSize, OneShot, true, kQuantized>(params.fused)
-             : run_fused<T, kWorldSize, OneShot, false, kQuantized>(params.fused);
+    if (op.dense) {
+      run_fused<T, kWorldSize, OneShot, Grid::kDense, kQuantized>(params.fused);
+    } else if ((op.call.num_tokens + params.fused.rank) % 2 == 0) {
+      run_fused<T, kWorldSize, OneShot, Grid::kFew, kQuantized>(params.fused);
+    } else {
+      run_fused<T, kWorldSize, OneShot, Grid::kSparse, kQuantized>(params.fused);
+    }
   } else {
     op.dense ? run_owned_rows<T, kWorldSize, Owned::kSum, kQuantized>(params)
-             : run_fused<T, kWorldSize, TwoShot, false, kQuantized>(params.fused);
+             : run_fused<T, kWorldSize, TwoShot, Grid::kSparse, kQuantized>(params.fused);
   }
 }
 
@@ -42,7 +47,9 @@ void run_kernel(const OwnedRowsParams& params, const Operation& op) {
 template <int kWorldSize, class... Types>
 void launch(shim::Machine& machine, const AllnormCommConfig& config, Operation& op,
             AllnormFault* fault) {
-  const AllnormCall call = call_of(op, config.rank);
+  AllnormCall call = call_of(op, config.rank);
+  // Each rank may have a limit of its own.
+  if ((call.num_tokens + config.rank) % 2 == 0) call.num_blocks = kFewBlocks;
   // Tall calls go in two launches.
   const int64_t half = call.num_tokens / 2 / kWorldSize * kWorldSize;
   const bool cut = half > 0 && call.num_tokens % 3 == 0;

@@ -243,6 +243,13 @@ WRONG_RESULTS = (
         "plain",
     ),
     Mutant(
+        "few blocks: slots are not looked at anew for the next row",
+        ((FUSED, "    if (!last) transport.peek(row + step, peeked);\n", ""),),
+        (WRONG, NOT_EMPTY, HANGS),
+        "plain",
+        short=False,
+    ),
+    Mutant(
         "partials are not cleared: two_shot",
         ((TWO_SHOT, "    clear_partials<kWorldSize>(slot(row), stride_);\n", ""),),
         (WRONG, NOT_EMPTY),

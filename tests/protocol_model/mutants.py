@@ -10,7 +10,8 @@ from protocol_model.source import MEMORY
 
 _RECEIVE_ONE_SHOT = (
     "    const Pack sum =\n"
-    "        receive_partials<T, kWorldSize>(exchange_, slots, stride_, rank_, own(), live_);\n"
+    "        receive_partials<T, kWorldSize>"
+    "(exchange_, slots, stride_, rank_, own(), live_, peeked);\n"
 )
 
 

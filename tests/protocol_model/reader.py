@@ -133,7 +133,9 @@ class _Reader:
         if "if (params_.large) wait_for_slots();" not in body:
             return ()
         for path, function, rows in (
-            *((FUSED, "run_fused", "send(first,"), (OWNED, "run_owned_rows", "rows.run(first,")),
+            (FUSED, "run_fused", "run_few_blocks("),
+            (FUSED, "run_fused", "send(first,"),
+            (OWNED, "run_owned_rows", "rows.run(first,"),
         ):
             before = ("Exchange<kWorldSize> exchange(", ".begin();", "work_on_no_row<")
             self._check_order(path, function, *before, rows)
@@ -246,7 +248,12 @@ class _Reader:
         tests_all = "all = all && (source == rank || arrived(partial[source]));" in text
         if name != _WAIT or not tests_all:
             raise SourceError(f"receive_partials: {name} {text}")
-        return [Step("wait", self._load(text.replace("all &&", ""), "v4.u32"), "partial")]
+        access = self._load(text.replace("all &&", ""), "v4.u32")
+        # The first poll may have been made before: after the wait for the preceding grid.
+        for call, _ in self._calls(self._sources.function(ONE_SHOT, "peek")):
+            if self._access(call, "v4.u32") != access:
+                raise SourceError(f"peek: {call}")
+        return [Step("wait", access, "partial")]
 
     def _cleared(self) -> list[Step]:
         calls = self._calls(self._sources.function(ONE_SHOT, "clear_partials"))
@@ -256,6 +263,8 @@ class _Reader:
         self._check_order(
             FUSED, "run_fused", "send(first,", "transport.relay(", "transport.receive("
         )
+        order = ("send(first,", "transport.peek(first,", "transport.receive(", ".peek(row + step")
+        self._check_order(FUSED, "run_few_blocks", *order)
         self._check_order(OWNED, "run", "send(first,", "do_own_part(index", "receive(back)")
         part = ("owners_.receive_partials(", "owners_.publish(")
         self._check_order(OWNED, "do_own_part", *part)

@@ -8,9 +8,13 @@ from collections import Counter
 
 DTYPES = ("Bfloat16", "Float16", "Float32")
 WORLD_SIZES = range(2, 9)
+FEW_WORLD_SIZE = 2
 OWNED = ("owned_sum", "owned_finished", "owned_given")
 
-_FUSED = re.compile(r"12fused_kernelINS_\d+(\w+?)ELi(\d+)ENS_7(One|Two)ShotELb([01])ELb([01])EE")
+_FUSED = re.compile(
+    r"12fused_kernelINS_\d+(\w+?)ELi(\d+)ENS_7(One|Two)ShotELNS_4GridE([012])ELb([01])EE"
+)
+_GRIDS = ("", "_dense", "_few")
 _OWNED = re.compile(r"17owned_rows_kernelINS_\d+(\w+?)ELi(\d+)ELNS_5OwnedE([012])ELb([01])EE")
 _LOCAL = re.compile(r"12local_kernelINS_\d+(\w+?)ELb([01])ELb([01])EE")
 
@@ -27,7 +31,7 @@ class Traffic:
 class Variant:
     """The template arguments of a kernel."""
 
-    kind: str  # one_shot, one_shot_dense, two_shot, one of OWNED; local, local_aligned
+    kind: str  # one_shot, _dense or _few; two_shot, one of OWNED; local, local_aligned
     dtype: str
     world_size: int  # 1: local
     quantized: bool
@@ -47,6 +51,8 @@ class Variant:
             # sent: the first row, and one ahead; received: one group
             "one_shot": (2 * peers, ranks),
             "one_shot_dense": (2 * peers, ranks),
+            # sent: the first two rows, and one ahead; received: two looks, and one group of polls
+            "one_shot_few": (3 * peers, 3 * ranks),
             # sent: the first row, and two ahead; relayed and received: the first row, and one ahead
             "two_shot": (3 + 2 * peers, 2 * ranks + 1),
             "owned_sum": (2 + peers, ranks + 1),
@@ -82,8 +88,8 @@ class Variant:
 def variant_of(name: str) -> Variant | None:
     """What a mangled name says; None if it is no kernel of ours."""
     if match := _FUSED.search(name):
-        dtype, ranks, transport, dense, quantized = match.groups()
-        kind = f"{transport.lower()}_shot" + ("_dense" if dense == "1" else "")
+        dtype, ranks, transport, grid, quantized = match.groups()
+        kind = f"{transport.lower()}_shot{_GRIDS[int(grid)]}"
         return Variant(kind, dtype, int(ranks), quantized == "1")
     if match := _OWNED.search(name):
         dtype, ranks, owned, quantized = match.groups()
@@ -102,14 +108,22 @@ def all_variants() -> set[Variant]:
         for quantized in (False, True)
         if (kind, quantized) != ("owned_given", True)
     ]
-    return {
-        Variant(kind, dtype, world_size, quantized)
-        for dtype in DTYPES
-        for world_size in WORLD_SIZES
-        for kind, quantized in kinds
-    } | {
-        Variant(kind, dtype, 1, quantized)
-        for dtype in DTYPES
-        for kind in ("local", "local_aligned")
-        for quantized in (False, True)
-    }
+    return (
+        {
+            Variant(kind, dtype, world_size, quantized)
+            for dtype in DTYPES
+            for world_size in WORLD_SIZES
+            for kind, quantized in kinds
+        }
+        | {
+            Variant("one_shot_few", dtype, FEW_WORLD_SIZE, quantized)
+            for dtype in DTYPES
+            for quantized in (False, True)
+        }
+        | {
+            Variant(kind, dtype, 1, quantized)
+            for dtype in DTYPES
+            for kind in ("local", "local_aligned")
+            for quantized in (False, True)
+        }
+    )

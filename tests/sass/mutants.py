@@ -18,14 +18,16 @@ from sass.rules import complaints
 _ONE_SHOT = """
 #include "cuda/fused.cuh"
 #include "cuda/one_shot.cuh"
-template __global__ void allnorm::fused_kernel<allnorm::Bfloat16, 4, allnorm::OneShot, false,
-                                               false>(const __grid_constant__ allnorm::FusedParams);
+template __global__ void
+allnorm::fused_kernel<allnorm::Bfloat16, 4, allnorm::OneShot, allnorm::Grid::kSparse, false>(
+    const __grid_constant__ allnorm::FusedParams);
 """
 _TWO_SHOT = """
 #include "cuda/fused.cuh"
 #include "cuda/two_shot.cuh"
-template __global__ void allnorm::fused_kernel<allnorm::Float16, 2, allnorm::TwoShot, false,
-                                               true>(const __grid_constant__ allnorm::FusedParams);
+template __global__ void
+allnorm::fused_kernel<allnorm::Float16, 2, allnorm::TwoShot, allnorm::Grid::kSparse, true>(
+    const __grid_constant__ allnorm::FusedParams);
 """
 _OWNED = """
 #include "cuda/owned_rows.cuh"
@@ -210,7 +212,8 @@ MUTANTS = (
     ),
     _mutant(
         *("registers spilled", "frame", "fused.cuh"),
-        *("__launch_bounds__(kMaxThreads, kDense ? 2 : 1)", "__launch_bounds__(kMaxThreads, 3)"),
+        "__launch_bounds__(kMaxThreads, kGrid == Grid::kDense ? 2 : 1)",
+        "__launch_bounds__(kMaxThreads, 3)",
     ),
 )
 

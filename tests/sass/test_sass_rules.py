@@ -10,7 +10,9 @@ from sass import rules
 from sass.disassembly import Kernel, parse
 from sass.kernels import Variant, all_variants, variant_of
 
-ONE_SHOT = "_ZN7allnorm12fused_kernelINS_8Bfloat16ELi2ENS_7OneShotELb0ELb1EEEvNS_11FusedParamsE"
+ONE_SHOT = (
+    "_ZN7allnorm12fused_kernelINS_8Bfloat16ELi2ENS_7OneShotELNS_4GridE0ELb1EEEvNS_11FusedParamsE"
+)
 OWNED = "_ZN7allnorm17owned_rows_kernelINS_7Float32ELi8ELNS_5OwnedE1ELb1EEEvNS_15OwnedRowsParamsE"
 LOCAL = "_ZN7allnorm12local_kernelINS_7Float16ELb1ELb0EEEvNS_11LocalParamsE"
 VARIANT = Variant("one_shot", "Bfloat16", 2, False)
@@ -40,7 +42,8 @@ def kernel(*lines: str, frame_bytes: int = 0) -> Kernel:
     ("name", "variant"),
     [
         (ONE_SHOT, Variant("one_shot", "Bfloat16", 2, True)),
-        (ONE_SHOT.replace("Lb0ELb1", "Lb1ELb0"), Variant("one_shot_dense", "Bfloat16", 2, False)),
+        (ONE_SHOT.replace("E0ELb1", "E1ELb0"), Variant("one_shot_dense", "Bfloat16", 2, False)),
+        (ONE_SHOT.replace("E0ELb1", "E2ELb0"), Variant("one_shot_few", "Bfloat16", 2, False)),
         (ONE_SHOT.replace("OneShot", "TwoShot"), Variant("two_shot", "Bfloat16", 2, True)),
         (OWNED, Variant("owned_finished", "Float32", 8, True)),
         (LOCAL, Variant("local_aligned", "Float16", 1, False)),
