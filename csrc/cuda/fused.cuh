@@ -38,10 +38,12 @@ __device__ __forceinline__ void work_on_no_row(Exchange<kWorldSize>& exchange,
 }
 
 // Rows first, first + step, ... of a cluster that has many of them, and the link to keep busy with
-// few others: what a row takes in a block would set the pace. So the next row's loads are issued
-// before a row's sum is made, its slots' too, and two rows are on their way. 64 blocks, 8192x4096
-// at 2 ranks: 275 us like other grids, 254 with one row on its way, 208 with two; 278 if slots are
-// looked at in their turn (H200, bf16, 2026-11). `own` is x of the first; `load_input` loads it.
+// few others: what a row takes in a block would set the pace. So what the next row needs is loaded
+// before this one is summed, its slots too, and two rows are on their way. Those loads come after
+// this row has been received: its own, of the turn before, would be waited for together with them.
+// 64 blocks, 8192x4096 at 2 ranks: 275 us like other grids, 208 like this, 254 with one row on its
+// way, 278 if slots are looked at in their turn, 299 with the loads before the receipt (H200, bf16,
+// 2026-11, docs/performance.md). `own` is x of the first; `load_input` loads it.
 template <class Transport, class Epilogue, int kWorldSize, class LoadInput>
 __device__ __forceinline__ void run_few_blocks(const FusedParams& params,
                                                Exchange<kWorldSize>& exchange, Transport& transport,
@@ -57,20 +59,18 @@ __device__ __forceinline__ void run_few_blocks(const FusedParams& params,
   Pack residual = epilogue.load_residual(first);
   send(first + step, next);
   Pack ahead = load_input(first + 2 * step);
-  typename Transport::Peeked peeked;
-  transport.peek(first, peeked);
+  Pack peeked = transport.peek(first);
   for (int row = first; row < end; row += step) {
     const bool last = row + step >= end;
-    Pack after{}, next_residual{};
-    if (last) {
-      let_dependents_in(params);
-    } else {
-      send(row + 2 * step, ahead);
-      after = load_input(row + 3 * step);
-      next_residual = epilogue.load_residual(row + step);
-    }
+    if (last) let_dependents_in(params);
+    send(row + 2 * step, ahead);
     const Pack reduced = transport.receive(row, [&] { return own; }, &peeked);
-    if (!last) transport.peek(row + step, peeked);
+    const Pack after = load_input(row + 3 * step);
+    Pack next_residual{};
+    if (!last) {
+      next_residual = epilogue.load_residual(row + step);
+      peeked = transport.peek(row + step);
+    }
     epilogue.take_residual(residual);
     epilogue.add_row(row, reduced);
     // After the barrier in add_row().

@@ -50,13 +50,14 @@ inline int choose_cluster_size(int64_t packs, int64_t num_tokens, int most_block
 }
 
 // How `num_tokens` rows, of `cluster_size` blocks each, are spread over at most `most_blocks`.
-inline Grid choose_grid(int64_t num_tokens, int cluster_size, int most_blocks, int num_sms,
-                        int world_size) {
+// Grid::kFew was measured with 64 blocks, where it is the fastest, and with 132, where it is not
+// (docs/performance.md).
+inline Grid choose_grid(int64_t num_tokens, int cluster_size, int most_blocks, int num_sms) {
   if (most_blocks > num_sms) {
     return num_tokens * cluster_size > num_sms ? Grid::kDense : Grid::kSparse;
   }
   const bool one_each = (num_tokens + 1) * cluster_size <= most_blocks;
-  return one_each || world_size != kFewWorldSize ? Grid::kSparse : Grid::kFew;
+  return one_each || 4 * most_blocks > 3 * num_sms ? Grid::kSparse : Grid::kFew;
 }
 
 // Blocks of a grid that works on `num_tokens` units of `cluster_size` blocks. `resident_blocks`:

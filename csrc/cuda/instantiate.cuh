@@ -22,11 +22,12 @@ struct FusedKernel {
         &fused_kernel<T, kWorldSize, Transport, kGrid, kQuantized>);
   }
 };
-template <class T, Owned kOwned, bool kQuantized>
+template <class T, Owned kOwned, bool kFew, bool kQuantized>
 struct OwnedRowsKernel {
   template <int kWorldSize>
   static const void* get() {
-    return reinterpret_cast<const void*>(&owned_rows_kernel<T, kWorldSize, kOwned, kQuantized>);
+    return reinterpret_cast<const void*>(
+        &owned_rows_kernel<T, kWorldSize, kOwned, kFew, kQuantized>);
   }
 };
 
@@ -54,11 +55,13 @@ const void* exchange_kernel_of(const KernelKey& key) {
     case ExchangeKind::kTwoShot:
       return kernel_of<FusedKernel<T, TwoShot, Grid::kSparse, kQuantized>>(key.world_size);
     case ExchangeKind::kOwnedSum:
-      return kernel_of<OwnedRowsKernel<T, Owned::kSum, kQuantized>>(key.world_size);
+      return kernel_of<OwnedRowsKernel<T, Owned::kSum, false, kQuantized>>(key.world_size);
+    case ExchangeKind::kOwnedSumFew:
+      return kernel_of<OwnedRowsKernel<T, Owned::kSum, true, kQuantized>>(key.world_size);
     case ExchangeKind::kOwnedFinished:
-      return kernel_of<OwnedRowsKernel<T, Owned::kFinished, kQuantized>>(key.world_size);
+      return kernel_of<OwnedRowsKernel<T, Owned::kFinished, false, kQuantized>>(key.world_size);
     case ExchangeKind::kOwnedGiven:
-      return kernel_of<OwnedRowsKernel<T, Owned::kGiven, false>>(key.world_size);
+      return kernel_of<OwnedRowsKernel<T, Owned::kGiven, false, false>>(key.world_size);
   }
   return nullptr;
 }

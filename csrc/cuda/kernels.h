@@ -13,6 +13,7 @@ enum class ExchangeKind {
   kOneShotFew,  // of kFewWorldSize ranks only
   kTwoShot,
   kOwnedSum,
+  kOwnedSumFew,
   kOwnedFinished,
   kOwnedGiven
 };

@@ -34,15 +34,14 @@ const void* find_local(int dtype, bool aligned, bool quantized) {
   }
 }
 
-// `grid`: that of a one_shot.
-ExchangeKind kind_of(const AllnormCall& call, Grid grid) {
+ExchangeKind kind_of(const AllnormCall& call, Grid grid, int world_size) {
   if (call.op == ALLNORM_ALL_GATHER_ROWS) return ExchangeKind::kOwnedGiven;
   if (is_sharded(call)) return ExchangeKind::kOwnedFinished;
-  if (has_row_owners(call)) return ExchangeKind::kOwnedSum;
+  const bool few = grid == Grid::kFew;
+  if (has_row_owners(call)) return few ? ExchangeKind::kOwnedSumFew : ExchangeKind::kOwnedSum;
   if (call.algorithm == ALLNORM_TWO_SHOT) return ExchangeKind::kTwoShot;
-  return grid == Grid::kDense ? ExchangeKind::kOneShotDense
-         : grid == Grid::kFew ? ExchangeKind::kOneShotFew
-                              : ExchangeKind::kOneShot;
+  if (few && world_size == kFewWorldSize) return ExchangeKind::kOneShotFew;
+  return grid == Grid::kDense ? ExchangeKind::kOneShotDense : ExchangeKind::kOneShot;
 }
 
 // Blocks of `kernel` that the device holds at once; asked for once per kernel, block and cluster
@@ -128,10 +127,9 @@ int32_t launch_exchange(const Device& device, const AllnormCall& call, int world
         static_cast<long long>(call.hidden_size), geometry.cluster_size, geometry.num_threads,
         kMaxThreads, kMaxClusterSize);
   }
-  const Grid grid =
-      choose_grid(fused.num_tokens, geometry.cluster_size, most, device.num_sms, world_size);
+  const Grid grid = choose_grid(fused.num_tokens, geometry.cluster_size, most, device.num_sms);
   const void* kernel =
-      find_exchange(call.dtype, {kind_of(call, grid), world_size, is_quantized(call)});
+      find_exchange(call.dtype, {kind_of(call, grid, world_size), world_size, is_quantized(call)});
   if (kernel == nullptr) {
     return fail(ALLNORM_UNSUPPORTED, "no fused kernel for world size %d: expected 2 to %d",
                 world_size, kPushMaxWorldSize);

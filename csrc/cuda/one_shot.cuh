@@ -29,21 +29,14 @@ __device__ __forceinline__ Pack nan_pack() {
   return {kCanonicalWord, kCanonicalWord, kCanonicalWord, kCanonicalWord};
 }
 
-// What was in the slots of one pack when they were looked at; empty before.
-template <int kWorldSize>
-struct Peeked {
-  Pack partial[kWorldSize];
-};
-
 // Waits for the partials of one pack from all peers, all loads in flight together, and sums them.
 // `slot` is where the first other rank's partial arrives, `stride` the bytes to the next one's. All
-// lanes of a warp call it; of one that is not `live` nothing is loaded. `peeked`, if any, is what
-// this thread has loaded from there in this operation: the first poll.
+// lanes of a warp call it; of one that is not `live` nothing is loaded. `peeked`, for two
+// ranks, is what this thread has loaded from there in this operation: the first poll.
 template <class T, int kWorldSize>
 __device__ __forceinline__ Pack receive_partials(Exchange<kWorldSize>& exchange, const char* slot,
                                                  int64_t stride, int rank, const Pack& own,
-                                                 bool live,
-                                                 const Peeked<kWorldSize>* peeked = nullptr) {
+                                                 bool live, const Pack* peeked = nullptr) {
   Pack partial[kWorldSize];
   bool loads = peeked == nullptr;
   const auto poll = [&] {
@@ -55,7 +48,7 @@ __device__ __forceinline__ Pack receive_partials(Exchange<kWorldSize>& exchange,
       } else if (!live) {
         partial[source] = Pack{};  // has arrived
       } else if (!loads) {
-        partial[source] = peeked->partial[source];
+        partial[source] = *peeked;
       } else {
         partial[source] = load_relaxed_sys(slot + PushLayout::other(rank, source) * stride);
       }
@@ -114,7 +107,6 @@ template <class T, int kWorldSize>
 class OneShot {
  public:
   static constexpr int kHops = 1;
-  using Peeked = allnorm::Peeked<kWorldSize>;
 
   __device__ __forceinline__ OneShot(const FusedParams& params, Exchange<kWorldSize>& exchange,
                                      int pack, bool live)
@@ -136,19 +128,15 @@ class OneShot {
     }
   }
 
-  // Loads that receive() may find to be all it waits for; not used before.
-  __device__ __forceinline__ void peek(int row, Peeked& peeked) const {
-#pragma unroll
-    for (int source = 0; source < kWorldSize; ++source) {
-      if (source == rank_ || !live_) continue;
-      peeked.partial[source] =
-          load_relaxed_sys(slot(row) + PushLayout::other(rank_, source) * stride_);
-    }
+  // The load that receive() may find to be all it waits for; not used before.
+  __device__ __forceinline__ Pack peek(int row) const {
+    static_assert(kWorldSize == 2, "of one peer");
+    return live_ ? load_relaxed_sys(slot(row)) : Pack{};
   }
 
   // `own` returns this rank's partial.
   template <class Own>
-  __device__ __forceinline__ Pack receive(int row, Own&& own, const Peeked* peeked = nullptr) {
+  __device__ __forceinline__ Pack receive(int row, Own&& own, const Pack* peeked = nullptr) {
     char* const slots = slot(row);
     const Pack sum =
         receive_partials<T, kWorldSize>(exchange_, slots, stride_, rank_, own(), live_, peeked);

@@ -20,14 +20,11 @@ constexpr int kMaxClusterSize = 8;
 enum class Grid {
   kSparse,  // a row a cluster, unless the caller limits the grid
   kDense,   // more rows than SMs, which hide every latency; registers limit them: two blocks an SM
-  kFew,     // more rows than clusters, by the caller's limit; for kFewWorldSize ranks only
+  kFew,     // more rows than clusters, by the caller's limit
 };
-// With more ranks two_shot sends fewer bytes of many rows.
+// The only number of ranks that one_shot has a kernel for kFew for: with more of them two_shot
+// sends fewer bytes of many rows.
 constexpr int kFewWorldSize = 2;
-// So few blocks, limited by the caller, must each have more rows on their way. H200, bf16, two_shot
-// of 8192x4096 at 4 ranks, 2026-11: 64 blocks 329 us with one, 316 with two; 132 blocks 300 and
-// 303.
-constexpr int kFewBlocks = 96;
 constexpr int kMaxChunks = kMaxClusterSize * kMaxThreads / kPacksPerChunk;
 
 // How long a warp may be held up at random, to bring about what seldom happens: CMake's
@@ -114,7 +111,6 @@ struct OwnedRowsParams {
   int64_t first_index;
   int64_t total_rows;
   bool sends_normed;  // finished rows cross the link as y, not quantised
-  bool few_blocks;    // by the caller's limit
 };
 
 // One launch of the local kernel.

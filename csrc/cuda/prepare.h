@@ -144,7 +144,6 @@ inline OwnedRowsParams owned_rows_params(const AllnormCommConfig& config, const 
   OwnedRowsParams params = {};
   if (!is_sharded(call)) {
     params.fused = fused_params(config, call, first, num_rows, fault);
-    params.few_blocks = call.num_blocks > 0 && call.num_blocks <= kFewBlocks;
     return params;
   }
   params.fused = exchange_params(config, call, num_rows, fault);

@@ -18,22 +18,29 @@ constexpr int64_t kWorkspaceBytes = 1 << 20;
 constexpr uint64_t kMaxTurns = 3'000'000;
 
 template <class T, int kWorldSize, bool kQuantized>
+void run_one_shot(const FusedParams& params, const Operation& op, bool few) {
+  if constexpr (kWorldSize == kFewWorldSize) {
+    if (few) return run_fused<T, kWorldSize, OneShot, Grid::kFew, kQuantized>(params);
+  }
+  op.dense ? run_fused<T, kWorldSize, OneShot, Grid::kDense, kQuantized>(params)
+           : run_fused<T, kWorldSize, OneShot, Grid::kSparse, kQuantized>(params);
+}
+
+template <class T, int kWorldSize, bool kQuantized>
 void run_kernel(const OwnedRowsParams& params, const Operation& op) {
+  // Each rank may have a limit of blocks of its own.
+  const bool few = (op.call.num_tokens + params.fused.rank) % 2 == 0;
   if (op.call.op == ALLNORM_ALL_GATHER_ROWS) {
-    run_owned_rows<T, kWorldSize, Owned::kGiven, false>(params);
+    run_owned_rows<T, kWorldSize, Owned::kGiven, false, false>(params);
   } else if (is_sharded(op.call)) {
-    run_owned_rows<T, kWorldSize, Owned::kFinished, kQuantized>(params);
+    run_owned_rows<T, kWorldSize, Owned::kFinished, false, kQuantized>(params);
   } else if (op.call.algorithm == ALLNORM_ONE_SHOT) {
-    if (op.dense) {
-      run_fused<T, kWorldSize, OneShot, Grid::kDense, kQuantized>(params.fused);
-    } else if ((op.call.num_tokens + params.fused.rank) % 2 == 0) {
-      run_fused<T, kWorldSize, OneShot, Grid::kFew, kQuantized>(params.fused);
-    } else {
-      run_fused<T, kWorldSize, OneShot, Grid::kSparse, kQuantized>(params.fused);
-    }
+    run_one_shot<T, kWorldSize, kQuantized>(params.fused, op, few);
+  } else if (!op.dense) {
+    run_fused<T, kWorldSize, TwoShot, Grid::kSparse, kQuantized>(params.fused);
   } else {
-    op.dense ? run_owned_rows<T, kWorldSize, Owned::kSum, kQuantized>(params)
-             : run_fused<T, kWorldSize, TwoShot, Grid::kSparse, kQuantized>(params.fused);
+    few ? run_owned_rows<T, kWorldSize, Owned::kSum, true, kQuantized>(params)
+        : run_owned_rows<T, kWorldSize, Owned::kSum, false, kQuantized>(params);
   }
 }
 
@@ -47,9 +54,7 @@ void run_kernel(const OwnedRowsParams& params, const Operation& op) {
 template <int kWorldSize, class... Types>
 void launch(shim::Machine& machine, const AllnormCommConfig& config, Operation& op,
             AllnormFault* fault) {
-  AllnormCall call = call_of(op, config.rank);
-  // Each rank may have a limit of its own.
-  if ((call.num_tokens + config.rank) % 2 == 0) call.num_blocks = kFewBlocks;
+  const AllnormCall call = call_of(op, config.rank);
   // Tall calls go in two launches.
   const int64_t half = call.num_tokens / 2 / kWorldSize * kWorldSize;
   const bool cut = half > 0 && call.num_tokens % 3 == 0;

@@ -244,7 +244,7 @@ WRONG_RESULTS = (
     ),
     Mutant(
         "few blocks: slots are not looked at anew for the next row",
-        ((FUSED, "    if (!last) transport.peek(row + step, peeked);\n", ""),),
+        ((FUSED, "      peeked = transport.peek(row + step);\n", ""),),
         (WRONG, NOT_EMPTY, HANGS),
         "plain",
         short=False,

@@ -263,7 +263,7 @@ class _Reader:
         self._check_order(
             FUSED, "run_fused", "send(first,", "transport.relay(", "transport.receive("
         )
-        order = ("send(first,", "transport.peek(first,", "transport.receive(", ".peek(row + step")
+        order = ("send(first,", "transport.peek(first)", "transport.receive(", ".peek(row + step")
         self._check_order(FUSED, "run_few_blocks", *order)
         self._check_order(OWNED, "run", "send(first,", "do_own_part(index", "receive(back)")
         part = ("owners_.receive_partials(", "owners_.publish(")

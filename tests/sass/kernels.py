@@ -10,12 +10,15 @@ DTYPES = ("Bfloat16", "Float16", "Float32")
 WORLD_SIZES = range(2, 9)
 FEW_WORLD_SIZE = 2
 OWNED = ("owned_sum", "owned_finished", "owned_given")
+OWNED_FEW = "owned_sum_few"
 
 _FUSED = re.compile(
     r"12fused_kernelINS_\d+(\w+?)ELi(\d+)ENS_7(One|Two)ShotELNS_4GridE([012])ELb([01])EE"
 )
 _GRIDS = ("", "_dense", "_few")
-_OWNED = re.compile(r"17owned_rows_kernelINS_\d+(\w+?)ELi(\d+)ELNS_5OwnedE([012])ELb([01])EE")
+_OWNED = re.compile(
+    r"17owned_rows_kernelINS_\d+(\w+?)ELi(\d+)ELNS_5OwnedE([012])ELb([01])ELb([01])EE"
+)
 _LOCAL = re.compile(r"12local_kernelINS_\d+(\w+?)ELb([01])ELb([01])EE")
 
 
@@ -31,7 +34,7 @@ class Traffic:
 class Variant:
     """The template arguments of a kernel."""
 
-    kind: str  # one_shot, _dense or _few; two_shot, one of OWNED; local, local_aligned
+    kind: str  # one_shot, also _dense, _few; two_shot, one of OWNED; local, local_aligned
     dtype: str
     world_size: int  # 1: local
     quantized: bool
@@ -52,10 +55,11 @@ class Variant:
             "one_shot": (2 * peers, ranks),
             "one_shot_dense": (2 * peers, ranks),
             # sent: the first two rows, and one ahead; received: two looks, and one group of polls
-            "one_shot_few": (3 * peers, 3 * ranks),
+            "one_shot_few": (3 * peers, 2 + ranks),
             # sent: the first row, and two ahead; relayed and received: the first row, and one ahead
             "two_shot": (3 + 2 * peers, 2 * ranks + 1),
             "owned_sum": (2 + peers, ranks + 1),
+            OWNED_FEW: (2 + peers, ranks + 1),
             "owned_finished": (2 + peers, ranks + 1),
             "owned_given": (peers, 1),
         }[self.kind]
@@ -92,8 +96,9 @@ def variant_of(name: str) -> Variant | None:
         kind = f"{transport.lower()}_shot{_GRIDS[int(grid)]}"
         return Variant(kind, dtype, int(ranks), quantized == "1")
     if match := _OWNED.search(name):
-        dtype, ranks, owned, quantized = match.groups()
-        return Variant(OWNED[int(owned)], dtype, int(ranks), quantized == "1")
+        dtype, ranks, owned, few, quantized = match.groups()
+        kind = OWNED[int(owned)] + ("_few" if few == "1" else "")
+        return Variant(kind, dtype, int(ranks), quantized == "1")
     if match := _LOCAL.search(name):
         dtype, aligned, quantized = match.groups()
         return Variant("local_aligned" if aligned == "1" else "local", dtype, 1, quantized == "1")
@@ -104,7 +109,7 @@ def all_variants() -> set[Variant]:
     """Every kernel that a library has for each architecture."""
     kinds = [
         (kind, quantized)
-        for kind in ("one_shot", "one_shot_dense", "two_shot", *OWNED)
+        for kind in ("one_shot", "one_shot_dense", "two_shot", *OWNED, OWNED_FEW)
         for quantized in (False, True)
         if (kind, quantized) != ("owned_given", True)
     ]

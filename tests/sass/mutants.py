@@ -32,7 +32,7 @@ allnorm::fused_kernel<allnorm::Float16, 2, allnorm::TwoShot, allnorm::Grid::kSpa
 _OWNED = """
 #include "cuda/owned_rows.cuh"
 template __global__ void
-allnorm::owned_rows_kernel<allnorm::Bfloat16, 2, allnorm::Owned::kFinished, true>(
+allnorm::owned_rows_kernel<allnorm::Bfloat16, 2, allnorm::Owned::kFinished, false, true>(
     const __grid_constant__ allnorm::OwnedRowsParams);
 """
 SOURCES = {"one_shot": _ONE_SHOT, "two_shot": _TWO_SHOT, "owned": _OWNED}

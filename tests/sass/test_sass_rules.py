@@ -13,7 +13,9 @@ from sass.kernels import Variant, all_variants, variant_of
 ONE_SHOT = (
     "_ZN7allnorm12fused_kernelINS_8Bfloat16ELi2ENS_7OneShotELNS_4GridE0ELb1EEEvNS_11FusedParamsE"
 )
-OWNED = "_ZN7allnorm17owned_rows_kernelINS_7Float32ELi8ELNS_5OwnedE1ELb1EEEvNS_15OwnedRowsParamsE"
+OWNED = (
+    "_ZN7allnorm17owned_rows_kernelINS_7Float32ELi8ELNS_5OwnedE1ELb0ELb1EEEvNS_15OwnedRowsParamsE"
+)
 LOCAL = "_ZN7allnorm12local_kernelINS_7Float16ELb1ELb0EEEvNS_11LocalParamsE"
 VARIANT = Variant("one_shot", "Bfloat16", 2, False)
 
