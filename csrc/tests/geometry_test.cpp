@@ -1,0 +1,77 @@
+// How launches are spread over a GPU.
+#include "cuda/geometry.h"
+
+#include "testing.h"
+
+namespace allnorm::testing {
+namespace {
+
+constexpr int kSms = 132;
+
+void check_grid(int64_t num_tokens, int cluster_size, int most_blocks, Grid expected) {
+  const Grid grid = choose_grid(num_tokens, cluster_size, most_blocks, kSms);
+  check(grid == expected, "%lld rows of %d blocks, at most %d: grid %d, expected %d",
+        static_cast<long long>(num_tokens), cluster_size, most_blocks, static_cast<int>(grid),
+        static_cast<int>(expected));
+}
+
+void test_grids() {
+  check_grid(1, 4, kMaxBlocks, Grid::kSparse);
+  check_grid(kSms, 1, kMaxBlocks, Grid::kSparse);
+  check_grid(kSms + 1, 1, kMaxBlocks, Grid::kDense);
+  check_grid(kSms / 2, 2, kSms + 1, Grid::kSparse);
+  check_grid(kSms / 2 + 1, 2, kSms + 1, Grid::kDense);
+  // With a limit: one cluster serves the exchange.
+  check_grid(63, 1, 64, Grid::kSparse);
+  check_grid(64, 1, 64, Grid::kFew);
+  check_grid(31, 2, 64, Grid::kSparse);
+  check_grid(32, 2, 64, Grid::kFew);
+  check_grid(1, 1, 1, Grid::kFew);
+  check_grid(int64_t{1} << 40, 8, 99, Grid::kFew);
+  check_grid(int64_t{1} << 40, 8, 100, Grid::kSparse);
+  check_grid(int64_t{1} << 40, 1, kSms, Grid::kSparse);
+}
+
+void test_blocks() {
+  for (const int64_t num_tokens : {1, 2, 63, 64, 500}) {
+    for (const int cluster_size : {1, 2, 8}) {
+      for (const int most : {8, 64, 132, 528}) {
+        const int blocks = choose_num_blocks(num_tokens, cluster_size, most, 1);
+        check(blocks % cluster_size == 0 && blocks >= 2 * cluster_size,
+              "%d blocks in clusters of %d: nobody works", blocks, cluster_size);
+        check(blocks <= most || blocks == 2 * cluster_size, "%d blocks; at most %d", blocks, most);
+        check(blocks <= (num_tokens + 1) * cluster_size, "%d blocks for %lld rows", blocks,
+              static_cast<long long>(num_tokens));
+      }
+    }
+  }
+}
+
+void test_clusters() {
+  for (const int64_t packs : {1, 15, 360, 512, 513, 1024, 4096}) {
+    for (const int64_t num_tokens : {1, 16, 64, 1000}) {
+      for (const int most : {8, 64, 132}) {
+        const int size = choose_cluster_size(packs, num_tokens, most);
+        check(size >= least_blocks(packs) && size <= kMaxClusterSize, "clusters of %d", size);
+        const int threads = threads_of(packs, size);
+        check(threads <= kMaxThreads && threads % 32 == 0 && threads >= 64, "%d threads", threads);
+        check(int64_t{threads} * size >= packs, "%d threads in each of %d blocks for %lld packs",
+              threads, size, static_cast<long long>(packs));
+        check(size == least_blocks(packs) || size * num_tokens <= most,
+              "%lld rows over %d blocks each; at most %d", static_cast<long long>(num_tokens), size,
+              most);
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace allnorm::testing
+
+int main() {
+  using namespace allnorm::testing;
+  test_grids();
+  test_blocks();
+  test_clusters();
+  return result();
+}
