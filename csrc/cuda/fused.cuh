@@ -41,8 +41,8 @@ __device__ __forceinline__ void work_on_no_row(Exchange<kWorldSize>& exchange,
 // few others: what a row takes in a block would set the pace. So what the next row needs is loaded
 // before this one is summed, its slots too, and two rows are on their way. Those loads come after
 // this row has been received: its own, of the turn before, would be waited for together with them.
-// 64 blocks, 8192x4096 at 2 ranks, H200, bf16, 2026-11: 275 us like other grids, 254 with one row on
-// its way, 208 with two, 278 if slots are looked at in their turn, 299 with the loads before the
+// 64 blocks, 8192x4096 at 2 ranks, H200, bf16, 2026-11: 275 us like other grids, 254 with one row
+// on its way, 208 with two, 278 if slots are looked at in their turn, 299 with the loads before the
 // receipt; which of these were timed in which form is in docs/performance.md. `own` is x of the
 // first; `load_input` loads it.
 template <class Transport, class Epilogue, int kWorldSize, class LoadInput>
