@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import datetime
 import json
 import math
@@ -436,6 +437,16 @@ def test_any_number_of_blocks(pool: RankPool, tmp_path: pathlib.Path) -> None:
     pool.run(blocks, tmp_path)
 
 
+# On GPUs few blocks have kernels of their own for more rows than there are blocks.
+MANY_ROWS = (
+    Case(shape=(301, 2880)),
+    Case(shape=(130, 120), dtype=torch.float32, residual=False),
+    Case(shape=(200, 1024), dtype=torch.float16, numerics="unrounded"),
+    Case(shape=(257, 1024), quant=allnorm.Fp8PerGroup(128), return_normed=True),
+    Case(shape=(129, 5760), kind="sentinels"),
+)
+
+
 def limited(rank: int, world_size: int, folder: pathlib.Path) -> None:
     """So may the caller; the smaller limit counts, and the bits are the same."""
     table = entry((None, "two_shot"), hidden_size=64)
@@ -456,6 +467,10 @@ def limited(rank: int, world_size: int, folder: pathlib.Path) -> None:
             for shape in ((3, 4096), (300, 1024), (17, 16384)):
                 for algorithm in ("one_shot", "two_shot"):
                     Case(shape=shape, algorithm=algorithm).check(comm)
+            for case in MANY_ROWS:
+                for call in range(3):
+                    for algorithm in ("one_shot", "two_shot"):
+                        dataclasses.replace(case, algorithm=algorithm, call=call).check(comm)
 
 
 @on(cpu=(2,), gpu=(2, 4))

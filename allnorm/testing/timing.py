@@ -134,8 +134,13 @@ def time_cuda_graph(
         events[-1].record(stream)
     stream.synchronize()
     torch.cuda.current_stream().wait_stream(stream)
-    times = [a.elapsed_time(b) * 1000 / calls for a, b in itertools.pairwise(events)]
+    times = [us / calls for us in elapsed_us(events)]
     return _timing(times, calls * replays)
+
+
+def elapsed_us(events: Sequence[torch.cuda.Event]) -> list[float]:
+    """Microseconds from each recorded event to the next; the last one has happened."""
+    return [begin.elapsed_time(end) * 1e3 for begin, end in itertools.pairwise(events)]
 
 
 def max_over_ranks(timing: Timing, group: dist.ProcessGroup | None = None) -> Timing:

@@ -5,7 +5,6 @@ Arms take turns, round after round, so that what changes in the machine hits all
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from allnorm.cli.ranks.arms import Arm
 from allnorm.cli.ranks.case import NUM_SETS
 from allnorm.testing import calls_per_graph
-from allnorm.testing.timing import percentile
+from allnorm.testing.timing import elapsed_us, percentile
 
 Samples = dict[str, list[float]]
 """Microseconds per call, by the name of the arm."""
@@ -93,7 +92,7 @@ def _time_replays(arm: Arm, graph: torch.cuda.CUDAGraph) -> list[float]:
         graph.replay()
         event.record()
     events[-1].synchronize()
-    return [begin.elapsed_time(end) * 1e3 for begin, end in itertools.pairwise(events)]
+    return elapsed_us(events)
 
 
 def capture(arm: Arm, num_tokens: int) -> torch.cuda.CUDAGraph:

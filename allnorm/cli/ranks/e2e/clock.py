@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from allnorm.cli.ranks.e2e.generation import Runner
+from allnorm.testing.timing import elapsed_us
 
 
 @dataclass
@@ -78,4 +79,4 @@ def _events(runner: Runner, steps: int) -> Sequence[float]:
         runner.step()
         event.record()
     events[-1].synchronize()
-    return [begin.elapsed_time(end) * 1e3 for begin, end in itertools.pairwise(events)]
+    return elapsed_us(events)
