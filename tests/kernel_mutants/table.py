@@ -250,6 +250,19 @@ WRONG_RESULTS = (
         short=False,
     ),
     Mutant(
+        "few blocks: residuals of this turn's rows are loaded for the next turn",
+        (
+            (
+                OWNED,
+                "        load_residuals(index + step, index + step - lag);\n",
+                "        load_residuals(index, index - lag);\n",
+            ),
+        ),
+        (WRONG,),
+        "plain",
+        short=False,
+    ),
+    Mutant(
         "partials are not cleared: two_shot",
         ((TWO_SHOT, "    clear_partials<kWorldSize>(slot(row), stride_);\n", ""),),
         (WRONG, NOT_EMPTY),
