@@ -2,10 +2,10 @@
 //
 // The first cluster serves the exchange. Each other cluster takes rows first, first + step, ...;
 // each of its threads holds one pack of the row. Rows flow without a grid-wide barrier: while a row
-// is waited for, as many rows after it are on their way as there are hops, and the input of the
-// next one is being loaded. A wait is for something that all ranks do before they wait for anything
-// of a later row, so the lowest unfinished row can always be finished, however the ranks' grids are
-// cut.
+// is waited for, as many rows after it are on their way as there are hops (two in
+// run_few_blocks()), and the input of the next one is being loaded. A wait is for something that
+// all ranks do before they wait for anything of a later row, so the lowest unfinished row can
+// always be finished, however the ranks' grids are cut.
 //
 // The dependent grid is let in once all of this rank's partials are on their way: its launch then
 // overlaps the rest. It may read nothing before griddepcontrol.wait, which waits until this
@@ -44,18 +44,15 @@ __device__ __forceinline__ void work_on_no_row(Exchange<kWorldSize>& exchange,
 // 64 blocks, 8192x4096 at 2 ranks, H200, bf16, 2026-11: 275 us like other grids, 254 with one row
 // on its way, 208 with two, 278 if slots are looked at in their turn, 299 with the loads before the
 // receipt; which of these were timed in which form is in docs/performance.md. `own` is x of the
-// first; `load_input` loads it.
-template <class Transport, class Epilogue, int kWorldSize, class LoadInput>
+// first; `load_input` and `send` take a row.
+template <class Transport, class Epilogue, int kWorldSize, class LoadInput, class Send>
 __device__ __forceinline__ void run_few_blocks(const FusedParams& params,
                                                Exchange<kWorldSize>& exchange, Transport& transport,
                                                Epilogue& epilogue, int first, int step, Pack own,
-                                               LoadInput&& load_input) {
+                                               LoadInput&& load_input, Send&& send) {
   const int end = params.num_tokens;
-  const auto send = [&](int at, const Pack& partial) {
-    if (at < end) transport.send(at, partial);
-  };
   Pack next = load_input(first + step);
-  transport.send(first, own);
+  send(first, own);
   epilogue.prefetch_weight();
   Pack residual = epilogue.load_residual(first);
   send(first + step, next);
@@ -105,12 +102,13 @@ __device__ __forceinline__ void run_fused(const FusedParams& params) {
   if (first < 0) return work_on_no_row<kQuantized>(exchange, params);
   Transport<T, kWorldSize> transport(params, exchange, pack, live);
   NormEpilogue<T, kQuantized> epilogue(params.epilogue, row_exchange, pack, live);
-  if constexpr (kGrid == Grid::kFew) {
-    return run_few_blocks(params, exchange, transport, epilogue, first, step, own, load_input);
-  }
   const auto send = [&](int at, const Pack& partial) {
     if (at < end) transport.send(at, partial);
   };
+  if constexpr (kGrid == Grid::kFew) {
+    return run_few_blocks(params, exchange, transport, epilogue, first, step, own, load_input,
+                          send);
+  }
 
   send(first, own);
   epilogue.prefetch_weight();

@@ -16,6 +16,8 @@ constexpr uint32_t kAllLanes = 0xffffffffu;
 // Widest block of a fused kernel; each thread holds one pack of a row.
 constexpr int kMaxThreads = 512;
 constexpr int kMaxClusterSize = 8;
+constexpr int kMaxChunks = kMaxClusterSize * kMaxThreads / kPacksPerChunk;
+
 // How rows are spread over a grid.
 enum class Grid {
   kSparse,  // a row a cluster, unless the caller limits the grid
@@ -25,7 +27,6 @@ enum class Grid {
 // The only number of ranks that one_shot has a kernel for kFew for: with more of them two_shot
 // sends fewer bytes of many rows.
 constexpr int kFewWorldSize = 2;
-constexpr int kMaxChunks = kMaxClusterSize * kMaxThreads / kPacksPerChunk;
 
 // How long a warp may be held up at random, to bring about what seldom happens: CMake's
 // ALLNORM_RANDOM_PAUSES. Otherwise nothing of it is compiled; a branch that is not taken cost
