@@ -31,6 +31,11 @@ _ONE_SHOT_MAX_BYTES_CPU = 64 << 10
 # What follows the sum, as tables tell calls apart.
 EPILOGUES = ("all_reduce", "norm", "per_group", "per_token", "per_tensor")
 
+# Tables are measured without a limit of blocks. With one, two_shot falls behind at two ranks, which
+# send the same bytes in both: H200, bf16, 64 blocks, 2026-11, 2048x4096 takes 75 us in two_shot and
+# 56 in one_shot, 8192x4096 285 and 204 (docs/performance.md, "A part of the GPU").
+_LIMITED_PAIR = "two ranks and a limit of {} blocks: what two_shot does twice would cost more"
+
 _SAME_WIDTH = {"bfloat16": "float16", "float16": "bfloat16"}
 
 _OWNED_ROWS = (
@@ -227,6 +232,8 @@ def _prefer(
     traits: Traits, num_tokens: int, hidden_size: int, element_bytes: int, kind: tuple[str, str]
 ) -> tuple[str, int, str, str]:
     """What is fastest: algorithm, num_blocks, reason, source."""
+    if traits.backend == "cuda" and traits.world_size == 2 and 0 < traits.max_blocks < MOST_BLOCKS:
+        return "one_shot", 0, _LIMITED_PAIR.format(traits.max_blocks), "default"
     for table in traits.tables:
         found = table.find(*kind, num_tokens, hidden_size)
         if found is not None:

@@ -48,6 +48,26 @@ def test_one_shot_for_few_bytes_two_shot_for_many(backend: str, world_size: int)
     assert sum(a != b for a, b in itertools.pairwise(names)) == 1
 
 
+def test_a_pair_with_a_limit_of_blocks_takes_one_shot() -> None:
+    """Tables are measured with whole grids, where two_shot is the faster for many rows."""
+    step = policy.Step(None, "two_shot", 40)
+    table = policy.Table("measured", {("bfloat16", "norm"): [policy.Curve(4096, (step,))]})
+    for backend, world_size, max_blocks, expected in (
+        ("cuda", 2, 64, ("one_shot", 64, "default")),
+        ("cuda", 2, 0, ("two_shot", 40, "measured")),
+        ("cuda", 2, policy.MOST_BLOCKS, ("two_shot", 40, "measured")),
+        ("cuda", 4, 64, ("two_shot", 40, "measured")),
+        ("cpu", 2, 0, ("two_shot", 40, "measured")),
+    ):
+        traits = policy.Traits(backend, world_size, tables=(table,), max_blocks=max_blocks)
+        for tokens in (1, 8192):
+            plan = choose(traits, tokens, 4096)
+            assert (plan.algorithm, plan.num_blocks, plan.source) == expected
+            assert str(max_blocks) in plan.reason or plan.source == "measured"
+    limited = policy.Traits("cuda", 2, max_blocks=64)
+    assert choose(limited, 8192, 4096, "two_shot").algorithm == "two_shot"
+
+
 def test_no_peer_access_means_unfused_and_says_why() -> None:
     plan = choose(policy.Traits("cuda", 4, "cuda:0 has no P2P access to cuda:1"), 1, 4096)
     assert plan.algorithm == "unfused"

@@ -461,7 +461,10 @@ def limited(rank: int, world_size: int, folder: pathlib.Path) -> None:
             on_gpu = comm.device.type == "cuda"
             asked = comm.plan(8, 64, algorithm="one_shot")
             assert asked.num_blocks == (min(max_blocks, policy.MOST_BLOCKS) if on_gpu else 0)
-            assert comm.plan(8, 64).num_blocks == (min(max_blocks, 40) if on_gpu else 40)
+            if on_gpu and comm.world_size == 2 and max_blocks <= 64:  # no table counts
+                assert comm.plan(8, 64).num_blocks == max_blocks
+            else:
+                assert comm.plan(8, 64).num_blocks == (min(max_blocks, 40) if on_gpu else 40)
             assert comm.plan(8, 64, algorithm="unfused").num_blocks == 0
             check_calls(comm)
             for shape in ((3, 4096), (300, 1024), (17, 16384)):
