@@ -197,7 +197,8 @@ class CustomAllReduceV2:
         return x.numel() * x.element_size() % 16 == 0
 
     def custom_all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        return _reduce(x)
+        x.copy_(_reduce(x))  # as the real one does in CUDA graphs
+        return x.clone()
 
     @contextlib.contextmanager
     def capture(self) -> Iterator[None]:
@@ -227,7 +228,15 @@ def all_reduce_residual_norm(
     return F.rms_norm(residual_out, (x.shape[-1],), gain, norm_eps), residual_out
 
 
-def install_sglang(*, fused: bool = True) -> None:
+def overwriting_norm(x: torch.Tensor, *args: Any, **options: Any) -> Any:
+    """Right while three arms are checked on two buffer sets each; then it destroys its input."""
+    found = all_reduce_residual_norm(x, *args, **options)
+    if sum(name == "sglang" for name, _ in calls) > 6:
+        x.zero_()
+    return found
+
+
+def install_sglang(*, fused: bool = True, norm: Any = all_reduce_residual_norm) -> None:
     _module(
         "sglang.srt.distributed.device_communicators.custom_all_reduce_v2",
         CustomAllReduceV2=CustomAllReduceV2,
@@ -237,7 +246,7 @@ def install_sglang(*, fused: bool = True) -> None:
             "sglang.kernels.ops.communication.all_reduce_fusion",
             register_comm=lambda comm: calls.append(("register", {})),
             valid_cluster_sizes=lambda hidden: [1] if hidden % 256 == 0 else [],
-            all_reduce_residual_norm=all_reduce_residual_norm,
+            all_reduce_residual_norm=norm,
         )
 
 

@@ -17,6 +17,7 @@ from allnorm.cli.ranks.arms import Reduction
 from allnorm.cli.ranks.case import Case
 from allnorm.cli.ranks.peers.base import Peer, first_line
 from allnorm.testing import run_ranks
+from allnorm.testing.spawn import RankError
 
 Records = list[dict[str, Any]]
 
@@ -51,6 +52,11 @@ def with_symm_mem(rank: int, world_size: int, what: ranks_bench.Job) -> Any:
 
 def without_fused_sglang(rank: int, world_size: int, what: ranks_bench.Job) -> Any:
     fake_peers.install_sglang(fused=False)
+    return on_cpu(rank, world_size, what)
+
+
+def with_overwriting_sglang(rank: int, world_size: int, what: ranks_bench.Job) -> Any:
+    fake_peers.install_sglang(norm=fake_peers.overwriting_norm)
     return on_cpu(rank, world_size, what)
 
 
@@ -148,6 +154,13 @@ def test_what_is_not_installed_is_missing_for_a_reason() -> None:
     assert by_arm["allnorm"]["reason"] == ""
     for name in ("flashinfer", "sglang", "vllm"):
         assert by_arm[name]["reason"].startswith("missing: rank 0: ModuleNotFoundError: No module")
+
+
+def test_times_on_overwritten_inputs_are_no_times() -> None:
+    with pytest.raises(
+        RankError, match="an arm has overwritten what all arms read .rank [01]: 5x256"
+    ):
+        run_ranks(with_overwriting_sglang, 2, args=(job("allnorm", "sglang"),))
 
 
 def test_an_older_sglang_has_the_plain_all_reduce_only() -> None:

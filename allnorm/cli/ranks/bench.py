@@ -124,7 +124,14 @@ def run(rank: int, world_size: int, job: Job) -> list[dict[str, Any]]:
             for number, mode in enumerate(job.modes):
                 turn = _arms(comm, others, case, mode, job)
                 _check(turn, case, mode)
+                made = case.checksums()
                 _measure(turn, case, job)
+                changed = peers.agree("" if case.checksums() == made else f"{shape}")
+                if changed:
+                    raise RuntimeError(
+                        f"an arm has overwritten what all arms read ({changed}): the others were "
+                        "timed on other values. Take arms of other libraries out with --arms."
+                    )
                 report({"records": _records(turn, index, number)})
                 records += _records(turn, index, number)
             del case

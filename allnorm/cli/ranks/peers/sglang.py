@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ from allnorm.cli.bench_modes import Mode
 from allnorm.cli.ranks import arms
 from allnorm.cli.ranks.arms import Arm, Reduction
 from allnorm.cli.ranks.case import Case
-from allnorm.cli.ranks.peers.base import Peer
+from allnorm.cli.ranks.peers.base import Peer, Setting
 
 # Each peer has two slots of this size in every rank's memory, each row a counter.
 _MAX_PUSH_BYTES = 16 << 20
@@ -27,9 +29,17 @@ class Sglang(Peer):
     which a cluster takes whole warps (multiples of 256), and here up to 1024 rows of up to 16 MiB;
     SGLang itself gives them 512 rows of up to 4 MiB, in decode. Beside them runs what SGLang does
     at other sizes: `CustomAllReduceV2` with its tuned choice, up to 16 MiB, beyond which NCCL is.
+
+    In CUDA graphs that one's two-shot leaves the sum in the inputs of all ranks, which it keeps
+    mapped. So it has inputs of its own, which live as long as it, and zeros in graphs: sums of sums
+    would soon be infinite, and a norm of them takes longer.
     """
 
     name = "sglang"
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self._registered: list[list[torch.Tensor]] = []
 
     def load(self) -> str:
         """Imports SGLang; versions before its fused kernel have the plain all-reduce only."""
@@ -104,13 +114,21 @@ class Sglang(Peer):
         """The plain all-reduce, at the sizes that SGLang does not leave to NCCL."""
         if not self._comm.should_custom_ar(case.xs[0]):
             return []
-        xs, reduce = case.xs, self._comm.custom_all_reduce
+        inputs, reduce = [x.clone() for x in case.xs], self._comm.custom_all_reduce
+        self._registered.append(inputs)
 
         def call(index: int) -> torch.Tensor:
-            result: torch.Tensor = reduce(xs[index])
+            result: torch.Tensor = reduce(inputs[index])
             return result
 
-        return [Reduction(self.name, call, capturing=self._comm.capture)]
+        @contextlib.contextmanager
+        def capturing() -> Iterator[None]:
+            for x in inputs:
+                x.zero_()
+            with self._comm.capture():
+                yield
+
+        return [Reduction(self.name, call, capturing=capturing)]
 
     def _call(self, case: Case, two_shot: bool | None) -> Any:
         run, eps, gemma = (
