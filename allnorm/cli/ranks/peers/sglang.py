@@ -18,6 +18,9 @@ from allnorm.cli.ranks.peers.base import Peer, Setting
 # Each peer has two slots of this size in every rank's memory, each row a counter.
 _MAX_PUSH_BYTES = 16 << 20
 _MAX_PUSH_ROWS = 1024
+# More ranks: what SGLang gives its kernel itself. With 1024 rows its two-shot ends with a launch
+# failure on 4 H200s (0.5.23); on two they run.
+_MAX_PUSH_ROWS_OF_MANY_RANKS = 512
 _GRANULE_BYTES = 16
 
 
@@ -26,9 +29,10 @@ class Sglang(Peer):
 
     One-shot pushes every row to all ranks. Two-shot pushes it to the row's owner, who pushes the
     sum back; data are their own flags, so that neither has a barrier. They know bfloat16, widths of
-    which a cluster takes whole warps (multiples of 256), and here up to 1024 rows of up to 16 MiB;
-    SGLang itself gives them 512 rows of up to 4 MiB, in decode. Beside them runs what SGLang does
-    at other sizes: `CustomAllReduceV2` with its tuned choice, up to 16 MiB, beyond which NCCL is.
+    which a cluster takes whole warps (multiples of 256), and here up to 1024 rows of up to 16 MiB
+    between two ranks, 512 between more; SGLang itself gives them 512 rows of up to 4 MiB, in
+    decode. Beside them runs what SGLang does at other sizes: `CustomAllReduceV2` with its tuned
+    choice, up to 16 MiB, beyond which NCCL is.
 
     In CUDA graphs that one's two-shot leaves the sum in the inputs of all ranks, which it keeps
     mapped. So it has inputs of its own, which live as long as it, and zeros in graphs: sums of sums
@@ -73,7 +77,7 @@ class Sglang(Peer):
             max_pull_size=0,
             max_pull_blocks=0,
             max_push_size=min(_MAX_PUSH_BYTES, setting.max_bytes),
-            max_push_blocks=min(_MAX_PUSH_ROWS, setting.max_tokens),
+            max_push_blocks=min(self._max_rows(), setting.max_tokens),
         )
         if self._push.disabled:
             return "CustomAllReduceV2 disabled itself"
@@ -94,7 +98,7 @@ class Sglang(Peer):
         if (
             self._fusion is None
             or num_bytes > _MAX_PUSH_BYTES
-            or case.num_rows > _MAX_PUSH_ROWS
+            or case.num_rows > self._max_rows()
             or case.shape.weight_bias not in (0.0, 1.0)
             or not self._fusion.valid_cluster_sizes(case.shape.hidden_size)
         ):
@@ -129,6 +133,9 @@ class Sglang(Peer):
                 yield
 
         return [Reduction(self.name, call, capturing=capturing)]
+
+    def _max_rows(self) -> int:
+        return _MAX_PUSH_ROWS if self.setting.world_size == 2 else _MAX_PUSH_ROWS_OF_MANY_RANKS
 
     def _call(self, case: Case, two_shot: bool | None) -> Any:
         run, eps, gemma = (
