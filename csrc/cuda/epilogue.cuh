@@ -9,8 +9,10 @@
 
 namespace allnorm {
 
-// One thread's part of the epilogue: the same pack of every row it is called for.
-template <class T, bool kQuantized>
+// One thread's part of the epilogue: the same pack of every row it is called for. kGainsAhead: what
+// a row is multiplied by at the end is made before its sum is waited for, for kernels with
+// registers to spare.
+template <class T, bool kQuantized, bool kGainsAhead>
 class NormEpilogue {
  public:
   static constexpr int kElems = kElemsPerPack<T>;
@@ -68,28 +70,21 @@ class NormEpilogue {
     const Pack summed = pack<T>(z_);
     if (live_) store_pack(params_.residual_out.at(row, pack_), summed);
     if (!params_.normalize_unrounded) unpack<T>(summed, z_);
+    if constexpr (kGainsAhead) make_gains();
     sum_ = exchange_.sum(live_ ? square_sum<kElems>(z_) : 0.0f);
   }
 
   // Numerics step 5: this thread's part of y, rounded.
   __device__ __forceinline__ Pack finish() {
-    const float rstd = reciprocal_rms(sum_, params_.num_elements, params_.eps);
+    const float rstd =
+        reciprocal_rms(sum_, params_.num_elements, params_.inverse_num_elements, params_.eps,
+                       [](float square) { return near_reciprocal_root(square); });
 #pragma unroll
     for (int i = 0; i < kElems; ++i) z_[i] = mul_rn(z_[i], rstd);
     if (params_.round_before_weight) round_to<T>(z_);
-    float gains[kElems];
-    if (params_.weight_is_float32) {
+    if constexpr (!kGainsAhead) make_gains();
 #pragma unroll
-      for (int i = 0; i < kElems / 4; ++i) unpack<Float32>(weight_[i], gains + 4 * i);
-    } else {
-      // From row to row the pack stays in registers, and not its elements.
-      keep_packed(weight_[0]);
-      unpack<T>(weight_[0], gains);
-    }
-#pragma unroll
-    for (int i = 0; i < kElems; ++i) {
-      z_[i] = mul_rn(z_[i], add_rn(params_.weight_bias, gains[i]));
-    }
+    for (int i = 0; i < kElems; ++i) z_[i] = mul_rn(z_[i], gains_[i]);
     return pack<T>(z_);
   }
 
@@ -108,12 +103,26 @@ class NormEpilogue {
   __device__ __forceinline__ Quantizer<T>& quantizer() { return quantize_; }
 
  private:
+  __device__ __forceinline__ void make_gains() {
+    if (params_.weight_is_float32) {
+#pragma unroll
+      for (int i = 0; i < kElems / 4; ++i) unpack<Float32>(weight_[i], gains_ + 4 * i);
+    } else {
+      // From row to row the pack stays in registers, and not its elements.
+      keep_packed(weight_[0]);
+      unpack<T>(weight_[0], gains_);
+    }
+#pragma unroll
+    for (int i = 0; i < kElems; ++i) gains_[i] = add_rn(params_.weight_bias, gains_[i]);
+  }
+
   const EpilogueParams& params_;
   RowExchange& exchange_;
   Quantizer<T> quantize_;
   Pack residual_;
   Pack weight_[kElems / 4];
   float z_[kElems];
+  float gains_[kElems];
   float sum_;
   int pack_;
   bool live_;

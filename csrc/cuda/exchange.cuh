@@ -32,9 +32,9 @@
 // the operation before. As a rule nobody waits at all: S's kernel b' - 1 is complete, which waited
 // for R's, and R's stores its number early.
 //
-// The operation counter has one copy per possible block. A block reads its own copy and, when it
-// ends, advances that copy and an equal share of those that no block of this grid owns: no atomics,
-// and all copies are equal whatever grids follow each other.
+// The operation counter has one copy per possible block. A block reads its own copy; it advances an
+// equal share of those that no block of this grid owns, and its own when all its threads have read
+// it: no atomics, and all copies are equal whatever grids follow each other.
 #ifndef ALLNORM_CUDA_EXCHANGE_CUH_
 #define ALLNORM_CUDA_EXCHANGE_CUH_
 
@@ -75,17 +75,19 @@ class Exchange {
     if (warp == 1) hand_back_slots();
   }
 
-  // Advances the operation counter. Every thread of the block has read it before any comes here.
-  __device__ __forceinline__ void advance() {
-    uint64_t* copies = reinterpret_cast<uint64_t*>(params_.workspace[0] + PushControl::kCounters);
-    const int next_phase = phase() + 1 == kPushPhases ? 0 : phase() + 1;
-    const int next_large = params_.large ? kLargePhases - 1 - large_phase() : large_phase();
-    const int next_phases = next_large << PushControl::kLargeShift | next_phase;
-    const uint64_t next = static_cast<uint64_t>(next_phases) << 32 | (op_ + 1);
-    for (int copy = blockIdx.x + threadIdx.x * gridDim.x; copy < kMaxBlocks;
+  // Advances this block's share of those copies of the operation counter that no block of this grid
+  // reads. It takes a hundred cycles: where nothing waits for them.
+  __device__ __forceinline__ void advance_unused() {
+    const uint64_t next = next_counter();
+    for (int copy = gridDim.x + blockIdx.x + threadIdx.x * gridDim.x; copy < kMaxBlocks;
          copy += blockDim.x * gridDim.x) {
-      copies[copy] = next;
+      copies()[copy] = next;
     }
+  }
+
+  // Advances the block's own copy. Every thread of the block has read it before any comes here.
+  __device__ __forceinline__ void advance() {
+    if (threadIdx.x == 0) copies()[blockIdx.x] = next_counter();
   }
 
   // Polls until `ready()` in all lanes of the warp, which call it together; false if a wait has
@@ -130,6 +132,17 @@ class Exchange {
       const char* own = params_.workspace[0] + PushControl::kLeft;
       while (DeviceClock::now_ns() - start < pause_ns >> 16) load_relaxed_sys_u32(own);
     }
+  }
+
+  // Of the operation counter.
+  __device__ __forceinline__ uint64_t* copies() const {
+    return reinterpret_cast<uint64_t*>(params_.workspace[0] + PushControl::kCounters);
+  }
+  __device__ __forceinline__ uint64_t next_counter() const {
+    const int next_phase = phase() + 1 == kPushPhases ? 0 : phase() + 1;
+    const int next_large = params_.large ? kLargePhases - 1 - large_phase() : large_phase();
+    const int next_phases = next_large << PushControl::kLargeShift | next_phase;
+    return static_cast<uint64_t>(next_phases) << 32 | (op_ + 1);
   }
 
   // The phase in turn, and that of the next large operation.

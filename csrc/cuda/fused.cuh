@@ -33,6 +33,7 @@ __device__ __forceinline__ void work_on_no_row(Exchange<kWorldSize>& exchange,
   }
   let_dependents_in(params);
   if (blockIdx.x == 0) exchange.serve(threadIdx.x / 32);
+  exchange.advance_unused();
   __syncthreads();
   exchange.advance();
 }
@@ -56,6 +57,7 @@ __device__ __forceinline__ void run_few_blocks(const FusedParams& params,
   epilogue.prefetch_weight();
   Pack residual = epilogue.load_residual(first);
   send(first + step, next);
+  exchange.advance_unused();
   Pack ahead = load_input(first + 2 * step);
   Pack peeked = transport.peek(first);
   for (int row = first; row < end; row += step) {
@@ -101,7 +103,8 @@ __device__ __forceinline__ void run_fused(const FusedParams& params) {
   exchange.begin();
   if (first < 0) return work_on_no_row<kQuantized>(exchange, params);
   Transport<T, kWorldSize> transport(params, exchange, pack, live);
-  NormEpilogue<T, kQuantized> epilogue(params.epilogue, row_exchange, pack, live);
+  NormEpilogue<T, kQuantized, kGrid == Grid::kSparse> epilogue(params.epilogue, row_exchange, pack,
+                                                               live);
   const auto send = [&](int at, const Pack& partial) {
     if (at < end) transport.send(at, partial);
   };
@@ -114,7 +117,8 @@ __device__ __forceinline__ void run_fused(const FusedParams& params) {
   epilogue.prefetch_weight();
   epilogue.prefetch_row(first);
   if constexpr (kHops == 2) send(first + step, load_input(first + step));
-  Pack sum{};  // of the current row, where this rank has made it
+  exchange.advance_unused();  // while what peers send is on its way
+  Pack sum{};                 // of the current row, where this rank has made it
   if constexpr (kHops == 2) sum = transport.relay(first, [&] { return own; });
   Pack ahead = load_input(first + kHops * step);
   for (int row = first; row < end; row += step) {

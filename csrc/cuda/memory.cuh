@@ -1,5 +1,5 @@
-// Memory verbs of the CUDA backend: the only inline PTX of the project. Names carry order and
-// scope.
+// Memory verbs of the CUDA backend, and what else needs inline PTX: the only place of it in the
+// project. Names carry order and scope.
 #ifndef ALLNORM_CUDA_MEMORY_CUH_
 #define ALLNORM_CUDA_MEMORY_CUH_
 
@@ -139,6 +139,16 @@ __device__ __forceinline__ void store_shared(SharedAddress address, float value)
 __device__ __forceinline__ float* dynamic_shared_floats() {
   extern __shared__ float storage[];
   return storage;
+}
+
+// ---- arithmetic -------------------------------------------------------------------------------
+
+// 1 / sqrt(a) but for its last bit (relative error at most 2^-22.9, PTX ISA, rsqrt); a is positive
+// and no denormal.
+__device__ __forceinline__ float near_reciprocal_root(float a) {
+  float root;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(a));
+  return root;
 }
 
 // ---- launches and clusters --------------------------------------------------------------------

@@ -354,7 +354,7 @@ class OwnedRows {
   const OwnedRowsParams& all_;
   const FusedParams& params_;
   RowOwners<T, kWorldSize, kOwned == Owned::kGiven> owners_;
-  NormEpilogue<T, kQuantized> epilogue_;
+  NormEpilogue<T, kQuantized, kOwned == Owned::kSum && !kFew> epilogue_;
   int pack_;
   bool live_;
   Pack own_residual_{}, back_residual_{};  // kFew: of this turn
@@ -374,6 +374,7 @@ __device__ __forceinline__ void run_owned_rows(const OwnedRowsParams& params) {
   exchange.begin();
   if (first < 0) return work_on_no_row<kQuantized>(exchange, params.fused);
   rows.run(first, static_cast<int>(gridDim.x / clusters) - 1, own);
+  exchange.advance_unused();
   __syncthreads();  // every thread has read the operation counter, which is advanced here
   exchange.advance();
 }

@@ -77,7 +77,8 @@ struct EpilogueParams {
   Rows out;
   const char* weight;
   int64_t hidden_size;
-  float num_elements;  // hidden_size
+  float num_elements;          // hidden_size
+  float inverse_num_elements;  // 1 / num_elements, rounded
   float eps;
   float weight_bias;
   bool normalize;  // false: out = the reduced sum

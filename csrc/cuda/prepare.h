@@ -61,6 +61,7 @@ inline EpilogueParams epilogue_params(const AllnormCall& call, int64_t first_row
       .weight = static_cast<const char*>(call.weight),
       .hidden_size = call.hidden_size,
       .num_elements = static_cast<float>(call.hidden_size),
+      .inverse_num_elements = 1.0f / static_cast<float>(call.hidden_size),
       .eps = call.eps,
       .weight_bias = call.weight_bias,
       .normalize = is_norm(call),

@@ -187,6 +187,44 @@ ALLNORM_HD float reciprocal_rms(float sum, float num_elements, float eps) {
   return div_rn(1.0f, sqrt_rn(add_rn(mean, eps)));
 }
 
+// sqrt(square), rounded, from a near 1 / sqrt(square): Newton's step with an exact remainder, as
+// compilers make sqrt.rn.f32 of the GPU's guess. Between kLeastSquare and infinity.
+constexpr uint32_t kLeastSquare = 0x0d000000u;  // 2^-101
+ALLNORM_HD float root_from(float square, float near) {
+  const float root = mul_rn(square, near);
+  return fma_rn(fma_rn(-root, root, square), mul_rn(near, 0.5f), root);
+}
+
+// 1 / root, rounded, from a number within 4 units of its last place; not where all bits of the root
+// are ones (after Markstein, IBM Journal of Research and Development 34(1), 1990).
+ALLNORM_HD float reciprocal_from(float root, float near) {
+  const float nearer = fma_rn(fma_rn(-root, near, 1.0f), near, near);
+  return fma_rn(fma_rn(-root, nearer, 1.0f), nearer, nearer);
+}
+
+// reciprocal_rms(), sooner: no division, and one test for all that is out of the ordinary.
+// `inverse` is 1 / num_elements, rounded, and num_elements at most 2^20;
+// near_reciprocal_root(square) is what root_from() takes. tests/numerics_test.cpp tries all
+// significands.
+//
+// The mean is the rounded product, corrected once by its exact remainder: that is off by less than
+// 2^-22 units of the last place, and no quotient of such a divisor is as near to a tie.
+template <class Near>
+ALLNORM_HD float reciprocal_rms(float sum, float num_elements, float inverse, float eps,
+                                Near&& near_reciprocal_root) {
+  const float product = mul_rn(sum, inverse);
+  const float mean = fma_rn(fma_rn(-product, num_elements, sum), inverse, product);
+  const float square = add_rn(mean, eps);
+  const float near = near_reciprocal_root(square);
+  const float root = root_from(square, near);
+  const float result = reciprocal_from(root, near);
+  // 2^-80 to 2^126: no remainder is a denormal. NaN is above, what is negative too.
+  const bool ordinary = bit_cast<uint32_t>(sum) - 0x17800000u <= 0x67000000u &&
+                        bit_cast<uint32_t>(square) - kLeastSquare < 0x7f800000u - kLeastSquare &&
+                        (~bit_cast<uint32_t>(root) & 0x7fffffu) != 0;
+  return ordinary ? result : reciprocal_rms(sum, num_elements, eps);
+}
+
 // Bits of AllnormNumerics.
 constexpr int kNormalizeUnrounded = 1;
 constexpr int kRoundBeforeWeight = 2;

@@ -156,6 +156,53 @@ void test_negative_zero() {
   }
 }
 
+// reciprocal_rms() without a division: every significand of the sum at widths of models and at
+// awkward ones, every significand of the mean square with both parities of its exponent, and what
+// is out of the ordinary. How near the guess must be for the root depends on the GPU's table, whose
+// sequence it is; for the reciprocal it need not be near.
+void test_reciprocal_rms() {
+  const auto exact = [](float square) {
+    return static_cast<float>(1.0 / std::sqrt(static_cast<double>(square)));
+  };
+  const auto compare = [&](float sum, float width, float eps) {
+    const float got = reciprocal_rms(sum, width, 1.0f / width, eps, exact);
+    const float expected = reciprocal_rms(sum, width, eps);
+    if (std::isnan(got) && std::isnan(expected)) return;
+    check(to_bits(got) == to_bits(expected), "sum %a, width %g, eps %a: %a, expected %a", sum,
+          width, eps, got, expected);
+  };
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  constexpr uint32_t kStep = 997;  // instrumented it takes minutes
+#else
+  constexpr uint32_t kStep = 1;
+#endif
+  for (uint32_t bits = 0x3f800000u; bits < 0x40800000u; bits += kStep) {
+    const float square = from_bits(bits), root = std::sqrt(square);
+    compare(square, 1.0f, 0.0f);
+    check(root_from(square, exact(square)) == root, "root of %a", square);
+    if ((to_bits(root) & 0x7fffffu) == 0x7fffffu) continue;
+    for (int off = -4; off <= 4; ++off) {
+      const float near = from_bits(to_bits(exact(square)) + off);
+      check(reciprocal_from(root, near) == 1.0f / root, "reciprocal of %a from %a", root, near);
+    }
+  }
+  for (int width : {8,    120,  2048, 2880,  2944,  3072, 4096, 5120, 5376,  5760,
+                    6144, 7168, 8192, 12288, 32768, 7,    13,   4095, 65535, (1 << 20) - 1}) {
+    for (uint32_t bits = 0x47000000u; bits < 0x47800000u; bits += 3 * kStep) {
+      compare(from_bits(bits), static_cast<float>(width), 1e-6f);
+    }
+  }
+  for (float width : {8.0f, 2880.0f, 32768.0f, 1048575.0f}) {
+    for (float eps : {0.0f, 1e-30f, 1e-6f, 1.0f, 3e38f}) {
+      for (uint32_t high = 0; high < 0x8000; ++high) {  // every exponent, both signs, NaN, infinity
+        for (uint32_t low : {0x0u, 0x1u, 0x7fffu, 0xffffu}) {
+          compare(from_bits(high << 17 | low), width, eps);
+        }
+      }
+    }
+  }
+}
+
 #if defined(__x86_64__)
 // A process that flushes denormals gets the bits of one that does not, and keeps its mode.
 void test_float_mode() {
@@ -189,6 +236,7 @@ int main() {
   test_kernels();
   test_summation_order();
   test_negative_zero();
+  test_reciprocal_rms();
   test_float_mode();
   return result();
 }

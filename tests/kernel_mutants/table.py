@@ -42,7 +42,9 @@ class Mutant:
 
 _SHARED = "      if (lane == 0) store_shared(shared_ + at, chunk_value);\n      __syncthreads();\n"
 _OWN_BARRIER = "  __syncthreads();  // every thread has read the operation counter"
-_NO_ROW_BARRIER = "  if (blockIdx.x == 0) exchange.serve(threadIdx.x / 32);\n  __syncthreads();\n"
+_ADVANCE = "    // After the barrier in add_row().\n    if (last) exchange.advance();\n"
+_FINISH = "    if (params.epilogue.normalize) epilogue.store_row(row, epilogue.finish());\n"
+_NO_ROW_BARRIER = "  exchange.advance_unused();\n  __syncthreads();\n"
 _LARGE_BARRIER = "    // nobody will use what they write.\n    __syncthreads();\n"
 _STAGED = "    // thread comes here again: the sum over the next row lies in between.\n"
 
@@ -134,16 +136,28 @@ RACES = (
         (
             (
                 FUSED,
-                "    epilogue.add_row(row, reduced);\n",
-                "    if (last) exchange.advance();\n    epilogue.add_row(row, reduced);\n",
-            ),
-            (
-                FUSED,
-                "    // After the barrier in add_row().\n    if (last) exchange.advance();\n",
-                "",
+                "    epilogue.add_row(row, reduced);\n"
+                + _ADVANCE
+                + _FINISH
+                + "    sum = next_sum;\n",
+                "    if (last) exchange.advance();\n    epilogue.add_row(row, reduced);\n"
+                + _FINISH
+                + "    sum = next_sum;\n",
             ),
         ),
         (RACE,),
+        short=False,
+    ),
+    Mutant(
+        "counters that blocks of the grid may still read are advanced with the unused ones",
+        (
+            (
+                EXCHANGE,
+                "int copy = gridDim.x + blockIdx.x + threadIdx.x * gridDim.x;",
+                "int copy = blockIdx.x + threadIdx.x * gridDim.x;",
+            ),
+        ),
+        (RACE, WRONG, HANGS),
         short=False,
     ),
     Mutant(
@@ -351,7 +365,7 @@ WRONG_RESULTS = (
     ),
     Mutant(
         "a wide group's maximum from the wrong chunks",
-        ((QUANTIZE, "exchange_.chunk() / chunks * chunks, chunks", "exchange_.chunk(), chunks"),),
+        ((QUANTIZE, "exchange_.chunk() & -chunks, chunks", "exchange_.chunk(), chunks"),),
         (WRONG,),
         "plain",
         short=False,

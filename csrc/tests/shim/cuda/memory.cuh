@@ -2,6 +2,7 @@
 #ifndef ALLNORM_CUDA_MEMORY_CUH_
 #define ALLNORM_CUDA_MEMORY_CUH_
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -116,6 +117,12 @@ inline void store_shared(SharedAddress address, float value) {
 }
 inline float* dynamic_shared_floats() {
   return reinterpret_cast<float*>(shim::shared_memory() + shim::kDynamicSharedOffset);
+}
+
+// ---- arithmetic
+
+inline float near_reciprocal_root(float a) {
+  return static_cast<float>(1.0 / std::sqrt(static_cast<double>(a)));
 }
 
 // ---- launches and clusters
