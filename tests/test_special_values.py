@@ -130,3 +130,31 @@ def nan_in_the_weight(rank: int, world_size: int) -> None:
 @on(cpu=(2,), gpu=(2,))
 def test_nan_in_the_weight_stays_in_its_column(pool: RankPool) -> None:
     pool.run(nan_in_the_weight)
+
+
+def mean_squares(rank: int, world_size: int) -> None:
+    """x is (a, b, 0, 0): with b of no, one or two units of the last place of the square of a."""
+    c = comm()
+    chunk, step = (1 << 20, 1) if c.device.type == "cuda" else (1 << 14, 509)
+    weight = torch.ones(4, device=c.device)
+    for begin, b in itertools.product(
+        range(0x3F800000, 0x40000000, chunk * step), (0.0, 2.0**-11.5, 2.0**-11)
+    ):
+        bits = torch.arange(begin, min(begin + chunk * step, 0x40000000), step, dtype=torch.int32)
+        x = torch.zeros(len(bits), 4, device=c.device)
+        if rank == 0:
+            x[:, 0] = bits.to(c.device).view(torch.float32)
+        else:
+            x[:, 1] = b
+        got, divided = (
+            c.all_reduce_add_rms_norm(x, None, weight, 0.0, algorithm=algorithm)
+            for algorithm in ("one_shot", "unfused")
+        )
+        for mine, wanted in zip(got, divided, strict=True):
+            assert_same_bits(mine, wanted, f"from {begin:#x} on, b = {b}")
+
+
+@on(cpu=(2,), gpu=(2,))
+def test_every_mean_square(pool: RankPool) -> None:
+    """The exchange kernels divide by nothing, the local kernel does: on GPUs every significand."""
+    pool.run(mean_squares)
