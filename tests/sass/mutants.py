@@ -123,8 +123,8 @@ MUTANTS = (
     ),
     _mutant(
         *("counters advanced by an atomic", "scopes", "exchange.cuh"),
-        "copies[copy] = next;",
-        "atomicExch(reinterpret_cast<unsigned long long*>(copies + copy), next);",
+        "copies()[copy] = next;",
+        "atomicExch(reinterpret_cast<unsigned long long*>(copies() + copy), next);",
     ),
     # The fence that hands slots back.
     _mutant(
