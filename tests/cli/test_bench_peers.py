@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import fake_peers
@@ -14,8 +16,8 @@ from allnorm.cli.options import Shape
 from allnorm.cli.ranks import bench as ranks_bench
 from allnorm.cli.ranks import peers
 from allnorm.cli.ranks.arms import Reduction
-from allnorm.cli.ranks.case import Case
-from allnorm.cli.ranks.peers.base import Peer, first_line
+from allnorm.cli.ranks.case import Case, make_case
+from allnorm.cli.ranks.peers.base import Peer, Setting, first_line
 from allnorm.testing import run_ranks
 from allnorm.testing.spawn import RankError
 
@@ -245,3 +247,39 @@ def test_an_exception_is_one_line() -> None:
     assert first_line(ValueError("a\nb")) == "ValueError: a"
     assert first_line(ValueError()) == "ValueError"
     assert len(first_line(ValueError("x" * 1000))) == 200
+
+
+class InPlace(Peer):
+    """Its reduction works in place."""
+
+    name = "in_place"
+    device_type = "cpu"
+    overwrites_inputs = True
+    captures = 0
+
+    def load(self) -> str:
+        return ""
+
+    def reductions(self, case: Case) -> list[Reduction]:
+        @contextlib.contextmanager
+        def capturing() -> Iterator[None]:
+            self.captures += 1
+            yield
+
+        return [Reduction("in_place", lambda i: case.xs[i].add_(1.0), capturing=capturing)]
+
+
+def test_a_peer_that_overwrites_its_inputs_has_its_own() -> None:
+    cpu = torch.device("cpu")
+    case = make_case(Shape(3, 64), "float32", "rounded", cpu, rank=1, world_size=2, seed=0)
+    made, first = case.checksums(), case.xs[0].clone()
+    setting = Setting(1, 2, cpu, torch.float32, None, 192, 3, 64)  # type: ignore[arg-type]
+    peer = InPlace(setting)
+    (reduction,) = peers.Peers([], cpu, torch.float32, 0, 0, 0)._reductions(peer, case)
+    assert torch.equal(reduction.call(0), first + 1)  # it starts from what the others have
+    assert case.checksums() == made
+    with reduction.capturing():
+        assert peer.captures == 1
+        assert not torch.any(reduction.call(0) - 1)
+    peer.reductions(case)[0].call(0)
+    assert case.checksums() != made

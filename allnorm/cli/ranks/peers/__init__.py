@@ -10,14 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from allnorm.cli.bench_modes import Mode
 from allnorm.cli.ranks import arms
-from allnorm.cli.ranks.arms import Arm
+from allnorm.cli.ranks.arms import Arm, Reduction
 from allnorm.cli.ranks.case import Case
 from allnorm.cli.ranks.peers.base import Peer, Setting, first_line
 from allnorm.cli.ranks.peers.flashinfer import FlashInfer
@@ -65,6 +69,7 @@ class Peers:
     ) -> None:
         self.missing: dict[str, str] = {}
         self._open: dict[str, Peer] = {}
+        self._kept: list[list[torch.Tensor]] = []
         if not names:
             return
         group = dist.new_group(
@@ -106,10 +111,29 @@ class Peers:
             found.append(
                 arms.then_quantize(arm, case, mode, f"{arm.name}+quant") if mode.quant else arm
             )
-        for reduction in peer.reductions(case):
+        for reduction in self._reductions(peer, case):
             name = f"{reduction.name}+local{suffix}"
             found.append(arms.then_norm(reduction, case, mode, name))
         return found or "it has no kernel for this"
+
+    def _reductions(self, peer: Peer, case: Case) -> list[Reduction]:
+        """Those of a peer, on inputs of its own if it overwrites them.
+
+        These live as long as the peer, which may keep them mapped. In graphs they are zeros: sums
+        of sums would soon be infinite, and a norm of them takes longer.
+        """
+        if not peer.overwrites_inputs:
+            return peer.reductions(case)
+        batches = tuple(
+            replace(b, xs=tuple(x.clone() if r == case.rank else x for r, x in enumerate(b.xs)))
+            for b in case.batches
+        )
+        own = replace(case, batches=batches)
+        self._kept.append(own.xs)
+        return [
+            replace(reduction, capturing=partial(_zeroed, own.xs, reduction.capturing))
+            for reduction in peer.reductions(own)
+        ]
 
     def close(self) -> None:
         """Releases what the peers hold. Collective."""
@@ -117,6 +141,17 @@ class Peers:
             with contextlib.suppress(Exception):  # what was measured is worth more than their end
                 peer.close()
         self._open.clear()
+        self._kept.clear()
+
+
+@contextlib.contextmanager
+def _zeroed(
+    tensors: Sequence[torch.Tensor], capturing: Callable[[], AbstractContextManager[Any]]
+) -> Iterator[None]:
+    for tensor in tensors:
+        tensor.zero_()
+    with capturing():
+        yield
 
 
 def _words_of(step: Callable[[], str | None]) -> str:

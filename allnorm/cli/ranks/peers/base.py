@@ -53,10 +53,12 @@ class Peer(ABC):
     Attributes:
         name: of its arms.
         device_type: where its kernels run.
+        overwrites_inputs: whether its reductions leave something else in their inputs.
     """
 
     name: ClassVar[str]
     device_type: ClassVar[str] = "cuda"
+    overwrites_inputs: ClassVar[bool] = False
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting

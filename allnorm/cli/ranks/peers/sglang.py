@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,7 +11,7 @@ from allnorm.cli.bench_modes import Mode
 from allnorm.cli.ranks import arms
 from allnorm.cli.ranks.arms import Arm, Reduction
 from allnorm.cli.ranks.case import Case
-from allnorm.cli.ranks.peers.base import Peer, Setting
+from allnorm.cli.ranks.peers.base import Peer
 
 # Each peer has two slots of this size in every rank's memory, each row a counter.
 _MAX_PUSH_BYTES = 16 << 20
@@ -35,15 +33,11 @@ class Sglang(Peer):
     choice, up to 16 MiB, beyond which NCCL is.
 
     In CUDA graphs that one's two-shot leaves the sum in the inputs of all ranks, which it keeps
-    mapped. So it has inputs of its own, which live as long as it, and zeros in graphs: sums of sums
-    would soon be infinite, and a norm of them takes longer.
+    mapped.
     """
 
     name = "sglang"
-
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
-        self._registered: list[list[torch.Tensor]] = []
+    overwrites_inputs = True
 
     def load(self) -> str:
         """Imports SGLang; versions before its fused kernel have the plain all-reduce only."""
@@ -118,21 +112,13 @@ class Sglang(Peer):
         """The plain all-reduce, at the sizes that SGLang does not leave to NCCL."""
         if not self._comm.should_custom_ar(case.xs[0]):
             return []
-        inputs, reduce = [x.clone() for x in case.xs], self._comm.custom_all_reduce
-        self._registered.append(inputs)
+        xs, reduce = case.xs, self._comm.custom_all_reduce
 
         def call(index: int) -> torch.Tensor:
-            result: torch.Tensor = reduce(inputs[index])
+            result: torch.Tensor = reduce(xs[index])
             return result
 
-        @contextlib.contextmanager
-        def capturing() -> Iterator[None]:
-            for x in inputs:
-                x.zero_()
-            with self._comm.capture():
-                yield
-
-        return [Reduction(self.name, call, capturing=capturing)]
+        return [Reduction(self.name, call, capturing=self._comm.capture)]
 
     def _max_rows(self) -> int:
         return _MAX_PUSH_ROWS if self.setting.world_size == 2 else _MAX_PUSH_ROWS_OF_MANY_RANKS
