@@ -181,6 +181,19 @@ ALLNORM_HD int butterfly_width(int count) {
   return width;
 }
 
+// a / b, b > 0, from the correctly rounded reciprocal of b: a * r, corrected once by its exact
+// remainder (after Markstein, IBM Journal of Research and Development 34(1), 1990). Where nothing
+// overflows and the remainder is not denormal, that is the quotient or a neighbour of it, and on
+// the same side of every tie of e4m3: tried for all significands of b (tests/quantize_test.cpp).
+// Where b is an integer up to 2^20 it is the quotient: the correction is off by less than 2^-22
+// units of the last place, and no such quotient is as near to a tie (tests/numerics_test.cpp).
+ALLNORM_HD float divide_by_reciprocal(float a, float b, float reciprocal) {
+  const float quotient = mul_rn(a, reciprocal);
+  // The remainder is taken with its sign turned: of an exact quotient it is then -0.0, which leaves
+  // the quotient its sign where that is zero.
+  return fma_rn(-fma_rn(b, quotient, -a), reciprocal, quotient);
+}
+
 // Numerics step 4, the end: from the sum of squares of a row to 1 / rms.
 ALLNORM_HD float reciprocal_rms(float sum, float num_elements, float eps) {
   const float mean = div_rn(sum, num_elements);
@@ -206,15 +219,10 @@ ALLNORM_HD float reciprocal_from(float root, float near) {
 // `inverse` is 1 / num_elements, rounded, and num_elements at most 2^20;
 // near_reciprocal_root(square) is what root_from() takes. tests/numerics_test.cpp tries all
 // significands.
-//
-// The mean is the rounded product, corrected once by its exact remainder: that is off by less than
-// 2^-22 units of the last place, and no quotient of such a divisor is as near to a tie.
 template <class Near>
 ALLNORM_HD float reciprocal_rms(float sum, float num_elements, float inverse, float eps,
                                 Near&& near_reciprocal_root) {
-  const float product = mul_rn(sum, inverse);
-  const float mean = fma_rn(fma_rn(-product, num_elements, sum), inverse, product);
-  const float square = add_rn(mean, eps);
+  const float square = add_rn(divide_by_reciprocal(sum, num_elements, inverse), eps);
   const float near = near_reciprocal_root(square);
   const float root = root_from(square, near);
   const float result = reciprocal_from(root, near);
@@ -267,17 +275,6 @@ ALLNORM_HD uint32_t greatest_magnitude(const Pack& pack) {
     greatest = bit_cast<uint32_t>(T::load(static_cast<typename T::Storage>(greatest)));
   }
   return greatest;
-}
-
-// a / b, b > 0, from the correctly rounded reciprocal of b: a * r, corrected once by its exact
-// remainder (after Markstein, IBM Journal of Research and Development 34(1), 1990). Where nothing
-// overflows and the remainder is not denormal, that is the quotient or a neighbour of it, and on
-// the same side of every tie of e4m3: tried for all significands of b (tests/quantize_test.cpp).
-ALLNORM_HD float divide_by_reciprocal(float a, float b, float reciprocal) {
-  const float quotient = mul_rn(a, reciprocal);
-  // The remainder is taken with its sign turned: of an exact quotient it is then -0.0, which leaves
-  // the quotient its sign where that is zero.
-  return fma_rn(-fma_rn(b, quotient, -a), reciprocal, quotient);
 }
 
 // The scale of elements of which `amax` is the greatest magnitude().

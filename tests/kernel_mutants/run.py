@@ -115,10 +115,7 @@ def try_original(tree: Tree, kind: table.Build, test: str) -> str | None:
 
 def try_mutant(tree: Tree, mutant: table.Mutant) -> tuple[str | None, str]:
     """What of the report of a defect is not as it should be, and the line that tells of it."""
-    try:
-        before = tree.apply(mutant)
-    except LookupError as error:
-        return str(error), ""
+    before = tree.apply(mutant)
     try:
         if errors := tree.build(mutant.build, mutant.test):
             return f"does not compile\n{head(errors)}", ""
@@ -144,14 +141,15 @@ def main(
     chosen = [m for m in table.MUTANTS if (every or m.short or only) and only in m.name]
     kinds = sorted({(m.build, m.test) for m in chosen})
     start = time.monotonic()
+    copies = [Tree(folder / str(number)) for number in range(jobs)]
     trees: queue.Queue[Tree] = queue.Queue()
-    for number in range(jobs):
-        trees.put(Tree(folder / str(number)))
+    for copy in copies:
+        trees.put(copy)
     failures = 0
     # Also of those that are not tried now: the next to try them would find that they fit no more.
     for mutant in table.MUTANTS:
         try:
-            Tree.restore(trees.queue[0].apply(mutant))
+            Tree.restore(copies[0].apply(mutant))
         except LookupError as error:
             failures += 1
             console.print(f"{mutant.name}: {error}", style="red")
