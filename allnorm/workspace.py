@@ -29,6 +29,18 @@ MIN_BYTES = 64 << 10
 _LEFTOVER_SECONDS = 600.0
 _MAX_WORLD_SIZE = {"cpu": _native.MAX_WORLD_SIZE, "cuda": 8}
 
+_shared_gpus_allowed = False
+
+
+def allow_shared_gpus(allowed: bool) -> None:
+    """Whether a workspace may be made by several ranks of one GPU. The same on every rank.
+
+    They take turns on it: right, but a thousand times slower than a GPU each, so that only tests
+    want it (`RankPool(share_gpus=True)`).
+    """
+    global _shared_gpus_allowed
+    _shared_gpus_allowed = allowed
+
 
 @dataclass
 class Workspace:
@@ -200,7 +212,7 @@ def _create_device_memory(
 
     try:
         shared = agree(group, allocate, "allocating the workspace")
-        if len({uuid for uuid, _ in shared}) < world_size:
+        if len({uuid for uuid, _ in shared}) < world_size and not _shared_gpus_allowed:
             obstacles = ["several ranks share one GPU"]
         else:
             obstacles = [text for text in agree(group, attach, "mapping the workspace") if text]

@@ -16,6 +16,11 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     """GPU machines often lack pytest-timeout; pyproject.toml sets its option all the same."""
     if not pluginmanager.hasplugin("timeout"):
         parser.addini("timeout", "without effect: pytest-timeout is not installed")
+    parser.addoption(
+        "--share-gpus",
+        action="store_true",
+        help="run tests of more ranks than there are GPUs too: ranks take turns on a GPU",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -33,20 +38,34 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     marker = item.get_closest_marker("world_size")
     needed = marker.args[0] if marker else 1
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if _shares_gpus(item) and found:
+        return
     if found < needed:
         pytest.skip(f"needs {needed} CUDA GPU(s), found {found}")
+
+
+def _shares_gpus(item: pytest.Item) -> bool:
+    """Whether more ranks than there are GPUs can do what the test does.
+
+    A pool of ranks knows how; `own_gpus` marks what needs NCCL or a GPU for each rank all the same.
+    """
+    wanted = item.config.getoption("--share-gpus") and "pool" in getattr(item, "fixturenames", ())
+    return bool(wanted) and item.get_closest_marker("own_gpus") is None
 
 
 class Pools:
     """One RankPool for each device and world size that a test has asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, share_gpus: bool) -> None:
+        self._share_gpus = share_gpus
         self._pools: dict[tuple[str, int], RankPool] = {}
 
     def get(self, device: str, world_size: int) -> RankPool:
         key = (device, world_size)
         if key not in self._pools:
-            self._pools[key] = RankPool(world_size, device, timeout=240.0)
+            self._pools[key] = RankPool(
+                world_size, device, timeout=240.0, share_gpus=self._share_gpus
+            )
         return self._pools[key]
 
     def close(self) -> None:
@@ -55,8 +74,8 @@ class Pools:
 
 
 @pytest.fixture(scope="session")
-def pools() -> Iterator[Pools]:
-    all_pools = Pools()
+def pools(request: pytest.FixtureRequest) -> Iterator[Pools]:
+    all_pools = Pools(request.config.getoption("--share-gpus"))
     yield all_pools
     all_pools.close()
 

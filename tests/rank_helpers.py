@@ -17,6 +17,7 @@ from allnorm import reference
 from allnorm.quant import Quant
 from allnorm.testing import assert_same_bits, rank_input, sentinel_input, shared_input
 from allnorm.testing import special_input as make_special
+from allnorm.testing.rank import device
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MODES = reference.NUMERICS
@@ -37,13 +38,6 @@ def on(*, cpu: Iterable[int] = (), gpu: Iterable[int] = ()) -> pytest.MarkDecora
         ],
         indirect=True,
     )
-
-
-def device() -> torch.device:
-    """Where this rank's tensors live; RankPool has chosen the GPU."""
-    if torch.cuda.is_available() and "nccl" in str(dist.get_backend_config()):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 @functools.cache

@@ -136,13 +136,16 @@ def device(text: str) -> str:
     return text
 
 
-def world_sizes(text: str, device_type: str, default: str = "") -> list[int]:
+def world_sizes(
+    text: str, device_type: str, default: str = "", *, share_gpus: bool = False
+) -> list[int]:
     """The numbers of ranks to run with.
 
     Args:
         text: what the user wrote; "" for the default.
         device_type: "cuda" or "cpu".
         default: what stands for "" instead of all GPUs, else 2 CPU processes.
+        share_gpus: several ranks may be on one GPU.
 
     Raises:
         typer.BadParameter: no list of positive integers, or more ranks than GPUs.
@@ -150,7 +153,7 @@ def world_sizes(text: str, device_type: str, default: str = "") -> list[int]:
     gpus = topology.num_gpus()
     text = text or default or (str(gpus) if device_type == "cuda" else "2")
     sizes = integers(text, "--tp", minimum=1)
-    if device_type == "cuda" and max(sizes) > gpus:
+    if device_type == "cuda" and max(sizes) > gpus and not share_gpus:
         raise typer.BadParameter(
             f"{max(sizes)} ranks, but torch sees {gpus} GPU{'s' if gpus != 1 else ''} here; "
             "use fewer ranks, or --device cpu",

@@ -54,13 +54,17 @@ def verify(
     timeout: Annotated[
         float, typer.Option("--timeout", min=0.1, help="Of the ranks' waits in --faults, seconds.")
     ] = 2.0,
+    share_gpus: Annotated[
+        bool,
+        typer.Option("--share-gpus", help="More ranks than GPUs: they take turns, which is slow."),
+    ] = False,
     json: Json = None,
 ) -> None:
     """Compares every kind of call with the reference, bit for bit."""
     where = options.device(device)
-    sizes = list(dict.fromkeys(options.world_sizes(tp, where)))
+    sizes = list(dict.fromkeys(options.world_sizes(tp, where, share_gpus=share_gpus)))
     if faults:
-        _faults(sizes, where, timeout, tuple(options.words(only)), json)
+        _faults(sizes, where, share_gpus, timeout, tuple(options.words(only)), json)
         return
     seed = random.randrange(1 << 20) if seed is None else seed
     budget = _SAMPLE_SECONDS[where] if seconds is None else seconds
@@ -76,21 +80,23 @@ def verify(
     common = {"backend": where, "seed": seed, "full": full, **output.provenance()}
     failures = 0
     for size in sizes:
+        shared = share_gpus and where == "cuda" and size > topology.num_gpus()
         with output.progress(f"verify, {size} ranks") as show:
             found: list[dict[str, Any]] = run_ranks(
                 ranks_verify.run,
                 size,
                 device=where,
-                args=(job,),
+                args=(replace(job, shared_gpus=shared),),
                 timeout=_TIMEOUT_SECONDS,
                 on_message=show,
+                share_gpus=shared,
             )[0]
         console.print(_table(found, size))
         for record in found:
             for detail in record["details"]:
                 console.print(output.bad(f"{record['check']}: {detail}"))
         failures += sum(record["failures"] for record in found)
-        rows = ({**common, "world_size": size, **record} for record in found)
+        rows = ({**common, "world_size": size, "shared_gpus": shared, **record} for record in found)
         output.append_json_lines(json, rows)
     if failures:
         console.print(output.bad(f"{failures} cases failed; repeat with --seed {seed}"))
@@ -100,7 +106,12 @@ def verify(
 
 
 def _faults(
-    sizes: list[int], where: str, timeout_s: float, words: tuple[str, ...], json: Path | None
+    sizes: list[int],
+    where: str,
+    share_gpus: bool,
+    timeout_s: float,
+    words: tuple[str, ...],
+    json: Path | None,
 ) -> None:
     """The table of faults, for each number of ranks."""
     if min(sizes) < 2:
@@ -112,7 +123,7 @@ def _faults(
     )
     common = {"backend": where, "check": "faults", **output.provenance()}
     for size in sizes:
-        rows = verify_faults.run(size, where, timeout_s, words)
+        rows = verify_faults.run(size, where, timeout_s, words, share_gpus)
         verify_faults.show(rows, size, console.print)
         output.append_json_lines(json, ({**common, "world_size": size, **row} for row in rows))
         failed += sum(bool(row["problems"]) for row in rows)

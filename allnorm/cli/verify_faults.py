@@ -17,7 +17,9 @@ _SHARED_MEMORY = Path("/dev/shm")
 Row = dict[str, Any]
 
 
-def run(world_size: int, device: str, timeout_s: float, words: tuple[str, ...]) -> list[Row]:
+def run(
+    world_size: int, device: str, timeout_s: float, words: tuple[str, ...], share_gpus: bool = False
+) -> list[Row]:
     """Provokes every fault with every algorithm it applies to.
 
     Args:
@@ -25,6 +27,7 @@ def run(world_size: int, device: str, timeout_s: float, words: tuple[str, ...]) 
         device: "cuda" or "cpu".
         timeout_s: of the communicators.
         words: only faults whose names hold one of them; empty: all.
+        share_gpus: several ranks may be on one GPU.
 
     Returns:
         A row for each: `fault`, `algorithm`, `seconds` (of the slowest rank), `saw` (in words),
@@ -39,7 +42,7 @@ def run(world_size: int, device: str, timeout_s: float, words: tuple[str, ...]) 
     ]
     rows = []
     with (
-        RankPool(world_size, device, timeout=_RUN_SECONDS) as pool,
+        RankPool(world_size, device, timeout=_RUN_SECONDS, share_gpus=share_gpus) as pool,
         output.progress(f"faults, {world_size} ranks") as show,
     ):
         for done, (fault, algorithm) in enumerate(cases):

@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from allnorm import workspace
+
 _Connection = multiprocessing.connection.Connection
 
 # NVLink multicast stays off: it is missing on many hosts and can take shared ones down.
@@ -30,8 +32,14 @@ _ENVIRONMENT = {
     "NVSHMEM_DISABLE_NVLS": "1",
 }
 
+_device = torch.device("cpu")
 _parent: _Connection | None = None
 _parent_lock = threading.Lock()
+
+
+def device() -> torch.device:
+    """The device that RankPool has given this rank; the CPU in any other process."""
+    return _device
 
 
 def report(message: Any) -> None:
@@ -74,6 +82,7 @@ def rank_main(
     port: int,
     seconds: float,
     surroundings: Surroundings | None,
+    share_gpus: bool = False,
 ) -> None:
     """The life of a rank: join the group, answer calls until told to stop."""
     global _parent
@@ -84,7 +93,7 @@ def rank_main(
     faulthandler.register(signal.SIGUSR1)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        _join_group(rank, world_size, device, port, seconds)
+        _join_group(rank, world_size, device, port, seconds, share_gpus)
         _send("result", None)
         while call := connection.recv_bytes():
             _answer(call, rank, world_size)
@@ -104,12 +113,18 @@ def _answer(call: bytes, rank: int, world_size: int) -> None:
         _send("error", traceback.format_exc())
 
 
-def _join_group(rank: int, world_size: int, device: str, port: int, seconds: float) -> None:
+def _join_group(
+    rank: int, world_size: int, device: str, port: int, seconds: float, share_gpus: bool
+) -> None:
+    global _device
     if device == "cuda":
-        torch.cuda.set_device(rank)
+        _device = torch.device("cuda", rank % torch.cuda.device_count() if share_gpus else rank)
+        torch.cuda.set_device(_device)
         # Each rank would take all cores: 4 on 64 cores once took 12 s for what takes 0.2 s.
         torch.set_num_threads(max(1, min(4, (os.cpu_count() or 1) // world_size)))
-        backend = "cpu:gloo,cuda:nccl"
+        # NCCL takes each GPU once.
+        backend = "cpu:gloo,cuda:gloo" if share_gpus else "cpu:gloo,cuda:nccl"
+        workspace.allow_shared_gpus(share_gpus)
     else:
         torch.set_num_threads(1)
         backend = "gloo"

@@ -60,6 +60,7 @@ def run_ranks(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = 300.0,
     on_message: OnMessage | None = None,
+    share_gpus: bool = False,
 ) -> list[Any]:
     """Runs `fn(rank, world_size, *args, **kwargs)` in `world_size` new processes.
 
@@ -71,15 +72,16 @@ def run_ranks(
         kwargs: keyword arguments, picklable.
         timeout: seconds for the whole call; then every rank is killed.
         on_message: called here with `(rank, message)` for each `report(message)` of a rank.
+        share_gpus: see `RankPool`.
 
     Returns:
         What `fn` returned (picklable), by rank.
 
     Raises:
         RankError: a rank raised, died or was late; shows the traceback of each.
-        ValueError: the device is unknown or has fewer than `world_size` GPUs.
+        ValueError: the device is unknown or has too few GPUs.
     """
-    with RankPool(world_size, device, timeout=timeout) as pool:
+    with RankPool(world_size, device, timeout=timeout, share_gpus=share_gpus) as pool:
         return pool.run(fn, *args, kwargs=kwargs, on_message=on_message)
 
 
@@ -93,24 +95,37 @@ class RankPool:
         world_size: how many ranks.
         device: "cpu" or "cuda", see `run_ranks`.
         timeout: seconds that one `run` may take unless it says otherwise.
+        share_gpus: where there are fewer GPUs than ranks, rank r is on GPU r modulo their number,
+            with gloo for CUDA tensors too. Ranks of one GPU take turns there, so that a call takes
+            milliseconds: for bits, never for times.
 
     Raises:
-        ValueError: the device is unknown or has fewer than `world_size` GPUs.
+        ValueError: the device is unknown, or has no GPU, or fewer than `world_size` without
+            `share_gpus`.
     """
 
-    def __init__(self, world_size: int, device: str = "cpu", *, timeout: float = 300.0) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        device: str = "cpu",
+        *,
+        timeout: float = 300.0,
+        share_gpus: bool = False,
+    ) -> None:
         if world_size < 1:
             raise ValueError(f"world_size {world_size}: expected at least 1")
         if device not in ("cpu", "cuda"):
             raise ValueError(f"device {device!r}: expected 'cpu' or 'cuda'")
-        if device == "cuda" and torch.cuda.device_count() < world_size:
+        needed = 1 if share_gpus else world_size
+        if device == "cuda" and torch.cuda.device_count() < needed:
             raise ValueError(
-                f"world_size {world_size} needs as many GPUs; torch sees "
-                f"{torch.cuda.device_count()}. Use fewer ranks, or device='cpu'."
+                f"world_size {world_size} needs {needed} GPU{'s' if needed > 1 else ''}; torch "
+                f"sees {torch.cuda.device_count()}. Use fewer ranks, or device='cpu'."
             )
         self.world_size = world_size
         self.device = device
         self.timeout = timeout
+        self._share_gpus = share_gpus and torch.cuda.device_count() < world_size
         self._processes: list[multiprocessing.process.BaseProcess] = []
         self._connections: list[_Connection] = []
         self._store: TCPStore | None = None
@@ -203,7 +218,10 @@ class RankPool:
                 target=rank_main,
                 args=(theirs, rank, self.world_size, self.device, self._store.port, seconds),
                 # Of a process that starts anew they are the same without doing.
-                kwargs={"surroundings": None if self.device == "cuda" else Surroundings()},
+                kwargs={
+                    "surroundings": None if self.device == "cuda" else Surroundings(),
+                    "share_gpus": self._share_gpus,
+                },
                 name=f"allnorm-rank-{rank}",
                 daemon=True,  # an interpreter that exits ends its ranks instead of waiting for them
             )

@@ -37,6 +37,7 @@ class Job:
         stress: calls of the ordering soak; 0 for none.
         shapes: (num_tokens, hidden_size) to run `repeat` times each, and nothing else.
         repeat: how often.
+        shared_gpus: several ranks are on one GPU, where gloo stands for NCCL.
         only: words; of all checks only those run whose names hold one of them. Empty: all.
     """
 
@@ -48,6 +49,7 @@ class Job:
     shapes: tuple[tuple[int, int], ...] = ()
     repeat: int = 0
     only: tuple[str, ...] = ()
+    shared_gpus: bool = False
 
 
 @dataclass(frozen=True)
