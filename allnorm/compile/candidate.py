@@ -66,7 +66,8 @@ class Candidate:
     def _is_input(self, operand: Value) -> bool:
         if operand is self.output.gain:
             return True
-        if self.quantised is not None and operand is self.quantised.static:
+        quantised = self.quantised
+        if quantised is not None and operand in (quantised.static, quantised.inverse):
             return True
         return self.residual is not None and (
             operand is self.residual or self.residual in operand.args

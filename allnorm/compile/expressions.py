@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 import struct
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch.fx import Node
@@ -225,6 +225,10 @@ def _fits(value: Value, dtype: torch.dtype) -> bool:
     return value.op == "up" and value.args[0].dtype == dtype
 
 
+@overload
+def as_float32(number: float) -> float: ...
+@overload
+def as_float32(number: float | None) -> float | None: ...
 def as_float32(number: float | None) -> float | None:
     """A number rounded to float32."""
     return None if number is None else struct.unpack("f", struct.pack("f", number))[0]

@@ -29,12 +29,13 @@ def fuse(
     all_reduce_ops: Sequence[Any] = (),
     all_reduce_groups: Collection[str] = (),
     decompositions: Mapping[Any, Callable[..., Any]] | None = None,
+    approximate_quant: bool = False,
 ) -> FusionReport:
     """Fuses every all-reduce of a graph with the residual add and RMSNorm behind it, if it can.
 
     A site is only fused if one of the rounding modes computes what the graph computes, operation by
     operation as PyTorch does it eagerly. Only the order of additions in the mean square, and the
-    last bit of the reciprocal root, may differ.
+    last bit of the reciprocal root, may differ; with `approximate_quant`, rare FP8 elements too.
 
     Args:
         graph_module: is changed in place, and recompiled if anything was fused. Graphs of
@@ -54,6 +55,12 @@ def fuse(
             the wrapper that makes a mutating operator functional, it takes that wrapper's keywords
             and returns the new values of what is changed. A function must add tensors in the shape
             of its first result.
+        approximate_quant: also fuse quantisations that multiply by the reciprocal of the scale, or
+            whose scale has another lower bound, of up to 1 / 512 on amax or 1 / (448 * 512) on the
+            scale. The fused call divides, and bounds amax by 1e-10. So a quantised element may be
+            the next FP8 number, if its quotient is within one float32 ulp of the middle between
+            both; and rows (or groups) without a value of 1 / 512 have a smaller scale, with which
+            their elements are more precise. All other scales are the same.
 
     Returns:
         What became of every reduction.
@@ -72,29 +79,35 @@ def fuse(
             f"graph_module is a {type(graph_module).__name__}: expected a torch.fx.GraphModule."
         )
     check_communicator(communicator)
-    custom = _Custom(all_reduce_ops, frozenset(all_reduce_groups), by_name(decompositions or {}))
-    return FusionReport(_fuse_all(graph_module, example_inputs, communicator, custom))
+    options = _Options(
+        tuple(all_reduce_ops),
+        frozenset(all_reduce_groups),
+        by_name(decompositions or {}),
+        approximate_quant,
+    )
+    return FusionReport(_fuse_all(graph_module, example_inputs, communicator, options))
 
 
 @dataclass(frozen=True)
-class _Custom:
-    """What the caller says of operators of its own."""
+class _Options:
+    """What the caller says of operators of its own, and allows."""
 
     all_reduce_ops: Sequence[Any]
     all_reduce_groups: frozenset[str]
     decompositions: Decompositions
+    approximate_quant: bool
 
 
 def _fuse_all(
     module: GraphModule,
     example_inputs: Sequence[Any] | None,
     communicator: Communicator | None,
-    custom: _Custom,
+    options: _Options,
 ) -> list[Site]:
-    sites = _fuse_one(module, example_inputs, communicator, custom)
+    sites = _fuse_one(module, example_inputs, communicator, options)
     for child in module.children():
         if isinstance(child, GraphModule):
-            sites += _fuse_all(child, None, communicator, custom)
+            sites += _fuse_all(child, None, communicator, options)
     return sites
 
 
@@ -116,20 +129,20 @@ def _fuse_one(
     module: GraphModule,
     example_inputs: Sequence[Any] | None,
     communicator: Communicator | None,
-    custom: _Custom,
+    options: _Options,
 ) -> list[Site]:
     graph = module.graph
-    reductions = find_reductions(graph, custom.all_reduce_ops)
+    reductions = find_reductions(graph, options.all_reduce_ops)
     if not reductions:
         return []
     shapes = Shapes(module, reductions, example_inputs)
-    values = Values(graph, shapes, reductions, custom.decompositions)
-    matcher = Matcher(values)
+    values = Values(graph, shapes, reductions, options.decompositions)
+    matcher = Matcher(values, approximate_quant=options.approximate_quant)
     sites: list[Site] = []
     calls: list[tuple[Match, str]] = []
     for reduction in reductions.values():
         try:
-            _check_group(reduction, custom.all_reduce_groups)
+            _check_group(reduction, options.all_reduce_groups)
             match = matcher.match(reduction)
             x = shapes.of(match.x)
             assert x is not None

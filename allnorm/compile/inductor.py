@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 
 def inductor_pass(
-    communicator: Communicator | None = None, *, all_reduce_ops: Sequence[Any] = ()
+    communicator: Communicator | None = None,
+    *,
+    all_reduce_ops: Sequence[Any] = (),
+    approximate_quant: bool = False,
 ) -> CustomGraphPass:
     """`fuse` as a pass over Inductor's graphs.
 
@@ -38,6 +41,7 @@ def inductor_pass(
             code may name a communicator that only this process makes, so that Inductor's caches
             are not used by any other.
         all_reduce_ops: as for `fuse`.
+        approximate_quant: as for `fuse`.
 
     Returns:
         A `torch._inductor.custom_graph_pass.CustomGraphPass`. Its `reports` has a `FusionReport`
@@ -50,7 +54,7 @@ def inductor_pass(
     Not collective; compiling with it is, if it has to make a communicator.
     """
     check_communicator(communicator)
-    return _pass_class()(communicator, tuple(all_reduce_ops))
+    return _pass_class()(communicator, tuple(all_reduce_ops), approximate_quant)
 
 
 _log = logging.getLogger("allnorm.compile")
@@ -64,14 +68,25 @@ def _pass_class() -> Any:
     class FusionPass(CustomGraphPass):
         """Fuses the sites of each graph, and remembers what became of them."""
 
-        def __init__(self, communicator: Communicator | None, all_reduce_ops: tuple[Any, ...]):
+        def __init__(
+            self,
+            communicator: Communicator | None,
+            all_reduce_ops: tuple[Any, ...],
+            approximate_quant: bool,
+        ):
             self.communicator = communicator
             self.all_reduce_ops = all_reduce_ops
+            self.approximate_quant = approximate_quant
             self.reports: list[FusionReport] = []
 
         def __call__(self, graph: Any) -> None:
-            module, ops = graph.owning_module, self.all_reduce_ops
-            report = fuse(module, None, self.communicator, all_reduce_ops=ops)
+            report = fuse(
+                graph.owning_module,
+                None,
+                self.communicator,
+                all_reduce_ops=self.all_reduce_ops,
+                approximate_quant=self.approximate_quant,
+            )
             self.reports.append(report)
             _log.info("%s", report)
 
@@ -84,6 +99,7 @@ def _pass_class() -> Any:
                 *_fingerprint(),
                 _settings(self.communicator),
                 tuple(map(str, self.all_reduce_ops)),
+                self.approximate_quant,
             )
 
     return FusionPass

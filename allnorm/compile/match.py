@@ -25,10 +25,12 @@ class Matcher:
 
     Args:
         values: the graph's expressions.
+        approximate_quant: as of `fuse`.
     """
 
-    def __init__(self, values: Values) -> None:
+    def __init__(self, values: Values, *, approximate_quant: bool = False) -> None:
         self._values = values
+        self._approximate = approximate_quant
         self._norms = find_norms(values.algebra)
         self._claimed: dict[Value, Node] = {}
 
@@ -55,15 +57,21 @@ class Matcher:
     def _fit(self, candidate: Candidate) -> Match:
         """With the quantisation behind the norm, or else without."""
         algebra, normed = self._values.algebra, candidate.normed
-        note = ""
-        for quantised in find_quantised(algebra, normed, candidate.norm.hidden_size):
+        size, note = candidate.norm.hidden_size, ""
+        for quantised in find_quantised(algebra, normed, size, approximate=self._approximate):
             try:
                 return fit(self._values, dataclasses.replace(candidate, quantised=quantised))
             except Missed as missed:
                 note = note or f"not its quantisation: {missed}"
         match = fit(self._values, candidate)
         if not note and is_quantised_otherwise(algebra, normed):
-            note = "not its quantisation to FP8, which is not the one that allnorm computes"
+            nearly = any(find_quantised(algebra, normed, size, approximate=True))
+            note = "not its quantisation to FP8, which " + (
+                "multiplies by the reciprocal of the scale, or has another least scale: "
+                "approximate_quant=True takes it"
+                if nearly and not self._approximate
+                else "is not the one that allnorm computes"
+            )
         match.note = note
         return match
 

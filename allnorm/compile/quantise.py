@@ -1,12 +1,23 @@
-"""Quantisation to FP8 among the expressions of a graph: step 6 of the numerics page, and no other.
+"""Quantisation to FP8 among the expressions of a graph: step 6 of the numerics page.
 
     amax  = amax(abs(y))                                over a row, or over groups of a row
     scale = div(clamp(amax, 1e-10, None), 448)
     q     = round(clamp(div(y, scale), -448, 448))      with a static scale the same
 
-A product with a reciprocal, another least scale or another order rounds differently, and is left
-to the graph. The clamp of the quotient may be missing if the scale is computed: no quotient is then
-so much above 448 that rounding would not lead there.
+The clamp of the quotient may be missing if the scale is computed: no quotient is then so much above
+448 that rounding would not lead there.
+
+What kernels make of it is not quite that, and is only taken where the caller allows it:
+
+    scale = div(clamp(amax, least, None), 448)          0 < least <= 1/512
+          | clamp(div(amax, 448), least, None)          0 < least <= 1/512/448
+    q     = round(clamp(mul(y, reciprocal(scale)), -448, 448))
+
+Above these bounds the scale is the same: rounded division is monotonic. The product is less than
+two float32 ulps from the quotient: one from the reciprocal, whose relative error of 2^-24 is at
+most one ulp of any product with it, and half a one from rounding either. Both are float32, so they
+are equal or neighbours. (Unless the reciprocal is subnormal, or overflows.) Any other order or
+range is left to the graph.
 """
 
 from __future__ import annotations
@@ -20,6 +31,7 @@ from allnorm.quant import GROUP_SIZES
 
 _MAX = 448.0
 _MIN_AMAX = 1e-10
+_MAX_LEAST_AMAX = 1 / 512
 
 
 @dataclass(frozen=True)
@@ -32,6 +44,7 @@ class Quantised:
         quantized: the float8_e4m3fn expression.
         scale: the computed scale; None of "per_tensor".
         static: the given scale of "per_tensor".
+        inverse: its reciprocal, if the graph multiplies by that.
     """
 
     kind: str
@@ -39,22 +52,22 @@ class Quantised:
     quantized: Value
     scale: Value | None
     static: Value | None
+    inverse: Value | None = None
 
     def __str__(self) -> str:
         return f"{self.kind} {self.group_size}" if self.group_size else self.kind
 
 
-def find_quantised(algebra: Algebra, normed: Value, hidden_size: int) -> Iterator[Quantised]:
-    """The quantisations of a normed tensor."""
+def find_quantised(
+    algebra: Algebra, normed: Value, hidden_size: int, *, approximate: bool
+) -> Iterator[Quantised]:
+    """The quantisations of a normed tensor; if approximate, also what kernels make of them."""
     y = algebra.up(normed)
     grouped = [user for user in y.users if user.op == "rows"]
     for rows in (y, *grouped):
         size = hidden_size if rows is y else rows.attr[1]
-        for quotient in rows.users:
-            if quotient.op != "div" or quotient.args[0] is not rows:
-                continue
-            scale = quotient.args[1]
-            computed = _is_scale(scale, rows)
+        for quotient, scale, inverse in _quotients(rows, approximate=approximate):
+            computed = _is_scale(scale, rows, approximate=approximate)
             quantized = _cast(algebra, quotient, clamped=not computed)
             if quantized is not None and not quantized.holders:
                 # An operator that quantises groups returns them side by side again.
@@ -66,18 +79,46 @@ def find_quantised(algebra: Algebra, normed: Value, hidden_size: int) -> Iterato
             elif computed and size in GROUP_SIZES and hidden_size % size == 0:
                 yield Quantised("per_group", size, quantized, scale, None)
             elif not computed and rows is y and not scale.column and scale.op != "const":
-                yield Quantised("per_tensor", 0, quantized, None, scale)
+                yield Quantised("per_tensor", 0, quantized, None, scale, inverse)
 
 
-def _is_scale(scale: Value, rows: Value) -> bool:
-    """Whether this is `max(amax(abs(rows)), 1e-10) / 448`."""
-    if scale.op != "div" or number_of(scale.args[1]) != _MAX:
+def _quotients(rows: Value, *, approximate: bool) -> Iterator[tuple[Value, Value, Value | None]]:
+    """(quotient, scale, None), or (product, scale, its reciprocal)."""
+    for user in rows.users:
+        if user.op == "div" and user.args[0] is rows:
+            yield user, user.args[1], None
+        elif user.op == "mul" and approximate:
+            inverse = user.other(rows)
+            if inverse.op == "reciprocal":
+                yield user, inverse.args[0], inverse
+            elif inverse.op == "div" and number_of(inverse.args[0]) == 1.0:
+                yield user, inverse.args[1], inverse
+
+
+def _is_scale(scale: Value, rows: Value, *, approximate: bool) -> bool:
+    """Whether this is `max(amax(abs(rows)), least) / 448`, for a least that is allowed."""
+    quotient, least = _without_least(scale)
+    most = _MAX_LEAST_AMAX / _MAX
+    if quotient.op != "div" or number_of(quotient.args[1]) != _MAX:
         return False
-    least = scale.args[0]
-    if least.op != "clamp" or least.attr != (as_float32(_MIN_AMAX), None):
+    amax = quotient.args[0]
+    if quotient is scale:
+        amax, least = _without_least(amax)
+        most = _MAX_LEAST_AMAX
+    elif not approximate:
         return False
-    amax = least.args[0]
-    return amax.op == "amax" and amax.args[0].op == "abs" and amax.args[0].args[0] is rows
+    if least is None or amax.op != "amax" or amax.args[0].op != "abs":
+        return False
+    in_range = 0.0 < least <= as_float32(most)
+    exact = quotient is scale and least == as_float32(_MIN_AMAX)
+    return amax.args[0].args[0] is rows and (exact or (approximate and in_range))
+
+
+def _without_least(value: Value) -> tuple[Value, float | None]:
+    """What is clamped below, and by what; None if it is not."""
+    if value.op == "clamp" and value.attr[0] is not None and value.attr[1] is None:
+        return value.args[0], value.attr[0]
+    return value, None
 
 
 def _cast(algebra: Algebra, quotient: Value, *, clamped: bool) -> Value | None:

@@ -40,6 +40,7 @@ class AllnormFusionPass(VllmInductorPass):
                 all_reduce_ops=[_OPERATOR],
                 all_reduce_groups=[get_tp_group().unique_name],
                 decompositions=norms.decompositions() | quants.decompositions(),
+                approximate_quant=True,
             )
         except Exception as error:  # noqa: BLE001 - every rank compiles the same graph
             for node in reversed(list(graph.nodes)):

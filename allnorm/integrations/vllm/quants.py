@@ -2,10 +2,11 @@
 
 They are nodes of the graph where the custom operator `quant_fp8` is on, each a mutating operator of
 the C extension inside `auto_functionalized`. A function here returns what the operator stores.
+Where it is off, vLLM writes the quantisation out in PyTorch, and the pass reads that.
 
-Groups are quantised with the same operations as here. With a static scale, vLLM's kernel multiplies
-by the reciprocal, and with a scale for each token it keeps that above 1 / (448 * 512): a float32
-ulp before the rounding to FP8, and rows without a value above 1 / 512, can differ.
+Groups are quantised with the same operations as in allnorm. With a static scale, vLLM multiplies
+by the reciprocal, and with a scale for each token it keeps that above 1 / (448 * 512), so these are
+fused by `approximate_quant`, which says by how much results can differ.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 _MAX = 448.0
 _FP8 = torch.float8_e4m3fn
 _LEAST_AMAX = 1e-10
+_LEAST_SCALE = 1 / (_MAX * 512)
 
 
 def decompositions() -> dict[str, Callable[..., Any]]:
@@ -33,7 +35,7 @@ def decompositions() -> dict[str, Callable[..., Any]]:
 def _static(*, result: Tensor, input: Tensor, scale: Tensor, group_shape: Any = None) -> Tensor:
     if scale.numel() != 1:
         raise NotImplementedError("it has several static scales")
-    return (input.float() / scale).clamp(-_MAX, _MAX).to(_FP8)
+    return _cast(input.float() * scale.reciprocal())
 
 
 def _per_token(
@@ -41,7 +43,9 @@ def _per_token(
 ) -> tuple[Tensor, Tensor]:
     if scale_ub is not None:
         raise NotImplementedError("its scale has an upper bound")
-    return _quantised(input)
+    y = input.float()
+    scale = (y.abs().amax(dim=-1, keepdim=True) / _MAX).clamp(min=_LEAST_SCALE)
+    return _cast(y / scale), scale
 
 
 def _per_group(
@@ -49,12 +53,10 @@ def _per_group(
 ) -> tuple[Tensor, Tensor]:
     if eps != _LEAST_AMAX or more.get("scale_ue8m0"):
         raise NotImplementedError("its scales are not float32 quotients, at least 1e-10 / 448")
-    groups = input.view(*input.shape[:-1], input.shape[-1] // group_size, group_size)
-    quantized, scale = _quantised(groups)
-    return quantized.view(input.shape), scale.squeeze(-1)
+    groups = input.view(*input.shape[:-1], input.shape[-1] // group_size, group_size).float()
+    scale = groups.abs().amax(dim=-1, keepdim=True).clamp(min=_LEAST_AMAX) / _MAX
+    return _cast(groups / scale).view(input.shape), scale.squeeze(-1)
 
 
-def _quantised(rows: Tensor) -> tuple[Tensor, Tensor]:
-    y = rows.float()
-    scale = y.abs().amax(dim=-1, keepdim=True).clamp(min=_LEAST_AMAX) / _MAX
-    return (y / scale).clamp(-_MAX, _MAX).to(_FP8), scale
+def _cast(quotient: Tensor) -> Tensor:
+    return quotient.clamp(-_MAX, _MAX).to(_FP8)
