@@ -18,6 +18,7 @@ from allnorm.testing import assert_same_bits, rank_input, shared_input, ulp_dist
 
 TOKENS, HIDDEN = 24, 512
 EPS = 1e-5
+FP8 = torch.float8_e4m3fn
 
 
 def reduce(x: Any, op: str = "sum", group: str = "0") -> Any:
@@ -41,6 +42,11 @@ def gemma(x: Any, weight: Any) -> Any:
     """As in transformers: `1 + weight`, in float32."""
     z = x.float()
     return (z * rstd(z) * (1.0 + weight.float())).type_as(x)
+
+
+def cast(quotient: Any) -> Any:
+    """To FP8, as allnorm and everybody else does it."""
+    return quotient.clamp(-448.0, 448.0).to(FP8)
 
 
 @dataclasses.dataclass

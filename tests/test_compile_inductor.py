@@ -305,6 +305,7 @@ def keys(rank: int, world_size: int) -> None:
     assert make().uuid() == make().uuid()
     with allnorm.Communicator(device=device()) as other:
         seen = [make(), make(c), make(other), make(c, all_reduce_ops=["my::all_reduce"])]
+        seen.append(make(c, approximate_quant=True))
         assert len({fusion.uuid() for fusion in seen}) == len(seen)
         without = make().uuid()
     assert make().uuid() != without, "another set of communicators"

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from compile_helpers import (
+    FP8,
     HIDDEN,
     Inputs,
     captured,
+    cast,
     fused_calls,
     gemma,
     llama,
@@ -25,7 +27,6 @@ from allnorm import reference
 from allnorm.compile import fuse
 from allnorm.testing import RankPool, assert_same_bits, ulp_distance
 
-FP8 = torch.float8_e4m3fn
 QUANTISED: dict[str, tuple[Callable[..., Any], str | None, str]] = {}
 
 
@@ -41,10 +42,6 @@ def quantised(quant: str | None, numerics: str = "transformers") -> Any:
 
 def scale_of(y: Any) -> Any:
     return y.float().abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448.0
-
-
-def cast(values: Any) -> Any:
-    return values.clamp(-448.0, 448.0).to(FP8)
 
 
 @quantised("per_token")
