@@ -54,7 +54,7 @@ ALLOWED = {
         *("_native", "_version", "communicator", "config", "errors", "local", "ops", "policy"),
         *("quant", "reference", "tracing"),
     },
-    "testing": {PUBLIC, "errors", "reference"},
+    "testing": {PUBLIC, "errors", "reference", "workspace"},
     "compile": {PUBLIC, "_version", "communicator", "config", "errors", "ops", "quant"},
     "integrations": {PUBLIC, "compile", "config", "errors", "ops"},
     "cli": {

@@ -164,6 +164,10 @@ KERNELS = {
     "void allnorm::owned_rows_kernel<float, 2, (allnorm::Owned)2, false>"
     "(allnorm::OwnedRowsParams)": None,
     "void allnorm::local_kernel<float, true>(allnorm::LocalParams)": ("norm", "allnorm local"),
+    "void allnorm::local_rows_kernel<__half, true>(allnorm::LocalParams)": (
+        "norm",
+        "allnorm local",
+    ),
     "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)": (
         "reduction",
         "NCCL",

@@ -37,7 +37,7 @@ _KERNELS = (
     # allnorm::Owned in csrc/cuda/owned_rows.cuh; 2 gathers finished rows.
     (re.compile(r"allnorm::owned_rows_kernel<.*Owned\)0"), FUSED, "two_shot"),
     (re.compile(r"allnorm::owned_rows_kernel<.*Owned\)1"), FUSED, "two_shot, sharded"),
-    (re.compile(r"allnorm::local_kernel<"), NORM, "allnorm local"),
+    (re.compile(r"allnorm::local(_rows)?_kernel<"), NORM, "allnorm local"),
     (re.compile(r"nccl\w*Kernel\w*_AllReduce", re.IGNORECASE), REDUCTION, "NCCL"),
     (re.compile(r"allreduce_fusion|moereduce_allreduce", re.IGNORECASE), FUSED, "another library"),
     (re.compile(r"cross_device_reduce|all_?reduce", re.IGNORECASE), REDUCTION, "custom all-reduce"),

@@ -8,10 +8,6 @@
 
 namespace allnorm {
 
-namespace {
-constexpr int64_t kMaxRows = 1 << 30;  // a launch counts its rows in 32 bits
-}
-
 int64_t rows_per_chunk(int world_size, int64_t workspace_bytes, const AllnormCall& call) {
   if (world_size < 2 || world_size > kPushMaxWorldSize || call.hidden_size > kMaxHiddenSize ||
       workspace_bytes < PushControl::kBytes) {

@@ -9,6 +9,9 @@
 
 namespace allnorm {
 
+// Most rows of a launch whose kernel counts them in 32 bits, and looks some ahead.
+constexpr int64_t kMaxRows = 1 << 30;
+
 struct Geometry {
   int num_blocks;
   int cluster_size;

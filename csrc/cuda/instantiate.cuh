@@ -8,6 +8,7 @@
 #include "cuda/fused.cuh"
 #include "cuda/kernels.h"
 #include "cuda/local.cuh"
+#include "cuda/local_rows.cuh"
 #include "cuda/one_shot.cuh"
 #include "cuda/owned_rows.cuh"
 #include "cuda/two_shot.cuh"
@@ -72,14 +73,22 @@ const void* exchange_kernel_of(const KernelKey& key) {
   return key.quantized ? exchange_kernel_of<T, true>(key) : exchange_kernel_of<T, false>(key);
 }
 
+template <class T, bool kQuantized>
+const void* local_kernel_of(LocalKind kind) {
+  switch (kind) {
+    case LocalKind::kAny:
+      return reinterpret_cast<const void*>(&local_kernel<T, false, kQuantized>);
+    case LocalKind::kAligned:
+      return reinterpret_cast<const void*>(&local_kernel<T, true, kQuantized>);
+    case LocalKind::kRows:
+      return reinterpret_cast<const void*>(&local_rows_kernel<T, kQuantized>);
+  }
+  return nullptr;
+}
+
 template <class T>
-const void* local_kernel_of(bool aligned, bool quantized) {
-  static const void* const kernels[2][2] = {
-      {reinterpret_cast<const void*>(&local_kernel<T, false, false>),
-       reinterpret_cast<const void*>(&local_kernel<T, false, true>)},
-      {reinterpret_cast<const void*>(&local_kernel<T, true, false>),
-       reinterpret_cast<const void*>(&local_kernel<T, true, true>)}};
-  return kernels[aligned][quantized];
+const void* local_kernel_of(LocalKind kind, bool quantized) {
+  return quantized ? local_kernel_of<T, true>(kind) : local_kernel_of<T, false>(kind);
 }
 
 }  // namespace allnorm

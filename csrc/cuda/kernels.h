@@ -26,9 +26,14 @@ const void* exchange_kernel_float32(const KernelKey& key);
 const void* exchange_kernel_float16(const KernelKey& key);
 const void* exchange_kernel_bfloat16(const KernelKey& key);
 
-const void* local_kernel_float32(bool aligned, bool quantized);
-const void* local_kernel_float16(bool aligned, bool quantized);
-const void* local_kernel_bfloat16(bool aligned, bool quantized);
+enum class LocalKind {
+  kAny,      // any width and alignment
+  kAligned,  // rows of whole, aligned packs, of any width
+  kRows,     // the same, of rows that a cluster holds
+};
+const void* local_kernel_float32(LocalKind kind, bool quantized);
+const void* local_kernel_float16(LocalKind kind, bool quantized);
+const void* local_kernel_bfloat16(LocalKind kind, bool quantized);
 
 }  // namespace allnorm
 #endif  // ALLNORM_CUDA_KERNELS_H_

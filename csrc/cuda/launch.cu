@@ -23,14 +23,14 @@ const void* find_exchange(int dtype, const KernelKey& key) {
   }
 }
 
-const void* find_local(int dtype, bool aligned, bool quantized) {
+const void* find_local(int dtype, LocalKind kind, bool quantized) {
   switch (dtype) {
     case ALLNORM_FLOAT32:
-      return local_kernel_float32(aligned, quantized);
+      return local_kernel_float32(kind, quantized);
     case ALLNORM_FLOAT16:
-      return local_kernel_float16(aligned, quantized);
+      return local_kernel_float16(kind, quantized);
     default:
-      return local_kernel_bfloat16(aligned, quantized);
+      return local_kernel_bfloat16(kind, quantized);
   }
 }
 
@@ -183,12 +183,14 @@ int32_t launch_owned_rows(const Device& device, const AllnormCall& call, int wor
 
 int32_t launch_local(const Device& device, const AllnormCall& call) {
   const int64_t bytes = element_bytes(call.dtype);
+  const int64_t packs = (call.hidden_size * bytes + kPackBytes - 1) / kPackBytes;
   const LocalParams params = {
       .x = rows_from(call.x, call.x_stride * bytes, 0),
       .epilogue = epilogue_params(call, 0, 0, quant_params(call, 0, call.num_tokens, true)),
       .source_stride_bytes = call.source_stride * bytes,
       .num_tokens = call.num_tokens,
       .num_sources = call.num_sources,
+      .packs = static_cast<int32_t>(packs),
   };
   const EpilogueParams& epilogue = params.epilogue;
   const bool aligned =
@@ -198,19 +200,25 @@ int32_t launch_local(const Device& device, const AllnormCall& call) {
       is_aligned(call.out, epilogue.out.stride_bytes) &&
       is_aligned(call.residual_out, epilogue.residual_out.stride_bytes) &&
       (!is_quantized(call) || is_aligned(call.quantized, 2 * call.quantized_stride));
-  const int64_t packs = (call.hidden_size * bytes + kPackBytes - 1) / kPackBytes;
   const bool quantized = is_quantized(call);
-  const int shared_bytes = local_shared_bytes(packs, quantized);
+  const int blocks_per_row = least_blocks(packs);
+  const bool in_rows = aligned && call.num_tokens <= kMaxRows &&
+                       threads_of(packs, blocks_per_row) <= kMaxThreads &&
+                       (blocks_per_row == 1 || device.has_clusters);
+  const int shared_bytes = in_rows ? 0 : local_shared_bytes(packs, quantized);
   if (shared_bytes > 48 << 10) {
     return fail(ALLNORM_UNSUPPORTED, "hidden_size %lld is too wide for the local kernel",
                 static_cast<long long>(call.hidden_size));
   }
-  const void* kernel = find_local(call.dtype, aligned, quantized);
+  const LocalKind kind = in_rows   ? LocalKind::kRows
+                         : aligned ? LocalKind::kAligned
+                                   : LocalKind::kAny;
+  const void* kernel = find_local(call.dtype, kind, quantized);
   Geometry geometry;
-  geometry.cluster_size = 1;
-  geometry.num_threads = std::min(threads_of(packs, 1), kMaxThreads);
-  geometry.num_blocks =
-      choose_num_blocks(call.num_tokens, 1, resident_blocks(device, kernel, geometry), 0);
+  geometry.cluster_size = in_rows ? blocks_per_row : 1;
+  geometry.num_threads = std::min(threads_of(packs, geometry.cluster_size), kMaxThreads);
+  geometry.num_blocks = choose_num_blocks(call.num_tokens, geometry.cluster_size,
+                                          resident_blocks(device, kernel, geometry), 0);
   return launch(device, kernel, &params, geometry, shared_bytes, call);
 }
 

@@ -115,13 +115,14 @@ struct OwnedRowsParams {
   bool sends_normed;  // finished rows cross the link as y, not quantised
 };
 
-// One launch of the local kernel.
+// One launch of a local kernel.
 struct LocalParams {
   Rows x;  // of the first source
   EpilogueParams epilogue;
   int64_t source_stride_bytes;
   int64_t num_tokens;
   int32_t num_sources;
+  int32_t packs;  // of a row, whole or not
 };
 
 }  // namespace allnorm

@@ -1,9 +1,11 @@
-// The local kernel, of `unfused` and of the norm of a reduced tensor, over fibers (tests/shim):
+// The local kernels, of `unfused` and of the norm of a reduced tensor, over fibers (tests/shim):
 // every dtype, any hidden_size, as many sources as a group may have ranks; bit for bit against the
 // numerics page.
 #include <vector>
 
+#include "cuda/kernels.h"
 #include "cuda/local.cuh"
+#include "cuda/local_rows.cuh"
 #include "tests/cuda_calls.h"
 
 namespace allnorm {
@@ -11,14 +13,14 @@ namespace {
 
 using namespace testing;  // NOLINT: a test
 
-template <class T, bool kAligned, bool kQuantized>
+template <class T, LocalKind kKind, bool kQuantized>
 void run_local(const AllnormCall& of, uint64_t seed) {
   Random random(seed);
   const auto sources = static_cast<int>(1 + random.below(kPushMaxWorldSize));
   AllnormCall call = of;
   call.dtype = call.weight_dtype = kDtypeOf<T>;
   call.op = ALLNORM_ADD_RMS_NORM;
-  call.num_tokens = 3;
+  call.num_tokens = static_cast<int64_t>(1 + random.below(6));
   Operation op = make_operation(sources, random, call, random.below(2) == 0);
   // One matrix that holds all sources, one after the other.
   Matrix stacked(call.dtype, call.num_tokens * sources, call.hidden_size);
@@ -30,39 +32,49 @@ void run_local(const AllnormCall& of, uint64_t seed) {
   }
   call = call_of(op, 0);
   const int64_t row_bytes = call.hidden_size * testing::element_bytes(call.dtype);
+  const int64_t packs = (call.hidden_size + kElemsPerPack<T> - 1) / kElemsPerPack<T>;
   const LocalParams params = {
       .x = rows_from(stacked.data(), row_bytes, 0),
       .epilogue = epilogue_params(call, 0, 0, quant_params(call, 0, call.num_tokens, true)),
       .source_stride_bytes = call.num_tokens * row_bytes,
       .num_tokens = call.num_tokens,
-      .num_sources = sources};
-  const int64_t packs = (call.hidden_size + kElemsPerPack<T> - 1) / kElemsPerPack<T>;
+      .num_sources = sources,
+      .packs = static_cast<int32_t>(packs)};
   shim::Machine machine(1, seed);
-  machine.launch(
-      0, {.num_blocks = 2,
-          .num_threads = 64,
-          .dynamic_shared_bytes = static_cast<uint32_t>(local_shared_bytes(packs, kQuantized)),
-          .kernel = [params] { local_kernel<T, kAligned, kQuantized>(params); }});
+  if constexpr (kKind == LocalKind::kRows) {
+    const int cluster_size = least_blocks(packs) << random.below(2);
+    machine.launch(0, {.num_blocks = static_cast<uint32_t>(2 * cluster_size),
+                       .num_threads = static_cast<uint32_t>(threads_of(packs, cluster_size)),
+                       .cluster_size = static_cast<uint32_t>(cluster_size),
+                       .kernel = [params] { local_rows_kernel<T, kQuantized>(params); }});
+  } else {
+    constexpr bool kAligned = kKind == LocalKind::kAligned;
+    machine.launch(
+        0, {.num_blocks = 2,
+            .num_threads = 64,
+            .dynamic_shared_bytes = static_cast<uint32_t>(local_shared_bytes(packs, kQuantized)),
+            .kernel = [params] { local_kernel<T, kAligned, kQuantized>(params); }});
+  }
   check(machine.run(1'000'000), "the local kernel does not end");
   compare(op, 0, -1);
 }
 
-template <class T, bool kAligned>
+template <class T, LocalKind kKind>
 void test_local(int64_t hidden_size, uint64_t seed) {
   AllnormCall call = {};
   call.eps = 1e-5f;
   call.hidden_size = hidden_size;
   call.numerics = static_cast<int32_t>(seed % 4);
-  run_local<T, kAligned, false>(call, seed);
+  run_local<T, kKind, false>(call, seed);
   call.quant = ALLNORM_QUANT_PER_TOKEN;
-  run_local<T, kAligned, true>(call, seed);
+  run_local<T, kKind, true>(call, seed);
   call.quant = ALLNORM_QUANT_PER_TENSOR;
-  run_local<T, kAligned, true>(call, seed);
+  run_local<T, kKind, true>(call, seed);
   call.quant = ALLNORM_QUANT_PER_GROUP;
   for (call.group_size = 16; call.group_size <= 512; call.group_size *= 2) {
     call.scale_format = static_cast<int32_t>(call.group_size / 16 % 3);
     call.hidden_size = (hidden_size + call.group_size - 1) / call.group_size * call.group_size;
-    run_local<T, kAligned, true>(call, seed);
+    run_local<T, kKind, true>(call, seed);
   }
 }
 
@@ -71,10 +83,14 @@ void test_local(int64_t hidden_size, uint64_t seed) {
 
 int main() {
   using namespace allnorm;
-  test_local<Bfloat16, true>(2888, 1);
-  test_local<Bfloat16, false>(4095, 2);
-  test_local<Float16, false>(7, 3);
-  test_local<Float32, true>(1028, 4);
-  test_local<Float32, false>(1, 5);
+  test_local<Bfloat16, LocalKind::kAligned>(2888, 1);
+  test_local<Bfloat16, LocalKind::kAny>(4095, 2);
+  test_local<Float16, LocalKind::kAny>(7, 3);
+  test_local<Float32, LocalKind::kAligned>(1028, 4);
+  test_local<Float32, LocalKind::kAny>(1, 5);
+  test_local<Bfloat16, LocalKind::kRows>(2888, 6);
+  test_local<Float16, LocalKind::kRows>(8200, 7);
+  test_local<Float32, LocalKind::kRows>(120, 8);
+  test_local<Bfloat16, LocalKind::kRows>(8, 9);
   return testing::result();
 }

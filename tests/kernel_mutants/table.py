@@ -8,7 +8,9 @@ from typing import Literal
 import kernel_edits as edits
 from kernel_edits import EXCHANGE, ONE_SHOT, OWNED, TWO_SHOT, WORDS, Edits
 
-BLOCK, QUANTIZE, FUSED, LOCAL = (f"cuda/{n}.cuh" for n in ("block", "quantize", "fused", "local"))
+BLOCK, QUANTIZE, FUSED, LOCAL, LOCAL_ROWS = (
+    f"cuda/{name}.cuh" for name in ("block", "quantize", "fused", "local", "local_rows")
+)
 
 SLOT = "race on workspace slot"
 RACE = "ThreadSanitizer: data race"
@@ -211,6 +213,13 @@ RACES = (
 
 # What is wrong on any memory: results differ, slots stay full, or a rank waits for ever.
 WRONG_RESULTS = (
+    Mutant(
+        "local kernel of rows: a row takes the residual of the one before",
+        ((LOCAL_ROWS, "    residual = next_residual;\n", ""),),
+        (WRONG,),
+        build="plain",
+        test="cuda_local_test",
+    ),
     Mutant(
         "one phase",
         edits.ONE_PHASE,

@@ -19,6 +19,7 @@ _GRIDS = ("", "_dense", "_few")
 _OWNED = re.compile(
     r"17owned_rows_kernelINS_\d+(\w+?)ELi(\d+)ELNS_5OwnedE([012])ELb([01])ELb([01])EE"
 )
+_LOCAL_ROWS = re.compile(r"17local_rows_kernelINS_\d+(\w+?)ELb([01])EE")
 _LOCAL = re.compile(r"12local_kernelINS_\d+(\w+?)ELb([01])ELb([01])EE")
 
 
@@ -34,7 +35,9 @@ class Traffic:
 class Variant:
     """The template arguments of a kernel."""
 
-    kind: str  # one_shot, also _dense, _few; two_shot, one of OWNED; local, local_aligned
+    kind: (
+        str  # one_shot, also _dense, _few; two_shot, one of OWNED; local, local_aligned, local_rows
+    )
     dtype: str
     world_size: int  # 1: local
     quantized: bool
@@ -102,6 +105,9 @@ def variant_of(name: str) -> Variant | None:
     if match := _LOCAL.search(name):
         dtype, aligned, quantized = match.groups()
         return Variant("local_aligned" if aligned == "1" else "local", dtype, 1, quantized == "1")
+    if match := _LOCAL_ROWS.search(name):
+        dtype, quantized = match.groups()
+        return Variant("local_rows", dtype, 1, quantized == "1")
     return None
 
 
@@ -128,7 +134,7 @@ def all_variants() -> set[Variant]:
         | {
             Variant(kind, dtype, 1, quantized)
             for dtype in DTYPES
-            for kind in ("local", "local_aligned")
+            for kind in ("local", "local_aligned", "local_rows")
             for quantized in (False, True)
         }
     )

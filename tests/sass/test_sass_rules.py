@@ -17,6 +17,7 @@ OWNED = (
     "_ZN7allnorm17owned_rows_kernelINS_7Float32ELi8ELNS_5OwnedE1ELb0ELb1EEEvNS_15OwnedRowsParamsE"
 )
 LOCAL = "_ZN7allnorm12local_kernelINS_7Float16ELb1ELb0EEEvNS_11LocalParamsE"
+LOCAL_ROWS = "_ZN7allnorm17local_rows_kernelINS_7Float16ELb0EEEvNS_11LocalParamsE"
 VARIANT = Variant("one_shot", "Bfloat16", 2, False)
 
 WAIT = "ACQBULK"
@@ -49,6 +50,7 @@ def kernel(*lines: str, frame_bytes: int = 0) -> Kernel:
         (ONE_SHOT.replace("OneShot", "TwoShot"), Variant("two_shot", "Bfloat16", 2, True)),
         (OWNED, Variant("owned_finished", "Float32", 8, True)),
         (LOCAL, Variant("local_aligned", "Float16", 1, False)),
+        (LOCAL_ROWS, Variant("local_rows", "Float16", 1, False)),
     ],
 )
 def test_names_of_kernels(name: str, variant: Variant) -> None:
@@ -140,3 +142,11 @@ def test_spills_and_local_kernels() -> None:
     local = Variant("local", "Float16", 1, False)
     assert rules.complaints(kernel(WAIT, "STG.E.128 [R2],R4", "PREEXIT", "EXIT"), local) == []
     assert rules.complaints(kernel(WAIT, NUMBER_STORE, "PREEXIT", "EXIT"), local) != []
+    rows = Variant("local_rows", "Float16", 1, False)
+    for variant, scope, accepted in (
+        (rows, "GPU", True),
+        (rows, "SYS", False),
+        (local, "GPU", False),
+    ):
+        code = kernel(WAIT, f"MEMBAR.ALL.{scope}", "STG.E.128 [R2],R4", "PREEXIT", "EXIT")
+        assert (rules.complaints(code, variant) == []) == accepted
