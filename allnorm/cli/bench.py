@@ -171,7 +171,7 @@ def _run(
             rows.extend(written)
 
         try:
-            with output.progress(f"bench, {size} ranks") as show:
+            with output.progress(f"bench, {output.ranks(size)}") as show:
                 run_ranks(
                     ranks_bench.run,
                     size,
@@ -194,7 +194,7 @@ def _show(found: list[Measurement], console: Console) -> None:
     for m in found:
         if m.error:
             what = f"{m.shape}, {m.mode}" if str(m.mode) else str(m.shape)
-            console.print(output.bad(f"{m.arm} at {what}, {m.world_size} ranks: {m.error}"))
+            console.print(output.bad(f"{m.arm} at {what}, {output.ranks(m.world_size)}: {m.error}"))
 
 
 def _shapes(model: str, tokens: str, shapes: str, where: str) -> list[Shape]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from allnorm.cli import output
 from allnorm.cli.bench_modes import Mode, family
 from allnorm.cli.bench_report import Measurement, best
 
@@ -125,7 +126,9 @@ def _draw(axes: Axes, measurements: Sequence[Measurement], panel: Panel) -> None
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.yaxis.set_minor_formatter(LogFormatter())  # no powers of ten
     what = f", {mode}" if str(mode) else ""
-    axes.set_title(f"{world_size} ranks, hidden size {hidden_size}{what}", fontsize="medium")
+    axes.set_title(
+        f"{output.ranks(world_size)}, hidden size {hidden_size}{what}", fontsize="medium"
+    )
     axes.grid(alpha=0.25)
     if shown:
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize="small")

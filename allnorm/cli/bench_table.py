@@ -100,7 +100,7 @@ def headline(measurements: Sequence[Measurement], dtype: str) -> str:
     found = {m.arm: m for m in same}
     time = output.microseconds(chosen.p50_us)
     what = f", {chosen.mode}" if str(chosen.mode) else ""
-    text = f"{chosen.shape} {dtype}{what}, {chosen.world_size} ranks: {time}"
+    text = f"{chosen.shape} {dtype}{what}, {output.ranks(chosen.world_size)}: {time}"
     text += "" if time.endswith("ms") else " us"
     baseline = next((arm for arm in found if "+torch" in arm), None)
     ratio = speed_up(found, [baseline]) if baseline else math.nan
@@ -112,7 +112,7 @@ def headline(measurements: Sequence[Measurement], dtype: str) -> str:
 
 
 def _title(m: Measurement) -> str:
-    ranks = f"{m.world_size} rank{'s' if m.world_size != 1 else ''}"
+    ranks = output.ranks(m.world_size)
     return ", ".join([ranks, *([str(m.mode)] if str(m.mode) else []), "us per call"])
 
 

@@ -33,11 +33,11 @@ def doctor(tp: Tp = "", device: Device = "auto", json: Json = None) -> None:
     console.print(output.facts("Software", _software(machine, capabilities)))
     console.print(output.facts("CPU", _cpu(machine)))
     _print_gpus(console, machine, capabilities)
-    with output.progress(f"doctor, {size} ranks") as show:
+    with output.progress(f"doctor, {output.ranks(size)}") as show:
         found = run_ranks(ranks_doctor.run, size, device=where, args=(where,), on_message=show)[0]
     console.print(
         output.table(
-            f"Algorithms for bfloat16, {size} ranks on {where}",
+            f"Algorithms for bfloat16, {output.ranks(size)} on {where}",
             ("tokens x hidden", "algorithm", "launches", "why", "source"),
             [
                 (p["shape"], p["algorithm"], str(p["launches"]), p["reason"], p["source"])
@@ -48,7 +48,7 @@ def doctor(tp: Tp = "", device: Device = "auto", json: Json = None) -> None:
     )
     copy_gbps = _peer_copy_gbps(machine) if where == "cuda" else None
     console.print(output.facts("Measured", _measured(found, size, where, copy_gbps)))
-    verdict = found["error"] or f"{size} ranks on {where} give the reference's bits"
+    verdict = found["error"] or f"{output.ranks(size)} on {where} give the reference's bits"
     console.print(output.bad(verdict) if found["error"] else output.ok(verdict))
     row = {
         "machine": dataclasses.asdict(machine),
@@ -153,7 +153,9 @@ def _measured(
         ),
         (
             "Flag latency",
-            f"{_us(found['flag_us'])} (taken as the smallest all_reduce, 1x8)",
+            f"{_us(found['flag_us'])} (taken as the smallest all_reduce, 1x8)"
+            if size > 1
+            else "unknown: needs two ranks",
         ),
         (
             f"all_reduce of {megabytes} MiB",

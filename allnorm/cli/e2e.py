@@ -117,7 +117,7 @@ def _at_least_two(tokens: int) -> int:
 
 def _run(job: Job, size: int, json: Path | None, console: Console) -> list[Result]:
     """Runs with one number of ranks, shows and stores what was found."""
-    with output.progress(f"e2e, {size} ranks") as show:
+    with output.progress(f"e2e, {output.ranks(size)}") as show:
         ranks = run_ranks(
             ranks_e2e.run,
             size,
@@ -141,7 +141,9 @@ def _run(job: Job, size: int, json: Path | None, console: Console) -> list[Resul
         )
         for r in of_batch:
             if r.error:
-                console.print(output.bad(f"{r.arm} at batch {batch_size}, {size} ranks: {r.error}"))
+                console.print(
+                    output.bad(f"{r.arm} at batch {batch_size}, {output.ranks(size)}: {r.error}")
+                )
     for arm, reason in ranks[0][1].items():
         console.print(f"[dim]{arm}: {escape(reason)}[/dim]")
     return found

@@ -169,7 +169,7 @@ def table(results: Sequence[Result], torch_arm: str) -> Table:
         for r in results
     ]
     one = results[0]
-    ranks = f"{one.world_size} rank{'s' if one.world_size != 1 else ''}"
+    ranks = output.ranks(one.world_size)
     return output.table(f"batch {one.batch_size}, {ranks}", columns, rows)
 
 

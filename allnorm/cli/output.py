@@ -126,6 +126,11 @@ def bad(text: str) -> str:
     return f"[bold red]{escape(text)}[/bold red]"
 
 
+def ranks(count: int) -> str:
+    """How many, in words: "1 rank", "2 ranks"."""
+    return f"{count} rank{'s' if count != 1 else ''}"
+
+
 def microseconds(value: float) -> str:
     """A time given in us, with three significant digits; long ones are shown in ms."""
     if not math.isfinite(value):

@@ -97,7 +97,7 @@ def _tune(
     name = tuning.device_name(job.device)
     path = tuning.path_of(directory, name, size)
     began = time.monotonic()
-    with output.progress(f"tune, {size} ranks") as show:
+    with output.progress(f"tune, {output.ranks(size)}") as show:
         results: list[list[dict[str, Any]]] = run_ranks(
             ranks_tune.run,
             size,
@@ -157,7 +157,9 @@ def _table(records: list[dict[str, Any]], curves: tuning.Curves, size: int) -> R
         what = record["reason"] if curve is None else describe(curve)
         rows.append((str(record["hidden_size"]), *name, str(len(record["times"])), what))
     columns = ("hidden_size", "dtype", "epilogue", "sizes measured", "fastest")
-    return output.table(f"{size} ranks", columns, rows, words=("dtype", "epilogue", "fastest"))
+    return output.table(
+        f"{output.ranks(size)}", columns, rows, words=("dtype", "epilogue", "fastest")
+    )
 
 
 def describe(curve: Curve) -> str:

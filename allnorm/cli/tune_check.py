@@ -76,7 +76,9 @@ def run(job: Job, size: int, directory: Path | None, json: Path | None, console:
         for mode in modes:
             points = {shape: p for (shape, m), p in found.items() if m == mode}
             if points:
-                console.print(_table(points, f"{size} ranks, {dtype}, {str(mode) or 'norm'}"))
+                console.print(
+                    _table(points, f"{output.ranks(size)}, {dtype}, {str(mode) or 'norm'}")
+                )
         slow = [point for point in found.values() if not point.ratio <= LIMIT]
         wrong = [m for p in found.values() for m in (p.auto, p.best) if m.error]
         for m in wrong:
@@ -115,7 +117,7 @@ def _measure(
         seconds=job.seconds,
         tuning_dir=None if directory is None else str(directory),
     )
-    with output.progress(f"{title}, {size} ranks") as show:
+    with output.progress(f"{title}, {output.ranks(size)}") as show:
         ranks = run_ranks(
             ranks_bench.run,
             size,

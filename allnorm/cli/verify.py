@@ -81,7 +81,7 @@ def verify(
     failures = 0
     for size in sizes:
         shared = share_gpus and where == "cuda" and size > topology.num_gpus()
-        with output.progress(f"verify, {size} ranks") as show:
+        with output.progress(f"verify, {output.ranks(size)}") as show:
             found: list[dict[str, Any]] = run_ranks(
                 ranks_verify.run,
                 size,
@@ -154,6 +154,6 @@ def _table(found: list[dict[str, Any]], size: int) -> Any:
         )
         for record in found
     ]
-    title = f"{size} rank{'s' if size != 1 else ''}"
+    title = output.ranks(size)
     columns = ("check", "cases", "failures", "seconds", "note")
     return output.table(title, columns, rows, words=("note",))

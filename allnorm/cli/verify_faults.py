@@ -43,7 +43,7 @@ def run(
     rows = []
     with (
         RankPool(world_size, device, timeout=_RUN_SECONDS, share_gpus=share_gpus) as pool,
-        output.progress(f"faults, {world_size} ranks") as show,
+        output.progress(f"faults, {output.ranks(world_size)}") as show,
     ):
         for done, (fault, algorithm) in enumerate(cases):
             show(0, {"text": f"{fault}, {algorithm}", "done": done, "total": len(cases)})

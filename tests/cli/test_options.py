@@ -78,6 +78,7 @@ def test_world_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert options.world_sizes("", "cuda", default="2,4") == [2, 4]
     with pytest.raises(typer.BadParameter, match="8 ranks, but torch sees 4 GPUs"):
         options.world_sizes("2,8", "cuda")
+    assert options.world_sizes("2,8", "cuda", share_gpus=True) == [2, 8]
 
 
 def test_bench_defaults_are_shapes_of_real_models() -> None:

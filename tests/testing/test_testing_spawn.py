@@ -13,7 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import allnorm
 from allnorm.testing import RankError, RankPool, report, run_ranks
+from allnorm.testing.rank import device
 
 
 def add(rank: int, world_size: int, offset: int = 0) -> tuple[int, float, int]:
@@ -165,8 +167,12 @@ def test_wrong_arguments() -> None:
         RankPool(0)
     with pytest.raises(ValueError, match="'tpu'"):
         RankPool(1, "tpu")
-    with pytest.raises(ValueError, match="GPUs"):
-        RankPool(torch.cuda.device_count() + 1, "cuda")
+    too_many = torch.cuda.device_count() + 1
+    with pytest.raises(ValueError, match=f"world_size {too_many} needs {too_many} GPU"):
+        RankPool(too_many, "cuda")
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="world_size 2 needs 1 GPU; torch sees 0"):
+            RankPool(2, "cuda", share_gpus=True)
 
 
 def run_program(program: str) -> subprocess.CompletedProcess[str]:
@@ -224,6 +230,23 @@ def make_semaphore(rank: int, world_size: int) -> None:
 def test_cuda_ranks() -> None:
     results = run_ranks(cuda_add, 2, device="cuda")
     assert results == [(0, 3.0, 3.0), (1, 3.0, 3.0)]
+
+
+@pytest.mark.gpu
+def test_ranks_that_share_gpus() -> None:
+    world_size = torch.cuda.device_count() + 1
+    results = run_ranks(cuda_exchange, world_size, device="cuda", share_gpus=True)
+    total = world_size * (world_size + 1) / 2
+    assert results == [(rank % (world_size - 1), total, "one_shot") for rank in range(world_size)]
+
+
+def cuda_exchange(rank: int, world_size: int) -> tuple[int, float, str]:
+    with allnorm.Communicator() as comm:
+        x = torch.full((1, 8), rank + 1.0, device=device())
+        reduced = comm.all_reduce(x, algorithm="one_shot")
+        plan = comm.plan(1, 8, torch.float32, algorithm="one_shot")
+        assert device() == comm.device
+        return comm.device.index, reduced[0, 7].item(), plan.algorithm
 
 
 def cuda_add(rank: int, world_size: int) -> tuple[int, float, float]:
