@@ -197,6 +197,40 @@ SCHEMAS = (
 )
 
 
+@pytest.mark.parametrize(
+    ("kind", "quant"),
+    [
+        ("static", "per_tensor"),
+        ("per_token", "per_token"),
+        ("block", "per_group 128"),
+        ("block, columns", "per_group 128"),
+    ],
+)
+def test_quantisation_that_is_written_out_is_fused(model: str, kind: str, quant: str) -> None:
+    """As vLLM compiles it by default; blocks only if `-quant_fp8` is asked for."""
+    first, second = run("fuse_an_fp8_block", 2, model, kind, True)
+    for found in (first, second):
+        assert not found["enabled"], "the layers are those of PyTorch"
+        assert found["quant"] == [quant] * 3
+        assert not found["notes"]
+        # Inductor then rounds as PyTorch does, so all that is left are ties of the quotient, which
+        # the product with the reciprocal may miss.
+        assert max(found["scales"]) == max(found["residual"]) == 0.0
+        assert max(found["quantised"]) < 0.005
+        assert found["neighbours"]
+    assert f", {quant}" in first["said"][0][1]
+    assert first["quantised"] == second["quantised"]
+
+
+def test_inductor_quantises_what_it_has_not_rounded(model: str) -> None:
+    """So unfused FP8 differs from fused in some elements, as docs/vllm.md says."""
+    first, _ = run("fuse_an_fp8_block", 2, model, "static", False)
+    assert first["quant"] == ["per_tensor"] * 3
+    assert 0.005 < max(first["quantised"]) < 0.03
+    assert first["neighbours"]
+    assert max(first["residual"]) == 0.0
+
+
 def test_operators_that_quantise_are_declared_as_expected() -> None:
     (extension,) = pathlib.Path(vllm.__file__).parent.glob("_C_stable_libtorch*.so")
     content = extension.read_bytes()

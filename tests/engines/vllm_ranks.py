@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch._functorch.config
+import torch._inductor.config
 import torch.distributed as dist
 import vllm_without_cuda  # before vLLM: it prepares its import
 from vllm.config import CompilationConfig, set_current_vllm_config
@@ -23,7 +24,7 @@ from vllm.engine.arg_utils import EngineArgs
 import allnorm
 import allnorm.integrations.vllm as plugin
 from allnorm.integrations.vllm import engine, switch
-from allnorm.testing import rank_input, shared_input
+from allnorm.testing import rank_input, shared_input, ulp_distance
 
 HIDDEN = 256
 bf16 = torch.bfloat16
@@ -226,10 +227,13 @@ def compiled(config: Any, function: Any) -> Any:
         "pre_grad_custom_pass": VllmIRInplaceFunctionalizationPass(config),
         "fx_graph_cache": False,
     }
-    fast = torch.compile(function, options=options, dynamic=True)
+    # With dynamic=True even 448.0 would become an input of the graph.
+    fast = torch.compile(function, options=options, dynamic=False)
     without_cache = torch._functorch.config.patch(enable_autograd_cache=False)
 
     def call(*inputs: torch.Tensor) -> Any:
+        for each in inputs:
+            torch._dynamo.mark_dynamic(each, 0)
         with torch.no_grad(), pass_context(Range(1, 2048)), without_cache:
             return fast(*inputs)
 
@@ -272,6 +276,98 @@ def fuse_a_block(rank: int, world_size: int, model: str, provider: str) -> dict[
             "hash": config.compute_hash(),
             "uuid": fast.manager.passes[-1].uuid(),
         }
+
+
+def fuse_an_fp8_block(
+    rank: int, world_size: int, model: str, kind: str, eager_rounding: bool
+) -> dict[str, Any]:
+    """Norms with vLLM's own quantisation behind them, written out as it compiles it by default.
+
+    With eager_rounding Inductor makes the roundings between operators that it otherwise leaves out.
+    """
+    torch._inductor.config.emulate_precision_casts = eager_rounding
+    plugin.register()
+    said = Said()
+    config = make_config(model)
+    with worker(config), config.kernel_config.ir_op_priority.set_priority():
+        block = make_fp8_block(kind)
+        inputs = [rank_input((tokens, HIDDEN), bf16, rank) for tokens in (5, 300)]
+        agreed, engine.STATE.outcome = engine.STATE.outcome, None
+        unfused = compiled(config, block)
+        expected = [unfused(x) for x in inputs]
+        engine.STATE.outcome = agreed
+        fast = compiled(config, block)
+        actual = [fast(x) for x in inputs]
+        engine.summarise()
+        (report,) = engine.STATE.reports
+        found: dict[str, Any] = {
+            "quant": [site.quant for site in report.sites],
+            "notes": [site.note for site in report.sites if site.note],
+            "enabled": config.compilation_config.is_custom_op_enabled("quant_fp8"),
+            "said": said.lines,
+            "neighbours": True,
+            "quantised": [],
+            "scales": [],
+            "residual": [],
+        }
+        for results in zip(actual, expected, strict=True):
+            for i, (mine, theirs) in enumerate(zip(*results, strict=True)):
+                which = "residual" if i >= 6 else ("quantised", "scales")[i % 2]
+                assert (mine.shape, mine.stride()) == (theirs.shape, theirs.stride())
+                found[which].append(float((mine.float() != theirs.float()).float().mean()))
+                if which == "quantised":
+                    apart = ulp_distance(mine.float(), theirs.float()).max()
+                    found["neighbours"] &= int(apart) <= _FP8_STEP
+        return found
+
+
+# From one FP8 number to the next, in steps of float32: three bits of the significand are left.
+_FP8_STEP = 1 << 20
+
+
+def make_fp8_block(kind: str) -> Any:
+    """Three norms, each quantised by a layer of vLLM's; their inputs do not depend on it."""
+    from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+    from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+    from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
+
+    with torch.device("cpu"):
+        torch.set_default_dtype(bf16)
+        try:
+            first, plain, gemma = (
+                *(RMSNorm(HIDDEN, 1e-5), RMSNorm(HIDDEN, 3e-6)),
+                GemmaRMSNorm(HIDDEN, 1e-6),
+            )
+        finally:
+            torch.set_default_dtype(torch.float32)
+    for i, norm in enumerate((first, plain, gemma)):
+        weight = shared_input((HIDDEN,), bf16, f"norm {i}")
+        norm.weight.data.copy_(1 + weight / 8 if i < 2 else weight / 8)
+    matrices = [shared_input((HIDDEN, HIDDEN), bf16, f"matrix {i}") / 16 for i in range(2)]
+    # As Fp8LinearMethod has it after loading: of no dimension.
+    static = torch.nn.Parameter(torch.tensor(8 / 448), requires_grad=False)
+    shapes = {"static": GroupShape.PER_TENSOR, "per_token": GroupShape.PER_TOKEN}
+    layer = QuantFP8(
+        static=kind == "static",
+        group_shape=shapes.get(kind, GroupShape(1, 128)),
+        column_major_scales=kind == "block, columns",
+        use_ue8m0=False,  # as the kernels for blocks ask for it
+    )
+
+    def quantise(y: torch.Tensor) -> Any:
+        return layer(y, static if kind == "static" else None)
+
+    def block(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        reduced = all_reduce(x)
+        q1, s1 = quantise(first(reduced))
+        middle, sum1 = plain(all_reduce(x @ matrices[0]), reduced)
+        kept = sum1.clone()
+        q2, s2 = quantise(middle)
+        late, sum2 = gemma(all_reduce(x @ matrices[1]), sum1)
+        q3, s3 = quantise(late)
+        return q1, s1, q2, s2, q3, s3, kept, sum2
+
+    return block
 
 
 def _lower_to(provider: str) -> None:
