@@ -13,7 +13,8 @@ DIR has a config.json; no weights are read. Arms:
     nccl      as default, reductions by NCCL: how far vLLM's own paths differ from each other
     own       vLLM's own fusion, which needs flashinfer
 
-What TPOT and TTFT are is in latency.py.
+With --fp8 the linear layers have FP8 weights, and their inputs are quantised. latency.py says what
+TPOT and TTFT are.
 """
 
 from __future__ import annotations
@@ -40,10 +41,22 @@ NO_MULTICAST = {
     "VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm",
 }
 HERE = pathlib.Path(__file__).resolve().parent
+# What an FP8 checkpoint's config.json says of itself, by how activations are quantised.
+FP8 = {
+    "static": {"quant_method": "fp8", "activation_scheme": "static"},
+    "per_token": {"quant_method": "fp8", "activation_scheme": "dynamic"},
+    "block": {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    },
+}
 
 
-def arguments() -> argparse.Namespace:
-    return latency.parser(__doc__.split("\n\n")[0], ARMS, "default,allnorm,nccl").parse_args()
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    parser = latency.parser(__doc__.split("\n\n")[0], ARMS, "default,allnorm,nccl")
+    parser.add_argument("--fp8", choices=FP8, help="FP8 linear layers, with such activation scales")
+    return parser.parse_args(given)
 
 
 # ---- one arm, in a process of its own ------------------------------------------------------------
@@ -67,9 +80,8 @@ def environment(arm: str) -> dict[str, str]:
     }
 
 
-def engine(options: argparse.Namespace, arm: str, batches: list[int]) -> Any:
-    from vllm import LLM
-
+def settings_of(options: argparse.Namespace, arm: str, batches: list[int]) -> dict[str, Any]:
+    """Arguments of the engine; those of --engine come on top, dictionaries merged."""
     most = max(batches)
     sizes = sorted({*batches, *(1 << i for i in range(most.bit_length()) if 1 << i <= most)})
     compilation: dict[str, Any] = {"cudagraph_capture_sizes": sizes}
@@ -94,9 +106,30 @@ def engine(options: argparse.Namespace, arm: str, batches: list[int]) -> Any:
         "compilation_config": compilation,
         "worker_extension_cls": "vllm_worker.WorkerTools",
     }
+    overrides: dict[str, Any] = {}
     if options.layers:
-        settings["hf_overrides"] = {"num_hidden_layers": options.layers}
-    return LLM(**(settings | json.loads(options.engine)))
+        overrides["num_hidden_layers"] = options.layers
+    if options.fp8:
+        overrides["quantization_config"] = FP8[options.fp8]
+    if overrides:
+        settings["hf_overrides"] = overrides
+    return merged(settings, json.loads(options.engine))
+
+
+def merged(base: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """Both, `more` where they differ; dictionaries within them are merged alike."""
+    result = dict(base)
+    for name, value in more.items():
+        mine = base.get(name)
+        both = isinstance(mine, dict) and isinstance(value, dict)
+        result[name] = merged(mine, value) if both else value
+    return result
+
+
+def engine(options: argparse.Namespace, arm: str, batches: list[int]) -> Any:
+    from vllm import LLM
+
+    return LLM(**settings_of(options, arm, batches))
 
 
 def run_arm(options: argparse.Namespace) -> None:
@@ -104,7 +137,7 @@ def run_arm(options: argparse.Namespace) -> None:
     arm, batches = options.arm, [int(b) for b in options.batch.split(",")]
     began = time.perf_counter()
     llm = engine(options, arm, batches)
-    row = latency.row_of(options, PACKAGES)
+    row = {**latency.row_of(options, PACKAGES), "fp8": options.fp8, "engine": options.engine}
     llm.collective_rpc("fill_weights")
     facts = llm.collective_rpc("facts")[0]
     start_s = round(time.perf_counter() - began, 1)

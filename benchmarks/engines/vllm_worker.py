@@ -34,6 +34,8 @@ class WorkerTools:
             "cudagraph_mode": str(compilation.cudagraph_mode),
             "fuse_allreduce_rms": compilation.pass_config.fuse_allreduce_rms,
             "norms_lowered_to": str(self.vllm_config.kernel_config.ir_op_priority),
+            "custom_ops": list(compilation.custom_ops),
+            "fp8_linear": sorted({type(kernel).__name__ for kernel in self._fp8_kernels()}),
             "allnorm": "not loaded",
         }
         with contextlib.suppress(ImportError):
@@ -46,6 +48,10 @@ class WorkerTools:
                     str(site) for report in engine.STATE.reports for site in report.sites
                 ][:12]
         return facts
+
+    def _fp8_kernels(self) -> list[Any]:
+        methods = [getattr(module, "quant_method", None) for module in self.get_model().modules()]
+        return [method.fp8_linear for method in methods if hasattr(method, "fp8_linear")]
 
     def start_trace(self) -> None:
         """Begins to count kernels."""
