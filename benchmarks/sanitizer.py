@@ -49,6 +49,7 @@ def run(name: str, sanitizer: str, world_size: str, seconds: str) -> int:
     # NCCL asks the driver for kernels that it has not brought for this GPU.
     options += ["--report-api-errors", "no"] if name == "memcheck" else []
     verify = ["verify", "--device", "cuda", "--tp", world_size, "--seconds", seconds]
+    verify.append("--share-gpus")  # where there are fewer
     command = [sanitizer, *options, sys.executable, "-P", "-m", "allnorm", *verify]
     environment = {
         **os.environ,
