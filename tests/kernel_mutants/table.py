@@ -214,6 +214,12 @@ RACES = (
 # What is wrong on any memory: results differ, slots stay full, or a rank waits for ever.
 WRONG_RESULTS = (
     Mutant(
+        "two ranks, many rows: the next row is not sent after the receipt",
+        ((FUSED, "      if (receives_first && !last) send_ahead();\n", ""),),
+        (HANGS,),
+        build="plain",
+    ),
+    Mutant(
         "local kernel of rows: a row takes the residual of the one before",
         ((LOCAL_ROWS, "    residual = next_residual;\n", ""),),
         (WRONG,),
