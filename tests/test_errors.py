@@ -251,6 +251,7 @@ def wrong_gpu(rank: int, world_size: int) -> None:
     assert_ranks_agree(c, *Case().check(c))
 
 
+@pytest.mark.own_gpus
 @on(gpu=(2,))
 def test_tensors_of_another_gpu(pool: RankPool) -> None:
     pool.run(wrong_gpu)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from rank_helpers import Case, comm, on
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -140,6 +141,7 @@ def enqueue_behind_work(rank: int, world_size: int) -> None:
     comm().check()
 
 
+@pytest.mark.own_gpus  # gloo, which stands for NCCL otherwise, waits for the device
 @on(gpu=(2,))
 def test_no_synchronisation(pool: RankPool) -> None:
     pool.run(enqueue_behind_work)
