@@ -48,7 +48,7 @@ def doctor(tp: Tp = "", device: Device = "auto", json: Json = None) -> None:
     )
     copy_gbps = _peer_copy_gbps(machine) if where == "cuda" else None
     console.print(output.facts("Measured", _measured(found, size, where, copy_gbps)))
-    verdict = found["error"] or f"{output.ranks(size)} on {where} give the reference's bits"
+    verdict = found["error"] or f"the reference's bits with {output.ranks(size)} on {where}"
     console.print(output.bad(verdict) if found["error"] else output.ok(verdict))
     row = {
         "machine": dataclasses.asdict(machine),

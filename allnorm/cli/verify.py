@@ -101,8 +101,8 @@ def verify(
     if failures:
         console.print(output.bad(f"{failures} cases failed; repeat with --seed {seed}"))
         raise typer.Exit(1)
-    ranks = ", ".join(map(str, sizes))
-    console.print(output.ok(f"everything holds with {ranks} ranks on {where}"))
+    ranks = ", ".join([*map(str, sizes[:-1]), output.ranks(sizes[-1])])
+    console.print(output.ok(f"everything holds with {ranks} on {where}"))
 
 
 def _faults(
