@@ -201,7 +201,7 @@ int32_t launch_local(const Device& device, const AllnormCall& call) {
       is_aligned(call.residual_out, epilogue.residual_out.stride_bytes) &&
       (!is_quantized(call) || is_aligned(call.quantized, 2 * call.quantized_stride));
   const bool quantized = is_quantized(call);
-  const int blocks_per_row = least_blocks(packs);
+  const int blocks_per_row = choose_local_cluster_size(packs, call.num_tokens);
   const bool in_rows = aligned && call.num_tokens <= kMaxRows &&
                        threads_of(packs, blocks_per_row) <= kMaxThreads &&
                        (blocks_per_row == 1 || device.has_clusters);

@@ -65,6 +65,28 @@ void test_clusters() {
   }
 }
 
+void test_local_clusters() {
+  const struct {
+    int64_t packs, num_tokens;
+    int blocks;
+  } cases[] = {{1, 1, 1},
+               {512, 1, 1},
+               {513, 1, 4},
+               {1024, 1, 4},
+               {1024, 32, 4},
+               {1024, 33, 2},
+               {2048, 16, 8},
+               {2048, 17, 4},
+               {4096, 1, 8},
+               {4097, 1, 8},
+               {1024, int64_t{1} << 62, 2}};
+  for (const auto& [packs, num_tokens, blocks] : cases) {
+    const int size = choose_local_cluster_size(packs, num_tokens);
+    check(size == blocks, "%lld packs, %lld rows: %d blocks, expected %d",
+          static_cast<long long>(packs), static_cast<long long>(num_tokens), size, blocks);
+  }
+}
+
 }  // namespace
 }  // namespace allnorm::testing
 
@@ -73,5 +95,6 @@ int main() {
   test_grids();
   test_blocks();
   test_clusters();
+  test_local_clusters();
   return result();
 }
