@@ -157,9 +157,7 @@ def _table(records: list[dict[str, Any]], curves: tuning.Curves, size: int) -> R
         what = record["reason"] if curve is None else describe(curve)
         rows.append((str(record["hidden_size"]), *name, str(len(record["times"])), what))
     columns = ("hidden_size", "dtype", "epilogue", "sizes measured", "fastest")
-    return output.table(
-        f"{output.ranks(size)}", columns, rows, words=("dtype", "epilogue", "fastest")
-    )
+    return output.table(output.ranks(size), columns, rows, words=("dtype", "epilogue", "fastest"))
 
 
 def describe(curve: Curve) -> str:

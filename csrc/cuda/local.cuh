@@ -1,6 +1,6 @@
-// The local kernel: sums sources in order, then the epilogue; one block per row, any hidden_size.
-// Serves `unfused` (sources = the gathered partials) and the norm of an already reduced tensor (one
-// source).
+// The local kernel of any hidden_size and alignment: sums sources in order, then the epilogue; one
+// block per row. Serves `unfused` (sources = the gathered partials) and the norm of an already
+// reduced tensor (one source) where local_rows.cuh does not: rows that are too wide or unaligned.
 #ifndef ALLNORM_CUDA_LOCAL_CUH_
 #define ALLNORM_CUDA_LOCAL_CUH_
 

@@ -235,6 +235,8 @@ def test_cuda_ranks() -> None:
 @pytest.mark.gpu
 def test_ranks_that_share_gpus() -> None:
     world_size = torch.cuda.device_count() + 1
+    if world_size > 8:
+        pytest.skip(f"{world_size} ranks are more than the kernels know")
     results = run_ranks(cuda_exchange, world_size, device="cuda", share_gpus=True)
     total = world_size * (world_size + 1) / 2
     assert results == [(rank % (world_size - 1), total, "one_shot") for rank in range(world_size)]
