@@ -47,24 +47,42 @@ def read(paths: list[pathlib.Path]) -> dict[tuple[str, int], list[dict[str, Any]
 
 
 def curves_of(rows: list[dict[str, Any]]) -> tuning.Curves:
-    """The curves that the rows are enough for; of a size measured twice the lower time counts."""
-    times: dict[Any, dict[int, dict[Candidate, float]]] = defaultdict(lambda: defaultdict(dict))
-    for row in rows:
-        candidate = Candidate(row["arm"].removeprefix(_ARM), row.get("num_blocks", 0))
-        if candidate.algorithm == "unfused":
-            continue
+    """The curves that the rows are enough for, each from the newest commit with enough of them.
+
+    Kernels differ from commit to commit, so none of a curve's times are compared across them; of a
+    size measured twice at one commit the lower time counts.
+    """
+    runs: dict[Any, dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+    for row in sorted(rows, key=lambda row: row["date"], reverse=True):
         key = (row["dtype"], _QUANTS[row["quant"]], row["hidden_size"])
-        found = times[key][row["num_tokens"]]
-        found[candidate] = min(row["p50_us"], found.get(candidate, row["p50_us"]))
+        runs[key][row["commit"]].append(row)
     curves: tuning.Curves = {}
-    for (dtype, epilogue, hidden_size), measured in sorted(times.items()):
-        whole = min(measured) == 1 and max(measured) >= _ENOUGH_TOKENS
-        if not whole or len(measured) < _ENOUGH_SIZES:
-            print(f"{dtype}, {epilogue}, {hidden_size}: left out, {sorted(measured)} tokens only")
+    for (dtype, epilogue, hidden_size), by_commit in sorted(runs.items()):
+        found = (_times(of_commit) for of_commit in by_commit.values())  # the newest first
+        measured = next(filter(_is_enough, found), None)
+        if measured is None:
+            print(f"{dtype}, {epilogue}, {hidden_size}: left out, too few sizes at any commit")
             continue
         curve = Curve(hidden_size, crossovers.steps(measured))
         curves.setdefault((dtype, epilogue), []).append(curve)
     return curves
+
+
+def _times(rows: list[dict[str, Any]]) -> dict[int, dict[Candidate, float]]:
+    """The time of each candidate by the number of tokens."""
+    times: dict[int, dict[Candidate, float]] = defaultdict(dict)
+    for row in rows:
+        candidate = Candidate(row["arm"].removeprefix(_ARM), row.get("num_blocks", 0))
+        if candidate.algorithm != "unfused":
+            found = times[row["num_tokens"]]
+            found[candidate] = min(row["p50_us"], found.get(candidate, row["p50_us"]))
+    return times
+
+
+def _is_enough(measured: dict[int, Any]) -> bool:
+    """Whether so many sizes are measured that they make a curve."""
+    whole = min(measured, default=0) == 1 and max(measured) >= _ENOUGH_TOKENS
+    return whole and len(measured) >= _ENOUGH_SIZES
 
 
 def main() -> None:
