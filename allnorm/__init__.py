@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from allnorm import _native, config, ops, reference
+from allnorm import _native, config, fast_call, ops, reference
 from allnorm._version import __version__
 from allnorm.communicator import Communicator
 from allnorm.errors import (
@@ -62,8 +62,9 @@ def capabilities() -> dict[str, Any]:
     Returns:
         `version`; `torch` and `cuda` (versions; `cuda` is None for a CPU build of torch);
         `backends`: per backend its build, or the reason why it does not load; `devices`: name and
-        compute capability of each visible GPU; `multicast`: always unused here, with the state of
-        the switches that keep other libraries from it.
+        compute capability of each visible GPU; `fast_calls`: whether repeated calls are made
+        without Python in between; `multicast`: always unused here, with the state of the switches
+        that keep other libraries from it.
     """
     backends: dict[str, Any] = {}
     for backend in ("cpu", "cuda"):
@@ -84,5 +85,6 @@ def capabilities() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "backends": backends,
         "devices": devices,
+        "fast_calls": fast_call.available(),
         "multicast": {"used": False, "switches": config.multicast_switches()},
     }

@@ -11,9 +11,10 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from allnorm import _native, arguments, results, unfused
+from allnorm import _native, arguments, fast_call, results, unfused
 from allnorm.arguments import Like
 from allnorm.errors import CommunicatorClosedError
+from allnorm.fast_call import FastCall
 from allnorm.faults import fault_error
 from allnorm.launch import Launch, raise_status
 from allnorm.prepare import Preparer
@@ -35,6 +36,7 @@ class Calls:
     _handle: int
     _preparer: Preparer
     _new: Callable[[], New]
+    _fast: FastCall
     _lock: threading.Lock
     _closed: bool
 
@@ -49,10 +51,18 @@ class Calls:
         residual_out: _Tensor | None,
     ) -> tuple[_Tensor, _Tensor | None]:
         """A call that quantises nothing; `norm`: eps, weight_bias, numerics, residual_sharded."""
+        fresh = out is None and residual_out is None
+        if fresh:
+            made = self._fast.make(x, residual, weight, norm, algorithm)
+            if made.__class__ is tuple:
+                return made if norm is not None else (made[0], None)
+            if made is not None:
+                self._raise(made)
         if self._closed:
             self._refuse()
         launch = self._preparer.find(x, residual, weight, norm, algorithm)
-        if out is None and residual_out is None:
+        if fresh:
+            self._keep(launch, norm, algorithm)
             new = self._new()
             result = new(*launch.out)
             summed = None if norm is None else new(*launch.residual_out)
@@ -81,6 +91,12 @@ class Calls:
         memory: tuple[_Tensor | None, ...],
     ) -> QuantizedNorm:
         """A call that quantises; `norm` as of `_call`, `memory` () or one for each result."""
+        if not memory:
+            made = self._fast.make(x, residual, weight, (*norm, quant, return_normed), algorithm)
+            if made.__class__ is tuple:
+                return QuantizedNorm(*made)
+            if made is not None:
+                self._raise(made)
         # A scale that is given is no part of what is prepared, only where it is.
         key = (Fp8PerTensor, quant.scale.device) if type(quant) is Fp8PerTensor else quant
         if self._closed:
@@ -89,6 +105,7 @@ class Calls:
         launch = self._preparer.find(x, residual, weight, norm, algorithm, quant)
         if memory:
             return self._quantize_into(launch, x, residual, weight, quant, return_normed, memory)
+        self._keep(launch, norm, algorithm)
         new = self._new()
         quantized, summed = new(*launch.quantized), new(*launch.residual_out)
         geometry = launch.scale
@@ -155,6 +172,14 @@ class Calls:
         written = results.writable(wanted, launch)
         self._launch(launch, shard, None, None, written[0], None, None, None, False)
         return results.store(wanted, written)[0]
+
+    def _keep(self, launch: Launch, norm: tuple[Any, ...] | None, algorithm: str) -> None:
+        """From its third time on, lets this call be made without Python."""
+        if launch.fast is None and launch.recent is not None:
+            prepared = fast_call.prepare(launch, launch.recent.check, norm, algorithm)
+            launch.fast = False if prepared is None else prepared
+        if launch.fast:
+            self._fast.keep(launch.fast)
 
     # ---- launching ------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from allnorm import _native, arguments, config, policy, shortcuts, tuning, works
 from allnorm.arguments import DTYPES, NormArguments
 from allnorm.collectives import Collectives
 from allnorm.errors import CommunicatorClosedError, UnsupportedError
+from allnorm.fast_call import fast_call
 from allnorm.launch import describe_call, raise_status
 from allnorm.policy import Plan
 from allnorm.prepare import Preparer
@@ -144,6 +145,7 @@ class Communicator(Collectives):
             self._library, self.traits, self._workspace.num_bytes, self.device, self.rank
         )
         self._new = shortcuts.new_tensors(self.device)
+        self._fast = fast_call(self._library, self._handle, self.device, self._lock)
         prefix = f"allnorm:{resolved.group_name}"
         count = _created.get(prefix, 0)
         _created[prefix] = count + 1
@@ -271,6 +273,7 @@ class Communicator(Collectives):
             return
         self._closed = True
         _by_name.pop(self.name, None)
+        self._fast.forget()
         self._preparer.clear()
         handle, self._handle = self._handle, 0
         if handle:

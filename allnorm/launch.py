@@ -93,6 +93,8 @@ class Launch:
         self.scale: ScaleGeometry | None = None
         self.num_tokens = x.numel() // x.shape[-1] if gathered_rows is None else gathered_rows
         self.recent: Any = None  # prepare.py finds it again by this
+        self.fast: Any = None  # fast_call.py recognises it by this; False: not possible
+        self.has_residual = residual is not None
         self._is_cuda = x.device.type == "cuda"
         self._device_index = x.device.index
         op = _native.ALL_REDUCE if norm is None else _native.ADD_RMS_NORM
@@ -193,6 +195,18 @@ class Launch:
             call.residual_out = residual_out.data_ptr() or weight_address
         return temporaries
 
+    def repeatable(self) -> _native.Call | None:
+        """A copy of the call for tensors that it takes as they are; None if there are none such.
+
+        Rows must be there, since without any a shard has no address.
+        """
+        rows = self.num_tokens if self.shard is None else self.shard[1] - self.shard[0]
+        if self.is_unfused or self._copies_inputs or rows == 0:
+            return None
+        call = _native.Call.from_buffer_copy(self.call)
+        self._set_own_strides(call)
+        return call
+
     def _copies(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None
     ) -> tuple[Any, ...]:
@@ -222,7 +236,9 @@ class Launch:
     def _restore_strides(self) -> None:
         """The strides of the tensors that this call was prepared for, and of fresh results."""
         self._other_strides = False
-        call = self.call
+        self._set_own_strides(self.call)
+
+    def _set_own_strides(self, call: _native.Call) -> None:
         call.x_stride, call.residual_stride = self._x_stride, self._residual_stride
         call.out_stride = call.residual_out_stride = call.quantized_stride = call.hidden_size
 

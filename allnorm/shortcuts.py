@@ -19,7 +19,7 @@ New = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
 
 # Not in builds of torch without CUDA, where nobody asks.
 current_raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
+current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 
 
 def alike(tensors: Sequence[torch.Tensor]) -> Check:
@@ -42,15 +42,25 @@ def new_tensors(device: torch.device) -> Callable[[], New]:
     def plain(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
+    fast = fast_empty(device)
     if device.type == "cpu":
-        new = _fast_new("cpu") or plain
+        new = fast or plain
         return lambda: new
-    with torch.cuda.device(device):  # another device would be initialised by trying it out there
-        fast = _fast_new("cuda")
     if fast is None:
         return lambda: plain
     index = device.index
-    return lambda: fast if _current_device() == index else plain
+    return lambda: fast if current_device() == index else plain
+
+
+def fast_empty(device: torch.device) -> New | None:
+    """A function that makes tensors on `device`, with no values, while that is the current one.
+
+    None if this torch has none.
+    """
+    if device.type == "cpu":
+        return _fast_new("cpu")
+    with torch.cuda.device(device):  # another device would be initialised by trying it out there
+        return _fast_new("cuda")
 
 
 def _never(*tensors: torch.Tensor) -> bool:

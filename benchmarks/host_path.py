@@ -16,6 +16,7 @@ import timeit
 import torch
 
 import allnorm
+from allnorm import _native
 from allnorm.cli import output
 from allnorm.testing import run_ranks
 
@@ -32,8 +33,8 @@ def time_calls(rank: int, world_size: int, device: str) -> dict[str, float]:
     # Of two words it says whether they are equal; those that are passed never are: 0, success.
     nothing = ctypes.CDLL(None).pthread_equal
     nothing.argtypes, nothing.restype = (ctypes.c_void_p, ctypes.c_void_p), ctypes.c_int32
+    _native.library(device).run = nothing
     with allnorm.Communicator(device=where) as comm:
-        comm._library.run = nothing
         calls = {
             "all_reduce": lambda: comm.all_reduce(x),
             "all_reduce_add_rms_norm": lambda: comm.all_reduce_add_rms_norm(x, residual, weight),

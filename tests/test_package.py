@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import allnorm
-from allnorm import config
+from allnorm import config, fast_call
 
 
 def test_public_names() -> None:
@@ -58,6 +58,7 @@ def test_capabilities() -> None:
     assert "error" not in found["backends"]["cpu"]
     assert found["multicast"]["used"] is False
     assert len(found["devices"]) == torch.cuda.device_count()
+    assert found["fast_calls"] is fast_call.available()
 
 
 def test_settings_are_read_from_the_environment() -> None:

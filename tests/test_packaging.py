@@ -22,11 +22,14 @@ LIBRARIES = pathlib.Path(allnorm.__file__).parent / "lib"
 SYSTEM_LIBRARIES = re.compile(r"(libc|libm|libdl|librt|libpthread|ld-linux-[\w-]+)\.so\.\d+")
 
 
-@pytest.fixture(params=["cpu", "cuda"])
+NOT_BUILT = {"cuda": "without nvcc", "python": "without Python's headers"}
+
+
+@pytest.fixture(params=["cpu", "cuda", "python"])
 def library(request: pytest.FixtureRequest) -> pathlib.Path:
     path = LIBRARIES / f"liballnorm_{request.param}.so"
-    if request.param == "cuda" and not path.exists():
-        pytest.skip("this installation was built without nvcc")
+    if request.param in NOT_BUILT and not path.exists():
+        pytest.skip(f"this installation was built {NOT_BUILT[request.param]}")
     return path
 
 
@@ -52,6 +55,9 @@ def declared_functions() -> set[str]:
 
 def test_exports_the_c_abi_and_nothing_else(library: pathlib.Path) -> None:
     lines = output_of("nm", "--dynamic", "--defined-only", str(library)).splitlines()
+    if "python" in library.name:
+        assert all("allnorm_fast_call_" in line for line in lines)
+        return
     expected = declared_functions()
     assert "allnorm_run" in expected
     other_backend = "allnorm_shm_" if "cuda" in library.name else "allnorm_ipc_"
@@ -66,6 +72,16 @@ def test_needs_only_system_libraries(library: pathlib.Path) -> None:
     assert [name for name in needed if not SYSTEM_LIBRARIES.fullmatch(name)] == []
     assert "RPATH" not in dynamic
     assert "RUNPATH" not in dynamic
+
+
+def test_lacks_only_what_the_system_and_python_have(library: pathlib.Path) -> None:
+    undefined = output_of("nm", "--dynamic", "--undefined-only", str(library)).splitlines()
+    names = [line.split()[-1] for line in undefined]
+    of_python = {name for name in names if re.match(r"_?Py", name)}
+    assert bool(of_python) == ("python" in library.name)
+    # Versioned, of libc; or weak, so that it may be missing.
+    strong = {n for n, line in zip(names, undefined, strict=True) if line.split()[-2] == "U"}
+    assert [name for name in strong - of_python if "@" not in name] == []
 
 
 def test_knows_no_path_of_the_build(library: pathlib.Path) -> None:

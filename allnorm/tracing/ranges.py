@@ -15,7 +15,7 @@ import torch
 from torch.autograd.profiler import record_function
 from torch.nn.modules import module as nn_module
 
-from allnorm import _native, local
+from allnorm import _native, fast_call, local
 from allnorm.calls import Calls
 from allnorm.tracing.names import CALL, MODULE
 from allnorm.tracing.report import FUSED, NORM, REDUCTION
@@ -45,7 +45,8 @@ def _call_ranges() -> Iterator[None]:
     Calls._launch = launch_in_range  # type: ignore[method-assign]
     local._run = run_local_in_range  # type: ignore[assignment]
     try:
-        yield
+        with fast_call.watched():
+            yield
     finally:
         Calls._launch = launch_call  # type: ignore[method-assign]
         local._run = run_local

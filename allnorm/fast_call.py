@@ -1,0 +1,135 @@
+"""Calls like earlier ones, made without Python: the binding of csrc/python/fast_call.cpp.
+
+What a call costs the host is Python's for the most part: finding what is prepared for it, making
+results, reading addresses. Where the same call is made again, C does that, by CPython's stable ABI.
+Whatever it does not recognise is left to calls.py, which alone checks, and does all of it without
+this library too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import pathlib
+import sys
+import sysconfig
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from allnorm import _native, shortcuts
+from allnorm.launch import Launch
+
+_pointer, _object = ctypes.c_void_p, ctypes.py_object
+_OUT, _RESIDUAL_OUT, _QUANTIZED, _SCALE = range(4)  # Slot of fast_call.cpp
+
+
+class FastCall(NamedTuple):
+    """What a communicator makes repeated calls with.
+
+    Attributes:
+        make: (x, residual, weight, norm, algorithm) -> the results in a tuple; or the status of a
+            launch that failed, an int; or None if it has done nothing.
+        keep: recognises what `prepare` has returned from now on.
+        forget: recognises nothing any more.
+    """
+
+    make: Callable[..., Any]
+    keep: Callable[[Any], None]
+    forget: Callable[[], None]
+
+
+def available() -> bool:
+    """Whether the library is there and fits this interpreter."""
+    return _library() is not None
+
+
+def fast_call(
+    library: _native.Library, handle: int, device: torch.device, lock: threading.Lock
+) -> FastCall:
+    """For a communicator on `device`, whose calls `library` makes with `handle` under `lock`."""
+    functions, empty = _library(), shortcuts.fast_empty(device)
+    if functions is None or empty is None or not handle:
+        return FastCall(lambda *args: None, lambda prepared: None, lambda: None)
+    of_device: tuple[Any, ...] = (None, None, None)
+    if device.type == "cuda":
+        of_device = (device.index, shortcuts.current_device, shortcuts.current_raw_stream)
+    run = ctypes.cast(library.run, _pointer).value
+    return FastCall(*functions.new(run, handle, empty, lock.acquire, lock.release, *of_device))
+
+
+def prepare(
+    launch: Launch, check: shortcuts.Check, norm: tuple[Any, ...] | None, algorithm: str
+) -> Any:
+    """What `FastCall.keep` takes, for calls that `launch` is prepared for; None if it is not able.
+
+    Args:
+        launch: the prepared call.
+        check: whether tensors are like those it is prepared for.
+        norm: what the norm needs beside tensors.
+        algorithm: what was asked for.
+    """
+    functions = _library()
+    call = launch.repeatable()
+    if functions is None or call is None:
+        return None
+    results: list[tuple[int, Any]] = [(_OUT, launch.out)]
+    if launch.call.quant:
+        scale = launch.scale
+        if scale is None or scale.padded:  # given by the caller, or with memory of its own around
+            return None
+        wants_normed = norm is not None and norm[-1]
+        results = [
+            (_QUANTIZED, launch.quantized),
+            (_SCALE, (scale.shape, scale.stride, scale.dtype)),
+            (_RESIDUAL_OUT, launch.residual_out),
+            (_OUT, launch.out if wants_normed else None),
+        ]
+    elif launch.is_norm:
+        results.append((_RESIDUAL_OUT, launch.residual_out))
+    return functions.prepare(
+        ctypes.addressof(call), launch.has_residual, check, norm, algorithm, tuple(results)
+    )
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[None]:
+    """Lets Python make every call of this process, to be seen there."""
+    functions = _library()
+    if functions is not None:
+        functions.watch(1)
+    try:
+        yield
+    finally:
+        if functions is not None:
+            functions.watch(-1)
+
+
+class _Functions(NamedTuple):
+    new: Callable[..., Any]
+    prepare: Callable[..., Any]
+    watch: Callable[[int], None]
+
+
+@functools.cache
+def _library() -> _Functions | None:
+    """The functions of the library; None where it was not built, or is for other interpreters."""
+    path = pathlib.Path(__file__).parent / "lib" / "liballnorm_python.so"
+    if sys.implementation.name != "cpython" or sysconfig.get_config_var("Py_GIL_DISABLED"):
+        return None
+    try:
+        library = ctypes.PyDLL(str(path))
+        if library.allnorm_fast_call_abi() != _native.ABI_VERSION:
+            return None
+    except (OSError, AttributeError):
+        return None
+    new, prepare = library.allnorm_fast_call_new, library.allnorm_fast_call_prepare
+    new.argtypes, new.restype = (_pointer, _pointer, *[_object] * 6), _object
+    prepare.argtypes = (_pointer, ctypes.c_int32, *[_object] * 4)
+    prepare.restype = _object
+    watch = library.allnorm_fast_call_watch
+    watch.argtypes, watch.restype = (ctypes.c_int32,), None
+    return _Functions(new, prepare, watch)

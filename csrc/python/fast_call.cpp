@@ -1,0 +1,356 @@
+// Calls that were made before, made again without Python in between: found by what they are called
+// with, their results allocated, their addresses filled in, launched. Anything else is left to
+// Python, which checks it and says what is wrong with it (allnorm/calls.py, allnorm/fast_call.py).
+//
+// CPython's stable ABI only, so that one library serves every version from 3.11 on. It is loaded by
+// ctypes, not imported. What it knows of torch are callables that it is given.
+//
+// Threads: everything but the launch happens under the interpreter's lock. A callable may let
+// others run, who may remove a prepared call: one that is in use is kept by a reference of its own.
+// The communicator's lock is held for the launch, as in Python.
+
+#define Py_LIMITED_API 0x030B0000
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "allnorm.h"
+
+namespace {
+
+// What CUDA's kernels need of an input's address; 1 says that any address will do.
+constexpr std::uintptr_t kCudaAlignBytes = 16;
+
+// Calls kept, the latest first: a model makes few kinds, and each costs a look at others.
+constexpr std::size_t kMaxPrepared = 4;
+
+// Where a result's address goes.
+enum Slot : int { kOut, kResidualOut, kQuantized, kScale, kNumSlots };
+
+// A reference to a Python object, or to none.
+class Ref {
+ public:
+  Ref() = default;
+  explicit Ref(PyObject* owned) : object_(owned) {}
+  static Ref borrowed(PyObject* object) { return Ref(Py_NewRef(object)); }
+  Ref(Ref&& other) noexcept : object_(std::exchange(other.object_, nullptr)) {}
+  Ref& operator=(Ref&& other) noexcept {
+    std::swap(object_, other.object_);
+    return *this;
+  }
+  ~Ref() { Py_XDECREF(object_); }
+  PyObject* get() const { return object_; }
+  PyObject* release() { return std::exchange(object_, nullptr); }
+  explicit operator bool() const { return object_ != nullptr; }
+
+ private:
+  PyObject* object_ = nullptr;
+};
+
+// One call, prepared: all of it but addresses and stream, and what it is recognised by.
+struct Prepared {
+  AllnormCall call;
+  Ref check;      // callable(x[, residual][, weight]): are they like those it is prepared for?
+  Ref norm;       // tuple of what the norm needs beside tensors, or None
+  Ref algorithm;  // str, as it was asked for
+  // For each result, in the order in which they are returned: its Slot, and the arguments of
+  // FastCall::empty, or NULL for a result that is None.
+  std::vector<std::pair<Slot, Ref>> results;
+  bool has_residual;
+};
+
+// What a communicator's calls share.
+struct FastCall {
+  std::int32_t (*run)(AllnormComm* comm, const AllnormCall* call);
+  AllnormComm* comm;
+  Ref empty;           // callable(shape, strides, dtype): a tensor on the current device
+  Ref acquire;         // callable(), of the communicator's lock
+  Ref let_go;          // callable(), of the same
+  Ref device;          // int, the communicator's device; None on CPU, as the next two are
+  Ref current_device;  // callable(): int
+  Ref stream;          // callable(device): int, the current stream's handle
+  bool is_cuda;
+  std::vector<std::shared_ptr<Prepared>> prepared;
+};
+
+constexpr const char* kFastCall = "allnorm.FastCall";
+constexpr const char* kPrepared = "allnorm.Prepared";
+
+// While anybody watches nothing is recognised, so that Python sees every call.
+int watchers = 0;
+
+PyObject* data_ptr_name = nullptr;
+
+// Whether a constant is the one that a call was prepared for. 1.0, True and a tensor of them are
+// equal, and so are 0.0 and -0.0, but they are other calls.
+bool same(PyObject* a, PyObject* b) {
+  if (a == b) return true;
+  if (Py_TYPE(a) != Py_TYPE(b)) return false;
+  if (PyFloat_CheckExact(a)) {
+    const double x = PyFloat_AsDouble(a), y = PyFloat_AsDouble(b);
+    return std::memcmp(&x, &y, sizeof x) == 0;
+  }
+  const int equal = PyObject_RichCompareBool(a, b, Py_EQ);
+  if (equal < 0) PyErr_Clear();
+  return equal == 1;
+}
+
+bool same_norm(PyObject* a, PyObject* b) {
+  if (a == b) return true;
+  if (!PyTuple_CheckExact(a) || !PyTuple_CheckExact(b)) return false;
+  const Py_ssize_t size = PyTuple_Size(a);
+  if (size != PyTuple_Size(b)) return false;
+  for (Py_ssize_t i = 0; i < size; ++i) {
+    if (!same(PyTuple_GetItem(a, i), PyTuple_GetItem(b, i))) return false;
+  }
+  return true;
+}
+
+// Whether `call` is prepared for these; an error is no answer, Python will meet it again.
+bool recognises(const Prepared& call, PyObject* x, PyObject* residual, PyObject* weight,
+                PyObject* norm, PyObject* algorithm) {
+  if (call.has_residual != (residual != Py_None)) return false;
+  if (!same_norm(call.norm.get(), norm) || !same(call.algorithm.get(), algorithm)) return false;
+  PyObject* tensors[4] = {x};
+  int count = 1;
+  if (call.has_residual) tensors[count++] = residual;
+  if (norm != Py_None) tensors[count++] = weight;
+  const Ref answer(
+      PyObject_CallFunctionObjArgs(call.check.get(), x, tensors[1], tensors[2], nullptr));
+  if (!answer) PyErr_Clear();
+  return answer.get() == Py_True;
+}
+
+// The address of a tensor's elements; 0 with an error set if it has none.
+std::uintptr_t address_of(PyObject* tensor) {
+  const Ref address(PyObject_CallMethodObjArgs(tensor, data_ptr_name, nullptr));
+  return address ? reinterpret_cast<std::uintptr_t>(PyLong_AsVoidPtr(address.get())) : 0;
+}
+
+// Puts the addresses of the inputs into `call`; false if Python must copy them first, or see why
+// they have none.
+bool bind_inputs(AllnormCall& call, std::uintptr_t align, PyObject* x, PyObject* residual,
+                 PyObject* weight) {
+  const std::uintptr_t x_address = address_of(x);
+  const std::uintptr_t residual_address = residual == Py_None ? 0 : address_of(residual);
+  const std::uintptr_t weight_address = weight == Py_None ? 0 : address_of(weight);
+  if (PyErr_Occurred()) {
+    PyErr_Clear();
+    return false;
+  }
+  if ((x_address | residual_address | weight_address) % align != 0) return false;
+  call.x = reinterpret_cast<const void*>(x_address);
+  call.residual = reinterpret_cast<const void*>(residual_address);
+  call.weight = reinterpret_cast<const void*>(weight_address);
+  return true;
+}
+
+// Whether the current device is the communicator's; then `stream` is its current stream.
+bool on_device(const FastCall& fast, void** stream) {
+  const Ref current(PyObject_CallNoArgs(fast.current_device.get()));
+  if (current && same(current.get(), fast.device.get())) {
+    const Ref handle(PyObject_CallFunctionObjArgs(fast.stream.get(), fast.device.get(), nullptr));
+    if (handle) *stream = PyLong_AsVoidPtr(handle.get());
+    if (!PyErr_Occurred()) return true;
+  }
+  PyErr_Clear();
+  return false;
+}
+
+// New results in a tuple, their addresses in `call`; NULL with an error set.
+PyObject* make_results(const FastCall& fast, const Prepared& prepared, AllnormCall& call) {
+  Ref made(PyTuple_New(static_cast<Py_ssize_t>(prepared.results.size())));
+  if (!made) return nullptr;
+  Py_ssize_t index = 0;
+  for (const auto& [slot, geometry] : prepared.results) {
+    void* address = nullptr;
+    Ref tensor = Ref::borrowed(Py_None);
+    if (geometry) {
+      tensor = Ref(PyObject_Call(fast.empty.get(), geometry.get(), nullptr));
+      if (!tensor) return nullptr;
+      address = reinterpret_cast<void*>(address_of(tensor.get()));
+      if (PyErr_Occurred()) return nullptr;
+    }
+    switch (slot) {
+      case kOut:
+        call.out = address;
+        break;
+      case kResidualOut:
+        call.residual_out = address;
+        break;
+      case kQuantized:
+        call.quantized = address;
+        break;
+      case kScale:
+        call.scale = address;
+        break;
+      case kNumSlots:
+        break;
+    }
+    if (PyTuple_SetItem(made.get(), index++, tensor.release()) < 0) return nullptr;
+  }
+  return made.release();
+}
+
+// Launches under the communicator's lock; false with an error set if it could not be had.
+bool launch(const FastCall& fast, const AllnormCall& call, std::int32_t* status) {
+  const Ref held(PyObject_CallNoArgs(fast.acquire.get()));
+  if (!held) return false;
+  PyThreadState* const thread = PyEval_SaveThread();
+  *status = fast.run(fast.comm, &call);
+  PyEval_RestoreThread(thread);
+  const Ref freed(PyObject_CallNoArgs(fast.let_go.get()));
+  return static_cast<bool>(freed);
+}
+
+FastCall* fast_of(PyObject* capsule) {
+  return static_cast<FastCall*>(PyCapsule_GetPointer(capsule, kFastCall));
+}
+
+// fast(x, residual, weight, norm, algorithm): the results in a tuple; the status of a launch that
+// failed, an int; None if nothing has been done.
+PyObject* make_call(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
+  FastCall* const fast = fast_of(self);
+  if (fast == nullptr) return nullptr;
+  if (num_args != 5) {
+    PyErr_SetString(PyExc_TypeError, "expected x, residual, weight, norm, algorithm");
+    return nullptr;
+  }
+  PyObject *const x = args[0], *const residual = args[1], *const weight = args[2];
+  std::shared_ptr<Prepared> found;
+  for (std::size_t i = 0; watchers == 0 && i < fast->prepared.size(); ++i) {
+    std::shared_ptr<Prepared> candidate = fast->prepared[i];
+    if (!recognises(*candidate, x, residual, weight, args[3], args[4])) continue;
+    found = std::move(candidate);
+    // The check may have let another thread change the list.
+    if (i != 0 && i < fast->prepared.size()) std::swap(fast->prepared[0], fast->prepared[i]);
+    break;
+  }
+  if (found == nullptr) Py_RETURN_NONE;
+  AllnormCall call = found->call;
+  if (fast->is_cuda && !on_device(*fast, &call.stream)) Py_RETURN_NONE;
+  if (!bind_inputs(call, fast->is_cuda ? kCudaAlignBytes : 1, x, residual, weight)) {
+    Py_RETURN_NONE;
+  }
+  Ref results(make_results(*fast, *found, call));
+  if (!results) return nullptr;
+  std::int32_t status = ALLNORM_OK;
+  if (!launch(*fast, call, &status)) return nullptr;
+  return status == ALLNORM_OK ? results.release() : PyLong_FromLong(status);
+}
+
+// keep(prepared): recognises this call from now on, instead of the one that was made longest ago.
+PyObject* keep(PyObject* self, PyObject* capsule) {
+  FastCall* const fast = fast_of(self);
+  if (fast == nullptr) return nullptr;
+  auto* const prepared =
+      static_cast<std::shared_ptr<Prepared>*>(PyCapsule_GetPointer(capsule, kPrepared));
+  if (prepared == nullptr) return nullptr;
+  std::erase(fast->prepared, *prepared);
+  fast->prepared.insert(fast->prepared.begin(), *prepared);
+  std::shared_ptr<Prepared> oldest;  // freed when the list is in order again
+  if (fast->prepared.size() > kMaxPrepared) {
+    oldest = std::move(fast->prepared.back());
+    fast->prepared.pop_back();
+  }
+  Py_RETURN_NONE;
+}
+
+// forget(): recognises nothing any more.
+PyObject* forget(PyObject* self, PyObject*) {
+  FastCall* const fast = fast_of(self);
+  if (fast == nullptr) return nullptr;
+  // Freeing one may run any code, which must find the list in order.
+  const std::vector<std::shared_ptr<Prepared>> freed = std::move(fast->prepared);
+  fast->prepared.clear();
+  Py_RETURN_NONE;
+}
+
+// By way of void (*)(): the interpreter knows by the flag what it calls.
+PyMethodDef make_call_method = {
+    "make_call", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(make_call)),
+    METH_FASTCALL, nullptr};
+PyMethodDef keep_method = {"keep", keep, METH_O, nullptr};
+PyMethodDef forget_method = {"forget", forget, METH_NOARGS, nullptr};
+
+}  // namespace
+
+extern "C" {
+
+// The ABI of the libraries whose calls it makes.
+ALLNORM_API std::int32_t allnorm_fast_call_abi() { return ALLNORM_ABI_VERSION; }
+
+ALLNORM_API void allnorm_fast_call_watch(std::int32_t more) { watchers += more; }
+
+// The functions make_call, keep and forget of a new FastCall.
+ALLNORM_API PyObject* allnorm_fast_call_new(void* run, void* comm, PyObject* empty,
+                                            PyObject* acquire, PyObject* let_go, PyObject* device,
+                                            PyObject* current_device, PyObject* stream) {
+  if (data_ptr_name == nullptr) data_ptr_name = PyUnicode_InternFromString("data_ptr");
+  if (data_ptr_name == nullptr) return nullptr;
+  auto fast = std::make_unique<FastCall>(FastCall{
+      .run = reinterpret_cast<std::int32_t (*)(AllnormComm*, const AllnormCall*)>(run),
+      .comm = static_cast<AllnormComm*>(comm),
+      .empty = Ref::borrowed(empty),
+      .acquire = Ref::borrowed(acquire),
+      .let_go = Ref::borrowed(let_go),
+      .device = Ref::borrowed(device),
+      .current_device = Ref::borrowed(current_device),
+      .stream = Ref::borrowed(stream),
+      .is_cuda = device != Py_None,
+      .prepared = {},
+  });
+  const Ref capsule(
+      PyCapsule_New(fast.get(), kFastCall, [](PyObject* self) { delete fast_of(self); }));
+  if (!capsule) return nullptr;
+  fast.release();  // the capsule's now
+  Ref functions(PyTuple_New(3));
+  if (!functions) return nullptr;
+  PyMethodDef* const methods[] = {&make_call_method, &keep_method, &forget_method};
+  for (int i = 0; i < 3; ++i) {
+    PyObject* const function = PyCFunction_NewEx(methods[i], capsule.get(), nullptr);
+    if (function == nullptr || PyTuple_SetItem(functions.get(), i, function) < 0) return nullptr;
+  }
+  return functions.release();
+}
+
+// A call for `keep`. `results`: tuple of (slot, arguments of `empty` or None).
+ALLNORM_API PyObject* allnorm_fast_call_prepare(const AllnormCall* call, std::int32_t has_residual,
+                                                PyObject* check, PyObject* norm,
+                                                PyObject* algorithm, PyObject* results) {
+  auto prepared = std::make_shared<Prepared>();
+  prepared->call = *call;
+  prepared->check = Ref::borrowed(check);
+  prepared->norm = Ref::borrowed(norm);
+  prepared->algorithm = Ref::borrowed(algorithm);
+  prepared->has_residual = has_residual != 0;
+  const Py_ssize_t size = PyTuple_Size(results);
+  if (size < 0) return nullptr;
+  for (Py_ssize_t i = 0; i < size; ++i) {
+    PyObject* const pair = PyTuple_GetItem(results, i);
+    PyObject* const slot = PyTuple_GetItem(pair, 0);
+    PyObject* const geometry = slot == nullptr ? nullptr : PyTuple_GetItem(pair, 1);
+    if (geometry == nullptr) return nullptr;
+    const long number = PyLong_AsLong(slot);
+    if (PyErr_Occurred()) return nullptr;
+    if (number < 0 || number >= kNumSlots) {
+      PyErr_Format(PyExc_ValueError, "slot %ld: expected 0 to %d", number, kNumSlots - 1);
+      return nullptr;
+    }
+    prepared->results.emplace_back(static_cast<Slot>(number),
+                                   geometry == Py_None ? Ref() : Ref::borrowed(geometry));
+  }
+  auto owned = std::make_unique<std::shared_ptr<Prepared>>(std::move(prepared));
+  PyObject* const capsule = PyCapsule_New(owned.get(), kPrepared, [](PyObject* self) {
+    delete static_cast<std::shared_ptr<Prepared>*>(PyCapsule_GetPointer(self, kPrepared));
+  });
+  if (capsule != nullptr) owned.release();
+  return capsule;
+}
+
+}  // extern "C"

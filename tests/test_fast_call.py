@@ -1,0 +1,430 @@
+"""Repeated calls, made without Python: the same bits, and nothing taken for what it is not."""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import os
+import re
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from rank_helpers import Case, comm, message_of, on
+
+import allnorm
+from allnorm import fast_call
+from allnorm.calls import Calls
+from allnorm.testing import RankPool, assert_same_bits
+from allnorm.testing.rank import device
+
+needs_library = pytest.mark.skipif(
+    not fast_call.available(), reason="built without Python's headers, or for another interpreter"
+)
+
+BASE = Case(shape=(3, 4096))
+GROUPS = allnorm.Fp8PerGroup(128)
+REPEATED = (
+    BASE,
+    BASE.but(shape=(2, 5, 120), residual=False),
+    BASE.but(shape=(7, 2880), dtype=torch.float16, float32_weight=True, weight_bias=1.0),
+    BASE.but(shape=(1, 4096), algorithm="two_shot", numerics="unrounded"),
+    BASE.but(shape=(5, 4096), sharded=True),
+    BASE.but(quant=GROUPS),
+    BASE.but(quant=GROUPS, return_normed=True, residual=False),
+    BASE.but(quant=allnorm.Fp8PerGroup(128, "column_major")),
+    BASE.but(quant=allnorm.Fp8PerToken(), shape=(9, 2944)),
+    # 8 rows: column-major scales without padding between columns
+    BASE.but(quant=allnorm.Fp8PerGroup(128, "column_major_tma", "ue8m0"), shape=(8, 4096)),
+)
+LEFT_TO_PYTHON = (
+    BASE.but(algorithm="unfused"),
+    BASE.but(shape=(0, 4096)),
+    BASE.but(shape=(1, 4096), sharded=True),  # the last rank's share is no row
+    BASE.but(quant=allnorm.Fp8PerTensor(torch.tensor([0.5]))),
+    BASE.but(quant=allnorm.Fp8PerGroup(128, "column_major_tma"), shape=(7, 4096)),
+)
+
+
+def refuse(*args: Any) -> Any:
+    raise AssertionError("Python was asked")
+
+
+def as_called(case: Case, rank: int) -> tuple[Any, ...]:
+    """The tensors of a call, the norm and the algorithm, as FastCall.make takes them."""
+    given = case.call_arguments(comm())
+    norm: tuple[Any, ...] = (case.eps, case.weight_bias, case.numerics, case.sharded)
+    if case.quant is not None:
+        norm = (*norm, given["quant"], case.return_normed)
+    return case.x(rank), given["residual"], given["weight"], norm, case.algorithm
+
+
+def repeat(rank: int, world_size: int) -> None:
+    """From the third time on, and with other values at other addresses."""
+    c = comm()
+    for case in REPEATED:
+        for _ in range(2):
+            case.check(c)
+        with mock.patch.object(c._preparer, "find", refuse):
+            kept = []
+            for call in range(3):
+                other = case.but(call=call)
+                results = other.method(c)(other.x(rank), **other.call_arguments(c))
+                other.compare(c, *results)
+                kept.append(results)
+        addresses = [t.data_ptr() for results in kept for t in results if t is not None]
+        assert len(set(addresses)) == len(addresses), "every call has results of its own"
+        expected = allnorm.QuantizedNorm if case.quant is not None else tuple
+        assert all(type(results) is expected for results in kept)
+    c.check()
+
+
+@needs_library
+@on(cpu=(2, 3), gpu=(2,))
+def test_repeated_calls(pool: RankPool) -> None:
+    pool.run(repeat)
+
+
+def repeat_all_reduce(rank: int, world_size: int) -> None:
+    c, case = comm(), BASE.but(shape=(6, 2880))
+    expected = allnorm.reference.all_reduce(case.xs(world_size))
+    for call in range(4):
+        with mock.patch.object(c._preparer, "find", refuse if call >= 2 else c._preparer.find):
+            assert_same_bits(c.all_reduce(case.x(rank)), expected, f"call {call}")
+    operator = torch.ops.allnorm.all_reduce
+    with mock.patch.object(c._preparer, "find", refuse):
+        assert_same_bits(operator(case.x(rank), c.name), expected, "by the operator")
+
+
+@needs_library
+@on(cpu=(2,), gpu=(2,))
+def test_repeated_all_reduce(pool: RankPool) -> None:
+    pool.run(repeat_all_reduce)
+
+
+def leave_to_python(rank: int, world_size: int) -> None:
+    c = comm()
+    for case in LEFT_TO_PYTHON:
+        for _ in range(4):
+            with mock.patch.object(c._preparer, "find", wraps=c._preparer.find) as find:
+                case.check(c)
+        has_rows = case.own_rows(c, case.x(rank)).numel() > 0 if case.sharded else False
+        assert find.called != has_rows, case
+
+
+@needs_library
+@on(cpu=(2,), gpu=(2,))
+def test_left_to_python(pool: RankPool) -> None:
+    pool.run(leave_to_python)
+
+
+def others(rank: int) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """What differs from the call of BASE in one thing."""
+    x, residual, weight, norm, algorithm = as_called(BASE, rank)
+    eps, bias, numerics, sharded = norm
+    wide = torch.zeros(3, 2 * 4096, dtype=x.dtype, device=x.device)
+    tensors = {
+        "fewer rows": x[:2],
+        "more dimensions": x[None],
+        "rows apart": wide[:, :4096],
+        "dtype": x.half(),
+        "columns": x[:, :2048],
+        "device": x.to("meta"),
+        "gradient": x.clone().requires_grad_(),
+        "class": torch.nn.Parameter(x, requires_grad=False),
+        "no tensor": [0.0],
+        "None": None,
+    }
+    for name, other in tensors.items():
+        yield f"x: {name}", (other, residual, weight, norm, algorithm)
+        if other is not None:
+            yield f"residual: {name}", (x, other, weight, norm, algorithm)
+    yield "no residual", (x, None, weight, norm, algorithm)
+    yield "weight: float32", (x, residual, weight.float(), norm, algorithm)
+    yield "weight: shorter", (x, residual, weight[:-1], norm, algorithm)
+    yield "weight: None", (x, residual, None, norm, algorithm)
+    yield "no norm", (x, None, None, None, algorithm)
+    norms = {
+        "eps": (1e-5, bias, numerics, sharded),
+        "eps as text": ("1e-6", bias, numerics, sharded),
+        "eps in a tensor": (torch.tensor(eps), bias, numerics, sharded),
+        "negative zero": (eps, -0.0, numerics, sharded),
+        "int": (eps, 0, numerics, sharded),
+        "bool": (eps, False, numerics, sharded),
+        "numerics": (eps, bias, "vllm", sharded),
+        "sharded": (eps, bias, numerics, True),
+        "sharded as 0": (eps, bias, numerics, 0),
+        "quantised": (eps, bias, numerics, sharded, GROUPS, False),
+        "shorter": (eps, bias, numerics),
+    }
+    for name, other_norm in norms.items():
+        yield f"norm: {name}", (x, residual, weight, other_norm, algorithm)
+    yield "norm: a list", (x, residual, weight, list(norm), algorithm)
+    yield "algorithm", (x, residual, weight, norm, "one_shot")
+    yield "algorithm: None", (x, residual, weight, norm, None)
+
+
+def recognise(rank: int, world_size: int) -> None:
+    c = comm()
+    for _ in range(3):
+        BASE.check(c)
+    same = as_called(BASE, rank)
+    assert type(c._fast.make(*same)) is tuple
+    for name, call in others(rank):
+        assert c._fast.make(*call) is None, name
+    # Equal, if not the same objects.
+    x, residual, weight, norm, algorithm = same
+    equal = (float("1e-6"), float("0"), "".join(["round", "ed"]), False)
+    results = c._fast.make(x.clone(), residual, weight, equal, "".join(["au", "to"]))
+    BASE.compare(c, *results)
+    quantised = BASE.but(quant=allnorm.Fp8PerGroup(128))
+    for _ in range(3):
+        quantised.check(c)
+    for spec in (allnorm.Fp8PerGroup(64), allnorm.Fp8PerToken(), None):
+        other = (*norm, spec, False)
+        assert c._fast.make(x, residual, weight, other, algorithm) is None, spec
+    equal_spec = (*norm, allnorm.Fp8PerGroup(128), False)
+    quantised.compare(c, *c._fast.make(x, residual, weight, equal_spec, algorithm))
+    assert "expected x, residual" in message_of(TypeError, lambda: c._fast.make(x))
+    c.check()
+
+
+@needs_library
+@on(cpu=(2,), gpu=(2,))
+def test_recognises_nothing_else(pool: RankPool) -> None:
+    pool.run(recognise)
+
+
+def take_turns(rank: int, world_size: int) -> None:
+    """More kinds of calls than are kept, and one that comes again and again."""
+    c = comm()
+    cases = [BASE.but(shape=(rows, 1024)) for rows in range(1, 13)]
+    for turn in range(3):
+        for case in cases:
+            case.but(call=turn).check(c)
+            BASE.but(call=turn).check(c)
+    with mock.patch.object(c._preparer, "find", refuse):
+        BASE.check(c)
+
+
+@needs_library
+@on(cpu=(2,), gpu=(2,))
+def test_kinds_take_turns(pool: RankPool) -> None:
+    pool.run(take_turns)
+
+
+def close_and_refuse(rank: int, world_size: int) -> None:
+    c = allnorm.Communicator(device=device())
+    x, weight = BASE.x(rank), BASE.weight()
+    for _ in range(3):
+        c.all_reduce_add_rms_norm(x, None, weight)
+    c.close()
+    text = message_of(
+        allnorm.CommunicatorClosedError, lambda: c.all_reduce_add_rms_norm(x, None, weight)
+    )
+    assert "is closed" in text
+
+
+@on(cpu=(2,), gpu=(2,))
+def test_closed(pool: RankPool) -> None:
+    pool.run(close_and_refuse)
+
+
+def wait_in_vain(rank: int, world_size: int) -> str:
+    """A peer stays away from a call that is made without Python, which raises as Python would."""
+    c = allnorm.Communicator(device=device(), timeout=datetime.timedelta(seconds=0.5))
+    x, residual, weight, *_ = as_called(BASE, rank)
+    for _ in range(3):
+        c.all_reduce_add_rms_norm(x, residual, weight, BASE.eps)
+    if rank == 1:
+        time.sleep(1.5)
+        return ""
+    with mock.patch.object(c._preparer, "find", refuse):
+        return message_of(
+            allnorm.PeerTimeoutError,
+            lambda: c.all_reduce_add_rms_norm(x, residual, weight, BASE.eps),
+        )
+
+
+@needs_library
+@on(cpu=(2,))
+def test_a_failed_launch_raises(pool: RankPool) -> None:
+    assert re.search("rank 1", pool.run(wait_in_vain)[0])
+
+
+def count_references(rank: int, world_size: int) -> None:
+    """Nothing is kept of a call, and nothing is given back twice."""
+    c = comm()
+    call = as_called(BASE.but(quant=allnorm.Fp8PerGroup(128)), rank)
+    x, residual, weight, norm, algorithm = call
+    quant = norm[4]
+    for _ in range(3):
+        c.all_reduce_add_rms_norm_quant(x, residual, weight, norm[0], quant)
+    watched = (*call, *norm, c._lock, None, True, torch.bfloat16)
+    gc.collect()
+    before = [sys.getrefcount(thing) for thing in watched]
+    for _ in range(1000):
+        assert c._fast.make(*call) is not None
+        assert c._fast.make(x, None, weight, norm, algorithm) is None
+        assert c._fast.make(*others_of(call)) is None
+    after = [sys.getrefcount(thing) for thing in watched]
+    # None and True are everywhere: a thousand calls would show, a few objects elsewhere do not.
+    assert all(abs(a - b) < 50 for a, b in zip(after, before, strict=True)), (before, after)
+    results = c._fast.make(*call)
+    alive = [weakref.ref(result) for result in results if result is not None]
+    del results
+    assert not any(reference() is not None for reference in alive)
+    c.check()
+
+
+def others_of(call: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The same call of fewer rows."""
+    return call[0][:1], *call[1:]
+
+
+@needs_library
+@on(cpu=(2,), gpu=(2,))
+def test_references(pool: RankPool) -> None:
+    pool.run(count_references)
+
+
+def give_back_what_it_held(rank: int, world_size: int) -> None:
+    """A communicator leaves with all that it has prepared."""
+    before = resident_bytes()
+    for _ in range(30):
+        with allnorm.Communicator(device=device(), workspace_bytes=1 << 16) as c:
+            for rows in (1, 2, 3):
+                case = BASE.but(shape=(rows, 512))
+                x, weight = case.x(rank), case.weight()
+                for _ in range(3):
+                    c.all_reduce_add_rms_norm(x, None, weight)
+            functions = [weakref.ref(launch) for launch in c._preparer._launches.values()]
+        del c
+        gc.collect()
+        assert not any(reference() is not None for reference in functions)
+    assert resident_bytes() - before < 16 << 20
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@needs_library
+@on(cpu=(2,))
+def test_communicators_leave_nothing(pool: RankPool) -> None:
+    pool.run(give_back_what_it_held)
+
+
+def call_from_threads(rank: int, world_size: int) -> None:
+    """Threads may share a communicator if their calls are alike: then any order is the same."""
+    c = comm()
+    x, residual, weight, norm, _ = as_called(BASE, rank)
+    for _ in range(3):
+        BASE.check(c)
+    results: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def call() -> None:
+        results.extend(c.all_reduce_add_rms_norm(x, residual, weight, norm[0]) for _ in range(200))
+
+    threads = [threading.Thread(target=call) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 800
+    for result in results[::37]:
+        BASE.compare(c, *result)
+
+
+@on(cpu=(2,))
+def test_threads(pool: RankPool) -> None:
+    pool.run(call_from_threads)
+
+
+def watch(rank: int, world_size: int) -> None:
+    """Who watches sees every call, also while another watches and leaves."""
+    c = comm()
+    seen = 0
+    launch = Calls._launch
+
+    def see(*args: Any, **kwargs: Any) -> None:
+        nonlocal seen
+        seen += 1
+        launch(*args, **kwargs)
+
+    for _ in range(3):
+        BASE.check(c)
+    with mock.patch.object(Calls, "_launch", see):
+        BASE.check(c)
+        assert seen == (0 if fast_call.available() else 1)
+        seen = 0
+        with fast_call.watched():
+            BASE.check(c)
+            with fast_call.watched():
+                BASE.check(c)
+            BASE.check(c)
+        assert seen == 3
+        seen = 0
+        BASE.check(c)
+        assert seen == (0 if fast_call.available() else 1)
+
+
+@on(cpu=(2,))
+def test_watched(pool: RankPool) -> None:
+    pool.run(watch)
+
+
+def do_without(rank: int, world_size: int) -> None:
+    with mock.patch.object(fast_call, "_library", return_value=None):
+        assert not fast_call.available()
+        c = allnorm.Communicator(device=device())
+        for call in range(4):
+            BASE.but(call=call).check(c)
+            BASE.but(call=call, quant=GROUPS).check(c)
+        assert c._fast.make(*as_called(BASE, rank)) is None
+        with fast_call.watched():
+            BASE.check(c)
+        c.close()
+
+
+@on(cpu=(2,), gpu=(2,))
+def test_without_the_library(pool: RankPool) -> None:
+    pool.run(do_without)
+
+
+def call_elsewhere(rank: int, world_size: int) -> None:
+    """Another current device, unaligned inputs, another stream."""
+    c = comm()
+    for _ in range(3):
+        BASE.check(c)
+    x, residual, weight, norm, algorithm = as_called(BASE, rank)
+    shifted = torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)[1:].view_as(x).copy_(x)
+    assert c._fast.make(shifted, residual, weight, norm, algorithm) is None
+    BASE.compare(c, *c.all_reduce_add_rms_norm(shifted, residual, weight, norm[0]))
+    with torch.cuda.device((device().index + 1) % torch.cuda.device_count()):
+        if torch.cuda.current_device() != device().index:
+            assert c._fast.make(x, residual, weight, norm, algorithm) is None
+        results = c.all_reduce_add_rms_norm(x, residual, weight, norm[0])
+    BASE.compare(c, *results)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream), mock.patch.object(c._preparer, "find", refuse):
+        torch.cuda._sleep(1 << 24)
+        late = x * 1.0
+        results = c.all_reduce_add_rms_norm(late, residual, weight, norm[0])
+    stream.synchronize()
+    BASE.compare(c, *results)
+    c.check()
+
+
+@needs_library
+@on(gpu=(2,))
+def test_elsewhere(pool: RankPool) -> None:
+    pool.run(call_elsewhere)
