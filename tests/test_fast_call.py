@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import gc
 import os
+import pathlib
 import re
+import subprocess
 import sys
 import threading
 import time
@@ -19,7 +22,7 @@ import torch
 from rank_helpers import Case, comm, message_of, on
 
 import allnorm
-from allnorm import fast_call
+from allnorm import _native, fast_call
 from allnorm.calls import Calls
 from allnorm.testing import RankPool, assert_same_bits
 from allnorm.testing.rank import device
@@ -274,7 +277,7 @@ def count_references(rank: int, world_size: int) -> None:
         assert c._fast.make(x, None, weight, norm, algorithm) is None
         assert c._fast.make(*others_of(call)) is None
     after = [sys.getrefcount(thing) for thing in watched]
-    # None and True are everywhere: a thousand calls would show, a few objects elsewhere do not.
+    # Some are everywhere: a thousand calls would show, a few objects elsewhere do not.
     assert all(abs(a - b) < 50 for a, b in zip(after, before, strict=True)), (before, after)
     results = c._fast.make(*call)
     alive = [weakref.ref(result) for result in results if result is not None]
@@ -292,6 +295,40 @@ def others_of(call: tuple[Any, ...]) -> tuple[Any, ...]:
 @on(cpu=(2,), gpu=(2,))
 def test_references(pool: RankPool) -> None:
     pool.run(count_references)
+
+
+def interpreters() -> Iterator[Any]:
+    """Every CPython here that the package supports, this one first."""
+    yield pytest.param(sys.executable, id="this")
+    for minor in range(11, 16):
+        if minor != sys.version_info.minor:
+            yield pytest.param(f"python3.{minor}", id=f"3.{minor}")
+
+
+@needs_library
+@pytest.mark.parametrize("interpreter", interpreters())
+def test_any_interpreter(interpreter: str) -> None:
+    """The same library under other versions, which count references in their own ways."""
+    version = [interpreter, "-c", "import sys; print(sys.implementation.name, sys.version_info[1])"]
+    try:
+        found = subprocess.run(version, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip(f"no {interpreter} on this machine")
+    assert found.startswith("cpython")
+    package = pathlib.Path(allnorm.__file__).parent
+    library = package / "lib" / "liballnorm_python.so"
+    pointers = ("x", "residual", "weight", "out", "residual_out")
+    numbers = [ctypes.sizeof(_native.Call)] + [getattr(_native.Call, p).offset for p in pointers]
+    program = pathlib.Path(__file__).parent / "fast_call_alone.py"
+    done = subprocess.run(
+        [interpreter, "-I", str(program), str(library), *map(str, numbers)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("ok 3.")
 
 
 def give_back_what_it_held(rank: int, world_size: int) -> None:
@@ -382,13 +419,14 @@ def test_watched(pool: RankPool) -> None:
 
 
 def do_without(rank: int, world_size: int) -> None:
+    call = as_called(BASE, rank)  # makes the communicator of other tests, which has the library
     with mock.patch.object(fast_call, "_library", return_value=None):
         assert not fast_call.available()
         c = allnorm.Communicator(device=device())
-        for call in range(4):
-            BASE.but(call=call).check(c)
-            BASE.but(call=call, quant=GROUPS).check(c)
-        assert c._fast.make(*as_called(BASE, rank)) is None
+        for number in range(4):
+            BASE.but(call=number).check(c)
+            BASE.but(call=number, quant=GROUPS).check(c)
+        assert c._fast.make(*call) is None
         with fast_call.watched():
             BASE.check(c)
         c.close()

@@ -168,6 +168,10 @@ CONFINED = {
     ),
     r"<<<|\bcudaLaunch\w+": ({"cuda/launch.cu", "cuda/launch.cuh"}, "there is one launch site"),
     r"\bgetenv\b": (set(), "allnorm/config.py reads the environment"),
+    r"\bPy_(X?INCREF|X?DECREF|X?NewRef|CLEAR|RETURN_\w+)\b": (
+        set(),
+        "counts as the version of the headers does, not as the one that runs",
+    ),
 }
 
 

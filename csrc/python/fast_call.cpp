@@ -32,18 +32,23 @@ constexpr std::size_t kMaxPrepared = 4;
 // Where a result's address goes.
 enum Slot : int { kOut, kResidualOut, kQuantized, kScale, kNumSlots };
 
-// A reference to a Python object, or to none.
+// A reference to a Python object, or to none. Counted by functions: the macros of a version's
+// headers count as that version does, and those of 3.11 would count down the None of 3.12, call by
+// call.
 class Ref {
  public:
   Ref() = default;
   explicit Ref(PyObject* owned) : object_(owned) {}
-  static Ref borrowed(PyObject* object) { return Ref(Py_NewRef(object)); }
+  static Ref borrowed(PyObject* object) {
+    Py_IncRef(object);
+    return Ref(object);
+  }
   Ref(Ref&& other) noexcept : object_(std::exchange(other.object_, nullptr)) {}
   Ref& operator=(Ref&& other) noexcept {
     std::swap(object_, other.object_);
     return *this;
   }
-  ~Ref() { Py_XDECREF(object_); }
+  ~Ref() { Py_DecRef(object_); }
   PyObject* get() const { return object_; }
   PyObject* release() { return std::exchange(object_, nullptr); }
   explicit operator bool() const { return object_ != nullptr; }
@@ -80,6 +85,8 @@ struct FastCall {
 
 constexpr const char* kFastCall = "allnorm.FastCall";
 constexpr const char* kPrepared = "allnorm.Prepared";
+
+PyObject* none() { return Ref::borrowed(Py_None).release(); }
 
 // While anybody watches nothing is recognised, so that Python sees every call.
 int watchers = 0;
@@ -231,11 +238,11 @@ PyObject* make_call(PyObject* self, PyObject* const* args, Py_ssize_t num_args) 
     if (i != 0 && i < fast->prepared.size()) std::swap(fast->prepared[0], fast->prepared[i]);
     break;
   }
-  if (found == nullptr) Py_RETURN_NONE;
+  if (found == nullptr) return none();
   AllnormCall call = found->call;
-  if (fast->is_cuda && !on_device(*fast, &call.stream)) Py_RETURN_NONE;
+  if (fast->is_cuda && !on_device(*fast, &call.stream)) return none();
   if (!bind_inputs(call, fast->is_cuda ? kCudaAlignBytes : 1, x, residual, weight)) {
-    Py_RETURN_NONE;
+    return none();
   }
   Ref results(make_results(*fast, *found, call));
   if (!results) return nullptr;
@@ -258,7 +265,7 @@ PyObject* keep(PyObject* self, PyObject* capsule) {
     oldest = std::move(fast->prepared.back());
     fast->prepared.pop_back();
   }
-  Py_RETURN_NONE;
+  return none();
 }
 
 // forget(): recognises nothing any more.
@@ -268,7 +275,7 @@ PyObject* forget(PyObject* self, PyObject*) {
   // Freeing one may run any code, which must find the list in order.
   const std::vector<std::shared_ptr<Prepared>> freed = std::move(fast->prepared);
   fast->prepared.clear();
-  Py_RETURN_NONE;
+  return none();
 }
 
 // By way of void (*)(): the interpreter knows by the flag what it calls.
