@@ -14,11 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from allnorm import _native, arguments, config, policy, shortcuts, tuning, workspace
+from allnorm import _native, arguments, config, fast_call, policy, shortcuts, tuning, workspace
 from allnorm.arguments import DTYPES, NormArguments
 from allnorm.collectives import Collectives
 from allnorm.errors import CommunicatorClosedError, UnsupportedError
-from allnorm.fast_call import fast_call
 from allnorm.launch import describe_call, raise_status
 from allnorm.policy import Plan
 from allnorm.prepare import Preparer
@@ -145,7 +144,7 @@ class Communicator(Collectives):
             self._library, self.traits, self._workspace.num_bytes, self.device, self.rank
         )
         self._new = shortcuts.new_tensors(self.device)
-        self._fast = fast_call(self._library, self._handle, self.device, self._lock)
+        self._fast = fast_call.of_communicator(self._library, self._handle, self.device, self._lock)
         prefix = f"allnorm:{resolved.group_name}"
         count = _created.get(prefix, 0)
         _created[prefix] = count + 1

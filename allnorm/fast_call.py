@@ -28,7 +28,7 @@ _OUT, _RESIDUAL_OUT, _QUANTIZED, _SCALE = range(4)  # Slot of fast_call.cpp
 
 
 class FastCall(NamedTuple):
-    """What a communicator makes repeated calls with.
+    """What repeated calls are made with.
 
     Attributes:
         make: (x, residual, weight, norm, algorithm) -> the results in a tuple; or the status of a
@@ -42,23 +42,40 @@ class FastCall(NamedTuple):
     forget: Callable[[], None]
 
 
+# Recognises nothing.
+_NONE = FastCall(lambda *args: None, lambda prepared: None, lambda: None)
+
+
 def available() -> bool:
     """Whether the library is there and fits this interpreter."""
     return _library() is not None
 
 
-def fast_call(
+def of_communicator(
     library: _native.Library, handle: int, device: torch.device, lock: threading.Lock
 ) -> FastCall:
-    """For a communicator on `device`, whose calls `library` makes with `handle` under `lock`."""
+    """For the calls of a communicator on `device`, which `library` makes with `handle`."""
+    if not handle:  # nothing is fused
+        return _NONE
+    return _new(library.run, handle, device, (lock.acquire, lock.release))
+
+
+def of_thread(library: _native.Library, device: torch.device) -> FastCall:
+    """For a thread's calls of `library` on `device` that involve no other rank."""
+    return _new(library.local, None, device, (None, None))
+
+
+def _new(
+    function: Any, handle: int | None, device: torch.device, lock: tuple[Any, Any]
+) -> FastCall:
     functions, empty = _library(), shortcuts.fast_empty(device)
-    if functions is None or empty is None or not handle:
-        return FastCall(lambda *args: None, lambda prepared: None, lambda: None)
+    if functions is None or empty is None:
+        return _NONE
     of_device: tuple[Any, ...] = (None, None, None)
     if device.type == "cuda":
         of_device = (device.index, shortcuts.current_device, shortcuts.current_raw_stream)
-    run = ctypes.cast(library.run, _pointer).value
-    return FastCall(*functions.new(run, handle, empty, lock.acquire, lock.release, *of_device))
+    address = ctypes.cast(function, _pointer).value
+    return FastCall(*functions.new(address, handle, empty, *lock, *of_device))
 
 
 def prepare(

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import threading
+from typing import Any
+
 import torch
 
-from allnorm import _native, arguments
+from allnorm import _native, arguments, fast_call
 from allnorm.arguments import Like, NormArguments
+from allnorm.keys import constants_of, geometry_of
 from allnorm.launch import Launch, raise_status
 from allnorm.quant import (
     DEFAULT_QUANT,
@@ -16,7 +21,11 @@ from allnorm.quant import (
     from_op_results,
     op_arguments,
 )
-from allnorm.quant import DTYPE as FP8
+from allnorm.shortcuts import alike, new_tensors
+
+_ALGORITHM = "local"  # none of those of ranks
+# Prepared calls kept per thread and device.
+_MAX_LAUNCHES = 4096
 
 
 def add_rms_norm(
@@ -57,9 +66,14 @@ def add_rms_norm(
             x, residual, weight, eps, weight_bias, numerics
         )
         return traced
-    launch, out, residual_out = _prepare(
-        x, residual, weight, NormArguments(eps, weight_bias, numerics)
-    )
+    norm = (eps, weight_bias, numerics, False)
+    made = _call_again(x, residual, weight, norm)
+    if made is not None:
+        normed, summed = made
+        return normed, summed
+    calls, launch = _find(x, residual, weight, norm, None)
+    new = calls.new()
+    out, residual_out = new(*launch.out), new(*launch.residual_out)
     _run(launch, x, residual, weight, out, residual_out)
     return out, residual_out
 
@@ -108,11 +122,16 @@ def add_rms_norm_quant(
             *(weight_bias, numerics),
         )
         return from_op_results(traced, quant, return_normed)
-    check_quant(quant)
-    norm = NormArguments(eps, weight_bias, numerics, False, quant, return_normed)
-    launch, out, residual_out = _prepare(x, residual, weight, norm)
-    normed = out if return_normed else None
-    quantized = torch.empty_like(out, dtype=FP8)
+    # A scale that is given is no part of what is prepared, only where it is.
+    key = (Fp8PerTensor, quant.scale.device) if type(quant) is Fp8PerTensor else quant
+    norm = (eps, weight_bias, numerics, False, key, return_normed)
+    made = _call_again(x, residual, weight, norm)
+    if made is not None:
+        return QuantizedNorm(*made)
+    calls, launch = _find(x, residual, weight, norm, quant)
+    new = calls.new()
+    quantized, residual_out = new(*launch.quantized), new(*launch.residual_out)
+    normed = new(*launch.out) if return_normed else None
     if isinstance(quant, Fp8PerTensor):
         scale = quant.scale
     else:
@@ -122,10 +141,81 @@ def add_rms_norm_quant(
     return QuantizedNorm(quantized, scale, residual_out, normed)
 
 
+class _Calls:
+    """A thread's calls on one device, and how they are made again."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.library = _native.library(device.type)
+        self.new = new_tensors(device)
+        self.fast = fast_call.of_thread(self.library, device)
+        self.launches: dict[Any, Launch] = {}
+
+
+class _Threads(threading.local):
+    """Each thread's own, so that none waits for another."""
+
+    def __init__(self) -> None:
+        self.calls: dict[torch.device, _Calls] = {}
+
+
+_threads = _Threads()
+
+
+def _call_again(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, norm: tuple[Any, ...]
+) -> tuple[Any, ...] | None:
+    """The results of a call that is prepared, and is made without Python; else None."""
+    try:
+        calls = _threads.calls[x.device]
+    except (AttributeError, KeyError):
+        return None
+    made = calls.fast.make(x, residual, weight, norm, _ALGORITHM)
+    if made.__class__ is int:
+        raise_status(calls.library, made)
+    result: tuple[Any, ...] | None = made
+    return result
+
+
+def _find(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    norm: tuple[Any, ...],
+    quant: Quant | None,
+) -> tuple[_Calls, Launch]:
+    """What is prepared for tensors of this geometry; checks all that it decides, the first time."""
+    tensors = (x, weight) if residual is None else (x, residual, weight)
+    key = None
+    try:
+        key = (*map(geometry_of, tensors), constants_of(norm))
+        calls = _threads.calls[x.device]
+        launch = calls.launches[key]
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError):
+        pass  # not seen before, or not what it should be: the checks say so
+    else:
+        if launch.fast is None:
+            prepared = fast_call.prepare(launch, alike(tensors), norm, _ALGORITHM)
+            launch.fast = False if prepared is None else prepared
+        if launch.fast:
+            calls.fast.keep(launch.fast)
+        return calls, launch
+    eps, weight_bias, numerics, sharded = norm[:4]
+    checked = NormArguments(eps, weight_bias, numerics, sharded)
+    if len(norm) > 4:
+        check_quant(quant)
+        checked = dataclasses.replace(checked, quant=quant, return_normed=norm[5])
+    launch = _prepare(x, residual, weight, checked)
+    calls = _threads.calls.get(x.device) or _threads.calls.setdefault(x.device, _Calls(x.device))
+    if key is not None:
+        if len(calls.launches) >= _MAX_LAUNCHES:
+            calls.launches.clear()
+        calls.launches[key] = launch
+    return calls, launch
+
+
 def _prepare(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, norm: NormArguments
-) -> tuple[Launch, torch.Tensor, torch.Tensor]:
-    """Checks the arguments; returns the call, and memory for two results like `x`."""
+) -> Launch:
     arguments.check_norm_arguments(norm)
     arguments.check_input("x", x, getattr(x, "device", torch.device("cpu")))
     arguments.check_weight(weight, x)
@@ -133,8 +223,7 @@ def _prepare(
         arguments.check_quantization(norm.quant, x)
     if residual is not None:
         arguments.check_like("residual", residual, Like.rows(x, None))
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    return Launch(x, residual, weight, norm, "unfused"), out, torch.empty_like(out)
+    return Launch(x, residual, weight, norm, _ALGORITHM)
 
 
 def _run(

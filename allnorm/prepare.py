@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-from math import copysign
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ import torch
 from allnorm import _native, arguments, policy, shortcuts
 from allnorm.arguments import Like, NormArguments, row_shard
 from allnorm.errors import UnsupportedError
+from allnorm.keys import constants_of, geometry_of
 from allnorm.launch import Launch, describe_call
 from allnorm.policy import Plan
 
@@ -91,7 +91,7 @@ class Preparer:
         kind = 0 if norm is None else len(norm)
         key = None
         try:
-            constants = None if norm is None else _constants(norm)
+            constants = None if norm is None else constants_of(norm)
             recent = self._recent.get(kind)
             if (
                 recent is not None
@@ -101,7 +101,7 @@ class Preparer:
                 and recent.check(*tensors)
             ):
                 return recent.launch
-            key = (*map(_geometry, tensors), constants, algorithm)
+            key = (*map(geometry_of, tensors), constants, algorithm)
             launch = self._launches.get(key)
         except (AttributeError, TypeError, ValueError, RuntimeError):
             launch = None  # not tensors, or no constants: the checks say which
@@ -226,20 +226,6 @@ class Preparer:
         """Lets other tables decide, from the next call on; every rank must do so there."""
         self._traits = dataclasses.replace(self._traits, tables=tables)
         self.clear()
-
-
-def _geometry(tensor: _Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-
-
-def _constants(norm: tuple[Any, ...]) -> tuple[Any, ...]:
-    """`norm`, and what tells apart equal ones that are other calls.
-
-    1.0, True and a tensor of them are equal, and so are 0.0 and -0.0. Types come first: there a
-    comparison stops, before it asks a tensor.
-    """
-    eps, bias, _, sharded = norm[:4]
-    return type(eps), type(bias), type(sharded), type(norm[-1]), copysign(1.0, bias), norm
 
 
 def _epilogue(call: _native.Call) -> str:

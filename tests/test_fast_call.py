@@ -306,7 +306,7 @@ def interpreters() -> Iterator[Any]:
 
 
 @needs_library
-@pytest.mark.parametrize("interpreter", interpreters())
+@pytest.mark.parametrize("interpreter", list(interpreters()))
 def test_any_interpreter(interpreter: str) -> None:
     """The same library under other versions, which count references in their own ways."""
     version = [interpreter, "-c", "import sys; print(sys.implementation.name, sys.version_info[1])"]

@@ -32,14 +32,19 @@ ALLOWED = {
     "tuning": {"_version", "config", "policy", "topology"},
     "_native": {"errors", "config"},
     "arguments": {"_native", "errors", "policy", "quant"},
+    "keys": set(),
     "launch": {"_native", "arguments", "errors", "quant", "shortcuts"},
     "fast_call": {"_native", "launch", "shortcuts"},
     "unfused": {"_native", "arguments", "launch", "policy", "quant"},
     "workspace": {"_native", "config", "errors"},
     "faults": {"_native", "errors"},
-    "local": {"_native", "arguments", "errors", "launch", "quant"},
+    "local": {
+        *("_native", "arguments", "errors", "fast_call", "keys", "launch", "quant", "shortcuts"),
+    },
     "results": {"arguments", "launch"},
-    "prepare": {"_native", "arguments", "errors", "launch", "policy", "quant", "shortcuts"},
+    "prepare": {
+        *("_native", "arguments", "errors", "keys", "launch", "policy", "quant", "shortcuts"),
+    },
     "calls": {
         *("_native", "arguments", "errors", "fast_call", "faults", "launch", "prepare", "quant"),
         *("results", "shortcuts", "unfused"),

@@ -7,7 +7,8 @@
 //
 // Threads: everything but the launch happens under the interpreter's lock. A callable may let
 // others run, who may remove a prepared call: one that is in use is kept by a reference of its own.
-// The communicator's lock is held for the launch, as in Python.
+// The communicator's lock is held for the launch, as in Python; calls without a communicator have
+// none, each thread has a FastCall of its own.
 
 #define Py_LIMITED_API 0x030B0000
 #define PY_SSIZE_T_CLEAN
@@ -69,12 +70,12 @@ struct Prepared {
   bool has_residual;
 };
 
-// What a communicator's calls share.
+// What the calls of a communicator share, or those of a thread that need none.
 struct FastCall {
-  std::int32_t (*run)(AllnormComm* comm, const AllnormCall* call);
-  AllnormComm* comm;
+  void* function;      // allnorm_run; without a communicator allnorm_local
+  AllnormComm* comm;   // or NULL
   Ref empty;           // callable(shape, strides, dtype): a tensor on the current device
-  Ref acquire;         // callable(), of the communicator's lock
+  Ref acquire;         // callable(), of the communicator's lock; None without one
   Ref let_go;          // callable(), of the same
   Ref device;          // int, the communicator's device; None on CPU, as the next two are
   Ref current_device;  // callable(): int
@@ -204,13 +205,25 @@ PyObject* make_results(const FastCall& fast, const Prepared& prepared, AllnormCa
   return made.release();
 }
 
+std::int32_t run(const FastCall& fast, const AllnormCall& call) {
+  PyThreadState* const thread = PyEval_SaveThread();
+  const std::int32_t status =
+      fast.comm != nullptr
+          ? reinterpret_cast<decltype(&allnorm_run)>(fast.function)(fast.comm, &call)
+          : reinterpret_cast<decltype(&allnorm_local)>(fast.function)(&call);
+  PyEval_RestoreThread(thread);
+  return status;
+}
+
 // Launches under the communicator's lock; false with an error set if it could not be had.
 bool launch(const FastCall& fast, const AllnormCall& call, std::int32_t* status) {
+  if (fast.acquire.get() == Py_None) {
+    *status = run(fast, call);
+    return true;
+  }
   const Ref held(PyObject_CallNoArgs(fast.acquire.get()));
   if (!held) return false;
-  PyThreadState* const thread = PyEval_SaveThread();
-  *status = fast.run(fast.comm, &call);
-  PyEval_RestoreThread(thread);
+  *status = run(fast, call);
   const Ref freed(PyObject_CallNoArgs(fast.let_go.get()));
   return static_cast<bool>(freed);
 }
@@ -295,13 +308,13 @@ ALLNORM_API std::int32_t allnorm_fast_call_abi() { return ALLNORM_ABI_VERSION; }
 ALLNORM_API void allnorm_fast_call_watch(std::int32_t more) { watchers += more; }
 
 // The functions make_call, keep and forget of a new FastCall.
-ALLNORM_API PyObject* allnorm_fast_call_new(void* run, void* comm, PyObject* empty,
+ALLNORM_API PyObject* allnorm_fast_call_new(void* function, void* comm, PyObject* empty,
                                             PyObject* acquire, PyObject* let_go, PyObject* device,
                                             PyObject* current_device, PyObject* stream) {
   if (data_ptr_name == nullptr) data_ptr_name = PyUnicode_InternFromString("data_ptr");
   if (data_ptr_name == nullptr) return nullptr;
   auto fast = std::make_unique<FastCall>(FastCall{
-      .run = reinterpret_cast<std::int32_t (*)(AllnormComm*, const AllnormCall*)>(run),
+      .function = function,
       .comm = static_cast<AllnormComm*>(comm),
       .empty = Ref::borrowed(empty),
       .acquire = Ref::borrowed(acquire),

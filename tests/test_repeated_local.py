@@ -1,0 +1,207 @@
+"""allnorm.add_rms_norm and add_rms_norm_quant again and again: what is prepared is found again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from rank_helpers import assert_padding_is_zero
+
+import allnorm
+from allnorm import fast_call, local, reference
+from allnorm.testing import assert_same_bits, rank_input, shared_input
+
+devices = pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+SPECS = (
+    allnorm.Fp8PerGroup(128),
+    allnorm.Fp8PerGroup(128, "column_major"),
+    allnorm.Fp8PerGroup(128, "column_major_tma", "ue8m0_packed"),
+    allnorm.Fp8PerToken(),
+)
+
+
+@pytest.fixture(autouse=True)
+def nothing_prepared() -> Iterator[None]:
+    """Each test begins as a process does."""
+    with mock.patch.object(local, "_threads", local._Threads()):
+        yield
+
+
+def inputs(
+    where: str, call: int = 0, shape: tuple[int, ...] = (3, 4096), dtype: Any = torch.bfloat16
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x = rank_input(shape, dtype, 0, call=call, device=where)
+    residual = shared_input(shape, dtype, "residual", call=call, device=where)
+    return x, residual, shared_input(shape[-1:], dtype, "weight", call=call, device=where)
+
+
+def check(tensors: tuple[torch.Tensor | None, ...], **more: Any) -> tuple[torch.Tensor, ...]:
+    x, residual, weight = tensors
+    got = allnorm.add_rms_norm(x, residual, weight, **more)
+    want = reference.all_reduce_add_rms_norm([x], residual, weight, **more)
+    for name, a, b in zip(("normed", "residual_out"), got, want, strict=True):
+        assert_same_bits(a, b, name)
+    return got
+
+
+def check_quantised(
+    tensors: tuple[torch.Tensor | None, ...], quant: Any, return_normed: bool = False, **more: Any
+) -> Any:
+    x, residual, weight = tensors
+    eps = more.pop("eps", 1e-6)
+    got = allnorm.add_rms_norm_quant(x, residual, weight, eps, quant, return_normed, **more)
+    want = reference.all_reduce_add_rms_norm_quant(
+        [x], residual, weight, eps, quant=quant, return_normed=return_normed, **more
+    )
+    for name, a, b in zip(got._fields, got, want, strict=True):
+        if b is None:
+            assert a is None
+            continue
+        assert_same_bits(a, b, f"{name}, {quant}")
+    if not isinstance(quant, allnorm.Fp8PerTensor):
+        assert_padding_is_zero(got.scale, quant)
+    return got
+
+
+@devices
+@pytest.mark.parametrize("shape", [(3, 4096), (2, 3, 120), (0, 512), (1, 31), (5, 2944)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_repeated(shape: tuple[int, ...], dtype: torch.dtype, where: str) -> None:
+    results = []
+    for call in range(4):
+        x, residual, weight = inputs(where, call, shape, dtype)
+        results.append(check((x, residual, weight)))
+        results.append(check((x, None, weight), eps=1e-5, weight_bias=1.0, numerics="vllm"))
+    if x.numel():
+        addresses = [t.data_ptr() for pair in results for t in pair]
+        assert len(set(addresses)) == len(addresses), "every call has results of its own"
+
+
+@devices
+@pytest.mark.parametrize("quant", SPECS, ids=str)
+def test_repeated_quantised(quant: Any, where: str) -> None:
+    for call in range(4):
+        for shape in ((8, 4096), (7, 2048)):
+            x, residual, weight = inputs(where, call, shape)
+            check_quantised((x, residual, weight), quant)
+            check_quantised((x, None, weight), quant, return_normed=True)
+
+
+@devices
+def test_given_scales(where: str) -> None:
+    for call in range(4):
+        scale = torch.tensor([0.25 * (call + 1)], device=where)
+        got = check_quantised(inputs(where, call), allnorm.Fp8PerTensor(scale))
+        assert got.scale is scale
+
+
+@devices
+@pytest.mark.skipif(not fast_call.available(), reason="built without Python's headers")
+def test_without_python(where: str) -> None:
+    """From the third time on."""
+    for call in range(5):
+        with mock.patch.object(local, "_find", wraps=local._find) as find:
+            check(inputs(where, call))
+            check_quantised(inputs(where, call), SPECS[0])
+        assert find.call_count == (2 if call < 2 else 0)
+    with mock.patch.object(local, "_find", wraps=local._find) as find, fast_call.watched():
+        check(inputs(where))
+    assert find.called
+
+
+@devices
+def test_changed_arguments(where: str) -> None:
+    """What differs is no repetition."""
+    x, residual, weight = tensors = inputs(where)
+    for _ in range(3):
+        check(tensors)
+    wide = torch.zeros(3, 2 * 4096, dtype=x.dtype, device=where)
+    wide[:, :4096] = x
+    shifted = torch.zeros(x.numel() + 1, dtype=x.dtype, device=where)[1:].view_as(x).copy_(x)
+    for _ in range(3):
+        check((wide[:, :4096], residual, weight))
+        check((shifted, residual, weight))
+        check((x, shifted, weight))
+        check((x[:2], residual[:2], weight))
+        check((x[None], residual[None], weight))
+        check((x, residual, weight.float()))
+        check((x, residual, -weight), eps=0.5)
+        check(tensors, numerics="unrounded")
+        check(tensors, weight_bias=-0.0)
+        check(tensors, weight_bias=0.25)
+        check(tensors)
+    for wrong in (
+        {"eps": True},
+        {"eps": -1.0},
+        {"numerics": "exact"},
+        {"weight_bias": "0"},
+        {"eps": float("nan")},
+        {"eps": []},
+    ):
+        with pytest.raises((TypeError, ValueError)):
+            allnorm.add_rms_norm(x, residual, weight, **wrong)
+    for bad in ((x[:2], residual, weight), (x, residual, weight[1:]), (x.int(), residual, weight)):
+        with pytest.raises((TypeError, ValueError, allnorm.UnsupportedError)):
+            allnorm.add_rms_norm(*bad)
+    with pytest.raises(TypeError, match="expected"):
+        allnorm.add_rms_norm([1.0], None, weight)
+    for quant in (None, 128, "per_token"):
+        with pytest.raises(TypeError, match="Fp8PerGroup"):
+            allnorm.add_rms_norm_quant(x, residual, weight, 1e-6, quant)
+    with pytest.raises(TypeError, match="return_normed"):
+        allnorm.add_rms_norm_quant(x, residual, weight, 1e-6, SPECS[0], 1)
+
+
+@devices
+def test_many_kinds(where: str) -> None:
+    """More than are kept, in turns; and a table that is emptied when it is full."""
+    with mock.patch.object(local, "_MAX_LAUNCHES", 5):
+        for call in range(4):
+            for rows in range(1, 12):
+                check(inputs(where, call, (rows, 256)))
+        calls = local._threads.calls[inputs(where)[0].device]
+        assert len(calls.launches) <= 5
+
+
+@devices
+def test_without_the_library(where: str) -> None:
+    with mock.patch.object(fast_call, "_library", return_value=None):
+        for call in range(4):
+            check(inputs(where, call))
+            check_quantised(inputs(where, call), SPECS[0])
+
+
+def test_threads() -> None:
+    """Threads make calls at the same time, each with what it has prepared itself."""
+
+    def work(number: int) -> None:
+        for call in range(40):
+            check(inputs("cpu", number, (64, 512)))
+            check(inputs("cpu", call, (number + 1, 512)))
+
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(work, number) for number in range(4)]:
+            done.result()
+
+
+@pytest.mark.gpu
+def test_elsewhere() -> None:
+    """Another stream, and another current device where there is one."""
+    for _ in range(3):
+        check(inputs("cuda:0"))
+    stream = torch.cuda.Stream(0)
+    stream.wait_stream(torch.cuda.current_stream(0))
+    x, residual, weight = inputs("cuda:0", 7)
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(1 << 24)
+        late = x * 1.0
+        got = allnorm.add_rms_norm(late, residual, weight)
+    stream.synchronize()
+    want = reference.all_reduce_add_rms_norm([x], residual, weight)
+    assert_same_bits(got[0], want[0], "normed on another stream")
+    with torch.cuda.device(torch.cuda.device_count() - 1):
+        check(inputs("cuda:0", 8))
