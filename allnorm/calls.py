@@ -30,6 +30,7 @@ class Calls:
     """How a Communicator makes its calls; it sets these attributes."""
 
     name: str
+    world_size: int
     group: dist.ProcessGroup
     timeout: datetime.timedelta
     _library: _native.Library
@@ -176,7 +177,9 @@ class Calls:
     def _keep(self, launch: Launch, norm: tuple[Any, ...] | None, algorithm: str) -> None:
         """From its third time on, lets this call be made without Python."""
         if launch.fast is None and launch.recent is not None:
-            prepared = fast_call.prepare(launch, launch.recent.check, norm, algorithm)
+            prepared = fast_call.prepare(
+                launch, launch.recent.check, norm, algorithm, self.world_size == 1
+            )
             launch.fast = False if prepared is None else prepared
         if launch.fast:
             self._fast.keep(launch.fast)

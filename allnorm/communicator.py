@@ -144,7 +144,9 @@ class Communicator(Collectives):
             self._library, self.traits, self._workspace.num_bytes, self.device, self.rank
         )
         self._new = shortcuts.new_tensors(self.device)
-        self._fast = fast_call.of_communicator(self._library, self._handle, self.device, self._lock)
+        self._fast = fast_call.of_communicator(
+            self._library, self._handle, self.world_size, self.device, self._lock
+        )
         prefix = f"allnorm:{resolved.group_name}"
         count = _created.get(prefix, 0)
         _created[prefix] = count + 1

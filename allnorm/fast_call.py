@@ -52,12 +52,17 @@ def available() -> bool:
 
 
 def of_communicator(
-    library: _native.Library, handle: int, device: torch.device, lock: threading.Lock
+    library: _native.Library,
+    handle: int,
+    world_size: int,
+    device: torch.device,
+    lock: threading.Lock,
 ) -> FastCall:
     """For the calls of a communicator on `device`, which `library` makes with `handle`."""
-    if not handle:  # nothing is fused
-        return _NONE
-    return _new(library.run, handle, device, (lock.acquire, lock.release))
+    if handle:
+        return _new(library.run, handle, device, (lock.acquire, lock.release))
+    # Ranks that cannot exchange go through the process group; one alone needs none.
+    return of_thread(library, device) if world_size == 1 else _NONE
 
 
 def of_thread(library: _native.Library, device: torch.device) -> FastCall:
@@ -79,7 +84,11 @@ def _new(
 
 
 def prepare(
-    launch: Launch, check: shortcuts.Check, norm: tuple[Any, ...] | None, algorithm: str
+    launch: Launch,
+    check: shortcuts.Check,
+    norm: tuple[Any, ...] | None,
+    algorithm: str,
+    alone: bool = False,
 ) -> Any:
     """What `FastCall.keep` takes, for calls that `launch` is prepared for; None if it is not able.
 
@@ -88,9 +97,10 @@ def prepare(
         check: whether tensors are like those it is prepared for.
         norm: what the norm needs beside tensors.
         algorithm: what was asked for.
+        alone: whether there is no other rank.
     """
     functions = _library()
-    call = launch.repeatable()
+    call = None if launch.is_unfused and not alone else launch.repeatable()
     if functions is None or call is None:
         return None
     results: list[tuple[int, Any]] = [(_OUT, launch.out)]

@@ -201,7 +201,7 @@ class Launch:
         Rows must be there, since without any a shard has no address.
         """
         rows = self.num_tokens if self.shard is None else self.shard[1] - self.shard[0]
-        if self.is_unfused or self._copies_inputs or rows == 0:
+        if self._copies_inputs or rows == 0:
             return None
         call = _native.Call.from_buffer_copy(self.call)
         self._set_own_strides(call)

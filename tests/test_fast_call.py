@@ -121,6 +121,31 @@ def leave_to_python(rank: int, world_size: int) -> None:
         assert find.called != has_rows, case
 
 
+def repeat_alone(rank: int, world_size: int) -> None:
+    """One rank exchanges nothing."""
+    c = comm()
+    for case in REPEATED:
+        if case.algorithm == "two_shot":
+            continue
+        for call in range(4):
+            find = refuse if call >= 2 else c._preparer.find
+            with mock.patch.object(c._preparer, "find", find):
+                case.but(call=call).check(c)
+    x = BASE.x(rank)
+    for call in range(4):
+        find = refuse if call >= 2 else c._preparer.find
+        with mock.patch.object(c._preparer, "find", find):
+            result = c.all_reduce(x)
+        assert_same_bits(result, x, "the sum of one")
+        assert result.data_ptr() != x.data_ptr()
+
+
+@needs_library
+@on(cpu=(1,), gpu=(1,))
+def test_one_rank(pool: RankPool) -> None:
+    pool.run(repeat_alone)
+
+
 @needs_library
 @on(cpu=(2,), gpu=(2,))
 def test_left_to_python(pool: RankPool) -> None:
