@@ -266,6 +266,11 @@ class Communicator(Collectives):
         call = describe_call(_native.ADD_RMS_NORM, dtype, hidden_size, norm)
         return self._preparer.choose(call, num_tokens, dtype, algorithm)
 
+    def _use_tables(self, tables: tuple[policy.Table, ...]) -> None:
+        """Lets other tables decide, from the next call on; every rank must do so there."""
+        self._preparer.use_tables(tables)
+        self._fast.forget()
+
     # ---- end ------------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -274,7 +279,7 @@ class Communicator(Collectives):
             return
         self._closed = True
         _by_name.pop(self.name, None)
-        self._fast.forget()
+        self._fast.close()
         self._preparer.clear()
         handle, self._handle = self._handle, 0
         if handle:

@@ -34,16 +34,18 @@ class FastCall(NamedTuple):
         make: (x, residual, weight, norm, algorithm) -> the results in a tuple; or the status of a
             launch that failed, an int; or None if it has done nothing.
         keep: recognises what `prepare` has returned from now on.
-        forget: recognises nothing any more.
+        forget: recognises nothing that was kept until now.
+        close: the same, and a call that another thread is about to launch does nothing.
     """
 
     make: Callable[..., Any]
     keep: Callable[[Any], None]
     forget: Callable[[], None]
+    close: Callable[[], None]
 
 
 # Recognises nothing.
-_NONE = FastCall(lambda *args: None, lambda prepared: None, lambda: None)
+_NONE = FastCall(lambda *args: None, lambda prepared: None, lambda: None, lambda: None)
 
 
 def available() -> bool:

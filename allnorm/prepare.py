@@ -223,7 +223,7 @@ class Preparer:
         )
 
     def use_tables(self, tables: tuple[policy.Table, ...]) -> None:
-        """Lets other tables decide, from the next call on; every rank must do so there."""
+        """Lets other tables decide, and forgets what was prepared by those before."""
         self._traits = dataclasses.replace(self._traits, tables=tables)
         self.clear()
 

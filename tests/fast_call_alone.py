@@ -45,6 +45,22 @@ class Launches:
         return self.status
 
 
+def closed_meanwhile(library, run, empty, prepared, arguments):
+    """Another thread closes while a call waits for the lock."""
+    lock, functions = threading.Lock(), []
+
+    def acquire():
+        lock.acquire()
+        functions[3]()
+
+    functions += library.allnorm_fast_call_new(
+        run, 77, empty, acquire, lock.release, None, None, None
+    )
+    functions[1](prepared)
+    assert functions[0](*arguments) is None
+    assert not lock.locked()
+
+
 def main(path, size, *offsets):
     library = ctypes.PyDLL(path)
     library.allnorm_fast_call_new.argtypes = (_pointer, _pointer, *[_object] * 6)
@@ -70,7 +86,7 @@ def main(path, size, *offsets):
         checked.append(len(tensors))
         return tensors[0] is x
 
-    make, keep, forget = library.allnorm_fast_call_new(
+    make, keep, forget, close = library.allnorm_fast_call_new(
         run, 77, empty, lock.acquire, lock.release, None, None, None
     )
     results = ((0, geometry), (1, geometry))
@@ -93,7 +109,7 @@ def main(path, size, *offsets):
     def failing(*geometry):
         raise MemoryError("none left")
 
-    broken, keep_broken, _ = library.allnorm_fast_call_new(
+    broken, keep_broken, *_ = library.allnorm_fast_call_new(
         run, 77, failing, lock.acquire, lock.release, None, None, None
     )
     keep_broken(prepared)
@@ -112,6 +128,8 @@ def main(path, size, *offsets):
         else:
             raise AssertionError(f"{wrong} must be refused")
 
+    closed_meanwhile(library, run, empty, prepared, (x, residual, weight, norm, algorithm))
+    assert launches.count == 2, "nothing is launched for who was closed meanwhile"
     del first
 
     def repeat(call):
@@ -134,8 +152,13 @@ def main(path, size, *offsets):
     assert Tensor.alive == alive, (Tensor.alive, alive)
     forget()
     assert make(x, residual, weight, norm, algorithm) is None
+    keep(prepared)
+    assert make(x, residual, weight, norm, algorithm) is not None
+    close()
+    keep(prepared)
+    assert make(x, residual, weight, norm, algorithm) is None
     # What was prepared goes with the last who holds it.
-    del prepared, broken, keep_broken, make, keep, forget
+    del prepared, broken, keep_broken, make, keep, forget, close
     gc.collect()
     assert sys.getrefcount(geometry) < before[watched.index(geometry)]
     assert Tensor.alive == alive

@@ -22,7 +22,7 @@ import torch
 from rank_helpers import Case, comm, message_of, on
 
 import allnorm
-from allnorm import _native, fast_call
+from allnorm import _native, fast_call, policy
 from allnorm.calls import Calls
 from allnorm.testing import RankPool, assert_same_bits
 from allnorm.testing.rank import device
@@ -245,6 +245,27 @@ def take_turns(rank: int, world_size: int) -> None:
 @on(cpu=(2,), gpu=(2,))
 def test_kinds_take_turns(pool: RankPool) -> None:
     pool.run(take_turns)
+
+
+def other_tables(rank: int, world_size: int) -> None:
+    """What was prepared by a table is not made again when another one decides."""
+    with allnorm.Communicator(device=device()) as c:
+        case = BASE.but(call=1)
+        for algorithm in ("two_shot", "one_shot", "two_shot"):
+            curve = policy.Curve(4096, (policy.Step(None, algorithm),))
+            c._use_tables((policy.Table("test", {("bfloat16", "norm"): [curve]}),))
+            with mock.patch.object(
+                Calls, "_launch", autospec=True, side_effect=Calls._launch
+            ) as see:
+                for _ in range(4):
+                    case.check(c)
+            seen = [call.args[1].algorithm for call in see.call_args_list]
+            assert seen == [algorithm] * (2 if fast_call.available() else 4)
+
+
+@on(cpu=(2,), gpu=(2,))
+def test_other_tables(pool: RankPool) -> None:
+    pool.run(other_tables)
 
 
 def close_and_refuse(rank: int, world_size: int) -> None:

@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+import allnorm
 from allnorm import topology
 from allnorm.cli import (
     bench_compare,
@@ -260,6 +261,7 @@ def _common(job: ranks_bench.Job) -> dict[str, Any]:
         "numerics": job.numerics,
         "product": job.product,
         "max_blocks": job.max_blocks,
+        "fast_calls": allnorm.capabilities()["fast_calls"],
         **provenance,
     }
 

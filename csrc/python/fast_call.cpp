@@ -16,6 +16,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <iterator>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -81,6 +82,7 @@ struct FastCall {
   Ref current_device;  // callable(): int
   Ref stream;          // callable(device): int, the current stream's handle
   bool is_cuda;
+  bool closed;
   std::vector<std::shared_ptr<Prepared>> prepared;
 };
 
@@ -215,17 +217,19 @@ std::int32_t run(const FastCall& fast, const AllnormCall& call) {
   return status;
 }
 
-// Launches under the communicator's lock; false with an error set if it could not be had.
-bool launch(const FastCall& fast, const AllnormCall& call, std::int32_t* status) {
-  if (fast.acquire.get() == Py_None) {
-    *status = run(fast, call);
-    return true;
+// Launches under the communicator's lock, and returns `results`; the status if that failed; None if
+// the communicator was closed meanwhile. NULL with an error set if there was no lock to be had.
+PyObject* launch(const FastCall& fast, const AllnormCall& call, Ref results) {
+  const bool locks = fast.acquire.get() != Py_None;
+  if (locks && !Ref(PyObject_CallNoArgs(fast.acquire.get()))) return nullptr;
+  Ref answer = Ref::borrowed(Py_None);
+  // Others ran while results were made and the lock was waited for.
+  if (!fast.closed) {
+    const std::int32_t status = run(fast, call);
+    answer = status == ALLNORM_OK ? std::move(results) : Ref(PyLong_FromLong(status));
   }
-  const Ref held(PyObject_CallNoArgs(fast.acquire.get()));
-  if (!held) return false;
-  *status = run(fast, call);
-  const Ref freed(PyObject_CallNoArgs(fast.let_go.get()));
-  return static_cast<bool>(freed);
+  if (locks && !Ref(PyObject_CallNoArgs(fast.let_go.get()))) return nullptr;
+  return answer.release();
 }
 
 FastCall* fast_of(PyObject* capsule) {
@@ -258,10 +262,7 @@ PyObject* make_call(PyObject* self, PyObject* const* args, Py_ssize_t num_args) 
     return none();
   }
   Ref results(make_results(*fast, *found, call));
-  if (!results) return nullptr;
-  std::int32_t status = ALLNORM_OK;
-  if (!launch(*fast, call, &status)) return nullptr;
-  return status == ALLNORM_OK ? results.release() : PyLong_FromLong(status);
+  return results ? launch(*fast, call, std::move(results)) : nullptr;
 }
 
 // keep(prepared): recognises this call from now on, instead of the one that was made longest ago.
@@ -281,7 +282,7 @@ PyObject* keep(PyObject* self, PyObject* capsule) {
   return none();
 }
 
-// forget(): recognises nothing any more.
+// forget(): recognises nothing that was kept until now.
 PyObject* forget(PyObject* self, PyObject*) {
   FastCall* const fast = fast_of(self);
   if (fast == nullptr) return nullptr;
@@ -291,12 +292,21 @@ PyObject* forget(PyObject* self, PyObject*) {
   return none();
 }
 
+// close(): launches nothing any more, not even for who is on his way.
+PyObject* close(PyObject* self, PyObject* none_given) {
+  FastCall* const fast = fast_of(self);
+  if (fast == nullptr) return nullptr;
+  fast->closed = true;
+  return forget(self, none_given);
+}
+
 // By way of void (*)(): the interpreter knows by the flag what it calls.
 PyMethodDef make_call_method = {
     "make_call", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(make_call)),
     METH_FASTCALL, nullptr};
 PyMethodDef keep_method = {"keep", keep, METH_O, nullptr};
 PyMethodDef forget_method = {"forget", forget, METH_NOARGS, nullptr};
+PyMethodDef close_method = {"close", close, METH_NOARGS, nullptr};
 
 }  // namespace
 
@@ -307,7 +317,7 @@ ALLNORM_API std::int32_t allnorm_fast_call_abi() { return ALLNORM_ABI_VERSION; }
 
 ALLNORM_API void allnorm_fast_call_watch(std::int32_t more) { watchers += more; }
 
-// The functions make_call, keep and forget of a new FastCall.
+// The functions make_call, keep, forget and close of a new FastCall.
 ALLNORM_API PyObject* allnorm_fast_call_new(void* function, void* comm, PyObject* empty,
                                             PyObject* acquire, PyObject* let_go, PyObject* device,
                                             PyObject* current_device, PyObject* stream) {
@@ -323,18 +333,22 @@ ALLNORM_API PyObject* allnorm_fast_call_new(void* function, void* comm, PyObject
       .current_device = Ref::borrowed(current_device),
       .stream = Ref::borrowed(stream),
       .is_cuda = device != Py_None,
+      .closed = false,
       .prepared = {},
   });
   const Ref capsule(
       PyCapsule_New(fast.get(), kFastCall, [](PyObject* self) { delete fast_of(self); }));
   if (!capsule) return nullptr;
   fast.release();  // the capsule's now
-  Ref functions(PyTuple_New(3));
+  PyMethodDef* const methods[] = {&make_call_method, &keep_method, &forget_method, &close_method};
+  Ref functions(PyTuple_New(std::size(methods)));
   if (!functions) return nullptr;
-  PyMethodDef* const methods[] = {&make_call_method, &keep_method, &forget_method};
-  for (int i = 0; i < 3; ++i) {
-    PyObject* const function = PyCFunction_NewEx(methods[i], capsule.get(), nullptr);
-    if (function == nullptr || PyTuple_SetItem(functions.get(), i, function) < 0) return nullptr;
+  Py_ssize_t index = 0;
+  for (PyMethodDef* const method : methods) {
+    PyObject* const function = PyCFunction_NewEx(method, capsule.get(), nullptr);
+    if (function == nullptr || PyTuple_SetItem(functions.get(), index++, function) < 0) {
+      return nullptr;
+    }
   }
   return functions.release();
 }

@@ -164,7 +164,7 @@ def forced(
     name = (str(case.dtype).removeprefix("torch."), epilogue_of(mode.quant))
     curve = policy.Curve(case.shape.hidden_size, (step,))
     table = policy.Table(f"candidate {candidate}", {name: [curve]})
-    return lambda: comm._preparer.use_tables((table,))
+    return lambda: comm._use_tables((table,))
 
 
 def _wrong_bits(arm: Arm, case: Case, mode: Mode) -> str:
