@@ -273,9 +273,13 @@ def rows_of(x: torch.Tensor) -> torch.Tensor:
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     begin = tensor.data_ptr()
+    return begin, begin + span_bytes(tensor)
+
+
+def span_bytes(tensor: torch.Tensor) -> int:
+    """Bytes from the first element of `tensor`, which has one, to behind the last."""
     dims = zip(tensor.shape, tensor.stride(), strict=True)
-    span = sum((size - 1) * stride for size, stride in dims)
-    return begin, begin + (span + 1) * tensor.element_size()
+    return (sum((size - 1) * stride for size, stride in dims) + 1) * tensor.element_size()
 
 
 _MAX_HIDDEN_SIZE = (1 << 20) - 1

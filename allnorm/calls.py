@@ -52,18 +52,17 @@ class Calls:
         residual_out: _Tensor | None,
     ) -> tuple[_Tensor, _Tensor | None]:
         """A call that quantises nothing; `norm`: eps, weight_bias, numerics, residual_sharded."""
-        fresh = out is None and residual_out is None
-        if fresh:
-            made = self._fast.make(x, residual, weight, norm, algorithm)
-            if made.__class__ is tuple:
-                return made if norm is not None else (made[0], None)
-            if made is not None:
-                self._raise(made)
+        made = self._fast.make(x, residual, weight, norm, algorithm, out, residual_out)
+        if made.__class__ is tuple:
+            return made if norm is not None else (made[0], None)
+        if made is not None:
+            self._raise(made)
         if self._closed:
             self._refuse()
         launch = self._preparer.find(x, residual, weight, norm, algorithm)
-        if fresh:
-            self._keep(launch, norm, algorithm)
+        tensors = (x, residual, weight, out, residual_out)
+        if out is None and residual_out is None:
+            self._keep(launch, tensors, norm, algorithm)
             new = self._new()
             result = new(*launch.out)
             summed = None if norm is None else new(*launch.residual_out)
@@ -75,6 +74,8 @@ class Calls:
             wanted.append(Result("residual_out", like, residual_out, "residual"))
         results.check(wanted, {"x": x, "residual": residual, "weight": weight})
         written = results.writable(wanted, launch)
+        if not any(wish.is_copied(memory) for wish, memory in zip(wanted, written, strict=True)):
+            self._keep(launch, tensors, norm, algorithm)
         sums = written[1] if launch.is_norm else None
         self._launch(launch, x, residual, weight, written[0], sums, None, None, False)
         stored = results.store(wanted, written)
@@ -93,7 +94,9 @@ class Calls:
     ) -> QuantizedNorm:
         """A call that quantises; `norm` as of `_call`, `memory` () or one for each result."""
         if not memory:
-            made = self._fast.make(x, residual, weight, (*norm, quant, return_normed), algorithm)
+            made = self._fast.make(
+                x, residual, weight, (*norm, quant, return_normed), algorithm, None, None
+            )
             if made.__class__ is tuple:
                 return QuantizedNorm(*made)
             if made is not None:
@@ -106,7 +109,7 @@ class Calls:
         launch = self._preparer.find(x, residual, weight, norm, algorithm, quant)
         if memory:
             return self._quantize_into(launch, x, residual, weight, quant, return_normed, memory)
-        self._keep(launch, norm, algorithm)
+        self._keep(launch, (x, residual, weight, None, None), norm, algorithm)
         new = self._new()
         quantized, summed = new(*launch.quantized), new(*launch.residual_out)
         geometry = launch.scale
@@ -174,15 +177,16 @@ class Calls:
         self._launch(launch, shard, None, None, written[0], None, None, None, False)
         return results.store(wanted, written)[0]
 
-    def _keep(self, launch: Launch, norm: tuple[Any, ...] | None, algorithm: str) -> None:
+    def _keep(
+        self,
+        launch: Launch,
+        tensors: fast_call.Tensors,
+        norm: tuple[Any, ...] | None,
+        algorithm: str,
+    ) -> None:
         """From its third time on, lets this call be made without Python."""
-        if launch.fast is None and launch.recent is not None:
-            prepared = fast_call.prepare(
-                launch, launch.recent.check, norm, algorithm, self.world_size == 1
-            )
-            launch.fast = False if prepared is None else prepared
-        if launch.fast:
-            self._fast.keep(launch.fast)
+        if launch.recent is not None:
+            fast_call.keep(self._fast, launch, tensors, norm, algorithm, self.world_size == 1)
 
     # ---- launching ------------------------------------------------------------------------------
 

@@ -21,19 +21,24 @@ from typing import Any, NamedTuple
 import torch
 
 from allnorm import _native, shortcuts
+from allnorm.arguments import span_bytes
+from allnorm.keys import geometry_of
 from allnorm.launch import Launch
 
 _pointer, _object = ctypes.c_void_p, ctypes.py_object
 _OUT, _RESIDUAL_OUT, _QUANTIZED, _SCALE = range(4)  # Slot of fast_call.cpp
+_NOTHING, _TENSOR, _INPUT = range(3)  # Given
+# Kinds of memory for results that are kept for calls of one geometry.
+_MAX_VARIANTS = 8
 
 
 class FastCall(NamedTuple):
     """What repeated calls are made with.
 
     Attributes:
-        make: (x, residual, weight, norm, algorithm) -> the results in a tuple; or the status of a
-            launch that failed, an int; or None if it has done nothing.
-        keep: recognises what `prepare` has returned from now on.
+        make: (x, residual, weight, norm, algorithm, out, residual_out) -> the results in a tuple;
+            or the status of a launch that failed, an int; or None if it has done nothing.
+        keep: recognises what `_prepare` has returned from now on.
         forget: recognises nothing that was kept until now.
         close: the same, and a call that another thread is about to launch does nothing.
     """
@@ -85,27 +90,69 @@ def _new(
     return FastCall(*functions.new(address, handle, empty, *lock, *of_device))
 
 
-def prepare(
+Tensors = tuple[
+    torch.Tensor,
+    torch.Tensor | None,
+    torch.Tensor | None,
+    torch.Tensor | None,
+    torch.Tensor | None,
+]
+"""x, residual, weight, and memory for out and residual_out."""
+
+
+def keep(
+    fast: FastCall,
     launch: Launch,
-    check: shortcuts.Check,
+    tensors: Tensors,
     norm: tuple[Any, ...] | None,
     algorithm: str,
     alone: bool = False,
-) -> Any:
-    """What `FastCall.keep` takes, for calls that `launch` is prepared for; None if it is not able.
+) -> None:
+    """Lets `fast` make calls like this one from now on, if it can.
 
     Args:
-        launch: the prepared call.
-        check: whether tensors are like those it is prepared for.
+        fast: of the communicator or thread that makes them.
+        launch: what is prepared for them.
+        tensors: of this call; none is kept. Results must be what the kernels can write to.
         norm: what the norm needs beside tensors.
         algorithm: what was asked for.
         alone: whether there is no other rank.
     """
+    key = _into(tensors)
+    if key not in launch.fast:
+        if len(launch.fast) >= _MAX_VARIANTS:
+            launch.fast.clear()
+        launch.fast[key] = _prepare(launch, tensors, norm, algorithm, alone)
+    prepared = launch.fast[key]
+    if prepared is not None:
+        fast.keep(prepared)
+
+
+def _into(tensors: Tensors) -> tuple[Any, ...]:
+    """What a call like another one has in common with it, where results are given."""
+    x, residual, _, out, residual_out = tensors
+    return (
+        None if out is None else (out is x, geometry_of(out)),
+        None if residual_out is None else (residual_out is residual, geometry_of(residual_out)),
+    )
+
+
+def _prepare(
+    launch: Launch,
+    tensors: Tensors,
+    norm: tuple[Any, ...] | None,
+    algorithm: str,
+    alone: bool,
+) -> Any:
+    """What `FastCall.keep` takes; None if nothing can."""
     functions = _library()
-    call = None if launch.is_unfused and not alone else launch.repeatable()
+    x, residual, _, out, residual_out = tensors
+    call = None
+    if alone or not launch.is_unfused:
+        call = launch.repeatable(out, residual_out)
     if functions is None or call is None:
         return None
-    results: list[tuple[int, Any]] = [(_OUT, launch.out)]
+    results: list[tuple[int, Any]] = [(_OUT, launch.out if out is None else None)]
     if launch.call.quant:
         scale = launch.scale
         if scale is None or scale.padded:  # given by the caller, or with memory of its own around
@@ -118,9 +165,16 @@ def prepare(
             (_OUT, launch.out if wants_normed else None),
         ]
     elif launch.is_norm:
-        results.append((_RESIDUAL_OUT, launch.residual_out))
+        results.append((_RESIDUAL_OUT, launch.residual_out if residual_out is None else None))
+    given = [_NOTHING if tensor is None else _TENSOR for tensor in tensors]
+    given[3] = _INPUT if out is x else given[3]
+    given[4] = _INPUT if residual_out is not None and residual_out is residual else given[4]
+    once = (t for t, kind in zip(tensors, given, strict=True) if kind == _TENSOR)
+    check = shortcuts.alike([tensor for tensor in once if tensor is not None])
+    spans = (0 if tensor is None else span_bytes(tensor) for tensor in tensors)
     return functions.prepare(
-        ctypes.addressof(call), launch.has_residual, check, norm, algorithm, tuple(results)
+        *(ctypes.addressof(call), check, norm, algorithm, tuple(results)),
+        *((ctypes.c_uint8 * 5)(*given), (ctypes.c_uint64 * 5)(*spans)),
     )
 
 
@@ -157,7 +211,7 @@ def _library() -> _Functions | None:
         return None
     new, prepare = library.allnorm_fast_call_new, library.allnorm_fast_call_prepare
     new.argtypes, new.restype = (_pointer, _pointer, *[_object] * 6), _object
-    prepare.argtypes = (_pointer, ctypes.c_int32, *[_object] * 4)
+    prepare.argtypes = (_pointer, *[_object] * 4, _pointer, _pointer)
     prepare.restype = _object
     watch = library.allnorm_fast_call_watch
     watch.argtypes, watch.restype = (ctypes.c_int32,), None

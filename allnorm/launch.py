@@ -93,8 +93,7 @@ class Launch:
         self.scale: ScaleGeometry | None = None
         self.num_tokens = x.numel() // x.shape[-1] if gathered_rows is None else gathered_rows
         self.recent: Any = None  # prepare.py finds it again by this
-        self.fast: Any = None  # fast_call.py recognises it by this; False: not possible
-        self.has_residual = residual is not None
+        self.fast: dict[Any, Any] = {}  # fast_call.py recognises it by these; see there
         self._is_cuda = x.device.type == "cuda"
         self._device_index = x.device.index
         op = _native.ALL_REDUCE if norm is None else _native.ADD_RMS_NORM
@@ -113,6 +112,7 @@ class Launch:
         )
         self._copies_inputs = self._copy_x or self._copy_residual
         self.address = ctypes.addressof(call)
+        self._other_strides = False
         self._restore_strides()
         self._describe_results(x)
 
@@ -167,7 +167,8 @@ class Launch:
         if self._other_strides:
             self._restore_strides()
         if not fresh:
-            self._set_result_strides(out, residual_out, quantized)
+            self._other_strides = True
+            _set_result_strides(call, out, residual_out, quantized)
         if quantized is not None and scale is not None:
             call.quantized, call.scale = quantized.data_ptr(), scale.data_ptr()
         out_address = 0 if out is None else out.data_ptr()
@@ -195,16 +196,23 @@ class Launch:
             call.residual_out = residual_out.data_ptr() or weight_address
         return temporaries
 
-    def repeatable(self) -> _native.Call | None:
+    def repeatable(
+        self, out: torch.Tensor | None, residual_out: torch.Tensor | None
+    ) -> _native.Call | None:
         """A copy of the call for tensors that it takes as they are; None if there are none such.
 
         Rows must be there, since without any a shard has no address.
+
+        Args:
+            out: the memory that is given for that result, or None.
+            residual_out: the same.
         """
         rows = self.num_tokens if self.shard is None else self.shard[1] - self.shard[0]
         if self._copies_inputs or rows == 0:
             return None
         call = _native.Call.from_buffer_copy(self.call)
         self._set_own_strides(call)
+        _set_result_strides(call, out, residual_out)
         return call
 
     def _copies(
@@ -217,21 +225,6 @@ class Launch:
             None if t is None else rows_of(t).clone(memory_format=torch.contiguous_format)
             for t in (x, residual, weight)
         )
-
-    def _set_result_strides(
-        self,
-        out: torch.Tensor | None,
-        residual_out: torch.Tensor | None,
-        quantized: torch.Tensor | None,
-    ) -> None:
-        self._other_strides = True
-        call = self.call
-        if out is not None and out.dim() == 2:
-            call.out_stride = out.stride(0)
-        if residual_out is not None and residual_out.dim() == 2:
-            call.residual_out_stride = residual_out.stride(0)
-        if quantized is not None and quantized.dim() == 2:
-            call.quantized_stride = quantized.stride(0)
 
     def _restore_strides(self) -> None:
         """The strides of the tensors that this call was prepared for, and of fresh results."""
@@ -266,6 +259,20 @@ class Launch:
         stride = rows.stride(0) if rows.shape[0] > 1 else rows.shape[1]
         aligned = stride * x.element_size() % _CUDA_ALIGN_BYTES == 0 or rows.is_contiguous()
         return self._is_cuda and not aligned, stride
+
+
+def _set_result_strides(
+    call: _native.Call,
+    out: torch.Tensor | None,
+    residual_out: torch.Tensor | None,
+    quantized: torch.Tensor | None = None,
+) -> None:
+    if out is not None and out.dim() == 2:
+        call.out_stride = out.stride(0)
+    if residual_out is not None and residual_out.dim() == 2:
+        call.residual_out_stride = residual_out.stride(0)
+    if quantized is not None and quantized.dim() == 2:
+        call.quantized_stride = quantized.stride(0)
 
 
 def _contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> Geometry:

@@ -21,7 +21,7 @@ from allnorm.quant import (
     from_op_results,
     op_arguments,
 )
-from allnorm.shortcuts import alike, new_tensors
+from allnorm.shortcuts import new_tensors
 
 _ALGORITHM = "local"  # none of those of ranks
 # Prepared calls kept per thread and device.
@@ -169,7 +169,7 @@ def _call_again(
         calls = _threads.calls[x.device]
     except (AttributeError, KeyError):
         return None
-    made = calls.fast.make(x, residual, weight, norm, _ALGORITHM)
+    made = calls.fast.make(x, residual, weight, norm, _ALGORITHM, None, None)
     if made.__class__ is int:
         raise_status(calls.library, made)
     result: tuple[Any, ...] | None = made
@@ -193,11 +193,8 @@ def _find(
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError):
         pass  # not seen before, or not what it should be: the checks say so
     else:
-        if launch.fast is None:
-            prepared = fast_call.prepare(launch, alike(tensors), norm, _ALGORITHM)
-            launch.fast = False if prepared is None else prepared
-        if launch.fast:
-            calls.fast.keep(launch.fast)
+        given = (x, residual, weight, None, None)
+        fast_call.keep(calls.fast, launch, given, norm, _ALGORITHM)
         return calls, launch
     eps, weight_bias, numerics, sharded = norm[:4]
     checked = NormArguments(eps, weight_bias, numerics, sharded)

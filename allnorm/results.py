@@ -27,6 +27,10 @@ class Result(NamedTuple):
     given: torch.Tensor | None
     may_be: str = ""
 
+    def is_copied(self, written: torch.Tensor) -> bool:
+        """Whether what the kernels write must be copied to the memory that was given."""
+        return self.given is not None and self.given is not written
+
 
 def check(results: Sequence[Result], taken: dict[str, torch.Tensor | None]) -> None:
     """Raises ValueError or TypeError unless the given memory fits and is nobody else's.
@@ -56,6 +60,8 @@ def writable(results: Sequence[Result], launch: Launch) -> list[torch.Tensor]:
 def store(results: Sequence[Result], written: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """What the caller gets: the given memory, filled, or else what was made."""
     return [
-        tensor if result.given is None or result.given is tensor else result.given.copy_(tensor)
+        result.given.copy_(tensor)
+        if result.given is not None and result.is_copied(tensor)
+        else tensor
         for result, tensor in zip(results, written, strict=True)
     ]

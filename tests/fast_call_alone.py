@@ -65,7 +65,7 @@ def main(path, size, *offsets):
     library = ctypes.PyDLL(path)
     library.allnorm_fast_call_new.argtypes = (_pointer, _pointer, *[_object] * 6)
     library.allnorm_fast_call_new.restype = _object
-    library.allnorm_fast_call_prepare.argtypes = (_pointer, ctypes.c_int32, *[_object] * 4)
+    library.allnorm_fast_call_prepare.argtypes = (_pointer, *[_object] * 4, _pointer, _pointer)
     library.allnorm_fast_call_prepare.restype = _object
     launches = Launches(offsets)
     run = ctypes.cast(launches.function, _pointer).value
@@ -90,21 +90,52 @@ def main(path, size, *offsets):
         run, 77, empty, lock.acquire, lock.release, None, None, None
     )
     results = ((0, geometry), (1, geometry))
-    prepared = library.allnorm_fast_call_prepare(call, 1, check, norm, algorithm, results)
+    nothing, tensor, same_as_input = range(3)
+
+    def prepare(results, out=nothing, residual_out=nothing):
+        given = (ctypes.c_uint8 * 5)(tensor, tensor, tensor, out, residual_out)
+        spans = (ctypes.c_uint64 * 5)(*[16] * 5)
+        return library.allnorm_fast_call_prepare(
+            *(call, check, norm, algorithm, results, given, spans)
+        )
+
+    prepared = prepare(results)
     keep(prepared)
     keep(prepared)
-    first = make(x, residual, weight, norm, algorithm)
+    first = make(x, residual, weight, norm, algorithm, None, None)
     assert [type(t) for t in first] == [Tensor, Tensor]
     assert launches.seen == (16, 32, 48, first[0].address, first[1].address), launches.seen
     assert made == [geometry, geometry]
     assert checked == [3]
     launches.status = 5
-    assert make(x, residual, weight, norm, algorithm) == 5
+    assert make(x, residual, weight, norm, algorithm, None, None) == 5
     launches.status = 0
-    assert make(residual, x, weight, norm, algorithm) is None
-    assert make(x, None, weight, norm, algorithm) is None
-    assert make(x, residual, weight, None, algorithm) is None
-    assert make(x, residual, weight, (*norm[:3], 0), algorithm) is None
+    assert make(residual, x, weight, norm, algorithm, None, None) is None
+    assert make(x, None, weight, norm, algorithm, None, None) is None
+    assert make(x, residual, weight, None, algorithm, None, None) is None
+    assert make(x, residual, weight, (*norm[:3], 0), algorithm, None, None) is None
+
+    # Memory that is given: returned as it is, and nothing of it may be what else is given.
+    into, keep_into, *_ = library.allnorm_fast_call_new(
+        run, 77, empty, lock.acquire, lock.release, None, None, None
+    )
+    keep_into(prepare(((0, None), (1, geometry)), out=tensor))
+    keep_into(prepare(((0, None), (1, None)), out=same_as_input, residual_out=tensor))
+    made.clear()
+    for address, is_made in ((64, True), (63, False), (49, False), (40, False), (1, False)):
+        out = Tensor(address)
+        got = into(x, residual, weight, norm, algorithm, out, None)
+        assert (got is not None) == is_made, address
+        assert got is None or (got[0] is out and launches.seen[3] == address)
+    assert made == [geometry]
+    other = Tensor(80)
+    assert into(x, residual, weight, norm, algorithm, x, other) == (x, other)
+    assert launches.seen == (16, 32, 48, 16, 80)
+    for taken in (Tensor(20), Tensor(16), Tensor(47), residual, x):
+        assert into(x, residual, weight, norm, algorithm, x, taken) is None
+    assert into(x, residual, weight, norm, algorithm, other, x) is None
+    assert into(x, residual, weight, norm, algorithm, None, None) is None
+    count = launches.count
 
     def failing(*geometry):
         raise MemoryError("none left")
@@ -114,7 +145,7 @@ def main(path, size, *offsets):
     )
     keep_broken(prepared)
     try:
-        broken(x, residual, weight, norm, algorithm)
+        broken(x, residual, weight, norm, algorithm, None, None)
     except MemoryError:
         pass
     else:
@@ -122,20 +153,21 @@ def main(path, size, *offsets):
     assert not lock.locked()
     for wrong in ((4, geometry), (-1, geometry), ("0", geometry), (0,), 3):
         try:
-            library.allnorm_fast_call_prepare(call, 1, check, norm, algorithm, (wrong,))
+            prepare((wrong,))
         except (ValueError, TypeError, IndexError, SystemError):
             pass
         else:
             raise AssertionError(f"{wrong} must be refused")
 
-    closed_meanwhile(library, run, empty, prepared, (x, residual, weight, norm, algorithm))
-    assert launches.count == 2, "nothing is launched for who was closed meanwhile"
-    del first
+    arguments = (x, residual, weight, norm, algorithm, None, None)
+    closed_meanwhile(library, run, empty, prepared, arguments)
+    assert launches.count == count, "nothing is launched for who was closed meanwhile"
+    del first, out, got, other, taken, into, keep_into
 
     def repeat(call):
         for _ in range(_CALLS):
-            call(x, residual, weight, norm, algorithm)
-            call(weight, residual, weight, norm, algorithm)
+            call(x, residual, weight, norm, algorithm, None, None)
+            call(weight, residual, weight, norm, algorithm, None, None)
             made.clear()
             checked.clear()
 
@@ -151,12 +183,12 @@ def main(path, size, *offsets):
     assert launches.count == count + _CALLS
     assert Tensor.alive == alive, (Tensor.alive, alive)
     forget()
-    assert make(x, residual, weight, norm, algorithm) is None
+    assert make(x, residual, weight, norm, algorithm, None, None) is None
     keep(prepared)
-    assert make(x, residual, weight, norm, algorithm) is not None
+    assert make(x, residual, weight, norm, algorithm, None, None) is not None
     close()
     keep(prepared)
-    assert make(x, residual, weight, norm, algorithm) is None
+    assert make(x, residual, weight, norm, algorithm, None, None) is None
     # What was prepared goes with the last who holds it.
     del prepared, broken, keep_broken, make, keep, forget, close
     gc.collect()

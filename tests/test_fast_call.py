@@ -33,6 +33,7 @@ needs_library = pytest.mark.skipif(
 
 BASE = Case(shape=(3, 4096))
 GROUPS = allnorm.Fp8PerGroup(128)
+NEW = (None, None)  # memory for results is not given
 REPEATED = (
     BASE,
     BASE.but(shape=(2, 5, 120), residual=False),
@@ -60,7 +61,7 @@ def refuse(*args: Any) -> Any:
 
 
 def as_called(case: Case, rank: int) -> tuple[Any, ...]:
-    """The tensors of a call, the norm and the algorithm, as FastCall.make takes them."""
+    """The tensors of a call, the norm and the algorithm; a call of FastCall.make with `NEW`."""
     given = case.call_arguments(comm())
     norm: tuple[Any, ...] = (case.eps, case.weight_bias, case.numerics, case.sharded)
     if case.quant is not None:
@@ -203,22 +204,22 @@ def recognise(rank: int, world_size: int) -> None:
     for _ in range(3):
         BASE.check(c)
     same = as_called(BASE, rank)
-    assert type(c._fast.make(*same)) is tuple
+    assert type(c._fast.make(*same, *NEW)) is tuple
     for name, call in others(rank):
-        assert c._fast.make(*call) is None, name
+        assert c._fast.make(*call, *NEW) is None, name
     # Equal, if not the same objects.
     x, residual, weight, norm, algorithm = same
     equal = (float("1e-6"), float("0"), "".join(["round", "ed"]), False)
-    results = c._fast.make(x.clone(), residual, weight, equal, "".join(["au", "to"]))
+    results = c._fast.make(x.clone(), residual, weight, equal, "".join(["au", "to"]), *NEW)
     BASE.compare(c, *results)
     quantised = BASE.but(quant=allnorm.Fp8PerGroup(128))
     for _ in range(3):
         quantised.check(c)
     for spec in (allnorm.Fp8PerGroup(64), allnorm.Fp8PerToken(), None):
         other = (*norm, spec, False)
-        assert c._fast.make(x, residual, weight, other, algorithm) is None, spec
+        assert c._fast.make(x, residual, weight, other, algorithm, *NEW) is None, spec
     equal_spec = (*norm, allnorm.Fp8PerGroup(128), False)
-    quantised.compare(c, *c._fast.make(x, residual, weight, equal_spec, algorithm))
+    quantised.compare(c, *c._fast.make(x, residual, weight, equal_spec, algorithm, *NEW))
     assert "expected x, residual" in message_of(TypeError, lambda: c._fast.make(x))
     c.check()
 
@@ -227,6 +228,97 @@ def recognise(rank: int, world_size: int) -> None:
 @on(cpu=(2,), gpu=(2,))
 def test_recognises_nothing_else(pool: RankPool) -> None:
     pool.run(recognise)
+
+
+def given(rank: int) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+    """Inputs of BASE, and memory for its results, anew each time."""
+    x, residual, weight, *_ = as_called(BASE, rank)
+    inputs = {"x": x, "residual": residual, "weight": weight}
+    yield "both", inputs | {"out": torch.empty_like(x), "residual_out": torch.empty_like(x)}
+    yield "out", inputs | {"out": torch.empty_like(x)}
+    yield "residual_out", inputs | {"residual_out": torch.empty_like(x)}
+    yield "in place", inputs | {"out": x, "residual_out": residual}
+    yield "out in place", inputs | {"out": x}
+    yield "residual in place", inputs | {"out": torch.empty_like(x), "residual_out": residual}
+    rows, columns = x.shape
+    wide = torch.full((rows, columns + 64), 7.0, dtype=x.dtype, device=x.device)
+    yield "rows apart", inputs | {"out": wide[:, :columns]}
+    wide_x = wide.clone()
+    wide_x[:, :columns] = x
+    strided = {"x": wide_x[:, :columns], "residual": residual, "weight": weight}
+    yield "x with rows apart, in place", strided | {"out": strided["x"]}
+
+
+def repeat_into_given(rank: int, world_size: int) -> None:
+    """Into memory of the caller's, whichever way it lies: without Python too."""
+    c, expected = comm(), BASE.expected(world_size)
+    for kind in range(len(list(given(rank)))):
+        for turn in range(4):
+            name, arguments = list(given(rank))[kind]
+            weight = arguments["weight"].clone()
+            find = c._preparer.find if turn < 2 else refuse
+            with mock.patch.object(c._preparer, "find", find):
+                results = c.all_reduce_add_rms_norm(**arguments)
+            for argument, result, want in zip(
+                ("out", "residual_out"), results, expected, strict=True
+            ):
+                assert_same_bits(result, want, f"{argument}, {name}, turn {turn}")
+                assert result is arguments.get(argument, result)
+            assert torch.equal(arguments["weight"], weight)
+            out = arguments.get("out")
+            if out is not None and not out.is_contiguous():
+                beside = out.as_strided((out.shape[0], 64), out.stride(), out.shape[1])
+                assert torch.equal(beside, torch.full_like(beside, 7.0)), "columns beside are left"
+    x = BASE.x(rank)
+    for turn in range(4):
+        given_x = x.clone()
+        with mock.patch.object(c._preparer, "find", c._preparer.find if turn < 2 else refuse):
+            assert c.all_reduce(given_x, out=given_x) is given_x
+        assert_same_bits(given_x, allnorm.reference.all_reduce(BASE.xs(world_size)), "in place")
+
+
+@needs_library
+@on(cpu=(2,), gpu=(2,))
+def test_repeated_into_given(pool: RankPool) -> None:
+    pool.run(repeat_into_given)
+
+
+def refuse_shared_memory(rank: int, world_size: int) -> None:
+    """However often it went well before, what would be overwritten is refused."""
+    c = comm()
+    for kind in range(2):
+        for _ in range(3):
+            c.all_reduce_add_rms_norm(**list(given(rank))[kind][1])
+    x, residual, weight, *_ = as_called(BASE, rank)
+    both = torch.empty(2 * x.numel() - 8, dtype=x.dtype, device=x.device)
+    lower, upper = both[: x.numel()].view_as(x), both[-x.numel() :].view_as(x)
+    for out, residual_out, text in (
+        (lower, upper, "out shares memory with residual_out"),
+        (lower, lower.view_as(x), "out shares memory with residual_out"),
+        (residual.view_as(x), lower, "out shares memory with residual"),
+        (residual, lower, "out shares memory with residual"),
+        (x, x, "shares memory"),
+        (lower, x, "residual_out shares memory with x"),
+        (residual, x, "shares memory"),
+        (lower[:2], None, "out has shape"),
+        (lower.float(), None, "out has dtype"),
+    ):
+        message = message_of(
+            (ValueError, TypeError),
+            lambda out=out, residual_out=residual_out: c.all_reduce_add_rms_norm(
+                x, residual, weight, out=out, residual_out=residual_out
+            ),
+        )
+        assert text in message, message
+    # The same memory by another name may be overwritten.
+    results = c.all_reduce_add_rms_norm(x, residual, weight, out=x.view_as(x))
+    BASE.compare(c, *results)
+    c.check()
+
+
+@on(cpu=(2,), gpu=(2,))
+def test_shared_memory_is_refused(pool: RankPool) -> None:
+    pool.run(refuse_shared_memory)
 
 
 def take_turns(rank: int, world_size: int) -> None:
@@ -319,13 +411,13 @@ def count_references(rank: int, world_size: int) -> None:
     gc.collect()
     before = [sys.getrefcount(thing) for thing in watched]
     for _ in range(1000):
-        assert c._fast.make(*call) is not None
-        assert c._fast.make(x, None, weight, norm, algorithm) is None
-        assert c._fast.make(*others_of(call)) is None
+        assert c._fast.make(*call, *NEW) is not None
+        assert c._fast.make(x, None, weight, norm, algorithm, *NEW) is None
+        assert c._fast.make(*others_of(call), *NEW) is None
     after = [sys.getrefcount(thing) for thing in watched]
     # Some are everywhere: a thousand calls would show, a few objects elsewhere do not.
     assert all(abs(a - b) < 50 for a, b in zip(after, before, strict=True)), (before, after)
-    results = c._fast.make(*call)
+    results = c._fast.make(*call, *NEW)
     alive = [weakref.ref(result) for result in results if result is not None]
     del results
     assert not any(reference() is not None for reference in alive)
@@ -472,7 +564,7 @@ def do_without(rank: int, world_size: int) -> None:
         for number in range(4):
             BASE.but(call=number).check(c)
             BASE.but(call=number, quant=GROUPS).check(c)
-        assert c._fast.make(*call) is None
+        assert c._fast.make(*call, *NEW) is None
         with fast_call.watched():
             BASE.check(c)
         c.close()
@@ -490,11 +582,11 @@ def call_elsewhere(rank: int, world_size: int) -> None:
         BASE.check(c)
     x, residual, weight, norm, algorithm = as_called(BASE, rank)
     shifted = torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)[1:].view_as(x).copy_(x)
-    assert c._fast.make(shifted, residual, weight, norm, algorithm) is None
+    assert c._fast.make(shifted, residual, weight, norm, algorithm, *NEW) is None
     BASE.compare(c, *c.all_reduce_add_rms_norm(shifted, residual, weight, norm[0]))
     with torch.cuda.device((device().index + 1) % torch.cuda.device_count()):
         if torch.cuda.current_device() != device().index:
-            assert c._fast.make(x, residual, weight, norm, algorithm) is None
+            assert c._fast.make(x, residual, weight, norm, algorithm, *NEW) is None
         results = c.all_reduce_add_rms_norm(x, residual, weight, norm[0])
     BASE.compare(c, *results)
     stream = torch.cuda.Stream()

@@ -34,7 +34,7 @@ ALLOWED = {
     "arguments": {"_native", "errors", "policy", "quant"},
     "keys": set(),
     "launch": {"_native", "arguments", "errors", "quant", "shortcuts"},
-    "fast_call": {"_native", "launch", "shortcuts"},
+    "fast_call": {"_native", "arguments", "keys", "launch", "shortcuts"},
     "unfused": {"_native", "arguments", "launch", "policy", "quant"},
     "workspace": {"_native", "config", "errors"},
     "faults": {"_native", "errors"},

@@ -34,6 +34,13 @@ constexpr std::size_t kMaxPrepared = 4;
 // Where a result's address goes.
 enum Slot : int { kOut, kResidualOut, kQuantized, kScale, kNumSlots };
 
+// Tensors that a call is given; the last two are results, in memory of the caller's.
+enum Tensor : int { kX, kResidual, kWeight, kGivenOut, kGivenResidualOut, kNumTensors };
+
+// What a call is given for each of them: nothing, a tensor, or the same object as the input that it
+// may overwrite.
+enum class Given : std::uint8_t { kNothing, kTensor, kInput };
+
 // A reference to a Python object, or to none. Counted by functions: the macros of a version's
 // headers count as that version does, and those of 3.11 would count down the None of 3.12, call by
 // call.
@@ -62,13 +69,14 @@ class Ref {
 // One call, prepared: all of it but addresses and stream, and what it is recognised by.
 struct Prepared {
   AllnormCall call;
-  Ref check;      // callable(x[, residual][, weight]): are they like those it is prepared for?
+  Ref check;      // callable of all tensors given, each once: are they like those it is for?
   Ref norm;       // tuple of what the norm needs beside tensors, or None
   Ref algorithm;  // str, as it was asked for
   // For each result, in the order in which they are returned: its Slot, and the arguments of
-  // FastCall::empty, or NULL for a result that is None.
+  // FastCall::empty, or NULL for a result that is given or None.
   std::vector<std::pair<Slot, Ref>> results;
-  bool has_residual;
+  Given given[kNumTensors];
+  std::uintptr_t bytes[kNumTensors];  // from the first element of each to behind the last
 };
 
 // What the calls of a communicator share, or those of a thread that need none.
@@ -121,17 +129,30 @@ bool same_norm(PyObject* a, PyObject* b) {
   return true;
 }
 
+// What make_call was given.
+struct Arguments {
+  PyObject* tensors[kNumTensors];
+  PyObject* norm;
+  PyObject* algorithm;
+};
+
+// The input that a result may overwrite.
+Tensor input_of(int result) { return result == kGivenOut ? kX : kResidual; }
+
 // Whether `call` is prepared for these; an error is no answer, Python will meet it again.
-bool recognises(const Prepared& call, PyObject* x, PyObject* residual, PyObject* weight,
-                PyObject* norm, PyObject* algorithm) {
-  if (call.has_residual != (residual != Py_None)) return false;
-  if (!same_norm(call.norm.get(), norm) || !same(call.algorithm.get(), algorithm)) return false;
-  PyObject* tensors[4] = {x};
-  int count = 1;
-  if (call.has_residual) tensors[count++] = residual;
-  if (norm != Py_None) tensors[count++] = weight;
-  const Ref answer(
-      PyObject_CallFunctionObjArgs(call.check.get(), x, tensors[1], tensors[2], nullptr));
+bool recognises(const Prepared& call, const Arguments& arguments) {
+  PyObject* checked[kNumTensors + 1] = {};
+  int count = 0;
+  for (int i = 0; i < kNumTensors; ++i) {
+    PyObject* const tensor = arguments.tensors[i];
+    if ((call.given[i] == Given::kNothing) != (tensor == Py_None)) return false;
+    if (call.given[i] == Given::kTensor) checked[count++] = tensor;
+    if (call.given[i] == Given::kInput && tensor != arguments.tensors[input_of(i)]) return false;
+  }
+  if (!same_norm(call.norm.get(), arguments.norm)) return false;
+  if (!same(call.algorithm.get(), arguments.algorithm)) return false;
+  const Ref answer(PyObject_CallFunctionObjArgs(call.check.get(), checked[0], checked[1],
+                                                checked[2], checked[3], checked[4], nullptr));
   if (!answer) PyErr_Clear();
   return answer.get() == Py_True;
 }
@@ -142,21 +163,43 @@ std::uintptr_t address_of(PyObject* tensor) {
   return address ? reinterpret_cast<std::uintptr_t>(PyLong_AsVoidPtr(address.get())) : 0;
 }
 
-// Puts the addresses of the inputs into `call`; false if Python must copy them first, or see why
-// they have none.
-bool bind_inputs(AllnormCall& call, std::uintptr_t align, PyObject* x, PyObject* residual,
-                 PyObject* weight) {
-  const std::uintptr_t x_address = address_of(x);
-  const std::uintptr_t residual_address = residual == Py_None ? 0 : address_of(residual);
-  const std::uintptr_t weight_address = weight == Py_None ? 0 : address_of(weight);
+// Whether the memory of two tensors has a byte in common.
+bool overlap(const Prepared& prepared, const std::uintptr_t* addresses, int a, int b) {
+  return addresses[a] < addresses[b] + prepared.bytes[b] &&
+         addresses[b] < addresses[a] + prepared.bytes[a];
+}
+
+// Puts the addresses of what was given into `call`; false if Python must copy something, or see why
+// there is no address, or say what must not be overwritten.
+bool bind_given(const Prepared& prepared, const Arguments& arguments, std::uintptr_t align,
+                AllnormCall& call) {
+  std::uintptr_t addresses[kNumTensors] = {};
+  std::uintptr_t all = 0;
+  for (int i = 0; i < kNumTensors; ++i) {
+    if (prepared.given[i] == Given::kNothing) continue;
+    addresses[i] = prepared.given[i] == Given::kInput ? addresses[input_of(i)]
+                                                      : address_of(arguments.tensors[i]);
+    all |= addresses[i];
+  }
   if (PyErr_Occurred()) {
     PyErr_Clear();
     return false;
   }
-  if ((x_address | residual_address | weight_address) % align != 0) return false;
-  call.x = reinterpret_cast<const void*>(x_address);
-  call.residual = reinterpret_cast<const void*>(residual_address);
-  call.weight = reinterpret_cast<const void*>(weight_address);
+  if (all % align != 0) return false;
+  for (int result : {kGivenOut, kGivenResidualOut}) {
+    if (prepared.given[result] == Given::kNothing) continue;
+    for (int other = 0; other < kNumTensors; ++other) {
+      const bool itself =
+          other == result || (prepared.given[result] == Given::kInput && other == input_of(result));
+      if (itself || prepared.given[other] == Given::kNothing) continue;
+      if (overlap(prepared, addresses, result, other)) return false;
+    }
+  }
+  call.x = reinterpret_cast<const void*>(addresses[kX]);
+  call.residual = reinterpret_cast<const void*>(addresses[kResidual]);
+  call.weight = reinterpret_cast<const void*>(addresses[kWeight]);
+  call.out = reinterpret_cast<void*>(addresses[kGivenOut]);
+  call.residual_out = reinterpret_cast<void*>(addresses[kGivenResidualOut]);
   return true;
 }
 
@@ -172,35 +215,25 @@ bool on_device(const FastCall& fast, void** stream) {
   return false;
 }
 
-// New results in a tuple, their addresses in `call`; NULL with an error set.
-PyObject* make_results(const FastCall& fast, const Prepared& prepared, AllnormCall& call) {
+// The results in a tuple, the addresses of new ones in `call`; NULL with an error set.
+PyObject* make_results(const FastCall& fast, const Prepared& prepared, const Arguments& arguments,
+                       AllnormCall& call) {
   Ref made(PyTuple_New(static_cast<Py_ssize_t>(prepared.results.size())));
   if (!made) return nullptr;
+  void** const targets[kNumSlots] = {&call.out, &call.residual_out, &call.quantized, &call.scale};
   Py_ssize_t index = 0;
   for (const auto& [slot, geometry] : prepared.results) {
-    void* address = nullptr;
-    Ref tensor = Ref::borrowed(Py_None);
+    Ref tensor;
     if (geometry) {
       tensor = Ref(PyObject_Call(fast.empty.get(), geometry.get(), nullptr));
       if (!tensor) return nullptr;
-      address = reinterpret_cast<void*>(address_of(tensor.get()));
+      *targets[slot] = reinterpret_cast<void*>(address_of(tensor.get()));
       if (PyErr_Occurred()) return nullptr;
-    }
-    switch (slot) {
-      case kOut:
-        call.out = address;
-        break;
-      case kResidualOut:
-        call.residual_out = address;
-        break;
-      case kQuantized:
-        call.quantized = address;
-        break;
-      case kScale:
-        call.scale = address;
-        break;
-      case kNumSlots:
-        break;
+    } else {
+      // What is not given here is not wanted, and None as well.
+      const bool may_be_given = slot == kOut || slot == kResidualOut;
+      tensor = Ref::borrowed(
+          may_be_given ? arguments.tensors[slot == kOut ? kGivenOut : kGivenResidualOut] : Py_None);
     }
     if (PyTuple_SetItem(made.get(), index++, tensor.release()) < 0) return nullptr;
   }
@@ -236,20 +269,23 @@ FastCall* fast_of(PyObject* capsule) {
   return static_cast<FastCall*>(PyCapsule_GetPointer(capsule, kFastCall));
 }
 
-// fast(x, residual, weight, norm, algorithm): the results in a tuple; the status of a launch that
-// failed, an int; None if nothing has been done.
+// make_call(x, residual, weight, norm, algorithm, out, residual_out): the results in a tuple; the
+// status of a launch that failed, an int; None if nothing has been done.
 PyObject* make_call(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
   FastCall* const fast = fast_of(self);
   if (fast == nullptr) return nullptr;
-  if (num_args != 5) {
-    PyErr_SetString(PyExc_TypeError, "expected x, residual, weight, norm, algorithm");
+  if (num_args != 7) {
+    PyErr_SetString(PyExc_TypeError,
+                    "expected x, residual, weight, norm, algorithm, out, residual_out");
     return nullptr;
   }
-  PyObject *const x = args[0], *const residual = args[1], *const weight = args[2];
+  const Arguments arguments = {.tensors = {args[0], args[1], args[2], args[5], args[6]},
+                               .norm = args[3],
+                               .algorithm = args[4]};
   std::shared_ptr<Prepared> found;
   for (std::size_t i = 0; watchers == 0 && i < fast->prepared.size(); ++i) {
     std::shared_ptr<Prepared> candidate = fast->prepared[i];
-    if (!recognises(*candidate, x, residual, weight, args[3], args[4])) continue;
+    if (!recognises(*candidate, arguments)) continue;
     found = std::move(candidate);
     // The check may have let another thread change the list.
     if (i != 0 && i < fast->prepared.size()) std::swap(fast->prepared[0], fast->prepared[i]);
@@ -258,10 +294,8 @@ PyObject* make_call(PyObject* self, PyObject* const* args, Py_ssize_t num_args) 
   if (found == nullptr) return none();
   AllnormCall call = found->call;
   if (fast->is_cuda && !on_device(*fast, &call.stream)) return none();
-  if (!bind_inputs(call, fast->is_cuda ? kCudaAlignBytes : 1, x, residual, weight)) {
-    return none();
-  }
-  Ref results(make_results(*fast, *found, call));
+  if (!bind_given(*found, arguments, fast->is_cuda ? kCudaAlignBytes : 1, call)) return none();
+  Ref results(make_results(*fast, *found, arguments, call));
   return results ? launch(*fast, call, std::move(results)) : nullptr;
 }
 
@@ -353,16 +387,21 @@ ALLNORM_API PyObject* allnorm_fast_call_new(void* function, void* comm, PyObject
   return functions.release();
 }
 
-// A call for `keep`. `results`: tuple of (slot, arguments of `empty` or None).
-ALLNORM_API PyObject* allnorm_fast_call_prepare(const AllnormCall* call, std::int32_t has_residual,
-                                                PyObject* check, PyObject* norm,
-                                                PyObject* algorithm, PyObject* results) {
+// A call for `keep`. `results`: tuple of (slot, arguments of `empty` or None). `given` and `bytes`:
+// what the call is given of each Tensor, and how many bytes it spans.
+ALLNORM_API PyObject* allnorm_fast_call_prepare(const AllnormCall* call, PyObject* check,
+                                                PyObject* norm, PyObject* algorithm,
+                                                PyObject* results, const std::uint8_t* given,
+                                                const std::uint64_t* bytes) {
   auto prepared = std::make_shared<Prepared>();
   prepared->call = *call;
   prepared->check = Ref::borrowed(check);
   prepared->norm = Ref::borrowed(norm);
   prepared->algorithm = Ref::borrowed(algorithm);
-  prepared->has_residual = has_residual != 0;
+  for (int i = 0; i < kNumTensors; ++i) {
+    prepared->given[i] = static_cast<Given>(given[i]);
+    prepared->bytes[i] = bytes[i];
+  }
   const Py_ssize_t size = PyTuple_Size(results);
   if (size < 0) return nullptr;
   for (Py_ssize_t i = 0; i < size; ++i) {
