@@ -38,6 +38,9 @@ def time_calls(rank: int, world_size: int, device: str) -> dict[str, float]:
         calls = {
             "all_reduce": lambda: comm.all_reduce(x),
             "all_reduce_add_rms_norm": lambda: comm.all_reduce_add_rms_norm(x, residual, weight),
+            "all_reduce_add_rms_norm, in place": lambda: comm.all_reduce_add_rms_norm(
+                x, residual, weight, out=x, residual_out=residual
+            ),
             "all_reduce_add_rms_norm_quant": lambda: comm.all_reduce_add_rms_norm_quant(
                 x, residual, weight, 1e-6, quant
             ),

@@ -161,7 +161,7 @@ CSRC_ALLOWED = {
     "abi": {"", "abi", "protocol"},
     "cpu": {"", "abi", "protocol", "cpu"},
     "cuda": {"", "abi", "protocol", "cuda"},
-    "python": {""},
+    "python": {"", "python"},
     "tests": {"", "abi", "protocol", "cpu", "cuda", "tests"},
 }
 

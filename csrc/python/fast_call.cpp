@@ -10,19 +10,17 @@
 // The communicator's lock is held for the launch, as in Python; calls without a communicator have
 // none, each thread has a FastCall of its own.
 
-#define Py_LIMITED_API 0x030B0000
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-
 #include <cstdint>
-#include <cstring>
 #include <iterator>
 #include <memory>
 #include <utility>
 #include <vector>
 
 #include "allnorm.h"
+#include "python/prepared.h"
+#include "python/ref.h"
 
+namespace allnorm {
 namespace {
 
 // What CUDA's kernels need of an input's address; 1 says that any address will do.
@@ -30,54 +28,6 @@ constexpr std::uintptr_t kCudaAlignBytes = 16;
 
 // Calls kept, the latest first: a model makes few kinds, and each costs a look at others.
 constexpr std::size_t kMaxPrepared = 4;
-
-// Where a result's address goes.
-enum Slot : int { kOut, kResidualOut, kQuantized, kScale, kNumSlots };
-
-// Tensors that a call is given; the last two are results, in memory of the caller's.
-enum Tensor : int { kX, kResidual, kWeight, kGivenOut, kGivenResidualOut, kNumTensors };
-
-// What a call is given for each of them: nothing, a tensor, or the same object as the input that it
-// may overwrite.
-enum class Given : std::uint8_t { kNothing, kTensor, kInput };
-
-// A reference to a Python object, or to none. Counted by functions: the macros of a version's
-// headers count as that version does, and those of 3.11 would count down the None of 3.12, call by
-// call.
-class Ref {
- public:
-  Ref() = default;
-  explicit Ref(PyObject* owned) : object_(owned) {}
-  static Ref borrowed(PyObject* object) {
-    Py_IncRef(object);
-    return Ref(object);
-  }
-  Ref(Ref&& other) noexcept : object_(std::exchange(other.object_, nullptr)) {}
-  Ref& operator=(Ref&& other) noexcept {
-    std::swap(object_, other.object_);
-    return *this;
-  }
-  ~Ref() { Py_DecRef(object_); }
-  PyObject* get() const { return object_; }
-  PyObject* release() { return std::exchange(object_, nullptr); }
-  explicit operator bool() const { return object_ != nullptr; }
-
- private:
-  PyObject* object_ = nullptr;
-};
-
-// One call, prepared: all of it but addresses and stream, and what it is recognised by.
-struct Prepared {
-  AllnormCall call;
-  Ref check;      // callable of all tensors given, each once: are they like those it is for?
-  Ref norm;       // tuple of what the norm needs beside tensors, or None
-  Ref algorithm;  // str, as it was asked for
-  // For each result, in the order in which they are returned: its Slot, and the arguments of
-  // FastCall::empty, or NULL for a result that is given or None.
-  std::vector<std::pair<Slot, Ref>> results;
-  Given given[kNumTensors];
-  std::uintptr_t bytes[kNumTensors];  // from the first element of each to behind the last
-};
 
 // What the calls of a communicator share, or those of a thread that need none.
 struct FastCall {
@@ -97,111 +47,8 @@ struct FastCall {
 constexpr const char* kFastCall = "allnorm.FastCall";
 constexpr const char* kPrepared = "allnorm.Prepared";
 
-PyObject* none() { return Ref::borrowed(Py_None).release(); }
-
 // While anybody watches nothing is recognised, so that Python sees every call.
 int watchers = 0;
-
-PyObject* data_ptr_name = nullptr;
-
-// Whether a constant is the one that a call was prepared for. 1.0, True and a tensor of them are
-// equal, and so are 0.0 and -0.0, but they are other calls.
-bool same(PyObject* a, PyObject* b) {
-  if (a == b) return true;
-  if (Py_TYPE(a) != Py_TYPE(b)) return false;
-  if (PyFloat_CheckExact(a)) {
-    const double x = PyFloat_AsDouble(a), y = PyFloat_AsDouble(b);
-    return std::memcmp(&x, &y, sizeof x) == 0;
-  }
-  const int equal = PyObject_RichCompareBool(a, b, Py_EQ);
-  if (equal < 0) PyErr_Clear();
-  return equal == 1;
-}
-
-bool same_norm(PyObject* a, PyObject* b) {
-  if (a == b) return true;
-  if (!PyTuple_CheckExact(a) || !PyTuple_CheckExact(b)) return false;
-  const Py_ssize_t size = PyTuple_Size(a);
-  if (size != PyTuple_Size(b)) return false;
-  for (Py_ssize_t i = 0; i < size; ++i) {
-    if (!same(PyTuple_GetItem(a, i), PyTuple_GetItem(b, i))) return false;
-  }
-  return true;
-}
-
-// What make_call was given.
-struct Arguments {
-  PyObject* tensors[kNumTensors];
-  PyObject* norm;
-  PyObject* algorithm;
-};
-
-// The input that a result may overwrite.
-Tensor input_of(int result) { return result == kGivenOut ? kX : kResidual; }
-
-// Whether `call` is prepared for these; an error is no answer, Python will meet it again.
-bool recognises(const Prepared& call, const Arguments& arguments) {
-  PyObject* checked[kNumTensors + 1] = {};
-  int count = 0;
-  for (int i = 0; i < kNumTensors; ++i) {
-    PyObject* const tensor = arguments.tensors[i];
-    if ((call.given[i] == Given::kNothing) != (tensor == Py_None)) return false;
-    if (call.given[i] == Given::kTensor) checked[count++] = tensor;
-    if (call.given[i] == Given::kInput && tensor != arguments.tensors[input_of(i)]) return false;
-  }
-  if (!same_norm(call.norm.get(), arguments.norm)) return false;
-  if (!same(call.algorithm.get(), arguments.algorithm)) return false;
-  const Ref answer(PyObject_CallFunctionObjArgs(call.check.get(), checked[0], checked[1],
-                                                checked[2], checked[3], checked[4], nullptr));
-  if (!answer) PyErr_Clear();
-  return answer.get() == Py_True;
-}
-
-// The address of a tensor's elements; 0 with an error set if it has none.
-std::uintptr_t address_of(PyObject* tensor) {
-  const Ref address(PyObject_CallMethodObjArgs(tensor, data_ptr_name, nullptr));
-  return address ? reinterpret_cast<std::uintptr_t>(PyLong_AsVoidPtr(address.get())) : 0;
-}
-
-// Whether the memory of two tensors has a byte in common.
-bool overlap(const Prepared& prepared, const std::uintptr_t* addresses, int a, int b) {
-  return addresses[a] < addresses[b] + prepared.bytes[b] &&
-         addresses[b] < addresses[a] + prepared.bytes[a];
-}
-
-// Puts the addresses of what was given into `call`; false if Python must copy something, or see why
-// there is no address, or say what must not be overwritten.
-bool bind_given(const Prepared& prepared, const Arguments& arguments, std::uintptr_t align,
-                AllnormCall& call) {
-  std::uintptr_t addresses[kNumTensors] = {};
-  std::uintptr_t all = 0;
-  for (int i = 0; i < kNumTensors; ++i) {
-    if (prepared.given[i] == Given::kNothing) continue;
-    addresses[i] = prepared.given[i] == Given::kInput ? addresses[input_of(i)]
-                                                      : address_of(arguments.tensors[i]);
-    all |= addresses[i];
-  }
-  if (PyErr_Occurred()) {
-    PyErr_Clear();
-    return false;
-  }
-  if (all % align != 0) return false;
-  for (int result : {kGivenOut, kGivenResidualOut}) {
-    if (prepared.given[result] == Given::kNothing) continue;
-    for (int other = 0; other < kNumTensors; ++other) {
-      const bool itself =
-          other == result || (prepared.given[result] == Given::kInput && other == input_of(result));
-      if (itself || prepared.given[other] == Given::kNothing) continue;
-      if (overlap(prepared, addresses, result, other)) return false;
-    }
-  }
-  call.x = reinterpret_cast<const void*>(addresses[kX]);
-  call.residual = reinterpret_cast<const void*>(addresses[kResidual]);
-  call.weight = reinterpret_cast<const void*>(addresses[kWeight]);
-  call.out = reinterpret_cast<void*>(addresses[kGivenOut]);
-  call.residual_out = reinterpret_cast<void*>(addresses[kGivenResidualOut]);
-  return true;
-}
 
 // Whether the current device is the communicator's; then `stream` is its current stream.
 bool on_device(const FastCall& fast, void** stream) {
@@ -343,6 +190,9 @@ PyMethodDef forget_method = {"forget", forget, METH_NOARGS, nullptr};
 PyMethodDef close_method = {"close", close, METH_NOARGS, nullptr};
 
 }  // namespace
+}  // namespace allnorm
+
+using namespace allnorm;
 
 extern "C" {
 
@@ -355,8 +205,6 @@ ALLNORM_API void allnorm_fast_call_watch(std::int32_t more) { watchers += more; 
 ALLNORM_API PyObject* allnorm_fast_call_new(void* function, void* comm, PyObject* empty,
                                             PyObject* acquire, PyObject* let_go, PyObject* device,
                                             PyObject* current_device, PyObject* stream) {
-  if (data_ptr_name == nullptr) data_ptr_name = PyUnicode_InternFromString("data_ptr");
-  if (data_ptr_name == nullptr) return nullptr;
   auto fast = std::make_unique<FastCall>(FastCall{
       .function = function,
       .comm = static_cast<AllnormComm*>(comm),

@@ -1,0 +1,42 @@
+// References to Python objects, by CPython's stable ABI from 3.11 on: the only home of Python.h.
+#ifndef ALLNORM_PYTHON_REF_H_
+#define ALLNORM_PYTHON_REF_H_
+
+#define Py_LIMITED_API 0x030B0000
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <utility>
+
+namespace allnorm {
+
+// A reference to a Python object, or to none. Counted by functions: the macros of a version's
+// headers count as that version does, and those of 3.11 would count down the None of 3.12, call by
+// call.
+class Ref {
+ public:
+  Ref() = default;
+  explicit Ref(PyObject* owned) : object_(owned) {}
+  static Ref borrowed(PyObject* object) {
+    Py_IncRef(object);
+    return Ref(object);
+  }
+  Ref(Ref&& other) noexcept : object_(std::exchange(other.object_, nullptr)) {}
+  Ref& operator=(Ref&& other) noexcept {
+    std::swap(object_, other.object_);
+    return *this;
+  }
+  ~Ref() { Py_DecRef(object_); }
+  PyObject* get() const { return object_; }
+  PyObject* release() { return std::exchange(object_, nullptr); }
+  explicit operator bool() const { return object_ != nullptr; }
+
+ private:
+  PyObject* object_ = nullptr;
+};
+
+inline PyObject* none() { return Ref::borrowed(Py_None).release(); }
+
+}  // namespace allnorm
+
+#endif  // ALLNORM_PYTHON_REF_H_
