@@ -11,7 +11,7 @@ import torch
 from rank_helpers import Case, comm, device, message_of, on
 
 import allnorm
-from allnorm import prepare, reference, shortcuts
+from allnorm import fast_call, prepare, reference, shortcuts
 from allnorm.testing import RankPool, assert_same_bits
 
 make = functools.partial(torch.empty_strided, dtype=torch.bfloat16)
@@ -172,7 +172,7 @@ def test_a_prepared_call_refuses_as_an_unprepared_one(pool: RankPool) -> None:
 
 def count_slow_lookups(rank: int, world_size: int) -> list[int]:
     """How often a call of each kind reads its tensors one by one: not from its third time on."""
-    counts, slow = [], prepare._geometry
+    counts, slow = [], prepare.geometry_of
 
     def counting(tensor: torch.Tensor) -> Any:
         counts[-1] += 1
@@ -184,9 +184,9 @@ def count_slow_lookups(rank: int, world_size: int) -> list[int]:
         Case(shape=(2, 64), quant=allnorm.Fp8PerGroup(32)),
         Case(shape=(2, 64), quant=allnorm.Fp8PerTensor(torch.tensor([0.5]))),
     )
-    prepare._geometry = counting
+    prepare.geometry_of = counting
     try:
-        with c:
+        with c, fast_call.watched():  # what C makes of them is in test_fast_call.py
             for case in cases:
                 x, arguments = case.x(rank), case.call_arguments(c)
                 for call in range(12):
@@ -195,7 +195,7 @@ def count_slow_lookups(rank: int, world_size: int) -> list[int]:
                     if call % 2:
                         c.all_reduce(x)  # of another kind: the two may alternate
     finally:
-        prepare._geometry = slow
+        prepare.geometry_of = slow
     return counts
 
 
