@@ -80,7 +80,7 @@ def verify(
     common = {"backend": where, "seed": seed, "full": full, **output.provenance()}
     failures = 0
     for size in sizes:
-        shared = share_gpus and where == "cuda" and size > topology.num_gpus()
+        shared = _shared(share_gpus, where, size)
         with output.progress(f"verify, {output.ranks(size)}") as show:
             found: list[dict[str, Any]] = run_ranks(
                 ranks_verify.run,
@@ -105,6 +105,11 @@ def verify(
     console.print(output.ok(f"everything holds with {ranks} on {where}"))
 
 
+def _shared(allowed: bool, where: str, size: int) -> bool:
+    """Whether so many ranks share GPUs."""
+    return allowed and where == "cuda" and size > topology.num_gpus()
+
+
 def _faults(
     sizes: list[int],
     where: str,
@@ -123,9 +128,11 @@ def _faults(
     )
     common = {"backend": where, "check": "faults", **output.provenance()}
     for size in sizes:
-        rows = verify_faults.run(size, where, timeout_s, words, share_gpus)
+        shared = _shared(share_gpus, where, size)
+        rows = verify_faults.run(size, where, timeout_s, words, shared)
         verify_faults.show(rows, size, console.print)
-        output.append_json_lines(json, ({**common, "world_size": size, **row} for row in rows))
+        of_size = {**common, "world_size": size, "shared_gpus": shared}
+        output.append_json_lines(json, ({**of_size, **row} for row in rows))
         failed += sum(bool(row["problems"]) for row in rows)
     if failed:
         console.print(output.bad(f"{failed} faults were not dealt with as promised"))
