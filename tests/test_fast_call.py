@@ -471,18 +471,20 @@ def test_any_interpreter(interpreter: str) -> None:
 
 def give_back_what_it_held(rank: int, world_size: int) -> None:
     """A communicator leaves with all that it has prepared."""
-    before = resident_bytes()
-    for _ in range(8):
+    before = 0
+    for number in range(10):
+        if number == 2:  # what the first one loads stays
+            before = resident_bytes()
         with allnorm.Communicator(device=device(), workspace_bytes=1 << 16) as c:
             for rows in (1, 2, 3):
                 case = BASE.but(shape=(rows, 512))
                 x, weight = case.x(rank), case.weight()
                 for _ in range(3):
                     c.all_reduce_add_rms_norm(x, None, weight)
-            functions = [weakref.ref(launch) for launch in c._preparer._launches.values()]
+            launches = [weakref.ref(launch) for launch in c._preparer._launches.values()]
         del c
         gc.collect()
-        assert not any(reference() is not None for reference in functions)
+        assert not any(reference() is not None for reference in launches)
     assert resident_bytes() - before < 8 << 20
 
 
