@@ -1,9 +1,9 @@
-"""Calls like earlier ones, made without Python: the binding of csrc/python/fast_call.cpp.
+"""Calls like earlier ones, made without Python: the binding of csrc/python.
 
 What a call costs the host is Python's for the most part: finding what is prepared for it, making
 results, reading addresses. Where the same call is made again, C does that, by CPython's stable ABI.
-Whatever it does not recognise is left to calls.py, which alone checks, and does all of it without
-this library too.
+Whatever it does not recognise is left to calls.py and local.py, which alone check, and do all of it
+without this library too.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from allnorm.keys import geometry_of
 from allnorm.launch import Launch
 
 _pointer, _object = ctypes.c_void_p, ctypes.py_object
-_OUT, _RESIDUAL_OUT, _QUANTIZED, _SCALE = range(4)  # Slot of fast_call.cpp
-_NOTHING, _TENSOR, _INPUT = range(3)  # Given
+_OUT, _RESIDUAL_OUT, _QUANTIZED, _SCALE = range(4)  # Slot of prepared.h
+_NOTHING, _TENSOR, _INPUT = range(3)  # Given of prepared.h
 # Kinds of memory for results that are kept for calls of one geometry.
 _MAX_VARIANTS = 8
 
@@ -174,7 +174,7 @@ def _prepare(
     spans = (0 if tensor is None else span_bytes(tensor) for tensor in tensors)
     return functions.prepare(
         *(ctypes.addressof(call), check, norm, algorithm, tuple(results)),
-        *((ctypes.c_uint8 * 5)(*given), (ctypes.c_uint64 * 5)(*spans)),
+        *((ctypes.c_uint8 * len(tensors))(*given), (ctypes.c_uint64 * len(tensors))(*spans)),
     )
 
 

@@ -197,8 +197,8 @@ def test_csrc_includes(path: pathlib.Path) -> None:
         if kind == "<":
             foreign = re.match(r"(torch|ATen|c10|pybind11)/", name)
             assert not foreign, f"{relative} includes {name}: csrc does not know torch"
-            python_may = folder == "python"
-            assert python_may or name != "Python.h", f"{relative} includes {name}: see csrc/python"
+            python_may = relative.as_posix() == "python/ref.h"
+            assert python_may or name != "Python.h", f"{relative} includes {name}: see python/ref.h"
             cuda_may = folder == "cuda" or relative.as_posix() == "protocol/numerics.h"
             assert cuda_may or not name.startswith("cuda"), f"{relative} must not include {name}"
         elif not (path.parent / name).exists():  # beside it: the same folder

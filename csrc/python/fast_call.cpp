@@ -39,7 +39,6 @@ struct FastCall {
   Ref device;          // int, the communicator's device; None on CPU, as the next two are
   Ref current_device;  // callable(): int
   Ref stream;          // callable(device): int, the current stream's handle
-  bool is_cuda;
   bool closed;
   std::vector<std::shared_ptr<Prepared>> prepared;
 };
@@ -140,8 +139,9 @@ PyObject* make_call(PyObject* self, PyObject* const* args, Py_ssize_t num_args) 
   }
   if (found == nullptr) return none();
   AllnormCall call = found->call;
-  if (fast->is_cuda && !on_device(*fast, &call.stream)) return none();
-  if (!bind_given(*found, arguments, fast->is_cuda ? kCudaAlignBytes : 1, call)) return none();
+  const bool is_cuda = fast->device.get() != Py_None;
+  if (is_cuda && !on_device(*fast, &call.stream)) return none();
+  if (!bind_given(*found, arguments, is_cuda ? kCudaAlignBytes : 1, call)) return none();
   Ref results(make_results(*fast, *found, arguments, call));
   return results ? launch(*fast, call, std::move(results)) : nullptr;
 }
@@ -214,7 +214,6 @@ ALLNORM_API PyObject* allnorm_fast_call_new(void* function, void* comm, PyObject
       .device = Ref::borrowed(device),
       .current_device = Ref::borrowed(current_device),
       .stream = Ref::borrowed(stream),
-      .is_cuda = device != Py_None,
       .closed = false,
       .prepared = {},
   });
