@@ -10,7 +10,7 @@ from typing import Any
 
 from allnorm.errors import NativeLibraryError
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 MAX_WORLD_SIZE = 64
 OK, INVALID_ARGUMENT, UNSUPPORTED, TIMEOUT, DIVERGED, SYSTEM, BUSY = range(7)
 _IPC_HANDLE_BYTES = 64
@@ -66,6 +66,7 @@ class Call(ctypes.Structure):
         ("quantized_stride", _c_int64),
         ("scale_row_stride", _c_int64),
         ("scale_group_stride", _c_int64),
+        ("link_gbps", ctypes.c_double),
     ]
 
 

@@ -21,10 +21,9 @@ MOST_BLOCKS = 1 << 16
 # Bytes that one rank may push in one_shot, to all peers together, before two_shot is faster (H200,
 # bf16, CUDA graphs, 2026-11; docs/performance.md): at 4 ranks 16x4096 takes 4.9 us in one_shot and
 # 5.2 in two_shot, 32x4096 6.2 and 5.4. Other world sizes are scaled by it. At two ranks both send
-# the same bytes, one_shot in one hop: 256x4096 takes 8.7 and 9.6 us; from 512x4096 on, 16.3 and
-# 16.2, they differ by about 2 % at most.
+# the same bytes, one_shot in one hop: 256x4096 takes 9.0 and 9.7 us, 512x4096 16.1 and 16.6,
+# 8192x4096 198 and 198 where the rate of the link is not known, else 188 and 189.
 _ONE_SHOT_MAX_PUSHED_BYTES_CUDA = 384 << 10
-_ONE_SHOT_MAX_PUSHED_BYTES_CUDA_PAIR = 3 << 20
 # On CPU a rank reads its peers' rows in place: one_shot costs no extra bytes, only extra sums.
 _ONE_SHOT_MAX_BYTES_CPU = 64 << 10
 
@@ -55,6 +54,8 @@ class Plan:
         num_blocks: most blocks of a launch on a GPU; 0: as many as it holds.
         source: what decided: "tuned FILE, DATE", "seed NAME", "default" (the rule built in),
             "caller", or "" if nothing else can run.
+        link_gbps: many rows are sent at this rate: GB/s that a rank pushes to all its peers
+            together; 0: not known, they are sent as fast as the stores are taken.
     """
 
     algorithm: str
@@ -62,6 +63,7 @@ class Plan:
     num_chunks: int
     num_blocks: int = 0
     source: str = ""
+    link_gbps: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -94,10 +96,12 @@ class Table:
     Attributes:
         source: where it comes from, as plans say it.
         curves: by name of the dtype and epilogue, at least one each.
+        link_gbps: as of a Plan; what the curves were measured with.
     """
 
     source: str
     curves: Mapping[tuple[str, str], Sequence[Curve]]
+    link_gbps: float = 0.0
 
     def find(
         self, dtype: str, epilogue: str, num_tokens: int, hidden_size: int
@@ -173,6 +177,7 @@ def choose(
     """
     obstacle = _obstacle(traits, hidden_size, element_bytes, rows_per_chunk, requested, owned_rows)
     num_blocks, source = 0, "" if requested == "auto" else "caller"
+    link_gbps = 0.0
     if obstacle:
         algorithm, reason = "unfused", obstacle
         source = "caller" if requested == "unfused" else ""
@@ -191,8 +196,10 @@ def choose(
         rows = rows_per_chunk[algorithm]
         limits = [limit for limit in (num_blocks, traits.max_blocks) if limit]
         num_blocks = min(limits, default=0)
+        # Of the first table, whichever one knows the call: its curves hold at this rate.
+        link_gbps = next((table.link_gbps for table in traits.tables), 0.0)
     num_chunks = -(-num_tokens // rows) if num_tokens else 0
-    return Plan(algorithm, reason, num_chunks, num_blocks, source)
+    return Plan(algorithm, reason, num_chunks, num_blocks, source, link_gbps)
 
 
 def _obstacle(
@@ -245,20 +252,15 @@ def _prefer(
 
 
 def _default(traits: Traits, num_bytes: int) -> tuple[str, str]:
-    pair = traits.world_size == 2
-    if pair and traits.backend == "cpu":
+    if traits.world_size == 2:
         return "one_shot", "two ranks: both algorithms send the same bytes, one_shot in one hop"
     if traits.backend == "cpu":
         limit = _ONE_SHOT_MAX_BYTES_CPU
-    elif pair:
-        limit = _ONE_SHOT_MAX_PUSHED_BYTES_CUDA_PAIR
     else:
         limit = _ONE_SHOT_MAX_PUSHED_BYTES_CUDA // (traits.world_size - 1)
     size = f"{num_bytes} bytes at {traits.world_size} ranks"
     if num_bytes <= limit:
         return "one_shot", f"{size}: up to {limit} bytes latency decides, one hop is fastest"
-    if pair:
-        return "two_shot", f"{size}: above {limit} bytes summing each row once is fastest"
     return "two_shot", f"{size}: above {limit} bytes the link decides, two_shot sends fewest bytes"
 
 

@@ -170,7 +170,7 @@ class Preparer:
             describe_call(op, x.dtype, hidden_size, checked), num_tokens, x.dtype, algorithm
         )
         launch = Launch(x, residual, weight, checked, plan.algorithm, shard=shard)
-        launch.call.num_blocks = plan.num_blocks
+        launch.call.num_blocks, launch.call.link_gbps = plan.num_blocks, plan.link_gbps
         return launch
 
     def _prepare_gather(self, shard: _Tensor, num_tokens: int, algorithm: str) -> Launch:
@@ -185,7 +185,7 @@ class Preparer:
         call = describe_call(_native.ALL_GATHER_ROWS, shard.dtype, hidden_size)
         plan = self._plan(call, num_tokens, shard.dtype, algorithm)
         launch = Launch(shard, None, None, None, plan.algorithm, gathered_rows=num_tokens)
-        launch.call.num_blocks = plan.num_blocks
+        launch.call.num_blocks, launch.call.link_gbps = plan.num_blocks, plan.link_gbps
         return launch
 
     def _plan(

@@ -19,7 +19,7 @@ import pathlib
 import re
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from allnorm import config, topology
@@ -32,6 +32,22 @@ _MAX_FILE_BYTES = 4 << 20
 _SEEDS = pathlib.Path(__file__).parent / "seeds"
 
 Curves = dict[tuple[str, str], list[Curve]]
+
+# What a link can be, GB/s; allnorm.h takes as much.
+_LINK_GBPS = (1.0, 1e6)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a table says.
+
+    Attributes:
+        curves: by dtype and epilogue.
+        link_gbps: as of a policy.Plan.
+    """
+
+    curves: Curves = field(default_factory=dict)
+    link_gbps: float = 0.0
 
 
 class TableError(ValueError):
@@ -96,45 +112,44 @@ class Own:
 
     Attributes:
         found: what the others are told of it.
-        tuned: curves of the user's table.
-        seed: curves of the one that the package ships.
+        tuned: the user's table.
+        seed: the one that the package ships.
     """
 
     found: Found
-    tuned: Curves
-    seed: Curves
+    tuned: Measured
+    seed: Measured
 
 
 def read(path: pathlib.Path, device: str, world_size: int) -> Own:
     """Reads the user's file and the package's; never raises on account of what they hold."""
-    seed: Curves = {}
-    seed_digest = ""
+    seed, seed_digest = Measured(), ""
     with contextlib.suppress(TableError):  # tests read every one that is shipped
         shipped = _SEEDS / file_name(device, world_size)
         seed, seed_digest, _ = _read(shipped, device, world_size, release="")
     try:
         tuned, digest, date = _read(path, device, world_size, release=__version__)
     except TableError as error:
-        return Own(Found(device, seed_digest, str(path), problem=str(error)), {}, seed)
+        return Own(Found(device, seed_digest, str(path), problem=str(error)), Measured(), seed)
     return Own(Found(device, seed_digest, str(path), digest, date=date), tuned, seed)
 
 
 def _read(
     path: pathlib.Path, device: str, world_size: int, *, release: str
-) -> tuple[Curves, str, str]:
-    """Curves, digest and date of a file; nothing of one that is not there."""
+) -> tuple[Measured, str, str]:
+    """Content, digest and date of a file; nothing of one that is not there."""
     try:
         with path.open("rb") as file:
             content = file.read(_MAX_FILE_BYTES + 1)
     except FileNotFoundError:
-        return {}, "", ""
+        return Measured(), "", ""
     except OSError as error:
         raise TableError(f"it cannot be read: {error.strerror or error}") from None
     if len(content) > _MAX_FILE_BYTES:
         raise TableError(f"it has more than {_MAX_FILE_BYTES} bytes")
     document = _decode(content)
-    curves = check(document, device, world_size, release)
-    return curves, hashlib.sha256(content).hexdigest(), str(document.get("date", ""))[:10]
+    measured = check(document, device, world_size, release)
+    return measured, hashlib.sha256(content).hexdigest(), str(document.get("date", ""))[:10]
 
 
 def _decode(content: bytes) -> Any:
@@ -144,8 +159,8 @@ def _decode(content: bytes) -> Any:
         raise TableError(f"it is no JSON: {error}") from None
 
 
-def check(document: Any, device: str, world_size: int, release: str = __version__) -> Curves:
-    """The curves of a table, checked in full.
+def check(document: Any, device: str, world_size: int, release: str = __version__) -> Measured:
+    """What a table says, checked in full.
 
     Args:
         document: what the file says.
@@ -179,7 +194,15 @@ def check(document: Any, device: str, world_size: int, release: str = __version_
     for name, found in curves.items():
         if len({curve.hidden_size for curve in found}) < len(found):
             raise TableError(f"a hidden size of {' and '.join(name)} has two entries")
-    return curves
+    return Measured(curves, _link(document.get("link_gbps", 0)))
+
+
+def _link(value: Any) -> float:
+    least, most = _LINK_GBPS
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not (value == 0 or least <= value <= most):
+        raise TableError(f"link_gbps is {value!r}: expected 0 (not known) or {least:g} to {most:g}")
+    return float(value)
 
 
 def _steps(steps: Any) -> tuple[Step, ...]:
@@ -248,22 +271,27 @@ def tables(own: Own, founds: Sequence[Found]) -> tuple[tuple[Table, ...], str]:
     result = []
     if used:
         # Rank 0's words, so that every rank's plans are the same.
-        result.append(Table(f"tuned {founds[0].path}, {founds[0].date}", own.tuned))
-    if own.seed:
-        result.append(Table(f"seed {own.found.device.lower().removeprefix('nvidia ')}", own.seed))
+        result.append(_table(f"tuned {founds[0].path}, {founds[0].date}", own.tuned))
+    if own.seed.curves:
+        name = own.found.device.lower().removeprefix("nvidia ")
+        result.append(_table(f"seed {name}", own.seed))
     return tuple(result), warning
+
+
+def _table(source: str, measured: Measured) -> Table:
+    return Table(source, measured.curves, measured.link_gbps)
 
 
 # ---- writing -------------------------------------------------------------------------------------
 
 
 def document(
-    curves: Curves, device: str, world_size: int, provenance: dict[str, Any]
+    measured: Measured, device: str, world_size: int, provenance: dict[str, Any]
 ) -> dict[str, Any]:
     """A table as it is stored.
 
     Args:
-        curves: by dtype and epilogue.
+        measured: what it is to say.
         device: what was measured.
         world_size: number of ranks.
         provenance: commit, versions, command and date of the measurement.
@@ -274,6 +302,7 @@ def document(
         "device": device,
         "world_size": world_size,
         **provenance,
+        "link_gbps": measured.link_gbps,
         "entries": [
             {
                 "dtype": dtype,
@@ -288,7 +317,7 @@ def document(
                     for step in curve.steps
                 ],
             }
-            for (dtype, epilogue), found in sorted(curves.items())
+            for (dtype, epilogue), found in sorted(measured.curves.items())
             for curve in sorted(found, key=lambda c: c.hidden_size)
         ],
     }

@@ -4,7 +4,7 @@
 
 Rows are those of `allnorm tune --json` or `allnorm bench --json`: of every algorithm at each size.
 A curve needs rows from one token to at least 1024, of five sizes: with fewer the nearest hidden
-size says more, at the same number of bytes.
+size says more, at the same number of bytes. The rate of the link is the newest that `tune` chose.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 from allnorm import tuning
 from allnorm.cli import crossovers
 from allnorm.cli.crossovers import Candidate
+from allnorm.cli.tune import LINK_ARM
 from allnorm.policy import Curve
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -28,22 +29,31 @@ _ARM = "allnorm:"
 
 
 def read(paths: list[pathlib.Path]) -> dict[tuple[str, int], list[dict[str, Any]]]:
-    """The rows of allnorm's algorithms, by GPU and number of ranks."""
+    """The rows that tables are made of, by GPU and number of ranks."""
     machines = defaultdict(list)
     for path in paths:
         for line in path.read_text().splitlines():
             row = json.loads(line)
-            if (
-                row.get("gpu")
-                and row.get("arm", "").startswith(_ARM)
-                and row["correct"]
-                and row["quant"] in _QUANTS
-                and not row.get("residual_sharded")
-                and not row.get("return_normed")
-                and row["p50_us"]
-            ):
+            if row.get("gpu") and (_is_of_algorithm(row) or _is_of_link(row)):
                 machines[row["gpu"], row["world_size"]].append({**row, "file": path.name})
     return machines
+
+
+def _is_of_algorithm(row: dict[str, Any]) -> bool:
+    """Whether it says how long an algorithm takes."""
+    return bool(
+        row.get("arm", "").startswith(_ARM)
+        and row["correct"]
+        and row["quant"] in _QUANTS
+        and not row.get("residual_sharded")
+        and not row.get("return_normed")
+        and row["p50_us"]
+    )
+
+
+def _is_of_link(row: dict[str, Any]) -> bool:
+    """Whether it says which rate of the link is best."""
+    return row.get("arm") == LINK_ARM and bool(row["chosen"])
 
 
 def curves_of(rows: list[dict[str, Any]]) -> tuning.Curves:
@@ -92,8 +102,12 @@ def main() -> None:
     for (gpu, world_size), rows in sorted(read(parser.parse_args().rows).items()):
         newest = max(rows, key=lambda row: row["date"])
         provenance = {key: newest[key] for key in ("commit", "versions", "command", "date")}
+        links = [row for row in rows if _is_of_link(row)]
+        link = max(links, key=lambda row: row["date"])["link_gbps"] if links else 0.0
+        curves = curves_of([row for row in rows if _is_of_algorithm(row)])
         files = ", ".join(sorted({f"benchmarks/results/{row['file']}" for row in rows}))
-        table = tuning.document(curves_of(rows), gpu, world_size, {"source": files, **provenance})
+        measured = tuning.Measured(curves, link)
+        table = tuning.document(measured, gpu, world_size, {"source": files, **provenance})
         path = _SEEDS / tuning.file_name(gpu, world_size)
         tuning.save(path, table)
         print(path.relative_to(_ROOT))

@@ -15,7 +15,7 @@ extern "C" {
 
 #define ALLNORM_API __attribute__((visibility("default")))
 // Raised with every incompatible change of this file; Python refuses a library of another number.
-#define ALLNORM_ABI_VERSION 2
+#define ALLNORM_ABI_VERSION 3
 #define ALLNORM_MAX_WORLD_SIZE 64
 
 typedef enum AllnormStatus {
@@ -112,6 +112,11 @@ typedef struct AllnormCall {
   int64_t quantized_stride;
   int64_t scale_row_stride;
   int64_t scale_group_stride;
+
+  // Bytes that a rank can push to its peers in a nanosecond, all peers together: GB/s. Many rows
+  // are sent no faster than that. 0 = not known: as fast as the stores are taken. CUDA only; ranks
+  // may differ.
+  double link_gbps;
 } AllnormCall;
 
 typedef enum AllnormCallFlags {

@@ -20,6 +20,7 @@ import allnorm
 from allnorm import config, policy, tuning
 from allnorm.policy import Curve, Step, Table
 from allnorm.testing import RankPool
+from allnorm.tuning import Measured
 
 NAME = "NVIDIA H200"
 SHIPPED = sorted((pathlib.Path(tuning.__file__).parent / "seeds").glob("*.json"))
@@ -62,9 +63,9 @@ def test_what_is_stored_is_read_again(tmp_path: pathlib.Path) -> None:
     }
     provenance = {"date": "2026-11-21T10:00:00+00:00", "commit": "abc"}
     path = tmp_path / "new" / tuning.file_name(NAME, 4)
-    tuning.save(path, tuning.document(curves, NAME, 4, provenance))
+    tuning.save(path, tuning.document(Measured(curves, 369.5), NAME, 4, provenance))
     own = tuning.read(path, NAME, 4)
-    assert own.tuned == curves
+    assert own.tuned == Measured(curves, 369.5)
     assert (own.found.problem, own.found.date) == ("", "2026-11-21")
     assert own.found.digest
     assert [p.name for p in path.parent.iterdir()] == ["nvidia-h200-4.json"]
@@ -111,6 +112,13 @@ WRONG = {
     "no end": changed("entries.0.steps.1.max_tokens", 99),
     "negative blocks": changed("entries.0.steps.1.num_blocks", -1),
     "very many blocks": changed("entries.0.steps.1.num_blocks", 1 << 20),
+    "a rate in words": changed("link_gbps", "362"),
+    "a rate is true": changed("link_gbps", True),
+    "a rate is null": changed("link_gbps", None),
+    "a negative rate": changed("link_gbps", -362),
+    "a rate of bytes": changed("link_gbps", 0.5),
+    "a rate without end": changed("link_gbps", math.inf),
+    "a rate that is no number": changed("link_gbps", math.nan),
     "the same columns twice": lambda t: t["entries"].append(t["entries"][0]),
     "steps that do not rise": lambda t: t["entries"][0]["steps"].insert(
         0, {"max_tokens": 16, "algorithm": "two_shot", "num_blocks": 0}
@@ -128,7 +136,7 @@ def test_a_table_that_says_anything_else_is_refused(name: str, tmp_path: pathlib
     path = tmp_path / "t.json"
     path.write_text(json.dumps(table))
     own = tuning.read(path, NAME, 4)
-    assert (own.tuned, own.found.digest) == ({}, "")
+    assert (own.tuned, own.found.digest) == (Measured(), "")
     assert own.found.problem
 
 
@@ -143,7 +151,7 @@ def test_a_file_that_is_no_table_is_a_problem_not_an_error(
     path = tmp_path / "t.json"
     path.write_bytes(content)
     own = tuning.read(path, NAME, 4)
-    assert own.tuned == {}
+    assert own.tuned == Measured()
     assert own.found.problem
 
 
@@ -164,9 +172,9 @@ def test_a_failed_save_leaves_the_old_table(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize("path", SHIPPED, ids=[path.name for path in SHIPPED])
 def test_shipped_tables(path: pathlib.Path) -> None:
     table = json.loads(path.read_text())
-    curves = tuning.check(table, table["device"], table["world_size"], release="")
+    measured = tuning.check(table, table["device"], table["world_size"], release="")
     assert path.name == tuning.file_name(table["device"], table["world_size"])
-    assert ("bfloat16", "norm") in curves
+    assert ("bfloat16", "norm") in measured.curves
     assert {"source", "command", "date", "commit"} <= table.keys(), "where the numbers come from"
     own = tuning.read(path.parent / "absent.json", table["device"], table["world_size"])
     tables, warning = tuning.tables(own, [own.found] * table["world_size"])
@@ -213,10 +221,30 @@ def test_ranks_agree_on_a_table() -> None:
 
 def test_different_devices_have_no_table_in_common() -> None:
     curves = {("bfloat16", "norm"): [Curve(64, (Step(None, "two_shot"),))]}
-    own = tuning.Own(found(), {}, curves)
+    own = tuning.Own(found(), Measured(), Measured(curves, 9.0))
     assert len(tuning.tables(own, [own.found, own.found])[0]) == 1
     for other in (found(device="NVIDIA H100"), found(seed="another")):
         assert tuning.tables(own, [own.found, other]) == ((), "")
+
+
+def test_the_rate_of_the_link_is_that_of_the_first_table() -> None:
+    """The user's, even where it says that none helps: its curves were measured like that."""
+    curves = {("bfloat16", "norm"): [Curve(64, (Step(None, "two_shot"),))]}
+    for tuned, expected in ((0.0, 0.0), (300.0, 300.0)):
+        own = tuning.Own(found(digest="a"), Measured(curves, tuned), Measured(curves, 369.0))
+        tables, _ = tuning.tables(own, [own.found, own.found])
+        assert [table.link_gbps for table in tables] == [tuned, 369.0]
+        for algorithm in ("auto", "one_shot", "two_shot"):
+            assert rate(tables, algorithm) == expected
+            assert rate(tables[1:], algorithm) == 369.0
+            assert rate((), algorithm) == 0.0
+        assert rate(tables, "unfused") == 0.0, "it sends nothing itself"
+
+
+def rate(tables: tuple[Table, ...], algorithm: str) -> float:
+    traits = policy.Traits("cuda", 4, tables=tables)
+    plenty = {"one_shot": 10**6, "two_shot": 10**6}
+    return policy.choose(traits, 8, 64, 2, plenty, algorithm).link_gbps
 
 
 # ---- choosing ------------------------------------------------------------------------------------

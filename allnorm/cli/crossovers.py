@@ -96,6 +96,18 @@ def winners(times: Mapping[int, Times]) -> dict[int, Candidate]:
     return chosen
 
 
+def link_rate(times: Mapping[float, float]) -> float:
+    """The rate at which a call takes least time, 0 if none brings more than noise.
+
+    Args:
+        times: microseconds by rate; 0: without one.
+    """
+    if not times:
+        return 0.0
+    best = min(times, key=lambda rate: (times[rate], rate))
+    return best if times[best] * (1 + TOLERANCE) < times.get(0.0, math.inf) else 0.0
+
+
 def steps(times: Mapping[int, Times], without: Iterable[Candidate] = ()) -> tuple[Step, ...]:
     """The steps of a curve; none if nothing was measured.
 

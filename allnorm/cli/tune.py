@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,12 +17,15 @@ from allnorm.cli.options import Device, Json, Tp
 from allnorm.cli.ranks import tune as ranks_tune
 from allnorm.policy import Curve
 from allnorm.testing import run_ranks
+from allnorm.tuning import Measured
 
 _GPU_HIDDEN, _CPU_HIDDEN = "2880,4096,5120,7168,8192", "2880,4096"
 _GPU_QUANT, _CPU_QUANT = "none,per_group:128", "none"
 _MAX_TOKENS = {"cuda": 16384, "cpu": 1024}
 _FACTOR = 4  # between the sizes of the coarse grid
 _TIMEOUT_SECONDS = 3600.0
+LINK_ARM = "link"
+"""Rows of this arm say what a call takes at some rate of the link."""
 
 
 def tune(
@@ -98,7 +102,7 @@ def _tune(
     path = tuning.path_of(directory, name, size)
     began = time.monotonic()
     with output.progress(f"tune, {output.ranks(size)}") as show:
-        results: list[list[dict[str, Any]]] = run_ranks(
+        results: list[ranks_tune.Result] = run_ranks(
             ranks_tune.run,
             size,
             device=job.device,
@@ -106,24 +110,29 @@ def _tune(
             timeout=_TIMEOUT_SECONDS,
             on_message=show,
         )
-    records = results[0]
+    result = results[0]
     # All ranks went by the same times; a table that they do not share must not be stored.
-    if any(result != records for result in results):
+    if any(other != result for other in results):
         raise RuntimeError("the ranks measured different curves: this is a defect of allnorm tune")
     provenance = output.provenance()
-    measured = _curves(records)
-    output.append_json_lines(json, _rows(records, measured, size, job.device, provenance))
-    console.print(_table(records, measured, size))
-    wrong = {(str(c), text) for record in records for c, text in record["wrong"].items()}
+    measured = Measured(_curves(result.curves), result.link_gbps)
+    output.append_json_lines(json, _rows(result, measured.curves, size, job.device, provenance))
+    console.print(_table(result.curves, measured.curves, size))
+    if 0.0 in result.link_us:
+        console.print(_describe_link(result))
+    wrong = {(str(c), text) for record in result.curves for c, text in record["wrong"].items()} | {
+        (f"{rate:.0f} GB/s", text) for rate, text in result.link_wrong.items()
+    }
     for candidate, text in sorted(wrong):
         console.print(output.bad(f"{candidate} is left out, its results are wrong: {text}"))
-    if measured:
-        curves = merge(tuning.read(path, name, size).tuned, measured)
-        tuning.save(path, tuning.document(curves, name, size, provenance))
+    if measured.curves:
+        before = tuning.read(path, name, size).tuned
+        table = replace(measured, curves=merge(before.curves, measured.curves))
+        tuning.save(path, tuning.document(table, name, size, provenance))
         # A path must not be folded: somebody will copy it.
         console.print(f"stored in {path}", soft_wrap=True)
     console.print(f"{time.monotonic() - began:.0f} s")
-    return bool(measured) and not wrong
+    return bool(measured.curves) and not wrong
 
 
 def merge(before: tuning.Curves, measured: tuning.Curves) -> tuning.Curves:
@@ -160,6 +169,17 @@ def _table(records: list[dict[str, Any]], curves: tuning.Curves, size: int) -> R
     return output.table(output.ranks(size), columns, rows, words=("dtype", "epilogue", "fastest"))
 
 
+def _describe_link(result: ranks_tune.Result) -> str:
+    """Which rate was found, and what it brings."""
+    unpaced = f"{ranks_tune.LINK_SHAPE} takes {result.link_us[0.0]:.1f} us"
+    if not result.link_gbps:
+        return f"rate of the link: none makes a difference, {unpaced}"
+    at_rate = result.link_us[result.link_gbps]
+    return (
+        f"rate of the link: {result.link_gbps:.0f} GB/s; {unpaced} without it, {at_rate:.1f} with"
+    )
+
+
 def describe(curve: Curve) -> str:
     """A curve in words: which candidate from how many tokens on."""
     parts, first = [], 1
@@ -172,7 +192,7 @@ def describe(curve: Curve) -> str:
 
 
 def _rows(
-    records: list[dict[str, Any]],
+    result: ranks_tune.Result,
     curves: tuning.Curves,
     size: int,
     device: str,
@@ -183,9 +203,24 @@ def _rows(
         "world_size": size,
         **provenance,
     }
-    wrong = {candidate for record in records for candidate in record["wrong"]}
-    rows = []
-    for record in records:
+    wrong = {candidate for record in result.curves for candidate in record["wrong"]}
+    shape = ranks_tune.LINK_SHAPE
+    rows = [
+        {
+            **common,
+            "num_tokens": shape.num_tokens,
+            "hidden_size": shape.hidden_size,
+            "dtype": "bfloat16",
+            "quant": "",
+            "arm": LINK_ARM,
+            "link_gbps": rate,
+            "p50_us": us,
+            "correct": True,
+            "chosen": rate == result.link_gbps,
+        }
+        for rate, us in result.link_us.items()
+    ]
+    for record in result.curves:
         right = {
             tokens: {c: us for c, us in found.items() if c not in wrong}
             for tokens, found in record["times"].items()
@@ -201,6 +236,7 @@ def _rows(
                     "quant": record["quant"],
                     "arm": f"allnorm:{candidate.algorithm}",
                     "num_blocks": candidate.num_blocks,
+                    "link_gbps": result.link_gbps,
                     "p50_us": us,
                     "correct": candidate not in wrong,
                     "chosen": chosen.get(tokens) == candidate,

@@ -83,6 +83,11 @@ int32_t check_call(const AllnormCall* call) {
   if (call->num_blocks < 0) {
     return invalid("num_blocks", call->num_blocks, "0 (the library chooses) or more");
   }
+  // The slowest link still lets the time of a row be counted in 32 bits.
+  if (call->link_gbps != 0 && !(call->link_gbps >= 1 && call->link_gbps <= 1e6)) {
+    return fail(ALLNORM_INVALID_ARGUMENT, "link_gbps is %g; expected 0 (not known) or 1 to 1e6",
+                call->link_gbps);
+  }
   if ((call->flags & ~kCallFlags) != 0) {
     return invalid("flags", call->flags, "a sum of AllnormCallFlags, 0 to 3");
   }

@@ -3,7 +3,7 @@
 // The first cluster serves the exchange. Each other cluster takes rows first, first + step, ...;
 // each of its threads holds one pack of the row. Rows flow without a grid-wide barrier: while a row
 // is waited for, as many rows after it are on their way as there are hops (two in
-// run_few_blocks(), none where kReceivesFirst), and the input of the next one is being loaded. A
+// run_few_blocks(), none where kSendsAfterwards), and the input of the next one is being loaded. A
 // wait is for something that all ranks do before they wait for anything of that row or a later one,
 // so the lowest unfinished row can always be finished, however the ranks' grids are cut.
 //
@@ -16,6 +16,7 @@
 
 #include "cuda/epilogue.cuh"
 #include "cuda/exchange.cuh"
+#include "cuda/pace.cuh"
 
 namespace allnorm {
 
@@ -87,11 +88,11 @@ template <class T, int kWorldSize, template <class, int> class Transport, Grid k
           bool kQuantized>
 __device__ __forceinline__ void run_fused(const FusedParams& params) {
   constexpr int kHops = Transport<T, kWorldSize>::kHops;
-  // Two ranks, many rows: from the third row of a cluster on the link is busy all the time, and
-  // stores that wait for it hold up the loads behind them. H200, bf16, 2026-11, 4096 columns: 768
-  // rows 22.3 us instead of 23.7, 1024 29.4 instead of 30.4, 4096 102 instead of 103; of two rows a
-  // cluster 512 17.0 instead of 16.7 (docs/performance.md).
-  constexpr bool kReceivesFirst = kHops == 1 && kGrid == Grid::kDense && kWorldSize == 2;
+  // Two ranks, many rows: a cluster sends a row when it is done with the one before, and when the
+  // link is due to take it. Sent ahead, it would hold up what is left to do of the row before.
+  // H200, bf16, 2026-11, 4096 columns, unpaced: 384 rows 12.7 us instead of 13.9, 512 16.1 instead
+  // of 17.3, 1024 29.0 instead of 29.2, 8192 198 instead of 196 (docs/performance.md).
+  constexpr bool kSendsAfterwards = kHops == 1 && kGrid == Grid::kDense && kWorldSize == 2;
   const uint32_t clusters = cluster_size();
   const int pack = static_cast<int>(cluster_rank() * blockDim.x + threadIdx.x);
   const bool live = pack < params.packs;
@@ -118,6 +119,8 @@ __device__ __forceinline__ void run_fused(const FusedParams& params) {
                           send);
   }
 
+  Pace pace;
+  if (kSendsAfterwards && step < end) pace.start(params.row_ps, first, step, 1);
   send(first, own);
   epilogue.prefetch_weight();
   epilogue.prefetch_row(first);
@@ -128,14 +131,13 @@ __device__ __forceinline__ void run_fused(const FusedParams& params) {
   Pack ahead = load_input(first + kHops * step);
   for (int row = first; row < end; row += step) {
     const bool last = row + step >= end;
-    const bool receives_first = kReceivesFirst && row != first && end > 2 * step;
     const auto send_ahead = [&] {
       send(row + kHops * step, ahead);
       ahead = load_input(row + (kHops + 1) * step);
     };
     if (last) {
       let_dependents_in(params);
-    } else if (!receives_first) {
+    } else if (!kSendsAfterwards) {
       send_ahead();
     }
     if (row != first) epilogue.prefetch_row(row);
@@ -149,13 +151,16 @@ __device__ __forceinline__ void run_fused(const FusedParams& params) {
     } else {
       const bool keeps = kGrid == Grid::kSparse && row == first;
       reduced = transport.receive(row, [&] { return keeps ? own : load_input(row); });
-      if (receives_first && !last) send_ahead();
     }
     epilogue.add_row(row, reduced);
     // After the barrier in add_row().
     if (last) exchange.advance();
     if (params.epilogue.normalize) epilogue.store_row(row, epilogue.finish());
     sum = next_sum;
+    if (kSendsAfterwards && !last) {
+      pace.wait();
+      send_ahead();
+    }
   }
 }
 

@@ -97,7 +97,8 @@ struct FusedParams {
   int32_t packs;
   int32_t rank;
   PushLayout::Phases phases;
-  bool large;  // the phases are the large ones
+  bool large;      // the phases are the large ones
+  int32_t row_ps;  // on the link, what this rank sends of a row; 0: not known
   int64_t timeout_ns;
   CallTag tag;
   AllnormFault* fault;  // host memory, mapped

@@ -120,6 +120,11 @@ inline FusedParams exchange_params(const AllnormCommConfig& config, const Allnor
   const int64_t bytes = (num_rows + slot.rows - 1) / slot.rows * slot.bytes;
   params.large = bytes > PushLayout::phases(config.workspace_bytes, false).bytes;
   params.phases = PushLayout::phases(config.workspace_bytes, params.large);
+  if (call.link_gbps != 0) {
+    // What arrives here for a row is what this rank sends of one.
+    const double row_bytes = static_cast<double>(slot.bytes) / static_cast<double>(slot.rows);
+    params.row_ps = static_cast<int32_t>(1e3 * row_bytes / call.link_gbps);
+  }
   params.timeout_ns = config.timeout_ns;
   params.tag = call_tag(call, num_rows);
   params.fault = fault;

@@ -47,7 +47,8 @@ constexpr Field kNumbers[] = {ALLNORM_FIELD(struct_bytes),
                               ALLNORM_FIELD(scale_padding_rows),
                               ALLNORM_FIELD(quantized_stride),
                               ALLNORM_FIELD(scale_row_stride),
-                              ALLNORM_FIELD(scale_group_stride)};
+                              ALLNORM_FIELD(scale_group_stride),
+                              ALLNORM_FIELD(link_gbps)};
 constexpr Field kPointers[] = {
     ALLNORM_FIELD(x),    ALLNORM_FIELD(residual),     ALLNORM_FIELD(weight),
     ALLNORM_FIELD(out),  ALLNORM_FIELD(residual_out), ALLNORM_FIELD(quantized),
@@ -300,6 +301,10 @@ void test_refusals() {
       {"flags", [](AllnormCall& call) { call.flags = 4; }},
       {"cluster_size", [](AllnormCall& call) { call.cluster_size = 9; }},
       {"num_blocks", [](AllnormCall& call) { call.num_blocks = -1; }},
+      {"link_gbps", [](AllnormCall& call) { call.link_gbps = -1; }},
+      {"link_gbps", [](AllnormCall& call) { call.link_gbps = 0.5; }},
+      {"link_gbps", [](AllnormCall& call) { call.link_gbps = 2e6; }},
+      {"link_gbps", [](AllnormCall& call) { call.link_gbps = std::nan(""); }},
       {"x is NULL", [](AllnormCall& call) { call.x = nullptr; }},
       {"x is at", [&](AllnormCall& call) { call.x = later(const_cast<void*>(call.x), 1); }},
       {"weight is at", [&](AllnormCall& call) { call.weight = later(call.scale, 1); }},

@@ -77,6 +77,7 @@ inline AllnormCall make_call(Random& random) {
   call.weight_bias = random.below(2) == 0 ? 0.0f : 1.0f;
   call.hidden_size = 8 * (1 + random.below(137));  // any number of packs of 16 bits
   call.num_tokens = 1 + random.below(8);
+  call.link_gbps = random.below(2) == 0 ? 0.0 : 1.0;
   if (call.op != ALLNORM_ADD_RMS_NORM) return call;
   if (random.below(3) == 0) {
     call.flags = ALLNORM_RESIDUAL_SHARDED;

@@ -112,3 +112,12 @@ def test_grid() -> None:
     assert crossovers.token_grid(100, 4) == [1, 4, 16, 64, 100]
     assert crossovers.token_grid(16384, 2) == [1 << power for power in range(15)]
     assert crossovers.token_grid(1, 4) == [1]
+
+
+def test_a_rate_of_the_link_must_bring_more_than_noise() -> None:
+    assert crossovers.link_rate({}) == 0.0
+    assert crossovers.link_rate({0.0: 196.0}) == 0.0
+    assert crossovers.link_rate({0.0: 196.0, 342.0: 201.0, 369.0: 188.0, 376.0: 190.0}) == 369.0
+    assert crossovers.link_rate({0.0: 196.0, 342.0: 201.0, 369.0: 193.0}) == 0.0
+    assert crossovers.link_rate({342.0: 200.0, 369.0: 188.0}) == 369.0, "right only with a rate"
+    assert crossovers.link_rate({0.0: 9.0, 342.0: 8.0, 350.0: 8.0}) == 342.0

@@ -35,7 +35,7 @@ ONE, TWO = Candidate("one_shot"), Candidate("two_shot")
 
 def tune_with_defects(
     rank: int, world_size: int, job: ranks_tune.Job, slow: str = "", wrong: str = ""
-) -> list[dict[str, Any]]:
+) -> ranks_tune.Result:
     """The tuner's own code; calls by one algorithm are slow, or wrong on the last rank."""
     make = arms.own_arm
 
@@ -56,9 +56,10 @@ def tune_with_defects(
     return ranks_tune.run(rank, world_size, job)
 
 
-def curves(results: list[list[dict[str, Any]]]) -> tuning.Curves:
+def curves(results: list[ranks_tune.Result]) -> tuning.Curves:
     assert all(result == results[0] for result in results), "ranks decide alike"
-    return cli_tune._curves(results[0])
+    assert (results[0].link_gbps, results[0].link_us) == (0.0, {}), "there is no link on CPU"
+    return cli_tune._curves(results[0].curves)
 
 
 @pytest.mark.parametrize("slow", ["one_shot", "two_shot"])
@@ -77,7 +78,7 @@ def test_a_candidate_with_wrong_bits_is_left_out() -> None:
     found = curves(results)
     for curve in (curve for found_curves in found.values() for curve in found_curves):
         assert curve.steps == (Step(None, "two_shot"),)
-    first = results[0][0]
+    first = results[0].curves[0]
     assert all(ONE not in times for times in first["times"].values()), "it is not even timed"
     assert first["wrong"][ONE] == "1x64: rank 1: normed differs from the reference"
     assert TWO not in first["wrong"]
@@ -92,7 +93,7 @@ def test_all_wrong_leaves_nothing() -> None:
 def test_groups_that_do_not_fit_have_no_curve() -> None:
     job = dataclasses.replace(JOB, quants=("per_group:128",))
     results = run_ranks(tune_with_defects, 2, args=(job,))
-    assert "whole groups" in results[0][0]["reason"]
+    assert "whole groups" in results[0].curves[0]["reason"]
     assert curves(results) == {}
 
 
@@ -115,7 +116,7 @@ def test_a_forced_slow_table_is_corrected(tmp_path: pathlib.Path) -> None:
         ],
         ("float16", "norm"): [Curve(256, (Step(None, "two_shot"),))],
     }
-    tuning.save(path, tuning.document(forced, name, 2, {"date": "2020-01-01"}))
+    tuning.save(path, tuning.document(tuning.Measured(forced), name, 2, {"date": "2020-01-01"}))
     before = run_ranks(choices, 2, args=(tmp_path,))
     assert before[0] == before[1] == [("unfused", f"tuned {path}, 2020-01-01")] * 3
 
@@ -142,7 +143,7 @@ def test_a_forced_slow_table_is_corrected(tmp_path: pathlib.Path) -> None:
     assert after[0] == after[1]
     assert all(algorithm != "unfused" for algorithm, _ in after[0])
     assert all(source.startswith(f"tuned {path}, 20") for _, source in after[0])
-    stored = tuning.read(path, name, 2).tuned
+    stored = tuning.read(path, name, 2).tuned.curves
     assert stored["float16", "norm"] == forced["float16", "norm"], "not measured again: kept"
     assert {curve.hidden_size for curve in stored["bfloat16", "norm"]} == {256, 999}
 
@@ -153,7 +154,7 @@ def test_check(tmp_path: pathlib.Path) -> None:
     path = tuning.path_of(tmp_path, name, 2)
     # One row in two_shot's place is gathered by gloo: many times slower than either algorithm.
     forced = {("bfloat16", "norm"): [Curve(256, (Step(2, "unfused"), Step(None, "one_shot")))]}
-    tuning.save(path, tuning.document(forced, name, 2, {"date": "2020-01-01"}))
+    tuning.save(path, tuning.document(tuning.Measured(forced), name, 2, {"date": "2020-01-01"}))
     json_file = tmp_path / "rows.jsonl"
     done = command(
         *("tune", "--check", "--tp", "2", "--device", "cpu", "--hidden", "256"),

@@ -8,14 +8,15 @@ from typing import Literal
 import kernel_edits as edits
 from kernel_edits import EXCHANGE, ONE_SHOT, OWNED, TWO_SHOT, WORDS, Edits
 
-BLOCK, QUANTIZE, FUSED, LOCAL, LOCAL_ROWS = (
-    f"cuda/{name}.cuh" for name in ("block", "quantize", "fused", "local", "local_rows")
+BLOCK, QUANTIZE, FUSED, LOCAL, LOCAL_ROWS, PACE = (
+    f"cuda/{name}.cuh" for name in ("block", "quantize", "fused", "local", "local_rows", "pace")
 )
 
 SLOT = "race on workspace slot"
 RACE = "ThreadSanitizer: data race"
 WRONG = "elements wrong"
 HANGS = "does not end"
+LATE = "ns after it is due"
 NOT_EMPTY = "a slot is not empty"
 
 Build = Literal["plain", "thread"]
@@ -214,10 +215,25 @@ RACES = (
 # What is wrong on any memory: results differ, slots stay full, or a rank waits for ever.
 WRONG_RESULTS = (
     Mutant(
-        "two ranks, many rows: the next row is not sent after the receipt",
-        ((FUSED, "      if (receives_first && !last) send_ahead();\n", ""),),
+        "two ranks, many rows: the next row is not sent after the one before",
+        ((FUSED, "      pace.wait();\n      send_ahead();\n", "      pace.wait();\n"),),
         (HANGS,),
         build="plain",
+    ),
+    Mutant(
+        "pace: turns do not add up",
+        ((PACE, "    due_ns_ += turn_ns_;\n", ""),),
+        (LATE,),
+        build="plain",
+        test="cuda_pace_test",
+    ),
+    Mutant(
+        "pace: nobody waits for the start",
+        ((PACE, "    wait_until_due();\n    due_ns_ += turns", "    due_ns_ += turns"),),
+        (LATE,),
+        build="plain",
+        test="cuda_pace_test",
+        short=False,
     ),
     Mutant(
         "local kernel of rows: a row takes the residual of the one before",

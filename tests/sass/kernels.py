@@ -56,8 +56,7 @@ class Variant:
         wide = {
             # sent: the first row, and one ahead; received: one group
             "one_shot": (2 * peers, ranks),
-            # of two ranks the one ahead in two places
-            "one_shot_dense": (3 if ranks == 2 else 2 * peers, ranks),
+            "one_shot_dense": (2 * peers, ranks),
             # sent: the first two rows, and one ahead; received: two looks, and one group of polls
             "one_shot_few": (3 * peers, 2 + ranks),
             # sent: the first row, and two ahead; relayed and received: the first row, and one ahead

@@ -189,6 +189,7 @@ inline void wait_barrier(SharedAddress barrier, uint32_t parity) {
 struct DeviceClock {
   static int64_t now_ns() { return static_cast<int64_t>(shim::turns()) * 1000; }
 };
+inline void sleep_briefly() { shim::yield(); }
 
 }  // namespace allnorm
 #endif  // ALLNORM_CUDA_MEMORY_CUH_

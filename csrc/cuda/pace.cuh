@@ -1,0 +1,60 @@
+// When rows are sent: one after the other at the rate of the link, where that is known.
+//
+// Stores that wait for the link hold up what their multiprocessor does behind them, the polls and
+// loads of other rows too; and since all stores share the link alike, rows that are sent together
+// arrive together, at the end. Sent at the link's rate nothing queues, the link is as busy, and a
+// row is worked on while later ones cross. H200, 2 ranks, bf16, 4096 columns, 2026-11, one_shot of
+// 384 / 512 / 1024 / 2048 / 8192 rows: 13.9 / 17.3 / 29.2 / 54.9 / 196 us before there was a pace,
+// 12.3 / 15.4 / 27.8 / 51.6 / 188 with it (docs/performance.md).
+#ifndef ALLNORM_CUDA_PACE_CUH_
+#define ALLNORM_CUDA_PACE_CUH_
+
+#include <cstdint>
+
+#include "cuda/memory.cuh"
+
+namespace allnorm {
+
+// One thread's. It waits for a time and for nobody, and bits never depend on it.
+class Pace {
+ public:
+  // Waits until the cluster that sends rows first, first + step, ... may begin. The next wait() is
+  // for `turns` turns after that. `row_ps`: the time of a row on the link, in picoseconds; 0: not
+  // known, then nobody waits.
+  //
+  // Clusters begin one after the other over half a turn. Over none they wait for each other's rows
+  // together, and over a whole one the last begin too late: 512 / 1024 / 8192 rows take 16.0 / 30.0
+  // / 193, 16.0 / 28.5 / 188, and over half a turn 15.4 / 27.8 / 188 us.
+  __device__ __forceinline__ void start(int row_ps, int first, int step, int turns) {
+    if (row_ps == 0) return;
+    turn_ns_ = time_ns(row_ps, step);
+    due_ns_ = DeviceClock::now_ns() + time_ns(row_ps, first) / 2;
+    wait_until_due();
+    due_ns_ += turns * static_cast<int64_t>(turn_ns_);
+  }
+
+  // Waits until this cluster's next row may be sent.
+  __device__ __forceinline__ void wait() {
+    if (turn_ns_ == 0) return;
+    wait_until_due();
+    due_ns_ += turn_ns_;
+  }
+
+ private:
+  // Below 2^31: at most kMaxBlocks rows of at most 1 ms, at the slowest rate that
+  // abi/check.cpp lets through.
+  __device__ __forceinline__ static int time_ns(int row_ps, int rows) {
+    return static_cast<int>(static_cast<int64_t>(row_ps) * rows / 1000);
+  }
+
+  // Not for long: until a turn is over.
+  __device__ __forceinline__ void wait_until_due() const {
+    while (DeviceClock::now_ns() < due_ns_) sleep_briefly();
+  }
+
+  int turn_ns_ = 0;
+  int64_t due_ns_ = 0;
+};
+
+}  // namespace allnorm
+#endif  // ALLNORM_CUDA_PACE_CUH_
