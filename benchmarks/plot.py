@@ -1,8 +1,10 @@
 """Draws stored rows of `allnorm bench --json`: latency against tokens, one panel per hidden size.
 
-    python benchmarks/plot.py benchmarks/results/h200x2-peers.jsonl docs/h200x2.svg --hidden 4096
+    python benchmarks/plot.py benchmarks/results/h200x2-{peers,paced}.jsonl docs/h200x2.svg \
+        --hidden 4096
 
-allnorm's algorithms apart from what it chooses are left out.
+allnorm's algorithms apart from what it chooses are left out. Of several files the last one that has
+an arm at a size counts.
 """
 
 from __future__ import annotations
@@ -36,23 +38,24 @@ def measurement(row: dict[str, Any]) -> Measurement:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("rows", type=pathlib.Path)
+    parser.add_argument("rows", type=pathlib.Path, nargs="+")
     parser.add_argument("picture", type=pathlib.Path, help=".svg, .png or .pdf")
     parser.add_argument("--hidden", type=int, help="only this hidden size")
     options = parser.parse_args()
-    rows = [json.loads(line) for line in options.rows.read_text().splitlines()]
-    shown = [
-        measurement(row)
+    rows = [json.loads(line) for path in options.rows for line in path.read_text().splitlines()]
+    newest = {
+        (row["arm"], row["quant"], row["num_tokens"], row["hidden_size"]): measurement(row)
         for row in rows
         if row["supported"]
         and row["correct"]
         and not row["arm"].startswith("allnorm:")
         and options.hidden in (None, row["hidden_size"])
-    ]
+    }
+    shown = list(newest.values())
     if not shown:
-        parser.error(f"no rows of {options.rows} are to be shown")
+        parser.error("no rows are to be shown")
     # The same names inside from the same rows: otherwise all of the file would seem to change.
-    matplotlib.rcParams["svg.hashsalt"] = str(options.rows)
+    matplotlib.rcParams["svg.hashsalt"] = str(options.rows[0])
     bench_plot.save(shown, options.picture, f"{rows[0]['gpu']}, {rows[0]['dtype']}")
 
 
