@@ -43,15 +43,15 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, help="only this hidden size")
     options = parser.parse_args()
     rows = [json.loads(line) for path in options.rows for line in path.read_text().splitlines()]
-    newest = {
-        (row["arm"], row["quant"], row["num_tokens"], row["hidden_size"]): measurement(row)
+    found = [
+        measurement(row)
         for row in rows
         if row["supported"]
         and row["correct"]
         and not row["arm"].startswith("allnorm:")
         and options.hidden in (None, row["hidden_size"])
-    }
-    shown = list(newest.values())
+    ]
+    shown = list({(m.arm, m.mode, m.shape): m for m in found}.values())
     if not shown:
         parser.error("no rows are to be shown")
     # The same names inside from the same rows: otherwise all of the file would seem to change.
