@@ -34,7 +34,7 @@ _SEEDS = pathlib.Path(__file__).parent / "seeds"
 Curves = dict[tuple[str, str], list[Curve]]
 
 # What a link can be, GB/s; allnorm.h takes as much.
-_LINK_GBPS = (1.0, 1e6)
+LINK_GBPS = (1.0, 1e6)
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ def check(document: Any, device: str, world_size: int, release: str = __version_
 
 
 def _link(value: Any) -> float:
-    least, most = _LINK_GBPS
+    least, most = LINK_GBPS
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not (value == 0 or least <= value <= most):
         raise TableError(f"link_gbps is {value!r}: expected 0 (not known) or {least:g} to {most:g}")

@@ -28,6 +28,7 @@ def time_calls(rank: int, world_size: int, device: str) -> dict[str, float]:
     """Microseconds of a call, by what is called."""
     where = torch.device(device, rank) if device == "cuda" else torch.device(device)
     x = torch.ones(_NUM_TOKENS, _HIDDEN_SIZE, dtype=torch.bfloat16, device=where)
+    out, residual_out = torch.empty_like(x), torch.empty_like(x)
     residual, weight = torch.empty_like(x), torch.ones(_HIDDEN_SIZE, dtype=x.dtype, device=where)
     quant = allnorm.Fp8PerGroup(128)
     # Of two words it says whether they are equal; those that are passed never are: 0, success.
@@ -38,6 +39,9 @@ def time_calls(rank: int, world_size: int, device: str) -> dict[str, float]:
         calls = {
             "all_reduce": lambda: comm.all_reduce(x),
             "all_reduce_add_rms_norm": lambda: comm.all_reduce_add_rms_norm(x, residual, weight),
+            "all_reduce_add_rms_norm, out= and residual_out=": lambda: comm.all_reduce_add_rms_norm(
+                x, residual, weight, out=out, residual_out=residual_out
+            ),
             "all_reduce_add_rms_norm, in place": lambda: comm.all_reduce_add_rms_norm(
                 x, residual, weight, out=x, residual_out=residual
             ),

@@ -19,7 +19,9 @@ NUMERICS = ("rounded", "unrounded", "transformers", "vllm")
 Tp = Annotated[
     str,
     typer.Option(
-        "--tp", help="Ranks, or a list such as 2,4,8. Default: all GPUs, else 2 CPU processes."
+        "--tp",
+        help="Ranks, or a list such as 2,4,8. Default: all GPUs (bench: 2, then all), else 2 CPU "
+        "processes.",
     ),
 ]
 Device = Annotated[str, typer.Option("--device", help="cuda, cpu or auto (cuda if there is one).")]

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import allnorm
-from allnorm import policy
+from allnorm import policy, tuning
 from allnorm.cli import bench_floor, crossovers
 from allnorm.cli.bench_modes import Mode
 from allnorm.cli.crossovers import Candidate, Times
@@ -137,7 +137,9 @@ def _try_link_rates(
         sent = bench_floor.wire_bytes(
             comm.world_size, shape.num_tokens, shape.hidden_size, element_bytes, mode
         )
-        us |= time([round(share * sent / us[0.0] / 1e3, 1) for share in _LINK_SHARES])
+        rates = [round(share * sent / us[0.0] / 1e3, 1) for share in _LINK_SHARES]
+        least, most = tuning.LINK_GBPS
+        us |= time([rate for rate in rates if least <= rate <= most])
     return us, wrong
 
 
