@@ -6,6 +6,7 @@ A check looks only at what all ranks pass alike, so that either every rank refus
 from __future__ import annotations
 
 import math
+import numbers
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -89,7 +90,7 @@ def check_norm_arguments(arguments: NormArguments) -> None:
         if not isinstance(getattr(arguments, name), bool):
             raise TypeError(f"{name}={getattr(arguments, name)!r}: expected True or False.")
     for name, value in (("eps", arguments.eps), ("weight_bias", arguments.weight_bias)):
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise TypeError(f"{name}={value!r}: expected a number.")
         if not math.isfinite(value):
             raise ValueError(f"{name}={value!r}: expected a finite number.")
@@ -110,11 +111,16 @@ def check_input(name: str, x: object, device: torch.device) -> None:
         raise ValueError(
             f"{name} has shape {tuple(x.shape)}: expected [..., hidden_size] with hidden_size >= 1."
         )
-    if x.shape[-1] > _MAX_HIDDEN_SIZE:
-        raise UnsupportedError(
-            f"{name} has hidden_size {x.shape[-1]}: at most {_MAX_HIDDEN_SIZE} is supported."
-        )
+    check_width(name, x.shape[-1])
     check_last_dim(name, x)
+
+
+def check_width(name: str, hidden_size: int) -> None:
+    """Raises UnsupportedError for rows that no call takes."""
+    if hidden_size > _MAX_HIDDEN_SIZE:
+        raise UnsupportedError(
+            f"{name} has hidden_size {hidden_size}: at most {_MAX_HIDDEN_SIZE} is supported."
+        )
 
 
 def check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
@@ -228,11 +234,26 @@ def check_weight(weight: object, x: torch.Tensor) -> None:
 def check_result(name: str, result: torch.Tensor, like: Like) -> None:
     """Raises unless a preallocated result is as `like` says and can be written row by row."""
     check_like(name, result, like)
-    if not result.is_contiguous() and (result.dim() != 2 or 0 in result.stride()):
+    if not result.is_contiguous() and not _has_distinct_rows(result):
         raise ValueError(
-            f"{name} has shape {tuple(result.shape)} and strides {result.stride()}: expected a "
-            "contiguous tensor, or a two-dimensional one with distinct, contiguous rows."
+            f"{name} has shape {tuple(result.shape)} and strides {result.stride()}: expected "
+            "distinct, contiguous rows."
         )
+
+
+def _has_distinct_rows(tensor: torch.Tensor) -> bool:
+    """Whether its rows are contiguous and, as far as their strides tell, lie side by side."""
+    dims = sorted(
+        (stride, size)
+        for stride, size in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True)
+        if size > 1
+    )
+    reach = tensor.shape[-1]
+    for stride, size in dims:
+        if stride < reach:
+            return False
+        reach += (size - 1) * stride
+    return tensor.stride(-1) == 1 or tensor.shape[-1] == 1
 
 
 def check_overlap(

@@ -209,6 +209,7 @@ class Calls:
                 x, residual, weight, out, residual_out, quantized, scale, fresh
             )
             if launch.is_unfused:
+                self.check()  # the library does it for the others
                 status = unfused.run(launch, self._library, self.group, x, out, quantized, scale)
             else:
                 status = self._library.run(self._handle, launch.address)

@@ -251,6 +251,9 @@ class Collectives(Calls):
 
         Raises:
             ValueError, TypeError: num_tokens is not an integer >= 0.
+            CommunicatorClosedError: after `close()`.
         """
+        if self._closed:
+            self._refuse()
         arguments.check_count("num_tokens", num_tokens)
         return arguments.row_shard(num_tokens, self.world_size, self.rank)

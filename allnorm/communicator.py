@@ -62,9 +62,9 @@ class Communicator(Collectives):
             the user's cache). They decide about time, never about bits; one that does not fit, or
             that not all ranks have, is left out with a warning of rank 0.
         max_blocks: CUDA: the most thread blocks of up to 512 threads that a call may take, so that
-            other work runs beside it (`ALLNORM_MAX_BLOCKS`, else as many as the GPU holds, two or
-            one a multiprocessor). The same on every rank; bits never depend on it. Two blocks run
-            in any case, or twice as many as a row needs that is wider than one.
+            other work runs beside it (None: as many as the GPU holds, two or one a multiprocessor).
+            The same on every rank; bits never depend on it. Two blocks run in any case, or twice as
+            many as a row needs that is wider than one.
         early_trigger: CUDA: the next kernel of the stream, if it is launched with programmatic
             dependent launch, may start before a call's last stores; it must read nothing before
             `griddepcontrol.wait`, as CUDA demands of it. False lets it start when the call ends,
@@ -185,7 +185,7 @@ class Communicator(Collectives):
             )
         self._workspace_bytes = workspace_bytes // 4096 * 4096
         if max_blocks is None:
-            max_blocks = settings.max_blocks or 0
+            max_blocks = 0
         else:
             arguments.check_count("max_blocks", max_blocks)
             if max_blocks < 1:
@@ -204,7 +204,7 @@ class Communicator(Collectives):
                 world_size=self.world_size,
                 device=-1 if self.device.type == "cpu" else self.device.index,
                 workspace_bytes=self._workspace.num_bytes,
-                timeout_ns=int(self.timeout.total_seconds() * 1e9),
+                timeout_ns=min(int(self.timeout.total_seconds() * 1e9), _MAX_TIMEOUT_NS),
                 first_op=first_op,
                 flags=flags,
             )
@@ -249,8 +249,11 @@ class Communicator(Collectives):
 
         Raises:
             ValueError, TypeError: wrong arguments.
-            UnsupportedError: no call of this dtype, or with these groups, can run.
+            UnsupportedError: no call of this dtype or width, or with these groups, can run.
+            CommunicatorClosedError: after `close()`.
         """
+        if self._closed:
+            self._refuse()
         if num_tokens < 0 or hidden_size < 1:
             raise ValueError(
                 f"num_tokens={num_tokens}, hidden_size={hidden_size}: expected >= 0 and >= 1."
@@ -258,6 +261,7 @@ class Communicator(Collectives):
         if dtype not in DTYPES:
             raise UnsupportedError(f"dtype={dtype}: expected float32, float16 or bfloat16.")
         arguments.check_algorithm(algorithm)
+        arguments.check_width("x", hidden_size)
         if quant is not None:
             check_quant(quant)
             check_hidden_size(quant, hidden_size)
@@ -290,6 +294,8 @@ class Communicator(Collectives):
         self.group = None  # type: ignore[assignment]
 
     def __enter__(self) -> Communicator:
+        if self._closed:
+            self._refuse()
         return self
 
     def __exit__(
@@ -313,10 +319,17 @@ class Communicator(Collectives):
         return f"<Communicator {state}: rank {self.rank} of {self.world_size} on {self.device}>"
 
 
+# What the library counts in.
+_MAX_TIMEOUT_NS = (1 << 63) - 1
+
+
 def _resolve_device(device: torch.device | str | None) -> torch.device:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    resolved = torch.device(device)
+    try:
+        resolved = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device={device!r}: {error}") from None
     if resolved.type == "cpu":
         return torch.device("cpu")
     if resolved.type != "cuda":

@@ -6,7 +6,6 @@
 | `ALLNORM_TIMEOUT_SECONDS` | `Communicator(timeout=)`           |
 | `ALLNORM_DISABLE`         | the engine's own switch, off       |
 | `ALLNORM_TUNING_DIR`      | `Communicator(tuning_dir=)`        |
-| `ALLNORM_MAX_BLOCKS`      | `Communicator(max_blocks=)`        |
 
 `ALLNORM_DISABLE=1` keeps the plugins of serving engines from doing anything; calls of the library's
 own API are not affected.
@@ -29,7 +28,7 @@ DEFAULT_TIMEOUT = datetime.timedelta(seconds=600)
 
 _KNOWN = (
     *("ALLNORM_WORKSPACE_BYTES", "ALLNORM_TIMEOUT_SECONDS", "ALLNORM_DISABLE"),
-    *("ALLNORM_TUNING_DIR", "ALLNORM_MAX_BLOCKS"),
+    "ALLNORM_TUNING_DIR",
 )
 
 
@@ -41,7 +40,6 @@ class Settings:
     timeout: datetime.timedelta | None = None
     disabled: bool = False
     tuning_dir: pathlib.Path | None = None
-    max_blocks: int | None = None
 
 
 def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
@@ -59,13 +57,11 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         )
     workspace = _positive(environ, "ALLNORM_WORKSPACE_BYTES")
     seconds = _positive(environ, "ALLNORM_TIMEOUT_SECONDS")
-    max_blocks = _positive(environ, "ALLNORM_MAX_BLOCKS")
     return Settings(
         workspace_bytes=None if workspace is None else int(workspace),
-        timeout=None if seconds is None else datetime.timedelta(seconds=seconds),
+        timeout=None if seconds is None else _duration(seconds),
         disabled=_switch(environ, "ALLNORM_DISABLE"),
         tuning_dir=_folder(environ, "ALLNORM_TUNING_DIR"),
-        max_blocks=None if max_blocks is None else max(1, int(max_blocks)),
     )
 
 
@@ -97,6 +93,13 @@ def _positive(environ: Mapping[str, str], name: str) -> float | None:
             f"{name}={text!r}: expected a positive number. Correct or unset it."
         )
     return value
+
+
+def _duration(seconds: float) -> datetime.timedelta:
+    """The nearest that there is, and none of no length."""
+    if seconds >= datetime.timedelta.max.total_seconds():
+        return datetime.timedelta.max
+    return max(datetime.timedelta(seconds=seconds), datetime.timedelta.resolution)
 
 
 def _switch(environ: Mapping[str, str], name: str) -> bool:

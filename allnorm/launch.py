@@ -237,6 +237,8 @@ class Launch:
 
     def writable(self, result: torch.Tensor) -> bool:
         """Whether the kernels can write to `result` directly."""
+        if result.dim() != 2 and not result.is_contiguous():
+            return False  # it need not have rows at one distance
         if not self._is_cuda:
             return True
         size = result.element_size()

@@ -96,7 +96,7 @@ class Table:
     Attributes:
         source: where it comes from, as plans say it.
         curves: by name of the dtype and epilogue, at least one each.
-        link_gbps: as of a Plan; what the curves were measured with.
+        link_gbps: as of a Plan; what the newest of the curves were measured with.
     """
 
     source: str

@@ -193,7 +193,8 @@ class Preparer:
     ) -> Plan:
         """Chooses the algorithm of such a call; refuses one that was asked for and cannot run."""
         plan = self.choose(call, num_tokens, dtype, algorithm)
-        if algorithm not in ("auto", plan.algorithm):
+        # One rank has nothing to exchange: whatever is asked for, it computes the same.
+        if algorithm not in ("auto", plan.algorithm) and self._traits.world_size > 1:
             raise UnsupportedError(
                 f"algorithm={algorithm!r} cannot run here: {plan.reason}. Pass algorithm='auto' or "
                 "'unfused'; the results are the same bits."

@@ -38,11 +38,12 @@ class Fp8PerGroup:
             (strides `(1, ceil4(T))`, as DeepGEMM reads them; the padding rows are zero).
         scale_format: "float32"; "ue8m0", rounded up to a power of two and kept in float32; or
             "ue8m0_packed", the exponents of four groups in an int32, the first in the lowest byte:
-            `[T, ceil(hidden_size / group_size / 4)]`, with "column_major_tma" only.
+            `[T, ceil(hidden_size / group_size / 4)]`, in "column_major_tma" only, which the layout
+            then is where none is given.
 
     Raises:
         TypeError: group_size is not an int.
-        ValueError: another value than these, or "ue8m0_packed" in another layout.
+        ValueError: another value than these, or "ue8m0_packed" in "column_major".
     """
 
     group_size: int = 128
@@ -56,6 +57,8 @@ class Fp8PerGroup:
         check_choice("group_size", self.group_size, GROUP_SIZES)
         check_choice("scale_layout", self.scale_layout, SCALE_LAYOUTS)
         check_choice("scale_format", self.scale_format, SCALE_FORMATS)
+        if self.scale_format == "ue8m0_packed" and self.scale_layout == "row_major":
+            object.__setattr__(self, "scale_layout", "column_major_tma")
         if self.scale_format == "ue8m0_packed" and self.scale_layout != "column_major_tma":
             raise ValueError(
                 f"scale_format='ue8m0_packed' with scale_layout={self.scale_layout!r}: packed "

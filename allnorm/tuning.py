@@ -26,7 +26,7 @@ from allnorm import config, topology
 from allnorm._version import __version__
 from allnorm.policy import ALGORITHMS, EPILOGUES, MOST_BLOCKS, Curve, Step, Table
 
-FORMAT = 1
+FORMAT = 2  # 1 had no link_gbps, and times of kernels that knew none
 DTYPES = ("float32", "float16", "bfloat16")
 _MAX_FILE_BYTES = 4 << 20
 _SEEDS = pathlib.Path(__file__).parent / "seeds"

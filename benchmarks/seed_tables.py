@@ -59,13 +59,13 @@ def _is_of_link(row: dict[str, Any]) -> bool:
 def curves_of(rows: list[dict[str, Any]]) -> tuning.Curves:
     """The curves that the rows are enough for, each from the newest commit with enough of them.
 
-    Kernels differ from commit to commit, so none of a curve's times are compared across them; of a
-    size measured twice at one commit the lower time counts.
+    Kernels differ from commit to commit, so none of a curve's times are compared across them, nor
+    across rates of the link; of a size measured twice at one commit the lower time counts.
     """
-    runs: dict[Any, dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+    runs: dict[Any, dict[Any, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     for row in sorted(rows, key=lambda row: row["date"], reverse=True):
         key = (row["dtype"], _QUANTS[row["quant"]], row["hidden_size"])
-        runs[key][row["commit"]].append(row)
+        runs[key][row["commit"], row.get("link_gbps")].append(row)
     curves: tuning.Curves = {}
     for (dtype, epilogue, hidden_size), by_commit in sorted(runs.items()):
         found = (_times(of_commit) for of_commit in by_commit.values())  # the newest first

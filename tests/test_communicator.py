@@ -269,7 +269,6 @@ def environment(rank: int, world_size: int) -> list[str]:
             {"ALLNORM_WORKSPACE_BYTES": "lots"},
             {"ALLNORM_WORKSPACE_BYTES": "-5"},
             {"ALLNORM_TIMEOUT_SECONDS": "0"},
-            {"ALLNORM_MAX_BLOCKS": "none"},
         )
     ]
     c = with_environment(

@@ -279,10 +279,9 @@ def forced_on_one_rank(rank: int, world_size: int) -> None:
     c = comm()
     plan = c.plan(3, H, torch.bfloat16)
     assert plan.algorithm == "unfused"
-    for algorithm in ("one_shot", "two_shot"):
-        with pytest.raises(allnorm.UnsupportedError, match="one rank"):
-            Case((3, H), algorithm=algorithm).run(c)
-    Case((3, H)).check(c)
+    for algorithm in ("auto", "one_shot", "two_shot", "unfused"):
+        for shape in ((3, H), (0, H), (2, 5)):
+            Case(shape, algorithm=algorithm).check(c)
 
 
 @on(cpu=(1,), gpu=(1,))

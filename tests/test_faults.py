@@ -58,8 +58,9 @@ def assert_poisoned(c: allnorm.Communicator, case: Case) -> None:
         with pytest.raises(allnorm.PeerTimeoutError):
             c.check()
         start = time.monotonic()
-        with pytest.raises(allnorm.PeerTimeoutError):
-            case.run(c)
+        for algorithm in (case.algorithm, "unfused"):
+            with pytest.raises(allnorm.PeerTimeoutError):
+                case.but(algorithm=algorithm).run(c)
         assert time.monotonic() - start < TIMEOUT.total_seconds() / 2
     c.close()
 

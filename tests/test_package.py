@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import json
+import re
 
 import pytest
 import torch
@@ -71,8 +73,14 @@ def test_settings_are_read_from_the_environment() -> None:
     assert settings.timeout.total_seconds() == 0.5
     with pytest.raises(allnorm.ConfigurationError, match=r"ALLNORM_WORKSPACE, .*allnorm knows"):
         config.read_settings({"ALLNORM_WORKSPACE": "1", "ALLNORM_ZZZ": ""})
-    assert settings.max_blocks is None
-    assert config.read_settings({"ALLNORM_MAX_BLOCKS": "64"}).max_blocks == 64
+    long = config.read_settings({"ALLNORM_TIMEOUT_SECONDS": "1e14"})
+    assert long.timeout == datetime.timedelta.max
+    short = config.read_settings({"ALLNORM_TIMEOUT_SECONDS": "1e-9"})
+    assert short.timeout == datetime.timedelta.resolution
+    with pytest.raises(allnorm.ConfigurationError) as refused:
+        config.read_settings({"ALLNORM_MAX_BLOCKS": "64"})
+    named = set(re.findall(r"ALLNORM_\w+", str(refused.value)))
+    assert len(named - {"ALLNORM_MAX_BLOCKS"}) == 4, "few variables, each an argument too"
     for value in ("x", "-1", "0", "inf", "nan"):
         with pytest.raises(allnorm.ConfigurationError, match="ALLNORM_TIMEOUT_SECONDS"):
             config.read_settings({"ALLNORM_TIMEOUT_SECONDS": value})

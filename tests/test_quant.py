@@ -24,12 +24,15 @@ def test_defaults() -> None:
 
 def test_every_combination_is_made_or_refused() -> None:
     for size, layout, form in itertools.product((16, 32, 64, 128, 256, 512), LAYOUTS, FORMATS):
-        if form == "ue8m0_packed" and layout != "column_major_tma":
+        if form == "ue8m0_packed" and layout == "column_major":
             with pytest.raises(ValueError, match=f"{layout}.*scale_layout='column_major_tma'"):
                 allnorm.Fp8PerGroup(size, layout, form)
         else:
             spec = allnorm.Fp8PerGroup(size, layout, form)
-            assert dataclasses.astuple(spec) == (size, layout, form)
+            made = "column_major_tma" if form == "ue8m0_packed" else layout
+            assert dataclasses.astuple(spec) == (size, made, form)
+    packed = allnorm.Fp8PerGroup(128, scale_format="ue8m0_packed")
+    assert packed == allnorm.Fp8PerGroup(128, "column_major_tma", "ue8m0_packed"), "the only layout"
 
 
 @pytest.mark.parametrize("size", [0, -128, 1, 8, 24, 100, 127, 1024])

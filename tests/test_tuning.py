@@ -86,7 +86,7 @@ def changed(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
 
 
 WRONG = {
-    "another format": changed("format", 2),
+    "another format": changed("format", 1),
     "no format": changed("format", KeyError),
     "another release": changed("allnorm", "0.0.1"),
     "another device": changed("device", "NVIDIA B200"),

@@ -9,8 +9,8 @@ arithmetic operation is one float32 operation rounded to nearest even.
 
 from allnorm.reference.arithmetic import fma, sqrt, square_sum
 from allnorm.reference.fp8 import add_rms_norm_quant, all_reduce_add_rms_norm_quant, quantize
+from allnorm.reference.names import ALGORITHMS
 from allnorm.reference.norm import (
-    ALGORITHMS,
     DTYPES,
     NUMERICS,
     add_rms_norm,

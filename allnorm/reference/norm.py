@@ -9,16 +9,18 @@ import torch
 from torch import Tensor
 
 from allnorm.reference.arithmetic import float32, new_tensor, sqrt, square_sum
+from allnorm.reference.names import check_algorithm
 from allnorm.reference.shards import all_gather_rows, split_rows
 
 NUMERICS = ("rounded", "unrounded", "transformers", "vllm")
-ALGORITHMS = ("auto", "one_shot", "two_shot", "unfused")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 _PACK_BYTES = 16
 
 
-def all_reduce(inputs: Sequence[Tensor]) -> Tensor:
+def all_reduce(
+    inputs: Sequence[Tensor], *, algorithm: str = "auto", out: Tensor | None = None
+) -> Tensor:
     """Sums the ranks' inputs in rank order in float32 and rounds once.
 
     Equivalent to ``sum(x.float() for x in inputs).to(inputs[0].dtype)``.
@@ -26,19 +28,23 @@ def all_reduce(inputs: Sequence[Tensor]) -> Tensor:
     Args:
         inputs: one `x` per rank, in rank order; equal shapes `[...]`, equal dtypes (float32,
             float16 or bfloat16), one device.
+        algorithm: accepted for equal signatures; every algorithm has the same bits.
+        out: receives the sum; may be one of the inputs.
 
     Returns:
-        The reduced sum: new, contiguous, shape and dtype of one input.
+        The reduced sum, `out` or else new and contiguous; shape and dtype of one input.
 
     Raises:
         ValueError: no inputs, or they differ in shape, dtype or device.
         TypeError: the dtype is not one of the three.
     """
+    check_algorithm(algorithm)
     _check_inputs(inputs)
     total = inputs[0].float()
     for x in inputs[1:]:
         total = total + x.float()
-    return new_tensor(total, inputs[0].dtype)
+    reduced = new_tensor(total, inputs[0].dtype)
+    return reduced if out is None else out.copy_(reduced)
 
 
 def all_reduce_add_rms_norm(
@@ -80,8 +86,7 @@ def all_reduce_add_rms_norm(
         ValueError: shapes, devices or names do not fit.
         TypeError: a dtype does not fit.
     """
-    if algorithm not in ALGORITHMS:
-        raise ValueError(f"algorithm {algorithm!r}: expected one of {', '.join(ALGORITHMS)}")
+    check_algorithm(algorithm)
     reduced = all_reduce(inputs)
     whole = _join(residual, reduced) if residual_sharded else residual
     normed, total = add_rms_norm(

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from allnorm.reference.names import check_algorithm
+
 
 def row_shard(num_tokens: int, world_size: int, rank: int) -> tuple[int, int]:
     """The rows of a rank: contiguous blocks, the first `num_tokens % world_size` one row longer.
@@ -40,7 +42,13 @@ def split_rows(x: Tensor, world_size: int) -> list[Tensor]:
     return [rows[lo:hi].clone() for lo, hi in bounds]
 
 
-def all_gather_rows(shards: Sequence[Tensor], num_tokens: int) -> Tensor:
+def all_gather_rows(
+    shards: Sequence[Tensor],
+    num_tokens: int,
+    *,
+    algorithm: str = "auto",
+    out: Tensor | None = None,
+) -> Tensor:
     """The rows of all ranks in their order.
 
     Equivalent to ``torch.cat(shards)``.
@@ -49,15 +57,19 @@ def all_gather_rows(shards: Sequence[Tensor], num_tokens: int) -> Tensor:
         shards: of every rank, in rank order, its `[hi - lo, hidden_size]`; equal dtypes, one
             device.
         num_tokens: rows in all.
+        algorithm: accepted for equal signatures; every algorithm has the same bits.
+        out: receives the rows.
 
     Returns:
-        `[num_tokens, hidden_size]`, new.
+        `[num_tokens, hidden_size]`, `out` or else new.
 
     Raises:
         ValueError: a shard has another height than `row_shard` says, or the shards differ.
     """
+    check_algorithm(algorithm)
     _check_shards(shards, num_tokens)
-    return torch.cat(list(shards))
+    rows = torch.cat(list(shards))
+    return rows if out is None else out.copy_(rows)
 
 
 def _check_shards(shards: Sequence[Tensor], num_tokens: int) -> None:

@@ -46,7 +46,7 @@ def test_a_static_scale_is_a_tensor_of_one_element() -> None:
     "text",
     [
         *("per_block", "per_token:128", "per_group:x", "per_group:64:128", "per_group:100"),
-        *("per_group:ue8m0:ue8m0", "per_group:row_major:ue8m0_packed"),
+        *("per_group:ue8m0:ue8m0", "per_group:column_major:ue8m0_packed"),
     ],
 )
 def test_bad_specs_are_refused(text: str) -> None:

@@ -70,6 +70,7 @@ RACES = (
         "hand back: a number of two operations ago suffices",
         edits.REACHED_TWO_AGO,
         (SLOT,),
+        short=False,
     ),
     Mutant(
         "hand back: the number of the next operation is stored",
@@ -196,6 +197,7 @@ RACES = (
         ),
         (RACE,),
         test="cuda_local_test",
+        short=False,
     ),
     Mutant(
         "local kernel: sums of the next row are written over those that are read",
@@ -413,6 +415,7 @@ WRONG_RESULTS = (
         edits.EQUAL_FOR_REACHED,
         (HANGS,),
         "plain",
+        short=False,
     ),
     Mutant(
         "numbers compared without wrap-around",
