@@ -57,9 +57,11 @@ class Fp8PerGroup:
         check_choice("group_size", self.group_size, GROUP_SIZES)
         check_choice("scale_layout", self.scale_layout, SCALE_LAYOUTS)
         check_choice("scale_format", self.scale_format, SCALE_FORMATS)
-        if self.scale_format == "ue8m0_packed" and self.scale_layout == "row_major":
+        if self.scale_format != "ue8m0_packed":
+            return
+        if self.scale_layout == "row_major":  # the default: none was asked for
             object.__setattr__(self, "scale_layout", "column_major_tma")
-        if self.scale_format == "ue8m0_packed" and self.scale_layout != "column_major_tma":
+        elif self.scale_layout != "column_major_tma":
             raise ValueError(
                 f"scale_format='ue8m0_packed' with scale_layout={self.scale_layout!r}: packed "
                 "scales exist in one layout only. Pass scale_layout='column_major_tma'."
