@@ -192,11 +192,9 @@ def can_run(
     sharded: bool = False,
 ) -> bool:
     """What the contract promises: which algorithm must run, and which may be refused."""
-    if algorithm in ("auto", "unfused"):
+    if algorithm in ("auto", "unfused") or c.world_size == 1:
         return True
     if sharded and algorithm == "one_shot":
-        return False
-    if c.world_size == 1:
         return False
     return c.device.type == "cpu" or hidden_size * dtype.itemsize % 16 == 0
 
@@ -211,7 +209,7 @@ def usable(c: allnorm.Communicator, hidden_size: int, dtype: torch.dtype) -> lis
 def check_or_refuse(c: allnorm.Communicator, case: Case) -> Any:
     """Checks the bits of a case, and returns its results; if it cannot run, that it says so."""
     if can_run(c, case.algorithm, case.shape[-1], case.dtype, case.sharded):
-        if case.algorithm != "auto":
+        if case.algorithm != "auto" and c.world_size > 1:
             tokens = torch.Size(case.shape[:-1]).numel()
             plan = c.plan(
                 *(tokens, case.shape[-1], case.dtype, case.spec(), case.sharded),
