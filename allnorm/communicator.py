@@ -25,6 +25,7 @@ from allnorm.quant import Quant, check_hidden_size, check_quant
 
 _by_name: weakref.WeakValueDictionary[str, Communicator] = weakref.WeakValueDictionary()
 _created: dict[str, int] = {}
+_MAX_TIMEOUT_NS = (1 << 63) - 1  # what the library counts in
 
 
 def communicator(name: str) -> Communicator:
@@ -317,10 +318,6 @@ class Communicator(Collectives):
     def __repr__(self) -> str:
         state = "closed" if self._closed else self.name
         return f"<Communicator {state}: rank {self.rank} of {self.world_size} on {self.device}>"
-
-
-# What the library counts in.
-_MAX_TIMEOUT_NS = (1 << 63) - 1
 
 
 def _resolve_device(device: torch.device | str | None) -> torch.device:

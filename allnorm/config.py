@@ -27,8 +27,8 @@ from allnorm.errors import ConfigurationError
 DEFAULT_TIMEOUT = datetime.timedelta(seconds=600)
 
 _KNOWN = (
-    *("ALLNORM_WORKSPACE_BYTES", "ALLNORM_TIMEOUT_SECONDS", "ALLNORM_DISABLE"),
-    "ALLNORM_TUNING_DIR",
+    *("ALLNORM_WORKSPACE_BYTES", "ALLNORM_TIMEOUT_SECONDS"),
+    *("ALLNORM_DISABLE", "ALLNORM_TUNING_DIR"),
 )
 
 

@@ -7,13 +7,13 @@ import datetime
 import numpy as np
 import pytest
 import torch
-from rank_helpers import ALGORITHMS, Case, comm, device, on
+from rank_helpers import ALGORITHMS, comm, device, on
 
 import allnorm
 from allnorm import reference
 from allnorm.testing import RankPool, assert_same_bits
 
-TOKENS, HIDDEN = 6, 72
+HIDDEN = 72
 
 
 def strided(kind: str) -> torch.Tensor:
@@ -25,7 +25,6 @@ def strided(kind: str) -> torch.Tensor:
 
 def in_place(rank: int, world_size: int, kind: str, algorithm: str) -> None:
     """`out` is x and `residual_out` is the residual, of any strides that rows can have."""
-    case = Case((2, 3, HIDDEN), algorithm=algorithm)
     c = comm()
     torch.manual_seed(5)
     batch = [torch.randn(2, 3, HIDDEN).bfloat16() for _ in range(world_size + 1)]
@@ -35,7 +34,7 @@ def in_place(rank: int, world_size: int, kind: str, algorithm: str) -> None:
         x, residual = strided(kind).copy_(batch[rank]), strided(kind).copy_(batch[-1])
         results = c.all_reduce_add_rms_norm(
             *(x, residual, weight.to(device())),
-            algorithm=case.algorithm,
+            algorithm=algorithm,
             out=x,
             residual_out=residual,
         )
