@@ -195,6 +195,20 @@ def test_a_kernel_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert caught.value.__notes__ == ["while bad was timed"]
 
 
+def test_a_kernel_that_fails_in_eager_calls_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clock, "_start_together", lambda: None)
+    waits = iter([None, RuntimeError("unspecified launch failure")])
+
+    def synchronize() -> None:
+        if failure := next(waits):
+            raise failure
+
+    bad = arms.Arm("bad", lambda index: None, lambda result: result)
+    with pytest.raises(RuntimeError, match="launch failure") as caught:
+        clock.time_eager(bad, synchronize)
+    assert caught.value.__notes__ == ["while bad was timed"]
+
+
 def eager(rank: int, world_size: int) -> dict[str, float]:
     arm = arms.Arm("nothing", lambda index: None, lambda result: result)
     return clock.time_eager(arm, lambda: None)

@@ -5,9 +5,10 @@ Arms take turns, round after round, so that what changes in the machine hits all
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -73,12 +74,19 @@ def time_cuda(
     calls = calls_per_graph(num_tokens)
     for _ in range(rounds):
         for arm, graph in arms:
-            try:
+            with _naming(arm):
                 samples[arm.name] += [us / calls for us in _time_replays(arm, graph)]
-            except Exception as error:  # a kernel that fails ends what its process can do
-                error.add_note(f"while {arm.name} was timed")
-                raise
     return samples
+
+
+@contextlib.contextmanager
+def _naming(arm: Arm) -> Iterator[None]:
+    """Says which arm an error was met with: a kernel that fails ends what its process can do."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"while {arm.name} was timed")
+        raise
 
 
 def _time_replays(arm: Arm, graph: torch.cuda.CUDAGraph) -> list[float]:
@@ -130,13 +138,14 @@ def time_eager(arm: Arm, synchronize: Callable[[], None]) -> dict[str, float]:
     synchronize()
     _start_together()
     samples = []
-    start = time.perf_counter_ns()
-    for call in range(_EAGER_CALLS):
-        begin = time.perf_counter_ns()
-        arm.call(call % NUM_SETS)
-        samples.append((time.perf_counter_ns() - begin) / 1e3)
-    synchronize()
-    whole = (time.perf_counter_ns() - start) / 1e3
+    with _naming(arm):
+        start = time.perf_counter_ns()
+        for call in range(_EAGER_CALLS):
+            begin = time.perf_counter_ns()
+            arm.call(call % NUM_SETS)
+            samples.append((time.perf_counter_ns() - begin) / 1e3)
+        synchronize()
+        whole = (time.perf_counter_ns() - start) / 1e3
     return {"host_us": percentile(sorted(samples), 0.5), "eager_us": whole / _EAGER_CALLS}
 
 
