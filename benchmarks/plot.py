@@ -1,6 +1,6 @@
 """Draws stored rows of `allnorm bench --json`: latency against tokens, one panel per hidden size.
 
-    python benchmarks/plot.py benchmarks/results/h200x2-{peers,paced}.jsonl docs/h200x2.svg \
+    python benchmarks/plot.py benchmarks/results/h200x2-peers.jsonl docs/h200x2.svg \
         --hidden 4096
 
 allnorm's algorithms apart from what it chooses are left out. Of several files the last one that has
