@@ -29,7 +29,8 @@ class PeerTimeoutError(AllnormError):
     Attributes:
         rank: this rank.
         peer: the rank that was waited for.
-        op: the operation number this rank was in; counts launches, wraps at 2**32.
+        op: the operation number this rank was in; counts launches, wraps at 2**32. 0 where calls
+            that went through the process group diverged.
         expected: what this rank waited for, in words.
         seen: what the peer last announced, in words.
     """
@@ -49,7 +50,10 @@ class PeerTimeoutError(AllnormError):
 
 
 class PeerDivergedError(PeerTimeoutError):
-    """A peer came with another call: another shape, dtype, op, algorithm or rounding mode."""
+    """A peer came with another call: another shape, dtype, op, algorithm or rounding mode.
+
+    Where both ran "unfused", on CPU, nothing was computed and the communicator goes on.
+    """
 
 
 def _rebuild(kind: type[PeerTimeoutError], message: str, state: dict[str, object]) -> object:

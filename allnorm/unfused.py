@@ -2,15 +2,23 @@
 
 For what the kernels cannot exchange themselves; the bits are the same. Rows travel as bytes: gloo
 gathers no bfloat16, NCCL no float8, and no bit may change on the way.
+
+On CPU ranks tell each other first what they are about to do. gloo would end the process where they
+gather different numbers of bytes, and mix rows of different shapes with as many bytes. On CUDA the
+host would have to wait for the GPU to know what the others say.
 """
 
 from __future__ import annotations
+
+import struct
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from allnorm import _native, policy
 from allnorm.arguments import row_shard, rows_of
+from allnorm.errors import PeerDivergedError
 from allnorm.launch import Launch
 from allnorm.quant import ScaleGeometry
 
@@ -18,6 +26,11 @@ from allnorm.quant import ScaleGeometry
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 _SCALE_BYTES = 4
+_OPS = {
+    _native.ALL_REDUCE: "all_reduce",
+    _native.ADD_RMS_NORM: "all_reduce_add_rms_norm",
+    _native.ALL_GATHER_ROWS: "all_gather_rows",
+}
 
 
 def run(
@@ -33,7 +46,13 @@ def run(
 
     Every rank computes every row; where rows belong to ranks each rank computes its own, and the
     finished rows are gathered too.
+
+    Raises:
+        PeerDivergedError: on CPU, on every rank, if ranks do not make the same call. Nothing was
+            computed, and ranks are in step again.
     """
+    if x.device.type == "cpu" and dist.get_world_size(group) > 1:
+        _agree(_Announcement.of(launch), group)
     if launch.call.op == _native.ALL_GATHER_ROWS:
         assert out is not None
         _all_gather_rows(x, out, group)
@@ -50,6 +69,103 @@ def run(
         _complete(scale, group)
         _zero_padding(scale, launch.scale)
     return _native.OK
+
+
+class _Announcement(NamedTuple):
+    """What ranks compare of a call, in whole numbers: what abi/tag.h compares of the others."""
+
+    op: int
+    num_tokens: int
+    hidden_size: int
+    dtype: int
+    sharded: int
+    has_residual: int
+    numerics: int
+    eps: int
+    """The bits of a float32, as `weight_bias` is."""
+    weight_bias: int
+    weight_dtype: int
+    quant: int
+    group_size: int
+    scale_format: int
+    wants_normed: int
+
+    @classmethod
+    def of(cls, launch: Launch) -> _Announcement:
+        """Of a bound call."""
+        call, norm = launch.call, launch.is_norm
+        return cls(
+            op=call.op,
+            num_tokens=launch.num_tokens,
+            hidden_size=call.hidden_size,
+            dtype=call.dtype,
+            sharded=int(launch.shard is not None),
+            has_residual=int(norm and bool(call.residual)),
+            numerics=call.numerics,
+            eps=_bits_of(call.eps),
+            weight_bias=_bits_of(call.weight_bias),
+            weight_dtype=call.weight_dtype if norm else 0,
+            quant=call.quant,
+            group_size=call.group_size,
+            scale_format=call.scale_format,
+            wants_normed=int(not call.quant or bool(call.out)),
+        )
+
+    def __str__(self) -> str:
+        dtype = _name(_native.DTYPE, self.dtype)
+        rows = f"{self.num_tokens}x{self.hidden_size} {dtype}"
+        if self.op != _native.ADD_RMS_NORM:
+            return f"{_OPS[self.op]} of {rows}"
+        parts = [
+            f"{_OPS[self.op]}{'_quant' if self.quant else ''} of {rows}",
+            f"numerics {_name(_native.NUMERICS, self.numerics)}",
+            f"{'with' if self.has_residual else 'without'} residual",
+            f"eps {_float_of(self.eps):g}",
+            f"weight {_name(_native.DTYPE, self.weight_dtype)}",
+        ]
+        if self.sharded:
+            parts[2] = "with a sharded residual"
+        if self.weight_bias:
+            parts[-1] += f" + {_float_of(self.weight_bias):g}"
+        if self.quant:
+            kind = _name(_native.QUANT, self.quant)
+            parts += [
+                f"{kind} {self.group_size}" if self.group_size else kind,
+                f"scales {_name(_native.SCALE_FORMAT, self.scale_format)}",
+                f"{'with' if self.wants_normed else 'without'} normed",
+            ]
+        return ", ".join(parts)
+
+
+def _agree(mine: _Announcement, group: dist.ProcessGroup) -> None:
+    """Raises on every rank unless all have announced the same. Collective."""
+    words = torch.tensor([mine], dtype=torch.int64, device="cpu")
+    announced = [_Announcement(*row) for row in _gather(words, group)[:, 0].tolist()]
+    others = [rank for rank, other in enumerate(announced) if other != mine]
+    if not others:
+        return
+    rank, peer = dist.get_rank(group), others[0]
+    raise PeerDivergedError(
+        f"rank {rank} does another call than rank {peer}, both unfused. Expected {mine}. Seen from "
+        f"rank {peer}: {announced[peer]}. Nothing was computed: make the same call on every rank.",
+        rank=rank,
+        peer=peer,
+        op=0,
+        expected=str(mine),
+        seen=str(announced[peer]),
+    )
+
+
+def _bits_of(number: float) -> int:
+    return int(struct.unpack("=I", struct.pack("=f", number))[0])
+
+
+def _float_of(bits: int) -> float:
+    return float(struct.unpack("=f", struct.pack("=I", bits))[0])
+
+
+def _name(codes: dict[str, int], code: int) -> str:
+    return next(name for name, value in codes.items() if value == code)
 
 
 def _all_gather_rows(shard: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
+import itertools
 import os
 import signal
 import struct
@@ -320,6 +321,97 @@ def diverging_gather(rank: int, world_size: int) -> str:
         with pytest.raises(allnorm.PeerDivergedError) as caught:
             run_and_check(c, lambda: c.all_gather_rows(shard, 4) if rank == 0 else case.run(c))
     return f"{caught.value.expected} / {caught.value.seen}"
+
+
+QUANTIZED = {"quant": allnorm.Fp8PerGroup(128)}
+UNFUSED_DIVERGENCES: dict[str, tuple[dict[str, object], dict[str, object]]] = {
+    "4x512 bfloat16": ({}, {"shape": (4, 512)}),
+    "6x256 bfloat16": ({}, {"shape": (6, 256)}),  # as many bytes
+    "3x512 float16": ({}, {"dtype": torch.float16}),  # as many bytes
+    "numerics vllm": ({}, {"numerics": "vllm"}),
+    "without residual": ({}, {"residual": False}),
+    "with a sharded residual": ({}, {"sharded": True}),
+    "eps 0.001": ({}, {"eps": 1e-3}),
+    "weight float32": ({}, {"float32_weight": True}),
+    "bfloat16 + 1": ({}, {"weight_bias": 1.0}),
+    "all_reduce_add_rms_norm_quant of 3x512 bfloat16": ({}, QUANTIZED),
+    "per_group 64": (QUANTIZED, {"quant": allnorm.Fp8PerGroup(64)}),
+    "per_token, scales": (QUANTIZED, {"quant": allnorm.Fp8PerToken()}),
+    "scales ue8m0": (QUANTIZED, {"quant": allnorm.Fp8PerGroup(128, scale_format="ue8m0")}),
+    "with normed": (QUANTIZED, {"return_normed": True}),
+}
+
+
+def diverging_unfused(
+    rank: int, world_size: int, common: dict[str, object], change: dict[str, object]
+) -> list[tuple[str, str, int, int]]:
+    """The last rank does another call; all are told, and go on with the same communicator."""
+    case = Case((3, 512), algorithm="unfused").but(**common)
+    mine = case.but(**change) if rank == world_size - 1 else case
+    told = []
+    with allnorm.Communicator(device=device(), timeout=TIMEOUT) as c:
+        for call in range(3):
+            case.but(call=call).check(c)
+            with pytest.raises(allnorm.PeerDivergedError) as caught:
+                mine.but(call=call).run(c)
+            error = caught.value
+            told.append((error.expected, error.seen, error.rank, error.peer))
+            assert error.expected in str(error)
+            assert error.seen in str(error)
+            assert c.check() is None, "nothing was lost"
+            case.but(algorithm="auto").check(c)
+    return told
+
+
+@on(cpu=(2, 3))
+@pytest.mark.parametrize("what", UNFUSED_DIVERGENCES)
+def test_diverging_unfused_calls_are_named_on_every_rank(pool: RankPool, what: str) -> None:
+    last = pool.world_size - 1
+    results = pool.run(diverging_unfused, *UNFUSED_DIVERGENCES[what], timeout=60)
+    for rank, told in enumerate(results):
+        for expected, seen, teller, peer in told:
+            assert teller == rank
+            assert peer == (0 if rank == last else last)
+            other, own = (expected, seen) if rank == last else (seen, expected)
+            assert what in other
+            assert what not in own
+
+
+def diverging_unfused_op(rank: int, world_size: int) -> list[str]:
+    case = Case((4, 512), sharded=True, algorithm="unfused")
+    seen = []
+    with allnorm.Communicator(device=device(), timeout=TIMEOUT) as c:
+        shard = case.own_rows(c, case.x(rank)).clone()
+        calls: dict[str, Callable[[], object]] = {
+            "gather": lambda: c.all_gather_rows(shard, 4, algorithm="unfused"),
+            "fewer": lambda: c.all_gather_rows(
+                case.but(shape=(2, 512)).own_rows(c, case.x(rank)[:2]), 2, algorithm="unfused"
+            ),
+            "reduce": lambda: c.all_reduce(case.x(rank), algorithm="unfused"),
+            "none": lambda: c.all_reduce(case.x(rank)[:0], algorithm="unfused"),
+            "norm": lambda: case.run(c),
+        }
+        for first, second in itertools.permutations(calls, 2):
+            with pytest.raises(allnorm.PeerDivergedError) as caught:
+                calls[second if rank else first]()
+            seen.append(caught.value.seen if rank else caught.value.expected)
+        for call in calls.values():
+            call()
+    return seen
+
+
+@on(cpu=(2,))
+def test_another_unfused_operation(pool: RankPool) -> None:
+    first, second = pool.run(diverging_unfused_op, timeout=60)
+    assert first == second, "what one does is what the other sees"
+    assert set(first) == {
+        "all_gather_rows of 4x512 bfloat16",
+        "all_gather_rows of 2x512 bfloat16",
+        "all_reduce of 4x512 bfloat16",
+        "all_reduce of 0x512 bfloat16",
+        "all_reduce_add_rms_norm of 4x512 bfloat16, numerics rounded, with a sharded residual, "
+        "eps 1e-06, weight bfloat16",
+    }
 
 
 @on(cpu=(2,), gpu=(2,))

@@ -35,7 +35,7 @@ ALLOWED = {
     "keys": set(),
     "launch": {"_native", "arguments", "errors", "quant", "shortcuts"},
     "fast_call": {"_native", "arguments", "keys", "launch", "shortcuts"},
-    "unfused": {"_native", "arguments", "launch", "policy", "quant"},
+    "unfused": {"_native", "arguments", "errors", "launch", "policy", "quant"},
     "workspace": {"_native", "config", "errors"},
     "faults": {"_native", "errors"},
     "local": {
