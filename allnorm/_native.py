@@ -232,6 +232,11 @@ def library(backend: str) -> Library:
     return Library(path)
 
 
+def name_of(codes: dict[str, int], code: int) -> str:
+    """The word that stands for a number in ALGORITHM, NUMERICS, DTYPE and the like."""
+    return next(name for name, value in codes.items() if value == code)
+
+
 def describe_shape(shape: int, num_tokens: int) -> str:
     """The call behind a CallTag, in words (csrc/protocol/exchange.h, CallShape)."""
     op = shape >> 28
@@ -244,7 +249,7 @@ def describe_shape(shape: int, num_tokens: int) -> str:
     text += f" by {('one_shot', 'two_shot', sharded, 'unknown')[shape >> 22 & 3]}"
     if name == "all_reduce":
         return text
-    numerics = next(k for k, v in NUMERICS.items() if v == shape >> 24 & 3)
+    numerics = name_of(NUMERICS, shape >> 24 & 3)
     text += f", numerics {numerics}, {'with' if shape >> 26 & 1 else 'without'} residual"
     if op >= len(_OP_NAMES):
         return text

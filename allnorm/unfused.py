@@ -10,6 +10,7 @@ host would have to wait for the GPU to know what the others say.
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from typing import NamedTuple
 
@@ -112,29 +113,32 @@ class _Announcement(NamedTuple):
         )
 
     def __str__(self) -> str:
-        dtype = _name(_native.DTYPE, self.dtype)
+        dtype = _native.name_of(_native.DTYPE, self.dtype)
         rows = f"{self.num_tokens}x{self.hidden_size} {dtype}"
         if self.op != _native.ADD_RMS_NORM:
             return f"{_OPS[self.op]} of {rows}"
         parts = [
             f"{_OPS[self.op]}{'_quant' if self.quant else ''} of {rows}",
-            f"numerics {_name(_native.NUMERICS, self.numerics)}",
-            f"{'with' if self.has_residual else 'without'} residual",
-            f"eps {_float_of(self.eps):g}",
-            f"weight {_name(_native.DTYPE, self.weight_dtype)}",
+            f"numerics {_native.name_of(_native.NUMERICS, self.numerics)}",
+            self._residual(),
+            f"eps {_text_of(self.eps)}",
+            f"weight {_native.name_of(_native.DTYPE, self.weight_dtype)}",
         ]
-        if self.sharded:
-            parts[2] = "with a sharded residual"
         if self.weight_bias:
-            parts[-1] += f" + {_float_of(self.weight_bias):g}"
+            parts[-1] += f" + {_text_of(self.weight_bias)}"
         if self.quant:
-            kind = _name(_native.QUANT, self.quant)
+            kind = _native.name_of(_native.QUANT, self.quant)
             parts += [
                 f"{kind} {self.group_size}" if self.group_size else kind,
-                f"scales {_name(_native.SCALE_FORMAT, self.scale_format)}",
+                f"scales {_native.name_of(_native.SCALE_FORMAT, self.scale_format)}",
                 f"{'with' if self.wants_normed else 'without'} normed",
             ]
         return ", ".join(parts)
+
+    def _residual(self) -> str:
+        if self.has_residual:
+            return "with a sharded residual" if self.sharded else "with residual"
+        return "without residual" + (", residual_out sharded" if self.sharded else "")
 
 
 def _agree(mine: _Announcement, group: dist.ProcessGroup) -> None:
@@ -160,12 +164,12 @@ def _bits_of(number: float) -> int:
     return int(struct.unpack("=I", struct.pack("=f", number))[0])
 
 
-def _float_of(bits: int) -> float:
-    return float(struct.unpack("=f", struct.pack("=I", bits))[0])
-
-
-def _name(codes: dict[str, int], code: int) -> str:
-    return next(name for name, value in codes.items() if value == code)
+def _text_of(bits: int) -> str:
+    """The float32 in as few digits as tell it from any other."""
+    number = struct.unpack("=f", struct.pack("=I", bits))[0]
+    texts = (f"{number:.{digits}g}" for digits in range(1, 9))
+    exact = (text for text in texts if ctypes.c_float(float(text)).value == number)
+    return next(exact, f"{number:.9g}")
 
 
 def _all_gather_rows(shard: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup) -> None:
