@@ -258,7 +258,7 @@ def fuse_a_block(rank: int, world_size: int, model: str, provider: str) -> dict[
         engine.STATE.outcome = agreed
         fast = compiled(config, block)
         actual = [fast(x) for x in inputs]
-        engine.summarise()
+        engine.ready()
         sites = [site for report in engine.STATE.reports for site in report.sites]
         different = [
             float((mine != theirs).float().mean())
@@ -298,7 +298,7 @@ def fuse_an_fp8_block(
         engine.STATE.outcome = agreed
         fast = compiled(config, block)
         actual = [fast(x) for x in inputs]
-        engine.summarise()
+        engine.ready()
         (report,) = engine.STATE.reports
         found: dict[str, Any] = {
             "quant": [site.quant for site in report.sites],
