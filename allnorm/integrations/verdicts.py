@@ -7,9 +7,9 @@ those of the others. The contract:
 
 - A question is asked by the same text on all ranks. Asked again it is another question, the second
   of that text; that is counted on each rank.
-- Every rank that comes writes its answer, and waits until all have answered or its patience is at
-  an end. Who did not answer by then is not waited for again: a rank is waited for once, not once
-  for each graph.
+- Every rank that comes writes its answer, and waits until all have answered, or its patience is at
+  an end. Who did not answer by then is not waited for again until it has answered something: a
+  rank is waited for once, not once for each graph.
 - Then it proposes a verdict. The first proposal stands (compare and set), also for those who come
   later, so that no two ranks can act on different ones.
 - Who did not come is taken to have done it in an earlier run, with the same result: a cache may
@@ -66,7 +66,7 @@ class Verdicts:
         self._world_size = world_size
         self._patience_s = patience_s
         self._asked: collections.Counter[str] = collections.Counter()
-        self._absent: set[int] = set()
+        self._absent: dict[int, str] = {}  # and how often it had answered when it was given up
 
     def decide(self, question: str, mine: Answer) -> str:
         """Whether all ranks do what this one tried to; bounded in time.
@@ -85,15 +85,18 @@ class Verdicts:
         place = f"{name}/{self._asked[question]}"
         self._asked[question] += 1
         self._store.set(f"{place}/{self._rank}", json.dumps([mine.obstacle, mine.result]))
-        proposal = json.dumps(self._proposal(self._answers(place, mine)))
+        self._store.set(f"count/{self._rank}", str(self._asked.total()))
+        answers = self._answers(place, mine)
+        proposal = json.dumps(self._proposal(answers))
         stands = self._store.compare_set(f"{place}/verdict", "", proposal)
         reason, result = json.loads(stands)
-        if not reason and (mine.obstacle or mine.result != result):
-            absent = ", ".join(map(str, sorted(self._absent))) or "none in time"
+        if not reason and (mine.obstacle or result not in (None, mine.result)):
+            silent = sorted(set(range(self._world_size)) - set(answers))
             raise AllnormError(
-                f"{mine.obstacle or f'this rank would fuse otherwise: {mine.result}'}. Other ranks "
-                f"go on with the fusion (from a compile cache: rank {absent}), so that this one "
-                "cannot go on without. Start again: what was compiled is compiled anew then."
+                f"{mine.obstacle or f'this rank would fuse in another way: {mine.result}'}. But "
+                "the others fuse it, so that this rank cannot go on without: they decided before "
+                f"it came, or have it from a compile cache (silent: {silent}). Start again: "
+                "everything is compiled anew then."
             )
         return str(reason)
 
@@ -103,20 +106,27 @@ class Verdicts:
         until = time.monotonic() + self._patience_s
         while True:
             for peer in set(range(self._world_size)) - set(answers):
-                if self._store.check([f"{place}/{peer}"]):
-                    answers[peer] = Answer(*json.loads(self._store.get(f"{place}/{peer}")))
-            missing = set(range(self._world_size)) - set(answers) - self._absent
-            if not missing or self._store.check([f"{place}/verdict"]):
+                answer = self._read(f"{place}/{peer}")
+                if answer:
+                    answers[peer] = Answer(*json.loads(answer))
+            missing = set(range(self._world_size)) - set(answers)
+            counts = {peer: self._read(f"count/{peer}") for peer in missing}
+            missing -= {peer for peer in missing if self._absent.get(peer) == counts[peer]}
+            if not missing or self._read(f"{place}/verdict"):
                 return answers
             if time.monotonic() > until:
-                self._absent |= missing
+                self._absent |= {peer: counts[peer] for peer in missing}
                 return answers
             time.sleep(_POLL_S)
 
-    def _proposal(self, answers: dict[int, Answer]) -> tuple[str, str]:
-        """Why none does it, or what all have made."""
+    def _read(self, key: str) -> str:
+        """What is written there; empty if nothing is."""
+        return self._store.get(key).decode() if self._store.check([key]) else ""
+
+    def _proposal(self, answers: dict[int, Answer]) -> tuple[str, str | None]:
+        """Why none does it, or what all have made as far as that is known."""
         able = [answer for _, answer in sorted(answers.items()) if not answer.obstacle]
-        result = able[0].result if able else ""
+        result = able[0].result if able else None
         if len(answers) < self._world_size:
             return "", result
         reason = first_reason([answers[rank].obstacle for rank in range(self._world_size)])
