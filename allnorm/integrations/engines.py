@@ -12,6 +12,7 @@ import logging
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -153,7 +154,7 @@ def open_verdicts(group: dist.ProcessGroup, word: str) -> tuple[Verdicts | None,
     Returns:
         The verdicts, or None and the reason why there can be none; then rank 0's word.
     """
-    mine: dist.Store | None = None
+    mine: Any = None
 
     def step() -> str:
         nonlocal mine
@@ -165,7 +166,7 @@ def open_verdicts(group: dist.ProcessGroup, word: str) -> tuple[Verdicts | None,
     reason = _first_reason(group, attempt(step))
     if reason or mine is None:
         return None, reason, said
-    store = dist.PrefixStore(f"allnorm/{first}", mine)
+    store = distributed_c10d.PrefixStore(f"allnorm/{first}", mine)
     return Verdicts(store, dist.get_rank(group), dist.get_world_size(group)), "", said
 
 

@@ -24,8 +24,7 @@ import hashlib
 import json
 import time
 from dataclasses import dataclass
-
-import torch.distributed as dist
+from typing import Any
 
 from allnorm.errors import AllnormError
 
@@ -52,14 +51,14 @@ class Verdicts:
     """Those of one group.
 
     Args:
-        store: that all ranks of the group have.
+        store: a `torch.distributed.Store` that all ranks of the group have.
         rank: in the group.
         world_size: of the group.
         patience_s: how long ranks wait for each other.
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, world_size: int, patience_s: float = PATIENCE_S
+        self, store: Any, rank: int, world_size: int, patience_s: float = PATIENCE_S
     ) -> None:
         self._store = store
         self._rank = rank

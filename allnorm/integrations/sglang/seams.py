@@ -7,6 +7,7 @@ for a sign of life before anything is fused.
 
 from __future__ import annotations
 
+import enum
 import inspect
 import operator
 import pkgutil
@@ -19,6 +20,9 @@ from typing import Any
 from allnorm.errors import UnsupportedError
 
 VERSIONS = "0.5.17 and 0.5.23"
+
+
+_BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 class Probe:
@@ -147,10 +151,23 @@ def unknown(
     if not more and not named:
         return ""
     parameters = list(inspect.signature(original).parameters.values())[known:]
-    defaults = {parameter.name: parameter.default for parameter in parameters}
-    given = {**dict(zip(defaults, more, strict=False)), **named}
-    asked = [f"{name}={value!r}" for name, value in given.items() if value is not defaults[name]]
-    return ", ".join(asked)
+    by_position = [each.name for each in parameters if each.kind in _BY_POSITION]
+    extra = [f"argument {i}" for i in range(known + len(by_position), known + len(more))]
+    defaults = {each.name: each.default for each in parameters}
+    given = {**dict(zip([*by_position, *extra], more, strict=False)), **named}
+    return ", ".join(
+        f"{name}={value!r}"
+        for name, value in given.items()
+        if name not in defaults or not _same(value, defaults[name])
+    )
+
+
+def _same(value: Any, default: Any) -> bool:
+    """Whether they are one constant; a tensor, for one, is not compared."""
+    constants = (bool, int, float, str, enum.Enum)
+    return value is default or (
+        isinstance(value, constants) and type(value) is type(default) and value == default
+    )
 
 
 def _has(thing: object, field: str) -> bool:
@@ -166,9 +183,8 @@ def _takes(signature: inspect.Signature, known: tuple[str, ...]) -> bool:
     given = list(signature.parameters.values())
     if tuple(parameter.name for parameter in given[: len(known)]) != known:
         return False
-    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     left_out = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return all(parameter.kind in by_position for parameter in given[: len(known)]) and all(
+    return all(parameter.kind in _BY_POSITION for parameter in given[: len(known)]) and all(
         parameter.default is not inspect.Parameter.empty or parameter.kind in left_out
         for parameter in given[len(known) :]
     )

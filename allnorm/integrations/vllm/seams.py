@@ -213,9 +213,8 @@ def _named(scope: ast.AST, name: str) -> Iterator[ast.AST]:
 
 def _set_on_self(constructor: ast.AST, name: str) -> Iterator[ast.AST]:
     for node in ast.walk(constructor):
-        stored = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
-        if stored and node.attr == name and ast.unparse(node.value) == "self":
-            yield node
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield from [node] if ast.unparse(node) == f"self.{name}" else []
 
 
 def _takes(node: ast.AST, parameters: tuple[str, ...]) -> bool:
