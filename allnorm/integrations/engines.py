@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d
 
 import allnorm
 from allnorm import config
-from allnorm.integrations.verdicts import Verdicts, first_reason
+from allnorm.integrations.verdicts import PATIENCE_S, Verdicts, first_reason
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MAX_WORKSPACE_BYTES = 256 << 20
@@ -167,7 +167,15 @@ def open_verdicts(group: dist.ProcessGroup, word: str) -> tuple[Verdicts | None,
     if reason or mine is None:
         return None, reason, said
     store = distributed_c10d.PrefixStore(f"allnorm/{first}", mine)
-    return Verdicts(store, dist.get_rank(group), dist.get_world_size(group)), "", said
+    timeout = config.read_settings().timeout or config.DEFAULT_TIMEOUT
+    verdicts = Verdicts(
+        store,
+        dist.get_rank(group),
+        dist.get_world_size(group),
+        # Who does not come may be waiting in a call meanwhile.
+        patience_s=min(PATIENCE_S, timeout.total_seconds() / 4),
+    )
+    return verdicts, "", said
 
 
 def attempt(step: Callable[[], str]) -> str:

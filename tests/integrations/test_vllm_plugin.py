@@ -230,6 +230,24 @@ def test_a_seam_that_cannot_be_changed_is_said_and_keeps_this_rank_from_fusing(
     assert "nothing is fused: AttributeError: gone" in caplog.text
 
 
+def test_vllm_is_imported_without_the_switch_too(
+    package: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """From the entry point to the import: a KeyError ended it."""
+    import importlib
+
+    tables = {2: {"compilation_config": {"pass_config": {"other": True}}}}
+    monkeypatch.setattr(seams, "missing", lambda *_: [])
+    monkeypatch.setattr(seams, "CONFIG", f"{package}.inner.work")
+    monkeypatch.setattr(plugin, "_registered", False)
+    plugin.register()
+    source = pathlib.Path(str(importlib.util.find_spec(package).origin)).parent / "inner/work.py"
+    source.write_text(f"OPTIMIZATION_LEVEL_TO_CONFIG = {tables!r}\n")
+    module = importlib.import_module(f"{package}.inner.work")
+    assert tables == module.OPTIMIZATION_LEVEL_TO_CONFIG
+    assert "fuse_allreduce_rms" in caplog.text
+
+
 def test_a_table_without_the_switch_is_left_as_it_is() -> None:
     """vLLM could not be imported: a KeyError in an action that nothing guarded."""
     with_it: dict[str, Any] = {"compilation_config": {"pass_config": {switch.FIELD: True}}}

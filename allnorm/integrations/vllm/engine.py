@@ -165,6 +165,7 @@ class _Sizes:
             self.place = generation.place_of(config, group)
         if compiles(config):
             importlib.import_module("allnorm.integrations.vllm.graph_pass")
+            _sources()  # what caches ask for later, where nothing may fail
         return switch.obstacle(config)
 
 
