@@ -79,7 +79,7 @@ THIRD_PARTY = {
     "policy": set(),
     "topology": {"torch", "pynvml"},
     "tuning": set(),
-    "integrations": {"torch", "vllm", "sglang", "transformers"},
+    "integrations": {"torch", "vllm", "sglang", "transformers", "packaging"},
     "cli": {"torch", "rich", "typer", "matplotlib", "triton", "flashinfer", "sglang", "vllm"},
 }
 
@@ -139,6 +139,15 @@ def test_the_table_has_no_cycle() -> None:
     for unit, allowed in ALLOWED.items():
         assert allowed <= set(done), f"{unit} may import {allowed - set(done)}, which comes later"
         done.append(unit)
+
+
+@pytest.mark.parametrize("path", modules(), ids=ids)
+def test_a_default_is_not_looked_up_for_nothing(path: pathlib.Path) -> None:
+    """`getattr(dist, new, dist.old)` needs the old name also where there is the new one."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr":
+            eager = len(node.args) == 3 and isinstance(node.args[2], ast.Attribute)
+            assert not eager, f"{path.name}:{node.lineno} {ast.unparse(node)}: use `or`"
 
 
 @pytest.mark.parametrize("path", modules(), ids=ids)

@@ -7,15 +7,20 @@ from every rank, and the first one counts for all. Nothing here raises into an e
 
 from __future__ import annotations
 
+import json
 import logging
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 import allnorm
 from allnorm import config
+from allnorm.integrations.verdicts import PATIENCE_S, Verdicts, first_reason
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MAX_WORKSPACE_BYTES = 256 << 20
@@ -92,10 +97,16 @@ def engine_communicator(
             early_trigger=early_trigger,
         )
     except Exception as error:  # noqa: BLE001 - raised on every rank if on one
-        return Outcome(None, _first_reason(group, _in_words(error)))
-    plan = communicator.plan(1, hidden_size, dtype)
-    reason = plan.reason if plan.algorithm == "unfused" else ""
-    reason = _first_reason(group, reason or _attempt(lambda: _try_kernels(device, dtype)))
+        return Outcome(None, _first_reason(group, in_words(error)))
+
+    def step() -> str:
+        plan = communicator.plan(1, hidden_size, dtype)
+        if plan.algorithm == "unfused":
+            return plan.reason
+        _try_kernels(device, dtype)
+        return ""
+
+    reason = _first_reason(group, attempt(step))
     if reason:
         communicator.close()
         return Outcome(None, reason)
@@ -104,13 +115,14 @@ def engine_communicator(
 
 def _first_reason(group: dist.ProcessGroup, own: str) -> str:
     """The first rank's reason, on every rank. Collective."""
-    reasons: list[str] = [""] * dist.get_world_size(group)
-    dist.all_gather_object(reasons, own, group=group)
-    for rank, reason in enumerate(reasons):
-        if reason:
-            everywhere = all(other == reason for other in reasons)
-            return reason if everywhere else f"{reason} (rank {rank} of the group)"
-    return ""
+    return first_reason(_gathered(group, own))
+
+
+def _gathered(group: dist.ProcessGroup, own: str) -> list[str]:
+    """Every rank's text, in the order of ranks. Collective."""
+    texts: list[str] = [""] * dist.get_world_size(group)
+    dist.all_gather_object(texts, own, group=group)
+    return texts
 
 
 def _workspace_bytes(hidden_size: int, max_tokens: int, dtype: torch.dtype) -> int | None:
@@ -130,15 +142,52 @@ def _try_kernels(device: torch.device, dtype: torch.dtype) -> None:
         raise allnorm.AllnormError(f"the kernels compute wrong values on {device}")
 
 
-def _attempt(step: Callable[[], None]) -> str:
+def open_verdicts(group: dist.ProcessGroup, word: str) -> tuple[Verdicts | None, str, str]:
+    """Where ranks of a group decide later on what all of them do.
+
+    Collective, after the ranks agreed that they fuse.
+
+    Args:
+        group: the tensor-parallel group.
+        word: of rank 0, for all ranks.
+
+    Returns:
+        The verdicts, or None and the reason why there can be none; then rank 0's word.
+    """
+    mine: Any = None
+
+    def step() -> str:
+        nonlocal mine
+        mine = distributed_c10d._get_default_store()
+        return ""
+
+    # What was asked in another group, or before, is another question.
+    (first, said), *_ = map(json.loads, _gathered(group, json.dumps([uuid.uuid4().hex, word])))
+    reason = _first_reason(group, attempt(step))
+    if reason or mine is None:
+        return None, reason, said
+    store = distributed_c10d.PrefixStore(f"allnorm/{first}", mine)
+    timeout = config.read_settings().timeout or config.DEFAULT_TIMEOUT
+    verdicts = Verdicts(
+        store,
+        dist.get_rank(group),
+        dist.get_world_size(group),
+        # Who does not come may be waiting in a call meanwhile.
+        patience_s=min(PATIENCE_S, timeout.total_seconds() / 4),
+    )
+    return verdicts, "", said
+
+
+def attempt(step: Callable[[], str]) -> str:
+    """What the step returns, a reason or nothing; what it raises, in words, is a reason too."""
     try:
-        step()
+        return step()
     except Exception as error:  # noqa: BLE001 - an engine goes on without the fusion
-        return _in_words(error)
-    return ""
+        return in_words(error)
 
 
-def _in_words(error: Exception) -> str:
+def in_words(error: Exception) -> str:
+    """What went wrong, in one sentence."""
     return f"{type(error).__name__}: {error}"
 
 

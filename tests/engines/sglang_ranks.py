@@ -196,7 +196,11 @@ def warm_up(model: Any, settings: Mapping[str, Any] | None = None) -> None:
     """SGLang's own method before it captures graphs, through whatever is hooked there."""
     from sglang.srt.model_executor.runner.base_runner import BaseRunner
 
-    arguments = {"chunked_prefill_size": 64, "flashinfer_allreduce_fusion_backend": None}
+    arguments = {
+        "chunked_prefill_size": 64,
+        "enable_pdmux": False,
+        "flashinfer_allreduce_fusion_backend": None,
+    }
     runner = SimpleNamespace(
         model=model,
         device="cpu",

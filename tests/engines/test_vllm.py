@@ -38,10 +38,8 @@ def decisions(model: str) -> dict[str, Any]:
 
 def test_every_seam_is_there() -> None:
     assert seams.missing() == []
-    gone = seams.missing(seams.OPTIONAL)
     # Each version has one of the two modules with the plain helper.
-    assert len(gone) == 1
-    assert "fused_allreduce_rms_norm(" in gone[0]
+    assert [len(option.present()) for option in seams.OPTIONAL] == [1, 1, 1]
 
 
 def test_the_entry_point_loads_and_may_load_again() -> None:
@@ -132,7 +130,9 @@ def test_a_compiled_block_is_fused(model: str) -> None:
     assert level == "INFO"
     assert "4 of 4 reductions fused over 2 ranks" in text
     assert not second["said"], "one rank speaks for the group"
-    assert first["uuid"] == second["uuid"]
+    # vLLM's cache has a folder for each rank; Inductor's would give one rank's code to another.
+    assert first["hash"] == second["hash"]
+    assert first["uuid"] != second["uuid"]
 
 
 def test_norms_of_the_c_extension_are_rounded(model: str) -> None:
@@ -161,11 +161,12 @@ def test_one_rank_that_refuses_keeps_all_from_it(model: str) -> None:
     assert level == "WARNING"
     assert first["reason"] in text
     assert not second["said"]
-    assert first["uuid"] == second["uuid"]
+    assert first["hash"] == second["hash"]
 
 
-def test_a_failing_pass_leaves_the_graph_as_it_was(model: str) -> None:
-    first, second = run("break_the_pass", 2, model)
+@pytest.mark.parametrize("failing", [[0, 1], [1]], ids=["everywhere", "on one rank"])
+def test_a_failing_pass_leaves_the_graph_as_it_was(model: str, failing: list[int]) -> None:
+    first, second = run("break_the_pass", 2, model, failing)
     assert first["close"]
     assert second["close"]
     assert first["reductions"] == 8  # four in the compiled block, four in the eager one

@@ -258,7 +258,7 @@ def fuse_a_block(rank: int, world_size: int, model: str, provider: str) -> dict[
         engine.STATE.outcome = agreed
         fast = compiled(config, block)
         actual = [fast(x) for x in inputs]
-        engine.summarise()
+        engine.ready()
         sites = [site for report in engine.STATE.reports for site in report.sites]
         different = [
             float((mine != theirs).float().mean())
@@ -298,7 +298,7 @@ def fuse_an_fp8_block(
         engine.STATE.outcome = agreed
         fast = compiled(config, block)
         actual = [fast(x) for x in inputs]
-        engine.summarise()
+        engine.ready()
         (report,) = engine.STATE.reports
         found: dict[str, Any] = {
             "quant": [site.quant for site in report.sites],
@@ -401,12 +401,12 @@ def refuse_on_one_rank(rank: int, world_size: int, model: str) -> dict[str, Any]
             "reports": len(state.reports),
             "close": torch.allclose(got[0].float(), expected[0].float(), rtol=0.02, atol=0.02),
             "said": said.lines,
-            "uuid": fast.manager.passes[-1].uuid(),
+            "hash": config.compute_hash(),
         }
 
 
-def break_the_pass(rank: int, world_size: int, model: str) -> dict[str, Any]:
-    """The pass raises with the graph half changed: it is put back, and runs unfused."""
+def break_the_pass(rank: int, world_size: int, model: str, failing: list[int]) -> dict[str, Any]:
+    """The pass raises with the graph half changed: it is put back on all ranks, runs unfused."""
     plugin.register()
     said = Said()
     config = make_config(model)
@@ -416,7 +416,8 @@ def break_the_pass(rank: int, world_size: int, model: str) -> dict[str, Any]:
         real(module, *args, **kwargs)
         raise RuntimeError("half way")
 
-    allnorm.compile.fuse = broken
+    if rank in failing:
+        allnorm.compile.fuse = broken
     try:
         with worker(config):
             block = make_block()
@@ -492,7 +493,7 @@ def _plain_helper_module() -> Any:
 
     from allnorm.integrations.vllm import seams
 
-    for name in seams.HELPERS:
+    for name in seams.PLAIN_HELPERS:
         with contextlib.suppress(ImportError):
             return importlib.import_module(name)
     raise AssertionError("vLLM has no helper for eager models any more")

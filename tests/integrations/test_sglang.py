@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import operator
 import sys
 import types
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ import torch
 
 import allnorm
 from allnorm.errors import UnsupportedError
+from allnorm.integrations import engines
 from allnorm.integrations import sglang as plugin
 from allnorm.integrations.sglang import dense, fusion, handoff, norms, seams, start
 from allnorm.integrations.sglang.hooks import HOOKS
@@ -214,6 +216,92 @@ def test_a_seam_that_moved_is_named(
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
+def with_more(head: str) -> Any:
+    """SGLang's function for norms with other parameters; returns what it was given."""
+    scope: dict[str, Any] = {}
+    exec(f"def function({head}): return locals()", scope)
+    return scope["function"]
+
+
+KNOWN = "norm_module, x, residual, post_residual_addition, weight, use_attn_tp_group=True"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "words"),
+    [
+        (KNOWN + ", scale=1.0", ""),
+        (KNOWN + ", *, scale=1.0", ""),
+        (KNOWN + ", *more, **named", ""),
+        (KNOWN.replace("=True", "") + ", scale", r"weight, use_attn_tp_group, scale\), expected"),
+        (KNOWN + ", *, scale", r"use_attn_tp_group, scale\), expected \(norm_module, .*default"),
+        ("scale, " + KNOWN, "expected"),
+        (KNOWN.replace("x, residual", "residual, x"), "expected"),
+        (KNOWN.replace(", weight", ", *, weight"), "expected"),
+    ],
+)
+def test_parameters_that_are_new(fake: Any, parameters: str, words: str) -> None:
+    """Optional ones change nothing until they are used; without a required one nothing runs."""
+    fake[LAYERNORM]._forward_with_allreduce_fusion = with_more(parameters)
+    if words:
+        with pytest.raises(UnsupportedError, match=words):
+            seams.probe()
+        return
+    assert plugin.install()
+    assert seams.obstacle(seams.probe()) == ""
+    passed_on = fake[LAYERNORM]._forward_with_allreduce_fusion(1, 2, 3, 4, 5, True, scale=0.5)
+    assert passed_on.pop("named", {"scale": passed_on.get("scale")})["scale"] == 0.5
+    assert (passed_on["norm_module"], passed_on["use_attn_tp_group"]) == (1, True)
+
+
+def test_new_parameters_of_all_hooks_are_passed_on(
+    fake: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantised = "norm_module, x, residual, weight, group_size=128, use_attn_tp_group=True"
+    layernorm, communicator = fake[LAYERNORM], fake["sglang.srt.layers.communicator"]
+    name = "_forward_with_allreduce_fusion_quant_per_group"
+    setattr(layernorm, name, with_more(quantised + ", keep_bf16=False, scale=None"))
+    communicator.apply_flashinfer_allreduce_fusion = with_more("batch_size, mode='a'")
+    method = "_pre_initialize_flashinfer_allreduce_workspace"
+    monkeypatch.setattr(Runner, method, with_more("self, force=False"))
+    assert plugin.install()
+    assert seams.obstacle(seams.probe()) == ""
+    assert getattr(layernorm, name)(1, 2, 3, 4, scale=5)["scale"] == 5
+    assert communicator.apply_flashinfer_allreduce_fusion(3, "b")["mode"] == "b"
+    monkeypatch.setattr(start, "start", lambda runner: None)
+    assert getattr(Runner(), method)(force=True)["force"]
+
+
+def test_what_a_new_parameter_asks_for_is_not_left_out(fake: Any) -> None:
+    """Once calls are fused, SGLang's own function is not what runs."""
+
+    class Fused:
+        def norm(self, *given: Any) -> str:
+            return "fused"
+
+        def quantised_norm(self, *given: Any) -> str:
+            return "fused"
+
+    fused: Any = Fused()
+    fusion.activate(fused)
+    original = with_more(KNOWN + ", scale=1.0, mode='a'")
+    x = torch.zeros(2, 64)
+    known = (PlainNorm(), x, x, None, None, True)
+    for more, named in (((), {}), ((1.0,), {}), ((1.0, "a"), {}), ((), {"mode": "a"})):
+        assert HOOKS["norm"](original, *known, *more, **named) == "fused"
+    with pytest.raises(UnsupportedError, match=r"asks for scale=0.5 at a fused reduction"):
+        HOOKS["norm"](original, *known, 0.5)
+    with pytest.raises(UnsupportedError, match="ALLNORM_DISABLE=1"):
+        HOOKS["norm"](original, *known, mode="b")
+    for more, named in (((x,), {}), ((1,), {}), ((1.0, "a", 0), {}), ((), {"other": None})):
+        with pytest.raises(UnsupportedError, match="asks for"):
+            HOOKS["norm"](original, *known, *more, **named)
+    # SGLang then calls the one above, or reduces by itself.
+    assert HOOKS["quantised norm"](with_more("a,b,c,d,e,f,g,h=1"), *known, False, 2) is None
+    gate = with_more("batch_size, mode='a'")
+    assert HOOKS["gate"](gate, 3, "a") is True
+    assert HOOKS["gate"](gate, 3, "b") == {"batch_size": 3, "mode": "b"}
+
+
 def test_a_hook_that_is_not_in_place_and_a_stale_binding_are_found(fake: Any) -> None:
     assert plugin.install()
     targets = seams.probe()
@@ -221,6 +309,113 @@ def test_a_hook_that_is_not_in_place_and_a_stale_binding_are_found(fake: Any) ->
     assert "sglang.srt.old still hold" in seams.obstacle(targets)
     fake[LAYERNORM]._forward_with_allreduce_fusion = stock_norm
     assert "is not in place" in seams.obstacle(targets)
+
+
+# ---- starting ----------------------------------------------------------------------------------
+
+
+def run_of_sglang() -> Any:
+    """What SGLang runs a model with."""
+    server = SimpleNamespace(chunked_prefill_size=64, enable_pdmux=False)
+    config = SimpleNamespace(hidden_size=64)
+    model = torch.nn.Module()
+    run = SimpleNamespace(
+        model=model, device="cpu", dtype=torch.bfloat16, model_config=config, server_args=server
+    )
+    return SimpleNamespace(model_runner=run)
+
+
+def parallel() -> Any:
+    group = SimpleNamespace(
+        device_group="device", cpu_group="cpu", world_size=2, rank_in_group=0, ranks=[0, 1]
+    )
+    group.all_reduce = torch.clone
+    sizes = {"attn_tp_size": 2, "moe_ep_size": 1, "moe_tp_size": 2}
+    return SimpleNamespace(tp_group=group, attn_tp_group=group, moe_tp_group=group, **sizes)
+
+
+def settings() -> Any:
+    return SimpleNamespace(
+        comm=SimpleNamespace(
+            enforce_disable_flashinfer_allreduce_fusion=False,
+            enable_quant_communications=False,
+            flashinfer_allreduce_fusion_backend=None,
+        ),
+        deterministic=SimpleNamespace(enable_deterministic_inference=False),
+        overlap=SimpleNamespace(enable_two_batch_overlap=False),
+    )
+
+
+@pytest.fixture
+def started(
+    fake: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> Iterator[Any]:
+    """Starts with SGLang's objects; returns what this rank told the others, if they were asked."""
+    told: list[str] = []
+
+    def agree(group: Any, device: Any, *, obstacle: str, **_: Any) -> engines.Outcome:
+        assert group == "cpu"
+        told.append(obstacle)
+        return engines.Outcome(None, obstacle or "nothing is fused here")
+
+    def run(runner: Any, groups: Any, switches: Any) -> list[str]:
+        context = fake["sglang.srt.runtime_context"]
+        monkeypatch.setattr(context, "get_parallel", lambda: groups)
+        monkeypatch.setattr(context, "get_exec", lambda: switches)
+        spec = SimpleNamespace(speculative_algorithm=None)
+        monkeypatch.setattr(context, "get_spec", lambda: spec, raising=False)
+        start.start(runner)
+        return told
+
+    monkeypatch.setattr(engines, "engine_communicator", agree)
+    monkeypatch.setattr(start, "_decided", [])
+    assert plugin.install()
+    return run
+
+
+def test_a_start_reads_what_it_knows(started: Any) -> None:
+    assert started(run_of_sglang(), parallel(), settings()) == [""]
+
+
+@pytest.mark.parametrize(
+    ("where", "field"),
+    [
+        ("run", "model_runner.dtype"),
+        ("run", "model_runner.model_config.hidden_size"),
+        ("run", "model_runner.server_args.enable_pdmux"),
+        ("run", "model_runner.server_args.chunked_prefill_size"),
+        ("groups", "attn_tp_size"),
+        ("groups", "moe_ep_size"),
+        ("switches", "comm.enable_quant_communications"),
+        ("switches", "overlap.enable_two_batch_overlap"),
+    ],
+)
+def test_a_field_that_is_gone_is_named_and_told_to_the_other_ranks(
+    started: Any, caplog: pytest.LogCaptureFixture, where: str, field: str
+) -> None:
+    """A setting that SGLang renamed would not be heeded, as if it were off."""
+    objects = {"run": run_of_sglang(), "groups": parallel(), "switches": settings()}
+    owner, _, name = f"it.{field}".rpartition(".")
+    delattr(operator.attrgetter(owner)(SimpleNamespace(it=objects[where])), name)
+    (told,) = started(*objects.values())
+    assert told.startswith("SGLang is not as this plugin knows it")
+    assert f"without {field.removeprefix('model_runner.')}" in told
+    assert "SGLang runs without fused reductions" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("where", "field"),
+    [("run", "model_runner"), ("run", "model_runner.device"), ("groups", "tp_group.cpu_group")],
+)
+def test_without_a_group_there_is_nobody_to_tell(
+    started: Any, caplog: pytest.LogCaptureFixture, where: str, field: str
+) -> None:
+    objects = {"run": run_of_sglang(), "groups": parallel(), "switches": settings()}
+    owner, _, name = f"it.{field}".rpartition(".")
+    delattr(operator.attrgetter(owner)(SimpleNamespace(it=objects[where])), name)
+    assert started(*objects.values()) == []
+    assert f"without {name}" in caplog.text
+    assert fusion.current() is None
 
 
 # ---- norms and tensors -------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import pathlib
+import re
 from typing import Any
 
 import pytest
@@ -241,9 +242,19 @@ def test_wrong_algorithm() -> None:
 def test_old_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     import transformers
 
-    monkeypatch.setattr(transformers, "__version__", "4.57.1")
-    with pytest.raises(UnsupportedError, match=r"4\.57\.1"):
-        fused.enable()
+    for version in ("4.57.1", "5.22.1rc1", "5", "a fork"):
+        monkeypatch.setattr(transformers, "__version__", version)
+        with pytest.raises(UnsupportedError, match=re.escape(f"transformers {version}: expected")):
+            fused.enable()
+
+
+@pytest.mark.parametrize("version", ["6.0rc1", "5.23.0.dev0", "5.24.0+local", "6"])
+def test_versions_that_are_no_plain_numbers(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    import transformers
+
+    monkeypatch.setattr(transformers, "__version__", version)
+    fused.enable()
+    fused.disable()
 
 
 def test_model_without_a_plan() -> None:

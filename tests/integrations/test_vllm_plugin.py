@@ -12,10 +12,21 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 import allnorm.integrations.vllm as plugin
-from allnorm.integrations.vllm import install, late, norms, seams, switch
-from allnorm.integrations.vllm.seams import Seam
+from allnorm.integrations.engines import Announcer
+from allnorm.integrations.vllm import (
+    eager,
+    engine,
+    fusion_pass,
+    install,
+    late,
+    norms,
+    seams,
+    switch,
+)
+from allnorm.integrations.vllm.seams import Option, Seam
 
 
 @pytest.fixture
@@ -33,7 +44,17 @@ def package(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
         "TABLE: dict = {}\n"
         "def start(config, rank, *more): return rank\n"
         "class Worker:\n"
-        "    def ready(self): return 'ready'\n"
+        "    device: str\n"
+        "    mode: str = 'none'\n"
+        "    def __init__(self, config):\n"
+        "        self.config = config\n"
+        "        if config: self.group, self.rank = config\n"
+        "    def ready(self): self.late = 'ready'\n"
+        "    @property\n"
+        "    def size(self): return 1\n"
+        "def more(config, new, old=1): return rank\n"
+        "def named(config, *, new): return rank\n"
+        "def optional(config, new=1, *, other=2): return rank\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     seams._parsed.cache_clear()
@@ -50,8 +71,8 @@ def test_an_action_follows_the_import(package: str) -> None:
 
     seen: list[Any] = []
     name = f"{package}.inner.work"
-    late.when_imported(name, seen.append)
-    late.when_imported(name, lambda module: setattr(module, "start", "ours"))
+    late.when_imported(name, seen.append, pytest.fail)
+    late.when_imported(name, lambda module: setattr(module, "start", "ours"), pytest.fail)
     assert not seen
     assert name not in sys.modules, "nothing is imported early"
     module = importlib.import_module(name)
@@ -60,14 +81,32 @@ def test_an_action_follows_the_import(package: str) -> None:
     assert type(module.__loader__).__name__ == "SourceFileLoader"
     assert module.__spec__ is not None
     assert module.__spec__.loader is module.__loader__
-    late.when_imported(name, seen.append)
+    late.when_imported(name, seen.append, pytest.fail)
     assert seen == [module, module], "a module that is there is acted on at once"
 
 
 def test_a_module_that_does_not_exist_still_does_not(package: str) -> None:
-    late.when_imported(f"{package}.nowhere", lambda module: None)
+    late.when_imported(f"{package}.nowhere", lambda module: None, pytest.fail)
     with pytest.raises(ModuleNotFoundError, match="nowhere"):
         __import__(f"{package}.nowhere")
+
+
+def test_what_an_action_raises_is_not_raised_by_the_import(package: str) -> None:
+    import importlib
+
+    failed: list[str] = []
+    seen: list[Any] = []
+
+    def broken(module: Any) -> None:
+        raise KeyError("fuse_allreduce_rms")
+
+    name = f"{package}.inner.work"
+    late.when_imported(name, broken, lambda error: failed.append(repr(error)))
+    late.when_imported(name, seen.append, pytest.fail)
+    module = importlib.import_module(name)
+    assert seen == [module], "the actions after it act"
+    late.when_imported(name, broken, lambda error: failed.append(repr(error)))
+    assert failed == ["KeyError('fuse_allreduce_rms')"] * 2
 
 
 # ---- seams --------------------------------------------------------------------------------------
@@ -84,6 +123,18 @@ def test_a_module_that_does_not_exist_still_does_not(package: str) -> None:
         ("Pass", (), True),
         ("TABLE", ("config",), False),
         ("nothing", (), False),
+        # Fields: declared, given by the constructor, or a property; not what comes later.
+        ("Worker.device", (), True),
+        ("Worker.mode", (), True),
+        ("Worker.config", (), True),
+        ("Worker.rank", (), True),
+        ("Worker.size", (), True),
+        ("Worker.late", (), False),
+        # What is called with the known parameters alone must not need others.
+        ("more", ("config",), False),
+        ("more", ("config", "new"), True),
+        ("named", ("config",), False),
+        ("optional", ("config",), True),
     ],
 )
 def test_seams_are_found_in_sources(
@@ -112,6 +163,99 @@ def test_a_missing_seam_is_named_and_nothing_is_touched(
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert "this vLLM has no vllm.somewhere.something" in record.getMessage()
+
+
+def test_what_is_read_of_vllms_objects_is_a_seam() -> None:
+    """A field that was renamed would otherwise fail in a worker, or not be heeded at all."""
+    known = {seam.name for seam in seams.REQUIRED}
+    known |= {seam.name for option in seams.OPTIONAL for seam in option.needs}
+    for field in (
+        *("PassConfig.fuse_allreduce_rms", "PassConfig.fi_allreduce_fusion_max_size_mb"),
+        *("ParallelConfig.tensor_parallel_size", "ParallelConfig.use_ubatching"),
+        *("CompilationConfig.mode", "CompilationConfig.pass_config"),
+        *("SchedulerConfig.max_num_batched_tokens", "ModelConfig.get_hidden_size"),
+        *("GroupCoordinator.device_group", "GroupCoordinator.unique_name"),
+        *("RMSNorm.variance_size_override", "IrOpImpl.provider", "Platform.is_cuda"),
+    ):
+        assert field in known
+
+
+def test_an_option_says_what_it_costs(
+    package: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = f"{package}.inner.work"
+    here, gone = Seam(module, "start", ""), Seam(module, "gone", "")
+    field = Seam(module, "Worker.config", "")
+    assert Option("a is not fused", (gone, here), (field,)).present() == [here]
+    lost = Option("b is not fused", (gone, Seam(module, "other", "")))
+    needy = Option("c is not fused", (here,), (field, Seam(module, "Worker.gone", "")))
+    assert lost.present() == needy.present() == []
+    acted: list[str] = []
+    monkeypatch.setattr(seams, "missing", lambda these=(): _missing(these))
+    monkeypatch.setattr(seams, "OPTIONAL", (lost, needy))
+    monkeypatch.setattr(seams, "HELPERS", (needy, Option("d", (gone, here))))
+    monkeypatch.setattr(install, "when_imported", lambda name, *_: acted.append(name))
+    with caplog.at_level(logging.INFO):
+        install.install()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"allnorm: b is not fused: this vLLM has no {module}.gone or {module}.other",
+        f"allnorm: c is not fused: this vLLM has no {module}.Worker.gone",
+    ]
+    assert acted.count(module) == 1
+
+
+_missing = seams.missing
+
+
+def test_a_seam_that_cannot_be_changed_is_said_and_keeps_this_rank_from_fusing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    failures: dict[str, Any] = {}
+
+    def refuse(name: str, action: Any, failed: Any) -> None:
+        failures[name] = failed
+
+    monkeypatch.setattr(seams, "missing", lambda these=(): [])
+    monkeypatch.setattr(install, "when_imported", refuse)
+    monkeypatch.setattr(install, "_log", Announcer(logging.getLogger("vllm.allnorm")))
+    monkeypatch.setattr(engine.STATE, "broken", "")
+    install.install()
+    failures[seams.CONFIG](KeyError("fuse_allreduce_rms"))
+    assert engine.STATE.broken == ""
+    assert "fused only where fuse_allreduce_rms is set" in caplog.text
+    assert "KeyError: 'fuse_allreduce_rms'" in caplog.text
+    for name in (seams.PASS_CONFIG, seams.PASS_MANAGER, seams.WORKER):
+        failures[name](AttributeError("gone"))
+        assert engine.STATE.broken == f"{name} could not be changed: AttributeError: gone"
+    assert "nothing is fused: AttributeError: gone" in caplog.text
+
+
+def test_vllm_is_imported_without_the_switch_too(
+    package: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """From the entry point to the import: a KeyError ended it."""
+    import importlib
+
+    tables = {2: {"compilation_config": {"pass_config": {"other": True}}}}
+    monkeypatch.setattr(seams, "missing", lambda *_: [])
+    monkeypatch.setattr(seams, "CONFIG", f"{package}.inner.work")
+    monkeypatch.setattr(plugin, "_registered", False)
+    plugin.register()
+    source = pathlib.Path(str(importlib.util.find_spec(package).origin)).parent / "inner/work.py"
+    source.write_text(f"OPTIMIZATION_LEVEL_TO_CONFIG = {tables!r}\n")
+    module = importlib.import_module(f"{package}.inner.work")
+    assert tables == module.OPTIMIZATION_LEVEL_TO_CONFIG
+    assert "fuse_allreduce_rms" in caplog.text
+
+
+def test_a_table_without_the_switch_is_left_as_it_is() -> None:
+    """vLLM could not be imported: a KeyError in an action that nothing guarded."""
+    with_it: dict[str, Any] = {"compilation_config": {"pass_config": {switch.FIELD: True}}}
+    without: dict[str, Any] = {"compilation_config": {"pass_config": {}}}
+    module: Any = types.SimpleNamespace(OPTIMIZATION_LEVEL_TO_CONFIG={1: with_it, 2: without})
+    with pytest.raises(KeyError, match="fuse_allreduce_rms"):
+        switch.patch_defaults(module)
+    assert with_it == {"compilation_config": {"pass_config": {switch.FIELD: True}}}
 
 
 def test_workers_do_not_repeat_it(
@@ -228,6 +372,48 @@ def test_what_vllm_would_do_without_us() -> None:
     for stock in (True, False):
         assert switch.stock_default(config_with({"allnorm": {"stock": stock}}, on=True)) is stock
     assert switch.stock_default(config_with({}, on=True))
+
+
+# ---- helpers and passes --------------------------------------------------------------------------
+
+
+def test_a_helper_of_eager_models_never_raises_of_itself(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def stock(hidden_states: Any, residual: Any, norm: Any, scale: float = 1.0) -> Any:
+        return "stock", scale
+
+    module: Any = types.SimpleNamespace(helper=stock)
+    eager.patch_helper(module, "helper", 0.0)
+    monkeypatch.setattr(engine.STATE, "announcer", Announcer(logging.getLogger("vllm.allnorm")))
+    monkeypatch.setattr(engine, "communicator_for_eager", object)
+    x = torch.zeros(2, 64)
+    assert module.helper(x, x, object()) == ("stock", 1.0)
+    assert "norms of class object are not fused: AttributeError" in caplog.text
+    # What the plugin does not know is left to vLLM.
+    assert module.helper(x, x, object(), 0.5) == ("stock", 0.5)
+    assert module.helper(x, x, object(), scale=2.0) == ("stock", 2.0)
+
+
+def test_the_agreement_of_eager_models_never_raises(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(engine, "STATE", engine.State(vllm_config=config_with({}, on=True)))
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    assert engine.communicator_for_eager() is None
+    assert "nothing is fused, vLLM runs as it is" in caplog.text
+    assert engine.communicator_for_eager() is None
+    assert len(caplog.records) == 1
+
+
+def test_a_pass_that_cannot_be_made_is_vllms_own(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(engine, "STATE", engine.State())
+    module: Any = types.SimpleNamespace(AllReduceFusionPass=lambda config: "stock")
+    fusion_pass.patch_pass_manager(module)
+    assert module.AllReduceFusionPass(object()) == "stock"
+    assert "graphs are left to vLLM's own pass" in caplog.text
 
 
 # ---- norms --------------------------------------------------------------------------------------

@@ -21,6 +21,10 @@ from allnorm.cli.ranks.arms import Arm
 from allnorm.cli.ranks.case import Case, Outcome
 from allnorm.cli.ranks.quantizer import Quantizer
 
+# Renamed in torch 2.13; the package accepts 2.11, and a later one need not have both.
+_scatter_from = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 _PACKED = "packed scales of rows that are gathered would have to be laid out anew"
 
 
@@ -116,13 +120,11 @@ def _padded(rows: torch.Tensor, height: int) -> torch.Tensor:
 
 
 def _reduce_scatter(output: torch.Tensor, x: torch.Tensor) -> None:
-    scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # the newer name
-    scatter(output, x)
+    _scatter_from(output, x)
 
 
 def _gather(parts: list[torch.Tensor]) -> list[torch.Tensor]:
     """All ranks' rows of each part; one launch on GPUs."""
-    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the newer name
     ranks = dist.get_world_size()
     wholes = [part.new_empty(part.shape[0] * ranks, *part.shape[1:]) for part in parts]
     together = len(parts) > 1 and parts[0].is_cuda
@@ -130,5 +132,5 @@ def _gather(parts: list[torch.Tensor]) -> list[torch.Tensor]:
     grouped = dist._coalescing_manager(device=parts[0].device) if together else nullcontext()  # type: ignore[attr-defined]
     with grouped:
         for whole, part in zip(wholes, parts, strict=True):
-            gather(whole.view(torch.uint8), part.view(torch.uint8))  # NCCL knows no FP8
+            _gather_into(whole.view(torch.uint8), part.view(torch.uint8))  # NCCL knows no FP8
     return wholes

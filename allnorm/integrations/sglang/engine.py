@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from allnorm.integrations.sglang.seams import check_fields
+
 _SWITCH = "--enforce-disable-flashinfer-allreduce-fusion"
 _DEFAULT_MAX_TOKENS = 8192
 
@@ -37,29 +39,63 @@ class Engine:
     max_tokens: int
     multiplexed: bool
 
-    @property
-    def process_group(self) -> dist.ProcessGroup:
-        """The group that carries tensors of `device`; never the one of all processes."""
-        group = self.group.device_group if self.device.type == "cuda" else self.group.cpu_group
-        return group
+
+# What is read of SGLang's objects. A field that is gone would be a setting that is not heeded, so
+# each is checked before it is read.
+_RUNNER = (
+    *("device", "model", "dtype", "model_config.hidden_size"),
+    *("server_args.chunked_prefill_size", "server_args.enable_pdmux"),
+)
+_GROUP = ("device_group", "cpu_group", "world_size", "rank_in_group", "ranks", "all_reduce")
+_PARALLEL = ("attn_tp_size", "moe_ep_size", "moe_tp_size")
+_EXECUTION = (
+    "comm.enforce_disable_flashinfer_allreduce_fusion",
+    "comm.enable_quant_communications",
+    "comm.flashinfer_allreduce_fusion_backend",
+    "deterministic.enable_deterministic_inference",
+    "overlap.enable_two_batch_overlap",
+)
 
 
-def engine_of(runner: Any) -> Engine:
-    """Reads what is needed from SGLang's model runner."""
+def group_of(runner: Any) -> tuple[Any, dist.ProcessGroup, torch.device]:
+    """SGLang's coordinator of the tensor-parallel group, the group in it, this rank's device.
+
+    Raises:
+        UnsupportedError: SGLang is not as this plugin knows it; the same on all ranks.
+    """
     from sglang.srt.runtime_context import get_parallel
 
+    check_fields("a model runner", runner, ("device",))
+    check_fields("parallel groups", get_parallel(), ("tp_group",))
+    group = get_parallel().tp_group
+    check_fields("a group", group, _GROUP)
     device = torch.device(runner.device)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
-    rows = getattr(runner.server_args, "chunked_prefill_size", None) or 0
+    # The one that carries tensors of the device; never the one of all processes.
+    return group, group.device_group if device.type == "cuda" else group.cpu_group, device
+
+
+def engine_of(runner: Any, group: Any, device: torch.device) -> Engine:
+    """Reads what is needed from SGLang's model runner.
+
+    Raises:
+        UnsupportedError: SGLang is not as this plugin knows it.
+    """
+    from sglang.srt.runtime_context import get_exec, get_parallel
+
+    check_fields("a model runner", runner, _RUNNER)
+    check_fields("parallel groups", get_parallel(), _PARALLEL)
+    check_fields("settings", get_exec(), _EXECUTION)
+    rows = runner.server_args.chunked_prefill_size or 0
     return Engine(
         runner.model,
-        get_parallel().tp_group,
+        group,
         device,
         runner.dtype,
         runner.model_config.hidden_size,
         rows if rows > 0 else _DEFAULT_MAX_TOKENS,
-        bool(getattr(runner.server_args, "enable_pdmux", False)),
+        bool(runner.server_args.enable_pdmux),
     )
 
 

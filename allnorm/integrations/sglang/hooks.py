@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from allnorm.integrations.sglang import start
+from allnorm.errors import UnsupportedError
+from allnorm.integrations.sglang import seams, start
 from allnorm.integrations.sglang.fusion import current
 from allnorm.integrations.sglang.handoff import GROUP_SIZE, default_quant
 from allnorm.integrations.sglang.seams import Probe
@@ -19,12 +20,12 @@ from allnorm.integrations.sglang.seams import Probe
 _Original = Callable[..., Any]
 
 
-def gate(original: _Original, batch_size: Any) -> Any:
+def gate(original: _Original, batch_size: Any, *more: Any, **named: Any) -> Any:
     """Whether SGLang leaves a sum of this many rows to the norm after it."""
     if isinstance(batch_size, Probe):
         return batch_size
-    if current() is None:
-        return original(batch_size)
+    if current() is None or seams.unknown(original, 1, more, named):
+        return original(batch_size, *more, **named)
     # No upper bound: the library cuts what does not fit into chunks, with the same bits.
     return batch_size > 0
 
@@ -37,13 +38,27 @@ def norm(
     post_residual_addition: torch.Tensor | None = None,
     weight: torch.Tensor | None = None,
     use_attn_tp_group: bool = True,
+    *more: Any,
+    **named: Any,
 ) -> Any:
-    """Completes a sum, adds it to the residual and norms it. Never returns None."""
+    """Completes a sum, adds it to the residual and norms it. Never returns None.
+
+    Raises:
+        UnsupportedError: SGLang asks for something that is not known here. Its own function could
+            go on to the norm without any all-reduce.
+    """
     if isinstance(norm_module, Probe):
         return norm_module
     fusion = current()
     if fusion is None or residual is None:
-        return original(norm_module, x, residual, post_residual_addition, weight, use_attn_tp_group)
+        known = (norm_module, x, residual, post_residual_addition, weight, use_attn_tp_group)
+        return original(*known, *more, **named)
+    unknown = seams.unknown(original, 6, more, named)
+    if unknown:
+        raise UnsupportedError(
+            f"SGLang asks for {unknown} at a fused reduction, which this plugin does not know and "
+            "would leave out. ALLNORM_DISABLE=1 switches it off; a newer allnorm may know it."
+        )
     if post_residual_addition is not None:
         residual = residual + post_residual_addition
     return fusion.norm(norm_module, x, residual)
@@ -58,29 +73,34 @@ def quantised_norm(
     group_size: int = GROUP_SIZE,
     use_attn_tp_group: bool = True,
     keep_bf16: bool = False,
+    *more: Any,
+    **named: Any,
 ) -> Any:
     """The same, for a layer that reads FP8.
 
-    Returns None, before anything was communicated, where no GEMM takes the result: SGLang then
-    calls `norm`.
+    Returns None, before anything was communicated, where no GEMM takes the result, or where SGLang
+    asks for something that is not known here: SGLang then calls `norm`.
     """
     if isinstance(norm_module, Probe):
         return norm_module
     fusion = current()
     if fusion is None or residual is None:
-        return original(norm_module, x, residual, weight, group_size, use_attn_tp_group, keep_bf16)
+        known = (norm_module, x, residual, weight, group_size, use_attn_tp_group, keep_bf16)
+        return original(*known, *more, **named)
+    if seams.unknown(original, 7, more, named):
+        return None
     quant = default_quant() if group_size == GROUP_SIZE and x.dtype == torch.bfloat16 else None
     if quant is None:
         return None
     return fusion.quantised_norm(norm_module, x, residual, quant, keep_bf16)
 
 
-def before_graphs(original: _Original, runner: Any) -> Any:
+def before_graphs(original: _Original, runner: Any, *more: Any, **named: Any) -> Any:
     """After SGLang made its own workspace, and before it captures graphs."""
     if isinstance(runner, Probe):
         return runner
-    result = original(runner)
-    start.start(runner.model_runner)
+    result = original(runner, *more, **named)
+    start.start(runner)
     return result
 
 

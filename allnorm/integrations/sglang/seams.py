@@ -7,7 +7,9 @@ for a sign of life before anything is fused.
 
 from __future__ import annotations
 
+import enum
 import inspect
+import operator
 import pkgutil
 import sys
 import types
@@ -18,6 +20,9 @@ from typing import Any
 from allnorm.errors import UnsupportedError
 
 VERSIONS = "0.5.17 and 0.5.23"
+
+
+_BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 class Probe:
@@ -34,7 +39,8 @@ class Seam:
     Attributes:
         role: what the hook is there for; the key of its hook.
         targets: dotted paths, one per generation of SGLang; the first that exists is hooked.
-        parameters: the names that the hook relies on, in order.
+        parameters: the names that the hook relies on, in order: the first of all. Those that
+            follow have defaults, and are passed on.
     """
 
     role: str
@@ -98,16 +104,90 @@ def probe() -> dict[str, str]:
         target = next((name for name in seam.targets if _resolve(name) is not None), None)
         if target is None:
             raise _refusal(f"has no {' or '.join(seam.targets)}")
-        parameters = tuple(inspect.signature(_resolve(target)).parameters)
-        if parameters != seam.parameters:
+        signature = inspect.signature(_resolve(target))
+        if not _takes(signature, seam.parameters):
             raise _refusal(
-                f"has {target}({', '.join(parameters)}), expected ({', '.join(seam.parameters)})"
+                f"has {target}({', '.join(signature.parameters)}), expected "
+                f"({', '.join(seam.parameters)}), and after these only what has a default"
             )
         found[seam.role] = target
     missing = [name for name in _READ if _resolve(name) is None]
     if missing:
         raise _refusal(f"has no {' and no '.join(missing)}")
     return found
+
+
+def check_fields(what: str, thing: object, fields: tuple[str, ...]) -> None:
+    """Checks that an object of SGLang has the fields that are read of it.
+
+    Args:
+        what: it is, in words.
+        thing: the object.
+        fields: dotted where they are fields of a field.
+
+    Raises:
+        UnsupportedError: it lacks some; says which.
+    """
+    missing = [field for field in fields if not _has(thing, field)]
+    if missing:
+        names = ", ".join(missing)
+        raise _refusal(f"has {what} of class {type(thing).__name__} without {names}")
+
+
+def unknown(
+    original: Callable[..., Any], known: int, more: tuple[Any, ...], named: Mapping[str, Any]
+) -> str:
+    """What SGLang asks of a hooked function beyond what this plugin knows, in words.
+
+    Args:
+        original: SGLang's own function.
+        known: how many of its parameters the hook knows.
+        more: arguments after these.
+        named: the same, by name.
+
+    Returns:
+        The arguments that are not what they are by default; empty if there are none.
+    """
+    if not more and not named:
+        return ""
+    parameters = list(inspect.signature(original).parameters.values())[known:]
+    by_position = [each.name for each in parameters if each.kind in _BY_POSITION]
+    extra = [f"argument {i}" for i in range(known + len(by_position), known + len(more))]
+    defaults = {each.name: each.default for each in parameters}
+    given = {**dict(zip([*by_position, *extra], more, strict=False)), **named}
+    return ", ".join(
+        f"{name}={value!r}"
+        for name, value in given.items()
+        if name not in defaults or not _same(value, defaults[name])
+    )
+
+
+def _same(value: Any, default: Any) -> bool:
+    """Whether they are one constant; a tensor, for one, is not compared."""
+    constants = (bool, int, float, str, enum.Enum)
+    return value is default or (
+        isinstance(value, constants) and type(value) is type(default) and value == default
+    )
+
+
+def _has(thing: object, field: str) -> bool:
+    try:
+        operator.attrgetter(field)(thing)
+    except AttributeError:
+        return False
+    return True
+
+
+def _takes(signature: inspect.Signature, known: tuple[str, ...]) -> bool:
+    """Whether a function can be called with the known arguments, by their positions, alone."""
+    given = list(signature.parameters.values())
+    if tuple(parameter.name for parameter in given[: len(known)]) != known:
+        return False
+    left_out = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return all(parameter.kind in _BY_POSITION for parameter in given[: len(known)]) and all(
+        parameter.default is not inspect.Parameter.empty or parameter.kind in left_out
+        for parameter in given[len(known) :]
+    )
 
 
 def register(targets: Mapping[str, str], hooks: Mapping[str, Callable[..., Any]]) -> list[str]:

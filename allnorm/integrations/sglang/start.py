@@ -19,6 +19,7 @@ from allnorm.integrations.sglang import announcer, dense, engine, seams
 from allnorm.integrations.sglang.fusion import Fusion, activate, current
 from allnorm.integrations.sglang.handoff import quant_of
 from allnorm.integrations.sglang.norms import ATTRIBUTE, NormArithmetic, arithmetic, classes
+from allnorm.integrations.sglang.seams import check_fields
 
 # Forward passes that may go by without a fused call before that is worth a warning: the first ones
 # may be traced by torch.compile, where calls are not counted.
@@ -64,49 +65,78 @@ def start(runner: Any) -> None:
     communicator, and is not wired.
 
     Args:
-        runner: SGLang's model runner, its model loaded.
+        runner: what SGLang runs models with; its model is loaded.
     """
     if _decided:
         return
     _decided.append(True)
     try:
-        facts = engine.engine_of(runner)
+        _start(runner)
     except Exception as error:  # noqa: BLE001 - the same on all ranks: it is SGLang's structure
         announcer.warning(f"SGLang runs without fused reductions: {error}")
-        return
-    if facts.group.world_size == 1:
+
+
+def _start(runner: Any) -> None:
+    check_fields("a runner of models", runner, ("model_runner",))
+    runner = runner.model_runner
+    group, process_group, device = engine.group_of(runner)
+    if group.world_size == 1:
         announcer.info("nothing changes in SGLang: tensor parallelism of 1 has no reductions")
         return
-    off = engines.disabled_reason() or _reason(engine.switched_off)
-    preparation = Preparation()
-    reason = off or _reason(lambda: _obstacle(facts, preparation))
+    preparation, found = Preparation(), Found()
+    # From here on the others wait for this rank: whatever fails on it is told to them.
+    reason = _reason(lambda: found.read(runner, group, device, preparation))
+    facts = found.facts
     outcome = engines.engine_communicator(
-        facts.process_group,
-        facts.device,
-        hidden_size=facts.hidden_size,
-        max_tokens=facts.max_tokens,
-        dtype=facts.dtype,
+        process_group,
+        device,
+        hidden_size=0 if facts is None else facts.hidden_size,
+        max_tokens=0 if facts is None else facts.max_tokens,
+        dtype=torch.bfloat16 if facts is None else facts.dtype,
         numerics="unrounded",
         obstacle=reason,
         # FlashInfer's fused kernel triggers early here too, and what follows it waits, as CUDA
         # demands: docs/sglang.md.
         early_trigger=True,
     )
-    if outcome.communicator is None:
-        if facts.group.rank_in_group == 0:
+    if outcome.communicator is None or facts is None:
+        if group.rank_in_group == 0:
             text = f"SGLang runs without fused reductions: {outcome.reason}"
-            (announcer.info if off else announcer.warning)(text)
+            (announcer.info if found.off else announcer.warning)(text)
         return
-    say = announcer.warning if facts.group.rank_in_group == 0 else _unheard
-    fusion = Fusion(outcome.communicator, facts.group.all_reduce, say)
+    say = announcer.warning if group.rank_in_group == 0 else _unheard
+    fusion = Fusion(outcome.communicator, group.all_reduce, say)
     preparation.apply()
     activate(fusion)
-    if facts.group.rank_in_group == 0:
+    if group.rank_in_group == 0:
         _count_first_pass(facts.model, fusion)
 
 
-def _obstacle(facts: engine.Engine, preparation: Preparation) -> str:
+@dataclass
+class Found:
+    """What is read of SGLang's run.
+
+    Attributes:
+        facts: None until they are read.
+        off: the user switched the fusion off.
+    """
+
+    facts: engine.Engine | None = None
+    off: bool = False
+
+    def read(self, runner: Any, group: Any, device: Any, preparation: Preparation) -> str:
+        """Reads all of it; returns why nothing can be fused, if so."""
+        reason = engines.disabled_reason()
+        if not reason:
+            self.facts = engine.engine_of(runner, group, device)
+            reason = engine.switched_off()
+        self.off = bool(reason)
+        return reason or _obstacle(self.facts, preparation)
+
+
+def _obstacle(facts: engine.Engine | None, preparation: Preparation) -> str:
     """Why SGLang's run cannot be fused; also finds what is to be changed in the model."""
+    assert facts is not None
     reason = engine.obstacle(facts) or seams.obstacle(seams.probe())
     if not reason:
         preparation.find(facts)

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from packaging.version import InvalidVersion, Version
+
 from allnorm.errors import UnsupportedError
 from allnorm.integrations.transformers.families import FAMILIES, Family
 from allnorm.integrations.transformers.plans import GPT_OSS_TP_PLAN
@@ -125,9 +127,13 @@ def _check_version() -> None:
         raise UnsupportedError(
             f"transformers is not installed: pip install 'transformers>={wanted}'."
         ) from error
-    found = tuple(int(part) for part in transformers.__version__.split(".")[:2])
-    if found < MINIMUM_VERSION:
+    version = str(transformers.__version__)
+    try:
+        new_enough = Version(version).release >= MINIMUM_VERSION  # candidates of a release too
+    except InvalidVersion:
+        new_enough = False
+    if not new_enough:
         raise UnsupportedError(
-            f"transformers {transformers.__version__}: expected {wanted} or later, whose "
-            "tensor-parallel styles can be registered. Upgrade it."
+            f"transformers {version}: expected {wanted} or later, whose tensor-parallel styles can "
+            "be registered. Upgrade it."
         )

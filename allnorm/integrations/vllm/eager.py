@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from allnorm.integrations.engines import in_words
 from allnorm.integrations.vllm import engine
 from allnorm.integrations.vllm.norms import mode_of
 
@@ -17,6 +18,8 @@ _Helper = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 def patch_helper(module: ModuleType, name: str, weight_bias: float) -> None:
     """Replaces a helper by one that fuses where it can. Idempotent.
+
+    Arguments beyond those that are known are passed on to vLLM's own, which then computes it.
 
     Args:
         module: the one that defines it; others import it from there later.
@@ -31,13 +34,14 @@ def patch_helper(module: ModuleType, name: str, weight_bias: float) -> None:
 def _fused(stock: _Helper, weight_bias: float) -> _Helper:
     @functools.wraps(stock)
     def helper(
-        hidden_states: torch.Tensor, residual: torch.Tensor, norm: Any
+        hidden_states: torch.Tensor, residual: torch.Tensor, norm: Any, *more: Any, **named: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         communicator = engine.communicator_for_eager()
-        # Asked of the model and its shapes alone: the answer is the same on every rank.
-        mode = "" if communicator is None else _mode(hidden_states, residual, norm, weight_bias)
+        mode = ""
+        if communicator is not None and not more and not named:
+            mode = _mode_if_known(hidden_states, residual, norm, weight_bias)
         if communicator is None or not mode:
-            return stock(hidden_states, residual, norm)
+            return stock(hidden_states, residual, norm, *more, **named)
         return communicator.all_reduce_add_rms_norm(
             hidden_states,
             residual,
@@ -49,6 +53,22 @@ def _fused(stock: _Helper, weight_bias: float) -> _Helper:
 
     helper.allnorm_stock = stock  # type: ignore[attr-defined]
     return helper
+
+
+def _mode_if_known(
+    hidden_states: torch.Tensor, residual: torch.Tensor | None, norm: Any, weight_bias: float
+) -> str:
+    """As `_mode`; empty, and said once, if vLLM is not as expected here.
+
+    Asked of the model and its shapes alone: the answer is the same on every rank.
+    """
+    try:
+        return _mode(hidden_states, residual, norm, weight_bias)
+    except Exception as error:  # noqa: BLE001 - the norm is computed by vLLM's own helper
+        engine.STATE.announcer.warning(
+            f"norms of class {type(norm).__name__} are not fused: {in_words(error)}"
+        )
+        return ""
 
 
 def _mode(

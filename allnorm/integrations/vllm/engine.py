@@ -1,7 +1,8 @@
 """What a worker process knows: its communicator, or why it has none; what was fused.
 
 Every rank of a tensor-parallel group decides alike, since it decides by the engine's configuration,
-which is the same in all workers, and by what `engine_communicator` agreed on.
+which is the same in all workers, by what `engine_communicator` agreed on, and for each graph by a
+verdict of all ranks that compile it. Nothing here raises into the engine.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import atexit
 import functools
 import hashlib
+import importlib
 import logging
 import pathlib
 from dataclasses import dataclass, field
@@ -19,8 +21,16 @@ import torch
 import allnorm
 import allnorm.compile
 from allnorm.compile import FusionReport
-from allnorm.integrations.engines import Announcer, Outcome, engine_communicator
-from allnorm.integrations.vllm import LOGGER, switch
+from allnorm.integrations.engines import (
+    Announcer,
+    Outcome,
+    attempt,
+    engine_communicator,
+    in_words,
+    open_verdicts,
+)
+from allnorm.integrations.verdicts import Verdicts
+from allnorm.integrations.vllm import LOGGER, generation, switch
 
 
 @dataclass
@@ -30,13 +40,25 @@ class State:
     Attributes:
         vllm_config: of the engine that it works for; None outside of workers.
         outcome: what the ranks agreed on; None until they were asked.
-        reports: of the graphs that were compiled.
+        verdicts: where they decide on each graph; None without a communicator.
+        word: of the generation of compiled code, the same on all ranks.
+        place: where the word is kept; None: not by this rank.
+        graphs: how many the pass was given.
+        reports: of those that were fused, or had nothing to fuse.
+        unfused: why graphs run unfused, on all ranks.
+        broken: which seam could not be changed, and so why this rank must not fuse.
         announcer: speaks for the group, in one of its processes.
     """
 
     vllm_config: Any = None
     outcome: Outcome | None = None
+    verdicts: Verdicts | None = None
+    word: str = ""
+    place: pathlib.Path | None = None
+    graphs: int = 0
     reports: list[FusionReport] = field(default_factory=list)
+    unfused: list[str] = field(default_factory=list)
+    broken: str = ""
     announcer: Announcer = field(default_factory=lambda: Announcer(logging.getLogger(LOGGER)))
 
 
@@ -47,30 +69,39 @@ def start(vllm_config: Any) -> None:
     """Takes note of the engine; makes its communicator if compiled graphs will use it. Collective.
 
     Called by every worker once the groups exist: before the model is loaded, compiled or captured,
-    and whether or not its code comes from a cache.
+    and whether or not its code comes from a cache. Never raises.
     """
     STATE.vllm_config = vllm_config
-    STATE.outcome = None
-    STATE.reports = []
-    if vllm_config.parallel_config.tensor_parallel_size == 1:
-        return
-    if switch.is_on(vllm_config) and compiles(vllm_config):
-        agree()
+    STATE.outcome = STATE.verdicts = STATE.place = None
+    STATE.word, STATE.graphs, STATE.reports, STATE.unfused = "", 0, [], []
+    try:
+        # All ranks read the same configuration here: what one of them lacks, all lack.
+        if vllm_config.parallel_config.tensor_parallel_size == 1:
+            return
+        asked = switch.is_on(vllm_config) and compiles(vllm_config)
+        if STATE.broken:
+            switch.put_back(vllm_config)
+        if asked:
+            _agree()
+    except Exception as error:  # noqa: BLE001 - the engine goes on without the fusion
+        _give_up(error)
 
 
 def compiles(vllm_config: Any) -> bool:
     """Whether vLLM runs its passes for this engine."""
-    mode = getattr(vllm_config.compilation_config, "mode", None)
-    return getattr(mode, "name", "") == "VLLM_COMPILE"
+    return getattr(vllm_config.compilation_config.mode, "name", "") == "VLLM_COMPILE"
 
 
 def communicator_for_eager() -> allnorm.Communicator | None:
-    """For the helpers of eager models. Collective at its first call."""
+    """For the helpers of eager models. Collective at its first call. Never raises."""
     if STATE.outcome is None:
         config = STATE.vllm_config
-        if config is None or not switch.is_on_for_eager(config):
-            return None
-        agree()
+        try:
+            if config is None or not switch.is_on_for_eager(config):
+                return None
+            _agree()
+        except Exception as error:  # noqa: BLE001 - the engine goes on without the fusion
+            _give_up(error)
     return communicator()
 
 
@@ -79,23 +110,63 @@ def communicator() -> allnorm.Communicator | None:
     return None if STATE.outcome is None else STATE.outcome.communicator
 
 
-def agree() -> None:
+def _give_up(error: Exception) -> None:
+    """After what must not happen: this rank's engine goes on as if there was no plugin."""
+    ending = communicator()
+    STATE.outcome = Outcome(None, in_words(error))
+    if ending is not None:
+        ending.close()
+    STATE.announcer.warning(f"nothing is fused, vLLM runs as it is: {STATE.outcome.reason}")
+
+
+def _agree() -> None:
     """Asks all ranks of the tensor-parallel group whether to fuse; makes the communicator."""
     from vllm.distributed.parallel_state import get_tp_group
 
-    config, group = STATE.vllm_config, get_tp_group()
+    group = get_tp_group()
+    sizes, obstacle = _Sizes(), STATE.broken
+    # What fails on this rank alone is told to the others, who are waiting for an answer.
+    obstacle = obstacle or attempt(lambda: sizes.read(STATE.vllm_config, group))
     STATE.outcome = engine_communicator(
         group.device_group,
         torch.device(group.device),
-        hidden_size=config.model_config.get_hidden_size(),
-        max_tokens=config.scheduler_config.max_num_batched_tokens,
-        dtype=config.model_config.dtype,
-        obstacle=switch.obstacle(config),
+        hidden_size=sizes.hidden_size,
+        max_tokens=sizes.max_tokens,
+        dtype=sizes.dtype,
+        obstacle=obstacle,
     )
     if STATE.outcome.communicator is not None:
         atexit.register(_stop)  # while the modules that closing needs exist
-    else:
+        mine = "" if sizes.place is None else generation.take(sizes.place)
+        STATE.verdicts, reason, STATE.word = open_verdicts(group.device_group, mine)
+        STATE.place = sizes.place
+        if STATE.verdicts is None:
+            STATE.outcome.communicator.close()
+            STATE.outcome = Outcome(None, reason)
+    if STATE.outcome.communicator is None:
         warn(f"nothing is fused: {STATE.outcome.reason}")
+
+
+@dataclass
+class _Sizes:
+    """What of the engine decides how the communicator is made, and where rank 0 keeps the word."""
+
+    hidden_size: int = 0
+    max_tokens: int = 0
+    dtype: torch.dtype = torch.bfloat16
+    place: pathlib.Path | None = None
+
+    def read(self, config: Any, group: Any) -> str:
+        """Reads it; returns why this engine has nothing to fuse, if it has not."""
+        self.hidden_size = config.model_config.get_hidden_size()
+        self.max_tokens = config.scheduler_config.max_num_batched_tokens
+        self.dtype = config.model_config.dtype
+        if int(group.rank_in_group) == 0:
+            self.place = generation.place_of(config, group)
+        if compiles(config):
+            importlib.import_module("allnorm.integrations.vllm.graph_pass")
+            _sources()  # what caches ask for later, where nothing may fail
+        return switch.obstacle(config)
 
 
 def _stop() -> None:
@@ -117,35 +188,60 @@ def warn(text: str) -> None:
         STATE.announcer.warning(text)
 
 
-def summarise() -> None:
-    """One line about the engine, once it is ready."""
-    mine = communicator()
-    if mine is None or not is_spokesman():
-        return
-    world = mine.world_size
+def runs_unfused(reason: str) -> None:
+    """Takes note of a graph that runs unfused on all ranks; says so once."""
+    STATE.unfused.append(reason)
+    warn(f"a graph runs unfused, on all ranks: {reason}")
+
+
+def ready() -> None:
+    """One line about the engine, once it is ready. Never raises."""
+    try:
+        mine = communicator()
+        if mine is None or not is_spokesman():
+            return
+        if not STATE.unfused and STATE.place is not None:
+            reason = attempt(_keep_word)
+            if reason:
+                STATE.announcer.info(f"the next start compiles everything again: {reason}")
+        fused, text = summary(mine.world_size)
+        (STATE.announcer.info if fused else STATE.announcer.warning)(text)
+    except Exception as error:  # noqa: BLE001 - the engine is ready
+        STATE.announcer.warning(f"what was fused cannot be told: {in_words(error)}")
+
+
+def _keep_word() -> str:
+    if STATE.place is not None:
+        generation.put_back(STATE.place, STATE.word)
+    return ""
+
+
+def summary(world: int) -> tuple[bool, str]:
+    """Whether anything is fused as far as that is known, and the line about it."""
     if not compiles(STATE.vllm_config):
-        STATE.announcer.info(f"norms of an eager model are fused over {world} ranks")
-        return
-    sites = [site for report in STATE.reports for site in report.sites]
-    fused = [site for site in sites if site.fused]
-    if not sites:
-        STATE.announcer.info(
+        return True, f"norms of an eager model are fused over {world} ranks"
+    if STATE.graphs == 0:
+        return True, (
             f"fuses over {world} ranks; the compiled code came from vLLM's cache, which knows "
             "allnorm's version and settings"
         )
-        return
-    kinds = sorted({", ".join(filter(None, (site.numerics, site.quant))) for site in fused})
+    sites = [site for report in STATE.reports for site in report.sites]
+    fused = [site for site in sites if site.fused]
     missed = sorted({str(site.reason) for site in sites if not site.fused})
+    missed += [f"a graph: {reason}" for reason in sorted(set(STATE.unfused))]
+    kinds = sorted({", ".join(filter(None, (site.numerics, site.quant))) for site in fused})
+    if not sites and not missed:
+        return False, (
+            f"0 reductions found in the {STATE.graphs} graphs that vLLM compiled, which did not "
+            "come from its cache: nothing in them is fused"
+        )
     text = (
         f"{len(fused)} of {len(sites)} reductions fused over {world} ranks, counted in the "
-        f"{len(STATE.reports)} graphs that were compiled ({'; '.join(kinds) or 'none'})"
+        f"{STATE.graphs} graphs that were compiled ({'; '.join(kinds) or 'none'})"
     )
     if missed:
         text += f"; missed: {'; '.join(missed)}"
-    if fused:
-        STATE.announcer.info(text)
-    else:
-        STATE.announcer.warning(text)
+    return bool(fused), text
 
 
 # ---- caches --------------------------------------------------------------------------------------
@@ -156,7 +252,7 @@ def key() -> str:
     mine = communicator()
     if mine is None:
         return f"allnorm {allnorm.__version__} off"
-    traits = (mine.name, mine.world_size, mine.device.type)
+    traits = (mine.name, mine.world_size, mine.device.type, STATE.word)
     return f"allnorm {allnorm.__version__} {_sources()} {traits}"
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from allnorm.integrations.engines import in_words
 from allnorm.integrations.vllm import engine, switch
 
 NAME = "AllReduceFusionPass"
@@ -25,8 +26,17 @@ class _Choice:
         self.stock = stock
 
     def __call__(self, vllm_config: Any) -> Any:
-        if engine.communicator() is None and switch.stock_default(vllm_config):
-            return self.stock(vllm_config)
+        try:
+            if engine.communicator() is not None or not switch.stock_default(vllm_config):
+                return self._own(vllm_config)
+        except Exception as error:  # noqa: BLE001 - the engine goes on with its own
+            engine.STATE.announcer.warning(
+                f"graphs are left to vLLM's own pass, {NAME}: {in_words(error)}"
+            )
+        return self.stock(vllm_config)
+
+    def _own(self, vllm_config: Any) -> Any:
+        # Where there is a communicator, all ranks have imported it before they agreed.
         from allnorm.integrations.vllm.graph_pass import AllnormFusionPass
 
         return AllnormFusionPass(vllm_config)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from allnorm.integrations.engines import Announcer
+from allnorm.integrations.engines import Announcer, in_words
 from allnorm.integrations.vllm import LOGGER, eager, engine, fusion_pass, seams, switch
 from allnorm.integrations.vllm.late import when_imported
 
@@ -17,29 +17,58 @@ from allnorm.integrations.vllm.late import when_imported
 def install() -> None:
     """Arranges for each seam to be changed when vLLM imports it; or says what is missing."""
     missing = seams.missing()
+    first = multiprocessing.parent_process() is None  # the workers of an engine say no more
     if missing:
-        if multiprocessing.parent_process() is None:  # the workers of an engine say no more
-            Announcer(logging.getLogger(LOGGER)).warning(
+        if first:
+            _log.warning(
                 f"nothing is fused: this vLLM has no {', '.join(missing)}. It is tested with 0.26 "
                 "and 0.33: install one of these, or an allnorm that knows this one."
             )
         return
-    when_imported(seams.CONFIG, switch.patch_defaults)
-    when_imported(seams.PASS_CONFIG, _patch_hash)
-    when_imported(seams.PASS_MANAGER, fusion_pass.patch_pass_manager)
-    when_imported(seams.WORKER, _patch_worker)
-    gemma = functools.partial(
-        eager.patch_helper, name="fused_allreduce_gemma_rms_norm", weight_bias=1.0
-    )
-    when_imported(seams.GEMMA_HELPER, gemma)
-    plain = functools.partial(eager.patch_helper, name="fused_allreduce_rms_norm", weight_bias=0.0)
-    for module in seams.HELPERS:
-        when_imported(module, plain)
+    for option in seams.OPTIONAL:
+        if first and not option.present():
+            _log.info(f"{option.unfused}: this vLLM has no {option}")
+    when_imported(seams.CONFIG, switch.patch_defaults, _without(_LEFT_ALONE))
+    for name, action in (
+        (seams.PASS_CONFIG, _patch_hash),
+        (seams.PASS_MANAGER, fusion_pass.patch_pass_manager),
+        (seams.WORKER, _patch_worker),
+    ):
+        when_imported(name, action, _without("nothing is fused", needed=name))
+    for option in seams.HELPERS:
+        for seam in option.present():
+            action = functools.partial(
+                eager.patch_helper, name=seam.name, weight_bias=option.weight_bias
+            )
+            when_imported(seam.module, action, _without(option.unfused))
+
+
+_log = Announcer(logging.getLogger(LOGGER))
+_LEFT_ALONE = (
+    "compiled models are fused only where fuse_allreduce_rms is set "
+    "(-cc.pass_config.fuse_allreduce_rms=true)"
+)
+
+
+def _without(unfused: str, needed: str = "") -> Callable[[Exception], None]:
+    """What is done when a seam could not be changed: said, and the engine goes on.
+
+    Args:
+        unfused: what stays as vLLM has it.
+        needed: the module, if without it this rank, and so its group, must not fuse at all.
+    """
+
+    def failed(error: Exception) -> None:
+        if needed:
+            engine.STATE.broken = f"{needed} could not be changed: {in_words(error)}"
+        _log.warning(f"{unfused}: {in_words(error)}")
+
+    return failed
 
 
 def _patch_hash(module: ModuleType) -> None:
     """Lets vLLM's compile cache know what was fused with what."""
-    _after(module.PassConfig, "compute_hash", lambda result, _: f"{result} {engine.key()}")
+    _after(module.PassConfig, "compute_hash", lambda result, *_: f"{result} {engine.key()}")
 
 
 def _patch_worker(module: ModuleType) -> None:
@@ -47,8 +76,8 @@ def _patch_worker(module: ModuleType) -> None:
         engine.start(vllm_config)
         return result
 
-    def ready(result: Any, _: Any) -> Any:
-        engine.summarise()
+    def ready(result: Any, *_: Any, **__: Any) -> Any:
+        engine.ready()
         return result
 
     _after(module, "init_worker_distributed_environment", started)

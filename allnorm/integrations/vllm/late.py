@@ -1,4 +1,8 @@
-"""Acting on a module when somebody else imports it."""
+"""Acting on a module when somebody else imports it.
+
+What an action raises would be raised by that import, which is the engine's: it goes to the caller
+of `when_imported` instead.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +15,29 @@ from types import ModuleType
 from typing import Any
 
 Action = Callable[[ModuleType], None]
+Failed = Callable[[Exception], None]
 
 
-def when_imported(name: str, action: Action) -> None:
-    """Calls `action` with the module once it has run; now, if it was imported before."""
+def when_imported(name: str, action: Action, failed: Failed) -> None:
+    """Calls `action` with the module once it has run; now, if it was imported before.
+
+    Args:
+        name: of the module.
+        action: is given the module.
+        failed: is given what `action` raised; nobody else hears of it.
+    """
+
+    def guarded(module: ModuleType) -> None:
+        try:
+            action(module)
+        except Exception as error:  # noqa: BLE001 - the import is the engine's
+            failed(error)
+
     module = sys.modules.get(name)
     if module is not None and not getattr(module.__spec__, "_initializing", False):
-        action(module)
+        guarded(module)
         return
-    _finder.actions.setdefault(name, []).append(action)
+    _finder.actions.setdefault(name, []).append(guarded)
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
 

@@ -20,10 +20,12 @@ class Seam:
 
     Attributes:
         module: dotted name.
-        name: of a function, a class, a method ("Class.method") or anything that is assigned or
+        name: of a function, a class, a method ("Class.method"), a field ("Class.field": declared in
+            the class, or assigned to `self` in its constructor), or anything that is assigned or
             imported at the module's top level.
-        parameters: what a function takes, the first of all its parameters, without `self`.
         use: what the plugin does there.
+        parameters: what a function takes, the first of all its parameters, without `self`; those
+            that follow have defaults.
     """
 
     module: str
@@ -36,13 +38,46 @@ class Seam:
         return f"{self.module}.{self.name}{inside}"
 
 
+@dataclass(frozen=True)
+class Option:
+    """Seams of which one is enough, and without which something is left as vLLM has it.
+
+    Attributes:
+        unfused: what that is, in words.
+        alternatives: one for each generation of vLLM.
+        needs: what each of them relies on besides.
+        weight_bias: of a helper of eager models, what its norm adds to the weight.
+    """
+
+    unfused: str
+    alternatives: tuple[Seam, ...]
+    needs: tuple[Seam, ...] = ()
+    weight_bias: float = 0.0
+
+    def present(self) -> list[Seam]:
+        """Those that the installed vLLM has; none, if it lacks what they need."""
+        if missing(self.needs):
+            return []
+        return [seam for seam in self.alternatives if _exists(seam)]
+
+    def __str__(self) -> str:
+        gone = missing(self.needs)
+        return ", ".join(gone) or " or ".join(map(str, self.alternatives))
+
+
+def _fields(module: str, owner: str, use: str, *names: str) -> tuple[Seam, ...]:
+    return tuple(Seam(module, f"{owner}.{name}", use) for name in names)
+
+
 CONFIG = "vllm.config.vllm"
 PASS_CONFIG = "vllm.config.compilation"
 PASS_MANAGER = "vllm.compilation.passes.pass_manager"
 WORKER = "vllm.v1.worker.gpu_worker"
 GEMMA_HELPER = "vllm.model_executor.layers.fused_allreduce_gemma_rms_norm"
+_PARALLEL_STATE = "vllm.distributed.parallel_state"
+_LAYERNORM = "vllm.model_executor.layers.layernorm"
 # Where the helper for plain norms is: in 0.33, and in 0.26.
-HELPERS = (
+PLAIN_HELPERS = (
     "vllm.models.common.ops.fused_allreduce_rms_norm",
     "vllm.models.deepseek_v32.nvidia.fused_ops",
 )
@@ -54,8 +89,8 @@ REQUIRED = (
     Seam(PASS_CONFIG, "PassConfig.compute_hash", "tells compile caches of allnorm"),
     Seam(PASS_MANAGER, "AllReduceFusionPass", "is replaced by allnorm's pass"),
     Seam("vllm.compilation.passes.vllm_inductor_pass", "VllmInductorPass", "its base class"),
-    Seam("vllm.distributed.parallel_state", "get_tp_group", "the group that is fused"),
-    Seam("vllm.distributed.parallel_state", "all_reduce", "the operator", ("tensor", "group_name")),
+    Seam(_PARALLEL_STATE, "get_tp_group", "the group that is fused"),
+    Seam(_PARALLEL_STATE, "all_reduce", "the operator", ("tensor", "group_name")),
     Seam(
         WORKER,
         "init_worker_distributed_environment",
@@ -63,12 +98,67 @@ REQUIRED = (
         ("vllm_config", "rank"),
     ),
     Seam(WORKER, "Worker.compile_or_warm_up_model", "after it the sites are logged"),
+    # What is read, and written, of vLLM's objects.
+    *_fields(
+        *(CONFIG, "VllmConfig", "what an engine is to do"),
+        *("additional_config", "compilation_config", "model_config", "parallel_config"),
+        *("scheduler_config", "compute_hash"),
+    ),
+    *_fields(PASS_CONFIG, "CompilationConfig", "whether passes run", "pass_config", "mode"),
+    *_fields(
+        *(PASS_CONFIG, "PassConfig", "the switch"),
+        *("fuse_allreduce_rms", "fi_allreduce_fusion_max_size_mb"),
+    ),
+    Seam(PASS_CONFIG, "CompilationMode.VLLM_COMPILE", "the mode in which passes run"),
+    *_fields(
+        *("vllm.config.parallel", "ParallelConfig", "how many ranks there are, and batches"),
+        *("tensor_parallel_size", "data_parallel_rank", "use_ubatching"),
+    ),
+    *_fields("vllm.config.scheduler", "SchedulerConfig", "batch", "max_num_batched_tokens"),
+    *_fields("vllm.config.model", "ModelConfig", "rows", "get_hidden_size", "dtype"),
+    *_fields(
+        *(_PARALLEL_STATE, "GroupCoordinator", "the group of ranks"),
+        *("device_group", "device", "rank_in_group", "ranks", "unique_name"),
+    ),
+    *_fields("vllm.platforms.interface", "Platform", "the hardware", "is_cuda", "device_name"),
+)
+_DISPATCH = _fields(
+    "vllm.ir.op", "IrOp", "says which kernel computes a norm", "registry", "dispatch"
+)
+# Helpers of eager models.
+HELPERS = (
+    Option(
+        "Gemma norms of eager models are not fused",
+        (Seam(GEMMA_HELPER, "fused_allreduce_gemma_rms_norm", "eager Gemma norms", _HELPED),),
+        (*_DISPATCH, *_fields(_LAYERNORM, "GemmaRMSNorm", "a norm", "weight", "variance_epsilon")),
+        weight_bias=1.0,
+    ),
+    Option(
+        "norms of eager models are not fused",
+        tuple(
+            Seam(module, "fused_allreduce_rms_norm", "eager norms", _HELPED)
+            for module in PLAIN_HELPERS
+        ),
+        (
+            *_DISPATCH,
+            *_fields(
+                *(_LAYERNORM, "RMSNorm", "a norm", "weight", "variance_epsilon"),
+                *("variance_size_override", "has_weight"),
+            ),
+        ),
+    ),
 )
 # Without these the norms that they stand for are not fused.
 OPTIONAL = (
-    Seam("vllm.ir.op", "IrOp.dispatch", "says which kernel computes a norm"),
-    Seam(GEMMA_HELPER, "fused_allreduce_gemma_rms_norm", "eager Gemma norms", _HELPED),
-    *(Seam(module, "fused_allreduce_rms_norm", "eager norms", _HELPED) for module in HELPERS),
+    Option(
+        "norms that are operators of vLLM's intermediate representation are not fused",
+        _DISPATCH[1:],
+        (
+            _DISPATCH[0],
+            *_fields("vllm.ir.op", "IrOpImpl", "which kernel it is", "provider", "impl_fn"),
+        ),
+    ),
+    *HELPERS,
 )
 
 
@@ -108,6 +198,8 @@ def _named(scope: ast.AST, name: str) -> Iterator[ast.AST]:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             if node.name == name:
                 yield node
+            elif node.name == "__init__":
+                yield from _set_on_self(node, name)
         elif isinstance(node, ast.Import | ast.ImportFrom):
             if any((alias.asname or alias.name) == name for alias in node.names):
                 yield node
@@ -119,9 +211,20 @@ def _named(scope: ast.AST, name: str) -> Iterator[ast.AST]:
             yield from _named(node, name)
 
 
+def _set_on_self(constructor: ast.AST, name: str) -> Iterator[ast.AST]:
+    for node in ast.walk(constructor):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield from [node] if ast.unparse(node) == f"self.{name}" else []
+
+
 def _takes(node: ast.AST, parameters: tuple[str, ...]) -> bool:
+    """Whether a function can be called with these alone."""
     if not isinstance(node, ast.FunctionDef):
         return False
-    names = [argument.arg for argument in node.args.posonlyargs + node.args.args]
-    names = names[1:] if names[:1] == ["self"] else names
-    return tuple(names[: len(parameters)]) == parameters
+    positional = node.args.posonlyargs + node.args.args
+    names = [argument.arg for argument in positional]
+    required = len(names) - len(node.args.defaults)
+    if names[:1] == ["self"]:
+        names, required = names[1:], required - 1
+    has_more = required > len(parameters) or None in node.args.kw_defaults
+    return tuple(names[: len(parameters)]) == parameters and not has_more

@@ -27,12 +27,15 @@ _announcer = Announcer(logging.getLogger(LOGGER))
 
 
 def patch_defaults(config: ModuleType) -> None:
-    """Puts the plugin's default into vLLM's tables, one for each optimisation level. Idempotent."""
-    for defaults in config.OPTIMIZATION_LEVEL_TO_CONFIG.values():
-        pass_config = defaults["compilation_config"]["pass_config"]
-        stock = pass_config[FIELD]
-        if not isinstance(stock, _Default):
-            pass_config[FIELD] = _Default(stock)
+    """Puts the plugin's default into vLLM's tables, one for each optimisation level. Idempotent.
+
+    Raises:
+        KeyError: a table has no such default; none was changed.
+    """
+    levels = config.OPTIMIZATION_LEVEL_TO_CONFIG.values()
+    tables = [defaults["compilation_config"]["pass_config"] for defaults in levels]
+    for pass_config in [table for table in tables if not isinstance(table[FIELD], _Default)]:
+        pass_config[FIELD] = _Default(pass_config[FIELD])
 
 
 class _Default:
@@ -79,7 +82,7 @@ def obstacle(vllm_config: Any) -> str:
     parallel = vllm_config.parallel_config
     if parallel.tensor_parallel_size == 1:
         return "tensor_parallel_size is 1: nothing is reduced"
-    if getattr(parallel, "use_ubatching", False):
+    if parallel.use_ubatching:
         return "two batches run at once (dual batch overlap): calls must be ordered"
     return ""
 
@@ -95,6 +98,11 @@ def stock_default(vllm_config: Any) -> bool:
     if was_left_alone(vllm_config):
         return bool(vllm_config.additional_config[KEY]["stock"])
     return bool(vllm_config.compilation_config.pass_config.fuse_allreduce_rms)
+
+
+def put_back(vllm_config: Any) -> None:
+    """Gives the switch vLLM's own default again, where the plugin had set it."""
+    vllm_config.compilation_config.pass_config.fuse_allreduce_rms = stock_default(vllm_config)
 
 
 def is_on(vllm_config: Any) -> bool:

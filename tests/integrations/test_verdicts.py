@@ -1,0 +1,130 @@
+"""Verdicts: whoever comes acts alike, whoever does not come is not waited for twice."""
+
+from __future__ import annotations
+
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from allnorm.errors import AllnormError
+from allnorm.integrations.verdicts import Answer, Verdicts
+
+DONE = Answer(result="two sites")
+
+
+class Group:
+    """Ranks that are threads of this process."""
+
+    def __init__(self, world_size: int, patience_s: float = 60.0) -> None:
+        store = dist.HashStore()
+        self.ranks = [Verdicts(store, rank, world_size, patience_s) for rank in range(world_size)]
+
+    def ask(self, answers: dict[int, Answer], question: str = "graph") -> dict[int, Any]:
+        """The verdict of each rank that asks, or the words of its error."""
+
+        def of(rank: int) -> str:
+            try:
+                return self.ranks[rank].decide(question, answers[rank])
+            except AllnormError as error:
+                return f"raised {error}"
+
+        with ThreadPoolExecutor(len(answers)) as pool:
+            return dict(zip(answers, pool.map(of, answers), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("answers", "reason"),
+    [
+        ([DONE, DONE, DONE], ""),
+        ([DONE, Answer("no luck"), DONE], "no luck (rank 1 of the group)"),
+        ([DONE, Answer("no luck"), Answer("none")], "no luck (rank 1 of the group)"),
+        ([Answer("no luck")] * 3, "no luck"),
+        ([DONE, DONE, Answer(result="one site")], "ranks would fuse it in different ways"),
+    ],
+)
+def test_all_ranks_get_one_verdict(answers: list[Answer], reason: str) -> None:
+    found = Group(3).ask(dict(enumerate(answers)))
+    assert set(found.values()) == {reason}
+
+
+def test_a_question_that_is_asked_again_is_another_one() -> None:
+    group = Group(2)
+    assert set(group.ask({0: DONE, 1: Answer("no luck")}).values()) != {""}
+    for _ in range(3):
+        assert set(group.ask({0: DONE, 1: DONE}).values()) == {""}
+    assert set(group.ask({0: Answer("other"), 1: DONE}, "another").values()) != {""}
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_nobody_acts_on_another_verdict(seed: int) -> None:
+    """Each rank has some of the graphs from its cache, fused; others it may fail to fuse."""
+    draw = random.Random(seed)
+    world_size = draw.choice((2, 2, 3, 4))
+    group = Group(world_size, patience_s=0.05)
+    graphs = [f"graph {i}" for i in range(6)]
+    cached = {(r, g) for r in range(world_size) for g in graphs if draw.random() < 0.2}
+    fails = {(r, g) for r in range(world_size) for g in graphs if draw.random() < 0.1}
+    said: dict[tuple[int, str], str] = dict.fromkeys(cached, "")
+
+    ended = []
+
+    def run(rank: int) -> None:
+        for graph in graphs:
+            time.sleep(0.01 * rank)
+            if (rank, graph) not in cached:
+                answer = Answer(f"no {graph}") if (rank, graph) in fails else DONE
+                try:
+                    said[rank, graph] = group.ranks[rank].decide(graph, answer)
+                except AllnormError:
+                    assert answer.obstacle, "who can do it never stands alone"
+                    ended.append(rank)
+                    return
+
+    with ThreadPoolExecutor(world_size) as pool:
+        list(pool.map(run, range(world_size)))
+    if ended:  # and with this rank the engine, in words
+        return
+    for graph in graphs:
+        verdicts = {said[rank, graph] for rank in range(world_size) if (rank, graph) in said}
+        assert len(verdicts) <= 1, graph
+        for rank in range(world_size):
+            if (rank, graph) in fails - cached and (rank, graph) in said:
+                assert verdicts != {""}, graph
+
+
+def test_who_does_not_come_is_waited_for_once() -> None:
+    group = Group(3, patience_s=0.3)
+    began = time.monotonic()
+    for _ in range(20):
+        assert group.ask({0: DONE, 2: DONE}) == {0: "", 2: ""}
+    assert 0.3 <= time.monotonic() - began < 0.3 * 20
+    # Once it has come, it is waited for again.
+    group.ask({0: DONE, 1: DONE, 2: DONE}, "late")
+    for verdicts in group.ranks:
+        verdicts._patience_s = 60.0
+    again = {0: DONE, 1: Answer("no luck"), 2: DONE}
+    assert set(group.ask(again, "next").values()) == {"no luck (rank 1 of the group)"}
+
+
+@pytest.mark.parametrize("mine", [Answer("no luck"), Answer(result="one site")])
+def test_who_cannot_do_what_others_have_done_raises(mine: Answer) -> None:
+    """Rank 2 has it from its cache; a rank that went on alone would be waited for by the others."""
+    found = Group(3, patience_s=0.2).ask({0: DONE, 1: mine})
+    assert found[0] == ""
+    assert found[1].startswith("raised ")
+    assert (mine.obstacle or mine.result) in found[1]
+    assert "silent: [2]" in found[1]
+    assert "Start again" in found[1]
+
+
+def test_a_verdict_stands_for_who_comes_later() -> None:
+    group = Group(2, patience_s=0.1)
+    assert group.ask({0: DONE}) == {0: ""}
+    assert group.ask({1: DONE}) == {1: ""}
+    assert group.ask({0: DONE}) == {0: ""}
+    (said,) = group.ask({1: Answer("no luck")}).values()
+    assert said.startswith("raised no luck. But the others fuse it")

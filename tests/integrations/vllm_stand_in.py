@@ -1,0 +1,144 @@
+"""Modules that stand in for vLLM's in a rank: what the graph pass and the worker's start need."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import pathlib
+import sys
+import types
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from allnorm.integrations.engines import Announcer
+from allnorm.testing import rank_input, shared_input
+
+HIDDEN = 64
+_library: list[Any] = []
+
+
+class Mode(enum.IntEnum):
+    NONE = 0
+    VLLM_COMPILE = 3
+
+
+class Pass:
+    """The base class of vLLM's passes."""
+
+    def __init__(self, config: Any = None) -> None:
+        self.config = config
+
+    @staticmethod
+    def time_and_log(function: Any) -> Any:
+        return function
+
+
+class Config(SimpleNamespace):
+    def compute_hash(self) -> str:
+        return "a hash"
+
+
+def config(world_size: int, **changes: Any) -> Any:
+    """Of an engine whose graphs are compiled and fused."""
+    passes = SimpleNamespace(fuse_allreduce_rms=True, fi_allreduce_fusion_max_size_mb=None)
+    return Config(
+        additional_config={"allnorm": {"stock": False}},
+        compilation_config=SimpleNamespace(pass_config=passes, mode=Mode.VLLM_COMPILE),
+        model_config=SimpleNamespace(get_hidden_size=lambda: HIDDEN, dtype=torch.bfloat16),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=world_size, data_parallel_rank=0, use_ubatching=False
+        ),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=32),
+        **changes,
+    )
+
+
+def put_in_place(cache: str) -> None:
+    """Makes the modules; the group is that of all ranks of this process."""
+    group = SimpleNamespace(
+        device_group=dist.group.WORLD,
+        device=torch.device("cpu"),
+        rank_in_group=dist.get_rank(),
+        ranks=list(range(dist.get_world_size())),
+        unique_name="tp:0",
+    )
+    platform = SimpleNamespace(is_cuda=lambda: True, device_name="cuda")
+    contents: dict[str, dict[str, Any]] = {
+        "vllm": {"envs": SimpleNamespace(VLLM_CACHE_ROOT=cache)},
+        "vllm.platforms": {"current_platform": platform},
+        "vllm.distributed": {},
+        "vllm.distributed.parallel_state": {"get_tp_group": lambda: group},
+        "vllm.compilation": {},
+        "vllm.compilation.passes": {},
+        "vllm.compilation.passes.vllm_inductor_pass": {"VllmInductorPass": Pass},
+    }
+    for name, values in contents.items():
+        module = types.ModuleType(name)
+        module.__path__ = []
+        vars(module).update(values)
+        sys.modules[name] = module
+    for name in [name for name in sys.modules if name.endswith("vllm.graph_pass")]:
+        del sys.modules[name]
+    if not _library:
+        library = torch.library.Library("vllm", "FRAGMENT")
+        library.define("all_reduce(Tensor tensor, str group_name) -> Tensor")
+        library.impl("all_reduce", _all_reduce, "CPU")
+        torch.library.register_fake("vllm::all_reduce", lambda x, group_name: torch.empty_like(x))
+        _library.append(library)
+
+
+def _all_reduce(x: torch.Tensor, group_name: str) -> torch.Tensor:
+    total = x.float()
+    dist.all_reduce(total)
+    return total.to(x.dtype)
+
+
+def remove() -> None:
+    """For what the ranks do next."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
+        del sys.modules[name]
+
+
+class Said(logging.Handler):
+    """What the plugin logs from now on."""
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.lines: list[tuple[str, str]] = []
+        logger = logging.Logger("stand-in", logging.INFO)
+        logger.addHandler(self)
+        state.announcer = Announcer(logger)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append((record.levelname, record.getMessage()))
+
+
+def inputs(rank: int) -> list[torch.Tensor]:
+    return [
+        rank_input((5, HIDDEN), torch.bfloat16, rank),
+        shared_input((5, HIDDEN), torch.bfloat16, "residual"),
+        shared_input((HIDDEN,), torch.bfloat16, "weight"),
+    ]
+
+
+def graph(rank: int, norm: bool = True) -> torch.fx.GraphModule:
+    """A reduction and the norm behind it, as the pass is given them; or without any."""
+
+    def block(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> Any:
+        reduced = torch.ops.vllm.all_reduce(x, "tp:0") if norm else x
+        total = reduced + residual
+        z = total.float()
+        normed = z * torch.rsqrt(z.pow(2).mean(-1, keepdim=True) + 1e-5)
+        return (normed * weight.float()).to(torch.bfloat16), total
+
+    return make_fx(block, tracing_mode="fake")(*inputs(rank))
+
+
+def folder(cache: str) -> list[str]:
+    """The words that are kept."""
+    place = pathlib.Path(cache, "allnorm")
+    return sorted(path.read_text() for path in place.iterdir()) if place.exists() else []
