@@ -232,8 +232,9 @@ class Exchange {
       wait_alone(released, peer);
     }
     // The other threads write after what these have read. If these have failed just now they write
-    // as well: what they owe in this operation, into slots that nobody reads any more, since every
-    // peer has announced the operation before. At worst a late clear removes it again.
+    // too, what they owe in this operation: nobody reads from those slots any more, since all
+    // peers have announced the operation before. At worst it is lost, by a clear that comes late:
+    // nobody waits for it for ever.
     __syncthreads();
   }
 

@@ -49,7 +49,7 @@ _OWN_BARRIER = "  __syncthreads();  // every thread has read the operation count
 _ADVANCE = "    // After the barrier in add_row().\n    if (last) exchange.advance();\n"
 _FINISH = "    if (params.epilogue.normalize) epilogue.store_row(row, epilogue.finish());\n"
 _NO_ROW_BARRIER = "  exchange.advance_unused();\n  __syncthreads();\n"
-_LARGE_BARRIER = "    // peer has announced the operation before. At worst a late clear removes it again.\n    __syncthreads();\n"
+_LARGE_BARRIER = "    // nobody waits for it for ever.\n    __syncthreads();\n"
 _STAGED = "    // thread comes here again: the sum over the next row lies in between.\n"
 
 # What weaker memory does, and threads that do not wait for each other: ThreadSanitizer reports it.

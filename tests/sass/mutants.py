@@ -159,8 +159,8 @@ MUTANTS = (
     ),
     _mutant(
         *("no barrier behind the acquire", "large_operation_acquires", "exchange.cuh"),
-        "    // peer has announced the operation before. At worst a late clear removes it again.\n    __syncthreads();\n",
-        "    // peer has announced the operation before. At worst a late clear removes it again.\n",
+        "    // nobody waits for it for ever.\n    __syncthreads();\n",
+        "    // nobody waits for it for ever.\n",
     ),
     _mutant(
         *("a fence of all orders", "no_other_barrier", "memory.cuh"),
