@@ -34,6 +34,8 @@ def fault_error(fault: _native.Fault, timeout: datetime.timedelta) -> PeerTimeou
         f"{fault.peer}: {seen}. Results of this and later calls are not valid; find out what rank "
         f"{fault.peer} did, and make a new Communicator over healthy ranks."
     )
+    if fault.status == _native.TIMEOUT:
+        message += f" {where_it_stands(fault)}"
     return kind(
         message,
         rank=int(fault.rank),
@@ -41,4 +43,18 @@ def fault_error(fault: _native.Fault, timeout: datetime.timedelta) -> PeerTimeou
         op=int(fault.expected_op),
         expected=expected,
         seen=seen,
+    )
+
+
+def where_it_stands(fault: _native.Fault) -> str:
+    """How far the rank of a timeout is, by what it announced, and what can keep it there."""
+    if fault.seen_op == fault.expected_op and fault.seen_shape == fault.expected_shape:
+        return (
+            f"Rank {fault.peer} has begun this operation and not done all of its part: it stands "
+            "still or has failed in it; or, on a GPU, not all blocks of its kernel have found room."
+        )
+    return (
+        f"Rank {fault.peer} has not begun this operation: it does not make this call, or is late; "
+        "or, on a GPU, its kernel finds no room beside others that wait (another communicator on "
+        "another stream, another process)."
     )

@@ -60,3 +60,17 @@ QUANTISED_STAY: Edits = (
     (OWNED, "      store_quantized(slot, uniform_pack<T>(kEmptyWord));\n", ""),
 )
 SCALES_STAY: Edits = ((OWNED, "    store_u32(slot, kEmptyWord);\n", ""),)
+
+# What a rank still stores after an operation before this one has failed: the second hops.
+_UNLESS_FAILED_BEFORE = "if (!live_ || exchange_.failed_before()) return"
+RELAYED_AFTER_FAILURE: Edits = (
+    (TWO_SHOT, f"{_UNLESS_FAILED_BEFORE} sum;", "if (!live_) return sum;"),
+)
+PUBLISHED_AFTER_FAILURE: Edits = ((OWNED, f"{_UNLESS_FAILED_BEFORE};", "if (!live_) return;"),)
+QUANTISED_AFTER_FAILURE: Edits = ((OWNED, "if (live_ && !silent) {", "if (live_) {"),)
+SCALES_AFTER_FAILURE: Edits = ((OWNED, "    if (silent) return;\n", ""),)
+# ... and the first.
+_UNLESS_FAILED = " || exchange_.failed()) return;"
+ONE_SHOT_AFTER_FAILURE: Edits = ((ONE_SHOT, _UNLESS_FAILED, ") return;"),)
+TWO_SHOT_AFTER_FAILURE: Edits = ((TWO_SHOT, _UNLESS_FAILED, ") return;"),)
+OWNED_AFTER_FAILURE: Edits = ((OWNED, _UNLESS_FAILED, ") return;"),)

@@ -20,6 +20,7 @@ from rank_helpers import Case, device, on
 
 import allnorm
 from allnorm import _native, quant, workspace
+from allnorm.faults import fault_error
 from allnorm.testing import RankPool
 
 TIMEOUT = datetime.timedelta(seconds=1.5)
@@ -508,6 +509,22 @@ def late_but_in_time(rank: int, world_size: int) -> None:
 @on(cpu=(2, 3), gpu=(2,))
 def test_a_late_peer_is_waited_for(pool: RankPool) -> None:
     pool.run(late_but_in_time)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_timeout_says_how_far_the_peer_is(begun: bool) -> None:
+    """And that on a GPU it may be that its kernel has found no room."""
+    fault = _native.Fault()
+    fault.status, fault.rank, fault.peer = _native.TIMEOUT, 0, 1
+    fault.expected_op, fault.seen_op = 7, 7 if begun else 6
+    fault.expected_tokens = fault.seen_tokens = 4
+    fault.expected_shape = fault.seen_shape = 2 << 20 | 64
+    text = str(fault_error(fault, TIMEOUT))
+    assert ("Rank 1 has begun this operation" in text) == begun
+    assert ("Rank 1 has not begun this operation" in text) != begun
+    assert "room" in text
+    fault.status = _native.DIVERGED
+    assert "room" not in str(fault_error(fault, TIMEOUT))
 
 
 def test_errors_survive_pickling() -> None:

@@ -32,6 +32,18 @@
 // the operation before. As a rule nobody waits at all: S's kernel b' - 1 is complete, which waited
 // for R's, and R's stores its number early.
 //
+// Why a failure harms nobody who is merely late. All of the above holds as long as waits end with
+// what they waited for. So a rank stores into slots of its peers, and announces its calls, up to
+// and in the first operation in which one of its waits fails, and never again:
+//   - In that operation e who has failed sends no partials, and pushes NaN where a second hop is
+//     owed, so that peers need not wait as well: into slots of its phase, which are free, since
+//     operation e - 1, whose kernel waits for step 2, has not failed.
+//   - In later operations nothing is waited for, steps 1 and 2 least of all: a peer that is late
+//     may still be reading operation e, or e - 1, from the slots that they would write. In another
+//     operation's layout a NaN may be a number: 0x7f7f7f7f, four of e4m3, is 3.4e38 as bfloat16.
+// That an earlier operation has failed is known where it matters: the mark was left by a grid that
+// is complete, and begin() reads it behind wait_for_preceding_grid().
+//
 // The operation counter has one copy per possible block. A block reads its own copy; it advances an
 // equal share of those that no block of this grid owns, and its own when all its threads have read
 // it: no atomics, and all copies are equal whatever grids follow each other.
@@ -115,6 +127,15 @@ class Exchange {
 
   __device__ __forceinline__ bool failed() const { return failed_; }
 
+  // Whether an operation before this one has failed: then peers are sent nothing. Memory is looked
+  // at only after a failure. The answer is never late: that failure's mark was left by a grid that
+  // was complete when begin() looked. A mark that is set meanwhile is of this operation, in which
+  // all that is sent is right or NaN, so it does no harm unseen; and who fails too but still reads
+  // a 0 there sends nothing, so that peers wait until their own deadline.
+  __device__ __forceinline__ bool failed_before() const {
+    return failed_ && fault_is_of_another(params_, op_);
+  }
+
   // Start of this operation's slots in the workspace of the rank `q` after this one.
   __device__ __forceinline__ char* slots(int q) const {
     return params_.workspace[q] + params_.phases.at(params_.large ? large_phase() : phase());
@@ -156,9 +177,9 @@ class Exchange {
     return 1ull << 32 | op;
   }
 
-  // Whether an operation before this one has failed.
-  __device__ __forceinline__ bool failed_before() const {
-    return failed_ && load_u64(params_.workspace[0] + PushControl::kPoisoned) != poison(op_);
+  // Not inlined: inlined, two_shot of eight ranks spills 80 bytes instead of 8.
+  __device__ __noinline__ static bool fault_is_of_another(const FusedParams& params, uint32_t op) {
+    return load_u64(params.workspace[0] + PushControl::kPoisoned) != poison(op);
   }
 
   // The same for one lane, which waits for `peer`.
@@ -210,8 +231,10 @@ class Exchange {
       const auto released = [&] { return has_reached(load_acquire_sys_u32(slot), op_ - 1); };
       wait_alone(released, peer);
     }
-    // The other threads write after what these have read. After a failure they may write as well:
-    // nobody will use what they write.
+    // The other threads write after what these have read. If these have failed just now they write
+    // too, what they owe in this operation: nobody reads from those slots any more, since all
+    // peers have announced the operation before. At worst it is lost, by a clear that comes late:
+    // nobody waits for it for ever.
     __syncthreads();
   }
 

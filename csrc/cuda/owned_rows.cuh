@@ -87,9 +87,10 @@ class RowOwners {
     return sum;
   }
 
-  // Second hop. After a failure the peers are told NaN: they need not wait for their own deadline.
+  // Second hop. After a failure in this operation the peers are told NaN: they need not wait for
+  // their own deadline. After an earlier one nothing: they may be in that one still.
   __device__ __forceinline__ void publish(int local, const Pack& y) {
-    if (!live_) return;
+    if (!live_ || exchange_.failed_before()) return;
     const Pack payload = canonicalize(y);
 #pragma unroll
     for (int q = 1; q < kWorldSize; ++q) {
@@ -105,7 +106,8 @@ class RowOwners {
   __device__ __forceinline__ void publish(int local, const QuantizedPack<T>& quantized,
                                           const Quantizer<T>& quantizer) {
     float* const staged = shared_storage<Scales>().value;
-    if (live_) {
+    const bool silent = exchange_.failed_before();
+    if (live_ && !silent) {
 #pragma unroll
       for (int q = 1; q < kWorldSize; ++q) {
         store_to_peer(finished_at(q, local) + pack_ * kElems, quantized);
@@ -117,6 +119,7 @@ class RowOwners {
     // The threads below read what the leaders have just written. They are done with it before any
     // thread comes here again: the sum over the next row lies in between.
     __syncthreads();
+    if (silent) return;
     for (int i = mine.begin + threadIdx.x; i < mine.end; i += blockDim.x) {
       const uint32_t scale = bit_cast<uint32_t>(staged[i - mine.begin]);
 #pragma unroll

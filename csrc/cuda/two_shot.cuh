@@ -42,8 +42,9 @@ class TwoShot {
     if (ranks_to_owner(row) != 0) return Pack{};
     const Pack sum = canonicalize(
         receive_partials<T, kWorldSize>(exchange_, slot(row), stride_, rank_, own(), live_));
-    if (!live_) return sum;
-    // After a failure the peers are told NaN: they need not wait for their own deadline.
+    // After a failure in this operation the peers are told NaN: they need not wait for their own
+    // deadline. After an earlier one nothing: they may be in that one still.
+    if (!live_ || exchange_.failed_before()) return sum;
     const int64_t sum_offset = layout_.two_shot_sum(row, pack_);
 #pragma unroll
     for (int q = 1; q < kWorldSize; ++q) store_relaxed_sys(exchange_.slots(q) + sum_offset, sum);

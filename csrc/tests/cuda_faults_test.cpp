@@ -104,11 +104,144 @@ void test_fault(Fault kind, bool quantized, bool sharded, bool normed, uint64_t 
   }
 }
 
+// ---- a rank that is late, and what those that have failed meanwhile may do to it
+
+enum class Kind { kOneShot, kTwoShot, kOwnedRows, kShardedQuantised, kGather };
+constexpr int kKinds = 5;
+
+// Of two ranks, words of any kind's second hop lie where every other kind has slots of its own.
+AllnormCall late_call(Kind kind, int dtype, int world_size) {
+  AllnormCall call = {};
+  call.struct_bytes = sizeof(call);
+  call.op = ALLNORM_ALL_REDUCE;
+  call.dtype = call.weight_dtype = dtype;
+  call.eps = 1e-5f;
+  call.hidden_size = world_size == 2 ? 512 : 256;
+  call.num_tokens = world_size;
+  call.algorithm = kind == Kind::kOneShot ? ALLNORM_ONE_SHOT : ALLNORM_TWO_SHOT;
+  if (kind == Kind::kGather) call.op = ALLNORM_ALL_GATHER_ROWS;
+  if (kind == Kind::kShardedQuantised) {
+    call.op = ALLNORM_ADD_RMS_NORM;
+    call.flags = ALLNORM_RESIDUAL_SHARDED;
+    call.quant = ALLNORM_QUANT_PER_GROUP;
+    call.group_size = 32;
+  }
+  return call;
+}
+
+// Two operations of kind `of`, three of kind `then`. One rank is stopped as soon as the others are
+// done with the first; they fail in the second or thereabouts, and run all the rest. Then it goes
+// on, to read what they have left there. Whatever a rank has for a result, also one that has
+// failed, is right or NaN.
+template <int kWorldSize>
+void test_late_peer(Kind of, Kind then, int dtype, int then_dtype, uint64_t seed) {
+  constexpr int kOperations = 5;
+  Random random(seed);
+  const int late = static_cast<int>(random.below(kWorldSize));
+  FiberGroup group(kWorldSize, 41, /*timeout_ns=*/2'000'000);
+  std::vector<Operation> operations;
+  for (int i = 0; i < kOperations; ++i) {
+    const AllnormCall call = late_call(i < 2 ? of : then, i < 2 ? dtype : then_dtype, kWorldSize);
+    Operation op = make_operation(kWorldSize, random, call, !is_quantized(call));
+    op.cluster_size = 1;
+    op.num_blocks = 2;
+    // Rows with owners, each row of one.
+    op.dense = (i < 2 ? of : then) == Kind::kOwnedRows;
+    // Finite, and no two operations alike.
+    for (Matrix& x : op.x) {
+      for (int64_t row = 0; row < x.rows; ++row) {
+        for (int64_t j = 0; j < x.columns; ++j) {
+          x.set_bits(row, j, round_bits(x.dtype, static_cast<float>(1 + 7 * i + (row + j) % 5)));
+        }
+      }
+    }
+    op.residual.reset();
+    operations.push_back(std::move(op));
+  }
+  const auto run = [&](shim::Machine& machine, int rank, Operation& op) {
+    const auto r = static_cast<size_t>(rank);
+    if constexpr (kWorldSize == 2) {
+      launch<kWorldSize, Bfloat16, Float32>(machine, group.configs[r], op, &group.faults[r]);
+    } else {
+      launch<kWorldSize, Bfloat16>(machine, group.configs[r], op, &group.faults[r]);
+    }
+  };
+  // Where one rank is ahead of the others it may be done as soon as they have sent, and they are
+  // stopped before they have read.
+  shim::Machine machine(kWorldSize, seed, shim::Schedule::kRankFirst);
+  group.share_with(machine);
+  for (int rank = 0; rank < kWorldSize; ++rank) {
+    for (Operation& op : operations) run(machine, rank, op);
+  }
+  const auto others_have = [&](uint32_t launches) {
+    bool all = true;
+    for (int rank = 0; rank < kWorldSize; ++rank) {
+      all = all && (rank == late || machine.completed(rank) >= launches);
+    }
+    return all;
+  };
+  const uint32_t first = num_launches(operations[0], kWorldSize);
+  bool ends = machine.run(kMaxTurns, [&] { return others_have(first); });
+  machine.hold(late);
+  ends = ends && machine.run(kMaxTurns);
+  bool failed = false;
+  for (int rank = 0; rank < kWorldSize; ++rank) {
+    failed = failed || group.faults[static_cast<size_t>(rank)].status != ALLNORM_OK;
+  }
+  machine.hold(-1);
+  ends = ends && machine.run(kMaxTurns);
+  const int kinds[] = {static_cast<int>(of), static_cast<int>(then)};
+  if (!check(ends, "late peer, world size %d, kinds %d and %d: does not end", kWorldSize, kinds[0],
+             kinds[1])) {
+    std::_Exit(testing::result());  // fibers are still there
+  }
+  check(failed, "late peer, world size %d, kinds %d and %d: nobody missed it", kWorldSize, kinds[0],
+        kinds[1]);
+  for (int i = 0; i < kOperations; ++i) {
+    const Operation& op = operations[static_cast<size_t>(i)];
+    for (int rank = 0; rank < kWorldSize; ++rank) {
+      int64_t wrong = 0;
+      for (int64_t row = 0; row < op.call.num_tokens; ++row) {
+        wrong += count_wrong(op, rank, row, Allowed::kRightOrNan);
+      }
+      check(wrong == 0,
+            "late peer, world size %d, kinds %d and %d, dtypes %d and %d, seed %llu: rank %d%s has "
+            "%lld wrong numbers in operation %d",
+            kWorldSize, kinds[0], kinds[1], dtype, then_dtype,
+            static_cast<unsigned long long>(seed), rank, rank == late ? ", which was late," : "",
+            static_cast<long long>(wrong), i);
+    }
+  }
+}
+
+template <int kWorldSize>
+void test_late_peers() {
+  uint64_t seed = 100 * kWorldSize;
+  for (int pair = 0; pair < kKinds * kKinds && g_failures == 0; ++pair) {
+    const auto of = static_cast<Kind>(pair / kKinds), then = static_cast<Kind>(pair % kKinds);
+    test_late_peer<kWorldSize>(of, then, ALLNORM_BFLOAT16, ALLNORM_BFLOAT16, ++seed);
+    if (kWorldSize > 2) continue;
+    test_late_peer<kWorldSize>(of, then, ALLNORM_BFLOAT16, ALLNORM_FLOAT32, ++seed);
+    test_late_peer<kWorldSize>(of, then, ALLNORM_FLOAT32, ALLNORM_BFLOAT16, ++seed);
+    // A NaN of 16 bits harms who reads e4m3 only if the scale has come, and the element is not
+    // read.
+    const bool sums = then == Kind::kTwoShot || then == Kind::kOwnedRows;
+    for (int i = 0; of == Kind::kShardedQuantised && sums && i < 6; ++i) {
+      test_late_peer<kWorldSize>(of, then, ALLNORM_BFLOAT16, ALLNORM_BFLOAT16, ++seed);
+    }
+  }
+}
+
 }  // namespace
 }  // namespace allnorm
 
 int main() {
   using namespace allnorm;
+  test_late_peers<2>();
+  if (!shim::watched()) {  // which has slots suppressed here, and takes a minute for each
+    test_late_peers<3>();
+    test_late_peers<4>();
+  }
   for (const Fault kind : {Fault::kNeverComes, Fault::kOtherRows, Fault::kOtherRounding}) {
     test_fault(kind, false, false, true);
     test_fault(kind, false, true, true);

@@ -50,10 +50,17 @@ void run_kernel(const OwnedRowsParams& params, const Operation& op) {
                         : run_kernel<T, kWorldSize, false>(params, op);
 }
 
+// How one rank launches its part, if not as usual.
+struct LaunchOn {
+  int stream = 0;
+  bool dependent = true;
+  int num_blocks = 0;  // 0: as the operation says
+};
+
 // Enqueues rank `config.rank`'s part, of one of the element types given.
 template <int kWorldSize, class... Types>
 void launch(shim::Machine& machine, const AllnormCommConfig& config, Operation& op,
-            AllnormFault* fault) {
+            AllnormFault* fault, const LaunchOn& on = {}) {
   const AllnormCall call = call_of(op, config.rank);
   // Tall calls go in two launches.
   const int64_t half = call.num_tokens / 2 / kWorldSize * kWorldSize;
@@ -63,14 +70,17 @@ void launch(shim::Machine& machine, const AllnormCommConfig& config, Operation& 
     const OwnedRowsParams params = owned_rows_params(config, call, first, count, fault);
     machine.launch(
         config.rank,
-        {.num_blocks =
-             static_cast<uint32_t>(choose_num_blocks(count, op.cluster_size, op.num_blocks, 1)),
+        {.num_blocks = static_cast<uint32_t>(choose_num_blocks(
+             count, op.cluster_size, on.num_blocks == 0 ? op.num_blocks : on.num_blocks, 1)),
          .num_threads = static_cast<uint32_t>(threads_of(params.fused.packs, op.cluster_size)),
          .cluster_size = static_cast<uint32_t>(op.cluster_size),
-         .kernel = [params, &op] {
-           (..., (kDtypeOf<Types> == op.call.dtype ? run_kernel<Types, kWorldSize>(params, op)
-                                                   : void()));
-         }});
+         .dependent = on.dependent,
+         .kernel =
+             [params, &op] {
+               (..., (kDtypeOf<Types> == op.call.dtype ? run_kernel<Types, kWorldSize>(params, op)
+                                                       : void()));
+             }},
+        on.stream);
     first += count;
   }
 }

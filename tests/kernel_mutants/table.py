@@ -17,6 +17,7 @@ RACE = "ThreadSanitizer: data race"
 WRONG = "elements wrong"
 HANGS = "does not end"
 LATE = "ns after it is due"
+WRONG_NUMBERS = "wrong numbers"
 NOT_EMPTY = "a slot is not empty"
 
 Build = Literal["plain", "thread"]
@@ -48,7 +49,7 @@ _OWN_BARRIER = "  __syncthreads();  // every thread has read the operation count
 _ADVANCE = "    // After the barrier in add_row().\n    if (last) exchange.advance();\n"
 _FINISH = "    if (params.epilogue.normalize) epilogue.store_row(row, epilogue.finish());\n"
 _NO_ROW_BARRIER = "  exchange.advance_unused();\n  __syncthreads();\n"
-_LARGE_BARRIER = "    // nobody will use what they write.\n    __syncthreads();\n"
+_LARGE_BARRIER = "    // nobody waits for it for ever.\n    __syncthreads();\n"
 _STAGED = "    // thread comes here again: the sum over the next row lies in between.\n"
 
 # What weaker memory does, and threads that do not wait for each other: ThreadSanitizer reports it.
@@ -369,6 +370,20 @@ WRONG_RESULTS = (
         ("FAILED: fault",),
         "plain",
         "cuda_faults_test",
+    ),
+    *(
+        Mutant(
+            f"after a failure {what}", edited, (WRONG_NUMBERS,), "plain", "cuda_faults_test", short
+        )
+        for what, edited, short in (
+            ("sums are relayed", edits.RELAYED_AFTER_FAILURE, True),
+            ("rows are published", edits.PUBLISHED_AFTER_FAILURE, True),
+            ("quantised rows are published", edits.QUANTISED_AFTER_FAILURE, True),
+            ("scales are published", edits.SCALES_AFTER_FAILURE, True),
+            ("partials are sent: one_shot", edits.ONE_SHOT_AFTER_FAILURE, False),
+            ("partials are sent: two_shot", edits.TWO_SHOT_AFTER_FAILURE, False),
+            ("partials are sent: rows with owners", edits.OWNED_AFTER_FAILURE, False),
+        )
     ),
     Mutant(
         "another order of summation",

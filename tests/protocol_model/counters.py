@@ -6,8 +6,12 @@ that a late store is no more than a wait that ends late. A clear takes effect at
 and its own rank sees it before; a fence waits until those of earlier kernels have. A wait may end
 by its deadline at any time, and a rank may die at any time, where the setting says so.
 
-What a failed thread still does is not read from the sources but stands here; ASSUMED names the
-lines.
+Words have bits: of operations of different transports, and so of different layouts, that use a
+phase one after the other, a word may lie where the other has a word of another kind. A NaN is one
+only to a reader that takes its bits for one.
+
+What keeps a failed thread from storing into slots is read from the sources. What else it still does
+stands here; ASSUMED names the lines.
 """
 
 from __future__ import annotations
@@ -16,8 +20,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from protocol_model.exchange import Exchange
-from protocol_model.kernels import DATA, EMPTY, HEAD, LANE, NAN, Kernels, Put, Setting, Wait
-from protocol_model.reader import EXCHANGE, ONE_SHOT, TWO_SHOT
+from protocol_model.kernels import DATA, EMPTY, HEAD, LANE, Kernels, Put, Setting, Wait, Word
+from protocol_model.reader import EXCHANGE, ONE_SHOT
 
 # Lines that say what failed threads do: (file, text).
 ASSUMED = (
@@ -30,17 +34,16 @@ ASSUMED = (
     (EXCHANGE, "if (__all_sync(kAllLanes, here)) return true;"),
     (EXCHANGE, "if (!here) look(missing(), time_is_up);"),
     (EXCHANGE, "if (peer < 0 || failed_before()) return;"),
+    (EXCHANGE, "return failed_ && fault_is_of_another(params_, op_);"),
     (
         EXCHANGE,
-        "return failed_ && load_u64(params_.workspace[0] + PushControl::kPoisoned) != poison(op_);",
+        "return load_u64(params.workspace[0] + PushControl::kPoisoned) != poison(op);",
     ),
     (EXCHANGE, "if (peer < 0 || failed_) return;"),
     (EXCHANGE, "if (time_is_up) return record_fault(params, op, source, ALLNORM_TIMEOUT);"),
     (EXCHANGE, "return *reinterpret_cast<volatile uint64_t*>(own + PushControl::kPoisoned) != 0;"),
     (EXCHANGE, "if (atomicCAS(poisoned, 0ull, poison(op)) != 0) return true;"),
-    (ONE_SHOT, "if (!live_ || exchange_.failed()) return;"),
     (ONE_SHOT, "if (!exchange.wait_together(poll, missing)) return nan_pack();"),
-    (TWO_SHOT, "if (!live_ || q == 0 || exchange_.failed()) return;"),
     (ONE_SHOT, "if (!exchange.wait_together(poll, source)) pack = nan_pack();"),
 )
 
@@ -71,11 +74,22 @@ class WrongError(Exception):
     """A rank took something for what it is not."""
 
 
+def is_nan(word: int, bits: str) -> bool:
+    """Whether all numbers of a word of 32 bits are NaN, to who reads it as `bits`."""
+    if bits == "e4m3":
+        return all(word >> shift & 0x7F == 0x7F for shift in (0, 8, 16, 24))
+    if bits == "16":  # bfloat16 and float16 alike
+        halves = (word & 0x7FFF, word >> 16 & 0x7FFF)
+        return all(half > 0x7F80 for half in halves)
+    return word & 0x7FFFFFFF > 0x7F800000
+
+
 class Machine:
     """All states of an exchange in a setting."""
 
     def __init__(self, exchange: Exchange, setting: Setting) -> None:
         kernels = Kernels(exchange, setting)
+        self._nan_words = exchange.nan_words
         self.setting = setting
         self.memory = kernels.memory
         self._places = {location: n for n, location in enumerate(kernels.memory)}
@@ -114,16 +128,27 @@ class Machine:
                 place += 1
             else:
                 assert isinstance(item, Put)
-                location, value = item
+                location, value = item.location, item.value
                 if value == EMPTY:
                     clear = Clear(rank, me.kernel, location)
                     state = state._replace(pending=state.pending | {clear})
-                elif not failed or location[0] != "partial":
-                    state = self._store(state, location, NAN if failed else value)
+                elif not self._is_kept_back(item, me, failed):
+                    if failed and item.sums and isinstance(value, Word):
+                        value = value._replace(nan=True)
+                    state = self._store(state, location, value)
                 place += 1
         place = -1 if place >= len(program) else place
         threads = (*me.threads[:thread], place, *me.threads[thread + 1 :])
         return self._with(state, rank, state.ranks[rank]._replace(threads=threads))
+
+    @staticmethod
+    def _is_kept_back(put: Put, me: Rank, failed: bool) -> bool:
+        if put.unless == "failed_before":
+            return failed and 0 <= me.poisoned < me.kernel
+        return put.unless == "failed" and failed
+
+    def _takes_as_nan(self, seen: Any, expected: Any) -> bool:
+        return seen.nan and is_nan(self._nan_words[seen.bits], expected.bits)
 
     def _with(self, state: State, rank: int, new: Rank) -> State:
         ranks = (*state.ranks[:rank], new, *state.ranks[rank + 1 :])
@@ -170,11 +195,11 @@ class Machine:
         diverged = False
         for location, _, expected in wait.polled:
             seen = self._seen(state, rank, location)
-            if wait.kind == DATA and seen == NAN:
+            if wait.kind == DATA and seen != expected:
+                if not self._takes_as_nan(seen, expected):
+                    raise WrongError(f"rank {rank} took {seen} for {expected}")
                 if me.nan_of < 0:
                     me = me._replace(nan_of=me.kernel)
-            elif wait.kind == DATA and seen != expected:
-                raise WrongError(f"rank {rank} took {seen} for {expected}")
             elif wait.kind == LANE and location[0] != "released":
                 diverged = diverged or seen != expected
         if diverged and self.setting.diverging is None:
@@ -327,7 +352,7 @@ def _judge(machine: Machine, state: State) -> str | None:
     if healthy and any(
         value != EMPTY
         for location, value in zip(machine.memory, state.memory, strict=True)
-        if location[0] in {"partial", "finished"}
+        if location[0] == "slot"
     ):
         return f"a slot is not empty at the end: {state}"
     return None

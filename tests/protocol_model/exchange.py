@@ -38,6 +38,10 @@ class Step:
         where: "tag0", "tag1", "released", "partial", "finished" or "scale".
         offset: the number stored or waited for is that of the operation plus this.
         compare: which numbers a wait takes, (seen, expected); None: whatever is not empty.
+        unless: what a rank that stores nothing has done: "failed", "failed_before" (in an operation
+            before this one); "": it always stores.
+        bits: of a word that is stored or waited for: "16" or "32", whichever rows have, "e4m3" or
+            "scale".
     """
 
     kind: str
@@ -45,6 +49,8 @@ class Step:
     where: str = ""
     offset: int = 0
     compare: Compare | None = None
+    unless: str = ""
+    bits: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +79,7 @@ class Exchange:
         head: what lanes of every block of such an operation do first; a "barrier" of the block,
             if there is one, is last.
         first_released: what a new workspace holds, relative to the number of the first operation.
+        nan_words: by the bits of a Step, what is stored for a NaN.
     """
 
     phases: int
@@ -85,3 +92,4 @@ class Exchange:
     large_phases: int
     head: tuple[Step, ...]
     first_released: int
+    nan_words: dict[str, int]

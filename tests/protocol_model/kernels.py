@@ -8,14 +8,19 @@ from typing import Any, NamedTuple
 
 from protocol_model.exchange import Compare, Exchange, Step
 
-EMPTY, NAN = "empty", "NaN"
+EMPTY = "empty"
 DATA, LANE, HEAD = "data", "lane", "head"
 WRAP = 1 << 32
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """`diverging`: the rank and the operation of a call unlike that of the others.
+    """`transport`: of every operation, or of each; the same of `bits`, "16" or "32".
+
+    `shift`: by how many places the slots of each operation are displaced against those of one that
+    says 0: the words of different layouts meet.
+
+    `diverging`: the rank and the operation of a call unlike that of the others.
 
     `eager`: a step of the roll call or of handing back is taken as soon as it can be, and nothing
     else before it. That leaves out orders only, as long as what such a thread waits for stays
@@ -25,19 +30,45 @@ class Setting:
     world_size: int = 2
     operations: int = 5
     first_op: int = WRAP - 2
-    transport: str = "one_shot"
+    transport: str | tuple[str, ...] = "one_shot"
     large: tuple[int, ...] = ()
     deadlines: bool = False
     deaths: int = 0
     diverging: tuple[int, int] | None = None
     eager: bool = False
+    bits: str | tuple[str, ...] = "16"
+    shift: tuple[int, ...] = ()
+
+    def transport_of(self, k: int) -> str:
+        return self.transport if isinstance(self.transport, str) else self.transport[k]
+
+    def bits_of(self, k: int) -> str:
+        return self.bits if isinstance(self.bits, str) else self.bits[k]
+
+    def shift_of(self, k: int) -> int:
+        return self.shift[k] if self.shift else 0
+
+
+class Word(NamedTuple):
+    """What is in a slot: of an operation and its rank, as it should be or a NaN of its bits."""
+
+    op: int
+    rank: int
+    where: str
+    bits: str
+    nan: bool = False
 
 
 class Put(NamedTuple):
-    """A store to a peer, or a clear of an own slot."""
+    """A store to a peer, or a clear of an own slot.
+
+    `sums`: what is stored depends on what the thread has waited for.
+    """
 
     location: Any
     value: Any
+    unless: str = ""
+    sums: bool = False
 
 
 class Wait(NamedTuple):
@@ -71,15 +102,18 @@ class Kernels:
     def _op(self, k: int) -> int:
         return (self.setting.first_op + k) % WRAP
 
+    def _places(self) -> int:
+        """Of a phase: a partial of each rank, a finished word, a scale."""
+        return self.setting.world_size + 2
+
     # ---- the program of a kernel -----------------------------------------------------------------
 
     def _initial(self) -> Iterator[tuple[Any, Any]]:
         ranks, phases = range(self.setting.world_size), self.exchange.phases
         for receiver in ranks:
             for slots in dict.fromkeys(self._slot_phases):
-                yield ("finished", receiver, slots), EMPTY
-                for source in ranks:
-                    yield ("partial", receiver, slots, source), EMPTY
+                for place in range(self._places()):
+                    yield ("slot", receiver, slots, place), EMPTY
             for source in ranks:
                 if source == receiver:
                     continue
@@ -91,7 +125,7 @@ class Kernels:
     def _threads(self, rank: int, k: int) -> list[list[Any]]:
         """Of each thread: what it puts, waits for, and "fence"."""
         peers = [peer for peer in range(self.setting.world_size) if peer != rank]
-        transport = self.exchange.transports[self.setting.transport]
+        transport = self.exchange.transports[self.setting.transport_of(k)]
         owner = k // self.exchange.phases % max(1, self.setting.world_size - 1)
         steps: list[tuple[Step, list[int]]] = []
         to = peers if transport.all_sum else [owner] if owner != rank else []
@@ -101,7 +135,16 @@ class Kernels:
             (step, peers if mine else [owner])
             for step in (transport.own if mine else transport.receive)
         ]
-        programs = [self._merged([self._data(s, rank, k, peers) for s, peers in steps])]
+        data = self._merged([self._data(s, rank, k, peers) for s, peers in steps])
+        waits = [place for place, item in enumerate(data) if isinstance(item, Wait)]
+        programs = [
+            [
+                item._replace(sums=bool(waits) and place > waits[0])
+                if isinstance(item, Put)
+                else item
+                for place, item in enumerate(data)
+            ]
+        ]
         for lane in (self.exchange.roll_call, self.exchange.hand_back):
             programs += [
                 self._merged([[self._number(s, rank, peer, k)] for s in lane]) for peer in peers
@@ -118,14 +161,19 @@ class Kernels:
 
     def _data(self, step: Step, rank: int, k: int, peers: list[int]) -> list[Any]:
         def slot(receiver: int, source: int) -> Any:
-            place = (step.where, receiver, self._slot_phases[k])
-            return (*place, source) if step.where == "partial" else place
+            world_size = self.setting.world_size
+            place = {"partial": source, "finished": world_size, "scale": world_size + 1}[step.where]
+            place = (place + self.setting.shift_of(k)) % self._places()
+            return ("slot", receiver, self._slot_phases[k], place)
+
+        def word(source: int) -> Word:
+            return Word(k, source, step.where, step.bits or self.setting.bits_of(k))
 
         if step.kind == "store":
-            return [Put(slot(peer, rank), (step.where, k, rank)) for peer in peers]
+            return [Put(slot(peer, rank), word(rank), step.unless) for peer in peers]
         if step.kind == "clear":
             return [Put(slot(rank, peer), EMPTY) for peer in peers]
-        expected = [(slot(rank, peer), None, (step.where, k, peer)) for peer in peers]
+        expected = [(slot(rank, peer), None, word(peer)) for peer in peers]
         return [Wait(tuple(expected), DATA)]
 
     def _number(self, step: Step, rank: int, peer: int, k: int) -> Any:

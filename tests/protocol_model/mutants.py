@@ -100,6 +100,43 @@ WORD_MUTANTS: dict[str, Edits] = {
     "one word of a slot not tested": ((WORDS, " && pack.word[1] != kEmptyWord", ""),),
 }
 
+# Of a rank that stores into slots after an operation has failed: (kind of call of the operation
+# that a peer is still in, kind of the later ones, shift of their slots).
+LATE_MUTANTS: dict[str, tuple[tuple[str, str, int], Edits]] = {
+    "sums relayed after a failure": (
+        ("owned_quantized", "two_shot", 0),
+        edits.RELAYED_AFTER_FAILURE,
+    ),
+    "sums of rows with owners published after a failure": (
+        ("owned_quantized", "owned_rows", 0),
+        edits.PUBLISHED_AFTER_FAILURE,
+    ),
+    "gathered rows published after a failure": (
+        ("one_shot", "gather", 2),
+        edits.PUBLISHED_AFTER_FAILURE,
+    ),
+    "quantised rows published after a failure": (
+        ("two_shot", "owned_quantized", 0),
+        edits.QUANTISED_AFTER_FAILURE,
+    ),
+    "scales published after a failure": (
+        ("one_shot", "owned_quantized", 1),
+        edits.SCALES_AFTER_FAILURE,
+    ),
+    "partials sent after a failure, one_shot": (
+        ("gather", "one_shot", 2),
+        edits.ONE_SHOT_AFTER_FAILURE,
+    ),
+    "partials sent after a failure, two_shot": (
+        ("one_shot", "two_shot", 0),
+        edits.TWO_SHOT_AFTER_FAILURE,
+    ),
+    "partials sent after a failure, rows with owners": (
+        ("one_shot", "owned_rows", 0),
+        edits.OWNED_AFTER_FAILURE,
+    ),
+}
+
 _NEXT_PHASE = "phase() + 1 == kPushPhases ? 0 : phase() + 1"
 
 # Of numbers and phases: seen by exploring, some of them only where numbers wrap.

@@ -8,6 +8,7 @@ change means, and the checks then say whether it is right.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable
 
@@ -18,6 +19,7 @@ from protocol_model.source import MEMORY, SourceError, Sources, block, verbs
 EXCHANGE, FUSED, PREPARE = "cuda/exchange.cuh", "cuda/fused.cuh", "cuda/prepare.h"
 ONE_SHOT, TWO_SHOT, OWNED = "cuda/one_shot.cuh", "cuda/two_shot.cuh", "cuda/owned_rows.cuh"
 QUANTIZE, LAYOUT, WORDS = "cuda/quantize.cuh", "protocol/layout.h", "protocol/exchange.h"
+NUMERICS = "protocol/numerics.h"
 
 _CALLS = {
     *("store_to_peer", "load_from_peer", "store_quantized", "receive_partials", "receive_pack"),
@@ -50,11 +52,18 @@ def read_exchange(sources: Sources | None = None) -> Exchange:
         large_phases=reader.large_phases(),
         head=reader.head(),
         first_released=_offset(released[1]),
+        nan_words=reader.nan_words(),
     )
 
 
 def _offset(text: str | None) -> int:
     return int(text.replace(" ", "")) if text else 0
+
+
+def _of_bits(steps: tuple[Step, ...]) -> tuple[Step, ...]:
+    """The steps of a quantised row: its second hop is not of the bits of x."""
+    bits = {"finished": "e4m3", "scale": "scale"}
+    return tuple(dataclasses.replace(step, bits=bits.get(step.where, "")) for step in steps)
 
 
 class _Reader:
@@ -201,6 +210,31 @@ class _Reader:
 
     # ---- the transports --------------------------------------------------------------------------
 
+    def nan_words(self) -> dict[str, int]:
+        canonical = int(self._sources.one(WORDS, r"kCanonicalWord = 0x([0-9a-f]+)u;")[1], 16)
+        nan_e4m3 = int(self._sources.one(NUMERICS, r"kNanE4m3 = 0x([0-9a-f]+);")[1], 16)
+        # The greatest magnitude of a row of 16 bits as a float32: half of it is a zero.
+        words = {"e4m3": nan_e4m3 * 0x01010101, "scale": 0x7FFF0000}
+        return {"16": canonical, "32": canonical, **words}
+
+    def _guards(self, path: str, name: str, after: str) -> list[str]:
+        """Of each store to peers in a function: `Step.unless`."""
+        body = self._sources.function(path, name, after)
+        found = []
+        for store in re.finditer(r"\b(?:store_relaxed_sys|store_to_peer)\(", body):
+            before = body[: store.start()]
+            asked = re.findall(r"if \([^;{]*?exchange_\.(failed\w*)\(\)\) return", before)
+            if "const bool silent = exchange_.failed_before();" in before:
+                inside = [
+                    m.start()
+                    for m in re.finditer(r"!silent\) \{", before)
+                    if m.end() + len(block(body, m.end() - 1)) > store.start()
+                ]
+                if inside or "if (silent) return;" in before:
+                    asked.append("failed_before")
+            found.append(asked[-1] if asked else "")
+        return found
+
     def tested_words(self) -> frozenset[int]:
         body = self._sources.function(WORDS, "arrived")
         return frozenset(int(w) for w in re.findall(r"pack\.word\[(\d)\] != kEmptyWord", body))
@@ -208,6 +242,7 @@ class _Reader:
     def _steps(self, path: str, name: str, where: str, after: str = "") -> tuple[Step, ...]:
         """What a function does with slots; those that it stores or waits for are of `where`."""
         steps: list[Step] = []
+        guards = iter(self._guards(path, name, after))
         for call, arguments in self._calls(self._sources.function(path, name, after)):
             clears = "kEmptyWord" in arguments
             if call == "receive_partials":
@@ -229,11 +264,12 @@ class _Reader:
             elif clears and call == "store_quantized":
                 steps.append(Step("clear", self._quantized(call), where))
             elif call == "store_to_peer":
-                steps.append(Step("store", self._quantized(call), where))
+                steps.append(Step("store", self._quantized(call), where, unless=next(guards)))
             elif call == "store_relaxed_sys":
                 of_scale = arguments.endswith(", scale")
                 access = self._access(call, "u32" if of_scale else "v4.u32")
-                steps.append(Step("store", access, "scale" if of_scale else where))
+                at = "scale" if of_scale else where
+                steps.append(Step("store", access, at, unless=next(guards)))
             elif call != "store_quantized":  # of the caller's own tensor
                 raise SourceError(f"{path}, {name}: {call}({arguments})")
         return tuple(steps)
@@ -293,8 +329,14 @@ class _Reader:
             "owned_quantized": Transport(
                 all_sum=False,
                 send=send,
-                own=(*partials, *to_quantized),
-                receive=self._steps(OWNED, "receive_and_store", "finished"),
+                own=_of_bits((*partials, *to_quantized)),
+                receive=_of_bits(self._steps(OWNED, "receive_and_store", "finished")),
+            ),
+            "gather": Transport(
+                all_sum=False,
+                send=(),
+                own=to_rows,
+                receive=self._steps(OWNED, "receive", "finished", after="void publish"),
             ),
         }
 

@@ -1,27 +1,30 @@
 """Numbers, phases, deadlines and deaths of the CUDA exchange: every state of some operations.
 
 In every state that nothing leads on from, every rank that lives has come to its end; whatever it
-took was of its operation, or a NaN of a rank that had failed; and whoever took a NaN has failed by
-the next operation.
+took was of its operation, or a NaN of a rank that had failed, in bits that it reads as NaN; and
+whoever took a NaN has failed by the next operation.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+from typing import Any
 
 import pytest
 
 from protocol_model.counters import ASSUMED, explore
 from protocol_model.exchange import Exchange
 from protocol_model.kernels import WRAP, Setting
-from protocol_model.mutants import COUNTER_MUTANTS
+from protocol_model.mutants import COUNTER_MUTANTS, LATE_MUTANTS
 from protocol_model.reader import read_exchange
 from protocol_model.source import Sources
 
 # Operations cross 2^32, 2^31, nothing.
 FIRST_OPS = (WRAP - 2, WRAP // 2 - 2, 0)
 LARGE = ((), (0, 1, 2, 3), (0, 2, 3))
+TRANSPORTS = ("one_shot", "two_shot", "owned_rows", "owned_quantized", "gather")
+PAIRS = tuple(itertools.product(TRANSPORTS, TRANSPORTS))
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +67,31 @@ def test_deadlines_and_a_death_at_any_point(
     assert explored(exchange, setting) > 1000
 
 
+def late_peer(of: str, then: str, shift: int, **others: Any) -> Setting:
+    """One operation of a kind and three of another, so that the last has the phase of the first."""
+    kinds, shifts = (of, then, then, then), (0, shift, shift, shift)
+    return Setting(2, 4, transport=kinds, shift=shifts, deadlines=True, eager=True, **others)
+
+
+@pytest.mark.parametrize("shift", [0, 2])
+@pytest.mark.parametrize(("of", "then"), PAIRS)
+def test_a_late_peer_takes_nothing_of_later_operations(
+    exchange: Exchange, of: str, then: str, shift: int
+) -> None:
+    """Whatever kinds of calls meet in a phase, and wherever a rank has failed."""
+    assert explored(exchange, late_peer(of, then, shift)) > 500
+
+
+@pytest.mark.parametrize("shift", [0, 2])
+def test_kinds_of_calls_in_turn(exchange: Exchange, shift: int) -> None:
+    """Slots of any layout, one after the other in a phase, where nothing fails."""
+    kinds = (*TRANSPORTS, *TRANSPORTS[::-1])
+    shifts = tuple(shift * (k // 3 % 2) for k in range(len(kinds)))
+    for large in LARGE:
+        setting = Setting(2, len(kinds), transport=kinds, shift=shifts, large=large, eager=True)
+        assert explored(exchange, setting) > 500
+
+
 @pytest.mark.parametrize("operation", [0, 1])
 def test_another_call_is_noticed_by_everyone(exchange: Exchange, operation: int) -> None:
     """Without the help of deadlines."""
@@ -91,6 +119,26 @@ LONG = {
 @pytest.mark.parametrize("name", LONG)
 def test_more_of_everything(exchange: Exchange, name: str, transport: str) -> None:
     explored(exchange, dataclasses.replace(LONG[name], transport=transport))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("bits", ["16", "32"])
+@pytest.mark.parametrize("shift", [1, 3])
+@pytest.mark.parametrize(("of", "then"), PAIRS)
+def test_a_late_peer_wherever_slots_meet(
+    exchange: Exchange, of: str, then: str, shift: int, bits: str
+) -> None:
+    explored(exchange, late_peer(of, then, shift, bits=(bits, "16", "16", "16")))
+    explored(exchange, late_peer(of, then, shift, bits=("16", bits, bits, bits), large=(0, 3)))
+
+
+@pytest.mark.parametrize("name", LATE_MUTANTS)
+def test_a_store_after_a_failure_is_found(name: str) -> None:
+    (of, then, shift), edits = LATE_MUTANTS[name]
+    _, problem = explore(read_exchange(Sources().edited(*edits)), late_peer(of, then, shift))
+    assert problem is not None
+    assert "took Word" in problem
 
 
 @pytest.mark.parametrize("name", COUNTER_MUTANTS)

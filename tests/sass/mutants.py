@@ -159,8 +159,8 @@ MUTANTS = (
     ),
     _mutant(
         *("no barrier behind the acquire", "large_operation_acquires", "exchange.cuh"),
-        "    // nobody will use what they write.\n    __syncthreads();\n",
-        "    // nobody will use what they write.\n",
+        "    // nobody waits for it for ever.\n    __syncthreads();\n",
+        "    // nobody waits for it for ever.\n",
     ),
     _mutant(
         *("a fence of all orders", "no_other_barrier", "memory.cuh"),

@@ -27,8 +27,14 @@ struct Launch {
   uint32_t cluster_size = 1;
   uint32_t dynamic_shared_bytes = 0;
   bool exchanges = true;  // is an operation among all ranks
+  bool dependent = true;  // with programmatic dependent launch
   std::function<void()> kernel;
 };
+
+// What wait_for_preceding_grid() waits for. The PTX ISA says "all prerequisite grids in flight",
+// and not whether a grid is one that precedes a complete grid which has not waited itself. On
+// GPUs grids of a stream complete in order (docs/protocol.md): who waits for one waits for all.
+enum class Completion { kInOrder, kOfPrecedingOnly };
 
 // Who runs. In all of them now and then one warp goes ahead of all others for a while.
 enum class Schedule {
@@ -44,7 +50,9 @@ constexpr int kSchedules = 6;
 // All devices and the scheduler. One at a time.
 class Machine {
  public:
-  Machine(int num_ranks, uint64_t seed, Schedule schedule = Schedule::kRandom);
+  // `num_streams`: of each rank.
+  Machine(int num_ranks, uint64_t seed, Schedule schedule = Schedule::kRandom, int num_streams = 1,
+          Completion completion = Completion::kInOrder);
   ~Machine();
   Machine(const Machine&) = delete;
   Machine& operator=(const Machine&) = delete;
@@ -52,11 +60,25 @@ class Machine {
   // Tells that others than `region.owner` write there.
   void share(const Region& region);
 
-  // Enqueues a kernel on the rank's stream, with programmatic dependent launch.
-  void launch(int rank, Launch launch);
+  // How many blocks a rank's device holds at once, of all its streams; before anything is launched.
+  // Blocks of a grid start in order, whole clusters, and of grids of different streams any may be
+  // next: no order of theirs is promised.
+  void limit_blocks(int rank, uint32_t most);
 
-  // Runs everything that was launched; false if it does not end within `max_turns`.
-  bool run(uint64_t max_turns);
+  // Enqueues a kernel on one of the rank's streams. It starts when the grid before it lets it in,
+  // or, if it is not dependent, when all grids before it are complete.
+  void launch(int rank, Launch launch, int stream = 0);
+
+  // Runs everything that was launched, or until `stop` says so after a turn; false if that does not
+  // come within `max_turns`.
+  bool run(uint64_t max_turns, const std::function<bool()>& stop = nullptr);
+
+  // From now on this rank stands still, as a process that is stopped; -1: none does. What it still
+  // has to do does not keep run() from ending.
+  void hold(int rank);
+
+  // Grids of a rank's streams that are complete.
+  uint64_t completed(int rank) const;
 
   // The most grids that a rank has completed more than another at any time.
   uint64_t greatest_lead() const;

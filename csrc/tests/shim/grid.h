@@ -35,6 +35,7 @@ struct Warp {
 struct Block {
   Grid* grid = nullptr;
   uint32_t index = 0;
+  bool resident = false;  // its threads run only then
   bool triggered = false;
   Meeting meeting;
   std::vector<Warp> warps;
@@ -48,11 +49,12 @@ struct Grid {
   int rank = 0;
   uint64_t number = 0;
   uint64_t operation = 0;
-  const Grid* preceding = nullptr;  // not complete yet
+  const Grid* preceding = nullptr;  // not retired yet
   // What ThreadSanitizer knows the ends of grids by.
   std::shared_ptr<char> end, preceding_end;
   std::vector<std::unique_ptr<Block>> blocks;
   std::vector<Meeting> clusters;
+  uint32_t resident_blocks = 0;  // so far: the first of them
   uint32_t finished_blocks = 0;
   bool complete() const { return finished_blocks == blocks.size(); }
 };
@@ -71,6 +73,8 @@ struct Thread {
 };
 
 struct Stream {
+  int rank = 0;
+  int number = 0;  // among those of all ranks
   std::deque<Launch> pending;
   std::vector<std::unique_ptr<Grid>> grids;  // running, oldest first
   std::shared_ptr<char> last_end;            // of the newest grid

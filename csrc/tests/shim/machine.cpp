@@ -16,31 +16,46 @@ const Launch& shape() { return block().grid->launch; }
 
 }  // namespace
 
-Machine::Machine(int num_ranks, uint64_t seed, Schedule schedule)
-    : state_(std::make_unique<State>(num_ranks, seed, schedule)) {
+Machine::Machine(int num_ranks, uint64_t seed, Schedule schedule, int num_streams,
+                 Completion completion)
+    : state_(std::make_unique<State>(num_ranks, seed, schedule, num_streams, completion)) {
   g_machine = state_.get();
 }
 Machine::~Machine() { g_machine = nullptr; }
 
-void Machine::launch(int rank, Launch launch) {
-  state_->streams[static_cast<size_t>(rank)].pending.push_back(std::move(launch));
+void Machine::limit_blocks(int rank, uint32_t most) {
+  state_->most_blocks[static_cast<size_t>(rank)] = most;
+}
+
+void Machine::launch(int rank, Launch launch, int stream) {
+  state_->stream_of(rank, static_cast<size_t>(stream)).pending.push_back(std::move(launch));
+}
+
+void Machine::hold(int rank) { state_->held_rank = rank; }
+
+uint64_t Machine::completed(int rank) const {
+  uint64_t count = 0;
+  for (const Stream& stream : state_->streams) count += stream.rank == rank ? stream.completed : 0;
+  return count;
 }
 
 void Machine::share(const Region& region) { state_->model.share(region); }
 
-bool Machine::run(uint64_t max_turns) {
+bool Machine::run(uint64_t max_turns, const std::function<bool()>& stop) {
   const Unwatched unwatched;
   State& state = *state_;
   release(&state.launched);
   const uint64_t limit = state.turns + max_turns;
   for (;;) {
     bool any = false;
-    for (size_t rank = 0; rank < state.streams.size(); ++rank) {
-      Stream& stream = state.streams[rank];
-      state.advance(stream, static_cast<int>(rank));
-      any = any || !stream.grids.empty();
+    for (Stream& stream : state.streams) {
+      state.advance(stream);
+      any = any || (!stream.grids.empty() && stream.rank != state.held_rank);
     }
-    if (!any) break;
+    if (!any || (stop != nullptr && stop())) break;
+    for (size_t rank = 0; rank < state.num_ranks; ++rank) {
+      state.make_resident(static_cast<int>(rank));
+    }
     if (state.turns++ > limit) return false;
     state.run_some_threads();
   }
@@ -98,7 +113,10 @@ bool vote_all(bool value) {
 
 void wait_for_preceding_grid() {
   const Grid& grid = *block().grid;
-  while (grid.preceding != nullptr) sleep_until_change();
+  const bool in_order = machine().completion == Completion::kInOrder;
+  while (grid.preceding != nullptr && (in_order || !grid.preceding->complete())) {
+    sleep_until_change();
+  }
   if (grid.preceding_end != nullptr) acquire(grid.preceding_end.get());
 }
 void trigger_next_grid() { block().triggered = true; }

@@ -31,8 +31,19 @@ void fail(const char* what) {
   _Exit(1);
 }
 
-Machine::State::State(int num_ranks, uint64_t seed, Schedule chosen)
-    : streams(static_cast<size_t>(num_ranks)), random_state(seed), schedule(chosen) {}
+Machine::State::State(int ranks, uint64_t seed, Schedule chosen, int num_streams, Completion when)
+    : streams(static_cast<size_t>(ranks * num_streams)),
+      num_ranks(static_cast<size_t>(ranks)),
+      streams_per_rank(static_cast<size_t>(num_streams)),
+      most_blocks(num_ranks),
+      completion(when),
+      random_state(seed),
+      schedule(chosen) {
+  for (size_t i = 0; i < streams.size(); ++i) {
+    streams[i].rank = static_cast<int>(i / streams_per_rank);
+    streams[i].number = static_cast<int>(i);
+  }
+}
 Machine::State::~State() {
   for (Stream& stream : streams) {
     for (const auto& grid : stream.grids) release_shared(*grid);
@@ -48,7 +59,7 @@ uint64_t Machine::State::random() {
 
 // ---- grids
 
-void Machine::State::advance(Stream& stream, int rank) {
+void Machine::State::advance(Stream& stream) {
   while (!stream.grids.empty() && stream.grids.front()->complete()) {
     if (stream.grids.size() > 1) stream.grids[1]->preceding = nullptr;
     release_shared(*stream.grids.front());
@@ -60,15 +71,16 @@ void Machine::State::advance(Stream& stream, int rank) {
       }
     }
   }
-  if (stream.pending.empty() || stream.grids.size() > 1) return;
+  if (stream.pending.empty() || stream.grids.size() == kGridsInFlight) return;
   const Grid* preceding = stream.grids.empty() ? nullptr : stream.grids.back().get();
   if (preceding != nullptr) {
+    if (!stream.pending.front().dependent) return;
     for (const auto& block : preceding->blocks) {
       if (!block->triggered && block->finished < block->threads.size()) return;
     }
   }
   auto grid = std::make_unique<Grid>();
-  grid->rank = rank;
+  grid->rank = stream.rank;
   if (stream.pending.front().exchanges) ++stream.operations;
   grid->operation = stream.operations;
   grid->number = stream.grids_started++;
@@ -77,11 +89,38 @@ void Machine::State::advance(Stream& stream, int rank) {
   grid->end = stream.last_end = std::make_shared<char>();
   grid->launch = std::move(stream.pending.front());
   stream.pending.pop_front();
-  start(*grid);
+  start(*grid, stream);
   stream.grids.push_back(std::move(grid));
 }
 
-void Machine::State::start(Grid& grid) {
+void Machine::State::make_resident(int rank) {
+  const uint32_t most = most_blocks[static_cast<size_t>(rank)];
+  uint32_t taken = 0;
+  std::vector<Grid*> waiting;
+  for (size_t s = 0; s < streams_per_rank; ++s) {
+    for (const auto& grid : stream_of(rank, s).grids) {
+      taken += grid->resident_blocks - grid->finished_blocks;
+      if (grid->resident_blocks < grid->blocks.size()) waiting.push_back(grid.get());
+    }
+  }
+  while (!waiting.empty()) {
+    const size_t chosen = most == 0 ? 0 : below(waiting.size());
+    Grid& grid = *waiting[chosen];
+    const uint32_t cluster = grid.launch.cluster_size;
+    if (most != 0 && taken + cluster > most) {
+      waiting.erase(waiting.begin() + static_cast<std::ptrdiff_t>(chosen));
+      continue;
+    }
+    for (uint32_t i = 0; i < cluster; ++i) grid.blocks[grid.resident_blocks++]->resident = true;
+    taken += cluster;
+    ++changes;
+    if (grid.resident_blocks == grid.blocks.size()) {
+      waiting.erase(waiting.begin() + static_cast<std::ptrdiff_t>(chosen));
+    }
+  }
+}
+
+void Machine::State::start(Grid& grid, const Stream& stream) {
   const Launch& shape = grid.launch;
   if (shape.num_blocks % shape.cluster_size != 0 || shape.num_threads % 32 != 0 ||
       shape.dynamic_shared_bytes > kSharedBytes - kDynamicSharedOffset) {
@@ -108,8 +147,9 @@ void Machine::State::start(Grid& grid) {
     allow(block->shared + kDynamicSharedOffset, shape.dynamic_shared_bytes);
     for (uint32_t t = 0; t < shape.num_threads; ++t) {
       auto thread = std::make_unique<Thread>();
-      thread->fiber = fibers.get(static_cast<size_t>(2 * grid.rank) + grid.number % 2,
-                                 b * shape.num_threads + t);
+      thread->fiber = fibers.get(
+          kGridsInFlight * static_cast<size_t>(stream.number) + grid.number % kGridsInFlight,
+          b * shape.num_threads + t);
       thread->fiber->prepare(&State::enter);
       thread->agent.rank = grid.rank;
       thread->agent.operation = grid.operation;
@@ -138,7 +178,7 @@ void Machine::State::begin_period() {
   }
   period_end = turns + 400 + below(3000);
   resting = !resting && below(4) == 0;  // now and then nobody is
-  special.rank = static_cast<int>(below(streams.size()));
+  special.rank = static_cast<int>(below(num_ranks));
   // The two warps that serve the exchange, or one that works on rows.
   const bool hands_back = schedule == Schedule::kHandBackHeld;
   const bool serves = hands_back || below(4) != 0;
@@ -146,6 +186,7 @@ void Machine::State::begin_period() {
   special.warp = static_cast<uint32_t>(hands_back ? 1 : serves ? below(2) : below(16));
 }
 bool Machine::State::is_held(const Grid& grid) const {
+  if (grid.rank == held_rank) return true;
   return schedule == Schedule::kRankHeld && !resting && grid.rank == special.rank;
 }
 bool Machine::State::is_held(const Thread& thread) const {
@@ -195,14 +236,15 @@ void Machine::State::run_some_threads() {
   const bool favoured = favoured_turns > 0;
   if (favoured) --favoured_turns;
 
-  auto rank = static_cast<int>(choice % streams.size());
+  auto rank = static_cast<int>(choice % num_ranks);
   if (schedule == Schedule::kRankFirst && leader && !resting) rank = special.rank;
-  Stream& stream = streams[static_cast<size_t>(rank)];
+  Stream& stream = stream_of(rank, (choice >> 40) % streams_per_rank);
   if (stream.grids.empty()) return;
   const bool newest = schedule == Schedule::kNewestFirst && leader;
   Grid& grid = newest ? *stream.grids.back() : *stream.grids[(choice >> 8) % stream.grids.size()];
   if (is_held(grid)) return;
   Block& block = *grid.blocks[(choice >> 16) % grid.blocks.size()];
+  if (!block.resident) return;
   const size_t warp = (choice >> 24) % block.warps.size();
   const bool alone = favoured || random() % 2 == 0;
   const size_t begin = alone ? warp * 32 : 0, count = alone ? 32 : block.threads.size();

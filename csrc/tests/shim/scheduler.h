@@ -11,9 +11,13 @@
 
 namespace allnorm::shim {
 
+// Grids of a stream that have started and are not complete: each is let in by the one before, which
+// has begun before that one has ended.
+constexpr size_t kGridsInFlight = 3;
+
 // The fibers of all machines: making one is slow under ThreadSanitizer. A grid runs on those of the
-// grid before the last, which is complete by then. Races of a grid's first steps with the last one
-// are seen.
+// grid kGridsInFlight before it, which is complete by then. Races of a grid's first steps with
+// those in between are seen.
 struct Fibers {
   FiberHost host;
   Pool stacks{48 << 10, /*guarded=*/true};
@@ -33,7 +37,7 @@ struct Fibers {
 [[noreturn]] void fail(const char* what);
 
 struct Machine::State {
-  State(int num_ranks, uint64_t seed, Schedule chosen);
+  State(int num_ranks, uint64_t seed, Schedule chosen, int num_streams, Completion completion);
   ~State();
 
   // Whom a schedule holds or lets go first.
@@ -46,8 +50,14 @@ struct Machine::State {
   uint64_t random();
   uint64_t below(uint64_t bound) { return random() % bound; }
 
+  Stream& stream_of(int rank, size_t stream) {
+    return streams[static_cast<size_t>(rank) * streams_per_rank + stream];
+  }
+
   // Retires complete grids and starts the next one once the last has been triggered by all blocks.
-  void advance(Stream& stream, int rank);
+  void advance(Stream& stream);
+  // Gives blocks that have not begun the room that there is on the rank's device.
+  void make_resident(int rank);
   // One turn: some threads of one block of one rank.
   void run_some_threads();
 
@@ -61,7 +71,11 @@ struct Machine::State {
   // until somebody has stored.
   void count_load();
 
-  std::vector<Stream> streams;
+  std::vector<Stream> streams;  // of rank 0, then of rank 1, ...
+  size_t num_ranks, streams_per_rank;
+  std::vector<uint32_t> most_blocks;  // by rank; 0: no limit
+  Completion completion;
+  int held_rank = -1;
   uint64_t random_state;
   Schedule schedule;
   Model model;
@@ -81,7 +95,7 @@ struct Machine::State {
   int favoured_turns = 0;
 
  private:
-  void start(Grid& grid);
+  void start(Grid& grid, const Stream& stream);
   void release_shared(const Grid& grid);
   void begin_period();
   bool is_held(const Grid& grid) const;
