@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import datetime
 import threading
@@ -236,15 +237,20 @@ class Calls:
         quant: Any = None,
     ) -> NoReturn:
         """Raises what a call that was made without Python has recorded."""
-        self._fail(status, self._preparer.find(x, residual, weight, norm, algorithm, quant))
+        launch = None
+        if status == _native.DIVERGED:
+            with contextlib.suppress(Exception):  # it is for the words of the error only
+                launch = self._preparer.find(x, residual, weight, norm, algorithm, quant)
+        self._fail(status, launch)
 
-    def _fail(self, status: int, launch: Launch) -> NoReturn:
+    def _fail(self, status: int, launch: Launch | None) -> NoReturn:
         """Raises what a call that ended with this status has recorded."""
         if status in (_native.TIMEOUT, _native.DIVERGED):
             self._check(launch)
         try:
             raise_status(self._library, status)
         except ValueError as error:  # refused before anything was exchanged
+            error.seen_alone = "fused"  # type: ignore[attr-defined]
             self._tell(error, launch)
             raise
         raise AllnormError(f"status {status}")
@@ -266,6 +272,7 @@ class Calls:
                 unfused.refuse(self.device, self.group)
                 return
             self._refused = f"{type(error).__name__}: {error}"
+            faults.publish_refusal(self.group, self.name, self.rank, self._refused)
             if self._refusal is None:
                 self._refusal = Refusal(self.device)
             self._refusal.run(self._library, self._handle)

@@ -11,7 +11,8 @@ import contextlib
 import datetime
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch.distributed as dist
 
@@ -66,23 +67,53 @@ def ask(group: dist.ProcessGroup, name: str, fault: _native.Fault, own: Account)
         fault: of kind DIVERGED.
         own: what `account_of` says.
     """
-    found: list[Account] = []
+    key = f"allnorm/fault/{name}/{fault.expected_op}"
+    theirs = f"{key}/{fault.peer}"
+    if is_refusal(fault.seen_shape, fault.seen_tokens):
+        theirs = _refusal_key(name, fault.peer)
+    text = _with_store(group, lambda store: _exchange(store, f"{key}/{fault.rank}", own, theirs))
+    return {} if text is None else dict(json.loads(text))
 
-    def exchange() -> None:
-        # Without the store, which is no public interface, errors say less.
+
+def publish_refusal(group: dist.ProcessGroup, name: str, rank: int, why: str) -> None:
+    """Lets peers that diverge from this rank's next call read why it makes none. Bounded.
+
+    Args:
+        group: of the communicator.
+        name: of the communicator, the same on every rank.
+        rank: this one.
+        why: what it raises.
+    """
+    text = json.dumps({REFUSED: why})
+    _with_store(group, lambda store: store.set(_refusal_key(name, rank), text))
+
+
+def _refusal_key(name: str, rank: int) -> str:
+    return f"allnorm/refusal/{name}/{rank}"
+
+
+def _exchange(store: dist.Store, own_key: str, own: Account, key: str) -> bytes:
+    store.set(own_key, json.dumps(own))
+    store.wait([key], datetime.timedelta(seconds=_ACCOUNT_SECONDS))
+    return bytes(store.get(key))
+
+
+def _with_store(group: dist.ProcessGroup, step: Callable[[dist.Store], Any]) -> Any:
+    """What `step` returns; None if it fails, or takes too long.
+
+    In a thread, because a store whose process is stopped answers to no deadline. Without the store,
+    which is no public interface, errors say less.
+    """
+    found = []
+
+    def run() -> None:
         with contextlib.suppress(Exception):
-            store = dist.distributed_c10d._get_process_group_store(group)
-            key = f"allnorm/fault/{name}/{fault.expected_op}"
-            store.set(f"{key}/{fault.rank}", json.dumps(own))
-            theirs = f"{key}/{fault.peer}"
-            store.wait([theirs], datetime.timedelta(seconds=_ACCOUNT_SECONDS))
-            found.append(json.loads(store.get(theirs)))
+            found.append(step(dist.distributed_c10d._get_process_group_store(group)))
 
-    # A thread, because a store whose process is stopped answers to no deadline.
-    thread = threading.Thread(target=exchange, name="allnorm-account", daemon=True)
+    thread = threading.Thread(target=run, name="allnorm-account", daemon=True)
     thread.start()
     thread.join(2 * _ACCOUNT_SECONDS)
-    return found[0] if found else {}
+    return found[0] if found else None
 
 
 def fault_error(
