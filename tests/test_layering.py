@@ -56,8 +56,8 @@ ALLOWED = {
     },
     "collectives": {"arguments", "calls", "quant"},
     "communicator": {
-        *("_native", "arguments", "collectives", "config", "errors", "fast_call", "launch"),
-        *("policy", "prepare", "quant", "shortcuts", "tuning", "workspace"),
+        *("_native", "_version", "arguments", "collectives", "config", "errors", "fast_call"),
+        *("launch", "policy", "prepare", "quant", "shortcuts", "tuning", "workspace"),
     },
     "ops": {"arguments", "communicator", "errors", "local", "quant"},
     "tracing": {"_native", "calls", "errors", "fast_call", "local"},
