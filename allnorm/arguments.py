@@ -108,7 +108,7 @@ def check_norm_arguments(arguments: NormArguments) -> None:
 
 def _is_float32(value: numbers.Real) -> bool:
     try:
-        return math.isfinite(struct.unpack("=f", struct.pack("=f", value))[0])
+        return math.isfinite(struct.unpack("=f", struct.pack("=f", float(value)))[0])
     except OverflowError:
         return False
 

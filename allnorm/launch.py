@@ -50,7 +50,7 @@ def describe_call(
     )
     if norm is not None:
         call.numerics = _native.NUMERICS[norm.numerics]
-        call.eps, call.weight_bias = norm.eps, norm.weight_bias
+        call.eps, call.weight_bias = float(norm.eps), float(norm.weight_bias)
         call.flags = _native.RESIDUAL_SHARDED if norm.residual_sharded else 0
         if norm.quant is not None:
             _describe_quant(call, norm.quant)

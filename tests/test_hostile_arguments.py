@@ -246,20 +246,24 @@ def virtual(rank: int, world_size: int) -> None:
     xs = CASE.xs(world_size)
     for algorithm in ("auto", "two_shot", "unfused") * 2:
         for place in ("x", "residual", "weight"):
-            arguments = good(c, into=False)
+            arguments = {**good(c, into=False), "algorithm": algorithm}
             arguments[place] = negated(arguments[place])
-            CASE.compare(c, *c.all_reduce_add_rms_norm(**arguments, algorithm=algorithm))
+            CASE.compare(c, *c.all_reduce_add_rms_norm(**arguments))
             shape = arguments[place].shape
             arguments[place] = zeros(shape, dtype=torch.float32, device=c.device)
             plain = {**arguments, place: torch.zeros(shape, device=c.device)}
-            want = c.all_reduce_add_rms_norm(**plain, algorithm=algorithm)
+            want = c.all_reduce_add_rms_norm(**plain)
             for _ in range(2):
-                got = c.all_reduce_add_rms_norm(**arguments, algorithm=algorithm)
+                got = c.all_reduce_add_rms_norm(**arguments)
                 assert_same_bits(got[0], want[0], f"normed, zero {place}")
                 assert_same_bits(got[1], want[1], f"residual_out, zero {place}")
+        chosen = {"algorithm": algorithm}
         x = CASE.x(rank)
         out, residual_out = negated(torch.ones_like(x)), negated(torch.ones_like(x))
-        CASE.compare(c, *CASE.run(c, out=out, residual_out=residual_out, algorithm=algorithm))
+        results = CASE.run(c, out=out, residual_out=residual_out, **chosen)
+        assert results[0] is out
+        assert results[1] is residual_out
+        CASE.compare(c, *(result.resolve_neg() for result in results))
         want = reference.all_reduce(xs)
         assert_same_bits(c.all_reduce(negated(x), algorithm=algorithm), want, "negated")
         column = c.all_reduce(imaginary(x)[:, :1], algorithm=algorithm)
@@ -268,7 +272,7 @@ def virtual(rank: int, world_size: int) -> None:
         assert_same_bits(gathered, torch.cat(xs), "gathered")
         per_tensor = CASE.but(quant=allnorm.Fp8PerTensor(torch.full((1,), 0.5, device=c.device)))
         negative = allnorm.Fp8PerTensor(negated(torch.full((1,), 0.5, device=c.device)))
-        results = per_tensor.run(c, quant=negative, algorithm=algorithm)
+        results = per_tensor.run(c, quant=negative, **chosen)
         assert results.scale is negative.scale
         per_tensor.compare(c, results.quantized, per_tensor.quant.scale, *results[2:])
     residual, weight = CASE.residual_tensor(), CASE.weight()
@@ -375,7 +379,7 @@ def no_room(c: allnorm.Communicator) -> Any:
     def fail(*args: Any) -> Any:
         raise MemoryError("no room for results")
 
-    with mock.patch.object(c, "_new", lambda: fail):
+    with mock.patch.object(c, "_new", return_value=fail):
         return c.all_reduce(CASE.but(shape=(5, 64)).x(c.rank))
 
 
