@@ -231,7 +231,7 @@ def check_scale_result(scale: Any, geometry: ScaleGeometry | None, x: torch.Tens
             "scale_out stands for the negative of its memory: expected memory that is written as "
             "it is. Make it with allnorm.quant.empty_scale()."
         )
-    _check_writable("scale_out", scale)
+    check_writable("scale_out", scale)
     if geometry.padding_rows and scale.numel():
         needed = (scale.storage_offset() + geometry.shape[1] * geometry.stride[1]) * 4
         if scale.untyped_storage().nbytes() < needed:
@@ -256,10 +256,9 @@ def check_weight(weight: Any, x: torch.Tensor) -> None:
 def check_result(name: str, result: torch.Tensor, like: Like) -> None:
     """Raises unless a preallocated result is as `like` says and can be written row by row.
 
-    This rank alone may see what is wrong.
+    This rank alone may see what is wrong. Whether there is memory is not checked.
     """
     check_like(name, result, like)
-    _check_writable(name, result)
     if not result.is_contiguous() and not _has_distinct_rows(result):
         raise ValueError(
             f"{name} has shape {tuple(result.shape)} and strides {result.stride()}: expected "
@@ -267,7 +266,10 @@ def check_result(name: str, result: torch.Tensor, like: Like) -> None:
         )
 
 
-def _check_writable(name: str, result: torch.Tensor) -> None:
+def check_writable(name: str, result: torch.Tensor) -> None:
+    """Raises ValueError unless there is memory to write to. This rank alone may see it."""
+    if result.data_ptr() >= tensors.LOW_ADDRESS:
+        return
     if result._is_zerotensor():
         raise ValueError(
             f"{name} stands for zeros and has no memory: expected memory to write to. Pass a "

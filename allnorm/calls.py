@@ -83,7 +83,7 @@ class Calls:
                 if launch.is_norm:
                     like = Like.rows(x, launch.shard)
                     wanted.append(Result("residual_out", like, residual_out, "residual"))
-                results.check(wanted, {"x": x, "residual": residual, "weight": weight})
+                results.check(wanted, {"x": x, "residual": residual, "weight": weight}, launch)
                 written = results.writable(wanted, launch)
                 if not any(map(Result.is_copied, wanted, written)):
                     self._keep(launch, given, norm, algorithm)
@@ -167,7 +167,7 @@ class Calls:
                 shape = (num_tokens, shard.shape[-1])
                 like = Like(shape, shard.dtype, shard.device, source)
                 wanted = [Result("out", like, out)]
-                results.check(wanted, {"residual_shard": shard})
+                results.check(wanted, {"residual_shard": shard}, launch)
                 (result,) = results.writable(wanted, launch)
         except Exception as error:
             self._tell(error, launch)
@@ -360,5 +360,5 @@ def _quantized_memory(
     ]
     if return_normed:
         wanted.append(Result("normed_out", Like.rows(x, None), normed_out, "x"))
-    results.check(wanted, taken)
+    results.check(wanted, taken, launch)
     return wanted, results.writable(wanted, launch), scale

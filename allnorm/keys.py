@@ -30,5 +30,5 @@ def constants_of(norm: tuple[Any, ...]) -> tuple[Any, ...]:
         TypeError, ValueError, RuntimeError, OverflowError: eps or weight_bias is no number.
     """
     eps, bias, _, sharded = norm[:4]
-    types = type(eps), type(bias), type(sharded), type(norm[-1])
-    return types, copysign(1.0, eps), copysign(1.0, bias), norm
+    signs = copysign(1.0, eps), copysign(1.0, bias)
+    return type(eps), type(bias), type(sharded), type(norm[-1]), signs, norm

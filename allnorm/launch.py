@@ -71,18 +71,18 @@ class Guard:
         given: all that a call is given.
     """
 
-    __slots__ = ("_check", "_needs_no_grad")
+    __slots__ = ("check", "needs_no_grad")
 
     def __init__(self, given: Sequence[torch.Tensor]) -> None:
-        self._check = shortcuts.alike(given)
+        self.check = shortcuts.alike(given)
         # The same is taken with gradients disabled and refused with gradients enabled.
-        self._needs_no_grad = any(tensor.requires_grad for tensor in given)
+        self.needs_no_grad = any(tensor.requires_grad for tensor in given)
 
     def accepts(self, given: Sequence[torch.Tensor]) -> bool:
         """Whether they are; False is no answer."""
-        if self._needs_no_grad and torch.is_grad_enabled():
+        if self.needs_no_grad and torch.is_grad_enabled():
             return False
-        return self._check(*given)
+        return self.check(*given)
 
 
 class Launch:
@@ -116,6 +116,11 @@ class Launch:
         self.scale: ScaleGeometry | None = None
         self.num_tokens = x.numel() // x.shape[-1] if gathered_rows is None else gathered_rows
         self.guard: Guard | None = None
+        self.results: dict[tuple[str, ...], Guard] = {}  # by the names of those that are given
+        # Where there are rows there is memory: an address that says otherwise is looked into.
+        self._least_x = LOW_ADDRESS if x.numel() else 0
+        self._least_residual = LOW_ADDRESS if residual is not None and residual.numel() else 0
+        self._least_weight = 0 if weight is None else LOW_ADDRESS
         self.recent: Any = None  # prepare.py finds it again by this
         self.fast: dict[Any, Any] = {}  # fast_call.py recognises it by these; see there
         self._is_cuda = x.device.type == "cuda"
@@ -212,9 +217,9 @@ class Launch:
         weight_address = 0 if weight is None else weight.data_ptr()
         residual_address = 0 if residual is None else residual.data_ptr()
         if (
-            address < LOW_ADDRESS
-            or (residual_address < LOW_ADDRESS and residual is not None)
-            or (weight_address < LOW_ADDRESS and weight is not None)
+            address < self._least_x
+            or residual_address < self._least_residual
+            or weight_address < self._least_weight
         ):
             tensors.check_memory(x=x, residual=residual, weight=weight)
         temporaries: tuple[Any, ...] = ()
@@ -229,9 +234,8 @@ class Launch:
             address, residual_address, weight_address = (
                 0 if tensor is None else tensor.data_ptr() for tensor in temporaries
             )
-        # An address of 0 is left to a shard of no rows alone: the others have been checked. NULL
-        # would say that there is none at all: any other address does, nothing is read or written
-        # there.
+        # Only what has no rows still has an address of 0 here. NULL would say that there is none at
+        # all: any other address does, nothing is read or written there.
         call.x = address or out_address
         call.residual = residual_address if residual is None else residual_address or weight_address
         call.weight = weight_address

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from allnorm import _native, arguments, policy
+from allnorm import _native, arguments, policy, shortcuts
 from allnorm.arguments import Like, NormArguments, row_shard
 from allnorm.errors import UnsupportedError
 from allnorm.keys import constants_of, geometry_of
-from allnorm.launch import Guard, Launch, describe_call
+from allnorm.launch import Launch, describe_call
 from allnorm.policy import Plan
 from allnorm.quant import Fp8PerTensor
 
@@ -32,14 +32,16 @@ class _Recent(NamedTuple):
     """A prepared call that may well be made again next.
 
     Attributes:
-        guard: whether tensors are like those that it is prepared for.
+        check: whether tensors are like those that it is prepared for.
+        needs_no_grad: whether they are taken while gradients are disabled only.
         constants: what else it is prepared for.
         algorithm: what was asked for.
-        num_tensors: how many `guard` takes.
+        num_tensors: how many `check` takes.
         launch: the prepared call.
     """
 
-    guard: Guard
+    check: shortcuts.Check
+    needs_no_grad: bool
     constants: tuple[Any, ...] | None
     algorithm: str
     num_tensors: int
@@ -103,7 +105,8 @@ class Preparer:
                 and recent.constants == constants
                 and recent.algorithm == algorithm
                 and recent.num_tensors == len(given)
-                and recent.guard.accepts(given)
+                and recent.check(*given)
+                and not (recent.needs_no_grad and torch.is_grad_enabled())
             ):
                 return recent.launch
             key = (*map(geometry_of, given), constants, algorithm)
@@ -117,7 +120,9 @@ class Preparer:
             if launch.recent is None:
                 guard = launch.guard
                 assert guard is not None
-                launch.recent = _Recent(guard, constants, algorithm, len(given), launch)
+                launch.recent = _Recent(
+                    guard.check, guard.needs_no_grad, constants, algorithm, len(given), launch
+                )
             self._recent[kind] = launch.recent
         return launch
 

@@ -12,7 +12,10 @@ from typing import Any
 
 import torch
 
-_TYPES = (torch.Tensor, torch.nn.Parameter)
+_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+_is_transformed: Any = torch._C._functorch.is_functorch_wrapped_tensor
+_is_functional: Any = torch._is_functional_tensor
+_strided = torch.strided
 # Below it an address may be an offset into memory that is not there; see has_memory().
 LOW_ADDRESS = 1 << 32
 
@@ -27,7 +30,7 @@ def check_kind(name: str, tensor: object) -> None:
     if kind not in _TYPES:
         _refuse_type(name, tensor)
     assert isinstance(tensor, torch.Tensor)
-    if tensor.layout is not torch.strided or tensor.is_nested:
+    if tensor.layout is not _strided or tensor.is_nested:
         what = "nested" if tensor.is_nested else str(tensor.layout)
         raise TypeError(
             f"{name} is a tensor with layout {what}: expected a dense one. Pass "
@@ -39,7 +42,7 @@ def check_kind(name: str, tensor: object) -> None:
             "results carry no gradient. Call it under torch.no_grad() or torch.inference_mode(), "
             f"or pass {name}.detach()."
         )
-    if _is_wrapped(tensor):
+    if _is_transformed(tensor) or _is_functional(tensor):
         raise TypeError(
             f"{name} is the tensor of a transform (torch.func, torch.vmap or functionalisation): "
             "expected one with memory of its own. Call the operators in torch.ops.allnorm there, "
@@ -58,11 +61,6 @@ def _refuse_type(name: str, tensor: object) -> None:
     else:
         remedy = f"the plain tensor in it, or {name}.as_subclass(torch.Tensor) if it is one itself"
     raise TypeError(f"{name} is a {kind}: expected a plain torch.Tensor. Pass {remedy}.")
-
-
-def _is_wrapped(tensor: torch.Tensor) -> bool:
-    wrapped: Any = torch._C._functorch.is_functorch_wrapped_tensor
-    return bool(wrapped(tensor) or torch._is_functional_tensor(tensor))
 
 
 def is_virtual(tensor: torch.Tensor) -> bool:
