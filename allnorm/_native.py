@@ -258,6 +258,34 @@ def describe_shape(shape: int, num_tokens: int) -> str:
     return text
 
 
+def shape_fields(shape: int, num_tokens: int) -> dict[str, str]:
+    """What a CallTag says of its call, by name; see `describe_shape`."""
+    op = shape >> 28
+    fields = {
+        "op": _OP_NAMES[op] if op < len(_OP_NAMES) else f"op {op}",
+        "num_tokens": str(num_tokens),
+        "hidden_size": str(shape & 0xFFFFF),
+        "dtype": ("float32", "float16", "bfloat16", "unknown")[shape >> 20 & 3],
+    }
+    if op != 1:
+        algorithms = ("one_shot", "two_shot", "two_shot with a sharded residual", "unknown")
+        fields["algorithm"] = algorithms[shape >> 22 & 3]
+    if op >= 2:
+        fields["numerics"] = name_of(NUMERICS, shape >> 24 & 3)
+        fields["residual"] = "given" if shape >> 26 & 1 else "none"
+    if 3 <= op < len(_QUANTS):
+        fields["quantisation"] = _QUANTS[op]
+        fields["normed"] = "wanted" if shape >> 27 & 1 else "not wanted"
+    return fields
+
+
+def quant_words(quant: int, group_size: int) -> str:
+    """How a call quantises, as a CallShape's `op` says it."""
+    if quant == QUANT["per_group"]:
+        return f"groups of {group_size}"
+    return "per token" if quant == QUANT["per_token"] else "per tensor"
+
+
 # By the `op` of a CallShape.
 _QUANTS = ("", "", "", *(f"groups of {8 << i}" for i in range(1, 7)), "per token", "per tensor")
 _OP_NAMES = (

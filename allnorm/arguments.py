@@ -1,18 +1,21 @@
 """Checks of the arguments of a call, and the tensors' shapes as the kernels see them.
 
-A check looks only at what all ranks pass alike, so that either every rank refuses or none does.
+A check looks only at what all ranks pass alike, so that either every rank refuses or none does. One
+that looks at what a rank alone may see, such as where its memory lies, says so: its caller lets the
+peers know (`Calls._tell`).
 """
 
 from __future__ import annotations
 
 import math
 import numbers
+import struct
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from allnorm import _native
+from allnorm import _native, tensors
 from allnorm.errors import UnsupportedError
 from allnorm.policy import ALGORITHMS
 from allnorm.quant import (
@@ -50,6 +53,11 @@ class NormArguments:
     residual_sharded: bool = False
     quant: Quant | None = None
     return_normed: bool = False
+
+    @property
+    def scale(self) -> torch.Tensor | None:
+        """The scale that is given, if one is."""
+        return self.quant.scale if isinstance(self.quant, Fp8PerTensor) else None
 
 
 def row_shard(num_tokens: int, world_size: int, rank: int) -> tuple[int, int]:
@@ -92,16 +100,22 @@ def check_norm_arguments(arguments: NormArguments) -> None:
     for name, value in (("eps", arguments.eps), ("weight_bias", arguments.weight_bias)):
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise TypeError(f"{name}={value!r}: expected a number.")
-        if not math.isfinite(value):
-            raise ValueError(f"{name}={value!r}: expected a finite number.")
+        if not _is_float32(value):
+            raise ValueError(f"{name}={value!r}: expected a finite number, as float32 too.")
     if arguments.eps < 0:
         raise ValueError(f"eps={arguments.eps!r}: expected a number >= 0.")
 
 
-def check_input(name: str, x: object, device: torch.device) -> None:
-    """Raises unless `x` is a tensor of rows that the kernels read."""
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name} is a {type(x).__name__}: expected a torch.Tensor.")
+def _is_float32(value: numbers.Real) -> bool:
+    try:
+        return math.isfinite(struct.unpack("=f", struct.pack("=f", float(value)))[0])
+    except OverflowError:
+        return False
+
+
+def check_input(name: str, x: Any, device: torch.device) -> None:
+    """Raises unless `x` is a tensor of rows that the kernels read, all but their memory."""
+    tensors.check_kind(name, x)
     if x.dtype not in DTYPES:
         raise UnsupportedError(
             f"{name} has dtype {x.dtype}: expected float32, float16 or bfloat16. Convert it first."
@@ -112,7 +126,6 @@ def check_input(name: str, x: object, device: torch.device) -> None:
             f"{name} has shape {tuple(x.shape)}: expected [..., hidden_size] with hidden_size >= 1."
         )
     check_width(name, x.shape[-1])
-    check_last_dim(name, x)
 
 
 def check_width(name: str, hidden_size: int) -> None:
@@ -133,7 +146,7 @@ def check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
 
 
 def check_last_dim(name: str, tensor: torch.Tensor) -> None:
-    """Raises ValueError unless the last dimension is contiguous."""
+    """Raises ValueError unless the last dimension is contiguous. This rank alone may see it."""
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1 and tensor.numel():
         raise ValueError(
             f"{name} has strides {tensor.stride()}: expected a contiguous last dimension. Call "
@@ -166,10 +179,12 @@ class Like(NamedTuple):
         return cls((hi - lo, x.shape[-1]), x.dtype, x.device, source)
 
 
-def check_like(name: str, tensor: object, like: Like) -> None:
-    """Raises unless `tensor` is as `like` says."""
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} is a {type(tensor).__name__}: expected a torch.Tensor.")
+def check_like(name: str, tensor: Any, like: Like) -> None:
+    """Raises unless `tensor` is as `like` says.
+
+    Of rows that belong to this rank, and of strides, it alone may see what is wrong.
+    """
+    tensors.check_kind(name, tensor)
     if tensor.shape != like.shape:
         raise ValueError(
             f"{name} has shape {tuple(tensor.shape)}: expected {tuple(like.shape)}, {like.source}."
@@ -185,15 +200,18 @@ def check_quantization(quant: Any, x: torch.Tensor) -> None:
     check_quant(quant)
     check_hidden_size(quant, x.shape[-1])
     if isinstance(quant, Fp8PerTensor):
+        tensors.check_kind("quant.scale", quant.scale)
         check_device("quant.scale", quant.scale, x.device)
 
 
-def check_scale_result(scale: object, geometry: ScaleGeometry | None, x: torch.Tensor) -> None:
-    """Raises unless `scale` is memory of that geometry, with room for the padding."""
+def check_scale_result(scale: Any, geometry: ScaleGeometry | None, x: torch.Tensor) -> None:
+    """Raises unless `scale` is memory of that geometry, with room for the padding.
+
+    This rank alone may see that there is none.
+    """
     if geometry is None:
         raise ValueError("scale_out with an Fp8PerTensor: its scale is given, none is written.")
-    if not isinstance(scale, torch.Tensor):
-        raise TypeError(f"scale_out is a {type(scale).__name__}: expected a torch.Tensor.")
+    tensors.check_kind("scale_out", scale)
     if scale.dtype != geometry.dtype:
         raise TypeError(f"scale_out has dtype {scale.dtype}: expected {geometry.dtype}.")
     check_device("scale_out", scale, x.device)
@@ -208,6 +226,12 @@ def check_scale_result(scale: object, geometry: ScaleGeometry | None, x: torch.T
             f"scale_out has shape {tuple(scale.shape)} and strides {scale.stride()}: expected "
             f"{geometry.shape} and {geometry.stride}, as allnorm.quant.empty_scale() makes them."
         )
+    if scale.is_neg():
+        raise ValueError(
+            "scale_out stands for the negative of its memory: expected memory that is written as "
+            "it is. Make it with allnorm.quant.empty_scale()."
+        )
+    check_writable("scale_out", scale)
     if geometry.padding_rows and scale.numel():
         needed = (scale.storage_offset() + geometry.shape[1] * geometry.stride[1]) * 4
         if scale.untyped_storage().nbytes() < needed:
@@ -217,10 +241,9 @@ def check_scale_result(scale: object, geometry: ScaleGeometry | None, x: torch.T
             )
 
 
-def check_weight(weight: object, x: torch.Tensor) -> None:
-    """Raises unless `weight` is [hidden_size], contiguous, of the dtype of `x` or float32."""
-    if not isinstance(weight, torch.Tensor):
-        raise TypeError(f"weight is a {type(weight).__name__}: expected a torch.Tensor.")
+def check_weight(weight: Any, x: torch.Tensor) -> None:
+    """Raises unless `weight` is [hidden_size], of the dtype of `x` or float32."""
+    tensors.check_kind("weight", weight)
     if weight.shape != x.shape[-1:]:
         raise ValueError(
             f"weight has shape {tuple(weight.shape)}: expected [hidden_size] = [{x.shape[-1]}]."
@@ -228,17 +251,31 @@ def check_weight(weight: object, x: torch.Tensor) -> None:
     if weight.dtype not in (x.dtype, torch.float32):
         raise TypeError(f"weight has dtype {weight.dtype}: expected {x.dtype} or float32.")
     check_device("weight", weight, x.device)
-    check_last_dim("weight", weight)
 
 
 def check_result(name: str, result: torch.Tensor, like: Like) -> None:
-    """Raises unless a preallocated result is as `like` says and can be written row by row."""
+    """Raises unless a preallocated result is as `like` says and can be written row by row.
+
+    This rank alone may see what is wrong. Whether there is memory is not checked.
+    """
     check_like(name, result, like)
     if not result.is_contiguous() and not _has_distinct_rows(result):
         raise ValueError(
             f"{name} has shape {tuple(result.shape)} and strides {result.stride()}: expected "
             "distinct, contiguous rows."
         )
+
+
+def check_writable(name: str, result: torch.Tensor) -> None:
+    """Raises ValueError unless there is memory to write to. This rank alone may see it."""
+    if result.data_ptr() >= tensors.LOW_ADDRESS:
+        return
+    if result._is_zerotensor():
+        raise ValueError(
+            f"{name} stands for zeros and has no memory: expected memory to write to. Pass a "
+            "tensor of torch.empty()."
+        )
+    tensors.check_memory(**{name: result})
 
 
 def _has_distinct_rows(tensor: torch.Tensor) -> bool:
@@ -259,7 +296,7 @@ def _has_distinct_rows(tensor: torch.Tensor) -> bool:
 def check_overlap(
     name: str, result: torch.Tensor, others: dict[str, torch.Tensor | None], allowed: str
 ) -> None:
-    """Raises if `result` shares memory with another tensor of the call.
+    """Raises if `result` shares memory with another tensor of the call. This rank alone sees it.
 
     Only exact identity with the tensor called `allowed` is safe: there each element is read before
     the same thread writes it.

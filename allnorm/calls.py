@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import datetime
 import threading
@@ -11,15 +12,16 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from allnorm import _native, arguments, fast_call, results, unfused
+from allnorm import _native, arguments, fast_call, faults, results, tensors, unfused
+from allnorm.announcement import Announcement
 from allnorm.arguments import Like
-from allnorm.errors import CommunicatorClosedError
+from allnorm.errors import AllnormError, CommunicatorClosedError
 from allnorm.fast_call import FastCall
-from allnorm.faults import fault_error
 from allnorm.launch import Launch, raise_status
 from allnorm.prepare import Preparer
 from allnorm.quant import DTYPE as FP8
 from allnorm.quant import Fp8PerTensor, QuantizedNorm
+from allnorm.refusal import Refusal, is_refusal
 from allnorm.results import Result
 from allnorm.shortcuts import New
 
@@ -30,7 +32,9 @@ class Calls:
     """How a Communicator makes its calls; it sets these attributes."""
 
     name: str
+    rank: int
     world_size: int
+    device: torch.device
     group: dist.ProcessGroup
     timeout: datetime.timedelta
     _library: _native.Library
@@ -40,6 +44,11 @@ class Calls:
     _fast: FastCall
     _lock: threading.Lock
     _closed: bool
+    _refusal: Refusal | None = None
+    # Why this rank has refused a call that its peers may have made, last.
+    _refused: str = ""
+    # What this rank and its peer have said of the calls in which they diverged.
+    _accounts: tuple[faults.Account, faults.Account] | None = None
 
     def _call(
         self,
@@ -56,26 +65,34 @@ class Calls:
         if made.__class__ is tuple:
             return made if norm is not None else (made[0], None)
         if made is not None:
-            self._raise(made)
+            self._raise(made, x, residual, weight, norm, algorithm)
         if self._closed:
             self._refuse()
-        launch = self._preparer.find(x, residual, weight, norm, algorithm)
-        tensors = (x, residual, weight, out, residual_out)
-        if out is None and residual_out is None:
-            self._keep(launch, tensors, norm, algorithm)
-            new = self._new()
-            result = new(*launch.out)
-            summed = None if norm is None else new(*launch.residual_out)
+        launch = None
+        try:
+            launch = self._preparer.find(x, residual, weight, norm, algorithm)
+            given = (x, residual, weight, out, residual_out)
+            fresh = out is None and residual_out is None
+            if fresh:
+                self._keep(launch, given, norm, algorithm)
+                new = self._new()
+                result = new(*launch.out)
+                summed = None if norm is None else new(*launch.residual_out)
+            else:
+                wanted = [Result("out", Like.rows(x, None), out, "x")]
+                if launch.is_norm:
+                    like = Like.rows(x, launch.shard)
+                    wanted.append(Result("residual_out", like, residual_out, "residual"))
+                results.check(wanted, {"x": x, "residual": residual, "weight": weight}, launch)
+                written = results.writable(wanted, launch)
+                if not any(map(Result.is_copied, wanted, written)):
+                    self._keep(launch, given, norm, algorithm)
+        except Exception as error:
+            self._tell(error, launch)
+            raise
+        if fresh:
             self._launch(launch, x, residual, weight, result, summed)
             return result, summed
-        wanted = [Result("out", Like.rows(x, None), out, "x")]
-        if launch.is_norm:
-            like = Like.rows(x, launch.shard)
-            wanted.append(Result("residual_out", like, residual_out, "residual"))
-        results.check(wanted, {"x": x, "residual": residual, "weight": weight})
-        written = results.writable(wanted, launch)
-        if not any(wish.is_copied(memory) for wish, memory in zip(wanted, written, strict=True)):
-            self._keep(launch, tensors, norm, algorithm)
         sums = written[1] if launch.is_norm else None
         self._launch(launch, x, residual, weight, written[0], sums, None, None, False)
         stored = results.store(wanted, written)
@@ -94,68 +111,43 @@ class Calls:
     ) -> QuantizedNorm:
         """A call that quantises; `norm` as of `_call`, `memory` () or one for each result."""
         if not memory:
-            made = self._fast.make(
-                x, residual, weight, (*norm, quant, return_normed), algorithm, None, None
-            )
+            whole = (*norm, quant, return_normed)
+            made = self._fast.make(x, residual, weight, whole, algorithm, None, None)
             if made.__class__ is tuple:
                 return QuantizedNorm(*made)
             if made is not None:
-                self._raise(made)
+                self._raise(made, x, residual, weight, whole, algorithm, quant)
         # A scale that is given is no part of what is prepared, only where it is.
         key = (Fp8PerTensor, quant.scale.device) if type(quant) is Fp8PerTensor else quant
         if self._closed:
             self._refuse()
         norm = (*norm, key, return_normed)
-        launch = self._preparer.find(x, residual, weight, norm, algorithm, quant)
-        if memory:
-            return self._quantize_into(launch, x, residual, weight, quant, return_normed, memory)
-        self._keep(launch, (x, residual, weight, None, None), norm, algorithm)
-        new = self._new()
-        quantized, summed = new(*launch.quantized), new(*launch.residual_out)
-        geometry = launch.scale
-        if geometry is None:
+        launch = None
+        try:
+            launch = self._preparer.find(x, residual, weight, norm, algorithm, quant)
+            if memory:
+                wanted, written, scale = _quantized_memory(
+                    launch, x, residual, weight, quant, return_normed, memory
+                )
+                quantized, summed, normed = (*written, None)[:3]
+            else:
+                self._keep(launch, (x, residual, weight, None, None), norm, algorithm)
+                new = self._new()
+                quantized, summed = new(*launch.quantized), new(*launch.residual_out)
+                normed = new(*launch.out) if return_normed else None
+                scale = _new_scale(launch, new, x.device)
+            if scale is None:
+                scale = tensors.in_memory(quant.scale) if launch.is_virtual else quant.scale
+        except Exception as error:
+            self._tell(error, launch)
+            raise
+        self._launch(
+            launch, x, residual, weight, normed, summed, quantized, scale, fresh=not memory
+        )
+        if launch.scale is None:
             scale = quant.scale
-        elif geometry.padded:
-            scale = geometry.empty(x.device)
-        else:
-            scale = new(geometry.shape, geometry.stride, geometry.dtype)
-        normed = new(*launch.out) if return_normed else None
-        self._launch(launch, x, residual, weight, normed, summed, quantized, scale)
-        return QuantizedNorm(quantized, scale, summed, normed)
-
-    def _quantize_into(
-        self,
-        launch: Launch,
-        x: _Tensor,
-        residual: _Tensor | None,
-        weight: _Tensor,
-        quant: Any,
-        return_normed: bool,
-        memory: tuple[_Tensor | None, ...],
-    ) -> QuantizedNorm:
-        """A quantising call with preallocated results."""
-        quantized_out, scale, residual_out, normed_out = memory
-        taken = {"x": x, "residual": residual, "weight": weight}
-        if scale is not None:
-            arguments.check_scale_result(scale, launch.scale, x)
-            whole = arguments.with_padding(scale, launch.scale)
-            arguments.check_overlap("scale_out", whole, taken, "")
-            taken["scale_out"] = whole
-        elif launch.scale is not None:
-            scale = launch.scale.empty(x.device)
-        else:
-            taken["quant.scale"] = scale = quant.scale
-        wanted = [
-            Result("out", Like(x.shape, FP8, x.device), quantized_out),
-            Result("residual_out", Like.rows(x, launch.shard), residual_out, "residual"),
-        ]
-        if return_normed:
-            wanted.append(Result("normed_out", Like.rows(x, None), normed_out, "x"))
-        results.check(wanted, taken)
-        written = results.writable(wanted, launch)
-        quantized, summed, normed = (*written, None)[:3]
-        assert quantized is not None
-        self._launch(launch, x, residual, weight, normed, summed, quantized, scale, False)
+        if not memory:
+            return QuantizedNorm(quantized, scale, summed, normed)
         stored = results.store(wanted, written)
         return QuantizedNorm(stored[0], scale, stored[1], stored[2] if return_normed else None)
 
@@ -164,18 +156,24 @@ class Calls:
     ) -> _Tensor:
         if self._closed:
             self._refuse()
-        launch = self._preparer.find_gather(shard, num_tokens, algorithm)
-        shape = (num_tokens, shard.shape[-1])
-        if out is None:
-            result = self._new()(*launch.out)
-            self._launch(launch, shard, None, None, result, None)
-            return result
-        source = "num_tokens rows as wide as residual_shard"
-        wanted = [Result("out", Like(shape, shard.dtype, shard.device, source), out)]
-        results.check(wanted, {"residual_shard": shard})
-        written = results.writable(wanted, launch)
-        self._launch(launch, shard, None, None, written[0], None, None, None, False)
-        return results.store(wanted, written)[0]
+        launch = None
+        try:
+            launch = self._preparer.find_gather(shard, num_tokens, algorithm)
+            wanted = []
+            if out is None:
+                result = self._new()(*launch.out)
+            else:
+                source = "num_tokens rows as wide as residual_shard"
+                shape = (num_tokens, shard.shape[-1])
+                like = Like(shape, shard.dtype, shard.device, source)
+                wanted = [Result("out", like, out)]
+                results.check(wanted, {"residual_shard": shard}, launch)
+                (result,) = results.writable(wanted, launch)
+        except Exception as error:
+            self._tell(error, launch)
+            raise
+        self._launch(launch, shard, None, None, result, None, fresh=out is None)
+        return results.store(wanted, [result])[0] if wanted else result
 
     def _keep(
         self,
@@ -204,24 +202,80 @@ class Calls:
     ) -> None:
         # The lock keeps another thread from changing the prepared call while it is being read.
         with self._lock:
-            # Copies of unaligned inputs live until the call has been made.
-            temporaries = launch.bind(
-                x, residual, weight, out, residual_out, quantized, scale, fresh
-            )
-            if launch.is_unfused:
-                self.check()  # the library does it for the others
-                status = unfused.run(launch, self._library, self.group, x, out, quantized, scale)
+            try:
+                # Copies of unaligned inputs live until the call has been made.
+                temporaries = launch.bind(
+                    x, residual, weight, out, residual_out, quantized, scale, fresh
+                )
+            except Exception as error:  # noqa: BLE001 - raised below, without the lock
+                refused = error
             else:
-                status = self._library.run(self._handle, launch.address)
-            del temporaries
+                refused = None
+                if launch.is_unfused:
+                    self.check()  # the library does it for the others
+                    read = temporaries[0] if temporaries else x
+                    status = unfused.run(
+                        launch, self._library, self.group, read, out, quantized, scale
+                    )
+                else:
+                    status = self._library.run(self._handle, launch.address)
+                del temporaries
+        if refused is not None:
+            self._tell(refused, launch)
+            raise refused
         if status:
-            self._raise(status)
+            self._fail(status, launch)
 
-    def _raise(self, status: int) -> None:
+    def _raise(
+        self,
+        status: int,
+        x: _Tensor,
+        residual: _Tensor | None,
+        weight: _Tensor | None,
+        norm: tuple[Any, ...] | None,
+        algorithm: str,
+        quant: Any = None,
+    ) -> NoReturn:
+        """Raises what a call that was made without Python has recorded."""
+        launch = None
+        if status == _native.DIVERGED:
+            with contextlib.suppress(Exception):  # it is for the words of the error only
+                launch = self._preparer.find(x, residual, weight, norm, algorithm, quant)
+        self._fail(status, launch)
+
+    def _fail(self, status: int, launch: Launch | None) -> NoReturn:
         """Raises what a call that ended with this status has recorded."""
         if status in (_native.TIMEOUT, _native.DIVERGED):
-            self.check()
-        raise_status(self._library, status)
+            self._check(launch)
+        try:
+            raise_status(self._library, status)
+        except ValueError as error:  # refused before anything was exchanged
+            error.seen_alone = "fused"  # type: ignore[attr-defined]
+            self._tell(error, launch)
+            raise
+        raise AllnormError(f"status {status}")
+
+    def _tell(self, error: Exception, launch: Launch | None) -> None:
+        """Lets the peers know that this rank makes no call where they may make one.
+
+        For an error that this rank alone may raise, before the call has begun. Ranks that all
+        refuse are in step afterwards; a rank that does not refuse raises too, and at once. What
+        ranks refuse alike is told to nobody: `launch` is None, and the error is not marked.
+        """
+        algorithm = getattr(error, "seen_alone", None) if launch is None else launch.algorithm
+        if algorithm is None or self.world_size == 1 or self._closed:
+            return
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return  # the capture fails with this error, there is nothing to replay
+        with self._lock:
+            if algorithm == "unfused":
+                unfused.refuse(self.device, self.group)
+                return
+            self._refused = f"{type(error).__name__}: {error}"
+            faults.publish_refusal(self.group, self.name, self.rank, self._refused)
+            if self._refusal is None:
+                self._refusal = Refusal(self.device)
+            self._refusal.run(self._library, self._handle)
 
     # ---- state ----------------------------------------------------------------------------------
 
@@ -236,9 +290,75 @@ class Calls:
                 call.
             CommunicatorClosedError: after `close()`.
         """
+        self._check(None)
+
+    def _check(self, launch: Launch | None) -> None:
+        """As `check`, after a call by `launch`, if one is known."""
         if self._closed:
             self._refuse()
-        if self._handle:
-            fault = _native.Fault()
-            if self._library.comm_check(self._handle, ctypes.addressof(fault)) != _native.OK:
-                raise fault_error(fault, self.timeout)
+        if not self._handle:
+            return
+        fault = _native.Fault()
+        if self._library.comm_check(self._handle, ctypes.addressof(fault)) == _native.OK:
+            return
+        if self._accounts is None:
+            own = self._account(fault, launch)
+            seen: faults.Account = {}
+            if fault.status == _native.DIVERGED:
+                seen = faults.ask(self.group, self.name, fault, own)
+            self._accounts = own, seen
+        raise faults.fault_error(fault, self.timeout, *self._accounts)
+
+    def _account(self, fault: _native.Fault, launch: Launch | None) -> faults.Account:
+        """What this rank says of the call in which it failed."""
+        if is_refusal(fault.expected_shape, fault.expected_tokens):
+            return {faults.REFUSED: self._refused}
+        # On CUDA it is an earlier one than the call that has found out.
+        known = launch is not None and self.device.type == "cpu"
+        launches = [launch] if known else self._preparer.launches()
+        return faults.account_of(fault, [Announcement.of(other) for other in launches])
+
+
+def _new_scale(launch: Launch, new: New, device: torch.device) -> _Tensor | None:
+    """Memory for the scales; None if one is given."""
+    geometry = launch.scale
+    if geometry is None:
+        return None
+    if geometry.padded:
+        return geometry.empty(device)
+    return new(geometry.shape, geometry.stride, geometry.dtype)
+
+
+def _quantized_memory(
+    launch: Launch,
+    x: _Tensor,
+    residual: _Tensor | None,
+    weight: _Tensor,
+    quant: Any,
+    return_normed: bool,
+    memory: tuple[_Tensor | None, ...],
+) -> tuple[list[Result], list[_Tensor], _Tensor | None]:
+    """The results that are wanted, the memory to write them to, and that of the scales.
+
+    Raises:
+        ValueError, TypeError: preallocated memory does not fit. This rank alone may see it.
+    """
+    quantized_out, scale, residual_out, normed_out = memory
+    taken = {"x": x, "residual": residual, "weight": weight}
+    if scale is not None:
+        arguments.check_scale_result(scale, launch.scale, x)
+        whole = arguments.with_padding(scale, launch.scale)
+        arguments.check_overlap("scale_out", whole, taken, "")
+        taken["scale_out"] = whole
+    elif launch.scale is not None:
+        scale = launch.scale.empty(x.device)
+    else:
+        taken["quant.scale"] = quant.scale
+    wanted = [
+        Result("out", Like(x.shape, FP8, x.device), quantized_out),
+        Result("residual_out", Like.rows(x, launch.shard), residual_out, "residual"),
+    ]
+    if return_normed:
+        wanted.append(Result("normed_out", Like.rows(x, None), normed_out, "x"))
+    results.check(wanted, taken, launch)
+    return wanted, results.writable(wanted, launch), scale

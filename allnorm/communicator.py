@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from allnorm import _native, arguments, config, fast_call, policy, shortcuts, tuning, workspace
+from allnorm._version import __version__
 from allnorm.arguments import DTYPES, NormArguments
 from allnorm.collectives import Collectives
 from allnorm.errors import CommunicatorClosedError, UnsupportedError
@@ -25,6 +26,7 @@ from allnorm.quant import Quant, check_hidden_size, check_quant
 
 _by_name: weakref.WeakValueDictionary[str, Communicator] = weakref.WeakValueDictionary()
 _created: dict[str, int] = {}
+_OPERATIONS = 1 << 32  # numbers that they have
 _MAX_TIMEOUT_NS = (1 << 63) - 1  # what the library counts in
 
 
@@ -74,7 +76,8 @@ class Communicator(Collectives):
         first_op: the number of the first operation, the same on every rank; it wraps at 2**32.
 
     Raises:
-        ValueError, TypeError: an argument is wrong.
+        ValueError, TypeError: an argument is wrong, or ranks pass different ones or have loaded
+            different builds: on every rank, with the values of each.
         ConfigurationError: an `ALLNORM_*` variable is unknown or wrong.
         NativeLibraryError: the backend's library is missing or cannot be loaded.
         AllnormError: another rank failed to create its part. Every rank raises if one does.
@@ -112,32 +115,42 @@ class Communicator(Collectives):
 
         def check() -> tuple[Any, ...]:
             agreed, max_row_bytes = self._configure(device, workspace_bytes, timeout, max_blocks)
+            agreed |= _launch_arguments(first_op, early_trigger, dependent_launch)
+            agreed["library"] = _build_of(self._library)
             self._tables = tuning.load(
                 tuning_dir, self.device.type, self.device.index, self.world_size
             )
             return agreed, max_row_bytes, self._tables.found
 
         checked = workspace.agree(resolved, check, "checking the arguments of Communicator")
-        if len({agreed for agreed, *_ in checked}) > 1:
-            raise ValueError(
-                "the ranks passed different arguments (device type, workspace_bytes, numerics, "
-                "max_blocks): "
-                f"{[agreed for agreed, *_ in checked]}. Pass the same on every rank."
-            )
+        _check_alike([agreed for agreed, *_ in checked])
         tables, warning = tuning.tables(self._tables, [found for *_, found in checked])
         if warning and self.rank == 0:
             warnings.warn(warning, stacklevel=2)
         self._workspace = workspace.create(resolved, self.device, self._workspace_bytes)
         flags = 0 if early_trigger else _native.LATE_TRIGGER
         flags |= 0 if dependent_launch else _native.NO_DEPENDENT_LAUNCH
-        self._open(first_op, flags)
+        try:
+            self._open(first_op, flags)
+            self._prepare_calls(tables, [limit for _, limit, _ in checked])
+        except BaseException:
+            self._release()
+            raise
+        prefix = f"allnorm:{resolved.group_name}"
+        count = _created.get(prefix, 0)
+        _created[prefix] = count + 1
+        self.name: str = f"{prefix}:{count}"
+        _by_name[self.name] = self
+        self._closed = False
+
+    def _prepare_calls(
+        self, tables: tuple[policy.Table, ...], max_row_bytes: list[int | None]
+    ) -> None:
         self.traits = policy.Traits(
             self.device.type,
             self.world_size,
             exchange=self._workspace.obstacle,
-            max_row_bytes=min(
-                (limit for _, limit, _ in checked if limit is not None), default=None
-            ),
+            max_row_bytes=min((most for most in max_row_bytes if most is not None), default=None),
             tables=tables,
             max_blocks=self._max_blocks if self.device.type == "cuda" else 0,
         )
@@ -148,12 +161,6 @@ class Communicator(Collectives):
         self._fast = fast_call.of_communicator(
             self._library, self._handle, self.world_size, self.device, self._lock
         )
-        prefix = f"allnorm:{resolved.group_name}"
-        count = _created.get(prefix, 0)
-        _created[prefix] = count + 1
-        self.name: str = f"{prefix}:{count}"
-        _by_name[self.name] = self
-        self._closed = False
 
     def _configure(
         self,
@@ -161,7 +168,7 @@ class Communicator(Collectives):
         workspace_bytes: int | None,
         timeout: datetime.timedelta | None,
         max_blocks: int | None,
-    ) -> tuple[Any, ...]:
+    ) -> tuple[dict[str, Any], int | None]:
         settings = config.read_settings()
         arguments.check_numerics(self.numerics)
         self.device = _resolve_device(device)
@@ -192,7 +199,12 @@ class Communicator(Collectives):
             if max_blocks < 1:
                 raise ValueError("max_blocks=0: expected at least 1, or None for no limit.")
         self._max_blocks = min(max_blocks, policy.MOST_BLOCKS)
-        agreed = (self.device.type, self._workspace_bytes, self.numerics, max_blocks)
+        agreed = {
+            "device type": self.device.type,
+            "workspace_bytes": self._workspace_bytes,
+            "numerics": self.numerics,
+            "max_blocks": max_blocks or None,
+        }
         return agreed, _max_row_bytes(self.device)
 
     def _open(self, first_op: int, flags: int) -> None:
@@ -206,7 +218,7 @@ class Communicator(Collectives):
                 device=-1 if self.device.type == "cpu" else self.device.index,
                 workspace_bytes=self._workspace.num_bytes,
                 timeout_ns=min(int(self.timeout.total_seconds() * 1e9), _MAX_TIMEOUT_NS),
-                first_op=first_op,
+                first_op=first_op % _OPERATIONS,
                 flags=flags,
             )
             settings.workspaces[: self.world_size] = self._workspace.addresses
@@ -286,13 +298,18 @@ class Communicator(Collectives):
         _by_name.pop(self.name, None)
         self._fast.close()
         self._preparer.clear()
-        handle, self._handle = self._handle, 0
-        if handle:
-            self._library.comm_destroy(handle)
-        self._workspace.release()
+        self._release()
         # A variable that outlives the program's last line would keep the group past
         # destroy_process_group(), and gloo then aborts the interpreter at its exit.
         self.group = None  # type: ignore[assignment]
+
+    def _release(self) -> None:
+        handle, self._handle = self._handle, 0
+        try:
+            if handle:
+                self._library.comm_destroy(handle)
+        finally:
+            self._workspace.release()
 
     def __enter__(self) -> Communicator:
         if self._closed:
@@ -335,6 +352,45 @@ def _resolve_device(device: torch.device | str | None) -> torch.device:
         raise UnsupportedError(f"device={device}: torch finds no CUDA device. Use device='cpu'.")
     index = torch.cuda.current_device() if resolved.index is None else resolved.index
     return torch.device("cuda", index)
+
+
+def _launch_arguments(
+    first_op: Any, early_trigger: Any, dependent_launch: Any
+) -> dict[str, int | bool]:
+    """Those that the library is opened with, checked."""
+    arguments.check_count("first_op", first_op)
+    for name, value in (("early_trigger", early_trigger), ("dependent_launch", dependent_launch)):
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}={value!r}: expected True or False.")
+    return {
+        "first_op": first_op % _OPERATIONS,
+        "early_trigger": early_trigger,
+        "dependent_launch": dependent_launch,
+    }
+
+
+def _build_of(library: _native.Library) -> str:
+    """What must be the same code on every rank, in words; which of its code runs is not part of it.
+
+    Kernels for other instruction sets give the same bits and know the same protocol.
+    """
+    parts = {"package": __version__, **library.build_info()}
+    return ", ".join(f"{name} {value}" for name, value in parts.items() if name != "isa")
+
+
+def _check_alike(agreed: list[dict[str, Any]]) -> None:
+    """Raises ValueError, on every rank, unless all ranks pass the same."""
+    texts = []
+    for name, first in agreed[0].items():
+        if any(other[name] != first for other in agreed):
+            values = (f"{other[name]!r} on rank {rank}" for rank, other in enumerate(agreed))
+            texts.append(f"{name} is {', '.join(values)}")
+    if not texts:
+        return
+    remedy = "Pass the same on every rank"
+    if any(other["library"] != agreed[0]["library"] for other in agreed):
+        remedy += ", and install the same build of allnorm for all of them"
+    raise ValueError(f"the ranks are different: {'; '.join(texts)}. {remedy}.")
 
 
 def _max_row_bytes(device: torch.device) -> int | None:

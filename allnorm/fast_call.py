@@ -24,12 +24,16 @@ from allnorm import _native, shortcuts
 from allnorm.arguments import span_bytes
 from allnorm.keys import geometry_of
 from allnorm.launch import Launch
+from allnorm.quant import Fp8PerGroup, Fp8PerToken
 
 _pointer, _object = ctypes.c_void_p, ctypes.py_object
 _OUT, _RESIDUAL_OUT, _QUANTIZED, _SCALE = range(4)  # Slot of prepared.h
 _NOTHING, _TENSOR, _INPUT = range(3)  # Given of prepared.h
 # Kinds of memory for results that are kept for calls of one geometry.
 _MAX_VARIANTS = 8
+# Constants of a norm that C may compare: equal ones of these, with the same sign if they are
+# floats, are the same call.
+_COMPARABLE = frozenset({float, int, bool, str, Fp8PerGroup, Fp8PerToken})
 
 
 class FastCall(NamedTuple):
@@ -152,6 +156,8 @@ def _prepare(
         call = launch.repeatable(out, residual_out)
     if functions is None or call is None:
         return None
+    if norm is not None and not _COMPARABLE.issuperset(map(type, norm)):
+        return None
     results: list[tuple[int, Any]] = [(_OUT, launch.out if out is None else None)]
     if launch.call.quant:
         scale = launch.scale
@@ -169,11 +175,13 @@ def _prepare(
     given = [_NOTHING if tensor is None else _TENSOR for tensor in tensors]
     given[3] = _INPUT if out is x else given[3]
     given[4] = _INPUT if residual_out is not None and residual_out is residual else given[4]
-    once = (t for t, kind in zip(tensors, given, strict=True) if kind == _TENSOR)
-    check = shortcuts.alike([tensor for tensor in once if tensor is not None])
+    once = [t for t, kind in zip(tensors, given, strict=True) if kind == _TENSOR and t is not None]
+    check = shortcuts.alike(once)
+    # What requires grad is taken only while gradients are disabled.
+    grad_enabled = torch.is_grad_enabled if any(t.requires_grad for t in once) else None
     spans = (0 if tensor is None else span_bytes(tensor) for tensor in tensors)
     return functions.prepare(
-        *(ctypes.addressof(call), check, norm, algorithm, tuple(results)),
+        *(ctypes.addressof(call), check, grad_enabled, norm, algorithm, tuple(results)),
         *((ctypes.c_uint8 * len(tensors))(*given), (ctypes.c_uint64 * len(tensors))(*spans)),
     )
 
@@ -211,7 +219,7 @@ def _library() -> _Functions | None:
         return None
     new, prepare = library.allnorm_fast_call_new, library.allnorm_fast_call_prepare
     new.argtypes, new.restype = (_pointer, _pointer, *[_object] * 6), _object
-    prepare.argtypes = (_pointer, *[_object] * 4, _pointer, _pointer)
+    prepare.argtypes = (_pointer, *[_object] * 5, _pointer, _pointer)
     prepare.restype = _object
     watch = library.allnorm_fast_call_watch
     watch.argtypes, watch.restype = (ctypes.c_int32,), None

@@ -27,7 +27,8 @@ def constants_of(norm: tuple[Any, ...]) -> tuple[Any, ...]:
         norm: eps, weight_bias, numerics, residual_sharded, and what quantises, if anything.
 
     Raises:
-        TypeError: weight_bias is no number.
+        TypeError, ValueError, RuntimeError, OverflowError: eps or weight_bias is no number.
     """
     eps, bias, _, sharded = norm[:4]
-    return type(eps), type(bias), type(sharded), type(norm[-1]), copysign(1.0, bias), norm
+    signs = copysign(1.0, eps), copysign(1.0, bias)
+    return type(eps), type(bias), type(sharded), type(norm[-1]), signs, norm

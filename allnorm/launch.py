@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from allnorm import _native
+from allnorm import _native, shortcuts, tensors
 from allnorm.arguments import DTYPES, NormArguments, rows_of
 from allnorm.errors import AllnormError, UnsupportedError
 from allnorm.quant import DTYPE as FP8
 from allnorm.quant import Fp8PerGroup, Quant, ScaleGeometry, scale_geometry
 from allnorm.shortcuts import current_raw_stream
+from allnorm.tensors import LOW_ADDRESS
 
 # Alignment of every row and of the weight that the CUDA kernels' 16-byte accesses need; quantised
 # rows, which are narrower, are written 8 bytes at a time.
@@ -48,7 +50,7 @@ def describe_call(
     )
     if norm is not None:
         call.numerics = _native.NUMERICS[norm.numerics]
-        call.eps, call.weight_bias = norm.eps, norm.weight_bias
+        call.eps, call.weight_bias = float(norm.eps), float(norm.weight_bias)
         call.flags = _native.RESIDUAL_SHARDED if norm.residual_sharded else 0
         if norm.quant is not None:
             _describe_quant(call, norm.quant)
@@ -60,6 +62,27 @@ def _describe_quant(call: _native.Call, quant: Quant) -> None:
     if isinstance(quant, Fp8PerGroup):
         call.group_size = quant.group_size
         call.scale_format = _native.SCALE_FORMAT[quant.scale_format]
+
+
+class Guard:
+    """Whether tensors are like those it was made of: then they are as plain, and of that geometry.
+
+    Args:
+        given: all that a call is given.
+    """
+
+    __slots__ = ("check", "needs_no_grad")
+
+    def __init__(self, given: Sequence[torch.Tensor]) -> None:
+        self.check = shortcuts.alike(given)
+        # The same is taken with gradients disabled and refused with gradients enabled.
+        self.needs_no_grad = any(tensor.requires_grad for tensor in given)
+
+    def accepts(self, given: Sequence[torch.Tensor]) -> bool:
+        """Whether they are; False is no answer."""
+        if self.needs_no_grad and torch.is_grad_enabled():
+            return False
+        return self.check(*given)
 
 
 class Launch:
@@ -92,9 +115,19 @@ class Launch:
         self.shard = shard
         self.scale: ScaleGeometry | None = None
         self.num_tokens = x.numel() // x.shape[-1] if gathered_rows is None else gathered_rows
+        self.guard: Guard | None = None
+        self.results: dict[tuple[str, ...], Guard] = {}  # by the names of those that are given
+        # Where there are rows there is memory: an address that says otherwise is looked into.
+        self._least_x = LOW_ADDRESS if x.numel() else 0
+        self._least_residual = LOW_ADDRESS if residual is not None and residual.numel() else 0
+        self._least_weight = 0 if weight is None else LOW_ADDRESS
         self.recent: Any = None  # prepare.py finds it again by this
         self.fast: dict[Any, Any] = {}  # fast_call.py recognises it by these; see there
         self._is_cuda = x.device.type == "cuda"
+        self._align = self._weight_align = _CUDA_ALIGN_BYTES
+        if not self._is_cuda:
+            self._align = x.element_size()
+            self._weight_align = 1 if weight is None else weight.element_size()
         self._device_index = x.device.index
         op = _native.ALL_REDUCE if norm is None else _native.ADD_RMS_NORM
         if gathered_rows is not None:
@@ -110,7 +143,9 @@ class Launch:
         self._copy_residual, self._residual_stride = (
             (False, 0) if residual is None else self._row_stride(residual)
         )
-        self._copies_inputs = self._copy_x or self._copy_residual
+        inputs = (x, residual, weight, None if norm is None else norm.scale)
+        self.is_virtual = any(t is not None and tensors.is_virtual(t) for t in inputs)
+        self._copies_inputs = self._copy_x or self._copy_residual or self.is_virtual
         self.address = ctypes.addressof(call)
         self._other_strides = False
         self._restore_strides()
@@ -161,7 +196,10 @@ class Launch:
 
         Returns:
             Temporaries that must live until the call has been made; on CUDA they may be freed then,
-            because the allocator reuses memory in stream order.
+            because the allocator reuses memory in stream order. None, or x, residual and weight.
+
+        Raises:
+            ValueError: a tensor has elements and no memory. This rank alone sees it.
         """
         call = self.call
         if self._other_strides:
@@ -170,24 +208,34 @@ class Launch:
             self._other_strides = True
             _set_result_strides(call, out, residual_out, quantized)
         if quantized is not None and scale is not None:
-            call.quantized, call.scale = quantized.data_ptr(), scale.data_ptr()
+            scale_address = scale.data_ptr()
+            if scale_address < LOW_ADDRESS:
+                tensors.check_memory(scale=scale)
+            call.quantized, call.scale = quantized.data_ptr(), scale_address
         out_address = 0 if out is None else out.data_ptr()
         address = x.data_ptr()
         weight_address = 0 if weight is None else weight.data_ptr()
         residual_address = 0 if residual is None else residual.data_ptr()
+        if (
+            address < self._least_x
+            or residual_address < self._least_residual
+            or weight_address < self._least_weight
+        ):
+            tensors.check_memory(x=x, residual=residual, weight=weight)
         temporaries: tuple[Any, ...] = ()
-        copies = self._copies_inputs
         if self._is_cuda:
             call.stream = current_raw_stream(self._device_index)
-            if (address | residual_address | weight_address) % _CUDA_ALIGN_BYTES:
-                copies = True
-        if copies:
+        if (
+            self._copies_inputs
+            or (address | residual_address) % self._align
+            or weight_address % self._weight_align
+        ):
             temporaries = self._copies(x, residual, weight)
             address, residual_address, weight_address = (
                 0 if tensor is None else tensor.data_ptr() for tensor in temporaries
             )
-        # A shard of no rows has no memory, but NULL would say that there is none at all: any other
-        # address does, nothing is read or written there.
+        # Only what has no rows still has an address of 0 here. NULL would say that there is none at
+        # all: any other address does, nothing is read or written there.
         call.x = address or out_address
         call.residual = residual_address if residual is None else residual_address or weight_address
         call.weight = weight_address
@@ -222,7 +270,9 @@ class Launch:
         self._other_strides = True
         self.call.x_stride = self.call.residual_stride = x.shape[-1]
         return tuple(
-            None if t is None else rows_of(t).clone(memory_format=torch.contiguous_format)
+            None
+            if t is None
+            else rows_of(tensors.in_memory(t)).clone(memory_format=torch.contiguous_format)
             for t in (x, residual, weight)
         )
 
@@ -237,16 +287,32 @@ class Launch:
 
     def writable(self, result: torch.Tensor) -> bool:
         """Whether the kernels can write to `result` directly."""
+        if result.is_neg():
+            return False
         if result.dim() != 2 and not result.is_contiguous():
             return False  # it need not have rows at one distance
-        if not self._is_cuda:
-            return True
         size = result.element_size()
+        if not self._is_cuda:
+            return result.data_ptr() % size == 0
         row_align = _CUDA_QUANTIZED_ALIGN_BYTES if size == 1 else _CUDA_ALIGN_BYTES
         row_bytes = (result.stride(0) if result.dim() == 2 else result.shape[-1]) * size
         return result.data_ptr() % _CUDA_ALIGN_BYTES == 0 and (
             row_bytes % row_align == 0 or result.is_contiguous()
         )
+
+    def takes(self, given: Sequence[torch.Tensor]) -> bool:
+        """Whether these tensors, of the geometry that it is prepared for, can be read as such.
+
+        Args:
+            given: all that the call is given.
+        """
+        if self.guard is not None and self.guard.accepts(given):
+            return True
+        if not all(map(tensors.is_plain, given)):
+            return False
+        if self.guard is None:  # only now: many a geometry is seen once
+            self.guard = Guard(given)
+        return True
 
     def local(self, library: _native.Library) -> int:
         """Runs the op on `x` as the already reduced tensor; returns the status."""
@@ -254,6 +320,8 @@ class Launch:
 
     def _row_stride(self, x: torch.Tensor) -> tuple[bool, int]:
         """Whether `x` must be copied, and the elements between its rows otherwise."""
+        if tensors.is_virtual(x):
+            return True, 0
         try:
             rows = x if x.dim() == 2 else x.view(-1, x.shape[-1])
         except RuntimeError:

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from allnorm import _native, arguments, fast_call
+from allnorm import _native, arguments, fast_call, tensors
 from allnorm.arguments import Like, NormArguments
+from allnorm.errors import UnsupportedError
 from allnorm.keys import constants_of, geometry_of
 from allnorm.launch import Launch, raise_status
 from allnorm.quant import (
@@ -133,11 +134,13 @@ def add_rms_norm_quant(
     quantized, residual_out = new(*launch.quantized), new(*launch.residual_out)
     normed = new(*launch.out) if return_normed else None
     if isinstance(quant, Fp8PerTensor):
-        scale = quant.scale
+        scale = tensors.in_memory(quant.scale)
     else:
         assert launch.scale is not None
         scale = launch.scale.empty(x.device)
     _run(launch, x, residual, weight, normed, residual_out, quantized, scale)
+    if isinstance(quant, Fp8PerTensor):
+        scale = quant.scale
     return QuantizedNorm(quantized, scale, residual_out, normed)
 
 
@@ -184,18 +187,21 @@ def _find(
     quant: Quant | None,
 ) -> tuple[_Calls, Launch]:
     """What is prepared for tensors of this geometry; checks all that it decides, the first time."""
-    tensors = (x, weight) if residual is None else (x, residual, weight)
+    given = (x, weight) if residual is None else (x, residual, weight)
+    if type(quant) is Fp8PerTensor:
+        given = (*given, quant.scale)
     key = None
     try:
-        key = (*map(geometry_of, tensors), constants_of(norm))
+        key = (*map(geometry_of, given), constants_of(norm))
         calls = _threads.calls[x.device]
         launch = calls.launches[key]
-    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError):
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError, OverflowError):
         pass  # not seen before, or not what it should be: the checks say so
     else:
-        given = (x, residual, weight, None, None)
-        fast_call.keep(calls.fast, launch, given, norm, _ALGORITHM)
-        return calls, launch
+        if launch.takes(given):
+            fast_call.keep(calls.fast, launch, (x, residual, weight, None, None), norm, _ALGORITHM)
+            return calls, launch
+        key = None
     eps, weight_bias, numerics, sharded = norm[:4]
     checked = NormArguments(eps, weight_bias, numerics, sharded)
     if len(norm) > 4:
@@ -203,7 +209,7 @@ def _find(
         checked = dataclasses.replace(checked, quant=quant, return_normed=norm[5])
     launch = _prepare(x, residual, weight, checked)
     calls = _threads.calls.get(x.device) or _threads.calls.setdefault(x.device, _Calls(x.device))
-    if key is not None:
+    if key is not None and not launch.is_virtual:
         if len(calls.launches) >= _MAX_LAUNCHES:
             calls.launches.clear()
         calls.launches[key] = launch
@@ -215,7 +221,11 @@ def _prepare(
 ) -> Launch:
     arguments.check_norm_arguments(norm)
     arguments.check_input("x", x, getattr(x, "device", torch.device("cpu")))
+    if x.device.type not in ("cpu", "cuda"):
+        raise UnsupportedError(f"x is on {x.device}: expected a CUDA device or the CPU.")
+    arguments.check_last_dim("x", x)
     arguments.check_weight(weight, x)
+    arguments.check_last_dim("weight", weight)
     if norm.quant is not None:
         arguments.check_quantization(norm.quant, x)
     if residual is not None:

@@ -6,8 +6,10 @@ are: it is decided once, and found again by that geometry.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +20,7 @@ from allnorm.errors import UnsupportedError
 from allnorm.keys import constants_of, geometry_of
 from allnorm.launch import Launch, describe_call
 from allnorm.policy import Plan
+from allnorm.quant import Fp8PerTensor
 
 # Prepared calls kept per communicator; a server sees a few thousand geometries at most.
 _MAX_LAUNCHES = 4096
@@ -30,6 +33,7 @@ class _Recent(NamedTuple):
 
     Attributes:
         check: whether tensors are like those that it is prepared for.
+        needs_no_grad: whether they are taken while gradients are disabled only.
         constants: what else it is prepared for.
         algorithm: what was asked for.
         num_tensors: how many `check` takes.
@@ -37,6 +41,7 @@ class _Recent(NamedTuple):
     """
 
     check: shortcuts.Check
+    needs_no_grad: bool
     constants: tuple[Any, ...] | None
     algorithm: str
     num_tensors: int
@@ -85,9 +90,11 @@ class Preparer:
     ) -> Launch:
         """The prepared call for tensors of this geometry; `norm` tells specs of `quant` apart."""
         # Written for speed: every call comes through here.
-        tensors: tuple[Any, ...] = (x, residual, weight)
+        given: tuple[Any, ...] = (x, residual, weight)
         if residual is None:
-            tensors = (x,) if norm is None else (x, weight)
+            given = (x,) if norm is None else (x, weight)
+        if quant.__class__ is Fp8PerTensor:
+            given = (*given, quant.scale)
         kind = 0 if norm is None else len(norm)
         key = None
         try:
@@ -97,35 +104,43 @@ class Preparer:
                 recent is not None
                 and recent.constants == constants
                 and recent.algorithm == algorithm
-                and recent.num_tensors == len(tensors)
-                and recent.check(*tensors)
+                and recent.num_tensors == len(given)
+                and recent.check(*given)
+                and not (recent.needs_no_grad and torch.is_grad_enabled())
             ):
                 return recent.launch
-            key = (*map(geometry_of, tensors), constants, algorithm)
+            key = (*map(geometry_of, given), constants, algorithm)
             launch = self._launches.get(key)
-        except (AttributeError, TypeError, ValueError, RuntimeError):
+        except (AttributeError, TypeError, ValueError, RuntimeError, OverflowError):
             launch = None  # not tensors, or no constants: the checks say which
-        if launch is None:
+        if launch is None or not launch.takes(given):
             launch = self._prepare(x, residual, weight, norm, algorithm, quant)
             self._remember(key, launch)
         else:
-            if launch.recent is None:  # only now: many a geometry is seen once
-                check = shortcuts.alike(tensors)
-                launch.recent = _Recent(check, constants, algorithm, len(tensors), launch)
+            if launch.recent is None:
+                guard = launch.guard
+                assert guard is not None
+                launch.recent = _Recent(
+                    guard.check, guard.needs_no_grad, constants, algorithm, len(given), launch
+                )
             self._recent[kind] = launch.recent
         return launch
 
     def find_gather(self, shard: _Tensor, num_tokens: int, algorithm: str) -> Launch:
         """The prepared gathering of rows from shards of this geometry."""
         try:
-            key = (num_tokens, shard.shape, shard.stride(), shard.dtype, shard.device, algorithm)
+            key = (type(num_tokens), num_tokens, geometry_of(shard), algorithm)
             launch = self._launches.get(key)
-        except (AttributeError, TypeError):
+        except (AttributeError, TypeError, ValueError, RuntimeError):
             key, launch = None, None
-        if launch is None:
+        if launch is None or not launch.takes((shard,)):
             launch = self._prepare_gather(shard, num_tokens, algorithm)
             self._remember(key, launch)
         return launch
+
+    def launches(self) -> list[Launch]:
+        """All prepared calls."""
+        return list(self._launches.values())
 
     def clear(self) -> None:
         """Forgets all prepared calls."""
@@ -133,7 +148,7 @@ class Preparer:
         self._recent.clear()
 
     def _remember(self, key: tuple[Any, ...] | None, launch: Launch) -> None:
-        if key is None:
+        if key is None or launch.is_virtual:  # nothing in the key tells those
             return
         if len(self._launches) >= _MAX_LAUNCHES:
             self.clear()
@@ -163,12 +178,16 @@ class Preparer:
                 arguments.check_quantization(quant, x)
             if checked.residual_sharded:
                 shard = row_shard(num_tokens, self._traits.world_size, self._rank)
-            if residual is not None:
-                arguments.check_like("residual", residual, Like.rows(x, shard))
         op = _native.ALL_REDUCE if norm is None else _native.ADD_RMS_NORM
         plan = self._plan(
             describe_call(op, x.dtype, hidden_size, checked), num_tokens, x.dtype, algorithm
         )
+        with seen_alone(plan.algorithm):
+            arguments.check_last_dim("x", x)
+            if weight is not None:
+                arguments.check_last_dim("weight", weight)
+            if residual is not None and norm is not None:
+                arguments.check_like("residual", residual, Like.rows(x, shard))
         launch = Launch(x, residual, weight, checked, plan.algorithm, shard=shard)
         launch.call.num_blocks, launch.call.link_gbps = plan.num_blocks, plan.link_gbps
         return launch
@@ -181,9 +200,10 @@ class Preparer:
         lo, hi = row_shard(num_tokens, self._traits.world_size, self._rank)
         source = f"this rank's rows, {lo} up to {hi} of num_tokens, as row_shard() gives them"
         own = Like((hi - lo, hidden_size), shard.dtype, shard.device, source)
-        arguments.check_like("residual_shard", shard, own)
         call = describe_call(_native.ALL_GATHER_ROWS, shard.dtype, hidden_size)
         plan = self._plan(call, num_tokens, shard.dtype, algorithm)
+        with seen_alone(plan.algorithm):
+            arguments.check_like("residual_shard", shard, own)
         launch = Launch(shard, None, None, None, plan.algorithm, gathered_rows=num_tokens)
         launch.call.num_blocks, launch.call.link_gbps = plan.num_blocks, plan.link_gbps
         return launch
@@ -227,6 +247,16 @@ class Preparer:
         """Lets other tables decide, and forgets what was prepared by those before."""
         self._traits = dataclasses.replace(self._traits, tables=tables)
         self.clear()
+
+
+@contextlib.contextmanager
+def seen_alone(algorithm: str) -> Iterator[None]:
+    """Marks an error that this rank alone may raise, in a call by this algorithm, as such."""
+    try:
+        yield
+    except Exception as error:
+        error.seen_alone = algorithm  # type: ignore[attr-defined]
+        raise
 
 
 def _epilogue(call: _native.Call) -> str:

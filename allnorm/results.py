@@ -9,7 +9,7 @@ import torch
 
 from allnorm import arguments
 from allnorm.arguments import Like
-from allnorm.launch import Launch
+from allnorm.launch import Guard, Launch
 
 
 class Result(NamedTuple):
@@ -32,19 +32,28 @@ class Result(NamedTuple):
         return self.given is not None and self.given is not written
 
 
-def check(results: Sequence[Result], taken: dict[str, torch.Tensor | None]) -> None:
+def check(results: Sequence[Result], taken: dict[str, torch.Tensor | None], launch: Launch) -> None:
     """Raises ValueError or TypeError unless the given memory fits and is nobody else's.
 
     Args:
         results: of one call.
         taken: what must not be overwritten, by name.
+        launch: the prepared call; remembers what has been found to fit.
     """
+    names = tuple(name for name, _, given, _ in results if given is not None)
+    memory = [given for _, _, given, _ in results if given is not None]
+    guard = launch.results.get(names)
+    fits = guard is not None and guard.accepts(memory)
     taken = dict(taken)
     for name, like, given, may_be in reversed(results):
         if given is not None:
-            arguments.check_result(name, given, like)
+            if not fits:
+                arguments.check_result(name, given, like)
+            arguments.check_writable(name, given)
             arguments.check_overlap(name, given, taken, may_be)
             taken[name] = given
+    if guard is None:
+        launch.results[names] = Guard(memory)
 
 
 def writable(results: Sequence[Result], launch: Launch) -> list[torch.Tensor]:

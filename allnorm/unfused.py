@@ -10,14 +10,13 @@ host would have to wait for the GPU to know what the others say.
 
 from __future__ import annotations
 
-import ctypes
-import struct
-from typing import NamedTuple
+import contextlib
 
 import torch
 import torch.distributed as dist
 
 from allnorm import _native, policy
+from allnorm.announcement import Announcement
 from allnorm.arguments import row_shard, rows_of
 from allnorm.errors import PeerDivergedError
 from allnorm.launch import Launch
@@ -27,11 +26,6 @@ from allnorm.quant import ScaleGeometry
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 _SCALE_BYTES = 4
-_OPS = {
-    _native.ALL_REDUCE: "all_reduce",
-    _native.ADD_RMS_NORM: "all_reduce_add_rms_norm",
-    _native.ALL_GATHER_ROWS: "all_gather_rows",
-}
 
 
 def run(
@@ -53,7 +47,7 @@ def run(
             computed, and ranks are in step again.
     """
     if x.device.type == "cpu" and dist.get_world_size(group) > 1:
-        _agree(_Announcement.of(launch), group)
+        _agree(Announcement.of(launch), group)
     if launch.call.op == _native.ALL_GATHER_ROWS:
         assert out is not None
         _all_gather_rows(x, out, group)
@@ -72,79 +66,21 @@ def run(
     return _native.OK
 
 
-class _Announcement(NamedTuple):
-    """What ranks compare of a call, in whole numbers: what abi/tag.h compares of the others."""
+def refuse(device: torch.device, group: dist.ProcessGroup) -> None:
+    """What a rank does instead of a call by this path that it alone refuses. Collective.
 
-    op: int
-    num_tokens: int
-    hidden_size: int
-    dtype: int
-    sharded: int
-    has_residual: int
-    numerics: int
-    eps: int
-    """The bits of a float32, as `weight_bias` is."""
-    weight_bias: int
-    weight_dtype: int
-    quant: int
-    group_size: int
-    scale_format: int
-    wants_normed: int
-
-    @classmethod
-    def of(cls, launch: Launch) -> _Announcement:
-        """Of a bound call."""
-        call, norm = launch.call, launch.is_norm
-        return cls(
-            op=call.op,
-            num_tokens=launch.num_tokens,
-            hidden_size=call.hidden_size,
-            dtype=call.dtype,
-            sharded=int(launch.shard is not None),
-            has_residual=int(norm and bool(call.residual)),
-            numerics=call.numerics,
-            eps=_bits_of(call.eps),
-            weight_bias=_bits_of(call.weight_bias),
-            weight_dtype=call.weight_dtype if norm else 0,
-            quant=call.quant,
-            group_size=call.group_size,
-            scale_format=call.scale_format,
-            wants_normed=int(not call.quant or bool(call.out)),
-        )
-
-    def __str__(self) -> str:
-        dtype = _native.name_of(_native.DTYPE, self.dtype)
-        rows = f"{self.num_tokens}x{self.hidden_size} {dtype}"
-        if self.op != _native.ADD_RMS_NORM:
-            return f"{_OPS[self.op]} of {rows}"
-        parts = [
-            f"{_OPS[self.op]}{'_quant' if self.quant else ''} of {rows}",
-            f"numerics {_native.name_of(_native.NUMERICS, self.numerics)}",
-            self._residual(),
-            f"eps {_text_of(self.eps)}",
-            f"weight {_native.name_of(_native.DTYPE, self.weight_dtype)}",
-        ]
-        if self.weight_bias:
-            parts[-1] += f" + {_text_of(self.weight_bias)}"
-        if self.quant:
-            kind = _native.name_of(_native.QUANT, self.quant)
-            parts += [
-                f"{kind} {self.group_size}" if self.group_size else kind,
-                f"scales {_native.name_of(_native.SCALE_FORMAT, self.scale_format)}",
-                f"{'with' if self.wants_normed else 'without'} normed",
-            ]
-        return ", ".join(parts)
-
-    def _residual(self) -> str:
-        if self.has_residual:
-            return "with a sharded residual" if self.sharded else "with residual"
-        return "without residual" + (", residual_out sharded" if self.sharded else "")
+    On CPU every rank that does not refuse raises PeerDivergedError. On CUDA, where ranks tell each
+    other nothing, peers wait until the process group's own deadline.
+    """
+    if device.type == "cpu":
+        with contextlib.suppress(PeerDivergedError):
+            _agree(Announcement.of_refusal(), group)
 
 
-def _agree(mine: _Announcement, group: dist.ProcessGroup) -> None:
+def _agree(mine: Announcement, group: dist.ProcessGroup) -> None:
     """Raises on every rank unless all have announced the same. Collective."""
     words = torch.tensor([mine], dtype=torch.int64, device="cpu")
-    announced = [_Announcement(*row) for row in _gather(words, group)[:, 0].tolist()]
+    announced = [Announcement(*row) for row in _gather(words, group)[:, 0].tolist()]
     others = [rank for rank, other in enumerate(announced) if other != mine]
     if not others:
         return
@@ -158,18 +94,6 @@ def _agree(mine: _Announcement, group: dist.ProcessGroup) -> None:
         expected=str(mine),
         seen=str(announced[peer]),
     )
-
-
-def _bits_of(number: float) -> int:
-    return int(struct.unpack("=I", struct.pack("=f", number))[0])
-
-
-def _text_of(bits: int) -> str:
-    """The float32 in as few digits as tell it from any other."""
-    number = struct.unpack("=f", struct.pack("=I", bits))[0]
-    texts = (f"{number:.{digits}g}" for digits in range(1, 9))
-    exact = (text for text in texts if ctypes.c_float(float(text)).value == number)
-    return next(exact, f"{number:.9g}")
 
 
 def _all_gather_rows(shard: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup) -> None:

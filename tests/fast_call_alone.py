@@ -15,13 +15,18 @@ _CALLS = 20_000
 _pointer, _object = ctypes.c_void_p, ctypes.py_object
 
 
+# Lower an address may be an offset into memory that is not there.
+_BASE = 1 << 33
+
+
 class Tensor:
-    """What the library sees of one."""
+    """What the library sees of one; with `storage`, its own address and that of its memory."""
 
     alive = 0
 
-    def __init__(self, address):
-        self.address = address
+    def __init__(self, offset, storage=None):
+        self.address = _BASE + offset if storage is None else offset
+        self.storage = storage
         Tensor.alive += 1
 
     def __del__(self):
@@ -29,6 +34,9 @@ class Tensor:
 
     def data_ptr(self):
         return self.address
+
+    def untyped_storage(self):
+        return Tensor(self.storage, self.storage)
 
 
 class Launches:
@@ -65,7 +73,7 @@ def main(path, size, *offsets):
     library = ctypes.PyDLL(path)
     library.allnorm_fast_call_new.argtypes = (_pointer, _pointer, *[_object] * 6)
     library.allnorm_fast_call_new.restype = _object
-    library.allnorm_fast_call_prepare.argtypes = (_pointer, *[_object] * 4, _pointer, _pointer)
+    library.allnorm_fast_call_prepare.argtypes = (_pointer, *[_object] * 5, _pointer, _pointer)
     library.allnorm_fast_call_prepare.restype = _object
     launches = Launches(offsets)
     run = ctypes.cast(launches.function, _pointer).value
@@ -92,11 +100,11 @@ def main(path, size, *offsets):
     results = ((0, geometry), (1, geometry))
     nothing, tensor, same_as_input = range(3)
 
-    def prepare(results, out=nothing, residual_out=nothing):
+    def prepare(results, out=nothing, residual_out=nothing, grad_enabled=None):
         given = (ctypes.c_uint8 * 5)(tensor, tensor, tensor, out, residual_out)
         spans = (ctypes.c_uint64 * 5)(*[16] * 5)
         return library.allnorm_fast_call_prepare(
-            *(call, check, norm, algorithm, results, given, spans)
+            *(call, check, grad_enabled, norm, algorithm, results, given, spans)
         )
 
     prepared = prepare(results)
@@ -104,7 +112,9 @@ def main(path, size, *offsets):
     keep(prepared)
     first = make(x, residual, weight, norm, algorithm, None, None)
     assert [type(t) for t in first] == [Tensor, Tensor]
-    assert launches.seen == (16, 32, 48, first[0].address, first[1].address), launches.seen
+    addresses_of_inputs = (_BASE + 16, _BASE + 32, _BASE + 48)
+    results_of_first = (first[0].address, first[1].address)
+    assert launches.seen == addresses_of_inputs + results_of_first, launches.seen
     assert made == [geometry, geometry]
     assert checked == [3]
     launches.status = 5
@@ -126,11 +136,11 @@ def main(path, size, *offsets):
         out = Tensor(address)
         got = into(x, residual, weight, norm, algorithm, out, None)
         assert (got is not None) == is_made, address
-        assert got is None or (got[0] is out and launches.seen[3] == address)
+        assert got is None or (got[0] is out and launches.seen[3] == _BASE + address)
     assert made == [geometry]
     other = Tensor(80)
     assert into(x, residual, weight, norm, algorithm, x, other) == (x, other)
-    assert launches.seen == (16, 32, 48, 16, 80)
+    assert launches.seen == (*addresses_of_inputs, _BASE + 16, _BASE + 80)
     for taken in (Tensor(20), Tensor(16), Tensor(47), residual, x):
         assert into(x, residual, weight, norm, algorithm, x, taken) is None
     assert into(x, residual, weight, norm, algorithm, other, x) is None
@@ -144,12 +154,24 @@ def main(path, size, *offsets):
         run, 77, failing, lock.acquire, lock.release, None, None, None
     )
     keep_broken(prepared)
-    try:
-        broken(x, residual, weight, norm, algorithm, None, None)
-    except MemoryError:
-        pass
-    else:
-        raise AssertionError("an error of the allocator must be raised")
+    # Python meets it again, and lets the peers know.
+    assert broken(x, residual, weight, norm, algorithm, None, None) is None
+    for storage, is_made in ((0, False), (16, True), ("none", False)):
+        low = Tensor(256, storage)
+        got = make(x, low, weight, norm, algorithm, None, None)
+        assert (got is not None) == is_made, "an offset into memory that is not there"
+    count += 1
+    assert make(x, Tensor(0, 0), weight, norm, algorithm, None, None) is None
+    assert make(x, Tensor(2), weight, norm, algorithm, None, None) is None, "between elements"
+    gradients = []
+    graded, keep_graded, *_ = library.allnorm_fast_call_new(
+        run, 77, empty, lock.acquire, lock.release, None, None, None
+    )
+    keep_graded(prepare(results, grad_enabled=lambda: gradients[0]))
+    for gradients[:] in ([True], [False], [1], []):
+        got = graded(x, residual, weight, norm, algorithm, None, None)
+        assert (got is not None) == (gradients == [False])
+    count += 1
     assert not lock.locked()
     for wrong in ((4, geometry), (-1, geometry), ("0", geometry), (0,), 3):
         try:
@@ -162,7 +184,7 @@ def main(path, size, *offsets):
     arguments = (x, residual, weight, norm, algorithm, None, None)
     closed_meanwhile(library, run, empty, prepared, arguments)
     assert launches.count == count, "nothing is launched for who was closed meanwhile"
-    del first, out, got, other, taken, into, keep_into
+    del first, out, got, other, taken, into, keep_into, low, graded, keep_graded
 
     def repeat(call):
         for _ in range(_CALLS):

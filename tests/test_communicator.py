@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import gc
 import os
 import pathlib
 import random
 from collections.abc import Callable
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +18,7 @@ import torch.distributed as dist
 from rank_helpers import ALGORITHMS, MODES, Case, assert_ranks_agree, comm, device, message_of, on
 
 import allnorm
-from allnorm import reference
+from allnorm import _native, fast_call, reference
 from allnorm.testing import RankPool, assert_same_bits
 
 
@@ -228,17 +231,38 @@ def test_one_failing_rank_fails_all(pool: RankPool) -> None:
     assert "rank 1" in texts[0]
 
 
+def other_build(rank: int) -> Any:
+    """Every rank but the first has loaded a library of another version."""
+    info = _native.library(device().type).build_info()
+    if rank:
+        info["version"] = "9.9.9"
+    return mock.patch.object(_native.Library, "build_info", return_value=info)
+
+
+DIFFERENT: dict[str, Callable[[int], object]] = {
+    "workspace_bytes": lambda rank: (1 + rank) << 20,
+    "numerics": lambda rank: MODES[rank],
+    "max_blocks": lambda rank: 1 + rank,
+    "first_op": lambda rank: 7 + rank,
+    "early_trigger": lambda rank: rank == 0,
+    "dependent_launch": lambda rank: rank != 0,
+}
+
+
 def differing(rank: int, world_size: int) -> list[str]:
+    memory = shared_memory()
     texts = [
         message_of(
             ValueError,
-            lambda: allnorm.Communicator(device=device(), workspace_bytes=(1 + rank) << 20),
-        ),
-        message_of(ValueError, lambda: allnorm.Communicator(device=device(), numerics=MODES[rank])),
-        message_of(ValueError, lambda: allnorm.Communicator(device=device(), max_blocks=1 + rank)),
+            lambda n=name, v=value: allnorm.Communicator(device=device(), **{n: v(rank)}),
+        )
+        for name, value in DIFFERENT.items()
     ]
-    with allnorm.Communicator(device=device()) as c:
-        Case().check(c)
+    with other_build(rank):
+        texts.append(message_of(ValueError, lambda: allnorm.Communicator(device=device())))
+    assert shared_memory() == memory
+    with allnorm.Communicator(device=device(), first_op=(1 << 32) + rank * (1 << 32)) as c:
+        Case().check(c)  # they wrap
     return texts
 
 
@@ -246,7 +270,52 @@ def differing(rank: int, world_size: int) -> list[str]:
 def test_ranks_must_pass_the_same(pool: RankPool) -> None:
     texts = pool.run(differing)
     assert texts[0] == texts[1]
-    assert all("different" in text for text in texts[0])
+    for name, text in zip([*DIFFERENT, "library"], texts[0], strict=True):
+        assert f"different: {name} is " in text
+    assert "workspace_bytes is 1048576 on rank 0, 2097152 on rank 1. Pass the same" in texts[0][0]
+    assert "first_op is 7 on rank 0, 8 on rank 1." in texts[0][3]
+    assert "9.9.9" in texts[0][-1]
+    assert "same build" in texts[0][-1]
+
+
+def shared_memory() -> list[str]:
+    """What this process has mapped of communicators."""
+    with open("/proc/self/maps") as file:
+        return [line.split()[0] for line in file if "/allnorm-" in line]
+
+
+def failing_start(rank: int, world_size: int) -> tuple[list[str], list[str]]:
+    """The last steps fail, on one rank or on this one alone: nothing of the start is left."""
+
+    def fail(*args: object, **named: object) -> None:
+        raise OSError("no more of these")
+
+    Case().check(comm())
+    before, texts, destroyed = shared_memory(), [], []
+    library = _native.library(device().type)
+    destroy = library.comm_destroy
+    counting = mock.patch.object(
+        library, "comm_destroy", lambda handle: destroyed.append(handle) or destroy(handle)
+    )
+    with counting:
+        broken = mock.patch.object(library, "comm_create", fail)
+        with broken if rank == 1 else contextlib.nullcontext():
+            kinds = (allnorm.AllnormError, OSError)
+            texts.append(message_of(kinds, lambda: allnorm.Communicator(device=device())))
+        assert len(destroyed) == (rank != 1), "what was opened is closed"
+        with mock.patch.object(fast_call, "of_communicator", fail):
+            texts.append(message_of(OSError, lambda: allnorm.Communicator(device=device())))
+        assert len(destroyed) == 1 + (rank != 1)
+    assert shared_memory() == before
+    Case().check(comm())
+    return texts, before
+
+
+@on(cpu=(2,), gpu=(2,))
+def test_a_failed_start_leaves_nothing(pool: RankPool) -> None:
+    for texts, mapped in pool.run(failing_start):
+        assert all("no more of these" in text for text in texts)
+        assert mapped or device().type == "cuda", "or the test sees nothing at all"
 
 
 def with_environment(change: dict[str, str], call: Callable[[], object]) -> object:

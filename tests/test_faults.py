@@ -12,6 +12,7 @@ import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,8 +20,10 @@ import torch.distributed as dist
 from rank_helpers import Case, device, on
 
 import allnorm
-from allnorm import _native, quant, workspace
-from allnorm.faults import fault_error
+from allnorm import _native, faults, quant, workspace
+from allnorm.announcement import Announcement
+from allnorm.arguments import NormArguments
+from allnorm.launch import Launch
 from allnorm.testing import RankPool
 
 TIMEOUT = datetime.timedelta(seconds=1.5)
@@ -303,6 +306,124 @@ def test_what_is_announced_as_a_hash_is_noticed(pool: RankPool, what: str) -> No
         assert "groups of 128" in seen
 
 
+GROUPS = allnorm.Fp8PerGroup(128)
+# What differs by its name in the message, what rank 0 changes, and the values of both ranks.
+VALUES: dict[str, tuple[str, dict[str, object], str, str]] = {
+    "eps": ("eps", {"eps": 1e-5}, "1e-05", "1e-06"),
+    "eps in its last digit": ("eps", {"eps": 1.0000001e-6}, "1.0000001e-06", "1e-06"),
+    "weight_bias": ("weight_bias", {"weight_bias": 1.0}, "1", "0"),
+    "sign of weight_bias": ("weight_bias", {"weight_bias": -0.0}, "-0", "0"),
+    "weight": ("dtype of the weight", {"float32_weight": True}, "float32", "bfloat16"),
+    "scales": (
+        "format of the scales",
+        {"quant": allnorm.Fp8PerGroup(128, scale_format="ue8m0")},
+        "ue8m0",
+        "float32",
+    ),
+    "groups": (
+        "quantisation",
+        {"quant": allnorm.Fp8PerGroup(64)},
+        "groups of 64",
+        "groups of 128",
+    ),
+    "per token": ("quantisation", {"quant": allnorm.Fp8PerToken()}, "per token", "groups of 128"),
+    "normed": ("normed", {"return_normed": True}, "wanted", "not wanted"),
+    "numerics": ("numerics", {"numerics": "vllm"}, "vllm", "rounded"),
+    "residual": ("residual", {"residual": False}, "none", "given"),
+    "num_tokens": ("num_tokens", {"shape": (5, 512)}, "5", "3"),
+    "hidden_size": ("hidden_size", {"shape": (3, 1024)}, "1024", "512"),
+    "dtype": ("dtype", {"dtype": torch.float16}, "float16", "bfloat16"),
+    "algorithm": ("algorithm", {"algorithm": "one_shot"}, "one_shot", "two_shot"),
+    "sharded": (
+        "algorithm",
+        {"sharded": True},
+        "two_shot with a sharded residual",
+        "two_shot",
+    ),
+    "op": ("op", {"quant": None}, "all_reduce_add_rms_norm", "all_reduce_add_rms_norm_quant"),
+}
+
+
+def diverging_values(rank: int, world_size: int, what: str, repeats: int) -> str:
+    _, change, _, _ = VALUES[what]
+    case = Case((3, 512), algorithm="two_shot", quant=GROUPS)
+    mine = case.but(**change) if rank == 0 else case
+    with allnorm.Communicator(device=device(), timeout=TIMEOUT) as c:
+        for _ in range(repeats):
+            # All kinds have been seen before: what is prepared for others must not be taken for it.
+            case.check(c)
+            case.but(**change).check(c)
+        with pytest.raises(allnorm.PeerDivergedError) as caught:
+            run_and_check(c, lambda: mine.run(c))
+        with pytest.raises(allnorm.PeerDivergedError) as again:
+            c.check()
+        assert str(again.value) == str(caught.value)
+    return str(caught.value)
+
+
+def assert_values_said(texts: list[str], what: str) -> None:
+    name, _, first, second = VALUES[what]
+    assert f"{name} is {first} on rank 0 and {second} on rank 1" in texts[0]
+    assert f"{name} is {second} on rank 1 and {first} on rank 0" in texts[1]
+
+
+@on(cpu=(2,))
+@pytest.mark.parametrize("repeats", [0, 4])
+@pytest.mark.parametrize("what", VALUES)
+def test_diverging_values_are_said(pool: RankPool, what: str, repeats: int) -> None:
+    assert_values_said(pool.run(diverging_values, what, repeats, timeout=60), what)
+
+
+@on(gpu=(2,))
+@pytest.mark.parametrize("what", VALUES)
+def test_diverging_values_are_said_on_cuda(pool: RankPool, what: str) -> None:
+    assert_values_said(pool.run(diverging_values, what, 0, timeout=60), what)
+
+
+def fault_of(expected: _native.Call, seen: _native.Call | None = None, **more: int) -> Any:
+    """A fault as a rank records it, which expects one tag and sees another."""
+    seen = expected if seen is None else seen
+    fields = {"rank": 0, "peer": 1, "expected_op": 7, "seen_op": 7, **more}
+    for name, call in (("expected", expected), ("seen", seen)):
+        # abi/tag.h: a norm in bfloat16, two_shot, rounded
+        fields[f"{name}_shape"] = 2 << 28 | 1 << 26 | 1 << 22 | 2 << 20 | call.hidden_size
+        fields[f"{name}_tokens"] = call.num_tokens
+    return _native.Fault(status=_native.DIVERGED, **fields)
+
+
+def announced(eps: float, num_tokens: int = 3, hidden_size: int = 512) -> Announcement:
+    x = torch.zeros(num_tokens, hidden_size, dtype=torch.bfloat16)
+    launch = Launch(x, x, x[0], NormArguments(eps, 0.0, "rounded"), "two_shot")
+    launch.bind(x, x, x[0], x, x)
+    return Announcement.of(launch)
+
+
+def test_accounts_of_calls_that_look_alike() -> None:
+    call = _native.Call(num_tokens=3, hidden_size=512)
+    fault = fault_of(call)
+    others = [announced(1e-3, hidden_size=256), announced(1e-4, num_tokens=9)]
+    both = [announced(1e-5), announced(1e-6), announced(1e-5)]
+    assert faults.account_of(fault, [*others, both[0]])["eps"] == "1e-05"
+    assert faults.account_of(fault, [*others, *both])["eps"] == "1e-05 or 1e-06"
+    # launches of a call that is cut into chunks
+    assert faults.account_of(fault, others)["eps"] == "0.0001"
+    assert faults.account_of(fault, others[:1]) == {}
+
+
+def test_a_divergence_without_the_peers_account() -> None:
+    fault = fault_of(_native.Call(num_tokens=3, hidden_size=512))
+    own = {"eps": "1e-05"}
+    start = time.monotonic()
+    assert faults.ask(None, "allnorm:0:0", fault, own) == {}  # type: ignore[arg-type]
+    assert time.monotonic() - start < SLACK_SECONDS
+    error = faults.fault_error(fault, TIMEOUT, own, {})
+    assert "eps 1e-05" in error.expected
+    assert "but another eps, weight_bias, dtype of the weight or format" in error.seen
+    error = faults.fault_error(fault, TIMEOUT, own, {"eps": "1e-06"})
+    assert "eps is 1e-05 on rank 0 and 1e-06 on rank 1" in str(error)
+    assert "another" not in error.seen
+
+
 def test_common_eps_and_biases_have_different_hashes() -> None:
     """With the formula of csrc/abi/tag.h: none of the pairs in use may be taken for another."""
     values = (0.0, 1e-8, 1e-7, 1e-6, 1.1e-6, 1e-5, 1.5e-5, 1e-4, 1e-3, 1e-12, 2e-5, 5e-6, 1.0)
@@ -519,12 +640,12 @@ def test_a_timeout_says_how_far_the_peer_is(begun: bool) -> None:
     fault.expected_op, fault.seen_op = 7, 7 if begun else 6
     fault.expected_tokens = fault.seen_tokens = 4
     fault.expected_shape = fault.seen_shape = 2 << 20 | 64
-    text = str(fault_error(fault, TIMEOUT))
+    text = str(faults.fault_error(fault, TIMEOUT, {}, {}))
     assert ("Rank 1 has begun this operation" in text) == begun
     assert ("Rank 1 has not begun this operation" in text) != begun
     assert "room" in text
     fault.status = _native.DIVERGED
-    assert "room" not in str(fault_error(fault, TIMEOUT))
+    assert "room" not in str(faults.fault_error(fault, TIMEOUT, {}, {}))
 
 
 def test_errors_survive_pickling() -> None:

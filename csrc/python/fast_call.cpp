@@ -23,7 +23,7 @@
 namespace allnorm {
 namespace {
 
-// What CUDA's kernels need of an input's address; 1 says that any address will do.
+// What CUDA's kernels need of an input's address; 1 says that any address of an element will do.
 constexpr std::uintptr_t kCudaAlignBytes = 16;
 
 // Calls kept, the latest first: a model makes few kinds, and each costs a look at others.
@@ -143,7 +143,12 @@ PyObject* make_call(PyObject* self, PyObject* const* args, Py_ssize_t num_args) 
   if (is_cuda && !on_device(*fast, &call.stream)) return none();
   if (!bind_given(*found, arguments, is_cuda ? kCudaAlignBytes : 1, call)) return none();
   Ref results(make_results(*fast, *found, arguments, call));
-  return results ? launch(*fast, call, std::move(results)) : nullptr;
+  if (!results) {
+    // No memory, perhaps. Python meets it again, and lets the peers know.
+    PyErr_Clear();
+    return none();
+  }
+  return launch(*fast, call, std::move(results));
 }
 
 // keep(prepared): recognises this call from now on, instead of the one that was made longest ago.
@@ -237,12 +242,14 @@ ALLNORM_API PyObject* allnorm_fast_call_new(void* function, void* comm, PyObject
 // A call for `keep`. `results`: tuple of (slot, arguments of `empty` or None). `given` and `bytes`:
 // what the call is given of each Tensor, and how many bytes it spans.
 ALLNORM_API PyObject* allnorm_fast_call_prepare(const AllnormCall* call, PyObject* check,
-                                                PyObject* norm, PyObject* algorithm,
-                                                PyObject* results, const std::uint8_t* given,
+                                                PyObject* grad_enabled, PyObject* norm,
+                                                PyObject* algorithm, PyObject* results,
+                                                const std::uint8_t* given,
                                                 const std::uint64_t* bytes) {
   auto prepared = std::make_shared<Prepared>();
   prepared->call = *call;
   prepared->check = Ref::borrowed(check);
+  prepared->grad_enabled = Ref::borrowed(grad_enabled);
   prepared->norm = Ref::borrowed(norm);
   prepared->algorithm = Ref::borrowed(algorithm);
   for (int i = 0; i < kNumTensors; ++i) {

@@ -1,5 +1,6 @@
 #include "python/prepared.h"
 
+#include <algorithm>
 #include <cstring>
 
 namespace allnorm {
@@ -38,6 +39,19 @@ bool overlap(const Prepared& prepared, const std::uintptr_t* addresses, int a, i
          addresses[b] < addresses[a] + prepared.bytes[a];
 }
 
+std::uintptr_t element_bytes(std::int32_t dtype) { return dtype == ALLNORM_FLOAT32 ? 4 : 2; }
+
+// Below it an address may be an offset into memory that was freed: allnorm/tensors.py.
+constexpr std::uintptr_t kLowAddress = std::uintptr_t{1} << 32;
+
+// Whether a tensor's storage has an address; an error is set if there is no answer.
+bool has_memory(PyObject* tensor) {
+  static PyObject* const name = PyUnicode_InternFromString("untyped_storage");
+  if (name == nullptr) return false;
+  const Ref storage(PyObject_CallMethodObjArgs(tensor, name, nullptr));
+  return storage && address_of(storage.get()) != 0;
+}
+
 }  // namespace
 
 bool recognises(const Prepared& call, const Arguments& arguments) {
@@ -48,6 +62,11 @@ bool recognises(const Prepared& call, const Arguments& arguments) {
     if ((call.given[i] == Given::kNothing) != (tensor == Py_None)) return false;
     if (call.given[i] == Given::kTensor) checked[count++] = tensor;
     if (call.given[i] == Given::kInput && tensor != arguments.tensors[input_of(i)]) return false;
+  }
+  if (call.grad_enabled.get() != Py_None) {
+    const Ref enabled(PyObject_CallNoArgs(call.grad_enabled.get()));
+    if (!enabled) PyErr_Clear();
+    if (enabled.get() != Py_False) return false;
   }
   if (!same_norm(call.norm.get(), arguments.norm)) return false;
   if (!same(call.algorithm.get(), arguments.algorithm)) return false;
@@ -67,18 +86,21 @@ std::uintptr_t address_of(PyObject* tensor) {
 bool bind_given(const Prepared& prepared, const Arguments& arguments, std::uintptr_t align,
                 AllnormCall& call) {
   std::uintptr_t addresses[kNumTensors] = {};
-  std::uintptr_t all = 0;
   for (int i = 0; i < kNumTensors; ++i) {
     if (prepared.given[i] == Given::kNothing) continue;
-    addresses[i] = prepared.given[i] == Given::kInput ? addresses[input_of(i)]
-                                                      : address_of(arguments.tensors[i]);
-    all |= addresses[i];
+    if (prepared.given[i] == Given::kInput) {
+      addresses[i] = addresses[input_of(i)];
+      continue;
+    }
+    addresses[i] = address_of(arguments.tensors[i]);
+    const std::uintptr_t element =
+        element_bytes(i == kWeight ? prepared.call.weight_dtype : prepared.call.dtype);
+    const bool there = addresses[i] >= kLowAddress || has_memory(arguments.tensors[i]);
+    if (!there || addresses[i] % std::max(align, element) != 0) {
+      PyErr_Clear();
+      return false;
+    }
   }
-  if (PyErr_Occurred()) {
-    PyErr_Clear();
-    return false;
-  }
-  if (all % align != 0) return false;
   for (int result : {kGivenOut, kGivenResidualOut}) {
     if (prepared.given[result] == Given::kNothing) continue;
     for (int other = 0; other < kNumTensors; ++other) {

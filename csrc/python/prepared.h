@@ -23,7 +23,10 @@ enum class Given : std::uint8_t { kNothing, kTensor, kInput };
 // One call, prepared: all of it but addresses and stream, and what it is recognised by.
 struct Prepared {
   AllnormCall call;
-  Ref check;      // callable of all tensors given, each once: are they like those it is for?
+  Ref check;  // callable of all tensors given, each once: are they like those it is for?
+  // callable(): bool, whether gradients are enabled; None if no tensor requires one. What does is
+  // taken while they are disabled only.
+  Ref grad_enabled;
   Ref norm;       // tuple of what the norm needs beside tensors, or None
   Ref algorithm;  // str, as it was asked for
   // For each result, in the order in which they are returned: its Slot, and the arguments of

@@ -1,0 +1,106 @@
+"""Which tensors a call reads where they lie, of which it makes a copy, and which it refuses.
+
+The kernels see addresses. So a tensor must be one whose values are the numbers in its memory: what
+computes them in another way, or somewhere else, is refused by its type, which every rank's program
+knows alike. Two kinds of plain tensors are copied instead: those that stand for the negative of
+their memory, and those that stand for zeros and have none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+_is_transformed: Any = torch._C._functorch.is_functorch_wrapped_tensor
+_is_functional: Any = torch._is_functional_tensor
+_strided = torch.strided
+# Below it an address may be an offset into memory that is not there; see has_memory().
+LOW_ADDRESS = 1 << 32
+
+
+def check_kind(name: str, tensor: object) -> None:
+    """Raises TypeError or ValueError unless `tensor` is a plain tensor without a gradient.
+
+    It looks at what all ranks' programs know alike: the type, the layout, and whether a gradient is
+    wanted.
+    """
+    kind = type(tensor)
+    if kind not in _TYPES:
+        _refuse_type(name, tensor)
+    assert isinstance(tensor, torch.Tensor)
+    if tensor.layout is not _strided or tensor.is_nested:
+        what = "nested" if tensor.is_nested else str(tensor.layout)
+        raise TypeError(
+            f"{name} is a tensor with layout {what}: expected a dense one. Pass "
+            f"{name}.to_dense(), or what it consists of."
+        )
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"{name} with requires_grad=True: expected none while gradients are enabled, because "
+            "results carry no gradient. Call it under torch.no_grad() or torch.inference_mode(), "
+            f"or pass {name}.detach()."
+        )
+    if _is_transformed(tensor) or _is_functional(tensor):
+        raise TypeError(
+            f"{name} is the tensor of a transform (torch.func, torch.vmap or functionalisation): "
+            "expected one with memory of its own. Call the operators in torch.ops.allnorm there, "
+            "or the transform without this call."
+        )
+
+
+def _refuse_type(name: str, tensor: object) -> None:
+    kind = type(tensor).__name__
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} is a {kind}: expected a torch.Tensor.")
+    for method in ("to_local", "wait", "get_data", "unwrap"):  # the first that its type has
+        if hasattr(type(tensor), method):
+            remedy = f"{name}.{method}()"
+            break
+    else:
+        remedy = f"the plain tensor in it, or {name}.as_subclass(torch.Tensor) if it is one itself"
+    raise TypeError(f"{name} is a {kind}: expected a plain torch.Tensor. Pass {remedy}.")
+
+
+def is_virtual(tensor: torch.Tensor) -> bool:
+    """Whether its values are others than those in memory: negated, or zeros that are nowhere."""
+    return bool(tensor.is_neg() or tensor._is_zerotensor())
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the kernels can read it where it lies, if it has memory."""
+    try:
+        check_kind("", tensor)
+    except (TypeError, ValueError):
+        return False
+    return not is_virtual(tensor)
+
+
+def in_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values, as they are in memory; a copy only where they are not."""
+    if tensor._is_zerotensor():
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return tensor.resolve_neg()
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether the elements that a plain tensor has, if any, are there.
+
+    Zeros that are nowhere count as there. Memory that was freed by `untyped_storage().resize_(0)`
+    leaves a view of it with its offset for an address.
+    """
+    address = tensor.data_ptr()
+    if address >= LOW_ADDRESS or tensor.numel() == 0 or tensor._is_zerotensor():
+        return True
+    return address != 0 and tensor.untyped_storage().data_ptr() != 0
+
+
+def check_memory(**tensors: torch.Tensor | None) -> None:
+    """Raises ValueError unless all of them have memory; this rank alone sees whether they do."""
+    for name, tensor in tensors.items():
+        if tensor is not None and not has_memory(tensor):
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)} and no memory: expected memory with its "
+                "elements. Its storage was freed; allocate it again before the call."
+            )

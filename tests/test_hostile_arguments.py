@@ -1,0 +1,553 @@
+"""Arguments that the kernels cannot read, or that one rank alone sees to be wrong.
+
+None of them gives a wrong number, in a first call and in a repeated one that is made without
+Python; and no rank raises alone while its peers wait out their deadline.
+"""
+
+from __future__ import annotations
+
+import decimal
+import fractions
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from rank_helpers import Case, comm, device, message_of, on
+
+import allnorm
+from allnorm import quant as quants
+from allnorm import reference
+from allnorm.testing import RankPool, assert_same_bits
+
+CASE = Case((4, 64), torch.float32)
+# Peers are told long before it passes.
+TIMEOUT_SECONDS, SOON_SECONDS = 120.0, 30.0
+REPEATS = (0, 4)  # calls of the same kind that came before
+
+
+class Plain(torch.Tensor):
+    """A subclass with memory like any other."""
+
+
+class Wrapper(torch.Tensor):
+    """A subclass without memory: its values are those of another tensor."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapper:
+        made: Wrapper = torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, dtype=inner.dtype, device=inner.device
+        )
+        made.inner = inner  # type: ignore[attr-defined]
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return f(*[a.inner if isinstance(a, cls) else a for a in args], **(kwargs or {}))
+
+
+def distributed(tensor: torch.Tensor) -> torch.Tensor:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor
+
+    mesh = init_device_mesh(device().type, (dist.get_world_size(),))
+    return DTensor.from_local(tensor, mesh, run_check=False)
+
+
+def awaited(tensor: torch.Tensor) -> torch.Tensor:
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    return AsyncCollectiveTensor(tensor)
+
+
+def masked(tensor: torch.Tensor) -> torch.Tensor:
+    from torch.masked import masked_tensor
+
+    made: torch.Tensor = masked_tensor(tensor.clone(), tensor == tensor)
+    return made
+
+
+# name: (a tensor made of another, what the message says)
+KINDS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
+    "a subclass": (lambda t: t.as_subclass(Plain), ".as_subclass(torch.Tensor)"),
+    "a wrapper": (Wrapper, "is a Wrapper"),
+    "DTensor": (distributed, ".to_local()"),
+    "AsyncCollectiveTensor": (awaited, ".wait()"),
+    "masked": (masked, ".get_data()"),
+    "sparse": (lambda t: t.to_sparse(), "sparse"),
+    "functional": (torch._to_functional_tensor, "functionalisation"),
+    "requires grad": (lambda t: t.clone().requires_grad_(), "torch.no_grad()"),
+}
+PLACES = ("x", "residual", "weight", "out", "residual_out")
+
+
+def good(c: allnorm.Communicator, into: bool = True) -> dict[str, Any]:
+    """The arguments of a call; of each call new tensors."""
+    x = CASE.x(c.rank)
+    memory = {"out": torch.empty_like(x), "residual_out": torch.empty_like(x)} if into else {}
+    return {"x": x, **CASE.call_arguments(c), **memory}
+
+
+def refuse_kinds(rank: int, world_size: int, name: str) -> list[str]:
+    make, words = KINDS[name]
+    c, texts = comm(), []
+    call = c.all_reduce_add_rms_norm
+    for repeats in REPEATS:
+        for place in PLACES:
+            for _ in range(repeats):
+                CASE.compare(c, *call(**good(c)))
+                CASE.compare(c, *call(**good(c, into=False)))
+            arguments = good(c, into="out" in place)
+            arguments[place] = make(arguments[place])
+            texts.append(message_of((TypeError, ValueError), lambda a=arguments: call(**a)))
+            assert place in texts[-1], texts[-1]
+            assert words in texts[-1], texts[-1]
+            CASE.compare(c, *call(**good(c, into="out" in place)))
+        x = make(CASE.x(rank))
+        for refused in (
+            lambda t=x: c.all_reduce(t),
+            lambda t=x: c.all_reduce(t, algorithm="unfused"),
+            lambda t=x: allnorm.add_rms_norm(t, None, CASE.weight()),
+            lambda t=x: allnorm.add_rms_norm(CASE.x(rank), t, CASE.weight()),
+            lambda t=x: allnorm.add_rms_norm_quant(
+                t, None, CASE.weight(), quant=quants.DEFAULT_QUANT
+            ),
+            lambda t=x: c.all_gather_rows(t, 4 * world_size),
+        ):
+            texts.append(message_of((TypeError, ValueError), refused))
+            assert words in texts[-1], texts[-1]
+            for _ in range(repeats):
+                c.all_reduce(CASE.x(rank))
+                c.all_gather_rows(CASE.x(rank), 4 * world_size)
+                allnorm.add_rms_norm(CASE.x(rank), None, CASE.weight())
+                allnorm.add_rms_norm(CASE.x(rank), CASE.x(rank), CASE.weight())
+    assert c.check() is None
+    return texts
+
+
+@on(cpu=(2,), gpu=(2,))
+@pytest.mark.parametrize("name", KINDS)
+def test_kinds_of_tensors_are_refused(pool: RankPool, name: str) -> None:
+    texts = pool.run(refuse_kinds, name)
+    assert texts[0] == texts[1]
+
+
+def gradients(rank: int, world_size: int) -> None:
+    """What requires grad is taken while gradients are disabled, and no longer."""
+    c, x = comm(), CASE.x(rank)
+    weight = torch.nn.Parameter(CASE.weight())
+    scale = torch.ones(1, device=c.device, requires_grad=True)
+    calls: tuple[Callable[[], Any], ...] = (
+        lambda: c.all_reduce_add_rms_norm(x, None, weight),
+        lambda: c.all_reduce_add_rms_norm_quant(x, None, weight, quant=allnorm.Fp8PerToken()),
+        lambda: c.all_reduce_add_rms_norm_quant(
+            x, None, weight.detach(), quant=allnorm.Fp8PerTensor(scale)
+        ),
+        lambda: c.all_reduce(x.clone().requires_grad_()),
+        lambda: allnorm.add_rms_norm(x, None, weight),
+        lambda: allnorm.add_rms_norm_quant(x, None, weight, quant=allnorm.Fp8PerToken()),
+    )
+    for call in calls:
+        for guard in (torch.no_grad, torch.inference_mode) * 2:
+            for _ in range(3):
+                with guard():
+                    results = call()
+                assert not (
+                    results if isinstance(results, torch.Tensor) else results[0]
+                ).requires_grad
+            assert "torch.no_grad()" in message_of(ValueError, call)
+    with torch.no_grad():
+        got = c.all_reduce_add_rms_norm(x, CASE.residual_tensor(), weight, CASE.eps)
+    CASE.compare(c, *got)
+
+
+@on(cpu=(1, 2), gpu=(2,))
+def test_gradients(pool: RankPool) -> None:
+    pool.run(gradients)
+
+
+def freed(tensor: torch.Tensor) -> torch.Tensor:
+    made = tensor.clone()
+    made.untyped_storage().resize_(0)
+    return made
+
+
+def freed_behind(tensor: torch.Tensor) -> torch.Tensor:
+    """Its address is the offset of the view."""
+    whole = torch.stack([tensor, tensor])
+    view = whole[1]
+    whole.untyped_storage().resize_(0)
+    return view
+
+
+def no_memory(rank: int, world_size: int, free: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Every rank refuses: the communicator goes on."""
+    c = comm()
+    quantized = CASE.but(quant=allnorm.Fp8PerToken())
+    tensor = allnorm.Fp8PerTensor(free(torch.ones(2, 1, device=c.device)[1]))
+    for repeats in REPEATS:
+        for place in PLACES:
+            for _ in range(repeats):
+                CASE.compare(c, *c.all_reduce_add_rms_norm(**good(c)))
+                CASE.compare(c, *c.all_reduce_add_rms_norm(**good(c, into=False)))
+            for algorithm in ("auto", "two_shot", "unfused"):
+                arguments = {**good(c, into="out" in place), "algorithm": algorithm}
+                arguments[place] = free(arguments[place])
+                text = message_of(ValueError, lambda a=arguments: c.all_reduce_add_rms_norm(**a))
+                assert f"{place} has shape" in text
+                assert "no memory" in text
+        for call in (
+            lambda: c.all_reduce(free(CASE.x(rank))),
+            lambda: c.all_gather_rows(free(CASE.x(rank)), 4 * world_size),
+            lambda: allnorm.add_rms_norm(free(CASE.x(rank)), None, CASE.weight()),
+            lambda: allnorm.add_rms_norm(CASE.x(rank), free(CASE.x(rank)), CASE.weight()),
+            lambda: allnorm.add_rms_norm(CASE.x(rank), None, free(CASE.weight())),
+            lambda: quantized.run(c, scale_out=free(torch.ones(4, 1, device=c.device))),
+            lambda: CASE.but(quant=tensor).run(c),
+        ):
+            for _ in range(repeats):
+                c.all_reduce(CASE.x(rank))
+                allnorm.add_rms_norm(CASE.x(rank), CASE.x(rank), CASE.weight())
+                allnorm.add_rms_norm(CASE.x(rank), None, CASE.weight())
+            assert "no memory" in message_of(ValueError, call)
+    CASE.check(c)
+    quantized.check(c)
+
+
+@on(cpu=(1, 2, 3), gpu=(2,))
+@pytest.mark.parametrize("free", [freed, freed_behind])
+def test_memory_that_is_not_there(
+    pool: RankPool, free: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    pool.run(no_memory, free)
+
+
+def negated(tensor: torch.Tensor) -> torch.Tensor:
+    made: torch.Tensor = torch._neg_view(-tensor)
+    assert made.is_neg()
+    return made
+
+
+def imaginary(tensor: torch.Tensor) -> torch.Tensor:
+    """As torch itself makes them; of one column, so that rows are contiguous."""
+    made = torch.complex(torch.zeros_like(tensor), -tensor).conj().imag
+    assert made.is_neg()
+    return made
+
+
+def virtual(rank: int, world_size: int) -> None:
+    """Tensors that stand for the negative of their memory, or for zeros that have none."""
+    c = comm()
+    zeros = torch._efficientzerotensor
+    xs = CASE.xs(world_size)
+    for algorithm in ("auto", "two_shot", "unfused") * 2:
+        for place in ("x", "residual", "weight"):
+            arguments = {**good(c, into=False), "algorithm": algorithm}
+            arguments[place] = negated(arguments[place])
+            CASE.compare(c, *c.all_reduce_add_rms_norm(**arguments))
+            shape = arguments[place].shape
+            arguments[place] = zeros(shape, dtype=torch.float32, device=c.device)
+            plain = {**arguments, place: torch.zeros(shape, device=c.device)}
+            want = c.all_reduce_add_rms_norm(**plain)
+            for _ in range(2):
+                got = c.all_reduce_add_rms_norm(**arguments)
+                assert_same_bits(got[0], want[0], f"normed, zero {place}")
+                assert_same_bits(got[1], want[1], f"residual_out, zero {place}")
+        chosen = {"algorithm": algorithm}
+        x = CASE.x(rank)
+        out, residual_out = negated(torch.ones_like(x)), negated(torch.ones_like(x))
+        results = CASE.run(c, out=out, residual_out=residual_out, **chosen)
+        assert results[0] is out
+        assert results[1] is residual_out
+        CASE.compare(c, *(result.resolve_neg() for result in results))
+        want = reference.all_reduce(xs)
+        assert_same_bits(c.all_reduce(negated(x), algorithm=algorithm), want, "negated")
+        column = c.all_reduce(imaginary(x)[:, :1], algorithm=algorithm)
+        assert_same_bits(column, want[:, :1].contiguous(), "imaginary parts")
+        gathered = c.all_gather_rows(negated(x), 4 * world_size, algorithm=algorithm)
+        assert_same_bits(gathered, torch.cat(xs), "gathered")
+        per_tensor = CASE.but(quant=allnorm.Fp8PerTensor(torch.full((1,), 0.5, device=c.device)))
+        negative = allnorm.Fp8PerTensor(negated(torch.full((1,), 0.5, device=c.device)))
+        results = per_tensor.run(c, quant=negative, **chosen)
+        assert results.scale is negative.scale
+        per_tensor.compare(c, results.quantized, per_tensor.quant.scale, *results[2:])
+    residual, weight = CASE.residual_tensor(), CASE.weight()
+    want = allnorm.add_rms_norm(x, residual, weight)
+    for _ in range(4):
+        got = allnorm.add_rms_norm(negated(x), negated(residual), negated(weight))
+        assert_same_bits(got[0], want[0], "local")
+    out = zeros(CASE.shape, dtype=torch.float32, device=c.device)
+    assert "stands for zeros" in message_of(ValueError, lambda: c.all_reduce(x, out=out))
+
+
+@on(cpu=(1, 2), gpu=(2,))
+def test_negated_and_zero_tensors_are_resolved(pool: RankPool) -> None:
+    pool.run(virtual)
+
+
+def lazily_cloned(rank: int, world_size: int) -> None:
+    c = comm()
+    want = reference.all_reduce(CASE.xs(world_size))
+    for _ in range(4):
+        x = CASE.x(rank)
+        clone = torch._lazy_clone(x)
+        assert c.all_reduce(clone, out=clone) is clone
+        assert_same_bits(clone, want, "the clone")
+        assert_same_bits(x, CASE.x(rank), "the original")
+        out = torch._lazy_clone(x)
+        c.all_reduce(torch._lazy_clone(x), out=out)
+        assert_same_bits(out, want, "another clone")
+        assert_same_bits(x, CASE.x(rank), "the original")
+
+
+@on(cpu=(1, 2), gpu=(2,))
+def test_lazy_clones_are_not_written_through(pool: RankPool) -> None:
+    pool.run(lazily_cloned)
+
+
+def at_odd_address(tensor: torch.Tensor) -> torch.Tensor:
+    buffer = bytearray(tensor.numel() * tensor.element_size() + 64)
+    begin = torch.frombuffer(buffer, dtype=torch.uint8).data_ptr() % 16
+    view = torch.frombuffer(
+        buffer, dtype=tensor.dtype, offset=17 - begin, count=tensor.numel()
+    ).view(tensor.shape)
+    assert view.data_ptr() % 2 == 1
+    return view.copy_(tensor)
+
+
+def misaligned(rank: int, world_size: int) -> None:
+    """Between two elements, on one rank alone."""
+    c = comm()
+    move = at_odd_address if rank == 0 else torch.clone
+    for dtype in (torch.bfloat16, torch.float32):
+        case = CASE.but(dtype=dtype)
+        for _ in range(4):
+            for place in ("", *PLACES):
+                x = case.x(rank)
+                arguments = {"x": x, **case.call_arguments(c)}
+                if "out" in place:
+                    arguments |= {"out": torch.empty_like(x), "residual_out": torch.empty_like(x)}
+                if place:
+                    arguments[place] = move(arguments[place])
+                results = c.all_reduce_add_rms_norm(**arguments)
+                case.compare(c, *results)
+                if "out" in place:
+                    assert results[PLACES.index(place) - 3] is arguments[place]
+
+
+@on(cpu=(1, 2))
+def test_addresses_between_elements(pool: RankPool) -> None:
+    pool.run(misaligned)
+
+
+def overlapping(c: allnorm.Communicator) -> Any:
+    x = CASE.x(c.rank)
+    big = torch.cat([x, x])
+    return c.all_reduce(big[:4], out=big[1:5])
+
+
+def expanded_shard(c: allnorm.Communicator) -> Any:
+    rows = CASE.but(shape=(3, 64), sharded=True)
+    lo, hi = c.row_shard(3)
+    memory = torch.zeros(1, 64, device=c.device).expand(hi - lo, 64)
+    return rows.run(c, residual_out=memory)
+
+
+def wrong_height(c: allnorm.Communicator) -> Any:
+    rows = CASE.but(shape=(3, 64), sharded=True)
+    return rows.run(c, residual=torch.zeros(1, 64, device=c.device))
+
+
+def own_rows_of_x(c: allnorm.Communicator) -> Any:
+    row = CASE.but(shape=(1, 64), sharded=True)
+    lo, hi = c.row_shard(1)
+    x = row.x(c.rank)
+    return c.all_reduce_add_rms_norm(
+        x, None, row.weight(), residual_sharded=True, residual_out=x[lo:hi]
+    )
+
+
+def gathered_height(c: allnorm.Communicator) -> Any:
+    return c.all_gather_rows(torch.zeros(1, 64, device=c.device), 3)
+
+
+def no_room(c: allnorm.Communicator) -> Any:
+    def fail(*args: Any) -> Any:
+        raise MemoryError("no room for results")
+
+    with mock.patch.object(c, "_new", return_value=fail):
+        return c.all_reduce(CASE.but(shape=(5, 64)).x(c.rank))
+
+
+# What rank 0 refuses and its peers do not see, and what it says. Where a rank's rows decide, the
+# call of rank 1 is right as it is: it does the same.
+ALONE: dict[str, tuple[Callable[[allnorm.Communicator], Any], str]] = {
+    "freed x": (lambda c: c.all_reduce(freed(CASE.x(c.rank))), "no memory"),
+    "freed residual": (lambda c: CASE.run(c, residual=freed(CASE.residual_tensor())), "no memory"),
+    "freed out": (lambda c: c.all_reduce(CASE.x(c.rank), out=freed(CASE.x(0))), "no memory"),
+    "overlap": (overlapping, "shares memory"),
+    "columns apart": (
+        lambda c: c.all_reduce(CASE.x(c.rank).repeat(1, 2)[:, ::2]),
+        "contiguous last dimension",
+    ),
+    "an expanded shard": (expanded_shard, "distinct"),
+    "a shard too low": (wrong_height, "this rank's rows"),
+    "own rows of x": (own_rows_of_x, "shares memory"),
+    "too few rows to gather": (gathered_height, "this rank's rows"),
+    "no room": (no_room, "no room for results"),
+}
+SAME = {
+    "an expanded shard": expanded_shard,
+    "a shard too low": wrong_height,
+    "own rows of x": own_rows_of_x,
+    "too few rows to gather": gathered_height,
+}
+
+
+def refuse_alone(rank: int, world_size: int, name: str, unfused: bool, repeats: int) -> str:
+    call, words = ALONE[name]
+    c = allnorm.Communicator(device=device(), timeout=datetime_of(TIMEOUT_SECONDS))
+    forced = mock.patch.object(c, "_preparer", Unfused(c._preparer) if unfused else c._preparer)
+    for _ in range(repeats):
+        CASE.check(c)
+        c.all_reduce(CASE.x(rank))
+    dist.barrier()
+    start = time.monotonic()
+    with forced:
+        if rank == 0:
+            text = message_of((ValueError, MemoryError), lambda: call(c))
+            assert words in text
+        else:
+            other = SAME.get(name, lambda c: c.all_reduce(CASE.x(rank)))
+            text = message_of(allnorm.PeerDivergedError, lambda: finished(c, lambda: other(c)))
+            assert "it has refused it" in text
+    assert time.monotonic() - start < SOON_SECONDS
+    dist.barrier()
+    c.close()
+    with allnorm.Communicator(device=device()) as fresh:
+        CASE.check(fresh)
+    return text
+
+
+def datetime_of(seconds: float) -> Any:
+    import datetime
+
+    return datetime.timedelta(seconds=seconds)
+
+
+def finished(c: allnorm.Communicator, call: Callable[[], Any]) -> None:
+    """On CUDA only check() raises, once the kernel has ended."""
+    call()
+    if c.device.type == "cuda":
+        torch.cuda.synchronize()
+    c.check()
+
+
+class Unfused:
+    """A preparer by which every call goes through the process group."""
+
+    def __init__(self, preparer: Any) -> None:
+        self._preparer = preparer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._preparer, name)
+
+    def find(self, *args: Any) -> Any:
+        return self._preparer.find(*args[:4], "unfused", *args[5:])
+
+    def find_gather(self, shard: Any, num_tokens: Any, algorithm: str) -> Any:
+        return self._preparer.find_gather(shard, num_tokens, "unfused")
+
+
+@on(cpu=(2,), gpu=(2,))
+@pytest.mark.parametrize("repeats", REPEATS)
+@pytest.mark.parametrize("name", ALONE)
+def test_what_one_rank_refuses_its_peers_hear_of(pool: RankPool, name: str, repeats: int) -> None:
+    texts = pool.run(refuse_alone, name, False, repeats, timeout=100)
+    assert ALONE[name][1] in texts[1], "and why"
+
+
+@on(cpu=(2,))
+@pytest.mark.parametrize("name", ALONE)
+def test_what_one_rank_refuses_unfused(pool: RankPool, name: str) -> None:
+    pool.run(refuse_alone, name, True, 0, timeout=100)
+
+
+def constants(rank: int, world_size: int) -> None:
+    """Equal values of other types are other calls, or none."""
+    c, x = comm(), CASE.x(rank)
+    weight = torch.full((64,), -0.0, device=c.device)
+    for zero in (float, np.float32, np.float64, fractions.Fraction):
+        for first, second in ((0.0, -0.0), (-0.0, 0.0)):
+            for bias in (*[zero(first)] * 4, zero(second), zero(first)):
+                normed, _ = c.all_reduce_add_rms_norm(x, None, weight, weight_bias=bias)
+                want, _ = reference.all_reduce_add_rms_norm(
+                    CASE.xs(world_size), None, weight, weight_bias=float(bias)
+                )
+                assert_same_bits(normed, want, f"weight_bias {bias!r}")
+                local, _ = allnorm.add_rms_norm(x, None, weight, weight_bias=bias)
+                want, _ = reference.add_rms_norm(x, None, weight, weight_bias=float(bias))
+                assert_same_bits(local, want, f"local, weight_bias {bias!r}")
+    given = (x, CASE.residual_tensor(), CASE.weight())
+    for eps in (0.0, 1.0):
+        for _ in range(4):
+            want = c.all_reduce_add_rms_norm(*given, eps)
+        wrong = (str(eps), decimal.Decimal(eps), bool(eps), torch.tensor(eps), [eps], None, 10**400)
+        for value in wrong:
+            for name in ("eps", "weight_bias"):
+                refused = {"eps": eps, name: value}
+                kinds = (TypeError, ValueError)
+                for call in (c.all_reduce_add_rms_norm, allnorm.add_rms_norm):
+                    text = message_of(kinds, lambda f=call, r=refused: f(*given, **r))
+                    assert name in text, text
+        for value in (int(eps), np.float32(eps), np.float64(eps), fractions.Fraction(eps)):
+            for _ in range(4):
+                got = c.all_reduce_add_rms_norm(*given, value)
+                assert_same_bits(got[0], want[0], f"eps {value!r}")
+    assert "float32" in message_of(
+        ValueError, lambda: c.all_reduce_add_rms_norm(*given, weight_bias=1e39)
+    )
+    shard = torch.ones(1, 64, device=c.device)
+    for _ in range(4):
+        c.all_gather_rows(shard, world_size)
+        for count in (np.int64(world_size), float(world_size), True, str(world_size)):
+            text = message_of(TypeError, lambda n=count: c.all_gather_rows(shard, n))
+            assert "num_tokens" in text
+    for flag in (0, np.bool_(False), 0.0):
+        text = message_of(
+            TypeError, lambda f=flag: c.all_reduce_add_rms_norm(*given, residual_sharded=f)
+        )
+        assert "residual_sharded" in text
+    CASE.check(c)
+
+
+@on(cpu=(1, 2), gpu=(2,))
+def test_types_and_signs_of_constants(pool: RankPool) -> None:
+    pool.run(constants)
+
+
+def on_meta(rank: int, world_size: int) -> None:
+    c = comm()
+    for repeats in REPEATS:
+        for _ in range(repeats):
+            CASE.check(c)
+        for place in PLACES:
+            arguments = good(c, into="out" in place)
+            arguments[place] = arguments[place].to("meta")
+            text = message_of(
+                (TypeError, ValueError), lambda a=arguments: c.all_reduce_add_rms_norm(**a)
+            )
+            assert place in text
+            assert "meta" in text
+    whole = [t.to("meta") for t in (CASE.x(rank), CASE.residual_tensor(), CASE.weight())]
+    assert "meta" in message_of(allnorm.UnsupportedError, lambda: allnorm.add_rms_norm(*whole))
+    CASE.check(c)
+
+
+@on(cpu=(2,), gpu=(2,))
+def test_meta_tensors(pool: RankPool) -> None:
+    pool.run(on_meta)
