@@ -147,10 +147,7 @@ int32_t StreamOrder::begin_eager(cudaStream_t stream) {
 }
 
 int32_t StreamOrder::end_eager(cudaStream_t stream) {
-  if (called_ && stream == last_ && last_lasts_) {
-    recorded_ = false;
-    return ALLNORM_OK;
-  }
+  if (called_ && stream == last_ && last_lasts_) return ALLNORM_OK;
   called_ = true;
   last_ = stream;
   last_lasts_ = lasts(stream);

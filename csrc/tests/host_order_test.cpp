@@ -74,6 +74,13 @@ void test_repeated_calls_cost_nothing() {
     check(fake::calls_of("cudaStreamGetCaptureInfo") == questions + 10,
           "a repeated call asked more than once");
   }
+  // Within a capture its nodes may overlap as dependent launches do.
+  cudaStreamBeginCapture(streams[0]);
+  for (int i = 0; i < 3; ++i) scene.run(streams[0]);
+  check(fake::calls_of("cudaStreamUpdateCaptureDependencies") == 0, "repeated calls have edges");
+  cudaGraph_t graph = nullptr;
+  cudaStreamEndCapture(streams[0], &graph);
+  cudaGraphDestroy(graph);
 }
 
 void test_eager_captured_eager() {
@@ -306,7 +313,8 @@ class Program {
     if (kind < 15) return begin_capture(stream);
     if (kind < 17) return fork(stream, any_stream());
     if (kind < 18 && !captures_.empty()) {
-      return end_capture(static_cast<size_t>(random_.below(static_cast<int64_t>(captures_.size()))));
+      return end_capture(
+          static_cast<size_t>(random_.below(static_cast<int64_t>(captures_.size()))));
     }
     if (stream.capture == 0 && !graphs_.empty()) cudaGraphLaunch(graphs_.back(), stream.handle);
   }
@@ -376,7 +384,8 @@ void test_random_programs() {
     Program program(seed);
     program.run();
     refused += program.refused();
-    if (g_failures != 0) fprintf(stderr, "random program %llu\n", static_cast<unsigned long long>(seed));
+    if (g_failures != 0)
+      fprintf(stderr, "random program %llu\n", static_cast<unsigned long long>(seed));
   }
   check(refused > 50 && refused < 2000, "%d programs were refused", refused);
 }

@@ -69,12 +69,15 @@ namespace {
 
 struct State {
   int device = 0;
-  int capability = 90, ptx = 90, binary = 90;
+  struct Code {
+    int capability = 90, ptx = 90, binary = 90;
+  };
+  std::map<int, Code> code;  // by device
   cudaError_t last_error = cudaSuccess;
   int until_failure = -1;
   std::string failing;
-  cudaError_t failure = cudaSuccess;
-  bool failed = false;
+  bool fails_after = false;
+  std::string failed;  // the last that did
   std::map<std::string, int> calls;
   int violations = 0;
   std::string violation;
@@ -105,12 +108,16 @@ bool fails(const char* name) {
   State& s = state();
   ++s.calls[name];
   if (s.until_failure < 0 || (!s.failing.empty() && s.failing != name)) return false;
-  if (s.until_failure-- > 0) return false;
-  s.failed = true;
+  if (s.until_failure > 0) {
+    --s.until_failure;
+    return false;
+  }
+  if (!s.fails_after) s.until_failure = -1;
+  s.failed = name;
   return true;
 }
 #define MAY_FAIL() \
-  if (fails(__func__)) return give(state().failure)
+  if (fails(__func__)) return give(cudaErrorMemoryAllocation)
 
 void violate(const char* what) {
   ++state().violations;
@@ -141,7 +148,8 @@ bool any_capture() {
   }
   return false;
 }
-// What cannot be done while anything is captured, in whatever stream: all captures are invalid then.
+// What cannot be done while anything is captured, in whatever stream: all captures are invalid
+// then.
 cudaError_t forbidden_in_captures() {
   if (!any_capture()) return cudaSuccess;
   for (const auto& capture : state().captures) capture->valid = false;
@@ -203,25 +211,24 @@ void reset() {
   }
   s.captures.clear();
   s.num_launches = 0;
+  s.device = 0;
   s.last_error = cudaSuccess;
-  set_device(90, 90, 90);
   fail_nth(-1);
 }
 
-void set_device(int capability, int ptx, int binary) {
-  state().capability = capability;
-  state().ptx = ptx;
-  state().binary = binary;
+void set_device(int index, int capability, int ptx, int binary) {
+  state().code[index] = {capability, ptx, binary};
 }
 
-void fail_nth(int nth, const char* name, cudaError_t error) {
+void fail_nth(int nth, const char* name, bool all_after) {
   State& s = state();
   s.until_failure = nth;
   s.failing = name == nullptr ? "" : name;
-  s.failure = error;
-  s.failed = false;
+  s.fails_after = all_after;
+  s.failed.clear();
 }
-bool has_failed() { return state().failed; }
+bool has_failed() { return !state().failed.empty(); }
+bool has_failed(const char* name) { return state().failed == name; }
 int calls_of(const char* name) { return state().calls[name]; }
 
 int violations() { return state().violations; }
@@ -265,12 +272,12 @@ cudaError_t cudaDeviceSynchronize() {
   for (int i = 0; i < state().num_launches; ++i) state().complete.insert(i);
   return cudaSuccess;
 }
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
   MAY_FAIL();
-  const State& s = state();
+  const int capability = state().code[device].capability;
   *value = attribute == cudaDevAttrMultiProcessorCount      ? 132
-           : attribute == cudaDevAttrComputeCapabilityMajor ? s.capability / 10
-                                                            : s.capability % 10;
+           : attribute == cudaDevAttrComputeCapabilityMajor ? capability / 10
+                                                            : capability % 10;
   return cudaSuccess;
 }
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void*) {
@@ -331,7 +338,7 @@ cudaError_t cudaIpcOpenMemHandle(void** address, cudaIpcMemHandle_t, unsigned) {
 cudaError_t cudaIpcCloseMemHandle(void* address) {
   const bool failed = fails(__func__);
   const cudaError_t error = deallocate(state().mapped, address);
-  return failed ? give(state().failure) : error;
+  return failed ? give(cudaErrorMemoryAllocation) : error;
 }
 
 // ---- streams, events
@@ -566,8 +573,7 @@ const void* exchange_kernel(int dtype, const allnorm::KernelKey& key) {
   return kernel_of({.dtype = dtype, .is_local = false, .key = key, .local = {}});
 }
 const void* local_kernel(int dtype, allnorm::LocalKind kind, bool quantized) {
-  return kernel_of(
-      {.dtype = dtype, .is_local = true, .key = {{}, 0, quantized}, .local = kind});
+  return kernel_of({.dtype = dtype, .is_local = true, .key = {{}, 0, quantized}, .local = kind});
 }
 
 }  // namespace
@@ -595,7 +601,8 @@ const void* local_kernel_bfloat16(LocalKind kind, bool quantized) {
 
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
   MAY_FAIL();
-  *attributes = {state().ptx, state().binary};
+  const State::Code& code = state().code[state().device];
+  *attributes = {code.ptx, code.binary};
   return cudaSuccess;
 }
 cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, const void*,

@@ -2,8 +2,8 @@
 // numbered, and of every piece of work it is known which others come before it, by CUDA's rules and
 // not by the moment at which it was enqueued. Nothing is run.
 //
-// As in CUDA: a handle may be used again once its stream is destroyed (here always at once), work on
-// a destroyed stream goes on, an event that is recorded in a capture is of that capture, and who
+// As in CUDA: a handle may be used again once its stream is destroyed (here always at once), work
+// on a destroyed stream goes on, an event that is recorded in a capture is of that capture, and who
 // breaks the rules of captures makes them invalid. A destroyed stream that is asked for anything
 // ends the real process; here it is counted.
 #ifndef ALLNORM_TESTS_FAKE_CUDA_FAKE_H_
@@ -30,15 +30,15 @@ struct Kernel {
 
 // A launch: of a graph's node each time that the graph is launched.
 struct Launch {
-  int number;             // counts launches, captured ones too
+  int number;  // counts launches, captured ones too
   const Kernel* kernel;
-  FusedParams params;     // of a kernel that exchanges; those of its rows with owners begin so
+  FusedParams params;  // of a kernel that exchanges; those of its rows with owners begin so
   cudaStream_t stream;
   unsigned cluster_size;
-  bool dependent;         // programmatic dependent launch
+  bool dependent;  // programmatic dependent launch
   unsigned num_blocks;
   unsigned long long capture;  // 0: eager
-  std::set<int> before;        // launches that are complete when it begins; of its capture if captured
+  std::set<int> before;  // launches that are complete when it begins; of its capture if captured
 };
 
 // Everything that was launched eagerly or captured, and what graphs launched, since reset().
@@ -48,13 +48,14 @@ const std::vector<Launch>& replays();
 // Forgets all that was launched, ends what is left of captures, and sets what follows back.
 void reset();
 
-// What the device and the loaded code are: 10 * major + minor.
-void set_device(int capability, int ptx, int binary);
+// What a device and the code that is loaded on it are: 10 * major + minor. Otherwise 9.0.
+void set_device(int index, int capability, int ptx, int binary);
 
-// The `nth` call from now on that may fail fails, 0 being the next; all of the function `name`, if
-// that is not NULL, are counted only. -1: none.
-void fail_nth(int nth, const char* name = nullptr, cudaError_t error = cudaErrorMemoryAllocation);
+// The `nth` call from now on that may fail fails, 0 being the next, of those of the function `name`
+// if that is not NULL; with `all_after` every later one too. -1: none.
+void fail_nth(int nth, const char* name = nullptr, bool all_after = false);
 bool has_failed();
+bool has_failed(const char* name);
 // Calls of a function since reset().
 int calls_of(const char* name);
 
@@ -64,7 +65,6 @@ int violations();
 const char* last_violation();
 int num_alive();
 int current_device();
-
 
 }  // namespace allnorm::fake
 #endif  // ALLNORM_TESTS_FAKE_CUDA_FAKE_H_
