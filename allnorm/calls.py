@@ -32,6 +32,7 @@ class Calls:
     name: str
     world_size: int
     group: dist.ProcessGroup
+    device: torch.device
     timeout: datetime.timedelta
     _library: _native.Library
     _handle: int
@@ -40,6 +41,7 @@ class Calls:
     _fast: FastCall
     _lock: threading.Lock
     _closed: bool
+    _streams: set[int | None]  # handles of which the library knows whether they last
 
     def _call(
         self,
@@ -212,10 +214,23 @@ class Calls:
                 self.check()  # the library does it for the others
                 status = unfused.run(launch, self._library, self.group, x, out, quantized, scale)
             else:
+                if launch.call.stream not in self._streams:
+                    self._note_stream(launch.call.stream)
                 status = self._library.run(self._handle, launch.address)
             del temporaries
         if status:
             self._raise(status)
+
+    def _note_stream(self, handle: int) -> None:
+        """Tells the library whether calls follow on a stream that lasts: each costs less then.
+
+        Streams of torch are never destroyed; those that others have made, of which the handle is
+        all that torch knows, may be.
+        """
+        self._streams.add(handle)
+        stream = torch.cuda.current_stream(self.device)
+        if stream.cuda_stream == handle and stream.stream_id != handle:
+            self._library.stream_lasts(handle)
 
     def _raise(self, status: int) -> None:
         """Raises what a call that ended with this status has recorded."""
@@ -234,11 +249,15 @@ class Calls:
         Raises:
             PeerTimeoutError: a peer did not come in time, or (PeerDivergedError) came with another
                 call.
+            AllnormError: CUDA refused a call of this rank (its launch, or its place among calls on
+                other streams), which its peers may have made.
             CommunicatorClosedError: after `close()`.
         """
         if self._closed:
             self._refuse()
         if self._handle:
             fault = _native.Fault()
-            if self._library.comm_check(self._handle, ctypes.addressof(fault)) != _native.OK:
+            status = self._library.comm_check(self._handle, ctypes.addressof(fault))
+            if status in (_native.TIMEOUT, _native.DIVERGED):
                 raise fault_error(fault, self.timeout)
+            raise_status(self._library, status)

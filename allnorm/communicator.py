@@ -145,6 +145,7 @@ class Communicator(Collectives):
             self._library, self.traits, self._workspace.num_bytes, self.device, self.rank
         )
         self._new = shortcuts.new_tensors(self.device)
+        self._streams: set[int | None] = {None}
         self._fast = fast_call.of_communicator(
             self._library, self._handle, self.world_size, self.device, self._lock
         )
@@ -279,7 +280,12 @@ class Communicator(Collectives):
     # ---- end ------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Releases the workspace and `group`. Idempotent, not collective; waits for the device."""
+        """Releases the workspace and `group`. Idempotent, not collective; waits for the device.
+
+        CUDA graphs in which calls were captured may be launched afterwards, as before: by all ranks
+        or by none. The workspace, on every rank, stays as long as such a graph does, and is freed
+        when the next communicator is made or closed after that.
+        """
         if self._closed:
             return
         self._closed = True
@@ -287,9 +293,8 @@ class Communicator(Collectives):
         self._fast.close()
         self._preparer.clear()
         handle, self._handle = self._handle, 0
-        if handle:
-            self._library.comm_destroy(handle)
-        self._workspace.release()
+        library = self._library
+        self._workspace.release(lambda: library.comm_destroy(handle) != _native.BUSY)
         # A variable that outlives the program's last line would keep the group past
         # destroy_process_group(), and gloo then aborts the interpreter at its exit.
         self.group = None  # type: ignore[assignment]
@@ -341,6 +346,6 @@ def _max_row_bytes(device: torch.device) -> int | None:
     """The widest row that the fused kernels hold on this device; None if any."""
     if device.type == "cpu":
         return None
-    # 512 threads of 16 bytes a block; clusters of up to 8 blocks from compute capability 9.0 on.
-    clusters = torch.cuda.get_device_capability(device) >= (9, 0)
-    return (64 << 10) if clusters else (8 << 10)
+    # 512 threads of 16 bytes a block; clusters of up to 8 blocks, if the code that the driver has
+    # loaded knows them, which the device alone does not decide.
+    return int(_native.library("cuda").device_code(device.index).max_row_bytes)
