@@ -47,9 +47,10 @@ class Communicator(Collectives):
     """All-reduce, residual add and RMSNorm over the ranks of a process group, in one launch.
 
     Collective: every rank of the group creates it, and makes the same calls in the same order.
-    Calls on one communicator are ordered: if the CUDA stream changes between calls, the new stream
-    waits for the old one. Replays of CUDA graphs must be ordered with other calls by the caller, as
-    with any buffer.
+    Calls on one communicator are ordered, whatever CUDA streams they are on: eager ones one after
+    the other, captured ones within their capture. Launches of CUDA graphs must be ordered by the
+    caller, among each other and with eager calls, as with any buffer. An eager call while the
+    stream of the one before is being captured cannot be ordered: it raises.
 
     Args:
         group: process group; None is the default group.
