@@ -113,7 +113,7 @@ void test_failed_launch() {
       if (captured) cudaStreamBeginCapture(stream);
       const AllnormCall call = tall(rank, stream);
       rank.run(rank.norm(stream));
-      fake::fail_nth(nth, "cudaLaunchKernelExC");
+      fake::fail_nth(nth, fake::kLaunch);
       check(rank.run(call) == ALLNORM_SYSTEM && said("launching the kernel failed"), "said: %s",
             allnorm_last_error());
       check(launches().size() == static_cast<size_t>(nth) + 2, "%zu launches", launches().size());
@@ -146,7 +146,7 @@ void test_nothing_can_be_launched() {
   rank.config.rank = 1;
   rank.open();
   check(rank.poisoned() == 0, "poisoned to begin with");
-  fake::fail_nth(0, "cudaLaunchKernelExC", true);
+  fake::fail_nth(0, fake::kLaunch, true);
   check(rank.run(nullptr) == ALLNORM_SYSTEM, "ran");
   fake::fail_nth(-1);
   check(launches().empty() && rank.poisoned() != 0, "not poisoned");

@@ -193,6 +193,8 @@ std::set<int> work_before(const FakeStream& stream) {
 
 namespace allnorm::fake {
 
+const char* const kLaunch = "cudaLaunchKernelExC";
+
 const std::vector<Launch>& launches() { return state().launches; }
 const std::vector<Launch>& replays() { return state().replays; }
 

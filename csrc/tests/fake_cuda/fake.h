@@ -59,6 +59,9 @@ bool has_failed(const char* name);
 // Calls of a function since reset().
 int calls_of(const char* name);
 
+// The function that launches kernels.
+extern const char* const kLaunch;
+
 // Uses of destroyed streams, events and memory; memory, events, objects and mappings that are
 // there; and the current device's number.
 int violations();
