@@ -23,6 +23,7 @@ SCALE_FORMAT = {"float32": 0, "ue8m0": 1, "ue8m0_packed": 2}
 RESIDUAL_SHARDED = 2  # AllnormCallFlags
 LATE_TRIGGER, NO_DEPENDENT_LAUNCH = 1, 2  # AllnormCommFlags
 NO_SHAPE = 0xFFFFFFFF  # where a CallShape would be: none was announced
+MISSING_CALL = 0xFFFFFFFE  # likewise: the rank could not make the call
 
 _c_int32, _c_int64, _c_uint32 = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint32
 _pointer = ctypes.c_void_p
@@ -102,6 +103,16 @@ class CommConfig(ctypes.Structure):
     ]
 
 
+class DeviceCode(ctypes.Structure):
+    """Mirror of AllnormDeviceCode."""
+
+    _fields_ = [
+        ("capability", _c_int32),
+        ("compiled_for", _c_int32),
+        ("max_row_bytes", _c_int64),
+    ]
+
+
 class Library:
     """One loaded backend. Methods are the C functions with the prefix taken off."""
 
@@ -171,6 +182,19 @@ class Library:
         if self._bind("shm_unmap", _pointer, _c_int64)(address, num_bytes) != OK:
             raise OSError(self.last_error())
 
+    # CUDA library only.
+
+    def device_code(self, device: int) -> DeviceCode:
+        """What the kernels can do that the driver has loaded on a device. Makes a context there."""
+        code = DeviceCode()
+        if self._bind("device_code", _c_int32, _pointer)(device, ctypes.addressof(code)) != OK:
+            raise OSError(self.last_error())
+        return code
+
+    def stream_lasts(self, stream: int) -> None:
+        """Notes that a CUDA stream is there as long as the process."""
+        self._bind("stream_lasts", _pointer)(stream)
+
     # Device memory shared between processes, CUDA library only.
 
     def ipc_create(self, device: int, num_bytes: int) -> tuple[int, bytes]:
@@ -239,6 +263,8 @@ def name_of(codes: dict[str, int], code: int) -> str:
 
 def describe_shape(shape: int, num_tokens: int) -> str:
     """The call behind a CallTag, in words (csrc/protocol/exchange.h, CallShape)."""
+    if shape == MISSING_CALL:
+        return "a call that it could not launch"
     op = shape >> 28
     name = _OP_NAMES[op] if op < len(_OP_NAMES) else f"op {op}"
     dtype = ("float32", "float16", "bfloat16", "unknown dtype")[shape >> 20 & 3]

@@ -49,6 +49,7 @@ class Calls:
     _refused: str = ""
     # What this rank and its peer have said of the calls in which they diverged.
     _accounts: tuple[faults.Account, faults.Account] | None = None
+    _streams: set[int | None]  # handles of which the library knows whether they last
 
     def _call(
         self,
@@ -218,6 +219,8 @@ class Calls:
                         launch, self._library, self.group, read, out, quantized, scale
                     )
                 else:
+                    if launch.call.stream not in self._streams:
+                        self._note_stream(launch.call.stream)
                     status = self._library.run(self._handle, launch.address)
                 del temporaries
         if refused is not None:
@@ -225,6 +228,17 @@ class Calls:
             raise refused
         if status:
             self._fail(status, launch)
+
+    def _note_stream(self, handle: int) -> None:
+        """Tells the library whether calls follow on a stream that lasts: each costs less then.
+
+        Streams of torch are never destroyed; those that others have made, of which the handle is
+        all that torch knows, may be.
+        """
+        self._streams.add(handle)
+        stream = torch.cuda.current_stream(self.device)
+        if stream.cuda_stream == handle and stream.stream_id != handle:
+            self._library.stream_lasts(handle)
 
     def _raise(
         self,
@@ -288,6 +302,8 @@ class Calls:
         Raises:
             PeerTimeoutError: a peer did not come in time, or (PeerDivergedError) came with another
                 call.
+            AllnormError: CUDA refused a call of this rank (its launch, or its place among calls on
+                other streams), which its peers may have made.
             CommunicatorClosedError: after `close()`.
         """
         self._check(None)
@@ -299,7 +315,9 @@ class Calls:
         if not self._handle:
             return
         fault = _native.Fault()
-        if self._library.comm_check(self._handle, ctypes.addressof(fault)) == _native.OK:
+        status = self._library.comm_check(self._handle, ctypes.addressof(fault))
+        if status not in (_native.TIMEOUT, _native.DIVERGED):
+            raise_status(self._library, status)
             return
         if self._accounts is None:
             own = self._account(fault, launch)

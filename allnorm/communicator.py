@@ -49,9 +49,10 @@ class Communicator(Collectives):
     """All-reduce, residual add and RMSNorm over the ranks of a process group, in one launch.
 
     Collective: every rank of the group creates it, and makes the same calls in the same order.
-    Calls on one communicator are ordered: if the CUDA stream changes between calls, the new stream
-    waits for the old one. Replays of CUDA graphs must be ordered with other calls by the caller, as
-    with any buffer.
+    Calls on one communicator are ordered, whatever CUDA streams they are on: eager ones one after
+    the other, captured ones within their capture. Launches of CUDA graphs must be ordered by the
+    caller, among each other and with eager calls, as with any buffer. An eager call while the
+    stream of the one before is being captured cannot be ordered: it raises.
 
     Args:
         group: process group; None is the default group.
@@ -158,6 +159,7 @@ class Communicator(Collectives):
             self._library, self.traits, self._workspace.num_bytes, self.device, self.rank
         )
         self._new = shortcuts.new_tensors(self.device)
+        self._streams: set[int | None] = {None}
         self._fast = fast_call.of_communicator(
             self._library, self._handle, self.world_size, self.device, self._lock
         )
@@ -291,7 +293,12 @@ class Communicator(Collectives):
     # ---- end ------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Releases the workspace and `group`. Idempotent, not collective; waits for the device."""
+        """Releases the workspace and `group`. Idempotent, not collective; waits for the device.
+
+        CUDA graphs in which calls were captured may be launched afterwards, as before: by all ranks
+        or by none. The workspace, on every rank, stays as long as such a graph does, and is freed
+        when the next communicator is made or closed after that.
+        """
         if self._closed:
             return
         self._closed = True
@@ -305,11 +312,8 @@ class Communicator(Collectives):
 
     def _release(self) -> None:
         handle, self._handle = self._handle, 0
-        try:
-            if handle:
-                self._library.comm_destroy(handle)
-        finally:
-            self._workspace.release()
+        library = self._library
+        self._workspace.release(lambda: not handle or library.comm_destroy(handle) != _native.BUSY)
 
     def __enter__(self) -> Communicator:
         if self._closed:
@@ -397,6 +401,6 @@ def _max_row_bytes(device: torch.device) -> int | None:
     """The widest row that the fused kernels hold on this device; None if any."""
     if device.type == "cpu":
         return None
-    # 512 threads of 16 bytes a block; clusters of up to 8 blocks from compute capability 9.0 on.
-    clusters = torch.cuda.get_device_capability(device) >= (9, 0)
-    return (64 << 10) if clusters else (8 << 10)
+    # 512 threads of 16 bytes a block; clusters of up to 8 blocks, if the code that the driver has
+    # loaded knows them, which the device alone does not decide.
+    return int(_native.library("cuda").device_code(device.index).max_row_bytes)

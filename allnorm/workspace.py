@@ -58,11 +58,34 @@ class Workspace:
     obstacle: str = ""
     _release: Callable[[], None] | None = None
 
-    def release(self) -> None:
-        """Unmaps; idempotent."""
+    def release(self, unused: Callable[[], bool] = lambda: True) -> None:
+        """Unmaps once nothing uses the memory any more; idempotent.
+
+        Args:
+            unused: whether that is so. If it is not, the memory stays, and it is asked again when
+                other workspaces are made or released.
+        """
         release, self._release = self._release, None
         if release is not None:
+            _in_use.append((unused, release))
+        _release_unused()
+
+
+# Workspaces to be released when nothing uses them.
+_in_use: list[tuple[Callable[[], bool], Callable[[], None]]] = []
+
+
+def _release_unused() -> None:
+    for entry in list(_in_use):
+        try:
+            _in_use.remove(entry)
+        except ValueError:
+            continue  # another thread's, or that of a finaliser that has come in between
+        unused, release = entry
+        if unused():
             release()
+        else:
+            _in_use.append(entry)
 
 
 def agree(group: dist.ProcessGroup, step: Callable[[], Any], what: str) -> list[Any]:
@@ -190,6 +213,7 @@ def _create_device_memory(
 
     def allocate() -> tuple[str, bytes]:
         properties = torch.cuda.get_device_properties(device)
+        _release_unused()
         _free_left_behind()
         addresses[rank], handle = library.ipc_create(index, num_bytes)
         return str(getattr(properties, "uuid", index)), handle
@@ -204,11 +228,13 @@ def _create_device_memory(
         return ""
 
     def release() -> None:
-        library.ipc_leave(index, rank, addresses)
-        if addresses[rank]:
-            _left_behind.append((index, rank, world_size, addresses[rank]))
-        addresses[:] = [0] * world_size
-        _free_left_behind()
+        try:
+            library.ipc_leave(index, rank, addresses)
+        finally:
+            if addresses[rank]:
+                _left_behind.append((index, rank, world_size, addresses[rank]))
+            addresses[:] = [0] * world_size
+            _free_left_behind()
 
     try:
         shared = agree(group, allocate, "allocating the workspace")

@@ -129,7 +129,10 @@ typedef enum AllnormCallFlags {
 // What a rank recorded when a wait ended badly. Operation numbers count the launches on a
 // communicator and wrap at 2^32.
 typedef struct AllnormFault {
-  int32_t status;  // ALLNORM_OK (nothing recorded), ALLNORM_TIMEOUT or ALLNORM_DIVERGED
+  // ALLNORM_OK (nothing recorded), ALLNORM_TIMEOUT or ALLNORM_DIVERGED; or ALLNORM_SYSTEM: this
+  // rank could not make a call, allnorm_last_error() says why, and of the rest only `rank` means
+  // anything
+  int32_t status;
   int32_t rank;
   int32_t peer;
   uint32_t expected_op;  // operation number this rank was in
@@ -179,10 +182,18 @@ ALLNORM_API int64_t allnorm_rows_per_chunk(int32_t world_size, int64_t workspace
 // Initialises this rank's own workspace and returns once that is done and visible to the device.
 // The caller must let every rank pass a barrier between create and the first run.
 ALLNORM_API int32_t allnorm_comm_create(const AllnormCommConfig* config, AllnormComm** comm);
+// CUDA: returns ALLNORM_BUSY, having done nothing, as long as a CUDA graph is there in which calls
+// were captured: it may be launched again, so the communicator and the workspaces must stay.
 ALLNORM_API int32_t allnorm_comm_destroy(AllnormComm* comm);
 
 // Collective. Cuts the rows into chunks as the workspace demands. CUDA: enqueues on call->stream
-// and returns, never synchronises, may be captured in a graph. CPU: returns when done.
+// and returns, never synchronises, may be captured in a graph; every row and the weight lie at
+// multiples of 16 bytes (quantised rows apart by 8, of float32 by 4). CPU: returns when done.
+//
+// CUDA: calls come one after the other on the device, whatever streams they are on; captured ones
+// within their capture. The launches of graphs are ordered by the caller, among each other and with
+// other calls. A call that CUDA refuses once its arguments were accepted is one that the peers may
+// have made: it returns ALLNORM_SYSTEM, and so does every later one.
 ALLNORM_API int32_t allnorm_run(AllnormComm* comm, const AllnormCall* call);
 
 // Not collective: sums call->num_sources sources in order (x + i * source_stride), then the op, of
@@ -200,6 +211,19 @@ ALLNORM_API int32_t allnorm_shm_open(const char* name, int64_t bytes, void** add
 ALLNORM_API int32_t allnorm_shm_unlink(const char* name);
 ALLNORM_API int32_t allnorm_shm_unmap(void* address, int64_t bytes);
 
+// CUDA library only: `stream` is there as long as the process. Calls that follow a call on it need
+// no event then behind every one (csrc/cuda/stream_order.h). The default stream always lasts.
+ALLNORM_API int32_t allnorm_stream_lasts(void* stream);
+
+// CUDA library only: what the driver has loaded on a device.
+typedef struct AllnormDeviceCode {
+  int32_t capability;     // of the device: 10 * major + minor
+  int32_t compiled_for;   // the same of the kernels; below 90 they are slow: they know neither
+                          // clusters nor programmatic dependent launch
+  int64_t max_row_bytes;  // widest row of a fused call; the least of all ranks' holds for all
+} AllnormDeviceCode;
+ALLNORM_API int32_t allnorm_device_code(int32_t device, AllnormDeviceCode* code);
+
 // CUDA library only: device memory that other processes of this host map (CUDA IPC).
 typedef struct AllnormIpcHandle {
   uint8_t bytes[64];
@@ -210,7 +234,7 @@ ALLNORM_API int32_t allnorm_ipc_create(int32_t device, int64_t bytes, void** add
 ALLNORM_API int32_t allnorm_ipc_open(int32_t device, const AllnormIpcHandle* handle,
                                      void** address);
 // Tells every peer that this rank has left, and unmaps the peers' workspaces (NULL entries are
-// skipped). No work of this rank may be in flight.
+// skipped), all that can be: returns the first error. No work of this rank may be in flight.
 ALLNORM_API int32_t allnorm_ipc_leave(int32_t device, int32_t rank, int32_t world_size,
                                       void* const* workspaces);
 // Frees the own workspace, or returns ALLNORM_BUSY while one of `world_size` ranks may have it

@@ -69,6 +69,25 @@ def closed_meanwhile(library, run, empty, prepared, arguments):
     assert not lock.locked()
 
 
+def new_streams(library, run, empty, prepared, arguments):
+    """The first call on a stream is Python's, which tells the library about the stream."""
+    stream = [0]
+    make, keep, *_ = library.allnorm_fast_call_new(
+        *(run, 77, empty, None, None), 0, lambda: 0, lambda device: stream[0]
+    )
+    keep(prepared)
+    assert make(*arguments) is not None, "the default stream is known"
+    for stream[0] in (1 << 20, 1 << 21):
+        assert make(*arguments) is None
+        assert make(*arguments) is not None
+    stream[0] = 1 << 20
+    assert make(*arguments) is not None, "it alternates"
+    for stream[0] in range(1, 17):
+        assert make(*arguments) is None
+    stream[0] = 1 << 20
+    assert make(*arguments) is None, "of many streams the first are forgotten"
+
+
 def main(path, size, *offsets):
     library = ctypes.PyDLL(path)
     library.allnorm_fast_call_new.argtypes = (_pointer, _pointer, *[_object] * 6)
@@ -184,6 +203,7 @@ def main(path, size, *offsets):
     arguments = (x, residual, weight, norm, algorithm, None, None)
     closed_meanwhile(library, run, empty, prepared, arguments)
     assert launches.count == count, "nothing is launched for who was closed meanwhile"
+    new_streams(library, run, empty, prepared, arguments)
     del first, out, got, other, taken, into, keep_into, low, graded, keep_graded
 
     def repeat(call):

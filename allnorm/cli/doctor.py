@@ -48,6 +48,8 @@ def doctor(tp: Tp = "", device: Device = "auto", json: Json = None) -> None:
     )
     copy_gbps = _peer_copy_gbps(machine) if where == "cuda" else None
     console.print(output.facts("Measured", _measured(found, size, where, copy_gbps)))
+    if found["old_code"]:
+        console.print(output.bad(old_code_text(capabilities["backends"]["cuda"])))
     verdict = found["error"] or f"the reference's bits with {output.ranks(size)} on {where}"
     console.print(output.bad(verdict) if found["error"] else output.ok(verdict))
     row = {
@@ -62,6 +64,18 @@ def doctor(tp: Tp = "", device: Device = "auto", json: Json = None) -> None:
     output.append_json_lines(json, [row])
     if found["error"]:
         raise typer.Exit(1)
+
+
+def old_code_text(build: dict[str, Any]) -> str:
+    """Why fused calls are slow with kernels that were compiled for an older GPU, and the remedy."""
+    return (
+        "Slow: these GPUs have compute capability 9.0 or later, but of this build (sm "
+        f"{build.get('architectures', 'unknown')}) the driver has loaded kernels that were "
+        "compiled for an earlier one. They know neither clusters of blocks nor programmatic "
+        "dependent launch, so each call costs more, and rows wider than 8 KiB run unfused. Build "
+        "for these GPUs: pip install . "
+        "--config-settings=cmake.define.ALLNORM_CUDA_ARCHITECTURES=90"
+    )
 
 
 def _software(machine: Machine, capabilities: dict[str, Any]) -> list[tuple[str, str]]:

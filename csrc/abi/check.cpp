@@ -113,6 +113,11 @@ int32_t check_algorithm(const AllnormCall& call) {
 
 int64_t element_bytes(int dtype) { return dtype == ALLNORM_FLOAT32 ? 4 : 2; }
 
+RowShard own_rows(const AllnormCommConfig& config, const AllnormCall& call) {
+  return is_sharded(call) ? row_shard(call.num_tokens, config.world_size, config.rank)
+                          : RowShard{0, call.num_tokens};
+}
+
 int32_t check_kind(const AllnormCall* call) {
   const int32_t status = check_call(call);
   return status == ALLNORM_OK ? check_algorithm(*call) : status;
@@ -123,10 +128,7 @@ int32_t check_run(const AllnormCommConfig* config, const AllnormCall* call) {
   int32_t status = check_kind(call);
   if (status == ALLNORM_OK) status = check_num_tokens(*call);
   if (status != ALLNORM_OK) return status;
-  const RowShard own = is_sharded(*call)
-                           ? row_shard(call->num_tokens, config->world_size, config->rank)
-                           : RowShard{0, call->num_tokens};
-  return check_memory(*call, 1, own);
+  return check_memory(*call, 1, own_rows(*config, *call));
 }
 
 int32_t check_local(const AllnormCall* call) {

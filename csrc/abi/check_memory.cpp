@@ -250,4 +250,40 @@ int32_t check_memory(const AllnormCall& call, int num_sources, const RowShard& o
   return all.status();
 }
 
+int32_t check_alignment(const AllnormCall& call, const RowShard& own) {
+  const bool norm = is_norm(call), quantized = is_quantized(call);
+  const int64_t width = element_bytes(call.dtype), held = own.end - own.begin;
+  const int64_t x_rows = call.op == ALLNORM_ALL_GATHER_ROWS ? held : call.num_tokens;
+  const struct {
+    const char* name;
+    const void* data;
+    int64_t rows;
+    int64_t stride_bytes;
+    int64_t row_align;  // a quantised element is narrower than the one that it was made of
+  } tensors[] = {
+      {"x", call.x, x_rows, call.x_stride * width, kPackBytes},
+      {"residual", norm ? call.residual : nullptr, held, call.residual_stride * width, kPackBytes},
+      {"weight", norm ? call.weight : nullptr, 1, 0, kPackBytes},
+      {"out", call.out, call.num_tokens, call.out_stride * width, kPackBytes},
+      {"residual_out", norm ? call.residual_out : nullptr, held, call.residual_out_stride * width,
+       kPackBytes},
+      {"quantized", quantized ? call.quantized : nullptr, call.num_tokens, call.quantized_stride,
+       kPackBytes / width},
+  };
+  for (const auto& [name, data, rows, stride_bytes, row_align] : tensors) {
+    if (rows > 0 && reinterpret_cast<uintptr_t>(data) % kPackBytes != 0) {
+      return fail(ALLNORM_INVALID_ARGUMENT,
+                  "%s is at %p; expected a multiple of %d bytes, or a copy that lies at one", name,
+                  data, kPackBytes);
+    }
+    if (rows > 1 && data != nullptr && stride_bytes % row_align != 0) {
+      return fail(ALLNORM_INVALID_ARGUMENT,
+                  "the rows of %s are %lld bytes apart; expected a multiple of %lld, or a copy "
+                  "whose are",
+                  name, static_cast<long long>(stride_bytes), static_cast<long long>(row_align));
+    }
+  }
+  return ALLNORM_OK;
+}
+
 }  // namespace allnorm

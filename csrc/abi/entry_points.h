@@ -19,11 +19,6 @@ int64_t allnorm_rows_per_chunk(int32_t world_size, int64_t workspace_bytes,
   return allnorm::rows_per_chunk(world_size, workspace_bytes, *call);
 }
 
-int32_t allnorm_comm_destroy(AllnormComm* comm) {
-  delete comm;
-  return ALLNORM_OK;
-}
-
 int32_t allnorm_run(AllnormComm* comm, const AllnormCall* call) {
   const AllnormCommConfig* const config = comm == nullptr ? nullptr : &comm->communicator.config();
   if (const int32_t status = allnorm::check_run(config, call)) return status;

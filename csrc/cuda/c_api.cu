@@ -53,3 +53,29 @@ int32_t allnorm_comm_create(const AllnormCommConfig* config, AllnormComm** comm)
   *comm = created;
   return ALLNORM_OK;
 }
+
+int32_t allnorm_comm_destroy(AllnormComm* comm) {
+  if (comm != nullptr && comm->communicator.in_graphs()) {
+    return fail(ALLNORM_BUSY, "a CUDA graph may launch calls of this communicator again");
+  }
+  delete comm;
+  return ALLNORM_OK;
+}
+
+int32_t allnorm_stream_lasts(void* stream) {
+  allnorm::stream_lasts(static_cast<cudaStream_t>(stream));
+  return ALLNORM_OK;
+}
+
+int32_t allnorm_device_code(int32_t index, AllnormDeviceCode* code) {
+  if (code == nullptr) return fail(ALLNORM_INVALID_ARGUMENT, "code is NULL");
+  const allnorm::DeviceGuard guard(index);
+  int32_t status = allnorm::cuda_status(guard.status(), "selecting the device");
+  allnorm::Device device;
+  if (status == ALLNORM_OK) status = allnorm::query_device(index, &device);
+  if (status != ALLNORM_OK) return status;
+  *code = {.capability = device.capability,
+           .compiled_for = device.code,
+           .max_row_bytes = allnorm::max_row_bytes(device)};
+  return ALLNORM_OK;
+}

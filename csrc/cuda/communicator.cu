@@ -27,7 +27,6 @@ Communicator::~Communicator() {
   const DeviceGuard guard(config_.device);
   // Kernels that still run use the workspace and the fault record.
   cudaDeviceSynchronize();
-  if (last_call_ != nullptr) cudaEventDestroy(last_call_);
   if (fault_ != nullptr) cudaFreeHost(fault_);
   cudaGetLastError();
 }
@@ -46,9 +45,7 @@ int32_t Communicator::initialize() {
   status =
       cuda_status(cudaHostGetDevicePointer(reinterpret_cast<void**>(&fault_on_device_), fault_, 0),
                   "mapping the fault record");
-  if (status != ALLNORM_OK) return status;
-  status = cuda_status(cudaEventCreateWithFlags(&last_call_, cudaEventDisableTiming),
-                       "creating an event");
+  if (status == ALLNORM_OK) status = order_.initialize();
   if (status != ALLNORM_OK) return status;
 
   const std::vector<char> control = first_control_block(config_.first_op);
@@ -62,39 +59,10 @@ int32_t Communicator::initialize() {
   return cuda_status(error, "initialising the workspace");
 }
 
-int32_t Communicator::order_streams(cudaStream_t stream) {
-  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-  unsigned long long capture_id = 0;
-  if (called_ && stream == last_stream_) return ALLNORM_OK;  // the order is the stream's
-  int32_t status = cuda_status(cudaStreamGetCaptureInfo(stream, &capture, &capture_id),
-                               "asking whether the stream is captured");
-  if (status != ALLNORM_OK) return status;
-  if (capture != cudaStreamCaptureStatusActive) capture_id = 0;
-  if (called_) {
-    cudaStreamCaptureStatus last = cudaStreamCaptureStatusNone;
-    unsigned long long last_id = 0;
-    const bool alive = cudaStreamGetCaptureInfo(last_stream_, &last, &last_id) == cudaSuccess;
-    if (!alive) cudaGetLastError();  // the caller has destroyed that stream; its work is ordered
-    if (last != cudaStreamCaptureStatusActive) last_id = 0;
-    // An edge between a capture and something outside it cannot be expressed; there the order is
-    // that in which the caller launches the graph.
-    if (alive && last_id == capture_id) {
-      status = cuda_status(cudaEventRecord(last_call_, last_stream_), "recording an event");
-      if (status == ALLNORM_OK) {
-        status = cuda_status(cudaStreamWaitEvent(stream, last_call_, 0), "waiting for an event");
-      }
-      if (status != ALLNORM_OK) return status;
-    }
-  }
-  last_stream_ = stream;
-  called_ = true;
-  return ALLNORM_OK;
-}
-
 int32_t Communicator::run(const AllnormCall& call) {
-  const int32_t recorded = status();
-  if (recorded != ALLNORM_OK) {
-    const AllnormFault seen = fault();
+  if (broken_) return say_broken();
+  if (const int32_t recorded = recorded_status()) {
+    const AllnormFault seen = *fault_;
     return fail(static_cast<AllnormStatus>(recorded),
                 "rank %d: an earlier call ended badly waiting for rank %d", seen.rank, seen.peer);
   }
@@ -108,16 +76,27 @@ int32_t Communicator::run(const AllnormCall& call) {
         static_cast<long long>(call.hidden_size), kMaxThreads * kMaxClusterSize,
         static_cast<long long>(config_.workspace_bytes));
   }
+  int32_t status = check_width(device_, call);
+  if (status == ALLNORM_OK) status = check_alignment(call, own_rows(config_, call));
+  if (status != ALLNORM_OK) return status;
   const DeviceGuard guard(config_.device);
-  int32_t status = cuda_status(guard.status(), "selecting the device");
-  if (status == ALLNORM_OK) status = order_streams(static_cast<cudaStream_t>(call.stream));
+  const auto stream = static_cast<cudaStream_t>(call.stream);
+  status = cuda_status(guard.status(), "selecting the device");
+  if (status == ALLNORM_OK) status = order_.begin(stream);
+  if (status != ALLNORM_OK) return break_off(call, false);
+  status = launch_chunks(call, rows);
+  if (status == ALLNORM_OK) status = order_.end(stream);
+  return status == ALLNORM_OK ? status : break_off(call, true);
+}
 
+int32_t Communicator::launch_chunks(const AllnormCall& call, int64_t rows) {
   // Chunks of equal height: a short last one would cost a launch and fill no link. Where rows have
   // owners, each chunk but the last has as many of every one of them.
   const bool owned = has_row_owners(call);
   const int64_t unit = owned ? config_.world_size : 1;
   const int64_t chunks = (call.num_tokens + rows - 1) / rows;
   const int64_t height = ((call.num_tokens + chunks - 1) / chunks + unit - 1) / unit * unit;
+  int32_t status = ALLNORM_OK;
   for (int64_t first = 0; first < call.num_tokens && status == ALLNORM_OK; first += height) {
     const int64_t count = std::min(height, call.num_tokens - first);
     status =
@@ -127,6 +106,30 @@ int32_t Communicator::run(const AllnormCall& call) {
                              fused_params(config_, call, first, count, fault_on_device_));
   }
   return status;
+}
+
+int32_t Communicator::break_off(const AllnormCall& call, bool in_order) {
+  broken_why_ = last_error();
+  broken_.store(true, std::memory_order_release);
+  // The peers are told, if that much can be launched: they would wait until their deadline. What
+  // has no place in the order of operations must not be one; then, and if all launches fail, graphs
+  // that are launched hereafter are at least told to wait for nobody.
+  if (!in_order ||
+      launch_missing_call(device_, call, config_.world_size,
+                          missing_call_params(config_, fault_on_device_)) != ALLNORM_OK) {
+    char* const poisoned =
+        static_cast<char*>(config_.workspaces[config_.rank]) + PushControl::kPoisoned;
+    cudaMemsetAsync(poisoned, 0xff, sizeof(uint64_t), static_cast<cudaStream_t>(call.stream));
+    cudaGetLastError();
+  }
+  return say_broken();
+}
+
+int32_t Communicator::say_broken() const {
+  return fail(ALLNORM_SYSTEM,
+              "rank %d could not make a call: %s. Its peers may have made theirs, so it makes no "
+              "other: make a new Communicator on every rank",
+              config_.rank, broken_why_.c_str());
 }
 
 int32_t run_local(const AllnormCall& call) {
@@ -147,14 +150,19 @@ int32_t run_local(const AllnormCall& call) {
   return status == ALLNORM_OK ? launch_local(device, call) : status;
 }
 
-int32_t Communicator::status() const {
+int32_t Communicator::recorded_status() const {
   // Pairs with the fence before the store of the status in record_fault().
   return __atomic_load_n(&fault_->status, __ATOMIC_ACQUIRE);
 }
 
 AllnormFault Communicator::fault() const {
   AllnormFault copy = {};
-  if (status() != ALLNORM_OK) copy = *fault_;
+  if (broken_) {
+    copy.status = say_broken();
+    copy.rank = copy.peer = config_.rank;
+  } else if (recorded_status() != ALLNORM_OK) {
+    copy = *fault_;
+  }
   return copy;
 }
 

@@ -4,10 +4,13 @@
 
 #include <cuda_runtime.h>
 
+#include <atomic>
 #include <cstdint>
+#include <string>
 
 #include "allnorm.h"
 #include "cuda/launch.h"
+#include "cuda/stream_order.h"
 
 namespace allnorm {
 
@@ -24,23 +27,32 @@ class Communicator {
   // Enqueues the call, chunk by chunk.
   int32_t run(const AllnormCall& call);
 
-  // What a kernel recorded, or ALLNORM_OK. Reads host memory only.
-  int32_t status() const;
+  // What a kernel recorded, or that a call could not be made: then with the words for it; or
+  // ALLNORM_OK. Reads host memory only.
   AllnormFault fault() const;
   const AllnormCommConfig& config() const { return config_; }
 
+  // Whether a graph may still launch calls of this communicator.
+  bool in_graphs() const { return order_.in_graphs(); }
+
  private:
-  // Calls on one communicator share slots and the counter, so they must not overlap: if the stream
-  // changes, the new one waits for the old one.
-  int32_t order_streams(cudaStream_t stream);
+  // What a kernel recorded.
+  int32_t recorded_status() const;
+  // The launches of a call.
+  int32_t launch_chunks(const AllnormCall& call, int64_t rows);
+  // A call that all ranks make could not be made here. From now on this rank makes none: its next
+  // would meet its peers in this one.
+  int32_t break_off(const AllnormCall& call, bool in_order);
+  int32_t say_broken() const;
 
   AllnormCommConfig config_;
   Device device_;
   AllnormFault* fault_ = nullptr;  // pinned, mapped: written by kernels
   AllnormFault* fault_on_device_ = nullptr;
-  cudaEvent_t last_call_ = nullptr;
-  cudaStream_t last_stream_ = nullptr;
-  bool called_ = false;
+  StreamOrder order_;
+  // Set once, after broken_why_: another thread may ask for the fault.
+  std::atomic<bool> broken_ = false;
+  std::string broken_why_;
 };
 
 // Rows of one launch; 0 if not even one fits. A pure function of what all ranks agree on.

@@ -17,6 +17,18 @@ using allnorm::DeviceGuard;
 using allnorm::fail;
 using allnorm::PushControl;
 
+namespace {
+
+int32_t check_ranks(int32_t rank, int32_t world_size) {
+  if (world_size < 1 || world_size > allnorm::kPushMaxWorldSize) {
+    return allnorm::invalid("world_size", world_size, "1 to 8");
+  }
+  if (rank >= 0 && rank < world_size) return ALLNORM_OK;
+  return allnorm::invalid("rank", rank, "0 to world_size - 1");
+}
+
+}  // namespace
+
 static_assert(sizeof(AllnormIpcHandle) == sizeof(cudaIpcMemHandle_t));
 
 int32_t allnorm_ipc_create(int32_t device, int64_t bytes, void** address,
@@ -53,30 +65,44 @@ int32_t allnorm_ipc_open(int32_t device, const AllnormIpcHandle* handle, void** 
   const DeviceGuard guard(device);
   cudaIpcMemHandle_t exported;
   memcpy(&exported, handle->bytes, sizeof(exported));
-  const int32_t status = cuda_status(guard.status(), "selecting the device");
-  if (status != ALLNORM_OK) return status;
-  return cuda_status(cudaIpcOpenMemHandle(address, exported, cudaIpcMemLazyEnablePeerAccess),
-                     "mapping a peer's workspace");
+  int32_t status = cuda_status(guard.status(), "selecting the device");
+  void* memory = nullptr;
+  if (status == ALLNORM_OK) {
+    status = cuda_status(cudaIpcOpenMemHandle(&memory, exported, cudaIpcMemLazyEnablePeerAccess),
+                         "mapping a peer's workspace");
+  }
+  if (status == ALLNORM_OK) *address = memory;
+  return status;
 }
 
 int32_t allnorm_ipc_leave(int32_t device, int32_t rank, int32_t world_size,
                           void* const* workspaces) {
+  if (const int32_t status = check_ranks(rank, world_size)) return status;
+  if (workspaces == nullptr) return fail(ALLNORM_INVALID_ARGUMENT, "workspaces is NULL");
   const DeviceGuard guard(device);
-  int32_t result = cuda_status(guard.status(), "selecting the device");
-  for (int peer = 0; peer < world_size && result == ALLNORM_OK; ++peer) {
+  if (guard.status() != cudaSuccess) return cuda_status(guard.status(), "selecting the device");
+  cudaError_t first_error = cudaSuccess;
+  const auto note = [&](cudaError_t error) {
+    if (first_error == cudaSuccess) first_error = error;
+  };
+  for (int peer = 0; peer < world_size; ++peer) {
     if (peer == rank || workspaces[peer] == nullptr) continue;
     const uint32_t left = 1;
     char* flag = static_cast<char*>(workspaces[peer]) + PushControl::kLeft + 4 * rank;
-    cudaError_t error = cudaMemcpy(flag, &left, sizeof(left), cudaMemcpyHostToDevice);
+    note(cudaMemcpy(flag, &left, sizeof(left), cudaMemcpyHostToDevice));
     // The store must have arrived before the mapping goes.
-    if (error == cudaSuccess) error = cudaDeviceSynchronize();
-    const cudaError_t closed = cudaIpcCloseMemHandle(workspaces[peer]);
-    result = cuda_status(error != cudaSuccess ? error : closed, "leaving a peer's workspace");
+    note(cudaDeviceSynchronize());
+    // Whatever failed: a mapping that stays can never be closed by anybody.
+    note(cudaIpcCloseMemHandle(workspaces[peer]));
   }
-  return result;
+  return cuda_status(first_error, "leaving the peers' workspaces");
 }
 
 int32_t allnorm_ipc_free(int32_t device, int32_t rank, int32_t world_size, void* address) {
+  if (world_size != 0) {
+    if (const int32_t status = check_ranks(rank, world_size)) return status;
+  }
+  if (address == nullptr) return fail(ALLNORM_INVALID_ARGUMENT, "address is NULL");
   const DeviceGuard guard(device);
   int32_t status = cuda_status(guard.status(), "selecting the device");
   uint32_t left[allnorm::kPushMaxWorldSize] = {};

@@ -1,3 +1,5 @@
+#include <algorithm>
+#include <climits>
 #include <map>
 #include <mutex>
 #include <tuple>
@@ -11,6 +13,9 @@
 
 namespace allnorm {
 namespace {
+
+// What kernels must have been compiled for to know clusters and dependent launch: memory.cuh.
+constexpr int kClusterCode = 90;
 
 const void* find_exchange(int dtype, const KernelKey& key) {
   switch (dtype) {
@@ -119,14 +124,6 @@ int32_t launch_exchange(const Device& device, const AllnormCall& call, int world
             : 1;
   }
   geometry.num_threads = threads_of(fused.packs, geometry.cluster_size);
-  if (geometry.num_threads > kMaxThreads || geometry.cluster_size > kMaxClusterSize) {
-    return fail(
-        ALLNORM_UNSUPPORTED,
-        "hidden_size %lld over clusters of %d blocks needs %d threads a block: at most %d, in "
-        "clusters of at most %d, run",
-        static_cast<long long>(call.hidden_size), geometry.cluster_size, geometry.num_threads,
-        kMaxThreads, kMaxClusterSize);
-  }
   const Grid grid = choose_grid(fused.num_tokens, geometry.cluster_size, most, device.num_sms);
   const void* kernel =
       find_exchange(call.dtype, {kind_of(call, grid, world_size), world_size, is_quantized(call)});
@@ -158,17 +155,53 @@ int32_t query_device(int index, Device* device) {
     return ALLNORM_OK;
   }
   device->index = index;
-  int major = 0;
+  int major = 0, minor = 0;
   for (const auto& [attribute, value] :
        {std::pair{cudaDevAttrMultiProcessorCount, &device->num_sms},
-        std::pair{cudaDevAttrComputeCapabilityMajor, &major}}) {
+        std::pair{cudaDevAttrComputeCapabilityMajor, &major},
+        std::pair{cudaDevAttrComputeCapabilityMinor, &minor}}) {
     const int32_t status = cuda_status(cudaDeviceGetAttribute(value, attribute, index),
                                        "asking for a device attribute");
     if (status != ALLNORM_OK) return status;
   }
-  device->has_clusters = device->launches_dependents = major >= 9;
+  device->capability = 10 * major + minor;
+  // A file of kernels is loaded, and compiled by the driver, as a whole.
+  device->code = INT_MAX;
+  for (const int dtype : {ALLNORM_FLOAT32, ALLNORM_FLOAT16, ALLNORM_BFLOAT16}) {
+    cudaFuncAttributes attributes;
+    const int32_t status =
+        cuda_status(cudaFuncGetAttributes(&attributes, find_local(dtype, LocalKind::kAny, false)),
+                    "loading the kernels, which must have been compiled for this device,");
+    if (status != ALLNORM_OK) return status;
+    device->code = std::min({device->code, attributes.ptxVersion, attributes.binaryVersion});
+  }
+  device->has_clusters = device->launches_dependents = device->code >= kClusterCode;
   known.emplace(index, *device);
   return ALLNORM_OK;
+}
+
+int32_t check_width(const Device& device, const AllnormCall& call) {
+  const int64_t row_bytes = call.hidden_size * element_bytes(call.dtype);
+  if (row_bytes > max_row_bytes(device)) {
+    return fail(ALLNORM_UNSUPPORTED,
+                "a row of %lld bytes is wider than the %lld that the kernels loaded on device %d "
+                "hold: they were compiled for %d.%d, clusters of blocks need 9.0",
+                static_cast<long long>(row_bytes), static_cast<long long>(max_row_bytes(device)),
+                device.index, device.code / 10, device.code % 10);
+  }
+  if (call.cluster_size > 1 && !device.has_clusters) {
+    return fail(ALLNORM_UNSUPPORTED,
+                "cluster_size is %d; expected 0 or 1: the kernels loaded on device %d were "
+                "compiled for %d.%d, clusters need 9.0",
+                call.cluster_size, device.index, device.code / 10, device.code % 10);
+  }
+  const int cluster_size = call.cluster_size == 0 ? kMaxClusterSize : call.cluster_size;
+  const int num_threads = threads_of(row_bytes / kPackBytes, cluster_size);
+  if (num_threads <= kMaxThreads) return ALLNORM_OK;
+  return fail(ALLNORM_UNSUPPORTED,
+              "hidden_size %lld over clusters of %d blocks needs %d threads a block; expected at "
+              "most %d",
+              static_cast<long long>(call.hidden_size), cluster_size, num_threads, kMaxThreads);
 }
 
 int32_t launch_fused(const Device& device, const AllnormCall& call, int world_size,
@@ -179,6 +212,19 @@ int32_t launch_fused(const Device& device, const AllnormCall& call, int world_si
 int32_t launch_owned_rows(const Device& device, const AllnormCall& call, int world_size,
                           const OwnedRowsParams& params) {
   return launch_exchange(device, call, world_size, params.fused, &params);
+}
+
+int32_t launch_missing_call(const Device& device, const AllnormCall& call, int world_size,
+                            const FusedParams& params) {
+  // One cluster of one block: that of the exchange.
+  const Geometry geometry = {.num_blocks = 1, .cluster_size = 1, .num_threads = threads_of(0, 1)};
+  AllnormCall plain = {};
+  plain.stream = call.stream;
+  plain.flags = ALLNORM_NO_PDL;
+  const void* const kernel =
+      find_exchange(ALLNORM_FLOAT32, {ExchangeKind::kOneShot, world_size, false});
+  if (kernel == nullptr) return ALLNORM_UNSUPPORTED;
+  return launch(device, kernel, &params, geometry, 0, plain);
 }
 
 int32_t launch_local(const Device& device, const AllnormCall& call) {

@@ -10,16 +10,28 @@
 
 namespace allnorm {
 
-// What the launcher knows of a device; asked for once.
+// What the launcher knows of a device and of the kernels that are loaded there; asked for once.
+// Code that was compiled for less than 9.0 knows neither clusters nor dependent launch whatever the
+// device has: launched with them, it would take a part of a row for all of it, and wait for
+// nothing.
 struct Device {
   int index = 0;
   int num_sms = 0;
-  bool has_clusters = false;         // compute capability 9.0 and later
+  int capability = 0;  // of the device: 10 * major + minor
+  int code = 0;        // what the loaded kernels were compiled for, likewise
+  bool has_clusters = false;
   bool launches_dependents = false;  // programmatic dependent launch; the same, unless turned off
 };
 
-// Fills `device`; ALLNORM_SYSTEM if CUDA refuses.
+// Fills `device`, which is current; ALLNORM_SYSTEM if CUDA refuses.
 int32_t query_device(int index, Device* device);
+
+// The widest row that a fused kernel holds there.
+inline int64_t max_row_bytes(const Device& device) {
+  return int64_t{kPackBytes} * kMaxThreads * (device.has_clusters ? kMaxClusterSize : 1);
+}
+// ALLNORM_UNSUPPORTED if a row of the call, or how it asks to be launched, is beyond the kernels.
+int32_t check_width(const Device& device, const AllnormCall& call);
 
 // Makes `device` current for this scope.
 class DeviceGuard {
@@ -49,6 +61,10 @@ int32_t launch_fused(const Device& device, const AllnormCall& call, int world_si
                      const FusedParams& params);
 int32_t launch_owned_rows(const Device& device, const AllnormCall& call, int world_size,
                           const OwnedRowsParams& params);
+
+// Launches a kernel without rows on call.stream, which announces `params.tag` as any call.
+int32_t launch_missing_call(const Device& device, const AllnormCall& call, int world_size,
+                            const FusedParams& params);
 
 int32_t launch_local(const Device& device, const AllnormCall& call);
 

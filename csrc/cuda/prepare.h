@@ -162,6 +162,22 @@ inline OwnedRowsParams owned_rows_params(const AllnormCommConfig& config, const 
   return params;
 }
 
+// A launch that says in place of a call that this rank could not make it.
+inline FusedParams missing_call_params(const AllnormCommConfig& config, AllnormFault* fault) {
+  FusedParams params = {};
+  for (int q = 0; q < config.world_size; ++q) {
+    params.workspace[q] =
+        static_cast<char*>(config.workspaces[(config.rank + q) % config.world_size]);
+  }
+  params.rank = config.rank;
+  params.phases = PushLayout::phases(config.workspace_bytes, false);
+  params.timeout_ns = config.timeout_ns;
+  params.tag = {0, kMissingCall};
+  params.fault = fault;
+  params.late_trigger = true;
+  return params;
+}
+
 // The control block of a workspace before its first operation. Every byte after it is 0xff: each
 // slot word is kEmptyWord.
 inline std::vector<char> first_control_block(uint32_t first_op) {

@@ -69,10 +69,12 @@ __device__ __forceinline__ void store_scale(const QuantParams& params, int64_t r
 __device__ __forceinline__ void clear_scale_padding(const QuantParams& params) {
   const bool packed = params.format == ALLNORM_SCALE_UE8M0_PACKED;
   const int words = packed ? (params.groups + 3) / 4 : params.groups;
-  for (int i = threadIdx.x; i < params.padding_rows * words; i += blockDim.x) {
-    store_u32(params.scale + (params.first_padding_row + i / words) * params.scale_row_bytes +
-                  i % words * params.scale_group_bytes,
-              0);
+  // Rows and words apart: all of them together need not fit into 32 bits.
+  for (int row = 0; row < params.padding_rows; ++row) {
+    char* const begin = params.scale + (params.first_padding_row + row) * params.scale_row_bytes;
+    for (int i = threadIdx.x; i < words; i += blockDim.x) {
+      store_u32(begin + i * params.scale_group_bytes, 0);
+    }
   }
 }
 

@@ -123,12 +123,12 @@ struct ShardedLayout {
   int64_t rows;
 
   ALLNORM_HD int64_t finished_bytes() const {
-    const int64_t bytes = static_cast<int64_t>(packs) * element_bytes + 4 * scales;
+    const int64_t bytes = finished_scale(scales);
     return (bytes + kPackBytes - 1) / kPackBytes * kPackBytes;
   }
   // Bytes of a phase for each row of every owner; `gathered`: there are no partials.
   ALLNORM_HD int64_t row_bytes(bool gathered) const {
-    return (world_size - 1) * (finished_bytes() + (gathered ? 0 : packs * kPackBytes));
+    return (world_size - 1) * (finished_bytes() + (gathered ? 0 : slot(0, 0, packs)));
   }
   ALLNORM_HD int64_t slot(int other, int64_t row, int64_t pack) const {
     return kPackBytes * ((other * rows + row) * packs + pack);
@@ -137,7 +137,7 @@ struct ShardedLayout {
     const int64_t slots = gathered ? 0 : (world_size - 1) * rows * packs * kPackBytes;
     return slots + (other * rows + row) * finished_bytes();
   }
-  ALLNORM_HD int64_t finished_scale(int index) const {
+  ALLNORM_HD int64_t finished_scale(int64_t index) const {
     return static_cast<int64_t>(packs) * element_bytes + 4 * index;
   }
 };

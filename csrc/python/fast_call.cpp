@@ -10,6 +10,7 @@
 // The communicator's lock is held for the launch, as in Python; calls without a communicator have
 // none, each thread has a FastCall of its own.
 
+#include <algorithm>
 #include <cstdint>
 #include <iterator>
 #include <memory>
@@ -29,6 +30,9 @@ constexpr std::uintptr_t kCudaAlignBytes = 16;
 // Calls kept, the latest first: a model makes few kinds, and each costs a look at others.
 constexpr std::size_t kMaxPrepared = 4;
 
+// Streams that are known, the latest last; a program uses few.
+constexpr std::size_t kMaxStreams = 16;
+
 // What the calls of a communicator share, or those of a thread that need none.
 struct FastCall {
   void* function;      // allnorm_run; without a communicator allnorm_local
@@ -40,6 +44,7 @@ struct FastCall {
   Ref current_device;  // callable(): int
   Ref stream;          // callable(device): int, the current stream's handle
   bool closed;
+  std::vector<void*> streams;  // on which a communicator's calls were made
   std::vector<std::shared_ptr<Prepared>> prepared;
 };
 
@@ -58,6 +63,17 @@ bool on_device(const FastCall& fast, void** stream) {
     if (!PyErr_Occurred()) return true;
   }
   PyErr_Clear();
+  return false;
+}
+
+// Whether calls were made on `stream` before. If not Python makes this one, to tell the library
+// what it should know of the stream.
+bool knows(FastCall& fast, void* stream) {
+  if (stream == nullptr || fast.comm == nullptr) return true;
+  auto& streams = fast.streams;
+  if (std::find(streams.begin(), streams.end(), stream) != streams.end()) return true;
+  if (streams.size() == kMaxStreams) streams.erase(streams.begin());
+  streams.push_back(stream);
   return false;
 }
 
@@ -140,7 +156,7 @@ PyObject* make_call(PyObject* self, PyObject* const* args, Py_ssize_t num_args) 
   if (found == nullptr) return none();
   AllnormCall call = found->call;
   const bool is_cuda = fast->device.get() != Py_None;
-  if (is_cuda && !on_device(*fast, &call.stream)) return none();
+  if (is_cuda && (!on_device(*fast, &call.stream) || !knows(*fast, call.stream))) return none();
   if (!bind_given(*found, arguments, is_cuda ? kCudaAlignBytes : 1, call)) return none();
   Ref results(make_results(*fast, *found, arguments, call));
   if (!results) {
@@ -220,6 +236,7 @@ ALLNORM_API PyObject* allnorm_fast_call_new(void* function, void* comm, PyObject
       .current_device = Ref::borrowed(current_device),
       .stream = Ref::borrowed(stream),
       .closed = false,
+      .streams = {},
       .prepared = {},
   });
   const Ref capsule(

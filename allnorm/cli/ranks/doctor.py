@@ -22,6 +22,7 @@ from allnorm.testing import (
 
 PLAN_SHAPES = ((1, 4096), (16, 4096), (128, 2880), (1024, 8192), (8192, 8192), (16, 1001))
 BANDWIDTH_BYTES = 64 << 20
+_ROW_BYTES_OF_CLUSTERS = 64 << 10  # max_row_bytes() in csrc/cuda/launch.h
 _DTYPE = torch.bfloat16
 _EPS = 1e-5
 
@@ -30,7 +31,8 @@ def run(rank: int, world_size: int, device_type: str) -> dict[str, Any]:
     """Creates a communicator, checks one call and times three. Collective.
 
     Returns:
-        The same on every rank: `create_s`, `error` ("" if the call was right), `plans` (shape,
+        The same on every rank: `create_s`, `error` ("" if the call was right), `old_code` (the GPU
+        has clusters of blocks, the kernels loaded there do not know them), `plans` (shape,
         algorithm, reason, source, launches), and the medians `fused_us` (1x4096), `flag_us` (the
         smallest all_reduce) and `large_us` (an all_reduce of BANDWIDTH_BYTES).
     """
@@ -42,6 +44,7 @@ def run(rank: int, world_size: int, device_type: str) -> dict[str, Any]:
         found: dict[str, Any] = {
             "create_s": max(_gather(took)),
             "error": next((text for text in _gather(_check(comm)) if text), ""),
+            "old_code": any(_gather(has_old_code(comm))),
             "plans": [_plan(comm, *shape) for shape in PLAN_SHAPES],
         }
         batch = make_batch(1, 4096, _DTYPE, comm.device, world_size, seed=0)
@@ -74,6 +77,16 @@ def _check(comm: allnorm.Communicator) -> str:
     expected = reference.all_reduce_add_rms_norm(batch.xs, batch.residual, batch.weight, _EPS)
     right = all(same_bits(a, b) for a, b in zip(got, expected, strict=True))
     return "" if right else f"rank {comm.rank}: a 3x4096 call differs from the reference"
+
+
+def has_old_code(comm: allnorm.Communicator) -> bool:
+    """Whether kernels compiled for an older GPU run on one with clusters of blocks.
+
+    The driver translates them, but they launch without clusters, which bounds the width of a row.
+    """
+    if comm.device.type != "cuda" or torch.cuda.get_device_capability(comm.device) < (9, 0):
+        return False
+    return (comm.traits.max_row_bytes or 0) < _ROW_BYTES_OF_CLUSTERS
 
 
 def _plan(comm: allnorm.Communicator, num_tokens: int, hidden_size: int) -> dict[str, Any]:

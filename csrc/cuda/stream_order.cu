@@ -1,0 +1,207 @@
+#include <map>
+#include <mutex>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "abi/error.h"
+#include "cuda/launch.h"
+#include "cuda/stream_order.h"
+
+namespace allnorm {
+namespace {
+
+std::mutex lasting_mutex;
+std::set<cudaStream_t>& lasting_streams() {
+  static std::set<cudaStream_t> streams;
+  return streams;
+}
+
+bool lasts(cudaStream_t stream) {
+  // cudaStreamPerThread, too, names several streams: of every thread another.
+  if (stream == nullptr || stream == cudaStreamLegacy) return true;
+  const std::lock_guard<std::mutex> lock(lasting_mutex);
+  return lasting_streams().contains(stream);
+}
+
+// Of a stream that is being captured: its graph, and what its next node will depend on.
+struct Captured {
+  cudaGraph_t graph = nullptr;
+  const cudaGraphNode_t* nodes = nullptr;
+  size_t num_nodes = 0;
+};
+cudaError_t get_captured(cudaStream_t stream, Captured* captured) {
+  cudaStreamCaptureStatus status;
+  unsigned long long id;
+#if CUDART_VERSION >= 13000
+  const cudaGraphEdgeData* edges;  // asked for: without, edges that are not plain are an error
+  return cudaStreamGetCaptureInfo(stream, &status, &id, &captured->graph, &captured->nodes, &edges,
+                                  &captured->num_nodes);
+#else
+  return cudaStreamGetCaptureInfo_v2(stream, &status, &id, &captured->graph, &captured->nodes,
+                                     &captured->num_nodes);
+#endif
+}
+
+cudaError_t add_dependencies(cudaStream_t stream, std::vector<cudaGraphNode_t>& nodes) {
+#if CUDART_VERSION >= 13000
+  return cudaStreamUpdateCaptureDependencies(stream, nodes.data(), nullptr, nodes.size(),
+                                             cudaStreamAddCaptureDependencies);
+#else
+  return cudaStreamUpdateCaptureDependencies(stream, nodes.data(), nodes.size(),
+                                             cudaStreamAddCaptureDependencies);
+#endif
+}
+
+}  // namespace
+
+void stream_lasts(cudaStream_t stream) {
+  const std::lock_guard<std::mutex> lock(lasting_mutex);
+  lasting_streams().insert(stream);
+}
+
+// The captures in which there are calls, as long as their graphs are, or what was made of these.
+class StreamOrder::Captures {
+ public:
+  struct Last {
+    cudaStream_t stream = nullptr;
+    std::vector<cudaGraphNode_t> nodes;  // of the last call
+  };
+
+  // Of a capture that goes on, so nobody removes it; nullptr if there is no call in it.
+  Last* find(unsigned long long id) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = captures_.find(id);
+    return found == captures_.end() ? nullptr : &found->second;
+  }
+  void add(unsigned long long id) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    captures_.emplace(id, Last{});
+  }
+  void remove(unsigned long long id) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    captures_.erase(id);
+  }
+  bool empty() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return captures_.empty();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<unsigned long long, Last> captures_;
+};
+
+StreamOrder::~StreamOrder() {
+  if (event_ != nullptr) cudaEventDestroy(event_);
+}
+
+int32_t StreamOrder::initialize() {
+  captures_ = std::make_shared<Captures>();
+  return cuda_status(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming),
+                     "creating an event");
+}
+
+bool StreamOrder::in_graphs() const { return captures_ != nullptr && !captures_->empty(); }
+
+int32_t StreamOrder::begin(cudaStream_t stream) {
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  capture_ = 0;
+  const cudaError_t error = cudaStreamGetCaptureInfo(stream, &capture, &capture_);
+  if (error != cudaSuccess) return cuda_status(error, "asking whether the stream is captured");
+  if (capture == cudaStreamCaptureStatusInvalidated) {
+    return fail(ALLNORM_SYSTEM,
+                "the capture of the call's stream is invalid: something in it failed before; end "
+                "it, and capture again with a new communicator");
+  }
+  if (capture == cudaStreamCaptureStatusActive) return begin_captured(stream, capture_);
+  capture_ = 0;
+  return begin_eager(stream);
+}
+
+int32_t StreamOrder::end(cudaStream_t stream) {
+  return capture_ != 0 ? end_captured(stream) : end_eager(stream);
+}
+
+int32_t StreamOrder::begin_eager(cudaStream_t stream) {
+  if (!called_ || (stream == last_ && last_lasts_)) return ALLNORM_OK;  // the stream's own order
+  if (!recorded_) {
+    // It lasts, so it may be asked.
+    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+    int32_t status = cuda_status(cudaStreamIsCapturing(last_, &capture),
+                                 "asking whether the stream of the call before is captured");
+    if (status == ALLNORM_OK && capture != cudaStreamCaptureStatusNone) {
+      status = fail(ALLNORM_SYSTEM,
+                    "a call on stream %p must come after one on stream %p, which is being captured "
+                    "now, so that nothing can wait for it: make no call on another stream during "
+                    "the capture, or capture on a stream of its own",
+                    static_cast<void*>(stream), static_cast<void*>(last_));
+    }
+    if (status == ALLNORM_OK) {
+      status = cuda_status(cudaEventRecord(event_, last_), "recording an event");
+    }
+    if (status != ALLNORM_OK) return status;
+    recorded_ = true;
+  }
+  return cuda_status(cudaStreamWaitEvent(stream, event_, 0), "waiting for an event");
+}
+
+int32_t StreamOrder::end_eager(cudaStream_t stream) {
+  if (called_ && stream == last_ && last_lasts_) return ALLNORM_OK;
+  called_ = true;
+  last_ = stream;
+  last_lasts_ = lasts(stream);
+  recorded_ = !last_lasts_;
+  if (last_lasts_) return ALLNORM_OK;
+  return cuda_status(cudaEventRecord(event_, stream), "recording an event");
+}
+
+int32_t StreamOrder::begin_captured(cudaStream_t stream, unsigned long long id) {
+  Captures::Last* const last = captures_->find(id);
+  if (last == nullptr) return hold_by_graph(stream, id);
+  // Two nodes of one stream are ordered, and may overlap as dependent launches do.
+  if (last->nodes.empty() || (stream == last->stream && lasts(stream))) return ALLNORM_OK;
+  return cuda_status(add_dependencies(stream, last->nodes), "ordering calls of a capture");
+}
+
+int32_t StreamOrder::end_captured(cudaStream_t stream) {
+  Captured captured;
+  const int32_t status =
+      cuda_status(get_captured(stream, &captured), "asking what has been captured");
+  if (status != ALLNORM_OK) return status;
+  Captures::Last& last = *captures_->find(capture_);
+  last.stream = stream;
+  last.nodes.assign(captured.nodes, captured.nodes + captured.num_nodes);
+  return ALLNORM_OK;
+}
+
+// Lets the graph that is being captured say when it, and all that was instantiated from it, is
+// gone.
+int32_t StreamOrder::hold_by_graph(cudaStream_t stream, unsigned long long id) {
+  Captured captured;
+  int32_t status = cuda_status(get_captured(stream, &captured), "asking for the captured graph");
+  if (status != ALLNORM_OK) return status;
+  struct Hold {
+    std::shared_ptr<Captures> captures;
+    unsigned long long id;
+  };
+  auto hold = std::make_unique<Hold>(Hold{captures_, id});
+  const auto let_go = [](void* data) {
+    const std::unique_ptr<Hold> gone(static_cast<Hold*>(data));
+    gone->captures->remove(gone->id);
+  };
+  cudaUserObject_t object = nullptr;
+  status = cuda_status(
+      cudaUserObjectCreate(&object, hold.get(), let_go, 1, cudaUserObjectNoDestructorSync),
+      "making a graph's object");
+  if (status != ALLNORM_OK) return status;
+  captures_->add(id);
+  hold.release();  // the object's now
+  status =
+      cuda_status(cudaGraphRetainUserObject(captured.graph, object, 1, cudaGraphUserObjectMove),
+                  "giving the graph its object");
+  if (status != ALLNORM_OK) cudaUserObjectRelease(object, 1);
+  return status;
+}
+
+}  // namespace allnorm

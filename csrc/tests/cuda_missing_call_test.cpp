@@ -1,0 +1,101 @@
+// A rank that could not launch a call says so in its place: its peers end with an error that names
+// it, at once, instead of waiting until their deadline or taking its next call for this one.
+// Communicator::break_off() launches what is launched here. Over fibers (tests/shim).
+#include "tests/cuda_ranks.h"
+
+// As in cuda_faults_test: the mark of a failure is set atomically and read plainly.
+extern "C" __attribute__((visibility("default"))) const char* __tsan_default_suppressions() {
+  return "race:atomicCAS\nrace:shim::Model::stores\nrace:shim::Model::loads\n";
+}
+
+namespace allnorm {
+namespace {
+
+using namespace testing;  // NOLINT: a test
+
+constexpr uint32_t kFirstOp = 0xfffffffe;  // numbers wrap
+
+struct Kind {
+  const char* name;
+  int32_t op;
+  int32_t algorithm;
+  int64_t num_tokens;
+  bool sharded;
+  bool quantized;
+};
+
+// `before`: calls that all ranks make first.
+template <int kWorldSize>
+void test_missing_call(const Kind& kind, int before, uint64_t seed) {
+  const int culprit = static_cast<int>(seed) % kWorldSize;
+  Random random(seed);
+  FiberGroup group(kWorldSize, kFirstOp, /*timeout_ns=*/2'000'000'000);
+  AllnormCall call = make_call(random);
+  call.op = kind.op;
+  call.algorithm = kind.algorithm;
+  call.dtype = call.weight_dtype = ALLNORM_BFLOAT16;
+  call.hidden_size = 256;
+  call.num_tokens = kind.num_tokens;
+  call.flags = kind.sharded ? ALLNORM_RESIDUAL_SHARDED : 0;
+  call.quant = kind.quantized ? ALLNORM_QUANT_PER_GROUP : ALLNORM_QUANT_NONE;
+  call.group_size = kind.quantized ? 32 : 0;
+  call.scale_format = ALLNORM_SCALE_FLOAT32;
+  std::vector<Operation> operations;
+  uint32_t op = kFirstOp;
+  for (int i = 0; i <= before; ++i) {
+    operations.push_back(make_operation(kWorldSize, random, call, true));
+    if (i < before) op += num_launches(operations.back(), kWorldSize);
+  }
+  shim::Machine machine(kWorldSize, seed);
+  group.share_with(machine);
+  for (int i = 0; i <= before; ++i) {
+    for (int rank = 0; rank < kWorldSize; ++rank) {
+      const auto r = static_cast<size_t>(rank);
+      if (rank != culprit || i < before) {
+        launch<kWorldSize, Bfloat16>(machine, group.configs[r], operations[static_cast<size_t>(i)],
+                                     &group.faults[r]);
+        continue;
+      }
+      const FusedParams params = missing_call_params(group.configs[r], &group.faults[r]);
+      machine.launch(rank, {.num_blocks = 1,
+                            .num_threads = static_cast<uint32_t>(threads_of(0, 1)),
+                            .cluster_size = 1,
+                            .kernel = [params] {
+                              run_fused<Float32, kWorldSize, OneShot, Grid::kSparse, false>(params);
+                            }});
+    }
+  }
+  if (!check(machine.run(kMaxTurns), "%s: does not end", kind.name)) return;
+  for (int rank = 0; rank < kWorldSize; ++rank) {
+    const AllnormFault& fault = group.faults[static_cast<size_t>(rank)];
+    check(fault.status == ALLNORM_DIVERGED && fault.expected_op == op && fault.seen_op == op,
+          "%s, rank %d of %d: status %d in operation %u, seen %u; expected %u", kind.name, rank,
+          kWorldSize, fault.status, fault.expected_op, fault.seen_op, op);
+    if (rank == culprit) continue;
+    check(fault.peer == culprit && fault.seen_shape == kMissingCall && fault.seen_tokens == 0,
+          "%s, rank %d: peer %d, seen shape %x", kind.name, rank, fault.peer, fault.seen_shape);
+  }
+}
+
+}  // namespace
+}  // namespace allnorm
+
+int main() {
+  using namespace allnorm;
+  constexpr int32_t kNorm = ALLNORM_ADD_RMS_NORM;
+  for (const Kind& kind : {
+           Kind{"one_shot", kNorm, ALLNORM_ONE_SHOT, 4, false, false},
+           Kind{"one_shot, quantised", kNorm, ALLNORM_ONE_SHOT, 4, false, true},
+           Kind{"two_shot", kNorm, ALLNORM_TWO_SHOT, 4, false, false},
+           Kind{"two_shot of many rows", kNorm, ALLNORM_TWO_SHOT, 200, false, false},
+           Kind{"sharded", kNorm, ALLNORM_TWO_SHOT, 7, true, false},
+           Kind{"sharded, quantised", kNorm, ALLNORM_TWO_SHOT, 7, true, true},
+           Kind{"all_gather_rows", ALLNORM_ALL_GATHER_ROWS, ALLNORM_TWO_SHOT, 7, false, false},
+       }) {
+    for (uint64_t seed = 0; seed < 3; ++seed) {
+      test_missing_call<2>(kind, 0, seed);
+      test_missing_call<3>(kind, 3, seed);
+    }
+  }
+  return testing::result();
+}

@@ -1,0 +1,96 @@
+// Offsets beyond 2^31: one thread's part of what has so many elements that all of them would take
+// minutes. The thread, and how many there are, are made up.
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstdint>
+
+#include "tests/shim/device.h"
+
+namespace {
+struct {
+  int x;
+} thread, threads;
+}  // namespace
+#undef threadIdx
+#undef blockDim
+#define threadIdx thread
+#define blockDim threads
+
+#include "cuda/quantize.cuh"
+#include "protocol/layout.h"
+#include "tests/testing.h"
+
+namespace allnorm {
+namespace {
+
+using testing::check;
+
+// Memory of any size, of which little is touched.
+class Vast {
+ public:
+  explicit Vast(size_t bytes) : bytes_(bytes) {
+    address_ = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE,
+                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  }
+  ~Vast() { munmap(address_, bytes_); }
+  Vast(const Vast&) = delete;
+  char* data() const { return address_ == MAP_FAILED ? nullptr : static_cast<char*>(address_); }
+
+ private:
+  size_t bytes_;
+  void* address_;
+};
+
+// 2^31 scales of padding and more, in columns as FP8 GEMMs want them.
+void test_padding_of_scales() {
+  constexpr int kGroups = 1 << 15, kRows = (1 << 16) + 3;
+  constexpr int64_t kFirst = 5, kColumn = 4 * (kFirst + kRows);
+  const Vast scales(static_cast<size_t>(kColumn * kGroups));
+  if (!check(scales.data() != nullptr, "no address space")) return;
+  QuantParams params = {};
+  params.scale = scales.data();
+  params.scale_row_bytes = 4;
+  params.scale_group_bytes = kColumn;
+  params.groups = kGroups;
+  params.first_padding_row = kFirst;
+  params.padding_rows = kRows;
+  threads.x = kGroups;
+  for (const int group : {0, kGroups - 1}) {
+    auto* const column = reinterpret_cast<uint32_t*>(scales.data() + group * kColumn);
+    std::fill_n(column, kFirst + kRows, ~0u);
+    thread.x = group;
+    clear_scale_padding(params);
+    int64_t cleared = 0;
+    for (int64_t row = kFirst; row < kFirst + kRows; ++row) cleared += column[row] == 0;
+    check(cleared == kRows, "group %d: %lld of %d rows of padding are zero", group,
+          static_cast<long long>(cleared), kRows);
+    check(column[kFirst - 1] == ~0u, "group %d: a scale of a row is zero", group);
+  }
+  // The scale of a row there.
+  store_scale(params, kFirst + kRows - 1, kGroups - 1, 2.0f);
+  const char* const last = scales.data() + kColumn * kGroups - 4;
+  check(*reinterpret_cast<const float*>(last) == 2.0f, "a scale was stored elsewhere");
+}
+
+void test_layout() {
+  const ShardedLayout layout = {.world_size = 8,
+                                .packs = 1 << 29,
+                                .element_bytes = 8,
+                                .scales = 1 << 30,
+                                .rows = int64_t{1} << 20};
+  const int64_t packs = layout.packs;
+  check(layout.finished_bytes() == 8 * packs + (int64_t{4} << 30), "finished_bytes: %lld",
+        static_cast<long long>(layout.finished_bytes()));
+  check(layout.row_bytes(false) == 7 * (layout.finished_bytes() + 16 * packs), "row_bytes: %lld",
+        static_cast<long long>(layout.row_bytes(false)));
+}
+
+}  // namespace
+}  // namespace allnorm
+
+int main() {
+  allnorm::test_padding_of_scales();
+  allnorm::test_layout();
+  return allnorm::testing::result();
+}

@@ -1,0 +1,110 @@
+// A rank of two on the fake runtime; of its peer there is memory only.
+#ifndef ALLNORM_TESTS_FAKE_CUDA_RANK_H_
+#define ALLNORM_TESTS_FAKE_CUDA_RANK_H_
+
+#include <cstring>
+#include <vector>
+
+#include "allnorm.h"
+#include "protocol/layout.h"
+#include "tests/fake_cuda/fake.h"
+#include "tests/testing.h"
+
+namespace allnorm::testing {
+
+// Memory that lies at a multiple of 256 bytes.
+class Aligned {
+ public:
+  explicit Aligned(size_t bytes) : bytes_(bytes + 256) {}
+  char* data() {
+    const auto address = reinterpret_cast<uintptr_t>(bytes_.data());
+    return bytes_.data() + (256 - address % 256) % 256;
+  }
+
+ private:
+  std::vector<char> bytes_;
+};
+
+constexpr int64_t kBytes = 1 << 18;
+
+class Rank {
+ public:
+  explicit Rank(int world_size = 2, int32_t flags = 0)
+      : memory_(static_cast<size_t>(world_size * kBytes)) {
+    config.struct_bytes = sizeof(config);
+    config.world_size = world_size;
+    config.workspace_bytes = kBytes;
+    config.timeout_ns = 1'000'000;
+    config.flags = flags;
+    for (int i = 0; i < world_size; ++i) config.workspaces[i] = memory_.data() + i * kBytes;
+  }
+  ~Rank() { close(); }
+  Rank(const Rank&) = delete;
+
+  int32_t open() { return allnorm_comm_create(&config, &comm); }
+  int32_t close() {
+    const int32_t status = allnorm_comm_destroy(comm);
+    if (status == ALLNORM_OK) comm = nullptr;
+    return status;
+  }
+
+  // rms_norm(all_reduce(x) + residual) of bfloat16.
+  AllnormCall norm(cudaStream_t stream, int64_t num_tokens = 1, int64_t hidden_size = 64) {
+    AllnormCall call = {};
+    call.struct_bytes = sizeof(call);
+    call.op = ALLNORM_ADD_RMS_NORM;
+    call.dtype = call.weight_dtype = ALLNORM_BFLOAT16;
+    call.eps = 1e-6f;
+    call.num_tokens = num_tokens;
+    call.hidden_size = hidden_size;
+    call.num_sources = 1;
+    call.x_stride = call.residual_stride = call.out_stride = call.residual_out_stride =
+        call.quantized_stride = hidden_size;
+    call.stream = stream;
+    call.x = tensor(0);
+    call.residual = tensor(1);
+    call.weight = tensor(2);
+    call.out = tensor(3);
+    call.residual_out = tensor(4);
+    return call;
+  }
+  // Nothing reads or writes them.
+  static char* tensor(int64_t number) {
+    return reinterpret_cast<char*>((int64_t{1} << 40) + (number << 32));
+  }
+  int32_t run(const AllnormCall& call) { return allnorm_run(comm, &call); }
+  int32_t run(cudaStream_t stream) { return run(norm(stream)); }
+
+  uint64_t poisoned() {
+    uint64_t value = 0;
+    memcpy(&value, memory_.data() + config.rank * kBytes + PushControl::kPoisoned, sizeof(value));
+    return value;
+  }
+
+  AllnormCommConfig config = {};
+  AllnormComm* comm = nullptr;
+
+ private:
+  Aligned memory_;
+};
+
+inline cudaStream_t new_stream(bool lasts = false) {
+  cudaStream_t stream = nullptr;
+  cudaStreamCreate(&stream);
+  if (lasts) allnorm_stream_lasts(stream);
+  return stream;
+}
+
+inline bool said(const char* words) { return strstr(allnorm_last_error(), words) != nullptr; }
+
+// `next` waits for what is on `stream` now; within a capture it joins it.
+inline void follow(cudaStream_t next, cudaStream_t stream) {
+  cudaEvent_t event = nullptr;
+  cudaEventCreateWithFlags(&event, cudaEventDisableTiming);
+  cudaEventRecord(event, stream);
+  cudaStreamWaitEvent(next, event, 0);
+  cudaEventDestroy(event);
+}
+
+}  // namespace allnorm::testing
+#endif  // ALLNORM_TESTS_FAKE_CUDA_RANK_H_

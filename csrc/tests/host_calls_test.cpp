@@ -1,0 +1,414 @@
+// The host side of the CUDA backend where CUDA refuses something, and for code that was compiled
+// for an older device than it runs on.
+#include "protocol/exchange.h"
+#include "tests/fake_cuda/rank.h"
+
+namespace allnorm::testing {
+namespace {
+
+using fake::launches;
+
+// Calls `attempt` with each call of the runtime failing in turn; `undo` after each. Nothing is left
+// then, and who failed says so.
+template <class Attempt, class Undo>
+void fail_everywhere(const char* what, Attempt&& attempt, Undo&& undo) {
+  fake::reset();
+  const int alive = fake::num_alive();
+  int failed = 0;
+  for (int nth = 0;; ++nth) {
+    fake::fail_nth(nth);
+    const int32_t status = attempt();
+    const bool any = fake::has_failed();
+    fake::fail_nth(-1);
+    if (status != ALLNORM_OK) {
+      ++failed;
+      check(any && status == ALLNORM_SYSTEM && said("cudaError2"), "%s, %d: status %d, %s", what,
+            nth, status, allnorm_last_error());
+      check(cudaGetLastError() == cudaSuccess, "%s: an error is left for others to find", what);
+    }
+    undo();
+    check(fake::num_alive() == alive, "%s, %d: %d things are left", what, nth,
+          fake::num_alive() - alive);
+    check(fake::violations() == 0, "%s, %d: %s", what, nth, fake::last_violation());
+    if (!any) break;
+  }
+  check(failed >= 2, "%s: failed %d times", what, failed);
+}
+
+void test_failed_start_leaves_nothing() {
+  {
+    Rank rank;
+    fail_everywhere("create", [&] { return rank.open(); }, [&] { rank.close(); });
+  }
+  void* address = nullptr;
+  AllnormIpcHandle handle = {};
+  fail_everywhere(
+      "ipc_create", [&] { return allnorm_ipc_create(0, kBytes, &address, &handle); },
+      [&] {
+        if (address != nullptr) {
+          check(allnorm_ipc_free(0, 0, 0, address) == ALLNORM_OK, "free: %s", allnorm_last_error());
+        }
+        address = nullptr;
+      });
+  fail_everywhere(
+      "ipc_open", [&] { return allnorm_ipc_open(0, &handle, &address); },
+      [&] {
+        // Of a failed one nothing is returned, so nobody uses or closes it.
+        void* const peers[2] = {nullptr, address};
+        check(allnorm_ipc_leave(0, 0, 2, peers) == ALLNORM_OK, "leave: %s", allnorm_last_error());
+        address = nullptr;
+      });
+}
+
+// One mapping that does not close keeps none of the others open.
+void test_every_mapping_is_closed() {
+  AllnormIpcHandle handle = {};
+  for (const char* function : {"cudaMemcpy", "cudaDeviceSynchronize", "cudaIpcCloseMemHandle"}) {
+    for (const bool all_after : {false, true}) {
+      fake::reset();
+      void* peers[4] = {};
+      for (const int peer : {0, 2, 3}) allnorm_ipc_open(0, &handle, &peers[peer]);
+      fake::fail_nth(0, function, all_after);
+      check(allnorm_ipc_leave(0, 1, 4, peers) == ALLNORM_SYSTEM && said("cudaError2"), "%s: %s",
+            function, allnorm_last_error());
+      fake::fail_nth(-1);
+      check(fake::num_alive() == 0, "%s: %d mappings stay", function, fake::num_alive());
+    }
+  }
+  void* const peers[2] = {};
+  check(allnorm_ipc_leave(0, 0, 9, peers) == ALLNORM_INVALID_ARGUMENT, "9 ranks");
+  check(allnorm_ipc_leave(0, 2, 2, peers) == ALLNORM_INVALID_ARGUMENT, "rank 2 of 2");
+  check(allnorm_ipc_leave(0, 0, 2, nullptr) == ALLNORM_INVALID_ARGUMENT, "NULL");
+  check(allnorm_ipc_free(0, 0, 9, &handle) == ALLNORM_INVALID_ARGUMENT, "free among 9 ranks");
+  check(allnorm_ipc_free(0, 0, 2, nullptr) == ALLNORM_INVALID_ARGUMENT, "free of NULL");
+}
+
+// A call that needs several launches.
+AllnormCall tall(Rank& rank, cudaStream_t stream) {
+  AllnormCall call = rank.norm(stream, 2000);
+  check(allnorm_rows_per_chunk(2, kBytes, &call) < 1000, "the call fits into one launch");
+  return call;
+}
+
+void check_broken(Rank& rank, const char* what) {
+  const size_t before = launches().size();
+  check(rank.run(nullptr) == ALLNORM_SYSTEM && said("rank 1 could not make a call"),
+        "%s: a later call: %s", what, allnorm_last_error());
+  check(launches().size() == before, "%s: a later call was launched", what);
+  AllnormFault fault = {};
+  check(allnorm_comm_check(rank.comm, &fault) == ALLNORM_SYSTEM && fault.status == ALLNORM_SYSTEM &&
+            fault.rank == 1 && said("could not make a call"),
+        "%s: check: status %d, rank %d", what, fault.status, fault.rank);
+}
+
+// A rank whose launch failed says so in that call's place, in its order, and makes no other.
+void test_failed_launch() {
+  for (const int nth : {0, 1}) {
+    for (const bool captured : {false, true}) {
+      fake::reset();
+      Rank rank;
+      rank.config.rank = 1;
+      rank.open();
+      const cudaStream_t stream = new_stream(true);
+      if (captured) cudaStreamBeginCapture(stream);
+      const AllnormCall call = tall(rank, stream);
+      rank.run(rank.norm(stream));
+      fake::fail_nth(nth, fake::kLaunch);
+      check(rank.run(call) == ALLNORM_SYSTEM && said("launching the kernel failed"), "said: %s",
+            allnorm_last_error());
+      check(launches().size() == static_cast<size_t>(nth) + 2, "%zu launches", launches().size());
+      const fake::Launch& last = launches().back();
+      check(last.params.tag.shape == kMissingCall && last.params.rank == 1 &&
+                last.params.workspace[0] == rank.config.workspaces[1] &&
+                last.params.workspace[1] == rank.config.workspaces[0] && last.params.packs == 0 &&
+                last.params.num_tokens == 0 && last.params.timeout_ns == rank.config.timeout_ns &&
+                last.params.fault != nullptr,
+            "the peers are told something else");
+      check(last.num_blocks == 1 && last.cluster_size == 1 && !last.dependent &&
+                last.before.size() == static_cast<size_t>(nth) + 1,
+            "they are told out of order");
+      check((last.capture != 0) == captured, "they are told elsewhere");
+      check_broken(rank, "launch");
+      if (captured) {
+        cudaGraph_t graph = nullptr;
+        check(cudaStreamEndCapture(stream, &graph) == cudaSuccess, "the capture broke");
+        cudaGraphDestroy(graph);
+      }
+      check(rank.close() == ALLNORM_OK, "close: %s", allnorm_last_error());
+    }
+  }
+}
+
+// Nothing can be launched any more: what graphs launch later must at least wait for nobody.
+void test_nothing_can_be_launched() {
+  fake::reset();
+  Rank rank;
+  rank.config.rank = 1;
+  rank.open();
+  check(rank.poisoned() == 0, "poisoned to begin with");
+  fake::fail_nth(0, fake::kLaunch, true);
+  check(rank.run(nullptr) == ALLNORM_SYSTEM, "ran");
+  fake::fail_nth(-1);
+  check(launches().empty() && rank.poisoned() != 0, "not poisoned");
+  check_broken(rank, "nothing");
+}
+
+// Whatever CUDA refuses during a call: the call is made as a whole, or the rank makes no other.
+void test_every_failure_in_a_call() {
+  enum { kFirst, kOtherStream, kMortalStream, kCaptured, kCapturedAgain };
+  for (const int kind : {kFirst, kOtherStream, kMortalStream, kCaptured, kCapturedAgain}) {
+    for (int nth = 0;; ++nth) {
+      fake::reset();
+      Rank rank;
+      rank.config.rank = 1;
+      rank.config.device = 1;
+      rank.open();
+      const cudaStream_t stream = new_stream(kind != kMortalStream), other = new_stream();
+      if (kind != kFirst) rank.run(other);
+      if (kind >= kCaptured) cudaStreamBeginCapture(stream);
+      if (kind == kCapturedAgain) {
+        rank.run(stream);
+        follow(other, stream);
+        rank.run(other);
+      }
+      const size_t before = launches().size();
+      const AllnormCall call = tall(rank, stream);
+      const int64_t rows = allnorm_rows_per_chunk(2, kBytes, &call);
+      const auto chunks = static_cast<size_t>((call.num_tokens + rows - 1) / rows);
+      fake::fail_nth(nth);
+      const int32_t status = rank.run(call);
+      const bool any = fake::has_failed();
+      const bool restores = !fake::has_failed("cudaSetDevice");
+      fake::fail_nth(-1);
+      if (status == ALLNORM_OK) {
+        check(launches().size() == before + chunks, "kind %d, %d: %zu of %zu launches", kind, nth,
+              launches().size() - before, chunks);
+      } else {
+        check(any && status == ALLNORM_SYSTEM, "kind %d, %d: status %d", kind, nth, status);
+        check_broken(rank, "any failure");
+      }
+      check(fake::current_device() == 0 || !restores, "kind %d, %d: the current device has changed",
+            kind, nth);
+      if (kind == kCapturedAgain) follow(stream, other);
+      cudaGraph_t graph = nullptr;
+      if (kind >= kCaptured && cudaStreamEndCapture(stream, &graph) == cudaSuccess) {
+        cudaGraphDestroy(graph);
+      }
+      check(rank.close() == ALLNORM_OK, "kind %d, %d: close: %s", kind, nth, allnorm_last_error());
+      check(fake::num_alive() == 0, "kind %d, %d: %d things are left", kind, nth,
+            fake::num_alive());
+      check(fake::violations() == 0, "kind %d, %d: %s", kind, nth, fake::last_violation());
+      if (!any) break;
+    }
+  }
+}
+
+// A graph that may be launched again needs the communicator, whoever closes it.
+void test_graphs_hold_the_communicator() {
+  fake::reset();
+  Rank rank;
+  rank.open();
+  const cudaStream_t stream = new_stream(true);
+  rank.run(stream);
+  cudaGraphExec_t execs[2] = {};
+  for (cudaGraphExec_t& exec : execs) {
+    cudaStreamBeginCapture(stream);
+    rank.run(stream);
+    check(rank.close() == ALLNORM_BUSY && said("graph"), "closed during a capture");
+    cudaGraph_t graph = nullptr;
+    cudaStreamEndCapture(stream, &graph);
+    cudaGraphInstantiate(&exec, graph);
+    cudaGraphDestroy(graph);
+  }
+  const int alive = fake::num_alive();
+  for (cudaGraphExec_t exec : execs) {
+    check(rank.close() == ALLNORM_BUSY, "closed under a graph");
+    check(fake::num_alive() >= alive - 1, "something has been freed");
+    cudaGraphLaunch(exec, stream);
+    cudaGraphExecDestroy(exec);
+  }
+  check(rank.close() == ALLNORM_OK && fake::num_alive() == 0, "not closed after all graphs");
+
+  // One that is never finished.
+  rank.open();
+  cudaStreamBeginCapture(stream);
+  rank.run(stream);
+  cudaDeviceSynchronize();
+  cudaGraph_t graph = nullptr;
+  check(cudaStreamEndCapture(stream, &graph) != cudaSuccess, "the capture is valid");
+  check(rank.close() == ALLNORM_OK, "held by a capture that broke");
+}
+
+// ---- what code was loaded
+
+struct Code {
+  int device, capability, ptx, binary, expected;
+};
+
+void check_code(const Code& code) {
+  fake::reset();
+  fake::set_device(code.device, code.capability, code.ptx, code.binary);
+  cudaSetDevice(code.device);  // where the fake's tensors are
+  const bool whole = code.expected >= 90;
+  AllnormDeviceCode found = {};
+  check(allnorm_device_code(code.device, &found) == ALLNORM_OK &&
+            found.capability == code.capability && found.compiled_for == code.expected &&
+            found.max_row_bytes == (whole ? 64 << 10 : 8 << 10),
+        "device %d: %d, compiled for %d, rows of %lld bytes", code.device, found.capability,
+        found.compiled_for, static_cast<long long>(found.max_row_bytes));
+  Rank rank;
+  rank.config.device = code.device;
+  check(rank.open() == ALLNORM_OK, "open: %s", allnorm_last_error());
+  const int asked = fake::calls_of("cudaFuncGetAttributes");
+  bool clusters = false, dependents = false;
+  for (const int64_t hidden_size : {64, 4096, 4104, 8192, 32768, 32776}) {
+    for (const int64_t num_tokens : {1, 40, 300}) {
+      for (const bool local : {false, true}) {
+        const size_t before = launches().size();
+        const AllnormCall call = rank.norm(nullptr, num_tokens, hidden_size);
+        const int32_t status = local ? allnorm_local(&call) : rank.run(call);
+        const int64_t row_bytes = 2 * hidden_size;
+        const bool fits = local || row_bytes <= found.max_row_bytes;
+        check(status == (fits ? ALLNORM_OK : ALLNORM_UNSUPPORTED), "%lld columns: status %d, %s",
+              static_cast<long long>(hidden_size), status, allnorm_last_error());
+        if (!fits) {
+          check(launches().size() == before, "a row that does not fit was launched");
+          check(row_bytes > 64 << 10 || said("compiled for 8.0"), "said: %s", allnorm_last_error());
+        }
+        for (size_t i = before; i < launches().size(); ++i) {
+          clusters = clusters || launches()[i].cluster_size > 1;
+          dependents = dependents || launches()[i].dependent;
+        }
+      }
+    }
+  }
+  check(clusters == whole && dependents == whole, "code for %d: clusters %d, dependents %d",
+        code.expected, clusters, dependents);
+  check(fake::calls_of("cudaFuncGetAttributes") == asked, "calls asked for the code again");
+  AllnormCall call = rank.norm(nullptr);
+  call.cluster_size = 2;
+  check(rank.run(call) == (whole ? ALLNORM_OK : ALLNORM_UNSUPPORTED), "cluster_size 2: %s",
+        allnorm_last_error());
+  check(rank.run(nullptr) == ALLNORM_OK, "a refusal of all ranks broke the communicator");
+}
+
+void test_loaded_code() {
+  for (const Code& code :
+       {Code{2, 90, 90, 90, 90}, Code{3, 90, 80, 90, 80}, Code{4, 90, 80, 80, 80},
+        Code{5, 80, 80, 80, 80}, Code{6, 100, 90, 100, 90}, Code{7, 100, 80, 100, 80},
+        Code{8, 100, 100, 100, 100}}) {
+    check_code(code);
+  }
+  // No code for the device at all.
+  fake::reset();
+  Rank rank;
+  rank.config.device = 9;
+  fake::fail_nth(0, "cudaFuncGetAttributes");
+  check(rank.open() == ALLNORM_SYSTEM && said("compiled for this device"), "said: %s",
+        allnorm_last_error());
+  check(fake::num_alive() == 0, "something is left");
+  check(rank.open() == ALLNORM_OK, "what failed once was kept: %s", allnorm_last_error());
+}
+
+void test_dependent_launch_can_be_off() {
+  fake::reset();
+  Rank off(2, ALLNORM_NO_DEPENDENT_LAUNCH), on;
+  off.open();
+  on.open();
+  AllnormCall call = on.norm(nullptr);
+  off.run(call);
+  on.run(call);
+  call.flags = ALLNORM_NO_PDL;
+  on.run(call);
+  check(launches().size() == 3 && !launches()[0].dependent && launches()[1].dependent &&
+            !launches()[2].dependent,
+        "dependent launches of %zu", launches().size());
+}
+
+// ---- alignment
+
+void test_alignment() {
+  fake::reset();
+  Rank rank;
+  rank.open();
+  const auto refused = [&](const AllnormCall& call, const char* words) {
+    const size_t before = launches().size();
+    check(rank.run(call) == ALLNORM_INVALID_ARGUMENT && said(words) && said("multiple"),
+          "expected '%s', said: %s", words, allnorm_last_error());
+    check(launches().size() == before, "%s was launched", words);
+    // The caller can do better.
+    check(rank.run(nullptr) == ALLNORM_OK, "after a refused argument: %s", allnorm_last_error());
+  };
+  AllnormCall good = rank.norm(nullptr, 4);
+  good.quant = ALLNORM_QUANT_PER_TOKEN;
+  good.quantized = Rank::tensor(5);
+  good.scale = Rank::tensor(6) + 4;  // of words
+  good.scale_row_stride = good.scale_group_stride = 1;
+  check(rank.run(good) == ALLNORM_OK, "good: %s", allnorm_last_error());
+  for (const int off : {2, 8}) {
+    const auto moved = [&](const void* pointer) {
+      return const_cast<char*>(static_cast<const char*>(pointer)) + off;
+    };
+    AllnormCall call = good;
+    call.x = moved(good.x);
+    refused(call, "x is at");
+    call = good;
+    call.residual = moved(good.residual);
+    refused(call, "residual is at");
+    call = good;
+    call.weight = moved(good.weight);
+    refused(call, "weight is at");
+    call = good;
+    call.out = moved(good.out);
+    refused(call, "out is at");
+    call = good;
+    call.residual_out = moved(good.residual_out);
+    refused(call, "residual_out is at");
+    call = good;
+    call.quantized = moved(good.quantized);
+    refused(call, "quantized is at");
+  }
+  for (int64_t AllnormCall::* const stride :
+       {&AllnormCall::x_stride, &AllnormCall::residual_stride, &AllnormCall::out_stride,
+        &AllnormCall::residual_out_stride, &AllnormCall::quantized_stride}) {
+    AllnormCall call = good;
+    call.*stride += 4;
+    refused(call, "bytes apart");
+    call.*stride += 4;
+    check(rank.run(call) == ALLNORM_OK, "rows 8 elements further apart: %s", allnorm_last_error());
+    call.*stride -= 4;
+    call.num_tokens = 1;  // there is no next row
+    check(rank.run(call) == ALLNORM_OK, "one row: %s", allnorm_last_error());
+  }
+  // A shard of no rows has an address that means nothing.
+  AllnormCall shard = rank.norm(nullptr, 1);
+  rank.close();
+  rank.config.rank = 1;
+  rank.open();
+  shard.algorithm = ALLNORM_TWO_SHOT;
+  shard.flags = ALLNORM_RESIDUAL_SHARDED;
+  shard.residual = static_cast<const char*>(shard.residual) + 2;
+  shard.residual_out = static_cast<char*>(shard.residual_out) + 2;
+  check(rank.run(shard) == ALLNORM_OK, "an empty shard: %s", allnorm_last_error());
+  // The kernels of allnorm_local() take any.
+  AllnormCall local = rank.norm(nullptr, 4, 63);
+  local.x = static_cast<const char*>(local.x) + 2;
+  check(allnorm_local(&local) == ALLNORM_OK, "local: %s", allnorm_last_error());
+}
+
+}  // namespace
+}  // namespace allnorm::testing
+
+int main() {
+  using namespace allnorm::testing;
+  test_failed_start_leaves_nothing();
+  test_every_mapping_is_closed();
+  test_failed_launch();
+  test_nothing_can_be_launched();
+  test_every_failure_in_a_call();
+  test_graphs_hold_the_communicator();
+  test_loaded_code();
+  test_dependent_launch_can_be_off();
+  test_alignment();
+  return result();
+}

@@ -1,0 +1,411 @@
+// Calls on one communicator come one after the other, whatever streams they are on: the host side
+// of the CUDA backend over a model of CUDA's order.
+#include <algorithm>
+#include <thread>
+
+#include "tests/fake_cuda/rank.h"
+
+namespace allnorm::testing {
+namespace {
+
+using fake::launches;
+using fake::replays;
+
+// Of launches that must be ordered each comes after all before it.
+void check_order(const char* what) {
+  for (size_t later = 0; later < launches().size(); ++later) {
+    for (size_t earlier = 0; earlier < later; ++earlier) {
+      if (launches()[earlier].capture != launches()[later].capture) continue;
+      check(launches()[later].before.contains(launches()[earlier].number),
+            "%s: call %zu does not come after call %zu (captures %llu)", what, later, earlier,
+            launches()[later].capture);
+    }
+  }
+  check(fake::violations() == 0, "%s: %s", what, fake::last_violation());
+}
+
+struct Scene {
+  explicit Scene(const char* name) : name(name) {
+    fake::reset();
+    check(rank.open() == ALLNORM_OK, "%s: %s", name, allnorm_last_error());
+  }
+  ~Scene() { check_order(name); }
+  void run(cudaStream_t stream) {
+    const int32_t status = rank.run(stream);
+    check(status == ALLNORM_OK, "%s: status %d: %s", name, status, allnorm_last_error());
+  }
+
+  const char* name;
+  Rank rank;
+};
+
+cudaGraphExec_t end(cudaStream_t stream) {
+  cudaGraph_t graph = nullptr;
+  cudaGraphExec_t exec = nullptr;
+  check(cudaStreamEndCapture(stream, &graph) == cudaSuccess, "the capture is not valid");
+  if (graph == nullptr) return nullptr;
+  cudaGraphInstantiate(&exec, graph);
+  cudaGraphDestroy(graph);
+  return exec;
+}
+
+void test_streams_alternate() {
+  for (const bool lasts : {false, true}) {
+    Scene scene("streams alternate");
+    const cudaStream_t streams[] = {new_stream(lasts), new_stream(lasts), nullptr};
+    for (const int i : {0, 0, 1, 1, 0, 2, 2, 1, 2, 0}) scene.run(streams[i]);
+    for (const int i : {0, 1}) {
+      if (!lasts) cudaStreamDestroy(streams[i]);
+    }
+  }
+}
+
+// What a repeated call costs the host: a question, and nothing else.
+void test_repeated_calls_cost_nothing() {
+  Scene scene("repeated");
+  const cudaStream_t streams[] = {new_stream(true), nullptr, cudaStreamLegacy};
+  for (const cudaStream_t stream : streams) {
+    scene.run(stream);
+    const int events = fake::calls_of("cudaEventRecord") + fake::calls_of("cudaStreamWaitEvent");
+    const int questions = fake::calls_of("cudaStreamGetCaptureInfo");
+    for (int i = 0; i < 10; ++i) scene.run(stream);
+    check(fake::calls_of("cudaEventRecord") + fake::calls_of("cudaStreamWaitEvent") == events,
+          "a repeated call recorded or waited for an event");
+    check(fake::calls_of("cudaStreamGetCaptureInfo") == questions + 10,
+          "a repeated call asked more than once");
+  }
+  // Within a capture its nodes may overlap as dependent launches do.
+  cudaStreamBeginCapture(streams[0]);
+  for (int i = 0; i < 3; ++i) scene.run(streams[0]);
+  check(fake::calls_of("cudaStreamUpdateCaptureDependencies") == 0, "repeated calls have edges");
+  cudaGraph_t graph = nullptr;
+  cudaStreamEndCapture(streams[0], &graph);
+  cudaGraphDestroy(graph);
+}
+
+void test_eager_captured_eager() {
+  for (const bool lasts : {false, true}) {
+    Scene scene("eager, captured, eager");
+    const cudaStream_t a = new_stream(lasts), b = new_stream(lasts), c = new_stream(lasts);
+    scene.run(a);
+    cudaStreamBeginCapture(b);
+    scene.run(b);
+    scene.run(c);  // while the capture goes on
+    const cudaGraphExec_t exec = end(b);
+    scene.run(a);
+    scene.run(c);
+    cudaGraphExecDestroy(exec);
+  }
+}
+
+// The capture is of the stream of the last eager call, and has ended by the next.
+void test_same_stream_eager_and_captured() {
+  for (const bool lasts : {false, true}) {
+    Scene scene("a stream's eager and captured calls");
+    const cudaStream_t a = new_stream(lasts), b = new_stream(lasts);
+    scene.run(a);
+    cudaStreamBeginCapture(a);
+    scene.run(a);
+    scene.run(a);
+    const cudaGraphExec_t exec = end(a);
+    scene.run(b);
+    scene.run(a);
+    cudaGraphExecDestroy(exec);
+  }
+}
+
+void test_destroyed_stream() {
+  Scene scene("destroyed stream");
+  const cudaStream_t a = new_stream();
+  scene.run(a);
+  cudaStreamDestroy(a);
+  scene.run(nullptr);  // must not ask a stream that is gone
+  const cudaStream_t b = new_stream();
+  check(a == b, "the fake gives a handle again at once");
+  scene.run(b);
+  cudaStreamDestroy(b);
+  const cudaStream_t c = new_stream();
+  check(c == b, "the fake gives a handle again at once");
+  scene.run(c);  // the same handle as the last call's, another stream
+  cudaStreamDestroy(c);
+  // Of a graph's, too.
+  const cudaStream_t d = new_stream(true), e = new_stream();
+  cudaStreamBeginCapture(e);
+  scene.run(e);
+  const cudaGraphExec_t exec = end(e);
+  cudaStreamDestroy(e);
+  scene.run(d);
+  scene.run(new_stream());
+  cudaGraphExecDestroy(exec);
+}
+
+// One handle, a stream of every thread.
+void test_stream_of_thread() {
+  Scene scene("a thread's default stream");
+  scene.run(cudaStreamPerThread);
+  std::thread([&] { scene.run(cudaStreamPerThread); }).join();
+  scene.run(cudaStreamPerThread);
+}
+
+void test_forked_capture() {
+  for (const bool lasts : {false, true}) {
+    Scene scene("a forked capture");
+    const cudaStream_t a = new_stream(lasts), b = new_stream(lasts), c = new_stream(lasts);
+    scene.run(b);
+    cudaStreamBeginCapture(a);
+    follow(b, a);
+    scene.run(a);
+    scene.run(b);  // forked before the call on a
+    follow(c, a);
+    scene.run(c);
+    scene.run(a);
+    scene.run(b);
+    // Events that the caller records in the capture change nothing.
+    cudaEvent_t event = nullptr;
+    cudaEventCreateWithFlags(&event, cudaEventDisableTiming);
+    cudaEventRecord(event, c);
+    scene.run(c);
+    cudaStreamWaitEvent(a, event, 0);
+    scene.run(a);
+    follow(a, b);
+    follow(a, c);
+    const cudaGraphExec_t exec = end(a);
+    cudaEventDestroy(event);
+    scene.run(new_stream(lasts));
+    cudaGraphLaunch(exec, a);
+    for (size_t i = 1; i < replays().size(); ++i) {
+      check(replays()[i].before.contains(replays()[i - 1].number), "node %zu of the graph", i);
+    }
+    cudaGraphExecDestroy(exec);
+  }
+}
+
+// A stream that made the last eager call joins a capture that has a call already.
+void test_eager_stream_joins() {
+  Scene scene("an eager stream joins a capture");
+  const cudaStream_t a = new_stream(true), b = new_stream(true);
+  cudaStreamBeginCapture(b);
+  follow(new_stream(), b);
+  cudaEvent_t before_call = nullptr;
+  cudaEventCreateWithFlags(&before_call, cudaEventDisableTiming);
+  cudaEventRecord(before_call, b);
+  scene.run(b);
+  scene.run(a);
+  cudaStreamWaitEvent(a, before_call, 0);
+  scene.run(a);
+  follow(b, a);
+  cudaGraphExecDestroy(end(b));
+  cudaEventDestroy(before_call);
+}
+
+void test_two_captures() {
+  for (const bool lasts : {false, true}) {
+    Scene scene("two captures");
+    const cudaStream_t a = new_stream(lasts), b = new_stream(lasts), c = new_stream(lasts);
+    scene.run(c);
+    cudaStreamBeginCapture(a);
+    scene.run(a);
+    cudaStreamBeginCapture(b);
+    scene.run(b);
+    scene.run(a);
+    scene.run(c);
+    scene.run(b);
+    const cudaGraphExec_t first = end(a);
+    scene.run(b);
+    const cudaGraphExec_t second = end(b);
+    scene.run(a);
+    // Replays between eager calls: in the stream's order.
+    cudaGraphLaunch(first, a);
+    scene.run(a);
+    cudaGraphLaunch(second, a);
+    cudaGraphLaunch(first, a);
+    for (size_t i = 1; i < replays().size(); ++i) {
+      check(replays()[i].before.contains(replays()[i - 1].number), "replay %zu", i);
+    }
+    check(launches().back().before.contains(replays()[1].number), "eager after a replay");
+    cudaGraphExecDestroy(first);
+    cudaGraphExecDestroy(second);
+  }
+}
+
+// The one order that cannot be had: after eager work of a stream that is being captured.
+void test_refusal() {
+  Scene scene("the last stream is captured");
+  const cudaStream_t a = new_stream(true), b = new_stream(true);
+  scene.run(a);
+  cudaStreamBeginCapture(a);
+  const size_t before = launches().size();
+  check(scene.rank.run(b) == ALLNORM_SYSTEM && said("is being captured"), "said: %s",
+        allnorm_last_error());
+  check(launches().size() == before, "a refused call was launched");
+  check(scene.rank.run(b) == ALLNORM_SYSTEM && said("is being captured"), "later: %s",
+        allnorm_last_error());
+  check(scene.rank.poisoned() != 0, "a graph that is launched now would join the refused call");
+  cudaGraph_t graph = nullptr;
+  check(cudaStreamEndCapture(a, &graph) == cudaSuccess, "the refusal broke the capture");
+  cudaGraphDestroy(graph);
+}
+
+void test_invalid_capture() {
+  Scene scene("an invalid capture");
+  const cudaStream_t a = new_stream(true);
+  cudaStreamBeginCapture(a);
+  cudaDeviceSynchronize();
+  cudaGetLastError();
+  check(scene.rank.run(a) == ALLNORM_SYSTEM && said("is invalid"), "said: %s",
+        allnorm_last_error());
+  cudaGraph_t graph = nullptr;
+  cudaStreamEndCapture(a, &graph);
+}
+
+// Any program of streams, captures and graphs.
+class Program {
+ public:
+  explicit Program(uint64_t seed) : random_(seed) {
+    fake::reset();
+    rank_.open();
+    static const std::vector<cudaStream_t> lasting = {nullptr, new_stream(true), new_stream(true)};
+    for (cudaStream_t stream : lasting) streams_.push_back({stream, true, 0});
+  }
+  ~Program() {
+    while (!captures_.empty()) end_capture(captures_.size() - 1);
+    for (cudaGraphExec_t exec : graphs_) cudaGraphExecDestroy(exec);
+    check(rank_.close() == ALLNORM_OK, "close: %s", allnorm_last_error());
+    for (const Stream& stream : streams_) {
+      if (!stream.lasts) cudaStreamDestroy(stream.handle);
+    }
+  }
+
+  void run() {
+    const int64_t steps = 5 + random_.below(40);
+    for (int64_t i = 0; i < steps && !refused_; ++i) step();
+    char what[32];
+    snprintf(what, sizeof(what), "random program");
+    check_order(what);
+  }
+  bool refused() const { return refused_; }
+
+ private:
+  struct Stream {
+    cudaStream_t handle;
+    bool lasts;
+    int capture;  // 0: none
+  };
+  struct Capture {
+    int number;
+    cudaStream_t origin;
+  };
+
+  Stream& any_stream() {
+    return streams_[static_cast<size_t>(random_.below(static_cast<int64_t>(streams_.size())))];
+  }
+  Stream& stream_of(cudaStream_t handle) {
+    return *std::find_if(streams_.begin(), streams_.end(),
+                         [&](const Stream& stream) { return stream.handle == handle; });
+  }
+
+  void step() {
+    const int64_t kind = random_.below(20);
+    Stream& stream = any_stream();
+    if (kind < 10) return call(stream);
+    if (kind < 12) return streams_.push_back({new_stream(), false, 0});
+    if (kind < 14) return destroy(stream);
+    if (kind < 15) return begin_capture(stream);
+    if (kind < 17) return fork(stream, any_stream());
+    if (kind < 18 && !captures_.empty()) {
+      return end_capture(
+          static_cast<size_t>(random_.below(static_cast<int64_t>(captures_.size()))));
+    }
+    if (stream.capture == 0 && !graphs_.empty()) cudaGraphLaunch(graphs_.back(), stream.handle);
+  }
+
+  void call(Stream& stream) {
+    const bool impossible = stream.capture == 0 && last_ != kNone && last_ != stream.handle &&
+                            last_lasts_ && stream_of(last_).capture != 0;
+    // Until the event behind it has been recorded, which a call on another stream does.
+    const int32_t status = rank_.run(stream.handle);
+    refused_ = status != ALLNORM_OK;
+    check(refused_ == impossible, "status %d: %s", status, allnorm_last_error());
+    if (stream.capture != 0 || refused_) return;
+    last_ = stream.handle;
+    last_lasts_ = stream.lasts;
+  }
+  void destroy(const Stream& stream) {
+    if (stream.lasts || stream.capture != 0) return;
+    cudaStreamDestroy(stream.handle);
+    if (stream.handle == last_) last_ = kGone;
+    std::erase_if(streams_, [&](const Stream& one) { return one.handle == stream.handle; });
+  }
+  void begin_capture(Stream& stream) {
+    if (stream.handle == nullptr || stream.capture != 0) return;
+    cudaStreamBeginCapture(stream.handle);
+    captures_.push_back({++num_captures_, stream.handle});
+    stream.capture = num_captures_;
+  }
+  void fork(const Stream& from, Stream& to) {
+    const bool joins = from.capture != 0 && to.capture == 0 && to.handle != nullptr;
+    if (!joins && from.capture != to.capture) return;
+    follow(to.handle, from.handle);
+    to.capture = from.capture;
+  }
+  void end_capture(size_t index) {
+    const Capture capture = captures_[index];
+    captures_.erase(captures_.begin() + static_cast<std::ptrdiff_t>(index));
+    for (Stream& stream : streams_) {
+      if (stream.capture != capture.number) continue;
+      if (stream.handle != capture.origin) follow(capture.origin, stream.handle);
+      stream.capture = 0;
+    }
+    cudaGraph_t graph = nullptr;
+    check(cudaStreamEndCapture(capture.origin, &graph) == cudaSuccess, "a capture broke");
+    if (graph == nullptr) return;
+    cudaGraphExec_t exec = nullptr;
+    cudaGraphInstantiate(&exec, graph);
+    cudaGraphDestroy(graph);
+    graphs_.push_back(exec);
+  }
+
+  static inline const cudaStream_t kNone = reinterpret_cast<cudaStream_t>(3);
+  static inline const cudaStream_t kGone = reinterpret_cast<cudaStream_t>(5);
+  Random random_;
+  Rank rank_;
+  std::vector<Stream> streams_;
+  std::vector<Capture> captures_;
+  std::vector<cudaGraphExec_t> graphs_;
+  int num_captures_ = 0;
+  cudaStream_t last_ = kNone;  // of the last eager call
+  bool last_lasts_ = false;
+  bool refused_ = false;
+};
+
+void test_random_programs() {
+  int refused = 0;
+  for (uint64_t seed = 0; seed < 4000 && g_failures == 0; ++seed) {
+    Program program(seed);
+    program.run();
+    refused += program.refused();
+    if (g_failures != 0)
+      fprintf(stderr, "random program %llu\n", static_cast<unsigned long long>(seed));
+  }
+  check(refused > 50 && refused < 2000, "%d programs were refused", refused);
+}
+
+}  // namespace
+}  // namespace allnorm::testing
+
+int main() {
+  using namespace allnorm::testing;
+  test_streams_alternate();
+  test_repeated_calls_cost_nothing();
+  test_eager_captured_eager();
+  test_same_stream_eager_and_captured();
+  test_destroyed_stream();
+  test_stream_of_thread();
+  test_forked_capture();
+  test_eager_stream_joins();
+  test_two_captures();
+  test_refusal();
+  test_invalid_capture();
+  test_random_programs();
+  return result();
+}

@@ -1,0 +1,52 @@
+"""What `allnorm doctor` says of kernels that were compiled for an older GPU than they run on."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from allnorm import cli
+from allnorm.cli import doctor
+from allnorm.cli.ranks import doctor as ranks_doctor
+
+
+def comm(device: str, max_row_bytes: int | None) -> Any:
+    traits = SimpleNamespace(max_row_bytes=max_row_bytes)
+    return SimpleNamespace(device=torch.device(device), traits=traits)
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "max_row_bytes", "old"),
+    [
+        ("cuda:0", (9, 0), 8 << 10, True),
+        ("cuda:0", (10, 3), 8 << 10, True),
+        ("cuda:0", (9, 0), 64 << 10, False),
+        ("cuda:0", (8, 0), 8 << 10, False),
+        ("cpu", (9, 0), None, False),
+    ],
+)
+def test_old_code_is_told_by_what_it_holds(
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    capability: tuple[int, int],
+    max_row_bytes: int | None,
+    old: bool,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert ranks_doctor.has_old_code(comm(device, max_row_bytes)) == old
+
+
+@pytest.mark.parametrize("old", [True, False])
+def test_the_report_says_why_it_is_slow(monkeypatch: pytest.MonkeyPatch, old: bool) -> None:
+    found = {"create_s": 0.1, "error": "", "plans": [], "old_code": old}
+    found |= {"fused_us": 1.0, "flag_us": 1.0, "large_us": 1.0}
+    monkeypatch.setattr(doctor, "run_ranks", lambda *args, **kwargs: [found])
+    done = CliRunner(env={"COLUMNS": "180"}).invoke(cli.app, ["doctor", "--device", "cpu"])
+    assert done.exit_code == 0, done.output
+    said = " ".join(done.output.split())
+    assert ("Slow: these GPUs" in said) == old
+    assert ("ALLNORM_CUDA_ARCHITECTURES=90" in said) == old

@@ -1,0 +1,143 @@
+"""Python's part of the CUDA host side, without a GPU: broken communicators, streams, graphs."""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from allnorm import _native, faults, workspace
+from allnorm.calls import Calls
+from allnorm.errors import AllnormError, PeerDivergedError
+from allnorm.workspace import Workspace
+
+
+class Library:
+    """Stands for the native library."""
+
+    def __init__(self, status: int = _native.OK) -> None:
+        self.status = status
+        self.lasting: list[int] = []
+
+    def comm_check(self, handle: int, fault: int) -> int:
+        return self.status
+
+    def last_error(self) -> str:
+        return "rank 1 could not make a call: launching the kernel failed"
+
+    def stream_lasts(self, stream: int) -> None:
+        self.lasting.append(stream)
+
+
+def calls(library: Library) -> Calls:
+    made = Calls()
+    made._library = library  # type: ignore[assignment]
+    made._closed, made._handle, made._streams = False, 1, {None}
+    made.timeout, made.device = datetime.timedelta(seconds=1), torch.device("cuda", 0)
+    return made
+
+
+def test_check_says_that_a_launch_failed() -> None:
+    with pytest.raises(AllnormError, match="could not make a call: launching"):
+        calls(Library(_native.SYSTEM)).check()
+    calls(Library()).check()
+
+
+def test_peers_say_who_could_not_launch() -> None:
+    fault = _native.Fault(
+        status=_native.DIVERGED,
+        rank=0,
+        peer=1,
+        expected_op=7,
+        seen_op=7,
+        expected_shape=2 << 28,
+        seen_shape=_native.MISSING_CALL,
+        expected_tokens=4,
+    )
+    error = faults.fault_error(fault, datetime.timedelta(seconds=1))
+    assert isinstance(error, PeerDivergedError)
+    assert "Seen from rank 1: operation 7: a call that it could not launch" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("stream_id", "lasts"), [(35, True), (0x7F00, False)], ids=["torch's", "external"]
+)
+def test_streams_of_torch_last(
+    monkeypatch: pytest.MonkeyPatch, stream_id: int, lasts: bool
+) -> None:
+    """An external stream has no other id than its handle, and whoever made it may destroy it."""
+    current = SimpleNamespace(cuda_stream=0x7F00, stream_id=stream_id)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    library = Library()
+    made = calls(library)
+    made._note_stream(0x7F00)
+    assert library.lasting == ([0x7F00] if lasts else [])
+    assert made._streams == {None, 0x7F00}
+    # Not the stream of the call: another thread's, or one that the caller named.
+    made._note_stream(0x9900)
+    assert library.lasting == ([0x7F00] if lasts else [])
+
+
+def test_mirror_of_device_code() -> None:
+    assert ctypes.sizeof(_native.DeviceCode) == 16
+
+
+@pytest.fixture
+def released(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setattr(workspace, "_in_use", [])
+    return []
+
+
+def made(released: list[str], name: str) -> Workspace:
+    return Workspace([1], 1, _release=lambda: released.append(name))
+
+
+def test_a_workspace_in_a_graph_stays(released: list[str]) -> None:
+    in_graphs = {"a": True, "b": True}
+    unused: Callable[[str], Any] = lambda name: lambda: not in_graphs[name]  # noqa: E731
+    a, b, c = (made(released, name) for name in "abc")
+    a.release(unused("a"))
+    a.release(unused("a"))
+    b.release(unused("b"))
+    assert released == []
+    c.release()
+    assert released == ["c"]
+    in_graphs["b"] = False
+    workspace._release_unused()
+    assert released == ["c", "b"]
+    workspace._release_unused()
+    assert released == ["c", "b"]
+    in_graphs["a"] = False
+    made(released, "d").release()
+    assert released == ["c", "b", "a", "d"]
+
+
+def test_a_failing_release_keeps_no_other(released: list[str]) -> None:
+    def fails() -> None:
+        raise OSError("leaving the peers' workspaces failed")
+
+    waits = [True]
+    made(released, "a").release(lambda: not waits[0])
+    with pytest.raises(OSError, match="leaving"):
+        Workspace([1], 1, _release=fails).release()
+    waits[0] = False
+    workspace._release_unused()
+    assert released == ["a"]
+
+
+def test_a_release_within_a_release(released: list[str]) -> None:
+    """A finaliser may come in between, and release what is being looked at."""
+    asked: list[str] = []
+
+    def unused() -> bool:
+        asked.append("a")
+        workspace._release_unused()
+        return True
+
+    made(released, "a").release(unused)
+    assert (asked, released) == (["a"], ["a"])
