@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import datetime
+import os
 import threading
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -11,9 +12,9 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from allnorm import _native, arguments, fast_call, results, unfused
+from allnorm import _native, arguments, channel, fast_call, results, unfused
 from allnorm.arguments import Like
-from allnorm.errors import CommunicatorClosedError
+from allnorm.errors import AllnormError, CommunicatorClosedError
 from allnorm.fast_call import FastCall
 from allnorm.faults import fault_error
 from allnorm.launch import Launch, raise_status
@@ -22,8 +23,14 @@ from allnorm.quant import DTYPE as FP8
 from allnorm.quant import Fp8PerTensor, QuantizedNorm
 from allnorm.results import Result
 from allnorm.shortcuts import New
+from allnorm.watch import Watch
 
 _Tensor = torch.Tensor
+# What the library has a record of.
+_RECORDED = (
+    *(_native.TIMEOUT, _native.DIVERGED, _native.PEER_DIED, _native.PEER_LEFT),
+    _native.INTERRUPTED,
+)
 
 
 class Calls:
@@ -39,7 +46,11 @@ class Calls:
     _new: Callable[[], New]
     _fast: FastCall
     _lock: threading.Lock
+    _holder: int
     _closed: bool
+    _process: int
+    _watch: Watch | None
+    _channel: channel.Channel | None
 
     def _call(
         self,
@@ -202,43 +213,85 @@ class Calls:
         scale: _Tensor | None = None,
         fresh: bool = True,
     ) -> None:
-        # The lock keeps another thread from changing the prepared call while it is being read.
-        with self._lock:
+        # The lock orders threads, and keeps another one from changing the prepared call while it is
+        # being read.
+        if not self._lock.acquire(False):
+            self._wait_for_turn()
+        try:
+            self._holder = threading.get_ident()
+            if self._closed:
+                self._refuse()
             # Copies of unaligned inputs live until the call has been made.
             temporaries = launch.bind(
                 x, residual, weight, out, residual_out, quantized, scale, fresh
             )
             if launch.is_unfused:
                 self.check()  # the library does it for the others
-                status = unfused.run(launch, self._library, self.group, x, out, quantized, scale)
+                status = unfused.run(
+                    *(launch, self._library, self.group, self._channel, self),
+                    *(x, out, quantized, scale),
+                )
             else:
                 status = self._library.run(self._handle, launch.address)
             del temporaries
+        finally:
+            self._holder = 0
+            self._lock.release()
         if status:
             self._raise(status)
 
+    def _wait_for_turn(self) -> None:
+        """Takes the lock when the call of another thread is done."""
+        self._refuse_within_call("a call")
+        self._lock.acquire()
+
+    def _refuse_within_call(self, what: str) -> None:
+        """Raises if this very thread is in a call of this communicator."""
+        if threading.get_ident() in (self._holder, self._fast.holder()):
+            raise AllnormError(
+                f"{what} of communicator {self.name} within a call of it, from a signal handler: "
+                "the other ranks cannot know of it, and the outer call is not done. Leave a note "
+                "for after the call, or raise an exception, which ends it."
+            )
+
     def _raise(self, status: int) -> None:
         """Raises what a call that ended with this status has recorded."""
-        if status in (_native.TIMEOUT, _native.DIVERGED):
+        if status == _native.INTERRUPTED:
+            fast_call.raise_interrupt()
+        if status == _native.CLOSED:
+            self._refuse()
+        if status in _RECORDED:
             self.check()
         raise_status(self._library, status)
 
     # ---- state ----------------------------------------------------------------------------------
 
     def _refuse(self) -> NoReturn:
+        if self._process != os.getpid():
+            raise CommunicatorClosedError(
+                f"communicator {self.name} belongs to process {self._process}, of which this one, "
+                f"{os.getpid()}, is a fork: only that one may use, check or close it. Make another "
+                "communicator here, in a process group of its own."
+            )
         raise CommunicatorClosedError(f"communicator {self.name} is closed: make a new one.")
 
     def check(self) -> None:
         """Raises what a wait recorded, else returns None. Reads host memory; never synchronises.
 
         Raises:
-            PeerTimeoutError: a peer did not come in time, or (PeerDivergedError) came with another
-                call.
+            PeerTimeoutError: a peer did not come in time, came with another call
+                (PeerDivergedError), has closed its communicator (PeerLeftError), or its process has
+                ended (PeerDiedError) while this rank needed it; or a wait was interrupted.
             CommunicatorClosedError: after `close()`.
         """
         if self._closed:
             self._refuse()
         if self._handle:
             fault = _native.Fault()
-            if self._library.comm_check(self._handle, ctypes.addressof(fault)) != _native.OK:
-                raise fault_error(fault, self.timeout)
+            status = self._library.comm_check(self._handle, ctypes.addressof(fault))
+            if status == _native.CLOSED:
+                self._refuse()
+            if status != _native.OK:
+                raise fault_error(fault, self.timeout, self._watch)
+        if self._channel is not None:
+            self._channel.check(self)

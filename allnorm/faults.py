@@ -5,11 +5,20 @@ from __future__ import annotations
 import datetime
 
 from allnorm import _native
-from allnorm.errors import PeerDivergedError, PeerTimeoutError
+from allnorm.errors import PeerDiedError, PeerDivergedError, PeerLeftError, PeerTimeoutError
+from allnorm.watch import Watch
 
 
-def fault_error(fault: _native.Fault, timeout: datetime.timedelta) -> PeerTimeoutError:
-    """The error for a fault: who waited for whom, for what, and what was seen instead."""
+def fault_error(
+    fault: _native.Fault, timeout: datetime.timedelta, watch: Watch | None = None
+) -> PeerTimeoutError:
+    """The error for a fault: who waited for whom, for what, and what was seen instead.
+
+    Args:
+        fault: what was recorded.
+        timeout: the communicator's.
+        watch: of its peers' processes.
+    """
     expected = (
         f"operation {fault.expected_op}: "
         f"{_native.describe_shape(fault.expected_shape, fault.expected_tokens)}"
@@ -26,13 +35,23 @@ def fault_error(fault: _native.Fault, timeout: datetime.timedelta) -> PeerTimeou
             # These are announced as a hash.
             seen += ", but another eps, weight_bias, dtype of the weight or format of the scales"
     kind: type[PeerTimeoutError] = PeerTimeoutError
-    verb = f"waited {timeout.total_seconds():g} s in vain for"
+    rank, peer = f"rank {fault.rank}", f"rank {fault.peer}"
+    what = f"{rank} waited {timeout.total_seconds():g} s in vain for {peer}"
     if fault.status == _native.DIVERGED:
-        kind, verb = PeerDivergedError, "does another call than"
+        kind, what = PeerDivergedError, f"{rank} does another call than {peer}"
+    elif fault.status == _native.PEER_DIED:
+        process = "its process" if watch is None else watch.describe(fault.peer)
+        kind, what = PeerDiedError, f"{rank} waited for {peer}, but {process} has ended"
+    elif fault.status == _native.PEER_LEFT:
+        left = "it has closed its communicator or was interrupted in a call"
+        kind, what = PeerLeftError, f"{rank} waited for {peer}, but {left}"
+    elif fault.status == _native.INTERRUPTED:
+        what = f"{rank} was interrupted, by an exception of a signal handler, waiting for {peer}"
+    elif watch is not None and fault.peer in watch.blind:
+        what += " (in another namespace of processes, so that its end would not be seen)"
     message = (
-        f"rank {fault.rank} {verb} rank {fault.peer}. Expected {expected}. Seen from rank "
-        f"{fault.peer}: {seen}. Results of this and later calls are not valid; find out what rank "
-        f"{fault.peer} did, and make a new Communicator over healthy ranks."
+        f"{what}. Expected {expected}. Seen from {peer}: {seen}. Results of this and "
+        f"later calls are not valid; find out what {peer} did, and make a new Communicator over healthy ranks."
     )
     return kind(
         message,

@@ -2,7 +2,8 @@
 
 CUDA: device memory shared through CUDA IPC, freed once every peer has unmapped it. CPU: POSIX
 shared memory, whose name is removed as soon as every rank has opened it, so that nothing is left
-behind whatever happens later. What a rank leaves that is killed in between, the next group removes.
+behind whatever happens later. If a rank is killed in between, the others remove it; if all are, the
+next group does.
 """
 
 from __future__ import annotations
@@ -15,13 +16,11 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from allnorm import _native
-from allnorm.errors import AllnormError
+from allnorm.rendezvous import Rendezvous
 
 DEFAULT_BYTES_CUDA = 256 << 20
 DEFAULT_BYTES_CPU = 4 << 20
@@ -65,46 +64,28 @@ class Workspace:
             release()
 
 
-def agree(group: dist.ProcessGroup, step: Callable[[], Any], what: str) -> list[Any]:
-    """Runs `step` on every rank and returns all results, or raises on every rank.
-
-    A rank whose step fails raises its own error; the others raise an AllnormError that names it. No
-    rank leaves before all have reported, so that no rank waits for one that has given up.
-    """
-    error: Exception | None = None
-    value: Any = None
-    try:
-        value = step()
-    except Exception as caught:  # noqa: BLE001 - reported to every rank, and raised below
-        error = caught
-    reports: list[Any] = [None] * dist.get_world_size(group)
-    report = (value, None if error is None else f"{type(error).__name__}: {error}")
-    dist.all_gather_object(reports, report, group=group)
-    if error is not None:
-        raise error
-    for rank, (_, failure) in enumerate(reports):
-        if failure is not None:
-            raise AllnormError(f"{what} failed on rank {rank}: {failure}")
-    return [result for result, _ in reports]
-
-
-def create(group: dist.ProcessGroup, device: torch.device, num_bytes: int) -> Workspace:
+def create(meeting: Rendezvous, device: torch.device, num_bytes: int) -> Workspace:
     """Makes a workspace of `num_bytes` on every rank. Collective.
 
     Raises:
+        PeerTimeoutError: a rank did not come.
         AllnormError, OSError: shared memory could not be made; raised on every rank.
     """
-    world_size = dist.get_world_size(group)
+    world_size = meeting.world_size
     if world_size == 1:
         return Workspace([], num_bytes, "one rank: there is nothing to exchange")
     if world_size > _MAX_WORLD_SIZE[device.type]:
         return Workspace([], num_bytes, f"{world_size} ranks are more than the kernels know")
-    hosts = agree(group, _host_identity, "finding out the host")
-    if len(set(hosts)) > 1:
+    if not on_one_host(meeting):
         return Workspace([], num_bytes, "the ranks are on different hosts")
     if device.type == "cpu":
-        return _create_shared_memory(group, num_bytes)
-    return _create_device_memory(group, device, num_bytes)
+        return create_shared_memory(meeting, num_bytes)
+    return _create_device_memory(meeting, device, num_bytes)
+
+
+def on_one_host(meeting: Rendezvous) -> bool:
+    """Whether all ranks are processes of one machine. Collective."""
+    return len(set(meeting.agree(_host_identity, "finding out the host"))) == 1
 
 
 def _host_identity() -> str:
@@ -131,21 +112,22 @@ def _remove_leftovers(folder: str = "/dev/shm") -> None:
                 os.unlink(path)
 
 
-def _create_shared_memory(group: dist.ProcessGroup, num_bytes: int) -> Workspace:
+def create_shared_memory(meeting: Rendezvous, num_bytes: int) -> Workspace:
+    """Host memory that all ranks of one machine have mapped. Collective."""
     library = _native.library("cpu")
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    rank, world_size = meeting.rank, meeting.world_size
     total = num_bytes * world_size
-    name = ""
     address = 0
+    # Known to all before it is there, so that whoever lives removes it.
+    names = meeting.agree(
+        lambda: f"/allnorm-{os.getpid()}-{uuid.uuid4().hex[:12]}", "naming shared memory"
+    )
 
-    def make() -> str:
-        nonlocal address, name
-        if rank != 0:
-            return ""
-        _remove_leftovers()
-        name = f"/allnorm-{os.getpid()}-{uuid.uuid4().hex[:12]}"
-        address = library.shm_create(name, total)
-        return name
+    def make() -> None:
+        nonlocal address
+        if rank == 0:
+            _remove_leftovers()
+            address = library.shm_create(names[0], total)
 
     def attach() -> None:
         nonlocal address
@@ -157,14 +139,15 @@ def _create_shared_memory(group: dist.ProcessGroup, num_bytes: int) -> Workspace
             library.shm_unmap(address, total)
 
     try:
-        names = agree(group, make, "creating shared memory")
-        agree(group, attach, "opening shared memory")
+        meeting.agree(make, "creating shared memory")
+        meeting.agree(attach, "opening shared memory")
     except BaseException:
         release()
         raise
     finally:
-        if name and address:
-            library.shm_unlink(name)
+        # Every rank does, since rank 0 may have been killed: one of them finds the name.
+        with contextlib.suppress(OSError):
+            library.shm_unlink(names[0])
     addresses = [address + r * num_bytes for r in range(world_size)]
     return Workspace(addresses, num_bytes, _release=release)
 
@@ -179,11 +162,9 @@ def _free_left_behind() -> None:
     _left_behind[:] = [entry for entry in _left_behind if not library.ipc_free(*entry)]
 
 
-def _create_device_memory(
-    group: dist.ProcessGroup, device: torch.device, num_bytes: int
-) -> Workspace:
+def _create_device_memory(meeting: Rendezvous, device: torch.device, num_bytes: int) -> Workspace:
     library = _native.library("cuda")
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    rank, world_size = meeting.rank, meeting.world_size
     index = device.index
     addresses = [0] * world_size
     torch.cuda.init()
@@ -211,11 +192,11 @@ def _create_device_memory(
         _free_left_behind()
 
     try:
-        shared = agree(group, allocate, "allocating the workspace")
+        shared = meeting.agree(allocate, "allocating the workspace")
         if len({uuid for uuid, _ in shared}) < world_size and not _shared_gpus_allowed:
             obstacles = ["several ranks share one GPU"]
         else:
-            obstacles = [text for text in agree(group, attach, "mapping the workspace") if text]
+            obstacles = [text for text in meeting.agree(attach, "mapping the workspace") if text]
     except BaseException:
         release()
         raise
@@ -223,7 +204,7 @@ def _create_device_memory(
         # Every rank has ended its attempts, but one that never opened a workspace says nothing
         # there: so all unmap first and then free.
         own, addresses[rank] = addresses[rank], 0
-        agree(group, release, "unmapping the workspace")
+        meeting.agree(release, "unmapping the workspace")
         library.ipc_free(index, rank, 0, own)
         return Workspace([], num_bytes, str(obstacles[0]).splitlines()[0])
     return Workspace(list(addresses), num_bytes, _release=release)
