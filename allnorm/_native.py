@@ -84,6 +84,7 @@ class Fault(ctypes.Structure):
         ("seen_shape", _c_uint32),
         ("expected_tokens", _c_uint32),
         ("seen_tokens", _c_uint32),
+        ("died", _c_uint32),
     ]
 
 

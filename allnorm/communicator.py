@@ -142,7 +142,7 @@ class Communicator(Collectives):
             self._tables = tuning.load(
                 tuning_dir, self.device.type, self.device.index, self.world_size
             )
-            return agreed, max_row_bytes, watch.this_process(), self._tables.found
+            return agreed, max_row_bytes, self._tables.found
 
         meeting = Rendezvous(resolved, _wait_seconds(timeout))
         checked = meeting.agree(check, "checking the arguments of Communicator")
@@ -164,7 +164,7 @@ class Communicator(Collectives):
             self.world_size,
             exchange=self._workspace.obstacle,
             max_row_bytes=min(
-                (limit for _, limit, *_ in checked if limit is not None), default=None
+                (limit for _, limit, _ in checked if limit is not None), default=None
             ),
             tables=tables,
             max_blocks=self._max_blocks if self.device.type == "cuda" else 0,
@@ -183,9 +183,9 @@ class Communicator(Collectives):
         _by_name[self.name] = self
         _living.add(self)
         self._closed = False
-        self._watch = watch.Watch(
-            [process for *_, process, _ in checked], _reporter(weakref.ref(self))
-        )
+        if self.world_size > 1:
+            self._watch = watch.Watch(meeting.processes, _reporter(weakref.ref(self)))
+        meeting.end()
 
     def _configure(
         self,

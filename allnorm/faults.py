@@ -50,8 +50,8 @@ def fault_error(
     elif watch is not None and fault.peer in watch.blind:
         what += " (in another namespace of processes, so that its end would not be seen)"
     message = (
-        f"{what}. Expected {expected}. Seen from {peer}: {seen}. Results of this and "
-        f"later calls are not valid; find out what {peer} did, and make a new Communicator over healthy ranks."
+        f"{what}. Expected {expected}. Seen from {peer}: {seen}. Results of this and later calls "
+        f"are not valid; find out what {peer} did, and make a new Communicator over healthy ranks."
     )
     return kind(
         message,

@@ -2,8 +2,8 @@
 
 Over the store of the process group and not by its collectives: these have the group's own timeout,
 do not say who is missing, and some end the process. Every rank leaves a report of each step under
-its own key and reads those of the others. A rank that gives up leaves word, so that nobody waits
-for it.
+its own key and reads those of the others. A rank that gives up leaves word, and a process that ends
+is noticed, so that nobody waits for them.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ import hashlib
 import pickle
 import time
 import uuid
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 
-from allnorm.errors import AllnormError, PeerTimeoutError
+from allnorm.errors import AllnormError, PeerDiedError, PeerTimeoutError
+from allnorm.watch import Process, Watch, this_process
 
 _SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1e-4, 1e-2
 # How many meetings of a group this process has been to. Equal on all ranks, but for those that
@@ -32,7 +34,12 @@ class Rendezvous:
     Args:
         group: whose ranks meet.
         seconds: how long all the steps together may take.
+
+    Attributes:
+        processes: of the ranks, after the first step.
     """
+
+    processes: list[Process]
 
     def __init__(self, group: dist.ProcessGroup, seconds: float) -> None:
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -43,6 +50,8 @@ class Rendezvous:
         self._steps = 0
         self._digest = ""
         self._last_keys: list[str] = []
+        self._dead: set[int] = set()
+        self._stop: Callable[[], object] = lambda: None
 
     def agree(self, step: Callable[[], Any], what: str) -> list[Any]:
         """Runs `step` on every rank and returns all results, or raises on every rank.
@@ -52,7 +61,8 @@ class Rendezvous:
         up.
 
         Raises:
-            PeerTimeoutError: a rank has not come before the deadline.
+            PeerTimeoutError: a rank has not come before the deadline, or (PeerDiedError) its
+                process has ended.
         """
         if self.world_size == 1:
             return [step()]
@@ -66,6 +76,7 @@ class Rendezvous:
         try:
             reports = self._exchange(report, what)
         except BaseException as caught:
+            self.end()
             with contextlib.suppress(Exception):
                 reason = " ".join(str(caught).split()) or type(caught).__name__
                 self._store.set(self._given_up(), f"rank {self.rank}: {reason}"[:1000])
@@ -79,12 +90,16 @@ class Rendezvous:
                 raise AllnormError(f"{what} failed on rank {rank}: {failure}")
         return [result for result, _ in reports]
 
+    def end(self) -> None:
+        """After the last step: nobody is watched any more. Idempotent, not collective."""
+        self._stop()
+
     def _exchange(self, report: Any, what: str) -> list[Any]:
         """Every rank's report of this step."""
         first = self._steps == 0
         if first:
             # A nonce each: what an earlier group of this name has left is never taken for ours.
-            report = (uuid.uuid4().hex, report)
+            report = (uuid.uuid4().hex, this_process(), report)
             self._find_meeting()
         prefix = f"{self._name}/{_meetings[self._name]}/{self._digest}/{self._steps}"
         keys = [f"{prefix}/{rank}" for rank in range(self.world_size)]
@@ -98,9 +113,13 @@ class Rendezvous:
         self._last_keys = [keys[self.rank]]
         self._steps += 1
         if first:
-            nonces = "".join(nonce for nonce, _ in reports)
+            nonces = "".join(nonce for nonce, *_ in reports)
             self._digest = hashlib.sha256(nonces.encode()).hexdigest()[:16]
-            reports = [report for _, report in reports]
+            self.processes = [process for _, process, _ in reports]
+            watch = Watch(self.processes, lambda rank, _, dead=self._dead: dead.add(rank))
+            # Also if the meeting is given up somewhere between two steps.
+            self._stop = weakref.finalize(self, watch.stop)
+            reports = [report for *_, report in reports]
         return reports
 
     def _find_meeting(self) -> None:
@@ -117,9 +136,18 @@ class Rendezvous:
         pause = _SHORTEST_PAUSE_SECONDS
         missing = set(range(self.world_size)) - {self.rank}
         while not self._store.check([keys[rank] for rank in sorted(missing)]):
+            dead = frozenset(self._dead)  # before the look at what they have left
             missing = {rank for rank in missing if not self._store.check([keys[rank]])}
             if not missing:
                 return
+            for rank in sorted(missing & dead):
+                raise self._error(
+                    PeerDiedError,
+                    f"rank {self.rank} waited for rank {rank} while {what}, but process "
+                    f"{self.processes[rank].pid} has ended. Make one over healthy ranks.",
+                    rank,
+                    what,
+                )
             if self._store.check([self._given_up()]):
                 reason = self._store.get(self._given_up()).decode(errors="replace")
                 raise AllnormError(f"{what}: another rank has given up, {reason}")
@@ -131,16 +159,19 @@ class Rendezvous:
     def _give_up(self, missing: set[int], what: str) -> None:
         names = ", ".join(map(str, sorted(missing)))
         plural = "s" if len(missing) > 1 else ""
-        raise PeerTimeoutError(
+        raise self._error(
+            PeerTimeoutError,
             f"rank {self.rank} waited {self._seconds:g} s in vain for rank{plural} {names} while "
             f"{what}: every rank of the group must make the Communicator, in the same order. Find "
             "out what became of the missing, or give a longer timeout.",
-            rank=self.rank,
-            peer=min(missing),
-            op=0,
-            expected=what,
-            seen="nothing",
+            min(missing),
+            what,
         )
+
+    def _error(
+        self, kind: type[PeerTimeoutError], message: str, peer: int, what: str
+    ) -> PeerTimeoutError:
+        return kind(message, rank=self.rank, peer=peer, op=0, expected=what, seen="nothing")
 
 
 class Mailbox:

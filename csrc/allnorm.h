@@ -146,7 +146,11 @@ typedef struct AllnormFault {
   uint32_t seen_shape;
   uint32_t expected_tokens;
   uint32_t seen_tokens;
+  // Peers whose processes have ended, by bits: what allnorm_comm_peers_died() tells kernels. Not a
+  // part of what is recorded. ALLNORM_NO_PEER_COMES: no wait can succeed any more.
+  uint32_t died;
 } AllnormFault;
+#define ALLNORM_NO_PEER_COMES 0x80000000u
 
 typedef enum AllnormCommFlags {
   // CUDA: let a dependent grid in only after the last store, for dependents that wrongly read

@@ -36,7 +36,7 @@ ALLOWED = {
     "launch": {"_native", "arguments", "errors", "quant", "shortcuts"},
     "fast_call": {"_native", "arguments", "keys", "launch", "shortcuts"},
     "watch": set(),
-    "rendezvous": {"errors"},
+    "rendezvous": {"errors", "watch"},
     "workspace": {"_native", "rendezvous"},
     "faults": {"_native", "errors", "watch"},
     "channel": {

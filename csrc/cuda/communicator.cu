@@ -23,13 +23,23 @@ int64_t rows_per_chunk(int world_size, int64_t workspace_bytes, const AllnormCal
   return std::min(slots, kMaxRows / slot.rows) * slot.rows;
 }
 
-Communicator::~Communicator() {
+void Communicator::close() {
+  if (last_call_ == nullptr && fault_ == nullptr) return;
   const DeviceGuard guard(config_.device);
   // Kernels that still run use the workspace and the fault record.
   cudaDeviceSynchronize();
   if (last_call_ != nullptr) cudaEventDestroy(last_call_);
   if (fault_ != nullptr) cudaFreeHost(fault_);
+  last_call_ = nullptr;
+  fault_ = nullptr;
   cudaGetLastError();
+}
+
+void Communicator::peers_died(uint64_t peers, bool all) {
+  // A store to memory that kernels read now and then: no call of the runtime, which may be stuck in
+  // another thread until the kernel that is to be ended has ended.
+  const uint32_t bits = static_cast<uint32_t>(peers) | (all ? ALLNORM_NO_PEER_COMES : 0u);
+  __atomic_fetch_or(&fault_->died, bits, __ATOMIC_RELAXED);
 }
 
 int32_t Communicator::initialize() {

@@ -14,7 +14,7 @@ namespace allnorm {
 class Communicator {
  public:
   explicit Communicator(const AllnormCommConfig& config) : config_(config) {}
-  ~Communicator();
+  ~Communicator() { close(); }
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
 
@@ -23,6 +23,13 @@ class Communicator {
 
   // Enqueues the call, chunk by chunk.
   int32_t run(const AllnormCall& call);
+
+  // Any thread: kernels that wait for these peers end, those that run and those that come.
+  void peers_died(uint64_t peers, bool all);
+  // No call waits on the host.
+  void end_waits() {}
+  // Waits for the device and releases what it uses; when nobody is in run(). Idempotent.
+  void close();
 
   // What a kernel recorded, or ALLNORM_OK. Reads host memory only.
   int32_t status() const;
