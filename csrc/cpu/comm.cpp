@@ -238,7 +238,8 @@ bool Communicator::fail_wait(AllnormStatus status, int peer, uint32_t seen, cons
                  .expected_shape = tag.shape,
                  .seen_shape = static_cast<uint32_t>(load_relaxed(tags(peer) + 1)),
                  .expected_tokens = tag.num_tokens,
-                 .seen_tokens = static_cast<uint32_t>(load_relaxed(tags(peer)))});
+                 .seen_tokens = static_cast<uint32_t>(load_relaxed(tags(peer))),
+                 .died = 0});
 }
 
 bool Communicator::same_call(int peer, const CallTag& tag) {
@@ -254,7 +255,8 @@ bool Communicator::same_call(int peer, const CallTag& tag) {
                  .expected_shape = tag.shape,
                  .seen_shape = static_cast<uint32_t>(seen_shape),
                  .expected_tokens = tag.num_tokens,
-                 .seen_tokens = static_cast<uint32_t>(seen_tokens)});
+                 .seen_tokens = static_cast<uint32_t>(seen_tokens),
+                 .died = 0});
 }
 
 bool Communicator::run_chunk(const Chunk& chunk) {

@@ -242,8 +242,10 @@ class Exchange {
     // fault unless it is the one that is waited for, or the host says that all has arrived that
     // ever will.
     const uint32_t died = const_cast<const volatile AllnormFault*>(params.fault)->died;
+    int gone = -1;
     for (int peer = 0; peer < kWorldSize; ++peer) {
       if (peer == params.rank) continue;
+      if ((died >> peer & 1) != 0) gone = peer;
       const char* slot = own + PushControl::tag(phase, peer);
       const uint64_t seen[2] = {load_relaxed_sys_u64(slot), load_relaxed_sys_u64(slot + 8)};
       if (CallTag::is_of(op, seen[0], seen[1])) {
@@ -259,8 +261,8 @@ class Exchange {
       }
     }
     if ((died >> source & 1) != 0) return record_fault(params, op, source, ALLNORM_PEER_DIED);
-    if ((died & ALLNORM_NO_PEER_COMES) != 0) {
-      return record_fault(params, op, __ffs(static_cast<int>(died)) - 1, ALLNORM_PEER_DIED);
+    if (gone >= 0 && (died & ALLNORM_NO_PEER_COMES) != 0) {
+      return record_fault(params, op, gone, ALLNORM_PEER_DIED);
     }
     if (time_is_up) return record_fault(params, op, source, ALLNORM_TIMEOUT);
     return *reinterpret_cast<volatile uint64_t*>(own + PushControl::kPoisoned) != 0;
