@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from allnorm import _native, arguments, channel, fast_call, results, unfused
 from allnorm.arguments import Like
-from allnorm.errors import AllnormError, CommunicatorClosedError
+from allnorm.errors import AllnormError, CommunicatorClosedError, PeerDiedError
 from allnorm.fast_call import FastCall
 from allnorm.faults import fault_error
 from allnorm.launch import Launch, raise_status
@@ -26,6 +26,8 @@ from allnorm.shortcuts import New
 from allnorm.watch import Watch
 
 _Tensor = torch.Tensor
+# How long after its connections a process may live on.
+_END_SECONDS = 0.5
 # What the library has a record of.
 _RECORDED = (
     *(_native.TIMEOUT, _native.DIVERGED, _native.PEER_DIED, _native.PEER_LEFT),
@@ -37,6 +39,7 @@ class Calls:
     """How a Communicator makes its calls; it sets these attributes."""
 
     name: str
+    rank: int
     world_size: int
     group: dist.ProcessGroup
     timeout: datetime.timedelta
@@ -227,10 +230,14 @@ class Calls:
             )
             if launch.is_unfused:
                 self.check()  # the library does it for the others
-                status = unfused.run(
-                    *(launch, self._library, self.group, self._channel, self),
-                    *(x, out, quantized, scale),
-                )
+                try:
+                    status = unfused.run(
+                        *(launch, self._library, self.group, self._channel, self),
+                        *(x, out, quantized, scale),
+                    )
+                except RuntimeError as error:
+                    self._blame_the_dead(error)
+                    raise
             else:
                 status = self._library.run(self._handle, launch.address)
             del temporaries
@@ -239,6 +246,22 @@ class Calls:
             self._lock.release()
         if status:
             self._raise(status)
+
+    def _blame_the_dead(self, error: RuntimeError) -> None:
+        """Says who it was if the process group fails because a peer's process has ended."""
+        peer = None if self._watch is None else self._watch.find_ended(_END_SECONDS)
+        if self._watch is None or peer is None:
+            return
+        raise PeerDiedError(
+            f"rank {self.rank} waited for rank {peer} in an unfused call, but "
+            f"{self._watch.describe(peer)} has ended. Results of this and later calls are not "
+            "valid; make a new Communicator over healthy ranks.",
+            rank=self.rank,
+            peer=peer,
+            op=0,
+            expected="an unfused call",
+            seen="nothing",
+        ) from error
 
     def _wait_for_turn(self) -> None:
         """Takes the lock when the call of another thread is done."""

@@ -89,6 +89,17 @@ class Watch:
         if self.watched:
             _watcher.remove(self)
 
+    def find_ended(self, seconds: float) -> int | None:
+        """A rank whose process has ended, or ends within so many seconds; None if none does."""
+        deadline = time.monotonic() + seconds
+        while True:
+            for rank, process in self.watched.items():
+                if not lives(process):
+                    return rank
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(0.01)
+
     def describe(self, rank: int) -> str:
         """The process of a rank, in words."""
         return f"process {self.peers[rank].pid}"

@@ -33,6 +33,7 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 
 #include "abi/check.h"
@@ -184,16 +185,22 @@ bool Communicator::sleep(int peer, uint32_t expected, int64_t deadline_ns, const
 AllnormStatus Communicator::ending(int peer, int* gone) const {
   if (closing_.load(std::memory_order_acquire)) return ALLNORM_CLOSED;
   AllnormStatus status = ALLNORM_OK;
+  // Who ended first is the one to name: others may have ended because of that.
+  *gone = first_dead_.load(std::memory_order_acquire);
+  if (*gone >= 0 && has_left(*gone, &status) && (*gone == peer || !has_come(*gone))) return status;
   *gone = peer;
   if (has_left(peer, &status)) return status;
   for (int other = 0; other < config_.world_size; ++other) {
-    if (other == config_.rank || !has_left(other, &status)) continue;
-    // acquire: pairs with publish(), of what came before has_left().
-    if (has_reached(load_acquire(published(other)), publication(1))) continue;
+    if (other == config_.rank || !has_left(other, &status) || has_come(other)) continue;
     *gone = other;
     return status;
   }
   return ALLNORM_OK;
+}
+
+bool Communicator::has_come(int rank) const {
+  // acquire: pairs with publish(), of what came before has_left().
+  return has_reached(load_acquire(published(rank)), publication(1));
 }
 
 bool Communicator::has_left(int rank, AllnormStatus* how) const {
@@ -217,6 +224,8 @@ void Communicator::peers_died(uint64_t peers, bool) {
   // No wait of this backend needs to be told that none can succeed: who is waited for has come to
   // the operation or is gone.
   dead_.fetch_or(peers, std::memory_order_acq_rel);
+  int none = -1;
+  if (peers != 0) first_dead_.compare_exchange_strong(none, std::countr_zero(peers));
 }
 
 void Communicator::end_waits() { closing_.store(true, std::memory_order_release); }

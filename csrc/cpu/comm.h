@@ -77,6 +77,7 @@ class Communicator {
   // rank.
   AllnormStatus ending(int peer, int* gone) const;
   bool has_left(int rank, AllnormStatus* how) const;
+  bool has_come(int rank) const;
   // A wait for `peer` failed; `seen` is what it has published.
   bool fail_wait(AllnormStatus status, int peer, uint32_t seen, const CallTag& tag);
   void tell_peers();
@@ -99,6 +100,7 @@ class Communicator {
   Scratch scratch_;
   AllnormFault fault_ = {};        // written by run() only
   std::atomic<uint64_t> dead_{0};  // bit q: the process of rank q has ended
+  std::atomic<int> first_dead_{-1};
   std::atomic<bool> closing_{false};
   bool closed_ = false;
   std::atomic<std::thread::id> runner_{};  // who is in run()
