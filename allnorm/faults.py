@@ -48,7 +48,7 @@ def fault_error(
     elif fault.status == _native.INTERRUPTED:
         what = f"{rank} was interrupted, by an exception of a signal handler, waiting for {peer}"
     elif watch is not None and fault.peer in watch.blind:
-        what += " (in another namespace of processes, so that its end would not be seen)"
+        what += " (whose process cannot be watched from here, so that its end would not be seen)"
     message = (
         f"{what}. Expected {expected}. Seen from {peer}: {seen}. Results of this and later calls "
         f"are not valid; find out what {peer} did, and make a new Communicator over healthy ranks."

@@ -65,6 +65,11 @@ def lives(process: Process) -> bool:
 class Watch:
     """The peers that one communicator watches.
 
+    Attributes:
+        blind: ranks whose end will not be seen: in another namespace, or this process may have no
+            more threads.
+        watched: the others.
+
     Args:
         peers: by rank; this process itself is not watched.
         ended: called by another thread with the rank of a peer that has ended and False; some time
@@ -81,8 +86,9 @@ class Watch:
         self.watched = {
             rank: peer for rank, peer in enumerate(peers) if rank not in self.blind and peer != own
         }
-        if self.watched:
-            _watcher.add(self)
+        if self.watched and not _watcher.add(self):
+            self.blind |= set(self.watched)
+            self.watched = {}
 
     def stop(self) -> None:
         """Calls `ended` no more, but for a call that is under way. Idempotent."""
@@ -116,19 +122,29 @@ class _Watcher:
         self._thread: threading.Thread | None = None
         self._wake: tuple[int, int] | None = None
 
-    def add(self, watch: Watch) -> None:
+    def add(self, watch: Watch) -> bool:
+        """False if the system has no thread to spare."""
         with self._lock:
+            if self._thread is None and not self._start():
+                return False
             self._watches.append(watch)
             for process in watch.watched.values():
                 if process not in self._descriptors:
                     self._descriptors[process] = _open(process)
-            if self._thread is None:
-                self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-                self._thread = threading.Thread(
-                    target=self._run, args=self._wake[:1], name="allnorm-watch", daemon=True
-                )
-                self._thread.start()
             self._notify()
+            return True
+
+    def _start(self) -> bool:
+        try:
+            self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+            thread = threading.Thread(
+                target=self._run, args=self._wake[:1], name="allnorm-watch", daemon=True
+            )
+            thread.start()
+        except (OSError, RuntimeError):
+            return False
+        self._thread = thread
+        return True
 
     def remove(self, watch: Watch) -> None:
         with self._lock:
