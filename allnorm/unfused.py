@@ -152,6 +152,9 @@ def _agree(mine: _Announcement, channel: Channel, owner: Owner, rank: int) -> No
     announced = [_Announcement(*words) for words in channel.gather(mine, owner)]
     others = [rank for rank, other in enumerate(announced) if other != mine]
     if not others:
+        # Once more: now every rank knows that none was interrupted while it waited for the others.
+        # Nobody could end the wait in the process group for one that will not come.
+        channel.gather(mine, owner)
         return
     peer = others[0]
     raise PeerDivergedError(
