@@ -10,9 +10,10 @@ from typing import Any
 
 from allnorm.errors import NativeLibraryError
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 MAX_WORLD_SIZE = 64
 OK, INVALID_ARGUMENT, UNSUPPORTED, TIMEOUT, DIVERGED, SYSTEM, BUSY = range(7)
+PEER_DIED, PEER_LEFT, INTERRUPTED, CLOSED = range(7, 11)
 _IPC_HANDLE_BYTES = 64
 ALGORITHM = {"one_shot": 0, "two_shot": 1}
 ALL_REDUCE, ADD_RMS_NORM, ALL_GATHER_ROWS = range(3)
@@ -84,6 +85,7 @@ class Fault(ctypes.Structure):
         ("seen_shape", _c_uint32),
         ("expected_tokens", _c_uint32),
         ("seen_tokens", _c_uint32),
+        ("died", _c_uint32),
     ]
 
 
@@ -134,6 +136,8 @@ class Library:
         self.local = self._bind("local", _pointer)
         self.comm_create = self._bind("comm_create", _pointer, _pointer)
         self.comm_destroy = self._bind("comm_destroy", _pointer)
+        self.comm_close = self._bind("comm_close", _pointer)
+        self.comm_peers_died = self._bind("comm_peers_died", _pointer, ctypes.c_uint64, _c_int32)
         self.comm_check = self._bind("comm_check", _pointer, _pointer)
         self.rows_per_chunk = self._bind(
             "rows_per_chunk", _c_int32, _c_int64, _pointer, result=_c_int64
@@ -154,6 +158,10 @@ class Library:
     def build_info(self) -> dict[str, Any]:
         """The build: backend, version, compilers, architectures."""
         return dict(json.loads(self._build_info()))
+
+    def set_interrupt(self, look: int) -> None:
+        """CPU library only: the C function that threads call now and then while they wait."""
+        self._bind("set_interrupt", _pointer)(look)
 
     # POSIX shared memory, CPU library only.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import datetime
+import os
 import threading
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -12,10 +13,10 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from allnorm import _native, arguments, fast_call, faults, results, tensors, unfused
+from allnorm import _native, arguments, channel, fast_call, faults, results, tensors, unfused
 from allnorm.announcement import Announcement
 from allnorm.arguments import Like
-from allnorm.errors import AllnormError, CommunicatorClosedError
+from allnorm.errors import AllnormError, CommunicatorClosedError, PeerDiedError, PeerTimeoutError
 from allnorm.fast_call import FastCall
 from allnorm.launch import Launch, raise_status
 from allnorm.prepare import Preparer
@@ -24,8 +25,16 @@ from allnorm.quant import Fp8PerTensor, QuantizedNorm
 from allnorm.refusal import Refusal, is_refusal
 from allnorm.results import Result
 from allnorm.shortcuts import New
+from allnorm.watch import Watch
 
 _Tensor = torch.Tensor
+# How long after its connections a process may live on.
+_END_SECONDS = 0.5
+# What the library has a record of.
+_RECORDED = (
+    *(_native.TIMEOUT, _native.DIVERGED, _native.PEER_DIED, _native.PEER_LEFT),
+    _native.INTERRUPTED,
+)
 
 
 class Calls:
@@ -43,6 +52,7 @@ class Calls:
     _new: Callable[[], New]
     _fast: FastCall
     _lock: threading.Lock
+    _holder: int
     _closed: bool
     _refusal: Refusal | None = None
     # Why this rank has refused a call that its peers may have made, last.
@@ -50,6 +60,9 @@ class Calls:
     # What this rank and its peer have said of the calls in which they diverged.
     _accounts: tuple[faults.Account, faults.Account] | None = None
     _streams: set[int | None]  # handles of which the library knows whether they last
+    _process: int
+    _watch: Watch | None
+    _channel: channel.Channel | None
 
     def _call(
         self,
@@ -201,33 +214,92 @@ class Calls:
         scale: _Tensor | None = None,
         fresh: bool = True,
     ) -> None:
-        # The lock keeps another thread from changing the prepared call while it is being read.
-        with self._lock:
+        self._take_turn()
+        refused = None
+        try:
             try:
                 # Copies of unaligned inputs live until the call has been made.
                 temporaries = launch.bind(
                     x, residual, weight, out, residual_out, quantized, scale, fresh
                 )
-            except Exception as error:  # noqa: BLE001 - raised below, without the lock
+            except Exception as error:  # noqa: BLE001 - raised below, when the turn has ended
                 refused = error
             else:
-                refused = None
                 if launch.is_unfused:
-                    self.check()  # the library does it for the others
                     read = temporaries[0] if temporaries else x
-                    status = unfused.run(
-                        launch, self._library, self.group, read, out, quantized, scale
-                    )
+                    status = self._run_unfused(launch, read, out, quantized, scale)
                 else:
                     if launch.call.stream not in self._streams:
                         self._note_stream(launch.call.stream)
                     status = self._library.run(self._handle, launch.address)
                 del temporaries
+        finally:
+            self._end_turn()
         if refused is not None:
             self._tell(refused, launch)
             raise refused
         if status:
             self._fail(status, launch)
+
+    def _run_unfused(
+        self,
+        launch: Launch,
+        x: _Tensor,
+        out: _Tensor | None,
+        quantized: _Tensor | None,
+        scale: _Tensor | None,
+    ) -> int:
+        self.check()  # the library does it for the others
+        try:
+            return unfused.run(
+                *(launch, self._library, self.group, self._channel, self),
+                *(x, out, quantized, scale),
+            )
+        except RuntimeError as error:
+            self._blame_the_dead(error)
+            raise
+
+    def _blame_the_dead(self, error: RuntimeError) -> None:
+        """Says who it was if the process group fails because a peer's process has ended."""
+        peer = None if self._watch is None else self._watch.find_ended(_END_SECONDS)
+        if self._watch is None or peer is None:
+            return
+        raise PeerDiedError(
+            f"rank {self.rank} waited for rank {peer} in an unfused call, but "
+            f"{self._watch.describe(peer)} has ended. Results of this and later calls are not "
+            "valid; make a new Communicator over healthy ranks.",
+            rank=self.rank,
+            peer=peer,
+            op=0,
+            expected="an unfused call",
+            seen="nothing",
+        ) from error
+
+    def _take_turn(self) -> None:
+        """Threads make their calls one after the other.
+
+        The lock also keeps another one from changing the prepared call while it is being read.
+        """
+        if not self._lock.acquire(False):
+            self._refuse_within_call("a call")
+            self._lock.acquire()
+        self._holder = threading.get_ident()
+        if self._closed:
+            self._end_turn()
+            self._refuse()
+
+    def _end_turn(self) -> None:
+        self._holder = 0
+        self._lock.release()
+
+    def _refuse_within_call(self, what: str) -> None:
+        """Raises if this very thread is in a call of this communicator."""
+        if threading.get_ident() in (self._holder, self._fast.holder()):
+            raise AllnormError(
+                f"{what} of communicator {self.name} within a call of it, from a signal handler: "
+                "the other ranks cannot know of it, and the outer call is not done. Leave a note "
+                "for after the call, or raise an exception, which ends it."
+            )
 
     def _note_stream(self, handle: int) -> None:
         """Tells the library whether calls follow on a stream that lasts: each costs less then.
@@ -259,7 +331,11 @@ class Calls:
 
     def _fail(self, status: int, launch: Launch | None) -> NoReturn:
         """Raises what a call that ended with this status has recorded."""
-        if status in (_native.TIMEOUT, _native.DIVERGED):
+        if status == _native.INTERRUPTED:
+            fast_call.raise_interrupt()
+        if status == _native.CLOSED:
+            self._refuse()
+        if status in _RECORDED:
             self._check(launch)
         try:
             raise_status(self._library, status)
@@ -281,27 +357,37 @@ class Calls:
             return
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return  # the capture fails with this error, there is nothing to replay
-        with self._lock:
+        self._take_turn()
+        try:
             if algorithm == "unfused":
-                unfused.refuse(self.device, self.group)
+                unfused.refuse(self._channel, self, self.rank)
                 return
             self._refused = f"{type(error).__name__}: {error}"
             faults.publish_refusal(self.group, self.name, self.rank, self._refused)
             if self._refusal is None:
                 self._refusal = Refusal(self.device)
             self._refusal.run(self._library, self._handle)
+        finally:
+            self._end_turn()
 
     # ---- state ----------------------------------------------------------------------------------
 
     def _refuse(self) -> NoReturn:
+        if self._process != os.getpid():
+            raise CommunicatorClosedError(
+                f"communicator {self.name} belongs to process {self._process}, of which this one, "
+                f"{os.getpid()}, is a fork: only that one may use, check or close it. Make another "
+                "communicator here, in a process group of its own."
+            )
         raise CommunicatorClosedError(f"communicator {self.name} is closed: make a new one.")
 
     def check(self) -> None:
         """Raises what a wait recorded, else returns None. Reads host memory; never synchronises.
 
         Raises:
-            PeerTimeoutError: a peer did not come in time, or (PeerDivergedError) came with another
-                call.
+            PeerTimeoutError: a peer did not come in time, came with another call
+                (PeerDivergedError), has closed its communicator (PeerLeftError), or its process has
+                ended (PeerDiedError) while this rank needed it; or a wait was interrupted.
             AllnormError: CUDA refused a call of this rank (its launch, or its place among calls on
                 other streams), which its peers may have made.
             CommunicatorClosedError: after `close()`.
@@ -312,20 +398,25 @@ class Calls:
         """As `check`, after a call by `launch`, if one is known."""
         if self._closed:
             self._refuse()
-        if not self._handle:
-            return
-        fault = _native.Fault()
-        status = self._library.comm_check(self._handle, ctypes.addressof(fault))
-        if status not in (_native.TIMEOUT, _native.DIVERGED):
+        if self._handle:
+            fault = _native.Fault()
+            status = self._library.comm_check(self._handle, ctypes.addressof(fault))
+            if status == _native.CLOSED:
+                self._refuse()
+            if status in _RECORDED:
+                raise self._fault_error(fault, launch)
             raise_status(self._library, status)
-            return
+        if self._channel is not None:
+            self._channel.check(self)
+
+    def _fault_error(self, fault: _native.Fault, launch: Launch | None) -> PeerTimeoutError:
         if self._accounts is None:
             own = self._account(fault, launch)
             seen: faults.Account = {}
             if fault.status == _native.DIVERGED:
                 seen = faults.ask(self.group, self.name, fault, own)
             self._accounts = own, seen
-        raise faults.fault_error(fault, self.timeout, *self._accounts)
+        return faults.fault_error(fault, self.timeout, *self._accounts, watch=self._watch)
 
     def _account(self, fault: _native.Fault, launch: Launch | None) -> faults.Account:
         """What this rank says of the call in which it failed."""

@@ -4,29 +4,44 @@ from __future__ import annotations
 
 import ctypes
 import datetime
+import math
 import os
 import threading
 import warnings
 import weakref
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from allnorm import _native, arguments, config, fast_call, policy, shortcuts, tuning, workspace
+from allnorm import (
+    _native,
+    arguments,
+    channel,
+    config,
+    fast_call,
+    policy,
+    shortcuts,
+    tuning,
+    watch,
+    workspace,
+)
 from allnorm._version import __version__
 from allnorm.arguments import DTYPES, NormArguments
 from allnorm.collectives import Collectives
-from allnorm.errors import CommunicatorClosedError, UnsupportedError
+from allnorm.errors import CommunicatorClosedError, ConfigurationError, UnsupportedError
 from allnorm.launch import describe_call, raise_status
 from allnorm.policy import Plan
 from allnorm.prepare import Preparer
 from allnorm.quant import Quant, check_hidden_size, check_quant
+from allnorm.rendezvous import Rendezvous
 
 _by_name: weakref.WeakValueDictionary[str, Communicator] = weakref.WeakValueDictionary()
 _created: dict[str, int] = {}
 _OPERATIONS = 1 << 32  # numbers that they have
+_living: weakref.WeakSet[Communicator] = weakref.WeakSet()
 _MAX_TIMEOUT_NS = (1 << 63) - 1  # what the library counts in
 
 
@@ -54,6 +69,11 @@ class Communicator(Collectives):
     caller, among each other and with eager calls, as with any buffer. An eager call while the
     stream of the one before is being captured cannot be ordered: it raises.
 
+    Threads that call one communicator are ordered, one call after the other, in an order that
+    nobody knows; the caller sees to it that it is the same on every rank. Any thread may call
+    `close()`, which ends their calls. A child of `fork()` may neither use nor close a communicator
+    of its parent.
+
     Args:
         group: process group; None is the default group.
         device: device of the tensors; None is the current CUDA device, or the CPU if there is none.
@@ -61,7 +81,9 @@ class Communicator(Collectives):
             MiB on CPU (`ALLNORM_WORKSPACE_BYTES` otherwise). Larger inputs are cut into row chunks.
         numerics: rounding mode of calls that name none: "rounded", "unrounded", "transformers" or
             "vllm".
-        timeout: how long a call may wait for a peer (`ALLNORM_TIMEOUT_SECONDS`, else 600 s).
+        timeout: how long a call, or the making of the communicator, may wait for a peer; seconds or
+            a timedelta (`ALLNORM_TIMEOUT_SECONDS`, else 600 s). A peer whose process has ended is
+            not waited for.
         tuning_dir: folder of the tables that `allnorm tune` has written (`ALLNORM_TUNING_DIR`, else
             the user's cache). They decide about time, never about bits; one that does not fit, or
             that not all ranks have, is left out with a warning of rank 0.
@@ -82,6 +104,7 @@ class Communicator(Collectives):
         ConfigurationError: an `ALLNORM_*` variable is unknown or wrong.
         NativeLibraryError: the backend's library is missing or cannot be loaded.
         AllnormError: another rank failed to create its part. Every rank raises if one does.
+        PeerTimeoutError: another rank did not come within `timeout`.
     """
 
     def __init__(
@@ -90,7 +113,7 @@ class Communicator(Collectives):
         device: torch.device | str | None = None,
         workspace_bytes: int | None = None,
         numerics: str = "rounded",
-        timeout: datetime.timedelta | None = None,
+        timeout: datetime.timedelta | float | None = None,
         *,
         tuning_dir: str | os.PathLike[str] | None = None,
         max_blocks: int | None = None,
@@ -100,6 +123,10 @@ class Communicator(Collectives):
     ) -> None:
         self._closed = True
         self._handle = 0
+        self._holder = 0
+        self._process = os.getpid()
+        self._watch: watch.Watch | None = None
+        self._channel: channel.Channel | None = None
         if not dist.is_available() or not dist.is_initialized():
             raise ValueError(
                 "torch.distributed is not initialised: call torch.distributed.init_process_group() "
@@ -123,18 +150,22 @@ class Communicator(Collectives):
             )
             return agreed, max_row_bytes, self._tables.found
 
-        checked = workspace.agree(resolved, check, "checking the arguments of Communicator")
+        meeting = Rendezvous(resolved, _wait_seconds(timeout))
+        checked = meeting.agree(check, "checking the arguments of Communicator")
         _check_alike([agreed for agreed, *_ in checked])
         tables, warning = tuning.tables(self._tables, [found for *_, found in checked])
         if warning and self.rank == 0:
             warnings.warn(warning, stacklevel=2)
-        self._workspace = workspace.create(resolved, self.device, self._workspace_bytes)
+        self._workspace = workspace.create(meeting, self.device, self._workspace_bytes)
         flags = 0 if early_trigger else _native.LATE_TRIGGER
         flags |= 0 if dependent_launch else _native.NO_DEPENDENT_LAUNCH
         try:
-            self._open(first_op, flags)
+            self._open(meeting, first_op, flags)
             self._prepare_calls(tables, [limit for _, limit, _ in checked])
         except BaseException:
+            if self._channel is not None:
+                self._channel.end_waits()
+                self._channel.close()
             self._release()
             raise
         prefix = f"allnorm:{resolved.group_name}"
@@ -142,7 +173,11 @@ class Communicator(Collectives):
         _created[prefix] = count + 1
         self.name: str = f"{prefix}:{count}"
         _by_name[self.name] = self
+        _living.add(self)
         self._closed = False
+        if self.world_size > 1:
+            self._watch = watch.Watch(meeting.processes, _reporter(weakref.ref(self)))
+        meeting.end()
 
     def _prepare_calls(
         self, tables: tuple[policy.Table, ...], max_row_bytes: list[int | None]
@@ -168,18 +203,14 @@ class Communicator(Collectives):
         self,
         device: torch.device | str | None,
         workspace_bytes: int | None,
-        timeout: datetime.timedelta | None,
+        timeout: datetime.timedelta | float | None,
         max_blocks: int | None,
     ) -> tuple[dict[str, Any], int | None]:
         settings = config.read_settings()
         arguments.check_numerics(self.numerics)
         self.device = _resolve_device(device)
         self._library = _native.library(self.device.type)
-        if timeout is None:
-            timeout = settings.timeout or config.DEFAULT_TIMEOUT
-        if not isinstance(timeout, datetime.timedelta) or timeout <= datetime.timedelta(0):
-            raise ValueError(f"timeout={timeout!r}: expected a positive datetime.timedelta.")
-        self.timeout = timeout
+        self.timeout = _checked_timeout(timeout) or settings.timeout or config.DEFAULT_TIMEOUT
         default = (
             workspace.DEFAULT_BYTES_CUDA
             if self.device.type == "cuda"
@@ -209,7 +240,7 @@ class Communicator(Collectives):
         }
         return agreed, _max_row_bytes(self.device)
 
-    def _open(self, first_op: int, flags: int) -> None:
+    def _open(self, meeting: Rendezvous, first_op: int, flags: int) -> None:
         def start() -> None:
             if not self._workspace.addresses:
                 return
@@ -219,7 +250,7 @@ class Communicator(Collectives):
                 world_size=self.world_size,
                 device=-1 if self.device.type == "cpu" else self.device.index,
                 workspace_bytes=self._workspace.num_bytes,
-                timeout_ns=min(int(self.timeout.total_seconds() * 1e9), _MAX_TIMEOUT_NS),
+                timeout_ns=_nanoseconds(self.timeout),
                 first_op=first_op % _OPERATIONS,
                 flags=flags,
             )
@@ -232,7 +263,10 @@ class Communicator(Collectives):
             self._handle = int(handle.value or 0)
 
         # The gathering of the results is also the barrier that comm_create asks for.
-        workspace.agree(self.group, start, "starting the communicator")
+        meeting.agree(start, "starting the communicator")
+        if self.world_size > 1:
+            own = self._handle if self.device.type == "cpu" else 0
+            self._channel = channel.create(meeting, own, _nanoseconds(self.timeout))
 
     # ---- inspection -----------------------------------------------------------------------------
 
@@ -295,25 +329,70 @@ class Communicator(Collectives):
     def close(self) -> None:
         """Releases the workspace and `group`. Idempotent, not collective; waits for the device.
 
-        CUDA graphs in which calls were captured may be launched afterwards, as before: by all ranks
-        or by none. The workspace, on every rank, stays as long as such a graph does, and is freed
-        when the next communicator is made or closed after that.
+        Calls of other threads end or raise CommunicatorClosedError. CUDA graphs in which calls were
+        captured may be launched afterwards, as before: by all ranks or by none. The workspace, on
+        every rank, stays as long as such a graph does, and is freed when the next communicator is
+        made or closed after that.
+
+        Raises:
+            AllnormError: within a call of this communicator, from a signal handler.
+            CommunicatorClosedError: this process is a fork of the communicator's.
         """
+        if self._process != os.getpid():
+            self._refuse()
         if self._closed:
             return
+        self._refuse_within_call("close()")
         self._closed = True
         _by_name.pop(self.name, None)
+        if self._watch is not None:
+            self._watch.stop()
         self._fast.close()
-        self._preparer.clear()
-        self._release()
-        # A variable that outlives the program's last line would keep the group past
-        # destroy_process_group(), and gloo then aborts the interpreter at its exit.
-        self.group = None  # type: ignore[assignment]
+        if self._channel is not None:
+            self._channel.end_waits()
+        # Ends calls that wait, and returns when no thread is in one any more. The handle stays, for
+        # who is on his way there.
+        if self._handle:
+            self._library.comm_close(self._handle)
+        with self._lock:
+            if self._channel is not None:
+                self._channel.close()
+            self._preparer.clear()
+            self._release()
+            # A variable that outlives the program's last line would keep the group past
+            # destroy_process_group(), and gloo then aborts the interpreter at its exit.
+            self.group = None  # type: ignore[assignment]
+
+    def _peer_ended(self, rank: int, settled: bool) -> None:
+        """The process of a peer has ended; `settled`: what it had sent has arrived."""
+        if self._handle:
+            self._library.comm_peers_died(self._handle, 1 << rank, int(settled))
+        if self._channel is not None:
+            self._channel.peer_ended(rank)
+
+    def _become_fork(self) -> None:
+        """In a child of fork(): nothing here may touch what the parent uses."""
+        self._closed = True
+        self._lock = threading.Lock()  # another thread may have held it
+        self._fast.close()
+
+    def __copy__(self) -> NoReturn:
+        raise TypeError(_NO_COPIES)
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise TypeError(_NO_COPIES)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(_NO_COPIES)
 
     def _release(self) -> None:
-        handle, self._handle = self._handle, 0
-        library = self._library
-        self._workspace.release(lambda: not handle or library.comm_destroy(handle) != _native.BUSY)
+        """Lets the workspace go once no graph may use it; the handle stays, for who is in a call."""
+        handle, library = self._handle, self._library
+
+        def unused() -> bool:
+            return not handle or library.comm_close(handle) != _native.BUSY
+
+        self._workspace.release(unused)
 
     def __enter__(self) -> Communicator:
         if self._closed:
@@ -331,14 +410,74 @@ class Communicator(Collectives):
     def __del__(self) -> None:
         # At interpreter exit modules may be gone, contextlib among them; the system then releases
         # the memory.
-        try:  # noqa: SIM105
+        try:
             self.close()
+            if self._handle:
+                handle, destroy = self._handle, self._library.comm_destroy
+                self._workspace.when_released(lambda: destroy(handle))
+            if self._channel is not None:
+                self._channel.destroy()
         except Exception:  # noqa: BLE001
             pass
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else self.name
         return f"<Communicator {state}: rank {self.rank} of {self.world_size} on {self.device}>"
+
+
+_NO_COPIES = (
+    "a Communicator cannot be copied or pickled: it is one rank's end of an exchange with other "
+    "processes, and a copy would release what the original uses. Pass the object itself, or its "
+    "`name` to allnorm.communicator.communicator() in the same process; other processes make their "
+    "own."
+)
+
+
+def _reporter(comm: weakref.ref[Communicator]) -> Callable[[int, bool], None]:
+    """What a Watch calls; it does not keep the communicator."""
+
+    def ended(rank: int, settled: bool) -> None:
+        living = comm()
+        if living is not None:
+            living._peer_ended(rank, settled)
+
+    return ended
+
+
+def _become_forks() -> None:
+    _by_name.clear()
+    workspace.forget()
+    for comm in list(_living):
+        comm._become_fork()
+
+
+os.register_at_fork(after_in_child=_become_forks)
+
+
+def _checked_timeout(timeout: Any) -> datetime.timedelta | None:
+    if timeout is None:
+        return None
+    number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    if number and 0 < timeout < math.inf:
+        return config.duration(timeout)
+    if not isinstance(timeout, datetime.timedelta) or timeout <= datetime.timedelta(0):
+        raise ValueError(
+            f"timeout={timeout!r}: expected a positive number of seconds or datetime.timedelta."
+        )
+    return timeout
+
+
+def _wait_seconds(timeout: Any) -> float:
+    """How long to wait for ranks that check their arguments; these may be wrong."""
+    try:
+        given = _checked_timeout(timeout) or config.read_settings().timeout
+    except (ValueError, ConfigurationError):
+        given = None
+    return (given or config.DEFAULT_TIMEOUT).total_seconds()
+
+
+def _nanoseconds(timeout: datetime.timedelta) -> int:
+    return min(int(timeout.total_seconds() * 1e9), _MAX_TIMEOUT_NS)
 
 
 def _resolve_device(device: torch.device | str | None) -> torch.device:

@@ -59,7 +59,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
     seconds = _positive(environ, "ALLNORM_TIMEOUT_SECONDS")
     return Settings(
         workspace_bytes=None if workspace is None else int(workspace),
-        timeout=None if seconds is None else _duration(seconds),
+        timeout=None if seconds is None else duration(seconds),
         disabled=_switch(environ, "ALLNORM_DISABLE"),
         tuning_dir=_folder(environ, "ALLNORM_TUNING_DIR"),
     )
@@ -95,8 +95,8 @@ def _positive(environ: Mapping[str, str], name: str) -> float | None:
     return value
 
 
-def _duration(seconds: float) -> datetime.timedelta:
-    """The nearest that there is, and none of no length."""
+def duration(seconds: float) -> datetime.timedelta:
+    """The nearest to so many seconds, more than 0, that there is, and none of no length."""
     if seconds >= datetime.timedelta.max.total_seconds():
         return datetime.timedelta.max
     return max(datetime.timedelta(seconds=seconds), datetime.timedelta.resolution)

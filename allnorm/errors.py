@@ -56,6 +56,14 @@ class PeerDivergedError(PeerTimeoutError):
     """
 
 
+class PeerDiedError(PeerTimeoutError):
+    """The process of a peer that is waited for has ended."""
+
+
+class PeerLeftError(PeerTimeoutError):
+    """A peer that is waited for has closed its communicator, or was interrupted in a call."""
+
+
 def _rebuild(kind: type[PeerTimeoutError], message: str, state: dict[str, object]) -> object:
     error = kind.__new__(kind)
     Exception.__init__(error, message)

@@ -45,16 +45,18 @@ class FastCall(NamedTuple):
         keep: recognises what `_prepare` has returned from now on.
         forget: recognises nothing that was kept until now.
         close: the same, and a call that another thread is about to launch does nothing.
+        holder: the thread that has a launch under way, as `threading.get_ident` names it, or 0.
     """
 
     make: Callable[..., Any]
     keep: Callable[[Any], None]
     forget: Callable[[], None]
     close: Callable[[], None]
+    holder: Callable[[], int]
 
 
 # Recognises nothing.
-_NONE = FastCall(lambda *args: None, lambda prepared: None, lambda: None, lambda: None)
+_NONE = FastCall(lambda *args: None, lambda prepared: None, lambda: None, lambda: None, lambda: 0)
 
 
 def available() -> bool:
@@ -199,10 +201,18 @@ def watched() -> Iterator[None]:
             functions.watch(-1)
 
 
+def raise_interrupt() -> None:
+    """Raises what a signal handler raised while this thread waited in the library; else nothing."""
+    functions = _library()
+    if functions is not None:
+        functions.raise_interrupt()
+
+
 class _Functions(NamedTuple):
     new: Callable[..., Any]
     prepare: Callable[..., Any]
     watch: Callable[[int], None]
+    raise_interrupt: Callable[[], None]
 
 
 @functools.cache
@@ -223,4 +233,9 @@ def _library() -> _Functions | None:
     prepare.restype = _object
     watch = library.allnorm_fast_call_watch
     watch.argtypes, watch.restype = (ctypes.c_int32,), None
-    return _Functions(new, prepare, watch)
+    look, raise_interrupt = library.allnorm_fast_call_look, library.allnorm_fast_call_raise
+    look.argtypes, look.restype = (), _pointer
+    raise_interrupt.argtypes, raise_interrupt.restype = (), _object
+    if "cpu" in _native.available_backends():
+        _native.library("cpu").set_interrupt(look())
+    return _Functions(new, prepare, watch, raise_interrupt)

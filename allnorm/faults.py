@@ -18,8 +18,9 @@ import torch.distributed as dist
 
 from allnorm import _native
 from allnorm.announcement import Announcement
-from allnorm.errors import PeerDivergedError, PeerTimeoutError
+from allnorm.errors import PeerDiedError, PeerDivergedError, PeerLeftError, PeerTimeoutError
 from allnorm.refusal import is_refusal
+from allnorm.watch import Watch
 
 Account = dict[str, str]
 """What a rank says of its call beside what the fault says, by name; REFUSED: why it made none."""
@@ -117,7 +118,11 @@ def _with_store(group: dist.ProcessGroup, step: Callable[[dist.Store], Any]) -> 
 
 
 def fault_error(
-    fault: _native.Fault, timeout: datetime.timedelta, own: Account, seen: Account
+    fault: _native.Fault,
+    timeout: datetime.timedelta,
+    own: Account,
+    seen: Account,
+    watch: Watch | None = None,
 ) -> PeerTimeoutError:
     """The error for a fault: who waited for whom, for what, and what was seen instead.
 
@@ -126,6 +131,7 @@ def fault_error(
         timeout: of the communicator.
         own: what `account_of` says.
         seen: the peer's, {} if not known.
+        watch: of its peers' processes.
     """
     expected = _describe(fault.expected_op, fault.expected_shape, fault.expected_tokens, own)
     # Memory in which no call was ever announced: zeros, or ones as no call announces them.
@@ -134,18 +140,29 @@ def fault_error(
     else:
         words = _describe(fault.seen_op, fault.seen_shape, fault.seen_tokens, seen)
     kind: type[PeerTimeoutError] = PeerTimeoutError
-    verb = f"waited {timeout.total_seconds():g} s in vain for"
+    rank, peer = f"rank {fault.rank}", f"rank {fault.peer}"
+    what = f"{rank} waited {timeout.total_seconds():g} s in vain for {peer}"
     differences = ""
     if fault.status == _native.DIVERGED:
-        kind, verb = PeerDivergedError, "does another call than"
+        kind, what = PeerDivergedError, f"{rank} does another call than {peer}"
         differences = _differences(fault, own, seen)
         if not differences and not is_refusal(fault.seen_shape, fault.seen_tokens):
             # These are announced as a hash.
             words += ", but another eps, weight_bias, dtype of the weight or format of the scales"
+    elif fault.status == _native.PEER_DIED:
+        process = "its process" if watch is None else watch.describe(fault.peer)
+        kind, what = PeerDiedError, f"{rank} waited for {peer}, but {process} has ended"
+    elif fault.status == _native.PEER_LEFT:
+        left = "it has closed its communicator or was interrupted in a call"
+        kind, what = PeerLeftError, f"{rank} waited for {peer}, but {left}"
+    elif fault.status == _native.INTERRUPTED:
+        what = f"{rank} was interrupted, by an exception of a signal handler, waiting for {peer}"
+    elif watch is not None and fault.peer in watch.blind:
+        what += " (whose process cannot be watched from here, so that its end would not be seen)"
     message = (
-        f"rank {fault.rank} {verb} rank {fault.peer}. Expected {expected}. Seen from rank "
-        f"{fault.peer}: {words}. {differences}Results of this and later calls are not valid; find "
-        f"out what rank {fault.peer} did, and make a new Communicator over healthy ranks."
+        f"{what}. Expected {expected}. Seen from {peer}: {words}. {differences}Results of this and "
+        f"later calls are not valid; find out what {peer} did, and make a new Communicator over "
+        "healthy ranks."
     )
     if fault.status == _native.TIMEOUT:
         message += f" {where_it_stands(fault)}"

@@ -3,9 +3,10 @@
 For what the kernels cannot exchange themselves; the bits are the same. Rows travel as bytes: gloo
 gathers no bfloat16, NCCL no float8, and no bit may change on the way.
 
-On CPU ranks tell each other first what they are about to do. gloo would end the process where they
-gather different numbers of bytes, and mix rows of different shapes with as many bytes. On CUDA the
-host would have to wait for the GPU to know what the others say.
+The ranks tell each other first what they are about to do, by a channel of their own: gloo would end
+the process where they gather different numbers of bytes, and mix rows of different shapes with as
+many bytes; NCCL would wait until its watchdog ends the process. A call that is captured in a CUDA
+graph has nobody who could tell.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import torch.distributed as dist
 from allnorm import _native, policy
 from allnorm.announcement import Announcement
 from allnorm.arguments import row_shard, rows_of
-from allnorm.errors import PeerDivergedError
+from allnorm.channel import Channel, Owner
+from allnorm.errors import PeerDivergedError, PeerTimeoutError
 from allnorm.launch import Launch
 from allnorm.quant import ScaleGeometry
 
@@ -32,6 +34,8 @@ def run(
     launch: Launch,
     library: _native.Library,
     group: dist.ProcessGroup,
+    channel: Channel | None,
+    owner: Owner,
     x: torch.Tensor,
     out: torch.Tensor | None,
     quantized: torch.Tensor | None = None,
@@ -43,11 +47,13 @@ def run(
     finished rows are gathered too.
 
     Raises:
-        PeerDivergedError: on CPU, on every rank, if ranks do not make the same call. Nothing was
-            computed, and ranks are in step again.
+        PeerDivergedError: on every rank, if all run unfused and do not make the same call. Nothing
+            was computed, and ranks are in step again.
+        PeerTimeoutError: a rank did not come. Nothing was computed.
     """
-    if x.device.type == "cpu" and dist.get_world_size(group) > 1:
-        _agree(Announcement.of(launch), group)
+    captured = x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if channel is not None and not captured:
+        _agree(Announcement.of(launch), channel, owner, dist.get_rank(group))
     if launch.call.op == _native.ALL_GATHER_ROWS:
         assert out is not None
         _all_gather_rows(x, out, group)
@@ -66,25 +72,26 @@ def run(
     return _native.OK
 
 
-def refuse(device: torch.device, group: dist.ProcessGroup) -> None:
+def refuse(channel: Channel | None, owner: Owner, rank: int) -> None:
     """What a rank does instead of a call by this path that it alone refuses. Collective.
 
-    On CPU every rank that does not refuse raises PeerDivergedError. On CUDA, where ranks tell each
-    other nothing, peers wait until the process group's own deadline.
+    Every rank that does not refuse raises PeerDivergedError.
     """
-    if device.type == "cpu":
-        with contextlib.suppress(PeerDivergedError):
-            _agree(Announcement.of_refusal(), group)
+    if channel is not None:
+        with contextlib.suppress(PeerTimeoutError):
+            _agree(Announcement.of_refusal(), channel, owner, rank)
 
 
-def _agree(mine: Announcement, group: dist.ProcessGroup) -> None:
+def _agree(mine: Announcement, channel: Channel, owner: Owner, rank: int) -> None:
     """Raises on every rank unless all have announced the same. Collective."""
-    words = torch.tensor([mine], dtype=torch.int64, device="cpu")
-    announced = [Announcement(*row) for row in _gather(words, group)[:, 0].tolist()]
+    announced = [Announcement(*words) for words in channel.gather(mine, owner)]
     others = [rank for rank, other in enumerate(announced) if other != mine]
     if not others:
+        # Once more: now every rank knows that none was interrupted while it waited for the others.
+        # Nobody could end the wait in the process group for one that will not come.
+        channel.gather(mine, owner)
         return
-    rank, peer = dist.get_rank(group), others[0]
+    peer = others[0]
     raise PeerDivergedError(
         f"rank {rank} does another call than rank {peer}, both unfused. Expected {mine}. Seen from "
         f"rank {peer}: {announced[peer]}. Nothing was computed: make the same call on every rank.",

@@ -2,7 +2,8 @@
 
 CUDA: device memory shared through CUDA IPC, freed once every peer has unmapped it. CPU: POSIX
 shared memory, whose name is removed as soon as every rank has opened it, so that nothing is left
-behind whatever happens later. What a rank leaves that is killed in between, the next group removes.
+behind whatever happens later. If a rank is killed in between, the others remove it; if all are, the
+next group does.
 """
 
 from __future__ import annotations
@@ -14,14 +15,12 @@ import platform
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 
 from allnorm import _native
-from allnorm.errors import AllnormError
+from allnorm.rendezvous import Rendezvous
 
 DEFAULT_BYTES_CUDA = 256 << 20
 DEFAULT_BYTES_CPU = 4 << 20
@@ -42,7 +41,7 @@ def allow_shared_gpus(allowed: bool) -> None:
     _shared_gpus_allowed = allowed
 
 
-@dataclass
+@dataclass(eq=False)
 class Workspace:
     """The mapped workspaces of all ranks.
 
@@ -57,6 +56,9 @@ class Workspace:
     num_bytes: int
     obstacle: str = ""
     _release: Callable[[], None] | None = None
+    _unused: Callable[[], bool] = lambda: True
+    _released: bool = False
+    _afterwards: list[Callable[[], object]] = field(default_factory=list)
 
     def release(self, unused: Callable[[], bool] = lambda: True) -> None:
         """Unmaps once nothing uses the memory any more; idempotent.
@@ -65,69 +67,71 @@ class Workspace:
             unused: whether that is so. If it is not, the memory stays, and it is asked again when
                 other workspaces are made or released.
         """
-        release, self._release = self._release, None
-        if release is not None:
-            _in_use.append((unused, release))
-        _release_unused()
+        if not self._released and self not in _in_use:
+            self._unused = unused
+            _in_use.append(self)
+        release_unused()
+
+    def when_released(self, action: Callable[[], object]) -> None:
+        """Does it once the memory is unmapped: now, or later."""
+        if self._released:
+            action()
+        else:
+            self._afterwards.append(action)
+
+    def _try_to_release(self) -> bool:
+        if not self._unused():
+            return False
+        self._released = True
+        if self._release is not None:
+            self._release()
+        for action in self._afterwards:
+            action()
+        return True
 
 
 # Workspaces to be released when nothing uses them.
-_in_use: list[tuple[Callable[[], bool], Callable[[], None]]] = []
+_in_use: list[Workspace] = []
 
 
-def _release_unused() -> None:
-    for entry in list(_in_use):
+def release_unused() -> None:
+    """Unmaps what CUDA graphs have used that are gone now."""
+    for workspace in list(_in_use):
         try:
-            _in_use.remove(entry)
+            _in_use.remove(workspace)
         except ValueError:
             continue  # another thread's, or that of a finaliser that has come in between
-        unused, release = entry
-        if unused():
-            release()
-        else:
-            _in_use.append(entry)
+        if not workspace._try_to_release():
+            _in_use.append(workspace)
 
 
-def agree(group: dist.ProcessGroup, step: Callable[[], Any], what: str) -> list[Any]:
-    """Runs `step` on every rank and returns all results, or raises on every rank.
-
-    A rank whose step fails raises its own error; the others raise an AllnormError that names it. No
-    rank leaves before all have reported, so that no rank waits for one that has given up.
-    """
-    error: Exception | None = None
-    value: Any = None
-    try:
-        value = step()
-    except Exception as caught:  # noqa: BLE001 - reported to every rank, and raised below
-        error = caught
-    reports: list[Any] = [None] * dist.get_world_size(group)
-    report = (value, None if error is None else f"{type(error).__name__}: {error}")
-    dist.all_gather_object(reports, report, group=group)
-    if error is not None:
-        raise error
-    for rank, (_, failure) in enumerate(reports):
-        if failure is not None:
-            raise AllnormError(f"{what} failed on rank {rank}: {failure}")
-    return [result for result, _ in reports]
+def forget() -> None:
+    """In a child of fork(): what the parent has to release is none of its business."""
+    _in_use.clear()
 
 
-def create(group: dist.ProcessGroup, device: torch.device, num_bytes: int) -> Workspace:
+def create(meeting: Rendezvous, device: torch.device, num_bytes: int) -> Workspace:
     """Makes a workspace of `num_bytes` on every rank. Collective.
 
     Raises:
+        PeerTimeoutError: a rank did not come.
         AllnormError, OSError: shared memory could not be made; raised on every rank.
     """
-    world_size = dist.get_world_size(group)
+    world_size = meeting.world_size
     if world_size == 1:
         return Workspace([], num_bytes, "one rank: there is nothing to exchange")
     if world_size > _MAX_WORLD_SIZE[device.type]:
         return Workspace([], num_bytes, f"{world_size} ranks are more than the kernels know")
-    hosts = agree(group, _host_identity, "finding out the host")
-    if len(set(hosts)) > 1:
+    if not on_one_host(meeting):
         return Workspace([], num_bytes, "the ranks are on different hosts")
     if device.type == "cpu":
-        return _create_shared_memory(group, num_bytes)
-    return _create_device_memory(group, device, num_bytes)
+        return create_shared_memory(meeting, num_bytes)
+    return _create_device_memory(meeting, device, num_bytes)
+
+
+def on_one_host(meeting: Rendezvous) -> bool:
+    """Whether all ranks are processes of one machine. Collective."""
+    return len(set(meeting.agree(_host_identity, "finding out the host"))) == 1
 
 
 def _host_identity() -> str:
@@ -154,21 +158,22 @@ def _remove_leftovers(folder: str = "/dev/shm") -> None:
                 os.unlink(path)
 
 
-def _create_shared_memory(group: dist.ProcessGroup, num_bytes: int) -> Workspace:
+def create_shared_memory(meeting: Rendezvous, num_bytes: int) -> Workspace:
+    """Host memory that all ranks of one machine have mapped. Collective."""
     library = _native.library("cpu")
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    rank, world_size = meeting.rank, meeting.world_size
     total = num_bytes * world_size
-    name = ""
     address = 0
+    # Known to all before it is there, so that whoever lives removes it.
+    names = meeting.agree(
+        lambda: f"/allnorm-{os.getpid()}-{uuid.uuid4().hex[:12]}", "naming shared memory"
+    )
 
-    def make() -> str:
-        nonlocal address, name
-        if rank != 0:
-            return ""
-        _remove_leftovers()
-        name = f"/allnorm-{os.getpid()}-{uuid.uuid4().hex[:12]}"
-        address = library.shm_create(name, total)
-        return name
+    def make() -> None:
+        nonlocal address
+        if rank == 0:
+            _remove_leftovers()
+            address = library.shm_create(names[0], total)
 
     def attach() -> None:
         nonlocal address
@@ -180,14 +185,15 @@ def _create_shared_memory(group: dist.ProcessGroup, num_bytes: int) -> Workspace
             library.shm_unmap(address, total)
 
     try:
-        names = agree(group, make, "creating shared memory")
-        agree(group, attach, "opening shared memory")
+        meeting.agree(make, "creating shared memory")
+        meeting.agree(attach, "opening shared memory")
     except BaseException:
         release()
         raise
     finally:
-        if name and address:
-            library.shm_unlink(name)
+        # Every rank does, since rank 0 may have been killed: one of them finds the name.
+        with contextlib.suppress(OSError):
+            library.shm_unlink(names[0])
     addresses = [address + r * num_bytes for r in range(world_size)]
     return Workspace(addresses, num_bytes, _release=release)
 
@@ -202,18 +208,16 @@ def _free_left_behind() -> None:
     _left_behind[:] = [entry for entry in _left_behind if not library.ipc_free(*entry)]
 
 
-def _create_device_memory(
-    group: dist.ProcessGroup, device: torch.device, num_bytes: int
-) -> Workspace:
+def _create_device_memory(meeting: Rendezvous, device: torch.device, num_bytes: int) -> Workspace:
     library = _native.library("cuda")
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    rank, world_size = meeting.rank, meeting.world_size
     index = device.index
     addresses = [0] * world_size
     torch.cuda.init()
 
     def allocate() -> tuple[str, bytes]:
         properties = torch.cuda.get_device_properties(device)
-        _release_unused()
+        release_unused()
         _free_left_behind()
         addresses[rank], handle = library.ipc_create(index, num_bytes)
         return str(getattr(properties, "uuid", index)), handle
@@ -237,11 +241,11 @@ def _create_device_memory(
             _free_left_behind()
 
     try:
-        shared = agree(group, allocate, "allocating the workspace")
+        shared = meeting.agree(allocate, "allocating the workspace")
         if len({uuid for uuid, _ in shared}) < world_size and not _shared_gpus_allowed:
             obstacles = ["several ranks share one GPU"]
         else:
-            obstacles = [text for text in agree(group, attach, "mapping the workspace") if text]
+            obstacles = [text for text in meeting.agree(attach, "mapping the workspace") if text]
     except BaseException:
         release()
         raise
@@ -249,7 +253,7 @@ def _create_device_memory(
         # Every rank has ended its attempts, but one that never opened a workspace says nothing
         # there: so all unmap first and then free.
         own, addresses[rank] = addresses[rank], 0
-        agree(group, release, "unmapping the workspace")
+        meeting.agree(release, "unmapping the workspace")
         library.ipc_free(index, rank, 0, own)
         return Workspace([], num_bytes, str(obstacles[0]).splitlines()[0])
     return Workspace(list(addresses), num_bytes, _release=release)

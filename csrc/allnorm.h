@@ -15,17 +15,21 @@ extern "C" {
 
 #define ALLNORM_API __attribute__((visibility("default")))
 // Raised with every incompatible change of this file; Python refuses a library of another number.
-#define ALLNORM_ABI_VERSION 3
+#define ALLNORM_ABI_VERSION 4
 #define ALLNORM_MAX_WORLD_SIZE 64
 
 typedef enum AllnormStatus {
   ALLNORM_OK = 0,
   ALLNORM_INVALID_ARGUMENT = 1,
   ALLNORM_UNSUPPORTED = 2,
-  ALLNORM_TIMEOUT = 3,   // a peer did not come before the deadline
-  ALLNORM_DIVERGED = 4,  // a peer came with another call
-  ALLNORM_SYSTEM = 5,    // CUDA or the operating system refused
-  ALLNORM_BUSY = 6,      // not yet; try again later
+  ALLNORM_TIMEOUT = 3,      // a peer did not come before the deadline
+  ALLNORM_DIVERGED = 4,     // a peer came with another call
+  ALLNORM_SYSTEM = 5,       // CUDA or the operating system refused
+  ALLNORM_BUSY = 6,         // not yet; try again later
+  ALLNORM_PEER_DIED = 7,    // a peer's process has ended
+  ALLNORM_PEER_LEFT = 8,    // a peer has closed its communicator, or its wait was interrupted
+  ALLNORM_INTERRUPTED = 9,  // this rank's own wait was interrupted
+  ALLNORM_CLOSED = 10,      // allnorm_comm_close() was called, or this is a fork of the process
 } AllnormStatus;
 
 typedef enum AllnormDtype {
@@ -129,9 +133,9 @@ typedef enum AllnormCallFlags {
 // What a rank recorded when a wait ended badly. Operation numbers count the launches on a
 // communicator and wrap at 2^32.
 typedef struct AllnormFault {
-  // ALLNORM_OK (nothing recorded), ALLNORM_TIMEOUT or ALLNORM_DIVERGED; or ALLNORM_SYSTEM: this
-  // rank could not make a call, allnorm_last_error() says why, and of the rest only `rank` means
-  // anything
+  // ALLNORM_OK (nothing recorded), ALLNORM_TIMEOUT, ALLNORM_DIVERGED, ALLNORM_PEER_DIED,
+  // ALLNORM_PEER_LEFT or ALLNORM_INTERRUPTED; or ALLNORM_SYSTEM: this rank could not make a call,
+  // allnorm_last_error() says why, and of the rest only `rank` means anything
   int32_t status;
   int32_t rank;
   int32_t peer;
@@ -143,7 +147,11 @@ typedef struct AllnormFault {
   uint32_t seen_shape;
   uint32_t expected_tokens;
   uint32_t seen_tokens;
+  // Peers whose processes have ended, by bits: what allnorm_comm_peers_died() tells kernels. Not a
+  // part of what is recorded. ALLNORM_NO_PEER_COMES: no wait can succeed any more.
+  uint32_t died;
 } AllnormFault;
+#define ALLNORM_NO_PEER_COMES 0x80000000u
 
 typedef enum AllnormCommFlags {
   // CUDA: let a dependent grid in only after the last store, for dependents that wrongly read
@@ -182,13 +190,29 @@ ALLNORM_API int64_t allnorm_rows_per_chunk(int32_t world_size, int64_t workspace
 // Initialises this rank's own workspace and returns once that is done and visible to the device.
 // The caller must let every rank pass a barrier between create and the first run.
 ALLNORM_API int32_t allnorm_comm_create(const AllnormCommConfig* config, AllnormComm** comm);
-// CUDA: returns ALLNORM_BUSY, having done nothing, as long as a CUDA graph is there in which calls
-// were captured: it may be launched again, so the communicator and the workspaces must stay.
+
+// Ends the calls that other threads are in: on CPU those that wait return ALLNORM_CLOSED, CUDA
+// waits for the device. Then releases all but the handle; later calls return ALLNORM_CLOSED. Not
+// within a call of the same thread. Idempotent. The workspaces may be unmapped when it has returned
+// ALLNORM_OK. CUDA: ALLNORM_BUSY as long as a CUDA graph is there in which calls were captured: it
+// may be launched again, so the workspaces must stay.
+ALLNORM_API int32_t allnorm_comm_close(AllnormComm* comm);
+
+// Closes, and frees the handle: no thread may use it any more. ALLNORM_BUSY as above: then the
+// handle stays. In a child of fork() it does nothing.
 ALLNORM_API int32_t allnorm_comm_destroy(AllnormComm* comm);
+
+// Says that processes of peers have ended: bit q of `peers` for rank q. Waits for them, and for
+// ranks that wait for them, end with ALLNORM_PEER_DIED, now and later, in kernels that are running
+// or in graphs too; nothing is recorded before somebody waits. `all`: no wait for any rank can
+// succeed any more. Never waits; any thread.
+ALLNORM_API int32_t allnorm_comm_peers_died(AllnormComm* comm, uint64_t peers, int32_t all);
 
 // Collective. Cuts the rows into chunks as the workspace demands. CUDA: enqueues on call->stream
 // and returns, never synchronises, may be captured in a graph; every row and the weight lie at
 // multiples of 16 bytes (quantised rows apart by 8, of float32 by 4). CPU: returns when done.
+// Threads that call one communicator are ordered, in an order that nobody knows: one has to see to
+// it that it is the same on every rank.
 //
 // CUDA: calls come one after the other on the device, whatever streams they are on; captured ones
 // within their capture. The launches of graphs are ordered by the caller, among each other and with
@@ -203,6 +227,11 @@ ALLNORM_API int32_t allnorm_local(const AllnormCall* call);
 
 // Copies what was recorded; never waits. Returns fault->status.
 ALLNORM_API int32_t allnorm_comm_check(AllnormComm* comm, AllnormFault* fault);
+
+// CPU library only. `look` is called about 50 times a second by every thread that waits for a peer
+// in allnorm_run; if it returns nonzero, the call ends with ALLNORM_INTERRUPTED, the communicator
+// has failed, and its peers are told. NULL: nobody looks. For the whole process.
+ALLNORM_API int32_t allnorm_set_interrupt(int32_t (*look)(void));
 
 // CPU library only: POSIX shared memory. `create` also reserves the memory, so that a full
 // /dev/shm is an error here and not a SIGBUS later.

@@ -54,12 +54,13 @@ class Launches:
 
 
 def closed_meanwhile(library, run, empty, prepared, arguments):
-    """Another thread closes while a call waits for the lock."""
+    """Another thread closes while a call takes the lock, or has it."""
     lock, functions = threading.Lock(), []
 
-    def acquire():
-        lock.acquire()
+    def acquire(blocking):
+        assert not blocking
         functions[3]()
+        return lock.acquire(blocking)
 
     functions += library.allnorm_fast_call_new(
         run, 77, empty, acquire, lock.release, None, None, None
@@ -67,6 +68,9 @@ def closed_meanwhile(library, run, empty, prepared, arguments):
     functions[1](prepared)
     assert functions[0](*arguments) is None
     assert not lock.locked()
+    with lock:
+        assert functions[0](*arguments) is None, "Python waits, not this"
+    assert functions[4]() == 0
 
 
 def new_streams(library, run, empty, prepared, arguments):
@@ -113,7 +117,7 @@ def main(path, size, *offsets):
         checked.append(len(tensors))
         return tensors[0] is x
 
-    make, keep, forget, close = library.allnorm_fast_call_new(
+    make, keep, forget, close, _ = library.allnorm_fast_call_new(
         run, 77, empty, lock.acquire, lock.release, None, None, None
     )
     results = ((0, geometry), (1, geometry))

@@ -185,7 +185,7 @@ def wrong_creations(rank: int, world_size: int) -> list[str]:
         "numerics": (ValueError, {"numerics": "exact"}),
         "timeout": (ValueError, {"timeout": -second}),
         "timeout_zero": (ValueError, {"timeout": 0 * second}),
-        "timeout_type": ((ValueError, TypeError), {"timeout": 5.0}),
+        "timeout_type": ((ValueError, TypeError), {"timeout": "5"}),
         "workspace": (ValueError, {"workspace_bytes": 100}),
         "workspace_zero": (ValueError, {"workspace_bytes": 0}),
         "workspace_negative": (ValueError, {"workspace_bytes": -(1 << 20)}),

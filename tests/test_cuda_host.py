@@ -108,9 +108,9 @@ def test_a_workspace_in_a_graph_stays(released: list[str]) -> None:
     c.release()
     assert released == ["c"]
     in_graphs["b"] = False
-    workspace._release_unused()
+    workspace.release_unused()
     assert released == ["c", "b"]
-    workspace._release_unused()
+    workspace.release_unused()
     assert released == ["c", "b"]
     in_graphs["a"] = False
     made(released, "d").release()
@@ -126,7 +126,7 @@ def test_a_failing_release_keeps_no_other(released: list[str]) -> None:
     with pytest.raises(OSError, match="leaving"):
         Workspace([1], 1, _release=fails).release()
     waits[0] = False
-    workspace._release_unused()
+    workspace.release_unused()
     assert released == ["a"]
 
 
@@ -136,7 +136,7 @@ def test_a_release_within_a_release(released: list[str]) -> None:
 
     def unused() -> bool:
         asked.append("a")
-        workspace._release_unused()
+        workspace.release_unused()
         return True
 
     made(released, "a").release(unused)

@@ -7,6 +7,7 @@
 
 #include "abi/check.h"
 #include "abi/error.h"
+#include "abi/gate.h"
 #include "allnorm.h"
 
 int32_t allnorm_abi_version(void) { return ALLNORM_ABI_VERSION; }
@@ -19,10 +20,40 @@ int64_t allnorm_rows_per_chunk(int32_t world_size, int64_t workspace_bytes,
   return allnorm::rows_per_chunk(world_size, workspace_bytes, *call);
 }
 
+int32_t allnorm_comm_close(AllnormComm* comm) {
+  if (comm == nullptr) return allnorm::fail(ALLNORM_INVALID_ARGUMENT, "comm is NULL");
+  if (const int32_t status = comm->gate.check_process()) return status;
+  const std::lock_guard lock(comm->gate.closing());
+  comm->gate.shut();
+  comm->communicator.end_waits();
+  comm->gate.wait_until_empty();
+  if (comm->communicator.close()) return ALLNORM_OK;
+  return allnorm::fail(ALLNORM_BUSY, "a CUDA graph may launch calls of this communicator again");
+}
+
+int32_t allnorm_comm_destroy(AllnormComm* comm) {
+  // A fork has no right to what its parent uses, and a copy of the rest ends with it.
+  if (comm == nullptr || comm->gate.check_process() != ALLNORM_OK) return ALLNORM_OK;
+  if (const int32_t status = allnorm_comm_close(comm)) return status;
+  delete comm;
+  return ALLNORM_OK;
+}
+
+int32_t allnorm_comm_peers_died(AllnormComm* comm, uint64_t peers, int32_t all) {
+  if (comm == nullptr) return allnorm::fail(ALLNORM_INVALID_ARGUMENT, "comm is NULL");
+  if (const int32_t status = comm->gate.enter()) return status;
+  comm->communicator.peers_died(peers, all != 0);
+  comm->gate.leave();
+  return ALLNORM_OK;
+}
+
 int32_t allnorm_run(AllnormComm* comm, const AllnormCall* call) {
   const AllnormCommConfig* const config = comm == nullptr ? nullptr : &comm->communicator.config();
   if (const int32_t status = allnorm::check_run(config, call)) return status;
-  return comm->communicator.run(*call);
+  if (const int32_t status = comm->gate.enter()) return status;
+  const int32_t status = comm->communicator.run(*call);
+  comm->gate.leave();
+  return status;
 }
 
 int32_t allnorm_local(const AllnormCall* call) {
@@ -35,7 +66,10 @@ int32_t allnorm_comm_check(AllnormComm* comm, AllnormFault* fault) {
     return allnorm::fail(ALLNORM_INVALID_ARGUMENT, "%s is NULL",
                          comm == nullptr ? "comm" : "fault");
   }
+  *fault = {};
+  if (const int32_t status = comm->gate.enter()) return status;
   *fault = comm->communicator.fault();
+  comm->gate.leave();
   return fault->status;
 }
 

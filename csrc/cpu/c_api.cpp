@@ -5,6 +5,7 @@
 
 #include "abi/check.h"
 #include "abi/error.h"
+#include "abi/gate.h"
 #include "allnorm.h"
 #include "cpu/call.h"
 #include "cpu/comm.h"
@@ -16,6 +17,7 @@
 
 struct AllnormComm {
   allnorm::Communicator communicator;
+  allnorm::Gate gate = {};
 };
 
 // Needs what stands above.
@@ -41,6 +43,11 @@ std::string build_info() {
 const char* allnorm_build_info(void) {
   static const std::string info = build_info();
   return info.c_str();
+}
+
+int32_t allnorm_set_interrupt(int32_t (*look)(void)) {
+  allnorm::set_interrupt(look);
+  return ALLNORM_OK;
 }
 
 int32_t allnorm_comm_create(const AllnormCommConfig* config, AllnormComm** comm) {

@@ -22,11 +22,18 @@
 // For the same reason a peer's tag of operation e cannot change while this rank is in e. A rank
 // that finds another tag than its own stops there and never publishes again; since both ranks of a
 // diverging pair wait for each other's step 1 of e and compare the same two tags, both find out.
+//
+// Who is gone: a rank that closes, or whose wait was interrupted, says so in kLeft after the last
+// it has published, and the system tells of a process that ended. That is nobody's fault until
+// somebody needs it: a wait ends with it if the rank that is waited for is gone, or another one
+// that has not come to this operation, whose step 1 everybody waits for. What a rank published
+// before it went is there, so `published` is looked at once more after that.
 #include "cpu/comm.h"
 
 #include <sched.h>
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 
 #include "abi/check.h"
@@ -44,6 +51,8 @@ constexpr int64_t kSpinNs = 50'000;
 // About a microsecond of polls. In between the wait yields: should the peer, or anything else, need
 // this very core, polling on would keep it from coming.
 constexpr int kPollsPerLook = 64;
+// A sleeper looks that often at what else may end its wait: who is gone, signals, close().
+constexpr int64_t kLookNs = 20'000'000;
 // A longer timeout would overflow a deadline.
 constexpr int64_t kForeverNs = INT64_MAX / 4;
 
@@ -51,10 +60,26 @@ int64_t spin_ns(int world_size) {
   return world_size <= sysconf(_SC_NPROCESSORS_ONLN) ? kSpinNs : 0;
 }
 
+std::atomic<int32_t (*)()> g_look{nullptr};
+
 // No call has this tag: its shape word would name a dtype that does not exist.
 constexpr uint64_t kNoTag = ~uint64_t{0};
 
+// Who is in run(), so that a call within a call is refused.
+class Running {
+ public:
+  explicit Running(std::atomic<std::thread::id>& runner) : runner_(runner) {
+    runner_.store(std::this_thread::get_id(), std::memory_order_relaxed);
+  }
+  ~Running() { runner_.store(std::thread::id(), std::memory_order_relaxed); }
+
+ private:
+  std::atomic<std::thread::id>& runner_;
+};
+
 }  // namespace
+
+void set_interrupt(int32_t (*look)()) { g_look.store(look); }
 
 Communicator::Communicator(const AllnormCommConfig& config)
     : config_(config), spin_ns_(spin_ns(config.world_size)), op_(config.first_op) {
@@ -78,6 +103,10 @@ uint32_t* Communicator::published(int rank) const {
 uint32_t* Communicator::sleepers(int rank) const {
   return reinterpret_cast<uint32_t*>(static_cast<std::byte*>(config_.workspaces[rank]) +
                                      PullControl::kSleepers);
+}
+uint32_t* Communicator::left(int rank) const {
+  return reinterpret_cast<uint32_t*>(static_cast<std::byte*>(config_.workspaces[rank]) +
+                                     PullControl::kLeft);
 }
 uint64_t* Communicator::tags(int rank) const {
   return reinterpret_cast<uint64_t*>(static_cast<std::byte*>(config_.workspaces[rank]) +
@@ -119,14 +148,28 @@ bool Communicator::sleep(int peer, uint32_t expected, int64_t deadline_ns, const
   // seq_cst, with the load below: pairs with publish(), see there.
   fetch_add_seq_cst(sleepers(peer), 1u);
   uint32_t seen;
+  AllnormStatus status = ALLNORM_OK;
+  int gone = peer;
   // Acquires as well; pairs with the store in publish().
   while (!has_reached(seen = load_seq_cst(word), expected)) {
+    if (status != ALLNORM_OK) break;
+    status = ending(peer, &gone);
+    if (status != ALLNORM_OK) continue;
     const int64_t left_ns = deadline_ns - MonotonicClock::now_ns();
     if (left_ns <= 0) break;
-    futex_wait_shared(word, seen, left_ns);
+    futex_wait_shared(word, seen, std::min(left_ns, kLookNs));
+    const auto look = g_look.load(std::memory_order_relaxed);
+    if (look == nullptr || has_reached(load_acquire(word), expected)) continue;
+    if (look() != 0) status = ALLNORM_INTERRUPTED;
   }
   fetch_add_seq_cst(sleepers(peer), ~0u);
+  // What interrupted is on its way to the caller already, who must not take this for a success.
+  if (status == ALLNORM_INTERRUPTED) return fail_wait(status, peer, seen, tag);
   if (has_reached(seen, expected)) return same_call(peer, tag);
+  if (status == ALLNORM_CLOSED) return false;
+  if (status != ALLNORM_OK) {
+    return fail_wait(status, gone, gone == peer ? seen : load_acquire(published(gone)), tag);
+  }
 
   // Who is furthest behind is the one to name: the peer may itself wait for another.
   for (int other = 0; other < config_.world_size; ++other) {
@@ -136,8 +179,68 @@ bool Communicator::sleep(int peer, uint32_t expected, int64_t deadline_ns, const
       seen = reached;
     }
   }
+  return fail_wait(ALLNORM_TIMEOUT, peer, seen, tag);
+}
+
+AllnormStatus Communicator::ending(int peer, int* gone) const {
+  if (closing_.load(std::memory_order_acquire)) return ALLNORM_CLOSED;
+  AllnormStatus status = ALLNORM_OK;
+  // Who ended first is the one to name: others may have ended because of that.
+  *gone = first_dead_.load(std::memory_order_acquire);
+  if (*gone >= 0 && has_left(*gone, &status) && (*gone == peer || !has_come(*gone))) return status;
+  *gone = peer;
+  if (has_left(peer, &status)) return status;
+  for (int other = 0; other < config_.world_size; ++other) {
+    if (other == config_.rank || !has_left(other, &status) || has_come(other)) continue;
+    *gone = other;
+    return status;
+  }
+  return ALLNORM_OK;
+}
+
+bool Communicator::has_come(int rank) const {
+  // acquire: pairs with publish(), of what came before has_left().
+  return has_reached(load_acquire(published(rank)), publication(1));
+}
+
+bool Communicator::has_left(int rank, AllnormStatus* how) const {
+  // acquire: what that rank published before it left; pairs with tell_peers().
+  if (load_acquire(left(rank)) != 0) {
+    *how = ALLNORM_PEER_LEFT;
+    return true;
+  }
+  *how = ALLNORM_PEER_DIED;
+  return (dead_.load(std::memory_order_acquire) >> rank & 1) != 0;
+}
+
+void Communicator::tell_peers() {
+  // release: orders what was published before; pairs with has_left().
+  store_release(left(config_.rank), 1u);
+  // They need not wait until they look.
+  futex_wake_all_shared(published(config_.rank));
+}
+
+void Communicator::peers_died(uint64_t peers, bool) {
+  // No wait of this backend needs to be told that none can succeed: who is waited for has come to
+  // the operation or is gone.
+  dead_.fetch_or(peers, std::memory_order_acq_rel);
+  int none = -1;
+  if (peers != 0) first_dead_.compare_exchange_strong(none, std::countr_zero(peers));
+}
+
+void Communicator::end_waits() { closing_.store(true, std::memory_order_release); }
+
+bool Communicator::close() {
+  const std::lock_guard lock(run_mutex_);
+  if (!closed_) tell_peers();
+  closed_ = true;
+  return true;
+}
+
+bool Communicator::fail_wait(AllnormStatus status, int peer, uint32_t seen, const CallTag& tag) {
   const int32_t behind = static_cast<int32_t>(seen - publication(1));
-  return record({.status = ALLNORM_TIMEOUT,
+  if (status == ALLNORM_INTERRUPTED) tell_peers();
+  return record({.status = status,
                  .rank = config_.rank,
                  .peer = peer,
                  .expected_op = op_,
@@ -145,7 +248,8 @@ bool Communicator::sleep(int peer, uint32_t expected, int64_t deadline_ns, const
                  .expected_shape = tag.shape,
                  .seen_shape = static_cast<uint32_t>(load_relaxed(tags(peer) + 1)),
                  .expected_tokens = tag.num_tokens,
-                 .seen_tokens = static_cast<uint32_t>(load_relaxed(tags(peer)))});
+                 .seen_tokens = static_cast<uint32_t>(load_relaxed(tags(peer))),
+                 .died = 0});
 }
 
 bool Communicator::same_call(int peer, const CallTag& tag) {
@@ -161,7 +265,8 @@ bool Communicator::same_call(int peer, const CallTag& tag) {
                  .expected_shape = tag.shape,
                  .seen_shape = static_cast<uint32_t>(seen_shape),
                  .expected_tokens = tag.num_tokens,
-                 .seen_tokens = static_cast<uint32_t>(seen_tokens)});
+                 .seen_tokens = static_cast<uint32_t>(seen_tokens),
+                 .died = 0});
 }
 
 bool Communicator::run_chunk(const Chunk& chunk) {
@@ -171,8 +276,15 @@ bool Communicator::run_chunk(const Chunk& chunk) {
 }
 
 int32_t Communicator::run(const AllnormCall& call) {
+  if (runner_.load(std::memory_order_relaxed) == std::this_thread::get_id()) {
+    return fail(ALLNORM_INVALID_ARGUMENT,
+                "a call within a call of the same communicator, by what looks for interrupts: the "
+                "other ranks cannot know of it. Call after the outer one has returned");
+  }
   const std::lock_guard lock(run_mutex_);
-  if (fault_.status != ALLNORM_OK) return refuse(call, 0);
+  const Running running(runner_);
+  // One that was closed while this thread waited for another's call touches no workspace.
+  if (fault_.status != ALLNORM_OK || closing_.load()) return refuse(call, 0);
   if (config_.world_size == 1) {
     AllnormCall local = call;
     local.num_sources = 1;
@@ -220,6 +332,10 @@ bool Communicator::record(const AllnormFault& fault) {
 int32_t Communicator::refuse(const AllnormCall& call, int64_t first) {
   zero_scale_padding(call);
   fill_nan(call, config_.world_size, config_.rank, first);
+  if (fault_.status == ALLNORM_OK) {
+    return fail(ALLNORM_CLOSED, "rank %d: another thread has closed the communicator meanwhile",
+                config_.rank);
+  }
   return fail(static_cast<AllnormStatus>(fault_.status), "%s",
               describe(fault_, config_.timeout_ns).c_str());
 }

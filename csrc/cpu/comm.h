@@ -2,10 +2,12 @@
 #ifndef ALLNORM_CPU_COMM_H_
 #define ALLNORM_CPU_COMM_H_
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
 #include <string>
+#include <thread>
 
 #include "allnorm.h"
 #include "cpu/call.h"
@@ -18,12 +20,22 @@ namespace allnorm {
 // What a fault means and what to do about it.
 std::string describe(const AllnormFault& fault, int64_t timeout_ns);
 
+// What a thread that waits calls now and then; nonzero ends its wait.
+void set_interrupt(int32_t (*look)());
+
 class Communicator {
  public:
   explicit Communicator(const AllnormCommConfig& config);
 
   // Collective. Thread-safe, but all ranks must make their calls in the same order.
   int32_t run(const AllnormCall& call);
+  // Any thread, while others are in run(): waits for these peers end, now and later.
+  void peers_died(uint64_t peers, bool all);
+  // ... all waits end, with ALLNORM_CLOSED.
+  void end_waits();
+  // After that, when nobody is in run(): tells the peers. The workspaces are not touched any more.
+  // Idempotent. Always true: nobody uses them later.
+  bool close();
   // Never waits for a run() on another thread.
   AllnormFault fault();
   const AllnormCommConfig& config() const { return config_; }
@@ -61,6 +73,14 @@ class Communicator {
   // False: the wait failed and fault_ says why.
   bool wait(int peer, int step, const CallTag& tag);
   bool sleep(int peer, uint32_t expected, int64_t deadline_ns, const CallTag& tag);
+  // What ends a wait for `peer` before its deadline; ALLNORM_OK if nothing does. `gone`: which
+  // rank.
+  AllnormStatus ending(int peer, int* gone) const;
+  bool has_left(int rank, AllnormStatus* how) const;
+  bool has_come(int rank) const;
+  // A wait for `peer` failed; `seen` is what it has published.
+  bool fail_wait(AllnormStatus status, int peer, uint32_t seen, const CallTag& tag);
+  void tell_peers();
   bool same_call(int peer, const CallTag& tag);
   bool record(const AllnormFault& fault);
   bool run_chunk(const Chunk& chunk);
@@ -70,6 +90,7 @@ class Communicator {
   std::byte* phase(int rank) const;
   uint32_t* published(int rank) const;
   uint32_t* sleepers(int rank) const;
+  uint32_t* left(int rank) const;
   uint64_t* tags(int rank) const;
   uint32_t publication(int step) const { return 2 * op_ + static_cast<uint32_t>(step); }
 
@@ -77,7 +98,12 @@ class Communicator {
   const int64_t spin_ns_;
   uint32_t op_;
   Scratch scratch_;
-  AllnormFault fault_ = {};  // written by run() only
+  AllnormFault fault_ = {};        // written by run() only
+  std::atomic<uint64_t> dead_{0};  // bit q: the process of rank q has ended
+  std::atomic<int> first_dead_{-1};
+  std::atomic<bool> closing_{false};
+  bool closed_ = false;
+  std::atomic<std::thread::id> runner_{};  // who is in run()
   std::mutex run_mutex_;
   std::mutex fault_mutex_;  // held for a copy of fault_ only, so that fault() never waits for peers
 };

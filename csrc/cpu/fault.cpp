@@ -55,6 +55,17 @@ std::string describe(const AllnormFault& fault, int64_t timeout_ns) {
         "This communicator cannot be used any more; create a new one over healthy ranks",
         fault.rank, static_cast<double>(timeout_ns) * 1e-9, fault.peer, fault.expected_op,
         expected.c_str(), fault.peer, fault.seen_op);
+  } else if (fault.status != ALLNORM_DIVERGED) {
+    const char* const what =
+        fault.status == ALLNORM_INTERRUPTED ? "was interrupted while it waited for"
+        : fault.status == ALLNORM_PEER_DIED ? "waited for a process that has ended, that of"
+                                            : "waited for a rank that has closed its communicator "
+                                              "or was interrupted,";
+    snprintf(
+        text, sizeof(text),
+        "rank %d %s rank %d, in operation %u (%s); the last operation that rank came to is %u. "
+        "This communicator cannot be used any more; create a new one over healthy ranks",
+        fault.rank, what, fault.peer, fault.expected_op, expected.c_str(), fault.seen_op);
   } else {
     snprintf(
         text, sizeof(text),

@@ -74,7 +74,14 @@ int32_t reserve(const char* name, int fd, int64_t bytes) {
     } while (error == EINTR);
   }
   if (error == 0) return ALLNORM_OK;
-  if (error == ENOSPC || error == EFBIG || error == ENOMEM) return no_space(name, bytes);
+  if (error == ENOSPC || error == ENOMEM) return no_space(name, bytes);
+  if (error == EFBIG) {
+    return fail(
+        ALLNORM_SYSTEM,
+        "cannot reserve %lld bytes of shared memory \"%s\": more than a file of this process "
+        "may have. Raise RLIMIT_FSIZE (ulimit -f), or ask for a smaller workspace",
+        static_cast<long long>(bytes), name);
+  }
   return fail(ALLNORM_SYSTEM, "cannot reserve %lld bytes of shared memory \"%s\": %s",
               static_cast<long long>(bytes), name, strerror(error));
 }

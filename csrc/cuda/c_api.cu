@@ -5,6 +5,7 @@
 
 #include "abi/check.h"
 #include "abi/error.h"
+#include "abi/gate.h"
 #include "allnorm.h"
 #include "cuda/communicator.h"
 
@@ -17,6 +18,7 @@
 
 struct AllnormComm {
   allnorm::Communicator communicator;
+  allnorm::Gate gate = {};
 };
 
 // Needs what stands above.
@@ -47,18 +49,10 @@ int32_t allnorm_comm_create(const AllnormCommConfig* config, AllnormComm** comm)
   AllnormComm* created = new (std::nothrow) AllnormComm{allnorm::Communicator(*config)};
   if (created == nullptr) return fail(ALLNORM_SYSTEM, "no memory for a communicator");
   if (const int32_t status = created->communicator.initialize()) {
-    delete created;
+    allnorm_comm_destroy(created);
     return status;
   }
   *comm = created;
-  return ALLNORM_OK;
-}
-
-int32_t allnorm_comm_destroy(AllnormComm* comm) {
-  if (comm != nullptr && comm->communicator.in_graphs()) {
-    return fail(ALLNORM_BUSY, "a CUDA graph may launch calls of this communicator again");
-  }
-  delete comm;
   return ALLNORM_OK;
 }
 

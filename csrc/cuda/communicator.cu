@@ -23,12 +23,28 @@ int64_t rows_per_chunk(int world_size, int64_t workspace_bytes, const AllnormCal
   return std::min(slots, kMaxRows / slot.rows) * slot.rows;
 }
 
-Communicator::~Communicator() {
+bool Communicator::close() {
+  if (fault_ == nullptr) return true;
   const DeviceGuard guard(config_.device);
   // Kernels that still run use the workspace and the fault record.
   cudaDeviceSynchronize();
-  if (fault_ != nullptr) cudaFreeHost(fault_);
   cudaGetLastError();
+  if (order_.in_graphs()) return false;
+  cudaFreeHost(fault_);
+  fault_ = nullptr;
+  cudaGetLastError();
+  return true;
+}
+
+void Communicator::peers_died(uint64_t peers, bool all) {
+  // A store to memory that kernels read now and then: no call of the runtime, which may be stuck in
+  // another thread until the kernel that is to be ended has ended.
+  const uint32_t bits = static_cast<uint32_t>(peers) | (all ? ALLNORM_NO_PEER_COMES : 0u);
+  // Who ends later may have ended because of the first, who is the one to name.
+  const uint32_t known = __atomic_load_n(&fault_->died, __ATOMIC_RELAXED);
+  if ((known & ALLNORM_NO_PEER_COMES) == 0) {
+    __atomic_fetch_or(&fault_->died, bits, __ATOMIC_RELAXED);
+  }
 }
 
 int32_t Communicator::initialize() {

@@ -17,7 +17,7 @@ namespace allnorm {
 class Communicator {
  public:
   explicit Communicator(const AllnormCommConfig& config) : config_(config) {}
-  ~Communicator();
+  ~Communicator() { close(); }
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
 
@@ -27,13 +27,18 @@ class Communicator {
   // Enqueues the call, chunk by chunk.
   int32_t run(const AllnormCall& call);
 
+  // Any thread: kernels that wait for these peers end, those that run and those that come.
+  void peers_died(uint64_t peers, bool all);
+  // No call waits on the host.
+  void end_waits() {}
+  // Waits for the device and releases what it uses; when nobody is in run(). Idempotent. False as
+  // long as a graph may launch calls again: then nothing is released.
+  bool close();
+
   // What a kernel recorded, or that a call could not be made: then with the words for it; or
   // ALLNORM_OK. Reads host memory only.
   AllnormFault fault() const;
   const AllnormCommConfig& config() const { return config_; }
-
-  // Whether a graph may still launch calls of this communicator.
-  bool in_graphs() const { return order_.in_graphs(); }
 
  private:
   // What a kernel recorded.

@@ -261,19 +261,31 @@ class Exchange {
   __device__ __noinline__ static bool look_at_peers(const FusedParams& params, uint32_t op,
                                                     int phase, int source, bool time_is_up) {
     char* own = params.workspace[0];
+    // Over the bus, so only here. A rank that ended after it came to this operation is nobody's
+    // fault unless it is the one that is waited for, or the host says that all has arrived that
+    // ever will.
+    const uint32_t died = const_cast<const volatile AllnormFault*>(params.fault)->died;
+    int gone = -1;
     for (int peer = 0; peer < kWorldSize; ++peer) {
       if (peer == params.rank) continue;
+      if ((died >> peer & 1) != 0) gone = peer;
       const char* slot = own + PushControl::tag(phase, peer);
       const uint64_t seen[2] = {load_relaxed_sys_u64(slot), load_relaxed_sys_u64(slot + 8)};
       if (CallTag::is_of(op, seen[0], seen[1])) {
         if (seen[0] != params.tag.word(op, 0) || seen[1] != params.tag.word(op, 1)) {
           return record_fault(params, op, peer, ALLNORM_DIVERGED);
         }
+      } else if ((died >> peer & 1) != 0) {
+        return record_fault(params, op, peer, ALLNORM_PEER_DIED);
       } else if (time_is_up) {
         // Who has not even announced the operation is the one to name: the rank that is waited for
         // may itself wait for another.
         return record_fault(params, op, peer, ALLNORM_TIMEOUT);
       }
+    }
+    if ((died >> source & 1) != 0) return record_fault(params, op, source, ALLNORM_PEER_DIED);
+    if (gone >= 0 && (died & ALLNORM_NO_PEER_COMES) != 0) {
+      return record_fault(params, op, gone, ALLNORM_PEER_DIED);
     }
     if (time_is_up) return record_fault(params, op, source, ALLNORM_TIMEOUT);
     return *reinterpret_cast<volatile uint64_t*>(own + PushControl::kPoisoned) != 0;

@@ -154,6 +154,9 @@ struct PullControl {
   static constexpr int64_t kTags = 16;
   // uint32_t on a cache line of its own: peers asleep on kPublished.
   static constexpr int64_t kSleepers = 64;
+  // uint32_t beside it, looked at by peers that are asleep: 1 once this rank has closed its
+  // communicator or was interrupted, and so publishes nothing any more.
+  static constexpr int64_t kLeft = 68;
   static constexpr int64_t kBytes = 4096;
 
   ALLNORM_HD static int64_t tag(uint32_t op) { return kTags + 16 * (op % kPullPhases); }

@@ -7,8 +7,9 @@
 //
 // Threads: everything but the launch happens under the interpreter's lock. A callable may let
 // others run, who may remove a prepared call: one that is in use is kept by a reference of its own.
-// The communicator's lock is held for the launch, as in Python; calls without a communicator have
-// none, each thread has a FastCall of its own.
+// The communicator's lock is held for the launch, as in Python; a call that would have to wait for
+// it is left to Python, which knows whether it is this very thread that holds it. Calls without a
+// communicator have none, each thread has a FastCall of its own.
 
 #include <algorithm>
 #include <cstdint>
@@ -38,13 +39,14 @@ struct FastCall {
   void* function;      // allnorm_run; without a communicator allnorm_local
   AllnormComm* comm;   // or NULL
   Ref empty;           // callable(shape, strides, dtype): a tensor on the current device
-  Ref acquire;         // callable(), of the communicator's lock; None without one
+  Ref acquire;         // callable(blocking), of the communicator's lock; None without one
   Ref let_go;          // callable(), of the same
   Ref device;          // int, the communicator's device; None on CPU, as the next two are
   Ref current_device;  // callable(): int
   Ref stream;          // callable(device): int, the current stream's handle
   bool closed;
   std::vector<void*> streams;  // on which a communicator's calls were made
+  unsigned long holder;  // the thread that holds the lock for a launch from here; 0 if none does
   std::vector<std::shared_ptr<Prepared>> prepared;
 };
 
@@ -113,17 +115,25 @@ std::int32_t run(const FastCall& fast, const AllnormCall& call) {
 }
 
 // Launches under the communicator's lock, and returns `results`; the status if that failed; None if
-// the communicator was closed meanwhile. NULL with an error set if there was no lock to be had.
-PyObject* launch(const FastCall& fast, const AllnormCall& call, Ref results) {
+// the communicator was closed meanwhile, or another call holds the lock. NULL with an error set.
+PyObject* launch(FastCall& fast, const AllnormCall& call, Ref results) {
   const bool locks = fast.acquire.get() != Py_None;
-  if (locks && !Ref(PyObject_CallNoArgs(fast.acquire.get()))) return nullptr;
+  if (locks) {
+    const Ref held(PyObject_CallFunctionObjArgs(fast.acquire.get(), Py_False, nullptr));
+    if (!held) return nullptr;
+    if (held.get() != Py_True) return none();
+    fast.holder = PyThread_get_thread_ident();
+  }
   Ref answer = Ref::borrowed(Py_None);
-  // Others ran while results were made and the lock was waited for.
+  // Others ran while results were made.
   if (!fast.closed) {
     const std::int32_t status = run(fast, call);
     answer = status == ALLNORM_OK ? std::move(results) : Ref(PyLong_FromLong(status));
   }
-  if (locks && !Ref(PyObject_CallNoArgs(fast.let_go.get()))) return nullptr;
+  if (locks) {
+    fast.holder = 0;
+    if (!Ref(PyObject_CallNoArgs(fast.let_go.get()))) return nullptr;
+  }
   return answer.release();
 }
 
@@ -202,6 +212,13 @@ PyObject* close(PyObject* self, PyObject* none_given) {
   return forget(self, none_given);
 }
 
+// holder(): the thread whose launch is under way, as threading.get_ident() has it; 0 if there is
+// none.
+PyObject* holder(PyObject* self, PyObject*) {
+  FastCall* const fast = fast_of(self);
+  return fast == nullptr ? nullptr : PyLong_FromUnsignedLong(fast->holder);
+}
+
 // By way of void (*)(): the interpreter knows by the flag what it calls.
 PyMethodDef make_call_method = {
     "make_call", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(make_call)),
@@ -209,6 +226,7 @@ PyMethodDef make_call_method = {
 PyMethodDef keep_method = {"keep", keep, METH_O, nullptr};
 PyMethodDef forget_method = {"forget", forget, METH_NOARGS, nullptr};
 PyMethodDef close_method = {"close", close, METH_NOARGS, nullptr};
+PyMethodDef holder_method = {"holder", holder, METH_NOARGS, nullptr};
 
 }  // namespace
 }  // namespace allnorm
@@ -222,7 +240,7 @@ ALLNORM_API std::int32_t allnorm_fast_call_abi() { return ALLNORM_ABI_VERSION; }
 
 ALLNORM_API void allnorm_fast_call_watch(std::int32_t more) { watchers += more; }
 
-// The functions make_call, keep, forget and close of a new FastCall.
+// The functions make_call, keep, forget, close and holder of a new FastCall.
 ALLNORM_API PyObject* allnorm_fast_call_new(void* function, void* comm, PyObject* empty,
                                             PyObject* acquire, PyObject* let_go, PyObject* device,
                                             PyObject* current_device, PyObject* stream) {
@@ -237,13 +255,15 @@ ALLNORM_API PyObject* allnorm_fast_call_new(void* function, void* comm, PyObject
       .stream = Ref::borrowed(stream),
       .closed = false,
       .streams = {},
+      .holder = 0,
       .prepared = {},
   });
   const Ref capsule(
       PyCapsule_New(fast.get(), kFastCall, [](PyObject* self) { delete fast_of(self); }));
   if (!capsule) return nullptr;
   fast.release();  // the capsule's now
-  PyMethodDef* const methods[] = {&make_call_method, &keep_method, &forget_method, &close_method};
+  PyMethodDef* const methods[] = {&make_call_method, &keep_method, &forget_method, &close_method,
+                                  &holder_method};
   Ref functions(PyTuple_New(std::size(methods)));
   if (!functions) return nullptr;
   Py_ssize_t index = 0;

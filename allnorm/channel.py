@@ -1,0 +1,213 @@
+"""Words that ranks exchange on the host before an `unfused` call, with the deadline of every wait.
+
+Collectives of a process group have a timeout of their own, do not say who is missing, and end the
+process where numbers of bytes differ. So the ranks tell each other first what they are about to do:
+on one machine by all_gather_rows of the CPU library over shared memory, whose waits name who is
+missing, also if tensors are on GPUs; between machines by messages through the group's store, a
+second way that is slower.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import time
+from collections.abc import Sequence
+from typing import NoReturn, Protocol
+
+from allnorm import _native, workspace
+from allnorm.errors import PeerDiedError, PeerTimeoutError
+from allnorm.faults import fault_error
+from allnorm.launch import raise_status
+from allnorm.rendezvous import Mailbox, Rendezvous
+from allnorm.watch import Watch
+
+# Whole numbers of 64 bits that an announcement has.
+WORDS = 14
+
+
+class Owner(Protocol):
+    """The communicator, as far as its channel needs it."""
+
+    timeout: datetime.timedelta
+    _watch: Watch | None
+
+    def _fail(self, status: int, launch: None) -> NoReturn: ...
+
+
+class Channel:
+    """One rank's end. Calls are made under the communicator's lock."""
+
+    def gather(self, words: Sequence[int], owner: Owner) -> list[list[int]]:
+        """The `WORDS` numbers of every rank, by rank. Collective.
+
+        Raises:
+            PeerTimeoutError: a rank did not come, or came with a call that is not unfused.
+        """
+        raise NotImplementedError
+
+    def check(self, owner: Owner) -> None:
+        """Raises what a wait recorded."""
+
+    def peer_ended(self, rank: int) -> None:
+        """The process of a rank has ended."""
+
+    def end_waits(self) -> None:
+        """Another thread's wait ends."""
+
+    def close(self) -> None:
+        """Releases what the channel has."""
+
+    def destroy(self) -> None:
+        """After that, when no thread can use it any more."""
+
+
+def create(meeting: Rendezvous, own_handle: int, timeout_ns: int) -> Channel:
+    """Makes the channel of a communicator. Collective.
+
+    Args:
+        meeting: where it is made.
+        own_handle: of the communicator, if it is one of the CPU library; else 0.
+        timeout_ns: of its waits.
+    """
+    if own_handle:
+        return _SharedMemory(meeting, own_handle, None)
+    fits = meeting.world_size <= _native.MAX_WORLD_SIZE
+    built = meeting.agree(lambda: "cpu" in _native.available_backends(), "looking for libraries")
+    if not fits or not all(built) or not workspace.on_one_host(meeting):
+        return _Messages(meeting, timeout_ns * 1e-9)
+    memory = workspace.create_shared_memory(meeting, workspace.MIN_BYTES)
+    library, handle = _native.library("cpu"), ctypes.c_void_p()
+    settings = _native.CommConfig(
+        struct_bytes=ctypes.sizeof(_native.CommConfig),
+        rank=meeting.rank,
+        world_size=meeting.world_size,
+        device=-1,
+        workspace_bytes=memory.num_bytes,
+        timeout_ns=timeout_ns,
+    )
+    settings.workspaces[: meeting.world_size] = memory.addresses
+
+    def start() -> None:
+        addresses = ctypes.addressof(settings), ctypes.addressof(handle)
+        raise_status(library, library.comm_create(*addresses))
+
+    try:
+        meeting.agree(start, "starting the channel of unfused calls")
+    except BaseException:
+        memory.release()
+        raise
+    return _SharedMemory(meeting, int(handle.value or 0), memory)
+
+
+class _SharedMemory(Channel):
+    """By the CPU library.
+
+    With the communicator's own handle, unfused calls and others are told apart too.
+    """
+
+    def __init__(
+        self, meeting: Rendezvous, handle: int, memory: workspace.Workspace | None
+    ) -> None:
+        self._library, self._handle, self._memory = _native.library("cpu"), handle, memory
+        self._world_size = meeting.world_size
+        self._own = (ctypes.c_int64 * WORDS)()
+        self._all = (ctypes.c_int64 * (WORDS * meeting.world_size))()
+        # As float32 of 4 bytes: rows travel as bytes.
+        width = ctypes.sizeof(self._own) // 4
+        self._call = _native.Call(
+            struct_bytes=ctypes.sizeof(_native.Call),
+            op=_native.ALL_GATHER_ROWS,
+            dtype=_native.DTYPE["float32"],
+            weight_dtype=_native.DTYPE["float32"],
+            num_tokens=meeting.world_size,
+            hidden_size=width,
+            x=ctypes.addressof(self._own),
+            out=ctypes.addressof(self._all),
+            x_stride=width,
+            out_stride=width,
+        )
+
+    def gather(self, words: Sequence[int], owner: Owner) -> list[list[int]]:
+        self._own[:] = words
+        status = self._library.run(self._handle, ctypes.addressof(self._call))
+        if status:
+            if self._memory is not None and status not in (_native.INTERRUPTED, _native.CLOSED):
+                self.check(owner)
+            owner._fail(status, None)
+        return [self._all[q * WORDS : (q + 1) * WORDS] for q in range(self._world_size)]
+
+    def check(self, owner: Owner) -> None:
+        if self._memory is None:
+            return  # it is the communicator's own handle
+        fault = _native.Fault()
+        status = self._library.comm_check(self._handle, ctypes.addressof(fault))
+        if status not in (_native.OK, _native.CLOSED):
+            raise fault_error(fault, owner.timeout, {}, {}, owner._watch)
+
+    def peer_ended(self, rank: int) -> None:
+        if self._memory is not None:
+            self._library.comm_peers_died(self._handle, 1 << rank, 0)
+
+    def end_waits(self) -> None:
+        if self._memory is not None:
+            self._library.comm_close(self._handle)
+
+    def close(self) -> None:
+        if self._memory is not None:
+            self._memory.release()
+
+    def destroy(self) -> None:
+        if self._memory is not None:
+            self._library.comm_destroy(self._handle)
+
+
+class _Messages(Channel):
+    """By the store of the process group: a key of each rank for each call."""
+
+    def __init__(self, meeting: Rendezvous, seconds: float) -> None:
+        self._mailbox = Mailbox(meeting, seconds)
+        self._failed: PeerTimeoutError | None = None
+        self._dead: set[int] = set()
+        self._closed = False
+
+    def gather(self, words: Sequence[int], owner: Owner) -> list[list[int]]:
+        self.check(owner)
+
+        def look(missing: set[int]) -> None:
+            if self._closed:
+                owner._fail(_native.CLOSED, None)
+            for rank in sorted(missing & self._dead):
+                raise self._error(rank, owner, PeerDiedError, "whose process has ended")
+            if time.monotonic() > deadline:
+                text = f"{owner.timeout.total_seconds():g} s in vain"
+                raise self._error(min(missing), owner, PeerTimeoutError, text)
+
+        deadline = time.monotonic() + self._mailbox.seconds
+        return self._mailbox.exchange(list(words), look)
+
+    def _error(
+        self, peer: int, owner: Owner, kind: type[PeerTimeoutError], what: str
+    ) -> PeerTimeoutError:
+        rank = self._mailbox.rank
+        self._failed = kind(
+            f"rank {rank} waited for rank {peer}, {what}, before an unfused call. Results of this "
+            f"and later calls are not valid; find out what rank {peer} did, and make a new "
+            "Communicator over healthy ranks.",
+            rank=rank,
+            peer=peer,
+            op=self._mailbox.calls,
+            expected="an unfused call",
+            seen="nothing",
+        )
+        return self._failed
+
+    def check(self, owner: Owner) -> None:
+        if self._failed is not None:
+            raise self._failed
+
+    def peer_ended(self, rank: int) -> None:
+        self._dead.add(rank)
+
+    def end_waits(self) -> None:
+        self._closed = True

@@ -1,0 +1,236 @@
+"""How the ranks of a group come together to make something: steps, each with a deadline.
+
+Over the store of the process group and not by its collectives: these have the group's own timeout,
+do not say who is missing, and some end the process. Every rank leaves a report of each step under
+its own key and reads those of the others. A rank that gives up leaves word, and a process that ends
+is noticed, so that nobody waits for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import pickle
+import time
+import uuid
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from allnorm.errors import AllnormError, PeerDiedError, PeerTimeoutError
+from allnorm.watch import Process, Watch, this_process
+
+_SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1e-4, 1e-2
+# How many meetings of a group this process has been to. Equal on all ranks, but for those that
+# never came to one that the others gave up.
+_meetings: dict[str, int] = {}
+
+
+class Rendezvous:
+    """One meeting of all ranks of a group. Collective.
+
+    Args:
+        group: whose ranks meet.
+        seconds: how long all the steps together may take.
+
+    Attributes:
+        processes: of the ranks, after the first step.
+    """
+
+    processes: list[Process]
+
+    def __init__(self, group: dist.ProcessGroup, seconds: float) -> None:
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self._seconds = seconds
+        self._deadline = time.monotonic() + seconds
+        self._name = f"allnorm/{group.group_name}"
+        self._store = _store_of(group)
+        self._steps = 0
+        self._digest = ""
+        self._last_keys: list[str] = []
+        self._dead: set[int] = set()
+        self._stop: Callable[[], object] = lambda: None
+
+    def agree(self, step: Callable[[], Any], what: str) -> list[Any]:
+        """Runs `step` on every rank and returns all results, or raises on every rank.
+
+        A rank whose step fails raises its own error; the others raise an AllnormError that names
+        it. No rank leaves before all have reported, so that no rank waits for one that has given
+        up.
+
+        Raises:
+            PeerTimeoutError: a rank has not come before the deadline, or (PeerDiedError) its
+                process has ended.
+        """
+        if self.world_size == 1:
+            return [step()]
+        error: Exception | None = None
+        value: Any = None
+        try:
+            value = step()
+        except Exception as caught:  # noqa: BLE001 - reported to every rank, and raised below
+            error = caught
+        report = (value, None if error is None else f"{type(error).__name__}: {error}")
+        try:
+            reports = self._exchange(report, what)
+        except BaseException as caught:
+            self.end()
+            with contextlib.suppress(Exception):
+                reason = " ".join(str(caught).split()) or type(caught).__name__
+                self._store.set(self._given_up(), f"rank {self.rank}: {reason}"[:1000])
+            if error is not None:
+                raise error from caught
+            raise
+        if error is not None:
+            raise error
+        for rank, (_, failure) in enumerate(reports):
+            if failure is not None:
+                raise AllnormError(f"{what} failed on rank {rank}: {failure}")
+        return [result for result, _ in reports]
+
+    def end(self) -> None:
+        """After the last step: nobody is watched any more. Idempotent, not collective."""
+        self._stop()
+
+    def _exchange(self, report: Any, what: str) -> list[Any]:
+        """Every rank's report of this step."""
+        first = self._steps == 0
+        if first:
+            # A nonce each: what an earlier group of this name has left is never taken for ours.
+            report = (uuid.uuid4().hex, this_process(), report)
+            self._find_meeting()
+        prefix = f"{self._name}/{_meetings[self._name]}/{self._digest}/{self._steps}"
+        keys = [f"{prefix}/{rank}" for rank in range(self.world_size)]
+        with _reaching_store(what):
+            self._store.set(keys[self.rank], pickle.dumps(report))
+            self._wait_for(keys, what)
+            reports = [pickle.loads(data) for data in self._store.multi_get(keys)]
+            # Everybody has read those of the step before.
+            for key in self._last_keys:
+                self._store.delete_key(key)
+        self._last_keys = [keys[self.rank]]
+        self._steps += 1
+        if first:
+            nonces = "".join(nonce for nonce, *_ in reports)
+            self._digest = hashlib.sha256(nonces.encode()).hexdigest()[:16]
+            self.processes = [process for _, process, _ in reports]
+            watch = Watch(self.processes, lambda rank, _, dead=self._dead: dead.add(rank))
+            # Also if the meeting is given up somewhere between two steps.
+            self._stop = weakref.finalize(self, watch.stop)
+            reports = [report for *_, report in reports]
+        return reports
+
+    def _find_meeting(self) -> None:
+        """The next one; not one that the others have given up before this rank came."""
+        number = _meetings.get(self._name, 0) + 1
+        while self._store.check([f"{self._name}/{number}/given_up"]):
+            number += 1
+        _meetings[self._name] = number
+
+    def _given_up(self) -> str:
+        return f"{self._name}/{_meetings.get(self._name, 0)}/given_up"
+
+    def _wait_for(self, keys: list[str], what: str) -> None:
+        pause = _SHORTEST_PAUSE_SECONDS
+        missing = set(range(self.world_size)) - {self.rank}
+        while not self._store.check([keys[rank] for rank in sorted(missing)]):
+            dead = frozenset(self._dead)  # before the look at what they have left
+            missing = {rank for rank in missing if not self._store.check([keys[rank]])}
+            if not missing:
+                return
+            for rank in sorted(missing & dead):
+                raise self._error(
+                    PeerDiedError,
+                    f"rank {self.rank} waited for rank {rank} while {what}, but process "
+                    f"{self.processes[rank].pid} has ended. Make one over healthy ranks.",
+                    rank,
+                    what,
+                )
+            if self._store.check([self._given_up()]):
+                reason = self._store.get(self._given_up()).decode(errors="replace")
+                raise AllnormError(f"{what}: another rank has given up, {reason}")
+            if time.monotonic() > self._deadline:
+                self._give_up(missing, what)
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+    def _give_up(self, missing: set[int], what: str) -> None:
+        names = ", ".join(map(str, sorted(missing)))
+        plural = "s" if len(missing) > 1 else ""
+        raise self._error(
+            PeerTimeoutError,
+            f"rank {self.rank} waited {self._seconds:g} s in vain for rank{plural} {names} while "
+            f"{what}: every rank of the group must make the Communicator, in the same order. Find "
+            "out what became of the missing, or give a longer timeout.",
+            min(missing),
+            what,
+        )
+
+    def _error(
+        self, kind: type[PeerTimeoutError], message: str, peer: int, what: str
+    ) -> PeerTimeoutError:
+        return kind(message, rank=self.rank, peer=peer, op=0, expected=what, seen="nothing")
+
+
+class Mailbox:
+    """Exchanges among the ranks of a meeting after it is over, by keys of the same store.
+
+    Attributes:
+        rank: this rank.
+        seconds: how long an exchange may take.
+        calls: how many there have been.
+    """
+
+    def __init__(self, meeting: Rendezvous, seconds: float) -> None:
+        self.rank, self.seconds, self.calls = meeting.rank, seconds, 0
+        self._world_size, self._store = meeting.world_size, meeting._store
+        self._prefix = f"{meeting._name}/{meeting._digest}/{meeting._steps}/mail"
+
+    def exchange(self, value: Any, look: Callable[[set[int]], None]) -> list[Any]:
+        """Every rank's value, by rank. Collective.
+
+        Args:
+            value: this rank's, picklable.
+            look: called again and again with the ranks that are missing; raises to end the wait.
+        """
+        what = "exchanging words before an unfused call"
+        keys = [f"{self._prefix}/{self.calls}/{rank}" for rank in range(self._world_size)]
+        pause = _SHORTEST_PAUSE_SECONDS
+        missing = set(range(self._world_size)) - {self.rank}
+        with _reaching_store(what):
+            self._store.set(keys[self.rank], pickle.dumps(value))
+            while not self._store.check([keys[rank] for rank in sorted(missing)]):
+                missing = {rank for rank in missing if not self._store.check([keys[rank]])}
+                if missing:
+                    look(missing)
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            values = [pickle.loads(data) for data in self._store.multi_get(keys)]
+            # Everybody has come to this exchange, and so has read those of the one before.
+            if self.calls:
+                self._store.delete_key(f"{self._prefix}/{self.calls - 1}/{self.rank}")
+        self.calls += 1
+        return values
+
+
+@contextlib.contextmanager
+def _reaching_store(what: str) -> Any:
+    try:
+        yield
+    except AllnormError:
+        raise
+    except (RuntimeError, EOFError, OSError) as error:
+        raise AllnormError(
+            f"{what}: the store of the process group does not answer ({error}). The process that "
+            "holds it, as a rule that of rank 0, may have ended."
+        ) from error
+
+
+def _store_of(group: dist.ProcessGroup) -> Any:
+    """The store over which the ranks of a group have met before."""
+    known = dist.distributed_c10d._world.pg_map.get(group)
+    if known is None:
+        raise ValueError(f"group={group!r}: torch.distributed does not know it in this process.")
+    return known[1]

@@ -1,0 +1,252 @@
+"""Whether the processes of peers live: one thread waits for their ends, for all communicators.
+
+A process is told from a later one of the same number by the time at which it started. The system
+says by a file descriptor (pidfd) when it ends; where that is not allowed, /proc is read now and
+then. A peer in another namespace of process numbers, another container for one, cannot be watched:
+who waits for it waits until the deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+# How often /proc is read where there is no pidfd.
+_POLL_SECONDS = 0.2
+# What a process that has ended sent before it did has arrived by then, on any link.
+SETTLED_SECONDS = 0.3
+
+
+class Process(NamedTuple):
+    """A process of this machine.
+
+    Attributes:
+        pid: its number, in its own namespace.
+        started: when it started, as the kernel counts; empty if that cannot be read.
+        namespace: which processes its number tells it from; empty if that cannot be read.
+    """
+
+    pid: int
+    started: str
+    namespace: str
+
+
+def this_process() -> Process:
+    """What peers need to watch this process."""
+    try:
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        namespace = ""
+    return Process(os.getpid(), _state(os.getpid())[1], namespace)
+
+
+def _state(pid: int) -> tuple[str, str]:
+    """The state of a process, a letter, and when it started; empty if there is none."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            # Its name, in parentheses, may hold anything.
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return "", ""
+    return fields[0].decode(), fields[19].decode()
+
+
+def lives(process: Process) -> bool:
+    """Whether a process of this namespace has not ended."""
+    state, started = _state(process.pid)
+    return state not in ("", "Z", "X") and started == process.started
+
+
+class Watch:
+    """The peers that one communicator watches.
+
+    Attributes:
+        blind: ranks whose end will not be seen: in another namespace, or this process may have no
+            more threads.
+        watched: the others.
+
+    Args:
+        peers: by rank; this process itself is not watched.
+        ended: called by another thread with the rank of a peer that has ended and False; some time
+            later, when nothing that the peer sent is on its way any more, once more with True.
+    """
+
+    def __init__(self, peers: Sequence[Process], ended: Callable[[int, bool], None]) -> None:
+        self.peers = list(peers)
+        self.ended = ended
+        own = this_process()
+        self.blind = {
+            rank for rank, peer in enumerate(peers) if peer.namespace != own.namespace
+        } | {rank for rank, peer in enumerate(peers) if not peer.started}
+        self.watched = {
+            rank: peer for rank, peer in enumerate(peers) if rank not in self.blind and peer != own
+        }
+        if self.watched and not _watcher.add(self):
+            self.blind |= set(self.watched)
+            self.watched = {}
+
+    def stop(self) -> None:
+        """Calls `ended` no more, but for a call that is under way. Idempotent."""
+        if self.watched:
+            _watcher.remove(self)
+
+    def find_ended(self, seconds: float) -> int | None:
+        """A rank whose process has ended, or ends within so many seconds; None if none does."""
+        deadline = time.monotonic() + seconds
+        while True:
+            for rank, process in self.watched.items():
+                if not lives(process):
+                    return rank
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(0.01)
+
+    def describe(self, rank: int) -> str:
+        """The process of a rank, in words."""
+        return f"process {self.peers[rank].pid}"
+
+
+class _Watcher:
+    """The thread, and what it waits for."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._watches: list[Watch] = []
+        self._descriptors: dict[Process, int | None] = {}  # None: /proc is read
+        self._known: set[tuple[int, int]] = set()  # id of a watch, rank: reported
+        self._thread: threading.Thread | None = None
+        self._wake: tuple[int, int] | None = None
+
+    def add(self, watch: Watch) -> bool:
+        """False if the system has no thread to spare."""
+        with self._lock:
+            if self._thread is None and not self._start():
+                return False
+            self._watches.append(watch)
+            for process in watch.watched.values():
+                if process not in self._descriptors:
+                    self._descriptors[process] = _open(process)
+            self._notify()
+            return True
+
+    def _start(self) -> bool:
+        try:
+            self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+            thread = threading.Thread(
+                target=self._run, args=self._wake[:1], name="allnorm-watch", daemon=True
+            )
+            thread.start()
+        except (OSError, RuntimeError):
+            return False
+        self._thread = thread
+        return True
+
+    def remove(self, watch: Watch) -> None:
+        with self._lock:
+            if watch not in self._watches:
+                return
+            self._watches.remove(watch)
+            self._known = {known for known in self._known if known[0] != id(watch)}
+            wanted = {process for left in self._watches for process in left.watched.values()}
+            for process in self._descriptors.keys() - wanted:
+                descriptor = self._descriptors.pop(process)
+                # The thread may be about to poll it; a number that is given out again to another
+                # file wakes it for nothing.
+                if descriptor is not None:
+                    os.close(descriptor)
+            self._notify()
+
+    def forget(self) -> None:
+        """In a child of fork(), where the thread is not: lets go of everything."""
+        descriptors = [fd for fd in self._descriptors.values() if fd is not None]
+        for descriptor in (*descriptors, *(self._wake or ())):
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+        self.__init__()  # type: ignore[misc]
+
+    def _notify(self) -> None:
+        assert self._wake is not None
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._wake[1], b"x")
+
+    def _run(self, wake: int) -> None:
+        settling: list[tuple[float, Watch, int]] = []
+        while True:
+            with self._lock:
+                descriptors = dict(self._descriptors)
+            poll = select.poll()
+            poll.register(wake, select.POLLIN)
+            for descriptor in descriptors.values():
+                if descriptor is not None:
+                    poll.register(descriptor, select.POLLIN)
+            due = [settling[0][0] - time.monotonic()] if settling else []
+            if None in descriptors.values():
+                due.append(_POLL_SECONDS)
+            ready = {fd for fd, _ in poll.poll(max(0, int(1e3 * min(due)) + 1) if due else None)}
+            if wake in ready:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(wake, 4096)
+            for watch, rank in self._take_ended(descriptors, ready):
+                _call(watch, rank, False)
+                settling.append((time.monotonic() + SETTLED_SECONDS, watch, rank))
+            while settling and settling[0][0] <= time.monotonic():
+                _, watch, rank = settling.pop(0)
+                with self._lock:
+                    stopped = watch not in self._watches
+                if not stopped:
+                    _call(watch, rank, True)
+                del watch
+
+    def _take_ended(
+        self, polled: dict[Process, int | None], ready: set[int]
+    ) -> list[tuple[Watch, int]]:
+        """Who has ended since the last look, and for whom."""
+        with self._lock:
+            ended = set()
+            for process, descriptor in self._descriptors.items():
+                # A descriptor that is not the one polled may be another file's by now.
+                same = process in polled and polled[process] == descriptor
+                if same and (descriptor is None or descriptor in ready) and not lives(process):
+                    ended.add(process)
+            reports = [
+                (watch, rank)
+                for watch in self._watches
+                for rank, process in watch.watched.items()
+                if process in ended and (id(watch), rank) not in self._known
+            ]
+            self._known |= {(id(watch), rank) for watch, rank in reports}
+            for process in ended:
+                # It stays ready for ever. Whoever watches it from now on learns it at once, or by
+                # reading /proc.
+                descriptor = self._descriptors[process]
+                if descriptor is not None:
+                    os.close(descriptor)
+                del self._descriptors[process]
+            return reports
+
+
+def _call(watch: Watch, rank: int, settled: bool) -> None:
+    # Whatever it is, the thread goes on for the others.
+    with contextlib.suppress(Exception):
+        watch.ended(rank, settled)
+
+
+def _open(process: Process) -> int | None:
+    """A pidfd of a process; None where there is none, so that /proc is read."""
+    try:
+        descriptor = os.pidfd_open(process.pid)
+    except (OSError, AttributeError):
+        return None  # not allowed, or it has ended: /proc says which
+    if lives(process):
+        return descriptor
+    os.close(descriptor)  # of a later process with this number
+    return None
+
+
+_watcher = _Watcher()
+os.register_at_fork(after_in_child=lambda: _watcher.forget())

@@ -1,0 +1,56 @@
+#include "abi/gate.h"
+
+#include <pthread.h>
+
+#include "abi/error.h"
+
+namespace allnorm {
+namespace {
+
+// How often this process has come out of fork() as the child. Not its id: asking for that is a
+// system call, and ids are given out again.
+std::atomic<uint32_t> g_forks{0};
+const int g_registered =
+    pthread_atfork(nullptr, nullptr, [] { g_forks.fetch_add(1, std::memory_order_relaxed); });
+
+}  // namespace
+
+Gate::Gate() : process_(g_forks.load(std::memory_order_relaxed)) {
+  static_cast<void>(g_registered);
+}
+
+int32_t Gate::check_process() const {
+  if (g_forks.load(std::memory_order_relaxed) == process_) [[likely]] {
+    return ALLNORM_OK;
+  }
+  return fail(ALLNORM_CLOSED,
+              "this process is a fork of the one that made the communicator: only that one may use "
+              "or close it. Make a communicator here, in a process group of its own");
+}
+
+int32_t Gate::enter() {
+  if (const int32_t status = check_process()) return status;
+  // acquire: what close() has freed is not touched by who comes late; pairs with shut().
+  if ((state_.fetch_add(1, std::memory_order_acquire) & kShut) == 0) [[likely]] {
+    return ALLNORM_OK;
+  }
+  leave();
+  return fail(ALLNORM_CLOSED, "the communicator is closed: make a new one");
+}
+
+void Gate::leave() {
+  // release: all that the call did comes before what close() does next; pairs with the acquire in
+  // wait_until_empty().
+  if (state_.fetch_sub(1, std::memory_order_release) == (kShut | 1)) state_.notify_all();
+}
+
+void Gate::shut() { state_.fetch_or(kShut, std::memory_order_acq_rel); }
+
+void Gate::wait_until_empty() {
+  uint32_t state;
+  while ((state = state_.load(std::memory_order_acquire)) != kShut) {
+    state_.wait(state, std::memory_order_acquire);
+  }
+}
+
+}  // namespace allnorm

@@ -1,0 +1,243 @@
+// How waits of the CPU backend end before their deadline: close() of another thread, an interrupt,
+// peers that leave or whose process ends; and that a child of fork() touches nothing. Under
+// ThreadSanitizer ranks are threads.
+#include <pthread.h>
+
+#include <atomic>
+#include <chrono>
+
+#include "tests/testing.h"
+
+namespace allnorm::testing {
+namespace {
+
+constexpr int64_t kNever = 600'000'000'000;
+
+struct Call {
+  explicit Call(int algorithm = ALLNORM_ONE_SHOT, int64_t rows = 3)
+      : x(ALLNORM_FLOAT32, rows, 64), out(ALLNORM_FLOAT32, rows, 64) {
+    for (int64_t row = 0; row < rows; ++row) {
+      for (int64_t i = 0; i < 64; ++i) x.set_bits(row, i, 0x3f800000);
+    }
+    call.struct_bytes = sizeof(call);
+    call.op = ALLNORM_ALL_REDUCE;
+    call.algorithm = algorithm;
+    call.dtype = call.weight_dtype = ALLNORM_FLOAT32;
+    call.num_tokens = rows;
+    call.hidden_size = 64;
+    call.x = x.data();
+    call.out = out.data();
+    call.x_stride = x.stride;
+    call.out_stride = out.stride;
+  }
+  int32_t run(AllnormComm* comm) { return allnorm_run(comm, &call); }
+  bool is_nan() const {
+    for (int64_t row = 0; row < out.rows; ++row) {
+      for (int64_t i = 0; i < 64; ++i) {
+        if ((out.bits(row, i) & 0x7fffffff) <= 0x7f800000) return false;
+      }
+    }
+    return true;
+  }
+
+  AllnormCall call = {};
+  Matrix x, out;
+};
+
+class Clock {
+ public:
+  double seconds() const {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
+  }
+
+ private:
+  std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+};
+
+// Two threads call, one of them waits in vain and the other for its turn; a third closes. Rank 1
+// never comes.
+void test_close_ends_calls(int algorithm, bool later) {
+  Group group(2, 1 << 16);
+  run_ranks(2, [&](int rank) {
+    AllnormComm* const comm = group.create(rank, 0, kNever);
+    if (rank == 0) {
+      std::atomic<int> started{0};
+      const auto call = [&] {
+        Call mine(algorithm);
+        started.fetch_add(1);
+        check(mine.run(comm) == ALLNORM_CLOSED, "the status is another: %s", allnorm_last_error());
+        check(mine.is_nan() || strstr(allnorm_last_error(), "make a new one") != nullptr,
+              "results of a call that was ended look like some");
+      };
+      std::thread first(call), second(call);
+      while (started.load() != 2) usleep(100);
+      if (later) usleep(50'000);
+      const Clock clock;
+      AllnormFault fault;
+      check(allnorm_comm_check(comm, &fault) == ALLNORM_OK, "a fault of nobody");
+      std::thread other([&] { allnorm_comm_close(comm); });  // two at once are fine
+      check(allnorm_comm_close(comm) == ALLNORM_OK, "%s", allnorm_last_error());
+      check(clock.seconds() < 5, "close() took %.1f s", clock.seconds());
+      other.join();
+      first.join();
+      second.join();
+      Call late;
+      check(late.run(comm) == ALLNORM_CLOSED, "a call after close()");
+      check(allnorm_comm_check(comm, &fault) == ALLNORM_CLOSED, "check() after close()");
+      check(allnorm_comm_peers_died(comm, 2, 1) == ALLNORM_CLOSED, "peers_died() after close()");
+    }
+    group.barrier();
+    allnorm_comm_destroy(comm);
+  });
+}
+
+// A rank that closes after a call is no fault of that call, also for a rank that is late in it; who
+// needs it afterwards is told at once.
+void test_peer_leaves(int algorithm) {
+  Group group(3, 1 << 16);
+  run_ranks(3, [&](int rank) {
+    AllnormComm* const comm = group.create(rank, 0, kNever);
+    for (int number = 0; number < 20; ++number) {
+      Call good(algorithm);
+      if (number == 19 && rank == 2) usleep(30'000);
+      check(good.run(comm) == ALLNORM_OK && good.out.bits(2, 63) == 0x40400000,
+            "rank %d: a call before a rank left: %s", rank, allnorm_last_error());
+    }
+    if (rank == 1) {
+      allnorm_comm_close(comm);
+    } else {
+      AllnormFault fault;
+      usleep(50'000);
+      check(allnorm_comm_check(comm, &fault) == ALLNORM_OK, "nobody has needed rank 1 yet");
+      const Clock clock;
+      Call mine(algorithm);
+      check(mine.run(comm) == ALLNORM_PEER_LEFT && mine.is_nan(), "%s", allnorm_last_error());
+      check(allnorm_comm_check(comm, &fault) == ALLNORM_PEER_LEFT && fault.peer == 1,
+            "status %d, peer %d", fault.status, fault.peer);
+      check(clock.seconds() < 5, "it took %.1f s", clock.seconds());
+    }
+    group.barrier();
+    allnorm_comm_destroy(comm);
+  });
+}
+
+// The watcher's word comes while a call waits.
+void test_peer_dies(int algorithm) {
+  Group group(3, 1 << 16);
+  run_ranks(3, [&](int rank) {
+    AllnormComm* const comm = group.create(rank, 0, kNever);
+    Call good(algorithm);
+    check(good.run(comm) == ALLNORM_OK, "%s", allnorm_last_error());
+    if (rank != 2) {
+      std::thread watcher([&] {
+        usleep(30'000);
+        check(allnorm_comm_peers_died(comm, 1u << 2, rank) == ALLNORM_OK, "%s",
+              allnorm_last_error());
+      });
+      const Clock clock;
+      Call mine(algorithm);
+      check(mine.run(comm) == ALLNORM_PEER_DIED && mine.is_nan(), "%s", allnorm_last_error());
+      AllnormFault fault;
+      check(allnorm_comm_check(comm, &fault) == ALLNORM_PEER_DIED && fault.peer == 2 &&
+                fault.rank == rank && fault.expected_op == 1 && fault.seen_op == 0,
+            "status %d, rank %d, peer %d, operation %u, seen %u", fault.status, fault.rank,
+            fault.peer, fault.expected_op, fault.seen_op);
+      check(clock.seconds() < 5, "it took %.1f s", clock.seconds());
+      watcher.join();
+    }
+    group.barrier();
+    allnorm_comm_destroy(comm);
+  });
+}
+
+// What a wait calls on every thread: here rank 0 is interrupted, and its peers are told.
+thread_local AllnormComm* t_interrupted = nullptr;
+int32_t interrupt() {
+  if (t_interrupted == nullptr) return 0;
+  Call inner;
+  check(inner.run(t_interrupted) == ALLNORM_INVALID_ARGUMENT, "a call within a call: %s",
+        allnorm_last_error());
+  return 1;
+}
+
+void test_interrupt(int algorithm) {
+  Group group(3, 1 << 16);
+  allnorm_set_interrupt(interrupt);
+  run_ranks(3, [&](int rank) {
+    AllnormComm* const comm = group.create(rank, 0, kNever);
+    Call good(algorithm);
+    check(good.run(comm) == ALLNORM_OK, "%s", allnorm_last_error());
+    const int32_t expected = rank == 0 ? ALLNORM_INTERRUPTED : ALLNORM_PEER_LEFT;
+    if (rank == 0) t_interrupted = comm;
+    if (rank == 1) usleep(100'000);  // what rank 0 waits for
+    const Clock clock;
+    Call mine(algorithm);
+    AllnormFault fault = {};
+    int32_t status = mine.run(comm);
+    // one_shot needs nothing of rank 0 but its rows, which were there.
+    if (rank != 0 && status == ALLNORM_OK) status = mine.run(comm);
+    check(status == expected && mine.is_nan(), "rank %d: %d, %s", rank, status,
+          allnorm_last_error());
+    check(allnorm_comm_check(comm, &fault) == expected, "rank %d: status %d", rank, fault.status);
+    check(rank == 0 || fault.peer == 0, "rank %d blames %d", rank, fault.peer);
+    t_interrupted = nullptr;
+    check(mine.run(comm) == expected, "rank %d: a later call", rank);
+    check(clock.seconds() < 5, "it took %.1f s", clock.seconds());
+    group.barrier();
+    allnorm_comm_destroy(comm);
+  });
+  allnorm_set_interrupt(nullptr);
+}
+
+// A child of fork() is refused, and what it does to its copy does not reach the parent's peers.
+void test_fork() {
+#if !defined(__SANITIZE_THREAD__)  // forks of a process of threads are not for it
+  Group group(2, 1 << 16);
+  run_ranks(2, [&](int rank) {
+    AllnormComm* const comm = group.create(rank, 0, kNever);
+    Call good;
+    check(good.run(comm) == ALLNORM_OK, "%s", allnorm_last_error());
+    if (rank == 0) {
+      const pid_t child = fork();
+      if (child == 0) {
+        g_failures = 0;
+        Call mine;
+        AllnormFault fault;
+        check(mine.run(comm) == ALLNORM_CLOSED, "a call of a child");
+        check(strstr(allnorm_last_error(), "fork") != nullptr, "%s", allnorm_last_error());
+        check(allnorm_comm_check(comm, &fault) == ALLNORM_CLOSED, "check() of a child");
+        check(allnorm_comm_close(comm) == ALLNORM_CLOSED, "close() of a child");
+        check(allnorm_comm_peers_died(comm, 2, 1) == ALLNORM_CLOSED, "peers_died() of a child");
+        check(allnorm_comm_destroy(comm) == ALLNORM_OK, "destroy() of a child");
+        fflush(nullptr);
+        _exit(g_failures == 0 ? 0 : 1);
+      }
+      int status = 0;
+      waitpid(child, &status, 0);
+      check(WIFEXITED(status) && WEXITSTATUS(status) == 0, "the child ended with 0x%x",
+            static_cast<unsigned>(status));
+    }
+    for (int number = 0; number < 10; ++number) {
+      Call later;
+      check(later.run(comm) == ALLNORM_OK && later.out.bits(0, 0) == 0x40000000, "%s",
+            allnorm_last_error());
+    }
+    allnorm_comm_destroy(comm);
+  });
+#endif
+}
+
+}  // namespace
+}  // namespace allnorm::testing
+
+int main() {
+  using namespace allnorm::testing;
+  for (const int algorithm : {ALLNORM_ONE_SHOT, ALLNORM_TWO_SHOT}) {
+    for (const bool later : {false, true}) test_close_ends_calls(algorithm, later);
+    test_peer_leaves(algorithm);
+    test_peer_dies(algorithm);
+    test_interrupt(algorithm);
+  }
+  test_fork();
+  return result();
+}
