@@ -147,6 +147,8 @@ class Calls:
         if launch.scale is None:
             scale = quant.scale
         if not memory:
+            assert quantized is not None
+            assert summed is not None
             return QuantizedNorm(quantized, scale, summed, normed)
         stored = results.store(wanted, written)
         return QuantizedNorm(stored[0], scale, stored[1], stored[2] if return_normed else None)
@@ -201,6 +203,7 @@ class Calls:
         fresh: bool = True,
     ) -> None:
         # The lock keeps another thread from changing the prepared call while it is being read.
+        refused: Exception | None = None
         with self._lock:
             try:
                 # Copies of unaligned inputs live until the call has been made.
@@ -210,7 +213,6 @@ class Calls:
             except Exception as error:  # noqa: BLE001 - raised below, without the lock
                 refused = error
             else:
-                refused = None
                 if launch.is_unfused:
                     self.check()  # the library does it for the others
                     read = temporaries[0] if temporaries else x
@@ -314,8 +316,9 @@ class Calls:
         if is_refusal(fault.expected_shape, fault.expected_tokens):
             return {faults.REFUSED: self._refused}
         # On CUDA it is an earlier one than the call that has found out.
-        known = launch is not None and self.device.type == "cpu"
-        launches = [launch] if known else self._preparer.launches()
+        launches = self._preparer.launches()
+        if launch is not None and self.device.type == "cpu":
+            launches = [launch]
         return faults.account_of(fault, [Announcement.of(other) for other in launches])
 
 
