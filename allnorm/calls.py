@@ -161,6 +161,8 @@ class Calls:
         if launch.scale is None:
             scale = quant.scale
         if not memory:
+            assert quantized is not None
+            assert summed is not None
             return QuantizedNorm(quantized, scale, summed, normed)
         stored = results.store(wanted, written)
         return QuantizedNorm(stored[0], scale, stored[1], stored[2] if return_normed else None)
@@ -215,7 +217,7 @@ class Calls:
         fresh: bool = True,
     ) -> None:
         self._take_turn()
-        refused = None
+        refused: Exception | None = None
         try:
             try:
                 # Copies of unaligned inputs live until the call has been made.
@@ -423,8 +425,9 @@ class Calls:
         if is_refusal(fault.expected_shape, fault.expected_tokens):
             return {faults.REFUSED: self._refused}
         # On CUDA it is an earlier one than the call that has found out.
-        known = launch is not None and self.device.type == "cpu"
-        launches = [launch] if known else self._preparer.launches()
+        launches = self._preparer.launches()
+        if launch is not None and self.device.type == "cpu":
+            launches = [launch]
         return faults.account_of(fault, [Announcement.of(other) for other in launches])
 
 

@@ -93,13 +93,13 @@ def _refusal_key(name: str, rank: int) -> str:
     return f"allnorm/refusal/{name}/{rank}"
 
 
-def _exchange(store: dist.Store, own_key: str, own: Account, key: str) -> bytes:
+def _exchange(store: Any, own_key: str, own: Account, key: str) -> bytes:
     store.set(own_key, json.dumps(own))
     store.wait([key], datetime.timedelta(seconds=_ACCOUNT_SECONDS))
     return bytes(store.get(key))
 
 
-def _with_store(group: dist.ProcessGroup, step: Callable[[dist.Store], Any]) -> Any:
+def _with_store(group: dist.ProcessGroup, step: Callable[[Any], Any]) -> Any:
     """What `step` returns; None if it fails, or takes too long.
 
     In a thread, because a store whose process is stopped answers to no deadline. Without the store,
