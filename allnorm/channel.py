@@ -129,7 +129,7 @@ class _SharedMemory(Channel):
         )
 
     def gather(self, words: Sequence[int], owner: Owner) -> list[list[int]]:
-        self._own[:] = words
+        self._own[:] = list(words)
         status = self._library.run(self._handle, ctypes.addressof(self._call))
         if status:
             if self._memory is not None and status not in (_native.INTERRUPTED, _native.CLOSED):

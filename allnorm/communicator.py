@@ -386,7 +386,7 @@ class Communicator(Collectives):
         raise TypeError(_NO_COPIES)
 
     def _release(self) -> None:
-        """Lets the workspace go once no graph may use it; the handle stays for calls that are under way."""
+        """Lets the workspace go once no graph may use it; calls under way keep the handle."""
         handle, library = self._handle, self._library
 
         def unused() -> bool:

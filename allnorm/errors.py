@@ -52,7 +52,7 @@ class PeerTimeoutError(AllnormError):
 class PeerDivergedError(PeerTimeoutError):
     """A peer came with another call: another shape, dtype, op, algorithm or rounding mode.
 
-    Where both ran "unfused", on CPU, nothing was computed and the communicator goes on.
+    Where all ran "unfused", nothing was computed and the communicator goes on.
     """
 
 

@@ -116,7 +116,7 @@ class Rendezvous:
             nonces = "".join(nonce for nonce, *_ in reports)
             self._digest = hashlib.sha256(nonces.encode()).hexdigest()[:16]
             self.processes = [process for _, process, _ in reports]
-            watch = Watch(self.processes, lambda rank, _, dead=self._dead: dead.add(rank))
+            watch = Watch(self.processes, _adder(self._dead))
             # Also if the meeting is given up somewhere between two steps.
             self._stop = weakref.finalize(self, watch.stop)
             reports = [report for *_, report in reports]
@@ -172,6 +172,11 @@ class Rendezvous:
         self, kind: type[PeerTimeoutError], message: str, peer: int, what: str
     ) -> PeerTimeoutError:
         return kind(message, rank=self.rank, peer=peer, op=0, expected=what, seen="nothing")
+
+
+def _adder(ranks: set[int]) -> Callable[[int, bool], None]:
+    """What a Watch calls; it does not keep the meeting."""
+    return lambda rank, settled: ranks.add(rank)
 
 
 class Mailbox:
