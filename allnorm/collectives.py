@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 
 from allnorm import arguments
+from allnorm.arguments import Like
 from allnorm.calls import Calls
 from allnorm.quant import DEFAULT_QUANT, Quant, QuantizedNorm, from_op_results, op_arguments
-
-_is_compiling = torch.compiler.is_compiling
+from allnorm.quant import DTYPE as FP8
+from allnorm.shortcuts import is_traced
 
 
 class Collectives(Calls):
@@ -45,9 +49,10 @@ class Collectives(Calls):
         Collective. Safe in CUDA graphs and under torch.compile; no synchronisation, no allocation
         but the result ("unfused" also gathers the inputs).
         """
-        if _is_compiling() and out is None and algorithm == "auto":
-            reduced: torch.Tensor = torch.ops.allnorm.all_reduce(x, self.name)
-            return reduced
+        if is_traced(x):
+            arguments.check_algorithm(algorithm)
+            given = _given(("out", out, Like.rows(x, None)))
+            return _into(given, torch.ops.allnorm.all_reduce(x, self.name, algorithm))[0]
         result, _ = self._call(x, None, None, None, algorithm, out, None)
         return result
 
@@ -104,11 +109,18 @@ class Collectives(Calls):
         gradient.
         """
         mode = self.numerics if numerics is None else numerics
-        if _is_compiling() and out is residual_out is None and algorithm == "auto":
-            traced: tuple[torch.Tensor, torch.Tensor] = torch.ops.allnorm.all_reduce_add_rms_norm(
-                x, residual, weight, eps, weight_bias, mode, self.name, residual_sharded
+        if is_traced(x):
+            arguments.check_algorithm(algorithm)
+            bounds = self._bounds(x) if residual_sharded else None
+            given = _given(
+                ("out", out, Like.rows(x, None)),
+                ("residual_out", residual_out, Like.rows(x, bounds)),
             )
-            return traced
+            traced = torch.ops.allnorm.all_reduce_add_rms_norm(
+                *(x, residual, weight, eps, weight_bias, mode, self.name, residual_sharded),
+                *(_rows(residual, bounds), algorithm),
+            )
+            return _into(given, *traced)
         norm = (eps, weight_bias, mode, residual_sharded)
         normed, summed = self._call(x, residual, weight, norm, algorithm, out, residual_out)
         assert summed is not None
@@ -178,12 +190,17 @@ class Collectives(Calls):
         """
         mode = self.numerics if numerics is None else numerics
         fresh = out is scale_out is normed_out is residual_out is None
-        if _is_compiling() and fresh and algorithm == "auto":
-            traced = torch.ops.allnorm.all_reduce_add_rms_norm_quant(
-                *(x, residual, weight, eps, *op_arguments(quant), return_normed, residual_sharded),
-                *(weight_bias, mode, self.name),
+        if is_traced(x):
+            return self._quantize_traced(
+                x,
+                residual,
+                weight,
+                (eps, weight_bias, mode, residual_sharded),
+                quant,
+                return_normed or normed_out is not None,
+                algorithm,
+                (out, scale_out, residual_out, normed_out),
             )
-            return from_op_results(traced, quant, return_normed)
         return self._call_quantized(
             x,
             residual,
@@ -194,6 +211,42 @@ class Collectives(Calls):
             algorithm,
             () if fresh else (out, scale_out, residual_out, normed_out),
         )
+
+    def _quantize_traced(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor,
+        norm: tuple[Any, ...],
+        quant: Quant,
+        return_normed: bool,
+        algorithm: str,
+        memory: tuple[torch.Tensor | None, ...],
+    ) -> QuantizedNorm:
+        """As `_call_quantized`, by the operator."""
+        eps, weight_bias, numerics, sharded = norm
+        out, scale_out, residual_out, normed_out = memory
+        arguments.check_algorithm(algorithm)
+        if scale_out is not None:
+            raise ValueError(
+                "scale_out in a call that is traced: expected None, because padding between its "
+                "columns is no part of what a tracer sees. Take the scale that is returned."
+            )
+        bounds = self._bounds(x) if sharded else None
+        given = _given(
+            ("out", out, Like(x.shape, FP8, x.device)),
+            ("residual_out", residual_out, Like.rows(x, bounds)),
+            ("normed_out", normed_out, Like.rows(x, None)),
+        )
+        traced = torch.ops.allnorm.all_reduce_add_rms_norm_quant(
+            *(x, residual, weight, eps, *op_arguments(quant), return_normed, sharded),
+            *(weight_bias, numerics, self.name, _rows(residual, bounds), algorithm),
+        )
+        quantized, scale, summed, normed = from_op_results(traced, quant, return_normed)
+        quantized, summed = _into(given[:2], quantized, summed)
+        if normed is not None:
+            (normed,) = _into(given[2:], normed)
+        return QuantizedNorm(quantized, scale, summed, normed)
 
     def all_gather_rows(
         self,
@@ -230,11 +283,15 @@ class Collectives(Calls):
         Collective. Safe in CUDA graphs and under torch.compile; no synchronisation, no allocation
         but the result.
         """
-        if _is_compiling() and out is None and algorithm == "auto":
-            rows: torch.Tensor = torch.ops.allnorm.all_gather_rows(
-                residual_shard, num_tokens, self.name
+        if is_traced(residual_shard):
+            arguments.check_algorithm(algorithm)
+            shape = (num_tokens, residual_shard.shape[-1])
+            source = "num_tokens rows as wide as residual_shard"
+            like = Like(shape, residual_shard.dtype, residual_shard.device, source)
+            rows = torch.ops.allnorm.all_gather_rows(
+                residual_shard, num_tokens, self.name, algorithm
             )
-            return rows
+            return _into(_given(("out", out, like)), rows)[0]
         return self._gather_rows(residual_shard, num_tokens, algorithm, out)
 
     def row_shard(self, num_tokens: int) -> tuple[int, int]:
@@ -257,3 +314,35 @@ class Collectives(Calls):
             self._refuse()
         arguments.check_count("num_tokens", num_tokens)
         return arguments.row_shard(num_tokens, self.world_size, self.rank)
+
+    def _bounds(self, x: torch.Tensor) -> tuple[int, int]:
+        return arguments.row_shard(math.prod(x.shape[:-1]), self.world_size, self.rank)
+
+
+# ---- calls that are traced: by operators that are functional, then copied ------------------------
+
+
+def _rows(residual: torch.Tensor | None, bounds: tuple[int, int] | None) -> int | None:
+    """The `residual_rows` of an operator: what a fake cannot tell from the residual."""
+    if bounds is None or residual is not None:
+        return None
+    lo, hi = bounds
+    return hi - lo
+
+
+def _given(
+    *wanted: tuple[str, torch.Tensor | None, Like],
+) -> tuple[torch.Tensor | None, ...]:
+    """The preallocated results, checked; what cannot be seen before they have memory is not."""
+    for name, result, like in wanted:
+        if result is not None:
+            arguments.check_like(name, result, like)
+    return tuple(result for _, result, _ in wanted)
+
+
+def _into(given: tuple[torch.Tensor | None, ...], *results: Any) -> tuple[Any, ...]:
+    """The results, in the memory that is given for them, if any."""
+    return tuple(
+        result if memory is None else memory.copy_(result)
+        for memory, result in zip(given, results, strict=True)
+    )
