@@ -114,7 +114,7 @@ class Collectives(Calls):
             bounds = self._bounds(x) if residual_sharded else None
             given = _given(
                 ("out", out, Like.rows(x, None)),
-                ("residual_out", residual_out, Like.rows(x, bounds)),
+                ("residual_out", residual_out, _like_rows(x, bounds)),
             )
             traced = torch.ops.allnorm.all_reduce_add_rms_norm(
                 *(x, residual, weight, eps, weight_bias, mode, self.name, residual_sharded),
@@ -235,7 +235,7 @@ class Collectives(Calls):
         bounds = self._bounds(x) if sharded else None
         given = _given(
             ("out", out, Like(x.shape, FP8, x.device)),
-            ("residual_out", residual_out, Like.rows(x, bounds)),
+            ("residual_out", residual_out, _like_rows(x, bounds)),
             ("normed_out", normed_out, Like.rows(x, None)),
         )
         traced = torch.ops.allnorm.all_reduce_add_rms_norm_quant(
@@ -328,6 +328,16 @@ def _rows(residual: torch.Tensor | None, bounds: tuple[int, int] | None) -> int 
         return None
     lo, hi = bounds
     return hi - lo
+
+
+def _like_rows(x: torch.Tensor, bounds: tuple[int, int] | None) -> Like:
+    if bounds is None:
+        return Like.rows(x, None)
+    lo, hi = (
+        bounds  # may be symbolic; writing them into words would make the graph that of one size
+    )
+    source = "this rank's rows, as row_shard() gives them"
+    return Like((hi - lo, x.shape[-1]), x.dtype, x.device, source)
 
 
 def _given(

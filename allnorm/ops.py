@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import torch
 from torch._higher_order_ops import effects
 
+from allnorm import lowering
 from allnorm.arguments import row_shard
 from allnorm.communicator import Communicator, communicator
 from allnorm.local import add_rms_norm, add_rms_norm_quant
@@ -217,7 +218,8 @@ def _keep_in_order(name: str) -> None:
     """Makes tracers and compilers keep each call of a collective operator, and their order.
 
     By torch's effect tokens: AOTAutograd makes each such call need a token of the one before.
-    Passes over graphs of other tracers, which have no tokens, only remove what is unused.
+    Passes over graphs of other tracers, which have no tokens, only remove what is unused. The order
+    inside Inductor is lowering.py's.
     """
     operators = getattr(torch.ops.allnorm, name)
     effects._register_effectful_op(operators.default, effects._EffectType.ORDERED)
@@ -225,12 +227,15 @@ def _keep_in_order(name: str) -> None:
         torch.fx.node.has_side_effect(operator)
 
 
-for _name, _implementation in (
-    ("all_reduce", _all_reduce),
-    ("all_reduce_add_rms_norm", _all_reduce_add_rms_norm),
-    ("all_reduce_add_rms_norm_quant", _all_reduce_add_rms_norm_quant),
-    ("all_gather_rows", _all_gather_rows),
-):
+_COLLECTIVE = {
+    "all_reduce": _all_reduce,
+    "all_reduce_add_rms_norm": _all_reduce_add_rms_norm,
+    "all_reduce_add_rms_norm_quant": _all_reduce_add_rms_norm_quant,
+    "all_gather_rows": _all_gather_rows,
+}
+COLLECTIVES = frozenset(getattr(torch.ops.allnorm, _name).default for _name in _COLLECTIVE)
+"""The operators that are calls among ranks."""
+for _name, _implementation in _COLLECTIVE.items():
     _implement(_name, _implementation)
     _keep_in_order(_name)
 _implement("add_rms_norm", _add_rms_norm)
@@ -238,6 +243,18 @@ _implement("add_rms_norm_quant", _add_rms_norm_quant)
 
 
 # ---- fakes ---------------------------------------------------------------------------------------
+
+
+def _fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def register(fake: Callable[..., Any]) -> Callable[..., Any]:
+        def traced(*arguments: Any) -> Any:
+            lowering.keep_order(COLLECTIVES)
+            return fake(*arguments)
+
+        torch.library.register_fake(f"allnorm::{name}", traced, lib=_library)
+        return fake
+
+    return register
 
 
 def _like(x: _Tensor, dtype: torch.dtype | None = None) -> _Tensor:
@@ -274,12 +291,12 @@ def _fake_quantized(
     return _like(x, FP8), scale, residual, _like(x) if return_normed else x.new_empty(0)
 
 
-@torch.library.register_fake("allnorm::all_reduce", lib=_library)
+@_fake("all_reduce")
 def _(x: _Tensor, comm_name: str, algorithm: str = "auto") -> _Tensor:
     return _like(x)
 
 
-@torch.library.register_fake("allnorm::all_reduce_add_rms_norm", lib=_library)
+@_fake("all_reduce_add_rms_norm")
 def _(
     x: _Tensor,
     residual: _Tensor | None,
@@ -295,7 +312,7 @@ def _(
     return _like(x), _fake_residual(x, residual, residual_sharded, residual_rows)
 
 
-@torch.library.register_fake("allnorm::all_reduce_add_rms_norm_quant", lib=_library)
+@_fake("all_reduce_add_rms_norm_quant")
 def _(
     x: _Tensor,
     residual: _Tensor | None,
@@ -319,12 +336,12 @@ def _(
     return _fake_quantized(x, summed, quant, return_normed)
 
 
-@torch.library.register_fake("allnorm::all_gather_rows", lib=_library)
+@_fake("all_gather_rows")
 def _(shard: _Tensor, num_tokens: int, comm_name: str, algorithm: str = "auto") -> _Tensor:
     return shard.new_empty((num_tokens, shard.shape[-1]))
 
 
-@torch.library.register_fake("allnorm::add_rms_norm", lib=_library)
+@_fake("add_rms_norm")
 def _(
     x: _Tensor,
     residual: _Tensor | None,
@@ -336,7 +353,7 @@ def _(
     return _like(x), _like(x)
 
 
-@torch.library.register_fake("allnorm::add_rms_norm_quant", lib=_library)
+@_fake("add_rms_norm_quant")
 def _(
     x: _Tensor,
     residual: _Tensor | None,

@@ -49,12 +49,13 @@ ALLOWED = {
         *("_native", "arguments", "errors", "fast_call", "faults", "launch", "prepare", "quant"),
         *("results", "shortcuts", "unfused"),
     },
-    "collectives": {"arguments", "calls", "quant"},
+    "collectives": {"arguments", "calls", "quant", "shortcuts"},
     "communicator": {
         *("_native", "arguments", "collectives", "config", "errors", "fast_call", "launch"),
         *("policy", "prepare", "quant", "shortcuts", "tuning", "workspace"),
     },
-    "ops": {"arguments", "communicator", "errors", "local", "quant"},
+    "lowering": set(),
+    "ops": {"arguments", "communicator", "errors", "local", "lowering", "quant"},
     "tracing": {"_native", "calls", "errors", "fast_call", "local"},
     PUBLIC: {
         *("_native", "_version", "communicator", "config", "errors", "fast_call", "local", "ops"),
