@@ -130,7 +130,8 @@ def compiled(rank: int, world_size: int, backend: str) -> None:
         ) -> tuple[torch.Tensor, ...]:
             """Two sites, by method and by raw op, with code before, between and after."""
             normed, residual = c.all_reduce_add_rms_norm(-x, residual, weight, 1e-5)
-            reduced = c.all_reduce(normed * 2)
+            memory = torch.empty_like(x)
+            reduced = c.all_reduce(normed * 2, algorithm="two_shot", out=memory)
             again, residual = torch.ops.allnorm.all_reduce_add_rms_norm(
                 reduced, residual, weight, 1e-6, 1.0, "vllm", c.name
             )
