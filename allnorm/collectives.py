@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
 import torch
 
-from allnorm import arguments
-from allnorm.arguments import Like
+from allnorm import arguments, traced
 from allnorm.calls import Calls
-from allnorm.quant import DEFAULT_QUANT, Quant, QuantizedNorm, from_op_results, op_arguments
-from allnorm.quant import DTYPE as FP8
+from allnorm.quant import DEFAULT_QUANT, Quant, QuantizedNorm
 from allnorm.shortcuts import is_traced
 
 
@@ -47,12 +42,11 @@ class Collectives(Calls):
             CommunicatorClosedError: after `close()`.
 
         Collective. Safe in CUDA graphs and under torch.compile; no synchronisation, no allocation
-        but the result ("unfused" also gathers the inputs).
+        but the result ("unfused" also gathers the inputs). Traced (torch.compile, torch.export,
+        make_fx), the result is copied to `out`.
         """
         if is_traced(x):
-            arguments.check_algorithm(algorithm)
-            given = _given(("out", out, Like.rows(x, None)))
-            return _into(given, torch.ops.allnorm.all_reduce(x, self.name, algorithm))[0]
+            return traced.all_reduce(self._ranks, x, algorithm, out)
         result, _ = self._call(x, None, None, None, algorithm, out, None)
         return result
 
@@ -106,22 +100,15 @@ class Collectives(Calls):
 
         Collective. Safe in CUDA graphs and under torch.compile; no synchronisation, no allocation
         but the results ("unfused" also gathers the inputs). For inference: results carry no
-        gradient.
+        gradient. Traced (torch.compile, torch.export, make_fx), results are copied to `out` and
+        `residual_out`.
         """
         mode = self.numerics if numerics is None else numerics
-        if is_traced(x):
-            arguments.check_algorithm(algorithm)
-            bounds = self._bounds(x) if residual_sharded else None
-            given = _given(
-                ("out", out, Like.rows(x, None)),
-                ("residual_out", residual_out, _like_rows(x, bounds)),
-            )
-            traced = torch.ops.allnorm.all_reduce_add_rms_norm(
-                *(x, residual, weight, eps, weight_bias, mode, self.name, residual_sharded),
-                *(_rows(residual, bounds), algorithm),
-            )
-            return _into(given, *traced)
         norm = (eps, weight_bias, mode, residual_sharded)
+        if is_traced(x):
+            return traced.all_reduce_add_rms_norm(
+                self._ranks, x, residual, weight, norm, algorithm, out, residual_out
+            )
         normed, summed = self._call(x, residual, weight, norm, algorithm, out, residual_out)
         assert summed is not None
         return normed, summed
@@ -186,67 +173,21 @@ class Collectives(Calls):
 
         Collective. Safe in CUDA graphs and under torch.compile; no synchronisation, no allocation
         but the results ("unfused" also gathers the inputs). For inference: results carry no
-        gradient.
+        gradient. Traced (torch.compile, torch.export, make_fx), results are copied to preallocated
+        ones, and `scale_out` is refused.
         """
         mode = self.numerics if numerics is None else numerics
         fresh = out is scale_out is normed_out is residual_out is None
+        norm = (eps, weight_bias, mode, residual_sharded)
+        wants_normed = return_normed or normed_out is not None
+        memory = () if fresh else (out, scale_out, residual_out, normed_out)
         if is_traced(x):
-            return self._quantize_traced(
-                x,
-                residual,
-                weight,
-                (eps, weight_bias, mode, residual_sharded),
-                quant,
-                return_normed or normed_out is not None,
-                algorithm,
-                (out, scale_out, residual_out, normed_out),
+            return traced.all_reduce_add_rms_norm_quant(
+                *(self._ranks, x, residual, weight, norm, quant, wants_normed, algorithm, memory)
             )
         return self._call_quantized(
-            x,
-            residual,
-            weight,
-            (eps, weight_bias, mode, residual_sharded),
-            quant,
-            return_normed or normed_out is not None,
-            algorithm,
-            () if fresh else (out, scale_out, residual_out, normed_out),
+            x, residual, weight, norm, quant, wants_normed, algorithm, memory
         )
-
-    def _quantize_traced(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        weight: torch.Tensor,
-        norm: tuple[Any, ...],
-        quant: Quant,
-        return_normed: bool,
-        algorithm: str,
-        memory: tuple[torch.Tensor | None, ...],
-    ) -> QuantizedNorm:
-        """As `_call_quantized`, by the operator."""
-        eps, weight_bias, numerics, sharded = norm
-        out, scale_out, residual_out, normed_out = memory
-        arguments.check_algorithm(algorithm)
-        if scale_out is not None:
-            raise ValueError(
-                "scale_out in a call that is traced: expected None, because padding between its "
-                "columns is no part of what a tracer sees. Take the scale that is returned."
-            )
-        bounds = self._bounds(x) if sharded else None
-        given = _given(
-            ("out", out, Like(x.shape, FP8, x.device)),
-            ("residual_out", residual_out, _like_rows(x, bounds)),
-            ("normed_out", normed_out, Like.rows(x, None)),
-        )
-        traced = torch.ops.allnorm.all_reduce_add_rms_norm_quant(
-            *(x, residual, weight, eps, *op_arguments(quant), return_normed, sharded),
-            *(weight_bias, numerics, self.name, _rows(residual, bounds), algorithm),
-        )
-        quantized, scale, summed, normed = from_op_results(traced, quant, return_normed)
-        quantized, summed = _into(given[:2], quantized, summed)
-        if normed is not None:
-            (normed,) = _into(given[2:], normed)
-        return QuantizedNorm(quantized, scale, summed, normed)
 
     def all_gather_rows(
         self,
@@ -281,17 +222,11 @@ class Collectives(Calls):
             CommunicatorClosedError: after `close()`.
 
         Collective. Safe in CUDA graphs and under torch.compile; no synchronisation, no allocation
-        but the result.
+        but the result. Traced (torch.compile, torch.export, make_fx), the result is copied to
+        `out`.
         """
         if is_traced(residual_shard):
-            arguments.check_algorithm(algorithm)
-            shape = (num_tokens, residual_shard.shape[-1])
-            source = "num_tokens rows as wide as residual_shard"
-            like = Like(shape, residual_shard.dtype, residual_shard.device, source)
-            rows = torch.ops.allnorm.all_gather_rows(
-                residual_shard, num_tokens, self.name, algorithm
-            )
-            return _into(_given(("out", out, like)), rows)[0]
+            return traced.all_gather_rows(self._ranks, residual_shard, num_tokens, algorithm, out)
         return self._gather_rows(residual_shard, num_tokens, algorithm, out)
 
     def row_shard(self, num_tokens: int) -> tuple[int, int]:
@@ -315,44 +250,7 @@ class Collectives(Calls):
         arguments.check_count("num_tokens", num_tokens)
         return arguments.row_shard(num_tokens, self.world_size, self.rank)
 
-    def _bounds(self, x: torch.Tensor) -> tuple[int, int]:
-        return arguments.row_shard(math.prod(x.shape[:-1]), self.world_size, self.rank)
-
-
-# ---- calls that are traced: by operators that are functional, then copied ------------------------
-
-
-def _rows(residual: torch.Tensor | None, bounds: tuple[int, int] | None) -> int | None:
-    """The `residual_rows` of an operator: what a fake cannot tell from the residual."""
-    if bounds is None or residual is not None:
-        return None
-    lo, hi = bounds
-    return hi - lo
-
-
-def _like_rows(x: torch.Tensor, bounds: tuple[int, int] | None) -> Like:
-    if bounds is None:
-        return Like.rows(x, None)
-    lo, hi = (
-        bounds  # may be symbolic; writing them into words would make the graph that of one size
-    )
-    source = "this rank's rows, as row_shard() gives them"
-    return Like((hi - lo, x.shape[-1]), x.dtype, x.device, source)
-
-
-def _given(
-    *wanted: tuple[str, torch.Tensor | None, Like],
-) -> tuple[torch.Tensor | None, ...]:
-    """The preallocated results, checked; what cannot be seen before they have memory is not."""
-    for name, result, like in wanted:
-        if result is not None:
-            arguments.check_like(name, result, like)
-    return tuple(result for _, result, _ in wanted)
-
-
-def _into(given: tuple[torch.Tensor | None, ...], *results: Any) -> tuple[Any, ...]:
-    """The results, in the memory that is given for them, if any."""
-    return tuple(
-        result if memory is None else memory.copy_(result)
-        for memory, result in zip(given, results, strict=True)
-    )
+    @property
+    def _ranks(self) -> tuple[str, int, int]:
+        """What a traced call knows of the communicator."""
+        return self.name, self.world_size, self.rank

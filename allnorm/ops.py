@@ -20,8 +20,7 @@ import torch
 from torch._higher_order_ops import effects
 
 from allnorm import lowering
-from allnorm.arguments import row_shard
-from allnorm.communicator import Communicator, communicator
+from allnorm.communicator import communicator
 from allnorm.local import add_rms_norm, add_rms_norm_quant
 from allnorm.quant import DTYPE as FP8
 from allnorm.quant import QuantizedNorm, from_op_arguments, scale_geometry
@@ -80,12 +79,12 @@ def _all_reduce_add_rms_norm(
     residual_rows: int | None = None,
     algorithm: str = "auto",
 ) -> tuple[_Tensor, _Tensor]:
-    comm = communicator(comm_name)
-    if residual_rows is not None:
-        _check_rows(comm, x, residual, residual_sharded, residual_rows)
     norm = (eps, weight_bias, numerics, residual_sharded)
+    comm = communicator(comm_name)
     normed, summed = comm._call(x, residual, weight, norm, algorithm, None, None)
     assert summed is not None
+    if residual_rows is not None:
+        _check_rows(summed, residual_rows)
     return normed, summed
 
 
@@ -107,12 +106,12 @@ def _all_reduce_add_rms_norm_quant(
     residual_rows: int | None = None,
     algorithm: str = "auto",
 ) -> _Four:
-    comm = communicator(comm_name)
-    if residual_rows is not None:
-        _check_rows(comm, x, residual, residual_sharded, residual_rows)
     quant = from_op_arguments(quant_kind, group_size, scale_layout, scale_format, static_scale)
     norm = (eps, weight_bias, numerics, residual_sharded)
+    comm = communicator(comm_name)
     result = comm._call_quantized(x, residual, weight, norm, quant, return_normed, algorithm, ())
+    if residual_rows is not None:
+        _check_rows(result.residual, residual_rows)
     return _four(result, static_scale)
 
 
@@ -154,19 +153,16 @@ def _all_gather_rows(
     return communicator(comm_name)._gather_rows(shard, num_tokens, algorithm, None)
 
 
-def _check_rows(
-    comm: Communicator, x: _Tensor, residual: _Tensor | None, sharded: bool, rows: int
-) -> None:
-    """Raises unless `rows`, which the caller reckoned with, are those of this rank."""
-    if not sharded or residual is not None:
+def _check_rows(residual: _Tensor, rows: int) -> None:
+    """Raises unless the new residual has as many rows as whoever made the call reckoned with.
+
+    After the call, so that other ranks, which were right, do not wait for this one.
+    """
+    found = math.prod(residual.shape[:-1])
+    if found != rows:
         raise ValueError(
-            f"residual_rows={rows}: expected None, but for residual_sharded without a residual."
-        )
-    lo, hi = row_shard(math.prod(x.shape[:-1]), comm.world_size, comm.rank)
-    if rows != hi - lo:
-        raise ValueError(
-            f"residual_rows={rows}: expected {hi - lo}, this rank's rows of {tuple(x.shape)} as "
-            "row_shard() gives them. A traced graph is for the rank that traced it."
+            f"residual_rows={rows}: expected {found}, this rank's rows. A traced graph is for the "
+            "rank, and the number of ranks, that traced it."
         )
 
 

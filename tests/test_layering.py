@@ -49,7 +49,8 @@ ALLOWED = {
         *("_native", "arguments", "errors", "fast_call", "faults", "launch", "prepare", "quant"),
         *("results", "shortcuts", "unfused"),
     },
-    "collectives": {"arguments", "calls", "quant", "shortcuts"},
+    "traced": {"arguments", "quant"},
+    "collectives": {"arguments", "calls", "quant", "shortcuts", "traced"},
     "communicator": {
         *("_native", "arguments", "collectives", "config", "errors", "fast_call", "launch"),
         *("policy", "prepare", "quant", "shortcuts", "tuning", "workspace"),
