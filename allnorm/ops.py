@@ -1,4 +1,4 @@
-"""The torch operators: schemas, implementations and fakes.
+"""The torch operators: schemas, implementations, and what compilers must know of them.
 
 Functional: they return new tensors and alias nothing. What a call does not produce is a tensor of
 no elements. A communicator is passed by its name, and a spec of quantisation by its fields, since
@@ -19,11 +19,10 @@ from typing import Any, NoReturn
 import torch
 from torch._higher_order_ops import effects
 
-from allnorm import lowering
+from allnorm import fakes, lowering
 from allnorm.communicator import communicator
 from allnorm.local import add_rms_norm, add_rms_norm_quant
-from allnorm.quant import DTYPE as FP8
-from allnorm.quant import QuantizedNorm, from_op_arguments, scale_geometry
+from allnorm.quant import QuantizedNorm, from_op_arguments
 
 _Tensor = torch.Tensor
 _Four = tuple[_Tensor, _Tensor, _Tensor, _Tensor]
@@ -210,6 +209,14 @@ def _refuse_gradient(operator: torch._ops.OpOverload, arguments: tuple[Any, ...]
     )
 
 
+def _describe(name: str, fake: Callable[..., Any]) -> None:
+    def traced(*arguments: Any) -> Any:
+        lowering.keep_order(COLLECTIVES)
+        return fake(*arguments)
+
+    torch.library.register_fake(f"allnorm::{name}", traced, lib=_library)
+
+
 def _keep_in_order(name: str) -> None:
     """Makes tracers and compilers keep each call of a collective operator, and their order.
 
@@ -229,140 +236,11 @@ _COLLECTIVE = {
     "all_reduce_add_rms_norm_quant": _all_reduce_add_rms_norm_quant,
     "all_gather_rows": _all_gather_rows,
 }
+_LOCAL = {"add_rms_norm": _add_rms_norm, "add_rms_norm_quant": _add_rms_norm_quant}
 COLLECTIVES = frozenset(getattr(torch.ops.allnorm, _name).default for _name in _COLLECTIVE)
 """The operators that are calls among ranks."""
-for _name, _implementation in _COLLECTIVE.items():
+for _name, _implementation in (_COLLECTIVE | _LOCAL).items():
     _implement(_name, _implementation)
+    _describe(_name, getattr(fakes, _name))
+for _name in _COLLECTIVE:
     _keep_in_order(_name)
-_implement("add_rms_norm", _add_rms_norm)
-_implement("add_rms_norm_quant", _add_rms_norm_quant)
-
-
-# ---- fakes ---------------------------------------------------------------------------------------
-
-
-def _fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def register(fake: Callable[..., Any]) -> Callable[..., Any]:
-        def traced(*arguments: Any) -> Any:
-            lowering.keep_order(COLLECTIVES)
-            return fake(*arguments)
-
-        torch.library.register_fake(f"allnorm::{name}", traced, lib=_library)
-        return fake
-
-    return register
-
-
-def _like(x: _Tensor, dtype: torch.dtype | None = None) -> _Tensor:
-    return torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
-
-
-def _fake_residual(
-    x: _Tensor, residual: _Tensor | None, residual_sharded: bool, residual_rows: int | None
-) -> _Tensor:
-    if not residual_sharded:
-        return _like(x)
-    if residual is not None:
-        return _like(residual)
-    if residual_rows is None:
-        raise ValueError(
-            "residual_sharded without a residual, traced: expected residual_rows, the number of "
-            "this rank's rows, hi - lo of row_shard()."
-        )
-    return x.new_empty((residual_rows, x.shape[-1]))
-
-
-def _fake_quantized(
-    x: _Tensor,
-    residual: _Tensor,
-    quant: tuple[str, int, str, str, _Tensor | None],
-    return_normed: bool,
-) -> _Four:
-    geometry = scale_geometry(from_op_arguments(*quant), math.prod(x.shape[:-1]), x.shape[-1])
-    scale = (
-        torch.empty(0, dtype=torch.float32, device=x.device)
-        if geometry is None
-        else geometry.empty(x.device)
-    )
-    return _like(x, FP8), scale, residual, _like(x) if return_normed else x.new_empty(0)
-
-
-@_fake("all_reduce")
-def _(x: _Tensor, comm_name: str, algorithm: str = "auto") -> _Tensor:
-    return _like(x)
-
-
-@_fake("all_reduce_add_rms_norm")
-def _(
-    x: _Tensor,
-    residual: _Tensor | None,
-    weight: _Tensor,
-    eps: float,
-    weight_bias: float,
-    numerics: str,
-    comm_name: str,
-    residual_sharded: bool = False,
-    residual_rows: int | None = None,
-    algorithm: str = "auto",
-) -> tuple[_Tensor, _Tensor]:
-    return _like(x), _fake_residual(x, residual, residual_sharded, residual_rows)
-
-
-@_fake("all_reduce_add_rms_norm_quant")
-def _(
-    x: _Tensor,
-    residual: _Tensor | None,
-    weight: _Tensor,
-    eps: float,
-    quant_kind: str,
-    group_size: int,
-    scale_layout: str,
-    scale_format: str,
-    static_scale: _Tensor | None,
-    return_normed: bool,
-    residual_sharded: bool,
-    weight_bias: float,
-    numerics: str,
-    comm_name: str,
-    residual_rows: int | None = None,
-    algorithm: str = "auto",
-) -> _Four:
-    summed = _fake_residual(x, residual, residual_sharded, residual_rows)
-    quant = (quant_kind, group_size, scale_layout, scale_format, static_scale)
-    return _fake_quantized(x, summed, quant, return_normed)
-
-
-@_fake("all_gather_rows")
-def _(shard: _Tensor, num_tokens: int, comm_name: str, algorithm: str = "auto") -> _Tensor:
-    return shard.new_empty((num_tokens, shard.shape[-1]))
-
-
-@_fake("add_rms_norm")
-def _(
-    x: _Tensor,
-    residual: _Tensor | None,
-    weight: _Tensor,
-    eps: float,
-    weight_bias: float,
-    numerics: str,
-) -> tuple[_Tensor, _Tensor]:
-    return _like(x), _like(x)
-
-
-@_fake("add_rms_norm_quant")
-def _(
-    x: _Tensor,
-    residual: _Tensor | None,
-    weight: _Tensor,
-    eps: float,
-    quant_kind: str,
-    group_size: int,
-    scale_layout: str,
-    scale_format: str,
-    static_scale: _Tensor | None,
-    return_normed: bool,
-    weight_bias: float,
-    numerics: str,
-) -> _Four:
-    quant = (quant_kind, group_size, scale_layout, scale_format, static_scale)
-    return _fake_quantized(x, _like(x), quant, return_normed)

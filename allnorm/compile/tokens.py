@@ -23,7 +23,8 @@ def take_away(graph: Graph) -> None:
 
 
 def _take(graph: Graph, node: Node) -> None:
-    token, target, *arguments = node.args
+    given: tuple[Any, ...] = node.args
+    token, target, *arguments = given
     with graph.inserting_before(node):
         call = graph.call_function(target, tuple(arguments), node.kwargs)
     is_tuple = len(target._schema.returns) > 1
