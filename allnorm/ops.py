@@ -230,13 +230,16 @@ def _keep_in_order(name: str) -> None:
         torch.fx.node.has_side_effect(operator)
 
 
-_COLLECTIVE = {
+_COLLECTIVE: dict[str, Callable[..., Any]] = {
     "all_reduce": _all_reduce,
     "all_reduce_add_rms_norm": _all_reduce_add_rms_norm,
     "all_reduce_add_rms_norm_quant": _all_reduce_add_rms_norm_quant,
     "all_gather_rows": _all_gather_rows,
 }
-_LOCAL = {"add_rms_norm": _add_rms_norm, "add_rms_norm_quant": _add_rms_norm_quant}
+_LOCAL: dict[str, Callable[..., Any]] = {
+    "add_rms_norm": _add_rms_norm,
+    "add_rms_norm_quant": _add_rms_norm_quant,
+}
 COLLECTIVES = frozenset(getattr(torch.ops.allnorm, _name).default for _name in _COLLECTIVE)
 """The operators that are calls among ranks."""
 for _name, _implementation in (_COLLECTIVE | _LOCAL).items():
