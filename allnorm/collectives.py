@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from allnorm import arguments
+from allnorm import arguments, traced
 from allnorm.calls import Calls
-from allnorm.quant import DEFAULT_QUANT, Quant, QuantizedNorm, from_op_results, op_arguments
-
-_is_compiling = torch.compiler.is_compiling
+from allnorm.quant import DEFAULT_QUANT, Quant, QuantizedNorm
+from allnorm.shortcuts import is_traced
 
 
 class Collectives(Calls):
@@ -43,11 +42,11 @@ class Collectives(Calls):
             CommunicatorClosedError: after `close()`.
 
         Collective. Safe in CUDA graphs and under torch.compile; no synchronisation, no allocation
-        but the result ("unfused" also gathers the inputs).
+        but the result ("unfused" also gathers the inputs). Traced (torch.compile, torch.export,
+        make_fx), the result is copied to `out`.
         """
-        if _is_compiling() and out is None and algorithm == "auto":
-            reduced: torch.Tensor = torch.ops.allnorm.all_reduce(x, self.name)
-            return reduced
+        if is_traced(x):
+            return traced.all_reduce(self._ranks, x, algorithm, out)
         result, _ = self._call(x, None, None, None, algorithm, out, None)
         return result
 
@@ -101,15 +100,15 @@ class Collectives(Calls):
 
         Collective. Safe in CUDA graphs and under torch.compile; no synchronisation, no allocation
         but the results ("unfused" also gathers the inputs). For inference: results carry no
-        gradient.
+        gradient. Traced (torch.compile, torch.export, make_fx), results are copied to `out` and
+        `residual_out`.
         """
         mode = self.numerics if numerics is None else numerics
-        if _is_compiling() and out is residual_out is None and algorithm == "auto":
-            traced: tuple[torch.Tensor, torch.Tensor] = torch.ops.allnorm.all_reduce_add_rms_norm(
-                x, residual, weight, eps, weight_bias, mode, self.name, residual_sharded
-            )
-            return traced
         norm = (eps, weight_bias, mode, residual_sharded)
+        if is_traced(x):
+            return traced.all_reduce_add_rms_norm(
+                self._ranks, x, residual, weight, norm, algorithm, out, residual_out
+            )
         normed, summed = self._call(x, residual, weight, norm, algorithm, out, residual_out)
         assert summed is not None
         return normed, summed
@@ -174,25 +173,20 @@ class Collectives(Calls):
 
         Collective. Safe in CUDA graphs and under torch.compile; no synchronisation, no allocation
         but the results ("unfused" also gathers the inputs). For inference: results carry no
-        gradient.
+        gradient. Traced (torch.compile, torch.export, make_fx), results are copied to preallocated
+        ones, and `scale_out` is refused.
         """
         mode = self.numerics if numerics is None else numerics
         fresh = out is scale_out is normed_out is residual_out is None
-        if _is_compiling() and fresh and algorithm == "auto":
-            traced = torch.ops.allnorm.all_reduce_add_rms_norm_quant(
-                *(x, residual, weight, eps, *op_arguments(quant), return_normed, residual_sharded),
-                *(weight_bias, mode, self.name),
+        norm = (eps, weight_bias, mode, residual_sharded)
+        wants_normed = return_normed or normed_out is not None
+        memory = () if fresh else (out, scale_out, residual_out, normed_out)
+        if is_traced(x):
+            return traced.all_reduce_add_rms_norm_quant(
+                *(self._ranks, x, residual, weight, norm, quant, wants_normed, algorithm, memory)
             )
-            return from_op_results(traced, quant, return_normed)
         return self._call_quantized(
-            x,
-            residual,
-            weight,
-            (eps, weight_bias, mode, residual_sharded),
-            quant,
-            return_normed or normed_out is not None,
-            algorithm,
-            () if fresh else (out, scale_out, residual_out, normed_out),
+            x, residual, weight, norm, quant, wants_normed, algorithm, memory
         )
 
     def all_gather_rows(
@@ -228,13 +222,11 @@ class Collectives(Calls):
             CommunicatorClosedError: after `close()`.
 
         Collective. Safe in CUDA graphs and under torch.compile; no synchronisation, no allocation
-        but the result.
+        but the result. Traced (torch.compile, torch.export, make_fx), the result is copied to
+        `out`.
         """
-        if _is_compiling() and out is None and algorithm == "auto":
-            rows: torch.Tensor = torch.ops.allnorm.all_gather_rows(
-                residual_shard, num_tokens, self.name
-            )
-            return rows
+        if is_traced(residual_shard):
+            return traced.all_gather_rows(self._ranks, residual_shard, num_tokens, algorithm, out)
         return self._gather_rows(residual_shard, num_tokens, algorithm, out)
 
     def row_shard(self, num_tokens: int) -> tuple[int, int]:
@@ -257,3 +249,8 @@ class Collectives(Calls):
             self._refuse()
         arguments.check_count("num_tokens", num_tokens)
         return arguments.row_shard(num_tokens, self.world_size, self.rank)
+
+    @property
+    def _ranks(self) -> tuple[str, int, int]:
+        """What a traced call knows of the communicator."""
+        return self.name, self.world_size, self.rank

@@ -22,7 +22,7 @@ from allnorm.quant import (
     from_op_results,
     op_arguments,
 )
-from allnorm.shortcuts import new_tensors
+from allnorm.shortcuts import is_traced, new_tensors
 
 _ALGORITHM = "local"  # none of those of ranks
 # Prepared calls kept per thread and device.
@@ -62,7 +62,7 @@ def add_rms_norm(
 
     Not collective. Safe in CUDA graphs and under torch.compile.
     """
-    if torch.compiler.is_compiling():
+    if is_traced(x):
         traced: tuple[torch.Tensor, torch.Tensor] = torch.ops.allnorm.add_rms_norm(
             x, residual, weight, eps, weight_bias, numerics
         )
@@ -117,7 +117,7 @@ def add_rms_norm_quant(
 
     Not collective. Safe in CUDA graphs and under torch.compile.
     """
-    if torch.compiler.is_compiling():
+    if is_traced(x):
         traced = torch.ops.allnorm.add_rms_norm_quant(
             *(x, residual, weight, eps, *op_arguments(quant), return_normed),
             *(weight_bias, numerics),

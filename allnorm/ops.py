@@ -1,21 +1,28 @@
-"""The torch operators: schemas, implementations and fakes.
+"""The torch operators: schemas, implementations, and what compilers must know of them.
 
 Functional: they return new tensors and alias nothing. What a call does not produce is a tensor of
 no elements. A communicator is passed by its name, and a spec of quantisation by its fields, since
 an operator's arguments must be traceable.
+
+Collective operators have an effect that their results do not show: every peer waits for it. So no
+tracer or compiler may drop one whose result is unused, merge two that are alike, or change their
+order. Fakes see nothing but their arguments: what depends on the rank or the number of ranks is an
+argument, so that it is part of what a compiler's caches ask for.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import torch
+from torch._higher_order_ops import effects
 
-from allnorm.arguments import row_shard
+from allnorm import fakes, lowering
 from allnorm.communicator import communicator
 from allnorm.local import add_rms_norm, add_rms_norm_quant
-from allnorm.quant import DTYPE as FP8
-from allnorm.quant import QuantizedNorm, from_op_arguments, scale_geometry
+from allnorm.quant import QuantizedNorm, from_op_arguments
 
 _Tensor = torch.Tensor
 _Four = tuple[_Tensor, _Tensor, _Tensor, _Tensor]
@@ -24,19 +31,26 @@ _QUANT = (
     "str quant_kind, int group_size, str scale_layout, str scale_format, Tensor? static_scale, "
     "bool return_normed"
 )
+_BACKENDS = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 _library = torch.library.Library("allnorm", "DEF")
-_library.define("all_reduce(Tensor x, str comm_name) -> Tensor")
+# residual_rows: how many rows of a sharded residual this rank has; needed where none is given and
+# the call is traced, since a fake cannot ask for the rank.
+_LATER = 'SymInt? residual_rows=None, str algorithm="auto"'
+_library.define('all_reduce(Tensor x, str comm_name, str algorithm="auto") -> Tensor')
 _library.define(
     "all_reduce_add_rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps, "
-    "float weight_bias, str numerics, str comm_name, bool residual_sharded=False) "
+    f"float weight_bias, str numerics, str comm_name, bool residual_sharded=False, {_LATER}) "
     "-> (Tensor, Tensor)"
 )
 _library.define(
     f"all_reduce_add_rms_norm_quant(Tensor x, Tensor? residual, Tensor weight, float eps, {_QUANT},"
-    " bool residual_sharded, float weight_bias, str numerics, str comm_name) "
+    f" bool residual_sharded, float weight_bias, str numerics, str comm_name, {_LATER}) "
     "-> (Tensor quantized, Tensor scale, Tensor residual, Tensor normed)"
 )
-_library.define("all_gather_rows(Tensor shard, SymInt num_tokens, str comm_name) -> Tensor")
+_library.define(
+    'all_gather_rows(Tensor shard, SymInt num_tokens, str comm_name, str algorithm="auto") '
+    "-> Tensor"
+)
 _library.define(
     "add_rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps, float weight_bias, "
     "str numerics) -> (Tensor, Tensor)"
@@ -48,8 +62,8 @@ _library.define(
 )
 
 
-def _all_reduce(x: _Tensor, comm_name: str) -> _Tensor:
-    return communicator(comm_name).all_reduce(x)
+def _all_reduce(x: _Tensor, comm_name: str, algorithm: str = "auto") -> _Tensor:
+    return communicator(comm_name)._call(x, None, None, None, algorithm, None, None)[0]
 
 
 def _all_reduce_add_rms_norm(
@@ -61,10 +75,15 @@ def _all_reduce_add_rms_norm(
     numerics: str,
     comm_name: str,
     residual_sharded: bool = False,
+    residual_rows: int | None = None,
+    algorithm: str = "auto",
 ) -> tuple[_Tensor, _Tensor]:
     norm = (eps, weight_bias, numerics, residual_sharded)
-    normed, summed = communicator(comm_name)._call(x, residual, weight, norm, "auto", None, None)
+    comm = communicator(comm_name)
+    normed, summed = comm._call(x, residual, weight, norm, algorithm, None, None)
     assert summed is not None
+    if residual_rows is not None:
+        _check_rows(summed, residual_rows)
     return normed, summed
 
 
@@ -83,18 +102,15 @@ def _all_reduce_add_rms_norm_quant(
     weight_bias: float,
     numerics: str,
     comm_name: str,
+    residual_rows: int | None = None,
+    algorithm: str = "auto",
 ) -> _Four:
-    result = communicator(comm_name).all_reduce_add_rms_norm_quant(
-        x,
-        residual,
-        weight,
-        eps,
-        from_op_arguments(quant_kind, group_size, scale_layout, scale_format, static_scale),
-        return_normed,
-        weight_bias=weight_bias,
-        numerics=numerics,
-        residual_sharded=residual_sharded,
-    )
+    quant = from_op_arguments(quant_kind, group_size, scale_layout, scale_format, static_scale)
+    norm = (eps, weight_bias, numerics, residual_sharded)
+    comm = communicator(comm_name)
+    result = comm._call_quantized(x, residual, weight, norm, quant, return_normed, algorithm, ())
+    if residual_rows is not None:
+        _check_rows(result.residual, residual_rows)
     return _four(result, static_scale)
 
 
@@ -130,8 +146,23 @@ def _add_rms_norm_quant(
     return _four(result, static_scale)
 
 
-def _all_gather_rows(shard: _Tensor, num_tokens: int, comm_name: str) -> _Tensor:
-    return communicator(comm_name).all_gather_rows(shard, num_tokens)
+def _all_gather_rows(
+    shard: _Tensor, num_tokens: int, comm_name: str, algorithm: str = "auto"
+) -> _Tensor:
+    return communicator(comm_name)._gather_rows(shard, num_tokens, algorithm, None)
+
+
+def _check_rows(residual: _Tensor, rows: int) -> None:
+    """Raises unless the new residual has as many rows as whoever made the call reckoned with.
+
+    After the call, so that other ranks, which were right, do not wait for this one.
+    """
+    found = math.prod(residual.shape[:-1])
+    if found != rows:
+        raise ValueError(
+            f"residual_rows={rows}: expected {found}, this rank's rows. A traced graph is for the "
+            "rank, and the number of ranks, that traced it."
+        )
 
 
 def _four(result: QuantizedNorm, static_scale: _Tensor | None) -> _Four:
@@ -142,121 +173,77 @@ def _four(result: QuantizedNorm, static_scale: _Tensor | None) -> _Four:
     return quantized, scale, residual, residual.new_empty(0) if normed is None else normed
 
 
-for _key in ("CPU", "CUDA"):
-    _library.impl("all_reduce", _all_reduce, _key)
-    _library.impl("all_reduce_add_rms_norm", _all_reduce_add_rms_norm, _key)
-    _library.impl("all_reduce_add_rms_norm_quant", _all_reduce_add_rms_norm_quant, _key)
-    _library.impl("all_gather_rows", _all_gather_rows, _key)
-    _library.impl("add_rms_norm", _add_rms_norm, _key)
-    _library.impl("add_rms_norm_quant", _add_rms_norm_quant, _key)
+_AFTER_AUTOGRAD = torch._C._after_autograd_keyset
+# Tensors that an implementation takes as they are: no mode, no view or class that torch resolves.
+_PLAIN = {torch._C.DispatchKeySet(key).raw_repr() for key in _BACKENDS}
 
 
-# ---- fakes ---------------------------------------------------------------------------------------
+def _implement(name: str, implementation: Callable[..., Any]) -> None:
+    operator = getattr(torch.ops.allnorm, name).default
+
+    def without_gradient(keyset: torch._C.DispatchKeySet, *arguments: Any) -> Any:
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
+            _refuse_gradient(operator, arguments)
+        keyset &= _AFTER_AUTOGRAD
+        if keyset.raw_repr() in _PLAIN:  # asking the dispatcher again costs as much as the call
+            return implementation(*arguments)
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator.redispatch(keyset, *arguments)
+
+    for key in _BACKENDS:
+        _library.impl(name, implementation, key.name)
+    _library.impl(name, without_gradient, "Autograd", with_keyset=True)
 
 
-def _like(x: _Tensor, dtype: torch.dtype | None = None) -> _Tensor:
-    return torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
-
-
-def _fake_residual(
-    x: _Tensor, residual: _Tensor | None, residual_sharded: bool, comm_name: str
-) -> _Tensor:
-    if not residual_sharded:
-        return _like(x)
-    if residual is not None:
-        return _like(residual)
-    comm = communicator(comm_name)
-    lo, hi = row_shard(math.prod(x.shape[:-1]), comm.world_size, comm.rank)
-    return x.new_empty((hi - lo, x.shape[-1]))
-
-
-def _fake_quantized(
-    x: _Tensor,
-    residual: _Tensor,
-    quant: tuple[str, int, str, str, _Tensor | None],
-    return_normed: bool,
-) -> _Four:
-    geometry = scale_geometry(from_op_arguments(*quant), math.prod(x.shape[:-1]), x.shape[-1])
-    scale = (
-        torch.empty(0, dtype=torch.float32, device=x.device)
-        if geometry is None
-        else geometry.empty(x.device)
+def _refuse_gradient(operator: torch._ops.OpOverload, arguments: tuple[Any, ...]) -> NoReturn:
+    names = [argument.name for argument in operator._schema.arguments]
+    given = [
+        name
+        for name, argument in zip(names, arguments, strict=False)
+        if isinstance(argument, torch.Tensor) and argument.requires_grad
+    ]
+    raise ValueError(
+        f"{' and '.join(given)} of allnorm::{operator._opname} with requires_grad=True: expected "
+        "none while gradients are enabled, because results carry no gradient. Call it under "
+        "torch.no_grad() or torch.inference_mode(), or pass detach() of them."
     )
-    return _like(x, FP8), scale, residual, _like(x) if return_normed else x.new_empty(0)
 
 
-@torch.library.register_fake("allnorm::all_reduce", lib=_library)
-def _(x: _Tensor, comm_name: str) -> _Tensor:
-    return _like(x)
+def _describe(name: str, fake: Callable[..., Any]) -> None:
+    def traced(*arguments: Any) -> Any:
+        lowering.keep_order(COLLECTIVES)
+        return fake(*arguments)
+
+    torch.library.register_fake(f"allnorm::{name}", traced, lib=_library)
 
 
-@torch.library.register_fake("allnorm::all_reduce_add_rms_norm", lib=_library)
-def _(
-    x: _Tensor,
-    residual: _Tensor | None,
-    weight: _Tensor,
-    eps: float,
-    weight_bias: float,
-    numerics: str,
-    comm_name: str,
-    residual_sharded: bool = False,
-) -> tuple[_Tensor, _Tensor]:
-    return _like(x), _fake_residual(x, residual, residual_sharded, comm_name)
+def _keep_in_order(name: str) -> None:
+    """Makes tracers and compilers keep each call of a collective operator, and their order.
+
+    By torch's effect tokens: AOTAutograd makes each such call need a token of the one before.
+    Passes over graphs of other tracers, which have no tokens, only remove what is unused. The order
+    inside Inductor is lowering.py's.
+    """
+    operators = getattr(torch.ops.allnorm, name)
+    effects._register_effectful_op(operators.default, effects._EffectType.ORDERED)
+    for operator in (operators, operators.default):
+        torch.fx.node.has_side_effect(operator)
 
 
-@torch.library.register_fake("allnorm::all_reduce_add_rms_norm_quant", lib=_library)
-def _(
-    x: _Tensor,
-    residual: _Tensor | None,
-    weight: _Tensor,
-    eps: float,
-    quant_kind: str,
-    group_size: int,
-    scale_layout: str,
-    scale_format: str,
-    static_scale: _Tensor | None,
-    return_normed: bool,
-    residual_sharded: bool,
-    weight_bias: float,
-    numerics: str,
-    comm_name: str,
-) -> _Four:
-    summed = _fake_residual(x, residual, residual_sharded, comm_name)
-    quant = (quant_kind, group_size, scale_layout, scale_format, static_scale)
-    return _fake_quantized(x, summed, quant, return_normed)
-
-
-@torch.library.register_fake("allnorm::all_gather_rows", lib=_library)
-def _(shard: _Tensor, num_tokens: int, comm_name: str) -> _Tensor:
-    return shard.new_empty((num_tokens, shard.shape[-1]))
-
-
-@torch.library.register_fake("allnorm::add_rms_norm", lib=_library)
-def _(
-    x: _Tensor,
-    residual: _Tensor | None,
-    weight: _Tensor,
-    eps: float,
-    weight_bias: float,
-    numerics: str,
-) -> tuple[_Tensor, _Tensor]:
-    return _like(x), _like(x)
-
-
-@torch.library.register_fake("allnorm::add_rms_norm_quant", lib=_library)
-def _(
-    x: _Tensor,
-    residual: _Tensor | None,
-    weight: _Tensor,
-    eps: float,
-    quant_kind: str,
-    group_size: int,
-    scale_layout: str,
-    scale_format: str,
-    static_scale: _Tensor | None,
-    return_normed: bool,
-    weight_bias: float,
-    numerics: str,
-) -> _Four:
-    quant = (quant_kind, group_size, scale_layout, scale_format, static_scale)
-    return _fake_quantized(x, _like(x), quant, return_normed)
+_COLLECTIVE: dict[str, Callable[..., Any]] = {
+    "all_reduce": _all_reduce,
+    "all_reduce_add_rms_norm": _all_reduce_add_rms_norm,
+    "all_reduce_add_rms_norm_quant": _all_reduce_add_rms_norm_quant,
+    "all_gather_rows": _all_gather_rows,
+}
+_LOCAL: dict[str, Callable[..., Any]] = {
+    "add_rms_norm": _add_rms_norm,
+    "add_rms_norm_quant": _add_rms_norm_quant,
+}
+COLLECTIVES = frozenset(getattr(torch.ops.allnorm, _name).default for _name in _COLLECTIVE)
+"""The operators that are calls among ranks."""
+for _name, _implementation in (_COLLECTIVE | _LOCAL).items():
+    _implement(_name, _implementation)
+    _describe(_name, getattr(fakes, _name))
+for _name in _COLLECTIVE:
+    _keep_in_order(_name)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 Check = Callable[..., bool]
 New = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
@@ -20,6 +21,19 @@ New = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
 # Not in builds of torch without CUDA, where nobody asks.
 current_raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
+
+
+_is_compiling = torch.compiler.is_compiling
+_num_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+
+def is_traced(x: object) -> bool:
+    """Whether torch must see the call of `x` as one operator.
+
+    So under torch.compile, torch.export and make_fx, under any other dispatch mode, and for fake
+    tensors.
+    """
+    return _is_compiling() or _num_modes() > 0 or x.__class__ is FakeTensor
 
 
 def alike(tensors: Sequence[torch.Tensor]) -> Check:

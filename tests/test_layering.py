@@ -63,13 +63,16 @@ ALLOWED = {
         *("launch", "prepare", "quant", "refusal", "results", "shortcuts", "tensors", "unfused"),
         "watch",
     },
-    "collectives": {"arguments", "calls", "quant"},
+    "traced": {"arguments", "quant"},
+    "collectives": {"arguments", "calls", "quant", "shortcuts", "traced"},
     "communicator": {
         *("_native", "_version", "arguments", "channel", "collectives", "config", "errors"),
         *("fast_call", "launch", "policy", "prepare", "quant", "rendezvous", "shortcuts"),
         *("tuning", "watch", "workspace"),
     },
-    "ops": {"arguments", "communicator", "errors", "local", "quant"},
+    "fakes": {"quant"},
+    "lowering": set(),
+    "ops": {"communicator", "errors", "fakes", "local", "lowering", "quant"},
     "tracing": {"_native", "calls", "errors", "fast_call", "local"},
     PUBLIC: {
         *("_native", "_version", "communicator", "config", "errors", "fast_call", "local", "ops"),

@@ -19,20 +19,22 @@ QUANT = (
     "bool return_normed"
 )
 FOUR = "(Tensor quantized, Tensor scale, Tensor residual, Tensor normed)"
+LATER = 'SymInt? residual_rows=None, str algorithm="auto"'
 SCHEMAS = {
-    "all_reduce": "allnorm::all_reduce(Tensor x, str comm_name) -> Tensor",
+    "all_reduce": ('allnorm::all_reduce(Tensor x, str comm_name, str algorithm="auto") -> Tensor'),
     "all_reduce_add_rms_norm": (
         "allnorm::all_reduce_add_rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps, "
-        "float weight_bias, str numerics, str comm_name, bool residual_sharded=False) "
+        f"float weight_bias, str numerics, str comm_name, bool residual_sharded=False, {LATER}) "
         "-> (Tensor, Tensor)"
     ),
     "all_reduce_add_rms_norm_quant": (
         "allnorm::all_reduce_add_rms_norm_quant(Tensor x, Tensor? residual, Tensor weight, "
         f"float eps, {QUANT}, bool residual_sharded, float weight_bias, str numerics, "
-        f"str comm_name) -> {FOUR}"
+        f"str comm_name, {LATER}) -> {FOUR}"
     ),
     "all_gather_rows": (
-        "allnorm::all_gather_rows(Tensor shard, SymInt num_tokens, str comm_name) -> Tensor"
+        "allnorm::all_gather_rows(Tensor shard, SymInt num_tokens, str comm_name, "
+        'str algorithm="auto") -> Tensor'
     ),
     "add_rms_norm_quant": (
         "allnorm::add_rms_norm_quant(Tensor x, Tensor? residual, Tensor weight, float eps, "
@@ -128,7 +130,8 @@ def compiled(rank: int, world_size: int, backend: str) -> None:
         ) -> tuple[torch.Tensor, ...]:
             """Two sites, by method and by raw op, with code before, between and after."""
             normed, residual = c.all_reduce_add_rms_norm(-x, residual, weight, 1e-5)
-            reduced = c.all_reduce(normed * 2)
+            memory = torch.empty_like(x)
+            reduced = c.all_reduce(normed * 2, algorithm="two_shot", out=memory)
             again, residual = torch.ops.allnorm.all_reduce_add_rms_norm(
                 reduced, residual, weight, 1e-6, 1.0, "vllm", c.name
             )

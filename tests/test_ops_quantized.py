@@ -63,6 +63,11 @@ def test_raw_ops(pool: RankPool) -> None:
     pool.run(raw_ops)
 
 
+def rows_of(c: allnorm.Communicator, num_tokens: int) -> int:
+    lo, hi = c.row_shard(num_tokens)
+    return hi - lo
+
+
 def opcheck_all(rank: int, world_size: int) -> None:
     c = comm()
     fused = torch.ops.allnorm.all_reduce_add_rms_norm_quant.default
@@ -77,15 +82,17 @@ def opcheck_all(rank: int, world_size: int) -> None:
         wide = x.repeat(1, 2)[:, :64]
         for first, residual in ((x, a["residual"]), (wide, None)):
             norm = (first, residual, a["weight"], 1e-6, *quants.op_arguments(spec), normed)
-            torch.library.opcheck(fused, (*norm, sharded, 0.0, "rounded", c.name))
+            rows = rows_of(c, 5) if sharded and residual is None else None
+            torch.library.opcheck(fused, (*norm, sharded, 0.0, "rounded", c.name, rows))
             if not sharded:
                 local = torch.ops.allnorm.add_rms_norm_quant.default
                 torch.library.opcheck(local, (*norm, 1.0, "vllm"))
     plain = torch.ops.allnorm.all_reduce_add_rms_norm.default
     case = Case((5, 64), sharded=True)
     x, a = case.x(rank), case.call_arguments(c)
-    for residual in (a["residual"], None):
-        torch.library.opcheck(plain, (x, residual, a["weight"], 1e-6, 0.0, "rounded", c.name, True))
+    for residual, rows in ((a["residual"], None), (None, rows_of(c, 5))):
+        arguments = (x, residual, a["weight"], 1e-6, 0.0, "rounded", c.name, True, rows)
+        torch.library.opcheck(plain, arguments)
     gather = torch.ops.allnorm.all_gather_rows.default
     torch.library.opcheck(gather, (a["residual"], 5, c.name))
 

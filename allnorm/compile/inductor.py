@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from allnorm import config
 from allnorm._version import __version__
 from allnorm.communicator import Communicator
+from allnorm.compile import tokens
 from allnorm.compile.fusion import check_communicator, fuse
 from allnorm.compile.groups import made_so_far, open_communicators
 from allnorm.compile.report import FusionReport
@@ -80,6 +81,7 @@ def _pass_class() -> Any:
             self.reports: list[FusionReport] = []
 
         def __call__(self, graph: Any) -> None:
+            tokens.take_away(graph)
             report = fuse(
                 graph.owning_module,
                 None,

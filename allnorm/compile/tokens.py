@@ -1,0 +1,42 @@
+"""Takes effect tokens away from allnorm's calls in a graph of Inductor.
+
+AOTAutograd writes a call of an operator that has effects as `with_effects(token, op, *args)`, which
+returns the next token and what `op` returns. The rules of fusion know calls without tokens.
+Afterwards nothing needs them: Inductor keeps such calls, and their order, by allnorm/lowering.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch._higher_order_ops.effects import with_effects
+from torch.fx import Graph, Node
+
+from allnorm.ops import COLLECTIVES
+
+
+def take_away(graph: Graph) -> None:
+    """Makes `op(*args)` of every such call."""
+    for node in graph.find_nodes(op="call_function", target=with_effects):
+        if node.args[1] in COLLECTIVES:
+            _take(graph, node)
+
+
+def _take(graph: Graph, node: Node) -> None:
+    given: tuple[Any, ...] = node.args
+    token, target, *arguments = given
+    with graph.inserting_before(node):
+        call = graph.call_function(target, tuple(arguments), node.kwargs)
+    is_tuple = len(target._schema.returns) > 1
+    call.meta = dict(node.meta)
+    if "val" in node.meta:
+        results = tuple(node.meta["val"])[1:]
+        call.meta["val"] = results if is_tuple else results[0]
+    for item in list(node.users):
+        index: Any = item.args[1]
+        if index and is_tuple:
+            item.args = (call, index - 1)
+        else:
+            item.replace_all_uses_with(call if index else token)
+            graph.erase_node(item)
+    graph.erase_node(node)

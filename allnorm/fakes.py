@@ -1,0 +1,133 @@
+"""The operators' fakes: what their results are like, from their arguments alone.
+
+Whether the shapes of the arguments fit is checked when the call is made.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from allnorm.quant import DTYPE as FP8
+from allnorm.quant import from_op_arguments, scale_geometry
+
+_Tensor = torch.Tensor
+_Four = tuple[_Tensor, _Tensor, _Tensor, _Tensor]
+
+
+def _like(x: _Tensor, dtype: torch.dtype | None = None) -> _Tensor:
+    return torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
+
+
+def _fake_residual(
+    x: _Tensor, residual: _Tensor | None, residual_sharded: bool, residual_rows: int | None
+) -> _Tensor:
+    if not residual_sharded:
+        return _like(x)
+    if residual is not None:
+        return _like(residual)
+    if residual_rows is None:
+        raise ValueError(
+            "residual_sharded without a residual, traced: expected residual_rows, the number of "
+            "this rank's rows, hi - lo of row_shard()."
+        )
+    return x.new_empty((residual_rows, x.shape[-1]))
+
+
+def _fake_quantized(
+    x: _Tensor,
+    residual: _Tensor,
+    quant: tuple[str, int, str, str, _Tensor | None],
+    return_normed: bool,
+) -> _Four:
+    geometry = scale_geometry(from_op_arguments(*quant), math.prod(x.shape[:-1]), x.shape[-1])
+    scale = (
+        torch.empty(0, dtype=torch.float32, device=x.device)
+        if geometry is None
+        else geometry.empty(x.device)
+    )
+    return _like(x, FP8), scale, residual, _like(x) if return_normed else x.new_empty(0)
+
+
+def all_reduce(x: _Tensor, comm_name: str, algorithm: str = "auto") -> _Tensor:
+    """Of `allnorm::all_reduce`."""
+    return _like(x)
+
+
+def all_reduce_add_rms_norm(
+    x: _Tensor,
+    residual: _Tensor | None,
+    weight: _Tensor,
+    eps: float,
+    weight_bias: float,
+    numerics: str,
+    comm_name: str,
+    residual_sharded: bool = False,
+    residual_rows: int | None = None,
+    algorithm: str = "auto",
+) -> tuple[_Tensor, _Tensor]:
+    """Of `allnorm::all_reduce_add_rms_norm`."""
+    return _like(x), _fake_residual(x, residual, residual_sharded, residual_rows)
+
+
+def all_reduce_add_rms_norm_quant(
+    x: _Tensor,
+    residual: _Tensor | None,
+    weight: _Tensor,
+    eps: float,
+    quant_kind: str,
+    group_size: int,
+    scale_layout: str,
+    scale_format: str,
+    static_scale: _Tensor | None,
+    return_normed: bool,
+    residual_sharded: bool,
+    weight_bias: float,
+    numerics: str,
+    comm_name: str,
+    residual_rows: int | None = None,
+    algorithm: str = "auto",
+) -> _Four:
+    """Of `allnorm::all_reduce_add_rms_norm_quant`."""
+    summed = _fake_residual(x, residual, residual_sharded, residual_rows)
+    quant = (quant_kind, group_size, scale_layout, scale_format, static_scale)
+    return _fake_quantized(x, summed, quant, return_normed)
+
+
+def all_gather_rows(
+    shard: _Tensor, num_tokens: int, comm_name: str, algorithm: str = "auto"
+) -> _Tensor:
+    """Of `allnorm::all_gather_rows`."""
+    return shard.new_empty((num_tokens, shard.shape[-1]))
+
+
+def add_rms_norm(
+    x: _Tensor,
+    residual: _Tensor | None,
+    weight: _Tensor,
+    eps: float,
+    weight_bias: float,
+    numerics: str,
+) -> tuple[_Tensor, _Tensor]:
+    """Of `allnorm::add_rms_norm`."""
+    return _like(x), _like(x)
+
+
+def add_rms_norm_quant(
+    x: _Tensor,
+    residual: _Tensor | None,
+    weight: _Tensor,
+    eps: float,
+    quant_kind: str,
+    group_size: int,
+    scale_layout: str,
+    scale_format: str,
+    static_scale: _Tensor | None,
+    return_normed: bool,
+    weight_bias: float,
+    numerics: str,
+) -> _Four:
+    """Of `allnorm::add_rms_norm_quant`."""
+    quant = (quant_kind, group_size, scale_layout, scale_format, static_scale)
+    return _fake_quantized(x, _like(x), quant, return_normed)

@@ -1,0 +1,119 @@
+"""Calls as tracers see them: one operator, and a copy into each result that was preallocated.
+
+Under torch.compile, torch.export, make_fx, any other dispatch mode, and for fake tensors. What can
+be told from shapes and dtypes is refused; memory that is shared cannot be seen and needs no
+refusal, since results are copied after the call.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from allnorm import arguments
+from allnorm.arguments import Like
+from allnorm.quant import DTYPE as FP8
+from allnorm.quant import Quant, QuantizedNorm, from_op_results, op_arguments
+
+_Tensor = torch.Tensor
+_Ranks = tuple[str, int, int]
+"""Name of the communicator, its world size, this rank."""
+
+
+def all_reduce(ranks: _Ranks, x: _Tensor, algorithm: str, out: _Tensor | None) -> _Tensor:
+    """As `Communicator.all_reduce`."""
+    arguments.check_algorithm(algorithm)
+    _check("out", out, Like.rows(x, None))
+    return _into(out, torch.ops.allnorm.all_reduce(x, ranks[0], algorithm))
+
+
+def all_reduce_add_rms_norm(
+    ranks: _Ranks,
+    x: _Tensor,
+    residual: _Tensor | None,
+    weight: _Tensor,
+    norm: tuple[Any, ...],
+    algorithm: str,
+    out: _Tensor | None,
+    residual_out: _Tensor | None,
+) -> tuple[_Tensor, _Tensor]:
+    """As `Communicator._call` with a norm: eps, weight_bias, numerics, residual_sharded."""
+    arguments.check_algorithm(algorithm)
+    rows = _rows(ranks, x) if norm[3] else None
+    _check("out", out, Like.rows(x, None))
+    _check("residual_out", residual_out, _like_residual(x, rows))
+    normed, summed = torch.ops.allnorm.all_reduce_add_rms_norm(
+        *(x, residual, weight, *norm[:3], ranks[0], norm[3]),
+        *(rows if residual is None else None, algorithm),
+    )
+    return _into(out, normed), _into(residual_out, summed)
+
+
+def all_reduce_add_rms_norm_quant(
+    ranks: _Ranks,
+    x: _Tensor,
+    residual: _Tensor | None,
+    weight: _Tensor,
+    norm: tuple[Any, ...],
+    quant: Quant,
+    return_normed: bool,
+    algorithm: str,
+    memory: tuple[_Tensor | None, ...],
+) -> QuantizedNorm:
+    """As `Communicator._call_quantized`; `memory`: one for each result, or ()."""
+    eps, weight_bias, numerics, sharded = norm
+    out, scale_out, residual_out, normed_out = memory or (None,) * 4
+    arguments.check_algorithm(algorithm)
+    if scale_out is not None:
+        raise ValueError(
+            "scale_out in a call that is traced: expected None, because padding between its "
+            "columns is no part of what a tracer sees. Take the scale that is returned."
+        )
+    rows = _rows(ranks, x) if sharded else None
+    _check("out", out, Like(x.shape, FP8, x.device))
+    _check("residual_out", residual_out, _like_residual(x, rows))
+    _check("normed_out", normed_out, Like.rows(x, None))
+    results = torch.ops.allnorm.all_reduce_add_rms_norm_quant(
+        *(x, residual, weight, eps, *op_arguments(quant), return_normed, sharded, weight_bias),
+        *(numerics, ranks[0], rows if residual is None else None, algorithm),
+    )
+    quantized, scale, summed, normed = from_op_results(results, quant, return_normed)
+    if normed is not None:
+        normed = _into(normed_out, normed)
+    return QuantizedNorm(_into(out, quantized), scale, _into(residual_out, summed), normed)
+
+
+def all_gather_rows(
+    ranks: _Ranks, shard: _Tensor, num_tokens: int, algorithm: str, out: _Tensor | None
+) -> _Tensor:
+    """As `Communicator.all_gather_rows`."""
+    arguments.check_algorithm(algorithm)
+    source = "num_tokens rows as wide as residual_shard"
+    _check("out", out, Like((num_tokens, shard.shape[-1]), shard.dtype, shard.device, source))
+    return _into(out, torch.ops.allnorm.all_gather_rows(shard, num_tokens, ranks[0], algorithm))
+
+
+def _rows(ranks: _Ranks, x: _Tensor) -> int:
+    """How many rows of a sharded residual this rank has; symbolic if those of `x` are."""
+    _, world_size, rank = ranks
+    lo, hi = arguments.row_shard(math.prod(x.shape[:-1]), world_size, rank)
+    return hi - lo
+
+
+def _like_residual(x: _Tensor, rows: int | None) -> Like:
+    if rows is None:
+        return Like.rows(x, None)
+    # Not in numbers: with a symbolic one in its words, a graph would be that of one size.
+    source = "this rank's rows, as row_shard() gives them"
+    return Like((rows, x.shape[-1]), x.dtype, x.device, source)
+
+
+def _check(name: str, result: _Tensor | None, like: Like) -> None:
+    if result is not None:
+        arguments.check_like(name, result, like)
+
+
+def _into(memory: _Tensor | None, result: _Tensor) -> _Tensor:
+    return result if memory is None else memory.copy_(result)

@@ -1,0 +1,439 @@
+"""What tracers and compilers may do to calls among ranks: nothing. And what they must let through.
+
+Ranks run programs that differ in what they do with results, as ranks of a pipeline or those that
+sample do; a call that one of them drops, merges or moves meets another call of its peers.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_helpers import Case, comm, on
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import allnorm
+from allnorm import quant as quants
+from allnorm.testing import RankPool, assert_same_bits
+
+HIDDEN = 64
+BACKENDS = ["aot_eager", "inductor"]
+
+
+def compile_alone(fn: Callable[..., Any], backend: str, **options: Any) -> Callable[..., Any]:
+    """Compiles without caches of earlier runs, and without processes that compile.
+
+    The programs here multiply matrices where others would add: Inductor has that compiled, and a
+    kernel of its own takes the C++ compiler seconds.
+    """
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.gettempdir() + f"/order-{os.getpid()}"
+    torch._dynamo.reset()
+    return torch.compile(fn, fullgraph=True, backend=backend, **options)
+
+
+def inputs(rank: int, tokens: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+    case = Case((tokens, HIDDEN), torch.float32)
+    return case.x(rank), case.weight()
+
+
+def check_in_step(c: allnorm.Communicator, rank: int) -> None:
+    """Ranks are in the same call: each would otherwise take part in another one."""
+    Case((3, 8 * HIDDEN), call=77).check(c)
+    assert c.check() is None
+
+
+def every_call(c: allnorm.Communicator, x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+    """All collective operators, by method and raw; no result depends on another call."""
+    lo, hi = c.row_shard(x.shape[0])
+    out = [c.all_reduce(x), torch.ops.allnorm.all_reduce(x, c.name)]
+    out += c.all_reduce_add_rms_norm(x, None, w)
+    out += c.all_reduce_add_rms_norm(x, x[lo:hi], w, residual_sharded=True)
+    out += c.all_reduce_add_rms_norm_quant(x, x, w, quant=allnorm.Fp8PerGroup(32))[:3]
+    out.append(c.all_gather_rows(x[lo:hi], x.shape[0]))
+    return out
+
+
+def unused(rank: int, world_size: int, backend: str) -> None:
+    """Rank 1 wants none of the results."""
+    c, (x, w) = comm(), inputs(rank)
+
+    def program(x: torch.Tensor, w: torch.Tensor) -> Any:
+        results = every_call(c, x, w)
+        return results if rank == 0 else x @ x.t()
+
+    want = program(x, w)
+    with torch.no_grad():
+        got = compile_alone(program, backend)(x, w)
+    if rank == 0:
+        for i, (mine, eager) in enumerate(zip(got, want, strict=True)):
+            assert_same_bits(mine, eager, f"result {i} by {backend}")
+    else:
+        assert_same_bits(got, want, "what this rank returns")
+    check_in_step(c, rank)
+
+
+@on(cpu=(2,))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_call_without_use_is_kept(pool: RankPool, backend: str) -> None:
+    pool.run(unused, backend, timeout=60.0)
+
+
+def alike(rank: int, world_size: int, backend: str) -> None:
+    """Two calls of the same tensors; only where both results leave the graph may no pass merge.
+
+    Graphs that train are those in which AOTAutograd looks for what is alike, and computes again in
+    the backward graph what is cheap.
+    """
+    c, (x, w) = comm(), inputs(rank)
+    trained = torch.ones(HIDDEN, HIDDEN, requires_grad=True)
+
+    def program(x: torch.Tensor, w: torch.Tensor, trained: torch.Tensor) -> Any:
+        first, second = c.all_reduce(x), c.all_reduce(x)
+        norm, again = (c.all_reduce_add_rms_norm(x, None, w)[0] for _ in range(2))
+        results = (first, second, norm, again)
+        if rank == 1:
+            results = (first @ second.t(), norm @ again.t())
+        return *results, first @ trained
+
+    want = program(x, w, trained)
+    got = compile_alone(program, backend)(x, w, trained)
+    for mine, eager in zip(got[:-1], want[:-1], strict=True):
+        assert_same_bits(mine, eager, backend)
+    got[-1].backward(torch.ones(4, HIDDEN))
+    check_in_step(c, rank)
+
+
+@on(cpu=(2,))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_calls_that_are_alike_stay_two(pool: RankPool, backend: str) -> None:
+    pool.run(alike, backend, timeout=60.0)
+
+
+def moved(rank: int, world_size: int, fusion: bool) -> None:
+    """Inductor would make the small calls first, to need less memory; rank 1 gives it no reason."""
+    c, (x, _) = comm(), inputs(rank)
+    big = Case((512, HIDDEN), torch.float32).x(rank)
+
+    def program(x: torch.Tensor, big: torch.Tensor) -> Any:
+        product = (big @ big.t())[:, :HIDDEN]
+        calls = [c.all_reduce(part) for part in (x, x[:2], product, x[:3])]
+        norm = c.all_reduce_add_rms_norm(x[:1], None, x[0])[0]
+        if rank == 1:
+            return calls, norm
+        return [call.t() @ call for call in reversed(calls)], norm
+
+    options = {"post_grad_custom_post_pass": allnorm.compile.inductor_pass(c)} if fusion else {}
+    made: list[tuple[int, ...]] = []
+    call = c._call
+
+    def noted(x: torch.Tensor, *arguments: Any) -> Any:
+        made.append(tuple(x.shape))
+        return call(x, *arguments)
+
+    with torch.no_grad():
+        fast = compile_alone(program, "inductor", options=options)
+        with mock.patch.object(c, "_call", noted):
+            fast(x, big)
+    assert made == [(rows, HIDDEN) for rows in (4, 2, 512, 3, 1)]
+    check_in_step(c, rank)
+
+
+@on(cpu=(2,))
+@pytest.mark.parametrize("fusion", [False, True], ids=["plain", "with the pass"])
+def test_calls_are_not_moved(pool: RankPool, fusion: bool) -> None:
+    pool.run(moved, fusion, timeout=60.0)
+
+
+def exported(rank: int, world_size: int) -> None:
+    """torch.export and the passes over its graphs; what make_fx traces."""
+    c, (x, w) = comm(), inputs(rank)
+
+    class Model(torch.nn.Module):
+        def forward(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            every_call(c, x, w)
+            return x + 1
+
+    with torch.no_grad():
+        for strict in (False, True):
+            program = torch.export.export(Model(), (x, w), strict=strict)
+            for module in (program.module(), program.run_decompositions().module()):
+                assert_same_bits(module(x, w), x + 1, "exported")
+                check_in_step(c, rank)
+        traced = make_fx(Model())(x, w)
+        traced.graph.eliminate_dead_code()
+        traced.recompile()
+    calls = [node for node in traced.graph.nodes if "allnorm" in str(node.target)]
+    assert len(calls) == 6
+    traced(x, w)
+    check_in_step(c, rank)
+
+
+@on(cpu=(2,))
+def test_export_and_make_fx_keep_calls(pool: RankPool) -> None:
+    pool.run(exported, timeout=60.0)
+
+
+# ---- fakes and caches ----------------------------------------------------------------------------
+
+
+def shards(rank: int, world_size: int, folder: str) -> None:
+    """Rank 1 compiles when rank 0 has filled the cache of both; 5 rows are 3 and 2."""
+    c, w = comm(), torch.ones(HIDDEN)
+    store = dist.distributed_c10d._get_default_store()
+
+    def program(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        normed, shard = c.all_reduce_add_rms_norm(x, None, w, residual_sharded=True)
+        quantized = c.all_reduce_add_rms_norm_quant(x, None, w, residual_sharded=True,
+                                                    quant=allnorm.Fp8PerToken())  # fmt: skip
+        return normed, shard, quantized.residual
+
+    call = c._call
+
+    def compiled(*arguments: Any) -> Any:
+        store.set("allnorm test: rank 0 has compiled", "yes")
+        return call(*arguments)
+
+    x = inputs(rank, 5)[0]
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    torch._dynamo.reset()
+    if rank == 1:
+        store.wait(["allnorm test: rank 0 has compiled"])
+    with torch.no_grad(), mock.patch.object(c, "_call", compiled):
+        got = torch.compile(program, fullgraph=True)(x)
+    for mine, eager in zip(got, program(x), strict=True):
+        assert_same_bits(mine, eager, "sharded")
+    assert got[1].shape == (3 - rank, HIDDEN)
+    torch._dynamo.reset()
+
+
+@on(cpu=(2,))
+def test_caches_know_the_shard(pool: RankPool, tmp_path: Any) -> None:
+    pool.run(shards, str(tmp_path), timeout=60.0)
+
+
+def test_fakes_depend_on_their_arguments_only() -> None:
+    """No communicator is open under this name, nor asked for."""
+    with FakeTensorMode():
+        x, w = torch.empty(5, HIDDEN), torch.empty(HIDDEN)
+        norm = (x, None, w, 1e-6, 0.0, "rounded", "nobody", True)
+        operator = torch.ops.allnorm.all_reduce_add_rms_norm
+        assert operator(*norm, 3)[1].shape == (3, HIDDEN)
+        assert operator(*norm, 2)[1].shape == (2, HIDDEN)
+        with pytest.raises(ValueError, match="residual_rows"):
+            operator(*norm)
+        spec = quants.op_arguments(allnorm.Fp8PerToken())
+        operator = torch.ops.allnorm.all_reduce_add_rms_norm_quant
+        four = operator(x, None, w, 1e-6, *spec, False, True, 0.0, "rounded", "nobody", 2)
+        assert four[2].shape == (2, HIDDEN)
+
+
+def wrong_rows(rank: int, world_size: int) -> None:
+    """A graph that another rank has traced says so; its peers do not wait for it."""
+    c, (x, w) = comm(), inputs(rank, 5)
+    operator, norm = torch.ops.allnorm.all_reduce_add_rms_norm, (1e-6, 0.0, "rounded", c.name)
+    call = lambda *more: operator(x, None, w, *norm, *more)  # noqa: E731
+    if rank == 0:
+        assert call(True, 3)[1].shape == (3, HIDDEN)
+    else:
+        with pytest.raises(ValueError, match="residual_rows=3: expected 2"):
+            call(True, 3)
+    with pytest.raises(ValueError, match="residual_rows=4: expected 5"):
+        call(False, 4)
+    check_in_step(c, rank)
+
+
+@on(cpu=(2,))
+def test_rows_of_another_rank(pool: RankPool) -> None:
+    pool.run(wrong_rows)
+
+
+# ---- tracers see the operators -------------------------------------------------------------------
+
+
+def traced(rank: int, world_size: int) -> None:
+    c, (x, w) = comm(), inputs(rank)
+    names = ["all_reduce"] * 2 + ["all_reduce_add_rms_norm"] * 2
+    names += ["all_reduce_add_rms_norm_quant", "all_gather_rows", "add_rms_norm"]
+
+    def program(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+        return [*every_call(c, x, w), *allnorm.add_rms_norm(x, None, w)]
+
+    for mode in ("real", "fake", "symbolic"):
+        graph = make_fx(program, tracing_mode=mode)(x, w)
+        seen = [str(n.target) for n in graph.graph.nodes if "allnorm" in str(n.target)]
+        assert seen == [f"allnorm.{name}.default" for name in names], mode
+        assert not any(n.op == "get_attr" for n in graph.graph.nodes), "a result is baked in"
+    y = Case((4, HIDDEN), torch.float32, call=1).x(rank)
+    for mine, eager in zip(graph(y, w), program(y, w), strict=True):
+        assert_same_bits(mine, eager, "the graph with other values")
+
+    with FakeTensorMode() as mode:
+        fake_x, fake_w = mode.from_tensor(x), mode.from_tensor(w)
+        inside = program(fake_x, fake_w)
+    outside = program(fake_x, fake_w)
+    for fake in (*inside, *outside):
+        assert isinstance(fake, FakeTensor)
+    check_in_step(c, rank)
+
+
+@on(cpu=(2,))
+def test_tracers_see_operators(pool: RankPool) -> None:
+    pool.run(traced)
+
+
+def given(rank: int, world_size: int) -> None:
+    """`algorithm` and memory for results, also that of inputs."""
+    c, (x, w) = comm(), inputs(rank, 5)
+    lo, hi = c.row_shard(5)
+
+    def program(x: torch.Tensor, w: torch.Tensor, memory: list[torch.Tensor]) -> list[torch.Tensor]:
+        out, summed, shard, quantized, rows, own, residual = memory
+        results = [c.all_reduce(x, algorithm="two_shot", out=out)]
+        results += c.all_reduce_add_rms_norm(
+            x, residual, w, algorithm="one_shot", out=summed, residual_out=residual
+        )
+        results += c.all_reduce_add_rms_norm(
+            own * 2, None, w, residual_sharded=True, residual_out=shard, out=None
+        )
+        four = c.all_reduce_add_rms_norm_quant(
+            x, None, w, quant=allnorm.Fp8PerToken(), algorithm="unfused", out=quantized,
+            normed_out=own,
+        )  # fmt: skip
+        gathered = c.all_gather_rows(shard, 5, algorithm="two_shot", out=rows)
+        return [*results, *four, gathered, c.all_reduce(own, out=own)]
+
+    def memory() -> list[torch.Tensor]:
+        like = [torch.zeros(5, HIDDEN) for _ in range(2)]
+        quantized = torch.zeros(5, HIDDEN, dtype=torch.float8_e4m3fn)
+        more = [torch.zeros(hi - lo, HIDDEN), quantized, torch.zeros(5, 2 * HIDDEN)[:, :HIDDEN]]
+        return [*like, *more, x.clone(), torch.ones(5, HIDDEN)]
+
+    mine, theirs = memory(), memory()
+    want = program(x, w, theirs)
+    with torch.no_grad(), mock.patch.object(c, "_call", wraps=c._call) as call:
+        got = compile_alone(program, "aot_eager")(x, w, mine)
+    assert [made.args[4] for made in call.call_args_list][:2] == ["two_shot", "one_shot"]
+    for i, (result, eager) in enumerate(zip(got, want, strict=True)):
+        assert_same_bits(result, eager, f"result {i}")
+    for i, (result, eager) in enumerate(zip(mine, theirs, strict=True)):
+        assert_same_bits(result, eager, f"memory {i}")
+    results = (got[0], got[1], got[4], got[5], got[9], got[10], got[2])
+    for memory_, result in zip(mine, results, strict=True):
+        assert memory_.data_ptr() == result.data_ptr(), "the result is the memory that was given"
+    check_in_step(c, rank)
+
+
+@on(cpu=(2,))
+def test_memory_and_algorithm_are_traced(pool: RankPool) -> None:
+    pool.run(given)
+
+
+def in_place(rank: int, world_size: int) -> None:
+    """What engines do: the residual is updated, the norm replaces its input. By Inductor."""
+    c, (x, w) = comm(), inputs(rank)
+
+    def program(x: torch.Tensor, residual: torch.Tensor, w: torch.Tensor) -> Any:
+        return c.all_reduce_add_rms_norm(
+            x, residual, w, algorithm="one_shot", out=x, residual_out=residual
+        )
+
+    mine, theirs = ([x.clone(), torch.ones_like(x)] for _ in range(2))
+    want = program(*theirs, w)
+    with torch.no_grad():
+        got = compile_alone(program, "inductor")(*mine, w)
+    for result, eager, memory in zip(got, want, mine, strict=True):
+        assert_same_bits(result, eager, "in place")
+        assert result.data_ptr() == memory.data_ptr()
+    check_in_step(c, rank)
+
+
+@pytest.mark.slow
+@on(cpu=(2,))
+def test_results_in_place_by_inductor(pool: RankPool) -> None:
+    pool.run(in_place, timeout=120.0)  # it calls the C++ compiler
+
+
+def refused(rank: int, world_size: int) -> None:
+    """What is wrong is refused while tracing, on every rank, before any call."""
+    c, (x, w) = comm(), inputs(rank, 5)
+    wrong: dict[str, Callable[[], Any]] = {
+        "out has shape": lambda: c.all_reduce(x, out=torch.empty(1, HIDDEN)),
+        "out has dtype": lambda: c.all_reduce(x, out=torch.empty(5, HIDDEN, dtype=torch.half)),
+        "algorithm='fast'": lambda: c.all_reduce(x, algorithm="fast"),
+        "residual_out has shape": lambda: c.all_reduce_add_rms_norm(
+            x, None, w, residual_sharded=True, residual_out=torch.empty(5, HIDDEN)
+        ),
+        "scale_out": lambda: c.all_reduce_add_rms_norm_quant(
+            x, None, w, quant=allnorm.Fp8PerToken(), scale_out=torch.empty(5, 1)
+        ),
+    }
+    for words, call in wrong.items():
+        with pytest.raises(ValueError if "dtype" not in words else TypeError, match=words):
+            make_fx(call)()
+    check_in_step(c, rank)
+
+
+@on(cpu=(2,))
+def test_wrong_memory_is_refused_by_tracers(pool: RankPool) -> None:
+    pool.run(refused)
+
+
+# ---- gradients -----------------------------------------------------------------------------------
+
+
+def operator_calls(
+    c: allnorm.Communicator,
+) -> dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]]:
+    ops, norm, own = torch.ops.allnorm, (1e-6, 0.0, "rounded"), lambda x: x[slice(*c.row_shard(4))]
+    spec = quants.op_arguments(allnorm.Fp8PerToken())
+    return {
+        "all_reduce": lambda x, r, w: ops.all_reduce(x, c.name),
+        "all_gather_rows": lambda x, r, w: ops.all_gather_rows(own(x), 4, c.name),
+        "all_reduce_add_rms_norm": lambda x, r, w: ops.all_reduce_add_rms_norm(
+            x, r, w, *norm, c.name
+        ),
+        "all_reduce_add_rms_norm_quant": lambda x, r, w: ops.all_reduce_add_rms_norm_quant(
+            x, r, w, 1e-6, *spec, False, False, 0.0, "rounded", c.name
+        ),
+        "add_rms_norm": lambda x, r, w: ops.add_rms_norm(x, r, w, *norm),
+        "add_rms_norm_quant": lambda x, r, w: ops.add_rms_norm_quant(
+            x, r, w, 1e-6, *spec, True, 0.0, "rounded"
+        ),
+    }  # fmt: skip
+
+
+def gradients(rank: int, world_size: int) -> None:
+    c, (x, w) = comm(), inputs(rank)
+    tensors = (x, torch.ones_like(x), w)
+    for name, call in operator_calls(c).items():
+        taken = 1 if name.startswith("all_reduce") and name == "all_reduce" else 3
+        for place in range(1 if name == "all_gather_rows" else taken):
+            differentiable = [t.clone().requires_grad_(i == place) for i, t in enumerate(tensors)]
+            for _ in range(2):  # again once it is known how to make the call
+                with pytest.raises(ValueError, match=rf"{name} with requires_grad=True.*no_grad"):
+                    call(*differentiable)
+                for mode in (torch.no_grad, torch.inference_mode):
+                    for _ in range(3):
+                        with mode():
+                            call(*differentiable)
+                call(*tensors)
+    x = x.requires_grad_()
+    with pytest.raises(Exception, match=r"all_reduce with requires_grad=True"):
+        compile_alone(c.all_reduce, "eager")(x)
+    with torch.no_grad():
+        assert not compile_alone(c.all_reduce, "aot_eager")(x).requires_grad
+    check_in_step(c, rank)
+
+
+@on(cpu=(2,), gpu=(2,))
+def test_gradients_are_refused(pool: RankPool) -> None:
+    pool.run(gradients)
