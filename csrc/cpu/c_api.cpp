@@ -60,7 +60,3 @@ int32_t allnorm_comm_create(const AllnormCommConfig* config, AllnormComm** comm)
   return *comm != nullptr ? ALLNORM_OK : fail(ALLNORM_SYSTEM, "no memory for a communicator");
 }
 
-int32_t allnorm_comm_destroy(AllnormComm* comm) {
-  delete comm;
-  return ALLNORM_OK;
-}
