@@ -291,21 +291,21 @@ def failing_start(rank: int, world_size: int) -> tuple[list[str], list[str]]:
         raise OSError("no more of these")
 
     Case().check(comm())
-    before, texts, destroyed = shared_memory(), [], []
+    before, texts, closed = shared_memory(), [], []
     library = _native.library(device().type)
-    destroy = library.comm_destroy
+    close = library.comm_close
     counting = mock.patch.object(
-        library, "comm_destroy", lambda handle: destroyed.append(handle) or destroy(handle)
+        library, "comm_close", lambda handle: closed.append(handle) or close(handle)
     )
     with counting:
         broken = mock.patch.object(library, "comm_create", fail)
         with broken if rank == 1 else contextlib.nullcontext():
             kinds = (allnorm.AllnormError, OSError)
             texts.append(message_of(kinds, lambda: allnorm.Communicator(device=device())))
-        assert len(destroyed) == (rank != 1), "what was opened is closed"
+        assert len(closed) == (rank != 1), "what was opened is closed"
         with mock.patch.object(fast_call, "of_communicator", fail):
             texts.append(message_of(OSError, lambda: allnorm.Communicator(device=device())))
-        assert len(destroyed) == 1 + (rank != 1)
+        assert len(closed) == 1 + (rank != 1)
     assert shared_memory() == before
     Case().check(comm())
     return texts, before
