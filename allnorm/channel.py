@@ -34,6 +34,8 @@ class Owner(Protocol):
 
     def _raise(self, status: int) -> None: ...
 
+    def _look_at_peers(self, seconds: float) -> None: ...
+
 
 class Channel:
     """One rank's end. Calls are made under the communicator's lock."""
