@@ -261,6 +261,15 @@ class Calls:
             self._blame_the_dead(error)
             raise
 
+    def _look_at_peers(self, seconds: float) -> None:
+        """Ends a wait of so many seconds for the process group, by raising, if it is to end."""
+        if self._closed:
+            self._refuse()
+        if self._watch is not None and self._watch.find_ended(0.0) is not None and seconds > 0.2:
+            raise RuntimeError("a process of the group has ended")
+        if seconds > self.timeout.total_seconds():
+            raise RuntimeError(f"no answer of the process group within {seconds:g} s")
+
     def _blame_the_dead(self, error: RuntimeError) -> None:
         """Says who it was if the process group fails because a peer's process has ended."""
         peer = None if self._watch is None else self._watch.find_ended(_END_SECONDS)

@@ -34,6 +34,8 @@ class Owner(Protocol):
 
     def _fail(self, status: int, launch: None) -> NoReturn: ...
 
+    def _look_at_peers(self, seconds: float) -> None: ...
+
 
 class Channel:
     """One rank's end. Calls are made under the communicator's lock."""

@@ -12,6 +12,8 @@ graph has nobody who could tell.
 from __future__ import annotations
 
 import contextlib
+import threading
+import time
 
 import torch
 import torch.distributed as dist
@@ -28,6 +30,8 @@ from allnorm.quant import ScaleGeometry
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 _SCALE_BYTES = 4
+# How a wait for gloo looks: at once for a while, then now and then, and at processes rarely.
+_SPIN_SECONDS, _PAUSE_SECONDS, _LOOK_SECONDS = 5e-4, 1e-4, 0.1
 
 
 def run(
@@ -51,6 +55,7 @@ def run(
             was computed, and ranks are in step again.
         PeerTimeoutError: a rank did not come. Nothing was computed.
     """
+    _look.function = owner._look_at_peers
     captured = x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     if channel is not None and not captured:
         _agree(Announcement.of(launch), channel, owner, dist.get_rank(group))
@@ -188,12 +193,33 @@ def _gather(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         rows = rows.clone(memory_format=torch.contiguous_format)
     world_size = dist.get_world_size(group)
     gathered = torch.empty((world_size, *rows.shape), dtype=rows.dtype, device=rows.device)
-    _gather_into(
+    work = _gather_into(
         gathered.view(torch.uint8).view(world_size * rows.shape[0], -1),
         rows.view(torch.uint8),
         group=group,
+        async_op=rows.device.type == "cpu",
     )
+    if work is not None:
+        _wait(work)
     return gathered
+
+
+# Whether a wait for the process group on CPU should end: set for the time of a call, under the
+# communicator's lock. Raises if so.
+_look: threading.local = threading.local()
+
+
+def _wait(work: dist.Work) -> None:
+    """Waits for gloo, which notices a death only next to it, and looks at what else ends waits."""
+    start = time.monotonic()
+    looked = start
+    while not work.is_completed():
+        now = time.monotonic()
+        if now - looked > _LOOK_SECONDS:
+            _look.function(now - start)
+            looked = now
+        time.sleep(0 if now - start < _SPIN_SECONDS else _PAUSE_SECONDS)
+    work.wait()
 
 
 def _zero_padding(scale: torch.Tensor, geometry: ScaleGeometry) -> None:

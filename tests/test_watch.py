@@ -248,7 +248,7 @@ def dies_in_construction(rank: int, world_size: int, after: float) -> tuple[str,
     with contextlib.suppress(allnorm.AllnormError):
         for _ in range(10000):
             try:
-                allnorm.Communicator(device="cpu", timeout=600).close()
+                allnorm.Communicator(device="cpu", timeout=3).close()
             except allnorm.PeerTimeoutError as caught:
                 error = caught
                 break
@@ -263,7 +263,8 @@ def test_a_death_amid_construction(pool: RankPool, after: float) -> None:
     before = set(pathlib.Path("/dev/shm").glob("allnorm-*"))
     results = pool.run(dies_in_construction, after, may_die=[1], timeout=60)
     assert results[0] is not None
-    assert results[0][0] == "PeerDiedError"
+    # Before the first step nobody knows which process to watch: there the deadline decides.
+    assert results[0][0] in ("PeerDiedError", "PeerTimeoutError")
     assert results[0][1] < LATE_SECONDS
     assert set(pathlib.Path("/dev/shm").glob("allnorm-*")) <= before
 
