@@ -61,8 +61,10 @@ class Calls:
     _accounts: tuple[faults.Account, faults.Account] | None = None
     _streams: set[int | None]  # handles of which the library knows whether they last
     _process: int
-    _watch: Watch | None
-    _channel: channel.Channel | None
+    # Makes the error of an unfused call that failed amid its exchange.
+    _broken: Callable[[], PeerTimeoutError] | None = None
+    _watch: Watch | None = None
+    _channel: channel.Channel | None = None
 
     def _call(
         self,
@@ -257,8 +259,14 @@ class Calls:
                 *(launch, self._library, self.group, self._channel, self),
                 *(x, out, quantized, scale),
             )
-        except RuntimeError as error:
-            self._blame_the_dead(error)
+        except AllnormError:
+            raise  # what the ranks told each other first; the channel keeps what it must
+        except BaseException as error:
+            # Amid the exchange: peers may have gone on, and a later call would meet them in this.
+            self._broken = self._what_broke(error)
+            self._fast.close()
+            if isinstance(error, RuntimeError):
+                raise self._broken() from error
             raise
 
     def _look_at_peers(self, seconds: float) -> None:
@@ -270,21 +278,24 @@ class Calls:
         if seconds > self.timeout.total_seconds():
             raise RuntimeError(f"no answer of the process group within {seconds:g} s")
 
-    def _blame_the_dead(self, error: RuntimeError) -> None:
-        """Says who it was if the process group fails because a peer's process has ended."""
+    def _what_broke(self, error: BaseException) -> Callable[[], PeerTimeoutError]:
+        """Makes the error of an unfused call that failed in the process group, now and later."""
+        kind: type[PeerTimeoutError] = PeerTimeoutError
         peer = None if self._watch is None else self._watch.find_ended(_END_SECONDS)
-        if self._watch is None or peer is None:
-            return
-        raise PeerDiedError(
-            f"rank {self.rank} waited for rank {peer} in an unfused call, but "
-            f"{self._watch.describe(peer)} has ended. Results of this and later calls are not "
-            "valid; make a new Communicator over healthy ranks.",
+        if self._watch is not None and peer is not None:
+            kind, why = PeerDiedError, f"{self._watch.describe(peer)} has ended"
+            text = f"waited for rank {peer} in an unfused call, but {why}"
+        else:
+            text = f"could not finish an unfused call ({type(error).__name__}: {error})"
+        return lambda: kind(
+            f"rank {self.rank} {text}. Results of this and later calls are not valid; make a new "
+            "Communicator over healthy ranks.",
             rank=self.rank,
-            peer=peer,
+            peer=-1 if peer is None else peer,
             op=0,
             expected="an unfused call",
             seen="nothing",
-        ) from error
+        )
 
     def _take_turn(self) -> None:
         """Threads make their calls one after the other.
@@ -295,9 +306,9 @@ class Calls:
             self._refuse_within_call("a call")
             self._lock.acquire()
         self._holder = threading.get_ident()
-        if self._closed:
+        if self._closed or self._broken is not None:
             self._end_turn()
-            self._refuse()
+            self._check(None)
 
     def _end_turn(self) -> None:
         self._holder = 0
@@ -409,6 +420,8 @@ class Calls:
         """As `check`, after a call by `launch`, if one is known."""
         if self._closed:
             self._refuse()
+        if self._broken is not None:
+            raise self._broken()
         if self._handle:
             fault = _native.Fault()
             status = self._library.comm_check(self._handle, ctypes.addressof(fault))

@@ -28,7 +28,7 @@ class PeerTimeoutError(AllnormError):
 
     Attributes:
         rank: this rank.
-        peer: the rank that was waited for.
+        peer: the rank that was waited for; -1 where the process group did not say who it was.
         op: the operation number this rank was in; counts launches, wraps at 2**32. 0 where calls
             that went through the process group diverged.
         expected: what this rank waited for, in words.

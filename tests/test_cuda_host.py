@@ -59,7 +59,7 @@ def test_peers_say_who_could_not_launch() -> None:
         seen_shape=_native.MISSING_CALL,
         expected_tokens=4,
     )
-    error = faults.fault_error(fault, datetime.timedelta(seconds=1))
+    error = faults.fault_error(fault, datetime.timedelta(seconds=1), {}, {})
     assert isinstance(error, PeerDivergedError)
     assert "Seen from rank 1: operation 7: a call that it could not launch" in str(error)
 
