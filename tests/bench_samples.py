@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from allnorm.cli import bench_report
-from allnorm.cli.bench_modes import Mode
-from allnorm.cli.bench_report import Measurement
-from allnorm.cli.options import Shape
+from allnorm.bench import report as bench_report
+from allnorm.bench.modes import Mode
+from allnorm.bench.report import Measurement
+from allnorm.bench.run import Job
+from allnorm.bench.shapes import Shape
 
 SHAPES = [Shape(1, 4096, 1e-5, model="llama-3.1-8b"), Shape(16, 4096)]
 MODES = [Mode()]
@@ -22,7 +23,8 @@ def record(shape: int, arm: str, p50_us: float, error: str = "", mode: int = 0) 
 
 
 def merge(ranks: list[list[dict[str, Any]]], modes: list[Mode] = MODES) -> list[Measurement]:
-    return bench_report.merge(ranks, SHAPES, modes, 2, GBPS)
+    job = Job(tuple(SHAPES), tuple(modes), "bfloat16", "rounded", (), "cpu")
+    return bench_report.merge(ranks, job, GBPS)
 
 
 def two_ranks(error: str = "") -> list[Measurement]:

@@ -10,16 +10,12 @@ from typing import Any
 import torch
 
 import allnorm
-from allnorm.cli.bench_modes import Mode
-from allnorm.cli.ranks.case import Case, Outcome
-from allnorm.cli.ranks.quantizer import Quantizer
+from allnorm.bench.case import Case, Outcome
+from allnorm.bench.modes import Mode
+from allnorm.bench.quantizer import Quantizer
 
 Call = Callable[[int], Any]
 """Runs one call on the inputs of that buffer set."""
-
-
-def _nothing() -> None:
-    pass
 
 
 @dataclass(frozen=True)
@@ -40,7 +36,7 @@ class Arm:
     call: Call
     outcome: Callable[[Any], Outcome]
     exact: bool = False
-    reset: Callable[[], None] = _nothing
+    reset: Callable[[], object] = lambda: None
     capturing: Callable[[], AbstractContextManager[Any]] = nullcontext
     foreign: bool = False
 
@@ -57,20 +53,26 @@ class Reduction:
 
     name: str
     call: Callable[[int], torch.Tensor]
-    reset: Callable[[], None] = _nothing
+    reset: Callable[[], object] = lambda: None
     capturing: Callable[[], AbstractContextManager[Any]] = nullcontext
     foreign: bool = True
 
+    def then(self, call: Call, name: str = "") -> Arm:
+        """The arm whose `call` reduces by this, then returns what `outcome_of` takes."""
+        return Arm(
+            *(name or self.name, call, outcome_of),
+            reset=self.reset,
+            capturing=self.capturing,
+            foreign=self.foreign,
+        )
 
-def normed_outcome(result: Any) -> Outcome:
-    """Of a call that returned (normed, residual)."""
-    return Outcome(normed=result[0], residual=result[1])
 
-
-def quantized_outcome(result: Any) -> Outcome:
-    """Of a call that returned an `allnorm.QuantizedNorm`, or a tuple in its order."""
-    quantized, scale, residual, normed = result
-    return Outcome(residual, normed, quantized, scale)
+def outcome_of(result: Any) -> Outcome:
+    """Of a call that returned an `allnorm.QuantizedNorm`, or else (normed, residual)."""
+    if isinstance(result, allnorm.QuantizedNorm):
+        return Outcome(result.residual, result.normed, result.quantized, result.scale)
+    normed, residual = result
+    return Outcome(residual, normed)
 
 
 def own_arm(
@@ -85,12 +87,12 @@ def own_arm(
         name: of the arm.
         algorithm: "auto" or one by name.
     """
-    spec, sharded = case.spec(mode.quant), mode.residual_sharded
+    sharded = mode.residual_sharded
     plan = comm.plan(
         case.num_rows,
         case.shape.hidden_size,
         case.dtype,
-        spec,
+        case.spec(mode.quant),
         sharded,
         return_normed=mode.return_normed,
         algorithm=algorithm,
@@ -98,26 +100,18 @@ def own_arm(
     if algorithm not in ("auto", plan.algorithm):
         return plan.reason
     rows = comm.row_shard(case.num_rows) if sharded else None
-    options: dict[str, Any] = {"algorithm": algorithm, "residual_sharded": sharded}
-    options |= case.norm_options()
-    quantising = {**options, "quant": spec, "return_normed": mode.return_normed}
-    arguments = []
-    for x, batch in zip(case.xs, case.batches, strict=True):
-        residual = batch.residual if rows is None else batch.residual[rows[0] : rows[1]]
-        arguments.append((x, residual, batch.weight, case.shape.eps))
-    fused, fused_quant = comm.all_reduce_add_rms_norm, comm.all_reduce_add_rms_norm_quant
+    held = slice(*rows) if rows else slice(None)
+    options = case.options(mode) | {"algorithm": algorithm, "residual_sharded": sharded}
+    arguments = [
+        (x, batch.residual[held], batch.weight, case.shape.eps)
+        for x, batch in zip(case.xs, case.batches, strict=True)
+    ]
+    method = comm.all_reduce_add_rms_norm_quant if mode.quant else comm.all_reduce_add_rms_norm
 
-    def norm(index: int) -> Any:
-        return fused(*arguments[index], **options)
+    def call(index: int) -> Any:
+        return method(*arguments[index], **options)
 
-    def norm_quant(index: int) -> Any:
-        return fused_quant(*arguments[index], **quantising)
-
-    def outcome(result: Any) -> Outcome:
-        found = quantized_outcome(result) if spec else normed_outcome(result)
-        return replace(found, rows=rows)
-
-    return Arm(name, norm_quant if spec else norm, outcome, exact=True)
+    return Arm(name, call, lambda result: replace(outcome_of(result), rows=rows), exact=True)
 
 
 def own_arms(comm: allnorm.Communicator, case: Case, mode: Mode, name: str) -> Arm | str:
@@ -138,37 +132,25 @@ def then_quantize(arm: Arm, case: Case, mode: Mode, name: str) -> Arm:
     spec = case.spec(mode.quant)
     assert spec is not None
     quantize = Quantizer(spec, case.shape.hidden_size, case.device)
-    first, plain = arm.call, arm.outcome
 
     def call(index: int) -> Any:
-        result = first(index)
+        result = arm.call(index)
         return result, quantize(result[0])
 
     def outcome(result: Any) -> Outcome:
         before, (quantized, scale) = result
-        return replace(plain(before), quantized=quantized, scale=scale)
+        return replace(arm.outcome(before), quantized=quantized, scale=scale)
 
     return replace(arm, name=name, call=call, outcome=outcome, exact=False)
 
 
 def then_norm(reduction: Reduction, case: Case, mode: Mode, name: str) -> Arm:
     """An all-reduce, followed by allnorm's local add + norm (+ quantise) kernel."""
-    spec, eps, options = case.spec(mode.quant), case.shape.eps, case.norm_options()
-    quantising = {**options, "quant": spec, "return_normed": mode.return_normed}
-    rest = [(batch.residual, batch.weight, eps) for batch in case.batches]
-    reduce = reduction.call
+    options, reduce = case.options(mode), reduction.call
+    rest = [(batch.residual, batch.weight, case.shape.eps) for batch in case.batches]
+    function = allnorm.add_rms_norm_quant if mode.quant else allnorm.add_rms_norm
 
-    def norm(index: int) -> Any:
-        return allnorm.add_rms_norm(reduce(index), *rest[index], **options)
+    def call(index: int) -> Any:
+        return function(reduce(index), *rest[index], **options)
 
-    def norm_quant(index: int) -> Any:
-        return allnorm.add_rms_norm_quant(reduce(index), *rest[index], **quantising)
-
-    return Arm(
-        name,
-        norm_quant if spec else norm,
-        quantized_outcome if spec else normed_outcome,
-        reset=reduction.reset,
-        capturing=reduction.capturing,
-        foreign=reduction.foreign,
-    )
+    return reduction.then(call, name)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from allnorm.cli.bench_modes import Mode
-from allnorm.cli.ranks import arms, sharded
-from allnorm.cli.ranks.arms import Arm, Reduction
-from allnorm.cli.ranks.case import Case
+from allnorm.bench import arms, sharded
+from allnorm.bench.arms import Arm, Reduction
+from allnorm.bench.case import Case
+from allnorm.bench.modes import Mode
+from allnorm.testing import copy_all
 
 
 def baseline(case: Case, mode: Mode, name: str) -> Arm | str:
@@ -41,33 +42,17 @@ def all_reduce(case: Case, name: str) -> Reduction:
         dist.all_reduce(copies[index])
         return copies[index]
 
-    return Reduction(name, call, reset=restorer(copies, case.xs), foreign=False)
+    return Reduction(name, call, reset=partial(copy_all, copies, case.xs), foreign=False)
 
 
 def torch_norm(reduction: Reduction, case: Case, name: str) -> Arm:
     """A reduction, then PyTorch's add and RMSNorm."""
     residuals = [batch.residual for batch in case.batches]
-    weights, size = torch_weights(case), (case.shape.hidden_size,)
+    weights, size = case.unbiased_weights(), (case.shape.hidden_size,)
     reduce, eps = reduction.call, case.shape.eps
 
     def call(index: int) -> Any:
         summed = residuals[index] + reduce(index)
         return F.rms_norm(summed, size, weights[index], eps), summed
 
-    return Arm(name, call, arms.normed_outcome, reset=reduction.reset)
-
-
-def torch_weights(case: Case) -> list[torch.Tensor]:
-    """The weights for a norm that knows no bias, per buffer set."""
-    bias = case.shape.weight_bias
-    return [batch.weight + bias if bias else batch.weight for batch in case.batches]
-
-
-def restorer(copies: list[torch.Tensor], originals: list[torch.Tensor]) -> Callable[[], None]:
-    """A function that makes the copies equal to their originals again."""
-
-    def restore() -> None:
-        for copy, original in zip(copies, originals, strict=True):
-            copy.copy_(original)
-
-    return restore
+    return reduction.then(call, name)

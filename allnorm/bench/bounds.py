@@ -12,9 +12,9 @@ from __future__ import annotations
 import torch
 
 import allnorm
-from allnorm.cli.bench_modes import Quant
-from allnorm.cli.ranks.case import Case, Outcome
-from allnorm.cli.ranks.data import Batch
+from allnorm.bench.case import Case, Outcome
+from allnorm.quant import Quant
+from allnorm.testing import Batch
 
 Result = tuple[torch.Tensor, torch.Tensor]
 """normed, residual_out."""

@@ -10,9 +10,10 @@ import torch
 
 import allnorm
 from allnorm import reference
-from allnorm.cli.bench_modes import Quant, quant_of
-from allnorm.cli.options import Shape
-from allnorm.cli.ranks.data import DTYPES, Batch, make_batch
+from allnorm.bench.modes import Mode, quant_of
+from allnorm.bench.shapes import Shape
+from allnorm.quant import Quant
+from allnorm.testing import DTYPES, Batch, make_batch
 
 NUM_SETS = 2  # rotating buffer sets
 
@@ -72,9 +73,7 @@ class Case:
     def checksums(self) -> list[int]:
         """Of all that calls read: whether an arm has overwritten what the others are timed with."""
         words = {2: torch.int16, 4: torch.int32}[self.dtype.itemsize]
-        read = [*self.xs]
-        for batch in self.batches:
-            read += [batch.residual, batch.weight]
+        read = [*self.xs, *(part for b in self.batches for part in (b.residual, b.weight))]
         return [int(tensor.view(words).sum(dtype=torch.int64)) for tensor in read]
 
     @property
@@ -98,9 +97,16 @@ class Case:
             )
         return self._quantized[quant]
 
-    def norm_options(self) -> dict[str, Any]:
-        """The keyword arguments of allnorm's calls."""
-        return {"weight_bias": self.shape.weight_bias, "numerics": self.numerics}
+    def options(self, mode: Mode) -> dict[str, Any]:
+        """The keyword arguments of allnorm's calls, those that quantise if the mode does."""
+        options = {"weight_bias": self.shape.weight_bias, "numerics": self.numerics}
+        spec = self.spec(mode.quant)
+        return options | ({"quant": spec, "return_normed": mode.return_normed} if spec else {})
+
+    def unbiased_weights(self) -> list[torch.Tensor]:
+        """The weights for a norm that knows no bias, per buffer set."""
+        bias = self.shape.weight_bias
+        return [batch.weight + bias if bias else batch.weight for batch in self.batches]
 
     def obstacle(self, quant: str) -> str:
         """Why no call can quantise rows of this width so; "" if it can."""

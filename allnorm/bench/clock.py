@@ -6,17 +6,18 @@ Arms take turns, round after round, so that what changes in the machine hits all
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
-import torch.distributed as dist
 
-from allnorm.cli.ranks.arms import Arm
-from allnorm.cli.ranks.case import NUM_SETS
-from allnorm.testing import calls_per_graph
-from allnorm.testing.timing import elapsed_us, percentile
+from allnorm.bench.arms import Arm
+from allnorm.bench.case import NUM_SETS
+from allnorm.testing import calls_per_graph, start_together
+from allnorm.testing import capture as capture_graph
+from allnorm.testing.timing import calls_that_fit, percentile, time_calls, time_steps
 
 Samples = dict[str, list[float]]
 """Microseconds per call, by the name of the arm."""
@@ -30,6 +31,12 @@ _CPU_WARM_UP = 2  # beside the checked calls
 _EAGER_CALLS = 200
 
 
+def _calls(arm: Arm, number: int) -> Iterator[Callable[[], object]]:
+    """Calls over the buffer sets in turn."""
+    sets = [partial(arm.call, index) for index in range(NUM_SETS)]
+    return itertools.islice(itertools.cycle(sets), number)
+
+
 def time_cpu(arms: Sequence[Arm], seconds: float) -> Samples:
     """Wall time of every call. Collective.
 
@@ -38,26 +45,14 @@ def time_cpu(arms: Sequence[Arm], seconds: float) -> Samples:
         seconds: roughly how long one arm is timed.
     """
     samples: Samples = {arm.name: [] for arm in arms}
-    calls = {arm.name: _calls_that_fit(arm, seconds) for arm in arms}
+    calls = [calls_that_fit(_calls(arm, _CPU_WARM_UP), seconds, *_CPU_CALLS) for arm in arms]
     for turn in range(_CPU_ROUNDS):
-        for arm in arms:
+        for arm, number in zip(arms, calls, strict=True):
             arm.reset()
-            _start_together()
-            for call, _ in enumerate(range(turn, calls[arm.name], _CPU_ROUNDS)):
-                begin = time.perf_counter_ns()
-                arm.call(call % NUM_SETS)
-                samples[arm.name].append((time.perf_counter_ns() - begin) / 1e3)
+            start_together()
+            in_this_turn = len(range(turn, number, _CPU_ROUNDS))
+            samples[arm.name] += time_calls(_calls(arm, in_this_turn))
     return samples
-
-
-def _calls_that_fit(arm: Arm, seconds: float) -> int:
-    """Calls that take roughly `seconds`, the same on all ranks."""
-    begin = time.perf_counter()
-    for call in range(_CPU_WARM_UP):
-        arm.call(call % NUM_SETS)
-    slowest = torch.tensor((time.perf_counter() - begin) / _CPU_WARM_UP)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return max(_CPU_CALLS[0], min(_CPU_CALLS[1], int(seconds / max(float(slowest), 1e-6))))
 
 
 def time_cuda(
@@ -75,7 +70,11 @@ def time_cuda(
     for _ in range(rounds):
         for arm, graph in arms:
             with _naming(arm):
-                samples[arm.name] += [us / calls for us in _time_replays(arm, graph)]
+                arm.reset()
+                # Untimed: aligns the ranks and keeps the GPU busy while the host launches the next.
+                graph.replay()
+                times_us = time_steps([graph.replay] * _REPLAYS_PER_ROUND)
+            samples[arm.name] += [us / calls for us in times_us]
     return samples
 
 
@@ -89,20 +88,6 @@ def _naming(arm: Arm) -> Iterator[None]:
         raise
 
 
-def _time_replays(arm: Arm, graph: torch.cuda.CUDAGraph) -> list[float]:
-    """Microseconds of each of a round's replays; all have ended."""
-    arm.reset()
-    # Untimed: aligns the ranks and keeps the GPU busy while the host launches the next.
-    graph.replay()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(_REPLAYS_PER_ROUND + 1)]
-    events[0].record()
-    for event in events[1:]:
-        graph.replay()
-        event.record()
-    events[-1].synchronize()
-    return elapsed_us(events)
-
-
 def capture(arm: Arm, num_tokens: int) -> torch.cuda.CUDAGraph:
     """A graph of many calls over rotating buffer sets; warm afterwards. Collective.
 
@@ -110,13 +95,10 @@ def capture(arm: Arm, num_tokens: int) -> torch.cuda.CUDAGraph:
         arm: has been called before.
         num_tokens: decides how many calls, see `calls_per_graph`.
     """
-    graph = torch.cuda.CUDAGraph()
     arm.reset()
-    torch.cuda.synchronize()
-    # thread_local: NCCL's watchdog thread queries events, which must not end the capture.
-    with arm.capturing(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        for call in range(calls_per_graph(num_tokens)):
-            arm.call(call % NUM_SETS)
+    with capture_graph(arm.capturing()) as graph:
+        for call in _calls(arm, calls_per_graph(num_tokens)):
+            call()
     for _ in range(_WARM_UP_REPLAYS):
         graph.replay()
     torch.cuda.synchronize()
@@ -136,24 +118,18 @@ def time_eager(arm: Arm, synchronize: Callable[[], None]) -> dict[str, float]:
     """
     arm.reset()
     synchronize()
-    _start_together()
-    samples = []
-    with _naming(arm):
-        start = time.perf_counter_ns()
-        for call in range(_EAGER_CALLS):
-            begin = time.perf_counter_ns()
-            arm.call(call % NUM_SETS)
-            samples.append((time.perf_counter_ns() - begin) / 1e3)
+    start_together()
+    samples: list[float] = []
+
+    def calls() -> None:
+        samples.extend(time_calls(_calls(arm, _EAGER_CALLS)))
         synchronize()
-        whole = (time.perf_counter_ns() - start) / 1e3
-    return {"host_us": percentile(sorted(samples), 0.5), "eager_us": whole / _EAGER_CALLS}
+
+    with _naming(arm):
+        whole_us = time_calls([calls])[0]
+    return {"host_us": percentile(samples, 50), "eager_us": whole_us / _EAGER_CALLS}
 
 
 def summary(samples: Sequence[float]) -> dict[str, float]:
     """`p50_us`, `p90_us` and `p99_us`; NaN where nothing was timed."""
-    ordered = sorted(samples) or [math.nan]
-    return {f"p{percent}_us": percentile(ordered, percent / 100) for percent in (50, 90, 99)}
-
-
-def _start_together() -> None:
-    dist.all_reduce(torch.zeros(1))
+    return {f"p{p}_us": percentile(samples, p) if samples else math.nan for p in (50, 90, 99)}

@@ -1,7 +1,7 @@
-"""``bench --compare FILE``: is anything slower than it was, beyond what measuring varies by?
+"""Is anything slower than it was, beyond what measuring varies by?
 
-A row of the file belongs to a new one if hardware, ranks, shape, dtype, rounding mode, kind of
-result and arm are the same. An arm has regressed if its median lies above that of the file (of
+A row of an earlier file belongs to a new one if hardware, ranks, shape, dtype, rounding mode, kind
+of result and arm are the same. An arm has regressed if its median lies above that of the file (of
 several rows: above the median of their medians) by more than the tolerance, the largest of
 
 - the spread of the file: of several rows the distance between their smallest and largest median, of
@@ -24,11 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import typer
-from rich.table import Table
-
-from allnorm.cli import output
-from allnorm.cli.bench_report import is_other
+from allnorm.bench.report import is_other
 
 _RUN_TO_RUN_US = 0.1
 _RUN_TO_RUN_SHARE = 0.02
@@ -70,10 +66,15 @@ class Change:
     tolerance_us: float
 
     @property
+    def now_us(self) -> float:
+        """The new median; NaN if it was not timed."""
+        return _number(self.row, "p50_us")
+
+    @property
     def difference_us(self) -> float:
         """How much slower it is; infinite if it was right and now is not, or does not run."""
-        now = _number(self.row, "p50_us")
-        return now - self.before_us if self.row["correct"] and math.isfinite(now) else math.inf
+        right = self.row["correct"] and math.isfinite(self.now_us)
+        return self.now_us - self.before_us if right else math.inf
 
     @property
     def slower(self) -> bool:
@@ -95,19 +96,17 @@ def read_rows(path: Path) -> list[Row]:
     """The rows of a results file.
 
     Raises:
-        typer.BadParameter: there is no such file, or it has something else in it.
+        ValueError: there is no such file, or it has something else in it.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
         rows = [json.loads(line) for line in lines if line.strip()]
     except (OSError, ValueError) as error:
-        raise typer.BadParameter(f"{path}: {error}", param_hint="--compare") from None
+        raise ValueError(f"{path}: {error}") from None
     if not rows or not all(
         isinstance(row, dict) and {"arm", "p50_us"} <= row.keys() for row in rows
     ):
-        raise typer.BadParameter(
-            f"{path}: expected the JSON lines that bench --json wrote", param_hint="--compare"
-        )
+        raise ValueError(f"{path}: expected the JSON lines that bench --json wrote")
     return rows
 
 
@@ -132,18 +131,6 @@ def changes(before: Iterable[Row], now: Iterable[Row]) -> list[Change]:
     return found
 
 
-def table(found: Iterable[Change]) -> Table:
-    """The arms that differ beyond their tolerance, the worst first."""
-    differing = sorted(
-        (change for change in found if change.slower or change.faster),
-        key=lambda change: change.difference_us / change.before_us,
-        reverse=True,
-    )
-    columns = ("ranks", "tokens x hidden", "mode", "arm", "before", "now", "tolerance", "")
-    rows = [_cells(change) for change in differing]
-    return output.table("Compared, us per call", columns, rows, words=("mode", "arm"))
-
-
 def summary(found: list[Change], num_rows: int, name: str) -> str:
     """One sentence: how many arms were compared, and what came out."""
     regressed = sum(change.regressed for change in found)
@@ -154,30 +141,6 @@ def summary(found: list[Change], num_rows: int, name: str) -> str:
         f"{len(found)} of {num_rows} rows are in {name}: {regressed} regressed, {faster} faster, "
         f"{slower} of other libraries slower, {same} the same within the measured spread"
     )
-
-
-def _cells(change: Change) -> list[str]:
-    row, difference = change.row, change.difference_us
-    mode = ", ".join(
-        word
-        for word in (
-            row.get("quant") or "",
-            "with normed" if row.get("return_normed") else "",
-            "sharded residual" if row.get("residual_sharded") else "",
-        )
-        if word
-    )
-    verdict = f"{difference / change.before_us:+.1%}" if math.isfinite(difference) else "lost"
-    return [
-        str(row["world_size"]),
-        f"{row['num_tokens']}x{row['hidden_size']}",
-        mode or "-",
-        str(row["arm"]),
-        output.microseconds(change.before_us),
-        output.microseconds(_number(row, "p50_us")),
-        output.microseconds(change.tolerance_us),
-        output.bad(verdict) if change.slower else output.ok(verdict),
-    ]
 
 
 def _tolerance(before: list[Row], now: Row, median: float) -> float:

@@ -10,15 +10,17 @@ with its part of the scales. With a replicated residual sums must travel at full
 results are quantised: every rank needs them for its residual.
 
 The bandwidth is what all GPUs push into each other's memory at once, without multicast. It is
-known for what was measured; other GPUs have no floor unless `--push-gbps` says theirs.
+known for what was measured; other GPUs have no floor unless the caller says theirs.
 """
 
 from __future__ import annotations
 
 import math
 
-import allnorm
-from allnorm.cli.bench_modes import Mode, quant_of
+import numpy
+
+from allnorm import quant
+from allnorm.bench.modes import Mode, quant_of
 
 # 8x H200, NVSwitch, no multicast, CUDA 13.0, 264 blocks of 512 threads, all ranks at once: the best
 # of the sweeps behind docs/performance.md. 132 blocks reach 361, 347 and 329.
@@ -38,8 +40,10 @@ def wire_bytes(
         mode: what is returned, and where the residual is.
     """
     gathered = hidden_size * element_bytes
-    if mode.residual_sharded and mode.quant:
-        gathered = hidden_size + _scale_bytes(mode.quant, hidden_size)
+    spec = quant_of(mode.quant)
+    if mode.residual_sharded and spec:
+        scales = quant.scale_geometry(spec, 1, hidden_size)
+        gathered = hidden_size + (scales.shape[1] * scales.dtype.itemsize if scales else 0)
         gathered += hidden_size * element_bytes if mode.return_normed else 0
     row = hidden_size * element_bytes + gathered
     return (world_size - 1) / world_size * num_tokens * row
@@ -53,21 +57,9 @@ def push_gbps(gpu: str, world_size: int) -> float | None:
     table = next((values for name, values in _PUSH_GBPS.items() if name in gpu), {})
     if not table or not min(table) <= world_size <= max(table):
         return None
-    below = max(size for size in table if size <= world_size)
-    above = min(size for size in table if size >= world_size)
-    share = (world_size - below) / (above - below) if above > below else 0.0
-    return table[below] + share * (table[above] - table[below])
+    return float(numpy.interp(world_size, list(table), list(table.values())))
 
 
 def floor_us(sent_bytes: float, gbps: float | None) -> float:
     """Microseconds that sending takes at least; NaN where the bandwidth is unknown."""
     return sent_bytes / gbps / 1e3 if gbps else math.nan
-
-
-def _scale_bytes(quant: str, hidden_size: int) -> int:
-    """Bytes of the scales of one row."""
-    spec = quant_of(quant)
-    if isinstance(spec, allnorm.Fp8PerGroup):
-        groups = hidden_size // spec.group_size
-        return -(-groups // 4) * 4 if spec.scale_format == "ue8m0_packed" else groups * 4
-    return 4 if isinstance(spec, allnorm.Fp8PerToken) else 0

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from allnorm.cli.ranks.arms import Arm
-from allnorm.cli.ranks.case import NUM_SETS, Case
-from allnorm.cli.ranks.clock import Samples
+from allnorm.bench.arms import Arm
+from allnorm.bench.case import NUM_SETS, Case
+from allnorm.bench.clock import Samples
+from allnorm.testing import copy_all
 from allnorm.testing.timing import percentile
 
 _ALONE = "the product alone"
@@ -56,7 +57,7 @@ class Product:
     @staticmethod
     def take_off(samples: Samples) -> tuple[Samples, float]:
         """Every arm's times beyond the product's median, and that."""
-        alone = percentile(sorted(samples[_ALONE]), 0.5)
+        alone = percentile(samples[_ALONE], 50)
         beyond = {
             name: [value - alone for value in values]
             for name, values in samples.items()
@@ -66,8 +67,7 @@ class Product:
 
     def restore(self) -> None:
         """Gives the partial sums back their values."""
-        for x, kept in zip(self._xs, self._kept, strict=True):
-            x.copy_(kept)
+        copy_all(self._xs, self._kept)
 
     def _multiply(self, index: int) -> None:
         torch.mm(self._left, self._right[index], out=self._xs[index])

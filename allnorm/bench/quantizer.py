@@ -6,7 +6,7 @@ import torch
 
 import allnorm
 from allnorm import reference
-from allnorm.cli.bench_modes import Quant
+from allnorm.quant import Quant
 
 
 class Quantizer:
@@ -25,7 +25,7 @@ class Quantizer:
         self._spec = spec
         self._on_gpu = device.type == "cuda"
         if self._on_gpu:
-            from allnorm.cli.ranks import triton_quantizer
+            from allnorm.bench import triton_quantizer
 
             self._launch = triton_quantizer.plan(spec, hidden_size)
 

@@ -1,4 +1,4 @@
-"""From the ranks' records to measurements, and what follows from several of them."""
+"""Measurements: from the records of all ranks, and what follows from several of them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from allnorm.cli import bench_floor
-from allnorm.cli.bench_modes import Mode, family
-from allnorm.cli.options import Shape
+from allnorm import topology
+from allnorm.bench import floor, run
+from allnorm.bench.modes import Mode, family
+from allnorm.bench.shapes import Shape
+from allnorm.testing import DTYPES, OnMessage, run_ranks
 
+_TIMEOUT_SECONDS = 3600.0
 TIMES = ("p50_us", "p90_us", "p99_us", "host_us", "eager_us", "product_us")
 
 
@@ -61,34 +64,75 @@ class Measurement:
         return _ratio(self.floor_us, self.p50_us)
 
 
+def measure(
+    job: run.Job,
+    world_size: int,
+    push_gbps: float = 0.0,
+    keep: Callable[[list[Measurement]], None] = lambda measured: None,
+    on_message: OnMessage | None = None,
+) -> list[Measurement]:
+    """Starts ranks and lets them measure.
+
+    Args:
+        job: what to measure.
+        world_size: number of ranks.
+        push_gbps: what a rank's link carries, for the floor; 0: what is known of this GPU.
+        keep: called with the measurements of each shape and mode as soon as they are there: what is
+            stopped later has not been in vain.
+        on_message: takes a rank and what it says of its progress: `text`, `done` and `total`.
+
+    Returns:
+        One measurement per shape, mode and arm.
+
+    Raises:
+        RankError: a rank raised, died or was late.
+    """
+    gpu = topology.device_name("cuda") if job.device == "cuda" else ""
+    gbps = push_gbps or floor.push_gbps(gpu, world_size)
+    measured: list[Measurement] = []
+
+    def complete(ranks: list[list[dict[str, Any]]]) -> None:
+        found = merge(ranks, job, gbps)
+        measured.extend(found)
+        keep(found)
+
+    gatherer = Gatherer(world_size, complete, on_message or (lambda rank, message: None))
+    run_ranks(
+        run.run,
+        world_size,
+        device=job.device,
+        args=(job,),
+        timeout=_TIMEOUT_SECONDS,
+        on_message=gatherer,
+    )
+    return measured
+
+
 def merge(
-    ranks: Sequence[Sequence[dict[str, Any]]],
-    shapes: Sequence[Shape],
-    modes: Sequence[Mode],
-    element_bytes: int,
-    push_gbps: float | None,
+    ranks: Sequence[Sequence[dict[str, Any]]], job: run.Job, push_gbps: float | None
 ) -> list[Measurement]:
     """Joins the records of all ranks: the slowest rank's time counts, any rank's error counts.
 
     Args:
-        ranks: what `cli.ranks.bench.run` returned, in rank order.
-        shapes: the shapes of that job.
-        modes: its modes.
-        element_bytes: of an element of the inputs.
+        ranks: what `run.run` returned, in rank order, or a part of it.
+        job: that they were given.
         push_gbps: what a rank's link carries; None if unknown.
 
     Returns:
         One measurement per shape, mode and arm.
     """
-    plain = _plain_times(ranks)
+    plain = {
+        (records[0]["shape"], records[0]["mode"]): _largest(r["p50_us"] for r in records)
+        for records in zip(*ranks, strict=True)
+        if records[0]["arm"] == "allnorm16"
+    }
     merged = []
     for records in zip(*ranks, strict=True):
         first = records[0]
-        shape, mode = shapes[first["shape"]], modes[first["mode"]]
+        shape, mode = job.shapes[first["shape"]], job.modes[first["mode"]]
         times = {key: _largest(record.get(key, math.nan) for record in records) for key in TIMES}
-        sent = bench_floor.wire_bytes(
-            len(ranks), shape.num_tokens, shape.hidden_size, element_bytes, mode
-        )
+        size = (shape.num_tokens, shape.hidden_size, DTYPES[job.dtype].itemsize)
+        sent = floor.wire_bytes(len(ranks), *size, mode)
         cost = math.nan
         if mode.quant and first["arm"].partition(":")[0] == "allnorm":
             cost = times["p50_us"] - plain.get((first["shape"], first["mode"]), math.nan)
@@ -101,7 +145,7 @@ def merge(
                 **times,
                 error=next((record["error"] for record in records if record["error"]), ""),
                 reason=next((record["reason"] for record in records if record["reason"]), ""),
-                floor_us=bench_floor.floor_us(sent, push_gbps),
+                floor_us=floor.floor_us(sent, push_gbps),
                 quant_cost_us=cost,
             )
         )
@@ -121,7 +165,7 @@ class Gatherer:
         self,
         world_size: int,
         complete: Callable[[list[list[dict[str, Any]]]], None],
-        other: Callable[[int, dict[str, Any]], None],
+        other: OnMessage,
     ) -> None:
         self._waiting: list[deque[list[dict[str, Any]]]] = [deque() for _ in range(world_size)]
         self._complete, self._other = complete, other
@@ -185,15 +229,6 @@ def missing(measurements: Iterable[Measurement]) -> dict[str, str]:
     measurements = list(measurements)
     ran = {family(m.arm) for m in measurements if not m.reason}
     return {m.arm: m.reason for m in measurements if m.reason and family(m.arm) not in ran}
-
-
-def _plain_times(ranks: Sequence[Sequence[dict[str, Any]]]) -> dict[tuple[int, int], float]:
-    """The time of the 16-bit call, by the indices of shape and mode."""
-    return {
-        (records[0]["shape"], records[0]["mode"]): _largest(r["p50_us"] for r in records)
-        for records in zip(*ranks, strict=True)
-        if records[0]["arm"] == "allnorm16"
-    }
 
 
 def _ratio(us: float, of_us: float) -> float:

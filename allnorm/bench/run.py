@@ -1,27 +1,22 @@
-"""Checks and times the arms of `allnorm bench` inside one rank."""
+"""Checks and times arms inside one rank."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 import allnorm
-from allnorm.cli import bench_modes
-from allnorm.cli.bench_modes import Mode
-from allnorm.cli.options import Shape
-from allnorm.cli.ranks import arms, baselines, bounds, clock, peers
-from allnorm.cli.ranks.arms import Arm
-from allnorm.cli.ranks.case import NUM_SETS, Case, make_case
-from allnorm.cli.ranks.data import DTYPES
-from allnorm.cli.ranks.peers.base import first_line
-from allnorm.cli.ranks.product import Product
-from allnorm.testing import report, same_bits
-
-Part = tuple[str, torch.Tensor | None, torch.Tensor]
-"""Name of a result, what an arm returned for it, and the reference's."""
+from allnorm.bench import arms, baselines, bounds, clock, modes, peers
+from allnorm.bench.arms import Arm
+from allnorm.bench.case import NUM_SETS, Case, make_case
+from allnorm.bench.modes import Mode
+from allnorm.bench.product import Product
+from allnorm.bench.shapes import Shape
+from allnorm.testing import DTYPES, RankFailedError, agree, all_or_none, report, same_bits
+from allnorm.testing.rank import device
 
 
 @dataclass(frozen=True)
@@ -101,32 +96,25 @@ def run(rank: int, world_size: int, job: Job) -> list[dict[str, Any]]:
         `eager_us` of calls without a graph. Behind a product the times are what is beyond it, and
         `product_us` is its own. What did not run, or was wrong, has no times.
     """
-    device = torch.device(job.device, rank) if job.device == "cuda" else torch.device("cpu")
-    records = []
-    names = [n for n in peers.REGISTRY if n in job.arms]
-    others = peers.Peers(
-        names if any(bench_modes.peer_names(job.device, mode) for mode in job.modes) else [],
-        device,
-        DTYPES[job.dtype],
-        max_elems=max(s.num_tokens * s.hidden_size for s in job.shapes),
-        max_tokens=max(s.num_tokens for s in job.shapes),
-        max_hidden_size=max(s.hidden_size for s in job.shapes),
-    )
+    records, where = [], device()
+    taking_part = {name for mode in job.modes for name in modes.peer_names(job.device, mode)}
+    names = [name for name in peers.REGISTRY if name in job.arms and name in taking_part]
+    others = peers.Peers(names, where, DTYPES[job.dtype], job.shapes)
     with allnorm.Communicator(
-        device=device,
+        device=where,
         numerics=job.numerics,
         tuning_dir=job.tuning_dir,
         max_blocks=job.max_blocks or None,
     ) as comm:
         for index, shape in enumerate(job.shapes):
             report({"text": str(shape), "done": index, "total": len(job.shapes)})
-            case = make_case(shape, job.dtype, job.numerics, device, rank, world_size, seed=index)
+            case = make_case(shape, job.dtype, job.numerics, where, rank, world_size, seed=index)
             for number, mode in enumerate(job.modes):
                 turn = _arms(comm, others, case, mode, job)
                 _check(turn, case, mode)
                 made = case.checksums()
                 _measure(turn, case, job)
-                changed = peers.agree("" if case.checksums() == made else f"{shape}")
+                changed = agree("" if case.checksums() == made else f"{shape}")
                 if changed:
                     raise RuntimeError(
                         f"an arm has overwritten what all arms read ({changed}): the others were "
@@ -145,7 +133,7 @@ def _arms(
 ) -> _Turn:
     turn = _Turn()
     obstacle = case.obstacle(mode.quant)
-    for name in bench_modes.arm_names(job.device, mode):
+    for name in modes.arm_names(job.device, mode):
         if name not in job.arms:
             continue
         if obstacle and name != "allnorm16":
@@ -154,7 +142,7 @@ def _arms(
             turn.add(name, arms.own_arms(comm, case, mode, name))
         else:
             turn.add(name, baselines.baseline(case, mode, name))
-    for name in bench_modes.peer_names(job.device, mode):
+    for name in modes.peer_names(job.device, mode):
         if name in job.arms:
             found = obstacle or others.arms(name, case, mode)
             for arm in [found] if isinstance(found, str) else found:
@@ -165,19 +153,26 @@ def _arms(
 def _check(turn: _Turn, case: Case, mode: Mode) -> None:
     """Runs each arm once on every buffer set and compares; all ranks drop the same arms."""
     for arm in list(turn.runs):
-        reason = error = ""
         try:
-            arm.reset()
-            for index in range(NUM_SETS):
-                result = arm.call(index)  # collective: also after an error
-                error = error or describe_error(arm, result, case, index, mode)
-        except Exception as failure:
-            if not arm.foreign:
-                raise
-            reason = first_line(failure)
-        reason, error = peers.agree(reason), peers.agree(error)
-        if reason or error:
-            turn.drop(arm, reason=reason, error="" if reason else error)
+            error = agree(_run(arm, check_arm, arm, case, mode))
+        except RankFailedError as absent:
+            turn.drop(arm, reason=str(absent))
+        else:
+            if error:
+                turn.drop(arm, error=error)
+
+
+def _run(arm: Arm, step: Callable[..., Any], *arguments: Any) -> Any:
+    """A step with an arm: of one of another library, all ranks learn whether it failed on one."""
+    return all_or_none(step, *arguments) if arm.foreign else step(*arguments)
+
+
+def check_arm(arm: Arm, case: Case, mode: Mode) -> str:
+    """Runs an arm once on every buffer set; what is wrong on this rank. Collective."""
+    arm.reset()
+    # All of them, also after an error: the other ranks may know of none.
+    errors = [describe_error(arm, arm.call(index), case, index, mode) for index in range(NUM_SETS)]
+    return next(filter(None, errors), "")
 
 
 def describe_error(arm: Arm, result: Any, case: Case, index: int, mode: Mode) -> str:
@@ -186,25 +181,16 @@ def describe_error(arm: Arm, result: Any, case: Case, index: int, mode: Mode) ->
     if not arm.exact:
         return bounds.describe_error(got, case, index, quant)
     normed, residual = case.expected[index]
-    parts: list[Part] = [
-        ("residual_out", got.residual, residual[slice(*got.rows)] if got.rows else residual)
-    ]
+    expected = {"residual": residual[slice(*got.rows)] if got.rows else residual}
     if not quant or mode.return_normed:
-        parts.append(("normed", got.normed, normed))
+        expected["normed"] = normed
     if quant:
-        quantized, scale = case.quantized(quant)[index]
-        parts += [("quantized", got.quantized, quantized), ("scale", got.scale, scale)]
-    return bit_error(parts)
-
-
-def bit_error(parts: Sequence[Part]) -> str:
-    """Says which of the tensors has other bits than the reference's; "" if none."""
-    for name, got, wanted in parts:
-        if got is None:
+        expected["quantized"], expected["scale"] = case.quantized(quant)[index]
+    for name, wanted in expected.items():
+        part = getattr(got, name)
+        if part is None:
             return f"{name} is missing"
-        if wanted.dtype == torch.float8_e4m3fn and got.dtype == wanted.dtype:
-            got, wanted = got.view(torch.uint8), wanted.view(torch.uint8)
-        if not same_bits(got, wanted):
+        if not same_bits(part, wanted):
             return f"{name} differs from the reference"
     return ""
 
@@ -238,18 +224,10 @@ def _capture(turn: _Turn, num_tokens: int) -> list[tuple[Arm, torch.cuda.CUDAGra
     """A graph of each arm; what another library cannot capture is dropped on all ranks."""
     graphs = []
     for arm in list(turn.runs):
-        reason, graph = "", None
         try:
-            graph = clock.capture(arm, num_tokens)
-        except Exception as failure:
-            if not arm.foreign:
-                raise
-            reason = f"in a CUDA graph: {first_line(failure)}"
-        reason = peers.agree(reason) if arm.foreign else ""
-        if reason or graph is None:
-            turn.drop(arm, reason=reason)
-        else:
-            graphs.append((arm, graph))
+            graphs.append((arm, _run(arm, clock.capture, arm, num_tokens)))
+        except RankFailedError as absent:
+            turn.drop(arm, reason=f"in a CUDA graph: {absent}")
     return graphs
 
 

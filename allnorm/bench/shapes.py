@@ -1,18 +1,38 @@
-"""Models that the commands know by name: what their norms after a reduction look like."""
+"""What one call works on, and the models that shapes are taken from."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import typer
+
+@dataclass(frozen=True)
+class Shape:
+    """What one call works on.
+
+    Attributes:
+        num_tokens: rows.
+        hidden_size: columns.
+        eps: of the norm.
+        weight_bias: 1.0 for a Gemma-style weight.
+        model: the model it was taken from, or "".
+    """
+
+    num_tokens: int
+    hidden_size: int
+    eps: float = 1e-6
+    weight_bias: float = 0.0
+    model: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.num_tokens}x{self.hidden_size}"
 
 
 @dataclass(frozen=True)
 class Model:
-    """The reduction sites of one model.
+    """The norms after the reductions of one model.
 
     Attributes:
-        name: what `--model` takes.
+        name: by which it is known here.
         hidden_size: width of the residual stream.
         eps: of its RMSNorms.
         weight_bias: 1.0 where the norm multiplies by `1 + weight`.
@@ -22,6 +42,10 @@ class Model:
     hidden_size: int
     eps: float
     weight_bias: float = 0.0
+
+    def shape(self, num_tokens: int) -> Shape:
+        """That of a call on so many tokens."""
+        return Shape(num_tokens, self.hidden_size, self.eps, self.weight_bias, self.name)
 
 
 # hidden_size and rms_norm_eps of the models' published configurations. Qwen3.5 stores its norm
@@ -43,10 +67,8 @@ def find(name: str) -> Model:
     """The model of that name.
 
     Raises:
-        typer.BadParameter: there is none; the message lists those there are.
+        ValueError: there is none; the message lists those there are.
     """
-    try:
-        return MODELS[name.lower()]
-    except KeyError:
-        known = ", ".join(MODELS)
-        raise typer.BadParameter(f"unknown model {name!r}: known are {known}") from None
+    if name.lower() not in MODELS:
+        raise ValueError(f"unknown model {name!r}: known are {', '.join(MODELS)}")
+    return MODELS[name.lower()]

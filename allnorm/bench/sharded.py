@@ -16,10 +16,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import allnorm
-from allnorm.cli.bench_modes import Mode, Quant
-from allnorm.cli.ranks.arms import Arm
-from allnorm.cli.ranks.case import Case, Outcome
-from allnorm.cli.ranks.quantizer import Quantizer
+from allnorm.bench.arms import Arm
+from allnorm.bench.case import Case, Outcome
+from allnorm.bench.modes import Mode
+from allnorm.bench.quantizer import Quantizer
+from allnorm.quant import Quant
 
 _PACKED = "packed scales of rows that are gathered would have to be laid out anew"
 
@@ -64,8 +65,7 @@ def _local_norm(
     case: Case, residuals: list[torch.Tensor], spec: Quant | None, mode: Mode
 ) -> Callable[..., Any]:
     rest = [(batch.weight, case.shape.eps) for batch in case.batches]
-    options = case.norm_options()
-    quantising = {**options, "quant": spec, "return_normed": mode.return_normed}
+    options = case.options(mode) | ({"quant": spec} if spec else {})
 
     def norm(index: int, x: torch.Tensor) -> Any:
         normed, residual = allnorm.add_rms_norm(x, residuals[index], *rest[index], **options)
@@ -73,7 +73,7 @@ def _local_norm(
 
     def norm_quant(index: int, x: torch.Tensor) -> Any:
         quantized, scale, residual, normed = allnorm.add_rms_norm_quant(
-            x, residuals[index], *rest[index], **quantising
+            x, residuals[index], *rest[index], **options
         )
         static = isinstance(spec, allnorm.Fp8PerTensor)
         return residual, quantized, None if static else scale, normed
@@ -84,8 +84,7 @@ def _local_norm(
 def _torch_norm(
     case: Case, residuals: list[torch.Tensor], spec: Quant | None, mode: Mode
 ) -> Callable[..., Any]:
-    bias, eps, size = case.shape.weight_bias, case.shape.eps, (case.shape.hidden_size,)
-    weights = [batch.weight + bias if bias else batch.weight for batch in case.batches]
+    weights, eps, size = case.unbiased_weights(), case.shape.eps, (case.shape.hidden_size,)
     quantize = Quantizer(spec, case.shape.hidden_size, case.device) if spec else None
 
     def norm(index: int, x: torch.Tensor) -> Any:

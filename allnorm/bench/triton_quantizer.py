@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 import allnorm
-from allnorm.cli.bench_modes import Quant
+from allnorm.quant import Quant
 
 _ELEMS_PER_PROGRAM = 1024
 _ELEMS_PER_THREAD = 8

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from allnorm import topology
-from allnorm.cli import models
-
-DTYPES = ("float32", "float16", "bfloat16")
-ALGORITHMS = ("one_shot", "two_shot", "unfused")
-NUMERICS = ("rounded", "unrounded", "transformers", "vllm")
+from allnorm import names, topology
+from allnorm.bench import modes as bench_modes
+from allnorm.bench import shapes as bench_shapes
+from allnorm.bench.modes import Mode
+from allnorm.bench.shapes import Shape
 
 Tp = Annotated[
     str,
@@ -25,31 +25,19 @@ Tp = Annotated[
     ),
 ]
 Device = Annotated[str, typer.Option("--device", help="cuda, cpu or auto (cuda if there is one).")]
+Dtype = Annotated[str, typer.Option("--dtype", help=", ".join(names.DTYPES))]
 Json = Annotated[
     Path | None, typer.Option("--json", help="Append the results to this file as JSON lines.")
 ]
 
 
-@dataclass(frozen=True)
-class Shape:
-    """What one call works on.
-
-    Attributes:
-        num_tokens: rows.
-        hidden_size: columns.
-        eps: of the norm.
-        weight_bias: 1.0 for a Gemma-style weight.
-        model: the model it was taken from, or "".
-    """
-
-    num_tokens: int
-    hidden_size: int
-    eps: float = 1e-6
-    weight_bias: float = 0.0
-    model: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.num_tokens}x{self.hidden_size}"
+@contextlib.contextmanager
+def of(option: str) -> Iterator[None]:
+    """What a library refuses in this block is the fault of an option: exit code 2, in words."""
+    try:
+        yield
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint=option) from None
 
 
 def words(text: str) -> list[str]:
@@ -88,6 +76,22 @@ def choices(text: str, option: str, allowed: tuple[str, ...]) -> list[str]:
     return items
 
 
+def choice(text: str, option: str, allowed: tuple[str, ...]) -> str:
+    """One word out of `allowed`; of a list the first."""
+    return choices(text, option, allowed)[0]
+
+
+def modes(quant: str, residual: str = "replicated", return_normed: bool = False) -> list[Mode]:
+    """The kinds of results that `--quant` and `--residual` ask for, both of them lists.
+
+    Raises:
+        typer.BadParameter: an unknown word, or a spec that allnorm refuses.
+    """
+    residuals = choices(residual, "--residual", bench_modes.RESIDUALS)
+    with of("--quant"):
+        return bench_modes.modes(words(quant), residuals, return_normed)
+
+
 def shapes(text: str) -> list[Shape]:
     """A list of shapes such as ``1x4096,8192x4096`` (num_tokens x hidden_size).
 
@@ -110,14 +114,11 @@ def shapes(text: str) -> list[Shape]:
     return found
 
 
-def model_shapes(names: str, num_tokens: list[int]) -> list[Shape]:
+def model_shapes(models: str, num_tokens: list[int]) -> list[Shape]:
     """The shapes of the named models, one for every number of tokens."""
-    found = [models.find(name) for name in words(names)]
-    return [
-        Shape(tokens, model.hidden_size, model.eps, model.weight_bias, model.name)
-        for model in found
-        for tokens in num_tokens
-    ]
+    with of("--model"):
+        found = [bench_shapes.find(name) for name in words(models)]
+    return [model.shape(tokens) for model in found for tokens in num_tokens]
 
 
 def device(text: str) -> str:
@@ -141,7 +142,7 @@ def device(text: str) -> str:
 def world_sizes(
     text: str, device_type: str, default: str = "", *, share_gpus: bool = False
 ) -> list[int]:
-    """The numbers of ranks to run with.
+    """The numbers of ranks to run with, each once.
 
     Args:
         text: what the user wrote; "" for the default.
@@ -154,7 +155,7 @@ def world_sizes(
     """
     gpus = topology.num_gpus()
     text = text or default or (str(gpus) if device_type == "cuda" else "2")
-    sizes = integers(text, "--tp", minimum=1)
+    sizes = list(dict.fromkeys(integers(text, "--tp", minimum=1)))
     if device_type == "cuda" and max(sizes) > gpus and not share_gpus:
         raise typer.BadParameter(
             f"{max(sizes)} ranks, but torch sees {gpus} GPU{'s' if gpus != 1 else ''} here; "

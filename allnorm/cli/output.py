@@ -8,7 +8,7 @@ import math
 import shlex
 import sys
 import time
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,15 +18,14 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from allnorm import topology
+from allnorm import __version__, topology
+from allnorm.testing import OnMessage
 
 _WIDTH_OF_A_FILE = 180  # columns when the output is no terminal
 _SECONDS_BETWEEN_LINES = 5.0
 
 Message = dict[str, Any]
 """What a rank reports while it works: `text`, `done` and `total`."""
-OnMessage = Callable[[int, Message], None]
-"""Takes a rank and its message; rank 0 speaks for all."""
 
 
 def console() -> Console:
@@ -44,7 +43,7 @@ def progress(title: str) -> Iterator[OnMessage]:
         title: what is running, in a few words.
 
     Yields:
-        A function that takes a rank and its message.
+        A function that takes a rank and its message; rank 0 speaks for all.
     """
     stream = Console(file=sys.stderr, highlight=False)
     if not stream.is_terminal:
@@ -149,8 +148,8 @@ def provenance() -> dict[str, Any]:
     """Where a result comes from: commit, versions, command, date."""
     commit = topology.source_commit()
     return {
-        "commit": commit or f"release {package_version()}",
-        "versions": {"allnorm": package_version(), **topology.versions()},
+        "commit": commit or f"release {__version__}",
+        "versions": {"allnorm": __version__, **topology.versions()},
         "command": shlex.join(["allnorm", *map(_without_folder, sys.argv[1:])]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
@@ -161,11 +160,10 @@ def _without_folder(argument: str) -> str:
     return Path(argument).name if Path(argument).is_absolute() else argument
 
 
-def package_version() -> str:
-    """The version of allnorm that runs."""
-    import allnorm
-
-    return str(allnorm.__version__)
+def conditions(device: str) -> dict[str, Any]:
+    """What was measured, "cuda" or "cpu", and where the result comes from."""
+    kind = "gpu" if device == "cuda" else "cpu"
+    return {kind: topology.device_name(device), **provenance()}
 
 
 def append_json_lines(path: Path | None, rows: Iterable[dict[str, Any]]) -> None:

@@ -7,10 +7,13 @@ its values cannot see data of an earlier call; so rank and call number go into e
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from allnorm import names
 
 # Words that some transport might use as its mark for "not arrived", their neighbours, and the bit
 # patterns that those would turn into. Every one of them must be ordinary data.
@@ -53,6 +56,76 @@ SPECIAL_KINDS = (
 )
 
 _WORDS_PER_PACK = 4
+
+
+DTYPES = {name: getattr(torch, name) for name in names.DTYPES}
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One call's inputs, of every rank: each can compute the reference alone.
+
+    Attributes:
+        xs: every rank's partial sum, each [num_tokens, hidden_size].
+        residual: [num_tokens, hidden_size], the same on every rank.
+        weight: [hidden_size].
+    """
+
+    xs: tuple[Tensor, ...]
+    residual: Tensor
+    weight: Tensor
+
+    def copy_(self, other: Batch) -> None:
+        """Takes the values of another batch of the same shapes."""
+        copy_all((*self.xs, self.residual, self.weight), (*other.xs, other.residual, other.weight))
+
+
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Makes every target equal to its source."""
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+
+
+def make_batch(
+    num_tokens: int,
+    hidden_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    world_size: int,
+    seed: int,
+    weight_bias: float = 0.0,
+) -> Batch:
+    """Random inputs, different on every rank; a function of the arguments alone.
+
+    Args:
+        num_tokens: rows.
+        hidden_size: columns.
+        dtype: of all tensors.
+        device: where they are made.
+        world_size: how many partial sums.
+        seed: another seed makes other inputs.
+        weight_bias: the weight is centred at `1 - weight_bias`.
+    """
+    normal = normal_maker(seed * 1009, device)
+    return Batch(
+        xs=tuple(normal(2 + r, num_tokens, hidden_size).to(dtype) for r in range(world_size)),
+        residual=normal(0, num_tokens, hidden_size).to(dtype),
+        weight=(1.0 - weight_bias + 0.1 * normal(1, hidden_size)).to(dtype),
+    )
+
+
+def normal_maker(seed: int, device: torch.device) -> Callable[..., Tensor]:
+    """A function of a number and a shape that makes float32 normal numbers on the device.
+
+    Seeds `seed`, `seed + 1` and so on belong to the numbers: seeds of others lie apart.
+    """
+    generator = torch.Generator(device=device)
+
+    def normal(part: int, *shape: int) -> Tensor:
+        generator.manual_seed(seed + part)
+        return torch.randn(*shape, generator=generator, device=device, dtype=torch.float32)
+
+    return normal
 
 
 def rank_input(

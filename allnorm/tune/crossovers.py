@@ -96,6 +96,15 @@ def winners(times: Mapping[int, Times]) -> dict[int, Candidate]:
     return chosen
 
 
+def leave_out(times: Mapping[int, Times], without: Iterable[Candidate]) -> dict[int, Times]:
+    """The times but those of some candidates."""
+    excluded = set(without)
+    return {
+        num_tokens: {c: us for c, us in found.items() if c not in excluded}
+        for num_tokens, found in times.items()
+    }
+
+
 def link_rate(times: Mapping[float, float]) -> float:
     """The rate at which a call takes least time, 0 if none brings more than noise.
 
@@ -115,11 +124,7 @@ def steps(times: Mapping[int, Times], without: Iterable[Candidate] = ()) -> tupl
         times: by number of tokens.
         without: candidates that were wrong somewhere, and are therefore nowhere taken.
     """
-    excluded = set(without)
-    kept = {
-        num_tokens: {c: us for c, us in found.items() if c not in excluded}
-        for num_tokens, found in times.items()
-    }
+    kept = leave_out(times, without)
     chosen = list(winners(kept).items())
     result = [
         Step(_crossover(kept, a, b, first, second), first.algorithm, first.num_blocks)

@@ -1,26 +1,27 @@
-"""Measures inside one rank what `allnorm tune` stores."""
+"""Measures which candidate is fastest: the ranks, and what runs in them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 
 import allnorm
 from allnorm import policy, tuning
-from allnorm.cli import bench_floor, crossovers
-from allnorm.cli.bench_modes import Mode
-from allnorm.cli.crossovers import Candidate, Times
-from allnorm.cli.options import Shape
-from allnorm.cli.ranks import clock, peers
-from allnorm.cli.ranks.arms import Arm, own_arm
-from allnorm.cli.ranks.bench import describe_error
-from allnorm.cli.ranks.case import NUM_SETS, Case, make_case
-from allnorm.testing import report
+from allnorm.bench import clock, floor
+from allnorm.bench.arms import Arm, own_arm
+from allnorm.bench.case import Case, make_case
+from allnorm.bench.modes import Mode
+from allnorm.bench.run import check_arm
+from allnorm.bench.shapes import Shape
+from allnorm.testing import OnMessage, agree, gather, report, run_ranks
+from allnorm.testing.rank import device
+from allnorm.tune import crossovers
+from allnorm.tune.crossovers import Candidate, Times
 
+_TIMEOUT_SECONDS = 3600.0
 _CUDA_ROUNDS = 5
 _Key = TypeVar("_Key")
 
@@ -37,7 +38,7 @@ class Job:
 
     Attributes:
         dtypes: names of the dtypes of the inputs.
-        quants: what follows the norm, as `bench_modes.quant_name` writes it.
+        quants: what follows the norm, as `bench.modes.quant_name` writes it.
         hidden_sizes: columns.
         tokens: the coarse grid of rows, ascending.
         algorithms: by name.
@@ -55,22 +56,91 @@ class Job:
 
 
 @dataclass(frozen=True)
+class CurveTimes:
+    """What was measured of one dtype, epilogue and hidden size.
+
+    Attributes:
+        dtype: by name.
+        quant: as of the job.
+        hidden_size: columns.
+        times: microseconds of the slowest rank, by tokens and candidate.
+        wrong: what is wrong with a candidate's bits; it was not timed again.
+        reason: why nothing can be measured; "" if it can.
+    """
+
+    dtype: str
+    quant: str
+    hidden_size: int
+    times: Mapping[int, Times]
+    wrong: Mapping[Candidate, str]
+    reason: str
+
+    @property
+    def name(self) -> tuple[str, str]:
+        """Dtype and epilogue, by which tables keep curves."""
+        return self.dtype, epilogue_of(self.quant)
+
+
+@dataclass(frozen=True)
+class LinkTimes:
+    """What rates of the link bring.
+
+    Attributes:
+        us: microseconds of LINK_SHAPE by the rates that were tried; 0: none.
+        wrong: what is wrong with the bits at a rate, by rate.
+    """
+
+    us: dict[float, float] = field(default_factory=dict)
+    wrong: dict[float, str] = field(default_factory=dict)
+
+    @property
+    def gbps(self) -> float:
+        """The rate to take, as of a policy.Plan."""
+        return crossovers.link_rate(self.us)
+
+
+@dataclass(frozen=True)
 class Result:
     """What was measured, the same on every rank.
 
     Attributes:
-        curves: one record each: `dtype`, `quant`, `hidden_size`, `times` (microseconds of the
-            slowest rank, by tokens and candidate), `wrong` (what is wrong with a candidate's bits,
-            by candidate), and `reason` ("" or why there is no such curve).
-        link_gbps: at which they were measured, as of a policy.Plan.
-        link_us: microseconds of LINK_SHAPE by the rates that were tried.
-        link_wrong: what is wrong with the bits at a rate, by rate.
+        curves: in the order of the job.
+        link: of the rate at which they were measured.
     """
 
-    curves: list[dict[str, Any]]
-    link_gbps: float = 0.0
-    link_us: dict[float, float] = field(default_factory=dict)
-    link_wrong: dict[float, str] = field(default_factory=dict)
+    curves: list[CurveTimes]
+    link: LinkTimes = field(default_factory=LinkTimes)
+
+    @property
+    def wrong(self) -> set[Candidate]:
+        """Candidates that were wrong somewhere, and are therefore nowhere taken."""
+        return {candidate for curve in self.curves for candidate in curve.wrong}
+
+
+def measure(job: Job, world_size: int, on_message: OnMessage | None = None) -> Result:
+    """Starts ranks and lets them measure.
+
+    Args:
+        job: what to measure.
+        world_size: number of ranks, at least 2.
+        on_message: takes a rank and what it says of its progress: `text`, `done` and `total`.
+
+    Raises:
+        RankError: a rank raised, died or was late.
+        RuntimeError: the ranks did not go by the same times: a table that they do not share must
+            not be stored.
+    """
+    results: list[Result] = run_ranks(
+        run,
+        world_size,
+        device=job.device,
+        args=(job,),
+        timeout=_TIMEOUT_SECONDS,
+        on_message=on_message,
+    )
+    if any(other != results[0] for other in results):
+        raise RuntimeError("the ranks measured different curves: this is a defect of allnorm tune")
+    return results[0]
 
 
 def epilogue_of(quant: str) -> str:
@@ -80,67 +150,48 @@ def epilogue_of(quant: str) -> str:
 
 def run(rank: int, world_size: int, job: Job) -> Result:
     """Measures every curve, on GPUs the rate of the link before. Collective."""
-    device = torch.device(job.device, rank) if job.device == "cuda" else torch.device("cpu")
     curves = [(d, q, h) for d in job.dtypes for q in job.quants for h in job.hidden_sizes]
-    records: list[dict[str, Any]] = []
-    result = Result(records)
-    with allnorm.Communicator(device=device) as comm:
+    with allnorm.Communicator(device=device()) as comm:
+        result = Result([])
         if job.device == "cuda":
             report({"text": "rate of the link", "done": 0, "total": len(curves)})
-            us, wrong = _try_link_rates(comm, job)
-            result = Result(records, crossovers.link_rate(us), us, wrong)
+            result = Result([], _try_link_rates(comm, job))
         for index, (dtype, quant, hidden_size) in enumerate(curves):
             text = f"{hidden_size} columns, {dtype}, {quant or 'norm'}"
             report({"text": text, "done": index, "total": len(curves)})
-            curve = _Curve(comm, job, dtype, Mode(quant), hidden_size, result.link_gbps)
-            records.append(
-                {
-                    "dtype": dtype,
-                    "quant": quant,
-                    "hidden_size": hidden_size,
-                    "reason": curve.obstacle,
-                    "times": {} if curve.obstacle else crossovers.search(curve.measure, job.tokens),
-                    "wrong": curve.wrong,
-                }
+            result.curves.append(
+                _measure_curve(comm, job, dtype, Mode(quant), hidden_size, result.link.gbps)
             )
         comm.check()
     return result
 
 
-def _try_link_rates(
-    comm: allnorm.Communicator, job: Job
-) -> tuple[dict[float, float], dict[float, str]]:
-    """Microseconds of LINK_SHAPE, or what is wrong with its bits, by the rate; 0: none."""
-    case = _make_case(comm, LINK_SHAPE, "bfloat16")
-    mode = Mode("")
+def _try_link_rates(comm: allnorm.Communicator, job: Job) -> LinkTimes:
+    case, mode = _make_case(comm, LINK_SHAPE, "bfloat16"), Mode()
     # What is sent is the same in both; at two ranks one_shot sends it in one hop.
     candidate = Candidate("one_shot" if comm.world_size == 2 else "two_shot")
-    wrong: dict[float, str] = {}
+    found = LinkTimes()
 
-    def time(rates: Sequence[float]) -> dict[float, float]:
+    def try_rates(rates: Sequence[float]) -> None:
         arms = {}
         for rate in rates:
             arm = candidate_arm(comm, case, mode, candidate, rate)
             if arm is None:  # a workspace that is too small for a row
-                return {}
-            error = _wrong_bits(arm, case, mode)
-            if error:
-                wrong[rate] = f"{case.shape}, {rate:.0f} GB/s: {error}"
+                return
+            if error := agree(check_arm(arm, case, mode)):
+                found.wrong[rate] = f"{case.shape}, {rate:.0f} GB/s: {error}"
             else:
                 arms[rate] = replace(arm, name=f"{rate:.1f} GB/s")
-        return _time(comm, job, arms, LINK_SHAPE.num_tokens)
+        found.us.update(_time(job, arms, case.num_rows))
 
-    us = time([0.0])
-    if 0.0 in us:
-        shape = LINK_SHAPE
-        element_bytes = case.dtype.itemsize
-        sent = bench_floor.wire_bytes(
-            comm.world_size, shape.num_tokens, shape.hidden_size, element_bytes, mode
-        )
-        rates = [round(share * sent / us[0.0] / 1e3, 1) for share in _LINK_SHARES]
+    try_rates([0.0])
+    if 0.0 in found.us:
+        size = (LINK_SHAPE.num_tokens, LINK_SHAPE.hidden_size, case.dtype.itemsize)
+        gbps = floor.wire_bytes(comm.world_size, *size, mode) / found.us[0.0] / 1e3
         least, most = tuning.LINK_GBPS
-        us |= time([rate for rate in rates if least <= rate <= most])
-    return us, wrong
+        rates = [round(share * gbps, 1) for share in _LINK_SHARES]
+        try_rates([rate for rate in rates if least <= rate <= most])
+    return found
 
 
 def _make_case(comm: allnorm.Communicator, shape: Shape, dtype: str) -> Case:
@@ -149,9 +200,7 @@ def _make_case(comm: allnorm.Communicator, shape: Shape, dtype: str) -> Case:
     )
 
 
-def _time(
-    comm: allnorm.Communicator, job: Job, arms: Mapping[_Key, Arm], num_tokens: int
-) -> dict[_Key, float]:
+def _time(job: Job, arms: Mapping[_Key, Arm], num_tokens: int) -> dict[_Key, float]:
     """Median microseconds of each arm, of the slowest rank: what all ranks go by. Collective."""
     if job.device == "cpu":
         samples = clock.time_cpu(list(arms.values()), job.seconds)
@@ -159,54 +208,40 @@ def _time(
         graphs = [(arm, clock.capture(arm, num_tokens)) for arm in arms.values()]
         samples = clock.time_cuda(graphs, num_tokens, rounds=_CUDA_ROUNDS)
     own = [clock.summary(samples[arm.name])["p50_us"] for arm in arms.values()]
-    everybody: list[list[float]] = [own] * comm.world_size
-    dist.all_gather_object(everybody, own)
-    return dict(zip(arms, map(max, zip(*everybody, strict=True)), strict=True))
+    return dict(zip(arms, map(max, zip(*gather(own), strict=True)), strict=True))
 
 
-class _Curve:
-    """What is measured for one dtype, epilogue and hidden size.
+def _measure_curve(
+    comm: allnorm.Communicator,
+    job: Job,
+    dtype: str,
+    mode: Mode,
+    hidden_size: int,
+    link_gbps: float,
+) -> CurveTimes:
+    """Times of the candidates at as many sizes as it takes, after a look at their bits."""
+    wrong: dict[Candidate, str] = {}
+    num_sms = 0
+    if job.device == "cuda":
+        num_sms = torch.cuda.get_device_properties(comm.device).multi_processor_count
 
-    Attributes:
-        wrong: what is wrong with a candidate's bits; it is not timed again.
-        obstacle: why nothing can be measured; "" if it can.
-    """
-
-    def __init__(
-        self,
-        comm: allnorm.Communicator,
-        job: Job,
-        dtype: str,
-        mode: Mode,
-        hidden_size: int,
-        link_gbps: float,
-    ) -> None:
-        self._comm, self._job, self._link_gbps = comm, job, link_gbps
-        self._dtype, self._mode, self._hidden_size = dtype, mode, hidden_size
-        self.wrong: dict[Candidate, str] = {}
-        self.obstacle = self._case(1).obstacle(mode.quant)
-
-    def _case(self, num_tokens: int) -> Case:
-        return _make_case(self._comm, Shape(num_tokens, self._hidden_size), self._dtype)
-
-    def measure(self, num_tokens: int) -> Times:
-        """Times of the candidates at so many tokens, after a look at their bits. Collective."""
-        case, num_sms = self._case(num_tokens), 0
-        if self._job.device == "cuda":
-            num_sms = torch.cuda.get_device_properties(case.device).multi_processor_count
-        arms = {}
-        for candidate in crossovers.candidates(self._job.algorithms, num_tokens, num_sms):
-            if candidate in self.wrong:
+    def measure_at(num_tokens: int) -> Times:
+        case, arms = _make_case(comm, Shape(num_tokens, hidden_size), dtype), {}
+        for candidate in crossovers.candidates(job.algorithms, num_tokens, num_sms):
+            if candidate in wrong:
                 continue
-            arm = candidate_arm(self._comm, case, self._mode, candidate, self._link_gbps)
+            arm = candidate_arm(comm, case, mode, candidate, link_gbps)
             if arm is None:
                 continue
-            error = _wrong_bits(arm, case, self._mode)
-            if error:
-                self.wrong[candidate] = f"{case.shape}: {error}"
+            if error := agree(check_arm(arm, case, mode)):
+                wrong[candidate] = f"{case.shape}: {error}"
             else:
                 arms[candidate] = arm
-        return _time(self._comm, self._job, arms, num_tokens)
+        return _time(job, arms, num_tokens)
+
+    reason = _make_case(comm, Shape(1, hidden_size), dtype).obstacle(mode.quant)
+    times = {} if reason else crossovers.search(measure_at, job.tokens)
+    return CurveTimes(dtype, mode.quant, hidden_size, times, wrong, reason)
 
 
 def candidate_arm(
@@ -236,10 +271,3 @@ def forced(
     curve = policy.Curve(case.shape.hidden_size, (step,))
     table = policy.Table(f"candidate {candidate}", {name: [curve]}, link_gbps)
     return lambda: comm._use_tables((table,))
-
-
-def _wrong_bits(arm: Arm, case: Case, mode: Mode) -> str:
-    """What is wrong with a candidate's result on any rank; "" if nothing is. Collective."""
-    arm.reset()
-    errors = [describe_error(arm, arm.call(index), case, index, mode) for index in range(NUM_SETS)]
-    return peers.agree(next(filter(None, errors), ""))

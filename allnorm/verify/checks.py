@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from typing import Any
 
 import torch
 
 import allnorm
 from allnorm import reference
-from allnorm.cli.ranks.data import DTYPES, Batch
-from allnorm.cli.ranks.record import Recorder
-from allnorm.cli.ranks.verify import ALGORITHMS, EPS, NUMERICS, Context
-from allnorm.testing import SPECIAL_KINDS, sentinel_input, shared_input, special_input
+from allnorm.names import NUMERICS, REQUESTS
+from allnorm.testing import DTYPES, SPECIAL_KINDS, Batch, capture, sentinel_input
+from allnorm.verify.record import Recorder
+from allnorm.verify.run import EPS, Check, Context
 
-Check = Callable[[Context, Recorder], None]
 Result = tuple[torch.Tensor, torch.Tensor]
 
 _GRAPH_ROUNDS = 6
@@ -54,16 +54,9 @@ def special_values(context: Context, recorder: Recorder) -> None:
     """Zeros of both signs, denormals, overflow, NaN and infinities go through as IEEE says."""
     for name, dtype in DTYPES.items():
         for kind in SPECIAL_KINDS:
-            shape = (17, 2880)
-            ranks = range(context.comm.world_size)
-            device = context.comm.device
-            batch = Batch(
-                tuple(special_input(kind, shape, dtype, r, device=device) for r in ranks),
-                shared_input(shape, dtype, "residual", device=device),
-                shared_input(shape[1:], dtype, "weight", device=device),
-            )
+            batch = context.special(kind, (17, 2880), dtype)
             expected = _reference(batch)
-            for algorithm in context.algorithms(*shape, dtype):
+            for algorithm in context.algorithms(17, 2880, dtype):
                 got = context.run(batch, algorithm=algorithm)
                 recorder.compare(f"{kind} {name} {algorithm}", got, expected, digest=False)
 
@@ -93,18 +86,9 @@ def options(context: Context, recorder: Recorder) -> None:
     """No residual, a float32 weight, a weight bias, more dimensions; in every rounding mode."""
     for name, dtype in DTYPES.items():
         batch = context.batch(12, 5760, dtype)
-        for numerics in NUMERICS:
-            for residual in (batch.residual, None):
-                for weight in (batch.weight, batch.weight.float()):
-                    for bias in (0.0, 1.0):
-                        _one_option(
-                            context,
-                            recorder,
-                            Batch(batch.xs, batch.residual, weight),
-                            residual is not None,
-                            bias,
-                            numerics,
-                        )
+        weights = (batch.weight, batch.weight.float())
+        for variant in itertools.product((batch.residual, None), weights, (0.0, 1.0), NUMERICS):
+            _one_option(context, recorder, batch, *variant)
         _more_dimensions(context, recorder, batch, name)
 
 
@@ -112,28 +96,20 @@ def _one_option(
     context: Context,
     recorder: Recorder,
     batch: Batch,
-    with_residual: bool,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
     bias: float,
     numerics: str,
 ) -> None:
-    residual = batch.residual if with_residual else None
-    weight, comm = batch.weight, context.comm
-    expected = reference.all_reduce_add_rms_norm(
-        batch.xs, residual, weight, EPS, weight_bias=bias, numerics=numerics
-    )
-    num_tokens, hidden_size = batch.residual.shape
+    comm, (num_tokens, hidden_size), dtype = context.comm, batch.residual.shape, weight.dtype
+    call = (residual, weight, EPS)
+    options: dict[str, Any] = {"weight_bias": bias, "numerics": numerics}
+    expected = reference.all_reduce_add_rms_norm(batch.xs, *call, **options)
     for algorithm in context.algorithms(num_tokens, hidden_size, batch.residual.dtype):
-        got = comm.all_reduce_add_rms_norm(
-            batch.xs[comm.rank],
-            residual,
-            weight,
-            EPS,
-            weight_bias=bias,
-            numerics=numerics,
-            algorithm=algorithm,
-        )
+        x = batch.xs[comm.rank]
+        got = comm.all_reduce_add_rms_norm(x, *call, algorithm=algorithm, **options)
         case = (
-            f"{batch.residual.dtype}, residual {with_residual}, weight {weight.dtype}, "
+            f"{batch.residual.dtype}, residual {residual is not None}, weight {dtype}, "
             f"weight_bias {bias}, {numerics} {algorithm}"
         )
         recorder.compare(case, got, expected)
@@ -161,10 +137,7 @@ def in_place(context: Context, recorder: Recorder) -> None:
                 case = f"{num_tokens}x4096 {name} {algorithm}"
                 x, residual = batch.xs[comm.rank].clone(), batch.residual.clone()
                 comm.all_reduce_add_rms_norm(
-                    x,
-                    residual,
-                    batch.weight,
-                    EPS,
+                    *(x, residual, batch.weight, EPS),
                     algorithm=algorithm,
                     out=x,
                     residual_out=residual,
@@ -196,7 +169,7 @@ def two_communicators(context: Context, recorder: Recorder) -> None:
             name = context.rng.choice(list(DTYPES))
             shape = (context.rng.choice((1, 3, 16, 65)), context.rng.choice((2880, 4096)))
             batch = context.batch(*shape, DTYPES[name])
-            algorithm = context.rng.choice(ALGORITHMS)
+            algorithm = context.rng.choice(REQUESTS)
             if algorithm not in context.algorithms(*shape, DTYPES[name]):
                 algorithm = "auto"
             x = batch.xs[other.rank]
@@ -223,10 +196,7 @@ def graph_replay(context: Context, recorder: Recorder) -> None:
         for which in order:
             graph, static, results = graphs[which]
             batch = context.batch(*shapes[which], torch.bfloat16)
-            for tensor, value in zip(static.xs, batch.xs, strict=True):
-                tensor.copy_(value)
-            static.residual.copy_(batch.residual)
-            static.weight.copy_(batch.weight)
+            static.copy_(batch)
             graph.replay()
             eager = context.batch(7, 4096, torch.bfloat16)
             recorder.compare(f"eager, turn {turn}", context.run(eager), _reference(eager))
@@ -246,10 +216,7 @@ def _capture(
         algorithms.remove("unfused")  # gloo copies to the host, which no graph can capture
     for algorithm in algorithms:
         context.run(static, algorithm=algorithm)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    # thread_local: NCCL's watchdog thread queries events, which must not end the capture.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with capture() as graph:
         results = {a: context.run(static, algorithm=a) for a in algorithms}
     return graph, static, results
 

@@ -1,4 +1,4 @@
-"""What `allnorm doctor` measures inside one rank."""
+"""A quick look: is a call right here, and what does it cost?"""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import time
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import allnorm
 from allnorm import reference
-from allnorm.cli.ranks.data import make_batch
 from allnorm.testing import (
     Timing,
+    agree,
+    gather,
+    make_batch,
     max_over_ranks,
     report,
     same_bits,
+    start_together,
     time_cpu,
     time_cuda_graph,
 )
@@ -35,13 +37,13 @@ def run(rank: int, world_size: int, device_type: str) -> dict[str, Any]:
         smallest all_reduce) and `large_us` (an all_reduce of BANDWIDTH_BYTES).
     """
     report({"text": "creating a communicator", "done": 0, "total": 4})
-    dist.all_reduce(torch.zeros(1))  # the ranks start together
+    start_together()
     began = time.perf_counter()
     with allnorm.Communicator(device=device_type) as comm:
         took = time.perf_counter() - began
         found: dict[str, Any] = {
-            "create_s": max(_gather(took)),
-            "error": next((text for text in _gather(_check(comm)) if text), ""),
+            "create_s": max(gather(took)),
+            "error": agree(_check(comm)),
             "plans": [_plan(comm, *shape) for shape in PLAN_SHAPES],
         }
         batch = make_batch(1, 4096, _DTYPE, comm.device, world_size, seed=0)
@@ -73,7 +75,7 @@ def _check(comm: allnorm.Communicator) -> str:
     got = comm.all_reduce_add_rms_norm(batch.xs[comm.rank], batch.residual, batch.weight, _EPS)
     expected = reference.all_reduce_add_rms_norm(batch.xs, batch.residual, batch.weight, _EPS)
     right = all(same_bits(a, b) for a, b in zip(got, expected, strict=True))
-    return "" if right else f"rank {comm.rank}: a 3x4096 call differs from the reference"
+    return "" if right else "a 3x4096 call differs from the reference"
 
 
 def _plan(comm: allnorm.Communicator, num_tokens: int, hidden_size: int) -> dict[str, Any]:
@@ -85,9 +87,3 @@ def _plan(comm: allnorm.Communicator, num_tokens: int, hidden_size: int) -> dict
         "source": plan.source,
         "launches": plan.num_chunks,
     }
-
-
-def _gather(value: Any) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values

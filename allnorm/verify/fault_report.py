@@ -1,14 +1,13 @@
-"""``allnorm verify --faults``: what ranks see of one that fails, and after how long."""
+"""What ranks see of one that fails, and after how long."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from allnorm.cli import output
-from allnorm.cli.ranks import faults
-from allnorm.testing import RankError, RankPool
+from allnorm.testing import OnMessage, RankError, RankPool
+from allnorm.verify import faults
 
 SLACK_SECONDS = 1.0  # within the timeout and this a fault must be known
 _RUN_SECONDS = 120.0
@@ -18,7 +17,12 @@ Row = dict[str, Any]
 
 
 def run(
-    world_size: int, device: str, timeout_s: float, words: tuple[str, ...], share_gpus: bool = False
+    world_size: int,
+    device: str,
+    timeout_s: float,
+    words: tuple[str, ...] = (),
+    share_gpus: bool = False,
+    on_message: OnMessage = lambda rank, message: None,
 ) -> list[Row]:
     """Provokes every fault with every algorithm it applies to.
 
@@ -28,6 +32,7 @@ def run(
         timeout_s: of the communicators.
         words: only faults whose names hold one of them; empty: all.
         share_gpus: several ranks may be on one GPU.
+        on_message: takes a rank and what is said of its progress: `text`, `done` and `total`.
 
     Returns:
         A row for each: `fault`, `algorithm`, `seconds` (of the slowest rank), `saw` (in words),
@@ -41,12 +46,9 @@ def run(
         if faults.applies(fault, algorithm) and (not words or any(word in fault for word in words))
     ]
     rows = []
-    with (
-        RankPool(world_size, device, timeout=_RUN_SECONDS, share_gpus=share_gpus) as pool,
-        output.progress(f"faults, {output.ranks(world_size)}") as show,
-    ):
+    with RankPool(world_size, device, timeout=_RUN_SECONDS, share_gpus=share_gpus) as pool:
         for done, (fault, algorithm) in enumerate(cases):
-            show(0, {"text": f"{fault}, {algorithm}", "done": done, "total": len(cases)})
+            on_message(0, {"text": f"{fault}, {algorithm}", "done": done, "total": len(cases)})
             rows.append(_provoke(pool, fault, algorithm, timeout_s))
     return rows
 
@@ -103,23 +105,3 @@ def _problems(seen: list[Row | None], fault: str, culprit: int, limit_s: float) 
 def _saw(one: Row) -> str:
     kind = "diverged" if one["error"] == "PeerDivergedError" else "timeout"
     return f"{kind}, names rank {one['peer']}; seen: {one['seen']}"
-
-
-def show(rows: list[Row], world_size: int, say: Callable[[Any], None]) -> None:
-    """The table, and what did not hold below it."""
-    cells = [
-        (
-            row["fault"],
-            row["algorithm"],
-            row["saw"],
-            "-" if row["seconds"] is None else f"{row['seconds']:.2f}",
-            output.bad(str(len(row["problems"]))) if row["problems"] else output.ok("yes"),
-        )
-        for row in rows
-    ]
-    title = f"rank {world_size - 1} of {world_size} fails; what rank 0 sees"
-    columns = ("fault", "its peers run", "rank 0 saw", "seconds", "holds")
-    say(output.table(title, columns, cells, words=columns[1:3]))
-    for row in rows:
-        for problem in row["problems"]:
-            say(output.bad(f"{row['fault']}, {row['algorithm']}: {problem}"))

@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 
 import allnorm
-from allnorm.cli.ranks.fault_calls import (
+from allnorm.errors import AllnormError, PeerDivergedError, PeerTimeoutError
+from allnorm.testing import report
+from allnorm.verify.fault_calls import (
     Call,
     arguments_of,
     check,
@@ -24,8 +26,6 @@ from allnorm.cli.ranks.fault_calls import (
     method_of,
     wanted_of,
 )
-from allnorm.errors import AllnormError, PeerDivergedError, PeerTimeoutError
-from allnorm.testing import report
 
 _WORKSPACE_BYTES = 4 << 20
 # Inputs of calls that are repeated: what one leaves in memory is not what the next must give.

@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from allnorm.testing import same_bits
+from allnorm.testing import describe_difference, gather
+from allnorm.testing.bits import as_integers
 
 _MAX_FAILURES = 5  # described per check
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 @dataclass
@@ -56,9 +55,9 @@ class Recorder:
                 NaN, whose payload is free.
         """
         wrong = [
-            f"{name}: {_difference(value, wanted)}"
+            f"{name}: {difference}"
             for name, value, wanted in zip(names, got, expected, strict=False)
-            if not same_bits(value, wanted)
+            if (difference := describe_difference(value, wanted))
         ]
         self.count(f"{case}: {'; '.join(wrong)}" if wrong else "")
         if digest:
@@ -73,15 +72,13 @@ class Recorder:
     def finish(self) -> dict[str, Any]:
         """What all ranks found together, the same on every rank. Collective."""
         values = torch.stack([d for _, d in self.digests]).tolist() if self.digests else []
-        mine = (self.cases, self.failures, values)
-        ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, mine)
         found: dict[int, str] = {}
-        for rank, (_, failures, _) in enumerate(ranks):
+        for rank, failures in enumerate(gather(self.failures)):
             for case, text in failures:
                 found.setdefault(case, f"rank {rank}: {text}")
-        for rank, (_, _, digests) in enumerate(ranks):
-            for (case, _), value, first in zip(self.digests, digests, ranks[0][2], strict=False):
+        digests = gather(values)
+        for rank, values in enumerate(digests):
+            for (case, _), value, first in zip(self.digests, values, digests[0], strict=False):
                 if value != first:
                     found.setdefault(case, f"ranks 0 and {rank} hold different bits")
         return {
@@ -95,20 +92,8 @@ class Recorder:
         }
 
 
-def _difference(got: torch.Tensor, expected: torch.Tensor) -> str:
-    if got.shape != expected.shape or got.dtype != expected.dtype:
-        return f"{tuple(got.shape)} {got.dtype} instead of {tuple(expected.shape)} {expected.dtype}"
-    integers = _INTEGERS[got.element_size()]
-    wrong = got.contiguous().view(integers) != expected.contiguous().view(integers)
-    if got.dtype.is_floating_point:
-        wrong &= ~(got.float().isnan() & expected.float().isnan())
-    where = wrong.nonzero()[0].tolist()
-    value, wanted = float(got[tuple(where)]), float(expected[tuple(where)])
-    return f"{int(wrong.sum())} of {wrong.numel()} differ, first at {where}: {value} for {wanted}"
-
-
 def _digest(tensor: torch.Tensor) -> torch.Tensor:
     """A number that other bits, or the same ones elsewhere, most likely change. Asynchronous."""
-    flat = tensor.contiguous().view(_INTEGERS[tensor.element_size()]).flatten().to(torch.int64)
+    flat = as_integers(tensor).flatten().to(torch.int64)
     position = torch.arange(1, flat.numel() + 1, device=flat.device)
     return (flat * (position * 0x9E3779B1 + 1)).sum()

@@ -1,4 +1,4 @@
-"""Runs the checks of `allnorm verify` inside one rank."""
+"""The checks and what runs them, in ranks."""
 
 from __future__ import annotations
 
@@ -9,19 +9,28 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import allnorm
 from allnorm import reference
-from allnorm.cli.ranks.data import DTYPES, Batch, make_batch
-from allnorm.cli.ranks.record import Recorder
-from allnorm.testing import report
+from allnorm.names import NUMERICS, REQUESTS
+from allnorm.testing import (
+    DTYPES,
+    Batch,
+    OnMessage,
+    gather,
+    make_batch,
+    report,
+    run_ranks,
+    shared_input,
+    special_input,
+)
+from allnorm.testing.rank import device
+from allnorm.verify.record import Recorder
 
 HIDDEN_SIZES = (2880, 2944, 5760, 120, 4096, 7168, 8192, 16384, 1001)
 TOKENS = (0, 1, 2, 3, 16, 17, 64, 129, 257, 1024)
-NUMERICS = ("rounded", "unrounded", "transformers", "vllm")
-ALGORITHMS = ("auto", "one_shot", "two_shot", "unfused")
 EPS = 1e-5
+_TIMEOUT_SECONDS = 12 * 3600.0
 _SAMPLE_ELEMS_CPU = 1 << 20  # largest shape of a random sample there: the reference is slow
 
 
@@ -72,6 +81,15 @@ class Context:
         comm = self.comm
         return make_batch(num_tokens, hidden_size, dtype, comm.device, comm.world_size, seed)
 
+    def special(self, kind: str, shape: tuple[int, int], dtype: torch.dtype) -> Batch:
+        """Inputs of one of `testing.SPECIAL_KINDS`."""
+        where, ranks = self.comm.device, range(self.comm.world_size)
+        return Batch(
+            tuple(special_input(kind, shape, dtype, rank, device=where) for rank in ranks),
+            shared_input(shape, dtype, "residual", device=where),
+            shared_input(shape[1:], dtype, "weight", device=where),
+        )
+
     def algorithms(
         self,
         num_tokens: int,
@@ -82,7 +100,7 @@ class Context:
     ) -> list[str]:
         """The algorithms that can run that shape."""
         shape = (num_tokens, hidden_size, dtype, quant, residual_sharded)
-        plans = {a: self.comm.plan(*shape, algorithm=a) for a in ALGORITHMS}
+        plans = {a: self.comm.plan(*shape, algorithm=a) for a in REQUESTS}
         return [a for a, plan in plans.items() if a in ("auto", plan.algorithm)]
 
     def run(self, batch: Batch, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,6 +112,29 @@ class Context:
 Check = Callable[[Context, Recorder], None]
 
 
+def verify(job: Job, world_size: int, on_message: OnMessage | None = None) -> list[dict[str, Any]]:
+    """Starts ranks and runs every check in them; returns the records of `run`.
+
+    Args:
+        job: what to check.
+        world_size: number of ranks.
+        on_message: takes a rank and what it says of its progress: `text`, `done` and `total`.
+
+    Raises:
+        RankError: a rank raised, died or was late.
+    """
+    found: list[dict[str, Any]] = run_ranks(
+        run,
+        world_size,
+        device=job.device,
+        args=(job,),
+        timeout=_TIMEOUT_SECONDS,
+        on_message=on_message,
+        share_gpus=job.shared_gpus,
+    )[0]
+    return found
+
+
 def run(rank: int, world_size: int, job: Job) -> list[dict[str, Any]]:
     """Runs every check. Collective.
 
@@ -101,7 +142,7 @@ def run(rank: int, world_size: int, job: Job) -> list[dict[str, Any]]:
         One record per check, the same on every rank: `check`, `cases`, `failures`, `seconds`,
         `details` (the first failures) and `note`.
     """
-    with allnorm.Communicator(device=torch.device(job.device)) as comm:
+    with allnorm.Communicator(device=device()) as comm:
         context = Context(comm, job, random.Random(job.seed))
         listed = checks_of(job)
         results = []
@@ -116,8 +157,8 @@ def run(rank: int, world_size: int, job: Job) -> list[dict[str, Any]]:
 
 def checks_of(job: Job) -> list[tuple[str, Check]]:
     """The checks of a job and their names, in order."""
-    from allnorm.cli.ranks import checks, variants
-    from allnorm.cli.ranks.stress import repeat, soak
+    from allnorm.verify import checks, variants
+    from allnorm.verify.stress import repeat, soak
 
     if job.shapes:
         return [("repeated shapes", repeat.repeat_shapes)]
@@ -187,6 +228,4 @@ def _shapes(context: Context) -> list[tuple[str, int, int]]:
 
 def _any_over(began: float, seconds: float) -> bool:
     """Whether any rank has used up the time: the ranks must stop together."""
-    used = torch.tensor([time.monotonic() - began])
-    dist.all_reduce(used, op=dist.ReduceOp.MAX)
-    return float(used) > seconds
+    return max(gather(time.monotonic() - began)) > seconds

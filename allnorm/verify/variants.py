@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 import allnorm
 from allnorm import reference
-from allnorm.cli.ranks.data import DTYPES, Batch
-from allnorm.cli.ranks.record import Recorder
-from allnorm.cli.ranks.verify import EPS, NUMERICS, Context
-from allnorm.testing import SPECIAL_KINDS, shared_input, special_input
+from allnorm.names import GROUP_SIZES, NUMERICS, SCALE_LAYOUTS
+from allnorm.quant import Quant
+from allnorm.testing import DTYPES, SPECIAL_KINDS, Batch, capture
+from allnorm.verify.record import Recorder
+from allnorm.verify.run import EPS, Check, Context
 
-Spec = allnorm.Fp8PerGroup | allnorm.Fp8PerToken | allnorm.Fp8PerTensor
-
-_GROUP_SIZES = (16, 32, 64, 128, 256, 512)
 _LAYOUTS = (
-    *itertools.product(("row_major", "column_major", "column_major_tma"), ("float32", "ue8m0")),
+    *itertools.product(SCALE_LAYOUTS, ("float32", "ue8m0")),
     ("column_major_tma", "ue8m0_packed"),
 )
 _HIDDEN_SIZES = (512, 2944, 2880, 120)
 _TOKENS = (0, 1, 2, 3, 5, 7, 33)
 _NAMES = ("quantized", "scale", "residual_out", "normed")
 _GRAPH_ROUNDS = 6
-
-
-Check = Callable[[Context, Recorder], None]
 
 
 def listed(device: str) -> list[tuple[str, Check]]:
@@ -42,9 +36,9 @@ def listed(device: str) -> list[tuple[str, Check]]:
     return everywhere + replay if device == "cuda" else everywhere
 
 
-def specs(hidden_size: int, device: torch.device) -> list[Spec]:
+def specs(hidden_size: int, device: torch.device) -> list[Quant]:
     """Every way to quantise rows of that many columns."""
-    fitting = [size for size in _GROUP_SIZES if hidden_size % size == 0]
+    fitting = [size for size in GROUP_SIZES if hidden_size % size == 0]
     groups = [allnorm.Fp8PerGroup(size, *names) for size in fitting for names in _LAYOUTS]
     static = allnorm.Fp8PerTensor(torch.full((1,), 0.03, device=device))
     return [*groups, allnorm.Fp8PerToken(), static]
@@ -61,16 +55,9 @@ def quantization(context: Context, recorder: Recorder) -> None:
 
 def quantized_special_values(context: Context, recorder: Recorder) -> None:
     """Zeros, denormals, overflow, NaN and infinities: their groups say so, no others do."""
-    device = context.comm.device
-    shape, ranks = (17, 2880), range(context.comm.world_size)
-    for name, kind in itertools.product(DTYPES, SPECIAL_KINDS):
-        dtype = DTYPES[name]
-        batch = Batch(
-            tuple(special_input(kind, shape, dtype, rank, device=device) for rank in ranks),
-            shared_input(shape, dtype, "residual", device=device),
-            shared_input(shape[1:], dtype, "weight", device=device),
-        )
-        for spec in specs(shape[1], device)[-4:]:
+    for dtype, kind in itertools.product(DTYPES.values(), SPECIAL_KINDS):
+        batch = context.special(kind, (17, 2880), dtype)
+        for spec in specs(2880, context.comm.device)[-4:]:
             _check(context, recorder, batch, spec, 0, kind=kind)
 
 
@@ -108,19 +95,11 @@ def quantized_graph_replay(context: Context, recorder: Recorder) -> None:
         return results
 
     calls()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    # thread_local: NCCL's watchdog thread queries events, which must not end the capture.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with capture() as graph:
         results = calls()
     for turn in range(_GRAPH_ROUNDS):
         batch = context.batch(35, 2944, torch.bfloat16)
-        for tensor, value in zip(
-            (*static.xs, static.residual, static.weight),
-            (*batch.xs, batch.residual, batch.weight),
-            strict=True,
-        ):
-            tensor.copy_(value)
+        static.copy_(batch)
         given.scale.fill_(0.01 * (turn + 1))
         graph.replay()
         for index, result in enumerate(results):
@@ -140,7 +119,7 @@ def _check(
     context: Context,
     recorder: Recorder,
     batch: Batch,
-    spec: Spec | None,
+    spec: Quant | None,
     turn: int,
     *,
     sharded: bool = False,
@@ -186,7 +165,7 @@ def _check(
                 )
 
 
-def _parts(result: tuple[torch.Tensor | None, ...], spec: Spec | None) -> dict[str, torch.Tensor]:
+def _parts(result: tuple[torch.Tensor | None, ...], spec: Quant | None) -> dict[str, torch.Tensor]:
     """A call's results by their names; scales with the padding rows behind them."""
     names = ("normed", "residual_out") if spec is None else _NAMES
     parts = {n: part for n, part in zip(names, result, strict=True) if part is not None}

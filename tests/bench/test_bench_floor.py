@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from allnorm.cli import bench_floor
-from allnorm.cli.bench_modes import Mode
+from allnorm.bench import floor as bench_floor
+from allnorm.bench.modes import Mode
 
 T, H = 8192, 4096
 

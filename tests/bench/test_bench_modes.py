@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import typer
 
 import allnorm
-from allnorm.cli import bench_modes
-from allnorm.cli.bench_modes import Mode
+from allnorm.bench import modes as bench_modes
+from allnorm.bench.modes import Mode
 
 
 @pytest.mark.parametrize(
@@ -50,13 +49,13 @@ def test_a_static_scale_is_a_tensor_of_one_element() -> None:
     ],
 )
 def test_bad_specs_are_refused(text: str) -> None:
-    with pytest.raises(typer.BadParameter, match=r"expected|Pass"):
+    with pytest.raises(ValueError, match=r"expected|Pass"):
         bench_modes.quant_name(text)
 
 
 def test_modes_are_all_combinations() -> None:
-    assert bench_modes.modes("", "replicated", False) == [Mode()]
-    assert bench_modes.modes("none,per_token", "replicated,sharded", True) == [
+    assert bench_modes.modes([], ["replicated"]) == [Mode()]
+    assert bench_modes.modes(["none", "per_token"], bench_modes.RESIDUALS, True) == [
         Mode(),
         Mode("per_token", return_normed=True),
         Mode(residual_sharded=True),
@@ -64,8 +63,6 @@ def test_modes_are_all_combinations() -> None:
     ]
     assert str(Mode("per_token", True, True)) == "per_token, with normed, sharded residual"
     assert str(Mode()) == ""
-    with pytest.raises(typer.BadParameter, match="split"):
-        bench_modes.modes("", "split", False)
 
 
 def test_arms_are_named_after_the_library_of_the_device() -> None:
@@ -82,15 +79,19 @@ def test_peers_take_part_on_gpus_without_sharding() -> None:
     assert bench_modes.peer_names("cpu", Mode()) == []
 
 
-def test_selection() -> None:
-    every = bench_modes.select("", "cuda", [Mode(), Mode("per_token")])
-    assert every[:4] == ["allnorm", "allnorm:one_shot", "allnorm:two_shot", "allnorm:unfused"]
+def test_known_arms() -> None:
+    every = bench_modes.known_arms("cuda", [Mode(), Mode("per_token")])
+    assert every[:4] == ("allnorm", "allnorm:one_shot", "allnorm:two_shot", "allnorm:unfused")
     assert {*bench_modes.PEERS, "nccl+torch", "nccl+torch+quant", "allnorm16"} <= {*every}
-    assert not {*bench_modes.select("", "cpu", [Mode()])} & {*bench_modes.PEERS}
-    assert bench_modes.select("nccl+torch,vllm", "cuda", [Mode()]) == ["nccl+torch", "vllm"]
-    assert bench_modes.select("allnorm", "cpu", [Mode("per_token")]) == ["allnorm", "allnorm16"]
-    with pytest.raises(typer.BadParameter, match=r"nccl\+torch: expected some of allnorm"):
-        bench_modes.select("nccl+torch", "cpu", [Mode()])
+    assert not {*bench_modes.known_arms("cpu", [Mode()])} & {*bench_modes.PEERS}
+
+
+def test_a_quantised_call_is_shown_beside_the_16_bit_one() -> None:
+    chosen = ("nccl+torch", "vllm")
+    assert bench_modes.with_compared(chosen, [Mode("per_token")]) == chosen
+    assert bench_modes.with_compared(["allnorm"], [Mode()]) == ("allnorm",)
+    quantised = bench_modes.with_compared(["allnorm"], [Mode("per_token")])
+    assert quantised == ("allnorm", "allnorm16")
 
 
 def test_families_share_a_column() -> None:

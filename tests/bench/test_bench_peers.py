@@ -10,15 +10,16 @@ import fake_peers
 import pytest
 import torch
 
-from allnorm.cli import bench_modes
-from allnorm.cli.bench_modes import Mode
-from allnorm.cli.options import Shape
-from allnorm.cli.ranks import bench as ranks_bench
-from allnorm.cli.ranks import peers
-from allnorm.cli.ranks.arms import Reduction
-from allnorm.cli.ranks.case import Case, make_case
-from allnorm.cli.ranks.peers.base import Peer, Setting, first_line
+from allnorm.bench import modes as bench_modes
+from allnorm.bench import peers
+from allnorm.bench import run as ranks_bench
+from allnorm.bench.arms import Reduction
+from allnorm.bench.case import Case, make_case
+from allnorm.bench.modes import Mode
+from allnorm.bench.peers.base import Peer, Setting
+from allnorm.bench.shapes import Shape
 from allnorm.testing import run_ranks
+from allnorm.testing.agreement import first_line
 from allnorm.testing.spawn import RankError
 
 Records = list[dict[str, Any]]
@@ -234,7 +235,7 @@ def test_what_a_peer_does_not_support_is_said() -> None:
 def test_gpu_libraries_are_refused_elsewhere_and_with_multicast(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    setting = peers.Setting(0, 2, torch.device("cpu"), torch.bfloat16, None, 1, 1, 1)  # type: ignore[arg-type]
+    setting = peers.Setting(0, 2, torch.device("cpu"), torch.bfloat16, None, ())  # type: ignore[arg-type]
     assert peers.REGISTRY["symm_mem"](setting).missing() == "runs on cuda only"
     monkeypatch.setattr(Failing, "where", "")
     monkeypatch.delenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", raising=False)
@@ -273,9 +274,9 @@ def test_a_peer_that_overwrites_its_inputs_has_its_own() -> None:
     cpu = torch.device("cpu")
     case = make_case(Shape(3, 64), "float32", "rounded", cpu, rank=1, world_size=2, seed=0)
     made, first = case.checksums(), case.xs[0].clone()
-    setting = Setting(1, 2, cpu, torch.float32, None, 192, 3, 64)  # type: ignore[arg-type]
+    setting = Setting(1, 2, cpu, torch.float32, None, (case.shape,))  # type: ignore[arg-type]
     peer = InPlace(setting)
-    (reduction,) = peers.Peers([], cpu, torch.float32, 0, 0, 0)._reductions(peer, case)
+    (reduction,) = peers.Peers([], cpu, torch.float32, ())._reductions(peer, case)
     assert torch.equal(reduction.call(0), first + 1)  # it starts from what the others have
     assert case.checksums() == made
     with reduction.capturing():

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import allnorm
-from allnorm.cli.bench_modes import Mode, arm_names, select
-from allnorm.cli.options import Shape
-from allnorm.cli.ranks import arms, bounds, clock
-from allnorm.cli.ranks import bench as ranks_bench
-from allnorm.cli.ranks.case import Outcome, make_case
-from allnorm.cli.ranks.product import Product
+from allnorm.bench import arms, bounds, clock
+from allnorm.bench import run as ranks_bench
+from allnorm.bench.case import Outcome, make_case
+from allnorm.bench.modes import Mode, arm_names, known_arms
+from allnorm.bench.product import Product
+from allnorm.bench.shapes import Shape
 from allnorm.testing import run_ranks
 
 CPU = torch.device("cpu")
@@ -27,7 +27,7 @@ def job(*modes: Mode, **changes: Any) -> ranks_bench.Job:
         "shapes": (ODD, Shape(1, 256)),
         "dtype": "bfloat16",
         "numerics": "rounded",
-        "arms": tuple(select("", "cpu", list(modes))),
+        "arms": known_arms("cpu", modes),
     }
     return ranks_bench.Job(**{**settings, **changes}, modes=modes, device="cpu", seconds=0.01)
 
@@ -196,7 +196,7 @@ def test_a_kernel_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_kernel_that_fails_in_eager_calls_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clock, "_start_together", lambda: None)
+    monkeypatch.setattr(clock, "start_together", lambda: None)
     waits = iter([None, RuntimeError("unspecified launch failure")])
 
     def synchronize() -> None:

@@ -10,9 +10,10 @@ import pytest
 from bench_samples import MODES, measurement, merge, record, two_ranks
 from rich.console import Console
 
-from allnorm.cli import bench_report, bench_table, output
-from allnorm.cli.bench_modes import Mode
-from allnorm.cli.bench_report import Measurement
+from allnorm.bench import report as bench_report
+from allnorm.bench.modes import Mode
+from allnorm.bench.report import Measurement
+from allnorm.cli import bench_table, output
 
 
 def text(measurements: list[Measurement], width: int = 200) -> str:

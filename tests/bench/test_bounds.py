@@ -7,11 +7,12 @@ import torch
 import torch.nn.functional as F
 
 from allnorm import reference
-from allnorm.cli.bench_modes import Quant, quant_of
-from allnorm.cli.options import Shape
-from allnorm.cli.ranks import bounds
-from allnorm.cli.ranks.case import Case, Outcome, make_case
-from allnorm.cli.ranks.data import DTYPES, Batch, make_batch
+from allnorm.bench import bounds
+from allnorm.bench.case import Case, Outcome, make_case
+from allnorm.bench.modes import quant_of
+from allnorm.bench.shapes import Shape
+from allnorm.quant import Quant
+from allnorm.testing import DTYPES, Batch, make_batch
 
 CPU = torch.device("cpu")
 HIDDEN = 2880

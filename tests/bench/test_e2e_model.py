@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 
 import allnorm
-from allnorm.cli import e2e_models
-from allnorm.cli.e2e_models import Transformer
-from allnorm.cli.ranks.e2e import compare, sites, weights
-from allnorm.cli.ranks.e2e.generation import Generation, Runner
-from allnorm.cli.ranks.e2e.weights import Weights
+from allnorm.bench.e2e import compare, sites, weights
+from allnorm.bench.e2e import models as e2e_models
+from allnorm.bench.e2e.generation import Generation, Runner
+from allnorm.bench.e2e.models import Transformer
+from allnorm.bench.e2e.weights import Weights
 from allnorm.testing import RankPool, run_ranks
 
 CPU = torch.device("cpu")

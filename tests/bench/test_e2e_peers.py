@@ -7,11 +7,10 @@ from typing import Any
 import fake_peers
 import pytest
 
-from allnorm.cli import e2e_models
-from allnorm.cli.ranks import peers
-from allnorm.cli.ranks.e2e import peer_sites
-from allnorm.cli.ranks.e2e import run as ranks_e2e
-from allnorm.cli.ranks.e2e.job import Job
+from allnorm.bench import peers
+from allnorm.bench.e2e import models as e2e_models
+from allnorm.bench.e2e import run as ranks_e2e
+from allnorm.bench.e2e.job import PEER_ARMS, Job
 from allnorm.testing import run_ranks
 
 
@@ -30,7 +29,8 @@ def with_fakes(rank: int, world_size: int, what: Job) -> Any:
 def without(rank: int, world_size: int, what: Job) -> Any:
     for peer in peers.REGISTRY.values():
         peer.device_type = "cpu"
-    return *ranks_e2e.run(rank, world_size, what), fake_peers.calls
+    found = ranks_e2e.run(rank, world_size, what)
+    return found.records, found.missing, fake_peers.calls
 
 
 def with_failing(rank: int, world_size: int, what: Job) -> Any:
@@ -42,16 +42,16 @@ def with_failing(rank: int, world_size: int, what: Job) -> Any:
 
 
 def test_a_library_computes_what_the_torch_arm_does() -> None:
-    records, missing, calls = run_ranks(with_fakes, 2, args=(job(*peer_sites.ARMS),))[0]
+    records, missing, calls = run_ranks(with_fakes, 2, args=(job(*PEER_ARMS),))[0]
     assert missing == {}
     assert [(r["batch_size"], r["arm"]) for r in records] == [
-        (batch_size, arm) for batch_size in (1, 2) for arm in peer_sites.ARMS
+        (batch_size, arm) for batch_size in (1, 2) for arm in PEER_ARMS
     ]
     for record in records:
         # The stand-ins' all-reduce and norm are those of the torch arm, or its bits here.
         assert record["finite"]
         assert record["logits_max_diff"] == 0, record["arm"]
-        assert record["equal_tokens_torch"] == record["num_tokens"]
+        assert record["tokens_equal_torch"] == record["num_tokens"]
     names = [name for name, _ in calls]
     assert {"fusion", "sglang"} <= set(names)
     assert names.count("close") == 3
@@ -65,7 +65,7 @@ def test_where_a_library_has_no_kernel_nccl_takes_its_place() -> None:
     assert "sglang" not in {name for name, _ in calls}
 
 
-@pytest.mark.parametrize("arm", peer_sites.ARMS)
+@pytest.mark.parametrize("arm", PEER_ARMS)
 def test_a_library_that_is_not_there_is_missing(arm: str) -> None:
     records, missing, _ = run_ranks(without, 2, args=(job("allnorm", arm),))[0]
     assert {record["arm"] for record in records} == {"allnorm"}

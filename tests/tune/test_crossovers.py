@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 import pytest
 
-from allnorm.cli import crossovers
-from allnorm.cli.crossovers import Candidate, Times
 from allnorm.policy import Step
+from allnorm.tune import crossovers
+from allnorm.tune.crossovers import Candidate, Times
 
 ONE, TWO, TWO_LIMITED = Candidate("one_shot"), Candidate("two_shot"), Candidate("two_shot", 132)
 GRID = crossovers.token_grid(16384, 4)

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from test_commands import command, rows
+from command_helpers import command, rows
 
 import allnorm
-from allnorm import tuning
-from allnorm.cli import tune as cli_tune
-from allnorm.cli.crossovers import Candidate
-from allnorm.cli.ranks import arms
-from allnorm.cli.ranks import tune as ranks_tune
+from allnorm import names, tuning
+from allnorm.bench import arms
 from allnorm.policy import Curve, Step
 from allnorm.testing import run_ranks
+from allnorm.tune import run as ranks_tune
+from allnorm.tune import table
+from allnorm.tune.crossovers import Candidate
 
 JOB = ranks_tune.Job(
     dtypes=("bfloat16",),
@@ -58,8 +58,8 @@ def tune_with_defects(
 
 def curves(results: list[ranks_tune.Result]) -> tuning.Curves:
     assert all(result == results[0] for result in results), "ranks decide alike"
-    assert (results[0].link_gbps, results[0].link_us) == (0.0, {}), "there is no link on CPU"
-    return cli_tune._curves(results[0].curves)
+    assert (results[0].link.gbps, results[0].link.us) == (0.0, {}), "there is no link on CPU"
+    return table.curves_of(results[0])
 
 
 @pytest.mark.parametrize("slow", ["one_shot", "two_shot"])
@@ -79,9 +79,9 @@ def test_a_candidate_with_wrong_bits_is_left_out() -> None:
     for curve in (curve for found_curves in found.values() for curve in found_curves):
         assert curve.steps == (Step(None, "two_shot"),)
     first = results[0].curves[0]
-    assert all(ONE not in times for times in first["times"].values()), "it is not even timed"
-    assert first["wrong"][ONE] == "1x64: rank 1: normed differs from the reference"
-    assert TWO not in first["wrong"]
+    assert all(ONE not in times for times in first.times.values()), "it is not even timed"
+    assert first.wrong[ONE] == "1x64: rank 1: normed differs from the reference"
+    assert TWO not in first.wrong
 
 
 def test_all_wrong_leaves_nothing() -> None:
@@ -93,7 +93,7 @@ def test_all_wrong_leaves_nothing() -> None:
 def test_groups_that_do_not_fit_have_no_curve() -> None:
     job = dataclasses.replace(JOB, quants=("per_group:128",))
     results = run_ranks(tune_with_defects, 2, args=(job,))
-    assert "whole groups" in results[0].curves[0]["reason"]
+    assert "whole groups" in results[0].curves[0].reason
     assert curves(results) == {}
 
 
@@ -129,7 +129,7 @@ def test_a_forced_slow_table_is_corrected(tmp_path: pathlib.Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert str(path) in done.stdout
     found = rows(json_file)
-    assert {row["arm"] for row in found} == {f"allnorm:{n}" for n in allnorm.cli.options.ALGORITHMS}
+    assert {row["arm"] for row in found} == {f"allnorm:{n}" for n in names.ALGORITHMS}
     assert {row["num_tokens"] for row in found} >= {1, 4}
     for row in found:
         assert row["correct"] is True

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from allnorm.cli.ranks.record import Recorder
 from allnorm.testing import run_ranks
+from allnorm.verify.record import Recorder
 
 X = torch.arange(12, dtype=torch.bfloat16).view(3, 4)
 

@@ -14,13 +14,13 @@ import torch
 from rank_helpers import device, on
 
 import allnorm
-from allnorm.cli.ranks.record import Recorder
-from allnorm.cli.ranks.stress import graphs, repeat, soak
-from allnorm.cli.ranks.stress.graphs import Graph
-from allnorm.cli.ranks.stress.kinds import Kind, algorithms, random_kind
-from allnorm.cli.ranks.stress.tape import make_tape
-from allnorm.cli.ranks.verify import Context, Job
 from allnorm.testing import RankPool, same_bits
+from allnorm.verify.record import Recorder
+from allnorm.verify.run import Context, Job
+from allnorm.verify.stress import graphs, repeat, soak
+from allnorm.verify.stress.graphs import Graph
+from allnorm.verify.stress.kinds import Kind, algorithms, random_kind
+from allnorm.verify.stress.tape import make_tape
 
 Result = dict[str, Any]
 

@@ -9,16 +9,15 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from allnorm import cli
-from allnorm.cli import verify_faults
-from allnorm.cli.ranks import faults
+from allnorm.cli.app import app
 from allnorm.testing import RankError
+from allnorm.verify import fault_report, faults
 
 
 @pytest.fixture
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Machines that run tests are busy; the table itself allows a second."""
-    monkeypatch.setattr(verify_faults, "SLACK_SECONDS", 10.0)
+    monkeypatch.setattr(fault_report, "SLACK_SECONDS", 10.0)
 
 
 @pytest.mark.usefixtures("patience")
@@ -31,7 +30,7 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_faults_are_noticed_and_named(words: tuple[str, ...], world_size: int) -> None:
-    rows = verify_faults.run(world_size, "cpu", 0.7, words)
+    rows = fault_report.run(world_size, "cpu", 0.7, words)
     assert len(rows) >= 6
     for row in rows:
         assert not row["problems"], (row["fault"], row["algorithm"], row["problems"])
@@ -44,7 +43,7 @@ def test_faults_are_noticed_and_named(words: tuple[str, ...], world_size: int) -
 @pytest.mark.world_size(2)
 @pytest.mark.usefixtures("patience")
 def test_faults_on_gpus() -> None:
-    rows = verify_faults.run(2, "cuda", 1.0, ("another", "never", "killed"))
+    rows = fault_report.run(2, "cuda", 1.0, ("another", "never", "killed"))
     assert len(rows) > 30
     for row in rows:
         assert not row["problems"], (row["fault"], row["algorithm"], row["problems"])
@@ -67,12 +66,12 @@ def saw(**changes: Any) -> dict[str, Any]:
     ],
 )
 def test_what_does_not_hold_is_said(seen: list[Any], complaint: str) -> None:
-    assert verify_faults._problems(seen, "killed", 2, 2.0) == ([complaint] if complaint else [])
+    assert fault_report._problems(seen, "killed", 2, 2.0) == ([complaint] if complaint else [])
 
 
 def test_a_divergence_must_be_called_one() -> None:
     seen = [saw(), saw(error="PeerDivergedError", peer=0), saw(error="PeerDivergedError", peer=1)]
-    problems = verify_faults._problems(seen, "another dtype", 2, 2.0)
+    problems = fault_report._problems(seen, "another dtype", 2, 2.0)
     assert problems == [
         "rank 0: PeerTimeoutError instead of PeerDivergedError",
         "rank 1: names rank 0 instead of 2",
@@ -80,10 +79,10 @@ def test_a_divergence_must_be_called_one() -> None:
 
 
 def test_what_ranks_leave_behind_is_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify_faults, "_SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(fault_report, "_SHARED_MEMORY", tmp_path)
     for name in ("allnorm-12-a", "allnorm-7-b", "allnorm-7-a", "allnorm-71-a", "other-7-a"):
         (tmp_path / name).touch()
-    assert verify_faults._left_by({7, 8}) == ["allnorm-7-a", "allnorm-7-b"]
+    assert fault_report._left_by({7, 8}) == ["allnorm-7-a", "allnorm-7-b"]
 
 
 def test_every_fault_applies_to_something() -> None:
@@ -100,10 +99,10 @@ def test_a_fault_that_goes_wrong_is_the_exit_code(
     def fail(*_: Any, **__: Any) -> None:
         raise RankError({0: "no answer"})
 
-    monkeypatch.setattr(verify_faults.RankPool, "run", fail)
+    monkeypatch.setattr(fault_report.RankPool, "run", fail)
     path = tmp_path / "rows.jsonl"
     arguments = ("verify", "--faults", "--device", "cpu", "--tp", "2", "--only", "another dtype")
-    done = CliRunner().invoke(cli.app, (*arguments, "--json", str(path)))
+    done = CliRunner().invoke(app, (*arguments, "--json", str(path)))
     assert done.exit_code == 1
     assert "no answer" in done.output
     rows = [json.loads(line) for line in path.read_text().splitlines()]
@@ -112,6 +111,6 @@ def test_a_fault_that_goes_wrong_is_the_exit_code(
 
 
 def test_one_rank_has_nobody_to_fail() -> None:
-    done = CliRunner().invoke(cli.app, ("verify", "--faults", "--device", "cpu", "--tp", "1"))
+    done = CliRunner().invoke(app, ("verify", "--faults", "--device", "cpu", "--tp", "1"))
     assert done.exit_code == 2
     assert "at least 2" in done.output

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from allnorm.cli.e2e_models import Transformer
-from allnorm.cli.ranks.e2e.weights import Layer
+from allnorm.bench.e2e.models import Transformer
+from allnorm.bench.e2e.weights import Layer
 
 _CACHE_GRANULE = 64  # tokens; kernels that take a mask want its rows aligned
 

@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 
-from allnorm.cli.ranks.e2e import compare, sites
-from allnorm.cli.ranks.e2e.compare import Trace
-from allnorm.cli.ranks.e2e.generation import Generation, Runner
-from allnorm.cli.ranks.e2e.job import REFERENCE, Job
-from allnorm.cli.ranks.e2e.sites import Arm
-from allnorm.cli.ranks.peers import agree
-from allnorm.cli.ranks.peers.base import first_line
+from allnorm.bench.e2e import compare, sites
+from allnorm.bench.e2e.compare import Trace
+from allnorm.bench.e2e.generation import Generation, Runner
+from allnorm.bench.e2e.job import REFERENCE, Job
+from allnorm.bench.e2e.sites import Arm
+from allnorm.testing import RankFailedError, all_or_none
 
 _KEPT_TRACES = 4  # at most: the reference, the torch arm, and one or two more
 
@@ -50,13 +49,9 @@ class Checked:
 def make_yardstick(job: Job, device: torch.device) -> Yardstick:
     """The pair, or why there is none; the same on every rank. Collective."""
     try:
-        what, pair = sites.yardstick(device)
-        reason = ""
-    except Exception as error:  # noqa: BLE001 - without the second algorithm there is no yardstick
-        reason = first_line(error)
-    reason = agree(reason)
-    if reason:
-        return Yardstick(f"none ({reason})")
+        what, pair = all_or_none(sites.yardstick, device)
+    except RankFailedError as error:
+        return Yardstick(f"none ({error})")
     return Yardstick(what, tuple(Arm(sites.then_torch(r, job.model.eps)) for r in pair))
 
 
@@ -75,7 +70,9 @@ def check(
 
     def runner(name: str) -> Runner:
         captured = job.device == "cuda"
-        return checked.runners.setdefault(name, Runner(generation, arms[name], captured))
+        if name not in checked.runners:
+            checked.runners[name] = Runner(generation, arms[name], captured)
+        return checked.runners[name]
 
     reference = runner(REFERENCE)
     steps = compare.num_steps(reference, _KEPT_TRACES)
@@ -85,23 +82,17 @@ def check(
         job.torch_arm: compare.trace(runner(job.torch_arm), steps, first.tokens),
     }
     spread = _spread(generation, yardstick, first)
-    for name in arms:
-        if name in known:
-            own: Trace | None = compare.trace(checked.runners[name], steps, first.tokens)
-        elif not arms[name].foreign:
-            own = compare.trace(runner(name), steps, first.tokens)
-        else:
-            own, reason = None, ""
-            try:
-                own = compare.trace(runner(name), steps, first.tokens)
-            except Exception as error:  # noqa: BLE001 - another library's failure is its absence
-                reason = first_line(error)
-            reason = agree(reason)
-            if reason:
-                checked.runners.pop(name, None)
-                checked.missing[name] = reason
-                continue
-        assert own is not None
+
+    def trace(name: str) -> Trace:
+        return compare.trace(runner(name), steps, first.tokens)
+
+    for name, arm in arms.items():
+        try:
+            own = all_or_none(trace, name) if arm.foreign else trace(name)
+        except RankFailedError as error:
+            checked.runners.pop(name, None)
+            checked.missing[name] = str(error)
+            continue
         checked.found[name] = _figures(job, compare.compare(own, known)) | spread
     return checked
 
@@ -123,15 +114,15 @@ def _spread(generation: Generation, yardstick: Yardstick, first: Trace) -> dict[
 def _figures(job: Job, outcome: compare.Outcome) -> dict[str, Any]:
     """What one arm's logits are like, given the reference's tokens.
 
-    `steps` were checked; `equal_steps` have the reference's bits; `finite`; `logits_max_diff` and
-    `logits_mean_diff` against the torch arm; `equal_choices` of the tokens are the torch arm's.
+    `steps_checked`; `steps_equal_unfused` have the reference's bits; `finite`; `logits_max_diff`
+    and `logits_mean_diff` against the torch arm; `choices_equal_torch` of the tokens are its own.
     """
     reference, other = outcome.against[REFERENCE], outcome.against[job.torch_arm]
     return {
-        "steps": reference.steps,
-        "equal_steps": reference.equal_steps,
+        "steps_checked": reference.steps,
+        "steps_equal_unfused": reference.equal_steps,
         "finite": outcome.finite,
         "logits_max_diff": other.largest,
         "logits_mean_diff": other.mean,
-        "equal_choices": other.equal_choices,
+        "choices_equal_torch": other.equal_choices,
     }

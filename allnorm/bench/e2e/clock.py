@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 
-from allnorm.cli.ranks.e2e.generation import Runner
-from allnorm.testing.timing import elapsed_us
+from allnorm.bench.e2e.generation import Runner
+from allnorm.testing import start_together
+from allnorm.testing.timing import time_calls, time_steps
 
 
 @dataclass
@@ -50,33 +47,9 @@ def measure(arms: dict[str, Runner], rounds: int) -> dict[str, Samples]:
 def _timed(runner: Runner) -> tuple[float, list[float]]:
     """One generation: time until the first token, and between the others."""
     on_gpu = runner.generation.token.device.type == "cuda"
-    steps = runner.generation.num_tokens - 1
     if on_gpu:
         torch.cuda.synchronize()
-    dist.all_reduce(torch.zeros(1))  # start together
-    times = _events(runner, steps) if on_gpu else _wall(runner, steps)
-    return times[0], list(times[1:])
-
-
-def _wall(runner: Runner, steps: int) -> Sequence[float]:
-    clock = time.perf_counter_ns
-    marks = [clock()]
-    runner.prefill()
-    marks.append(clock())
-    for _ in range(steps):
-        runner.step()
-        marks.append(clock())
-    return [(end - begin) / 1e3 for begin, end in itertools.pairwise(marks)]
-
-
-def _events(runner: Runner, steps: int) -> Sequence[float]:
-    """The host runs ahead of the GPU in the decode, as it does in an engine without a scheduler."""
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 2)]
-    events[0].record()
-    runner.prefill()
-    events[1].record()
-    for event in events[2:]:
-        runner.step()
-        event.record()
-    events[-1].synchronize()
-    return elapsed_us(events)
+    start_together()
+    phases = [runner.prefill, *[runner.step] * (runner.generation.num_tokens - 1)]
+    times = time_steps(phases) if on_gpu else time_calls(phases)
+    return times[0], times[1:]

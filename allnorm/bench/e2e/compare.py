@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from allnorm.cli.ranks.e2e.generation import Runner
+from allnorm.bench.e2e.generation import Runner
 from allnorm.testing import same_bits
 
 _MAX_BYTES = 4 << 30  # of logits kept for comparisons

@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import allnorm
-from allnorm.cli.e2e_models import Transformer
-from allnorm.cli.ranks.e2e.attention import Attention
-from allnorm.cli.ranks.e2e.sites import Arm, Site, gather_into
-from allnorm.cli.ranks.e2e.weights import Layer, Weights
+from allnorm.bench.e2e.attention import Attention
+from allnorm.bench.e2e.models import Transformer
+from allnorm.bench.e2e.sites import Arm, Site, gather_into
+from allnorm.bench.e2e.weights import Layer, Weights
+from allnorm.testing import capture
 
 Attend = Callable[[int, Layer, torch.Tensor], torch.Tensor]
 
@@ -155,17 +156,8 @@ class Runner:
             self.generation.decode(self._site)
 
     def _capture(self) -> None:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self.prefill()
-            for _ in range(min(_WARM_UP_STEPS, self.generation.num_tokens - 1)):
-                self.generation.decode(self._site)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        # thread_local: NCCL's watchdog thread queries events, which must not end the capture.
-        mode = "thread_local"
-        with self._arm.capturing(), torch.cuda.graph(graph, stream=stream, capture_error_mode=mode):
+        self.prefill()
+        for _ in range(min(_WARM_UP_STEPS, self.generation.num_tokens - 1)):
             self.generation.decode(self._site)
-        torch.cuda.synchronize()
-        self._graph = graph
+        with capture(self._arm.capturing()) as self._graph:
+            self.generation.decode(self._site)

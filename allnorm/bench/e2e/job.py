@@ -1,15 +1,24 @@
-"""What `allnorm e2e` asks of its ranks."""
+"""What ranks are asked to run, and what there is to ask for."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from allnorm.cli.e2e_models import Transformer
+from allnorm.bench.e2e.models import Transformer
 
 REFERENCE = "allnorm:unfused"
 """The arm whose bits allnorm's others must have."""
 LOCAL = "local"
 """The arm that does not communicate."""
+
+PEER_ARMS = ("flashinfer", "sglang", "sglang+local", "vllm+local")
+"""Other libraries: a fused kernel, or "+local": its all-reduce and `allnorm.add_rms_norm`."""
+
+
+def arm_names(device: str) -> tuple[str, ...]:
+    """What can run on "cuda" or "cpu"."""
+    library, peers = ("nccl", PEER_ARMS) if device == "cuda" else ("gloo", ())
+    return ("allnorm", REFERENCE, f"{library}+torch", f"{library}+local", *peers)
 
 
 @dataclass(frozen=True)
@@ -21,7 +30,7 @@ class Job:
         batch_sizes: numbers of prompts.
         prompt: tokens of a prompt.
         tokens: to generate, at least 2.
-        arms: what to time and compare, of `cli.e2e.arm_names`.
+        arms: what to time and compare, of `arm_names`.
         dtype: name of the dtype of weights and activations.
         device: "cuda" or "cpu".
         rounds: how often each arm generates everything.

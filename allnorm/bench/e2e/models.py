@@ -1,12 +1,10 @@
-"""Transformers that `allnorm e2e` builds by name: the dimensions of published models."""
+"""Transformers by name: the dimensions of published models."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import typer
-
-from allnorm.cli import models
+from allnorm.bench import shapes
 
 
 @dataclass(frozen=True)
@@ -14,7 +12,7 @@ class Transformer:
     """The dimensions of a dense decoder-only transformer.
 
     Attributes:
-        name: what `--model` takes.
+        name: by which it is known here.
         hidden_size: width of the residual stream.
         num_layers: decoder layers, of two reduction sites each.
         num_heads: query heads.
@@ -46,21 +44,10 @@ class Transformer:
 
 
 def _published(name: str, *dimensions: int, theta: float, qk_norm: bool = False) -> Transformer:
-    """A model whose hidden size and eps stand in the table that all commands share."""
-    known = models.find(name)
-    layers, heads, kv_heads, head_dim, intermediate, vocab = dimensions
+    """A model whose hidden size and eps stand in the table of shapes."""
+    known = shapes.find(name)
     return Transformer(
-        name,
-        known.hidden_size,
-        layers,
-        heads,
-        kv_heads,
-        head_dim,
-        intermediate,
-        vocab,
-        known.eps,
-        theta,
-        qk_norm,
+        name, known.hidden_size, *dimensions, eps=known.eps, rope_theta=theta, qk_norm=qk_norm
     )
 
 
@@ -88,15 +75,11 @@ def find(name: str, num_layers: int = 0) -> Transformer:
         num_layers: instead of the model's own; 0: its own.
 
     Raises:
-        typer.BadParameter: there is none; the message lists those there are.
+        ValueError: there is none; the message lists those there are.
     """
-    try:
-        model = TRANSFORMERS[name.lower()]
-    except KeyError:
-        known = ", ".join(TRANSFORMERS)
-        raise typer.BadParameter(
-            f"unknown model {name!r}: known are {known}", param_hint="--model"
-        ) from None
+    if name.lower() not in TRANSFORMERS:
+        raise ValueError(f"unknown model {name!r}: known are {', '.join(TRANSFORMERS)}")
+    model = TRANSFORMERS[name.lower()]
     return replace(model, num_layers=num_layers) if num_layers else model
 
 
@@ -104,11 +87,10 @@ def check_world_size(model: Transformer, world_size: int) -> None:
     """Refuses a number of ranks that would split a key and value head.
 
     Raises:
-        typer.BadParameter: it does not divide the number of these heads.
+        ValueError: it does not divide the number of these heads.
     """
     if model.num_kv_heads % world_size:
-        raise typer.BadParameter(
+        raise ValueError(
             f"{world_size} ranks cannot share the {model.num_kv_heads} key and value heads of "
-            f"{model.name} evenly; use a number of ranks that divides them",
-            param_hint="--tp",
+            f"{model.name} evenly; use a number of ranks that divides them"
         )

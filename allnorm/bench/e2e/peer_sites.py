@@ -11,24 +11,21 @@ from typing import Any, cast
 
 import torch
 
-from allnorm.cli.bench_modes import Mode
-from allnorm.cli.options import Shape
-from allnorm.cli.ranks.case import Case
-from allnorm.cli.ranks.data import Batch
-from allnorm.cli.ranks.e2e import sites
-from allnorm.cli.ranks.e2e.sites import Arm
-from allnorm.cli.ranks.peers import Peers
-from allnorm.cli.ranks.peers.base import Peer
-
-ARMS = ("flashinfer", "sglang", "sglang+local", "vllm+local")
-"""A fused kernel, or "+local": the library's all-reduce and `allnorm.add_rms_norm`."""
+from allnorm.bench.case import Case
+from allnorm.bench.e2e import sites
+from allnorm.bench.e2e.sites import Arm
+from allnorm.bench.modes import Mode
+from allnorm.bench.peers import Peers
+from allnorm.bench.peers.base import Peer
+from allnorm.bench.shapes import Shape
+from allnorm.testing import Batch
 
 
 class PeerSites:
     """The arms of libraries that can be imported. Collective: the same on every rank.
 
     Args:
-        names: of ARMS.
+        names: of job.PEER_ARMS.
         device: of the tensors.
         dtype: of the tensors.
         hidden_size: of the model.
@@ -52,8 +49,7 @@ class PeerSites:
         self.arms: dict[str, Arm] = {}
         self.missing: dict[str, str] = {}
         libraries = list(dict.fromkeys(name.partition("+")[0] for name in names))
-        max_elems = max_tokens * hidden_size
-        self._peers = Peers(libraries, device, dtype, max_elems, max_tokens, hidden_size)
+        self._peers = Peers(libraries, device, dtype, [Shape(max_tokens, hidden_size)])
         for name in names:
             library, _, local = name.partition("+")
             if library in self._peers.missing:

@@ -1,22 +1,29 @@
-"""From the ranks' records of `e2e` to figures, verdicts and tables."""
+"""Results: from the records of all ranks to figures and verdicts."""
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.table import Table
+from allnorm.bench.e2e import run
+from allnorm.bench.e2e.job import Job
+from allnorm.bench.e2e.models import Transformer
+from allnorm.testing import OnMessage, run_ranks
 
-from allnorm.cli import output
-from allnorm.cli.e2e_models import Transformer
+_TIMEOUT_SECONDS = 3600.0
 
-_SLOWEST = ("ttft_us", "tpot_us", "itl_p50_us", "itl_p99_us", "local_us")
-_LARGEST = ("logits_max_diff", "yardstick_max")
+# How the ranks' figures become one: of times the slowest counts.
+_LARGEST = (
+    *("ttft_ms", "tpot_ms", "itl_p50_ms", "itl_p99_ms", "local_ms"),
+    *("logits_max_diff", "yardstick_max"),
+)
 _MEANS = ("logits_mean_diff", "yardstick_mean")
-_FEWEST = ("equal_tokens", "equal_tokens_torch", "equal_choices", "equal_steps")
+_LEAST = (
+    *("tokens_equal_unfused", "tokens_equal_torch", "choices_equal_torch", "steps_equal_unfused"),
+    "finite",
+)
 
 
 @dataclass(frozen=True)
@@ -79,11 +86,46 @@ class Result:
         return self.arm.startswith("allnorm")
 
 
+@dataclass(frozen=True)
+class Report:
+    """What all ranks found together.
+
+    Attributes:
+        results: one per batch size and arm.
+        missing: why an arm is missing, by its name.
+    """
+
+    results: list[Result]
+    missing: dict[str, str]
+
+
+def measure(job: Job, world_size: int, on_message: OnMessage | None = None) -> Report:
+    """Starts ranks and lets them generate.
+
+    Args:
+        job: what to run.
+        world_size: number of ranks.
+        on_message: takes a rank and what it says of its progress: `text`, `done` and `total`.
+
+    Raises:
+        RankError: a rank raised, died or was late.
+    """
+    ranks = run_ranks(
+        run.run,
+        world_size,
+        device=job.device,
+        args=(job,),
+        timeout=_TIMEOUT_SECONDS,
+        on_message=on_message,
+    )
+    return Report(merge([found.records for found in ranks], job.model), ranks[0].missing)
+
+
 def merge(ranks: Sequence[Sequence[dict[str, Any]]], model: Transformer) -> list[Result]:
     """Joins the records of all ranks.
 
     Args:
-        ranks: the records that `cli.ranks.e2e.run.run` returned, in rank order.
+        ranks: the records that `run.run` returned, in rank order.
         model: of that job.
     """
     return [_result(records, len(ranks), model.num_layers) for records in zip(*ranks, strict=True)]
@@ -91,52 +133,29 @@ def merge(ranks: Sequence[Sequence[dict[str, Any]]], model: Transformer) -> list
 
 def _result(records: Sequence[dict[str, Any]], world_size: int, num_layers: int) -> Result:
     one = dict(records[0])
-    one |= {key: max(record[key] for record in records) for key in (*_SLOWEST, *_LARGEST)}
-    one |= {key: min(record[key] for record in records) for key in _FEWEST}
-    one |= {key: statistics.fmean(record[key] for record in records) for key in _MEANS}
-    finite = all(record["finite"] for record in records)
+    for keys, join in ((_LARGEST, max), (_LEAST, min), (_MEANS, statistics.fmean)):
+        one |= {key: join([record[key] for record in records]) for key in keys}
     steps = one["num_tokens"] // one["batch_size"] - 1
     return Result(
-        arm=one["arm"],
-        batch_size=one["batch_size"],
+        **one,
         world_size=world_size,
-        ttft_ms=one["ttft_us"] / 1e3,
-        tpot_ms=one["tpot_us"] / 1e3,
-        itl_p50_ms=one["itl_p50_us"] / 1e3,
-        itl_p99_ms=one["itl_p99_us"] / 1e3,
-        tokens_per_s=one["num_tokens"] * 1e6 / (one["ttft_us"] + steps * one["tpot_us"]),
-        comm_us_per_layer=(one["tpot_us"] - one["local_us"]) / num_layers,
-        local_ms=one["local_us"] / 1e3,
-        num_tokens=one["num_tokens"],
-        tokens_equal_unfused=one["equal_tokens"],
-        tokens_equal_torch=one["equal_tokens_torch"],
-        steps_checked=one["steps"],
-        steps_equal_unfused=one["equal_steps"],
-        choices_equal_torch=one["equal_choices"],
-        logits_max_diff=one["logits_max_diff"],
-        logits_mean_diff=one["logits_mean_diff"],
-        yardstick=one["yardstick"],
-        yardstick_max=one["yardstick_max"],
-        yardstick_mean=one["yardstick_mean"],
-        finite=finite,
-        error=_error(one, finite),
+        tokens_per_s=one["num_tokens"] * 1e3 / (one["ttft_ms"] + steps * one["tpot_ms"]),
+        comm_us_per_layer=(one["tpot_ms"] - one["local_ms"]) * 1e3 / num_layers,
+        error=_error(one),
     )
 
 
-def _error(one: dict[str, Any], finite: bool) -> str:
+def _error(one: dict[str, Any]) -> str:
     """What does not hold of an arm, in words."""
-    wrong = [] if finite else ["logits are not finite"]
+    wrong = [] if one["finite"] else ["logits are not finite"]
     if one["arm"].startswith("allnorm"):
-        if one["equal_steps"] < one["steps"]:
-            wrong.append(
-                f"logits differ from allnorm:unfused at {one['steps'] - one['equal_steps']} of "
-                f"{one['steps']} steps"
-            )
-        if one["equal_tokens"] < one["num_tokens"]:
-            wrong.append(
-                f"{one['num_tokens'] - one['equal_tokens']} of {one['num_tokens']} tokens differ "
-                "from allnorm:unfused"
-            )
+        steps, tokens = one["steps_checked"], one["num_tokens"]
+        if one["steps_equal_unfused"] < steps:
+            apart = steps - one["steps_equal_unfused"]
+            wrong.append(f"logits differ from allnorm:unfused at {apart} of {steps} steps")
+        if one["tokens_equal_unfused"] < tokens:
+            apart = tokens - one["tokens_equal_unfused"]
+            wrong.append(f"{apart} of {tokens} tokens differ from allnorm:unfused")
     return "; ".join(wrong)
 
 
@@ -144,43 +163,3 @@ def json_row(result: Result, model: Transformer, common: dict[str, Any]) -> dict
     """One line of the results file."""
     dimensions = asdict(model)
     return {**common, "model": dimensions.pop("name"), **dimensions, **asdict(result)}
-
-
-def table(results: Sequence[Result], torch_arm: str) -> Table:
-    """The figures of one batch size; the times beside those of the torch arm."""
-    base = next((r.tpot_ms for r in results if r.arm == torch_arm), math.nan)
-    columns = (
-        *("arm", "TTFT ms", "TPOT ms", f"vs {torch_arm}", "ITL p50 (p99) ms", "tokens/s"),
-        *("comm us/layer", "= unfused", f"= {torch_arm}", "logits max (mean) off"),
-    )
-    rows = [
-        (
-            r.arm,
-            f"{r.ttft_ms:.2f}",
-            f"{r.tpot_ms:.3f}",
-            _relative(r.tpot_ms, base),
-            f"{r.itl_p50_ms:.3f} ({r.itl_p99_ms:.3f})",
-            f"{r.tokens_per_s:,.0f}",
-            output.microseconds(r.comm_us_per_layer) if r.comm_us_per_layer > 0 else "~0",
-            _verdict(r),
-            f"{r.tokens_equal_torch}/{r.num_tokens}",
-            f"{r.logits_max_diff:.3g} ({r.logits_mean_diff:.2g})",
-        )
-        for r in results
-    ]
-    one = results[0]
-    ranks = output.ranks(one.world_size)
-    return output.table(f"batch {one.batch_size}, {ranks}", columns, rows)
-
-
-def _relative(tpot_ms: float, base: float) -> str:
-    return f"{(tpot_ms / base - 1) * 100:+.1f} %" if math.isfinite(base) else "-"
-
-
-def _verdict(r: Result) -> str:
-    """How many tokens are those of "allnorm:unfused"; "bits" if all logits are, too."""
-    same_bits = r.steps_equal_unfused == r.steps_checked
-    text = f"{r.tokens_equal_unfused}/{r.num_tokens}" + (", bits" if same_bits else "")
-    if r.error:
-        return output.bad(f"WRONG {text}")
-    return output.ok(text) if r.exact else text

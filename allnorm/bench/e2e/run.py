@@ -3,62 +3,65 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 import allnorm
-from allnorm.cli.ranks.data import DTYPES
-from allnorm.cli.ranks.e2e import check, clock, sites, weights
-from allnorm.cli.ranks.e2e.generation import Generation
-from allnorm.cli.ranks.e2e.job import LOCAL, REFERENCE, Job
-from allnorm.cli.ranks.e2e.peer_sites import ARMS as PEER_ARMS
-from allnorm.cli.ranks.e2e.peer_sites import PeerSites
-from allnorm.testing import report
+from allnorm.bench.e2e import check, clock, sites, weights
+from allnorm.bench.e2e.generation import Generation
+from allnorm.bench.e2e.job import LOCAL, PEER_ARMS, REFERENCE, Job
+from allnorm.bench.e2e.peer_sites import PeerSites
+from allnorm.testing import DTYPES, report
+from allnorm.testing.rank import device
 from allnorm.testing.timing import percentile
 
 _SEED = 20
 
-Found = tuple[list[dict[str, Any]], dict[str, str]]
-"""Records, and why arms are missing by their names."""
+
+@dataclass
+class Found:
+    """What one rank found.
+
+    Attributes:
+        records: one per batch size and arm, in the same order on every rank: fields of a
+            `report.Result`, this rank's.
+        missing: why an arm is missing, by its name.
+    """
+
+    missing: dict[str, str]
+    records: list[dict[str, Any]] = field(default_factory=list)
 
 
 def run(rank: int, world_size: int, job: Job) -> Found:
-    """Checks and times every arm at every batch size. Collective.
-
-    Returns:
-        One record per batch size and arm, in the same order on every rank: `batch_size`, `arm`,
-        what `_times` and `check` say, `local_us` (a decode step without communication),
-        `yardstick` (what it compares), `yardstick_max`, `yardstick_mean`. And what is missing.
-    """
-    device = torch.device(job.device, rank) if job.device == "cuda" else torch.device("cpu")
-    dtype, model = DTYPES[job.dtype], job.model
+    """Checks and times every arm at every batch size. Collective."""
+    dtype, model, where = DTYPES[job.dtype], job.model, device()
     report({"text": "making weights", "done": 0, "total": len(job.batch_sizes)})
-    made = weights.make(model, rank, world_size, dtype, device)
+    made = weights.make(model, rank, world_size, dtype, where)
     peers = PeerSites(
         [name for name in job.arms if name in PEER_ARMS],
-        *(device, dtype, model.hidden_size, max(job.batch_sizes) * job.prompt, model.eps),
+        *(where, dtype, model.hidden_size, max(job.batch_sizes) * job.prompt, model.eps),
     )
-    missing = dict(peers.missing)
-    records = []
-    with allnorm.Communicator(device=device) as comm:
+    found = Found(dict(peers.missing))
+    with allnorm.Communicator(device=where) as comm:
         own = dict.fromkeys([name for name in job.arms if name not in PEER_ARMS] + [*job.always])
         arms = {name: sites.make(name, comm, model.eps) for name in own} | peers.arms
-        yardstick = check.make_yardstick(job, device)
+        yardstick = check.make_yardstick(job, where)
         for index, batch_size in enumerate(job.batch_sizes):
             progress = {"done": index, "total": len(job.batch_sizes)}
-            prompts = make_prompts(job, batch_size).to(device)
+            prompts = make_prompts(job, batch_size).to(where)
             generation = Generation(model, made, prompts, job.tokens)
             report({"text": f"batch {batch_size}: checking", **progress})
             checked = check.check(job, arms, generation, yardstick)
             report({"text": f"batch {batch_size}: timing", **progress})
             samples = clock.measure(checked.runners, job.rounds)
             comm.check()
-            records += _records(job, generation, samples, checked.found)
-            missing |= checked.missing
+            found.records += _records(job, generation, samples, checked.found)
+            found.missing |= checked.missing
             del checked, generation
     peers.close()
-    return records, missing
+    return found
 
 
 def make_prompts(job: Job, batch_size: int) -> torch.Tensor:
@@ -74,7 +77,7 @@ def _records(
     found: dict[str, dict[str, Any]],
 ) -> list[dict[str, Any]]:
     first = {name: samples[name].outputs[0] for name in (REFERENCE, job.torch_arm)}
-    local_us = _times(samples[LOCAL])["tpot_us"]
+    local_ms = _times(samples[LOCAL])["tpot_ms"]
     records = []
     for name in job.arms:
         if name not in found:
@@ -89,10 +92,10 @@ def _records(
                 "batch_size": generation.batch_size,
                 "arm": name,
                 **_times(samples[name]),
-                "local_us": local_us,
+                "local_ms": local_ms,
                 "num_tokens": generation.batch_size * generation.num_tokens,
-                "equal_tokens": equal[REFERENCE],
-                "equal_tokens_torch": equal[job.torch_arm],
+                "tokens_equal_unfused": equal[REFERENCE],
+                "tokens_equal_torch": equal[job.torch_arm],
                 **found[name],
             }
         )
@@ -100,11 +103,12 @@ def _records(
 
 
 def _times(samples: clock.Samples) -> dict[str, float]:
-    """`ttft_us` and `tpot_us`, the medians over the rounds; `itl_p50_us`, `itl_p99_us`."""
-    steps = sorted(step for one_round in samples.steps_us for step in one_round)
+    """`ttft_ms` and `tpot_ms`, the medians over the rounds; `itl_p50_ms`, `itl_p99_ms`."""
+    steps = [step for one_round in samples.steps_us for step in one_round]
+    tpot_us = statistics.median(statistics.fmean(steps) for steps in samples.steps_us)
     return {
-        "ttft_us": statistics.median(samples.ttft_us),
-        "tpot_us": statistics.median(statistics.fmean(steps) for steps in samples.steps_us),
-        "itl_p50_us": percentile(steps, 0.5),
-        "itl_p99_us": percentile(steps, 0.99),
+        "ttft_ms": statistics.median(samples.ttft_us) / 1e3,
+        "tpot_ms": tpot_us / 1e3,
+        "itl_p50_ms": percentile(steps, 50) / 1e3,
+        "itl_p99_ms": percentile(steps, 99) / 1e3,
     }

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from allnorm.cli.e2e_models import Transformer
+from allnorm.bench.e2e.models import Transformer
 
 
 @dataclass(frozen=True)

@@ -19,28 +19,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from allnorm.cli.bench_modes import Mode
-from allnorm.cli.ranks import arms
-from allnorm.cli.ranks.arms import Arm, Reduction
-from allnorm.cli.ranks.case import Case
-from allnorm.cli.ranks.peers.base import Peer, Setting, first_line
-from allnorm.cli.ranks.peers.flashinfer import FlashInfer
-from allnorm.cli.ranks.peers.sglang import Sglang
-from allnorm.cli.ranks.peers.symm_mem import SymmMem
-from allnorm.cli.ranks.peers.vllm import Vllm
+from allnorm.bench import arms
+from allnorm.bench.arms import Arm, Reduction
+from allnorm.bench.case import Case
+from allnorm.bench.modes import Mode
+from allnorm.bench.peers.base import Peer, Setting
+from allnorm.bench.peers.flashinfer import FlashInfer
+from allnorm.bench.peers.sglang import Sglang
+from allnorm.bench.peers.symm_mem import SymmMem
+from allnorm.bench.peers.vllm import Vllm
+from allnorm.bench.shapes import Shape
+from allnorm.testing import RankFailedError, agree, all_or_none
 
 REGISTRY: Mapping[str, type[Peer]] = {
     peer.name: peer for peer in (FlashInfer, Sglang, Vllm, SymmMem)
 }
 
 _EXCHANGE_SECONDS = 120.0
-
-
-def agree(text: str) -> str:
-    """The first words that any rank has to say, the same on all ranks. Collective."""
-    texts: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(texts, text)
-    return next((f"rank {rank}: {said}" for rank, said in enumerate(texts) if said), "")
 
 
 class Peers:
@@ -50,9 +45,7 @@ class Peers:
         names: of REGISTRY.
         device: of the tensors.
         dtype: of the tensors.
-        max_elems: elements of the largest input.
-        max_tokens: rows of the longest one.
-        max_hidden_size: columns of the widest one.
+        shapes: of all inputs.
 
     Attributes:
         missing: why a peer cannot take part, by name.
@@ -63,9 +56,7 @@ class Peers:
         names: Sequence[str],
         device: torch.device,
         dtype: torch.dtype,
-        max_elems: int,
-        max_tokens: int,
-        max_hidden_size: int,
+        shapes: Sequence[Shape],
     ) -> None:
         self.missing: dict[str, str] = {}
         self._open: dict[str, Peer] = {}
@@ -75,19 +66,14 @@ class Peers:
         group = dist.new_group(
             backend="gloo", timeout=datetime.timedelta(seconds=_EXCHANGE_SECONDS)
         )
-        setting = Setting(
-            dist.get_rank(),
-            dist.get_world_size(),
-            device,
-            dtype,
-            group,
-            max_elems,
-            max_tokens,
-            max_hidden_size,
-        )
+        place = (dist.get_rank(), dist.get_world_size(), device)
+        setting = Setting(*place, dtype, group, tuple(shapes))
         for name in names:
             peer = REGISTRY[name](setting)
-            reason = agree(_words_of(peer.missing)) or agree(_words_of(peer.open))
+            try:
+                reason = agree(all_or_none(peer.missing)) or agree(all_or_none(peer.open) or "")
+            except RankFailedError as error:
+                reason = str(error)
             if reason:
                 self.missing[name] = reason
             else:
@@ -152,11 +138,3 @@ def _zeroed(
         tensor.zero_()
     with capturing():
         yield
-
-
-def _words_of(step: Callable[[], str | None]) -> str:
-    """What a step has to say, or the exception that it raised, in words."""
-    try:
-        return step() or ""
-    except Exception as error:  # noqa: BLE001 - whatever a foreign library raises is its absence
-        return first_line(error)

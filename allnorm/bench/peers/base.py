@@ -10,11 +10,10 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
-from allnorm.cli.bench_modes import Mode
-from allnorm.cli.ranks.arms import Arm, Reduction
-from allnorm.cli.ranks.case import Case
-
-_MAX_WORDS = 200  # characters of a reason
+from allnorm.bench.arms import Arm, Reduction
+from allnorm.bench.case import Case
+from allnorm.bench.modes import Mode
+from allnorm.bench.shapes import Shape
 
 
 @dataclass(frozen=True)
@@ -27,9 +26,7 @@ class Setting:
         device: of the tensors.
         dtype: of the tensors.
         group: all ranks, over gloo, with a time limit.
-        max_elems: elements of the largest input.
-        max_tokens: rows of the longest one.
-        max_hidden_size: columns of the widest one.
+        shapes: of all inputs.
     """
 
     rank: int
@@ -37,14 +34,27 @@ class Setting:
     device: torch.device
     dtype: torch.dtype
     group: dist.ProcessGroup
-    max_elems: int
-    max_tokens: int
-    max_hidden_size: int
+    shapes: tuple[Shape, ...]
+
+    @property
+    def max_elems(self) -> int:
+        """Elements of the largest input."""
+        return max(shape.num_tokens * shape.hidden_size for shape in self.shapes)
 
     @property
     def max_bytes(self) -> int:
         """Bytes of the largest input."""
         return self.max_elems * self.dtype.itemsize
+
+    @property
+    def max_tokens(self) -> int:
+        """Rows of the longest input."""
+        return max(shape.num_tokens for shape in self.shapes)
+
+    @property
+    def max_hidden_size(self) -> int:
+        """Columns of the widest input."""
+        return max(shape.hidden_size for shape in self.shapes)
 
 
 class Peer(ABC):
@@ -98,9 +108,3 @@ class Peer(ABC):
     def close(self) -> None:
         """Releases what `open` made. Collective."""
         return
-
-
-def first_line(error: BaseException) -> str:
-    """An exception in one line."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:_MAX_WORDS].rstrip(": ")

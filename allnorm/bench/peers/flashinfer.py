@@ -17,17 +17,21 @@ from typing import Any
 import torch
 
 import allnorm
-from allnorm.cli.bench_modes import Mode
-from allnorm.cli.ranks import arms
-from allnorm.cli.ranks.arms import Arm
-from allnorm.cli.ranks.case import Case
-from allnorm.cli.ranks.peers.base import Peer
+from allnorm.bench.arms import Arm, outcome_of
+from allnorm.bench.case import Case, Outcome
+from allnorm.bench.modes import Mode
+from allnorm.bench.peers.base import Peer
 
 _WORLD_SIZES = (2, 4, 8)
 _ACCESS_BYTES = 16
 _CREATE = "trtllm_create_ipc_workspace_for_all_reduce_fusion"
 _CALL = "trtllm_allreduce_fusion"
 _NORM = "kARResidualRMSNorm"
+
+
+def _outcome(result: Any) -> Outcome:
+    """Of a call that quantised, which returned the parts in this order."""
+    return outcome_of(allnorm.QuantizedNorm(*result))
 
 
 class FlashInfer(Peer):
@@ -86,7 +90,7 @@ class FlashInfer(Peer):
         """The fused norm."""
         pattern = getattr(self._patterns, _NORM)
         return [
-            Arm(name, self._norm_call(case, pattern, one_shot), arms.normed_outcome, foreign=True)
+            Arm(name, self._norm_call(case, pattern, one_shot), outcome_of, foreign=True)
             for name, one_shot in self._variants(case)
         ]
 
@@ -96,12 +100,7 @@ class FlashInfer(Peer):
         if pattern is None:
             return []
         return [
-            Arm(
-                name,
-                self._quant_call(case, mode, pattern, one_shot),
-                arms.quantized_outcome,
-                foreign=True,
-            )
+            Arm(name, self._quant_call(case, mode, pattern, one_shot), _outcome, foreign=True)
             for name, one_shot in self._variants(case)
         ]
 

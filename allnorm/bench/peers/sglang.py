@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
-from allnorm.cli.bench_modes import Mode
-from allnorm.cli.ranks import arms
-from allnorm.cli.ranks.arms import Arm, Reduction
-from allnorm.cli.ranks.case import Case
-from allnorm.cli.ranks.peers.base import Peer
+from allnorm.bench.arms import Arm, Reduction, outcome_of
+from allnorm.bench.case import Case
+from allnorm.bench.modes import Mode
+from allnorm.bench.peers.base import Peer
 
 # Each peer has two slots of this size in every rank's memory, each row a counter.
 _MAX_PUSH_BYTES = 16 << 20
@@ -99,12 +98,7 @@ class Sglang(Peer):
             return []
         variants = {"": None, ":one_shot": False, ":two_shot": True}
         return [
-            Arm(
-                f"{self.name}{suffix}",
-                self._call(case, two_shot),
-                arms.normed_outcome,
-                foreign=True,
-            )
+            Arm(f"{self.name}{suffix}", self._call(case, two_shot), outcome_of, foreign=True)
             for suffix, two_shot in variants.items()
         ]
 
@@ -124,11 +118,8 @@ class Sglang(Peer):
         return _MAX_PUSH_ROWS if self.setting.world_size == 2 else _MAX_PUSH_ROWS_OF_MANY_RANKS
 
     def _call(self, case: Case, two_shot: bool | None) -> Any:
-        run, eps, gemma = (
-            self._fusion.all_reduce_residual_norm,
-            case.shape.eps,
-            case.shape.weight_bias,
-        )
+        run = self._fusion.all_reduce_residual_norm
+        eps, gemma = case.shape.eps, case.shape.weight_bias
 
         def call(index: int) -> Any:
             batch = case.batches[index]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from allnorm.cli.bench_modes import Mode
-from allnorm.cli.ranks.arms import Reduction
-from allnorm.cli.ranks.case import NUM_SETS, Case
-from allnorm.cli.ranks.peers.base import Peer
+from allnorm.bench.arms import Reduction
+from allnorm.bench.case import NUM_SETS, Case
+from allnorm.bench.modes import Mode
+from allnorm.bench.peers.base import Peer
+from allnorm.testing import copy_all
 
 _WORD_BYTES = 4
 
@@ -62,8 +63,7 @@ class SymmMem(Peer):
         def reset() -> None:
             # Peers read this memory, but no kernel starts before all ranks' streams have come to
             # theirs, and none ends before all have read.
-            for target, x in zip(inputs, case.xs, strict=True):
-                target.copy_(x)
+            copy_all(inputs, case.xs)
 
         def by_one_shot(index: int) -> torch.Tensor:
             return one_shot(inputs[index], "sum", group_name)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from allnorm.cli.bench_modes import Mode
-from allnorm.cli.ranks import arms
-from allnorm.cli.ranks.arms import Arm, Reduction
-from allnorm.cli.ranks.baselines import restorer, torch_weights
-from allnorm.cli.ranks.case import Case
-from allnorm.cli.ranks.peers.base import Peer
+from allnorm.bench.arms import Arm, Reduction
+from allnorm.bench.case import Case
+from allnorm.bench.modes import Mode
+from allnorm.bench.peers.base import Peer
+from allnorm.testing import copy_all
 
 _WORLD_SIZES = (2, 4, 6, 8)
 _GRANULE_BYTES = 16
@@ -73,28 +74,16 @@ class Vllm(Peer):
     def fused(self, case: Case) -> list[Arm]:
         """The all-reduce and vLLM's add + norm kernel."""
         originals = [batch.residual for batch in case.batches]
-        residuals, weights = [r.clone() for r in originals], torch_weights(case)
-        reduction, norm, eps = (
-            self.reductions(case)[0],
-            self._ops.fused_add_rms_norm,
-            case.shape.eps,
-        )
+        residuals, weights = [r.clone() for r in originals], case.unbiased_weights()
+        reduction, norm = self.reductions(case)[0], self._ops.fused_add_rms_norm
+        eps = case.shape.eps
 
         def call(index: int) -> Any:
             summed = reduction.call(index)
             norm(summed, residuals[index], weights[index], eps)
             return summed, residuals[index]
 
-        return [
-            Arm(
-                self.name,
-                call,
-                arms.normed_outcome,
-                reset=restorer(residuals, originals),
-                capturing=reduction.capturing,
-                foreign=True,
-            )
-        ]
+        return [replace(reduction.then(call), reset=partial(copy_all, residuals, originals))]
 
     def close(self) -> None:
         """Frees the shared buffers."""

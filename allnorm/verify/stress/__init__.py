@@ -1,1 +1,1 @@
-"""The soaks of `allnorm verify`: many calls, no synchronisation, delays, every bit compared."""
+"""The soaks: many calls, no synchronisation, delays, every bit compared."""

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 import allnorm
-from allnorm.cli.ranks.stress.kinds import EPS, Kind
-from allnorm.cli.ranks.stress.tape import Tape
+from allnorm.testing import describe_difference
+from allnorm.testing.bits import as_integers
+from allnorm.verify.record import Recorder
+from allnorm.verify.stress.kinds import EPS, Kind
+from allnorm.verify.stress.tape import Tape
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_MAX_DESCRIBED = 20
 
 Results = dict[str, torch.Tensor]
 
@@ -37,24 +41,23 @@ class Called:
     results: Results
 
     def wrong(self) -> torch.Tensor:
-        """How many elements do not have the reference's bits; on the device, not waited for."""
-        counts = [torch.count_nonzero(different) for _, different in self._compare()]
+        """How many elements do not have the reference's bits; on the device, not waited for.
+
+        No result is NaN: the inputs are finite and small.
+        """
+        counts = [
+            torch.count_nonzero(as_integers(got) != as_integers(self._expected(name)))
+            for name, got in self.results.items()
+        ]
         return torch.stack(counts).sum()
 
     def describe(self) -> str:
         """What is wrong, in words: waits for the device."""
-        parts = []
-        for name, different in self._compare():
-            count = int(torch.count_nonzero(different))
-            if count:
-                where = tuple(different.nonzero()[0].tolist())
-                got = self.results[name][where].float().item()
-                wanted = self._expected(name)[where].float().item()
-                rows = int(different.reshape(different.shape[0], -1).any(-1).sum())
-                parts.append(
-                    f"{count} of {different.numel()} elements of {name} wrong, in {rows} rows, "
-                    f"first at {list(where)}: {got} for {wanted}"
-                )
+        parts = [
+            f"{name}: {difference}"
+            for name, got in self.results.items()
+            if (difference := describe_difference(got, self._expected(name)))
+        ]
         return f"call {self.number}, {self.where}, {self.kind}: " + "; ".join(parts)
 
     @property
@@ -65,11 +68,15 @@ class Called:
     def _expected(self, name: str) -> torch.Tensor:
         return self.tape.expected(self.kind)[name][self.row : self.row + self.kind.num_tokens]
 
-    def _compare(self) -> list[tuple[str, torch.Tensor]]:
-        """By name, where the bits differ. No result is NaN: the inputs are finite and small."""
-        return [
-            (name, _bits(got) != _bits(self._expected(name))) for name, got in self.results.items()
-        ]
+
+def record(called: Sequence[Called], recorder: Recorder) -> None:
+    """Counts every call, and describes the first ones that are wrong: waits for the device."""
+    wrong = torch.stack([one.wrong() for one in called])
+    for one, count in zip(called, wrong.tolist(), strict=True):
+        failure = f"call {one.number}, {one.kind}: {count} elements wrong" if count else ""
+        if count and len(recorder.failures) < _MAX_DESCRIBED:
+            failure = one.describe()
+        recorder.count(failure)
 
 
 def issue(
@@ -122,7 +129,3 @@ def issue(
         shard = results["residual_out"]
         results["residual_out"] = comm.all_gather_rows(shard, kind.num_tokens)
     return results
-
-
-def _bits(part: torch.Tensor) -> torch.Tensor:
-    return part.view(_INTEGERS[part.element_size()])

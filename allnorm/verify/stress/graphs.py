@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 
 import allnorm
-from allnorm.cli.ranks.stress.calls import Called, Results, issue
-from allnorm.cli.ranks.stress.kinds import Kind
-from allnorm.cli.ranks.stress.tape import Tape
+from allnorm.testing import capture
+from allnorm.verify.stress.calls import Called, Results, issue
+from allnorm.verify.stress.kinds import Kind
+from allnorm.verify.stress.tape import Tape
 
 
 @dataclass
@@ -46,10 +47,7 @@ class Graph:
         ]
         self._weights = [call.tape.weight_of(call.kind) for call in self.calls]  # must live
         self._issue()  # loads the kernels, which no capture allows
-        torch.cuda.synchronize()
-        self._graph = torch.cuda.CUDAGraph()
-        # thread_local: NCCL's watchdog thread queries events, which must not end the capture.
-        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+        with capture() as self._graph:
             self._issue()
 
     def replay(self, number: int, rows: Sequence[int], where: str) -> list[Called]:

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 
 import allnorm
-from allnorm.cli.ranks.data import DTYPES
-from allnorm.cli.ranks.variants import specs
+from allnorm.names import NUMERICS, REQUESTS
+from allnorm.testing import DTYPES
+from allnorm.verify.variants import specs
 
 EPS = 1e-5
-NUMERICS = ("rounded", "unrounded", "transformers", "vllm")
-_ALGORITHMS = ("auto", "one_shot", "two_shot", "unfused")
 _ALGORITHM_SHARES = (2, 4, 4, 1)
 HIDDEN_SIZES = (120, 512, 2880, 2944, 4096, 7168, 8192)
 TOKENS = {
@@ -100,7 +99,7 @@ def random_kind(rng: random.Random, device: torch.device, max_elems: int) -> Kin
         quant=quant,
         return_normed=rng.random() < 0.3,
         sharded=norm and rng.random() < 0.35,
-        algorithm=rng.choices(_ALGORITHMS, _ALGORITHM_SHARES)[0],
+        algorithm=rng.choices(REQUESTS, _ALGORITHM_SHARES)[0],
     )
 
 

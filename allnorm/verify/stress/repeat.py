@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import torch
 
-from allnorm.cli.ranks.record import Recorder
-from allnorm.cli.ranks.stress.calls import Called, issue
-from allnorm.cli.ranks.stress.delays import Delays
-from allnorm.cli.ranks.stress.graphs import Graph
-from allnorm.cli.ranks.stress.kinds import Kind, algorithms
-from allnorm.cli.ranks.stress.tape import Tape, make_tape
-from allnorm.cli.ranks.verify import Context
+from allnorm.names import FUSED
 from allnorm.testing import report
+from allnorm.verify.record import Recorder
+from allnorm.verify.run import Context
+from allnorm.verify.stress.calls import Called, issue, record
+from allnorm.verify.stress.delays import Delays
+from allnorm.verify.stress.graphs import Graph
+from allnorm.verify.stress.kinds import Kind, algorithms
+from allnorm.verify.stress.tape import Tape, make_tape
 
 _BURST = 64  # calls without host synchronisation
 _GRAPH_MAX_ELEMS = 1 << 20  # of a call: up to there every other burst is the replay of one graph
-_MAX_DESCRIBED = 20
 
 
 def repeat_shapes(context: Context, recorder: Recorder) -> None:
@@ -26,10 +27,12 @@ def repeat_shapes(context: Context, recorder: Recorder) -> None:
     delays = Delays(job.seed, comm.rank, comm.device)
     kinds = []
     for num_tokens, hidden_size in job.shapes:
-        for algorithm in ("one_shot", "two_shot"):
+        for algorithm in FUSED:
             kind = Kind("norm", num_tokens, hidden_size, torch.bfloat16, algorithm=algorithm)
             # What cannot be exchanged is tested all the same, the one way that it can run.
-            kinds.append(kind if algorithms(kind, [comm]) == {algorithm} else _unfused(kind))
+            if algorithms(kind, [comm]) != {algorithm}:
+                kind = replace(kind, algorithm="unfused")
+            kinds.append(kind)
     kinds = list(dict.fromkeys(kinds))
     for index, kind in enumerate(kinds):
         seed = job.seed * 1009 + index
@@ -41,10 +44,6 @@ def repeat_shapes(context: Context, recorder: Recorder) -> None:
         for begin in range(0, job.repeat, _BURST):
             _burst(context, recorder, delays, kind, tape, rows[begin : begin + _BURST], begin)
     recorder.note = f"{job.repeat:,} each of " + ", ".join(f"{t}x{h}" for t, h in job.shapes)
-
-
-def _unfused(kind: Kind) -> Kind:
-    return Kind("norm", kind.num_tokens, kind.hidden_size, kind.dtype, algorithm="unfused")
 
 
 def _burst(
@@ -68,10 +67,5 @@ def _burst(
             x, residual = (part[row : row + kind.num_tokens] for part in (tape.x, tape.residual))
             results = issue(comm, kind, x, residual, tape.weight)
             called.append(Called(number + index, "eager", kind, tape, row, results))
-    wrong = torch.stack([one.wrong() for one in called])
-    for one, count in zip(called, wrong.tolist(), strict=True):
-        failure = f"call {one.number}, {kind}: {count} elements wrong" if count else ""
-        if count and len(recorder.failures) < _MAX_DESCRIBED:
-            failure = one.describe()
-        recorder.count(failure)
+    record(called, recorder)
     comm.check()

@@ -17,14 +17,14 @@ import torch
 import torch.distributed as dist
 
 import allnorm
-from allnorm.cli.ranks.record import Recorder
-from allnorm.cli.ranks.stress.calls import Called, issue
-from allnorm.cli.ranks.stress.delays import Delays
-from allnorm.cli.ranks.stress.graphs import Graph
-from allnorm.cli.ranks.stress.kinds import TOKENS, Kind, algorithms, random_kind
-from allnorm.cli.ranks.stress.tape import Tape, make_tape
-from allnorm.cli.ranks.verify import Context
 from allnorm.testing import report
+from allnorm.verify.record import Recorder
+from allnorm.verify.run import Context
+from allnorm.verify.stress.calls import Called, issue, record
+from allnorm.verify.stress.delays import Delays
+from allnorm.verify.stress.graphs import Graph
+from allnorm.verify.stress.kinds import TOKENS, Kind, algorithms, random_kind
+from allnorm.verify.stress.tape import Tape, make_tape
 
 BURST = 64  # calls between two looks at the results, at least
 _BURSTS = (BURST, 96, 128, 256)
@@ -36,7 +36,6 @@ _GRAPHS, _CALLS_PER_GRAPH, _GRAPH_MAX_ELEMS = 5, 16, 1 << 20
 _GRAPH_SHARE = 0.04  # of what is issued; each replay counts as its calls
 _IDLE_SECONDS = {"cuda": 1.5, "cpu": 0.3}
 _IDLE_BEFORE = (0, 20)  # bursts of a section: the first replay of a graph, and a later one
-_MAX_DESCRIBED = 20
 
 
 @dataclass(frozen=True)
@@ -164,12 +163,8 @@ class _Section:
                 new = [self._call(number + len(called))]
             called += new
             room_bytes -= sum(one.num_bytes for one in new)
-        wrong = torch.stack([one.wrong() for one in called])
-        for one, count in zip(called, wrong.tolist(), strict=True):
-            failure = f"call {one.number}: {count} elements wrong" if count else ""
-            if count and len(self._recorder.failures) < _MAX_DESCRIBED:
-                failure = one.describe()
-            self._recorder.count(failure)
+        record(called, self._recorder)
+        for one in called:
             self._figures["elements"] += sum(part.numel() for part in one.results.values())
         for comm in self._comms:
             comm.check()

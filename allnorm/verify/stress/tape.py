@@ -15,7 +15,8 @@ import torch
 
 import allnorm
 from allnorm import reference
-from allnorm.cli.ranks.stress.kinds import EPS, Kind
+from allnorm.testing.inputs import normal_maker
+from allnorm.verify.stress.kinds import EPS, Kind
 
 _CHUNK_ELEMS = {"cuda": 1 << 26, "cpu": 1 << 20}  # of one run of the reference, which takes memory
 _EXPONENTS = 5  # rows are scaled by powers of two, so that scales and norms differ
@@ -94,13 +95,7 @@ def make_tape(
         world_size: how many partial sums there are.
         seed: another one makes another tape; the same on every rank.
     """
-    generator = torch.Generator(device=device)
-
-    def normal(part: int, *shape: int) -> torch.Tensor:
-        # Spread by a prime: seeds that follow each other must not make the same parts.
-        generator.manual_seed(seed * 7919 + part)
-        return torch.randn(*shape, generator=generator, device=device)
-
+    normal = normal_maker(seed * 7919, device)  # spread by a prime
     exponents = torch.arange(num_rows, device=device) * 7 % _EXPONENTS - _EXPONENTS // 2
     scale = torch.exp2(exponents.float())[:, None]
     own = total = None
