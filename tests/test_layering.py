@@ -23,15 +23,16 @@ PUBLIC = "allnorm"
 ALLOWED = {
     "_version": set(),
     "errors": set(),
-    "policy": set(),
+    "names": set(),
+    "policy": {"names"},
     "shortcuts": set(),
-    "quant": {"errors"},
-    "reference": {"quant"},
+    "quant": {"errors", "names"},
+    "reference": {"names", "quant"},
     "config": {"errors"},
     "topology": {"errors"},
-    "tuning": {"_version", "config", "policy", "topology"},
-    "_native": {"errors", "config"},
-    "arguments": {"_native", "errors", "policy", "quant"},
+    "tuning": {"_version", "config", "names", "policy", "topology"},
+    "_native": {"errors", "config", "names"},
+    "arguments": {"_native", "errors", "names", "quant"},
     "keys": set(),
     "launch": {"_native", "arguments", "errors", "quant", "shortcuts"},
     "fast_call": {"_native", "arguments", "keys", "launch", "shortcuts"},
@@ -60,12 +61,15 @@ ALLOWED = {
         *("_native", "_version", "communicator", "config", "errors", "fast_call", "local", "ops"),
         *("policy", "quant", "reference", "tracing"),
     },
-    "testing": {PUBLIC, "errors", "reference", "workspace"},
-    "compile": {PUBLIC, "_version", "communicator", "config", "errors", "ops", "quant"},
-    "integrations": {PUBLIC, "compile", "config", "errors", "ops"},
+    "testing": {"names", "workspace"},
+    "compile": {PUBLIC, "_version", "communicator", "config", "errors", "names", "ops", "quant"},
+    "integrations": {PUBLIC, "compile", "config", "errors", "names", "ops"},
+    "verify": {PUBLIC, "errors", "names", "quant", "reference", "testing"},
+    "bench": {PUBLIC, "names", "quant", "reference", "testing", "topology"},
+    "tune": {PUBLIC, "bench", "policy", "testing", "tuning"},
     "cli": {
-        *(PUBLIC, "compile", "config", "errors", "policy", "reference", "testing", "topology"),
-        *("tracing", "tuning"),
+        *(PUBLIC, "bench", "config", "errors", "names", "testing", "topology"),
+        *("tracing", "tune", "tuning", "verify"),
     },
     "__main__": {"cli"},
 }
@@ -80,13 +84,17 @@ THIRD_PARTY = {
     "topology": {"torch", "pynvml"},
     "tuning": set(),
     "integrations": {"torch", "vllm", "sglang", "transformers"},
-    "cli": {"torch", "rich", "typer", "matplotlib", "triton", "flashinfer", "sglang", "vllm"},
+    "names": set(),
+    "testing": {"torch", "numpy"},
+    "bench": {"torch", "numpy", "triton", "flashinfer", "sglang", "vllm"},
+    "cli": {"torch", "rich", "typer", "matplotlib", "jinja2"},
 }
 
 # Who touches the environment, and why. Variables of allnorm's own are the business of config alone.
 ENVIRONMENT = {
     "config": "reads ALLNORM_*; sets the switch that keeps torch from multicast",
-    "cli": "sets the multicast switches for the ranks it starts",
+    "bench": "names NCCL's algorithm for a group, and other libraries' switches",
+    "tracing": "the environment of the program it traces",
     "testing": "sets the multicast switches for the ranks it starts",
 }
 

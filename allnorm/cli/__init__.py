@@ -18,10 +18,11 @@ def main() -> None:
     try:
         from allnorm.cli import app
     except ModuleNotFoundError as error:
-        if error.name not in ("rich", "typer"):
+        missing = (error.name or "").partition(".")[0]
+        if missing not in ("rich", "typer"):
             raise
         print(
-            f"The allnorm command needs {error.name}, which is not installed: "
+            f"The allnorm command needs {missing}, which is not installed: "
             'pip install "allnorm[cli]"',
             file=sys.stderr,
         )

@@ -19,7 +19,11 @@ def test_a_wrong_element_is_located() -> None:
     recorder.compare("wrong", [X, wrong], [X, X])
     assert recorder.cases == 2
     assert recorder.failures == [
-        (1, "wrong: residual_out: 1 of 12 differ, first at [1, 2]: -0.0 for 6.0")
+        (
+            1,
+            "wrong: residual_out: 1 of 12 elements differ, in 1 of 3 rows; the first at [1, 2]: got "
+            "-0.0 (0x8000), expected 6.0 (0x40c0); largest distance 16577 ulp",
+        )
     ]
 
 
@@ -34,8 +38,10 @@ def test_quantised_results_and_packed_scales_are_compared() -> None:
     assert recorder.failures == [
         (
             1,
-            "wrong: quantized: 1 of 12 differ, first at [0, 3]: -0.0 for 3.0; "
-            "scale: 1 of 12 differ, first at [1, 2]: 7.0 for 6.0",
+            "wrong: quantized: 1 of 12 elements differ, in 1 of 3 rows; the first at [0, 3]: got "
+            "-0.0 (0x80), expected 3.0 (0x44); largest distance 69 ulp; "
+            "scale: 1 of 12 elements differ, in 1 of 3 rows; the first at [1, 2]: got 7 "
+            "(0x00000007), expected 6 (0x00000006); largest distance 1",
         )
     ]
 
@@ -44,7 +50,7 @@ def test_quantised_results_and_packed_scales_are_compared() -> None:
 def test_another_shape_or_dtype_is_wrong(other: torch.Tensor) -> None:
     recorder = Recorder("bits")
     recorder.compare("case", [other], [X], digest=False)
-    assert "instead of" in recorder.failures[0][1]
+    assert "expected [3, 4] torch.bfloat16" in recorder.failures[0][1]
 
 
 def finish_on_ranks(rank: int, world_size: int) -> dict[str, object]:
@@ -63,6 +69,7 @@ def test_every_rank_learns_of_every_failure() -> None:
         assert found["cases"] == 4
         assert found["failures"] == 2
         assert found["details"] == [
-            "rank 1: rank 1 is wrong: normed: 12 of 12 differ, first at [0, 0]: 0.0 for 1.0",
+            "rank 1: rank 1 is wrong: normed: 12 of 12 elements differ, in 3 of 3 rows; the first at "
+            "[0, 0]: got 0.0 (0x0000), expected 1.0 (0x3f80); largest distance 16256 ulp",
             "ranks 0 and 1 hold different bits",
         ]
