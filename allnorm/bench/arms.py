@@ -12,7 +12,7 @@ import torch
 import allnorm
 from allnorm.bench.case import Case, Outcome
 from allnorm.bench.modes import Mode
-from allnorm.bench.quantizer import Quantizer
+from allnorm.bench.quantizer import quantizer
 
 Call = Callable[[int], Any]
 """Runs one call on the inputs of that buffer set."""
@@ -131,7 +131,7 @@ def then_quantize(arm: Arm, case: Case, mode: Mode, name: str) -> Arm:
     """An arm of 16-bit results, followed by a kernel that does nothing but quantise them."""
     spec = case.spec(mode.quant)
     assert spec is not None
-    quantize = Quantizer(spec, case.shape.hidden_size, case.device)
+    quantize = quantizer(spec, case.shape.hidden_size, case.device)
 
     def call(index: int) -> Any:
         result = arm.call(index)

@@ -127,14 +127,7 @@ def make_case(
 ) -> Case:
     """Makes the inputs of a shape, other ones for each buffer set and rank, and its references.
 
-    Args:
-        shape: what to run.
-        dtype: name of the dtype.
-        numerics: rounding mode.
-        device: where everything lies.
-        rank: this rank.
-        world_size: number of ranks.
-        seed: another one makes other inputs; the same on every rank.
+    Another seed makes other inputs; it is the same on every rank.
     """
     options: dict[str, Any] = {"weight_bias": shape.weight_bias, "numerics": numerics}
     size = (shape.num_tokens, shape.hidden_size, DTYPES[dtype], device, world_size)

@@ -30,23 +30,11 @@ _RUN_TO_RUN_US = 0.1
 _RUN_TO_RUN_SHARE = 0.02
 
 # What is not in a row written by an older version has this value.
-_KEY = {
-    "gpu": None,
-    "cpu": None,
-    "world_size": None,
-    "num_tokens": None,
-    "hidden_size": None,
-    "eps": None,
-    "weight_bias": 0.0,
-    "dtype": None,
-    "numerics": "rounded",
-    "quant": "",
-    "residual_sharded": False,
-    "return_normed": False,
-    "product": 0,
-    "max_blocks": 0,
-    "arm": None,
-}
+_KEY: dict[str, Any] = dict.fromkeys(
+    ("gpu", "cpu", "world_size", "num_tokens", "hidden_size", "eps", "dtype", "arm")
+)
+_KEY |= {"weight_bias": 0.0, "numerics": "rounded", "quant": "", "product": 0, "max_blocks": 0}
+_KEY |= {"residual_sharded": False, "return_normed": False}
 
 Row = Mapping[str, Any]
 

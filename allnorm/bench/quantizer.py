@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 import allnorm
 from allnorm import reference
 from allnorm.quant import Quant
 
+Quantizer = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""Takes normed rows [num_tokens, hidden_size]; returns them quantised, and their scales."""
 
-class Quantizer:
-    """Quantises normed rows: one Triton kernel on GPUs, plain PyTorch on CPUs.
+
+def quantizer(spec: Quant, hidden_size: int, device: torch.device) -> Quantizer:
+    """One Triton kernel on GPUs, plain PyTorch on CPUs.
 
     Args:
         spec: how.
@@ -20,24 +26,19 @@ class Quantizer:
     Raises:
         ImportError: on a GPU, Triton is not installed.
     """
+    if device.type != "cuda":
+        return partial(reference.quantize, quant=spec)
+    from allnorm.bench import triton_quantizer
 
-    def __init__(self, spec: Quant, hidden_size: int, device: torch.device) -> None:
-        self._spec = spec
-        self._on_gpu = device.type == "cuda"
-        if self._on_gpu:
-            from allnorm.bench import triton_quantizer
+    launch = triton_quantizer.plan(spec, hidden_size)
 
-            self._launch = triton_quantizer.plan(spec, hidden_size)
-
-    def __call__(self, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Quantises [num_tokens, hidden_size] rows; returns them and their scales."""
-        if not self._on_gpu:
-            return reference.quantize(normed, self._spec)
+    def quantize(normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         quantized = torch.empty_like(normed, dtype=torch.float8_e4m3fn)
-        if isinstance(self._spec, allnorm.Fp8PerTensor):
-            scale = self._spec.scale
+        if isinstance(spec, allnorm.Fp8PerTensor):
+            scale = spec.scale
         else:
-            rows, columns = normed.shape
-            scale = allnorm.quant.empty_scale(self._spec, rows, columns, normed.device)
-        self._launch(normed, quantized, scale)
+            scale = allnorm.quant.empty_scale(spec, *normed.shape, normed.device)
+        launch(normed, quantized, scale)
         return quantized, scale
+
+    return quantize

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from allnorm import topology
@@ -185,19 +185,10 @@ def json_row(m: Measurement, common: dict[str, Any]) -> dict[str, Any]:
     return {
         **common,
         "world_size": m.world_size,
-        "num_tokens": m.shape.num_tokens,
-        "hidden_size": m.shape.hidden_size,
-        "eps": m.shape.eps,
-        "weight_bias": m.shape.weight_bias,
-        "model": m.shape.model,
-        "quant": m.mode.quant,
-        "residual_sharded": m.mode.residual_sharded,
-        "return_normed": m.mode.return_normed,
+        **asdict(m.shape),
+        **asdict(m.mode),
         "arm": m.arm,
-        **{key: getattr(m, key) for key in TIMES},
-        "quant_cost_us": m.quant_cost_us,
-        "floor_us": m.floor_us,
-        "floor_share": m.floor_share,
+        **{key: getattr(m, key) for key in (*TIMES, "quant_cost_us", "floor_us", "floor_share")},
         "correct": m.correct,
         "supported": not m.reason,
         "reason": m.reason,

@@ -49,38 +49,27 @@ class Job:
 
 
 @dataclass
-class _Turn:
-    """One mode of one shape: what runs, and what is known about what does not.
+class _Tried:
+    """What is known about one arm in one mode of one shape, the same on every rank but for times.
 
     Attributes:
-        runs: the arms that are right so far.
-        reasons: why an arm does not run, by name; not its fault.
-        errors: what is wrong with an arm's result, by name.
-        order: of the records.
-        times: what was measured, by name.
+        name: of the arm, or of the peer that has none here.
+        arm: what runs, as long as it is right; None if it cannot, or is not.
+        reason: why it does not run; not its fault.
+        error: what is wrong with its result.
+        times: what was measured.
     """
 
-    runs: list[Arm] = field(default_factory=list)
-    reasons: dict[str, str] = field(default_factory=dict)
-    errors: dict[str, str] = field(default_factory=dict)
-    order: list[str] = field(default_factory=list)
-    times: dict[str, dict[str, float]] = field(default_factory=dict)
+    name: str
+    arm: Arm | None = None
+    reason: str = ""
+    error: str = ""
+    times: dict[str, float] = field(default_factory=lambda: clock.summary([]))
 
-    def add(self, name: str, found: Arm | str) -> None:
-        """An arm, or why there is none of that name."""
-        self.order.append(name)
-        if isinstance(found, str):
-            self.reasons[name] = found
-        else:
-            self.runs.append(found)
 
-    def drop(self, arm: Arm, *, reason: str = "", error: str = "") -> None:
-        """Takes an arm out, the same on every rank."""
-        self.runs.remove(arm)
-        if reason:
-            self.reasons[arm.name] = reason
-        if error:
-            self.errors[arm.name] = error
+def _tried(found: Arm | str, name: str) -> _Tried:
+    """An arm, or why there is none of that name."""
+    return _Tried(name, reason=found) if isinstance(found, str) else _Tried(found.name, found)
 
 
 def run(rank: int, world_size: int, job: Job) -> list[dict[str, Any]]:
@@ -110,18 +99,19 @@ def run(rank: int, world_size: int, job: Job) -> list[dict[str, Any]]:
             report({"text": str(shape), "done": index, "total": len(job.shapes)})
             case = make_case(shape, job.dtype, job.numerics, where, rank, world_size, seed=index)
             for number, mode in enumerate(job.modes):
-                turn = _arms(comm, others, case, mode, job)
-                _check(turn, case, mode)
+                tried = _arms(comm, others, case, mode, job)
+                _check(tried, case, mode)
                 made = case.checksums()
-                _measure(turn, case, job)
+                _measure(tried, case, job)
                 changed = agree("" if case.checksums() == made else f"{shape}")
                 if changed:
                     raise RuntimeError(
                         f"an arm has overwritten what all arms read ({changed}): the others were "
                         "timed on other values. Take arms of other libraries out with --arms."
                     )
-                report({"records": _records(turn, index, number)})
-                records += _records(turn, index, number)
+                found = [_record(one, index, number) for one in tried]
+                report({"records": found})
+                records += found
             del case
         comm.check()
         others.close()
@@ -130,36 +120,38 @@ def run(rank: int, world_size: int, job: Job) -> list[dict[str, Any]]:
 
 def _arms(
     comm: allnorm.Communicator, others: peers.Peers, case: Case, mode: Mode, job: Job
-) -> _Turn:
-    turn = _Turn()
+) -> list[_Tried]:
+    tried = []
     obstacle = case.obstacle(mode.quant)
     for name in modes.arm_names(job.device, mode):
         if name not in job.arms:
             continue
         if obstacle and name != "allnorm16":
-            turn.add(name, obstacle)
+            tried.append(_tried(obstacle, name))
         elif name.startswith("allnorm"):
-            turn.add(name, arms.own_arms(comm, case, mode, name))
+            tried.append(_tried(arms.own_arms(comm, case, mode, name), name))
         else:
-            turn.add(name, baselines.baseline(case, mode, name))
+            tried.append(_tried(baselines.baseline(case, mode, name), name))
     for name in modes.peer_names(job.device, mode):
         if name in job.arms:
             found = obstacle or others.arms(name, case, mode)
-            for arm in [found] if isinstance(found, str) else found:
-                turn.add(name if isinstance(arm, str) else arm.name, arm)
-    return turn
+            tried += [_tried(one, name) for one in ([found] if isinstance(found, str) else found)]
+    return tried
 
 
-def _check(turn: _Turn, case: Case, mode: Mode) -> None:
+def _running(tried: list[_Tried]) -> list[tuple[_Tried, Arm]]:
+    return [(one, one.arm) for one in tried if one.arm is not None]
+
+
+def _check(tried: list[_Tried], case: Case, mode: Mode) -> None:
     """Runs each arm once on every buffer set and compares; all ranks drop the same arms."""
-    for arm in list(turn.runs):
+    for one, arm in _running(tried):
         try:
-            error = agree(_run(arm, check_arm, arm, case, mode))
+            one.error = agree(_run(arm, check_arm, arm, case, mode))
         except RankFailedError as absent:
-            turn.drop(arm, reason=str(absent))
-        else:
-            if error:
-                turn.drop(arm, error=error)
+            one.reason = str(absent)
+        if one.error or one.reason:
+            one.arm = None
 
 
 def _run(arm: Arm, step: Callable[..., Any], *arguments: Any) -> Any:
@@ -195,51 +187,37 @@ def describe_error(arm: Arm, result: Any, case: Case, index: int, mode: Mode) ->
     return ""
 
 
-def _measure(turn: _Turn, case: Case, job: Job) -> None:
+def _measure(tried: list[_Tried], case: Case, job: Job) -> None:
+    more: dict[str, float] = {}
     if job.product:
-        _measure_behind(Product(case, job.product), turn, case, job)
-        return
-    for name, values in _time(turn, case, job).items():
-        turn.times[name] = clock.summary(values)
-    if job.device == "cuda":
-        for arm in turn.runs:
-            turn.times[arm.name] |= clock.time_eager(arm, torch.cuda.synchronize)
+        product = Product(case, job.product)
+        for one, arm in _running(tried):
+            one.arm = product.before(arm)
+        alone = _Tried("", product.alone())
+        samples, more["product_us"] = product.take_off(_time([alone, *tried], case, job))
+        product.restore()
+    else:
+        samples = _time(tried, case, job)
+    for one, arm in _running(tried):
+        if arm.name in samples:
+            one.times = clock.summary(samples[arm.name]) | more
+            if job.device == "cuda" and not job.product:
+                one.times |= clock.time_eager(arm, torch.cuda.synchronize)
 
 
-def _measure_behind(product: Product, turn: _Turn, case: Case, job: Job) -> None:
-    turn.runs = [product.alone(), *map(product.before, turn.runs)]
-    samples, product_us = product.take_off(_time(turn, case, job))
-    for name, values in samples.items():
-        turn.times[name] = clock.summary(values) | {"product_us": product_us}
-    product.restore()
-
-
-def _time(turn: _Turn, case: Case, job: Job) -> clock.Samples:
+def _time(tried: list[_Tried], case: Case, job: Job) -> clock.Samples:
+    """Samples of each arm; what another library cannot capture is dropped on all ranks."""
     if job.device == "cpu":
-        return clock.time_cpu(turn.runs, job.seconds)
-    return clock.time_cuda(_capture(turn, case.num_rows), case.num_rows)
-
-
-def _capture(turn: _Turn, num_tokens: int) -> list[tuple[Arm, torch.cuda.CUDAGraph]]:
-    """A graph of each arm; what another library cannot capture is dropped on all ranks."""
+        return clock.time_cpu([arm for _, arm in _running(tried)], job.seconds)
     graphs = []
-    for arm in list(turn.runs):
+    for one, arm in _running(tried):
         try:
-            graphs.append((arm, _run(arm, clock.capture, arm, num_tokens)))
+            graphs.append((arm, _run(arm, clock.capture, arm, case.num_rows)))
         except RankFailedError as absent:
-            turn.drop(arm, reason=f"in a CUDA graph: {absent}")
-    return graphs
+            one.reason, one.arm = f"in a CUDA graph: {absent}", None
+    return clock.time_cuda(graphs, case.num_rows)
 
 
-def _records(turn: _Turn, shape: int, mode: int) -> list[dict[str, Any]]:
-    return [
-        {
-            "shape": shape,
-            "mode": mode,
-            "arm": name,
-            "reason": turn.reasons.get(name, ""),
-            "error": turn.errors.get(name, ""),
-            **turn.times.get(name, clock.summary([])),
-        }
-        for name in turn.order
-    ]
+def _record(one: _Tried, shape: int, mode: int) -> dict[str, Any]:
+    known = {"arm": one.name, "reason": one.reason, "error": one.error}
+    return {"shape": shape, "mode": mode, **known, **one.times}

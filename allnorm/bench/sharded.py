@@ -19,7 +19,7 @@ import allnorm
 from allnorm.bench.arms import Arm
 from allnorm.bench.case import Case, Outcome
 from allnorm.bench.modes import Mode
-from allnorm.bench.quantizer import Quantizer
+from allnorm.bench.quantizer import quantizer
 from allnorm.quant import Quant
 
 _PACKED = "packed scales of rows that are gathered would have to be laid out anew"
@@ -67,25 +67,23 @@ def _local_norm(
     rest = [(batch.weight, case.shape.eps) for batch in case.batches]
     options = case.options(mode) | ({"quant": spec} if spec else {})
 
+    function: Any = allnorm.add_rms_norm_quant if spec else allnorm.add_rms_norm
+    static = isinstance(spec, allnorm.Fp8PerTensor)
+
     def norm(index: int, x: torch.Tensor) -> Any:
-        normed, residual = allnorm.add_rms_norm(x, residuals[index], *rest[index], **options)
-        return residual, normed
+        result = function(x, residuals[index], *rest[index], **options)
+        if spec is None:
+            return result[1], result[0]
+        return result.residual, result.quantized, None if static else result.scale, result.normed
 
-    def norm_quant(index: int, x: torch.Tensor) -> Any:
-        quantized, scale, residual, normed = allnorm.add_rms_norm_quant(
-            x, residuals[index], *rest[index], **options
-        )
-        static = isinstance(spec, allnorm.Fp8PerTensor)
-        return residual, quantized, None if static else scale, normed
-
-    return norm_quant if spec else norm
+    return norm
 
 
 def _torch_norm(
     case: Case, residuals: list[torch.Tensor], spec: Quant | None, mode: Mode
 ) -> Callable[..., Any]:
     weights, eps, size = case.unbiased_weights(), case.shape.eps, (case.shape.hidden_size,)
-    quantize = Quantizer(spec, case.shape.hidden_size, case.device) if spec else None
+    quantize = quantizer(spec, case.shape.hidden_size, case.device) if spec else None
 
     def norm(index: int, x: torch.Tensor) -> Any:
         residual = residuals[index] + x
@@ -93,10 +91,10 @@ def _torch_norm(
         if quantize is None:
             return residual, normed
         quantized, scale = quantize(normed)
-        static = isinstance(spec, allnorm.Fp8PerTensor)
         kept = normed if mode.return_normed else None
         return residual, quantized, None if static else scale, kept
 
+    static = isinstance(spec, allnorm.Fp8PerTensor)
     return norm
 
 

@@ -150,7 +150,7 @@ def _show_faults(rows: list[fault_report.Row], world_size: int, console: Console
 
 
 def _check_selection(job: Job) -> None:
-    every = [name for name, _ in verify_run.checks_of(replace(job, only=()))]
+    every = verify_run.checks_of(replace(job, only=()))
     unknown = [word for word in job.only if not any(word in name for name in every)]
     if unknown:
         hint = "" if job.stress else "; with --stress N also ordering soak"

@@ -18,40 +18,14 @@ from allnorm import names
 # Words that some transport might use as its mark for "not arrived", their neighbours, and the bit
 # patterns that those would turn into. Every one of them must be ordinary data.
 SENTINEL_WORDS = (
-    0xFFFFFFFF,
-    0xFFFEFFFE,
-    0xFFFEFFFF,
-    0xFFFFFFFE,
-    0xFFFF0000,
-    0x0000FFFF,
-    0x7FFFFFFF,
-    0x7FFF7FFF,
-    0x7FFE7FFE,
-    0x7FC00000,
-    0x7FC07FC0,
-    0x7F800001,
-    0x7F817F81,
-    0x7C017C01,
-    0x80000000,
-    0x80008000,
-    0x00008000,
-    0x00000000,
-    0x00000001,
-    0x00010001,
-    0xDEADBEEF,
-    0xCDCDCDCD,
-    0xAAAAAAAA,
-    0x55555555,
+    *(0xFFFFFFFF, 0xFFFEFFFE, 0xFFFEFFFF, 0xFFFFFFFE, 0xFFFF0000, 0x0000FFFF),
+    *(0x7FFFFFFF, 0x7FFF7FFF, 0x7FFE7FFE, 0x7FC00000, 0x7FC07FC0, 0x7F800001, 0x7F817F81),
+    *(0x7C017C01, 0x80000000, 0x80008000, 0x00008000, 0x00000000, 0x00000001, 0x00010001),
+    *(0xDEADBEEF, 0xCDCDCDCD, 0xAAAAAAAA, 0x55555555),
 )
 
 SPECIAL_KINDS = (
-    "zeros",
-    "negative_zeros",
-    "mixed_zeros",
-    "denormals",
-    "huge",
-    "nan",
-    "infinity",
+    *("zeros", "negative_zeros", "mixed_zeros", "denormals", "huge", "nan", "infinity"),
     "opposite_infinities",
 )
 
@@ -74,6 +48,10 @@ class Batch:
     xs: tuple[Tensor, ...]
     residual: Tensor
     weight: Tensor
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        """The batch with other rows: `change` takes the partial sums and the residual."""
+        return Batch(tuple(map(change, self.xs)), change(self.residual), self.weight)
 
     def copy_(self, other: Batch) -> None:
         """Takes the values of another batch of the same shapes."""
@@ -182,14 +160,7 @@ def shared_input(
 ) -> Tensor:
     """Random numbers that are the same on every rank: a residual or a weight.
 
-    Args:
-        shape: of the result.
-        dtype: float32, float16 or bfloat16.
-        name: what it is for; other names give other numbers.
-        call: which call of a test it is for.
-        seed: distinguishes tests.
-        scale: standard deviation.
-        device: where the result goes.
+    Other names give other numbers; the other arguments are those of `rank_input`.
     """
     generator = _generator(name, tuple(shape), dtype, call, seed)
     return (torch.randn(tuple(shape), generator=generator) * scale).to(dtype).to(device)
@@ -204,17 +175,11 @@ def special_input(
     call: int = 0,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """An input of special values.
+    """An input of one of SPECIAL_KINDS; the other arguments are those of `rank_input`.
 
-    Args:
-        kind: one of SPECIAL_KINDS. "nan" and "infinity" put one such element into every third row
-            of the input of rank 0 only; "opposite_infinities" puts +inf on rank 0 and -inf on rank
-            1 at the same place; "huge" overflows the sum.
-        shape: `[..., hidden_size]`.
-        dtype: float32, float16 or bfloat16.
-        rank: whose input it is.
-        call: which call of a test it is for.
-        device: where the result goes.
+    "nan" and "infinity" put one such element into every third row of the input of rank 0 only;
+    "opposite_infinities" puts +inf on rank 0 and -inf on rank 1 at the same place; "huge" overflows
+    the sum.
 
     Raises:
         ValueError: unknown kind.
@@ -259,13 +224,8 @@ def sentinel_input(
     position 4 is all four. With `finite` the words that hold a NaN or an infinity in this dtype are
     left out, so that every bit of the outputs can be compared.
 
-    Args:
-        shape: `[..., hidden_size]`; rows must consist of whole packs to reach every position.
-        dtype: float32, float16 or bfloat16.
-        rank: shifts the pattern, so that ranks carry different words at the same place.
-        finite: only words that are finite numbers.
-        call: which call of a test it is for; shifts the pattern too.
-        device: where the result goes.
+    Rows must consist of whole packs to reach every position. Rank and call shift the pattern, so
+    that they carry different words at the same place. The other arguments are those of `rank_input`.
     """
     words = torch.tensor(SENTINEL_WORDS, dtype=torch.int64)
     words = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,21 +21,6 @@ Result = tuple[torch.Tensor, torch.Tensor]
 _GRAPH_ROUNDS = 6
 
 
-def listed(device: str) -> list[tuple[str, Check]]:
-    """The checks that run on "cuda" or "cpu", with their names."""
-    everywhere: list[tuple[str, Check]] = [
-        ("batch invariance", batch_invariance),
-        ("special values", special_values),
-        ("sentinel patterns", sentinels),
-        ("options", options),
-        ("in place", in_place),
-        ("strided rows", strided),
-        ("two communicators", two_communicators),
-    ]
-    graphs: list[tuple[str, Check]] = [("graph replay", graph_replay)] if device == "cuda" else []
-    return everywhere + graphs
-
-
 def batch_invariance(context: Context, recorder: Recorder) -> None:
     """A row's bits do not depend on the batch it is in."""
     for name, dtype in DTYPES.items():
@@ -42,11 +29,12 @@ def batch_invariance(context: Context, recorder: Recorder) -> None:
             whole = _reference(batch)
             for algorithm in context.algorithms(67, hidden_size, dtype):
                 for low, high in ((0, 67), (0, 1), (13, 14), (66, 67), (3, 20), (30, 63)):
-                    part = _rows(batch, low, high)
+                    rows = slice(low, high)
+                    part = batch.map(lambda tensor, rows=rows: tensor[rows].clone())  # type: ignore[misc]
                     recorder.compare(
                         f"rows {low}..{high} of 67x{hidden_size} {name} {algorithm}",
                         context.run(part, algorithm=algorithm),
-                        [tensor[low:high] for tensor in whole],
+                        [tensor[rows] for tensor in whole],
                     )
 
 
@@ -89,7 +77,10 @@ def options(context: Context, recorder: Recorder) -> None:
         weights = (batch.weight, batch.weight.float())
         for variant in itertools.product((batch.residual, None), weights, (0.0, 1.0), NUMERICS):
             _one_option(context, recorder, batch, *variant)
-        _more_dimensions(context, recorder, batch, name)
+        # More dimensions than two.
+        folded = batch.map(lambda rows: rows.view(3, 2, 2, -1))
+        expected = [part.view(3, 2, 2, -1) for part in _reference(batch)]
+        recorder.compare(f"[3, 2, 2, 5760] {name}", context.run(folded), expected)
 
 
 def _one_option(
@@ -113,16 +104,6 @@ def _one_option(
             f"weight_bias {bias}, {numerics} {algorithm}"
         )
         recorder.compare(case, got, expected)
-
-
-def _more_dimensions(context: Context, recorder: Recorder, batch: Batch, name: str) -> None:
-    expected = [tensor.view(3, 2, 2, -1) for tensor in _reference(batch)]
-    folded = Batch(
-        tuple(x.view(3, 2, 2, -1) for x in batch.xs),
-        batch.residual.view(3, 2, 2, -1),
-        batch.weight,
-    )
-    recorder.compare(f"[3, 2, 2, 5760] {name}", context.run(folded), expected)
 
 
 def in_place(context: Context, recorder: Recorder) -> None:
@@ -153,9 +134,7 @@ def strided(context: Context, recorder: Recorder) -> None:
     for name, dtype in DTYPES.items():
         for num_tokens, hidden_size in ((5, 2880), (64, 4096), (129, 1001)):
             batch = context.batch(num_tokens, hidden_size, dtype)
-            apart = Batch(
-                tuple(_apart(x, 24) for x in batch.xs), _apart(batch.residual, 8), batch.weight
-            )
+            apart = replace(batch.map(partial(_apart, gap=24)), residual=_apart(batch.residual, 8))
             expected = _reference(batch)
             for algorithm in context.algorithms(num_tokens, hidden_size, dtype):
                 got = context.run(apart, algorithm=algorithm)
@@ -172,11 +151,8 @@ def two_communicators(context: Context, recorder: Recorder) -> None:
             algorithm = context.rng.choice(REQUESTS)
             if algorithm not in context.algorithms(*shape, DTYPES[name]):
                 algorithm = "auto"
-            x = batch.xs[other.rank]
             got = [
-                comm.all_reduce_add_rms_norm(
-                    x, batch.residual, batch.weight, EPS, algorithm=algorithm
-                )
+                replace(context, comm=comm).run(batch, algorithm=algorithm)
                 for comm in (context.comm, other)
             ]
             for result, numerics in zip(got, ("rounded", "vllm"), strict=True):
@@ -227,16 +203,20 @@ def _reference(batch: Batch, numerics: str = "rounded") -> Result:
     )
 
 
-def _rows(batch: Batch, low: int, high: int) -> Batch:
-    return Batch(
-        tuple(x[low:high].clone() for x in batch.xs),
-        batch.residual[low:high].clone(),
-        batch.weight,
-    )
-
-
 def _apart(x: torch.Tensor, gap: int) -> torch.Tensor:
     """The same rows with `gap` other elements between them."""
     wide = torch.full((x.shape[0], x.shape[1] + gap), 7.0, dtype=x.dtype, device=x.device)
     wide[:, : x.shape[1]] = x
     return wide[:, : x.shape[1]]
+
+
+CHECKS: dict[str, Check] = {
+    "batch invariance": batch_invariance,
+    "special values": special_values,
+    "sentinel patterns": sentinels,
+    "options": options,
+    "in place": in_place,
+    "strided rows": strided,
+    "two communicators": two_communicators,
+}
+GPU_CHECKS: dict[str, Check] = {"graph replay": graph_replay}

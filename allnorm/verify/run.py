@@ -146,7 +146,7 @@ def run(rank: int, world_size: int, job: Job) -> list[dict[str, Any]]:
         context = Context(comm, job, random.Random(job.seed))
         listed = checks_of(job)
         results = []
-        for index, (name, check) in enumerate(listed):
+        for index, (name, check) in enumerate(listed.items()):
             report({"text": name, "done": index, "total": len(listed)})
             recorder = Recorder(name)
             check(context, recorder)
@@ -155,25 +155,19 @@ def run(rank: int, world_size: int, job: Job) -> list[dict[str, Any]]:
     return results
 
 
-def checks_of(job: Job) -> list[tuple[str, Check]]:
-    """The checks of a job and their names, in order."""
+def checks_of(job: Job) -> dict[str, Check]:
+    """The checks of a job by their names, in order."""
     from allnorm.verify import checks, variants
     from allnorm.verify.stress import repeat, soak
 
     if job.shapes:
-        return [("repeated shapes", repeat.repeat_shapes)]
-    listed = [
-        ("every combination", product),
-        *checks.listed(job.device),
-        *variants.listed(job.device),
-    ]
-    if job.stress:
-        listed.append(("ordering soak", soak.soak))
-    return [
-        (name, check)
-        for name, check in listed
-        if not job.only or any(word in name for word in job.only)
-    ]
+        return {"repeated shapes": repeat.repeat_shapes}
+    listed = {"every combination": product}
+    for module in (checks, variants):
+        listed |= module.CHECKS | (module.GPU_CHECKS if job.device == "cuda" else {})
+    listed |= {"ordering soak": soak.soak} if job.stress else {}
+    words = job.only or ("",)
+    return {n: check for n, check in listed.items() if any(word in n for word in words)}
 
 
 def product(context: Context, recorder: Recorder) -> None:

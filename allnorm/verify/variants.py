@@ -3,45 +3,23 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from dataclasses import replace
 
 import torch
 
 import allnorm
 from allnorm import reference
-from allnorm.names import GROUP_SIZES, NUMERICS, SCALE_LAYOUTS
+from allnorm.names import NUMERICS
 from allnorm.quant import Quant
 from allnorm.testing import DTYPES, SPECIAL_KINDS, Batch, capture
 from allnorm.verify.record import Recorder
-from allnorm.verify.run import EPS, Check, Context
+from allnorm.verify.run import Check, Context
+from allnorm.verify.stress.calls import Results, issue
+from allnorm.verify.stress.kinds import Kind, specs
 
-_LAYOUTS = (
-    *itertools.product(SCALE_LAYOUTS, ("float32", "ue8m0")),
-    ("column_major_tma", "ue8m0_packed"),
-)
 _HIDDEN_SIZES = (512, 2944, 2880, 120)
 _TOKENS = (0, 1, 2, 3, 5, 7, 33)
-_NAMES = ("quantized", "scale", "residual_out", "normed")
 _GRAPH_ROUNDS = 6
-
-
-def listed(device: str) -> list[tuple[str, Check]]:
-    """The checks of this file that run on "cuda" or "cpu", with their names."""
-    everywhere: list[tuple[str, Check]] = [
-        ("quantisation", quantization),
-        ("quantised special values", quantized_special_values),
-        ("sharded residual", sharded_residual),
-    ]
-    replay: list[tuple[str, Check]] = [("quantised graph replay", quantized_graph_replay)]
-    return everywhere + replay if device == "cuda" else everywhere
-
-
-def specs(hidden_size: int, device: torch.device) -> list[Quant]:
-    """Every way to quantise rows of that many columns."""
-    fitting = [size for size in GROUP_SIZES if hidden_size % size == 0]
-    groups = [allnorm.Fp8PerGroup(size, *names) for size in fitting for names in _LAYOUTS]
-    static = allnorm.Fp8PerTensor(torch.full((1,), 0.03, device=device))
-    return [*groups, allnorm.Fp8PerToken(), static]
 
 
 def quantization(context: Context, recorder: Recorder) -> None:
@@ -58,7 +36,7 @@ def quantized_special_values(context: Context, recorder: Recorder) -> None:
     for dtype, kind in itertools.product(DTYPES.values(), SPECIAL_KINDS):
         batch = context.special(kind, (17, 2880), dtype)
         for spec in specs(2880, context.comm.device)[-4:]:
-            _check(context, recorder, batch, spec, 0, kind=kind)
+            _check(context, recorder, batch, spec, 0, special=kind)
 
 
 def sharded_residual(context: Context, recorder: Recorder) -> None:
@@ -77,22 +55,18 @@ def quantized_graph_replay(context: Context, recorder: Recorder) -> None:
     """A graph of quantised and sharded calls, replayed with new inputs and another given scale."""
     comm = context.comm
     static = context.batch(35, 2944, torch.bfloat16)
-    every = specs(2944, comm.device)
-    given = every[-1]
-    assert isinstance(given, allnorm.Fp8PerTensor)
-    lo, hi = comm.row_shard(35)
-    x, shard = static.xs[comm.rank], static.residual[lo:hi]
+    kinds = [
+        Kind("norm", 35, 2944, torch.bfloat16, quant=spec, sharded=sharded)
+        for spec in specs(2944, comm.device)
+        for sharded in (False, True)
+    ]
 
-    def calls() -> list[allnorm.QuantizedNorm]:
-        results = []
-        for spec in every:
-            whole = comm.all_reduce_add_rms_norm_quant(x, static.residual, static.weight, EPS, spec)
-            own = comm.all_reduce_add_rms_norm_quant(
-                x, shard, static.weight, EPS, spec, residual_sharded=True
-            )
-            residual = comm.all_gather_rows(own.residual, 35)
-            results += [whole, own._replace(residual=residual)]
-        return results
+    given = kinds[-1].quant
+    assert isinstance(given, allnorm.Fp8PerTensor)
+
+    def calls() -> list[Results]:
+        x = static.xs[comm.rank]
+        return [issue(comm, kind, x, static.residual, static.weight) for kind in kinds]
 
     calls()
     with capture() as graph:
@@ -102,16 +76,14 @@ def quantized_graph_replay(context: Context, recorder: Recorder) -> None:
         static.copy_(batch)
         given.scale.fill_(0.01 * (turn + 1))
         graph.replay()
-        for index, result in enumerate(results):
-            spec = every[index // 2]
-            expected = reference.all_reduce_add_rms_norm_quant(
-                batch.xs, batch.residual, batch.weight, EPS, spec
-            )
+        reduced = reference.all_reduce(batch.xs)
+        for kind, got in zip(kinds, results, strict=True):
+            expected = kind.expected(reduced, batch.residual, batch.weight)
             recorder.compare(
-                f"replay {turn}, {spec}{', sharded' if index % 2 else ''}",
-                list(_parts(result, spec).values()),
-                list(_parts(expected, spec).values()),
-                _NAMES,
+                f"replay {turn}, {kind}",
+                [_whole(name, part, kind.quant) for name, part in got.items()],
+                [_whole(name, expected[name], kind.quant) for name in got],
+                list(got),
             )
 
 
@@ -123,58 +95,38 @@ def _check(
     turn: int,
     *,
     sharded: bool = False,
-    kind: str = "",
+    special: str = "",
 ) -> None:
     """A call by each algorithm that can run it; what is left open takes turns."""
-    comm, (num_tokens, hidden_size) = context.comm, batch.residual.shape
-    dtype, whole = batch.residual.dtype, batch.residual if turn % 3 or kind else None
-    options: dict[str, Any] = {
-        "numerics": NUMERICS[turn % len(NUMERICS)],
-        "weight_bias": float(turn % 5 == 0),
-    }
-    call, refer = comm.all_reduce_add_rms_norm, reference.all_reduce_add_rms_norm
-    if spec is not None:
-        options |= {"quant": spec, "return_normed": turn % 2 == 0}
-        call = comm.all_reduce_add_rms_norm_quant  # type: ignore[assignment]
-        refer = reference.all_reduce_add_rms_norm_quant  # type: ignore[assignment]
-    expected = _parts(refer(batch.xs, whole, batch.weight, EPS, **options), spec)
-    own = whole
-    if sharded:
-        lo, hi = comm.row_shard(num_tokens)
-        own = None if whole is None else whole[lo:hi].clone()
-        expected["residual_out"] = expected["residual_out"][lo:hi]
-    x = batch.xs[comm.rank]
-    for algorithm in context.algorithms(num_tokens, hidden_size, dtype, spec, sharded):
-        result = call(
-            *(x, own, batch.weight, EPS),
-            algorithm=algorithm,
-            residual_sharded=sharded,
-            **options,
+    comm, shape, dtype = context.comm, batch.residual.shape, batch.residual.dtype
+    kind = Kind(
+        *("norm", *shape, dtype, NUMERICS[turn % len(NUMERICS)]),
+        weight_bias=float(turn % 5 == 0),
+        has_residual=bool(turn % 3 or special),
+        quant=spec,
+        return_normed=spec is not None and turn % 2 == 0,
+        sharded=sharded,
+    )
+    expected = kind.expected(reference.all_reduce(batch.xs), batch.residual, batch.weight)
+    for algorithm in context.algorithms(*shape, dtype, spec, sharded):
+        kind = replace(kind, algorithm=algorithm)
+        got = issue(comm, kind, batch.xs[comm.rank], batch.residual, batch.weight)
+        recorder.compare(
+            f"{special} {kind}",
+            [_whole(name, part, spec) for name, part in got.items()],
+            [_whole(name, expected[name], spec) for name in got],
+            list(got),
+            digest=not special,
         )
-        got = _parts(result, spec)
-        case = f"{kind} {num_tokens}x{hidden_size} {dtype} {spec} {options['numerics']} {algorithm}"
-        for shared in (True, False):  # held by every rank alike, or this rank's own
-            names = [name for name in got if (name != "residual_out" or not sharded) == shared]
-            if names:
-                recorder.compare(
-                    case,
-                    [got[name] for name in names],
-                    [expected[name] for name in names],
-                    names,
-                    digest=shared and not kind,
-                )
 
 
-def _parts(result: tuple[torch.Tensor | None, ...], spec: Quant | None) -> dict[str, torch.Tensor]:
-    """A call's results by their names; scales with the padding rows behind them."""
-    names = ("normed", "residual_out") if spec is None else _NAMES
-    parts = {n: part for n, part in zip(names, result, strict=True) if part is not None}
-    if isinstance(spec, allnorm.Fp8PerGroup) and spec.scale_layout == "column_major_tma":
-        scale = parts["scale"]
-        column = scale.stride(1)
-        if scale.numel():
-            parts["scale"] = scale.as_strided((column, scale.shape[1]), (1, column))
-    return parts
+def _whole(name: str, part: torch.Tensor, spec: Quant | None) -> torch.Tensor:
+    """A result; of scales the padding rows behind them, too."""
+    if name != "scale" or not part.numel() or not isinstance(spec, allnorm.Fp8PerGroup):
+        return part
+    if spec.scale_layout != "column_major_tma":
+        return part
+    return part.as_strided((part.stride(1), part.shape[1]), (1, part.stride(1)))
 
 
 def _check_gathered(context: Context, recorder: Recorder, batch: Batch) -> None:
@@ -184,3 +136,11 @@ def _check_gathered(context: Context, recorder: Recorder, batch: Batch) -> None:
         got = comm.all_gather_rows(batch.residual[lo:hi], num_tokens, algorithm=algorithm)
         case = f"all_gather_rows {num_tokens}x{hidden_size} {batch.residual.dtype} {algorithm}"
         recorder.compare(case, [got], [batch.residual], ["rows"])
+
+
+CHECKS: dict[str, Check] = {
+    "quantisation": quantization,
+    "quantised special values": quantized_special_values,
+    "sharded residual": sharded_residual,
+}
+GPU_CHECKS: dict[str, Check] = {"quantised graph replay": quantized_graph_replay}

@@ -21,8 +21,8 @@ def test_a_wrong_element_is_located() -> None:
     assert recorder.failures == [
         (
             1,
-            "wrong: residual_out: 1 of 12 elements differ, in 1 of 3 rows; the first at [1, 2]: got "
-            "-0.0 (0x8000), expected 6.0 (0x40c0); largest distance 16577 ulp",
+            "wrong: residual_out: 1 of 12 elements differ, in 1 of 3 rows; the first at [1, 2]: "
+            "got -0.0 (0x8000), expected 6.0 (0x40c0); largest distance 16577 ulp",
         )
     ]
 
@@ -69,7 +69,7 @@ def test_every_rank_learns_of_every_failure() -> None:
         assert found["cases"] == 4
         assert found["failures"] == 2
         assert found["details"] == [
-            "rank 1: rank 1 is wrong: normed: 12 of 12 elements differ, in 3 of 3 rows; the first at "
-            "[0, 0]: got 0.0 (0x0000), expected 1.0 (0x3f80); largest distance 16256 ulp",
+            "rank 1: rank 1 is wrong: normed: 12 of 12 elements differ, in 3 of 3 rows; the first "
+            "at [0, 0]: got 0.0 (0x0000), expected 1.0 (0x3f80); largest distance 16256 ulp",
             "ranks 0 and 1 hold different bits",
         ]

@@ -93,7 +93,7 @@ def check(
             checked.runners.pop(name, None)
             checked.missing[name] = str(error)
             continue
-        checked.found[name] = _figures(job, compare.compare(own, known)) | spread
+        checked.found[name] = _figures(own, known[REFERENCE], known[job.torch_arm]) | spread
     return checked
 
 
@@ -106,22 +106,22 @@ def _spread(generation: Generation, yardstick: Yardstick, first: Trace) -> dict[
             compare.trace(Runner(generation, arm, captured=False), len(first.logits), first.tokens)
             for arm in yardstick.pair
         )
-        apart = compare.compare(one, {"other": two}).against["other"]
+        apart = compare.compare(one, two)
         largest, mean = apart.largest, apart.mean
     return {"yardstick": yardstick.what, "yardstick_max": largest, "yardstick_mean": mean}
 
 
-def _figures(job: Job, outcome: compare.Outcome) -> dict[str, Any]:
+def _figures(own: Trace, reference: Trace, torch_arm: Trace) -> dict[str, Any]:
     """What one arm's logits are like, given the reference's tokens.
 
     `steps_checked`; `steps_equal_unfused` have the reference's bits; `finite`; `logits_max_diff`
     and `logits_mean_diff` against the torch arm; `choices_equal_torch` of the tokens are its own.
     """
-    reference, other = outcome.against[REFERENCE], outcome.against[job.torch_arm]
+    other = compare.compare(own, torch_arm)
     return {
-        "steps_checked": reference.steps,
-        "steps_equal_unfused": reference.equal_steps,
-        "finite": outcome.finite,
+        "steps_checked": len(own.logits),
+        "steps_equal_unfused": compare.compare(own, reference).equal_steps,
+        "finite": own.finite,
         "logits_max_diff": other.largest,
         "logits_mean_diff": other.mean,
         "choices_equal_torch": other.equal_choices,

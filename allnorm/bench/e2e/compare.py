@@ -6,7 +6,7 @@ logits cannot be compared.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -28,37 +28,27 @@ class Trace:
     tokens: torch.Tensor
     logits: list[torch.Tensor]
 
+    @property
+    def finite(self) -> bool:
+        """Whether all logits are."""
+        return all(bool(torch.isfinite(step).all()) for step in self.logits)
+
 
 @dataclass
 class Difference:
     """How the logits of two arms differ on this rank.
 
     Attributes:
-        steps: how many were compared.
         equal_steps: how many had equal bits.
         largest: the largest difference of a logit.
         mean: of the absolute differences.
         equal_choices: how many tokens are the same.
     """
 
-    steps: int = 0
     equal_steps: int = 0
     largest: float = 0.0
     mean: float = 0.0
     equal_choices: int = 0
-
-
-@dataclass
-class Outcome:
-    """What is known about the logits of one arm.
-
-    Attributes:
-        finite: whether all of them are.
-        against: how they differ from those of other arms, by their names.
-    """
-
-    finite: bool = True
-    against: dict[str, Difference] = field(default_factory=dict)
 
 
 def num_steps(runner: Runner, num_traces: int) -> int:
@@ -91,15 +81,12 @@ def trace(runner: Runner, steps: int, given: torch.Tensor | None = None) -> Trac
     return Trace(torch.stack(tokens, dim=1), logits)
 
 
-def compare(own: Trace, others: dict[str, Trace]) -> Outcome:
-    """How a trace differs from others that were given the same tokens. Not collective."""
-    outcome = Outcome(finite=all(bool(torch.isfinite(step).all()) for step in own.logits))
-    for name, other in others.items():
-        found = outcome.against[name] = Difference(steps=len(own.logits))
-        for ours, theirs in zip(own.logits, other.logits, strict=True):
-            found.equal_steps += same_bits(ours, theirs)
-            distance = (ours.float() - theirs.float()).abs()
-            found.largest = max(found.largest, float(distance.max()))
-            found.mean += float(distance.mean()) / len(own.logits)
-        found.equal_choices = int((own.tokens == other.tokens).sum())
-    return outcome
+def compare(own: Trace, other: Trace) -> Difference:
+    """How a trace differs from another that was given the same tokens. Not collective."""
+    found = Difference(equal_choices=int((own.tokens == other.tokens).sum()))
+    for ours, theirs in zip(own.logits, other.logits, strict=True):
+        found.equal_steps += same_bits(ours, theirs)
+        distance = (ours.float() - theirs.float()).abs()
+        found.largest = max(found.largest, float(distance.max()))
+        found.mean += float(distance.mean()) / len(own.logits)
+    return found

@@ -10,10 +10,11 @@ from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from allnorm.bench.case import Case
 from allnorm.bench.e2e import sites
-from allnorm.bench.e2e.sites import Arm
+from allnorm.bench.e2e.sites import Arm, Normed
 from allnorm.bench.modes import Mode
 from allnorm.bench.peers import Peers
 from allnorm.bench.peers.base import Peer
@@ -67,14 +68,12 @@ def _arm(peer: Peer, local: bool, hidden_size: int, eps: float) -> Arm:
     fallback = Arm(sites.then_local(sites.all_reduce, eps))
     by_rows: dict[int, Arm] = {}
 
-    def site(
-        x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def site(x: Tensor, residual: Tensor, weight: Tensor) -> Normed:
         rows = x.shape[0]
         if rows not in by_rows:
             shape = Shape(rows, hidden_size, eps)
             case = _case(peer, shape, Batch((x,) * peer.setting.world_size, residual, weight))
-            by_rows[rows] = (_reducing if local else _fused)(peer, case) or fallback
+            by_rows[rows] = _at_shape(peer, case, local) or fallback
         return by_rows[rows].site(x, residual, weight)
 
     def capturing() -> AbstractContextManager[Any]:
@@ -93,32 +92,21 @@ def _case(peer: Peer, shape: Shape, batch: Batch) -> Case:
     return Case(shape, *place, "rounded", batches, ())
 
 
-def _fused(peer: Peer, case: Case) -> Arm | None:
-    """The library's fused kernel, of its own choice; None if it has none for this shape."""
-    found = [] if peer.supports(case, Mode()) else peer.fused(case)
+def _at_shape(peer: Peer, case: Case, local: bool) -> Arm | None:
+    """What the library would choose for this shape; None if it has no kernel for it."""
+    reason = peer.supports(case, Mode())
+    found = [] if reason else peer.reductions(case) if local else peer.fused(case)
     if not found:
         return None
     call, batches = found[0].call, cast(list[Batch], case.batches)
 
-    def site(
-        x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        case.xs[0], batches[0] = x, Batch((), residual, weight)
-        result: Any = call(0)
-        return result[0], result[1]
-
-    return Arm(site, found[0].capturing)
-
-
-def _reducing(peer: Peer, case: Case) -> Arm | None:
-    """The library's all-reduce, then allnorm's add + norm; None if it has none for this shape."""
-    found = [] if peer.supports(case, Mode()) else peer.reductions(case)
-    if not found:
-        return None
-    call = found[0].call
-
-    def reduce(x: torch.Tensor) -> torch.Tensor:
+    def reduce(x: Tensor) -> Tensor:
         case.xs[0] = x
-        return call(0)
+        return cast(Tensor, call(0))
 
-    return Arm(sites.then_local(reduce, case.shape.eps), found[0].capturing)
+    def fused(x: Tensor, residual: Tensor, weight: Tensor) -> Normed:
+        case.xs[0], batches[0] = x, Batch((), residual, weight)
+        normed, summed = call(0)
+        return normed, summed
+
+    return Arm(sites.then_local(reduce, case.shape.eps) if local else fused, found[0].capturing)

@@ -36,8 +36,7 @@ class Result:
         world_size: ranks.
         ttft_ms: from the start of the prefill to the first tokens.
         tpot_ms: mean time of a further token of each sequence.
-        itl_p50_ms: median time between two tokens.
-        itl_p99_ms: 99th percentile of it.
+        itl_p50_ms, itl_p99_ms: percentiles of the time between two tokens.
         tokens_per_s: of all sequences, prefill included.
         comm_us_per_layer: what a decode step takes beyond one without communication, per layer.
         local_ms: tpot_ms without communication, allnorm's add + norm kernel in its place.
@@ -47,11 +46,9 @@ class Result:
         steps_checked: steps whose logits were compared.
         steps_equal_unfused: of them, how many had the bits of "allnorm:unfused" on every rank.
         choices_equal_torch: tokens that it chose as the torch arm did, given the same ones before.
-        logits_max_diff: the largest difference of a logit from the torch arm's.
-        logits_mean_diff: the mean one.
+        logits_max_diff, logits_mean_diff: differences of a logit from the torch arm's.
         yardstick: two all-reduces that round differently.
-        yardstick_max: the largest difference of a logit between those two.
-        yardstick_mean: the mean one.
+        yardstick_max, yardstick_mean: differences of a logit between those two.
         finite: whether all logits were.
         error: "" if what must hold did, else what did not.
     """

@@ -14,20 +14,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 
 import allnorm
 
-Site = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+Normed = tuple[Tensor, Tensor]
+"""Normed rows and the new residual."""
+
+Site = Callable[[Tensor, Tensor, Tensor], Normed]
 """Takes this rank's partial sum, the residual and the norm's weight; returns normed rows and the
 new residual. May overwrite the first two."""
 
-Reduce = Callable[[torch.Tensor], torch.Tensor]
+Reduce = Callable[[Tensor], Tensor]
 """The sum of a tensor over all ranks; may overwrite it."""
-
-
-def no_context() -> AbstractContextManager[Any]:
-    """Nothing to enter."""
-    return nullcontext()
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class Arm:
     """
 
     site: Site
-    capturing: Callable[[], AbstractContextManager[Any]] = no_context
+    capturing: Callable[[], AbstractContextManager[Any]] = nullcontext
     foreign: bool = False
 
 
@@ -68,9 +67,7 @@ def make(name: str, comm: allnorm.Communicator, eps: float) -> Arm:
 def fused(comm: allnorm.Communicator, eps: float, algorithm: str) -> Site:
     """The fused call, the residual in place."""
 
-    def site(
-        x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def site(x: Tensor, residual: Tensor, weight: Tensor) -> Normed:
         return comm.all_reduce_add_rms_norm(
             x, residual, weight, eps, algorithm=algorithm, residual_out=residual
         )
@@ -81,9 +78,7 @@ def fused(comm: allnorm.Communicator, eps: float, algorithm: str) -> Site:
 def then_torch(reduce: Reduce, eps: float) -> Site:
     """An all-reduce, then PyTorch's add and RMSNorm."""
 
-    def site(
-        x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def site(x: Tensor, residual: Tensor, weight: Tensor) -> Normed:
         summed = residual.add_(reduce(x))
         return F.rms_norm(summed, weight.shape, weight, eps), summed
 
@@ -93,15 +88,13 @@ def then_torch(reduce: Reduce, eps: float) -> Site:
 def then_local(reduce: Reduce, eps: float) -> Site:
     """An all-reduce, then allnorm's add + norm kernel."""
 
-    def site(
-        x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def site(x: Tensor, residual: Tensor, weight: Tensor) -> Normed:
         return allnorm.add_rms_norm(reduce(x), residual, weight, eps)
 
     return site
 
 
-def all_reduce(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+def all_reduce(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """`torch.distributed.all_reduce`, in place."""
     dist.all_reduce(x, group=group)
     return x
@@ -123,7 +116,7 @@ def yardstick(device: torch.device) -> tuple[str, tuple[Reduce, Reduce]]:
     return "NCCL's ring and tree", (over(groups[0]), over(groups[1]))
 
 
-def _reversed_sum(x: torch.Tensor) -> torch.Tensor:
+def _reversed_sum(x: Tensor) -> Tensor:
     parts = x.new_empty((dist.get_world_size(), *x.shape))
     # As bytes: not every gloo gathers bfloat16.
     gather_into(parts.flatten(0, 1).view(torch.uint8), x.contiguous().view(torch.uint8))

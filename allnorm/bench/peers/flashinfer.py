@@ -88,30 +88,25 @@ class FlashInfer(Peer):
 
     def fused(self, case: Case) -> list[Arm]:
         """The fused norm."""
-        pattern = getattr(self._patterns, _NORM)
-        return [
-            Arm(name, self._norm_call(case, pattern, one_shot), outcome_of, foreign=True)
-            for name, one_shot in self._variants(case)
-        ]
+        return self._arms(case, Mode(), getattr(self._patterns, _NORM))
 
     def fused_quant(self, case: Case, mode: Mode) -> list[Arm]:
         """The fused norm and quantisation, if there is a pattern for the mode."""
         pattern = self._quant_pattern(case, mode)
-        if pattern is None:
-            return []
-        return [
-            Arm(name, self._quant_call(case, mode, pattern, one_shot), _outcome, foreign=True)
-            for name, one_shot in self._variants(case)
-        ]
+        return [] if pattern is None else self._arms(case, mode, pattern)
 
-    def _variants(self, case: Case) -> list[tuple[str, bool | None]]:
-        found: list[tuple[str, bool | None]] = [
-            (self.name, None),
-            (f"{self.name}:one_shot", True),
-        ]
+    def _arms(self, case: Case, mode: Mode, pattern: int) -> list[Arm]:
+        variants: dict[str, bool | None] = {"": None, ":one_shot": True}
         if case.num_rows > case.world_size:  # it asserts so
-            found.append((f"{self.name}:two_shot", False))
-        return found
+            variants[":two_shot"] = False
+        outcome = _outcome if mode.quant else outcome_of
+        return [
+            Arm(
+                *(f"{self.name}{suffix}", self._call(case, mode, pattern, one_shot), outcome),
+                foreign=True,
+            )
+            for suffix, one_shot in variants.items()
+        ]
 
     def _quant_pattern(self, case: Case, mode: Mode) -> int | None:
         """The kernel that quantises as the mode wants; None if this version has none."""
@@ -130,52 +125,17 @@ class FlashInfer(Peer):
         pattern: int | None = getattr(self._patterns, name, None)
         return pattern
 
-    def _norm_call(self, case: Case, pattern: int, one_shot: bool | None) -> Callable[[int], Any]:
-        common = self._arguments(case, pattern, one_shot)
-
-        def call(index: int) -> Any:
-            x = case.xs[index]
-            normed, residual = torch.empty_like(x), torch.empty_like(x)
-            self._launch(case, index, normed, residual, common)
-            return normed, residual
-
-        return call
-
-    def _quant_call(
+    def _call(
         self, case: Case, mode: Mode, pattern: int, one_shot: bool | None
     ) -> Callable[[int], Any]:
-        common = self._arguments(case, pattern, one_shot)
-        spec = case.spec(mode.quant)
-        assert spec is not None
+        spec, bias, fusion = case.spec(mode.quant), case.shape.weight_bias, self._fusion
         static = spec.scale if isinstance(spec, allnorm.Fp8PerTensor) else None
-        if static is not None:
-            common |= {"scale_factor": static}
-        elif isinstance(spec, allnorm.Fp8PerGroup):
-            common |= {"block_quant_group_size": spec.group_size}
         rows, columns = case.xs[0].shape
-
-        def call(index: int) -> Any:
-            x = case.xs[index]
-            residual = torch.empty_like(x)
-            normed = torch.empty_like(x) if mode.return_normed else None
-            quantized = torch.empty_like(x, dtype=torch.float8_e4m3fn)
-            scale = None
-            if static is None:
-                scale = allnorm.quant.empty_scale(spec, rows, columns, x.device)
-            more = {**common, "quant_out": quantized, "scale_out": scale}
-            self._launch(case, index, normed, residual, more)
-            return quantized, static if scale is None else scale, residual, normed
-
-        return call
-
-    def _arguments(self, case: Case, pattern: int, one_shot: bool | None) -> dict[str, Any]:
-        """What is the same in every call."""
-        bias = case.shape.weight_bias
-        return {
+        common: dict[str, Any] = {
             "world_size": case.world_size,
             "world_rank": case.rank,
-            "token_num": case.num_rows,
-            "hidden_dim": case.shape.hidden_size,
+            "token_num": rows,
+            "hidden_dim": columns,
             "workspace_ptrs": self._workspace,
             "launch_with_pdl": True,
             "trigger_completion_at_end": True,
@@ -183,28 +143,34 @@ class FlashInfer(Peer):
             "pattern_code": pattern,
             "use_oneshot": one_shot,
             "allreduce_out": None,
-            "quant_out": None,
-            "scale_out": None,
             "rms_eps": case.shape.eps,
-            "scale_factor": None,
+            "scale_factor": static,
             "layout_code": None,
             **({"weight_bias": bias} if bias else {}),
         }
+        if isinstance(spec, allnorm.Fp8PerGroup):
+            common["block_quant_group_size"] = spec.group_size
 
-    def _launch(
-        self,
-        case: Case,
-        index: int,
-        normed: torch.Tensor | None,
-        residual: torch.Tensor,
-        arguments: dict[str, Any],
-    ) -> None:
-        batch = case.batches[index]
-        self._fusion(
-            allreduce_in=case.xs[index],
-            residual_in=batch.residual,
-            residual_out=residual,
-            norm_out=normed,
-            rms_gamma=batch.weight,
-            **arguments,
-        )
+        def call(index: int) -> Any:
+            x, batch, quantized, scale = case.xs[index], case.batches[index], None, None
+            residual = torch.empty_like(x)
+            normed = torch.empty_like(x) if spec is None or mode.return_normed else None
+            if spec is not None:
+                quantized = torch.empty_like(x, dtype=torch.float8_e4m3fn)
+                if static is None:
+                    scale = allnorm.quant.empty_scale(spec, rows, columns, x.device)
+            fusion(
+                allreduce_in=x,
+                residual_in=batch.residual,
+                residual_out=residual,
+                norm_out=normed,
+                rms_gamma=batch.weight,
+                quant_out=quantized,
+                scale_out=scale,
+                **common,
+            )
+            if spec is None:
+                return normed, residual
+            return quantized, static if scale is None else scale, residual, normed
+
+        return call

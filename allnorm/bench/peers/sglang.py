@@ -107,12 +107,7 @@ class Sglang(Peer):
         if not self._comm.should_custom_ar(case.xs[0]):
             return []
         xs, reduce = case.xs, self._comm.custom_all_reduce
-
-        def call(index: int) -> torch.Tensor:
-            result: torch.Tensor = reduce(xs[index])
-            return result
-
-        return [Reduction(self.name, call, capturing=self._comm.capture)]
+        return [Reduction(self.name, lambda i: reduce(xs[i]), capturing=self._comm.capture)]
 
     def _max_rows(self) -> int:
         return _MAX_PUSH_ROWS if self.setting.world_size == 2 else _MAX_PUSH_ROWS_OF_MANY_RANKS

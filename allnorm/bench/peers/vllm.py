@@ -7,8 +7,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
-
 from allnorm.bench.arms import Arm, Reduction
 from allnorm.bench.case import Case
 from allnorm.bench.modes import Mode
@@ -64,12 +62,7 @@ class Vllm(Peer):
     def reductions(self, case: Case) -> list[Reduction]:
         """The all-reduce, out of place."""
         xs, reduce = case.xs, self._comm.custom_all_reduce
-
-        def call(index: int) -> torch.Tensor:
-            result: torch.Tensor = reduce(xs[index])
-            return result
-
-        return [Reduction(self.name, call, capturing=self._comm.capture)]
+        return [Reduction(self.name, lambda i: reduce(xs[i]), capturing=self._comm.capture)]
 
     def fused(self, case: Case) -> list[Arm]:
         """The all-reduce and vLLM's add + norm kernel."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,11 +11,16 @@ from typing import Any
 import torch
 
 import allnorm
-from allnorm.names import NUMERICS, REQUESTS
+from allnorm import reference
+from allnorm.names import GROUP_SIZES, NUMERICS, REQUESTS, SCALE_LAYOUTS
+from allnorm.quant import Quant
 from allnorm.testing import DTYPES
-from allnorm.verify.variants import specs
 
 EPS = 1e-5
+_LAYOUTS = (
+    *itertools.product(SCALE_LAYOUTS, ("float32", "ue8m0")),
+    ("column_major_tma", "ue8m0_packed"),
+)
 _ALGORITHM_SHARES = (2, 4, 4, 1)
 HIDDEN_SIZES = (120, 512, 2880, 2944, 4096, 7168, 8192)
 TOKENS = {
@@ -67,12 +73,43 @@ class Kind:
             quant = type(quant).__name__
         return self.numerics, self.weight_bias, self.float32_weight, self.has_residual, quant
 
+    def expected(
+        self, reduced: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """The reference's results by name.
+
+        Args:
+            reduced: the sum over the ranks, [num_tokens, hidden_size].
+            residual: likewise, all rows; taken if there is one.
+            weight: [hidden_size].
+        """
+        if self.op == "all_reduce":
+            return {"reduced": reduced}
+        arguments = (reduced, residual if self.has_residual else None, weight, EPS)
+        options: dict[str, Any] = {"weight_bias": self.weight_bias, "numerics": self.numerics}
+        if self.quant is None:
+            normed, summed = reference.add_rms_norm(*arguments, **options)
+            return {"normed": normed, "residual_out": summed}
+        out = reference.add_rms_norm_quant(*arguments, self.quant, True, **options)
+        assert out.normed is not None
+        parts = {"quantized": out.quantized, "residual_out": out.residual, "normed": out.normed}
+        static = isinstance(self.quant, allnorm.Fp8PerTensor)  # there it is what was given
+        return parts if static else parts | {"scale": out.scale}
+
     def __str__(self) -> str:
         words = [self.op, f"{self.num_tokens}x{self.hidden_size}", str(self.dtype)[6:]]
         if self.op == "norm":
             words += [self.numerics] + ["with residual"] * self.has_residual
             words += [str(self.quant)] * (self.quant is not None) + ["sharded"] * self.sharded
         return " ".join([*words, self.algorithm])
+
+
+def specs(hidden_size: int, device: torch.device) -> list[Quant]:
+    """Every way to quantise rows of that many columns."""
+    fitting = [size for size in GROUP_SIZES if hidden_size % size == 0]
+    groups = [allnorm.Fp8PerGroup(size, *names) for size in fitting for names in _LAYOUTS]
+    static = allnorm.Fp8PerTensor(torch.full((1,), 0.03, device=device))
+    return [*groups, allnorm.Fp8PerToken(), static]
 
 
 def random_kind(rng: random.Random, device: torch.device, max_elems: int) -> Kind:

@@ -13,10 +13,8 @@ from typing import Any
 
 import torch
 
-import allnorm
-from allnorm import reference
 from allnorm.testing.inputs import normal_maker
-from allnorm.verify.stress.kinds import EPS, Kind
+from allnorm.verify.stress.kinds import Kind
 
 _CHUNK_ELEMS = {"cuda": 1 << 26, "cpu": 1 << 20}  # of one run of the reference, which takes memory
 _EXPONENTS = 5  # rows are scaled by powers of two, so that scales and norms differ
@@ -43,36 +41,22 @@ class Tape:
         """The results of such a call on every row, by name."""
         key = kind.result_key()
         if key not in self._known:
-            if kind.op == "all_reduce":
-                self._known[key] = {"reduced": self.reduced}
-            else:
-                parts = [self._norm(kind, low, high) for low, high in self._chunks()]
-                names = parts[0].keys()
-                self._known[key] = {n: torch.cat([part[n] for part in parts]) for n in names}
+            weight = self.weight_of(kind)
+            parts = [
+                kind.expected(self.reduced[rows], self.residual[rows], weight)
+                for rows in self._chunks()
+            ]
+            self._known[key] = {n: torch.cat([part[n] for part in parts]) for n in parts[0]}
         return self._known[key]
 
     def weight_of(self, kind: Kind) -> torch.Tensor:
         """The weight in the dtype that the call is given."""
         return self.weight.float() if kind.float32_weight else self.weight
 
-    def _norm(self, kind: Kind, low: int, high: int) -> dict[str, torch.Tensor]:
-        options: dict[str, Any] = {"weight_bias": kind.weight_bias, "numerics": kind.numerics}
-        residual = self.residual[low:high] if kind.has_residual else None
-        arguments = (self.reduced[low:high], residual, self.weight_of(kind), EPS)
-        if kind.quant is None:
-            normed, summed = reference.add_rms_norm(*arguments, **options)
-            return {"normed": normed, "residual_out": summed}
-        out = reference.add_rms_norm_quant(*arguments, kind.quant, True, **options)
-        assert out.normed is not None
-        parts = {"quantized": out.quantized, "residual_out": out.residual, "normed": out.normed}
-        if isinstance(kind.quant, allnorm.Fp8PerTensor):
-            return parts
-        return parts | {"scale": out.scale.contiguous()}
-
-    def _chunks(self) -> list[tuple[int, int]]:
+    def _chunks(self) -> list[slice]:
         num_rows, hidden_size = self.x.shape
         step = max(1, _CHUNK_ELEMS[self.x.device.type] // hidden_size)
-        return [(low, min(low + step, num_rows)) for low in range(0, num_rows, step)]
+        return [slice(low, low + step) for low in range(0, num_rows, step)]
 
 
 def make_tape(
