@@ -78,15 +78,7 @@ def outcome_of(result: Any) -> Outcome:
 def own_arm(
     comm: allnorm.Communicator, case: Case, mode: Mode, name: str, algorithm: str
 ) -> Arm | str:
-    """One of allnorm's algorithms, or why it cannot run this.
-
-    Args:
-        comm: what runs it.
-        case: the shape.
-        mode: what it shall return.
-        name: of the arm.
-        algorithm: "auto" or one by name.
-    """
+    """One of allnorm's algorithms, or "auto"; or why it cannot run this."""
     sharded = mode.residual_sharded
     plan = comm.plan(
         case.num_rows,

@@ -25,16 +25,9 @@ _MIN_AMAX = 1e-10
 
 
 def describe_error(got: Outcome, case: Case, index: int, quant: str) -> str:
-    """Compares a result with the reference.
+    """What of an arm's result for a buffer set is beyond its derived bound, in words; "" if none.
 
-    Args:
-        got: what an arm returned for that buffer set.
-        case: inputs and references.
-        index: the buffer set.
-        quant: the mode's spec by name.
-
-    Returns:
-        "" if every element is within the derived bound, else what is not, in words.
+    `quant` is the mode's spec by name.
     """
     batch, expected = case.batches[index], case.expected[index]
     limits = bounds(expected, batch, case.shape.eps, case.shape.weight_bias)
@@ -57,17 +50,14 @@ def describe_quantized(
     limit: torch.Tensor,
     spec: Quant,
 ) -> str:
-    """Compares quantised rows with the reference's rows before quantisation.
+    """Which scales or values are beyond their bounds, in words; "" if none.
 
     Args:
         quantized: float8_e4m3fn, [num_tokens, hidden_size].
         scale: as the spec says.
-        normed: the reference's rows.
-        limit: how far rows before quantisation may be off, element by element, float32.
+        normed: the reference's rows before quantisation.
+        limit: how far those may be off, element by element, float32.
         spec: how they are quantised.
-
-    Returns:
-        "" if scales and values are within their bounds, else what is not, in words.
     """
     wanted, size = normed.float(), _group_size(spec, normed.shape[-1])
     scales = scale_of_elements(scale, spec, *normed.shape)

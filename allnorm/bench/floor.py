@@ -30,15 +30,7 @@ _PUSH_GBPS = {"H200": {2: 362.0, 4: 350.0, 8: 334.0}}
 def wire_bytes(
     world_size: int, num_tokens: int, hidden_size: int, element_bytes: int, mode: Mode
 ) -> float:
-    """Bytes that each rank must send in one call, on average over the ranks.
-
-    Args:
-        world_size: number of ranks.
-        num_tokens: rows.
-        hidden_size: columns.
-        element_bytes: of an element of the input.
-        mode: what is returned, and where the residual is.
-    """
+    """Bytes that each rank must send in one call, on average over the ranks."""
     gathered = hidden_size * element_bytes
     spec = quant_of(mode.quant)
     if mode.residual_sharded and spec:

@@ -28,11 +28,7 @@ _PACKED = "packed scales of rows that are gathered would have to be laid out ane
 def baseline(case: Case, mode: Mode, name: str, local: bool) -> Arm | str:
     """The arm of that name, or why it cannot run this.
 
-    Args:
-        case: the shape.
-        mode: with a sharded residual.
-        name: of the arm.
-        local: whether allnorm's local kernel computes the norm, instead of PyTorch.
+    With `local` allnorm's local kernel computes the norm, instead of PyTorch.
     """
     spec = case.spec(mode.quant)
     if isinstance(spec, allnorm.Fp8PerGroup) and spec.scale_format == "ue8m0_packed":

@@ -42,7 +42,7 @@ def bench(
         str,
         typer.Option(
             help="FP8 results: per_group:128, per_group:SIZE:LAYOUT:FORMAT, per_token, per_tensor; "
-            "several with commas, none among them for 16-bit results.",
+            "several with commas, none among them for 16-bit results."
         ),
     ] = "",
     return_normed: Annotated[

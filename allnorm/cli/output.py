@@ -83,10 +83,7 @@ def _plain_progress(title: str) -> OnMessage:
 
 
 def table(
-    title: str,
-    columns: Iterable[str],
-    rows: Iterable[Iterable[str]],
-    words: Container[str] = (),
+    title: str, columns: Iterable[str], rows: Iterable[Iterable[str]], words: Container[str] = ()
 ) -> Table:
     """A table of figures.
 

@@ -44,8 +44,7 @@ def verify(
     ] = "",
     repeat: Annotated[int, typer.Option(min=1, help="Calls of each shape and algorithm.")] = 2000,
     faults: Annotated[
-        bool,
-        typer.Option("--faults", help="Only faults: a rank dies, never comes, or differs."),
+        bool, typer.Option("--faults", help="Only faults: a rank dies, never comes, or differs.")
     ] = False,
     timeout: Annotated[
         float, typer.Option(min=0.1, help="Of the ranks' waits in --faults, seconds.")

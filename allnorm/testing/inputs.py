@@ -75,14 +75,7 @@ def make_batch(
 ) -> Batch:
     """Random inputs, different on every rank; a function of the arguments alone.
 
-    Args:
-        num_tokens: rows.
-        hidden_size: columns.
-        dtype: of all tensors.
-        device: where they are made.
-        world_size: how many partial sums.
-        seed: another seed makes other inputs.
-        weight_bias: the weight is centred at `1 - weight_bias`.
+    They are made on the device. The weight is centred at `1 - weight_bias`.
     """
     normal = normal_maker(seed * 1009, device)
     return Batch(
@@ -225,7 +218,7 @@ def sentinel_input(
     left out, so that every bit of the outputs can be compared.
 
     Rows must consist of whole packs to reach every position. Rank and call shift the pattern, so
-    that they carry different words at the same place. The other arguments are those of `rank_input`.
+    that they carry different words at the same place. All but `finite` is as of `rank_input`.
     """
     words = torch.tensor(SENTINEL_WORDS, dtype=torch.int64)
     words = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)

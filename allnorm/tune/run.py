@@ -120,10 +120,7 @@ class Result:
 def measure(job: Job, world_size: int, on_message: OnMessage | None = None) -> Result:
     """Starts ranks and lets them measure.
 
-    Args:
-        job: what to measure.
-        world_size: number of ranks, at least 2.
-        on_message: takes a rank and what it says of its progress: `text`, `done` and `total`.
+    `on_message` takes a rank and what it says of its progress: `text`, `done` and `total`.
 
     Raises:
         RankError: a rank raised, died or was late.
@@ -212,12 +209,7 @@ def _time(job: Job, arms: Mapping[_Key, Arm], num_tokens: int) -> dict[_Key, flo
 
 
 def _measure_curve(
-    comm: allnorm.Communicator,
-    job: Job,
-    dtype: str,
-    mode: Mode,
-    hidden_size: int,
-    link_gbps: float,
+    comm: allnorm.Communicator, job: Job, dtype: str, mode: Mode, hidden_size: int, link_gbps: float
 ) -> CurveTimes:
     """Times of the candidates at as many sizes as it takes, after a look at their bits."""
     wrong: dict[Candidate, str] = {}

@@ -26,11 +26,7 @@ def curves_of(result: Result) -> Curves:
 
 
 def store(
-    result: Result,
-    directory: Path | None,
-    device: str,
-    world_size: int,
-    provenance: dict[str, Any],
+    result: Result, directory: Path | None, device: str, world_size: int, provenance: dict[str, Any]
 ) -> Path:
     """Writes the table of a device; of an earlier one whatever was not measured again is kept.
 

@@ -115,10 +115,7 @@ Check = Callable[[Context, Recorder], None]
 def verify(job: Job, world_size: int, on_message: OnMessage | None = None) -> list[dict[str, Any]]:
     """Starts ranks and runs every check in them; returns the records of `run`.
 
-    Args:
-        job: what to check.
-        world_size: number of ranks.
-        on_message: takes a rank and what it says of its progress: `text`, `done` and `total`.
+    `on_message` takes a rank and what it says of its progress: `text`, `done` and `total`.
 
     Raises:
         RankError: a rank raised, died or was late.

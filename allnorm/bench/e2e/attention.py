@@ -14,15 +14,8 @@ _CACHE_GRANULE = 64  # tokens; kernels that take a mask want its rows aligned
 class Attention:
     """Rotary embedding, the cache of keys and values, and grouped-query attention.
 
-    All sequences have the same length. Not collective.
-
-    Args:
-        model: its dimensions.
-        world_size: number of ranks; each holds an equal part of the heads.
-        batch_size: sequences.
-        max_tokens: of a sequence, prompt and output.
-        dtype: of the activations.
-        device: of the cache.
+    All sequences have the same length, up to `max_tokens` with the output. Each rank holds an equal
+    part of the heads. Not collective.
 
     Attributes:
         position: [1] int64, where decoded tokens go; the caller advances it.

@@ -52,12 +52,7 @@ class Generation:
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         head, device = weights.head, prompts.device
         self._attention = Attention(
-            model,
-            self._world_size,
-            self.batch_size,
-            self._length + num_tokens,
-            head.dtype,
-            device,
+            model, self._world_size, self.batch_size, self._length + num_tokens, head.dtype, device
         )
         shape = (self.batch_size, head.shape[0])
         self.logits = torch.zeros(shape, dtype=head.dtype, device=device)

@@ -25,13 +25,7 @@ from allnorm.testing import Batch
 class PeerSites:
     """The arms of libraries that can be imported. Collective: the same on every rank.
 
-    Args:
-        names: of job.PEER_ARMS.
-        device: of the tensors.
-        dtype: of the tensors.
-        hidden_size: of the model.
-        max_tokens: rows of the largest prefill.
-        eps: of the norms.
+    `names` are of job.PEER_ARMS, `max_tokens` the rows of the largest prefill.
 
     Attributes:
         arms: those that can run, by name.

@@ -99,10 +99,7 @@ class Report:
 def measure(job: Job, world_size: int, on_message: OnMessage | None = None) -> Report:
     """Starts ranks and lets them generate.
 
-    Args:
-        job: what to run.
-        world_size: number of ranks.
-        on_message: takes a rank and what it says of its progress: `text`, `done` and `total`.
+    `on_message` takes a rank and what it says of its progress: `text`, `done` and `total`.
 
     Raises:
         RankError: a rank raised, died or was late.

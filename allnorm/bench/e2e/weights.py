@@ -60,14 +60,9 @@ class Weights:
 def make(
     model: Transformer, rank: int, world_size: int, dtype: torch.dtype, device: torch.device
 ) -> Weights:
-    """This rank's part of the model. Not collective.
+    """This rank's part of the model, made on the device. Not collective.
 
-    Args:
-        model: its dimensions; `world_size` divides its number of key and value heads.
-        rank: this rank.
-        world_size: number of ranks.
-        dtype: of all weights.
-        device: where they are made, too.
+    `world_size` divides the model's number of key and value heads.
     """
     each = model.num_kv_heads // world_size
     source = _Source(model.num_kv_heads, range(rank * each, (rank + 1) * each), dtype, device)
@@ -101,14 +96,7 @@ def _layer(model: Transformer, source: _Source, name: str) -> Layer:
 
 
 class _Source:
-    """Makes tensors from their names.
-
-    Args:
-        num_units: of the whole model.
-        units: those of this rank.
-        dtype: of the tensors.
-        device: of the tensors.
-    """
+    """Makes tensors from their names; `units` are those of the `num_units` that this rank holds."""
 
     def __init__(
         self, num_units: int, units: range, dtype: torch.dtype, device: torch.device

@@ -41,11 +41,7 @@ _EXCHANGE_SECONDS = 120.0
 class Peers:
     """The peers of a benchmark. Collective: every rank makes them with the same arguments.
 
-    Args:
-        names: of REGISTRY.
-        device: of the tensors.
-        dtype: of the tensors.
-        shapes: of all inputs.
+    `names` are of REGISTRY; device, dtype and shapes are those of all inputs.
 
     Attributes:
         missing: why a peer cannot take part, by name.

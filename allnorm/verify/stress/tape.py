@@ -70,14 +70,7 @@ def make_tape(
 ) -> Tape:
     """Makes every rank's rows from the seed, keeps this rank's, and their sum. Not collective.
 
-    Args:
-        num_rows: of the tape.
-        hidden_size: its columns.
-        dtype: of everything.
-        device: where it is.
-        rank: whose `x` is kept.
-        world_size: how many partial sums there are.
-        seed: another one makes another tape; the same on every rank.
+    Another seed makes another tape; it is the same on every rank.
     """
     normal = normal_maker(seed * 7919, device)  # spread by a prime
     exponents = torch.arange(num_rows, device=device) * 7 % _EXPONENTS - _EXPONENTS // 2
