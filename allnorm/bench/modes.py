@@ -115,9 +115,7 @@ def quant_of(text: str, device: torch.device | str = "cpu") -> Quant | None:
 def arm_names(device: str, mode: Mode) -> list[str]:
     """The arms that do not depend on what is installed, in the order of the table.
 
-    Args:
-        device: "cuda" or "cpu"; what is called "nccl" on GPUs is "gloo" there.
-        mode: what the calls return.
+    What is called "nccl" on GPUs is "gloo" on "cpu".
     """
     library = "nccl" if device == "cuda" else "gloo"
     own = ["allnorm", *(f"allnorm:{algorithm}" for algorithm in ALGORITHMS)]

@@ -14,7 +14,7 @@ from allnorm.bench.modes import Mode, family
 from allnorm.bench.shapes import Shape
 from allnorm.testing import DTYPES, OnMessage, run_ranks
 
-_TIMEOUT_SECONDS = 3600.0
+_SECONDS = 3600.0  # that a run may take
 TIMES = ("p50_us", "p90_us", "p99_us", "host_us", "eager_us", "product_us")
 
 
@@ -98,12 +98,7 @@ def measure(
 
     gatherer = Gatherer(world_size, complete, on_message or (lambda rank, message: None))
     run_ranks(
-        run.run,
-        world_size,
-        device=job.device,
-        args=(job,),
-        timeout=_TIMEOUT_SECONDS,
-        on_message=gatherer,
+        run.run, world_size, device=job.device, args=(job,), timeout=_SECONDS, on_message=gatherer
     )
     return measured
 
@@ -117,9 +112,6 @@ def merge(
         ranks: what `run.run` returned, in rank order, or a part of it.
         job: that they were given.
         push_gbps: what a rank's link carries; None if unknown.
-
-    Returns:
-        One measurement per shape, mode and arm.
     """
     plain = {
         (records[0]["shape"], records[0]["mode"]): _largest(r["p50_us"] for r in records)

@@ -22,6 +22,10 @@ from allnorm.bench.modes import Mode
 from allnorm.bench.quantizer import quantizer
 from allnorm.quant import Quant
 
+# Renamed in torch 2.13; the package accepts 2.11.
+gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 _PACKED = "packed scales of rows that are gathered would have to be laid out anew"
 
 
@@ -42,7 +46,7 @@ def baseline(case: Case, mode: Mode, name: str, local: bool) -> Arm | str:
 
     def call(index: int) -> Any:
         summed = padded[index].new_empty(share, padded[index].shape[1])
-        _reduce_scatter(summed, padded[index])
+        reduce_scatter_into(summed, padded[index])
         residual, *parts = norm(index, summed)
         return residual, _gather([part for part in parts if part is not None])
 
@@ -108,14 +112,8 @@ def _padded(rows: torch.Tensor, height: int) -> torch.Tensor:
     return result
 
 
-def _reduce_scatter(output: torch.Tensor, x: torch.Tensor) -> None:
-    scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # the newer name
-    scatter(output, x)
-
-
 def _gather(parts: list[torch.Tensor]) -> list[torch.Tensor]:
     """All ranks' rows of each part; one launch on GPUs."""
-    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the newer name
     ranks = dist.get_world_size()
     wholes = [part.new_empty(part.shape[0] * ranks, *part.shape[1:]) for part in parts]
     together = len(parts) > 1 and parts[0].is_cuda
@@ -123,5 +121,5 @@ def _gather(parts: list[torch.Tensor]) -> list[torch.Tensor]:
     grouped = dist._coalescing_manager(device=parts[0].device) if together else nullcontext()  # type: ignore[attr-defined]
     with grouped:
         for whole, part in zip(wholes, parts, strict=True):
-            gather(whole.view(torch.uint8), part.view(torch.uint8))  # NCCL knows no FP8
+            gather_into(whole.view(torch.uint8), part.view(torch.uint8))  # NCCL knows no FP8
     return wholes

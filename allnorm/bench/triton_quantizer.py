@@ -70,12 +70,7 @@ def _quantize(  # type: ignore[no-untyped-def]
 
 
 def plan(spec: Quant, hidden_size: int) -> Launch:
-    """Settles the geometry of the kernel for rows of one width.
-
-    Args:
-        spec: how to quantise.
-        hidden_size: columns.
-    """
+    """Settles the geometry of the kernel for rows of one width."""
     static = isinstance(spec, allnorm.Fp8PerTensor)
     group_size = _ELEMS_PER_PROGRAM if static else hidden_size
     power_of_two = packed = False

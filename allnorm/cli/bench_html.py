@@ -22,11 +22,8 @@ def page(
 ) -> str:
     """The page as text.
 
-    Args:
-        measurements: all of a run.
-        heading: its title.
-        explanation: what the arms are and how they were timed, in prose.
-        conditions: what every row of the results carries: hardware, versions, commit, command.
+    The explanation says in prose what the arms are and how they were timed; the conditions are what
+    every row of the results carries: hardware, versions, commit, command.
     """
     import jinja2
 

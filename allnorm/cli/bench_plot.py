@@ -65,13 +65,7 @@ def panels(measurements: Sequence[Measurement]) -> list[Panel]:
 
 
 def save(measurements: Sequence[Measurement], path: Path, heading: str) -> None:
-    """Writes a picture with all panels; its format is that of the file's ending.
-
-    Args:
-        measurements: all of a run.
-        path: such as bench.png, .svg or .pdf; its folder is made.
-        heading: hardware and dtype.
-    """
+    """Writes a picture with all panels: .png, .svg or .pdf, by its ending; makes its folder."""
     shown = panels(measurements)
     columns = min(_COLUMNS, len(shown))
     rows = -(-len(shown) // columns)

@@ -44,9 +44,7 @@ def grid(measurements: Sequence[Measurement], with_p99: bool) -> Grid:
     A peer's algorithms share a column, which shows the fastest of them. Kinds that ran nowhere
     have none.
 
-    Args:
-        measurements: of one world size and mode.
-        with_p99: show p99 in brackets behind p50.
+    With `with_p99` it is shown in brackets behind p50.
     """
     ran = {family(m.arm) for m in measurements if not m.reason}
     kinds = [k for k in dict.fromkeys(family(m.arm) for m in measurements) if k in ran]
@@ -69,12 +67,7 @@ def grid(measurements: Sequence[Measurement], with_p99: bool) -> Grid:
 
 
 def table(measurements: Sequence[Measurement], width: int) -> Table:
-    """The same for a console.
-
-    Args:
-        measurements: of one world size and mode.
-        width: of the output, in characters; a narrow one shows no p99.
-    """
+    """The same for a console; one of few characters in `width` shows no p99."""
     arms = {family(m.arm) for m in measurements}
     found = grid(measurements, width >= _WIDE and len(arms) <= _FEW)
     verdicts = [output.bad("WRONG") if wrong else output.ok("PASS") for wrong in found.wrong]

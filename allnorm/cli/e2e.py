@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,19 +20,9 @@ from allnorm.bench.e2e.report import Result
 from allnorm.cli import options, output
 from allnorm.cli.options import Device, Dtype, Json, Tp
 
-
-@dataclass(frozen=True)
-class _Defaults:
-    model: str
-    batch: str
-    prompt: int
-    tokens: int
-
-
-_DEFAULTS = {
-    "cuda": _Defaults("llama-3.1-8b", "1,8,64", 128, 64),
-    "cpu": _Defaults("tiny", "1,4", 16, 8),
-}
+_MODEL = {"cuda": "llama-3.1-8b", "cpu": "tiny"}
+_BATCH = {"cuda": "1,8,64", "cpu": "1,4"}
+_PROMPT, _TOKENS = {"cuda": 128, "cpu": 16}, {"cuda": 64, "cpu": 8}
 
 
 def e2e(
@@ -63,18 +52,18 @@ def e2e(
 ) -> None:
     """Generates with a random transformer, fused and unfused, and compares tokens and times."""
     where = options.device(device)
-    default, known = _DEFAULTS[where], arm_names(where)
+    known = arm_names(where)
     asked = options.choices(arms, "--arms", known) if arms else known
     if tokens == 1:
         text = "the time between tokens needs at least 2 of them"
         raise typer.BadParameter(text, param_hint="--tokens")
     with options.of("--model"):
-        dimensions = models.find(model or default.model, layers)
+        dimensions = models.find(model or _MODEL[where], layers)
     job = Job(
         model=dimensions,
-        batch_sizes=tuple(options.integers(batch or default.batch, "--batch", minimum=1)),
-        prompt=prompt or default.prompt,
-        tokens=tokens or default.tokens,
+        batch_sizes=tuple(options.integers(batch or _BATCH[where], "--batch", minimum=1)),
+        prompt=prompt or _PROMPT[where],
+        tokens=tokens or _TOKENS[where],
         arms=tuple(name for name in known if name in asked),
         dtype=options.choice(dtype, "--dtype", names.DTYPES),
         device=where,

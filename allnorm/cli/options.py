@@ -1,4 +1,7 @@
-"""The options that commands share: how they are written and what is refused."""
+"""The options that commands share: how they are written, and what is refused.
+
+What cannot be read raises typer.BadParameter, which says what was expected.
+"""
 
 from __future__ import annotations
 
@@ -46,11 +49,7 @@ def words(text: str) -> list[str]:
 
 
 def integers(text: str, option: str, minimum: int = 0) -> list[int]:
-    """A list of integers such as ``1,16,256``.
-
-    Raises:
-        typer.BadParameter: an item is no integer or below `minimum`, or there is no item.
-    """
+    """A list of integers such as ``1,16,256``."""
     items = words(text)
     if not items or not all(item.isdecimal() and int(item) >= minimum for item in items):
         raise typer.BadParameter(
@@ -61,11 +60,7 @@ def integers(text: str, option: str, minimum: int = 0) -> list[int]:
 
 
 def choices(text: str, option: str, allowed: tuple[str, ...]) -> list[str]:
-    """A list of words out of `allowed`.
-
-    Raises:
-        typer.BadParameter: a word is not one of them, or there is none.
-    """
+    """A list of words out of `allowed`."""
     items = words(text)
     unknown = [item for item in items if item not in allowed]
     if unknown or not items:
@@ -82,22 +77,14 @@ def choice(text: str, option: str, allowed: tuple[str, ...]) -> str:
 
 
 def modes(quant: str, residual: str = "replicated", return_normed: bool = False) -> list[Mode]:
-    """The kinds of results that `--quant` and `--residual` ask for, both of them lists.
-
-    Raises:
-        typer.BadParameter: an unknown word, or a spec that allnorm refuses.
-    """
+    """The kinds of results that `--quant` and `--residual` ask for, both of them lists."""
     residuals = choices(residual, "--residual", bench_modes.RESIDUALS)
     with of("--quant"):
         return bench_modes.modes(words(quant), residuals, return_normed)
 
 
 def shapes(text: str) -> list[Shape]:
-    """A list of shapes such as ``1x4096,8192x4096`` (num_tokens x hidden_size).
-
-    Raises:
-        typer.BadParameter: an item has another form.
-    """
+    """A list of shapes such as ``1x4096,8192x4096`` (num_tokens x hidden_size)."""
     found = []
     for item in words(text):
         match = re.fullmatch(r"(\d+)[xX](\d+)", item)
@@ -144,14 +131,8 @@ def world_sizes(
 ) -> list[int]:
     """The numbers of ranks to run with, each once.
 
-    Args:
-        text: what the user wrote; "" for the default.
-        device_type: "cuda" or "cpu".
-        default: what stands for "" instead of all GPUs, else 2 CPU processes.
-        share_gpus: several ranks may be on one GPU.
-
-    Raises:
-        typer.BadParameter: no list of positive integers, or more ranks than GPUs.
+    `default` stands for "" instead of all GPUs, else 2 CPU processes. With `share_gpus` several
+    ranks may be on one GPU.
     """
     gpus = topology.num_gpus()
     text = text or default or (str(gpus) if device_type == "cuda" else "2")

@@ -39,11 +39,7 @@ def console() -> Console:
 def progress(title: str) -> Iterator[OnMessage]:
     """Shows how far something is: a bar on a terminal, else a line every few seconds.
 
-    Args:
-        title: what is running, in a few words.
-
-    Yields:
-        A function that takes a rank and its message; rank 0 speaks for all.
+    Yields a function that takes a rank and its message; rank 0 speaks for all.
     """
     stream = Console(file=sys.stderr, highlight=False)
     if not stream.is_terminal:
@@ -85,13 +81,9 @@ def _plain_progress(title: str) -> OnMessage:
 def table(
     title: str, columns: Iterable[str], rows: Iterable[Iterable[str]], words: Container[str] = ()
 ) -> Table:
-    """A table of figures.
+    """A table of figures; cells may hold rich markup.
 
-    Args:
-        title: above it.
-        columns: their headings.
-        rows: of cells, which may hold rich markup.
-        words: the headings of columns that hold words, aligned to the left as the first one is.
+    Columns whose headings are in `words` are aligned to the left, as the first one is.
     """
     result = Table(title=title, title_justify="left", header_style="bold")
     for index, column in enumerate(columns):

@@ -162,8 +162,10 @@ def max_over_ranks(timing: Timing, group: dist.ProcessGroup | None = None) -> Ti
         group: None is WORLD, or this process alone without torch.distributed.
     """
     ranks = gather((timing.p50_us, timing.p90_us, timing.p99_us), group)
-    return Timing(*map(max, zip(*ranks, strict=True)), calls=timing.calls)
+    p50_us, p90_us, p99_us = map(max, zip(*ranks, strict=True))
+    return Timing(p50_us, p90_us, p99_us, timing.calls)
 
 
 def _timing(times_us: list[float], calls: int) -> Timing:
-    return Timing(*(percentile(times_us, percent) for percent in (50, 90, 99)), calls=calls)
+    p50_us, p90_us, p99_us = (percentile(times_us, percent) for percent in (50, 90, 99))
+    return Timing(p50_us, p90_us, p99_us, calls)

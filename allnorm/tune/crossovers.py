@@ -47,13 +47,7 @@ def token_grid(max_tokens: int, factor: int) -> list[int]:
 
 
 def candidates(algorithms: Sequence[str], num_tokens: int, num_sms: int) -> list[Candidate]:
-    """What is worth a measurement at so many tokens.
-
-    Args:
-        algorithms: by name.
-        num_tokens: rows.
-        num_sms: multiprocessors of the GPU; 0 on CPU.
-    """
+    """What is worth a measurement at so many tokens, on a GPU with `num_sms`; 0 on CPU."""
     found = [Candidate(algorithm) for algorithm in algorithms]
     # With fewer rows than a few waves of blocks there is nothing to limit.
     if num_sms and "two_shot" in algorithms and num_tokens >= 8 * num_sms:

@@ -21,7 +21,7 @@ from allnorm.testing.rank import device
 from allnorm.tune import crossovers
 from allnorm.tune.crossovers import Candidate, Times
 
-_TIMEOUT_SECONDS = 3600.0
+_SECONDS = 3600.0  # that a run may take
 _CUDA_ROUNDS = 5
 _Key = TypeVar("_Key")
 
@@ -128,12 +128,7 @@ def measure(job: Job, world_size: int, on_message: OnMessage | None = None) -> R
             not be stored.
     """
     results: list[Result] = run_ranks(
-        run,
-        world_size,
-        device=job.device,
-        args=(job,),
-        timeout=_TIMEOUT_SECONDS,
-        on_message=on_message,
+        run, world_size, device=job.device, args=(job,), timeout=_SECONDS, on_message=on_message
     )
     if any(other != results[0] for other in results):
         raise RuntimeError("the ranks measured different curves: this is a defect of allnorm tune")

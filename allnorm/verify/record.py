@@ -46,13 +46,8 @@ class Recorder:
     ) -> None:
         """Counts a case; it fails unless every tensor has the expected bits.
 
-        Args:
-            case: what was run, in words.
-            got: the results.
-            expected: the reference's.
-            names: of the results.
-            digest: whether the ranks' results are compared with each other too; not where they hold
-                NaN, whose payload is free.
+        With `digest` the ranks' results are compared with each other too; not where they hold NaN,
+        whose payload is free.
         """
         wrong = [
             f"{name}: {difference}"

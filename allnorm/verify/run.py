@@ -30,7 +30,7 @@ from allnorm.verify.record import Recorder
 HIDDEN_SIZES = (2880, 2944, 5760, 120, 4096, 7168, 8192, 16384, 1001)
 TOKENS = (0, 1, 2, 3, 16, 17, 64, 129, 257, 1024)
 EPS = 1e-5
-_TIMEOUT_SECONDS = 12 * 3600.0
+_SECONDS = 12 * 3600.0  # that a run may take
 _SAMPLE_ELEMS_CPU = 1 << 20  # largest shape of a random sample there: the reference is slow
 
 
@@ -125,7 +125,7 @@ def verify(job: Job, world_size: int, on_message: OnMessage | None = None) -> li
         world_size,
         device=job.device,
         args=(job,),
-        timeout=_TIMEOUT_SECONDS,
+        timeout=_SECONDS,
         on_message=on_message,
         share_gpus=job.shared_gpus,
     )[0]
@@ -172,7 +172,7 @@ def product(context: Context, recorder: Recorder) -> None:
     shapes = _shapes(context)
     began, checked = time.monotonic(), 0
     for name, hidden_size, num_tokens in shapes:
-        if not context.job.full and _any_over(began, context.job.seconds):
+        if not context.job.full and _slowest(began) > context.job.seconds:
             break
         report({"text": recorder.name, "done": checked, "total": len(shapes)})
         _one_shape(context, recorder, name, hidden_size, num_tokens)
@@ -217,6 +217,6 @@ def _shapes(context: Context) -> list[tuple[str, int, int]]:
     return [s for s in ordered if limit is None or s[1] * s[2] <= limit]
 
 
-def _any_over(began: float, seconds: float) -> bool:
-    """Whether any rank has used up the time: the ranks must stop together."""
-    return max(gather(time.monotonic() - began)) > seconds
+def _slowest(began: float) -> float:
+    """The seconds that some rank has used up: the ranks must stop together."""
+    return max(gather(time.monotonic() - began))

@@ -98,9 +98,10 @@ def _check(
     special: str = "",
 ) -> None:
     """A call by each algorithm that can run it; what is left open takes turns."""
-    comm, shape, dtype = context.comm, batch.residual.shape, batch.residual.dtype
+    comm, (num_tokens, hidden_size) = context.comm, batch.residual.shape
+    dtype = batch.residual.dtype
     kind = Kind(
-        *("norm", *shape, dtype, NUMERICS[turn % len(NUMERICS)]),
+        *("norm", num_tokens, hidden_size, dtype, NUMERICS[turn % len(NUMERICS)]),
         weight_bias=float(turn % 5 == 0),
         has_residual=bool(turn % 3 or special),
         quant=spec,
@@ -108,7 +109,7 @@ def _check(
         sharded=sharded,
     )
     expected = kind.expected(reference.all_reduce(batch.xs), batch.residual, batch.weight)
-    for algorithm in context.algorithms(*shape, dtype, spec, sharded):
+    for algorithm in context.algorithms(num_tokens, hidden_size, dtype, spec, sharded):
         kind = replace(kind, algorithm=algorithm)
         got = issue(comm, kind, batch.xs[comm.rank], batch.residual, batch.weight)
         recorder.compare(

@@ -16,6 +16,7 @@ import allnorm
 from allnorm.testing import RankPool, same_bits
 from allnorm.verify.record import Recorder
 from allnorm.verify.run import Context, Job
+from allnorm.verify.stress import calls as stress_calls
 from allnorm.verify.stress import graphs, repeat, soak
 from allnorm.verify.stress.graphs import Graph
 from allnorm.verify.stress.kinds import Kind, algorithms, random_kind
@@ -77,8 +78,7 @@ CORRUPTIONS = (one_bit, one_call_earlier, never_written)
 
 def corrupted(rank: int, world_size: int, index: int, where: str) -> tuple[Result, int]:
     """A run in which one call of the last rank is spoilt. Returns its record, and which call."""
-    module = soak if where == "soak" else repeat
-    issue, before, spoilt = module.issue, [], []
+    issue, before, spoilt = stress_calls.issue, [], []
 
     def spoiling(*arguments: Any) -> dict[str, torch.Tensor]:
         results = issue(*arguments)
@@ -90,14 +90,14 @@ def corrupted(rank: int, world_size: int, index: int, where: str) -> tuple[Resul
         before.append(results)
         return results
 
-    module.issue = spoiling  # type: ignore[assignment]
+    stress_calls.issue = spoiling  # type: ignore[assignment]
     try:
         if where == "soak":
             found = run(soak.soak, stress=2 * soak.BURST)
         else:
             found = run(repeat.repeat_shapes, stress=0, shapes=((3, 512),), repeat=100)
     finally:
-        module.issue = issue
+        stress_calls.issue = issue
     return found, spoilt[0] if spoilt else -1
 
 
@@ -117,17 +117,17 @@ def test_one_spoilt_call_is_found(pool: RankPool, index: int, where: str) -> Non
 
 def calls_made(rank: int, world_size: int, seed: int) -> list[str]:
     """What a soak does, call by call."""
-    issue, made = soak.issue, []
+    issue, made = stress_calls.issue, []
 
     def noting(comm: Any, kind: Kind, x: torch.Tensor, *rest: Any) -> dict[str, torch.Tensor]:
         made.append(f"{kind} {x.storage_offset()} {x.flatten()[0].item()}")
         return issue(comm, kind, x, *rest)
 
-    soak.issue = noting  # type: ignore[assignment]
+    stress_calls.issue = noting  # type: ignore[assignment]
     try:
         assert run(soak.soak, stress=soak.BURST, seed=seed)["failures"] == 0
     finally:
-        soak.issue = issue
+        stress_calls.issue = issue
     return made
 
 

@@ -150,10 +150,7 @@ def check(
     reference = runner(REFERENCE)
     steps = num_steps(reference, _KEPT_TRACES)
     first = trace(reference, steps)
-    known = {
-        REFERENCE: first,
-        job.torch_arm: trace(runner(job.torch_arm), steps, first.tokens),
-    }
+    known = {REFERENCE: first, job.torch_arm: trace(runner(job.torch_arm), steps, first.tokens)}
     spread = _spread(generation, yardstick, first)
 
     def traced(name: str) -> Trace:

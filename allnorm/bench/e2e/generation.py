@@ -14,8 +14,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import allnorm
 from allnorm.bench.e2e.attention import Attention
 from allnorm.bench.e2e.models import Transformer
-from allnorm.bench.e2e.sites import Arm, Site, gather_into
+from allnorm.bench.e2e.sites import Arm, Site
 from allnorm.bench.e2e.weights import Layer, Weights
+from allnorm.bench.sharded import gather_into
 from allnorm.testing import capture
 
 Attend = Callable[[int, Layer, torch.Tensor], torch.Tensor]

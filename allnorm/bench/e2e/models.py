@@ -43,12 +43,12 @@ class Transformer:
         return self.num_heads // self.num_kv_heads
 
 
-def _published(name: str, *dimensions: int, theta: float, qk_norm: bool = False) -> Transformer:
+def _published(
+    name: str, sizes: tuple[int, int, int, int, int, int], theta: float, qk_norm: bool = False
+) -> Transformer:
     """A model whose hidden size and eps stand in the table of shapes."""
     known = shapes.find(name)
-    return Transformer(
-        name, known.hidden_size, *dimensions, eps=known.eps, rope_theta=theta, qk_norm=qk_norm
-    )
+    return Transformer(name, known.hidden_size, *sizes, known.eps, theta, qk_norm)
 
 
 # Layers, query heads, key and value heads, head size, width of the MLP and vocabulary of the
@@ -59,10 +59,10 @@ TRANSFORMERS = {
     for model in (
         Transformer("tiny", 256, 3, 16, 8, 16, 512, 1024, 1e-5, 1e4),
         Transformer("tiny-qk-norm", 320, 2, 16, 8, 32, 640, 1024, 1e-6, 1e6, True),
-        _published("llama-3.1-8b", 32, 32, 8, 128, 14336, 128256, theta=5e5),
-        _published("llama-3.1-70b", 80, 64, 8, 128, 28672, 128256, theta=5e5),
-        _published("qwen3-32b", 64, 64, 8, 128, 25600, 151936, theta=1e6, qk_norm=True),
-        _published("gpt-oss-120b", 36, 64, 8, 64, 4 * 2880, 201088, theta=1.5e5),
+        _published("llama-3.1-8b", (32, 32, 8, 128, 14336, 128256), 5e5),
+        _published("llama-3.1-70b", (80, 64, 8, 128, 28672, 128256), 5e5),
+        _published("qwen3-32b", (64, 64, 8, 128, 25600, 151936), 1e6, qk_norm=True),
+        _published("gpt-oss-120b", (36, 64, 8, 64, 4 * 2880, 201088), 1.5e5),
     )
 }
 

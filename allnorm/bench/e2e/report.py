@@ -12,7 +12,7 @@ from allnorm.bench.e2e.job import Job
 from allnorm.bench.e2e.models import Transformer
 from allnorm.testing import OnMessage, run_ranks
 
-_TIMEOUT_SECONDS = 3600.0
+_SECONDS = 3600.0  # that a run may take
 
 # How the ranks' figures become one: of times the slowest counts.
 _LARGEST = (
@@ -105,12 +105,7 @@ def measure(job: Job, world_size: int, on_message: OnMessage | None = None) -> R
         RankError: a rank raised, died or was late.
     """
     ranks = run_ranks(
-        run.run,
-        world_size,
-        device=job.device,
-        args=(job,),
-        timeout=_TIMEOUT_SECONDS,
-        on_message=on_message,
+        run.run, world_size, device=job.device, args=(job,), timeout=_SECONDS, on_message=on_message
     )
     return Report(merge([found.records for found in ranks], job.model), ranks[0].missing)
 

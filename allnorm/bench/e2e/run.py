@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 import allnorm
-from allnorm.bench.e2e import check, clock, sites, weights
-from allnorm.bench.e2e.generation import Generation
+from allnorm.bench.e2e import check, sites, weights
+from allnorm.bench.e2e.generation import Generation, Runner
 from allnorm.bench.e2e.job import LOCAL, PEER_ARMS, REFERENCE, Job
 from allnorm.bench.e2e.peer_sites import PeerSites
-from allnorm.testing import DTYPES, report
+from allnorm.testing import DTYPES, report, start_together
 from allnorm.testing.rank import device
-from allnorm.testing.timing import percentile
+from allnorm.testing.timing import percentile, time_calls, time_steps
 
 _SEED = 20
 
@@ -55,7 +55,7 @@ def run(rank: int, world_size: int, job: Job) -> Found:
             report({"text": f"batch {batch_size}: checking", **progress})
             checked = check.check(job, arms, generation, yardstick)
             report({"text": f"batch {batch_size}: timing", **progress})
-            samples = clock.measure(checked.runners, job.rounds)
+            samples = measure(checked.runners, job.rounds)
             comm.check()
             found.records += _records(job, generation, samples, checked.found)
             found.missing |= checked.missing
@@ -70,11 +70,52 @@ def make_prompts(job: Job, batch_size: int) -> torch.Tensor:
     return torch.randint(job.model.vocab_size, (batch_size, job.prompt), generator=generator)
 
 
+@dataclass
+class Samples:
+    """What one arm took on one batch.
+
+    Attributes:
+        ttft_us: of every round, until the first tokens.
+        steps_us: of every round, each further token.
+        outputs: of every round, the tokens, [batch_size, num_tokens] on the CPU.
+    """
+
+    ttft_us: list[float] = field(default_factory=list)
+    steps_us: list[list[float]] = field(default_factory=list)
+    outputs: list[torch.Tensor] = field(default_factory=list)
+
+
+def measure(arms: dict[str, Runner], rounds: int) -> dict[str, Samples]:
+    """Times whole generations; the arms take turns, round after round. Collective.
+
+    Args:
+        arms: by name; all of them have run before.
+        rounds: how often each arm generates everything.
+    """
+    samples = {name: Samples() for name in arms}
+    for _ in range(rounds):
+        for name, runner in arms.items():
+            runner.generation.reset()
+            ttft_us, steps_us = _timed(runner)
+            samples[name].ttft_us.append(ttft_us)
+            samples[name].steps_us.append(steps_us)
+            samples[name].outputs.append(runner.generation.outputs.to("cpu", copy=True))
+    return samples
+
+
+def _timed(runner: Runner) -> tuple[float, list[float]]:
+    """One generation: time until the first token, and between the others."""
+    on_gpu = runner.generation.token.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.synchronize()
+    start_together()
+    phases = [runner.prefill, *[runner.step] * (runner.generation.num_tokens - 1)]
+    times = time_steps(phases) if on_gpu else time_calls(phases)
+    return times[0], times[1:]
+
+
 def _records(
-    job: Job,
-    generation: Generation,
-    samples: dict[str, clock.Samples],
-    found: dict[str, dict[str, Any]],
+    job: Job, generation: Generation, samples: dict[str, Samples], found: dict[str, dict[str, Any]]
 ) -> list[dict[str, Any]]:
     first = {name: samples[name].outputs[0] for name in (REFERENCE, job.torch_arm)}
     local_ms = _times(samples[LOCAL])["tpot_ms"]
@@ -102,7 +143,7 @@ def _records(
     return records
 
 
-def _times(samples: clock.Samples) -> dict[str, float]:
+def _times(samples: Samples) -> dict[str, float]:
     """`ttft_ms` and `tpot_ms`, the medians over the rounds; `itl_p50_ms`, `itl_p99_ms`."""
     steps = [step for one_round in samples.steps_us for step in one_round]
     tpot_us = statistics.median(statistics.fmean(steps) for steps in samples.steps_us)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import allnorm
+from allnorm.bench.sharded import gather_into
 
 Normed = tuple[Tensor, Tensor]
 """Normed rows and the new residual."""
@@ -42,10 +43,6 @@ class Arm:
     site: Site
     capturing: Callable[[], AbstractContextManager[Any]] = nullcontext
     foreign: bool = False
-
-
-# Renamed in torch 2.13; the package accepts 2.11.
-gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def make(name: str, comm: allnorm.Communicator, eps: float) -> Arm:

@@ -64,11 +64,13 @@ class Peer(ABC):
         name: of its arms.
         device_type: where its kernels run.
         overwrites_inputs: whether its reductions leave something else in their inputs.
+        granule_bytes: inputs must consist of whole ones.
     """
 
     name: ClassVar[str]
     device_type: ClassVar[str] = "cuda"
     overwrites_inputs: ClassVar[bool] = False
+    granule_bytes: ClassVar[int] = 1
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
@@ -91,7 +93,9 @@ class Peer(ABC):
 
     def supports(self, case: Case, mode: Mode) -> str:
         """Why it cannot run this, "" if it can. Looks only at what all ranks agree on."""
-        return ""
+        num_bytes = case.xs[0].numel() * case.dtype.itemsize
+        whole = case.num_rows and not num_bytes % self.granule_bytes
+        return "" if whole else f"no kernel for {case.shape}"
 
     def fused(self, case: Case) -> list[Arm]:
         """Arms that return the normed rows in the dtype of the input."""

@@ -18,7 +18,6 @@ _MAX_PUSH_ROWS = 1024
 # More ranks: what SGLang gives its kernel itself. With 1024 rows its two-shot ends with a launch
 # failure on 4 H200s (0.5.23); on two they run.
 _MAX_PUSH_ROWS_OF_MANY_RANKS = 512
-_GRANULE_BYTES = 16
 
 
 class Sglang(Peer):
@@ -37,6 +36,7 @@ class Sglang(Peer):
 
     name = "sglang"
     overwrites_inputs = True
+    granule_bytes = 16
 
     def load(self) -> str:
         """Imports SGLang; versions before its fused kernel have the plain all-reduce only."""
@@ -78,12 +78,10 @@ class Sglang(Peer):
         return None
 
     def supports(self, case: Case, mode: Mode) -> str:
-        """bfloat16 in whole multiples of 16 bytes."""
+        """bfloat16 only."""
         if case.dtype != torch.bfloat16:
             return f"no kernel for {case.dtype}"
-        if not case.num_rows or case.xs[0].numel() * case.dtype.itemsize % _GRANULE_BYTES:
-            return f"no kernel for {case.shape}"
-        return ""
+        return super().supports(case, mode)
 
     def fused(self, case: Case) -> list[Arm]:
         """The fused kernel, where a slot holds the rows and its clusters divide them."""

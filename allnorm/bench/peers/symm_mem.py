@@ -10,8 +10,6 @@ from allnorm.bench.modes import Mode
 from allnorm.bench.peers.base import Peer
 from allnorm.testing import copy_all
 
-_WORD_BYTES = 4
-
 
 class SymmMem(Peer):
     """`torch.ops.symm_mem.one_shot_all_reduce` and `two_shot_all_reduce_`, then a local norm.
@@ -21,6 +19,7 @@ class SymmMem(Peer):
     """
 
     name = "symm_mem"
+    granule_bytes = 4
 
     def load(self) -> str:
         """Looks for the operators."""
@@ -46,12 +45,10 @@ class SymmMem(Peer):
         return "its memory came with NVLink multicast" if multicast else None
 
     def supports(self, case: Case, mode: Mode) -> str:
-        """The kernels know two dtypes and whole words."""
+        """The kernels know two dtypes."""
         if case.dtype not in (torch.bfloat16, torch.float32):
             return f"no kernel for {case.dtype}"
-        if case.xs[0].numel() * case.dtype.itemsize % _WORD_BYTES or not case.num_rows:
-            return "no kernel for this many bytes"
-        return ""
+        return super().supports(case, mode)
 
     def reductions(self, case: Case) -> list[Reduction]:
         """Both algorithms, on views of the shared buffers."""

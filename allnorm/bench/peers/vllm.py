@@ -9,12 +9,10 @@ from typing import Any
 
 from allnorm.bench.arms import Arm, Reduction
 from allnorm.bench.case import Case
-from allnorm.bench.modes import Mode
 from allnorm.bench.peers.base import Peer
 from allnorm.testing import copy_all
 
 _WORLD_SIZES = (2, 4, 6, 8)
-_GRANULE_BYTES = 16
 
 
 class Vllm(Peer):
@@ -25,6 +23,7 @@ class Vllm(Peer):
     """
 
     name = "vllm"
+    granule_bytes = 16
 
     def load(self) -> str:
         """Imports vLLM and looks for its compiled kernels."""
@@ -47,17 +46,11 @@ class Vllm(Peer):
         self._comm = self._class(
             group=setting.group,
             device=setting.device,
-            max_size=setting.max_bytes + _GRANULE_BYTES,  # what is not below it is refused
+            max_size=setting.max_bytes + self.granule_bytes,  # what is not below it is refused
         )
         if hasattr(self._comm, "finalize_p2p"):
             self._comm.finalize_p2p()
         return "CustomAllreduce disabled itself" if self._comm.disabled else None
-
-    def supports(self, case: Case, mode: Mode) -> str:
-        """Whole multiples of 16 bytes."""
-        if not case.num_rows or case.xs[0].numel() * case.dtype.itemsize % _GRANULE_BYTES:
-            return f"no kernel for {case.shape}"
-        return ""
 
     def reductions(self, case: Case) -> list[Reduction]:
         """The all-reduce, out of place."""

@@ -69,6 +69,15 @@ class Called:
         return self.tape.expected(self.kind)[name][self.row : self.row + self.kind.num_tokens]
 
 
+def call(
+    comm: allnorm.Communicator, kind: Kind, tape: Tape, row: int, number: int, where: str
+) -> Called:
+    """Makes a call on the rows of a tape from that row on; on CUDA without waiting for it."""
+    x, residual = (part[row : row + kind.num_tokens] for part in (tape.x, tape.residual))
+    results = issue(comm, kind, x, residual, tape.weight_of(kind))
+    return Called(number, where, kind, tape, row, results)
+
+
 def record(called: Sequence[Called], recorder: Recorder) -> None:
     """Counts every call, and describes the first ones that are wrong: waits for the device."""
     wrong = torch.stack([one.wrong() for one in called])

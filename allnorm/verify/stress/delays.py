@@ -15,13 +15,7 @@ _NOISE_ELEMS = 1 << 24  # read and written by a kernel beside the calls: up to 3
 
 
 class Delays:
-    """Decides, before each call, whether this rank waits, and where. Each rank has its own.
-
-    Args:
-        seed: of this soak.
-        rank: of this process.
-        device: where the calls run.
-    """
+    """Decides, before each call, whether this rank waits, and where. Each rank has its own."""
 
     def __init__(self, seed: int, rank: int, device: torch.device) -> None:
         self._rng = random.Random(f"delays {seed} {rank}")

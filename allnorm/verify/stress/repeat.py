@@ -11,7 +11,7 @@ from allnorm.names import FUSED
 from allnorm.testing import report
 from allnorm.verify.record import Recorder
 from allnorm.verify.run import Context
-from allnorm.verify.stress.calls import Called, issue, record
+from allnorm.verify.stress.calls import call, record
 from allnorm.verify.stress.delays import Delays
 from allnorm.verify.stress.graphs import Graph
 from allnorm.verify.stress.kinds import Kind, algorithms
@@ -64,8 +64,6 @@ def _burst(
         called = []
         for index, row in enumerate(rows):
             delays.before_call()
-            x, residual = (part[row : row + kind.num_tokens] for part in (tape.x, tape.residual))
-            results = issue(comm, kind, x, residual, tape.weight)
-            called.append(Called(number + index, "eager", kind, tape, row, results))
+            called.append(call(comm, kind, tape, row, number + index, "eager"))
     record(called, recorder)
     comm.check()

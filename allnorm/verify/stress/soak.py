@@ -20,7 +20,7 @@ import allnorm
 from allnorm.testing import report
 from allnorm.verify.record import Recorder
 from allnorm.verify.run import Context
-from allnorm.verify.stress.calls import Called, issue, record
+from allnorm.verify.stress.calls import Called, call, record
 from allnorm.verify.stress.delays import Delays
 from allnorm.verify.stress.graphs import Graph
 from allnorm.verify.stress.kinds import TOKENS, Kind, algorithms, random_kind
@@ -141,14 +141,9 @@ class _Section:
             self._graphs = [self._make_graph(fitting) for _ in range(_GRAPHS) if fitting]
 
     def burst(self, number: int, left: int) -> int:
-        """Makes calls without waiting for any, then compares them all.
+        """Makes calls without waiting for any, then compares them all; how many, at least BURST.
 
-        Args:
-            number: of the first call.
-            left: how many the section still wants.
-
-        Returns:
-            How many it made, at least BURST.
+        The first has that number; the section wants as many as are left.
         """
         called: list[Called] = []
         if self.bursts in _IDLE_BEFORE:
@@ -175,10 +170,8 @@ class _Section:
     def _call(self, number: int) -> Called:
         which, comm_index = self._rng.randrange(len(self._kinds)), self._rng.randrange(2)
         kind, row = self._kinds[which], self._next_row(which)
-        tape = self._tape(kind)
-        x, residual = (part[row : row + kind.num_tokens] for part in (tape.x, tape.residual))
-        results = issue(self._comms[comm_index], kind, x, residual, tape.weight_of(kind))
-        return Called(number, f"communicator {comm_index}", kind, tape, row, results)
+        where = f"communicator {comm_index}"
+        return call(self._comms[comm_index], kind, self._tape(kind), row, number, where)
 
     def _replay(self, number: int, where: str) -> list[Called]:
         graph, kinds = self._rng.choice(self._graphs)
