@@ -89,11 +89,9 @@ def _naming(arm: Arm) -> Iterator[None]:
 
 
 def capture(arm: Arm, num_tokens: int) -> torch.cuda.CUDAGraph:
-    """A graph of many calls over rotating buffer sets; warm afterwards. Collective.
+    """A graph of `calls_per_graph` over rotating buffer sets; warm afterwards. Collective.
 
-    Args:
-        arm: has been called before.
-        num_tokens: decides how many calls, see `calls_per_graph`.
+    The arm has been called before.
     """
     arm.reset()
     with capture_graph(arm.capturing()) as graph:
@@ -108,9 +106,7 @@ def capture(arm: Arm, num_tokens: int) -> torch.cuda.CUDAGraph:
 def time_eager(arm: Arm, synchronize: Callable[[], None]) -> dict[str, float]:
     """Calls one after the other without a graph. Collective.
 
-    Args:
-        arm: has been called before.
-        synchronize: waits for the device.
+    The arm has been called before; `synchronize` waits for the device.
 
     Returns:
         `host_us`: the median time that enqueuing a call takes the host; `eager_us`: time per call
