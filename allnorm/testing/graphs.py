@@ -12,7 +12,7 @@ import torch
 
 @contextlib.contextmanager
 def capture(
-    inside: AbstractContextManager[Any] | None = None,
+    inside: AbstractContextManager[Any] = nullcontext(),  # noqa: B008 - it holds nothing
 ) -> Iterator[torch.cuda.CUDAGraph]:
     """Captures what the block runs as a graph, which is yielded.
 
@@ -25,5 +25,5 @@ def capture(
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     # thread_local: NCCL's watchdog thread queries events, which must not end the capture.
-    with inside or nullcontext(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with inside, torch.cuda.graph(graph, capture_error_mode="thread_local"):
         yield graph
