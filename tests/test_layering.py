@@ -10,6 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from allnorm import names
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "allnorm"
 CSRC = ROOT / "csrc"
@@ -158,6 +160,26 @@ def test_environment(path: pathlib.Path) -> None:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and unit != "config":
             is_variable = re.fullmatch(r"ALLNORM_[A-Z_]+", node.value)
             assert not is_variable, f"{path.name}:{node.lineno} knows {node.value}: ask config"
+
+
+# pattern: the file of allnorm in which alone it may stand: there is one of each
+ONE_HOME = {
+    r"\bCUDAGraph\(\)|capture_error_mode": "testing/graphs.py",
+    r"torch\.cuda\.Event\(": "testing/timing.py",
+}
+
+
+@pytest.mark.parametrize("path", modules(), ids=ids)
+def test_there_is_one_of_each(path: pathlib.Path) -> None:
+    relative = path.relative_to(PACKAGE).as_posix()
+    for pattern, home in ONE_HOME.items():
+        found = re.search(pattern, path.read_text())
+        assert not found or relative == home, f"{relative}: use allnorm/{home}"
+    lists = {tuple(v) for k, v in vars(names).items() if k.isupper()}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Tuple | ast.List | ast.Set) and relative != "names.py":
+            words = tuple(e.value for e in node.elts if isinstance(e, ast.Constant))
+            assert words not in lists, f"{relative}:{node.lineno} repeats a list of allnorm.names"
 
 
 # ---- C++ and CUDA --------------------------------------------------------------------------------
