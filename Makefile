@@ -38,7 +38,7 @@ export PATH := $(abspath $(BIN)):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 NATIVE_SOURCES := $(shell find csrc cmake -type f 2>/dev/null) CMakeLists.txt
-SOURCES := $(NATIVE_SOURCES) $(shell find allnorm -name '*.py') pyproject.toml README.md
+SOURCES := $(NATIVE_SOURCES) $(shell find allnorm -name '*.py' -o -name '*.j2') pyproject.toml README.md
 CXX_FILES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 # Not -C, which pip has from 23.1 on; Python 3.11 brings 23.0.
 PACKAGE_SETTINGS = --config-settings=build-dir=$(BUILD)/package \

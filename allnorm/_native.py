@@ -8,6 +8,7 @@ import json
 import pathlib
 from typing import Any
 
+from allnorm import names
 from allnorm.errors import NativeLibraryError
 
 ABI_VERSION = 4
@@ -15,12 +16,12 @@ MAX_WORLD_SIZE = 64
 OK, INVALID_ARGUMENT, UNSUPPORTED, TIMEOUT, DIVERGED, SYSTEM, BUSY = range(7)
 PEER_DIED, PEER_LEFT, INTERRUPTED, CLOSED = range(7, 11)
 _IPC_HANDLE_BYTES = 64
-ALGORITHM = {"one_shot": 0, "two_shot": 1}
+ALGORITHM = {name: code for code, name in enumerate(names.FUSED)}
 ALL_REDUCE, ADD_RMS_NORM, ALL_GATHER_ROWS = range(3)
-NUMERICS = {"rounded": 0, "unrounded": 1, "transformers": 2, "vllm": 3}
-DTYPE = {"float32": 0, "float16": 1, "bfloat16": 2}
-QUANT = {"per_group": 1, "per_token": 2, "per_tensor": 3}
-SCALE_FORMAT = {"float32": 0, "ue8m0": 1, "ue8m0_packed": 2}
+NUMERICS = {name: code for code, name in enumerate(names.NUMERICS)}
+DTYPE = {name: code for code, name in enumerate(names.DTYPES)}
+QUANT = {name: code for code, name in enumerate(names.QUANTS, start=1)}
+SCALE_FORMAT = {name: code for code, name in enumerate(names.SCALE_FORMATS)}
 RESIDUAL_SHARDED = 2  # AllnormCallFlags
 LATE_TRIGGER, NO_DEPENDENT_LAUNCH = 1, 2  # AllnormCommFlags
 NO_SHAPE = 0xFFFFFFFF  # where a CallShape would be: none was announced
@@ -275,7 +276,7 @@ def describe_shape(shape: int, num_tokens: int) -> str:
         return "a call that it could not launch"
     op = shape >> 28
     name = _OP_NAMES[op] if op < len(_OP_NAMES) else f"op {op}"
-    dtype = ("float32", "float16", "bfloat16", "unknown dtype")[shape >> 20 & 3]
+    dtype = (*names.DTYPES, "unknown dtype")[shape >> 20 & 3]
     text = f"{name} of {num_tokens}x{shape & 0xFFFFF} {dtype}"
     if name == "all_gather_rows":
         return text

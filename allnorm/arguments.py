@@ -17,7 +17,7 @@ import torch
 
 from allnorm import _native, tensors
 from allnorm.errors import UnsupportedError
-from allnorm.policy import ALGORITHMS
+from allnorm.names import NUMERICS, REQUESTS
 from allnorm.quant import (
     Fp8PerTensor,
     Quant,
@@ -27,11 +27,7 @@ from allnorm.quant import (
     check_quant,
 )
 
-DTYPES = {
-    torch.float32: _native.DTYPE["float32"],
-    torch.float16: _native.DTYPE["float16"],
-    torch.bfloat16: _native.DTYPE["bfloat16"],
-}
+DTYPES = {getattr(torch, name): code for name, code in _native.DTYPE.items()}
 
 
 @dataclass(frozen=True)
@@ -75,12 +71,12 @@ def row_shard(num_tokens: int, world_size: int, rank: int) -> tuple[int, int]:
 
 def check_algorithm(algorithm: object) -> None:
     """Raises ValueError unless `algorithm` is "auto" or the name of one."""
-    check_choice("algorithm", algorithm, ("auto", *ALGORITHMS))
+    check_choice("algorithm", algorithm, REQUESTS)
 
 
 def check_numerics(numerics: object) -> None:
     """Raises ValueError unless `numerics` is one of the four modes."""
-    check_choice("numerics", numerics, tuple(_native.NUMERICS))
+    check_choice("numerics", numerics, NUMERICS)
 
 
 def check_count(name: str, value: object) -> None:

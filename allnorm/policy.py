@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-ALGORITHMS = ("one_shot", "two_shot", "unfused")
+from allnorm.names import FUSED
 
 # Temporary memory that `unfused` may take for the gathered partial sums of one row chunk.
 UNFUSED_GATHER_BYTES = 256 << 20
@@ -26,9 +26,6 @@ MOST_BLOCKS = 1 << 16
 _ONE_SHOT_MAX_PUSHED_BYTES_CUDA = 384 << 10
 # On CPU a rank reads its peers' rows in place: one_shot costs no extra bytes, only extra sums.
 _ONE_SHOT_MAX_BYTES_CPU = 64 << 10
-
-# What follows the sum, as tables tell calls apart.
-EPILOGUES = ("all_reduce", "norm", "per_group", "per_token", "per_tensor")
 
 # Tables are measured without a limit of blocks. With one, two_shot falls behind at two ranks, which
 # send the same bytes in both: H200, bf16, 64 blocks, 2026-11, 2048x4096 takes 75 us in two_shot and
@@ -229,7 +226,7 @@ def _obstacle(
         return _OWNED_ROWS
     needed: tuple[str, ...] = (requested,)
     if requested == "auto":
-        needed = ("two_shot",) if owned_rows else ("one_shot", "two_shot")
+        needed = ("two_shot",) if owned_rows else FUSED
     if not all(rows_per_chunk[name] for name in needed):
         return f"a row of hidden_size {hidden_size} is too wide for the workspace"
     return ""

@@ -260,7 +260,7 @@ def seen_alone(algorithm: str) -> Iterator[None]:
 
 
 def _epilogue(call: _native.Call) -> str:
-    """What follows the sum, by the names of policy.EPILOGUES."""
+    """What follows the sum, by the names of names.EPILOGUES."""
     if call.op != _native.ADD_RMS_NORM:
         return "all_reduce"
     return next((name for name, kind in _native.QUANT.items() if kind == call.quant), "norm")

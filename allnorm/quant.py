@@ -9,11 +9,9 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from allnorm.errors import UnsupportedError
+from allnorm.names import GROUP_SIZES, QUANTS, SCALE_FORMATS, SCALE_LAYOUTS
 
 DTYPE = torch.float8_e4m3fn
-GROUP_SIZES = (16, 32, 64, 128, 256, 512)
-SCALE_LAYOUTS = ("row_major", "column_major", "column_major_tma")
-SCALE_FORMATS = ("float32", "ue8m0", "ue8m0_packed")
 
 # Scales to a word of the packed format; rows of a column that a TMA descriptor can address start at
 # multiples of 16 bytes.
@@ -256,7 +254,7 @@ def from_op_arguments(
         return _per_group(group_size, scale_layout, scale_format)
     if kind == Fp8PerTensor.kind:
         return Fp8PerTensor(scale)  # type: ignore[arg-type]  # says so if there is none
-    check_choice("quant_kind", kind, ("per_group", "per_token", "per_tensor"))
+    check_choice("quant_kind", kind, QUANTS)
     return Fp8PerToken()
 
 

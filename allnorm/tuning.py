@@ -24,10 +24,10 @@ from typing import Any
 
 from allnorm import config, topology
 from allnorm._version import __version__
-from allnorm.policy import ALGORITHMS, EPILOGUES, MOST_BLOCKS, Curve, Step, Table
+from allnorm.names import ALGORITHMS, DTYPES, EPILOGUES
+from allnorm.policy import MOST_BLOCKS, Curve, Step, Table
 
 FORMAT = 2  # 1 had no link_gbps, and times of kernels that knew none
-DTYPES = ("float32", "float16", "bfloat16")
 _MAX_FILE_BYTES = 4 << 20
 _SEEDS = pathlib.Path(__file__).parent / "seeds"
 

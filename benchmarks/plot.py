@@ -16,10 +16,10 @@ from typing import Any
 
 import matplotlib
 
+from allnorm.bench.modes import Mode
+from allnorm.bench.report import Measurement
+from allnorm.bench.shapes import Shape
 from allnorm.cli import bench_plot
-from allnorm.cli.bench_modes import Mode
-from allnorm.cli.bench_report import Measurement
-from allnorm.cli.options import Shape
 
 
 def measurement(row: dict[str, Any]) -> Measurement:

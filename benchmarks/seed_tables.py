@@ -16,10 +16,10 @@ from collections import defaultdict
 from typing import Any
 
 from allnorm import tuning
-from allnorm.cli import crossovers
-from allnorm.cli.crossovers import Candidate
-from allnorm.cli.tune import LINK_ARM
 from allnorm.policy import Curve
+from allnorm.tune import crossovers
+from allnorm.tune.crossovers import Candidate
+from allnorm.tune.table import LINK_ARM
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
 _SEEDS = _ROOT / "allnorm" / "seeds"

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from allnorm import names
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "allnorm"
 CSRC = ROOT / "csrc"
@@ -23,16 +25,17 @@ PUBLIC = "allnorm"
 ALLOWED = {
     "_version": set(),
     "errors": set(),
-    "policy": set(),
+    "names": set(),
+    "policy": {"names"},
     "shortcuts": set(),
-    "quant": {"errors"},
-    "reference": {"quant"},
+    "quant": {"errors", "names"},
+    "reference": {"names", "quant"},
     "config": {"errors"},
     "topology": {"errors"},
-    "tuning": {"_version", "config", "policy", "topology"},
-    "_native": {"errors", "config"},
+    "tuning": {"_version", "config", "names", "policy", "topology"},
+    "_native": {"errors", "config", "names"},
     "tensors": set(),
-    "arguments": {"_native", "errors", "policy", "quant", "tensors"},
+    "arguments": {"_native", "errors", "names", "quant", "tensors"},
     "keys": set(),
     "launch": {"_native", "arguments", "errors", "quant", "shortcuts", "tensors"},
     "announcement": {"_native", "launch"},
@@ -78,12 +81,15 @@ ALLOWED = {
         *("_native", "_version", "communicator", "config", "errors", "fast_call", "local", "ops"),
         *("policy", "quant", "reference", "tracing"),
     },
-    "testing": {PUBLIC, "errors", "reference", "workspace"},
-    "compile": {PUBLIC, "_version", "communicator", "config", "errors", "ops", "quant"},
-    "integrations": {PUBLIC, "compile", "config", "errors", "ops"},
+    "testing": {"names", "workspace"},
+    "compile": {PUBLIC, "_version", "communicator", "config", "errors", "names", "ops", "quant"},
+    "integrations": {PUBLIC, "compile", "config", "errors", "names", "ops"},
+    "verify": {PUBLIC, "errors", "names", "quant", "reference", "testing"},
+    "bench": {PUBLIC, "names", "quant", "reference", "testing", "topology"},
+    "tune": {PUBLIC, "bench", "policy", "testing", "tuning"},
     "cli": {
-        *(PUBLIC, "compile", "config", "errors", "policy", "reference", "testing", "topology"),
-        *("tracing", "tuning"),
+        *(PUBLIC, "bench", "config", "errors", "names", "testing", "topology"),
+        *("tracing", "tune", "tuning", "verify"),
     },
     "__main__": {"cli"},
 }
@@ -98,13 +104,17 @@ THIRD_PARTY = {
     "topology": {"torch", "pynvml"},
     "tuning": set(),
     "integrations": {"torch", "vllm", "sglang", "transformers", "packaging"},
-    "cli": {"torch", "rich", "typer", "matplotlib", "triton", "flashinfer", "sglang", "vllm"},
+    "names": set(),
+    "testing": {"torch", "numpy"},
+    "bench": {"torch", "numpy", "triton", "flashinfer", "sglang", "vllm"},
+    "cli": {"torch", "rich", "typer", "matplotlib", "jinja2"},
 }
 
 # Who touches the environment, and why. Variables of allnorm's own are the business of config alone.
 ENVIRONMENT = {
     "config": "reads ALLNORM_*; sets the switch that keeps torch from multicast",
-    "cli": "sets the multicast switches for the ranks it starts",
+    "bench": "names NCCL's algorithm for a group, and other libraries' switches",
+    "tracing": "the environment of the program it traces",
     "testing": "sets the multicast switches for the ranks it starts",
 }
 
@@ -177,6 +187,26 @@ def test_environment(path: pathlib.Path) -> None:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and unit != "config":
             is_variable = re.fullmatch(r"ALLNORM_[A-Z_]+", node.value)
             assert not is_variable, f"{path.name}:{node.lineno} knows {node.value}: ask config"
+
+
+# pattern: the file of allnorm in which alone it may stand: there is one of each
+ONE_HOME = {
+    r"\bCUDAGraph\(\)|capture_error_mode": "testing/graphs.py",
+    r"torch\.cuda\.Event\(": "testing/timing.py",
+}
+
+
+@pytest.mark.parametrize("path", modules(), ids=ids)
+def test_there_is_one_of_each(path: pathlib.Path) -> None:
+    relative = path.relative_to(PACKAGE).as_posix()
+    for pattern, home in ONE_HOME.items():
+        found = re.search(pattern, path.read_text())
+        assert not found or relative == home, f"{relative}: use allnorm/{home}"
+    lists = {tuple(v) for k, v in vars(names).items() if k.isupper()}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Tuple | ast.List | ast.Set) and relative != "names.py":
+            words = tuple(e.value for e in node.elts if isinstance(e, ast.Constant))
+            assert words not in lists, f"{relative}:{node.lineno} repeats a list of allnorm.names"
 
 
 # ---- C++ and CUDA --------------------------------------------------------------------------------

@@ -99,13 +99,16 @@ def test_wheel_contents(distribution: importlib.metadata.Distribution) -> None:
     assert "allnorm/lib/liballnorm_cpu.so" in files
     assert "allnorm/py.typed" in files
     assert any(name.endswith("licenses/LICENSE") for name in files)
-    # Python, libraries and tables of crossovers only: no headers, sources or archives.
+    assert "allnorm/cli/bench_page.html.j2" in files
+    # Python, libraries, tables of crossovers and a template: no headers, sources or archives.
     assert [f for f in files if f.startswith("allnorm/") and not is_shipped(f)] == []
 
 
 def is_shipped(name: str) -> bool:
     if name.startswith("allnorm/seeds/"):
         return name.endswith(".json")
+    if name == "allnorm/cli/bench_page.html.j2":
+        return True
     return name.endswith((".py", ".pyc", "py.typed")) or name.startswith("allnorm/lib/liballnorm_")
 
 
@@ -114,9 +117,7 @@ def test_metadata(distribution: importlib.metadata.Distribution) -> None:
     required = [r for r in distribution.requires or [] if "extra ==" not in r]
     assert sorted(re.match(r"[\w-]+", r)[0] for r in required) == [
         "numpy",
-        "rich",
         "torch",
-        "typer",
     ]
     scripts = {e.name: e.value for e in distribution.entry_points if e.group == "console_scripts"}
     assert scripts == {"allnorm": "allnorm.cli:main"}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from rank_helpers import DTYPES, Case, comm, on
 
-from allnorm import policy
+from allnorm import names, policy
 from allnorm.testing import RankPool
 
 PLENTY = {"one_shot": 10_000, "two_shot": 10_000}
@@ -28,7 +28,7 @@ def test_every_shape_has_a_plan(backend: str, world_size: int) -> None:
         (0, 1, 7, 128, 8192, 10**6), (1, 120, 4095, 4096, 16384, 10**6)
     ):
         plan = choose(traits, tokens, hidden_size)
-        assert plan.algorithm in policy.ALGORITHMS
+        assert plan.algorithm in names.ALGORITHMS
         assert plan.reason
         assert "\n" not in plan.reason
         assert (plan.num_chunks == 0) == (tokens == 0)
@@ -74,7 +74,7 @@ def test_no_peer_access_means_unfused_and_says_why() -> None:
     assert "P2P" in plan.reason
 
 
-@pytest.mark.parametrize("algorithm", policy.ALGORITHMS)
+@pytest.mark.parametrize("algorithm", names.ALGORITHMS)
 def test_a_request_is_followed(algorithm: str) -> None:
     for tokens in (1, 8192):
         plan = choose(policy.Traits("cuda", 8), tokens, 4096, algorithm)

@@ -17,7 +17,7 @@ import torch
 from rank_helpers import Case, device, on
 
 import allnorm
-from allnorm import config, policy, tuning
+from allnorm import config, names, policy, tuning
 from allnorm.policy import Curve, Step, Table
 from allnorm.testing import RankPool
 from allnorm.tuning import Measured
@@ -310,7 +310,7 @@ def test_tables_do_not_admit() -> None:
     plan = policy.choose(traits, 1, 2048, 2, none)
     assert (plan.algorithm, plan.source) == ("unfused", "")
     plenty = {"one_shot": 10, "two_shot": 10}
-    for name in policy.ALGORITHMS:
+    for name in names.ALGORITHMS:
         plan = policy.choose(traits, 100, 8192, 2, plenty, name)
         assert (plan.algorithm, plan.num_blocks, plan.source) == (name, 0, "caller")
     assert policy.choose(traits, 1, 2048, 2, plenty, owned_rows=True).algorithm == "two_shot"

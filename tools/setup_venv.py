@@ -34,7 +34,7 @@ def groups() -> dict[str, list[str]]:
     extras = pyproject["project"]["optional-dependencies"]
     return {
         "build": pyproject["build-system"]["requires"],
-        "run": pyproject["project"]["dependencies"],
+        "run": [*pyproject["project"]["dependencies"], *extras["cli"]],
         "test": extras["test"],
         "lint": extras["lint"],
     }

@@ -8,74 +8,58 @@ from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
 
 import allnorm
-from allnorm import topology
-from allnorm.cli import (
-    bench_compare,
-    bench_floor,
-    bench_html,
-    bench_modes,
-    bench_plot,
-    bench_report,
-    bench_table,
-    options,
-    output,
-)
-from allnorm.cli.bench_report import Measurement
-from allnorm.cli.options import Device, Json, Shape, Tp
-from allnorm.cli.ranks import bench as ranks_bench
-from allnorm.testing import run_ranks
+from allnorm import names, topology
+from allnorm.bench import compare as bench_compare
+from allnorm.bench import modes as bench_modes
+from allnorm.bench import report
+from allnorm.bench.report import Measurement
+from allnorm.bench.run import Job
+from allnorm.bench.shapes import Shape
+from allnorm.cli import bench_html, bench_plot, bench_table, options, output
+from allnorm.cli.options import Device, Dtype, Json, Tp
 
 _CPU_MODELS, _CPU_TOKENS, _CPU_PREFILL = "llama-3.1-8b,gpt-oss-120b", "1,16,256", "llama-3.1-8b"
 _GPU_MODELS, _GPU_TOKENS = "llama-3.1-8b,llama-3.1-70b", "1,4,16,64,128,256,512,1024"
 _PREFILL_TOKENS = 8192
-_TIMEOUT_SECONDS = 3600.0
 _PEER_PACKAGES = ("flashinfer-python", "sglang", "vllm", "triton")
 
 
 def bench(
-    model: Annotated[
-        str, typer.Option("--model", help="Models by name, separated by commas.")
-    ] = "",
-    tokens: Annotated[str, typer.Option("--tokens", help="Numbers of tokens for the models.")] = "",
+    model: Annotated[str, typer.Option(help="Models by name, separated by commas.")] = "",
+    tokens: Annotated[str, typer.Option(help="Numbers of tokens for the models.")] = "",
     shapes: Annotated[
-        str, typer.Option("--shapes", help="num_tokens x hidden_size, such as 1x4096,8192x4096.")
+        str, typer.Option(help="num_tokens x hidden_size, such as 1x4096,8192x4096.")
     ] = "",
     tp: Tp = "",
-    dtype: Annotated[str, typer.Option("--dtype", help=", ".join(options.DTYPES))] = "bfloat16",
-    numerics: Annotated[
-        str, typer.Option("--numerics", help=", ".join(options.NUMERICS))
-    ] = "rounded",
+    dtype: Dtype = "bfloat16",
+    numerics: Annotated[str, typer.Option(help=", ".join(names.NUMERICS))] = "rounded",
     quant: Annotated[
         str,
         typer.Option(
-            "--quant",
             help="FP8 results: per_group:128, per_group:SIZE:LAYOUT:FORMAT, per_token, per_tensor; "
-            "several with commas, none among them for 16-bit results.",
+            "several with commas, none among them for 16-bit results."
         ),
     ] = "",
     return_normed: Annotated[
         bool, typer.Option("--return-normed", help="With --quant: the 16-bit rows too.")
     ] = False,
     residual: Annotated[
-        str, typer.Option("--residual", help="replicated, sharded, or both with a comma.")
+        str, typer.Option(help="replicated, sharded, or both with a comma.")
     ] = "replicated",
     residual_sharded: Annotated[
         bool, typer.Option("--residual-sharded", help="The same as --residual sharded.")
     ] = False,
     arms: Annotated[
-        str,
-        typer.Option("--arms", help="What to time: arms and peers by name. Default: everything."),
+        str, typer.Option(help="What to time: arms and peers by name. Default: everything.")
     ] = "",
     product: Annotated[
         int,
         typer.Option(
-            "--product",
             min=0,
             help="Time each call behind a matrix product of so many columns that writes its input, "
             "as in a model, and take the product's own time off.",
@@ -84,62 +68,58 @@ def bench(
     max_blocks: Annotated[
         int,
         typer.Option(
-            "--max-blocks",
             min=0,
             help="Most thread blocks of a call of allnorm's on a GPU; 0: as many as it holds.",
         ),
     ] = 0,
     device: Device = "auto",
     push_gbps: Annotated[
-        float, typer.Option("--push-gbps", help="What one GPU can send, in GB/s, for the floor.")
+        float, typer.Option(help="What one GPU can send, in GB/s, for the floor.")
     ] = 0.0,
     json: Json = None,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", help="Write a picture: .png, .svg or .pdf.")
-    ] = None,
-    html: Annotated[
-        Path | None, typer.Option("--html", help="Write one page with everything.")
-    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a picture: .png, .svg or .pdf.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write one page with everything.")] = None,
     compare: Annotated[
-        Path | None,
-        typer.Option("--compare", help="Flag what is slower than in this file of --json."),
+        Path | None, typer.Option(help="Flag what is slower than in this file of --json.")
     ] = None,
 ) -> None:
     """Times the fused op beside other ways, after checking each of them."""
     where = options.device(device)
-    modes = bench_modes.modes(quant, "sharded" if residual_sharded else residual, return_normed)
-    job = ranks_bench.Job(
+    modes = options.modes(quant, "sharded" if residual_sharded else residual, return_normed)
+    known = bench_modes.known_arms(where, modes)
+    chosen = options.choices(arms, "--arms", known) if arms else known
+    job = Job(
         shapes=tuple(_shapes(model, tokens, shapes, where)),
         modes=tuple(modes),
-        dtype=options.choices(dtype, "--dtype", options.DTYPES)[0],
-        numerics=options.choices(numerics, "--numerics", options.NUMERICS)[0],
-        arms=tuple(bench_modes.select(arms, where, modes)),
+        dtype=options.choice(dtype, "--dtype", names.DTYPES),
+        numerics=options.choice(numerics, "--numerics", names.NUMERICS),
+        arms=bench_modes.with_compared(chosen, modes),
         device=where,
         product=product,
         max_blocks=max_blocks,
     )
     gpus = topology.num_gpus()
-    default = f"2,{gpus}" if where == "cuda" and gpus > 2 else ""
-    sizes = list(dict.fromkeys(options.world_sizes(tp, where, default)))
+    sizes = options.world_sizes(tp, where, f"2,{gpus}" if where == "cuda" and gpus > 2 else "")
     for option, path in (("--plot", plot), ("--html", html)):
         if path:
             bench_plot.check_installed(option)
-    before = bench_compare.read_rows(compare) if compare else []
+    with options.of("--compare"):
+        before = bench_compare.read_rows(compare) if compare else []
     console = output.console()
     console.print(_explanation(job))
     began = time.monotonic()
     measured, rows = _run(job, sizes, push_gbps, json, console)
     console.print(bench_table.headline(measured, job.dtype))
+    heading = f"allnorm bench, {topology.device_name(where)}, {job.dtype}"
     if plot:
-        bench_plot.save(measured, plot, _heading(job))
+        bench_plot.save(measured, plot, heading)
     if html:
-        page = bench_html.page(measured, _heading(job), _explanation(job), _common(job))
-        bench_html.save(html, page)
+        bench_html.save(html, bench_html.page(measured, heading, _explanation(job), _common(job)))
     regressed = False
     if compare:
         found = bench_compare.changes(before, rows)
         if any(change.slower or change.faster for change in found):
-            console.print(bench_compare.table(found))
+            console.print(bench_table.compared(found))
         console.print(bench_compare.summary(found, len(rows), compare.name))
         regressed = any(change.regressed for change in found)
     console.print(f"{time.monotonic() - began:.0f} s")
@@ -148,49 +128,32 @@ def bench(
 
 
 def _run(
-    job: ranks_bench.Job, sizes: list[int], push_gbps: float, json: Path | None, console: Console
+    job: Job, sizes: list[int], push_gbps: float, json: Path | None, console: Console
 ) -> tuple[list[Measurement], list[dict[str, Any]]]:
     """Measures with each number of ranks, shows and stores it; returns measurements and rows."""
     measured: list[Measurement] = []
     rows: list[dict[str, Any]] = []
-    gpu = topology.device_name("cuda") if job.device == "cuda" else ""
-    element_bytes = getattr(torch, job.dtype).itemsize
     common = _common(job)
+
+    def keep(new: list[Measurement]) -> None:
+        written = [report.json_row(m, common) for m in new]
+        output.append_json_lines(json, written)
+        measured.extend(new)
+        rows.extend(written)
+
     for size in sizes:
-        found: list[Measurement] = []
-        gbps = push_gbps or bench_floor.push_gbps(gpu, size)
-
-        def keep(
-            ranks: list[list[dict[str, Any]]],
-            found: list[Measurement] = found,
-            gbps: float | None = gbps,
-        ) -> None:
-            merged = bench_report.merge(ranks, job.shapes, job.modes, element_bytes, gbps)
-            written = [bench_report.json_row(m, common) for m in merged]
-            output.append_json_lines(json, written)
-            found += merged
-            rows.extend(written)
-
         try:
             with output.progress(f"bench, {output.ranks(size)}") as show:
-                run_ranks(
-                    ranks_bench.run,
-                    size,
-                    device=job.device,
-                    args=(job,),
-                    timeout=_TIMEOUT_SECONDS,
-                    on_message=bench_report.Gatherer(size, keep, show),
-                )
+                report.measure(job, size, push_gbps, keep, show)
         finally:
-            _show(found, console)
-        measured += found
+            _show([m for m in measured if m.world_size == size], console)
     return measured, rows
 
 
 def _show(found: list[Measurement], console: Console) -> None:
     for _, mode in bench_table.modes_of(found):
         console.print(bench_table.table([m for m in found if m.mode == mode], console.width))
-    for arm, reason in bench_report.missing(found).items():
+    for arm, reason in report.missing(found).items():
         console.print(f"[dim]{arm}: {escape(reason)}[/dim]")
     for m in found:
         if m.error:
@@ -212,11 +175,7 @@ def _shapes(model: str, tokens: str, shapes: str, where: str) -> list[Shape]:
     return list(dict.fromkeys(found))
 
 
-def _heading(job: ranks_bench.Job) -> str:
-    return f"allnorm bench, {topology.device_name(job.device)}, {job.dtype}"
-
-
-def _explanation(job: ranks_bench.Job) -> str:
+def _explanation(job: Job) -> str:
     clock = (
         "time per call in CUDA graph replays"
         if job.device == "cuda"
@@ -249,12 +208,11 @@ def _explanation(job: ranks_bench.Job) -> str:
     return text
 
 
-def _common(job: ranks_bench.Job) -> dict[str, Any]:
-    kind = "gpu" if job.device == "cuda" else "cpu"
-    provenance = output.provenance()
-    provenance["versions"] |= _peer_versions() if job.device == "cuda" else {}
+def _common(job: Job) -> dict[str, Any]:
+    conditions = output.conditions(job.device)
+    conditions["versions"] |= _peer_versions() if job.device == "cuda" else {}
     return {
-        kind: topology.device_name(job.device),
+        **conditions,
         "cores": topology.num_cores(),
         "backend": job.device,
         "dtype": job.dtype,
@@ -262,7 +220,6 @@ def _common(job: ranks_bench.Job) -> dict[str, Any]:
         "product": job.product,
         "max_blocks": job.max_blocks,
         "fast_calls": allnorm.capabilities()["fast_calls"],
-        **provenance,
     }
 
 

@@ -7,14 +7,15 @@ import io
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
+from allnorm.bench.modes import Mode, family
+from allnorm.bench.report import Measurement, best
 from allnorm.cli import output
-from allnorm.cli.bench_modes import Mode, family
-from allnorm.cli.bench_report import Measurement, best
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,8 +32,18 @@ _OTHER_COLOURS = (
     *("#e377c2", "#7f7f7f", "#bcbd22", "#17becf"),
 )
 
-Panel = tuple[int, Mode, int]
-"""World size, mode and hidden size: what one panel shows."""
+
+@dataclass(frozen=True)
+class Panel:
+    """What one panel shows."""
+
+    world_size: int
+    mode: Mode
+    hidden_size: int
+
+    def shows(self, m: Measurement) -> bool:
+        """Whether a measurement belongs here."""
+        return self == Panel(m.world_size, m.mode, m.shape.hidden_size)
 
 
 def check_installed(option: str) -> None:
@@ -42,25 +53,19 @@ def check_installed(option: str) -> None:
         typer.BadParameter: matplotlib is not installed.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise typer.BadParameter(
-            "needs matplotlib, which is not installed: pip install allnorm[plot]",
-            param_hint=option,
-        )
+        text = "needs matplotlib, which is not installed: pip install allnorm[plot]"
+        raise typer.BadParameter(text, param_hint=option)
 
 
 def panels(measurements: Sequence[Measurement]) -> list[Panel]:
     """What there is to show, in the order of the measurements."""
-    return list(dict.fromkeys((m.world_size, m.mode, m.shape.hidden_size) for m in measurements))
+    return list(
+        dict.fromkeys(Panel(m.world_size, m.mode, m.shape.hidden_size) for m in measurements)
+    )
 
 
 def save(measurements: Sequence[Measurement], path: Path, heading: str) -> None:
-    """Writes a picture with all panels; its format is that of the file's ending.
-
-    Args:
-        measurements: all of a run.
-        path: such as bench.png, .svg or .pdf; its folder is made.
-        heading: hardware and dtype.
-    """
+    """Writes a picture with all panels: .png, .svg or .pdf, by its ending; makes its folder."""
     shown = panels(measurements)
     columns = min(_COLUMNS, len(shown))
     rows = -(-len(shown) // columns)
@@ -102,12 +107,7 @@ def _figure(width: float, height: float) -> Figure:
 def _draw(axes: Axes, measurements: Sequence[Measurement], panel: Panel) -> None:
     from matplotlib.ticker import LogFormatter
 
-    world_size, mode, hidden_size = panel
-    shown = [
-        m
-        for m in measurements
-        if (m.world_size, m.mode, m.shape.hidden_size) == panel and math.isfinite(m.p50_us)
-    ]
+    shown = [m for m in measurements if panel.shows(m) and math.isfinite(m.p50_us)]
     kinds = list(dict.fromkeys(family(m.arm) for m in shown))
     for kind in kinds:
         _line(axes, [m for m in shown if family(m.arm) == kind], kind, _look(kind, kinds))
@@ -125,10 +125,9 @@ def _draw(axes: Axes, measurements: Sequence[Measurement], panel: Panel) -> None
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.yaxis.set_minor_formatter(LogFormatter())  # no powers of ten
-    what = f", {mode}" if str(mode) else ""
-    axes.set_title(
-        f"{output.ranks(world_size)}, hidden size {hidden_size}{what}", fontsize="medium"
-    )
+    what = f", {panel.mode}" if str(panel.mode) else ""
+    title = f"{output.ranks(panel.world_size)}, hidden size {panel.hidden_size}{what}"
+    axes.set_title(title, fontsize="medium")
     axes.grid(alpha=0.25)
     if shown:
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize="small")

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from rich.table import Table
 
+from allnorm.bench.compare import Change
+from allnorm.bench.modes import Mode, family
+from allnorm.bench.report import Measurement, best, is_other, speed_up
 from allnorm.cli import output
-from allnorm.cli.bench_modes import Mode, family
-from allnorm.cli.bench_report import Measurement, best, is_other, speed_up
-from allnorm.cli.options import Shape
 
 _WIDE = 150  # columns from which on p99 fits beside p50 ...
 _FEW = 7  # ... of so many arms
@@ -44,36 +44,30 @@ def grid(measurements: Sequence[Measurement], with_p99: bool) -> Grid:
     A peer's algorithms share a column, which shows the fastest of them. Kinds that ran nowhere
     have none.
 
-    Args:
-        measurements: of one world size and mode.
-        with_p99: show p99 in brackets behind p50.
+    With `with_p99` it is shown in brackets behind p50.
     """
     ran = {family(m.arm) for m in measurements if not m.reason}
     kinds = [k for k in dict.fromkeys(family(m.arm) for m in measurements) if k in ran]
     others = list(dict.fromkeys(m.arm for m in measurements if is_other(m.arm)))
     shapes = list(dict.fromkeys(m.shape for m in measurements))
     by_shape = [{m.arm: m for m in measurements if m.shape == shape} for shape in shapes]
-    columns = [
-        (kind.replace(":", ":\n").replace("+", "\n+"), _times(kind, with_p99)) for kind in kinds
-    ]
-    columns = [("tokens x\nhidden", _shape), *columns, *_derived(measurements, others)]
+    columns: dict[str, Callable[[Found], str]] = {}
     if any(shape.model for shape in shapes):
-        columns.insert(0, ("model", _model))
+        columns["model"] = lambda found: next(iter(found.values())).shape.model or "-"
+    columns["tokens x\nhidden"] = lambda found: str(next(iter(found.values())).shape)
+    for kind in kinds:
+        columns[kind.replace(":", ":\n").replace("+", "\n+")] = _times(kind, with_p99)
+    columns |= _derived(measurements, others)
     return Grid(
         _title(measurements[0]),
-        [heading for heading, _ in columns],
-        [[cell(found) for _, cell in columns] for found in by_shape],
+        list(columns),
+        [[cell(found) for cell in columns.values()] for found in by_shape],
         [any(m.error for m in found.values()) for found in by_shape],
     )
 
 
 def table(measurements: Sequence[Measurement], width: int) -> Table:
-    """The same for a console.
-
-    Args:
-        measurements: of one world size and mode.
-        width: of the output, in characters; a narrow one shows no p99.
-    """
+    """The same for a console; one of few characters in `width` shows no p99."""
     arms = {family(m.arm) for m in measurements}
     found = grid(measurements, width >= _WIDE and len(arms) <= _FEW)
     verdicts = [output.bad("WRONG") if wrong else output.ok("PASS") for wrong in found.wrong]
@@ -84,6 +78,32 @@ def table(measurements: Sequence[Measurement], width: int) -> Table:
     return output.table(found.title, [*found.columns, "bits"], rows)
 
 
+def compared(found: Iterable[Change]) -> Table:
+    """The arms that differ from an earlier file beyond their tolerance, the worst first."""
+    differing = sorted(
+        (change for change in found if change.slower or change.faster),
+        key=lambda change: change.difference_us / change.before_us,
+        reverse=True,
+    )
+    columns = ("ranks", "tokens x hidden", "mode", "arm", "before", "now", "tolerance", "")
+    rows = [_cells(change) for change in differing]
+    return output.table("Compared, us per call", columns, rows, words=("mode", "arm"))
+
+
+def _cells(change: Change) -> list[str]:
+    row, relative = change.row, change.difference_us / change.before_us
+    flags = (bool(row.get(name)) for name in ("residual_sharded", "return_normed"))
+    verdict = f"{relative:+.1%}" if math.isfinite(relative) else "lost"
+    return [
+        str(row["world_size"]),
+        f"{row['num_tokens']}x{row['hidden_size']}",
+        str(Mode(row.get("quant") or "", *flags)) or "-",
+        str(row["arm"]),
+        *map(output.microseconds, (change.before_us, change.now_us, change.tolerance_us)),
+        output.bad(verdict) if change.slower else output.ok(verdict),
+    ]
+
+
 def headline(measurements: Sequence[Measurement], dtype: str) -> str:
     """One sentence: the smallest shape at the most ranks, beside the all-reduce + PyTorch."""
     candidates = [m for m in measurements if m.arm == "allnorm" and math.isfinite(m.p50_us)]
@@ -92,12 +112,8 @@ def headline(measurements: Sequence[Measurement], dtype: str) -> str:
     chosen = min(
         candidates, key=lambda m: (-m.world_size, m.shape.num_tokens, m.shape.hidden_size != 4096)
     )
-    same = [
-        m
-        for m in measurements
-        if (m.shape, m.mode, m.world_size) == (chosen.shape, chosen.mode, chosen.world_size)
-    ]
-    found = {m.arm: m for m in same}
+    same = (chosen.shape, chosen.mode, chosen.world_size)
+    found = {m.arm: m for m in measurements if (m.shape, m.mode, m.world_size) == same}
     time = output.microseconds(chosen.p50_us)
     what = f", {chosen.mode}" if str(chosen.mode) else ""
     text = f"{chosen.shape} {dtype}{what}, {output.ranks(chosen.world_size)}: {time}"
@@ -118,32 +134,21 @@ def _title(m: Measurement) -> str:
 
 def _derived(
     measurements: Sequence[Measurement], others: list[str]
-) -> list[tuple[str, Callable[[Found], str]]]:
+) -> dict[str, Callable[[Found], str]]:
     """The columns that compare: only those that have something to show."""
-    compared = any(m.arm == "allnorm" for m in measurements)
-    columns: list[tuple[str, Callable[[Found], str]]] = []
-    if compared and others:
-        columns.append(("vs best\nother", lambda found: _ratio(speed_up(found, others))))
-    if compared and any(math.isfinite(m.quant_cost_us) for m in measurements):
-        columns.append(("quant\ncost", lambda found: _difference(found["allnorm"].quant_cost_us)))
-    if compared and any(math.isfinite(m.floor_us) for m in measurements):
-        columns.append(("floor", lambda found: _floor(found["allnorm"])))
-        columns.append(("of it\nreached", lambda found: _share(found["allnorm"])))
-    if compared and any(math.isfinite(m.host_us) for m in measurements):
-        columns.append(("host\nus", lambda found: output.microseconds(found["allnorm"].host_us)))
+    columns: dict[str, Callable[[Found], str]] = {}
+    if not any(m.arm == "allnorm" for m in measurements):
+        return columns
+    if others:
+        columns["vs best\nother"] = lambda found: _ratio(speed_up(found, others))
+    if any(math.isfinite(m.quant_cost_us) for m in measurements):
+        columns["quant\ncost"] = lambda found: _difference(found["allnorm"].quant_cost_us)
+    if any(math.isfinite(m.floor_us) for m in measurements):
+        columns["floor"] = lambda found: _floor(found["allnorm"])
+        columns["of it\nreached"] = lambda found: _share(found["allnorm"])
+    if any(math.isfinite(m.host_us) for m in measurements):
+        columns["host\nus"] = lambda found: output.microseconds(found["allnorm"].host_us)
     return columns
-
-
-def _shape(found: Found) -> str:
-    return str(_any(found))
-
-
-def _model(found: Found) -> str:
-    return _any(found).model or "-"
-
-
-def _any(found: Found) -> Shape:
-    return next(iter(found.values())).shape
 
 
 def _times(kind: str, with_p99: bool) -> Callable[[Found], str]:

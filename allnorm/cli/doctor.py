@@ -15,9 +15,9 @@ import allnorm
 from allnorm import topology
 from allnorm.cli import options, output
 from allnorm.cli.options import Device, Json, Tp
-from allnorm.cli.ranks import doctor as ranks_doctor
 from allnorm.testing import run_ranks
 from allnorm.topology import Machine
+from allnorm.verify import doctor as ranks_doctor
 
 _COPY_BYTES = 256 << 20
 _COPIES = 10

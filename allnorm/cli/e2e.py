@@ -2,85 +2,77 @@
 
 from __future__ import annotations
 
+import math
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
-from allnorm import topology
-from allnorm.cli import e2e_models, e2e_report, options, output
-from allnorm.cli.e2e_report import Result
-from allnorm.cli.options import Device, Json, Tp
-from allnorm.cli.ranks.e2e import peer_sites
-from allnorm.cli.ranks.e2e import run as ranks_e2e
-from allnorm.cli.ranks.e2e.job import Job
-from allnorm.testing import run_ranks
+from allnorm import names, topology
+from allnorm.bench.e2e import models, report
+from allnorm.bench.e2e.job import Job, arm_names
+from allnorm.bench.e2e.report import Result
+from allnorm.cli import options, output
+from allnorm.cli.options import Device, Dtype, Json, Tp
 
-_TIMEOUT_SECONDS = 3600.0
-
-
-@dataclass(frozen=True)
-class _Defaults:
-    model: str
-    batch: str
-    prompt: int
-    tokens: int
-
-
-_DEFAULTS = {
-    "cuda": _Defaults("llama-3.1-8b", "1,8,64", 128, 64),
-    "cpu": _Defaults("tiny", "1,4", 16, 8),
-}
+_MODEL = {"cuda": "llama-3.1-8b", "cpu": "tiny"}
+_BATCH = {"cuda": "1,8,64", "cpu": "1,4"}
+_PROMPT, _TOKENS = {"cuda": 128, "cpu": 16}, {"cuda": 64, "cpu": 8}
 
 
 def e2e(
     model: Annotated[
-        str,
-        typer.Option("--model", help=f"Dimensions by name: {', '.join(e2e_models.TRANSFORMERS)}."),
+        str, typer.Option(help=f"Dimensions by name: {', '.join(models.TRANSFORMERS)}.")
     ] = "",
     layers: Annotated[
-        int, typer.Option("--layers", min=0, help="Decoder layers. Default: the model's own.")
+        int, typer.Option(min=0, help="Decoder layers. Default: the model's own.")
     ] = 0,
     tp: Tp = "",
     batch: Annotated[
-        str, typer.Option("--batch", help="Batch sizes. Default: 1,8,64 on GPUs, 1,4 on CPU.")
+        str, typer.Option(help="Batch sizes. Default: 1,8,64 on GPUs, 1,4 on CPU.")
     ] = "",
     prompt: Annotated[
-        int, typer.Option("--prompt", min=0, help="Tokens of a prompt. Default: 128; on CPU 16.")
+        int, typer.Option(min=0, help="Tokens of a prompt. Default: 128; on CPU 16.")
     ] = 0,
     tokens: Annotated[
-        int, typer.Option("--tokens", min=0, help="Tokens to generate. Default: 64; on CPU 8.")
+        int, typer.Option(min=0, help="Tokens to generate. Default: 64; on CPU 8.")
     ] = 0,
     arms: Annotated[
-        str, typer.Option("--arms", help="What to run, separated by commas. Default: everything.")
+        str, typer.Option(help="What to run, separated by commas. Default: everything.")
     ] = "",
-    dtype: Annotated[str, typer.Option("--dtype", help=", ".join(options.DTYPES))] = "bfloat16",
-    rounds: Annotated[
-        int, typer.Option("--rounds", min=1, help="Timed generations of each arm.")
-    ] = 3,
+    dtype: Dtype = "bfloat16",
+    rounds: Annotated[int, typer.Option(min=1, help="Timed generations of each arm.")] = 3,
     device: Device = "auto",
     json: Json = None,
 ) -> None:
     """Generates with a random transformer, fused and unfused, and compares tokens and times."""
     where = options.device(device)
-    default = _DEFAULTS[where]
+    known = arm_names(where)
+    asked = options.choices(arms, "--arms", known) if arms else known
+    if tokens == 1:
+        text = "the time between tokens needs at least 2 of them"
+        raise typer.BadParameter(text, param_hint="--tokens")
+    with options.of("--model"):
+        dimensions = models.find(model or _MODEL[where], layers)
     job = Job(
-        model=e2e_models.find(model or default.model, layers),
-        batch_sizes=tuple(options.integers(batch or default.batch, "--batch", minimum=1)),
-        prompt=prompt or default.prompt,
-        tokens=_at_least_two(tokens or default.tokens),
-        arms=tuple(_arms(arms, where)),
-        dtype=options.choices(dtype, "--dtype", options.DTYPES)[0],
+        model=dimensions,
+        batch_sizes=tuple(options.integers(batch or _BATCH[where], "--batch", minimum=1)),
+        prompt=prompt or _PROMPT[where],
+        tokens=tokens or _TOKENS[where],
+        arms=tuple(name for name in known if name in asked),
+        dtype=options.choice(dtype, "--dtype", names.DTYPES),
         device=where,
         rounds=rounds,
     )
-    sizes = list(dict.fromkeys(options.world_sizes(tp, where)))
-    for size in sizes:
-        e2e_models.check_world_size(job.model, size)
+    sizes = options.world_sizes(tp, where)
+    with options.of("--tp"):
+        for size in sizes:
+            models.check_world_size(job.model, size)
     console = output.console()
     console.print(_explanation(job))
     began = time.monotonic()
@@ -93,47 +85,17 @@ def e2e(
         console.print(output.ok(held))
 
 
-def arm_names(device_type: str) -> tuple[str, ...]:
-    """What can run there."""
-    own = ("allnorm", "allnorm:unfused")
-    if device_type == "cpu":
-        return (*own, "gloo+torch", "gloo+local")
-    return (*own, "nccl+torch", "nccl+local", *peer_sites.ARMS)
-
-
-def _arms(text: str, where: str) -> list[str]:
-    names = arm_names(where)
-    asked = options.choices(text, "--arms", names) if text else names
-    return [name for name in names if name in asked]
-
-
-def _at_least_two(tokens: int) -> int:
-    if tokens < 2:
-        raise typer.BadParameter(
-            "the time between tokens needs at least 2 of them", param_hint="--tokens"
-        )
-    return tokens
-
-
 def _run(job: Job, size: int, json: Path | None, console: Console) -> list[Result]:
     """Runs with one number of ranks, shows and stores what was found."""
     with output.progress(f"e2e, {output.ranks(size)}") as show:
-        ranks = run_ranks(
-            ranks_e2e.run,
-            size,
-            device=job.device,
-            args=(job,),
-            timeout=_TIMEOUT_SECONDS,
-            on_message=show,
-        )
-    found = e2e_report.merge([records for records, _ in ranks], job.model)
-    common = _common(job)
-    output.append_json_lines(json, [e2e_report.json_row(r, job.model, common) for r in found])
+        measured = report.measure(job, size, show)
+    found, common = measured.results, _common(job)
+    output.append_json_lines(json, [report.json_row(r, job.model, common) for r in found])
     for batch_size in job.batch_sizes:
         of_batch = [r for r in found if r.batch_size == batch_size]
         if not of_batch:  # nothing but libraries that are missing
             continue
-        console.print(e2e_report.table(of_batch, job.torch_arm))
+        console.print(_table(of_batch, job.torch_arm))
         one = of_batch[0]
         console.print(
             f"[dim]yardstick, {escape(one.yardstick)}: logits {one.yardstick_max:.3g} "
@@ -144,7 +106,7 @@ def _run(job: Job, size: int, json: Path | None, console: Console) -> list[Resul
                 console.print(
                     output.bad(f"{r.arm} at batch {batch_size}, {output.ranks(size)}: {r.error}")
                 )
-    for arm, reason in ranks[0][1].items():
+    for arm, reason in measured.missing.items():
         console.print(f"[dim]{arm}: {escape(reason)}[/dim]")
     return found
 
@@ -164,14 +126,52 @@ def _explanation(job: Job) -> str:
 
 
 def _common(job: Job) -> dict[str, Any]:
-    kind = "gpu" if job.device == "cuda" else "cpu"
     return {
-        kind: topology.device_name(job.device),
+        **output.conditions(job.device),
         "cores": topology.num_cores(),
         "backend": job.device,
         "dtype": job.dtype,
         "prompt": job.prompt,
         "tokens": job.tokens,
         "rounds": job.rounds,
-        **output.provenance(),
     }
+
+
+def _table(results: Sequence[Result], torch_arm: str) -> Table:
+    """The figures of one batch size; the times beside those of the torch arm."""
+    base = next((r.tpot_ms for r in results if r.arm == torch_arm), math.nan)
+    columns = (
+        *("arm", "TTFT ms", "TPOT ms", f"vs {torch_arm}", "ITL p50 (p99) ms", "tokens/s"),
+        *("comm us/layer", "= unfused", f"= {torch_arm}", "logits max (mean) off"),
+    )
+    rows = [
+        (
+            r.arm,
+            f"{r.ttft_ms:.2f}",
+            f"{r.tpot_ms:.3f}",
+            _relative(r.tpot_ms, base),
+            f"{r.itl_p50_ms:.3f} ({r.itl_p99_ms:.3f})",
+            f"{r.tokens_per_s:,.0f}",
+            output.microseconds(r.comm_us_per_layer) if r.comm_us_per_layer > 0 else "~0",
+            _verdict(r),
+            f"{r.tokens_equal_torch}/{r.num_tokens}",
+            f"{r.logits_max_diff:.3g} ({r.logits_mean_diff:.2g})",
+        )
+        for r in results
+    ]
+    one = results[0]
+    ranks = output.ranks(one.world_size)
+    return output.table(f"batch {one.batch_size}, {ranks}", columns, rows)
+
+
+def _relative(tpot_ms: float, base: float) -> str:
+    return f"{(tpot_ms / base - 1) * 100:+.1f} %" if math.isfinite(base) else "-"
+
+
+def _verdict(r: Result) -> str:
+    """How many tokens are those of "allnorm:unfused"; "bits" if all logits are, too."""
+    same_bits = r.steps_equal_unfused == r.steps_checked
+    text = f"{r.tokens_equal_unfused}/{r.num_tokens}" + (", bits" if same_bits else "")
+    if r.error:
+        return output.bad(f"WRONG {text}")
+    return output.ok(text) if r.exact else text

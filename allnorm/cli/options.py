@@ -1,20 +1,23 @@
-"""The options that commands share: how they are written and what is refused."""
+"""The options that commands share: how they are written, and what is refused.
+
+What cannot be read raises typer.BadParameter, which says what was expected.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from allnorm import topology
-from allnorm.cli import models
-
-DTYPES = ("float32", "float16", "bfloat16")
-ALGORITHMS = ("one_shot", "two_shot", "unfused")
-NUMERICS = ("rounded", "unrounded", "transformers", "vllm")
+from allnorm import names, topology
+from allnorm.bench import modes as bench_modes
+from allnorm.bench import shapes as bench_shapes
+from allnorm.bench.modes import Mode
+from allnorm.bench.shapes import Shape
 
 Tp = Annotated[
     str,
@@ -25,31 +28,19 @@ Tp = Annotated[
     ),
 ]
 Device = Annotated[str, typer.Option("--device", help="cuda, cpu or auto (cuda if there is one).")]
+Dtype = Annotated[str, typer.Option("--dtype", help=", ".join(names.DTYPES))]
 Json = Annotated[
     Path | None, typer.Option("--json", help="Append the results to this file as JSON lines.")
 ]
 
 
-@dataclass(frozen=True)
-class Shape:
-    """What one call works on.
-
-    Attributes:
-        num_tokens: rows.
-        hidden_size: columns.
-        eps: of the norm.
-        weight_bias: 1.0 for a Gemma-style weight.
-        model: the model it was taken from, or "".
-    """
-
-    num_tokens: int
-    hidden_size: int
-    eps: float = 1e-6
-    weight_bias: float = 0.0
-    model: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.num_tokens}x{self.hidden_size}"
+@contextlib.contextmanager
+def of(option: str) -> Iterator[None]:
+    """What a library refuses in this block is the fault of an option: exit code 2, in words."""
+    try:
+        yield
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint=option) from None
 
 
 def words(text: str) -> list[str]:
@@ -58,11 +49,7 @@ def words(text: str) -> list[str]:
 
 
 def integers(text: str, option: str, minimum: int = 0) -> list[int]:
-    """A list of integers such as ``1,16,256``.
-
-    Raises:
-        typer.BadParameter: an item is no integer or below `minimum`, or there is no item.
-    """
+    """A list of integers such as ``1,16,256``."""
     items = words(text)
     if not items or not all(item.isdecimal() and int(item) >= minimum for item in items):
         raise typer.BadParameter(
@@ -73,11 +60,7 @@ def integers(text: str, option: str, minimum: int = 0) -> list[int]:
 
 
 def choices(text: str, option: str, allowed: tuple[str, ...]) -> list[str]:
-    """A list of words out of `allowed`.
-
-    Raises:
-        typer.BadParameter: a word is not one of them, or there is none.
-    """
+    """A list of words out of `allowed`."""
     items = words(text)
     unknown = [item for item in items if item not in allowed]
     if unknown or not items:
@@ -88,12 +71,20 @@ def choices(text: str, option: str, allowed: tuple[str, ...]) -> list[str]:
     return items
 
 
-def shapes(text: str) -> list[Shape]:
-    """A list of shapes such as ``1x4096,8192x4096`` (num_tokens x hidden_size).
+def choice(text: str, option: str, allowed: tuple[str, ...]) -> str:
+    """One word out of `allowed`; of a list the first."""
+    return choices(text, option, allowed)[0]
 
-    Raises:
-        typer.BadParameter: an item has another form.
-    """
+
+def modes(quant: str, residual: str = "replicated", return_normed: bool = False) -> list[Mode]:
+    """The kinds of results that `--quant` and `--residual` ask for, both of them lists."""
+    residuals = choices(residual, "--residual", bench_modes.RESIDUALS)
+    with of("--quant"):
+        return bench_modes.modes(words(quant), residuals, return_normed)
+
+
+def shapes(text: str) -> list[Shape]:
+    """A list of shapes such as ``1x4096,8192x4096`` (num_tokens x hidden_size)."""
     found = []
     for item in words(text):
         match = re.fullmatch(r"(\d+)[xX](\d+)", item)
@@ -110,14 +101,11 @@ def shapes(text: str) -> list[Shape]:
     return found
 
 
-def model_shapes(names: str, num_tokens: list[int]) -> list[Shape]:
+def model_shapes(models: str, num_tokens: list[int]) -> list[Shape]:
     """The shapes of the named models, one for every number of tokens."""
-    found = [models.find(name) for name in words(names)]
-    return [
-        Shape(tokens, model.hidden_size, model.eps, model.weight_bias, model.name)
-        for model in found
-        for tokens in num_tokens
-    ]
+    with of("--model"):
+        found = [bench_shapes.find(name) for name in words(models)]
+    return [model.shape(tokens) for model in found for tokens in num_tokens]
 
 
 def device(text: str) -> str:
@@ -141,20 +129,14 @@ def device(text: str) -> str:
 def world_sizes(
     text: str, device_type: str, default: str = "", *, share_gpus: bool = False
 ) -> list[int]:
-    """The numbers of ranks to run with.
+    """The numbers of ranks to run with, each once.
 
-    Args:
-        text: what the user wrote; "" for the default.
-        device_type: "cuda" or "cpu".
-        default: what stands for "" instead of all GPUs, else 2 CPU processes.
-        share_gpus: several ranks may be on one GPU.
-
-    Raises:
-        typer.BadParameter: no list of positive integers, or more ranks than GPUs.
+    `default` stands for "" instead of all GPUs, else 2 CPU processes. With `share_gpus` several
+    ranks may be on one GPU.
     """
     gpus = topology.num_gpus()
     text = text or default or (str(gpus) if device_type == "cuda" else "2")
-    sizes = integers(text, "--tp", minimum=1)
+    sizes = list(dict.fromkeys(integers(text, "--tp", minimum=1)))
     if device_type == "cuda" and max(sizes) > gpus and not share_gpus:
         raise typer.BadParameter(
             f"{max(sizes)} ranks, but torch sees {gpus} GPU{'s' if gpus != 1 else ''} here; "

@@ -8,7 +8,7 @@ import math
 import shlex
 import sys
 import time
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,15 +18,14 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from allnorm import topology
+from allnorm import __version__, topology
+from allnorm.testing import OnMessage
 
 _WIDTH_OF_A_FILE = 180  # columns when the output is no terminal
 _SECONDS_BETWEEN_LINES = 5.0
 
 Message = dict[str, Any]
 """What a rank reports while it works: `text`, `done` and `total`."""
-OnMessage = Callable[[int, Message], None]
-"""Takes a rank and its message; rank 0 speaks for all."""
 
 
 def console() -> Console:
@@ -40,11 +39,7 @@ def console() -> Console:
 def progress(title: str) -> Iterator[OnMessage]:
     """Shows how far something is: a bar on a terminal, else a line every few seconds.
 
-    Args:
-        title: what is running, in a few words.
-
-    Yields:
-        A function that takes a rank and its message.
+    Yields a function that takes a rank and its message; rank 0 speaks for all.
     """
     stream = Console(file=sys.stderr, highlight=False)
     if not stream.is_terminal:
@@ -84,18 +79,11 @@ def _plain_progress(title: str) -> OnMessage:
 
 
 def table(
-    title: str,
-    columns: Iterable[str],
-    rows: Iterable[Iterable[str]],
-    words: Container[str] = (),
+    title: str, columns: Iterable[str], rows: Iterable[Iterable[str]], words: Container[str] = ()
 ) -> Table:
-    """A table of figures.
+    """A table of figures; cells may hold rich markup.
 
-    Args:
-        title: above it.
-        columns: their headings.
-        rows: of cells, which may hold rich markup.
-        words: the headings of columns that hold words, aligned to the left as the first one is.
+    Columns whose headings are in `words` are aligned to the left, as the first one is.
     """
     result = Table(title=title, title_justify="left", header_style="bold")
     for index, column in enumerate(columns):
@@ -149,8 +137,8 @@ def provenance() -> dict[str, Any]:
     """Where a result comes from: commit, versions, command, date."""
     commit = topology.source_commit()
     return {
-        "commit": commit or f"release {package_version()}",
-        "versions": {"allnorm": package_version(), **topology.versions()},
+        "commit": commit or f"release {__version__}",
+        "versions": {"allnorm": __version__, **topology.versions()},
         "command": shlex.join(["allnorm", *map(_without_folder, sys.argv[1:])]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
@@ -161,11 +149,10 @@ def _without_folder(argument: str) -> str:
     return Path(argument).name if Path(argument).is_absolute() else argument
 
 
-def package_version() -> str:
-    """The version of allnorm that runs."""
-    import allnorm
-
-    return str(allnorm.__version__)
+def conditions(device: str) -> dict[str, Any]:
+    """What was measured, "cuda" or "cpu", and where the result comes from."""
+    kind = "gpu" if device == "cuda" else "cpu"
+    return {kind: topology.device_name(device), **provenance()}
 
 
 def append_json_lines(path: Path | None, rows: Iterable[dict[str, Any]]) -> None:

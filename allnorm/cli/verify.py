@@ -8,51 +8,46 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
 from allnorm import topology
-from allnorm.cli import options, output, verify_faults
+from allnorm.cli import options, output
 from allnorm.cli.options import Device, Json, Tp
-from allnorm.cli.ranks import verify as ranks_verify
-from allnorm.testing import run_ranks
+from allnorm.verify import fault_report
+from allnorm.verify import run as verify_run
+from allnorm.verify.run import Job
 
 _SAMPLE_SECONDS = {"cpu": 20.0, "cuda": 30.0}
-_TIMEOUT_SECONDS = 12 * 3600.0
 
 
 def verify(
     tp: Tp = "",
     device: Device = "auto",
     seed: Annotated[
-        int | None, typer.Option("--seed", help="Of the sample and the inputs. Default: random.")
+        int | None, typer.Option(help="Of the sample and the inputs. Default: random.")
     ] = None,
     full: Annotated[
         bool, typer.Option("--full", help="Every combination instead of a random sample.")
     ] = False,
     seconds: Annotated[
-        float | None,
-        typer.Option("--seconds", min=0, help="Time for the sample of combinations, per tp."),
+        float | None, typer.Option(min=0, help="Time for the sample of combinations, per tp.")
     ] = None,
     stress: Annotated[
-        int,
-        typer.Option("--stress", min=0, help="Calls of the ordering soak with random delays."),
+        int, typer.Option(min=0, help="Calls of the ordering soak with random delays.")
     ] = 0,
     only: Annotated[
-        str,
-        typer.Option("--only", help="Only checks whose names hold one of these words: soak,graph."),
+        str, typer.Option(help="Only checks whose names hold one of these words: soak,graph.")
     ] = "",
     shapes: Annotated[
-        str,
-        typer.Option("--shapes", help="Only calls of these shapes, such as 1x4096,2048x2880."),
+        str, typer.Option(help="Only calls of these shapes, such as 1x4096,2048x2880.")
     ] = "",
-    repeat: Annotated[
-        int, typer.Option("--repeat", min=1, help="Calls of each shape and algorithm.")
-    ] = 2000,
+    repeat: Annotated[int, typer.Option(min=1, help="Calls of each shape and algorithm.")] = 2000,
     faults: Annotated[
-        bool,
-        typer.Option("--faults", help="Only faults: a rank dies, never comes, or differs."),
+        bool, typer.Option("--faults", help="Only faults: a rank dies, never comes, or differs.")
     ] = False,
     timeout: Annotated[
-        float, typer.Option("--timeout", min=0.1, help="Of the ranks' waits in --faults, seconds.")
+        float, typer.Option(min=0.1, help="Of the ranks' waits in --faults, seconds.")
     ] = 2.0,
     share_gpus: Annotated[
         bool,
@@ -62,15 +57,15 @@ def verify(
 ) -> None:
     """Compares every kind of call with the reference, bit for bit."""
     where = options.device(device)
-    sizes = list(dict.fromkeys(options.world_sizes(tp, where, share_gpus=share_gpus)))
+    sizes = options.world_sizes(tp, where, share_gpus=share_gpus)
+    words = tuple(options.words(only))
     if faults:
-        _faults(sizes, where, share_gpus, timeout, tuple(options.words(only)), json)
+        _faults(sizes, where, share_gpus, timeout, words, json)
         return
     seed = random.randrange(1 << 20) if seed is None else seed
     budget = _SAMPLE_SECONDS[where] if seconds is None else seconds
     given = tuple((s.num_tokens, s.hidden_size) for s in options.shapes(shapes)) if shapes else ()
-    words = tuple(options.words(only))
-    job = ranks_verify.Job(where, seed, full, budget, stress, given, repeat, words)
+    job = Job(where, seed, full, budget, stress, given, repeat, words)
     _check_selection(job)
     console = output.console()
     console.print(
@@ -82,15 +77,7 @@ def verify(
     for size in sizes:
         shared = _shared(share_gpus, where, size)
         with output.progress(f"verify, {output.ranks(size)}") as show:
-            found: list[dict[str, Any]] = run_ranks(
-                ranks_verify.run,
-                size,
-                device=where,
-                args=(replace(job, shared_gpus=shared),),
-                timeout=_TIMEOUT_SECONDS,
-                on_message=show,
-                share_gpus=shared,
-            )[0]
+            found = verify_run.verify(replace(job, shared_gpus=shared), size, show)
         console.print(_table(found, size))
         for record in found:
             for detail in record["details"]:
@@ -123,14 +110,15 @@ def _faults(
         raise typer.BadParameter("1: expected at least 2 ranks for --faults", param_hint="--tp")
     console, failed = output.console(), 0
     console.print(
-        f"Waits end after {timeout_s:g} s; a fault must be known {verify_faults.SLACK_SECONDS:g} s "
+        f"Waits end after {timeout_s:g} s; a fault must be known {fault_report.SLACK_SECONDS:g} s "
         f"later on every rank, by name; on {topology.device_name(where)}."
     )
     common = {"backend": where, "check": "faults", **output.provenance()}
     for size in sizes:
         shared = _shared(share_gpus, where, size)
-        rows = verify_faults.run(size, where, timeout_s, words, shared)
-        verify_faults.show(rows, size, console.print)
+        with output.progress(f"faults, {output.ranks(size)}") as show:
+            rows = fault_report.run(size, where, timeout_s, words, shared, show)
+        _show_faults(rows, size, console)
         of_size = {**common, "world_size": size, "shared_gpus": shared}
         output.append_json_lines(json, ({**of_size, **row} for row in rows))
         failed += sum(bool(row["problems"]) for row in rows)
@@ -140,8 +128,28 @@ def _faults(
     console.print(output.ok("every fault was noticed in time and named"))
 
 
-def _check_selection(job: ranks_verify.Job) -> None:
-    every = [name for name, _ in ranks_verify.checks_of(replace(job, only=()))]
+def _show_faults(rows: list[fault_report.Row], world_size: int, console: Console) -> None:
+    """The table, and what did not hold below it."""
+    cells = [
+        (
+            row["fault"],
+            row["algorithm"],
+            row["saw"],
+            "-" if row["seconds"] is None else f"{row['seconds']:.2f}",
+            output.bad(str(len(row["problems"]))) if row["problems"] else output.ok("yes"),
+        )
+        for row in rows
+    ]
+    title = f"rank {world_size - 1} of {world_size} fails; what rank 0 sees"
+    columns = ("fault", "its peers run", "rank 0 saw", "seconds", "holds")
+    console.print(output.table(title, columns, cells, words=columns[1:3]))
+    for row in rows:
+        for problem in row["problems"]:
+            console.print(output.bad(f"{row['fault']}, {row['algorithm']}: {problem}"))
+
+
+def _check_selection(job: Job) -> None:
+    every = verify_run.checks_of(replace(job, only=()))
     unknown = [word for word in job.only if not any(word in name for name in every)]
     if unknown:
         hint = "" if job.stress else "; with --stress N also ordering soak"
@@ -150,7 +158,7 @@ def _check_selection(job: ranks_verify.Job) -> None:
         )
 
 
-def _table(found: list[dict[str, Any]], size: int) -> Any:
+def _table(found: list[dict[str, Any]], size: int) -> Table:
     rows = [
         (
             record["check"],

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from allnorm.compile.expressions import Algebra, Value, as_float32, number_of
 from allnorm.compile.shapes import FP8
-from allnorm.quant import GROUP_SIZES
+from allnorm.names import GROUP_SIZES
 
 _MAX = 448.0
 _MIN_AMAX = 1e-10

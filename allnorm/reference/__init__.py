@@ -7,12 +7,12 @@ Throughout, ``T`` is the dtype of `x`, ``f(.)`` the exact conversion to float32,
 arithmetic operation is one float32 operation rounded to nearest even.
 """
 
+from allnorm.names import NUMERICS
+from allnorm.names import REQUESTS as ALGORITHMS
 from allnorm.reference.arithmetic import fma, sqrt, square_sum
 from allnorm.reference.fp8 import add_rms_norm_quant, all_reduce_add_rms_norm_quant, quantize
-from allnorm.reference.names import ALGORITHMS
 from allnorm.reference.norm import (
     DTYPES,
-    NUMERICS,
     add_rms_norm,
     all_reduce,
     all_reduce_add_rms_norm,

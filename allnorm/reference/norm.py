@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from allnorm.names import DTYPES as DTYPE_NAMES
+from allnorm.names import NUMERICS, REQUESTS
+from allnorm.quant import check_choice
 from allnorm.reference.arithmetic import float32, new_tensor, sqrt, square_sum
-from allnorm.reference.names import check_algorithm
 from allnorm.reference.shards import all_gather_rows, split_rows
 
-NUMERICS = ("rounded", "unrounded", "transformers", "vllm")
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+DTYPES = tuple(getattr(torch, name) for name in DTYPE_NAMES)
 
 _PACK_BYTES = 16
 
@@ -38,7 +39,7 @@ def all_reduce(
         ValueError: no inputs, or they differ in shape, dtype or device.
         TypeError: the dtype is not one of the three.
     """
-    check_algorithm(algorithm)
+    check_choice("algorithm", algorithm, REQUESTS)
     _check_inputs(inputs)
     total = inputs[0].float()
     for x in inputs[1:]:
@@ -86,7 +87,7 @@ def all_reduce_add_rms_norm(
         ValueError: shapes, devices or names do not fit.
         TypeError: a dtype does not fit.
     """
-    check_algorithm(algorithm)
+    check_choice("algorithm", algorithm, REQUESTS)
     reduced = all_reduce(inputs)
     whole = _join(residual, reduced) if residual_sharded else residual
     normed, total = add_rms_norm(
@@ -186,8 +187,7 @@ def _check_inputs(inputs: Sequence[Tensor]) -> None:
 
 
 def _check_norm(x: Tensor, residual: Tensor | None, weight: Tensor, numerics: str) -> None:
-    if numerics not in NUMERICS:
-        raise ValueError(f"numerics {numerics!r}: expected one of {', '.join(NUMERICS)}")
+    check_choice("numerics", numerics, NUMERICS)
     if x.dtype not in DTYPES:
         raise TypeError(f"x is {x.dtype}: expected float32, float16 or bfloat16")
     if x.ndim < 1 or x.shape[-1] < 1:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from allnorm.reference.names import check_algorithm
+from allnorm.names import REQUESTS
+from allnorm.quant import check_choice
 
 
 def row_shard(num_tokens: int, world_size: int, rank: int) -> tuple[int, int]:
@@ -66,7 +67,7 @@ def all_gather_rows(
     Raises:
         ValueError: a shard has another height than `row_shard` says, or the shards differ.
     """
-    check_algorithm(algorithm)
+    check_choice("algorithm", algorithm, REQUESTS)
     _check_shards(shards, num_tokens)
     rows = torch.cat(list(shards))
     return rows if out is None else out.copy_(rows)

@@ -1,17 +1,23 @@
 """Tools to verify allnorm on a machine: start ranks, compare bits, make inputs, time calls."""
 
-from allnorm.testing.bits import assert_same_bits, same_bits, ulp_distance
+from allnorm.testing.agreement import RankFailedError, agree, all_or_none, gather, start_together
+from allnorm.testing.bits import assert_same_bits, describe_difference, same_bits, ulp_distance
+from allnorm.testing.graphs import capture
 from allnorm.testing.inputs import (
+    DTYPES,
     SENTINEL_WORDS,
     SPECIAL_KINDS,
+    Batch,
     all_inputs,
+    copy_all,
+    make_batch,
     rank_input,
     sentinel_input,
     shared_input,
     special_input,
 )
 from allnorm.testing.rank import report
-from allnorm.testing.spawn import RankError, RankPool, run_ranks
+from allnorm.testing.spawn import OnMessage, RankError, RankPool, run_ranks
 from allnorm.testing.timing import (
     Timing,
     calls_per_graph,
@@ -21,14 +27,25 @@ from allnorm.testing.timing import (
 )
 
 __all__ = [
+    "DTYPES",
     "SENTINEL_WORDS",
     "SPECIAL_KINDS",
+    "Batch",
+    "OnMessage",
     "RankError",
+    "RankFailedError",
     "RankPool",
     "Timing",
+    "agree",
     "all_inputs",
+    "all_or_none",
     "assert_same_bits",
     "calls_per_graph",
+    "capture",
+    "copy_all",
+    "describe_difference",
+    "gather",
+    "make_batch",
     "max_over_ranks",
     "rank_input",
     "report",
@@ -37,6 +54,7 @@ __all__ = [
     "sentinel_input",
     "shared_input",
     "special_input",
+    "start_together",
     "time_cpu",
     "time_cuda_graph",
     "ulp_distance",

@@ -18,7 +18,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     b = b.to(a.device)
-    return torch.equal(_bits(a), _bits(b)) or not bool(_differs(a, b).any())
+    return torch.equal(as_integers(a), as_integers(b)) or not bool(_differs(a, b).any())
 
 
 def assert_same_bits(actual: Tensor, expected: Tensor, what: str = "tensor") -> None:
@@ -33,19 +33,26 @@ def assert_same_bits(actual: Tensor, expected: Tensor, what: str = "tensor") -> 
         AssertionError: says how many elements differ, where the first one is, both values and bit
             patterns there, and the largest distance in units of the last place.
     """
+    difference = describe_difference(actual, expected)
+    if difference:
+        raise AssertionError(f"{what}: {difference}")
+
+
+def describe_difference(actual: Tensor, expected: Tensor) -> str:
+    """What `assert_same_bits` says of two tensors; "" if they have the same bits."""
     if same_bits(actual, expected):
-        return
+        return ""
     if actual.dtype != expected.dtype or actual.shape != expected.shape:
-        raise AssertionError(
-            f"{what}: got {list(actual.shape)} {actual.dtype}, "
+        return (
+            f"got {list(actual.shape)} {actual.dtype}, "
             f"expected {list(expected.shape)} {expected.dtype}"
         )
     actual, expected = actual.detach().cpu(), expected.detach().cpu()
     wrong = _differs(actual, expected)
     where = tuple(int(i) for i in wrong.nonzero()[0])
     rows = wrong.reshape(-1, wrong.shape[-1]).any(-1) if wrong.ndim else wrong.reshape(1)
-    raise AssertionError(
-        f"{what}: {int(wrong.sum())} of {wrong.numel()} elements differ, in {int(rows.sum())} of "
+    return (
+        f"{int(wrong.sum())} of {wrong.numel()} elements differ, in {int(rows.sum())} of "
         f"{rows.numel()} rows; the first at {list(where)}: got {_show(actual[where])}, expected "
         f"{_show(expected[where])}; largest distance {_largest_distance(actual, expected)}"
     )
@@ -66,7 +73,8 @@ def ulp_distance(a: Tensor, b: Tensor) -> Tensor:
     return (_ordered(a) - _ordered(b)).abs()
 
 
-def _bits(x: Tensor) -> Tensor:
+def as_integers(x: Tensor) -> Tensor:
+    """The bits of each element, contiguous; dtypes without such a view as they are."""
     integer = _INTEGER.get(x.element_size())
     if integer is None or x.dtype.is_complex or x.dtype == torch.bool:
         return x
@@ -80,12 +88,12 @@ def _is_nan(x: Tensor) -> Tensor:
 
 
 def _differs(a: Tensor, b: Tensor) -> Tensor:
-    return (_bits(a) != _bits(b)) & ~(_is_nan(a) & _is_nan(b))
+    return (as_integers(a) != as_integers(b)) & ~(_is_nan(a) & _is_nan(b))
 
 
 def _ordered(x: Tensor) -> Tensor:
     """Integers in the order of the floating-point values: negative ones count down from -1."""
-    bits = _bits(x).to(torch.int64)
+    bits = as_integers(x).to(torch.int64)
     magnitude = bits & ((1 << (8 * x.element_size() - 1)) - 1)
     return torch.where(bits < 0, -1 - magnitude, magnitude)
 
@@ -103,5 +111,5 @@ def _largest_distance(a: Tensor, b: Tensor) -> str:
 
 
 def _show(x: Tensor) -> str:
-    bits = int(_bits(x)) & ((1 << (8 * x.element_size())) - 1)
+    bits = int(as_integers(x)) & ((1 << (8 * x.element_size())) - 1)
     return f"{x.item()!r} (0x{bits:0{2 * x.element_size()}x})"

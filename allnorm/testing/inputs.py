@@ -7,52 +7,96 @@ its values cannot see data of an earlier call; so rank and call number go into e
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from allnorm import names
+
 # Words that some transport might use as its mark for "not arrived", their neighbours, and the bit
 # patterns that those would turn into. Every one of them must be ordinary data.
 SENTINEL_WORDS = (
-    0xFFFFFFFF,
-    0xFFFEFFFE,
-    0xFFFEFFFF,
-    0xFFFFFFFE,
-    0xFFFF0000,
-    0x0000FFFF,
-    0x7FFFFFFF,
-    0x7FFF7FFF,
-    0x7FFE7FFE,
-    0x7FC00000,
-    0x7FC07FC0,
-    0x7F800001,
-    0x7F817F81,
-    0x7C017C01,
-    0x80000000,
-    0x80008000,
-    0x00008000,
-    0x00000000,
-    0x00000001,
-    0x00010001,
-    0xDEADBEEF,
-    0xCDCDCDCD,
-    0xAAAAAAAA,
-    0x55555555,
+    *(0xFFFFFFFF, 0xFFFEFFFE, 0xFFFEFFFF, 0xFFFFFFFE, 0xFFFF0000, 0x0000FFFF),
+    *(0x7FFFFFFF, 0x7FFF7FFF, 0x7FFE7FFE, 0x7FC00000, 0x7FC07FC0, 0x7F800001, 0x7F817F81),
+    *(0x7C017C01, 0x80000000, 0x80008000, 0x00008000, 0x00000000, 0x00000001, 0x00010001),
+    *(0xDEADBEEF, 0xCDCDCDCD, 0xAAAAAAAA, 0x55555555),
 )
 
 SPECIAL_KINDS = (
-    "zeros",
-    "negative_zeros",
-    "mixed_zeros",
-    "denormals",
-    "huge",
-    "nan",
-    "infinity",
+    *("zeros", "negative_zeros", "mixed_zeros", "denormals", "huge", "nan", "infinity"),
     "opposite_infinities",
 )
 
 _WORDS_PER_PACK = 4
+
+
+DTYPES = {name: getattr(torch, name) for name in names.DTYPES}
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One call's inputs, of every rank: each can compute the reference alone.
+
+    Attributes:
+        xs: every rank's partial sum, each [num_tokens, hidden_size].
+        residual: [num_tokens, hidden_size], the same on every rank.
+        weight: [hidden_size].
+    """
+
+    xs: tuple[Tensor, ...]
+    residual: Tensor
+    weight: Tensor
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        """The batch with other rows: `change` takes the partial sums and the residual."""
+        return Batch(tuple(map(change, self.xs)), change(self.residual), self.weight)
+
+    def copy_(self, other: Batch) -> None:
+        """Takes the values of another batch of the same shapes."""
+        copy_all((*self.xs, self.residual, self.weight), (*other.xs, other.residual, other.weight))
+
+
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Makes every target equal to its source."""
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+
+
+def make_batch(
+    num_tokens: int,
+    hidden_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    world_size: int,
+    seed: int,
+    weight_bias: float = 0.0,
+) -> Batch:
+    """Random inputs, different on every rank; a function of the arguments alone.
+
+    They are made on the device. The weight is centred at `1 - weight_bias`.
+    """
+    normal = normal_maker(seed * 1009, device)
+    return Batch(
+        xs=tuple(normal(2 + r, num_tokens, hidden_size).to(dtype) for r in range(world_size)),
+        residual=normal(0, num_tokens, hidden_size).to(dtype),
+        weight=(1.0 - weight_bias + 0.1 * normal(1, hidden_size)).to(dtype),
+    )
+
+
+def normal_maker(seed: int, device: torch.device) -> Callable[..., Tensor]:
+    """A function of a number and a shape that makes float32 normal numbers on the device.
+
+    Seeds `seed`, `seed + 1` and so on belong to the numbers: seeds of others lie apart.
+    """
+    generator = torch.Generator(device=device)
+
+    def normal(part: int, *shape: int) -> Tensor:
+        generator.manual_seed(seed + part)
+        return torch.randn(*shape, generator=generator, device=device, dtype=torch.float32)
+
+    return normal
 
 
 def rank_input(
@@ -109,14 +153,7 @@ def shared_input(
 ) -> Tensor:
     """Random numbers that are the same on every rank: a residual or a weight.
 
-    Args:
-        shape: of the result.
-        dtype: float32, float16 or bfloat16.
-        name: what it is for; other names give other numbers.
-        call: which call of a test it is for.
-        seed: distinguishes tests.
-        scale: standard deviation.
-        device: where the result goes.
+    Other names give other numbers; the other arguments are those of `rank_input`.
     """
     generator = _generator(name, tuple(shape), dtype, call, seed)
     return (torch.randn(tuple(shape), generator=generator) * scale).to(dtype).to(device)
@@ -131,17 +168,11 @@ def special_input(
     call: int = 0,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """An input of special values.
+    """An input of one of SPECIAL_KINDS; the other arguments are those of `rank_input`.
 
-    Args:
-        kind: one of SPECIAL_KINDS. "nan" and "infinity" put one such element into every third row
-            of the input of rank 0 only; "opposite_infinities" puts +inf on rank 0 and -inf on rank
-            1 at the same place; "huge" overflows the sum.
-        shape: `[..., hidden_size]`.
-        dtype: float32, float16 or bfloat16.
-        rank: whose input it is.
-        call: which call of a test it is for.
-        device: where the result goes.
+    "nan" and "infinity" put one such element into every third row of the input of rank 0 only;
+    "opposite_infinities" puts +inf on rank 0 and -inf on rank 1 at the same place; "huge" overflows
+    the sum.
 
     Raises:
         ValueError: unknown kind.
@@ -186,13 +217,8 @@ def sentinel_input(
     position 4 is all four. With `finite` the words that hold a NaN or an infinity in this dtype are
     left out, so that every bit of the outputs can be compared.
 
-    Args:
-        shape: `[..., hidden_size]`; rows must consist of whole packs to reach every position.
-        dtype: float32, float16 or bfloat16.
-        rank: shifts the pattern, so that ranks carry different words at the same place.
-        finite: only words that are finite numbers.
-        call: which call of a test it is for; shifts the pattern too.
-        device: where the result goes.
+    Rows must consist of whole packs to reach every position. Rank and call shift the pattern, so
+    that they carry different words at the same place. All but `finite` is as of `rank_input`.
     """
     words = torch.tensor(SENTINEL_WORDS, dtype=torch.int64)
     words = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)

@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy
 import torch
 import torch.distributed as dist
+
+from allnorm.testing.agreement import gather
+from allnorm.testing.graphs import capture
 
 Call = Callable[[], object]
 
@@ -35,11 +39,9 @@ class Timing:
     calls: int
 
 
-def percentile(sorted_values: Sequence[float], fraction: float) -> float:
-    """The nearest-rank percentile of values in ascending order; `fraction` in 0..1."""
-    if not sorted_values:
-        raise ValueError("no values: expected at least one measurement")
-    return sorted_values[min(len(sorted_values) - 1, int(fraction * len(sorted_values)))]
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The smallest value that at least so many percent of the others do not exceed."""
+    return float(numpy.percentile(values, percent, method="higher"))
 
 
 def time_cpu(
@@ -67,21 +69,33 @@ def time_cpu(
     Returns:
         Percentiles over the calls of this rank.
     """
-    turns = itertools.cycle([fn] if callable(fn) else list(fn))
-    warmup_calls = max(1, warmup_calls)
-    start = time.perf_counter()
-    for _ in range(warmup_calls):
-        next(turns)()
-    estimate_s = _max((time.perf_counter() - start) / warmup_calls, group)
-    calls = max(min_calls, min(max_calls, int(budget_s / max(estimate_s, 1e-9))))
-    times = [0] * calls
-    clock = time.perf_counter_ns
-    for i in range(calls):
-        call = next(turns)
+    turns = itertools.cycle([fn] if callable(fn) else fn)
+    warmup = itertools.islice(turns, max(1, warmup_calls))
+    calls = calls_that_fit(warmup, budget_s, min_calls, max_calls, group)
+    return _timing(time_calls(itertools.islice(turns, calls)), calls)
+
+
+def calls_that_fit(
+    warmup: Iterable[Call],
+    budget_s: float,
+    least: int,
+    most: int,
+    group: dist.ProcessGroup | None = None,
+) -> int:
+    """Makes some calls, and says how many like them take about `budget_s` on the slowest rank."""
+    times_us = time_calls(warmup)
+    slowest_us = max(gather(sum(times_us) / len(times_us), group))
+    return max(least, min(most, int(budget_s * 1e6 / max(slowest_us, 1e-3))))
+
+
+def time_calls(calls: Iterable[Call]) -> list[float]:
+    """Makes the calls; how many microseconds each took by the wall clock."""
+    clock, times_us = time.perf_counter_ns, []
+    for call in calls:
         before = clock()
         call()
-        times[i] = clock() - before
-    return _timing([ns / 1000 for ns in times], calls)
+        times_us.append((clock() - before) / 1e3)
+    return times_us
 
 
 def calls_per_graph(num_tokens: int) -> int:
@@ -113,33 +127,30 @@ def time_cuda_graph(
     Returns:
         Percentiles over the replays of this rank, each divided by its calls.
     """
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
     calls = calls_per_graph(num_tokens)
-    with torch.cuda.stream(stream):
-        for fn in [*fns] * warmup_calls:
-            fn()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
+    for fn in [*fns] * warmup_calls:
+        fn()
+    with capture() as graph:
         for fn in itertools.islice(itertools.cycle(fns), calls):
             fn()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
-    with torch.cuda.stream(stream):
-        for _ in range(warmup_replays):
-            graph.replay()
-        for event in events[:-1]:
-            event.record(stream)
-            graph.replay()
-        events[-1].record(stream)
-    stream.synchronize()
-    torch.cuda.current_stream().wait_stream(stream)
-    times = [us / calls for us in elapsed_us(events)]
+    for _ in range(warmup_replays):
+        graph.replay()
+    times = [us / calls for us in time_steps(itertools.repeat(graph.replay, replays))]
     return _timing(times, calls * replays)
 
 
-def elapsed_us(events: Sequence[torch.cuda.Event]) -> list[float]:
-    """Microseconds from each recorded event to the next; the last one has happened."""
+def time_steps(steps: Iterable[Call]) -> list[float]:
+    """Enqueues work on the current stream; how many microseconds the GPU took for each step.
+
+    All of it has ended. The host runs ahead of the GPU.
+    """
+    steps = list(steps)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(len(steps) + 1)]
+    events[0].record()
+    for step, event in zip(steps, events[1:], strict=True):
+        step()
+        event.record()
+    events[-1].synchronize()
     return [begin.elapsed_time(end) * 1e3 for begin, end in itertools.pairwise(events)]
 
 
@@ -150,26 +161,11 @@ def max_over_ranks(timing: Timing, group: dist.ProcessGroup | None = None) -> Ti
         timing: this rank's; every rank made the same number of calls.
         group: None is WORLD, or this process alone without torch.distributed.
     """
-    figures = (timing.p50_us, timing.p90_us, timing.p99_us)
-    p50_us, p90_us, p99_us = (max(column) for column in zip(*_gather(figures, group), strict=True))
+    ranks = gather((timing.p50_us, timing.p90_us, timing.p99_us), group)
+    p50_us, p90_us, p99_us = map(max, zip(*ranks, strict=True))
     return Timing(p50_us, p90_us, p99_us, timing.calls)
 
 
 def _timing(times_us: list[float], calls: int) -> Timing:
-    times_us.sort()
-    p50_us, p90_us, p99_us = (percentile(times_us, fraction) for fraction in (0.5, 0.9, 0.99))
+    p50_us, p90_us, p99_us = (percentile(times_us, percent) for percent in (50, 90, 99))
     return Timing(p50_us, p90_us, p99_us, calls)
-
-
-def _max(value: float, group: dist.ProcessGroup | None) -> float:
-    return max(row[0] for row in _gather((value,), group))
-
-
-def _gather(
-    figures: tuple[float, ...], group: dist.ProcessGroup | None
-) -> Sequence[tuple[float, ...]]:
-    if not dist.is_available() or not dist.is_initialized():
-        return [figures]
-    rows: list[tuple[float, ...]] = [figures] * dist.get_world_size(group)
-    dist.all_gather_object(rows, figures, group=group)
-    return rows

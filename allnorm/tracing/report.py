@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable
 from typing import Any
 
 FUSED, REDUCTION, NORM = "fused", "reduction", "norm"
@@ -31,6 +30,7 @@ class Entry:
     time_us: float
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class TraceReport:
     """What ran on one rank. Empty until the trace ends.
 
@@ -41,17 +41,10 @@ class TraceReport:
         entries: what was found; largest times first within a kind.
     """
 
-    def __init__(
-        self,
-        rank: int = 0,
-        world_size: int = 1,
-        passes: int = 0,
-        entries: Iterable[Entry] = (),
-    ) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        self.passes = passes
-        self.entries: tuple[Entry, ...] = tuple(entries)
+    rank: int = 0
+    world_size: int = 1
+    passes: int = 0
+    entries: tuple[Entry, ...] = ()
 
     def calls(self, kind: str) -> int:
         """Calls of one kind."""
@@ -110,7 +103,7 @@ class TraceReport:
     @staticmethod
     def from_dict(record: dict[str, Any]) -> TraceReport:
         """Of what `to_dict` gave."""
-        entries = [Entry(**entry) for entry in record["entries"]]
+        entries = tuple(Entry(**entry) for entry in record["entries"])
         return TraceReport(record["rank"], record["world_size"], record["passes"], entries)
 
 

@@ -12,10 +12,11 @@ import pytest
 import typer
 from bench_samples import measurement, two_ranks
 
+from allnorm.bench.modes import Mode
+from allnorm.bench.report import Measurement
+from allnorm.bench.shapes import Shape
 from allnorm.cli import bench_html, bench_plot
-from allnorm.cli.bench_modes import Mode
-from allnorm.cli.bench_report import Measurement
-from allnorm.cli.options import Shape
+from allnorm.cli.bench_plot import Panel
 
 pytest.importorskip("matplotlib", reason="pictures need matplotlib")
 
@@ -73,12 +74,12 @@ def test_a_picture_has_a_panel_for_each_mode_and_hidden_size(tmp_path: Path, nam
 
 
 def test_a_panel_shows_every_arm_and_the_floor() -> None:
-    text = bench_plot.svg(samples(), (2, Mode(), 4096))
+    text = bench_plot.svg(samples(), Panel(2, Mode(), 4096))
     for word in ("allnorm", "gloo+torch", "gloo+local", "wire floor", "tokens", "us per call"):
         assert f">{word}" in text
     assert "sglang" not in text  # it has not run
     assert "currentColor" in text
-    quantised = bench_plot.svg(samples(), (2, Mode("per_group:128"), 4096))
+    quantised = bench_plot.svg(samples(), Panel(2, Mode("per_group:128"), 4096))
     assert "per_group:128" in quantised
 
 
@@ -110,8 +111,8 @@ def test_a_page_is_whole_and_needs_no_network(tmp_path: Path) -> None:
 
 
 def test_names_in_pictures_of_one_page_do_not_clash() -> None:
-    first = bench_plot.svg(samples(), (2, Mode(), 4096))
-    second = bench_plot.svg(samples(), (2, Mode(), 8192))
+    first = bench_plot.svg(samples(), Panel(2, Mode(), 4096))
+    second = bench_plot.svg(samples(), Panel(2, Mode(), 8192))
 
     def clips(text: str) -> set[str]:
         return {part.split('"')[0] for part in text.split('<clipPath id="')[1:]}

@@ -3,37 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from bench_samples import measurement
+from command_helpers import command, rows
 from typer.testing import CliRunner
 
 import allnorm
 from allnorm import cli
-from allnorm.cli import bench, bench_report
+from allnorm.bench import report as bench_report
+from allnorm.cli import app as cli_app
+from allnorm.cli import bench
+from allnorm.cli.app import app
 from allnorm.testing import RankError
-
-
-def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    # A terminal of the person who runs the tests must not fold the tables.
-    environ = {**os.environ, "COLUMNS": "180", **environment}
-    return subprocess.run(
-        # -P: the package that is under test, not a checkout in the working directory.
-        [sys.executable, "-P", "-m", "allnorm", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env=environ,
-        check=False,
-    )
-
-
-def rows(path: Path) -> list[dict[str, object]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_bench(tmp_path: Path) -> None:
@@ -99,7 +82,7 @@ def test_a_regression_is_the_exit_code(
     old = tmp_path / "old.jsonl"
     old.write_text(json.dumps(measured(10.0)) + "\n")
     monkeypatch.setattr(bench, "_run", lambda *_: ([], [measured(p50_us)]))
-    done = CliRunner().invoke(cli.app, ("bench", "--device", "cpu", "--compare", str(old)))
+    done = CliRunner().invoke(app, ("bench", "--device", "cpu", "--compare", str(old)))
     assert done.exit_code == exit_code, done.output
     assert f"{exit_code} regressed" in done.output
 
@@ -107,7 +90,7 @@ def test_a_regression_is_the_exit_code(
 def test_bench_refuses_what_it_cannot_compare_with_before_it_measures(tmp_path: Path) -> None:
     arguments = ("bench", "--device", "cpu", "--compare", str(tmp_path / "none.jsonl"))
     # Wide enough for a temporary folder's path in one line.
-    done = CliRunner().invoke(cli.app, arguments, env={"COLUMNS": "400"})
+    done = CliRunner().invoke(app, arguments, env={"COLUMNS": "400"})
     assert done.exit_code == 2
     assert "none.jsonl" in done.output
 
@@ -168,7 +151,7 @@ def test_doctor(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_arguments_are_explained(arguments: tuple[str, ...], complaint: str) -> None:
-    done = CliRunner().invoke(cli.app, arguments)
+    done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 2
     assert complaint in done.output
 
@@ -196,7 +179,7 @@ def test_a_failing_rank_is_shown_and_counts(
     def fail() -> None:
         raise RankError({1: "its process [ended] early"})
 
-    monkeypatch.setattr(cli, "app", fail)
+    monkeypatch.setattr(cli_app, "app", fail)
     with pytest.raises(SystemExit) as end:
         cli.main()
     assert end.value.code == 1

@@ -11,11 +11,11 @@ import torch
 from typer.testing import CliRunner, Result
 
 import allnorm
-from allnorm import cli
-from allnorm.cli import e2e, e2e_models, e2e_report
-from allnorm.cli.ranks.e2e import peer_sites
-from allnorm.cli.ranks.e2e import run as ranks_e2e
-from allnorm.cli.ranks.e2e.job import Job
+from allnorm.bench.e2e import models as e2e_models
+from allnorm.bench.e2e import report as e2e_report
+from allnorm.bench.e2e import run as ranks_e2e
+from allnorm.bench.e2e.job import PEER_ARMS, Job, arm_names
+from allnorm.cli.app import app
 
 ARMS = ["allnorm", "allnorm:unfused", "gloo+torch", "gloo+local"]
 QUICK = ("--device", "cpu", "--prompt", "5", "--tokens", "4", "--rounds", "1")
@@ -32,7 +32,7 @@ FIELDS = {
 
 
 def invoke(*arguments: str) -> Result:
-    return CliRunner().invoke(cli.app, ("e2e", *QUICK, *arguments))
+    return CliRunner().invoke(app, ("e2e", *QUICK, *arguments))
 
 
 def test_tokens_and_logits_are_those_of_unfused(tmp_path: Path) -> None:
@@ -164,17 +164,17 @@ def record(**changes: Any) -> dict[str, Any]:
         "arm": "allnorm",
         "batch_size": 2,
         "num_tokens": 10,
-        "steps": 5,
+        "steps_checked": 5,
         "finite": True,
-        "ttft_us": 2000.0,
-        "tpot_us": 1000.0,
-        "itl_p50_us": 900.0,
-        "itl_p99_us": 1500.0,
-        "local_us": 800.0,
-        "equal_tokens": 10,
-        "equal_tokens_torch": 9,
-        "equal_choices": 9,
-        "equal_steps": 5,
+        "ttft_ms": 2.0,
+        "tpot_ms": 1.0,
+        "itl_p50_ms": 0.9,
+        "itl_p99_ms": 1.5,
+        "local_ms": 0.8,
+        "tokens_equal_unfused": 10,
+        "tokens_equal_torch": 9,
+        "choices_equal_torch": 9,
+        "steps_equal_unfused": 5,
         "logits_max_diff": 0.5,
         "logits_mean_diff": 0.1,
         "yardstick": "two",
@@ -188,15 +188,15 @@ def test_the_slowest_rank_and_the_worst_result_count() -> None:
     model = e2e_models.find("tiny", num_layers=4)
     ranks = [
         [record()],
-        [record(tpot_us=1200.0, equal_steps=4, logits_max_diff=0.7, logits_mean_diff=0.3)],
+        [record(tpot_ms=1.2, steps_equal_unfused=4, logits_max_diff=0.7, logits_mean_diff=0.3)],
     ]
     (result,) = e2e_report.merge(ranks, model)
     assert (result.ttft_ms, result.tpot_ms, result.local_ms) == (2.0, 1.2, 0.8)
-    assert result.comm_us_per_layer == 100.0
+    assert result.comm_us_per_layer == pytest.approx(100.0)
     assert result.tokens_per_s == pytest.approx(10 / (2e-3 + 4 * 1.2e-3))
     assert (result.logits_max_diff, result.logits_mean_diff) == (0.7, pytest.approx(0.2))
     assert result.error == "logits differ from allnorm:unfused at 1 of 5 steps"
-    others = [[record(arm="nccl+torch", equal_steps=0, equal_tokens=0)]]
+    others = [[record(arm="nccl+torch", steps_equal_unfused=0, tokens_equal_unfused=0)]]
     assert e2e_report.merge(others, model)[0].error == ""
     (result,) = e2e_report.merge([[record(arm="nccl+torch", finite=False)]], model)
     assert result.error == "logits are not finite"
@@ -223,8 +223,8 @@ def test_every_model_can_be_shared_by_as_many_ranks_as_it_has_key_heads() -> Non
 
 
 def test_arm_names() -> None:
-    assert list(e2e.arm_names("cpu")) == ARMS
-    assert e2e.arm_names("cuda")[2:] == ("nccl+torch", "nccl+local", *peer_sites.ARMS)
+    assert list(arm_names("cpu")) == ARMS
+    assert arm_names("cuda")[2:] == ("nccl+torch", "nccl+local", *PEER_ARMS)
 
 
 def test_prompts_are_distinct_and_do_not_depend_on_anything_else() -> None:

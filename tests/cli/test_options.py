@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import typer
 
-from allnorm import topology
-from allnorm.cli import bench, models, options
-from allnorm.cli.options import Shape
+from allnorm import names, topology
+from allnorm.bench.shapes import Shape
+from allnorm.cli import bench, options
 
 
 def test_shapes_are_tokens_by_hidden_size() -> None:
@@ -31,9 +31,9 @@ def test_integers() -> None:
 
 
 def test_choices_name_what_is_allowed() -> None:
-    assert options.choices("float16", "--dtype", options.DTYPES) == ["float16"]
+    assert options.choices("float16", "--dtype", names.DTYPES) == ["float16"]
     with pytest.raises(typer.BadParameter, match="int8: expected some of float32"):
-        options.choices("int8", "--dtype", options.DTYPES)
+        options.choices("int8", "--dtype", names.DTYPES)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_models(name: str, hidden_size: int, eps: float, weight_bias: float) -> 
 
 def test_an_unknown_model_is_refused_with_the_known_ones() -> None:
     with pytest.raises(typer.BadParameter, match=r"llama-3\.1-8b"):
-        models.find("llama-4")
+        options.model_shapes("llama-4", [1])
 
 
 def test_device(monkeypatch: pytest.MonkeyPatch) -> None:

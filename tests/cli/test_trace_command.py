@@ -9,7 +9,7 @@ import sys
 import pytest
 from typer.testing import CliRunner, Result
 
-from allnorm.cli import app
+from allnorm.cli.app import app
 
 PROGRAM = """
 import sys

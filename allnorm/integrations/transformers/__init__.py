@@ -21,6 +21,7 @@ from allnorm.integrations.transformers.plans import GPT_OSS_TP_PLAN
 from allnorm.integrations.transformers.report import Report, SiteReport
 from allnorm.integrations.transformers.report import report as report
 from allnorm.integrations.transformers.sites import SWITCH
+from allnorm.names import REQUESTS
 
 __all__ = [
     "FAMILIES",
@@ -34,7 +35,6 @@ __all__ = [
     "report",
 ]
 
-_ALGORITHMS = ("auto", "one_shot", "two_shot", "unfused")
 
 # What this is written against and tested with; earlier ones have other classes behind their styles.
 MINIMUM_VERSION = (5, 23)
@@ -63,8 +63,8 @@ def enable(*, algorithm: str = "auto") -> None:
     Not collective, but the loading of a model is: it opens one communicator for the group of the
     plan. Graph-safe: a compiled model is compiled anew after a change.
     """
-    if algorithm not in _ALGORITHMS:
-        raise ValueError(f"algorithm={algorithm!r}: expected one of {', '.join(_ALGORITHMS)}.")
+    if algorithm not in REQUESTS:
+        raise ValueError(f"algorithm={algorithm!r}: expected one of {', '.join(REQUESTS)}.")
     _check_version()
     from transformers.monkey_patching import register_patch_mapping
 

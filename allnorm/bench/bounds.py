@@ -1,0 +1,146 @@
+"""How far the result of another library may be from the reference's.
+
+A baseline sums in its own order and precision, so its bits differ. Its error is bounded, and the
+bound is derived here, not guessed: N ranks cost at most N - 1 roundings of partial sums on its side
+and one on the reference's, every later step at most one on either side. A quantised result is
+compared with the reference's rows before quantisation: beside what those may be off, a value may
+be off by half a unit of the last place of its FP8 number.
+"""
+
+from __future__ import annotations
+
+import torch
+
+import allnorm
+from allnorm.bench.case import Case, Outcome
+from allnorm.quant import Quant
+from allnorm.testing import Batch
+
+Result = tuple[torch.Tensor, torch.Tensor]
+"""normed, residual_out."""
+
+_SECOND_ORDER = 1.05  # products of roundings, left out of the first-order bound
+_FP8_MAX = 448.0
+_MIN_AMAX = 1e-10
+
+
+def describe_error(got: Outcome, case: Case, index: int, quant: str) -> str:
+    """What of an arm's result for a buffer set is beyond its derived bound, in words; "" if none.
+
+    `quant` is the mode's spec by name.
+    """
+    batch, expected = case.batches[index], case.expected[index]
+    limits = bounds(expected, batch, case.shape.eps, case.shape.weight_bias)
+    rows = slice(*got.rows) if got.rows else slice(None)
+    error = _compare("residual_out", got.residual, expected[1][rows], limits[1][rows])
+    if not error and got.normed is not None:
+        error = _compare("normed", got.normed, expected[0], limits[0])
+    spec = case.spec(quant)
+    if error or spec is None:
+        return error
+    if got.quantized is None or got.scale is None:
+        return "the quantized rows or their scales are missing"
+    return describe_quantized(got.quantized, got.scale, expected[0], limits[0], spec)
+
+
+def describe_quantized(
+    quantized: torch.Tensor,
+    scale: torch.Tensor,
+    normed: torch.Tensor,
+    limit: torch.Tensor,
+    spec: Quant,
+) -> str:
+    """Which scales or values are beyond their bounds, in words; "" if none.
+
+    Args:
+        quantized: float8_e4m3fn, [num_tokens, hidden_size].
+        scale: as the spec says.
+        normed: the reference's rows before quantisation.
+        limit: how far those may be off, element by element, float32.
+        spec: how they are quantised.
+    """
+    wanted, size = normed.float(), _group_size(spec, normed.shape[-1])
+    scales = scale_of_elements(scale, spec, *normed.shape)
+    if not isinstance(spec, allnorm.Fp8PerTensor):
+        groups = wanted.unflatten(-1, (-1, size))
+        largest = groups.abs().amax(-1)
+        # A quotient just above a power of two has the next one as its scale.
+        slack = limit.unflatten(-1, (-1, size)).amax(-1) * _SECOND_ORDER + 1e-6 * largest
+        low, high = (_scale(largest + sign * slack, spec) for sign in (-1, 1))
+        got = scales.unflatten(-1, (-1, size))[..., 0]
+        tolerance = 2 * torch.finfo(torch.float32).eps
+        outside = ~((got >= low * (1 - tolerance)) & (got <= high * (1 + tolerance)))
+        if bool(outside.any()):
+            return f"scale: {int(outside.sum())} of {outside.numel()} beyond the bound"
+    values = quantized.float() * scales
+    near = limit + _half_unit((wanted.abs() + limit) / scales) * scales
+    # A static scale that is too small for a value clamps it, on both sides.
+    wanted = wanted.clamp(-_FP8_MAX * scales, _FP8_MAX * scales)
+    return _compare("dequantized", values, wanted, _SECOND_ORDER * near)
+
+
+def scale_of_elements(
+    scale: torch.Tensor, spec: Quant, num_tokens: int, hidden_size: int
+) -> torch.Tensor:
+    """The scale of each element, float32 [num_tokens, hidden_size], from any layout and format."""
+    if isinstance(spec, allnorm.Fp8PerTensor):
+        return scale.reshape(1, 1).expand(num_tokens, hidden_size)
+    size = _group_size(spec, hidden_size)
+    if scale.dtype == torch.int32:  # four exponents to a word, the first in the lowest byte
+        shifts = torch.arange(0, 32, 8, device=scale.device, dtype=torch.int32)
+        exponents = (scale.unsqueeze(-1) >> shifts & 0xFF).flatten(-2)
+        scale = (exponents << 23).view(torch.float32)[:, : hidden_size // size]
+    return scale.repeat_interleave(size, dim=-1)
+
+
+def bounds(expected: Result, batch: Batch, eps: float, weight_bias: float) -> Result:
+    """Largest allowed errors of normed and residual_out, element by element, in float32."""
+    info = torch.finfo(batch.residual.dtype)
+    unit = info.eps / 2
+    magnitude = sum((x.float().abs() for x in batch.xs), torch.zeros_like(batch.residual).float())
+    summed = expected[1].float()
+    # N roundings of partial sums; two of the residual sum, a third if the norm reads it unrounded.
+    delta = len(batch.xs) * unit * magnitude + 3 * unit * (summed.abs() + unit * magnitude)
+    delta = _SECOND_ORDER * delta + info.smallest_normal * info.eps * 4
+    norm = (summed.square().mean(-1, keepdim=True) + eps).sqrt()
+    # | rms(z + d) - rms(z) | <= rms(d), and the float32 sum of squares has its own rounding.
+    relative = delta.square().mean(-1, keepdim=True).sqrt() / norm
+    relative = relative + summed.shape[-1] * torch.finfo(torch.float32).eps / 4
+    relative = torch.where(relative < 0.5, relative / (1 - relative), torch.inf)
+    weight = (batch.weight.float() + weight_bias).abs() * (1 + unit)
+    normed = weight / norm * (delta + (summed.abs() + delta) * relative)
+    normed = _SECOND_ORDER * (normed + 6 * unit * weight / norm * (summed.abs() + delta))
+    return normed + info.smallest_normal * info.eps * 4, delta
+
+
+def _group_size(spec: Quant, hidden_size: int) -> int:
+    return spec.group_size if isinstance(spec, allnorm.Fp8PerGroup) else hidden_size
+
+
+def _scale(largest: torch.Tensor, spec: Quant) -> torch.Tensor:
+    """The scale that belongs to a largest magnitude."""
+    scale = largest.clamp(min=_MIN_AMAX) / _FP8_MAX
+    if isinstance(spec, allnorm.Fp8PerGroup) and spec.scale_format != "float32":
+        mantissa, exponent = torch.frexp(scale)
+        exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
+        scale = torch.ldexp(torch.ones_like(scale), exponent)
+    return scale
+
+
+def _half_unit(magnitude: torch.Tensor) -> torch.Tensor:
+    """Half a unit of the last place of the float8_e4m3fn numbers of that magnitude."""
+    exponent = torch.frexp(magnitude).exponent - 1  # of the leading bit; the last is the third
+    return torch.ldexp(torch.ones_like(magnitude), exponent.clamp(min=-6) - 4)
+
+
+def _compare(name: str, got: torch.Tensor, wanted: torch.Tensor, limit: torch.Tensor) -> str:
+    error = (got.float() - wanted.float()).abs()
+    outside = ~(error <= limit)  # also where the error is NaN
+    if not bool(outside.any()):
+        return ""
+    where = int(outside.flatten().nonzero()[0])
+    return (
+        f"{name}: {int(outside.sum())} of {outside.numel()} elements beyond the bound of "
+        f"its roundings, first at {where}: {float(got.flatten()[where]):g} instead of "
+        f"{float(wanted.flatten()[where]):g}"
+    )

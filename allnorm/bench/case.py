@@ -1,0 +1,141 @@
+"""One shape of a benchmark: everybody's inputs, and what must come out."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+import allnorm
+from allnorm import reference
+from allnorm.bench.modes import Mode, quant_of
+from allnorm.bench.shapes import Shape
+from allnorm.quant import Quant
+from allnorm.testing import DTYPES, Batch, make_batch
+
+NUM_SETS = 2  # rotating buffer sets
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one call returned.
+
+    Attributes:
+        residual: the new residual, or the rows of it that this rank holds.
+        normed: [num_tokens, hidden_size], in the dtype of the input.
+        quantized: float8_e4m3fn, of the shape of `normed`.
+        scale: as the spec says.
+        rows: which rows of the whole `residual` has; None for all of them.
+    """
+
+    residual: torch.Tensor
+    normed: torch.Tensor | None = None
+    quantized: torch.Tensor | None = None
+    scale: torch.Tensor | None = None
+    rows: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape with its inputs and the reference's results, computed once for all modes and arms.
+
+    Attributes:
+        shape: num_tokens, hidden_size and the constants of the norm.
+        rank: this rank.
+        world_size: number of ranks.
+        dtype: of all tensors.
+        device: of all tensors.
+        numerics: rounding mode of what allnorm computes.
+        batches: the inputs of all ranks, per buffer set.
+        expected: the reference's normed rows and new residual, per buffer set.
+    """
+
+    shape: Shape
+    rank: int
+    world_size: int
+    dtype: torch.dtype
+    device: torch.device
+    numerics: str
+    batches: tuple[Batch, ...]
+    expected: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    _specs: dict[str, Quant | None] = field(default_factory=dict)
+    _quantized: dict[str, tuple[tuple[torch.Tensor, torch.Tensor], ...]] = field(
+        default_factory=dict
+    )
+
+    @functools.cached_property
+    def xs(self) -> list[torch.Tensor]:
+        """This rank's partial sum, per buffer set."""
+        return [batch.xs[self.rank] for batch in self.batches]
+
+    def checksums(self) -> list[int]:
+        """Of all that calls read: whether an arm has overwritten what the others are timed with."""
+        words = {2: torch.int16, 4: torch.int32}[self.dtype.itemsize]
+        read = [*self.xs, *(part for b in self.batches for part in (b.residual, b.weight))]
+        return [int(tensor.view(words).sum(dtype=torch.int64)) for tensor in read]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the input."""
+        return self.shape.num_tokens
+
+    def spec(self, quant: str) -> Quant | None:
+        """The spec of a mode, one object for all calls of this shape."""
+        if quant not in self._specs:
+            self._specs[quant] = quant_of(quant, self.device)
+        return self._specs[quant]
+
+    def quantized(self, quant: str) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
+        """The reference's quantized rows and scales, per buffer set."""
+        if quant not in self._quantized:
+            spec = self.spec(quant)
+            assert spec is not None
+            self._quantized[quant] = tuple(
+                reference.quantize(normed, spec) for normed, _ in self.expected
+            )
+        return self._quantized[quant]
+
+    def options(self, mode: Mode) -> dict[str, Any]:
+        """The keyword arguments of allnorm's calls, those that quantise if the mode does."""
+        options = {"weight_bias": self.shape.weight_bias, "numerics": self.numerics}
+        spec = self.spec(mode.quant)
+        return options | ({"quant": spec, "return_normed": mode.return_normed} if spec else {})
+
+    def unbiased_weights(self) -> list[torch.Tensor]:
+        """The weights for a norm that knows no bias, per buffer set."""
+        bias = self.shape.weight_bias
+        return [batch.weight + bias if bias else batch.weight for batch in self.batches]
+
+    def obstacle(self, quant: str) -> str:
+        """Why no call can quantise rows of this width so; "" if it can."""
+        spec = self.spec(quant)
+        if isinstance(spec, allnorm.Fp8PerGroup) and self.shape.hidden_size % spec.group_size:
+            return f"hidden_size {self.shape.hidden_size} does not consist of whole groups"
+        return ""
+
+
+def make_case(
+    shape: Shape,
+    dtype: str,
+    numerics: str,
+    device: torch.device,
+    rank: int,
+    world_size: int,
+    seed: int,
+) -> Case:
+    """Makes the inputs of a shape, other ones for each buffer set and rank, and its references.
+
+    Another seed makes other inputs; it is the same on every rank.
+    """
+    options: dict[str, Any] = {"weight_bias": shape.weight_bias, "numerics": numerics}
+    size = (shape.num_tokens, shape.hidden_size, DTYPES[dtype], device, world_size)
+    batches = tuple(
+        make_batch(*size, seed * NUM_SETS + i, shape.weight_bias) for i in range(NUM_SETS)
+    )
+    expected = tuple(
+        reference.all_reduce_add_rms_norm(b.xs, b.residual, b.weight, shape.eps, **options)
+        for b in batches
+    )
+    return Case(shape, rank, world_size, DTYPES[dtype], device, numerics, batches, expected)

@@ -1,0 +1,131 @@
+"""How arms are timed: calls by the wall clock on CPUs, replays of CUDA graphs on GPUs.
+
+Arms take turns, round after round, so that what changes in the machine hits all of them alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+
+from allnorm.bench.arms import Arm
+from allnorm.bench.case import NUM_SETS
+from allnorm.testing import calls_per_graph, start_together
+from allnorm.testing import capture as capture_graph
+from allnorm.testing.timing import calls_that_fit, percentile, time_calls, time_steps
+
+Samples = dict[str, list[float]]
+"""Microseconds per call, by the name of the arm."""
+
+_CUDA_ROUNDS = 9
+_REPLAYS_PER_ROUND = 3
+_WARM_UP_REPLAYS = 2
+_CPU_ROUNDS = 10
+_CPU_CALLS = (5, 1000)  # least and most timed calls of an arm
+_CPU_WARM_UP = 2  # beside the checked calls
+_EAGER_CALLS = 200
+
+
+def _calls(arm: Arm, number: int) -> Iterator[Callable[[], object]]:
+    """Calls over the buffer sets in turn."""
+    sets = [partial(arm.call, index) for index in range(NUM_SETS)]
+    return itertools.islice(itertools.cycle(sets), number)
+
+
+def time_cpu(arms: Sequence[Arm], seconds: float) -> Samples:
+    """Wall time of every call. Collective.
+
+    Args:
+        arms: each is known to run.
+        seconds: roughly how long one arm is timed.
+    """
+    samples: Samples = {arm.name: [] for arm in arms}
+    calls = [calls_that_fit(_calls(arm, _CPU_WARM_UP), seconds, *_CPU_CALLS) for arm in arms]
+    for turn in range(_CPU_ROUNDS):
+        for arm, number in zip(arms, calls, strict=True):
+            arm.reset()
+            start_together()
+            in_this_turn = len(range(turn, number, _CPU_ROUNDS))
+            samples[arm.name] += time_calls(_calls(arm, in_this_turn))
+    return samples
+
+
+def time_cuda(
+    arms: Sequence[tuple[Arm, torch.cuda.CUDAGraph]], num_tokens: int, rounds: int = _CUDA_ROUNDS
+) -> Samples:
+    """Time per call of replays. Collective.
+
+    Args:
+        arms: with what `capture` made of them.
+        num_tokens: as given to `capture`.
+        rounds: how often each has its turn, of three timed replays.
+    """
+    samples: Samples = {arm.name: [] for arm, _ in arms}
+    calls = calls_per_graph(num_tokens)
+    for _ in range(rounds):
+        for arm, graph in arms:
+            with _naming(arm):
+                arm.reset()
+                # Untimed: aligns the ranks and keeps the GPU busy while the host launches the next.
+                graph.replay()
+                times_us = time_steps([graph.replay] * _REPLAYS_PER_ROUND)
+            samples[arm.name] += [us / calls for us in times_us]
+    return samples
+
+
+@contextlib.contextmanager
+def _naming(arm: Arm) -> Iterator[None]:
+    """Says which arm an error was met with: a kernel that fails ends what its process can do."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"while {arm.name} was timed")
+        raise
+
+
+def capture(arm: Arm, num_tokens: int) -> torch.cuda.CUDAGraph:
+    """A graph of `calls_per_graph` over rotating buffer sets; warm afterwards. Collective.
+
+    The arm has been called before.
+    """
+    arm.reset()
+    with capture_graph(arm.capturing()) as graph:
+        for call in _calls(arm, calls_per_graph(num_tokens)):
+            call()
+    for _ in range(_WARM_UP_REPLAYS):
+        graph.replay()
+    torch.cuda.synchronize()
+    return graph
+
+
+def time_eager(arm: Arm, synchronize: Callable[[], None]) -> dict[str, float]:
+    """Calls one after the other without a graph. Collective.
+
+    The arm has been called before; `synchronize` waits for the device.
+
+    Returns:
+        `host_us`: the median time that enqueuing a call takes the host; `eager_us`: time per call
+        until all of them are done.
+    """
+    arm.reset()
+    synchronize()
+    start_together()
+    samples: list[float] = []
+
+    def calls() -> None:
+        samples.extend(time_calls(_calls(arm, _EAGER_CALLS)))
+        synchronize()
+
+    with _naming(arm):
+        whole_us = time_calls([calls])[0]
+    return {"host_us": percentile(samples, 50), "eager_us": whole_us / _EAGER_CALLS}
+
+
+def summary(samples: Sequence[float]) -> dict[str, float]:
+    """`p50_us`, `p90_us` and `p99_us`; NaN where nothing was timed."""
+    return {f"p{p}_us": percentile(samples, p) if samples else math.nan for p in (50, 90, 99)}

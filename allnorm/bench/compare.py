@@ -1,0 +1,152 @@
+"""Is anything slower than it was, beyond what measuring varies by?
+
+A row of an earlier file belongs to a new one if hardware, ranks, shape, dtype, rounding mode, kind
+of result and arm are the same. An arm has regressed if its median lies above that of the file (of
+several rows: above the median of their medians) by more than the tolerance, the largest of
+
+- the spread of the file: of several rows the distance between their smallest and largest median, of
+  one row p99 - p50;
+- the spread p99 - p50 of the new measurement;
+- what two runs of one arm differ by even if each of them is quiet: 0.1 us and 2 %
+  (docs/performance.md).
+
+An arm that was right in the file and now is wrong, or does not run, has regressed too. Other
+libraries' arms are compared and shown; only allnorm's own count as regressions.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from allnorm.bench.report import is_other
+
+_RUN_TO_RUN_US = 0.1
+_RUN_TO_RUN_SHARE = 0.02
+
+# What is not in a row written by an older version has this value.
+_KEY: dict[str, Any] = dict.fromkeys(
+    ("gpu", "cpu", "world_size", "num_tokens", "hidden_size", "eps", "dtype", "arm")
+)
+_KEY |= {"weight_bias": 0.0, "numerics": "rounded", "quant": "", "product": 0, "max_blocks": 0}
+_KEY |= {"residual_sharded": False, "return_normed": False}
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Change:
+    """An arm in the file and now.
+
+    Attributes:
+        row: the new row.
+        before_us: the median in the file; NaN if it has no time there.
+        tolerance_us: what the two may differ by.
+    """
+
+    row: Row
+    before_us: float
+    tolerance_us: float
+
+    @property
+    def now_us(self) -> float:
+        """The new median; NaN if it was not timed."""
+        return _number(self.row, "p50_us")
+
+    @property
+    def difference_us(self) -> float:
+        """How much slower it is; infinite if it was right and now is not, or does not run."""
+        right = self.row["correct"] and math.isfinite(self.now_us)
+        return self.now_us - self.before_us if right else math.inf
+
+    @property
+    def slower(self) -> bool:
+        """Whether it is slower than the tolerance allows."""
+        return self.difference_us > self.tolerance_us
+
+    @property
+    def regressed(self) -> bool:
+        """Whether it is slower, and this library's."""
+        return self.slower and not is_other(str(self.row["arm"]))
+
+    @property
+    def faster(self) -> bool:
+        """Whether it is faster than the tolerance explains."""
+        return -self.difference_us > self.tolerance_us
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a results file.
+
+    Raises:
+        ValueError: there is no such file, or it has something else in it.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        rows = [json.loads(line) for line in lines if line.strip()]
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from None
+    if not rows or not all(
+        isinstance(row, dict) and {"arm", "p50_us"} <= row.keys() for row in rows
+    ):
+        raise ValueError(f"{path}: expected the JSON lines that bench --json wrote")
+    return rows
+
+
+def changes(before: Iterable[Row], now: Iterable[Row]) -> list[Change]:
+    """Each new row whose arm was right in the file, with what it was.
+
+    Args:
+        before: the rows of the file.
+        now: new ones.
+    """
+    earlier: dict[tuple[Any, ...], list[Row]] = {}
+    for row in before:
+        if row.get("correct") and math.isfinite(_number(row, "p50_us")):
+            earlier.setdefault(_key(row), []).append(row)
+    found = []
+    for row in now:
+        same = earlier.get(_key(row))
+        absent = row["reason"] and is_other(str(row["arm"]))  # it is not installed here
+        if same and not absent:
+            median = statistics.median(_number(old, "p50_us") for old in same)
+            found.append(Change(row, median, _tolerance(same, row, median)))
+    return found
+
+
+def summary(found: list[Change], num_rows: int, name: str) -> str:
+    """One sentence: how many arms were compared, and what came out."""
+    regressed = sum(change.regressed for change in found)
+    slower = sum(change.slower for change in found) - regressed
+    faster = sum(change.faster for change in found)
+    same = len(found) - regressed - slower - faster
+    return (
+        f"{len(found)} of {num_rows} rows are in {name}: {regressed} regressed, {faster} faster, "
+        f"{slower} of other libraries slower, {same} the same within the measured spread"
+    )
+
+
+def _tolerance(before: list[Row], now: Row, median: float) -> float:
+    medians = [_number(row, "p50_us") for row in before]
+    spread = max(medians) - min(medians) if len(before) > 1 else _spread(before[0])
+    return max(spread, _spread(now), _RUN_TO_RUN_US, _RUN_TO_RUN_SHARE * median)
+
+
+def _spread(row: Row) -> float:
+    spread = _number(row, "p99_us") - _number(row, "p50_us")
+    return spread if math.isfinite(spread) else 0.0
+
+
+def _number(row: Row, key: str) -> float:
+    """A figure of a row; NaN for null, which stands for it in the file."""
+    value = row.get(key)
+    return math.nan if value is None else float(value)
+
+
+def _key(row: Row) -> tuple[Any, ...]:
+    return tuple(row.get(name, default) for name, default in _KEY.items())

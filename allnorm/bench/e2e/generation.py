@@ -1,0 +1,159 @@
+"""Greedy generation of a batch: prefill, then one token after the other, without the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import allnorm
+from allnorm.bench.e2e.attention import Attention
+from allnorm.bench.e2e.models import Transformer
+from allnorm.bench.e2e.sites import Arm, Site
+from allnorm.bench.e2e.weights import Layer, Weights
+from allnorm.bench.sharded import gather_into
+from allnorm.testing import capture
+
+Attend = Callable[[int, Layer, torch.Tensor], torch.Tensor]
+
+_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+_WARM_UP_STEPS = 2
+
+
+class Generation:
+    """One batch of prompts and the buffers in which its tokens come to be.
+
+    Collective: every rank makes it with the same arguments but its own weights.
+
+    Args:
+        model: its dimensions.
+        weights: this rank's part.
+        prompts: [batch_size, length] int64, on the device of the weights, the same on every rank.
+        num_tokens: to generate, the first of them by the prefill.
+
+    Attributes:
+        logits: [batch_size, this rank's part of the vocabulary], of the latest token.
+        token: [batch_size] int64, the latest token, and the next one's input.
+        outputs: [batch_size, num_tokens] int64.
+        batch_size: prompts.
+        num_tokens: to generate.
+    """
+
+    def __init__(
+        self, model: Transformer, weights: Weights, prompts: torch.Tensor, num_tokens: int
+    ) -> None:
+        self._model, self._weights, self._prompts = model, weights, prompts
+        self.batch_size, self._length = prompts.shape
+        self.num_tokens = num_tokens
+        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        head, device = weights.head, prompts.device
+        self._attention = Attention(
+            model, self._world_size, self.batch_size, self._length + num_tokens, head.dtype, device
+        )
+        shape = (self.batch_size, head.shape[0])
+        self.logits = torch.zeros(shape, dtype=head.dtype, device=device)
+        self.token = torch.zeros(self.batch_size, dtype=torch.int64, device=device)
+        shape = (self.batch_size, num_tokens)
+        self.outputs = torch.zeros(shape, dtype=torch.int64, device=device)
+        self._step = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def reset(self) -> None:
+        """Forgets what earlier generations, perhaps of a wrong arm, have left in the cache."""
+        self._attention.clear()
+
+    def prefill(self, site: Site) -> None:
+        """Runs the prompts and generates the first token of each. Collective."""
+        self._step.zero_()
+        self._attention.position.fill_(self._length - 1)
+        with self._kernels():
+            rows = self._forward(self._prompts.flatten(), self._attention.prefill, site)
+        self._emit(rows.view(self.batch_size, self._length, -1)[:, -1])
+
+    def decode(self, site: Site) -> None:
+        """Generates the next token of each sequence. Collective; safe in CUDA graphs."""
+        self._attention.begin_decode()
+        with self._kernels():
+            rows = self._forward(self.token, self._attention.decode, site)
+        self._emit(rows)
+
+    def _kernels(self) -> AbstractContextManager[Any]:
+        """The attention kernels of torch's own: they build no plans, and serve every arm alike."""
+        if self.token.device.type != "cuda":
+            return nullcontext()
+        return sdpa_kernel(_KERNELS)
+
+    def _forward(self, tokens: torch.Tensor, attend: Attend, site: Site) -> torch.Tensor:
+        """The normed rows [tokens, hidden_size] before the head."""
+        weights, layers = self._weights, self._weights.layers
+        after = [layer.input_norm for layer in layers[1:]] + [weights.final_norm]
+        normed, residual = allnorm.add_rms_norm(
+            F.embedding(tokens, weights.embedding), None, layers[0].input_norm, self._model.eps
+        )
+        for index, layer in enumerate(layers):
+            attended = attend(index, layer, F.linear(normed, layer.qkv))
+            normed, residual = site(F.linear(attended, layer.o), residual, layer.mlp_norm)
+            gate, up = F.linear(normed, layer.gate_up).chunk(2, dim=-1)
+            x = F.linear(F.silu(gate) * up, layer.down)
+            normed, residual = site(x, residual, after[index])
+        return normed
+
+    def _emit(self, rows: torch.Tensor) -> None:
+        self.logits.copy_(F.linear(rows, self._weights.head))
+        self.token.copy_(self._most_likely())
+        self.outputs.index_copy_(1, self._step, self.token[:, None])
+        self._step += 1
+        self._attention.position += 1
+
+    def _most_likely(self) -> torch.Tensor:
+        """[batch_size]: of equal logits the first one's token, on every rank the same."""
+        largest, index = self.logits.float().max(dim=-1)
+        index = index + self._rank * self.logits.shape[1]
+        # float32 holds every integer up to 2**24 exactly, more than any vocabulary has.
+        own = torch.stack([largest, index.float()])
+        ranks = torch.empty(
+            (self._world_size, *own.shape), dtype=torch.float32, device=self.token.device
+        )
+        gather_into(ranks.view(-1, self.batch_size), own)
+        owner = ranks[:, 0].argmax(dim=0, keepdim=True)
+        return ranks[:, 1].gather(0, owner)[0].to(torch.int64)
+
+
+class Runner:
+    """One arm on one batch; on GPUs its decode step is a CUDA graph.
+
+    Collective: runs both phases once.
+
+    Args:
+        generation: the batch; several runners may share one, in turns.
+        arm: what runs at the sites.
+        captured: whether to make a graph of the decode step.
+    """
+
+    def __init__(self, generation: Generation, arm: Arm, captured: bool) -> None:
+        self.generation, self._arm, self._site = generation, arm, arm.site
+        self._graph: torch.cuda.CUDAGraph | None = None
+        if captured:
+            self._capture()
+
+    def prefill(self) -> None:
+        """Runs the prompts and generates the first token. Collective."""
+        self.generation.prefill(self._site)
+
+    def step(self) -> None:
+        """Generates the next token. Collective."""
+        if self._graph is not None:
+            self._graph.replay()
+        else:
+            self.generation.decode(self._site)
+
+    def _capture(self) -> None:
+        self.prefill()
+        for _ in range(min(_WARM_UP_STEPS, self.generation.num_tokens - 1)):
+            self.generation.decode(self._site)
+        with capture(self._arm.capturing()) as self._graph:
+            self.generation.decode(self._site)

@@ -1,0 +1,96 @@
+"""Transformers by name: the dimensions of published models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from allnorm.bench import shapes
+
+
+@dataclass(frozen=True)
+class Transformer:
+    """The dimensions of a dense decoder-only transformer.
+
+    Attributes:
+        name: by which it is known here.
+        hidden_size: width of the residual stream.
+        num_layers: decoder layers, of two reduction sites each.
+        num_heads: query heads.
+        num_kv_heads: key and value heads; ranks hold whole ones, so their number divides this.
+        head_dim: width of a head.
+        intermediate_size: width of the MLP.
+        vocab_size: tokens.
+        eps: of the norms.
+        rope_theta: base of the rotary frequencies.
+        qk_norm: whether queries and keys are normalised head by head.
+    """
+
+    name: str
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    eps: float
+    rope_theta: float = 5e5
+    qk_norm: bool = False
+
+    @property
+    def queries_per_kv(self) -> int:
+        """Query heads that share a key and value head."""
+        return self.num_heads // self.num_kv_heads
+
+
+def _published(
+    name: str, sizes: tuple[int, int, int, int, int, int], theta: float, qk_norm: bool = False
+) -> Transformer:
+    """A model whose hidden size and eps stand in the table of shapes."""
+    known = shapes.find(name)
+    return Transformer(name, known.hidden_size, *sizes, known.eps, theta, qk_norm)
+
+
+# Layers, query heads, key and value heads, head size, width of the MLP and vocabulary of the
+# models' published configurations. The MLP of gpt-oss-120b is dense and as wide as the four experts
+# that a token uses; its biases, sinks and windows are left out.
+TRANSFORMERS = {
+    model.name: model
+    for model in (
+        Transformer("tiny", 256, 3, 16, 8, 16, 512, 1024, 1e-5, 1e4),
+        Transformer("tiny-qk-norm", 320, 2, 16, 8, 32, 640, 1024, 1e-6, 1e6, True),
+        _published("llama-3.1-8b", (32, 32, 8, 128, 14336, 128256), 5e5),
+        _published("llama-3.1-70b", (80, 64, 8, 128, 28672, 128256), 5e5),
+        _published("qwen3-32b", (64, 64, 8, 128, 25600, 151936), 1e6, qk_norm=True),
+        _published("gpt-oss-120b", (36, 64, 8, 64, 4 * 2880, 201088), 1.5e5),
+    )
+}
+
+
+def find(name: str, num_layers: int = 0) -> Transformer:
+    """The transformer of that name.
+
+    Args:
+        name: of TRANSFORMERS.
+        num_layers: instead of the model's own; 0: its own.
+
+    Raises:
+        ValueError: there is none; the message lists those there are.
+    """
+    if name.lower() not in TRANSFORMERS:
+        raise ValueError(f"unknown model {name!r}: known are {', '.join(TRANSFORMERS)}")
+    model = TRANSFORMERS[name.lower()]
+    return replace(model, num_layers=num_layers) if num_layers else model
+
+
+def check_world_size(model: Transformer, world_size: int) -> None:
+    """Refuses a number of ranks that would split a key and value head.
+
+    Raises:
+        ValueError: it does not divide the number of these heads.
+    """
+    if model.num_kv_heads % world_size:
+        raise ValueError(
+            f"{world_size} ranks cannot share the {model.num_kv_heads} key and value heads of "
+            f"{model.name} evenly; use a number of ranks that divides them"
+        )

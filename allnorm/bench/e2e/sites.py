@@ -1,0 +1,146 @@
+"""The arms: what runs where a layer's partial sums become the next normed rows.
+
+Everything else of the model is the same in all of them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+import allnorm
+from allnorm.bench.sharded import gather_into
+
+Normed = tuple[Tensor, Tensor]
+"""Normed rows and the new residual."""
+
+Site = Callable[[Tensor, Tensor, Tensor], Normed]
+"""Takes this rank's partial sum, the residual and the norm's weight; returns normed rows and the
+new residual. May overwrite the first two."""
+
+Reduce = Callable[[Tensor], Tensor]
+"""The sum of a tensor over all ranks; may overwrite it."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to run the sites.
+
+    Attributes:
+        site: what is called.
+        capturing: what the capture of a CUDA graph must happen in.
+        foreign: whether another library runs in it, whose failure is no failure of the command.
+    """
+
+    site: Site
+    capturing: Callable[[], AbstractContextManager[Any]] = nullcontext
+    foreign: bool = False
+
+
+def make(name: str, comm: allnorm.Communicator, eps: float) -> Arm:
+    """The arm of that name.
+
+    Args:
+        name: "allnorm", or that with ":" and an algorithm; "nccl" or "gloo" with "+torch" or
+            "+local"; "local", which does not communicate.
+        comm: runs allnorm's own.
+        eps: of the norms.
+    """
+    if name == "local":
+        return Arm(then_local(lambda x: x, eps))
+    if name.startswith("allnorm"):
+        return Arm(fused(comm, eps, name.partition(":")[2] or "auto"))
+    return Arm((then_local if name.endswith("+local") else then_torch)(all_reduce, eps))
+
+
+def fused(comm: allnorm.Communicator, eps: float, algorithm: str) -> Site:
+    """The fused call, the residual in place."""
+
+    def site(x: Tensor, residual: Tensor, weight: Tensor) -> Normed:
+        return comm.all_reduce_add_rms_norm(
+            x, residual, weight, eps, algorithm=algorithm, residual_out=residual
+        )
+
+    return site
+
+
+def then_torch(reduce: Reduce, eps: float) -> Site:
+    """An all-reduce, then PyTorch's add and RMSNorm."""
+
+    def site(x: Tensor, residual: Tensor, weight: Tensor) -> Normed:
+        summed = residual.add_(reduce(x))
+        return F.rms_norm(summed, weight.shape, weight, eps), summed
+
+    return site
+
+
+def then_local(reduce: Reduce, eps: float) -> Site:
+    """An all-reduce, then allnorm's add + norm kernel."""
+
+    def site(x: Tensor, residual: Tensor, weight: Tensor) -> Normed:
+        return allnorm.add_rms_norm(reduce(x), residual, weight, eps)
+
+    return site
+
+
+def all_reduce(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """`torch.distributed.all_reduce`, in place."""
+    dist.all_reduce(x, group=group)
+    return x
+
+
+def yardstick(device: torch.device) -> tuple[str, tuple[Reduce, Reduce]]:
+    """Two all-reduces that differ in the order of their roundings only, and what they are.
+
+    On GPUs NCCL's ring and tree, else gloo's all-reduce and the sum from the last rank to the
+    first, rounded at every step. Collective.
+    """
+    if device.type == "cpu":
+        return "gloo, and a sum in reversed order", (all_reduce, _reversed_sum)
+    groups = [_nccl_group(algorithm, device) for algorithm in ("Ring", "Tree")]
+
+    def over(group: dist.ProcessGroup) -> Reduce:
+        return lambda x: all_reduce(x, group)
+
+    return "NCCL's ring and tree", (over(groups[0]), over(groups[1]))
+
+
+def _reversed_sum(x: Tensor) -> Tensor:
+    parts = x.new_empty((dist.get_world_size(), *x.shape))
+    # As bytes: not every gloo gathers bfloat16.
+    gather_into(parts.flatten(0, 1).view(torch.uint8), x.contiguous().view(torch.uint8))
+    total = parts[-1]
+    for part in reversed(parts[:-1]):
+        total = total + part
+    return total
+
+
+def _nccl_group(algorithm: str, device: torch.device) -> dist.ProcessGroup:
+    """All ranks, with an NCCL that reads its algorithm while it starts: at the first call."""
+    with _environment("NCCL_ALGO", algorithm):
+        group = dist.new_group(backend="nccl")
+        assert group is not None
+        all_reduce(torch.ones(1, device=device), group)
+        torch.cuda.synchronize(device)
+    return group
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

@@ -1,0 +1,147 @@
+"""What can be timed: kinds of results, and the arms of each of them by name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import allnorm
+from allnorm.names import ALGORITHMS, SCALE_FORMATS, SCALE_LAYOUTS
+from allnorm.quant import Quant
+
+PEERS = ("flashinfer", "sglang", "vllm", "symm_mem")
+RESIDUALS = ("replicated", "sharded")
+
+# Rows of a norm with weights around 1 stay below 7 = 448 / 64 but for one element in 1e11.
+_STATIC_SCALE = 1 / 64
+
+
+@dataclass(frozen=True)
+class Mode:
+    """What a call returns, and where the residual is.
+
+    Attributes:
+        quant: the spec as `quant_name` writes it, "" for results in the dtype of the input.
+        residual_sharded: each rank holds its own rows of the residual only.
+        return_normed: a quantised call returns the normed rows too.
+    """
+
+    quant: str = ""
+    residual_sharded: bool = False
+    return_normed: bool = False
+
+    def __str__(self) -> str:
+        parts = [self.quant] if self.quant else []
+        parts += ["with normed"] if self.quant and self.return_normed else []
+        parts += ["sharded residual"] if self.residual_sharded else []
+        return ", ".join(parts)
+
+
+def modes(
+    quants: Iterable[str], residuals: Iterable[str], return_normed: bool = False
+) -> list[Mode]:
+    """Each kind of result with each kind of residual.
+
+    Args:
+        quants: specs, of which "none" stands for no quantisation; of none it is that.
+        residuals: of RESIDUALS.
+        return_normed: for the quantised ones.
+
+    Raises:
+        ValueError: no spec, or one that allnorm refuses.
+    """
+    specs = list(dict.fromkeys(map(quant_name, quants))) or [""]
+    return [
+        Mode(spec, residual == "sharded", bool(spec) and return_normed)
+        for residual in residuals
+        for spec in specs
+    ]
+
+
+def quant_name(text: str) -> str:
+    """A spec as rows and tables name it, without what is the default; "" for "none".
+
+    Raises:
+        ValueError: `text` is no spec.
+    """
+    spec = quant_of(text)
+    if not isinstance(spec, allnorm.Fp8PerGroup):
+        return "" if spec is None else text
+    layout, scale_format = spec.scale_layout, spec.scale_format
+    name = f"per_group:{spec.group_size}"
+    name += f":{layout}" if layout != SCALE_LAYOUTS[0] else ""
+    return name + (f":{scale_format}" if scale_format != SCALE_FORMATS[0] else "")
+
+
+def quant_of(text: str, device: torch.device | str = "cpu") -> Quant | None:
+    """The spec that a word stands for; None for no quantisation, "" or "none".
+
+    Args:
+        text: "per_token", "per_tensor", or "per_group" with a group size, a layout and a format of
+            the scales behind it, as many as are wanted, in any order, separated by colons.
+        device: where the static scale of a per_tensor spec lies.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if text in ("", "none"):
+        return None
+    if text == "per_token":
+        return allnorm.Fp8PerToken()
+    if text == "per_tensor":
+        return allnorm.Fp8PerTensor(torch.tensor([_STATIC_SCALE], device=device))
+    kind, *words = text.split(":")
+    found: dict[str, Any] = {}
+    for word in words:
+        if word.isdecimal():
+            found["group_size"] = int(word)
+        elif word in SCALE_LAYOUTS:
+            found["scale_layout"] = word
+        elif word in SCALE_FORMATS:
+            found["scale_format"] = word
+    if kind != "per_group" or len(found) < len(words):
+        raise ValueError(
+            f"{text!r}: expected per_group:128, per_group:GROUP_SIZE:LAYOUT:FORMAT, per_token, "
+            f"per_tensor or none, where a layout is one of {', '.join(SCALE_LAYOUTS)} and a format "
+            f"one of {', '.join(SCALE_FORMATS)}"
+        )
+    return allnorm.Fp8PerGroup(**found)
+
+
+def arm_names(device: str, mode: Mode) -> list[str]:
+    """The arms that do not depend on what is installed, in the order of the table.
+
+    What is called "nccl" on GPUs is "gloo" on "cpu".
+    """
+    library = "nccl" if device == "cuda" else "gloo"
+    own = ["allnorm", *(f"allnorm:{algorithm}" for algorithm in ALGORITHMS)]
+    if not mode.quant:
+        return [*own, f"{library}+torch", f"{library}+local"]
+    unfused = [f"{library}+torch+quant", f"{library}+local+quant"]
+    return [*own, "allnorm16", "allnorm16+quant", *unfused]
+
+
+def peer_names(device: str, mode: Mode) -> list[str]:
+    """The peers that take part in a mode. They run on GPUs and know no sharded residual."""
+    return [] if device == "cpu" or mode.residual_sharded else list(PEERS)
+
+
+def known_arms(device: str, wanted: Sequence[Mode]) -> tuple[str, ...]:
+    """The arms and peers of all these modes."""
+    names = [name for mode in wanted for name in arm_names(device, mode)]
+    return tuple(dict.fromkeys([*names, *(PEERS if device == "cuda" else ())]))
+
+
+def with_compared(arms: Sequence[str], wanted: Sequence[Mode]) -> tuple[str, ...]:
+    """The arms, and the 16-bit call that a quantised one is shown beside."""
+    quantised = any(mode.quant for mode in wanted) and "allnorm" in arms
+    return tuple(dict.fromkeys([*arms, *(["allnorm16"] if quantised else [])]))
+
+
+def family(arm: str) -> str:
+    """The column of an arm: a peer's algorithms share one, allnorm's have one each."""
+    return arm if arm.startswith("allnorm") else re.sub(r":\w+", "", arm)

@@ -1,0 +1,136 @@
+"""Other libraries' kernels as arms, each where it is installed.
+
+A rank that goes into a collective alone hangs. So what can fail for reasons of one rank's own
+(an import, a compilation) comes first and is agreed upon; then the collective part, whose
+exchanges have a time limit; then that is agreed upon. What fails is missing on every rank, with
+the reason of the first one that failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from allnorm.bench import arms
+from allnorm.bench.arms import Arm, Reduction
+from allnorm.bench.case import Case
+from allnorm.bench.modes import Mode
+from allnorm.bench.peers.base import Peer, Setting
+from allnorm.bench.peers.flashinfer import FlashInfer
+from allnorm.bench.peers.sglang import Sglang
+from allnorm.bench.peers.symm_mem import SymmMem
+from allnorm.bench.peers.vllm import Vllm
+from allnorm.bench.shapes import Shape
+from allnorm.testing import RankFailedError, agree, all_or_none
+
+REGISTRY: Mapping[str, type[Peer]] = {
+    peer.name: peer for peer in (FlashInfer, Sglang, Vllm, SymmMem)
+}
+
+_EXCHANGE_SECONDS = 120.0
+
+
+class Peers:
+    """The peers of a benchmark. Collective: every rank makes them with the same arguments.
+
+    `names` are of REGISTRY; device, dtype and shapes are those of all inputs.
+
+    Attributes:
+        missing: why a peer cannot take part, by name.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        device: torch.device,
+        dtype: torch.dtype,
+        shapes: Sequence[Shape],
+    ) -> None:
+        self.missing: dict[str, str] = {}
+        self._open: dict[str, Peer] = {}
+        self._kept: list[list[torch.Tensor]] = []
+        if not names:
+            return
+        group = dist.new_group(
+            backend="gloo", timeout=datetime.timedelta(seconds=_EXCHANGE_SECONDS)
+        )
+        place = (dist.get_rank(), dist.get_world_size(), device)
+        setting = Setting(*place, dtype, group, tuple(shapes))
+        for name in names:
+            peer = REGISTRY[name](setting)
+            try:
+                reason = agree(all_or_none(peer.missing)) or agree(all_or_none(peer.open) or "")
+            except RankFailedError as error:
+                reason = str(error)
+            if reason:
+                self.missing[name] = reason
+            else:
+                self._open[name] = peer
+
+    def peer(self, name: str) -> Peer:
+        """One that is not missing."""
+        return self._open[name]
+
+    def arms(self, name: str, case: Case, mode: Mode) -> list[Arm] | str:
+        """The arms of one peer, or why it has none here. The same on every rank."""
+        if name in self.missing:
+            return f"missing: {self.missing[name]}"
+        peer = self._open[name]
+        reason = peer.supports(case, mode)
+        if reason:
+            return reason
+        suffix = "+quant" if mode.quant else ""
+        found = peer.fused_quant(case, mode) if mode.quant else []
+        for arm in peer.fused(case):
+            found.append(
+                arms.then_quantize(arm, case, mode, f"{arm.name}+quant") if mode.quant else arm
+            )
+        for reduction in self._reductions(peer, case):
+            name = f"{reduction.name}+local{suffix}"
+            found.append(arms.then_norm(reduction, case, mode, name))
+        return found or "it has no kernel for this"
+
+    def _reductions(self, peer: Peer, case: Case) -> list[Reduction]:
+        """Those of a peer, on inputs of its own if it overwrites them.
+
+        These live as long as the peer, which may keep them mapped. In graphs they are zeros: sums
+        of sums would soon be infinite, and a norm of them takes longer.
+        """
+        if not peer.overwrites_inputs:
+            return peer.reductions(case)
+        batches = tuple(
+            replace(b, xs=tuple(x.clone() if r == case.rank else x for r, x in enumerate(b.xs)))
+            for b in case.batches
+        )
+        own = replace(case, batches=batches)
+        self._kept.append(own.xs)
+        return [
+            replace(reduction, capturing=partial(_zeroed, own.xs, reduction.capturing))
+            for reduction in peer.reductions(own)
+        ]
+
+    def close(self) -> None:
+        """Releases what the peers hold. Collective."""
+        for peer in self._open.values():
+            with contextlib.suppress(Exception):  # what was measured is worth more than their end
+                peer.close()
+        self._open.clear()
+        self._kept.clear()
+
+
+@contextlib.contextmanager
+def _zeroed(
+    tensors: Sequence[torch.Tensor], capturing: Callable[[], AbstractContextManager[Any]]
+) -> Iterator[None]:
+    for tensor in tensors:
+        tensor.zero_()
+    with capturing():
+        yield

@@ -1,0 +1,176 @@
+"""FlashInfer's fused all-reduce + residual + RMSNorm (+ FP8), its `trtllm` kernels only.
+
+The other backends ("auto" may choose them) use NVLink multicast. The workspace therefore comes from
+the function below the unified API, which takes plain shared memory, and the calls go to the
+function beside it: both have the same arguments in 0.3 to 0.7 but for a few that came later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import allnorm
+from allnorm.bench.arms import Arm, outcome_of
+from allnorm.bench.case import Case, Outcome
+from allnorm.bench.modes import Mode
+from allnorm.bench.peers.base import Peer
+
+_WORLD_SIZES = (2, 4, 8)
+_ACCESS_BYTES = 16
+_CREATE = "trtllm_create_ipc_workspace_for_all_reduce_fusion"
+_CALL = "trtllm_allreduce_fusion"
+_NORM = "kARResidualRMSNorm"
+
+
+def _outcome(result: Any) -> Outcome:
+    """Of a call that quantised, which returned the parts in this order."""
+    return outcome_of(allnorm.QuantizedNorm(*result))
+
+
+class FlashInfer(Peer):
+    """One arm with its own choice between one- and two-shot, and one for each of them.
+
+    Sums are accumulated in float32, kernels launched with programmatic dependent launch, and
+    completion is triggered at the end: what vLLM and SGLang pass.
+    """
+
+    name = "flashinfer"
+
+    def load(self) -> str:
+        """Imports flashinfer.comm and compiles its kernels, unless they are in its cache."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            from flashinfer import comm
+            from flashinfer.comm import trtllm_ar
+
+        absent = [part for part in (_CREATE, _CALL) if not hasattr(trtllm_ar, part)]
+        if absent:
+            return f"this version has no {absent[0]}"
+        trtllm_ar.get_trtllm_comm_module()
+        self._create: Callable[..., Any] = getattr(trtllm_ar, _CREATE)
+        self._fusion: Callable[..., Any] = getattr(trtllm_ar, _CALL)
+        self._patterns: Any = comm.AllReduceFusionPattern
+        self._parameters = inspect.signature(self._fusion).parameters
+        return ""
+
+    def open(self) -> str | None:
+        """Makes the workspace, large enough for one-shot at every shape."""
+        setting = self.setting
+        if setting.world_size not in _WORLD_SIZES:
+            return f"no kernel for {setting.world_size} ranks"
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # old versions print pointers, new ones deprecate it
+            made = self._create(
+                tp_rank=setting.rank,
+                tp_size=setting.world_size,
+                max_token_num=-(-setting.max_elems // setting.max_hidden_size),
+                hidden_dim=setting.max_hidden_size,
+                use_fp32_lamport=setting.dtype == torch.float32,
+                group=setting.group,
+            )
+        self._handles, self._workspace = made[0], made[1]
+        return None
+
+    def supports(self, case: Case, mode: Mode) -> str:
+        """Whole accesses of 16 bytes; a weight with a bias only in newer versions."""
+        if not case.num_rows or case.shape.hidden_size * case.dtype.itemsize % _ACCESS_BYTES:
+            return f"no kernel for {case.shape}"
+        if case.shape.weight_bias and "weight_bias" not in self._parameters:
+            return "this version has no weight_bias"
+        return ""
+
+    def fused(self, case: Case) -> list[Arm]:
+        """The fused norm."""
+        return self._arms(case, Mode(), getattr(self._patterns, _NORM))
+
+    def fused_quant(self, case: Case, mode: Mode) -> list[Arm]:
+        """The fused norm and quantisation, if there is a pattern for the mode."""
+        pattern = self._quant_pattern(case, mode)
+        return [] if pattern is None else self._arms(case, mode, pattern)
+
+    def _arms(self, case: Case, mode: Mode, pattern: int) -> list[Arm]:
+        variants: dict[str, bool | None] = {"": None, ":one_shot": True}
+        if case.num_rows > case.world_size:  # it asserts so
+            variants[":two_shot"] = False
+        outcome = _outcome if mode.quant else outcome_of
+        return [
+            Arm(
+                *(f"{self.name}{suffix}", self._call(case, mode, pattern, one_shot), outcome),
+                foreign=True,
+            )
+            for suffix, one_shot in variants.items()
+        ]
+
+    def _quant_pattern(self, case: Case, mode: Mode) -> int | None:
+        """The kernel that quantises as the mode wants; None if this version has none."""
+        spec = case.spec(mode.quant)
+        out = "Out" if mode.return_normed else ""
+        if isinstance(spec, allnorm.Fp8PerTensor):
+            name = f"{_NORM}{out}FP8Quant"
+        elif isinstance(spec, allnorm.Fp8PerToken):
+            name = f"{_NORM}{out}DynamicFP8Quant"
+        elif spec is not None and spec.scale_format == "ue8m0_packed":
+            name = f"{_NORM}{out}PerTokenGroupFP8PackedQuant"
+            if "block_quant_group_size" not in self._parameters:
+                return None
+        else:
+            return None
+        pattern: int | None = getattr(self._patterns, name, None)
+        return pattern
+
+    def _call(
+        self, case: Case, mode: Mode, pattern: int, one_shot: bool | None
+    ) -> Callable[[int], Any]:
+        spec, bias, fusion = case.spec(mode.quant), case.shape.weight_bias, self._fusion
+        static = spec.scale if isinstance(spec, allnorm.Fp8PerTensor) else None
+        rows, columns = case.xs[0].shape
+        common: dict[str, Any] = {
+            "world_size": case.world_size,
+            "world_rank": case.rank,
+            "token_num": rows,
+            "hidden_dim": columns,
+            "workspace_ptrs": self._workspace,
+            "launch_with_pdl": True,
+            "trigger_completion_at_end": True,
+            "fp32_acc": True,
+            "pattern_code": pattern,
+            "use_oneshot": one_shot,
+            "allreduce_out": None,
+            "rms_eps": case.shape.eps,
+            "scale_factor": static,
+            "layout_code": None,
+            **({"weight_bias": bias} if bias else {}),
+        }
+        if isinstance(spec, allnorm.Fp8PerGroup):
+            common["block_quant_group_size"] = spec.group_size
+
+        def call(index: int) -> Any:
+            x, batch, quantized, scale = case.xs[index], case.batches[index], None, None
+            residual = torch.empty_like(x)
+            normed = torch.empty_like(x) if spec is None or mode.return_normed else None
+            if spec is not None:
+                quantized = torch.empty_like(x, dtype=torch.float8_e4m3fn)
+                if static is None:
+                    scale = allnorm.quant.empty_scale(spec, rows, columns, x.device)
+            fusion(
+                allreduce_in=x,
+                residual_in=batch.residual,
+                residual_out=residual,
+                norm_out=normed,
+                rms_gamma=batch.weight,
+                quant_out=quantized,
+                scale_out=scale,
+                **common,
+            )
+            if spec is None:
+                return normed, residual
+            return quantized, static if scale is None else scale, residual, normed
+
+        return call

@@ -1,0 +1,136 @@
+"""SGLang's fused push kernel, and its plain custom all-reduce followed by allnorm's norm."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from allnorm.bench.arms import Arm, Reduction, outcome_of
+from allnorm.bench.case import Case
+from allnorm.bench.modes import Mode
+from allnorm.bench.peers.base import Peer
+
+# Each peer has two slots of this size in every rank's memory, each row a counter.
+_MAX_PUSH_BYTES = 16 << 20
+_MAX_PUSH_ROWS = 1024
+# More ranks: what SGLang gives its kernel itself. With 1024 rows its two-shot ends with a launch
+# failure on 4 H200s (0.5.23); on two they run.
+_MAX_PUSH_ROWS_OF_MANY_RANKS = 512
+
+
+class Sglang(Peer):
+    """`all_reduce_residual_norm`, with its own choice of the algorithm and with each of them.
+
+    One-shot pushes every row to all ranks. Two-shot pushes it to the row's owner, who pushes the
+    sum back; data are their own flags, so that neither has a barrier. They know bfloat16, widths of
+    which a cluster takes whole warps (multiples of 256), and here up to 1024 rows of up to 16 MiB
+    between two ranks, 512 between more; SGLang itself gives them 512 rows of up to 4 MiB, in
+    decode. Beside them runs what SGLang does at other sizes: `CustomAllReduceV2` with its tuned
+    choice, up to 16 MiB, beyond which NCCL is.
+
+    In CUDA graphs that one's two-shot leaves the sum in the inputs of all ranks, which it keeps
+    mapped.
+    """
+
+    name = "sglang"
+    overwrites_inputs = True
+    granule_bytes = 16
+
+    def load(self) -> str:
+        """Imports SGLang; versions before its fused kernel have the plain all-reduce only."""
+        os.environ.setdefault("SGLANG_SKIP_P2P_CHECK", "1")  # trying it takes half a minute
+        from sglang.srt.distributed.device_communicators import custom_all_reduce_v2
+
+        self._class: Any = custom_all_reduce_v2.CustomAllReduceV2
+        try:
+            from sglang.kernels.ops.communication import all_reduce_fusion
+        except ImportError:
+            self._fusion: Any = None
+        else:
+            has_it = hasattr(all_reduce_fusion, "all_reduce_residual_norm")
+            self._fusion = all_reduce_fusion if has_it else None
+        return ""
+
+    def open(self) -> str | None:
+        """Makes a communicator for the plain all-reduce, and one that fits the fused kernel."""
+        setting = self.setting
+        self._comm = self._class(setting.group, setting.device)
+        if self._comm.disabled:
+            return "CustomAllReduceV2 disabled itself"
+        if getattr(self._comm, "has_multicast", False):
+            return "its memory came with NVLink multicast"
+        if self._fusion is None:
+            return None
+        # Each row takes a counter, which the plain all-reduce would take for a block.
+        self._push = self._class(
+            setting.group,
+            setting.device,
+            max_pull_size=0,
+            max_pull_blocks=0,
+            max_push_size=min(_MAX_PUSH_BYTES, setting.max_bytes),
+            max_push_blocks=min(self._max_rows(), setting.max_tokens),
+        )
+        if self._push.disabled:
+            return "CustomAllReduceV2 disabled itself"
+        self._fusion.register_comm(self._push.obj)
+        return None
+
+    def supports(self, case: Case, mode: Mode) -> str:
+        """bfloat16 only."""
+        if case.dtype != torch.bfloat16:
+            return f"no kernel for {case.dtype}"
+        return super().supports(case, mode)
+
+    def fused(self, case: Case) -> list[Arm]:
+        """The fused kernel, where a slot holds the rows and its clusters divide them."""
+        num_bytes = case.xs[0].numel() * case.dtype.itemsize
+        if (
+            self._fusion is None
+            or num_bytes > _MAX_PUSH_BYTES
+            or case.num_rows > self._max_rows()
+            or case.shape.weight_bias not in (0.0, 1.0)
+            or not self._fusion.valid_cluster_sizes(case.shape.hidden_size)
+        ):
+            return []
+        variants = {"": None, ":one_shot": False, ":two_shot": True}
+        return [
+            Arm(f"{self.name}{suffix}", self._call(case, two_shot), outcome_of, foreign=True)
+            for suffix, two_shot in variants.items()
+        ]
+
+    def reductions(self, case: Case) -> list[Reduction]:
+        """The plain all-reduce, at the sizes that SGLang does not leave to NCCL."""
+        if not self._comm.should_custom_ar(case.xs[0]):
+            return []
+        xs, reduce = case.xs, self._comm.custom_all_reduce
+        return [Reduction(self.name, lambda i: reduce(xs[i]), capturing=self._comm.capture)]
+
+    def _max_rows(self) -> int:
+        return _MAX_PUSH_ROWS if self.setting.world_size == 2 else _MAX_PUSH_ROWS_OF_MANY_RANKS
+
+    def _call(self, case: Case, two_shot: bool | None) -> Any:
+        run = self._fusion.all_reduce_residual_norm
+        eps, gemma = case.shape.eps, case.shape.weight_bias
+
+        def call(index: int) -> Any:
+            batch = case.batches[index]
+            return run(
+                case.xs[index],
+                batch.residual,
+                batch.weight,
+                eps,
+                world_size=case.world_size,
+                gemma=bool(gemma),
+                residual_out=torch.empty_like(batch.residual),
+                two_shot=two_shot,
+            )
+
+        return call
+
+    def close(self) -> None:
+        """Frees the shared buffers."""
+        self._comm.close()
+        if self._fusion is not None:
+            self._push.close()

@@ -1,0 +1,224 @@
+"""Measurements: from the records of all ranks, and what follows from several of them."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from allnorm import topology
+from allnorm.bench import floor, run
+from allnorm.bench.modes import Mode, family
+from allnorm.bench.shapes import Shape
+from allnorm.testing import DTYPES, OnMessage, run_ranks
+
+_SECONDS = 3600.0  # that a run may take
+TIMES = ("p50_us", "p90_us", "p99_us", "host_us", "eager_us", "product_us")
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One arm at one shape in one mode, over all ranks.
+
+    Attributes:
+        shape: what was run.
+        mode: what the call returned.
+        world_size: with how many ranks.
+        arm: which way.
+        p50_us, p90_us, p99_us: time per call; of every rank's figure the largest. NaN if not timed.
+        host_us, eager_us: what a call without a graph costs the host, and until it is done; NaN if
+            not measured.
+        error: "" if the result was right, else what was wrong.
+        reason: "" if it ran, else why it cannot.
+        product_us: of the matrix product in front of each call, beyond which p50_us to p99_us are;
+            NaN without one.
+        floor_us: what sending the bytes of this shape and mode takes at least; NaN if unknown.
+        quant_cost_us: of allnorm's quantised arms, what they take beyond the 16-bit call.
+    """
+
+    shape: Shape
+    mode: Mode
+    world_size: int
+    arm: str
+    p50_us: float
+    p90_us: float
+    p99_us: float
+    host_us: float
+    eager_us: float
+    error: str
+    reason: str
+    product_us: float = math.nan
+    floor_us: float = math.nan
+    quant_cost_us: float = math.nan
+
+    @property
+    def correct(self) -> bool:
+        """Whether it ran and its result was right."""
+        return not self.reason and not self.error
+
+    @property
+    def floor_share(self) -> float:
+        """Which part of the time the link needs at least; NaN where that is unknown."""
+        return _ratio(self.floor_us, self.p50_us)
+
+
+def measure(
+    job: run.Job,
+    world_size: int,
+    push_gbps: float = 0.0,
+    keep: Callable[[list[Measurement]], None] = lambda measured: None,
+    on_message: OnMessage | None = None,
+) -> list[Measurement]:
+    """Starts ranks and lets them measure.
+
+    Args:
+        job: what to measure.
+        world_size: number of ranks.
+        push_gbps: what a rank's link carries, for the floor; 0: what is known of this GPU.
+        keep: called with the measurements of each shape and mode as soon as they are there: what is
+            stopped later has not been in vain.
+        on_message: takes a rank and what it says of its progress: `text`, `done` and `total`.
+
+    Returns:
+        One measurement per shape, mode and arm.
+
+    Raises:
+        RankError: a rank raised, died or was late.
+    """
+    gpu = topology.device_name("cuda") if job.device == "cuda" else ""
+    gbps = push_gbps or floor.push_gbps(gpu, world_size)
+    measured: list[Measurement] = []
+
+    def complete(ranks: list[list[dict[str, Any]]]) -> None:
+        found = merge(ranks, job, gbps)
+        measured.extend(found)
+        keep(found)
+
+    gatherer = Gatherer(world_size, complete, on_message or (lambda rank, message: None))
+    run_ranks(
+        run.run, world_size, device=job.device, args=(job,), timeout=_SECONDS, on_message=gatherer
+    )
+    return measured
+
+
+def merge(
+    ranks: Sequence[Sequence[dict[str, Any]]], job: run.Job, push_gbps: float | None
+) -> list[Measurement]:
+    """Joins the records of all ranks: the slowest rank's time counts, any rank's error counts.
+
+    Args:
+        ranks: what `run.run` returned, in rank order, or a part of it.
+        job: that they were given.
+        push_gbps: what a rank's link carries; None if unknown.
+    """
+    plain = {
+        (records[0]["shape"], records[0]["mode"]): _largest(r["p50_us"] for r in records)
+        for records in zip(*ranks, strict=True)
+        if records[0]["arm"] == "allnorm16"
+    }
+    merged = []
+    for records in zip(*ranks, strict=True):
+        first = records[0]
+        shape, mode = job.shapes[first["shape"]], job.modes[first["mode"]]
+        times = {key: _largest(record.get(key, math.nan) for record in records) for key in TIMES}
+        size = (shape.num_tokens, shape.hidden_size, DTYPES[job.dtype].itemsize)
+        sent = floor.wire_bytes(len(ranks), *size, mode)
+        cost = math.nan
+        if mode.quant and first["arm"].partition(":")[0] == "allnorm":
+            cost = times["p50_us"] - plain.get((first["shape"], first["mode"]), math.nan)
+        merged.append(
+            Measurement(
+                shape,
+                mode,
+                len(ranks),
+                first["arm"],
+                **times,
+                error=next((record["error"] for record in records if record["error"]), ""),
+                reason=next((record["reason"] for record in records if record["reason"]), ""),
+                floor_us=floor.floor_us(sent, push_gbps),
+                quant_cost_us=cost,
+            )
+        )
+    return merged
+
+
+class Gatherer:
+    """Puts together what the ranks report, one shape and mode after the other.
+
+    Args:
+        world_size: number of ranks.
+        complete: called with the records of all ranks, in rank order, as soon as they are there.
+        other: called with every other message.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        complete: Callable[[list[list[dict[str, Any]]]], None],
+        other: OnMessage,
+    ) -> None:
+        self._waiting: list[deque[list[dict[str, Any]]]] = [deque() for _ in range(world_size)]
+        self._complete, self._other = complete, other
+
+    def __call__(self, rank: int, message: dict[str, Any]) -> None:
+        """Takes one message of a rank."""
+        if "records" not in message:
+            self._other(rank, message)
+            return
+        self._waiting[rank].append(message["records"])
+        if all(self._waiting):
+            self._complete([reported.popleft() for reported in self._waiting])
+
+
+def json_row(m: Measurement, common: dict[str, Any]) -> dict[str, Any]:
+    """One line of the results file."""
+    return {
+        **common,
+        "world_size": m.world_size,
+        **asdict(m.shape),
+        **asdict(m.mode),
+        "arm": m.arm,
+        **{key: getattr(m, key) for key in (*TIMES, "quant_cost_us", "floor_us", "floor_share")},
+        "correct": m.correct,
+        "supported": not m.reason,
+        "reason": m.reason,
+        "error": m.error,
+    }
+
+
+def best(found: Iterable[Measurement]) -> Measurement | None:
+    """The fastest of those that were timed."""
+    timed = [m for m in found if math.isfinite(m.p50_us)]
+    return min(timed, key=lambda m: m.p50_us, default=None)
+
+
+def is_other(arm: str) -> bool:
+    """Whether an arm is something else than this library's calls."""
+    return not arm.startswith("allnorm")
+
+
+def speed_up(found: Mapping[str, Measurement], others: Iterable[str]) -> float:
+    """How many times faster "allnorm" is than the fastest of `others`; NaN if one was not timed."""
+    other = best(found[arm] for arm in others if arm in found)
+    return (
+        _ratio(other.p50_us, found["allnorm"].p50_us) if other and "allnorm" in found else math.nan
+    )
+
+
+def missing(measurements: Iterable[Measurement]) -> dict[str, str]:
+    """Why whole arms did not run, by arm; what runs at some shapes is left out."""
+    measurements = list(measurements)
+    ran = {family(m.arm) for m in measurements if not m.reason}
+    return {m.arm: m.reason for m in measurements if m.reason and family(m.arm) not in ran}
+
+
+def _ratio(us: float, of_us: float) -> float:
+    """NaN if nothing can be said: beyond a product, noise may leave no time at all, or less."""
+    return us / of_us if of_us > 0 else math.nan
+
+
+def _largest(values: Iterable[float]) -> float:
+    finite = [value for value in values if math.isfinite(value)]
+    return max(finite, default=math.nan)

@@ -1,0 +1,223 @@
+"""Checks and times arms inside one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+import allnorm
+from allnorm.bench import arms, baselines, bounds, clock, modes, peers
+from allnorm.bench.arms import Arm
+from allnorm.bench.case import NUM_SETS, Case, make_case
+from allnorm.bench.modes import Mode
+from allnorm.bench.product import Product
+from allnorm.bench.shapes import Shape
+from allnorm.testing import DTYPES, RankFailedError, agree, all_or_none, report, same_bits
+from allnorm.testing.rank import device
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to measure; the same on every rank.
+
+    Attributes:
+        shapes: in the order they are measured.
+        modes: what the calls return; every shape is measured in each.
+        dtype: name of the dtype of the inputs.
+        numerics: rounding mode of what allnorm computes.
+        arms: names of arms and peers, of which a mode takes those that it has.
+        device: "cuda" or "cpu".
+        seconds: on CPU, roughly how long one arm of one shape is timed.
+        tuning_dir: as of a Communicator.
+        product: columns of the matrix product in front of every timed call; 0 for none.
+        max_blocks: as of a Communicator; 0 for no limit.
+    """
+
+    shapes: tuple[Shape, ...]
+    modes: tuple[Mode, ...]
+    dtype: str
+    numerics: str
+    arms: tuple[str, ...]
+    device: str
+    seconds: float = 0.7
+    tuning_dir: str | None = None
+    product: int = 0
+    max_blocks: int = 0
+
+
+@dataclass
+class _Tried:
+    """What is known about one arm in one mode of one shape, the same on every rank but for times.
+
+    Attributes:
+        name: of the arm, or of the peer that has none here.
+        arm: what runs, as long as it is right; None if it cannot, or is not.
+        reason: why it does not run; not its fault.
+        error: what is wrong with its result.
+        times: what was measured.
+    """
+
+    name: str
+    arm: Arm | None = None
+    reason: str = ""
+    error: str = ""
+    times: dict[str, float] = field(default_factory=lambda: clock.summary([]))
+
+
+def _tried(found: Arm | str, name: str) -> _Tried:
+    """An arm, or why there is none of that name."""
+    return _Tried(name, reason=found) if isinstance(found, str) else _Tried(found.name, found)
+
+
+def run(rank: int, world_size: int, job: Job) -> list[dict[str, Any]]:
+    """Checks, then times every arm at every shape in every mode. Collective.
+
+    What a shape and mode gave is also reported at once, as `records`: a run that is stopped later
+    has not been in vain.
+
+    Returns:
+        One record per shape, mode and arm, in the same order on every rank: `shape` and `mode`
+        (their indices), `arm`, `reason` ("" if it ran, else why it cannot), `error` ("" if its
+        result was right), `p50_us`, `p90_us`, `p99_us` of this rank, and on GPUs `host_us` and
+        `eager_us` of calls without a graph. Behind a product the times are what is beyond it, and
+        `product_us` is its own. What did not run, or was wrong, has no times.
+    """
+    records, where = [], device()
+    taking_part = {name for mode in job.modes for name in modes.peer_names(job.device, mode)}
+    names = [name for name in peers.REGISTRY if name in job.arms and name in taking_part]
+    others = peers.Peers(names, where, DTYPES[job.dtype], job.shapes)
+    with allnorm.Communicator(
+        device=where,
+        numerics=job.numerics,
+        tuning_dir=job.tuning_dir,
+        max_blocks=job.max_blocks or None,
+    ) as comm:
+        for index, shape in enumerate(job.shapes):
+            report({"text": str(shape), "done": index, "total": len(job.shapes)})
+            case = make_case(shape, job.dtype, job.numerics, where, rank, world_size, seed=index)
+            for number, mode in enumerate(job.modes):
+                tried = _arms(comm, others, case, mode, job)
+                _check(tried, case, mode)
+                made = case.checksums()
+                _measure(tried, case, job)
+                changed = agree("" if case.checksums() == made else f"{shape}")
+                if changed:
+                    raise RuntimeError(
+                        f"an arm has overwritten what all arms read ({changed}): the others were "
+                        "timed on other values. Take arms of other libraries out with --arms."
+                    )
+                found = [_record(one, index, number) for one in tried]
+                report({"records": found})
+                records += found
+            del case
+        comm.check()
+        others.close()
+    return records
+
+
+def _arms(
+    comm: allnorm.Communicator, others: peers.Peers, case: Case, mode: Mode, job: Job
+) -> list[_Tried]:
+    tried = []
+    obstacle = case.obstacle(mode.quant)
+    for name in modes.arm_names(job.device, mode):
+        if name not in job.arms:
+            continue
+        if obstacle and name != "allnorm16":
+            tried.append(_tried(obstacle, name))
+        elif name.startswith("allnorm"):
+            tried.append(_tried(arms.own_arms(comm, case, mode, name), name))
+        else:
+            tried.append(_tried(baselines.baseline(case, mode, name), name))
+    for name in modes.peer_names(job.device, mode):
+        if name in job.arms:
+            found = obstacle or others.arms(name, case, mode)
+            tried += [_tried(one, name) for one in ([found] if isinstance(found, str) else found)]
+    return tried
+
+
+def _running(tried: list[_Tried]) -> list[tuple[_Tried, Arm]]:
+    return [(one, one.arm) for one in tried if one.arm is not None]
+
+
+def _check(tried: list[_Tried], case: Case, mode: Mode) -> None:
+    """Runs each arm once on every buffer set and compares; all ranks drop the same arms."""
+    for one, arm in _running(tried):
+        try:
+            one.error = agree(_run(arm, check_arm, arm, case, mode))
+        except RankFailedError as absent:
+            one.reason = str(absent)
+        if one.error or one.reason:
+            one.arm = None
+
+
+def _run(arm: Arm, step: Callable[..., Any], *arguments: Any) -> Any:
+    """A step with an arm: of one of another library, all ranks learn whether it failed on one."""
+    return all_or_none(step, *arguments) if arm.foreign else step(*arguments)
+
+
+def check_arm(arm: Arm, case: Case, mode: Mode) -> str:
+    """Runs an arm once on every buffer set; what is wrong on this rank. Collective."""
+    arm.reset()
+    # All of them, also after an error: the other ranks may know of none.
+    errors = [describe_error(arm, arm.call(index), case, index, mode) for index in range(NUM_SETS)]
+    return next(filter(None, errors), "")
+
+
+def describe_error(arm: Arm, result: Any, case: Case, index: int, mode: Mode) -> str:
+    """What is wrong with the result of one call, in words; "" if nothing is."""
+    got, quant = arm.outcome(result), "" if arm.name == "allnorm16" else mode.quant
+    if not arm.exact:
+        return bounds.describe_error(got, case, index, quant)
+    normed, residual = case.expected[index]
+    expected = {"residual": residual[slice(*got.rows)] if got.rows else residual}
+    if not quant or mode.return_normed:
+        expected["normed"] = normed
+    if quant:
+        expected["quantized"], expected["scale"] = case.quantized(quant)[index]
+    for name, wanted in expected.items():
+        part = getattr(got, name)
+        if part is None:
+            return f"{name} is missing"
+        if not same_bits(part, wanted):
+            return f"{name} differs from the reference"
+    return ""
+
+
+def _measure(tried: list[_Tried], case: Case, job: Job) -> None:
+    more: dict[str, float] = {}
+    if job.product:
+        product = Product(case, job.product)
+        for one, arm in _running(tried):
+            one.arm = product.before(arm)
+        alone = _Tried("", product.alone())
+        samples, more["product_us"] = product.take_off(_time([alone, *tried], case, job))
+        product.restore()
+    else:
+        samples = _time(tried, case, job)
+    for one, arm in _running(tried):
+        if arm.name in samples:
+            one.times = clock.summary(samples[arm.name]) | more
+            if job.device == "cuda" and not job.product:
+                one.times |= clock.time_eager(arm, torch.cuda.synchronize)
+
+
+def _time(tried: list[_Tried], case: Case, job: Job) -> clock.Samples:
+    """Samples of each arm; what another library cannot capture is dropped on all ranks."""
+    if job.device == "cpu":
+        return clock.time_cpu([arm for _, arm in _running(tried)], job.seconds)
+    graphs = []
+    for one, arm in _running(tried):
+        try:
+            graphs.append((arm, _run(arm, clock.capture, arm, case.num_rows)))
+        except RankFailedError as absent:
+            one.reason, one.arm = f"in a CUDA graph: {absent}", None
+    return clock.time_cuda(graphs, case.num_rows)
+
+
+def _record(one: _Tried, shape: int, mode: int) -> dict[str, Any]:
+    known = {"arm": one.name, "reason": one.reason, "error": one.error}
+    return {"shape": shape, "mode": mode, **known, **one.times}

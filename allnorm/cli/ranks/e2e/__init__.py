@@ -1,1 +1,0 @@
-"""What `allnorm e2e` runs inside the ranks: a transformer, its ways to reduce, clock and checks."""

@@ -1,1 +1,0 @@
-"""The soaks of `allnorm verify`: many calls, no synchronisation, delays, every bit compared."""

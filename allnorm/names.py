@@ -1,0 +1,22 @@
+"""The names that calls, tables and commands take: every list of them, once.
+
+Codes of the C ABI are positions in these tuples (`allnorm/_native.py`).
+"""
+
+from __future__ import annotations
+
+FUSED = ("one_shot", "two_shot")
+ALGORITHMS = (*FUSED, "unfused")
+# What a caller may ask for.
+REQUESTS = ("auto", *ALGORITHMS)
+
+DTYPES = ("float32", "float16", "bfloat16")
+NUMERICS = ("rounded", "unrounded", "transformers", "vllm")
+
+QUANTS = ("per_group", "per_token", "per_tensor")
+GROUP_SIZES = (16, 32, 64, 128, 256, 512)
+SCALE_LAYOUTS = ("row_major", "column_major", "column_major_tma")
+SCALE_FORMATS = ("float32", "ue8m0", "ue8m0_packed")
+
+# What follows the sum, as tables tell calls apart.
+EPILOGUES = ("all_reduce", "norm", *QUANTS)

@@ -1,0 +1,63 @@
+"""What ranks tell each other, so that all of them decide alike. Everything here is collective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+_MAX_WORDS = 200  # characters of a reason
+
+
+class RankFailedError(RuntimeError):
+    """A step failed on some rank: raised on all, with the reason of the first one that failed."""
+
+
+def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Every rank's picklable value, in rank order.
+
+    Args:
+        value: of this rank.
+        group: None is WORLD, or this process alone without torch.distributed.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return [value]
+    values = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def agree(text: str) -> str:
+    """The first words that any rank has to say, the same on all ranks; "" if none has any."""
+    return next((f"rank {rank}: {said}" for rank, said in enumerate(gather(text)) if said), "")
+
+
+def all_or_none(step: Callable[..., T], *arguments: Any) -> T:
+    """Runs a step that may fail on some ranks only, such as one of another library.
+
+    Raises:
+        RankFailedError: it raised on some rank.
+    """
+    try:
+        result, reason = step(*arguments), ""
+    except Exception as error:  # noqa: BLE001 - whatever it raises, the other ranks must know
+        reason = first_line(error)
+    reason = agree(reason)
+    if reason:
+        raise RankFailedError(reason)
+    return result
+
+
+def start_together() -> None:
+    """Returns on no rank before all have come here."""
+    dist.all_reduce(torch.zeros(1))
+
+
+def first_line(error: BaseException) -> str:
+    """An exception in one line. Not collective."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:_MAX_WORDS].rstrip(": ")

@@ -1,0 +1,88 @@
+"""Traces a program that does not know of it, on each of its ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+from typing import NamedTuple
+
+from allnorm.tracing import inject
+from allnorm.tracing.report import TraceReport
+
+_SITECUSTOMIZE = """\
+import importlib.util
+spec = importlib.util.spec_from_file_location("_allnorm_inject", {source!r})
+inject = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(inject)
+inject.install({folder!r}, {own!r})
+"""
+
+
+class Traced(NamedTuple):
+    """A program that has ended.
+
+    Attributes:
+        exit_code: its own, as a shell would say it.
+        reports: of the ranks that were traced, by rank.
+    """
+
+    exit_code: int
+    reports: list[TraceReport]
+
+
+def run(command: list[str]) -> Traced:
+    """Runs a program with the trace injected, its output where ours goes.
+
+    Args:
+        command: a Python file, which runs with this Python, or any program, with its arguments.
+
+    Raises:
+        OSError: there is no such program.
+    """
+    if command[0].endswith(".py"):
+        command = [sys.executable, *command]
+    with tempfile.TemporaryDirectory(prefix="allnorm-trace-") as name:
+        folder = pathlib.Path(name).resolve()
+        own = folder / "site"
+        own.mkdir()
+        text = _SITECUSTOMIZE.format(source=inject.__file__, folder=str(folder), own=str(own))
+        (own / "sitecustomize.py").write_text(text)
+        package = str(pathlib.Path(inject.__file__).resolve().parents[2])
+        paths = [str(own), *filter(None, [os.environ.get("PYTHONPATH")]), package]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+        code = subprocess.run(command, env=environment, check=False).returncode
+        found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    reports = sorted(map(TraceReport.from_dict, found), key=lambda report: report.rank)
+    return Traced(code if code >= 0 else 128 - code, reports)
+
+
+def problem(reports: list[TraceReport], require: float | None = None) -> str:
+    """What does not hold of the reports of a program, in words; "" if nothing.
+
+    Args:
+        reports: of its ranks.
+        require: the smallest part of the reductions of a rank that must have run fused.
+    """
+    if not reports:
+        return (
+            "no rank was traced: no process of the program called "
+            "torch.distributed.init_process_group(), or all were killed before their end"
+        )
+    missing = set(range(reports[0].world_size)) - {report.rank for report in reports}
+    if missing:
+        return f"no report of rank {', '.join(map(str, sorted(missing)))}: killed before its end?"
+    if require is None:
+        return ""
+    lowest = min(reports, key=lambda report: report.fraction)
+    if not lowest.reductions:
+        return f"rank {lowest.rank} made no reduction: there is nothing that could be fused"
+    if lowest.fraction < require:
+        return (
+            f"rank {lowest.rank}: {lowest.summary()}, {lowest.fraction:.1%}; "
+            f"--require {require:g} asks for more"
+        )
+    return ""

@@ -1,0 +1,122 @@
+"""How far is what `auto` chooses from the best algorithm?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from allnorm.bench import report
+from allnorm.bench.modes import Mode
+from allnorm.bench.report import Measurement
+from allnorm.bench.run import Job as Benchmark
+from allnorm.bench.shapes import Shape
+from allnorm.testing import OnMessage
+from allnorm.tune import crossovers
+from allnorm.tune.run import Job
+
+LIMIT = 1.05
+
+
+@dataclass(frozen=True)
+class Point:
+    """One shape.
+
+    Attributes:
+        auto: what `auto` took.
+        best: the fastest of the algorithms by name.
+    """
+
+    auto: Measurement
+    best: Measurement
+
+    @property
+    def ratio(self) -> float:
+        """Time of `auto` by that of the best; below 1 only by noise."""
+        return self.auto.p50_us / self.best.p50_us
+
+    @property
+    def slow(self) -> bool:
+        """Whether it is beyond the limit."""
+        return not self.ratio <= LIMIT
+
+    @property
+    def errors(self) -> list[str]:
+        """What is wrong with the bits of either."""
+        return [f"{m.arm} at {m.shape}: {m.error}" for m in (self.auto, self.best) if m.error]
+
+
+Points = dict[tuple[Shape, Mode], Point]
+"""What was measured, by shape and mode."""
+
+
+def measure(
+    job: Job,
+    dtype: str,
+    world_size: int,
+    directory: Path | None = None,
+    on_message: OnMessage | None = None,
+) -> Points:
+    """Starts ranks and times `auto` beside every algorithm.
+
+    What is beyond the limit is measured again before it counts, because one in a hundred points
+    is beyond it by noise.
+
+    Args:
+        job: its sizes, quantisations and algorithms.
+        dtype: one of the job's.
+        world_size: number of ranks.
+        directory: where tables are kept, see `tuning.path_of`.
+        on_message: takes a rank and what it says of its progress.
+
+    Raises:
+        RankError: a rank raised, died or was late.
+    """
+
+    def measured(shapes: Sequence[Shape], modes: Sequence[Mode]) -> Points:
+        arms = ("allnorm", *(f"allnorm:{algorithm}" for algorithm in job.algorithms))
+        benchmark = Benchmark(
+            *(tuple(shapes), tuple(modes), dtype, "rounded", arms, job.device),
+            seconds=job.seconds,
+            tuning_dir=None if directory is None else str(directory),
+        )
+        found = report.measure(benchmark, world_size, on_message=on_message)
+        points = {}
+        for shape, mode in dict.fromkeys((m.shape, m.mode) for m in found):
+            here = {m.arm: m for m in found if (m.shape, m.mode) == (shape, mode)}
+            auto = here.pop("allnorm")
+            best = report.best(here.values())
+            if best is not None and math.isfinite(auto.p50_us):
+                points[shape, mode] = Point(auto, best)
+        return points
+
+    tokens = crossovers.token_grid(job.tokens[-1], 2)
+    shapes = [Shape(t, hidden_size) for hidden_size in job.hidden_sizes for t in tokens]
+    found = measured(shapes, [Mode(quant) for quant in job.quants])
+    again = [key for key, point in found.items() if point.slow]
+    if again:
+        # Each shape in each mode of all of them: few points are here.
+        shapes_again, modes_again = (dict.fromkeys(part) for part in zip(*again, strict=True))
+        repeated = measured(list(shapes_again), list(modes_again))
+        for key in again:
+            found[key] = min(found[key], repeated[key], key=lambda point: point.ratio)
+    return found
+
+
+def json_row(point: Point, dtype: str) -> dict[str, Any]:
+    """One line of the results file."""
+    auto, best = point.auto, point.best
+    return {
+        "world_size": auto.world_size,
+        "num_tokens": auto.shape.num_tokens,
+        "hidden_size": auto.shape.hidden_size,
+        "dtype": dtype,
+        "quant": auto.mode.quant,
+        "auto_us": auto.p50_us,
+        "best_us": best.p50_us,
+        "best": best.arm,
+        "ratio": point.ratio,
+        "correct": auto.correct and best.correct,
+    }

@@ -1,0 +1,260 @@
+"""Measures which candidate is fastest: the ranks, and what runs in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import torch
+
+import allnorm
+from allnorm import policy, tuning
+from allnorm.bench import clock, floor
+from allnorm.bench.arms import Arm, own_arm
+from allnorm.bench.case import Case, make_case
+from allnorm.bench.modes import Mode
+from allnorm.bench.run import check_arm
+from allnorm.bench.shapes import Shape
+from allnorm.testing import OnMessage, agree, gather, report, run_ranks
+from allnorm.testing.rank import device
+from allnorm.tune import crossovers
+from allnorm.tune.crossovers import Candidate, Times
+
+_SECONDS = 3600.0  # that a run may take
+_CUDA_ROUNDS = 5
+_Key = TypeVar("_Key")
+
+# The rate of the link is what makes this fastest: so many rows that all else hides behind it.
+LINK_SHAPE = Shape(8192, 4096)
+# Rates tried, as shares of what is reached without one. H200, 2 ranks, 2026-11: 341 GB/s is
+# reached, and 369 is the best; from 384 on it makes no difference.
+_LINK_SHARES = tuple(1 + percent / 100 for percent in range(13))
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to measure; the same on every rank.
+
+    Attributes:
+        dtypes: names of the dtypes of the inputs.
+        quants: what follows the norm, as `bench.modes.quant_name` writes it.
+        hidden_sizes: columns.
+        tokens: the coarse grid of rows, ascending.
+        algorithms: by name.
+        device: "cuda" or "cpu".
+        seconds: on CPU, roughly how long one candidate of one shape is timed.
+    """
+
+    dtypes: tuple[str, ...]
+    quants: tuple[str, ...]
+    hidden_sizes: tuple[int, ...]
+    tokens: tuple[int, ...]
+    algorithms: tuple[str, ...]
+    device: str
+    seconds: float = 0.1
+
+
+@dataclass(frozen=True)
+class CurveTimes:
+    """What was measured of one dtype, epilogue and hidden size.
+
+    Attributes:
+        dtype: by name.
+        quant: as of the job.
+        hidden_size: columns.
+        times: microseconds of the slowest rank, by tokens and candidate.
+        wrong: what is wrong with a candidate's bits; it was not timed again.
+        reason: why nothing can be measured; "" if it can.
+    """
+
+    dtype: str
+    quant: str
+    hidden_size: int
+    times: Mapping[int, Times]
+    wrong: Mapping[Candidate, str]
+    reason: str
+
+    @property
+    def name(self) -> tuple[str, str]:
+        """Dtype and epilogue, by which tables keep curves."""
+        return self.dtype, epilogue_of(self.quant)
+
+
+@dataclass(frozen=True)
+class LinkTimes:
+    """What rates of the link bring.
+
+    Attributes:
+        us: microseconds of LINK_SHAPE by the rates that were tried; 0: none.
+        wrong: what is wrong with the bits at a rate, by rate.
+    """
+
+    us: dict[float, float] = field(default_factory=dict)
+    wrong: dict[float, str] = field(default_factory=dict)
+
+    @property
+    def gbps(self) -> float:
+        """The rate to take, as of a policy.Plan."""
+        return crossovers.link_rate(self.us)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was measured, the same on every rank.
+
+    Attributes:
+        curves: in the order of the job.
+        link: of the rate at which they were measured.
+    """
+
+    curves: list[CurveTimes]
+    link: LinkTimes = field(default_factory=LinkTimes)
+
+    @property
+    def wrong(self) -> set[Candidate]:
+        """Candidates that were wrong somewhere, and are therefore nowhere taken."""
+        return {candidate for curve in self.curves for candidate in curve.wrong}
+
+
+def measure(job: Job, world_size: int, on_message: OnMessage | None = None) -> Result:
+    """Starts ranks and lets them measure.
+
+    `on_message` takes a rank and what it says of its progress: `text`, `done` and `total`.
+
+    Raises:
+        RankError: a rank raised, died or was late.
+        RuntimeError: the ranks did not go by the same times: a table that they do not share must
+            not be stored.
+    """
+    results: list[Result] = run_ranks(
+        run, world_size, device=job.device, args=(job,), timeout=_SECONDS, on_message=on_message
+    )
+    if any(other != results[0] for other in results):
+        raise RuntimeError("the ranks measured different curves: this is a defect of allnorm tune")
+    return results[0]
+
+
+def epilogue_of(quant: str) -> str:
+    """The name that tables have for a spec."""
+    return quant.partition(":")[0] or "norm"
+
+
+def run(rank: int, world_size: int, job: Job) -> Result:
+    """Measures every curve, on GPUs the rate of the link before. Collective."""
+    curves = [(d, q, h) for d in job.dtypes for q in job.quants for h in job.hidden_sizes]
+    with allnorm.Communicator(device=device()) as comm:
+        result = Result([])
+        if job.device == "cuda":
+            report({"text": "rate of the link", "done": 0, "total": len(curves)})
+            result = Result([], _try_link_rates(comm, job))
+        for index, (dtype, quant, hidden_size) in enumerate(curves):
+            text = f"{hidden_size} columns, {dtype}, {quant or 'norm'}"
+            report({"text": text, "done": index, "total": len(curves)})
+            result.curves.append(
+                _measure_curve(comm, job, dtype, Mode(quant), hidden_size, result.link.gbps)
+            )
+        comm.check()
+    return result
+
+
+def _try_link_rates(comm: allnorm.Communicator, job: Job) -> LinkTimes:
+    case, mode = _make_case(comm, LINK_SHAPE, "bfloat16"), Mode()
+    # What is sent is the same in both; at two ranks one_shot sends it in one hop.
+    candidate = Candidate("one_shot" if comm.world_size == 2 else "two_shot")
+    found = LinkTimes()
+
+    def try_rates(rates: Sequence[float]) -> None:
+        arms = {}
+        for rate in rates:
+            arm = candidate_arm(comm, case, mode, candidate, rate)
+            if arm is None:  # a workspace that is too small for a row
+                return
+            if error := agree(check_arm(arm, case, mode)):
+                found.wrong[rate] = f"{case.shape}, {rate:.0f} GB/s: {error}"
+            else:
+                arms[rate] = replace(arm, name=f"{rate:.1f} GB/s")
+        found.us.update(_time(job, arms, case.num_rows))
+
+    try_rates([0.0])
+    if 0.0 in found.us:
+        size = (LINK_SHAPE.num_tokens, LINK_SHAPE.hidden_size, case.dtype.itemsize)
+        gbps = floor.wire_bytes(comm.world_size, *size, mode) / found.us[0.0] / 1e3
+        least, most = tuning.LINK_GBPS
+        rates = [round(share * gbps, 1) for share in _LINK_SHARES]
+        try_rates([rate for rate in rates if least <= rate <= most])
+    return found
+
+
+def _make_case(comm: allnorm.Communicator, shape: Shape, dtype: str) -> Case:
+    return make_case(
+        *(shape, dtype, "rounded", comm.device, comm.rank, comm.world_size), seed=shape.num_tokens
+    )
+
+
+def _time(job: Job, arms: Mapping[_Key, Arm], num_tokens: int) -> dict[_Key, float]:
+    """Median microseconds of each arm, of the slowest rank: what all ranks go by. Collective."""
+    if job.device == "cpu":
+        samples = clock.time_cpu(list(arms.values()), job.seconds)
+    else:
+        graphs = [(arm, clock.capture(arm, num_tokens)) for arm in arms.values()]
+        samples = clock.time_cuda(graphs, num_tokens, rounds=_CUDA_ROUNDS)
+    own = [clock.summary(samples[arm.name])["p50_us"] for arm in arms.values()]
+    return dict(zip(arms, map(max, zip(*gather(own), strict=True)), strict=True))
+
+
+def _measure_curve(
+    comm: allnorm.Communicator, job: Job, dtype: str, mode: Mode, hidden_size: int, link_gbps: float
+) -> CurveTimes:
+    """Times of the candidates at as many sizes as it takes, after a look at their bits."""
+    wrong: dict[Candidate, str] = {}
+    num_sms = 0
+    if job.device == "cuda":
+        num_sms = torch.cuda.get_device_properties(comm.device).multi_processor_count
+
+    def measure_at(num_tokens: int) -> Times:
+        case, arms = _make_case(comm, Shape(num_tokens, hidden_size), dtype), {}
+        for candidate in crossovers.candidates(job.algorithms, num_tokens, num_sms):
+            if candidate in wrong:
+                continue
+            arm = candidate_arm(comm, case, mode, candidate, link_gbps)
+            if arm is None:
+                continue
+            if error := agree(check_arm(arm, case, mode)):
+                wrong[candidate] = f"{case.shape}: {error}"
+            else:
+                arms[candidate] = arm
+        return _time(job, arms, num_tokens)
+
+    reason = _make_case(comm, Shape(1, hidden_size), dtype).obstacle(mode.quant)
+    times = {} if reason else crossovers.search(measure_at, job.tokens)
+    return CurveTimes(dtype, mode.quant, hidden_size, times, wrong, reason)
+
+
+def candidate_arm(
+    comm: allnorm.Communicator, case: Case, mode: Mode, candidate: Candidate, link_gbps: float
+) -> Arm | None:
+    """A call that a table of this candidate and rate alone decides, as a stored one would.
+
+    None if it cannot run. The table is in force from the arm's `reset` on, until another one's.
+    """
+    force = forced(comm, case, mode, candidate, link_gbps)
+    force()
+    arm = own_arm(comm, case, mode, str(candidate), "auto")
+    plan = comm.plan(
+        case.num_rows, case.shape.hidden_size, case.dtype, case.spec(mode.quant), algorithm="auto"
+    )
+    if isinstance(arm, str) or plan.algorithm != candidate.algorithm:
+        return None
+    return replace(arm, reset=force)
+
+
+def forced(
+    comm: allnorm.Communicator, case: Case, mode: Mode, candidate: Candidate, link_gbps: float
+) -> Callable[[], None]:
+    """Lets a communicator choose this candidate, and nothing else, for calls of a case."""
+    step = policy.Step(None, candidate.algorithm, candidate.num_blocks)
+    name = (str(case.dtype).removeprefix("torch."), epilogue_of(mode.quant))
+    curve = policy.Curve(case.shape.hidden_size, (step,))
+    table = policy.Table(f"candidate {candidate}", {name: [curve]}, link_gbps)
+    return lambda: comm._use_tables((table,))

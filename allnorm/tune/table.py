@@ -1,0 +1,113 @@
+"""From what was measured to the table that is stored, and to rows of results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from allnorm import tuning
+from allnorm.policy import Curve
+from allnorm.tune import crossovers
+from allnorm.tune.run import LINK_SHAPE, Result
+from allnorm.tuning import Curves, Measured
+
+LINK_ARM = "link"
+"""Rows of this arm say what a call takes at some rate of the link."""
+
+
+def curves_of(result: Result) -> Curves:
+    """The curves by dtype and epilogue; none where nothing was measured or all was wrong."""
+    curves: Curves = {}
+    for curve in result.curves:
+        if steps := crossovers.steps(curve.times, without=result.wrong):
+            curves.setdefault(curve.name, []).append(Curve(curve.hidden_size, steps))
+    return curves
+
+
+def store(
+    result: Result, directory: Path | None, device: str, world_size: int, provenance: dict[str, Any]
+) -> Path:
+    """Writes the table of a device; of an earlier one whatever was not measured again is kept.
+
+    Args:
+        result: what was measured.
+        directory: see `tuning.path_of`.
+        device: "cuda" or "cpu".
+        world_size: number of ranks.
+        provenance: commit, versions, command and date of the measurement.
+
+    Raises:
+        OSError: the folder or the file cannot be written.
+    """
+    name = tuning.device_name(device)
+    path = tuning.path_of(directory, name, world_size)
+    before = tuning.read(path, name, world_size).tuned.curves
+    table = Measured(merge(before, curves_of(result)), result.link.gbps)
+    tuning.save(path, tuning.document(table, name, world_size, provenance))
+    return path
+
+
+def merge(before: Curves, measured: Curves) -> Curves:
+    """What was measured now, and of what was stored whatever was not measured again."""
+    merged = {name: list(curves) for name, curves in measured.items()}
+    for name, curves in before.items():
+        again = {curve.hidden_size for curve in merged.get(name, [])}
+        kept = [curve for curve in curves if curve.hidden_size not in again]
+        merged[name] = [*merged.get(name, []), *kept]
+    return merged
+
+
+def describe(curve: Curve) -> str:
+    """A curve in words: which candidate from how many tokens on."""
+    parts, first = [], 1
+    for step in curve.steps:
+        name = str(crossovers.Candidate(step.algorithm, step.num_blocks))
+        span = f"from {first}" if step.max_tokens is None else f"{first}-{step.max_tokens}"
+        parts.append(f"{span}: {name}")
+        first = (step.max_tokens or 0) + 1
+    return "; ".join(parts)
+
+
+def describe_link(result: Result) -> str:
+    """Which rate of the link was found, and what it brings; "" where none was looked for."""
+    us, gbps = result.link.us, result.link.gbps
+    if 0.0 not in us:
+        return ""
+    unpaced = f"{LINK_SHAPE} takes {us[0.0]:.1f} us"
+    if not gbps:
+        return f"rate of the link: none makes a difference, {unpaced}"
+    return f"rate of the link: {gbps:.0f} GB/s; {unpaced} without it, {us[gbps]:.1f} with"
+
+
+def json_rows(result: Result) -> Iterator[dict[str, Any]]:
+    """A row for each time that was measured."""
+    for rate, us in result.link.us.items():
+        yield {
+            "num_tokens": LINK_SHAPE.num_tokens,
+            "hidden_size": LINK_SHAPE.hidden_size,
+            "dtype": "bfloat16",
+            "quant": "",
+            "arm": LINK_ARM,
+            "link_gbps": rate,
+            "p50_us": us,
+            "correct": True,
+            "chosen": rate == result.link.gbps,
+        }
+    wrong = result.wrong
+    for curve in result.curves:
+        chosen = crossovers.winners(crossovers.leave_out(curve.times, wrong))
+        for tokens, found in curve.times.items():
+            for candidate, us in found.items():
+                yield {
+                    "num_tokens": tokens,
+                    "hidden_size": curve.hidden_size,
+                    "dtype": curve.dtype,
+                    "quant": curve.quant,
+                    "arm": f"allnorm:{candidate.algorithm}",
+                    "num_blocks": candidate.num_blocks,
+                    "link_gbps": result.link.gbps,
+                    "p50_us": us,
+                    "correct": candidate not in wrong,
+                    "chosen": chosen.get(tokens) == candidate,
+                }

@@ -1,0 +1,1 @@
+"""The soaks: many calls, no synchronisation, delays, every bit compared."""

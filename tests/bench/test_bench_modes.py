@@ -1,0 +1,100 @@
+"""Kinds of results and the names of arms."""
+
+from __future__ import annotations
+
+import pytest
+
+import allnorm
+from allnorm.bench import modes as bench_modes
+from allnorm.bench.modes import Mode
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "spec"),
+    [
+        ("per_group:128", "per_group:128", allnorm.Fp8PerGroup(128)),
+        ("per_group", "per_group:128", allnorm.Fp8PerGroup(128)),
+        ("per_group:64:row_major:float32", "per_group:64", allnorm.Fp8PerGroup(64)),
+        (
+            "per_group:ue8m0:64:column_major_tma",
+            "per_group:64:column_major_tma:ue8m0",
+            allnorm.Fp8PerGroup(64, "column_major_tma", "ue8m0"),
+        ),
+        (
+            "per_group:128:ue8m0_packed",
+            "per_group:128:column_major_tma:ue8m0_packed",
+            allnorm.Fp8PerGroup(128, "column_major_tma", "ue8m0_packed"),
+        ),
+        ("per_token", "per_token", allnorm.Fp8PerToken()),
+        ("none", "", None),
+    ],
+)
+def test_specs(text: str, name: str, spec: object) -> None:
+    assert bench_modes.quant_name(text) == name
+    assert bench_modes.quant_name(name or "none") == name
+    assert bench_modes.quant_of(name) == spec
+
+
+def test_a_static_scale_is_a_tensor_of_one_element() -> None:
+    spec = bench_modes.quant_of("per_tensor")
+    assert isinstance(spec, allnorm.Fp8PerTensor)
+    assert spec.scale.tolist() == [1 / 64]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("per_block", "per_token:128", "per_group:x", "per_group:64:128", "per_group:100"),
+        *("per_group:ue8m0:ue8m0", "per_group:column_major:ue8m0_packed"),
+    ],
+)
+def test_bad_specs_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"expected|Pass"):
+        bench_modes.quant_name(text)
+
+
+def test_modes_are_all_combinations() -> None:
+    assert bench_modes.modes([], ["replicated"]) == [Mode()]
+    assert bench_modes.modes(["none", "per_token"], bench_modes.RESIDUALS, True) == [
+        Mode(),
+        Mode("per_token", return_normed=True),
+        Mode(residual_sharded=True),
+        Mode("per_token", residual_sharded=True, return_normed=True),
+    ]
+    assert str(Mode("per_token", True, True)) == "per_token, with normed, sharded residual"
+    assert str(Mode()) == ""
+
+
+def test_arms_are_named_after_the_library_of_the_device() -> None:
+    assert bench_modes.arm_names("cpu", Mode())[-2:] == ["gloo+torch", "gloo+local"]
+    assert bench_modes.arm_names("cuda", Mode("per_token"))[-2:] == [
+        "nccl+torch+quant",
+        "nccl+local+quant",
+    ]
+
+
+def test_peers_take_part_on_gpus_without_sharding() -> None:
+    assert bench_modes.peer_names("cuda", Mode()) == list(bench_modes.PEERS)
+    assert bench_modes.peer_names("cuda", Mode(residual_sharded=True)) == []
+    assert bench_modes.peer_names("cpu", Mode()) == []
+
+
+def test_known_arms() -> None:
+    every = bench_modes.known_arms("cuda", [Mode(), Mode("per_token")])
+    assert every[:4] == ("allnorm", "allnorm:one_shot", "allnorm:two_shot", "allnorm:unfused")
+    assert {*bench_modes.PEERS, "nccl+torch", "nccl+torch+quant", "allnorm16"} <= {*every}
+    assert not {*bench_modes.known_arms("cpu", [Mode()])} & {*bench_modes.PEERS}
+
+
+def test_a_quantised_call_is_shown_beside_the_16_bit_one() -> None:
+    chosen = ("nccl+torch", "vllm")
+    assert bench_modes.with_compared(chosen, [Mode("per_token")]) == chosen
+    assert bench_modes.with_compared(["allnorm"], [Mode()]) == ("allnorm",)
+    quantised = bench_modes.with_compared(["allnorm"], [Mode("per_token")])
+    assert quantised == ("allnorm", "allnorm16")
+
+
+def test_families_share_a_column() -> None:
+    assert bench_modes.family("flashinfer:one_shot") == "flashinfer"
+    assert bench_modes.family("symm_mem:two_shot+local+quant") == "symm_mem+local+quant"
+    assert bench_modes.family("allnorm:two_shot") == "allnorm:two_shot"

@@ -1,0 +1,220 @@
+"""What runs inside the ranks: every arm of every mode is right, and what is wrong is seen."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import allnorm
+from allnorm.bench import arms, bounds, clock
+from allnorm.bench import run as ranks_bench
+from allnorm.bench.case import Outcome, make_case
+from allnorm.bench.modes import Mode, arm_names, known_arms
+from allnorm.bench.product import Product
+from allnorm.bench.shapes import Shape
+from allnorm.testing import run_ranks
+
+CPU = torch.device("cpu")
+ODD = Shape(5, 384, 1e-5, weight_bias=1.0)
+
+
+def job(*modes: Mode, **changes: Any) -> ranks_bench.Job:
+    settings: dict[str, Any] = {
+        "shapes": (ODD, Shape(1, 256)),
+        "dtype": "bfloat16",
+        "numerics": "rounded",
+        "arms": known_arms("cpu", modes),
+    }
+    return ranks_bench.Job(**{**settings, **changes}, modes=modes, device="cpu", seconds=0.01)
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
+@pytest.mark.parametrize(
+    ("world_size", "quants", "return_normed"),
+    [
+        (2, ("", "per_group:128", "per_token", "per_tensor"), False),
+        (2, ("per_group:64:column_major", "per_group:16:column_major_tma:ue8m0"), True),
+        (3, ("per_group:128:column_major_tma:ue8m0_packed", "per_token"), True),
+    ],
+)
+def test_every_arm_is_right(
+    world_size: int, quants: tuple[str, ...], return_normed: bool, sharded: bool
+) -> None:
+    modes = [Mode(quant, sharded, bool(quant) and return_normed) for quant in quants]
+    ranks = run_ranks(ranks_bench.run, world_size, args=(job(*modes),))
+    plain = [[(r["shape"], r["mode"], r["arm"], r["reason"]) for r in records] for records in ranks]
+    assert all(other == plain[0] for other in plain)
+    expected = [
+        (shape, number, arm)
+        for shape in (0, 1)
+        for number, mode in enumerate(modes)
+        for arm in arm_names("cpu", mode)
+    ]
+    assert [row[:3] for row in plain[0]] == expected
+    for record in ranks[0]:
+        assert record["error"] == ""
+        cannot = (sharded and record["arm"] == "allnorm:one_shot") or (
+            "packed" in quants[0] and sharded and record["mode"] == 0 and "gloo" in record["arm"]
+        )
+        assert bool(record["reason"]) == cannot, record
+        assert math.isnan(record["p50_us"]) == cannot
+
+
+def test_rows_that_do_not_consist_of_groups_run_without_quantisation_only() -> None:
+    shapes = (Shape(2, 2880),)
+    mode = Mode("per_group:128")
+    records = run_ranks(ranks_bench.run, 2, args=(job(mode, shapes=shapes),))[0]
+    reasons = {record["arm"]: record["reason"] for record in records}
+    assert reasons.pop("allnorm16") == ""
+    assert {*reasons.values()} == {"hidden_size 2880 does not consist of whole groups"}
+
+
+def test_behind_a_product_its_own_time_is_taken_off_and_inputs_come_back() -> None:
+    modes = Mode(), Mode("per_token")  # the second is checked after the first was timed
+    what = job(*modes, shapes=(Shape(64, 1024),), arms=("allnorm", "gloo+local"), product=2048)
+    records = run_ranks(ranks_bench.run, 2, args=(what,))[0]
+    assert [(r["mode"], r["arm"], r["error"], r["reason"]) for r in records] == [
+        (mode, arm, "", "") for mode in (0, 1) for arm in ("allnorm", "gloo+local")[: 2 - mode]
+    ]
+    for record in records:
+        assert record["product_us"] > 0
+        assert math.isfinite(record["p50_us"])
+
+
+def test_samples_beyond_a_product() -> None:
+    case = make_case(ODD, "bfloat16", "rounded", CPU, rank=0, world_size=2, seed=0)
+    product, before = Product(case, 32), [x.clone() for x in case.xs]
+    seen = []
+    arm = arms.Arm(
+        "reads x", lambda index: seen.append(case.xs[index].clone()), lambda result: result
+    )
+    product.before(arm).call(1)
+    assert not torch.equal(seen[0], before[1])
+    assert torch.equal(case.xs[0], before[0])
+    product.restore()
+    assert all(torch.equal(x, old) for x, old in zip(case.xs, before, strict=True))
+    times = {product.alone().name: [9.0, 10.0, 30.0], arm.name: [12.0, 11.5]}
+    assert product.take_off(times) == ({arm.name: [2.0, 1.5]}, 10.0)
+
+
+class Wrong(allnorm.Communicator):
+    """Returns a normed row that one rank got wrong by a bit."""
+
+    def all_reduce_add_rms_norm(self, *arguments: Any, **options: Any) -> Any:
+        normed, residual = super().all_reduce_add_rms_norm(*arguments, **options)
+        if self.rank == 1:
+            normed.view(torch.int16)[0, 0] ^= 1
+        return normed, residual
+
+
+def run_wrong(rank: int, world_size: int, what: ranks_bench.Job) -> Any:
+    allnorm.Communicator = Wrong
+    return ranks_bench.run(rank, world_size, what)
+
+
+def test_a_bit_of_one_rank_makes_an_arm_wrong_on_all() -> None:
+    what = job(Mode(), arms=("allnorm", "gloo+local"))
+    for records in run_ranks(run_wrong, 2, args=(what,)):
+        own, other = records[:2]
+        assert own["error"] == "rank 1: normed differs from the reference"
+        assert math.isnan(own["p50_us"])
+        assert other["error"] == ""
+
+
+def test_what_a_call_must_return_may_not_be_missing() -> None:
+    case = make_case(ODD, "bfloat16", "rounded", CPU, rank=0, world_size=2, seed=0)
+    normed, residual = case.expected[0]
+    quantized, scale = case.quantized("per_token")[0]
+    mode = Mode("per_token", return_normed=True)
+
+    def complaint(got: Outcome, exact: bool = True) -> str:
+        arm = arms.Arm("allnorm", lambda index: got, lambda result: result, exact=exact)
+        return ranks_bench.describe_error(arm, got, case, 0, mode)
+
+    whole = Outcome(residual, normed, quantized, scale)
+    assert complaint(whole) == complaint(whole, exact=False) == ""
+    assert complaint(dataclasses.replace(whole, normed=None)) == "normed is missing"
+    assert complaint(dataclasses.replace(whole, scale=None)) == "scale is missing"
+    other = quantized.clone()
+    other.view(torch.uint8)[1, 1] ^= 1
+    changed = dataclasses.replace(whole, quantized=other)
+    assert complaint(changed) == "quantized differs from the reference"
+    wider = dataclasses.replace(whole, scale=scale.double())
+    assert complaint(wider) == "scale differs from the reference"
+    assert bounds.describe_error(whole, case, 0, "per_token") == ""
+
+
+def test_percentiles() -> None:
+    assert clock.summary([3.0, 1.0, 2.0]) == {"p50_us": 2.0, "p90_us": 3.0, "p99_us": 3.0}
+    assert all(math.isnan(value) for value in clock.summary([]).values())
+
+
+class Event:
+    """Stands in for a CUDA event: the first graph takes 2 us a replay, the second one fails."""
+
+    now_ms = 0.0
+
+    def __init__(self, enable_timing: bool) -> None:
+        self.at_ms = math.nan
+
+    def record(self) -> None:
+        self.at_ms = Event.now_ms
+
+    def elapsed_time(self, end: Event) -> float:
+        return end.at_ms - self.at_ms
+
+    def synchronize(self) -> None:
+        if math.isinf(Event.now_ms):
+            raise RuntimeError("unspecified launch failure")
+
+
+class Graph:
+    def __init__(self, ms: float) -> None:
+        self.ms = ms
+
+    def replay(self) -> None:
+        Event.now_ms += self.ms
+
+
+def test_a_kernel_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(Event, "now_ms", 0.0)
+    calls = clock.calls_per_graph(1)
+    good, bad = (
+        (arms.Arm(name, lambda index: None, lambda result: result), Graph(ms))
+        for name, ms in (("good", 2e-3 * calls), ("bad", math.inf))
+    )
+    samples = clock.time_cuda([good], 1, rounds=2)
+    assert samples == {"good": [pytest.approx(2.0)] * 6}
+    with pytest.raises(RuntimeError, match="launch failure") as caught:
+        clock.time_cuda([good, bad], 1)
+    assert caught.value.__notes__ == ["while bad was timed"]
+
+
+def test_a_kernel_that_fails_in_eager_calls_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clock, "start_together", lambda: None)
+    waits = iter([None, RuntimeError("unspecified launch failure")])
+
+    def synchronize() -> None:
+        if failure := next(waits):
+            raise failure
+
+    bad = arms.Arm("bad", lambda index: None, lambda result: result)
+    with pytest.raises(RuntimeError, match="launch failure") as caught:
+        clock.time_eager(bad, synchronize)
+    assert caught.value.__notes__ == ["while bad was timed"]
+
+
+def eager(rank: int, world_size: int) -> dict[str, float]:
+    arm = arms.Arm("nothing", lambda index: None, lambda result: result)
+    return clock.time_eager(arm, lambda: None)
+
+
+def test_calls_without_a_graph() -> None:
+    figures = run_ranks(eager, 2)[0]
+    assert 0 < figures["host_us"] < 1000
+    assert figures["eager_us"] > 0

@@ -1,0 +1,126 @@
+"""The transformer of `allnorm e2e`: sharded as alone, cached as recomputed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import allnorm
+from allnorm.bench.e2e import check, sites, weights
+from allnorm.bench.e2e import models as e2e_models
+from allnorm.bench.e2e.generation import Generation, Runner
+from allnorm.bench.e2e.models import Transformer
+from allnorm.bench.e2e.weights import Weights
+from allnorm.testing import RankPool, run_ranks
+
+CPU = torch.device("cpu")
+MODELS = ["tiny", "tiny-qk-norm"]
+BATCH, LENGTH, TOKENS = 3, 7, 5
+
+
+def prompts(model: Transformer) -> torch.Tensor:
+    return torch.randint(model.vocab_size, (BATCH, LENGTH), generator=torch.manual_seed(3))
+
+
+def generate(rank: int, world_size: int, name: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Tokens, and this rank's part of the logits of each step, in float32."""
+    model = e2e_models.find(name)
+    made = weights.make(model, rank, world_size, torch.float32, CPU)
+    generation = Generation(model, made, prompts(model), TOKENS)
+    with allnorm.Communicator(device=CPU) as comm:
+        runner = Runner(generation, sites.make("allnorm", comm, model.eps), captured=False)
+        trace = check.trace(runner, TOKENS)
+        assert torch.equal(generation.outputs, trace.tokens)
+    return trace.tokens, trace.logits
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_sharded_as_alone(name: str) -> None:
+    alone_tokens, alone = run_ranks(generate, 1, args=(name,))[0]
+    ranks = run_ranks(generate, 2, args=(name,))
+    for tokens, _ in ranks:
+        assert torch.equal(tokens, alone_tokens)
+    assert len({tuple(row.tolist()) for row in alone_tokens}) == BATCH
+    for step, expected in enumerate(alone):
+        logits = torch.cat([part[step] for _, part in ranks], dim=-1)
+        torch.testing.assert_close(logits, expected, atol=3e-5, rtol=3e-5)
+
+
+def plain(model: Transformer, w: Weights, tokens: torch.Tensor) -> torch.Tensor:
+    """The same model written out for one sequence, without a cache: logits of its last token."""
+
+    def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + model.eps) * weight
+
+    def rotate(x: torch.Tensor) -> torch.Tensor:
+        angle = torch.arange(len(x))[:, None] * model.rope_theta ** (
+            -torch.arange(0, model.head_dim, 2) / model.head_dim
+        )
+        cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+        a, b = x[..., ::2], x[..., 1::2]
+        return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2)
+
+    heads = [model.num_heads, model.num_kv_heads, model.num_kv_heads]
+    x = w.embedding[tokens]
+    for layer in w.layers:
+        qkv = F.linear(norm(x, layer.input_norm), layer.qkv)
+        q, k, v = qkv.view(len(x), -1, model.head_dim).split(heads, dim=1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = norm(q, layer.q_norm), norm(k, layer.k_norm)
+        q, k = rotate(q), rotate(k)
+        k, v = (t.repeat_interleave(model.queries_per_kv, dim=1) for t in (k, v))
+        scores = torch.einsum("ihd,jhd->hij", q, k) / model.head_dim**0.5
+        scores = scores.masked_fill(torch.ones(len(x), len(x)).triu(1).bool(), -torch.inf)
+        x = x + F.linear(torch.einsum("hij,jhd->ihd", scores.softmax(-1), v).flatten(1), layer.o)
+        gate, up = F.linear(norm(x, layer.mlp_norm), layer.gate_up).chunk(2, -1)
+        x = x + F.linear(F.silu(gate) * up, layer.down)
+    return F.linear(norm(x[-1], w.final_norm), w.head)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_cached_as_recomputed(name: str) -> None:
+    model = e2e_models.find(name)
+    tokens, logits = run_ranks(generate, 1, args=(name,))[0]
+    whole = weights.make(model, 0, 1, torch.float32, CPU)
+    sequences = torch.cat([prompts(model), tokens], dim=1)
+    for step in range(TOKENS):
+        for row, sequence in enumerate(sequences[:, : LENGTH + step]):
+            expected = plain(model, whole, sequence)
+            torch.testing.assert_close(logits[step][row], expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_shards_are_parts_of_one_model(dtype: torch.dtype) -> None:
+    model = e2e_models.find("tiny-qk-norm", num_layers=1)
+    whole = weights.make(model, 0, 1, dtype, CPU)
+    parts = [weights.make(model, rank, 4, dtype, CPU) for rank in range(4)]
+    assert torch.equal(torch.cat([p.head for p in parts]), whole.head)
+    assert torch.equal(torch.cat([p.layers[0].o for p in parts], dim=1), whole.layers[0].o)
+    assert torch.equal(torch.cat([p.layers[0].down for p in parts], dim=1), whole.layers[0].down)
+    for p in parts:
+        assert torch.equal(p.embedding, whole.embedding)
+        assert torch.equal(p.layers[0].mlp_norm, whole.layers[0].mlp_norm)
+    gates, ups = zip(*(p.layers[0].gate_up.chunk(2) for p in parts), strict=True)
+    assert torch.equal(torch.cat([*gates, *ups]), whole.layers[0].gate_up)
+
+
+def graphs(rank: int, world_size: int) -> None:
+    device = torch.device("cuda", rank)
+    model = e2e_models.find("tiny-qk-norm")
+    made = weights.make(model, rank, world_size, torch.bfloat16, device)
+    generation = Generation(model, made, prompts(model).to(device), TOKENS)
+    with allnorm.Communicator(device=device) as comm:
+        for name in ("allnorm", "allnorm:unfused", "nccl+torch", "nccl+local"):
+            arm = sites.make(name, comm, model.eps)
+            eager = check.trace(Runner(generation, arm, captured=False), TOKENS)
+            replayed = check.trace(Runner(generation, arm, captured=True), TOKENS)
+            assert replayed.finite
+            assert check.compare(replayed, eager).equal_steps == TOKENS
+
+
+@pytest.mark.gpu
+@pytest.mark.world_size(2)
+def test_replayed_as_eager() -> None:
+    with RankPool(2, "cuda") as pool:
+        pool.run(graphs)

@@ -1,0 +1,81 @@
+"""Other libraries at the sites of a model: stand-ins that compute with gloo, on CPU ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import fake_peers
+import pytest
+
+from allnorm.bench import peers
+from allnorm.bench.e2e import models as e2e_models
+from allnorm.bench.e2e import run as ranks_e2e
+from allnorm.bench.e2e.job import PEER_ARMS, Job
+from allnorm.testing import run_ranks
+
+
+def job(*arms: str, model: str = "tiny", dtype: str = "bfloat16") -> Job:
+    dimensions = e2e_models.find(model, num_layers=2)
+    return Job(dimensions, (1, 2), 5, 3, arms, dtype, "cpu", rounds=1)
+
+
+def with_fakes(rank: int, world_size: int, what: Job) -> Any:
+    fake_peers.install_flashinfer()
+    fake_peers.install_sglang()
+    fake_peers.install_vllm()
+    return without(rank, world_size, what)
+
+
+def without(rank: int, world_size: int, what: Job) -> Any:
+    for peer in peers.REGISTRY.values():
+        peer.device_type = "cpu"
+    found = ranks_e2e.run(rank, world_size, what)
+    return found.records, found.missing, fake_peers.calls
+
+
+def with_failing(rank: int, world_size: int, what: Job) -> Any:
+    def fail(**arguments: Any) -> None:
+        raise RuntimeError("no such kernel")
+
+    fake_peers.allreduce_fusion.__code__ = fail.__code__
+    return with_fakes(rank, world_size, what)
+
+
+def test_a_library_computes_what_the_torch_arm_does() -> None:
+    records, missing, calls = run_ranks(with_fakes, 2, args=(job(*PEER_ARMS),))[0]
+    assert missing == {}
+    assert [(r["batch_size"], r["arm"]) for r in records] == [
+        (batch_size, arm) for batch_size in (1, 2) for arm in PEER_ARMS
+    ]
+    for record in records:
+        # The stand-ins' all-reduce and norm are those of the torch arm, or its bits here.
+        assert record["finite"]
+        assert record["logits_max_diff"] == 0, record["arm"]
+        assert record["tokens_equal_torch"] == record["num_tokens"]
+    names = [name for name, _ in calls]
+    assert {"fusion", "sglang"} <= set(names)
+    assert names.count("close") == 3
+
+
+def test_where_a_library_has_no_kernel_nccl_takes_its_place() -> None:
+    """SGLang knows bfloat16 only."""
+    records, missing, calls = run_ranks(with_fakes, 2, args=(job("sglang", dtype="float32"),))[0]
+    assert missing == {}
+    assert [record["arm"] for record in records] == ["sglang", "sglang"]
+    assert "sglang" not in {name for name, _ in calls}
+
+
+@pytest.mark.parametrize("arm", PEER_ARMS)
+def test_a_library_that_is_not_there_is_missing(arm: str) -> None:
+    records, missing, _ = run_ranks(without, 2, args=(job("allnorm", arm),))[0]
+    assert {record["arm"] for record in records} == {"allnorm"}
+    assert list(missing) == [arm]
+    assert "No module named" in missing[arm]
+
+
+def test_a_library_that_fails_is_missing() -> None:
+    what = job("allnorm", "flashinfer", "vllm+local")
+    for records, missing, _ in run_ranks(with_failing, 2, args=(what,)):
+        assert {record["arm"] for record in records} == {"allnorm", "vllm+local"}
+        assert list(missing) == ["flashinfer"]
+        assert "no such kernel" in missing["flashinfer"]

@@ -1,0 +1,64 @@
+"""Measurements as a run would give them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from allnorm.bench import report as bench_report
+from allnorm.bench.modes import Mode
+from allnorm.bench.report import Measurement
+from allnorm.bench.run import Job
+from allnorm.bench.shapes import Shape
+
+SHAPES = [Shape(1, 4096, 1e-5, model="llama-3.1-8b"), Shape(16, 4096)]
+MODES = [Mode()]
+TIMES = {"allnorm": 4.0, "gloo+torch": 99.0, "gloo+local": 49.0}
+GBPS = 350.0
+
+
+def record(shape: int, arm: str, p50_us: float, error: str = "", mode: int = 0) -> dict[str, Any]:
+    times = {"p50_us": p50_us, "p90_us": p50_us * 2, "p99_us": p50_us * 3}
+    return {"shape": shape, "mode": mode, "arm": arm, "error": error, "reason": "", **times}
+
+
+def merge(ranks: list[list[dict[str, Any]]], modes: list[Mode] = MODES) -> list[Measurement]:
+    job = Job(tuple(SHAPES), tuple(modes), "bfloat16", "rounded", (), "cpu")
+    return bench_report.merge(ranks, job, GBPS)
+
+
+def two_ranks(error: str = "") -> list[Measurement]:
+    """Two shapes, three arms; rank 1 takes 1 us longer."""
+    return merge(
+        [
+            [
+                record(
+                    shape,
+                    arm,
+                    base * (1 + shape) + rank,
+                    error if arm == "allnorm" and rank else "",
+                )
+                for shape in (0, 1)
+                for arm, base in TIMES.items()
+            ]
+            for rank in (0, 1)
+        ]
+    )
+
+
+def measurement(arm: str, p50_us: float, **changes: Any) -> Measurement:
+    """One arm at 16x4096, two ranks."""
+    values: dict[str, Any] = {
+        "shape": SHAPES[1],
+        "mode": Mode(),
+        "world_size": 2,
+        "arm": arm,
+        "p50_us": p50_us,
+        "p90_us": p50_us * 1.1,
+        "p99_us": p50_us * 1.2,
+        "host_us": math.nan,
+        "eager_us": math.nan,
+        "error": "",
+        "reason": "",
+    }
+    return Measurement(**{**values, **changes})

@@ -1,0 +1,121 @@
+"""What a process has loaded: an engine's needs torch, a rank's no more than that and numpy."""
+
+from __future__ import annotations
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import allnorm
+
+PACKAGE = pathlib.Path(allnorm.__file__).parent
+COMMANDS_ONLY = ("typer", "click", "rich", "matplotlib")
+
+PRELUDE = f"import sys; sys.path.insert(0, {str(PACKAGE.parent)!r})\n"
+
+# How pip starts the command: a rank imports the program that started it, too.
+PROGRAM = """\
+import sys
+sys.path.insert(0, {path!r})
+from allnorm.cli import main
+
+if __name__ == "__main__":
+    from allnorm.bench import report, run
+    from allnorm.bench.modes import Mode
+    from allnorm.bench.shapes import Shape
+    from allnorm.cli import app
+    from allnorm.testing import run_ranks
+    from allnorm.verify import run as verify
+
+    sys.path.insert(0, {tests!r})
+    import test_imports
+
+    job = run.Job((Shape(2, 256),), (Mode(),), "bfloat16", "rounded", ("allnorm",), "cpu", 0.01)
+    print(*sum(run_ranks(test_imports.loaded_by_bench, 2, args=(job,)), []))
+    job = verify.Job("cpu", 1, full=False, seconds=0.1, stress=0, only=("strided",))
+    print(*sum(run_ranks(test_imports.loaded_by_verify, 2, args=(job,)), []))
+"""
+
+
+def loaded_for_commands() -> list[str]:
+    return [name for name in COMMANDS_ONLY if name in sys.modules]
+
+
+def loaded_by_bench(rank: int, world_size: int, job: object) -> list[str]:
+    from allnorm.bench import run
+
+    assert run.run(rank, world_size, job)  # type: ignore[arg-type]
+    return loaded_for_commands()
+
+
+def loaded_by_verify(rank: int, world_size: int, job: object) -> list[str]:
+    from allnorm.verify import run
+
+    assert run.run(rank, world_size, job)  # type: ignore[arg-type]
+    return loaded_for_commands()
+
+
+def output_of(code: str, *, check: bool = True) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-P", "-c", PRELUDE + code],
+        check=check,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_an_engine_loads_torch_and_nothing_else() -> None:
+    """Whatever is loaded beyond what torch itself loads is allnorm or Python's own."""
+    done = output_of(
+        "import torch; before = set(sys.modules); import allnorm\n"
+        "new = {name.partition('.')[0] for name in set(sys.modules) - before}\n"
+        "print(*sorted(new - {'allnorm', 'torch'} - set(sys.stdlib_module_names)))\n"
+        "libraries = ('bench', 'verify', 'tune', 'cli', 'testing')\n"
+        "print(*(name for name in libraries if f'allnorm.{name}' in sys.modules))"
+    )
+    assert done.stdout.split() == []
+
+
+def test_libraries_do_not_need_what_commands_do() -> None:
+    """Every module of theirs but the kernel for GPUs, which needs Triton."""
+    names = [
+        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+        for library in ("bench", "testing", "tracing", "tune", "verify")
+        for path in sorted((PACKAGE / library).rglob("*.py"))
+        if path.name not in ("__init__.py", "triton_quantizer.py")
+    ]
+    assert len(names) > 40
+    done = output_of(
+        f"sys.modules.update(dict.fromkeys({COMMANDS_ONLY!r}))  # an import of these fails\n"
+        f"import {', '.join(names)}"
+    )
+    assert done.returncode == 0
+
+
+def test_ranks_of_the_commands_load_nothing_for_commands(tmp_path: pathlib.Path) -> None:
+    program = tmp_path / "allnorm-command"
+    tests = str(pathlib.Path(__file__).parent)
+    program.write_text(PROGRAM.format(path=str(PACKAGE.parent), tests=tests))
+    done = subprocess.run(
+        [sys.executable, "-P", str(program)],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.split() == []
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_the_command_says_what_to_install(missing: str) -> None:
+    done = output_of(
+        f"sys.modules[{missing!r}] = None; from allnorm.cli import main; main()", check=False
+    )
+    assert done.returncode == 2
+    assert f"needs {missing}" in done.stderr
+    assert 'pip install "allnorm[cli]"' in done.stderr
+    assert "Traceback" not in done.stderr

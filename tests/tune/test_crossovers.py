@@ -1,0 +1,123 @@
+"""Which sizes are measured, and what follows, on costs that are known."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from collections.abc import Callable
+
+import pytest
+
+from allnorm.policy import Step
+from allnorm.tune import crossovers
+from allnorm.tune.crossovers import Candidate, Times
+
+ONE, TWO, TWO_LIMITED = Candidate("one_shot"), Candidate("two_shot"), Candidate("two_shot", 132)
+GRID = crossovers.token_grid(16384, 4)
+
+
+class Clock:
+    """Costs by a formula, and how often somebody asked."""
+
+    def __init__(self, **costs: Callable[[int], float]) -> None:
+        self.costs = {Candidate(name): cost for name, cost in costs.items()}
+        self.asked: list[int] = []
+
+    def __call__(self, tokens: int) -> Times:
+        self.asked.append(tokens)
+        return {candidate: cost(tokens) for candidate, cost in self.costs.items()}
+
+
+@pytest.mark.parametrize("crossover", [1, 2, 3, 5, 17, 20, 64, 65, 100, 373, 1000, 9999, 15000])
+def test_a_crossover_is_found(crossover: int) -> None:
+    """one_shot costs 3 + t, two_shot 3 + c + t / 4 or so: equal just after `crossover`."""
+    clock = Clock(one_shot=lambda t: 3 + t, two_shot=lambda t: 3 + 0.75 * (crossover + 0.5) + t / 4)
+    times = crossovers.search(clock, GRID)
+    assert len(clock.asked) == len(set(clock.asked)), "no size is measured twice"
+    assert len(clock.asked) <= len(GRID) + 8
+    first, last = crossovers.steps(times)
+    assert (first.algorithm, last) == ("one_shot", Step(None, "two_shot"))
+    assert first.max_tokens is not None
+    # Wherever the table is on the wrong side, it loses next to nothing.
+    for tokens in range(1, 16385):
+        taken = ONE if tokens <= first.max_tokens else TWO
+        found = {c: cost(tokens) for c, cost in clock.costs.items()}
+        assert found[taken] <= 1.05 * min(found.values()), tokens
+
+
+def test_one_candidate_that_always_wins() -> None:
+    clock = Clock(one_shot=lambda t: 10 + t, two_shot=lambda t: 5 + t / 2)
+    assert crossovers.steps(crossovers.search(clock, GRID)) == (Step(None, "two_shot"),)
+    assert clock.asked == GRID
+
+
+def test_several_crossovers() -> None:
+    clock = Clock(
+        one_shot=lambda t: 3 + t, two_shot=lambda t: 30 + t / 4, unfused=lambda t: 400 + t / 50
+    )
+    found = crossovers.steps(crossovers.search(clock, GRID))
+    assert [step.algorithm for step in found] == ["one_shot", "two_shot", "unfused"]
+    assert found[0].max_tokens == pytest.approx(36, rel=0.05)
+    assert found[1].max_tokens == pytest.approx(1609, rel=0.05)
+
+
+def test_noise_makes_no_steps() -> None:
+    rng = random.Random(0)
+    noisy = Clock(
+        one_shot=lambda t: (5 + t) * rng.uniform(0.995, 1.005),
+        two_shot=lambda t: (5 + t) * rng.uniform(0.995, 1.005),
+    )
+    assert len(crossovers.steps(crossovers.search(noisy, GRID))) == 1
+
+
+def test_search_ends_whatever_the_clock_says() -> None:
+    for seed in range(20):
+        draw = random.Random(seed).uniform
+        noise = functools.partial(lambda draw, t: draw(1, 2), draw)
+        clock = Clock(one_shot=noise, two_shot=noise)
+        found = crossovers.steps(crossovers.search(clock, GRID))
+        assert len(clock.asked) < 50
+        limits = [step.max_tokens for step in found]
+        assert limits[-1] is None
+        assert all(a < b for a, b in itertools.pairwise(limits[:-1]))  # type: ignore[operator]
+        assert all(
+            a != b for a, b in itertools.pairwise((s.algorithm, s.num_blocks) for s in found)
+        )
+
+
+def test_what_was_wrong_somewhere_is_taken_nowhere() -> None:
+    times = {1: {ONE: 1.0, TWO: 2.0}, 4: {ONE: 5.0, TWO: 4.0}, 16: {TWO: 9.0, TWO_LIMITED: 7.0}}
+    names = [step.algorithm for step in crossovers.steps(times)]
+    assert names == ["one_shot", "two_shot", "two_shot"]
+    assert crossovers.steps(times, without=[ONE]) == (
+        Step(4, "two_shot"),
+        Step(None, "two_shot", 132),
+    )
+    assert crossovers.steps(times, without=[ONE, TWO, TWO_LIMITED]) == ()
+    assert crossovers.steps({}) == ()
+
+
+def test_a_limit_of_blocks_is_tried_where_rows_are_many() -> None:
+    both = ("one_shot", "two_shot")
+    assert crossovers.candidates(both, 512, 132) == [ONE, TWO]
+    many = crossovers.candidates(both, 4096, 132)
+    assert many == [ONE, TWO, TWO_LIMITED, Candidate("two_shot", 264)]
+    assert crossovers.candidates(both, 4096, 0) == [ONE, TWO]
+    assert crossovers.candidates(["one_shot"], 4096, 132) == [ONE]
+
+
+def test_grid() -> None:
+    assert crossovers.token_grid(16384, 4) == [1, 4, 16, 64, 256, 1024, 4096, 16384]
+    assert crossovers.token_grid(100, 4) == [1, 4, 16, 64, 100]
+    assert crossovers.token_grid(16384, 2) == [1 << power for power in range(15)]
+    assert crossovers.token_grid(1, 4) == [1]
+
+
+def test_a_rate_of_the_link_must_bring_more_than_noise() -> None:
+    assert crossovers.link_rate({}) == 0.0
+    assert crossovers.link_rate({0.0: 196.0}) == 0.0
+    assert crossovers.link_rate({0.0: 196.0, 342.0: 201.0, 369.0: 188.0, 376.0: 190.0}) == 369.0
+    assert crossovers.link_rate({0.0: 196.0, 342.0: 201.0, 369.0: 193.0}) == 0.0
+    assert crossovers.link_rate({342.0: 200.0, 369.0: 188.0}) == 369.0, "right only with a rate"
+    assert crossovers.link_rate({0.0: 9.0, 342.0: 8.0, 350.0: 8.0}) == 342.0

@@ -1,0 +1,263 @@
+"""The soaks of verify: right results pass, and each kind of wrong one is found."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from rank_helpers import device, on
+
+import allnorm
+from allnorm.testing import RankPool, same_bits
+from allnorm.verify.record import Recorder
+from allnorm.verify.run import Context, Job
+from allnorm.verify.stress import calls as stress_calls
+from allnorm.verify.stress import graphs, repeat, soak
+from allnorm.verify.stress.graphs import Graph
+from allnorm.verify.stress.kinds import Kind, algorithms, random_kind
+from allnorm.verify.stress.tape import make_tape
+
+Result = dict[str, Any]
+
+
+def run(check: Callable[[Context, Recorder], None], **options: Any) -> Result:
+    """The check on this rank, with the other ranks; its record."""
+    where = device()
+    job = Job(where.type, seed=options.pop("seed", 5), full=False, seconds=1.0, **options)
+    with allnorm.Communicator(device=where) as comm:
+        recorder = Recorder(check.__name__)
+        check(Context(comm, job, random.Random(job.seed)), recorder)
+        return recorder.finish()
+
+
+def soaked(rank: int, world_size: int, calls: int) -> Result:
+    return run(soak.soak, stress=calls)
+
+
+@on(cpu=(2, 3), gpu=(2, 4))
+def test_the_soak_passes(pool: RankPool) -> None:
+    found = pool.run(soaked, 4 * soak.BURST)[0]
+    assert found["failures"] == 0, found["details"]
+    assert found["cases"] >= 4 * soak.BURST
+    assert found["bursts"] >= 4, "each section made at least one"
+    assert found["elements"] > 1e6
+
+
+# What a defect of the exchange looks like from outside. Each takes the results of one call.
+
+
+def one_bit(results: dict[str, torch.Tensor], _: list[Any]) -> dict[str, torch.Tensor]:
+    name, part = next(iter(results.items()))
+    last = part.reshape(-1)[-1:].clone().view(torch.uint8)
+    last[0] ^= 1
+    part = part.clone(memory_format=torch.contiguous_format)
+    part.view(-1)[-1:] = last.view(part.dtype)
+    return {**results, name: part}
+
+
+def one_call_earlier(results: dict[str, torch.Tensor], before: list[Any]) -> Any:
+    """A slot that was read before it was written again."""
+    return next(old for old in reversed(before) if shapes(old) == shapes(results))
+
+
+def shapes(results: dict[str, torch.Tensor]) -> list[Any]:
+    return [(name, part.shape, part.dtype) for name, part in results.items()]
+
+
+def never_written(results: dict[str, torch.Tensor], _: list[Any]) -> Any:
+    return {name: torch.zeros_like(part) for name, part in results.items()}
+
+
+CORRUPTIONS = (one_bit, one_call_earlier, never_written)
+
+
+def corrupted(rank: int, world_size: int, index: int, where: str) -> tuple[Result, int]:
+    """A run in which one call of the last rank is spoilt. Returns its record, and which call."""
+    issue, before, spoilt = stress_calls.issue, [], []
+
+    def spoiling(*arguments: Any) -> dict[str, torch.Tensor]:
+        results = issue(*arguments)
+        if rank == world_size - 1 and not spoilt and len(before) >= 37:
+            same = [old for old in before if shapes(old) == shapes(results)]
+            if same:
+                spoilt.append(len(before))
+                results = CORRUPTIONS[index](results, before)
+        before.append(results)
+        return results
+
+    stress_calls.issue = spoiling  # type: ignore[assignment]
+    try:
+        if where == "soak":
+            found = run(soak.soak, stress=2 * soak.BURST)
+        else:
+            found = run(repeat.repeat_shapes, stress=0, shapes=((3, 512),), repeat=100)
+    finally:
+        stress_calls.issue = issue
+    return found, spoilt[0] if spoilt else -1
+
+
+@on(cpu=(2,))
+@pytest.mark.parametrize("where", ["soak", "repeat"])
+@pytest.mark.parametrize("index", range(len(CORRUPTIONS)))
+def test_one_spoilt_call_is_found(pool: RankPool, index: int, where: str) -> None:
+    results = pool.run(corrupted, index, where)
+    found, call = results[-1]
+    assert call >= 37
+    assert found["failures"] == 1, found["details"]
+    assert f"rank 1: call {call}," in found["details"][0]
+    assert results[0][0]["failures"] == 1, "the other rank says so too"
+    if CORRUPTIONS[index] is one_bit:
+        assert ": 1 of " in found["details"][0]
+
+
+def calls_made(rank: int, world_size: int, seed: int) -> list[str]:
+    """What a soak does, call by call."""
+    issue, made = stress_calls.issue, []
+
+    def noting(comm: Any, kind: Kind, x: torch.Tensor, *rest: Any) -> dict[str, torch.Tensor]:
+        made.append(f"{kind} {x.storage_offset()} {x.flatten()[0].item()}")
+        return issue(comm, kind, x, *rest)
+
+    stress_calls.issue = noting  # type: ignore[assignment]
+    try:
+        assert run(soak.soak, stress=soak.BURST, seed=seed)["failures"] == 0
+    finally:
+        stress_calls.issue = issue
+    return made
+
+
+@on(cpu=(2,))
+def test_a_seed_repeats_a_soak(pool: RankPool) -> None:
+    first, again, other = (pool.run(calls_made, seed) for seed in (11, 11, 12))
+    assert first == again
+    assert first[0] != other[0]
+    assert first[0] != first[1], "the ranks' payloads differ"
+    strip = [[line.rsplit(" ", 1)[0] for line in made] for made in first]
+    assert strip[0] == strip[1], "the ranks' calls do not"
+
+
+def wrong_peer(rank: int, world_size: int) -> Result:
+    """Rank 0's rows arrive as rank 1's."""
+    reduce = allnorm.Communicator.all_reduce
+
+    def from_another(comm: allnorm.Communicator, x: torch.Tensor, **options: Any) -> torch.Tensor:
+        return reduce(comm, x if rank != 1 else torch.roll(x, 1, -1), **options)
+
+    allnorm.Communicator.all_reduce = from_another  # type: ignore[method-assign]
+    try:
+        return run(soak.soak, stress=soak.BURST)
+    finally:
+        allnorm.Communicator.all_reduce = reduce  # type: ignore[method-assign]
+
+
+@on(cpu=(3,))
+def test_another_peers_rows_are_found(pool: RankPool) -> None:
+    found = pool.run(wrong_peer)[0]
+    assert found["failures"] > 0
+    assert "all_reduce" in found["details"][0]
+
+
+class Rerun:
+    """Stands for a captured graph where there is no GPU: makes its calls again, in its memory."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+
+    def replay(self) -> None:
+        memory = [call.results for call in self.graph.calls]
+        self.graph._issue()
+        for call, captured in zip(self.graph.calls, memory, strict=True):
+            for name, part in captured.items():
+                part.copy_(call.results[name])
+            call.results = captured
+
+
+def replayed(rank: int, world_size: int) -> list[int]:
+    """Wrong elements of calls that are replayed on other rows each time, in place and not."""
+    kinds = [
+        Kind("all_reduce", 3, 512, torch.float16),
+        Kind("norm", 5, 512, torch.bfloat16, has_residual=False),
+        Kind("norm", 5, 512, torch.bfloat16, sharded=True, float32_weight=True),
+        Kind("norm", 2, 512, torch.float32, quant=allnorm.Fp8PerGroup(64), return_normed=True),
+    ]
+    wrong = []
+    with allnorm.Communicator(device=device()) as first, allnorm.Communicator(device=device()) as c:
+        tapes = {
+            kind.dtype: make_tape(40, 512, kind.dtype, first.device, rank, world_size, 3)
+            for kind in kinds
+        }
+        calls = [
+            (comm, kind, tapes[kind.dtype], in_place)
+            for comm in (first, c)
+            for kind in kinds
+            for in_place in (False, True)
+        ]
+        if device().type == "cpu":
+            with mock.patch.object(graphs, "capture", contextlib.nullcontext):
+                graph = Graph(calls)
+            graph._graph = Rerun(graph)  # type: ignore[assignment]
+        else:
+            graph = Graph(calls)
+        for start in (0, 7, 31):
+            called = graph.replay(100, [start + i % 3 for i in range(len(calls))], "replay")
+            wrong += [int(one.wrong()) for one in called]
+        called[3].row += 1
+        assert int(called[3].wrong()) > 0, "another row's results are not these"
+    return wrong
+
+
+@on(cpu=(2,), gpu=(2,))
+def test_graphs_take_other_rows_each_time(pool: RankPool) -> None:
+    assert pool.run(replayed) == [[0] * 48] * 2
+
+
+def repeated(rank: int, world_size: int) -> Result:
+    return run(repeat.repeat_shapes, stress=0, shapes=((1, 4096), (64, 120)), repeat=70)
+
+
+@on(cpu=(2,), gpu=(2,))
+def test_repeated_shapes_pass(pool: RankPool) -> None:
+    found = pool.run(repeated)[0]
+    assert found["failures"] == 0, found["details"]
+    assert found["cases"] == 2 * 2 * 70
+
+
+def plans(rank: int, world_size: int) -> tuple[int, set[str]]:
+    """How many of many kinds can run as they say, and by which algorithms."""
+    rng = random.Random(1)
+    with allnorm.Communicator(device=device(), workspace_bytes=1 << 20) as comm:
+        kinds = [random_kind(rng, device(), 1 << 17) for _ in range(300)]
+        fitting = [k for k in kinds if algorithms(k, [comm]) == {k.algorithm}]
+    return len(fitting), {k.algorithm for k in fitting}
+
+
+@on(cpu=(2,))
+def test_kinds_reach_every_algorithm(pool: RankPool) -> None:
+    count, names = pool.run(plans)[0]
+    assert count > 100
+    assert names == {"one_shot", "two_shot", "unfused"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_a_tape_is_the_reference_of_its_rows(dtype: torch.dtype) -> None:
+    tapes = [make_tape(40, 512, dtype, torch.device("cpu"), rank, 3, seed=9) for rank in range(3)]
+    for tape in tapes:
+        assert same_bits(tape.reduced, allnorm.reference.all_reduce([t.x for t in tapes]))
+        assert same_bits(tape.residual, tapes[0].residual)
+    for a, b in ((0, 1), (0, 2), (1, 2)):
+        assert not (tapes[a].x == tapes[b].x).all(1).any(), "no row is another rank's"
+    kind = Kind("norm", 7, 512, dtype, quant=allnorm.Fp8PerGroup(128), numerics="vllm")
+    known, rows = tapes[1].expected(kind), slice(11, 18)
+    wanted = allnorm.reference.all_reduce_add_rms_norm_quant(
+        [t.x[rows] for t in tapes],
+        *(tapes[0].residual[rows], tapes[0].weight, 1e-5, kind.quant, True),
+        numerics="vllm",
+    )
+    for name in ("quantized", "scale", "normed"):
+        assert same_bits(known[name][rows], getattr(wanted, name)), name
+    assert same_bits(known["residual_out"][rows], wanted.residual)

@@ -1,0 +1,116 @@
+"""The table of faults: what holds, and that it says so where something does not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from allnorm.cli.app import app
+from allnorm.testing import RankError
+from allnorm.verify import fault_report, faults
+
+
+@pytest.fixture
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Machines that run tests are busy; the table itself allows a second."""
+    monkeypatch.setattr(fault_report, "SLACK_SECONDS", 10.0)
+
+
+@pytest.mark.usefixtures("patience")
+@pytest.mark.parametrize(
+    ("words", "world_size"),
+    [
+        pytest.param(("another",), 2, id="divergences"),
+        pytest.param(("comes", "SIGSTOP"), 3, id="absences"),
+        pytest.param(("among", "exits"), 3, id="deaths", marks=pytest.mark.slow),
+    ],
+)
+def test_faults_are_noticed_and_named(words: tuple[str, ...], world_size: int) -> None:
+    rows = fault_report.run(world_size, "cpu", 0.7, words)
+    assert len(rows) >= 6
+    for row in rows:
+        assert not row["problems"], (row["fault"], row["algorithm"], row["problems"])
+        assert f"names rank {world_size - 1}" in row["saw"]
+        survivors = [one["rank"] for one in row["ranks"] if one["rank"] != world_size - 1]
+        assert survivors == list(range(world_size - 1))
+
+
+@pytest.mark.gpu
+@pytest.mark.world_size(2)
+@pytest.mark.usefixtures("patience")
+def test_faults_on_gpus() -> None:
+    rows = fault_report.run(2, "cuda", 1.0, ("another", "never", "killed"))
+    assert len(rows) > 30
+    for row in rows:
+        assert not row["problems"], (row["fault"], row["algorithm"], row["problems"])
+
+
+def saw(**changes: Any) -> dict[str, Any]:
+    good = {"error": "PeerTimeoutError", "peer": 2, "seconds": 1.2, "problems": [], "seen": "x"}
+    return good | changes
+
+
+@pytest.mark.parametrize(
+    ("seen", "complaint"),
+    [
+        ([saw(), saw(), None], ""),
+        ([saw(), None, None], "rank 1 saw nothing"),
+        ([saw(), saw(peer=0), None], "rank 1: names rank 0 instead of 2"),
+        ([saw(seconds=2.5), saw(), None], "rank 0: took 2.50 s, more than 2"),
+        ([saw(), saw(error=""), None], "rank 1: nothing instead of PeerTimeoutError"),
+        ([saw(problems=["out is not NaN"]), saw(), None], "rank 0: out is not NaN"),
+    ],
+)
+def test_what_does_not_hold_is_said(seen: list[Any], complaint: str) -> None:
+    assert fault_report._problems(seen, "killed", 2, 2.0) == ([complaint] if complaint else [])
+
+
+def test_a_divergence_must_be_called_one() -> None:
+    seen = [saw(), saw(error="PeerDivergedError", peer=0), saw(error="PeerDivergedError", peer=1)]
+    problems = fault_report._problems(seen, "another dtype", 2, 2.0)
+    assert problems == [
+        "rank 0: PeerTimeoutError instead of PeerDivergedError",
+        "rank 1: names rank 0 instead of 2",
+    ]
+
+
+def test_what_ranks_leave_behind_is_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fault_report, "_SHARED_MEMORY", tmp_path)
+    for name in ("allnorm-12-a", "allnorm-7-b", "allnorm-7-a", "allnorm-71-a", "other-7-a"):
+        (tmp_path / name).touch()
+    assert fault_report._left_by({7, 8}) == ["allnorm-7-a", "allnorm-7-b"]
+
+
+def test_every_fault_applies_to_something() -> None:
+    names = [*faults.DIVERGENCES, *faults.ABSENCES, *faults.DEATHS]
+    for name in names:
+        assert any(faults.applies(name, algorithm) for algorithm in faults.ALGORITHMS), name
+    for name in set(names) - {"groups of 64", "another scale_format", "not quantised"}:
+        assert faults.applies(name, "two_shot") or name == "sharded, others not", name
+
+
+def test_a_fault_that_goes_wrong_is_the_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RankError({0: "no answer"})
+
+    monkeypatch.setattr(fault_report.RankPool, "run", fail)
+    path = tmp_path / "rows.jsonl"
+    arguments = ("verify", "--faults", "--device", "cpu", "--tp", "2", "--only", "another dtype")
+    done = CliRunner().invoke(app, (*arguments, "--json", str(path)))
+    assert done.exit_code == 1
+    assert "no answer" in done.output
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert {row["fault"] for row in rows} == {"another dtype"}
+    assert all(row["problems"] and row["world_size"] == 2 for row in rows)
+
+
+def test_one_rank_has_nobody_to_fail() -> None:
+    done = CliRunner().invoke(app, ("verify", "--faults", "--device", "cpu", "--tp", "1"))
+    assert done.exit_code == 2
+    assert "at least 2" in done.output
