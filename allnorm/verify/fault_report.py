@@ -9,11 +9,17 @@ from typing import Any
 from allnorm.testing import OnMessage, RankError, RankPool
 from allnorm.verify import faults
 
-SLACK_SECONDS = 1.0  # within the timeout and this a fault must be known
+SLACK_SECONDS = 1.0  # within the timeout and this a fault must be known; a death within this
 _RUN_SECONDS = 120.0
 _SHARED_MEMORY = Path("/dev/shm")
 
 Row = dict[str, Any]
+_KINDS = {
+    "PeerDivergedError": "diverged",
+    "PeerDiedError": "process ended",
+    "PeerLeftError": "left",
+    "PeerTimeoutError": "timeout",
+}
 
 
 def run(
@@ -65,7 +71,8 @@ def _provoke(pool: RankPool, fault: str, algorithm: str, timeout_s: float) -> Ro
         )
     except RankError as error:
         return {**row, "seconds": None, "saw": "", "ranks": [], "problems": [str(error)]}
-    problems = _problems(seen, fault, culprit, timeout_s + SLACK_SECONDS)
+    limit_s = SLACK_SECONDS + (0.0 if fault in faults.DEATHS else timeout_s)
+    problems = _problems(seen, fault, culprit, limit_s)
     problems += [f"left behind: {name}" for name in _left_by(pids)]
     ranks = [{"rank": rank, **one} for rank, one in enumerate(seen) if one is not None]
     return {
@@ -84,7 +91,7 @@ def _left_by(pids: Iterable[int]) -> list[str]:
 
 def _problems(seen: list[Row | None], fault: str, culprit: int, limit_s: float) -> list[str]:
     """What each rank should have seen and did not."""
-    expected_error = "PeerDivergedError" if fault in faults.DIVERGENCES else "PeerTimeoutError"
+    expected = faults.expected_errors(fault)
     problems = []
     for rank, one in enumerate(seen):
         if one is None:
@@ -92,8 +99,8 @@ def _problems(seen: list[Row | None], fault: str, culprit: int, limit_s: float) 
                 problems.append(f"rank {rank} saw nothing")
             continue
         found = list(one["problems"])
-        if one["error"] != expected_error:
-            found.append(f"{one['error'] or 'nothing'} instead of {expected_error}")
+        if one["error"] not in expected:
+            found.append(f"{one['error'] or 'nothing'} instead of {' or '.join(expected)}")
         if rank != culprit and one["peer"] != culprit:
             found.append(f"names rank {one['peer']} instead of {culprit}")
         if one["seconds"] > limit_s:
@@ -103,5 +110,4 @@ def _problems(seen: list[Row | None], fault: str, culprit: int, limit_s: float) 
 
 
 def _saw(one: Row) -> str:
-    kind = "diverged" if one["error"] == "PeerDivergedError" else "timeout"
-    return f"{kind}, names rank {one['peer']}; seen: {one['seen']}"
+    return f"{_KINDS.get(one['error'], 'nothing')}, names rank {one['peer']}; seen: {one['seen']}"

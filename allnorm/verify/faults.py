@@ -34,6 +34,8 @@ _GOOD_CALLS = 3
 _LATE_SECONDS = 5.0  # beyond the timeout: then a fault counts as unnoticed
 _POLL_SECONDS = 1e-3
 _KILL_AFTER_SECONDS = 0.2  # of calls, for a rank that dies among them
+# Communicators of a rank that is absent: closing them would tell its peers that it does not come.
+_kept: list[allnorm.Communicator] = []
 
 
 ALGORITHMS = {
@@ -80,6 +82,15 @@ def applies(fault: str, algorithm: str) -> bool:
     return replace(call, **DIVERGENCES[fault]) != call
 
 
+def expected_errors(fault: str) -> tuple[str, ...]:
+    """What the peers of a rank that commits it may raise."""
+    if fault in DIVERGENCES:
+        return ("PeerDivergedError",)
+    if fault == "exits":  # closes its communicator first, which on CPU its peers see by itself
+        return ("PeerLeftError", "PeerDiedError")
+    return ("PeerDiedError",) if fault in DEATHS else ("PeerTimeoutError",)
+
+
 def provoke(
     rank: int, world_size: int, device: str, fault: str, algorithm: str, timeout_s: float
 ) -> dict[str, Any] | None:
@@ -94,6 +105,7 @@ def provoke(
     culprit = rank == world_size - 1
     call, where = ALGORITHMS[algorithm], torch.device(device)
     timeout = datetime.timedelta(seconds=timeout_s)
+    _kept.clear()
     comms = [_communicator(where, timeout) for _ in range(1 + (fault == _ELSEWHERE))]
     comm = comms[0]
     for number in range(_GOOD_CALLS):
@@ -142,6 +154,7 @@ def _commit(fault: str, comms: list[allnorm.Communicator], call: Call) -> None:
     elif fault == _ELSEWHERE:
         # Its own wait there ends likewise; what it sees is not the point.
         _failing_call(comms[1], call, comm.timeout.total_seconds(), repeat=False)
+    _kept.extend(comms)
 
 
 def _diverging(call: Call, fault: str) -> Call:

@@ -25,11 +25,11 @@ int64_t rows_per_chunk(int world_size, int64_t workspace_bytes, const AllnormCal
 
 bool Communicator::close() {
   if (fault_ == nullptr) return true;
+  // Before the wait, which would break a capture that is under way.
+  if (order_.in_graphs()) return false;
   const DeviceGuard guard(config_.device);
   // Kernels that still run use the workspace and the fault record.
   cudaDeviceSynchronize();
-  cudaGetLastError();
-  if (order_.in_graphs()) return false;
   cudaFreeHost(fault_);
   fault_ = nullptr;
   cudaGetLastError();

@@ -9,9 +9,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from allnorm import cli
-from allnorm.cli import doctor
-from allnorm.cli.ranks import doctor as ranks_doctor
+from allnorm.cli import app, doctor
+from allnorm.verify import doctor as ranks_doctor
 
 
 def comm(device: str, max_row_bytes: int | None) -> Any:
@@ -45,7 +44,7 @@ def test_the_report_says_why_it_is_slow(monkeypatch: pytest.MonkeyPatch, old: bo
     found = {"create_s": 0.1, "error": "", "plans": [], "old_code": old}
     found |= {"fused_us": 1.0, "flag_us": 1.0, "large_us": 1.0}
     monkeypatch.setattr(doctor, "run_ranks", lambda *args, **kwargs: [found])
-    done = CliRunner(env={"COLUMNS": "180"}).invoke(cli.app, ["doctor", "--device", "cpu"])
+    done = CliRunner(env={"COLUMNS": "180"}).invoke(app.app, ["doctor", "--device", "cpu"])
     assert done.exit_code == 0, done.output
     said = " ".join(done.output.split())
     assert ("Slow: these GPUs" in said) == old
