@@ -109,6 +109,7 @@ class Match:
         lead_x: so many dimensions of size 1 are put before those of `x`.
         lead_residual: the same for the residual.
         numbers: nodes that compute what the call is made with, and what they compute.
+        moved: nodes that are put behind the call, because they read its results.
         members: nodes that it makes superfluous, unless somebody else needs them.
         dead: other nodes that are computed from the reduced tensor, for nobody.
         after: the call goes behind the node at this position.
@@ -129,6 +130,7 @@ class Match:
     note: str = ""
     lead_x: int = 0
     lead_residual: int = 0
+    moved: list[Node] = field(default_factory=list)
     numbers: dict[Node, object] = field(default_factory=dict)
     members: list[Node] = field(default_factory=list)
     dead: list[Node] = field(default_factory=list)

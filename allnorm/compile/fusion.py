@@ -254,17 +254,17 @@ def _rewrite(
     module: GraphModule, found: Sequence[_Found], values: Values, functional: Functional | None
 ) -> str:
     """Applies the matches. Returns why it cannot; empty if it could."""
-    matches = [one for one in found if one.match is not None]
-    if not matches:
+    if all(one.match is None for one in found):
         return ""
     graph = module.graph if functional is None else functional.module.graph
     shapes = values.shapes
     results = [shapes.of(node) for node in occurrences(graph)]
     before = [None if t is None else Memory.of(t) for t in results]
-    rewriter = Rewriter(graph, values)
-    for one in matches:
-        assert one.match is not None
-        rewriter.apply(one.match, one.name)
+    calls = [(one.match, one.name) for one in found if one.match is not None]
+    rewriter = Rewriter(graph, values, [match for match, _ in calls])
+    for call in calls:
+        rewriter.apply(*call)
+    rewriter.finish()
     if functional is not None:
         problem = functional.finish(shapes, [one.before for one in found])
         if problem:

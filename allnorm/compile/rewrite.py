@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,13 +31,15 @@ class Rewriter:
     Args:
         graph: is changed.
         values: its expressions before any change.
+        matches: what will be applied.
     """
 
-    def __init__(self, graph: Graph, values: Values) -> None:
+    def __init__(self, graph: Graph, values: Values, matches: Sequence[Match]) -> None:
         self._graph = graph
         self._values = values
         self._shapes = values.shapes
-        self._order = list(values.position)
+        self._order: list[Node | None] = list(values.position)
+        self._needed = {node for match in matches for node in match.inputs}
         self._replaced: dict[Node, Node] = {}
         self._gone: set[Node] = set()
 
@@ -60,12 +63,26 @@ class Rewriter:
                 self._put(new, node)
         superfluous = sorted({*match.members, *match.dead}, key=self._values.position.__getitem__)
         for node in reversed(superfluous):
-            if node not in self._gone and not node.users:
+            needed = node in self._needed and node not in self._replaced
+            if node not in self._gone and not node.users and not needed:
                 self._remove(node)
+        self._move(match)
         if quantised is not None:
             self._drop_normed(call)
         if candidate.reduction.node not in self._gone:
             raise RuntimeError(f"{candidate.reduction.node} is still used after it was fused")
+
+    def finish(self) -> None:
+        """Takes out what only calls would have read."""
+        for node in reversed(list(self._graph.nodes)):
+            if node in self._needed and not node.users and is_pure(node):
+                self._graph.erase_node(node)
+
+    def _move(self, match: Match) -> None:
+        """Puts what reads results too early behind the call."""
+        for node in sorted(match.moved, key=self._values.position.__getitem__):
+            self._order[self._values.position[node]] = None
+            self._place(match.after).prepend(node)
 
     def _in_shape(self, match: Match, value: Value, result: Node) -> Node:
         """A result of the call in the shape that the graph has it in."""
@@ -212,11 +229,15 @@ class Rewriter:
         behind: int,
     ) -> Node:
         """A new node behind a position, and behind what was put there before."""
-        place = next(node for node in self._order[behind + 1 :] if node not in self._gone)
-        with self._graph.inserting_before(place):
+        with self._graph.inserting_before(self._place(behind)):
             node = self._graph.create_node(op, target, args, kwargs or {})
         self._describe(node)
         return node
+
+    def _place(self, behind: int) -> Node:
+        """The node in front of which new ones stand behind a position."""
+        rest = self._order[behind + 1 :]
+        return next(node for node in rest if node is not None and node not in self._gone)
 
     def _describe(self, node: Node) -> None:
         """Gives a new node the metadata that the others have."""

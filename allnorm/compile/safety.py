@@ -117,20 +117,27 @@ def check_positions(values: Values, match: Match, accepted: list[Match]) -> str:
     candidate, position = match.candidate, values.position
     ready = {value: other.after for other in accepted for value in other.candidate.served}
 
+    moved = {node: other.after for other in accepted for node in other.moved}
+
     def ready_at(node: Node) -> int:
         held = [ready[value] for value in values.held_by(node) if value in ready]
-        return max(position[node], *held, -1)
+        return max(position[node], moved.get(node, -1), *held)
 
     late = max(match.inputs, key=ready_at)
     match.after = max(match.begin(values) - 1, ready_at(late))
-    goes = _vanishing(values, match)
+    goes, members = _vanishing(values, match), set(match.members)
+    early = [reader for value in candidate.served for reader, _ in value.readers]
+    for reader in early:
+        if position[reader] > match.after or reader in goes or reader in match.moved:
+            continue
+        if reader not in members or values.writes or not is_pure(reader):
+            return (
+                f"{values.name_of(reader)} needs the result before {values.name_of(late)}, an "
+                "input of the call, is ready"
+            )
+        match.moved.append(reader)
+        early += [user for user in reader.users if not values.is_question(user)]
     for value in candidate.served:
-        for reader, _ in value.readers:
-            if position[reader] <= match.after and reader not in goes:
-                return (
-                    f"{values.name_of(reader)} needs the result before {values.name_of(late)}, an "
-                    "input of the call, is ready"
-                )
         for other in accepted:
             takes = any(value in values.held_by(node) for node in other.inputs)
             if takes and other.after <= match.after:
@@ -167,7 +174,9 @@ def check_writes(values: Values, match: Match) -> str:
                 return f"{write.node} writes later to one of several tensors that hold the result"
     inputs = {shapes.storage(node) for node in match.inputs}
     last = max((value.definers[0] for value in candidate.served), key=values.position.__getitem__)
-    for write, target in values.writes_between(candidate.reduction.node, last, match.members):
+    for write, target in values.writes_between(
+        candidate.reduction.node, last, match.members, candidate.served
+    ):
         if shapes.storage(target) in inputs or write in map(values.maker_of, match.inputs):
             return _between(values, write, target)
     return ""

@@ -61,6 +61,7 @@ class Values:
         algebra: all expressions.
         shapes: of the graph.
         differentiated: nodes that need a gradient, of the graph before it was made functional.
+        stored: what inputs of the graph hold in the end.
         position: of each node in the graph's order.
         writes: every change of memory, in order.
         reduced: the sum over ranks that a reduction computes.
@@ -78,6 +79,7 @@ class Values:
     ) -> None:
         self.algebra = Algebra()
         self.differentiated: set[Node] = set()
+        self.stored: dict[Node, Value] = {}
         self._module = graph.owning_module
         self._origin = origin
         self.shapes = shapes
@@ -127,14 +129,26 @@ class Values:
         """Whether a reduction stored its result in what it reduced."""
         return self._origin is not None and self.maker_of(reduction) in self._origin.in_place
 
-    def writes_between(self, first: Node, last: Node, members: list[Node]) -> list[tuple[Node, Node]]:
-        """What other nodes wrote to memory of the caller between two, before it was functional."""
+    def writes_between(
+        self, first: Node, last: Node, members: list[Node], served: list[Value]
+    ) -> list[tuple[Node, Node]]:
+        """What other nodes wrote to memory of the caller between two, before it was functional.
+
+        Not what stores one of the results there.
+        """
         if self._origin is None:
             return []
         made, place = set(map(self.maker_of, members)), self._origin.position
         begin, end = place[self.maker_of(first)], place.get(self.maker_of(last), len(place))
-        writes = self._origin.writes
-        return [w for w in writes if begin < place[w[0]] < end and w[0] not in made]
+        writes, targets = self._origin.writes, [target for _, target in self._origin.writes]
+        results = [t for t, value in self.stored.items() if value in served]
+        return [
+            (write, target)
+            for write, target in writes
+            if begin < place[write] < end
+            and write not in made
+            and not (target in results and targets.count(target) == 1)
+        ]
 
     def is_pending(self, node: Node) -> bool:
         """Whether a tensor may only be read through a wait."""
@@ -198,6 +212,8 @@ class Values:
                 self._copies.add(node)
         for target in targets:
             self._write(target, node)
+            if overwritten is target:
+                self.stored[target] = self._held(node.all_input_nodes[1])
         self._hold(node, value)
         for inner in self._evaluator.on_the_way.get(node, ()):
             is_result = inner is value or (value.op == "tuple" and inner in value.args)
