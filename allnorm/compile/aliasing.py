@@ -12,7 +12,14 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 
-from allnorm.compile.shapes import Shapes, elems, is_contiguous, same_layout, same_shape, static_size
+from allnorm.compile.shapes import (
+    Shapes,
+    elems,
+    is_contiguous,
+    same_layout,
+    same_shape,
+    static_size,
+)
 
 Add = Callable[..., Node]
 
@@ -119,7 +126,13 @@ def _view(add: Add, root: Node, looks: Tensor, tensor: Tensor) -> Node | None:
         return root
     sizes = [static_size(size) for size in tensor.shape]
     whole = statically_known_true(elems(looks.shape) == elems(tensor.shape))
-    if at_once and whole and is_contiguous(looks) and is_contiguous(tensor) and sizes.count(None) < 2:
+    if (
+        at_once
+        and whole
+        and is_contiguous(looks)
+        and is_contiguous(tensor)
+        and sizes.count(None) < 2
+    ):
         shape = [-1 if size is None else size for size in sizes]
         return add(torch.ops.aten.view.default, root, shape)
     strides = [static_size(stride) for stride in tensor.stride()]

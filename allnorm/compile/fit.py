@@ -133,7 +133,9 @@ def _holder(
             tensor is not None
             and tensor.dtype == value.dtype
             and tensor.device == like.device
-            and (leads_to(tensor.shape, like.shape) if led else same_shape(tensor.shape, like.shape))
+            and (
+                leads_to(tensor.shape, like.shape) if led else same_shape(tensor.shape, like.shape)
+            )
             and not values.is_pending(node)
             and values.held_at(node, position) is value
         ):

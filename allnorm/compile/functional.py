@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._ops import HigherOrderOperator
@@ -91,7 +92,7 @@ class Functional:
     _memory: list[Memory | None]
     _inputs: dict[object, tuple[Node, Tensor]]
     _constants: dict[str, Tensor]
-    _guards_sizes: bool
+    _meta_key: str | None
     _env: ShapeEnv | None
 
     def finish(self, shapes: Shapes, before: Sequence[Reduction]) -> str:
@@ -110,8 +111,12 @@ class Functional:
         """Makes it the graph of a module."""
         for name, tensor in self._constants.items():
             setattr(module, name, tensor)
-        self.module.graph.set_codegen(module.graph._codegen)
-        module.graph = self.module.graph
+        graph = module.graph  # stays the same object: passes hand it on
+        for node in reversed(list(graph.nodes)):
+            graph.erase_node(node)
+        copied: Any = graph.graph_copy(self.module.graph, {}, return_output_node=True)
+        result, output = copied
+        graph.output(result).meta.update(output.meta)
 
     def _call_reductions(self, before: Sequence[Reduction]) -> None:
         """Gives the reductions that were not fused their calls back."""
@@ -133,13 +138,14 @@ class Functional:
         sizes: list[tuple[int | str, ...] | None] = []
         symbols: dict[str, Any] = {}
         for node in tensors:
-            given = node.op == "placeholder" and self._guards_sizes
+            given = node.op == "placeholder" and self._meta_key != "example_value"
             sizes.append(_named(shapes.of(node), symbols) if given else None)
         rule = ""
         if self._env is not None and symbols:
             rule = self._env.produce_guards_expression(list(symbols.values())) or ""
-        if not first and not any(sizes):
-            return
+        traced = self._meta_key == "val" and TracingContext.try_get() is not None
+        if traced or (not first and not any(sizes)):
+            return  # AOTAutograd guards its inputs
         last = inputs[-1]
         with graph.inserting_after(last):
             graph.call_function(
@@ -230,7 +236,7 @@ def functionalise(
         copy.memory,
         copy.inputs,
         copy.constants,
-        shapes.meta_key != "example_value",
+        shapes.meta_key,
         mode.shape_env if shapes.has_real_examples else None,
     )
 
@@ -532,4 +538,6 @@ def _check_sharing(traced: GraphModule, values: list[Any]) -> None:
     for node in traced.graph.nodes:
         for target in written(node):
             if list(storages.values()).count(storages.get(target)) > 1:
-                raise NotFunctional(f"it writes to an input, {target}, that shares memory with another")
+                raise NotFunctional(
+                    f"it writes to an input, {target}, that shares memory with another"
+                )

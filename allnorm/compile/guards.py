@@ -43,7 +43,9 @@ def check_inputs(
             continue
         same = tensor.dim() == len(expected)
         for size, name in zip(tensor.shape, expected, strict=False):
-            same = same and size == (bound.setdefault(name, size) if isinstance(name, str) else name)
+            same = same and size == (
+                bound.setdefault(name, size) if isinstance(name, str) else name
+            )
         if not same:
             raise ValueError(
                 f"input {index} of a graph that allnorm fused is of shape {tuple(tensor.shape)}; "

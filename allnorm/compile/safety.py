@@ -79,9 +79,7 @@ def answer(values: Values, match: Match, question: Node, source: Node) -> Node |
 
 def _is_for_nobody(values: Values, node: Node) -> bool:
     """Whether a node could as well not be there."""
-    return (
-        node.op != "output" and node not in values.reduced and not node.users and is_pure(node)
-    )
+    return node.op != "output" and node not in values.reduced and not node.users and is_pure(node)
 
 
 def _escape(values: Values, match: Match, value: Value, source: Node, reader: Node) -> str:
@@ -187,5 +185,3 @@ def _between(values: Values, write: Node, of: Node) -> str:
         f"{values.name_of(write)} writes to the memory of {values.name_of(of)} between the "
         "reduction and the norm"
     )
-
-
