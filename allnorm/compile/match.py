@@ -210,6 +210,11 @@ class Matcher:
                 elif user not in seen:
                     seen.add(user)
                     queue.append(user)
+        first = [user for value in queue[:2] for user in value.users if user.op in ("mul", "div")]
+        nodes = [node for v in first for user in (v, *v.users) for node in user.definers]
+        if nodes and any(value.op == "rsqrt" for value in queue):
+            name = self._values.name_of(nodes[0])
+            return f"what follows it is neither a sum nor an RMSNorm: {name} computes with it first"
         if any(value.op == "rsqrt" for value in queue):
             return "what follows it is not an RMSNorm that allnorm computes"
         ends = list(dict.fromkeys(ends or map(str, readers)))

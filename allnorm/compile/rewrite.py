@@ -298,6 +298,7 @@ class Rewriter:
         self._gone.add(node)
         self._graph.erase_node(node)
         for source in inputs:
-            if source.op not in ("placeholder", "output") and not source.users:
-                if source not in self._gone and is_pure(source):
-                    self._remove(source)
+            unused = source not in self._gone and not source.users and source.op != "placeholder"
+            needed = source in self._needed and source not in self._replaced
+            if unused and not needed and is_pure(source):
+                self._remove(source)
