@@ -175,13 +175,11 @@ def test_bias_before_the_residual(pool: RankPool) -> None:
     pool.run(biased)
 
 
-# ---- graphs that are no function ------------------------------------------------------------------
+# ---- graphs that are no function -----------------------------------------------------------------
 
 
 def reduced(graph: Graph, x: Any) -> Any:
-    functional = graph.call_function(
-        torch.ops._c10d_functional.all_reduce.default, (x, "sum", "0")
-    )
+    functional = graph.call_function(torch.ops._c10d_functional.all_reduce.default, (x, "sum", "0"))
     return graph.call_function(torch.ops._c10d_functional.wait_tensor.default, (functional,))
 
 
@@ -293,7 +291,9 @@ def numbers(rank: int, world_size: int) -> None:
     module = symbolic_trace(sized)
     assert len(fuse(module, inputs, comm()).fused) == 1
     module(*inputs)
-    assert "made for 24" in message_of(ValueError, lambda: module(*Inputs(shape=(7, 512)).make(rank)))
+    assert "made for 24" in message_of(
+        ValueError, lambda: module(*Inputs(shape=(7, 512)).make(rank))
+    )
 
 
 LOG: list[float] = []
@@ -446,6 +446,18 @@ def returned_memory(rank: int, world_size: int) -> None:
     assert got[3].data_ptr() == got[4].data_ptr()
 
 
+def inputs_copied_before_they_are_written(rank: int, world_size: int) -> None:
+    def fn(x, r, o, w):
+        o.copy_(x)
+        total = reduce(x * 0.5) + r
+        x.add_(x)
+        return llama(total, w), total
+
+    x, r, w = Inputs().make(rank)
+    graph = symbolic_trace(fn)
+    check_fused(graph, [x, r, r.clone(), w], "transformers", communicator=comm())
+
+
 def training(rank: int, world_size: int) -> None:
     def fn(x, r, w):
         total = funcol.all_reduce(x, "sum", dist.group.WORLD) + r
@@ -470,7 +482,8 @@ def training(rank: int, world_size: int) -> None:
     [
         *(view_reduced_in_place, tied_parameter, forward_replaced, gradient, numbers),
         *(side_effects, claims, sizes, everywhere, reasons, inputs_that_alias_later),
-        *(returned_memory, pytest.param(training, marks=pytest.mark.slow)),
+        *(returned_memory, inputs_copied_before_they_are_written),
+        pytest.param(training, marks=pytest.mark.slow),
     ],
     ids=lambda case: case.__name__,
 )

@@ -35,7 +35,9 @@ class Code:
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self.dtype = self.random.choice([torch.bfloat16, torch.bfloat16, torch.float16, torch.float32])
+        self.dtype = self.random.choice(
+            [torch.bfloat16, torch.bfloat16, torch.float16, torch.float32]
+        )
         self.shape = self.random.choice([(6,), (6,), (2, 3), (1, 6)])
         self.dynamic = self.random.random() < 0.25
         self.in_place = self.random.random() < 0.6
@@ -60,7 +62,7 @@ class Code:
         while self.random.random() < chance:
             a, b = self.pick(), self.pick()
             pure = [f"torch.relu({a})", f"{a}.clone()", f"{a} + {b}", f"{a}.view({a}.shape)"]
-            pure += [f"{a}.flatten(0, -2).view({a}.shape)", f"F.dropout({a}, 0.0)"]
+            pure += [f"{a}.flatten(0, -2).view({a}.shape)", f"F.dropout({a}, 0.0).clone()"]
             writes = [f"{a}.mul_(0.5)", f"{a}.add_({b})", f"{a}[0].add_(1)", f"{a}.copy_({b} * 2)"]
             writes += [f"{a}.view(-1, 8).mul_(0.75)", f"{a}[..., :8].zero_()", "w.mul_(0.9)"]
             if self.in_place and self.random.random() < 0.5:
@@ -112,11 +114,13 @@ class Code:
         body = "\n".join(f"    {line}" for line in self.lines)
         scope: dict[str, Any] = {"torch": torch, "F": F, "dist": dist}
         scope.update(all_reduce=all_reduce, root=root)
-        exec(f"def forward(self, x, r, o, w):\n{body}\n", scope)  # noqa: S102
+        exec(f"def forward(self, x, r, o, w):\n{body}\n", scope)
         made = type("Model", (torch.nn.Module,), {"forward": scope["forward"]})()
         for name in ("norm", "hooked"):
             norm = torch.nn.RMSNorm(HIDDEN, eps=1e-5, dtype=self.dtype).requires_grad_(False)
-            torch.nn.init.uniform_(norm.weight, 0.5, 1.5, generator=torch.Generator().manual_seed(1))
+            torch.nn.init.uniform_(
+                norm.weight, 0.5, 1.5, generator=torch.Generator().manual_seed(1)
+            )
             setattr(made, name, norm)
         made.hooked.register_forward_hook(lambda module, args, result: result * 2)
         return made

@@ -1,4 +1,4 @@
-"""Which results of a graph share memory, with each other and with its inputs: as before a rewrite."""
+"""Which results of a graph share memory with each other, and with its inputs, after a rewrite."""
 
 from __future__ import annotations
 

@@ -11,30 +11,29 @@ What a recording would lose is refused: calls that do more than compute, numbers
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._guards import TracingContext
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
+from torch._guards import TracingContext
 from torch._ops import HigherOrderOperator
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.func import functional_call, functionalize
-from torch.fx import Graph, GraphModule, Interpreter, Node
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functionalize
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.fx.node import map_arg
 
 from allnorm.compile import guards
-from allnorm.compile.aliasing import Memory, keep_aliasing, results_of
+from allnorm.compile.aliasing import Memory, keep_aliasing
+from allnorm.compile.record import REDUCED, Again, Copy, NotFunctional, Recorder
 from allnorm.compile.reductions import Reduction, op_name
-from allnorm.compile.shapes import Shapes, same_shape
+from allnorm.compile.shapes import Shapes
 from allnorm.compile.vocabulary import (
-    attribute_at,
     attribute_of,
-    is_pure,
     is_torch_function,
     module_of,
     plain_module,
@@ -43,15 +42,7 @@ from allnorm.compile.vocabulary import (
     written,
 )
 
-_library = torch.library.Library("allnorm_compile", "DEF")
-_library.define("reduced(Tensor x, int site) -> Tensor")
-torch.library.register_fake("allnorm_compile::reduced", lambda x, site: torch.empty_like(x))
-_REDUCED = torch.ops.allnorm_compile.reduced.default
 _FUNCTIONAL = torch.ops._c10d_functional
-
-
-class NotFunctional(Exception):  # noqa: N818 - a result, with the reason as its text
-    """The graph cannot be made functional."""
 
 
 def writers(graph: Graph, reductions: dict[Node, Reduction]) -> Iterator[Node]:
@@ -121,7 +112,7 @@ class Functional:
     def _call_reductions(self, before: Sequence[Reduction]) -> None:
         """Gives the reductions that were not fused their calls back."""
         graph = self.module.graph
-        for node in graph.find_nodes(op="call_function", target=_REDUCED):
+        for node in graph.find_nodes(op="call_function", target=REDUCED):
             with graph.inserting_before(node):
                 new = _call(graph, before[node.args[1]], node.args[0])
             new.meta.update(node.meta)
@@ -178,8 +169,7 @@ def _call(graph: Graph, reduction: Reduction, x: Any) -> Node:
     functional = _FUNCTIONAL.all_reduce.default
     name = qualified_name(node.target)
     if name.startswith(("_c10d_functional", "c10d_functional")) or not name:
-        args = (x, op_name(reduction), reduction.group)
-        new = graph.call_function(functional, args)
+        new = graph.call_function(functional, (x, op_name(reduction), reduction.group))
         if reduction.in_place or not name:
             new = graph.call_function(_FUNCTIONAL.wait_tensor.default, (new,))
         return new
@@ -212,13 +202,13 @@ def functionalise(
         raise NotFunctional("results of it need a gradient")
     attributes = _attributes(module)
     mode, values = _arguments(shapes, inputs, list(attributes.values()))
-    recorder = _Recorder(module, reductions, list(attributes))
+    recorder = Recorder(module, reductions, list(attributes))
     try:
         with mode, torch.no_grad(), enable_python_dispatcher():
             traced = make_fx(functionalize(recorder.play))(*values)
             makers = recorder.makers
             if any(writers(traced.graph, {})):  # inside of what an operator is made of
-                again = _Again(traced)
+                again = Again(traced)
                 traced = make_fx(functionalize(again.run))(*values)
                 makers = {new: makers[n] for new, n in again.makers.items() if n in makers}
     except NotFunctional:
@@ -227,7 +217,7 @@ def functionalise(
         text = str(error).strip().splitlines() or [type(error).__name__]
         raise NotFunctional(f"PyTorch cannot make it functional: {text[0]}") from None
     _check_sharing(traced, values)
-    copy = _Copy(module, recorder, traced, makers)
+    copy = Copy(module, recorder, traced, makers)
     made = copy.make(inputs, attributes)
     return Functional(
         made,
@@ -315,8 +305,8 @@ def _arguments(
         assert shapes.examples is not None
         values = [_free(mode, value, index) for index, value in enumerate(shapes.examples)]
         values = values[: len(inputs)]
-    fixed = {"static_shapes": True}
-    return mode, [*values, *(mode.from_tensor(tensor.detach(), **fixed) for tensor in attributes)]
+    fixed = [mode.from_tensor(tensor.detach(), static_shapes=True) for tensor in attributes]
+    return mode, [*values, *fixed]
 
 
 def _free(mode: FakeTensorMode, value: Any, index: int) -> Any:
@@ -324,207 +314,9 @@ def _free(mode: FakeTensorMode, value: Any, index: int) -> Any:
     if not isinstance(value, Tensor) or not value.dim():
         return mode.from_tensor(value.detach()) if isinstance(value, Tensor) else value
     dims = [DimDynamic.DUCK] * (value.dim() - 1) + [DimDynamic.STATIC]
-    context = StatelessSymbolicContext(dynamic_sizes=dims)
+    context: Any = StatelessSymbolicContext(dynamic_sizes=dims)
     source = ConstantSource(f"input{index}")
     return mode.from_tensor(value.detach(), symbolic_context=context, source=source)
-
-
-class _Again(Interpreter):
-    """Runs a graph on functional tensors, and keeps which node made what."""
-
-    def __init__(self, module: GraphModule) -> None:
-        super().__init__(module, garbage_collect_values=False)
-        self.makers: dict[Node, Node] = {}  # by node of the record
-
-    def run_node(self, n: Node) -> Any:
-        mode = get_proxy_mode()
-        assert mode is not None
-        last = mode.tracer.graph._root._prev
-        value = self._run(n)
-        new = mode.tracer.graph._root._prev
-        while new is not last and new.op != "root":
-            self.makers[new] = n
-            new = new._prev
-        return value
-
-    def _run(self, n: Node) -> Any:
-        return super().run_node(n)
-
-
-class _Recorder(_Again):
-    """Runs the graph that was given, with one operator for every reduction."""
-
-    def __init__(
-        self, module: GraphModule, reductions: dict[Node, Reduction], attributes: Sequence[str]
-    ) -> None:
-        super().__init__(module)
-        self._sites = {node: (i, r) for i, (node, r) in enumerate(reductions.items())}
-        self._paths = attributes
-        self._lifted: dict[int, Any] = {}
-        self.results: list[Node] = []
-        self.memory: dict[Node, Memory] = {}
-        self.inputs: list[Memory | None] = []
-
-    def play(self, *values: Any) -> Any:
-        count = len(values) - len(self._paths)
-        for path, value in zip(self._paths, values[count:], strict=True):
-            self._lifted[id(attribute_at(self.module, path))] = value
-        before = [value.shape if isinstance(value, Tensor) else None for value in values]
-        results = self.run(*values[:count])
-        for value, shape in zip(values, before, strict=True):
-            if shape is not None and not same_shape(value.shape, shape):
-                raise NotFunctional("it changes the shape of an input in place")
-        self.inputs = [_memory(value) for value in values]
-        return results
-
-    def _run(self, n: Node) -> Any:
-        index, reduction = self._sites.get(n, (0, None))
-        if n.op == "output":
-            return self._output(n)
-        if n.op == "get_attr":
-            return self._lifted[id(attribute_of(n))]
-        if n.op == "call_module":
-            return self._module(n)
-        if reduction is None or reduction.x is None:
-            return super()._run(n)
-        x = self.env[reduction.x]
-        value = _REDUCED(x, index)
-        return x.copy_(value) if reduction.in_place else value
-
-    def _module(self, n: Node) -> Any:
-        called = module_of(n)
-        assert called is not None
-        args, kwargs = self.fetch_args_kwargs_from_env(n)
-        state = {
-            name: self._lifted[id(tensor)]
-            for name, tensor in (*called.named_parameters(), *called.named_buffers())
-        }
-        return functional_call(called, state, args, kwargs)
-
-    def _output(self, n: Node) -> tuple[Any, ...]:
-        self.results = results_of(n.graph)
-        values = [self.env[node] for node in self.results]
-        for node, value in zip(self.results, values, strict=True):
-            memory = _memory(value)
-            if memory is not None:
-                self.memory[node] = memory
-            elif isinstance(value, tuple | list | dict):
-                raise NotFunctional(f"it returns {node}, which is no tensor")
-        return tuple(values)
-
-
-def _memory(value: Any) -> Memory | None:
-    if not isinstance(value, Tensor):
-        return None
-    return Memory.of(value)
-
-
-class _Copy:
-    """The record as a graph with the names of the one that was recorded."""
-
-    def __init__(
-        self,
-        module: GraphModule,
-        recorder: _Recorder,
-        traced: GraphModule,
-        makers: dict[Node, Node],
-    ) -> None:
-        self._module, self._recorder = module, recorder
-        self._traced, self._makers = traced, makers
-        self._graph = Graph()
-        self._new: dict[Node, Any] = {}
-        self.constants: dict[str, Tensor] = {}
-        self.origin: dict[Node, Node] = {}
-        self.inputs: dict[object, tuple[Node, Tensor]] = {}
-        self.memory: list[Memory | None] = []
-
-    def make(self, inputs: list[Node], attributes: dict[str, Tensor]) -> GraphModule:
-        places = self._traced.graph.find_nodes(op="placeholder")
-        sources: list[Node | str] = [*inputs, *attributes]
-        memories = self._recorder.inputs
-        for place, source, memory in zip(places, sources, memories, strict=True):
-            if place.users or isinstance(source, Node):
-                self._new[place] = node = self._input(place, source)
-                if memory is not None:
-                    self.inputs[memory.storage] = (node, place.meta["val"])
-        for node in self._traced.graph.nodes:
-            if node.op not in ("placeholder", "output"):
-                self._new[node] = new = self._copied(node)
-                maker = self._makers.get(node)
-                if maker is not None and isinstance(new, Node) and new not in self.origin:
-                    self.origin[new] = maker
-                    if "stack_trace" in maker.meta:
-                        new.meta["stack_trace"] = maker.meta["stack_trace"]
-        self._output()
-        for node in reversed(self._graph.nodes):
-            if node.op not in ("placeholder", "output") and not node.users and is_pure(node):
-                self._graph.erase_node(node)
-        paths = {path: attribute_at(self._module, path) for path in attributes}
-        return GraphModule({**paths, **self.constants}, self._graph)
-
-    def _input(self, place: Node, source: Node | str) -> Node:
-        if isinstance(source, str):
-            node = self._graph.create_node("get_attr", source)
-        else:
-            arguments = (source.args, {}, source.name, source.type)
-            node = self._graph.create_node("placeholder", str(source.target), *arguments)
-            node.meta.update(source.meta)
-        node.meta.update(place.meta)
-        return node
-
-    def _copied(self, node: Node) -> Any:
-        if node.op == "get_attr":
-            return self._constant(node)
-        if node.target is torch.ops.aten.copy.default:
-            source, mine = node.args[1], node.meta["val"]
-            theirs = source.meta["val"] if isinstance(source, Node) else None
-            if theirs is not None and theirs.dtype == mine.dtype and theirs.device == mine.device:
-                if same_shape(theirs.shape, mine.shape):
-                    if same_shape(theirs.stride(), mine.stride()):
-                        return self._new[source]
-        return self._graph.node_copy(node, self._new.__getitem__)
-
-    def _constant(self, node: Node) -> Node:
-        tensor = attribute_at(self._traced, str(node.target))
-        if not isinstance(tensor, Tensor) or isinstance(tensor, FakeTensor):
-            raise NotFunctional(f"it makes {node}, a tensor that only tracing knows")
-        name = f"_allnorm_constant{len(self.constants)}"
-        while hasattr(self._module, name):
-            name += "_"
-        self.constants[name] = tensor
-        new = self._graph.create_node("get_attr", name)
-        new.meta.update(node.meta)
-        return new
-
-    def _output(self) -> None:
-        (values,) = self._traced.graph.output_node().args
-        traced = dict(zip(self._recorder.results, values, strict=True))  # type: ignore[arg-type]
-
-        def result(node: Node) -> Any:
-            new = self._new.get(traced[node], traced[node])
-            if isinstance(new, Node):
-                self.memory.append(self._recorder.memory.get(node))
-            return new
-
-        output = self._module.graph.output_node()
-        self._graph.output(map_arg(output.args[0], result)).meta.update(output.meta)
-
-    def reductions(self, before: dict[Node, Reduction]) -> dict[Node, Reduction]:
-        marked = {node.args[1]: node for node in self._graph.nodes if node.target is _REDUCED}
-        found = {}
-        for index, (node, reduction) in enumerate(before.items()):
-            if reduction.x is None:
-                same = (n for n, maker in self.origin.items() if maker is node)
-                new = next((n for n in same if n.target == node.target), None)
-                changed = replace(reduction, node=new) if new is not None else None
-            else:
-                new = marked[index]
-                x, pending = new.args[0], reduction.pending and not reduction.in_place
-                changed = replace(reduction, node=new, x=x, in_place=False, pending=pending)
-            if changed is None:
-                raise NotFunctional(f"{node} is a reduction of several tensors in place")
-            found[node] = changed
-        return found
 
 
 def _check_sharing(traced: GraphModule, values: list[Any]) -> None:

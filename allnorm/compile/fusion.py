@@ -14,9 +14,10 @@ from allnorm.communicator import Communicator
 from allnorm.compile.aliasing import Memory, keep_aliasing, occurrences
 from allnorm.compile.candidate import Match, Missed
 from allnorm.compile.decompose import Decompositions, by_name
-from allnorm.compile.functional import Functional, NotFunctional, functionalise, writers
+from allnorm.compile.functional import Functional, functionalise, writers
 from allnorm.compile.groups import communicator_name, is_closed
 from allnorm.compile.match import Matcher
+from allnorm.compile.record import NotFunctional
 from allnorm.compile.reductions import Reduction, find_reductions
 from allnorm.compile.report import FusionReport, Site
 from allnorm.compile.rewrite import Rewriter
@@ -189,7 +190,7 @@ def _note_inputs(
     assert isinstance(inner, GraphModule)
     given = [shapes.any_of(arg) if isinstance(arg, Node) else arg for arg in node.args]
     count = len(inner.graph.find_nodes(op="placeholder"))
-    known = not node.kwargs and len(given) == count and None not in map(type, given)
+    known = not node.kwargs and len(given) == count and all(value is not None for value in given)
     again = inner in inputs
     inputs[inner] = given if known and not again else None
 
@@ -218,12 +219,11 @@ def _origin(
     places = functional.module.graph.find_nodes(op="placeholder")
     same = zip(module.graph.find_nodes(op="placeholder"), places, strict=True)
     outside = {shapes.storage(node): place for node, place in same}
-    writes = []
+    writes: list[tuple[Node, Node]] = []
     for node in position:
         targets = reductions[node].writes if node in reductions else written(node)
-        for target in targets:
-            if shapes.storage(target) in outside:
-                writes.append((node, outside[shapes.storage(target)]))
+        storages = map(shapes.storage, targets)
+        writes += [(node, outside[storage]) for storage in storages if storage in outside]
     in_place = {node for node, reduction in reductions.items() if reduction.in_place}
     return Origin(functional.origin, position, writes, in_place)
 

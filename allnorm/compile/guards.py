@@ -1,4 +1,4 @@
-"""What a rewritten graph checks whenever it runs, where its tracer does not: what was taken as given.
+"""What a rewritten graph checks whenever it runs, because it was taken as given.
 
 The functions stand in graphs as calls. Whoever traces such a graph runs them on fake tensors, of
 which they only ask what the graph was made for.

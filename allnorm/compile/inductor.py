@@ -43,9 +43,11 @@ def inductor_pass(
         communicator: as for `fuse`. Pass it to keep compiled code across processes: without it the
             code may name a communicator that only this process makes, so that Inductor's caches
             are not used by any other.
-        all_reduce_ops, all_reduce_groups, approximate_quant: as for `fuse`.
+        all_reduce_ops: as for `fuse`.
+        all_reduce_groups: as for `fuse`.
         decompositions: as for `fuse`. Compiled code is kept across processes only with functions
             of which the source is at hand, and which depend on nothing else that changes.
+        approximate_quant: as for `fuse`.
 
     Returns:
         A `torch._inductor.custom_graph_pass.CustomGraphPass`. Its `reports` has a `FusionReport`

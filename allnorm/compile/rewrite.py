@@ -147,7 +147,7 @@ class Rewriter:
         return call
 
     def _check_numbers(self, match: Match) -> None:
-        """What the graph computes of sizes, and the call was made with, is checked where it runs."""
+        """Checks where it runs what the graph computes of sizes, and the call was made with."""
         nodes = tuple(match.numbers)
         behind = max(match.after, *map(self._values.position.__getitem__, nodes))
         args = (nodes, tuple(match.numbers.values()))

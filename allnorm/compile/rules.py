@@ -102,7 +102,7 @@ def _constant(e: Evaluator, node: Node) -> Value:
     is_number = isinstance(number, int | float) and not isinstance(number, bool)
     if not is_number or out.dim() or out.dtype != torch.float32:
         raise NotUnderstood
-    return e.algebra.const(float(number))  # type: ignore[arg-type]
+    return e.algebra.const(float(number))
 
 
 # ---- conversions, copies, views ------------------------------------------------------------------

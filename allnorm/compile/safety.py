@@ -41,9 +41,11 @@ def check_escapes(values: Values, match: Match) -> str:
             pending += [result for result in defined if result not in pending]
     for value in candidate.values:
         for question, source in value.questions:
-            if (value in pending or source in members) and not is_answered(values, question):
-                if answer(values, match, question, source) is None:
-                    return _escape(values, match, value, source, question)
+            concerned = value in pending or source in members
+            if concerned and not (
+                is_answered(values, question) or answer(values, match, question, source)
+            ):
+                return _escape(values, match, value, source, question)
     return ""
 
 
@@ -69,7 +71,9 @@ def answer(values: Values, match: Match, question: Node, source: Node) -> Node |
     about = values.shapes.of(source)
     for node in (match.candidate.reduction.x, match.x):
         tensor = None if node is None else values.shapes.of(node)
-        if about is None or tensor is None or values.position[node] > values.position[question]:
+        if node is None or about is None or tensor is None:
+            continue
+        if values.position[node] > values.position[question]:
             continue
         same_type = tensor.dtype == about.dtype or asked in _ABOUT_SHAPES
         if same_type and tensor.device == about.device and same_shape(tensor.shape, about.shape):
@@ -101,8 +105,8 @@ def _escape(values: Values, match: Match, value: Value, source: Node, reader: No
         )
     if value in (candidate.sum32, candidate.norm.product, candidate.norm.rstd):
         return (
-            f"{name(source)} is needed unrounded, by {user}: the fused call returns the rounded sum "
-            "and the normed tensor only"
+            f"{name(source)} is needed unrounded, by {user}: the fused call returns the rounded "
+            "sum and the normed tensor only"
         )
     return (
         f"{name(source)}, computed from the reduced tensor, is needed too, by {user}: with the "
@@ -172,11 +176,11 @@ def check_writes(values: Values, match: Match) -> str:
                 return f"{write.node} writes later to one of several tensors that hold the result"
     inputs = {shapes.storage(node) for node in match.inputs}
     last = max((value.definers[0] for value in candidate.served), key=values.position.__getitem__)
-    for write, target in values.writes_between(
+    for node, target in values.writes_between(
         candidate.reduction.node, last, match.members, candidate.served
     ):
-        if shapes.storage(target) in inputs or write in map(values.maker_of, match.inputs):
-            return _between(values, write, target)
+        if shapes.storage(target) in inputs or node in map(values.maker_of, match.inputs):
+            return _between(values, node, target)
     return ""
 
 
