@@ -458,6 +458,17 @@ def inputs_copied_before_they_are_written(rank: int, world_size: int) -> None:
     check_fused(graph, [x, r, r.clone(), w], "transformers", communicator=comm())
 
 
+def wait_returns_what_is_reduced_in_place(rank: int, world_size: int) -> None:
+    graph = Graph()
+    x, r, w = map(graph.placeholder, "xrw")
+    pending = graph.call_function(torch.ops._c10d_functional.all_reduce_.default, (x, "sum", "0"))
+    waited = graph.call_function(torch.ops._c10d_functional.wait_tensor.default, (pending,))
+    graph.call_method("add_", (waited, r))
+    graph.output((normed(graph, waited, w), x))
+    module = GraphModule(torch.nn.Module(), graph)
+    check_fused(module, Inputs().make(rank), "rounded", communicator=comm())
+
+
 def training(rank: int, world_size: int) -> None:
     def fn(x, r, w):
         total = funcol.all_reduce(x, "sum", dist.group.WORLD) + r
@@ -483,6 +494,7 @@ def training(rank: int, world_size: int) -> None:
         *(view_reduced_in_place, tied_parameter, forward_replaced, gradient, numbers),
         *(side_effects, claims, sizes, everywhere, reasons, inputs_that_alias_later),
         *(returned_memory, inputs_copied_before_they_are_written),
+        wait_returns_what_is_reduced_in_place,
         pytest.param(training, marks=pytest.mark.slow),
     ],
     ids=lambda case: case.__name__,

@@ -103,13 +103,18 @@ class Program:
         return self.call(operator.mul, *((a, b) if self.random.random() < 0.5 else (b, a)))
 
     def reduce(self, x: Node) -> Node:
-        kind = self.random.randrange(3)
+        kind = self.random.randrange(4)
         if kind == 0:
             self.call(dist.all_reduce, x)
             return x
+        wait = torch.ops._c10d_functional.wait_tensor.default
+        if kind == 3:
+            return self.call(
+                wait, self.call(torch.ops._c10d_functional.all_reduce_.default, x, "sum", "0")
+            )
         functional = torch.ops._c10d_functional.all_reduce.default
         reduced = self.call(functional, x, "sum", "0")
-        waited = self.call(torch.ops._c10d_functional.wait_tensor.default, reduced)
+        waited = self.call(wait, reduced)
         if kind == 1:
             return waited
         self.call("copy_", x, waited)

@@ -170,9 +170,7 @@ def _call(graph: Graph, reduction: Reduction, x: Any) -> Node:
     name = qualified_name(node.target)
     if name.startswith(("_c10d_functional", "c10d_functional")) or not name:
         new = graph.call_function(functional, (x, op_name(reduction), reduction.group))
-        if reduction.in_place or not name:
-            new = graph.call_function(_FUNCTIONAL.wait_tensor.default, (new,))
-        return new
+        return graph.call_function(_FUNCTIONAL.wait_tensor.default, (new,))
     if reduction.in_place:
         copy = graph.call_function(torch.ops.aten.clone.default, (x,))
         args, kwargs = map_arg((node.args, node.kwargs), lambda a: copy if a is given else a)

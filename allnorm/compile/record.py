@@ -17,7 +17,7 @@ from torch.fx.node import map_arg
 from allnorm.compile.aliasing import Memory, results_of
 from allnorm.compile.reductions import Reduction
 from allnorm.compile.shapes import same_shape
-from allnorm.compile.vocabulary import attribute_at, attribute_of, is_pure, module_of
+from allnorm.compile.vocabulary import attribute_at, attribute_of, is_pure, module_of, operation
 
 _library = torch.library.Library("allnorm_compile", "DEF")
 _library.define("reduced(Tensor x, int site) -> Tensor")
@@ -87,6 +87,9 @@ class Recorder(Again):
             return self._lifted[id(attribute_of(n))]
         if n.op == "call_module":
             return self._module(n)
+        waited = n.args[0] if operation(n) == "wait" and n.args else None
+        if isinstance(waited, Node) and waited in self._sites:
+            return self.env[waited]  # as eagerly: the same tensor
         if reduction is None or reduction.x is None:
             return super()._run(n)
         x = self.env[reduction.x]
@@ -228,8 +231,8 @@ class Copy:
                 changed = replace(reduction, node=new) if new is not None else None
             else:
                 new = marked[index]
-                x, pending = new.args[0], reduction.pending and not reduction.in_place
-                changed = replace(reduction, node=new, x=x, in_place=False, pending=pending)
+                x = new.args[0]
+                changed = replace(reduction, node=new, x=x, in_place=False, pending=False)
             if changed is None:
                 raise NotFunctional(f"{node} is a reduction of several tensors in place")
             found[node] = changed
