@@ -469,6 +469,19 @@ def wait_returns_what_is_reduced_in_place(rank: int, world_size: int) -> None:
     check_fused(module, Inputs().make(rank), "rounded", communicator=comm())
 
 
+def operators_that_return_their_input(rank: int, world_size: int) -> None:
+    """`type_as` of the same dtype, and dropout of nothing, hand on what they were given."""
+
+    def fn(x, r, w):
+        total = reduce(x) + r
+        normed = llama(total, w)
+        same = F.dropout(total.type_as(normed), 0.0)
+        total.mul_(2)
+        return normed, total, same + 1
+
+    check_fused(symbolic_trace(fn), Inputs().make(rank), "transformers", communicator=comm())
+
+
 def training(rank: int, world_size: int) -> None:
     def fn(x, r, w):
         total = funcol.all_reduce(x, "sum", dist.group.WORLD) + r
@@ -494,7 +507,7 @@ def training(rank: int, world_size: int) -> None:
         *(view_reduced_in_place, tied_parameter, forward_replaced, gradient, numbers),
         *(side_effects, claims, sizes, everywhere, reasons, inputs_that_alias_later),
         *(returned_memory, inputs_copied_before_they_are_written),
-        wait_returns_what_is_reduced_in_place,
+        *(wait_returns_what_is_reduced_in_place, operators_that_return_their_input),
         pytest.param(training, marks=pytest.mark.slow),
     ],
     ids=lambda case: case.__name__,
