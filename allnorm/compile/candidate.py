@@ -79,7 +79,7 @@ class Candidate:
             return False
         return operand is self.residual or (operand.op == "up" and self.residual in operand.args)
 
-    @property
+    @functools.cached_property
     def served(self) -> list[Value]:
         """What the fused call returns."""
         results = [self.summed, self.normed]

@@ -255,7 +255,7 @@ class Copy:
 
 
 def _inner(tensor: Tensor) -> object:
-    torch._sync(tensor)
+    torch._sync(tensor)  # type: ignore[attr-defined]
     return Memory.of(torch._from_functional_tensor(tensor)).storage
 
 

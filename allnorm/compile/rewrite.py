@@ -236,8 +236,11 @@ class Rewriter:
 
     def _place(self, behind: int) -> Node:
         """The node in front of which new ones stand behind a position."""
-        rest = self._order[behind + 1 :]
-        return next(node for node in rest if node is not None and node not in self._gone)
+        for index in range(behind + 1, len(self._order)):
+            node = self._order[index]
+            if node is not None and node not in self._gone:
+                return node
+        raise AssertionError("a graph ends with its output")
 
     def _describe(self, node: Node) -> None:
         """Gives a new node the metadata that the others have."""

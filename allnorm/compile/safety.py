@@ -139,11 +139,12 @@ def check_positions(values: Values, match: Match, accepted: list[Match]) -> str:
             )
         match.moved.append(reader)
         early += [user for user in reader.users if not values.is_question(user)]
-    for value in candidate.served:
-        for other in accepted:
-            takes = any(value in values.held_by(node) for node in other.inputs)
-            if takes and other.after <= match.after:
-                return f"{other.candidate.reduction.node}, which is fused, needs the result before"
+    served = set(candidate.served)
+    for other in accepted:
+        near = match.begin(values) - 1 <= other.after <= match.after
+        if near and any(v in served for node in other.inputs for v in values.held_by(node)):
+            name = other.candidate.reduction.node
+            return f"{name}, which is fused, needs the result before"
     return ""
 
 
