@@ -278,6 +278,24 @@ def sum_changed_afterwards(x, residual, w):
     return normed, residual, residual + 1
 
 
+@match("rounded")
+def sum_changed_behind_its_last_use_through_a_view(x, residual, w):
+    total = reduce(x) + residual
+    z = total.float()
+    total[0].add_(1)
+    return (z * rstd(z) * w).to(bf16), total
+
+
+@match("transformers")
+def two_sums_of_which_one_changes(x, residual, w):
+    """Each result keeps its own memory."""
+    reduced = reduce(x)
+    one, two = reduced + residual, reduced + residual
+    normed = llama(one, w)
+    one.add_(1)
+    return normed, one, two
+
+
 @match("transformers", norms=2)
 def sum_normed_twice(x, residual, w):
     residual = reduce(x) + residual

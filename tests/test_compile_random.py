@@ -1,4 +1,7 @@
-"""Random graphs with views, copies and calls in place: fused or not, they compute the same."""
+"""Random graphs with views, copies and calls in place: fused or not, they compute the same.
+
+Half of them also norm in place, and store results over what they were computed from.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,7 @@ class Program:
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
+        self.in_place = seed % 2 == 1
         self.graph = Graph()
         self.weight = self.graph.placeholder("weight")
         self.tensors = [self.graph.placeholder(name) for name in ("x", "residual", "other")]
@@ -50,7 +54,7 @@ class Program:
     def noise(self, chance: float = 0.35) -> None:
         """Something that a rewrite must respect."""
         while self.random.random() < chance:
-            kind = self.random.randrange(11)
+            kind = self.random.randrange(18)
             tensor = self.pick()
             if kind == 0:
                 self.tensors.append(self.call("clone", tensor))
@@ -75,17 +79,42 @@ class Program:
                     self.call("add_", wide, 0.25)
             elif kind == 9:
                 self.tensors.append(self.call(operator.add, tensor, self.pick()))
-            else:
+            elif kind == 10:
                 self.call("mul_", self.weight, 0.9)
+            elif kind == 11:
+                self.call(torch.add, tensor, self.pick(), out=self.pick())
+            elif kind == 12:
+                self.call(operator.setitem, tensor, 0, 1.5)
+            elif kind == 13:
+                self.call("zero_", self.call("narrow", tensor, 1, 0, 8))
+            elif kind == 14:
+                self.call("add_", self.call("t", tensor), 0.5)
+            elif kind == 15:
+                self.call("mul_", self.call("view", tensor, TOKENS, 8, 8), 0.75)
+            elif kind == 16:
+                self.tensors.append(self.call("detach", tensor))
+            else:
+                rows = self.call(operator.getitem, self.pick(), slice(1, 3))
+                self.call("copy_", self.call(operator.getitem, tensor, slice(3, 5)), rows)
+
+    def product(self, a: Node, b: Node) -> Node:
+        if self.in_place and self.random.random() < 0.4:
+            return self.call("mul_", a, b)
+        return self.call(operator.mul, *((a, b) if self.random.random() < 0.5 else (b, a)))
 
     def reduce(self, x: Node) -> Node:
-        kind = self.random.randrange(3)
+        kind = self.random.randrange(4)
         if kind == 0:
             self.call(dist.all_reduce, x)
             return x
+        wait = torch.ops._c10d_functional.wait_tensor.default
+        if kind == 3:
+            return self.call(
+                wait, self.call(torch.ops._c10d_functional.all_reduce_.default, x, "sum", "0")
+            )
         functional = torch.ops._c10d_functional.all_reduce.default
         reduced = self.call(functional, x, "sum", "0")
-        waited = self.call(torch.ops._c10d_functional.wait_tensor.default, reduced)
+        waited = self.call(wait, reduced)
         if kind == 1:
             return waited
         self.call("copy_", x, waited)
@@ -95,21 +124,26 @@ class Program:
         kind = self.random.randrange(4)
         if kind == 0 and sum32 is None:
             return self.call(F.rms_norm, total, (HIDDEN,), self.weight, EPS)
+        if self.in_place and sum32 is None and self.random.random() < 0.3:
+            root = self.root(self.call("float", total), kind)
+            return self.product(self.product(total, root), self.weight)
         z = self.call("float", total) if sum32 is None else sum32
         self.noise(0.15)
-        squares = self.call(operator.mul, z, z)
-        mean = self.call("mean", squares, -1, keepdim=True)
+        normed = self.product(z, self.root(z, kind))
+        self.noise(0.15)
+        if kind == 2:
+            normed = self.call("to", normed, bf16)
+            return self.product(normed, self.weight)
+        gain = self.call(operator.add, 1.0, self.call("float", self.weight))
+        return self.call("type_as", self.product(normed, gain), total)
+
+    def root(self, z: Node, kind: int) -> Node:
+        mean = self.call("mean", self.call(operator.mul, z, z), -1, keepdim=True)
         if kind == 1:
             self.call("add_", mean, EPS)
         else:
             mean = self.call(operator.add, mean, EPS)
-        normed = self.call(operator.mul, z, self.call(torch.rsqrt, mean))
-        self.noise(0.15)
-        if kind == 2:
-            normed = self.call("to", normed, bf16)
-            return self.call(operator.mul, self.weight, normed)
-        gain = self.call(operator.add, 1.0, self.call("float", self.weight))
-        return self.call("type_as", self.call(operator.mul, normed, gain), total)
+        return self.call(torch.rsqrt, mean)
 
     def quantise(self, normed: Node) -> None:
         values = self.call("float", normed)
@@ -142,6 +176,8 @@ class Program:
                 total = self.call(add, *pair)
         self.noise(0.2)
         normed = self.norm(total, sum32)
+        if self.in_place and self.random.random() < 0.2:
+            self.call("copy_", self.random.choice([total, reduced, x]), normed)
         self.tensors += [normed, total]
         if self.random.random() < 0.3:
             self.quantise(normed)
@@ -150,18 +186,23 @@ class Program:
         self.noise()
 
 
-def compare(rank: int, world_size: int, seeds: range) -> tuple[int, int]:
-    fused = missed = 0
-    given = [
-        shared_input((HIDDEN,), bf16, "weight"),
-        rank_input((TOKENS, HIDDEN), bf16, rank),
-        shared_input((TOKENS, HIDDEN), bf16, "residual"),
-        shared_input((TOKENS, HIDDEN), bf16, "other"),
-    ]
+def compare(rank: int, world_size: int, seeds: range) -> list[str]:
+    """Fuses and runs each graph; returns the reports."""
+    reports = []
     for seed in seeds:
         program = Program(seed)
+        shared = {"device": torch.device("cpu"), "call": seed % 7}
+        given = [
+            shared_input((HIDDEN,), bf16, "weight", **shared),
+            rank_input((TOKENS, HIDDEN), bf16, rank, **shared),
+            shared_input((TOKENS, HIDDEN), bf16, "residual", **shared),
+            shared_input((TOKENS, HIDDEN), bf16, "other", **shared),
+        ]
         expected_inputs, actual_inputs = ([t.clone() for t in given] for _ in range(2))
-        expected = program.module(*expected_inputs)
+        try:
+            expected = program.module(*expected_inputs)
+        except RuntimeError:  # a copy between parts of one tensor that overlap
+            continue
         before = str(program.graph)
         report = fuse(program.module, given, comm())
         program.graph.lint()
@@ -169,22 +210,34 @@ def compare(rank: int, world_size: int, seeds: range) -> tuple[int, int]:
         changed = f"seed {seed}:\n{before}\n{report}\n{program.graph}"
         pairs = zip((*expected, *expected_inputs), (*actual, *actual_inputs), strict=True)
         for i, (theirs, mine) in enumerate(pairs):
+            assert mine.stride() == theirs.stride(), f"strides of result {i} of {changed}"
+            mine, theirs = mine.float(), theirs.float()
+            size = max(1.0, float(theirs.nan_to_num(0, 0, 0).abs().median()))
             # A last bit of the norm may become a step of FP8 in a few elements.
-            close = torch.isclose(mine.float(), theirs.float(), rtol=0.04, atol=0.04)
-            few = torch.isclose(mine.float(), theirs.float(), rtol=0.3, atol=0.3)
+            close = torch.isclose(mine, theirs, rtol=0.04, atol=0.04 * size, equal_nan=True)
             assert float(close.float().mean()) > 0.97, f"result {i} of {changed}"
-            assert bool(few.all()), f"result {i} of {changed}"
         assert report.fused or str(program.graph) == before
-        fused += len(report.fused)
-        missed += len(report.missed)
-    return fused, missed
+        reports.append(str(report))
+    return reports
+
+
+def check_reports(answers: list[list[str]], least: int) -> None:
+    first, second = answers
+    assert first == second, "every rank fuses the same"
+    text = "\n".join(first)
+    assert text.count("\nfused ") > least, "the programs have sites"
+    assert text.count("\nmissed ") > least, "and near misses"
 
 
 @on(cpu=(2,))
-@pytest.mark.parametrize("first", range(0, 400, 100))
+@pytest.mark.parametrize("first", [0, 25])
 def test_random_graphs(pool: RankPool, first: int) -> None:
-    answers = pool.run(compare, range(first, first + 100))
-    assert len(set(answers)) == 1, "every rank fuses the same"
-    fused, missed = answers[0]
-    assert fused > 30, "the programs have sites"
-    assert missed > 30, "and near misses"
+    check_reports(pool.run(compare, range(first, first + 25)), 5)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+@on(cpu=(2,))
+@pytest.mark.parametrize("first", range(1000, 21000, 500))
+def test_many_random_graphs(pool: RankPool, first: int) -> None:
+    check_reports(pool.run(compare, range(first, first + 500), timeout=7000.0), 100)

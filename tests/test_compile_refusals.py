@@ -322,14 +322,6 @@ def reduced_changed_between(x, residual, w):
     return llama(reduced + residual, w)
 
 
-@refusal("add_ writes to the memory of .* between")
-def sum_changed_before_the_norm_through_a_view(x, residual, w):
-    total = reduce(x) + residual
-    z = total.float()
-    total[0].add_(1)
-    return norm(z, w), total
-
-
 @refusal("writes to the memory of x between|writes to the memory of")
 def input_changed_between(x, residual, w):
     reduced = reduce(x)
@@ -350,15 +342,6 @@ def view_of_what_is_reduced_in_place(x, residual, w):
     first = x[:1]
     torch.ops._c10d_functional.all_reduce_.default(x, "sum", "0")
     return llama(x + residual, w), first + 1
-
-
-@refusal("writes later to one of several tensors|shares memory|reads")
-def two_sums_of_which_one_changes(x, residual, w):
-    reduced = reduce(x)
-    one, two = reduced + residual, reduced + residual
-    normed = llama(one, w)
-    one.add_(1)
-    return normed, one, two
 
 
 # ---- order --------------------------------------------------------------------------------------

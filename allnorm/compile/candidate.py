@@ -12,6 +12,8 @@ from allnorm.compile.expressions import Value
 from allnorm.compile.norms import Norm, Output
 from allnorm.compile.quantise import Quantised
 from allnorm.compile.reductions import Reduction
+from allnorm.compile.shapes import same_shape
+from allnorm.compile.values import Values
 
 
 class Missed(Exception):  # noqa: N818 - a result, with the reason as its text
@@ -32,6 +34,8 @@ class Candidate:
         output: what the graph makes of that.
         numerics: the mode that computes this.
         quantised: how the normed tensor is quantised; None if that is left to the graph.
+        is_local: whether `reduced` is the result with a bias added to it, which is rounded before
+            the residual is added: the call only adds and norms it, behind the reduction.
     """
 
     reduction: Reduction
@@ -43,6 +47,7 @@ class Candidate:
     output: Output
     numerics: str
     quantised: Quantised | None = None
+    is_local: bool = False
 
     @property
     def normed(self) -> Value:
@@ -61,7 +66,8 @@ class Candidate:
                 if value is self.reduced:
                     continue
                 pending += [operand for operand in value.args if not self._is_input(operand)]
-        return [value for value in found if value.op != "const"]
+        computed = [value for value in found if value.op != "const"]
+        return [value for value in computed if not (self.is_local and value is self.reduced)]
 
     def _is_input(self, operand: Value) -> bool:
         if operand is self.output.gain:
@@ -69,11 +75,11 @@ class Candidate:
         quantised = self.quantised
         if quantised is not None and operand in (quantised.static, quantised.inverse):
             return True
-        return self.residual is not None and (
-            operand is self.residual or self.residual in operand.args
-        )
+        if self.residual is None or operand is self.reduced:
+            return False
+        return operand is self.residual or (operand.op == "up" and self.residual in operand.args)
 
-    @property
+    @functools.cached_property
     def served(self) -> list[Value]:
         """What the fused call returns."""
         results = [self.summed, self.normed]
@@ -100,6 +106,10 @@ class Match:
         scale_layout: of the computed scales, as the operator takes it.
         static_scale: the given scale.
         note: what else could have been fused, and why not.
+        lead_x: so many dimensions of size 1 are put before those of `x`.
+        lead_residual: the same for the residual.
+        numbers: nodes that compute what the call is made with, and what they compute.
+        moved: nodes that are put behind the call, because they read its results.
         members: nodes that it makes superfluous, unless somebody else needs them.
         dead: other nodes that are computed from the reduced tensor, for nobody.
         after: the call goes behind the node at this position.
@@ -118,6 +128,10 @@ class Match:
     scale_layout: str = "row_major"
     static_scale: Node | None = None
     note: str = ""
+    lead_x: int = 0
+    lead_residual: int = 0
+    moved: list[Node] = field(default_factory=list)
+    numbers: dict[Node, object] = field(default_factory=dict)
     members: list[Node] = field(default_factory=list)
     dead: list[Node] = field(default_factory=list)
     after: int = -1
@@ -130,3 +144,20 @@ class Match:
         if self.view_x is not None:
             nodes += self.view_x.all_input_nodes[1:]
         return list(dict.fromkeys(nodes))
+
+    def begin(self, values: Values) -> int:
+        """The position of what the call stands behind: the reduction, or what it norms."""
+        local = self.candidate.is_local
+        return values.position[self.x if local else self.candidate.reduction.node]
+
+    def handed_over(self, values: Values, value: Value) -> list[Node]:
+        """The nodes whose readers read a result of the call instead; copies stay."""
+        owners, first = values.owners(value), values.shapes.of(value.definers[0])
+        shape = self.shape if first is None else first.shape
+
+        def is_one(node: Node) -> bool:
+            tensor = values.shapes.of(node)
+            same = tensor is None or same_shape(tensor.shape, shape)
+            return same and values.shapes.storage(node) in owners
+
+        return list(filter(is_one, dict.fromkeys(value.holders)))

@@ -12,7 +12,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from allnorm.compile import decompose
 from allnorm.compile.expressions import Algebra, NotUnderstood, Value
 from allnorm.compile.rules import MODULES, RULES
-from allnorm.compile.shapes import FLOATS, Shapes, elems, same_shape, static_size
+from allnorm.compile.shapes import FLOATS, Shapes, elems, leads_to, same_shape, static_size
 from allnorm.compile.vocabulary import module_of, operation
 
 
@@ -65,6 +65,8 @@ class Evaluator:
                 return rule(self, node)
         except NotUnderstood as reason:
             note = str(reason)
+        except OverflowError:
+            note = f"{node} computes with a number beyond float64"
         out = self.shapes.of(node)
         inputs = tuple(self.held(source) for source in node.all_input_nodes)
         return self.algebra.opaque(inputs, None if out is None else out.dtype, note)
@@ -115,6 +117,8 @@ _EXPECTED_DTYPES = "expected float32, float16 or bfloat16"
 def _broadcasts(shape: Any, out: Any, *, column: bool) -> bool:
     """Whether an operand is of the shape of the result, one column of it, or one row."""
     if same_shape(shape, out) or all(static_size(size) == 1 for size in shape):
+        return True
+    if leads_to(shape, out) and len(shape) > 1:
         return True
     if same_shape(shape, [*out[:-1], 1]):
         return True

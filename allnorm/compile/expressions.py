@@ -23,8 +23,8 @@ Equal expressions are one object: compare them with `is`.
 
 from __future__ import annotations
 
+import ctypes
 import math
-import struct
 from typing import Any, overload
 
 import torch
@@ -53,11 +53,12 @@ class Value:
         definers: nodes whose result it is, or that write it somewhere.
         holders: nodes whose tensor holds it at some time.
         readers: (node, argument of it) for each read.
+        questions: the same for each call that only asks for shapes or dtypes.
     """
 
     __slots__ = (
         *("args", "attr", "column", "definers", "dtype", "holders", "note", "op", "order"),
-        *("readers", "users"),
+        *("questions", "readers", "users"),
     )
 
     def __init__(
@@ -74,6 +75,7 @@ class Value:
         self.definers: list[Node] = []
         self.holders: list[Node] = []
         self.readers: list[tuple[Node, Node]] = []
+        self.questions: list[tuple[Node, Node]] = []
 
     def other(self, operand: Value) -> Value:
         """The second operand of a commutative operation."""
@@ -188,6 +190,8 @@ class Algebra:
 
     def unary(self, op: str, a: Value) -> Value:
         """`square`, `rsqrt`, `sqrt`, `reciprocal` or `abs`."""
+        if op == "square" and a.op == "abs":
+            a = a.args[0]
         if op == "reciprocal" and a.op == "sqrt":
             return self.make("rsqrt", a.args)
         return self.make(op, (a,))
@@ -202,9 +206,9 @@ class Algebra:
         if op in ("add", "mul") and number_of(a) is not None and number is None:
             a, b, number = b, a, number_of(a)
         if op == "mul" and a is b:
-            return self.make("square", (a,))
+            return self.unary("square", a)
         if op == "pow" and number in (2.0, -0.5, 0.5):
-            return self.make({2.0: "square", -0.5: "rsqrt", 0.5: "sqrt"}[number], (a,))
+            return self.unary({2.0: "square", -0.5: "rsqrt", 0.5: "sqrt"}[number], a)
         if op == "div" and number_of(a) == 1.0 and b.op == "sqrt":
             return self.make("rsqrt", b.args)
         if a.op == "sum" and isinstance(a.attr, int) and number is not None:
@@ -231,7 +235,7 @@ def as_float32(number: float) -> float: ...
 def as_float32(number: float | None) -> float | None: ...
 def as_float32(number: float | None) -> float | None:
     """A number rounded to float32."""
-    return None if number is None else struct.unpack("f", struct.pack("f", number))[0]
+    return None if number is None else ctypes.c_float(number).value
 
 
 def number_of(value: Value) -> float | None:

@@ -11,18 +11,20 @@ from allnorm.compile.expressions import Value
 from allnorm.compile.norms import split_gain
 from allnorm.compile.quantise import Quantised
 from allnorm.compile.safety import check_escapes, check_positions, check_writes
-from allnorm.compile.shapes import is_contiguous, same_shape, static_size
+from allnorm.compile.shapes import is_contiguous, leads_to, same_shape, static_size
 from allnorm.compile.values import Values
 from allnorm.compile.vocabulary import operation
 
 
-def fit(values: Values, candidate: Candidate) -> Match:
-    """The call for a reading.
+def fit(values: Values, candidate: Candidate, accepted: list[Match]) -> Match:
+    """The call for a reading, beside those that were accepted.
 
     Raises:
         Missed: there is none, with the reason.
     """
     x = candidate.reduction.x
+    if candidate.is_local:
+        x = candidate.reduced.definers[0]
     assert x is not None
     before = run = _tensor(values, x)
     adder = _adder(candidate)
@@ -33,27 +35,48 @@ def fit(values: Values, candidate: Candidate) -> Match:
             f"the norm is over {candidate.norm.hidden_size} of {run.shape[-1]} elements of a row"
         )
     weight, bias = _weight(values, candidate, run)
-    residual = None if adder is None else _residual(values, candidate, run, adder)
-    match = Match(candidate, run.shape, x, residual, weight, bias)
+    match = Match(candidate, run.shape, x, None, weight, bias)
+    if adder is not None:
+        _place_residual(values, match, run, adder)
     _place_x(values, match, before, run)
     _place_results(values, match, run)
     if candidate.quantised is not None:
         _place_quantised(values, match, candidate.quantised, run)
     _check_gradient(values, candidate)
-    members = {candidate.reduction.node}
+    members = set() if candidate.is_local else {candidate.reduction.node}
     for value in candidate.values:
         # Copies of results stay; copies on the way go too.
         served = value in candidate.served
         members.update(values.computed_by(value) if served else value.definers)
+    if candidate.is_local:
+        members.discard(x)
     match.members = sorted(members, key=values.position.__getitem__)
     for node in match.members:  # results of a call that nobody takes
         parts = [user for user in node.users if operation(user) == "getitem" and not user.users]
         match.dead += [part for part in parts if part not in members]
-    for check in (check_escapes, check_positions, check_writes):
-        problem = check(values, match)
-        if problem:
-            raise Missed(problem)
+    if values.shapes.has_real_examples:
+        match.numbers = _numbers(values, match)
+    problem = (
+        check_escapes(values, match)
+        or check_positions(values, match, accepted)
+        or check_writes(values, match)
+    )
+    if problem:
+        raise Missed(problem)
     return match
+
+
+def _numbers(values: Values, match: Match) -> dict[Node, object]:
+    """What members are given that is no tensor, but computed by the graph."""
+    found: dict[Node, object] = {}
+    for node in match.members:
+        for source in node.all_input_nodes:
+            value = values.shapes.any_of(source)
+            if isinstance(value, int | float | torch.dtype | torch.device):
+                found[source] = value
+            elif isinstance(value, tuple | list) and all(isinstance(v, int) for v in value):
+                found[source] = tuple(value)
+    return found
 
 
 def _tensor(values: Values, node: Node) -> Tensor:
@@ -81,27 +104,38 @@ def _adder(candidate: Candidate) -> Node | None:
     return candidate.summed.definers[0]
 
 
-def _residual(values: Values, candidate: Candidate, run: Tensor, adder: Node) -> Node:
+def _place_residual(values: Values, match: Match, run: Tensor, adder: Node) -> None:
+    candidate, at = match.candidate, values.position[adder]
     assert candidate.residual is not None
-    if candidate.residual.derives_from(candidate.reduced):
+    origin = values.reduced[candidate.reduction.node]
+    if candidate.residual.derives_from(origin):
         raise Missed(f"what {adder} adds is itself computed from the reduced tensor")
-    residual = _holder(values, candidate.residual, run, values.position[adder])
-    if residual is None:
-        raise Missed(
-            f"what {adder} adds is no tensor of the shape of the reduced one on its device"
-        )
-    return residual
+    match.residual = _holder(values, candidate.residual, run, at)
+    if match.residual is None:
+        match.residual = _holder(values, candidate.residual, run, at, led=True)
+        if match.residual is None:
+            raise Missed(
+                f"what {adder} adds is no tensor of the shape of the reduced one on its device"
+            )
+        match.lead_residual = run.dim() - _tensor(values, match.residual).dim()
 
 
-def _holder(values: Values, value: Value, like: Tensor, position: int) -> Node | None:
-    """A node whose tensor holds `value`, with the shape and device of `like`."""
+def _holder(
+    values: Values, value: Value, like: Tensor, position: int, *, led: bool = False
+) -> Node | None:
+    """A node whose tensor holds `value`, with the shape and device of `like`.
+
+    With `led`, dimensions of size 1 in front may be missing.
+    """
     for node in value.holders:
         tensor = values.shapes.of(node)
         if (
             tensor is not None
             and tensor.dtype == value.dtype
             and tensor.device == like.device
-            and same_shape(tensor.shape, like.shape)
+            and (
+                leads_to(tensor.shape, like.shape) if led else same_shape(tensor.shape, like.shape)
+            )
             and not values.is_pending(node)
             and values.held_at(node, position) is value
         ):
@@ -116,8 +150,7 @@ def _weight(values: Values, candidate: Candidate, run: Tensor) -> tuple[Node | s
     end = values.position[candidate.normed.definers[0]]
     for value, bias in split_gain(gain):
         path = value.attr if value.op == "leaf" and isinstance(value.attr, str) else ""
-        changed = any(values.is_written(node) for node in value.holders)
-        if path and _is_weight(values.parameters[path], run) and not changed:
+        if path and _is_weight(values.parameters[path], run) and not values.is_written(path):
             return path, bias
         for node in value.holders:
             tensor = values.shapes.of(node)
@@ -146,7 +179,10 @@ def _place_x(values: Values, match: Match, before: Tensor, run: Tensor) -> None:
     """Takes `x` in the shape in which the residual is added."""
     if same_shape(before.shape, run.shape):
         return
-    position = values.position[match.candidate.reduction.node]
+    if leads_to(before.shape, run.shape):
+        match.lead_x = run.dim() - before.dim()
+        return
+    position = match.begin(values)
     held = values.held_at(match.x, position)
     viewed = None if held is None else _holder(values, held, run, position)
     if viewed is not None:
@@ -195,6 +231,8 @@ def _place_scale(match: Match, quantised: Quantised, scale: Tensor) -> None:
     """In any shape if the scales are in a row, else in a layout that the operator writes."""
     if is_contiguous(scale):
         sizes = [static_size(size) for size in scale.shape]
+        if len(match.shape) == 2 and scale.dim() > 0 and scale.shape[0] == match.shape[0]:
+            sizes[0] = None  # the number of tokens may be another one later
         if sizes.count(None) > 1:
             shape = tuple(scale.shape)
             raise Missed(f"the scales have more than one dimension of unknown size: {shape}")
@@ -243,7 +281,7 @@ def _view_between(values: Values, candidate: Candidate, before: Tensor, after: T
 
 
 def _check_gradient(values: Values, candidate: Candidate) -> None:
-    if _tensor(values, candidate.normed.definers[0]).requires_grad:
+    if values.maker_of(candidate.normed.definers[0]) in values.differentiated:
         raise Missed(
             "its result needs a gradient, which the fused call does not have: run under "
             "torch.no_grad(), or fuse after autograd, as Inductor's pass does"

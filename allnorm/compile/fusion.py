@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from allnorm.communicator import Communicator
+from allnorm.compile.aliasing import Memory, keep_aliasing, occurrences
 from allnorm.compile.candidate import Match, Missed
 from allnorm.compile.decompose import Decompositions, by_name
+from allnorm.compile.functional import Functional, functionalise, writers
 from allnorm.compile.groups import communicator_name, is_closed
 from allnorm.compile.match import Matcher
+from allnorm.compile.record import NotFunctional
 from allnorm.compile.reductions import Reduction, find_reductions
 from allnorm.compile.report import FusionReport, Site
 from allnorm.compile.rewrite import Rewriter
 from allnorm.compile.shapes import Shapes, printable
-from allnorm.compile.values import Values
+from allnorm.compile.values import Origin, Values
+from allnorm.compile.vocabulary import module_of, written
 from allnorm.errors import CommunicatorClosedError
 
 
@@ -38,8 +44,9 @@ def fuse(
     last bit of the reciprocal root, may differ; with `approximate_quant`, rare FP8 elements too.
 
     Args:
-        graph_module: is changed in place, and recompiled if anything was fused. Graphs of
-            submodules are fused too.
+        graph_module: is changed in place, and recompiled if anything was fused. Graphs anywhere in
+            its submodules are fused too. A graph that writes in place is made functional first, by
+            PyTorch's own means, and is left as it is where that would lose anything that it does.
         example_inputs: arguments of the graph, real or fake; needed if its nodes have no metadata
             ("val" or "example_value") of shapes and dtypes.
         communicator: runs the fused calls; reductions over other groups are missed. None uses the
@@ -85,7 +92,12 @@ def fuse(
         by_name(decompositions or {}),
         approximate_quant,
     )
-    return FusionReport(_fuse_all(graph_module, example_inputs, communicator, options))
+    sites: list[Site] = []
+    inputs: dict[GraphModule, Sequence[Any] | None] = {graph_module: example_inputs}
+    for child in list(graph_module.modules()):
+        if isinstance(child, GraphModule):
+            sites += _fuse_one(child, inputs, communicator, options)
+    return FusionReport(sites)
 
 
 @dataclass(frozen=True)
@@ -96,19 +108,6 @@ class _Options:
     all_reduce_groups: frozenset[str]
     decompositions: Decompositions
     approximate_quant: bool
-
-
-def _fuse_all(
-    module: GraphModule,
-    example_inputs: Sequence[Any] | None,
-    communicator: Communicator | None,
-    options: _Options,
-) -> list[Site]:
-    sites = _fuse_one(module, example_inputs, communicator, options)
-    for child in module.children():
-        if isinstance(child, GraphModule):
-            sites += _fuse_all(child, None, communicator, options)
-    return sites
 
 
 def check_communicator(communicator: object) -> None:
@@ -125,39 +124,165 @@ def check_communicator(communicator: object) -> None:
         )
 
 
+@dataclass
+class _Found:
+    """A reduction, and what became of it.
+
+    Attributes:
+        before: in the graph as it was given.
+        reduction: in the graph that is searched.
+        match: the fused call for it, and `name`, its communicator.
+        reason: why there is none.
+    """
+
+    before: Reduction
+    reduction: Reduction
+    match: Match | None = None
+    name: str = ""
+    reason: str = ""
+
+
 def _fuse_one(
     module: GraphModule,
-    example_inputs: Sequence[Any] | None,
+    inputs: dict[GraphModule, Sequence[Any] | None],
     communicator: Communicator | None,
     options: _Options,
 ) -> list[Site]:
-    graph = module.graph
-    reductions = find_reductions(graph, options.all_reduce_ops)
-    if not reductions:
+    reductions = find_reductions(module.graph, options.all_reduce_ops)
+    children = [node for node in module.graph.nodes if isinstance(module_of(node), GraphModule)]
+    if not reductions and not children:
         return []
-    shapes = Shapes(module, reductions, example_inputs)
-    values = Values(graph, shapes, reductions, options.decompositions)
-    matcher = Matcher(values, approximate_quant=options.approximate_quant)
-    sites: list[Site] = []
-    calls: list[tuple[Match, str]] = []
-    for reduction in reductions.values():
+    shapes = Shapes(module, reductions, inputs.get(module))
+    for node in children:
+        _note_inputs(node, shapes, inputs)
+    differentiated = _differentiated(module, shapes)
+    functional, why = None, ""
+    if reductions and any(writers(module.graph, reductions)):
         try:
-            _check_group(reduction, options.all_reduce_groups)
-            match = matcher.match(reduction)
-            x = shapes.of(match.x)
+            functional = functionalise(module, shapes, reductions, differentiated)
+        except NotFunctional as reason:
+            why = f"it works in place, in a graph that cannot be made functional: {reason}"
+    if functional is None:
+        found = [_Found(reduction, reduction) for reduction in reductions.values()]
+        values = Values(module.graph, shapes, reductions, options.decompositions)
+    else:
+        made = functional.reductions
+        found = [_Found(reduction, made[node]) for node, reduction in reductions.items()]
+        values = Values(
+            functional.module.graph,
+            Shapes(functional.module, {}, None),
+            {one.reduction.node: one.reduction for one in found},
+            options.decompositions,
+            _origin(module, shapes, functional, reductions),
+        )
+    values.differentiated = differentiated
+    _match(found, values, communicator, options, why)
+    sites = [_site(values, shapes, one) for one in found]
+    problem = _rewrite(module, found, values, functional)
+    return [_missed(site, problem) if problem and site.fused else site for site in sites]
+
+
+def _note_inputs(
+    node: Node, shapes: Shapes, inputs: dict[GraphModule, Sequence[Any] | None]
+) -> None:
+    """What a graph inside of the graph is called with; None if that is not always alike."""
+    inner = module_of(node)
+    assert isinstance(inner, GraphModule)
+    given = [shapes.any_of(arg) if isinstance(arg, Node) else arg for arg in node.args]
+    count = len(inner.graph.find_nodes(op="placeholder"))
+    known = not node.kwargs and len(given) == count and all(value is not None for value in given)
+    again = inner in inputs
+    inputs[inner] = given if known and not again else None
+
+
+def _differentiated(module: GraphModule, shapes: Shapes) -> set[Node]:
+    """The nodes whose results need a gradient, as far as is known."""
+    if shapes.examples is None:
+        known = ((node, shapes.of(node)) for node in module.graph.nodes)
+        return {node for node, t in known if t is not None and t.requires_grad}
+    if not torch.is_grad_enabled():
+        return set()
+    places = module.graph.find_nodes(op="placeholder")
+    given = zip(places, shapes.examples, strict=False)
+    found = {node for node, t in given if isinstance(t, Tensor) and t.requires_grad}
+    for node in module.graph.nodes:
+        if not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _origin(
+    module: GraphModule, shapes: Shapes, functional: Functional, reductions: dict[Node, Reduction]
+) -> Origin:
+    """What the functional graph was made of, as far as reports and the caller's memory go."""
+    position = {node: index for index, node in enumerate(module.graph.nodes)}
+    places = functional.module.graph.find_nodes(op="placeholder")
+    same = zip(module.graph.find_nodes(op="placeholder"), places, strict=True)
+    outside = {shapes.storage(node): place for node, place in same}
+    writes: list[tuple[Node, Node]] = []
+    for node in position:
+        targets = reductions[node].writes if node in reductions else written(node)
+        storages = map(shapes.storage, targets)
+        writes += [(node, outside[storage]) for storage in storages if storage in outside]
+    in_place = {node for node, reduction in reductions.items() if reduction.in_place}
+    return Origin(functional.origin, position, writes, in_place)
+
+
+def _match(
+    found: Sequence[_Found],
+    values: Values,
+    communicator: Communicator | None,
+    options: _Options,
+    why: str,
+) -> None:
+    matcher = Matcher(values, approximate_quant=options.approximate_quant)
+    for one in found:
+        try:
+            _check_group(one.before, options.all_reduce_groups)
+            match = matcher.match(one.reduction, why)
+            x = values.shapes.of(match.x)
             assert x is not None
-            name = communicator_name(reduction, x.device, communicator)
+            one.name = communicator_name(one.before, x.device, communicator)
         except Missed as missed:
-            sites.append(_site(values, reduction, None, str(missed)))
+            one.reason = str(missed)
         else:
-            sites.append(_site(values, reduction, match, name))
-            calls.append((match, name))
-    rewriter = Rewriter(graph, values)
+            one.match = match
+            matcher.accept(match)
+
+
+def _rewrite(
+    module: GraphModule, found: Sequence[_Found], values: Values, functional: Functional | None
+) -> str:
+    """Applies the matches. Returns why it cannot; empty if it could."""
+    if all(one.match is None for one in found):
+        return ""
+    graph = module.graph if functional is None else functional.module.graph
+    shapes = values.shapes
+    results = [shapes.of(node) for node in occurrences(graph)]
+    before = [None if t is None else Memory.of(t) for t in results]
+    calls = [(one.match, one.name) for one in found if one.match is not None]
+    rewriter = Rewriter(graph, values, [match for match, _ in calls])
     for call in calls:
         rewriter.apply(*call)
-    if calls:
-        module.recompile()
-    return sites
+    rewriter.finish()
+    if functional is not None:
+        problem = functional.finish(shapes, [one.before for one in found])
+        if problem:
+            return problem
+        functional.install(module)
+    else:
+        inputs = graph.find_nodes(op="placeholder") + graph.find_nodes(op="get_attr")
+        known = [(node, shapes.of(node)) for node in inputs]
+        outside = {shapes.storage(node): (node, t) for node, t in known if t is not None}
+        problem = keep_aliasing(graph, shapes, before, outside)
+        if problem:
+            raise RuntimeError(problem)
+    module.recompile()
+    return ""
+
+
+def _missed(site: Site, reason: str) -> Site:
+    return replace(site, nodes=site.nodes[:1], numerics=None, quant=None, note="", reason=reason)
 
 
 def _check_group(reduction: Reduction, groups: Collection[str]) -> None:
@@ -166,16 +291,17 @@ def _check_group(reduction: Reduction, groups: Collection[str]) -> None:
         raise Missed(f"it is over group {reduction.group!r}, the communicator over {names}")
 
 
-def _site(values: Values, reduction: Reduction, match: Match | None, text: str) -> Site:
-    """The report's line; `text` is the name of the communicator, or the reason."""
-    x = None if reduction.x is None else values.shapes.of(reduction.x)
+def _site(values: Values, shapes: Shapes, found: _Found) -> Site:
+    """The report's line."""
+    reduction, match = found.before, found.match
+    x = None if reduction.x is None else shapes.of(reduction.x)
     shape, dtype = (None, None) if x is None else (printable(x.shape), x.dtype)
     group = reduction.group or reduction.comm_name or ""
     if match is None:
-        return Site((reduction.node.name,), shape, dtype, group, reason=text)
+        return Site((reduction.node.name,), shape, dtype, group, reason=found.reason)
     nodes, numerics = _path(values, match), match.candidate.numerics
     quant = None if match.candidate.quantised is None else str(match.candidate.quantised)
-    return Site(nodes, shape, dtype, group or text, numerics, None, quant, match.note)
+    return Site(nodes, shape, dtype, group or found.name, numerics, None, quant, match.note)
 
 
 def _path(values: Values, match: Match) -> tuple[str, ...]:
@@ -184,5 +310,9 @@ def _path(values: Values, match: Match) -> tuple[str, ...]:
     def place(node: Node) -> int:
         return values.position[node]
 
-    end = max(place(value.definers[0]) for value in match.candidate.served)
-    return tuple(node.name for node in match.members if place(node) <= end)
+    candidate = match.candidate
+    end = max(place(value.definers[0]) for value in candidate.served)
+    nodes = [node for node in match.members if place(node) <= end]
+    if candidate.is_local:
+        nodes = [*values.reduced[candidate.reduction.node].definers, match.x, *nodes]
+    return tuple(dict.fromkeys(map(values.name_of, nodes)))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import logging
 import pathlib
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from allnorm import config
@@ -26,6 +27,8 @@ def inductor_pass(
     communicator: Communicator | None = None,
     *,
     all_reduce_ops: Sequence[Any] = (),
+    all_reduce_groups: Collection[str] = (),
+    decompositions: Mapping[Any, Callable[..., Any]] | None = None,
     approximate_quant: bool = False,
 ) -> CustomGraphPass:
     """`fuse` as a pass over Inductor's graphs.
@@ -42,6 +45,9 @@ def inductor_pass(
             code may name a communicator that only this process makes, so that Inductor's caches
             are not used by any other.
         all_reduce_ops: as for `fuse`.
+        all_reduce_groups: as for `fuse`.
+        decompositions: as for `fuse`. Compiled code is kept across processes only with functions
+            of which the source is at hand, and which depend on nothing else that changes.
         approximate_quant: as for `fuse`.
 
     Returns:
@@ -55,7 +61,13 @@ def inductor_pass(
     Not collective; compiling with it is, if it has to make a communicator.
     """
     check_communicator(communicator)
-    return _pass_class()(communicator, tuple(all_reduce_ops), approximate_quant)
+    options = {
+        "all_reduce_ops": tuple(all_reduce_ops),
+        "all_reduce_groups": frozenset(all_reduce_groups),
+        "decompositions": dict(decompositions or {}),
+        "approximate_quant": approximate_quant,
+    }
+    return _pass_class()(communicator, options)
 
 
 _log = logging.getLogger("allnorm.compile")
@@ -69,26 +81,14 @@ def _pass_class() -> Any:
     class FusionPass(CustomGraphPass):
         """Fuses the sites of each graph, and remembers what became of them."""
 
-        def __init__(
-            self,
-            communicator: Communicator | None,
-            all_reduce_ops: tuple[Any, ...],
-            approximate_quant: bool,
-        ):
+        def __init__(self, communicator: Communicator | None, options: dict[str, Any]):
             self.communicator = communicator
-            self.all_reduce_ops = all_reduce_ops
-            self.approximate_quant = approximate_quant
+            self.options = options
             self.reports: list[FusionReport] = []
 
         def __call__(self, graph: Any) -> None:
             tokens.take_away(graph)
-            report = fuse(
-                graph.owning_module,
-                None,
-                self.communicator,
-                all_reduce_ops=self.all_reduce_ops,
-                approximate_quant=self.approximate_quant,
-            )
+            report = fuse(graph.owning_module, None, self.communicator, **self.options)
             self.reports.append(report)
             _log.info("%s", report)
 
@@ -100,8 +100,10 @@ def _pass_class() -> Any:
             return (
                 *_fingerprint(),
                 _settings(self.communicator),
-                tuple(map(str, self.all_reduce_ops)),
-                self.approximate_quant,
+                tuple(map(str, self.options["all_reduce_ops"])),
+                tuple(sorted(self.options["all_reduce_groups"])),
+                tuple(sorted(map(_described, self.options["decompositions"].items()))),
+                self.options["approximate_quant"],
             )
 
     return FusionPass
@@ -114,6 +116,15 @@ def _fingerprint() -> tuple[str, str]:
     for path in sorted(pathlib.Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
     return __version__, digest.hexdigest()
+
+
+def _described(entry: tuple[Any, Callable[..., Any]]) -> tuple[str, str]:
+    """An operator, and the source of what it stands for; without one, this process's own."""
+    op, function = entry
+    try:
+        return str(op), inspect.getsource(function)
+    except (OSError, TypeError):
+        return str(op), f"{_PROCESS} {function!r}"
 
 
 # Differs in every process.

@@ -14,7 +14,7 @@ from allnorm.compile.fit import fit
 from allnorm.compile.norms import find_norms, outputs_of
 from allnorm.compile.quantise import find_quantised, is_quantised_otherwise
 from allnorm.compile.reductions import Reduction
-from allnorm.compile.shapes import FLOATS, static_size
+from allnorm.compile.shapes import FLOATS, is_row, static_size
 from allnorm.compile.values import Values
 
 _MAX_HIDDEN_SIZE = (1 << 20) - 1
@@ -32,27 +32,33 @@ class Matcher:
         self._values = values
         self._approximate = approximate_quant
         self._norms = find_norms(values.algebra)
+        self._accepted: list[Match] = []
         self._claimed: dict[Value, Node] = {}
 
-    def match(self, reduction: Reduction) -> Match:
-        """The fused call for a reduction.
+    def match(self, reduction: Reduction, why: str = "") -> Match:
+        """The fused call for a reduction; `why` is why none works in place.
 
         Raises:
             Missed: with the reason.
         """
         dtype = self._check(reduction)
+        if reduction.in_place:
+            raise Missed(why)
         reduced = self._values.reduced[reduction.node]
         first: Missed | None = None
         for candidate in self._candidates(reduction, reduced, dtype):
             try:
                 self._check_claims(candidate)
-                match = self._fit(candidate)
+                return self._fit(candidate)
             except Missed as missed:
                 first = first or missed
-                continue
-            self._claimed.update(dict.fromkeys(candidate.served, reduction.node))
-            return match
         raise first or Missed(self._explain(reduced))
+
+    def accept(self, match: Match) -> None:
+        """Leaves its results to a match: no other may stand for them."""
+        self._accepted.append(match)
+        node = match.candidate.reduction.node
+        self._claimed.update(dict.fromkeys(match.candidate.served, node))
 
     def _fit(self, candidate: Candidate) -> Match:
         """With the quantisation behind the norm, or else without."""
@@ -60,10 +66,11 @@ class Matcher:
         size, note = candidate.norm.hidden_size, ""
         for quantised in find_quantised(algebra, normed, size, approximate=self._approximate):
             try:
-                return fit(self._values, dataclasses.replace(candidate, quantised=quantised))
+                with_it = dataclasses.replace(candidate, quantised=quantised)
+                return fit(self._values, with_it, self._accepted)
             except Missed as missed:
                 note = note or f"not its quantisation: {missed}"
-        match = fit(self._values, candidate)
+        match = fit(self._values, candidate, self._accepted)
         if not note and is_quantised_otherwise(algebra, normed):
             nearly = any(find_quantised(algebra, normed, size, approximate=True))
             note = "not its quantisation to FP8, which " + (
@@ -120,6 +127,27 @@ class Matcher:
         reduced32 = reduced if exact else algebra.find("up", (reduced,))
         if reduced32 is None:
             return
+        yield from self._with_residuals(reduction, reduced, reduced32, dtype)
+        alone = (reduction, reduced, None, reduced32, reduced)
+        yield from self._with_norms(alone, reduced32, "rounded", dtype)
+        for biased32 in [user for user in reduced32.users if user.op == "add"]:
+            biased = biased32 if exact else algebra.find("round", (biased32,), dtype)
+            if biased is not None and biased.holders and self._is_bias(biased32.other(reduced32)):
+                up = biased32 if exact else algebra.up(biased)
+                for candidate in self._with_residuals(reduction, biased, up, dtype):
+                    yield dataclasses.replace(candidate, is_local=True)
+
+    def _is_bias(self, value: Value) -> bool:
+        """Whether this is one row, added to all rows."""
+        held = value.args[0] if value.op == "up" else value
+        tensors = map(self._values.shapes.of, held.holders)
+        return any(t is not None and is_row(t.shape) for t in tensors)
+
+    def _with_residuals(
+        self, reduction: Reduction, reduced: Value, reduced32: Value, dtype: torch.dtype
+    ) -> Iterator[Candidate]:
+        algebra = self._values.algebra
+        exact = dtype == torch.float32
         for sum32 in [user for user in reduced32.users if user.op == "add"]:
             residual = self._residual(sum32, reduced32, dtype)
             if residual is None:
@@ -132,8 +160,6 @@ class Matcher:
                     mode = "rounded" if z is rounded else "unrounded"
                     common = (reduction, reduced, residual, sum32, stored)
                     yield from self._with_norms(common, z, mode, dtype)
-        alone = (reduction, reduced, None, reduced32, reduced)
-        yield from self._with_norms(alone, reduced32, "rounded", dtype)
 
     def _residual(self, sum32: Value, reduced32: Value, dtype: torch.dtype) -> Value | None:
         other = sum32.other(reduced32)
@@ -184,6 +210,11 @@ class Matcher:
                 elif user not in seen:
                     seen.add(user)
                     queue.append(user)
+        first = [user for value in queue[:2] for user in value.users if user.op in ("mul", "div")]
+        nodes = [node for v in first for user in (v, *v.users) for node in user.definers]
+        if nodes and any(value.op == "rsqrt" for value in queue):
+            name = self._values.name_of(nodes[0])
+            return f"what follows it is neither a sum nor an RMSNorm: {name} computes with it first"
         if any(value.op == "rsqrt" for value in queue):
             return "what follows it is not an RMSNorm that allnorm computes"
         ends = list(dict.fromkeys(ends or map(str, readers)))

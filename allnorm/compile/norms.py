@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from allnorm.compile.expressions import Algebra, Value, bare, number_of
+from allnorm.compile.expressions import Algebra, Value, as_float32, bare, number_of
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,8 @@ def _mean_square(rstd: Value) -> tuple[Value, float, int] | str:
     number = number_of(inner.args[1]) if inner.op == "add" else None
     if number is not None:
         inner, eps = inner.args[0], number
-    if not math.isfinite(eps) or eps < 0:
-        return f"eps={eps} is not a finite number >= 0"
+    if not math.isfinite(as_float32(eps)) or eps < 0:
+        return f"eps={eps} is not a finite number >= 0 in float32"
     if inner.op != "mean" and bare(inner).op == "mean":
         return f"the mean square is rounded to {_name(inner.args[0].attr)}"
     if inner.op != "mean":
@@ -159,7 +159,7 @@ def split_gain(gain: Value) -> Iterator[tuple[Value, float]]:
     """
     weight, bias = gain, -0.0
     number = number_of(gain.args[1]) if gain.op == "add" else None
-    if number is not None and math.isfinite(number):
+    if number is not None and math.isfinite(as_float32(number)):
         weight, bias = gain.args[0], number
     if weight.op == "up":
         yield weight.args[0], bias

@@ -39,6 +39,13 @@ class Reduction:
     result: int | None = None
     pending: bool = False
 
+    @property
+    def writes(self) -> list[Node]:
+        """The tensors that it may change."""
+        if self.in_place and self.x is not None:
+            return [self.x]
+        return self.node.all_input_nodes if self.problem == _UNKNOWN_FUNCTION else []
+
 
 def find_reductions(graph: Graph, all_reduce_ops: Sequence[Any] = ()) -> dict[Node, Reduction]:
     """All reductions of a graph in its order.
@@ -142,6 +149,12 @@ _NAME_OF_OP = {
 }
 
 
+def op_name(reduction: Reduction) -> str:
+    """By which operation a call of PyTorch reduces, as functional collectives name it."""
+    op = argument(reduction.node, 1, "op", "reduceOp", "reduce_op", default=dist.ReduceOp.SUM)
+    return op.lower() if isinstance(op, str) else _NAME_OF_OP.get(op, "")
+
+
 def _group_of(node: Node) -> str | None:
     """The group of a functional collective: the last of its arguments."""
     return group_name(node.kwargs.get("group_name", node.args[-1] if node.args else ""))
@@ -171,6 +184,9 @@ def _auto_functionalized(node: Node) -> Any:
     return None
 
 
+_UNKNOWN_FUNCTION = "it is a Python function: whether it works in place cannot be told"
+
+
 def _custom(node: Node, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Reduction:
     values: Iterable[Any] = (*args, *kwargs.values())
     x = next((value for value in values if isinstance(value, Node)), None)
@@ -181,7 +197,7 @@ def _custom(node: Node, target: Any, args: Sequence[Any], kwargs: dict[str, Any]
     )
     problem = "" if x is not None else "it has no tensor argument"
     if schema is None:
-        problem = "it is a Python function: whether it works in place cannot be told"
+        problem = _UNKNOWN_FUNCTION
     group = next((value for value in values if isinstance(value, str)), None)
     return Reduction(node, x, in_place, group, named_by_caller=True, problem=problem)
 

@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from allnorm.compile.expressions import NotUnderstood, Value, number_of
 from allnorm.compile.shapes import FLOATS, FP8, same_shape, static_size
-from allnorm.compile.vocabulary import argument, module_of, operation
+from allnorm.compile.vocabulary import argument, module_of, operation, plain_module
 
 if TYPE_CHECKING:
     from allnorm.compile.evaluate import Evaluator
@@ -95,11 +95,14 @@ def _clamp(e: Evaluator, node: Node) -> Value:
 def _constant(e: Evaluator, node: Node) -> Value:
     """`torch.tensor(number)`, `aten.full([], number)`."""
     out = e.out(node)
-    number = node.args[1] if operation(node) == "full" and len(node.args) > 1 else node.args[0]
+    if operation(node) == "full":
+        number = argument(node, 1, "fill_value")
+    else:
+        number = argument(node, 0, "data", "s")
     is_number = isinstance(number, int | float) and not isinstance(number, bool)
     if not is_number or out.dim() or out.dtype != torch.float32:
         raise NotUnderstood
-    return e.algebra.const(float(number))  # type: ignore[arg-type]
+    return e.algebra.const(float(number))
 
 
 # ---- conversions, copies, views ------------------------------------------------------------------
@@ -121,7 +124,7 @@ def _same(e: Evaluator, node: Node) -> Value:
 
 
 def _copy(e: Evaluator, node: Node) -> Value:
-    """`copy_(target, source)`: what the target holds then."""
+    """`copy(target, source)`: the source, as the target would hold it."""
     source = e.node(argument(node, 1, "src", "other"))
     a, tensor = e.tensor(source, node)
     into = e.shapes.of(e.node(_input(node)))
@@ -150,7 +153,8 @@ def _view(e: Evaluator, node: Node) -> Value:
 
 
 def _dropout(e: Evaluator, node: Node) -> Value:
-    if argument(node, 2, "training", "train", default=True) is not False:
+    drops = argument(node, 2, "training", "train", default=True) is not False
+    if drops and argument(node, 1, "p", default=0.5) != 0:
         raise NotUnderstood(f"{node} drops elements at random")
     return _same(e, node)
 
@@ -208,10 +212,11 @@ def _norm(e: Evaluator, node: Node, shape: Any, gain: Value | None, eps: Any) ->
 
 
 def _called(node: Node) -> Any:
-    """The module of a call, without hooks."""
+    """The module of a call, which does what its class says."""
     module: Any = module_of(node)
-    if module._forward_hooks or module._forward_pre_hooks:
-        raise NotUnderstood(f"{node} calls a module with hooks")
+    problem = plain_module(module)
+    if problem:
+        raise NotUnderstood(f"{node} calls a module that {problem}")
     return module
 
 
@@ -225,7 +230,8 @@ def _rms_norm_module(e: Evaluator, node: Node) -> Value:
 
 
 def _dropout_module(e: Evaluator, node: Node) -> Value:
-    if _called(node).training:
+    module = _called(node)
+    if module.training and module.p != 0:
         raise NotUnderstood(f"{node} drops elements at random")
     return _same(e, node)
 

@@ -30,6 +30,7 @@ class Shapes:
     Attributes:
         meta_key: under which the graph's metadata has its tensors; None if it has none.
         fake_mode: of the graph's fake tensors; None if nothing is known.
+        examples: the arguments that all of it was found out with; None if metadata told.
 
     Raises:
         ValueError: fewer example_inputs than the graph has inputs.
@@ -42,6 +43,7 @@ class Shapes:
         example_inputs: Sequence[Any] | None,
     ) -> None:
         self._known: dict[Node, Any] = {}
+        self.examples: Sequence[Any] | None = None
         self.meta_key: str | None = None
         nodes = list(module.graph.nodes)
         for node in nodes:
@@ -58,6 +60,8 @@ class Shapes:
         if example_inputs is not None and any(
             node not in self._known and node.op != "output" for node in nodes
         ):
+            if not any(isinstance(value, Tensor) for value in self._known.values()):
+                self.examples = example_inputs
             _Propagate(module, self._known, reductions).start(example_inputs)
         self.fake_mode = fake_mode_of(list(self._known.values()))
         self._storages = {node: _storage(value) for node, value in self._known.items()}
@@ -68,6 +72,12 @@ class Shapes:
         self._storages[node] = _storage(value)
         if self.meta_key is not None:
             node.meta[self.meta_key] = value
+
+    @property
+    def has_real_examples(self) -> bool:
+        """Whether all that is known comes from tensors with data, which may be other ones later."""
+        examples = self.examples
+        return examples is not None and not any(isinstance(e, FakeTensor) for e in examples)
 
     def any_of(self, node: Node) -> Any:
         """Whatever the node returns, if that is known: a fake tensor, a tuple of them, a number."""
@@ -180,6 +190,26 @@ def same_shape(a: Sequence[Any], b: Sequence[Any]) -> bool:
     """Whether two shapes are equal for certain; adds no guard."""
     return len(a) == len(b) and all(
         statically_known_true(i == j) for i, j in zip(a, b, strict=True)
+    )
+
+
+def is_row(shape: Sequence[Any]) -> bool:
+    """Whether all dimensions but the last are 1."""
+    return len(shape) > 0 and all(static_size(size) == 1 for size in shape[:-1])
+
+
+def leads_to(shape: Sequence[Any], longer: Sequence[Any]) -> bool:
+    """Whether one shape is another without some dimensions of size 1 in front."""
+    more = len(longer) - len(shape)
+    ones = more > 0 and all(static_size(size) == 1 for size in longer[:more])
+    return bool(shape) and ones and same_shape(shape, longer[more:])
+
+
+def same_layout(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have the same shape and strides for certain, where strides matter."""
+    sizes = zip(a.shape, a.stride(), b.stride(), strict=False)
+    return same_shape(a.shape, b.shape) and all(
+        static_size(size) == 1 or statically_known_true(i == j) for size, i, j in sizes
     )
 
 

@@ -1,8 +1,7 @@
-"""What every tensor of a graph holds at every point: single assignment over memory that is written.
+"""What every tensor of a graph holds, as an expression.
 
-A graph of Dynamo still has calls in place, and tensors that share memory. Walking the graph once in
-order gives each tensor a history; a write gives a new expression to all tensors that share the
-memory, an opaque one to those that see it in another shape.
+The graph is functional, or made so (`functional.py`), but for calls of which nobody knows what they
+do. Behind such a call all tensors that share memory with what it was given hold something else.
 """
 
 from __future__ import annotations
@@ -12,19 +11,35 @@ from dataclasses import dataclass
 
 from torch import Tensor
 from torch.fx import Graph, Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from allnorm.compile.decompose import Decompositions
 from allnorm.compile.evaluate import Evaluator
 from allnorm.compile.expressions import Algebra, Value
 from allnorm.compile.reductions import Reduction
-from allnorm.compile.shapes import Shapes, elems, is_contiguous, same_shape
-from allnorm.compile.vocabulary import is_in_place, operation, written
+from allnorm.compile.shapes import Shapes, same_shape
+from allnorm.compile.vocabulary import asks_only, attribute_at, attribute_of, operation, written
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a graph that was made functional comes from.
+
+    Attributes:
+        makers: the node of that graph that each node was made by.
+        position: of each node in that graph.
+        writes: its writes to memory of the caller: (node, tensor of this graph, in that memory).
+        in_place: its reductions in place.
+    """
+
+    makers: dict[Node, Node]
+    position: dict[Node, int]
+    writes: list[tuple[Node, Node]]
+    in_place: set[Node]
 
 
 @dataclass(frozen=True)
 class Write:
-    """A node changes memory, through a tensor in it."""
+    """A node may change memory, through a tensor in it."""
 
     position: int
     node: Node
@@ -40,14 +55,17 @@ class Values:
         shapes: of the graph.
         reductions: of the graph.
         decompositions: functions that operators stand for.
+        origin: of a graph that was made functional.
 
     Attributes:
         algebra: all expressions.
         shapes: of the graph.
+        differentiated: nodes that need a gradient, of the graph before it was made functional.
+        stored: what inputs of the graph hold in the end.
         position: of each node in the graph's order.
         writes: every change of memory, in order.
         reduced: the sum over ranks that a reduction computes.
-        defines: the expressions that a node computes or writes.
+        defines: the expressions that a node computes.
         parameters: what is known of parameters and buffers, by path.
     """
 
@@ -57,21 +75,23 @@ class Values:
         shapes: Shapes,
         reductions: dict[Node, Reduction],
         decompositions: Decompositions,
+        origin: Origin | None = None,
     ) -> None:
         self.algebra = Algebra()
+        self.differentiated: set[Node] = set()
+        self.stored: dict[Node, Value] = {}
+        self._module = graph.owning_module
+        self._origin = origin
         self.shapes = shapes
         self.position: dict[Node, int] = {}
         self.writes: list[Write] = []
         self.reduced: dict[Node, Value] = {}
         self.defines: dict[Node, list[Value]] = {}
+        self.parameters: dict[str, Tensor] = {}
         self._copies: set[Node] = set()
         self._pending: set[Node] = set()
-        self._reduced_in: dict[Value, object] = {}
         self._history: dict[Node, list[tuple[int, Value]]] = {}
         self._sharing: dict[object, list[Node]] = {}
-        self._external: set[object] = set()
-        self._writes_of: dict[Node, list[Write]] = {}
-        self.parameters: dict[str, Tensor] = {}
         self._evaluator = Evaluator(
             self.algebra, shapes, self._held, self._parameter, decompositions
         )
@@ -89,18 +109,56 @@ class Values:
                 held = value
         return held
 
-    def held_since(self, node: Node, value: Value) -> int | None:
-        """The position of the node that first made the tensor of `node` hold `value`."""
-        return next((since for since, held in self._history.get(node, []) if held is value), None)
+    def held_by(self, node: Node) -> list[Value]:
+        """What the tensor of `node` holds, at any time."""
+        return [value for _, value in self._history.get(node, [])]
+
+    def is_question(self, node: Node) -> bool:
+        """Whether a node only asks for shapes or dtypes."""
+        return asks_only(node)
+
+    def maker_of(self, node: Node) -> Node:
+        """The node of the graph before it was made functional, if it was."""
+        return node if self._origin is None else self._origin.makers.get(node, node)
+
+    def name_of(self, node: Node) -> str:
+        """As it was called there."""
+        return self.maker_of(node).name
+
+    def was_in_place(self, reduction: Node) -> bool:
+        """Whether a reduction stored its result in what it reduced."""
+        return self._origin is not None and self.maker_of(reduction) in self._origin.in_place
+
+    def writes_between(
+        self, first: Node, last: Node, members: list[Node], served: list[Value]
+    ) -> list[tuple[Node, Node]]:
+        """What other nodes wrote to memory of the caller between two, before it was functional.
+
+        Not what stores one of the results there.
+        """
+        if self._origin is None:
+            return []
+        made, place = set(map(self.maker_of, members)), self._origin.position
+        begin, end = place[self.maker_of(first)], place.get(self.maker_of(last), len(place))
+        writes, targets = self._origin.writes, [target for _, target in self._origin.writes]
+        results = [t for t, value in self.stored.items() if value in served]
+        return [
+            (write, target)
+            for write, target in writes
+            if begin < place[write] < end
+            and write not in made
+            and not (target in results and targets.count(target) == 1)
+        ]
 
     def is_pending(self, node: Node) -> bool:
         """Whether a tensor may only be read through a wait."""
         return node in self._pending
 
-    def is_written(self, node: Node) -> bool:
-        """Whether the graph changes the memory of `node`."""
-        storage = self.shapes.storage(node)
-        return any(write.storage == storage for write in self.writes)
+    def is_written(self, path: str) -> bool:
+        """Whether the graph changes the memory of a parameter."""
+        memory = _memory(attribute_at(self._module, path))
+        targets = [write.target for write in self.writes if write.target.op == "get_attr"]
+        return any(_memory(attribute_of(target)) == memory for target in targets)
 
     def others_of(self, reduction: Node) -> list[Value]:
         """What a reduction returns besides the reduced tensor."""
@@ -108,21 +166,9 @@ class Values:
         return [item for value in results for item in value.args if item.op != "reduced"]
 
     def results_of(self, node: Node) -> list[Value]:
-        """What a node computes or writes; of a tuple its items."""
+        """What a node computes; of a tuple its items."""
         defined = self.defines.get(node, [])
         return [item for v in defined for item in (v.args if v.op == "tuple" else (v,))]
-
-    def in_memory(self, storage: object) -> list[Node]:
-        """All tensors in one memory."""
-        return self._sharing.get(storage, [])
-
-    def is_external(self, storage: object) -> bool:
-        """Whether somebody outside the graph sees this memory."""
-        return storage in self._external
-
-    def writes_outside(self, node: Node) -> bool:
-        """Whether a node changes memory that somebody outside the graph sees."""
-        return any(self.is_external(write.storage) for write in self.writes_of(node))
 
     def is_kept(self, node: Node, shape: Sequence[object]) -> bool:
         """Whether a node hands its input on as a copy, or in another shape than this."""
@@ -132,66 +178,62 @@ class Values:
 
     def owners(self, value: Value) -> set[object]:
         """The memory in which the graph computes `value`; copies of it are elsewhere."""
-        found: set[object] = set()
-        for node in self.computed_by(value):
-            written_to = {write.storage for write in self.writes_of(node)}
-            found |= written_to or {self.shapes.storage(node)}
-        return found
+        return {self.shapes.storage(node) for node in self.computed_by(value)}
 
     def computed_by(self, value: Value) -> list[Node]:
         """The nodes that compute `value`, or hand it on in the same memory."""
         return [node for node in value.definers if node not in self._copies]
 
-    def writes_of(self, node: Node) -> list[Write]:
-        """What memory a node changes."""
-        return self._writes_of.get(node, [])
-
     # ---- the walk -------------------------------------------------------------------------------
 
     def _visit(self, node: Node, reduction: Reduction | None) -> None:
         if node.op in ("placeholder", "get_attr"):
-            self._external.add(self.shapes.storage(node))
             self._hold(node, self._leaf(node))
             return
-        targets = written(node)
+        targets = written(node) if reduction is None else reduction.writes
         overwritten = targets[0] if operation(node) == "copy" and targets else None
         for source in node.all_input_nodes:
             if source is not overwritten or source in node.args[1:]:
-                self._held(source).readers.append((node, source))
+                held = self._held(source)
+                (held.questions if asks_only(node) else held.readers).append((node, source))
         if node.op == "output":
             return
-        if reduction is not None:
+        if asks_only(node):
+            value = self.algebra.opaque((), None)
+        elif reduction is not None:
             value = self._reduction(node, reduction)
-            targets = [reduction.x] if reduction.in_place and reduction.x is not None else []
-            understood = True
+        elif targets:
+            value = self._opaque(node)
         else:
             value = self._evaluator.evaluate(node)
-            understood = is_in_place(node) and targets == list(node.args[:1])
+            if value.op == "opaque" and not value.note:
+                value.note = self._note_on_write(node)
             if self._only_copies(node, value):
                 self._copies.add(node)
         for target in targets:
-            self._write(target, value if understood else self._opaque(node), node)
-        self._hold(node, value if understood or not targets else self._opaque(node))
+            self._write(target, node)
+            if overwritten is target:
+                self.stored[target] = self._held(node.all_input_nodes[1])
+        self._hold(node, value)
         for inner in self._evaluator.on_the_way.get(node, ()):
             is_result = inner is value or (value.op == "tuple" and inner in value.args)
             if not inner.definers and not is_result:
                 inner.definers.append(node)
 
-    def _only_copies(self, node: Node, value: Value) -> bool:
-        """Whether a node hands on what an input holds, in other memory.
+    def _note_on_write(self, node: Node) -> str:
+        maker = self.maker_of(node)
+        targets = [] if self._origin is None or maker is node else written(maker)
+        if not targets or maker in self._origin.in_place:  # type: ignore[union-attr]
+            return ""
+        return f"{maker} writes to the memory of {targets[0]} between the reduction and the norm"
 
-        The copy that Dynamo makes of an all-reduce in place is none: it belongs to the reduction.
-        """
-        name, inputs = operation(node), node.all_input_nodes
-        if name == "copy" and len(inputs) == 2:
-            target, source = inputs
-            back = self._reduced_in.get(value) == self.shapes.storage(target)
-        elif name in ("same", "cast", "dropout") and inputs:
-            target, source, back = node, inputs[0], False
-        else:
+    def _only_copies(self, node: Node, value: Value) -> bool:
+        """Whether a node hands on what an input holds, in other memory."""
+        if operation(node) not in ("same", "cast", "dropout") or not node.all_input_nodes:
             return False
-        shared = self.shapes.storage(target) == self.shapes.storage(source)
-        return self._held(source) is value and not shared and not back
+        source = node.all_input_nodes[0]
+        shared = self.shapes.storage(node) == self.shapes.storage(source)
+        return self._held(source) is value and not shared
 
     def _reduction(self, node: Node, reduction: Reduction) -> Value:
         x = None if reduction.x is None else self.shapes.of(reduction.x)
@@ -200,8 +242,6 @@ class Values:
         self.reduced[node] = value
         if reduction.pending:
             self._pending.add(node)
-        if reduction.x is not None:
-            self._reduced_in[value] = self.shapes.storage(reduction.x)
         if reduction.result is None:
             return value
         before = [self._opaque(node) for _ in range(reduction.result)]
@@ -226,12 +266,11 @@ class Values:
         return self.algebra.opaque(inputs, None if tensor is None else tensor.dtype, note)
 
     def _hold(self, node: Node, value: Value) -> None:
-        if node not in self._history:
-            shared = [self.shapes.storage(node)]
-            if self.shapes.any_of(node) is None:  # it may be a view of anything that it was given
-                shared += [self.shapes.storage(source) for source in node.all_input_nodes]
-            for storage in dict.fromkeys(shared):
-                self._sharing.setdefault(storage, []).append(node)
+        shared = [self.shapes.storage(node)]
+        if self.shapes.any_of(node) is None:  # it may be a view of anything that it was given
+            shared += [self.shapes.storage(source) for source in node.all_input_nodes]
+        for storage in dict.fromkeys(shared):
+            self._sharing.setdefault(storage, []).append(node)
         self._record(node, value, node)
 
     def _record(self, node: Node, value: Value, by: Node) -> None:
@@ -241,32 +280,13 @@ class Values:
             value.definers.append(by)
             self.defines.setdefault(by, []).append(value)
 
-    def _write(self, target: Node, value: Value, by: Node) -> None:
+    def _write(self, target: Node, by: Node) -> None:
         storage = self.shapes.storage(target)
-        write = Write(self.position[by], by, target, storage)
-        self.writes.append(write)
-        self._writes_of.setdefault(by, []).append(write)
+        self.writes.append(Write(self.position[by], by, target, storage))
         for node in self._sharing.get(storage, [target]):
-            if self._sees_the_same(node, target):
-                self._record(node, value, by)
-            else:
-                note = f"{by} writes to {target}, with which {node} shares memory"
-                self._record(node, self._opaque(by, note), by)
+            note = f"{by} writes to the memory of {node} between the reduction and the norm"
+            self._record(node, self._opaque(by, note), by)
 
-    def _sees_the_same(self, node: Node, target: Node) -> bool:
-        """Whether two tensors that share memory have the same elements in the same rows."""
-        if node is target:
-            return True
-        a, b = self.shapes.of(node), self.shapes.of(target)
-        if a is None or b is None or a.dtype != b.dtype or not a.dim() or not b.dim():
-            return False
-        if not statically_known_true(a.storage_offset() == b.storage_offset()):
-            return False
-        if same_shape(a.shape, b.shape) and same_shape(a.stride(), b.stride()):
-            return True
-        return (
-            is_contiguous(a)
-            and is_contiguous(b)
-            and same_shape(a.shape[-1:], b.shape[-1:])
-            and statically_known_true(elems(a.shape) == elems(b.shape))
-        )
+
+def _memory(tensor: object) -> object:
+    return tensor.untyped_storage()._cdata if isinstance(tensor, Tensor) else None

@@ -81,6 +81,33 @@ _MUTATING = {
 }
 
 
+_QUESTIONS = {
+    *("size", "dim", "ndimension", "numel", "nelement", "is_floating_point", "element_size"),
+    *("sym_size", "sym_numel", "_assert_tensor_metadata"),
+}
+_ASKED_ATTRIBUTES = {"shape", "ndim", "dtype", "device", "is_cuda"}
+
+
+def asks_only(node: Node) -> bool:
+    """Whether a call needs no element of its tensor: its shape, dtype or device is asked for."""
+    if node.target is getattr and len(node.args) > 1:
+        return node.args[1] in _ASKED_ATTRIBUTES
+    return len(node.all_input_nodes) == 1 and _plain_name(node) in _QUESTIONS
+
+
+def is_pure(node: Node) -> bool:
+    """Whether nobody notices if a node that nobody uses is not run."""
+    if node.is_impure() or written(node):
+        return False
+    if node.op in ("call_function", "call_method") and operation(node):
+        return True
+    namespace, _, _ = qualified_name(node.target).partition("::")
+    if namespace in ("aten", "prims"):
+        schema = schema_of(node.target)
+        return schema is not None and bool(schema.returns)
+    return node.op == "get_attr" or asks_only(node)
+
+
 def argument(node: Node, index: int, *names: str, default: Any = None) -> Any:
     """An argument of a call, by position or by one of its names."""
     if len(node.args) > index:
@@ -145,6 +172,42 @@ def module_of(node: Node) -> torch.nn.Module | None:
         return None if owner is None else owner.get_submodule(str(node.target))
     except AttributeError:
         return None
+
+
+def plain_module(module: torch.nn.Module | None) -> str:
+    """Why calling a module is more than its class; empty if it is not."""
+    every = torch.nn.modules.module
+    if module is None:
+        return "is not there"
+    if "forward" in vars(module) or "__call__" in vars(module):
+        return "has a forward of its own instead of its class's"
+    if module._forward_hooks or module._forward_pre_hooks:
+        return "has hooks"
+    if every._global_forward_hooks or every._global_forward_pre_hooks:
+        return "runs with the hooks of all modules"
+    if "parametrizations" in module._modules:
+        return "has parameters that are computed"
+    return ""
+
+
+def attribute_of(node: Node) -> Any:
+    """What a `get_attr` node stands for; None if it is not there."""
+    return attribute_at(node.graph.owning_module, str(node.target))
+
+
+def attribute_at(module: Any, path: str) -> Any:
+    """An attribute of a module or of one inside of it; None if it is not there."""
+    for name in path.split("."):
+        module = getattr(module, name, None)
+    return module
+
+
+def is_torch_function(node: Node) -> bool:
+    """Whether a call is of PyTorch's own functions, operators or methods, or of Python's."""
+    if node.op == "call_method" or isinstance(node.target, OpOverload | OpOverloadPacket):
+        return True
+    home = getattr(node.target, "__module__", "") or ""
+    return bool(_plain_name(node)) or node.target is getattr or home == "math"
 
 
 def _named_writes(node: Node, name: str) -> list[Node]:

@@ -1,0 +1,147 @@
+"""Which results of a graph share memory with each other, and with its inputs, after a rewrite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.node import map_arg
+
+from allnorm.compile.shapes import (
+    Shapes,
+    elems,
+    is_contiguous,
+    same_layout,
+    same_shape,
+    static_size,
+)
+
+Add = Callable[..., Node]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Where a result lies.
+
+    Attributes:
+        storage: equal for results that share memory, and for inputs.
+        tensor: fake; for its geometry.
+    """
+
+    storage: object
+    tensor: Tensor
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Memory:
+        """Where a tensor lies."""
+        return cls(tensor.untyped_storage()._cdata, tensor)
+
+    def looks_like(self, other: Tensor) -> bool:
+        """Whether another tensor has the same shape and strides."""
+        return same_layout(self.tensor, other)
+
+
+def results_of(graph: Graph) -> list[Node]:
+    """What a graph returns, each node once."""
+    return list(dict.fromkeys(occurrences(graph)))
+
+
+def occurrences(graph: Graph) -> list[Node]:
+    """What a graph returns, in order."""
+    found: list[Node] = []
+    map_arg(graph.output_node().args, found.append)
+    return found
+
+
+def keep_aliasing(
+    graph: Graph,
+    shapes: Shapes,
+    before: Sequence[Memory | None],
+    inputs: Mapping[object, tuple[Node, Tensor]],
+) -> str:
+    """Makes results share memory where they did before, and only there.
+
+    Args:
+        graph: is changed.
+        shapes: of the graph.
+        before: where each of its `occurrences` lay before.
+        inputs: by storage, the graph's inputs, and what they look like.
+
+    Returns:
+        Why it cannot; empty if it can. Then the graph is of no use.
+    """
+    output, nodes = graph.output_node(), occurrences(graph)
+    roots = dict(inputs)
+    taken = {shapes.storage(node): storage for storage, (node, _) in inputs.items()}
+
+    def add(target: Any, *args: Any, **kwargs: Any) -> Node:
+        with graph.inserting_before(output):
+            return graph.call_function(target, args, kwargs)
+
+    known = [index for index, memory in enumerate(before) if memory is not None]
+    for index in sorted(known, key=lambda index: -_size(before[index])):
+        node, memory, mine = nodes[index], before[index], shapes.of(nodes[index])
+        if mine is None or memory is None:
+            continue
+        alike, contiguous = memory.looks_like(mine), is_contiguous(memory.tensor)
+        if memory.storage in roots:
+            root, looks = roots[memory.storage]
+            if shapes.storage(node) == shapes.storage(root) and alike:
+                continue
+            view = _view(add, root, looks, memory.tensor)
+            if view is None:
+                return f"{node} shares memory with {root} in a way that cannot be repeated"
+            nodes[index] = view
+            continue
+        owner = taken.setdefault(shapes.storage(node), memory.storage)
+        if not alike and not (contiguous and same_shape(mine.shape, memory.tensor.shape)):
+            return f"{node} would have other strides in a graph that does not write in place"
+        if not alike:
+            layout = torch.contiguous_format
+            nodes[index] = add(torch.ops.aten.clone.default, node, memory_format=layout)
+        elif owner != memory.storage:
+            nodes[index] = add(torch.ops.aten.clone.default, node)
+        roots[memory.storage] = (nodes[index], memory.tensor)
+    if nodes != occurrences(graph):
+        remaining = iter(nodes)
+        output.args = map_arg(output.args, lambda _: next(remaining))
+    return ""
+
+
+def _size(memory: Memory | None) -> int:
+    return 0 if memory is None else static_size(elems(memory.tensor.shape)) or 0
+
+
+def _view(add: Add, root: Node, looks: Tensor, tensor: Tensor) -> Node | None:
+    """A view of `root`, of which we know what it looks like, that looks like `tensor`."""
+    at_once = statically_known_true(looks.storage_offset() == tensor.storage_offset())
+    if looks.dtype != tensor.dtype:
+        return None
+    if at_once and same_layout(looks, tensor):
+        return root
+    sizes = [static_size(size) for size in tensor.shape]
+    whole = statically_known_true(elems(looks.shape) == elems(tensor.shape))
+    if (
+        at_once
+        and whole
+        and is_contiguous(looks)
+        and is_contiguous(tensor)
+        and sizes.count(None) < 2
+    ):
+        shape = [-1 if size is None else size for size in sizes]
+        return add(torch.ops.aten.view.default, root, shape)
+    strides = [static_size(stride) for stride in tensor.stride()]
+    offset = static_size(tensor.storage_offset() - looks.storage_offset())
+    if None in (*sizes, *strides, offset):
+        return None
+    return add(view_of, root, sizes, strides, offset)
+
+
+def view_of(root: Tensor, sizes: list[int], strides: list[int], offset: int) -> Tensor:
+    """A view of `root`, `offset` elements behind its first one."""
+    return root.as_strided(sizes, strides, root.storage_offset() + offset)
