@@ -59,4 +59,3 @@ int32_t allnorm_comm_create(const AllnormCommConfig* config, AllnormComm** comm)
   *comm = new (std::nothrow) AllnormComm{allnorm::Communicator(*config)};
   return *comm != nullptr ? ALLNORM_OK : fail(ALLNORM_SYSTEM, "no memory for a communicator");
 }
-
