@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <map>
 #include <mutex>
 #include <set>
@@ -161,6 +162,17 @@ int32_t StreamOrder::begin_captured(cudaStream_t stream, unsigned long long id) 
   if (last == nullptr) return hold_by_graph(stream, id);
   // Two nodes of one stream are ordered, and may overlap as dependent launches do.
   if (last->nodes.empty() || (stream == last->stream && lasts(stream))) return ALLNORM_OK;
+  // A stream whose next node follows those already is left as it is: another edge between the same
+  // nodes would be a full one, and end the overlap of dependent launches.
+  Captured captured;
+  const int32_t status =
+      cuda_status(get_captured(stream, &captured), "asking what has been captured");
+  if (status != ALLNORM_OK) return status;
+  const cudaGraphNode_t* const end = captured.nodes + captured.num_nodes;
+  const auto follows = [&](cudaGraphNode_t node) {
+    return std::find(captured.nodes, end, node) != end;
+  };
+  if (std::all_of(last->nodes.begin(), last->nodes.end(), follows)) return ALLNORM_OK;
   return cuda_status(add_dependencies(stream, last->nodes), "ordering calls of a capture");
 }
 

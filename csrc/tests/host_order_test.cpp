@@ -75,12 +75,14 @@ void test_repeated_calls_cost_nothing() {
           "a repeated call asked more than once");
   }
   // Within a capture its nodes may overlap as dependent launches do.
-  cudaStreamBeginCapture(streams[0]);
-  for (int i = 0; i < 3; ++i) scene.run(streams[0]);
-  check(fake::calls_of("cudaStreamUpdateCaptureDependencies") == 0, "repeated calls have edges");
-  cudaGraph_t graph = nullptr;
-  cudaStreamEndCapture(streams[0], &graph);
-  cudaGraphDestroy(graph);
+  for (const cudaStream_t stream : {streams[0], new_stream(false)}) {
+    cudaStreamBeginCapture(stream);
+    for (int i = 0; i < 3; ++i) scene.run(stream);
+    check(fake::calls_of("cudaStreamUpdateCaptureDependencies") == 0, "repeated calls have edges");
+    cudaGraph_t graph = nullptr;
+    cudaStreamEndCapture(stream, &graph);
+    cudaGraphDestroy(graph);
+  }
 }
 
 void test_eager_captured_eager() {
