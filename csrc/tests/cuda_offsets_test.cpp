@@ -90,6 +90,7 @@ void test_layout() {
 }  // namespace allnorm
 
 int main() {
+  const allnorm::shim::Machine machine(1, 1);  // Stores ask it whether their memory is shared.
   allnorm::test_padding_of_scales();
   allnorm::test_layout();
   return allnorm::testing::result();
