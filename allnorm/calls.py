@@ -262,12 +262,22 @@ class Calls:
         except AllnormError:
             raise  # what the ranks told each other first; the channel keeps what it must
         except BaseException as error:
+            if self._has_failed():
+                raise  # a wait for the others' announcements, which has told them
             # Amid the exchange: peers may have gone on, and a later call would meet them in this.
             self._broken = self._what_broke(error)
             self._fast.close()
             if isinstance(error, RuntimeError):
                 raise self._broken() from error
             raise
+
+    def _has_failed(self) -> bool:
+        """Whether the library has recorded what every later call will raise."""
+        try:
+            self._check(None)
+        except AllnormError:
+            return True
+        return False
 
     def _look_at_peers(self, seconds: float) -> None:
         """Ends a wait of so many seconds for the process group, by raising, if it is to end."""

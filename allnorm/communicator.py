@@ -330,9 +330,8 @@ class Communicator(Collectives):
         """Releases the workspace and `group`. Idempotent, not collective; waits for the device.
 
         Calls of other threads end or raise CommunicatorClosedError. CUDA graphs in which calls were
-        captured may be launched afterwards, as before: by all ranks or by none. The workspace, on
-        every rank, stays as long as such a graph does, and is freed when the next communicator is
-        made or closed after that.
+        captured may be launched afterwards, as before: by all ranks or by none. So the workspaces
+        of a communicator whose calls were captured stay until the process ends.
 
         Raises:
             AllnormError: within a call of this communicator, from a signal handler.
@@ -386,13 +385,9 @@ class Communicator(Collectives):
         raise TypeError(_NO_COPIES)
 
     def _release(self) -> None:
-        """Lets the workspace go once no graph may use it; calls under way keep the handle."""
-        handle, library = self._handle, self._library
-
-        def unused() -> bool:
-            return not handle or library.comm_close(handle) != _native.BUSY
-
-        self._workspace.release(unused)
+        """Unmaps the workspaces, unless a CUDA graph may use them: then they stay for good."""
+        if not self._handle or self._library.comm_close(self._handle) != _native.BUSY:
+            self._workspace.release()
 
     def __enter__(self) -> Communicator:
         if self._closed:
@@ -413,8 +408,7 @@ class Communicator(Collectives):
         try:
             self.close()
             if self._handle:
-                handle, destroy = self._handle, self._library.comm_destroy
-                self._workspace.when_released(lambda: destroy(handle))
+                self._library.comm_destroy(self._handle)
             if self._channel is not None:
                 self._channel.destroy()
         except Exception:  # noqa: BLE001
@@ -446,7 +440,6 @@ def _reporter(comm: weakref.ref[Communicator]) -> Callable[[int, bool], None]:
 
 def _become_forks() -> None:
     _by_name.clear()
-    workspace.forget()
     for comm in list(_living):
         comm._become_fork()
 

@@ -15,6 +15,7 @@ import torch
 _TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 _is_transformed: Any = torch._C._functorch.is_functorch_wrapped_tensor
 _is_functional: Any = torch._is_functional_tensor
+_is_compiling = torch.compiler.is_compiling  # Dynamo knows plain tensors only
 _strided = torch.strided
 # Below it an address may be an offset into memory that is not there; see has_memory().
 LOW_ADDRESS = 1 << 32
@@ -42,7 +43,7 @@ def check_kind(name: str, tensor: object) -> None:
             "results carry no gradient. Call it under torch.no_grad() or torch.inference_mode(), "
             f"or pass {name}.detach()."
         )
-    if _is_transformed(tensor) or _is_functional(tensor):
+    if not _is_compiling() and (_is_transformed(tensor) or _is_functional(tensor)):
         raise TypeError(
             f"{name} is the tensor of a transform (torch.func, torch.vmap or functionalisation): "
             "expected one with memory of its own. Call the operators in torch.ops.allnorm there, "

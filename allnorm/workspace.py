@@ -15,7 +15,7 @@ import platform
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -41,7 +41,7 @@ def allow_shared_gpus(allowed: bool) -> None:
     _shared_gpus_allowed = allowed
 
 
-@dataclass(eq=False)
+@dataclass
 class Workspace:
     """The mapped workspaces of all ranks.
 
@@ -56,58 +56,12 @@ class Workspace:
     num_bytes: int
     obstacle: str = ""
     _release: Callable[[], None] | None = None
-    _unused: Callable[[], bool] = lambda: True
-    _released: bool = False
-    _afterwards: list[Callable[[], object]] = field(default_factory=list)
 
-    def release(self, unused: Callable[[], bool] = lambda: True) -> None:
-        """Unmaps once nothing uses the memory any more; idempotent.
-
-        Args:
-            unused: whether that is so. If it is not, the memory stays, and it is asked again when
-                other workspaces are made or released.
-        """
-        if not self._released and self not in _in_use:
-            self._unused = unused
-            _in_use.append(self)
-        release_unused()
-
-    def when_released(self, action: Callable[[], object]) -> None:
-        """Does it once the memory is unmapped: now, or later."""
-        if self._released:
-            action()
-        else:
-            self._afterwards.append(action)
-
-    def _try_to_release(self) -> bool:
-        if not self._unused():
-            return False
-        self._released = True
-        if self._release is not None:
-            self._release()
-        for action in self._afterwards:
-            action()
-        return True
-
-
-# Workspaces to be released when nothing uses them.
-_in_use: list[Workspace] = []
-
-
-def release_unused() -> None:
-    """Unmaps what CUDA graphs have used that are gone now."""
-    for workspace in list(_in_use):
-        try:
-            _in_use.remove(workspace)
-        except ValueError:
-            continue  # another thread's, or that of a finaliser that has come in between
-        if not workspace._try_to_release():
-            _in_use.append(workspace)
-
-
-def forget() -> None:
-    """In a child of fork(): what the parent has to release is none of its business."""
-    _in_use.clear()
+    def release(self) -> None:
+        """Unmaps; idempotent."""
+        release, self._release = self._release, None
+        if release is not None:
+            release()
 
 
 def create(meeting: Rendezvous, device: torch.device, num_bytes: int) -> Workspace:
@@ -217,7 +171,6 @@ def _create_device_memory(meeting: Rendezvous, device: torch.device, num_bytes: 
 
     def allocate() -> tuple[str, bytes]:
         properties = torch.cuda.get_device_properties(device)
-        release_unused()
         _free_left_behind()
         addresses[rank], handle = library.ipc_create(index, num_bytes)
         return str(getattr(properties, "uuid", index)), handle

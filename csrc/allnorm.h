@@ -194,8 +194,8 @@ ALLNORM_API int32_t allnorm_comm_create(const AllnormCommConfig* config, Allnorm
 // Ends the calls that other threads are in: on CPU those that wait return ALLNORM_CLOSED, CUDA
 // waits for the device. Then releases all but the handle; later calls return ALLNORM_CLOSED. Not
 // within a call of the same thread. Idempotent. The workspaces may be unmapped when it has returned
-// ALLNORM_OK. CUDA: ALLNORM_BUSY as long as a CUDA graph is there in which calls were captured: it
-// may be launched again, so the workspaces must stay.
+// ALLNORM_OK. CUDA: ALLNORM_BUSY if a call was captured: its CUDA graph may be launched again, so
+// nothing is released, and the workspaces must stay.
 ALLNORM_API int32_t allnorm_comm_close(AllnormComm* comm);
 
 // Closes, and frees the handle: no thread may use it any more. ALLNORM_BUSY as above: then the

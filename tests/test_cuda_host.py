@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import datetime
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import cast
 
 import pytest
 import torch
 
-from allnorm import _native, faults, workspace
+from allnorm import _native, faults
 from allnorm.calls import Calls
+from allnorm.communicator import Communicator
 from allnorm.errors import AllnormError, PeerDivergedError
 from allnorm.workspace import Workspace
 
@@ -87,57 +87,15 @@ def test_mirror_of_device_code() -> None:
     assert ctypes.sizeof(_native.DeviceCode) == 16
 
 
-@pytest.fixture
-def released(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    monkeypatch.setattr(workspace, "_in_use", [])
-    return []
-
-
-def made(released: list[str], name: str) -> Workspace:
-    return Workspace([1], 1, _release=lambda: released.append(name))
-
-
-def test_a_workspace_in_a_graph_stays(released: list[str]) -> None:
-    in_graphs = {"a": True, "b": True}
-    unused: Callable[[str], Any] = lambda name: lambda: not in_graphs[name]  # noqa: E731
-    a, b, c = (made(released, name) for name in "abc")
-    a.release(unused("a"))
-    a.release(unused("a"))
-    b.release(unused("b"))
-    assert released == []
-    c.release()
-    assert released == ["c"]
-    in_graphs["b"] = False
-    workspace.release_unused()
-    assert released == ["c", "b"]
-    workspace.release_unused()
-    assert released == ["c", "b"]
-    in_graphs["a"] = False
-    made(released, "d").release()
-    assert released == ["c", "b", "a", "d"]
-
-
-def test_a_failing_release_keeps_no_other(released: list[str]) -> None:
-    def fails() -> None:
-        raise OSError("leaving the peers' workspaces failed")
-
-    waits = [True]
-    made(released, "a").release(lambda: not waits[0])
-    with pytest.raises(OSError, match="leaving"):
-        Workspace([1], 1, _release=fails).release()
-    waits[0] = False
-    workspace.release_unused()
-    assert released == ["a"]
-
-
-def test_a_release_within_a_release(released: list[str]) -> None:
-    """A finaliser may come in between, and release what is being looked at."""
-    asked: list[str] = []
-
-    def unused() -> bool:
-        asked.append("a")
-        workspace.release_unused()
-        return True
-
-    made(released, "a").release(unused)
-    assert (asked, released) == (["a"], ["a"])
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_workspace_in_a_graph_stays(captured: bool) -> None:
+    released: list[str] = []
+    status = _native.BUSY if captured else _native.OK
+    comm = SimpleNamespace(
+        _handle=1,
+        _library=SimpleNamespace(comm_close=lambda handle: status),
+        _workspace=Workspace([1], 1, _release=lambda: released.append("workspace")),
+    )
+    for _ in range(2):
+        Communicator._release(cast(Communicator, comm))
+    assert released == ([] if captured else ["workspace"])

@@ -28,7 +28,7 @@ int32_t allnorm_comm_close(AllnormComm* comm) {
   comm->communicator.end_waits();
   comm->gate.wait_until_empty();
   if (comm->communicator.close()) return ALLNORM_OK;
-  return allnorm::fail(ALLNORM_BUSY, "a CUDA graph may launch calls of this communicator again");
+  return allnorm::fail(ALLNORM_BUSY, "calls were captured, which a CUDA graph may launch again");
 }
 
 int32_t allnorm_comm_destroy(AllnormComm* comm) {

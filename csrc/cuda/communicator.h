@@ -31,8 +31,8 @@ class Communicator {
   void peers_died(uint64_t peers, bool all);
   // No call waits on the host.
   void end_waits() {}
-  // Waits for the device and releases what it uses; when nobody is in run(). Idempotent. False as
-  // long as a graph may launch calls again: then nothing is released.
+  // Waits for the device and releases what it uses; when nobody is in run(). Idempotent. False
+  // if calls were captured, which a graph may launch again: then nothing is released.
   bool close();
 
   // What a kernel recorded, or that a call could not be made: then with the words for it; or

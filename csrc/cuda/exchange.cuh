@@ -74,7 +74,9 @@ class Exchange {
     const uint64_t counter = load_u64(own + PushControl::kCounters + 8 * blockIdx.x);
     op_ = static_cast<uint32_t>(counter);
     phases_ = static_cast<int>(counter >> 32);
-    failed_ = load_u64(own + PushControl::kPoisoned) != 0;
+    const uint64_t poisoned = load_u64(own + PushControl::kPoisoned);
+    failed_ = poisoned != 0;
+    failed_before_ = failed_ && poisoned != poison(op_);
     if (params_.large) wait_for_slots();
     failed_ = __any_sync(kAllLanes, failed_);  // as wait_together() wants it
     pause();
@@ -127,14 +129,9 @@ class Exchange {
 
   __device__ __forceinline__ bool failed() const { return failed_; }
 
-  // Whether an operation before this one has failed: then peers are sent nothing. Memory is looked
-  // at only after a failure. The answer is never late: that failure's mark was left by a grid that
-  // was complete when begin() looked. A mark that is set meanwhile is of this operation, in which
-  // all that is sent is right or NaN, so it does no harm unseen; and who fails too but still reads
-  // a 0 there sends nothing, so that peers wait until their own deadline.
-  __device__ __forceinline__ bool failed_before() const {
-    return failed_ && fault_is_of_another(params_, op_);
-  }
+  // Whether an operation before this one has failed: then peers are sent nothing. Known from the
+  // start: that failure's mark was left by a grid that was complete when begin() looked.
+  __device__ __forceinline__ bool failed_before() const { return failed_before_; }
 
   // Start of this operation's slots in the workspace of the rank `q` after this one.
   __device__ __forceinline__ char* slots(int q) const {
@@ -175,11 +172,6 @@ class Exchange {
   // What is in kPoisoned once operation `op` has failed; never 0.
   __device__ __forceinline__ static unsigned long long poison(uint32_t op) {
     return 1ull << 32 | op;
-  }
-
-  // Not inlined: inlined, two_shot of eight ranks spills 80 bytes instead of 8.
-  __device__ __noinline__ static bool fault_is_of_another(const FusedParams& params, uint32_t op) {
-    return load_u64(params.workspace[0] + PushControl::kPoisoned) != poison(op);
   }
 
   // The same for one lane, which waits for `peer`.
@@ -331,6 +323,7 @@ class Exchange {
   uint32_t op_;
   int phases_;
   bool failed_;
+  bool failed_before_;
 };
 
 }  // namespace allnorm

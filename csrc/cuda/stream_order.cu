@@ -1,8 +1,6 @@
 #include <algorithm>
-#include <map>
 #include <mutex>
 #include <set>
-#include <utility>
 #include <vector>
 
 #include "abi/error.h"
@@ -44,13 +42,14 @@ cudaError_t get_captured(cudaStream_t stream, Captured* captured) {
 #endif
 }
 
-cudaError_t add_dependencies(cudaStream_t stream, std::vector<cudaGraphNode_t>& nodes) {
+cudaError_t add_dependencies(cudaStream_t stream, const std::vector<cudaGraphNode_t>& nodes) {
 #if CUDART_VERSION >= 13000
-  return cudaStreamUpdateCaptureDependencies(stream, nodes.data(), nullptr, nodes.size(),
+  return cudaStreamUpdateCaptureDependencies(stream, const_cast<cudaGraphNode_t*>(nodes.data()),
+                                             nullptr, nodes.size(),
                                              cudaStreamAddCaptureDependencies);
 #else
-  return cudaStreamUpdateCaptureDependencies(stream, nodes.data(), nodes.size(),
-                                             cudaStreamAddCaptureDependencies);
+  return cudaStreamUpdateCaptureDependencies(stream, const_cast<cudaGraphNode_t*>(nodes.data()),
+                                             nodes.size(), cudaStreamAddCaptureDependencies);
 #endif
 }
 
@@ -61,49 +60,14 @@ void stream_lasts(cudaStream_t stream) {
   lasting_streams().insert(stream);
 }
 
-// The captures in which there are calls, as long as their graphs are, or what was made of these.
-class StreamOrder::Captures {
- public:
-  struct Last {
-    cudaStream_t stream = nullptr;
-    std::vector<cudaGraphNode_t> nodes;  // of the last call
-  };
-
-  // Of a capture that goes on, so nobody removes it; nullptr if there is no call in it.
-  Last* find(unsigned long long id) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    const auto found = captures_.find(id);
-    return found == captures_.end() ? nullptr : &found->second;
-  }
-  void add(unsigned long long id) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    captures_.emplace(id, Last{});
-  }
-  void remove(unsigned long long id) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    captures_.erase(id);
-  }
-  bool empty() {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return captures_.empty();
-  }
-
- private:
-  std::mutex mutex_;
-  std::map<unsigned long long, Last> captures_;
-};
-
 StreamOrder::~StreamOrder() {
   if (event_ != nullptr) cudaEventDestroy(event_);
 }
 
 int32_t StreamOrder::initialize() {
-  captures_ = std::make_shared<Captures>();
   return cuda_status(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming),
                      "creating an event");
 }
-
-bool StreamOrder::in_graphs() const { return captures_ != nullptr && !captures_->empty(); }
 
 int32_t StreamOrder::begin(cudaStream_t stream) {
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
@@ -158,10 +122,9 @@ int32_t StreamOrder::end_eager(cudaStream_t stream) {
 }
 
 int32_t StreamOrder::begin_captured(cudaStream_t stream, unsigned long long id) {
-  Captures::Last* const last = captures_->find(id);
-  if (last == nullptr) return hold_by_graph(stream, id);
+  const LastCaptured& last = captures_[id];
   // Two nodes of one stream are ordered, and may overlap as dependent launches do.
-  if (last->nodes.empty() || (stream == last->stream && lasts(stream))) return ALLNORM_OK;
+  if (last.nodes.empty() || (stream == last.stream && lasts(stream))) return ALLNORM_OK;
   // A stream whose next node follows those already is left as it is: another edge between the same
   // nodes would be a full one, and end the overlap of dependent launches.
   Captured captured;
@@ -172,8 +135,8 @@ int32_t StreamOrder::begin_captured(cudaStream_t stream, unsigned long long id) 
   const auto follows = [&](cudaGraphNode_t node) {
     return std::find(captured.nodes, end, node) != end;
   };
-  if (std::all_of(last->nodes.begin(), last->nodes.end(), follows)) return ALLNORM_OK;
-  return cuda_status(add_dependencies(stream, last->nodes), "ordering calls of a capture");
+  if (std::all_of(last.nodes.begin(), last.nodes.end(), follows)) return ALLNORM_OK;
+  return cuda_status(add_dependencies(stream, last.nodes), "ordering calls of a capture");
 }
 
 int32_t StreamOrder::end_captured(cudaStream_t stream) {
@@ -181,39 +144,10 @@ int32_t StreamOrder::end_captured(cudaStream_t stream) {
   const int32_t status =
       cuda_status(get_captured(stream, &captured), "asking what has been captured");
   if (status != ALLNORM_OK) return status;
-  Captures::Last& last = *captures_->find(capture_);
+  LastCaptured& last = captures_[capture_];
   last.stream = stream;
   last.nodes.assign(captured.nodes, captured.nodes + captured.num_nodes);
   return ALLNORM_OK;
-}
-
-// Lets the graph that is being captured say when it, and all that was instantiated from it, is
-// gone.
-int32_t StreamOrder::hold_by_graph(cudaStream_t stream, unsigned long long id) {
-  Captured captured;
-  int32_t status = cuda_status(get_captured(stream, &captured), "asking for the captured graph");
-  if (status != ALLNORM_OK) return status;
-  struct Hold {
-    std::shared_ptr<Captures> captures;
-    unsigned long long id;
-  };
-  auto hold = std::make_unique<Hold>(Hold{captures_, id});
-  const auto let_go = [](void* data) {
-    const std::unique_ptr<Hold> gone(static_cast<Hold*>(data));
-    gone->captures->remove(gone->id);
-  };
-  cudaUserObject_t object = nullptr;
-  status = cuda_status(
-      cudaUserObjectCreate(&object, hold.get(), let_go, 1, cudaUserObjectNoDestructorSync),
-      "making a graph's object");
-  if (status != ALLNORM_OK) return status;
-  captures_->add(id);
-  hold.release();  // the object's now
-  status =
-      cuda_status(cudaGraphRetainUserObject(captured.graph, object, 1, cudaGraphUserObjectMove),
-                  "giving the graph its object");
-  if (status != ALLNORM_OK) cudaUserObjectRelease(object, 1);
-  return status;
 }
 
 }  // namespace allnorm

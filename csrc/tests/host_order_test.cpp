@@ -272,7 +272,8 @@ class Program {
   ~Program() {
     while (!captures_.empty()) end_capture(captures_.size() - 1);
     for (cudaGraphExec_t exec : graphs_) cudaGraphExecDestroy(exec);
-    check(rank_.close() == ALLNORM_OK, "close: %s", allnorm_last_error());
+    check(rank_.close() == (has_captured_ ? ALLNORM_BUSY : ALLNORM_OK), "close: %s",
+          allnorm_last_error());
     for (const Stream& stream : streams_) {
       if (!stream.lasts) cudaStreamDestroy(stream.handle);
     }
@@ -328,6 +329,7 @@ class Program {
     const int32_t status = rank_.run(stream.handle);
     refused_ = status != ALLNORM_OK;
     check(refused_ == impossible, "status %d: %s", status, allnorm_last_error());
+    has_captured_ = has_captured_ || (stream.capture != 0 && !refused_);
     if (stream.capture != 0 || refused_) return;
     last_ = stream.handle;
     last_lasts_ = stream.lasts;
@@ -378,6 +380,7 @@ class Program {
   cudaStream_t last_ = kNone;  // of the last eager call
   bool last_lasts_ = false;
   bool refused_ = false;
+  bool has_captured_ = false;
 };
 
 void test_random_programs() {

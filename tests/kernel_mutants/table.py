@@ -452,9 +452,9 @@ WRONG_RESULTS = (
             *edits.PRECEDING_GRID_NOT_WAITED_FOR,
             (
                 EXCHANGE,
-                "    failed_ = load_u64(own + PushControl::kPoisoned) != 0;\n",
+                "    const uint64_t poisoned = load_u64(own + PushControl::kPoisoned);\n",
                 "    wait_for_preceding_grid();\n"
-                "    failed_ = load_u64(own + PushControl::kPoisoned) != 0;\n",
+                "    const uint64_t poisoned = load_u64(own + PushControl::kPoisoned);\n",
             ),
         ),
         (WRONG, HANGS, NOT_EMPTY, "counter"),

@@ -25,7 +25,9 @@ from protocol_model.reader import EXCHANGE, ONE_SHOT
 
 # Lines that say what failed threads do: (file, text).
 ASSUMED = (
-    (EXCHANGE, "failed_ = load_u64(own + PushControl::kPoisoned) != 0;"),
+    (EXCHANGE, "const uint64_t poisoned = load_u64(own + PushControl::kPoisoned);"),
+    (EXCHANGE, "failed_ = poisoned != 0;"),
+    (EXCHANGE, "failed_before_ = failed_ && poisoned != poison(op_);"),
     (EXCHANGE, "while (!failed_) {"),
     (EXCHANGE, "failed_ = __any_sync(kAllLanes, failed_);"),
     (EXCHANGE, "if (ready()) return true;"),
@@ -34,11 +36,6 @@ ASSUMED = (
     (EXCHANGE, "if (__all_sync(kAllLanes, here)) return true;"),
     (EXCHANGE, "if (!here) look(missing(), time_is_up);"),
     (EXCHANGE, "if (peer < 0 || failed_before()) return;"),
-    (EXCHANGE, "return failed_ && fault_is_of_another(params_, op_);"),
-    (
-        EXCHANGE,
-        "return load_u64(params.workspace[0] + PushControl::kPoisoned) != poison(op);",
-    ),
     (EXCHANGE, "if (peer < 0 || failed_) return;"),
     (EXCHANGE, "if (time_is_up) return record_fault(params, op, source, ALLNORM_TIMEOUT);"),
     (EXCHANGE, "return *reinterpret_cast<volatile uint64_t*>(own + PushControl::kPoisoned) != 0;"),

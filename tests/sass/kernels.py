@@ -88,7 +88,7 @@ class Variant:
         if self.kind == "owned_finished" and self.world_size > 6:
             return 40
         if self.kind == "one_shot_dense":
-            return 136 if self.world_size > 4 else 48
+            return 136 if self.world_size > 4 else 56
         return 32 if self.kind == "local_aligned" and self.quantized else 0
 
 

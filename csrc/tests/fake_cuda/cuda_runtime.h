@@ -29,7 +29,6 @@ typedef struct FakeEvent* cudaEvent_t;
 typedef struct FakeGraph* cudaGraph_t;
 typedef struct FakeGraphExec* cudaGraphExec_t;
 typedef struct FakeNode* cudaGraphNode_t;
-typedef struct FakeUserObject* cudaUserObject_t;
 typedef void (*cudaHostFn_t)(void*);
 #define cudaStreamLegacy (reinterpret_cast<cudaStream_t>(1))
 #define cudaStreamPerThread (reinterpret_cast<cudaStream_t>(2))
@@ -40,7 +39,6 @@ enum cudaStreamCaptureStatus {
   cudaStreamCaptureStatusInvalidated = 2,
 };
 enum { cudaStreamAddCaptureDependencies = 0, cudaStreamSetCaptureDependencies = 1 };
-enum { cudaUserObjectNoDestructorSync = 1, cudaGraphUserObjectMove = 1 };
 enum { cudaHostAllocPortable = 1, cudaHostAllocMapped = 2 };
 enum { cudaMemcpyHostToDevice = 1, cudaMemcpyDeviceToHost = 2 };
 enum { cudaEventDisableTiming = 2 };
@@ -135,11 +133,6 @@ cudaError_t cudaGraphDestroy(cudaGraph_t graph);
 cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph);
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec);
 cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream);
-cudaError_t cudaUserObjectCreate(cudaUserObject_t* object, void* data, cudaHostFn_t destroy,
-                                 unsigned count, unsigned flags);
-cudaError_t cudaUserObjectRelease(cudaUserObject_t object, unsigned count);
-cudaError_t cudaGraphRetainUserObject(cudaGraph_t graph, cudaUserObject_t object, unsigned count,
-                                      unsigned flags);
 
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* kernel);
 cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, const void* kernel,

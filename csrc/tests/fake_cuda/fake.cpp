@@ -14,12 +14,6 @@ using allnorm::fake::Launch;
 
 // What is behind CUDA's handles.
 
-struct FakeUserObject {
-  void* data;
-  cudaHostFn_t destroy;
-  unsigned count;
-};
-
 struct FakeNode {
   Launch launch;
   std::set<FakeNode*> before;  // all of them, near and far
@@ -27,7 +21,6 @@ struct FakeNode {
 
 struct FakeGraph {
   std::vector<std::shared_ptr<FakeNode>> nodes;
-  std::vector<FakeUserObject*> objects;
 };
 struct FakeGraphExec : FakeGraph {};
 
@@ -85,7 +78,6 @@ struct State {
   std::vector<std::unique_ptr<FakeStream>> streams;
   std::vector<FakeStream*> free_streams;
   std::set<FakeEvent*> events;
-  std::set<FakeUserObject*> objects;
   std::set<void*> device_memory, host_memory, mapped;
   std::vector<std::unique_ptr<Capture>> captures;
   unsigned long long num_captures = 0;
@@ -156,17 +148,6 @@ cudaError_t forbidden_in_captures() {
   return cudaErrorStreamCaptureUnsupported;
 }
 
-void release(FakeUserObject* object, unsigned count) {
-  object->count -= count;
-  if (object->count != 0) return;
-  state().objects.erase(object);
-  object->destroy(object->data);
-  delete object;
-}
-void drop(FakeGraph* graph) {
-  for (FakeUserObject* object : graph->objects) release(object, 1);
-}
-
 template <class T>
 cudaError_t allocate(std::set<void*>& where, T** address, size_t bytes) {
   *address = static_cast<T*>(aligned_alloc(4096, (bytes + 4095) / 4096 * 4096));
@@ -208,7 +189,6 @@ void reset() {
   for (const auto& stream : s.streams) stream->point = {};
   s.default_stream.point = {};
   for (const auto& capture : s.captures) {
-    drop(capture->graph);
     delete capture->graph;
   }
   s.captures.clear();
@@ -237,8 +217,8 @@ int violations() { return state().violations; }
 const char* last_violation() { return state().violation.c_str(); }
 int num_alive() {
   const State& s = state();
-  return static_cast<int>(s.events.size() + s.objects.size() + s.device_memory.size() +
-                          s.host_memory.size() + s.mapped.size());
+  return static_cast<int>(s.events.size() + s.device_memory.size() + s.host_memory.size() +
+                          s.mapped.size());
 }
 int current_device() { return state().device; }
 
@@ -438,7 +418,6 @@ cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* graph) {
   if (error == cudaSuccess) {
     *graph = capture->graph;
   } else {
-    drop(capture->graph);
     delete capture->graph;
   }
   for (FakeEvent* event : s.events) {
@@ -501,19 +480,15 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event, unsigned
 // ---- graphs
 
 cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
-  drop(graph);
   delete graph;
   return cudaSuccess;
 }
 cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph) {
   *exec = new FakeGraphExec;
   (*exec)->nodes = graph->nodes;
-  (*exec)->objects = graph->objects;
-  for (FakeUserObject* object : graph->objects) ++object->count;
   return cudaSuccess;
 }
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) {
-  drop(exec);
   delete exec;
   return cudaSuccess;
 }
@@ -533,25 +508,6 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t handle) {
     stream->point.work.insert(launch.number);
     s.replays.push_back(launch);
   }
-  return cudaSuccess;
-}
-
-cudaError_t cudaUserObjectCreate(cudaUserObject_t* object, void* data, cudaHostFn_t destroy,
-                                 unsigned count, unsigned) {
-  MAY_FAIL();
-  *object = new FakeUserObject{data, destroy, count};
-  state().objects.insert(*object);
-  return cudaSuccess;
-}
-cudaError_t cudaUserObjectRelease(cudaUserObject_t object, unsigned count) {
-  release(object, count);
-  return cudaSuccess;
-}
-cudaError_t cudaGraphRetainUserObject(cudaGraph_t graph, cudaUserObject_t object, unsigned,
-                                      unsigned flags) {
-  MAY_FAIL();
-  if (flags != cudaGraphUserObjectMove) ++object->count;
-  graph->objects.push_back(object);
   return cudaSuccess;
 }
 
