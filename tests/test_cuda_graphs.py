@@ -314,3 +314,26 @@ def soak(rank: int, world_size: int, seconds: float) -> int:
 @on(gpu=(2, 3, 8))
 def test_soak(pool: RankPool) -> None:
     assert min(pool.run(soak, 20.0)) >= 50
+
+
+def replayed_after_close(rank: int, world_size: int) -> None:
+    """What graphs use stays, though other communicators come and go."""
+    for _ in range(3):
+        c = allnorm.Communicator(timeout=20, workspace_bytes=8 << 20)
+        sites = [
+            Site(c, Case((tokens, 4096), algorithm=algorithm))
+            for tokens, algorithm in ((1, "one_shot"), (130, "two_shot"))
+        ]
+        c.close()
+        with allnorm.Communicator(workspace_bytes=8 << 20) as other:
+            other.all_reduce(sites[0].x)
+        for call in range(3):
+            for site in sites:
+                case, *results = site.replay(call)
+                torch.cuda.synchronize()
+                case.compare(c, *results)
+
+
+@on(gpu=(2, 4))
+def test_graphs_after_close(pool: RankPool) -> None:
+    pool.run(replayed_after_close)
