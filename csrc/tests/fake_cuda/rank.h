@@ -28,8 +28,9 @@ class Aligned {
 
 constexpr int64_t kBytes = 1 << 18;
 
-// Communicators that stay for graphs. Reachable, so that a leak checker lets them be.
-inline std::set<AllnormComm*> held;
+// Communicators that stay for graphs. Reachable to the very end, so that a leak checker lets them
+// be.
+inline std::set<AllnormComm*>& held = *new std::set<AllnormComm*>;
 
 class Rank {
  public:
