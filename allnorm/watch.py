@@ -8,6 +8,7 @@ who waits for it waits until the deadline.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import os
 import select
@@ -69,6 +70,7 @@ class Watch:
         blind: ranks whose end will not be seen: in another namespace, or this process may have no
             more threads.
         watched: the others.
+        stopped: whether nobody wants to know any more.
 
     Args:
         peers: by rank; this process itself is not watched.
@@ -79,10 +81,13 @@ class Watch:
     def __init__(self, peers: Sequence[Process], ended: Callable[[int, bool], None]) -> None:
         self.peers = list(peers)
         self.ended = ended
+        self.stopped = False
         own = this_process()
         self.blind = {
-            rank for rank, peer in enumerate(peers) if peer.namespace != own.namespace
-        } | {rank for rank, peer in enumerate(peers) if not peer.started}
+            rank
+            for rank, peer in enumerate(peers)
+            if peer.namespace != own.namespace or not peer.started
+        }
         self.watched = {
             rank: peer for rank, peer in enumerate(peers) if rank not in self.blind and peer != own
         }
@@ -92,6 +97,7 @@ class Watch:
 
     def stop(self) -> None:
         """Calls `ended` no more, but for a call that is under way. Idempotent."""
+        self.stopped = True
         if self.watched:
             _watcher.remove(self)
 
@@ -112,11 +118,16 @@ class Watch:
 
 
 class _Watcher:
-    """The thread, and what it waits for."""
+    """The thread, and what it waits for.
+
+    A watch is taken off by the thread itself: who stops it may be a finaliser, which comes in
+    anywhere, also where this thread or another one holds the lock.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._watches: list[Watch] = []
+        self._stopped: collections.deque[Watch] = collections.deque()  # to be taken off
         self._descriptors: dict[Process, int | None] = {}  # None: /proc is read
         self._known: set[tuple[int, int]] = set()  # id of a watch, rank: reported
         self._thread: threading.Thread | None = None
@@ -147,19 +158,23 @@ class _Watcher:
         return True
 
     def remove(self, watch: Watch) -> None:
-        with self._lock:
-            if watch not in self._watches:
-                return
-            self._watches.remove(watch)
-            self._known = {known for known in self._known if known[0] != id(watch)}
-            wanted = {process for left in self._watches for process in left.watched.values()}
-            for process in self._descriptors.keys() - wanted:
-                descriptor = self._descriptors.pop(process)
-                # The thread may be about to poll it; a number that is given out again to another
-                # file wakes it for nothing.
-                if descriptor is not None:
-                    os.close(descriptor)
+        """Soon; takes no lock."""
+        if self._wake is not None:  # else it is of the process that this one is a fork of
+            self._stopped.append(watch)
             self._notify()
+
+    def _take_off_stopped(self) -> None:
+        stopped = set()
+        while self._stopped:
+            stopped.add(self._stopped.popleft())
+        self._watches = [watch for watch in self._watches if watch not in stopped]
+        gone = set(map(id, stopped))
+        self._known = {known for known in self._known if known[0] not in gone}
+        wanted = {process for left in self._watches for process in left.watched.values()}
+        for process in self._descriptors.keys() - wanted:
+            descriptor = self._descriptors.pop(process)
+            if descriptor is not None:
+                os.close(descriptor)
 
     def forget(self) -> None:
         """In a child of fork(), where the thread is not: lets go of everything."""
@@ -178,6 +193,7 @@ class _Watcher:
         settling: list[tuple[float, Watch, int]] = []
         while True:
             with self._lock:
+                self._take_off_stopped()
                 descriptors = dict(self._descriptors)
             poll = select.poll()
             poll.register(wake, select.POLLIN)
@@ -196,10 +212,7 @@ class _Watcher:
                 settling.append((time.monotonic() + SETTLED_SECONDS, watch, rank))
             while settling and settling[0][0] <= time.monotonic():
                 _, watch, rank = settling.pop(0)
-                with self._lock:
-                    stopped = watch not in self._watches
-                if not stopped:
-                    _call(watch, rank, True)
+                _call(watch, rank, True)
                 del watch
 
     def _take_ended(
@@ -209,9 +222,8 @@ class _Watcher:
         with self._lock:
             ended = set()
             for process, descriptor in self._descriptors.items():
-                # A descriptor that is not the one polled may be another file's by now.
-                same = process in polled and polled[process] == descriptor
-                if same and (descriptor is None or descriptor in ready) and not lives(process):
+                seen = process in polled and (descriptor is None or descriptor in ready)
+                if seen and not lives(process):
                     ended.add(process)
             reports = [
                 (watch, rank)
@@ -233,7 +245,8 @@ class _Watcher:
 def _call(watch: Watch, rank: int, settled: bool) -> None:
     # Whatever it is, the thread goes on for the others.
     with contextlib.suppress(Exception):
-        watch.ended(rank, settled)
+        if not watch.stopped:
+            watch.ended(rank, settled)
 
 
 def _open(process: Process) -> int | None:

@@ -105,6 +105,25 @@ def test_several_watches_of_one_process(process: subprocess.Popen[bytes]) -> Non
         w.stop()
 
 
+def test_a_finaliser_may_stop_a_watch_at_any_point(process: subprocess.Popen[bytes]) -> None:
+    """Garbage is collected wherever memory is allocated, under the watcher's own lock too."""
+    ends = Ends()
+    w, other = (watch.Watch([identity(process.pid)], each) for each in (Ends(), ends))
+    stopping = threading.Thread(target=w.stop, daemon=True)
+    with watch._watcher._lock:
+        stopping.start()
+        stopping.join(5)
+        assert not stopping.is_alive()
+    end = time.monotonic() + LATE_SECONDS
+    while w in watch._watcher._watches and time.monotonic() < end:
+        time.sleep(0.01)
+    assert w not in watch._watcher._watches
+    assert other in watch._watcher._watches
+    process.kill()
+    assert ends.wait(2)
+    other.stop()
+
+
 def test_a_later_process_of_the_same_number(process: subprocess.Popen[bytes]) -> None:
     ends = Ends()
     w = watch.Watch([identity(process.pid)._replace(started="1")], ends)
