@@ -271,36 +271,31 @@ def name_of(codes: dict[str, int], code: int) -> str:
 
 
 def describe_shape(shape: int, num_tokens: int) -> str:
-    """The call behind a CallTag, in words (csrc/protocol/exchange.h, CallShape)."""
+    """The call behind a CallTag, in words; see `shape_fields`."""
     if shape == MISSING_CALL:
         return "a call that it could not launch"
-    op = shape >> 28
-    name = _OP_NAMES[op] if op < len(_OP_NAMES) else f"op {op}"
-    dtype = (*names.DTYPES, "unknown dtype")[shape >> 20 & 3]
-    text = f"{name} of {num_tokens}x{shape & 0xFFFFF} {dtype}"
-    if name == "all_gather_rows":
-        return text
-    sharded = "two_shot with a sharded residual"
-    text += f" by {('one_shot', 'two_shot', sharded, 'unknown')[shape >> 22 & 3]}"
-    if name == "all_reduce":
-        return text
-    numerics = name_of(NUMERICS, shape >> 24 & 3)
-    text += f", numerics {numerics}, {'with' if shape >> 26 & 1 else 'without'} residual"
-    if op >= len(_OP_NAMES):
-        return text
-    if _QUANTS[op]:
-        text += f", {_QUANTS[op]}, {'with' if shape >> 27 & 1 else 'without'} normed"
+    fields = shape_fields(shape, num_tokens)
+    dtype = fields["dtype"] if fields["dtype"] in names.DTYPES else "unknown dtype"
+    text = f"{fields['op']} of {num_tokens}x{fields['hidden_size']} {dtype}"
+    if "algorithm" in fields:
+        text += f" by {fields['algorithm']}"
+    if "numerics" in fields:
+        given = "with" if fields["residual"] == "given" else "without"
+        text += f", numerics {fields['numerics']}, {given} residual"
+    if "quantisation" in fields:
+        wanted = "with" if fields["normed"] == "wanted" else "without"
+        text += f", {fields['quantisation']}, {wanted} normed"
     return text
 
 
 def shape_fields(shape: int, num_tokens: int) -> dict[str, str]:
-    """What a CallTag says of its call, by name; see `describe_shape`."""
+    """What a CallTag says of its call, by name (csrc/protocol/exchange.h, CallShape)."""
     op = shape >> 28
     fields = {
         "op": _OP_NAMES[op] if op < len(_OP_NAMES) else f"op {op}",
         "num_tokens": str(num_tokens),
         "hidden_size": str(shape & 0xFFFFF),
-        "dtype": ("float32", "float16", "bfloat16", "unknown")[shape >> 20 & 3],
+        "dtype": (*names.DTYPES, "unknown")[shape >> 20 & 3],
     }
     if op != 1:
         algorithms = ("one_shot", "two_shot", "two_shot with a sharded residual", "unknown")

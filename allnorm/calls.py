@@ -30,6 +30,8 @@ from allnorm.watch import Watch
 _Tensor = torch.Tensor
 # How long after its connections a process may live on.
 _END_SECONDS = 0.5
+# A wait of so long is for a rank that has ended, and not for what it sent before it did.
+_ARRIVAL_SECONDS = 0.2
 # What the library has a record of.
 _RECORDED = (
     *(_native.TIMEOUT, _native.DIVERGED, _native.PEER_DIED, _native.PEER_LEFT),
@@ -283,7 +285,8 @@ class Calls:
         """Ends a wait of so many seconds for the process group, by raising, if it is to end."""
         if self._closed:
             self._refuse()
-        if self._watch is not None and self._watch.find_ended(0.0) is not None and seconds > 0.2:
+        late = seconds > _ARRIVAL_SECONDS
+        if late and self._watch is not None and self._watch.find_ended(0.0) is not None:
             raise RuntimeError("a process of the group has ended")
         if seconds > self.timeout.total_seconds():
             raise RuntimeError(f"no answer of the process group within {seconds:g} s")

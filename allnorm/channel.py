@@ -9,6 +9,7 @@ second way that is slower.
 
 from __future__ import annotations
 
+import abc
 import ctypes
 import datetime
 import time
@@ -37,30 +38,30 @@ class Owner(Protocol):
     def _look_at_peers(self, seconds: float) -> None: ...
 
 
-class Channel:
+class Channel(abc.ABC):
     """One rank's end. Calls are made under the communicator's lock."""
 
+    @abc.abstractmethod
     def gather(self, words: Sequence[int], owner: Owner) -> list[list[int]]:
         """The `WORDS` numbers of every rank, by rank. Collective.
 
         Raises:
             PeerTimeoutError: a rank did not come, or came with a call that is not unfused.
         """
-        raise NotImplementedError
 
-    def check(self, owner: Owner) -> None:
+    def check(self, owner: Owner) -> None:  # noqa: B027
         """Raises what a wait recorded."""
 
-    def peer_ended(self, rank: int) -> None:
+    def peer_ended(self, rank: int) -> None:  # noqa: B027
         """The process of a rank has ended."""
 
-    def end_waits(self) -> None:
+    def end_waits(self) -> None:  # noqa: B027
         """Another thread's wait ends."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Releases what the channel has."""
 
-    def destroy(self) -> None:
+    def destroy(self) -> None:  # noqa: B027
         """After that, when no thread can use it any more."""
 
 
@@ -73,7 +74,7 @@ def create(meeting: Rendezvous, own_handle: int, timeout_ns: int) -> Channel:
         timeout_ns: of its waits.
     """
     if own_handle:
-        return _SharedMemory(meeting, own_handle, None)
+        return _LibraryChannel(meeting.world_size, own_handle)
     fits = meeting.world_size <= _native.MAX_WORLD_SIZE
     built = meeting.agree(lambda: "cpu" in _native.available_backends(), "looking for libraries")
     if not fits or not all(built) or not workspace.on_one_host(meeting):
@@ -99,22 +100,20 @@ def create(meeting: Rendezvous, own_handle: int, timeout_ns: int) -> Channel:
     except BaseException:
         memory.release()
         raise
-    return _SharedMemory(meeting, int(handle.value or 0), memory)
+    return _SeparateChannel(meeting.world_size, int(handle.value or 0), memory)
 
 
-class _SharedMemory(Channel):
-    """By the CPU library.
+class _LibraryChannel(Channel):
+    """By calls of the CPU library, with the communicator's own handle.
 
-    With the communicator's own handle, unfused calls and others are told apart too.
+    So unfused calls and others are told apart too, and what a wait records is the communicator's.
     """
 
-    def __init__(
-        self, meeting: Rendezvous, handle: int, memory: workspace.Workspace | None
-    ) -> None:
-        self._library, self._handle, self._memory = _native.library("cpu"), handle, memory
-        self._world_size = meeting.world_size
+    def __init__(self, world_size: int, handle: int) -> None:
+        self._library, self._handle = _native.library("cpu"), handle
+        self._world_size = world_size
         self._own = (ctypes.c_int64 * WORDS)()
-        self._all = (ctypes.c_int64 * (WORDS * meeting.world_size))()
+        self._all = (ctypes.c_int64 * (WORDS * world_size))()
         # As float32 of 4 bytes: rows travel as bytes.
         width = ctypes.sizeof(self._own) // 4
         self._call = _native.Call(
@@ -122,7 +121,7 @@ class _SharedMemory(Channel):
             op=_native.ALL_GATHER_ROWS,
             dtype=_native.DTYPE["float32"],
             weight_dtype=_native.DTYPE["float32"],
-            num_tokens=meeting.world_size,
+            num_tokens=world_size,
             hidden_size=width,
             x=ctypes.addressof(self._own),
             out=ctypes.addressof(self._all),
@@ -134,34 +133,36 @@ class _SharedMemory(Channel):
         self._own[:] = list(words)
         status = self._library.run(self._handle, ctypes.addressof(self._call))
         if status:
-            if self._memory is not None and status not in (_native.INTERRUPTED, _native.CLOSED):
+            if status not in (_native.INTERRUPTED, _native.CLOSED):
                 self.check(owner)
             owner._fail(status, None)
         return [self._all[q * WORDS : (q + 1) * WORDS] for q in range(self._world_size)]
 
+
+class _SeparateChannel(_LibraryChannel):
+    """The same with a handle, and memory, of its own: of a communicator that has none on CPU."""
+
+    def __init__(self, world_size: int, handle: int, memory: workspace.Workspace) -> None:
+        super().__init__(world_size, handle)
+        self._memory = memory
+
     def check(self, owner: Owner) -> None:
-        if self._memory is None:
-            return  # it is the communicator's own handle
         fault = _native.Fault()
         status = self._library.comm_check(self._handle, ctypes.addressof(fault))
         if status not in (_native.OK, _native.CLOSED):
             raise fault_error(fault, owner.timeout, {}, {}, owner._watch)
 
     def peer_ended(self, rank: int) -> None:
-        if self._memory is not None:
-            self._library.comm_peers_died(self._handle, 1 << rank, 0)
+        self._library.comm_peers_died(self._handle, 1 << rank, 0)
 
     def end_waits(self) -> None:
-        if self._memory is not None:
-            self._library.comm_close(self._handle)
+        self._library.comm_close(self._handle)
 
     def close(self) -> None:
-        if self._memory is not None:
-            self._memory.release()
+        self._memory.release()
 
     def destroy(self) -> None:
-        if self._memory is not None:
-            self._library.comm_destroy(self._handle)
+        self._library.comm_destroy(self._handle)
 
 
 class _Messages(Channel):
@@ -176,17 +177,17 @@ class _Messages(Channel):
     def gather(self, words: Sequence[int], owner: Owner) -> list[list[int]]:
         self.check(owner)
 
-        def look(missing: set[int]) -> None:
+        def look(missing: set[int], dead: list[int]) -> None:
             if self._closed:
                 owner._fail(_native.CLOSED, None)
-            for rank in sorted(missing & self._dead):
+            for rank in dead:
                 raise self._error(rank, owner, PeerDiedError, "whose process has ended")
             if time.monotonic() > deadline:
                 text = f"{owner.timeout.total_seconds():g} s in vain"
                 raise self._error(min(missing), owner, PeerTimeoutError, text)
 
         deadline = time.monotonic() + self._mailbox.seconds
-        return self._mailbox.exchange(list(words), look)
+        return self._mailbox.exchange(list(words), self._dead, look)
 
     def _error(
         self, peer: int, owner: Owner, kind: type[PeerTimeoutError], what: str

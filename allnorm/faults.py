@@ -20,6 +20,7 @@ from allnorm import _native
 from allnorm.announcement import Announcement
 from allnorm.errors import PeerDiedError, PeerDivergedError, PeerLeftError, PeerTimeoutError
 from allnorm.refusal import is_refusal
+from allnorm.rendezvous import store_of
 from allnorm.watch import Watch
 
 Account = dict[str, str]
@@ -102,14 +103,14 @@ def _exchange(store: Any, own_key: str, own: Account, key: str) -> bytes:
 def _with_store(group: dist.ProcessGroup, step: Callable[[Any], Any]) -> Any:
     """What `step` returns; None if it fails, or takes too long.
 
-    In a thread, because a store whose process is stopped answers to no deadline. Without the store,
-    which is no public interface, errors say less.
+    In a thread, because a store whose process is stopped answers to no deadline. Without the store
+    errors say less.
     """
     found = []
 
     def run() -> None:
         with contextlib.suppress(Exception):
-            found.append(step(dist.distributed_c10d._get_process_group_store(group)))
+            found.append(step(store_of(group)))
 
     thread = threading.Thread(target=run, name="allnorm-account", daemon=True)
     thread.start()

@@ -9,18 +9,23 @@ is noticed, so that nobody waits for them.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import pickle
 import time
 import uuid
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
 from allnorm.errors import AllnormError, PeerDiedError, PeerTimeoutError
 from allnorm.watch import Process, Watch, this_process
+
+Look = Callable[[set[int], list[int]], None]
+"""Called again and again in a wait, with the ranks that are missing and those of them whose process
+has ended; raises to end it."""
 
 _SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1e-4, 1e-2
 # How many meetings of a group this process has been to. Equal on all ranks, but for those that
@@ -46,7 +51,7 @@ class Rendezvous:
         self._seconds = seconds
         self._deadline = time.monotonic() + seconds
         self._name = f"allnorm/{group.group_name}"
-        self._store = _store_of(group)
+        self._store = store_of(group)
         self._steps = 0
         self._digest = ""
         self._last_keys: list[str] = []
@@ -105,7 +110,7 @@ class Rendezvous:
         keys = [f"{prefix}/{rank}" for rank in range(self.world_size)]
         with _reaching_store(what):
             self._store.set(keys[self.rank], pickle.dumps(report))
-            self._wait_for(keys, what)
+            _wait_for(self._store, keys, self.rank, self._dead, functools.partial(self._look, what))
             reports = [pickle.loads(data) for data in self._store.multi_get(keys)]
             # Everybody has read those of the step before.
             for key in self._last_keys:
@@ -132,29 +137,21 @@ class Rendezvous:
     def _given_up(self) -> str:
         return f"{self._name}/{_meetings.get(self._name, 0)}/given_up"
 
-    def _wait_for(self, keys: list[str], what: str) -> None:
-        pause = _SHORTEST_PAUSE_SECONDS
-        missing = set(range(self.world_size)) - {self.rank}
-        while not self._store.check([keys[rank] for rank in sorted(missing)]):
-            dead = frozenset(self._dead)  # before the look at what they have left
-            missing = {rank for rank in missing if not self._store.check([keys[rank]])}
-            if not missing:
-                return
-            for rank in sorted(missing & dead):
-                raise self._error(
-                    PeerDiedError,
-                    f"rank {self.rank} waited for rank {rank} while {what}, but process "
-                    f"{self.processes[rank].pid} has ended. Make one over healthy ranks.",
-                    rank,
-                    what,
-                )
-            if self._store.check([self._given_up()]):
-                reason = self._store.get(self._given_up()).decode(errors="replace")
-                raise AllnormError(f"{what}: another rank has given up, {reason}")
-            if time.monotonic() > self._deadline:
-                self._give_up(missing, what)
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+    def _look(self, what: str, missing: set[int], dead: list[int]) -> None:
+        """Raises if the wait for those who are missing is to end."""
+        for rank in dead:
+            raise self._error(
+                PeerDiedError,
+                f"rank {self.rank} waited for rank {rank} while {what}, but process "
+                f"{self.processes[rank].pid} has ended. Make one over healthy ranks.",
+                rank,
+                what,
+            )
+        if self._store.check([self._given_up()]):
+            reason = self._store.get(self._given_up()).decode(errors="replace")
+            raise AllnormError(f"{what}: another rank has given up, {reason}")
+        if time.monotonic() > self._deadline:
+            self._give_up(missing, what)
 
     def _give_up(self, missing: set[int], what: str) -> None:
         names = ", ".join(map(str, sorted(missing)))
@@ -193,31 +190,39 @@ class Mailbox:
         self._world_size, self._store = meeting.world_size, meeting._store
         self._prefix = f"{meeting._name}/{meeting._digest}/{meeting._steps}/mail"
 
-    def exchange(self, value: Any, look: Callable[[set[int]], None]) -> list[Any]:
+    def exchange(self, value: Any, dead: Collection[int], look: Look) -> list[Any]:
         """Every rank's value, by rank. Collective.
 
         Args:
             value: this rank's, picklable.
-            look: called again and again with the ranks that are missing; raises to end the wait.
+            dead: ranks whose process has ended, as far as is known by now.
+            look: raises to end the wait.
         """
         what = "exchanging words before an unfused call"
         keys = [f"{self._prefix}/{self.calls}/{rank}" for rank in range(self._world_size)]
-        pause = _SHORTEST_PAUSE_SECONDS
-        missing = set(range(self._world_size)) - {self.rank}
         with _reaching_store(what):
             self._store.set(keys[self.rank], pickle.dumps(value))
-            while not self._store.check([keys[rank] for rank in sorted(missing)]):
-                missing = {rank for rank in missing if not self._store.check([keys[rank]])}
-                if missing:
-                    look(missing)
-                time.sleep(pause)
-                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            _wait_for(self._store, keys, self.rank, dead, look)
             values = [pickle.loads(data) for data in self._store.multi_get(keys)]
             # Everybody has come to this exchange, and so has read those of the one before.
             if self.calls:
                 self._store.delete_key(f"{self._prefix}/{self.calls - 1}/{self.rank}")
         self.calls += 1
         return values
+
+
+def _wait_for(store: Any, keys: Sequence[str], own: int, dead: Collection[int], look: Look) -> None:
+    """Until every rank has left something under its key; `dead` may grow meanwhile."""
+    pause = _SHORTEST_PAUSE_SECONDS
+    missing = set(range(len(keys))) - {own}
+    while not store.check([keys[rank] for rank in sorted(missing)]):
+        gone = frozenset(dead)  # before the look at what they have left
+        missing = {rank for rank in missing if not store.check([keys[rank]])}
+        if not missing:
+            return
+        look(missing, sorted(missing & gone))
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
 
 @contextlib.contextmanager
@@ -233,8 +238,12 @@ def _reaching_store(what: str) -> Any:
         ) from error
 
 
-def _store_of(group: dist.ProcessGroup) -> Any:
-    """The store over which the ranks of a group have met before."""
+def store_of(group: dist.ProcessGroup) -> Any:
+    """The store over which the ranks of a group have met before.
+
+    Raises:
+        ValueError: this process is not in the group.
+    """
     known = dist.distributed_c10d._world.pg_map.get(group)
     if known is None:
         raise ValueError(f"group={group!r}: torch.distributed does not know it in this process.")

@@ -12,8 +12,9 @@ graph has nobody who could tell.
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,28 @@ _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_
 _SCALE_BYTES = 4
 # How a wait for gloo looks: at once for a while, then now and then, and at processes rarely.
 _SPIN_SECONDS, _PAUSE_SECONDS, _LOOK_SECONDS = 5e-4, 1e-4, 0.1
+
+
+class _Peers(NamedTuple):
+    """The ranks of a call.
+
+    Attributes:
+        group: of which they are.
+        look: called with the seconds that a wait for them on CPU has taken; raises to end it.
+    """
+
+    group: dist.ProcessGroup
+    look: Callable[[float], None]
+
+    @property
+    def rank(self) -> int:
+        """This one."""
+        return dist.get_rank(self.group)
+
+    @property
+    def world_size(self) -> int:
+        """How many there are."""
+        return dist.get_world_size(self.group)
 
 
 def run(
@@ -55,24 +78,24 @@ def run(
             was computed, and ranks are in step again.
         PeerTimeoutError: a rank did not come. Nothing was computed.
     """
-    _look.function = owner._look_at_peers
+    peers = _Peers(group, owner._look_at_peers)
     captured = x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     if channel is not None and not captured:
-        _agree(Announcement.of(launch), channel, owner, dist.get_rank(group))
+        _agree(Announcement.of(launch), channel, owner, peers.rank)
     if launch.call.op == _native.ALL_GATHER_ROWS:
         assert out is not None
-        _all_gather_rows(x, out, group)
+        _all_gather_rows(x, out, peers)
         return _native.OK
-    if dist.get_world_size(group) == 1:
+    if peers.world_size == 1:
         return launch.local(library)
-    status = _sum_rows(launch, library, group, rows_of(x))
+    status = _sum_rows(launch, library, peers, rows_of(x))
     if status != _native.OK or launch.shard is None:
         return status
     for finished in (out, quantized):
         if finished is not None:
-            _complete(rows_of(finished), group)
+            _complete(rows_of(finished), peers)
     if scale is not None and launch.scale is not None:
-        _complete(scale, group)
+        _complete(scale, peers)
         _zero_padding(scale, launch.scale)
     return _native.OK
 
@@ -108,26 +131,24 @@ def _agree(mine: Announcement, channel: Channel, owner: Owner, rank: int) -> Non
     )
 
 
-def _all_gather_rows(shard: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup) -> None:
+def _all_gather_rows(shard: torch.Tensor, out: torch.Tensor, peers: _Peers) -> None:
     """Puts every rank's rows, each [hi - lo, hidden_size], into [num_tokens, hidden_size]."""
-    lo, hi = row_shard(out.shape[0], dist.get_world_size(group), dist.get_rank(group))
+    lo, hi = row_shard(out.shape[0], peers.world_size, peers.rank)
     out[lo:hi].copy_(shard)
-    if dist.get_world_size(group) > 1:
-        _complete(out, group)
+    if peers.world_size > 1:
+        _complete(out, peers)
 
 
-def _sum_rows(
-    launch: Launch, library: _native.Library, group: dist.ProcessGroup, rows: torch.Tensor
-) -> int:
+def _sum_rows(launch: Launch, library: _native.Library, peers: _Peers, rows: torch.Tensor) -> int:
     """Gathers the partial sums of all rows, and finishes those of this rank, chunk by chunk."""
-    call, world_size, num_tokens = launch.call, dist.get_world_size(group), launch.num_tokens
+    call, world_size, num_tokens = launch.call, peers.world_size, launch.num_tokens
     lo, hi = (0, num_tokens) if launch.shard is None else launch.shard
     saved = {name: getattr(call, name) for name in _ROW_FIELDS}
     hidden_size, width = rows.shape[-1], rows.element_size()
     step = max(1, policy.UNFUSED_GATHER_BYTES // (world_size * hidden_size * width))
     try:
         for begin in range(0, num_tokens, step):
-            gathered = _gather(rows[begin : begin + step], group)
+            gathered = _gather(rows[begin : begin + step], peers)
             end = begin + gathered.shape[1]
             first, last = max(begin, lo), min(end, hi)
             if first >= last:
@@ -166,9 +187,9 @@ def _move_results(
             setattr(call, name, saved[name] + index * stride * elem_bytes)
 
 
-def _complete(rows: torch.Tensor, group: dist.ProcessGroup) -> None:
+def _complete(rows: torch.Tensor, peers: _Peers) -> None:
     """Fetches the rows of a [num_tokens, width] tensor that belong to other ranks from them."""
-    world_size, rank = dist.get_world_size(group), dist.get_rank(group)
+    world_size, rank = peers.world_size, peers.rank
     shards = [row_shard(rows.shape[0], world_size, owner) for owner in range(world_size)]
     height = shards[0][1]  # of the longest; shorter ones are padded
     row_bytes = rows.shape[1] * rows.element_size()
@@ -179,44 +200,39 @@ def _complete(rows: torch.Tensor, group: dist.ProcessGroup) -> None:
         own = rows[min(lo + begin, hi) : min(lo + begin + count, hi)]
         padded = torch.empty((count, rows.shape[1]), dtype=rows.dtype, device=rows.device)
         padded[: own.shape[0]].copy_(own)
-        gathered = _gather(padded, group)
+        gathered = _gather(padded, peers)
         for owner, (owner_lo, owner_hi) in enumerate(shards):
             place = rows[min(owner_lo + begin, owner_hi) : min(owner_lo + begin + count, owner_hi)]
             if owner != rank:
                 place.copy_(gathered[owner, : place.shape[0]])
 
 
-def _gather(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def _gather(rows: torch.Tensor, peers: _Peers) -> torch.Tensor:
     """All ranks' [n, width], as [world_size, n, width]."""
     rows = rows.contiguous()
     if rows.stride(-1) != 1:  # one element is contiguous with any stride, but then is not bytes
         rows = rows.clone(memory_format=torch.contiguous_format)
-    world_size = dist.get_world_size(group)
+    world_size = peers.world_size
     gathered = torch.empty((world_size, *rows.shape), dtype=rows.dtype, device=rows.device)
     work = _gather_into(
         gathered.view(torch.uint8).view(world_size * rows.shape[0], -1),
         rows.view(torch.uint8),
-        group=group,
+        group=peers.group,
         async_op=rows.device.type == "cpu",
     )
     if work is not None:
-        _wait(work)
+        _wait(work, peers.look)
     return gathered
 
 
-# Whether a wait for the process group on CPU should end: set for the time of a call, under the
-# communicator's lock. Raises if so.
-_look: threading.local = threading.local()
-
-
-def _wait(work: dist.Work) -> None:
+def _wait(work: dist.Work, look: Callable[[float], None]) -> None:
     """Waits for gloo, which notices a death only next to it, and looks at what else ends waits."""
     start = time.monotonic()
     looked = start
     while not work.is_completed():
         now = time.monotonic()
         if now - looked > _LOOK_SECONDS:
-            _look.function(now - start)
+            look(now - start)
             looked = now
         time.sleep(0 if now - start < _SPIN_SECONDS else _PAUSE_SECONDS)
     work.wait()

@@ -44,7 +44,7 @@ ALLOWED = {
     "watch": set(),
     "rendezvous": {"errors", "watch"},
     "workspace": {"_native", "rendezvous"},
-    "faults": {"_native", "announcement", "errors", "refusal", "watch"},
+    "faults": {"_native", "announcement", "errors", "refusal", "rendezvous", "watch"},
     "channel": {
         *("_native", "errors", "faults", "launch", "rendezvous", "watch", "workspace"),
     },

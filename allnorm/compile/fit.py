@@ -11,7 +11,7 @@ from allnorm.compile.expressions import Value
 from allnorm.compile.norms import split_gain
 from allnorm.compile.quantise import Quantised
 from allnorm.compile.safety import check_escapes, check_positions, check_writes
-from allnorm.compile.shapes import is_contiguous, leads_to, same_shape, static_size
+from allnorm.compile.shapes import is_contiguous, is_row, leads_to, same_shape, static_size
 from allnorm.compile.values import Values
 from allnorm.compile.vocabulary import operation
 
@@ -168,9 +168,8 @@ def _weight(values: Values, candidate: Candidate, run: Tensor) -> tuple[Node | s
 
 def _is_weight(tensor: Tensor, run: Tensor) -> bool:
     return (
-        tensor.dim() > 0
+        is_row(tensor.shape)
         and tensor.device == run.device
-        and all(static_size(size) == 1 for size in tensor.shape[:-1])
         and same_shape(tensor.shape[-1:], run.shape[-1:])
     )
 

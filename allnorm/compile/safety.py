@@ -118,7 +118,6 @@ def check_positions(values: Values, match: Match, accepted: list[Match]) -> str:
     """Places the call behind its inputs, and before everybody who reads its results."""
     candidate, position = match.candidate, values.position
     ready = {value: other.after for other in accepted for value in other.candidate.served}
-
     moved = {node: other.after for other in accepted for node in other.moved}
 
     def ready_at(node: Node) -> int:
