@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 
-from allnorm import _native, config, fast_call, ops, reference
+from allnorm import config, ops, reference
 from allnorm._version import __version__
 from allnorm.communicator import Communicator
+from allnorm.core import _native, fast_call
+from allnorm.core.local import add_rms_norm, add_rms_norm_quant
 from allnorm.errors import (
     AllnormError,
     CommunicatorClosedError,
@@ -21,7 +23,6 @@ from allnorm.errors import (
     PeerTimeoutError,
     UnsupportedError,
 )
-from allnorm.local import add_rms_norm, add_rms_norm_quant
 from allnorm.policy import Plan
 from allnorm.quant import Fp8PerGroup, Fp8PerTensor, Fp8PerToken, QuantizedNorm
 from allnorm.tracing import TraceReport, trace

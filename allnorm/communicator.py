@@ -1,13 +1,10 @@
-"""The communicator: one group of ranks with a symmetric workspace."""
+"""The communicator: one group of ranks, and every call among them."""
 
 from __future__ import annotations
 
-import ctypes
+import atexit
 import datetime
-import math
 import os
-import threading
-import warnings
 import weakref
 from collections.abc import Callable
 from types import TracebackType
@@ -15,52 +12,20 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from allnorm import (
-    _native,
-    arguments,
-    channel,
-    config,
-    fast_call,
-    policy,
-    shortcuts,
-    tuning,
-    watch,
-    workspace,
-)
-from allnorm._version import __version__
-from allnorm.arguments import DTYPES, NormArguments
-from allnorm.collectives import Collectives
-from allnorm.errors import CommunicatorClosedError, ConfigurationError, UnsupportedError
-from allnorm.launch import describe_call, raise_status
+from allnorm import policy
+from allnorm.core import arguments, traced
+from allnorm.core.arguments import DTYPES
+from allnorm.core.call import split_scale, without_tensors
+from allnorm.core.opening import Settings, open_endpoint, resolve_device
+from allnorm.core.shortcuts import is_traced
+from allnorm.errors import CommunicatorClosedError, UnsupportedError
 from allnorm.policy import Plan
-from allnorm.prepare import Preparer
-from allnorm.quant import Quant, check_hidden_size, check_quant
-from allnorm.rendezvous import Rendezvous
-
-_by_name: weakref.WeakValueDictionary[str, Communicator] = weakref.WeakValueDictionary()
-_created: dict[str, int] = {}
-_OPERATIONS = 1 << 32  # numbers that they have
-_living: weakref.WeakSet[Communicator] = weakref.WeakSet()
-_MAX_TIMEOUT_NS = (1 << 63) - 1  # what the library counts in
+from allnorm.quant import DEFAULT_QUANT, Quant, QuantizedNorm, check_hidden_size, check_quant
 
 
-def communicator(name: str) -> Communicator:
-    """The open communicator called `name`.
-
-    Raises:
-        CommunicatorClosedError: there is none in this process.
-    """
-    comm = _by_name.get(name)
-    if comm is None:
-        raise CommunicatorClosedError(
-            f"no open communicator is called {name!r}: it was closed, or belongs to another "
-            f"process. Open ones: {sorted(_by_name.keys()) or 'none'}."
-        )
-    return comm
-
-
-class Communicator(Collectives):
+class Communicator:
     """All-reduce, residual add and RMSNorm over the ranks of a process group, in one launch.
 
     Collective: every rank of the group creates it, and makes the same calls in the same order.
@@ -75,7 +40,7 @@ class Communicator(Collectives):
     of its parent.
 
     Args:
-        group: process group; None is the default group.
+        group: process group, or DeviceMesh of one dimension; None is the default group.
         device: device of the tensors; None is the current CUDA device, or the CPU if there is none.
         workspace_bytes: bytes of workspace per rank, at least 64 KiB; None is 256 MiB on CUDA and 4
             MiB on CPU (`ALLNORM_WORKSPACE_BYTES` otherwise). Larger inputs are cut into row chunks.
@@ -109,7 +74,7 @@ class Communicator(Collectives):
 
     def __init__(
         self,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
         device: torch.device | str | None = None,
         workspace_bytes: int | None = None,
         numerics: str = "rounded",
@@ -121,152 +86,319 @@ class Communicator(Collectives):
         dependent_launch: bool = True,
         first_op: int = 0,
     ) -> None:
-        self._closed = True
-        self._handle = 0
-        self._holder = 0
-        self._process = os.getpid()
-        self._watch: watch.Watch | None = None
-        self._channel: channel.Channel | None = None
-        if not dist.is_available() or not dist.is_initialized():
-            raise ValueError(
-                "torch.distributed is not initialised: call torch.distributed.init_process_group() "
-                "before making a Communicator."
-            )
-        resolved = dist.group.WORLD if group is None else group
-        if not isinstance(resolved, dist.ProcessGroup):
-            raise ValueError(f"group={group!r}: this process is not in the group.")
-        self.group: dist.ProcessGroup = resolved
-        self.rank: int = dist.get_rank(resolved)
-        self.world_size: int = dist.get_world_size(resolved)
+        resolved = resolve_group(group)
+        settings = Settings(
+            *(device, workspace_bytes, numerics, timeout, tuning_dir, max_blocks),
+            *(early_trigger, dependent_launch, first_op),
+        )
+        self._endpoint, number = open_endpoint(
+            resolved, settings, lambda place: _made.get((resolved.group_name, place.type), 0)
+        )
+        self._call = self._endpoint.dispatcher.call
+        self.name: str = self._endpoint.name
+        self.rank: int = self._endpoint.rank
+        self.world_size: int = self._endpoint.world_size
+        self.device: torch.device = self._endpoint.device
+        self.timeout: datetime.timedelta = self._endpoint.timeout
         self.numerics = numerics
-        self._lock = threading.Lock()
-
-        def check() -> tuple[Any, ...]:
-            agreed, max_row_bytes = self._configure(device, workspace_bytes, timeout, max_blocks)
-            agreed |= _launch_arguments(first_op, early_trigger, dependent_launch)
-            agreed["library"] = _build_of(self._library)
-            self._tables = tuning.load(
-                tuning_dir, self.device.type, self.device.index, self.world_size
-            )
-            return agreed, max_row_bytes, self._tables.found
-
-        meeting = Rendezvous(resolved, _wait_seconds(timeout))
-        checked = meeting.agree(check, "checking the arguments of Communicator")
-        _check_alike([agreed for agreed, *_ in checked])
-        tables, warning = tuning.tables(self._tables, [found for *_, found in checked])
-        if warning and self.rank == 0:
-            warnings.warn(warning, stacklevel=2)
-        self._workspace = workspace.create(meeting, self.device, self._workspace_bytes)
-        flags = 0 if early_trigger else _native.LATE_TRIGGER
-        flags |= 0 if dependent_launch else _native.NO_DEPENDENT_LAUNCH
-        try:
-            self._open(meeting, first_op, flags)
-            self._prepare_calls(tables, [limit for _, limit, _ in checked])
-        except BaseException:
-            if self._channel is not None:
-                self._channel.end_waits()
-                self._channel.close()
-            self._release()
-            raise
-        prefix = f"allnorm:{resolved.group_name}"
-        count = _created.get(prefix, 0)
-        _created[prefix] = count + 1
-        self.name: str = f"{prefix}:{count}"
-        _by_name[self.name] = self
+        _made[resolved.group_name, self.device.type] = number + 1
+        _open[self.name, self.device.type] = self
+        _open_calls[self.name, self.device.type == "cuda"] = self._call
         _living.add(self)
-        self._closed = False
-        if self.world_size > 1:
-            self._watch = watch.Watch(meeting.processes, _reporter(weakref.ref(self)))
-        meeting.end()
 
-    def _prepare_calls(
-        self, tables: tuple[policy.Table, ...], max_row_bytes: list[int | None]
-    ) -> None:
-        self.traits = policy.Traits(
-            self.device.type,
-            self.world_size,
-            exchange=self._workspace.obstacle,
-            max_row_bytes=min((most for most in max_row_bytes if most is not None), default=None),
-            tables=tables,
-            max_blocks=self._max_blocks if self.device.type == "cuda" else 0,
-        )
-        self._preparer = Preparer(
-            self._library, self.traits, self._workspace.num_bytes, self.device, self.rank
-        )
-        self._new = shortcuts.new_tensors(self.device)
-        self._streams: set[int | None] = {None}
-        self._fast = fast_call.of_communicator(
-            self._library, self._handle, self.world_size, self.device, self._lock
-        )
+    @classmethod
+    def for_group(
+        cls,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
+        device: torch.device | str | None = None,
+    ) -> Communicator:
+        """The one communicator of a group and device, made with default arguments when needed.
 
-    def _configure(
+        It is closed with its process group, by `dist.destroy_process_group()`, or when the
+        interpreter exits. After an explicit `close()` the next call makes another.
+
+        Args:
+            group: process group, or DeviceMesh of one dimension; None is the default group.
+            device: device of the tensors; None is the current CUDA device, or the CPU if there is
+                none.
+
+        Returns:
+            The same object for the same group and device.
+
+        Raises:
+            As the constructor.
+
+        Collective when it makes one, not otherwise.
+        """
+        resolved = resolve_group(group)
+        place = resolve_device(device)
+        comm = _of_group.get((id(resolved), place))
+        if comm is not None and comm._endpoint.is_of(resolved):
+            return comm
+        if comm is not None:
+            comm.close()
+        comm = _of_group[id(resolved), place] = cls(resolved, place)
+        weakref.finalize(resolved, _close_group, id(resolved), place).atexit = False
+        return comm
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group; None after `close()` and when it was destroyed."""
+        return self._endpoint.group  # type: ignore[return-value]
+
+    @property
+    def traits(self) -> policy.Traits:
+        """What decides about algorithms, the same on every rank."""
+        return self._endpoint.chooser.traits
+
+    # ---- calls ----------------------------------------------------------------------------------
+
+    def all_reduce(
+        self, x: torch.Tensor, *, algorithm: str = "auto", out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Sum of all ranks' `x` in rank order, accumulated in float32 and rounded once.
+
+        PyTorch equivalent, up to the order and rounding of the sum::
+
+            dist.all_reduce(x)
+
+        Args:
+            x: [..., hidden_size], float32, float16 or bfloat16; rows may be strided. Not modified.
+            algorithm: "auto", "one_shot", "two_shot" or "unfused"; the bits are the same.
+            out: result, like `x`; may be `x` itself.
+
+        Returns:
+            The reduced tensor, contiguous unless `out` is given; the same bits on every rank.
+
+        Raises:
+            ValueError, TypeError: wrong arguments; every rank refuses alike.
+            UnsupportedError: the requested algorithm cannot run this shape, or the dtype cannot
+                run.
+            PeerTimeoutError: an earlier call (on CPU: this one) waited in vain for a peer.
+            CommunicatorClosedError: after `close()`.
+
+        Collective. Safe in CUDA graphs and under torch.compile; no synchronisation, no allocation
+        but the result ("unfused" also gathers the inputs). Traced (torch.compile, torch.export,
+        make_fx), the result is copied to `out`.
+        """
+        if is_traced(x):
+            return traced.all_reduce(self, x, algorithm, out)
+        result: torch.Tensor = self._call(
+            *(x, None, None, None, out, None, None, None, "all_reduce", algorithm),
+            *(0.0, 0.0, "rounded", False, None, False, 0),
+        )
+        return result
+
+    def all_reduce_add_rms_norm(
         self,
-        device: torch.device | str | None,
-        workspace_bytes: int | None,
-        timeout: datetime.timedelta | float | None,
-        max_blocks: int | None,
-    ) -> tuple[dict[str, Any], int | None]:
-        settings = config.read_settings()
-        arguments.check_numerics(self.numerics)
-        self.device = _resolve_device(device)
-        self._library = _native.library(self.device.type)
-        self.timeout = _checked_timeout(timeout) or settings.timeout or config.DEFAULT_TIMEOUT
-        default = (
-            workspace.DEFAULT_BYTES_CUDA
-            if self.device.type == "cuda"
-            else workspace.DEFAULT_BYTES_CPU
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: float,
+        *,
+        weight_bias: float = 0.0,
+        numerics: str | None = None,
+        algorithm: str = "auto",
+        residual_sharded: bool = False,
+        out: torch.Tensor | None = None,
+        residual_out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """All-reduce, residual add and RMSNorm in one launch.
+
+        PyTorch equivalent, up to the order of sums::
+
+            dist.all_reduce(x)
+            residual_out = x + residual
+            normed = F.rms_norm(residual_out, weight.shape, weight_bias + weight, eps)
+
+        Args:
+            x: [..., hidden_size], float32, float16 or bfloat16, this rank's partial sum; rows may
+                be strided. Not modified unless it is also `out`.
+            residual: like `x`, the same values on every rank; None adds nothing.
+            weight: [hidden_size], dtype of `x` or float32.
+            eps: added to the mean square, as float32.
+            weight_bias: added to the weight in float32; 1.0 for Gemma-style weights.
+            numerics: "rounded", "unrounded", "transformers" or "vllm"; None is the communicator's.
+            algorithm: "auto", "one_shot", "two_shot" or "unfused"; the bits are the same.
+            residual_sharded: `residual` and `residual_out` are this rank's rows only,
+                [hi - lo, hidden_size] of `row_shard()`. Not by "one_shot".
+            out: preallocated `normed`; may be `x` itself.
+            residual_out: preallocated `residual_out`; may be `residual` itself.
+
+        Returns:
+            (normed, residual_out), contiguous and of the shape of `x` unless preallocated or
+            sharded; `normed` is complete. The same bits on every rank, for every algorithm and
+            batch.
+
+        Raises:
+            ValueError, TypeError: wrong arguments; every rank refuses alike.
+            UnsupportedError: the requested algorithm cannot run this shape, or the dtype cannot
+                run.
+            PeerTimeoutError: an earlier call (on CPU: this one) waited in vain for a peer.
+            CommunicatorClosedError: after `close()`.
+
+        Collective. Safe in CUDA graphs and under torch.compile; no synchronisation, no allocation
+        but the results ("unfused" also gathers the inputs). For inference: results carry no
+        gradient. Traced (torch.compile, torch.export, make_fx), results are copied to `out` and
+        `residual_out`.
+        """
+        mode = self.numerics if numerics is None else numerics
+        if is_traced(x):
+            norm = (eps, weight_bias, mode, residual_sharded)
+            return traced.all_reduce_add_rms_norm(
+                self, x, residual, weight, norm, algorithm, out, residual_out
+            )
+        results: tuple[torch.Tensor, torch.Tensor] = self._call(
+            *(x, residual, weight, None, out, residual_out, None, None),
+            *("all_reduce_add_rms_norm", algorithm, eps, weight_bias, mode, residual_sharded),
+            *(None, False, 0),
         )
-        if workspace_bytes is None:
-            workspace_bytes = settings.workspace_bytes or default
-        if isinstance(workspace_bytes, bool) or not isinstance(workspace_bytes, int):
-            raise TypeError(f"workspace_bytes={workspace_bytes!r}: expected an int.")
-        if workspace_bytes < workspace.MIN_BYTES:
-            raise ValueError(
-                f"workspace_bytes={workspace_bytes}: expected at least {workspace.MIN_BYTES} bytes."
-            )
-        self._workspace_bytes = workspace_bytes // 4096 * 4096
-        if max_blocks is None:
-            max_blocks = 0
-        else:
-            arguments.check_count("max_blocks", max_blocks)
-            if max_blocks < 1:
-                raise ValueError("max_blocks=0: expected at least 1, or None for no limit.")
-        self._max_blocks = min(max_blocks, policy.MOST_BLOCKS)
-        agreed = {
-            "device type": self.device.type,
-            "workspace_bytes": self._workspace_bytes,
-            "numerics": self.numerics,
-            "max_blocks": max_blocks or None,
-        }
-        return agreed, _max_row_bytes(self.device)
+        return results
 
-    def _open(self, meeting: Rendezvous, first_op: int, flags: int) -> None:
-        def start() -> None:
-            if not self._workspace.addresses:
-                return
-            settings = _native.CommConfig(
-                struct_bytes=ctypes.sizeof(_native.CommConfig),
-                rank=self.rank,
-                world_size=self.world_size,
-                device=-1 if self.device.type == "cpu" else self.device.index,
-                workspace_bytes=self._workspace.num_bytes,
-                timeout_ns=_nanoseconds(self.timeout),
-                first_op=first_op % _OPERATIONS,
-                flags=flags,
-            )
-            settings.workspaces[: self.world_size] = self._workspace.addresses
-            handle = ctypes.c_void_p()
-            raise_status(
-                self._library,
-                self._library.comm_create(ctypes.addressof(settings), ctypes.addressof(handle)),
-            )
-            self._handle = int(handle.value or 0)
+    def all_reduce_add_rms_norm_quant(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: float,
+        quant: Quant = DEFAULT_QUANT,
+        return_normed: bool = False,
+        *,
+        weight_bias: float = 0.0,
+        numerics: str | None = None,
+        algorithm: str = "auto",
+        residual_sharded: bool = False,
+        quantized_out: torch.Tensor | None = None,
+        scale_out: torch.Tensor | None = None,
+        residual_out: torch.Tensor | None = None,
+        normed_out: torch.Tensor | None = None,
+    ) -> QuantizedNorm:
+        """All-reduce, residual add, RMSNorm and quantisation to FP8 in one launch.
 
-        # The gathering of the results is also the barrier that comm_create asks for.
-        meeting.agree(start, "starting the communicator")
-        if self.world_size > 1:
-            own = self._handle if self.device.type == "cpu" else 0
-            self._channel = channel.create(meeting, own, _nanoseconds(self.timeout))
+        The bytes are those of quantising the result of `all_reduce_add_rms_norm` afterwards.
+        PyTorch equivalent for one scale a row, up to the order of sums::
+
+            normed, residual_out = comm.all_reduce_add_rms_norm(x, residual, weight, eps)
+            scale = normed.float().abs().amax(-1, keepdim=True) / 448
+            quantized = (normed.float() / scale).to(torch.float8_e4m3fn)
+
+        Args:
+            x: [..., hidden_size], float32, float16 or bfloat16, this rank's partial sum; rows may
+                be strided. Not modified unless it is also `normed_out`.
+            residual: like `x`, the same values on every rank; None adds nothing.
+            weight: [hidden_size], dtype of `x` or float32.
+            eps: added to the mean square, as float32.
+            quant: `Fp8PerGroup`, `Fp8PerToken` or `Fp8PerTensor`; the same on every rank.
+            return_normed: whether the rows before quantisation are wanted too.
+            weight_bias: added to the weight in float32; 1.0 for Gemma-style weights.
+            numerics: "rounded", "unrounded", "transformers" or "vllm"; None is the communicator's.
+            algorithm: "auto", "one_shot", "two_shot" or "unfused"; the bits are the same.
+            residual_sharded: `residual` and the returned one are this rank's rows only,
+                [hi - lo, hidden_size] of `row_shard()`. Not by "one_shot".
+            quantized_out: preallocated `quantized`.
+            scale_out: preallocated `scale`, as `allnorm.quant.empty_scale` makes it.
+            residual_out: preallocated `residual`; may be the given `residual` itself.
+            normed_out: preallocated `normed`, which is then returned; may be `x` itself.
+
+        Returns:
+            QuantizedNorm(quantized, scale, residual, normed): float8_e4m3fn of the shape of `x`;
+            its scales as `quant` says, of an Fp8PerTensor the given one; the new residual; and the
+            normed rows in the dtype of `x`, or None. `quantized`, `scale` and `normed` are complete
+            and the same bits on every rank, for every algorithm and batch.
+
+        Raises:
+            ValueError, TypeError: wrong arguments; every rank refuses alike.
+            UnsupportedError: the requested algorithm cannot run this shape, the dtype cannot run,
+                or hidden_size does not consist of whole groups.
+            PeerTimeoutError: an earlier call (on CPU: this one) waited in vain for a peer.
+            CommunicatorClosedError: after `close()`.
+
+        Collective. Safe in CUDA graphs and under torch.compile; no synchronisation, no allocation
+        but the results ("unfused" also gathers the inputs). For inference: results carry no
+        gradient. Traced (torch.compile, torch.export, make_fx), results are copied to preallocated
+        ones, and `scale_out` is refused.
+        """
+        mode = self.numerics if numerics is None else numerics
+        wants_normed = return_normed or normed_out is not None
+        if is_traced(x):
+            norm = (eps, weight_bias, mode, residual_sharded)
+            memory = (quantized_out, scale_out, residual_out, normed_out)
+            return traced.all_reduce_add_rms_norm_quant(
+                self, x, residual, weight, norm, quant, wants_normed, algorithm, memory
+            )
+        spec, static_scale = split_scale(quant)
+        return QuantizedNorm(
+            *self._call(
+                *(x, residual, weight, static_scale),
+                *(normed_out, residual_out, quantized_out, scale_out),
+                *("all_reduce_add_rms_norm_quant", algorithm, eps, weight_bias, mode),
+                *(residual_sharded, spec, wants_normed, 0),
+            )
+        )
+
+    def all_gather_rows(
+        self,
+        residual_shard: torch.Tensor,
+        num_tokens: int,
+        *,
+        algorithm: str = "auto",
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """All ranks' rows of a sharded residual.
+
+        PyTorch equivalent, if every rank has equally many rows::
+
+            dist.all_gather_into_tensor(out, residual_shard)
+
+        Args:
+            residual_shard: this rank's rows, [hi - lo, hidden_size] of `row_shard(num_tokens)`,
+                float32, float16 or bfloat16; rows may be strided. Not modified.
+            num_tokens: rows in all.
+            algorithm: "auto", "two_shot" or "unfused"; the bits are the same.
+            out: result, [num_tokens, hidden_size].
+
+        Returns:
+            [num_tokens, hidden_size], contiguous unless `out` is given; the same bits on every
+            rank.
+
+        Raises:
+            ValueError, TypeError: wrong arguments, such as a shard of another height.
+            UnsupportedError: the requested algorithm cannot run this shape, or the dtype cannot
+                run.
+            PeerTimeoutError: an earlier call (on CPU: this one) waited in vain for a peer.
+            CommunicatorClosedError: after `close()`.
+
+        Collective. Safe in CUDA graphs and under torch.compile; no synchronisation, no allocation
+        but the result. Traced (torch.compile, torch.export, make_fx), the result is copied to
+        `out`.
+        """
+        if is_traced(residual_shard):
+            return traced.all_gather_rows(self, residual_shard, num_tokens, algorithm, out)
+        result: torch.Tensor = self._call(
+            *(residual_shard, None, None, None, out, None, None, None),
+            *("all_gather_rows", algorithm, 0.0, 0.0, "rounded", False, None, False, num_tokens),
+        )
+        return result
+
+    def row_shard(self, num_tokens: int) -> tuple[int, int]:
+        """This rank's rows of a sharded residual. Pure, not collective.
+
+        Contiguous blocks in rank order; the first `num_tokens % world_size` ranks have one row
+        more.
+
+        Args:
+            num_tokens: rows in all: the product of the leading dimensions of `x`.
+
+        Returns:
+            (lo, hi): rows lo to hi - 1. The shard is [hi - lo, hidden_size].
+
+        Raises:
+            ValueError, TypeError: num_tokens is not an integer >= 0.
+            CommunicatorClosedError: after `close()`.
+        """
+        self._endpoint.check_open()
+        arguments.check_count("num_tokens", num_tokens)
+        return arguments.row_shard(num_tokens, self.world_size, self.rank)
 
     # ---- inspection -----------------------------------------------------------------------------
 
@@ -301,8 +433,7 @@ class Communicator(Collectives):
             UnsupportedError: no call of this dtype or width, or with these groups, can run.
             CommunicatorClosedError: after `close()`.
         """
-        if self._closed:
-            self._refuse()
+        self._endpoint.check_open()
         if num_tokens < 0 or hidden_size < 1:
             raise ValueError(
                 f"num_tokens={num_tokens}, hidden_size={hidden_size}: expected >= 0 and >= 1."
@@ -311,18 +442,38 @@ class Communicator(Collectives):
             raise UnsupportedError(f"dtype={dtype}: expected float32, float16 or bfloat16.")
         arguments.check_algorithm(algorithm)
         arguments.check_width("x", hidden_size)
-        if quant is not None:
+        spec, static_scale = split_scale(quant)
+        x = torch.empty((num_tokens, hidden_size), dtype=dtype, device="meta")
+        call = without_tensors(
+            *(x, "all_reduce_add_rms_norm" if quant is None else "all_reduce_add_rms_norm_quant"),
+            algorithm=algorithm,
+            residual_sharded=residual_sharded,
+            quant=spec,
+            return_normed=return_normed,
+        )
+        arguments.check_norm_constants(call)
+        if quant is not None and static_scale is None:
             check_quant(quant)
             check_hidden_size(quant, hidden_size)
-        norm = NormArguments(0.0, 0.0, "rounded", residual_sharded, quant, return_normed)
-        arguments.check_norm_arguments(norm)
-        call = describe_call(_native.ADD_RMS_NORM, dtype, hidden_size, norm)
-        return self._preparer.choose(call, num_tokens, dtype, algorithm)
+        return self._endpoint.chooser.plan(call)
+
+    def check(self) -> None:
+        """Raises what a wait recorded, else returns None. Reads host memory; never synchronises.
+
+        Raises:
+            PeerTimeoutError: a peer did not come in time, came with another call
+                (PeerDivergedError), has closed its communicator (PeerLeftError), or its process has
+                ended (PeerDiedError) while this rank needed it; or a wait was interrupted.
+            AllnormError: CUDA refused a call of this rank (its launch, or its place among calls on
+                other streams), which its peers may have made.
+            CommunicatorClosedError: after `close()`.
+        """
+        self._endpoint.check()
 
     def _use_tables(self, tables: tuple[policy.Table, ...]) -> None:
         """Lets other tables decide, from the next call on; every rank must do so there."""
-        self._preparer.use_tables(tables)
-        self._fast.forget()
+        self._endpoint.chooser.use_tables(tables)
+        self._endpoint.dispatcher.forget()
 
     # ---- end ------------------------------------------------------------------------------------
 
@@ -337,43 +488,14 @@ class Communicator(Collectives):
             AllnormError: within a call of this communicator, from a signal handler.
             CommunicatorClosedError: this process is a fork of the communicator's.
         """
-        if self._process != os.getpid():
-            self._refuse()
-        if self._closed:
-            return
-        self._refuse_within_call("close()")
-        self._closed = True
-        _by_name.pop(self.name, None)
-        if self._watch is not None:
-            self._watch.stop()
-        self._fast.close()
-        if self._channel is not None:
-            self._channel.end_waits()
-        # Ends calls that wait, and returns when no thread is in one any more. The handle stays, for
-        # who is on his way there.
-        if self._handle:
-            self._library.comm_close(self._handle)
-        with self._lock:
-            if self._channel is not None:
-                self._channel.close()
-            self._preparer.clear()
-            self._release()
-            # A variable that outlives the program's last line would keep the group past
-            # destroy_process_group(), and gloo then aborts the interpreter at its exit.
-            self.group = None  # type: ignore[assignment]
+        self._endpoint.close()
+        _open.pop((self.name, self.device.type), None)
+        _open_calls.pop((self.name, self.device.type == "cuda"), None)
 
-    def _peer_ended(self, rank: int, settled: bool) -> None:
-        """The process of a peer has ended; `settled`: what it had sent has arrived."""
-        if self._handle:
-            self._library.comm_peers_died(self._handle, 1 << rank, int(settled))
-        if self._channel is not None:
-            self._channel.peer_ended(rank)
-
-    def _become_fork(self) -> None:
-        """In a child of fork(): nothing here may touch what the parent uses."""
-        self._closed = True
-        self._lock = threading.Lock()  # another thread may have held it
-        self._fast.close()
+    @property
+    def is_closed(self) -> bool:
+        """Whether calls are refused: after `close()`, and in a child of fork()."""
+        return self._endpoint.closed
 
     def __copy__(self) -> NoReturn:
         raise TypeError(_NO_COPIES)
@@ -384,14 +506,8 @@ class Communicator(Collectives):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(_NO_COPIES)
 
-    def _release(self) -> None:
-        """Unmaps the workspaces, unless a CUDA graph may use them: then they stay for good."""
-        if not self._handle or self._library.comm_close(self._handle) != _native.BUSY:
-            self._workspace.release()
-
     def __enter__(self) -> Communicator:
-        if self._closed:
-            self._refuse()
+        self._endpoint.check_open()
         return self
 
     def __exit__(
@@ -404,18 +520,15 @@ class Communicator(Collectives):
 
     def __del__(self) -> None:
         # At interpreter exit modules may be gone, contextlib among them; the system then releases
-        # the memory.
+        # the memory. And the constructor may have raised.
         try:
             self.close()
-            if self._handle:
-                self._library.comm_destroy(self._handle)
-            if self._channel is not None:
-                self._channel.destroy()
+            self._endpoint.destroy()
         except Exception:  # noqa: BLE001
             pass
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else self.name
+        state = "closed" if self.is_closed else self.name
         return f"<Communicator {state}: rank {self.rank} of {self.world_size} on {self.device}>"
 
 
@@ -427,112 +540,107 @@ _NO_COPIES = (
 )
 
 
-def _reporter(comm: weakref.ref[Communicator]) -> Callable[[int, bool], None]:
-    """What a Watch calls; it does not keep the communicator."""
+# Open communicators, by name and kind of device.
+_open: weakref.WeakValueDictionary[tuple[str, str], Communicator] = weakref.WeakValueDictionary()
+# What makes their calls, by name and whether they are on CUDA: operators find it there, quickly.
+_open_calls: dict[tuple[str, bool], Callable[..., Any]] = {}
+# How many there have been of a group, by its name and the kind of device.
+_made: dict[tuple[str, str], int] = {}
+# Those of `for_group`, by the id of the group.
+_of_group: dict[tuple[int, torch.device], Communicator] = {}
+_living: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
-    def ended(rank: int, settled: bool) -> None:
-        living = comm()
-        if living is not None:
-            living._peer_ended(rank, settled)
 
-    return ended
+def communicator(name: str, device_type: str | None = None) -> Communicator:
+    """The open communicator called `name`; that of a process group of this name, if there is none.
+
+    So compiled code may come from a cache, and be run before anything has made a communicator:
+    then this is collective, as `Communicator.for_group`.
+
+    Args:
+        name: `Communicator.name`.
+        device_type: of its tensors; None if it does not matter.
+
+    Raises:
+        CommunicatorClosedError: it was closed, or there is nothing of this name.
+    """
+    comm = _open.get((name, device_type or "cuda")) or _open.get((name, device_type or "cpu"))
+    if comm is not None:
+        return comm
+    group = _group_called(name)
+    if group is not None and device_type is not None:
+        device = resolve_device(device_type)
+        if (id(group), device) in _of_group or (name, device_type) not in _made:
+            return Communicator.for_group(group, device)
+    names = sorted({name for name, _ in _open})
+    raise CommunicatorClosedError(
+        f"no open communicator is called {name!r}: it was closed, or belongs to another process. "
+        f"Open ones: {names or 'none'}."
+    )
+
+
+def open_communicators() -> list[Communicator]:
+    """All open communicators of this process, in the order of their making."""
+    return list(_open.values())
+
+
+def open_calls() -> dict[tuple[str, bool], Callable[..., Any]]:
+    """What makes the calls of open communicators, by name and whether they are on CUDA."""
+    return _open_calls
+
+
+def resolve_group(group: Any) -> dist.ProcessGroup:
+    """The process group that a caller means.
+
+    Raises:
+        ValueError, TypeError: there is none, or this process is not in it.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise ValueError(
+            "torch.distributed is not initialised: call torch.distributed.init_process_group() "
+            "before making a Communicator."
+        )
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"group is a DeviceMesh of {group.ndim} dimensions, {group.mesh_dim_names}: "
+                "expected one. Pass the dimension of tensor parallelism, such as mesh['tp']."
+            )
+        group = group.get_group()
+    resolved = dist.group.WORLD if group is None else group
+    if not isinstance(resolved, dist.ProcessGroup):
+        raise ValueError(f"group={group!r}: this process is not in the group.")
+    return resolved
+
+
+def _group_called(name: str) -> dist.ProcessGroup | None:
+    """The process group of that name, if there is one."""
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    groups = dist.distributed_c10d._world.pg_map
+    return next((group for group in groups if group.group_name == name), None)
+
+
+def _close_group(group_id: int, device: torch.device) -> None:
+    comm = _of_group.pop((group_id, device), None)
+    if comm is not None:
+        comm.close()
+
+
+def _close_groups() -> None:
+    for group_id, device in list(_of_group):
+        _close_group(group_id, device)
+
+
+atexit.register(_close_groups)
 
 
 def _become_forks() -> None:
-    _by_name.clear()
+    _open.clear()
+    _open_calls.clear()
+    _of_group.clear()
     for comm in list(_living):
-        comm._become_fork()
+        comm._endpoint.become_fork()
 
 
 os.register_at_fork(after_in_child=_become_forks)
-
-
-def _checked_timeout(timeout: Any) -> datetime.timedelta | None:
-    if timeout is None:
-        return None
-    number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
-    if number and 0 < timeout < math.inf:
-        return config.duration(timeout)
-    if not isinstance(timeout, datetime.timedelta) or timeout <= datetime.timedelta(0):
-        raise ValueError(
-            f"timeout={timeout!r}: expected a positive number of seconds or datetime.timedelta."
-        )
-    return timeout
-
-
-def _wait_seconds(timeout: Any) -> float:
-    """How long to wait for ranks that check their arguments; these may be wrong."""
-    try:
-        given = _checked_timeout(timeout) or config.read_settings().timeout
-    except (ValueError, ConfigurationError):
-        given = None
-    return (given or config.DEFAULT_TIMEOUT).total_seconds()
-
-
-def _nanoseconds(timeout: datetime.timedelta) -> int:
-    return min(int(timeout.total_seconds() * 1e9), _MAX_TIMEOUT_NS)
-
-
-def _resolve_device(device: torch.device | str | None) -> torch.device:
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        resolved = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"device={device!r}: {error}") from None
-    if resolved.type == "cpu":
-        return torch.device("cpu")
-    if resolved.type != "cuda":
-        raise UnsupportedError(f"device={device}: expected a CUDA device or the CPU.")
-    if not torch.cuda.is_available():
-        raise UnsupportedError(f"device={device}: torch finds no CUDA device. Use device='cpu'.")
-    index = torch.cuda.current_device() if resolved.index is None else resolved.index
-    return torch.device("cuda", index)
-
-
-def _launch_arguments(
-    first_op: Any, early_trigger: Any, dependent_launch: Any
-) -> dict[str, int | bool]:
-    """Those that the library is opened with, checked."""
-    arguments.check_count("first_op", first_op)
-    for name, value in (("early_trigger", early_trigger), ("dependent_launch", dependent_launch)):
-        if not isinstance(value, bool):
-            raise TypeError(f"{name}={value!r}: expected True or False.")
-    return {
-        "first_op": first_op % _OPERATIONS,
-        "early_trigger": early_trigger,
-        "dependent_launch": dependent_launch,
-    }
-
-
-def _build_of(library: _native.Library) -> str:
-    """What must be the same code on every rank, in words; which of its code runs is not part of it.
-
-    Kernels for other instruction sets give the same bits and know the same protocol.
-    """
-    parts = {"package": __version__, **library.build_info()}
-    return ", ".join(f"{name} {value}" for name, value in parts.items() if name != "isa")
-
-
-def _check_alike(agreed: list[dict[str, Any]]) -> None:
-    """Raises ValueError, on every rank, unless all ranks pass the same."""
-    texts = []
-    for name, first in agreed[0].items():
-        if any(other[name] != first for other in agreed):
-            values = (f"{other[name]!r} on rank {rank}" for rank, other in enumerate(agreed))
-            texts.append(f"{name} is {', '.join(values)}")
-    if not texts:
-        return
-    remedy = "Pass the same on every rank"
-    if any(other["library"] != agreed[0]["library"] for other in agreed):
-        remedy += ", and install the same build of allnorm for all of them"
-    raise ValueError(f"the ranks are different: {'; '.join(texts)}. {remedy}.")
-
-
-def _max_row_bytes(device: torch.device) -> int | None:
-    """The widest row that the fused kernels hold on this device; None if any."""
-    if device.type == "cpu":
-        return None
-    # 512 threads of 16 bytes a block; clusters of up to 8 blocks, if the code that the driver has
-    # loaded knows them, which the device alone does not decide.
-    return int(_native.library("cuda").device_code(device.index).max_row_bytes)

@@ -82,10 +82,10 @@ def all_reduce_add_rms_norm_quant(
     scale_format: str,
     static_scale: _Tensor | None,
     return_normed: bool,
-    residual_sharded: bool,
     weight_bias: float,
     numerics: str,
     comm_name: str,
+    residual_sharded: bool = False,
     residual_rows: int | None = None,
     algorithm: str = "auto",
 ) -> _Four:

@@ -10,6 +10,15 @@ ALGORITHMS = (*FUSED, "unfused")
 # What a caller may ask for.
 REQUESTS = ("auto", *ALGORITHMS)
 
+# The public calls: those among ranks, then those of one rank.
+COLLECTIVES = (
+    "all_reduce",
+    "all_reduce_add_rms_norm",
+    "all_reduce_add_rms_norm_quant",
+    "all_gather_rows",
+)
+OPS = (*COLLECTIVES, "add_rms_norm", "add_rms_norm_quant")
+
 DTYPES = ("float32", "float16", "bfloat16")
 NUMERICS = ("rounded", "unrounded", "transformers", "vllm")
 

@@ -2,7 +2,8 @@
 
 Functional: they return new tensors and alias nothing. What a call does not produce is a tensor of
 no elements. A communicator is passed by its name, and a spec of quantisation by its fields, since
-an operator's arguments must be traceable.
+an operator's arguments must be traceable. The name of a process group is that of its communicator
+too, which is made when it is needed: so compiled code may come from a cache.
 
 Collective operators have an effect that their results do not show: every peer waits for it. So no
 tracer or compiler may drop one whose result is unused, merge two that are alike, or change their
@@ -20,8 +21,9 @@ import torch
 from torch._higher_order_ops import effects
 
 from allnorm import fakes, lowering
-from allnorm.communicator import communicator
-from allnorm.local import add_rms_norm, add_rms_norm_quant
+from allnorm.communicator import communicator, open_calls
+from allnorm.core.call import split_scale
+from allnorm.core.local import add_rms_norm, add_rms_norm_quant
 from allnorm.quant import QuantizedNorm, from_op_arguments
 
 _Tensor = torch.Tensor
@@ -31,7 +33,8 @@ _QUANT = (
     "str quant_kind, int group_size, str scale_layout, str scale_format, Tensor? static_scale, "
     "bool return_normed"
 )
-_BACKENDS = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
+_BACKENDS = ("CPU", "CUDA")
+_open_calls = open_calls()
 _library = torch.library.Library("allnorm", "DEF")
 # residual_rows: how many rows of a sharded residual this rank has; needed where none is given and
 # the call is traced, since a fake cannot ask for the rank.
@@ -44,7 +47,7 @@ _library.define(
 )
 _library.define(
     f"all_reduce_add_rms_norm_quant(Tensor x, Tensor? residual, Tensor weight, float eps, {_QUANT},"
-    f" bool residual_sharded, float weight_bias, str numerics, str comm_name, {_LATER}) "
+    f" float weight_bias, str numerics, str comm_name, bool residual_sharded=False, {_LATER}) "
     "-> (Tensor quantized, Tensor scale, Tensor residual, Tensor normed)"
 )
 _library.define(
@@ -63,7 +66,11 @@ _library.define(
 
 
 def _all_reduce(x: _Tensor, comm_name: str, algorithm: str = "auto") -> _Tensor:
-    return communicator(comm_name)._call(x, None, None, None, algorithm, None, None)[0]
+    result: _Tensor = _calls_of(comm_name, x)(
+        *(x, None, None, None, None, None, None, None, "all_reduce", algorithm),
+        *(0.0, 0.0, "rounded", False, None, False, 0),
+    )
+    return result
 
 
 def _all_reduce_add_rms_norm(
@@ -78,13 +85,13 @@ def _all_reduce_add_rms_norm(
     residual_rows: int | None = None,
     algorithm: str = "auto",
 ) -> tuple[_Tensor, _Tensor]:
-    norm = (eps, weight_bias, numerics, residual_sharded)
-    comm = communicator(comm_name)
-    normed, summed = comm._call(x, residual, weight, norm, algorithm, None, None)
-    assert summed is not None
+    results: tuple[_Tensor, _Tensor] = _calls_of(comm_name, x)(
+        *(x, residual, weight, None, None, None, None, None, "all_reduce_add_rms_norm", algorithm),
+        *(eps, weight_bias, numerics, residual_sharded, None, False, 0),
+    )
     if residual_rows is not None:
-        _check_rows(summed, residual_rows)
-    return normed, summed
+        _check_rows(results[1], residual_rows)
+    return results
 
 
 def _all_reduce_add_rms_norm_quant(
@@ -98,20 +105,23 @@ def _all_reduce_add_rms_norm_quant(
     scale_format: str,
     static_scale: _Tensor | None,
     return_normed: bool,
-    residual_sharded: bool,
     weight_bias: float,
     numerics: str,
     comm_name: str,
+    residual_sharded: bool = False,
     residual_rows: int | None = None,
     algorithm: str = "auto",
 ) -> _Four:
     quant = from_op_arguments(quant_kind, group_size, scale_layout, scale_format, static_scale)
-    norm = (eps, weight_bias, numerics, residual_sharded)
-    comm = communicator(comm_name)
-    result = comm._call_quantized(x, residual, weight, norm, quant, return_normed, algorithm, ())
+    spec, static_scale = split_scale(quant)
+    results = _calls_of(comm_name, x)(
+        *(x, residual, weight, static_scale, None, None, None, None),
+        *("all_reduce_add_rms_norm_quant", algorithm, eps, weight_bias, numerics),
+        *(residual_sharded, spec, return_normed, 0),
+    )
     if residual_rows is not None:
-        _check_rows(result.residual, residual_rows)
-    return _four(result, static_scale)
+        _check_rows(results[2], residual_rows)
+    return _four(QuantizedNorm(*results), static_scale)
 
 
 def _add_rms_norm(
@@ -149,7 +159,17 @@ def _add_rms_norm_quant(
 def _all_gather_rows(
     shard: _Tensor, num_tokens: int, comm_name: str, algorithm: str = "auto"
 ) -> _Tensor:
-    return communicator(comm_name)._gather_rows(shard, num_tokens, algorithm, None)
+    result: _Tensor = _calls_of(comm_name, shard)(
+        *(shard, None, None, None, None, None, None, None, "all_gather_rows", algorithm),
+        *(0.0, 0.0, "rounded", False, None, False, num_tokens),
+    )
+    return result
+
+
+def _calls_of(name: str, x: _Tensor) -> Callable[..., Any]:
+    """What makes the calls of a communicator: the fields of a Call -> its results."""
+    is_cuda = x.is_cuda
+    return _open_calls.get((name, is_cuda)) or communicator(name, "cuda" if is_cuda else "cpu")._call
 
 
 def _check_rows(residual: _Tensor, rows: int) -> None:
@@ -173,26 +193,27 @@ def _four(result: QuantizedNorm, static_scale: _Tensor | None) -> _Four:
     return quantized, scale, residual, residual.new_empty(0) if normed is None else normed
 
 
-_AFTER_AUTOGRAD = torch._C._after_autograd_keyset
-# Tensors that an implementation takes as they are: no mode, no view or class that torch resolves.
-_PLAIN = {torch._C.DispatchKeySet(key).raw_repr() for key in _BACKENDS}
+_AFTER_AUTOGRAD = torch._C._AutoDispatchBelowAutograd
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_num_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+_is_functional: Callable[[_Tensor], bool] = torch._is_functional_tensor
 
 
 def _implement(name: str, implementation: Callable[..., Any]) -> None:
     operator = getattr(torch.ops.allnorm, name).default
 
-    def without_gradient(keyset: torch._C.DispatchKeySet, *arguments: Any) -> Any:
+    def without_gradient(*arguments: Any) -> Any:
+        x = arguments[0]
+        if x.__class__ in _PLAIN and _num_modes() == 0 and not _is_functional(x):
+            return implementation(*arguments)  # which refuses what requires a gradient
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
             _refuse_gradient(operator, arguments)
-        keyset &= _AFTER_AUTOGRAD
-        if keyset.raw_repr() in _PLAIN:  # asking the dispatcher again costs as much as the call
-            return implementation(*arguments)
-        with torch._C._AutoDispatchBelowAutograd():
-            return operator.redispatch(keyset, *arguments)
+        with _AFTER_AUTOGRAD():
+            return operator(*arguments)
 
     for key in _BACKENDS:
-        _library.impl(name, implementation, key.name)
-    _library.impl(name, without_gradient, "Autograd", with_keyset=True)
+        _library.impl(name, implementation, key)
+        _library.impl(name, without_gradient, f"Autograd{key}")
 
 
 def _refuse_gradient(operator: torch._ops.OpOverload, arguments: tuple[Any, ...]) -> NoReturn:

@@ -16,7 +16,7 @@ import timeit
 import torch
 
 import allnorm
-from allnorm import _native
+from allnorm.core import _native
 from allnorm.cli import output
 from allnorm.testing import run_ranks
 
@@ -38,12 +38,12 @@ def time_calls(rank: int, world_size: int, device: str) -> dict[str, float]:
     with allnorm.Communicator(device=where) as comm:
         calls = {
             "all_reduce": lambda: comm.all_reduce(x),
-            "all_reduce_add_rms_norm": lambda: comm.all_reduce_add_rms_norm(x, residual, weight),
+            "all_reduce_add_rms_norm": lambda: comm.all_reduce_add_rms_norm(x, residual, weight, 1e-6),
             "all_reduce_add_rms_norm, out= and residual_out=": lambda: comm.all_reduce_add_rms_norm(
-                x, residual, weight, out=out, residual_out=residual_out
+                x, residual, weight, 1e-6, out=out, residual_out=residual_out
             ),
             "all_reduce_add_rms_norm, in place": lambda: comm.all_reduce_add_rms_norm(
-                x, residual, weight, out=x, residual_out=residual
+                x, residual, weight, 1e-6, out=x, residual_out=residual
             ),
             "all_reduce_add_rms_norm_quant": lambda: comm.all_reduce_add_rms_norm_quant(
                 x, residual, weight, 1e-6, quant

@@ -15,7 +15,7 @@ from allnorm.compile.aliasing import Memory, keep_aliasing, occurrences
 from allnorm.compile.candidate import Match, Missed
 from allnorm.compile.decompose import Decompositions, by_name
 from allnorm.compile.functional import Functional, functionalise, writers
-from allnorm.compile.groups import communicator_name, is_closed
+from allnorm.compile.groups import communicator_name
 from allnorm.compile.match import Matcher
 from allnorm.compile.record import NotFunctional
 from allnorm.compile.reductions import Reduction, find_reductions
@@ -118,7 +118,7 @@ def check_communicator(communicator: object) -> None:
         raise TypeError(
             f"communicator is a {type(communicator).__name__}: expected an allnorm.Communicator."
         )
-    if is_closed(communicator):
+    if communicator.is_closed:
         raise CommunicatorClosedError(
             f"communicator {communicator.name} is closed: pass an open one."
         )

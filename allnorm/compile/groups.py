@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from allnorm import communicator as registry
-from allnorm.communicator import Communicator
+from allnorm.communicator import Communicator, open_communicators
 from allnorm.compile.candidate import Missed
 from allnorm.compile.reductions import Reduction
 
@@ -19,24 +19,9 @@ from allnorm.compile.reductions import Reduction
 _named: list[Communicator] = []
 
 
-def open_communicators() -> list[Communicator]:
-    """All open communicators of this process, those of one group in the order of their making."""
-
-    def age(communicator: Communicator) -> tuple[str, int]:
-        prefix, _, count = communicator.name.rpartition(":")
-        return prefix, int(count)
-
-    return sorted(registry._by_name.values(), key=age)
-
-
-def made_so_far() -> list[tuple[str, int]]:
-    """How many communicators there ever were in this process, for each group."""
-    return sorted(registry._created.items())
-
-
-def is_closed(communicator: Communicator) -> bool:
-    """Whether calls on a communicator would raise."""
-    return communicator._closed
+def made_so_far() -> list[tuple[tuple[str, str], int]]:
+    """How many communicators there ever were in this process, for each group and kind of device."""
+    return sorted(registry._made.items())
 
 
 def communicator_name(
@@ -63,7 +48,7 @@ def communicator_name(
     group, device = _group(reduction.group), _indexed(device)
     if group is None:
         raise Missed(f"there is no process group called {reduction.group!r} here")
-    _named[:] = [communicator for communicator in _named if not is_closed(communicator)]
+    _named[:] = [communicator for communicator in _named if not communicator.is_closed]
     found = _first_on(group, device, _named)
     if found is None:
         # One that was dropped without being closed is gone now on all ranks, and not on those only
@@ -93,7 +78,7 @@ def _made_aside(group: dist.ProcessGroup, device: torch.device) -> Communicator:
     def make() -> Communicator:
         if device.type == "cuda":
             torch.cuda.set_device(device)  # a thread starts with device 0; NCCL takes the current
-        return Communicator(group, device=device)
+        return Communicator.for_group(group, device)
 
     with concurrent.futures.ThreadPoolExecutor(1, "allnorm-communicator") as thread:
         return thread.submit(make).result()

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from allnorm import config
 from allnorm._version import __version__
-from allnorm.communicator import Communicator
+from allnorm.communicator import Communicator, open_communicators
 from allnorm.compile import tokens
 from allnorm.compile.fusion import check_communicator, fuse
-from allnorm.compile.groups import made_so_far, open_communicators
+from allnorm.compile.groups import made_so_far
 from allnorm.compile.report import FusionReport
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from allnorm import workspace
+from allnorm.core import workspace
 
 _Connection = multiprocessing.connection.Connection
 

@@ -15,8 +15,8 @@ import torch
 from torch.autograd.profiler import record_function
 from torch.nn.modules import module as nn_module
 
-from allnorm import _native, fast_call, local
-from allnorm.calls import Calls
+from allnorm.core import fast_call
+from allnorm.core.dispatch import Dispatcher
 from allnorm.tracing.names import CALL, MODULE
 from allnorm.tracing.report import FUSED, NORM, REDUCTION
 
@@ -32,34 +32,29 @@ def ranges() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _call_ranges() -> Iterator[None]:
-    launch_call, run_local = Calls._launch, local._run
+    launch_call = Dispatcher._launch
 
-    def launch_in_range(self: Calls, launch: Any, *args: Any, **kwargs: Any) -> None:
+    def launch_in_range(self: Dispatcher, launch: Any, *args: Any) -> None:
         with record_function(CALL + _describe(launch)):
-            launch_call(self, launch, *args, **kwargs)
+            launch_call(self, launch, *args)
 
-    def run_local_in_range(*args: Any) -> None:
-        with record_function(f"{CALL}{NORM}|allnorm local"):
-            run_local(*args)
-
-    Calls._launch = launch_in_range  # type: ignore[method-assign]
-    local._run = run_local_in_range  # type: ignore[assignment]
+    Dispatcher._launch = launch_in_range  # type: ignore[method-assign,assignment]
     try:
         with fast_call.watched():
             yield
     finally:
-        Calls._launch = launch_call  # type: ignore[method-assign]
-        local._run = run_local
+        Dispatcher._launch = launch_call  # type: ignore[method-assign]
 
 
 def _describe(launch: Any) -> str:
-    if launch.call.op == _native.ALL_GATHER_ROWS:
+    algorithm = launch.plan.algorithm
+    if algorithm == "local":
+        return f"{NORM}|allnorm local"
+    if launch.op == "all_gather_rows":
         return "gather|all_gather_rows"
-    if not launch.is_norm:
-        return f"{REDUCTION}|allnorm all_reduce, {launch.algorithm}"
-    if launch.algorithm == "unfused":
-        return f"{REDUCTION}|allnorm unfused"
-    return f"{FUSED}|{launch.algorithm}"
+    if launch.op == "all_reduce":
+        return f"{REDUCTION}|allnorm all_reduce, {algorithm}"
+    return f"{REDUCTION}|allnorm unfused" if algorithm == "unfused" else f"{FUSED}|{algorithm}"
 
 
 class _Modules:

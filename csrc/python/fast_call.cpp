@@ -1,15 +1,15 @@
-// Calls that were made before, made again without Python in between: found by what they are called
-// with, their results allocated, their addresses filled in, launched. Anything else is left to
-// Python, which checks it and says what is wrong with it (allnorm/calls.py, allnorm/fast_call.py).
+// Repeated calls, made without Python: recognised by their arguments, their results allocated,
+// their addresses filled in, launched. Every other call goes to the Python function that this
+// stands in front of, which checks it and says what is wrong with it (allnorm/core/dispatch.py).
 //
 // CPython's stable ABI only, so that one library serves every version from 3.11 on. It is loaded by
 // ctypes, not imported. What it knows of torch are callables that it is given.
 //
 // Threads: everything but the launch happens under the interpreter's lock. A callable may let
-// others run, who may remove a prepared call: one that is in use is kept by a reference of its own.
-// The communicator's lock is held for the launch, as in Python; a call that would have to wait for
-// it is left to Python, which knows whether it is this very thread that holds it. Calls without a
-// communicator have none, each thread has a FastCall of its own.
+// other threads run, which may remove a prepared call: one that is in use is kept by a reference of
+// its own. The communicator's lock is held for the launch, as in Python; a call that would have to
+// wait for it goes to Python, which knows whether this very thread holds it. Calls without a
+// communicator have no lock, each thread has a FastCall of its own.
 
 #include <algorithm>
 #include <cstdint>
@@ -25,9 +25,6 @@
 namespace allnorm {
 namespace {
 
-// What CUDA's kernels need of an input's address; 1 says that any address of an element will do.
-constexpr std::uintptr_t kCudaAlignBytes = 16;
-
 // Calls kept, the latest first: a model makes few kinds, and each costs a look at others.
 constexpr std::size_t kMaxPrepared = 4;
 
@@ -38,16 +35,17 @@ constexpr std::size_t kMaxStreams = 16;
 struct FastCall {
   void* function;      // allnorm_run; without a communicator allnorm_local
   AllnormComm* comm;   // or NULL
-  Ref empty;           // callable(shape, strides, dtype): a tensor on the current device
+  Ref missed;          // callable(*arguments): makes calls that are not recognised
+  Ref failed;          // callable(status, *arguments): raises what a launch ended with
   Ref acquire;         // callable(blocking), of the communicator's lock; None without one
   Ref let_go;          // callable(), of the same
   Ref device;          // int, the communicator's device; None on CPU, as the next two are
   Ref current_device;  // callable(): int
   Ref stream;          // callable(device): int, the current stream's handle
-  bool closed;
-  std::vector<void*> streams;  // on which a communicator's calls were made
-  unsigned long holder;  // the thread that holds the lock for a launch from here; 0 if none does
-  std::vector<std::shared_ptr<Prepared>> prepared;
+  bool closed = false;
+  std::vector<void*> streams = {};  // on which a communicator's calls were made
+  unsigned long holder = 0;  // the thread that holds the lock for a launch from here; 0: none does
+  std::vector<std::shared_ptr<Prepared>> prepared = {};
 };
 
 constexpr const char* kFastCall = "allnorm.FastCall";
@@ -68,7 +66,7 @@ bool on_device(const FastCall& fast, void** stream) {
   return false;
 }
 
-// Whether calls were made on `stream` before. If not Python makes this one, to tell the library
+// Whether calls were made on `stream` before. The first one is Python's, which tells the library
 // what it should know of the stream.
 bool knows(FastCall& fast, void* stream) {
   if (stream == nullptr || fast.comm == nullptr) return true;
@@ -79,29 +77,42 @@ bool knows(FastCall& fast, void* stream) {
   return false;
 }
 
-// The results in a tuple, the addresses of new ones in `call`; NULL with an error set.
-PyObject* make_results(const FastCall& fast, const Prepared& prepared, const Arguments& arguments,
-                       AllnormCall& call) {
-  Ref made(PyTuple_New(static_cast<Py_ssize_t>(prepared.results.size())));
-  if (!made) return nullptr;
-  void** const targets[kNumSlots] = {&call.out, &call.residual_out, &call.quantized, &call.scale};
+// What the call returns: a tuple, or the result if it is the only one. The addresses of those that
+// are made go into `call`. NULL with an error set.
+PyObject* make_results(const Prepared& prepared, PyObject* const* arguments, AllnormCall& call) {
+  const std::size_t count = prepared.results.size();
+  Ref all(count == 1 ? nullptr : PyTuple_New(static_cast<Py_ssize_t>(count)));
+  if (count != 1 && !all) return nullptr;
   Py_ssize_t index = 0;
-  for (const auto& [slot, geometry] : prepared.results) {
+  for (const auto& [place, make, make_arguments] : prepared.results) {
     Ref tensor;
-    if (geometry) {
-      tensor = Ref(PyObject_Call(fast.empty.get(), geometry.get(), nullptr));
+    if (make) {
+      tensor = Ref(PyObject_Call(make.get(), make_arguments.get(), nullptr));
       if (!tensor) return nullptr;
-      *targets[slot] = reinterpret_cast<void*>(address_of(tensor.get()));
+      *address_in(call, place) = reinterpret_cast<void*>(address_of(tensor.get()));
       if (PyErr_Occurred()) return nullptr;
     } else {
-      // What is not given here is not wanted, and None as well.
-      const bool may_be_given = slot == kOut || slot == kResidualOut;
-      tensor = Ref::borrowed(
-          may_be_given ? arguments.tensors[slot == kOut ? kGivenOut : kGivenResidualOut] : Py_None);
+      tensor = Ref::borrowed(arguments[place]);  // given, or None
     }
-    if (PyTuple_SetItem(made.get(), index++, tensor.release()) < 0) return nullptr;
+    if (count == 1) return tensor.release();
+    if (PyTuple_SetItem(all.get(), index++, tensor.release()) < 0) return nullptr;
   }
-  return made.release();
+  return all.release();
+}
+
+// Calls a Python function with all arguments of a call, after `first` if that is not NULL.
+PyObject* call_python(const Ref& function, PyObject* first, PyObject* const* arguments) {
+  const Py_ssize_t skipped = first == nullptr ? 0 : 1;
+  const Ref all(PyTuple_New(kNumArguments + skipped));
+  if (!all) return nullptr;
+  if (first != nullptr && PyTuple_SetItem(all.get(), 0, Ref::borrowed(first).release()) < 0) {
+    return nullptr;
+  }
+  for (Py_ssize_t i = 0; i < kNumArguments; ++i) {
+    PyObject* const argument = Ref::borrowed(arguments[i]).release();
+    if (PyTuple_SetItem(all.get(), i + skipped, argument) < 0) return nullptr;
+  }
+  return PyObject_Call(function.get(), all.get(), nullptr);
 }
 
 std::int32_t run(const FastCall& fast, const AllnormCall& call) {
@@ -114,67 +125,79 @@ std::int32_t run(const FastCall& fast, const AllnormCall& call) {
   return status;
 }
 
-// Launches under the communicator's lock, and returns `results`; the status if that failed; None if
-// the communicator was closed meanwhile, or another call holds the lock. NULL with an error set.
-PyObject* launch(FastCall& fast, const AllnormCall& call, Ref results) {
+// What became of a launch.
+enum class Launched { kYes, kNo, kError };
+
+// Launches under the communicator's lock. kNo: the communicator was closed meanwhile, or another
+// call holds the lock. kError: a Python error is set.
+Launched launch(FastCall& fast, const AllnormCall& call, std::int32_t* status) {
   const bool locks = fast.acquire.get() != Py_None;
   if (locks) {
     const Ref held(PyObject_CallFunctionObjArgs(fast.acquire.get(), Py_False, nullptr));
-    if (!held) return nullptr;
-    if (held.get() != Py_True) return none();
+    if (!held) return Launched::kError;
+    if (held.get() != Py_True) return Launched::kNo;
     fast.holder = PyThread_get_thread_ident();
   }
-  Ref answer = Ref::borrowed(Py_None);
-  // Others ran while results were made.
-  if (!fast.closed) {
-    const std::int32_t status = run(fast, call);
-    answer = status == ALLNORM_OK ? std::move(results) : Ref(PyLong_FromLong(status));
-  }
+  const bool open = !fast.closed;  // other threads ran while results were made
+  if (open) *status = run(fast, call);
   if (locks) {
     fast.holder = 0;
-    if (!Ref(PyObject_CallNoArgs(fast.let_go.get()))) return nullptr;
+    if (!Ref(PyObject_CallNoArgs(fast.let_go.get()))) return Launched::kError;
   }
-  return answer.release();
+  return open ? Launched::kYes : Launched::kNo;
+}
+
+// The prepared call that serves these arguments; it is moved to the front.
+std::shared_ptr<Prepared> find(FastCall& fast, PyObject* const* arguments) {
+  for (std::size_t i = 0; watchers == 0 && i < fast.prepared.size(); ++i) {
+    std::shared_ptr<Prepared> candidate = fast.prepared[i];
+    if (!recognises(*candidate, arguments)) continue;
+    // The check may have let another thread change the list.
+    if (i != 0 && i < fast.prepared.size()) std::swap(fast.prepared[0], fast.prepared[i]);
+    return candidate;
+  }
+  return nullptr;
 }
 
 FastCall* fast_of(PyObject* capsule) {
   return static_cast<FastCall*>(PyCapsule_GetPointer(capsule, kFastCall));
 }
 
-// make_call(x, residual, weight, norm, algorithm, out, residual_out): the results in a tuple; the
-// status of a launch that failed, an int; None if nothing has been done.
-PyObject* make_call(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
+// call(*arguments): the results of the call, or what it raises.
+PyObject* call(PyObject* self, PyObject* const* arguments, Py_ssize_t num_arguments) {
   FastCall* const fast = fast_of(self);
   if (fast == nullptr) return nullptr;
-  if (num_args != 7) {
-    PyErr_SetString(PyExc_TypeError,
-                    "expected x, residual, weight, norm, algorithm, out, residual_out");
+  if (num_arguments != kNumArguments) {
+    PyErr_Format(PyExc_TypeError, "%zd arguments: expected the %d of a Call", num_arguments,
+                 kNumArguments);
     return nullptr;
   }
-  const Arguments arguments = {.tensors = {args[0], args[1], args[2], args[5], args[6]},
-                               .norm = args[3],
-                               .algorithm = args[4]};
-  std::shared_ptr<Prepared> found;
-  for (std::size_t i = 0; watchers == 0 && i < fast->prepared.size(); ++i) {
-    std::shared_ptr<Prepared> candidate = fast->prepared[i];
-    if (!recognises(*candidate, arguments)) continue;
-    found = std::move(candidate);
-    // The check may have let another thread change the list.
-    if (i != 0 && i < fast->prepared.size()) std::swap(fast->prepared[0], fast->prepared[i]);
-    break;
-  }
-  if (found == nullptr) return none();
+  const std::shared_ptr<Prepared> found = find(*fast, arguments);
+  if (found == nullptr) return call_python(fast->missed, nullptr, arguments);
   AllnormCall call = found->call;
   const bool is_cuda = fast->device.get() != Py_None;
-  if (is_cuda && (!on_device(*fast, &call.stream) || !knows(*fast, call.stream))) return none();
-  if (!bind_given(*found, arguments, is_cuda ? kCudaAlignBytes : 1, call)) return none();
-  Ref results(make_results(*fast, *found, arguments, call));
+  if ((is_cuda && (!on_device(*fast, &call.stream) || !knows(*fast, call.stream))) ||
+      !bind_given(*found, arguments, call)) {
+    return call_python(fast->missed, nullptr, arguments);
+  }
+  Ref results(make_results(*found, arguments, call));
   if (!results) {
     // No memory, perhaps. Python meets it again, and lets the peers know.
     PyErr_Clear();
-    return none();
+    return call_python(fast->missed, nullptr, arguments);
   }
-  return launch(*fast, call, std::move(results));
+  std::int32_t status = ALLNORM_OK;
+  switch (launch(*fast, call, &status)) {
+    case Launched::kError:
+      return nullptr;
+    case Launched::kNo:
+      return call_python(fast->missed, nullptr, arguments);
+    case Launched::kYes:
+      break;
+  }
+  if (status == ALLNORM_OK) return results.release();
+  const Ref code(PyLong_FromLong(status));
+  return code ? call_python(fast->failed, code.get(), arguments) : nullptr;
 }
 
 // keep(prepared): recognises this call from now on, instead of the one that was made longest ago.
@@ -220,9 +243,9 @@ PyObject* holder(PyObject* self, PyObject*) {
 }
 
 // By way of void (*)(): the interpreter knows by the flag what it calls.
-PyMethodDef make_call_method = {
-    "make_call", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(make_call)),
-    METH_FASTCALL, nullptr};
+PyMethodDef call_method = {"call",
+                           reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(call)),
+                           METH_FASTCALL, nullptr};
 PyMethodDef keep_method = {"keep", keep, METH_O, nullptr};
 PyMethodDef forget_method = {"forget", forget, METH_NOARGS, nullptr};
 PyMethodDef close_method = {"close", close, METH_NOARGS, nullptr};
@@ -240,29 +263,27 @@ ALLNORM_API std::int32_t allnorm_fast_call_abi() { return ALLNORM_ABI_VERSION; }
 
 ALLNORM_API void allnorm_fast_call_watch(std::int32_t more) { watchers += more; }
 
-// The functions make_call, keep, forget, close and holder of a new FastCall.
-ALLNORM_API PyObject* allnorm_fast_call_new(void* function, void* comm, PyObject* empty,
-                                            PyObject* acquire, PyObject* let_go, PyObject* device,
-                                            PyObject* current_device, PyObject* stream) {
+// The functions call, keep, forget, close and holder of a new FastCall.
+ALLNORM_API PyObject* allnorm_fast_call_new(void* function, void* comm, PyObject* missed,
+                                            PyObject* failed, PyObject* acquire, PyObject* let_go,
+                                            PyObject* device, PyObject* current_device,
+                                            PyObject* stream) {
   auto fast = std::make_unique<FastCall>(FastCall{
       .function = function,
       .comm = static_cast<AllnormComm*>(comm),
-      .empty = Ref::borrowed(empty),
+      .missed = Ref::borrowed(missed),
+      .failed = Ref::borrowed(failed),
       .acquire = Ref::borrowed(acquire),
       .let_go = Ref::borrowed(let_go),
       .device = Ref::borrowed(device),
       .current_device = Ref::borrowed(current_device),
       .stream = Ref::borrowed(stream),
-      .closed = false,
-      .streams = {},
-      .holder = 0,
-      .prepared = {},
   });
   const Ref capsule(
       PyCapsule_New(fast.get(), kFastCall, [](PyObject* self) { delete fast_of(self); }));
   if (!capsule) return nullptr;
   fast.release();  // the capsule's now
-  PyMethodDef* const methods[] = {&make_call_method, &keep_method, &forget_method, &close_method,
+  PyMethodDef* const methods[] = {&call_method, &keep_method, &forget_method, &close_method,
                                   &holder_method};
   Ref functions(PyTuple_New(std::size(methods)));
   if (!functions) return nullptr;
@@ -276,38 +297,43 @@ ALLNORM_API PyObject* allnorm_fast_call_new(void* function, void* comm, PyObject
   return functions.release();
 }
 
-// A call for `keep`. `results`: tuple of (slot, arguments of `empty` or None). `given` and `bytes`:
-// what the call is given of each Tensor, and how many bytes it spans.
+// A call for `keep`. `constants`: tuple. `results`: tuple of (place, callable or None, its
+// arguments). `given`, `aligns` and `spans` describe the tensors, as Operand does.
 ALLNORM_API PyObject* allnorm_fast_call_prepare(const AllnormCall* call, PyObject* check,
-                                                PyObject* grad_enabled, PyObject* norm,
-                                                PyObject* algorithm, PyObject* results,
-                                                const std::uint8_t* given,
-                                                const std::uint64_t* bytes) {
+                                                PyObject* grad_enabled, PyObject* constants,
+                                                PyObject* results, const std::uint8_t* given,
+                                                const std::uint8_t* aligns,
+                                                const std::uint64_t* spans) {
   auto prepared = std::make_shared<Prepared>();
   prepared->call = *call;
   prepared->check = Ref::borrowed(check);
   prepared->grad_enabled = Ref::borrowed(grad_enabled);
-  prepared->norm = Ref::borrowed(norm);
-  prepared->algorithm = Ref::borrowed(algorithm);
   for (int i = 0; i < kNumTensors; ++i) {
-    prepared->given[i] = static_cast<Given>(given[i]);
-    prepared->bytes[i] = bytes[i];
+    prepared->operands[i] = {static_cast<Given>(given[i]), aligns[i], spans[i]};
+  }
+  for (Py_ssize_t i = 0; i < kNumConstants; ++i) {
+    PyObject* const constant = PyTuple_GetItem(constants, i);
+    if (constant == nullptr) return nullptr;
+    prepared->constants.push_back(Ref::borrowed(constant));
   }
   const Py_ssize_t size = PyTuple_Size(results);
   if (size < 0) return nullptr;
   for (Py_ssize_t i = 0; i < size; ++i) {
-    PyObject* const pair = PyTuple_GetItem(results, i);
-    PyObject* const slot = PyTuple_GetItem(pair, 0);
-    PyObject* const geometry = slot == nullptr ? nullptr : PyTuple_GetItem(pair, 1);
-    if (geometry == nullptr) return nullptr;
-    const long number = PyLong_AsLong(slot);
+    PyObject* const result = PyTuple_GetItem(results, i);
+    PyObject* const place = PyTuple_GetItem(result, 0);
+    PyObject* const make = place == nullptr ? nullptr : PyTuple_GetItem(result, 1);
+    PyObject* const arguments = make == nullptr ? nullptr : PyTuple_GetItem(result, 2);
+    if (arguments == nullptr) return nullptr;
+    const long number = PyLong_AsLong(place);
     if (PyErr_Occurred()) return nullptr;
-    if (number < 0 || number >= kNumSlots) {
-      PyErr_Format(PyExc_ValueError, "slot %ld: expected 0 to %d", number, kNumSlots - 1);
+    if (number < kStaticScale || number >= kNumTensors) {
+      PyErr_Format(PyExc_ValueError, "place %ld: expected %d to %d", number, kStaticScale,
+                   kNumTensors - 1);
       return nullptr;
     }
-    prepared->results.emplace_back(static_cast<Slot>(number),
-                                   geometry == Py_None ? Ref() : Ref::borrowed(geometry));
+    prepared->results.push_back({.place = static_cast<Tensor>(number),
+                                 .make = make == Py_None ? Ref() : Ref::borrowed(make),
+                                 .arguments = Ref::borrowed(arguments)});
   }
   auto owned = std::make_unique<std::shared_ptr<Prepared>>(std::move(prepared));
   PyObject* const capsule = PyCapsule_New(owned.get(), kPrepared, [](PyObject* self) {

@@ -1,6 +1,5 @@
 #include "python/prepared.h"
 
-#include <algorithm>
 #include <cstring>
 
 namespace allnorm {
@@ -19,29 +18,10 @@ bool same(PyObject* a, PyObject* b) {
 
 namespace {
 
-bool same_norm(PyObject* a, PyObject* b) {
-  if (a == b) return true;
-  if (!PyTuple_CheckExact(a) || !PyTuple_CheckExact(b)) return false;
-  const Py_ssize_t size = PyTuple_Size(a);
-  if (size != PyTuple_Size(b)) return false;
-  for (Py_ssize_t i = 0; i < size; ++i) {
-    if (!same(PyTuple_GetItem(a, i), PyTuple_GetItem(b, i))) return false;
-  }
-  return true;
-}
-
 // The input that a result may overwrite.
-Tensor input_of(int result) { return result == kGivenOut ? kX : kResidual; }
+Tensor input_of(int result) { return result == kOut ? kX : kResidual; }
 
-// Whether the memory of two tensors has a byte in common.
-bool overlap(const Prepared& prepared, const std::uintptr_t* addresses, int a, int b) {
-  return addresses[a] < addresses[b] + prepared.bytes[b] &&
-         addresses[b] < addresses[a] + prepared.bytes[a];
-}
-
-std::uintptr_t element_bytes(std::int32_t dtype) { return dtype == ALLNORM_FLOAT32 ? 4 : 2; }
-
-// Below it an address may be an offset into memory that was freed: allnorm/tensors.py.
+// Addresses below may be offsets into memory that was freed: allnorm/core/tensors.py.
 constexpr std::uintptr_t kLowAddress = std::uintptr_t{1} << 32;
 
 // Whether a tensor's storage has an address; an error is set if there is no answer.
@@ -52,26 +32,47 @@ bool has_memory(PyObject* tensor) {
   return storage && address_of(storage.get()) != 0;
 }
 
+// Whether a result that was given shares memory with another tensor of the call, other than the
+// input that it may overwrite.
+bool overlaps(const Prepared& prepared, const std::uintptr_t* addresses, int result) {
+  const Operand* const operands = prepared.operands;
+  for (int other = 0; other < kNumTensors; ++other) {
+    const bool itself =
+        other == result || (operands[result].given == Given::kInput && other == input_of(result));
+    if (itself || operands[other].given == Given::kNothing) continue;
+    if (addresses[result] < addresses[other] + operands[other].span_bytes &&
+        addresses[other] < addresses[result] + operands[result].span_bytes) {
+      return true;
+    }
+  }
+  return false;
+}
+
 }  // namespace
 
-bool recognises(const Prepared& call, const Arguments& arguments) {
+bool recognises(const Prepared& prepared, PyObject* const* arguments) {
   PyObject* checked[kNumTensors + 1] = {};
   int count = 0;
   for (int i = 0; i < kNumTensors; ++i) {
-    PyObject* const tensor = arguments.tensors[i];
-    if ((call.given[i] == Given::kNothing) != (tensor == Py_None)) return false;
-    if (call.given[i] == Given::kTensor) checked[count++] = tensor;
-    if (call.given[i] == Given::kInput && tensor != arguments.tensors[input_of(i)]) return false;
+    PyObject* const tensor = arguments[i];
+    const Given given = prepared.operands[i].given;
+    if ((given == Given::kNothing) != (tensor == Py_None)) return false;
+    if (given == Given::kTensor) checked[count++] = tensor;
+    if (given == Given::kInput && tensor != arguments[input_of(i)]) return false;
   }
-  if (call.grad_enabled.get() != Py_None) {
-    const Ref enabled(PyObject_CallNoArgs(call.grad_enabled.get()));
+  if (prepared.grad_enabled.get() != Py_None) {
+    const Ref enabled(PyObject_CallNoArgs(prepared.grad_enabled.get()));
     if (!enabled) PyErr_Clear();
     if (enabled.get() != Py_False) return false;
   }
-  if (!same_norm(call.norm.get(), arguments.norm)) return false;
-  if (!same(call.algorithm.get(), arguments.algorithm)) return false;
-  const Ref answer(PyObject_CallFunctionObjArgs(call.check.get(), checked[0], checked[1],
-                                                checked[2], checked[3], checked[4], nullptr));
+  for (int i = 0; i < kNumConstants; ++i) {
+    PyObject* const expected = prepared.constants[i].get();
+    PyObject* const constant = arguments[kNumTensors + i];
+    if (expected != constant && !same(expected, constant)) return false;
+  }
+  const Ref answer(PyObject_CallFunctionObjArgs(prepared.check.get(), checked[0], checked[1],
+                                                checked[2], checked[3], checked[4], checked[5],
+                                                checked[6], checked[7], nullptr));
   if (!answer) PyErr_Clear();
   return answer.get() == Py_True;
 }
@@ -83,39 +84,45 @@ std::uintptr_t address_of(PyObject* tensor) {
   return address ? reinterpret_cast<std::uintptr_t>(PyLong_AsVoidPtr(address.get())) : 0;
 }
 
-bool bind_given(const Prepared& prepared, const Arguments& arguments, std::uintptr_t align,
-                AllnormCall& call) {
+bool bind_given(const Prepared& prepared, PyObject* const* arguments, AllnormCall& call) {
   std::uintptr_t addresses[kNumTensors] = {};
   for (int i = 0; i < kNumTensors; ++i) {
-    if (prepared.given[i] == Given::kNothing) continue;
-    if (prepared.given[i] == Given::kInput) {
+    const Operand& operand = prepared.operands[i];
+    if (operand.given == Given::kNothing) continue;
+    if (operand.given == Given::kInput) {
       addresses[i] = addresses[input_of(i)];
       continue;
     }
-    addresses[i] = address_of(arguments.tensors[i]);
-    const std::uintptr_t element =
-        element_bytes(i == kWeight ? prepared.call.weight_dtype : prepared.call.dtype);
-    const bool there = addresses[i] >= kLowAddress || has_memory(arguments.tensors[i]);
-    if (!there || addresses[i] % std::max(align, element) != 0) {
+    addresses[i] = address_of(arguments[i]);
+    const bool there = addresses[i] >= kLowAddress || has_memory(arguments[i]);
+    if (!there || addresses[i] % operand.align_bytes != 0) {
       PyErr_Clear();
       return false;
     }
   }
-  for (int result : {kGivenOut, kGivenResidualOut}) {
-    if (prepared.given[result] == Given::kNothing) continue;
-    for (int other = 0; other < kNumTensors; ++other) {
-      const bool itself =
-          other == result || (prepared.given[result] == Given::kInput && other == input_of(result));
-      if (itself || prepared.given[other] == Given::kNothing) continue;
-      if (overlap(prepared, addresses, result, other)) return false;
-    }
+  for (int result = kOut; result < kNumTensors; ++result) {
+    if (prepared.operands[result].given == Given::kNothing) continue;
+    if (overlaps(prepared, addresses, result)) return false;
+    *address_in(call, static_cast<Tensor>(result)) = reinterpret_cast<void*>(addresses[result]);
   }
   call.x = reinterpret_cast<const void*>(addresses[kX]);
   call.residual = reinterpret_cast<const void*>(addresses[kResidual]);
   call.weight = reinterpret_cast<const void*>(addresses[kWeight]);
-  call.out = reinterpret_cast<void*>(addresses[kGivenOut]);
-  call.residual_out = reinterpret_cast<void*>(addresses[kGivenResidualOut]);
+  if (addresses[kStaticScale] != 0) call.scale = reinterpret_cast<void*>(addresses[kStaticScale]);
   return true;
+}
+
+void** address_in(AllnormCall& call, Tensor result) {
+  switch (result) {
+    case kResidualOut:
+      return &call.residual_out;
+    case kQuantizedOut:
+      return &call.quantized;
+    case kScaleOut:
+      return &call.scale;
+    default:
+      return &call.out;
+  }
 }
 
 }  // namespace allnorm

@@ -1,4 +1,4 @@
-// A prepared call: what it is recognised by, and where the addresses of one that is like it go.
+// A prepared call: what it is recognised by, and where the addresses of a call like it go.
 #ifndef ALLNORM_PYTHON_PREPARED_H_
 #define ALLNORM_PYTHON_PREPARED_H_
 
@@ -10,52 +10,67 @@
 
 namespace allnorm {
 
-// Where a result's address goes.
-enum Slot : int { kOut, kResidualOut, kQuantized, kScale, kNumSlots };
+// The tensors of a call. They come first among its arguments, in the order of the fields of
+// allnorm/core/call.py's Call; its constants follow. The last four are memory for results.
+enum Tensor : int {
+  kX,
+  kResidual,
+  kWeight,
+  kStaticScale,
+  kOut,
+  kResidualOut,
+  kQuantizedOut,
+  kScaleOut,
+  kNumTensors
+};
+constexpr int kNumConstants = 9;
+constexpr int kNumArguments = kNumTensors + kNumConstants;
 
-// Tensors that a call is given; the last two are results, in memory of the caller's.
-enum Tensor : int { kX, kResidual, kWeight, kGivenOut, kGivenResidualOut, kNumTensors };
-
-// What a call is given for each of them: nothing, a tensor, or the same object as the input that it
-// may overwrite.
+// What a call is given as one of its tensors: nothing, a tensor, or the same object as the input
+// that this result may overwrite.
 enum class Given : std::uint8_t { kNothing, kTensor, kInput };
+
+// A tensor among the arguments of a call.
+struct Operand {
+  Given given;
+  std::uint8_t align_bytes;  // of its address
+  std::uint64_t span_bytes;  // from its first element to behind its last
+};
+
+// One of the values that a call returns.
+struct Result {
+  Tensor place;   // of its memory
+  Ref make;       // callable that makes it; NULL if it is given, or None
+  Ref arguments;  // tuple, of that callable
+};
 
 // One call, prepared: all of it but addresses and stream, and what it is recognised by.
 struct Prepared {
   AllnormCall call;
-  Ref check;  // callable of all tensors given, each once: are they like those it is for?
-  // callable(): bool, whether gradients are enabled; None if no tensor requires one. What does is
-  // taken while they are disabled only.
+  Ref check;  // callable of all tensors given, each once: are they like those it was prepared for?
+  // callable(): bool, whether gradients are enabled; None if no tensor requires one. Tensors that
+  // do are taken only while gradients are disabled.
   Ref grad_enabled;
-  Ref norm;       // tuple of what the norm needs beside tensors, or None
-  Ref algorithm;  // str, as it was asked for
-  // For each result, in the order in which they are returned: its Slot, and the arguments of
-  // FastCall::empty, or NULL for a result that is given or None.
-  std::vector<std::pair<Slot, Ref>> results;
-  Given given[kNumTensors];
-  std::uintptr_t bytes[kNumTensors];  // from the first element of each to behind the last
+  std::vector<Ref> constants;
+  Operand operands[kNumTensors];
+  std::vector<Result> results;  // in the order in which they are returned
 };
 
-// What make_call was given.
-struct Arguments {
-  PyObject* tensors[kNumTensors];
-  PyObject* norm;
-  PyObject* algorithm;
-};
-
-// Whether `call` is prepared for these; an error is no answer, Python will meet it again.
-bool recognises(const Prepared& call, const Arguments& arguments);
+// Whether `prepared` serves a call with these arguments. Errors count as no: Python repeats them.
+bool recognises(const Prepared& prepared, PyObject* const* arguments);
 
 // The address of a tensor's elements; 0 with an error set if it has none.
 std::uintptr_t address_of(PyObject* tensor);
 
-// Puts the addresses of what was given into `call`; false if Python must copy something, or see why
-// there is no address, or say what must not be overwritten.
-bool bind_given(const Prepared& prepared, const Arguments& arguments, std::uintptr_t align,
-                AllnormCall& call);
+// Puts the addresses of the tensors given into `call`. False if Python has to copy a tensor, or to
+// say that one has no memory or shares it with a result.
+bool bind_given(const Prepared& prepared, PyObject* const* arguments, AllnormCall& call);
 
-// Whether two constants are equal, and of the same kind: 1.0, True and a tensor of them are equal,
-// and so are 0.0 and -0.0, but they are other calls.
+// The field of `call` that holds the address of a result.
+void** address_in(AllnormCall& call, Tensor result);
+
+// Whether two constants have the same type and value; of floats, the same bits: 1.0, 1 and True
+// are equal, and so are 0.0 and -0.0, but they stand for different calls.
 bool same(PyObject* a, PyObject* b);
 
 }  // namespace allnorm

@@ -239,7 +239,7 @@ class Library:
 
 
 def _library_path(backend: str) -> pathlib.Path:
-    return pathlib.Path(__file__).parent / "lib" / f"liballnorm_{backend}.so"
+    return pathlib.Path(__file__).parent.parent / "lib" / f"liballnorm_{backend}.so"
 
 
 def available_backends() -> list[str]:

@@ -11,9 +11,10 @@ import math
 
 import torch
 
-from allnorm import _native
-from allnorm.arguments import NormArguments
-from allnorm.launch import Launch
+from allnorm.core import _native
+from allnorm.core.call import without_tensors
+from allnorm.core.launch import Launch
+from allnorm.policy import Plan
 
 _COLUMNS = 4  # 16 bytes, which every algorithm takes
 # Its CallShape: all_reduce_add_rms_norm by one_shot, numerics "vllm", no residual, float32. A call
@@ -33,16 +34,17 @@ class Refusal:
         def row() -> torch.Tensor:
             return torch.zeros(NUM_TOKENS, _COLUMNS, dtype=torch.float32, device=device)
 
-        norm = NormArguments(0.0, math.nan, "vllm")
-        self._tensors = (row(), None, row()[0], row(), row())
-        x, residual, weight, _, _ = self._tensors
-        self._launch = Launch(x, residual, weight, norm, "one_shot")
+        self._call = without_tensors(
+            row(), "all_reduce_add_rms_norm", weight_bias=math.nan, numerics="vllm"
+        )._replace(weight=row()[0])
+        self._memory = {"out": row(), "residual_out": row()}
+        self._launch = Launch(self._call, Plan("one_shot", "a refusal", 1))
 
     def run(self, library: _native.Library, handle: int) -> None:
         """Makes the call; what it ends with is for the peers to tell. Collective."""
-        temporaries = self._launch.bind(*self._tensors)
+        inputs = self._launch.bind(self._call, self._memory)
         library.run(handle, self._launch.address)
-        del temporaries
+        del inputs
 
 
 def is_refusal(shape: int, num_tokens: int) -> bool:

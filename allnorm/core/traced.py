@@ -8,25 +8,31 @@ refusal, since results are copied after the call.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from allnorm import arguments
-from allnorm.arguments import Like
+from allnorm.core import arguments
+from allnorm.core.arguments import Like
 from allnorm.quant import DTYPE as FP8
 from allnorm.quant import Quant, QuantizedNorm, from_op_results, op_arguments
 
 _Tensor = torch.Tensor
-_Ranks = tuple[str, int, int]
-"""Name of the communicator, its world size, this rank."""
+
+
+class _Ranks(Protocol):
+    """A communicator, as far as a traced call knows it."""
+
+    name: str
+    rank: int
+    world_size: int
 
 
 def all_reduce(ranks: _Ranks, x: _Tensor, algorithm: str, out: _Tensor | None) -> _Tensor:
     """As `Communicator.all_reduce`."""
     arguments.check_algorithm(algorithm)
     _check("out", out, Like.rows(x, None))
-    return _into(out, torch.ops.allnorm.all_reduce(x, ranks[0], algorithm))
+    return _into(out, torch.ops.allnorm.all_reduce(x, ranks.name, algorithm))
 
 
 def all_reduce_add_rms_norm(
@@ -39,13 +45,13 @@ def all_reduce_add_rms_norm(
     out: _Tensor | None,
     residual_out: _Tensor | None,
 ) -> tuple[_Tensor, _Tensor]:
-    """As `Communicator._call` with a norm: eps, weight_bias, numerics, residual_sharded."""
+    """As the method; `norm`: eps, weight_bias, numerics, residual_sharded."""
     arguments.check_algorithm(algorithm)
     rows = _rows(ranks, x) if norm[3] else None
     _check("out", out, Like.rows(x, None))
     _check("residual_out", residual_out, _like_residual(x, rows))
     normed, summed = torch.ops.allnorm.all_reduce_add_rms_norm(
-        *(x, residual, weight, *norm[:3], ranks[0], norm[3]),
+        *(x, residual, weight, *norm[:3], ranks.name, norm[3]),
         *(rows if residual is None else None, algorithm),
     )
     return _into(out, normed), _into(residual_out, summed)
@@ -62,9 +68,9 @@ def all_reduce_add_rms_norm_quant(
     algorithm: str,
     memory: tuple[_Tensor | None, ...],
 ) -> QuantizedNorm:
-    """As `Communicator._call_quantized`; `memory`: one for each result, or ()."""
+    """As the method; `memory`: for each result, in the order in which they are returned."""
     eps, weight_bias, numerics, sharded = norm
-    out, scale_out, residual_out, normed_out = memory or (None,) * 4
+    quantized_out, scale_out, residual_out, normed_out = memory
     arguments.check_algorithm(algorithm)
     if scale_out is not None:
         raise ValueError(
@@ -72,17 +78,19 @@ def all_reduce_add_rms_norm_quant(
             "columns is no part of what a tracer sees. Take the scale that is returned."
         )
     rows = _rows(ranks, x) if sharded else None
-    _check("out", out, Like(x.shape, FP8, x.device))
+    _check("quantized_out", quantized_out, Like(x.shape, FP8, x.device))
     _check("residual_out", residual_out, _like_residual(x, rows))
     _check("normed_out", normed_out, Like.rows(x, None))
     results = torch.ops.allnorm.all_reduce_add_rms_norm_quant(
-        *(x, residual, weight, eps, *op_arguments(quant), return_normed, sharded, weight_bias),
-        *(numerics, ranks[0], rows if residual is None else None, algorithm),
+        *(x, residual, weight, eps, *op_arguments(quant), return_normed, weight_bias, numerics),
+        *(ranks.name, sharded, rows if residual is None else None, algorithm),
     )
     quantized, scale, summed, normed = from_op_results(results, quant, return_normed)
     if normed is not None:
         normed = _into(normed_out, normed)
-    return QuantizedNorm(_into(out, quantized), scale, _into(residual_out, summed), normed)
+    return QuantizedNorm(
+        _into(quantized_out, quantized), scale, _into(residual_out, summed), normed
+    )
 
 
 def all_gather_rows(
@@ -92,13 +100,12 @@ def all_gather_rows(
     arguments.check_algorithm(algorithm)
     source = "num_tokens rows as wide as residual_shard"
     _check("out", out, Like((num_tokens, shard.shape[-1]), shard.dtype, shard.device, source))
-    return _into(out, torch.ops.allnorm.all_gather_rows(shard, num_tokens, ranks[0], algorithm))
+    return _into(out, torch.ops.allnorm.all_gather_rows(shard, num_tokens, ranks.name, algorithm))
 
 
 def _rows(ranks: _Ranks, x: _Tensor) -> int:
     """How many rows of a sharded residual this rank has; symbolic if those of `x` are."""
-    _, world_size, rank = ranks
-    lo, hi = arguments.row_shard(math.prod(x.shape[:-1]), world_size, rank)
+    lo, hi = arguments.row_shard(math.prod(x.shape[:-1]), ranks.world_size, ranks.rank)
     return hi - lo
 
 

@@ -1,8 +1,8 @@
 """Checks of the arguments of a call, and the tensors' shapes as the kernels see them.
 
-A check looks only at what all ranks pass alike, so that either every rank refuses or none does. One
-that looks at what a rank alone may see, such as where its memory lies, says so: its caller lets the
-peers know (`Calls._tell`).
+`check_alike` looks only at what all ranks pass alike, so that either every rank refuses or none
+does. `check_own` and the checks of preallocated memory look at what a rank alone may see, such as
+where its memory lies: a rank that refuses there tells its peers (core/endpoint.py).
 """
 
 from __future__ import annotations
@@ -10,17 +10,15 @@ from __future__ import annotations
 import math
 import numbers
 import struct
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from allnorm import _native, tensors
+from allnorm.core import _native, tensors
+from allnorm.core.call import Call
 from allnorm.errors import UnsupportedError
 from allnorm.names import NUMERICS, REQUESTS
 from allnorm.quant import (
-    Fp8PerTensor,
-    Quant,
     ScaleGeometry,
     check_choice,
     check_hidden_size,
@@ -30,30 +28,43 @@ from allnorm.quant import (
 DTYPES = {getattr(torch, name): code for name, code in _native.DTYPE.items()}
 
 
-@dataclass(frozen=True)
-class NormArguments:
-    """What a norm needs beside its tensors.
+def check_alike(call: Call, device: torch.device) -> None:
+    """Raises for what all ranks pass alike: constants, dtypes, shapes of whole tensors, devices.
 
-    Attributes:
-        eps: added to the mean square.
-        weight_bias: added to the weight.
-        numerics: rounding mode.
-        residual_sharded: whether each rank holds its own rows of the residual only.
-        quant: how the normed rows are quantised; None: not at all.
-        return_normed: whether they are wanted beside the quantised ones.
+    Args:
+        call: of any kind.
+        device: where its tensors must be.
     """
+    if call.op == "all_gather_rows":
+        check_count("num_tokens", call.num_tokens)
+        check_input("residual_shard", call.x, device)
+        return
+    check_input("x", call.x, device)
+    if call.has_norm:
+        check_norm_constants(call)
+        check_weight(call.weight, call.x)
+    if call.op.endswith("_quant"):
+        check_quantization(call)
 
-    eps: float
-    weight_bias: float
-    numerics: str
-    residual_sharded: bool = False
-    quant: Quant | None = None
-    return_normed: bool = False
 
-    @property
-    def scale(self) -> torch.Tensor | None:
-        """The scale that is given, if one is."""
-        return self.quant.scale if isinstance(self.quant, Fp8PerTensor) else None
+def check_own(call: Call, shard: tuple[int, int] | None) -> None:
+    """Raises for what this rank alone may see of its inputs: strides, and how many rows it has.
+
+    Args:
+        call: one that `check_alike` takes.
+        shard: this rank's rows, from and up to, where rows belong to ranks.
+    """
+    if call.op == "all_gather_rows":
+        assert shard is not None
+        (lo, hi), x = shard, call.x
+        source = f"this rank's rows, {lo} up to {hi} of num_tokens, as row_shard() gives them"
+        check_like("residual_shard", x, Like((hi - lo, x.shape[-1]), x.dtype, x.device, source))
+        return
+    check_last_dim("x", call.x)
+    if call.weight is not None:
+        check_last_dim("weight", call.weight)
+    if call.residual is not None:
+        check_like("residual", call.residual, Like.rows(call.x, shard))
 
 
 def row_shard(num_tokens: int, world_size: int, rank: int) -> tuple[int, int]:
@@ -87,19 +98,22 @@ def check_count(name: str, value: object) -> None:
         raise ValueError(f"{name}={value}: expected >= 0.")
 
 
-def check_norm_arguments(arguments: NormArguments) -> None:
-    """Raises TypeError or ValueError for unusable ones, other than `quant`."""
-    check_numerics(arguments.numerics)
-    for name in ("residual_sharded", "return_normed"):
-        if not isinstance(getattr(arguments, name), bool):
-            raise TypeError(f"{name}={getattr(arguments, name)!r}: expected True or False.")
-    for name, value in (("eps", arguments.eps), ("weight_bias", arguments.weight_bias)):
+def check_norm_constants(call: Call) -> None:
+    """Raises TypeError or ValueError for unusable constants of a norm, other than `quant`."""
+    check_numerics(call.numerics)
+    for name, flag in (
+        ("residual_sharded", call.residual_sharded),
+        ("return_normed", call.return_normed),
+    ):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name}={flag!r}: expected True or False.")
+    for name, value in (("eps", call.eps), ("weight_bias", call.weight_bias)):
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise TypeError(f"{name}={value!r}: expected a number.")
         if not _is_float32(value):
             raise ValueError(f"{name}={value!r}: expected a finite number, as float32 too.")
-    if arguments.eps < 0:
-        raise ValueError(f"eps={arguments.eps!r}: expected a number >= 0.")
+    if call.eps < 0:
+        raise ValueError(f"eps={call.eps!r}: expected a number >= 0.")
 
 
 def _is_float32(value: numbers.Real) -> bool:
@@ -191,26 +205,25 @@ def check_like(name: str, tensor: Any, like: Like) -> None:
     check_last_dim(name, tensor)
 
 
-def check_quantization(quant: Any, x: torch.Tensor) -> None:
-    """Raises unless rows like those of `x` can be quantised so."""
-    check_quant(quant)
-    check_hidden_size(quant, x.shape[-1])
-    if isinstance(quant, Fp8PerTensor):
-        tensors.check_kind("quant.scale", quant.scale)
-        check_device("quant.scale", quant.scale, x.device)
+def check_quantization(call: Call) -> None:
+    """Raises unless rows like those of `call.x` can be quantised as it says."""
+    if call.static_scale is None:
+        check_quant(call.quant)
+        check_hidden_size(call.quant, call.x.shape[-1])
+        return
+    tensors.check_kind("quant.scale", call.static_scale)
+    check_device("quant.scale", call.static_scale, call.x.device)
 
 
-def check_scale_result(scale: Any, geometry: ScaleGeometry | None, x: torch.Tensor) -> None:
+def check_scale_result(scale: Any, geometry: ScaleGeometry, device: torch.device) -> None:
     """Raises unless `scale` is memory of that geometry, with room for the padding.
 
     This rank alone may see that there is none.
     """
-    if geometry is None:
-        raise ValueError("scale_out with an Fp8PerTensor: its scale is given, none is written.")
     tensors.check_kind("scale_out", scale)
     if scale.dtype != geometry.dtype:
         raise TypeError(f"scale_out has dtype {scale.dtype}: expected {geometry.dtype}.")
-    check_device("scale_out", scale, x.device)
+    check_device("scale_out", scale, device)
     wrong = scale.shape != geometry.shape or any(
         size > 1 and mine != expected
         for size, mine, expected in zip(

@@ -6,8 +6,8 @@ import ctypes
 import struct
 from typing import NamedTuple
 
-from allnorm import _native
-from allnorm.launch import Launch
+from allnorm.core import _native
+from allnorm.core.launch import Launch
 
 _OPS = {
     _native.ALL_REDUCE: "all_reduce",
@@ -39,7 +39,8 @@ class Announcement(NamedTuple):
     @classmethod
     def of(cls, launch: Launch) -> Announcement:
         """Of a bound call."""
-        call, norm = launch.call, launch.is_norm
+        call = launch.native
+        norm = call.op == _native.ADD_RMS_NORM
         return cls(
             op=call.op,
             num_tokens=launch.num_tokens,

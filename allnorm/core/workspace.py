@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 import torch
 
-from allnorm import _native
-from allnorm.rendezvous import Rendezvous
+from allnorm.core import _native
+from allnorm.core.rendezvous import Rendezvous
 
 DEFAULT_BYTES_CUDA = 256 << 20
 DEFAULT_BYTES_CPU = 4 << 20

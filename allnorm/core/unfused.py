@@ -19,12 +19,13 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from allnorm import _native, policy
-from allnorm.announcement import Announcement
-from allnorm.arguments import row_shard, rows_of
-from allnorm.channel import Channel, Owner
+from allnorm import policy
+from allnorm.core import _native
+from allnorm.core.announcement import Announcement
+from allnorm.core.arguments import row_shard, rows_of
+from allnorm.core.channel import Channel, Owner
+from allnorm.core.launch import Launch, Memory
 from allnorm.errors import PeerDivergedError, PeerTimeoutError
-from allnorm.launch import Launch
 from allnorm.quant import ScaleGeometry
 
 # Renamed in torch 2.13; the package accepts 2.11.
@@ -64,9 +65,7 @@ def run(
     channel: Channel | None,
     owner: Owner,
     x: torch.Tensor,
-    out: torch.Tensor | None,
-    quantized: torch.Tensor | None = None,
-    scale: torch.Tensor | None = None,
+    memory: Memory,
 ) -> int:
     """Runs a bound call; returns the status. Collective.
 
@@ -78,25 +77,24 @@ def run(
             was computed, and ranks are in step again.
         PeerTimeoutError: a rank did not come. Nothing was computed.
     """
-    peers = _Peers(group, owner._look_at_peers)
+    peers = _Peers(group, owner.look_at_peers)
     captured = x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     if channel is not None and not captured:
         _agree(Announcement.of(launch), channel, owner, peers.rank)
-    if launch.call.op == _native.ALL_GATHER_ROWS:
-        assert out is not None
-        _all_gather_rows(x, out, peers)
+    if launch.native.op == _native.ALL_GATHER_ROWS:
+        _all_gather_rows(x, memory["out"], peers)
         return _native.OK
     if peers.world_size == 1:
-        return launch.local(library)
+        return int(library.local(launch.address))
     status = _sum_rows(launch, library, peers, rows_of(x))
     if status != _native.OK or launch.shard is None:
         return status
-    for finished in (out, quantized):
-        if finished is not None:
-            _complete(rows_of(finished), peers)
-    if scale is not None and launch.scale is not None:
-        _complete(scale, peers)
-        _zero_padding(scale, launch.scale)
+    for field in ("out", "quantized_out"):
+        if field in memory:
+            _complete(rows_of(memory[field]), peers)
+    if launch.scale is not None:
+        _complete(memory["scale_out"], peers)
+        _zero_padding(memory["scale_out"], launch.scale)
     return _native.OK
 
 
@@ -141,7 +139,7 @@ def _all_gather_rows(shard: torch.Tensor, out: torch.Tensor, peers: _Peers) -> N
 
 def _sum_rows(launch: Launch, library: _native.Library, peers: _Peers, rows: torch.Tensor) -> int:
     """Gathers the partial sums of all rows, and finishes those of this rank, chunk by chunk."""
-    call, world_size, num_tokens = launch.call, peers.world_size, launch.num_tokens
+    call, world_size, num_tokens = launch.native, peers.world_size, launch.num_tokens
     lo, hi = (0, num_tokens) if launch.shard is None else launch.shard
     saved = {name: getattr(call, name) for name in _ROW_FIELDS}
     hidden_size, width = rows.shape[-1], rows.element_size()
@@ -160,7 +158,7 @@ def _sum_rows(launch: Launch, library: _native.Library, peers: _Peers, rows: tor
             whole = launch.shard is None and last == num_tokens
             call.scale_padding_rows = saved["scale_padding_rows"] if whole else 0
             _move_results(launch, saved, first, first - lo, width)
-            status = launch.local(library)
+            status = int(library.local(launch.address))
             if status != _native.OK:
                 return status
     finally:
@@ -173,7 +171,7 @@ def _move_results(
     launch: Launch, saved: dict[str, int], row: int, residual_row: int, width: int
 ) -> None:
     """Lets the call write from `row` on, and the residual from `residual_row` on."""
-    call = launch.call
+    call = launch.native
     moves = [
         ("residual", residual_row, call.residual_stride, width),
         ("residual_out", residual_row, call.residual_out_stride, width),

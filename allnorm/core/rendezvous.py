@@ -20,8 +20,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from allnorm.core.watch import Process, Watch, this_process
 from allnorm.errors import AllnormError, PeerDiedError, PeerTimeoutError
-from allnorm.watch import Process, Watch, this_process
 
 Look = Callable[[set[int], list[int]], None]
 """Called again and again in a wait, with the ranks that are missing and those of them whose process

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from allnorm import _native
-from allnorm.announcement import Announcement
+from allnorm.core import _native
+from allnorm.core.announcement import Announcement
+from allnorm.core.refusal import is_refusal
+from allnorm.core.rendezvous import store_of
+from allnorm.core.watch import Watch
 from allnorm.errors import PeerDiedError, PeerDivergedError, PeerLeftError, PeerTimeoutError
-from allnorm.refusal import is_refusal
-from allnorm.rendezvous import store_of
-from allnorm.watch import Watch
 
 Account = dict[str, str]
 """What a rank says of its call beside what the fault says, by name; REFUSED: why it made none."""

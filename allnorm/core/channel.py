@@ -16,12 +16,12 @@ import time
 from collections.abc import Sequence
 from typing import NoReturn, Protocol
 
-from allnorm import _native, workspace
+from allnorm.core import _native, workspace
+from allnorm.core.faults import fault_error
+from allnorm.core.launch import raise_status
+from allnorm.core.rendezvous import Mailbox, Rendezvous
+from allnorm.core.watch import Watch
 from allnorm.errors import PeerDiedError, PeerTimeoutError
-from allnorm.faults import fault_error
-from allnorm.launch import raise_status
-from allnorm.rendezvous import Mailbox, Rendezvous
-from allnorm.watch import Watch
 
 # Whole numbers of 64 bits that an announcement has.
 WORDS = 14
@@ -31,11 +31,13 @@ class Owner(Protocol):
     """The communicator, as far as its channel needs it."""
 
     timeout: datetime.timedelta
-    _watch: Watch | None
+    watch: Watch | None
 
-    def _fail(self, status: int, launch: None) -> NoReturn: ...
+    def fail(self, status: int, launch: None) -> NoReturn:
+        """Raises what a wait ended with."""
 
-    def _look_at_peers(self, seconds: float) -> None: ...
+    def look_at_peers(self, seconds: float) -> None:
+        """Raises if a wait of so many seconds is to end."""
 
 
 class Channel(abc.ABC):
@@ -135,7 +137,7 @@ class _LibraryChannel(Channel):
         if status:
             if status not in (_native.INTERRUPTED, _native.CLOSED):
                 self.check(owner)
-            owner._fail(status, None)
+            owner.fail(status, None)
         return [self._all[q * WORDS : (q + 1) * WORDS] for q in range(self._world_size)]
 
 
@@ -150,7 +152,7 @@ class _SeparateChannel(_LibraryChannel):
         fault = _native.Fault()
         status = self._library.comm_check(self._handle, ctypes.addressof(fault))
         if status not in (_native.OK, _native.CLOSED):
-            raise fault_error(fault, owner.timeout, {}, {}, owner._watch)
+            raise fault_error(fault, owner.timeout, {}, {}, owner.watch)
 
     def peer_ended(self, rank: int) -> None:
         self._library.comm_peers_died(self._handle, 1 << rank, 0)
@@ -179,7 +181,7 @@ class _Messages(Channel):
 
         def look(missing: set[int], dead: list[int]) -> None:
             if self._closed:
-                owner._fail(_native.CLOSED, None)
+                owner.fail(_native.CLOSED, None)
             for rank in dead:
                 raise self._error(rank, owner, PeerDiedError, "whose process has ended")
             if time.monotonic() > deadline:

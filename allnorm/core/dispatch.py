@@ -1,0 +1,241 @@
+"""The way of a call: recognise it, check it, choose an algorithm, bind its tensors, launch.
+
+What a call may look like and how it runs depends on the geometry of its tensors, not on where they
+are. So it is decided once, and kept as a Launch by that geometry; and a call that was made twice is
+made again by csrc/python, which holds the few that came last and does without this file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import weakref
+from collections.abc import Callable
+from math import copysign
+from typing import Any, NoReturn, Protocol
+
+import torch
+
+from allnorm import policy
+from allnorm.core import _native, arguments, fast_call
+from allnorm.core.arguments import row_shard
+from allnorm.core.call import Call
+from allnorm.core.fast_call import FastCall
+from allnorm.core.launch import Launch, Memory, describe
+from allnorm.core.shortcuts import new_tensors
+from allnorm.core.tensors import is_plain
+from allnorm.errors import CommunicatorClosedError, UnsupportedError
+from allnorm.policy import Plan
+
+# Launches kept by a dispatcher; a server sees a few thousand geometries at most.
+_MAX_LAUNCHES = 4096
+
+
+class Target(Protocol):
+    """Who makes the calls of a dispatcher: the endpoint of a communicator, or one rank alone."""
+
+    device: torch.device
+
+    def check_open(self) -> None:
+        """Raises unless calls can be made."""
+
+    def choose(self, call: Call) -> Plan:
+        """How a checked call runs; raises if it cannot, on every rank alike."""
+
+    def shard(self, call: Call) -> tuple[int, int] | None:
+        """This rank's rows, where rows belong to ranks."""
+
+    def run(self, launch: Launch, call: Call, memory: Memory) -> None:
+        """Makes the call."""
+
+    def can_repeat(self, launch: Launch) -> bool:
+        """Whether the library makes such a call by itself."""
+
+    def refuse(self, error: Exception, algorithm: str) -> None:
+        """This rank alone may refuse a call, which its peers may be making by `algorithm`."""
+
+    def fail(self, status: int, launch: Launch | None) -> NoReturn:
+        """Raises what a call has ended with."""
+
+
+class Dispatcher:
+    """Makes the calls of one target, and keeps what was decided about them.
+
+    Args:
+        target: who makes them.
+        connect: makes the FastCall in front of it, from the functions for calls that it does not
+            recognise and for launches that failed.
+
+    Attributes:
+        call: makes a call and returns its results, one tensor or a tuple of them; takes the fields
+            of a Call, by position.
+        fast: what `call` recognises; its owner closes it.
+    """
+
+    def __init__(self, target: Target, connect: Callable[..., FastCall]) -> None:
+        self._target = target
+        self._launches: dict[Any, Launch] = {}
+        self._new = new_tensors(target.device)
+        # What csrc/python holds is not seen by the garbage collector: it must not hold this.
+        myself = weakref.ref(self)
+
+        def missed(*fields: Any) -> Any:
+            return _living(myself)._make(Call(*fields))
+
+        def failed(status: int, *fields: Any) -> NoReturn:
+            _living(myself)._fail(status, Call(*fields))
+
+        self.fast = connect(missed, failed)
+        self.call: Callable[..., Any] = self.fast.call
+
+    def launches(self) -> list[Launch]:
+        """All that is kept."""
+        return list(self._launches.values())
+
+    def forget(self) -> None:
+        """Decides anew about every call."""
+        self._launches.clear()
+        self.fast.forget()
+
+    def _make(self, call: Call) -> Any:
+        """A call that csrc/python does not recognise."""
+        self._target.check_open()
+        key, launch = self._find(call)
+        if launch is None:
+            arguments.check_alike(call, self._target.device)
+            plan = self._target.choose(call)
+        else:
+            plan = launch.plan
+        try:
+            if launch is None:
+                launch = Launch(call, plan, self._target.shard(call))
+                self._keep(key, launch)
+                memory = launch.allocate(call, self._new())
+            else:
+                memory = launch.allocate(call, self._new())
+                if self._target.can_repeat(launch):
+                    fast_call.keep(self.fast, launch, call, memory)
+        except Exception as error:
+            self._target.refuse(error, plan.algorithm)
+            raise
+        self._launch(launch, call, memory)
+        return launch.returned(call, memory)
+
+    def _launch(self, launch: Launch, call: Call, memory: Memory) -> None:
+        self._target.run(launch, call, memory)
+
+    def _find(self, call: Call) -> tuple[Any, Launch | None]:
+        """What the call is kept by, and what was decided about it."""
+        try:
+            key = _key_of(call)
+            launch = self._launches.get(key)
+        except (AttributeError, TypeError, ValueError, RuntimeError, OverflowError):
+            return None, None  # a wrong argument: the checks say which
+        # The geometry does not tell everything, but what it leaves out is never kept.
+        if launch is not None and not all(map(is_plain, call.given)):
+            return None, None
+        return key, launch
+
+    def _keep(self, key: Any, launch: Launch) -> None:
+        if key is None or launch.is_virtual:
+            return
+        if len(self._launches) >= _MAX_LAUNCHES:
+            self._launches.clear()
+        self._launches[key] = launch
+
+    def _fail(self, status: int, call: Call) -> NoReturn:
+        launch = None
+        with contextlib.suppress(Exception):  # it is for the words of the error only
+            launch = self._find(call)[1]
+        self._target.fail(status, launch)
+
+
+def _living(dispatcher: weakref.ref[Dispatcher]) -> Dispatcher:
+    found = dispatcher()
+    if found is None:
+        raise CommunicatorClosedError("the communicator is gone: keep it while it is called.")
+    return found
+
+
+def _key_of(call: Call) -> tuple[Any, ...]:
+    """What equal calls have in common: the geometry of their tensors, and their constants.
+
+    1.0 and True are equal, and so are 0.0 and -0.0, but they are different constants. Types come
+    first: comparisons end there before they ask a tensor.
+
+    Raises:
+        AttributeError, TypeError, ValueError, RuntimeError, OverflowError: a tensor is none, or eps
+            or weight_bias is no number.
+    """
+    constants, tensors = call.constants, call.tensors
+    geometries = tuple(
+        None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors
+    )
+    signs = copysign(1.0, call.eps), copysign(1.0, call.weight_bias)
+    in_place = call.out is call.x, call.residual_out is call.residual
+    return geometries, in_place, tuple(map(type, constants)), signs, constants
+
+
+class Chooser:
+    """Chooses the algorithms of a communicator's calls.
+
+    Args:
+        library: of the backend.
+        traits: what all ranks agree on.
+        workspace_bytes: of every rank's workspace.
+    """
+
+    def __init__(
+        self, library: _native.Library, traits: policy.Traits, workspace_bytes: int
+    ) -> None:
+        self._library = library
+        self.traits = traits
+        self._workspace_bytes = workspace_bytes
+
+    def plan(self, call: Call) -> Plan:
+        """How such a call would run; looks at its geometry and constants only."""
+        rows, native = {}, describe(call)
+        native.out = 1 if call.return_normed else None  # it matters only whether there is any
+        for name, native.algorithm in _native.ALGORITHM.items():
+            rows[name] = self._library.rows_per_chunk(
+                self.traits.world_size, self._workspace_bytes, ctypes.addressof(native)
+            )
+        dtype = call.x.dtype
+        return policy.choose(
+            self.traits,
+            call.rows,
+            native.hidden_size,
+            dtype.itemsize,
+            rows,
+            call.algorithm,
+            call.owns_rows,
+            (str(dtype).removeprefix("torch."), _epilogue(call)),
+        )
+
+    def choose(self, call: Call) -> Plan:
+        """As `plan`; refuses an algorithm that was asked for and cannot run."""
+        arguments.check_algorithm(call.algorithm)
+        plan = self.plan(call)
+        # One rank has nothing to exchange: whatever is asked for, it computes the same.
+        if call.algorithm not in ("auto", plan.algorithm) and self.traits.world_size > 1:
+            raise UnsupportedError(
+                f"algorithm={call.algorithm!r} cannot run here: {plan.reason}. Pass "
+                "algorithm='auto' or 'unfused'; the results are the same bits."
+            )
+        return plan
+
+    def shard(self, call: Call, rank: int) -> tuple[int, int] | None:
+        """A rank's rows, where rows belong to ranks."""
+        return row_shard(call.rows, self.traits.world_size, rank) if call.owns_rows else None
+
+    def use_tables(self, tables: tuple[policy.Table, ...]) -> None:
+        """Lets other tables decide."""
+        self.traits = dataclasses.replace(self.traits, tables=tables)
+
+
+def _epilogue(call: Call) -> str:
+    """What follows the sum, by the names of names.EPILOGUES."""
+    if not call.has_norm:
+        return "all_reduce"
+    return "norm" if call.quant is None else str(call.quant.kind)

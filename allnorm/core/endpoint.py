@@ -1,0 +1,391 @@
+"""One rank's end of an exchange: the native communicator, whose turn it is, and what has failed."""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import os
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from allnorm.core import _native, channel, fast_call, faults, unfused
+from allnorm.core.announcement import Announcement
+from allnorm.core.call import Call
+from allnorm.core.dispatch import Chooser, Dispatcher
+from allnorm.core.launch import Launch, Memory, raise_status
+from allnorm.core.refusal import Refusal, is_refusal
+from allnorm.core.watch import Watch
+from allnorm.core.workspace import Workspace
+from allnorm.errors import AllnormError, CommunicatorClosedError, PeerDiedError, PeerTimeoutError
+from allnorm.policy import Plan
+
+# How long after its connections a process may live on.
+_END_SECONDS = 0.5
+# A wait of so long is for a rank that has ended, and not for what it sent before it did.
+_ARRIVAL_SECONDS = 0.2
+# What the library has a record of.
+_RECORDED = (
+    *(_native.TIMEOUT, _native.DIVERGED, _native.PEER_DIED, _native.PEER_LEFT),
+    _native.INTERRUPTED,
+)
+
+
+class Endpoint:
+    """One rank's end of a communicator.
+
+    Args:
+        name: of the communicator, the same on every rank.
+        group: its ranks.
+        device: of the tensors.
+        timeout: of every wait.
+        library: of the backend.
+        workspace: of all ranks.
+        handle: of the native communicator; 0 if ranks cannot exchange directly.
+        channel: for words before unfused calls; None for one rank.
+        chooser: of the algorithms.
+
+    Attributes:
+        dispatcher: of its calls.
+        watch: of the peers' processes; None for one rank.
+        closed: whether calls are refused.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        timeout: datetime.timedelta,
+        library: _native.Library,
+        workspace: Workspace,
+        handle: int,
+        channel: channel.Channel | None,
+        chooser: Chooser,
+    ) -> None:
+        self.name, self.device, self.timeout = name, device, timeout
+        # Held by torch until it is destroyed. One that outlived that would keep gloo from ending,
+        # which then aborts the interpreter at its exit.
+        self._group: Callable[[], dist.ProcessGroup | None] = weakref.ref(group)
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.chooser = chooser
+        self.watch: Watch | None = None
+        self.closed = False
+        self._library, self._workspace, self._handle = library, workspace, handle
+        self._channel = channel
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+        self._holder = 0  # the thread that has the lock, if it is not one in csrc/python
+        self._streams: set[int | None] = {None}  # of which the library knows whether they last
+        self._refusal: Refusal | None = None
+        # Why this rank has refused a call that its peers may have made, last.
+        self._refused = ""
+        # What this rank and its peer have said of the calls in which they diverged.
+        self._accounts: tuple[faults.Account, faults.Account] | None = None
+        # Makes the error of an unfused call that failed amid its exchange.
+        self._broken: Callable[[], PeerTimeoutError] | None = None
+        self.unfused_reasons: Counter[str] = Counter()
+        self.dispatcher = Dispatcher(
+            self,
+            fast_call.of_communicator(library, handle, self.world_size, device, self._lock),
+        )
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The ranks; None after `close()` and when the group was destroyed."""
+        return self._group()
+
+    def _living_group(self) -> dist.ProcessGroup:
+        group = self._group()
+        if group is None:
+            raise CommunicatorClosedError(
+                f"the process group of communicator {self.name} was destroyed: make a new "
+                "communicator, in a new group."
+            )
+        return group
+
+    def is_of(self, group: dist.ProcessGroup) -> bool:
+        """Whether it is open, and `group` are its ranks."""
+        return not self.closed and self._group() is group
+
+    # ---- a call, as Dispatcher asks for it ------------------------------------------------------
+
+    def check_open(self) -> None:
+        """Raises CommunicatorClosedError after `close()`, and in a fork."""
+        if not self.closed:
+            return
+        if self._process != os.getpid():
+            raise CommunicatorClosedError(
+                f"communicator {self.name} belongs to process {self._process}, of which this one, "
+                f"{os.getpid()}, is a fork: only that one may use, check or close it. Make another "
+                "communicator here, in a process group of its own."
+            )
+        raise CommunicatorClosedError(f"communicator {self.name} is closed: make a new one.")
+
+    def choose(self, call: Call) -> Plan:
+        """How a call runs."""
+        return self.chooser.choose(call)
+
+    def shard(self, call: Call) -> tuple[int, int] | None:
+        """This rank's rows, where rows belong to ranks."""
+        return self.chooser.shard(call, self.rank)
+
+    def can_repeat(self, launch: Launch) -> bool:
+        """Whether the library makes such a call by itself."""
+        return launch.plan.algorithm != "unfused" or self.world_size == 1
+
+    def run(self, launch: Launch, call: Call, memory: Memory) -> None:
+        """Makes a call, when it is this thread's turn. Collective."""
+        self._take_turn()
+        refused: Exception | None = None
+        try:
+            try:
+                # Copies of unaligned inputs live until the call has been made.
+                inputs = launch.bind(call, memory)
+            except Exception as error:  # noqa: BLE001 - raised below, when the turn has ended
+                refused = error
+            else:
+                if launch.plan.algorithm == "unfused":
+                    status = self._run_unfused(launch, inputs[0], memory)
+                else:
+                    if launch.native.stream not in self._streams:
+                        self._note_stream(launch.native.stream)
+                    status = self._library.run(self._handle, launch.address)
+                del inputs
+        finally:
+            self._end_turn()
+        if refused is not None:
+            self.refuse(refused, launch.plan.algorithm)
+            raise refused
+        if status:
+            self.fail(status, launch)
+
+    def refuse(self, error: Exception, algorithm: str) -> None:
+        """Lets the peers know that this rank makes no call where they may make one.
+
+        For an error that this rank alone may raise, before the call has begun. Ranks that all
+        refuse are in step afterwards; a rank that does not refuse raises too, and at once. What
+        ranks refuse alike is told to nobody.
+
+        Args:
+            error: that this rank will raise.
+            algorithm: of the call.
+        """
+        if self.world_size == 1 or self.closed:
+            return
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return  # the capture fails with this error, there is nothing to replay
+        self._take_turn()
+        try:
+            if algorithm == "unfused":
+                unfused.refuse(self._channel, self, self.rank)
+                return
+            self._refused = f"{type(error).__name__}: {error}"
+            faults.publish_refusal(self._living_group(), self.name, self.rank, self._refused)
+            if self._refusal is None:
+                self._refusal = Refusal(self.device)
+            self._refusal.run(self._library, self._handle)
+        finally:
+            self._end_turn()
+
+    def fail(self, status: int, launch: Launch | None) -> NoReturn:
+        """Raises what a call that ended with this status has recorded."""
+        if status == _native.INTERRUPTED:
+            fast_call.raise_interrupt()
+        if status == _native.CLOSED:
+            self.check_open()
+        if status in _RECORDED:
+            self._check(launch)
+        try:
+            raise_status(self._library, status)
+        except ValueError as error:  # refused before anything was exchanged
+            self.refuse(error, "fused" if launch is None else launch.plan.algorithm)
+            raise
+        raise AllnormError(f"status {status}")
+
+    def _take_turn(self) -> None:
+        """Threads make their calls one after the other.
+
+        The lock also keeps another one from changing the prepared call while it is being read.
+        """
+        if not self._lock.acquire(False):
+            self._refuse_within_call("a call")
+            self._lock.acquire()
+        self._holder = threading.get_ident()
+        if self.closed or self._broken is not None:
+            self._end_turn()
+            self._check(None)
+
+    def _end_turn(self) -> None:
+        self._holder = 0
+        self._lock.release()
+
+    def _refuse_within_call(self, what: str) -> None:
+        """Raises if this very thread is in a call of this communicator."""
+        if threading.get_ident() in (self._holder, self.dispatcher.fast.holder()):
+            raise AllnormError(
+                f"{what} of communicator {self.name} within a call of it, from a signal handler: "
+                "the other ranks cannot know of it, and the outer call is not done. Leave a note "
+                "for after the call, or raise an exception, which ends it."
+            )
+
+    def _note_stream(self, handle: int) -> None:
+        """Tells the library whether calls follow on a stream that lasts: each costs less then.
+
+        Streams of torch are never destroyed; those that others have made, of which the handle is
+        all that torch knows, may be.
+        """
+        self._streams.add(handle)
+        stream = torch.cuda.current_stream(self.device)
+        if stream.cuda_stream == handle and stream.stream_id != handle:
+            self._library.stream_lasts(handle)
+
+    # ---- calls through the process group --------------------------------------------------------
+
+    def _run_unfused(self, launch: Launch, x: torch.Tensor | None, memory: Memory) -> int:
+        assert x is not None
+        self.check()  # the library does it for the others
+        self.unfused_reasons[launch.plan.reason] += 1
+        try:
+            return unfused.run(
+                *(launch, self._library, self._living_group(), self._channel, self, x, memory)
+            )
+        except AllnormError:
+            raise  # what the ranks told each other first; the channel keeps what it must
+        except BaseException as error:
+            if self._has_failed():
+                raise  # a wait for the others' announcements, which has told them
+            # Amid the exchange: peers may have gone on, and a later call would meet them in this.
+            self._broken = self._what_broke(error)
+            self.dispatcher.fast.close()
+            if isinstance(error, RuntimeError):
+                raise self._broken() from error
+            raise
+
+    def _has_failed(self) -> bool:
+        """Whether the library has recorded what every later call will raise."""
+        try:
+            self._check(None)
+        except AllnormError:
+            return True
+        return False
+
+    def look_at_peers(self, seconds: float) -> None:
+        """Ends a wait of so many seconds for the process group, by raising, if it is to end."""
+        self.check_open()
+        late = seconds > _ARRIVAL_SECONDS
+        if late and self.watch is not None and self.watch.find_ended(0.0) is not None:
+            raise RuntimeError("a process of the group has ended")
+        if seconds > self.timeout.total_seconds():
+            raise RuntimeError(f"no answer of the process group within {seconds:g} s")
+
+    def _what_broke(self, error: BaseException) -> Callable[[], PeerTimeoutError]:
+        """Makes the error of an unfused call that failed in the process group, now and later."""
+        kind: type[PeerTimeoutError] = PeerTimeoutError
+        peer = None if self.watch is None else self.watch.find_ended(_END_SECONDS)
+        if self.watch is not None and peer is not None:
+            kind, why = PeerDiedError, f"{self.watch.describe(peer)} has ended"
+            text = f"waited for rank {peer} in an unfused call, but {why}"
+        else:
+            text = f"could not finish an unfused call ({type(error).__name__}: {error})"
+        return lambda: kind(
+            f"rank {self.rank} {text}. Results of this and later calls are not valid; make a new "
+            "Communicator over healthy ranks.",
+            rank=self.rank,
+            peer=-1 if peer is None else peer,
+            op=0,
+            expected="an unfused call",
+            seen="nothing",
+        )
+
+    # ---- state ----------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """As `Communicator.check`."""
+        self._check(None)
+
+    def _check(self, launch: Launch | None) -> None:
+        """As `check`, after a call by `launch`, if one is known."""
+        self.check_open()
+        if self._broken is not None:
+            raise self._broken()
+        if self._handle:
+            fault = _native.Fault()
+            status = self._library.comm_check(self._handle, ctypes.addressof(fault))
+            if status == _native.CLOSED:
+                self.check_open()
+            if status in _RECORDED:
+                raise self._fault_error(fault, launch)
+            raise_status(self._library, status)
+        if self._channel is not None:
+            self._channel.check(self)
+
+    def _fault_error(self, fault: _native.Fault, launch: Launch | None) -> PeerTimeoutError:
+        if self._accounts is None:
+            own = self._account(fault, launch)
+            seen: faults.Account = {}
+            if fault.status == _native.DIVERGED:
+                seen = faults.ask(self._living_group(), self.name, fault, own)
+            self._accounts = own, seen
+        return faults.fault_error(fault, self.timeout, *self._accounts, watch=self.watch)
+
+    def _account(self, fault: _native.Fault, launch: Launch | None) -> faults.Account:
+        """What this rank says of the call in which it failed."""
+        if is_refusal(fault.expected_shape, fault.expected_tokens):
+            return {faults.REFUSED: self._refused}
+        # On CUDA it is an earlier one than the call that has found out.
+        launches = self.dispatcher.launches()
+        if launch is not None and self.device.type == "cpu":
+            launches = [launch]
+        return faults.account_of(fault, [Announcement.of(other) for other in launches])
+
+    # ---- end ------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """As `Communicator.close`."""
+        if self._process != os.getpid():
+            self.check_open()
+        if self.closed:
+            return
+        self._refuse_within_call("close()")
+        self.closed = True
+        if self.watch is not None:
+            self.watch.stop()
+        self.dispatcher.fast.close()
+        if self._channel is not None:
+            self._channel.end_waits()
+        # Ends calls that wait, and returns when no thread is in one any more. The handle stays, for
+        # who is on his way there.
+        busy = bool(self._handle) and self._library.comm_close(self._handle) == _native.BUSY
+        with self._lock:
+            if self._channel is not None:
+                self._channel.close()
+            self.dispatcher.forget()
+            if not busy:  # else a CUDA graph may use the workspaces, which then stay for good
+                self._workspace.release()
+            self._group = lambda: None
+
+    def destroy(self) -> None:
+        """Frees what close() leaves for threads that are on their way. No thread may use it."""
+        if self._handle:
+            self._library.comm_destroy(self._handle)
+        if self._channel is not None:
+            self._channel.destroy()
+
+    def peer_ended(self, rank: int, settled: bool) -> None:
+        """The process of a peer has ended; `settled`: what it had sent has arrived."""
+        if self._handle:
+            self._library.comm_peers_died(self._handle, 1 << rank, int(settled))
+        if self._channel is not None:
+            self._channel.peer_ended(rank)
+
+    def become_fork(self) -> None:
+        """In a child of fork(): nothing here may touch what the parent uses."""
+        self.closed = True
+        self._lock = threading.Lock()  # another thread may have held it
+        self.dispatcher.fast.close()

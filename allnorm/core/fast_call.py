@@ -1,0 +1,222 @@
+"""Repeated calls, made without Python: the binding of csrc/python.
+
+Most of what a call costs the host is Python's: finding what was decided about it, making results,
+reading addresses. C does that for a call that was made twice, by CPython's stable ABI. Calls that
+it does not recognise go to dispatch.py, which also works without this library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import pathlib
+import sys
+import sysconfig
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from allnorm.core import _native, shortcuts
+from allnorm.core.arguments import span_bytes, with_padding
+from allnorm.core.call import NUM_TENSORS, Call
+from allnorm.core.launch import CUDA_ALIGN_BYTES, Launch, Memory
+from allnorm.quant import Fp8PerGroup, Fp8PerTensor, Fp8PerToken
+
+_pointer, _object = ctypes.c_void_p, ctypes.py_object
+_NOTHING, _TENSOR, _INPUT = range(3)  # Given of prepared.h
+# Constants that C may compare: equal ones of these types, of floats with the same bits, are the
+# same. Classes are compared too.
+_COMPARABLE = frozenset({float, int, bool, str, type(None), type, Fp8PerGroup, Fp8PerToken})
+_STATIC_SCALE = Call._fields.index("static_scale")
+
+
+class FastCall(NamedTuple):
+    """What repeated calls are made with.
+
+    Attributes:
+        call: takes the fields of a Call; returns the results.
+        keep: recognises what `_prepare` has returned from now on.
+        forget: recognises nothing that was kept until now.
+        close: the same, and a call that another thread is about to launch does nothing.
+        holder: the thread that has a launch under way, as `threading.get_ident` names it, or 0.
+    """
+
+    call: Callable[..., Any]
+    keep: Callable[[Any], None]
+    forget: Callable[[], None]
+    close: Callable[[], None]
+    holder: Callable[[], int]
+
+
+def available() -> bool:
+    """Whether the library is there and fits this interpreter."""
+    return _library() is not None
+
+
+def of_communicator(
+    library: _native.Library,
+    handle: int,
+    world_size: int,
+    device: torch.device,
+    lock: threading.Lock,
+) -> Callable[..., FastCall]:
+    """For the calls of a communicator on `device`, which `library` makes with `handle`.
+
+    Returns:
+        A function of two functions: for calls that are not recognised, and for failed launches.
+    """
+    if handle:
+        return functools.partial(_new, library.run, handle, device, (lock.acquire, lock.release))
+    # Ranks that cannot exchange go through the process group; one alone needs none.
+    return of_thread(library, device) if world_size == 1 else _recognise_nothing
+
+
+def of_thread(library: _native.Library, device: torch.device) -> Callable[..., FastCall]:
+    """For a thread's calls of `library` on `device` that involve no other rank."""
+    return functools.partial(_new, library.local, None, device, (None, None))
+
+
+def _new(
+    function: Any,
+    handle: int | None,
+    device: torch.device,
+    lock: tuple[Any, Any],
+    missed: Callable[..., Any],
+    failed: Callable[..., Any],
+) -> FastCall:
+    functions = _library()
+    if functions is None or shortcuts.fast_empty(device) is None:
+        return _recognise_nothing(missed, failed)
+    of_device: tuple[Any, ...] = (None, None, None)
+    if device.type == "cuda":
+        of_device = (device.index, shortcuts.current_device, shortcuts.current_raw_stream)
+    address = ctypes.cast(function, _pointer).value
+    return FastCall(*functions.new(address, handle, missed, failed, *lock, *of_device))
+
+
+def _recognise_nothing(missed: Callable[..., Any], failed: Callable[..., Any]) -> FastCall:
+    return FastCall(missed, lambda prepared: None, lambda: None, lambda: None, lambda: 0)
+
+
+def keep(fast: FastCall, launch: Launch, call: Call, memory: Memory) -> None:
+    """Lets `fast` make calls like this one from now on, if it can. It keeps no tensor of it."""
+    if isinstance(launch.repeated, str):
+        launch.repeated = _prepare(launch, call, memory)
+    if launch.repeated is not None:
+        fast.keep(launch.repeated)
+
+
+def _prepare(launch: Launch, call: Call, memory: Memory) -> Any:
+    """What `FastCall.keep` takes; None if nothing can."""
+    functions = _library()
+    native = launch.repeatable(call, memory)
+    if functions is None or native is None:
+        return None
+    constants = call.constants
+    if not _COMPARABLE.issuperset(map(type, constants)):
+        return None
+    device = call.x.device
+    new = shortcuts.fast_empty(device)
+    results: list[tuple[int, Any, tuple[Any, ...]]] = []
+    for result in launch.results:
+        if result is None:  # Call.out stands for rows that are not wanted, and is None
+            results.append((Call._fields.index("out"), None, ()))
+            continue
+        place = Call._fields.index(result.field)
+        if getattr(call, result.field) is not None:
+            results.append((place, None, ()))
+        elif result.scale is not None and result.scale.padded:
+            results.append((place, result.scale.empty, (device,)))
+        else:
+            geometry = tuple(result.like.shape), result.stride, result.like.dtype
+            results.append((place, new, geometry))
+    if call.quant is Fp8PerTensor:
+        results[1] = (_STATIC_SCALE, None, ())
+    operands = [_operand(call, launch, field) for field in Call._fields[:NUM_TENSORS]]
+    once = [
+        tensor
+        for tensor, (given, _, _) in zip(call.tensors, operands, strict=True)
+        if tensor is not None and given == _TENSOR
+    ]
+    # What requires grad is taken only while gradients are disabled.
+    grad_enabled = torch.is_grad_enabled if any(t.requires_grad for t in once) else None
+    given, aligns, spans = zip(*operands, strict=True)
+    return functions.prepare(
+        *(ctypes.addressof(native), shortcuts.alike(once), grad_enabled, constants, tuple(results)),
+        *((ctypes.c_uint8 * NUM_TENSORS)(*given), (ctypes.c_uint8 * NUM_TENSORS)(*aligns)),
+        (ctypes.c_uint64 * NUM_TENSORS)(*spans),
+    )
+
+
+def _operand(call: Call, launch: Launch, field: str) -> tuple[int, int, int]:
+    """The fields of an Operand of prepared.h: given, align_bytes, span_bytes."""
+    tensor = getattr(call, field)
+    if tensor is None:
+        return _NOTHING, 1, 0
+    given = _TENSOR
+    if (field == "out" and tensor is call.x) or (
+        field == "residual_out" and tensor is call.residual
+    ):
+        given = _INPUT
+    align = tensor.element_size()
+    if tensor.device.type == "cuda" and field not in ("static_scale", "scale_out"):
+        align = CUDA_ALIGN_BYTES
+    if field == "scale_out":
+        tensor = with_padding(tensor, launch.scale)
+    return given, align, span_bytes(tensor)
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[None]:
+    """Lets Python make every call of this process, to be seen there."""
+    functions = _library()
+    if functions is not None:
+        functions.watch(1)
+    try:
+        yield
+    finally:
+        if functions is not None:
+            functions.watch(-1)
+
+
+def raise_interrupt() -> None:
+    """Raises what a signal handler raised while this thread waited in the library; else nothing."""
+    functions = _library()
+    if functions is not None:
+        functions.raise_interrupt()
+
+
+class _Functions(NamedTuple):
+    new: Callable[..., Any]
+    prepare: Callable[..., Any]
+    watch: Callable[[int], None]
+    raise_interrupt: Callable[[], None]
+
+
+@functools.cache
+def _library() -> _Functions | None:
+    """The functions of the library; None where it was not built, or is for other interpreters."""
+    path = pathlib.Path(__file__).parent.parent / "lib" / "liballnorm_python.so"
+    if sys.implementation.name != "cpython" or sysconfig.get_config_var("Py_GIL_DISABLED"):
+        return None
+    try:
+        library = ctypes.PyDLL(str(path))
+        if library.allnorm_fast_call_abi() != _native.ABI_VERSION:
+            return None
+    except (OSError, AttributeError):
+        return None
+    new, prepare = library.allnorm_fast_call_new, library.allnorm_fast_call_prepare
+    new.argtypes, new.restype = (_pointer, _pointer, *[_object] * 7), _object
+    prepare.argtypes = (_pointer, *[_object] * 4, *[_pointer] * 3)
+    prepare.restype = _object
+    watch = library.allnorm_fast_call_watch
+    watch.argtypes, watch.restype = (ctypes.c_int32,), None
+    look, raise_interrupt = library.allnorm_fast_call_look, library.allnorm_fast_call_raise
+    look.argtypes, look.restype = (), _pointer
+    raise_interrupt.argtypes, raise_interrupt.restype = (), _object
+    if "cpu" in _native.available_backends():
+        _native.library("cpu").set_interrupt(look())
+    return _Functions(new, prepare, watch, raise_interrupt)

@@ -1,0 +1,181 @@
+"""The library's own add + RMSNorm of a tensor that is already reduced. Not collective."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, NoReturn
+
+import torch
+
+from allnorm.core import _native, fast_call, tensors
+from allnorm.core.call import Call, split_scale
+from allnorm.core.dispatch import Dispatcher
+from allnorm.core.launch import Launch, Memory, raise_status
+from allnorm.core.shortcuts import is_traced
+from allnorm.errors import AllnormError, UnsupportedError
+from allnorm.policy import Plan
+from allnorm.quant import DEFAULT_QUANT, Quant, QuantizedNorm, from_op_results, op_arguments
+
+_PLAN = Plan("local", "there is no other rank", 1)
+
+
+def add_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    weight_bias: float = 0.0,
+    numerics: str = "rounded",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Residual add and RMSNorm, with the bits of the fused op's steps 2 to 5.
+
+    PyTorch equivalent, up to the order of sums::
+
+        residual_out = x + residual
+        normed = F.rms_norm(residual_out, weight.shape, weight_bias + weight, eps)
+
+    Args:
+        x: [..., hidden_size], float32, float16 or bfloat16; rows may be strided; any hidden_size.
+        residual: like `x`, or None.
+        weight: [hidden_size], dtype of `x` or float32.
+        eps: added to the mean square, as float32.
+        weight_bias: added to the weight in float32.
+        numerics: "rounded", "unrounded", "transformers" or "vllm".
+
+    Returns:
+        (normed, residual_out), contiguous, of the shape of `x`.
+
+    Raises:
+        ValueError, TypeError, UnsupportedError: wrong arguments.
+        NativeLibraryError: the backend's library is missing.
+
+    Not collective. Safe in CUDA graphs and under torch.compile.
+    """
+    if is_traced(x):
+        traced: tuple[torch.Tensor, torch.Tensor] = torch.ops.allnorm.add_rms_norm(
+            x, residual, weight, eps, weight_bias, numerics
+        )
+        return traced
+    results: tuple[torch.Tensor, torch.Tensor] = _dispatcher(x).call(
+        *(x, residual, weight, None, None, None, None, None, "add_rms_norm", "auto"),
+        *(eps, weight_bias, numerics, False, None, False, 0),
+    )
+    return results
+
+
+def add_rms_norm_quant(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    quant: Quant = DEFAULT_QUANT,
+    return_normed: bool = False,
+    *,
+    weight_bias: float = 0.0,
+    numerics: str = "rounded",
+) -> QuantizedNorm:
+    """Residual add, RMSNorm and quantisation to FP8, with the bits of the fused op's steps 2 to 6.
+
+    PyTorch equivalent for one scale a row, up to the order of sums::
+
+        normed, residual_out = allnorm.add_rms_norm(x, residual, weight, eps)
+        scale = normed.float().abs().amax(-1, keepdim=True) / 448
+        quantized = (normed.float() / scale).to(torch.float8_e4m3fn)
+
+    Args:
+        x: [..., hidden_size], float32, float16 or bfloat16; rows may be strided; any hidden_size.
+        residual: like `x`, or None.
+        weight: [hidden_size], dtype of `x` or float32.
+        eps: added to the mean square, as float32.
+        quant: `Fp8PerGroup`, `Fp8PerToken` or `Fp8PerTensor`.
+        return_normed: whether the rows before quantisation are wanted too.
+        weight_bias: added to the weight in float32.
+        numerics: "rounded", "unrounded", "transformers" or "vllm".
+
+    Returns:
+        QuantizedNorm(quantized, scale, residual, normed).
+
+    Raises:
+        ValueError, TypeError, UnsupportedError: wrong arguments.
+        NativeLibraryError: the backend's library is missing.
+
+    Not collective. Safe in CUDA graphs and under torch.compile.
+    """
+    if is_traced(x):
+        traced = torch.ops.allnorm.add_rms_norm_quant(
+            *(x, residual, weight, eps, *op_arguments(quant), return_normed),
+            *(weight_bias, numerics),
+        )
+        return from_op_results(traced, quant, return_normed)
+    spec, static_scale = split_scale(quant)
+    return QuantizedNorm(
+        *_dispatcher(x).call(
+            *(x, residual, weight, static_scale, None, None, None, None),
+            *("add_rms_norm_quant", "auto", eps, weight_bias, numerics),
+            *(False, spec, return_normed, 0),
+        )
+    )
+
+
+class _Alone:
+    """Makes calls that involve no other rank: the Target of a Dispatcher."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._library = _native.library(device.type)
+
+    def check_open(self) -> None:
+        """They can always be made."""
+
+    def choose(self, call: Call) -> Plan:
+        """There is one way."""
+        return _PLAN
+
+    def shard(self, call: Call) -> None:
+        """All rows are this rank's."""
+
+    def can_repeat(self, launch: Launch) -> bool:
+        """The library makes all of them."""
+        return True
+
+    def run(self, launch: Launch, call: Call, memory: Memory) -> None:
+        """Makes a call."""
+        inputs = launch.bind(call, memory)
+        status = self._library.local(launch.address)
+        del inputs
+        if status:
+            self.fail(status, launch)
+
+    def refuse(self, error: Exception, algorithm: str) -> None:
+        """Nobody else waits for the call."""
+
+    def fail(self, status: int, launch: Launch | None) -> NoReturn:
+        """Raises what the library says."""
+        raise_status(self._library, status)
+        raise AllnormError(f"status {status}")
+
+
+class _Threads(threading.local):
+    """Each thread's dispatchers, by device, so that none waits for another."""
+
+    def __init__(self) -> None:
+        self.dispatchers: dict[torch.device, Dispatcher] = {}
+
+
+_threads = _Threads()
+
+
+def _dispatcher(x: Any) -> Dispatcher:
+    """This thread's for the device of `x`."""
+    try:
+        return _threads.dispatchers[x.device]
+    except (AttributeError, KeyError):
+        pass
+    tensors.check_kind("x", x)
+    if x.device.type not in ("cpu", "cuda"):
+        raise UnsupportedError(f"x is on {x.device}: expected a CUDA device or the CPU.")
+    target = _Alone(x.device)
+    connect = fast_call.of_thread(_native.library(x.device.type), x.device)
+    made = _threads.dispatchers[x.device] = Dispatcher(target, connect)
+    return made

@@ -1,0 +1,298 @@
+"""How ranks open a communicator together: what they must agree on, its memory, its start."""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import math
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from allnorm import config, policy, tuning
+from allnorm._version import __version__
+from allnorm.core import _native, arguments, channel, watch, workspace
+from allnorm.core.dispatch import Chooser
+from allnorm.core.endpoint import Endpoint
+from allnorm.core.launch import raise_status
+from allnorm.core.rendezvous import Rendezvous
+from allnorm.errors import ConfigurationError, UnsupportedError
+
+_OPERATIONS = 1 << 32  # numbers that they have
+_MAX_TIMEOUT_NS = (1 << 63) - 1  # what the library counts in
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the caller of a constructor passed, unchecked; as documented at Communicator."""
+
+    device: Any
+    workspace_bytes: Any
+    numerics: Any
+    timeout: Any
+    tuning_dir: Any
+    max_blocks: Any
+    early_trigger: Any
+    dependent_launch: Any
+    first_op: Any
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """Settings of this rank that are right.
+
+    Attributes:
+        agreed: what must be the same on every rank, by name.
+    """
+
+    device: torch.device
+    library: _native.Library
+    timeout: datetime.timedelta
+    workspace_bytes: int
+    max_blocks: int
+    first_op: int
+    flags: int
+    agreed: dict[str, Any]
+
+
+def open_endpoint(
+    group: dist.ProcessGroup, settings: Settings, count_made: Callable[[torch.device], int]
+) -> tuple[Endpoint, int]:
+    """Opens this rank's end of a communicator. Collective; every rank raises if one does.
+
+    Args:
+        group: the ranks.
+        settings: of this rank.
+        count_made: how many communicators of the group this process has made for such a device.
+
+    Returns:
+        The endpoint; and the number of the communicator among those, the same on every rank.
+    """
+    meeting = Rendezvous(group, _wait_seconds(settings.timeout))
+    mine: list[tuple[_Checked, tuning.Own]] = []
+
+    def check() -> tuple[Any, ...]:
+        checked = _check(settings)
+        place = checked.device.type, checked.device.index, meeting.world_size
+        loaded = tuning.load(settings.tuning_dir, *place)
+        mine[:] = [(checked, loaded)]
+        number = count_made(checked.device)
+        return checked.agreed, number, _max_row_bytes(checked.device), loaded.found
+
+    answers = meeting.agree(check, "checking the arguments of Communicator")
+    ((checked, loaded),) = mine
+    _check_alike([agreed for agreed, *_ in answers])
+    number = max(count for _, count, *_ in answers)
+    name = name_of(group, number)
+    tables, warning = tuning.tables(loaded, [found for *_, found in answers])
+    if warning and meeting.rank == 0:
+        warnings.warn(warning, stacklevel=3)
+    memory = workspace.create(meeting, checked.device, checked.workspace_bytes)
+    widest = min((most for *_, most, _ in answers if most is not None), default=None)
+    traits = policy.Traits(
+        checked.device.type,
+        meeting.world_size,
+        exchange=memory.obstacle,
+        max_row_bytes=widest,
+        tables=tables,
+        max_blocks=checked.max_blocks if checked.device.type == "cuda" else 0,
+    )
+    handles: list[int] = []
+    words = None
+    try:
+        # The gathering of the results is also the barrier that comm_create asks for.
+        meeting.agree(
+            lambda: handles.append(_start(meeting, checked, memory)), "starting the communicator"
+        )
+        if meeting.world_size > 1:
+            own = handles[0] if checked.device.type == "cpu" else 0
+            words = channel.create(meeting, own, _nanoseconds(checked.timeout))
+        endpoint = Endpoint(
+            *(name, group, checked.device, checked.timeout, checked.library),
+            *(memory, handles[0], words, Chooser(checked.library, traits, memory.num_bytes)),
+        )
+    except BaseException:
+        if words is not None:
+            words.end_waits()
+            words.close()
+            words.destroy()
+        for handle in filter(None, handles):
+            checked.library.comm_destroy(handle)
+        memory.release()
+        raise
+    if meeting.world_size > 1:
+        endpoint.watch = watch.Watch(meeting.processes, _reporter(weakref.ref(endpoint)))
+    meeting.end()
+    return endpoint, number
+
+
+def name_of(group: dist.ProcessGroup, number: int) -> str:
+    """The name of a group's communicator: that of the group, and a number from the second on."""
+    return f"{group.group_name}#{number}" if number else str(group.group_name)
+
+
+def _check(settings: Settings) -> _Checked:
+    """Raises for what is wrong with this rank's settings."""
+    environment = config.read_settings()
+    arguments.check_numerics(settings.numerics)
+    device = resolve_device(settings.device)
+    library = _native.library(device.type)
+    timeout = _checked_timeout(settings.timeout) or environment.timeout or config.DEFAULT_TIMEOUT
+    num_bytes = settings.workspace_bytes
+    if num_bytes is None:
+        is_cuda = device.type == "cuda"
+        default = workspace.DEFAULT_BYTES_CUDA if is_cuda else workspace.DEFAULT_BYTES_CPU
+        num_bytes = environment.workspace_bytes or default
+    if isinstance(num_bytes, bool) or not isinstance(num_bytes, int):
+        raise TypeError(f"workspace_bytes={num_bytes!r}: expected an int.")
+    if num_bytes < workspace.MIN_BYTES:
+        raise ValueError(
+            f"workspace_bytes={num_bytes}: expected at least {workspace.MIN_BYTES} bytes."
+        )
+    num_bytes = num_bytes // 4096 * 4096
+    max_blocks = 0
+    if settings.max_blocks is not None:
+        arguments.check_count("max_blocks", settings.max_blocks)
+        if settings.max_blocks < 1:
+            raise ValueError("max_blocks=0: expected at least 1, or None for no limit.")
+        max_blocks = settings.max_blocks
+    arguments.check_count("first_op", settings.first_op)
+    early, dependent = settings.early_trigger, settings.dependent_launch
+    for name, value in (("early_trigger", early), ("dependent_launch", dependent)):
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}={value!r}: expected True or False.")
+    first_op = settings.first_op % _OPERATIONS
+    flags = 0 if early else _native.LATE_TRIGGER
+    flags |= 0 if dependent else _native.NO_DEPENDENT_LAUNCH
+    agreed = {
+        "device type": device.type,
+        "workspace_bytes": num_bytes,
+        "numerics": settings.numerics,
+        "max_blocks": max_blocks or None,
+        "first_op": first_op,
+        "early_trigger": early,
+        "dependent_launch": dependent,
+        "library": _build_of(library),
+    }
+    most_blocks = min(max_blocks, policy.MOST_BLOCKS)
+    return _Checked(device, library, timeout, num_bytes, most_blocks, first_op, flags, agreed)
+
+
+def _start(meeting: Rendezvous, checked: _Checked, memory: workspace.Workspace) -> int:
+    """Starts the native communicator; returns its handle, 0 if ranks cannot exchange directly."""
+    if not memory.addresses:
+        return 0
+    native = _native.CommConfig(
+        struct_bytes=ctypes.sizeof(_native.CommConfig),
+        rank=meeting.rank,
+        world_size=meeting.world_size,
+        device=-1 if checked.device.type == "cpu" else checked.device.index,
+        workspace_bytes=memory.num_bytes,
+        timeout_ns=_nanoseconds(checked.timeout),
+        first_op=checked.first_op,
+        flags=checked.flags,
+    )
+    native.workspaces[: meeting.world_size] = memory.addresses
+    handle = ctypes.c_void_p()
+    raise_status(
+        checked.library,
+        checked.library.comm_create(ctypes.addressof(native), ctypes.addressof(handle)),
+    )
+    return int(handle.value or 0)
+
+
+def _reporter(endpoint: weakref.ref[Endpoint]) -> Callable[[int, bool], None]:
+    """What a Watch calls; it does not keep the endpoint."""
+
+    def ended(rank: int, settled: bool) -> None:
+        living = endpoint()
+        if living is not None:
+            living.peer_ended(rank, settled)
+
+    return ended
+
+
+def _checked_timeout(timeout: Any) -> datetime.timedelta | None:
+    if timeout is None:
+        return None
+    number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    if number and 0 < timeout < math.inf:
+        return config.duration(timeout)
+    if not isinstance(timeout, datetime.timedelta) or timeout <= datetime.timedelta(0):
+        raise ValueError(
+            f"timeout={timeout!r}: expected a positive number of seconds or datetime.timedelta."
+        )
+    return timeout
+
+
+def _wait_seconds(timeout: Any) -> float:
+    """How long to wait for ranks that check their arguments; these may be wrong."""
+    try:
+        given = _checked_timeout(timeout) or config.read_settings().timeout
+    except (ValueError, ConfigurationError):
+        given = None
+    return (given or config.DEFAULT_TIMEOUT).total_seconds()
+
+
+def _nanoseconds(timeout: datetime.timedelta) -> int:
+    return min(int(timeout.total_seconds() * 1e9), _MAX_TIMEOUT_NS)
+
+
+def resolve_device(device: torch.device | str | None) -> torch.device:
+    """The device that a caller means.
+
+    Raises:
+        ValueError, UnsupportedError: it is none, or not one of those that are supported.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        resolved = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device={device!r}: {error}") from None
+    if resolved.type == "cpu":
+        return torch.device("cpu")
+    if resolved.type != "cuda":
+        raise UnsupportedError(f"device={device}: expected a CUDA device or the CPU.")
+    if not torch.cuda.is_available():
+        raise UnsupportedError(f"device={device}: torch finds no CUDA device. Use device='cpu'.")
+    index = torch.cuda.current_device() if resolved.index is None else resolved.index
+    return torch.device("cuda", index)
+
+
+def _build_of(library: _native.Library) -> str:
+    """What must be the same code on every rank, in words; which of its code runs is not part of it.
+
+    Kernels for other instruction sets give the same bits and know the same protocol.
+    """
+    parts = {"package": __version__, **library.build_info()}
+    return ", ".join(f"{name} {value}" for name, value in parts.items() if name != "isa")
+
+
+def _check_alike(agreed: list[dict[str, Any]]) -> None:
+    """Raises ValueError, on every rank, unless all ranks pass the same."""
+    texts = []
+    for name, first in agreed[0].items():
+        if any(other[name] != first for other in agreed):
+            values = (f"{other[name]!r} on rank {rank}" for rank, other in enumerate(agreed))
+            texts.append(f"{name} is {', '.join(values)}")
+    if not texts:
+        return
+    remedy = "Pass the same on every rank"
+    if any(other["library"] != agreed[0]["library"] for other in agreed):
+        remedy += ", and install the same build of allnorm for all of them"
+    raise ValueError(f"the ranks are different: {'; '.join(texts)}. {remedy}.")
+
+
+def _max_row_bytes(device: torch.device) -> int | None:
+    """The widest row that the fused kernels hold on this device; None if any."""
+    if device.type == "cpu":
+        return None
+    # 512 threads of 16 bytes a block; clusters of up to 8 blocks, if the code that the driver has
+    # loaded knows them, which the device alone does not decide.
+    return int(_native.library("cuda").device_code(device.index).max_row_bytes)
