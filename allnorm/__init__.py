@@ -23,6 +23,13 @@ from allnorm.errors import (
     PeerTimeoutError,
     UnsupportedError,
 )
+from allnorm.functions import (
+    all_gather_rows,
+    all_reduce,
+    all_reduce_add_rms_norm,
+    all_reduce_add_rms_norm_quant,
+    row_shard,
+)
 from allnorm.policy import Plan
 from allnorm.quant import Fp8PerGroup, Fp8PerTensor, Fp8PerToken, QuantizedNorm
 from allnorm.tracing import TraceReport, trace
@@ -47,9 +54,14 @@ __all__ = [
     "__version__",
     "add_rms_norm",
     "add_rms_norm_quant",
+    "all_gather_rows",
+    "all_reduce",
+    "all_reduce_add_rms_norm",
+    "all_reduce_add_rms_norm_quant",
     "capabilities",
     "ops",
     "reference",
+    "row_shard",
     "trace",
 ]
 

@@ -169,7 +169,9 @@ def _all_gather_rows(
 def _calls_of(name: str, x: _Tensor) -> Callable[..., Any]:
     """What makes the calls of a communicator: the fields of a Call -> its results."""
     is_cuda = x.is_cuda
-    return _open_calls.get((name, is_cuda)) or communicator(name, "cuda" if is_cuda else "cpu")._call
+    return (
+        _open_calls.get((name, is_cuda)) or communicator(name, "cuda" if is_cuda else "cpu")._call
+    )
 
 
 def _check_rows(residual: _Tensor, rows: int) -> None:

@@ -16,8 +16,8 @@ import timeit
 import torch
 
 import allnorm
-from allnorm.core import _native
 from allnorm.cli import output
+from allnorm.core import _native
 from allnorm.testing import run_ranks
 
 _RUNS, _CALLS = 400, 50
@@ -38,7 +38,9 @@ def time_calls(rank: int, world_size: int, device: str) -> dict[str, float]:
     with allnorm.Communicator(device=where) as comm:
         calls = {
             "all_reduce": lambda: comm.all_reduce(x),
-            "all_reduce_add_rms_norm": lambda: comm.all_reduce_add_rms_norm(x, residual, weight, 1e-6),
+            "all_reduce_add_rms_norm": lambda: comm.all_reduce_add_rms_norm(
+                x, residual, weight, 1e-6
+            ),
             "all_reduce_add_rms_norm, out= and residual_out=": lambda: comm.all_reduce_add_rms_norm(
                 x, residual, weight, 1e-6, out=out, residual_out=residual_out
             ),

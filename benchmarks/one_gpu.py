@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from allnorm import _native
+from allnorm.core import _native
 
 _CALLS, _REPLAYS, _ROUNDS = 50, 20, 25
 _WORKSPACE_BYTES = 64 << 20

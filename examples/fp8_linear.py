@@ -83,10 +83,10 @@ def main() -> int:
         x = torch.randn(NUM_TOKENS, HIDDEN_SIZE, **options)  # this rank's partial sum
 
         spec = allnorm.Fp8PerGroup(GROUP, "column_major")
-        fused = comm.all_reduce_add_rms_norm_quant(x, residual, norm_weight, quant=spec)
+        fused = comm.all_reduce_add_rms_norm_quant(x, residual, norm_weight, 1e-6, quant=spec)
         product = linear(fused.quantized, fused.scale, weight, weight_scale)
 
-        normed, _ = comm.all_reduce_add_rms_norm(x, residual, norm_weight)
+        normed, _ = comm.all_reduce_add_rms_norm(x, residual, norm_weight, 1e-6)
         separate = linear(*reference.quantize(normed, spec), weight, weight_scale)
         equal = torch.equal(product, separate)
         print(f"rank {comm.rank}: {tuple(product.shape)}, equal to the separate steps: {equal}")

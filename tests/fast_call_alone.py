@@ -2,8 +2,8 @@
 
     python fast_call_alone.py LIBRARY SIZE_OF_CALL OFFSET...
 
-Offsets are those of x, residual, weight, out and residual_out in a call. Standard library only, so
-that any CPython can run it.
+Offsets are those of x, residual, weight, out, residual_out, quantized and scale in a call. Standard
+library only, so that any CPython can run it.
 """
 
 import ctypes
@@ -53,7 +53,26 @@ class Launches:
         return self.status
 
 
-def closed_meanwhile(library, run, empty, prepared, arguments):
+def missed(*arguments):
+    """Stands for Python's way of a call, which a repeated call does without."""
+    return "missed", *arguments
+
+
+def failed(status, *arguments):
+    """Stands for what raises after a launch that failed."""
+    raise OSError(status, *arguments)
+
+
+def error_of(kind, call, arguments):
+    """What a call must raise."""
+    try:
+        call(*arguments)
+    except kind as error:
+        return error
+    raise AssertionError(f"{arguments}: expected a {kind.__name__}")
+
+
+def closed_meanwhile(library, run, prepared, arguments):
     """Another thread closes while a call takes the lock, or has it."""
     lock, functions = threading.Lock(), []
 
@@ -63,40 +82,44 @@ def closed_meanwhile(library, run, empty, prepared, arguments):
         return lock.acquire(blocking)
 
     functions += library.allnorm_fast_call_new(
-        run, 77, empty, acquire, lock.release, None, None, None
+        run, 77, missed, failed, acquire, lock.release, None, None, None
     )
     functions[1](prepared)
-    assert functions[0](*arguments) is None
+    assert functions[0](*arguments)[0] == "missed"
     assert not lock.locked()
     with lock:
-        assert functions[0](*arguments) is None, "Python waits, not this"
+        assert functions[0](*arguments)[0] == "missed", "Python waits, not this"
     assert functions[4]() == 0
 
 
-def new_streams(library, run, empty, prepared, arguments):
+def new_streams(library, run, prepared, arguments):
     """The first call on a stream is Python's, which tells the library about the stream."""
     stream = [0]
-    make, keep, *_ = library.allnorm_fast_call_new(
-        *(run, 77, empty, None, None), 0, lambda: 0, lambda device: stream[0]
+    call, keep, *_ = library.allnorm_fast_call_new(
+        *(run, 77, missed, failed, None, None), 0, lambda: 0, lambda device: stream[0]
     )
     keep(prepared)
-    assert make(*arguments) is not None, "the default stream is known"
+
+    def is_made():
+        return call(*arguments)[0] != "missed"
+
+    assert is_made(), "the default stream is known"
     for stream[0] in (1 << 20, 1 << 21):
-        assert make(*arguments) is None
-        assert make(*arguments) is not None
+        assert not is_made()
+        assert is_made()
     stream[0] = 1 << 20
-    assert make(*arguments) is not None, "it alternates"
+    assert is_made(), "it alternates"
     for stream[0] in range(1, 17):
-        assert make(*arguments) is None
+        assert not is_made()
     stream[0] = 1 << 20
-    assert make(*arguments) is None, "of many streams the first are forgotten"
+    assert not is_made(), "of many streams the first are forgotten"
 
 
 def main(path, size, *offsets):
     library = ctypes.PyDLL(path)
-    library.allnorm_fast_call_new.argtypes = (_pointer, _pointer, *[_object] * 6)
+    library.allnorm_fast_call_new.argtypes = (_pointer, _pointer, *[_object] * 7)
     library.allnorm_fast_call_new.restype = _object
-    library.allnorm_fast_call_prepare.argtypes = (_pointer, *[_object] * 5, _pointer, _pointer)
+    library.allnorm_fast_call_prepare.argtypes = (_pointer, *[_object] * 4, *[_pointer] * 3)
     library.allnorm_fast_call_prepare.restype = _object
     launches = Launches(offsets)
     run = ctypes.cast(launches.function, _pointer).value
@@ -109,94 +132,139 @@ def main(path, size, *offsets):
         return Tensor(next(addresses))
 
     x, residual, weight = Tensor(16), Tensor(32), Tensor(48)
-    geometry, norm, algorithm = ((2, 8), (8, 1), "bfloat16"), (1e-6, 0.0, "rounded", False), "auto"
-    call = ctypes.create_string_buffer(size)
+    geometry = ((2, 8), (8, 1), "bfloat16")
+    constants = ("norm", "auto", 1e-6, 0.0, "rounded", False, None, False, 0)
+    native = ctypes.create_string_buffer(size)
     checked = []
 
     def check(*tensors):
         checked.append(len(tensors))
         return tensors[0] is x
 
-    make, keep, forget, close, _ = library.allnorm_fast_call_new(
-        run, 77, empty, lock.acquire, lock.release, None, None, None
-    )
-    results = ((0, geometry), (1, geometry))
-    nothing, tensor, same_as_input = range(3)
-
-    def prepare(results, out=nothing, residual_out=nothing, grad_enabled=None):
-        given = (ctypes.c_uint8 * 5)(tensor, tensor, tensor, out, residual_out)
-        spans = (ctypes.c_uint64 * 5)(*[16] * 5)
-        return library.allnorm_fast_call_prepare(
-            *(call, check, grad_enabled, norm, algorithm, results, given, spans)
+    def new(locked=True):
+        """The functions of a FastCall."""
+        acquire, release = (lock.acquire, lock.release) if locked else (None, None)
+        return library.allnorm_fast_call_new(
+            run, 77, missed, failed, acquire, release, None, None, None
         )
 
-    prepared = prepare(results)
+    nothing, tensor, same_as_input = range(3)
+    out_at, residual_out_at, quantized_at, scale_at = range(4, 8)
+    made_new = ((out_at, empty, geometry), (residual_out_at, empty, geometry))
+
+    def prepare(results, out=nothing, residual_out=nothing, grad_enabled=None, more=(0, 0, 0)):
+        static_scale, quantized, scale = more
+        given = (tensor, tensor, tensor, static_scale, out, residual_out, quantized, scale)
+        return library.allnorm_fast_call_prepare(
+            *(native, check, grad_enabled, constants, results),
+            *((ctypes.c_uint8 * 8)(*given), (ctypes.c_uint8 * 8)(*[4] * 8)),
+            (ctypes.c_uint64 * 8)(*[16] * 8),
+        )
+
+    def arguments(a=x, b=residual, c=weight, out=None, residual_out=None, **changes):
+        """Those of a call: its tensors, then its constants."""
+        tensors = (a, b, c, changes.get("static"), out, residual_out)
+        tensors += (changes.get("quantized"), changes.get("scale"))
+        return *tensors, *changes.get("constants", constants)
+
+    def is_made(call, *given, **changes):
+        got = call(*arguments(*given, **changes))
+        return None if got[0] == "missed" else got
+
+    prepared = prepare(made_new)
+    call, keep, forget, close, _ = new()
     keep(prepared)
     keep(prepared)
-    first = make(x, residual, weight, norm, algorithm, None, None)
+    first = call(*arguments())
     assert [type(t) for t in first] == [Tensor, Tensor]
-    addresses_of_inputs = (_BASE + 16, _BASE + 32, _BASE + 48)
-    results_of_first = (first[0].address, first[1].address)
-    assert launches.seen == addresses_of_inputs + results_of_first, launches.seen
+    inputs = (_BASE + 16, _BASE + 32, _BASE + 48)
+    nowhere = (None, None)  # quantised rows and scales
+    assert launches.seen == (*inputs, first[0].address, first[1].address, *nowhere), launches.seen
     assert made == [geometry, geometry]
     assert checked == [3]
     launches.status = 5
-    assert make(x, residual, weight, norm, algorithm, None, None) == 5
+    assert error_of(OSError, call, arguments()).args == (5, *arguments())
     launches.status = 0
-    assert make(residual, x, weight, norm, algorithm, None, None) is None
-    assert make(x, None, weight, norm, algorithm, None, None) is None
-    assert make(x, residual, weight, None, algorithm, None, None) is None
-    assert make(x, residual, weight, (*norm[:3], 0), algorithm, None, None) is None
+    assert call(*arguments(residual, x)) == ("missed", *arguments(residual, x))
+    assert not is_made(call, x, None)
+    assert not is_made(call, out=Tensor(64))
+    for place, other in enumerate(("other", "one_shot", 1e-5, -0.0, "vllm", 0, 1, True, False)):
+        changed = (*constants[:place], other, *constants[place + 1 :])
+        assert not is_made(call, constants=changed), other
+    for wrong in ((), arguments()[:-1], (*arguments(), 1)):
+        assert "17" in str(error_of(TypeError, call, wrong))
 
     # Memory that is given: returned as it is, and nothing of it may be what else is given.
-    into, keep_into, *_ = library.allnorm_fast_call_new(
-        run, 77, empty, lock.acquire, lock.release, None, None, None
+    into, keep_into, *_ = new()
+    keep_into(prepare(((out_at, None, ()), made_new[1]), out=tensor))
+    keep_into(
+        prepare(
+            ((out_at, None, ()), (residual_out_at, None, ())),
+            out=same_as_input,
+            residual_out=tensor,
+        )
     )
-    keep_into(prepare(((0, None), (1, geometry)), out=tensor))
-    keep_into(prepare(((0, None), (1, None)), out=same_as_input, residual_out=tensor))
     made.clear()
-    for address, is_made in ((64, True), (63, False), (49, False), (40, False), (1, False)):
+    for address, expected in ((64, True), (63, False), (49, False), (40, False), (1, False)):
         out = Tensor(address)
-        got = into(x, residual, weight, norm, algorithm, out, None)
-        assert (got is not None) == is_made, address
+        got = is_made(into, out=out)
+        assert (got is not None) == expected, address
         assert got is None or (got[0] is out and launches.seen[3] == _BASE + address)
     assert made == [geometry]
     other = Tensor(80)
-    assert into(x, residual, weight, norm, algorithm, x, other) == (x, other)
-    assert launches.seen == (*addresses_of_inputs, _BASE + 16, _BASE + 80)
+    assert into(*arguments(out=x, residual_out=other)) == (x, other)
+    assert launches.seen == (*inputs, _BASE + 16, _BASE + 80, *nowhere)
     for taken in (Tensor(20), Tensor(16), Tensor(47), residual, x):
-        assert into(x, residual, weight, norm, algorithm, x, taken) is None
-    assert into(x, residual, weight, norm, algorithm, other, x) is None
-    assert into(x, residual, weight, norm, algorithm, None, None) is None
+        assert not is_made(into, out=x, residual_out=taken)
+    assert not is_made(into, out=other, residual_out=x)
+    assert not is_made(into)
+
+    # Quantised: a scale that is given, or memory for the scales; rows that are not wanted.
+    quantising, keep_quantising, *_ = new()
+    unwanted = (out_at, None, ())
+    results = ((quantized_at, empty, geometry), (3, None, ()), made_new[1], unwanted)
+    keep_quantising(prepare(results, more=(tensor, nothing, nothing)))
+    static = Tensor(96)
+    got = is_made(quantising, static=static)
+    assert got[1] is static
+    assert got[3] is None
+    assert launches.seen == (*inputs, None, got[2].address, got[0].address, _BASE + 96)
+    results = ((quantized_at, None, ()), (scale_at, None, ()), made_new[1], made_new[0])
+    keep_quantising(prepare(results, more=(nothing, tensor, tensor)))
+    memory = {"quantized": Tensor(128), "scale": Tensor(160)}
+    got = is_made(quantising, **memory)
+    assert got[:2] == (memory["quantized"], memory["scale"])
+    assert launches.seen[3:] == (got[3].address, got[2].address, _BASE + 128, _BASE + 160)
+    for taken in (Tensor(120), Tensor(140), residual, Tensor(162)):
+        assert not is_made(quantising, **{**memory, "scale": taken})
+    # One result is returned as it is, not in a tuple.
+    single, keep_single, *_ = new()
+    keep_single(prepare(made_new[:1]))
+    assert type(single(*arguments())) is Tensor
     count = launches.count
 
     def failing(*geometry):
         raise MemoryError("none left")
 
-    broken, keep_broken, *_ = library.allnorm_fast_call_new(
-        run, 77, failing, lock.acquire, lock.release, None, None, None
-    )
-    keep_broken(prepared)
-    # Python meets it again, and lets the peers know.
-    assert broken(x, residual, weight, norm, algorithm, None, None) is None
-    for storage, is_made in ((0, False), (16, True), ("none", False)):
+    broken, keep_broken, *_ = new()
+    keep_broken(prepare(((out_at, failing, geometry), made_new[1])))
+    assert not is_made(broken), "Python meets it again, and lets the peers know"
+    for storage, expected in ((0, False), (16, True), ("none", False)):
         low = Tensor(256, storage)
-        got = make(x, low, weight, norm, algorithm, None, None)
-        assert (got is not None) == is_made, "an offset into memory that is not there"
+        got = is_made(call, x, low)
+        assert (got is not None) == expected, "an offset into memory that is not there"
     count += 1
-    assert make(x, Tensor(0, 0), weight, norm, algorithm, None, None) is None
-    assert make(x, Tensor(2), weight, norm, algorithm, None, None) is None, "between elements"
+    assert not is_made(call, x, Tensor(0, 0))
+    assert not is_made(call, x, Tensor(2)), "between elements"
     gradients = []
-    graded, keep_graded, *_ = library.allnorm_fast_call_new(
-        run, 77, empty, lock.acquire, lock.release, None, None, None
-    )
-    keep_graded(prepare(results, grad_enabled=lambda: gradients[0]))
+    graded, keep_graded, *_ = new()
+    keep_graded(prepare(made_new, grad_enabled=lambda: gradients[0]))
     for gradients[:] in ([True], [False], [1], []):
-        got = graded(x, residual, weight, norm, algorithm, None, None)
-        assert (got is not None) == (gradients == [False])
+        assert (is_made(graded) is not None) == (gradients == [False])
     count += 1
     assert not lock.locked()
-    for wrong in ((4, geometry), (-1, geometry), ("0", geometry), (0,), 3):
+    wrong_places = ((8, empty, geometry), (2, empty, geometry), ("0", empty, geometry))
+    for wrong in (*wrong_places, (4, empty), (4,), 3):
         try:
             prepare((wrong,))
         except (ValueError, TypeError, IndexError, SystemError):
@@ -204,39 +272,40 @@ def main(path, size, *offsets):
         else:
             raise AssertionError(f"{wrong} must be refused")
 
-    arguments = (x, residual, weight, norm, algorithm, None, None)
-    closed_meanwhile(library, run, empty, prepared, arguments)
+    closed_meanwhile(library, run, prepared, arguments())
     assert launches.count == count, "nothing is launched for who was closed meanwhile"
-    new_streams(library, run, empty, prepared, arguments)
-    del first, out, got, other, taken, into, keep_into, low, graded, keep_graded
+    new_streams(library, run, prepared, arguments())
+    del first, out, got, other, taken, into, keep_into, low, graded, keep_graded, static, memory
+    del quantising, keep_quantising, single, keep_single
+    good, bad = arguments(), arguments(weight)
 
     def repeat(call):
         for _ in range(_CALLS):
-            call(x, residual, weight, norm, algorithm, None, None)
-            call(weight, residual, weight, norm, algorithm, None, None)
+            call(*good)
+            call(*bad)
             made.clear()
             checked.clear()
 
-    repeat(make)  # what the interpreter does once is done
+    repeat(call)  # what the interpreter does once is done
     gc.collect()
     alive, count = Tensor.alive, launches.count
     # The last are immortal from 3.12 on: whoever counts them wears them out.
-    watched = (x, residual, weight, norm, *norm, algorithm, geometry, prepared, None, True, False)
+    watched = (x, residual, weight, *constants, geometry, prepared, missed, None, True, False)
     before = [sys.getrefcount(thing) for thing in watched]
-    repeat(make)
+    repeat(call)
     after = [sys.getrefcount(thing) for thing in watched]
     assert all(abs(a - b) < 100 for a, b in zip(after, before, strict=True)), (before, after)
     assert launches.count == count + _CALLS
     assert Tensor.alive == alive, (Tensor.alive, alive)
     forget()
-    assert make(x, residual, weight, norm, algorithm, None, None) is None
+    assert not is_made(call)
     keep(prepared)
-    assert make(x, residual, weight, norm, algorithm, None, None) is not None
+    assert is_made(call)
     close()
     keep(prepared)
-    assert make(x, residual, weight, norm, algorithm, None, None) is None
+    assert not is_made(call)
     # What was prepared goes with the last who holds it.
-    del prepared, broken, keep_broken, make, keep, forget, close
+    del prepared, broken, keep_broken, call, keep, forget, close
     gc.collect()
     assert sys.getrefcount(geometry) < before[watched.index(geometry)]
     assert Tensor.alive == alive

@@ -7,7 +7,7 @@ import ctypes
 import pytest
 import torch
 
-from allnorm import _native
+from allnorm.core import _native
 
 pytest.importorskip("hypothesis")
 from hypothesis import given, settings

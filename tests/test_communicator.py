@@ -18,7 +18,8 @@ import torch.distributed as dist
 from rank_helpers import ALGORITHMS, MODES, Case, assert_ranks_agree, comm, device, message_of, on
 
 import allnorm
-from allnorm import _native, fast_call, reference
+from allnorm import reference
+from allnorm.core import _native, fast_call
 from allnorm.testing import RankPool, assert_same_bits
 
 
@@ -293,9 +294,9 @@ def failing_start(rank: int, world_size: int) -> tuple[list[str], list[str]]:
     Case().check(comm())
     before, texts, closed = shared_memory(), [], []
     library = _native.library(device().type)
-    close = library.comm_close
+    destroy = library.comm_destroy
     counting = mock.patch.object(
-        library, "comm_close", lambda handle: closed.append(handle) or close(handle)
+        library, "comm_destroy", lambda handle: closed.append(handle) or destroy(handle)
     )
     with counting:
         broken = mock.patch.object(library, "comm_create", fail)

@@ -29,11 +29,11 @@ def in_place(rank: int, world_size: int, kind: str, algorithm: str) -> None:
     torch.manual_seed(5)
     batch = [torch.randn(2, 3, HIDDEN).bfloat16() for _ in range(world_size + 1)]
     weight = torch.ones(HIDDEN, dtype=torch.bfloat16)
-    normed, residual_out = reference.all_reduce_add_rms_norm(batch[:-1], batch[-1], weight)
+    normed, residual_out = reference.all_reduce_add_rms_norm(batch[:-1], batch[-1], weight, 1e-6)
     for _ in range(3):  # repeated calls are made by other code
         x, residual = strided(kind).copy_(batch[rank]), strided(kind).copy_(batch[-1])
         results = c.all_reduce_add_rms_norm(
-            *(x, residual, weight.to(device())),
+            *(x, residual, weight.to(device()), 1e-6),
             algorithm=algorithm,
             out=x,
             residual_out=residual,

@@ -199,7 +199,9 @@ def chains(rank: int, world_size: int, length: int, early_trigger: bool) -> None
             algorithm: str = algorithm,
         ) -> tuple[torch.Tensor, torch.Tensor]:
             for _ in range(length):
-                x, residual = c.all_reduce_add_rms_norm(x, residual, weight, algorithm=algorithm)
+                x, residual = c.all_reduce_add_rms_norm(
+                    x, residual, weight, 1e-6, algorithm=algorithm
+                )
             return x, residual
 
         graph, results = capture(chain)
@@ -207,7 +209,7 @@ def chains(rank: int, world_size: int, length: int, early_trigger: bool) -> None
         graph.replay()
         xs, residual = start.xs(world_size), start.residual_tensor()
         for _ in range(length):
-            normed, residual = reference.all_reduce_add_rms_norm(xs, residual, weight)
+            normed, residual = reference.all_reduce_add_rms_norm(xs, residual, weight, 1e-6)
             xs = [normed] * world_size
         assert_same_bits(results[0], normed, f"normed after {length} calls")
         assert_same_bits(results[1], residual, f"residual_out after {length} calls")
@@ -230,7 +232,7 @@ def with_other_kernels(rank: int, world_size: int) -> None:
 
     def model() -> tuple[torch.Tensor, ...]:
         doubled = x * 2
-        normed, residual = c.all_reduce_add_rms_norm(doubled, a["residual"], a["weight"])
+        normed, residual = c.all_reduce_add_rms_norm(doubled, a["residual"], a["weight"], 1e-6)
         reduced = c.all_reduce(normed.neg())
         return normed, residual, reduced, reduced + 1
 
@@ -238,7 +240,7 @@ def with_other_kernels(rank: int, world_size: int) -> None:
     for _ in range(5):
         graph.replay()
     normed, residual = reference.all_reduce_add_rms_norm(
-        [x * 2 for x in case.xs(world_size)], a["residual"], a["weight"]
+        [x * 2 for x in case.xs(world_size)], a["residual"], a["weight"], 1e-6
     )
     reduced = reference.all_reduce([normed.neg()] * world_size)
     for got, want in zip(results, (normed, residual, reduced, reduced + 1), strict=True):

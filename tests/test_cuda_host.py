@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import datetime
+import os
+import threading
 from types import SimpleNamespace
-from typing import cast
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from allnorm import _native, faults
-from allnorm.calls import Calls
-from allnorm.communicator import Communicator
+from allnorm.core import _native, faults
+from allnorm.core.endpoint import Endpoint
+from allnorm.core.workspace import Workspace
 from allnorm.errors import AllnormError, PeerDivergedError
-from allnorm.workspace import Workspace
 
 
 class Library:
@@ -23,6 +25,9 @@ class Library:
     def __init__(self, status: int = _native.OK) -> None:
         self.status = status
         self.lasting: list[int] = []
+
+    def comm_close(self, handle: int) -> int:
+        return self.status
 
     def comm_check(self, handle: int, fault: int) -> int:
         return self.status
@@ -34,18 +39,24 @@ class Library:
         self.lasting.append(stream)
 
 
-def calls(library: Library) -> Calls:
-    made = Calls()
+def endpoint(library: Library, workspace: Any = None) -> Endpoint:
+    """One that is all there, but for what it would make calls with."""
+    made = object.__new__(Endpoint)
     made._library = library  # type: ignore[assignment]
-    made._closed, made._handle, made._streams = False, 1, {None}
+    made._workspace = workspace
+    made._group = lambda: None
+    made.closed, made._handle, made._streams = False, 1, {None}
+    made._broken = made._channel = made._accounts = made.watch = None
+    made._process, made._holder, made._lock = os.getpid(), 0, threading.Lock()
     made.timeout, made.device = datetime.timedelta(seconds=1), torch.device("cuda", 0)
+    made.name, made.dispatcher = "0", mock.Mock()
     return made
 
 
 def test_check_says_that_a_launch_failed() -> None:
     with pytest.raises(AllnormError, match="could not make a call: launching"):
-        calls(Library(_native.SYSTEM)).check()
-    calls(Library()).check()
+        endpoint(Library(_native.SYSTEM)).check()
+    endpoint(Library()).check()
 
 
 def test_peers_say_who_could_not_launch() -> None:
@@ -74,7 +85,7 @@ def test_streams_of_torch_last(
     current = SimpleNamespace(cuda_stream=0x7F00, stream_id=stream_id)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
     library = Library()
-    made = calls(library)
+    made = endpoint(library)
     made._note_stream(0x7F00)
     assert library.lasting == ([0x7F00] if lasts else [])
     assert made._streams == {None, 0x7F00}
@@ -90,12 +101,8 @@ def test_mirror_of_device_code() -> None:
 @pytest.mark.parametrize("captured", [False, True])
 def test_a_workspace_in_a_graph_stays(captured: bool) -> None:
     released: list[str] = []
-    status = _native.BUSY if captured else _native.OK
-    comm = SimpleNamespace(
-        _handle=1,
-        _library=SimpleNamespace(comm_close=lambda handle: status),
-        _workspace=Workspace([1], 1, _release=lambda: released.append("workspace")),
-    )
+    library = Library(_native.BUSY if captured else _native.OK)
+    made = endpoint(library, Workspace([1], 1, _release=lambda: released.append("workspace")))
     for _ in range(2):
-        Communicator._release(cast(Communicator, comm))
+        made.close()
     assert released == ([] if captured else ["workspace"])

@@ -47,30 +47,30 @@ QUANTIZED |= {
     ),
     "out of the dtype of x": (
         TypeError,
-        ("out", "bfloat16", "float8_e4m3fn"),
-        lambda a: {"out": torch.empty_like(a["x"])},
+        ("quantized_out", "bfloat16", "float8_e4m3fn"),
+        lambda a: {"quantized_out": torch.empty_like(a["x"])},
     ),
     "out of another shape": (
         ValueError,
-        ("out", "(2, 128)", "(4, 64)"),
-        lambda a: {"out": fp8(a["x"], 2, 128)},
+        ("quantized_out", "(2, 128)", "(4, 64)"),
+        lambda a: {"quantized_out": fp8(a["x"], 2, 128)},
     ),
     "out not contiguous": (
         ValueError,
-        ("out", "contiguous"),
-        lambda a: {"out": fp8(a["x"], 4, 2 * H)[:, ::2]},
+        ("quantized_out", "contiguous"),
+        lambda a: {"quantized_out": fp8(a["x"], 4, 2 * H)[:, ::2]},
     ),
     "out with one row for all": (
         ValueError,
-        ("out", "distinct"),
-        lambda a: {"out": fp8(a["x"], 1, H).expand(4, H)},
+        ("quantized_out", "distinct"),
+        lambda a: {"quantized_out": fp8(a["x"], 1, H).expand(4, H)},
     ),
     "out on another device": (
         ValueError,
-        ("out", "meta"),
-        lambda a: {"out": fp8(a["x"]).to("meta")},
+        ("quantized_out", "meta"),
+        lambda a: {"quantized_out": fp8(a["x"]).to("meta")},
     ),
-    "out a number": (TypeError, ("out", "int"), lambda a: {"out": 1}),
+    "out a number": (TypeError, ("quantized_out", "int"), lambda a: {"quantized_out": 1}),
     "normed_out of another dtype": (
         TypeError,
         ("normed_out", "float8"),
@@ -127,22 +127,22 @@ QUANTIZED |= {
     ),
     "out in the memory of x": (
         ValueError,
-        ("out shares memory with x",),
-        lambda a: {"out": a["x"].view(FP8)[:, :H]},
+        ("quantized_out shares memory with x",),
+        lambda a: {"quantized_out": a["x"].view(FP8)[:, :H]},
     ),
     "out in the memory of residual_out": (
         ValueError,
-        ("out shares memory with residual_out",),
+        ("quantized_out shares memory with residual_out",),
         lambda a: in_one_place(a, "residual_out"),
     ),
     "out in the memory of scale_out": (
         ValueError,
-        ("out shares memory with scale_out",),
+        ("quantized_out shares memory with scale_out",),
         lambda a: in_one_place(a, "scale_out"),
     ),
     "out in the memory of the scale": (
         ValueError,
-        ("out shares memory with quant.scale",),
+        ("quantized_out shares memory with quant.scale",),
         lambda a: in_one_place(a, "quant"),
     ),
     "scale_out in the memory of residual": (
@@ -176,7 +176,7 @@ QUANTIZED |= {
 def in_one_place(a: dict[str, Any], what: str) -> dict[str, Any]:
     memory = torch.zeros(8 * H, dtype=torch.uint8, device=a["x"].device)
     scale = memory.view(torch.float32)
-    out = {"out": memory[: 4 * H].view(FP8).view(4, H)}
+    out = {"quantized_out": memory[: 4 * H].view(FP8).view(4, H)}
     if what == "residual_out":
         return {**out, "residual_out": memory.view(a["x"].dtype).view(4, H)}
     if what == "quant":
@@ -233,7 +233,7 @@ def test_refusals_of_the_local_op(where: str) -> None:
     for error, words, arguments, more in (
         (TypeError, "quant=None", (x, None, w, 1e-6, None), {}),
         (TypeError, "return_normed", (x, None, w, 1e-6, TMA, 3), {}),
-        (allnorm.UnsupportedError, "128", (x, None, w), {}),
+        (allnorm.UnsupportedError, "128", (x, None, w, 1e-6), {}),
         (ValueError, "numerics", (x, None, w, 1e-6, TMA), {"numerics": "exact"}),
         (ValueError, "residual", (x, x[:2], w, 1e-6, TMA), {}),
         (

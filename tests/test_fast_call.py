@@ -21,8 +21,10 @@ import torch
 from rank_helpers import Case, comm, message_of, on
 
 import allnorm
-from allnorm import _native, fast_call, policy
-from allnorm.calls import Calls
+from allnorm import policy
+from allnorm.core import _native, fast_call
+from allnorm.core.call import Call, split_scale, without_tensors
+from allnorm.core.dispatch import Dispatcher
 from allnorm.testing import RankPool, assert_same_bits
 from allnorm.testing.rank import device
 
@@ -32,7 +34,6 @@ needs_library = pytest.mark.skipif(
 
 BASE = Case(shape=(3, 4096))
 GROUPS = allnorm.Fp8PerGroup(128)
-NEW = (None, None)  # memory for results is not given
 REPEATED = (
     BASE,
     BASE.but(shape=(2, 5, 120), residual=False),
@@ -45,13 +46,14 @@ REPEATED = (
     BASE.but(quant=allnorm.Fp8PerToken(), shape=(9, 2944)),
     # 8 rows: column-major scales without padding between columns
     BASE.but(quant=allnorm.Fp8PerGroup(128, "column_major_tma", "ue8m0"), shape=(8, 4096)),
+    BASE.but(quant=allnorm.Fp8PerTensor(torch.tensor([0.5]))),
+    # 7 rows: padding between columns
+    BASE.but(quant=allnorm.Fp8PerGroup(128, "column_major_tma"), shape=(7, 4096)),
 )
 LEFT_TO_PYTHON = (
     BASE.but(algorithm="unfused"),
     BASE.but(shape=(0, 4096)),
     BASE.but(shape=(1, 4096), sharded=True),  # the last rank's share is no row
-    BASE.but(quant=allnorm.Fp8PerTensor(torch.tensor([0.5]))),
-    BASE.but(quant=allnorm.Fp8PerGroup(128, "column_major_tma"), shape=(7, 4096)),
 )
 
 
@@ -59,13 +61,34 @@ def refuse(*args: Any) -> Any:
     raise AssertionError("Python was asked")
 
 
-def as_called(case: Case, rank: int) -> tuple[Any, ...]:
-    """The tensors of a call, the norm and the algorithm; a call of FastCall.make with `NEW`."""
+def as_called(case: Case, rank: int) -> Call:
+    """The call of a case."""
     given = case.call_arguments(comm())
-    norm: tuple[Any, ...] = (case.eps, case.weight_bias, case.numerics, case.sharded)
-    if case.quant is not None:
-        norm = (*norm, given["quant"], case.return_normed)
-    return case.x(rank), given["residual"], given["weight"], norm, case.algorithm
+    spec, static_scale = split_scale(given.get("quant"))
+    op = "all_reduce_add_rms_norm" + ("" if spec is None else "_quant")
+    return without_tensors(
+        *(case.x(rank), op),
+        algorithm=case.algorithm,
+        eps=case.eps,
+        weight_bias=case.weight_bias,
+        numerics=case.numerics,
+        residual_sharded=case.sharded,
+        quant=spec,
+        return_normed=case.return_normed,
+    )._replace(residual=given["residual"], weight=given["weight"], static_scale=static_scale)
+
+
+class MissedError(Exception):
+    """Python was asked."""
+
+
+def make(c: allnorm.Communicator, call: tuple[Any, ...]) -> Any:
+    """The results of a call if it is made without Python; else None."""
+    with mock.patch.object(c._endpoint.dispatcher, "_make", side_effect=MissedError):
+        try:
+            return c._call(*call)
+        except MissedError:
+            return None
 
 
 def repeat(rank: int, world_size: int) -> None:
@@ -74,14 +97,16 @@ def repeat(rank: int, world_size: int) -> None:
     for case in REPEATED:
         for _ in range(2):
             case.check(c)
-        with mock.patch.object(c._preparer, "find", refuse):
+        with mock.patch.object(c._endpoint.dispatcher, "_find", refuse):
             kept = []
             for call in range(3):
                 other = case.but(call=call)
                 results = other.method(c)(other.x(rank), **other.call_arguments(c))
                 other.compare(c, *results)
                 kept.append(results)
-        addresses = [t.data_ptr() for results in kept for t in results if t is not None]
+        static = isinstance(case.quant, allnorm.Fp8PerTensor)  # its scale is the one given
+        new = [t for results in kept for i, t in enumerate(results) if not (static and i == 1)]
+        addresses = [t.data_ptr() for t in new if t is not None]
         assert len(set(addresses)) == len(addresses), "every call has results of its own"
         expected = allnorm.QuantizedNorm if case.quant is not None else tuple
         assert all(type(results) is expected for results in kept)
@@ -98,10 +123,12 @@ def repeat_all_reduce(rank: int, world_size: int) -> None:
     c, case = comm(), BASE.but(shape=(6, 2880))
     expected = allnorm.reference.all_reduce(case.xs(world_size))
     for call in range(4):
-        with mock.patch.object(c._preparer, "find", refuse if call >= 2 else c._preparer.find):
+        with mock.patch.object(
+            c._endpoint.dispatcher, "_find", refuse if call >= 2 else c._endpoint.dispatcher._find
+        ):
             assert_same_bits(c.all_reduce(case.x(rank)), expected, f"call {call}")
     operator = torch.ops.allnorm.all_reduce
-    with mock.patch.object(c._preparer, "find", refuse):
+    with mock.patch.object(c._endpoint.dispatcher, "_find", refuse):
         assert_same_bits(operator(case.x(rank), c.name), expected, "by the operator")
 
 
@@ -115,7 +142,9 @@ def leave_to_python(rank: int, world_size: int) -> None:
     c = comm()
     for case in LEFT_TO_PYTHON:
         for _ in range(4):
-            with mock.patch.object(c._preparer, "find", wraps=c._preparer.find) as find:
+            with mock.patch.object(
+                c._endpoint.dispatcher, "_find", wraps=c._endpoint.dispatcher._find
+            ) as find:
                 case.check(c)
         has_rows = case.own_rows(c, case.x(rank)).numel() > 0 if case.sharded else False
         assert find.called != has_rows, case
@@ -128,13 +157,13 @@ def repeat_alone(rank: int, world_size: int) -> None:
         if case.algorithm == "two_shot":
             continue
         for call in range(4):
-            find = refuse if call >= 2 else c._preparer.find
-            with mock.patch.object(c._preparer, "find", find):
+            find = refuse if call >= 2 else c._endpoint.dispatcher._find
+            with mock.patch.object(c._endpoint.dispatcher, "_find", find):
                 case.but(call=call).check(c)
     x = BASE.x(rank)
     for call in range(4):
-        find = refuse if call >= 2 else c._preparer.find
-        with mock.patch.object(c._preparer, "find", find):
+        find = refuse if call >= 2 else c._endpoint.dispatcher._find
+        with mock.patch.object(c._endpoint.dispatcher, "_find", find):
             result = c.all_reduce(x)
         assert_same_bits(result, x, "the sum of one")
         assert result.data_ptr() != x.data_ptr()
@@ -152,10 +181,10 @@ def test_left_to_python(pool: RankPool) -> None:
     pool.run(leave_to_python)
 
 
-def others(rank: int) -> Iterator[tuple[str, tuple[Any, ...]]]:
+def others(rank: int) -> Iterator[tuple[str, Call]]:
     """What differs from the call of BASE in one thing."""
-    x, residual, weight, norm, algorithm = as_called(BASE, rank)
-    eps, bias, numerics, sharded = norm
+    call = as_called(BASE, rank)
+    x = call.x
     wide = torch.zeros(3, 2 * 4096, dtype=x.dtype, device=x.device)
     tensors = {
         "fewer rows": x[:2],
@@ -170,32 +199,30 @@ def others(rank: int) -> Iterator[tuple[str, tuple[Any, ...]]]:
         "None": None,
     }
     for name, other in tensors.items():
-        yield f"x: {name}", (other, residual, weight, norm, algorithm)
+        yield f"x: {name}", call._replace(x=other)
         if other is not None:
-            yield f"residual: {name}", (x, other, weight, norm, algorithm)
-    yield "no residual", (x, None, weight, norm, algorithm)
-    yield "weight: float32", (x, residual, weight.float(), norm, algorithm)
-    yield "weight: shorter", (x, residual, weight[:-1], norm, algorithm)
-    yield "weight: None", (x, residual, None, norm, algorithm)
-    yield "no norm", (x, None, None, None, algorithm)
-    norms = {
-        "eps": (1e-5, bias, numerics, sharded),
-        "eps as text": ("1e-6", bias, numerics, sharded),
-        "eps in a tensor": (torch.tensor(eps), bias, numerics, sharded),
-        "negative zero": (eps, -0.0, numerics, sharded),
-        "int": (eps, 0, numerics, sharded),
-        "bool": (eps, False, numerics, sharded),
-        "numerics": (eps, bias, "vllm", sharded),
-        "sharded": (eps, bias, numerics, True),
-        "sharded as 0": (eps, bias, numerics, 0),
-        "quantised": (eps, bias, numerics, sharded, GROUPS, False),
-        "shorter": (eps, bias, numerics),
+            yield f"residual: {name}", call._replace(residual=other)
+    weight = call.weight
+    assert weight is not None
+    constants = {
+        "residual": (None,),
+        "weight": (weight.float(), weight[:-1], None),
+        "static_scale": (torch.ones(1, device=x.device),),
+        "out": (torch.empty_like(x),),
+        "scale_out": (torch.empty_like(x),),
+        "op": ("all_reduce", "add_rms_norm", None),
+        "algorithm": ("one_shot", None),
+        "eps": (1e-5, "1e-6", torch.tensor(call.eps)),
+        "weight_bias": (-0.0, 0, False),
+        "numerics": ("vllm",),
+        "residual_sharded": (True, 0),
+        "quant": (GROUPS, allnorm.Fp8PerTensor),
+        "return_normed": (True, 0),
+        "num_tokens": (3, 0.0, False),
     }
-    for name, other_norm in norms.items():
-        yield f"norm: {name}", (x, residual, weight, other_norm, algorithm)
-    yield "norm: a list", (x, residual, weight, list(norm), algorithm)
-    yield "algorithm", (x, residual, weight, norm, "one_shot")
-    yield "algorithm: None", (x, residual, weight, norm, None)
+    for field, values in constants.items():
+        for value in values:
+            yield f"{field}: {value}", call._replace(**{field: value})
 
 
 def recognise(rank: int, world_size: int) -> None:
@@ -203,23 +230,26 @@ def recognise(rank: int, world_size: int) -> None:
     for _ in range(3):
         BASE.check(c)
     same = as_called(BASE, rank)
-    assert type(c._fast.make(*same, *NEW)) is tuple
+    assert type(make(c, same)) is tuple
     for name, call in others(rank):
-        assert c._fast.make(*call, *NEW) is None, name
+        assert make(c, call) is None, name
     # Equal, if not the same objects.
-    x, residual, weight, norm, algorithm = same
-    equal = (float("1e-6"), float("0"), "".join(["round", "ed"]), False)
-    results = c._fast.make(x.clone(), residual, weight, equal, "".join(["au", "to"]), *NEW)
-    BASE.compare(c, *results)
+    equal = same._replace(
+        x=same.x.clone(),
+        eps=float("1e-6"),
+        weight_bias=float("0"),
+        numerics="".join(["round", "ed"]),
+        algorithm="".join(["au", "to"]),
+    )
+    BASE.compare(c, *make(c, equal))
     quantised = BASE.but(quant=allnorm.Fp8PerGroup(128))
     for _ in range(3):
         quantised.check(c)
+    same = as_called(quantised, rank)
     for spec in (allnorm.Fp8PerGroup(64), allnorm.Fp8PerToken(), None):
-        other = (*norm, spec, False)
-        assert c._fast.make(x, residual, weight, other, algorithm, *NEW) is None, spec
-    equal_spec = (*norm, allnorm.Fp8PerGroup(128), False)
-    quantised.compare(c, *c._fast.make(x, residual, weight, equal_spec, algorithm, *NEW))
-    assert "expected x, residual" in message_of(TypeError, lambda: c._fast.make(x))
+        assert make(c, same._replace(quant=spec)) is None, spec
+    quantised.compare(c, *make(c, same._replace(quant=allnorm.Fp8PerGroup(128))))
+    assert "expected the 17 of a Call" in message_of(TypeError, lambda: c._call(same.x))
     c.check()
 
 
@@ -229,10 +259,10 @@ def test_recognises_nothing_else(pool: RankPool) -> None:
     pool.run(recognise)
 
 
-def given(rank: int) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+def given(rank: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """Inputs of BASE, and memory for its results, anew each time."""
-    x, residual, weight, *_ = as_called(BASE, rank)
-    inputs = {"x": x, "residual": residual, "weight": weight}
+    x, residual, weight = as_called(BASE, rank)[:3]
+    inputs = {"x": x, "residual": residual, "weight": weight, "eps": BASE.eps}
     yield "both", inputs | {"out": torch.empty_like(x), "residual_out": torch.empty_like(x)}
     yield "out", inputs | {"out": torch.empty_like(x)}
     yield "residual_out", inputs | {"residual_out": torch.empty_like(x)}
@@ -244,7 +274,7 @@ def given(rank: int) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
     yield "rows apart", inputs | {"out": wide[:, :columns]}
     wide_x = wide.clone()
     wide_x[:, :columns] = x
-    strided = {"x": wide_x[:, :columns], "residual": residual, "weight": weight}
+    strided = inputs | {"x": wide_x[:, :columns]}
     yield "x with rows apart, in place", strided | {"out": strided["x"]}
 
 
@@ -255,8 +285,8 @@ def repeat_into_given(rank: int, world_size: int) -> None:
         for turn in range(4):
             name, arguments = list(given(rank))[kind]
             weight = arguments["weight"].clone()
-            find = c._preparer.find if turn < 2 else refuse
-            with mock.patch.object(c._preparer, "find", find):
+            find = c._endpoint.dispatcher._find if turn < 2 else refuse
+            with mock.patch.object(c._endpoint.dispatcher, "_find", find):
                 results = c.all_reduce_add_rms_norm(**arguments)
             for argument, result, want in zip(
                 ("out", "residual_out"), results, expected, strict=True
@@ -271,7 +301,9 @@ def repeat_into_given(rank: int, world_size: int) -> None:
     x = BASE.x(rank)
     for turn in range(4):
         given_x = x.clone()
-        with mock.patch.object(c._preparer, "find", c._preparer.find if turn < 2 else refuse):
+        with mock.patch.object(
+            c._endpoint.dispatcher, "_find", c._endpoint.dispatcher._find if turn < 2 else refuse
+        ):
             assert c.all_reduce(given_x, out=given_x) is given_x
         assert_same_bits(given_x, allnorm.reference.all_reduce(BASE.xs(world_size)), "in place")
 
@@ -288,7 +320,7 @@ def refuse_shared_memory(rank: int, world_size: int) -> None:
     for kind in range(2):
         for _ in range(3):
             c.all_reduce_add_rms_norm(**list(given(rank))[kind][1])
-    x, residual, weight, *_ = as_called(BASE, rank)
+    x, residual, weight = as_called(BASE, rank)[:3]
     both = torch.empty(2 * x.numel() - 8, dtype=x.dtype, device=x.device)
     lower, upper = both[: x.numel()].view_as(x), both[-x.numel() :].view_as(x)
     for out, residual_out, text in (
@@ -305,12 +337,12 @@ def refuse_shared_memory(rank: int, world_size: int) -> None:
         message = message_of(
             (ValueError, TypeError),
             lambda out=out, residual_out=residual_out: c.all_reduce_add_rms_norm(
-                x, residual, weight, out=out, residual_out=residual_out
+                x, residual, weight, 1e-6, out=out, residual_out=residual_out
             ),
         )
         assert text in message, message
     # The same memory by another name may be overwritten.
-    results = c.all_reduce_add_rms_norm(x, residual, weight, out=x.view_as(x))
+    results = c.all_reduce_add_rms_norm(x, residual, weight, 1e-6, out=x.view_as(x))
     BASE.compare(c, *results)
     c.check()
 
@@ -328,7 +360,7 @@ def take_turns(rank: int, world_size: int) -> None:
         for case in cases:
             case.but(call=turn).check(c)
             BASE.but(call=turn).check(c)
-    with mock.patch.object(c._preparer, "find", refuse):
+    with mock.patch.object(c._endpoint.dispatcher, "_find", refuse):
         BASE.check(c)
 
 
@@ -346,11 +378,11 @@ def other_tables(rank: int, world_size: int) -> None:
             curve = policy.Curve(4096, (policy.Step(None, algorithm),))
             c._use_tables((policy.Table("test", {("bfloat16", "norm"): [curve]}),))
             with mock.patch.object(
-                Calls, "_launch", autospec=True, side_effect=Calls._launch
+                Dispatcher, "_launch", autospec=True, side_effect=Dispatcher._launch
             ) as see:
                 for _ in range(4):
                     case.check(c)
-            seen = [call.args[1].algorithm for call in see.call_args_list]
+            seen = [call.args[1].plan.algorithm for call in see.call_args_list]
             assert seen == [algorithm] * (2 if fast_call.available() else 4)
 
 
@@ -363,10 +395,10 @@ def close_and_refuse(rank: int, world_size: int) -> None:
     c = allnorm.Communicator(device=device())
     x, weight = BASE.x(rank), BASE.weight()
     for _ in range(3):
-        c.all_reduce_add_rms_norm(x, None, weight)
+        c.all_reduce_add_rms_norm(x, None, weight, 1e-6)
     c.close()
     text = message_of(
-        allnorm.CommunicatorClosedError, lambda: c.all_reduce_add_rms_norm(x, None, weight)
+        allnorm.CommunicatorClosedError, lambda: c.all_reduce_add_rms_norm(x, None, weight, 1e-6)
     )
     assert "is closed" in text
 
@@ -379,13 +411,13 @@ def test_closed(pool: RankPool) -> None:
 def wait_in_vain(rank: int, world_size: int) -> str:
     """A peer stays away from a call that is made without Python, which raises as Python would."""
     c = allnorm.Communicator(device=device(), timeout=datetime.timedelta(seconds=0.5))
-    x, residual, weight, *_ = as_called(BASE, rank)
+    x, residual, weight = as_called(BASE, rank)[:3]
     for _ in range(3):
         c.all_reduce_add_rms_norm(x, residual, weight, BASE.eps)
     if rank == 1:
         time.sleep(1.5)
         return ""
-    with mock.patch.object(c._preparer, "find", refuse):
+    with mock.patch.object(c._endpoint.dispatcher, "_find", refuse):
         return message_of(
             allnorm.PeerTimeoutError,
             lambda: c.all_reduce_add_rms_norm(x, residual, weight, BASE.eps),
@@ -402,30 +434,26 @@ def count_references(rank: int, world_size: int) -> None:
     """Nothing is kept of a call, and nothing is given back twice."""
     c = comm()
     call = as_called(BASE.but(quant=allnorm.Fp8PerGroup(128)), rank)
-    x, residual, weight, norm, algorithm = call
-    quant = norm[4]
     for _ in range(3):
-        c.all_reduce_add_rms_norm_quant(x, residual, weight, norm[0], quant)
-    watched = (*call, *norm, c._lock, None, True, torch.bfloat16)
+        c.all_reduce_add_rms_norm_quant(*call[:3], call.eps, call.quant)
+    watched = (*call, c._endpoint._lock, None, True, torch.bfloat16)
     gc.collect()
     before = [sys.getrefcount(thing) for thing in watched]
+    others = call._replace(residual=None), call._replace(x=call.x[:1])
+    dispatcher = c._endpoint.dispatcher
+    dispatcher._make = lambda call: None  # type: ignore[method-assign]
     for _ in range(1000):
-        assert c._fast.make(*call, *NEW) is not None
-        assert c._fast.make(x, None, weight, norm, algorithm, *NEW) is None
-        assert c._fast.make(*others_of(call), *NEW) is None
+        assert c._call(*call) is not None
+        assert all(c._call(*other) is None for other in others)
+    del dispatcher._make, others
     after = [sys.getrefcount(thing) for thing in watched]
     # Some are everywhere: a thousand calls would show, a few objects elsewhere do not.
     assert all(abs(a - b) < 50 for a, b in zip(after, before, strict=True)), (before, after)
-    results = c._fast.make(*call, *NEW)
+    results = make(c, call)
     alive = [weakref.ref(result) for result in results if result is not None]
     del results
     assert not any(reference() is not None for reference in alive)
     c.check()
-
-
-def others_of(call: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The same call of fewer rows."""
-    return call[0][:1], *call[1:]
 
 
 @needs_library
@@ -454,7 +482,7 @@ def test_any_interpreter(interpreter: str) -> None:
     assert found.startswith("cpython")
     package = pathlib.Path(allnorm.__file__).parent
     library = package / "lib" / "liballnorm_python.so"
-    pointers = ("x", "residual", "weight", "out", "residual_out")
+    pointers = ("x", "residual", "weight", "out", "residual_out", "quantized", "scale")
     numbers = [ctypes.sizeof(_native.Call)] + [getattr(_native.Call, p).offset for p in pointers]
     program = pathlib.Path(__file__).parent / "fast_call_alone.py"
     done = subprocess.run(
@@ -476,8 +504,8 @@ def give_back_what_it_held(rank: int, world_size: int) -> None:
                 case = BASE.but(shape=(rows, 512))
                 x, weight = case.x(rank), case.weight()
                 for _ in range(3):
-                    c.all_reduce_add_rms_norm(x, None, weight)
-            launches = [weakref.ref(launch) for launch in c._preparer._launches.values()]
+                    c.all_reduce_add_rms_norm(x, None, weight, 1e-6)
+            launches = [weakref.ref(launch) for launch in c._endpoint.dispatcher._launches.values()]
             left = weakref.ref(c)
         del c
         gc.collect()
@@ -494,13 +522,13 @@ def test_communicators_leave_nothing(pool: RankPool) -> None:
 def call_from_threads(rank: int, world_size: int) -> None:
     """Threads may share a communicator if their calls are alike: then any order is the same."""
     c = comm()
-    x, residual, weight, norm, _ = as_called(BASE, rank)
+    x, residual, weight = as_called(BASE, rank)[:3]
     for _ in range(3):
         BASE.check(c)
     results: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def call() -> None:
-        results.extend(c.all_reduce_add_rms_norm(x, residual, weight, norm[0]) for _ in range(200))
+        results.extend(c.all_reduce_add_rms_norm(x, residual, weight, BASE.eps) for _ in range(200))
 
     threads = [threading.Thread(target=call) for _ in range(4)]
     for thread in threads:
@@ -521,7 +549,7 @@ def watch(rank: int, world_size: int) -> None:
     """Who watches sees every call, also while another watches and leaves."""
     c = comm()
     seen = 0
-    launch = Calls._launch
+    launch = Dispatcher._launch
 
     def see(*args: Any, **kwargs: Any) -> None:
         nonlocal seen
@@ -530,7 +558,7 @@ def watch(rank: int, world_size: int) -> None:
 
     for _ in range(3):
         BASE.check(c)
-    with mock.patch.object(Calls, "_launch", see):
+    with mock.patch.object(Dispatcher, "_launch", see):
         BASE.check(c)
         assert seen == (0 if fast_call.available() else 1)
         seen = 0
@@ -558,7 +586,7 @@ def do_without(rank: int, world_size: int) -> None:
         for number in range(4):
             BASE.but(call=number).check(c)
             BASE.but(call=number, quant=GROUPS).check(c)
-        assert c._fast.make(*call, *NEW) is None
+        assert make(c, call) is None
         with fast_call.watched():
             BASE.check(c)
         c.close()
@@ -574,21 +602,22 @@ def call_elsewhere(rank: int, world_size: int) -> None:
     c = comm()
     for _ in range(3):
         BASE.check(c)
-    x, residual, weight, norm, algorithm = as_called(BASE, rank)
+    call = as_called(BASE, rank)
+    x, residual, weight = call[:3]
     shifted = torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)[1:].view_as(x).copy_(x)
-    assert c._fast.make(shifted, residual, weight, norm, algorithm, *NEW) is None
-    BASE.compare(c, *c.all_reduce_add_rms_norm(shifted, residual, weight, norm[0]))
+    assert make(c, call._replace(x=shifted)) is None
+    BASE.compare(c, *c.all_reduce_add_rms_norm(shifted, residual, weight, BASE.eps))
     with torch.cuda.device((device().index + 1) % torch.cuda.device_count()):
         if torch.cuda.current_device() != device().index:
-            assert c._fast.make(x, residual, weight, norm, algorithm, *NEW) is None
-        results = c.all_reduce_add_rms_norm(x, residual, weight, norm[0])
+            assert make(c, call) is None
+        results = c.all_reduce_add_rms_norm(x, residual, weight, BASE.eps)
     BASE.compare(c, *results)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream), mock.patch.object(c._preparer, "find", refuse):
+    with torch.cuda.stream(stream), mock.patch.object(c._endpoint.dispatcher, "_find", refuse):
         torch.cuda._sleep(1 << 24)
         late = x * 1.0
-        results = c.all_reduce_add_rms_norm(late, residual, weight, norm[0])
+        results = c.all_reduce_add_rms_norm(late, residual, weight, BASE.eps)
     stream.synchronize()
     BASE.compare(c, *results)
     c.check()

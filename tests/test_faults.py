@@ -21,10 +21,11 @@ import torch.distributed as dist
 from rank_helpers import Case, device, on
 
 import allnorm
-from allnorm import _native, faults, quant, workspace
-from allnorm.announcement import Announcement
-from allnorm.arguments import NormArguments
-from allnorm.launch import Launch
+from allnorm import quant
+from allnorm.core import _native, faults, workspace
+from allnorm.core.announcement import Announcement
+from allnorm.core.arguments import NormArguments
+from allnorm.core.launch import Launch
 from allnorm.testing import RankPool
 
 TIMEOUT = datetime.timedelta(seconds=1.5)

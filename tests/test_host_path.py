@@ -11,7 +11,7 @@ import torch
 from rank_helpers import Case, comm, on
 
 import allnorm
-from allnorm import fast_call, shortcuts
+from allnorm.core import fast_call, shortcuts
 from allnorm.testing import RankPool
 
 # Kinds of calls, and how many results each makes.
@@ -83,7 +83,8 @@ def count_new(rank: int, world_size: int) -> None:
         return new
 
     pairs = calls(rank)
-    c._new = counting
+    dispatcher = c._endpoint.dispatcher
+    dispatcher._new = counting
     try:
         for call, results, case in pairs:
             count, with_padding = 0, getattr(case.quant, "scale_layout", "") == "column_major_tma"
@@ -91,7 +92,7 @@ def count_new(rank: int, world_size: int) -> None:
                 call()
             assert count == results - with_padding, case  # scales with padding are a view
     finally:
-        c._new = counted
+        dispatcher._new = counted
 
 
 @on(cpu=(2,))

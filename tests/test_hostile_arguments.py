@@ -22,6 +22,7 @@ from rank_helpers import Case, comm, device, message_of, on
 import allnorm
 from allnorm import quant as quants
 from allnorm import reference
+from allnorm.core.call import Call
 from allnorm.testing import RankPool, assert_same_bits
 
 CASE = Case((4, 64), torch.float32)
@@ -111,10 +112,10 @@ def refuse_kinds(rank: int, world_size: int, name: str) -> list[str]:
         for refused in (
             lambda t=x: c.all_reduce(t),
             lambda t=x: c.all_reduce(t, algorithm="unfused"),
-            lambda t=x: allnorm.add_rms_norm(t, None, CASE.weight()),
-            lambda t=x: allnorm.add_rms_norm(CASE.x(rank), t, CASE.weight()),
+            lambda t=x: allnorm.add_rms_norm(t, None, CASE.weight(), 1e-6),
+            lambda t=x: allnorm.add_rms_norm(CASE.x(rank), t, CASE.weight(), 1e-6),
             lambda t=x: allnorm.add_rms_norm_quant(
-                t, None, CASE.weight(), quant=quants.DEFAULT_QUANT
+                t, None, CASE.weight(), 1e-6, quant=quants.DEFAULT_QUANT
             ),
             lambda t=x: c.all_gather_rows(t, 4 * world_size),
         ):
@@ -123,8 +124,8 @@ def refuse_kinds(rank: int, world_size: int, name: str) -> list[str]:
             for _ in range(repeats):
                 c.all_reduce(CASE.x(rank))
                 c.all_gather_rows(CASE.x(rank), 4 * world_size)
-                allnorm.add_rms_norm(CASE.x(rank), None, CASE.weight())
-                allnorm.add_rms_norm(CASE.x(rank), CASE.x(rank), CASE.weight())
+                allnorm.add_rms_norm(CASE.x(rank), None, CASE.weight(), 1e-6)
+                allnorm.add_rms_norm(CASE.x(rank), CASE.x(rank), CASE.weight(), 1e-6)
     assert c.check() is None
     return texts
 
@@ -142,14 +143,14 @@ def gradients(rank: int, world_size: int) -> None:
     weight = torch.nn.Parameter(CASE.weight())
     scale = torch.ones(1, device=c.device, requires_grad=True)
     calls: tuple[Callable[[], Any], ...] = (
-        lambda: c.all_reduce_add_rms_norm(x, None, weight),
-        lambda: c.all_reduce_add_rms_norm_quant(x, None, weight, quant=allnorm.Fp8PerToken()),
+        lambda: c.all_reduce_add_rms_norm(x, None, weight, 1e-6),
+        lambda: c.all_reduce_add_rms_norm_quant(x, None, weight, 1e-6, quant=allnorm.Fp8PerToken()),
         lambda: c.all_reduce_add_rms_norm_quant(
-            x, None, weight.detach(), quant=allnorm.Fp8PerTensor(scale)
+            x, None, weight.detach(), 1e-6, quant=allnorm.Fp8PerTensor(scale)
         ),
         lambda: c.all_reduce(x.clone().requires_grad_()),
-        lambda: allnorm.add_rms_norm(x, None, weight),
-        lambda: allnorm.add_rms_norm_quant(x, None, weight, quant=allnorm.Fp8PerToken()),
+        lambda: allnorm.add_rms_norm(x, None, weight, 1e-6),
+        lambda: allnorm.add_rms_norm_quant(x, None, weight, 1e-6, quant=allnorm.Fp8PerToken()),
     )
     for call in calls:
         for guard in (torch.no_grad, torch.inference_mode) * 2:
@@ -203,16 +204,16 @@ def no_memory(rank: int, world_size: int, free: Callable[[torch.Tensor], torch.T
         for call in (
             lambda: c.all_reduce(free(CASE.x(rank))),
             lambda: c.all_gather_rows(free(CASE.x(rank)), 4 * world_size),
-            lambda: allnorm.add_rms_norm(free(CASE.x(rank)), None, CASE.weight()),
-            lambda: allnorm.add_rms_norm(CASE.x(rank), free(CASE.x(rank)), CASE.weight()),
-            lambda: allnorm.add_rms_norm(CASE.x(rank), None, free(CASE.weight())),
+            lambda: allnorm.add_rms_norm(free(CASE.x(rank)), None, CASE.weight(), 1e-6),
+            lambda: allnorm.add_rms_norm(CASE.x(rank), free(CASE.x(rank)), CASE.weight(), 1e-6),
+            lambda: allnorm.add_rms_norm(CASE.x(rank), None, free(CASE.weight()), 1e-6),
             lambda: quantized.run(c, scale_out=free(torch.ones(4, 1, device=c.device))),
             lambda: CASE.but(quant=tensor).run(c),
         ):
             for _ in range(repeats):
                 c.all_reduce(CASE.x(rank))
-                allnorm.add_rms_norm(CASE.x(rank), CASE.x(rank), CASE.weight())
-                allnorm.add_rms_norm(CASE.x(rank), None, CASE.weight())
+                allnorm.add_rms_norm(CASE.x(rank), CASE.x(rank), CASE.weight(), 1e-6)
+                allnorm.add_rms_norm(CASE.x(rank), None, CASE.weight(), 1e-6)
             assert "no memory" in message_of(ValueError, call)
     CASE.check(c)
     quantized.check(c)
@@ -278,9 +279,9 @@ def virtual(rank: int, world_size: int) -> None:
         assert results.scale is negative.scale
         per_tensor.compare(c, results.quantized, per_tensor.quant.scale, *results[2:])
     residual, weight = CASE.residual_tensor(), CASE.weight()
-    want = allnorm.add_rms_norm(x, residual, weight)
+    want = allnorm.add_rms_norm(x, residual, weight, 1e-6)
     for _ in range(4):
-        got = allnorm.add_rms_norm(negated(x), negated(residual), negated(weight))
+        got = allnorm.add_rms_norm(negated(x), negated(residual), negated(weight), 1e-6)
         assert_same_bits(got[0], want[0], "local")
     out = zeros(CASE.shape, dtype=torch.float32, device=c.device)
     assert "stands for zeros" in message_of(ValueError, lambda: c.all_reduce(x, out=out))
@@ -369,7 +370,7 @@ def own_rows_of_x(c: allnorm.Communicator) -> Any:
     lo, hi = c.row_shard(1)
     x = row.x(c.rank)
     return c.all_reduce_add_rms_norm(
-        x, None, row.weight(), residual_sharded=True, residual_out=x[lo:hi]
+        x, None, row.weight(), 1e-6, residual_sharded=True, residual_out=x[lo:hi]
     )
 
 
@@ -413,7 +414,7 @@ SAME = {
 def refuse_alone(rank: int, world_size: int, name: str, unfused: bool, repeats: int) -> str:
     call, words = ALONE[name]
     c = allnorm.Communicator(device=device(), timeout=datetime_of(TIMEOUT_SECONDS))
-    forced = mock.patch.object(c, "_preparer", Unfused(c._preparer) if unfused else c._preparer)
+    forced = mock.patch.object(c, "_call", unfused_calls(c) if unfused else c._call)
     for _ in range(repeats):
         CASE.check(c)
         c.all_reduce(CASE.x(rank))
@@ -449,20 +450,11 @@ def finished(c: allnorm.Communicator, call: Callable[[], Any]) -> None:
     c.check()
 
 
-class Unfused:
-    """A preparer by which every call goes through the process group."""
-
-    def __init__(self, preparer: Any) -> None:
-        self._preparer = preparer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._preparer, name)
-
-    def find(self, *args: Any) -> Any:
-        return self._preparer.find(*args[:4], "unfused", *args[5:])
-
-    def find_gather(self, shard: Any, num_tokens: Any, algorithm: str) -> Any:
-        return self._preparer.find_gather(shard, num_tokens, "unfused")
+def unfused_calls(c: allnorm.Communicator) -> Callable[..., Any]:
+    """Makes every call through the process group."""
+    make = c._call
+    place = Call._fields.index("algorithm")
+    return lambda *fields: make(*fields[:place], "unfused", *fields[place + 1 :])
 
 
 @on(cpu=(2,), gpu=(2,))
@@ -486,13 +478,13 @@ def constants(rank: int, world_size: int) -> None:
     for zero in (float, np.float32, np.float64, fractions.Fraction):
         for first, second in ((0.0, -0.0), (-0.0, 0.0)):
             for bias in (*[zero(first)] * 4, zero(second), zero(first)):
-                normed, _ = c.all_reduce_add_rms_norm(x, None, weight, weight_bias=bias)
+                normed, _ = c.all_reduce_add_rms_norm(x, None, weight, 1e-6, weight_bias=bias)
                 want, _ = reference.all_reduce_add_rms_norm(
-                    CASE.xs(world_size), None, weight, weight_bias=float(bias)
+                    CASE.xs(world_size), None, weight, 1e-6, weight_bias=float(bias)
                 )
                 assert_same_bits(normed, want, f"weight_bias {bias!r}")
-                local, _ = allnorm.add_rms_norm(x, None, weight, weight_bias=bias)
-                want, _ = reference.add_rms_norm(x, None, weight, weight_bias=float(bias))
+                local, _ = allnorm.add_rms_norm(x, None, weight, 1e-6, weight_bias=bias)
+                want, _ = reference.add_rms_norm(x, None, weight, 1e-6, weight_bias=float(bias))
                 assert_same_bits(local, want, f"local, weight_bias {bias!r}")
     given = (x, CASE.residual_tensor(), CASE.weight())
     for eps in (0.0, 1.0):
@@ -504,14 +496,15 @@ def constants(rank: int, world_size: int) -> None:
                 refused = {"eps": eps, name: value}
                 kinds = (TypeError, ValueError)
                 for call in (c.all_reduce_add_rms_norm, allnorm.add_rms_norm):
-                    text = message_of(kinds, lambda f=call, r=refused: f(*given, **r))
+                    more = {"eps": eps, **refused}
+                    text = message_of(kinds, lambda f=call, m=more: f(*given, **m))
                     assert name in text, text
         for value in (int(eps), np.float32(eps), np.float64(eps), fractions.Fraction(eps)):
             for _ in range(4):
                 got = c.all_reduce_add_rms_norm(*given, value)
                 assert_same_bits(got[0], want[0], f"eps {value!r}")
     assert "float32" in message_of(
-        ValueError, lambda: c.all_reduce_add_rms_norm(*given, weight_bias=1e39)
+        ValueError, lambda: c.all_reduce_add_rms_norm(*given, eps, weight_bias=1e39)
     )
     shard = torch.ones(1, 64, device=c.device)
     for _ in range(4):
@@ -521,7 +514,7 @@ def constants(rank: int, world_size: int) -> None:
             assert "num_tokens" in text
     for flag in (0, np.bool_(False), 0.0):
         text = message_of(
-            TypeError, lambda f=flag: c.all_reduce_add_rms_norm(*given, residual_sharded=f)
+            TypeError, lambda f=flag: c.all_reduce_add_rms_norm(*given, eps, residual_sharded=f)
         )
         assert "residual_sharded" in text
     CASE.check(c)
@@ -546,7 +539,9 @@ def on_meta(rank: int, world_size: int) -> None:
             assert place in text
             assert "meta" in text
     whole = [t.to("meta") for t in (CASE.x(rank), CASE.residual_tensor(), CASE.weight())]
-    assert "meta" in message_of(allnorm.UnsupportedError, lambda: allnorm.add_rms_norm(*whole))
+    assert "meta" in message_of(
+        allnorm.UnsupportedError, lambda: allnorm.add_rms_norm(*whole, 1e-6)
+    )
     CASE.check(c)
 
 

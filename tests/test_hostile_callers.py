@@ -28,7 +28,7 @@ import torch.distributed as dist
 from rank_helpers import Case, device, on
 
 import allnorm
-from allnorm import _native, fast_call, watch
+from allnorm.core import _native, fast_call, watch
 from allnorm.testing import RankPool, assert_same_bits
 
 NEVER = datetime.timedelta(hours=2)
@@ -209,7 +209,7 @@ def own_group_in_fork(rank: int, world_size: int, folder: str) -> None:
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         with allnorm.Communicator(device="cpu") as mine:
             assert_same_bits(mine.all_reduce(torch.ones(2, 8)), torch.ones(2, 8))
-        assert allnorm.add_rms_norm(torch.ones(2, 8), None, torch.ones(8))[0].shape == (2, 8)
+        assert allnorm.add_rms_norm(torch.ones(2, 8), None, torch.ones(8), 1e-6)[0].shape == (2, 8)
 
     in_fork(alone)
     CASE.check(c)
@@ -531,7 +531,7 @@ def threads_call(rank: int, world_size: int) -> None:
     def call() -> None:
         try:
             for _ in range(50):
-                got = c.all_reduce_add_rms_norm(x, residual, weight, algorithm="one_shot")
+                got = c.all_reduce_add_rms_norm(x, residual, weight, 1e-6, algorithm="one_shot")
                 for a, b in zip(got, expected, strict=True):
                     assert_same_bits(a, b)
         except BaseException as error:  # noqa: BLE001 - raised below
@@ -690,7 +690,7 @@ def test_unfused_waits_like_the_others(pool: RankPool) -> None:
 
 def unfused_over_messages(rank: int, world_size: int) -> tuple[str, int]:
     """As between machines: announcements go through the store."""
-    with mock.patch("allnorm.workspace._host_identity", return_value=f"host {rank}"):
+    with mock.patch("allnorm.core.workspace._host_identity", return_value=f"host {rank}"):
         c = allnorm.Communicator(device=device(), timeout=1.0)
     for call in range(3):
         CASE.but(call=call, algorithm="unfused").check(c)

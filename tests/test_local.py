@@ -19,6 +19,7 @@ HIDDEN_SIZES = (1, 3, 7, 8, 9, 31, 120, 255, 256, 257, 1000, 2880, 2944, 4095, 4
 def check(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, **more: object
 ) -> None:
+    more = {"eps": 1e-6, **more}
     got = allnorm.add_rms_norm(x, residual, weight, **more)
     want = reference.all_reduce_add_rms_norm([x], residual, weight, **more)
     for name, a, b in zip(("normed", "residual_out"), got, want, strict=True):
@@ -74,10 +75,10 @@ def test_inputs_stay_and_results_are_new(where: str) -> None:
     x, residual = (rank_input((4, 64), torch.bfloat16, r, device=where) for r in (0, 1))
     weight = shared_input((64,), torch.bfloat16, "weight", device=where)
     copies = [t.clone() for t in (x, residual, weight)]
-    normed, total = allnorm.add_rms_norm(x, None, weight)
+    normed, total = allnorm.add_rms_norm(x, None, weight, 1e-6)
     assert_same_bits(total, x, "the sum without a residual")
     assert len({t.data_ptr() for t in (x, normed, total)}) == 3
-    allnorm.add_rms_norm(x, residual, weight)
+    allnorm.add_rms_norm(x, residual, weight, 1e-6)
     for t, copy in zip((x, residual, weight), copies, strict=True):
         assert_same_bits(t, copy, "an input")
 
@@ -100,9 +101,9 @@ def test_refusals(where: str) -> None:
         (ValueError, (x, None, w), {"weight_bias": float("inf")}),
     ):
         with pytest.raises(error):
-            allnorm.add_rms_norm(*arguments, **more)
+            allnorm.add_rms_norm(*arguments, **{"eps": 1e-6, **more})
     with pytest.raises((allnorm.UnsupportedError, allnorm.NativeLibraryError, ValueError)):
-        allnorm.add_rms_norm(x.to("meta"), None, w.to("meta"))
+        allnorm.add_rms_norm(x.to("meta"), None, w.to("meta"), 1e-6)
     check(x, None, w)
 
 
@@ -113,11 +114,11 @@ def test_compile(backend: str, where: str) -> None:
     w = shared_input((64,), torch.float32, "weight", device=where)
     torch._dynamo.reset()
     fast = torch.compile(
-        lambda x, w: allnorm.add_rms_norm(x, x, w, weight_bias=1.0, numerics="vllm"),
+        lambda x, w: allnorm.add_rms_norm(x, x, w, 1e-6, weight_bias=1.0, numerics="vllm"),
         fullgraph=True,
         backend=backend,
     )
-    want = reference.add_rms_norm(x, x, w, weight_bias=1.0, numerics="vllm")
+    want = reference.add_rms_norm(x, x, w, 1e-6, weight_bias=1.0, numerics="vllm")
     for a, b in zip(fast(x, w), want, strict=True):
         assert_same_bits(a, b, backend)
 
@@ -127,7 +128,7 @@ def test_cuda_gives_the_bits_of_the_cpu() -> None:
     for hidden_size in (7, 2880, 4096, 16384):
         x = rank_input((33, hidden_size), torch.bfloat16, 0)
         w = shared_input((hidden_size,), torch.float32, "weight")
-        on_cpu = allnorm.add_rms_norm(x, x, w)
-        on_gpu = allnorm.add_rms_norm(x.cuda(), x.cuda(), w.cuda())
+        on_cpu = allnorm.add_rms_norm(x, x, w, 1e-6)
+        on_gpu = allnorm.add_rms_norm(x.cuda(), x.cuda(), w.cuda(), 1e-6)
         for a, b in zip(on_gpu, on_cpu, strict=True):
             assert_same_bits(a, b, str(hidden_size))

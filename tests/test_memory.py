@@ -118,14 +118,14 @@ def odd_views(rank: int, world_size: int) -> None:
     row = Case((1, 64)).x(rank)
     rows = [Case((1, 64)).x(r).expand(5, 64) for r in range(world_size)]
     weight = arguments["weight"]
-    got = c.all_reduce_add_rms_norm(row.expand(5, 64), None, weight)
-    want = reference.all_reduce_add_rms_norm(rows, None, weight)
+    got = c.all_reduce_add_rms_norm(row.expand(5, 64), None, weight, 1e-6)
+    want = reference.all_reduce_add_rms_norm(rows, None, weight, 1e-6)
     assert_same_bits(got[0], want[0], "expanded rows")
     # rows in reverse distance: every second row of a larger tensor
     big = Case((10, 64)).x(rank)
     bigs = [Case((10, 64)).x(r)[::2] for r in range(world_size)]
-    got = c.all_reduce_add_rms_norm(big[::2], None, weight)
-    want = reference.all_reduce_add_rms_norm(bigs, None, weight)
+    got = c.all_reduce_add_rms_norm(big[::2], None, weight, 1e-6)
+    want = reference.all_reduce_add_rms_norm(bigs, None, weight, 1e-6)
     assert_same_bits(got[0], want[0], "every second row")
     # hidden size 1: any last stride is contiguous
     narrow = Case((6, 4)).x(rank)[:, :1]
@@ -222,12 +222,12 @@ def wide_type(rank: int, world_size: int) -> None:
         index = torch.arange(begin, min(begin + 8192, num_tokens), device=c.device)
         x[begin : begin + 8192] = rows(rank, index)
     weight = Case((1, hidden_size)).weight()
-    normed, total = c.all_reduce_add_rms_norm(x, None, weight, out=x)
+    normed, total = c.all_reduce_add_rms_norm(x, None, weight, 1e-6, out=x)
     step = max(1, num_tokens // 4000)
     index = torch.cat([torch.arange(0, num_tokens, step), torch.arange(num_tokens - 8, num_tokens)])
     index = index.to(c.device)
     want = reference.all_reduce_add_rms_norm(
-        [rows(r, index) for r in range(world_size)], None, weight
+        [rows(r, index) for r in range(world_size)], None, weight, 1e-6
     )
     assert_same_bits(normed[index], want[0], "normed")
     assert_same_bits(total[index], want[1], "residual_out")

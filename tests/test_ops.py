@@ -135,7 +135,7 @@ def compiled(rank: int, world_size: int, backend: str) -> None:
             again, residual = torch.ops.allnorm.all_reduce_add_rms_norm(
                 reduced, residual, weight, 1e-6, 1.0, "vllm", c.name
             )
-            local, residual = allnorm.add_rms_norm(again, residual, weight)
+            local, residual = allnorm.add_rms_norm(again, residual, weight, 1e-6)
             return normed, reduced, again, local.relu(), residual
 
         torch._dynamo.reset()
@@ -192,7 +192,7 @@ def compiled_dynamic(rank: int, world_size: int) -> None:
 
     torch._dynamo.reset()
     fast = torch.compile(
-        lambda x, r, w: c.all_reduce_add_rms_norm(x, r, w), fullgraph=True, backend=count
+        lambda x, r, w: c.all_reduce_add_rms_norm(x, r, w, 1e-6), fullgraph=True, backend=count
     )
     for num_tokens in (3, 5, 9, 17):
         case = Case((num_tokens, 64), call=num_tokens)

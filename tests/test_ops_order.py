@@ -21,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import allnorm
 from allnorm import quant as quants
+from allnorm.core.call import Call
 from allnorm.testing import RankPool, assert_same_bits
 
 HIDDEN = 64
@@ -54,9 +55,9 @@ def every_call(c: allnorm.Communicator, x: torch.Tensor, w: torch.Tensor) -> lis
     """All collective operators, by method and raw; no result depends on another call."""
     lo, hi = c.row_shard(x.shape[0])
     out = [c.all_reduce(x), torch.ops.allnorm.all_reduce(x, c.name)]
-    out += c.all_reduce_add_rms_norm(x, None, w)
-    out += c.all_reduce_add_rms_norm(x, x[lo:hi], w, residual_sharded=True)
-    out += c.all_reduce_add_rms_norm_quant(x, x, w, quant=allnorm.Fp8PerGroup(32))[:3]
+    out += c.all_reduce_add_rms_norm(x, None, w, 1e-6)
+    out += c.all_reduce_add_rms_norm(x, x[lo:hi], w, 1e-6, residual_sharded=True)
+    out += c.all_reduce_add_rms_norm_quant(x, x, w, 1e-6, quant=allnorm.Fp8PerGroup(32))[:3]
     out.append(c.all_gather_rows(x[lo:hi], x.shape[0]))
     return out
 
@@ -97,7 +98,7 @@ def alike(rank: int, world_size: int, backend: str) -> None:
 
     def program(x: torch.Tensor, w: torch.Tensor, trained: torch.Tensor) -> Any:
         first, second = c.all_reduce(x), c.all_reduce(x)
-        norm, again = (c.all_reduce_add_rms_norm(x, None, w)[0] for _ in range(2))
+        norm, again = (c.all_reduce_add_rms_norm(x, None, w, 1e-6)[0] for _ in range(2))
         results = (first, second, norm, again)
         if rank == 1:
             results = (first @ second.t(), norm @ again.t())
@@ -117,6 +118,11 @@ def test_calls_that_are_alike_stay_two(pool: RankPool, backend: str) -> None:
     pool.run(alike, backend, timeout=60.0)
 
 
+def calls_made_by(c: allnorm.Communicator, make: Any) -> Any:
+    """Lets the operators make the calls of a communicator by `make`."""
+    return mock.patch.dict(allnorm.communicator.open_calls(), {(c.name, False): make})
+
+
 def moved(rank: int, world_size: int, fusion: bool) -> None:
     """Inductor would make the small calls first, to need less memory; rank 1 gives it no reason."""
     c, (x, _) = comm(), inputs(rank)
@@ -125,7 +131,7 @@ def moved(rank: int, world_size: int, fusion: bool) -> None:
     def program(x: torch.Tensor, big: torch.Tensor) -> Any:
         product = (big @ big.t())[:, :HIDDEN]
         calls = [c.all_reduce(part) for part in (x, x[:2], product, x[:3])]
-        norm = c.all_reduce_add_rms_norm(x[:1], None, x[0])[0]
+        norm = c.all_reduce_add_rms_norm(x[:1], None, x[0], 1e-6)[0]
         if rank == 1:
             return calls, norm
         return [call.t() @ call for call in reversed(calls)], norm
@@ -140,7 +146,7 @@ def moved(rank: int, world_size: int, fusion: bool) -> None:
 
     with torch.no_grad():
         fast = compile_alone(program, "inductor", options=options)
-        with mock.patch.object(c, "_call", noted):
+        with calls_made_by(c, noted):
             fast(x, big)
     assert made == [(rows, HIDDEN) for rows in (4, 2, 512, 3, 1)]
     check_in_step(c, rank)
@@ -190,8 +196,8 @@ def shards(rank: int, world_size: int, folder: str) -> None:
     store = dist.distributed_c10d._get_default_store()
 
     def program(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        normed, shard = c.all_reduce_add_rms_norm(x, None, w, residual_sharded=True)
-        quantized = c.all_reduce_add_rms_norm_quant(x, None, w, residual_sharded=True,
+        normed, shard = c.all_reduce_add_rms_norm(x, None, w, 1e-6, residual_sharded=True)
+        quantized = c.all_reduce_add_rms_norm_quant(x, None, w, 1e-6, residual_sharded=True,
                                                     quant=allnorm.Fp8PerToken())  # fmt: skip
         return normed, shard, quantized.residual
 
@@ -207,7 +213,7 @@ def shards(rank: int, world_size: int, folder: str) -> None:
     torch._dynamo.reset()
     if rank == 1:
         store.wait(["allnorm test: rank 0 has compiled"])
-    with torch.no_grad(), mock.patch.object(c, "_call", compiled):
+    with torch.no_grad(), calls_made_by(c, compiled):
         got = torch.compile(program, fullgraph=True)(x)
     for mine, eager in zip(got, program(x), strict=True):
         assert_same_bits(mine, eager, "sharded")
@@ -265,7 +271,7 @@ def traced(rank: int, world_size: int) -> None:
     names += ["all_reduce_add_rms_norm_quant", "all_gather_rows", "add_rms_norm"]
 
     def program(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
-        return [*every_call(c, x, w), *allnorm.add_rms_norm(x, None, w)]
+        return [*every_call(c, x, w), *allnorm.add_rms_norm(x, None, w, 1e-6)]
 
     for mode in ("real", "fake", "symbolic"):
         graph = make_fx(program, tracing_mode=mode)(x, w)
@@ -299,14 +305,14 @@ def given(rank: int, world_size: int) -> None:
         out, summed, shard, quantized, rows, own, residual = memory
         results = [c.all_reduce(x, algorithm="two_shot", out=out)]
         results += c.all_reduce_add_rms_norm(
-            x, residual, w, algorithm="one_shot", out=summed, residual_out=residual
+            x, residual, w, 1e-6, algorithm="one_shot", out=summed, residual_out=residual
         )
         results += c.all_reduce_add_rms_norm(
-            own * 2, None, w, residual_sharded=True, residual_out=shard, out=None
+            own * 2, None, w, 1e-6, residual_sharded=True, residual_out=shard, out=None
         )
         four = c.all_reduce_add_rms_norm_quant(
-            x, None, w, quant=allnorm.Fp8PerToken(), algorithm="unfused", out=quantized,
-            normed_out=own,
+            x, None, w, 1e-6, quant=allnorm.Fp8PerToken(), algorithm="unfused",
+            quantized_out=quantized, normed_out=own,
         )  # fmt: skip
         gathered = c.all_gather_rows(shard, 5, algorithm="two_shot", out=rows)
         return [*results, *four, gathered, c.all_reduce(own, out=own)]
@@ -319,9 +325,13 @@ def given(rank: int, world_size: int) -> None:
 
     mine, theirs = memory(), memory()
     want = program(x, w, theirs)
-    with torch.no_grad(), mock.patch.object(c, "_call", wraps=c._call) as call:
+    call = mock.Mock(wraps=c._call)
+    with torch.no_grad(), calls_made_by(c, call):
         got = compile_alone(program, "aot_eager")(x, w, mine)
-    assert [made.args[4] for made in call.call_args_list][:2] == ["two_shot", "one_shot"]
+    assert [Call(*made.args).algorithm for made in call.call_args_list][:2] == [
+        "two_shot",
+        "one_shot",
+    ]
     for i, (result, eager) in enumerate(zip(got, want, strict=True)):
         assert_same_bits(result, eager, f"result {i}")
     for i, (result, eager) in enumerate(zip(mine, theirs, strict=True)):
@@ -343,7 +353,7 @@ def in_place(rank: int, world_size: int) -> None:
 
     def program(x: torch.Tensor, residual: torch.Tensor, w: torch.Tensor) -> Any:
         return c.all_reduce_add_rms_norm(
-            x, residual, w, algorithm="one_shot", out=x, residual_out=residual
+            x, residual, w, 1e-6, algorithm="one_shot", out=x, residual_out=residual
         )
 
     mine, theirs = ([x.clone(), torch.ones_like(x)] for _ in range(2))
@@ -370,10 +380,10 @@ def refused(rank: int, world_size: int) -> None:
         "out has dtype": lambda: c.all_reduce(x, out=torch.empty(5, HIDDEN, dtype=torch.half)),
         "algorithm='fast'": lambda: c.all_reduce(x, algorithm="fast"),
         "residual_out has shape": lambda: c.all_reduce_add_rms_norm(
-            x, None, w, residual_sharded=True, residual_out=torch.empty(5, HIDDEN)
+            x, None, w, 1e-6, residual_sharded=True, residual_out=torch.empty(5, HIDDEN)
         ),
         "scale_out": lambda: c.all_reduce_add_rms_norm_quant(
-            x, None, w, quant=allnorm.Fp8PerToken(), scale_out=torch.empty(5, 1)
+            x, None, w, 1e-6, quant=allnorm.Fp8PerToken(), scale_out=torch.empty(5, 1)
         ),
     }
     for words, call in wrong.items():

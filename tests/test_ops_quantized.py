@@ -138,7 +138,7 @@ def block(c: allnorm.Communicator, static: torch.Tensor) -> Any:
         """Sites of every kind, with code before, between and after."""
         lo, hi = c.row_shard(x.shape[0])
         shard = residual[lo:hi]
-        default = c.all_reduce_add_rms_norm_quant(x + 1, residual, weight)
+        default = c.all_reduce_add_rms_norm_quant(x + 1, residual, weight, 1e-6)
         packed = c.all_reduce_add_rms_norm_quant(
             *(-x, shard, weight, 1e-5, allnorm.Fp8PerGroup(64, "column_major_tma", "ue8m0_packed")),
             *(True,),
@@ -146,13 +146,15 @@ def block(c: allnorm.Communicator, static: torch.Tensor) -> Any:
             weight_bias=1.0,
         )
         given = c.all_reduce_add_rms_norm_quant(
-            packed.normed, packed.residual, weight, quant=allnorm.Fp8PerTensor(static),
+            packed.normed, packed.residual, weight, 1e-6, quant=allnorm.Fp8PerTensor(static),
             residual_sharded=True,
         )  # fmt: skip
-        normed, shard = c.all_reduce_add_rms_norm(x, given.residual, weight, residual_sharded=True)
-        first, summed = c.all_reduce_add_rms_norm(x, None, weight, residual_sharded=True)
+        normed, shard = c.all_reduce_add_rms_norm(
+            x, given.residual, weight, 1e-6, residual_sharded=True
+        )
+        first, summed = c.all_reduce_add_rms_norm(x, None, weight, 1e-6, residual_sharded=True)
         local = allnorm.add_rms_norm_quant(
-            normed * 2, None, weight, quant=allnorm.Fp8PerToken(), return_normed=True
+            normed * 2, None, weight, 1e-6, quant=allnorm.Fp8PerToken(), return_normed=True
         )
         whole = c.all_gather_rows(shard, x.shape[0])
         unpacked = given.quantized.float() * given.scale
@@ -204,9 +206,9 @@ def compiled_dynamic(rank: int, world_size: int) -> None:
     packed = allnorm.Fp8PerGroup(16, "column_major_tma", "ue8m0_packed")
 
     def run(x: torch.Tensor, r: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        a = c.all_reduce_add_rms_norm_quant(x, r, w, quant=packed)
+        a = c.all_reduce_add_rms_norm_quant(x, r, w, 1e-6, quant=packed)
         b = c.all_reduce_add_rms_norm_quant(
-            x, None, w, quant=allnorm.Fp8PerGroup(32, "column_major"), residual_sharded=True
+            x, None, w, 1e-6, quant=allnorm.Fp8PerGroup(32, "column_major"), residual_sharded=True
         )
         return *a[:3], *b[:3], c.all_gather_rows(b.residual, x.shape[0])
 
@@ -240,7 +242,9 @@ def compiled_refusals(rank: int, world_size: int) -> None:
     torch._dynamo.reset()
     for spec, words in ((allnorm.Fp8PerGroup(128), "128"), ("fp8", "quant")):
         fast = torch.compile(
-            lambda x, w, spec=spec: c.all_reduce_add_rms_norm_quant(x, None, w, quant=spec)[0],
+            lambda x, w, spec=spec: c.all_reduce_add_rms_norm_quant(x, None, w, 1e-6, quant=spec)[
+                0
+            ],
             fullgraph=True,
             backend="eager",
         )

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import allnorm
-from allnorm import config, fast_call
+from allnorm import config
+from allnorm.core import fast_call
 
 
 def test_public_names() -> None:

@@ -270,6 +270,7 @@ def rows_alone(rank: int, world_size: int) -> None:
                 x[rows],
                 a["residual"][rows],
                 a["weight"],
+                1e-6,
                 quant=spec,
                 algorithm=draw.choice(("auto", "unfused")),
             )
@@ -370,12 +371,12 @@ def positions(rank: int, world_size: int) -> None:
     out = c.all_reduce_add_rms_norm_quant(x, residual, weight, 1e-6, allnorm.Fp8PerToken(), True)
     assert out.scale.shape == (3, 1)
     assert out.normed is not None
-    out = c.all_reduce_add_rms_norm_quant(x, residual, weight)
+    out = c.all_reduce_add_rms_norm_quant(x, residual, weight, 1e-6)
     assert out.scale.shape == (3, 2)
     assert out.normed is None
     case.but(quant=allnorm.Fp8PerGroup(128)).compare(c, *out)
     with allnorm.Communicator(device=c.device, numerics="vllm") as other:
-        out = other.all_reduce_add_rms_norm_quant(x, residual, weight)
+        out = other.all_reduce_add_rms_norm_quant(x, residual, weight, 1e-6)
         case.but(quant=allnorm.Fp8PerGroup(128), numerics="vllm").compare(other, *out)
 
 

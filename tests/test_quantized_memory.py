@@ -70,7 +70,7 @@ def preallocated(rank: int, world_size: int, sharded: bool) -> None:
         wide = torch.zeros(7, 320 + pad, dtype=FP8, device=c.device)
         wide.view(torch.uint8).fill_(77)
         out = wide[:, :320]
-        memory = {"out": out, "normed_out": x, "residual_out": residual}
+        memory = {"quantized_out": out, "normed_out": x, "residual_out": residual}
         if not isinstance(spec, allnorm.Fp8PerTensor):
             memory["scale_out"] = quants.empty_scale(spec, 7, 320, c.device)
             # Whatever lay there, padding rows too: all of it is written.
@@ -125,13 +125,13 @@ def changing_scales(rank: int, world_size: int) -> None:
     case = Case((3, 64), quant=allnorm.Fp8PerTensor(torch.tensor([1.0])))
     x, a = case.x(rank), case.norm_arguments()
     case.check(c)
-    prepared = len(c._preparer)
+    prepared = len(c._endpoint.dispatcher._launches)
     for i in range(40):
         spec = allnorm.Fp8PerTensor(torch.tensor([0.01 * (i + 1)], device=c.device))
         got = c.all_reduce_add_rms_norm_quant(x, quant=spec, **a)
         want = reference.all_reduce_add_rms_norm_quant(case.xs(world_size), quant=spec, **a)
         assert_same_bits(got.quantized, want.quantized, str(i))
-    assert len(c._preparer) == prepared
+    assert len(c._endpoint.dispatcher._launches) == prepared
 
 
 @on(cpu=(2,), gpu=(2,))

@@ -261,7 +261,8 @@ def test_modes_differ_where_they_should(dtype: torch.dtype) -> None:
     residual = shared_input((16, 4096), dtype, "residual")
     weight = shared_input((4096,), dtype, "weight")
     outs = [
-        reference.all_reduce_add_rms_norm(xs, residual, weight, numerics=mode)[0] for mode in MODES
+        reference.all_reduce_add_rms_norm(xs, residual, weight, 1e-6, numerics=mode)[0]
+        for mode in MODES
     ]
     equal = [torch.equal(outs[i], outs[j]) for i in range(4) for j in range(i)]
     assert equal == [dtype == torch.float32] * 6
@@ -285,7 +286,7 @@ def test_reduced_sum_is_rounded_before_the_residual_is_added() -> None:
     """Incident 1: the residual added to the unrounded sum gives other bits."""
     xs = [torch.tensor([1.0], dtype=torch.bfloat16), torch.tensor([2.0**-8], dtype=torch.bfloat16)]
     residual = torch.tensor([-1.0], dtype=torch.bfloat16)
-    total = reference.all_reduce_add_rms_norm(xs, residual, torch.ones(1))[1]
+    total = reference.all_reduce_add_rms_norm(xs, residual, torch.ones(1), 1e-6)[1]
     assert total.item() == 0.0  # 1 + 2^-8 rounds to 1; unrounded, 2^-8 would be left
 
 
@@ -299,7 +300,7 @@ def test_sum_is_in_rank_order() -> None:
 def test_negative_zero_keeps_its_sign(dtype: torch.dtype) -> None:
     zeros = torch.full((2, 8), -0.0, dtype=dtype)
     normed, total = reference.all_reduce_add_rms_norm(
-        [zeros, zeros], zeros, torch.ones(8), weight_bias=0.0
+        [zeros, zeros], zeros, torch.ones(8), 1e-6, weight_bias=0.0
     )
     assert torch.signbit(total).all()
     assert torch.signbit(normed).all()
@@ -308,14 +309,16 @@ def test_negative_zero_keeps_its_sign(dtype: torch.dtype) -> None:
 
 def test_weight_bias_is_always_added() -> None:
     """0.0 + (-0.0) is 0.0: skipping the addition of a zero bias would change a sign."""
-    normed, _ = reference.add_rms_norm(torch.ones(1, 4), None, torch.full((4,), -0.0))
+    normed, _ = reference.add_rms_norm(torch.ones(1, 4), None, torch.full((4,), -0.0), 1e-6)
     assert not torch.signbit(normed).any()
 
 
 def test_nan_stays_in_its_row() -> None:
     x = torch.ones(3, 16)
     x[1, 5] = math.nan
-    normed, total = reference.all_reduce_add_rms_norm([x, torch.ones(3, 16)], None, torch.ones(16))
+    normed, total = reference.all_reduce_add_rms_norm(
+        [x, torch.ones(3, 16)], None, torch.ones(16), 1e-6
+    )
     assert torch.isnan(normed[1]).all()
     assert int(torch.isnan(total).sum()) == 1
     assert not torch.isnan(normed[[0, 2]]).any()
@@ -327,8 +330,8 @@ def test_results_are_new_and_contiguous(dtype: torch.dtype) -> None:
     x = wide[..., :32]
     for result in (
         reference.all_reduce([x]),
-        *reference.all_reduce_add_rms_norm([x], None, torch.ones(32)),
-        *reference.add_rms_norm(x, None, torch.ones(32)),
+        *reference.all_reduce_add_rms_norm([x], None, torch.ones(32), 1e-6),
+        *reference.add_rms_norm(x, None, torch.ones(32), 1e-6),
     ):
         assert result.shape == x.shape
         assert result.dtype == dtype
@@ -338,10 +341,10 @@ def test_results_are_new_and_contiguous(dtype: torch.dtype) -> None:
 
 def test_preallocated_results() -> None:
     x, residual = torch.randn(2, 8), torch.randn(2, 8)
-    expected = reference.all_reduce_add_rms_norm([x], residual, torch.ones(8))
+    expected = reference.all_reduce_add_rms_norm([x], residual, torch.ones(8), 1e-6)
     out = torch.empty(2, 8)
     normed, total = reference.all_reduce_add_rms_norm(
-        [x], residual, torch.ones(8), out=out, residual_out=residual
+        [x], residual, torch.ones(8), 1e-6, out=out, residual_out=residual
     )
     assert normed is out
     assert total is residual
@@ -351,7 +354,7 @@ def test_preallocated_results() -> None:
 
 def test_no_rows() -> None:
     normed, total = reference.all_reduce_add_rms_norm(
-        [torch.empty(0, 16)] * 2, torch.empty(0, 16), torch.ones(16)
+        [torch.empty(0, 16)] * 2, torch.empty(0, 16), torch.ones(16), 1e-6
     )
     assert normed.shape == total.shape == (0, 16)
 
@@ -365,17 +368,17 @@ def test_wrong_arguments() -> None:
     with pytest.raises(TypeError, match="float64"):
         reference.all_reduce([x.double()])
     with pytest.raises(ValueError, match="numerics"):
-        reference.all_reduce_add_rms_norm([x], None, w, numerics="exact")
+        reference.all_reduce_add_rms_norm([x], None, w, 1e-6, numerics="exact")
     with pytest.raises(ValueError, match="algorithm"):
-        reference.all_reduce_add_rms_norm([x], None, w, algorithm="ring")
+        reference.all_reduce_add_rms_norm([x], None, w, 1e-6, algorithm="ring")
     with pytest.raises(ValueError, match="weight has shape"):
-        reference.all_reduce_add_rms_norm([x], None, torch.ones(9))
+        reference.all_reduce_add_rms_norm([x], None, torch.ones(9), 1e-6)
     with pytest.raises(TypeError, match="weight is"):
-        reference.all_reduce_add_rms_norm([x], None, w.half())
+        reference.all_reduce_add_rms_norm([x], None, w.half(), 1e-6)
     with pytest.raises(ValueError, match="residual has shape"):
-        reference.all_reduce_add_rms_norm([x], torch.ones(3, 8), w)
+        reference.all_reduce_add_rms_norm([x], torch.ones(3, 8), w, 1e-6)
     with pytest.raises(TypeError, match="residual is"):
-        reference.all_reduce_add_rms_norm([x], x.half(), w)
+        reference.all_reduce_add_rms_norm([x], x.half(), w, 1e-6)
 
 
 def test_fast_enough_to_be_used() -> None:
@@ -384,7 +387,7 @@ def test_fast_enough_to_be_used() -> None:
     times = []
     for _ in range(3):
         start = time.perf_counter()
-        reference.all_reduce_add_rms_norm(xs, residual, torch.ones(4096))
+        reference.all_reduce_add_rms_norm(xs, residual, torch.ones(4096), 1e-6)
         times.append(time.perf_counter() - start)
     assert min(times) < 2.0
 
@@ -398,9 +401,9 @@ def test_cuda_gives_the_bits_of_the_cpu(mode: str, dtype: torch.dtype) -> None:
         xs = all_inputs(3, (65, hidden_size), dtype, scale=random.choice([1e-4, 1.0, 30.0]))
         residual = shared_input((65, hidden_size), dtype, "residual")
         weight = shared_input((hidden_size,), torch.float32, "weight")
-        on_cpu = reference.all_reduce_add_rms_norm(xs, residual, weight, numerics=mode)
+        on_cpu = reference.all_reduce_add_rms_norm(xs, residual, weight, 1e-6, numerics=mode)
         on_gpu = reference.all_reduce_add_rms_norm(
-            [x.cuda() for x in xs], residual.cuda(), weight.cuda(), numerics=mode
+            [x.cuda() for x in xs], residual.cuda(), weight.cuda(), 1e-6, numerics=mode
         )
         for name, a, b in zip(("normed", "residual_out"), on_gpu, on_cpu, strict=True):
             assert_same_bits(a, b, name)

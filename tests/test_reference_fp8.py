@@ -310,17 +310,17 @@ def test_a_sharded_residual_changes_no_bit(tokens: int, world_size: int) -> None
     shards = [residual[lo:hi] for lo, hi in bounds]
     assert_same_bits(reference.all_gather_rows(shards, tokens), residual)
     for given, whole in ((shards, residual), (None, None)):
-        want = reference.all_reduce_add_rms_norm(xs, whole, weight, numerics="vllm")
+        want = reference.all_reduce_add_rms_norm(xs, whole, weight, 1e-6, numerics="vllm")
         normed, totals = reference.all_reduce_add_rms_norm(
-            xs, given, weight, numerics="vllm", residual_sharded=True
+            xs, given, weight, 1e-6, numerics="vllm", residual_sharded=True
         )
         assert_same_bits(normed, want[0], "normed")
         for total, (lo, hi) in zip(totals, bounds, strict=True):
             assert_same_bits(total, want[1][lo:hi], "residual_out")
     spec = allnorm.Fp8PerGroup(32, "column_major_tma", "ue8m0_packed")
-    want = reference.all_reduce_add_rms_norm_quant(xs, residual, weight, quant=spec)
+    want = reference.all_reduce_add_rms_norm_quant(xs, residual, weight, 1e-6, quant=spec)
     got = reference.all_reduce_add_rms_norm_quant(
-        xs, shards, weight, quant=spec, residual_sharded=True
+        xs, shards, weight, 1e-6, quant=spec, residual_sharded=True
     )
     assert_same_bits(got.quantized, want.quantized)
     assert_same_bits(got.scale, want.scale)
@@ -331,9 +331,9 @@ def test_shards_of_more_dimensions_and_in_place() -> None:
     xs = all_inputs(2, (3, 1, 16), torch.float32)
     shards = [torch.randn(2, 16), torch.randn(1, 16)]
     whole = torch.cat(shards).view(3, 1, 16)
-    want = reference.all_reduce_add_rms_norm(xs, whole, torch.ones(16))
+    want = reference.all_reduce_add_rms_norm(xs, whole, torch.ones(16), 1e-6)
     normed, totals = reference.all_reduce_add_rms_norm(
-        xs, shards, torch.ones(16), residual_sharded=True, residual_out=shards
+        xs, shards, torch.ones(16), 1e-6, residual_sharded=True, residual_out=shards
     )
     assert normed.shape == (3, 1, 16)
     assert all(a is b for a, b in zip(totals, shards, strict=True))
@@ -356,11 +356,11 @@ def test_wrong_arguments() -> None:
     with pytest.raises(ValueError, match="meta"):
         reference.quantize(y, allnorm.Fp8PerTensor(torch.ones(1, device="meta")))
     with pytest.raises(TypeError, match="quant"):
-        reference.all_reduce_add_rms_norm_quant([y], None, w, quant=None)  # type: ignore[arg-type]
+        reference.all_reduce_add_rms_norm_quant([y], None, w, 1e-6, quant=None)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="list of all ranks"):
-        reference.all_reduce_add_rms_norm([y], y, w, residual_sharded=True)
+        reference.all_reduce_add_rms_norm([y], y, w, 1e-6, residual_sharded=True)
     with pytest.raises(ValueError, match=r"shards\[1\] has shape \[3, 64\].*\[2, 64\]"):
-        reference.all_reduce_add_rms_norm([y, y], [y[:2], y[:3]], w, residual_sharded=True)
+        reference.all_reduce_add_rms_norm([y, y], [y[:2], y[:3]], w, 1e-6, residual_sharded=True)
     with pytest.raises(ValueError, match="empty"):
         reference.all_gather_rows([], 0)
     with pytest.raises(ValueError, match="differ"):

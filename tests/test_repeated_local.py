@@ -12,9 +12,12 @@ import torch
 from rank_helpers import assert_padding_is_zero
 
 import allnorm
-from allnorm import fast_call, local, reference
+from allnorm import reference
+from allnorm.core import dispatch, fast_call, local
+from allnorm.core.dispatch import Dispatcher
 from allnorm.testing import assert_same_bits, rank_input, shared_input
 
+MAKE = Dispatcher._make
 devices = pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 SPECS = (
     allnorm.Fp8PerGroup(128),
@@ -41,6 +44,7 @@ def inputs(
 
 def check(tensors: tuple[torch.Tensor | None, ...], **more: Any) -> tuple[torch.Tensor, ...]:
     x, residual, weight = tensors
+    more = {"eps": 1e-6, **more}
     got = allnorm.add_rms_norm(x, residual, weight, **more)
     want = reference.all_reduce_add_rms_norm([x], residual, weight, **more)
     for name, a, b in zip(("normed", "residual_out"), got, want, strict=True):
@@ -104,13 +108,16 @@ def test_given_scales(where: str) -> None:
 def test_without_python(where: str) -> None:
     """From the third time on."""
     for call in range(5):
-        with mock.patch.object(local, "_find", wraps=local._find) as find:
+        with mock.patch.object(Dispatcher, "_make", autospec=True, side_effect=MAKE) as make:
             check(inputs(where, call))
             check_quantised(inputs(where, call), SPECS[0])
-        assert find.call_count == (2 if call < 2 else 0)
-    with mock.patch.object(local, "_find", wraps=local._find) as find, fast_call.watched():
+        assert make.call_count == (2 if call < 2 else 0)
+    with (
+        mock.patch.object(Dispatcher, "_make", autospec=True, side_effect=MAKE) as make,
+        fast_call.watched(),
+    ):
         check(inputs(where))
-    assert find.called
+    assert make.called
 
 
 @devices
@@ -143,12 +150,12 @@ def test_changed_arguments(where: str) -> None:
         {"eps": []},
     ):
         with pytest.raises((TypeError, ValueError)):
-            allnorm.add_rms_norm(x, residual, weight, **wrong)
+            allnorm.add_rms_norm(x, residual, weight, **{"eps": 1e-6, **wrong})
     for bad in ((x[:2], residual, weight), (x, residual, weight[1:]), (x.int(), residual, weight)):
         with pytest.raises((TypeError, ValueError, allnorm.UnsupportedError)):
-            allnorm.add_rms_norm(*bad)
+            allnorm.add_rms_norm(*bad, 1e-6)
     with pytest.raises(TypeError, match="expected"):
-        allnorm.add_rms_norm([1.0], None, weight)
+        allnorm.add_rms_norm([1.0], None, weight, 1e-6)
     for quant in (None, 128, "per_token"):
         with pytest.raises(TypeError, match="Fp8PerGroup"):
             allnorm.add_rms_norm_quant(x, residual, weight, 1e-6, quant)
@@ -159,12 +166,12 @@ def test_changed_arguments(where: str) -> None:
 @devices
 def test_many_kinds(where: str) -> None:
     """More than are kept, in turns; and a table that is emptied when it is full."""
-    with mock.patch.object(local, "_MAX_LAUNCHES", 5):
+    with mock.patch.object(dispatch, "_MAX_LAUNCHES", 5):
         for call in range(4):
             for rows in range(1, 12):
                 check(inputs(where, call, (rows, 256)))
-        calls = local._threads.calls[inputs(where)[0].device]
-        assert len(calls.launches) <= 5
+        dispatcher = local._threads.dispatchers[inputs(where)[0].device]
+        assert len(dispatcher.launches()) <= 5
 
 
 @devices
@@ -199,9 +206,9 @@ def test_elsewhere() -> None:
     with torch.cuda.stream(stream):
         torch.cuda._sleep(1 << 24)
         late = x * 1.0
-        got = allnorm.add_rms_norm(late, residual, weight)
+        got = allnorm.add_rms_norm(late, residual, weight, 1e-6)
     stream.synchronize()
-    want = reference.all_reduce_add_rms_norm([x], residual, weight)
+    want = reference.all_reduce_add_rms_norm([x], residual, weight, 1e-6)
     assert_same_bits(got[0], want[0], "normed on another stream")
     with torch.cuda.device(torch.cuda.device_count() - 1):
         check(inputs("cuda:0", 8))

@@ -146,14 +146,14 @@ def layers(rank: int, world_size: int, tokens: int) -> None:
         quant = allnorm.Fp8PerGroup(64) if layer % 2 else None
         if quant is None:
             normed, shard = c.all_reduce_add_rms_norm(
-                xs[rank], shard, weight, residual_sharded=True
+                xs[rank], shard, weight, 1e-6, residual_sharded=True
             )
         else:
             out = c.all_reduce_add_rms_norm_quant(
                 xs[rank], shard, weight, 1e-6, quant, True, residual_sharded=True
             )
             normed, shard = out.normed, out.residual
-        want, whole = reference.all_reduce_add_rms_norm(xs, whole, weight)
+        want, whole = reference.all_reduce_add_rms_norm(xs, whole, weight, 1e-6)
         assert_same_bits(normed, want, f"normed of layer {layer}")
         assert shard.shape == (hi - lo, 320)
         assert_same_bits(shard, whole[lo:hi], f"residual of layer {layer}")
@@ -251,7 +251,7 @@ def refusals(rank: int, world_size: int) -> list[str]:
     shard, weight = a["residual"], a["weight"]
     whole, (lo, hi) = case.residual_tensor(), c.row_shard(6)
     assert whole is not None
-    common = {"residual_sharded": True}
+    common = {"eps": 1e-6, "residual_sharded": True}
     texts = []
     for method, more in (
         (c.all_reduce_add_rms_norm, {}),

@@ -11,7 +11,8 @@ import torch
 from rank_helpers import Case, comm, device, message_of, on
 
 import allnorm
-from allnorm import fast_call, prepare, reference, shortcuts
+from allnorm import prepare, reference
+from allnorm.core import fast_call, shortcuts
 from allnorm.testing import RankPool, assert_same_bits
 
 make = functools.partial(torch.empty_strided, dtype=torch.bfloat16)
@@ -149,14 +150,16 @@ def refuse_after_a_hit(rank: int, world_size: int) -> list[str]:
         for more in constants:
             for _ in range(3 * round_):
                 case.check(c)
-            call = functools.partial(c.all_reduce_add_rms_norm, x, residual, weight, **more)
+            call = functools.partial(
+                c.all_reduce_add_rms_norm, x, residual, weight, **{"eps": 1e-6, **more}
+            )
             messages.append(message_of((ValueError, TypeError), call))
         for arguments in wrong:
             for _ in range(3 * round_):  # makes the right call the one that is looked at first
                 case.check(c)
             messages.append(
                 message_of(
-                    (ValueError, TypeError), lambda a=arguments: c.all_reduce_add_rms_norm(*a)
+                    (ValueError, TypeError), lambda a=arguments: c.all_reduce_add_rms_norm(*a, 1e-6)
                 )
             )
     half = len(messages) // 2
@@ -249,9 +252,9 @@ def zero_biases(rank: int, world_size: int) -> None:
     weight = torch.full((64,), -0.0, dtype=case.dtype, device=x.device)
     for bias in (0.0, 0.0, -0.0, -0.0, 0.0, -0.0):
         for _ in range(3):
-            got = c.all_reduce_add_rms_norm(x, residual, weight, weight_bias=bias)
+            got = c.all_reduce_add_rms_norm(x, residual, weight, 1e-6, weight_bias=bias)
             expected = reference.all_reduce_add_rms_norm(
-                case.xs(world_size), residual, weight, weight_bias=bias
+                case.xs(world_size), residual, weight, 1e-6, weight_bias=bias
             )
             assert_same_bits(got[0], expected[0], f"weight_bias={bias}")
 
@@ -277,7 +280,7 @@ def modes(rank: int, world_size: int) -> None:
     weight = torch.nn.Parameter(inside.weight())
     for _ in range(3):
         with torch.no_grad():
-            got = c.all_reduce_add_rms_norm(inside.x(rank), inside.residual_tensor(), weight)
+            got = c.all_reduce_add_rms_norm(inside.x(rank), inside.residual_tensor(), weight, 1e-6)
         assert not got[0].requires_grad
         inside.compare(c, *got)
 

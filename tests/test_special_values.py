@@ -69,8 +69,8 @@ def only_sentinels(rank: int, world_size: int, dtype: torch.dtype) -> None:
         x = torch.full((4, 256 * dtype.itemsize // 4), signed, dtype=torch.int32, device=device)
         x = x.view(dtype)
         weight = torch.ones(256, device=device)
-        got = c.all_reduce_add_rms_norm(x, x, weight, algorithm=algorithm)
-        expected = reference.all_reduce_add_rms_norm([x] * world_size, x, weight)
+        got = c.all_reduce_add_rms_norm(x, x, weight, 1e-6, algorithm=algorithm)
+        expected = reference.all_reduce_add_rms_norm([x] * world_size, x, weight, 1e-6)
         for name, a, b in zip(("normed", "residual_out"), got, expected, strict=True):
             assert_same_bits(a, b, f"{name} of word {word:#010x} by {algorithm}")
 

@@ -12,7 +12,7 @@ from rank_helpers import comm, on
 from torch._C._autograd import DeviceType
 
 import allnorm
-from allnorm.calls import Calls
+from allnorm.core.dispatch import Dispatcher
 from allnorm.testing import RankPool
 from allnorm.tracing import Entry, TraceReport
 from allnorm.tracing.collect import Collector
@@ -35,7 +35,7 @@ class Layer(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.fused:
-            return comm().all_reduce_add_rms_norm(x, x, self.weight)[0]
+            return comm().all_reduce_add_rms_norm(x, x, self.weight, 1e-6)[0]
         x = x.clone()
         dist.all_reduce(x)
         return self.norm(x)
@@ -61,26 +61,26 @@ def found(report: TraceReport) -> list[tuple[str, str, str, int]]:
 def count(rank: int, world_size: int) -> dict[str, Any]:
     """Runs in ranks."""
     c, x = comm(), torch.randn(4, 64)
-    launch = Calls._launch
+    launch = Dispatcher._launch
     model = Model(True, True, False)
     model(x)
     with allnorm.trace() as report:
-        assert Calls._launch is not launch
+        assert Dispatcher._launch is not launch
         assert not report.entries
         model(x)
         model(x)
-    assert Calls._launch is launch
+    assert Dispatcher._launch is launch
     results: dict[str, Any] = {"two passes": (found(report), report.summary(), str(report))}
     assert TraceReport.from_dict(report.to_dict()).entries == report.entries
     assert (report.rank, report.world_size) == (rank, world_size)
 
     with allnorm.trace() as report:
         c.all_reduce(x)
-        c.all_reduce_add_rms_norm(x, x, torch.ones(64), algorithm="two_shot")
-        c.all_reduce_add_rms_norm(x, x, torch.ones(64), algorithm="unfused")
-        c.all_reduce_add_rms_norm_quant(x, x, torch.ones(64), quant=allnorm.Fp8PerToken())
+        c.all_reduce_add_rms_norm(x, x, torch.ones(64), 1e-6, algorithm="two_shot")
+        c.all_reduce_add_rms_norm(x, x, torch.ones(64), 1e-6, algorithm="unfused")
+        c.all_reduce_add_rms_norm_quant(x, x, torch.ones(64), 1e-6, quant=allnorm.Fp8PerToken())
         c.all_gather_rows(x[: len(range(*c.row_shard(4)))], 4)
-        allnorm.add_rms_norm(x, x, torch.ones(64))
+        allnorm.add_rms_norm(x, x, torch.ones(64), 1e-6)
         torch.nn.functional.rms_norm(x, (64,))
     results["calls"] = (found(report), report.summary())
 
@@ -89,7 +89,7 @@ def count(rank: int, world_size: int) -> dict[str, Any]:
     results["raised"] = report.summary()
 
     def compiled(x: torch.Tensor) -> torch.Tensor:
-        normed, _ = c.all_reduce_add_rms_norm(x, x, torch.ones(64))
+        normed, _ = c.all_reduce_add_rms_norm(x, x, torch.ones(64), 1e-6)
         return normed + 1
 
     run = torch.compile(compiled, backend="aot_eager", fullgraph=True)

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from rank_helpers import on
 
 import allnorm
-from allnorm import watch
-from allnorm.rendezvous import Rendezvous
+from allnorm.core import watch
+from allnorm.core.rendezvous import Rendezvous
 from allnorm.testing import RankPool
 
 LATE_SECONDS = 10.0  # a machine that is busy with other work

@@ -123,17 +123,17 @@ class Launch:
         native.num_sources = 1
         if call.op.endswith("_quant") and call.static_scale is None:
             self._prepare_scale(call)
+        self.results = self._results(call)
+        for result in self.results:
+            if result is not None and getattr(call, result.field) is not None:
+                _check_memory(result, getattr(call, result.field))
         self._copy_x, self._x_stride = self._row_stride(call.x)
         self._copy_residual, self._residual_stride = (
             (False, 0) if call.residual is None else self._row_stride(call.residual)
         )
         self.is_virtual = any(map(tensors.is_virtual, call.given))
         self._copies_inputs = self._copy_x or self._copy_residual or self.is_virtual
-        self.results = self._results(call)
         self.address = ctypes.addressof(native)
-        for result in self.results:
-            if result is not None and getattr(call, result.field) is not None:
-                _check_memory(result, getattr(call, result.field))
 
     # ---- what is decided once -------------------------------------------------------------------
 

@@ -106,7 +106,7 @@ def add_rms_norm_quant(
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor,
-    eps: float = 1e-6,
+    eps: float,
     quant: Quant = DEFAULT_QUANT,
     return_normed: bool = False,
     *,
@@ -139,7 +139,7 @@ def all_reduce_add_rms_norm_quant(
     inputs: Sequence[Tensor],
     residual: Any,
     weight: Tensor,
-    eps: float = 1e-6,
+    eps: float,
     quant: Quant = DEFAULT_QUANT,
     return_normed: bool = False,
     *,
@@ -147,10 +147,10 @@ def all_reduce_add_rms_norm_quant(
     numerics: str | None = "rounded",
     algorithm: str = "auto",
     residual_sharded: bool = False,
-    out: Tensor | None = None,
+    quantized_out: Tensor | None = None,
     scale_out: Tensor | None = None,
-    normed_out: Tensor | None = None,
     residual_out: Any = None,
+    normed_out: Tensor | None = None,
 ) -> QuantizedNorm:
     """All six steps: `all_reduce_add_rms_norm`, then `quantize` of its first result.
 
@@ -166,10 +166,10 @@ def all_reduce_add_rms_norm_quant(
         numerics: "rounded", "unrounded", "transformers" or "vllm"; None is "rounded".
         algorithm: accepted for equal signatures; every algorithm has the same bits.
         residual_sharded: whether each rank holds its own rows of the residual only.
-        out: receives `quantized`.
+        quantized_out: receives `quantized`.
         scale_out: receives `scale`.
-        normed_out: receives `normed`, which is then returned.
         residual_out: receives the new residual; with `residual_sharded` a list.
+        normed_out: receives `normed`, which is then returned.
 
     Returns:
         `QuantizedNorm(quantized, scale, residual, normed)`; with `residual_sharded` `residual` is
@@ -196,7 +196,7 @@ def all_reduce_add_rms_norm_quant(
     if normed_out is not None:
         kept = normed_out.copy_(normed)
     return QuantizedNorm(
-        quantized if out is None else out.copy_(quantized),
+        quantized if quantized_out is None else quantized_out.copy_(quantized),
         scale if scale_out is None else scale_out.copy_(scale),
         total,
         kept,

@@ -36,9 +36,11 @@ def fuse_a_call(rank: int, world_size: int) -> tuple[str, str]:
         x = rank_input((5, 64), torch.bfloat16, rank)
         residual = shared_input((5, 64), torch.bfloat16, "residual")
         weight = shared_input((64,), torch.bfloat16, "weight")
-        got = communicator.all_reduce_add_rms_norm(x, residual, weight)
+        got = communicator.all_reduce_add_rms_norm(x, residual, weight, 1e-6)
         xs = [rank_input((5, 64), torch.bfloat16, peer) for peer in range(world_size)]
-        want = allnorm.reference.all_reduce_add_rms_norm(xs, residual, weight, numerics="vllm")
+        want = allnorm.reference.all_reduce_add_rms_norm(
+            xs, residual, weight, 1e-6, numerics="vllm"
+        )
         for mine, expected in zip(got, want, strict=True):
             assert_same_bits(mine, expected)
         assert communicator.plan(32, 64).num_chunks == 1
