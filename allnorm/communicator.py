@@ -5,14 +5,14 @@ from __future__ import annotations
 import atexit
 import datetime
 import os
+import sys
 import weakref
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from allnorm import policy
 from allnorm.core import arguments, traced
@@ -23,6 +23,9 @@ from allnorm.core.shortcuts import is_traced
 from allnorm.errors import CommunicatorClosedError, UnsupportedError
 from allnorm.policy import Plan
 from allnorm.quant import DEFAULT_QUANT, Quant, QuantizedNorm, check_hidden_size, check_quant
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class Communicator:
@@ -600,7 +603,8 @@ def resolve_group(group: Any) -> dist.ProcessGroup:
             "torch.distributed is not initialised: call torch.distributed.init_process_group() "
             "before making a Communicator."
         )
-    if isinstance(group, DeviceMesh):
+    mesh = sys.modules.get("torch.distributed.device_mesh")  # not loaded for those who have none
+    if mesh is not None and isinstance(group, mesh.DeviceMesh):
         if group.ndim != 1:
             raise ValueError(
                 f"group is a DeviceMesh of {group.ndim} dimensions, {group.mesh_dim_names}: "

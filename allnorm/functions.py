@@ -6,18 +6,20 @@ collective then. Arguments, results and errors are those of the methods.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from allnorm.communicator import Communicator, resolve_group
 from allnorm.core import arguments, traced
 from allnorm.core.shortcuts import is_traced
 from allnorm.quant import DEFAULT_QUANT, Quant, QuantizedNorm
 
-Group = dist.ProcessGroup | DeviceMesh | None
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    Group = dist.ProcessGroup | DeviceMesh | None
 _NUMERICS = "rounded"  # of communicators that are made by default
 
 
@@ -29,10 +31,13 @@ class _Member(NamedTuple):
     world_size: int
 
 
-@torch.compiler.assume_constant_result
 def _member(group: Group) -> _Member:
     resolved = resolve_group(group)
     return _Member(resolved.group_name, dist.get_rank(resolved), dist.get_world_size(resolved))
+
+
+# As torch.compiler.assume_constant_result() says it, for which torch loads all of its compiler.
+_member._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def all_reduce(

@@ -170,4 +170,4 @@ def world_name() -> str:
 
 
 def open_names() -> list[str]:
-    return sorted(allnorm.communicator._by_name.keys())
+    return sorted(c.name for c in allnorm.communicator.open_communicators())

@@ -224,7 +224,7 @@ def test_other_processes(tmp_path: pathlib.Path, given: bool) -> None:
     reports = []
     for _ in range(2):
         answers = run_ranks(served, 2, args=(str(tmp_path), given))
-        assert {name for _, name in answers} == {"allnorm:0:0"}
+        assert {name for _, name in answers} == {"0"}
         reports.append([count for count, _ in answers])
     assert reports[0] == [1, 1]
     # Compiled code is found again only where the communicator is sure to be there too.
@@ -237,17 +237,19 @@ def made_while_compiling(rank: int, world_size: int) -> None:
     graph = symbolic_trace(lambda x, r, w: llama(reduce(x, group=group.group_name) + r, w))
     is_on = functools.partial(torch._C._dispatch_tls_is_dispatch_key_included, "PythonDispatcher")
 
-    def make(*arguments: Any, **options: Any) -> allnorm.Communicator:
+    make = allnorm.Communicator.for_group
+
+    def watched(*arguments: Any, **options: Any) -> allnorm.Communicator:
         assert not is_on()
-        return allnorm.Communicator(*arguments, **options)
+        return make(*arguments, **options)
 
     before = open_names()
     with pytest.MonkeyPatch.context() as patch, enable_python_dispatcher():
-        patch.setattr(groups, "Communicator", make)
+        patch.setattr(groups.Communicator, "for_group", watched)
         assert is_on()
         assert len(allnorm.compile.fuse(graph, Inputs().make(rank)).fused) == 1
     (made,) = set(open_names()) - set(before)
-    assert made.startswith(f"allnorm:{group.group_name}:")
+    assert made == group.group_name
     groups._named.pop().close()
 
 

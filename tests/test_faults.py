@@ -423,7 +423,7 @@ def test_a_divergence_without_the_peers_account() -> None:
     fault = fault_of(_native.Call(num_tokens=3, hidden_size=512))
     own = {"eps": "1e-05"}
     start = time.monotonic()
-    assert faults.ask(None, "allnorm:0:0", fault, own) == {}  # type: ignore[arg-type]
+    assert faults.ask(None, "0", fault, own) == {}  # type: ignore[arg-type]
     assert time.monotonic() - start < SLACK_SECONDS
     error = faults.fault_error(fault, TIMEOUT, own, {})
     assert "eps 1e-05" in error.expected

@@ -382,7 +382,7 @@ def no_room(c: allnorm.Communicator) -> Any:
     def fail(*args: Any) -> Any:
         raise MemoryError("no room for results")
 
-    with mock.patch.object(c, "_new", return_value=fail):
+    with mock.patch.object(c._endpoint.dispatcher, "_new", return_value=fail):
         return c.all_reduce(CASE.but(shape=(5, 64)).x(c.rank))
 
 

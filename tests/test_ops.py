@@ -29,8 +29,8 @@ SCHEMAS = {
     ),
     "all_reduce_add_rms_norm_quant": (
         "allnorm::all_reduce_add_rms_norm_quant(Tensor x, Tensor? residual, Tensor weight, "
-        f"float eps, {QUANT}, bool residual_sharded, float weight_bias, str numerics, "
-        f"str comm_name, {LATER}) -> {FOUR}"
+        f"float eps, {QUANT}, float weight_bias, str numerics, str comm_name, "
+        f"bool residual_sharded=False, {LATER}) -> {FOUR}"
     ),
     "all_gather_rows": (
         "allnorm::all_gather_rows(Tensor shard, SymInt num_tokens, str comm_name, "

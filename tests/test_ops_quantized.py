@@ -39,7 +39,7 @@ def raw_ops(rank: int, world_size: int) -> None:
         a = case.call_arguments(c)
         out = torch.ops.allnorm.all_reduce_add_rms_norm_quant(
             *(case.x(rank), a["residual"], a["weight"], case.eps, *quants.op_arguments(spec)),
-            *(normed, sharded, 0.0, "vllm", c.name),
+            *(normed, 0.0, "vllm", c.name, sharded),
         )
         result = quants.from_op_results(out, spec, normed)
         if isinstance(spec, allnorm.Fp8PerTensor):
@@ -54,7 +54,7 @@ def raw_ops(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match="quant_kind='per_row'"):
         torch.ops.allnorm.all_reduce_add_rms_norm_quant(
             *(case.x(rank), None, a["weight"], 1e-6, "per_row", 0, "", "", None),
-            *(False, False, 0.0, "vllm", c.name),
+            *(False, 0.0, "vllm", c.name),
         )
 
 
@@ -83,7 +83,7 @@ def opcheck_all(rank: int, world_size: int) -> None:
         for first, residual in ((x, a["residual"]), (wide, None)):
             norm = (first, residual, a["weight"], 1e-6, *quants.op_arguments(spec), normed)
             rows = rows_of(c, 5) if sharded and residual is None else None
-            torch.library.opcheck(fused, (*norm, sharded, 0.0, "rounded", c.name, rows))
+            torch.library.opcheck(fused, (*norm, 0.0, "rounded", c.name, sharded, rows))
             if not sharded:
                 local = torch.ops.allnorm.add_rms_norm_quant.default
                 torch.library.opcheck(local, (*norm, 1.0, "vllm"))
@@ -115,10 +115,10 @@ def test_fakes_have_the_geometry_of_the_results(where: str, tokens: int) -> None
             fakes = [
                 torch.ops.allnorm.add_rms_norm_quant(fake_x, fake_x, weight, *arguments),
                 torch.ops.allnorm.all_reduce_add_rms_norm_quant(
-                    *(fake_x, None, weight, *arguments[:-2], False, *arguments[-2:], "any")
+                    *(fake_x, None, weight, *arguments, "any")
                 ),
                 torch.ops.allnorm.all_reduce_add_rms_norm_quant(
-                    *(fake_x, fake_x[:, 0], weight, *arguments[:-2], True, *arguments[-2:], "any")
+                    *(fake_x, fake_x[:, 0], weight, *arguments, "any", True)
                 ),
             ]
         for i, fake in enumerate(fakes):

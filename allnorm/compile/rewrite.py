@@ -126,9 +126,8 @@ class Rewriter:
             residual = self._led(residual, match.lead_residual, behind)
         tensors = (x, residual, self._weight(match), candidate.norm.eps)
         mode: tuple[Any, ...] = (match.weight_bias, candidate.numerics)
-        sharded: tuple[Any, ...] = ()
         if not candidate.is_local:
-            mode, sharded = (*mode, comm_name), (False,)
+            mode = (*mode, comm_name)
         name = "add_rms_norm" if candidate.is_local else "all_reduce_add_rms_norm"
         args: tuple[Any, ...] = (*tensors, *mode)
         if candidate.quantised is not None:
@@ -136,7 +135,7 @@ class Rewriter:
             scale = None if static is None else self._current(static)
             kind = (candidate.quantised.kind, candidate.quantised.group_size)
             name += "_quant"
-            args = (*tensors, *kind, match.scale_layout, "float32", scale, True, *sharded, *mode)
+            args = (*tensors, *kind, match.scale_layout, "float32", scale, True, *mode)
         if match.numbers:
             self._check_numbers(match)
         op = getattr(torch.ops.allnorm, name).default

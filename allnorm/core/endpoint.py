@@ -137,7 +137,9 @@ class Endpoint:
 
     def can_repeat(self, launch: Launch) -> bool:
         """Whether the library makes such a call by itself."""
-        return launch.plan.algorithm != "unfused" or self.world_size == 1
+        if self._handle:
+            return launch.plan.algorithm != "unfused"
+        return self.world_size == 1 and launch.op != "all_gather_rows"
 
     def run(self, launch: Launch, call: Call, memory: Memory) -> None:
         """Makes a call, when it is this thread's turn. Collective."""

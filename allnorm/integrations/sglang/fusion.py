@@ -113,7 +113,7 @@ class Fusion:
             fp8, scale, residual_out, normed = torch.ops.allnorm.all_reduce_add_rms_norm_quant(
                 *arguments,
                 *(quant.kind, quant.group_size, quant.scale_layout, quant.scale_format, None),
-                *(keep_bf16, False, how.weight_bias, how.numerics, self.communicator.name),
+                *(keep_bf16, how.weight_bias, how.numerics, self.communicator.name),
             )
         else:
             self.sites.add(id(module))
