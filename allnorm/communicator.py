@@ -6,6 +6,7 @@ import atexit
 import datetime
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from types import TracebackType
@@ -138,11 +139,12 @@ class Communicator:
         comm = _of_group.get((id(resolved), place))
         if comm is not None and comm._endpoint.is_of(resolved):
             return comm
-        if comm is not None:
-            comm.close()
-        comm = _of_group[id(resolved), place] = cls(resolved, place)
-        weakref.finalize(resolved, _close_group, id(resolved), place).atexit = False
-        return comm
+        with _making:  # another thread that asks for it meanwhile gets the same
+            comm = _of_group.get((id(resolved), place))
+            if comm is None or not comm._endpoint.is_of(resolved):
+                comm = _of_group[id(resolved), place] = cls(resolved, place)
+                weakref.finalize(resolved, _close_group, id(resolved), place).atexit = False
+            return comm
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -551,6 +553,7 @@ _open_calls: dict[tuple[str, bool], Callable[..., Any]] = {}
 _made: dict[tuple[str, str], int] = {}
 # Those of `for_group`, by the id of the group.
 _of_group: dict[tuple[int, torch.device], Communicator] = {}
+_making = threading.RLock()
 _living: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
 
@@ -640,6 +643,8 @@ atexit.register(_close_groups)
 
 
 def _become_forks() -> None:
+    global _making
+    _making = threading.RLock()  # another thread may have held it
     _open.clear()
     _open_calls.clear()
     _of_group.clear()

@@ -1,0 +1,211 @@
+"""The calls as functions, and the communicator of a group: made when needed, closed with it."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import subprocess
+import sys
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_helpers import Case, comm, message_of, on
+from torch.distributed.device_mesh import init_device_mesh
+
+import allnorm
+from allnorm import functions, reference
+from allnorm.testing import RankPool, assert_same_bits, run_ranks
+from allnorm.testing.rank import device
+
+CASES = (
+    Case((3, 120)),
+    Case((5, 64), sharded=True, numerics="vllm"),
+    Case((4, 128), quant=allnorm.Fp8PerGroup(32), return_normed=True, residual=False),
+)
+
+
+def call_functions(rank: int, world_size: int) -> None:
+    c = allnorm.Communicator.for_group(device=device())
+    for _ in range(4):
+        for case in CASES:
+            arguments = case.call_arguments(c)
+            name = case.method(c).__name__
+            case.compare(c, *getattr(allnorm, name)(case.x(rank), **arguments))
+            given = {"out": case.x(rank)} if case.quant is None else {"normed_out": case.x(rank)}
+            results = getattr(allnorm, name)(case.x(rank), **arguments, **given)
+            case.compare(c, *results)
+            assert any(result is value for result in results for value in given.values())
+    case = CASES[0]
+    whole = allnorm.all_reduce(case.x(rank), algorithm="two_shot")
+    assert_same_bits(whole, reference.all_reduce(case.xs(world_size)), "all_reduce")
+    lo, hi = allnorm.row_shard(3)
+    assert (lo, hi) == c.row_shard(3)
+    assert_same_bits(allnorm.all_gather_rows(whole[lo:hi], 3), whole, "all_gather_rows")
+    assert "num_tokens=-1" in message_of(ValueError, lambda: allnorm.row_shard(-1))
+    assert "expected a torch.Tensor" in message_of(TypeError, lambda: allnorm.all_reduce([1.0]))
+
+
+@on(cpu=(1, 2, 3), gpu=(2,))
+def test_functions(pool: RankPool) -> None:
+    pool.run(call_functions)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["all_reduce", "all_reduce_add_rms_norm", "all_reduce_add_rms_norm_quant", "all_gather_rows"],
+)
+def test_functions_take_what_methods_take(name: str) -> None:
+    method = inspect.signature(getattr(allnorm.Communicator, name)).parameters
+    function = dict(inspect.signature(getattr(functions, name)).parameters)
+    assert function.pop("group").default is None
+    assert [str(p) for p in function.values()] == [str(p) for p in list(method.values())[1:]]
+
+
+def compile_functions(rank: int, world_size: int) -> None:
+    """One graph, which finds the communicator of its group when it runs."""
+    group = dist.new_group(list(range(world_size)))
+    case = Case((3, 64), sharded=True)
+    c = comm()
+    arguments = case.call_arguments(c)
+
+    def program(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> Any:
+        normed, shard = allnorm.all_reduce_add_rms_norm(
+            x, residual, weight, case.eps, residual_sharded=True, group=group
+        )
+        return normed, shard, allnorm.all_gather_rows(shard, x.shape[0], group=group)
+
+    for backend in ("eager", "aot_eager", "inductor"):
+        torch._dynamo.reset()
+        with torch.no_grad():
+            fast = torch.compile(program, backend=backend, fullgraph=True)
+            results = fast(case.x(rank), arguments["residual"], arguments["weight"])
+        case.compare(c, *results[:2])
+        assert_same_bits(results[2], case.expected(world_size)[1], "gathered")
+    made = allnorm.Communicator.for_group(group, device())
+    assert made.name == group.group_name, "the graph made it"
+    made.close()
+
+
+@on(cpu=(2,))
+def test_compiled_functions(pool: RankPool) -> None:
+    pool.run(compile_functions, timeout=120.0)
+
+
+def find_communicators(rank: int, world_size: int) -> None:
+    for_group = allnorm.Communicator.for_group
+    group = dist.new_group(list(range(world_size)))
+    first = for_group(group, device())
+    assert for_group(group, device()) is first
+    assert for_group(group, str(device())) is first
+    assert allnorm.communicator.communicator(group.group_name) is first
+    other = allnorm.Communicator(group, device())
+    assert other.name == f"{group.group_name}#1"
+    assert for_group(group, device()) is first
+    Case().check(first)
+    Case().check(other)
+    first.close()
+    again = for_group(group, device())
+    assert again is not first
+    assert again.name == f"{group.group_name}#2"
+    Case().check(again)
+    # The operators: by the group's name, on the communicator that stands for it now.
+    x = Case().x(rank)
+    summed = torch.ops.allnorm.all_reduce(x, group.group_name)
+    assert_same_bits(summed, reference.all_reduce(Case().xs(world_size)), "by the group's name")
+    other.close()
+    text = message_of(
+        allnorm.CommunicatorClosedError, lambda: torch.ops.allnorm.all_reduce(x, other.name)
+    )
+    assert f"{other.name!r}: it was closed" in text
+    again.close()
+    text = message_of(
+        allnorm.CommunicatorClosedError, lambda: torch.ops.allnorm.all_reduce(x, "nobody")
+    )
+    assert "'nobody'" in text
+
+
+@on(cpu=(1, 2), gpu=(2,))
+def test_for_group(pool: RankPool) -> None:
+    pool.run(find_communicators)
+
+
+def destroy_groups(rank: int, world_size: int) -> None:
+    """The communicator of a group ends with it, and a new group has a new one."""
+    kept = []
+    for _ in range(2):
+        group = dist.new_group(list(range(world_size)))
+        made = allnorm.Communicator.for_group(group, device())
+        Case().check(made)
+        found = weakref.ref(made)
+        del made
+        gc.collect()
+        assert found() is not None, "kept as long as its group"
+        kept.append(found())
+        dist.destroy_process_group(group)
+        del group
+        gc.collect()
+        assert kept[-1].is_closed
+        assert kept[-1].group is None
+    assert kept[0] is not kept[1]
+
+
+@on(cpu=(1, 2), gpu=(2,))
+def test_communicators_end_with_their_groups(pool: RankPool) -> None:
+    pool.run(destroy_groups)
+
+
+def use_meshes(rank: int, world_size: int) -> None:
+    kind = device().type
+    mesh = init_device_mesh(kind, (world_size,))
+    with allnorm.Communicator(mesh, device()) as c:
+        assert c.group is mesh.get_group()
+        Case().check(c)
+    assert_same_bits(
+        allnorm.all_reduce(Case().x(rank), group=mesh),
+        reference.all_reduce(Case().xs(world_size)),
+        "over a mesh",
+    )
+    both = init_device_mesh(kind, (1, world_size), mesh_dim_names=("dp", "tp"))
+    allnorm.all_reduce(Case().x(rank), group=both["tp"])
+    text = message_of(ValueError, lambda: allnorm.Communicator(both, device()))
+    assert "2 dimensions, ('dp', 'tp')" in text
+    assert "mesh['tp']" in text
+
+
+@on(cpu=(2,), gpu=(2,))
+def test_device_meshes(pool: RankPool) -> None:
+    pool.run(use_meshes)
+
+
+def leave_it_open(rank: int, world_size: int) -> int:
+    allnorm.all_reduce(Case((2, 64)).x(rank))
+    return rank
+
+
+PROGRAM = """
+import torch, torch.distributed as dist, allnorm
+if __name__ == "__main__":
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    x = torch.ones(2, 64)
+    allnorm.all_reduce_add_rms_norm(x, None, x[0], 1e-6)
+    if {destroys}:
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        allnorm.all_reduce(x)
+    print("done")
+"""
+
+
+@pytest.mark.parametrize("destroys", [False, True])
+def test_a_program_may_end_without_a_word(destroys: bool) -> None:
+    code = PROGRAM.format(destroys=destroys)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "done\n"
+    assert "Error" not in done.stderr
+    assert run_ranks(leave_it_open, 2, device="cpu") == [0, 1]
