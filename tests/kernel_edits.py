@@ -8,8 +8,10 @@ from __future__ import annotations
 
 Edits = tuple[tuple[str, str, str], ...]
 
-EXCHANGE, WORDS, LAYOUT = "cuda/exchange.cuh", "protocol/exchange.h", "protocol/layout.h"
-ONE_SHOT, TWO_SHOT, OWNED = "cuda/one_shot.cuh", "cuda/two_shot.cuh", "cuda/owned_rows.cuh"
+EXCHANGE, SLOTS, LAYOUT = "cuda/exchange.cuh", "cuda/slots.cuh", "protocol/layout.h"
+CALL_TAG, SLOT, SIGNAL = "protocol/call_tag.h", "protocol/slot.h", "protocol/signal.h"
+ONE_SHOT, TWO_SHOT = "cuda/transports/one_shot.cuh", "cuda/transports/two_shot.cuh"
+OWNED = "cuda/owned_rows.cuh"
 
 _FENCE = "    fence_acq_rel_sys();\n"
 _WAIT = "    if (!wait_alone(released, peer)) return;\n"
@@ -40,8 +42,8 @@ NOTHING_PUBLISHED: Edits = ((EXCHANGE, _PUBLISH, ""),)
 PUBLISHED_AS_NEXT: Edits = _replaced(EXCHANGE, _PUBLISH, "op_);", "op_ + 1);")
 REACHED_TWO_AGO: Edits = _replaced(EXCHANGE, _REACHED, "- 1", "- 2")
 REACHED_THE_SAME: Edits = _replaced(EXCHANGE, _REACHED, " - 1", "")
-EQUAL_FOR_REACHED: Edits = ((WORDS, _COMPARED, "seen == expected"),)
-COMPARED_WITHOUT_WRAPPING: Edits = ((WORDS, _COMPARED, "seen >= expected"),)
+EQUAL_FOR_REACHED: Edits = ((SIGNAL, _COMPARED, "seen == expected"),)
+COMPARED_WITHOUT_WRAPPING: Edits = ((SIGNAL, _COMPARED, "seen >= expected"),)
 TWO_PHASES: Edits = ((LAYOUT, "kPushPhases = 3", "kPushPhases = 2"),)
 ONE_PHASE: Edits = ((LAYOUT, "kPushPhases = 3", "kPushPhases = 1"),)
 PRECEDING_GRID_NOT_WAITED_FOR: Edits = ((EXCHANGE, "    wait_for_preceding_grid();\n", ""),)
@@ -55,7 +57,7 @@ ONE_LARGE_PHASE: Edits = ((LAYOUT, "kLargePhases = 2", "kLargePhases = 1"),)
 
 # Slots that are not cleared.
 PARTIALS_STAY: Edits = ((ONE_SHOT, CLEAR_ONE_SHOT, ""),)
-RECEIVED_STAY: Edits = ((ONE_SHOT, _CLEAR_PACK, ""),)  # sums of two_shot, finished rows
+RECEIVED_STAY: Edits = ((SLOTS, _CLEAR_PACK, ""),)  # sums of two_shot, finished rows
 QUANTISED_STAY: Edits = (
     (OWNED, "      store_quantized(slot, uniform_pack<T>(kEmptyWord));\n", ""),
 )

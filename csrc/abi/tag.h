@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "allnorm.h"
-#include "protocol/exchange.h"
+#include "protocol/call_tag.h"
 
 namespace allnorm {
 

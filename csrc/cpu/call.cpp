@@ -6,7 +6,7 @@
 #include "abi/check.h"
 #include "abi/error.h"
 #include "abi/tag.h"
-#include "protocol/exchange.h"
+#include "protocol/call_tag.h"
 #include "protocol/layout.h"
 
 namespace allnorm {

@@ -40,6 +40,7 @@
 #include "abi/error.h"
 #include "abi/tag.h"
 #include "cpu/memory.h"
+#include "protocol/signal.h"
 
 namespace allnorm {
 namespace {

@@ -12,7 +12,7 @@
 #include "allnorm.h"
 #include "cpu/call.h"
 #include "cpu/kernels.h"
-#include "protocol/exchange.h"
+#include "protocol/call_tag.h"
 #include "protocol/layout.h"
 
 namespace allnorm {

@@ -3,9 +3,9 @@
 #ifndef ALLNORM_CUDA_EPILOGUE_CUH_
 #define ALLNORM_CUDA_EPILOGUE_CUH_
 
-#include "cuda/block.cuh"
 #include "cuda/params.h"
 #include "cuda/quantize.cuh"
+#include "cuda/row_exchange.cuh"
 
 namespace allnorm {
 

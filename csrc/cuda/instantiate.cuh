@@ -9,9 +9,9 @@
 #include "cuda/kernels.h"
 #include "cuda/local.cuh"
 #include "cuda/local_rows.cuh"
-#include "cuda/one_shot.cuh"
 #include "cuda/owned_rows.cuh"
-#include "cuda/two_shot.cuh"
+#include "cuda/transports/one_shot.cuh"
+#include "cuda/transports/two_shot.cuh"
 
 namespace allnorm {
 

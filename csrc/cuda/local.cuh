@@ -4,9 +4,9 @@
 #ifndef ALLNORM_CUDA_LOCAL_CUH_
 #define ALLNORM_CUDA_LOCAL_CUH_
 
-#include "cuda/block.cuh"
 #include "cuda/params.h"
 #include "cuda/quantize.cuh"
+#include "cuda/row_exchange.cuh"
 
 namespace allnorm {
 

@@ -16,7 +16,7 @@
 #define ALLNORM_CUDA_OWNED_ROWS_CUH_
 
 #include "cuda/fused.cuh"
-#include "cuda/one_shot.cuh"
+#include "cuda/slots.cuh"
 
 namespace allnorm {
 

@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "allnorm.h"
-#include "protocol/exchange.h"
+#include "protocol/call_tag.h"
 #include "protocol/layout.h"
 
 namespace allnorm {

@@ -11,6 +11,7 @@
 #include "abi/tag.h"
 #include "cuda/geometry.h"
 #include "cuda/params.h"
+#include "protocol/slot.h"
 
 namespace allnorm {
 

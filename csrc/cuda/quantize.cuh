@@ -2,8 +2,8 @@
 #ifndef ALLNORM_CUDA_QUANTIZE_CUH_
 #define ALLNORM_CUDA_QUANTIZE_CUH_
 
-#include "cuda/block.cuh"
 #include "cuda/params.h"
+#include "cuda/row_exchange.cuh"
 
 namespace allnorm {
 

@@ -7,9 +7,9 @@
 #include <vector>
 
 #include "cuda/fused.cuh"
-#include "cuda/one_shot.cuh"
 #include "cuda/owned_rows.cuh"
-#include "cuda/two_shot.cuh"
+#include "cuda/transports/one_shot.cuh"
+#include "cuda/transports/two_shot.cuh"
 #include "tests/cuda_calls.h"
 
 namespace allnorm::testing {

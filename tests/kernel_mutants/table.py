@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 import kernel_edits as edits
-from kernel_edits import EXCHANGE, ONE_SHOT, OWNED, TWO_SHOT, WORDS, Edits
+from kernel_edits import EXCHANGE, ONE_SHOT, OWNED, SLOT, SLOTS, TWO_SHOT, Edits
 
-BLOCK, QUANTIZE, FUSED, LOCAL, LOCAL_ROWS, PACE = (
-    f"cuda/{name}.cuh" for name in ("block", "quantize", "fused", "local", "local_rows", "pace")
+ROW_EXCHANGE, QUANTIZE, FUSED, LOCAL, LOCAL_ROWS, PACE = (
+    f"cuda/{name}.cuh"
+    for name in ("row_exchange", "quantize", "fused", "local", "local_rows", "pace")
 )
 
-SLOT = "race on workspace slot"
+SLOT_RACE = "race on workspace slot"
 RACE = "ThreadSanitizer: data race"
 WRONG = "elements wrong"
 HANGS = "does not end"
@@ -54,57 +55,57 @@ _STAGED = "    // thread comes here again: the sum over the next row lies in bet
 
 # What weaker memory does, and threads that do not wait for each other: ThreadSanitizer reports it.
 RACES = (
-    Mutant("hand back: no fence", edits.NO_FENCE, (SLOT,)),
-    Mutant("hand back: fence of the GPU", edits.FENCE_OF_GPU, (SLOT,)),
+    Mutant("hand back: no fence", edits.NO_FENCE, (SLOT_RACE,)),
+    Mutant("hand back: fence of the GPU", edits.FENCE_OF_GPU, (SLOT_RACE,)),
     Mutant(
         "hand back: no release, fenced after the number is stored",
         edits.PUBLISHED_BEFORE_FENCE,
-        (SLOT,),
+        (SLOT_RACE,),
     ),
     Mutant(
         "hand back: no acquire, fenced before the number is read",
         edits.FENCE_BEFORE_WAIT,
-        (SLOT,),
+        (SLOT_RACE,),
     ),
-    Mutant("hand back: peers are not waited for", edits.PEERS_NOT_WAITED_FOR, (SLOT,)),
+    Mutant("hand back: peers are not waited for", edits.PEERS_NOT_WAITED_FOR, (SLOT_RACE,)),
     Mutant(
         "hand back: a number of two operations ago suffices",
         edits.REACHED_TWO_AGO,
-        (SLOT,),
+        (SLOT_RACE,),
         short=False,
     ),
     Mutant(
         "hand back: the number of the next operation is stored",
         edits.PUBLISHED_AS_NEXT,
-        (SLOT,),
+        (SLOT_RACE,),
         short=False,
     ),
-    Mutant("two phases", edits.TWO_PHASES, (SLOT,)),
+    Mutant("two phases", edits.TWO_PHASES, (SLOT_RACE,)),
     Mutant(
         "large operation: slots are not waited for",
         edits.LARGE_NOT_WAITED_FOR,
-        (SLOT,),
+        (SLOT_RACE,),
     ),
     Mutant(
         "large operation: the number is read without acquire",
         edits.LARGE_RELAXED,
-        (SLOT,),
+        (SLOT_RACE,),
     ),
     Mutant(
         "large operation: a number of two operations ago suffices",
         edits.LARGE_REACHED_TWO_AGO,
-        (SLOT,),
+        (SLOT_RACE,),
         short=False,
     ),
     Mutant(
         "large operation: the block's other threads do not wait",
         ((EXCHANGE, _LARGE_BARRIER, _LARGE_BARRIER.replace("    __syncthreads();\n", "")),),
-        (SLOT,),
+        (SLOT_RACE,),
     ),
     Mutant(
         "one large phase",
         edits.ONE_LARGE_PHASE,
-        (SLOT, WRONG),
+        (SLOT_RACE, WRONG),
         short=False,
     ),
     Mutant(
@@ -167,18 +168,24 @@ RACES = (
     ),
     Mutant(
         "row sums: no barrier of the block",
-        ((BLOCK, _SHARED, _SHARED.replace("      __syncthreads();\n", "")),),
+        ((ROW_EXCHANGE, _SHARED, _SHARED.replace("      __syncthreads();\n", "")),),
         (RACE,),
     ),
-    Mutant("row sums: one buffer", ((BLOCK, "kBuffers = 2", "kBuffers = 1"),), (RACE,)),
+    Mutant("row sums: one buffer", ((ROW_EXCHANGE, "kBuffers = 2", "kBuffers = 1"),), (RACE,)),
     Mutant(
         "row sums: the other blocks' values are not waited for",
-        ((BLOCK, "      wait_barrier(shared_ + arrived(buffer), parity);\n", ""),),
+        ((ROW_EXCHANGE, "      wait_barrier(shared_ + arrived(buffer), parity);\n", ""),),
         (RACE, "or of one that has ended"),
     ),
     Mutant(
         "row sums: no barrier of the cluster before the first",
-        ((BLOCK, "    cluster_sync();  // before any block signals another's barrier\n", ""),),
+        (
+            (
+                ROW_EXCHANGE,
+                "    cluster_sync();  // before any block signals another's barrier\n",
+                "",
+            ),
+        ),
         (RACE,),
     ),
     Mutant(
@@ -255,7 +262,7 @@ WRONG_RESULTS = (
         "one word of a slot is tested",
         (
             (
-                WORDS,
+                SLOT,
                 "pack.word[0] != kEmptyWord && pack.word[1] != kEmptyWord &&"
                 " pack.word[2] != kEmptyWord &&\n         pack.word[3] != kEmptyWord;",
                 "pack.word[0] != kEmptyWord;",
@@ -389,12 +396,12 @@ WRONG_RESULTS = (
         "another order of summation",
         (
             (
-                ONE_SHOT,
+                SLOTS,
                 "  unpack<T>(partial[0], sum);",
                 "  unpack<T>(partial[kWorldSize - 1], sum);",
             ),
             (
-                ONE_SHOT,
+                SLOTS,
                 "    unpack<T>(partial[rank], term);",
                 "    unpack<T>(partial[kWorldSize - 1 - rank], term);",
             ),
@@ -406,7 +413,7 @@ WRONG_RESULTS = (
     ),
     Mutant(
         "slots numbered as another rank numbers them",
-        ((ONE_SHOT, "  return rank + q >= kWorldSize ? rank - 1 : rank;", "  return q - 1;"),),
+        ((SLOTS, "  return rank + q >= kWorldSize ? rank - 1 : rank;", "  return q - 1;"),),
         (WRONG, HANGS, NOT_EMPTY),
         "plain",
         short=False,

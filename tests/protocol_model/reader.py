@@ -17,9 +17,10 @@ from protocol_model.program import Access
 from protocol_model.source import MEMORY, SourceError, Sources, block, verbs
 
 EXCHANGE, FUSED, PREPARE = "cuda/exchange.cuh", "cuda/fused.cuh", "cuda/prepare.h"
-ONE_SHOT, TWO_SHOT, OWNED = "cuda/one_shot.cuh", "cuda/two_shot.cuh", "cuda/owned_rows.cuh"
-QUANTIZE, LAYOUT, WORDS = "cuda/quantize.cuh", "protocol/layout.h", "protocol/exchange.h"
-NUMERICS = "protocol/numerics.h"
+ONE_SHOT, TWO_SHOT = "cuda/transports/one_shot.cuh", "cuda/transports/two_shot.cuh"
+OWNED, SLOTS, QUANTIZE = "cuda/owned_rows.cuh", "cuda/slots.cuh", "cuda/quantize.cuh"
+LAYOUT, NUMERICS = "protocol/layout.h", "protocol/numerics.h"
+CALL_TAG, SIGNAL, SLOT = "protocol/call_tag.h", "protocol/signal.h", "protocol/slot.h"
 
 _CALLS = {
     *("store_to_peer", "load_from_peer", "store_quantized", "receive_partials", "receive_pack"),
@@ -173,7 +174,7 @@ class _Reader:
         """Each word carries low bits of the number of its operation, all of which must be equal."""
         access = self._load(text, "u64")
         if "return CallTag::is_of(op_, seen[0], seen[1]);" in text:
-            text = self._sources.function(WORDS, "is_of")
+            text = self._sources.function(CALL_TAG, "is_of")
         tests = dict(re.findall(r"(?:word|seen\[)([01])\]? >> (\d+) == \(?op", text))
         return [
             Step("wait", access, f"tag{word}", compare=equal_bits(64 - int(tests.get(word, 64))))
@@ -197,7 +198,7 @@ class _Reader:
 
     def _released(self, text: str) -> Step:
         if match := re.fullmatch(r"return has_reached\(\w+\(slot\), op_( [-+] \d+)?\);", text):
-            body = self._sources.function(WORDS, "has_reached")
+            body = self._sources.function(SIGNAL, "has_reached")
             comparison = " ".join(body.split()).removeprefix("return ").removesuffix(";")
         elif match := re.fullmatch(r"return \w+\(slot\) == op_( [-+] \d+)?;", text):
             comparison = "seen == expected"
@@ -211,7 +212,7 @@ class _Reader:
     # ---- the transports --------------------------------------------------------------------------
 
     def nan_words(self) -> dict[str, int]:
-        canonical = int(self._sources.one(WORDS, r"kCanonicalWord = 0x([0-9a-f]+)u;")[1], 16)
+        canonical = int(self._sources.one(SLOT, r"kCanonicalWord = 0x([0-9a-f]+)u;")[1], 16)
         nan_e4m3 = int(self._sources.one(NUMERICS, r"kNanE4m3 = 0x([0-9a-f]+);")[1], 16)
         # The greatest magnitude of a row of 16 bits as a float32: half of it is a zero.
         words = {"e4m3": nan_e4m3 * 0x01010101, "scale": 0x7FFF0000}
@@ -236,7 +237,7 @@ class _Reader:
         return found
 
     def tested_words(self) -> frozenset[int]:
-        body = self._sources.function(WORDS, "arrived")
+        body = self._sources.function(SLOT, "arrived")
         return frozenset(int(w) for w in re.findall(r"pack\.word\[(\d)\] != kEmptyWord", body))
 
     def _steps(self, path: str, name: str, where: str, after: str = "") -> tuple[Step, ...]:
@@ -250,7 +251,7 @@ class _Reader:
             elif call == "clear_partials":
                 steps.extend(self._cleared())
             elif call == "receive_pack":
-                steps.extend(self._steps(ONE_SHOT, call, where))
+                steps.extend(self._steps(SLOTS, call, where))
             elif call == "receive_and_store_scale":
                 steps.extend(self._steps(path, call, where))
             elif call == _WAIT:
@@ -280,7 +281,7 @@ class _Reader:
         return self._load(text, width)
 
     def _partials(self) -> list[Step]:
-        ((name, text),) = self._calls(self._sources.function(ONE_SHOT, "receive_partials"))
+        ((name, text),) = self._calls(self._sources.function(SLOTS, "receive_partials"))
         tests_all = "all = all && (source == rank || arrived(partial[source]));" in text
         if name != _WAIT or not tests_all:
             raise SourceError(f"receive_partials: {name} {text}")
@@ -292,7 +293,7 @@ class _Reader:
         return [Step("wait", access, "partial")]
 
     def _cleared(self) -> list[Step]:
-        calls = self._calls(self._sources.function(ONE_SHOT, "clear_partials"))
+        calls = self._calls(self._sources.function(SLOTS, "clear_partials"))
         return [Step("clear", self._access(name, "v4.u32"), "partial") for name, _ in calls]
 
     def transports(self) -> dict[str, Transport]:

@@ -17,14 +17,14 @@ from sass.rules import complaints
 # Kernels that a mutant is compiled for, by what their sources include.
 _ONE_SHOT = """
 #include "cuda/fused.cuh"
-#include "cuda/one_shot.cuh"
+#include "cuda/transports/one_shot.cuh"
 template __global__ void
 allnorm::fused_kernel<allnorm::Bfloat16, 4, allnorm::OneShot, allnorm::Grid::kSparse, false>(
     const __grid_constant__ allnorm::FusedParams);
 """
 _TWO_SHOT = """
 #include "cuda/fused.cuh"
-#include "cuda/two_shot.cuh"
+#include "cuda/transports/two_shot.cuh"
 template __global__ void
 allnorm::fused_kernel<allnorm::Float16, 2, allnorm::TwoShot, allnorm::Grid::kSparse, true>(
     const __grid_constant__ allnorm::FusedParams);
@@ -88,7 +88,7 @@ MUTANTS = (
         "          uint32_t(half[1] >> 32)};\n" + _POLL_CALL,
     ),
     _mutant(
-        *("peers polled one after the other", "polls_in_flight", "one_shot.cuh"),
+        *("peers polled one after the other", "polls_in_flight", "slots.cuh"),
         "        partial[source] = load_relaxed_sys(slot + PushLayout::other(rank, source) * stride"
         ");\n",
         "        partial[source] = load_relaxed_sys(slot + PushLayout::other(rank, source) * stride"
@@ -104,7 +104,7 @@ MUTANTS = (
         )
     ),
     _mutant(
-        *("sums relayed by a plain store", "pushes", "two_shot.cuh"),
+        *("sums relayed by a plain store", "pushes", "transports/two_shot.cuh"),
         "store_relaxed_sys(exchange_.slots(q) + sum_offset, sum)",
         "store_pack(exchange_.slots(q) + sum_offset, sum)",
         source="two_shot",
@@ -145,7 +145,7 @@ MUTANTS = (
         "    if (params_.late_trigger) fence_acq_rel_sys();\n",
     ),
     _mutant(
-        *("a fence on the data path too", "one_system_fence", "one_shot.cuh"),
+        *("a fence on the data path too", "one_system_fence", "transports/one_shot.cuh"),
         "    if (live_) clear_partials<kWorldSize>(slots, stride_);\n",
         "    if (live_) clear_partials<kWorldSize>(slots, stride_);\n    fence_acq_rel_sys();\n",
     ),
@@ -167,7 +167,7 @@ MUTANTS = (
         *("fence.acq_rel.sys;", "fence.sc.sys;"),
     ),
     _mutant(
-        *("a barrier of the cluster for each row", "no_other_barrier", "block.cuh"),
+        *("a barrier of the cluster for each row", "no_other_barrier", "row_exchange.cuh"),
         "      wait_barrier(shared_ + arrived(buffer), parity);\n",
         "      wait_barrier(shared_ + arrived(buffer), parity);\n      cluster_sync();\n",
     ),
