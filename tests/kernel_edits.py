@@ -11,7 +11,7 @@ Edits = tuple[tuple[str, str, str], ...]
 EXCHANGE, SLOTS, LAYOUT = "cuda/exchange.cuh", "cuda/slots.cuh", "protocol/layout.h"
 CALL_TAG, SLOT, SIGNAL = "protocol/call_tag.h", "protocol/slot.h", "protocol/signal.h"
 ONE_SHOT, TWO_SHOT = "cuda/transports/one_shot.cuh", "cuda/transports/two_shot.cuh"
-OWNED = "cuda/owned_rows.cuh"
+OWNED, ROW_OWNERS = "cuda/owned_rows.cuh", "cuda/transports/row_owners.cuh"
 
 _FENCE = "    fence_acq_rel_sys();\n"
 _WAIT = "    if (!wait_alone(released, peer)) return;\n"
@@ -59,20 +59,20 @@ ONE_LARGE_PHASE: Edits = ((LAYOUT, "kLargePhases = 2", "kLargePhases = 1"),)
 PARTIALS_STAY: Edits = ((ONE_SHOT, CLEAR_ONE_SHOT, ""),)
 RECEIVED_STAY: Edits = ((SLOTS, _CLEAR_PACK, ""),)  # sums of two_shot, finished rows
 QUANTISED_STAY: Edits = (
-    (OWNED, "      store_quantized(slot, uniform_pack<T>(kEmptyWord));\n", ""),
+    (ROW_OWNERS, "      store_words(slot, Packed::filled_with(kEmptyWord));\n", ""),
 )
-SCALES_STAY: Edits = ((OWNED, "    store_u32(slot, kEmptyWord);\n", ""),)
+SCALES_STAY: Edits = ((ROW_OWNERS, "    store_u32(slot, kEmptyWord);\n", ""),)
 
 # What a rank still stores after an operation before this one has failed: the second hops.
 _UNLESS_FAILED_BEFORE = "if (!live_ || exchange_.failed_before()) return"
 RELAYED_AFTER_FAILURE: Edits = (
     (TWO_SHOT, f"{_UNLESS_FAILED_BEFORE} sum;", "if (!live_) return sum;"),
 )
-PUBLISHED_AFTER_FAILURE: Edits = ((OWNED, f"{_UNLESS_FAILED_BEFORE};", "if (!live_) return;"),)
-QUANTISED_AFTER_FAILURE: Edits = ((OWNED, "if (live_ && !silent) {", "if (live_) {"),)
-SCALES_AFTER_FAILURE: Edits = ((OWNED, "    if (silent) return;\n", ""),)
+PUBLISHED_AFTER_FAILURE: Edits = ((ROW_OWNERS, f"{_UNLESS_FAILED_BEFORE};", "if (!live_) return;"),)
+QUANTISED_AFTER_FAILURE: Edits = ((ROW_OWNERS, "if (live_ && !silent) {", "if (live_) {"),)
+SCALES_AFTER_FAILURE: Edits = ((ROW_OWNERS, "    if (silent) return;\n", ""),)
 # ... and the first.
 _UNLESS_FAILED = " || exchange_.failed()) return;"
 ONE_SHOT_AFTER_FAILURE: Edits = ((ONE_SHOT, _UNLESS_FAILED, ") return;"),)
 TWO_SHOT_AFTER_FAILURE: Edits = ((TWO_SHOT, _UNLESS_FAILED, ") return;"),)
-OWNED_AFTER_FAILURE: Edits = ((OWNED, _UNLESS_FAILED, ") return;"),)
+OWNED_AFTER_FAILURE: Edits = ((ROW_OWNERS, _UNLESS_FAILED, ") return;"),)

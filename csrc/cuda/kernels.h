@@ -5,6 +5,9 @@
 
 namespace allnorm {
 
+// What the normed row is stored as: a line of Formats in cuda/formats.cuh each.
+enum class RowFormat { kPlain, kE4m3 };
+
 // Which kernel of a dtype. Each function returns the one to launch, taking FusedParams,
 // OwnedRowsParams from kOwnedSum on, or LocalParams; nullptr if there is none.
 enum class ExchangeKind {
@@ -20,7 +23,7 @@ enum class ExchangeKind {
 struct KernelKey {
   ExchangeKind kind;
   int world_size;
-  bool quantized;
+  RowFormat format;
 };
 const void* exchange_kernel_float32(const KernelKey& key);
 const void* exchange_kernel_float16(const KernelKey& key);
@@ -31,9 +34,9 @@ enum class LocalKind {
   kAligned,  // rows of whole, aligned packs, of any width
   kRows,     // the same, of rows that a cluster holds
 };
-const void* local_kernel_float32(LocalKind kind, bool quantized);
-const void* local_kernel_float16(LocalKind kind, bool quantized);
-const void* local_kernel_bfloat16(LocalKind kind, bool quantized);
+const void* local_kernel_float32(LocalKind kind, RowFormat format);
+const void* local_kernel_float16(LocalKind kind, RowFormat format);
+const void* local_kernel_bfloat16(LocalKind kind, RowFormat format);
 
 }  // namespace allnorm
 #endif  // ALLNORM_CUDA_KERNELS_H_

@@ -10,6 +10,7 @@
 #include "abi/check.h"
 #include "abi/tag.h"
 #include "cuda/geometry.h"
+#include "cuda/kernels.h"
 #include "cuda/params.h"
 #include "protocol/slot.h"
 
@@ -71,6 +72,10 @@ inline EpilogueParams epilogue_params(const AllnormCall& call, int64_t first_row
       .round_before_weight = (call.numerics & kRoundBeforeWeight) != 0,
       .quant = quant,
   };
+}
+
+inline RowFormat format_of(const AllnormCall& call) {
+  return is_quantized(call) ? RowFormat::kE4m3 : RowFormat::kPlain;
 }
 
 // Whether each row of a two_shot call has one owner, and not its chunks several; by what all ranks

@@ -5,6 +5,7 @@
 #define ALLNORM_CUDA_SLOTS_CUH_
 
 #include "cuda/exchange.cuh"
+#include "cuda/words.cuh"
 #include "protocol/slot.h"
 
 namespace allnorm {
@@ -12,16 +13,10 @@ namespace allnorm {
 // Numerics step 1 over one pack: sum in rank order, rounded once.
 template <class T, int kWorldSize>
 __device__ __forceinline__ Pack sum_in_rank_order(const Pack (&partial)[kWorldSize]) {
-  constexpr int kElems = kElemsPerPack<T>;
-  float sum[kElems];
+  float sum[kElemsPerPack<T>];
   unpack<T>(partial[0], sum);
 #pragma unroll
-  for (int rank = 1; rank < kWorldSize; ++rank) {
-    float term[kElems];
-    unpack<T>(partial[rank], term);
-#pragma unroll
-    for (int i = 0; i < kElems; ++i) sum[i] = add_rn(sum[i], term[i]);
-  }
+  for (int rank = 1; rank < kWorldSize; ++rank) add_pack<T>(sum, partial[rank]);
   return pack<T>(sum);
 }
 
@@ -100,6 +95,29 @@ __device__ __forceinline__ void clear_partials(char* slot, int64_t stride) {
 template <int kWorldSize>
 __device__ __forceinline__ int number_at(int q, int rank) {
   return rank + q >= kWorldSize ? rank - 1 : rank;
+}
+
+// The same for packs of fewer words: what a format has made of a pack.
+__device__ __forceinline__ void store_to_peer(char* address, const Words<1>& pack) {
+  store_relaxed_sys(address, pack.word[0]);
+}
+__device__ __forceinline__ void store_to_peer(char* address, const Words<2>& pack) {
+  store_relaxed_sys(address, static_cast<uint64_t>(pack.word[1]) << 32 | pack.word[0]);
+}
+__device__ __forceinline__ void load_from_peer(const char* address, Words<1>& pack) {
+  pack.word[0] = load_relaxed_sys_u32(address);
+}
+__device__ __forceinline__ void load_from_peer(const char* address, Words<2>& pack) {
+  const uint64_t both = load_relaxed_sys_u64(address);
+  pack.word[0] = static_cast<uint32_t>(both);
+  pack.word[1] = static_cast<uint32_t>(both >> 32);
+}
+template <int kWords>
+__device__ __forceinline__ bool arrived(const Words<kWords>& pack) {
+  bool all = true;
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) all = all && pack.word[i] != kEmptyWord;
+  return all;
 }
 
 }  // namespace allnorm

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 import kernel_edits as edits
-from kernel_edits import EXCHANGE, ONE_SHOT, OWNED, SLOT, SLOTS, TWO_SHOT, Edits
+from kernel_edits import EXCHANGE, ONE_SHOT, OWNED, ROW_OWNERS, SLOT, SLOTS, TWO_SHOT, Edits
 
-ROW_EXCHANGE, QUANTIZE, FUSED, LOCAL, LOCAL_ROWS, PACE = (
+ROW_EXCHANGE, E4M3, FUSED, ANY_ROWS, LOCAL_ROWS, PACE = (
     f"cuda/{name}.cuh"
-    for name in ("row_exchange", "quantize", "fused", "local", "local_rows", "pace")
+    for name in ("row_exchange", "formats/e4m3", "fused", "any_rows", "local_rows", "pace")
 )
 
 SLOT_RACE = "race on workspace slot"
@@ -47,10 +47,10 @@ class Mutant:
 
 _SHARED = "      if (lane == 0) store_shared(shared_ + at, chunk_value);\n      __syncthreads();\n"
 _OWN_BARRIER = "  __syncthreads();  // every thread has read the operation counter"
-_ADVANCE = "    // After the barrier in add_row().\n    if (last) exchange.advance();\n"
-_FINISH = "    if (params.epilogue.normalize) epilogue.store_row(row, epilogue.finish());\n"
+_ADVANCE = "    // After the barrier in add_row().\n    if (last) exchange_.advance();\n"
 _NO_ROW_BARRIER = "  exchange.advance_unused();\n  __syncthreads();\n"
 _LARGE_BARRIER = "    // nobody waits for it for ever.\n    __syncthreads();\n"
+_PACED_SEND = "        pace.wait();\n        send(row + step_, ahead);\n"
 _STAGED = "    // thread comes here again: the sum over the next row lies in between.\n"
 
 # What weaker memory does, and threads that do not wait for each other: ThreadSanitizer reports it.
@@ -122,7 +122,11 @@ RACES = (
                 "  const Pack early = live && first >= 0 ? load_pack(params.x.at(first, pack))"
                 " : Pack{};\n  Exchange<kWorldSize> exchange(params);\n",
             ),
-            (FUSED, "const Pack own = load_input(first);", "const Pack own = early;"),
+            (
+                FUSED,
+                "const Pack own = live && first >= 0 && first < end ? source.load(first) : Pack{};",
+                "const Pack own = early;",
+            ),
         ),
         (RACE,),
     ),
@@ -142,13 +146,8 @@ RACES = (
         (
             (
                 FUSED,
-                "    epilogue.add_row(row, reduced);\n"
-                + _ADVANCE
-                + _FINISH
-                + "    sum = next_sum;\n",
-                "    if (last) exchange.advance();\n    epilogue.add_row(row, reduced);\n"
-                + _FINISH
-                + "    sum = next_sum;\n",
+                "    epilogue_.add_row(row, reduced);\n" + _ADVANCE,
+                _ADVANCE + "    epilogue_.add_row(row, reduced);\n",
             ),
         ),
         (RACE,),
@@ -190,14 +189,14 @@ RACES = (
     ),
     Mutant(
         "quantised rows: scales are pushed before they are all staged",
-        ((OWNED, _STAGED + "    __syncthreads();\n", _STAGED),),
+        ((ROW_OWNERS, _STAGED + "    __syncthreads();\n", _STAGED),),
         (RACE,),
     ),
     Mutant(
         "local kernel: no barrier before the greatest magnitudes are read",
         (
             (
-                LOCAL,
+                ANY_ROWS,
                 "      // Read below; written again only after the barriers in the next row's"
                 " block_butterfly().\n      __syncthreads();\n",
                 "",
@@ -211,7 +210,7 @@ RACES = (
         "local kernel: sums of the next row are written over those that are read",
         (
             (
-                LOCAL,
+                ANY_ROWS,
                 "width < 32 ? width : 32);\n  __syncthreads();\n",
                 "width < 32 ? width : 32);\n",
             ),
@@ -226,7 +225,7 @@ RACES = (
 WRONG_RESULTS = (
     Mutant(
         "two ranks, many rows: the next row is not sent after the one before",
-        ((FUSED, "      pace.wait();\n      send_ahead();\n", "      pace.wait();\n"),),
+        ((FUSED, _PACED_SEND, "        pace.wait();\n"),),
         (HANGS,),
         build="plain",
     ),
@@ -286,7 +285,7 @@ WRONG_RESULTS = (
     ),
     Mutant(
         "finished rows are not canonicalised",
-        ((OWNED, "const Pack payload = canonicalize(y);", "const Pack payload = y;"),),
+        ((ROW_OWNERS, "const Pack payload = canonicalize(y);", "const Pack payload = y;"),),
         (HANGS,),
         "plain",
         short=False,
@@ -299,7 +298,7 @@ WRONG_RESULTS = (
     ),
     Mutant(
         "few blocks: slots are not looked at anew for the next row",
-        ((FUSED, "      peeked = transport.peek(row + step);\n", ""),),
+        ((FUSED, "        peeked = transport_.peek(row + step_);\n", ""),),
         (WRONG, NOT_EMPTY, HANGS),
         "plain",
         short=False,
@@ -326,7 +325,7 @@ WRONG_RESULTS = (
     ),
     Mutant(
         "partials are not cleared: owned rows",
-        ((OWNED, "    if (live_) clear_partials<kWorldSize>(slot, stride);\n", ""),),
+        ((ROW_OWNERS, "    if (live_) clear_partials<kWorldSize>(slot, stride);\n", ""),),
         (WRONG, NOT_EMPTY),
         "plain",
         short=False,
@@ -402,8 +401,8 @@ WRONG_RESULTS = (
             ),
             (
                 SLOTS,
-                "    unpack<T>(partial[rank], term);",
-                "    unpack<T>(partial[kWorldSize - 1 - rank], term);",
+                "add_pack<T>(sum, partial[rank]);",
+                "add_pack<T>(sum, partial[kWorldSize - 1 - rank]);",
             ),
         ),
         (WRONG,),
@@ -420,14 +419,14 @@ WRONG_RESULTS = (
     ),
     Mutant(
         "a wide group's maximum from the wrong chunks",
-        ((QUANTIZE, "exchange_.chunk() & -chunks, chunks", "exchange_.chunk(), chunks"),),
+        ((E4M3, "exchange_.chunk() & -chunks, chunks", "exchange_.chunk(), chunks"),),
         (WRONG,),
         "plain",
         short=False,
     ),
     Mutant(
         "padding of scales is not zeroed",
-        ((FUSED, "if (blockIdx.x == 0) clear_scale_padding(params.epilogue.quant);", ""),),
+        ((FUSED, "if (blockIdx.x == 0) Format::store_padding(params.epilogue.quant);", ""),),
         (WRONG,),
         "plain",
         short=False,

@@ -18,12 +18,13 @@ from protocol_model.source import MEMORY, SourceError, Sources, block, verbs
 
 EXCHANGE, FUSED, PREPARE = "cuda/exchange.cuh", "cuda/fused.cuh", "cuda/prepare.h"
 ONE_SHOT, TWO_SHOT = "cuda/transports/one_shot.cuh", "cuda/transports/two_shot.cuh"
-OWNED, SLOTS, QUANTIZE = "cuda/owned_rows.cuh", "cuda/slots.cuh", "cuda/quantize.cuh"
+OWNED, ROW_OWNERS = "cuda/owned_rows.cuh", "cuda/transports/row_owners.cuh"
+SLOTS, PACKED = "cuda/slots.cuh", "cuda/words.cuh"
 LAYOUT, NUMERICS = "protocol/layout.h", "protocol/numerics.h"
 CALL_TAG, SIGNAL, SLOT = "protocol/call_tag.h", "protocol/signal.h", "protocol/slot.h"
 
 _CALLS = {
-    *("store_to_peer", "load_from_peer", "store_quantized", "receive_partials", "receive_pack"),
+    *("store_to_peer", "load_from_peer", "store_words", "receive_partials", "receive_pack"),
     *("clear_partials", "wait_for_preceding_grid", "receive_and_store_scale"),
     *("wait_alone", "wait_together"),
 }
@@ -31,7 +32,7 @@ _CALLS = {
 # the lanes of its warp leave the loop together or not.
 _WAIT = "wait"
 # Functions over quantised packs, 8 bytes for a dtype of 16 bits; for float32 the same with u32.
-_OF_QUANTIZED = {"store_to_peer": OWNED, "load_from_peer": OWNED, "store_quantized": QUANTIZE}
+_OF_QUANTIZED = {"store_to_peer": SLOTS, "load_from_peer": SLOTS, "store_words": PACKED}
 
 
 def read_exchange(sources: Sources | None = None) -> Exchange:
@@ -143,8 +144,7 @@ class _Reader:
         if "if (params_.large) wait_for_slots();" not in body:
             return ()
         for path, function, rows in (
-            (FUSED, "run_fused", "run_few_blocks("),
-            (FUSED, "run_fused", "send(first,"),
+            (FUSED, "run_fused", "stream.run_"),
             (OWNED, "run_owned_rows", "rows.run(first,"),
         ):
             before = ("Exchange<kWorldSize> exchange(", ".begin();", "work_on_no_row<")
@@ -262,7 +262,7 @@ class _Reader:
                 width = "u32" if call == "store_u32" else "v4.u32"
                 at = "scale" if call == "store_u32" else where
                 steps.append(Step("clear", self._access(call, width), at))
-            elif clears and call == "store_quantized":
+            elif clears and call == "store_words":
                 steps.append(Step("clear", self._quantized(call), where))
             elif call == "store_to_peer":
                 steps.append(Step("store", self._quantized(call), where, unless=next(guards)))
@@ -271,7 +271,7 @@ class _Reader:
                 access = self._access(call, "u32" if of_scale else "v4.u32")
                 at = "scale" if of_scale else where
                 steps.append(Step("store", access, at, unless=next(guards)))
-            elif call != "store_quantized":  # of the caller's own tensor
+            else:
                 raise SourceError(f"{path}, {name}: {call}({arguments})")
         return tuple(steps)
 
@@ -297,18 +297,19 @@ class _Reader:
         return [Step("clear", self._access(name, "v4.u32"), "partial") for name, _ in calls]
 
     def transports(self) -> dict[str, Transport]:
-        self._check_order(
-            FUSED, "run_fused", "send(first,", "transport.relay(", "transport.receive("
-        )
-        order = ("send(first,", "transport.peek(first)", "transport.receive(", ".peek(row + step")
+        for schedule in ("run_one_shot", "run_paced"):
+            self._check_order(FUSED, schedule, "send(first_,", "transport_.receive(")
+        order = ("send(first_,", "transport_.relay(", "transport_.receive(")
+        self._check_order(FUSED, "run_two_shot", *order)
+        order = ("send(first_,", "_.peek(first_)", "transport_.receive(", "_.peek(row + step_")
         self._check_order(FUSED, "run_few_blocks", *order)
         self._check_order(OWNED, "run", "send(first,", "do_own_part(index", "receive(back)")
         part = ("owners_.receive_partials(", "owners_.publish(")
         self._check_order(OWNED, "do_own_part", *part)
-        send = self._steps(OWNED, "send_partial", "partial")
-        partials = self._steps(OWNED, "receive_partials", "partial", after="send_partial")
-        to_rows = self._steps(OWNED, "publish", "finished")
-        to_quantized = self._steps(OWNED, "publish", "finished", after="Pack receive(")
+        send = self._steps(ROW_OWNERS, "send_partial", "partial")
+        partials = self._steps(ROW_OWNERS, "receive_partials", "partial", after="send_partial")
+        to_rows = self._steps(ROW_OWNERS, "publish", "finished")
+        to_quantized = self._steps(ROW_OWNERS, "publish", "finished", after="Pack receive(")
         return {
             "one_shot": Transport(
                 all_sum=True,
@@ -325,19 +326,19 @@ class _Reader:
                 all_sum=False,
                 send=send,
                 own=(*partials, *to_rows),
-                receive=self._steps(OWNED, "receive", "finished", after="void publish"),
+                receive=self._steps(ROW_OWNERS, "receive", "finished", after="void publish"),
             ),
             "owned_quantized": Transport(
                 all_sum=False,
                 send=send,
                 own=_of_bits((*partials, *to_quantized)),
-                receive=_of_bits(self._steps(OWNED, "receive_and_store", "finished")),
+                receive=_of_bits(self._steps(ROW_OWNERS, "receive_and_store", "finished")),
             ),
             "gather": Transport(
                 all_sum=False,
                 send=(),
                 own=to_rows,
-                receive=self._steps(OWNED, "receive", "finished", after="void publish"),
+                receive=self._steps(ROW_OWNERS, "receive", "finished", after="void publish"),
             ),
         }
 

@@ -16,23 +16,32 @@ from sass.rules import complaints
 
 # Kernels that a mutant is compiled for, by what their sources include.
 _ONE_SHOT = """
+#include "cuda/formats.cuh"
 #include "cuda/fused.cuh"
+#include "cuda/sources/dense_rows.cuh"
 #include "cuda/transports/one_shot.cuh"
 template __global__ void
-allnorm::fused_kernel<allnorm::Bfloat16, 4, allnorm::OneShot, allnorm::Grid::kSparse, false>(
+allnorm::fused_kernel<allnorm::Bfloat16, allnorm::DenseRows, 4, allnorm::OneShot,
+                      allnorm::Grid::kSparse, allnorm::Plain>(
     const __grid_constant__ allnorm::FusedParams);
 """
 _TWO_SHOT = """
+#include "cuda/formats.cuh"
 #include "cuda/fused.cuh"
+#include "cuda/sources/dense_rows.cuh"
 #include "cuda/transports/two_shot.cuh"
 template __global__ void
-allnorm::fused_kernel<allnorm::Float16, 2, allnorm::TwoShot, allnorm::Grid::kSparse, true>(
+allnorm::fused_kernel<allnorm::Float16, allnorm::DenseRows, 2, allnorm::TwoShot,
+                      allnorm::Grid::kSparse, allnorm::E4m3>(
     const __grid_constant__ allnorm::FusedParams);
 """
 _OWNED = """
+#include "cuda/formats.cuh"
 #include "cuda/owned_rows.cuh"
+#include "cuda/sources/dense_rows.cuh"
 template __global__ void
-allnorm::owned_rows_kernel<allnorm::Bfloat16, 2, allnorm::Owned::kFinished, false, true>(
+allnorm::owned_rows_kernel<allnorm::Bfloat16, allnorm::DenseRows, 2, allnorm::Owned::kFinished,
+                           false, allnorm::E4m3>(
     const __grid_constant__ allnorm::OwnedRowsParams);
 """
 SOURCES = {"one_shot": _ONE_SHOT, "two_shot": _TWO_SHOT, "owned": _OWNED}
@@ -110,13 +119,13 @@ MUTANTS = (
         source="two_shot",
     ),
     _mutant(
-        *("scales pushed by a plain store", "pushes", "owned_rows.cuh"),
+        *("scales pushed by a plain store", "pushes", "transports/row_owners.cuh"),
         "store_relaxed_sys(finished_at(q, local) + layout_.finished_scale(i), scale)",
         "store_u32(finished_at(q, local) + layout_.finished_scale(i), scale)",
         source="owned",
     ),
     _mutant(
-        *("scales polled by a plain load", "polls", "owned_rows.cuh"),
+        *("scales polled by a plain load", "polls", "transports/row_owners.cuh"),
         "scale = load_relaxed_sys_u32(slot)",
         "scale = load_u32(slot)",
         source="owned",
@@ -187,7 +196,8 @@ MUTANTS = (
     _mutant(
         *("input read before the wait", "dependent_launch", "fused.cuh", _EXCHANGE),
         "  const Pack early = load_pack(params.x.at(0, pack));\n" + _EXCHANGE,
-        *("  const Pack own = load_input(first);\n", "  const Pack own = early;\n"),
+        "  const Pack own = live && first >= 0 && first < end ? source.load(first) : Pack{};\n",
+        "  const Pack own = early;\n",
     ),
     _mutant(
         *("dependents let in before the wait", "dependent_launch", "fused.cuh", _EXCHANGE),
