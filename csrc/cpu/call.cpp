@@ -34,7 +34,7 @@ FinishedRow finished_row(const AllnormCall& call) {
   const bool quantized = is_quantized(call);
   return {.normed_bytes =
               quantized && call.out == nullptr ? 0 : call.hidden_size * element_bytes(call.dtype),
-          .quantized_bytes = quantized ? call.hidden_size : 0,
+          .quantized_bytes = quantized ? quantized_row_bytes(call) : 0,
           .scale_bytes = kScaleBytes * scales_per_row(call)};
 }
 
@@ -116,6 +116,7 @@ RowOp row_op(const AllnormCall& call, float* scratch) {
               .weight = call.weight,
               .scratch = scratch};
   if (is_quantized(call) && call.num_tokens > 0) {
+    op.format = format_of(call);
     op.quant = call.quant;
     op.group_size = call.quant == ALLNORM_QUANT_PER_GROUP ? call.group_size : call.hidden_size;
     op.power_of_two = call.scale_format != ALLNORM_SCALE_FLOAT32;

@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "allnorm.h"
-#include "cpu/kernels.h"
+#include "cpu/row_task.h"
 #include "protocol/layout.h"
 
 namespace allnorm {

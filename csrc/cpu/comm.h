@@ -11,7 +11,7 @@
 
 #include "allnorm.h"
 #include "cpu/call.h"
-#include "cpu/kernels.h"
+#include "cpu/row_task.h"
 #include "protocol/call_tag.h"
 #include "protocol/layout.h"
 

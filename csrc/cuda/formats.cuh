@@ -26,7 +26,7 @@
 
 #include "cuda/formats/e4m3.cuh"
 #include "cuda/formats/plain.cuh"
-#include "cuda/kernels.h"
+#include "protocol/row_format.h"
 
 namespace allnorm {
 

@@ -3,10 +3,9 @@
 #ifndef ALLNORM_CUDA_KERNELS_H_
 #define ALLNORM_CUDA_KERNELS_H_
 
-namespace allnorm {
+#include "protocol/row_format.h"
 
-// What the normed row is stored as: a line of Formats in cuda/formats.cuh each.
-enum class RowFormat { kPlain, kE4m3 };
+namespace allnorm {
 
 // Which kernel of a dtype. Each function returns the one to launch, taking FusedParams,
 // OwnedRowsParams from kOwnedSum on, or LocalParams; nullptr if there is none.

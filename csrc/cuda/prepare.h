@@ -10,7 +10,6 @@
 #include "abi/check.h"
 #include "abi/tag.h"
 #include "cuda/geometry.h"
-#include "cuda/kernels.h"
 #include "cuda/params.h"
 #include "protocol/slot.h"
 
@@ -74,10 +73,6 @@ inline EpilogueParams epilogue_params(const AllnormCall& call, int64_t first_row
   };
 }
 
-inline RowFormat format_of(const AllnormCall& call) {
-  return is_quantized(call) ? RowFormat::kE4m3 : RowFormat::kPlain;
-}
-
 // Whether each row of a two_shot call has one owner, and not its chunks several; by what all ranks
 // agree on. With fewer rows than a GPU has SMs, the chunks of a row are spread over the links.
 inline bool has_row_owners(const AllnormCall& call) {
@@ -94,11 +89,12 @@ struct SlotBytes {
 };
 inline SlotBytes owned_rows_bytes(int world_size, const AllnormCall& call) {
   const bool sends_quantized = is_sharded(call) && is_quantized(call) && call.out == nullptr;
-  const int64_t elems_per_pack = kPackBytes / element_bytes(call.dtype);
+  const int64_t packs = call.hidden_size * element_bytes(call.dtype) / kPackBytes;
+  const int64_t packed_bytes = sends_quantized ? quantized_row_bytes(call) / packs : kPackBytes;
   const ShardedLayout layout = {
       .world_size = world_size,
-      .packs = static_cast<int32_t>(call.hidden_size / elems_per_pack),
-      .element_bytes = static_cast<int32_t>(sends_quantized ? elems_per_pack : kPackBytes),
+      .packs = static_cast<int32_t>(packs),
+      .element_bytes = static_cast<int32_t>(packed_bytes),
       .scales = static_cast<int32_t>(sends_quantized ? scales_per_row(call) : 0),
       .rows = 1};
   return {layout.row_bytes(call.op == ALLNORM_ALL_GATHER_ROWS), world_size};
