@@ -21,6 +21,8 @@ template <class T, bool kAligned>
 struct RowAccess {
   static constexpr int kElems = kElemsPerPack<T>;
   using Storage = typename T::Storage;
+  // Packs that are loaded together; the elements of one are eight loads.
+  static constexpr int kInFlight = kAligned || kElems == 4 ? 4 : 1;
 
   __device__ __forceinline__ static Pack load(const char* row, int64_t pack, int64_t hidden_size) {
     if constexpr (kAligned) {
@@ -75,11 +77,11 @@ __device__ __forceinline__ void residual_sum(const LocalParams& params, int64_t 
                                              float* sum) {
   const int64_t hidden_size = params.epilogue.hidden_size;
   const char* source = params.x.at(row, 0);
-  unpack<T>(sum_in_order<T>(params.num_sources,
-                            [&](int i) {
-                              return Access::load(source + i * params.source_stride_bytes, pack,
-                                                  hidden_size);
-                            }),
+  unpack<T>(sum_in_order<T, Access::kInFlight>(
+                params.num_sources,
+                [&](int i) {
+                  return Access::load(source + i * params.source_stride_bytes, pack, hidden_size);
+                }),
             sum);
   if (params.epilogue.residual.data == nullptr) return;
   add_pack<T>(sum, Access::load(params.epilogue.residual.at(row, 0), pack, hidden_size));
