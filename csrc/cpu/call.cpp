@@ -29,7 +29,7 @@ Rows matrix(void* data, int64_t stride_bytes, int64_t row) {
   return Rows{static_cast<std::byte*>(data), stride_bytes}.from(row);
 }
 
-// What peers take over of a row that its owner has finished.
+// What peers read of a row that its owner has finished.
 FinishedRow finished_row(const AllnormCall& call) {
   const bool quantized = is_quantized(call);
   return {.normed_bytes =
@@ -171,7 +171,7 @@ void fill_nan(const AllnormCall& call, int world_size, int rank, int64_t first) 
   const bool sharded = is_sharded(call);
   int64_t residual_begin = first, residual_end = call.num_tokens;
   if (sharded) {
-    // Every owner has done as many rows.
+    // Every owner has finished the same number of rows.
     const int64_t done = first / world_size;
     for (int owner = 0; owner < world_size; ++owner) {
       const RowShard shard = row_shard(call.num_tokens, world_size, owner);

@@ -51,7 +51,7 @@ struct ScaleRows {
 // Float32 working memory for one row; grows, never shrinks.
 class Scratch {
  public:
-  // Null if the machine has no memory left.
+  // Null if no memory is left.
   float* reserve(int64_t hidden_size);
 
  private:

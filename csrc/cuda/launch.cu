@@ -216,7 +216,7 @@ int32_t launch_owned_rows(const Device& device, const AllnormCall& call, int wor
 
 int32_t launch_missing_call(const Device& device, const AllnormCall& call, int world_size,
                             const FusedParams& params) {
-  // One cluster of one block: that of the exchange.
+  // One cluster of one block, which serves the exchange.
   const Geometry geometry = {.num_blocks = 1, .cluster_size = 1, .num_threads = threads_of(0, 1)};
   AllnormCall plain = {};
   plain.stream = call.stream;

@@ -224,7 +224,7 @@ ALLNORM_HD float reciprocal_from(float root, float near) {
   return fma_rn(fma_rn(-root, nearer, 1.0f), nearer, nearer);
 }
 
-// reciprocal_rms(), sooner: no division, and one test for all that is out of the ordinary.
+// A faster reciprocal_rms(): no division, and one test for everything out of the ordinary.
 // `inverse` is 1 / num_elements, rounded, and num_elements at most 2^20;
 // near_reciprocal_root(square) is what root_from() takes. tests/numerics_test.cpp tries all
 // significands.
@@ -362,7 +362,7 @@ class ScaleDivisor {
   float reciprocal_, scale_;
 };
 
-// The same by a scale that is given. Only scales of everyday size divide this way; a quotient
+// The same by a given scale. Only scales of everyday size divide this way; a quotient
 // beyond 512 is made 512, which is beyond 448 all the same.
 class GivenScaleDivisor {
  public:
