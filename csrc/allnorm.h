@@ -143,7 +143,7 @@ typedef struct AllnormFault {
   uint32_t seen_op;      // last operation number announced by the peer
   // Where DIVERGED and shape and tokens are equal, the calls differ in what is announced as a hash:
   // eps, weight_bias, weight_dtype or scale_format.
-  uint32_t expected_shape;  // packed call description, see CallTag in protocol/exchange.h
+  uint32_t expected_shape;  // packed call description, see CallTag in protocol/call_tag.h
   uint32_t seen_shape;
   uint32_t expected_tokens;
   uint32_t seen_tokens;

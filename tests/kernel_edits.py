@@ -8,8 +8,10 @@ from __future__ import annotations
 
 Edits = tuple[tuple[str, str, str], ...]
 
-EXCHANGE, WORDS, LAYOUT = "cuda/exchange.cuh", "protocol/exchange.h", "protocol/layout.h"
-ONE_SHOT, TWO_SHOT, OWNED = "cuda/one_shot.cuh", "cuda/two_shot.cuh", "cuda/owned_rows.cuh"
+EXCHANGE, SLOTS, LAYOUT = "cuda/exchange.cuh", "cuda/slots.cuh", "protocol/layout.h"
+CALL_TAG, SLOT, SIGNAL = "protocol/call_tag.h", "protocol/slot.h", "protocol/signal.h"
+ONE_SHOT, TWO_SHOT = "cuda/transports/one_shot.cuh", "cuda/transports/two_shot.cuh"
+OWNED, ROW_OWNERS = "cuda/owned_rows.cuh", "cuda/transports/row_owners.cuh"
 
 _FENCE = "    fence_acq_rel_sys();\n"
 _WAIT = "    if (!wait_alone(released, peer)) return;\n"
@@ -40,8 +42,8 @@ NOTHING_PUBLISHED: Edits = ((EXCHANGE, _PUBLISH, ""),)
 PUBLISHED_AS_NEXT: Edits = _replaced(EXCHANGE, _PUBLISH, "op_);", "op_ + 1);")
 REACHED_TWO_AGO: Edits = _replaced(EXCHANGE, _REACHED, "- 1", "- 2")
 REACHED_THE_SAME: Edits = _replaced(EXCHANGE, _REACHED, " - 1", "")
-EQUAL_FOR_REACHED: Edits = ((WORDS, _COMPARED, "seen == expected"),)
-COMPARED_WITHOUT_WRAPPING: Edits = ((WORDS, _COMPARED, "seen >= expected"),)
+EQUAL_FOR_REACHED: Edits = ((SIGNAL, _COMPARED, "seen == expected"),)
+COMPARED_WITHOUT_WRAPPING: Edits = ((SIGNAL, _COMPARED, "seen >= expected"),)
 TWO_PHASES: Edits = ((LAYOUT, "kPushPhases = 3", "kPushPhases = 2"),)
 ONE_PHASE: Edits = ((LAYOUT, "kPushPhases = 3", "kPushPhases = 1"),)
 PRECEDING_GRID_NOT_WAITED_FOR: Edits = ((EXCHANGE, "    wait_for_preceding_grid();\n", ""),)
@@ -55,22 +57,22 @@ ONE_LARGE_PHASE: Edits = ((LAYOUT, "kLargePhases = 2", "kLargePhases = 1"),)
 
 # Slots that are not cleared.
 PARTIALS_STAY: Edits = ((ONE_SHOT, CLEAR_ONE_SHOT, ""),)
-RECEIVED_STAY: Edits = ((ONE_SHOT, _CLEAR_PACK, ""),)  # sums of two_shot, finished rows
+RECEIVED_STAY: Edits = ((SLOTS, _CLEAR_PACK, ""),)  # sums of two_shot, finished rows
 QUANTISED_STAY: Edits = (
-    (OWNED, "      store_quantized(slot, uniform_pack<T>(kEmptyWord));\n", ""),
+    (ROW_OWNERS, "      store_words(slot, Packed::filled_with(kEmptyWord));\n", ""),
 )
-SCALES_STAY: Edits = ((OWNED, "    store_u32(slot, kEmptyWord);\n", ""),)
+SCALES_STAY: Edits = ((ROW_OWNERS, "    store_u32(slot, kEmptyWord);\n", ""),)
 
 # What a rank still stores after an operation before this one has failed: the second hops.
 _UNLESS_FAILED_BEFORE = "if (!live_ || exchange_.failed_before()) return"
 RELAYED_AFTER_FAILURE: Edits = (
     (TWO_SHOT, f"{_UNLESS_FAILED_BEFORE} sum;", "if (!live_) return sum;"),
 )
-PUBLISHED_AFTER_FAILURE: Edits = ((OWNED, f"{_UNLESS_FAILED_BEFORE};", "if (!live_) return;"),)
-QUANTISED_AFTER_FAILURE: Edits = ((OWNED, "if (live_ && !silent) {", "if (live_) {"),)
-SCALES_AFTER_FAILURE: Edits = ((OWNED, "    if (silent) return;\n", ""),)
+PUBLISHED_AFTER_FAILURE: Edits = ((ROW_OWNERS, f"{_UNLESS_FAILED_BEFORE};", "if (!live_) return;"),)
+QUANTISED_AFTER_FAILURE: Edits = ((ROW_OWNERS, "if (live_ && !silent) {", "if (live_) {"),)
+SCALES_AFTER_FAILURE: Edits = ((ROW_OWNERS, "    if (silent) return;\n", ""),)
 # ... and the first.
 _UNLESS_FAILED = " || exchange_.failed()) return;"
 ONE_SHOT_AFTER_FAILURE: Edits = ((ONE_SHOT, _UNLESS_FAILED, ") return;"),)
 TWO_SHOT_AFTER_FAILURE: Edits = ((TWO_SHOT, _UNLESS_FAILED, ") return;"),)
-OWNED_AFTER_FAILURE: Edits = ((OWNED, _UNLESS_FAILED, ") return;"),)
+OWNED_AFTER_FAILURE: Edits = ((ROW_OWNERS, _UNLESS_FAILED, ") return;"),)

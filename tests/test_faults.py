@@ -555,7 +555,7 @@ def test_gathering_rows_is_named(pool: RankPool) -> None:
 
 
 def test_a_call_is_described_as_the_ranks_announce_it() -> None:
-    """The packing of CallShape in csrc/protocol/exchange.h, field by field."""
+    """The packing of CallShape in csrc/protocol/call_tag.h, field by field."""
 
     def describe(op: int, algorithm: int = 0, bits: int = 0) -> str:
         return _native.describe_shape(4096 | 2 << 20 | algorithm << 22 | bits | op << 28, 7)

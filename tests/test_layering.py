@@ -241,6 +241,78 @@ CSRC_ALLOWED = {
     "tests": {"", "abi", "protocol", "cpu", "cuda", "tests"},
 }
 
+# Within a folder: a file without its ending, or a folder of a kind, and what of the same folder it
+# may include. Sources, transports, the epilogue and formats know nothing of each other on CUDA; on
+# CPU, where a row is summed while it is normed, the epilogue takes sources and formats.
+CSRC_WITHIN = {
+    "protocol": {
+        "numerics": set(),
+        "row_format": set(),
+        **{name: {"numerics"} for name in ("signal", "slot", "call_tag", "layout")},
+    },
+    "abi": {
+        "error": set(),
+        "tag": set(),
+        "gate": {"error"},
+        "check": {"error", "tag"},
+        "check_memory": {"check", "error", "tag"},
+        "entry_points": {"check", "error", "gate"},
+    },
+    "cuda": {
+        "memory": set(),
+        "params": set(),
+        "words": {"memory"},
+        "row_exchange": {"memory", "params"},
+        "exchange": {"memory", "params"},
+        "pace": {"memory"},
+        "slots": {"exchange", "words"},
+        "sources": {"memory", "params"},
+        "transports": {"slots"},
+        "formats": {"memory", "params", "row_exchange", "words"},
+        "epilogue": {"params", "row_exchange"},
+        "fused": {"epilogue", "exchange", "pace"},
+        "owned_rows": {"fused", "transports"},
+        "local_rows": {"epilogue", "params"},
+        "any_rows": {"memory", "params", "row_exchange", "sources", "words"},
+        "kernels": set(),
+        "instantiate": {
+            *("sources", "transports", "formats", "kernels"),
+            *("fused", "owned_rows", "local_rows", "any_rows"),
+        },
+        **{f"kernels_{dtype}": {"instantiate"} for dtype in ("bfloat16", "float16", "float32")},
+        "geometry": {"params"},
+        "prepare": {"geometry", "params"},
+        "launch": {"geometry", "kernels", "params", "prepare"},
+        "ipc": {"launch"},
+        "stream_order": {"launch"},
+        "communicator": {"launch", "prepare", "stream_order"},
+        "c_api": {"communicator"},
+    },
+    "cpu": {
+        "memory": set(),
+        "shared_memory": set(),
+        "simd": set(),
+        "row_task": set(),
+        "row": {"row_task", "simd"},
+        "sources": {"row", "simd"},
+        "formats": {"row", "simd"},
+        "epilogue": {"formats", "row", "simd", "sources"},
+        "kernels": {"epilogue", "row", "row_task", "simd", "sources"},
+        "dispatch": {"row_task"},
+        "call": {"row_task"},
+        "comm": {"call", "memory", "row_task"},
+        "transports": {"comm"},
+        "fault": {"comm"},
+        "c_api": {"call", "comm"},
+    },
+    "python": {
+        "ref": set(),
+        "prepared": {"ref"},
+        "fast_call": {"prepared", "ref"},
+        "interrupts": {"ref"},
+    },
+}
+
 # pattern: (files of csrc in which it may stand, why)
 CONFINED = {
     r"\basm\b|__asm__": (
@@ -294,3 +366,35 @@ def test_csrc_confined_constructs(path: pathlib.Path) -> None:
     for pattern, (homes, why) in CONFINED.items():
         if relative not in homes:
             assert not re.search(pattern, code), f"{relative}: /{pattern}/ belongs elsewhere: {why}"
+
+
+@pytest.mark.parametrize("path", sources(), ids=ids)
+def test_csrc_includes_within_a_folder(path: pathlib.Path) -> None:
+    folder, *rest = path.relative_to(CSRC).parts
+    if folder not in CSRC_WITHIN or not rest:
+        return
+    unit = pathlib.Path(rest[0]).stem
+    rows = CSRC_WITHIN[folder]
+    assert unit in rows, f"csrc/{folder}/{unit} has no row in CSRC_WITHIN: say what it may include"
+    for name in re.findall(rf'#\s*include\s*"{folder}/([^"]+)"', path.read_text()):
+        target = pathlib.Path(name.split("/")[0]).stem
+        assert target in {unit, *rows[unit]}, f"{folder}/{unit} must not include {folder}/{name}"
+
+
+def test_csrc_has_no_cycle() -> None:
+    for folder, rows in CSRC_WITHIN.items():
+        done: list[str] = []
+        for unit, allowed in rows.items():
+            later = allowed - set(done)
+            assert not later, f"{folder}/{unit} may include {later}, which comes later"
+            done.append(unit)
+        files = {
+            pathlib.Path(p.relative_to(CSRC / folder).parts[0]).stem
+            for p in sources()
+            if p.is_relative_to(CSRC / folder)
+        }
+        assert files == set(rows), f"csrc/{folder}: rows and files differ: {files ^ set(rows)}"
+    done = []
+    for folder in ("", *CSRC_WITHIN):
+        assert CSRC_ALLOWED[folder] <= {*done, folder}, f"csrc/{folder} may include what is later"
+        done.append(folder)

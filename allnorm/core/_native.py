@@ -289,7 +289,7 @@ def describe_shape(shape: int, num_tokens: int) -> str:
 
 
 def shape_fields(shape: int, num_tokens: int) -> dict[str, str]:
-    """What a CallTag says of its call, by name (csrc/protocol/exchange.h, CallShape)."""
+    """What a CallTag says of its call, by name (csrc/protocol/call_tag.h, CallShape)."""
     op = shape >> 28
     fields = {
         "op": _OP_NAMES[op] if op < len(_OP_NAMES) else f"op {op}",

@@ -12,7 +12,7 @@ namespace allnorm {
 
 int64_t element_bytes(int dtype);
 
-// Everything of a call but its number of rows and its memory.
+// Everything in a call except its number of rows and its memory.
 int32_t check_kind(const AllnormCall* call);
 // `config` of the communicator; NULL if there is none.
 int32_t check_run(const AllnormCommConfig* config, const AllnormCall* call);

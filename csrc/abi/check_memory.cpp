@@ -154,7 +154,7 @@ int32_t check_strides(const AllnormCall& call) {
   if (norm && call.residual_out_stride < call.hidden_size) {
     return invalid("residual_out_stride", call.residual_out_stride, kRowsApart);
   }
-  if (is_quantized(call) && call.quantized_stride < call.hidden_size) {
+  if (is_quantized(call) && call.quantized_stride < quantized_row_bytes(call)) {
     return invalid("quantized_stride", call.quantized_stride, kRowsApart);
   }
   return ALLNORM_OK;
@@ -244,7 +244,8 @@ int32_t check_memory(const AllnormCall& call, int num_sources, const RowShard& o
                    kResidual);
   }
   if (quantized) {
-    all.add_result("quantized", call.quantized, 1, rows(call.num_tokens, call.quantized_stride));
+    all.add_result("quantized", call.quantized, 1,
+                   {quantized_row_bytes(call), call.num_tokens - 1, call.quantized_stride});
   }
   if (scales) all.add_result("scale", call.scale, 4, scale);
   return all.status();

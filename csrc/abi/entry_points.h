@@ -32,7 +32,7 @@ int32_t allnorm_comm_close(AllnormComm* comm) {
 }
 
 int32_t allnorm_comm_destroy(AllnormComm* comm) {
-  // A fork has no right to what its parent uses, and a copy of the rest ends with it.
+  // A fork must not release what its parent uses; its copy of the rest ends with the process.
   if (comm == nullptr || comm->gate.check_process() != ALLNORM_OK) return ALLNORM_OK;
   if (const int32_t status = allnorm_comm_close(comm)) return status;
   delete comm;

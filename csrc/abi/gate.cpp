@@ -30,7 +30,7 @@ int32_t Gate::check_process() const {
 
 int32_t Gate::enter() {
   if (const int32_t status = check_process()) return status;
-  // acquire: what close() has freed is not touched by who comes late; pairs with shut().
+  // acquire: a late caller does not touch what close() has freed; pairs with shut().
   if ((state_.fetch_add(1, std::memory_order_acquire) & kShut) == 0) [[likely]] {
     return ALLNORM_OK;
   }
@@ -39,7 +39,7 @@ int32_t Gate::enter() {
 }
 
 void Gate::leave() {
-  // release: all that the call did comes before what close() does next; pairs with the acquire in
+  // release: everything the call did precedes what close() does next; pairs with the acquire in
   // wait_until_empty().
   if (state_.fetch_sub(1, std::memory_order_release) == (kShut | 1)) state_.notify_all();
 }

@@ -20,7 +20,7 @@ class Gate {
   int32_t enter();
   void leave();
 
-  // Lets nobody in any more. Held by who closes.
+  // Lets nobody in any more. Called by whoever closes.
   std::mutex& closing() { return closing_; }
   void shut();
   // Returns when everybody who was in has left. Never, if that is the calling thread.

@@ -6,7 +6,8 @@
 #include <cstdint>
 
 #include "allnorm.h"
-#include "protocol/exchange.h"
+#include "protocol/call_tag.h"
+#include "protocol/row_format.h"
 
 namespace allnorm {
 
@@ -14,6 +15,11 @@ inline bool is_norm(const AllnormCall& call) { return call.op == ALLNORM_ADD_RMS
 inline bool is_quantized(const AllnormCall& call) {
   return is_norm(call) && call.quant != ALLNORM_QUANT_NONE;
 }
+inline RowFormat format_of(const AllnormCall& call) {
+  return is_quantized(call) ? RowFormat::kE4m3 : RowFormat::kPlain;
+}
+// Bytes of a row of `quantized`.
+inline int64_t quantized_row_bytes(const AllnormCall& call) { return call.hidden_size; }
 // Rows belong to ranks: row_shard() in protocol/layout.h.
 inline bool is_sharded(const AllnormCall& call) {
   return call.op == ALLNORM_ALL_GATHER_ROWS ||

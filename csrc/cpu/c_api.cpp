@@ -20,7 +20,7 @@ struct AllnormComm {
   allnorm::Gate gate = {};
 };
 
-// Needs what stands above.
+// Uses what is defined above.
 #include "abi/entry_points.h"
 
 namespace {

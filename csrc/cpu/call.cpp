@@ -6,7 +6,7 @@
 #include "abi/check.h"
 #include "abi/error.h"
 #include "abi/tag.h"
-#include "protocol/exchange.h"
+#include "protocol/call_tag.h"
 #include "protocol/layout.h"
 
 namespace allnorm {
@@ -29,12 +29,12 @@ Rows matrix(void* data, int64_t stride_bytes, int64_t row) {
   return Rows{static_cast<std::byte*>(data), stride_bytes}.from(row);
 }
 
-// What peers take over of a row that its owner has finished.
+// What peers read of a row that its owner has finished.
 FinishedRow finished_row(const AllnormCall& call) {
   const bool quantized = is_quantized(call);
   return {.normed_bytes =
               quantized && call.out == nullptr ? 0 : call.hidden_size * element_bytes(call.dtype),
-          .quantized_bytes = quantized ? call.hidden_size : 0,
+          .quantized_bytes = quantized ? quantized_row_bytes(call) : 0,
           .scale_bytes = kScaleBytes * scales_per_row(call)};
 }
 
@@ -116,6 +116,7 @@ RowOp row_op(const AllnormCall& call, float* scratch) {
               .weight = call.weight,
               .scratch = scratch};
   if (is_quantized(call) && call.num_tokens > 0) {
+    op.format = format_of(call);
     op.quant = call.quant;
     op.group_size = call.quant == ALLNORM_QUANT_PER_GROUP ? call.group_size : call.hidden_size;
     op.power_of_two = call.scale_format != ALLNORM_SCALE_FLOAT32;
@@ -170,7 +171,7 @@ void fill_nan(const AllnormCall& call, int world_size, int rank, int64_t first) 
   const bool sharded = is_sharded(call);
   int64_t residual_begin = first, residual_end = call.num_tokens;
   if (sharded) {
-    // Every owner has done as many rows.
+    // Every owner has finished the same number of rows.
     const int64_t done = first / world_size;
     for (int owner = 0; owner < world_size; ++owner) {
       const RowShard shard = row_shard(call.num_tokens, world_size, owner);

@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "allnorm.h"
-#include "cpu/kernels.h"
+#include "cpu/row_task.h"
 #include "protocol/layout.h"
 
 namespace allnorm {
@@ -14,7 +14,7 @@ namespace allnorm {
 // Where rows have owners, a multiple of world_size.
 int64_t rows_per_chunk(int world_size, int64_t workspace_bytes, const AllnormCall& call);
 
-// Where one exchange of `rows` rows keeps what in a phase.
+// The layout of a phase in an exchange of `rows` rows.
 PullLayout pull_layout(int world_size, const AllnormCall& call, int64_t rows);
 
 RowOp row_op(const AllnormCall& call, float* scratch);

@@ -40,6 +40,7 @@
 #include "abi/error.h"
 #include "abi/tag.h"
 #include "cpu/memory.h"
+#include "protocol/signal.h"
 
 namespace allnorm {
 namespace {
@@ -163,7 +164,7 @@ bool Communicator::sleep(int peer, uint32_t expected, int64_t deadline_ns, const
     if (look() != 0) status = ALLNORM_INTERRUPTED;
   }
   fetch_add_seq_cst(sleepers(peer), ~0u);
-  // What interrupted is on its way to the caller already, who must not take this for a success.
+  // The interrupt is already on its way to the caller, who must not take this for a success.
   if (status == ALLNORM_INTERRUPTED) return fail_wait(status, peer, seen, tag);
   if (has_reached(seen, expected)) return same_call(peer, tag);
   if (status == ALLNORM_CLOSED) return false;
@@ -171,7 +172,7 @@ bool Communicator::sleep(int peer, uint32_t expected, int64_t deadline_ns, const
     return fail_wait(status, gone, gone == peer ? seen : load_acquire(published(gone)), tag);
   }
 
-  // Who is furthest behind is the one to name: the peer may itself wait for another.
+  // Names the rank that is furthest behind: the peer may itself wait for another.
   for (int other = 0; other < config_.world_size; ++other) {
     const uint32_t reached = load_acquire(published(other));
     if (other != config_.rank && !has_reached(reached, seen)) {
@@ -185,7 +186,7 @@ bool Communicator::sleep(int peer, uint32_t expected, int64_t deadline_ns, const
 AllnormStatus Communicator::ending(int peer, int* gone) const {
   if (closing_.load(std::memory_order_acquire)) return ALLNORM_CLOSED;
   AllnormStatus status = ALLNORM_OK;
-  // Who ended first is the one to name: others may have ended because of that.
+  // Names the rank that ended first: others may have ended because of it.
   *gone = first_dead_.load(std::memory_order_acquire);
   if (*gone >= 0 && has_left(*gone, &status) && (*gone == peer || !has_come(*gone))) return status;
   *gone = peer;
@@ -288,7 +289,7 @@ int32_t Communicator::run(const AllnormCall& call) {
   if (config_.world_size == 1) {
     AllnormCall local = call;
     local.num_sources = 1;
-    // The only source there is: the sum is a copy of it.
+    // With a single source the sum is a copy of it.
     if (call.op == ALLNORM_ALL_GATHER_ROWS) local.op = ALLNORM_ALL_REDUCE;
     return run_local(local);
   }

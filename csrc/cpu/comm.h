@@ -11,8 +11,8 @@
 
 #include "allnorm.h"
 #include "cpu/call.h"
-#include "cpu/kernels.h"
-#include "protocol/exchange.h"
+#include "cpu/row_task.h"
+#include "protocol/call_tag.h"
 #include "protocol/layout.h"
 
 namespace allnorm {
@@ -31,10 +31,10 @@ class Communicator {
   int32_t run(const AllnormCall& call);
   // Any thread, while others are in run(): waits for these peers end, now and later.
   void peers_died(uint64_t peers, bool all);
-  // ... all waits end, with ALLNORM_CLOSED.
+  // The same for all waits, with ALLNORM_CLOSED.
   void end_waits();
-  // After that, when nobody is in run(): tells the peers. The workspaces are not touched any more.
-  // Idempotent. Always true: nobody uses them later.
+  // After end_waits(), when no thread is in run(): tells the peers, and touches the workspaces no
+  // more. Idempotent. Always true: nothing uses them later.
   bool close();
   // Never waits for a run() on another thread.
   AllnormFault fault();
@@ -51,9 +51,9 @@ class Communicator {
     int64_t begin;
     bool sharded;
   };
-  // Those of them that one rank sums, finishes or gives.
+  // Those of its rows that one rank sums, finishes or gives.
   struct OwnedRows {
-    int64_t slot;          // first of them in the chunk
+    int64_t slot;          // the first of them in the chunk
     int64_t row;           // ... in the call
     int64_t residual_row;  // ... in residual and residual_out, and in x of ALL_GATHER_ROWS
     int64_t count;

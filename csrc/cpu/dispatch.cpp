@@ -1,7 +1,7 @@
 // Chooses the row kernels' instruction set, once, by what the machine has.
 #include <cstdlib>
 
-#include "cpu/kernels.h"
+#include "cpu/row_task.h"
 #include "protocol/numerics.h"
 
 namespace allnorm {

@@ -37,10 +37,10 @@ bool Communicator::close() {
 }
 
 void Communicator::peers_died(uint64_t peers, bool all) {
-  // A store to memory that kernels read now and then: no call of the runtime, which may be stuck in
-  // another thread until the kernel that is to be ended has ended.
+  // A store to memory that kernels read now and then, and no call of the runtime: that may block
+  // behind another thread until the very kernel that should end has ended.
   const uint32_t bits = static_cast<uint32_t>(peers) | (all ? ALLNORM_NO_PEER_COMES : 0u);
-  // Who ends later may have ended because of the first, who is the one to name.
+  // Later ranks may have ended because of the first one, so the first is named.
   const uint32_t known = __atomic_load_n(&fault_->died, __ATOMIC_RELAXED);
   if ((known & ALLNORM_NO_PEER_COMES) == 0) {
     __atomic_fetch_or(&fault_->died, bits, __ATOMIC_RELAXED);
@@ -127,9 +127,9 @@ int32_t Communicator::launch_chunks(const AllnormCall& call, int64_t rows) {
 int32_t Communicator::break_off(const AllnormCall& call, bool in_order) {
   broken_why_ = last_error();
   broken_.store(true, std::memory_order_release);
-  // The peers are told, if that much can be launched: they would wait until their deadline. What
-  // has no place in the order of operations must not be one; then, and if all launches fail, graphs
-  // that are launched hereafter are at least told to wait for nobody.
+  // Tells the peers, if that much can be launched: otherwise they wait until their deadline. A call
+  // without a place in the order of operations must not become one of them; then, and if every
+  // launch fails, graphs launched from now on are at least told to wait for nobody.
   if (!in_order ||
       launch_missing_call(device_, call, config_.world_size,
                           missing_call_params(config_, fault_on_device_)) != ALLNORM_OK) {

@@ -27,7 +27,7 @@ class Communicator {
   // Enqueues the call, chunk by chunk.
   int32_t run(const AllnormCall& call);
 
-  // Any thread: kernels that wait for these peers end, those that run and those that come.
+  // Any thread: ends the kernels that wait for these peers, those running and those to come.
   void peers_died(uint64_t peers, bool all);
   // No call waits on the host.
   void end_waits() {}
@@ -35,7 +35,7 @@ class Communicator {
   // if calls were captured, which a graph may launch again: then nothing is released.
   bool close();
 
-  // What a kernel recorded, or that a call could not be made: then with the words for it; or
+  // The fault that a kernel recorded, or that a call could not be made, with its message; or
   // ALLNORM_OK. Reads host memory only.
   AllnormFault fault() const;
   const AllnormCommConfig& config() const { return config_; }
@@ -45,8 +45,8 @@ class Communicator {
   int32_t recorded_status() const;
   // The launches of a call.
   int32_t launch_chunks(const AllnormCall& call, int64_t rows);
-  // A call that all ranks make could not be made here. From now on this rank makes none: its next
-  // would meet its peers in this one.
+  // A call that all ranks make could not be made here. From now on this rank makes no call: its
+  // next one would meet its peers in this one.
   int32_t break_off(const AllnormCall& call, bool in_order);
   int32_t say_broken() const;
 

@@ -1,18 +1,17 @@
-// What happens to the reduced sum of a row: residual add, RMSNorm, quantisation, store. Knows
-// nothing of how the sum came to be. Numerics steps 2 to 6.
+// What happens to the reduced sum of a row: residual add, RMSNorm, store in a format. Knows nothing
+// of how the sum came to be. Numerics steps 2 to 5; 6 is the format's.
 #ifndef ALLNORM_CUDA_EPILOGUE_CUH_
 #define ALLNORM_CUDA_EPILOGUE_CUH_
 
-#include "cuda/block.cuh"
 #include "cuda/params.h"
-#include "cuda/quantize.cuh"
+#include "cuda/row_exchange.cuh"
 
 namespace allnorm {
 
 // One thread's part of the epilogue: the same pack of every row it is called for. kGainsAhead: what
 // a row is multiplied by at the end is made before its sum is waited for, for kernels with
 // registers to spare.
-template <class T, bool kQuantized, bool kGainsAhead>
+template <class T, template <class> class Format, bool kGainsAhead>
 class NormEpilogue {
  public:
   static constexpr int kElems = kElemsPerPack<T>;
@@ -21,14 +20,14 @@ class NormEpilogue {
                                           int pack, bool live)
       : params_(params),
         exchange_(exchange),
-        quantize_(params.quant, exchange, pack, live),
+        format_(params.quant, exchange, pack, live),
         pack_(pack),
         live_(live) {}
 
   // Loads that do not depend on the exchange, issued before it is waited for; not used before, so
   // that no load waits for another.
   __device__ __forceinline__ void prefetch_weight() {
-    if constexpr (kQuantized) quantize_.prefetch();
+    format_.prefetch();
     if (!live_ || !params_.normalize) return;
     if (!params_.weight_is_float32) {
       weight_[0] = load_pack(params_.weight + pack_ * kPackBytes);
@@ -62,10 +61,7 @@ class NormEpilogue {
     }
     unpack<T>(reduced, z_);
     if (params_.residual.data != nullptr) {
-      float residual[kElems];
-      unpack<T>(residual_, residual);
-#pragma unroll
-      for (int i = 0; i < kElems; ++i) z_[i] = add_rn(z_[i], residual[i]);
+      add_pack<T>(z_, residual_);
     }
     const Pack summed = pack<T>(z_);
     if (live_) store_pack(params_.residual_out.at(row, pack_), summed);
@@ -79,28 +75,18 @@ class NormEpilogue {
     const float rstd =
         reciprocal_rms(sum_, params_.num_elements, params_.inverse_num_elements, params_.eps,
                        [](float square) { return near_reciprocal_root(square); });
-#pragma unroll
-    for (int i = 0; i < kElems; ++i) z_[i] = mul_rn(z_[i], rstd);
-    if (params_.round_before_weight) round_to<T>(z_);
+    normalize<T>(z_, rstd, params_.round_before_weight);
     if constexpr (!kGainsAhead) make_gains();
-#pragma unroll
-    for (int i = 0; i < kElems; ++i) z_[i] = mul_rn(z_[i], gains_[i]);
-    return pack<T>(z_);
+    return apply_gains<T>(z_, gains_);
   }
 
   // Stores y, finished here or elsewhere, as it is wanted. All threads of the cluster call it, live
   // or not.
   __device__ __forceinline__ void store_row(int64_t row, const Pack& y) {
-    if constexpr (kQuantized) {
-      if (live_ && params_.out.data != nullptr) store_pack(params_.out.at(row, pack_), y);
-      quantize_.store(row, quantize_(y));
-    } else if (live_) {
-      store_pack(params_.out.at(row, pack_), y);
-    }
+    format_.store_row(params_, row, y);
   }
 
-  // Numerics step 6.
-  __device__ __forceinline__ Quantizer<T>& quantizer() { return quantize_; }
+  __device__ __forceinline__ Format<T>& format() { return format_; }
 
  private:
   __device__ __forceinline__ void make_gains() {
@@ -112,13 +98,12 @@ class NormEpilogue {
       keep_packed(weight_[0]);
       unpack<T>(weight_[0], gains_);
     }
-#pragma unroll
-    for (int i = 0; i < kElems; ++i) gains_[i] = add_rn(params_.weight_bias, gains_[i]);
+    allnorm::make_gains<T>(gains_, params_.weight_bias);
   }
 
   const EpilogueParams& params_;
   RowExchange& exchange_;
-  Quantizer<T> quantize_;
+  Format<T> format_;
   Pack residual_;
   Pack weight_[kElems / 4];
   float z_[kElems];

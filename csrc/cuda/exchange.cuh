@@ -139,7 +139,7 @@ class Exchange {
   }
 
  private:
-  // Holds a warp up, now and then, in a library that is built for soaks.
+  // Delays a warp now and then, in a library that is built for soaks.
   __device__ __forceinline__ void pause() {
     if constexpr (kLongestPauseNs != 0) {
       const int64_t start = DeviceClock::now_ns();

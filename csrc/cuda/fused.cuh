@@ -1,9 +1,9 @@
-// The fused kernel: any transport, any epilogue, rows streamed by clusters of blocks.
+// The fused kernel: any source, transport and format, with the norm between them; rows streamed by
+// clusters of blocks.
 //
 // The first cluster serves the exchange. Each other cluster takes rows first, first + step, ...;
-// each of its threads holds one pack of the row. Rows flow without a grid-wide barrier: while a row
-// is waited for, as many rows after it are on their way as there are hops (two in
-// run_few_blocks(), none where kSendsAfterwards), and the input of the next one is being loaded. A
+// each of its threads holds one pack of the row. Rows flow without a grid-wide barrier: in which
+// order a cluster sends, receives and norms them is its schedule, one function of RowStream each. A
 // wait is for something that all ranks do before they wait for anything of that row or a later one,
 // so the lowest unfinished row can always be finished, however the ranks' grids are cut.
 //
@@ -26,12 +26,10 @@ __device__ __forceinline__ void let_dependents_in(const FusedParams& params) {
 }
 
 // The first cluster of a grid: what belongs to no row.
-template <bool kQuantized, int kWorldSize>
+template <class Format, int kWorldSize>
 __device__ __forceinline__ void work_on_no_row(Exchange<kWorldSize>& exchange,
                                                const FusedParams& params) {
-  if constexpr (kQuantized) {
-    if (blockIdx.x == 0) clear_scale_padding(params.epilogue.quant);
-  }
+  if (blockIdx.x == 0) Format::store_padding(params.epilogue.quant);
   let_dependents_in(params);
   if (blockIdx.x == 0) exchange.serve(threadIdx.x / 32);
   exchange.advance_unused();
@@ -39,60 +37,168 @@ __device__ __forceinline__ void work_on_no_row(Exchange<kWorldSize>& exchange,
   exchange.advance();
 }
 
-// Rows first, first + step, ... of a cluster that has many of them, and the link to keep busy with
-// few others: what a row takes in a block would set the pace. So what the next row needs is loaded
-// before this one is summed, its slots too, and two rows are on their way. Those loads come after
-// this row has been received: its own, of the turn before, would be waited for together with them.
-// 64 blocks, 8192x4096 at 2 ranks, H200, bf16, 2026-11: 275 us like other grids, 254 with one row
-// on its way, 208 with two, 278 if slots are looked at in their turn, 299 with the loads before the
-// receipt; which of these were timed in which form is in docs/performance.md. `own` is x of the
-// first; `load_input` and `send` take a row.
-template <class Transport, class Epilogue, int kWorldSize, class LoadInput, class Send>
-__device__ __forceinline__ void run_few_blocks(const FusedParams& params,
-                                               Exchange<kWorldSize>& exchange, Transport& transport,
-                                               Epilogue& epilogue, int first, int step, Pack own,
-                                               LoadInput&& load_input, Send&& send) {
-  const int end = params.num_tokens;
-  Pack next = load_input(first + step);
-  send(first, own);
-  epilogue.prefetch_weight();
-  Pack residual = epilogue.load_residual(first);
-  send(first + step, next);
-  exchange.advance_unused();
-  Pack ahead = load_input(first + 2 * step);
-  Pack peeked = transport.peek(first);
-  for (int row = first; row < end; row += step) {
-    const bool last = row + step >= end;
-    if (last) let_dependents_in(params);
-    send(row + 2 * step, ahead);
-    const Pack reduced = transport.receive(row, [&] { return own; }, &peeked);
-    const Pack after = load_input(row + 3 * step);
-    Pack next_residual{};
-    if (!last) {
-      next_residual = epilogue.load_residual(row + step);
-      peeked = transport.peek(row + step);
-    }
-    epilogue.take_residual(residual);
-    epilogue.add_row(row, reduced);
-    // After the barrier in add_row().
-    if (last) exchange.advance();
-    if (params.epilogue.normalize) epilogue.store_row(row, epilogue.finish());
-    own = next;
-    next = ahead;
-    ahead = after;
-    residual = next_residual;
-  }
-}
+// The rows of a cluster. `own` in its functions is this rank's partial of the first.
+template <int kWorldSize, class Source, class Transport, class Epilogue, Grid kGrid>
+class RowStream {
+ public:
+  __device__ __forceinline__ RowStream(const FusedParams& params, Exchange<kWorldSize>& exchange,
+                                       const Source& source, Transport& transport,
+                                       Epilogue& epilogue, int first, int step, bool live)
+      : params_(params),
+        exchange_(exchange),
+        source_(source),
+        transport_(transport),
+        epilogue_(epilogue),
+        first_(first),
+        step_(step),
+        end_(params.num_tokens),
+        live_(live) {}
 
-template <class T, int kWorldSize, template <class, int> class Transport, Grid kGrid,
-          bool kQuantized>
+  // one_shot: while a row is waited for, the next is on its way.
+  __device__ __forceinline__ void run_one_shot(const Pack& own) {
+    send(first_, own);
+    prefetch();
+    Pack ahead = load(first_ + step_);
+    for (int row = first_; row < end_; row += step_) {
+      const bool last = is_last(row);
+      if (last) {
+        let_dependents_in(params_);
+      } else {
+        send(row + step_, ahead);
+        ahead = load(row + 2 * step_);
+      }
+      if (row != first_) epilogue_.prefetch_row(row);
+      const bool keeps = kGrid == Grid::kSparse && row == first_;
+      const Pack reduced = transport_.receive(row, [&] { return keeps ? own : load(row); });
+      norm_and_store(row, reduced, last);
+    }
+  }
+
+  // one_shot of two ranks and many rows: a cluster sends a row when it is done with the one before,
+  // and when the link is due to take it. Sent ahead, it would hold up what is left to do of the row
+  // before. H200, bf16, 2026-11, 4096 columns, unpaced: 384 rows 12.7 us instead of 13.9, 512 16.1
+  // instead of 17.3, 1024 29.0 instead of 29.2, 8192 198 instead of 196 (docs/performance.md).
+  __device__ __forceinline__ void run_paced(const Pack& own) {
+    Pace pace;
+    if (step_ < end_) pace.start(params_.row_ps, first_, step_, 1);
+    send(first_, own);
+    prefetch();
+    Pack ahead = load(first_ + step_);
+    for (int row = first_; row < end_; row += step_) {
+      const bool last = is_last(row);
+      if (last) let_dependents_in(params_);
+      if (row != first_) epilogue_.prefetch_row(row);
+      const Pack reduced = transport_.receive(row, [&] { return load(row); });
+      norm_and_store(row, reduced, last);
+      if (!last) {
+        pace.wait();
+        send(row + step_, ahead);
+        ahead = load(row + 2 * step_);
+      }
+    }
+  }
+
+  // two_shot: while a row is waited for, two more are on their way, one of them to its owners and
+  // the sums of the next from them.
+  __device__ __forceinline__ void run_two_shot(const Pack& own) {
+    send(first_, own);
+    epilogue_.prefetch_weight();
+    epilogue_.prefetch_row(first_);
+    send(first_ + step_, load(first_ + step_));
+    exchange_.advance_unused();  // while what peers send is on its way
+    // Of the current row, where this rank has made it.
+    Pack sum = transport_.relay(first_, [&] { return own; });
+    Pack ahead = load(first_ + 2 * step_);
+    for (int row = first_; row < end_; row += step_) {
+      const bool last = is_last(row);
+      if (last) {
+        let_dependents_in(params_);
+      } else {
+        send(row + 2 * step_, ahead);
+        ahead = load(row + 3 * step_);
+      }
+      if (row != first_) epilogue_.prefetch_row(row);
+      Pack next_sum{};
+      // So that the sums of a row are on their way while the row before is normed.
+      if (!last) next_sum = transport_.relay(row + step_, [&] { return load(row + step_); });
+      const Pack reduced = transport_.receive(row, [&] { return sum; });
+      norm_and_store(row, reduced, last);
+      sum = next_sum;
+    }
+  }
+
+  // one_shot of a cluster that has many rows, and the link to keep busy with few others: what a row
+  // takes in a block would set the pace. So what the next row needs is loaded before this one is
+  // summed, its slots too, and two rows are on their way. Those loads come after this row has been
+  // received: its own, of the turn before, would be waited for together with them. 64 blocks,
+  // 8192x4096 at 2 ranks, H200, bf16, 2026-11: 275 us like other grids, 254 with one row on its
+  // way, 208 with two, 278 if slots are looked at in their turn, 299 with the loads before the
+  // receipt; which of these were timed in which form is in docs/performance.md.
+  __device__ __forceinline__ void run_few_blocks(Pack own) {
+    Pack next = load(first_ + step_);
+    send(first_, own);
+    epilogue_.prefetch_weight();
+    Pack residual = epilogue_.load_residual(first_);
+    send(first_ + step_, next);
+    exchange_.advance_unused();
+    Pack ahead = load(first_ + 2 * step_);
+    Pack peeked = transport_.peek(first_);
+    for (int row = first_; row < end_; row += step_) {
+      const bool last = is_last(row);
+      if (last) let_dependents_in(params_);
+      send(row + 2 * step_, ahead);
+      const Pack reduced = transport_.receive(row, [&] { return own; }, &peeked);
+      const Pack after = load(row + 3 * step_);
+      Pack next_residual{};
+      if (!last) {
+        next_residual = epilogue_.load_residual(row + step_);
+        peeked = transport_.peek(row + step_);
+      }
+      epilogue_.take_residual(residual);
+      norm_and_store(row, reduced, last);
+      own = next;
+      next = ahead;
+      ahead = after;
+      residual = next_residual;
+    }
+  }
+
+ private:
+  __device__ __forceinline__ bool is_last(int row) const { return row + step_ >= end_; }
+
+  __device__ __forceinline__ Pack load(int row) const {
+    return live_ && row >= 0 && row < end_ ? source_.load(row) : Pack{};
+  }
+  __device__ __forceinline__ void send(int row, const Pack& partial) {
+    if (row < end_) transport_.send(row, partial);
+  }
+
+  // What no partial is needed for, while those of the first row are on their way.
+  __device__ __forceinline__ void prefetch() {
+    epilogue_.prefetch_weight();
+    epilogue_.prefetch_row(first_);
+    exchange_.advance_unused();
+  }
+
+  __device__ __forceinline__ void norm_and_store(int row, const Pack& reduced, bool last) {
+    epilogue_.add_row(row, reduced);
+    // After the barrier in add_row().
+    if (last) exchange_.advance();
+    if (params_.epilogue.normalize) epilogue_.store_row(row, epilogue_.finish());
+  }
+
+  const FusedParams& params_;
+  Exchange<kWorldSize>& exchange_;
+  const Source& source_;
+  Transport& transport_;
+  Epilogue& epilogue_;
+  int first_, step_, end_;
+  bool live_;
+};
+
+template <class T, template <class> class Source, int kWorldSize,
+          template <class, int> class Transport, Grid kGrid, template <class> class Format>
 __device__ __forceinline__ void run_fused(const FusedParams& params) {
-  constexpr int kHops = Transport<T, kWorldSize>::kHops;
-  // Two ranks, many rows: a cluster sends a row when it is done with the one before, and when the
-  // link is due to take it. Sent ahead, it would hold up what is left to do of the row before.
-  // H200, bf16, 2026-11, 4096 columns, unpaced: 384 rows 12.7 us instead of 13.9, 512 16.1 instead
-  // of 17.3, 1024 29.0 instead of 29.2, 8192 198 instead of 196 (docs/performance.md).
-  constexpr bool kSendsAfterwards = kHops == 1 && kGrid == Grid::kDense && kWorldSize == 2;
   const uint32_t clusters = cluster_size();
   const int pack = static_cast<int>(cluster_rank() * blockDim.x + threadIdx.x);
   const bool live = pack < params.packs;
@@ -102,73 +208,31 @@ __device__ __forceinline__ void run_fused(const FusedParams& params) {
 
   RowExchange row_exchange((params.packs + kPacksPerChunk - 1) / kPacksPerChunk, clusters);
   Exchange<kWorldSize> exchange(params);
-  const auto load_input = [&](int at) {
-    return live && at >= 0 && at < end ? load_pack(params.x.at(at, pack)) : Pack{};
-  };
-  const Pack own = load_input(first);
+  const Source<T> source(params, pack);
+  const Pack own = live && first >= 0 && first < end ? source.load(first) : Pack{};
   exchange.begin();
-  if (first < 0) return work_on_no_row<kQuantized>(exchange, params);
+  if (first < 0) return work_on_no_row<Format<T>>(exchange, params);
   Transport<T, kWorldSize> transport(params, exchange, pack, live);
-  NormEpilogue<T, kQuantized, kGrid == Grid::kSparse> epilogue(params.epilogue, row_exchange, pack,
-                                                               live);
-  const auto send = [&](int at, const Pack& partial) {
-    if (at < end) transport.send(at, partial);
-  };
-  if constexpr (kGrid == Grid::kFew) {
-    return run_few_blocks(params, exchange, transport, epilogue, first, step, own, load_input,
-                          send);
-  }
-
-  Pace pace;
-  if (kSendsAfterwards && step < end) pace.start(params.row_ps, first, step, 1);
-  send(first, own);
-  epilogue.prefetch_weight();
-  epilogue.prefetch_row(first);
-  if constexpr (kHops == 2) send(first + step, load_input(first + step));
-  exchange.advance_unused();  // while what peers send is on its way
-  Pack sum{};                 // of the current row, where this rank has made it
-  if constexpr (kHops == 2) sum = transport.relay(first, [&] { return own; });
-  Pack ahead = load_input(first + kHops * step);
-  for (int row = first; row < end; row += step) {
-    const bool last = row + step >= end;
-    const auto send_ahead = [&] {
-      send(row + kHops * step, ahead);
-      ahead = load_input(row + (kHops + 1) * step);
-    };
-    if (last) {
-      let_dependents_in(params);
-    } else if (!kSendsAfterwards) {
-      send_ahead();
-    }
-    if (row != first) epilogue.prefetch_row(row);
-    Pack reduced, next_sum{};
-    if constexpr (kHops == 2) {
-      // So that the sums of a row are on their way while the row before is normed.
-      if (!last) {
-        next_sum = transport.relay(row + step, [&] { return load_input(row + step); });
-      }
-      reduced = transport.receive(row, [&] { return sum; });
-    } else {
-      const bool keeps = kGrid == Grid::kSparse && row == first;
-      reduced = transport.receive(row, [&] { return keeps ? own : load_input(row); });
-    }
-    epilogue.add_row(row, reduced);
-    // After the barrier in add_row().
-    if (last) exchange.advance();
-    if (params.epilogue.normalize) epilogue.store_row(row, epilogue.finish());
-    sum = next_sum;
-    if (kSendsAfterwards && !last) {
-      pace.wait();
-      send_ahead();
-    }
+  using Epilogue = NormEpilogue<T, Format, kGrid == Grid::kSparse>;
+  Epilogue epilogue(params.epilogue, row_exchange, pack, live);
+  RowStream<kWorldSize, Source<T>, Transport<T, kWorldSize>, Epilogue, kGrid> stream(
+      params, exchange, source, transport, epilogue, first, step, live);
+  if constexpr (Transport<T, kWorldSize>::kHops == 2) {
+    stream.run_two_shot(own);
+  } else if constexpr (kGrid == Grid::kFew) {
+    stream.run_few_blocks(own);
+  } else if constexpr (kGrid == Grid::kDense && kWorldSize == 2) {
+    stream.run_paced(own);
+  } else {
+    stream.run_one_shot(own);
   }
 }
 
-template <class T, int kWorldSize, template <class, int> class Transport, Grid kGrid,
-          bool kQuantized>
+template <class T, template <class> class Source, int kWorldSize,
+          template <class, int> class Transport, Grid kGrid, template <class> class Format>
 __global__ void __launch_bounds__(kMaxThreads, kGrid == Grid::kDense ? 2 : 1)
     fused_kernel(const __grid_constant__ FusedParams params) {
-  run_fused<T, kWorldSize, Transport, kGrid, kQuantized>(params);
+  run_fused<T, Source, kWorldSize, Transport, kGrid, Format>(params);
 }
 
 }  // namespace allnorm

@@ -9,7 +9,7 @@
 
 namespace allnorm {
 
-// Most rows of a launch whose kernel counts them in 32 bits, and looks some ahead.
+// The most rows of a launch: kernels count them in 32 bits, and look a few rows ahead.
 constexpr int64_t kMaxRows = 1 << 30;
 
 struct Geometry {

@@ -5,30 +5,33 @@
 #include <array>
 #include <utility>
 
+#include "cuda/any_rows.cuh"
+#include "cuda/formats.cuh"
 #include "cuda/fused.cuh"
 #include "cuda/kernels.h"
-#include "cuda/local.cuh"
 #include "cuda/local_rows.cuh"
-#include "cuda/one_shot.cuh"
 #include "cuda/owned_rows.cuh"
-#include "cuda/two_shot.cuh"
+#include "cuda/sources/dense_rows.cuh"
+#include "cuda/sources/summed_rows.cuh"
+#include "cuda/transports/one_shot.cuh"
+#include "cuda/transports/two_shot.cuh"
 
 namespace allnorm {
 
-template <class T, template <class, int> class Transport, Grid kGrid, bool kQuantized>
+template <class T, template <class, int> class Transport, Grid kGrid, template <class> class Format>
 struct FusedKernel {
   template <int kWorldSize>
   static const void* get() {
     return reinterpret_cast<const void*>(
-        &fused_kernel<T, kWorldSize, Transport, kGrid, kQuantized>);
+        &fused_kernel<T, DenseRows, kWorldSize, Transport, kGrid, Format>);
   }
 };
-template <class T, Owned kOwned, bool kFew, bool kQuantized>
+template <class T, Owned kOwned, bool kFew, template <class> class Format>
 struct OwnedRowsKernel {
   template <int kWorldSize>
   static const void* get() {
     return reinterpret_cast<const void*>(
-        &owned_rows_kernel<T, kWorldSize, kOwned, kFew, kQuantized>);
+        &owned_rows_kernel<T, DenseRows, kWorldSize, kOwned, kFew, Format>);
   }
 };
 
@@ -44,51 +47,62 @@ const void* kernel_of(int world_size) {
   return kernel_of<Family>(world_size, std::make_integer_sequence<int, kPushMaxWorldSize - 1>());
 }
 
-template <class T, bool kQuantized>
+template <class T, template <class> class Format>
 const void* exchange_kernel_of(const KernelKey& key) {
   switch (key.kind) {
     case ExchangeKind::kOneShot:
-      return kernel_of<FusedKernel<T, OneShot, Grid::kSparse, kQuantized>>(key.world_size);
+      return kernel_of<FusedKernel<T, OneShot, Grid::kSparse, Format>>(key.world_size);
     case ExchangeKind::kOneShotDense:
-      return kernel_of<FusedKernel<T, OneShot, Grid::kDense, kQuantized>>(key.world_size);
+      return kernel_of<FusedKernel<T, OneShot, Grid::kDense, Format>>(key.world_size);
     case ExchangeKind::kOneShotFew:
-      return FusedKernel<T, OneShot, Grid::kFew, kQuantized>::template get<kFewWorldSize>();
+      return FusedKernel<T, OneShot, Grid::kFew, Format>::template get<kFewWorldSize>();
     case ExchangeKind::kTwoShot:
-      return kernel_of<FusedKernel<T, TwoShot, Grid::kSparse, kQuantized>>(key.world_size);
+      return kernel_of<FusedKernel<T, TwoShot, Grid::kSparse, Format>>(key.world_size);
     case ExchangeKind::kOwnedSum:
-      return kernel_of<OwnedRowsKernel<T, Owned::kSum, false, kQuantized>>(key.world_size);
+      return kernel_of<OwnedRowsKernel<T, Owned::kSum, false, Format>>(key.world_size);
     case ExchangeKind::kOwnedSumFew:
-      return kernel_of<OwnedRowsKernel<T, Owned::kSum, true, kQuantized>>(key.world_size);
+      return kernel_of<OwnedRowsKernel<T, Owned::kSum, true, Format>>(key.world_size);
     case ExchangeKind::kOwnedFinished:
-      return kernel_of<OwnedRowsKernel<T, Owned::kFinished, false, kQuantized>>(key.world_size);
+      return kernel_of<OwnedRowsKernel<T, Owned::kFinished, false, Format>>(key.world_size);
     case ExchangeKind::kOwnedGiven:
-      return kernel_of<OwnedRowsKernel<T, Owned::kGiven, false, false>>(key.world_size);
+      return kernel_of<OwnedRowsKernel<T, Owned::kGiven, false, Plain>>(key.world_size);
   }
   return nullptr;
+}
+
+template <class T, template <class> class Format>
+const void* local_kernel_of(LocalKind kind) {
+  switch (kind) {
+    case LocalKind::kAny:
+      return reinterpret_cast<const void*>(&local_kernel<T, false, Format>);
+    case LocalKind::kAligned:
+      return reinterpret_cast<const void*>(&local_kernel<T, true, Format>);
+    case LocalKind::kRows:
+      return reinterpret_cast<const void*>(&local_rows_kernel<T, SummedRows, Format>);
+  }
+  return nullptr;
+}
+
+// By the format's place in the list.
+template <class T, template <class> class... kFormats>
+const void* exchange_kernel_of(const KernelKey& key, FormatList<kFormats...>) {
+  static constexpr const void* (*kOf[])(const KernelKey&) = {&exchange_kernel_of<T, kFormats>...};
+  return kOf[static_cast<int>(key.format)](key);
+}
+template <class T, template <class> class... kFormats>
+const void* local_kernel_of(LocalKind kind, RowFormat format, FormatList<kFormats...>) {
+  static constexpr const void* (*kOf[])(LocalKind) = {&local_kernel_of<T, kFormats>...};
+  return kOf[static_cast<int>(format)](kind);
 }
 
 template <class T>
 const void* exchange_kernel_of(const KernelKey& key) {
   if (key.world_size < 2 || key.world_size > kPushMaxWorldSize) return nullptr;
-  return key.quantized ? exchange_kernel_of<T, true>(key) : exchange_kernel_of<T, false>(key);
+  return exchange_kernel_of<T>(key, Formats());
 }
-
-template <class T, bool kQuantized>
-const void* local_kernel_of(LocalKind kind) {
-  switch (kind) {
-    case LocalKind::kAny:
-      return reinterpret_cast<const void*>(&local_kernel<T, false, kQuantized>);
-    case LocalKind::kAligned:
-      return reinterpret_cast<const void*>(&local_kernel<T, true, kQuantized>);
-    case LocalKind::kRows:
-      return reinterpret_cast<const void*>(&local_rows_kernel<T, kQuantized>);
-  }
-  return nullptr;
-}
-
 template <class T>
-const void* local_kernel_of(LocalKind kind, bool quantized) {
-  return quantized ? local_kernel_of<T, true>(kind) : local_kernel_of<T, false>(kind);
+const void* local_kernel_of(LocalKind kind, RowFormat format) {
+  return local_kernel_of<T>(kind, format, Formats());
 }
 
 }  // namespace allnorm

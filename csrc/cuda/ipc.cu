@@ -45,7 +45,7 @@ int32_t allnorm_ipc_create(int32_t device, int64_t bytes, void** address,
     status = cuda_status(cudaMalloc(&memory, bytes), "allocating the workspace");
   }
   if (status != ALLNORM_OK) return status;
-  // Nobody has left a workspace that nobody has opened.
+  // No peer can have left a workspace that no peer has opened.
   cudaError_t error = cudaMemset(memory, 0, PushControl::kBytes);
   cudaIpcMemHandle_t exported;
   if (error == cudaSuccess) error = cudaIpcGetMemHandle(&exported, memory);

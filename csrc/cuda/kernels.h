@@ -3,6 +3,8 @@
 #ifndef ALLNORM_CUDA_KERNELS_H_
 #define ALLNORM_CUDA_KERNELS_H_
 
+#include "protocol/row_format.h"
+
 namespace allnorm {
 
 // Which kernel of a dtype. Each function returns the one to launch, taking FusedParams,
@@ -20,7 +22,7 @@ enum class ExchangeKind {
 struct KernelKey {
   ExchangeKind kind;
   int world_size;
-  bool quantized;
+  RowFormat format;
 };
 const void* exchange_kernel_float32(const KernelKey& key);
 const void* exchange_kernel_float16(const KernelKey& key);
@@ -31,9 +33,9 @@ enum class LocalKind {
   kAligned,  // rows of whole, aligned packs, of any width
   kRows,     // the same, of rows that a cluster holds
 };
-const void* local_kernel_float32(LocalKind kind, bool quantized);
-const void* local_kernel_float16(LocalKind kind, bool quantized);
-const void* local_kernel_bfloat16(LocalKind kind, bool quantized);
+const void* local_kernel_float32(LocalKind kind, RowFormat format);
+const void* local_kernel_float16(LocalKind kind, RowFormat format);
+const void* local_kernel_bfloat16(LocalKind kind, RowFormat format);
 
 }  // namespace allnorm
 #endif  // ALLNORM_CUDA_KERNELS_H_

@@ -28,14 +28,14 @@ const void* find_exchange(int dtype, const KernelKey& key) {
   }
 }
 
-const void* find_local(int dtype, LocalKind kind, bool quantized) {
+const void* find_local(int dtype, LocalKind kind, RowFormat format) {
   switch (dtype) {
     case ALLNORM_FLOAT32:
-      return local_kernel_float32(kind, quantized);
+      return local_kernel_float32(kind, format);
     case ALLNORM_FLOAT16:
-      return local_kernel_float16(kind, quantized);
+      return local_kernel_float16(kind, format);
     default:
-      return local_kernel_bfloat16(kind, quantized);
+      return local_kernel_bfloat16(kind, format);
   }
 }
 
@@ -126,7 +126,7 @@ int32_t launch_exchange(const Device& device, const AllnormCall& call, int world
   geometry.num_threads = threads_of(fused.packs, geometry.cluster_size);
   const Grid grid = choose_grid(fused.num_tokens, geometry.cluster_size, most, device.num_sms);
   const void* kernel =
-      find_exchange(call.dtype, {kind_of(call, grid, world_size), world_size, is_quantized(call)});
+      find_exchange(call.dtype, {kind_of(call, grid, world_size), world_size, format_of(call)});
   if (kernel == nullptr) {
     return fail(ALLNORM_UNSUPPORTED, "no fused kernel for world size %d: expected 2 to %d",
                 world_size, kPushMaxWorldSize);
@@ -169,9 +169,9 @@ int32_t query_device(int index, Device* device) {
   device->code = INT_MAX;
   for (const int dtype : {ALLNORM_FLOAT32, ALLNORM_FLOAT16, ALLNORM_BFLOAT16}) {
     cudaFuncAttributes attributes;
-    const int32_t status =
-        cuda_status(cudaFuncGetAttributes(&attributes, find_local(dtype, LocalKind::kAny, false)),
-                    "loading the kernels, which must have been compiled for this device,");
+    const int32_t status = cuda_status(
+        cudaFuncGetAttributes(&attributes, find_local(dtype, LocalKind::kAny, RowFormat::kPlain)),
+        "loading the kernels, which must have been compiled for this device,");
     if (status != ALLNORM_OK) return status;
     device->code = std::min({device->code, attributes.ptxVersion, attributes.binaryVersion});
   }
@@ -216,13 +216,13 @@ int32_t launch_owned_rows(const Device& device, const AllnormCall& call, int wor
 
 int32_t launch_missing_call(const Device& device, const AllnormCall& call, int world_size,
                             const FusedParams& params) {
-  // One cluster of one block: that of the exchange.
+  // One cluster of one block, which serves the exchange.
   const Geometry geometry = {.num_blocks = 1, .cluster_size = 1, .num_threads = threads_of(0, 1)};
   AllnormCall plain = {};
   plain.stream = call.stream;
   plain.flags = ALLNORM_NO_PDL;
   const void* const kernel =
-      find_exchange(ALLNORM_FLOAT32, {ExchangeKind::kOneShot, world_size, false});
+      find_exchange(ALLNORM_FLOAT32, {ExchangeKind::kOneShot, world_size, RowFormat::kPlain});
   if (kernel == nullptr) return ALLNORM_UNSUPPORTED;
   return launch(device, kernel, &params, geometry, 0, plain);
 }
@@ -246,12 +246,11 @@ int32_t launch_local(const Device& device, const AllnormCall& call) {
       is_aligned(call.out, epilogue.out.stride_bytes) &&
       is_aligned(call.residual_out, epilogue.residual_out.stride_bytes) &&
       (!is_quantized(call) || is_aligned(call.quantized, 2 * call.quantized_stride));
-  const bool quantized = is_quantized(call);
   const int blocks_per_row = choose_local_cluster_size(packs, call.num_tokens);
   const bool in_rows = aligned && call.num_tokens <= kMaxRows &&
                        threads_of(packs, blocks_per_row) <= kMaxThreads &&
                        (blocks_per_row == 1 || device.has_clusters);
-  const int shared_bytes = in_rows ? 0 : local_shared_bytes(packs, quantized);
+  const int shared_bytes = in_rows ? 0 : local_shared_bytes(packs, is_quantized(call));
   if (shared_bytes > 48 << 10) {
     return fail(ALLNORM_UNSUPPORTED, "hidden_size %lld is too wide for the local kernel",
                 static_cast<long long>(call.hidden_size));
@@ -259,7 +258,7 @@ int32_t launch_local(const Device& device, const AllnormCall& call) {
   const LocalKind kind = in_rows   ? LocalKind::kRows
                          : aligned ? LocalKind::kAligned
                                    : LocalKind::kAny;
-  const void* kernel = find_local(call.dtype, kind, quantized);
+  const void* kernel = find_local(call.dtype, kind, format_of(call));
   Geometry geometry;
   geometry.cluster_size = in_rows ? blocks_per_row : 1;
   geometry.num_threads = std::min(threads_of(packs, geometry.cluster_size), kMaxThreads);

@@ -53,7 +53,7 @@ class DeviceGuard {
   cudaError_t status_;
 };
 
-// ALLNORM_SYSTEM with CUDA's words, ALLNORM_OK for cudaSuccess.
+// ALLNORM_SYSTEM with CUDA's message, or ALLNORM_OK for cudaSuccess.
 int32_t cuda_status(cudaError_t error, const char* what);
 
 // Launches one chunk of a fused call; of one whose rows have owners.

@@ -1,5 +1,5 @@
-// The local kernel for rows of whole, aligned packs that a cluster of blocks holds, one pack a
-// thread: what the fused kernels do with a row that has been reduced, and nothing before it.
+// The fused kernel without an exchange: rows of local memory, normed and stored in a format. For
+// rows of whole, aligned packs that a cluster of blocks holds, one pack a thread.
 //
 // Rows are streamed: while one is normed, the inputs of the next are on their way. H200, bf16,
 // 2026-11, 1x4096 and 8192x4096: 1.8 and 72 us, local_kernel() 2.5 and 110 (docs/performance.md).
@@ -11,25 +11,7 @@
 
 namespace allnorm {
 
-// Numerics step 1 over one pack of all sources, in order.
-template <class T>
-__device__ __forceinline__ Pack sum_of_sources(const LocalParams& params, int row, int pack) {
-  constexpr int kElems = kElemsPerPack<T>;
-  const char* const source = params.x.at(row, pack);
-  const Pack first = load_pack(source);
-  if (params.num_sources == 1) return first;
-  float sum[kElems];
-  unpack<T>(first, sum);
-  for (int i = 1; i < params.num_sources; ++i) {
-    float term[kElems];
-    unpack<T>(load_pack(source + i * params.source_stride_bytes), term);
-#pragma unroll
-    for (int j = 0; j < kElems; ++j) sum[j] = add_rn(sum[j], term[j]);
-  }
-  return allnorm::pack<T>(sum);
-}
-
-template <class T, bool kQuantized>
+template <class T, template <class> class Source, template <class> class Format>
 __global__ void __launch_bounds__(kMaxThreads, 2)
     local_rows_kernel(const __grid_constant__ LocalParams params) {
   const uint32_t clusters = cluster_size();
@@ -41,19 +23,16 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
 
   RowExchange row_exchange((params.packs + kPacksPerChunk - 1) / kPacksPerChunk, clusters);
   wait_for_preceding_grid();
-  NormEpilogue<T, kQuantized, false> epilogue(params.epilogue, row_exchange, pack, live);
-  const auto load_input = [&](int row) {
-    return live && row < end ? sum_of_sources<T>(params, row, pack) : Pack{};
-  };
+  NormEpilogue<T, Format, false> epilogue(params.epilogue, row_exchange, pack, live);
+  const Source<T> source(params, pack);
+  const auto load_input = [&](int row) { return live && row < end ? source.load(row) : Pack{}; };
   const auto load_residual = [&](int row) {
     return row < end ? epilogue.load_residual(row) : Pack{};
   };
   Pack input = load_input(first);
   Pack residual = load_residual(first);
   epilogue.prefetch_weight();
-  if constexpr (kQuantized) {
-    if (blockIdx.x == 0) clear_scale_padding(params.epilogue.quant);
-  }
+  if (blockIdx.x == 0) Format<T>::store_padding(params.epilogue.quant);
   // Another row's: `residual_out` may be `residual`, `out` may be `x`.
   for (int row = first; row < end; row += step) {
     const Pack next_input = load_input(row + step);

@@ -11,6 +11,7 @@
 #include "abi/tag.h"
 #include "cuda/geometry.h"
 #include "cuda/params.h"
+#include "protocol/slot.h"
 
 namespace allnorm {
 
@@ -88,11 +89,12 @@ struct SlotBytes {
 };
 inline SlotBytes owned_rows_bytes(int world_size, const AllnormCall& call) {
   const bool sends_quantized = is_sharded(call) && is_quantized(call) && call.out == nullptr;
-  const int64_t elems_per_pack = kPackBytes / element_bytes(call.dtype);
+  const int64_t packs = call.hidden_size * element_bytes(call.dtype) / kPackBytes;
+  const int64_t packed_bytes = sends_quantized ? quantized_row_bytes(call) / packs : kPackBytes;
   const ShardedLayout layout = {
       .world_size = world_size,
-      .packs = static_cast<int32_t>(call.hidden_size / elems_per_pack),
-      .element_bytes = static_cast<int32_t>(sends_quantized ? elems_per_pack : kPackBytes),
+      .packs = static_cast<int32_t>(packs),
+      .element_bytes = static_cast<int32_t>(packed_bytes),
       .scales = static_cast<int32_t>(sends_quantized ? scales_per_row(call) : 0),
       .rows = 1};
   return {layout.row_bytes(call.op == ALLNORM_ALL_GATHER_ROWS), world_size};

@@ -4,8 +4,8 @@
 // What is ordered: an eager call after the eager call before it, a captured call after the call
 // before it in the same capture, whatever streams they are on. What is not, since CUDA has no means
 // for it: the launch of a graph against eager calls and against other graphs. That order is the
-// caller's, who has it for nothing where all are on one stream. What can be neither ordered nor
-// left to the caller is refused.
+// caller's; on one stream it comes for free. What can be neither ordered nor left to the caller is
+// refused.
 //
 // A destroyed stream must not be asked anything: the driver ends the process (580.159, 2026-11),
 // and its handle may be another stream's by then. So of a stream that may be destroyed an event is

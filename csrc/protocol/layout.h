@@ -162,8 +162,8 @@ struct PullControl {
   ALLNORM_HD static int64_t tag(uint32_t op) { return kTags + 16 * (op % kPullPhases); }
 };
 
-// Bytes of what an owner publishes of a finished row; 0 for what is not a result. Of the scales,
-// float32 numbers side by side.
+// Bytes of what an owner publishes of a finished row; 0 for what is not a result. Scales are
+// float32 numbers, side by side.
 struct FinishedRow {
   int64_t normed_bytes = 0;
   int64_t quantized_bytes = 0;

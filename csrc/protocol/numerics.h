@@ -165,6 +165,15 @@ ALLNORM_HD void round_to(float* z) {
   unpack<T>(rounded, z);
 }
 
+// Numerics steps 1 and 2 for one pack: sum += f(term).
+template <class T>
+ALLNORM_HD void add_pack(float* sum, const Pack& term) {
+  float z[kElemsPerPack<T>];
+  unpack<T>(term, z);
+  ALLNORM_UNROLL
+  for (int i = 0; i < kElemsPerPack<T>; ++i) sum[i] = add_rn(sum[i], z[i]);
+}
+
 // Numerics step 4, the sum of squares of one pack: z0*z0, then one fma an element, in order.
 template <int kElems>
 ALLNORM_HD float square_sum(const float* z) {
@@ -215,7 +224,7 @@ ALLNORM_HD float reciprocal_from(float root, float near) {
   return fma_rn(fma_rn(-root, nearer, 1.0f), nearer, nearer);
 }
 
-// reciprocal_rms(), sooner: no division, and one test for all that is out of the ordinary.
+// A faster reciprocal_rms(): no division, and one test for everything out of the ordinary.
 // `inverse` is 1 / num_elements, rounded, and num_elements at most 2^20;
 // near_reciprocal_root(square) is what root_from() takes. tests/numerics_test.cpp tries all
 // significands.
@@ -237,16 +246,26 @@ ALLNORM_HD float reciprocal_rms(float sum, float num_elements, float inverse, fl
 constexpr int kNormalizeUnrounded = 1;
 constexpr int kRoundBeforeWeight = 2;
 
-// Numerics step 5 for one element, up to the final rounding. `gain` is weight_bias + f(w).
+// Numerics step 5 for one pack, in three parts: z / rms, the gains of its columns from f(w), and y.
 template <class T>
-ALLNORM_HD float scale_element(float z, float rstd, float gain, bool round_before_weight) {
-  float y = mul_rn(z, rstd);
-  if (round_before_weight) y = T::load(T::store(y));
-  return mul_rn(y, gain);
+ALLNORM_HD void normalize(float* z, float rstd, bool round_before_weight) {
+  ALLNORM_UNROLL
+  for (int i = 0; i < kElemsPerPack<T>; ++i) z[i] = mul_rn(z[i], rstd);
+  if (round_before_weight) round_to<T>(z);
+}
+template <class T>
+ALLNORM_HD void make_gains(float* weight, float weight_bias) {
+  ALLNORM_UNROLL
+  for (int i = 0; i < kElemsPerPack<T>; ++i) weight[i] = add_rn(weight_bias, weight[i]);
+}
+template <class T>
+ALLNORM_HD Pack apply_gains(float* z, const float* gains) {
+  ALLNORM_UNROLL
+  for (int i = 0; i < kElemsPerPack<T>; ++i) z[i] = mul_rn(z[i], gains[i]);
+  return pack<T>(z);
 }
 
-// ---- Numerics step 6: quantisation of y, which has been rounded to the dtype of x
-// ----------------
+// ---- Numerics step 6: quantisation of y, which has been rounded to the dtype of x --------------
 
 constexpr float kMaxE4m3 = 448.0f;
 constexpr float kMinAmax = 1e-10f;
@@ -343,7 +362,7 @@ class ScaleDivisor {
   float reciprocal_, scale_;
 };
 
-// The same by a scale that is given. Only scales of everyday size divide this way; a quotient
+// The same by a given scale. Only scales of everyday size divide this way; a quotient
 // beyond 512 is made 512, which is beyond 448 all the same.
 class GivenScaleDivisor {
  public:

@@ -1,4 +1,4 @@
-// Waiting with a deadline, over any memory.
+// Waiting for a number, with a deadline, over any memory.
 #ifndef ALLNORM_PROTOCOL_SIGNAL_H_
 #define ALLNORM_PROTOCOL_SIGNAL_H_
 
@@ -7,6 +7,11 @@
 #include "protocol/numerics.h"
 
 namespace allnorm {
+
+// Operation numbers wrap: `seen` has reached `expected` if it is not behind it by signed distance.
+ALLNORM_HD bool has_reached(uint32_t seen, uint32_t expected) {
+  return static_cast<int32_t>(seen - expected) >= 0;
+}
 
 // A point in time after which a wait gives up. `Clock::now_ns()` must be monotonic.
 template <class Clock>

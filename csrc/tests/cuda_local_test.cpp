@@ -3,9 +3,11 @@
 // numerics page.
 #include <vector>
 
+#include "cuda/any_rows.cuh"
+#include "cuda/formats.cuh"
 #include "cuda/kernels.h"
-#include "cuda/local.cuh"
 #include "cuda/local_rows.cuh"
+#include "cuda/sources/summed_rows.cuh"
 #include "tests/cuda_calls.h"
 
 namespace allnorm {
@@ -13,7 +15,7 @@ namespace {
 
 using namespace testing;  // NOLINT: a test
 
-template <class T, LocalKind kKind, bool kQuantized>
+template <class T, LocalKind kKind, template <class> class Format>
 void run_local(const AllnormCall& of, uint64_t seed) {
   Random random(seed);
   const auto sources = static_cast<int>(1 + random.below(kPushMaxWorldSize));
@@ -46,14 +48,14 @@ void run_local(const AllnormCall& of, uint64_t seed) {
     machine.launch(0, {.num_blocks = static_cast<uint32_t>(2 * cluster_size),
                        .num_threads = static_cast<uint32_t>(threads_of(packs, cluster_size)),
                        .cluster_size = static_cast<uint32_t>(cluster_size),
-                       .kernel = [params] { local_rows_kernel<T, kQuantized>(params); }});
+                       .kernel = [params] { local_rows_kernel<T, SummedRows, Format>(params); }});
   } else {
     constexpr bool kAligned = kKind == LocalKind::kAligned;
-    machine.launch(
-        0, {.num_blocks = 2,
-            .num_threads = 64,
-            .dynamic_shared_bytes = static_cast<uint32_t>(local_shared_bytes(packs, kQuantized)),
-            .kernel = [params] { local_kernel<T, kAligned, kQuantized>(params); }});
+    machine.launch(0, {.num_blocks = 2,
+                       .num_threads = 64,
+                       .dynamic_shared_bytes =
+                           static_cast<uint32_t>(local_shared_bytes(packs, Format<T>::kQuantizes)),
+                       .kernel = [params] { local_kernel<T, kAligned, Format>(params); }});
   }
   check(machine.run(1'000'000), "the local kernel does not end");
   compare(op, 0, -1);
@@ -65,16 +67,16 @@ void test_local(int64_t hidden_size, uint64_t seed) {
   call.eps = 1e-5f;
   call.hidden_size = hidden_size;
   call.numerics = static_cast<int32_t>(seed % 4);
-  run_local<T, kKind, false>(call, seed);
+  run_local<T, kKind, Plain>(call, seed);
   call.quant = ALLNORM_QUANT_PER_TOKEN;
-  run_local<T, kKind, true>(call, seed);
+  run_local<T, kKind, E4m3>(call, seed);
   call.quant = ALLNORM_QUANT_PER_TENSOR;
-  run_local<T, kKind, true>(call, seed);
+  run_local<T, kKind, E4m3>(call, seed);
   call.quant = ALLNORM_QUANT_PER_GROUP;
   for (call.group_size = 16; call.group_size <= 512; call.group_size *= 2) {
     call.scale_format = static_cast<int32_t>(call.group_size / 16 % 3);
     call.hidden_size = (hidden_size + call.group_size - 1) / call.group_size * call.group_size;
-    run_local<T, kKind, true>(call, seed);
+    run_local<T, kKind, E4m3>(call, seed);
   }
 }
 

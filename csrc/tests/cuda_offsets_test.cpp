@@ -17,7 +17,7 @@ struct {
 #define threadIdx thread
 #define blockDim threads
 
-#include "cuda/quantize.cuh"
+#include "cuda/formats/e4m3.cuh"
 #include "protocol/layout.h"
 #include "tests/testing.h"
 
@@ -60,7 +60,7 @@ void test_padding_of_scales() {
     auto* const column = reinterpret_cast<uint32_t*>(scales.data() + group * kColumn);
     std::fill_n(column, kFirst + kRows, ~0u);
     thread.x = group;
-    clear_scale_padding(params);
+    E4m3<Bfloat16>::store_padding(params);
     int64_t cleared = 0;
     for (int64_t row = kFirst; row < kFirst + kRows; ++row) cleared += column[row] == 0;
     check(cleared == kRows, "group %d: %lld of %d rows of padding are zero", group,
@@ -68,7 +68,7 @@ void test_padding_of_scales() {
     check(column[kFirst - 1] == ~0u, "group %d: a scale of a row is zero", group);
   }
   // The scale of a row there.
-  store_scale(params, kFirst + kRows - 1, kGroups - 1, 2.0f);
+  E4m3<Bfloat16>::store_scale(params, kFirst + kRows - 1, kGroups - 1, 2.0f);
   const char* const last = scales.data() + kColumn * kGroups - 4;
   check(*reinterpret_cast<const float*>(last) == 2.0f, "a scale was stored elsewhere");
 }

@@ -6,10 +6,12 @@
 #include <algorithm>
 #include <vector>
 
+#include "cuda/formats.cuh"
 #include "cuda/fused.cuh"
-#include "cuda/one_shot.cuh"
 #include "cuda/owned_rows.cuh"
-#include "cuda/two_shot.cuh"
+#include "cuda/sources/dense_rows.cuh"
+#include "cuda/transports/one_shot.cuh"
+#include "cuda/transports/two_shot.cuh"
 #include "tests/cuda_calls.h"
 
 namespace allnorm::testing {
@@ -17,37 +19,42 @@ namespace allnorm::testing {
 constexpr int64_t kWorkspaceBytes = 1 << 20;
 constexpr uint64_t kMaxTurns = 3'000'000;
 
-template <class T, int kWorldSize, bool kQuantized>
+template <class T, int kWorldSize, template <class> class Format>
 void run_one_shot(const FusedParams& params, const Operation& op, bool few) {
   if constexpr (kWorldSize == kFewWorldSize) {
-    if (few) return run_fused<T, kWorldSize, OneShot, Grid::kFew, kQuantized>(params);
+    if (few) return run_fused<T, DenseRows, kWorldSize, OneShot, Grid::kFew, Format>(params);
   }
-  op.dense ? run_fused<T, kWorldSize, OneShot, Grid::kDense, kQuantized>(params)
-           : run_fused<T, kWorldSize, OneShot, Grid::kSparse, kQuantized>(params);
+  op.dense ? run_fused<T, DenseRows, kWorldSize, OneShot, Grid::kDense, Format>(params)
+           : run_fused<T, DenseRows, kWorldSize, OneShot, Grid::kSparse, Format>(params);
 }
 
-template <class T, int kWorldSize, bool kQuantized>
+template <class T, int kWorldSize, template <class> class Format>
 void run_kernel(const OwnedRowsParams& params, const Operation& op) {
   // Each rank may have a limit of blocks of its own.
   const bool few = (op.call.num_tokens + params.fused.rank) % 2 == 0;
   if (op.call.op == ALLNORM_ALL_GATHER_ROWS) {
-    run_owned_rows<T, kWorldSize, Owned::kGiven, false, false>(params);
+    run_owned_rows<T, DenseRows, kWorldSize, Owned::kGiven, false, Plain>(params);
   } else if (is_sharded(op.call)) {
-    run_owned_rows<T, kWorldSize, Owned::kFinished, false, kQuantized>(params);
+    run_owned_rows<T, DenseRows, kWorldSize, Owned::kFinished, false, Format>(params);
   } else if (op.call.algorithm == ALLNORM_ONE_SHOT) {
-    run_one_shot<T, kWorldSize, kQuantized>(params.fused, op, few);
+    run_one_shot<T, kWorldSize, Format>(params.fused, op, few);
   } else if (!op.dense) {
-    run_fused<T, kWorldSize, TwoShot, Grid::kSparse, kQuantized>(params.fused);
+    run_fused<T, DenseRows, kWorldSize, TwoShot, Grid::kSparse, Format>(params.fused);
   } else {
-    few ? run_owned_rows<T, kWorldSize, Owned::kSum, true, kQuantized>(params)
-        : run_owned_rows<T, kWorldSize, Owned::kSum, false, kQuantized>(params);
+    few ? run_owned_rows<T, DenseRows, kWorldSize, Owned::kSum, true, Format>(params)
+        : run_owned_rows<T, DenseRows, kWorldSize, Owned::kSum, false, Format>(params);
   }
 }
 
+template <class T, int kWorldSize, template <class> class... kFormats>
+void run_kernel(const OwnedRowsParams& params, const Operation& op, FormatList<kFormats...>) {
+  static constexpr void (*kOf[])(const OwnedRowsParams&,
+                                 const Operation&) = {&run_kernel<T, kWorldSize, kFormats>...};
+  kOf[static_cast<int>(format_of(op.call))](params, op);
+}
 template <class T, int kWorldSize>
 void run_kernel(const OwnedRowsParams& params, const Operation& op) {
-  is_quantized(op.call) ? run_kernel<T, kWorldSize, true>(params, op)
-                        : run_kernel<T, kWorldSize, false>(params, op);
+  run_kernel<T, kWorldSize>(params, op, Formats());
 }
 
 // How one rank launches its part, if not as usual.

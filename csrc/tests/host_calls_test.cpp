@@ -1,6 +1,6 @@
 // The host side of the CUDA backend where CUDA refuses something, and for code that was compiled
 // for an older device than it runs on.
-#include "protocol/exchange.h"
+#include "protocol/call_tag.h"
 #include "tests/fake_cuda/rank.h"
 
 namespace allnorm::testing {

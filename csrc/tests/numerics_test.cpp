@@ -4,7 +4,7 @@
 #endif
 
 #include "cpu/call.h"
-#include "cpu/kernels.h"
+#include "cpu/row_task.h"
 #include "testing.h"
 
 namespace allnorm::testing {

@@ -1,7 +1,7 @@
 // Numerics step 6: the conversions of protocol/numerics.h, and quantised rows of every instruction
 // set, against the numerics page.
 #include "cpu/call.h"
-#include "cpu/kernels.h"
+#include "cpu/row_task.h"
 #include "tests/calls.h"
 
 namespace allnorm::testing {

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 import kernel_edits as edits
-from kernel_edits import EXCHANGE, ONE_SHOT, OWNED, TWO_SHOT, WORDS, Edits
+from kernel_edits import EXCHANGE, ONE_SHOT, OWNED, ROW_OWNERS, SLOT, SLOTS, TWO_SHOT, Edits
 
-BLOCK, QUANTIZE, FUSED, LOCAL, LOCAL_ROWS, PACE = (
-    f"cuda/{name}.cuh" for name in ("block", "quantize", "fused", "local", "local_rows", "pace")
+ROW_EXCHANGE, E4M3, FUSED, ANY_ROWS, LOCAL_ROWS, PACE = (
+    f"cuda/{name}.cuh"
+    for name in ("row_exchange", "formats/e4m3", "fused", "any_rows", "local_rows", "pace")
 )
 
-SLOT = "race on workspace slot"
+SLOT_RACE = "race on workspace slot"
 RACE = "ThreadSanitizer: data race"
 WRONG = "elements wrong"
 HANGS = "does not end"
@@ -46,65 +47,65 @@ class Mutant:
 
 _SHARED = "      if (lane == 0) store_shared(shared_ + at, chunk_value);\n      __syncthreads();\n"
 _OWN_BARRIER = "  __syncthreads();  // every thread has read the operation counter"
-_ADVANCE = "    // After the barrier in add_row().\n    if (last) exchange.advance();\n"
-_FINISH = "    if (params.epilogue.normalize) epilogue.store_row(row, epilogue.finish());\n"
+_ADVANCE = "    // After the barrier in add_row().\n    if (last) exchange_.advance();\n"
 _NO_ROW_BARRIER = "  exchange.advance_unused();\n  __syncthreads();\n"
 _LARGE_BARRIER = "    // nobody waits for it for ever.\n    __syncthreads();\n"
+_PACED_SEND = "        pace.wait();\n        send(row + step_, ahead);\n"
 _STAGED = "    // thread comes here again: the sum over the next row lies in between.\n"
 
 # What weaker memory does, and threads that do not wait for each other: ThreadSanitizer reports it.
 RACES = (
-    Mutant("hand back: no fence", edits.NO_FENCE, (SLOT,)),
-    Mutant("hand back: fence of the GPU", edits.FENCE_OF_GPU, (SLOT,)),
+    Mutant("hand back: no fence", edits.NO_FENCE, (SLOT_RACE,)),
+    Mutant("hand back: fence of the GPU", edits.FENCE_OF_GPU, (SLOT_RACE,)),
     Mutant(
         "hand back: no release, fenced after the number is stored",
         edits.PUBLISHED_BEFORE_FENCE,
-        (SLOT,),
+        (SLOT_RACE,),
     ),
     Mutant(
         "hand back: no acquire, fenced before the number is read",
         edits.FENCE_BEFORE_WAIT,
-        (SLOT,),
+        (SLOT_RACE,),
     ),
-    Mutant("hand back: peers are not waited for", edits.PEERS_NOT_WAITED_FOR, (SLOT,)),
+    Mutant("hand back: peers are not waited for", edits.PEERS_NOT_WAITED_FOR, (SLOT_RACE,)),
     Mutant(
         "hand back: a number of two operations ago suffices",
         edits.REACHED_TWO_AGO,
-        (SLOT,),
+        (SLOT_RACE,),
         short=False,
     ),
     Mutant(
         "hand back: the number of the next operation is stored",
         edits.PUBLISHED_AS_NEXT,
-        (SLOT,),
+        (SLOT_RACE,),
         short=False,
     ),
-    Mutant("two phases", edits.TWO_PHASES, (SLOT,)),
+    Mutant("two phases", edits.TWO_PHASES, (SLOT_RACE,)),
     Mutant(
         "large operation: slots are not waited for",
         edits.LARGE_NOT_WAITED_FOR,
-        (SLOT,),
+        (SLOT_RACE,),
     ),
     Mutant(
         "large operation: the number is read without acquire",
         edits.LARGE_RELAXED,
-        (SLOT,),
+        (SLOT_RACE,),
     ),
     Mutant(
         "large operation: a number of two operations ago suffices",
         edits.LARGE_REACHED_TWO_AGO,
-        (SLOT,),
+        (SLOT_RACE,),
         short=False,
     ),
     Mutant(
         "large operation: the block's other threads do not wait",
         ((EXCHANGE, _LARGE_BARRIER, _LARGE_BARRIER.replace("    __syncthreads();\n", "")),),
-        (SLOT,),
+        (SLOT_RACE,),
     ),
     Mutant(
         "one large phase",
         edits.ONE_LARGE_PHASE,
-        (SLOT, WRONG),
+        (SLOT_RACE, WRONG),
         short=False,
     ),
     Mutant(
@@ -121,7 +122,11 @@ RACES = (
                 "  const Pack early = live && first >= 0 ? load_pack(params.x.at(first, pack))"
                 " : Pack{};\n  Exchange<kWorldSize> exchange(params);\n",
             ),
-            (FUSED, "const Pack own = load_input(first);", "const Pack own = early;"),
+            (
+                FUSED,
+                "const Pack own = live && first >= 0 && first < end ? source.load(first) : Pack{};",
+                "const Pack own = early;",
+            ),
         ),
         (RACE,),
     ),
@@ -141,13 +146,8 @@ RACES = (
         (
             (
                 FUSED,
-                "    epilogue.add_row(row, reduced);\n"
-                + _ADVANCE
-                + _FINISH
-                + "    sum = next_sum;\n",
-                "    if (last) exchange.advance();\n    epilogue.add_row(row, reduced);\n"
-                + _FINISH
-                + "    sum = next_sum;\n",
+                "    epilogue_.add_row(row, reduced);\n" + _ADVANCE,
+                _ADVANCE + "    epilogue_.add_row(row, reduced);\n",
             ),
         ),
         (RACE,),
@@ -167,30 +167,36 @@ RACES = (
     ),
     Mutant(
         "row sums: no barrier of the block",
-        ((BLOCK, _SHARED, _SHARED.replace("      __syncthreads();\n", "")),),
+        ((ROW_EXCHANGE, _SHARED, _SHARED.replace("      __syncthreads();\n", "")),),
         (RACE,),
     ),
-    Mutant("row sums: one buffer", ((BLOCK, "kBuffers = 2", "kBuffers = 1"),), (RACE,)),
+    Mutant("row sums: one buffer", ((ROW_EXCHANGE, "kBuffers = 2", "kBuffers = 1"),), (RACE,)),
     Mutant(
         "row sums: the other blocks' values are not waited for",
-        ((BLOCK, "      wait_barrier(shared_ + arrived(buffer), parity);\n", ""),),
+        ((ROW_EXCHANGE, "      wait_barrier(shared_ + arrived(buffer), parity);\n", ""),),
         (RACE, "or of one that has ended"),
     ),
     Mutant(
         "row sums: no barrier of the cluster before the first",
-        ((BLOCK, "    cluster_sync();  // before any block signals another's barrier\n", ""),),
+        (
+            (
+                ROW_EXCHANGE,
+                "    cluster_sync();  // before any block signals another's barrier\n",
+                "",
+            ),
+        ),
         (RACE,),
     ),
     Mutant(
         "quantised rows: scales are pushed before they are all staged",
-        ((OWNED, _STAGED + "    __syncthreads();\n", _STAGED),),
+        ((ROW_OWNERS, _STAGED + "    __syncthreads();\n", _STAGED),),
         (RACE,),
     ),
     Mutant(
         "local kernel: no barrier before the greatest magnitudes are read",
         (
             (
-                LOCAL,
+                ANY_ROWS,
                 "      // Read below; written again only after the barriers in the next row's"
                 " block_butterfly().\n      __syncthreads();\n",
                 "",
@@ -204,7 +210,7 @@ RACES = (
         "local kernel: sums of the next row are written over those that are read",
         (
             (
-                LOCAL,
+                ANY_ROWS,
                 "width < 32 ? width : 32);\n  __syncthreads();\n",
                 "width < 32 ? width : 32);\n",
             ),
@@ -219,7 +225,7 @@ RACES = (
 WRONG_RESULTS = (
     Mutant(
         "two ranks, many rows: the next row is not sent after the one before",
-        ((FUSED, "      pace.wait();\n      send_ahead();\n", "      pace.wait();\n"),),
+        ((FUSED, _PACED_SEND, "        pace.wait();\n"),),
         (HANGS,),
         build="plain",
     ),
@@ -255,7 +261,7 @@ WRONG_RESULTS = (
         "one word of a slot is tested",
         (
             (
-                WORDS,
+                SLOT,
                 "pack.word[0] != kEmptyWord && pack.word[1] != kEmptyWord &&"
                 " pack.word[2] != kEmptyWord &&\n         pack.word[3] != kEmptyWord;",
                 "pack.word[0] != kEmptyWord;",
@@ -279,7 +285,7 @@ WRONG_RESULTS = (
     ),
     Mutant(
         "finished rows are not canonicalised",
-        ((OWNED, "const Pack payload = canonicalize(y);", "const Pack payload = y;"),),
+        ((ROW_OWNERS, "const Pack payload = canonicalize(y);", "const Pack payload = y;"),),
         (HANGS,),
         "plain",
         short=False,
@@ -292,7 +298,7 @@ WRONG_RESULTS = (
     ),
     Mutant(
         "few blocks: slots are not looked at anew for the next row",
-        ((FUSED, "      peeked = transport.peek(row + step);\n", ""),),
+        ((FUSED, "        peeked = transport_.peek(row + step_);\n", ""),),
         (WRONG, NOT_EMPTY, HANGS),
         "plain",
         short=False,
@@ -319,7 +325,7 @@ WRONG_RESULTS = (
     ),
     Mutant(
         "partials are not cleared: owned rows",
-        ((OWNED, "    if (live_) clear_partials<kWorldSize>(slot, stride);\n", ""),),
+        ((ROW_OWNERS, "    if (live_) clear_partials<kWorldSize>(slot, stride);\n", ""),),
         (WRONG, NOT_EMPTY),
         "plain",
         short=False,
@@ -389,14 +395,14 @@ WRONG_RESULTS = (
         "another order of summation",
         (
             (
-                ONE_SHOT,
+                SLOTS,
                 "  unpack<T>(partial[0], sum);",
                 "  unpack<T>(partial[kWorldSize - 1], sum);",
             ),
             (
-                ONE_SHOT,
-                "    unpack<T>(partial[rank], term);",
-                "    unpack<T>(partial[kWorldSize - 1 - rank], term);",
+                SLOTS,
+                "add_pack<T>(sum, partial[rank]);",
+                "add_pack<T>(sum, partial[kWorldSize - 1 - rank]);",
             ),
         ),
         (WRONG,),
@@ -406,21 +412,21 @@ WRONG_RESULTS = (
     ),
     Mutant(
         "slots numbered as another rank numbers them",
-        ((ONE_SHOT, "  return rank + q >= kWorldSize ? rank - 1 : rank;", "  return q - 1;"),),
+        ((SLOTS, "  return rank + q >= kWorldSize ? rank - 1 : rank;", "  return q - 1;"),),
         (WRONG, HANGS, NOT_EMPTY),
         "plain",
         short=False,
     ),
     Mutant(
         "a wide group's maximum from the wrong chunks",
-        ((QUANTIZE, "exchange_.chunk() & -chunks, chunks", "exchange_.chunk(), chunks"),),
+        ((E4M3, "exchange_.chunk() & -chunks, chunks", "exchange_.chunk(), chunks"),),
         (WRONG,),
         "plain",
         short=False,
     ),
     Mutant(
         "padding of scales is not zeroed",
-        ((FUSED, "if (blockIdx.x == 0) clear_scale_padding(params.epilogue.quant);", ""),),
+        ((FUSED, "if (blockIdx.x == 0) Format::store_padding(params.epilogue.quant);", ""),),
         (WRONG,),
         "plain",
         short=False,

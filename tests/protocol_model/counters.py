@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from protocol_model.exchange import Exchange
 from protocol_model.kernels import DATA, EMPTY, HEAD, LANE, Kernels, Put, Setting, Wait, Word
-from protocol_model.reader import EXCHANGE, ONE_SHOT
+from protocol_model.reader import EXCHANGE, SLOTS
 
 # Lines that say what failed threads do: (file, text).
 ASSUMED = (
@@ -40,8 +40,8 @@ ASSUMED = (
     (EXCHANGE, "if (time_is_up) return record_fault(params, op, source, ALLNORM_TIMEOUT);"),
     (EXCHANGE, "return *reinterpret_cast<volatile uint64_t*>(own + PushControl::kPoisoned) != 0;"),
     (EXCHANGE, "if (atomicCAS(poisoned, 0ull, poison(op)) != 0) return true;"),
-    (ONE_SHOT, "if (!exchange.wait_together(poll, missing)) return nan_pack();"),
-    (ONE_SHOT, "if (!exchange.wait_together(poll, source)) pack = nan_pack();"),
+    (SLOTS, "if (!exchange.wait_together(poll, missing)) return nan_pack();"),
+    (SLOTS, "if (!exchange.wait_together(poll, source)) pack = nan_pack();"),
 )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import kernel_edits as edits
-from kernel_edits import EXCHANGE, ONE_SHOT, WORDS, Edits
+from kernel_edits import CALL_TAG, EXCHANGE, ONE_SHOT, SLOT, Edits
 
 from protocol_model.reader import PREPARE
 from protocol_model.source import MEMORY
@@ -52,10 +52,10 @@ EXCHANGE_MUTANTS: dict[str, Edits] = {
     "one phase": edits.ONE_PHASE,
     "not waiting for the preceding grid": edits.PRECEDING_GRID_NOT_WAITED_FOR,
     "first word of an announcement not tested": (
-        (WORDS, "word0 >> 32 == op && word1 >> 56 == (op & 0xff)", "word1 >> 56 == (op & 0xff)"),
+        (CALL_TAG, "word0 >> 32 == op && word1 >> 56 == (op & 0xff)", "word1 >> 56 == (op & 0xff)"),
     ),
     "second word of an announcement not tested": (
-        (WORDS, "word0 >> 32 == op && word1 >> 56 == (op & 0xff)", "word0 >> 32 == op"),
+        (CALL_TAG, "word0 >> 32 == op && word1 >> 56 == (op & 0xff)", "word0 >> 32 == op"),
     ),
     "a new workspace's slots not handed back": (
         (PREPARE, "kPushMaxWorldSize, first_op - 1", "kPushMaxWorldSize, first_op - 2"),
@@ -97,7 +97,7 @@ TRANSPORT_MUTANTS: dict[str, tuple[str, Edits]] = {
 
 # Seen where a slot has more than one word.
 WORD_MUTANTS: dict[str, Edits] = {
-    "one word of a slot not tested": ((WORDS, " && pack.word[1] != kEmptyWord", ""),),
+    "one word of a slot not tested": ((SLOT, " && pack.word[1] != kEmptyWord", ""),),
 }
 
 # Of a rank that stores into slots after an operation has failed: (kind of call of the operation

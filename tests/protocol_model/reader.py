@@ -17,12 +17,14 @@ from protocol_model.program import Access
 from protocol_model.source import MEMORY, SourceError, Sources, block, verbs
 
 EXCHANGE, FUSED, PREPARE = "cuda/exchange.cuh", "cuda/fused.cuh", "cuda/prepare.h"
-ONE_SHOT, TWO_SHOT, OWNED = "cuda/one_shot.cuh", "cuda/two_shot.cuh", "cuda/owned_rows.cuh"
-QUANTIZE, LAYOUT, WORDS = "cuda/quantize.cuh", "protocol/layout.h", "protocol/exchange.h"
-NUMERICS = "protocol/numerics.h"
+ONE_SHOT, TWO_SHOT = "cuda/transports/one_shot.cuh", "cuda/transports/two_shot.cuh"
+OWNED, ROW_OWNERS = "cuda/owned_rows.cuh", "cuda/transports/row_owners.cuh"
+SLOTS, PACKED = "cuda/slots.cuh", "cuda/words.cuh"
+LAYOUT, NUMERICS = "protocol/layout.h", "protocol/numerics.h"
+CALL_TAG, SIGNAL, SLOT = "protocol/call_tag.h", "protocol/signal.h", "protocol/slot.h"
 
 _CALLS = {
-    *("store_to_peer", "load_from_peer", "store_quantized", "receive_partials", "receive_pack"),
+    *("store_to_peer", "load_from_peer", "store_words", "receive_partials", "receive_pack"),
     *("clear_partials", "wait_for_preceding_grid", "receive_and_store_scale"),
     *("wait_alone", "wait_together"),
 }
@@ -30,7 +32,7 @@ _CALLS = {
 # the lanes of its warp leave the loop together or not.
 _WAIT = "wait"
 # Functions over quantised packs, 8 bytes for a dtype of 16 bits; for float32 the same with u32.
-_OF_QUANTIZED = {"store_to_peer": OWNED, "load_from_peer": OWNED, "store_quantized": QUANTIZE}
+_OF_QUANTIZED = {"store_to_peer": SLOTS, "load_from_peer": SLOTS, "store_words": PACKED}
 
 
 def read_exchange(sources: Sources | None = None) -> Exchange:
@@ -142,8 +144,7 @@ class _Reader:
         if "if (params_.large) wait_for_slots();" not in body:
             return ()
         for path, function, rows in (
-            (FUSED, "run_fused", "run_few_blocks("),
-            (FUSED, "run_fused", "send(first,"),
+            (FUSED, "run_fused", "stream.run_"),
             (OWNED, "run_owned_rows", "rows.run(first,"),
         ):
             before = ("Exchange<kWorldSize> exchange(", ".begin();", "work_on_no_row<")
@@ -173,7 +174,7 @@ class _Reader:
         """Each word carries low bits of the number of its operation, all of which must be equal."""
         access = self._load(text, "u64")
         if "return CallTag::is_of(op_, seen[0], seen[1]);" in text:
-            text = self._sources.function(WORDS, "is_of")
+            text = self._sources.function(CALL_TAG, "is_of")
         tests = dict(re.findall(r"(?:word|seen\[)([01])\]? >> (\d+) == \(?op", text))
         return [
             Step("wait", access, f"tag{word}", compare=equal_bits(64 - int(tests.get(word, 64))))
@@ -197,7 +198,7 @@ class _Reader:
 
     def _released(self, text: str) -> Step:
         if match := re.fullmatch(r"return has_reached\(\w+\(slot\), op_( [-+] \d+)?\);", text):
-            body = self._sources.function(WORDS, "has_reached")
+            body = self._sources.function(SIGNAL, "has_reached")
             comparison = " ".join(body.split()).removeprefix("return ").removesuffix(";")
         elif match := re.fullmatch(r"return \w+\(slot\) == op_( [-+] \d+)?;", text):
             comparison = "seen == expected"
@@ -211,7 +212,7 @@ class _Reader:
     # ---- the transports --------------------------------------------------------------------------
 
     def nan_words(self) -> dict[str, int]:
-        canonical = int(self._sources.one(WORDS, r"kCanonicalWord = 0x([0-9a-f]+)u;")[1], 16)
+        canonical = int(self._sources.one(SLOT, r"kCanonicalWord = 0x([0-9a-f]+)u;")[1], 16)
         nan_e4m3 = int(self._sources.one(NUMERICS, r"kNanE4m3 = 0x([0-9a-f]+);")[1], 16)
         # The greatest magnitude of a row of 16 bits as a float32: half of it is a zero.
         words = {"e4m3": nan_e4m3 * 0x01010101, "scale": 0x7FFF0000}
@@ -236,7 +237,7 @@ class _Reader:
         return found
 
     def tested_words(self) -> frozenset[int]:
-        body = self._sources.function(WORDS, "arrived")
+        body = self._sources.function(SLOT, "arrived")
         return frozenset(int(w) for w in re.findall(r"pack\.word\[(\d)\] != kEmptyWord", body))
 
     def _steps(self, path: str, name: str, where: str, after: str = "") -> tuple[Step, ...]:
@@ -250,7 +251,7 @@ class _Reader:
             elif call == "clear_partials":
                 steps.extend(self._cleared())
             elif call == "receive_pack":
-                steps.extend(self._steps(ONE_SHOT, call, where))
+                steps.extend(self._steps(SLOTS, call, where))
             elif call == "receive_and_store_scale":
                 steps.extend(self._steps(path, call, where))
             elif call == _WAIT:
@@ -261,7 +262,7 @@ class _Reader:
                 width = "u32" if call == "store_u32" else "v4.u32"
                 at = "scale" if call == "store_u32" else where
                 steps.append(Step("clear", self._access(call, width), at))
-            elif clears and call == "store_quantized":
+            elif clears and call == "store_words":
                 steps.append(Step("clear", self._quantized(call), where))
             elif call == "store_to_peer":
                 steps.append(Step("store", self._quantized(call), where, unless=next(guards)))
@@ -270,7 +271,7 @@ class _Reader:
                 access = self._access(call, "u32" if of_scale else "v4.u32")
                 at = "scale" if of_scale else where
                 steps.append(Step("store", access, at, unless=next(guards)))
-            elif call != "store_quantized":  # of the caller's own tensor
+            else:
                 raise SourceError(f"{path}, {name}: {call}({arguments})")
         return tuple(steps)
 
@@ -280,7 +281,7 @@ class _Reader:
         return self._load(text, width)
 
     def _partials(self) -> list[Step]:
-        ((name, text),) = self._calls(self._sources.function(ONE_SHOT, "receive_partials"))
+        ((name, text),) = self._calls(self._sources.function(SLOTS, "receive_partials"))
         tests_all = "all = all && (source == rank || arrived(partial[source]));" in text
         if name != _WAIT or not tests_all:
             raise SourceError(f"receive_partials: {name} {text}")
@@ -292,22 +293,23 @@ class _Reader:
         return [Step("wait", access, "partial")]
 
     def _cleared(self) -> list[Step]:
-        calls = self._calls(self._sources.function(ONE_SHOT, "clear_partials"))
+        calls = self._calls(self._sources.function(SLOTS, "clear_partials"))
         return [Step("clear", self._access(name, "v4.u32"), "partial") for name, _ in calls]
 
     def transports(self) -> dict[str, Transport]:
-        self._check_order(
-            FUSED, "run_fused", "send(first,", "transport.relay(", "transport.receive("
-        )
-        order = ("send(first,", "transport.peek(first)", "transport.receive(", ".peek(row + step")
+        for schedule in ("run_one_shot", "run_paced"):
+            self._check_order(FUSED, schedule, "send(first_,", "transport_.receive(")
+        order = ("send(first_,", "transport_.relay(", "transport_.receive(")
+        self._check_order(FUSED, "run_two_shot", *order)
+        order = ("send(first_,", "_.peek(first_)", "transport_.receive(", "_.peek(row + step_")
         self._check_order(FUSED, "run_few_blocks", *order)
         self._check_order(OWNED, "run", "send(first,", "do_own_part(index", "receive(back)")
         part = ("owners_.receive_partials(", "owners_.publish(")
         self._check_order(OWNED, "do_own_part", *part)
-        send = self._steps(OWNED, "send_partial", "partial")
-        partials = self._steps(OWNED, "receive_partials", "partial", after="send_partial")
-        to_rows = self._steps(OWNED, "publish", "finished")
-        to_quantized = self._steps(OWNED, "publish", "finished", after="Pack receive(")
+        send = self._steps(ROW_OWNERS, "send_partial", "partial")
+        partials = self._steps(ROW_OWNERS, "receive_partials", "partial", after="send_partial")
+        to_rows = self._steps(ROW_OWNERS, "publish", "finished")
+        to_quantized = self._steps(ROW_OWNERS, "publish", "finished", after="Pack receive(")
         return {
             "one_shot": Transport(
                 all_sum=True,
@@ -324,19 +326,19 @@ class _Reader:
                 all_sum=False,
                 send=send,
                 own=(*partials, *to_rows),
-                receive=self._steps(OWNED, "receive", "finished", after="void publish"),
+                receive=self._steps(ROW_OWNERS, "receive", "finished", after="void publish"),
             ),
             "owned_quantized": Transport(
                 all_sum=False,
                 send=send,
                 own=_of_bits((*partials, *to_quantized)),
-                receive=_of_bits(self._steps(OWNED, "receive_and_store", "finished")),
+                receive=_of_bits(self._steps(ROW_OWNERS, "receive_and_store", "finished")),
             ),
             "gather": Transport(
                 all_sum=False,
                 send=(),
                 own=to_rows,
-                receive=self._steps(OWNED, "receive", "finished", after="void publish"),
+                receive=self._steps(ROW_OWNERS, "receive", "finished", after="void publish"),
             ),
         }
 

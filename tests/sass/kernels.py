@@ -12,15 +12,18 @@ FEW_WORLD_SIZE = 2
 OWNED = ("owned_sum", "owned_finished", "owned_given")
 OWNED_FEW = "owned_sum_few"
 
+# cuda/formats.cuh
+_FORMAT = r"NS_\d(Plain|E4m3)EE"
 _FUSED = re.compile(
-    r"12fused_kernelINS_\d+(\w+?)ELi(\d+)ENS_7(One|Two)ShotELNS_4GridE([012])ELb([01])EE"
+    r"12fused_kernelINS_\d+(\w+?)ENS_9DenseRowsELi(\d+)ENS_7(One|Two)ShotELNS_4GridE([012])E"
+    + _FORMAT
 )
 _GRIDS = ("", "_dense", "_few")
 _OWNED = re.compile(
-    r"17owned_rows_kernelINS_\d+(\w+?)ELi(\d+)ELNS_5OwnedE([012])ELb([01])ELb([01])EE"
+    r"17owned_rows_kernelINS_\d+(\w+?)ENS_9DenseRowsELi(\d+)ELNS_5OwnedE([012])ELb([01])E" + _FORMAT
 )
-_LOCAL_ROWS = re.compile(r"17local_rows_kernelINS_\d+(\w+?)ELb([01])EE")
-_LOCAL = re.compile(r"12local_kernelINS_\d+(\w+?)ELb([01])ELb([01])EE")
+_LOCAL_ROWS = re.compile(r"17local_rows_kernelINS_\d+(\w+?)ENS_10SummedRowsE" + _FORMAT)
+_LOCAL = re.compile(r"12local_kernelINS_\d+(\w+?)ELb([01])E" + _FORMAT)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +51,7 @@ class Variant:
 
     @property
     def traffic(self) -> Traffic:
-        """What the sources say: exchange.cuh, one_shot.cuh, two_shot.cuh, owned_rows.cuh.
+        """What the sources say: exchange.cuh, fused.cuh, owned_rows.cuh and the transports.
 
         A group of polls loads the pack of every rank, of which the own one is predicated off.
         """
@@ -97,17 +100,19 @@ def variant_of(name: str) -> Variant | None:
     if match := _FUSED.search(name):
         dtype, ranks, transport, grid, quantized = match.groups()
         kind = f"{transport.lower()}_shot{_GRIDS[int(grid)]}"
-        return Variant(kind, dtype, int(ranks), quantized == "1")
+        return Variant(kind, dtype, int(ranks), quantized == "E4m3")
     if match := _OWNED.search(name):
         dtype, ranks, owned, few, quantized = match.groups()
         kind = OWNED[int(owned)] + ("_few" if few == "1" else "")
-        return Variant(kind, dtype, int(ranks), quantized == "1")
+        return Variant(kind, dtype, int(ranks), quantized == "E4m3")
     if match := _LOCAL.search(name):
         dtype, aligned, quantized = match.groups()
-        return Variant("local_aligned" if aligned == "1" else "local", dtype, 1, quantized == "1")
+        return Variant(
+            "local_aligned" if aligned == "1" else "local", dtype, 1, quantized == "E4m3"
+        )
     if match := _LOCAL_ROWS.search(name):
         dtype, quantized = match.groups()
-        return Variant("local_rows", dtype, 1, quantized == "1")
+        return Variant("local_rows", dtype, 1, quantized == "E4m3")
     return None
 
 

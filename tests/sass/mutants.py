@@ -16,23 +16,32 @@ from sass.rules import complaints
 
 # Kernels that a mutant is compiled for, by what their sources include.
 _ONE_SHOT = """
+#include "cuda/formats.cuh"
 #include "cuda/fused.cuh"
-#include "cuda/one_shot.cuh"
+#include "cuda/sources/dense_rows.cuh"
+#include "cuda/transports/one_shot.cuh"
 template __global__ void
-allnorm::fused_kernel<allnorm::Bfloat16, 4, allnorm::OneShot, allnorm::Grid::kSparse, false>(
+allnorm::fused_kernel<allnorm::Bfloat16, allnorm::DenseRows, 4, allnorm::OneShot,
+                      allnorm::Grid::kSparse, allnorm::Plain>(
     const __grid_constant__ allnorm::FusedParams);
 """
 _TWO_SHOT = """
+#include "cuda/formats.cuh"
 #include "cuda/fused.cuh"
-#include "cuda/two_shot.cuh"
+#include "cuda/sources/dense_rows.cuh"
+#include "cuda/transports/two_shot.cuh"
 template __global__ void
-allnorm::fused_kernel<allnorm::Float16, 2, allnorm::TwoShot, allnorm::Grid::kSparse, true>(
+allnorm::fused_kernel<allnorm::Float16, allnorm::DenseRows, 2, allnorm::TwoShot,
+                      allnorm::Grid::kSparse, allnorm::E4m3>(
     const __grid_constant__ allnorm::FusedParams);
 """
 _OWNED = """
+#include "cuda/formats.cuh"
 #include "cuda/owned_rows.cuh"
+#include "cuda/sources/dense_rows.cuh"
 template __global__ void
-allnorm::owned_rows_kernel<allnorm::Bfloat16, 2, allnorm::Owned::kFinished, false, true>(
+allnorm::owned_rows_kernel<allnorm::Bfloat16, allnorm::DenseRows, 2, allnorm::Owned::kFinished,
+                           false, allnorm::E4m3>(
     const __grid_constant__ allnorm::OwnedRowsParams);
 """
 SOURCES = {"one_shot": _ONE_SHOT, "two_shot": _TWO_SHOT, "owned": _OWNED}
@@ -88,7 +97,7 @@ MUTANTS = (
         "          uint32_t(half[1] >> 32)};\n" + _POLL_CALL,
     ),
     _mutant(
-        *("peers polled one after the other", "polls_in_flight", "one_shot.cuh"),
+        *("peers polled one after the other", "polls_in_flight", "slots.cuh"),
         "        partial[source] = load_relaxed_sys(slot + PushLayout::other(rank, source) * stride"
         ");\n",
         "        partial[source] = load_relaxed_sys(slot + PushLayout::other(rank, source) * stride"
@@ -104,19 +113,19 @@ MUTANTS = (
         )
     ),
     _mutant(
-        *("sums relayed by a plain store", "pushes", "two_shot.cuh"),
+        *("sums relayed by a plain store", "pushes", "transports/two_shot.cuh"),
         "store_relaxed_sys(exchange_.slots(q) + sum_offset, sum)",
         "store_pack(exchange_.slots(q) + sum_offset, sum)",
         source="two_shot",
     ),
     _mutant(
-        *("scales pushed by a plain store", "pushes", "owned_rows.cuh"),
+        *("scales pushed by a plain store", "pushes", "transports/row_owners.cuh"),
         "store_relaxed_sys(finished_at(q, local) + layout_.finished_scale(i), scale)",
         "store_u32(finished_at(q, local) + layout_.finished_scale(i), scale)",
         source="owned",
     ),
     _mutant(
-        *("scales polled by a plain load", "polls", "owned_rows.cuh"),
+        *("scales polled by a plain load", "polls", "transports/row_owners.cuh"),
         "scale = load_relaxed_sys_u32(slot)",
         "scale = load_u32(slot)",
         source="owned",
@@ -145,7 +154,7 @@ MUTANTS = (
         "    if (params_.late_trigger) fence_acq_rel_sys();\n",
     ),
     _mutant(
-        *("a fence on the data path too", "one_system_fence", "one_shot.cuh"),
+        *("a fence on the data path too", "one_system_fence", "transports/one_shot.cuh"),
         "    if (live_) clear_partials<kWorldSize>(slots, stride_);\n",
         "    if (live_) clear_partials<kWorldSize>(slots, stride_);\n    fence_acq_rel_sys();\n",
     ),
@@ -167,7 +176,7 @@ MUTANTS = (
         *("fence.acq_rel.sys;", "fence.sc.sys;"),
     ),
     _mutant(
-        *("a barrier of the cluster for each row", "no_other_barrier", "block.cuh"),
+        *("a barrier of the cluster for each row", "no_other_barrier", "row_exchange.cuh"),
         "      wait_barrier(shared_ + arrived(buffer), parity);\n",
         "      wait_barrier(shared_ + arrived(buffer), parity);\n      cluster_sync();\n",
     ),
@@ -187,7 +196,8 @@ MUTANTS = (
     _mutant(
         *("input read before the wait", "dependent_launch", "fused.cuh", _EXCHANGE),
         "  const Pack early = load_pack(params.x.at(0, pack));\n" + _EXCHANGE,
-        *("  const Pack own = load_input(first);\n", "  const Pack own = early;\n"),
+        "  const Pack own = live && first >= 0 && first < end ? source.load(first) : Pack{};\n",
+        "  const Pack own = early;\n",
     ),
     _mutant(
         *("dependents let in before the wait", "dependent_launch", "fused.cuh", _EXCHANGE),

@@ -10,14 +10,19 @@ from sass import rules
 from sass.disassembly import Kernel, parse
 from sass.kernels import Variant, all_variants, variant_of
 
+_DENSE = "ENS_9DenseRowsE"
 ONE_SHOT = (
-    "_ZN7allnorm12fused_kernelINS_8Bfloat16ELi2ENS_7OneShotELNS_4GridE0ELb1EEEvNS_11FusedParamsE"
+    f"_ZN7allnorm12fused_kernelINS_8Bfloat16{_DENSE}Li2ENS_7OneShotELNS_4GridE0ENS_4E4m3EEE"
+    "vNS_11FusedParamsE"
 )
 OWNED = (
-    "_ZN7allnorm17owned_rows_kernelINS_7Float32ELi8ELNS_5OwnedE1ELb0ELb1EEEvNS_15OwnedRowsParamsE"
+    f"_ZN7allnorm17owned_rows_kernelINS_7Float32{_DENSE}Li8ELNS_5OwnedE1ELb0ENS_4E4m3EEE"
+    "vNS_15OwnedRowsParamsE"
 )
-LOCAL = "_ZN7allnorm12local_kernelINS_7Float16ELb1ELb0EEEvNS_11LocalParamsE"
-LOCAL_ROWS = "_ZN7allnorm17local_rows_kernelINS_7Float16ELb0EEEvNS_11LocalParamsE"
+LOCAL = "_ZN7allnorm12local_kernelINS_7Float16ELb1ENS_5PlainEEEvNS_11LocalParamsE"
+LOCAL_ROWS = (
+    "_ZN7allnorm17local_rows_kernelINS_7Float16ENS_10SummedRowsENS_5PlainEEEvNS_11LocalParamsE"
+)
 VARIANT = Variant("one_shot", "Bfloat16", 2, False)
 
 WAIT = "ACQBULK"
@@ -45,8 +50,14 @@ def kernel(*lines: str, frame_bytes: int = 0) -> Kernel:
     ("name", "variant"),
     [
         (ONE_SHOT, Variant("one_shot", "Bfloat16", 2, True)),
-        (ONE_SHOT.replace("E0ELb1", "E1ELb0"), Variant("one_shot_dense", "Bfloat16", 2, False)),
-        (ONE_SHOT.replace("E0ELb1", "E2ELb0"), Variant("one_shot_few", "Bfloat16", 2, False)),
+        (
+            ONE_SHOT.replace("E0ENS_4E4m3", "E1ENS_5Plain"),
+            Variant("one_shot_dense", "Bfloat16", 2, False),
+        ),
+        (
+            ONE_SHOT.replace("E0ENS_4E4m3", "E2ENS_5Plain"),
+            Variant("one_shot_few", "Bfloat16", 2, False),
+        ),
         (ONE_SHOT.replace("OneShot", "TwoShot"), Variant("two_shot", "Bfloat16", 2, True)),
         (OWNED, Variant("owned_finished", "Float32", 8, True)),
         (LOCAL, Variant("local_aligned", "Float16", 1, False)),

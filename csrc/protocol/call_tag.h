@@ -1,10 +1,10 @@
-// What ranks tell each other besides data: which operation they are in and what it looks like.
+// What ranks tell each other besides data: which operation they are in and what the call is.
 //
 // A CallTag describes one launch completely enough that two ranks with equal tags read and write
 // the same bytes. Each rank announces its tag to every peer in every operation and compares the
 // peers' tags with its own, so that a diverging peer is named instead of mixed into the sum.
-#ifndef ALLNORM_PROTOCOL_EXCHANGE_H_
-#define ALLNORM_PROTOCOL_EXCHANGE_H_
+#ifndef ALLNORM_PROTOCOL_CALL_TAG_H_
+#define ALLNORM_PROTOCOL_CALL_TAG_H_
 
 #include <cstdint>
 
@@ -54,30 +54,5 @@ ALLNORM_HD uint32_t shape_code(const CallShape& shape) {
 constexpr uint32_t kMissingCall = 0xfffffffeu;
 constexpr int64_t kMaxHiddenSize = (1 << 20) - 1;
 
-// Operation numbers wrap: `seen` has reached `expected` if it is not behind it by signed distance.
-ALLNORM_HD bool has_reached(uint32_t seen, uint32_t expected) {
-  return static_cast<int32_t>(seen - expected) >= 0;
-}
-
-// Marks a slot word that has not arrived. No payload contains it: `canonicalize` replaces it by
-// another NaN pair (or NaN) before sending; it changes NaN payloads only, in every dtype.
-constexpr uint32_t kEmptyWord = 0xffffffffu;
-constexpr uint32_t kCanonicalWord = 0xfffefffeu;
-
-ALLNORM_HD Pack canonicalize(Pack pack) {
-  ALLNORM_UNROLL
-  for (int i = 0; i < 4; ++i) {
-    if (pack.word[i] == kEmptyWord) pack.word[i] = kCanonicalWord;
-  }
-  return pack;
-}
-
-// True once every word of the slot has arrived. All four are tested: a 16-byte store is, in the
-// memory model, four stores in no particular order.
-ALLNORM_HD bool arrived(const Pack& pack) {
-  return pack.word[0] != kEmptyWord && pack.word[1] != kEmptyWord && pack.word[2] != kEmptyWord &&
-         pack.word[3] != kEmptyWord;
-}
-
 }  // namespace allnorm
-#endif  // ALLNORM_PROTOCOL_EXCHANGE_H_
+#endif  // ALLNORM_PROTOCOL_CALL_TAG_H_

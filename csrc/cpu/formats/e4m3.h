@@ -1,13 +1,13 @@
 // Numerics step 6 on vectors: a row of y, in its natural order, to e4m3 bytes and scales. Compiled
 // once per instruction set; see cpu/simd.h for what follows from that.
-#ifndef ALLNORM_CPU_QUANTIZE_H_
-#define ALLNORM_CPU_QUANTIZE_H_
+#ifndef ALLNORM_CPU_FORMATS_E4M3_H_
+#define ALLNORM_CPU_FORMATS_E4M3_H_
 
 #include <cstdint>
 #include <type_traits>
 
 #include "allnorm.h"
-#include "cpu/kernels.h"
+#include "cpu/row.h"
 #include "cpu/simd.h"
 #include "protocol/numerics.h"
 
@@ -104,8 +104,8 @@ ALLNORM_INLINE void quantize_group(const typename T::Storage* y, int64_t count, 
 }
 
 template <class T>
-void quantize_row(const RowOp& op, const typename T::Storage* y, uint8_t* to,
-                  const ScaleRows& scales) {
+void store_e4m3(const RowOp& op, const typename T::Storage* y, const RowPointers<T>& row) {
+  uint8_t* const to = row.quantized;
   if (op.quant == ALLNORM_QUANT_PER_TENSOR) {
     return quantize_group<T, true>(y, op.hidden_size, op.given_scale, to);
   }
@@ -123,7 +123,7 @@ void quantize_row(const RowOp& op, const typename T::Storage* y, uint8_t* to,
       // One NaN that all ranks and algorithms agree on.
       if (scale != scale) scale = bit_cast<float>(0x7fffffffu);
       block[group - first] = scale;
-      scales.put(group, scale);
+      row.scales.put(group, scale);
     }
     for (int64_t group = first; group < end; ++group) {
       const float scale = block[group - first];
@@ -137,4 +137,4 @@ void quantize_row(const RowOp& op, const typename T::Storage* y, uint8_t* to,
 }
 
 }  // namespace allnorm::ALLNORM_ISA
-#endif  // ALLNORM_CPU_QUANTIZE_H_
+#endif  // ALLNORM_CPU_FORMATS_E4M3_H_

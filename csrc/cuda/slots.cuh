@@ -1,26 +1,22 @@
-// one_shot: every rank pushes its row to every peer, and every rank sums it. One hop.
+// One pack in the slots of a workspace: how it is waited for, taken and cleared.
 //
 // Flag in data: a slot word that is not kEmptyWord has arrived. See cuda/exchange.cuh for reuse.
-#ifndef ALLNORM_CUDA_ONE_SHOT_CUH_
-#define ALLNORM_CUDA_ONE_SHOT_CUH_
+#ifndef ALLNORM_CUDA_SLOTS_CUH_
+#define ALLNORM_CUDA_SLOTS_CUH_
 
 #include "cuda/exchange.cuh"
+#include "cuda/words.cuh"
+#include "protocol/slot.h"
 
 namespace allnorm {
 
 // Numerics step 1 over one pack: sum in rank order, rounded once.
 template <class T, int kWorldSize>
 __device__ __forceinline__ Pack sum_in_rank_order(const Pack (&partial)[kWorldSize]) {
-  constexpr int kElems = kElemsPerPack<T>;
-  float sum[kElems];
+  float sum[kElemsPerPack<T>];
   unpack<T>(partial[0], sum);
 #pragma unroll
-  for (int rank = 1; rank < kWorldSize; ++rank) {
-    float term[kElems];
-    unpack<T>(partial[rank], term);
-#pragma unroll
-    for (int i = 0; i < kElems; ++i) sum[i] = add_rn(sum[i], term[i]);
-  }
+  for (int rank = 1; rank < kWorldSize; ++rank) add_pack<T>(sum, partial[rank]);
   return pack<T>(sum);
 }
 
@@ -101,61 +97,28 @@ __device__ __forceinline__ int number_at(int q, int rank) {
   return rank + q >= kWorldSize ? rank - 1 : rank;
 }
 
-// One thread's part: the same pack of every row it is called for, if the thread is `live` and has
-// one. All lanes of a warp call its functions together.
-template <class T, int kWorldSize>
-class OneShot {
- public:
-  static constexpr int kHops = 1;
-
-  __device__ __forceinline__ OneShot(const FusedParams& params, Exchange<kWorldSize>& exchange,
-                                     int pack, bool live)
-      : exchange_(exchange),
-        layout_{kWorldSize, params.packs, params.num_tokens},
-        stride_(layout_.one_shot_slot(1, 0, 0)),
-        rank_(params.rank),
-        pack_(pack),
-        live_(live) {}
-
-  __device__ __forceinline__ void send(int row, const Pack& own) {
-    if (!live_ || exchange_.failed()) return;
-    const Pack payload = canonicalize(own);
-    const int64_t offset = layout_.one_shot_slot(0, row, pack_);
+// The same for packs of fewer words: what a format has made of a pack.
+__device__ __forceinline__ void store_to_peer(char* address, const Words<1>& pack) {
+  store_relaxed_sys(address, pack.word[0]);
+}
+__device__ __forceinline__ void store_to_peer(char* address, const Words<2>& pack) {
+  store_relaxed_sys(address, static_cast<uint64_t>(pack.word[1]) << 32 | pack.word[0]);
+}
+__device__ __forceinline__ void load_from_peer(const char* address, Words<1>& pack) {
+  pack.word[0] = load_relaxed_sys_u32(address);
+}
+__device__ __forceinline__ void load_from_peer(const char* address, Words<2>& pack) {
+  const uint64_t both = load_relaxed_sys_u64(address);
+  pack.word[0] = static_cast<uint32_t>(both);
+  pack.word[1] = static_cast<uint32_t>(both >> 32);
+}
+template <int kWords>
+__device__ __forceinline__ bool arrived(const Words<kWords>& pack) {
+  bool all = true;
 #pragma unroll
-    for (int q = 1; q < kWorldSize; ++q) {
-      store_relaxed_sys(exchange_.slots(q) + offset + number_at<kWorldSize>(q, rank_) * stride_,
-                        payload);
-    }
-  }
-
-  // The load that receive() may find to be all it waits for; not used before.
-  __device__ __forceinline__ Pack peek(int row) const {
-    static_assert(kWorldSize == 2, "of one peer");
-    return live_ ? load_relaxed_sys(slot(row)) : Pack{};
-  }
-
-  // `own` returns this rank's partial.
-  template <class Own>
-  __device__ __forceinline__ Pack receive(int row, Own&& own, const Pack* peeked = nullptr) {
-    char* const slots = slot(row);
-    const Pack sum =
-        receive_partials<T, kWorldSize>(exchange_, slots, stride_, rank_, own(), live_, peeked);
-    if (live_) clear_partials<kWorldSize>(slots, stride_);
-    return sum;
-  }
-
- private:
-  __device__ __forceinline__ char* slot(int row) const {
-    return exchange_.slots(0) + layout_.one_shot_slot(0, row, pack_);
-  }
-
-  Exchange<kWorldSize>& exchange_;
-  PushLayout layout_;
-  int64_t stride_;
-  int rank_;
-  int pack_;
-  bool live_;
-};
+  for (int i = 0; i < kWords; ++i) all = all && pack.word[i] != kEmptyWord;
+  return all;
+}
 
 }  // namespace allnorm
-#endif  // ALLNORM_CUDA_ONE_SHOT_CUH_
+#endif  // ALLNORM_CUDA_SLOTS_CUH_

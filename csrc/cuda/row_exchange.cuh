@@ -1,6 +1,6 @@
-// Sums over a row that is spread over the threads of a block or a cluster of blocks.
-#ifndef ALLNORM_CUDA_BLOCK_CUH_
-#define ALLNORM_CUDA_BLOCK_CUH_
+// Sums and maxima over a row that is spread over the threads of a block or a cluster of blocks.
+#ifndef ALLNORM_CUDA_ROW_EXCHANGE_CUH_
+#define ALLNORM_CUDA_ROW_EXCHANGE_CUH_
 
 #include <cstddef>
 
@@ -157,4 +157,4 @@ class RowExchange {
 };
 
 }  // namespace allnorm
-#endif  // ALLNORM_CUDA_BLOCK_CUH_
+#endif  // ALLNORM_CUDA_ROW_EXCHANGE_CUH_

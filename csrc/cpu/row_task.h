@@ -1,6 +1,6 @@
 // What the CPU does to rows: sum the sources in rank order, add the residual, normalise, quantise.
-#ifndef ALLNORM_CPU_KERNELS_H_
-#define ALLNORM_CPU_KERNELS_H_
+#ifndef ALLNORM_CPU_ROW_TASK_H_
+#define ALLNORM_CPU_ROW_TASK_H_
 
 #include <cstddef>
 #include <cstdint>
@@ -8,6 +8,7 @@
 #include <memory>
 
 #include "protocol/numerics.h"
+#include "protocol/row_format.h"
 
 namespace allnorm {
 
@@ -50,7 +51,7 @@ struct ScaleRows {
 // Float32 working memory for one row; grows, never shrinks.
 class Scratch {
  public:
-  // Null if the machine has no memory left.
+  // Null if no memory is left.
   float* reserve(int64_t hidden_size);
 
  private:
@@ -72,8 +73,9 @@ struct RowOp {
   int64_t hidden_size;
   const void* weight;
   float* scratch;  // Scratch::reserve(hidden_size)
-  // With a quant other than ALLNORM_QUANT_NONE only:
-  int quant = 0;              // AllnormQuant; NONE for ops that have no norm
+  RowFormat format = RowFormat::kPlain;
+  // kE4m3 only:
+  int quant = 0;              // AllnormQuant
   int64_t group_size = 0;     // hidden_size unless PER_GROUP
   bool power_of_two = false;  // scales are rounded up to a power of two
   float given_scale = 0.0f;   // PER_TENSOR
@@ -109,4 +111,4 @@ extern const int kNumIsas;
 const Isa& best_isa();
 
 }  // namespace allnorm
-#endif  // ALLNORM_CPU_KERNELS_H_
+#endif  // ALLNORM_CPU_ROW_TASK_H_

@@ -1,0 +1,208 @@
+// What happens to the reduced sum of a row: residual add, RMSNorm, store in a format. Numerics
+// steps 2 to 5; 6 is the format's. Compiled once per instruction set; see cpu/simd.h for what
+// follows from that.
+#ifndef ALLNORM_CPU_EPILOGUE_H_
+#define ALLNORM_CPU_EPILOGUE_H_
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "allnorm.h"
+#include "cpu/formats.h"
+#include "cpu/row.h"
+#include "cpu/simd.h"
+#include "cpu/sources.h"
+#include "protocol/numerics.h"
+
+namespace allnorm::ALLNORM_ISA {
+
+template <class T>
+constexpr int kChunkElems = kPacksPerChunk * kElemsPerPack<T>;
+
+// Square sums of kWidth consecutive packs. Pack kLanes * j + l ends up in lane l, position j: that
+// takes no shuffle across lanes beyond the one that splits 8-element packs.
+struct Transposed {
+  F32 a, b, c, d;
+};
+ALLNORM_INLINE Transposed transpose_lanes(F32 a, F32 b, F32 c, F32 d) {
+  struct LowPairs {
+    static constexpr int at(int i) { return i / 4 * 4 + i % 4 / 2 + i % 2 * kWidth; }
+  };
+  struct HighPairs {
+    static constexpr int at(int i) { return LowPairs::at(i) + 2; }
+  };
+  struct LowHalves {
+    static constexpr int at(int i) { return i / 4 * 4 + i % 2 + i % 4 / 2 * kWidth; }
+  };
+  struct HighHalves {
+    static constexpr int at(int i) { return LowHalves::at(i) + 2; }
+  };
+  const F32 ab_low = shuffle<LowPairs>(a, b), ab_high = shuffle<HighPairs>(a, b);
+  const F32 cd_low = shuffle<LowPairs>(c, d), cd_high = shuffle<HighPairs>(c, d);
+  return {shuffle<LowHalves>(ab_low, cd_low), shuffle<HighHalves>(ab_low, cd_low),
+          shuffle<LowHalves>(ab_high, cd_high), shuffle<HighHalves>(ab_high, cd_high)};
+}
+
+// Lane l of the result is 128-bit lane 2 * l + kHalf of the 2 * kLanes lanes of a and b.
+template <int kHalf>
+ALLNORM_INLINE F32 every_other_lane(F32 a, F32 b) {
+  struct Index {
+    static constexpr int at(int i) { return (2 * (i / 4) + kHalf) * 4 + i % 4; }
+  };
+  return shuffle<Index>(a, b);
+}
+
+ALLNORM_INLINE F32 add_squares(F32 value, F32 sum) { return fma(value, value, sum); }
+
+// `z` holds the packs as Elements<T>::load orders them.
+template <class T>
+ALLNORM_INLINE F32 pack_square_sums(const float* z) {
+  const auto v = [z](int i) __attribute__((always_inline)) { return load_vector(z + i * kWidth); };
+  if constexpr (std::is_same_v<T, Float32>) {
+    const Transposed t = transpose_lanes(v(0), v(1), v(2), v(3));
+    return add_squares(t.d, add_squares(t.c, add_squares(t.b, t.a * t.a)));
+  } else if constexpr (std::is_same_v<T, Bfloat16>) {
+    // A lane is half a pack already: its even or its odd elements.
+    const Transposed even = transpose_lanes(v(0), v(2), v(4), v(6));
+    const Transposed odd = transpose_lanes(v(1), v(3), v(5), v(7));
+    F32 sum = add_squares(odd.a, even.a * even.a);
+    sum = add_squares(odd.b, add_squares(even.b, sum));
+    sum = add_squares(odd.c, add_squares(even.c, sum));
+    return add_squares(odd.d, add_squares(even.d, sum));
+  } else {
+    const Transposed low =
+        transpose_lanes(every_other_lane<0>(v(0), v(1)), every_other_lane<0>(v(2), v(3)),
+                        every_other_lane<0>(v(4), v(5)), every_other_lane<0>(v(6), v(7)));
+    const Transposed high =
+        transpose_lanes(every_other_lane<1>(v(0), v(1)), every_other_lane<1>(v(2), v(3)),
+                        every_other_lane<1>(v(4), v(5)), every_other_lane<1>(v(6), v(7)));
+    F32 sum = add_squares(low.b, low.a * low.a);
+    sum = add_squares(low.d, add_squares(low.c, sum));
+    sum = add_squares(high.b, add_squares(high.a, sum));
+    return add_squares(high.d, add_squares(high.c, sum));
+  }
+}
+
+// Numerics step 4 for one chunk: the butterfly over 32 packs, widest offset first. Bits of a pack's
+// index from the top: group of kWidth packs, position in the lane, lane.
+template <class T>
+ALLNORM_INLINE float chunk_square_sum(const float* z) {
+  constexpr int kGroups = kPacksPerChunk / kWidth;
+  F32 groups[kGroups];
+#pragma GCC unroll 8
+  for (int g = 0; g < kGroups; ++g) {
+    groups[g] = pack_square_sums<T>(z + g * kElemsPerPack<T> * kWidth);
+  }
+#pragma GCC unroll 8
+  for (int offset = kGroups / 2; offset > 0; offset /= 2) {
+#pragma GCC unroll 8
+    for (int g = 0; g < offset; ++g) groups[g] += groups[g + offset];
+  }
+  F32 sum = groups[0];
+  sum += exchange<2>(sum);
+  sum += exchange<1>(sum);
+  if constexpr (kLanes == 4) sum += exchange<8>(sum);
+  if constexpr (kLanes >= 2) sum += exchange<4>(sum);
+  return sum[0];
+}
+
+// The sum of the chunk sums, padded to a power of two with zeros, by the same butterfly.
+ALLNORM_INLINE float butterfly(float* sums, int64_t count) {
+  int64_t width = 1;
+  while (width < count) width *= 2;
+  for (int64_t i = count; i < width; ++i) sums[i] = 0.0f;
+  for (int64_t offset = width / 2; offset > 0; offset /= 2) {
+    for (int64_t i = 0; i < offset; ++i) sums[i] += sums[i + offset];
+  }
+  return sums[0];
+}
+
+// Numerics steps 1 to 3; what is to be normalised goes to z[i]. The branches are the same for all
+// elements of a call, so they are predicted; as template parameters they would triple the code.
+template <class T, int kSources, class Access>
+ALLNORM_INLINE void add(const RowPointers<T>& row, int num_sources, bool unrounded, int64_t i,
+                        Access access, float* z) {
+  const Pair reduced = reduce<T, kSources>(row, num_sources, i, access);
+  if (row.residual == nullptr) {
+    access.store(row.residual_out + i, reduced);
+    return store_pair(z + i, reduced);
+  }
+  const Pair sum = reduced + access.load(row.residual + i);
+  const Pair rounded = round_to<T>(sum);
+  access.store(row.residual_out + i, rounded);
+  if (unrounded) return store_pair(z + i, sum);
+  store_pair(z + i, rounded);
+}
+
+// Numerics step 5 for the elements at `i`; `weight` is f(w) of them.
+template <class T>
+ALLNORM_INLINE Pair scale(const float* z, int64_t i, F32 rstd, Pair weight, F32 weight_bias,
+                          bool round_before_weight) {
+  Pair y = load_pair(z + i) * rstd;
+  if (round_before_weight) y = {Elements<T>::round(y.a), Elements<T>::round(y.b)};
+  return round_to<T>(y * Pair{weight_bias + weight.a, weight_bias + weight.b});
+}
+
+template <class T, class W>
+ALLNORM_INLINE void scale_row(const RowOp& op, const float* z, float rstd,
+                              typename T::Storage* out) {
+  const auto* const weight = static_cast<const typename W::Storage*>(op.weight);
+  const F32 bias = broadcast(op.weight_bias), factor = broadcast(rstd);
+  const bool round_before_weight = (op.numerics & kRoundBeforeWeight) != 0;
+  const auto ordered = [](Pair pair) __attribute__((always_inline)) {
+    if constexpr (std::is_same_v<T, W>) {
+      return pair;
+    } else {
+      return Elements<T>::order(pair);
+    }
+  };
+  const int64_t whole = op.hidden_size / kPairElems * kPairElems, rest = op.hidden_size - whole;
+  for (int64_t i = 0; i < whole; i += kPairElems) {
+    const Pair w = ordered(Elements<W>::load(weight + i));
+    Elements<T>::store(out + i, scale<T>(z, i, factor, w, bias, round_before_weight));
+  }
+  if (rest == 0) return;
+  // z is padded with zeros to a whole chunk, so reading a full pair of it is fine.
+  const Pair w = ordered(load_partial<W>(weight + whole, rest));
+  store_partial<T>(out + whole, scale<T>(z, whole, factor, w, bias, round_before_weight), rest);
+}
+
+template <class T, int kSources>
+void norm_row(const RowOp& op, const RowPointers<T>& row, int num_sources) {
+  constexpr int kChunk = kChunkElems<T>;
+  const int64_t num_chunks = (op.hidden_size + kChunk - 1) / kChunk;
+  float* const z = op.scratch;
+  float* const chunk_sums = z + num_chunks * kChunk;
+  const bool unrounded = (op.numerics & kNormalizeUnrounded) != 0;
+  for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
+    const int64_t begin = chunk * kChunk;
+    const int64_t left = op.hidden_size - begin;
+    const int64_t count = left < kChunk ? left : kChunk;
+    const int64_t whole = count / kPairElems * kPairElems;
+    // Missing elements count as zeros.
+    if (count < kChunk) memset(z + begin, 0, sizeof(float) * kChunk);
+    for (int64_t i = begin; i < begin + whole; i += kPairElems) {
+      add<T, kSources>(row, num_sources, unrounded, i, WholePair<T>{}, z);
+    }
+    if (whole < count) {
+      add<T, kSources>(row, num_sources, unrounded, begin + whole, PartialPair<T>{count - whole},
+                       z);
+    }
+    chunk_sums[chunk] = chunk_square_sum<T>(z + begin);
+  }
+  const float rstd =
+      reciprocal_rms(butterfly(chunk_sums, num_chunks), static_cast<float>(op.hidden_size), op.eps);
+  // Where y is not wanted it takes the place of z: no element of it is larger, and each is written
+  // after the one it overwrites was read.
+  auto* const y = row.out != nullptr ? row.out : reinterpret_cast<typename T::Storage*>(z);
+  if (op.weight_dtype == ALLNORM_FLOAT32) {
+    scale_row<T, Float32>(op, z, rstd, y);
+  } else {
+    scale_row<T, T>(op, z, rstd, y);
+  }
+  kFormats<T>[static_cast<int>(op.format)](op, y, row);
+}
+
+}  // namespace allnorm::ALLNORM_ISA
+#endif  // ALLNORM_CPU_EPILOGUE_H_

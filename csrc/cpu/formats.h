@@ -1,0 +1,23 @@
+// What a normed row is stored as. One file a format in cpu/formats/, and one line here.
+//
+// A format is a function that is given y, rounded to the dtype of x. Where y itself is wanted, it
+// is in row.out already; elsewhere it is in memory that only this row uses.
+#ifndef ALLNORM_CPU_FORMATS_H_
+#define ALLNORM_CPU_FORMATS_H_
+
+#include "cpu/formats/e4m3.h"
+#include "cpu/formats/plain.h"
+#include "cpu/row.h"
+#include "protocol/row_format.h"
+
+namespace allnorm::ALLNORM_ISA {
+
+template <class T>
+using StoreRow = void (*)(const RowOp& op, const typename T::Storage* y, const RowPointers<T>& row);
+
+// In the order of RowFormat.
+template <class T>
+constexpr StoreRow<T> kFormats[] = {&store_plain<T>, &store_e4m3<T>};
+
+}  // namespace allnorm::ALLNORM_ISA
+#endif  // ALLNORM_CPU_FORMATS_H_

@@ -1,0 +1,14 @@
+// y is stored as it is: 16 or 32 bits an element, the dtype of x.
+#ifndef ALLNORM_CPU_FORMATS_PLAIN_H_
+#define ALLNORM_CPU_FORMATS_PLAIN_H_
+
+#include "cpu/row.h"
+
+namespace allnorm::ALLNORM_ISA {
+
+// It is in row.out.
+template <class T>
+void store_plain(const RowOp&, const typename T::Storage*, const RowPointers<T>&) {}
+
+}  // namespace allnorm::ALLNORM_ISA
+#endif  // ALLNORM_CPU_FORMATS_PLAIN_H_

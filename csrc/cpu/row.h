@@ -1,0 +1,42 @@
+// One row of a task, and its elements by pairs of vectors. Compiled once per instruction set; see
+// cpu/simd.h for what follows from that.
+#ifndef ALLNORM_CPU_ROW_H_
+#define ALLNORM_CPU_ROW_H_
+
+#include <cstdint>
+
+#include "allnorm.h"
+#include "cpu/row_task.h"
+#include "cpu/simd.h"
+
+namespace allnorm::ALLNORM_ISA {
+
+// The rows of one task that a row of the result is made from.
+template <class T>
+struct RowPointers {
+  using Storage = typename T::Storage;
+  const Storage* sources[ALLNORM_MAX_WORLD_SIZE];
+  const Storage* residual;
+  Storage* out;  // null: not wanted
+  Storage* residual_out;
+  uint8_t* quantized;
+  ScaleRows scales;  // from this row on
+};
+
+// The elements at `i` of a row: whole pairs, or the `count` that are left at its end.
+template <class T>
+struct WholePair {
+  using Storage = typename T::Storage;
+  ALLNORM_INLINE Pair load(const Storage* from) const { return Elements<T>::load(from); }
+  ALLNORM_INLINE void store(Storage* to, Pair value) const { Elements<T>::store(to, value); }
+};
+template <class T>
+struct PartialPair {
+  using Storage = typename T::Storage;
+  int64_t count;
+  ALLNORM_INLINE Pair load(const Storage* from) const { return load_partial<T>(from, count); }
+  ALLNORM_INLINE void store(Storage* to, Pair value) const { store_partial<T>(to, value, count); }
+};
+
+}  // namespace allnorm::ALLNORM_ISA
+#endif  // ALLNORM_CPU_ROW_H_

@@ -1,0 +1,224 @@
+// The local kernel for rows of any width and alignment: what a cluster of blocks does not hold, or
+// cannot load by packs; one block a row. Sums, arithmetic and formats are those of local_rows.cuh,
+// which serves all other rows.
+#ifndef ALLNORM_CUDA_ANY_ROWS_CUH_
+#define ALLNORM_CUDA_ANY_ROWS_CUH_
+
+#include "cuda/memory.cuh"
+#include "cuda/params.h"
+#include "cuda/row_exchange.cuh"
+#include "cuda/sources/summed_rows.cuh"
+#include "cuda/words.cuh"
+
+namespace allnorm {
+
+// Packs that a thread keeps in registers between the passes over a row; the rest is summed again.
+constexpr int kLocalCachedPacks = 2;
+
+// Loads and stores packs of a row; elements behind its end are zeros, and not stored. kAligned:
+// every pack is whole and 16-byte aligned.
+template <class T, bool kAligned>
+struct RowAccess {
+  static constexpr int kElems = kElemsPerPack<T>;
+  using Storage = typename T::Storage;
+  // Packs that are loaded together; the elements of one are eight loads.
+  static constexpr int kInFlight = kAligned || kElems == 4 ? 4 : 1;
+
+  __device__ __forceinline__ static Pack load(const char* row, int64_t pack, int64_t hidden_size) {
+    if constexpr (kAligned) {
+      return load_pack(row + pack * kPackBytes);
+    } else {
+      const Storage* data = reinterpret_cast<const Storage*>(row) + pack * kElems;
+      Storage elements[kElems];
+#pragma unroll
+      for (int i = 0; i < kElems; ++i) {
+        elements[i] = pack * kElems + i < hidden_size ? data[i] : Storage{};
+      }
+      return bit_cast<Pack>(elements);
+    }
+  }
+
+  __device__ __forceinline__ static void store(char* row, int64_t pack, int64_t hidden_size,
+                                               const Pack& elements) {
+    if constexpr (kAligned) {
+      store_pack(row + pack * kPackBytes, elements);
+    } else {
+      store_elements<Storage>(row, pack, hidden_size, elements);
+    }
+  }
+  // Of a format of one byte an element.
+  __device__ __forceinline__ static void store(char* row, int64_t pack, int64_t hidden_size,
+                                               const Words<kElems / 4>& elements) {
+    if constexpr (kAligned) {
+      store_words(row + pack * kElems, elements);
+    } else {
+      store_elements<uint8_t>(row, pack, hidden_size, elements);
+    }
+  }
+
+ private:
+  template <class Element, class Packed>
+  __device__ __forceinline__ static void store_elements(char* row, int64_t pack,
+                                                        int64_t hidden_size, const Packed& packed) {
+    Element elements[kElems];
+    static_assert(sizeof(elements) == sizeof(packed));
+    memcpy(elements, &packed, sizeof(packed));
+    Element* data = reinterpret_cast<Element*>(row) + pack * kElems;
+#pragma unroll
+    for (int i = 0; i < kElems; ++i) {
+      if (pack * kElems + i < hidden_size) data[i] = elements[i];
+    }
+  }
+};
+
+// Numerics steps 1 and 2 for one pack: the residual sum before rounding.
+template <class T, class Access>
+__device__ __forceinline__ void residual_sum(const LocalParams& params, int64_t row, int64_t pack,
+                                             float* sum) {
+  const int64_t hidden_size = params.epilogue.hidden_size;
+  const char* source = params.x.at(row, 0);
+  unpack<T>(sum_in_order<T, Access::kInFlight>(
+                params.num_sources,
+                [&](int i) {
+                  return Access::load(source + i * params.source_stride_bytes, pack, hidden_size);
+                }),
+            sum);
+  if (params.epilogue.residual.data == nullptr) return;
+  add_pack<T>(sum, Access::load(params.epilogue.residual.at(row, 0), pack, hidden_size));
+}
+
+// Numerics step 5 for one pack of the residual sum: y.
+template <class T, class Access>
+__device__ __forceinline__ Pack normed_pack(const EpilogueParams& params, int64_t pack, float rstd,
+                                            const float* sum) {
+  constexpr int kElems = kElemsPerPack<T>;
+  float z[kElems], gains[kElems];
+#pragma unroll
+  for (int i = 0; i < kElems; ++i) z[i] = sum[i];
+  if (!params.normalize_unrounded) round_to<T>(z);
+  if (params.weight_is_float32) {
+    const float* data = reinterpret_cast<const float*>(params.weight) + pack * kElems;
+#pragma unroll
+    for (int i = 0; i < kElems; ++i) {
+      gains[i] = pack * kElems + i < params.hidden_size ? data[i] : 0.0f;
+    }
+  } else {
+    unpack<T>(Access::load(params.weight, pack, params.hidden_size), gains);
+  }
+  make_gains<T>(gains, params.weight_bias);
+  normalize<T>(z, rstd, params.round_before_weight);
+  return apply_gains<T>(z, gains);
+}
+
+// The butterfly over `count` shared values of which there is room for a power of two; all threads
+// of the block call it. Ends with a barrier between its reads and the caller's next writes.
+__device__ __forceinline__ float block_butterfly(float* values, int count) {
+  const int width = butterfly_width(count);
+  for (int i = count + threadIdx.x; i < width; i += blockDim.x) values[i] = 0.0f;
+  __syncthreads();
+  for (int half = width / 2; half >= 32; half /= 2) {
+    for (int i = threadIdx.x; i < half; i += blockDim.x) {
+      values[i] = add_rn(values[i], values[i + half]);
+    }
+    __syncthreads();
+  }
+  const float total = butterfly_over<32>(shared_address(values), width < 32 ? width : 32);
+  __syncthreads();
+  return total;
+}
+
+// Blocks that a multiprocessor is to hold, where registers would allow fewer; 0: as it turns out.
+template <class T, bool kAligned, template <class> class Format>
+constexpr int kLocalBlocks = kAligned && (kElemsPerPack<T> == 8 || Format<T>::kQuantizes) ? 2 : 0;
+
+template <class T, bool kAligned, template <class> class Format>
+__global__ void __launch_bounds__(kMaxThreads, kLocalBlocks<T, kAligned, Format>)
+    local_kernel(const __grid_constant__ LocalParams params) {
+  using Access = RowAccess<T, kAligned>;
+  constexpr int kElems = kElemsPerPack<T>;
+  const EpilogueParams& epilogue = params.epilogue;
+  const int64_t packs = (epilogue.hidden_size + kElems - 1) / kElems;
+  const int chunks = static_cast<int>((packs + kPacksPerChunk - 1) / kPacksPerChunk);
+  const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  float* const chunk_sums = dynamic_shared_floats();
+  float* const greatest = chunk_sums + butterfly_width(chunks);
+  const bool wide_groups = Format<T>::needs_greatest(epilogue.quant);
+
+  wait_for_preceding_grid();
+  if (blockIdx.x == 0) Format<T>::store_padding(epilogue.quant);
+  for (int64_t row = blockIdx.x; row < params.num_tokens; row += gridDim.x) {
+    if (!epilogue.normalize) {
+      for (int64_t pack = threadIdx.x; pack < packs; pack += blockDim.x) {
+        float sum[kElems];
+        residual_sum<T, Access>(params, row, pack, sum);
+        Access::store(epilogue.out.at(row, 0), pack, epilogue.hidden_size, allnorm::pack<T>(sum));
+      }
+      continue;
+    }
+    // The sums of this warp's chunks: the first few are kept, the others made again for every pass.
+    float cached[kLocalCachedPacks][kElems];
+    bool first_pass = true;
+    const auto for_each_chunk = [&](auto&& work) {
+      const auto visit = [&](int chunk, bool keep, float* sum) {
+        const int64_t pack = static_cast<int64_t>(chunk) * kPacksPerChunk + lane;
+        if (pack < packs && (first_pass || !keep)) {
+          residual_sum<T, Access>(params, row, pack, sum);
+        }
+        work(chunk, pack, pack < packs, sum);
+      };
+#pragma unroll
+      for (int i = 0; i < kLocalCachedPacks; ++i) {
+        if (warp + i * warps < chunks) visit(warp + i * warps, true, cached[i]);
+      }
+      for (int chunk = warp + kLocalCachedPacks * warps; chunk < chunks; chunk += warps) {
+        float sum[kElems];
+        visit(chunk, false, sum);
+      }
+      first_pass = false;
+    };
+
+    for_each_chunk([&](int chunk, int64_t, bool live, const float* sum) {
+      float square = 0.0f;
+      if (live) {
+        float z[kElems];
+#pragma unroll
+        for (int i = 0; i < kElems; ++i) z[i] = sum[i];
+        if (!epilogue.normalize_unrounded) round_to<T>(z);
+        square = square_sum<kElems>(z);
+      }
+      square = butterfly(square);
+      if (lane == 0) chunk_sums[chunk] = square;
+    });
+    const float total = block_butterfly(chunk_sums, chunks);
+    const float rstd = reciprocal_rms(total, epilogue.num_elements, epilogue.eps);
+
+    if (wide_groups) {
+      for_each_chunk([&](int chunk, int64_t pack, bool live, const float* sum) {
+        uint32_t amax = 0;
+        if (live) amax = greatest_magnitude<T>(normed_pack<T, Access>(epilogue, pack, rstd, sum));
+        amax = RowExchange::greatest_of_lanes(amax, 32);
+        if (lane == 0) greatest[chunk] = bit_cast<float>(amax);
+      });
+      // Read below; written again only after the barriers in the next row's block_butterfly().
+      __syncthreads();
+    }
+    // Stores come last: `residual_out` may be `residual`, `out` may be `x`.
+    for_each_chunk([&](int chunk, int64_t pack, bool live, const float* sum) {
+      Pack y{};
+      if (live) {
+        y = normed_pack<T, Access>(epilogue, pack, rstd, sum);
+        Access::store(epilogue.residual_out.at(row, 0), pack, epilogue.hidden_size,
+                      allnorm::pack<T>(sum));
+        if (Format<T>::stores_y(epilogue)) {
+          Access::store(epilogue.out.at(row, 0), pack, epilogue.hidden_size, y);
+        }
+      }
+      Format<T>::template store_chunk<Access>(epilogue, row, chunk, chunks, live,
+                                              wide_groups ? greatest : nullptr, y);
+    });
+  }
+  trigger_next_grid();
+}
+
+}  // namespace allnorm
+#endif  // ALLNORM_CUDA_ANY_ROWS_CUH_

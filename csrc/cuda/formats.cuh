@@ -1,0 +1,40 @@
+// What a normed row is stored as. One file a format in cuda/formats/, and one line here.
+//
+// A format is a class template over the element type of x. Its objects are one thread's part, for
+// the same pack of every row, like those of an epilogue:
+//   Format(quant, row_exchange, pack, live)
+//   prefetch()                        loads what no row changes
+//   store_row(epilogue, row, y)       stores a row as it is wanted; all threads of the cluster call
+//                                     it, live or not
+// Of the whole grid:
+//   store_padding(quant)              one block stores what belongs to no row
+// Where kQuantizes, a finished row crosses the link in this format if nobody wants y itself
+// (cuda/transports/row_owners.cuh):
+//   Packed                            what becomes of a pack, one or two words; no word is
+//                                     kEmptyWord
+//   kNanWord                          what it is filled with after a failure
+//   operator()(y)                     this thread's Packed of a row, and then:
+//   leads_group(), group(), scale()   whether its scale is this thread's to store, which, and what
+//   store(row, packed)                both to where they are wanted
+//   store_elements(quant, row, pack, packed), store_scale(quant, row, group, scale)
+// Of rows that no cluster holds, one chunk after the other (cuda/any_rows.cuh):
+//   needs_greatest(quant)             whether greatest magnitudes of chunks are asked for
+//   stores_y(epilogue)                whether y itself is stored as well
+//   store_chunk<Access>(...)          stores the rest of a chunk
+#ifndef ALLNORM_CUDA_FORMATS_CUH_
+#define ALLNORM_CUDA_FORMATS_CUH_
+
+#include "cuda/formats/e4m3.cuh"
+#include "cuda/formats/plain.cuh"
+#include "protocol/row_format.h"
+
+namespace allnorm {
+
+template <template <class> class... kFormats>
+struct FormatList {};
+
+// In the order of RowFormat.
+using Formats = FormatList<Plain, E4m3>;
+
+}  // namespace allnorm
+#endif  // ALLNORM_CUDA_FORMATS_CUH_

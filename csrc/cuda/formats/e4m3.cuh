@@ -1,0 +1,186 @@
+// Numerics step 6: e4m3 elements with float32 or UE8M0 scales, by group, by token or by a given
+// scale.
+#ifndef ALLNORM_CUDA_FORMATS_E4M3_CUH_
+#define ALLNORM_CUDA_FORMATS_E4M3_CUH_
+
+#include "cuda/params.h"
+#include "cuda/row_exchange.cuh"
+#include "cuda/words.cuh"
+
+namespace allnorm {
+
+// Division by any number. Rare, so a function of its own: the kernels stay short.
+struct AnyDivisor {
+  float scale;
+  __device__ __noinline__ static float divide(float y, float scale) { return div_rn(y, scale); }
+  __device__ __forceinline__ float operator()(float y) const { return divide(y, scale); }
+};
+
+// See cuda/formats.cuh for what a format is.
+template <class T>
+class E4m3 {
+ public:
+  static constexpr bool kQuantizes = true;
+  static constexpr int kElems = kElemsPerPack<T>;
+  using Packed = Words<kElems / 4>;
+  static constexpr int kPackedBytes = Packed::kBytes;
+  static constexpr uint32_t kNanWord = kNanE4m3 * 0x01010101u;
+
+  __device__ __forceinline__ E4m3(const QuantParams& params, RowExchange& exchange, int pack,
+                                  bool live)
+      : params_(params), exchange_(exchange), pack_(pack), live_(live) {}
+
+  // The given scale, if there is one.
+  __device__ __forceinline__ void prefetch() {
+    if (params_.kind == ALLNORM_QUANT_PER_TENSOR) scale_ = given_scale(params_);
+  }
+
+  __device__ __forceinline__ void store_row(const EpilogueParams& params, int64_t row,
+                                            const Pack& y) {
+    if (live_ && params.out.data != nullptr) store_pack(params.out.at(row, pack_), y);
+    store(row, (*this)(y));
+  }
+
+  // All threads of the cluster call it, live or not.
+  __device__ __forceinline__ Packed operator()(const Pack& packed) {
+    float y[kElems];
+    unpack<T>(packed, y);
+    if (__builtin_expect(params_.kind == ALLNORM_QUANT_PER_TENSOR, false)) {
+      return quantize_by_given(y, scale_);
+    }
+    const int packs = params_.packs_per_group;
+    const bool whole_row = params_.kind == ALLNORM_QUANT_PER_TOKEN;
+    uint32_t amax = live_ ? greatest_magnitude<T>(packed) : 0;
+    amax = RowExchange::greatest_of_lanes(amax, whole_row || packs > 32 ? 32 : packs);
+    if (__builtin_expect(whole_row, false)) {
+      amax = exchange_.greatest(amax, 0, exchange_.chunks());
+    } else if (__builtin_expect(packs > 32, false)) {
+      const int chunks = packs / 32;  // a power of two
+      amax = exchange_.greatest(amax, exchange_.chunk() & -chunks, chunks);
+    }
+    scale_ = scale_of(amax, params_.format != ALLNORM_SCALE_FLOAT32);
+    return quantize(y, ScaleDivisor(scale_));
+  }
+
+  // Of the last row that was quantised.
+  __device__ __forceinline__ float scale() const { return scale_; }
+  // Whether this thread's pack is the first of a group that has a scale of its own.
+  __device__ __forceinline__ bool leads_group() const {
+    return live_ && params_.groups != 0 && params_.leads_group(pack_);
+  }
+  __device__ __forceinline__ int group() const { return params_.group_of(pack_); }
+
+  // Stores what was quantised last.
+  __device__ __forceinline__ void store(int64_t row, const Packed& quantized) const {
+    if (!live_) return;
+    store_elements(params_, row, pack_, quantized);
+    if (leads_group()) store_scale(params_, row, group(), scale_);
+  }
+
+  __device__ __forceinline__ static void store_elements(const QuantParams& params, int64_t row,
+                                                        int pack, const Packed& quantized) {
+    store_words(params.quantized + row * params.quantized_stride_bytes + pack * kElems, quantized);
+  }
+
+  // Stores the scale of one group where the format and the layout want it.
+  __device__ __forceinline__ static void store_scale(const QuantParams& params, int64_t row,
+                                                     int group, float scale) {
+    char* const begin = params.scale + row * params.scale_row_bytes;
+    if (__builtin_expect(params.format != ALLNORM_SCALE_UE8M0_PACKED, true)) {
+      store_u32(begin + group * params.scale_group_bytes, bit_cast<uint32_t>(scale));
+      return;
+    }
+    char* const word = begin + group / 4 * params.scale_group_bytes;
+    store_u8(word + group % 4, exponent_byte(scale));
+    if (group != params.groups - 1) return;
+    for (int missing = group % 4 + 1; missing < 4; ++missing) store_u8(word + missing, 0);
+  }
+
+  // Zeros for the scales of rows that do not exist.
+  __device__ __forceinline__ static void store_padding(const QuantParams& params) {
+    const bool packed = params.format == ALLNORM_SCALE_UE8M0_PACKED;
+    const int words = packed ? (params.groups + 3) / 4 : params.groups;
+    // Rows and words apart: all of them together need not fit into 32 bits.
+    for (int row = 0; row < params.padding_rows; ++row) {
+      char* const begin = params.scale + (params.first_padding_row + row) * params.scale_row_bytes;
+      for (int i = threadIdx.x; i < words; i += blockDim.x) {
+        store_u32(begin + i * params.scale_group_bytes, 0);
+      }
+    }
+  }
+
+  // ---- rows that no cluster holds ----
+
+  // For groups wider than a chunk.
+  __device__ __forceinline__ static bool needs_greatest(const QuantParams& params) {
+    return params.kind != ALLNORM_QUANT_PER_TENSOR &&
+           (params.kind == ALLNORM_QUANT_PER_TOKEN || params.packs_per_group > kPacksPerChunk);
+  }
+  __device__ __forceinline__ static bool stores_y(const EpilogueParams& params) {
+    return params.out.data != nullptr;
+  }
+
+  // For the pack of each lane of a warp, which holds one chunk of a row. `greatest`: the greatest
+  // magnitude of each of the row's `chunks`, where they are needed, or null.
+  template <class Access>
+  __device__ __forceinline__ static void store_chunk(const EpilogueParams& params, int64_t row,
+                                                     int chunk, int chunks, bool live,
+                                                     const float* greatest, const Pack& packed) {
+    const QuantParams& quant = params.quant;
+    const int64_t pack = static_cast<int64_t>(chunk) * kPacksPerChunk + threadIdx.x % 32;
+    float y[kElems];
+    unpack<T>(packed, y);
+    Packed quantized;
+    if (quant.kind == ALLNORM_QUANT_PER_TENSOR) {
+      quantized = quantize_by_given(y, given_scale(quant));
+    } else {
+      uint32_t amax = 0;
+      if (greatest != nullptr) {
+        const bool whole_row = quant.kind == ALLNORM_QUANT_PER_TOKEN;
+        const int count = whole_row ? chunks : quant.packs_per_group / kPacksPerChunk;
+        const int first = whole_row ? 0 : chunk / count * count;
+        amax = RowExchange::greatest_of_values(shared_address(greatest), first, count);
+      } else {
+        if (live) amax = greatest_magnitude<T>(packed);
+        amax = RowExchange::greatest_of_lanes(amax, quant.packs_per_group);
+      }
+      const float scale = scale_of(amax, quant.format != ALLNORM_SCALE_FLOAT32);
+      quantized = quantize(y, ScaleDivisor(scale));
+      const int place = static_cast<int>(pack);
+      if (live && quant.leads_group(place)) store_scale(quant, row, quant.group_of(place), scale);
+    }
+    if (!live) return;
+    Access::store(quant.quantized + row * quant.quantized_stride_bytes, pack, params.hidden_size,
+                  quantized);
+  }
+
+ private:
+  __device__ __forceinline__ static float given_scale(const QuantParams& params) {
+    return bit_cast<float>(load_u32(params.scale));
+  }
+
+  // Divides the rounded y by the scale.
+  template <class Divide>
+  __device__ __forceinline__ static Packed quantize(const float* y, const Divide& divide) {
+    float quotient[kElems];
+#pragma unroll
+    for (int i = 0; i < kElems; ++i) quotient[i] = divide(y[i]);
+    Packed result;
+#pragma unroll
+    for (int i = 0; i < kElems / 4; ++i) result.word[i] = to_e4m3x4(quotient + 4 * i);
+    return result;
+  }
+  __device__ __forceinline__ static Packed quantize_by_given(const float* y, float scale) {
+    return GivenScaleDivisor::can(scale) ? quantize(y, GivenScaleDivisor(scale))
+                                         : quantize(y, AnyDivisor{scale});
+  }
+
+  const QuantParams& params_;
+  RowExchange& exchange_;
+  float scale_;
+  int pack_;
+  bool live_;
+};
+
+}  // namespace allnorm
+#endif  // ALLNORM_CUDA_FORMATS_E4M3_CUH_

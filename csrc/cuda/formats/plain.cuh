@@ -1,0 +1,43 @@
+// y is stored as it is: 16 or 32 bits an element, the dtype of x.
+#ifndef ALLNORM_CUDA_FORMATS_PLAIN_CUH_
+#define ALLNORM_CUDA_FORMATS_PLAIN_CUH_
+
+#include "cuda/memory.cuh"
+#include "cuda/params.h"
+#include "cuda/row_exchange.cuh"
+
+namespace allnorm {
+
+// See cuda/formats.cuh for what a format is.
+template <class T>
+class Plain {
+ public:
+  static constexpr bool kQuantizes = false;
+  using Packed = Pack;
+  static constexpr int kPackedBytes = kPackBytes;
+
+  __device__ __forceinline__ Plain(const QuantParams&, RowExchange&, int pack, bool live)
+      : pack_(pack), live_(live) {}
+
+  __device__ __forceinline__ void prefetch() {}
+
+  __device__ __forceinline__ void store_row(const EpilogueParams& params, int64_t row,
+                                            const Pack& y) {
+    if (live_) store_pack(params.out.at(row, pack_), y);
+  }
+
+  __device__ __forceinline__ static void store_padding(const QuantParams&) {}
+
+  __device__ __forceinline__ static bool needs_greatest(const QuantParams&) { return false; }
+  __device__ __forceinline__ static bool stores_y(const EpilogueParams&) { return true; }
+  template <class Access>
+  __device__ __forceinline__ static void store_chunk(const EpilogueParams&, int64_t, int, int, bool,
+                                                     const float*, const Pack&) {}
+
+ private:
+  int pack_;
+  bool live_;
+};
+
+}  // namespace allnorm
+#endif  // ALLNORM_CUDA_FORMATS_PLAIN_CUH_

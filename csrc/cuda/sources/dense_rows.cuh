@@ -1,0 +1,27 @@
+// This rank's partials are rows of a matrix: x.
+#ifndef ALLNORM_CUDA_SOURCES_DENSE_ROWS_CUH_
+#define ALLNORM_CUDA_SOURCES_DENSE_ROWS_CUH_
+
+#include "cuda/memory.cuh"
+#include "cuda/params.h"
+
+namespace allnorm {
+
+// One thread's part: the same pack of every row it is called for.
+template <class T>
+class DenseRows {
+ public:
+  __device__ __forceinline__ DenseRows(const FusedParams& params, int pack)
+      : params_(params), pack_(pack) {}
+
+  __device__ __forceinline__ Pack load(int64_t row) const {
+    return load_pack(params_.x.at(row, pack_));
+  }
+
+ private:
+  const FusedParams& params_;
+  int pack_;
+};
+
+}  // namespace allnorm
+#endif  // ALLNORM_CUDA_SOURCES_DENSE_ROWS_CUH_

@@ -1,0 +1,68 @@
+// one_shot: every rank pushes its row to every peer, and every rank sums it. One hop.
+//
+// Flag in data: a slot word that is not kEmptyWord has arrived. See cuda/exchange.cuh for reuse.
+#ifndef ALLNORM_CUDA_TRANSPORTS_ONE_SHOT_CUH_
+#define ALLNORM_CUDA_TRANSPORTS_ONE_SHOT_CUH_
+
+#include "cuda/slots.cuh"
+
+namespace allnorm {
+
+// One thread's part: the same pack of every row it is called for, if the thread is `live` and has
+// one. All lanes of a warp call its functions together.
+template <class T, int kWorldSize>
+class OneShot {
+ public:
+  static constexpr int kHops = 1;
+
+  __device__ __forceinline__ OneShot(const FusedParams& params, Exchange<kWorldSize>& exchange,
+                                     int pack, bool live)
+      : exchange_(exchange),
+        layout_{kWorldSize, params.packs, params.num_tokens},
+        stride_(layout_.one_shot_slot(1, 0, 0)),
+        rank_(params.rank),
+        pack_(pack),
+        live_(live) {}
+
+  __device__ __forceinline__ void send(int row, const Pack& own) {
+    if (!live_ || exchange_.failed()) return;
+    const Pack payload = canonicalize(own);
+    const int64_t offset = layout_.one_shot_slot(0, row, pack_);
+#pragma unroll
+    for (int q = 1; q < kWorldSize; ++q) {
+      store_relaxed_sys(exchange_.slots(q) + offset + number_at<kWorldSize>(q, rank_) * stride_,
+                        payload);
+    }
+  }
+
+  // The load that receive() may find to be all it waits for; not used before.
+  __device__ __forceinline__ Pack peek(int row) const {
+    static_assert(kWorldSize == 2, "of one peer");
+    return live_ ? load_relaxed_sys(slot(row)) : Pack{};
+  }
+
+  // `own` returns this rank's partial.
+  template <class Own>
+  __device__ __forceinline__ Pack receive(int row, Own&& own, const Pack* peeked = nullptr) {
+    char* const slots = slot(row);
+    const Pack sum =
+        receive_partials<T, kWorldSize>(exchange_, slots, stride_, rank_, own(), live_, peeked);
+    if (live_) clear_partials<kWorldSize>(slots, stride_);
+    return sum;
+  }
+
+ private:
+  __device__ __forceinline__ char* slot(int row) const {
+    return exchange_.slots(0) + layout_.one_shot_slot(0, row, pack_);
+  }
+
+  Exchange<kWorldSize>& exchange_;
+  PushLayout layout_;
+  int64_t stride_;
+  int rank_;
+  int pack_;
+  bool live_;
+};
+
+}  // namespace allnorm
+#endif  // ALLNORM_CUDA_TRANSPORTS_ONE_SHOT_CUH_

@@ -1,0 +1,14 @@
+// What a normed row can be stored as. Each backend has a list of types in this order: Formats in
+// cuda/formats.cuh, kFormats in cpu/formats.h.
+#ifndef ALLNORM_PROTOCOL_ROW_FORMAT_H_
+#define ALLNORM_PROTOCOL_ROW_FORMAT_H_
+
+namespace allnorm {
+
+enum class RowFormat {
+  kPlain,  // y itself, in the dtype of x
+  kE4m3,   // e4m3 elements and scales
+};
+
+}  // namespace allnorm
+#endif  // ALLNORM_PROTOCOL_ROW_FORMAT_H_

@@ -1,0 +1,32 @@
+// Flag in data: how a slot says by its contents alone whether something has arrived.
+#ifndef ALLNORM_PROTOCOL_SLOT_H_
+#define ALLNORM_PROTOCOL_SLOT_H_
+
+#include <cstdint>
+
+#include "protocol/numerics.h"
+
+namespace allnorm {
+
+// Marks a slot word that has not arrived. No payload contains it: `canonicalize` replaces it by
+// another NaN pair (or NaN) before sending; it changes NaN payloads only, in every dtype.
+constexpr uint32_t kEmptyWord = 0xffffffffu;
+constexpr uint32_t kCanonicalWord = 0xfffefffeu;
+
+ALLNORM_HD Pack canonicalize(Pack pack) {
+  ALLNORM_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    if (pack.word[i] == kEmptyWord) pack.word[i] = kCanonicalWord;
+  }
+  return pack;
+}
+
+// True once every word of the slot has arrived. All four are tested: a 16-byte store is, in the
+// memory model, four stores in no particular order.
+ALLNORM_HD bool arrived(const Pack& pack) {
+  return pack.word[0] != kEmptyWord && pack.word[1] != kEmptyWord && pack.word[2] != kEmptyWord &&
+         pack.word[3] != kEmptyWord;
+}
+
+}  // namespace allnorm
+#endif  // ALLNORM_PROTOCOL_SLOT_H_
