@@ -39,15 +39,10 @@ LINK_GBPS = (1.0, 1e6)
 
 @dataclass(frozen=True)
 class Measured:
-    """What a table says.
+    """What a table says."""
 
-    Attributes:
-        curves: by dtype and epilogue.
-        link_gbps: as of a policy.Plan.
-    """
-
-    curves: Curves = field(default_factory=dict)
-    link_gbps: float = 0.0
+    curves: Curves = field(default_factory=dict)  # by dtype and epilogue
+    link_gbps: float = 0.0  # as of a policy.Plan
 
 
 class TableError(ValueError):
@@ -56,23 +51,14 @@ class TableError(ValueError):
 
 @dataclass(frozen=True)
 class Found:
-    """What one rank found, as it tells the others.
+    """What one rank found, as it tells the others."""
 
-    Attributes:
-        device: name of the device of this rank.
-        seed: digest of the table that the package ships for it; "" if there is none.
-        path: of the user's file, whether it exists or not.
-        digest: of its content; "" if there is none.
-        problem: why it cannot be used; "" if it can, or if there is none.
-        date: of its measurement.
-    """
-
-    device: str
-    seed: str
-    path: str
-    digest: str = ""
-    problem: str = ""
-    date: str = ""
+    device: str  # name of the device of this rank
+    seed: str  # digest of the table that the package ships for it; "" if there is none
+    path: str  # of the user's file, whether it exists or not
+    digest: str = ""  # of its content; "" if there is none
+    problem: str = ""  # why it cannot be used; "" if it can, or if there is none
+    date: str = ""  # of its measurement
 
 
 @functools.cache
@@ -108,17 +94,11 @@ def load(
 
 @dataclass(frozen=True)
 class Own:
-    """The tables that one rank has read.
+    """The tables that one rank has read."""
 
-    Attributes:
-        found: what the others are told of it.
-        tuned: the user's table.
-        seed: the one that the package ships.
-    """
-
-    found: Found
-    tuned: Measured
-    seed: Measured
+    found: Found  # what the others are told of it
+    tuned: Measured  # the user's table
+    seed: Measured  # the one that the package ships
 
 
 def read(path: pathlib.Path, device: str, world_size: int) -> Own:

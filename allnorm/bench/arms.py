@@ -20,39 +20,27 @@ Call = Callable[[int], Any]
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to do the work of a mode on one case.
+    """One way to do the work of a mode on one case."""
 
-    Attributes:
-        name: in rows and tables.
-        call: what is timed.
-        outcome: names the parts of what `call` returned.
-        exact: whether its bits must be the reference's; else it must be within its roundings.
-        reset: restores what calls have overwritten. Not timed.
-        capturing: what the capture of a CUDA graph must happen in; entered by all ranks alike.
-        foreign: whether another library runs in it, whose failure is no failure of the benchmark.
-    """
-
-    name: str
-    call: Call
-    outcome: Callable[[Any], Outcome]
+    name: str  # in rows and tables
+    call: Call  # what is timed
+    outcome: Callable[[Any], Outcome]  # names the parts of what `call` returned
+    # Whether its bits must be the reference's; else it must be within its roundings.
     exact: bool = False
-    reset: Callable[[], object] = lambda: None
+    reset: Callable[[], object] = lambda: None  # restores what calls have overwritten. Not timed.
+    # What the capture of a CUDA graph must happen in; entered by all ranks alike.
     capturing: Callable[[], AbstractContextManager[Any]] = nullcontext
+    # Whether another library runs in it, whose failure is no failure of the benchmark.
     foreign: bool = False
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """A plain all-reduce of this rank's partial sum, to be followed by a norm.
+    """A plain all-reduce of this rank's partial sum, to be followed by a norm."""
 
-    Attributes:
-        name: of the arm that it becomes, without what follows.
-        call: returns the reduced sum of a buffer set.
-        reset, capturing, foreign: as of an Arm.
-    """
-
-    name: str
-    call: Callable[[int], torch.Tensor]
+    name: str  # of the arm that it becomes, without what follows
+    call: Callable[[int], torch.Tensor]  # returns the reduced sum of a buffer set
+    # As of an Arm.
     reset: Callable[[], object] = lambda: None
     capturing: Callable[[], AbstractContextManager[Any]] = nullcontext
     foreign: bool = True

@@ -20,45 +20,28 @@ NUM_SETS = 2  # rotating buffer sets
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one call returned.
+    """What one call returned."""
 
-    Attributes:
-        residual: the new residual, or the rows of it that this rank holds.
-        normed: [num_tokens, hidden_size], in the dtype of the input.
-        quantized: float8_e4m3fn, of the shape of `normed`.
-        scale: as the spec says.
-        rows: which rows of the whole `residual` has; None for all of them.
-    """
-
-    residual: torch.Tensor
-    normed: torch.Tensor | None = None
-    quantized: torch.Tensor | None = None
-    scale: torch.Tensor | None = None
+    residual: torch.Tensor  # the new residual, or the rows of it that this rank holds
+    normed: torch.Tensor | None = None  # [num_tokens, hidden_size], in the dtype of the input
+    quantized: torch.Tensor | None = None  # float8_e4m3fn, of the shape of `normed`
+    scale: torch.Tensor | None = None  # as the spec says
+    # Which rows of the whole `residual` has; None for all of them.
     rows: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
 class Case:
-    """One shape with its inputs and the reference's results, computed once for all modes and arms.
+    """One shape: its inputs and the reference's results, computed once for all modes and arms."""
 
-    Attributes:
-        shape: num_tokens, hidden_size and the constants of the norm.
-        rank: this rank.
-        world_size: number of ranks.
-        dtype: of all tensors.
-        device: of all tensors.
-        numerics: rounding mode of what allnorm computes.
-        batches: the inputs of all ranks, per buffer set.
-        expected: the reference's normed rows and new residual, per buffer set.
-    """
-
-    shape: Shape
-    rank: int
-    world_size: int
-    dtype: torch.dtype
-    device: torch.device
-    numerics: str
-    batches: tuple[Batch, ...]
+    shape: Shape  # num_tokens, hidden_size and the constants of the norm
+    rank: int  # this rank
+    world_size: int  # number of ranks
+    dtype: torch.dtype  # of all tensors
+    device: torch.device  # of all tensors
+    numerics: str  # rounding mode of what allnorm computes
+    batches: tuple[Batch, ...]  # the inputs of all ranks, per buffer set
+    # The reference's normed rows and new residual, per buffer set.
     expected: tuple[tuple[torch.Tensor, torch.Tensor], ...]
     _specs: dict[str, Quant | None] = field(default_factory=dict)
     _quantized: dict[str, tuple[tuple[torch.Tensor, torch.Tensor], ...]] = field(

@@ -41,17 +41,11 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Change:
-    """An arm in the file and now.
+    """An arm in the file and now."""
 
-    Attributes:
-        row: the new row.
-        before_us: the median in the file; NaN if it has no time there.
-        tolerance_us: what the two may differ by.
-    """
-
-    row: Row
-    before_us: float
-    tolerance_us: float
+    row: Row  # the new row
+    before_us: float  # the median in the file; NaN if it has no time there
+    tolerance_us: float  # what the two may differ by
 
     @property
     def now_us(self) -> float:

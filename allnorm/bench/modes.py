@@ -22,17 +22,11 @@ _STATIC_SCALE = 1 / 64
 
 @dataclass(frozen=True)
 class Mode:
-    """What a call returns, and where the residual is.
+    """What a call returns, and where the residual is."""
 
-    Attributes:
-        quant: the spec as `quant_name` writes it, "" for results in the dtype of the input.
-        residual_sharded: each rank holds its own rows of the residual only.
-        return_normed: a quantised call returns the normed rows too.
-    """
-
-    quant: str = ""
-    residual_sharded: bool = False
-    return_normed: bool = False
+    quant: str = ""  # the spec as `quant_name` writes it, "" for results in the dtype of the input
+    residual_sharded: bool = False  # each rank holds its own rows of the residual only
+    return_normed: bool = False  # a quantised call returns the normed rows too
 
     def __str__(self) -> str:
         parts = [self.quant] if self.quant else []

@@ -20,37 +20,27 @@ TIMES = ("p50_us", "p90_us", "p99_us", "host_us", "eager_us", "product_us")
 
 @dataclass(frozen=True)
 class Measurement:
-    """One arm at one shape in one mode, over all ranks.
+    """One arm at one shape in one mode, over all ranks."""
 
-    Attributes:
-        shape: what was run.
-        mode: what the call returned.
-        world_size: with how many ranks.
-        arm: which way.
-        p50_us, p90_us, p99_us: time per call; of every rank's figure the largest. NaN if not timed.
-        host_us, eager_us: what a call without a graph costs the host, and until it is done; NaN if
-            not measured.
-        error: "" if the result was right, else what was wrong.
-        reason: "" if it ran, else why it cannot.
-        product_us: of the matrix product in front of each call, beyond which p50_us to p99_us are;
-            NaN without one.
-        floor_us: what sending the bytes of this shape and mode takes at least; NaN if unknown.
-        quant_cost_us: of allnorm's quantised arms, what they take beyond the 16-bit call.
-    """
-
-    shape: Shape
-    mode: Mode
-    world_size: int
-    arm: str
+    shape: Shape  # what was run
+    mode: Mode  # what the call returned
+    world_size: int  # with how many ranks
+    arm: str  # which way
+    # Time per call; of every rank's figure the largest. NaN if not timed.
     p50_us: float
     p90_us: float
     p99_us: float
+    # What a call without a graph costs the host, and until it is done; NaN if not measured.
     host_us: float
     eager_us: float
-    error: str
-    reason: str
+    error: str  # "" if the result was right, else what was wrong
+    reason: str  # "" if it ran, else why it cannot
+    # Of the matrix product in front of each call, beyond which p50_us to p99_us are; NaN without
+    # one.
     product_us: float = math.nan
+    # What sending the bytes of this shape and mode takes at least; NaN if unknown.
     floor_us: float = math.nan
+    # Of allnorm's quantised arms, what they take beyond the 16-bit call.
     quant_cost_us: float = math.nan
 
     @property

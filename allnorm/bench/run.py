@@ -21,50 +21,29 @@ from allnorm.testing.rank import device
 
 @dataclass(frozen=True)
 class Job:
-    """What to measure; the same on every rank.
+    """What to measure; the same on every rank."""
 
-    Attributes:
-        shapes: in the order they are measured.
-        modes: what the calls return; every shape is measured in each.
-        dtype: name of the dtype of the inputs.
-        numerics: rounding mode of what allnorm computes.
-        arms: names of arms and peers, of which a mode takes those that it has.
-        device: "cuda" or "cpu".
-        seconds: on CPU, roughly how long one arm of one shape is timed.
-        tuning_dir: as of a Communicator.
-        product: columns of the matrix product in front of every timed call; 0 for none.
-        max_blocks: as of a Communicator; 0 for no limit.
-    """
-
-    shapes: tuple[Shape, ...]
-    modes: tuple[Mode, ...]
-    dtype: str
-    numerics: str
-    arms: tuple[str, ...]
-    device: str
-    seconds: float = 0.7
-    tuning_dir: str | None = None
-    product: int = 0
-    max_blocks: int = 0
+    shapes: tuple[Shape, ...]  # in the order they are measured
+    modes: tuple[Mode, ...]  # what the calls return; every shape is measured in each
+    dtype: str  # name of the dtype of the inputs
+    numerics: str  # rounding mode of what allnorm computes
+    arms: tuple[str, ...]  # names of arms and peers, of which a mode takes those that it has
+    device: str  # "cuda" or "cpu"
+    seconds: float = 0.7  # on CPU, roughly how long one arm of one shape is timed
+    tuning_dir: str | None = None  # as of a Communicator
+    product: int = 0  # columns of the matrix product in front of every timed call; 0 for none
+    max_blocks: int = 0  # as of a Communicator; 0 for no limit
 
 
 @dataclass
 class _Tried:
-    """What is known about one arm in one mode of one shape, the same on every rank but for times.
+    """One arm in one mode of one shape; the same on every rank but for the times."""
 
-    Attributes:
-        name: of the arm, or of the peer that has none here.
-        arm: what runs, as long as it is right; None if it cannot, or is not.
-        reason: why it does not run; not its fault.
-        error: what is wrong with its result.
-        times: what was measured.
-    """
-
-    name: str
-    arm: Arm | None = None
-    reason: str = ""
-    error: str = ""
-    times: dict[str, float] = field(default_factory=lambda: clock.summary([]))
+    name: str  # of the arm, or of the peer that has none here
+    arm: Arm | None = None  # what runs, as long as it is right; None if it cannot, or is not
+    reason: str = ""  # why it does not run; not its fault
+    error: str = ""  # what is wrong with its result
+    times: dict[str, float] = field(default_factory=lambda: clock.summary([]))  # what was measured
 
 
 def _tried(found: Arm | str, name: str) -> _Tried:

@@ -7,21 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Shape:
-    """What one call works on.
+    """What one call works on."""
 
-    Attributes:
-        num_tokens: rows.
-        hidden_size: columns.
-        eps: of the norm.
-        weight_bias: 1.0 for a Gemma-style weight.
-        model: the model it was taken from, or "".
-    """
-
-    num_tokens: int
-    hidden_size: int
-    eps: float = 1e-6
-    weight_bias: float = 0.0
-    model: str = ""
+    num_tokens: int  # rows
+    hidden_size: int  # columns
+    eps: float = 1e-6  # of the norm
+    weight_bias: float = 0.0  # 1.0 for a Gemma-style weight
+    model: str = ""  # the model it was taken from, or ""
 
     def __str__(self) -> str:
         return f"{self.num_tokens}x{self.hidden_size}"
@@ -29,19 +21,12 @@ class Shape:
 
 @dataclass(frozen=True)
 class Model:
-    """The norms after the reductions of one model.
+    """The norms after the reductions of one model."""
 
-    Attributes:
-        name: by which it is known here.
-        hidden_size: width of the residual stream.
-        eps: of its RMSNorms.
-        weight_bias: 1.0 where the norm multiplies by `1 + weight`.
-    """
-
-    name: str
-    hidden_size: int
-    eps: float
-    weight_bias: float = 0.0
+    name: str  # by which it is known here
+    hidden_size: int  # width of the residual stream
+    eps: float  # of its RMSNorms
+    weight_bias: float = 0.0  # 1.0 where the norm multiplies by `1 + weight`
 
     def shape(self, num_tokens: int) -> Shape:
         """That of a call on so many tokens."""

@@ -23,19 +23,12 @@ Found = dict[str, Measurement]
 
 @dataclass(frozen=True)
 class Grid:
-    """A table before it has a look: headings, and for each shape the cells.
+    """A table before it has a look: headings, and for each shape the cells."""
 
-    Attributes:
-        title: above it.
-        columns: the headings.
-        rows: as long as `columns` each; cells without markup.
-        wrong: for each row, whether an arm was wrong.
-    """
-
-    title: str
-    columns: list[str]
-    rows: list[list[str]]
-    wrong: list[bool]
+    title: str  # above it
+    columns: list[str]  # the headings
+    rows: list[list[str]]  # as long as `columns` each; cells without markup
+    wrong: list[bool]  # for each row, whether an arm was wrong
 
 
 def grid(measurements: Sequence[Measurement], with_p99: bool) -> Grid:

@@ -22,15 +22,10 @@ _MAX_BISECTIONS = 24
 
 @dataclass(frozen=True, order=True)
 class Candidate:
-    """What may be fastest.
+    """What may be fastest."""
 
-    Attributes:
-        algorithm: by name.
-        num_blocks: most blocks of a launch; 0: as many as the GPU holds.
-    """
-
-    algorithm: str
-    num_blocks: int = 0
+    algorithm: str  # by name
+    num_blocks: int = 0  # most blocks of a launch; 0: as many as the GPU holds
 
     def __str__(self) -> str:
         return f"{self.algorithm}, {self.num_blocks} blocks" if self.num_blocks else self.algorithm

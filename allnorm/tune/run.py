@@ -34,46 +34,27 @@ _LINK_SHARES = tuple(1 + percent / 100 for percent in range(13))
 
 @dataclass(frozen=True)
 class Job:
-    """What to measure; the same on every rank.
+    """What to measure; the same on every rank."""
 
-    Attributes:
-        dtypes: names of the dtypes of the inputs.
-        quants: what follows the norm, as `bench.modes.quant_name` writes it.
-        hidden_sizes: columns.
-        tokens: the coarse grid of rows, ascending.
-        algorithms: by name.
-        device: "cuda" or "cpu".
-        seconds: on CPU, roughly how long one candidate of one shape is timed.
-    """
-
-    dtypes: tuple[str, ...]
-    quants: tuple[str, ...]
-    hidden_sizes: tuple[int, ...]
-    tokens: tuple[int, ...]
-    algorithms: tuple[str, ...]
-    device: str
-    seconds: float = 0.1
+    dtypes: tuple[str, ...]  # names of the dtypes of the inputs
+    quants: tuple[str, ...]  # what follows the norm, as `bench.modes.quant_name` writes it
+    hidden_sizes: tuple[int, ...]  # columns
+    tokens: tuple[int, ...]  # the coarse grid of rows, ascending
+    algorithms: tuple[str, ...]  # by name
+    device: str  # "cuda" or "cpu"
+    seconds: float = 0.1  # on CPU, roughly how long one candidate of one shape is timed
 
 
 @dataclass(frozen=True)
 class CurveTimes:
-    """What was measured of one dtype, epilogue and hidden size.
+    """What was measured of one dtype, epilogue and hidden size."""
 
-    Attributes:
-        dtype: by name.
-        quant: as of the job.
-        hidden_size: columns.
-        times: microseconds of the slowest rank, by tokens and candidate.
-        wrong: what is wrong with a candidate's bits; it was not timed again.
-        reason: why nothing can be measured; "" if it can.
-    """
-
-    dtype: str
-    quant: str
-    hidden_size: int
-    times: Mapping[int, Times]
-    wrong: Mapping[Candidate, str]
-    reason: str
+    dtype: str  # by name
+    quant: str  # as of the job
+    hidden_size: int  # columns
+    times: Mapping[int, Times]  # microseconds of the slowest rank, by tokens and candidate
+    wrong: Mapping[Candidate, str]  # what is wrong with a candidate's bits; it was not timed again
+    reason: str  # why nothing can be measured; "" if it can
 
     @property
     def name(self) -> tuple[str, str]:
@@ -83,14 +64,11 @@ class CurveTimes:
 
 @dataclass(frozen=True)
 class LinkTimes:
-    """What rates of the link bring.
+    """What rates of the link bring."""
 
-    Attributes:
-        us: microseconds of LINK_SHAPE by the rates that were tried; 0: none.
-        wrong: what is wrong with the bits at a rate, by rate.
-    """
-
+    # Microseconds of LINK_SHAPE by the rates that were tried; 0: none.
     us: dict[float, float] = field(default_factory=dict)
+    # What is wrong with the bits at a rate, by rate.
     wrong: dict[float, str] = field(default_factory=dict)
 
     @property
@@ -101,15 +79,10 @@ class LinkTimes:
 
 @dataclass(frozen=True)
 class Result:
-    """What was measured, the same on every rank.
+    """What was measured, the same on every rank."""
 
-    Attributes:
-        curves: in the order of the job.
-        link: of the rate at which they were measured.
-    """
-
-    curves: list[CurveTimes]
-    link: LinkTimes = field(default_factory=LinkTimes)
+    curves: list[CurveTimes]  # in the order of the job
+    link: LinkTimes = field(default_factory=LinkTimes)  # of the rate at which they were measured
 
     @property
     def wrong(self) -> set[Candidate]:

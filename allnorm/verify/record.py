@@ -17,23 +17,16 @@ _MAX_FAILURES = 5  # described per check
 
 @dataclass
 class Recorder:
-    """The cases of one check. Every rank records the same cases in the same order.
+    """The cases of one check. Every rank records the same cases in the same order."""
 
-    Attributes:
-        name: of the check.
-        cases: how many were compared so far.
-        failures: number of the case and what was wrong with it, this rank's.
-        digests: per case that has one, its number and a digest of this rank's results.
-        note: said beside the result.
-        figures: more of it, for the JSON row.
-    """
-
-    name: str
-    cases: int = 0
+    name: str  # of the check
+    cases: int = 0  # how many were compared so far
+    # Number of the case and what was wrong with it, this rank's.
     failures: list[tuple[int, str]] = field(default_factory=list)
+    # Per case that has one, its number and a digest of this rank's results.
     digests: list[tuple[int, torch.Tensor]] = field(default_factory=list)
-    note: str = ""
-    figures: dict[str, Any] = field(default_factory=dict)
+    note: str = ""  # said beside the result
+    figures: dict[str, Any] = field(default_factory=dict)  # more of it, for the JSON row
     _began: float = field(default_factory=time.monotonic)
 
     def compare(

@@ -36,44 +36,28 @@ _SAMPLE_ELEMS_CPU = 1 << 20  # largest shape of a random sample there: the refer
 
 @dataclass(frozen=True)
 class Job:
-    """What to check; the same on every rank.
+    """What to check; the same on every rank."""
 
-    Attributes:
-        device: "cuda" or "cpu".
-        seed: of the sample, its order and all inputs.
-        full: check every combination instead of a random sample.
-        seconds: how long the sample of the combinations may take.
-        stress: calls of the ordering soak; 0 for none.
-        shapes: (num_tokens, hidden_size) to run `repeat` times each, and nothing else.
-        repeat: how often.
-        shared_gpus: several ranks are on one GPU, where gloo stands for NCCL.
-        only: words; of all checks only those run whose names hold one of them. Empty: all.
-    """
-
-    device: str
-    seed: int
-    full: bool
-    seconds: float
-    stress: int
+    device: str  # "cuda" or "cpu"
+    seed: int  # of the sample, its order and all inputs
+    full: bool  # check every combination instead of a random sample
+    seconds: float  # how long the sample of the combinations may take
+    stress: int  # calls of the ordering soak; 0 for none
+    # (num_tokens, hidden_size) to run `repeat` times each, and nothing else.
     shapes: tuple[tuple[int, int], ...] = ()
-    repeat: int = 0
+    repeat: int = 0  # how often
+    # Words; of all checks only those run whose names hold one of them. Empty: all.
     only: tuple[str, ...] = ()
-    shared_gpus: bool = False
+    shared_gpus: bool = False  # several ranks are on one GPU, where gloo stands for NCCL
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a check works with.
+    """What a check works with."""
 
-    Attributes:
-        comm: the communicator under test.
-        job: what was asked for.
-        rng: gives all ranks the same numbers.
-    """
-
-    comm: allnorm.Communicator
-    job: Job
-    rng: random.Random
+    comm: allnorm.Communicator  # the communicator under test
+    job: Job  # what was asked for
+    rng: random.Random  # gives all ranks the same numbers
 
     def batch(self, num_tokens: int, hidden_size: int, dtype: torch.dtype) -> Batch:
         """New inputs of that shape."""

@@ -24,15 +24,10 @@ _MAX_BYTES = 4 << 30  # of logits kept for comparisons
 
 @dataclass(frozen=True)
 class Trace:
-    """What an arm computed on one batch.
+    """What an arm computed on one batch."""
 
-    Attributes:
-        tokens: [batch_size, steps] int64, what it chose at each step.
-        logits: of each step, [batch_size, this rank's part of the vocabulary].
-    """
-
-    tokens: torch.Tensor
-    logits: list[torch.Tensor]
+    tokens: torch.Tensor  # [batch_size, steps] int64, what it chose at each step
+    logits: list[torch.Tensor]  # of each step, [batch_size, this rank's part of the vocabulary]
 
     @property
     def finite(self) -> bool:
@@ -42,19 +37,12 @@ class Trace:
 
 @dataclass
 class Difference:
-    """How the logits of two arms differ on this rank.
+    """How the logits of two arms differ on this rank."""
 
-    Attributes:
-        equal_steps: how many had equal bits.
-        largest: the largest difference of a logit.
-        mean: of the absolute differences.
-        equal_choices: how many tokens are the same.
-    """
-
-    equal_steps: int = 0
-    largest: float = 0.0
-    mean: float = 0.0
-    equal_choices: int = 0
+    equal_steps: int = 0  # how many had equal bits
+    largest: float = 0.0  # the largest difference of a logit
+    mean: float = 0.0  # of the absolute differences
+    equal_choices: int = 0  # how many tokens are the same
 
 
 def num_steps(runner: Runner, num_traces: int) -> int:
@@ -100,29 +88,20 @@ def compare(own: Trace, other: Trace) -> Difference:
 
 @dataclass(frozen=True)
 class Yardstick:
-    """Two all-reduces whose results differ in their roundings.
+    """Two all-reduces whose results differ in their roundings."""
 
-    Attributes:
-        what: they are, or why there are none.
-        pair: the arms; empty if there are none.
-    """
-
-    what: str
-    pair: tuple[Arm, ...] = ()
+    what: str  # they are, or why there are none
+    pair: tuple[Arm, ...] = ()  # the arms; empty if there are none
 
 
 @dataclass
 class Checked:
-    """The arms of one batch.
+    """The arms of one batch."""
 
-    Attributes:
-        runners: those to time, by name.
-        found: what is known about those of the job, by name, see `_figures`.
-        missing: why another library's arm failed, by name.
-    """
-
-    runners: dict[str, Runner] = field(default_factory=dict)
+    runners: dict[str, Runner] = field(default_factory=dict)  # those to time, by name
+    # What is known about those of the job, by name, see `_figures`.
     found: dict[str, dict[str, Any]] = field(default_factory=dict)
+    # Why another library's arm failed, by name.
     missing: dict[str, str] = field(default_factory=dict)
 
 

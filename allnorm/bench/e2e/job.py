@@ -23,27 +23,16 @@ def arm_names(device: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Job:
-    """What to run; the same on every rank.
+    """What to run; the same on every rank."""
 
-    Attributes:
-        model: its dimensions.
-        batch_sizes: numbers of prompts.
-        prompt: tokens of a prompt.
-        tokens: to generate, at least 2.
-        arms: what to time and compare, of `arm_names`.
-        dtype: name of the dtype of weights and activations.
-        device: "cuda" or "cpu".
-        rounds: how often each arm generates everything.
-    """
-
-    model: Transformer
-    batch_sizes: tuple[int, ...]
-    prompt: int
-    tokens: int
-    arms: tuple[str, ...]
-    dtype: str
-    device: str
-    rounds: int
+    model: Transformer  # its dimensions
+    batch_sizes: tuple[int, ...]  # numbers of prompts
+    prompt: int  # tokens of a prompt
+    tokens: int  # to generate, at least 2
+    arms: tuple[str, ...]  # what to time and compare, of `arm_names`
+    dtype: str  # name of the dtype of weights and activations
+    device: str  # "cuda" or "cpu"
+    rounds: int  # how often each arm generates everything
 
     @property
     def torch_arm(self) -> str:

@@ -9,33 +9,19 @@ from allnorm.bench import shapes
 
 @dataclass(frozen=True)
 class Transformer:
-    """The dimensions of a dense decoder-only transformer.
+    """The dimensions of a dense decoder-only transformer."""
 
-    Attributes:
-        name: by which it is known here.
-        hidden_size: width of the residual stream.
-        num_layers: decoder layers, of two reduction sites each.
-        num_heads: query heads.
-        num_kv_heads: key and value heads; ranks hold whole ones, so their number divides this.
-        head_dim: width of a head.
-        intermediate_size: width of the MLP.
-        vocab_size: tokens.
-        eps: of the norms.
-        rope_theta: base of the rotary frequencies.
-        qk_norm: whether queries and keys are normalised head by head.
-    """
-
-    name: str
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    vocab_size: int
-    eps: float
-    rope_theta: float = 5e5
-    qk_norm: bool = False
+    name: str  # by which it is known here
+    hidden_size: int  # width of the residual stream
+    num_layers: int  # decoder layers, of two reduction sites each
+    num_heads: int  # query heads
+    num_kv_heads: int  # key and value heads; ranks hold whole ones, so their number divides this
+    head_dim: int  # width of a head
+    intermediate_size: int  # width of the MLP
+    vocab_size: int  # tokens
+    eps: float  # of the norms
+    rope_theta: float = 5e5  # base of the rotary frequencies
+    qk_norm: bool = False  # whether queries and keys are normalised head by head
 
     @property
     def queries_per_kv(self) -> int:

@@ -28,54 +28,35 @@ _LEAST = (
 
 @dataclass(frozen=True)
 class Result:
-    """One arm at one batch size, over all ranks: of times the slowest rank's.
+    """One arm at one batch size, over all ranks: of times the slowest rank's."""
 
-    Attributes:
-        arm: which way.
-        batch_size: prompts.
-        world_size: ranks.
-        ttft_ms: from the start of the prefill to the first tokens.
-        tpot_ms: mean time of a further token of each sequence.
-        itl_p50_ms, itl_p99_ms: percentiles of the time between two tokens.
-        tokens_per_s: of all sequences, prefill included.
-        comm_us_per_layer: what a decode step takes beyond one without communication, per layer.
-        local_ms: tpot_ms without communication, allnorm's add + norm kernel in its place.
-        num_tokens: generated in a round.
-        tokens_equal_unfused: of them, as in the first round of "allnorm:unfused".
-        tokens_equal_torch: of them, as in the first round of the all-reduce + PyTorch arm.
-        steps_checked: steps whose logits were compared.
-        steps_equal_unfused: of them, how many had the bits of "allnorm:unfused" on every rank.
-        choices_equal_torch: tokens that it chose as the torch arm did, given the same ones before.
-        logits_max_diff, logits_mean_diff: differences of a logit from the torch arm's.
-        yardstick: two all-reduces that round differently.
-        yardstick_max, yardstick_mean: differences of a logit between those two.
-        finite: whether all logits were.
-        error: "" if what must hold did, else what did not.
-    """
-
-    arm: str
-    batch_size: int
-    world_size: int
-    ttft_ms: float
-    tpot_ms: float
+    arm: str  # which way
+    batch_size: int  # prompts
+    world_size: int  # ranks
+    ttft_ms: float  # from the start of the prefill to the first tokens
+    tpot_ms: float  # mean time of a further token of each sequence
+    # Percentiles of the time between two tokens.
     itl_p50_ms: float
     itl_p99_ms: float
-    tokens_per_s: float
-    comm_us_per_layer: float
-    local_ms: float
-    num_tokens: int
-    tokens_equal_unfused: int
-    tokens_equal_torch: int
-    steps_checked: int
-    steps_equal_unfused: int
+    tokens_per_s: float  # of all sequences, prefill included
+    comm_us_per_layer: float  # what a decode step takes beyond one without communication, per layer
+    local_ms: float  # tpot_ms without communication, allnorm's add + norm kernel in its place
+    num_tokens: int  # generated in a round
+    tokens_equal_unfused: int  # of them, as in the first round of "allnorm:unfused"
+    tokens_equal_torch: int  # of them, as in the first round of the all-reduce + PyTorch arm
+    steps_checked: int  # steps whose logits were compared
+    steps_equal_unfused: int  # of them, how many had the bits of "allnorm:unfused" on every rank
+    # Tokens that it chose as the torch arm did, given the same ones before.
     choices_equal_torch: int
+    # Differences of a logit from the torch arm's.
     logits_max_diff: float
     logits_mean_diff: float
-    yardstick: str
+    yardstick: str  # two all-reduces that round differently
+    # Differences of a logit between those two.
     yardstick_max: float
     yardstick_mean: float
-    finite: bool
-    error: str
+    finite: bool  # whether all logits were
+    error: str  # "" if what must hold did, else what did not
 
     @property
     def exact(self) -> bool:
@@ -85,15 +66,10 @@ class Result:
 
 @dataclass(frozen=True)
 class Report:
-    """What all ranks found together.
+    """What all ranks found together."""
 
-    Attributes:
-        results: one per batch size and arm.
-        missing: why an arm is missing, by its name.
-    """
-
-    results: list[Result]
-    missing: dict[str, str]
+    results: list[Result]  # one per batch size and arm
+    missing: dict[str, str]  # why an arm is missing, by its name
 
 
 def measure(job: Job, world_size: int, on_message: OnMessage | None = None) -> Report:

@@ -22,15 +22,11 @@ _SEED = 20
 
 @dataclass
 class Found:
-    """What one rank found.
+    """What one rank found."""
 
-    Attributes:
-        records: one per batch size and arm, in the same order on every rank: fields of a
-            `report.Result`, this rank's.
-        missing: why an arm is missing, by its name.
-    """
-
-    missing: dict[str, str]
+    missing: dict[str, str]  # why an arm is missing, by its name
+    # One per batch size and arm, in the same order on every rank: fields of a `report.Result`, this
+    # rank's.
     records: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -72,16 +68,11 @@ def make_prompts(job: Job, batch_size: int) -> torch.Tensor:
 
 @dataclass
 class Samples:
-    """What one arm took on one batch.
+    """What one arm took on one batch."""
 
-    Attributes:
-        ttft_us: of every round, until the first tokens.
-        steps_us: of every round, each further token.
-        outputs: of every round, the tokens, [batch_size, num_tokens] on the CPU.
-    """
-
-    ttft_us: list[float] = field(default_factory=list)
-    steps_us: list[list[float]] = field(default_factory=list)
+    ttft_us: list[float] = field(default_factory=list)  # of every round, until the first tokens
+    steps_us: list[list[float]] = field(default_factory=list)  # of every round, each further token
+    # Of every round, the tokens, [batch_size, num_tokens] on the CPU.
     outputs: list[torch.Tensor] = field(default_factory=list)
 
 

@@ -32,16 +32,12 @@ Reduce = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to run the sites.
+    """One way to run the sites."""
 
-    Attributes:
-        site: what is called.
-        capturing: what the capture of a CUDA graph must happen in.
-        foreign: whether another library runs in it, whose failure is no failure of the command.
-    """
-
-    site: Site
+    site: Site  # what is called
+    # What the capture of a CUDA graph must happen in.
     capturing: Callable[[], AbstractContextManager[Any]] = nullcontext
+    # Whether another library runs in it, whose failure is no failure of the command.
     foreign: bool = False
 
 

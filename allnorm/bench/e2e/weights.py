@@ -17,44 +17,26 @@ from allnorm.bench.e2e.models import Transformer
 
 @dataclass(frozen=True)
 class Layer:
-    """One decoder layer as one rank holds it; matrices are [outputs, inputs].
+    """One decoder layer as one rank holds it; matrices are [outputs, inputs]."""
 
-    Attributes:
-        qkv: to this rank's query heads, then key heads, then value heads.
-        o: from this rank's query heads to a partial sum of [hidden_size].
-        gate_up: to this rank's part of the gate, then of the up projection.
-        down: from this rank's part of the MLP to a partial sum of [hidden_size].
-        input_norm: [hidden_size], of the norm before the attention.
-        mlp_norm: [hidden_size], of the norm before the MLP.
-        q_norm: [head_dim], of the norm of a query head; None without one.
-        k_norm: [head_dim], of the norm of a key head; None without one.
-    """
-
-    qkv: torch.Tensor
-    o: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
-    input_norm: torch.Tensor
-    mlp_norm: torch.Tensor
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
+    qkv: torch.Tensor  # to this rank's query heads, then key heads, then value heads
+    o: torch.Tensor  # from this rank's query heads to a partial sum of [hidden_size]
+    gate_up: torch.Tensor  # to this rank's part of the gate, then of the up projection
+    down: torch.Tensor  # from this rank's part of the MLP to a partial sum of [hidden_size]
+    input_norm: torch.Tensor  # [hidden_size], of the norm before the attention
+    mlp_norm: torch.Tensor  # [hidden_size], of the norm before the MLP
+    q_norm: torch.Tensor | None  # [head_dim], of the norm of a query head; None without one
+    k_norm: torch.Tensor | None  # [head_dim], of the norm of a key head; None without one
 
 
 @dataclass(frozen=True)
 class Weights:
-    """A transformer as one rank holds it.
+    """A transformer as one rank holds it."""
 
-    Attributes:
-        embedding: [vocab_size, hidden_size], whole.
-        layers: in order.
-        final_norm: [hidden_size].
-        head: [this rank's part of the vocabulary, hidden_size].
-    """
-
-    embedding: torch.Tensor
-    layers: tuple[Layer, ...]
-    final_norm: torch.Tensor
-    head: torch.Tensor
+    embedding: torch.Tensor  # [vocab_size, hidden_size], whole
+    layers: tuple[Layer, ...]  # in order
+    final_norm: torch.Tensor  # [hidden_size]
+    head: torch.Tensor  # [this rank's part of the vocabulary, hidden_size]
 
 
 def make(

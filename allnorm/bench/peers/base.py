@@ -18,23 +18,14 @@ from allnorm.bench.shapes import Shape
 
 @dataclass(frozen=True)
 class Setting:
-    """What a peer needs to know before it sees a shape; the same on every rank but for `rank`.
+    """What a peer needs to know before it sees a shape; the same on every rank but for `rank`."""
 
-    Attributes:
-        rank: this rank.
-        world_size: number of ranks.
-        device: of the tensors.
-        dtype: of the tensors.
-        group: all ranks, over gloo, with a time limit.
-        shapes: of all inputs.
-    """
-
-    rank: int
-    world_size: int
-    device: torch.device
-    dtype: torch.dtype
-    group: dist.ProcessGroup
-    shapes: tuple[Shape, ...]
+    rank: int  # this rank
+    world_size: int  # number of ranks
+    device: torch.device  # of the tensors
+    dtype: torch.dtype  # of the tensors
+    group: dist.ProcessGroup  # all ranks, over gloo, with a time limit
+    shapes: tuple[Shape, ...]  # of all inputs
 
     @property
     def max_elems(self) -> int:

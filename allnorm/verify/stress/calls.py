@@ -22,23 +22,14 @@ Results = dict[str, torch.Tensor]
 
 @dataclass
 class Called:
-    """A call that was made.
+    """A call that was made."""
 
-    Attributes:
-        number: counts the calls of a soak.
-        where: which communicator, and whether eager or from a graph.
-        kind: what it does.
-        tape: whose rows it took.
-        row: the first of them.
-        results: what it returned, by name; a sharded residual gathered.
-    """
-
-    number: int
-    where: str
-    kind: Kind
-    tape: Tape
-    row: int
-    results: Results
+    number: int  # counts the calls of a soak
+    where: str  # which communicator, and whether eager or from a graph
+    kind: Kind  # what it does
+    tape: Tape  # whose rows it took
+    row: int  # the first of them
+    results: Results  # what it returned, by name; a sharded residual gathered
 
     def wrong(self) -> torch.Tensor:
         """How many elements do not have the reference's bits; on the device, not waited for.

@@ -31,35 +31,21 @@ TOKENS = {
 
 @dataclass(frozen=True)
 class Kind:
-    """A call without its rows.
+    """A call without its rows."""
 
-    Attributes:
-        op: "all_reduce" or "norm".
-        num_tokens: rows of a call.
-        hidden_size: columns.
-        dtype: of the rows.
-        numerics: rounding mode.
-        weight_bias: added to the weight.
-        float32_weight: whether the weight is float32 instead of `dtype`.
-        has_residual: whether a residual is added.
-        quant: how the normed rows are quantised, if they are.
-        return_normed: whether a quantised call returns the normed rows too.
-        sharded: whether this rank holds its rows of the residual only, and gathers all afterwards.
-        algorithm: how it runs.
-    """
-
-    op: str
-    num_tokens: int
-    hidden_size: int
-    dtype: torch.dtype
-    numerics: str = "rounded"
-    weight_bias: float = 0.0
-    float32_weight: bool = False
-    has_residual: bool = True
-    quant: Any = None
-    return_normed: bool = False
+    op: str  # "all_reduce" or "norm"
+    num_tokens: int  # rows of a call
+    hidden_size: int  # columns
+    dtype: torch.dtype  # of the rows
+    numerics: str = "rounded"  # rounding mode
+    weight_bias: float = 0.0  # added to the weight
+    float32_weight: bool = False  # whether the weight is float32 instead of `dtype`
+    has_residual: bool = True  # whether a residual is added
+    quant: Any = None  # how the normed rows are quantised, if they are
+    return_normed: bool = False  # whether a quantised call returns the normed rows too
+    # Whether this rank holds its rows of the residual only, and gathers all afterwards.
     sharded: bool = False
-    algorithm: str = "auto"
+    algorithm: str = "auto"  # how it runs
 
     def result_key(self) -> tuple[Any, ...]:
         """Kinds with the same key give the same results for the same rows."""

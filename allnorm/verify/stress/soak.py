@@ -40,19 +40,12 @@ _IDLE_BEFORE = (0, 20)  # bursts of a section: the first replay of a graph, and 
 
 @dataclass(frozen=True)
 class _Settings:
-    """How the two communicators of a section are made.
+    """How the two communicators of a section are made."""
 
-    Attributes:
-        wraps: the operation number that each crosses.
-        early_trigger: of each.
-        dependent_launch: of each.
-        workspace_bytes: of both; small ones cut calls into chunks.
-    """
-
-    wraps: tuple[int, int]
-    early_trigger: tuple[bool, bool]
-    dependent_launch: tuple[bool, bool]
-    workspace_bytes: int | None
+    wraps: tuple[int, int]  # the operation number that each crosses
+    early_trigger: tuple[bool, bool]  # of each
+    dependent_launch: tuple[bool, bool]  # of each
+    workspace_bytes: int | None  # of both; small ones cut calls into chunks
 
 
 _SECTIONS = (

@@ -22,19 +22,12 @@ _EXPONENTS = 5  # rows are scaled by powers of two, so that scales and norms dif
 
 @dataclass
 class Tape:
-    """One rank's rows of a dtype and width, and what becomes of them.
+    """One rank's rows of a dtype and width, and what becomes of them."""
 
-    Attributes:
-        x: [num_rows, hidden_size], this rank's partial sums, unlike any other rank's.
-        reduced: their sum over the ranks, by the reference.
-        residual: likewise shaped, the same on every rank.
-        weight: [hidden_size].
-    """
-
-    x: torch.Tensor
-    reduced: torch.Tensor
-    residual: torch.Tensor
-    weight: torch.Tensor
+    x: torch.Tensor  # [num_rows, hidden_size], this rank's partial sums, unlike any other rank's
+    reduced: torch.Tensor  # their sum over the ranks, by the reference
+    residual: torch.Tensor  # likewise shaped, the same on every rank
+    weight: torch.Tensor  # [hidden_size]
     _known: dict[Any, dict[str, torch.Tensor]] = field(default_factory=dict)
 
     def expected(self, kind: Kind) -> dict[str, torch.Tensor]:
