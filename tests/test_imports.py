@@ -24,7 +24,7 @@ from allnorm.cli import main
 if __name__ == "__main__":
     from allnorm.bench import report, run
     from allnorm.bench.modes import Mode
-    from allnorm.bench.shapes import Shape
+    from allnorm.bench.modes import Shape
     from allnorm.cli import app
     from allnorm.testing import run_ranks
     from allnorm.verify.context import Job

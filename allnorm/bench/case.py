@@ -10,8 +10,7 @@ import torch
 
 import allnorm
 from allnorm import reference
-from allnorm.bench.modes import Mode, quant_of
-from allnorm.bench.shapes import Shape
+from allnorm.bench.modes import Mode, Shape, quant_of
 from allnorm.quant import Quant
 from allnorm.testing import DTYPES, Batch, make_batch
 

@@ -1,5 +1,6 @@
 """How arms are timed: calls by the wall clock on CPUs, replays of CUDA graphs on GPUs.
 
+A matrix product may stand in front of every call, as in a model; its own time is then taken off.
 Arms take turns, round after round, so that what changes in the machine hits all of them alike.
 """
 
@@ -9,13 +10,15 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
 from allnorm.bench.arms import Arm
-from allnorm.bench.case import NUM_SETS
-from allnorm.testing import calls_per_graph, start_together
+from allnorm.bench.case import NUM_SETS, Case
+from allnorm.testing import calls_per_graph, copy_all, start_together
 from allnorm.testing import capture as capture_graph
 from allnorm.testing.timing import calls_that_fit, percentile, time_calls, time_steps
 
@@ -29,6 +32,7 @@ _CPU_ROUNDS = 10
 _CPU_CALLS = (5, 1000)  # least and most timed calls of an arm
 _CPU_WARM_UP = 2  # beside the checked calls
 _EAGER_CALLS = 200
+_ALONE = "the product alone"
 
 
 def _calls(arm: Arm, number: int) -> Iterator[Callable[[], object]]:
@@ -129,3 +133,60 @@ def time_eager(arm: Arm, synchronize: Callable[[], None]) -> dict[str, float]:
 def summary(samples: Sequence[float]) -> dict[str, float]:
     """`p50_us`, `p90_us` and `p99_us`; NaN where nothing was timed."""
     return {f"p{p}_us": percentile(samples, p) if samples else math.nan for p in (50, 90, 99)}
+
+
+class Product:
+    """A product `[num_tokens, columns] @ [columns, hidden_size]` in front of every call.
+
+    It leaves little in the caches of what a call reads beside its input, and nothing of the launch
+    overlaps the call before. Two matrices take turns, so that wide ones are not in the caches
+    themselves.
+
+    Args:
+        case: whose partial sums it writes. They have other values until `restore`.
+        columns: of what is multiplied; the bytes of a matrix are `columns` times those of a row.
+    """
+
+    def __init__(self, case: Case, columns: int) -> None:
+        self._xs = case.xs
+        self._kept = [x.clone() for x in case.xs]
+        options: dict[str, Any] = {"dtype": case.dtype, "device": case.device}
+        self._left = torch.randn(case.num_rows, columns, **options) / columns
+        self._right = [
+            torch.randn(columns, case.shape.hidden_size, **options) for _ in range(NUM_SETS)
+        ]
+        # The library behind it allocates at its first product, which no CUDA graph can capture.
+        for index in range(NUM_SETS):
+            self._multiply(index)
+        self.restore()
+
+    def before(self, arm: Arm) -> Arm:
+        """The same arm, each call behind a product."""
+
+        def call(index: int) -> Any:
+            self._multiply(index)
+            return arm.call(index)
+
+        return replace(arm, call=call)
+
+    def alone(self) -> Arm:
+        """An arm of nothing else."""
+        return Arm(_ALONE, self._multiply, lambda result: result)
+
+    @staticmethod
+    def take_off(samples: Samples) -> tuple[Samples, float]:
+        """Every arm's times beyond the product's median, and that."""
+        alone = percentile(samples[_ALONE], 50)
+        beyond = {
+            name: [value - alone for value in values]
+            for name, values in samples.items()
+            if name != _ALONE
+        }
+        return beyond, alone
+
+    def restore(self) -> None:
+        """Gives the partial sums back their values."""
+        copy_all(self._xs, self._kept)
+
+    def _multiply(self, index: int) -> None:
+        torch.mm(self._left, self._right[index], out=self._xs[index])

@@ -10,8 +10,7 @@ from typing import Any
 
 from allnorm import topology
 from allnorm.bench import floor, run
-from allnorm.bench.modes import Mode, family
-from allnorm.bench.shapes import Shape
+from allnorm.bench.modes import Mode, Shape, family
 from allnorm.testing import DTYPES, OnMessage, run_ranks
 
 _SECONDS = 3600.0  # that a run may take

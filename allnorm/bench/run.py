@@ -9,12 +9,11 @@ from typing import Any
 import torch
 
 import allnorm
-from allnorm.bench import arms, baselines, bounds, clock, modes, peers
+from allnorm.bench import arms, bounds, clock, modes, peers
 from allnorm.bench.arms import Arm
 from allnorm.bench.case import NUM_SETS, Case, make_case
-from allnorm.bench.modes import Mode
-from allnorm.bench.product import Product
-from allnorm.bench.shapes import Shape
+from allnorm.bench.clock import Product
+from allnorm.bench.modes import Mode, Shape
 from allnorm.testing import DTYPES, RankFailedError, agree, all_or_none, report, same_bits
 from allnorm.testing.rank import device
 
@@ -107,10 +106,8 @@ def _arms(
             continue
         if obstacle and name != "allnorm16":
             tried.append(_tried(obstacle, name))
-        elif name.startswith("allnorm"):
-            tried.append(_tried(arms.own_arms(comm, case, mode, name), name))
         else:
-            tried.append(_tried(baselines.baseline(case, mode, name), name))
+            tried.append(_tried(arms.make_arm(comm, case, mode, name), name))
     for name in modes.peer_names(job.device, mode):
         if name in job.arms:
             found = obstacle or others.arms(name, case, mode)

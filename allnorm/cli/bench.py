@@ -17,9 +17,9 @@ from allnorm import names, topology
 from allnorm.bench import compare as bench_compare
 from allnorm.bench import modes as bench_modes
 from allnorm.bench import report
+from allnorm.bench.modes import Shape
 from allnorm.bench.report import Measurement
 from allnorm.bench.run import Job
-from allnorm.bench.shapes import Shape
 from allnorm.cli import bench_html, bench_plot, bench_table, options, output
 from allnorm.cli.options import Device, Dtype, Json, Tp
 

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from allnorm import names, topology
 from allnorm.bench.e2e import models, report
-from allnorm.bench.e2e.job import Job, arm_names
+from allnorm.bench.e2e.models import Job, arm_names
 from allnorm.bench.e2e.report import Result
 from allnorm.cli import options, output
 from allnorm.cli.options import Device, Dtype, Json, Tp

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from allnorm import names
-from allnorm.bench.shapes import Shape
+from allnorm.bench.modes import Shape
 from allnorm.cli import options, output
 from allnorm.cli.options import Device, Json, Tp
 from allnorm.tune import check as tune_check

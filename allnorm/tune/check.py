@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from allnorm.bench import report
-from allnorm.bench.modes import Mode
+from allnorm.bench.modes import Mode, Shape
 from allnorm.bench.report import Measurement
 from allnorm.bench.run import Job as Benchmark
-from allnorm.bench.shapes import Shape
 from allnorm.testing import OnMessage
 from allnorm.tune import crossovers
 from allnorm.tune.run import Job

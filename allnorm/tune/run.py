@@ -11,11 +11,10 @@ import torch
 import allnorm
 from allnorm import policy, tuning
 from allnorm.bench import clock, floor
-from allnorm.bench.arms import Arm, own_arm
+from allnorm.bench.arms import Arm, allnorm_arm
 from allnorm.bench.case import Case, make_case
-from allnorm.bench.modes import Mode
+from allnorm.bench.modes import Mode, Shape
 from allnorm.bench.run import check_arm
-from allnorm.bench.shapes import Shape
 from allnorm.testing import OnMessage, agree, gather, report, run_ranks
 from allnorm.testing.rank import device
 from allnorm.tune import crossovers
@@ -213,7 +212,7 @@ def candidate_arm(
     """
     force = forced(comm, case, mode, candidate, link_gbps)
     force()
-    arm = own_arm(comm, case, mode, str(candidate), "auto")
+    arm = allnorm_arm(comm, case, mode, str(candidate), "auto")
     plan = comm.plan(
         case.num_rows, case.shape.hidden_size, case.dtype, case.spec(mode.quant), algorithm="auto"
     )

@@ -88,7 +88,7 @@ class Kind:
         x: torch.Tensor,
         residual: torch.Tensor,
         weight: torch.Tensor,
-        **out: torch.Tensor | None,
+        **out: Any,
     ) -> Results:
         """Makes the call on this rank; on CUDA it returns before the call has run.
 

@@ -314,10 +314,10 @@ def _compare(
     digest: bool = True,
 ) -> None:
     """Compares results by name, scales with the padding rows behind them."""
-    compared = [
+    parts, wanted = (
         [_with_padding(name, results[name], spec) for name in got] for results in (got, expected)
-    ]
-    recorder.compare(case, *compared, list(got), digest=digest)
+    )
+    recorder.compare(case, parts, wanted, list(got), digest=digest)
 
 
 def _with_padding(name: str, part: torch.Tensor, spec: Quant | None) -> torch.Tensor:

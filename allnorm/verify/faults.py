@@ -399,9 +399,7 @@ def _inputs(comm: allnorm.Communicator, call: Kind, number: int) -> _Inputs:
     )
 
 
-def _call(
-    comm: allnorm.Communicator, call: Kind, inputs: _Inputs, **out: torch.Tensor | None
-) -> Results:
+def _call(comm: allnorm.Communicator, call: Kind, inputs: _Inputs, **out: Any) -> Results:
     xs, *shared = inputs
     return call.call(comm, xs[comm.rank], *shared, **out)
 

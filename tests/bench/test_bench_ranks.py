@@ -13,9 +13,8 @@ import allnorm
 from allnorm.bench import arms, bounds, clock
 from allnorm.bench import run as ranks_bench
 from allnorm.bench.case import Outcome, make_case
-from allnorm.bench.modes import Mode, arm_names, known_arms
-from allnorm.bench.product import Product
-from allnorm.bench.shapes import Shape
+from allnorm.bench.clock import Product
+from allnorm.bench.modes import Mode, Shape, arm_names, known_arms
 from allnorm.testing import run_ranks
 
 CPU = torch.device("cpu")

@@ -12,9 +12,8 @@ import pytest
 import typer
 from bench_samples import measurement, two_ranks
 
-from allnorm.bench.modes import Mode
+from allnorm.bench.modes import Mode, Shape
 from allnorm.bench.report import Measurement
-from allnorm.bench.shapes import Shape
 from allnorm.cli import bench_html, bench_plot
 from allnorm.cli.bench_plot import Panel
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from allnorm.bench import shapes
+from allnorm.bench import modes
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ def _published(
     name: str, sizes: tuple[int, int, int, int, int, int], theta: float, qk_norm: bool = False
 ) -> Transformer:
     """A model whose hidden size and eps stand in the table of shapes."""
-    known = shapes.find(name)
+    known = modes.find_model(name)
     return Transformer(name, known.hidden_size, *sizes, known.eps, theta, qk_norm)
 
 
@@ -80,3 +80,42 @@ def check_world_size(model: Transformer, world_size: int) -> None:
             f"{world_size} ranks cannot share the {model.num_kv_heads} key and value heads of "
             f"{model.name} evenly; use a number of ranks that divides them"
         )
+
+
+REFERENCE = "allnorm:unfused"
+"""The arm whose bits allnorm's others must have."""
+LOCAL = "local"
+"""The arm that does not communicate."""
+
+PEER_ARMS = ("flashinfer", "sglang", "sglang+local", "vllm+local")
+"""Other libraries: a fused kernel, or "+local": its all-reduce and `allnorm.add_rms_norm`."""
+
+
+def arm_names(device: str) -> tuple[str, ...]:
+    """What can run on "cuda" or "cpu"."""
+    library, peers = ("nccl", PEER_ARMS) if device == "cuda" else ("gloo", ())
+    return ("allnorm", REFERENCE, f"{library}+torch", f"{library}+local", *peers)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to run; the same on every rank."""
+
+    model: Transformer  # its dimensions
+    batch_sizes: tuple[int, ...]  # numbers of prompts
+    prompt: int  # tokens of a prompt
+    tokens: int  # to generate, at least 2
+    arms: tuple[str, ...]  # what to time and compare, of `arm_names`
+    dtype: str  # name of the dtype of weights and activations
+    device: str  # "cuda" or "cpu"
+    rounds: int  # how often each arm generates everything
+
+    @property
+    def torch_arm(self) -> str:
+        """The arm that stands for what others compute."""
+        return "nccl+torch" if self.device == "cuda" else "gloo+torch"
+
+    @property
+    def always(self) -> tuple[str, ...]:
+        """The arms that the others are compared with, timed whether asked for or not."""
+        return (REFERENCE, self.torch_arm, LOCAL)

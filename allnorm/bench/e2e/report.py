@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from allnorm.bench.e2e import run
-from allnorm.bench.e2e.job import Job
-from allnorm.bench.e2e.models import Transformer
+from allnorm.bench.e2e.models import Job, Transformer
 from allnorm.testing import OnMessage, run_ranks
 
 _SECONDS = 3600.0  # that a run may take

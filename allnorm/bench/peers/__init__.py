@@ -22,13 +22,12 @@ import torch.distributed as dist
 from allnorm.bench import arms
 from allnorm.bench.arms import Arm, Reduction
 from allnorm.bench.case import Case
-from allnorm.bench.modes import Mode
+from allnorm.bench.modes import Mode, Shape
 from allnorm.bench.peers.base import Peer, Setting
 from allnorm.bench.peers.flashinfer import FlashInfer
 from allnorm.bench.peers.sglang import Sglang
 from allnorm.bench.peers.symm_mem import SymmMem
 from allnorm.bench.peers.vllm import Vllm
-from allnorm.bench.shapes import Shape
 from allnorm.testing import RankFailedError, agree, all_or_none
 
 REGISTRY: Mapping[str, type[Peer]] = {
@@ -95,7 +94,7 @@ class Peers:
             )
         for reduction in self._reductions(peer, case):
             name = f"{reduction.name}+local{suffix}"
-            found.append(arms.then_norm(reduction, case, mode, name))
+            found.append(arms.then_local_norm(reduction, case, mode, name))
         return found or "it has no kernel for this"
 
     def _reductions(self, peer: Peer, case: Case) -> list[Reduction]:

@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from allnorm.bench.arms import Arm, Reduction
 from allnorm.bench.case import Case
-from allnorm.bench.modes import Mode
-from allnorm.bench.shapes import Shape
+from allnorm.bench.modes import Mode, Shape
 
 
 @dataclass(frozen=True)
