@@ -194,7 +194,8 @@ def quantizer(spec: Quant, hidden_size: int, device: torch.device) -> Quantizer:
         if isinstance(spec, allnorm.Fp8PerTensor):
             scale = spec.scale
         else:
-            scale = allnorm.quant.empty_scale(spec, *normed.shape, normed.device)
+            rows, columns = normed.shape
+            scale = allnorm.quant.empty_scale(spec, rows, columns, normed.device)
         launch(normed, quantized, scale)
         return quantized, scale
 
