@@ -16,6 +16,7 @@ from allnorm.bench.clock import Product
 from allnorm.bench.modes import Mode, Shape
 from allnorm.testing import DTYPES, RankFailedError, agree, all_or_none, report, same_bits
 from allnorm.testing.rank import device
+from allnorm.testing.timing import percentiles
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class _Tried:
     arm: Arm | None = None  # what runs, as long as it is right; None if it cannot, or is not
     reason: str = ""  # why it does not run; not its fault
     error: str = ""  # what is wrong with its result
-    times: dict[str, float] = field(default_factory=lambda: clock.summary([]))  # what was measured
+    times: dict[str, float] = field(default_factory=lambda: percentiles([]))  # what was measured
 
 
 def _tried(found: Arm | str, name: str) -> _Tried:
@@ -176,7 +177,7 @@ def _measure(tried: list[_Tried], case: Case, job: Job) -> None:
         samples = _time(tried, case, job)
     for one, arm in _running(tried):
         if arm.name in samples:
-            one.times = clock.summary(samples[arm.name]) | more
+            one.times = percentiles(samples[arm.name]) | more
             if job.device == "cuda" and not job.product:
                 one.times |= clock.time_eager(arm, torch.cuda.synchronize)
 

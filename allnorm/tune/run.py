@@ -17,6 +17,7 @@ from allnorm.bench.modes import Mode, Shape
 from allnorm.bench.run import check_arm
 from allnorm.testing import OnMessage, agree, gather, report, run_ranks
 from allnorm.testing.rank import device
+from allnorm.testing.timing import percentile
 from allnorm.tune import crossovers
 from allnorm.tune.crossovers import Candidate, Times
 
@@ -171,7 +172,7 @@ def _time(job: Job, arms: Mapping[_Key, Arm], num_tokens: int) -> dict[_Key, flo
     else:
         graphs = [(arm, clock.capture(arm, num_tokens)) for arm in arms.values()]
         samples = clock.time_cuda(graphs, num_tokens, rounds=_CUDA_ROUNDS)
-    own = [clock.summary(samples[arm.name])["p50_us"] for arm in arms.values()]
+    own = [percentile(samples[arm.name], 50) for arm in arms.values()]
     return dict(zip(arms, map(max, zip(*gather(own), strict=True)), strict=True))
 
 

@@ -147,11 +147,6 @@ def test_what_a_call_must_return_may_not_be_missing() -> None:
     assert bounds.describe_error(whole, case, 0, "per_token") == ""
 
 
-def test_percentiles() -> None:
-    assert clock.summary([3.0, 1.0, 2.0]) == {"p50_us": 2.0, "p90_us": 3.0, "p99_us": 3.0}
-    assert all(math.isnan(value) for value in clock.summary([]).values())
-
-
 class Event:
     """Stands in for a CUDA event: the first graph takes 2 us a replay, the second one fails."""
 
