@@ -107,10 +107,9 @@ def headline(measurements: Sequence[Measurement], dtype: str) -> str:
     )
     same = (chosen.shape, chosen.mode, chosen.world_size)
     found = {m.arm: m for m in measurements if (m.shape, m.mode, m.world_size) == same}
-    time = output.microseconds(chosen.p50_us)
     what = f", {chosen.mode}" if str(chosen.mode) else ""
-    text = f"{chosen.shape} {dtype}{what}, {output.ranks(chosen.world_size)}: {time}"
-    text += "" if time.endswith("ms") else " us"
+    text = f"{chosen.shape} {dtype}{what}, {output.ranks(chosen.world_size)}: "
+    text += output.time_of(chosen.p50_us)
     baseline = next((arm for arm in found if "+torch" in arm), None)
     ratio = speed_up(found, [baseline]) if baseline else math.nan
     if baseline and math.isfinite(ratio):

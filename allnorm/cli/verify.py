@@ -83,11 +83,10 @@ def verify(
             for detail in record["details"]:
                 console.print(output.bad(f"{record['check']}: {detail}"))
         failures += sum(record["failures"] for record in found)
-        rows = ({**common, "world_size": size, "shared_gpus": shared, **record} for record in found)
-        output.append_json_lines(json, rows)
+        of_size = {**common, "world_size": size, "shared_gpus": shared}
+        output.append_json_lines(json, found, of_size)
     if failures:
-        console.print(output.bad(f"{failures} cases failed; repeat with --seed {seed}"))
-        raise typer.Exit(1)
+        output.fail(f"{failures} cases failed; repeat with --seed {seed}")
     ranks = ", ".join([*map(str, sizes[:-1]), output.ranks(sizes[-1])])
     console.print(output.ok(f"everything holds with {ranks} on {where}"))
 
@@ -120,11 +119,10 @@ def _faults(
             rows = verify_faults.run(size, where, timeout_s, words, shared, show)
         _show_faults(rows, size, console)
         of_size = {**common, "world_size": size, "shared_gpus": shared}
-        output.append_json_lines(json, ({**of_size, **row} for row in rows))
+        output.append_json_lines(json, rows, of_size)
         failed += sum(bool(row["problems"]) for row in rows)
     if failed:
-        console.print(output.bad(f"{failed} faults were not dealt with as promised"))
-        raise typer.Exit(1)
+        output.fail(f"{failed} faults were not dealt with as promised")
     console.print(output.ok("every fault was noticed in time and named"))
 
 

@@ -123,7 +123,7 @@ def _error(one: dict[str, Any]) -> str:
     return "; ".join(wrong)
 
 
-def json_row(result: Result, model: Transformer, common: dict[str, Any]) -> dict[str, Any]:
+def json_row(result: Result, model: Transformer) -> dict[str, Any]:
     """One line of the results file."""
     dimensions = asdict(model)
-    return {**common, "model": dimensions.pop("name"), **dimensions, **asdict(result)}
+    return {"model": dimensions.pop("name"), **dimensions, **asdict(result)}
