@@ -1,4 +1,4 @@
-"""One shape of a benchmark: everybody's inputs, and what must come out."""
+"""One shape of a benchmark: the inputs of all ranks, and the reference's results."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Case:
         return [batch.xs[self.rank] for batch in self.batches]
 
     def checksums(self) -> list[int]:
-        """Of all that calls read: whether an arm has overwritten what the others are timed with."""
+        """Checksums of what calls read, to see whether an arm has overwritten it."""
         words = {2: torch.int16, 4: torch.int32}[self.dtype.itemsize]
         read = [*self.xs, *(part for b in self.batches for part in (b.residual, b.weight))]
         return [int(tensor.view(words).sum(dtype=torch.int64)) for tensor in read]
@@ -86,12 +86,12 @@ class Case:
         return options | ({"quant": spec, "return_normed": mode.return_normed} if spec else {})
 
     def unbiased_weights(self) -> list[torch.Tensor]:
-        """The weights for a norm that knows no bias, per buffer set."""
+        """The weights with the bias added, for a norm that takes none, per buffer set."""
         bias = self.shape.weight_bias
         return [batch.weight + bias if bias else batch.weight for batch in self.batches]
 
     def obstacle(self, quant: str) -> str:
-        """Why no call can quantise rows of this width so; "" if it can."""
+        """Why rows of this width cannot be quantised so; "" if they can."""
         spec = self.spec(quant)
         if isinstance(spec, allnorm.Fp8PerGroup) and self.shape.hidden_size % spec.group_size:
             return f"hidden_size {self.shape.hidden_size} does not consist of whole groups"
@@ -107,9 +107,9 @@ def make_case(
     world_size: int,
     seed: int,
 ) -> Case:
-    """Makes the inputs of a shape, other ones for each buffer set and rank, and its references.
+    """Makes the inputs of a shape, different in each buffer set and on each rank, and references.
 
-    Another seed makes other inputs; it is the same on every rank.
+    `seed` is the same on every rank.
     """
     options: dict[str, Any] = {"weight_bias": shape.weight_bias, "numerics": numerics}
     size = (shape.num_tokens, shape.hidden_size, DTYPES[dtype], device, world_size)

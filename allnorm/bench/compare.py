@@ -1,4 +1,4 @@
-"""Is anything slower than it was, beyond what measuring varies by?
+"""Is anything slower than before, by more than measurements vary?
 
 A row of an earlier file belongs to a new one if hardware, ranks, shape, dtype, rounding mode, kind
 of result and arm are the same. An arm has regressed if its median lies above that of the file (of
@@ -41,7 +41,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Change:
-    """An arm in the file and now."""
+    """An arm's time in the file and now."""
 
     row: Row  # the new row
     before_us: float  # the median in the file; NaN if it has no time there
@@ -93,7 +93,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def changes(before: Iterable[Row], now: Iterable[Row]) -> list[Change]:
-    """Each new row whose arm was right in the file, with what it was.
+    """Each new row whose arm was right in the file, with its earlier time.
 
     Args:
         before: the rows of the file.
@@ -137,7 +137,7 @@ def _spread(row: Row) -> float:
 
 
 def _number(row: Row, key: str) -> float:
-    """A figure of a row; NaN for null, which stands for it in the file."""
+    """A figure of a row; NaN for null, which is how the file writes it."""
     value = row.get(key)
     return math.nan if value is None else float(value)
 

@@ -57,7 +57,7 @@ def modes(
 
 
 def quant_name(text: str) -> str:
-    """A spec as rows and tables name it, without what is the default; "" for "none".
+    """A spec as rows and tables name it, defaults left out; "" for "none".
 
     Raises:
         ValueError: `text` is no spec.
@@ -131,7 +131,7 @@ def known_arms(device: str, wanted: Sequence[Mode]) -> tuple[str, ...]:
 
 
 def with_compared(arms: Sequence[str], wanted: Sequence[Mode]) -> tuple[str, ...]:
-    """The arms, and the 16-bit call that a quantised one is shown beside."""
+    """The arms, and the 16-bit call where a quantised one is to be compared with it."""
     quantised = any(mode.quant for mode in wanted) and "allnorm" in arms
     return tuple(dict.fromkeys([*arms, *(["allnorm16"] if quantised else [])]))
 
@@ -165,7 +165,7 @@ class Model:
     weight_bias: float = 0.0  # 1.0 where the norm multiplies by `1 + weight`
 
     def shape(self, num_tokens: int) -> Shape:
-        """That of a call on so many tokens."""
+        """The shape of a call on so many tokens."""
         return Shape(num_tokens, self.hidden_size, self.eps, self.weight_bias, self.name)
 
 

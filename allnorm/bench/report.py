@@ -66,9 +66,9 @@ def measure(
         job: what to measure.
         world_size: number of ranks.
         push_gbps: what a rank's link carries, for the floor; 0: what is known of this GPU.
-        keep: called with the measurements of each shape and mode as soon as they are there: what is
-            stopped later has not been in vain.
-        on_message: takes a rank and what it says of its progress: `text`, `done` and `total`.
+        keep: called with the measurements of each shape and mode as soon as they are there, so that
+            a run that is stopped keeps them.
+        on_message: takes a rank and its progress: `text`, `done` and `total`.
 
     Returns:
         One measurement per shape, mode and arm.
@@ -204,7 +204,7 @@ def missing(measurements: Iterable[Measurement]) -> dict[str, str]:
 
 
 def _ratio(us: float, of_us: float) -> float:
-    """NaN if nothing can be said: beyond a product, noise may leave no time at all, or less."""
+    """NaN where there is no ratio: beyond a product, noise may leave no time, or less than none."""
     return us / of_us if of_us > 0 else math.nan
 
 

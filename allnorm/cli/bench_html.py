@@ -1,4 +1,4 @@
-"""One page with everything a benchmark found: tables, pictures, conditions. It needs no network."""
+"""One page with all results of a benchmark: tables, pictures, conditions. It needs no network."""
 
 from __future__ import annotations
 

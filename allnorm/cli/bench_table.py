@@ -23,7 +23,7 @@ Found = dict[str, Measurement]
 
 @dataclass(frozen=True)
 class Grid:
-    """A table before it has a look: headings, and for each shape the cells."""
+    """A table before it is rendered: headings, and for each shape the cells."""
 
     title: str  # above it
     columns: list[str]  # the headings
@@ -60,7 +60,7 @@ def grid(measurements: Sequence[Measurement], with_p99: bool) -> Grid:
 
 
 def table(measurements: Sequence[Measurement], width: int) -> Table:
-    """The same for a console; one of few characters in `width` shows no p99."""
+    """The table for a console; where it is narrow, p99 is left out."""
     arms = {family(m.arm) for m in measurements}
     found = grid(measurements, width >= _WIDE and len(arms) <= _FEW)
     verdicts = [output.bad("WRONG") if wrong else output.ok("PASS") for wrong in found.wrong]

@@ -34,7 +34,7 @@ Json = Annotated[
 
 @contextlib.contextmanager
 def of(option: str) -> Iterator[None]:
-    """What a library refuses in this block is the fault of an option: exit code 2, in words."""
+    """Reports a ValueError of the block as a wrong value of that option: exit code 2."""
     try:
         yield
     except ValueError as error:

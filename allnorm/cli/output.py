@@ -112,7 +112,7 @@ def bad(text: str) -> str:
 
 
 def fail(text: str) -> NoReturn:
-    """Says what does not hold, and ends the command with exit code 1."""
+    """Prints what is wrong, and ends the command with exit code 1."""
     console().print(bad(text))
     raise typer.Exit(1)
 
@@ -154,7 +154,7 @@ def provenance() -> dict[str, Any]:
 
 
 def _without_folder(argument: str) -> str:
-    """An argument as it is worth keeping: where on this machine a file lay is not."""
+    """An argument as it is stored: of an absolute path the name alone."""
     return Path(argument).name if Path(argument).is_absolute() else argument
 
 

@@ -127,7 +127,7 @@ def _faults(
 
 
 def _show_faults(rows: list[verify_faults.Row], world_size: int, console: Console) -> None:
-    """The table, and what did not hold below it."""
+    """Prints the table, and the problems below it."""
     cells = [
         (
             row["fault"],

@@ -1,4 +1,4 @@
-"""Inputs for tests: distinct on every rank and in every call, reproducible, and the nasty ones.
+"""Inputs for tests: distinct on every rank and in every call, reproducible; and special values.
 
 A test in which all ranks hold the same values cannot see data of a wrong peer, and one that repeats
 its values cannot see data of an earlier call; so rank and call number go into every seed.

@@ -129,9 +129,9 @@ def _is_kernel(event: Any) -> bool:
 
 
 def _classify(event: Any) -> tuple[str, str] | None:
-    """Kind and name of what an event stands for; an empty kind for what is known and not counted.
+    """Kind and name of an event; an empty kind for one that is recognised and not counted.
 
-    None: it may be inside.
+    None for any other event: what is to be counted may be inside it.
     """
     name = event.name
     if name.startswith(CALL):
@@ -165,7 +165,7 @@ def _subtree(event: Any) -> Iterator[Any]:
 
 
 def kernel(name: str) -> tuple[str, str] | None:
-    """Kind and name of a kernel, or None for one of another trade."""
+    """Kind and name of a kernel; None if it is neither a reduction nor a norm."""
     for pattern, kind, what in _KERNELS:
         if pattern.search(name):
             return kind, what

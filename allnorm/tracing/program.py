@@ -61,7 +61,7 @@ def run(command: list[str]) -> Traced:
 
 
 def problem(reports: list[TraceReport], require: float | None = None) -> str:
-    """What does not hold of the reports of a program, in words; "" if nothing.
+    """What is wrong with the reports of a program, in words; "" if nothing is.
 
     Args:
         reports: of its ranks.

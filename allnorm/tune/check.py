@@ -38,7 +38,7 @@ class Point:
 
     @property
     def errors(self) -> list[str]:
-        """What is wrong with the bits of either."""
+        """What is wrong with the bits of the two."""
         return [f"{m.arm} at {m.shape}: {m.error}" for m in (self.auto, self.best) if m.error]
 
 
@@ -63,7 +63,7 @@ def measure(
         dtype: one of the job's.
         world_size: number of ranks.
         directory: where tables are kept, see `tuning.path_of`.
-        on_message: takes a rank and what it says of its progress.
+        on_message: takes a rank and its progress.
 
     Raises:
         RankError: a rank raised, died or was late.

@@ -111,7 +111,7 @@ def steps(times: Mapping[int, Times], without: Iterable[Candidate] = ()) -> tupl
 
     Args:
         times: by number of tokens.
-        without: candidates that were wrong somewhere, and are therefore nowhere taken.
+        without: candidates that were wrong somewhere, and are therefore used nowhere.
     """
     kept = leave_out(times, without)
     chosen = list(winners(kept).items())

@@ -86,19 +86,19 @@ class Result:
 
     @property
     def wrong(self) -> set[Candidate]:
-        """Candidates that were wrong somewhere, and are therefore nowhere taken."""
+        """Candidates that were wrong somewhere, and are therefore used nowhere."""
         return {candidate for curve in self.curves for candidate in curve.wrong}
 
 
 def measure(job: Job, world_size: int, on_message: OnMessage | None = None) -> Result:
     """Starts ranks and lets them measure.
 
-    `on_message` takes a rank and what it says of its progress: `text`, `done` and `total`.
+    `on_message` takes a rank and its progress: `text`, `done` and `total`.
 
     Raises:
         RankError: a rank raised, died or was late.
-        RuntimeError: the ranks did not go by the same times: a table that they do not share must
-            not be stored.
+        RuntimeError: the ranks have different times: a table that they do not share must not be
+            stored.
     """
     results: list[Result] = run_ranks(
         run, world_size, device=job.device, args=(job,), timeout=_SECONDS, on_message=on_message
@@ -166,7 +166,7 @@ def _make_case(comm: allnorm.Communicator, shape: Shape, dtype: str) -> Case:
 
 
 def _time(job: Job, arms: Mapping[_Key, Arm], num_tokens: int) -> dict[_Key, float]:
-    """Median microseconds of each arm, of the slowest rank: what all ranks go by. Collective."""
+    """Median microseconds of each arm, of the slowest rank, the same on all ranks. Collective."""
     if job.device == "cpu":
         samples = clock.time_cpu(list(arms.values()), job.seconds)
     else:
@@ -225,7 +225,7 @@ def candidate_arm(
 def forced(
     comm: allnorm.Communicator, case: Case, mode: Mode, candidate: Candidate, link_gbps: float
 ) -> Callable[[], None]:
-    """Lets a communicator choose this candidate, and nothing else, for calls of a case."""
+    """A function that makes a communicator choose this candidate alone for calls of a case."""
     step = policy.Step(None, candidate.algorithm, candidate.num_blocks)
     name = (str(case.dtype).removeprefix("torch."), epilogue_of(mode.quant))
     curve = policy.Curve(case.shape.hidden_size, (step,))

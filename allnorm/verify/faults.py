@@ -212,7 +212,7 @@ def provoke(
     """Lets the last rank commit a fault. Collective. Reports the id of this process first.
 
     Returns:
-        What this rank saw, None on a rank that was to blame and has nothing to see: `error` (its
+        What this rank saw, None on the faulty rank where it sees nothing: `error` (its
         type), `message`, `peer`, `seconds` from the call that failed until it was known, and
         `problems`: what the failure contract promises and did not hold.
     """
@@ -251,7 +251,7 @@ def _communicator(
 
 
 def _commit(fault: str, comms: list[allnorm.Communicator], call: Kind) -> None:
-    """What the rank to blame does instead of its call."""
+    """What the faulty rank does instead of its call."""
     comm = comms[0]
     if fault == "killed":
         os.kill(os.getpid(), signal.SIGKILL)

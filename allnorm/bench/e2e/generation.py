@@ -25,7 +25,7 @@ _WARM_UP_STEPS = 2
 
 
 class Generation:
-    """One batch of prompts and the buffers in which its tokens come to be.
+    """One batch of prompts, and the buffers for its tokens.
 
     Collective: every rank makes it with the same arguments but its own weights.
 
@@ -62,7 +62,7 @@ class Generation:
         self._step = torch.zeros(1, dtype=torch.int64, device=device)
 
     def reset(self) -> None:
-        """Forgets what earlier generations, perhaps of a wrong arm, have left in the cache."""
+        """Clears the cache of what earlier generations, perhaps of a wrong arm, have left."""
         self._attention.clear()
 
     def prefill(self, site: Site) -> None:
@@ -81,7 +81,7 @@ class Generation:
         self._emit(rows)
 
     def _kernels(self) -> AbstractContextManager[Any]:
-        """The attention kernels of torch's own: they build no plans, and serve every arm alike."""
+        """PyTorch's own attention kernels: they build no plans, and are the same for every arm."""
         if self.token.device.type != "cuda":
             return nullcontext()
         return sdpa_kernel(_KERNELS)
@@ -196,7 +196,7 @@ class Attention:
         self._mask = torch.zeros((1, 1, 1, length), dtype=dtype, device=device)
 
     def clear(self) -> None:
-        """Zeroes the cache: what is masked out is multiplied by 0, which leaves a NaN a NaN."""
+        """Zeroes the cache: masked values are multiplied by 0, which leaves a NaN a NaN."""
         self._cache.zero_()
 
     def prefill(self, index: int, layer: Layer, qkv: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Transformers by name: the dimensions of published models."""
+"""What can be run: transformers by name, with their published dimensions, arms and jobs."""
 
 from __future__ import annotations
 
@@ -112,10 +112,10 @@ class Job:
 
     @property
     def torch_arm(self) -> str:
-        """The arm that stands for what others compute."""
+        """The unfused arm that runs on PyTorch alone."""
         return "nccl+torch" if self.device == "cuda" else "gloo+torch"
 
     @property
     def always(self) -> tuple[str, ...]:
-        """The arms that the others are compared with, timed whether asked for or not."""
+        """The arms that the others are compared with; they run even if not asked for."""
         return (REFERENCE, self.torch_arm, LOCAL)

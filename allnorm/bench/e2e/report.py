@@ -27,7 +27,7 @@ _LEAST = (
 
 @dataclass(frozen=True)
 class Result:
-    """One arm at one batch size, over all ranks: of times the slowest rank's."""
+    """One arm at one batch size, over all ranks; times are the slowest rank's."""
 
     arm: str  # which way
     batch_size: int  # prompts
@@ -74,7 +74,7 @@ class Report:
 def measure(job: Job, world_size: int, on_message: OnMessage | None = None) -> Report:
     """Starts ranks and lets them generate.
 
-    `on_message` takes a rank and what it says of its progress: `text`, `done` and `total`.
+    `on_message` takes a rank and its progress: `text`, `done` and `total`.
 
     Raises:
         RankError: a rank raised, died or was late.
@@ -110,7 +110,7 @@ def _result(records: Sequence[dict[str, Any]], world_size: int, num_layers: int)
 
 
 def _error(one: dict[str, Any]) -> str:
-    """What does not hold of an arm, in words."""
+    """What is wrong with an arm, in words; "" if nothing is."""
     wrong = [] if one["finite"] else ["logits are not finite"]
     if one["arm"].startswith("allnorm"):
         steps, tokens = one["steps_checked"], one["num_tokens"]

@@ -125,7 +125,7 @@ def _reversed_sum(x: Tensor) -> Tensor:
 
 
 def _nccl_group(algorithm: str, device: torch.device) -> dist.ProcessGroup:
-    """All ranks, with an NCCL that reads its algorithm while it starts: at the first call."""
+    """A group of all ranks whose NCCL uses one algorithm, which it reads at its first call."""
     with _environment("NCCL_ALGO", algorithm):
         group = dist.new_group(backend="nccl")
         assert group is not None

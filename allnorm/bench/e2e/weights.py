@@ -1,4 +1,4 @@
-"""Random weights of a sharded transformer: whatever the number of ranks, the same whole model.
+"""Random weights of a sharded transformer: the model is the same for any number of ranks.
 
 A unit is one key and value head with its query heads, and the equal part of the MLP and of the
 vocabulary. Every tensor is made unit by unit, each from a seed of its own, and a rank makes the
@@ -78,7 +78,7 @@ def _layer(model: Transformer, source: _Source, name: str) -> Layer:
 
 
 class _Source:
-    """Makes tensors from their names; `units` are those of the `num_units` that this rank holds."""
+    """Makes tensors from their names; this rank holds the `units` of `num_units`."""
 
     def __init__(
         self, num_units: int, units: range, dtype: torch.dtype, device: torch.device
@@ -99,7 +99,7 @@ class _Source:
         return 1 + self.normal(name, 1, size, 0.1)[0]
 
     def rows(self, name: str, rows: int, columns: int) -> torch.Tensor:
-        """This rank's rows of a matrix that keeps the size of normalised rows."""
+        """This rank's rows of a random matrix that keeps the magnitude of normalised rows."""
         made = self._blocks(name, rows // self._num_units, columns, columns**-0.5)
         return torch.cat(made)
 

@@ -75,7 +75,7 @@ class Peers:
                 self._open[name] = peer
 
     def peer(self, name: str) -> Peer:
-        """One that is not missing."""
+        """A peer that is not missing."""
         return self._open[name]
 
     def arms(self, name: str, case: Case, mode: Mode) -> list[Arm] | str:
@@ -98,10 +98,10 @@ class Peers:
         return found or "it has no kernel for this"
 
     def _reductions(self, peer: Peer, case: Case) -> list[Reduction]:
-        """Those of a peer, on inputs of its own if it overwrites them.
+        """A peer's all-reduces, on inputs of its own if it overwrites them.
 
-        These live as long as the peer, which may keep them mapped. In graphs they are zeros: sums
-        of sums would soon be infinite, and a norm of them takes longer.
+        The inputs live as long as the peer, which may keep them mapped. In graphs they are zeros:
+        replays add up sums of sums, which would soon be infinite, and slower to normalise.
         """
         if not peer.overwrites_inputs:
             return peer.reductions(case)
