@@ -52,12 +52,8 @@ def describe_quantized(
 ) -> str:
     """Describes which scales or values exceed their bounds; "" if none do.
 
-    Args:
-        quantized: float8_e4m3fn, [num_tokens, hidden_size].
-        scale: as the spec says.
-        normed: the reference's rows before quantisation.
-        limit: how far those may be off, element by element, float32.
-        spec: how they are quantised.
+    `normed` are the reference's rows before quantisation, `limit` how far they may be off, element
+    by element, float32.
     """
     wanted, size = normed.float(), _group_size(spec, normed.shape[-1])
     scales = scale_of_elements(scale, spec, *normed.shape)

@@ -72,12 +72,9 @@ def capture(arm: Arm, num_tokens: int) -> torch.cuda.CUDAGraph:
 def time_cuda(
     arms: Sequence[tuple[Arm, torch.cuda.CUDAGraph]], num_tokens: int, rounds: int = _CUDA_ROUNDS
 ) -> Samples:
-    """Time per call of replays. Collective.
+    """Time per call of replays of what `capture` made of each arm. Collective.
 
-    Args:
-        arms: with what `capture` made of them.
-        num_tokens: as given to `capture`.
-        rounds: how often each has its turn, of three timed replays.
+    Each has its turn in every round, with three timed replays.
     """
     samples: Samples = {arm.name: [] for arm, _ in arms}
     calls = calls_per_graph(num_tokens)
@@ -128,13 +125,9 @@ def _naming(arm: Arm) -> Iterator[None]:
 class Product:
     """A product `[num_tokens, columns] @ [columns, hidden_size]` in front of every call.
 
-    It leaves little in the caches of what a call reads beside its input, and nothing of the launch
-    overlaps the call before. Two matrices take turns, so that wide ones are not in the caches
-    themselves.
-
-    Args:
-        case: whose partial sums it writes. They have other values until `restore`.
-        columns: of what is multiplied; the bytes of a matrix are `columns` times those of a row.
+    It writes the partial sums of a case, which have other values until `restore`. It leaves little
+    in the caches of what a call reads beside its input, and nothing of the launch overlaps the call
+    before. Two matrices take turns, so that wide ones are not in the caches themselves.
     """
 
     def __init__(self, case: Case, columns: int) -> None:

@@ -93,12 +93,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def changes(before: Iterable[Row], now: Iterable[Row]) -> list[Change]:
-    """Each new row whose arm was right in the file, with its earlier time.
-
-    Args:
-        before: the rows of the file.
-        now: new ones.
-    """
+    """Each new row whose arm was right in the file (`before`), with its earlier time."""
     earlier: dict[tuple[Any, ...], list[Row]] = {}
     for row in before:
         if row.get("correct") and math.isfinite(_number(row, "p50_us")):

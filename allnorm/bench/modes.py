@@ -38,15 +38,10 @@ class Mode:
 def modes(
     quants: Iterable[str], residuals: Iterable[str], return_normed: bool = False
 ) -> list[Mode]:
-    """Each kind of result with each kind of residual.
-
-    Args:
-        quants: specs, of which "none" stands for no quantisation; of none it is that.
-        residuals: of RESIDUALS.
-        return_normed: for the quantised ones.
+    """Each kind of result with each kind of residual; "none" stands for no quantisation.
 
     Raises:
-        ValueError: no spec, or one that allnorm refuses.
+        ValueError: a word is no spec, or one that allnorm refuses.
     """
     specs = list(dict.fromkeys(map(quant_name, quants))) or [""]
     return [
@@ -74,10 +69,9 @@ def quant_name(text: str) -> str:
 def quant_of(text: str, device: torch.device | str = "cpu") -> Quant | None:
     """The spec that a word stands for; None for no quantisation, "" or "none".
 
-    Args:
-        text: "per_token", "per_tensor", or "per_group" with a group size, a layout and a format of
-            the scales behind it, as many as are wanted, in any order, separated by colons.
-        device: where the static scale of a per_tensor spec lies.
+    The words are "per_token", "per_tensor", whose static scale lies on `device`, and "per_group"
+    with a group size, a layout and a format of the scales behind it, as many as are wanted, in any
+    order, separated by colons.
 
     Raises:
         ValueError: it is something else.

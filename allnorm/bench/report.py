@@ -60,7 +60,7 @@ def measure(
     keep: Callable[[list[Measurement]], None] = lambda measured: None,
     on_message: OnMessage | None = None,
 ) -> list[Measurement]:
-    """Starts ranks and lets them measure.
+    """Starts ranks and lets them measure; one measurement per shape, mode and arm.
 
     Args:
         job: what to measure.
@@ -69,9 +69,6 @@ def measure(
         keep: called with the measurements of each shape and mode as soon as they are there, so that
             a run that is stopped keeps them.
         on_message: takes a rank and its progress: `text`, `done` and `total`.
-
-    Returns:
-        One measurement per shape, mode and arm.
 
     Raises:
         RankError: a rank raised, died or was late.
@@ -97,10 +94,7 @@ def merge(
 ) -> list[Measurement]:
     """Joins the records of all ranks: the slowest rank's time counts, any rank's error counts.
 
-    Args:
-        ranks: what `run.run` returned, in rank order, or a part of it.
-        job: that they were given.
-        push_gbps: what a rank's link carries; None if unknown.
+    `ranks` are what `run.run` returned, in rank order, or a part of it.
     """
     plain = {
         (records[0]["shape"], records[0]["mode"]): _largest(r["p50_us"] for r in records)
@@ -136,10 +130,8 @@ def merge(
 class Gatherer:
     """Puts together what the ranks report, one shape and mode after the other.
 
-    Args:
-        world_size: number of ranks.
-        complete: called with the records of all ranks, in rank order, as soon as they are there.
-        other: called with every other message.
+    `complete` is called with the records of all ranks, in rank order, as soon as they are there,
+    and `other` with every other message.
     """
 
     def __init__(

@@ -61,11 +61,7 @@ _Kernels = dict[str, list[float]]
 
 
 class Collector:
-    """Counts what the events of one profile show.
-
-    Args:
-        events: of `torch.profiler.profile`, with their tree.
-    """
+    """Counts what the events of one `torch.profiler.profile` show, which come with their tree."""
 
     def __init__(self, events: Iterable[Any]) -> None:
         self.tally = Tally()

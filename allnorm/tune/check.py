@@ -53,17 +53,10 @@ def measure(
     directory: Path | None = None,
     on_message: OnMessage | None = None,
 ) -> Points:
-    """Starts ranks and times `auto` beside every algorithm.
+    """Starts ranks and times `auto` beside every algorithm, with inputs of one of the job's dtypes.
 
-    What is beyond the limit is measured again before it counts, because one in a hundred points
-    is beyond it by noise.
-
-    Args:
-        job: its sizes, quantisations and algorithms.
-        dtype: one of the job's.
-        world_size: number of ranks.
-        directory: where tables are kept, see `tuning.path_of`.
-        on_message: takes a rank and its progress.
+    What is beyond the limit is measured again before it counts, because one in a hundred points is
+    beyond it by noise. For `directory` see `tuning.path_of`.
 
     Raises:
         RankError: a rank raised, died or was late.

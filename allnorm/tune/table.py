@@ -30,12 +30,7 @@ def store(
 ) -> Path:
     """Writes the table of a device; curves of an earlier one that were not measured again stay.
 
-    Args:
-        result: what was measured.
-        directory: see `tuning.path_of`.
-        device: "cuda" or "cpu".
-        world_size: number of ranks.
-        provenance: commit, versions, command and date of the measurement.
+    For `directory` see `tuning.path_of`; `provenance` is commit, versions, command and date.
 
     Raises:
         OSError: the folder or the file cannot be written.

@@ -68,10 +68,8 @@ class Kind:
     ) -> Results:
         """The reference's results for all rows.
 
-        Args:
-            reduced: the sum over the ranks, [num_tokens, hidden_size].
-            residual: likewise; ignored by a kind without a residual.
-            weight: [hidden_size].
+        `reduced` is the sum over the ranks, [num_tokens, hidden_size]; `residual` is ignored by a
+        kind without one.
         """
         if self.op == "all_reduce":
             return {"reduced": reduced}
@@ -92,12 +90,9 @@ class Kind:
     ) -> Results:
         """Makes the call on this rank; on CUDA it returns before the call has run.
 
-        Args:
-            comm: the communicator.
-            x: [num_tokens, hidden_size], this rank's partial sum.
-            residual: likewise, all rows; a sharded call takes this rank's.
-            weight: [hidden_size].
-            out: memory for results, under the names that the method has for it.
+        `x` is this rank's partial sum, [num_tokens, hidden_size]; `residual` has all rows, of which
+        a sharded call takes this rank's. `out` is memory for results, under the names of the
+        method.
         """
         lo, hi = comm.row_shard(self.num_tokens) if self.sharded else (0, self.num_tokens)
         if self.op == "all_reduce":
@@ -172,13 +167,7 @@ def specs(hidden_size: int, device: torch.device) -> list[Quant]:
 
 
 def random_kind(rng: random.Random, device: torch.device, max_elems: int) -> Kind:
-    """A kind drawn from everything that the API offers.
-
-    Args:
-        rng: in the same state on all ranks.
-        device: where it will run.
-        max_elems: the most elements of a call.
-    """
+    """A kind drawn from everything that the API offers; `rng` is in the same state on all ranks."""
     hidden_size = rng.choice(HIDDEN_SIZES)
     fitting = [t for t in TOKENS[device.type] if t * hidden_size <= max_elems]
     norm = rng.random() < 0.85

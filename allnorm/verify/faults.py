@@ -98,15 +98,10 @@ def run(
     share_gpus: bool = False,
     on_message: OnMessage = lambda rank, message: None,
 ) -> list[Row]:
-    """Provokes every fault with every algorithm it applies to.
+    """Provokes every fault with every algorithm it applies to; the last rank fails.
 
-    Args:
-        world_size: ranks, the last of which fails; at least 2.
-        device: "cuda" or "cpu".
-        timeout_s: of the communicators.
-        words: only faults whose names hold one of them; empty: all.
-        share_gpus: several ranks may be on one GPU.
-        on_message: takes a rank and what is said of its progress: `text`, `done` and `total`.
+    Only faults whose names hold one of `words` run, if there are any; `on_message` takes a rank and
+    its progress: `text`, `done` and `total`.
 
     Returns:
         A row for each: `fault`, `algorithm`, `seconds` (of the slowest rank), `saw` (in words),

@@ -417,10 +417,9 @@ class _CapturedCall:
 
 
 class Graph:
-    """A graph of several calls on several communicators.
+    """A graph of several calls on several communicators, in this order.
 
-    Args:
-        calls: communicator, kind, tape, and whether results overwrite the inputs; in this order.
+    Each is given as communicator, kind, tape, and whether results overwrite the inputs.
     """
 
     def __init__(self, calls: Sequence[tuple[allnorm.Communicator, Kind, Tape, bool]]) -> None:

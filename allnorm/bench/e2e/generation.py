@@ -123,14 +123,9 @@ class Generation:
 
 
 class Runner:
-    """One arm on one batch; on GPUs its decode step is a CUDA graph.
+    """One arm on one batch; with `captured` its decode step is a CUDA graph.
 
-    Collective: runs both phases once.
-
-    Args:
-        generation: the batch; several runners may share one, in turns.
-        arm: what runs at the sites.
-        captured: whether to make a graph of the decode step.
+    Collective: runs both phases once. Several runners may share a generation, in turns.
     """
 
     def __init__(self, generation: Generation, arm: Arm, captured: bool) -> None:
@@ -202,13 +197,8 @@ class Attention:
     def prefill(self, index: int, layer: Layer, qkv: torch.Tensor) -> torch.Tensor:
         """Attends causally within prompts and stores their keys and values.
 
-        Args:
-            index: of the layer.
-            layer: its weights.
-            qkv: [batch_size * length, heads * head_dim], sequence by sequence.
-
-        Returns:
-            [batch_size * length, query heads * head_dim].
+        `qkv` is [batch_size * length, heads * head_dim], sequence by sequence; the result likewise,
+        with the query heads only.
         """
         batch_size = self._cache.shape[1]
         heads = self._heads(layer, qkv, batch_size)
@@ -230,13 +220,7 @@ class Attention:
     def decode(self, index: int, layer: Layer, qkv: torch.Tensor) -> torch.Tensor:
         """Stores one token of each sequence at `position` and attends to all before it.
 
-        Args:
-            index: of the layer.
-            layer: its weights.
-            qkv: [batch_size, heads * head_dim].
-
-        Returns:
-            [batch_size, query heads * head_dim].
+        `qkv` is [batch_size, heads * head_dim]; the result likewise, with the query heads only.
         """
         batch_size = qkv.shape[0]
         turned = self._rotate(self._heads(layer, qkv, batch_size), self._turn).transpose(1, 2)

@@ -54,11 +54,7 @@ TRANSFORMERS = {
 
 
 def find(name: str, num_layers: int = 0) -> Transformer:
-    """The transformer of that name.
-
-    Args:
-        name: of TRANSFORMERS.
-        num_layers: instead of the model's own; 0: its own.
+    """The transformer of that name, with `num_layers` if they are not 0.
 
     Raises:
         ValueError: there is none; the message lists those there are.

@@ -86,12 +86,7 @@ def measure(job: Job, world_size: int, on_message: OnMessage | None = None) -> R
 
 
 def merge(ranks: Sequence[Sequence[dict[str, Any]]], model: Transformer) -> list[Result]:
-    """Joins the records of all ranks.
-
-    Args:
-        ranks: the records that `run.run` returned, in rank order.
-        model: of that job.
-    """
+    """Joins the records of all ranks, which `run.run` returned, in rank order."""
     return [_result(records, len(ranks), model.num_layers) for records in zip(*ranks, strict=True)]
 
 

@@ -104,10 +104,7 @@ class Difference:
 def trace(runner: Runner, steps: int, forced: torch.Tensor | None = None) -> Trace:
     """Generates and keeps the logits. Collective.
 
-    Args:
-        runner: the arm.
-        steps: how many tokens.
-        forced: [batch_size, steps], the tokens to continue with; None: the arm's own.
+    With `forced` tokens, [batch_size, steps], it continues with those instead of the arm's own.
     """
     generation = runner.generation
     generation.reset()

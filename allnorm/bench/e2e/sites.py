@@ -49,11 +49,8 @@ class Arm:
 def make(name: str, comm: allnorm.Communicator, eps: float) -> Arm:
     """The arm of that name.
 
-    Args:
-        name: "allnorm", or that with ":" and an algorithm; "nccl" or "gloo" with "+torch" or
-            "+local"; "local", which does not communicate.
-        comm: runs allnorm's own.
-        eps: of the norms.
+    Names are "allnorm", or that with ":" and an algorithm; "nccl" or "gloo" with "+torch" or
+    "+local"; and "local", which does not communicate.
     """
     if name == "local":
         return Arm(then_local(lambda x: x, eps))
