@@ -6,6 +6,7 @@ Whatever cannot be determined is None; nothing is guessed. Nothing here is colle
 
 from __future__ import annotations
 
+import contextlib
 import filecmp
 import functools
 import os
@@ -24,56 +25,33 @@ _MAX_NVLINKS = 18  # per GPU: what Hopper and Blackwell have
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU that this process may use.
+    """One GPU that this process may use."""
 
-    Attributes:
-        index: its CUDA device index.
-        name: as the driver says it.
-        compute_capability: "9.0" for Hopper.
-        memory_bytes: device memory.
-        num_sms: multiprocessors.
-        nvlinks: active NVLinks; None if it could not be determined.
-        nvlink_version: NVML's number of the links' generation; None likewise.
-    """
-
-    index: int
-    name: str
-    compute_capability: str
-    memory_bytes: int
-    num_sms: int
-    nvlinks: int | None
-    nvlink_version: int | None
+    index: int  # its CUDA device index
+    name: str  # as the driver says it
+    compute_capability: str  # "9.0" for Hopper
+    memory_bytes: int  # device memory
+    num_sms: int  # multiprocessors
+    nvlinks: int | None  # active NVLinks; None if it could not be determined
+    nvlink_version: int | None  # NVML's number of the links' generation; None likewise
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine as one process sees it.
+    """The machine as one process sees it."""
 
-    Attributes:
-        cpu_name: processor model.
-        num_cores: cores that this process may run on.
-        shm_total_bytes: size of /dev/shm; None where there is none.
-        shm_free_bytes: what is free of it.
-        gpus: the visible GPUs.
-        peer_access: `peer_access[i][j]`: GPU i can read and write GPU j's memory.
-        driver_version: NVIDIA kernel driver.
-        driver_cuda_version: newest CUDA that the driver runs.
-        torch_cuda_version: CUDA that torch was built with; None for a CPU build.
-        nccl_version: NCCL that torch was built with.
-        link_source: who reported the links, or why nobody could.
-    """
-
-    cpu_name: str
-    num_cores: int
-    shm_total_bytes: int | None
-    shm_free_bytes: int | None
-    gpus: tuple[Gpu, ...]
+    cpu_name: str  # processor model
+    num_cores: int  # cores that this process may run on
+    shm_total_bytes: int | None  # size of /dev/shm; None where there is none
+    shm_free_bytes: int | None  # what is free of it
+    gpus: tuple[Gpu, ...]  # the visible GPUs
+    # `peer_access[i][j]`: GPU i can read and write GPU j's memory.
     peer_access: tuple[tuple[bool, ...], ...]
-    driver_version: str | None
-    driver_cuda_version: str | None
-    torch_cuda_version: str | None
-    nccl_version: str | None
-    link_source: str
+    driver_version: str | None  # NVIDIA kernel driver
+    driver_cuda_version: str | None  # newest CUDA that the driver runs
+    torch_cuda_version: str | None  # CUDA that torch was built with; None for a CPU build
+    nccl_version: str | None  # NCCL that torch was built with
+    link_source: str  # who reported the links, or why nobody could
 
 
 def probe() -> Machine:
@@ -188,15 +166,15 @@ def _same_python(package: pathlib.Path, other: pathlib.Path) -> bool:
 
 def _gpu(index: int, nvml: _Nvml) -> Gpu:
     properties = torch.cuda.get_device_properties(index)
-    links = nvml.links(str(getattr(properties, "uuid", "")))
+    nvlinks, version = nvml.links(str(getattr(properties, "uuid", "")))
     return Gpu(
         index=index,
         name=properties.name,
         compute_capability=f"{properties.major}.{properties.minor}",
         memory_bytes=int(properties.total_memory),
         num_sms=int(properties.multi_processor_count),
-        nvlinks=links[0] if links else None,
-        nvlink_version=links[1] if links else None,
+        nvlinks=nvlinks,
+        nvlink_version=version,
     )
 
 
@@ -207,15 +185,14 @@ class _Nvml:
         self._nvml: Any = None
         try:
             import pynvml
+
+            pynvml.nvmlInit()
         except ImportError:
             self.source = "unknown: nvidia-ml-py is not installed"
-            return
-        try:
-            pynvml.nvmlInit()
         except pynvml.NVMLError as error:
             self.source = f"unknown: NVML does not start ({error})"
-            return
-        self._nvml, self.source = pynvml, "NVML"
+        else:
+            self._nvml, self.source = pynvml, "NVML"
 
     def driver_version(self) -> str | None:
         """Version of the kernel driver; without NVML read from /proc."""
@@ -236,26 +213,22 @@ class _Nvml:
         number = int(self._nvml.nvmlSystemGetCudaDriverVersion_v2())
         return f"{number // 1000}.{number % 1000 // 10}"
 
-    def links(self, uuid: str) -> tuple[int, int | None] | None:
-        """Active NVLinks of a GPU and their generation."""
+    def links(self, uuid: str) -> tuple[int | None, int | None]:
+        """Active NVLinks of a GPU and their generation; None for what cannot be determined."""
         if not self._nvml or not uuid:
-            return None
+            return None, None
         name = uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"
+        states = {}
         try:
             handle = self._nvml.nvmlDeviceGetHandleByUUID(name)
         except self._nvml.NVMLError:
-            return None
-        states = [self._link_state(handle, link) for link in range(_MAX_NVLINKS)]
-        if all(state is None for state in states):  # no links, or hidden from this machine
-            return None
-        active = [link for link, state in enumerate(states) if state]
+            return None, None
+        for link in range(_MAX_NVLINKS):
+            with contextlib.suppress(self._nvml.NVMLError):  # no such link, or hidden
+                states[link] = bool(self._nvml.nvmlDeviceGetNvLinkState(handle, link))
+        if not states:
+            return None, None
+        active = [link for link, up in states.items() if up]
         if not active:
             return 0, None
         return len(active), int(self._nvml.nvmlDeviceGetNvLinkVersion(handle, active[0]))
-
-    def _link_state(self, handle: Any, link: int) -> bool | None:
-        """Whether a link is active; None if there is none, or the driver does not say."""
-        try:
-            return bool(self._nvml.nvmlDeviceGetNvLinkState(handle, link))
-        except self._nvml.NVMLError:
-            return None

@@ -11,6 +11,7 @@ other. Each reads its own file when a Communicator is created, and `agree` settl
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import json
@@ -39,15 +40,10 @@ LINK_GBPS = (1.0, 1e6)
 
 @dataclass(frozen=True)
 class Measured:
-    """What a table says.
+    """What a table says."""
 
-    Attributes:
-        curves: by dtype and epilogue.
-        link_gbps: as of a policy.Plan.
-    """
-
-    curves: Curves = field(default_factory=dict)
-    link_gbps: float = 0.0
+    curves: Curves = field(default_factory=dict)  # by dtype and epilogue
+    link_gbps: float = 0.0  # as of a policy.Plan
 
 
 class TableError(ValueError):
@@ -55,24 +51,15 @@ class TableError(ValueError):
 
 
 @dataclass(frozen=True)
-class Found:
-    """What one rank found, as it tells the others.
+class TableSummary:
+    """What one rank tells the others of its tables."""
 
-    Attributes:
-        device: name of the device of this rank.
-        seed: digest of the table that the package ships for it; "" if there is none.
-        path: of the user's file, whether it exists or not.
-        digest: of its content; "" if there is none.
-        problem: why it cannot be used; "" if it can, or if there is none.
-        date: of its measurement.
-    """
-
-    device: str
-    seed: str
-    path: str
-    digest: str = ""
-    problem: str = ""
-    date: str = ""
+    device: str  # name of the device of this rank
+    seed: str  # digest of the table that the package ships for it; "" if there is none
+    path: str  # of the user's file, whether it exists or not
+    digest: str = ""  # of its content; "" if there is none
+    problem: str = ""  # why it cannot be used; "" if it can, or if there is none
+    date: str = ""  # of its measurement
 
 
 @functools.cache
@@ -96,7 +83,7 @@ def path_of(directory: pathlib.Path | None, device: str, world_size: int) -> pat
 
 def load(
     directory: str | os.PathLike[str] | None, device: str, index: int | None, world_size: int
-) -> Own:
+) -> RankTables:
     """Reads the tables for a device, "cuda" or "cpu", with its index; see `path_of` and `read`."""
     name = device_name(device, index or 0)
     folder = None if directory is None else pathlib.Path(directory)
@@ -107,21 +94,15 @@ def load(
 
 
 @dataclass(frozen=True)
-class Own:
-    """The tables that one rank has read.
+class RankTables:
+    """The tables that one rank has read."""
 
-    Attributes:
-        found: what the others are told of it.
-        tuned: the user's table.
-        seed: the one that the package ships.
-    """
-
-    found: Found
-    tuned: Measured
-    seed: Measured
+    found: TableSummary  # what the others are told of it
+    tuned: Measured  # the user's table
+    seed: Measured  # the one that the package ships
 
 
-def read(path: pathlib.Path, device: str, world_size: int) -> Own:
+def read(path: pathlib.Path, device: str, world_size: int) -> RankTables:
     """Reads the user's file and the package's; never raises on account of what they hold."""
     seed, seed_digest = Measured(), ""
     with contextlib.suppress(TableError):  # tests read every one that is shipped
@@ -130,8 +111,10 @@ def read(path: pathlib.Path, device: str, world_size: int) -> Own:
     try:
         tuned, digest, date = _read(path, device, world_size, release=__version__)
     except TableError as error:
-        return Own(Found(device, seed_digest, str(path), problem=str(error)), Measured(), seed)
-    return Own(Found(device, seed_digest, str(path), digest, date=date), tuned, seed)
+        return RankTables(
+            TableSummary(device, seed_digest, str(path), problem=str(error)), Measured(), seed
+        )
+    return RankTables(TableSummary(device, seed_digest, str(path), digest, date=date), tuned, seed)
 
 
 def _read(
@@ -147,16 +130,12 @@ def _read(
         raise TableError(f"it cannot be read: {error.strerror or error}") from None
     if len(content) > _MAX_FILE_BYTES:
         raise TableError(f"it has more than {_MAX_FILE_BYTES} bytes")
-    document = _decode(content)
-    measured = check(document, device, world_size, release)
-    return measured, hashlib.sha256(content).hexdigest(), str(document.get("date", ""))[:10]
-
-
-def _decode(content: bytes) -> Any:
     try:
-        return json.loads(content)
+        document = json.loads(content)
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
         raise TableError(f"it is no JSON: {error}") from None
+    measured = check(document, device, world_size, release)
+    return measured, hashlib.sha256(content).hexdigest(), str(document.get("date", ""))[:10]
 
 
 def check(document: Any, device: str, world_size: int, release: str = __version__) -> Measured:
@@ -234,52 +213,49 @@ def _integer(fields: dict[str, Any], name: str, least: int) -> int:
 # ---- choosing ------------------------------------------------------------------------------------
 
 
-def agree(founds: Sequence[Found]) -> tuple[bool, str]:
+def agree(summaries: Sequence[TableSummary]) -> tuple[bool, str]:
     """Whether the user's table is used, and a warning. The same on every rank; pure.
 
     Args:
-        founds: what each rank found, in rank order.
+        summaries: what each rank found, in rank order.
     """
     remedy = "The built-in choice is used; the results are the same bits."
-    for rank, found in enumerate(founds):
+    for rank, found in enumerate(summaries):
         if found.problem:
             text = f"the tuning table {found.path} of rank {rank} is ignored: {found.problem}."
             return False, f"{text} Run `allnorm tune` again, or delete the file. {remedy}"
-    if len({found.digest for found in founds}) > 1:
+    if len({found.digest for found in summaries}) > 1:
         paths = ", ".join(
             f"rank {rank}: {found.path} ({found.digest[:8] or 'not there'})"
-            for rank, found in enumerate(founds)
+            for rank, found in enumerate(summaries)
         )
         return False, (
             f"the ranks have different tuning tables ({paths}), so none is used. Let all ranks "
             "read one file: run `allnorm tune` once and share its folder, or set "
             f"ALLNORM_TUNING_DIR. {remedy}"
         )
-    return bool(founds[0].digest), ""
+    return bool(summaries[0].digest), ""
 
 
-def tables(own: Own, founds: Sequence[Found]) -> tuple[tuple[Table, ...], str]:
+def tables(own: RankTables, summaries: Sequence[TableSummary]) -> tuple[tuple[Table, ...], str]:
     """The tables of a communicator, best first, and a warning if there is reason for one.
 
     Args:
         own: what this rank has read.
-        founds: what each rank has found, in rank order.
+        summaries: what each rank has found, in rank order.
     """
-    if len({(found.device, found.seed) for found in founds}) > 1:
+    if len({(found.device, found.seed) for found in summaries}) > 1:
         return (), ""  # different devices: no table is for them together
-    used, warning = agree(founds)
+    used, warning = agree(summaries)
     result = []
     if used:
         # Rank 0's words, so that every rank's plans are the same.
-        result.append(_table(f"tuned {founds[0].path}, {founds[0].date}", own.tuned))
+        source = f"tuned {summaries[0].path}, {summaries[0].date}"
+        result.append(Table(source, own.tuned.curves, own.tuned.link_gbps))
     if own.seed.curves:
         name = own.found.device.lower().removeprefix("nvidia ")
-        result.append(_table(f"seed {name}", own.seed))
+        result.append(Table(f"seed {name}", own.seed.curves, own.seed.link_gbps))
     return tuple(result), warning
-
-
-def _table(source: str, measured: Measured) -> Table:
-    return Table(source, measured.curves, measured.link_gbps)
 
 
 # ---- writing -------------------------------------------------------------------------------------
@@ -308,14 +284,7 @@ def document(
                 "dtype": dtype,
                 "epilogue": epilogue,
                 "hidden_size": curve.hidden_size,
-                "steps": [
-                    {
-                        "max_tokens": step.max_tokens,
-                        "algorithm": step.algorithm,
-                        "num_blocks": step.num_blocks,
-                    }
-                    for step in curve.steps
-                ],
+                "steps": [dataclasses.asdict(step) for step in curve.steps],
             }
             for (dtype, epilogue), found in sorted(measured.curves.items())
             for curve in sorted(found, key=lambda c: c.hidden_size)

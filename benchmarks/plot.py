@@ -16,9 +16,8 @@ from typing import Any
 
 import matplotlib
 
-from allnorm.bench.modes import Mode
+from allnorm.bench.modes import Mode, Shape
 from allnorm.bench.report import Measurement
-from allnorm.bench.shapes import Shape
 from allnorm.cli import bench_plot
 
 

@@ -6,10 +6,9 @@ import math
 from typing import Any
 
 from allnorm.bench import report as bench_report
-from allnorm.bench.modes import Mode
+from allnorm.bench.modes import Mode, Shape
 from allnorm.bench.report import Measurement
 from allnorm.bench.run import Job
-from allnorm.bench.shapes import Shape
 
 SHAPES = [Shape(1, 4096, 1e-5, model="llama-3.1-8b"), Shape(16, 4096)]
 MODES = [Mode()]

@@ -24,17 +24,17 @@ from allnorm.cli import main
 if __name__ == "__main__":
     from allnorm.bench import report, run
     from allnorm.bench.modes import Mode
-    from allnorm.bench.shapes import Shape
+    from allnorm.bench.modes import Shape
     from allnorm.cli import app
     from allnorm.testing import run_ranks
-    from allnorm.verify import run as verify
+    from allnorm.verify.context import Job
 
     sys.path.insert(0, {tests!r})
     import test_imports
 
     job = run.Job((Shape(2, 256),), (Mode(),), "bfloat16", "rounded", ("allnorm",), "cpu", 0.01)
     print(*sum(run_ranks(test_imports.loaded_by_bench, 2, args=(job,)), []))
-    job = verify.Job("cpu", 1, full=False, seconds=0.1, stress=0, only=("strided",))
+    job = Job("cpu", 1, full=False, seconds=0.1, stress=0, only=("strided",))
     print(*sum(run_ranks(test_imports.loaded_by_verify, 2, args=(job,)), []))
 """
 

@@ -210,7 +210,7 @@ def test_environment(path: pathlib.Path) -> None:
 
 # pattern: the file of allnorm in which alone it may stand: there is one of each
 ONE_HOME = {
-    r"\bCUDAGraph\(\)|capture_error_mode": "testing/graphs.py",
+    r"\bCUDAGraph\(\)|capture_error_mode": "testing/timing.py",
     r"torch\.cuda\.Event\(": "testing/timing.py",
 }
 

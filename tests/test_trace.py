@@ -15,8 +15,7 @@ import allnorm
 from allnorm.core.dispatch import Dispatcher
 from allnorm.testing import RankPool
 from allnorm.tracing import Entry, TraceReport
-from allnorm.tracing.collect import Collector
-from allnorm.tracing.names import kernel
+from allnorm.tracing.collect import Collector, kernel
 
 
 class RMSNorm(torch.nn.Module):

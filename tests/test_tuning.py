@@ -200,8 +200,8 @@ def test_where_tables_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: pathli
 # ---- whose table ---------------------------------------------------------------------------------
 
 
-def found(**changes: str) -> tuning.Found:
-    return tuning.Found(**{"device": NAME, "seed": "s", "path": "/t.json", **changes})
+def found(**changes: str) -> tuning.TableSummary:
+    return tuning.TableSummary(**{"device": NAME, "seed": "s", "path": "/t.json", **changes})
 
 
 def test_ranks_agree_on_a_table() -> None:
@@ -221,7 +221,7 @@ def test_ranks_agree_on_a_table() -> None:
 
 def test_different_devices_have_no_table_in_common() -> None:
     curves = {("bfloat16", "norm"): [Curve(64, (Step(None, "two_shot"),))]}
-    own = tuning.Own(found(), Measured(), Measured(curves, 9.0))
+    own = tuning.RankTables(found(), Measured(), Measured(curves, 9.0))
     assert len(tuning.tables(own, [own.found, own.found])[0]) == 1
     for other in (found(device="NVIDIA H100"), found(seed="another")):
         assert tuning.tables(own, [own.found, other]) == ((), "")
@@ -231,7 +231,7 @@ def test_the_rate_of_the_link_is_that_of_the_first_table() -> None:
     """The user's, even where it says that none helps: its curves were measured like that."""
     curves = {("bfloat16", "norm"): [Curve(64, (Step(None, "two_shot"),))]}
     for tuned, expected in ((0.0, 0.0), (300.0, 300.0)):
-        own = tuning.Own(found(digest="a"), Measured(curves, tuned), Measured(curves, 369.0))
+        own = tuning.RankTables(found(digest="a"), Measured(curves, tuned), Measured(curves, 369.0))
         tables, _ = tuning.tables(own, [own.found, own.found])
         assert [table.link_gbps for table in tables] == [tuned, 369.0]
         for algorithm in ("auto", "one_shot", "two_shot"):

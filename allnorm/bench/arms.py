@@ -1,59 +1,61 @@
-"""What can be timed: allnorm's own calls, and how a call after another makes a new arm."""
+"""The ways to do the work: allnorm's calls, collectives with a norm behind them, what follows them.
+
+With a sharded residual the unfused way is reduce-scatter, norm of the rank's rows, all-gather. The
+collectives want equal shares: where the rows cannot be divided, the partial sums lie in a buffer
+that was padded with rows of zeros before anything is timed, and a rank has the rows of its share.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 
 import allnorm
+from allnorm import reference
 from allnorm.bench.case import Case, Outcome
 from allnorm.bench.modes import Mode
-from allnorm.bench.quantizer import quantizer
+from allnorm.quant import Quant
+from allnorm.testing import copy_all
 
 Call = Callable[[int], Any]
 """Runs one call on the inputs of that buffer set."""
 
+Quantizer = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""Takes normed rows [num_tokens, hidden_size]; returns them quantised, and their scales."""
+
+# Renamed in torch 2.13; the package accepts 2.11.
+gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to do the work of a mode on one case.
+    """One way to do the work of a mode on one case."""
 
-    Attributes:
-        name: in rows and tables.
-        call: what is timed.
-        outcome: names the parts of what `call` returned.
-        exact: whether its bits must be the reference's; else it must be within its roundings.
-        reset: restores what calls have overwritten. Not timed.
-        capturing: what the capture of a CUDA graph must happen in; entered by all ranks alike.
-        foreign: whether another library runs in it, whose failure is no failure of the benchmark.
-    """
-
-    name: str
-    call: Call
-    outcome: Callable[[Any], Outcome]
-    exact: bool = False
-    reset: Callable[[], object] = lambda: None
+    name: str  # in rows and tables
+    call: Call  # what is timed
+    outcome: Callable[[Any], Outcome]  # names the parts of what `call` returned
+    exact: bool = False  # its bits must be the reference's; else it must be within its roundings
+    reset: Callable[[], object] = lambda: None  # restores what calls have overwritten; not timed
+    # What the capture of a CUDA graph must happen in; entered by all ranks alike.
     capturing: Callable[[], AbstractContextManager[Any]] = nullcontext
-    foreign: bool = False
+    foreign: bool = False  # another library runs in it, whose failure does not end the benchmark
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """A plain all-reduce of this rank's partial sum, to be followed by a norm.
+    """A plain all-reduce of this rank's partial sum, to be followed by a norm."""
 
-    Attributes:
-        name: of the arm that it becomes, without what follows.
-        call: returns the reduced sum of a buffer set.
-        reset, capturing, foreign: as of an Arm.
-    """
-
-    name: str
-    call: Callable[[int], torch.Tensor]
-    reset: Callable[[], object] = lambda: None
+    name: str  # of the arm that it becomes, without what follows
+    call: Callable[[int], torch.Tensor]  # returns the reduced sum of a buffer set
+    reset: Callable[[], object] = lambda: None  # this and the next two: as of an Arm
     capturing: Callable[[], AbstractContextManager[Any]] = nullcontext
     foreign: bool = True
 
@@ -75,7 +77,47 @@ def outcome_of(result: Any) -> Outcome:
     return Outcome(residual, normed)
 
 
-def own_arm(
+def make_arm(comm: allnorm.Communicator, case: Case, mode: Mode, name: str) -> Arm | str:
+    """The arm of that name, of `modes.arm_names`, or why it cannot run this.
+
+    "allnorm" chooses its algorithm, "allnorm:two_shot" names one; "allnorm16" is the call without
+    quantisation. "nccl+torch": all-reduce, PyTorch's add and RMSNorm; "nccl+local": all-reduce,
+    allnorm's local add + norm kernel. "+quant": the results are quantised too, by a kernel of its
+    own, or within the local kernel.
+    """
+    if name.startswith("allnorm16"):
+        plain = replace(mode, quant="", return_normed=False)
+        arm = allnorm_arm(comm, case, plain, name, "auto")
+        return (
+            arm if isinstance(arm, str) or name == "allnorm16" else then_quantize(arm, case, mode)
+        )
+    if name.startswith("allnorm"):
+        return allnorm_arm(comm, case, mode, name, name.partition(":")[2] or "auto")
+    local = "+local" in name
+    if mode.residual_sharded:
+        return _sharded(case, mode, name, local)
+    copies = [x.clone() for x in case.xs]
+
+    def all_reduce(index: int) -> torch.Tensor:
+        dist.all_reduce(copies[index])
+        return copies[index]
+
+    reset = partial(copy_all, copies, case.xs)
+    reduction = Reduction(name, all_reduce, reset=reset, foreign=False)
+    if local:
+        return then_local_norm(reduction, case, mode, name)
+    residuals = [batch.residual for batch in case.batches]
+    weights, size, eps = case.unbiased_weights(), (case.shape.hidden_size,), case.shape.eps
+
+    def call(index: int) -> Any:
+        summed = residuals[index] + all_reduce(index)
+        return F.rms_norm(summed, size, weights[index], eps), summed
+
+    arm = reduction.then(call)
+    return then_quantize(arm, case, mode) if mode.quant else arm
+
+
+def allnorm_arm(
     comm: allnorm.Communicator, case: Case, mode: Mode, name: str, algorithm: str
 ) -> Arm | str:
     """One of allnorm's algorithms, or "auto"; or why it cannot run this."""
@@ -106,20 +148,19 @@ def own_arm(
     return Arm(name, call, lambda result: replace(outcome_of(result), rows=rows), exact=True)
 
 
-def own_arms(comm: allnorm.Communicator, case: Case, mode: Mode, name: str) -> Arm | str:
-    """The arm of allnorm's that has this name, or why it cannot run.
+def then_local_norm(reduction: Reduction, case: Case, mode: Mode, name: str) -> Arm:
+    """An all-reduce, followed by allnorm's local add + norm (+ quantise) kernel."""
+    options, reduce = case.options(mode), reduction.call
+    rest = [(batch.residual, batch.weight, case.shape.eps) for batch in case.batches]
+    function = allnorm.add_rms_norm_quant if mode.quant else allnorm.add_rms_norm
 
-    "allnorm16" is the call without quantisation, "allnorm16+quant" a quantising kernel after it.
-    """
-    if not name.startswith("allnorm16"):
-        return own_arm(comm, case, mode, name, name.partition(":")[2] or "auto")
-    plain = own_arm(comm, case, replace(mode, quant="", return_normed=False), name, "auto")
-    if isinstance(plain, str) or name == "allnorm16":
-        return plain
-    return then_quantize(plain, case, mode, name)
+    def call(index: int) -> Any:
+        return function(reduce(index), *rest[index], **options)
+
+    return reduction.then(call, name)
 
 
-def then_quantize(arm: Arm, case: Case, mode: Mode, name: str) -> Arm:
+def then_quantize(arm: Arm, case: Case, mode: Mode, name: str = "") -> Arm:
     """An arm of 16-bit results, followed by a kernel that does nothing but quantise them."""
     spec = case.spec(mode.quant)
     assert spec is not None
@@ -133,16 +174,115 @@ def then_quantize(arm: Arm, case: Case, mode: Mode, name: str) -> Arm:
         before, (quantized, scale) = result
         return replace(arm.outcome(before), quantized=quantized, scale=scale)
 
-    return replace(arm, name=name, call=call, outcome=outcome, exact=False)
+    return replace(arm, name=name or arm.name, call=call, outcome=outcome, exact=False)
 
 
-def then_norm(reduction: Reduction, case: Case, mode: Mode, name: str) -> Arm:
-    """An all-reduce, followed by allnorm's local add + norm (+ quantise) kernel."""
-    options, reduce = case.options(mode), reduction.call
-    rest = [(batch.residual, batch.weight, case.shape.eps) for batch in case.batches]
-    function = allnorm.add_rms_norm_quant if mode.quant else allnorm.add_rms_norm
+def quantizer(spec: Quant, hidden_size: int, device: torch.device) -> Quantizer:
+    """A kernel that only quantises: Triton's on GPUs, plain PyTorch on CPUs.
+
+    Raises:
+        ImportError: on a GPU, Triton is not installed.
+    """
+    if device.type != "cuda":
+        return partial(reference.quantize, quant=spec)
+    from allnorm.bench import triton_quantizer
+
+    launch = triton_quantizer.plan(spec, hidden_size)
+
+    def quantize(normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        quantized = torch.empty_like(normed, dtype=torch.float8_e4m3fn)
+        if isinstance(spec, allnorm.Fp8PerTensor):
+            scale = spec.scale
+        else:
+            rows, columns = normed.shape
+            scale = allnorm.quant.empty_scale(spec, rows, columns, normed.device)
+        launch(normed, quantized, scale)
+        return quantized, scale
+
+    return quantize
+
+
+# ---- the unfused way with a sharded residual -----------------------------------------------------
+
+
+def _sharded(case: Case, mode: Mode, name: str, local: bool) -> Arm | str:
+    spec = case.spec(mode.quant)
+    static = isinstance(spec, allnorm.Fp8PerTensor)  # its scale need not be gathered
+    if isinstance(spec, allnorm.Fp8PerGroup):
+        if spec.scale_format == "ue8m0_packed":
+            return "packed scales of rows that are gathered would have to be laid out anew"
+        # Scales are gathered row by row; consumers of columns would have to transpose them.
+        spec = allnorm.Fp8PerGroup(spec.group_size, "row_major", spec.scale_format)
+    share = -(-case.num_rows // case.world_size)
+    lo = min(case.num_rows, case.rank * share)
+    hi = min(case.num_rows, lo + share)
+    padded = [_padded(x, share * case.world_size) for x in case.xs]
+    residuals = [_padded(batch.residual[lo:hi], share) for batch in case.batches]
+    norm = (_local_norm if local else _torch_norm)(case, residuals, spec, mode)
 
     def call(index: int) -> Any:
-        return function(reduce(index), *rest[index], **options)
+        summed = padded[index].new_empty(share, padded[index].shape[1])
+        reduce_scatter_into(summed, padded[index])
+        residual, normed, *quantized = norm(index, summed)
+        parts = [*quantized[: 1 if static else 2], *([] if normed is None else [normed])]
+        return residual, _gather(parts)
 
-    return reduction.then(call, name)
+    def outcome(result: Any) -> Outcome:
+        residual, parts = result[0][: hi - lo], [part[: case.num_rows] for part in result[1]]
+        if spec is None:
+            return Outcome(residual, parts[0], rows=(lo, hi))
+        quantized, *rest = parts
+        scale = spec.scale if isinstance(spec, allnorm.Fp8PerTensor) else rest.pop(0)
+        return Outcome(residual, rest[0] if rest else None, quantized, scale, rows=(lo, hi))
+
+    return Arm(name, call, outcome)
+
+
+def _local_norm(
+    case: Case, residuals: list[torch.Tensor], spec: Quant | None, mode: Mode
+) -> Callable[..., Any]:
+    rest = [(batch.weight, case.shape.eps) for batch in case.batches]
+    options = case.options(mode) | ({"quant": spec} if spec else {})
+    function: Any = allnorm.add_rms_norm_quant if spec else allnorm.add_rms_norm
+
+    def norm(index: int, x: torch.Tensor) -> Any:
+        result = function(x, residuals[index], *rest[index], **options)
+        if spec is None:
+            return result[1], result[0]
+        return result.residual, result.normed, result.quantized, result.scale
+
+    return norm
+
+
+def _torch_norm(
+    case: Case, residuals: list[torch.Tensor], spec: Quant | None, mode: Mode
+) -> Callable[..., Any]:
+    weights, eps, size = case.unbiased_weights(), case.shape.eps, (case.shape.hidden_size,)
+    quantize = quantizer(spec, case.shape.hidden_size, case.device) if spec else None
+
+    def norm(index: int, x: torch.Tensor) -> Any:
+        residual = residuals[index] + x
+        normed = F.rms_norm(residual, size, weights[index], eps)
+        if quantize is None:
+            return residual, normed
+        return residual, normed if mode.return_normed else None, *quantize(normed)
+
+    return norm
+
+
+def _padded(rows: torch.Tensor, height: int) -> torch.Tensor:
+    """A contiguous copy with rows of zeros below, up to `height`."""
+    return F.pad(rows, (0, 0, 0, height - rows.shape[0])).contiguous()
+
+
+def _gather(parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    """All ranks' rows of each part; one launch on GPUs."""
+    ranks = dist.get_world_size()
+    wholes = [part.new_empty(part.shape[0] * ranks, *part.shape[1:]) for part in parts]
+    together = len(parts) > 1 and parts[0].is_cuda
+    # Private, and the only way to have one launch for several.
+    grouped = dist._coalescing_manager(device=parts[0].device) if together else nullcontext()  # type: ignore[attr-defined]
+    with grouped:
+        for whole, part in zip(wholes, parts, strict=True):
+            gather_into(whole.view(torch.uint8), part.view(torch.uint8))  # NCCL knows no FP8
+    return wholes

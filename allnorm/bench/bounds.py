@@ -25,7 +25,7 @@ _MIN_AMAX = 1e-10
 
 
 def describe_error(got: Outcome, case: Case, index: int, quant: str) -> str:
-    """What of an arm's result for a buffer set is beyond its derived bound, in words; "" if none.
+    """Describes what of an arm's result exceeds its derived bound; "" if nothing does.
 
     `quant` is the mode's spec by name.
     """
@@ -50,14 +50,10 @@ def describe_quantized(
     limit: torch.Tensor,
     spec: Quant,
 ) -> str:
-    """Which scales or values are beyond their bounds, in words; "" if none.
+    """Describes which scales or values exceed their bounds; "" if none do.
 
-    Args:
-        quantized: float8_e4m3fn, [num_tokens, hidden_size].
-        scale: as the spec says.
-        normed: the reference's rows before quantisation.
-        limit: how far those may be off, element by element, float32.
-        spec: how they are quantised.
+    `normed` are the reference's rows before quantisation, `limit` how far they may be off, element
+    by element, float32.
     """
     wanted, size = normed.float(), _group_size(spec, normed.shape[-1])
     scales = scale_of_elements(scale, spec, *normed.shape)

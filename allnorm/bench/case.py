@@ -1,4 +1,4 @@
-"""One shape of a benchmark: everybody's inputs, and what must come out."""
+"""One shape of a benchmark: the inputs of all ranks, and the reference's results."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 
 import allnorm
 from allnorm import reference
-from allnorm.bench.modes import Mode, quant_of
-from allnorm.bench.shapes import Shape
+from allnorm.bench.modes import Mode, Shape, quant_of
 from allnorm.quant import Quant
 from allnorm.testing import DTYPES, Batch, make_batch
 
@@ -20,45 +19,28 @@ NUM_SETS = 2  # rotating buffer sets
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one call returned.
+    """What one call returned."""
 
-    Attributes:
-        residual: the new residual, or the rows of it that this rank holds.
-        normed: [num_tokens, hidden_size], in the dtype of the input.
-        quantized: float8_e4m3fn, of the shape of `normed`.
-        scale: as the spec says.
-        rows: which rows of the whole `residual` has; None for all of them.
-    """
-
-    residual: torch.Tensor
-    normed: torch.Tensor | None = None
-    quantized: torch.Tensor | None = None
-    scale: torch.Tensor | None = None
+    residual: torch.Tensor  # the new residual, or the rows of it that this rank holds
+    normed: torch.Tensor | None = None  # [num_tokens, hidden_size], in the dtype of the input
+    quantized: torch.Tensor | None = None  # float8_e4m3fn, of the shape of `normed`
+    scale: torch.Tensor | None = None  # as the spec says
+    # Which rows of the whole `residual` has; None for all of them.
     rows: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
 class Case:
-    """One shape with its inputs and the reference's results, computed once for all modes and arms.
+    """One shape: its inputs and the reference's results, computed once for all modes and arms."""
 
-    Attributes:
-        shape: num_tokens, hidden_size and the constants of the norm.
-        rank: this rank.
-        world_size: number of ranks.
-        dtype: of all tensors.
-        device: of all tensors.
-        numerics: rounding mode of what allnorm computes.
-        batches: the inputs of all ranks, per buffer set.
-        expected: the reference's normed rows and new residual, per buffer set.
-    """
-
-    shape: Shape
-    rank: int
-    world_size: int
-    dtype: torch.dtype
-    device: torch.device
-    numerics: str
-    batches: tuple[Batch, ...]
+    shape: Shape  # num_tokens, hidden_size and the constants of the norm
+    rank: int  # this rank
+    world_size: int  # number of ranks
+    dtype: torch.dtype  # of all tensors
+    device: torch.device  # of all tensors
+    numerics: str  # rounding mode of what allnorm computes
+    batches: tuple[Batch, ...]  # the inputs of all ranks, per buffer set
+    # The reference's normed rows and new residual, per buffer set.
     expected: tuple[tuple[torch.Tensor, torch.Tensor], ...]
     _specs: dict[str, Quant | None] = field(default_factory=dict)
     _quantized: dict[str, tuple[tuple[torch.Tensor, torch.Tensor], ...]] = field(
@@ -71,7 +53,7 @@ class Case:
         return [batch.xs[self.rank] for batch in self.batches]
 
     def checksums(self) -> list[int]:
-        """Of all that calls read: whether an arm has overwritten what the others are timed with."""
+        """Checksums of what calls read, to see whether an arm has overwritten it."""
         words = {2: torch.int16, 4: torch.int32}[self.dtype.itemsize]
         read = [*self.xs, *(part for b in self.batches for part in (b.residual, b.weight))]
         return [int(tensor.view(words).sum(dtype=torch.int64)) for tensor in read]
@@ -104,12 +86,12 @@ class Case:
         return options | ({"quant": spec, "return_normed": mode.return_normed} if spec else {})
 
     def unbiased_weights(self) -> list[torch.Tensor]:
-        """The weights for a norm that knows no bias, per buffer set."""
+        """The weights with the bias added, for a norm that takes none, per buffer set."""
         bias = self.shape.weight_bias
         return [batch.weight + bias if bias else batch.weight for batch in self.batches]
 
     def obstacle(self, quant: str) -> str:
-        """Why no call can quantise rows of this width so; "" if it can."""
+        """Why rows of this width cannot be quantised so; "" if they can."""
         spec = self.spec(quant)
         if isinstance(spec, allnorm.Fp8PerGroup) and self.shape.hidden_size % spec.group_size:
             return f"hidden_size {self.shape.hidden_size} does not consist of whole groups"
@@ -125,9 +107,9 @@ def make_case(
     world_size: int,
     seed: int,
 ) -> Case:
-    """Makes the inputs of a shape, other ones for each buffer set and rank, and its references.
+    """Makes the inputs of a shape, different in each buffer set and on each rank, and references.
 
-    Another seed makes other inputs; it is the same on every rank.
+    `seed` is the same on every rank.
     """
     options: dict[str, Any] = {"weight_bias": shape.weight_bias, "numerics": numerics}
     size = (shape.num_tokens, shape.hidden_size, DTYPES[dtype], device, world_size)

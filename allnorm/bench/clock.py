@@ -1,23 +1,30 @@
 """How arms are timed: calls by the wall clock on CPUs, replays of CUDA graphs on GPUs.
 
-Arms take turns, round after round, so that what changes in the machine hits all of them alike.
+Arms take turns, round after round, so that what changes in the machine hits all of them alike. A
+matrix product may stand in front of every call, as in a model; its own time is then taken off.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
 from allnorm.bench.arms import Arm
-from allnorm.bench.case import NUM_SETS
-from allnorm.testing import calls_per_graph, start_together
-from allnorm.testing import capture as capture_graph
-from allnorm.testing.timing import calls_that_fit, percentile, time_calls, time_steps
+from allnorm.bench.case import NUM_SETS, Case
+from allnorm.testing import calls_per_graph, copy_all, start_together
+from allnorm.testing.timing import (
+    calls_that_fit,
+    capture_turns,
+    percentile,
+    time_calls,
+    time_steps,
+)
 
 Samples = dict[str, list[float]]
 """Microseconds per call, by the name of the arm."""
@@ -29,21 +36,20 @@ _CPU_ROUNDS = 10
 _CPU_CALLS = (5, 1000)  # least and most timed calls of an arm
 _CPU_WARM_UP = 2  # beside the checked calls
 _EAGER_CALLS = 200
+_ALONE = "the product alone"
+
+
+def _sets(arm: Arm) -> list[Callable[[], object]]:
+    return [partial(arm.call, index) for index in range(NUM_SETS)]
 
 
 def _calls(arm: Arm, number: int) -> Iterator[Callable[[], object]]:
     """Calls over the buffer sets in turn."""
-    sets = [partial(arm.call, index) for index in range(NUM_SETS)]
-    return itertools.islice(itertools.cycle(sets), number)
+    return itertools.islice(itertools.cycle(_sets(arm)), number)
 
 
 def time_cpu(arms: Sequence[Arm], seconds: float) -> Samples:
-    """Wall time of every call. Collective.
-
-    Args:
-        arms: each is known to run.
-        seconds: roughly how long one arm is timed.
-    """
+    """Wall time of every call; each arm, known to run, for about `seconds`. Collective."""
     samples: Samples = {arm.name: [] for arm in arms}
     calls = [calls_that_fit(_calls(arm, _CPU_WARM_UP), seconds, *_CPU_CALLS) for arm in arms]
     for turn in range(_CPU_ROUNDS):
@@ -55,15 +61,20 @@ def time_cpu(arms: Sequence[Arm], seconds: float) -> Samples:
     return samples
 
 
+def capture(arm: Arm, num_tokens: int) -> torch.cuda.CUDAGraph:
+    """A graph of calls of an arm that has been called before; warm afterwards. Collective."""
+    arm.reset()
+    graph = capture_turns(_sets(arm), num_tokens, _WARM_UP_REPLAYS, arm.capturing())
+    torch.cuda.synchronize()
+    return graph
+
+
 def time_cuda(
     arms: Sequence[tuple[Arm, torch.cuda.CUDAGraph]], num_tokens: int, rounds: int = _CUDA_ROUNDS
 ) -> Samples:
-    """Time per call of replays. Collective.
+    """Time per call of replays of what `capture` made of each arm. Collective.
 
-    Args:
-        arms: with what `capture` made of them.
-        num_tokens: as given to `capture`.
-        rounds: how often each has its turn, of three timed replays.
+    Each has its turn in every round, with three timed replays.
     """
     samples: Samples = {arm.name: [] for arm, _ in arms}
     calls = calls_per_graph(num_tokens)
@@ -76,31 +87,6 @@ def time_cuda(
                 times_us = time_steps([graph.replay] * _REPLAYS_PER_ROUND)
             samples[arm.name] += [us / calls for us in times_us]
     return samples
-
-
-@contextlib.contextmanager
-def _naming(arm: Arm) -> Iterator[None]:
-    """Says which arm an error was met with: a kernel that fails ends what its process can do."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(f"while {arm.name} was timed")
-        raise
-
-
-def capture(arm: Arm, num_tokens: int) -> torch.cuda.CUDAGraph:
-    """A graph of `calls_per_graph` over rotating buffer sets; warm afterwards. Collective.
-
-    The arm has been called before.
-    """
-    arm.reset()
-    with capture_graph(arm.capturing()) as graph:
-        for call in _calls(arm, calls_per_graph(num_tokens)):
-            call()
-    for _ in range(_WARM_UP_REPLAYS):
-        graph.replay()
-    torch.cuda.synchronize()
-    return graph
 
 
 def time_eager(arm: Arm, synchronize: Callable[[], None]) -> dict[str, float]:
@@ -126,6 +112,64 @@ def time_eager(arm: Arm, synchronize: Callable[[], None]) -> dict[str, float]:
     return {"host_us": percentile(samples, 50), "eager_us": whole_us / _EAGER_CALLS}
 
 
-def summary(samples: Sequence[float]) -> dict[str, float]:
-    """`p50_us`, `p90_us` and `p99_us`; NaN where nothing was timed."""
-    return {f"p{p}_us": percentile(samples, p) if samples else math.nan for p in (50, 90, 99)}
+@contextlib.contextmanager
+def _naming(arm: Arm) -> Iterator[None]:
+    """Names the arm in an error: after a kernel that failed a process can do no more on its GPU."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"while {arm.name} was timed")
+        raise
+
+
+class Product:
+    """A product `[num_tokens, columns] @ [columns, hidden_size]` in front of every call.
+
+    It writes the partial sums of a case, which have other values until `restore`. It leaves little
+    in the caches of what a call reads beside its input, and nothing of the launch overlaps the call
+    before. Two matrices take turns, so that wide ones are not in the caches themselves.
+    """
+
+    def __init__(self, case: Case, columns: int) -> None:
+        self._xs = case.xs
+        self._kept = [x.clone() for x in case.xs]
+        options: dict[str, Any] = {"dtype": case.dtype, "device": case.device}
+        self._left = torch.randn(case.num_rows, columns, **options) / columns
+        self._right = [
+            torch.randn(columns, case.shape.hidden_size, **options) for _ in range(NUM_SETS)
+        ]
+        # The library behind it allocates at its first product, which no CUDA graph can capture.
+        for index in range(NUM_SETS):
+            self._multiply(index)
+        self.restore()
+
+    def before(self, arm: Arm) -> Arm:
+        """The same arm, each call behind a product."""
+
+        def call(index: int) -> Any:
+            self._multiply(index)
+            return arm.call(index)
+
+        return replace(arm, call=call)
+
+    def alone(self) -> Arm:
+        """An arm that makes the product and no call."""
+        return Arm(_ALONE, self._multiply, lambda result: result)
+
+    @staticmethod
+    def take_off(samples: Samples) -> tuple[Samples, float]:
+        """Every arm's times beyond the product's median, and that median."""
+        alone = percentile(samples[_ALONE], 50)
+        beyond = {
+            name: [value - alone for value in values]
+            for name, values in samples.items()
+            if name != _ALONE
+        }
+        return beyond, alone
+
+    def restore(self) -> None:
+        """Gives the partial sums back their values."""
+        copy_all(self._xs, self._kept)
+
+    def _multiply(self, index: int) -> None:
+        torch.mm(self._left, self._right[index], out=self._xs[index])

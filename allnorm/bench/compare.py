@@ -1,4 +1,4 @@
-"""Is anything slower than it was, beyond what measuring varies by?
+"""Is anything slower than before, by more than measurements vary?
 
 A row of an earlier file belongs to a new one if hardware, ranks, shape, dtype, rounding mode, kind
 of result and arm are the same. An arm has regressed if its median lies above that of the file (of
@@ -41,17 +41,11 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Change:
-    """An arm in the file and now.
+    """An arm's time in the file and now."""
 
-    Attributes:
-        row: the new row.
-        before_us: the median in the file; NaN if it has no time there.
-        tolerance_us: what the two may differ by.
-    """
-
-    row: Row
-    before_us: float
-    tolerance_us: float
+    row: Row  # the new row
+    before_us: float  # the median in the file; NaN if it has no time there
+    tolerance_us: float  # what the two may differ by
 
     @property
     def now_us(self) -> float:
@@ -99,12 +93,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def changes(before: Iterable[Row], now: Iterable[Row]) -> list[Change]:
-    """Each new row whose arm was right in the file, with what it was.
-
-    Args:
-        before: the rows of the file.
-        now: new ones.
-    """
+    """Each new row whose arm was right in the file (`before`), with its earlier time."""
     earlier: dict[tuple[Any, ...], list[Row]] = {}
     for row in before:
         if row.get("correct") and math.isfinite(_number(row, "p50_us")):
@@ -143,7 +132,7 @@ def _spread(row: Row) -> float:
 
 
 def _number(row: Row, key: str) -> float:
-    """A figure of a row; NaN for null, which stands for it in the file."""
+    """A figure of a row; NaN for null, which is how the file writes it."""
     value = row.get(key)
     return math.nan if value is None else float(value)
 

@@ -1,13 +1,13 @@
-"""The physical limit of a call: the bytes that a rank must send, at what its link carries.
+"""The physical limit of a call: the bytes that a rank must send, at the rate of its link.
 
-Every rank has to get rid of its share of the sum and to hand on what it finished, so at least
+Every rank has to send its partial sums of other ranks' rows, and the rows that it has finished:
 
     replicated residual   (N-1)/N * T * H * (e + e)     partial sums, then sums
     sharded residual      (N-1)/N * T * H * (e + r)     partial sums, then results
 
-bytes leave each of N ranks, where e is the size of an input element and r that of a result element
-with its part of the scales. With a replicated residual sums must travel at full width even if the
-results are quantised: every rank needs them for its residual.
+At least so many bytes leave each of N ranks, where e is the size of an input element and r that of
+a result element with its part of the scales. With a replicated residual sums must travel at full
+width even if the results are quantised: every rank needs them for its residual.
 
 The bandwidth is what all GPUs push into each other's memory at once, without multicast. It is
 known for what was measured; other GPUs have no floor unless the caller says theirs.
@@ -53,5 +53,5 @@ def push_gbps(gpu: str, world_size: int) -> float | None:
 
 
 def floor_us(sent_bytes: float, gbps: float | None) -> float:
-    """Microseconds that sending takes at least; NaN where the bandwidth is unknown."""
+    """The least microseconds that sending takes; NaN where the bandwidth is unknown."""
     return sent_bytes / gbps / 1e3 if gbps else math.nan

@@ -1,4 +1,4 @@
-"""What can be timed: kinds of results, and the arms of each of them by name."""
+"""What can be timed: shapes, of models too, kinds of results, and the arms of each by name."""
 
 from __future__ import annotations
 
@@ -22,17 +22,11 @@ _STATIC_SCALE = 1 / 64
 
 @dataclass(frozen=True)
 class Mode:
-    """What a call returns, and where the residual is.
+    """What a call returns, and where the residual is."""
 
-    Attributes:
-        quant: the spec as `quant_name` writes it, "" for results in the dtype of the input.
-        residual_sharded: each rank holds its own rows of the residual only.
-        return_normed: a quantised call returns the normed rows too.
-    """
-
-    quant: str = ""
-    residual_sharded: bool = False
-    return_normed: bool = False
+    quant: str = ""  # the spec as `quant_name` writes it, "" for results in the dtype of the input
+    residual_sharded: bool = False  # each rank holds its own rows of the residual only
+    return_normed: bool = False  # a quantised call returns the normed rows too
 
     def __str__(self) -> str:
         parts = [self.quant] if self.quant else []
@@ -44,15 +38,10 @@ class Mode:
 def modes(
     quants: Iterable[str], residuals: Iterable[str], return_normed: bool = False
 ) -> list[Mode]:
-    """Each kind of result with each kind of residual.
-
-    Args:
-        quants: specs, of which "none" stands for no quantisation; of none it is that.
-        residuals: of RESIDUALS.
-        return_normed: for the quantised ones.
+    """Each kind of result with each kind of residual; "none" stands for no quantisation.
 
     Raises:
-        ValueError: no spec, or one that allnorm refuses.
+        ValueError: a word is no spec, or one that allnorm refuses.
     """
     specs = list(dict.fromkeys(map(quant_name, quants))) or [""]
     return [
@@ -63,7 +52,7 @@ def modes(
 
 
 def quant_name(text: str) -> str:
-    """A spec as rows and tables name it, without what is the default; "" for "none".
+    """A spec as rows and tables name it, defaults left out; "" for "none".
 
     Raises:
         ValueError: `text` is no spec.
@@ -80,10 +69,9 @@ def quant_name(text: str) -> str:
 def quant_of(text: str, device: torch.device | str = "cpu") -> Quant | None:
     """The spec that a word stands for; None for no quantisation, "" or "none".
 
-    Args:
-        text: "per_token", "per_tensor", or "per_group" with a group size, a layout and a format of
-            the scales behind it, as many as are wanted, in any order, separated by colons.
-        device: where the static scale of a per_tensor spec lies.
+    The words are "per_token", "per_tensor", whose static scale lies on `device`, and "per_group"
+    with a group size, a layout and a format of the scales behind it, as many as are wanted, in any
+    order, separated by colons.
 
     Raises:
         ValueError: it is something else.
@@ -137,7 +125,7 @@ def known_arms(device: str, wanted: Sequence[Mode]) -> tuple[str, ...]:
 
 
 def with_compared(arms: Sequence[str], wanted: Sequence[Mode]) -> tuple[str, ...]:
-    """The arms, and the 16-bit call that a quantised one is shown beside."""
+    """The arms, and the 16-bit call where a quantised one is to be compared with it."""
     quantised = any(mode.quant for mode in wanted) and "allnorm" in arms
     return tuple(dict.fromkeys([*arms, *(["allnorm16"] if quantised else [])]))
 
@@ -145,3 +133,57 @@ def with_compared(arms: Sequence[str], wanted: Sequence[Mode]) -> tuple[str, ...
 def family(arm: str) -> str:
     """The column of an arm: a peer's algorithms share one, allnorm's have one each."""
     return arm if arm.startswith("allnorm") else re.sub(r":\w+", "", arm)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What one call works on."""
+
+    num_tokens: int  # rows
+    hidden_size: int  # columns
+    eps: float = 1e-6  # of the norm
+    weight_bias: float = 0.0  # 1.0 for a Gemma-style weight
+    model: str = ""  # the model it was taken from, or ""
+
+    def __str__(self) -> str:
+        return f"{self.num_tokens}x{self.hidden_size}"
+
+
+@dataclass(frozen=True)
+class Model:
+    """The norms after the reductions of one model."""
+
+    name: str  # by which it is known here
+    hidden_size: int  # width of the residual stream
+    eps: float  # of its RMSNorms
+    weight_bias: float = 0.0  # 1.0 where the norm multiplies by `1 + weight`
+
+    def shape(self, num_tokens: int) -> Shape:
+        """The shape of a call on so many tokens."""
+        return Shape(num_tokens, self.hidden_size, self.eps, self.weight_bias, self.name)
+
+
+# hidden_size and rms_norm_eps of the models' published configurations. Qwen3.5 stores its norm
+# weights zero-centred: serving engines run it with GemmaRMSNorm, which multiplies by 1 + weight.
+MODELS = {
+    model.name: model
+    for model in (
+        Model("llama-3.1-8b", 4096, 1e-5),
+        Model("llama-3.1-70b", 8192, 1e-5),
+        Model("qwen3-32b", 5120, 1e-6),
+        Model("gpt-oss-120b", 2880, 1e-5),
+        Model("deepseek-v3", 7168, 1e-6),
+        Model("qwen3.5-397b", 4096, 1e-6, weight_bias=1.0),
+    )
+}
+
+
+def find_model(name: str) -> Model:
+    """The model of that name.
+
+    Raises:
+        ValueError: there is none; the message lists those there are.
+    """
+    if name.lower() not in MODELS:
+        raise ValueError(f"unknown model {name!r}: known are {', '.join(MODELS)}")
+    return MODELS[name.lower()]

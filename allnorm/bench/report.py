@@ -10,8 +10,7 @@ from typing import Any
 
 from allnorm import topology
 from allnorm.bench import floor, run
-from allnorm.bench.modes import Mode, family
-from allnorm.bench.shapes import Shape
+from allnorm.bench.modes import Mode, Shape, family
 from allnorm.testing import DTYPES, OnMessage, run_ranks
 
 _SECONDS = 3600.0  # that a run may take
@@ -20,37 +19,27 @@ TIMES = ("p50_us", "p90_us", "p99_us", "host_us", "eager_us", "product_us")
 
 @dataclass(frozen=True)
 class Measurement:
-    """One arm at one shape in one mode, over all ranks.
+    """One arm at one shape in one mode, over all ranks."""
 
-    Attributes:
-        shape: what was run.
-        mode: what the call returned.
-        world_size: with how many ranks.
-        arm: which way.
-        p50_us, p90_us, p99_us: time per call; of every rank's figure the largest. NaN if not timed.
-        host_us, eager_us: what a call without a graph costs the host, and until it is done; NaN if
-            not measured.
-        error: "" if the result was right, else what was wrong.
-        reason: "" if it ran, else why it cannot.
-        product_us: of the matrix product in front of each call, beyond which p50_us to p99_us are;
-            NaN without one.
-        floor_us: what sending the bytes of this shape and mode takes at least; NaN if unknown.
-        quant_cost_us: of allnorm's quantised arms, what they take beyond the 16-bit call.
-    """
-
-    shape: Shape
-    mode: Mode
-    world_size: int
-    arm: str
+    shape: Shape  # what was run
+    mode: Mode  # what the call returned
+    world_size: int  # with how many ranks
+    arm: str  # which way
+    # Time per call; of every rank's figure the largest. NaN if not timed.
     p50_us: float
     p90_us: float
     p99_us: float
+    # What a call without a graph costs the host, and until it is done; NaN if not measured.
     host_us: float
     eager_us: float
-    error: str
-    reason: str
+    error: str  # "" if the result was right, else what was wrong
+    reason: str  # "" if it ran, else why it cannot
+    # Of the matrix product in front of each call, beyond which p50_us to p99_us are; NaN without
+    # one.
     product_us: float = math.nan
+    # What sending the bytes of this shape and mode takes at least; NaN if unknown.
     floor_us: float = math.nan
+    # Of allnorm's quantised arms, what they take beyond the 16-bit call.
     quant_cost_us: float = math.nan
 
     @property
@@ -71,18 +60,15 @@ def measure(
     keep: Callable[[list[Measurement]], None] = lambda measured: None,
     on_message: OnMessage | None = None,
 ) -> list[Measurement]:
-    """Starts ranks and lets them measure.
+    """Starts ranks and lets them measure; one measurement per shape, mode and arm.
 
     Args:
         job: what to measure.
         world_size: number of ranks.
         push_gbps: what a rank's link carries, for the floor; 0: what is known of this GPU.
-        keep: called with the measurements of each shape and mode as soon as they are there: what is
-            stopped later has not been in vain.
-        on_message: takes a rank and what it says of its progress: `text`, `done` and `total`.
-
-    Returns:
-        One measurement per shape, mode and arm.
+        keep: called with the measurements of each shape and mode as soon as they are there, so that
+            a run that is stopped keeps them.
+        on_message: takes a rank and its progress: `text`, `done` and `total`.
 
     Raises:
         RankError: a rank raised, died or was late.
@@ -108,10 +94,7 @@ def merge(
 ) -> list[Measurement]:
     """Joins the records of all ranks: the slowest rank's time counts, any rank's error counts.
 
-    Args:
-        ranks: what `run.run` returned, in rank order, or a part of it.
-        job: that they were given.
-        push_gbps: what a rank's link carries; None if unknown.
+    `ranks` are what `run.run` returned, in rank order, or a part of it.
     """
     plain = {
         (records[0]["shape"], records[0]["mode"]): _largest(r["p50_us"] for r in records)
@@ -147,10 +130,8 @@ def merge(
 class Gatherer:
     """Puts together what the ranks report, one shape and mode after the other.
 
-    Args:
-        world_size: number of ranks.
-        complete: called with the records of all ranks, in rank order, as soon as they are there.
-        other: called with every other message.
+    `complete` is called with the records of all ranks, in rank order, as soon as they are there,
+    and `other` with every other message.
     """
 
     def __init__(
@@ -215,7 +196,7 @@ def missing(measurements: Iterable[Measurement]) -> dict[str, str]:
 
 
 def _ratio(us: float, of_us: float) -> float:
-    """NaN if nothing can be said: beyond a product, noise may leave no time at all, or less."""
+    """NaN where there is no ratio: beyond a product, noise may leave no time, or less than none."""
     return us / of_us if of_us > 0 else math.nan
 
 

@@ -9,74 +9,62 @@ from typing import Any
 import torch
 
 import allnorm
-from allnorm.bench import arms, baselines, bounds, clock, modes, peers
+from allnorm.bench import arms, bounds, clock, modes, peers
 from allnorm.bench.arms import Arm
 from allnorm.bench.case import NUM_SETS, Case, make_case
-from allnorm.bench.modes import Mode
-from allnorm.bench.product import Product
-from allnorm.bench.shapes import Shape
+from allnorm.bench.clock import Product
+from allnorm.bench.modes import Mode, Shape
 from allnorm.testing import DTYPES, RankFailedError, agree, all_or_none, report, same_bits
 from allnorm.testing.rank import device
+from allnorm.testing.timing import percentiles
 
 
 @dataclass(frozen=True)
 class Job:
-    """What to measure; the same on every rank.
+    """What to measure; the same on every rank."""
 
-    Attributes:
-        shapes: in the order they are measured.
-        modes: what the calls return; every shape is measured in each.
-        dtype: name of the dtype of the inputs.
-        numerics: rounding mode of what allnorm computes.
-        arms: names of arms and peers, of which a mode takes those that it has.
-        device: "cuda" or "cpu".
-        seconds: on CPU, roughly how long one arm of one shape is timed.
-        tuning_dir: as of a Communicator.
-        product: columns of the matrix product in front of every timed call; 0 for none.
-        max_blocks: as of a Communicator; 0 for no limit.
-    """
-
-    shapes: tuple[Shape, ...]
-    modes: tuple[Mode, ...]
-    dtype: str
-    numerics: str
-    arms: tuple[str, ...]
-    device: str
-    seconds: float = 0.7
-    tuning_dir: str | None = None
-    product: int = 0
-    max_blocks: int = 0
+    shapes: tuple[Shape, ...]  # in the order they are measured
+    modes: tuple[Mode, ...]  # what the calls return; every shape is measured in each
+    dtype: str  # name of the dtype of the inputs
+    numerics: str  # rounding mode of what allnorm computes
+    arms: tuple[str, ...]  # names of arms and peers, of which a mode takes those that it has
+    device: str  # "cuda" or "cpu"
+    seconds: float = 0.7  # on CPU, roughly how long one arm of one shape is timed
+    tuning_dir: str | None = None  # as of a Communicator
+    product: int = 0  # columns of the matrix product in front of every timed call; 0 for none
+    max_blocks: int = 0  # as of a Communicator; 0 for no limit
 
 
 @dataclass
-class _Tried:
-    """What is known about one arm in one mode of one shape, the same on every rank but for times.
+class _Trial:
+    """One arm in one mode of one shape; the same on every rank but for the times."""
 
-    Attributes:
-        name: of the arm, or of the peer that has none here.
-        arm: what runs, as long as it is right; None if it cannot, or is not.
-        reason: why it does not run; not its fault.
-        error: what is wrong with its result.
-        times: what was measured.
-    """
+    name: str  # of the arm, or of the peer that has none here
+    arm: Arm | None = None  # what runs, as long as it is right; None if it cannot, or is not
+    reason: str = ""  # why it does not run; not its fault
+    error: str = ""  # what is wrong with its result
+    times: dict[str, float] = field(default_factory=lambda: percentiles([]))
 
-    name: str
-    arm: Arm | None = None
-    reason: str = ""
-    error: str = ""
-    times: dict[str, float] = field(default_factory=lambda: clock.summary([]))
+    def attempt(self, step: Callable[..., Any], *arguments: Any, where: str = "") -> Any:
+        """A collective step with the arm.
 
-
-def _tried(found: Arm | str, name: str) -> _Tried:
-    """An arm, or why there is none of that name."""
-    return _Tried(name, reason=found) if isinstance(found, str) else _Tried(found.name, found)
+        If it fails in another library on some rank, every rank drops the arm.
+        """
+        assert self.arm is not None
+        if not self.arm.foreign:
+            return step(*arguments)
+        try:
+            return all_or_none(step, *arguments)
+        except RankFailedError as absent:
+            self.reason, self.arm = f"{where}{absent}", None
+            return None
 
 
 def run(rank: int, world_size: int, job: Job) -> list[dict[str, Any]]:
     """Checks, then times every arm at every shape in every mode. Collective.
 
-    What a shape and mode gave is also reported at once, as `records`: a run that is stopped later
-    has not been in vain.
+    The records of a shape and mode are also reported at once, as `records`, so that a run that is
+    stopped keeps them.
 
     Returns:
         One record per shape, mode and arm, in the same order on every rank: `shape` and `mode`
@@ -86,8 +74,8 @@ def run(rank: int, world_size: int, job: Job) -> list[dict[str, Any]]:
         `product_us` is its own. What did not run, or was wrong, has no times.
     """
     records, where = [], device()
-    taking_part = {name for mode in job.modes for name in modes.peer_names(job.device, mode)}
-    names = [name for name in peers.REGISTRY if name in job.arms and name in taking_part]
+    usable = {name for mode in job.modes for name in modes.peer_names(job.device, mode)}
+    names = [name for name in peers.REGISTRY if name in job.arms and name in usable]
     others = peers.Peers(names, where, DTYPES[job.dtype], job.shapes)
     with allnorm.Communicator(
         device=where,
@@ -99,64 +87,54 @@ def run(rank: int, world_size: int, job: Job) -> list[dict[str, Any]]:
             report({"text": str(shape), "done": index, "total": len(job.shapes)})
             case = make_case(shape, job.dtype, job.numerics, where, rank, world_size, seed=index)
             for number, mode in enumerate(job.modes):
-                tried = _arms(comm, others, case, mode, job)
-                _check(tried, case, mode)
-                made = case.checksums()
-                _measure(tried, case, job)
-                changed = agree("" if case.checksums() == made else f"{shape}")
+                trials = _trials(comm, others, case, mode, job)
+                for trial, arm in _running(trials):
+                    trial.error = agree(trial.attempt(check_arm, arm, case, mode) or "")
+                    trial.arm = None if trial.error else trial.arm
+                before = case.checksums()
+                _measure(trials, case, job)
+                changed = agree("" if case.checksums() == before else f"{shape}")
                 if changed:
                     raise RuntimeError(
                         f"an arm has overwritten what all arms read ({changed}): the others were "
                         "timed on other values. Take arms of other libraries out with --arms."
                     )
-                found = [_record(one, index, number) for one in tried]
-                report({"records": found})
-                records += found
+                place = {"shape": index, "mode": number}
+                new = [
+                    {**place, "arm": t.name, "reason": t.reason, "error": t.error, **t.times}
+                    for t in trials
+                ]
+                report({"records": new})
+                records += new
             del case
         comm.check()
         others.close()
     return records
 
 
-def _arms(
+def _trials(
     comm: allnorm.Communicator, others: peers.Peers, case: Case, mode: Mode, job: Job
-) -> list[_Tried]:
-    tried = []
+) -> list[_Trial]:
+    """The arms of the job that the mode has, in the order of the table."""
+    found: list[tuple[str, Arm | str]] = []
     obstacle = case.obstacle(mode.quant)
     for name in modes.arm_names(job.device, mode):
-        if name not in job.arms:
-            continue
-        if obstacle and name != "allnorm16":
-            tried.append(_tried(obstacle, name))
-        elif name.startswith("allnorm"):
-            tried.append(_tried(arms.own_arms(comm, case, mode, name), name))
-        else:
-            tried.append(_tried(baselines.baseline(case, mode, name), name))
+        if name in job.arms:
+            blocked = obstacle if name != "allnorm16" else ""
+            found.append((name, blocked or arms.make_arm(comm, case, mode, name)))
     for name in modes.peer_names(job.device, mode):
         if name in job.arms:
-            found = obstacle or others.arms(name, case, mode)
-            tried += [_tried(one, name) for one in ([found] if isinstance(found, str) else found)]
-    return tried
+            of_peer = obstacle or others.arms(name, case, mode)
+            several = [of_peer] if isinstance(of_peer, str) else of_peer
+            found += [(name, arm) for arm in several]
+    return [
+        _Trial(name, reason=arm) if isinstance(arm, str) else _Trial(arm.name, arm)
+        for name, arm in found
+    ]
 
 
-def _running(tried: list[_Tried]) -> list[tuple[_Tried, Arm]]:
-    return [(one, one.arm) for one in tried if one.arm is not None]
-
-
-def _check(tried: list[_Tried], case: Case, mode: Mode) -> None:
-    """Runs each arm once on every buffer set and compares; all ranks drop the same arms."""
-    for one, arm in _running(tried):
-        try:
-            one.error = agree(_run(arm, check_arm, arm, case, mode))
-        except RankFailedError as absent:
-            one.reason = str(absent)
-        if one.error or one.reason:
-            one.arm = None
-
-
-def _run(arm: Arm, step: Callable[..., Any], *arguments: Any) -> Any:
-    """A step with an arm: of one of another library, all ranks learn whether it failed on one."""
-    return all_or_none(step, *arguments) if arm.foreign else step(*arguments)
+def _running(trials: list[_Trial]) -> list[tuple[_Trial, Arm]]:
+    return [(trial, trial.arm) for trial in trials if trial.arm is not None]
 
 
 def check_arm(arm: Arm, case: Case, mode: Mode) -> str:
@@ -187,37 +165,30 @@ def describe_error(arm: Arm, result: Any, case: Case, index: int, mode: Mode) ->
     return ""
 
 
-def _measure(tried: list[_Tried], case: Case, job: Job) -> None:
+def _measure(trials: list[_Trial], case: Case, job: Job) -> None:
     more: dict[str, float] = {}
     if job.product:
         product = Product(case, job.product)
-        for one, arm in _running(tried):
-            one.arm = product.before(arm)
-        alone = _Tried("", product.alone())
-        samples, more["product_us"] = product.take_off(_time([alone, *tried], case, job))
+        for trial, arm in _running(trials):
+            trial.arm = product.before(arm)
+        alone = _Trial("", product.alone())
+        samples, more["product_us"] = product.take_off(_time([alone, *trials], case, job))
         product.restore()
     else:
-        samples = _time(tried, case, job)
-    for one, arm in _running(tried):
+        samples = _time(trials, case, job)
+    for trial, arm in _running(trials):
         if arm.name in samples:
-            one.times = clock.summary(samples[arm.name]) | more
+            trial.times = percentiles(samples[arm.name]) | more
             if job.device == "cuda" and not job.product:
-                one.times |= clock.time_eager(arm, torch.cuda.synchronize)
+                trial.times |= clock.time_eager(arm, torch.cuda.synchronize)
 
 
-def _time(tried: list[_Tried], case: Case, job: Job) -> clock.Samples:
+def _time(trials: list[_Trial], case: Case, job: Job) -> clock.Samples:
     """Samples of each arm; what another library cannot capture is dropped on all ranks."""
     if job.device == "cpu":
-        return clock.time_cpu([arm for _, arm in _running(tried)], job.seconds)
-    graphs = []
-    for one, arm in _running(tried):
-        try:
-            graphs.append((arm, _run(arm, clock.capture, arm, case.num_rows)))
-        except RankFailedError as absent:
-            one.reason, one.arm = f"in a CUDA graph: {absent}", None
-    return clock.time_cuda(graphs, case.num_rows)
-
-
-def _record(one: _Tried, shape: int, mode: int) -> dict[str, Any]:
-    known = {"arm": one.name, "reason": one.reason, "error": one.error}
-    return {"shape": shape, "mode": mode, **known, **one.times}
+        return clock.time_cpu([arm for _, arm in _running(trials)], job.seconds)
+    graphs = [
+        (arm, trial.attempt(clock.capture, arm, case.num_rows, where="in a CUDA graph: "))
+        for trial, arm in _running(trials)
+    ]
+    return clock.time_cuda([pair for pair in graphs if pair[1] is not None], case.num_rows)

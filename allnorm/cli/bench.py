@@ -17,10 +17,10 @@ from allnorm import names, topology
 from allnorm.bench import compare as bench_compare
 from allnorm.bench import modes as bench_modes
 from allnorm.bench import report
+from allnorm.bench.modes import Shape
 from allnorm.bench.report import Measurement
 from allnorm.bench.run import Job
-from allnorm.bench.shapes import Shape
-from allnorm.cli import bench_html, bench_plot, bench_table, options, output
+from allnorm.cli import bench_plot, bench_table, options, output
 from allnorm.cli.options import Device, Dtype, Json, Tp
 
 _CPU_MODELS, _CPU_TOKENS, _CPU_PREFILL = "llama-3.1-8b,gpt-oss-120b", "1,16,256", "llama-3.1-8b"
@@ -114,7 +114,7 @@ def bench(
     if plot:
         bench_plot.save(measured, plot, heading)
     if html:
-        bench_html.save(html, bench_html.page(measured, heading, _explanation(job), _common(job)))
+        bench_table.save(html, bench_table.page(measured, heading, _explanation(job), _common(job)))
     regressed = False
     if compare:
         found = bench_compare.changes(before, rows)

@@ -47,7 +47,7 @@ class Panel:
 
 
 def check_installed(option: str) -> None:
-    """Refuses before anything is measured.
+    """Checks for matplotlib before anything is measured.
 
     Raises:
         typer.BadParameter: matplotlib is not installed.

@@ -1,17 +1,19 @@
-"""What `bench` shows on the console."""
+"""What `bench` shows: tables on the console, and a page with all results that needs no network."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
 from allnorm.bench.compare import Change
 from allnorm.bench.modes import Mode, family
-from allnorm.bench.report import Measurement, best, is_other, speed_up
-from allnorm.cli import output
+from allnorm.bench.report import Measurement, best, is_other, missing, speed_up
+from allnorm.cli import bench_plot, output
 
 _WIDE = 150  # columns from which on p99 fits beside p50 ...
 _FEW = 7  # ... of so many arms
@@ -23,19 +25,12 @@ Found = dict[str, Measurement]
 
 @dataclass(frozen=True)
 class Grid:
-    """A table before it has a look: headings, and for each shape the cells.
+    """A table before it is rendered: headings, and for each shape the cells."""
 
-    Attributes:
-        title: above it.
-        columns: the headings.
-        rows: as long as `columns` each; cells without markup.
-        wrong: for each row, whether an arm was wrong.
-    """
-
-    title: str
-    columns: list[str]
-    rows: list[list[str]]
-    wrong: list[bool]
+    title: str  # above it
+    columns: list[str]  # the headings
+    rows: list[list[str]]  # as long as `columns` each; cells without markup
+    wrong: list[bool]  # for each row, whether an arm was wrong
 
 
 def grid(measurements: Sequence[Measurement], with_p99: bool) -> Grid:
@@ -67,7 +62,7 @@ def grid(measurements: Sequence[Measurement], with_p99: bool) -> Grid:
 
 
 def table(measurements: Sequence[Measurement], width: int) -> Table:
-    """The same for a console; one of few characters in `width` shows no p99."""
+    """The table for a console; where it is narrow, p99 is left out."""
     arms = {family(m.arm) for m in measurements}
     found = grid(measurements, width >= _WIDE and len(arms) <= _FEW)
     verdicts = [output.bad("WRONG") if wrong else output.ok("PASS") for wrong in found.wrong]
@@ -114,10 +109,9 @@ def headline(measurements: Sequence[Measurement], dtype: str) -> str:
     )
     same = (chosen.shape, chosen.mode, chosen.world_size)
     found = {m.arm: m for m in measurements if (m.shape, m.mode, m.world_size) == same}
-    time = output.microseconds(chosen.p50_us)
     what = f", {chosen.mode}" if str(chosen.mode) else ""
-    text = f"{chosen.shape} {dtype}{what}, {output.ranks(chosen.world_size)}: {time}"
-    text += "" if time.endswith("ms") else " us"
+    text = f"{chosen.shape} {dtype}{what}, {output.ranks(chosen.world_size)}: "
+    text += output.time_of(chosen.p50_us)
     baseline = next((arm for arm in found if "+torch" in arm), None)
     ratio = speed_up(found, [baseline]) if baseline else math.nan
     if baseline and math.isfinite(ratio):
@@ -186,3 +180,70 @@ def _share(m: Measurement) -> str:
 def modes_of(measurements: Sequence[Measurement]) -> list[tuple[int, Mode]]:
     """World sizes and modes, in the order in which they were measured."""
     return list(dict.fromkeys((m.world_size, m.mode) for m in measurements))
+
+
+_TEMPLATE = Path(__file__).with_name("bench_page.html.j2")
+_EVERY_ARM = ("tokens x hidden", "arm", "p50", "p90", "p99", "of floor", "host", "eager", "result")
+
+
+def page(
+    measurements: Sequence[Measurement],
+    heading: str,
+    explanation: str,
+    conditions: Mapping[str, Any],
+) -> str:
+    """The page as text.
+
+    The explanation says in prose what the arms are and how they were timed; the conditions are what
+    every row of the results carries: hardware, versions, commit, command.
+    """
+    import jinja2
+
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    return environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
+        heading=heading,
+        explanation=explanation,
+        headline=headline(measurements, str(conditions.get("dtype", ""))),
+        sections=[
+            _section([m for m in measurements if (m.world_size, m.mode) == key])
+            for key in modes_of(measurements)
+        ],
+        every_arm=_EVERY_ARM,
+        conditions=_flat(conditions),
+    )
+
+
+def save(path: Path, text: str) -> None:
+    """Writes a page; makes its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def _section(measurements: Sequence[Measurement]) -> dict[str, Any]:
+    """One world size and mode: the table, pictures, every arm beyond the table."""
+    return {
+        "grid": grid(measurements, with_p99=False),
+        "pictures": [bench_plot.svg(measurements, p) for p in bench_plot.panels(measurements)],
+        "arms": [
+            [
+                str(m.shape),
+                m.arm,
+                *map(output.microseconds, (m.p50_us, m.p90_us, m.p99_us)),
+                f"{m.floor_share:.1%}" if m.floor_share > 0 else "-",
+                *map(output.microseconds, (m.host_us, m.eager_us)),
+                "WRONG" if m.error else "right" if not m.reason else "-",
+            ]
+            for m in measurements
+        ],
+        "wrong": {f"{m.arm} at {m.shape}": m.error for m in measurements if m.error},
+        "missing": missing(measurements),
+    }
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested values under names with dots."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        nested = isinstance(value, Mapping)
+        found |= _flat(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
+    return found

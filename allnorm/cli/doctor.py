@@ -8,7 +8,6 @@ import time
 from typing import Any
 
 import torch
-import typer
 from rich.console import Console
 
 import allnorm
@@ -35,23 +34,17 @@ def doctor(tp: Tp = "", device: Device = "auto", json: Json = None) -> None:
     _print_gpus(console, machine, capabilities)
     with output.progress(f"doctor, {output.ranks(size)}") as show:
         found = run_ranks(ranks_doctor.run, size, device=where, args=(where,), on_message=show)[0]
-    console.print(
-        output.table(
-            f"Algorithms for bfloat16, {output.ranks(size)} on {where}",
-            ("tokens x hidden", "algorithm", "launches", "why", "source"),
-            [
-                (p["shape"], p["algorithm"], str(p["launches"]), p["reason"], p["source"])
-                for p in found["plans"]
-            ],
-            words=("algorithm", "why", "source"),
-        )
-    )
+    plans = [
+        (p["shape"], p["algorithm"], str(p["launches"]), p["reason"], p["source"])
+        for p in found["plans"]
+    ]
+    columns = ("tokens x hidden", "algorithm", "launches", "why", "source")
+    title = f"Algorithms for bfloat16, {output.ranks(size)} on {where}"
+    console.print(output.table(title, columns, plans, words=columns[1:2] + columns[3:]))
     copy_gbps = _peer_copy_gbps(machine) if where == "cuda" else None
     console.print(output.facts("Measured", _measured(found, size, where, copy_gbps)))
     if found["old_code"]:
         console.print(output.bad(old_code_text(capabilities["backends"]["cuda"])))
-    verdict = found["error"] or f"the reference's bits with {output.ranks(size)} on {where}"
-    console.print(output.bad(verdict) if found["error"] else output.ok(verdict))
     row = {
         "machine": dataclasses.asdict(machine),
         "capabilities": capabilities,
@@ -63,7 +56,8 @@ def doctor(tp: Tp = "", device: Device = "auto", json: Json = None) -> None:
     }
     output.append_json_lines(json, [row])
     if found["error"]:
-        raise typer.Exit(1)
+        output.fail(found["error"])
+    console.print(output.ok(f"the reference's bits with {output.ranks(size)} on {where}"))
 
 
 def old_code_text(build: dict[str, Any]) -> str:
@@ -123,15 +117,8 @@ def _print_gpus(console: Console, machine: Machine, capabilities: dict[str, Any]
         links = "unknown" if gpu.nvlinks is None else str(gpu.nvlinks)
         if gpu.nvlinks and gpu.nvlink_version is not None:
             links += f" (NVML version {gpu.nvlink_version})"
-        rows.append(
-            (
-                f"{gpu.index}  {gpu.name}",
-                gpu.compute_capability,
-                output.gibibytes(gpu.memory_bytes),
-                str(gpu.num_sms),
-                links,
-            )
-        )
+        memory, sms = output.gibibytes(gpu.memory_bytes), str(gpu.num_sms)
+        rows.append((f"{gpu.index}  {gpu.name}", gpu.compute_capability, memory, sms, links))
     columns = ("GPU", "compute capability", "memory", "SMs", "active NVLinks")
     console.print(output.table("GPUs", columns, rows))
     if any(gpu.nvlinks is None for gpu in machine.gpus):
@@ -139,16 +126,12 @@ def _print_gpus(console: Console, machine: Machine, capabilities: dict[str, Any]
         said = f"{source} does not report them" if source == "NVML" else source
         console.print(f"NVLinks: {said}.")
     indices = [str(gpu.index) for gpu in machine.gpus]
-    console.print(
-        output.table(
-            "Peer access (row can use column's memory)",
-            ("GPU", *indices),
-            [
-                (index, *(output.ok("yes") if peer else output.bad("no") for peer in peers))
-                for index, peers in zip(indices, machine.peer_access, strict=True)
-            ],
-        )
-    )
+    access = [
+        (index, *(output.ok("yes") if peer else output.bad("no") for peer in peers))
+        for index, peers in zip(indices, machine.peer_access, strict=True)
+    ]
+    title = "Peer access (row can use column's memory)"
+    console.print(output.table(title, ("GPU", *indices), access))
     switches = capabilities["multicast"]["switches"]
     state = ", ".join(f"{k}={'unset' if v is None else v}" for k, v in switches.items())
     console.print(f"NVLink multicast: allnorm never uses it. Environment: {state}.\n")
@@ -158,26 +141,19 @@ def _measured(
     found: dict[str, Any], size: int, where: str, copy_gbps: float | None
 ) -> list[tuple[str, str]]:
     method = "CUDA graph replay" if where == "cuda" else "wall clock"
-    sent = 2 * (size - 1) / size * ranks_doctor.BANDWIDTH_BYTES
-    gbps = sent / found["large_us"] / 1e3
-    megabytes = ranks_doctor.BANDWIDTH_BYTES >> 20
+    flag, large = (output.time_of(found[name]) for name in ("flag_us", "large_us"))
+    flag = f"{flag} (taken as the smallest all_reduce, 1x8)"
+    if size > 1:
+        gbps = 2 * (size - 1) / size * ranks_doctor.BANDWIDTH_BYTES / found["large_us"] / 1e3
+        large += f" = {gbps:.1f} GB/s per rank, counting 2(N-1)/N of the bytes"
+    else:
+        flag = "unknown: needs two ranks"
+    fused = f"{output.time_of(found['fused_us'])} (p50, slowest rank, {method})"
     pairs = [
         ("Creating a communicator", f"{found['create_s'] * 1e3:.0f} ms"),
-        (
-            "Fused op, 1x4096 bfloat16",
-            f"{_us(found['fused_us'])} (p50, slowest rank, {method})",
-        ),
-        (
-            "Flag latency",
-            f"{_us(found['flag_us'])} (taken as the smallest all_reduce, 1x8)"
-            if size > 1
-            else "unknown: needs two ranks",
-        ),
-        (
-            f"all_reduce of {megabytes} MiB",
-            _us(found["large_us"])
-            + (f" = {gbps:.1f} GB/s per rank, counting 2(N-1)/N of the bytes" if size > 1 else ""),
-        ),
+        ("Fused op, 1x4096 bfloat16", fused),
+        ("Flag latency", flag),
+        (f"all_reduce of {ranks_doctor.BANDWIDTH_BYTES >> 20} MiB", large),
     ]
     if where == "cuda":
         text = "unknown: needs two GPUs with peer access"
@@ -185,11 +161,6 @@ def _measured(
             text = f"{copy_gbps:.0f} GB/s, GPU 0 to GPU 1, a copy of {_COPY_BYTES >> 20} MiB"
         pairs.append(("Link bandwidth", text))
     return pairs
-
-
-def _us(value: float) -> str:
-    text = output.microseconds(value)
-    return text if text.endswith("ms") else f"{text} us"
 
 
 def _peer_copy_gbps(machine: Machine) -> float | None:

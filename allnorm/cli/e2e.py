@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -15,7 +15,7 @@ from rich.table import Table
 
 from allnorm import names, topology
 from allnorm.bench.e2e import models, report
-from allnorm.bench.e2e.job import Job, arm_names
+from allnorm.bench.e2e.models import Job, arm_names
 from allnorm.bench.e2e.report import Result
 from allnorm.cli import options, output
 from allnorm.cli.options import Device, Dtype, Json, Tp
@@ -89,8 +89,17 @@ def _run(job: Job, size: int, json: Path | None, console: Console) -> list[Resul
     """Runs with one number of ranks, shows and stores what was found."""
     with output.progress(f"e2e, {output.ranks(size)}") as show:
         measured = report.measure(job, size, show)
-    found, common = measured.results, _common(job)
-    output.append_json_lines(json, [report.json_row(r, job.model, common) for r in found])
+    found = measured.results
+    common = output.conditions(
+        job.device,
+        cores=topology.num_cores(),
+        backend=job.device,
+        dtype=job.dtype,
+        prompt=job.prompt,
+        tokens=job.tokens,
+        rounds=job.rounds,
+    )
+    output.append_json_lines(json, [report.json_row(r, job.model) for r in found], common)
     for batch_size in job.batch_sizes:
         of_batch = [r for r in found if r.batch_size == batch_size]
         if not of_batch:  # nothing but libraries that are missing
@@ -103,9 +112,8 @@ def _run(job: Job, size: int, json: Path | None, console: Console) -> list[Resul
         )
         for r in of_batch:
             if r.error:
-                console.print(
-                    output.bad(f"{r.arm} at batch {batch_size}, {output.ranks(size)}: {r.error}")
-                )
+                text = f"{r.arm} at batch {batch_size}, {output.ranks(size)}: {r.error}"
+                console.print(output.bad(text))
     for arm, reason in measured.missing.items():
         console.print(f"[dim]{arm}: {escape(reason)}[/dim]")
     return found
@@ -123,18 +131,6 @@ def _explanation(job: Job) -> str:
         f"and bits, if all logits are too. logits: beside those of {job.torch_arm}, for which the "
         "yardstick is what two of its algorithms differ by."
     )
-
-
-def _common(job: Job) -> dict[str, Any]:
-    return {
-        **output.conditions(job.device),
-        "cores": topology.num_cores(),
-        "backend": job.device,
-        "dtype": job.dtype,
-        "prompt": job.prompt,
-        "tokens": job.tokens,
-        "rounds": job.rounds,
-    }
 
 
 def _table(results: Sequence[Result], torch_arm: str) -> Table:

@@ -15,9 +15,7 @@ import typer
 
 from allnorm import names, topology
 from allnorm.bench import modes as bench_modes
-from allnorm.bench import shapes as bench_shapes
-from allnorm.bench.modes import Mode
-from allnorm.bench.shapes import Shape
+from allnorm.bench.modes import Mode, Shape
 
 Tp = Annotated[
     str,
@@ -36,7 +34,7 @@ Json = Annotated[
 
 @contextlib.contextmanager
 def of(option: str) -> Iterator[None]:
-    """What a library refuses in this block is the fault of an option: exit code 2, in words."""
+    """Reports a ValueError of the block as a wrong value of that option: exit code 2."""
     try:
         yield
     except ValueError as error:
@@ -104,7 +102,7 @@ def shapes(text: str) -> list[Shape]:
 def model_shapes(models: str, num_tokens: list[int]) -> list[Shape]:
     """The shapes of the named models, one for every number of tokens."""
     with of("--model"):
-        found = [bench_shapes.find(name) for name in words(models)]
+        found = [bench_modes.find_model(name) for name in words(models)]
     return [model.shape(tokens) for model in found for tokens in num_tokens]
 
 

@@ -8,11 +8,12 @@ import math
 import shlex
 import sys
 import time
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -50,14 +51,10 @@ def progress(title: str) -> Iterator[OnMessage]:
         task = bar.add_task(escape(f"{title}: starting ranks"), total=None)
 
         def show(rank: int, message: Message) -> None:
-            if rank:
-                return
-            bar.update(
-                task,
-                description=escape(f"{title}: {message.get('text', '')}"),
-                completed=message.get("done"),
-                total=message.get("total"),
-            )
+            if rank == 0:
+                text = escape(f"{title}: {message.get('text', '')}")
+                done, total = message.get("done"), message.get("total")
+                bar.update(task, description=text, completed=done, total=total)
 
         yield show
 
@@ -114,6 +111,12 @@ def bad(text: str) -> str:
     return f"[bold red]{escape(text)}[/bold red]"
 
 
+def fail(text: str) -> NoReturn:
+    """Prints what is wrong, and ends the command with exit code 1."""
+    console().print(bad(text))
+    raise typer.Exit(1)
+
+
 def ranks(count: int) -> str:
     """How many, in words: "1 rank", "2 ranks"."""
     return f"{count} rank{'s' if count != 1 else ''}"
@@ -126,6 +129,12 @@ def microseconds(value: float) -> str:
     if value >= 1e4:
         return f"{value / 1e3:,.1f} ms" if value < 1e5 else f"{value / 1e3:,.0f} ms"
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:,.0f}"
+
+
+def time_of(value: float) -> str:
+    """A time given in us, with its unit."""
+    text = microseconds(value)
+    return text if text.endswith("ms") else f"{text} us"
 
 
 def gibibytes(count: int | None) -> str:
@@ -145,27 +154,29 @@ def provenance() -> dict[str, Any]:
 
 
 def _without_folder(argument: str) -> str:
-    """An argument as it is worth keeping: where on this machine a file lay is not."""
+    """An argument as it is stored: of an absolute path the name alone."""
     return Path(argument).name if Path(argument).is_absolute() else argument
 
 
-def conditions(device: str) -> dict[str, Any]:
-    """What was measured, "cuda" or "cpu", and where the result comes from."""
+def conditions(device: str, **more: Any) -> dict[str, Any]:
+    """What was measured, "cuda" or "cpu", where the result comes from, and `more`."""
     kind = "gpu" if device == "cuda" else "cpu"
-    return {kind: topology.device_name(device), **provenance()}
+    return {kind: topology.device_name(device), **provenance(), **more}
 
 
-def append_json_lines(path: Path | None, rows: Iterable[dict[str, Any]]) -> None:
-    """Appends one JSON object per line; makes the file and its folder. Without a path, nothing.
+def append_json_lines(
+    path: Path | None, rows: Iterable[Mapping[str, Any]], common: Mapping[str, Any] | None = None
+) -> None:
+    """Appends one JSON object per line, `common` before each; makes the file and its folder.
 
-    Numbers that JSON does not have (NaN, infinity) become null.
+    Numbers that JSON does not have (NaN, infinity) become null. Without a path it does nothing.
     """
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         for row in rows:
-            file.write(json.dumps(_finite(row), allow_nan=False) + "\n")
+            file.write(json.dumps(_finite({**(common or {}), **row}), allow_nan=False) + "\n")
 
 
 def _finite(value: Any) -> Any:

@@ -36,15 +36,14 @@ def trace(
     console = output.console()
     for table in _tables(reports):
         console.print(table)
-    provenance = output.provenance() if json else {}
-    output.append_json_lines(json, ({**provenance, **report.to_dict()} for report in reports))
+    rows = [report.to_dict() for report in reports]
+    output.append_json_lines(json, rows, output.provenance() if json else {})
     if code:
         console.print(output.bad(f"the program ended with exit code {code}"))
         raise typer.Exit(code)
     problem = program.problem(reports, require)
     if problem:
-        console.print(output.bad(problem))
-        raise typer.Exit(1)
+        output.fail(problem)
     lowest = min(reports, key=lambda report: report.fraction)
     console.print(output.ok(f"{lowest.summary()} ({lowest.fraction:.1%})"))
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from allnorm import names
-from allnorm.bench.shapes import Shape
+from allnorm.bench.modes import Shape
 from allnorm.cli import options, output
 from allnorm.cli.options import Device, Json, Tp
 from allnorm.tune import check as tune_check
@@ -88,8 +88,8 @@ def _tune(job: Job, size: int, directory: Path | None, json: Path | None, consol
     began = time.monotonic()
     with output.progress(f"tune, {output.ranks(size)}") as show:
         result = run.measure(job, size, show)
-    common = {**output.conditions(job.device), "world_size": size}
-    output.append_json_lines(json, ({**common, **row} for row in table.json_rows(result)))
+    common = output.conditions(job.device, world_size=size)
+    output.append_json_lines(json, table.json_rows(result), common)
     curves = table.curves_of(result)
     console.print(_table(result, curves, size))
     if link := table.describe_link(result):
@@ -127,8 +127,8 @@ def _check(
     for dtype in job.dtypes:
         with output.progress(f"tune --check, {output.ranks(size)}") as show:
             found = tune_check.measure(job, dtype, size, directory, show)
-        rows = ({**common, **tune_check.json_row(p, dtype)} for p in found.values())
-        output.append_json_lines(json, rows)
+        rows = [tune_check.json_row(point, dtype) for point in found.values()]
+        output.append_json_lines(json, rows, common)
         for mode in dict.fromkeys(mode for _, mode in found):
             points = {shape: point for (shape, m), point in found.items() if m == mode}
             title = f"{output.ranks(size)}, {dtype}, {str(mode) or 'norm'}"

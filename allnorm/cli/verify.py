@@ -14,9 +14,9 @@ from rich.table import Table
 from allnorm import topology
 from allnorm.cli import options, output
 from allnorm.cli.options import Device, Json, Tp
-from allnorm.verify import fault_report
+from allnorm.verify import faults as verify_faults
 from allnorm.verify import run as verify_run
-from allnorm.verify.run import Job
+from allnorm.verify.context import Job
 
 _SAMPLE_SECONDS = {"cpu": 20.0, "cuda": 30.0}
 
@@ -83,11 +83,10 @@ def verify(
             for detail in record["details"]:
                 console.print(output.bad(f"{record['check']}: {detail}"))
         failures += sum(record["failures"] for record in found)
-        rows = ({**common, "world_size": size, "shared_gpus": shared, **record} for record in found)
-        output.append_json_lines(json, rows)
+        of_size = {**common, "world_size": size, "shared_gpus": shared}
+        output.append_json_lines(json, found, of_size)
     if failures:
-        console.print(output.bad(f"{failures} cases failed; repeat with --seed {seed}"))
-        raise typer.Exit(1)
+        output.fail(f"{failures} cases failed; repeat with --seed {seed}")
     ranks = ", ".join([*map(str, sizes[:-1]), output.ranks(sizes[-1])])
     console.print(output.ok(f"everything holds with {ranks} on {where}"))
 
@@ -110,26 +109,25 @@ def _faults(
         raise typer.BadParameter("1: expected at least 2 ranks for --faults", param_hint="--tp")
     console, failed = output.console(), 0
     console.print(
-        f"Waits end after {timeout_s:g} s; a fault must be known {fault_report.SLACK_SECONDS:g} s "
+        f"Waits end after {timeout_s:g} s; a fault must be known {verify_faults.SLACK_SECONDS:g} s "
         f"later on every rank, by name; on {topology.device_name(where)}."
     )
     common = {"backend": where, "check": "faults", **output.provenance()}
     for size in sizes:
         shared = _shared(share_gpus, where, size)
         with output.progress(f"faults, {output.ranks(size)}") as show:
-            rows = fault_report.run(size, where, timeout_s, words, shared, show)
+            rows = verify_faults.run(size, where, timeout_s, words, shared, show)
         _show_faults(rows, size, console)
         of_size = {**common, "world_size": size, "shared_gpus": shared}
-        output.append_json_lines(json, ({**of_size, **row} for row in rows))
+        output.append_json_lines(json, rows, of_size)
         failed += sum(bool(row["problems"]) for row in rows)
     if failed:
-        console.print(output.bad(f"{failed} faults were not dealt with as promised"))
-        raise typer.Exit(1)
+        output.fail(f"{failed} faults were not dealt with as promised")
     console.print(output.ok("every fault was noticed in time and named"))
 
 
-def _show_faults(rows: list[fault_report.Row], world_size: int, console: Console) -> None:
-    """The table, and what did not hold below it."""
+def _show_faults(rows: list[verify_faults.Row], world_size: int, console: Console) -> None:
+    """Prints the table, and the problems below it."""
     cells = [
         (
             row["fault"],

@@ -2,7 +2,6 @@
 
 from allnorm.testing.agreement import RankFailedError, agree, all_or_none, gather, start_together
 from allnorm.testing.bits import assert_same_bits, describe_difference, same_bits, ulp_distance
-from allnorm.testing.graphs import capture
 from allnorm.testing.inputs import (
     DTYPES,
     SENTINEL_WORDS,
@@ -21,6 +20,7 @@ from allnorm.testing.spawn import OnMessage, RankError, RankPool, run_ranks
 from allnorm.testing.timing import (
     Timing,
     calls_per_graph,
+    capture,
     max_over_ranks,
     time_cpu,
     time_cuda_graph,

@@ -32,7 +32,7 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def agree(text: str) -> str:
-    """The first words that any rank has to say, the same on all ranks; "" if none has any."""
+    """The first text of any rank that is not empty, the same on all ranks; "" if all are."""
     return next((f"rank {rank}: {said}" for rank, said in enumerate(gather(text)) if said), "")
 
 
@@ -53,7 +53,7 @@ def all_or_none(step: Callable[..., T], *arguments: Any) -> T:
 
 
 def start_together() -> None:
-    """Returns on no rank before all have come here."""
+    """Returns on no rank before all have called it."""
     dist.all_reduce(torch.zeros(1))
 
 

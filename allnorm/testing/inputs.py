@@ -1,4 +1,4 @@
-"""Inputs for tests: distinct on every rank and in every call, reproducible, and the nasty ones.
+"""Inputs for tests: distinct on every rank and in every call, reproducible; and special values.
 
 A test in which all ranks hold the same values cannot see data of a wrong peer, and one that repeats
 its values cannot see data of an earlier call; so rank and call number go into every seed.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +31,6 @@ SPECIAL_KINDS = (
 )
 
 _WORDS_PER_PACK = 4
-
 
 DTYPES = {name: getattr(torch, name) for name in names.DTYPES}
 
@@ -120,25 +120,15 @@ def rank_input(
         scale: standard deviation.
         device: where the result goes; it is computed on the CPU.
     """
-    generator = _generator("rank", rank, tuple(shape), dtype, call, seed)
-    return (torch.randn(tuple(shape), generator=generator) * scale).to(dtype).to(device)
+    made = _normal(("rank", rank, tuple(shape), dtype, call, seed), shape)
+    return (made * scale).to(dtype).to(device)
 
 
 def all_inputs(
-    world_size: int,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    *,
-    call: int = 0,
-    seed: int = 0,
-    scale: float = 1.0,
-    device: torch.device | str = "cpu",
+    world_size: int, shape: Sequence[int], dtype: torch.dtype, **options: Any
 ) -> list[Tensor]:
     """`rank_input` of every rank, in rank order, as `allnorm.reference` takes it."""
-    return [
-        rank_input(shape, dtype, rank, call=call, seed=seed, scale=scale, device=device)
-        for rank in range(world_size)
-    ]
+    return [rank_input(shape, dtype, rank, **options) for rank in range(world_size)]
 
 
 def shared_input(
@@ -155,8 +145,8 @@ def shared_input(
 
     Other names give other numbers; the other arguments are those of `rank_input`.
     """
-    generator = _generator(name, tuple(shape), dtype, call, seed)
-    return (torch.randn(tuple(shape), generator=generator) * scale).to(dtype).to(device)
+    made = _normal((name, tuple(shape), dtype, call, seed), shape)
+    return (made * scale).to(dtype).to(device)
 
 
 def special_input(
@@ -238,6 +228,7 @@ def sentinel_input(
     return x.to(device)
 
 
-def _generator(*parts: object) -> torch.Generator:
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=7).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+def _normal(seed: tuple[object, ...], shape: Sequence[int]) -> Tensor:
+    digest = hashlib.blake2b(repr(seed).encode(), digest_size=7).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+    return torch.randn(tuple(shape), generator=generator)

@@ -56,7 +56,7 @@ def report(message: Any) -> None:
 class Surroundings:
     """Environment and streams of the process that starts a rank.
 
-    One that is forked has at first those that the process it is forked from was started with.
+    A process that is forked starts with those of the fork server.
     """
 
     def __getstate__(self) -> dict[str, Any]:
@@ -64,7 +64,7 @@ class Surroundings:
         return {"environment": dict(os.environ), "streams": streams}
 
     def enter(self) -> None:
-        """Makes them this process's own."""
+        """Makes them those of this process."""
         state = vars(self)
         os.environ.clear()
         os.environ.update(state["environment"])

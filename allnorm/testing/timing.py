@@ -1,4 +1,4 @@
-"""Timing of calls, on CPU call by call, on CUDA through graphs.
+"""Timing of calls, on CPU call by call, on CUDA through graphs, which are captured here.
 
 The method for CUDA: many calls in one graph, the graph replayed at least 25 times, the time of a
 replay from CUDA events divided by its calls, the median over the replays, then the maximum over the
@@ -7,17 +7,20 @@ ranks. Inputs larger than a cache hides need several callables over different bu
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import math
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy
 import torch
 import torch.distributed as dist
 
 from allnorm.testing.agreement import gather
-from allnorm.testing.graphs import capture
 
 Call = Callable[[], object]
 
@@ -44,6 +47,28 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return float(numpy.percentile(values, percent, method="higher"))
 
 
+def percentiles(times_us: Sequence[float]) -> dict[str, float]:
+    """`p50_us`, `p90_us` and `p99_us`; NaN where nothing was timed."""
+    return {
+        f"p{p}_us": percentile(times_us, p) if len(times_us) else math.nan for p in (50, 90, 99)
+    }
+
+
+def max_over_ranks(timing: Timing, group: dist.ProcessGroup | None = None) -> Timing:
+    """The slowest rank's figure for each percentile. Collective.
+
+    Args:
+        timing: this rank's; every rank made the same number of calls.
+        group: None is WORLD, or this process alone without torch.distributed.
+    """
+    ranks = [asdict(each).values() for each in gather(timing, group)]
+    p50_us, p90_us, p99_us, calls = map(max, zip(*ranks, strict=True))
+    return Timing(p50_us, p90_us, p99_us, calls)
+
+
+# ---- by the wall clock ---------------------------------------------------------------------------
+
+
 def time_cpu(
     fn: Call | Sequence[Call],
     *,
@@ -65,14 +90,11 @@ def time_cpu(
         budget_s: between the two, as many as take about this long on the slowest rank.
         warmup_calls: untimed calls before, at least 1.
         group: None is WORLD, or this process alone without torch.distributed.
-
-    Returns:
-        Percentiles over the calls of this rank.
     """
     turns = itertools.cycle([fn] if callable(fn) else fn)
     warmup = itertools.islice(turns, max(1, warmup_calls))
     calls = calls_that_fit(warmup, budget_s, min_calls, max_calls, group)
-    return _timing(time_calls(itertools.islice(turns, calls)), calls)
+    return Timing(**percentiles(time_calls(itertools.islice(turns, calls))), calls=calls)
 
 
 def calls_that_fit(
@@ -98,11 +120,48 @@ def time_calls(calls: Iterable[Call]) -> list[float]:
     return times_us
 
 
+# ---- by replays of CUDA graphs -------------------------------------------------------------------
+
+
 def calls_per_graph(num_tokens: int) -> int:
     """Calls captured in one graph: with few short calls the ranks' start times would count."""
     if num_tokens <= 256:
         return 200
     return 20 if num_tokens <= 1024 else 5
+
+
+@contextlib.contextmanager
+def capture(
+    inside: AbstractContextManager[Any] = nullcontext(),  # noqa: B008 - it holds nothing
+) -> Iterator[torch.cuda.CUDAGraph]:
+    """Captures what the block runs as a graph, which is yielded.
+
+    What is captured has run before: kernels are loaded at their first launch, which no capture
+    allows.
+
+    Args:
+        inside: a context that the capture must happen in, entered before it begins.
+    """
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    # thread_local: NCCL's watchdog thread queries events, which must not end the capture.
+    with inside, torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        yield graph
+
+
+def capture_turns(
+    fns: Sequence[Call],
+    num_tokens: int,
+    warmup_replays: int,
+    inside: AbstractContextManager[Any] = nullcontext(),  # noqa: B008 - it holds nothing
+) -> torch.cuda.CUDAGraph:
+    """A graph of `calls_per_graph` calls that take turns, replayed a few times afterwards."""
+    with capture(inside) as graph:
+        for fn in itertools.islice(itertools.cycle(fns), calls_per_graph(num_tokens)):
+            fn()
+    for _ in range(warmup_replays):
+        graph.replay()
+    return graph
 
 
 def time_cuda_graph(
@@ -115,7 +174,8 @@ def time_cuda_graph(
 ) -> Timing:
     """Times calls that are captured in a CUDA graph on the current device.
 
-    Collective if the calls are. The result is this rank's; see `max_over_ranks`.
+    Collective if the calls are. The result is this rank's, percentiles over the replays, each
+    divided by its calls; see `max_over_ranks`.
 
     Args:
         fns: calls that take turns, one for each buffer set.
@@ -123,26 +183,19 @@ def time_cuda_graph(
         replays: timed replays, at least 25 for figures to be reported.
         warmup_replays: untimed replays before.
         warmup_calls: eager calls of each function before the capture.
-
-    Returns:
-        Percentiles over the replays of this rank, each divided by its calls.
     """
     calls = calls_per_graph(num_tokens)
     for fn in [*fns] * warmup_calls:
         fn()
-    with capture() as graph:
-        for fn in itertools.islice(itertools.cycle(fns), calls):
-            fn()
-    for _ in range(warmup_replays):
-        graph.replay()
-    times = [us / calls for us in time_steps(itertools.repeat(graph.replay, replays))]
-    return _timing(times, calls * replays)
+    graph = capture_turns(fns, num_tokens, warmup_replays)
+    times_us = [us / calls for us in time_steps(itertools.repeat(graph.replay, replays))]
+    return Timing(**percentiles(times_us), calls=calls * replays)
 
 
 def time_steps(steps: Iterable[Call]) -> list[float]:
     """Enqueues work on the current stream; how many microseconds the GPU took for each step.
 
-    All of it has ended. The host runs ahead of the GPU.
+    The host runs ahead of the GPU; on return all of the work has ended.
     """
     steps = list(steps)
     events = [torch.cuda.Event(enable_timing=True) for _ in range(len(steps) + 1)]
@@ -152,20 +205,3 @@ def time_steps(steps: Iterable[Call]) -> list[float]:
         event.record()
     events[-1].synchronize()
     return [begin.elapsed_time(end) * 1e3 for begin, end in itertools.pairwise(events)]
-
-
-def max_over_ranks(timing: Timing, group: dist.ProcessGroup | None = None) -> Timing:
-    """The slowest rank's figure for each percentile. Collective.
-
-    Args:
-        timing: this rank's; every rank made the same number of calls.
-        group: None is WORLD, or this process alone without torch.distributed.
-    """
-    ranks = gather((timing.p50_us, timing.p90_us, timing.p99_us), group)
-    p50_us, p90_us, p99_us = map(max, zip(*ranks, strict=True))
-    return Timing(p50_us, p90_us, p99_us, timing.calls)
-
-
-def _timing(times_us: list[float], calls: int) -> Timing:
-    p50_us, p90_us, p99_us = (percentile(times_us, percent) for percent in (50, 90, 99))
-    return Timing(p50_us, p90_us, p99_us, calls)

@@ -7,24 +7,61 @@ them has launched, which is what the replay of a CUDA graph looks like, are coun
 from __future__ import annotations
 
 import collections
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch._C._autograd import DeviceType
 
-from allnorm.tracing import names
-from allnorm.tracing.report import NORM, REDUCTION, Tally
+from allnorm.tracing.report import FUSED, NORM, REDUCTION, Tally
+
+# Ranges of this package; what follows is `kind|what` or `path|class`.
+CALL = "allnorm.call|"
+MODULE = "allnorm.module|"
+
+# Operators. What they call in turn (nccl:all_reduce, gloo:all_reduce) is part of them. Functional
+# collectives call c10d::allreduce_ where they run, and not where a compiler only traces them.
+REDUCTION_OPERATORS = frozenset(
+    {
+        "c10d::allreduce_",
+        *("vllm::all_reduce", "sgl_kernel::all_reduce", "symm_mem::one_shot_all_reduce"),
+        *("symm_mem::two_shot_all_reduce_", "symm_mem::multimem_all_reduce_"),
+    }
+)
+# Operators whose kernels look like a reduction's.
+OTHER_OPERATORS = frozenset({"c10d::barrier"})
+NORM_OPERATORS = frozenset(
+    {
+        *("aten::rms_norm", "aten::_fused_rms_norm", "_C::rms_norm", "_C::fused_add_rms_norm"),
+        *("sgl_kernel::rmsnorm", "sgl_kernel::fused_add_rmsnorm", "vllm_ir::rms_norm"),
+    }
+)
+# A norm written out in a module called something with RMSNorm does one of these.
+NORM_ARITHMETIC = frozenset({"aten::rsqrt", "aten::pow", "aten::rms_norm", "aten::_fused_rms_norm"})
+
+# Kernels that belong to no operator, as in a replayed CUDA graph; the first match counts.
+_KERNELS = (
+    (re.compile(r"allnorm::fused_kernel<.*\bOneShot\b"), FUSED, "one_shot"),
+    (re.compile(r"allnorm::fused_kernel<.*\bTwoShot\b"), FUSED, "two_shot"),
+    # allnorm::Owned in csrc/cuda/owned_rows.cuh; 2 gathers finished rows.
+    (re.compile(r"allnorm::owned_rows_kernel<.*Owned\)0"), FUSED, "two_shot"),
+    (re.compile(r"allnorm::owned_rows_kernel<.*Owned\)1"), FUSED, "two_shot, sharded"),
+    (re.compile(r"allnorm::local(_rows)?_kernel<"), NORM, "allnorm local"),
+    (re.compile(r"nccl\w*Kernel\w*_AllReduce", re.IGNORECASE), REDUCTION, "NCCL"),
+    (re.compile(r"allreduce_fusion|moereduce_allreduce", re.IGNORECASE), FUSED, "another library"),
+    (re.compile(r"cross_device_reduce|all_?reduce", re.IGNORECASE), REDUCTION, "custom all-reduce"),
+    (re.compile(r"rms_?norm", re.IGNORECASE), NORM, "kernel"),
+    # PyTorch's: the last argument says that it is an RMSNorm.
+    (re.compile(r"(layer_norm_kernel|LayerNormForwardCUDAKernel)<[^<>]*\btrue>"), NORM, "PyTorch"),
+    (re.compile(r"^triton_\w*rsqrt"), NORM, "compiled kernel"),
+)
 
 # Kernels: how many, and microseconds in them.
 _Kernels = dict[str, list[float]]
 
 
 class Collector:
-    """Counts what the events of one profile show.
-
-    Args:
-        events: of `torch.profiler.profile`, with their tree.
-    """
+    """Counts what the events of one `torch.profiler.profile` show, which come with their tree."""
 
     def __init__(self, events: Iterable[Any]) -> None:
         self.tally = Tally()
@@ -43,8 +80,8 @@ class Collector:
         pending = [(root, "", False)]
         while pending:
             event, module, inside = pending.pop()
-            if event.name.startswith(names.MODULE):
-                module = event.name[len(names.MODULE) :].split("|")[0]
+            if event.name.startswith(MODULE):
+                module = event.name[len(MODULE) :].split("|")[0]
                 self.passes += not inside
                 inside = True
             found = _classify(event)
@@ -74,7 +111,7 @@ class Collector:
             seen[event.name][0] += 1
             seen[event.name][1] += event.time_range.elapsed_us()
         for name, (calls, time_us) in seen.items():
-            found = names.kernel(name)
+            found = kernel(name)
             calls -= self._launched[name][0]
             if found is not None and calls > 0:
                 rest = max(0.0, time_us - self._launched[name][1])
@@ -82,37 +119,37 @@ class Collector:
 
 
 def _is_kernel(event: Any) -> bool:
-    ours = event.name.startswith((names.CALL, names.MODULE))
+    ours = event.name.startswith((CALL, MODULE))
     annotation = getattr(event, "is_user_annotation", False)
     return event.device_type != DeviceType.CPU and not ours and not annotation
 
 
 def _classify(event: Any) -> tuple[str, str] | None:
-    """Kind and name of what an event stands for; an empty kind for what is known and not counted.
+    """Kind and name of an event; an empty kind for one that is recognised and not counted.
 
-    None: it may be inside.
+    None for any other event: what is to be counted may be inside it.
     """
     name = event.name
-    if name.startswith(names.CALL):
-        kind, what = name[len(names.CALL) :].split("|")
+    if name.startswith(CALL):
+        kind, what = name[len(CALL) :].split("|")
         return ("" if kind == "gather" else kind), what
-    if name in names.REDUCTION_OPERATORS:
+    if name in REDUCTION_OPERATORS:
         return REDUCTION, name
-    if name in names.OTHER_OPERATORS:
+    if name in OTHER_OPERATORS:
         return "", name
-    if name in names.NORM_OPERATORS:
+    if name in NORM_OPERATORS:
         return NORM, name
-    if name.startswith(names.MODULE):
+    if name.startswith(MODULE):
         kind = name.split("|")[-1]
-        if names.is_norm_class(kind) and _computes_a_norm(event):
+        if is_norm_class(kind) and _computes_a_norm(event):
             return NORM, kind
     return None
 
 
 def _computes_a_norm(event: Any) -> bool:
     inside = {child.name for child in _subtree(event)}
-    reduces = any(name.startswith(names.CALL) for name in inside)
-    return not reduces and not inside.isdisjoint(names.NORM_ARITHMETIC)
+    reduces = any(name.startswith(CALL) for name in inside)
+    return not reduces and not inside.isdisjoint(NORM_ARITHMETIC)
 
 
 def _subtree(event: Any) -> Iterator[Any]:
@@ -121,3 +158,16 @@ def _subtree(event: Any) -> Iterator[Any]:
         current = pending.pop()
         yield current
         pending.extend(current.cpu_children)
+
+
+def kernel(name: str) -> tuple[str, str] | None:
+    """Kind and name of a kernel; None if it is neither a reduction nor a norm."""
+    for pattern, kind, what in _KERNELS:
+        if pattern.search(name):
+            return kind, what
+    return None
+
+
+def is_norm_class(name: str) -> bool:
+    """Whether modules of this class are RMSNorms."""
+    return re.search(r"rms_?norm", name, re.IGNORECASE) is not None

@@ -61,11 +61,9 @@ def run(command: list[str]) -> Traced:
 
 
 def problem(reports: list[TraceReport], require: float | None = None) -> str:
-    """What does not hold of the reports of a program, in words; "" if nothing.
+    """What is wrong with the reports of a program's ranks, in words; "" if nothing is.
 
-    Args:
-        reports: of its ranks.
-        require: the smallest part of the reductions of a rank that must have run fused.
+    With `require`, at least that part of the reductions of each rank must have run fused.
     """
     if not reports:
         return (

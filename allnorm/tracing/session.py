@@ -1,18 +1,26 @@
-"""The trace itself: a profiler, ranges for it to see, and what it has seen."""
+"""The trace itself: a profiler, and ranges for it to see around modules and calls of this library.
+
+The ranges are in place while a trace is active only: at other times a call costs nothing more.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.profiler import record_function
+from torch.nn.modules import module as nn_module
 
+from allnorm.core import fast_call
+from allnorm.core.dispatch import Dispatcher
 from allnorm.errors import AllnormError
-from allnorm.tracing.collect import Collector
-from allnorm.tracing.ranges import ranges
-from allnorm.tracing.report import TraceReport
+from allnorm.tracing.collect import CALL, MODULE, Collector
+from allnorm.tracing.report import FUSED, NORM, REDUCTION, TraceReport
 
 
 @contextlib.contextmanager
@@ -46,7 +54,7 @@ def trace() -> Iterator[TraceReport]:
     if dist.is_available() and dist.is_initialized():
         report.rank, report.world_size = dist.get_rank(), dist.get_world_size()
     profile = _profile()
-    with ranges():
+    with _call_ranges(), _module_ranges():
         profile.start()
         try:
             yield report
@@ -68,3 +76,84 @@ def _profile() -> Any:
     return torch.profiler.profile(
         activities=activities, experimental_config=settings, acc_events=True
     )
+
+
+@contextlib.contextmanager
+def _call_ranges() -> Iterator[None]:
+    launch_call = Dispatcher._launch
+
+    def launch_in_range(self: Dispatcher, launch: Any, *args: Any) -> None:
+        with record_function(CALL + _describe(launch)):
+            launch_call(self, launch, *args)
+
+    Dispatcher._launch = launch_in_range  # type: ignore[method-assign,assignment]
+    try:
+        with fast_call.watched():
+            yield
+    finally:
+        Dispatcher._launch = launch_call  # type: ignore[method-assign]
+
+
+def _describe(launch: Any) -> str:
+    algorithm = launch.plan.algorithm
+    if algorithm == "local":
+        return f"{NORM}|allnorm local"
+    if launch.op == "all_gather_rows":
+        return "gather|all_gather_rows"
+    if launch.op == "all_reduce":
+        return f"{REDUCTION}|allnorm all_reduce, {algorithm}"
+    return f"{REDUCTION}|allnorm unfused" if algorithm == "unfused" else f"{FUSED}|{algorithm}"
+
+
+class _Modules:
+    """The module that each thread is in, by its path in the outermost one."""
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+        self._paths: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
+
+    def enter(self, module: torch.nn.Module, args: Any) -> None:
+        """A forward pre-hook."""
+        if torch.compiler.is_compiling():
+            return
+        stack = self._stack()
+        if not stack:
+            for path, child in module.named_modules():
+                self._paths[child] = path
+        path = self._paths.get(module, "")
+        entered = record_function(f"{MODULE}{path}|{type(module).__name__}")
+        entered.__enter__()
+        stack.append((module, entered))
+
+    def leave(self, module: torch.nn.Module, args: Any, result: Any) -> None:
+        """A forward hook, called also if the forward has raised."""
+        if torch.compiler.is_compiling():
+            return
+        stack = self._stack()
+        if not any(entered is module for entered, _ in stack):
+            return
+        while stack:
+            entered, span = stack.pop()
+            span.__exit__(None, None, None)
+            if entered is module:
+                return
+
+    def _stack(self) -> list[tuple[torch.nn.Module, Any]]:
+        if not hasattr(self._local, "stack"):
+            self._local.stack = []
+        stack: list[tuple[torch.nn.Module, Any]] = self._local.stack
+        return stack
+
+
+@contextlib.contextmanager
+def _module_ranges() -> Iterator[None]:
+    modules = _Modules()
+    hooks = (
+        nn_module.register_module_forward_pre_hook(modules.enter),
+        nn_module.register_module_forward_hook(modules.leave, always_call=True),
+    )
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

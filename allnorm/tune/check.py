@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from allnorm.bench import report
-from allnorm.bench.modes import Mode
+from allnorm.bench.modes import Mode, Shape
 from allnorm.bench.report import Measurement
 from allnorm.bench.run import Job as Benchmark
-from allnorm.bench.shapes import Shape
 from allnorm.testing import OnMessage
 from allnorm.tune import crossovers
 from allnorm.tune.run import Job
@@ -22,15 +21,10 @@ LIMIT = 1.05
 
 @dataclass(frozen=True)
 class Point:
-    """One shape.
+    """One shape."""
 
-    Attributes:
-        auto: what `auto` took.
-        best: the fastest of the algorithms by name.
-    """
-
-    auto: Measurement
-    best: Measurement
+    auto: Measurement  # what `auto` took
+    best: Measurement  # the fastest of the algorithms by name
 
     @property
     def ratio(self) -> float:
@@ -44,7 +38,7 @@ class Point:
 
     @property
     def errors(self) -> list[str]:
-        """What is wrong with the bits of either."""
+        """What is wrong with the bits of the two."""
         return [f"{m.arm} at {m.shape}: {m.error}" for m in (self.auto, self.best) if m.error]
 
 
@@ -59,17 +53,10 @@ def measure(
     directory: Path | None = None,
     on_message: OnMessage | None = None,
 ) -> Points:
-    """Starts ranks and times `auto` beside every algorithm.
+    """Starts ranks and times `auto` beside every algorithm, with inputs of one of the job's dtypes.
 
-    What is beyond the limit is measured again before it counts, because one in a hundred points
-    is beyond it by noise.
-
-    Args:
-        job: its sizes, quantisations and algorithms.
-        dtype: one of the job's.
-        world_size: number of ranks.
-        directory: where tables are kept, see `tuning.path_of`.
-        on_message: takes a rank and what it says of its progress.
+    What is beyond the limit is measured again before it counts, because one in a hundred points is
+    beyond it by noise. For `directory` see `tuning.path_of`.
 
     Raises:
         RankError: a rank raised, died or was late.

@@ -22,15 +22,10 @@ _MAX_BISECTIONS = 24
 
 @dataclass(frozen=True, order=True)
 class Candidate:
-    """What may be fastest.
+    """What may be fastest."""
 
-    Attributes:
-        algorithm: by name.
-        num_blocks: most blocks of a launch; 0: as many as the GPU holds.
-    """
-
-    algorithm: str
-    num_blocks: int = 0
+    algorithm: str  # by name
+    num_blocks: int = 0  # most blocks of a launch; 0: as many as the GPU holds
 
     def __str__(self) -> str:
         return f"{self.algorithm}, {self.num_blocks} blocks" if self.num_blocks else self.algorithm
@@ -58,12 +53,8 @@ def candidates(algorithms: Sequence[str], num_tokens: int, num_sms: int) -> list
 def search(measure: Callable[[int], Times], grid: Sequence[int]) -> dict[int, Times]:
     """Measures a grid of sizes, then closes in on every crossover.
 
-    Args:
-        measure: times at so many tokens; called once for each number.
-        grid: numbers of tokens, ascending.
-
-    Returns:
-        The times by number of tokens, ascending.
+    `measure` returns the times at so many tokens, and is called once for each number; the grid is
+    ascending, as is the result.
     """
     times = {num_tokens: measure(num_tokens) for num_tokens in grid}
     for _ in range(_MAX_BISECTIONS):
@@ -102,8 +93,7 @@ def leave_out(times: Mapping[int, Times], without: Iterable[Candidate]) -> dict[
 def link_rate(times: Mapping[float, float]) -> float:
     """The rate at which a call takes least time, 0 if none brings more than noise.
 
-    Args:
-        times: microseconds by rate; 0: without one.
+    `times` are microseconds by rate; 0: without one.
     """
     if not times:
         return 0.0
@@ -114,9 +104,7 @@ def link_rate(times: Mapping[float, float]) -> float:
 def steps(times: Mapping[int, Times], without: Iterable[Candidate] = ()) -> tuple[Step, ...]:
     """The steps of a curve; none if nothing was measured.
 
-    Args:
-        times: by number of tokens.
-        without: candidates that were wrong somewhere, and are therefore nowhere taken.
+    Candidates in `without` were wrong somewhere, and are therefore used nowhere.
     """
     kept = leave_out(times, without)
     chosen = list(winners(kept).items())

@@ -11,13 +11,13 @@ import torch
 import allnorm
 from allnorm import policy, tuning
 from allnorm.bench import clock, floor
-from allnorm.bench.arms import Arm, own_arm
+from allnorm.bench.arms import Arm, allnorm_arm
 from allnorm.bench.case import Case, make_case
-from allnorm.bench.modes import Mode
+from allnorm.bench.modes import Mode, Shape
 from allnorm.bench.run import check_arm
-from allnorm.bench.shapes import Shape
 from allnorm.testing import OnMessage, agree, gather, report, run_ranks
 from allnorm.testing.rank import device
+from allnorm.testing.timing import percentile
 from allnorm.tune import crossovers
 from allnorm.tune.crossovers import Candidate, Times
 
@@ -34,46 +34,27 @@ _LINK_SHARES = tuple(1 + percent / 100 for percent in range(13))
 
 @dataclass(frozen=True)
 class Job:
-    """What to measure; the same on every rank.
+    """What to measure; the same on every rank."""
 
-    Attributes:
-        dtypes: names of the dtypes of the inputs.
-        quants: what follows the norm, as `bench.modes.quant_name` writes it.
-        hidden_sizes: columns.
-        tokens: the coarse grid of rows, ascending.
-        algorithms: by name.
-        device: "cuda" or "cpu".
-        seconds: on CPU, roughly how long one candidate of one shape is timed.
-    """
-
-    dtypes: tuple[str, ...]
-    quants: tuple[str, ...]
-    hidden_sizes: tuple[int, ...]
-    tokens: tuple[int, ...]
-    algorithms: tuple[str, ...]
-    device: str
-    seconds: float = 0.1
+    dtypes: tuple[str, ...]  # names of the dtypes of the inputs
+    quants: tuple[str, ...]  # what follows the norm, as `bench.modes.quant_name` writes it
+    hidden_sizes: tuple[int, ...]  # columns
+    tokens: tuple[int, ...]  # the coarse grid of rows, ascending
+    algorithms: tuple[str, ...]  # by name
+    device: str  # "cuda" or "cpu"
+    seconds: float = 0.1  # on CPU, roughly how long one candidate of one shape is timed
 
 
 @dataclass(frozen=True)
 class CurveTimes:
-    """What was measured of one dtype, epilogue and hidden size.
+    """What was measured of one dtype, epilogue and hidden size."""
 
-    Attributes:
-        dtype: by name.
-        quant: as of the job.
-        hidden_size: columns.
-        times: microseconds of the slowest rank, by tokens and candidate.
-        wrong: what is wrong with a candidate's bits; it was not timed again.
-        reason: why nothing can be measured; "" if it can.
-    """
-
-    dtype: str
-    quant: str
-    hidden_size: int
-    times: Mapping[int, Times]
-    wrong: Mapping[Candidate, str]
-    reason: str
+    dtype: str  # by name
+    quant: str  # as of the job
+    hidden_size: int  # columns
+    times: Mapping[int, Times]  # microseconds of the slowest rank, by tokens and candidate
+    wrong: Mapping[Candidate, str]  # what is wrong with a candidate's bits; it was not timed again
+    reason: str  # why nothing can be measured; "" if it can
 
     @property
     def name(self) -> tuple[str, str]:
@@ -83,14 +64,11 @@ class CurveTimes:
 
 @dataclass(frozen=True)
 class LinkTimes:
-    """What rates of the link bring.
+    """What rates of the link bring."""
 
-    Attributes:
-        us: microseconds of LINK_SHAPE by the rates that were tried; 0: none.
-        wrong: what is wrong with the bits at a rate, by rate.
-    """
-
+    # Microseconds of LINK_SHAPE by the rates that were tried; 0: none.
     us: dict[float, float] = field(default_factory=dict)
+    # What is wrong with the bits at a rate, by rate.
     wrong: dict[float, str] = field(default_factory=dict)
 
     @property
@@ -101,31 +79,26 @@ class LinkTimes:
 
 @dataclass(frozen=True)
 class Result:
-    """What was measured, the same on every rank.
+    """What was measured, the same on every rank."""
 
-    Attributes:
-        curves: in the order of the job.
-        link: of the rate at which they were measured.
-    """
-
-    curves: list[CurveTimes]
-    link: LinkTimes = field(default_factory=LinkTimes)
+    curves: list[CurveTimes]  # in the order of the job
+    link: LinkTimes = field(default_factory=LinkTimes)  # of the rate at which they were measured
 
     @property
     def wrong(self) -> set[Candidate]:
-        """Candidates that were wrong somewhere, and are therefore nowhere taken."""
+        """Candidates that were wrong somewhere, and are therefore used nowhere."""
         return {candidate for curve in self.curves for candidate in curve.wrong}
 
 
 def measure(job: Job, world_size: int, on_message: OnMessage | None = None) -> Result:
     """Starts ranks and lets them measure.
 
-    `on_message` takes a rank and what it says of its progress: `text`, `done` and `total`.
+    `on_message` takes a rank and its progress: `text`, `done` and `total`.
 
     Raises:
         RankError: a rank raised, died or was late.
-        RuntimeError: the ranks did not go by the same times: a table that they do not share must
-            not be stored.
+        RuntimeError: the ranks have different times: a table that they do not share must not be
+            stored.
     """
     results: list[Result] = run_ranks(
         run, world_size, device=job.device, args=(job,), timeout=_SECONDS, on_message=on_message
@@ -193,13 +166,13 @@ def _make_case(comm: allnorm.Communicator, shape: Shape, dtype: str) -> Case:
 
 
 def _time(job: Job, arms: Mapping[_Key, Arm], num_tokens: int) -> dict[_Key, float]:
-    """Median microseconds of each arm, of the slowest rank: what all ranks go by. Collective."""
+    """Median microseconds of each arm, of the slowest rank, the same on all ranks. Collective."""
     if job.device == "cpu":
         samples = clock.time_cpu(list(arms.values()), job.seconds)
     else:
         graphs = [(arm, clock.capture(arm, num_tokens)) for arm in arms.values()]
         samples = clock.time_cuda(graphs, num_tokens, rounds=_CUDA_ROUNDS)
-    own = [clock.summary(samples[arm.name])["p50_us"] for arm in arms.values()]
+    own = [percentile(samples[arm.name], 50) for arm in arms.values()]
     return dict(zip(arms, map(max, zip(*gather(own), strict=True)), strict=True))
 
 
@@ -240,7 +213,7 @@ def candidate_arm(
     """
     force = forced(comm, case, mode, candidate, link_gbps)
     force()
-    arm = own_arm(comm, case, mode, str(candidate), "auto")
+    arm = allnorm_arm(comm, case, mode, str(candidate), "auto")
     plan = comm.plan(
         case.num_rows, case.shape.hidden_size, case.dtype, case.spec(mode.quant), algorithm="auto"
     )
@@ -252,7 +225,7 @@ def candidate_arm(
 def forced(
     comm: allnorm.Communicator, case: Case, mode: Mode, candidate: Candidate, link_gbps: float
 ) -> Callable[[], None]:
-    """Lets a communicator choose this candidate, and nothing else, for calls of a case."""
+    """A function that makes a communicator choose this candidate alone for calls of a case."""
     step = policy.Step(None, candidate.algorithm, candidate.num_blocks)
     name = (str(case.dtype).removeprefix("torch."), epilogue_of(mode.quant))
     curve = policy.Curve(case.shape.hidden_size, (step,))

@@ -28,14 +28,9 @@ def curves_of(result: Result) -> Curves:
 def store(
     result: Result, directory: Path | None, device: str, world_size: int, provenance: dict[str, Any]
 ) -> Path:
-    """Writes the table of a device; of an earlier one whatever was not measured again is kept.
+    """Writes the table of a device; curves of an earlier one that were not measured again stay.
 
-    Args:
-        result: what was measured.
-        directory: see `tuning.path_of`.
-        device: "cuda" or "cpu".
-        world_size: number of ranks.
-        provenance: commit, versions, command and date of the measurement.
+    For `directory` see `tuning.path_of`; `provenance` is commit, versions, command and date.
 
     Raises:
         OSError: the folder or the file cannot be written.
@@ -49,7 +44,7 @@ def store(
 
 
 def merge(before: Curves, measured: Curves) -> Curves:
-    """What was measured now, and of what was stored whatever was not measured again."""
+    """The new curves, and of the stored ones those that were not measured again."""
     merged = {name: list(curves) for name, curves in measured.items()}
     for name, curves in before.items():
         again = {curve.hidden_size for curve in merged.get(name, [])}

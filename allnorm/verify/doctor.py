@@ -30,7 +30,7 @@ _EPS = 1e-5
 
 
 def run(rank: int, world_size: int, device_type: str) -> dict[str, Any]:
-    """Creates a communicator, checks one call and times three. Collective.
+    """Creates a communicator, checks a call and times three. Collective.
 
     Returns:
         The same on every rank: `create_s`, `error` ("" if the call was right), `old_code` (the GPU

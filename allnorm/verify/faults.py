@@ -1,4 +1,7 @@
-"""Faults that one rank commits, and what the others see of them."""
+"""Faults that one rank commits, and what the others see of them, after how long.
+
+`run` starts ranks and provokes each fault in them; `provoke` is what runs there.
+"""
 
 from __future__ import annotations
 
@@ -8,27 +11,33 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import allnorm
+from allnorm import reference
 from allnorm.errors import AllnormError, PeerDivergedError, PeerTimeoutError
-from allnorm.testing import report
-from allnorm.verify.fault_calls import (
-    Call,
-    arguments_of,
-    check,
-    memory_for,
-    method_of,
-    wanted_of,
+from allnorm.testing import (
+    OnMessage,
+    RankError,
+    RankPool,
+    all_inputs,
+    report,
+    same_bits,
+    shared_input,
 )
+from allnorm.verify.calls import Kind, Results
 
+SLACK_SECONDS = 1.0  # a fault must be known so long after the timeout, a death within this alone
+_RUN_SECONDS = 120.0
+_SHARED_MEMORY = Path("/dev/shm")
 _WORKSPACE_BYTES = 4 << 20
-# Inputs of calls that are repeated: what one leaves in memory is not what the next must give.
+# Inputs of repeated calls, in turn: what one leaves in memory is not what the next must give.
 _IN_TURN = (0, 1)
 _GOOD_CALLS = 3
 _LATE_SECONDS = 5.0  # beyond the timeout: then a fault counts as unnoticed
@@ -38,16 +47,19 @@ _KILL_AFTER_SECONDS = 0.2  # of calls, for a rank that dies among them
 _kept: list[allnorm.Communicator] = []
 
 
+_SHAPE = (24, 1024)
+_ONE_SHOT = Kind("norm", *_SHAPE, torch.bfloat16, algorithm="one_shot", eps=1e-6)
+_TWO_SHOT = replace(_ONE_SHOT, algorithm="two_shot")
 ALGORITHMS = {
-    "one_shot": Call(),
-    "two_shot": Call("two_shot"),
-    "sharded": Call("two_shot", sharded=True),
-    "quantised": Call("two_shot", quant=allnorm.Fp8PerGroup(128)),
+    "one_shot": _ONE_SHOT,
+    "two_shot": _TWO_SHOT,
+    "sharded": replace(_TWO_SHOT, sharded=True),
+    "quantised": replace(_TWO_SHOT, quant=allnorm.Fp8PerGroup(128)),
 }
-# How a rank makes a call that its peers do not make.
+# What a rank changes in its call, so that it is not the one that its peers make.
 DIVERGENCES: dict[str, dict[str, Any]] = {
-    "another num_tokens": {"shape": (23, 1024)},
-    "another hidden_size": {"shape": (24, 2048)},
+    "another num_tokens": {"num_tokens": 23},
+    "another hidden_size": {"hidden_size": 2048},
     "another dtype": {"dtype": torch.float16},
     "another op: all_reduce": {"op": "all_reduce", "sharded": False, "quant": None},
     "another op: all_gather_rows": {"op": "all_gather_rows", "quant": None},
@@ -67,6 +79,104 @@ DEATHS = ("killed", "killed among its calls", "exits")
 _ELSEWHERE = "calls on another communicator"
 ABSENCES = ("never comes", "stopped (SIGSTOP)", _ELSEWHERE)
 _QUANTISED_ONLY = ("groups of 64", "another scale_format", "not quantised")
+
+
+Row = dict[str, Any]
+_WORDS = {
+    "PeerDivergedError": "diverged",
+    "PeerDiedError": "process ended",
+    "PeerLeftError": "left",
+    "PeerTimeoutError": "timeout",
+}
+
+
+def run(
+    world_size: int,
+    device: str,
+    timeout_s: float,
+    words: tuple[str, ...] = (),
+    share_gpus: bool = False,
+    on_message: OnMessage = lambda rank, message: None,
+) -> list[Row]:
+    """Provokes every fault with every algorithm it applies to; the last rank fails.
+
+    Only faults whose names hold one of `words` run, if there are any; `on_message` takes a rank and
+    its progress: `text`, `done` and `total`.
+
+    Returns:
+        A row for each: `fault`, `algorithm`, `seconds` (of the slowest rank), `saw` (in words),
+        `problems` (what did not hold), and `ranks`, what each of them saw.
+    """
+    names = [*DIVERGENCES, *ABSENCES, *DEATHS]
+    cases = [
+        (fault, algorithm)
+        for fault in names
+        for algorithm in ALGORITHMS
+        if applies(fault, algorithm) and (not words or any(word in fault for word in words))
+    ]
+    rows = []
+    with RankPool(world_size, device, timeout=_RUN_SECONDS, share_gpus=share_gpus) as pool:
+        for done, (fault, algorithm) in enumerate(cases):
+            on_message(0, {"text": f"{fault}, {algorithm}", "done": done, "total": len(cases)})
+            rows.append(_provoke(pool, fault, algorithm, timeout_s))
+    return rows
+
+
+def _provoke(pool: RankPool, fault: str, algorithm: str, timeout_s: float) -> Row:
+    culprit = pool.world_size - 1
+    may_die = [culprit] if fault in DEATHS else []
+    pids: set[int] = set()
+    row: Row = {"fault": fault, "algorithm": algorithm, "timeout_s": timeout_s}
+    try:
+        arguments = (pool.device, fault, algorithm, timeout_s)
+        seen = pool.run(
+            provoke, *arguments, may_die=may_die, on_message=lambda _, pid: pids.add(pid)
+        )
+    except RankError as error:
+        return {**row, "seconds": None, "saw": "", "ranks": [], "problems": [str(error)]}
+    limit_s = SLACK_SECONDS + (0.0 if fault in DEATHS else timeout_s)
+    problems = _problems(seen, fault, culprit, limit_s)
+    problems += [f"left behind: {name}" for name in _left_by(pids)]
+    ranks = [{"rank": rank, **one} for rank, one in enumerate(seen) if one is not None]
+    return {
+        **row,
+        "seconds": max((one["seconds"] for one in ranks), default=None),
+        "saw": _saw(ranks[0]) if ranks else "",
+        "ranks": ranks,
+        "problems": problems,
+    }
+
+
+def _left_by(pids: Iterable[int]) -> list[str]:
+    """Names of shared memory that these processes made and that are still there."""
+    return sorted(path.name for pid in pids for path in _SHARED_MEMORY.glob(f"allnorm-{pid}-*"))
+
+
+def _problems(seen: list[Row | None], fault: str, culprit: int, limit_s: float) -> list[str]:
+    """What each rank should have seen and did not."""
+    expected = expected_errors(fault)
+    problems = []
+    for rank, one in enumerate(seen):
+        if one is None:
+            if rank != culprit:
+                problems.append(f"rank {rank} saw nothing")
+            continue
+        found = list(one["problems"])
+        if one["error"] not in expected:
+            found.append(f"{one['error'] or 'nothing'} instead of {' or '.join(expected)}")
+        if rank != culprit and one["peer"] != culprit:
+            found.append(f"names rank {one['peer']} instead of {culprit}")
+        if one["seconds"] > limit_s:
+            found.append(f"took {one['seconds']:.2f} s, more than {limit_s:g}")
+        problems += [f"rank {rank}: {text}" for text in found]
+    return problems
+
+
+def _saw(one: Row) -> str:
+    return f"{_WORDS.get(one['error'], 'nothing')}, names rank {one['peer']}; seen: {one['seen']}"
+
+
+# ---- what ranks do -------------------------------------------------------------------------------
 
 
 def applies(fault: str, algorithm: str) -> bool:
@@ -97,7 +207,7 @@ def provoke(
     """Lets the last rank commit a fault. Collective. Reports the id of this process first.
 
     Returns:
-        What this rank saw, None on a rank that was to blame and has nothing to see: `error` (its
+        What this rank saw, None on the faulty rank where it sees nothing: `error` (its
         type), `message`, `peer`, `seconds` from the call that failed until it was known, and
         `problems`: what the failure contract promises and did not hold.
     """
@@ -109,7 +219,7 @@ def provoke(
     comms = [_communicator(where, timeout) for _ in range(1 + (fault == _ELSEWHERE))]
     comm = comms[0]
     for number in range(_GOOD_CALLS):
-        if not check(comm, call, number):
+        if not _is_right(comm, call, number):
             raise AllnormError(f"a call that all ranks made alike gave wrong results: {call}")
     pids: list[int] = [0] * world_size
     dist.all_gather_object(pids, os.getpid())
@@ -135,17 +245,17 @@ def _communicator(
     return allnorm.Communicator(group, where, _WORKSPACE_BYTES, timeout=timeout)
 
 
-def _commit(fault: str, comms: list[allnorm.Communicator], call: Call) -> None:
-    """What the rank to blame does instead of its call."""
+def _commit(fault: str, comms: list[allnorm.Communicator], call: Kind) -> None:
+    """What the faulty rank does instead of its call."""
     comm = comms[0]
     if fault == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     elif fault == "killed among its calls":
         kill = threading.Timer(_KILL_AFTER_SECONDS, os.kill, (os.getpid(), signal.SIGKILL))
         kill.start()
-        arguments = [arguments_of(comm, call, number) for number in _IN_TURN]
+        inputs = [_inputs(comm, call, number) for number in _IN_TURN]
         for number in itertools.cycle(_IN_TURN):
-            method_of(comm, call)(**arguments[number])
+            _call(comm, call, inputs[number])
     elif fault == "exits":
         comm.close()
         os._exit(0)
@@ -157,29 +267,29 @@ def _commit(fault: str, comms: list[allnorm.Communicator], call: Call) -> None:
     _kept.extend(comms)
 
 
-def _diverging(call: Call, fault: str) -> Call:
+def _diverging(call: Kind, fault: str) -> Kind:
     if fault == "another algorithm":
         return replace(call, algorithm="two_shot" if call.algorithm == "one_shot" else "one_shot")
     return replace(call, **DIVERGENCES[fault])
 
 
 def _failing_call(
-    comm: allnorm.Communicator, call: Call, timeout_s: float, repeat: bool
+    comm: allnorm.Communicator, call: Kind, timeout_s: float, repeat: bool
 ) -> dict[str, Any]:
     """Makes a call that must fail: on CPU it raises, on CUDA check() does once a kernel has.
 
     With `repeat`, makes calls with two kinds of inputs in turn until one fails.
     """
     numbers = _IN_TURN if repeat else _IN_TURN[:1]
-    arguments = [arguments_of(comm, call, number) for number in numbers]
-    results = memory_for(comm, call)
+    inputs = [_inputs(comm, call, number) for number in numbers]
+    results = _memory_for(comm, call)
     _synchronize(comm)
-    method, error = method_of(comm, call), None
+    error = None
     start = time.monotonic()
     for number in itertools.cycle(numbers):
         start = time.monotonic()
         try:
-            method(**arguments[number], **results)
+            _call(comm, call, inputs[number], **results)
             while comm.device.type == "cuda" and not _done(comm):
                 comm.check()
                 if time.monotonic() - start > timeout_s + _LATE_SECONDS:
@@ -198,9 +308,8 @@ def _failing_call(
     _synchronize(comm)
     # On CUDA another call is found beside the data, which may all have arrived by then.
     complete = comm.device.type == "cuda" and isinstance(error, PeerDivergedError)
-    problems = (
-        [] if complete else _not_nan(results, wanted_of(comm, call, number) if repeat else None)
-    )
+    expected = _expected(comm, call, inputs[number]) if repeat else None
+    problems = [] if complete else _not_nan(results, expected)
     return {
         "error": type(error).__name__,
         "message": str(error),
@@ -212,27 +321,27 @@ def _failing_call(
     }
 
 
-def _not_nan(results: dict[str, torch.Tensor], wanted: list[torch.Tensor] | None) -> list[str]:
-    """What a failed call left that is neither NaN nor, if that is given, as wanted.
+def _not_nan(results: Results, expected: Results | None) -> list[str]:
+    """What a failed call left that is neither NaN nor, where `expected` is given, as expected.
 
     A rank that dies amid a call on CUDA has sent some of its rows: those are right.
     """
     problems = []
-    for index, (name, part) in enumerate(results.items()):
+    for name, part in results.items():
         fine = part.float().isnan()
-        if wanted is not None:
-            fine |= part == wanted[index]
+        if expected is not None:
+            fine |= part == expected[_RESULT_IN[name]]
         if not bool(fine.all()):
-            problems.append(f"{name} is not NaN" + ("" if wanted is None else ", and not right"))
+            problems.append(f"{name} is not NaN" + ("" if expected is None else ", and not right"))
     return problems
 
 
-def _aftermath(comm: allnorm.Communicator, call: Call) -> list[str]:
+def _aftermath(comm: allnorm.Communicator, call: Kind) -> list[str]:
     """The next call and check() raise, at once."""
     problems = []
     tries: dict[str, Callable[[], object]] = {
         "check()": comm.check,
-        "the next call": lambda: method_of(comm, call)(**arguments_of(comm, call, 1)),
+        "the next call": lambda: _call(comm, call, _inputs(comm, call, 1)),
     }
     for name, attempt in tries.items():
         start = time.monotonic()
@@ -245,7 +354,7 @@ def _aftermath(comm: allnorm.Communicator, call: Call) -> list[str]:
     return problems
 
 
-def _fresh(where: torch.device, fault: str, call: Call) -> list[str]:
+def _fresh(where: torch.device, fault: str, call: Kind) -> list[str]:
     """A new communicator over the healthy ranks gives right results."""
     group = None
     if fault in DEATHS + ABSENCES:
@@ -256,7 +365,7 @@ def _fresh(where: torch.device, fault: str, call: Call) -> list[str]:
     assert not isinstance(group, int)
     with _communicator(where, datetime.timedelta(seconds=30), group) as comm:
         auto = replace(call, algorithm="auto")  # one rank alone has nothing to exchange
-        return [] if check(comm, auto, 7) else ["a new communicator gave wrong results"]
+        return [] if _is_right(comm, auto, 7) else ["a new communicator gave wrong results"]
 
 
 def _done(comm: allnorm.Communicator) -> bool:
@@ -266,3 +375,53 @@ def _done(comm: allnorm.Communicator) -> bool:
 def _synchronize(comm: allnorm.Communicator) -> None:
     if comm.device.type == "cuda":
         torch.cuda.synchronize()
+
+
+# ---- the calls around a fault --------------------------------------------------------------------
+
+_Inputs = tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]
+_RESULT_IN = {"out": "normed", "residual_out": "residual_out", "scale_out": "scale"}
+
+
+def _inputs(comm: allnorm.Communicator, call: Kind, number: int) -> _Inputs:
+    """All ranks' partial sums, the whole residual and the weight; others for other numbers."""
+    shape, device = (call.num_tokens, call.hidden_size), comm.device
+    weight = shared_input(shape[1:], call.dtype, "weight", device=device)
+    return (
+        all_inputs(comm.world_size, shape, call.dtype, call=number, device=device),
+        shared_input(shape, call.dtype, "residual", call=number, device=device),
+        weight.float() if call.float32_weight else weight,
+    )
+
+
+def _call(comm: allnorm.Communicator, call: Kind, inputs: _Inputs, **out: Any) -> Results:
+    xs, *shared = inputs
+    return call.call(comm, xs[comm.rank], *shared, **out)
+
+
+def _expected(comm: allnorm.Communicator, call: Kind, inputs: _Inputs) -> Results:
+    """What the call must return on this rank, by the reference."""
+    xs, *shared = inputs
+    expected = call.expected(reference.all_reduce(xs), *shared)
+    if call.sharded:
+        lo, hi = comm.row_shard(call.num_tokens)
+        expected["residual_out"] = expected["residual_out"][lo:hi]
+    return expected
+
+
+def _is_right(comm: allnorm.Communicator, call: Kind, number: int) -> bool:
+    """Makes the call; whether all its results are the reference's."""
+    inputs = _inputs(comm, call, number)
+    expected = _expected(comm, call, inputs)
+    got = _call(comm, call, inputs)
+    return all(same_bits(part, expected[name]) for name, part in got.items())
+
+
+def _memory_for(comm: allnorm.Communicator, call: Kind) -> Results:
+    """Memory for results of the call that can be NaN; it holds zeros."""
+    if call.op != "norm":
+        shape = (call.num_tokens, call.hidden_size)
+        return {"out": torch.zeros(shape, dtype=call.dtype, device=comm.device)}
+    expected = _expected(comm, call, _inputs(comm, call, 0))
+    names = ("out" if call.quant is None else "scale_out", "residual_out")
+    return {name: torch.zeros_like(expected[_RESULT_IN[name]]) for name in names}

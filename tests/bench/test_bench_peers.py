@@ -15,9 +15,8 @@ from allnorm.bench import peers
 from allnorm.bench import run as ranks_bench
 from allnorm.bench.arms import Reduction
 from allnorm.bench.case import Case, make_case
-from allnorm.bench.modes import Mode
+from allnorm.bench.modes import Mode, Shape
 from allnorm.bench.peers.base import Peer, Setting
-from allnorm.bench.shapes import Shape
 from allnorm.testing import run_ranks
 from allnorm.testing.agreement import first_line
 from allnorm.testing.spawn import RankError

@@ -13,9 +13,8 @@ import allnorm
 from allnorm.bench import arms, bounds, clock
 from allnorm.bench import run as ranks_bench
 from allnorm.bench.case import Outcome, make_case
-from allnorm.bench.modes import Mode, arm_names, known_arms
-from allnorm.bench.product import Product
-from allnorm.bench.shapes import Shape
+from allnorm.bench.clock import Product
+from allnorm.bench.modes import Mode, Shape, arm_names, known_arms
 from allnorm.testing import run_ranks
 
 CPU = torch.device("cpu")
@@ -146,11 +145,6 @@ def test_what_a_call_must_return_may_not_be_missing() -> None:
     wider = dataclasses.replace(whole, scale=scale.double())
     assert complaint(wider) == "scale differs from the reference"
     assert bounds.describe_error(whole, case, 0, "per_token") == ""
-
-
-def test_percentiles() -> None:
-    assert clock.summary([3.0, 1.0, 2.0]) == {"p50_us": 2.0, "p90_us": 3.0, "p99_us": 3.0}
-    assert all(math.isnan(value) for value in clock.summary([]).values())
 
 
 class Event:

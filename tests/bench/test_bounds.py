@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from allnorm import reference
 from allnorm.bench import bounds
 from allnorm.bench.case import Case, Outcome, make_case
-from allnorm.bench.modes import quant_of
-from allnorm.bench.shapes import Shape
+from allnorm.bench.modes import Shape, quant_of
 from allnorm.quant import Quant
 from allnorm.testing import DTYPES, Batch, make_batch
 

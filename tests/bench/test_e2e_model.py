@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 import allnorm
-from allnorm.bench.e2e import check, sites, weights
 from allnorm.bench.e2e import models as e2e_models
+from allnorm.bench.e2e import run, sites, weights
 from allnorm.bench.e2e.generation import Generation, Runner
 from allnorm.bench.e2e.models import Transformer
 from allnorm.bench.e2e.weights import Weights
@@ -30,7 +30,7 @@ def generate(rank: int, world_size: int, name: str) -> tuple[torch.Tensor, list[
     generation = Generation(model, made, prompts(model), TOKENS)
     with allnorm.Communicator(device=CPU) as comm:
         runner = Runner(generation, sites.make("allnorm", comm, model.eps), captured=False)
-        trace = check.trace(runner, TOKENS)
+        trace = run.trace(runner, TOKENS)
         assert torch.equal(generation.outputs, trace.tokens)
     return trace.tokens, trace.logits
 
@@ -113,10 +113,10 @@ def graphs(rank: int, world_size: int) -> None:
     with allnorm.Communicator(device=device) as comm:
         for name in ("allnorm", "allnorm:unfused", "nccl+torch", "nccl+local"):
             arm = sites.make(name, comm, model.eps)
-            eager = check.trace(Runner(generation, arm, captured=False), TOKENS)
-            replayed = check.trace(Runner(generation, arm, captured=True), TOKENS)
+            eager = run.trace(Runner(generation, arm, captured=False), TOKENS)
+            replayed = run.trace(Runner(generation, arm, captured=True), TOKENS)
             assert replayed.finite
-            assert check.compare(replayed, eager).equal_steps == TOKENS
+            assert run.compare(replayed, eager).equal_steps == TOKENS
 
 
 @pytest.mark.gpu

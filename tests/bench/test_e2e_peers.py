@@ -10,7 +10,7 @@ import pytest
 from allnorm.bench import peers
 from allnorm.bench.e2e import models as e2e_models
 from allnorm.bench.e2e import run as ranks_e2e
-from allnorm.bench.e2e.job import PEER_ARMS, Job
+from allnorm.bench.e2e.models import PEER_ARMS, Job
 from allnorm.testing import run_ranks
 
 

@@ -12,10 +12,9 @@ import pytest
 import typer
 from bench_samples import measurement, two_ranks
 
-from allnorm.bench.modes import Mode
+from allnorm.bench.modes import Mode, Shape
 from allnorm.bench.report import Measurement
-from allnorm.bench.shapes import Shape
-from allnorm.cli import bench_html, bench_plot
+from allnorm.cli import bench_plot, bench_table
 from allnorm.cli.bench_plot import Panel
 
 pytest.importorskip("matplotlib", reason="pictures need matplotlib")
@@ -93,7 +92,7 @@ def test_stored_rows_make_the_picture_of_the_readme(tmp_path: Path) -> None:
 
 def test_a_page_is_whole_and_needs_no_network(tmp_path: Path) -> None:
     path = tmp_path / "new" / "bench.html"
-    bench_html.save(path, bench_html.page(samples(), "A & B", "how it was done", CONDITIONS))
+    bench_table.save(path, bench_table.page(samples(), "A & B", "how it was done", CONDITIONS))
     text = path.read_text()
     elements = Elements()
     elements.feed(text)

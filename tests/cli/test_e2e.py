@@ -14,7 +14,7 @@ import allnorm
 from allnorm.bench.e2e import models as e2e_models
 from allnorm.bench.e2e import report as e2e_report
 from allnorm.bench.e2e import run as ranks_e2e
-from allnorm.bench.e2e.job import PEER_ARMS, Job, arm_names
+from allnorm.bench.e2e.models import PEER_ARMS, Job, arm_names
 from allnorm.cli.app import app
 
 ARMS = ["allnorm", "allnorm:unfused", "gloo+torch", "gloo+local"]

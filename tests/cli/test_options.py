@@ -6,7 +6,7 @@ import pytest
 import typer
 
 from allnorm import names, topology
-from allnorm.bench.shapes import Shape
+from allnorm.bench.modes import Shape
 from allnorm.cli import bench, options
 
 

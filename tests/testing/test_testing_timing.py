@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import pytest
@@ -17,13 +18,18 @@ from allnorm.testing import (
     time_cpu,
     time_cuda_graph,
 )
-from allnorm.testing.timing import percentile
+from allnorm.testing.timing import percentile, percentiles
 
 
 def test_percentile() -> None:
     values = [float(i) for i in range(100)]
     assert [percentile(values, p) for p in (0, 50, 90, 99, 100)] == [0, 50, 90, 99, 99]
     assert percentile([3.0], 90) == 3.0
+
+
+def test_percentiles() -> None:
+    assert percentiles([3.0, 1.0, 2.0]) == {"p50_us": 2.0, "p90_us": 3.0, "p99_us": 3.0}
+    assert all(math.isnan(value) for value in percentiles([]).values())
 
 
 def test_time_cpu_alone() -> None:

@@ -37,9 +37,9 @@ def tune_with_defects(
     rank: int, world_size: int, job: ranks_tune.Job, slow: str = "", wrong: str = ""
 ) -> ranks_tune.Result:
     """The tuner's own code; calls by one algorithm are slow, or wrong on the last rank."""
-    make = arms.own_arm
+    make = arms.allnorm_arm
 
-    def own_arm(comm: Any, case: Any, mode: Any, name: str, algorithm: str) -> Any:
+    def allnorm_arm(comm: Any, case: Any, mode: Any, name: str, algorithm: str) -> Any:
         arm = make(comm, case, mode, name, algorithm)
 
         def call(index: int) -> Any:
@@ -52,7 +52,7 @@ def tune_with_defects(
 
         return dataclasses.replace(arm, call=call)
 
-    ranks_tune.own_arm = own_arm  # type: ignore[attr-defined]
+    ranks_tune.allnorm_arm = allnorm_arm  # type: ignore[attr-defined]
     return ranks_tune.run(rank, world_size, job)
 
 

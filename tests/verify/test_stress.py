@@ -14,13 +14,10 @@ from rank_helpers import device, on
 
 import allnorm
 from allnorm.testing import RankPool, same_bits
-from allnorm.verify.record import Recorder
-from allnorm.verify.run import Context, Job
-from allnorm.verify.stress import calls as stress_calls
-from allnorm.verify.stress import graphs, repeat, soak
-from allnorm.verify.stress.graphs import Graph
-from allnorm.verify.stress.kinds import Kind, algorithms, random_kind
-from allnorm.verify.stress.tape import make_tape
+from allnorm.verify import soak
+from allnorm.verify.calls import Kind, algorithms, random_kind
+from allnorm.verify.context import Context, Job, Recorder
+from allnorm.verify.soak import Graph, make_tape
 
 Result = dict[str, Any]
 
@@ -78,7 +75,7 @@ CORRUPTIONS = (one_bit, one_call_earlier, never_written)
 
 def corrupted(rank: int, world_size: int, index: int, where: str) -> tuple[Result, int]:
     """A run in which one call of the last rank is spoilt. Returns its record, and which call."""
-    issue, before, spoilt = stress_calls.issue, [], []
+    issue, before, spoilt = soak.issue, [], []
 
     def spoiling(*arguments: Any) -> dict[str, torch.Tensor]:
         results = issue(*arguments)
@@ -90,14 +87,14 @@ def corrupted(rank: int, world_size: int, index: int, where: str) -> tuple[Resul
         before.append(results)
         return results
 
-    stress_calls.issue = spoiling  # type: ignore[assignment]
+    soak.issue = spoiling  # type: ignore[assignment]
     try:
         if where == "soak":
             found = run(soak.soak, stress=2 * soak.BURST)
         else:
-            found = run(repeat.repeat_shapes, stress=0, shapes=((3, 512),), repeat=100)
+            found = run(soak.repeat_shapes, stress=0, shapes=((3, 512),), repeat=100)
     finally:
-        stress_calls.issue = issue
+        soak.issue = issue
     return found, spoilt[0] if spoilt else -1
 
 
@@ -117,17 +114,17 @@ def test_one_spoilt_call_is_found(pool: RankPool, index: int, where: str) -> Non
 
 def calls_made(rank: int, world_size: int, seed: int) -> list[str]:
     """What a soak does, call by call."""
-    issue, made = stress_calls.issue, []
+    issue, made = soak.issue, []
 
     def noting(comm: Any, kind: Kind, x: torch.Tensor, *rest: Any) -> dict[str, torch.Tensor]:
         made.append(f"{kind} {x.storage_offset()} {x.flatten()[0].item()}")
         return issue(comm, kind, x, *rest)
 
-    stress_calls.issue = noting  # type: ignore[assignment]
+    soak.issue = noting  # type: ignore[assignment]
     try:
         assert run(soak.soak, stress=soak.BURST, seed=seed)["failures"] == 0
     finally:
-        stress_calls.issue = issue
+        soak.issue = issue
     return made
 
 
@@ -198,7 +195,7 @@ def replayed(rank: int, world_size: int) -> list[int]:
             for in_place in (False, True)
         ]
         if device().type == "cpu":
-            with mock.patch.object(graphs, "capture", contextlib.nullcontext):
+            with mock.patch.object(soak, "capture", contextlib.nullcontext):
                 graph = Graph(calls)
             graph._graph = Rerun(graph)  # type: ignore[assignment]
         else:
@@ -217,7 +214,7 @@ def test_graphs_take_other_rows_each_time(pool: RankPool) -> None:
 
 
 def repeated(rank: int, world_size: int) -> Result:
-    return run(repeat.repeat_shapes, stress=0, shapes=((1, 4096), (64, 120)), repeat=70)
+    return run(soak.repeat_shapes, stress=0, shapes=((1, 4096), (64, 120)), repeat=70)
 
 
 @on(cpu=(2,), gpu=(2,))

@@ -11,13 +11,13 @@ from typer.testing import CliRunner
 
 from allnorm.cli.app import app
 from allnorm.testing import RankError
-from allnorm.verify import fault_report, faults
+from allnorm.verify import faults
 
 
 @pytest.fixture
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Machines that run tests are busy; the table itself allows a second."""
-    monkeypatch.setattr(fault_report, "SLACK_SECONDS", 10.0)
+    monkeypatch.setattr(faults, "SLACK_SECONDS", 10.0)
 
 
 @pytest.mark.usefixtures("patience")
@@ -30,7 +30,7 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_faults_are_noticed_and_named(words: tuple[str, ...], world_size: int) -> None:
-    rows = fault_report.run(world_size, "cpu", 0.7, words)
+    rows = faults.run(world_size, "cpu", 0.7, words)
     assert len(rows) >= 6
     for row in rows:
         assert not row["problems"], (row["fault"], row["algorithm"], row["problems"])
@@ -43,7 +43,7 @@ def test_faults_are_noticed_and_named(words: tuple[str, ...], world_size: int) -
 @pytest.mark.world_size(2)
 @pytest.mark.usefixtures("patience")
 def test_faults_on_gpus() -> None:
-    rows = fault_report.run(2, "cuda", 1.0, ("another", "never", "never comes"))
+    rows = faults.run(2, "cuda", 1.0, ("another", "never", "never comes"))
     assert len(rows) > 30
     for row in rows:
         assert not row["problems"], (row["fault"], row["algorithm"], row["problems"])
@@ -66,12 +66,12 @@ def saw(**changes: Any) -> dict[str, Any]:
     ],
 )
 def test_what_does_not_hold_is_said(seen: list[Any], complaint: str) -> None:
-    assert fault_report._problems(seen, "never comes", 2, 2.0) == ([complaint] if complaint else [])
+    assert faults._problems(seen, "never comes", 2, 2.0) == ([complaint] if complaint else [])
 
 
 def test_a_divergence_must_be_called_one() -> None:
     seen = [saw(), saw(error="PeerDivergedError", peer=0), saw(error="PeerDivergedError", peer=1)]
-    problems = fault_report._problems(seen, "another dtype", 2, 2.0)
+    problems = faults._problems(seen, "another dtype", 2, 2.0)
     assert problems == [
         "rank 0: PeerTimeoutError instead of PeerDivergedError",
         "rank 1: names rank 0 instead of 2",
@@ -79,10 +79,10 @@ def test_a_divergence_must_be_called_one() -> None:
 
 
 def test_what_ranks_leave_behind_is_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fault_report, "_SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(faults, "_SHARED_MEMORY", tmp_path)
     for name in ("allnorm-12-a", "allnorm-7-b", "allnorm-7-a", "allnorm-71-a", "other-7-a"):
         (tmp_path / name).touch()
-    assert fault_report._left_by({7, 8}) == ["allnorm-7-a", "allnorm-7-b"]
+    assert faults._left_by({7, 8}) == ["allnorm-7-a", "allnorm-7-b"]
 
 
 def test_every_fault_applies_to_something() -> None:
@@ -99,7 +99,7 @@ def test_a_fault_that_goes_wrong_is_the_exit_code(
     def fail(*_: Any, **__: Any) -> None:
         raise RankError({0: "no answer"})
 
-    monkeypatch.setattr(fault_report.RankPool, "run", fail)
+    monkeypatch.setattr(faults.RankPool, "run", fail)
     path = tmp_path / "rows.jsonl"
     arguments = ("verify", "--faults", "--device", "cpu", "--tp", "2", "--only", "another dtype")
     done = CliRunner().invoke(app, (*arguments, "--json", str(path)))

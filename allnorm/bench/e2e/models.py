@@ -1,41 +1,27 @@
-"""Transformers by name: the dimensions of published models."""
+"""What can be run: transformers by name, with their published dimensions, arms and jobs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from allnorm.bench import shapes
+from allnorm.bench import modes
 
 
 @dataclass(frozen=True)
 class Transformer:
-    """The dimensions of a dense decoder-only transformer.
+    """The dimensions of a dense decoder-only transformer."""
 
-    Attributes:
-        name: by which it is known here.
-        hidden_size: width of the residual stream.
-        num_layers: decoder layers, of two reduction sites each.
-        num_heads: query heads.
-        num_kv_heads: key and value heads; ranks hold whole ones, so their number divides this.
-        head_dim: width of a head.
-        intermediate_size: width of the MLP.
-        vocab_size: tokens.
-        eps: of the norms.
-        rope_theta: base of the rotary frequencies.
-        qk_norm: whether queries and keys are normalised head by head.
-    """
-
-    name: str
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    vocab_size: int
-    eps: float
-    rope_theta: float = 5e5
-    qk_norm: bool = False
+    name: str  # by which it is known here
+    hidden_size: int  # width of the residual stream
+    num_layers: int  # decoder layers, of two reduction sites each
+    num_heads: int  # query heads
+    num_kv_heads: int  # key and value heads; ranks hold whole ones, so their number divides this
+    head_dim: int  # width of a head
+    intermediate_size: int  # width of the MLP
+    vocab_size: int  # tokens
+    eps: float  # of the norms
+    rope_theta: float = 5e5  # base of the rotary frequencies
+    qk_norm: bool = False  # whether queries and keys are normalised head by head
 
     @property
     def queries_per_kv(self) -> int:
@@ -47,7 +33,7 @@ def _published(
     name: str, sizes: tuple[int, int, int, int, int, int], theta: float, qk_norm: bool = False
 ) -> Transformer:
     """A model whose hidden size and eps stand in the table of shapes."""
-    known = shapes.find(name)
+    known = modes.find_model(name)
     return Transformer(name, known.hidden_size, *sizes, known.eps, theta, qk_norm)
 
 
@@ -68,11 +54,7 @@ TRANSFORMERS = {
 
 
 def find(name: str, num_layers: int = 0) -> Transformer:
-    """The transformer of that name.
-
-    Args:
-        name: of TRANSFORMERS.
-        num_layers: instead of the model's own; 0: its own.
+    """The transformer of that name, with `num_layers` if they are not 0.
 
     Raises:
         ValueError: there is none; the message lists those there are.
@@ -94,3 +76,42 @@ def check_world_size(model: Transformer, world_size: int) -> None:
             f"{world_size} ranks cannot share the {model.num_kv_heads} key and value heads of "
             f"{model.name} evenly; use a number of ranks that divides them"
         )
+
+
+REFERENCE = "allnorm:unfused"
+"""The arm whose bits allnorm's others must have."""
+LOCAL = "local"
+"""The arm that does not communicate."""
+
+PEER_ARMS = ("flashinfer", "sglang", "sglang+local", "vllm+local")
+"""Other libraries: a fused kernel, or "+local": its all-reduce and `allnorm.add_rms_norm`."""
+
+
+def arm_names(device: str) -> tuple[str, ...]:
+    """What can run on "cuda" or "cpu"."""
+    library, peers = ("nccl", PEER_ARMS) if device == "cuda" else ("gloo", ())
+    return ("allnorm", REFERENCE, f"{library}+torch", f"{library}+local", *peers)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to run; the same on every rank."""
+
+    model: Transformer  # its dimensions
+    batch_sizes: tuple[int, ...]  # numbers of prompts
+    prompt: int  # tokens of a prompt
+    tokens: int  # to generate, at least 2
+    arms: tuple[str, ...]  # what to time and compare, of `arm_names`
+    dtype: str  # name of the dtype of weights and activations
+    device: str  # "cuda" or "cpu"
+    rounds: int  # how often each arm generates everything
+
+    @property
+    def torch_arm(self) -> str:
+        """The unfused arm that runs on PyTorch alone."""
+        return "nccl+torch" if self.device == "cuda" else "gloo+torch"
+
+    @property
+    def always(self) -> tuple[str, ...]:
+        """The arms that the others are compared with; they run even if not asked for."""
+        return (REFERENCE, self.torch_arm, LOCAL)

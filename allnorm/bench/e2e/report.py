@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from allnorm.bench.e2e import run
-from allnorm.bench.e2e.job import Job
-from allnorm.bench.e2e.models import Transformer
+from allnorm.bench.e2e.models import Job, Transformer
 from allnorm.testing import OnMessage, run_ranks
 
 _SECONDS = 3600.0  # that a run may take
@@ -28,54 +27,35 @@ _LEAST = (
 
 @dataclass(frozen=True)
 class Result:
-    """One arm at one batch size, over all ranks: of times the slowest rank's.
+    """One arm at one batch size, over all ranks; times are the slowest rank's."""
 
-    Attributes:
-        arm: which way.
-        batch_size: prompts.
-        world_size: ranks.
-        ttft_ms: from the start of the prefill to the first tokens.
-        tpot_ms: mean time of a further token of each sequence.
-        itl_p50_ms, itl_p99_ms: percentiles of the time between two tokens.
-        tokens_per_s: of all sequences, prefill included.
-        comm_us_per_layer: what a decode step takes beyond one without communication, per layer.
-        local_ms: tpot_ms without communication, allnorm's add + norm kernel in its place.
-        num_tokens: generated in a round.
-        tokens_equal_unfused: of them, as in the first round of "allnorm:unfused".
-        tokens_equal_torch: of them, as in the first round of the all-reduce + PyTorch arm.
-        steps_checked: steps whose logits were compared.
-        steps_equal_unfused: of them, how many had the bits of "allnorm:unfused" on every rank.
-        choices_equal_torch: tokens that it chose as the torch arm did, given the same ones before.
-        logits_max_diff, logits_mean_diff: differences of a logit from the torch arm's.
-        yardstick: two all-reduces that round differently.
-        yardstick_max, yardstick_mean: differences of a logit between those two.
-        finite: whether all logits were.
-        error: "" if what must hold did, else what did not.
-    """
-
-    arm: str
-    batch_size: int
-    world_size: int
-    ttft_ms: float
-    tpot_ms: float
+    arm: str  # which way
+    batch_size: int  # prompts
+    world_size: int  # ranks
+    ttft_ms: float  # from the start of the prefill to the first tokens
+    tpot_ms: float  # mean time of a further token of each sequence
+    # Percentiles of the time between two tokens.
     itl_p50_ms: float
     itl_p99_ms: float
-    tokens_per_s: float
-    comm_us_per_layer: float
-    local_ms: float
-    num_tokens: int
-    tokens_equal_unfused: int
-    tokens_equal_torch: int
-    steps_checked: int
-    steps_equal_unfused: int
+    tokens_per_s: float  # of all sequences, prefill included
+    comm_us_per_layer: float  # what a decode step takes beyond one without communication, per layer
+    local_ms: float  # tpot_ms without communication, allnorm's add + norm kernel in its place
+    num_tokens: int  # generated in a round
+    tokens_equal_unfused: int  # of them, as in the first round of "allnorm:unfused"
+    tokens_equal_torch: int  # of them, as in the first round of the all-reduce + PyTorch arm
+    steps_checked: int  # steps whose logits were compared
+    steps_equal_unfused: int  # of them, how many had the bits of "allnorm:unfused" on every rank
+    # Tokens that it chose as the torch arm did, given the same ones before.
     choices_equal_torch: int
+    # Differences of a logit from the torch arm's.
     logits_max_diff: float
     logits_mean_diff: float
-    yardstick: str
+    yardstick: str  # two all-reduces that round differently
+    # Differences of a logit between those two.
     yardstick_max: float
     yardstick_mean: float
-    finite: bool
-    error: str
+    finite: bool  # whether all logits were
+    error: str  # "" if what must hold did, else what did not
 
     @property
     def exact(self) -> bool:
@@ -85,21 +65,16 @@ class Result:
 
 @dataclass(frozen=True)
 class Report:
-    """What all ranks found together.
+    """What all ranks found together."""
 
-    Attributes:
-        results: one per batch size and arm.
-        missing: why an arm is missing, by its name.
-    """
-
-    results: list[Result]
-    missing: dict[str, str]
+    results: list[Result]  # one per batch size and arm
+    missing: dict[str, str]  # why an arm is missing, by its name
 
 
 def measure(job: Job, world_size: int, on_message: OnMessage | None = None) -> Report:
     """Starts ranks and lets them generate.
 
-    `on_message` takes a rank and what it says of its progress: `text`, `done` and `total`.
+    `on_message` takes a rank and its progress: `text`, `done` and `total`.
 
     Raises:
         RankError: a rank raised, died or was late.
@@ -111,12 +86,7 @@ def measure(job: Job, world_size: int, on_message: OnMessage | None = None) -> R
 
 
 def merge(ranks: Sequence[Sequence[dict[str, Any]]], model: Transformer) -> list[Result]:
-    """Joins the records of all ranks.
-
-    Args:
-        ranks: the records that `run.run` returned, in rank order.
-        model: of that job.
-    """
+    """Joins the records of all ranks, which `run.run` returned, in rank order."""
     return [_result(records, len(ranks), model.num_layers) for records in zip(*ranks, strict=True)]
 
 
@@ -135,7 +105,7 @@ def _result(records: Sequence[dict[str, Any]], world_size: int, num_layers: int)
 
 
 def _error(one: dict[str, Any]) -> str:
-    """What does not hold of an arm, in words."""
+    """What is wrong with an arm, in words; "" if nothing is."""
     wrong = [] if one["finite"] else ["logits are not finite"]
     if one["arm"].startswith("allnorm"):
         steps, tokens = one["steps_checked"], one["num_tokens"]
@@ -148,7 +118,7 @@ def _error(one: dict[str, Any]) -> str:
     return "; ".join(wrong)
 
 
-def json_row(result: Result, model: Transformer, common: dict[str, Any]) -> dict[str, Any]:
+def json_row(result: Result, model: Transformer) -> dict[str, Any]:
     """One line of the results file."""
     dimensions = asdict(model)
-    return {**common, "model": dimensions.pop("name"), **dimensions, **asdict(result)}
+    return {"model": dimensions.pop("name"), **dimensions, **asdict(result)}

@@ -1,67 +1,72 @@
-"""Builds the model in one rank, checks the arms against each other and times them."""
+"""Builds the model in one rank, checks the arms against each other and times them.
+
+Before anything is timed, all arms of a batch are given the tokens that the reference arm chose.
+Left to themselves, two arms that once choose differently continue with different sentences, whose
+logits cannot be compared.
+"""
 
 from __future__ import annotations
 
+import math
 import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 import allnorm
-from allnorm.bench.e2e import check, sites, weights
+from allnorm.bench.e2e import sites, weights
 from allnorm.bench.e2e.generation import Generation, Runner
-from allnorm.bench.e2e.job import LOCAL, PEER_ARMS, REFERENCE, Job
-from allnorm.bench.e2e.peer_sites import PeerSites
-from allnorm.testing import DTYPES, report, start_together
+from allnorm.bench.e2e.models import LOCAL, PEER_ARMS, REFERENCE, Job
+from allnorm.bench.e2e.sites import Arm, PeerSites
+from allnorm.testing import DTYPES, RankFailedError, all_or_none, report, same_bits, start_together
 from allnorm.testing.rank import device
 from allnorm.testing.timing import percentile, time_calls, time_steps
 
 _SEED = 20
+_KEPT_TRACES = 4  # at most: the reference, the torch arm, and one or two more
+_MAX_BYTES = 4 << 30  # of logits kept for comparisons
 
 
 @dataclass
-class Found:
-    """What one rank found.
+class RankResult:
+    """What one rank measured."""
 
-    Attributes:
-        records: one per batch size and arm, in the same order on every rank: fields of a
-            `report.Result`, this rank's.
-        missing: why an arm is missing, by its name.
-    """
-
-    missing: dict[str, str]
+    missing: dict[str, str]  # why an arm is missing, by its name
+    # A record per batch size and arm, in the same order on every rank: fields of a `report.Result`
+    # with this rank's figures.
     records: list[dict[str, Any]] = field(default_factory=list)
 
 
-def run(rank: int, world_size: int, job: Job) -> Found:
+def run(rank: int, world_size: int, job: Job) -> RankResult:
     """Checks and times every arm at every batch size. Collective."""
     dtype, model, where = DTYPES[job.dtype], job.model, device()
     report({"text": "making weights", "done": 0, "total": len(job.batch_sizes)})
-    made = weights.make(model, rank, world_size, dtype, where)
+    parameters = weights.make(model, rank, world_size, dtype, where)
     peers = PeerSites(
         [name for name in job.arms if name in PEER_ARMS],
         *(where, dtype, model.hidden_size, max(job.batch_sizes) * job.prompt, model.eps),
     )
-    found = Found(dict(peers.missing))
+    result = RankResult(dict(peers.missing))
     with allnorm.Communicator(device=where) as comm:
-        own = dict.fromkeys([name for name in job.arms if name not in PEER_ARMS] + [*job.always])
-        arms = {name: sites.make(name, comm, model.eps) for name in own} | peers.arms
-        yardstick = check.make_yardstick(job, where)
+        names = dict.fromkeys([*(n for n in job.arms if n not in PEER_ARMS), *job.always])
+        arms = {name: sites.make(name, comm, model.eps) for name in names} | peers.arms
+        yardstick, pair = make_yardstick(job, where)
         for index, batch_size in enumerate(job.batch_sizes):
             progress = {"done": index, "total": len(job.batch_sizes)}
             prompts = make_prompts(job, batch_size).to(where)
-            generation = Generation(model, made, prompts, job.tokens)
+            generation = Generation(model, parameters, prompts, job.tokens)
             report({"text": f"batch {batch_size}: checking", **progress})
-            checked = check.check(job, arms, generation, yardstick)
+            runners, figures = check(job, arms, pair, generation, result.missing)
             report({"text": f"batch {batch_size}: timing", **progress})
-            samples = measure(checked.runners, job.rounds)
+            samples = measure(runners, job.rounds)
             comm.check()
-            found.records += _records(job, generation, samples, checked.found)
-            found.missing |= checked.missing
-            del checked, generation
+            for record in _records(job, generation, samples, figures):
+                result.records.append({**record, "yardstick": yardstick})
+            del runners, generation
     peers.close()
-    return found
+    return result
 
 
 def make_prompts(job: Job, batch_size: int) -> torch.Tensor:
@@ -70,86 +75,194 @@ def make_prompts(job: Job, batch_size: int) -> torch.Tensor:
     return torch.randint(job.model.vocab_size, (batch_size, job.prompt), generator=generator)
 
 
+# ---- comparing logits ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What an arm computed on one batch."""
+
+    tokens: torch.Tensor  # [batch_size, steps] int64, what it chose at each step
+    logits: list[torch.Tensor]  # of each step, [batch_size, this rank's part of the vocabulary]
+
+    @property
+    def finite(self) -> bool:
+        """Whether all logits are."""
+        return all(bool(torch.isfinite(step).all()) for step in self.logits)
+
+
+@dataclass
+class Difference:
+    """How the logits of two arms differ on this rank."""
+
+    equal_steps: int = 0  # how many had equal bits
+    largest: float = 0.0  # the largest difference of a logit
+    mean: float = 0.0  # of the absolute differences
+    equal_choices: int = 0  # how many tokens are the same
+
+
+def trace(runner: Runner, steps: int, forced: torch.Tensor | None = None) -> Trace:
+    """Generates and keeps the logits. Collective.
+
+    With `forced` tokens, [batch_size, steps], it continues with those instead of the arm's own.
+    """
+    generation = runner.generation
+    generation.reset()
+    tokens, logits = [], []
+    for step in range(steps):
+        if step:
+            runner.step()
+        else:
+            runner.prefill()
+        tokens.append(generation.token.clone())
+        logits.append(generation.logits.clone())
+        if forced is not None:
+            generation.token.copy_(forced[:, step])
+    return Trace(torch.stack(tokens, dim=1), logits)
+
+
+def compare(own: Trace, other: Trace) -> Difference:
+    """How a trace differs from another that was given the same tokens. Not collective."""
+    result = Difference(equal_choices=int((own.tokens == other.tokens).sum()))
+    for ours, theirs in zip(own.logits, other.logits, strict=True):
+        result.equal_steps += same_bits(ours, theirs)
+        distance = (ours.float() - theirs.float()).abs()
+        result.largest = max(result.largest, float(distance.max()))
+        result.mean += float(distance.mean()) / len(own.logits)
+    return result
+
+
+def make_yardstick(job: Job, device: torch.device) -> tuple[str, tuple[Arm, ...]]:
+    """Two arms whose all-reduces round differently, in words and as arms. Collective.
+
+    Where there are none, the words say why; the same on every rank.
+    """
+    try:
+        what, pair = all_or_none(sites.yardstick, device)
+    except RankFailedError as error:
+        return f"none ({error})", ()
+    return what, tuple(Arm(sites.then_torch(r, job.model.eps)) for r in pair)
+
+
+def check(
+    job: Job,
+    arms: Mapping[str, Arm],
+    yardstick: tuple[Arm, ...],
+    generation: Generation,
+    missing: dict[str, str],
+) -> tuple[dict[str, Runner], dict[str, dict[str, Any]]]:
+    """Runs and compares the arms. Collective.
+
+    Arms of other libraries that fail are left out; `missing` takes the reason.
+
+    Returns:
+        The arms to time, and the fields of a `report.Result` that say how their logits compare.
+    """
+    runners: dict[str, Runner] = {}
+    logits = generation.logits
+    room = _MAX_BYTES // (_KEPT_TRACES * logits.numel() * logits.element_size())
+    steps = int(max(1, min(generation.num_tokens, room)))
+
+    def traced(name: str, forced: torch.Tensor | None) -> Trace:
+        if name not in runners:
+            runners[name] = Runner(generation, arms[name], captured=job.device == "cuda")
+        return trace(runners[name], steps, forced)
+
+    reference = traced(REFERENCE, None)
+    torch_arm = traced(job.torch_arm, reference.tokens)
+    apart = Difference(largest=math.nan, mean=math.nan)
+    if yardstick:
+        # Without graphs: a graph computes the same, and these are not timed.
+        plain = (Runner(generation, arm, captured=False) for arm in yardstick)
+        apart = compare(*(trace(runner, steps, reference.tokens) for runner in plain))
+    figures = {}
+    for name, arm in arms.items():
+        arguments = (name, reference.tokens)
+        try:
+            own = all_or_none(traced, *arguments) if arm.foreign else traced(*arguments)
+        except RankFailedError as error:
+            runners.pop(name, None)
+            missing[name] = str(error)
+            continue
+        other = compare(own, torch_arm)
+        figures[name] = {
+            "steps_checked": steps,
+            "steps_equal_unfused": compare(own, reference).equal_steps,
+            "finite": own.finite,
+            "logits_max_diff": other.largest,
+            "logits_mean_diff": other.mean,
+            "choices_equal_torch": other.equal_choices,
+            "yardstick_max": apart.largest,
+            "yardstick_mean": apart.mean,
+        }
+    return runners, figures
+
+
+# ---- timing --------------------------------------------------------------------------------------
+
+
 @dataclass
 class Samples:
-    """What one arm took on one batch.
+    """What one arm took on one batch; every list has an item for each round."""
 
-    Attributes:
-        ttft_us: of every round, until the first tokens.
-        steps_us: of every round, each further token.
-        outputs: of every round, the tokens, [batch_size, num_tokens] on the CPU.
-    """
-
-    ttft_us: list[float] = field(default_factory=list)
-    steps_us: list[list[float]] = field(default_factory=list)
+    ttft_us: list[float] = field(default_factory=list)  # until the first tokens
+    steps_us: list[list[float]] = field(default_factory=list)  # each further token
+    # [batch_size, num_tokens] on the CPU.
     outputs: list[torch.Tensor] = field(default_factory=list)
+
+    def figures(self) -> dict[str, float]:
+        """The times of a `report.Result`: medians over the rounds, percentiles over all steps."""
+        steps = [step for one_round in self.steps_us for step in one_round]
+        tpot_us = statistics.median(map(statistics.fmean, self.steps_us))
+        return {
+            "ttft_ms": statistics.median(self.ttft_us) / 1e3,
+            "tpot_ms": tpot_us / 1e3,
+            "itl_p50_ms": percentile(steps, 50) / 1e3,
+            "itl_p99_ms": percentile(steps, 99) / 1e3,
+        }
 
 
 def measure(arms: dict[str, Runner], rounds: int) -> dict[str, Samples]:
-    """Times whole generations; the arms take turns, round after round. Collective.
-
-    Args:
-        arms: by name; all of them have run before.
-        rounds: how often each arm generates everything.
-    """
+    """Times whole generations; the arms, which have run before, take turns. Collective."""
     samples = {name: Samples() for name in arms}
     for _ in range(rounds):
         for name, runner in arms.items():
-            runner.generation.reset()
-            ttft_us, steps_us = _timed(runner)
+            generation = runner.generation
+            generation.reset()
+            on_gpu = generation.token.device.type == "cuda"
+            if on_gpu:
+                torch.cuda.synchronize()
+            start_together()
+            phases = [runner.prefill, *[runner.step] * (generation.num_tokens - 1)]
+            ttft_us, *steps_us = time_steps(phases) if on_gpu else time_calls(phases)
             samples[name].ttft_us.append(ttft_us)
             samples[name].steps_us.append(steps_us)
-            samples[name].outputs.append(runner.generation.outputs.to("cpu", copy=True))
+            samples[name].outputs.append(generation.outputs.to("cpu", copy=True))
     return samples
 
 
-def _timed(runner: Runner) -> tuple[float, list[float]]:
-    """One generation: time until the first token, and between the others."""
-    on_gpu = runner.generation.token.device.type == "cuda"
-    if on_gpu:
-        torch.cuda.synchronize()
-    start_together()
-    phases = [runner.prefill, *[runner.step] * (runner.generation.num_tokens - 1)]
-    times = time_steps(phases) if on_gpu else time_calls(phases)
-    return times[0], times[1:]
-
-
 def _records(
-    job: Job, generation: Generation, samples: dict[str, Samples], found: dict[str, dict[str, Any]]
+    job: Job,
+    generation: Generation,
+    samples: dict[str, Samples],
+    figures: dict[str, dict[str, Any]],
 ) -> list[dict[str, Any]]:
-    first = {name: samples[name].outputs[0] for name in (REFERENCE, job.torch_arm)}
-    local_ms = _times(samples[LOCAL])["tpot_ms"]
-    records = []
-    for name in job.arms:
-        if name not in found:
-            continue
-        outputs = samples[name].outputs
-        equal = {
-            other: min(int((own == tokens).sum()) for own in outputs)
-            for other, tokens in first.items()
+    def equal(name: str, other: str) -> int:
+        """Tokens as in the first round of another arm; of all rounds the fewest."""
+        first = samples[other].outputs[0]
+        return min(int((outputs == first).sum()) for outputs in samples[name].outputs)
+
+    return [
+        {
+            "batch_size": generation.batch_size,
+            "arm": name,
+            **samples[name].figures(),
+            "local_ms": samples[LOCAL].figures()["tpot_ms"],
+            "num_tokens": generation.batch_size * generation.num_tokens,
+            "tokens_equal_unfused": equal(name, REFERENCE),
+            "tokens_equal_torch": equal(name, job.torch_arm),
+            **figures[name],
         }
-        records.append(
-            {
-                "batch_size": generation.batch_size,
-                "arm": name,
-                **_times(samples[name]),
-                "local_ms": local_ms,
-                "num_tokens": generation.batch_size * generation.num_tokens,
-                "tokens_equal_unfused": equal[REFERENCE],
-                "tokens_equal_torch": equal[job.torch_arm],
-                **found[name],
-            }
-        )
-    return records
-
-
-def _times(samples: Samples) -> dict[str, float]:
-    """`ttft_ms` and `tpot_ms`, the medians over the rounds; `itl_p50_ms`, `itl_p99_ms`."""
-    steps = [step for one_round in samples.steps_us for step in one_round]
-    tpot_us = statistics.median(statistics.fmean(steps) for steps in samples.steps_us)
-    return {
-        "ttft_ms": statistics.median(samples.ttft_us) / 1e3,
-        "tpot_ms": tpot_us / 1e3,
-        "itl_p50_ms": percentile(steps, 50) / 1e3,
-        "itl_p99_ms": percentile(steps, 99) / 1e3,
-    }
+        for name in job.arms
+        if name in figures
+    ]

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import allnorm
-from allnorm.bench.sharded import gather_into
+from allnorm.bench.arms import gather_into
+from allnorm.bench.case import Case
+from allnorm.bench.modes import Mode, Shape
+from allnorm.bench.peers import Peers
+from allnorm.bench.peers.base import Peer
+from allnorm.testing import Batch
 
 Normed = tuple[Tensor, Tensor]
 """Normed rows and the new residual."""
@@ -32,27 +37,20 @@ Reduce = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to run the sites.
+    """One way to run the sites."""
 
-    Attributes:
-        site: what is called.
-        capturing: what the capture of a CUDA graph must happen in.
-        foreign: whether another library runs in it, whose failure is no failure of the command.
-    """
-
-    site: Site
+    site: Site  # what is called
+    # What the capture of a CUDA graph must happen in.
     capturing: Callable[[], AbstractContextManager[Any]] = nullcontext
+    # Whether another library runs in it, whose failure is no failure of the command.
     foreign: bool = False
 
 
 def make(name: str, comm: allnorm.Communicator, eps: float) -> Arm:
     """The arm of that name.
 
-    Args:
-        name: "allnorm", or that with ":" and an algorithm; "nccl" or "gloo" with "+torch" or
-            "+local"; "local", which does not communicate.
-        comm: runs allnorm's own.
-        eps: of the norms.
+    Names are "allnorm", or that with ":" and an algorithm; "nccl" or "gloo" with "+torch" or
+    "+local"; and "local", which does not communicate.
     """
     if name == "local":
         return Arm(then_local(lambda x: x, eps))
@@ -124,7 +122,7 @@ def _reversed_sum(x: Tensor) -> Tensor:
 
 
 def _nccl_group(algorithm: str, device: torch.device) -> dist.ProcessGroup:
-    """All ranks, with an NCCL that reads its algorithm while it starts: at the first call."""
+    """A group of all ranks whose NCCL uses one algorithm, which it reads at its first call."""
     with _environment("NCCL_ALGO", algorithm):
         group = dist.new_group(backend="nccl")
         assert group is not None
@@ -144,3 +142,87 @@ def _environment(name: str, value: str) -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
+
+
+class PeerSites:
+    """The arms of libraries that can be imported. Collective: the same on every rank.
+
+    `names` are of job.PEER_ARMS, `max_tokens` the rows of the largest prefill.
+
+    Attributes:
+        arms: those that can run, by name.
+        missing: why an arm cannot, by name.
+    """
+
+    def __init__(
+        self,
+        names: list[str],
+        device: torch.device,
+        dtype: torch.dtype,
+        hidden_size: int,
+        max_tokens: int,
+        eps: float,
+    ) -> None:
+        self.arms: dict[str, Arm] = {}
+        self.missing: dict[str, str] = {}
+        libraries = list(dict.fromkeys(name.partition("+")[0] for name in names))
+        self._peers = Peers(libraries, device, dtype, [Shape(max_tokens, hidden_size)])
+        for name in names:
+            library, _, local = name.partition("+")
+            if library in self._peers.missing:
+                self.missing[name] = self._peers.missing[library]
+            else:
+                self.arms[name] = _arm(self._peers.peer(library), bool(local), hidden_size, eps)
+
+    def close(self) -> None:
+        """Releases what the libraries hold. Collective."""
+        self._peers.close()
+
+
+def _arm(peer: Peer, local: bool, hidden_size: int, eps: float) -> Arm:
+    """One library at the sites; where it has no kernel for so many rows, as `nccl+local`."""
+    fallback = Arm(then_local(all_reduce, eps))
+    by_rows: dict[int, Arm] = {}
+
+    def site(x: Tensor, residual: Tensor, weight: Tensor) -> Normed:
+        rows = x.shape[0]
+        if rows not in by_rows:
+            shape = Shape(rows, hidden_size, eps)
+            case = _case(peer, shape, Batch((x,) * peer.setting.world_size, residual, weight))
+            by_rows[rows] = _at_shape(peer, case, local) or fallback
+        return by_rows[rows].site(x, residual, weight)
+
+    def capturing() -> AbstractContextManager[Any]:
+        # One context for all shapes: it belongs to the library's communicator.
+        known = [arm for arm in by_rows.values() if arm is not fallback]
+        return known[-1].capturing() if known else fallback.capturing()
+
+    return Arm(site, capturing, foreign=True)
+
+
+def _case(peer: Peer, shape: Shape, batch: Batch) -> Case:
+    """A case whose tensors can be replaced; it has no expected results."""
+    setting = peer.setting
+    batches = cast(tuple[Batch, ...], [batch])
+    place = (setting.rank, setting.world_size, setting.dtype, setting.device)
+    return Case(shape, *place, "rounded", batches, ())
+
+
+def _at_shape(peer: Peer, case: Case, local: bool) -> Arm | None:
+    """What the library would choose for this shape; None if it has no kernel for it."""
+    reason = peer.supports(case, Mode())
+    found = [] if reason else peer.reductions(case) if local else peer.fused(case)
+    if not found:
+        return None
+    call, batches = found[0].call, cast(list[Batch], case.batches)
+
+    def reduce(x: Tensor) -> Tensor:
+        case.xs[0] = x
+        return cast(Tensor, call(0))
+
+    def fused(x: Tensor, residual: Tensor, weight: Tensor) -> Normed:
+        case.xs[0], batches[0] = x, Batch((), residual, weight)
+        normed, summed = call(0)
+        return normed, summed
+
+    return Arm(then_local(reduce, case.shape.eps) if local else fused, found[0].capturing)

@@ -1,4 +1,4 @@
-"""Random weights of a sharded transformer: whatever the number of ranks, the same whole model.
+"""Random weights of a sharded transformer: the model is the same for any number of ranks.
 
 A unit is one key and value head with its query heads, and the equal part of the MLP and of the
 vocabulary. Every tensor is made unit by unit, each from a seed of its own, and a rank makes the
@@ -17,44 +17,26 @@ from allnorm.bench.e2e.models import Transformer
 
 @dataclass(frozen=True)
 class Layer:
-    """One decoder layer as one rank holds it; matrices are [outputs, inputs].
+    """One decoder layer as one rank holds it; matrices are [outputs, inputs]."""
 
-    Attributes:
-        qkv: to this rank's query heads, then key heads, then value heads.
-        o: from this rank's query heads to a partial sum of [hidden_size].
-        gate_up: to this rank's part of the gate, then of the up projection.
-        down: from this rank's part of the MLP to a partial sum of [hidden_size].
-        input_norm: [hidden_size], of the norm before the attention.
-        mlp_norm: [hidden_size], of the norm before the MLP.
-        q_norm: [head_dim], of the norm of a query head; None without one.
-        k_norm: [head_dim], of the norm of a key head; None without one.
-    """
-
-    qkv: torch.Tensor
-    o: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
-    input_norm: torch.Tensor
-    mlp_norm: torch.Tensor
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
+    qkv: torch.Tensor  # to this rank's query heads, then key heads, then value heads
+    o: torch.Tensor  # from this rank's query heads to a partial sum of [hidden_size]
+    gate_up: torch.Tensor  # to this rank's part of the gate, then of the up projection
+    down: torch.Tensor  # from this rank's part of the MLP to a partial sum of [hidden_size]
+    input_norm: torch.Tensor  # [hidden_size], of the norm before the attention
+    mlp_norm: torch.Tensor  # [hidden_size], of the norm before the MLP
+    q_norm: torch.Tensor | None  # [head_dim], of the norm of a query head; None without one
+    k_norm: torch.Tensor | None  # [head_dim], of the norm of a key head; None without one
 
 
 @dataclass(frozen=True)
 class Weights:
-    """A transformer as one rank holds it.
+    """A transformer as one rank holds it."""
 
-    Attributes:
-        embedding: [vocab_size, hidden_size], whole.
-        layers: in order.
-        final_norm: [hidden_size].
-        head: [this rank's part of the vocabulary, hidden_size].
-    """
-
-    embedding: torch.Tensor
-    layers: tuple[Layer, ...]
-    final_norm: torch.Tensor
-    head: torch.Tensor
+    embedding: torch.Tensor  # [vocab_size, hidden_size], whole
+    layers: tuple[Layer, ...]  # in order
+    final_norm: torch.Tensor  # [hidden_size]
+    head: torch.Tensor  # [this rank's part of the vocabulary, hidden_size]
 
 
 def make(
@@ -96,7 +78,7 @@ def _layer(model: Transformer, source: _Source, name: str) -> Layer:
 
 
 class _Source:
-    """Makes tensors from their names; `units` are those of the `num_units` that this rank holds."""
+    """Makes tensors from their names; this rank holds the `units` of `num_units`."""
 
     def __init__(
         self, num_units: int, units: range, dtype: torch.dtype, device: torch.device
@@ -117,7 +99,7 @@ class _Source:
         return 1 + self.normal(name, 1, size, 0.1)[0]
 
     def rows(self, name: str, rows: int, columns: int) -> torch.Tensor:
-        """This rank's rows of a matrix that keeps the size of normalised rows."""
+        """This rank's rows of a random matrix that keeps the magnitude of normalised rows."""
         made = self._blocks(name, rows // self._num_units, columns, columns**-0.5)
         return torch.cat(made)
 

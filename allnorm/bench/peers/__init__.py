@@ -22,13 +22,12 @@ import torch.distributed as dist
 from allnorm.bench import arms
 from allnorm.bench.arms import Arm, Reduction
 from allnorm.bench.case import Case
-from allnorm.bench.modes import Mode
+from allnorm.bench.modes import Mode, Shape
 from allnorm.bench.peers.base import Peer, Setting
 from allnorm.bench.peers.flashinfer import FlashInfer
 from allnorm.bench.peers.sglang import Sglang
 from allnorm.bench.peers.symm_mem import SymmMem
 from allnorm.bench.peers.vllm import Vllm
-from allnorm.bench.shapes import Shape
 from allnorm.testing import RankFailedError, agree, all_or_none
 
 REGISTRY: Mapping[str, type[Peer]] = {
@@ -76,7 +75,7 @@ class Peers:
                 self._open[name] = peer
 
     def peer(self, name: str) -> Peer:
-        """One that is not missing."""
+        """A peer that is not missing."""
         return self._open[name]
 
     def arms(self, name: str, case: Case, mode: Mode) -> list[Arm] | str:
@@ -95,14 +94,14 @@ class Peers:
             )
         for reduction in self._reductions(peer, case):
             name = f"{reduction.name}+local{suffix}"
-            found.append(arms.then_norm(reduction, case, mode, name))
+            found.append(arms.then_local_norm(reduction, case, mode, name))
         return found or "it has no kernel for this"
 
     def _reductions(self, peer: Peer, case: Case) -> list[Reduction]:
-        """Those of a peer, on inputs of its own if it overwrites them.
+        """A peer's all-reduces, on inputs of its own if it overwrites them.
 
-        These live as long as the peer, which may keep them mapped. In graphs they are zeros: sums
-        of sums would soon be infinite, and a norm of them takes longer.
+        The inputs live as long as the peer, which may keep them mapped. In graphs they are zeros:
+        replays add up sums of sums, which would soon be infinite, and slower to normalise.
         """
         if not peer.overwrites_inputs:
             return peer.reductions(case)

@@ -4,37 +4,29 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
-from allnorm.bench.arms import Arm, Reduction
-from allnorm.bench.case import Case
-from allnorm.bench.modes import Mode
-from allnorm.bench.shapes import Shape
+from allnorm.bench.arms import Arm, Call, Reduction, outcome_of
+from allnorm.bench.case import Case, Outcome
+from allnorm.bench.modes import Mode, Shape
+from allnorm.testing import DTYPES
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a peer needs to know before it sees a shape; the same on every rank but for `rank`.
+    """What a peer needs to know before it sees a shape; the same on every rank but for `rank`."""
 
-    Attributes:
-        rank: this rank.
-        world_size: number of ranks.
-        device: of the tensors.
-        dtype: of the tensors.
-        group: all ranks, over gloo, with a time limit.
-        shapes: of all inputs.
-    """
-
-    rank: int
-    world_size: int
-    device: torch.device
-    dtype: torch.dtype
-    group: dist.ProcessGroup
-    shapes: tuple[Shape, ...]
+    rank: int  # this rank
+    world_size: int  # number of ranks
+    device: torch.device  # of the tensors
+    dtype: torch.dtype  # of the tensors
+    group: dist.ProcessGroup  # all ranks, over gloo, with a time limit
+    shapes: tuple[Shape, ...]  # of all inputs
 
     @property
     def max_elems(self) -> int:
@@ -58,19 +50,13 @@ class Setting:
 
 
 class Peer(ABC):
-    """One library. Its module is imported everywhere, the library itself in `missing`.
+    """One library. Its module is imported everywhere, the library itself in `missing`."""
 
-    Attributes:
-        name: of its arms.
-        device_type: where its kernels run.
-        overwrites_inputs: whether its reductions leave something else in their inputs.
-        granule_bytes: inputs must consist of whole ones.
-    """
-
-    name: ClassVar[str]
-    device_type: ClassVar[str] = "cuda"
-    overwrites_inputs: ClassVar[bool] = False
-    granule_bytes: ClassVar[int] = 1
+    name: ClassVar[str]  # of its arms
+    device_type: ClassVar[str] = "cuda"  # where its kernels run
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = tuple(DTYPES.values())  # that it has kernels for
+    overwrites_inputs: ClassVar[bool] = False  # by its reductions
+    granule_bytes: ClassVar[int] = 1  # inputs must consist of whole ones
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
@@ -93,9 +79,23 @@ class Peer(ABC):
 
     def supports(self, case: Case, mode: Mode) -> str:
         """Why it cannot run this, "" if it can. Looks only at what all ranks agree on."""
+        if case.dtype not in self.dtypes:
+            return f"no kernel for {case.dtype}"
         num_bytes = case.xs[0].numel() * case.dtype.itemsize
         whole = case.num_rows and not num_bytes % self.granule_bytes
         return "" if whole else f"no kernel for {case.shape}"
+
+    def variants(
+        self,
+        call: Callable[[Any], Call],
+        choices: Mapping[str, Any],
+        outcome: Callable[[Any], Outcome] = outcome_of,
+    ) -> list[Arm]:
+        """An arm for each choice that the library can be given, by the suffix of its name."""
+        return [
+            Arm(f"{self.name}{suffix}", call(choice), outcome, foreign=True)
+            for suffix, choice in choices.items()
+        ]
 
     def fused(self, case: Case) -> list[Arm]:
         """Arms that return the normed rows in the dtype of the input."""

@@ -12,6 +12,7 @@ import inspect
 import io
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,17 +97,11 @@ class FlashInfer(Peer):
         return [] if pattern is None else self._arms(case, mode, pattern)
 
     def _arms(self, case: Case, mode: Mode, pattern: int) -> list[Arm]:
-        variants: dict[str, bool | None] = {"": None, ":one_shot": True}
+        choices: dict[str, bool | None] = {"": None, ":one_shot": True}
         if case.num_rows > case.world_size:  # it asserts so
-            variants[":two_shot"] = False
+            choices[":two_shot"] = False
         outcome = _outcome if mode.quant else outcome_of
-        return [
-            Arm(
-                *(f"{self.name}{suffix}", self._call(case, mode, pattern, one_shot), outcome),
-                foreign=True,
-            )
-            for suffix, one_shot in variants.items()
-        ]
+        return self.variants(partial(self._call, case, mode, pattern), choices, outcome)
 
     def _quant_pattern(self, case: Case, mode: Mode) -> int | None:
         """The kernel that quantises as the mode wants; None if this version has none."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import Any
 
 import torch
 
-from allnorm.bench.arms import Arm, Reduction, outcome_of
+from allnorm.bench.arms import Arm, Reduction
 from allnorm.bench.case import Case
-from allnorm.bench.modes import Mode
 from allnorm.bench.peers.base import Peer
 
 # Each peer has two slots of this size in every rank's memory, each row a counter.
@@ -35,6 +35,7 @@ class Sglang(Peer):
     """
 
     name = "sglang"
+    dtypes = (torch.bfloat16,)
     overwrites_inputs = True
     granule_bytes = 16
 
@@ -77,12 +78,6 @@ class Sglang(Peer):
         self._fusion.register_comm(self._push.obj)
         return None
 
-    def supports(self, case: Case, mode: Mode) -> str:
-        """bfloat16 only."""
-        if case.dtype != torch.bfloat16:
-            return f"no kernel for {case.dtype}"
-        return super().supports(case, mode)
-
     def fused(self, case: Case) -> list[Arm]:
         """The fused kernel, where a slot holds the rows and its clusters divide them."""
         num_bytes = case.xs[0].numel() * case.dtype.itemsize
@@ -94,11 +89,8 @@ class Sglang(Peer):
             or not self._fusion.valid_cluster_sizes(case.shape.hidden_size)
         ):
             return []
-        variants = {"": None, ":one_shot": False, ":two_shot": True}
-        return [
-            Arm(f"{self.name}{suffix}", self._call(case, two_shot), outcome_of, foreign=True)
-            for suffix, two_shot in variants.items()
-        ]
+        choices = {"": None, ":one_shot": False, ":two_shot": True}
+        return self.variants(partial(self._call, case), choices)
 
     def reductions(self, case: Case) -> list[Reduction]:
         """The plain all-reduce, at the sizes that SGLang does not leave to NCCL."""

@@ -6,7 +6,6 @@ import torch
 
 from allnorm.bench.arms import Reduction
 from allnorm.bench.case import NUM_SETS, Case
-from allnorm.bench.modes import Mode
 from allnorm.bench.peers.base import Peer
 from allnorm.testing import copy_all
 
@@ -19,6 +18,7 @@ class SymmMem(Peer):
     """
 
     name = "symm_mem"
+    dtypes = (torch.bfloat16, torch.float32)
     granule_bytes = 4
 
     def load(self) -> str:
@@ -43,12 +43,6 @@ class SymmMem(Peer):
         ]
         multicast = any(getattr(handle, "multicast_ptr", 0) for handle in handles)
         return "its memory came with NVLink multicast" if multicast else None
-
-    def supports(self, case: Case, mode: Mode) -> str:
-        """The kernels know two dtypes."""
-        if case.dtype not in (torch.bfloat16, torch.float32):
-            return f"no kernel for {case.dtype}"
-        return super().supports(case, mode)
 
     def reductions(self, case: Case) -> list[Reduction]:
         """Both algorithms, on views of the shared buffers."""

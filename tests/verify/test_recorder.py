@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from allnorm.testing import run_ranks
-from allnorm.verify.record import Recorder
+from allnorm.verify.context import Recorder
 
 X = torch.arange(12, dtype=torch.bfloat16).view(3, 4)
 

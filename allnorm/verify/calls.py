@@ -1,0 +1,200 @@
+"""Calls of every kind that the API offers: how one is made, and what it must give."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import allnorm
+from allnorm import reference
+from allnorm.names import GROUP_SIZES, NUMERICS, REQUESTS, SCALE_LAYOUTS
+from allnorm.quant import Quant
+from allnorm.testing import DTYPES
+
+EPS = 1e-5
+_LAYOUTS = (
+    *itertools.product(SCALE_LAYOUTS, ("float32", "ue8m0")),
+    ("column_major_tma", "ue8m0_packed"),
+)
+_ALGORITHM_SHARES = (2, 4, 4, 1)
+HIDDEN_SIZES = (120, 512, 2880, 2944, 4096, 7168, 8192)
+TOKENS = {
+    "cuda": (1, 2, 3, 4, 7, 8, 16, 17, 33, 64, 130, 257, 512, 1024),
+    "cpu": (1, 2, 3, 5, 8, 17, 40),
+}
+
+Results = dict[str, torch.Tensor]
+"""What a call returned, by name: reduced, rows, normed, residual_out, quantized, scale."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A call without its tensors."""
+
+    op: str  # "norm", "all_reduce" or "all_gather_rows"
+    num_tokens: int
+    hidden_size: int
+    dtype: torch.dtype
+    numerics: str = "rounded"
+    weight_bias: float = 0.0
+    float32_weight: bool = False  # the weight is float32 instead of `dtype`
+    has_residual: bool = True
+    quant: Any = None  # how the normed rows are quantised, if they are
+    return_normed: bool = False  # a quantised call returns the normed rows too
+    sharded: bool = False  # each rank holds its own rows of the residual only
+    algorithm: str = "auto"
+    eps: float = EPS
+
+    def result_key(self) -> tuple[Any, ...]:
+        """Kinds with the same key give the same results for the same rows."""
+        if self.op == "all_reduce":
+            return (self.op,)
+        # Scales in another layout are the same numbers.
+        quant = self.quant
+        if isinstance(quant, allnorm.Fp8PerGroup):
+            quant = ("per_group", quant.group_size, quant.scale_format)
+        elif quant is not None:
+            quant = type(quant).__name__
+        options = (self.numerics, self.weight_bias, self.float32_weight, self.has_residual)
+        return (*options, self.eps, quant)
+
+    def expected(
+        self, reduced: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
+    ) -> Results:
+        """The reference's results for all rows.
+
+        `reduced` is the sum over the ranks, [num_tokens, hidden_size]; `residual` is ignored by a
+        kind without one.
+        """
+        if self.op == "all_reduce":
+            return {"reduced": reduced}
+        arguments = (reduced, residual if self.has_residual else None, weight, self.eps)
+        options: dict[str, Any] = {"weight_bias": self.weight_bias, "numerics": self.numerics}
+        if self.quant is None:
+            normed, summed = reference.add_rms_norm(*arguments, **options)
+            return {"normed": normed, "residual_out": summed}
+        return self._by_name(reference.add_rms_norm_quant(*arguments, self.quant, True, **options))
+
+    def call(
+        self,
+        comm: allnorm.Communicator,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        **out: Any,
+    ) -> Results:
+        """Makes the call on this rank; on CUDA it returns before the call has run.
+
+        `x` is this rank's partial sum, [num_tokens, hidden_size]; `residual` has all rows, of which
+        a sharded call takes this rank's. `out` is memory for results, under the names of the
+        method.
+        """
+        lo, hi = comm.row_shard(self.num_tokens) if self.sharded else (0, self.num_tokens)
+        if self.op == "all_reduce":
+            return {"reduced": comm.all_reduce(x, algorithm=self.algorithm, **out)}
+        if self.op == "all_gather_rows":
+            lo, hi = comm.row_shard(self.num_tokens)
+            return {"rows": comm.all_gather_rows(x[lo:hi].clone(), self.num_tokens, **out)}
+        arguments = (x, residual[lo:hi] if self.has_residual else None, weight, self.eps)
+        options: dict[str, Any] = {
+            "numerics": self.numerics,
+            "weight_bias": self.weight_bias,
+            "algorithm": self.algorithm,
+            "residual_sharded": self.sharded,
+            **out,
+        }
+        if self.quant is None:
+            normed, summed = comm.all_reduce_add_rms_norm(*arguments, **options)
+            return {"normed": normed, "residual_out": summed}
+        return self._by_name(
+            comm.all_reduce_add_rms_norm_quant(
+                *arguments, self.quant, self.return_normed, **options
+            )
+        )
+
+    def _by_name(self, result: allnorm.QuantizedNorm) -> Results:
+        found = {"quantized": result.quantized, "residual_out": result.residual}
+        if result.normed is not None:
+            found["normed"] = result.normed
+        if not isinstance(self.quant, allnorm.Fp8PerTensor):  # its scale is an argument
+            found["scale"] = result.scale
+        return found
+
+    def __str__(self) -> str:
+        words = [self.op, f"{self.num_tokens}x{self.hidden_size}", str(self.dtype)[6:]]
+        if self.op == "norm":
+            words += [self.numerics] + ["with residual"] * self.has_residual
+            words += [str(self.quant)] * (self.quant is not None) + ["sharded"] * self.sharded
+        return " ".join([*words, self.algorithm])
+
+
+def issue(
+    comm: allnorm.Communicator,
+    kind: Kind,
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    in_place: bool = False,
+) -> Results:
+    """Makes the call, and gathers the rows of a sharded residual.
+
+    With `in_place` the new residual overwrites the old one, and the norm or the sum overwrites `x`.
+    """
+    out: dict[str, torch.Tensor | None] = {}
+    if in_place and kind.quant is None:
+        out["out"] = x
+    if in_place and kind.op == "norm":
+        lo, hi = comm.row_shard(kind.num_tokens) if kind.sharded else (0, kind.num_tokens)
+        out["residual_out"] = residual[lo:hi] if kind.has_residual else None
+    results = kind.call(comm, x, residual, weight, **out)
+    if kind.sharded:
+        shard = results["residual_out"]
+        results["residual_out"] = comm.all_gather_rows(shard, kind.num_tokens)
+    return results
+
+
+def specs(hidden_size: int, device: torch.device) -> list[Quant]:
+    """Every way to quantise rows of that many columns."""
+    fitting = [size for size in GROUP_SIZES if hidden_size % size == 0]
+    groups = [allnorm.Fp8PerGroup(size, *names) for size in fitting for names in _LAYOUTS]
+    static = allnorm.Fp8PerTensor(torch.full((1,), 0.03, device=device))
+    return [*groups, allnorm.Fp8PerToken(), static]
+
+
+def random_kind(rng: random.Random, device: torch.device, max_elems: int) -> Kind:
+    """A kind drawn from everything that the API offers; `rng` is in the same state on all ranks."""
+    hidden_size = rng.choice(HIDDEN_SIZES)
+    fitting = [t for t in TOKENS[device.type] if t * hidden_size <= max_elems]
+    norm = rng.random() < 0.85
+    quant = rng.choice(specs(hidden_size, device)) if norm and rng.random() < 0.45 else None
+    return Kind(
+        op="norm" if norm else "all_reduce",
+        num_tokens=rng.choice(fitting),
+        hidden_size=hidden_size,
+        dtype=DTYPES[rng.choice(list(DTYPES))],
+        numerics=rng.choice(NUMERICS),
+        weight_bias=float(rng.random() < 0.2),
+        float32_weight=rng.random() < 0.2,
+        has_residual=rng.random() < 0.85,
+        quant=quant,
+        return_normed=rng.random() < 0.3,
+        sharded=norm and rng.random() < 0.35,
+        algorithm=rng.choices(REQUESTS, _ALGORITHM_SHARES)[0],
+    )
+
+
+def algorithms(kind: Kind, comms: Sequence[allnorm.Communicator]) -> set[str]:
+    """What would run such a call; "unfused" where the algorithm that it names cannot."""
+    return {
+        comm.plan(
+            *(kind.num_tokens, kind.hidden_size, kind.dtype, kind.quant, kind.sharded),
+            return_normed=kind.return_normed and kind.quant is not None,
+            algorithm=kind.algorithm,
+        ).algorithm
+        for comm in comms
+    }

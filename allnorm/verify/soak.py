@@ -1,0 +1,506 @@
+"""The soaks: would a byte of a wrong peer, an older call or a later one ever be seen?
+
+Calls of every kind come in bursts without host synchronisation, eager and from CUDA graphs, on two
+communicators in turn; every rank waits at its own random times. Payloads differ by rank and call,
+and every element of every result is compared with the reference on the device.
+"""
+
+from __future__ import annotations
+
+import datetime
+import random
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import allnorm
+from allnorm.names import FUSED
+from allnorm.testing import capture, describe_difference, report
+from allnorm.testing.bits import as_integers
+from allnorm.testing.inputs import normal_maker
+from allnorm.verify.calls import TOKENS, Kind, Results, algorithms, issue, random_kind
+from allnorm.verify.context import Context, Recorder
+
+BURST = 64  # calls between two looks at the results, at least
+_BURSTS = (BURST, 96, 128, 256)
+_TIMEOUT = datetime.timedelta(seconds=120)
+_MAX_ELEMS = {"cuda": 1 << 22, "cpu": 1 << 17}  # of a call
+_FIRST_ROWS = {"cuda": 1024, "cpu": 96}  # where a call's rows may begin on a tape
+_NUM_KINDS = {"cuda": 48, "cpu": 24}  # of a section
+_GRAPHS, _CALLS_PER_GRAPH = 5, 16
+_GRAPH_MAX_ELEMS = 1 << 20  # of a call in a graph
+_GRAPH_SHARE = 0.04  # of what is issued; each replay counts as its calls
+_IDLE_SECONDS = {"cuda": 1.5, "cpu": 0.3}
+_IDLE_BEFORE = (0, 20)  # bursts of a section: the first replay of a graph, and a later one
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """How the two communicators of a section are made."""
+
+    wraps: tuple[int, int]  # the operation number that each crosses
+    early_trigger: tuple[bool, bool]  # of each
+    dependent_launch: tuple[bool, bool]  # of each
+    workspace_bytes: int | None  # of both; small ones cut calls into chunks
+
+
+_SECTIONS = (
+    _Settings((1 << 31, 1 << 32), (True, False), (True, True), None),
+    _Settings((1 << 32, 1 << 31), (True, True), (False, True), 2 << 20),
+    _Settings((1 << 31, 1 << 32), (False, True), (True, False), None),
+    _Settings((1 << 32, 1 << 31), (True, False), (True, True), 1 << 20),
+)
+
+
+def soak(context: Context, recorder: Recorder) -> None:
+    """Runs `job.stress` calls or a few more, in sections of other communicators and kinds."""
+    total, done = context.job.stress, 0
+    delays = Delays(context.job.seed, context.comm.rank, context.comm.device)
+    figures: Counter[str] = Counter()
+    sections = _SECTIONS[: max(1, min(len(_SECTIONS), total // BURST))]
+    for index, settings in enumerate(sections):
+        section = _Section(context, recorder, settings, delays, figures, index)
+        goal = total * (index + 1) // len(sections)
+        with section:
+            section.prepare(goal - done)
+            while done < goal:
+                report({"text": recorder.name, "done": done, "total": total})
+                done += section.burst(done, goal - done)
+    recorder.figures = dict(figures)
+    recorder.note = (
+        f"{figures['bursts']:,} bursts without host synchronisation, {figures['replays']:,} graph "
+        f"replays, {figures['elements']:.1e} elements compared"
+    )
+
+
+class _Section:
+    """Two communicators, the kinds of calls that they make, and their rows."""
+
+    def __init__(
+        self,
+        context: Context,
+        recorder: Recorder,
+        settings: _Settings,
+        delays: Delays,
+        figures: Counter[str],
+        index: int,
+    ) -> None:
+        self.bursts = 0
+        self._context, self._recorder, self._figures = context, recorder, figures
+        self._settings, self._delays = settings, delays
+        self._device = context.comm.device
+        self._rng = random.Random(f"soak {context.job.seed} {index}")
+        self._tapes: dict[tuple[torch.dtype, int], Tape] = {}
+        self._comms: list[allnorm.Communicator] = []
+        self._kinds: list[Kind] = []
+        self._rows: list[list[int]] = []  # of each kind: where its next calls begin
+        self._graphs: list[tuple[Graph, list[int]]] = []
+
+    def __enter__(self) -> _Section:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._graphs.clear()
+        for comm in self._comms:
+            comm.close()
+
+    def prepare(self, num_calls: int) -> None:
+        """Makes communicators that will wrap within so many calls, kinds, and graphs."""
+        settings = self._settings
+        for which in range(2):
+            before_wrap = self._rng.randint(1, max(2, num_calls // 8))
+            self._comms.append(
+                allnorm.Communicator(
+                    device=self._device,
+                    workspace_bytes=settings.workspace_bytes,
+                    timeout=_TIMEOUT,
+                    early_trigger=settings.early_trigger[which],
+                    dependent_launch=settings.dependent_launch[which],
+                    first_op=settings.wraps[which] - before_wrap,
+                )
+            )
+        while len(self._kinds) < _NUM_KINDS[self._device.type]:
+            kind = random_kind(self._rng, self._device, _MAX_ELEMS[self._device.type])
+            if algorithms(kind, self._comms) == {kind.algorithm} or kind.algorithm == "auto":
+                self._kinds.append(kind)
+                self._tape(kind).expected(kind)
+        self._rows = [[] for _ in self._kinds]
+        if self._device.type == "cuda":
+            fitting = self._capturable()
+            self._graphs = [self._make_graph(fitting) for _ in range(_GRAPHS) if fitting]
+
+    def burst(self, number: int, left: int) -> int:
+        """Makes calls without waiting for any, then compares them all; how many, at least BURST.
+
+        The first has that number; the section wants as many as are left.
+        """
+        calls: list[PendingCall] = []
+        if self.bursts in _IDLE_BEFORE:
+            self._idle()
+            calls += self._replay(number, "replay after idling") if self._graphs else []
+        size, room_bytes = min(left, self._rng.choice(_BURSTS)), _most_bytes(self._device)
+        while len(calls) < BURST or (len(calls) < size and room_bytes > 0):
+            self._delays.before_call()
+            if self._graphs and self._rng.random() < _GRAPH_SHARE:
+                new = self._replay(number + len(calls), "replay")
+            else:
+                new = [self._call(number + len(calls))]
+            calls += new
+            room_bytes -= sum(call.num_bytes for call in new)
+        compare_all(calls, self._recorder)
+        for call in calls:
+            self._figures["elements"] += sum(part.numel() for part in call.results.values())
+        for comm in self._comms:
+            comm.check()
+        self.bursts += 1
+        self._figures["bursts"] += 1
+        return len(calls)
+
+    def _call(self, number: int) -> PendingCall:
+        which, comm_index = self._rng.randrange(len(self._kinds)), self._rng.randrange(2)
+        kind, row = self._kinds[which], self._next_row(which)
+        where = f"communicator {comm_index}"
+        return make_call(self._comms[comm_index], kind, self._tape(kind), row, number, where)
+
+    def _replay(self, number: int, where: str) -> list[PendingCall]:
+        graph, kinds = self._rng.choice(self._graphs)
+        self._figures["replays"] += 1
+        return graph.replay(number, [self._next_row(which) for which in kinds], where)
+
+    def _capturable(self) -> list[int]:
+        """The kinds that graphs hold: short ones that run in one of allnorm's kernels."""
+        return [
+            which
+            for which, kind in enumerate(self._kinds)
+            if kind.num_tokens * kind.hidden_size <= _GRAPH_MAX_ELEMS
+            and "unfused" not in algorithms(kind, self._comms)
+        ]
+
+    def _make_graph(self, fitting: list[int]) -> tuple[Graph, list[int]]:
+        chosen = [self._rng.choice(fitting) for _ in range(_CALLS_PER_GRAPH)]
+        calls = []
+        for which in chosen:
+            kind = self._kinds[which]
+            comm = self._comms[self._rng.randrange(2)]
+            calls.append((comm, kind, self._tape(kind), self._rng.random() < 0.5))
+        return Graph(calls), chosen
+
+    def _next_row(self, which: int) -> int:
+        """No two calls of a kind begin at the same row before all have been used."""
+        if not self._rows[which]:
+            self._rows[which] = list(range(_FIRST_ROWS[self._device.type]))
+            self._rng.shuffle(self._rows[which])
+        return self._rows[which].pop()
+
+    def _tape(self, kind: Kind) -> Tape:
+        key = (kind.dtype, kind.hidden_size)
+        if key not in self._tapes:
+            comm = self._context.comm
+            rows = max(TOKENS[self._device.type]) + _FIRST_ROWS[self._device.type]
+            seed = self._rng.randrange(1 << 31)
+            self._tapes[key] = make_tape(
+                rows, kind.hidden_size, kind.dtype, self._device, comm.rank, comm.world_size, seed
+            )
+        return self._tapes[key]
+
+    def _idle(self) -> None:
+        """Long enough for clocks to fall and caches to be lost to others."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        dist.barrier()
+        time.sleep(_IDLE_SECONDS[self._device.type])
+
+
+def _most_bytes(device: torch.device) -> int:
+    """Of results kept until they are compared."""
+    if device.type == "cpu":
+        return 1 << 28
+    return int(torch.cuda.get_device_properties(device).total_memory) // 16
+
+
+# ---- given shapes --------------------------------------------------------------------------------
+
+
+def repeat_shapes(context: Context, recorder: Recorder) -> None:
+    """Runs `job.repeat` calls of each of `job.shapes` by one_shot, and as many by two_shot.
+
+    No two calls of a shape have the same payload; on GPUs every other burst of small calls is the
+    replay of a graph.
+    """
+    comm, job = context.comm, context.job
+    delays = Delays(job.seed, comm.rank, comm.device)
+    kinds = []
+    for num_tokens, hidden_size in job.shapes:
+        for algorithm in FUSED:
+            kind = Kind("norm", num_tokens, hidden_size, torch.bfloat16, algorithm=algorithm)
+            # What cannot be exchanged is tested all the same, the one way that it can run.
+            if algorithms(kind, [comm]) != {algorithm}:
+                kind = replace(kind, algorithm="unfused")
+            kinds.append(kind)
+    kinds = list(dict.fromkeys(kinds))
+    for index, kind in enumerate(kinds):
+        seed = job.seed * 1009 + index
+        num_rows, num_elems = kind.num_tokens + job.repeat, kind.num_tokens * kind.hidden_size
+        where = (comm.device, comm.rank, comm.world_size)
+        tape = make_tape(num_rows, kind.hidden_size, kind.dtype, *where, seed)
+        rows = list(range(job.repeat))
+        random.Random(seed).shuffle(rows)
+        report({"text": f"{recorder.name}: {kind}", "done": index, "total": len(kinds)})
+        small = num_elems <= _GRAPH_MAX_ELEMS and kind.algorithm != "unfused"
+        for begin in range(0, job.repeat, BURST):
+            burst = rows[begin : begin + BURST]
+            if small and comm.device.type == "cuda" and begin // BURST % 2:
+                graph = Graph([(comm, kind, tape, index % 2 == 1) for index in range(len(burst))])
+                calls = graph.replay(begin, burst, "replay")
+            else:
+                calls = []
+                for number, row in enumerate(burst, start=begin):
+                    delays.before_call()
+                    calls.append(make_call(comm, kind, tape, row, number, "eager"))
+            compare_all(calls, recorder)
+            comm.check()
+    recorder.note = f"{job.repeat:,} each of " + ", ".join(f"{t}x{h}" for t, h in job.shapes)
+
+
+# ---- rows ----------------------------------------------------------------------------------------
+
+
+_CHUNK_ELEMS = {"cuda": 1 << 26, "cpu": 1 << 20}  # of one run of the reference, which takes memory
+_EXPONENTS = 5  # rows are scaled by powers of two, so that scales and norms differ
+
+
+@dataclass
+class Tape:
+    """One rank's rows of a dtype and width, and what becomes of them."""
+
+    x: torch.Tensor  # [num_rows, hidden_size], this rank's partial sums, unlike any other rank's
+    reduced: torch.Tensor  # their sum over the ranks, by the reference
+    residual: torch.Tensor  # likewise shaped, the same on every rank
+    weight: torch.Tensor  # [hidden_size]
+    _known: dict[Any, dict[str, torch.Tensor]] = field(default_factory=dict)
+
+    def expected(self, kind: Kind) -> dict[str, torch.Tensor]:
+        """The results of such a call on every row, by name."""
+        key = kind.result_key()
+        if key not in self._known:
+            weight = self.weight_of(kind)
+            parts = [
+                kind.expected(self.reduced[rows], self.residual[rows], weight)
+                for rows in self._chunks()
+            ]
+            self._known[key] = {n: torch.cat([part[n] for part in parts]) for n in parts[0]}
+        return self._known[key]
+
+    def weight_of(self, kind: Kind) -> torch.Tensor:
+        """The weight in the dtype that the call is given."""
+        return self.weight.float() if kind.float32_weight else self.weight
+
+    def _chunks(self) -> list[slice]:
+        num_rows, hidden_size = self.x.shape
+        step = max(1, _CHUNK_ELEMS[self.x.device.type] // hidden_size)
+        return [slice(low, low + step) for low in range(0, num_rows, step)]
+
+
+def make_tape(
+    num_rows: int,
+    hidden_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    rank: int,
+    world_size: int,
+    seed: int,
+) -> Tape:
+    """Makes every rank's rows from the seed, keeps this rank's, and their sum. Not collective.
+
+    Another seed makes another tape; it is the same on every rank.
+    """
+    normal = normal_maker(seed * 7919, device)  # spread by a prime
+    exponents = torch.arange(num_rows, device=device) * 7 % _EXPONENTS - _EXPONENTS // 2
+    scale = torch.exp2(exponents.float())[:, None]
+    own = total = None
+    for source in range(world_size):
+        x = (normal(source + 2, num_rows, hidden_size) * scale).to(dtype)
+        own = x if source == rank else own
+        # In rank order, as reference.all_reduce() sums, without holding all partials at once.
+        total = x.float() if total is None else total + x.float()
+    assert own is not None
+    assert total is not None
+    residual = (normal(0, num_rows, hidden_size) * scale).to(dtype)
+    weight = (1.0 + 0.1 * normal(1, hidden_size)).to(dtype)
+    return Tape(own, total.to(dtype), residual, weight)
+
+
+# ---- calls and their results ---------------------------------------------------------------------
+
+
+_MAX_DESCRIBED = 20
+
+
+@dataclass
+class PendingCall:
+    """A call that was made and whose results are not yet compared."""
+
+    number: int  # counts the calls of a soak
+    where: str  # "communicator 0", "replay": for the message
+    kind: Kind  # what it does
+    tape: Tape  # whose rows it took
+    row: int  # the first of them
+    results: Results  # what it returned, by name; a sharded residual gathered
+
+    def wrong(self) -> torch.Tensor:
+        """How many elements do not have the reference's bits; on the device, not waited for.
+
+        No result is NaN: the inputs are finite and small.
+        """
+        counts = [
+            torch.count_nonzero(as_integers(got) != as_integers(self._expected(name)))
+            for name, got in self.results.items()
+        ]
+        return torch.stack(counts).sum()
+
+    def describe(self) -> str:
+        """What is wrong, in words: waits for the device."""
+        parts = [
+            f"{name}: {difference}"
+            for name, got in self.results.items()
+            if (difference := describe_difference(got, self._expected(name)))
+        ]
+        return f"call {self.number}, {self.where}, {self.kind}: " + "; ".join(parts)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the results."""
+        return sum(part.numel() * part.element_size() for part in self.results.values())
+
+    def _expected(self, name: str) -> torch.Tensor:
+        return self.tape.expected(self.kind)[name][self.row : self.row + self.kind.num_tokens]
+
+
+def make_call(
+    comm: allnorm.Communicator, kind: Kind, tape: Tape, row: int, number: int, where: str
+) -> PendingCall:
+    """Makes a call on the rows of a tape from that row on; on CUDA without waiting for it."""
+    x, residual = (part[row : row + kind.num_tokens] for part in (tape.x, tape.residual))
+    results = issue(comm, kind, x, residual, tape.weight_of(kind))
+    return PendingCall(number, where, kind, tape, row, results)
+
+
+def compare_all(calls: Sequence[PendingCall], recorder: Recorder) -> None:
+    """Counts every call, and describes the first ones that are wrong: waits for the device."""
+    wrong = torch.stack([call.wrong() for call in calls])
+    for call, count in zip(calls, wrong.tolist(), strict=True):
+        failure = f"call {call.number}, {call.kind}: {count} elements wrong" if count else ""
+        if count and len(recorder.failures) < _MAX_DESCRIBED:
+            failure = call.describe()
+        recorder.count(failure)
+
+
+# ---- CUDA graphs ---------------------------------------------------------------------------------
+
+
+@dataclass
+class _CapturedCall:
+    """One call in a graph: where it reads, where it writes."""
+
+    comm: allnorm.Communicator
+    kind: Kind
+    tape: Tape
+    x: torch.Tensor
+    residual: torch.Tensor
+    in_place: bool
+    results: Results
+
+
+class Graph:
+    """A graph of several calls on several communicators, in this order.
+
+    Each is given as communicator, kind, tape, and whether results overwrite the inputs.
+    """
+
+    def __init__(self, calls: Sequence[tuple[allnorm.Communicator, Kind, Tape, bool]]) -> None:
+        self.calls = [
+            _CapturedCall(
+                *(comm, kind, tape),
+                torch.zeros_like(tape.x[: kind.num_tokens]),
+                torch.zeros_like(tape.residual[: kind.num_tokens]),
+                in_place,
+                {},
+            )
+            for comm, kind, tape, in_place in calls
+        ]
+        self._weights = [call.tape.weight_of(call.kind) for call in self.calls]  # must live
+        self._issue()  # loads the kernels, which no capture allows
+        with capture() as self._graph:
+            self._issue()
+
+    def replay(self, number: int, rows: Sequence[int], where: str) -> list[PendingCall]:
+        """Replays it with other rows of the tapes; keeps copies of the results. Never waits.
+
+        `rows` holds the first row of each call; the calls are numbered from `number` on.
+        """
+        for call, row in zip(self.calls, rows, strict=True):
+            call.x.copy_(call.tape.x[row : row + call.kind.num_tokens])
+            call.residual.copy_(call.tape.residual[row : row + call.kind.num_tokens])
+        self._graph.replay()
+        return [
+            PendingCall(
+                number + index,
+                f"{where}, call {index} of {len(rows)}",
+                call.kind,
+                call.tape,
+                row,
+                {name: part.clone() for name, part in call.results.items()},
+            )
+            for index, (call, row) in enumerate(zip(self.calls, rows, strict=True))
+        ]
+
+    def _issue(self) -> None:
+        for call, weight in zip(self.calls, self._weights, strict=True):
+            call.results = issue(call.comm, call.kind, call.x, call.residual, weight, call.in_place)
+
+
+# ---- delays --------------------------------------------------------------------------------------
+
+
+_HOST_SHARE, _LONG_HOST_SHARE = 0.02, 0.0005
+_STREAM_SHARE, _LONG_STREAM_SHARE = 0.08, 0.002
+_NOISE_SHARE = 0.03
+_STREAM_CYCLES, _LONG_STREAM_CYCLES = 100_000, 4_000_000  # 50 us and 2 ms on an H200
+_NOISE_ELEMS = 1 << 24  # read and written by a kernel beside the calls: up to 30 us of an H200
+
+
+class Delays:
+    """Decides, before each call, whether this rank waits, and where. Each rank has its own."""
+
+    def __init__(self, seed: int, rank: int, device: torch.device) -> None:
+        self._rng = random.Random(f"delays {seed} {rank}")
+        self._noise: torch.Tensor | None = None
+        self._beside: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._noise = torch.ones(_NOISE_ELEMS, device=device)
+            self._beside = torch.cuda.Stream(device)
+
+    def before_call(self) -> None:
+        """Waits, or makes the stream wait, now and then."""
+        chance = self._rng.random()
+        if chance < _LONG_HOST_SHARE:
+            time.sleep(self._rng.random() * 2e-2)
+        elif chance < _HOST_SHARE:
+            time.sleep(self._rng.random() * 1e-3)
+        if self._noise is None:
+            return
+        chance = self._rng.random()
+        if chance < _LONG_STREAM_SHARE:
+            torch.cuda._sleep(self._rng.randrange(_LONG_STREAM_CYCLES))
+        elif chance < _STREAM_SHARE:
+            torch.cuda._sleep(self._rng.randrange(_STREAM_CYCLES))
+        elif chance < _STREAM_SHARE + _NOISE_SHARE:
+            # Takes SMs and bandwidth from the calls beside it: their blocks start one by one.
+            with torch.cuda.stream(self._beside):
+                for _ in range(self._rng.randint(1, 4)):
+                    self._noise[: self._rng.randint(1, _NOISE_ELEMS)].mul_(1.0)

@@ -1,1 +1,0 @@
-"""The soaks: many calls, no synchronisation, delays, every bit compared."""
