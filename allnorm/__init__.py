@@ -11,6 +11,7 @@ from allnorm import config, ops, reference
 from allnorm._version import __version__
 from allnorm.communicator import Communicator
 from allnorm.core import _native, fast_call
+from allnorm.core.endpoint import Stats
 from allnorm.core.local import add_rms_norm, add_rms_norm_quant
 from allnorm.errors import (
     AllnormError,
@@ -49,6 +50,7 @@ __all__ = [
     "PeerTimeoutError",
     "Plan",
     "QuantizedNorm",
+    "Stats",
     "TraceReport",
     "UnsupportedError",
     "__version__",

@@ -228,6 +228,17 @@ ALLNORM_API int32_t allnorm_local(const AllnormCall* call);
 // Copies what was recorded; never waits. Returns fault->status.
 ALLNORM_API int32_t allnorm_comm_check(AllnormComm* comm, AllnormFault* fault);
 
+// How often a communicator has exchanged rows, by algorithm, on this rank: launches, of which a
+// call that is cut into chunks has several; on CUDA those that have run, replays of CUDA graphs
+// included.
+typedef struct AllnormStats {
+  uint64_t one_shot;
+  uint64_t two_shot;  // rows with owners too
+} AllnormStats;
+// CUDA: copies from the device, without waiting for what is enqueued there; may be called while a
+// stream is being captured.
+ALLNORM_API int32_t allnorm_comm_stats(AllnormComm* comm, AllnormStats* stats);
+
 // CPU library only. `look` is called about 50 times a second by every thread that waits for a peer
 // in allnorm_run; if it returns nonzero, the call ends with ALLNORM_INTERRUPTED, the communicator
 // has failed, and its peers are told. NULL: nobody looks. For the whole process.

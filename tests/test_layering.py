@@ -73,7 +73,7 @@ ALLOWED = {
     "core.endpoint": {
         *("core._native", "core.announcement", "core.call", "core.channel", "core.dispatch"),
         *("core.fast_call", "core.faults", "core.launch", "core.refusal", "core.unfused"),
-        *("core.watch", "core.workspace", "errors", "policy"),
+        *("core.watch", "core.workspace", "errors", "names", "policy"),
     },
     "core.opening": {
         *("_version", "config", "core._native", "core.arguments", "core.channel", "core.dispatch"),
@@ -82,7 +82,14 @@ ALLOWED = {
     },
     "core.traced": {"core.arguments", "quant"},
     "communicator": {
-        *("core.arguments", "core.call", "core.opening", "core.shortcuts", "core.traced"),
+        *(
+            "core.arguments",
+            "core.call",
+            "core.endpoint",
+            "core.opening",
+            "core.shortcuts",
+            "core.traced",
+        ),
         *("errors", "policy", "quant"),
     },
     "functions": {"communicator", "core.arguments", "core.shortcuts", "core.traced", "quant"},
@@ -91,8 +98,8 @@ ALLOWED = {
     "ops": {"communicator", "core.call", "core.local", "fakes", "lowering", "quant"},
     "tracing": {"core.dispatch", "core.fast_call", "errors"},
     PUBLIC: {
-        *("_version", "communicator", "config", "core._native", "core.fast_call", "core.local"),
-        *("errors", "functions", "ops", "policy", "quant", "reference", "tracing"),
+        *("_version", "communicator", "config", "core._native", "core.endpoint", "core.fast_call"),
+        *("core.local", "errors", "functions", "ops", "policy", "quant", "reference", "tracing"),
     },
     "testing": {"core.workspace", "names"},
     "compile": {PUBLIC, "_version", "communicator", "config", "errors", "names", "ops", "quant"},

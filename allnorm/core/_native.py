@@ -90,6 +90,12 @@ class Fault(ctypes.Structure):
     ]
 
 
+class Stats(ctypes.Structure):
+    """Mirror of AllnormStats."""
+
+    _fields_ = [("one_shot", ctypes.c_uint64), ("two_shot", ctypes.c_uint64)]
+
+
 class CommConfig(ctypes.Structure):
     """Mirror of AllnormCommConfig."""
 
@@ -140,6 +146,7 @@ class Library:
         self.comm_close = self._bind("comm_close", _pointer)
         self.comm_peers_died = self._bind("comm_peers_died", _pointer, ctypes.c_uint64, _c_int32)
         self.comm_check = self._bind("comm_check", _pointer, _pointer)
+        self.comm_stats = self._bind("comm_stats", _pointer, _pointer)
         self.rows_per_chunk = self._bind(
             "rows_per_chunk", _c_int32, _c_int64, _pointer, result=_c_int64
         )

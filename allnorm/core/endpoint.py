@@ -9,11 +9,13 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
+from allnorm import names
 from allnorm.core import _native, channel, fast_call, faults, unfused
 from allnorm.core.announcement import Announcement
 from allnorm.core.call import Call
@@ -34,6 +36,24 @@ _RECORDED = (
     *(_native.TIMEOUT, _native.DIVERGED, _native.PEER_DIED, _native.PEER_LEFT),
     _native.INTERRUPTED,
 )
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What a communicator has done on this rank since it was made.
+
+    Attributes:
+        calls: by algorithm: how often "one_shot" and "two_shot" were launched, replays of CUDA
+            graphs included (a call whose rows do not fit the workspace at once has several
+            launches; on CUDA those that have run are counted), and how many calls ran "unfused"
+            (of those that a CUDA graph captured, the capture). One rank alone launches neither.
+        unfused: the same calls by the reason, as plans say it.
+        fault: what `check()` raises, in words; None if it raises nothing.
+    """
+
+    calls: dict[str, int]
+    unfused: dict[str, int]
+    fault: str | None
 
 
 class Endpoint:
@@ -89,7 +109,7 @@ class Endpoint:
         self._accounts: tuple[faults.Account, faults.Account] | None = None
         # Makes the error of an unfused call that failed amid its exchange.
         self._broken: Callable[[], PeerTimeoutError] | None = None
-        self.unfused_reasons: Counter[str] = Counter()
+        self._unfused: Counter[str] = Counter()  # calls, by why they ran so
         self.dispatcher = Dispatcher(
             self,
             fast_call.of_communicator(library, handle, self.world_size, device, self._lock),
@@ -252,7 +272,8 @@ class Endpoint:
     def _run_unfused(self, launch: Launch, x: torch.Tensor | None, memory: Memory) -> int:
         assert x is not None
         self.check()  # the library does it for the others
-        self.unfused_reasons[launch.plan.reason] += 1
+        if self.world_size > 1:
+            self._unfused[launch.plan.reason] += 1
         try:
             return unfused.run(
                 *(launch, self._library, self._living_group(), self._channel, self, x, memory)
@@ -310,6 +331,24 @@ class Endpoint:
     def check(self) -> None:
         """As `Communicator.check`."""
         self._check(None)
+
+    def stats(self) -> Stats:
+        """As `Communicator.stats`."""
+        self.check_open()
+        counts = _native.Stats()
+        if self._handle:
+            status = self._library.comm_stats(self._handle, ctypes.addressof(counts))
+            if status == _native.CLOSED:
+                self.check_open()
+            raise_status(self._library, status)
+        fused = {name: int(getattr(counts, name)) for name in names.FUSED}
+        reasons = dict(self._unfused)
+        fault = None
+        try:
+            self._check(None)
+        except AllnormError as error:
+            fault = f"{type(error).__name__}: {error}"
+        return Stats({**fused, "unfused": sum(reasons.values())}, reasons, fault)
 
     def _check(self, launch: Launch | None) -> None:
         """As `check`, after a call by `launch`, if one is known."""

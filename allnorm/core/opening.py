@@ -74,7 +74,7 @@ def open_endpoint(
         The endpoint; and the number of the communicator among those, the same on every rank.
     """
     meeting = Rendezvous(group, _wait_seconds(settings.timeout))
-    mine: list[tuple[_Checked, tuning.Own]] = []
+    mine: list[tuple[_Checked, tuning.RankTables]] = []
 
     def check() -> tuple[Any, ...]:
         checked = _check(settings)

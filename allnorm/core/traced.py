@@ -23,9 +23,17 @@ _Tensor = torch.Tensor
 class _Ranks(Protocol):
     """A communicator, as far as a traced call knows it."""
 
-    name: str
-    rank: int
-    world_size: int
+    @property
+    def name(self) -> str:
+        """That an operator takes."""
+
+    @property
+    def rank(self) -> int:
+        """Of this process."""
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
 
 
 def all_reduce(ranks: _Ranks, x: _Tensor, algorithm: str, out: _Tensor | None) -> _Tensor:

@@ -73,4 +73,16 @@ int32_t allnorm_comm_check(AllnormComm* comm, AllnormFault* fault) {
   return fault->status;
 }
 
+int32_t allnorm_comm_stats(AllnormComm* comm, AllnormStats* stats) {
+  if (comm == nullptr || stats == nullptr) {
+    return allnorm::fail(ALLNORM_INVALID_ARGUMENT, "%s is NULL",
+                         comm == nullptr ? "comm" : "stats");
+  }
+  *stats = {};
+  if (const int32_t status = comm->gate.enter()) return status;
+  const int32_t status = comm->communicator.stats(stats);
+  comm->gate.leave();
+  return status;
+}
+
 #endif  // ALLNORM_ABI_ENTRY_POINTS_H_

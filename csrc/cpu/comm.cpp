@@ -270,10 +270,17 @@ bool Communicator::same_call(int peer, const CallTag& tag) {
                  .died = 0});
 }
 
+int32_t Communicator::stats(AllnormStats* stats) const {
+  *stats = {.one_shot = one_shots_.load(), .two_shot = two_shots_.load()};
+  return ALLNORM_OK;
+}
+
 bool Communicator::run_chunk(const Chunk& chunk) {
+  const bool in_one_hop = !chunk.sharded && chunk.call.algorithm == ALLNORM_ONE_SHOT;
+  ++(in_one_hop ? one_shots_ : two_shots_);
   if (chunk.call.op == ALLNORM_ALL_GATHER_ROWS) return all_gather(chunk);
   if (chunk.sharded) return sharded(chunk);
-  return chunk.call.algorithm == ALLNORM_ONE_SHOT ? one_shot(chunk) : two_shot(chunk);
+  return in_one_hop ? one_shot(chunk) : two_shot(chunk);
 }
 
 int32_t Communicator::run(const AllnormCall& call) {

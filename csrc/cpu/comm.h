@@ -38,6 +38,8 @@ class Communicator {
   bool close();
   // Never waits for a run() on another thread.
   AllnormFault fault();
+  // Any thread.
+  int32_t stats(AllnormStats* stats) const;
   const AllnormCommConfig& config() const { return config_; }
 
  private:
@@ -98,8 +100,9 @@ class Communicator {
   const int64_t spin_ns_;
   uint32_t op_;
   Scratch scratch_;
-  AllnormFault fault_ = {};        // written by run() only
-  std::atomic<uint64_t> dead_{0};  // bit q: the process of rank q has ended
+  std::atomic<uint64_t> one_shots_{0}, two_shots_{0};  // chunks that were exchanged so
+  AllnormFault fault_ = {};                            // written by run() only
+  std::atomic<uint64_t> dead_{0};                      // bit q: the process of rank q has ended
   std::atomic<int> first_dead_{-1};
   std::atomic<bool> closing_{false};
   bool closed_ = false;

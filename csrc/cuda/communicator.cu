@@ -166,6 +166,26 @@ int32_t run_local(const AllnormCall& call) {
   return status == ALLNORM_OK ? launch_local(device, call) : status;
 }
 
+int32_t Communicator::stats(AllnormStats* stats) const {
+  const DeviceGuard guard(config_.device);
+  // This thread may be capturing another stream, which this copy is no part of.
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  cudaThreadExchangeStreamCaptureMode(&mode);
+  uint64_t launches[4] = {};
+  const char* own = static_cast<const char*>(config_.workspaces[config_.rank]);
+  cudaStream_t stream = nullptr;  // which waits for no other
+  cudaError_t error = cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
+  if (error == cudaSuccess) {
+    error = cudaMemcpyAsync(launches, own + PushControl::kLaunches, sizeof(launches),
+                            cudaMemcpyDeviceToHost, stream);
+    if (error == cudaSuccess) error = cudaStreamSynchronize(stream);
+    cudaStreamDestroy(stream);
+  }
+  cudaThreadExchangeStreamCaptureMode(&mode);
+  *stats = {.one_shot = launches[0], .two_shot = launches[1] + launches[2]};
+  return cuda_status(error, "copying the counts of launches");
+}
+
 int32_t Communicator::recorded_status() const {
   // Pairs with the fence before the store of the status in record_fault().
   return __atomic_load_n(&fault_->status, __ATOMIC_ACQUIRE);

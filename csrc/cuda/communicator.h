@@ -38,6 +38,8 @@ class Communicator {
   // The fault that a kernel recorded, or that a call could not be made, with its message; or
   // ALLNORM_OK. Reads host memory only.
   AllnormFault fault() const;
+  // Launches that have run. Copies from the device.
+  int32_t stats(AllnormStats* stats) const;
   const AllnormCommConfig& config() const { return config_; }
 
  private:

@@ -50,6 +50,8 @@ ALLNORM_HD uint32_t shape_code(const CallShape& shape) {
          static_cast<uint32_t>(shape.has_residual) << 26 |
          static_cast<uint32_t>(shape.wants_normed) << 27 | static_cast<uint32_t>(shape.op) << 28;
 }
+// `algorithm` of a shape.
+ALLNORM_HD int algorithm_of(uint32_t shape) { return static_cast<int>(shape >> 22 & 3); }
 // In place of a shape: this rank could not make the call. No CallShape has an op of 15.
 constexpr uint32_t kMissingCall = 0xfffffffeu;
 constexpr int64_t kMaxHiddenSize = (1 << 20) - 1;

@@ -38,6 +38,8 @@ struct PushControl {
   // uint64_t: nonzero once a wait has failed here, with the number of the operation in the low
   // half; later launches then wait for nobody. Local.
   static constexpr int64_t kPoisoned = kCounters + 8 * kMaxBlocks;
+  // uint64_t[4]: launches since the first, by the `algorithm` of their CallShape. Local.
+  static constexpr int64_t kLaunches = kPoisoned + 16;
   // uint64_t[kPushPhases][kPushMaxWorldSize][2]: the CallTag each peer announced. Written by peers.
   static constexpr int64_t kTags = kPoisoned + kAlignBytes;
   // uint32_t[kPushMaxWorldSize]: the last operation in which that rank released the slots that it
@@ -54,6 +56,7 @@ struct PushControl {
   ALLNORM_HD static constexpr int64_t released(int source) { return kReleased + 4 * source; }
 };
 static_assert(PushControl::kLeft + 4 * kPushMaxWorldSize <= PushControl::kBytes);
+static_assert(PushControl::kLaunches + 8 * 4 <= PushControl::kTags);
 static_assert(PushControl::kBytes % kAlignBytes == 0);
 
 // Data region of one launch of `rows` rows of `packs` packs over `world_size` ranks. Slots are

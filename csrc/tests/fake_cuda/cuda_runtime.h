@@ -40,6 +40,12 @@ enum cudaStreamCaptureStatus {
 };
 enum { cudaStreamAddCaptureDependencies = 0, cudaStreamSetCaptureDependencies = 1 };
 enum { cudaHostAllocPortable = 1, cudaHostAllocMapped = 2 };
+enum { cudaStreamNonBlocking = 1 };
+enum cudaStreamCaptureMode {
+  cudaStreamCaptureModeGlobal,
+  cudaStreamCaptureModeThreadLocal,
+  cudaStreamCaptureModeRelaxed,
+};
 enum { cudaMemcpyHostToDevice = 1, cudaMemcpyDeviceToHost = 2 };
 enum { cudaEventDisableTiming = 2 };
 enum { cudaIpcMemLazyEnablePeerAccess = 1 };
@@ -110,7 +116,12 @@ cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* address);
 cudaError_t cudaIpcOpenMemHandle(void** address, cudaIpcMemHandle_t handle, unsigned flags);
 cudaError_t cudaIpcCloseMemHandle(void* address);
 
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, int kind,
+                            cudaStream_t stream);
 cudaError_t cudaStreamCreate(cudaStream_t* stream);
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags);
+cudaError_t cudaStreamSynchronize(cudaStream_t stream);
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode);
 cudaError_t cudaStreamDestroy(cudaStream_t stream);
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status);
 cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status,

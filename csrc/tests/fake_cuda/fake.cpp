@@ -280,6 +280,12 @@ cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, int) {
   memcpy(to, from, bytes);
   return cudaSuccess;
 }
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, int, cudaStream_t handle) {
+  MAY_FAIL();
+  if (stream_of(handle) == nullptr) return give(cudaErrorInvalidResourceHandle);
+  memcpy(to, from, bytes);
+  return cudaSuccess;
+}
 cudaError_t cudaMemset(void* address, int value, size_t bytes) {
   MAY_FAIL();
   if (const cudaError_t error = forbidden_in_captures()) return give(error);
@@ -325,6 +331,18 @@ cudaError_t cudaIpcCloseMemHandle(void* address) {
 
 // ---- streams, events
 
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
+  static thread_local cudaStreamCaptureMode now = cudaStreamCaptureModeGlobal;
+  std::swap(now, *mode);
+  return cudaSuccess;
+}
+cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
+  return stream_of(handle) == nullptr ? give(cudaErrorInvalidResourceHandle) : cudaSuccess;
+}
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* handle, unsigned) {
+  MAY_FAIL();
+  return cudaStreamCreate(handle);
+}
 cudaError_t cudaStreamCreate(cudaStream_t* handle) {
   State& s = state();
   if (s.free_streams.empty()) {

@@ -153,6 +153,9 @@ inline unsigned long long atomicCAS(unsigned long long* address, unsigned long l
   __atomic_compare_exchange_n(address, &expected, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
   return expected;
 }
+inline unsigned long long atomicAdd(unsigned long long* address, unsigned long long value) {
+  return __atomic_fetch_add(address, value, __ATOMIC_RELAXED);
+}
 inline void __threadfence_system() { allnorm::shim::fence(allnorm::shim::Scope::kSystem); }
 inline void __threadfence() { allnorm::shim::fence(allnorm::shim::Scope::kDevice); }
 
