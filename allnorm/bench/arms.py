@@ -55,7 +55,8 @@ class Reduction:
 
     name: str  # of the arm that it becomes, without what follows
     call: Callable[[int], torch.Tensor]  # returns the reduced sum of a buffer set
-    reset: Callable[[], object] = lambda: None  # this and the next two: as of an Arm
+    # As of an Arm.
+    reset: Callable[[], object] = lambda: None
     capturing: Callable[[], AbstractContextManager[Any]] = nullcontext
     foreign: bool = True
 

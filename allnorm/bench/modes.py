@@ -106,11 +106,11 @@ def arm_names(device: str, mode: Mode) -> list[str]:
     What is called "nccl" on GPUs is "gloo" on "cpu".
     """
     library = "nccl" if device == "cuda" else "gloo"
-    own = ["allnorm", *(f"allnorm:{algorithm}" for algorithm in ALGORITHMS)]
+    fused = ["allnorm", *(f"allnorm:{algorithm}" for algorithm in ALGORITHMS)]
     if not mode.quant:
-        return [*own, f"{library}+torch", f"{library}+local"]
+        return [*fused, f"{library}+torch", f"{library}+local"]
     unfused = [f"{library}+torch+quant", f"{library}+local+quant"]
-    return [*own, "allnorm16", "allnorm16+quant", *unfused]
+    return [*fused, "allnorm16", "allnorm16+quant", *unfused]
 
 
 def peer_names(device: str, mode: Mode) -> list[str]:

@@ -120,8 +120,8 @@ def rank_input(
         scale: standard deviation.
         device: where the result goes; it is computed on the CPU.
     """
-    made = _normal(("rank", rank, tuple(shape), dtype, call, seed), shape)
-    return (made * scale).to(dtype).to(device)
+    values = _normal(("rank", rank, tuple(shape), dtype, call, seed), shape)
+    return (values * scale).to(dtype).to(device)
 
 
 def all_inputs(
@@ -145,8 +145,8 @@ def shared_input(
 
     Other names give other numbers; the other arguments are those of `rank_input`.
     """
-    made = _normal((name, tuple(shape), dtype, call, seed), shape)
-    return (made * scale).to(dtype).to(device)
+    values = _normal((name, tuple(shape), dtype, call, seed), shape)
+    return (values * scale).to(dtype).to(device)
 
 
 def special_input(

@@ -112,16 +112,16 @@ class _Section:
     def prepare(self, num_calls: int) -> None:
         """Makes communicators that will wrap within so many calls, kinds, and graphs."""
         settings = self._settings
-        for which in range(2):
+        for number in range(2):
             before_wrap = self._rng.randint(1, max(2, num_calls // 8))
             self._comms.append(
                 allnorm.Communicator(
                     device=self._device,
                     workspace_bytes=settings.workspace_bytes,
                     timeout=_TIMEOUT,
-                    early_trigger=settings.early_trigger[which],
-                    dependent_launch=settings.dependent_launch[which],
-                    first_op=settings.wraps[which] - before_wrap,
+                    early_trigger=settings.early_trigger[number],
+                    dependent_launch=settings.dependent_launch[number],
+                    first_op=settings.wraps[number] - before_wrap,
                 )
             )
         while len(self._kinds) < _NUM_KINDS[self._device.type]:
@@ -162,21 +162,21 @@ class _Section:
         return len(calls)
 
     def _call(self, number: int) -> PendingCall:
-        which, comm_index = self._rng.randrange(len(self._kinds)), self._rng.randrange(2)
-        kind, row = self._kinds[which], self._next_row(which)
+        kind_index, comm_index = self._rng.randrange(len(self._kinds)), self._rng.randrange(2)
+        kind, row = self._kinds[kind_index], self._next_row(kind_index)
         where = f"communicator {comm_index}"
         return make_call(self._comms[comm_index], kind, self._tape(kind), row, number, where)
 
     def _replay(self, number: int, where: str) -> list[PendingCall]:
         graph, kinds = self._rng.choice(self._graphs)
         self._figures["replays"] += 1
-        return graph.replay(number, [self._next_row(which) for which in kinds], where)
+        return graph.replay(number, [self._next_row(kind_index) for kind_index in kinds], where)
 
     def _capturable(self) -> list[int]:
         """The kinds that graphs hold: short ones that run in one of allnorm's kernels."""
         return [
-            which
-            for which, kind in enumerate(self._kinds)
+            kind_index
+            for kind_index, kind in enumerate(self._kinds)
             if kind.num_tokens * kind.hidden_size <= _GRAPH_MAX_ELEMS
             and "unfused" not in algorithms(kind, self._comms)
         ]
@@ -184,18 +184,18 @@ class _Section:
     def _make_graph(self, fitting: list[int]) -> tuple[Graph, list[int]]:
         chosen = [self._rng.choice(fitting) for _ in range(_CALLS_PER_GRAPH)]
         calls = []
-        for which in chosen:
-            kind = self._kinds[which]
+        for kind_index in chosen:
+            kind = self._kinds[kind_index]
             comm = self._comms[self._rng.randrange(2)]
             calls.append((comm, kind, self._tape(kind), self._rng.random() < 0.5))
         return Graph(calls), chosen
 
-    def _next_row(self, which: int) -> int:
+    def _next_row(self, kind_index: int) -> int:
         """No two calls of a kind begin at the same row before all have been used."""
-        if not self._rows[which]:
-            self._rows[which] = list(range(_FIRST_ROWS[self._device.type]))
-            self._rng.shuffle(self._rows[which])
-        return self._rows[which].pop()
+        if not self._rows[kind_index]:
+            self._rows[kind_index] = list(range(_FIRST_ROWS[self._device.type]))
+            self._rng.shuffle(self._rows[kind_index])
+        return self._rows[kind_index].pop()
 
     def _tape(self, kind: Kind) -> Tape:
         key = (kind.dtype, kind.hidden_size)
@@ -322,17 +322,17 @@ def make_tape(
     normal = normal_maker(seed * 7919, device)  # spread by a prime
     exponents = torch.arange(num_rows, device=device) * 7 % _EXPONENTS - _EXPONENTS // 2
     scale = torch.exp2(exponents.float())[:, None]
-    own = total = None
+    mine = total = None
     for source in range(world_size):
         x = (normal(source + 2, num_rows, hidden_size) * scale).to(dtype)
-        own = x if source == rank else own
+        mine = x if source == rank else mine
         # In rank order, as reference.all_reduce() sums, without holding all partials at once.
         total = x.float() if total is None else total + x.float()
-    assert own is not None
+    assert mine is not None
     assert total is not None
     residual = (normal(0, num_rows, hidden_size) * scale).to(dtype)
     weight = (1.0 + 0.1 * normal(1, hidden_size)).to(dtype)
-    return Tape(own, total.to(dtype), residual, weight)
+    return Tape(mine, total.to(dtype), residual, weight)
 
 
 # ---- calls and their results ---------------------------------------------------------------------

@@ -91,8 +91,8 @@ class _Source:
         """Normal random numbers, a function of the arguments."""
         digest = hashlib.blake2b(name.encode(), digest_size=7).digest()
         self._generator.manual_seed(int.from_bytes(digest, "big"))
-        made = torch.empty(rows, columns, dtype=self._dtype, device=self._device)
-        return made.normal_(0.0, scale, generator=self._generator)
+        values = torch.empty(rows, columns, dtype=self._dtype, device=self._device)
+        return values.normal_(0.0, scale, generator=self._generator)
 
     def norm(self, name: str, size: int) -> torch.Tensor:
         """The weight of a norm, around 1."""
@@ -100,13 +100,12 @@ class _Source:
 
     def rows(self, name: str, rows: int, columns: int) -> torch.Tensor:
         """This rank's rows of a random matrix that keeps the magnitude of normalised rows."""
-        made = self._blocks(name, rows // self._num_units, columns, columns**-0.5)
-        return torch.cat(made)
+        return torch.cat(self._blocks(name, rows // self._num_units, columns, columns**-0.5))
 
     def columns(self, name: str, rows: int, columns: int) -> torch.Tensor:
         """This rank's columns of such a matrix."""
-        made = self._blocks(name, rows, columns // self._num_units, columns**-0.5)
-        return torch.cat(made, dim=1)
+        blocks = self._blocks(name, rows, columns // self._num_units, columns**-0.5)
+        return torch.cat(blocks, dim=1)
 
     def _blocks(self, name: str, rows: int, columns: int, scale: float) -> list[torch.Tensor]:
         return [self.normal(f"{name} {unit}", rows, columns, scale) for unit in self._units]

@@ -109,11 +109,11 @@ class Peers:
             replace(b, xs=tuple(x.clone() if r == case.rank else x for r, x in enumerate(b.xs)))
             for b in case.batches
         )
-        own = replace(case, batches=batches)
-        self._kept.append(own.xs)
+        copy = replace(case, batches=batches)
+        self._kept.append(copy.xs)
         return [
-            replace(reduction, capturing=partial(_zeroed, own.xs, reduction.capturing))
-            for reduction in peer.reductions(own)
+            replace(reduction, capturing=partial(_zeroed, copy.xs, reduction.capturing))
+            for reduction in peer.reductions(copy)
         ]
 
     def close(self) -> None:

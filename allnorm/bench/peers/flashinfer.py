@@ -68,7 +68,7 @@ class FlashInfer(Peer):
             return f"no kernel for {setting.world_size} ranks"
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # old versions print pointers, new ones deprecate it
-            made = self._create(
+            created = self._create(
                 tp_rank=setting.rank,
                 tp_size=setting.world_size,
                 max_token_num=-(-setting.max_elems // setting.max_hidden_size),
@@ -76,7 +76,7 @@ class FlashInfer(Peer):
                 use_fp32_lamport=setting.dtype == torch.float32,
                 group=setting.group,
             )
-        self._handles, self._workspace = made[0], made[1]
+        self._handles, self._workspace = created[0], created[1]
         return None
 
     def supports(self, case: Case, mode: Mode) -> str:
