@@ -24,8 +24,9 @@ import allnorm
 from allnorm import quant
 from allnorm.core import _native, faults, workspace
 from allnorm.core.announcement import Announcement
-from allnorm.core.arguments import NormArguments
+from allnorm.core.call import without_tensors
 from allnorm.core.launch import Launch
+from allnorm.policy import Plan
 from allnorm.testing import RankPool
 
 TIMEOUT = datetime.timedelta(seconds=1.5)
@@ -402,8 +403,10 @@ def fault_of(expected: _native.Call, seen: _native.Call | None = None, **more: i
 
 def announced(eps: float, num_tokens: int = 3, hidden_size: int = 512) -> Announcement:
     x = torch.zeros(num_tokens, hidden_size, dtype=torch.bfloat16)
-    launch = Launch(x, x, x[0], NormArguments(eps, 0.0, "rounded"), "two_shot")
-    launch.bind(x, x, x[0], x, x)
+    call = without_tensors(x, "all_reduce_add_rms_norm", eps=eps)
+    call = call._replace(residual=x, weight=x[0])
+    launch = Launch(call, Plan("two_shot", "a test", 1))
+    launch.bind(call, {"out": x, "residual_out": x})
     return Announcement.of(launch)
 
 

@@ -137,10 +137,13 @@ def use_in_fork(c: allnorm.Communicator) -> None:
         allnorm.communicator.communicator(c.name)
     # Past every check of Python's, as another language would.
     fault = _native.Fault()
-    assert c._library.comm_check(c._handle, _native.ctypes.addressof(fault)) == _native.CLOSED
-    assert "fork" in c._library.last_error()
-    assert c._library.comm_close(c._handle) == _native.CLOSED
-    assert c._library.comm_destroy(c._handle) == _native.OK
+    assert (
+        c._endpoint._library.comm_check(c._endpoint._handle, _native.ctypes.addressof(fault))
+        == _native.CLOSED
+    )
+    assert "fork" in c._endpoint._library.last_error()
+    assert c._endpoint._library.comm_close(c._endpoint._handle) == _native.CLOSED
+    assert c._endpoint._library.comm_destroy(c._endpoint._handle) == _native.OK
     gc.collect()
 
 
@@ -367,7 +370,7 @@ def raises_in_handler(rank: int, world_size: int) -> None:
             signal.setitimer(signal.ITIMER_REAL, 0.2)
             with pytest.raises(RaisedError, match="from the handler"):
                 CASE.run(c)
-        assert not c._lock.locked()
+        assert not c._endpoint._lock.locked()
         with pytest.raises(allnorm.PeerTimeoutError):
             CASE.run(c)
     dist.barrier()

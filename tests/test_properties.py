@@ -105,7 +105,7 @@ def memory_for(case: Case, c: allnorm.Communicator, like_x: torch.Tensor) -> dic
     memory = {"residual_out": torch.full_like(shard, 7.0)}
     if case.quant is None:
         return {**memory, "out": like_x}
-    memory["out"] = torch.full(case.shape, 7.0).to(quant.DTYPE)
+    memory["quantized_out"] = torch.full(case.shape, 7.0).to(quant.DTYPE)
     if not isinstance(case.quant, allnorm.Fp8PerTensor):
         tokens = torch.Size(case.shape[:-1]).numel()
         memory["scale_out"] = quant.empty_scale(case.quant, tokens, case.shape[-1], "cpu")

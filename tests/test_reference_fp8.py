@@ -266,16 +266,16 @@ def test_preallocated_results() -> None:
     spec = allnorm.Fp8PerGroup(16)
     expected = reference.all_reduce_add_rms_norm_quant([x], residual, weight, 1e-6, spec, True)
     memory = {
-        "out": torch.empty(2, 32, dtype=FP8),
+        "quantized_out": torch.empty(2, 32, dtype=FP8),
         "scale_out": torch.empty(2, 2),
         "normed_out": torch.empty(2, 32),
         "residual_out": residual,
     }
-    result = reference.all_reduce_add_rms_norm_quant([x], residual, weight, quant=spec, **memory)
+    result = reference.all_reduce_add_rms_norm_quant([x], residual, weight, 1e-6, spec, **memory)
     for got, want, given in zip(
         result,
         expected,
-        (memory[n] for n in ("out", "scale_out", "residual_out", "normed_out")),
+        (memory[n] for n in ("quantized_out", "scale_out", "residual_out", "normed_out")),
         strict=True,
     ):
         assert got is given

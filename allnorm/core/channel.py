@@ -41,7 +41,13 @@ class Owner(Protocol):
 
 
 class Channel(abc.ABC):
-    """One rank's end. Calls are made under the communicator's lock."""
+    """One rank's end. Calls are made under the communicator's lock.
+
+    Attributes:
+        launches: how many calls of the CPU library it has made.
+    """
+
+    launches = 0
 
     @abc.abstractmethod
     def gather(self, words: Sequence[int], owner: Owner) -> list[list[int]]:
@@ -133,6 +139,7 @@ class _LibraryChannel(Channel):
 
     def gather(self, words: Sequence[int], owner: Owner) -> list[list[int]]:
         self._own[:] = list(words)
+        self.launches += 1
         status = self._library.run(self._handle, ctypes.addressof(self._call))
         if status:
             if status not in (_native.INTERRUPTED, _native.CLOSED):

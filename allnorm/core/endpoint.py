@@ -342,6 +342,8 @@ class Endpoint:
                 self.check_open()
             raise_status(self._library, status)
         fused = {name: int(getattr(counts, name)) for name in names.FUSED}
+        if self._handle and self._channel is not None and self.device.type == "cpu":
+            fused["two_shot"] -= self._channel.launches  # made with the same handle
         reasons = dict(self._unfused)
         fault = None
         try:

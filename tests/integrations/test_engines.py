@@ -15,6 +15,7 @@ from rank_helpers import on
 
 import allnorm
 from allnorm import config
+from allnorm.core import _native
 from allnorm.errors import ConfigurationError
 from allnorm.integrations import engines
 from allnorm.testing import RankPool, assert_same_bits, rank_input, shared_input
@@ -66,18 +67,18 @@ def fail_on_one_rank(rank: int, world_size: int, place: str) -> engines.Outcome:
     def broken(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("no kernel image is available")
 
-    real = engines._try_kernels if place == "kernels" else allnorm.communicator._native.library
+    real = engines._try_kernels if place == "kernels" else _native.library
     try:
         if rank == 1 and place == "kernels":
             engines._try_kernels = broken
         elif rank == 1:
-            allnorm.communicator._native.library = broken
+            _native.library = broken
         return outcome()
     finally:
         if place == "kernels":
             engines._try_kernels = real
         else:
-            allnorm.communicator._native.library = real
+            _native.library = real
 
 
 @on(cpu=[2, 3])
