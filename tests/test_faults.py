@@ -118,7 +118,7 @@ def absent_from_quantized(rank: int, world_size: int, sharded: bool, algorithm: 
             continue
         a = case.call_arguments(c)
         memory = {
-            "out": torch.zeros(case.shape, dtype=torch.float8_e4m3fn, device=c.device),
+            "quantized_out": torch.zeros(case.shape, dtype=torch.float8_e4m3fn, device=c.device),
             "normed_out": torch.zeros(case.shape, dtype=case.dtype, device=c.device),
             "residual_out": torch.zeros_like(a["residual"]),
         }
