@@ -169,7 +169,7 @@ ALLNORM_INLINE void scale_row(const RowOp& op, const float* z, float rstd,
 }
 
 template <class T, int kSources>
-void norm_row(const RowOp& op, const RowPointers<T>& row, int num_sources) {
+static void norm_row(const RowOp& op, const RowPointers<T>& row, int num_sources) {
   constexpr int kChunk = kChunkElems<T>;
   const int64_t num_chunks = (op.hidden_size + kChunk - 1) / kChunk;
   float* const z = op.scratch;
