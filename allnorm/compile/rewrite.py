@@ -39,6 +39,7 @@ class Rewriter:
         self._shapes = values.shapes
         self._used = [node for node in graph.nodes if node.users]
         self._place = graph.output_node()
+        self._in_order = True
         self._replaced: dict[Node, Node] = {}
         self._superfluous: set[Node] = set()
         self._answered: set[Node] = set()
@@ -47,10 +48,9 @@ class Rewriter:
     def apply(self, match: Match, comm_name: str) -> None:
         """Replaces one site by a call on the communicator of this name."""
         candidate, quantised = match.candidate, match.candidate.quantised
-        position = self._values.position
         if candidate.is_local:
             self._reduce(match, comm_name)
-        self._place = max([candidate.reduction.node, *match.inputs], key=position.__getitem__).next
+        self._place = self._behind(match)
         call = self._call(match, comm_name)
         # The results of the operators, in their order.
         served = [candidate.normed, candidate.summed]
@@ -65,6 +65,19 @@ class Rewriter:
             for node in match.handed_over(self._values, value):
                 self._put(new, node)
         self._superfluous.update(match.members, match.dead, match.inputs)
+
+    def _behind(self, match: Match) -> Node:
+        """In front of which node a call stands: behind all of its inputs."""
+        node, position = match.candidate.reduction.node, self._values.position
+        views = (match.view_normed, match.view_quantized)
+        late = [*match.numbers, *(n for v in views if v for n in v.all_input_nodes[1:])]
+        for source in match.inputs:
+            if position[source] > position[node] and source.op == "get_attr":
+                node.prepend(source)
+            elif position[source] > position[node]:
+                late.append(source)
+        self._in_order = self._in_order and not late
+        return max([node, *match.inputs], key=position.__getitem__).next if late else node.next
 
     def finish(self) -> None:
         """Takes out what is left without a use, and puts the graph in order."""
@@ -82,7 +95,8 @@ class Rewriter:
             if all(user.args[1] != _NORMED for user in call.users):
                 call.update_arg(_RETURN_NORMED, False)
                 self._describe(call)
-        self._sort()
+        if not self._in_order:
+            self._sort()
 
     def _sort(self) -> None:
         """Puts nodes behind what they read, and else leaves them in their order."""

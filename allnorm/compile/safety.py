@@ -118,16 +118,15 @@ def check_order(values: Values, match: Match, accepted: list[Match]) -> str:
     A call needs all of its inputs for any of its results, unlike the nodes that it stands for.
     """
     position, begin = values.position, values.position[match.candidate.reduction.node]
+    match.late = any(position[node] > begin and node.op != "get_attr" for node in match.inputs)
+    if not match.late and not any(other.late for other in accepted):
+        return ""  # everything is still in the graph's order
     calls = {node: other for other in accepted for node in other.served_nodes(values)}
     served, seen = match.served_nodes(values), set(match.inputs)
-    match.late = any(position[node] > begin and node.op != "get_attr" for node in match.inputs)
-    ordered = not any(other.late for other in accepted)
-    pending = [(node, node) for node in match.inputs]
     order = [node for node in values.ordered if node not in match.members]
     before = dict(zip(order[1:], order, strict=False))
+    pending = [(node, node) for node in match.inputs]
     for node, late in pending:
-        if ordered and position[node] < begin:
-            continue
         needed = calls[node].inputs if node in calls else node.all_input_nodes
         for source in [*needed, *([before[node]] if node in before else [])]:
             if source in served:

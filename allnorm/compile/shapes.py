@@ -99,7 +99,7 @@ class _Propagate(Interpreter):
     def __init__(
         self, module: GraphModule, known: dict[Node, Any], reductions: dict[Node, Reduction]
     ) -> None:
-        super().__init__(module)
+        super().__init__(module, garbage_collect_values=False)  # finding last uses takes long
         self._known = known
         self._reductions = reductions
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
