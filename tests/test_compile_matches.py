@@ -127,12 +127,32 @@ def without_weight(x, residual, w):
     return (z * rstd(z)).to(bf16), residual
 
 
-@match("rounded")
-def weight_left_to_the_graph(x, residual, w):
-    """This weight is another one after the reduction: only what comes before it is fused."""
+@match("transformers")
+def weight_changed_after_the_sum(x, residual, w):
     residual = reduce(x) + residual
     w.mul_(2)
     return llama(residual, w), residual
+
+
+@match("rounded")
+def weight_changed_before_the_product(x, residual, w):
+    z = (reduce(x) + residual).float()
+    torch.relu_(w)
+    return (z * rstd(z) * w).to(torch.bfloat16)
+
+
+@match("transformers")
+def residual_changed_after_the_reduction(x, residual, w):
+    reduced = reduce(x)
+    residual.mul_(2)
+    return llama(reduced + residual, w)
+
+
+@match("transformers")
+def input_changed_after_the_reduction(x, residual, w):
+    reduced = reduce(x)
+    x.zero_()
+    return llama(reduced + residual, w)
 
 
 @match("rounded", Inputs(dtype=torch.float32))

@@ -308,32 +308,11 @@ def transposed_between(x, residual, w):
 # ---- writes -------------------------------------------------------------------------------------
 
 
-@refusal("mul_ writes to the memory of residual between")
-def residual_changed_between(x, residual, w):
-    reduced = reduce(x)
-    residual.mul_(2)
-    return llama(reduced + residual, w)
-
-
 @refusal("no RMSNorm follows|what follows|number is added|goes to")
 def reduced_changed_between(x, residual, w):
     reduced = reduce(x)
     reduced.mul_(0.5)
     return llama(reduced + residual, w)
-
-
-@refusal("writes to the memory of x between|writes to the memory of")
-def input_changed_between(x, residual, w):
-    reduced = reduce(x)
-    x.zero_()
-    return llama(reduced + residual, w)
-
-
-@refusal("relu_ writes to the memory of")
-def weight_changed_between(x, residual, w):
-    z = (reduce(x) + residual).float()
-    torch.relu_(w)
-    return norm(z, w)
 
 
 @refusal("add_2 reads memory that all_reduce__default overwrites")

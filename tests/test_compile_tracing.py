@@ -23,6 +23,8 @@ from compile_helpers import (
     reduce,
 )
 from rank_helpers import comm, on
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 from torch.fx import Graph, GraphModule, symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -336,3 +338,27 @@ def nested(rank: int, world_size: int) -> None:
 @on(cpu=(2,))
 def test_nested(pool: RankPool) -> None:
     pool.run(nested)
+
+
+def ordered(rank: int, world_size: int) -> None:
+    """A reduction with an effect token, in AOTAutograd's graph, is a site."""
+    reports = []
+
+    def compiler(module, given):
+        reports.append(fuse(module, None, comm()))
+        return make_boxed_func(module.forward)
+
+    def fn(x, r, w):
+        total = torch.ops.allnorm.all_reduce(x, comm().name) + r
+        return llama(total, w), total
+
+    inputs = Inputs().make(rank)
+    torch._dynamo.reset()
+    torch.compile(fn, backend=aot_autograd(fw_compiler=compiler))(*inputs)
+    ((site,),) = [report.sites for report in reports]
+    assert "effect token" in str(site.reason)
+
+
+@on(cpu=(2,))
+def test_effect_tokens(pool: RankPool) -> None:
+    pool.run(ordered, timeout=200.0)

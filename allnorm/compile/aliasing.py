@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,31 +18,10 @@ from allnorm.compile.shapes import (
     same_layout,
     same_shape,
     static_size,
+    storage_of,
 )
 
 Add = Callable[..., Node]
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Where a result lies.
-
-    Attributes:
-        storage: equal for results that share memory, and for inputs.
-        tensor: fake; for its geometry.
-    """
-
-    storage: object
-    tensor: Tensor
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> Memory:
-        """Where a tensor lies."""
-        return cls(tensor.untyped_storage()._cdata, tensor)
-
-    def looks_like(self, other: Tensor) -> bool:
-        """Whether another tensor has the same shape and strides."""
-        return same_layout(self.tensor, other)
 
 
 def results_of(graph: Graph) -> list[Node]:
@@ -61,7 +39,7 @@ def occurrences(graph: Graph) -> list[Node]:
 def keep_aliasing(
     graph: Graph,
     shapes: Shapes,
-    before: Sequence[Memory | None],
+    before: Sequence[Tensor | None],
     inputs: Mapping[object, tuple[Node, Tensor]],
 ) -> str:
     """Makes results share memory where they did before, and only there.
@@ -69,7 +47,7 @@ def keep_aliasing(
     Args:
         graph: is changed.
         shapes: of the graph.
-        before: where each of its `occurrences` lay before.
+        before: fake tensors of its `occurrences` as they were before.
         inputs: by storage, the graph's inputs, and what they look like.
 
     Returns:
@@ -83,38 +61,38 @@ def keep_aliasing(
         with graph.inserting_before(output):
             return graph.call_function(target, args, kwargs)
 
-    known = [index for index, memory in enumerate(before) if memory is not None]
+    known = [index for index, tensor in enumerate(before) if storage_of(tensor) is not None]
     for index in sorted(known, key=lambda index: -_size(before[index])):
-        node, memory, mine = nodes[index], before[index], shapes.of(nodes[index])
-        if mine is None or memory is None:
+        node, theirs, mine = nodes[index], before[index], shapes.of(nodes[index])
+        if mine is None or theirs is None:
             continue
-        alike, contiguous = memory.looks_like(mine), is_contiguous(memory.tensor)
-        if memory.storage in roots:
-            root, looks = roots[memory.storage]
+        alike, storage = same_layout(mine, theirs), storage_of(theirs)
+        if storage in roots:
+            root, looks = roots[storage]
             if shapes.storage(node) == shapes.storage(root) and alike:
                 continue
-            view = _view(add, root, looks, memory.tensor)
+            view = _view(add, root, looks, theirs)
             if view is None:
                 return f"{node} shares memory with {root} in a way that cannot be repeated"
             nodes[index] = view
             continue
-        owner = taken.setdefault(shapes.storage(node), memory.storage)
-        if not alike and not (contiguous and same_shape(mine.shape, memory.tensor.shape)):
+        owner = taken.setdefault(shapes.storage(node), storage)
+        if not alike and not (is_contiguous(theirs) and same_shape(mine.shape, theirs.shape)):
             return f"{node} would have other strides in a graph that does not write in place"
         if not alike:
             layout = torch.contiguous_format
             nodes[index] = add(torch.ops.aten.clone.default, node, memory_format=layout)
-        elif owner != memory.storage:
+        elif owner != storage:
             nodes[index] = add(torch.ops.aten.clone.default, node)
-        roots[memory.storage] = (nodes[index], memory.tensor)
+        roots[storage] = (nodes[index], theirs)
     if nodes != occurrences(graph):
         remaining = iter(nodes)
         output.args = map_arg(output.args, lambda _: next(remaining))
     return ""
 
 
-def _size(memory: Memory | None) -> int:
-    return 0 if memory is None else static_size(elems(memory.tensor.shape)) or 0
+def _size(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else static_size(elems(tensor.shape)) or 0
 
 
 def _view(add: Add, root: Node, looks: Tensor, tensor: Tensor) -> Node | None:

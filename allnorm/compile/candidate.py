@@ -109,10 +109,9 @@ class Match:
         lead_x: so many dimensions of size 1 are put before those of `x`.
         lead_residual: the same for the residual.
         numbers: nodes that compute what the call is made with, and what they compute.
-        moved: nodes that are put behind the call, because they read its results.
         members: nodes that it makes superfluous, unless somebody else needs them.
         dead: other nodes that are computed from the reduced tensor, for nobody.
-        after: the call goes behind the node at this position.
+        late: whether an input stands behind the reduction.
     """
 
     candidate: Candidate
@@ -130,11 +129,10 @@ class Match:
     note: str = ""
     lead_x: int = 0
     lead_residual: int = 0
-    moved: list[Node] = field(default_factory=list)
     numbers: dict[Node, object] = field(default_factory=dict)
     members: list[Node] = field(default_factory=list)
     dead: list[Node] = field(default_factory=list)
-    after: int = -1
+    late: bool = False
 
     @property
     def inputs(self) -> list[Node]:
@@ -145,14 +143,10 @@ class Match:
             nodes += self.view_x.all_input_nodes[1:]
         return list(dict.fromkeys(nodes))
 
-    def begin(self, values: Values) -> int:
-        """The position of what the call stands behind: the reduction, or what it norms."""
-        local = self.candidate.is_local
-        return values.position[self.x if local else self.candidate.reduction.node]
-
     def handed_over(self, values: Values, value: Value) -> list[Node]:
         """The nodes whose readers read a result of the call instead; copies stay."""
-        owners, first = values.owners(value), values.shapes.of(value.definers[0])
+        owners = {values.shapes.storage(node) for node in values.computed_by(value)}
+        first = values.shapes.of(value.definers[0])
         shape = self.shape if first is None else first.shape
 
         def is_one(node: Node) -> bool:
@@ -160,4 +154,9 @@ class Match:
             same = tensor is None or same_shape(tensor.shape, shape)
             return same and values.shapes.storage(node) in owners
 
-        return list(filter(is_one, dict.fromkeys(value.holders)))
+        return list(filter(is_one, value.holders))
+
+    def served_nodes(self, values: Values) -> dict[Node, None]:
+        """Every node that a result of the call stands for."""
+        served = self.candidate.served
+        return {node: None for value in served for node in self.handed_over(values, value)}

@@ -205,6 +205,8 @@ class Algebra:
         number = number_of(b)
         if op in ("add", "mul") and number_of(a) is not None and number is None:
             a, b, number = b, a, number_of(a)
+        if op in ("mul", "div") and number == 1.0:  # PyTorch makes 1.0 / x a reciprocal times 1.0
+            return a
         if op == "mul" and a is b:
             return self.unary("square", a)
         if op == "pow" and number in (2.0, -0.5, 0.5):

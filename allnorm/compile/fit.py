@@ -10,8 +10,15 @@ from allnorm.compile.candidate import Candidate, Match, Missed
 from allnorm.compile.expressions import Value
 from allnorm.compile.norms import split_gain
 from allnorm.compile.quantise import Quantised
-from allnorm.compile.safety import check_escapes, check_positions, check_writes
-from allnorm.compile.shapes import is_contiguous, is_row, leads_to, same_shape, static_size
+from allnorm.compile.safety import check_escapes, check_memory, check_order
+from allnorm.compile.shapes import (
+    is_contiguous,
+    is_row,
+    leads_to,
+    same_shape,
+    static_size,
+    storage_of,
+)
 from allnorm.compile.values import Values
 from allnorm.compile.vocabulary import operation
 
@@ -58,8 +65,8 @@ def fit(values: Values, candidate: Candidate, accepted: list[Match]) -> Match:
         match.numbers = _numbers(values, match)
     problem = (
         check_escapes(values, match)
-        or check_positions(values, match, accepted)
-        or check_writes(values, match)
+        or check_memory(values, match)
+        or check_order(values, match, accepted)
     )
     if problem:
         raise Missed(problem)
@@ -105,14 +112,14 @@ def _adder(candidate: Candidate) -> Node | None:
 
 
 def _place_residual(values: Values, match: Match, run: Tensor, adder: Node) -> None:
-    candidate, at = match.candidate, values.position[adder]
+    candidate = match.candidate
     assert candidate.residual is not None
     origin = values.reduced[candidate.reduction.node]
     if candidate.residual.derives_from(origin):
         raise Missed(f"what {adder} adds is itself computed from the reduced tensor")
-    match.residual = _holder(values, candidate.residual, run, at)
+    match.residual = _holder(values, candidate.residual, run)
     if match.residual is None:
-        match.residual = _holder(values, candidate.residual, run, at, led=True)
+        match.residual = _holder(values, candidate.residual, run, led=True)
         if match.residual is None:
             raise Missed(
                 f"what {adder} adds is no tensor of the shape of the reduced one on its device"
@@ -120,9 +127,7 @@ def _place_residual(values: Values, match: Match, run: Tensor, adder: Node) -> N
         match.lead_residual = run.dim() - _tensor(values, match.residual).dim()
 
 
-def _holder(
-    values: Values, value: Value, like: Tensor, position: int, *, led: bool = False
-) -> Node | None:
+def _holder(values: Values, value: Value, like: Tensor, *, led: bool = False) -> Node | None:
     """A node whose tensor holds `value`, with the shape and device of `like`.
 
     With `led`, dimensions of size 1 in front may be missing.
@@ -136,8 +141,7 @@ def _holder(
             and (
                 leads_to(tensor.shape, like.shape) if led else same_shape(tensor.shape, like.shape)
             )
-            and not values.is_pending(node)
-            and values.held_at(node, position) is value
+            and node not in values.pending
         ):
             return node
     return None
@@ -147,19 +151,20 @@ def _weight(values: Values, candidate: Candidate, run: Tensor) -> tuple[Node | s
     gain = candidate.output.gain
     if gain is None:
         return None, -0.0
-    end = values.position[candidate.normed.definers[0]]
     for value, bias in split_gain(gain):
         path = value.attr if value.op == "leaf" and isinstance(value.attr, str) else ""
-        if path and _is_weight(values.parameters[path], run) and not values.is_written(path):
+        if path and _is_weight(values.parameters[path], run):
+            memory = storage_of(values.parameters[path])
+            if memory in values.context.written:
+                raise Missed(values.context.written[memory])
             return path, bias
         for node in value.holders:
             tensor = values.shapes.of(node)
             if tensor is None or not _is_weight(tensor, run):
                 continue
-            if values.held_at(node, end) is value:
-                if value.derives_from(candidate.reduced):
-                    raise Missed(f"the weight, {node}, is computed from the reduced tensor")
-                return node, bias
+            if value.derives_from(candidate.reduced):
+                raise Missed(f"the weight, {node}, is computed from the reduced tensor")
+            return node, bias
     raise Missed(
         f"the normed tensor is multiplied by something that is no weight of {run.shape[-1]} "
         "elements, equal for all rows, on the same device"
@@ -181,16 +186,13 @@ def _place_x(values: Values, match: Match, before: Tensor, run: Tensor) -> None:
     if leads_to(before.shape, run.shape):
         match.lead_x = run.dim() - before.dim()
         return
-    position = match.begin(values)
-    held = values.held_at(match.x, position)
-    viewed = None if held is None else _holder(values, held, run, position)
+    viewed = _holder(values, values.held[match.x], run)
     if viewed is not None:
         match.x = viewed
     else:
         match.view_x = _view_between(values, match.candidate, before, run)
         for node in match.view_x.all_input_nodes[1:]:
-            size = values.held_at(node, values.position[match.view_x])
-            if size is None or size.derives_from(match.candidate.reduced):
+            if values.held[node].derives_from(match.candidate.reduced):
                 raise Missed(f"the shape of {match.view_x} is computed from the reduced tensor")
 
 
@@ -222,8 +224,7 @@ def _place_quantised(values: Values, match: Match, quantised: Quantised, run: Te
     if quantised.static is not None:
         if quantised.static.derives_from(match.candidate.reduced):
             raise Missed("the scale of the quantisation is computed from the reduced tensor")
-        position = values.position[quantised.quantized.definers[0]]
-        match.static_scale = _static_scale(values, quantised.static, run, position)
+        match.static_scale = _static_scale(values, quantised.static, run)
 
 
 def _place_scale(match: Match, quantised: Quantised, scale: Tensor) -> None:
@@ -247,7 +248,7 @@ def _place_scale(match: Match, quantised: Quantised, scale: Tensor) -> None:
         raise Missed(f"the scales have strides {tuple(strides)}, in which allnorm writes none")
 
 
-def _static_scale(values: Values, static: Value, run: Tensor, position: int) -> Node:
+def _static_scale(values: Values, static: Value, run: Tensor) -> Node:
     for node in static.holders:
         tensor = values.shapes.of(node)
         if (
@@ -255,7 +256,6 @@ def _static_scale(values: Values, static: Value, run: Tensor, position: int) -> 
             and tensor.dtype == torch.float32
             and tensor.device == run.device
             and all(static_size(size) == 1 for size in tensor.shape)
-            and values.held_at(node, position) is static
         ):
             return node
     raise Missed("the scale of the quantisation is no float32 tensor of one element")
@@ -280,7 +280,7 @@ def _view_between(values: Values, candidate: Candidate, before: Tensor, after: T
 
 
 def _check_gradient(values: Values, candidate: Candidate) -> None:
-    if values.maker_of(candidate.normed.definers[0]) in values.differentiated:
+    if values.maker_of(candidate.normed.definers[0]) in values.context.differentiated:
         raise Missed(
             "its result needs a gradient, which the fused call does not have: run under "
             "torch.no_grad(), or fuse after autograd, as Inductor's pass does"

@@ -10,8 +10,8 @@ What a recording would lose is refused: calls that do more than compute, numbers
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,49 +20,65 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._guards import TracingContext
 from torch._ops import HigherOrderOperator
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.func import functionalize
-from torch.fx import Graph, GraphModule, Node
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.func import functional_call, functionalize
+from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.fx.node import map_arg
 
 from allnorm.compile import guards
-from allnorm.compile.aliasing import Memory, keep_aliasing
-from allnorm.compile.record import REDUCED, Again, Copy, NotFunctional, Recorder
+from allnorm.compile.aliasing import keep_aliasing, results_of
 from allnorm.compile.reductions import Reduction, op_name
-from allnorm.compile.shapes import Shapes
+from allnorm.compile.shapes import Shapes, same_shape, static_size, storage_of
+from allnorm.compile.values import memories
 from allnorm.compile.vocabulary import (
+    attribute_at,
     attribute_of,
+    is_pure,
     is_torch_function,
     module_of,
+    operation,
     plain_module,
     qualified_name,
     schema_of,
     written,
 )
 
+_library = torch.library.Library("allnorm_compile", "DEF")
+_library.define("reduced(Tensor x, int site) -> Tensor")
+torch.library.register_fake("allnorm_compile::reduced", lambda x, site: torch.empty_like(x))
+REDUCED = torch.ops.allnorm_compile.reduced.default
 _FUNCTIONAL = torch.ops._c10d_functional
 
 
-def writers(graph: Graph, reductions: dict[Node, Reduction]) -> Iterator[Node]:
-    """Nodes that write, but for copies to the graph's inputs behind everything that reads them."""
-    read: set[Node] = set()
+class NotFunctional(Exception):  # noqa: N818 - a result, with the reason as its text
+    """The graph cannot be made functional."""
+
+
+def writers(graph: Graph, shapes: Shapes, reductions: dict[Node, Reduction]) -> dict[Node, str]:
+    """Nodes that write, but for copies to inputs behind everything that reads them; by tensor."""
+    read: set[object] = set()
+    found = {}
     for node in reversed(graph.nodes):
         targets = reductions[node].writes if node in reductions else written(node)
-        if node.op == "output" or not targets:
-            read.update(node.all_input_nodes if node.op != "output" else ())
-        elif _is_last_copy(node, targets) and targets[0] not in read:
-            read.update(node.all_input_nodes[1:])
-        else:
-            yield node
+        if node.op == "output":
+            continue
+        if targets and not (is_last_copy(node) and shapes.storage(targets[0]) not in read):
+            found.update(dict.fromkeys(targets, node))
+            targets = []
+        sources = [source for source in node.all_input_nodes if source not in targets]
+        read.update(memory for source in sources for memory in memories(source, shapes))
+    return found
 
 
-def _is_last_copy(node: Node, targets: list[Node]) -> bool:
+def is_last_copy(node: Node) -> bool:
+    """Whether a node stores in an input of the graph, and does nothing else."""
     return (
         node.target is torch.ops.aten.copy_.default
-        and targets[0].op in ("placeholder", "get_attr")
-        and targets[0] is not node.args[1]
+        and isinstance(node.args[0], Node)
+        and node.args[0].op in ("placeholder", "get_attr")
+        and node.args[0] is not node.args[1]
         and all(user.op == "output" for user in node.users)
     )
 
@@ -73,41 +89,52 @@ class Functional:
 
     Attributes:
         module: the graph; each node has metadata.
-        reductions: by the node of the graph that it was made of.
-        origin: the node of that graph that each node was made by.
+        inputs: its inputs, in the order of those of the given graph.
+        results: fake tensors as the given graph returned them; None for what is no tensor.
+        roots: by memory, the inputs and parameters that the given graph had there.
+        makers: the node of the given graph that each node was made by.
+        reductions: by the node of the given graph.
+        constants: tensors that the given graph makes of nothing, by name.
+        env: of sizes that were made for this graph only.
     """
 
     module: GraphModule
-    reductions: dict[Node, Reduction]
-    origin: dict[Node, Node]
-    _memory: list[Memory | None]
-    _inputs: dict[object, tuple[Node, Tensor]]
-    _constants: dict[str, Tensor]
-    _meta_key: str | None
-    _env: ShapeEnv | None
+    inputs: list[Node]
+    results: list[Tensor | None]
+    roots: dict[object, tuple[Node, Tensor]]
+    makers: dict[Node, Node]
+    env: ShapeEnv | None
+    reductions: dict[Node, Reduction] = field(default_factory=dict)
+    constants: dict[str, Tensor] = field(default_factory=dict)
 
-    def finish(self, shapes: Shapes, before: Sequence[Reduction]) -> str:
-        """What the graph needs besides its sites, to stand in the place of that one.
+    def finish(self, shapes: Shapes, before: Sequence[Reduction], meta_key: str | None) -> str:
+        """What the graph needs besides its sites, to stand in the place of the given one.
 
         Returns:
             Why it cannot; empty if it can.
         """
-        problem = keep_aliasing(self.module.graph, shapes, self._memory, self._inputs)
+        problem = keep_aliasing(self.module.graph, shapes, self.results, self.roots)
         if not problem:
             self._call_reductions(before)
-            self._guard(shapes)
+            traced = meta_key == "val" and TracingContext.try_get() is not None
+            if not traced:  # AOTAutograd guards its inputs
+                self._guard(meta_key)
         return problem
 
     def install(self, module: GraphModule) -> None:
         """Makes it the graph of a module."""
-        for name, tensor in self._constants.items():
+        for name, tensor in self.constants.items():
             setattr(module, name, tensor)
         graph = module.graph  # stays the same object: passes hand it on
-        for node in reversed(list(graph.nodes)):
-            graph.erase_node(node)
-        copied: Any = graph.graph_copy(self.module.graph, {}, return_output_node=True)
-        result, output = copied
-        graph.output(result).meta.update(output.meta)
+        inputs = graph.find_nodes(op="placeholder")
+        meta = graph.output_node().meta
+        for node in reversed(graph.nodes):
+            if node.op != "placeholder":
+                graph.erase_node(node)
+        same = dict(zip(self.inputs, inputs, strict=True))
+        copied: Any = graph.graph_copy(self.module.graph, same, return_output_node=True)
+        result, _ = copied
+        graph.output(result).meta.update(meta)
 
     def _call_reductions(self, before: Sequence[Reduction]) -> None:
         """Gives the reductions that were not fused their calls back."""
@@ -119,44 +146,32 @@ class Functional:
             node.replace_all_uses_with(new)
             graph.erase_node(node)
 
-    def _guard(self, shapes: Shapes) -> None:
+    def _guard(self, meta_key: str | None) -> None:
+        """Checks the inputs where it runs, as far as no tracer does it."""
         graph = self.module.graph
-        targets = [written(node)[0] for node in graph.nodes if written(node)]
-        first = list(dict.fromkeys(t for t in targets if t.op in ("placeholder", "get_attr")))
-        inputs = [node for node in graph.nodes if node.op in ("placeholder", "get_attr")]
-        tensors = [node for node in inputs if shapes.of(node) is not None]
-        tensors = first + [node for node in tensors if node not in first]
-        sizes: list[tuple[int | str, ...] | None] = []
-        symbols: dict[str, Any] = {}
-        for node in tensors:
-            given = node.op == "placeholder" and self._meta_key != "example_value"
-            sizes.append(_named(shapes.of(node), symbols) if given else None)
-        rule = ""
-        if self._env is not None and symbols:
-            rule = self._env.produce_guards_expression(list(symbols.values())) or ""
-        traced = self._meta_key == "val" and TracingContext.try_get() is not None
-        if traced or (not first and not any(sizes)):
-            return  # AOTAutograd guards its inputs
-        last = inputs[-1]
-        with graph.inserting_after(last):
-            graph.call_function(
-                guards.check_inputs,
-                (tuple(tensors), tuple(sizes), rule, tuple(symbols), len(first)),
-            )
+        writing = [target for node in graph.nodes for target in written(node)]
+        first = list(dict.fromkeys(t for t in writing if t.op in ("placeholder", "get_attr")))
+        known = [node for node, _ in self.roots.values() if node not in first]
+        tensors = [*first, *known]
+        given = [node for node in tensors if node.op == "placeholder"]
+        rule = "" if meta_key == "example_value" else self._rule(given)
+        if first or rule:
+            last = [node for node in graph.nodes if node.op in ("placeholder", "get_attr")][-1]
+            with graph.inserting_after(last):
+                arguments = (tuple(tensors), len(first), tuple(given), rule)
+                graph.call_function(guards.check_inputs, arguments)
 
-
-def _named(tensor: Tensor | None, symbols: dict[str, Any]) -> tuple[int | str, ...]:
-    named: list[int | str] = []
-    assert tensor is not None
-    for size in tensor.shape:
-        if isinstance(size, int):
-            named.append(size)
-        elif size.node.expr.is_number:
-            named.append(int(size.node.expr))
-        else:
-            symbols.setdefault(str(size.node.expr), size)
-            named.append(str(size.node.expr))
-    return tuple(named)
+    def _rule(self, tensors: list[Node]) -> str:
+        """What must hold of the sizes of inputs, as PyTorch writes guards."""
+        sizes = guards.sizes_of([node.meta["val"] for node in tensors])
+        if self.env is not None:
+            return self.env.produce_guards_expression(sizes, ignore_static=False) or ""
+        parts, first = [], {}
+        for index, size in enumerate(sizes):
+            number, this = static_size(size), f"L['t{index}']"
+            known = first.setdefault(str(size), this) if number is None else str(number)
+            parts += [f"{this} == {known}"] if known != this else []
+        return " and ".join(parts)
 
 
 def _call(graph: Graph, reduction: Reduction, x: Any) -> Node:
@@ -187,26 +202,25 @@ def functionalise(
     module: GraphModule,
     shapes: Shapes,
     reductions: dict[Node, Reduction],
-    differentiated: set[Node],
+    differentiated: frozenset[Node],
 ) -> Functional:
     """The graph, functional. The module is not changed.
 
     Raises:
         NotFunctional: with the reason.
     """
-    inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
+    inputs = module.graph.find_nodes(op="placeholder")
     _check(module, shapes, reductions)
     if any(node.op != "placeholder" for node in differentiated):
         raise NotFunctional("results of it need a gradient")
     attributes = _attributes(module)
     mode, values = _arguments(shapes, inputs, list(attributes.values()))
-    recorder = Recorder(module, reductions, list(attributes))
+    recorder = _Recorder(module, reductions, list(attributes))
     try:
         with mode, torch.no_grad(), enable_python_dispatcher():
-            traced = make_fx(functionalize(recorder.play))(*values)
-            makers = recorder.makers
-            if any(writers(traced.graph, {})):  # inside of what an operator is made of
-                again = Again(traced)
+            traced, makers = make_fx(functionalize(recorder.play))(*values), recorder.makers
+            if any(written(node) and not is_last_copy(node) for node in traced.graph.nodes):
+                again = _Runner(traced)  # inside of what an operator is made of
                 traced = make_fx(functionalize(again.run))(*values)
                 makers = {new: makers[n] for new, n in again.makers.items() if n in makers}
     except NotFunctional:
@@ -215,18 +229,28 @@ def functionalise(
         text = str(error).strip().splitlines() or [type(error).__name__]
         raise NotFunctional(f"PyTorch cannot make it functional: {text[0]}") from None
     _check_sharing(traced, values)
-    copy = Copy(module, recorder, traced, makers)
-    made = copy.make(inputs, attributes)
-    return Functional(
-        made,
-        copy.reductions(reductions),
-        copy.origin,
-        copy.memory,
-        copy.inputs,
-        copy.constants,
-        shapes.meta_key,
+    places = _with_parameters(traced.graph, len(inputs), list(attributes))
+    memory = [storage_of(value) for value in recorder.inputs]
+    roots = {
+        storage: (place, place.meta["val"])
+        for place, storage in zip(places, memory, strict=True)
+        if storage is not None and place.graph is not None
+    }
+    made = Functional(
+        traced,
+        places[: len(inputs)],
+        _with_results(traced.graph, module.graph, recorder),
+        roots,
+        {**makers, **dict(zip(places, inputs, strict=False))},
         mode.shape_env if shapes.has_real_examples else None,
     )
+    _without_copies(made)
+    _with_constants(made, module)
+    for node in reversed(traced.graph.nodes):
+        if not node.users and node.op not in ("placeholder", "output") and is_pure(node):
+            traced.graph.erase_node(node)
+    made.reductions = _reductions(traced.graph, reductions, made.makers)
+    return made
 
 
 def _check(module: GraphModule, shapes: Shapes, reductions: dict[Node, Reduction]) -> None:
@@ -331,3 +355,195 @@ def _check_sharing(traced: GraphModule, values: list[Any]) -> None:
                 raise NotFunctional(
                     f"it writes to an input, {target}, that shares memory with another"
                 )
+
+
+class _Runner(Interpreter):
+    """Runs a graph on functional tensors, and keeps which node made what."""
+
+    def __init__(self, module: GraphModule) -> None:
+        super().__init__(module, garbage_collect_values=False)
+        self.makers: dict[Node, Node] = {}  # by node of the record
+
+    def run_node(self, n: Node) -> Any:
+        """Runs a node, and remembers it as the maker of what that adds to the record."""
+        mode = get_proxy_mode()
+        assert mode is not None
+        last = mode.tracer.graph._root._prev
+        value = self._run(n)
+        new = mode.tracer.graph._root._prev
+        while new is not last and new.op != "root":
+            self.makers[new] = n
+            new = new._prev
+        return value
+
+    def _run(self, n: Node) -> Any:
+        return super().run_node(n)
+
+
+class _Recorder(_Runner):
+    """Runs the given graph on functional tensors, with one operator for every reduction."""
+
+    def __init__(
+        self, module: GraphModule, reductions: dict[Node, Reduction], attributes: Sequence[str]
+    ) -> None:
+        super().__init__(module)
+        self._sites = {node: (i, r) for i, (node, r) in enumerate(reductions.items())}
+        self._paths = attributes
+        self._lifted: dict[int, Any] = {}
+        self.results: list[Node] = []
+        self.looks: dict[Node, Any] = {}  # what the graph returns
+        self.inputs: list[Any] = []
+
+    def play(self, *values: Any) -> Any:
+        """Runs the graph on its inputs and then its parameters; returns each result once."""
+        count = len(values) - len(self._paths)
+        for path, value in zip(self._paths, values[count:], strict=True):
+            self._lifted[id(attribute_at(self.module, path))] = value
+        before = [value.shape if isinstance(value, Tensor) else None for value in values]
+        results = self.run(*values[:count])
+        for value, shape in zip(values, before, strict=True):
+            if shape is not None and not same_shape(value.shape, shape):
+                raise NotFunctional("it changes the shape of an input in place")
+        self.inputs = list(values)
+        return results
+
+    def _run(self, n: Node) -> Any:
+        index, reduction = self._sites.get(n, (0, None))
+        if n.op == "output":
+            return self._output(n)
+        if n.op == "get_attr":
+            return self._lifted[id(attribute_of(n))]
+        if n.op == "call_module":
+            return self._module(n)
+        waited = n.args[0] if operation(n) == "wait" and n.args else None
+        if isinstance(waited, Node) and waited in self._sites:
+            return self.env[waited]  # as eagerly: the same tensor
+        if reduction is None or reduction.x is None:
+            return self._handed_on(n, super()._run(n))
+        x = self.env[reduction.x]
+        value = REDUCED(x, index)
+        return x.copy_(value) if reduction.in_place else value
+
+    def _handed_on(self, n: Node, value: Any) -> Any:
+        """The input itself where an operator returned it, of which its schema says nothing."""
+        if not isinstance(value, Tensor) or not torch._is_functional_tensor(value):
+            return value
+        for node in n.all_input_nodes:
+            given = self.env[node]
+            if not isinstance(given, Tensor) or not torch._is_functional_tensor(given):
+                continue
+            if storage_of(value) != storage_of(given) and _inner(value) == _inner(given):
+                if not _is_alike(value, given):
+                    raise NotFunctional(f"{n} returns a view that its operator does not tell of")
+                return given
+        return value
+
+    def _module(self, n: Node) -> Any:
+        called = module_of(n)
+        assert called is not None
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        state = {
+            name: self._lifted[id(tensor)]
+            for name, tensor in (*called.named_parameters(), *called.named_buffers())
+        }
+        return functional_call(called, state, args, kwargs)
+
+    def _output(self, n: Node) -> tuple[Any, ...]:
+        self.results = results_of(n.graph)
+        values = [self.env[node] for node in self.results]
+        for node, value in zip(self.results, values, strict=True):
+            if isinstance(value, tuple | list | dict):
+                raise NotFunctional(f"it returns {node}, which is no tensor")
+            self.looks[node] = value
+        return tuple(values)
+
+
+def _inner(tensor: Tensor) -> object:
+    torch._sync(tensor)  # type: ignore[attr-defined]
+    return storage_of(torch._from_functional_tensor(tensor))
+
+
+def _is_alike(a: Tensor, b: Tensor) -> bool:
+    same = a.dtype == b.dtype and a.device == b.device and same_shape(a.shape, b.shape)
+    return same and same_shape(a.stride(), b.stride())
+
+
+# ---- what make_fx recorded, as a graph of the module --------------------------------------------
+
+
+def _with_parameters(graph: Graph, count: int, paths: list[str]) -> list[Node]:
+    """Parameters and buffers by the paths that they have in the module, behind `count` inputs."""
+    places = graph.find_nodes(op="placeholder")
+    for index, path in enumerate(paths, count):
+        place = places[index]
+        with graph.inserting_before(place):
+            places[index] = node = graph.create_node("get_attr", path)
+        node.meta.update(place.meta)
+        place.replace_all_uses_with(node)
+        graph.erase_node(place)
+    return places
+
+
+def _with_results(graph: Graph, given: Graph, recorder: _Recorder) -> list[Tensor | None]:
+    """Returns what the given graph returns, in its structure."""
+    output, results = graph.output_node(), []
+    recorded: Any = output.args[0]
+    traced = dict(zip(recorder.results, recorded, strict=True))
+
+    def result(node: Node) -> Any:
+        if isinstance(traced[node], Node):
+            results.append(recorder.looks[node])
+        return traced[node]
+
+    output.args = (map_arg(given.output_node().args[0], result),)
+    return results
+
+
+def _without_copies(made: Functional) -> None:
+    """Takes out copies over what has the same layout anyway."""
+    inputs = [storage_of(place.meta["val"]) for place, _ in made.roots.values()]
+    for node in made.module.graph.find_nodes(
+        op="call_function", target=torch.ops.aten.copy.default
+    ):
+        source = node.args[1]
+        looks = source.meta["val"] if isinstance(source, Node) else None
+        # What is read of an input must be read before it is written, at the end.
+        alike = isinstance(looks, Tensor) and _is_alike(looks, node.meta["val"])
+        if alike and storage_of(looks) not in inputs:
+            node.replace_all_uses_with(source)
+
+
+def _with_constants(made: Functional, module: GraphModule) -> None:
+    """Gives tensors that the graph makes of nothing a name in the module."""
+    paths = [place.target for place, _ in made.roots.values()]
+    for node in made.module.graph.find_nodes(op="get_attr"):
+        if node.target in paths:
+            continue
+        tensor = attribute_at(made.module, str(node.target))
+        if not isinstance(tensor, Tensor) or isinstance(tensor, FakeTensor):
+            raise NotFunctional(f"it makes {node}, a tensor that only tracing knows")
+        name = f"_allnorm_constant{len(made.constants)}"
+        while hasattr(module, name):
+            name += "_"
+        made.constants[name] = tensor
+        node.target = name
+
+
+def _reductions(
+    graph: Graph, before: dict[Node, Reduction], makers: dict[Node, Node]
+) -> dict[Node, Reduction]:
+    """The reductions of the graph, by the nodes that they had before."""
+    marked = {node.args[1]: node for node in graph.nodes if node.target is REDUCED}
+    found = {}
+    for index, (node, reduction) in enumerate(before.items()):
+        if reduction.x is None:
+            same = (n for n, maker in makers.items() if maker is node)
+            new = next((n for n in same if n.target == node.target), None)
+            if new is None:
+                raise NotFunctional(f"{node} is a reduction of several tensors in place")
+            found[node] = replace(reduction, node=new)
+        else:
+            new = marked[index]
+            x: Any = new.args[0]
+            found[node] = replace(reduction, node=new, x=x, in_place=False, pending=False)
+    return found

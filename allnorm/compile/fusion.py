@@ -11,19 +11,18 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from allnorm.communicator import Communicator
-from allnorm.compile.aliasing import Memory, keep_aliasing, occurrences
+from allnorm.compile.aliasing import keep_aliasing, occurrences
 from allnorm.compile.candidate import Match, Missed
 from allnorm.compile.decompose import Decompositions, by_name
-from allnorm.compile.functional import Functional, functionalise, writers
+from allnorm.compile.functional import Functional, NotFunctional, functionalise, writers
 from allnorm.compile.groups import communicator_name
 from allnorm.compile.match import Matcher
-from allnorm.compile.record import NotFunctional
 from allnorm.compile.reductions import Reduction, find_reductions
 from allnorm.compile.report import FusionReport, Site
 from allnorm.compile.rewrite import Rewriter
-from allnorm.compile.shapes import Shapes, printable
-from allnorm.compile.values import Origin, Values
-from allnorm.compile.vocabulary import module_of, written
+from allnorm.compile.shapes import Shapes, printable, storage_of
+from allnorm.compile.values import Context, Values, memories
+from allnorm.compile.vocabulary import attribute_of, module_of
 from allnorm.errors import CommunicatorClosedError
 
 
@@ -156,30 +155,38 @@ def _fuse_one(
     for node in children:
         _note_inputs(node, shapes, inputs)
     differentiated = _differentiated(module, shapes)
-    functional, why = None, ""
-    if reductions and any(writers(module.graph, reductions)):
+    functional, context, why = None, Context(differentiated=differentiated), ""
+    writing = writers(module.graph, shapes, reductions) if reductions else {}
+    if writing:
         try:
             functional = functionalise(module, shapes, reductions, differentiated)
         except NotFunctional as reason:
-            why = f"it works in place, in a graph that cannot be made functional: {reason}"
+            why = f"in a graph that cannot be made functional: {reason}"
+            context = replace(context, written=_written(writing, shapes, why))
     if functional is None:
-        found = [_Found(reduction, reduction) for reduction in reductions.values()]
-        values = Values(module.graph, shapes, reductions, options.decompositions)
+        graph, made, found = module.graph, reductions, {}
     else:
-        made = functional.reductions
-        found = [_Found(reduction, made[node]) for node, reduction in reductions.items()]
-        values = Values(
-            functional.module.graph,
-            Shapes(functional.module, {}, None),
-            {one.reduction.node: one.reduction for one in found},
-            options.decompositions,
-            _origin(module, shapes, functional, reductions),
-        )
-    values.differentiated = differentiated
-    _match(found, values, communicator, options, why)
-    sites = [_site(values, shapes, one) for one in found]
-    problem = _rewrite(module, found, values, functional)
-    return [_missed(site, problem) if problem and site.fused else site for site in sites]
+        graph, found = functional.module.graph, functional.reductions
+        made = {reduction.node: reduction for reduction in found.values()}
+        in_place = frozenset(node for node, one in reductions.items() if one.in_place)
+        context = replace(context, makers=functional.makers, in_place=in_place)
+    known = shapes if functional is None else Shapes(functional.module, {}, None)
+    values = Values(graph, known, made, options.decompositions, context)
+    sites = [_Found(before, found.get(node, before)) for node, before in reductions.items()]
+    _match(sites, values, communicator, options, why)
+    report = [_site(values, shapes, one) for one in sites]
+    problem = _rewrite(module, sites, values, functional, shapes.meta_key)
+    return [_missed(site, problem) if problem and site.fused else site for site in report]
+
+
+def _written(writing: dict[Node, Node], shapes: Shapes, why: str) -> dict[object, str]:
+    """By memory, what writes there."""
+    found = {}
+    for target, node in writing.items():
+        text = f"{node} writes to the memory of {target}, {why}"
+        own = [storage_of(attribute_of(target))] if target.op == "get_attr" else []
+        found.update(dict.fromkeys([*memories(target, shapes), *own], text))
+    return found
 
 
 def _note_inputs(
@@ -195,37 +202,20 @@ def _note_inputs(
     inputs[inner] = given if known and not again else None
 
 
-def _differentiated(module: GraphModule, shapes: Shapes) -> set[Node]:
+def _differentiated(module: GraphModule, shapes: Shapes) -> frozenset[Node]:
     """The nodes whose results need a gradient, as far as is known."""
     if shapes.examples is None:
         known = ((node, shapes.of(node)) for node in module.graph.nodes)
-        return {node for node, t in known if t is not None and t.requires_grad}
+        return frozenset(node for node, t in known if t is not None and t.requires_grad)
     if not torch.is_grad_enabled():
-        return set()
+        return frozenset()
     places = module.graph.find_nodes(op="placeholder")
     given = zip(places, shapes.examples, strict=False)
     found = {node for node, t in given if isinstance(t, Tensor) and t.requires_grad}
     for node in module.graph.nodes:
         if not found.isdisjoint(node.all_input_nodes):
             found.add(node)
-    return found
-
-
-def _origin(
-    module: GraphModule, shapes: Shapes, functional: Functional, reductions: dict[Node, Reduction]
-) -> Origin:
-    """What the functional graph was made of, as far as reports and the caller's memory go."""
-    position = {node: index for index, node in enumerate(module.graph.nodes)}
-    places = functional.module.graph.find_nodes(op="placeholder")
-    same = zip(module.graph.find_nodes(op="placeholder"), places, strict=True)
-    outside = {shapes.storage(node): place for node, place in same}
-    writes: list[tuple[Node, Node]] = []
-    for node in position:
-        targets = reductions[node].writes if node in reductions else written(node)
-        storages = map(shapes.storage, targets)
-        writes += [(node, outside[storage]) for storage in storages if storage in outside]
-    in_place = {node for node, reduction in reductions.items() if reduction.in_place}
-    return Origin(functional.origin, position, writes, in_place)
+    return frozenset(found)
 
 
 def _match(
@@ -251,22 +241,25 @@ def _match(
 
 
 def _rewrite(
-    module: GraphModule, found: Sequence[_Found], values: Values, functional: Functional | None
+    module: GraphModule,
+    found: Sequence[_Found],
+    values: Values,
+    functional: Functional | None,
+    meta_key: str | None,
 ) -> str:
     """Applies the matches. Returns why it cannot; empty if it could."""
-    if all(one.match is None for one in found):
+    calls = [(one.match, one.name) for one in found if one.match is not None]
+    if not calls:
         return ""
     graph = module.graph if functional is None else functional.module.graph
     shapes = values.shapes
     results = [shapes.of(node) for node in occurrences(graph)]
-    before = [None if t is None else Memory.of(t) for t in results]
-    calls = [(one.match, one.name) for one in found if one.match is not None]
-    rewriter = Rewriter(graph, values, [match for match, _ in calls])
+    rewriter = Rewriter(graph, values)
     for call in calls:
         rewriter.apply(*call)
     rewriter.finish()
     if functional is not None:
-        problem = functional.finish(shapes, [one.before for one in found])
+        problem = functional.finish(shapes, [one.before for one in found], meta_key)
         if problem:
             return problem
         functional.install(module)
@@ -274,7 +267,7 @@ def _rewrite(
         inputs = graph.find_nodes(op="placeholder") + graph.find_nodes(op="get_attr")
         known = [(node, shapes.of(node)) for node in inputs]
         outside = {shapes.storage(node): (node, t) for node, t in known if t is not None}
-        problem = keep_aliasing(graph, shapes, before, outside)
+        problem = keep_aliasing(graph, shapes, results, outside)
         if problem:
             raise RuntimeError(problem)
     module.recompile()

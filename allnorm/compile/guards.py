@@ -18,43 +18,25 @@ from torch.fx.node import has_side_effect
 
 
 def check_inputs(
-    tensors: Sequence[Tensor],
-    sizes: Sequence[Sequence[int | str] | None],
-    rule: str,
-    symbols: Sequence[str],
-    written: int,
+    tensors: Sequence[Tensor], written: int, sized: Sequence[Tensor], rule: str
 ) -> None:
     """Raises unless the inputs of a graph are as those that it was made for.
 
     Args:
         tensors: its inputs, those that it writes first.
-        sizes: of each: a number, or the name of a size that is equal wherever it stands; None if
-            whoever traced the graph sees to it.
-        rule: what else must hold of these sizes, as PyTorch writes its guards.
-        symbols: the names whose sizes `rule` calls t0, t1, ...
         written: so many of the tensors must share no memory with any other.
+        sized: those of which the sizes matter.
+        rule: what must hold of their `sizes_of`, as PyTorch writes guards; L['t0'] is one.
 
     Raises:
         ValueError: with what is different.
     """
-    bound: dict[str, int] = {}
-    for index, (tensor, expected) in enumerate(zip(tensors, sizes, strict=True)):
-        if expected is None:
-            continue
-        same = tensor.dim() == len(expected)
-        for size, name in zip(tensor.shape, expected, strict=False):
-            same = same and size == (
-                bound.setdefault(name, size) if isinstance(name, str) else name
-            )
-        if not same:
-            raise ValueError(
-                f"input {index} of a graph that allnorm fused is of shape {tuple(tensor.shape)}; "
-                f"expected {tuple(expected)}, as when it was fused. Fuse the graph again for these."
-            )
-    if rule and not eval(_compiled(rule), SYMPY_INTERP, {"L": _sizes(bound, tuple(symbols))}):
+    sizes = {f"t{index}": size for index, size in enumerate(sizes_of(sized))}
+    if rule and not eval(_compiled(rule), SYMPY_INTERP, {"L": sizes}):
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in sized)
         raise ValueError(
-            f"a graph that allnorm fused is called with sizes {bound}, for which its tracer would "
-            "have made another one. Fuse the graph again for these."
+            f"a graph that allnorm fused is called with inputs of shapes {shapes}, for which it "
+            "was not made. Fuse the graph again for these."
         )
     for index in range(written):
         for other in range(index + 1, len(tensors)):
@@ -64,6 +46,11 @@ def check_inputs(
                     "one: it was fused for inputs that do not. Pass copies, or fuse a graph of "
                     "inputs that share memory."
                 )
+
+
+def sizes_of(tensors: Sequence[Tensor]) -> list[Any]:
+    """Dimensions of tensors, behind the number of them."""
+    return [size for tensor in tensors for size in (tensor.dim(), *tensor.shape)]
 
 
 def check_values(values: Sequence[Any], expected: Sequence[Any]) -> None:
@@ -80,16 +67,6 @@ def check_values(values: Sequence[Any], expected: Sequence[Any]) -> None:
             )
 
 
-def check_shape(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    """The tensor, if it is of this shape.
-
-    Raises:
-        ValueError: it is not.
-    """
-    check_inputs((tensor,), (shape,), "", (), 0)
-    return tensor
-
-
 has_side_effect(check_inputs)
 has_side_effect(check_values)
 
@@ -97,10 +74,6 @@ has_side_effect(check_values)
 @functools.lru_cache(256)
 def _compiled(rule: str) -> Any:
     return compile(rule, "<guards of a graph>", "eval")
-
-
-def _sizes(bound: dict[str, int], symbols: tuple[str, ...]) -> dict[str, int]:
-    return {f"t{i}": bound[name] for i, name in enumerate(symbols)}
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:

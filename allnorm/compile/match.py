@@ -43,7 +43,7 @@ class Matcher:
         """
         dtype = self._check(reduction)
         if reduction.in_place:
-            raise Missed(why)
+            raise Missed(f"it works in place, {why}")
         reduced = self._values.reduced[reduction.node]
         first: Missed | None = None
         for candidate in self._candidates(reduction, reduced, dtype):
@@ -96,8 +96,8 @@ class Matcher:
             )
         if x.dtype not in FLOATS:
             raise Missed(f"it reduces {x.dtype}: expected float32, float16 or bfloat16")
-        held = self._values.held_at(reduction.x, self._values.position[reduction.node])
-        if held is not None and held.op == "up":
+        held = self._values.held[reduction.x]
+        if held.op == "up":
             raise Missed(
                 f"it reduces in float32 what was {held.args[0].dtype}: the sum is never rounded "
                 "to that, which no numerics mode computes"

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._higher_order_ops.effects import with_effects
 from torch.fx import Graph, Node
 
 from allnorm.compile.vocabulary import argument, qualified_name, schema_of
@@ -71,6 +72,11 @@ def _reduction(node: Node, names: set[str], functions: list[Any]) -> Reduction |
     name = qualified_name(node.target)
     if name in names or any(node.target is function for function in functions):
         return _custom(node, node.target, node.args, node.kwargs)
+    if node.target is with_effects and qualified_name(node.args[1]) in (
+        "allnorm::all_reduce",
+        *names,
+    ):
+        return Reduction(node, None, problem=_ORDERED)
     wrapped = _auto_functionalized(node)
     if wrapped is not None and qualified_name(wrapped) in names:
         return _custom_functionalized(node, wrapped)
@@ -84,6 +90,10 @@ def _reduction(node: Node, names: set[str], functions: list[Any]) -> Reduction |
     return None if called is None else _function(node, in_place=called)
 
 
+_ORDERED = (
+    "AOTAutograd orders it by an effect token: fuse the graph before AOTAutograd, or Inductor's, "
+    "by inductor_pass"
+)
 _FUNCTIONAL = {
     "_c10d_functional::all_reduce": False,
     "_c10d_functional_autograd::all_reduce": False,

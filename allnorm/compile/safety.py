@@ -1,4 +1,4 @@
-"""What makes a replacement wrong although the arithmetic is right: other readers, order, writes."""
+"""What makes a replacement wrong although the arithmetic is right: other readers, order, memory."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def check_escapes(values: Values, match: Match) -> str:
     reduced tensor must end in the call, or the reduction would have to be done twice; or nowhere.
     """
     candidate = match.candidate
-    for value in values.others_of(candidate.reduction.node):
-        if value.readers:
+    for value in values.results_of(candidate.reduction.node):
+        if value.op != "reduced" and value.readers:
             return f"another result of {candidate.reduction.node} is used by {value.readers[0][0]}"
     served, members = set(candidate.served), set(match.members)
     pending = [] if candidate.reduced in served or candidate.is_local else [candidate.reduced]
@@ -65,15 +65,13 @@ def is_answered(values: Values, question: Node) -> bool:
 
 
 def answer(values: Values, match: Match, question: Node, source: Node) -> Node | None:
-    """Another tensor of which a question has the same answer, ready where the reduction is."""
+    """An input of the call of which a question has the same answer."""
     name = question.args[1] if question.target is getattr else str(question.target)
     asked = str(name).removeprefix("aten.").removeprefix("sym_").split(".")[0]
     about = values.shapes.of(source)
     for node in (match.candidate.reduction.x, match.x):
         tensor = None if node is None else values.shapes.of(node)
         if node is None or about is None or tensor is None:
-            continue
-        if values.position[node] > values.position[question]:
             continue
         same_type = tensor.dtype == about.dtype or asked in _ABOUT_SHAPES
         if same_type and tensor.device == about.device and same_shape(tensor.shape, about.shape):
@@ -114,78 +112,41 @@ def _escape(values: Values, match: Match, value: Value, source: Node, reader: No
     )
 
 
-def check_positions(values: Values, match: Match, accepted: list[Match]) -> str:
-    """Places the call behind its inputs, and before everybody who reads its results."""
-    candidate, position = match.candidate, values.position
-    ready = {value: other.after for other in accepted for value in other.candidate.served}
-    moved = {node: other.after for other in accepted for node in other.moved}
+def check_order(values: Values, match: Match, accepted: list[Match]) -> str:
+    """Whether no input of the call needs one of its results, beside the calls that were accepted.
 
-    def ready_at(node: Node) -> int:
-        held = [ready[value] for value in values.held_by(node) if value in ready]
-        return max(position[node], moved.get(node, -1), *held)
-
-    late = max(match.inputs, key=ready_at)
-    match.after = max(match.begin(values) - 1, ready_at(late))
-    goes, members = _vanishing(values, match), set(match.members)
-    early = [reader for value in candidate.served for reader, _ in value.readers]
-    for reader in early:
-        if position[reader] > match.after or reader in goes or reader in match.moved:
-            continue
-        if reader not in members or values.writes or not is_pure(reader):
-            return (
-                f"{values.name_of(reader)} needs the result before {values.name_of(late)}, an "
-                "input of the call, is ready"
-            )
-        match.moved.append(reader)
-        early += [user for user in reader.users if not values.is_question(user)]
-    served = set(candidate.served)
-    for other in accepted:
-        near = match.begin(values) - 1 <= other.after <= match.after
-        if near and any(v in served for node in other.inputs for v in values.held_by(node)):
-            name = other.candidate.reduction.node
-            return f"{name}, which is fused, needs the result before"
+    A call needs all of its inputs for any of its results, unlike the nodes that it stands for.
+    """
+    position, begin = values.position, values.position[match.candidate.reduction.node]
+    match.late = any(position[node] > begin and node.op != "get_attr" for node in match.inputs)
+    if not match.late and not any(other.late for other in accepted):
+        return ""  # everything is still in the graph's order
+    calls = {node: other for other in accepted for node in other.served_nodes(values)}
+    served, seen = match.served_nodes(values), set(match.inputs)
+    order = [node for node in values.ordered if node not in match.members]
+    before = dict(zip(order[1:], order, strict=False))
+    pending = [(node, node) for node in match.inputs]
+    for node, late in pending:
+        needed = calls[node].inputs if node in calls else node.all_input_nodes
+        for source in [*needed, *([before[node]] if node in before else [])]:
+            if source in served:
+                return (
+                    f"{values.name_of(node)} needs the result before {values.name_of(late)}, an "
+                    "input of the call, is ready"
+                )
+            if source not in seen:
+                seen.add(source)
+                pending.append((source, late))
     return ""
 
 
-def _vanishing(values: Values, match: Match) -> set[Node]:
-    """The members that nobody uses once the call stands for them."""
-    members = {*match.members, *match.dead}
-    replaced = {n for value in match.candidate.served for n in match.handed_over(values, value)}
-    stays: set[Node] = set()
-    for node in reversed(match.members):
-        users = (user for user in node.users if not values.is_question(user))
-        if node not in replaced and any(u not in members or u in stays for u in users):
-            stays.add(node)
-    return members - stays
-
-
-def check_writes(values: Values, match: Match) -> str:
-    """Writes to any of the memory involved while the call replaces what reads it."""
-    candidate, shapes = match.candidate, values.shapes
-    related = {shapes.storage(node): node for node in (*match.members, *match.inputs)}
-    for value in candidate.values:
-        related.update({shapes.storage(node): node for node in value.holders})
-    begin = match.begin(values)
-    end = max(match.after, *(values.position[value.definers[0]] for value in candidate.served))
-    for write in values.writes:
-        if begin <= write.position <= end and write.storage in related:
-            return _between(values, write.node, related[write.storage])
-        for value in candidate.served:
-            owners = values.owners(value)
-            if write.storage in owners and write.position >= begin and len(owners) > 1:
-                return f"{write.node} writes later to one of several tensors that hold the result"
-    inputs = {shapes.storage(node) for node in match.inputs}
-    last = max((value.definers[0] for value in candidate.served), key=values.position.__getitem__)
-    for node, target in values.writes_between(
-        candidate.reduction.node, last, match.members, candidate.served
-    ):
-        if shapes.storage(target) in inputs or node in map(values.maker_of, match.inputs):
-            return _between(values, node, target)
+def check_memory(values: Values, match: Match) -> str:
+    """Whether nothing writes to the memory involved, in a graph that is not functional."""
+    if not values.context.written:
+        return ""
+    holders = [node for value in match.candidate.values for node in value.holders]
+    for node in (*match.members, *match.inputs, *holders):
+        written = values.written_by(node)
+        if written:
+            return written
     return ""
-
-
-def _between(values: Values, write: Node, of: Node) -> str:
-    return (
-        f"{values.name_of(write)} writes to the memory of {values.name_of(of)} between the "
-        "reduction and the norm"
-    )

@@ -64,12 +64,12 @@ class Shapes:
                 self.examples = example_inputs
             _Propagate(module, self._known, reductions).start(example_inputs)
         self.fake_mode = fake_mode_of(list(self._known.values()))
-        self._storages = {node: _storage(value) for node, value in self._known.items()}
+        self._storages = {node: storage_of(value) for node, value in self._known.items()}
 
     def add(self, node: Node, value: Any) -> None:
         """Describes a new node, in its metadata too if the others have any."""
         self._known[node] = value
-        self._storages[node] = _storage(value)
+        self._storages[node] = storage_of(value)
         if self.meta_key is not None:
             node.meta[self.meta_key] = value
 
@@ -99,7 +99,7 @@ class _Propagate(Interpreter):
     def __init__(
         self, module: GraphModule, known: dict[Node, Any], reductions: dict[Node, Reduction]
     ) -> None:
-        super().__init__(module)
+        super().__init__(module, garbage_collect_values=False)  # finding last uses takes long
         self._known = known
         self._reductions = reductions
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -152,7 +152,8 @@ class _Propagate(Interpreter):
 _UNKNOWN = object()
 
 
-def _storage(value: Any) -> object:
+def storage_of(value: Any) -> object:
+    """Equal for tensors that share memory; None for what is none, or has none."""
     if not isinstance(value, Tensor):
         return None
     try:

@@ -1,0 +1,105 @@
+"""Random programs in bulk: how many there are, how many sites, fused ones, wrong ones.
+
+    python tests/compile_programs.py {graphs,modules} FIRST COUNT [--device cuda] [--world-size 2]
+
+`graphs` are those of test_compile_random.py, `modules` those of test_compile_modules.py; a seed is
+a program. Each invocation starts ranks of its own, so that several run side by side. It prints
+totals as it goes, every program that is wrong or raises, and ends with 1 if there was one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import importlib
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from allnorm.compile import FusionReport
+from allnorm.testing import RankPool, spawn
+
+KINDS = {"graphs": "test_compile_random", "modules": "test_compile_modules"}
+AT_ONCE = 50
+
+
+class WrongError(AssertionError):
+    """A fused program computes something else."""
+
+
+def compare(
+    actual: Sequence[Tensor], expected: Sequence[Tensor], within: float, share: float, what: Any
+) -> None:
+    """Raises WrongError unless tensors are alike, and nearly equal but for a few elements.
+
+    Args:
+        actual: of the fused program: its results, then its inputs, which it may write.
+        expected: of the given one.
+        within: how far an element may be off, of it and of the tensor's median.
+        share: so much of each tensor must be that near.
+        what: the program and its report, for the message.
+    """
+    for i, (mine, theirs) in enumerate(zip(actual, expected, strict=True)):
+        for trait in ("dtype", "shape"):
+            if getattr(mine, trait) != getattr(theirs, trait):
+                raise WrongError(f"{trait} of result {i} of {what}")
+        mine, theirs = mine.float(), theirs.float()
+        size = max(1.0, float(theirs.nan_to_num(0, 0, 0).abs().median()))
+        close = torch.isclose(mine, theirs, rtol=within, atol=within * size, equal_nan=True)
+        if float(close.float().mean()) <= share:
+            raise WrongError(f"result {i} of {what}")
+
+
+def count(rank: int, world_size: int, kind: str, seeds: range) -> tuple[Any, list[str]]:
+    """Totals of some programs, and what those that fail say."""
+    one = importlib.import_module(KINDS[kind]).one
+    totals: collections.Counter[str] = collections.Counter()
+    failures = []
+    for seed in seeds:
+        try:
+            reports: list[FusionReport] | None = one(rank, seed)
+        except Exception as error:  # noqa: BLE001 - counted, with the others going on
+            totals["wrong" if isinstance(error, WrongError) else "raised"] += 1
+            failures.append(f"seed {seed}, rank {rank}: {traceback.format_exc()}")
+            continue
+        totals["graphs"] += reports is not None
+        totals["sites"] += sum(len(report.sites) for report in reports or ())
+        totals["fused"] += sum(len(report.fused) for report in reports or ())
+    return totals, failures
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("first", type=int, help="the first seed")
+    parser.add_argument("count", type=int, help="how many")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--world-size", type=int, default=2)
+    options = parser.parse_args()
+    spawn.PRELOADED += ["pytest", "torch._dynamo", "torch._inductor.compile_fx"]
+    totals: collections.Counter[str] = collections.Counter()
+    end, start = options.first + options.count, time.monotonic()
+    share = options.device == "cuda"
+    with RankPool(options.world_size, options.device, timeout=600.0, share_gpus=share) as pool:
+        for first in range(options.first, end, AT_ONCE):
+            seeds = range(first, min(end, first + AT_ONCE))
+            answers = pool.run(count, options.kind, seeds)
+            if any(totals_of != answers[0][0] for totals_of, _ in answers):
+                print(f"seeds {seeds}: ranks differ: {[dict(t) for t, _ in answers]}")
+                totals["ranks differ"] += 1
+            totals += answers[0][0]
+            for failure in dict.fromkeys(f for _, failures in answers for f in failures):
+                print(failure)
+            seconds = time.monotonic() - start
+            print(f"{options.kind} to {seeds.stop}: {dict(totals)}, {seconds:.0f} s", flush=True)
+    return 1 if totals["wrong"] or totals["raised"] or totals["ranks differ"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
