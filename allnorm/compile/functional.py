@@ -166,7 +166,8 @@ class Functional:
         sizes = guards.sizes_of([node.meta["val"] for node in tensors])
         if self.env is not None:
             return self.env.produce_guards_expression(sizes, ignore_static=False) or ""
-        parts, first = [], {}
+        parts: list[str] = []
+        first: dict[str, str] = {}
         for index, size in enumerate(sizes):
             number, this = static_size(size), f"L['t{index}']"
             known = first.setdefault(str(size), this) if number is None else str(number)

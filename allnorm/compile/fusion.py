@@ -179,7 +179,7 @@ def _fuse_one(
     return [_missed(site, problem) if problem and site.fused else site for site in report]
 
 
-def _written(writing: dict[Node, Node], shapes: Shapes, why: str) -> dict[object, str]:
+def _written(writing: dict[Node, str], shapes: Shapes, why: str) -> dict[object, str]:
     """By memory, what writes there."""
     found = {}
     for target, node in writing.items():
