@@ -87,7 +87,14 @@ class Exchange {
     pause();
     if (warp == 0) call_roll();
     if (warp == 1) hand_back_slots();
-    if (threadIdx.x == 32) count_launch();
+  }
+
+  // For allnorm_comm_stats(): nobody else sees replays of graphs. One thread of one grid at a time;
+  // it waits for no answer. Early: a grid ends when all that it has stored is in memory.
+  __device__ __forceinline__ void count_launch() {
+    char* const launches = params_.workspace[0] + PushControl::kLaunches;
+    atomicAdd(reinterpret_cast<unsigned long long*>(launches) + algorithm_of(params_.tag.shape),
+              1ull);
   }
 
   // Advances this block's share of those copies of the operation counter that no block of this grid
@@ -151,14 +158,6 @@ class Exchange {
       const char* own = params_.workspace[0] + PushControl::kLeft;
       while (DeviceClock::now_ns() - start < pause_ns >> 16) load_relaxed_sys_u32(own);
     }
-  }
-
-  // For allnorm_comm_stats(): nobody else sees replays of graphs. One thread of one grid at a time;
-  // it waits for no answer.
-  __device__ __forceinline__ void count_launch() {
-    char* const launches = params_.workspace[0] + PushControl::kLaunches;
-    atomicAdd(reinterpret_cast<unsigned long long*>(launches) + algorithm_of(params_.tag.shape),
-              1ull);
   }
 
   // Of the operation counter.

@@ -29,6 +29,7 @@ __device__ __forceinline__ void let_dependents_in(const FusedParams& params) {
 template <class Format, int kWorldSize>
 __device__ __forceinline__ void work_on_no_row(Exchange<kWorldSize>& exchange,
                                                const FusedParams& params) {
+  if (blockIdx.x == 0 && threadIdx.x == blockDim.x - 1) exchange.count_launch();
   if (blockIdx.x == 0) Format::store_padding(params.epilogue.quant);
   let_dependents_in(params);
   if (blockIdx.x == 0) exchange.serve(threadIdx.x / 32);
