@@ -198,6 +198,17 @@ def check(answers: list[list[str]], least: int) -> None:
     assert "\n".join(first).count("\nfused ") > least
 
 
+# A weight that only fused sites read, in a graph with a guard; a question about a tensor where a
+# call is to stand.
+FOUND = (3307, 7922)
+
+
+@on(cpu=(2,))
+@pytest.mark.parametrize("seed", FOUND)
+def test_modules_that_failed(pool: RankPool, seed: int) -> None:
+    check(pool.run(run, range(seed, seed + 1), timeout=100.0), 0)
+
+
 @on(cpu=(2,))
 def test_random_modules(pool: RankPool) -> None:
     check(pool.run(run, range(16), timeout=200.0), 4)

@@ -151,8 +151,13 @@ class Functional:
         graph = self.module.graph
         writing = [target for node in graph.nodes for target in written(node)]
         first = list(dict.fromkeys(t for t in writing if t.op in ("placeholder", "get_attr")))
-        known = [node for node, _ in self.roots.values() if node not in first]
-        tensors = [*first, *known]
+        # A weight that only fused sites read has another node now.
+        names = {node.target: node for node in graph.find_nodes(op="get_attr")}
+        roots = [
+            node if node.op == "placeholder" else names.get(node.target)
+            for node, _ in self.roots.values()
+        ]
+        tensors = [*first, *(node for node in roots if node is not None and node not in first)]
         given = [node for node in tensors if node.op == "placeholder"]
         rule = "" if meta_key == "example_value" else self._rule(given)
         if first or rule:

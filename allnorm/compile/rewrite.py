@@ -73,7 +73,8 @@ class Rewriter:
         late = [*match.numbers, *(n for v in views if v for n in v.all_input_nodes[1:])]
         for source in match.inputs:
             if position[source] > position[node] and source.op == "get_attr":
-                node.prepend(source)
+                # In front of all calls: another site may read it too.
+                next(n for n in self._graph.nodes if n.op != "placeholder").prepend(source)
             elif position[source] > position[node]:
                 late.append(source)
         self._in_order = self._in_order and not late
@@ -289,6 +290,8 @@ class Rewriter:
                 other = answer(self._values, match, question, source)
                 if is_answered(self._values, question):
                     self._answered.add(question)
+                    if question is self._place:
+                        self._place = question.next
                     self._graph.erase_node(question)
                 elif other is not None:
                     question.replace_input_with(source, self._current(other))
