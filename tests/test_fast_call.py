@@ -614,6 +614,8 @@ def call_elsewhere(rank: int, world_size: int) -> None:
     BASE.compare(c, *results)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # the first call there is Python's, which looks at the stream
+        BASE.compare(c, *c.all_reduce_add_rms_norm(x, residual, weight, BASE.eps))
     with torch.cuda.stream(stream), mock.patch.object(c._endpoint.dispatcher, "_find", refuse):
         torch.cuda._sleep(1 << 24)
         late = x * 1.0
