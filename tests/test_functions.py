@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import inspect
+import os
+import pathlib
 import subprocess
 import sys
 import weakref
@@ -200,10 +202,16 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("destroys", [False, True])
-def test_a_program_may_end_without_a_word(destroys: bool) -> None:
+def test_a_program_may_end_without_a_word(tmp_path: pathlib.Path, destroys: bool) -> None:
     code = PROGRAM.format(destroys=destroys)
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        cwd=tmp_path,  # not the tree, if another allnorm is installed
+        env={**os.environ, "PYTHONPATH": str(pathlib.Path(allnorm.__file__).parent.parent)},
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "done\n"
