@@ -5,7 +5,7 @@ graph each, the two graphs replayed together, as two GPUs would run them but wit
 figures say nothing about two GPUs; differences between builds do. Builds are timed in turn, and
 what they compute is compared bit for bit before it is timed.
 
-Usage: python benchmarks/one_gpu.py BEFORE.so AFTER.so [...]
+Usage: python benchmarks/one_gpu.py NAME=LIBRARY.so ..., the names being the commits of the builds
 """
 
 from __future__ import annotations
@@ -133,7 +133,8 @@ class Pair:
 
 
 def main() -> int:
-    pairs = [Pair(path) for path in sys.argv[1:]]
+    names, paths = zip(*(argument.split("=", 1) for argument in sys.argv[1:]), strict=True)
+    pairs = [Pair(path) for path in paths]
     agree = True
     for rows, columns, algorithm, blocks in _SHAPES:
         captured = [pair.capture(rows, columns, algorithm, blocks) for pair in pairs]
@@ -161,11 +162,11 @@ def main() -> int:
             "device": torch.cuda.get_device_name(),
             "same_bits": same,
             "p50_us": {
-                pair.path: round(sorted(series)[len(series) // 2], 3)
-                for pair, series in zip(pairs, times, strict=True)
+                name: round(sorted(series)[len(series) // 2], 3)
+                for name, series in zip(names, times, strict=True)
             },
             "min_us": {
-                pair.path: round(min(series), 3) for pair, series in zip(pairs, times, strict=True)
+                name: round(min(series), 3) for name, series in zip(names, times, strict=True)
             },
         }
         print(json.dumps(row), flush=True)
