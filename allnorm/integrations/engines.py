@@ -178,6 +178,11 @@ def open_verdicts(group: dist.ProcessGroup, word: str) -> tuple[Verdicts | None,
     return verdicts, "", said
 
 
+def wants_gradient(*tensors: torch.Tensor) -> bool:
+    """Whether autograd would record a call with them, which a fused call refuses."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
 def attempt(step: Callable[[], str]) -> str:
     """What the step returns, a reason or nothing; what it raises, in words, is a reason too."""
     try:

@@ -184,6 +184,7 @@ def test_helpers_of_eager_models_are_fused(model: str) -> None:
         assert found["gemma"] == {"same": [True, True], "by itself": "native"}
         assert found["reductions"] == 0
         assert found["stock"] == 1
+        assert found["with gradients"] == 2
 
 
 # ---- FP8 ----------------------------------------------------------------------------------------

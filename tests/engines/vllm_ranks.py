@@ -468,7 +468,8 @@ def eager_helpers(rank: int, world_size: int, model: str) -> dict[str, Any]:
             norm.weight.data.copy_(shared_input((HIDDEN,), bf16, name) / 8)
             module = gemma_module if name == "gemma" else plain_module
             helper = getattr(module, f"fused_allreduce_{'gemma_' * (name == 'gemma')}rms_norm")
-            got = helper(x, residual, norm)
+            with torch.inference_mode():
+                got = helper(x, residual, norm)
             mode, bias = ("unrounded", 1.0) if name == "gemma" else ("rounded", 0.0)
             provider = IrOp.registry["fused_add_rms_norm"].dispatch(
                 x, residual, norm.weight.float() + 1.0 if bias else norm.weight, 1e-5
@@ -485,6 +486,11 @@ def eager_helpers(rank: int, world_size: int, model: str) -> dict[str, Any]:
         with contextlib.suppress(Exception):  # the kernel is not here
             plain_module.fused_allreduce_rms_norm(x, residual, norms["plain"])
         found["stock"] = len(calls)
+        # Nor does one whose gradient is wanted.
+        norms["plain"].variance_size_override = None
+        with contextlib.suppress(Exception):
+            plain_module.fused_allreduce_rms_norm(x, residual, norms["plain"])
+        found["with gradients"] = len(calls)
     return found
 
 

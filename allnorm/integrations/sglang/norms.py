@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import allnorm
+from allnorm.integrations.engines import wants_gradient
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -77,4 +78,6 @@ def tensor_obstacle(weight: torch.Tensor, x: torch.Tensor, residual: torch.Tenso
         return "a residual or a weight of another shape than the sum"
     if x.stride(-1) != 1 or residual.stride(-1) != 1:
         return "columns that are not contiguous"
+    if wants_gradient(weight, x, residual):
+        return "gradients are enabled and wanted: engines run under torch.inference_mode()"
     return ""

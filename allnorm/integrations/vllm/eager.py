@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from allnorm.integrations.engines import in_words
+from allnorm.integrations.engines import in_words, wants_gradient
 from allnorm.integrations.vllm import engine
 from allnorm.integrations.vllm.norms import mode_of
 
@@ -84,6 +84,8 @@ def _mode(
     if not getattr(norm, "has_weight", True):
         return ""
     if norm.weight.dtype not in (hidden_states.dtype, torch.float32):
+        return ""
+    if wants_gradient(hidden_states, residual, norm.weight):
         return ""
     # Norms with a bias multiply by a float32 weight.
     float32_weight = weight_bias != 0.0 or norm.weight.dtype == torch.float32
