@@ -26,6 +26,12 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 def pytest_configure(config: pytest.Config) -> None:
     """Tables that somebody has tuned on this machine are not what is tested, in ranks neither."""
     os.environ["ALLNORM_TUNING_DIR"] = os.path.join(tempfile.gettempdir(), "allnorm-no-tables")
+    # Nor is code that an earlier run compiled: what Inductor's cache has, no pass sees.
+    # Processes of pytest-xdist take the folder of the one that started them.
+    if not hasattr(config, "workerinput"):
+        folder = tempfile.TemporaryDirectory(prefix="allnorm-inductor-", ignore_cleanup_errors=True)
+        config.add_cleanup(folder.cleanup)
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder.name
     # What ranks import to find the functions of tests, and those that compile.
     spawn.PRELOADED += ["pytest", "torch._dynamo", "torch._inductor.compile_fx"]
     if not config.pluginmanager.hasplugin("timeout"):
