@@ -115,6 +115,8 @@ class Table:
             return None
         curves = self.curves[name]
         curve = min(curves, key=lambda c: (_ratio(c.hidden_size, hidden_size), c.hidden_size))
+        if len(curves) == 1 and _ratio(curve.hidden_size, hidden_size) > _MAX_RATIO_OF_ONE_CURVE:
+            return None
         step = next(
             s
             for s in curve.steps
@@ -259,6 +261,11 @@ def _default(traits: Traits, num_bytes: int) -> tuple[str, str]:
     if num_bytes <= limit:
         return "one_shot", f"{size}: up to {limit} bytes latency decides, one hop is fastest"
     return "two_shot", f"{size}: above {limit} bytes the link decides, two_shot sends fewest bytes"
+
+
+# A table of one width says nothing of widths further away than this: widths that were measured side
+# by side show how choices change with them, one width does not.
+_MAX_RATIO_OF_ONE_CURVE = 2
 
 
 def _ratio(a: int, b: int) -> float:

@@ -14,6 +14,7 @@ import pathlib
 import platform
 import shutil
 import subprocess
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,6 +88,24 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def busy_cores(seconds: float = 0.5) -> float | None:
+    """How many cores other work kept busy for so long; None if that is not known."""
+    begin = _busy_seconds()
+    time.sleep(seconds)
+    end = _busy_seconds()
+    return None if begin is None or end is None else max(0.0, (end - begin) / seconds)
+
+
+def _busy_seconds() -> float | None:
+    """What all cores have worked together since the machine was started."""
+    try:
+        fields = pathlib.Path("/proc/stat").read_text().splitlines()[0].split()[1:]
+        user, nice, system, _, _, irq, softirq, steal = map(int, fields[:8])
+    except (OSError, ValueError):
+        return None
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
 def cpu_name() -> str:
     """The processor's model name."""
     try:
@@ -106,6 +125,22 @@ def shm_bytes() -> tuple[int, int] | None:
     except OSError:
         return None
     return usage.total, usage.free
+
+
+def available_memory_bytes(device: str) -> int | None:
+    """What is free: of the smallest GPU, or of the machine's memory; None if not known."""
+    if device == "cuda":
+        counts = (torch.cuda.get_device_properties(i).total_memory for i in range(num_gpus()))
+        return min(counts, default=None)
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = pathlib.Path("/proc/meminfo").read_text().splitlines()
+        line = next(line for line in lines if line.startswith("MemAvailable:"))
+        limits = [int(line.split()[1]) << 10]
+        for name in ("memory.max", "memory/memory.limit_in_bytes"):  # of a container, v2 and v1
+            with contextlib.suppress(OSError, ValueError):
+                limits.append(int(pathlib.Path("/sys/fs/cgroup", name).read_text()))
+        return min(limits)
+    return None
 
 
 def nccl_version() -> str | None:

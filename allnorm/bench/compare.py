@@ -12,6 +12,9 @@ several rows: above the median of their medians) by more than the tolerance, the
 
 An arm that was right in the file and now is wrong, or does not run, has regressed too. Other
 libraries' arms are compared and shown; only allnorm's own count as regressions.
+
+On CPU a machine's speed is not the same from run to run. Where other libraries' arms have become
+slower since, the file's times are taken to be longer by the median of their ratios.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +49,9 @@ class Change:
     row: Row  # the new row
     before_us: float  # the median in the file; NaN if it has no time there
     tolerance_us: float  # what the two may differ by
+    # How much longer other libraries take now, on CPU; 1 where that is not longer, or
+    # not known.
+    slowdown: float = 1.0
 
     @property
     def now_us(self) -> float:
@@ -61,7 +67,8 @@ class Change:
     @property
     def slower(self) -> bool:
         """Whether it is slower than the tolerance allows."""
-        return self.difference_us > self.tolerance_us
+        machine_us = self.before_us * (self.slowdown - 1)
+        return self.difference_us > self.tolerance_us + machine_us
 
     @property
     def regressed(self) -> bool:
@@ -105,7 +112,22 @@ def changes(before: Iterable[Row], now: Iterable[Row]) -> list[Change]:
         if same and not absent:
             median = statistics.median(_number(old, "p50_us") for old in same)
             found.append(Change(row, median, _tolerance(same, row, median)))
-    return found
+    return [replace(change, slowdown=_slowdown(change, found)) for change in found]
+
+
+def _slowdown(change: Change, found: Iterable[Change]) -> float:
+    """By which factor other libraries' arms have become slower, with as many ranks, on a CPU."""
+    if not change.row.get("cpu") or is_other(str(change.row["arm"])):
+        return 1.0
+    ranks = change.row["world_size"]
+    ratios = [
+        other.now_us / other.before_us
+        for other in found
+        if is_other(str(other.row["arm"]))
+        and other.row["world_size"] == ranks
+        and math.isfinite(other.difference_us)
+    ]
+    return max(1.0, statistics.median(ratios)) if ratios else 1.0
 
 
 def summary(found: list[Change], num_rows: int, name: str) -> str:

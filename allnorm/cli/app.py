@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
 from allnorm import __version__, config
-from allnorm.cli import USAGE_ERROR, bench, doctor, e2e, trace, tune, verify
+from allnorm.cli import USAGE_ERROR, bench, doctor, e2e, output, trace, tune, verify
 from allnorm.cli.output import bad, console
 from allnorm.errors import AllnormError
 from allnorm.testing import RankError
@@ -19,8 +20,16 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (doctor.doctor, verify.verify, bench.bench, tune.tune, e2e.e2e, trace.trace):
-    app.command()(command)
+_EXAMPLES: dict[Callable[..., None], str] = {
+    doctor.doctor: "allnorm doctor --tp 2",
+    verify.verify: "allnorm verify --tp 2,4 --stress 10000",
+    bench.bench: "allnorm bench --shapes 1x4096,8192x4096 --html bench.html",
+    tune.tune: "allnorm tune --tp 2,4,8 --yes",
+    e2e.e2e: "allnorm e2e --model llama-3.1-8b --batch 1,8,64",
+    trace.trace: "allnorm trace --require 0.95 -- torchrun --nproc-per-node 2 generate.py",
+}
+for command, example in _EXAMPLES.items():
+    app.command(epilog=f"Example: {example}")(command)
 
 
 def _show_version(value: bool) -> None:
@@ -43,6 +52,10 @@ def run() -> int:
     """Runs the command that was typed, which may end the process; returns the exit code."""
     try:
         app()
+    except SystemExit as end:
+        if end.code or output.all_written():
+            raise
+        return 1
     except RankError as error:
         console().print(bad(str(error)))
         return 1

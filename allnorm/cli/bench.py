@@ -30,32 +30,59 @@ _PEER_PACKAGES = ("flashinfer-python", "sglang", "vllm", "triton")
 
 
 def bench(
-    model: Annotated[str, typer.Option(help="Models by name, separated by commas.")] = "",
-    tokens: Annotated[str, typer.Option(help="Numbers of tokens for the models.")] = "",
+    model: Annotated[
+        str, typer.Option(help="Models by name, separated by commas.", rich_help_panel=options.WHAT)
+    ] = "",
+    tokens: Annotated[
+        str, typer.Option(help="Numbers of tokens for the models.", rich_help_panel=options.WHAT)
+    ] = "",
     shapes: Annotated[
-        str, typer.Option(help="num_tokens x hidden_size, such as 1x4096,8192x4096.")
+        str,
+        typer.Option(
+            help="num_tokens x hidden_size, such as 1x4096,8192x4096.", rich_help_panel=options.WHAT
+        ),
     ] = "",
     tp: Tp = "",
     dtype: Dtype = "bfloat16",
-    numerics: Annotated[str, typer.Option(help=", ".join(names.NUMERICS))] = "rounded",
+    numerics: Annotated[
+        str, typer.Option(help=", ".join(names.NUMERICS), rich_help_panel=options.WHAT)
+    ] = "rounded",
     quant: Annotated[
         str,
         typer.Option(
             help="FP8 results: per_group:128, per_group:SIZE:LAYOUT:FORMAT, per_token, per_tensor; "
-            "several with commas, none among them for 16-bit results."
+            "several with commas, none among them for 16-bit results.",
+            rich_help_panel=options.WHAT,
         ),
     ] = "",
     return_normed: Annotated[
-        bool, typer.Option("--return-normed", help="With --quant: the 16-bit rows too.")
+        bool,
+        typer.Option(
+            "--return-normed",
+            help="With --quant: the 16-bit rows too.",
+            rich_help_panel=options.WHAT,
+        ),
     ] = False,
     residual: Annotated[
-        str, typer.Option(help="replicated, sharded, or both with a comma.")
+        str,
+        typer.Option(
+            help="replicated, sharded, or both with a comma.", rich_help_panel=options.WHAT
+        ),
     ] = "replicated",
     residual_sharded: Annotated[
-        bool, typer.Option("--residual-sharded", help="The same as --residual sharded.")
+        bool,
+        typer.Option(
+            "--residual-sharded",
+            help="The same as --residual sharded.",
+            rich_help_panel=options.WHAT,
+        ),
     ] = False,
     arms: Annotated[
-        str, typer.Option(help="What to time: arms and peers by name. Default: everything.")
+        str,
+        typer.Option(
+            help="What to time: arms and peers by name. Default: everything.",
+            rich_help_panel=options.WHAT,
+        ),
     ] = "",
     product: Annotated[
         int,
@@ -63,6 +90,7 @@ def bench(
             min=0,
             help="Time each call behind a matrix product of so many columns that writes its input, "
             "as in a model, and take the product's own time off.",
+            rich_help_panel=options.WHAT,
         ),
     ] = 0,
     max_blocks: Annotated[
@@ -70,17 +98,28 @@ def bench(
         typer.Option(
             min=0,
             help="Most thread blocks of a call of allnorm's on a GPU; 0: as many as it holds.",
+            rich_help_panel=options.WHAT,
         ),
     ] = 0,
     device: Device = "auto",
     push_gbps: Annotated[
-        float, typer.Option(help="What one GPU can send, in GB/s, for the floor.")
+        float,
+        typer.Option(
+            min=0.0,
+            help="What one GPU can send, in GB/s, for the floor.",
+            rich_help_panel=options.OUTPUT,
+        ),
     ] = 0.0,
     json: Json = None,
-    plot: Annotated[Path | None, typer.Option(help="Write a picture: .png, .svg or .pdf.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write one page with everything.")] = None,
+    plot: Annotated[
+        Path | None, options.file_option("Write a picture: .png, .svg or .pdf.")
+    ] = None,
+    html: Annotated[Path | None, options.file_option("Write one page with everything.")] = None,
     compare: Annotated[
-        Path | None, typer.Option(help="Flag what is slower than in this file of --json.")
+        Path | None,
+        typer.Option(
+            help="Flag what is slower than in this file of --json.", rich_help_panel=options.OUTPUT
+        ),
     ] = None,
 ) -> None:
     """Times the fused op beside other ways, after checking each of them."""
@@ -100,6 +139,9 @@ def bench(
     )
     gpus = topology.num_gpus()
     sizes = options.world_sizes(tp, where, f"2,{gpus}" if where == "cuda" and gpus > 2 else "")
+    if plot and plot.suffix not in bench_plot.ENDINGS:
+        text = f"{plot}: expected a name that ends in {', '.join(bench_plot.ENDINGS)}"
+        raise typer.BadParameter(text, param_hint="--plot")
     for option, path in (("--plot", plot), ("--html", html)):
         if path:
             bench_plot.check_installed(option)
@@ -107,21 +149,26 @@ def bench(
         before = bench_compare.read_rows(compare) if compare else []
     console = output.console()
     console.print(_explanation(job))
+    if crowded := options.crowded(max(sizes), where):
+        console.print(output.bad(crowded))
     began = time.monotonic()
     measured, rows = _run(job, sizes, push_gbps, json, console)
     console.print(bench_table.headline(measured, job.dtype))
     heading = f"allnorm bench, {topology.device_name(where)}, {job.dtype}"
     if plot:
         bench_plot.save(measured, plot, heading)
-    if html:
-        bench_table.save(html, bench_table.page(measured, heading, _explanation(job), _common(job)))
-    regressed = False
+    regressed, comparison = False, None
     if compare:
         found = bench_compare.changes(before, rows)
         if any(change.slower or change.faster for change in found):
             console.print(bench_table.compared(found))
-        console.print(bench_compare.summary(found, len(rows), compare.name))
+        summary = bench_compare.summary(found, len(rows), compare.name)
+        console.print(summary)
+        comparison = bench_table.comparison(found, compare.name, summary)
         regressed = any(change.regressed for change in found)
+    if html:
+        parts = (measured, heading, _explanation(job), _common(job), comparison)
+        bench_table.save(html, bench_table.page(*parts))
     console.print(f"{time.monotonic() - began:.0f} s")
     if regressed or any(m.error for m in measured):
         raise typer.Exit(1)

@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+ENDINGS = (".png", ".svg", ".pdf")
+"""Of files for pictures."""
+BANDS = "lines: p50; the band above a line: to p99"
+"""What a panel shows."""
+
 _PANEL_INCHES = (7.6, 4.2)
 _COLUMNS = 2
 _INK = "#123457"  # a colour that nothing else has: replaced by that of the page's text
@@ -65,7 +70,7 @@ def panels(measurements: Sequence[Measurement]) -> list[Panel]:
 
 
 def save(measurements: Sequence[Measurement], path: Path, heading: str) -> None:
-    """Writes a picture with all panels: .png, .svg or .pdf, by its ending; makes its folder."""
+    """Writes a picture with all panels: .png, .svg or .pdf, by its ending."""
     shown = panels(measurements)
     columns = min(_COLUMNS, len(shown))
     rows = -(-len(shown) // columns)
@@ -73,8 +78,7 @@ def save(measurements: Sequence[Measurement], path: Path, heading: str) -> None:
     for index, panel in enumerate(shown):
         _draw(figure.add_subplot(rows, columns, index + 1), measurements, panel)
     figure.suptitle(heading)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    output.write_results(path, lambda file: figure.savefig(file, dpi=150))
 
 
 def svg(measurements: Sequence[Measurement], panel: Panel) -> str:
@@ -121,13 +125,13 @@ def _draw(axes: Axes, measurements: Sequence[Measurement], panel: Panel) -> None
     if floors and shown:  # the floor of one token lies far below everything else
         axes.set_ylim(bottom=min(m.p50_us for m in shown) / 2)
     axes.set_xlabel("tokens")
-    axes.set_ylabel("us per call (median)")
+    axes.set_ylabel("us per call")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.yaxis.set_minor_formatter(LogFormatter())  # no powers of ten
     what = f", {panel.mode}" if str(panel.mode) else ""
     title = f"{output.ranks(panel.world_size)}, hidden size {panel.hidden_size}{what}"
-    axes.set_title(title, fontsize="medium")
+    axes.set_title(f"{title}\n{BANDS}", fontsize="medium")
     axes.grid(alpha=0.25)
     if shown:
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize="small")

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from allnorm.bench.compare import Change
 from allnorm.bench.modes import Mode, family
 from allnorm.bench.report import Measurement, best, is_other, missing, speed_up
@@ -31,6 +29,7 @@ class Grid:
     columns: list[str]  # the headings
     rows: list[list[str]]  # as long as `columns` each; cells without markup
     wrong: list[bool]  # for each row, whether an arm was wrong
+    best: list[int | None]  # for each row, the column of the fastest arm
 
 
 def grid(measurements: Sequence[Measurement], with_p99: bool) -> Grid:
@@ -51,17 +50,24 @@ def grid(measurements: Sequence[Measurement], with_p99: bool) -> Grid:
         columns["model"] = lambda found: next(iter(found.values())).shape.model or "-"
     columns["tokens x\nhidden"] = lambda found: str(next(iter(found.values())).shape)
     for kind in kinds:
-        columns[kind.replace(":", ":\n").replace("+", "\n+")] = _times(kind, with_p99)
+        columns[_heading(kind)] = _times(kind, with_p99)
     columns |= _derived(measurements, others)
+    places = {kind: list(columns).index(_heading(kind)) for kind in kinds}
+    fastest = [best(m for m in found.values() if m.correct) for found in by_shape]
     return Grid(
         _title(measurements[0]),
         list(columns),
         [[cell(found) for cell in columns.values()] for found in by_shape],
         [any(m.error for m in found.values()) for found in by_shape],
+        [None if m is None else places[family(m.arm)] for m in fastest],
     )
 
 
-def table(measurements: Sequence[Measurement], width: int) -> Table:
+def _heading(kind: str) -> str:
+    return kind.replace(":", ":\n").replace("+", "\n+")
+
+
+def table(measurements: Sequence[Measurement], width: int) -> output.FittedTable:
     """The table for a console; where it is narrow, p99 is left out."""
     arms = {family(m.arm) for m in measurements}
     found = grid(measurements, width >= _WIDE and len(arms) <= _FEW)
@@ -70,19 +76,39 @@ def table(measurements: Sequence[Measurement], width: int) -> Table:
         [*(output.bad(cell) if cell == "WRONG" else cell for cell in row), verdict]
         for row, verdict in zip(found.rows, verdicts, strict=True)
     ]
-    return output.table(found.title, [*found.columns, "bits"], rows)
+    return output.table(found.title, [*found.columns, "bits"], rows, optional=_optional(found))
 
 
-def compared(found: Iterable[Change]) -> Table:
+def _optional(found: Grid) -> list[str]:
+    """What a narrow console does without first: details, variants, this norm behind others."""
+    details = ["host\nus", "of it\nreached", "floor", "model"]
+    variants = [c for c in found.columns if c.startswith("allnorm") and c != "allnorm"]
+    local = [c for c in found.columns if c.endswith("+local")]
+    return [*details, *variants[::-1], *local]
+
+
+_COMPARED = ("ranks", "tokens x hidden", "mode", "arm", "before", "now", "tolerance", "change")
+
+
+def compared(found: Iterable[Change]) -> output.FittedTable:
     """The arms that differ from an earlier file beyond their tolerance, the worst first."""
+    rows = [
+        [*cells[:-1], output.bad(cells[-1]) if slower else output.ok(cells[-1])]
+        for cells, slower in _differing(found)
+    ]
+    return output.table(
+        *("Compared, us per call", _COMPARED, rows), words=("mode",), optional=("tolerance", "mode")
+    )
+
+
+def _differing(found: Iterable[Change]) -> list[tuple[list[str], bool]]:
+    """The cells of a row for each arm that differs, and whether it is slower."""
     differing = sorted(
         (change for change in found if change.slower or change.faster),
         key=lambda change: change.difference_us / change.before_us,
         reverse=True,
     )
-    columns = ("ranks", "tokens x hidden", "mode", "arm", "before", "now", "tolerance", "")
-    rows = [_cells(change) for change in differing]
-    return output.table("Compared, us per call", columns, rows, words=("mode", "arm"))
+    return [(_cells(change), change.slower) for change in differing]
 
 
 def _cells(change: Change) -> list[str]:
@@ -95,12 +121,12 @@ def _cells(change: Change) -> list[str]:
         str(Mode(row.get("quant") or "", *flags)) or "-",
         str(row["arm"]),
         *map(output.microseconds, (change.before_us, change.now_us, change.tolerance_us)),
-        output.bad(verdict) if change.slower else output.ok(verdict),
+        verdict,
     ]
 
 
 def headline(measurements: Sequence[Measurement], dtype: str) -> str:
-    """One sentence: the smallest shape at the most ranks, beside the all-reduce + PyTorch."""
+    """One sentence: the smallest shape at the most ranks, beside the fastest other way there."""
     candidates = [m for m in measurements if m.arm == "allnorm" and math.isfinite(m.p50_us)]
     if not candidates:
         return ""
@@ -112,13 +138,12 @@ def headline(measurements: Sequence[Measurement], dtype: str) -> str:
     what = f", {chosen.mode}" if str(chosen.mode) else ""
     text = f"{chosen.shape} {dtype}{what}, {output.ranks(chosen.world_size)}: "
     text += output.time_of(chosen.p50_us)
-    baseline = next((arm for arm in found if "+torch" in arm), None)
-    ratio = speed_up(found, [baseline]) if baseline else math.nan
-    if baseline and math.isfinite(ratio):
-        library = baseline.partition("+")[0]
-        relation = f"{ratio:.1f}x faster than" if ratio >= 1 else f"{1 / ratio:.1f}x slower than"
-        text += f", {relation} {library} + PyTorch"
-    return f"{text}, same bits as the reference"
+    other = best(m for m in found.values() if is_other(m.arm))
+    ratio = speed_up(found, [other.arm]) if other else math.nan
+    if other and math.isfinite(ratio):
+        relation = f"{ratio:.2g}x as fast as" if ratio >= 1 else f"{1 / ratio:.2g}x slower than"
+        text += f", {relation} the best other way, {other.arm} ({output.time_of(other.p50_us)})"
+    return f"{text}; same bits as the reference"
 
 
 def _title(m: Measurement) -> str:
@@ -191,11 +216,13 @@ def page(
     heading: str,
     explanation: str,
     conditions: Mapping[str, Any],
+    comparison: Mapping[str, Any] | None = None,
 ) -> str:
     """The page as text.
 
     The explanation says in prose what the arms are and how they were timed; the conditions are what
-    every row of the results carries: hardware, versions, commit, command.
+    every row of the results carries: hardware, versions, commit, command; the comparison is what
+    `comparison()` makes.
     """
     import jinja2
 
@@ -209,14 +236,25 @@ def page(
             for key in modes_of(measurements)
         ],
         every_arm=_EVERY_ARM,
+        bands=bench_plot.BANDS,
+        comparison=comparison,
         conditions=_flat(conditions),
     )
 
 
+def comparison(found: Sequence[Change], name: str, summary: str) -> dict[str, Any]:
+    """What a page says of a comparison with the file of this name."""
+    rows = [cells for cells, _ in _differing(found)]
+    return {"name": name, "summary": summary, "columns": _COMPARED, "rows": rows}
+
+
 def save(path: Path, text: str) -> None:
-    """Writes a page; makes its folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    """Writes a page."""
+
+    def write(file: Path) -> None:
+        file.write_text(text, encoding="utf-8")
+
+    output.write_results(path, write)
 
 
 def _section(measurements: Sequence[Measurement]) -> dict[str, Any]:

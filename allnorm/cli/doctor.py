@@ -40,7 +40,13 @@ def doctor(tp: Tp = "", device: Device = "auto", json: Json = None) -> None:
     ]
     columns = ("tokens x hidden", "algorithm", "launches", "why", "source")
     title = f"Algorithms for bfloat16, {output.ranks(size)} on {where}"
-    console.print(output.table(title, columns, plans, words=columns[1:2] + columns[3:]))
+    console.print(
+        output.table(
+            *(title, columns, plans),
+            words=columns[1:2] + columns[3:],
+            optional=("source", "launches"),
+        )
+    )
     copy_gbps = _peer_copy_gbps(machine) if where == "cuda" else None
     console.print(output.facts("Measured", _measured(found, size, where, copy_gbps)))
     if found["old_code"]:

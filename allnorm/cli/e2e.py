@@ -11,7 +11,6 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from allnorm import names, topology
 from allnorm.bench.e2e import models, report
@@ -22,6 +21,7 @@ from allnorm.cli.options import Device, Dtype, Json, Tp
 
 _MODEL = {"cuda": "llama-3.1-8b", "cpu": "tiny"}
 _BATCH = {"cuda": "1,8,64", "cpu": "1,4"}
+_LESS_MEMORY = "Fewer --layers, a smaller --model or --batch, or more GPUs need less."
 _PROMPT, _TOKENS = {"cuda": 128, "cpu": 16}, {"cuda": 64, "cpu": 8}
 
 
@@ -73,8 +73,12 @@ def e2e(
     with options.of("--tp"):
         for size in sizes:
             models.check_world_size(job.model, size)
+        for size in sizes:
+            options.check_memory(models.memory_bytes(job, size), size, where, _LESS_MEMORY)
     console = output.console()
     console.print(_explanation(job))
+    if crowded := options.crowded(max(sizes), where):
+        console.print(output.bad(crowded))
     began = time.monotonic()
     found = [result for size in sizes for result in _run(job, size, json, console)]
     console.print(f"{time.monotonic() - began:.0f} s")
@@ -133,7 +137,7 @@ def _explanation(job: Job) -> str:
     )
 
 
-def _table(results: Sequence[Result], torch_arm: str) -> Table:
+def _table(results: Sequence[Result], torch_arm: str) -> output.FittedTable:
     """The figures of one batch size; the times beside those of the torch arm."""
     base = next((r.tpot_ms for r in results if r.arm == torch_arm), math.nan)
     columns = (
@@ -157,7 +161,8 @@ def _table(results: Sequence[Result], torch_arm: str) -> Table:
     ]
     one = results[0]
     ranks = output.ranks(one.world_size)
-    return output.table(f"batch {one.batch_size}, {ranks}", columns, rows)
+    optional = (columns[-1], columns[-2], "comm us/layer", "TTFT ms", "tokens/s")
+    return output.table(f"batch {one.batch_size}, {ranks}", columns, rows, optional=optional)
 
 
 def _relative(tpot_ms: float, base: float) -> str:

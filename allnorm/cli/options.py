@@ -9,13 +9,35 @@ import contextlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from allnorm import names, topology
 from allnorm.bench import modes as bench_modes
 from allnorm.bench.modes import Mode, Shape
+from allnorm.cli import output
+
+_MAX_WORLD_SIZE = 64  # of a communicator: ALLNORM_MAX_WORLD_SIZE in csrc/allnorm.h
+RANKS, WHAT, OUTPUT = "Ranks", "What runs", "Output"
+"""The panels of --help."""
+
+
+def _writable(path: Path | None) -> Path | None:
+    """Refuses a file that cannot be written, before anything runs."""
+    if path is not None:
+        try:
+            output.check_writable(path)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+    return path
+
+
+def file_option(help_text: str, name: str = "") -> Any:
+    """An option that is a file for results."""
+    names_of = (name,) if name else ()
+    return typer.Option(*names_of, help=help_text, callback=_writable, rich_help_panel=OUTPUT)
+
 
 Tp = Annotated[
     str,
@@ -23,12 +45,18 @@ Tp = Annotated[
         "--tp",
         help="Ranks, or a list such as 2,4,8. Default: all GPUs (bench: 2, then all), else 2 CPU "
         "processes.",
+        rich_help_panel=RANKS,
     ),
 ]
-Device = Annotated[str, typer.Option("--device", help="cuda, cpu or auto (cuda if there is one).")]
-Dtype = Annotated[str, typer.Option("--dtype", help=", ".join(names.DTYPES))]
+Device = Annotated[
+    str,
+    typer.Option(
+        "--device", help="cuda, cpu or auto (cuda if there is one).", rich_help_panel=RANKS
+    ),
+]
+Dtype = Annotated[str, typer.Option("--dtype", help=", ".join(names.DTYPES), rich_help_panel=WHAT)]
 Json = Annotated[
-    Path | None, typer.Option("--json", help="Append the results to this file as JSON lines.")
+    Path | None, file_option("Append the results to this file as JSON lines.", "--json")
 ]
 
 
@@ -135,6 +163,10 @@ def world_sizes(
     gpus = topology.num_gpus()
     text = text or default or (str(gpus) if device_type == "cuda" else "2")
     sizes = list(dict.fromkeys(integers(text, "--tp", minimum=1)))
+    if max(sizes) > _MAX_WORLD_SIZE:
+        raise typer.BadParameter(
+            f"{max(sizes)} ranks: expected at most {_MAX_WORLD_SIZE}", param_hint="--tp"
+        )
     if device_type == "cuda" and max(sizes) > gpus and not share_gpus:
         raise typer.BadParameter(
             f"{max(sizes)} ranks, but torch sees {gpus} GPU{'s' if gpus != 1 else ''} here; "
@@ -147,3 +179,36 @@ def world_sizes(
 def one_world_size(text: str, device_type: str) -> int:
     """The number of ranks of a command that runs once; the largest of a list."""
     return max(world_sizes(text, device_type))
+
+
+def crowded(world_size: int, device_type: str) -> str:
+    """What to say where ranks must share cores; empty where they need not."""
+    cores = topology.num_cores()
+    if device_type != "cpu" or world_size <= cores:
+        return ""
+    return (
+        f"{world_size} ranks on {cores} cores: ranks take turns, and times say little. Bits are "
+        "not affected."
+    )
+
+
+def check_memory(rank_bytes: int, world_size: int, device_type: str, remedy: str) -> None:
+    """Refuses what would not fit, before a machine swaps.
+
+    Args:
+        rank_bytes: what a rank needs, as estimated.
+        world_size: ranks; those of CPUs share a memory, each GPU has its own.
+        device_type: "cuda" or "cpu".
+        remedy: what to do, a sentence.
+
+    Raises:
+        ValueError: there is less.
+    """
+    needed = rank_bytes if device_type == "cuda" else world_size * rank_bytes
+    there = topology.available_memory_bytes(device_type)
+    if there is not None and needed > there:
+        whose = "each GPU" if device_type == "cuda" else f"{output.ranks(world_size)} together"
+        raise ValueError(
+            f"about {output.gibibytes(needed)} of memory for {whose}: expected at most the "
+            f"{output.gibibytes(there)} that are available. {remedy}"
+        )

@@ -5,25 +5,37 @@ from __future__ import annotations
 import datetime
 import json
 import math
+import os
 import shlex
 import sys
+import tempfile
 import time
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleOptions
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
+from rich.text import Text
 
 from allnorm import __version__, topology
 from allnorm.testing import OnMessage
 
 _WIDTH_OF_A_FILE = 180  # columns when the output is no terminal
 _SECONDS_BETWEEN_LINES = 5.0
+_LONGEST_WORD = 24  # of text in a table: longer ones are folded
 
 Message = dict[str, Any]
 """What a rank reports while it works: `text`, `done` and `total`."""
@@ -46,8 +58,11 @@ def progress(title: str) -> Iterator[OnMessage]:
     if not stream.is_terminal:
         yield _plain_progress(title)
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), console=stream, transient=True) as bar:
+    columns: tuple[Any, ...] = (
+        *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()),
+        *(TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()),
+    )
+    with Progress(*columns, console=stream, transient=True) as bar:
         task = bar.add_task(escape(f"{title}: starting ranks"), total=None)
 
         def show(rank: int, message: Message) -> None:
@@ -61,7 +76,7 @@ def progress(title: str) -> Iterator[OnMessage]:
 
 def _plain_progress(title: str) -> OnMessage:
     print(f"{title}: starting ranks", file=sys.stderr, flush=True)
-    last = -math.inf
+    last, began = -math.inf, time.monotonic()
 
     def show(rank: int, message: Message) -> None:
         nonlocal last
@@ -69,26 +84,91 @@ def _plain_progress(title: str) -> OnMessage:
         if rank or now - last < _SECONDS_BETWEEN_LINES:
             return
         last = now
-        count = f" ({message['done']} of {message['total']})" if "total" in message else ""
+        count, done, total = "", message.get("done"), message.get("total")
+        if total:
+            left = (now - began) * (total - done) / done if done else math.nan
+            about = f", about {left:.0f} s left" if math.isfinite(left) else ""
+            count = f" ({done} of {total}{about})"
         print(f"{title}: {message.get('text', '')}{count}", file=sys.stderr, flush=True)
 
     return show
 
 
-def table(
-    title: str, columns: Iterable[str], rows: Iterable[Iterable[str]], words: Container[str] = ()
-) -> Table:
-    """A table of figures; cells may hold rich markup.
+@dataclass(frozen=True)
+class FittedTable:
+    """A table of figures, none of which is ever split: on a narrow console columns drop out.
 
-    Columns whose headings are in `words` are aligned to the left, as the first one is.
+    Attributes:
+        title: above it.
+        columns: headings.
+        rows: cells, which may hold rich markup.
+        words: headings of columns of text, which is aligned to the left and wrapped between words;
+            the first column is aligned so, too.
+        optional: headings of what drops out first; then the others go from the right, but for the
+            first and the last one.
     """
-    result = Table(title=title, title_justify="left", header_style="bold")
-    for index, column in enumerate(columns):
-        left = index == 0 or column in words
-        result.add_column(column, justify="left" if left else "right", overflow="fold")
-    for row in rows:
-        result.add_row(*row)
-    return result
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    words: Container[str]
+    optional: Sequence[str]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Any]:
+        """Renders what fits, and says what does not."""
+        shown, dropped = self.fitting(options.max_width)
+        table = Table(title=self.title, title_justify="left", header_style="bold")
+        for index in shown:
+            name = self.columns[index]
+            is_text = name in self.words
+            left = index == 0 or is_text
+            table.add_column(
+                name,
+                justify="left" if left else "right",
+                overflow="fold",
+                no_wrap=not is_text,
+                min_width=self._width(index),
+            )
+        for row in self.rows:
+            table.add_row(*(row[index] for index in shown))
+        yield table
+        if dropped:
+            names = ", ".join(" ".join(self.columns[index].split()) for index in dropped)
+            text = f"not shown in {options.max_width} columns: {names}; a file or --json has all"
+            yield Text(text, style="dim")
+
+    def fitting(self, width: int) -> tuple[list[int], list[int]]:
+        """The columns that a console of this width has room for, and those that drop out."""
+        middle = list(self.columns[1:-1])[::-1]
+        order = [*(name for name in self.optional if name in self.columns), *middle]
+        shown, dropped = list(range(len(self.columns))), []
+        for name in dict.fromkeys(order):
+            if 1 + sum(3 + self._width(index) for index in shown) <= width:
+                break
+            index = list(self.columns).index(name)
+            shown.remove(index)
+            dropped.append(index)
+        return shown, sorted(dropped)
+
+    def _width(self, index: int) -> int:
+        """Characters that a column needs: its longest line, of text its longest word."""
+        cells = [self.columns[index], *(row[index] for row in self.rows)]
+        texts = [Text.from_markup(cell).plain for cell in cells]
+        if self.columns[index] in self.words:
+            longest = max((len(word) for text in texts for word in text.split()), default=0)
+            return min(longest, _LONGEST_WORD)
+        return max((len(line) for text in texts for line in text.splitlines()), default=0)
+
+
+def table(
+    title: str,
+    columns: Iterable[str],
+    rows: Iterable[Iterable[str]],
+    words: Container[str] = (),
+    optional: Sequence[str] = (),
+) -> FittedTable:
+    """A table; the arguments are the fields of `FittedTable`."""
+    return FittedTable(title, list(columns), [list(row) for row in rows], words, optional)
 
 
 def facts(title: str, pairs: Iterable[tuple[str, str]]) -> Table:
@@ -164,6 +244,51 @@ def conditions(device: str, **more: Any) -> dict[str, Any]:
     return {kind: topology.device_name(device), **provenance(), **more}
 
 
+def check_writable(path: Path) -> None:
+    """Makes the folder of a file that results will go to, and leaves the file as it is.
+
+    Raises:
+        ValueError: it cannot be written.
+    """
+    exists = path.exists()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab"):
+            pass
+        if not exists:
+            path.unlink()
+    except OSError as error:
+        raise ValueError(
+            f"{path} cannot be written: {error.strerror}. Expected a file in a folder that is "
+            "there, or can be made"
+        ) from None
+
+
+# Files that could not be written when the results were there, and where these are instead.
+_instead: dict[Path, Path] = {}
+
+
+def all_written() -> bool:
+    """Whether all results are where they were to go."""
+    return not _instead
+
+
+def write_results(path: Path, write: Callable[[Path], None]) -> None:
+    """Lets `write` make or extend a file; if that fails, another one, and says which."""
+    try:
+        if path not in _instead:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write(path)
+            return
+    except OSError as error:
+        handle, name = tempfile.mkstemp(prefix=f"allnorm-{path.stem}-", suffix=path.suffix)
+        os.close(handle)
+        _instead[path] = Path(name)
+        text = f"{path} cannot be written ({error.strerror}): the results are in {name}"
+        console().print(bad(text), soft_wrap=True)
+    write(_instead[path])
+
+
 def append_json_lines(
     path: Path | None, rows: Iterable[Mapping[str, Any]], common: Mapping[str, Any] | None = None
 ) -> None:
@@ -173,10 +298,14 @@ def append_json_lines(
     """
     if path is None:
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        for row in rows:
-            file.write(json.dumps(_finite({**(common or {}), **row}), allow_nan=False) + "\n")
+    found = [_finite({**(common or {}), **row}) for row in rows]
+    text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in found)
+
+    def append(file: Path) -> None:
+        with file.open("a", encoding="utf-8") as opened:
+            opened.write(text)
+
+    write_results(path, append)
 
 
 def _finite(value: Any) -> Any:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from allnorm import names
+from allnorm import names, topology
 from allnorm.bench.modes import Shape
 from allnorm.cli import options, output
 from allnorm.cli.options import Device, Json, Tp
@@ -23,6 +23,7 @@ from allnorm.tuning import Curves
 _GPU_HIDDEN, _CPU_HIDDEN = "2880,4096,5120,7168,8192", "2880,4096"
 _GPU_QUANT, _CPU_QUANT = "none,per_group:128", "none"
 _MAX_TOKENS = {"cuda": 16384, "cpu": 1024}
+_SPARE_CORES = 0.5  # may be busy of those that ranks need
 _FACTOR = 4  # between the sizes of the coarse grid
 
 
@@ -55,6 +56,12 @@ def tune(
             "--check", help="Store nothing: is what auto chooses within 5 % of the best algorithm?"
         ),
     ] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="Store what was found without asking.")
+    ] = False,
+    busy: Annotated[
+        bool, typer.Option("--busy", help="Measure although other work keeps the machine busy.")
+    ] = False,
     json: Json = None,
 ) -> None:
     """Measures which algorithm is fastest from how many tokens on, and stores the table.
@@ -77,14 +84,41 @@ def tune(
         algorithms=tuple(options.choices(algorithms, "--algorithms", names.ALGORITHMS)),
         device=where,
     )
-    console, work = output.console(), _check if check else _tune
-    held = [work(job, size, directory, json, console) for size in sizes]
+    if not busy:
+        _refuse_a_busy_machine(max(sizes))
+    console = output.console()
+    if check:
+        held = [_check(job, size, directory, json, console) for size in sizes]
+    else:
+        _check_folder(job, sizes, directory)
+        held = [_tune(job, size, directory, json, console, yes) for size in sizes]
     if not all(held):
         raise typer.Exit(1)
 
 
-def _tune(job: Job, size: int, directory: Path | None, json: Path | None, console: Console) -> bool:
-    """Measures and stores one table; returns whether every candidate was right."""
+def _refuse_a_busy_machine(world_size: int) -> None:
+    """Raises where ranks would not have the cores that they need: noise would be stored."""
+    cores, busy = topology.num_cores(), topology.busy_cores()
+    needed = min(world_size, cores)
+    if busy is not None and cores - busy < needed - _SPARE_CORES:
+        raise typer.BadParameter(
+            f"{busy:.1f} of {cores} cores are busy, and {output.ranks(world_size)} need {needed} "
+            "for themselves: expected a quiet machine, or what is stored is noise. Stop the other "
+            "work, or measure all the same with --busy",
+            param_hint="--tp",
+        )
+
+
+def _check_folder(job: Job, sizes: list[int], directory: Path | None) -> None:
+    with options.of("--dir"):
+        for size in sizes:
+            output.check_writable(table.path_of(directory, job.device, size))
+
+
+def _tune(
+    job: Job, size: int, directory: Path | None, json: Path | None, console: Console, yes: bool
+) -> bool:
+    """Measures one table and stores it if the user agrees; returns whether all went well."""
     began = time.monotonic()
     with output.progress(f"tune, {output.ranks(size)}") as show:
         result = run.measure(job, size, show)
@@ -98,15 +132,36 @@ def _tune(job: Job, size: int, directory: Path | None, json: Path | None, consol
     wrong |= {(f"{rate:.0f} GB/s", text) for rate, text in result.link.wrong.items()}
     for candidate, text in sorted(wrong):
         console.print(output.bad(f"{candidate} is left out, its results are wrong: {text}"))
-    if curves:
-        path = table.store(result, directory, job.device, size, output.provenance())
-        # A path must not be folded: somebody will copy it.
-        console.print(f"stored in {path}", soft_wrap=True)
     console.print(f"{time.monotonic() - began:.0f} s")
-    return bool(curves) and not wrong
+    stored = bool(curves) and _store(result, directory, job.device, size, console, yes)
+    return stored and not wrong
 
 
-def _table(result: Result, curves: Curves, size: int) -> Table:
+def _store(
+    result: Result, directory: Path | None, device: str, size: int, console: Console, yes: bool
+) -> bool:
+    """Shows what would change, asks, and stores."""
+    path = table.path_of(directory, device, size)
+    changes = table.changes(result, directory, device, size)
+    # A path must not be folded: somebody will copy it.
+    console.print(f"{path}:", *(changes or ["nothing changes"]), sep="\n  ", soft_wrap=True)
+    if not yes:
+        if not sys.stdin.isatty():
+            console.print(output.bad("not stored: nobody can be asked here; pass --yes"))
+            return False
+        if not typer.confirm("Store it?"):
+            console.print("not stored")
+            return True
+    try:
+        table.store(result, directory, device, size, output.provenance())
+    except OSError as error:
+        console.print(output.bad(f"not stored: {path}: {error.strerror}"), soft_wrap=True)
+        return False
+    console.print(f"stored in {path}", soft_wrap=True)
+    return True
+
+
+def _table(result: Result, curves: Curves, size: int) -> output.FittedTable:
     rows = []
     for record in result.curves:
         found = (c for c in curves.get(record.name, []) if c.hidden_size == record.hidden_size)
@@ -151,7 +206,7 @@ def _check(
     return good
 
 
-def _points_table(points: dict[Shape, Point], title: str) -> Table:
+def _points_table(points: dict[Shape, Point], title: str) -> output.FittedTable:
     hidden_sizes = sorted({shape.hidden_size for shape in points})
     by_size = {(s.num_tokens, s.hidden_size): _cell(p) for s, p in points.items()}
     rows = [

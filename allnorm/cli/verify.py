@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from allnorm import topology
 from allnorm.cli import options, output
@@ -67,7 +66,14 @@ def verify(
     given = tuple((s.num_tokens, s.hidden_size) for s in options.shapes(shapes)) if shapes else ()
     job = Job(where, seed, full, budget, stress, given, repeat, words)
     _check_selection(job)
+    if full:
+        with options.of("--full"):
+            for size in sizes:
+                needed = verify_run.full_memory_bytes(size)
+                options.check_memory(needed, size, where, "Fewer ranks, or a sample, need less.")
     console = output.console()
+    if crowded := options.crowded(max(sizes), where):
+        console.print(output.bad(crowded))
     console.print(
         f"Every result is compared with allnorm.reference bit for bit, on every rank. Seed {seed}; "
         f"on {topology.device_name(where)}."
@@ -127,23 +133,33 @@ def _faults(
 
 
 def _show_faults(rows: list[verify_faults.Row], world_size: int, console: Console) -> None:
-    """Prints the table, and the problems below it."""
-    cells = [
-        (
-            row["fault"],
-            row["algorithm"],
-            row["saw"],
-            "-" if row["seconds"] is None else f"{row['seconds']:.2f}",
-            output.bad(str(len(row["problems"]))) if row["problems"] else output.ok("yes"),
+    """Prints a line for each fault, and the problems below; --json has a row for each case."""
+    cells = []
+    for fault in dict.fromkeys(row["fault"] for row in rows):
+        cases = [row for row in rows if row["fault"] == fault]
+        seconds = [row["seconds"] for row in cases if row["seconds"] is not None]
+        held = sum(not row["problems"] for row in cases)
+        verdict = f"{held}/{len(cases)}"
+        cells.append(
+            (
+                fault,
+                ", ".join(dict.fromkeys(row["algorithm"] for row in cases)),
+                cases[0]["saw"],
+                f"{max(seconds):.2f}" if seconds else "-",
+                output.ok(verdict) if held == len(cases) else output.bad(verdict),
+            )
         )
-        for row in rows
-    ]
     title = f"rank {world_size - 1} of {world_size} fails; what rank 0 sees"
-    columns = ("fault", "its peers run", "rank 0 saw", "seconds", "holds")
-    console.print(output.table(title, columns, cells, words=columns[1:3]))
+    columns = ("fault", "its peers run", "rank 0 saw, first", "seconds, at most", "holds")
+    words = columns[:3]
+    console.print(output.table(title, columns, cells, words=words, optional=columns[1:3]))
     for row in rows:
         for problem in row["problems"]:
             console.print(output.bad(f"{row['fault']}, {row['algorithm']}: {problem}"))
+    held = sum(not row["problems"] for row in rows)
+    slowest = max((row["seconds"] for row in rows if row["seconds"] is not None), default=0.0)
+    text = f"{held} of {len(rows)} cases held; the slowest rank knew after {slowest:.2f} s"
+    console.print(output.ok(text) if held == len(rows) else output.bad(text))
 
 
 def _check_selection(job: Job) -> None:
@@ -156,7 +172,7 @@ def _check_selection(job: Job) -> None:
         )
 
 
-def _table(found: list[dict[str, Any]], size: int) -> Table:
+def _table(found: list[dict[str, Any]], size: int) -> output.FittedTable:
     rows = [
         (
             record["check"],

@@ -35,12 +35,40 @@ def store(
     Raises:
         OSError: the folder or the file cannot be written.
     """
-    name = tuning.device_name(device)
-    path = tuning.path_of(directory, name, world_size)
-    before = tuning.read(path, name, world_size).tuned.curves
+    name, path = tuning.device_name(device), path_of(directory, device, world_size)
+    before = _stored(directory, device, world_size).curves
     table = Measured(merge(before, curves_of(result)), result.link.gbps)
     tuning.save(path, tuning.document(table, name, world_size, provenance))
     return path
+
+
+def path_of(directory: Path | None, device: str, world_size: int) -> Path:
+    """Where the table of a device is kept."""
+    return tuning.path_of(directory, tuning.device_name(device), world_size)
+
+
+def _stored(directory: Path | None, device: str, world_size: int) -> Measured:
+    path = path_of(directory, device, world_size)
+    return tuning.read(path, tuning.device_name(device), world_size).tuned
+
+
+def changes(result: Result, directory: Path | None, device: str, world_size: int) -> list[str]:
+    """What storing would change, in lines: each curve that is new or other than the stored one."""
+    stored, lines = _stored(directory, device, world_size), []
+    if result.link.gbps != stored.link_gbps:
+        lines.append(f"rate of the link: {stored.link_gbps:.0f} -> {result.link.gbps:.0f} GB/s")
+    before = {(n, c.hidden_size): c for n, curves in stored.curves.items() for c in curves}
+    for name, curves in curves_of(result).items():
+        for curve in curves:
+            old = before.get((name, curve.hidden_size))
+            if old != curve:
+                was = describe(old) if old else "nothing"
+                what = f"{curve.hidden_size} columns, {', '.join(name)}"
+                lines.append(f"{what}: {was} -> {describe(curve)}")
+    widths = {c.hidden_size for curves in curves_of(result).values() for c in curves}
+    if len(widths | {width for _, width in before}) == 1:
+        lines.append("one width alone: decides for widths up to twice or half as wide, no others")
+    return lines
 
 
 def merge(before: Curves, measured: Curves) -> Curves:

@@ -61,3 +61,16 @@ def checks_of(job: Job) -> dict[str, Check]:
     listed |= {"ordering soak": soak.soak} if job.stress else {}
     words = job.only or ("",)
     return {n: check for n, check in listed.items() if any(word in n for word in words)}
+
+
+def full_memory_bytes(world_size: int) -> int:
+    """What a rank needs for every combination, estimated: the largest, with its reference.
+
+    The reference of a call is computed on each rank from the inputs of all of them, in float32.
+    """
+    largest = max(checks.HIDDEN_SIZES) * max(checks.TOKENS)
+    return 4 * largest * (2 * world_size + 8) + _PROCESS_BYTES
+
+
+# torch, the communicators' workspaces and what the allocator keeps.
+_PROCESS_BYTES = 1 << 30

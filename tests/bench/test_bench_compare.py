@@ -140,3 +140,32 @@ def test_files(tmp_path: Path) -> None:
             bench_compare.read_rows(path)
     path.write_text(json.dumps(row()) + "\n\n" + json.dumps(row(None)) + "\n")
     assert len(bench_compare.read_rows(path)) == 2
+
+
+def on_cpu(arm: str, p50_us: float) -> dict[str, Any]:
+    return row(p50_us, arm=arm, gpu=None, cpu="a processor", world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("now_us", "gloo_us", "regressed"),
+    [
+        (12.5, 125.0, False),  # all have become slower by as much
+        (12.5, 100.0, True),
+        (12.8, 125.0, True),
+        (10.0, 80.0, False),  # gloo alone has become faster: no fault of this library's
+    ],
+)
+def test_on_cpu_arms_are_judged_beside_the_others(
+    now_us: float, gloo_us: float, regressed: bool
+) -> None:
+    before = [on_cpu("allnorm", 10.0), on_cpu("gloo+torch", 100.0), on_cpu("gloo+local", 50.0)]
+    now = [on_cpu("allnorm", now_us), on_cpu("gloo+torch", gloo_us)]
+    now.append(on_cpu("gloo+local", gloo_us / 2))
+    found = bench_compare.changes(before, now)
+    assert found[0].regressed == regressed
+
+
+def test_on_gpus_the_others_do_not_count() -> None:
+    before = [row(10.0), row(100.0, arm="nccl+torch")]
+    found = bench_compare.changes(before, [row(12.5), row(125.0, arm="nccl+torch")])
+    assert found[0].regressed

@@ -8,6 +8,7 @@ import typer
 from allnorm import names, topology
 from allnorm.bench.modes import Shape
 from allnorm.cli import bench, options
+from allnorm.core import _native
 
 
 def test_shapes_are_tokens_by_hidden_size() -> None:
@@ -79,6 +80,26 @@ def test_world_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(typer.BadParameter, match="8 ranks, but torch sees 4 GPUs"):
         options.world_sizes("2,8", "cuda")
     assert options.world_sizes("2,8", "cuda", share_gpus=True) == [2, 8]
+    most = _native.MAX_WORLD_SIZE
+    assert options.world_sizes(f"2,{most}", "cpu") == [2, most]
+    with pytest.raises(typer.BadParameter, match=f"{most + 1} ranks: expected at most {most}"):
+        options.world_sizes(str(most + 1), "cpu")
+
+
+def test_more_ranks_than_cores_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(topology, "num_cores", lambda: 4)
+    assert options.crowded(4, "cpu") == options.crowded(8, "cuda") == ""
+    assert "8 ranks on 4 cores" in options.crowded(8, "cpu")
+
+
+def test_memory_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(topology, "available_memory_bytes", lambda _: 8 << 30)
+    options.check_memory(4 << 30, 2, "cpu", "")
+    options.check_memory(8 << 30, 4, "cuda", "")  # each GPU has its own
+    with pytest.raises(ValueError, match=r"about 12\.0 GiB .* 3 ranks together.*8\.0 GiB.*Less\."):
+        options.check_memory(4 << 30, 3, "cpu", "Less.")
+    monkeypatch.setattr(topology, "available_memory_bytes", lambda _: None)
+    options.check_memory(1 << 60, 2, "cpu", "")
 
 
 def test_bench_defaults_are_shapes_of_real_models() -> None:

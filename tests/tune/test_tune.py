@@ -6,15 +6,18 @@ import dataclasses
 import json
 import pathlib
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from command_helpers import command, rows
+from typer.testing import CliRunner
 
 import allnorm
-from allnorm import names, tuning
+from allnorm import names, topology, tuning
 from allnorm.bench import arms
+from allnorm.cli.app import app
 from allnorm.policy import Curve, Step
 from allnorm.testing import run_ranks
 from allnorm.tune import run as ranks_tune
@@ -121,11 +124,16 @@ def test_a_forced_slow_table_is_corrected(tmp_path: pathlib.Path) -> None:
     assert before[0] == before[1] == [("unfused", f"tuned {path}, 2020-01-01")] * 3
 
     json_file = tmp_path / "rows.jsonl"
-    done = command(
-        *("tune", "--tp", "2", "--device", "cpu", "--hidden", "256", "--max-tokens", "4"),
-        *("--dir", str(tmp_path), "--json", str(json_file)),
-        *("--algorithms", "one_shot,two_shot,unfused"),
+    arguments = (
+        *("tune", "--tp", "2", "--device", "cpu", "--hidden", "256", "--max-tokens", "4", "--busy"),
+        *("--dir", str(tmp_path), "--algorithms", "one_shot,two_shot,unfused"),
     )
+    done = command(*arguments)
+    assert done.returncode == 1, "nobody can be asked"
+    assert "pass --yes" in done.stdout
+    assert "256 columns, bfloat16, norm: from 1: unfused -> from 1: " in done.stdout
+    assert tuning.read(path, name, 2).tuned.curves == forced
+    done = command(*arguments, "--yes", "--json", str(json_file))
     assert done.returncode == 0, done.stdout + done.stderr
     assert str(path) in done.stdout
     found = rows(json_file)
@@ -158,7 +166,7 @@ def test_check(tmp_path: pathlib.Path) -> None:
     json_file = tmp_path / "rows.jsonl"
     done = command(
         *("tune", "--check", "--tp", "2", "--device", "cpu", "--hidden", "256"),
-        *("--max-tokens", "4", "--dir", str(tmp_path), "--json", str(json_file)),
+        *("--max-tokens", "4", "--dir", str(tmp_path), "--json", str(json_file), "--busy"),
     )
     assert done.returncode == 1, done.stdout + done.stderr
     assert "of 3 points are within 5 % of the best algorithm" in done.stdout
@@ -172,6 +180,47 @@ def test_check(tmp_path: pathlib.Path) -> None:
         assert row["auto_us"] == pytest.approx(row["ratio"] * row["best_us"])  # type: ignore[operator]
     before = json.loads(path.read_text())
     assert before["date"] == "2020-01-01", "--check stores nothing"
+
+
+def test_a_busy_machine_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    monkeypatch.setattr(topology, "num_cores", lambda: 4)
+    arguments = ("tune", "--device", "cpu", "--tp", "2,3", "--dir", str(tmp_path))
+    measured: list[int] = []
+
+    def measure(job: ranks_tune.Job, size: int, show: Any) -> ranks_tune.Result:
+        measured.append(size)
+        return ranks_tune.Result([])
+
+    monkeypatch.setattr(ranks_tune, "measure", measure)
+    for busy, ran in ((2.0, []), (1.4, [2, 3]), (None, [2, 3])):
+        measured.clear()
+        monkeypatch.setattr(topology, "busy_cores", lambda busy=busy: busy)
+        done = CliRunner().invoke(app, arguments)
+        assert measured == ran, done.output
+        assert done.exit_code == (1 if ran else 2)
+        assert ("2.0 of 4 cores are busy" in done.output) == (not ran)
+    monkeypatch.setattr(topology, "busy_cores", lambda: 4.0)
+    measured.clear()
+    CliRunner().invoke(app, (*arguments, "--busy"))
+    assert measured == [2, 3]
+
+
+@pytest.mark.parametrize(("again", "runs"), [(1.0, 2), (1.09, 2), (1.2, ranks_tune._MOST_RUNS)])
+def test_times_are_taken_until_two_runs_agree(
+    monkeypatch: pytest.MonkeyPatch, again: float, runs: int
+) -> None:
+    """Each run takes `again` times as long as the one before; the least median counts."""
+    taken: list[float] = []
+
+    def time_cpu(arms: list[Any], seconds: float) -> dict[str, list[float]]:
+        taken.append(10.0 * again ** len(taken))
+        return {"one_shot": [taken[-1]] * 3}
+
+    monkeypatch.setattr(ranks_tune.clock, "time_cpu", time_cpu)
+    monkeypatch.setattr(ranks_tune, "gather", lambda own: [own])
+    arm = SimpleNamespace(name="one_shot")
+    assert ranks_tune._time(JOB, {ONE: arm}, 1) == {ONE: 10.0}  # type: ignore[dict-item]
+    assert len(taken) == runs
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from allnorm.bench import modes
+from allnorm.testing import DTYPES
 
 
 @dataclass(frozen=True)
@@ -115,3 +116,21 @@ class Job:
     def always(self) -> tuple[str, ...]:
         """The arms that the others are compared with; they run even if not asked for."""
         return (REFERENCE, self.torch_arm, LOCAL)
+
+
+def memory_bytes(job: Job, world_size: int) -> int:
+    """What a rank needs, estimated: its part of the weights, the caches, the logits kept."""
+    model, batch = job.model, max(job.batch_sizes)
+    element = DTYPES[job.dtype].itemsize
+    heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    layer = model.hidden_size * (heads + model.num_heads * model.head_dim)
+    layer += 3 * model.hidden_size * model.intermediate_size
+    head = model.vocab_size * model.hidden_size
+    weights = (model.num_layers * layer + head) // world_size + head  # the embedding is whole
+    steps = job.prompt + job.tokens
+    caches = 2 * model.num_layers * model.num_kv_heads * model.head_dim * batch * steps
+    logits = min(4 << 30, 4 * 4 * batch * job.tokens * model.vocab_size // world_size)
+    widest = (
+        batch * job.prompt * (2 * model.intermediate_size // world_size + 4 * model.hidden_size)
+    )
+    return element * (weights + caches // world_size + widest) + logits
