@@ -117,18 +117,13 @@ class FittedTable:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Any]:
         """Renders what fits, and says what does not."""
         shown, dropped = self.fitting(options.max_width)
+        widths = self._widths(shown, options.max_width)
         table = Table(title=self.title, title_justify="left", header_style="bold")
-        for index in shown:
+        for index, width in zip(shown, widths, strict=True):
             name = self.columns[index]
-            is_text = name in self.words
-            left = index == 0 or is_text
-            table.add_column(
-                name,
-                justify="left" if left else "right",
-                overflow="fold",
-                no_wrap=not is_text,
-                min_width=self._width(index),
-            )
+            left = index == 0 or name in self.words
+            justify: Any = "left" if left else "right"
+            table.add_column(name, justify=justify, overflow="fold", width=width)
         for row in self.rows:
             table.add_row(*(row[index] for index in shown))
         yield table
@@ -149,6 +144,21 @@ class FittedTable:
             shown.remove(index)
             dropped.append(index)
         return shown, sorted(dropped)
+
+    def _widths(self, shown: Sequence[int], width: int) -> list[int]:
+        """Of the columns: what they need, and of what is left as much as text can use."""
+        needed = [self._width(index) for index in shown]
+        left = width - 1 - sum(3 + each for each in needed)
+        wanted = {
+            place: max(Text.from_markup(row[index]).cell_len for row in self.rows) - needed[place]
+            for place, index in enumerate(shown)
+            if self.columns[index] in self.words and self.rows
+        }
+        for count, place in enumerate(sorted(wanted, key=wanted.__getitem__)):
+            more = min(max(0, wanted[place]), max(0, left) // (len(wanted) - count))
+            needed[place] += more
+            left -= more
+        return needed
 
     def _width(self, index: int) -> int:
         """Characters that a column needs: its longest line, of text its longest word."""
