@@ -19,7 +19,7 @@ UNFUSED_GATHER_BYTES = 256 << 20
 MOST_BLOCKS = 1 << 16
 
 # Bytes that one rank may push in one_shot, to all peers together, before two_shot is faster (H200,
-# bf16, CUDA graphs, 2026-11; docs/performance.md): at 4 ranks 16x4096 takes 4.9 us in one_shot and
+# bf16, CUDA graphs, 2026-11; docs/engineering-log): at 4 ranks 16x4096 takes 4.9 us in one_shot and
 # 5.2 in two_shot, 32x4096 6.2 and 5.4. Other world sizes are scaled by it. At two ranks both send
 # the same bytes, one_shot in one hop: 256x4096 takes 9.0 and 9.7 us, 512x4096 16.1 and 16.6,
 # 8192x4096 198 and 198 where the rate of the link is not known, else 188 and 189.
@@ -29,7 +29,7 @@ _ONE_SHOT_MAX_BYTES_CPU = 64 << 10
 
 # Tables are measured without a limit of blocks. With one, two_shot falls behind at two ranks, which
 # send the same bytes in both: H200, bf16, 64 blocks, 2026-11, 2048x4096 takes 75 us in two_shot and
-# 56 in one_shot, 8192x4096 285 and 204 (docs/performance.md, "A part of the GPU").
+# 56 in one_shot, 8192x4096 285 and 204 (docs/engineering-log, "A part of the GPU").
 _LIMITED_PAIR = "two ranks and a limit of {} blocks: what two_shot does twice would cost more"
 
 _SAME_WIDTH = {"bfloat16": "float16", "float16": "bfloat16"}

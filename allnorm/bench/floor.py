@@ -23,7 +23,7 @@ from allnorm import quant
 from allnorm.bench.modes import Mode, quant_of
 
 # 8x H200, NVSwitch, no multicast, CUDA 13.0, 264 blocks of 512 threads, all ranks at once: the best
-# of the sweeps behind docs/performance.md. 132 blocks reach 361, 347 and 329.
+# of the sweeps behind docs/engineering-log. 132 blocks reach 361, 347 and 329.
 _PUSH_GBPS = {"H200": {2: 362.0, 4: 350.0, 8: 334.0}}
 
 

@@ -118,7 +118,7 @@ class Exchange {
   // No lane leaves the loop before the others: the hardware would run what follows once for those
   // that left first and once more for the rest. H200, 2 ranks, bf16, 4096 columns, 2026-11: 1 row
   // 2.5 us, 16 rows 3.7 and 128 rows 6.6 if each lane leaves on its own; 2.4, 3.1 and 5.9 like
-  // this (docs/performance.md).
+  // this (docs/engineering-log).
   template <class Ready, class Missing>
   __device__ __forceinline__ bool wait_together(Ready&& ready, Missing&& missing) {
     pause();

@@ -78,7 +78,7 @@ class RowStream {
   // one_shot of two ranks and many rows: a cluster sends a row when it is done with the one before,
   // and when the link is due to take it. Sent ahead, it would hold up what is left to do of the row
   // before. H200, bf16, 2026-11, 4096 columns, unpaced: 384 rows 12.7 us instead of 13.9, 512 16.1
-  // instead of 17.3, 1024 29.0 instead of 29.2, 8192 198 instead of 196 (docs/performance.md).
+  // instead of 17.3, 1024 29.0 instead of 29.2, 8192 198 instead of 196 (docs/engineering-log).
   __device__ __forceinline__ void run_paced(const Pack& own) {
     Pace pace;
     if (step_ < end_) pace.start(params_.row_ps, first_, step_, 1);
@@ -134,7 +134,7 @@ class RowStream {
   // received: its own, of the turn before, would be waited for together with them. 64 blocks,
   // 8192x4096 at 2 ranks, H200, bf16, 2026-11: 275 us like other grids, 254 with one row on its
   // way, 208 with two, 278 if slots are looked at in their turn, 299 with the loads before the
-  // receipt; which of these were timed in which form is in docs/performance.md.
+  // receipt; which of these were timed in which form is in docs/engineering-log.
   __device__ __forceinline__ void run_few_blocks(Pack own) {
     Pack next = load(first_ + step_);
     send(first_, own);

@@ -26,7 +26,7 @@ inline int threads_of(int64_t packs, int cluster_size) {
 }
 
 // Widest spread of a row when there are few: blocks of a row, and blocks of all rows together.
-// H200, bf16, 2026-11 (docs/performance.md): at 4 ranks 1x4096 takes 4.06 us with one block, 3.69
+// H200, bf16, 2026-11 (docs/engineering-log): at 4 ranks 1x4096 takes 4.06 us with one block, 3.69
 // with two, 3.44 with four, 3.48 with eight; 16x4096 5.19, 5.06, 5.01, 5.03. Beyond 128 blocks,
 // about one an SM, spreading costs: 64x4096 at 4 ranks 8.6 us with one block, 9.2 with four.
 constexpr int kSpreadBlocks = 4;
@@ -63,7 +63,7 @@ inline int choose_local_cluster_size(int64_t packs, int64_t num_tokens) {
 
 // How `num_tokens` rows, of `cluster_size` blocks each, are spread over at most `most_blocks`.
 // Grid::kFew was measured with 64 blocks, where it is the fastest, and with 132, where it is not
-// (docs/performance.md).
+// (docs/engineering-log).
 inline Grid choose_grid(int64_t num_tokens, int cluster_size, int most_blocks, int num_sms) {
   if (most_blocks > num_sms) {
     return num_tokens * cluster_size > num_sms ? Grid::kDense : Grid::kSparse;

@@ -2,7 +2,7 @@
 // rows of whole, aligned packs that a cluster of blocks holds, one pack a thread.
 //
 // Rows are streamed: while one is normed, the inputs of the next are on their way. H200, bf16,
-// 2026-11, 1x4096 and 8192x4096: 1.8 and 72 us, local_kernel() 2.5 and 110 (docs/performance.md).
+// 2026-11, 1x4096 and 8192x4096: 1.8 and 72 us, local_kernel() 2.5 and 110 (docs/engineering-log).
 #ifndef ALLNORM_CUDA_LOCAL_ROWS_CUH_
 #define ALLNORM_CUDA_LOCAL_ROWS_CUH_
 

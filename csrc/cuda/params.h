@@ -61,7 +61,7 @@ struct QuantParams {
   int32_t format;           // AllnormScaleFormat
   int32_t packs_per_group;  // a power of two; per token those of a row, any number
   // Its logarithm; per token so large that every pack is in group 0. Dividing integers where
-  // results are stored took 0.1 us (docs/performance.md).
+  // results are stored took 0.1 us (docs/engineering-log).
   int32_t group_shift;
   int32_t groups;  // of a row; 0 per tensor
 
