@@ -6,6 +6,7 @@
 #   make test-engines  the plugins in the packages of serving engines, without GPUs; about 1 GB each to install
 #   make sanitize  C++ tests under sanitizers          make wheel    dist/*.whl
 #   make mutants   defects put into the CUDA kernels, which the tests must report
+#   make docs      the site, build/site: strict, with the references made from docstrings and options
 #   make inplace   libraries into allnorm/lib, to run from the source tree
 #   make clean     removes what was built; the virtual environment stays
 #
@@ -45,7 +46,7 @@ PACKAGE_SETTINGS = --config-settings=build-dir=$(BUILD)/package \
 	--config-settings=cmake.define.ALLNORM_CUDA=$(CUDA) \
 	'--config-settings=cmake.define.ALLNORM_CUDA_ARCHITECTURES=$(CUDA_ARCHS)'
 
-.PHONY: bench test test-cpp test-python test-engines lint format sanitize mutants wheel inplace install clean
+.PHONY: bench test test-cpp test-python test-engines lint format sanitize mutants docs wheel inplace install clean
 .DELETE_ON_ERROR:
 
 bench: $(STAMPS)/install
@@ -102,6 +103,11 @@ format: $(STAMPS)/lint
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_FILES)
 
+docs: $(STAMPS)/install $(STAMPS)/docs
+	$(BIN)/python -P -m typer allnorm.cli.app utils docs --name allnorm --title "Command line" \
+	  --output docs/reference/commands.md > /dev/null
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
 install: $(STAMPS)/install
 
 wheel: $(STAMPS)/run
@@ -123,7 +129,7 @@ $(STAMPS)/run: pyproject.toml constraints.txt tools/setup_venv.py
 	$(PYTHON) tools/setup_venv.py $(VENV) build run
 	@mkdir -p $(@D) && touch $@
 
-$(STAMPS)/test $(STAMPS)/lint: $(STAMPS)/%: $(STAMPS)/run
+$(STAMPS)/test $(STAMPS)/lint $(STAMPS)/docs: $(STAMPS)/%: $(STAMPS)/run
 	$(PYTHON) tools/setup_venv.py $(VENV) $*
 	@mkdir -p $(@D) && touch $@
 
