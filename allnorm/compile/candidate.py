@@ -133,6 +133,7 @@ class Match:
     members: list[Node] = field(default_factory=list)
     dead: list[Node] = field(default_factory=list)
     late: bool = False
+    _served: dict[Node, None] = field(default_factory=dict, repr=False)
 
     @property
     def inputs(self) -> list[Node]:
@@ -158,5 +159,8 @@ class Match:
 
     def served_nodes(self, values: Values) -> dict[Node, None]:
         """Every node that a result of the call stands for."""
-        served = self.candidate.served
-        return {node: None for value in served for node in self.handed_over(values, value)}
+        if not self._served:
+            served = self.candidate.served
+            nodes = (node for value in served for node in self.handed_over(values, value))
+            self._served = dict.fromkeys(nodes)
+        return self._served
