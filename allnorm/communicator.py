@@ -514,14 +514,13 @@ class Communicator:
         """Whether calls are refused: after `close()`, and in a child of fork()."""
         return self._endpoint.closed
 
-    def __copy__(self) -> NoReturn:
-        raise TypeError(_NO_COPIES)
-
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise TypeError(_NO_COPIES)
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError(_NO_COPIES)
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:  # what copy, deepcopy and pickle ask
+        raise TypeError(
+            "a Communicator cannot be copied or pickled: it is one rank's end of an exchange with "
+            "other processes, and a copy would release what the original uses. Pass the object "
+            "itself, or its `name` to allnorm.communicator.communicator() in the same process; "
+            "other processes make their own."
+        )
 
     def __enter__(self) -> Communicator:
         self._endpoint.check_open()
@@ -547,14 +546,6 @@ class Communicator:
     def __repr__(self) -> str:
         state = "closed" if self.is_closed else self.name
         return f"<Communicator {state}: rank {self.rank} of {self.world_size} on {self.device}>"
-
-
-_NO_COPIES = (
-    "a Communicator cannot be copied or pickled: it is one rank's end of an exchange with other "
-    "processes, and a copy would release what the original uses. Pass the object itself, or its "
-    "`name` to allnorm.communicator.communicator() in the same process; other processes make their "
-    "own."
-)
 
 
 # Open communicators, by name and kind of device.
