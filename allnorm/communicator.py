@@ -18,7 +18,7 @@ import torch.distributed as dist
 from allnorm import policy
 from allnorm.core import arguments, traced
 from allnorm.core.arguments import DTYPES
-from allnorm.core.call import split_scale, without_tensors
+from allnorm.core.call import Call, split_scale
 from allnorm.core.endpoint import Stats
 from allnorm.core.opening import Settings, open_endpoint, resolve_device
 from allnorm.core.shortcuts import is_traced
@@ -450,8 +450,9 @@ class Communicator:
         arguments.check_width("x", hidden_size)
         spec, static_scale = split_scale(quant)
         x = torch.empty((num_tokens, hidden_size), dtype=dtype, device="meta")
-        call = without_tensors(
-            *(x, "all_reduce_add_rms_norm" if quant is None else "all_reduce_add_rms_norm_quant"),
+        call = Call(
+            x,
+            op="all_reduce_add_rms_norm" + ("" if quant is None else "_quant"),
             algorithm=algorithm,
             residual_sharded=residual_sharded,
             quant=spec,

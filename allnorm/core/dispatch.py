@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import threading
 import weakref
 from collections.abc import Callable
 from math import copysign
@@ -19,11 +20,8 @@ import torch
 
 from allnorm import policy
 from allnorm.core import _native, arguments, fast_call
-from allnorm.core.arguments import row_shard
 from allnorm.core.call import Call
-from allnorm.core.fast_call import FastCall
 from allnorm.core.launch import Launch, Memory, describe
-from allnorm.core.shortcuts import new_tensors
 from allnorm.core.tensors import is_plain
 from allnorm.errors import CommunicatorClosedError, UnsupportedError
 from allnorm.policy import Plan
@@ -36,15 +34,14 @@ class Target(Protocol):
     """Who makes the calls of a dispatcher: the endpoint of a communicator, or one rank alone."""
 
     device: torch.device
+    rank: int
+    world_size: int
 
     def check_open(self) -> None:
         """Raises unless calls can be made."""
 
     def choose(self, call: Call) -> Plan:
         """How a checked call runs; raises if it cannot, on every rank alike."""
-
-    def shard(self, call: Call) -> tuple[int, int] | None:
-        """This rank's rows, where rows belong to ranks."""
 
     def run(self, launch: Launch, call: Call, memory: Memory) -> None:
         """Makes the call."""
@@ -64,8 +61,9 @@ class Dispatcher:
 
     Args:
         target: who makes them.
-        connect: makes the FastCall in front of it, from the functions for calls that it does not
-            recognise and for launches that failed.
+        function: of the library, by which repeated ones are made; None if each is made by `target`.
+        handle: that it takes, if it takes one.
+        lock: held while it runs, if another thread may make calls.
 
     Attributes:
         call: makes a call and returns its results, one tensor or a tuple of them; takes the fields
@@ -73,10 +71,15 @@ class Dispatcher:
         fast: what `call` recognises; its owner closes it.
     """
 
-    def __init__(self, target: Target, connect: Callable[..., FastCall]) -> None:
+    def __init__(
+        self,
+        target: Target,
+        function: Any,
+        handle: int | None = None,
+        lock: threading.Lock | None = None,
+    ) -> None:
         self._target = target
         self._launches: dict[Any, Launch] = {}
-        self._new = new_tensors(target.device)
         # What csrc/python holds is not seen by the garbage collector: it must not hold this.
         myself = weakref.ref(self)
 
@@ -86,7 +89,7 @@ class Dispatcher:
         def failed(status: int, *fields: Any) -> NoReturn:
             _living(myself)._fail(status, Call(*fields))
 
-        self.fast = connect(missed, failed)
+        self.fast = fast_call.new(missed, failed, target.device, function, handle, lock)
         self.call: Callable[..., Any] = self.fast.call
 
     def launches(self) -> list[Launch]:
@@ -109,11 +112,11 @@ class Dispatcher:
             plan = launch.plan
         try:
             if launch is None:
-                launch = Launch(call, plan, self._target.shard(call))
+                launch = Launch(call, plan, self._shard(call))
                 self._keep(key, launch)
-                memory = launch.allocate(call, self._new())
+                memory = launch.allocate(call)
             else:
-                memory = launch.allocate(call, self._new())
+                memory = launch.allocate(call)
                 if self._target.can_repeat(launch):
                     fast_call.keep(self.fast, launch, call, memory)
         except Exception as error:
@@ -136,6 +139,12 @@ class Dispatcher:
         if launch is not None and not all(map(is_plain, call.given)):
             return None, None
         return key, launch
+
+    def _shard(self, call: Call) -> tuple[int, int] | None:
+        """This rank's rows, where rows belong to ranks."""
+        if not call.owns_rows:
+            return None
+        return arguments.row_shard(call.rows, self._target.world_size, self._target.rank)
 
     def _keep(self, key: Any, launch: Launch) -> None:
         if key is None or launch.is_virtual:
@@ -224,10 +233,6 @@ class Chooser:
                 "algorithm='auto' or 'unfused'; the results are the same bits."
             )
         return plan
-
-    def shard(self, call: Call, rank: int) -> tuple[int, int] | None:
-        """A rank's rows, where rows belong to ranks."""
-        return row_shard(call.rows, self.traits.world_size, rank) if call.owns_rows else None
 
     def use_tables(self, tables: tuple[policy.Table, ...]) -> None:
         """Lets other tables decide."""

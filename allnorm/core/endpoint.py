@@ -25,7 +25,6 @@ from allnorm.core.refusal import Refusal, is_refusal
 from allnorm.core.watch import Watch
 from allnorm.core.workspace import Workspace
 from allnorm.errors import AllnormError, CommunicatorClosedError, PeerDiedError, PeerTimeoutError
-from allnorm.policy import Plan
 
 # How long after its connections a process may live on.
 _END_SECONDS = 0.5
@@ -110,10 +109,11 @@ class Endpoint:
         # Makes the error of an unfused call that failed amid its exchange.
         self._broken: Callable[[], PeerTimeoutError] | None = None
         self._unfused: Counter[str] = Counter()  # calls, by why they ran so
-        self.dispatcher = Dispatcher(
-            self,
-            fast_call.of_communicator(library, handle, self.world_size, device, self._lock),
-        )
+        self.choose = chooser.choose  # as Dispatcher asks for it
+        if handle:
+            self.dispatcher = Dispatcher(self, library.run, handle, self._lock)
+        else:  # one rank needs no exchange; more go through the process group
+            self.dispatcher = Dispatcher(self, library.local if self.world_size == 1 else None)
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -146,14 +146,6 @@ class Endpoint:
                 "communicator here, in a process group of its own."
             )
         raise CommunicatorClosedError(f"communicator {self.name} is closed: make a new one.")
-
-    def choose(self, call: Call) -> Plan:
-        """How a call runs."""
-        return self.chooser.choose(call)
-
-    def shard(self, call: Call) -> tuple[int, int] | None:
-        """This rank's rows, where rows belong to ranks."""
-        return self.chooser.shard(call, self.rank)
 
     def can_repeat(self, launch: Launch) -> bool:
         """Whether the library makes such a call by itself."""

@@ -10,7 +10,7 @@ import torch
 from allnorm.core import _native, arguments, tensors
 from allnorm.core.arguments import DTYPES, Like, rows_of
 from allnorm.core.call import Call
-from allnorm.core.shortcuts import New, current_raw_stream
+from allnorm.core.shortcuts import current_raw_stream
 from allnorm.core.tensors import LOW_ADDRESS
 from allnorm.errors import AllnormError, UnsupportedError
 from allnorm.policy import Plan
@@ -79,11 +79,12 @@ class Result(NamedTuple):
     may_be: str = ""
     scale: ScaleGeometry | None = None
 
-    def make(self, new: New) -> torch.Tensor:
+    def make(self) -> torch.Tensor:
         """New memory for it."""
+        shape, dtype, device, _ = self.like
         if self.scale is not None and self.scale.padded:
-            return self.scale.empty(self.like.device)
-        return new(tuple(self.like.shape), self.stride, self.like.dtype)
+            return self.scale.empty(device)
+        return torch.empty_strided(shape, self.stride, dtype=dtype, device=device)
 
 
 Memory = dict[str, torch.Tensor]
@@ -190,7 +191,7 @@ class Launch:
 
     # ---- memory for results ---------------------------------------------------------------------
 
-    def allocate(self, call: Call, new: New) -> Memory:
+    def allocate(self, call: Call) -> Memory:
         """What the kernels write: the caller's memory where they can, new memory elsewhere.
 
         Raises:
@@ -211,7 +212,7 @@ class Launch:
                 arguments.check_overlap(result.name, whole, taken, result.may_be)
                 taken[result.name] = whole
             usable = given is not None and (result.scale is not None or self._can_write(given))
-            memory[result.field] = given if usable else result.make(new)
+            memory[result.field] = given if usable else result.make()
         return memory
 
     def _can_write(self, result: torch.Tensor) -> bool:

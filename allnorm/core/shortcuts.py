@@ -46,26 +46,6 @@ def alike(tensors: Sequence[torch.Tensor]) -> Check:
     return _guards_of(tensors) if _guards_hold() else _never
 
 
-def new_tensors(device: torch.device) -> Callable[[], New]:
-    """What to ask before each call for a function that makes tensors on `device`, with no values.
-
-    The fast function knows the current device only: while that is another one, the answer is the
-    public way.
-    """
-
-    def plain(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty_strided(shape, stride, dtype=dtype, device=device)
-
-    fast = fast_empty(device)
-    if device.type == "cpu":
-        new = fast or plain
-        return lambda: new
-    if fast is None:
-        return lambda: plain
-    index = device.index
-    return lambda: fast if current_device() == index else plain
-
-
 def fast_empty(device: torch.device) -> New | None:
     """A function that makes tensors on `device`, with no values, while that is the current one.
 
