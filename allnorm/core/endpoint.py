@@ -120,7 +120,8 @@ class Endpoint:
         """The ranks; None after `close()` and when the group was destroyed."""
         return self._group()
 
-    def _living_group(self) -> dist.ProcessGroup:
+    def living_group(self) -> dist.ProcessGroup:
+        """The ranks; raises if the group was destroyed."""
         group = self._group()
         if group is None:
             raise CommunicatorClosedError(
@@ -197,10 +198,10 @@ class Endpoint:
         self._take_turn()
         try:
             if algorithm == "unfused":
-                unfused.refuse(self._channel, self, self.rank)
+                unfused.refuse(self._channel, self)
                 return
             self._refused = f"{type(error).__name__}: {error}"
-            faults.publish_refusal(self._living_group(), self.name, self.rank, self._refused)
+            faults.publish_refusal(self.living_group(), self.name, self.rank, self._refused)
             if self._refusal is None:
                 self._refusal = Refusal(self.device)
             self._refusal.run(self._library, self._handle)
@@ -214,7 +215,7 @@ class Endpoint:
         if status == _native.CLOSED:
             self.check_open()
         if status in _RECORDED:
-            self._check(launch)
+            self.check(launch)
         try:
             raise_status(self._library, status)
         except ValueError as error:  # refused before anything was exchanged
@@ -233,7 +234,7 @@ class Endpoint:
         self._holder = threading.get_ident()
         if self.closed or self._broken is not None:
             self._end_turn()
-            self._check(None)
+            self.check()
 
     def _end_turn(self) -> None:
         self._holder = 0
@@ -264,16 +265,15 @@ class Endpoint:
     def _run_unfused(self, launch: Launch, x: torch.Tensor | None, memory: Memory) -> int:
         assert x is not None
         self.check()  # the library does it for the others
+        self.living_group()  # raises before the ranks tell each other anything
         if self.world_size > 1:
             self._unfused[launch.plan.reason] += 1
         try:
-            return unfused.run(
-                *(launch, self._library, self._living_group(), self._channel, self, x, memory)
-            )
+            return unfused.run(*(launch, self._library, self._channel, self, x, memory))
         except AllnormError:
             raise  # what the ranks told each other first; the channel keeps what it must
         except BaseException as error:
-            if self._has_failed():
+            if self._failure() is not None:
                 raise  # a wait for the others' announcements, which has told them
             # Amid the exchange: peers may have gone on, and a later call would meet them in this.
             self._broken = self._what_broke(error)
@@ -282,13 +282,13 @@ class Endpoint:
                 raise self._broken() from error
             raise
 
-    def _has_failed(self) -> bool:
-        """Whether the library has recorded what every later call will raise."""
+    def _failure(self) -> AllnormError | None:
+        """What `check` raises, if anything."""
         try:
-            self._check(None)
-        except AllnormError:
-            return True
-        return False
+            self.check()
+        except AllnormError as error:
+            return error
+        return None
 
     def look_at_peers(self, seconds: float) -> None:
         """Ends a wait of so many seconds for the process group, by raising, if it is to end."""
@@ -320,10 +320,6 @@ class Endpoint:
 
     # ---- state ----------------------------------------------------------------------------------
 
-    def check(self) -> None:
-        """As `Communicator.check`."""
-        self._check(None)
-
     def stats(self) -> Stats:
         """As `Communicator.stats`."""
         self.check_open()
@@ -337,15 +333,12 @@ class Endpoint:
         if self._handle and self._channel is not None and self.device.type == "cpu":
             fused["two_shot"] -= self._channel.launches  # made with the same handle
         reasons = dict(self._unfused)
-        fault = None
-        try:
-            self._check(None)
-        except AllnormError as error:
-            fault = f"{type(error).__name__}: {error}"
+        failure = self._failure()
+        fault = None if failure is None else f"{type(failure).__name__}: {failure}"
         return Stats({**fused, "unfused": sum(reasons.values())}, reasons, fault)
 
-    def _check(self, launch: Launch | None) -> None:
-        """As `check`, after a call by `launch`, if one is known."""
+    def check(self, launch: Launch | None = None) -> None:
+        """As `Communicator.check`; after a call by `launch`, if one is known."""
         self.check_open()
         if self._broken is not None:
             raise self._broken()
@@ -365,7 +358,7 @@ class Endpoint:
             own = self._account(fault, launch)
             seen: faults.Account = {}
             if fault.status == _native.DIVERGED:
-                seen = faults.ask(self._living_group(), self.name, fault, own)
+                seen = faults.ask(self.living_group(), self.name, fault, own)
             self._accounts = own, seen
         return faults.fault_error(fault, self.timeout, *self._accounts, watch=self.watch)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import datetime
 import math
 import warnings
@@ -19,7 +18,6 @@ from allnorm._version import __version__
 from allnorm.core import _native, arguments, channel, watch, workspace
 from allnorm.core.dispatch import Chooser
 from allnorm.core.endpoint import Endpoint
-from allnorm.core.launch import raise_status
 from allnorm.core.rendezvous import Rendezvous
 from allnorm.errors import ConfigurationError, UnsupportedError
 
@@ -187,23 +185,12 @@ def _start(meeting: Rendezvous, checked: _Checked, memory: workspace.Workspace) 
     """Starts the native communicator; returns its handle, 0 if ranks cannot exchange directly."""
     if not memory.addresses:
         return 0
-    native = _native.CommConfig(
-        struct_bytes=ctypes.sizeof(_native.CommConfig),
-        rank=meeting.rank,
-        world_size=meeting.world_size,
+    return channel.start(
+        *(checked.library, meeting, memory, _nanoseconds(checked.timeout)),
         device=-1 if checked.device.type == "cpu" else checked.device.index,
-        workspace_bytes=memory.num_bytes,
-        timeout_ns=_nanoseconds(checked.timeout),
         first_op=checked.first_op,
         flags=checked.flags,
     )
-    native.workspaces[: meeting.world_size] = memory.addresses
-    handle = ctypes.c_void_p()
-    raise_status(
-        checked.library,
-        checked.library.comm_create(ctypes.addressof(native), ctypes.addressof(handle)),
-    )
-    return int(handle.value or 0)
 
 
 def _reporter(endpoint: weakref.ref[Endpoint]) -> Callable[[int, bool], None]:
