@@ -553,11 +553,12 @@ class Communicator:
 _open: weakref.WeakValueDictionary[tuple[str, str], Communicator] = weakref.WeakValueDictionary()
 # What makes their calls, by name and whether they are on CUDA: operators find it there, quickly.
 _open_calls: dict[tuple[str, bool], Callable[..., Any]] = {}
-# How many there have been of a group, by its name and the kind of device.
+# How many communicators this process has made of a group, by its name and the kind of device.
 _made: dict[tuple[str, str], int] = {}
 # Those of `for_group`, by the id of the group.
 _of_group: dict[tuple[int, torch.device], Communicator] = {}
 _making = threading.RLock()
+# All that are not freed: a child of fork() must not touch what they use.
 _living: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
 

@@ -78,7 +78,7 @@ ALLOWED = {
     "core.opening": {
         *("_version", "config", "core._native", "core.arguments", "core.channel", "core.dispatch"),
         *("core.endpoint", "core.launch", "core.rendezvous", "core.watch", "core.workspace"),
-        *("errors", "policy", "tuning"),
+        *("errors", "names", "policy", "quant", "tuning"),
     },
     "core.traced": {"core.arguments", "quant"},
     "communicator": {

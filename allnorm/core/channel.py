@@ -1,4 +1,4 @@
-"""Words that ranks exchange on the host before an `unfused` call, with the deadline of every wait.
+"""What ranks tell each other on the host before an `unfused` call, with a deadline for every wait.
 
 Collectives of a process group have a timeout of their own, do not say who is missing, and end the
 process where numbers of bytes differ. So the ranks tell each other first what they are about to do:
@@ -25,7 +25,7 @@ from allnorm.core.rendezvous import Mailbox, Rendezvous
 from allnorm.core.watch import Watch
 from allnorm.errors import PeerDiedError, PeerTimeoutError
 
-# Whole numbers of 64 bits that an announcement has.
+# 64-bit integers of an announcement.
 WORDS = 14
 
 
@@ -235,7 +235,6 @@ class _Messages(Channel):
             peer=peer,
             op=self._mailbox.calls,
             expected="an unfused call",
-            seen="nothing",
         )
         return self._failed
 

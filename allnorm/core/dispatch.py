@@ -1,8 +1,8 @@
 """The way of a call: recognise it, check it, choose an algorithm, bind its tensors, launch.
 
-What a call may look like and how it runs depends on the geometry of its tensors, not on where they
-are. So it is decided once, and kept as a Launch by that geometry; and a call that was made twice is
-made again by csrc/python, which holds the few that came last and does without this file.
+Whether a call is allowed, and how it runs, depends on the geometry of its tensors and not on their
+addresses. So that is decided once, and kept as a Launch under that geometry. Of calls that came
+twice csrc/python keeps the most recent ones too, and repeats them without this file.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class Target(Protocol):
         """Makes the call."""
 
     def can_repeat(self, launch: Launch) -> bool:
-        """Whether the library makes such a call by itself."""
+        """Whether csrc/python may repeat such a call, without `run`."""
 
     def refuse(self, error: Exception, algorithm: str) -> None:
-        """This rank alone may refuse a call, which its peers may be making by `algorithm`."""
+        """Tells the peers that this rank refuses a call that they may be making."""
 
     def fail(self, status: int, launch: Launch | None) -> NoReturn:
-        """Raises what a call has ended with."""
+        """Raises the error behind the status that a call returned."""
 
 
 class Dispatcher:
@@ -97,7 +97,7 @@ class Dispatcher:
         return list(self._launches.values())
 
     def forget(self) -> None:
-        """Decides anew about every call."""
+        """Drops every decision: each call is checked and chosen anew."""
         self._launches.clear()
         self.fast.forget()
 
@@ -135,7 +135,7 @@ class Dispatcher:
             launch = self._launches.get(key)
         except (AttributeError, TypeError, ValueError, RuntimeError, OverflowError):
             return None, None  # a wrong argument: the checks say which
-        # The geometry does not tell everything, but what it leaves out is never kept.
+        # Tensors of one geometry may still differ in kind; only calls of plain ones are kept.
         if launch is not None and not all(map(is_plain, call.given)):
             return None, None
         return key, launch
@@ -170,8 +170,8 @@ def _living(dispatcher: weakref.ref[Dispatcher]) -> Dispatcher:
 def _key_of(call: Call) -> tuple[Any, ...]:
     """What equal calls have in common: the geometry of their tensors, and their constants.
 
-    1.0 and True are equal, and so are 0.0 and -0.0, but they are different constants. Types come
-    first: comparisons end there before they ask a tensor.
+    1.0 and True are equal, and so are 0.0 and -0.0, but they are different constants. Types are
+    compared first, so that a tensor passed as a constant is never asked whether it is equal.
 
     Raises:
         AttributeError, TypeError, ValueError, RuntimeError, OverflowError: a tensor is none, or eps
@@ -235,7 +235,7 @@ class Chooser:
         return plan
 
     def use_tables(self, tables: tuple[policy.Table, ...]) -> None:
-        """Lets other tables decide."""
+        """Chooses by other tables from now on."""
         self.traits = dataclasses.replace(self.traits, tables=tables)
 
 

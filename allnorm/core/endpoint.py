@@ -26,11 +26,11 @@ from allnorm.core.watch import Watch
 from allnorm.core.workspace import Workspace
 from allnorm.errors import AllnormError, CommunicatorClosedError, PeerDiedError, PeerTimeoutError
 
-# How long after its connections a process may live on.
+# A process may outlive its connections by so long.
 _END_SECONDS = 0.5
-# A wait of so long is for a rank that has ended, and not for what it sent before it did.
+# After so long, what a rank sent before it ended has arrived: a longer wait is for the rank itself.
 _ARRIVAL_SECONDS = 0.2
-# What the library has a record of.
+# Statuses behind which the library has a fault record.
 _RECORDED = (
     *(_native.TIMEOUT, _native.DIVERGED, _native.PEER_DIED, _native.PEER_LEFT),
     _native.INTERRUPTED,
@@ -66,7 +66,7 @@ class Endpoint:
         library: of the backend.
         workspace: of all ranks.
         handle: of the native communicator; 0 if ranks cannot exchange directly.
-        channel: for words before unfused calls; None for one rank.
+        channel: over which ranks announce unfused calls; None for one rank.
         chooser: of the algorithms.
 
     Attributes:
@@ -88,8 +88,8 @@ class Endpoint:
         chooser: Chooser,
     ) -> None:
         self.name, self.device, self.timeout = name, device, timeout
-        # Held by torch until it is destroyed. One that outlived that would keep gloo from ending,
-        # which then aborts the interpreter at its exit.
+        # Weak: torch holds the group until it is destroyed. Held any longer, it would keep gloo
+        # from ending, which then aborts the interpreter at its exit.
         self._group: Callable[[], dist.ProcessGroup | None] = weakref.ref(group)
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.chooser = chooser
@@ -99,10 +99,10 @@ class Endpoint:
         self._channel = channel
         self._process = os.getpid()
         self._lock = threading.Lock()
-        self._holder = 0  # the thread that has the lock, if it is not one in csrc/python
-        self._streams: set[int | None] = {None}  # of which the library knows whether they last
+        self._holder = 0  # the thread that has the lock; 0 also while csrc/python has it
+        self._streams: set[int | None] = {None}  # that were reported by _note_stream()
         self._refusal: Refusal | None = None
-        # Why this rank has refused a call that its peers may have made, last.
+        # Why this rank last refused a call that its peers may have made.
         self._refused = ""
         # What this rank and its peer have said of the calls in which they diverged.
         self._accounts: tuple[faults.Account, faults.Account] | None = None
@@ -226,7 +226,7 @@ class Endpoint:
     def _take_turn(self) -> None:
         """Threads make their calls one after the other.
 
-        The lock also keeps another one from changing the prepared call while it is being read.
+        The lock also keeps another thread from changing the bound call while it is being read.
         """
         if not self._lock.acquire(False):
             self._refuse_within_call("a call")
@@ -250,7 +250,7 @@ class Endpoint:
             )
 
     def _note_stream(self, handle: int) -> None:
-        """Tells the library whether calls follow on a stream that lasts: each costs less then.
+        """Tells the library that a stream lasts as long as the process: calls on it cost less.
 
         Streams of torch are never destroyed; those that others have made, of which the handle is
         all that torch knows, may be.
@@ -275,7 +275,7 @@ class Endpoint:
         except BaseException as error:
             if self._failure() is not None:
                 raise  # a wait for the others' announcements, which has told them
-            # Amid the exchange: peers may have gone on, and a later call would meet them in this.
+            # In the middle of the exchange: peers may be in their next call, or still in this one.
             self._broken = self._what_broke(error)
             self.dispatcher.fast.close()
             if isinstance(error, RuntimeError):
@@ -313,9 +313,7 @@ class Endpoint:
             "Communicator over healthy ranks.",
             rank=self.rank,
             peer=-1 if peer is None else peer,
-            op=0,
             expected="an unfused call",
-            seen="nothing",
         )
 
     # ---- state ----------------------------------------------------------------------------------
@@ -366,7 +364,7 @@ class Endpoint:
         """What this rank says of the call in which it failed."""
         if is_refusal(fault.expected_shape, fault.expected_tokens):
             return {faults.REFUSED: self._refused}
-        # On CUDA it is an earlier one than the call that has found out.
+        # On CUDA the fault is of an earlier call than the one that reports it.
         launches = self.dispatcher.launches()
         if launch is not None and self.device.type == "cpu":
             launches = [launch]
@@ -387,8 +385,8 @@ class Endpoint:
         self.dispatcher.fast.close()
         if self._channel is not None:
             self._channel.end_waits()
-        # Ends calls that wait, and returns when no thread is in one any more. The handle stays, for
-        # who is on his way there.
+        # Ends calls that wait, and returns when no thread is in one any more. The handle stays
+        # valid for threads that are about to use it.
         busy = bool(self._handle) and self._library.comm_close(self._handle) == _native.BUSY
         with self._lock:
             if self._channel is not None:
@@ -399,7 +397,7 @@ class Endpoint:
             self._group = lambda: None
 
     def destroy(self) -> None:
-        """Frees what close() leaves for threads that are on their way. No thread may use it."""
+        """Frees what close() leaves for threads that are about to use it. None may be left."""
         if self._handle:
             self._library.comm_destroy(self._handle)
         if self._channel is not None:

@@ -26,7 +26,7 @@ from allnorm.core.launch import CUDA_ALIGN_BYTES, Launch, Memory
 from allnorm.quant import Fp8PerGroup, Fp8PerTensor, Fp8PerToken
 
 _pointer, _object = ctypes.c_void_p, ctypes.py_object
-_NOTHING, _TENSOR, _INPUT = range(3)  # Given of prepared.h
+_NOTHING, _TENSOR, _INPUT = range(3)  # values of Given in csrc/python/prepared.h
 # Constants that C may compare: equal ones of these types, of floats with the same bits, are the
 # same. Classes are compared too.
 _COMPARABLE = frozenset({float, int, bool, str, type(None), type, Fp8PerGroup, Fp8PerToken})
@@ -34,13 +34,13 @@ _STATIC_SCALE = Call._fields.index("static_scale")
 
 
 class FastCall(NamedTuple):
-    """What repeated calls are made with.
+    """The functions of csrc/python that stand in front of one Dispatcher.
 
     Attributes:
         call: takes the fields of a Call; returns the results.
-        keep: recognises what `_prepare` has returned from now on.
-        forget: recognises nothing that was kept until now.
-        close: the same, and a call that another thread is about to launch does nothing.
+        keep: takes what `_prepare` returns; `call` repeats such calls from now on.
+        forget: drops all that was kept.
+        close: the same; and a call that another thread is about to launch does nothing.
         holder: the thread that has a launch under way, as `threading.get_ident` names it, or 0.
     """
 

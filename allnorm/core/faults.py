@@ -178,7 +178,7 @@ def fault_error(
 
 
 def where_it_stands(fault: _native.Fault) -> str:
-    """How far the rank of a timeout is, by what it announced, and what can keep it there."""
+    """How far the peer of a timeout has come, by what it announced, and what can keep it there."""
     if fault.seen_op == fault.expected_op and fault.seen_shape == fault.expected_shape:
         return (
             f"Rank {fault.peer} has begun this operation and not done all of its part: it stands "

@@ -20,6 +20,8 @@ from allnorm.core.dispatch import Chooser
 from allnorm.core.endpoint import Endpoint
 from allnorm.core.rendezvous import Rendezvous
 from allnorm.errors import ConfigurationError, UnsupportedError
+from allnorm.names import NUMERICS
+from allnorm.quant import check_choice
 
 _OPERATIONS = 1 << 32  # numbers that they have
 _MAX_TIMEOUT_NS = (1 << 63) - 1  # what the library counts in
@@ -137,7 +139,7 @@ def name_of(group: dist.ProcessGroup, number: int) -> str:
 def _check(settings: Settings) -> _Checked:
     """Raises for what is wrong with this rank's settings."""
     environment = config.read_settings()
-    arguments.check_numerics(settings.numerics)
+    check_choice("numerics", settings.numerics, NUMERICS)
     device = resolve_device(settings.device)
     library = _native.library(device.type)
     timeout = _checked_timeout(settings.timeout) or environment.timeout or config.DEFAULT_TIMEOUT

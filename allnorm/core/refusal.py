@@ -17,8 +17,8 @@ from allnorm.core.launch import Launch
 from allnorm.policy import Plan
 
 _COLUMNS = 4  # 16 bytes, which every algorithm takes
-# Its CallShape: all_reduce_add_rms_norm by one_shot, numerics "vllm", no residual, float32. A call
-# of so few columns that somebody else made is called a refusal in the words of an error, no more.
+# Its CallShape: all_reduce_add_rms_norm by one_shot, numerics "vllm", no residual, float32. A real
+# call of this shape would be misnamed in the text of an error, and nothing else.
 SHAPE = 2 << 28 | 3 << 24 | _COLUMNS
 NUM_TOKENS = 1
 
