@@ -18,7 +18,7 @@ import torch.distributed as dist
 from allnorm import policy
 from allnorm.core import arguments, traced
 from allnorm.core.arguments import DTYPES
-from allnorm.core.call import split_scale, without_tensors
+from allnorm.core.call import Call, split_scale
 from allnorm.core.endpoint import Stats
 from allnorm.core.opening import Settings, open_endpoint, resolve_device
 from allnorm.core.shortcuts import is_traced
@@ -450,8 +450,9 @@ class Communicator:
         arguments.check_width("x", hidden_size)
         spec, static_scale = split_scale(quant)
         x = torch.empty((num_tokens, hidden_size), dtype=dtype, device="meta")
-        call = without_tensors(
-            *(x, "all_reduce_add_rms_norm" if quant is None else "all_reduce_add_rms_norm_quant"),
+        call = Call(
+            x,
+            op="all_reduce_add_rms_norm" + ("" if quant is None else "_quant"),
             algorithm=algorithm,
             residual_sharded=residual_sharded,
             quant=spec,
@@ -514,14 +515,13 @@ class Communicator:
         """Whether calls are refused: after `close()`, and in a child of fork()."""
         return self._endpoint.closed
 
-    def __copy__(self) -> NoReturn:
-        raise TypeError(_NO_COPIES)
-
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise TypeError(_NO_COPIES)
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError(_NO_COPIES)
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:  # what copy, deepcopy and pickle ask
+        raise TypeError(
+            "a Communicator cannot be copied or pickled: it is one rank's end of an exchange with "
+            "other processes, and a copy would release what the original uses. Pass the object "
+            "itself, or its `name` to allnorm.communicator.communicator() in the same process; "
+            "other processes make their own."
+        )
 
     def __enter__(self) -> Communicator:
         self._endpoint.check_open()
@@ -549,23 +549,16 @@ class Communicator:
         return f"<Communicator {state}: rank {self.rank} of {self.world_size} on {self.device}>"
 
 
-_NO_COPIES = (
-    "a Communicator cannot be copied or pickled: it is one rank's end of an exchange with other "
-    "processes, and a copy would release what the original uses. Pass the object itself, or its "
-    "`name` to allnorm.communicator.communicator() in the same process; other processes make their "
-    "own."
-)
-
-
 # Open communicators, by name and kind of device.
 _open: weakref.WeakValueDictionary[tuple[str, str], Communicator] = weakref.WeakValueDictionary()
 # What makes their calls, by name and whether they are on CUDA: operators find it there, quickly.
 _open_calls: dict[tuple[str, bool], Callable[..., Any]] = {}
-# How many there have been of a group, by its name and the kind of device.
+# How many communicators this process has made of a group, by its name and the kind of device.
 _made: dict[tuple[str, str], int] = {}
 # Those of `for_group`, by the id of the group.
 _of_group: dict[tuple[int, torch.device], Communicator] = {}
 _making = threading.RLock()
+# All that are not freed: a child of fork() must not touch what they use.
 _living: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
 

@@ -66,7 +66,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
 
 
 def cache_dir(environ: Mapping[str, str] | None = None) -> pathlib.Path:
-    """Where this user's files of allnorm lie that can be made again (XDG base directories)."""
+    """The folder for this user's files that can be made again (XDG base directories)."""
     environ = os.environ if environ is None else environ
     root = _folder(environ, "XDG_CACHE_HOME")
     if root is None or not root.is_absolute():  # as the specification says
@@ -96,7 +96,7 @@ def _positive(environ: Mapping[str, str], name: str) -> float | None:
 
 
 def duration(seconds: float) -> datetime.timedelta:
-    """The nearest to so many seconds, more than 0, that there is, and none of no length."""
+    """A timedelta of so many seconds, more than 0, or the nearest one that is longer than 0."""
     if seconds >= datetime.timedelta.max.total_seconds():
         return datetime.timedelta.max
     return max(datetime.timedelta(seconds=seconds), datetime.timedelta.resolution)

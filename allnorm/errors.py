@@ -35,18 +35,21 @@ class PeerTimeoutError(AllnormError):
         seen: what the peer last announced, in words.
     """
 
+    # With defaults, so that it can be pickled as exceptions are: made of its message alone, and
+    # then given its attributes.
     def __init__(
-        self, message: str, *, rank: int, peer: int, op: int, expected: str, seen: str
+        self,
+        message: str,
+        *,
+        rank: int = -1,
+        peer: int = -1,
+        op: int = 0,
+        expected: str = "",
+        seen: str = "nothing",
     ) -> None:
         super().__init__(message)
-        self.rank = rank
-        self.peer = peer
-        self.op = op
-        self.expected = expected
-        self.seen = seen
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild, (type(self), self.args[0], vars(self))
+        self.rank, self.peer, self.op = rank, peer, op
+        self.expected, self.seen = expected, seen
 
 
 class PeerDivergedError(PeerTimeoutError):
@@ -62,10 +65,3 @@ class PeerDiedError(PeerTimeoutError):
 
 class PeerLeftError(PeerTimeoutError):
     """A peer that is waited for has closed its communicator, or was interrupted in a call."""
-
-
-def _rebuild(kind: type[PeerTimeoutError], message: str, state: dict[str, object]) -> object:
-    error = kind.__new__(kind)
-    Exception.__init__(error, message)
-    vars(error).update(state)
-    return error

@@ -15,7 +15,7 @@ from allnorm.names import FUSED
 # Temporary memory that `unfused` may take for the gathered partial sums of one row chunk.
 UNFUSED_GATHER_BYTES = 256 << 20
 
-# More blocks than any GPU holds at once: a greater limit is none.
+# More blocks than any GPU holds at once: a limit of so many, or more, limits nothing.
 MOST_BLOCKS = 1 << 16
 
 # Bytes that one rank may push in one_shot, to all peers together, before two_shot is faster (H200,

@@ -62,10 +62,8 @@ class TableSummary:
     date: str = ""  # of its measurement
 
 
-@functools.cache
-def device_name(device: str, index: int = 0) -> str:
-    """What tables are kept for: the name of a GPU, or of the processor."""
-    return topology.device_name(device, index)
+# What tables are kept for: the name of a GPU, or of the processor.
+device_name = functools.cache(topology.device_name)
 
 
 def file_name(device: str, world_size: int) -> str:

@@ -304,7 +304,7 @@ def failing_start(rank: int, world_size: int) -> tuple[list[str], list[str]]:
             kinds = (allnorm.AllnormError, OSError)
             texts.append(message_of(kinds, lambda: allnorm.Communicator(device=device())))
         assert len(closed) == (rank != 1), "what was opened is closed"
-        with mock.patch.object(fast_call, "of_communicator", fail):
+        with mock.patch.object(fast_call, "new", fail):
             texts.append(message_of(OSError, lambda: allnorm.Communicator(device=device())))
         assert len(closed) == 1 + (rank != 1)
     assert shared_memory() == before

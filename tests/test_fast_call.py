@@ -23,7 +23,7 @@ from rank_helpers import Case, comm, message_of, on
 import allnorm
 from allnorm import policy
 from allnorm.core import _native, fast_call
-from allnorm.core.call import Call, split_scale, without_tensors
+from allnorm.core.call import Call, split_scale
 from allnorm.core.dispatch import Dispatcher
 from allnorm.testing import RankPool, assert_same_bits
 from allnorm.testing.rank import device
@@ -66,8 +66,9 @@ def as_called(case: Case, rank: int) -> Call:
     given = case.call_arguments(comm())
     spec, static_scale = split_scale(given.get("quant"))
     op = "all_reduce_add_rms_norm" + ("" if spec is None else "_quant")
-    return without_tensors(
-        *(case.x(rank), op),
+    return Call(
+        *(case.x(rank), given["residual"], given["weight"], static_scale),
+        op=op,
         algorithm=case.algorithm,
         eps=case.eps,
         weight_bias=case.weight_bias,
@@ -75,7 +76,7 @@ def as_called(case: Case, rank: int) -> Call:
         residual_sharded=case.sharded,
         quant=spec,
         return_normed=case.return_normed,
-    )._replace(residual=given["residual"], weight=given["weight"], static_scale=static_scale)
+    )
 
 
 class MissedError(Exception):

@@ -22,9 +22,9 @@ from rank_helpers import Case, device, on
 
 import allnorm
 from allnorm import quant
-from allnorm.core import _native, faults, workspace
+from allnorm.core import _native, announcement, faults, workspace
 from allnorm.core.announcement import Announcement
-from allnorm.core.call import without_tensors
+from allnorm.core.call import Call
 from allnorm.core.launch import Launch
 from allnorm.policy import Plan
 from allnorm.testing import RankPool
@@ -403,8 +403,7 @@ def fault_of(expected: _native.Call, seen: _native.Call | None = None, **more: i
 
 def announced(eps: float, num_tokens: int = 3, hidden_size: int = 512) -> Announcement:
     x = torch.zeros(num_tokens, hidden_size, dtype=torch.bfloat16)
-    call = without_tensors(x, "all_reduce_add_rms_norm", eps=eps)
-    call = call._replace(residual=x, weight=x[0])
+    call = Call(x, x, x[0], op="all_reduce_add_rms_norm", eps=eps)
     launch = Launch(call, Plan("two_shot", "a test", 1))
     launch.bind(call, {"out": x, "residual_out": x})
     return Announcement.of(launch)
@@ -465,15 +464,18 @@ UNFUSED_DIVERGENCES: dict[str, tuple[dict[str, object], dict[str, object]]] = {
     "numerics vllm": ({}, {"numerics": "vllm"}),
     "without residual": ({}, {"residual": False}),
     "with a sharded residual": ({}, {"sharded": True}),
-    "without residual, residual_out sharded": ({"sharded": True}, {"residual": False}),
+    "residual, numerics rounded, without residual": ({"sharded": True}, {"residual": False}),
     "eps 0.001": ({}, {"eps": 1e-3}),
     "eps 1.0000001e-06": ({}, {"eps": 1.0000001e-6}),
-    "weight float32": ({}, {"float32_weight": True}),
-    "bfloat16 + 1": ({}, {"weight_bias": 1.0}),
+    "dtype of the weight float32": ({}, {"float32_weight": True}),
+    "weight_bias 1": ({}, {"weight_bias": 1.0}),
     "all_reduce_add_rms_norm_quant of 3x512 bfloat16": ({}, QUANTIZED),
-    "per_group 64": (QUANTIZED, {"quant": allnorm.Fp8PerGroup(64)}),
-    "per_token, scales": (QUANTIZED, {"quant": allnorm.Fp8PerToken()}),
-    "scales ue8m0": (QUANTIZED, {"quant": allnorm.Fp8PerGroup(128, scale_format="ue8m0")}),
+    "groups of 64": (QUANTIZED, {"quant": allnorm.Fp8PerGroup(64)}),
+    "per token, without normed": (QUANTIZED, {"quant": allnorm.Fp8PerToken()}),
+    "format of the scales ue8m0": (
+        QUANTIZED,
+        {"quant": allnorm.Fp8PerGroup(128, scale_format="ue8m0")},
+    ),
     "with normed": (QUANTIZED, {"return_normed": True}),
 }
 
@@ -543,10 +545,10 @@ def test_another_unfused_operation(pool: RankPool) -> None:
     assert set(first) == {
         "all_gather_rows of 4x512 bfloat16",
         "all_gather_rows of 2x512 bfloat16",
-        "all_reduce of 4x512 bfloat16",
-        "all_reduce of 0x512 bfloat16",
-        "all_reduce_add_rms_norm of 4x512 bfloat16, numerics rounded, with a sharded residual, "
-        "eps 1e-06, weight bfloat16",
+        "all_reduce of 4x512 bfloat16 by unfused",
+        "all_reduce of 0x512 bfloat16 by unfused",
+        "all_reduce_add_rms_norm of 4x512 bfloat16 by unfused with a sharded residual, numerics "
+        "rounded, with residual, eps 1e-06, weight_bias 0, dtype of the weight bfloat16",
     }
 
 
@@ -561,7 +563,8 @@ def test_a_call_is_described_as_the_ranks_announce_it() -> None:
     """The packing of CallShape in csrc/protocol/call_tag.h, field by field."""
 
     def describe(op: int, algorithm: int = 0, bits: int = 0) -> str:
-        return _native.describe_shape(4096 | 2 << 20 | algorithm << 22 | bits | op << 28, 7)
+        shape = 4096 | 2 << 20 | algorithm << 22 | bits | op << 28
+        return announcement.describe(announcement.tag_fields(shape, 7))
 
     assert describe(0) == "all_reduce of 7x4096 bfloat16 by one_shot"
     assert describe(1, 2) == "all_gather_rows of 7x4096 bfloat16"

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from rank_helpers import Case, comm, on
 
 import allnorm
-from allnorm.core import fast_call, shortcuts
+from allnorm.core import fast_call
 from allnorm.testing import RankPool
 
 # Kinds of calls, and how many results each makes.
@@ -70,29 +71,14 @@ def test_no_operators(pool: RankPool) -> None:
 
 
 def count_new(rank: int, world_size: int) -> None:
-    c = comm()
-    counted = shortcuts.new_tensors(c.device)
-    count = 0
-
-    def counting() -> Any:
-        def new(*geometry: Any) -> torch.Tensor:
-            nonlocal count
-            count += 1
-            return counted()(*geometry)
-
-        return new
-
-    pairs = calls(rank)
-    dispatcher = c._endpoint.dispatcher
-    dispatcher._new = counting
-    try:
-        for call, results, case in pairs:
-            count, with_padding = 0, getattr(case.quant, "scale_layout", "") == "column_major_tma"
-            with fast_call.watched():  # of repeated calls tests/fast_call_alone.py counts them
-                call()
-            assert count == results - with_padding, case  # scales with padding are a view
-    finally:
-        dispatcher._new = counted
+    for call, results, case in calls(rank):
+        # Of repeated calls tests/fast_call_alone.py counts them.
+        with (
+            fast_call.watched(),
+            mock.patch.object(torch, "empty_strided", wraps=torch.empty_strided) as made,
+        ):
+            call()
+        assert made.call_count == results, case
 
 
 @on(cpu=(2,))

@@ -23,6 +23,7 @@ import allnorm
 from allnorm import quant as quants
 from allnorm import reference
 from allnorm.core.call import Call
+from allnorm.core.launch import Result
 from allnorm.testing import RankPool, assert_same_bits
 
 CASE = Case((4, 64), torch.float32)
@@ -382,7 +383,7 @@ def no_room(c: allnorm.Communicator) -> Any:
     def fail(*args: Any) -> Any:
         raise MemoryError("no room for results")
 
-    with mock.patch.object(c._endpoint.dispatcher, "_new", return_value=fail):
+    with mock.patch.object(Result, "make", fail):
         return c.all_reduce(CASE.but(shape=(5, 64)).x(c.rank))
 
 

@@ -49,7 +49,7 @@ ALLOWED = {
         *("core._native", "core.arguments", "core.call", "core.fast_call", "core.launch"),
         *("core.shortcuts", "core.tensors", "errors", "policy"),
     },
-    "core.announcement": {"core._native", "core.launch"},
+    "core.announcement": {"core._native", "core.launch", "names"},
     "core.refusal": {"core._native", "core.call", "core.launch", "policy"},
     "core.watch": set(),
     "core.rendezvous": {"core.watch", "errors"},
@@ -78,7 +78,7 @@ ALLOWED = {
     "core.opening": {
         *("_version", "config", "core._native", "core.arguments", "core.channel", "core.dispatch"),
         *("core.endpoint", "core.launch", "core.rendezvous", "core.watch", "core.workspace"),
-        *("errors", "policy", "tuning"),
+        *("errors", "names", "policy", "quant", "tuning"),
     },
     "core.traced": {"core.arguments", "quant"},
     "communicator": {

@@ -31,45 +31,26 @@ _c_int32, _c_int64, _c_uint32 = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint32
 _pointer = ctypes.c_void_p
 
 
+def _fields(type_: Any, names: str) -> list[tuple[str, Any]]:
+    return [(name, type_) for name in names.split()]
+
+
 class Call(ctypes.Structure):
     """Mirror of AllnormCall."""
 
     _fields_ = [
-        ("struct_bytes", _c_uint32),
-        ("op", _c_int32),
-        ("algorithm", _c_int32),
-        ("dtype", _c_int32),
-        ("weight_dtype", _c_int32),
-        ("numerics", _c_int32),
-        ("eps", ctypes.c_float),
-        ("weight_bias", ctypes.c_float),
-        ("num_tokens", _c_int64),
-        ("hidden_size", _c_int64),
-        ("x", _pointer),
-        ("residual", _pointer),
-        ("weight", _pointer),
-        ("out", _pointer),
-        ("residual_out", _pointer),
-        ("x_stride", _c_int64),
-        ("residual_stride", _c_int64),
-        ("out_stride", _c_int64),
-        ("residual_out_stride", _c_int64),
-        ("source_stride", _c_int64),
-        ("num_sources", _c_int32),
-        ("num_blocks", _c_int32),
-        ("cluster_size", _c_int32),
-        ("flags", _c_int32),
-        ("stream", _pointer),
-        ("quant", _c_int32),
-        ("scale_format", _c_int32),
-        ("group_size", _c_int32),
-        ("scale_padding_rows", _c_int32),
-        ("quantized", _pointer),
-        ("scale", _pointer),
-        ("quantized_stride", _c_int64),
-        ("scale_row_stride", _c_int64),
-        ("scale_group_stride", _c_int64),
-        ("link_gbps", ctypes.c_double),
+        *_fields(_c_uint32, "struct_bytes"),
+        *_fields(_c_int32, "op algorithm dtype weight_dtype numerics"),
+        *_fields(ctypes.c_float, "eps weight_bias"),
+        *_fields(_c_int64, "num_tokens hidden_size"),
+        *_fields(_pointer, "x residual weight out residual_out"),
+        *_fields(_c_int64, "x_stride residual_stride out_stride residual_out_stride source_stride"),
+        *_fields(_c_int32, "num_sources num_blocks cluster_size flags"),
+        *_fields(_pointer, "stream"),
+        *_fields(_c_int32, "quant scale_format group_size scale_padding_rows"),
+        *_fields(_pointer, "quantized scale"),
+        *_fields(_c_int64, "quantized_stride scale_row_stride scale_group_stride"),
+        *_fields(ctypes.c_double, "link_gbps"),
     ]
 
 
@@ -77,49 +58,35 @@ class Fault(ctypes.Structure):
     """Mirror of AllnormFault."""
 
     _fields_ = [
-        ("status", _c_int32),
-        ("rank", _c_int32),
-        ("peer", _c_int32),
-        ("expected_op", _c_uint32),
-        ("seen_op", _c_uint32),
-        ("expected_shape", _c_uint32),
-        ("seen_shape", _c_uint32),
-        ("expected_tokens", _c_uint32),
-        ("seen_tokens", _c_uint32),
-        ("died", _c_uint32),
+        *_fields(_c_int32, "status rank peer"),
+        *_fields(_c_uint32, "expected_op seen_op expected_shape seen_shape"),
+        *_fields(_c_uint32, "expected_tokens seen_tokens died"),
     ]
 
 
 class Stats(ctypes.Structure):
     """Mirror of AllnormStats."""
 
-    _fields_ = [("one_shot", ctypes.c_uint64), ("two_shot", ctypes.c_uint64)]
+    _fields_ = _fields(ctypes.c_uint64, "one_shot two_shot")
 
 
 class CommConfig(ctypes.Structure):
     """Mirror of AllnormCommConfig."""
 
     _fields_ = [
-        ("struct_bytes", _c_uint32),
-        ("rank", _c_int32),
-        ("world_size", _c_int32),
-        ("device", _c_int32),
-        ("workspace_bytes", _c_int64),
-        ("timeout_ns", _c_int64),
-        ("first_op", _c_uint32),
-        ("flags", _c_int32),
-        ("workspaces", _pointer * MAX_WORLD_SIZE),
+        *_fields(_c_uint32, "struct_bytes"),
+        *_fields(_c_int32, "rank world_size device"),
+        *_fields(_c_int64, "workspace_bytes timeout_ns"),
+        *_fields(_c_uint32, "first_op"),
+        *_fields(_c_int32, "flags"),
+        *_fields(_pointer * MAX_WORLD_SIZE, "workspaces"),
     ]
 
 
 class DeviceCode(ctypes.Structure):
     """Mirror of AllnormDeviceCode."""
 
-    _fields_ = [
-        ("capability", _c_int32),
-        ("compiled_for", _c_int32),
-        ("max_row_bytes", _c_int64),
-    ]
+    _fields_ = [*_fields(_c_int32, "capability compiled_for"), *_fields(_c_int64, "max_row_bytes")]
 
 
 class Library:
@@ -159,6 +126,13 @@ class Library:
         function.restype = result
         return function
 
+    def _ask(self, name: str, *arguments: Any) -> int:
+        """Calls a function of the system's with its typed arguments; raises OSError if it fails."""
+        status = int(self._bind(name, *map(type, arguments))(*arguments))
+        if status not in (OK, BUSY):
+            raise OSError(self.last_error())
+        return status
+
     def last_error(self) -> str:
         """What went wrong in this thread's last failing call."""
         return (self._last_error() or b"").decode(errors="replace")
@@ -183,28 +157,26 @@ class Library:
 
     def _shm_map(self, function: str, name: str, num_bytes: int) -> int:
         address = _pointer()
-        call = self._bind(function, ctypes.c_char_p, _c_int64, _pointer)
-        if call(name.encode(), num_bytes, ctypes.byref(address)) != OK:
-            raise OSError(self.last_error())
+        self._ask(
+            *(function, ctypes.c_char_p(name.encode()), _c_int64(num_bytes)),
+            _pointer(ctypes.addressof(address)),
+        )
         return int(address.value or 0)
 
     def shm_unlink(self, name: str) -> None:
         """Removes the name; mappings stay."""
-        if self._bind("shm_unlink", ctypes.c_char_p)(name.encode()) != OK:
-            raise OSError(self.last_error())
+        self._ask("shm_unlink", ctypes.c_char_p(name.encode()))
 
     def shm_unmap(self, address: int, num_bytes: int) -> None:
         """Unmaps what `shm_create` or `shm_open` mapped."""
-        if self._bind("shm_unmap", _pointer, _c_int64)(address, num_bytes) != OK:
-            raise OSError(self.last_error())
+        self._ask("shm_unmap", _pointer(address), _c_int64(num_bytes))
 
     # CUDA library only.
 
     def device_code(self, device: int) -> DeviceCode:
         """What the kernels can do that the driver has loaded on a device. Makes a context there."""
         code = DeviceCode()
-        if self._bind("device_code", _c_int32, _pointer)(device, ctypes.addressof(code)) != OK:
-            raise OSError(self.last_error())
+        self._ask("device_code", _c_int32(device), _pointer(ctypes.addressof(code)))
         return code
 
     def stream_lasts(self, stream: int) -> None:
@@ -216,33 +188,33 @@ class Library:
     def ipc_create(self, device: int, num_bytes: int) -> tuple[int, bytes]:
         """Allocates device memory; returns its address and the handle for other processes."""
         address, handle = _pointer(), ctypes.create_string_buffer(_IPC_HANDLE_BYTES)
-        call = self._bind("ipc_create", _c_int32, _c_int64, _pointer, _pointer)
-        if call(device, num_bytes, ctypes.byref(address), handle) != OK:
-            raise OSError(self.last_error())
+        self._ask(
+            *("ipc_create", _c_int32(device), _c_int64(num_bytes)),
+            *(_pointer(ctypes.addressof(address)), _pointer(ctypes.addressof(handle))),
+        )
         return int(address.value or 0), handle.raw
 
     def ipc_open(self, device: int, handle: bytes) -> int:
         """Maps a peer's device memory; returns its address here."""
         address = _pointer()
-        call = self._bind("ipc_open", _c_int32, _pointer, _pointer)
-        if call(device, handle, ctypes.byref(address)) != OK:
-            raise OSError(self.last_error())
+        self._ask(
+            *("ipc_open", _c_int32(device), ctypes.c_char_p(handle)),
+            _pointer(ctypes.addressof(address)),
+        )
         return int(address.value or 0)
 
     def ipc_leave(self, device: int, rank: int, addresses: list[int]) -> None:
         """Tells the peers that this rank has left, and unmaps their memory; 0 is skipped."""
         array = (_pointer * len(addresses))(*addresses)
-        call = self._bind("ipc_leave", _c_int32, _c_int32, _c_int32, _pointer)
-        if call(device, rank, len(addresses), array) != OK:
-            raise OSError(self.last_error())
+        self._ask(
+            *("ipc_leave", _c_int32(device), _c_int32(rank), _c_int32(len(addresses))),
+            _pointer(ctypes.addressof(array)),
+        )
 
     def ipc_free(self, device: int, rank: int, world_size: int, address: int) -> bool:
         """Frees own memory; False while a peer may still have it mapped."""
-        call = self._bind("ipc_free", _c_int32, _c_int32, _c_int32, _pointer)
-        status = call(device, rank, world_size, address)
-        if status not in (OK, BUSY):
-            raise OSError(self.last_error())
-        return int(status) == OK
+        numbers = _c_int32(device), _c_int32(rank), _c_int32(world_size)
+        return self._ask("ipc_free", *numbers, _pointer(address)) == OK
 
 
 def _library_path(backend: str) -> pathlib.Path:
@@ -270,62 +242,3 @@ def library(backend: str) -> Library:
         )
         raise NativeLibraryError(f"this installation has no {path.name}: {remedy}")
     return Library(path)
-
-
-def name_of(codes: dict[str, int], code: int) -> str:
-    """The word that stands for a number in ALGORITHM, NUMERICS, DTYPE and the like."""
-    return next(name for name, value in codes.items() if value == code)
-
-
-def describe_shape(shape: int, num_tokens: int) -> str:
-    """The call behind a CallTag, in words; see `shape_fields`."""
-    if shape == MISSING_CALL:
-        return "a call that it could not launch"
-    fields = shape_fields(shape, num_tokens)
-    dtype = fields["dtype"] if fields["dtype"] in names.DTYPES else "unknown dtype"
-    text = f"{fields['op']} of {num_tokens}x{fields['hidden_size']} {dtype}"
-    if "algorithm" in fields:
-        text += f" by {fields['algorithm']}"
-    if "numerics" in fields:
-        given = "with" if fields["residual"] == "given" else "without"
-        text += f", numerics {fields['numerics']}, {given} residual"
-    if "quantisation" in fields:
-        wanted = "with" if fields["normed"] == "wanted" else "without"
-        text += f", {fields['quantisation']}, {wanted} normed"
-    return text
-
-
-def shape_fields(shape: int, num_tokens: int) -> dict[str, str]:
-    """What a CallTag says of its call, by name (csrc/protocol/call_tag.h, CallShape)."""
-    op = shape >> 28
-    fields = {
-        "op": _OP_NAMES[op] if op < len(_OP_NAMES) else f"op {op}",
-        "num_tokens": str(num_tokens),
-        "hidden_size": str(shape & 0xFFFFF),
-        "dtype": (*names.DTYPES, "unknown")[shape >> 20 & 3],
-    }
-    if op != 1:
-        algorithms = ("one_shot", "two_shot", "two_shot with a sharded residual", "unknown")
-        fields["algorithm"] = algorithms[shape >> 22 & 3]
-    if op >= 2:
-        fields["numerics"] = name_of(NUMERICS, shape >> 24 & 3)
-        fields["residual"] = "given" if shape >> 26 & 1 else "none"
-    if 3 <= op < len(_QUANTS):
-        fields["quantisation"] = _QUANTS[op]
-        fields["normed"] = "wanted" if shape >> 27 & 1 else "not wanted"
-    return fields
-
-
-def quant_words(quant: int, group_size: int) -> str:
-    """How a call quantises, as a CallShape's `op` says it."""
-    if quant == QUANT["per_group"]:
-        return f"groups of {group_size}"
-    return "per token" if quant == QUANT["per_token"] else "per tensor"
-
-
-# By the `op` of a CallShape.
-_QUANTS = ("", "", "", *(f"groups of {8 << i}" for i in range(1, 7)), "per token", "per tensor")
-_OP_NAMES = (
-    *("all_reduce", "all_gather_rows", "all_reduce_add_rms_norm"),
-    *("all_reduce_add_rms_norm_quant" for _ in _QUANTS[3:]),
-)

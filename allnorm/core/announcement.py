@@ -1,4 +1,8 @@
-"""What there is to say of a call that ranks must make alike, in numbers and in words."""
+"""What ranks must make alike of a call, as they announce it to each other; the words for it.
+
+Fused calls announce a CallTag (csrc/protocol/call_tag.h), which has some of it as a hash only;
+unfused ones an Announcement, which has all of it. Errors describe both with the same fields.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import ctypes
 import struct
 from typing import NamedTuple
 
+from allnorm import names
 from allnorm.core import _native
 from allnorm.core.launch import Launch
 
@@ -15,6 +20,53 @@ _OPS = {
     _native.ALL_GATHER_ROWS: "all_gather_rows",
 }
 _REFUSED = -1
+# By the `op` of a CallShape.
+_TAG_QUANTS = (
+    *("", "", ""),
+    *(f"groups of {size}" for size in names.GROUP_SIZES),
+    *("per token", "per tensor"),
+)
+_TAG_OPS = (
+    *("all_reduce", "all_gather_rows", "all_reduce_add_rms_norm"),
+    *("all_reduce_add_rms_norm_quant" for _ in _TAG_QUANTS[3:]),
+)
+_TAG_ALGORITHMS = (*names.FUSED, "two_shot with a sharded residual", "unknown")
+
+
+def tag_fields(shape: int, num_tokens: int) -> dict[str, str]:
+    """What a CallTag says of its call, by name; see CallShape in csrc/protocol/call_tag.h."""
+    op = shape >> 28
+    fields = {
+        "op": _TAG_OPS[op] if op < len(_TAG_OPS) else f"op {op}",
+        "num_tokens": str(num_tokens),
+        "hidden_size": str(shape & 0xFFFFF),
+        "dtype": (*names.DTYPES, "unknown dtype")[shape >> 20 & 3],
+    }
+    if op != 1:
+        fields["algorithm"] = _TAG_ALGORITHMS[shape >> 22 & 3]
+    if op >= 2:
+        fields["numerics"] = names.NUMERICS[shape >> 24 & 3]
+        fields["residual"] = "given" if shape >> 26 & 1 else "none"
+    if 3 <= op < len(_TAG_QUANTS):
+        fields["quantisation"] = _TAG_QUANTS[op]
+        fields["normed"] = "wanted" if shape >> 27 & 1 else "not wanted"
+    return fields
+
+
+def describe(fields: dict[str, str]) -> str:
+    """A call in words, from what `tag_fields`, or an Announcement, says of it."""
+    rest = dict(fields)
+    text = f"{rest.pop('op')} of {rest.pop('num_tokens')}x{rest.pop('hidden_size')} "
+    text += rest.pop("dtype")
+    if "algorithm" in rest:
+        text += f" by {rest.pop('algorithm')}"
+    if "numerics" in rest:
+        given = "with" if rest.pop("residual") == "given" else "without"
+        text += f", numerics {rest.pop('numerics')}, {given} residual"
+    if "quantisation" in rest:
+        wanted = "with" if rest.pop("normed") == "wanted" else "without"
+        text += f", {rest.pop('quantisation')}, {wanted} normed"
+    return text + "".join(f", {name} {value}" for name, value in rest.items())
 
 
 class Announcement(NamedTuple):
@@ -63,65 +115,43 @@ class Announcement(NamedTuple):
         """Of no call: this rank has refused it."""
         return cls(_REFUSED, *(0,) * (len(cls._fields) - 1))
 
-    def announced(self) -> dict[str, str]:
-        """What a CallTag says of it in words, as `_native.shape_fields` does, but the algorithm."""
+    def tagged(self) -> dict[str, str]:
+        """The fields that the CallTag of such a call has, but the algorithm; as `tag_fields`."""
         fields = {
             "op": _OPS[self.op] + ("_quant" if self.quant else ""),
             "num_tokens": str(self.num_tokens),
             "hidden_size": str(self.hidden_size),
-            "dtype": _native.name_of(_native.DTYPE, self.dtype),
+            "dtype": names.DTYPES[self.dtype],
         }
         if self.op == _native.ADD_RMS_NORM:
-            fields["numerics"] = _native.name_of(_native.NUMERICS, self.numerics)
+            fields["numerics"] = names.NUMERICS[self.numerics]
             fields["residual"] = "given" if self.has_residual else "none"
         if self.quant:
-            fields["quantisation"] = _native.quant_words(self.quant, self.group_size)
+            kind = names.QUANTS[self.quant - 1]
+            groups = f"groups of {self.group_size}"
+            fields["quantisation"] = groups if self.group_size else kind.replace("_", " ")
             fields["normed"] = "wanted" if self.wants_normed else "not wanted"
         return fields
 
     def hashed(self) -> dict[str, str]:
-        """What a CallTag has as a hash, or as bits that a fault does not keep."""
+        """The fields that a CallTag has as a hash, or as bits that a fault does not keep."""
         if self.op != _native.ADD_RMS_NORM:
             return {}
         fields = {
             "eps": _text_of(self.eps),
             "weight_bias": _text_of(self.weight_bias),
-            "dtype of the weight": _native.name_of(_native.DTYPE, self.weight_dtype),
+            "dtype of the weight": names.DTYPES[self.weight_dtype],
         }
         if self.quant:
-            formats = _native.name_of(_native.SCALE_FORMAT, self.scale_format)
-            fields["format of the scales"] = formats
+            fields["format of the scales"] = names.SCALE_FORMATS[self.scale_format]
         return fields
 
     def __str__(self) -> str:
         if self.op == _REFUSED:
             return "no call, it has refused it"
-        dtype = _native.name_of(_native.DTYPE, self.dtype)
-        rows = f"{self.num_tokens}x{self.hidden_size} {dtype}"
-        if self.op != _native.ADD_RMS_NORM:
-            return f"{_OPS[self.op]} of {rows}"
-        parts = [
-            f"{_OPS[self.op]}{'_quant' if self.quant else ''} of {rows}",
-            f"numerics {_native.name_of(_native.NUMERICS, self.numerics)}",
-            self._residual(),
-            f"eps {_text_of(self.eps)}",
-            f"weight {_native.name_of(_native.DTYPE, self.weight_dtype)}",
-        ]
-        if self.weight_bias:
-            parts[-1] += f" + {_text_of(self.weight_bias)}"
-        if self.quant:
-            kind = _native.name_of(_native.QUANT, self.quant)
-            parts += [
-                f"{kind} {self.group_size}" if self.group_size else kind,
-                f"scales {_native.name_of(_native.SCALE_FORMAT, self.scale_format)}",
-                f"{'with' if self.wants_normed else 'without'} normed",
-            ]
-        return ", ".join(parts)
-
-    def _residual(self) -> str:
-        if self.has_residual:
-            return "with a sharded residual" if self.sharded else "with residual"
-        return "without residual" + (", residual_out sharded" if self.sharded else "")
+        algorithm = "unfused with a sharded residual" if self.sharded else "unfused"
+        by = {} if self.op == _native.ALL_GATHER_ROWS else {"algorithm": algorithm}
+        return describe({**self.tagged(), **by, **self.hashed()})
 
 
 def _bits_of(number: float) -> int:

@@ -18,12 +18,7 @@ from allnorm.core import _native, tensors
 from allnorm.core.call import Call
 from allnorm.errors import UnsupportedError
 from allnorm.names import NUMERICS, REQUESTS
-from allnorm.quant import (
-    ScaleGeometry,
-    check_choice,
-    check_hidden_size,
-    check_quant,
-)
+from allnorm.quant import ScaleGeometry, check_choice, check_hidden_size, check_quant
 
 DTYPES = {getattr(torch, name): code for name, code in _native.DTYPE.items()}
 
@@ -55,10 +50,7 @@ def check_own(call: Call, shard: tuple[int, int] | None) -> None:
         shard: this rank's rows, from and up to, where rows belong to ranks.
     """
     if call.op == "all_gather_rows":
-        assert shard is not None
-        (lo, hi), x = shard, call.x
-        source = f"this rank's rows, {lo} up to {hi} of num_tokens, as row_shard() gives them"
-        check_like("residual_shard", x, Like((hi - lo, x.shape[-1]), x.dtype, x.device, source))
+        check_like("residual_shard", call.x, Like.rows(call.x, shard, "num_tokens"))
         return
     check_last_dim("x", call.x)
     if call.weight is not None:
@@ -85,11 +77,6 @@ def check_algorithm(algorithm: object) -> None:
     check_choice("algorithm", algorithm, REQUESTS)
 
 
-def check_numerics(numerics: object) -> None:
-    """Raises ValueError unless `numerics` is one of the four modes."""
-    check_choice("numerics", numerics, NUMERICS)
-
-
 def check_count(name: str, value: object) -> None:
     """Raises TypeError or ValueError unless `value` is an integer >= 0, symbolic or not."""
     if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
@@ -100,7 +87,7 @@ def check_count(name: str, value: object) -> None:
 
 def check_norm_constants(call: Call) -> None:
     """Raises TypeError or ValueError for unusable constants of a norm, other than `quant`."""
-    check_numerics(call.numerics)
+    check_choice("numerics", call.numerics, NUMERICS)
     for name, flag in (
         ("residual_sharded", call.residual_sharded),
         ("return_normed", call.return_normed),
@@ -180,11 +167,11 @@ class Like(NamedTuple):
     source: str = "that of x"
 
     @classmethod
-    def rows(cls, x: torch.Tensor, bounds: tuple[int, int] | None) -> Like:
-        """All rows of `x`, in its shape; with `bounds`, from and up to, these only."""
+    def rows(cls, x: torch.Tensor, bounds: tuple[int, int] | None, total: str = "") -> Like:
+        """All rows of `x`, in its shape; with `bounds`, from and up to, these only, of `total`."""
         if bounds is None:
             return cls(x.shape, x.dtype, x.device)
-        (lo, hi), total = bounds, x.numel() // x.shape[-1]
+        (lo, hi), total = bounds, total or str(x.numel() // x.shape[-1])
         source = f"this rank's rows, {lo} up to {hi} of {total}, as row_shard() gives them"
         return cls((hi - lo, x.shape[-1]), x.dtype, x.device, source)
 

@@ -37,22 +37,22 @@ class Call(NamedTuple):
     """
 
     x: Tensor
-    residual: Tensor | None
-    weight: Tensor | None
-    static_scale: Tensor | None
-    out: Tensor | None
-    residual_out: Tensor | None
-    quantized_out: Tensor | None
-    scale_out: Tensor | None
-    op: str
-    algorithm: str
-    eps: float
-    weight_bias: float
-    numerics: str
-    residual_sharded: bool
-    quant: Any
-    return_normed: bool
-    num_tokens: int
+    residual: Tensor | None = None
+    weight: Tensor | None = None
+    static_scale: Tensor | None = None
+    out: Tensor | None = None
+    residual_out: Tensor | None = None
+    quantized_out: Tensor | None = None
+    scale_out: Tensor | None = None
+    op: str = "all_reduce"
+    algorithm: str = "auto"
+    eps: float = 0.0
+    weight_bias: float = 0.0
+    numerics: str = "rounded"
+    residual_sharded: bool = False
+    quant: Any = None
+    return_normed: bool = False
+    num_tokens: int = 0
 
     @property
     def inputs(self) -> tuple[Tensor | None, ...]:
@@ -101,19 +101,3 @@ NUM_TENSORS = 8
 def split_scale(quant: Any) -> tuple[Any, Tensor | None]:
     """`quant` and `static_scale` of a Call, from what its caller passed."""
     return (Fp8PerTensor, quant.scale) if type(quant) is Fp8PerTensor else (quant, None)
-
-
-def without_tensors(x: Tensor, op: str, **constants: Any) -> Call:
-    """A call with rows like `x`, which may be a meta tensor, and otherwise default constants."""
-    given: dict[str, Any] = {
-        "algorithm": "auto",
-        "eps": 0.0,
-        "weight_bias": 0.0,
-        "numerics": "rounded",
-        "residual_sharded": False,
-        "quant": None,
-        "return_normed": False,
-        "num_tokens": 0,
-    }
-    none: list[Any] = [None] * (NUM_TENSORS - 1)
-    return Call(*(x, *none, op), **{**given, **constants})

@@ -1,4 +1,4 @@
-"""Words that ranks exchange on the host before an `unfused` call, with the deadline of every wait.
+"""What ranks tell each other on the host before an `unfused` call, with a deadline for every wait.
 
 Collectives of a process group have a timeout of their own, do not say who is missing, and end the
 process where numbers of bytes differ. So the ranks tell each other first what they are about to do:
@@ -16,6 +16,8 @@ import time
 from collections.abc import Sequence
 from typing import NoReturn, Protocol
 
+import torch.distributed as dist
+
 from allnorm.core import _native, workspace
 from allnorm.core.faults import fault_error
 from allnorm.core.launch import raise_status
@@ -23,15 +25,20 @@ from allnorm.core.rendezvous import Mailbox, Rendezvous
 from allnorm.core.watch import Watch
 from allnorm.errors import PeerDiedError, PeerTimeoutError
 
-# Whole numbers of 64 bits that an announcement has.
+# 64-bit integers of an announcement.
 WORDS = 14
 
 
 class Owner(Protocol):
-    """The communicator, as far as its channel needs it."""
+    """The communicator, as far as its channel and its unfused calls need it."""
 
+    rank: int
+    world_size: int
     timeout: datetime.timedelta
     watch: Watch | None
+
+    def living_group(self) -> dist.ProcessGroup:
+        """The ranks; raises if the group was destroyed."""
 
     def fail(self, status: int, launch: None) -> NoReturn:
         """Raises what a wait ended with."""
@@ -87,28 +94,46 @@ def create(meeting: Rendezvous, own_handle: int, timeout_ns: int) -> Channel:
     built = meeting.agree(lambda: "cpu" in _native.available_backends(), "looking for libraries")
     if not fits or not all(built) or not workspace.on_one_host(meeting):
         return _Messages(meeting, timeout_ns * 1e-9)
-    memory = workspace.create_shared_memory(meeting, workspace.MIN_BYTES)
-    library, handle = _native.library("cpu"), ctypes.c_void_p()
-    settings = _native.CommConfig(
-        struct_bytes=ctypes.sizeof(_native.CommConfig),
-        rank=meeting.rank,
-        world_size=meeting.world_size,
-        device=-1,
-        workspace_bytes=memory.num_bytes,
-        timeout_ns=timeout_ns,
-    )
-    settings.workspaces[: meeting.world_size] = memory.addresses
-
-    def start() -> None:
-        addresses = ctypes.addressof(settings), ctypes.addressof(handle)
-        raise_status(library, library.comm_create(*addresses))
-
+    memory, handles = workspace.create_shared_memory(meeting, workspace.MIN_BYTES), []
     try:
-        meeting.agree(start, "starting the channel of unfused calls")
+        meeting.agree(
+            lambda: handles.append(start(_native.library("cpu"), meeting, memory, timeout_ns)),
+            "starting the channel of unfused calls",
+        )
     except BaseException:
         memory.release()
         raise
-    return _SeparateChannel(meeting.world_size, int(handle.value or 0), memory)
+    return _SeparateChannel(meeting.world_size, handles[0], memory)
+
+
+def start(
+    library: _native.Library,
+    meeting: Rendezvous,
+    memory: workspace.Workspace,
+    timeout_ns: int,
+    **settings: int,
+) -> int:
+    """Starts this rank's native communicator; returns its handle.
+
+    Args:
+        library: of the backend.
+        meeting: of its ranks.
+        memory: of all ranks.
+        timeout_ns: of its waits.
+        settings: other fields of CommConfig: device, first_op, flags.
+    """
+    config = _native.CommConfig(
+        struct_bytes=ctypes.sizeof(_native.CommConfig),
+        rank=meeting.rank,
+        world_size=meeting.world_size,
+        workspace_bytes=memory.num_bytes,
+        timeout_ns=timeout_ns,
+        **{"device": -1, **settings},
+    )
+    config.workspaces[: meeting.world_size] = memory.addresses
+    handle = ctypes.c_void_p()
+    raise_status(library, library.comm_create(ctypes.addressof(config), ctypes.addressof(handle)))
+    return int(handle.value or 0)
 
 
 class _LibraryChannel(Channel):
@@ -201,7 +226,7 @@ class _Messages(Channel):
     def _error(
         self, peer: int, owner: Owner, kind: type[PeerTimeoutError], what: str
     ) -> PeerTimeoutError:
-        rank = self._mailbox.rank
+        rank = owner.rank
         self._failed = kind(
             f"rank {rank} waited for rank {peer}, {what}, before an unfused call. Results of this "
             f"and later calls are not valid; find out what rank {peer} did, and make a new "
@@ -210,7 +235,6 @@ class _Messages(Channel):
             peer=peer,
             op=self._mailbox.calls,
             expected="an unfused call",
-            seen="nothing",
         )
         return self._failed
 

@@ -1,8 +1,8 @@
 """The way of a call: recognise it, check it, choose an algorithm, bind its tensors, launch.
 
-What a call may look like and how it runs depends on the geometry of its tensors, not on where they
-are. So it is decided once, and kept as a Launch by that geometry; and a call that was made twice is
-made again by csrc/python, which holds the few that came last and does without this file.
+Whether a call is allowed, and how it runs, depends on the geometry of its tensors and not on their
+addresses. So that is decided once, and kept as a Launch under that geometry. Of calls that came
+twice csrc/python keeps the most recent ones too, and repeats them without this file.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import threading
 import weakref
 from collections.abc import Callable
 from math import copysign
@@ -19,11 +20,8 @@ import torch
 
 from allnorm import policy
 from allnorm.core import _native, arguments, fast_call
-from allnorm.core.arguments import row_shard
 from allnorm.core.call import Call
-from allnorm.core.fast_call import FastCall
 from allnorm.core.launch import Launch, Memory, describe
-from allnorm.core.shortcuts import new_tensors
 from allnorm.core.tensors import is_plain
 from allnorm.errors import CommunicatorClosedError, UnsupportedError
 from allnorm.policy import Plan
@@ -36,6 +34,8 @@ class Target(Protocol):
     """Who makes the calls of a dispatcher: the endpoint of a communicator, or one rank alone."""
 
     device: torch.device
+    rank: int
+    world_size: int
 
     def check_open(self) -> None:
         """Raises unless calls can be made."""
@@ -43,20 +43,17 @@ class Target(Protocol):
     def choose(self, call: Call) -> Plan:
         """How a checked call runs; raises if it cannot, on every rank alike."""
 
-    def shard(self, call: Call) -> tuple[int, int] | None:
-        """This rank's rows, where rows belong to ranks."""
-
     def run(self, launch: Launch, call: Call, memory: Memory) -> None:
         """Makes the call."""
 
     def can_repeat(self, launch: Launch) -> bool:
-        """Whether the library makes such a call by itself."""
+        """Whether csrc/python may repeat such a call, without `run`."""
 
     def refuse(self, error: Exception, algorithm: str) -> None:
-        """This rank alone may refuse a call, which its peers may be making by `algorithm`."""
+        """Tells the peers that this rank refuses a call that they may be making."""
 
     def fail(self, status: int, launch: Launch | None) -> NoReturn:
-        """Raises what a call has ended with."""
+        """Raises the error behind the status that a call returned."""
 
 
 class Dispatcher:
@@ -64,8 +61,9 @@ class Dispatcher:
 
     Args:
         target: who makes them.
-        connect: makes the FastCall in front of it, from the functions for calls that it does not
-            recognise and for launches that failed.
+        function: of the library, by which repeated ones are made; None if each is made by `target`.
+        handle: that it takes, if it takes one.
+        lock: held while it runs, if another thread may make calls.
 
     Attributes:
         call: makes a call and returns its results, one tensor or a tuple of them; takes the fields
@@ -73,10 +71,15 @@ class Dispatcher:
         fast: what `call` recognises; its owner closes it.
     """
 
-    def __init__(self, target: Target, connect: Callable[..., FastCall]) -> None:
+    def __init__(
+        self,
+        target: Target,
+        function: Any,
+        handle: int | None = None,
+        lock: threading.Lock | None = None,
+    ) -> None:
         self._target = target
         self._launches: dict[Any, Launch] = {}
-        self._new = new_tensors(target.device)
         # What csrc/python holds is not seen by the garbage collector: it must not hold this.
         myself = weakref.ref(self)
 
@@ -86,7 +89,7 @@ class Dispatcher:
         def failed(status: int, *fields: Any) -> NoReturn:
             _living(myself)._fail(status, Call(*fields))
 
-        self.fast = connect(missed, failed)
+        self.fast = fast_call.new(missed, failed, target.device, function, handle, lock)
         self.call: Callable[..., Any] = self.fast.call
 
     def launches(self) -> list[Launch]:
@@ -94,7 +97,7 @@ class Dispatcher:
         return list(self._launches.values())
 
     def forget(self) -> None:
-        """Decides anew about every call."""
+        """Drops every decision: each call is checked and chosen anew."""
         self._launches.clear()
         self.fast.forget()
 
@@ -109,11 +112,11 @@ class Dispatcher:
             plan = launch.plan
         try:
             if launch is None:
-                launch = Launch(call, plan, self._target.shard(call))
+                launch = Launch(call, plan, self._shard(call))
                 self._keep(key, launch)
-                memory = launch.allocate(call, self._new())
+                memory = launch.allocate(call)
             else:
-                memory = launch.allocate(call, self._new())
+                memory = launch.allocate(call)
                 if self._target.can_repeat(launch):
                     fast_call.keep(self.fast, launch, call, memory)
         except Exception as error:
@@ -132,10 +135,16 @@ class Dispatcher:
             launch = self._launches.get(key)
         except (AttributeError, TypeError, ValueError, RuntimeError, OverflowError):
             return None, None  # a wrong argument: the checks say which
-        # The geometry does not tell everything, but what it leaves out is never kept.
+        # Tensors of one geometry may still differ in kind; only calls of plain ones are kept.
         if launch is not None and not all(map(is_plain, call.given)):
             return None, None
         return key, launch
+
+    def _shard(self, call: Call) -> tuple[int, int] | None:
+        """This rank's rows, where rows belong to ranks."""
+        if not call.owns_rows:
+            return None
+        return arguments.row_shard(call.rows, self._target.world_size, self._target.rank)
 
     def _keep(self, key: Any, launch: Launch) -> None:
         if key is None or launch.is_virtual:
@@ -161,8 +170,8 @@ def _living(dispatcher: weakref.ref[Dispatcher]) -> Dispatcher:
 def _key_of(call: Call) -> tuple[Any, ...]:
     """What equal calls have in common: the geometry of their tensors, and their constants.
 
-    1.0 and True are equal, and so are 0.0 and -0.0, but they are different constants. Types come
-    first: comparisons end there before they ask a tensor.
+    1.0 and True are equal, and so are 0.0 and -0.0, but they are different constants. Types are
+    compared first, so that a tensor passed as a constant is never asked whether it is equal.
 
     Raises:
         AttributeError, TypeError, ValueError, RuntimeError, OverflowError: a tensor is none, or eps
@@ -225,12 +234,8 @@ class Chooser:
             )
         return plan
 
-    def shard(self, call: Call, rank: int) -> tuple[int, int] | None:
-        """A rank's rows, where rows belong to ranks."""
-        return row_shard(call.rows, self.traits.world_size, rank) if call.owns_rows else None
-
     def use_tables(self, tables: tuple[policy.Table, ...]) -> None:
-        """Lets other tables decide."""
+        """Chooses by other tables from now on."""
         self.traits = dataclasses.replace(self.traits, tables=tables)
 
 

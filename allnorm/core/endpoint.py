@@ -25,13 +25,12 @@ from allnorm.core.refusal import Refusal, is_refusal
 from allnorm.core.watch import Watch
 from allnorm.core.workspace import Workspace
 from allnorm.errors import AllnormError, CommunicatorClosedError, PeerDiedError, PeerTimeoutError
-from allnorm.policy import Plan
 
-# How long after its connections a process may live on.
+# A process may outlive its connections by so long.
 _END_SECONDS = 0.5
-# A wait of so long is for a rank that has ended, and not for what it sent before it did.
+# After so long, what a rank sent before it ended has arrived: a longer wait is for the rank itself.
 _ARRIVAL_SECONDS = 0.2
-# What the library has a record of.
+# Statuses behind which the library has a fault record.
 _RECORDED = (
     *(_native.TIMEOUT, _native.DIVERGED, _native.PEER_DIED, _native.PEER_LEFT),
     _native.INTERRUPTED,
@@ -67,7 +66,7 @@ class Endpoint:
         library: of the backend.
         workspace: of all ranks.
         handle: of the native communicator; 0 if ranks cannot exchange directly.
-        channel: for words before unfused calls; None for one rank.
+        channel: over which ranks announce unfused calls; None for one rank.
         chooser: of the algorithms.
 
     Attributes:
@@ -89,8 +88,8 @@ class Endpoint:
         chooser: Chooser,
     ) -> None:
         self.name, self.device, self.timeout = name, device, timeout
-        # Held by torch until it is destroyed. One that outlived that would keep gloo from ending,
-        # which then aborts the interpreter at its exit.
+        # Weak: torch holds the group until it is destroyed. Held any longer, it would keep gloo
+        # from ending, which then aborts the interpreter at its exit.
         self._group: Callable[[], dist.ProcessGroup | None] = weakref.ref(group)
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.chooser = chooser
@@ -100,27 +99,29 @@ class Endpoint:
         self._channel = channel
         self._process = os.getpid()
         self._lock = threading.Lock()
-        self._holder = 0  # the thread that has the lock, if it is not one in csrc/python
-        self._streams: set[int | None] = {None}  # of which the library knows whether they last
+        self._holder = 0  # the thread that has the lock; 0 also while csrc/python has it
+        self._streams: set[int | None] = {None}  # that were reported by _note_stream()
         self._refusal: Refusal | None = None
-        # Why this rank has refused a call that its peers may have made, last.
+        # Why this rank last refused a call that its peers may have made.
         self._refused = ""
         # What this rank and its peer have said of the calls in which they diverged.
         self._accounts: tuple[faults.Account, faults.Account] | None = None
         # Makes the error of an unfused call that failed amid its exchange.
         self._broken: Callable[[], PeerTimeoutError] | None = None
         self._unfused: Counter[str] = Counter()  # calls, by why they ran so
-        self.dispatcher = Dispatcher(
-            self,
-            fast_call.of_communicator(library, handle, self.world_size, device, self._lock),
-        )
+        self.choose = chooser.choose  # as Dispatcher asks for it
+        if handle:
+            self.dispatcher = Dispatcher(self, library.run, handle, self._lock)
+        else:  # one rank needs no exchange; more go through the process group
+            self.dispatcher = Dispatcher(self, library.local if self.world_size == 1 else None)
 
     @property
     def group(self) -> dist.ProcessGroup | None:
         """The ranks; None after `close()` and when the group was destroyed."""
         return self._group()
 
-    def _living_group(self) -> dist.ProcessGroup:
+    def living_group(self) -> dist.ProcessGroup:
+        """The ranks; raises if the group was destroyed."""
         group = self._group()
         if group is None:
             raise CommunicatorClosedError(
@@ -146,14 +147,6 @@ class Endpoint:
                 "communicator here, in a process group of its own."
             )
         raise CommunicatorClosedError(f"communicator {self.name} is closed: make a new one.")
-
-    def choose(self, call: Call) -> Plan:
-        """How a call runs."""
-        return self.chooser.choose(call)
-
-    def shard(self, call: Call) -> tuple[int, int] | None:
-        """This rank's rows, where rows belong to ranks."""
-        return self.chooser.shard(call, self.rank)
 
     def can_repeat(self, launch: Launch) -> bool:
         """Whether the library makes such a call by itself."""
@@ -205,10 +198,10 @@ class Endpoint:
         self._take_turn()
         try:
             if algorithm == "unfused":
-                unfused.refuse(self._channel, self, self.rank)
+                unfused.refuse(self._channel, self)
                 return
             self._refused = f"{type(error).__name__}: {error}"
-            faults.publish_refusal(self._living_group(), self.name, self.rank, self._refused)
+            faults.publish_refusal(self.living_group(), self.name, self.rank, self._refused)
             if self._refusal is None:
                 self._refusal = Refusal(self.device)
             self._refusal.run(self._library, self._handle)
@@ -222,7 +215,7 @@ class Endpoint:
         if status == _native.CLOSED:
             self.check_open()
         if status in _RECORDED:
-            self._check(launch)
+            self.check(launch)
         try:
             raise_status(self._library, status)
         except ValueError as error:  # refused before anything was exchanged
@@ -233,7 +226,7 @@ class Endpoint:
     def _take_turn(self) -> None:
         """Threads make their calls one after the other.
 
-        The lock also keeps another one from changing the prepared call while it is being read.
+        The lock also keeps another thread from changing the bound call while it is being read.
         """
         if not self._lock.acquire(False):
             self._refuse_within_call("a call")
@@ -241,7 +234,7 @@ class Endpoint:
         self._holder = threading.get_ident()
         if self.closed or self._broken is not None:
             self._end_turn()
-            self._check(None)
+            self.check()
 
     def _end_turn(self) -> None:
         self._holder = 0
@@ -257,7 +250,7 @@ class Endpoint:
             )
 
     def _note_stream(self, handle: int) -> None:
-        """Tells the library whether calls follow on a stream that lasts: each costs less then.
+        """Tells the library that a stream lasts as long as the process: calls on it cost less.
 
         Streams of torch are never destroyed; those that others have made, of which the handle is
         all that torch knows, may be.
@@ -272,31 +265,30 @@ class Endpoint:
     def _run_unfused(self, launch: Launch, x: torch.Tensor | None, memory: Memory) -> int:
         assert x is not None
         self.check()  # the library does it for the others
+        self.living_group()  # raises before the ranks tell each other anything
         if self.world_size > 1:
             self._unfused[launch.plan.reason] += 1
         try:
-            return unfused.run(
-                *(launch, self._library, self._living_group(), self._channel, self, x, memory)
-            )
+            return unfused.run(*(launch, self._library, self._channel, self, x, memory))
         except AllnormError:
             raise  # what the ranks told each other first; the channel keeps what it must
         except BaseException as error:
-            if self._has_failed():
+            if self._failure() is not None:
                 raise  # a wait for the others' announcements, which has told them
-            # Amid the exchange: peers may have gone on, and a later call would meet them in this.
+            # In the middle of the exchange: peers may be in their next call, or still in this one.
             self._broken = self._what_broke(error)
             self.dispatcher.fast.close()
             if isinstance(error, RuntimeError):
                 raise self._broken() from error
             raise
 
-    def _has_failed(self) -> bool:
-        """Whether the library has recorded what every later call will raise."""
+    def _failure(self) -> AllnormError | None:
+        """What `check` raises, if anything."""
         try:
-            self._check(None)
-        except AllnormError:
-            return True
-        return False
+            self.check()
+        except AllnormError as error:
+            return error
+        return None
 
     def look_at_peers(self, seconds: float) -> None:
         """Ends a wait of so many seconds for the process group, by raising, if it is to end."""
@@ -321,16 +313,10 @@ class Endpoint:
             "Communicator over healthy ranks.",
             rank=self.rank,
             peer=-1 if peer is None else peer,
-            op=0,
             expected="an unfused call",
-            seen="nothing",
         )
 
     # ---- state ----------------------------------------------------------------------------------
-
-    def check(self) -> None:
-        """As `Communicator.check`."""
-        self._check(None)
 
     def stats(self) -> Stats:
         """As `Communicator.stats`."""
@@ -345,15 +331,12 @@ class Endpoint:
         if self._handle and self._channel is not None and self.device.type == "cpu":
             fused["two_shot"] -= self._channel.launches  # made with the same handle
         reasons = dict(self._unfused)
-        fault = None
-        try:
-            self._check(None)
-        except AllnormError as error:
-            fault = f"{type(error).__name__}: {error}"
+        failure = self._failure()
+        fault = None if failure is None else f"{type(failure).__name__}: {failure}"
         return Stats({**fused, "unfused": sum(reasons.values())}, reasons, fault)
 
-    def _check(self, launch: Launch | None) -> None:
-        """As `check`, after a call by `launch`, if one is known."""
+    def check(self, launch: Launch | None = None) -> None:
+        """As `Communicator.check`; after a call by `launch`, if one is known."""
         self.check_open()
         if self._broken is not None:
             raise self._broken()
@@ -373,7 +356,7 @@ class Endpoint:
             own = self._account(fault, launch)
             seen: faults.Account = {}
             if fault.status == _native.DIVERGED:
-                seen = faults.ask(self._living_group(), self.name, fault, own)
+                seen = faults.ask(self.living_group(), self.name, fault, own)
             self._accounts = own, seen
         return faults.fault_error(fault, self.timeout, *self._accounts, watch=self.watch)
 
@@ -381,7 +364,7 @@ class Endpoint:
         """What this rank says of the call in which it failed."""
         if is_refusal(fault.expected_shape, fault.expected_tokens):
             return {faults.REFUSED: self._refused}
-        # On CUDA it is an earlier one than the call that has found out.
+        # On CUDA the fault is of an earlier call than the one that reports it.
         launches = self.dispatcher.launches()
         if launch is not None and self.device.type == "cpu":
             launches = [launch]
@@ -402,8 +385,8 @@ class Endpoint:
         self.dispatcher.fast.close()
         if self._channel is not None:
             self._channel.end_waits()
-        # Ends calls that wait, and returns when no thread is in one any more. The handle stays, for
-        # who is on his way there.
+        # Ends calls that wait, and returns when no thread is in one any more. The handle stays
+        # valid for threads that are about to use it.
         busy = bool(self._handle) and self._library.comm_close(self._handle) == _native.BUSY
         with self._lock:
             if self._channel is not None:
@@ -414,7 +397,7 @@ class Endpoint:
             self._group = lambda: None
 
     def destroy(self) -> None:
-        """Frees what close() leaves for threads that are on their way. No thread may use it."""
+        """Frees what close() leaves for threads that are about to use it. None may be left."""
         if self._handle:
             self._library.comm_destroy(self._handle)
         if self._channel is not None:

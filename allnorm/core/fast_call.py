@@ -26,7 +26,7 @@ from allnorm.core.launch import CUDA_ALIGN_BYTES, Launch, Memory
 from allnorm.quant import Fp8PerGroup, Fp8PerTensor, Fp8PerToken
 
 _pointer, _object = ctypes.c_void_p, ctypes.py_object
-_NOTHING, _TENSOR, _INPUT = range(3)  # Given of prepared.h
+_NOTHING, _TENSOR, _INPUT = range(3)  # values of Given in csrc/python/prepared.h
 # Constants that C may compare: equal ones of these types, of floats with the same bits, are the
 # same. Classes are compared too.
 _COMPARABLE = frozenset({float, int, bool, str, type(None), type, Fp8PerGroup, Fp8PerToken})
@@ -34,13 +34,13 @@ _STATIC_SCALE = Call._fields.index("static_scale")
 
 
 class FastCall(NamedTuple):
-    """What repeated calls are made with.
+    """The functions of csrc/python that stand in front of one Dispatcher.
 
     Attributes:
         call: takes the fields of a Call; returns the results.
-        keep: recognises what `_prepare` has returned from now on.
-        forget: recognises nothing that was kept until now.
-        close: the same, and a call that another thread is about to launch does nothing.
+        keep: takes what `_prepare` returns; `call` repeats such calls from now on.
+        forget: drops all that was kept.
+        close: the same; and a call that another thread is about to launch does nothing.
         holder: the thread that has a launch under way, as `threading.get_ident` names it, or 0.
     """
 
@@ -56,49 +56,33 @@ def available() -> bool:
     return _library() is not None
 
 
-def of_communicator(
-    library: _native.Library,
-    handle: int,
-    world_size: int,
-    device: torch.device,
-    lock: threading.Lock,
-) -> Callable[..., FastCall]:
-    """For the calls of a communicator on `device`, which `library` makes with `handle`.
-
-    Returns:
-        A function of two functions: for calls that are not recognised, and for failed launches.
-    """
-    if handle:
-        return functools.partial(_new, library.run, handle, device, (lock.acquire, lock.release))
-    # Ranks that cannot exchange go through the process group; one alone needs none.
-    return of_thread(library, device) if world_size == 1 else _recognise_nothing
-
-
-def of_thread(library: _native.Library, device: torch.device) -> Callable[..., FastCall]:
-    """For a thread's calls of `library` on `device` that involve no other rank."""
-    return functools.partial(_new, library.local, None, device, (None, None))
-
-
-def _new(
-    function: Any,
-    handle: int | None,
-    device: torch.device,
-    lock: tuple[Any, Any],
+def new(
     missed: Callable[..., Any],
     failed: Callable[..., Any],
+    device: torch.device,
+    function: Any,
+    handle: int | None = None,
+    lock: threading.Lock | None = None,
 ) -> FastCall:
+    """Makes calls on `device` by a function of the library, those that it recognises.
+
+    Args:
+        missed: makes those that it does not; takes the fields of a Call.
+        failed: takes a status other than 0, and the fields of the Call.
+        device: of the tensors.
+        function: of the library, which takes an AllnormCall last; None: nothing is recognised.
+        handle: what the function takes first, if anything.
+        lock: held while it runs, if any.
+    """
     functions = _library()
-    if functions is None or shortcuts.fast_empty(device) is None:
-        return _recognise_nothing(missed, failed)
+    if function is None or functions is None or shortcuts.fast_empty(device) is None:
+        return FastCall(missed, lambda prepared: None, lambda: None, lambda: None, lambda: 0)
     of_device: tuple[Any, ...] = (None, None, None)
     if device.type == "cuda":
         of_device = (device.index, shortcuts.current_device, shortcuts.current_raw_stream)
+    locking = (None, None) if lock is None else (lock.acquire, lock.release)
     address = ctypes.cast(function, _pointer).value
-    return FastCall(*functions.new(address, handle, missed, failed, *lock, *of_device))
-
-
-def _recognise_nothing(missed: Callable[..., Any], failed: Callable[..., Any]) -> FastCall:
-    return FastCall(missed, lambda prepared: None, lambda: None, lambda: None, lambda: 0)
+    return FastCall(*functions.new(address, handle, missed, failed, *locking, *of_device))
 
 
 def keep(fast: FastCall, launch: Launch, call: Call, memory: Memory) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from allnorm.core import _native
-from allnorm.core.announcement import Announcement
+from allnorm.core.announcement import Announcement, describe, tag_fields
 from allnorm.core.refusal import is_refusal
 from allnorm.core.rendezvous import store_of
 from allnorm.core.watch import Watch
@@ -38,7 +38,7 @@ def account_of(fault: _native.Fault, calls: Sequence[Announcement]) -> Account:
         fault: that was recorded.
         calls: those that may have been it; more than one may look alike in the fault.
     """
-    announced = _native.shape_fields(fault.expected_shape, fault.expected_tokens)
+    announced = tag_fields(fault.expected_shape, fault.expected_tokens)
     alike = [call for call in calls if _looks_like(call, announced)]
     # The launches of a call that is cut into chunks announce the rows of theirs.
     whole = [call for call in alike if call.num_tokens == fault.expected_tokens]
@@ -50,7 +50,7 @@ def account_of(fault: _native.Fault, calls: Sequence[Announcement]) -> Account:
 
 
 def _looks_like(call: Announcement, announced: dict[str, str]) -> bool:
-    fields = call.announced()
+    fields = call.tagged()
     return all(
         fields[name] == text
         for name, text in announced.items()
@@ -178,7 +178,7 @@ def fault_error(
 
 
 def where_it_stands(fault: _native.Fault) -> str:
-    """How far the rank of a timeout is, by what it announced, and what can keep it there."""
+    """How far the peer of a timeout has come, by what it announced, and what can keep it there."""
     if fault.seen_op == fault.expected_op and fault.seen_shape == fault.expected_shape:
         return (
             f"Rank {fault.peer} has begun this operation and not done all of its part: it stands "
@@ -195,8 +195,9 @@ def _describe(op: int, shape: int, num_tokens: int, account: Account) -> str:
     if is_refusal(shape, num_tokens):
         why = account.get(REFUSED)
         return f"operation {op}: no call, it has refused it" + (f" ({why})" if why else "")
-    more = "".join(f", {name} {text}" for name, text in account.items())
-    return f"operation {op}: {_native.describe_shape(shape, num_tokens)}{more}"
+    if shape == _native.MISSING_CALL:
+        return f"operation {op}: a call that it could not launch"
+    return f"operation {op}: {describe({**tag_fields(shape, num_tokens), **account})}"
 
 
 def _differences(fault: _native.Fault, own: Account, seen: Account) -> str:
@@ -204,8 +205,8 @@ def _differences(fault: _native.Fault, own: Account, seen: Account) -> str:
         fault.seen_shape, fault.seen_tokens
     ):
         return ""
-    mine = {**_native.shape_fields(fault.expected_shape, fault.expected_tokens), **own}
-    theirs = {**_native.shape_fields(fault.seen_shape, fault.seen_tokens), **seen}
+    mine = {**tag_fields(fault.expected_shape, fault.expected_tokens), **own}
+    theirs = {**tag_fields(fault.seen_shape, fault.seen_tokens), **seen}
     texts = [
         f"{name} is {text} on rank {fault.rank} and {theirs[name]} on rank {fault.peer}"
         for name, text in mine.items()

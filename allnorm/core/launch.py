@@ -10,7 +10,7 @@ import torch
 from allnorm.core import _native, arguments, tensors
 from allnorm.core.arguments import DTYPES, Like, rows_of
 from allnorm.core.call import Call
-from allnorm.core.shortcuts import New, current_raw_stream
+from allnorm.core.shortcuts import current_raw_stream
 from allnorm.core.tensors import LOW_ADDRESS
 from allnorm.errors import AllnormError, UnsupportedError
 from allnorm.policy import Plan
@@ -39,7 +39,7 @@ def raise_status(library: _native.Library, status: int) -> None:
 
 
 def describe(call: Call) -> _native.Call:
-    """A call without memory and strides: what all ranks agree on, and decides how much fits."""
+    """The C call without addresses and strides: what ranks agree on, which decides what fits."""
     native = _native.Call(
         struct_bytes=ctypes.sizeof(_native.Call),
         op=_OPS.get(call.op, _native.ADD_RMS_NORM),
@@ -64,26 +64,27 @@ class Result(NamedTuple):
     """One result of a call.
 
     Attributes:
-        field: of Call, for memory that is preallocated for it.
-        name: of the argument, as the caller knows it.
-        like: what such memory must be.
-        stride: of memory that is made for it.
-        may_be: the input whose memory it may be, by its field; "" for none.
-        scale: where scales lie, if it holds scales.
+        field: of Call that holds the caller's memory for it, if there is any.
+        name: the caller's name for that argument.
+        like: its shape, dtype and device.
+        stride: of new memory for it.
+        may_share: the input that may be passed as memory for it, by its field; "" for none.
+        scale: geometry of the scales, if it holds scales.
     """
 
     field: str
     name: str
     like: Like
     stride: tuple[int, ...]
-    may_be: str = ""
+    may_share: str = ""
     scale: ScaleGeometry | None = None
 
-    def make(self, new: New) -> torch.Tensor:
+    def make(self) -> torch.Tensor:
         """New memory for it."""
+        shape, dtype, device, _ = self.like
         if self.scale is not None and self.scale.padded:
-            return self.scale.empty(self.like.device)
-        return new(tuple(self.like.shape), self.stride, self.like.dtype)
+            return self.scale.empty(device)
+        return torch.empty_strided(shape, self.stride, dtype=dtype, device=device)
 
 
 Memory = dict[str, torch.Tensor]
@@ -104,7 +105,7 @@ class Launch:
         native: the C call; addresses and stream are those of the last call that was bound.
         scale: where the scales lie that it writes; None if it writes none.
         results: in the order in which they are returned; None for a field that is no result.
-        repeated: by what csrc/python makes such calls again; "" while nobody has asked.
+        repeated: what csrc/python repeats such calls from; None if it cannot, "" until it is asked.
 
     Raises:
         ValueError, TypeError: inputs or preallocated memory that this rank alone sees is wrong.
@@ -143,7 +144,7 @@ class Launch:
         native = self.native
         native.scale_row_stride, native.scale_group_stride = geometry.stride
         native.scale_padding_rows = geometry.padding_rows
-        # Without padding rows memory of the plain kind is the same, and sooner made.
+        # Without padding rows a plain tensor has the same memory, and is allocated faster.
         self.scale = geometry if geometry.padding_rows else geometry._replace(padded=False)
 
     def _results(self, call: Call) -> list[Result | None]:
@@ -154,12 +155,12 @@ class Launch:
             source = "num_tokens rows as wide as residual_shard"
             whole = Like((self.num_tokens, x.shape[-1]), x.dtype, x.device, source)
             return [Result("out", "out", whole, _contiguous(whole.shape))]
-        may_be = "x" if call.op.startswith("all_reduce") else ""
-        normed = Result("out", "out", whole, _contiguous(whole.shape), may_be)
+        may_share = "x" if call.op.startswith("all_reduce") else ""
+        normed = Result("out", "out", whole, _contiguous(whole.shape), may_share)
         if not call.has_norm:
             return [normed]
-        may_be = "residual" if may_be else ""
-        residual = Result("residual_out", "residual_out", own, _contiguous(own.shape), may_be)
+        may_share = "residual" if may_share else ""
+        residual = Result("residual_out", "residual_out", own, _contiguous(own.shape), may_share)
         if not call.op.endswith("_quant"):
             return [normed, residual]
         quantized = Like(whole.shape, FP8, x.device)
@@ -190,7 +191,7 @@ class Launch:
 
     # ---- memory for results ---------------------------------------------------------------------
 
-    def allocate(self, call: Call, new: New) -> Memory:
+    def allocate(self, call: Call) -> Memory:
         """What the kernels write: the caller's memory where they can, new memory elsewhere.
 
         Raises:
@@ -208,10 +209,10 @@ class Launch:
             if given is not None:
                 arguments.check_writable(result.name, given)
                 whole = arguments.with_padding(given, result.scale)
-                arguments.check_overlap(result.name, whole, taken, result.may_be)
+                arguments.check_overlap(result.name, whole, taken, result.may_share)
                 taken[result.name] = whole
             usable = given is not None and (result.scale is not None or self._can_write(given))
-            memory[result.field] = given if usable else result.make(new)
+            memory[result.field] = given if usable else result.make()
         return memory
 
     def _can_write(self, result: torch.Tensor) -> bool:
@@ -264,8 +265,8 @@ class Launch:
         inputs = self._readable(call)
         x, residual, weight, static_scale = map(_address, inputs)
         out, residual_out = _address(memory.get("out")), _address(memory.get("residual_out"))
-        # Only what has no rows has an address of 0 here. NULL would say that there is none at all:
-        # any other address does, nothing is read or written there.
+        # A tensor without rows has the address 0 here, and NULL would mean that it is absent. Any
+        # other address will do, since nothing is read or written there.
         native.x = x or out or weight
         native.residual = 0 if call.residual is None else residual or weight
         native.weight, native.out = weight, out

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from allnorm.core import _native, fast_call, tensors
+from allnorm.core import _native, tensors
 from allnorm.core.call import Call, split_scale
 from allnorm.core.dispatch import Dispatcher
 from allnorm.core.launch import Launch, Memory, raise_status
@@ -121,6 +121,8 @@ def add_rms_norm_quant(
 class _Alone:
     """Makes calls that involve no other rank: the Target of a Dispatcher."""
 
+    rank, world_size = 0, 1
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._library = _native.library(device.type)
@@ -131,9 +133,6 @@ class _Alone:
     def choose(self, call: Call) -> Plan:
         """There is one way."""
         return _PLAN
-
-    def shard(self, call: Call) -> None:
-        """All rows are this rank's."""
 
     def can_repeat(self, launch: Launch) -> bool:
         """The library makes all of them."""
@@ -175,7 +174,6 @@ def _dispatcher(x: Any) -> Dispatcher:
     tensors.check_kind("x", x)
     if x.device.type not in ("cpu", "cuda"):
         raise UnsupportedError(f"x is on {x.device}: expected a CUDA device or the CPU.")
-    target = _Alone(x.device)
-    connect = fast_call.of_thread(_native.library(x.device.type), x.device)
-    made = _threads.dispatchers[x.device] = Dispatcher(target, connect)
+    local = _native.library(x.device.type).local
+    made = _threads.dispatchers[x.device] = Dispatcher(_Alone(x.device), local)
     return made

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import datetime
 import math
 import warnings
@@ -19,9 +18,10 @@ from allnorm._version import __version__
 from allnorm.core import _native, arguments, channel, watch, workspace
 from allnorm.core.dispatch import Chooser
 from allnorm.core.endpoint import Endpoint
-from allnorm.core.launch import raise_status
 from allnorm.core.rendezvous import Rendezvous
 from allnorm.errors import ConfigurationError, UnsupportedError
+from allnorm.names import NUMERICS
+from allnorm.quant import check_choice
 
 _OPERATIONS = 1 << 32  # numbers that they have
 _MAX_TIMEOUT_NS = (1 << 63) - 1  # what the library counts in
@@ -139,7 +139,7 @@ def name_of(group: dist.ProcessGroup, number: int) -> str:
 def _check(settings: Settings) -> _Checked:
     """Raises for what is wrong with this rank's settings."""
     environment = config.read_settings()
-    arguments.check_numerics(settings.numerics)
+    check_choice("numerics", settings.numerics, NUMERICS)
     device = resolve_device(settings.device)
     library = _native.library(device.type)
     timeout = _checked_timeout(settings.timeout) or environment.timeout or config.DEFAULT_TIMEOUT
@@ -187,23 +187,12 @@ def _start(meeting: Rendezvous, checked: _Checked, memory: workspace.Workspace) 
     """Starts the native communicator; returns its handle, 0 if ranks cannot exchange directly."""
     if not memory.addresses:
         return 0
-    native = _native.CommConfig(
-        struct_bytes=ctypes.sizeof(_native.CommConfig),
-        rank=meeting.rank,
-        world_size=meeting.world_size,
+    return channel.start(
+        *(checked.library, meeting, memory, _nanoseconds(checked.timeout)),
         device=-1 if checked.device.type == "cpu" else checked.device.index,
-        workspace_bytes=memory.num_bytes,
-        timeout_ns=_nanoseconds(checked.timeout),
         first_op=checked.first_op,
         flags=checked.flags,
     )
-    native.workspaces[: meeting.world_size] = memory.addresses
-    handle = ctypes.c_void_p()
-    raise_status(
-        checked.library,
-        checked.library.comm_create(ctypes.addressof(native), ctypes.addressof(handle)),
-    )
-    return int(handle.value or 0)
 
 
 def _reporter(endpoint: weakref.ref[Endpoint]) -> Callable[[int, bool], None]:

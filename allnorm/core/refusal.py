@@ -12,13 +12,13 @@ import math
 import torch
 
 from allnorm.core import _native
-from allnorm.core.call import without_tensors
+from allnorm.core.call import Call
 from allnorm.core.launch import Launch
 from allnorm.policy import Plan
 
 _COLUMNS = 4  # 16 bytes, which every algorithm takes
-# Its CallShape: all_reduce_add_rms_norm by one_shot, numerics "vllm", no residual, float32. A call
-# of so few columns that somebody else made is called a refusal in the words of an error, no more.
+# Its CallShape: all_reduce_add_rms_norm by one_shot, numerics "vllm", no residual, float32. A real
+# call of this shape would be misnamed in the text of an error, and nothing else.
 SHAPE = 2 << 28 | 3 << 24 | _COLUMNS
 NUM_TOKENS = 1
 
@@ -34,9 +34,12 @@ class Refusal:
         def row() -> torch.Tensor:
             return torch.zeros(NUM_TOKENS, _COLUMNS, dtype=torch.float32, device=device)
 
-        self._call = without_tensors(
-            row(), "all_reduce_add_rms_norm", weight_bias=math.nan, numerics="vllm"
-        )._replace(weight=row()[0])
+        self._call = Call(
+            *(row(), None, row()[0]),
+            op="all_reduce_add_rms_norm",
+            weight_bias=math.nan,
+            numerics="vllm",
+        )
         self._memory = {"out": row(), "residual_out": row()}
         self._launch = Launch(self._call, Plan("one_shot", "a refusal", 1))
 

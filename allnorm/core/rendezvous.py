@@ -151,24 +151,20 @@ class Rendezvous:
             reason = self._store.get(self._given_up()).decode(errors="replace")
             raise AllnormError(f"{what}: another rank has given up, {reason}")
         if time.monotonic() > self._deadline:
-            self._give_up(missing, what)
-
-    def _give_up(self, missing: set[int], what: str) -> None:
-        names = ", ".join(map(str, sorted(missing)))
-        plural = "s" if len(missing) > 1 else ""
-        raise self._error(
-            PeerTimeoutError,
-            f"rank {self.rank} waited {self._seconds:g} s in vain for rank{plural} {names} while "
-            f"{what}: every rank of the group must make the Communicator, in the same order. Find "
-            "out what became of the missing, or give a longer timeout.",
-            min(missing),
-            what,
-        )
+            ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, sorted(missing)))}"
+            raise self._error(
+                PeerTimeoutError,
+                f"rank {self.rank} waited {self._seconds:g} s in vain for {ranks} while {what}: "
+                "every rank of the group must make the Communicator, in the same order. Find out "
+                "what became of the missing, or give a longer timeout.",
+                min(missing),
+                what,
+            )
 
     def _error(
         self, kind: type[PeerTimeoutError], message: str, peer: int, what: str
     ) -> PeerTimeoutError:
-        return kind(message, rank=self.rank, peer=peer, op=0, expected=what, seen="nothing")
+        return kind(message, rank=self.rank, peer=peer, expected=what)
 
 
 def _adder(ranks: set[int]) -> Callable[[int, bool], None]:

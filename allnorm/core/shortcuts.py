@@ -22,7 +22,6 @@ New = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
 current_raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 
-
 _is_compiling = torch.compiler.is_compiling
 _num_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
@@ -43,27 +42,7 @@ def alike(tensors: Sequence[torch.Tensor]) -> Check:
     answer False for other reasons too (inference mode, requires_grad, one tensor passed twice, a
     torch without such a function). It keeps none of `tensors`.
     """
-    return _guards_of(tensors) if _guards_hold() else _never
-
-
-def new_tensors(device: torch.device) -> Callable[[], New]:
-    """What to ask before each call for a function that makes tensors on `device`, with no values.
-
-    The fast function knows the current device only: while that is another one, the answer is the
-    public way.
-    """
-
-    def plain(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty_strided(shape, stride, dtype=dtype, device=device)
-
-    fast = fast_empty(device)
-    if device.type == "cpu":
-        new = fast or plain
-        return lambda: new
-    if fast is None:
-        return lambda: plain
-    index = device.index
-    return lambda: fast if current_device() == index else plain
+    return _guards_of(tensors) if _guards_hold() else lambda *_: False
 
 
 def fast_empty(device: torch.device) -> New | None:
@@ -75,10 +54,6 @@ def fast_empty(device: torch.device) -> New | None:
         return _fast_new("cpu")
     with torch.cuda.device(device):  # another device would be initialised by trying it out there
         return _fast_new("cuda")
-
-
-def _never(*tensors: torch.Tensor) -> bool:
-    return False
 
 
 def _guards_of(tensors: Sequence[torch.Tensor]) -> Check:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,32 +35,9 @@ _SCALE_BYTES = 4
 _SPIN_SECONDS, _PAUSE_SECONDS, _LOOK_SECONDS = 5e-4, 1e-4, 0.1
 
 
-class _Peers(NamedTuple):
-    """The ranks of a call.
-
-    Attributes:
-        group: of which they are.
-        look: called with the seconds that a wait for them on CPU has taken; raises to end it.
-    """
-
-    group: dist.ProcessGroup
-    look: Callable[[float], None]
-
-    @property
-    def rank(self) -> int:
-        """This one."""
-        return dist.get_rank(self.group)
-
-    @property
-    def world_size(self) -> int:
-        """How many there are."""
-        return dist.get_world_size(self.group)
-
-
 def run(
     launch: Launch,
     library: _native.Library,
-    group: dist.ProcessGroup,
     channel: Channel | None,
     owner: Owner,
     x: torch.Tensor,
@@ -77,38 +53,37 @@ def run(
             was computed, and ranks are in step again.
         PeerTimeoutError: a rank did not come. Nothing was computed.
     """
-    peers = _Peers(group, owner.look_at_peers)
     captured = x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     if channel is not None and not captured:
-        _agree(Announcement.of(launch), channel, owner, peers.rank)
+        _agree(Announcement.of(launch), channel, owner)
     if launch.native.op == _native.ALL_GATHER_ROWS:
-        _all_gather_rows(x, memory["out"], peers)
+        _all_gather_rows(x, memory["out"], owner)
         return _native.OK
-    if peers.world_size == 1:
+    if owner.world_size == 1:
         return int(library.local(launch.address))
-    status = _sum_rows(launch, library, peers, rows_of(x))
+    status = _sum_rows(launch, library, owner, rows_of(x))
     if status != _native.OK or launch.shard is None:
         return status
     for field in ("out", "quantized_out"):
         if field in memory:
-            _complete(rows_of(memory[field]), peers)
+            _complete(rows_of(memory[field]), owner)
     if launch.scale is not None:
-        _complete(memory["scale_out"], peers)
+        _complete(memory["scale_out"], owner)
         _zero_padding(memory["scale_out"], launch.scale)
     return _native.OK
 
 
-def refuse(channel: Channel | None, owner: Owner, rank: int) -> None:
+def refuse(channel: Channel | None, owner: Owner) -> None:
     """What a rank does instead of a call by this path that it alone refuses. Collective.
 
     Every rank that does not refuse raises PeerDivergedError.
     """
     if channel is not None:
         with contextlib.suppress(PeerTimeoutError):
-            _agree(Announcement.of_refusal(), channel, owner, rank)
+            _agree(Announcement.of_refusal(), channel, owner)
 
 
-def _agree(mine: Announcement, channel: Channel, owner: Owner, rank: int) -> None:
+def _agree(mine: Announcement, channel: Channel, owner: Owner) -> None:
     """Raises on every rank unless all have announced the same. Collective."""
     announced = [Announcement(*words) for words in channel.gather(mine, owner)]
     others = [rank for rank, other in enumerate(announced) if other != mine]
@@ -117,7 +92,7 @@ def _agree(mine: Announcement, channel: Channel, owner: Owner, rank: int) -> Non
         # Nobody could end the wait in the process group for one that will not come.
         channel.gather(mine, owner)
         return
-    peer = others[0]
+    rank, peer = owner.rank, others[0]
     raise PeerDivergedError(
         f"rank {rank} does another call than rank {peer}, both unfused. Expected {mine}. Seen from "
         f"rank {peer}: {announced[peer]}. Nothing was computed: make the same call on every rank.",
@@ -129,24 +104,24 @@ def _agree(mine: Announcement, channel: Channel, owner: Owner, rank: int) -> Non
     )
 
 
-def _all_gather_rows(shard: torch.Tensor, out: torch.Tensor, peers: _Peers) -> None:
+def _all_gather_rows(shard: torch.Tensor, out: torch.Tensor, owner: Owner) -> None:
     """Puts every rank's rows, each [hi - lo, hidden_size], into [num_tokens, hidden_size]."""
-    lo, hi = row_shard(out.shape[0], peers.world_size, peers.rank)
+    lo, hi = row_shard(out.shape[0], owner.world_size, owner.rank)
     out[lo:hi].copy_(shard)
-    if peers.world_size > 1:
-        _complete(out, peers)
+    if owner.world_size > 1:
+        _complete(out, owner)
 
 
-def _sum_rows(launch: Launch, library: _native.Library, peers: _Peers, rows: torch.Tensor) -> int:
+def _sum_rows(launch: Launch, library: _native.Library, owner: Owner, rows: torch.Tensor) -> int:
     """Gathers the partial sums of all rows, and finishes those of this rank, chunk by chunk."""
-    call, world_size, num_tokens = launch.native, peers.world_size, launch.num_tokens
+    call, world_size, num_tokens = launch.native, owner.world_size, launch.num_tokens
     lo, hi = (0, num_tokens) if launch.shard is None else launch.shard
     saved = {name: getattr(call, name) for name in _ROW_FIELDS}
     hidden_size, width = rows.shape[-1], rows.element_size()
     step = max(1, policy.UNFUSED_GATHER_BYTES // (world_size * hidden_size * width))
     try:
         for begin in range(0, num_tokens, step):
-            gathered = _gather(rows[begin : begin + step], peers)
+            gathered = _gather(rows[begin : begin + step], owner)
             end = begin + gathered.shape[1]
             first, last = max(begin, lo), min(end, hi)
             if first >= last:
@@ -185,41 +160,41 @@ def _move_results(
             setattr(call, name, saved[name] + index * stride * elem_bytes)
 
 
-def _complete(rows: torch.Tensor, peers: _Peers) -> None:
+def _complete(rows: torch.Tensor, owner: Owner) -> None:
     """Fetches the rows of a [num_tokens, width] tensor that belong to other ranks from them."""
-    world_size, rank = peers.world_size, peers.rank
-    shards = [row_shard(rows.shape[0], world_size, owner) for owner in range(world_size)]
+    world_size, own_rank = owner.world_size, owner.rank
+    shards = [row_shard(rows.shape[0], world_size, rank) for rank in range(world_size)]
     height = shards[0][1]  # of the longest; shorter ones are padded
     row_bytes = rows.shape[1] * rows.element_size()
     step = max(1, policy.UNFUSED_GATHER_BYTES // (world_size * row_bytes))
-    lo, hi = shards[rank]
+    lo, hi = shards[own_rank]
     for begin in range(0, height, step):
         count = min(step, height - begin)
         own = rows[min(lo + begin, hi) : min(lo + begin + count, hi)]
         padded = torch.empty((count, rows.shape[1]), dtype=rows.dtype, device=rows.device)
         padded[: own.shape[0]].copy_(own)
-        gathered = _gather(padded, peers)
-        for owner, (owner_lo, owner_hi) in enumerate(shards):
-            place = rows[min(owner_lo + begin, owner_hi) : min(owner_lo + begin + count, owner_hi)]
-            if owner != rank:
-                place.copy_(gathered[owner, : place.shape[0]])
+        gathered = _gather(padded, owner)
+        for rank, (first, end) in enumerate(shards):
+            if rank != own_rank:
+                place = rows[min(first + begin, end) : min(first + begin + count, end)]
+                place.copy_(gathered[rank, : place.shape[0]])
 
 
-def _gather(rows: torch.Tensor, peers: _Peers) -> torch.Tensor:
+def _gather(rows: torch.Tensor, owner: Owner) -> torch.Tensor:
     """All ranks' [n, width], as [world_size, n, width]."""
     rows = rows.contiguous()
     if rows.stride(-1) != 1:  # one element is contiguous with any stride, but then is not bytes
         rows = rows.clone(memory_format=torch.contiguous_format)
-    world_size = peers.world_size
+    world_size = owner.world_size
     gathered = torch.empty((world_size, *rows.shape), dtype=rows.dtype, device=rows.device)
     work = _gather_into(
         gathered.view(torch.uint8).view(world_size * rows.shape[0], -1),
         rows.view(torch.uint8),
-        group=peers.group,
+        group=owner.living_group(),
         async_op=rows.device.type == "cpu",
     )
     if work is not None:
-        _wait(work, peers.look)
+        _wait(work, owner.look_at_peers)
     return gathered
 
 
@@ -243,16 +218,8 @@ def _zero_padding(scale: torch.Tensor, geometry: ScaleGeometry) -> None:
         scale.as_strided(shape, geometry.stride, end).zero_()
 
 
+# Of the C call: what differs between the chunks of a call.
 _ROW_FIELDS = (
-    "x",
-    "residual",
-    "out",
-    "residual_out",
-    "quantized",
-    "scale",
-    "x_stride",
-    "num_tokens",
-    "num_sources",
-    "source_stride",
-    "scale_padding_rows",
+    *("x", "residual", "out", "residual_out", "quantized", "scale"),
+    *("x_stride", "num_tokens", "num_sources", "source_stride", "scale_padding_rows"),
 )

@@ -115,19 +115,8 @@ def add_rms_norm_quant(
 ) -> QuantizedNorm:
     """Steps 2 to 6 for an already reduced `x`: `add_rms_norm`, then `quantize` of its first result.
 
-    Args:
-        x: `[..., hidden_size]`, float32, float16 or bfloat16.
-        residual: shape and dtype of `x`, or None.
-        weight: `[hidden_size]`, dtype of `x` or float32.
-        eps: added to the mean square, rounded to float32.
-        quant: how to quantise.
-        return_normed: whether the rows before quantisation are wanted too.
-        weight_bias: added to the weight in float32.
-        numerics: "rounded", "unrounded", "transformers" or "vllm"; None is "rounded".
-
-    Raises:
-        ValueError: shapes, devices or names do not fit.
-        TypeError: a dtype does not fit, or `quant` is no spec.
+    Arguments and errors are those of these two; `return_normed`: whether the rows before
+    quantisation are wanted too.
     """
     normed, total = add_rms_norm(
         x, residual, weight, eps, weight_bias=weight_bias, numerics=numerics
@@ -154,30 +143,13 @@ def all_reduce_add_rms_norm_quant(
 ) -> QuantizedNorm:
     """All six steps: `all_reduce_add_rms_norm`, then `quantize` of its first result.
 
-    Args:
-        inputs: one `x` per rank, in rank order, `[..., hidden_size]`; float32, float16 or bfloat16.
-        residual: shape and dtype of `x`, or None; with `residual_sharded` the list of all ranks'
-            shards.
-        weight: `[hidden_size]`, dtype of `x` or float32.
-        eps: added to the mean square, rounded to float32.
-        quant: how to quantise.
-        return_normed: whether the rows before quantisation are wanted too.
-        weight_bias: added to the weight in float32 (1.0 for Gemma).
-        numerics: "rounded", "unrounded", "transformers" or "vllm"; None is "rounded".
-        algorithm: accepted for equal signatures; every algorithm has the same bits.
-        residual_sharded: whether each rank holds its own rows of the residual only.
-        quantized_out: receives `quantized`.
-        scale_out: receives `scale`.
-        residual_out: receives the new residual; with `residual_sharded` a list.
-        normed_out: receives `normed`, which is then returned.
+    Arguments and errors are those of these two, and `return_normed`: whether the rows before
+    quantisation are wanted too. `quantized_out`, `scale_out`, `residual_out` and `normed_out`
+    receive the results; with `normed_out` the normed rows are returned too.
 
     Returns:
         `QuantizedNorm(quantized, scale, residual, normed)`; with `residual_sharded` `residual` is
         the list of all ranks' shards.
-
-    Raises:
-        ValueError: shapes, devices or names do not fit.
-        TypeError: a dtype does not fit, or `quant` is no spec.
     """
     check_quant(quant)
     normed, total = all_reduce_add_rms_norm(

@@ -77,8 +77,8 @@ class Tensors {
     }
   }
 
-  // A result: it shares no memory with what was added before, but for `allowed`, which it may be
-  // row for row.
+  // A result: it shares no memory with the tensors added before, except with the one called
+  // `allowed`, of which each row may be the row of the result.
   void add_result(const char* name, const void* data, int64_t element_bytes, const Extent& extent,
                   const char* allowed = nullptr) {
     const int before = count_;
@@ -103,7 +103,7 @@ class Tensors {
   int32_t status_ = ALLNORM_OK;
 };
 
-// The names by which results may be told what they may be.
+// The tensors that a result may be, row for row, by the names under which they were added.
 constexpr const char* kX = "x";
 constexpr const char* kResidual = "residual";
 
@@ -118,7 +118,7 @@ int32_t check_present(const AllnormCall& call) {
   return ALLNORM_OK;
 }
 
-// Further apart no two rows lie; so no address overflows that is worked out from a stride.
+// Rows lie no further apart than this, so that no address computed from a stride overflows.
 constexpr int64_t kFarthest = int64_t{1} << 48;
 
 int32_t check_stride_bounds(const AllnormCall& call) {

@@ -47,8 +47,8 @@ class Communicator {
   int32_t recorded_status() const;
   // The launches of a call.
   int32_t launch_chunks(const AllnormCall& call, int64_t rows);
-  // A call that all ranks make could not be made here. From now on this rank makes no call: its
-  // next one would meet its peers in this one.
+  // This rank could not make a call that all ranks make. From now on it makes none: its
+  // next call would be matched with this one of its peers.
   int32_t break_off(const AllnormCall& call, bool in_order);
   int32_t say_broken() const;
 

@@ -25,13 +25,13 @@
 namespace allnorm {
 namespace {
 
-// Calls kept, the latest first: a model makes few kinds, and each costs a look at others.
+// How many calls are kept, the latest first. A model makes few kinds, and each costs a comparison.
 constexpr std::size_t kMaxPrepared = 4;
 
-// Streams that are known, the latest last; a program uses few.
+// How many streams are remembered, the latest last; a program uses few.
 constexpr std::size_t kMaxStreams = 16;
 
-// What the calls of a communicator share, or those of a thread that need none.
+// What the calls of one communicator share, or the calls of one thread without a communicator.
 struct FastCall {
   void* function;      // allnorm_run; without a communicator allnorm_local
   AllnormComm* comm;   // or NULL
@@ -227,7 +227,7 @@ PyObject* forget(PyObject* self, PyObject*) {
   return none();
 }
 
-// close(): launches nothing any more, not even for who is on his way.
+// close(): launches nothing from now on, not even for a thread that is about to.
 PyObject* close(PyObject* self, PyObject* none_given) {
   FastCall* const fast = fast_of(self);
   if (fast == nullptr) return nullptr;
@@ -242,7 +242,7 @@ PyObject* holder(PyObject* self, PyObject*) {
   return fast == nullptr ? nullptr : PyLong_FromUnsignedLong(fast->holder);
 }
 
-// By way of void (*)(): the interpreter knows by the flag what it calls.
+// Cast by way of void (*)(): the flag in the PyMethodDef says which signature it really has.
 PyMethodDef call_method = {"call",
                            reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(call)),
                            METH_FASTCALL, nullptr};

@@ -1,4 +1,4 @@
-// A prepared call: what it is recognised by, and where the addresses of a call like it go.
+// A prepared call: what a repetition of it is recognised by, and where its addresses go.
 #ifndef ALLNORM_PYTHON_PREPARED_H_
 #define ALLNORM_PYTHON_PREPARED_H_
 
