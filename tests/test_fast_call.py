@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import datetime
 import gc
@@ -118,6 +119,37 @@ def repeat(rank: int, world_size: int) -> None:
 @on(cpu=(2, 3), gpu=(2,))
 def test_repeated_calls(pool: RankPool) -> None:
     pool.run(repeat)
+
+
+def repeat_in_other_modes(rank: int, world_size: int) -> None:
+    """An engine calls first as it loads, and then in inference mode; weights are parameters."""
+    case = BASE.but(shape=(5, 2944))
+    weight = torch.nn.Parameter(case.weight())
+    modes = (contextlib.nullcontext, torch.no_grad, torch.inference_mode, torch.inference_mode)
+    with allnorm.Communicator(device=device()) as c:
+        for mode in (*modes, torch.no_grad):
+            for call in range(4):
+                other = case.but(call=call)
+                with (
+                    mode(),
+                    mock.patch.object(
+                        c._endpoint.dispatcher,
+                        "_find",
+                        refuse if call >= 2 else c._endpoint.dispatcher._find,
+                    ),
+                ):
+                    given = other.call_arguments(c)
+                    if mode is not contextlib.nullcontext:
+                        weight.data.copy_(other.weight())
+                        given["weight"] = weight
+                    results = other.method(c)(other.x(rank), **given)
+                    other.compare(c, *results)
+
+
+@needs_library
+@on(cpu=(2,), gpu=(2,))
+def test_repeated_calls_in_other_modes(pool: RankPool) -> None:
+    pool.run(repeat_in_other_modes)
 
 
 def repeat_all_reduce(rank: int, world_size: int) -> None:

@@ -309,7 +309,7 @@ def test_one_width_alone_does_not_decide_for_all() -> None:
         table = Table("tuned here", {("bfloat16", "norm"): curves})
         return choose(1, of, tables=(table,)).source
 
-    assert [source(4096, of=n) for n in (2047, 2048, 8192, 8193)] == [
+    assert [source(4096, of=n) for n in (2040, 2048, 8192, 8200)] == [
         *("default", "tuned here", "tuned here", "default")
     ]
     assert source(100_000, of=4096) == "default"

@@ -178,12 +178,17 @@ def _key_of(call: Call) -> tuple[Any, ...]:
             or weight_bias is no number.
     """
     constants, tensors = call.constants, call.tensors
+    # is_inference, requires_grad: the guards of torch's compiler tell tensors apart by these, too.
     geometries = tuple(
-        None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors
+        t
+        if t is None
+        else (t.shape, t.stride(), t.dtype, t.device, t.is_inference(), t.requires_grad)
+        for t in tensors
     )
     signs = copysign(1.0, call.eps), copysign(1.0, call.weight_bias)
     in_place = call.out is call.x, call.residual_out is call.residual
-    return geometries, in_place, tuple(map(type, constants)), signs, constants
+    mode = torch.is_inference_mode_enabled()
+    return geometries, mode, in_place, tuple(map(type, constants)), signs, constants
 
 
 class Chooser:
