@@ -128,7 +128,7 @@ def shm_bytes() -> tuple[int, int] | None:
 
 
 def available_memory_bytes(device: str) -> int | None:
-    """What is free: of the smallest GPU, or of the machine's memory; None if not known."""
+    """What ranks may use: all of the smallest GPU, or what is free here; None if not known."""
     if device == "cuda":
         counts = (torch.cuda.get_device_properties(i).total_memory for i in range(num_gpus()))
         return min(counts, default=None)
