@@ -118,6 +118,10 @@ class Job:
         return (REFERENCE, self.torch_arm, LOCAL)
 
 
+MAX_LOGITS_BYTES = 4 << 30
+"""Of logits that a rank keeps for comparisons."""
+
+
 def memory_bytes(job: Job, world_size: int) -> int:
     """What a rank needs, estimated: its part of the weights, the caches, the logits kept."""
     model, batch = job.model, max(job.batch_sizes)
@@ -129,7 +133,7 @@ def memory_bytes(job: Job, world_size: int) -> int:
     weights = (model.num_layers * layer + head) // world_size + head  # the embedding is whole
     steps = job.prompt + job.tokens
     caches = 2 * model.num_layers * model.num_kv_heads * model.head_dim * batch * steps
-    logits = min(4 << 30, 4 * 4 * batch * job.tokens * model.vocab_size // world_size)
+    logits = min(MAX_LOGITS_BYTES, 4 * 4 * batch * job.tokens * model.vocab_size // world_size)
     widest = (
         batch * job.prompt * (2 * model.intermediate_size // world_size + 4 * model.hidden_size)
     )

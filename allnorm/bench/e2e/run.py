@@ -18,7 +18,7 @@ import torch
 import allnorm
 from allnorm.bench.e2e import sites, weights
 from allnorm.bench.e2e.generation import Generation, Runner
-from allnorm.bench.e2e.models import LOCAL, PEER_ARMS, REFERENCE, Job
+from allnorm.bench.e2e.models import LOCAL, MAX_LOGITS_BYTES, PEER_ARMS, REFERENCE, Job
 from allnorm.bench.e2e.sites import Arm, PeerSites
 from allnorm.testing import DTYPES, RankFailedError, all_or_none, report, same_bits, start_together
 from allnorm.testing.rank import device
@@ -26,7 +26,6 @@ from allnorm.testing.timing import percentile, time_calls, time_steps
 
 _SEED = 20
 _KEPT_TRACES = 4  # at most: the reference, the torch arm, and one or two more
-_MAX_BYTES = 4 << 30  # of logits kept for comparisons
 
 
 @dataclass
@@ -160,7 +159,7 @@ def check(
     """
     runners: dict[str, Runner] = {}
     logits = generation.logits
-    room = _MAX_BYTES // (_KEPT_TRACES * logits.numel() * logits.element_size())
+    room = MAX_LOGITS_BYTES // (_KEPT_TRACES * logits.numel() * logits.element_size())
     steps = int(max(1, min(generation.num_tokens, room)))
 
     def traced(name: str, forced: torch.Tensor | None) -> Trace:
