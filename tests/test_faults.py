@@ -62,15 +62,19 @@ def faulty_call(
 
 
 def assert_poisoned(c: allnorm.Communicator, case: Case) -> None:
-    """After a fault: check() and the next calls raise at once, each time."""
-    for _ in range(2):
+    """After a fault: check() and the next calls raise, each time, and wait for nobody."""
+    assert c.timeout is not None
+    seconds = []
+    for _ in range(5):
         with pytest.raises(allnorm.PeerTimeoutError):
             c.check()
         start = time.monotonic()
         for algorithm in (case.algorithm, "unfused"):
             with pytest.raises(allnorm.PeerTimeoutError):
                 case.but(algorithm=algorithm).run(c)
-        assert time.monotonic() - start < TIMEOUT.total_seconds() / 2
+        seconds.append(time.monotonic() - start)
+    # A machine that is busy delays some of them; a call that waits does so each time.
+    assert min(seconds) < c.timeout.total_seconds() / 2
     c.close()
 
 
