@@ -7,13 +7,14 @@
 #   make sanitize  C++ tests under sanitizers          make wheel    dist/*.whl
 #   make mutants   defects put into the CUDA kernels, which the tests must report
 #   make docs      the site, build/site: strict, with the references made from docstrings and options
+#   make release   dist/*.whl for all GPUs from 8.0 on and every Linux with glibc 2.28; minutes of nvcc
 #   make inplace   libraries into allnorm/lib, to run from the source tree
 #   make clean     removes what was built; the virtual environment stays
 #
 # PYTHON=python3.12        interpreter; one that has torch already lends its packages to the environment
 # VENV=.venv               where that environment is
 # CUDA=auto|on|off         whether to build the CUDA library (auto: where nvcc is found)
-# CUDA_ARCHS=auto          for example "80-real;90"; RELEASE=1: all of a release
+# CUDA_ARCHS=auto          for example "80-real;90"
 # WHEEL=allnorm-*.whl      what `make install` installs instead of building it
 # BENCH_ARGS=, PYTEST_ARGS=, MUTANTS_ARGS=  passed on; MUTANTS_ARGS=--all for more than CI tries
 
@@ -25,10 +26,9 @@ WHEEL ?=
 BENCH_ARGS ?=
 PYTEST_ARGS ?= -m "not slow and not long"
 MUTANTS_ARGS ?=
-RELEASE ?=
-ifneq ($(RELEASE),)
-CUDA_ARCHS := 80-real;90-real;100
-endif
+# Each generation's own code, and 12.0 for those to come.
+RELEASE_ARCHS := 80-real;90-real;100-real;120
+RELEASE_GLIBC := 2.28
 
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
@@ -42,11 +42,12 @@ NATIVE_SOURCES := $(shell find csrc cmake -type f 2>/dev/null) CMakeLists.txt
 SOURCES := $(NATIVE_SOURCES) $(shell find allnorm -name '*.py' -o -name '*.j2') pyproject.toml README.md
 CXX_FILES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 # Not -C, which pip has from 23.1 on; Python 3.11 brings 23.0.
-PACKAGE_SETTINGS = --config-settings=build-dir=$(BUILD)/package \
+PACKAGE_BUILD = $(BUILD)/package
+PACKAGE_SETTINGS = --config-settings=build-dir=$(PACKAGE_BUILD) \
 	--config-settings=cmake.define.ALLNORM_CUDA=$(CUDA) \
 	'--config-settings=cmake.define.ALLNORM_CUDA_ARCHITECTURES=$(CUDA_ARCHS)'
 
-.PHONY: bench test test-cpp test-python test-engines lint format sanitize mutants docs wheel inplace install clean
+.PHONY: bench test test-cpp test-python test-engines lint format sanitize mutants docs wheel release inplace install clean
 .DELETE_ON_ERROR:
 
 bench: $(STAMPS)/install
@@ -113,6 +114,16 @@ install: $(STAMPS)/install
 wheel: $(STAMPS)/run
 	$(BIN)/pip wheel --quiet --no-build-isolation --no-deps $(PACKAGE_SETTINGS) -w $(DIST) .
 
+release: override CUDA = on
+release: override CUDA_ARCHS = $(RELEASE_ARCHS)
+release: PACKAGE_BUILD = $(BUILD)/release/build
+release: $(STAMPS)/run $(STAMPS)/release
+	rm -rf $(BUILD)/release/wheel
+	$(BIN)/pip wheel --quiet --no-build-isolation --no-deps $(PACKAGE_SETTINGS) \
+	  --config-settings=cmake.define.ALLNORM_GLIBC=$(RELEASE_GLIBC) -w $(BUILD)/release/wheel .
+	$(BIN)/auditwheel repair --only-plat --plat manylinux_$(subst .,_,$(RELEASE_GLIBC))_$(shell uname -m) \
+	  -w $(DIST) $(BUILD)/release/wheel/*.whl
+
 inplace: $(STAMPS)/run
 	cmake -G Ninja -S . -B $(BUILD)/inplace -DALLNORM_CUDA=$(CUDA) '-DALLNORM_CUDA_ARCHITECTURES=$(CUDA_ARCHS)' \
 	  --log-level=WARNING
@@ -129,7 +140,7 @@ $(STAMPS)/run: pyproject.toml constraints.txt tools/setup_venv.py
 	$(PYTHON) tools/setup_venv.py $(VENV) build run
 	@mkdir -p $(@D) && touch $@
 
-$(STAMPS)/test $(STAMPS)/lint $(STAMPS)/docs: $(STAMPS)/%: $(STAMPS)/run
+$(STAMPS)/test $(STAMPS)/lint $(STAMPS)/docs $(STAMPS)/release: $(STAMPS)/%: $(STAMPS)/run
 	$(PYTHON) tools/setup_venv.py $(VENV) $*
 	@mkdir -p $(@D) && touch $@
 

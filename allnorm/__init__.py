@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+import os
+import warnings
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from allnorm import config, ops, reference
+from allnorm import config, ops, reference, topology
 from allnorm._version import __version__
 from allnorm.communicator import Communicator
 from allnorm.core import _native, fast_call
@@ -33,7 +35,9 @@ from allnorm.functions import (
 )
 from allnorm.policy import Plan
 from allnorm.quant import Fp8PerGroup, Fp8PerTensor, Fp8PerToken, QuantizedNorm
-from allnorm.tracing import TraceReport, trace
+
+if TYPE_CHECKING:
+    from allnorm.tracing import TraceReport, trace
 
 __all__ = [
     "AllnormError",
@@ -68,11 +72,16 @@ __all__ = [
 ]
 
 
+# What few processes use is imported when it is first asked for.
+_LATE = {"compile": "allnorm.compile", "trace": "allnorm.tracing", "TraceReport": "allnorm.tracing"}
+
+
 def __getattr__(name: str) -> Any:
-    """Imports `allnorm.compile` when it is first used: it needs more of torch than the rest."""
-    if name == "compile":
-        return importlib.import_module("allnorm.compile")
-    raise AttributeError(f"module 'allnorm' has no attribute {name!r}")
+    """Imports the home of a name in `_LATE`."""
+    if name not in _LATE:
+        raise AttributeError(f"module 'allnorm' has no attribute {name!r}")
+    module = importlib.import_module(_LATE[name])
+    return getattr(module, name, module)
 
 
 def capabilities() -> dict[str, Any]:
@@ -107,3 +116,20 @@ def capabilities() -> dict[str, Any]:
         "fast_calls": fast_call.available(),
         "multicast": {"used": False, "switches": config.multicast_switches()},
     }
+
+
+def _warn_of_unused_gpus() -> None:
+    """Says, in one process of a machine, that this build cannot use the GPUs that are there."""
+    if "cuda" in _native.available_backends() or not torch.version.cuda:
+        return
+    if os.environ.get("LOCAL_RANK", "0") == "0" and topology.has_gpu_devices():
+        warnings.warn(
+            "this machine has NVIDIA GPUs, and this build of allnorm is for CPUs alone: calls with "
+            "CUDA tensors will raise. Install a wheel of a release, or build it here with CUDA's "
+            "compiler on PATH: `nvcc --version`, then `pip install --force-reinstall --no-deps .` "
+            "in allnorm's source.",
+            stacklevel=2,
+        )
+
+
+_warn_of_unused_gpus()

@@ -83,6 +83,11 @@ def num_gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
+def has_gpu_devices(dev: pathlib.Path = pathlib.Path("/dev")) -> bool:
+    """Whether this process sees NVIDIA GPUs, by their device files: no driver is loaded to ask."""
+    return any(name[6:].isdigit() for name in os.listdir(dev) if name.startswith("nvidia"))
+
+
 def num_cores() -> int:
     """Cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

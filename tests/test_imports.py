@@ -5,13 +5,18 @@ from __future__ import annotations
 import pathlib
 import subprocess
 import sys
+import warnings
 
 import pytest
+import torch
 
 import allnorm
+from allnorm import topology
+from allnorm.core import _native
 
 PACKAGE = pathlib.Path(allnorm.__file__).parent
 COMMANDS_ONLY = ("typer", "click", "rich", "matplotlib")
+IMPORT_SECONDS = 0.020
 
 PRELUDE = f"import sys; sys.path.insert(0, {str(PACKAGE.parent)!r})\n"
 
@@ -77,6 +82,46 @@ def test_an_engine_loads_torch_and_nothing_else() -> None:
         "print(*(name for name in libraries if f'allnorm.{name}' in sys.modules))"
     )
     assert done.stdout.split() == []
+
+
+@pytest.mark.parametrize("local_rank", [None, "0", "1"])
+@pytest.mark.parametrize("gpus", [0, 2])
+@pytest.mark.parametrize("backends", [["cpu"], ["cpu", "cuda"]])
+@pytest.mark.parametrize("torch_has_cuda", [False, True])
+def test_a_build_for_cpus_says_so_where_gpus_are(
+    local_rank: str | None,
+    gpus: int,
+    backends: list[str],
+    torch_has_cuda: bool,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("nvidiactl", "nvidia-uvm", "null", *(f"nvidia{gpu}" for gpu in range(gpus))):
+        (tmp_path / name).touch()
+    found = topology.has_gpu_devices(tmp_path)
+    assert found == (gpus > 0)
+    monkeypatch.setattr(topology, "has_gpu_devices", lambda: found)
+    monkeypatch.setattr(_native, "available_backends", lambda: backends)
+    monkeypatch.setattr(torch.version, "cuda", "13.0" if torch_has_cuda else None)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local_rank:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        allnorm._warn_of_unused_gpus()
+    expected = torch_has_cuda and found and backends == ["cpu"] and local_rank != "1"
+    assert len(said) == expected
+    assert all("`nvcc --version`, then `pip install" in str(one.message) for one in said)
+
+
+def test_import_takes_no_time() -> None:
+    """Beyond torch, in seconds of this process: the best of some, as the machine may be busy."""
+    code = (
+        "import time, torch; start = time.process_time(); import allnorm; "
+        "print(time.process_time() - start)"
+    )
+    output_of(code)  # compiles, where that is kept
+    assert min(float(output_of(code).stdout) for _ in range(5)) < IMPORT_SECONDS
 
 
 def test_libraries_do_not_need_what_commands_do() -> None:

@@ -19,7 +19,9 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 LIBRARIES = pathlib.Path(allnorm.__file__).parent / "lib"
 
 # What every Linux has. Not among them: libstdc++ and libcudart, which are linked statically.
-SYSTEM_LIBRARIES = re.compile(r"(libc|libm|libdl|librt|libpthread|ld-linux-[\w-]+)\.so\.\d+")
+SYSTEM_LIBRARIES = re.compile(
+    r"(libc|libm|libdl|librt|libpthread|libgcc_s|ld-linux-[\w-]+)\.so\.\d+"
+)
 
 
 NOT_BUILT = {"cuda": "without nvcc", "python": "without Python's headers"}
@@ -86,6 +88,19 @@ def test_lacks_only_what_the_system_and_python_have(library: pathlib.Path) -> No
     # Versioned, of libc; or weak, so that it may be missing.
     strong = {n for n, line in zip(names, undefined, strict=True) if line.split()[-2] == "U"}
     assert [name for name in strong - of_python if "@" not in name] == []
+
+
+def test_needs_no_newer_glibc_than_it_says(
+    library: pathlib.Path, distribution: importlib.metadata.Distribution
+) -> None:
+    """Of a wheel for other machines."""
+    wheel = email.message_from_string(distribution.read_text("WHEEL") or "")
+    promised = re.search(r"manylinux_(\d+)_(\d+)", wheel["Tag"])
+    if promised is None:
+        pytest.skip("this wheel was built for this machine: make release")
+    needed = re.findall(r"GLIBC_(\d+)\.(\d+)", output_of("objdump", "-T", str(library)))
+    assert needed
+    assert max((int(a), int(b)) for a, b in needed) <= (int(promised[1]), int(promised[2]))
 
 
 def test_knows_no_path_of_the_build(library: pathlib.Path) -> None:

@@ -2,7 +2,7 @@
 
     python3 tools/setup_venv.py VENV GROUP...
 
-Groups: build, run, test, lint, docs, as in pyproject.toml. Doing it again is cheap.
+Groups: build, run, test, lint, docs, release, as in pyproject.toml. Doing it again is cheap.
 
 If the interpreter already has a suitable torch, its packages are made visible in the environment
 and nothing of what they satisfy is installed, so that a machine with its own torch build, and no
@@ -38,6 +38,7 @@ def groups() -> dict[str, list[str]]:
         "test": extras["test"],
         "lint": extras["lint"],
         "docs": extras["docs"],
+        "release": extras["release"],
     }
 
 
