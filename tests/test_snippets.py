@@ -458,7 +458,7 @@ def check_make(words: list[str]) -> None:
 def check_docker(words: list[str]) -> None:
     """A few options that are used here, then IMAGE and what runs in it."""
     image = words.index("IMAGE")
-    known = {"--rm", "--gpus", "--ipc", "--pid", "--shm-size", "--hostname", "--network", "--name"}
+    known = {"--rm", "--gpus", "--ipc", "--pid", "--shm-size", "--network"}
     assert words[0] == "run"
     for word in words[1:image]:
         option = word.partition("=")[0]
