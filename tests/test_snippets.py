@@ -105,10 +105,10 @@ def of(*languages: str) -> Any:
 
 
 def test_blocks_are_found() -> None:
-    assert len(PAGES) >= 18
-    assert len(BLOCKS) >= 25
-    assert sum(block.language == "python" for block in BLOCKS) >= 6
-    assert sum(is_program(block) for block in BLOCKS) >= 3
+    assert len(PAGES) >= 20
+    assert len(BLOCKS) >= 32
+    assert sum(block.language == "python" for block in BLOCKS) >= 9
+    assert sum(is_program(block) for block in BLOCKS) >= 4
     assert {block.page for block in BLOCKS} >= {"README.md", "docs/index.md", "docs/usage.md"}
 
 
