@@ -130,10 +130,7 @@ class Communicator:
         Returns:
             The same object for the same group and device.
 
-        Raises:
-            As the constructor.
-
-        Collective when it makes one, not otherwise.
+        Raises what the constructor does. Collective when it makes one, not otherwise.
         """
         resolved = resolve_group(group)
         place = resolve_device(device)

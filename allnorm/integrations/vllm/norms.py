@@ -7,7 +7,7 @@ the weight in float32. What else there may be is not known here: such a norm is 
 
 Inductor computes a fused kernel in float32 from its loads to its stores: the native function's
 rounding before the weight is not there when it has been compiled, unless `emulate_precision_casts`
-is set. benchmarks/engines/vllm_rounding.py measures it; docs/vllm.md has the figures.
+is set. benchmarks/engines/vllm_rounding.py measures it; docs/engineering-log has the figures.
 """
 
 from __future__ import annotations
