@@ -107,7 +107,7 @@ format: $(STAMPS)/lint
 docs: $(STAMPS)/install $(STAMPS)/docs
 	$(BIN)/python -P -m typer allnorm.cli.app utils docs --name allnorm --title "Command line" \
 	  --output docs/reference/commands.md > /dev/null
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 install: $(STAMPS)/install
 

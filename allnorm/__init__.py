@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import importlib
-import os
 import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from allnorm import config, ops, reference, topology
+from allnorm import ops, reference
 from allnorm._version import __version__
 from allnorm.communicator import Communicator
 from allnorm.core import _native, fast_call
-from allnorm.core.endpoint import Stats
 from allnorm.core.local import add_rms_norm, add_rms_norm_quant
 from allnorm.errors import (
     AllnormError,
@@ -37,6 +35,7 @@ from allnorm.policy import Plan
 from allnorm.quant import Fp8PerGroup, Fp8PerTensor, Fp8PerToken, QuantizedNorm
 
 if TYPE_CHECKING:
+    from allnorm.core.endpoint import Stats
     from allnorm.tracing import TraceReport, trace
 
 __all__ = [
@@ -73,7 +72,12 @@ __all__ = [
 
 
 # What few processes use is imported when it is first asked for.
-_LATE = {"compile": "allnorm.compile", "trace": "allnorm.tracing", "TraceReport": "allnorm.tracing"}
+_LATE = {
+    "Stats": "allnorm.core.endpoint",
+    "TraceReport": "allnorm.tracing",
+    "compile": "allnorm.compile",
+    "trace": "allnorm.tracing",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -94,6 +98,8 @@ def capabilities() -> dict[str, Any]:
         without Python in between; `multicast`: always unused here, with the state of the switches
         that keep other libraries from it.
     """
+    from allnorm import config
+
     backends: dict[str, Any] = {}
     for backend in ("cpu", "cuda"):
         try:
@@ -122,7 +128,9 @@ def _warn_of_unused_gpus() -> None:
     """Says, in one process of a machine, that this build cannot use the GPUs that are there."""
     if "cuda" in _native.available_backends() or not torch.version.cuda:
         return
-    if os.environ.get("LOCAL_RANK", "0") == "0" and topology.has_gpu_devices():
+    from allnorm import config, topology  # take a while to load, and few builds come here
+
+    if config.local_rank() == 0 and topology.has_gpu_devices():
         warnings.warn(
             "this machine has NVIDIA GPUs, and this build of allnorm is for CPUs alone: calls with "
             "CUDA tensors will raise. Install a wheel of a release, or build it here with CUDA's "

@@ -19,8 +19,6 @@ from allnorm import policy
 from allnorm.core import arguments, traced
 from allnorm.core.arguments import DTYPES
 from allnorm.core.call import Call, split_scale
-from allnorm.core.endpoint import Stats
-from allnorm.core.opening import Settings, open_endpoint, resolve_device
 from allnorm.core.shortcuts import is_traced
 from allnorm.errors import CommunicatorClosedError, UnsupportedError
 from allnorm.policy import Plan
@@ -28,6 +26,8 @@ from allnorm.quant import DEFAULT_QUANT, Quant, QuantizedNorm, check_hidden_size
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+    from allnorm.core.endpoint import Stats
 
 
 class Communicator:
@@ -91,6 +91,9 @@ class Communicator:
         dependent_launch: bool = True,
         first_op: int = 0,
     ) -> None:
+        # Half of what allnorm loads, which a process that opens no communicator goes without.
+        from allnorm.core.opening import Settings, open_endpoint
+
         resolved = resolve_group(group)
         settings = Settings(
             *(device, workspace_bytes, numerics, timeout, tuning_dir, max_blocks),
@@ -133,7 +136,7 @@ class Communicator:
         Raises what the constructor does. Collective when it makes one, not otherwise.
         """
         resolved = resolve_group(group)
-        place = resolve_device(device)
+        place = arguments.resolve_device(device)
         comm = _of_group.get((id(resolved), place))
         if comm is not None and comm._endpoint.is_of(resolved):
             return comm
@@ -577,7 +580,7 @@ def communicator(name: str, device_type: str | None = None) -> Communicator:
         return comm
     group = _group_called(name)
     if group is not None and device_type is not None:
-        device = resolve_device(device_type)
+        device = arguments.resolve_device(device_type)
         if (id(group), device) in _of_group or (name, device_type) not in _made:
             return Communicator.for_group(group, device)
     names = sorted({name for name, _ in _open})

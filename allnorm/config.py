@@ -74,6 +74,12 @@ def cache_dir(environ: Mapping[str, str] | None = None) -> pathlib.Path:
     return root / "allnorm"
 
 
+def local_rank() -> int:
+    """Which of this host's processes torchrun started this one as; 0 where it did not."""
+    text = os.environ.get("LOCAL_RANK", "")
+    return int(text) if text.isdecimal() else 0
+
+
 def multicast_switches() -> dict[str, str | None]:
     """The state of the variables that keep NCCL, PyTorch and NVSHMEM from using multicast."""
     names = ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS")

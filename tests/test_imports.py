@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import subprocess
 import sys
@@ -16,7 +17,8 @@ from allnorm.core import _native
 
 PACKAGE = pathlib.Path(allnorm.__file__).parent
 COMMANDS_ONLY = ("typer", "click", "rich", "matplotlib")
-IMPORT_SECONDS = 0.020
+# 20 ms where torch takes 1.2 s: whatever slows one import down slows both.
+IMPORT_SHARE = 0.020 / 1.2
 
 PRELUDE = f"import sys; sys.path.insert(0, {str(PACKAGE.parent)!r})\n"
 
@@ -62,13 +64,16 @@ def loaded_by_verify(rank: int, world_size: int, job: object) -> list[str]:
     return loaded_for_commands()
 
 
-def output_of(code: str, *, check: bool = True) -> subprocess.CompletedProcess[str]:
+def output_of(
+    code: str, *, check: bool = True, environ: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-P", "-c", PRELUDE + code],
         check=check,
         capture_output=True,
         text=True,
         timeout=120,
+        env=environ,
     )
 
 
@@ -115,13 +120,14 @@ def test_a_build_for_cpus_says_so_where_gpus_are(
 
 
 def test_import_takes_no_time() -> None:
-    """Beyond torch, in seconds of this process: the best of some, as the machine may be busy."""
+    """Beside torch's, in seconds of this process: the best of some, as the machine may be busy."""
     code = (
-        "import time, torch; start = time.process_time(); import allnorm; "
-        "print(time.process_time() - start)"
+        "from time import process_time as now; a = now(); import torch; b = now(); import allnorm; "
+        "print((now() - b) / (b - a))"
     )
-    output_of(code)  # compiles, where that is kept
-    assert min(float(output_of(code).stdout) for _ in range(5)) < IMPORT_SECONDS
+    environ = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    shares = [float(output_of(code, environ=environ).stdout) for _ in range(6)]
+    assert min(shares[1:]) < IMPORT_SHARE, "the first compiles"
 
 
 def test_libraries_do_not_need_what_commands_do() -> None:

@@ -99,7 +99,17 @@ ALLOWED = {
     "tracing": {"core.dispatch", "core.fast_call", "errors"},
     PUBLIC: {
         *("_version", "communicator", "config", "core._native", "core.endpoint", "core.fast_call"),
-        *("core.local", "errors", "functions", "ops", "policy", "quant", "reference", "tracing"),
+        *(
+            "core.local",
+            "errors",
+            "functions",
+            "ops",
+            "policy",
+            "quant",
+            "reference",
+            "topology",
+            "tracing",
+        ),
     },
     "testing": {"core.workspace", "names"},
     "compile": {PUBLIC, "_version", "communicator", "config", "errors", "names", "ops", "quant"},
@@ -132,7 +142,7 @@ THIRD_PARTY = {
 
 # Who touches the environment, and why. Variables of allnorm's own are the business of config alone.
 ENVIRONMENT = {
-    "config": "reads ALLNORM_*; sets the switch that keeps torch from multicast",
+    "config": "reads ALLNORM_* and LOCAL_RANK; sets the switch that keeps torch from multicast",
     "bench": "names NCCL's algorithm for a group, and other libraries' switches",
     "tracing": "the environment of the program it traces",
     "testing": "sets the multicast switches for the ranks it starts",

@@ -19,7 +19,7 @@ from allnorm.core import _native, arguments, channel, watch, workspace
 from allnorm.core.dispatch import Chooser
 from allnorm.core.endpoint import Endpoint
 from allnorm.core.rendezvous import Rendezvous
-from allnorm.errors import ConfigurationError, UnsupportedError
+from allnorm.errors import ConfigurationError
 from allnorm.names import NUMERICS
 from allnorm.quant import check_choice
 
@@ -140,7 +140,7 @@ def _check(settings: Settings) -> _Checked:
     """Raises for what is wrong with this rank's settings."""
     environment = config.read_settings()
     check_choice("numerics", settings.numerics, NUMERICS)
-    device = resolve_device(settings.device)
+    device = arguments.resolve_device(settings.device)
     library = _native.library(device.type)
     timeout = _checked_timeout(settings.timeout) or environment.timeout or config.DEFAULT_TIMEOUT
     num_bytes = settings.workspace_bytes
@@ -230,28 +230,6 @@ def _wait_seconds(timeout: Any) -> float:
 
 def _nanoseconds(timeout: datetime.timedelta) -> int:
     return min(int(timeout.total_seconds() * 1e9), _MAX_TIMEOUT_NS)
-
-
-def resolve_device(device: torch.device | str | None) -> torch.device:
-    """The device that a caller means.
-
-    Raises:
-        ValueError, UnsupportedError: it is none, or not one of those that are supported.
-    """
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        resolved = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"device={device!r}: {error}") from None
-    if resolved.type == "cpu":
-        return torch.device("cpu")
-    if resolved.type != "cuda":
-        raise UnsupportedError(f"device={device}: expected a CUDA device or the CPU.")
-    if not torch.cuda.is_available():
-        raise UnsupportedError(f"device={device}: torch finds no CUDA device. Use device='cpu'.")
-    index = torch.cuda.current_device() if resolved.index is None else resolved.index
-    return torch.device("cuda", index)
 
 
 def _build_of(library: _native.Library) -> str:
