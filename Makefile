@@ -8,6 +8,7 @@
 #   make mutants   defects put into the CUDA kernels, which the tests must report
 #   make docs      the site, build/site: strict, with the references made from docstrings and options
 #   make release   dist/*.whl for all GPUs from 8.0 on and every Linux with glibc 2.28; minutes of nvcc
+#   make pictures  docs/pictures, from stored rows
 #   make inplace   libraries into allnorm/lib, to run from the source tree
 #   make clean     removes what was built; the virtual environment stays
 #
@@ -47,7 +48,8 @@ PACKAGE_SETTINGS = --config-settings=build-dir=$(PACKAGE_BUILD) \
 	--config-settings=cmake.define.ALLNORM_CUDA=$(CUDA) \
 	'--config-settings=cmake.define.ALLNORM_CUDA_ARCHITECTURES=$(CUDA_ARCHS)'
 
-.PHONY: bench test test-cpp test-python test-engines lint format sanitize mutants docs wheel release inplace install clean
+.PHONY: bench test test-cpp test-python test-engines lint format sanitize mutants docs pictures wheel release inplace \
+  install clean
 .DELETE_ON_ERROR:
 
 bench: $(STAMPS)/install
@@ -108,6 +110,9 @@ docs: $(STAMPS)/install $(STAMPS)/docs
 	$(BIN)/python -P -m typer allnorm.cli.app utils docs --name allnorm --title "Command line" \
 	  --output docs/reference/commands.md > /dev/null
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
+pictures: $(STAMPS)/install $(STAMPS)/test
+	$(BIN)/python benchmarks/pictures.py
 
 install: $(STAMPS)/install
 

@@ -4,12 +4,15 @@ The library's function is replaced by one that does nothing; all else is done: c
 prepared, make the results, fill in the addresses, cross from Python to C. Each figure is that of
 the fastest of many runs of 50 calls: what takes longer has been interrupted.
 
-Usage: python benchmarks/host_path.py [cpu|cuda]
+    python benchmarks/host_path.py [cpu|cuda] [--json FILE]
 """
 
 from __future__ import annotations
 
+import argparse
 import ctypes
+import pathlib
+import shlex
 import sys
 import timeit
 
@@ -69,12 +72,21 @@ def time_calls(rank: int, world_size: int, device: str) -> dict[str, float]:
 
 
 def main() -> None:
-    """Prints a table."""
-    device = sys.argv[1] if len(sys.argv) > 1 else "cpu"
-    ranks = run_ranks(time_calls, 2, device=device, args=(device,))
-    rows = [(name, f"{min(rank[name] for rank in ranks):.2f}") for name in ranks[0]]
-    output.console().print(
-        output.table(f"Host time of a call without its launch, {device}", ("call", "us"), rows)
+    """Prints a table, and appends a row for each call to a file."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("device", nargs="?", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--json", type=pathlib.Path, help="append the results to this file")
+    options = parser.parse_args()
+    ranks = run_ranks(time_calls, 2, device=options.device, args=(options.device,))
+    best = {name: min(rank[name] for rank in ranks) for name in ranks[0]}
+    title = f"Host time of a call without its launch, {options.device}"
+    rows = [(name, f"{us:.2f}") for name, us in best.items()]
+    output.console().print(output.table(title, ("call", "us"), rows))
+    shape = {"num_tokens": _NUM_TOKENS, "hidden_size": _HIDDEN_SIZE, "dtype": "bfloat16"}
+    command = shlex.join(["python", *sys.argv])
+    known = output.conditions(options.device, **shape, world_size=2) | {"command": command}
+    output.append_json_lines(
+        options.json, [{**known, "call": name, "host_us": us} for name, us in best.items()]
     )
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -80,14 +78,6 @@ def test_a_panel_shows_every_arm_and_the_floor() -> None:
     assert "currentColor" in text
     quantised = bench_plot.svg(samples(), Panel(2, Mode("per_group:128"), 4096))
     assert "per_group:128" in quantised
-
-
-def test_stored_rows_make_the_picture_of_the_readme(tmp_path: Path) -> None:
-    root = Path(__file__).resolve().parents[2]
-    rows, picture = root / "benchmarks/results/h200x2-peers.jsonl", tmp_path / "picture.svg"
-    command = [sys.executable, str(root / "benchmarks/plot.py"), str(rows), str(picture)]
-    subprocess.run([*command, "--hidden", "4096"], check=True, timeout=60)
-    assert "</svg>" in picture.read_text()
 
 
 def test_a_page_is_whole_and_needs_no_network(tmp_path: Path) -> None:

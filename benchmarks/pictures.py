@@ -1,0 +1,291 @@
+"""Draws the pictures of the README and of the site, each for light and for dark backgrounds.
+
+    python benchmarks/pictures.py [FOLDER]      (docs/pictures; `make pictures` does this)
+
+Times come from stored rows of `benchmarks/results/`; which ones, `CHARTS` and `ENGINES` say.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import pathlib
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyBboxPatch
+from matplotlib.ticker import NullLocator
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+FOLDER = ROOT / "docs" / "pictures"
+
+
+class Theme(NamedTuple):
+    """Colours for one kind of background. The background itself is left transparent."""
+
+    ending: str  # of files
+    ink: str  # text and axes
+    quiet: str  # what matters less
+    box: str  # filling of boxes
+    own: str  # allnorm
+
+
+LIGHT = Theme("", "#1f2328", "#6e7781", "#eaeef2", "#cf222e")
+DARK = Theme("-dark", "#e6edf3", "#8b949e", "#30363d", "#ff6b63")
+
+Row = dict[str, Any]
+
+
+class Source(NamedTuple):
+    """Rows of one commit, and of some libraries only where these are named."""
+
+    file: str
+    commit: str
+    libraries: tuple[str, ...] = ()
+
+
+class Chart(NamedTuple):
+    """Time of a call against tokens."""
+
+    world_size: int
+    sources: tuple[Source, ...]
+    hidden_size: int = 4096
+
+
+# Arms of `bench` by library; the fastest of a library is drawn. Colours are told apart by those who
+# see no red or green, and lie far enough from both backgrounds.
+LIBRARIES = {
+    "allnorm": ("allnorm",),
+    "SGLang": ("sglang", "sglang:one_shot", "sglang:two_shot", "sglang+local"),
+    "FlashInfer": ("flashinfer", "flashinfer:one_shot", "flashinfer:two_shot"),
+    "vLLM": ("vllm", "vllm+local"),
+    "symm. memory": ("symm_mem:one_shot+local", "symm_mem:two_shot+local"),
+    "NCCL": ("nccl+local", "nccl+torch"),
+}
+COLOURS = {
+    "SGLang": "#e69f00",
+    "FlashInfer": "#0f9d76",
+    "vLLM": "#3b8eea",
+    "symm. memory": "#b07aa1",
+    "NCCL": "#8c8c8c",
+}
+
+CHARTS = {
+    "h200x2": Chart(2, (Source("h200x2-peers.jsonl", "b272a2f"),)),
+    "h200x4": Chart(
+        4,
+        (
+            Source("h200x4-peers.jsonl", "f2624c4", ("SGLang", "FlashInfer")),
+            Source("h200x4-paced.jsonl", "8450e99"),
+        ),
+    ),
+}
+
+# panel: rows of benchmarks/engines/vllm_latency.py
+ENGINES = {
+    "Llama 3.1 8B, two H200s": Source("h200x2-vllm-8b.jsonl", "2617b13"),
+    "Llama 3.1 70B, four H200s": Source("h200x4-vllm-70b.jsonl", "790f543"),
+}
+
+
+@functools.cache
+def stored(file: str) -> list[Row]:
+    """All rows of a file of results."""
+    return [json.loads(line) for line in (RESULTS / file).read_text().splitlines()]
+
+
+def of_commit(source: Source) -> list[Row]:
+    """Rows measured at the commit of `source`."""
+    return [row for row in stored(source.file) if row["commit"].startswith(source.commit)]
+
+
+def library_of(arm: str) -> str | None:
+    """Whose arm it is; None if it is not drawn."""
+    return next((name for name, arms in LIBRARIES.items() if arm in arms), None)
+
+
+def chart_rows(chart: Chart) -> dict[str, dict[int, Row]]:
+    """The fastest row of each library at each number of tokens.
+
+    Where several sources have a library, the first counts.
+    """
+    found: dict[str, dict[int, Row]] = {}
+    for source in chart.sources:
+        mine: dict[str, dict[int, Row]] = {}
+        for row in of_commit(source):
+            library = library_of(row["arm"])
+            if (
+                library is None
+                or (source.libraries and library not in source.libraries)
+                or (row["world_size"], row["hidden_size"]) != (chart.world_size, chart.hidden_size)
+                or row["quant"]
+                or row["residual_sharded"]
+                or not (row["supported"] and row["correct"])
+            ):
+                continue
+            best = mine.setdefault(library, {})
+            tokens = row["num_tokens"]
+            if tokens not in best or row["p50_us"] < best[tokens]["p50_us"]:
+                best[tokens] = row
+        found = {**mine, **found}
+    return found
+
+
+def engine_times(source: Source) -> dict[str, dict[int, float]]:
+    """Milliseconds for each output token by arm and batch."""
+    times: dict[str, dict[int, float]] = {}
+    for row in of_commit(source):
+        if row["kind"] == "latency":
+            times.setdefault(row["arm"], {})[row["batch"]] = row["tpot_ms"]
+    return times
+
+
+def latency(figure: Figure, theme: Theme, chart: Chart) -> None:
+    """Lines of all libraries, named where they begin, and what the link needs."""
+    axes = figure.add_subplot()
+    rows = chart_rows(chart)
+    height = 0.0
+    for library in sorted(rows, key=lambda name: rows[name][1]["p50_us"]):
+        tokens = sorted(rows[library])
+        times = [rows[library][t]["p50_us"] for t in tokens]
+        own = library == "allnorm"
+        look = {"linewidth": 2.6, "markersize": 5} if own else {"linewidth": 1.4, "markersize": 3}
+        colour = theme.own if own else COLOURS[library]
+        axes.plot(tokens, times, marker="o", color=colour, zorder=3 if own else 2, **look)
+        height = max(times[0], height * 1.38)  # no name over another
+        place = {"ha": "right", "va": "center", "weight": "bold" if own else "normal"}
+        axes.text(tokens[0] * 0.8, height, library, color=colour, **place)
+    floor = link_times(rows["allnorm"])
+    axes.plot(list(floor), list(floor.values()), "--", color=theme.quiet, linewidth=1.2)
+    place = {"ha": "left", "va": "top", "textcoords": "offset points"}
+    axes.annotate("the link's own time", (256, floor[256]), (8, -4), color=theme.quiet, **place)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=10)
+    ticks = [1, 4, 16, 64, 256, 1024, 8192]
+    axes.set_xticks(ticks, [f"{tick}" for tick in ticks])
+    ticks = [2, 5, 10, 20, 50, 100, 200, 400]
+    axes.set_yticks(ticks, [f"{tick}" for tick in ticks])
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.set_xlim(0.085)
+    axes.set_ylim(1.6)
+    axes.grid(alpha=0.25)
+    axes.set_xlabel("tokens")
+    axes.set_ylabel("us per call")
+    axes.set_title(
+        f"tokens x {chart.hidden_size}, bf16, {chart.world_size} H200s: p50 in CUDA graphs"
+    )
+
+
+def link_times(rows: dict[int, Row]) -> dict[int, float]:
+    """What the link alone takes, in us, where it takes long enough to be seen."""
+    times = {tokens: row["floor_us"] for tokens, row in rows.items() if row["floor_us"]}
+    return {tokens: us for tokens, us in sorted(times.items()) if us > 1.5}
+
+
+def engines(figure: Figure, theme: Theme) -> None:
+    """Bars of vLLM's time for each output token, and what allnorm saves of its defaults'."""
+    arms = {"nccl": "NCCL", "default": "vLLM's defaults", "allnorm": "with allnorm"}
+    colours = {"nccl": COLOURS["NCCL"], "default": COLOURS["vLLM"], "allnorm": theme.own}
+    for index, (title, source) in enumerate(ENGINES.items()):
+        axes = figure.add_subplot(1, len(ENGINES), index + 1)
+        times = engine_times(source)
+        batches = sorted(times["allnorm"])
+        for number, (arm, label) in enumerate(arms.items()):
+            places = [place + (number - 1) * 0.27 for place in range(len(batches))]
+            heights = [times[arm][batch] for batch in batches]
+            axes.bar(places, heights, 0.25, color=colours[arm], label=label)
+            if arm == "allnorm":
+                look = {"ha": "center", "va": "top", "rotation": 90, "color": "white"}
+                for place, height, batch in zip(places, heights, batches, strict=True):
+                    saved = 1 - height / times["default"][batch]
+                    axes.text(place, height * 0.97, f"-{saved:.1%}", fontsize="small", **look)
+        axes.set_xticks(range(len(batches)), [f"{batch}" for batch in batches])
+        axes.set_xlabel("sequences in the batch")
+        axes.set_title(title)
+        axes.margins(y=0.12)
+    figure.axes[0].set_ylabel("ms per output token")
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+    figure.suptitle("vLLM 0.26: time per output token, bf16", fontsize="large")
+
+
+def idea(figure: Figure, theme: Theme) -> None:
+    """Four kernels between two matrix products become one; schematic."""
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set_axis_off()
+    axes.set_xlim(0, 100)
+    axes.set_ylim(0, 34)
+
+    def box(x: float, y: float, width: float, text: str, own: bool = False) -> None:
+        look = {"facecolor": theme.box, "edgecolor": theme.own if own else theme.quiet}
+        shape = "round,pad=0,rounding_size=1"
+        axes.add_patch(FancyBboxPatch((x, y), width, 5, shape, linewidth=1.4, **look))
+        weight = "bold" if own else "normal"
+        axes.text(x + width / 2, y + 2.4, text, ha="center", va="center", weight=weight)
+
+    def arrow(x: float, to: float, y: float) -> None:
+        axes.annotate("", (to, y), (x, y), arrowprops={"arrowstyle": "->", "color": theme.quiet})
+
+    quiet = {"color": theme.quiet, "fontsize": "small", "va": "center"}
+    axes.text(1, 31.5, "separate: four kernels; between them rows go to memory and back", **quiet)
+    x = 1.0
+    steps = {"product": 11, "all-reduce": 16, "add": 10, "RMSNorm": 14, "quantise": 14}
+    for text, width in (*steps.items(), ("product ", 11)):
+        box(x, 24, width, text)
+        if x > 1:
+            arrow(x - 4.4, x, 26.5)
+        x += width + 4.4
+    axes.text(
+        1, 16.5, "allnorm: one kernel; a row stays in registers until it is finished", **quiet
+    )
+    box(1, 8.5, 11, "product")
+    arrow(12, 16.4, 11)
+    box(16.4, 8.5, 37, "push, sum, add, norm, quantise", own=True)
+    arrow(53.4, 57.8, 11)
+    box(57.8, 8.5, 11, "product")
+    look = {"arrowstyle": "<->", "color": theme.own, "linestyle": "--"}
+    axes.annotate("", (98, 11), (69.5, 11), arrowprops=look)
+    axes.text(84, 13, "saved, twice a layer", color=theme.own, ha="center", fontsize="small")
+    axes.text(1, 3, "time from left to right, not to scale; the same bits either way", **quiet)
+
+
+def draw(folder: pathlib.Path) -> list[pathlib.Path]:
+    """Writes every picture into `folder`, for both themes."""
+    pictures: dict[str, tuple[tuple[float, float], Callable[[Figure, Theme], None]]] = {
+        "engines": ((8.4, 4.2), engines),
+        "idea": ((8.4, 3.0), idea),
+    }
+    for name, chart in CHARTS.items():
+        pictures[name] = ((8.4, 4.6), functools.partial(latency, chart=chart))
+    written = []
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, (inches, drawing) in pictures.items():
+        for theme in (LIGHT, DARK):
+            path = folder / f"{name}{theme.ending}.svg"
+            ink = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+            # Names inside are the same each time, so that a file changes when its rows do.
+            settings = {
+                **dict.fromkeys(ink, theme.ink),
+                "axes.spines.right": False,
+                "axes.spines.top": False,
+                "axes.titlesize": "medium",
+                "font.size": 11.5,
+                "svg.fonttype": "path",
+                "svg.hashsalt": path.name,
+            }
+            with matplotlib.rc_context(settings):
+                layout = None if name == "idea" else "constrained"
+                figure = Figure(figsize=inches, layout=layout)
+                drawing(figure, theme)
+                figure.savefig(path, transparent=True, metadata={"Date": None})
+            written.append(path)
+    return written
+
+
+if __name__ == "__main__":
+    for path in draw(pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER):
+        print(path)
