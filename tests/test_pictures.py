@@ -38,33 +38,19 @@ def test_each_is_what_the_script_makes(pictures: ModuleType, tmp_path: pathlib.P
         assert text == (ROOT / "docs" / "pictures" / name).read_bytes(), name
 
 
-@pytest.mark.parametrize("name", ["h200x2", "h200x4"])
-def test_charts_show_the_rows_of_the_tables(pictures: ModuleType, name: str) -> None:
-    """Tables of the performance page name the same files and commits, and have the same times."""
-    chart = pictures.CHARTS[name]
-    rows = pictures.chart_rows(chart)
-    assert rows.keys() == pictures.LIBRARIES.keys()
-    page = (ROOT / "docs" / "performance.md").read_text()
-    heading = {2: "## Two GPUs", 4: "## Four GPUs"}[chart.world_size]
-    part = page[page.index(heading) :]
-    part = part[: part.index("\n## ")]
-    for source in chart.sources:
-        assert source.file in part
-        assert source.commit in part
-    own = {int(t): us for t, us in re.findall(r"^\| (\d+)x4096 \| \*\*([\d.]+)\*\*", part, re.M)}
-    assert len(own) == 13
-    for tokens, us in own.items():
-        here = rows["allnorm"][tokens]["p50_us"]
-        assert f"{here:.2f}" == us or f"{here:.1f}" == us or f"{here:.0f}" == us
+def test_charts_are_of_every_library(pictures: ModuleType) -> None:
+    """Which times a chart has, test_figures.py compares with the tables beside it."""
+    for chart in pictures.CHARTS.values():
+        rows = pictures.chart_rows(chart)
+        assert rows.keys() == pictures.LIBRARIES.keys()
+        assert len(rows["allnorm"]) == 13
 
 
-def test_bars_show_the_table_of_the_guide(pictures: ModuleType) -> None:
-    page = (ROOT / "docs" / "vllm.md").read_text()
+def test_bars_are_of_three_ways_and_four_batches(pictures: ModuleType) -> None:
     for source in pictures.ENGINES.values():
         times = pictures.engine_times(source)
-        for batch, ms in times["allnorm"].items():
-            saved = 1 - ms / times["default"][batch]
-            assert f"**{ms:.2f}** (-{100 * saved:.1f} %)" in page
+        assert times.keys() == {"default", "allnorm", "nccl"}
+        assert all(len(of) == 4 for of in times.values())
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/performance.md"])

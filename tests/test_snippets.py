@@ -48,7 +48,6 @@ GENERATED = {"docs/reference/commands.md"}
 LANGUAGES = {"python", "pycon", "bash", "console", "json", "yaml", "text"}
 NOT_RUN = {"docs/trace.md": 1, "docs/transformers.md": 1}
 """How many blocks of a page need what is not here: a model."""
-NOT_FENCED = {"docs/performance.md"}
 PLACEHOLDERS = {"example.py", "generate.py", "serve.py"}
 """Programs of the reader's."""
 
@@ -127,7 +126,7 @@ def test_code_is_fenced() -> None:
             if line.startswith("    ") and line.strip() and not before.strip() and not listed:
                 found.append(f"{page}:{number}")
             before = line
-    assert [place for place in found if place.partition(":")[0] not in NOT_FENCED] == []
+    assert found == []
 
 
 def test_the_splitter_sees_what_it_should() -> None:

@@ -1,0 +1,188 @@
+"""Every measured figure of the pages is in a stored row, of the file and commit named beside it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import pathlib
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = (ROOT / "docs" / "performance.md").read_text()
+FIELDS = ("p50_us", "p99_us", "floor_us", "host_us", "tpot_ms", "beyond_us")
+NUMBER = re.compile(r"^(?:`[^`]*`: )?(\d[\d ]*(?:\.\d+)?)(x| %|)$")
+
+Row = dict[str, Any]
+
+
+class Section(NamedTuple):
+    heading: str
+    text: str
+
+    def rows(self) -> list[Row]:
+        """Of the files and commits that it names."""
+        files = set(re.findall(r"([\w-]+\.jsonl)", self.text)) - {"bench.jsonl"}
+        commits = tuple(re.findall(r"commit ([0-9a-f]{7})", self.text))
+        stored = [
+            json.loads(line) for f in files for line in (RESULTS / f).read_text().splitlines()
+        ]
+        return [row for row in stored if str(row.get("commit")).startswith(commits)]
+
+    def tables(self) -> Iterator[list[list[str]]]:
+        """Cells of each table, its heading first."""
+        for block in re.findall(r"(?:^\|.*\n)+", self.text, re.MULTILINE):
+            lines = [line.strip().strip("|").split("|") for line in block.splitlines()]
+            yield [[cell.strip(" *") for cell in line] for line in [lines[0], *lines[2:]]]
+
+
+def sections() -> list[Section]:
+    parts = re.split(r"^## ", PAGE, flags=re.MULTILINE)[1:]
+    return [Section(part.partition("\n")[0], part) for part in parts]
+
+
+def by_heading(start: str) -> Section:
+    (found,) = [section for section in sections() if section.heading.startswith(start)]
+    return found
+
+
+def rounds_to(value: float | None, text: str) -> bool:
+    """Whether a value is the number that is printed, to as many digits."""
+    if value is None or not math.isfinite(value):
+        return False
+    digits = len(text.partition(".")[2])
+    # What lies on the edge between two numbers may be printed as either.
+    return abs(value - float(text)) <= 0.5 * 10**-digits * (1 + 1e-9) + 1e-9
+
+
+def label_of(row: Row) -> str:
+    if "call" in row:
+        return row["call"]
+    return f"{row['num_tokens']}x{row['hidden_size']}"
+
+
+def values(rows: list[Row]) -> list[float]:
+    """What a cell about these rows may say."""
+    return [row[field] for row in rows for field in FIELDS if row.get(field) is not None]
+
+
+def test_every_table_is_beside_its_rows() -> None:
+    with_tables = [section for section in sections() if any(section.tables())]
+    assert len(with_tables) >= 7
+    for section in with_tables:
+        assert section.rows(), f"{section.heading}: no rows of the files and commits it names"
+
+
+@pytest.mark.parametrize("section", sections(), ids=lambda section: section.heading)
+def test_each_cell_is_in_a_row_of_its_shape(section: Section) -> None:
+    rows = section.rows()
+    for _, *lines in section.tables():
+        for label, *cells in lines:
+            of_shape = [row for row in rows if label_of(row) == label.strip("`").split(",")[0]
+                        or label_of(row) == label.strip("`")]  # fmt: skip
+            assert of_shape, f"{section.heading}: {label}"
+            known = values(of_shape)
+            for cell in filter(None, cells):
+                match = NUMBER.match(cell)
+                assert match or cell == "-", f"{section.heading}, {label}: {cell}"
+                if match is None:
+                    continue
+                if match[2] == "":
+                    found = any(rounds_to(value, match[1]) for value in known)
+                else:
+                    scale = 100 if match[2] == " %" else 1
+                    found = any(
+                        rounds_to(scale * a / b, match[1]) for a in known for b in known if b
+                    )
+                assert found, f"{section.heading}, {label}: {cell}"
+
+
+@pytest.mark.parametrize(("start", "name"), [("Two GPUs", "h200x2"), ("Four GPUs", "h200x4")])
+def test_columns_are_whose_they_say(start: str, name: str) -> None:
+    """Libraries' columns, by the rows that the picture above the table is drawn from."""
+    spec = importlib.util.spec_from_file_location("pictures", ROOT / "benchmarks" / "pictures.py")
+    assert spec
+    assert spec.loader
+    pictures = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(pictures)
+    (table,) = by_heading(start).tables()
+    heading, *lines = table
+    assert len(lines) == 16
+    for line in lines:
+        cells = dict(zip(heading, line, strict=True))
+        tokens, hidden_size = map(int, cells["tokens x hidden"].split("x"))
+        chart = pictures.CHARTS[name]._replace(hidden_size=hidden_size)
+        rows = {library: of[tokens] for library, of in pictures.chart_rows(chart).items()
+                if tokens in of}  # fmt: skip
+        own = rows.pop("allnorm")
+        assert rounds_to(own["p50_us"], cells["allnorm"])
+        assert rounds_to(own["p99_us"], cells["p99"])
+        if cells["floor"]:
+            assert rounds_to(own["floor_us"], cells["floor"])
+        for column, library in (("symm", "symm. memory"), *((n, n) for n in rows if n in cells)):
+            if cells[column] == "-":
+                assert library not in rows
+            else:
+                assert rounds_to(rows[library]["p50_us"], cells[column]), (line, column)
+        ratio = min(row["p50_us"] for row in rows.values()) / own["p50_us"]
+        assert rounds_to(ratio, cells["best other"].rstrip("x")), line
+
+
+@pytest.mark.parametrize("section", sections(), ids=lambda section: section.heading)
+def test_times_in_sentences_are_in_rows(section: Section) -> None:
+    known = values(section.rows())
+    prose = re.sub(r"^\|.*$|`[^`]*`", "", section.text, flags=re.MULTILINE)
+    for group in re.findall(r"((?:[\d.]+(?: / | and | to ))*[\d.]+) (?:us|ms)\b", prose):
+        for number in re.findall(r"\d+(?:\.\d+)?", group):
+            assert any(rounds_to(value, number) for value in known), f"{section.heading}: {number}"
+
+
+# page: the rows of each pair of lines of its table, engine's defaults and with allnorm
+GUIDES = {
+    "vllm.md": (("h200x2-vllm-8b.jsonl", "2617b13"), ("h200x4-vllm-70b.jsonl", "790f543")),
+    "sglang.md": (("h200x2-sglang-8b.jsonl", "cdb34ee"), ("h200x4-sglang-8b.jsonl", "f2624c4")),
+}
+
+
+@pytest.mark.parametrize("page", GUIDES)
+def test_times_of_engines_are_in_rows(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text()
+    (table,) = [t for t in Section("", text).tables() if "batch 1" in t[0]]
+    batches = [int(cell.removeprefix("batch ")) for cell in table[0][1:]]
+    lines = [line[1:] for line in table[1:]]
+    assert len(lines) == 2 * len(GUIDES[page])
+    for (file, commit), default, own in zip(GUIDES[page], lines[::2], lines[1::2], strict=True):
+        assert file in text
+        assert commit in text
+        times = {
+            (row["arm"], row["batch"]): row["tpot_ms"]
+            for row in map(json.loads, (RESULTS / file).read_text().splitlines())
+            if row["kind"] == "latency" and row["commit"].startswith(commit)
+        }
+        for batch, before, after in zip(batches, default, own, strict=True):
+            assert rounds_to(times["default", batch], before)
+            ms, change = re.fullmatch(r"\**([\d.]+)\** \(([+-][\d.]+) %\)", after).groups()  # type: ignore[union-attr]
+            assert rounds_to(times["allnorm", batch], ms)
+            ratio = times["allnorm", batch] / times["default", batch]
+            assert rounds_to(100 * (ratio - 1), change) or rounds_to(100 * (1 - ratio), change[1:])
+
+
+def test_what_the_readme_says_of_vllm_is_in_rows() -> None:
+    readme = (ROOT / "README.md").read_text()
+    ((least, most, commit),) = re.findall(
+        r"([\d.]+) to ([\d.]+) % less time.*\(commit (\w{7})", readme
+    )
+    rows = (RESULTS / "h200x2-vllm-8b.jsonl").read_text().splitlines()
+    times = {
+        (row["arm"], row["batch"]): row["tpot_ms"]
+        for row in map(json.loads, rows)
+        if row["kind"] == "latency" and row["commit"].startswith(commit)
+    }
+    saved = [100 * (1 - times["allnorm", b] / times["default", b]) for b in (1, 8, 32, 64)]
+    assert rounds_to(min(saved), least)
+    assert rounds_to(max(saved), most)
