@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import datetime
+import functools
 import gc
-import importlib.util
 import pathlib
 import re
 import subprocess
@@ -21,6 +21,7 @@ from unittest import mock
 import pytest
 import torch
 from rank_helpers import Case, comm, message_of, on
+from script_helpers import script
 
 import allnorm
 from allnorm import policy
@@ -496,15 +497,10 @@ def test_references(pool: RankPool) -> None:
     pool.run(count_references)
 
 
-def interpreters() -> Any:
-    """Every CPython here that the package supports, by tools/pythons.py."""
-    path = pathlib.Path(__file__).parent.parent / "tools" / "pythons.py"
-    spec = importlib.util.spec_from_file_location("pythons", path)
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.pythons()
+@functools.cache
+def interpreters() -> dict[int, str]:
+    """Every CPython here that the package supports, by its minor version."""
+    return script("tools/pythons.py").pythons()
 
 
 @needs_library

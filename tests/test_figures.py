@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
-import pathlib
 import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
+from script_helpers import ROOT, script
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = (ROOT / "docs" / "performance.md").read_text()
-FIELDS = ("p50_us", "p99_us", "floor_us", "host_us", "tpot_ms", "beyond_us")
+FIELDS = ("p50_us", "p99_us", "floor_us", "host_us", "tpot_ms")
 NUMBER = re.compile(r"^(?:`[^`]*`: )?(\d[\d ]*(?:\.\d+)?)(x| %|)$")
 
 Row = dict[str, Any]
@@ -105,11 +103,7 @@ def test_each_cell_is_in_a_row_of_its_shape(section: Section) -> None:
 @pytest.mark.parametrize(("start", "name"), [("Two GPUs", "h200x2"), ("Four GPUs", "h200x4")])
 def test_columns_are_whose_they_say(start: str, name: str) -> None:
     """Libraries' columns, by the rows that the picture above the table is drawn from."""
-    spec = importlib.util.spec_from_file_location("pictures", ROOT / "benchmarks" / "pictures.py")
-    assert spec
-    assert spec.loader
-    pictures = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(pictures)
+    pictures = script("benchmarks/pictures.py")
     (table,) = by_heading(start).tables()
     heading, *lines = table
     assert len(lines) == 16
@@ -149,6 +143,12 @@ GUIDES = {
 }
 
 
+def engine_times(file: str, commit: str) -> dict[str, dict[int, float]]:
+    """Milliseconds for each output token by arm and batch."""
+    pictures = script("benchmarks/pictures.py")
+    return pictures.engine_times(pictures.Source(file, commit))
+
+
 @pytest.mark.parametrize("page", GUIDES)
 def test_times_of_engines_are_in_rows(page: str) -> None:
     text = (ROOT / "docs" / page).read_text()
@@ -159,16 +159,12 @@ def test_times_of_engines_are_in_rows(page: str) -> None:
     for (file, commit), default, own in zip(GUIDES[page], lines[::2], lines[1::2], strict=True):
         assert file in text
         assert commit in text
-        times = {
-            (row["arm"], row["batch"]): row["tpot_ms"]
-            for row in map(json.loads, (RESULTS / file).read_text().splitlines())
-            if row["kind"] == "latency" and row["commit"].startswith(commit)
-        }
+        times = engine_times(file, commit)
         for batch, before, after in zip(batches, default, own, strict=True):
-            assert rounds_to(times["default", batch], before)
+            assert rounds_to(times["default"][batch], before)
             ms, change = re.fullmatch(r"\**([\d.]+)\** \(([+-][\d.]+) %\)", after).groups()  # type: ignore[union-attr]
-            assert rounds_to(times["allnorm", batch], ms)
-            ratio = times["allnorm", batch] / times["default", batch]
+            assert rounds_to(times["allnorm"][batch], ms)
+            ratio = times["allnorm"][batch] / times["default"][batch]
             assert rounds_to(100 * (ratio - 1), change) or rounds_to(100 * (1 - ratio), change[1:])
 
 
@@ -177,12 +173,7 @@ def test_what_the_readme_says_of_vllm_is_in_rows() -> None:
     ((least, most, commit),) = re.findall(
         r"([\d.]+) to ([\d.]+) % less time.*\(commit (\w{7})", readme
     )
-    rows = (RESULTS / "h200x2-vllm-8b.jsonl").read_text().splitlines()
-    times = {
-        (row["arm"], row["batch"]): row["tpot_ms"]
-        for row in map(json.loads, rows)
-        if row["kind"] == "latency" and row["commit"].startswith(commit)
-    }
-    saved = [100 * (1 - times["allnorm", b] / times["default", b]) for b in (1, 8, 32, 64)]
+    times = engine_times("h200x2-vllm-8b.jsonl", commit)
+    saved = [100 * (1 - times["allnorm"][b] / times["default"][b]) for b in (1, 8, 32, 64)]
     assert rounds_to(min(saved), least)
     assert rounds_to(max(saved), most)

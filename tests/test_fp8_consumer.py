@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import pathlib
 import subprocess
 import sys
-from types import ModuleType
 
 import pytest
 import torch
 from rank_helpers import comm, on
+from script_helpers import script
 
 import allnorm
 from allnorm import reference
@@ -19,19 +18,10 @@ from allnorm.testing import RankPool, assert_same_bits, shared_input
 EXAMPLE = pathlib.Path(__file__).resolve().parent.parent / "examples" / "fp8_linear.py"
 
 
-def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("fp8_linear", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def check_products(rank: int, world_size: int, sharded: bool) -> str:
     """Products of the fused and of the separately quantised input; says which kernel ran."""
     communicator = comm()
-    fp8 = example()
+    fp8 = script("examples/fp8_linear.py")
     make = {"dtype": torch.bfloat16, "device": communicator.device}
     weight, weight_scale = fp8.quantize_weight(shared_input((768, 2048), name="linear", **make))
     norm_weight = shared_input((2048,), name="weight", **make)

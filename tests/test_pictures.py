@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import pathlib
 import re
 from types import ModuleType
 
 import pytest
+from script_helpers import ROOT, script
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 PINNED = re.search(r"^matplotlib==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
 def pictures() -> ModuleType:
     pytest.importorskip("matplotlib")
-    spec = importlib.util.spec_from_file_location("pictures", ROOT / "benchmarks" / "pictures.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script("benchmarks/pictures.py")
 
 
 def test_each_is_what_the_script_makes(pictures: ModuleType, tmp_path: pathlib.Path) -> None:

@@ -22,15 +22,13 @@ def oldest_minor() -> int:
     return int(re.search(r'^requires-python = ">=3\.(\d+)"', text, re.MULTILINE).group(1))
 
 
-def candidates(minor: int) -> list[str]:
-    """Where an interpreter of 3.`minor` may be."""
-    found = [shutil.which(f"python3.{minor}")]
+def pyenv_versions() -> list[pathlib.Path]:
+    """The interpreters that pyenv has installed."""
     pyenv = shutil.which("pyenv")
-    if pyenv:
-        root = subprocess.run([pyenv, "root"], capture_output=True, text=True, check=False).stdout
-        versions = pathlib.Path(root.strip(), "versions").glob(f"3.{minor}.*/bin/python")
-        found += map(str, sorted(versions))
-    return [path for path in found if path]
+    if pyenv is None:
+        return []
+    root = subprocess.run([pyenv, "root"], capture_output=True, text=True, check=False).stdout
+    return sorted(pathlib.Path(root.strip(), "versions").glob("3.*/bin/python"))
 
 
 def runs(path: str, minor: int) -> bool:
@@ -46,8 +44,11 @@ def runs(path: str, minor: int) -> bool:
 def pythons() -> dict[int, str]:
     """The first that runs of each minor version."""
     found = {}
+    installed = pyenv_versions()
     for minor in range(oldest_minor(), NEWEST_MINOR):
-        path = next((path for path in candidates(minor) if runs(path, minor)), None)
+        candidates = [shutil.which(f"python3.{minor}")]
+        candidates += [str(p) for p in installed if p.match(f"3.{minor}.*/bin/python")]
+        path = next((path for path in candidates if path and runs(path, minor)), None)
         if path:
             found[minor] = path
     return found
