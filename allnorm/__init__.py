@@ -32,6 +32,7 @@ from allnorm.functions import (
     row_shard,
 )
 from allnorm.policy import Plan
+from allnorm.post_norm import PostNorm
 from allnorm.quant import Fp8PerGroup, Fp8PerTensor, Fp8PerToken, QuantizedNorm
 from allnorm.tracing import TraceReport, trace
 
@@ -49,6 +50,7 @@ __all__ = [
     "PeerLeftError",
     "PeerTimeoutError",
     "Plan",
+    "PostNorm",
     "QuantizedNorm",
     "Stats",
     "TraceReport",

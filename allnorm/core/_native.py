@@ -11,7 +11,7 @@ from typing import Any
 from allnorm import names
 from allnorm.errors import NativeLibraryError
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 MAX_WORLD_SIZE = 64
 OK, INVALID_ARGUMENT, UNSUPPORTED, TIMEOUT, DIVERGED, SYSTEM, BUSY = range(7)
 PEER_DIED, PEER_LEFT, INTERRUPTED, CLOSED = range(7, 11)
@@ -22,7 +22,7 @@ NUMERICS = {name: code for code, name in enumerate(names.NUMERICS)}
 DTYPE = {name: code for code, name in enumerate(names.DTYPES)}
 QUANT = {name: code for code, name in enumerate(names.QUANTS, start=1)}
 SCALE_FORMAT = {name: code for code, name in enumerate(names.SCALE_FORMATS)}
-RESIDUAL_SHARDED = 2  # AllnormCallFlags
+RESIDUAL_SHARDED, SCALED, NO_NORM = 2, 4, 8  # AllnormCallFlags
 LATE_TRIGGER, NO_DEPENDENT_LAUNCH = 1, 2  # AllnormCommFlags
 NO_SHAPE = 0xFFFFFFFF  # where a CallShape would be: none was announced
 MISSING_CALL = 0xFFFFFFFE  # likewise: the rank could not make the call
@@ -70,6 +70,11 @@ class Call(ctypes.Structure):
         ("scale_row_stride", _c_int64),
         ("scale_group_stride", _c_int64),
         ("link_gbps", ctypes.c_double),
+        ("post_weight", _pointer),
+        ("post_weight_dtype", _c_int32),
+        ("post_eps", ctypes.c_float),
+        ("post_weight_bias", ctypes.c_float),
+        ("sum_scale", ctypes.c_float),
     ]
 
 
@@ -328,4 +333,5 @@ _QUANTS = ("", "", "", *(f"groups of {8 << i}" for i in range(1, 7)), "per token
 _OP_NAMES = (
     *("all_reduce", "all_gather_rows", "all_reduce_add_rms_norm"),
     *("all_reduce_add_rms_norm_quant" for _ in _QUANTS[3:]),
+    "all_reduce_add_rms_norm without a second norm",
 )
