@@ -94,6 +94,8 @@ class Variant:
             return 40
         if self.kind == "one_shot_dense":
             return 136 if self.world_size > 4 else 56
+        if self.kind == "local_rows" and self.quantized and self.post:
+            return 8
         return 32 if self.kind == "local_aligned" and self.quantized else 0
 
 
