@@ -32,6 +32,7 @@ from allnorm.functions import (
     row_shard,
 )
 from allnorm.policy import Plan
+from allnorm.post_norm import PostNorm
 from allnorm.quant import Fp8PerGroup, Fp8PerTensor, Fp8PerToken, QuantizedNorm
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ __all__ = [
     "PeerLeftError",
     "PeerTimeoutError",
     "Plan",
+    "PostNorm",
     "QuantizedNorm",
     "Stats",
     "TraceReport",

@@ -15,7 +15,7 @@ extern "C" {
 
 #define ALLNORM_API __attribute__((visibility("default")))
 // Raised with every incompatible change of this file; Python refuses a library of another number.
-#define ALLNORM_ABI_VERSION 4
+#define ALLNORM_ABI_VERSION 5
 #define ALLNORM_MAX_WORLD_SIZE 64
 
 typedef enum AllnormStatus {
@@ -89,9 +89,10 @@ typedef struct AllnormCall {
   // them, complete.
   const void* x;
   const void* residual;  // [num_tokens, hidden_size], or this rank's row_shard() of them, or NULL
-  const void* weight;    // [hidden_size]; NULL unless ADD_RMS_NORM
-  void* out;             // [num_tokens, hidden_size]; may be x; with quant: NULL if not wanted
-  void* residual_out;    // like residual; may be residual; NULL unless ADD_RMS_NORM
+  const void* weight;    // [hidden_size]; NULL unless ADD_RMS_NORM, and with ALLNORM_NO_NORM
+  // [num_tokens, hidden_size]; may be x; with quant: NULL if not wanted; with ALLNORM_NO_NORM: NULL
+  void* out;
+  void* residual_out;  // like residual; may be residual; NULL unless ADD_RMS_NORM
   int64_t x_stride;
   int64_t residual_stride;
   int64_t out_stride;
@@ -121,6 +122,14 @@ typedef struct AllnormCall {
   // are sent no faster than that. 0 = not known: as fast as the stores are taken. CUDA only; ranks
   // may differ.
   double link_gbps;
+
+  // What becomes of the reduced sum before anything is added to it: step 1c of the numerics page.
+  // Only with ADD_RMS_NORM.
+  const void* post_weight;    // [hidden_size]: the sum is normed first; NULL: it is not
+  int32_t post_weight_dtype;  // dtype, or ALLNORM_FLOAT32
+  float post_eps;
+  float post_weight_bias;
+  float sum_scale;  // ALLNORM_SCALED: the sum, or its norm, is multiplied by it
 } AllnormCall;
 
 typedef enum AllnormCallFlags {
@@ -128,6 +137,10 @@ typedef enum AllnormCallFlags {
   // residual and residual_out are this rank's rows only: row_shard() in protocol/layout.h. With
   // ADD_RMS_NORM and algorithm TWO_SHOT; implied by ALL_GATHER_ROWS.
   ALLNORM_RESIDUAL_SHARDED = 2,
+  ALLNORM_SCALED = 4,  // sum_scale means something
+  // With post_weight and without quant: nothing is normed behind the residual, which is the only
+  // result.
+  ALLNORM_NO_NORM = 8,
 } AllnormCallFlags;
 
 // What a rank recorded when a wait ended badly. Operation numbers count the launches on a
@@ -142,7 +155,7 @@ typedef struct AllnormFault {
   uint32_t expected_op;  // operation number this rank was in
   uint32_t seen_op;      // last operation number announced by the peer
   // Where DIVERGED and shape and tokens are equal, the calls differ in what is announced as a hash:
-  // eps, weight_bias, weight_dtype or scale_format.
+  // eps, weight_bias, weight_dtype, scale_format, the post norm or sum_scale.
   uint32_t expected_shape;  // packed call description, see CallTag in protocol/call_tag.h
   uint32_t seen_shape;
   uint32_t expected_tokens;

@@ -28,7 +28,8 @@ ALLOWED = {
     "names": set(),
     "policy": {"names"},
     "quant": {"errors", "names"},
-    "reference": {"names", "quant"},
+    "post_norm": set(),
+    "reference": {"names", "post_norm", "quant"},
     "config": {"errors"},
     "topology": {"errors"},
     "tuning": {"_version", "config", "names", "policy", "topology"},
@@ -99,7 +100,7 @@ ALLOWED = {
     "tracing": {"core.dispatch", "core.fast_call", "errors"},
     PUBLIC: {
         *("_version", "communicator", "config", "core._native", "core.endpoint", "core.fast_call"),
-        *("core.local", "errors", "functions", "ops", "policy", "quant", "reference"),
+        *("core.local", "errors", "functions", "ops", "policy", "post_norm", "quant", "reference"),
         *("topology", "tracing"),
     },
     "testing": {"core.workspace", "names"},

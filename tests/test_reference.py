@@ -14,6 +14,7 @@ import pytest
 import torch
 from rank_helpers import MODES, dtype_ids
 
+import allnorm
 from allnorm import reference
 from allnorm.testing import all_inputs, assert_same_bits, shared_input
 
@@ -415,3 +416,93 @@ def test_cuda_fma_gives_the_bits_of_the_cpu() -> None:
         a, b = (random_floats(1_000_000, *factors, True, seed) for seed in (1, 2))
         c = random_floats(1_000_000, *addend, True, 3)
         assert_same_bits(reference.fma(a.cuda(), b.cuda(), c.cuda()), reference.fma(a, b, c), "fma")
+
+
+# Step 1c: post norm and scale
+
+
+def post_normed(
+    inputs: list[torch.Tensor],
+    post_norm: allnorm.PostNorm | None,
+    scale: float,
+    numerics: str,
+) -> torch.Tensor:
+    """The changed sum, by calls that know nothing of step 1c."""
+    reduced = reference.all_reduce(inputs)
+    if post_norm is not None:
+        # Without a residual both modes of a pair normalise the same.
+        mode = {"unrounded": "rounded", "vllm": "transformers"}.get(numerics, numerics)
+        reduced, _ = reference.add_rms_norm(
+            reduced,
+            None,
+            post_norm.weight,
+            post_norm.eps,
+            weight_bias=post_norm.weight_bias,
+            numerics=mode,
+        )
+    if scale == 1:
+        return reduced
+    factor = torch.tensor(scale, dtype=torch.float32)
+    return (reduced.float() * factor).to(reduced.dtype)
+
+
+@pytest.mark.parametrize("numerics", MODES)
+@pytest.mark.parametrize("dtype", reference.DTYPES)
+@pytest.mark.parametrize("scale", [1.0, 0.22, -1.5])
+@pytest.mark.parametrize("normed", [False, True])
+def test_post_norm_and_scale_are_steps_of_their_own(
+    numerics: str, dtype: torch.dtype, scale: float, normed: bool
+) -> None:
+    inputs = all_inputs(3, (5, 333), dtype)
+    residual = shared_input((5, 333), dtype, "residual")
+    weight = shared_input((333,), dtype, "weight")
+    post = allnorm.PostNorm(
+        shared_input((333,), torch.float32, "post_weight"), 1e-5, weight_bias=1.0
+    )
+    post_norm = post if normed else None
+    changed = post_normed(inputs, post_norm, scale, numerics)
+    want = reference.add_rms_norm(changed, residual, weight, 1e-6, numerics=numerics)
+    got = reference.all_reduce_add_rms_norm(
+        inputs, residual, weight, 1e-6, numerics=numerics, post_norm=post_norm, scale=scale
+    )
+    assert_same_bits(got[0], want[0])
+    assert_same_bits(got[1], want[1])
+    quantized = reference.all_reduce_add_rms_norm_quant(
+        inputs,
+        residual,
+        weight,
+        1e-6,
+        allnorm.Fp8PerToken(),
+        numerics=numerics,
+        post_norm=post_norm,
+        scale=scale,
+    )
+    bits, scales = reference.quantize(want[0], allnorm.Fp8PerToken())
+    assert_same_bits(quantized.quantized.view(torch.uint8), bits.view(torch.uint8))
+    assert_same_bits(quantized.scale, scales)
+    assert_same_bits(quantized.residual, want[1])
+    if not normed:
+        return
+    nothing, total = reference.all_reduce_add_rms_norm(
+        inputs, residual, None, 1e-6, numerics=numerics, post_norm=post_norm, scale=scale
+    )
+    assert nothing is None
+    assert_same_bits(total, want[1])
+
+
+def test_a_missing_weight_needs_a_post_norm() -> None:
+    x = torch.ones(2, 8)
+    with pytest.raises(ValueError, match="weight is None: expected a tensor, or a post_norm"):
+        reference.add_rms_norm(x, None, None, 1e-6)
+    post_norm = allnorm.PostNorm(torch.ones(8), 1e-6)
+    with pytest.raises(ValueError, match="there is nothing else to quantise"):
+        reference.add_rms_norm_quant(
+            x,
+            None,
+            None,
+            1e-6,
+            allnorm.Fp8PerToken(),
+            post_norm=post_norm,  # type: ignore[arg-type]
+        )
+    with pytest.raises(ValueError, match=r"post_norm\.weight has shape \[7\]"):
+        reference.add_rms_norm(x, None, None, 1e-6, post_norm=allnorm.PostNorm(torch.ones(7), 1e-6))

@@ -11,7 +11,7 @@ from typing import Any
 from allnorm import names
 from allnorm.errors import NativeLibraryError
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 MAX_WORLD_SIZE = 64
 OK, INVALID_ARGUMENT, UNSUPPORTED, TIMEOUT, DIVERGED, SYSTEM, BUSY = range(7)
 PEER_DIED, PEER_LEFT, INTERRUPTED, CLOSED = range(7, 11)
@@ -22,7 +22,7 @@ NUMERICS = {name: code for code, name in enumerate(names.NUMERICS)}
 DTYPE = {name: code for code, name in enumerate(names.DTYPES)}
 QUANT = {name: code for code, name in enumerate(names.QUANTS, start=1)}
 SCALE_FORMAT = {name: code for code, name in enumerate(names.SCALE_FORMATS)}
-RESIDUAL_SHARDED = 2  # AllnormCallFlags
+RESIDUAL_SHARDED, SCALED, NO_NORM = 2, 4, 8  # AllnormCallFlags
 LATE_TRIGGER, NO_DEPENDENT_LAUNCH = 1, 2  # AllnormCommFlags
 NO_SHAPE = 0xFFFFFFFF  # where a CallShape would be: none was announced
 MISSING_CALL = 0xFFFFFFFE  # likewise: the rank could not make the call
@@ -51,6 +51,9 @@ class Call(ctypes.Structure):
         *_fields(_pointer, "quantized scale"),
         *_fields(_c_int64, "quantized_stride scale_row_stride scale_group_stride"),
         *_fields(ctypes.c_double, "link_gbps"),
+        *_fields(_pointer, "post_weight"),
+        *_fields(_c_int32, "post_weight_dtype"),
+        *_fields(ctypes.c_float, "post_eps post_weight_bias sum_scale"),
     ]
 
 

@@ -29,6 +29,7 @@ _TAG_QUANTS = (
 _TAG_OPS = (
     *("all_reduce", "all_gather_rows", "all_reduce_add_rms_norm"),
     *("all_reduce_add_rms_norm_quant" for _ in _TAG_QUANTS[3:]),
+    "all_reduce_add_rms_norm without a second norm",
 )
 _TAG_ALGORITHMS = (*names.FUSED, "two_shot with a sharded residual", "unknown")
 

@@ -150,6 +150,7 @@ def fault_error(
         if not differences and not is_refusal(fault.seen_shape, fault.seen_tokens):
             # These are announced as a hash.
             words += ", but another eps, weight_bias, dtype of the weight or format of the scales"
+            words += ", or another post norm or scale"
     elif fault.status == _native.PEER_DIED:
         process = "its process" if watch is None else watch.describe(fault.peer)
         kind, what = PeerDiedError, f"{rank} waited for {peer}, but {process} has ended"

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from allnorm.post_norm import PostNorm
 from allnorm.quant import (
     DEFAULT_QUANT,
     DTYPE,
@@ -112,6 +113,8 @@ def add_rms_norm_quant(
     *,
     weight_bias: float = 0.0,
     numerics: str | None = "rounded",
+    post_norm: PostNorm | None = None,
+    scale: float = 1.0,
 ) -> QuantizedNorm:
     """Steps 2 to 6 for an already reduced `x`: `add_rms_norm`, then `quantize` of its first result.
 
@@ -119,8 +122,17 @@ def add_rms_norm_quant(
     quantisation are wanted too.
     """
     normed, total = add_rms_norm(
-        x, residual, weight, eps, weight_bias=weight_bias, numerics=numerics
+        x,
+        residual,
+        weight,
+        eps,
+        weight_bias=weight_bias,
+        numerics=numerics,
+        post_norm=post_norm,
+        scale=scale,
     )
+    if normed is None:
+        raise ValueError("weight is None: expected a tensor, there is nothing else to quantise")
     return QuantizedNorm(*quantize(normed, quant), total, normed if return_normed else None)
 
 
@@ -140,6 +152,8 @@ def all_reduce_add_rms_norm_quant(
     scale_out: Tensor | None = None,
     residual_out: Any = None,
     normed_out: Tensor | None = None,
+    post_norm: PostNorm | None = None,
+    scale: float = 1.0,
 ) -> QuantizedNorm:
     """All six steps: `all_reduce_add_rms_norm`, then `quantize` of its first result.
 
@@ -162,14 +176,18 @@ def all_reduce_add_rms_norm_quant(
         algorithm=algorithm,
         residual_sharded=residual_sharded,
         residual_out=residual_out,
+        post_norm=post_norm,
+        scale=scale,
     )
-    quantized, scale = quantize(normed, quant)
+    if normed is None:
+        raise ValueError("weight is None: expected a tensor, there is nothing else to quantise")
+    quantized, scales = quantize(normed, quant)
     kept = normed if return_normed else None
     if normed_out is not None:
         kept = normed_out.copy_(normed)
     return QuantizedNorm(
         quantized if quantized_out is None else quantized_out.copy_(quantized),
-        scale if scale_out is None else scale_out.copy_(scale),
+        scales if scale_out is None else scale_out.copy_(scales),
         total,
         kept,
     )

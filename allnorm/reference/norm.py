@@ -1,4 +1,4 @@
-"""Steps 1 to 5: the sum over ranks, the residual, RMSNorm."""
+"""Steps 1 to 5: the sum over ranks, post norm and scale, the residual, RMSNorm."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from allnorm.names import DTYPES as DTYPE_NAMES
 from allnorm.names import NUMERICS, REQUESTS
+from allnorm.post_norm import PostNorm
 from allnorm.quant import check_choice
 from allnorm.reference.arithmetic import float32, new_tensor, sqrt, square_sum
 from allnorm.reference.shards import all_gather_rows, split_rows
@@ -51,7 +52,7 @@ def all_reduce(
 def all_reduce_add_rms_norm(
     inputs: Sequence[Tensor],
     residual: Any,
-    weight: Tensor,
+    weight: Tensor | None,
     eps: float,
     *,
     weight_bias: float = 0.0,
@@ -60,7 +61,9 @@ def all_reduce_add_rms_norm(
     residual_sharded: bool = False,
     out: Tensor | None = None,
     residual_out: Any = None,
-) -> tuple[Tensor, Any]:
+    post_norm: PostNorm | None = None,
+    scale: float = 1.0,
+) -> tuple[Any, Any]:
     """Reduces over ranks, adds the residual, applies RMSNorm.
 
     Equivalent to ``residual_out = all_reduce(x) + residual`` and
@@ -70,7 +73,8 @@ def all_reduce_add_rms_norm(
         inputs: one `x` per rank, in rank order, `[..., hidden_size]`; float32, float16 or bfloat16.
         residual: shape and dtype of `x`, or None: then nothing is added. With `residual_sharded`
             the list of all ranks' shards, each `[hi - lo, hidden_size]` of `row_shard`.
-        weight: `[hidden_size]`, dtype of `x` or float32.
+        weight: `[hidden_size]`, dtype of `x` or float32; with `post_norm` it may be None: then
+            there is no second norm, and `normed` is None.
         eps: added to the mean square, rounded to float32.
         weight_bias: added to the weight in float32 (1.0 for Gemma).
         numerics: "rounded", "unrounded", "transformers" or "vllm"; None is "rounded".
@@ -78,6 +82,8 @@ def all_reduce_add_rms_norm(
         residual_sharded: whether each rank holds its own rows of the residual only.
         out: receives `normed`; may be one of the inputs.
         residual_out: receives the new residual; may be `residual`. With `residual_sharded` a list.
+        post_norm: the norm that the reduced sum goes through before the residual is added.
+        scale: what the reduced sum, or its post norm, is multiplied by, rounded to float32.
 
     Returns:
         `(normed, residual_out)`, both of the shape and dtype of `x`; with `residual_sharded` the
@@ -91,14 +97,21 @@ def all_reduce_add_rms_norm(
     reduced = all_reduce(inputs)
     whole = _join(residual, reduced) if residual_sharded else residual
     normed, total = add_rms_norm(
-        reduced, whole, weight, eps, weight_bias=weight_bias, numerics=numerics
+        reduced,
+        whole,
+        weight,
+        eps,
+        weight_bias=weight_bias,
+        numerics=numerics,
+        post_norm=post_norm,
+        scale=scale,
     )
     shards = split_rows(total, len(inputs)) if residual_sharded else [total]
     if residual_out is not None:
         stores = list(residual_out) if residual_sharded else [residual_out]
         shards = [store.copy_(shard) for store, shard in zip(stores, shards, strict=True)]
     return (
-        normed if out is None else out.copy_(normed),
+        normed if out is None or normed is None else out.copy_(normed),
         shards if residual_sharded else shards[0],
     )
 
@@ -106,21 +119,26 @@ def all_reduce_add_rms_norm(
 def add_rms_norm(
     x: Tensor,
     residual: Tensor | None,
-    weight: Tensor,
+    weight: Tensor | None,
     eps: float,
     *,
     weight_bias: float = 0.0,
     numerics: str | None = "rounded",
-) -> tuple[Tensor, Tensor]:
-    """Adds the residual to an already reduced `x` and applies RMSNorm: steps 2 to 5.
+    post_norm: PostNorm | None = None,
+    scale: float = 1.0,
+) -> tuple[Any, Tensor]:
+    """Adds the residual to an already reduced `x` and applies RMSNorm: steps 1c to 5.
 
     Args:
         x: `[..., hidden_size]`, float32, float16 or bfloat16.
         residual: shape and dtype of `x`, or None.
-        weight: `[hidden_size]`, dtype of `x` or float32.
+        weight: `[hidden_size]`, dtype of `x` or float32; with `post_norm` it may be None: then
+            there is no second norm, and `normed` is None.
         eps: added to the mean square, rounded to float32.
         weight_bias: added to the weight in float32.
         numerics: "rounded", "unrounded", "transformers" or "vllm"; None is "rounded".
+        post_norm: the norm that `x` goes through before the residual is added.
+        scale: what `x`, or its post norm, is multiplied by, rounded to float32.
 
     Returns:
         `(normed, residual_out)`, both of the shape and dtype of `x`.
@@ -130,12 +148,25 @@ def add_rms_norm(
         TypeError: a dtype does not fit.
     """
     numerics = "rounded" if numerics is None else numerics
-    _check_norm(x, residual, weight, numerics)
+    _check_norm(x, residual, weight, numerics, post_norm)
+    x = _change(x, numerics, post_norm, scale)
     total = _add_residual(x, residual)
     residual_out = total.to(x.dtype)
+    if weight is None:
+        return None, new_tensor(residual_out, x.dtype)
     z = residual_out.float() if numerics in ("rounded", "transformers") else total
     normed = _scale(z, _reciprocal_rms(z, eps, x.dtype), _gain(weight, weight_bias), x, numerics)
     return new_tensor(normed, x.dtype), new_tensor(residual_out, x.dtype)
+
+
+def _change(x: Tensor, numerics: str, post_norm: PostNorm | None, scale: float) -> Tensor:
+    """Step 1c: the norm of the reduced sum, then its scale."""
+    if post_norm is not None:
+        z = x.float()
+        rstd = _reciprocal_rms(z, post_norm.eps, x.dtype)
+        gain = _gain(post_norm.weight, post_norm.weight_bias)
+        x = new_tensor(_scale(z, rstd, gain, x, numerics), x.dtype)
+    return x if scale == 1 else new_tensor(x.float() * float32(scale, x), x.dtype)
 
 
 def _join(shards: Any, x: Tensor) -> Tensor | None:
@@ -186,7 +217,13 @@ def _check_inputs(inputs: Sequence[Tensor]) -> None:
             )
 
 
-def _check_norm(x: Tensor, residual: Tensor | None, weight: Tensor, numerics: str) -> None:
+def _check_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    numerics: str,
+    post_norm: PostNorm | None,
+) -> None:
     check_choice("numerics", numerics, NUMERICS)
     if x.dtype not in DTYPES:
         raise TypeError(f"x is {x.dtype}: expected float32, float16 or bfloat16")
@@ -196,10 +233,19 @@ def _check_norm(x: Tensor, residual: Tensor | None, weight: Tensor, numerics: st
         raise TypeError(f"residual is {residual.dtype}: expected the dtype of x, {x.dtype}")
     if residual is not None and residual.shape != x.shape:
         raise ValueError(f"residual has shape {list(residual.shape)}: expected {list(x.shape)}")
+    if weight is None and post_norm is None:
+        raise ValueError("weight is None: expected a tensor, or a post_norm")
+    if weight is not None:
+        _check_weight("weight", weight, x)
+    if post_norm is not None:
+        _check_weight("post_norm.weight", post_norm.weight, x)
+
+
+def _check_weight(name: str, weight: Tensor, x: Tensor) -> None:
     if weight.dtype not in (x.dtype, torch.float32):
-        raise TypeError(f"weight is {weight.dtype}: expected {x.dtype} or float32")
+        raise TypeError(f"{name} is {weight.dtype}: expected {x.dtype} or float32")
     if weight.shape != x.shape[-1:]:
-        raise ValueError(f"weight has shape {list(weight.shape)}: expected {list(x.shape[-1:])}")
+        raise ValueError(f"{name} has shape {list(weight.shape)}: expected {list(x.shape[-1:])}")
 
 
 def _describe(x: Tensor) -> str:

@@ -10,7 +10,8 @@
 namespace allnorm {
 namespace {
 
-constexpr int32_t kCallFlags = ALLNORM_NO_PDL | ALLNORM_RESIDUAL_SHARDED;
+constexpr int32_t kCallFlags =
+    ALLNORM_NO_PDL | ALLNORM_RESIDUAL_SHARDED | ALLNORM_SCALED | ALLNORM_NO_NORM;
 constexpr int32_t kMostClusterSize = 8;
 
 int32_t check_struct(const char* name, uint32_t given, size_t expected) {
@@ -48,6 +49,33 @@ int32_t check_quant(const AllnormCall& call) {
   return ALLNORM_OK;
 }
 
+int32_t check_eps(const char* name, float eps) {
+  if (eps >= 0.0f && !std::isinf(eps)) return ALLNORM_OK;
+  return fail(ALLNORM_INVALID_ARGUMENT, "%s is %g; expected a finite number >= 0", name,
+              static_cast<double>(eps));
+}
+
+// Step 1c of the numerics page, and whether a norm follows.
+int32_t check_change(const AllnormCall& call) {
+  if ((call.flags & ALLNORM_SCALED) != 0 && !std::isfinite(call.sum_scale)) {
+    return fail(ALLNORM_INVALID_ARGUMENT, "sum_scale is %g; expected a finite number",
+                static_cast<double>(call.sum_scale));
+  }
+  if (ends_with_sum(call) && call.quant != ALLNORM_QUANT_NONE) {
+    return invalid("quant", call.quant,
+                   "0 (none) with ALLNORM_NO_NORM: there is nothing to quantise");
+  }
+  if (ends_with_sum(call) && call.post_weight == nullptr) {
+    return fail(ALLNORM_INVALID_ARGUMENT,
+                "post_weight is NULL with ALLNORM_NO_NORM; expected a post norm");
+  }
+  if (call.post_weight == nullptr) return ALLNORM_OK;
+  if (call.post_weight_dtype != call.dtype && call.post_weight_dtype != ALLNORM_FLOAT32) {
+    return invalid("post_weight_dtype", call.post_weight_dtype, "the dtype of x, or float32 (0)");
+  }
+  return check_eps("post_eps", call.post_eps);
+}
+
 int32_t check_norm(const AllnormCall& call) {
   if (call.weight_dtype != call.dtype && call.weight_dtype != ALLNORM_FLOAT32) {
     return invalid("weight_dtype", call.weight_dtype, "the dtype of x, or float32 (0)");
@@ -55,11 +83,9 @@ int32_t check_norm(const AllnormCall& call) {
   if (call.numerics < ALLNORM_ROUNDED || call.numerics > ALLNORM_VLLM) {
     return invalid("numerics", call.numerics, "an AllnormNumerics, 0 to 3");
   }
-  if (!(call.eps >= 0.0f) || std::isinf(call.eps)) {
-    return fail(ALLNORM_INVALID_ARGUMENT, "eps is %g; expected a finite number >= 0",
-                static_cast<double>(call.eps));
-  }
-  return check_quant(call);
+  int32_t status = check_eps("eps", call.eps);
+  if (status == ALLNORM_OK) status = check_change(call);
+  return status == ALLNORM_OK ? check_quant(call) : status;
 }
 
 // Everything but the memory.
@@ -89,7 +115,7 @@ int32_t check_call(const AllnormCall* call) {
                 call->link_gbps);
   }
   if ((call->flags & ~kCallFlags) != 0) {
-    return invalid("flags", call->flags, "a sum of AllnormCallFlags, 0 to 3");
+    return invalid("flags", call->flags, "a sum of AllnormCallFlags, 0 to 15");
   }
   return is_norm(*call) ? check_norm(*call) : ALLNORM_OK;
 }

@@ -97,7 +97,7 @@ class Tensors {
   }
 
  private:
-  static constexpr int kMost = 8;
+  static constexpr int kMost = 9;
   Range ranges_[kMost];
   int count_ = 0;
   int32_t status_ = ALLNORM_OK;
@@ -110,8 +110,15 @@ constexpr const char* kResidual = "residual";
 int32_t check_present(const AllnormCall& call) {
   const bool norm = is_norm(call), quantized = is_quantized(call);
   if (call.x == nullptr) return missing("x");
-  if (call.out == nullptr && !quantized) return missing("out");
-  if (norm && call.weight == nullptr) return missing("weight");
+  if (ends_with_sum(call)) {
+    if (call.out != nullptr || call.weight != nullptr) {
+      return fail(ALLNORM_INVALID_ARGUMENT, "%s is given with ALLNORM_NO_NORM; expected NULL",
+                  call.out != nullptr ? "out" : "weight");
+    }
+  } else {
+    if (call.out == nullptr && !quantized) return missing("out");
+    if (norm && call.weight == nullptr) return missing("weight");
+  }
   if (norm && call.residual_out == nullptr) return missing("residual_out");
   if (quantized && call.quantized == nullptr) return missing("quantized");
   if (quantized && call.scale == nullptr) return missing("scale");
@@ -236,7 +243,10 @@ int32_t check_memory(const AllnormCall& call, int num_sources, const RowShard& o
     all.add("the sources after x", call.x, width, others);
   }
   if (norm && held > 0) all.add(kResidual, call.residual, width, rows(held, call.residual_stride));
-  if (norm) all.add("weight", call.weight, element_bytes(call.weight_dtype), {columns});
+  if (norm) {
+    all.add("weight", call.weight, element_bytes(call.weight_dtype), {columns});
+    all.add("post_weight", call.post_weight, element_bytes(call.post_weight_dtype), {columns});
+  }
   if (quantized && !scales) all.add("scale", call.scale, 4, {1});
   all.add_result("out", call.out, width, rows(call.num_tokens, call.out_stride), kX);
   if (norm && held > 0) {
@@ -265,6 +275,7 @@ int32_t check_alignment(const AllnormCall& call, const RowShard& own) {
       {"x", call.x, x_rows, call.x_stride * width, kPackBytes},
       {"residual", norm ? call.residual : nullptr, held, call.residual_stride * width, kPackBytes},
       {"weight", norm ? call.weight : nullptr, 1, 0, kPackBytes},
+      {"post_weight", norm ? call.post_weight : nullptr, 1, 0, kPackBytes},
       {"out", call.out, call.num_tokens, call.out_stride * width, kPackBytes},
       {"residual_out", norm ? call.residual_out : nullptr, held, call.residual_out_stride * width,
        kPackBytes},

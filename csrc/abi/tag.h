@@ -25,19 +25,40 @@ inline bool is_sharded(const AllnormCall& call) {
   return call.op == ALLNORM_ALL_GATHER_ROWS ||
          (is_norm(call) && (call.flags & ALLNORM_RESIDUAL_SHARDED) != 0);
 }
+// Step 1c of the numerics page: the reduced sum is not what the residual is added to.
+inline bool changes_sum(const AllnormCall& call) {
+  return is_norm(call) && (call.post_weight != nullptr || (call.flags & ALLNORM_SCALED) != 0);
+}
+// The sum with the residual is the last result.
+inline bool ends_with_sum(const AllnormCall& call) {
+  return is_norm(call) && (call.flags & ALLNORM_NO_NORM) != 0;
+}
 // Scales of a quantised row; 0 if they are not a result.
 inline int64_t scales_per_row(const AllnormCall& call) {
   if (!is_quantized(call) || call.quant == ALLNORM_QUANT_PER_TENSOR) return 0;
   return call.quant == ALLNORM_QUANT_PER_TOKEN ? 1 : call.hidden_size / call.group_size;
 }
 
+inline uint64_t hash_of(float high, float low) {
+  const uint64_t pair =
+      static_cast<uint64_t>(std::bit_cast<uint32_t>(high)) << 32 | std::bit_cast<uint32_t>(low);
+  return (pair ^ pair >> 29) * 0x9e3779b97f4a7c15u;
+}
+// Of all that step 1c depends on.
+inline uint64_t hash_of_change(const AllnormCall& call) {
+  const bool normed = call.post_weight != nullptr;
+  const float kind = !normed ? 0.0f : call.post_weight_dtype == ALLNORM_FLOAT32 ? 2.0f : 1.0f;
+  const uint64_t norm = normed ? hash_of(call.post_weight_bias, call.post_eps) : 0;
+  const uint64_t rest = hash_of((call.flags & ALLNORM_SCALED) != 0 ? call.sum_scale : 1.0f, kind);
+  return ((norm ^ norm >> 32) * 0xff51afd7ed558ccdu) ^ (rest >> 31) * 0xc4ceb9fe1a85ec53u;
+}
+
 // What changes the numbers, but no byte of what is sent: the dtype of the weight, the format of
-// scales, and a hash of eps and weight_bias. Two of these pairs may share one, one time in 2^21.
+// scales, and a hash of eps, weight_bias and step 1c. Two calls may share one, one time in 2^21.
 inline uint32_t call_details(const AllnormCall& call) {
   if (!is_norm(call)) return 0;
-  const uint64_t pair = static_cast<uint64_t>(std::bit_cast<uint32_t>(call.weight_bias)) << 32 |
-                        std::bit_cast<uint32_t>(call.eps);
-  const uint64_t hash = (pair ^ pair >> 29) * 0x9e3779b97f4a7c15u;
+  uint64_t hash = hash_of(call.weight_bias, call.eps);
+  if (changes_sum(call)) hash ^= hash_of_change(call);
   const uint32_t format = is_quantized(call) ? static_cast<uint32_t>(call.scale_format) : 0;
   return static_cast<uint32_t>(hash >> 43) | format << 21 |
          static_cast<uint32_t>(call.weight_dtype == ALLNORM_FLOAT32) << 23;
@@ -52,6 +73,7 @@ inline CallTag call_tag(const AllnormCall& call, int64_t num_tokens) {
       while (8 << quant < call.group_size) ++quant;
     }
   }
+  if (ends_with_sum(call)) quant = 9;
   const bool norm = is_norm(call);
   const CallShape shape = {
       .hidden_size = call.hidden_size,

@@ -32,8 +32,8 @@ Rows matrix(void* data, int64_t stride_bytes, int64_t row) {
 // What peers read of a row that its owner has finished.
 FinishedRow finished_row(const AllnormCall& call) {
   const bool quantized = is_quantized(call);
-  return {.normed_bytes =
-              quantized && call.out == nullptr ? 0 : call.hidden_size * element_bytes(call.dtype),
+  const bool normed = quantized ? call.out != nullptr : !ends_with_sum(call);
+  return {.normed_bytes = normed ? call.hidden_size * element_bytes(call.dtype) : 0,
           .quantized_bytes = quantized ? quantized_row_bytes(call) : 0,
           .scale_bytes = kScaleBytes * scales_per_row(call)};
 }
@@ -115,6 +115,13 @@ RowOp row_op(const AllnormCall& call, float* scratch) {
               .hidden_size = call.hidden_size,
               .weight = call.weight,
               .scratch = scratch};
+  if (changes_sum(call)) {
+    op.post_weight = call.post_weight;
+    op.post_weight_dtype = call.post_weight_dtype;
+    op.post_eps = call.post_eps;
+    op.post_weight_bias = call.post_weight_bias;
+    if ((call.flags & ALLNORM_SCALED) != 0) op.sum_scale = call.sum_scale;
+  }
   if (is_quantized(call) && call.num_tokens > 0) {
     op.format = format_of(call);
     op.quant = call.quant;

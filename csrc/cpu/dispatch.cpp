@@ -56,12 +56,8 @@ const Isa& best_isa() {
 
 float* Scratch::reserve(int64_t hidden_size) {
   if (hidden_size <= hidden_size_) return memory_.get();
-  // z, padded to a whole chunk of either element size, then the chunk sums padded to a power of
-  // two.
-  const int64_t padded = (hidden_size / 256 + 1) * 256;
-  int64_t sums = 16;
-  while (sums < padded / 128) sums *= 2;
-  memory_.reset(static_cast<float*>(aligned_alloc(64, 4 * (padded + sums))));
+  const int64_t elems = norm_elems(hidden_size) + padded_elems(hidden_size);
+  memory_.reset(static_cast<float*>(aligned_alloc(64, 4 * elems)));
   hidden_size_ = memory_ == nullptr ? 0 : hidden_size;
   return memory_.get();
 }

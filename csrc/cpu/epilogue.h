@@ -1,6 +1,6 @@
-// What happens to the reduced sum of a row: residual add, RMSNorm, store in a format. Numerics
-// steps 2 to 5; 6 is the format's. Compiled once per instruction set; see cpu/simd.h for what
-// follows from that.
+// What happens to the reduced sum of a row: post norm and scale, residual add, RMSNorm, store in a
+// format. Numerics steps 1c to 5; 6 is the format's. Compiled once per instruction set; see
+// cpu/simd.h for what follows from that.
 #ifndef ALLNORM_CPU_EPILOGUE_H_
 #define ALLNORM_CPU_EPILOGUE_H_
 
@@ -191,6 +191,7 @@ static void norm_row(const RowOp& op, const RowPointers<T>& row, int num_sources
     }
     chunk_sums[chunk] = chunk_square_sum<T>(z + begin);
   }
+  if (op.weight == nullptr) return;
   const float rstd =
       reciprocal_rms(butterfly(chunk_sums, num_chunks), static_cast<float>(op.hidden_size), op.eps);
   // Where y is not wanted it takes the place of z: no element of it is larger, and each is written
@@ -202,6 +203,60 @@ static void norm_row(const RowOp& op, const RowPointers<T>& row, int num_sources
     scale_row<T, T>(op, z, rstd, y);
   }
   kFormats<T>[static_cast<int>(op.format)](op, y, row);
+}
+
+// Step 1 alone.
+template <class T, int kSources>
+static void reduce_row(const RowOp& op, const RowPointers<T>& row, int num_sources) {
+  const int64_t whole = op.hidden_size / kPairElems * kPairElems, rest = op.hidden_size - whole;
+  const WholePair<T> pair;
+  for (int64_t i = 0; i < whole; i += kPairElems) {
+    pair.store(row.out + i, reduce<T, kSources>(row, num_sources, i, pair));
+  }
+  if (rest == 0) return;
+  const PartialPair<T> last = {rest};
+  last.store(row.out + whole, reduce<T, kSources>(row, num_sources, whole, last));
+}
+
+// Every element of a row times `factor`, rounded.
+template <class T>
+static void scale_sum(typename T::Storage* row, int64_t hidden_size, float factor) {
+  const F32 by = broadcast(factor);
+  const int64_t whole = hidden_size / kPairElems * kPairElems, rest = hidden_size - whole;
+  for (int64_t i = 0; i < whole; i += kPairElems) {
+    Elements<T>::store(row + i, round_to<T>(Elements<T>::load(row + i) * by));
+  }
+  if (rest == 0) return;
+  const PartialPair<T> last = {rest};
+  last.store(row + whole, round_to<T>(last.load(row + whole) * by));
+}
+
+// norm_row() behind numerics step 1c, whose result is a row of its own, as if it were the only
+// partial.
+template <class T, int kSources>
+static void change_and_norm_row(const RowOp& op, const RowPointers<T>& row, int num_sources) {
+  auto* const changed =
+      reinterpret_cast<typename T::Storage*>(op.scratch + Scratch::norm_elems(op.hidden_size));
+  RowPointers<T> to_changed = row;
+  to_changed.out = changed;
+  if (op.post_weight != nullptr) {
+    RowOp post = op;
+    post.weight = op.post_weight;
+    post.weight_dtype = op.post_weight_dtype;
+    post.eps = op.post_eps;
+    post.weight_bias = op.post_weight_bias;
+    post.format = RowFormat::kPlain;
+    // Nothing is added, so the mode says only what is rounded before the weight.
+    to_changed.residual = nullptr;
+    to_changed.residual_out = changed;
+    norm_row<T, kSources>(post, to_changed, num_sources);
+  } else {
+    reduce_row<T, kSources>(op, to_changed, num_sources);
+  }
+  if (op.sum_scale != 1.0f) scale_sum<T>(changed, op.hidden_size, op.sum_scale);
+  RowPointers<T> from_changed = row;
+  from_changed.sources[0] = changed;
+  norm_row<T, 1>(op, from_changed, 1);
 }
 
 }  // namespace allnorm::ALLNORM_ISA

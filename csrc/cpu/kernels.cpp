@@ -12,20 +12,9 @@ namespace allnorm::ALLNORM_ISA {
 namespace {
 
 template <class T, int kSources>
-void reduce_row(const RowOp& op, const RowPointers<T>& row, int num_sources) {
-  const int64_t whole = op.hidden_size / kPairElems * kPairElems, rest = op.hidden_size - whole;
-  const WholePair<T> pair;
-  for (int64_t i = 0; i < whole; i += kPairElems) {
-    pair.store(row.out + i, reduce<T, kSources>(row, num_sources, i, pair));
-  }
-  if (rest == 0) return;
-  const PartialPair<T> last = {rest};
-  last.store(row.out + whole, reduce<T, kSources>(row, num_sources, whole, last));
-}
-
-template <class T, int kSources>
 void run_typed(const RowOp& op, const RowTask& task) {
   using Storage = typename T::Storage;
+  const bool changes = op.post_weight != nullptr || op.sum_scale != 1.0f;
   RowPointers<T> row;
   for (int64_t i = 0; i < task.num_rows; ++i) {
     for (int r = 0; r < task.num_sources; ++r) {
@@ -45,7 +34,11 @@ void run_typed(const RowOp& op, const RowTask& task) {
       row.quantized = reinterpret_cast<uint8_t*>(task.quantized.from(i).data);
       row.scales = task.scales.from(i);
     }
-    norm_row<T, kSources>(op, row, task.num_sources);
+    if (changes) {
+      change_and_norm_row<T, kSources>(op, row, task.num_sources);
+    } else {
+      norm_row<T, kSources>(op, row, task.num_sources);
+    }
   }
 }
 

@@ -51,10 +51,19 @@ struct ScaleRows {
 // Float32 working memory for one row; grows, never shrinks.
 class Scratch {
  public:
+  // z of a row, padded to a whole chunk of either element size, and the chunk sums, padded to a
+  // power of two: so many of its floats. A row as large as z follows.
+  static int64_t norm_elems(int64_t hidden_size) {
+    const int64_t padded = padded_elems(hidden_size);
+    int64_t sums = 16;
+    while (sums < padded / 128) sums *= 2;
+    return padded + sums;
+  }
   // Null if no memory is left.
   float* reserve(int64_t hidden_size);
 
  private:
+  static int64_t padded_elems(int64_t hidden_size) { return (hidden_size / 256 + 1) * 256; }
   struct Free {
     void operator()(float* memory) const;
   };
@@ -71,14 +80,20 @@ struct RowOp {
   float eps;
   float weight_bias;
   int64_t hidden_size;
-  const void* weight;
-  float* scratch;  // Scratch::reserve(hidden_size)
+  const void* weight;  // null: the row is not normed behind the residual
+  float* scratch;      // Scratch::reserve(hidden_size)
   RowFormat format = RowFormat::kPlain;
   // kE4m3 only:
   int quant = 0;              // AllnormQuant
   int64_t group_size = 0;     // hidden_size unless PER_GROUP
   bool power_of_two = false;  // scales are rounded up to a power of two
   float given_scale = 0.0f;   // PER_TENSOR
+  // Numerics step 1c; null and 1: nothing of it.
+  const void* post_weight = nullptr;
+  int post_weight_dtype = 0;
+  float post_eps = 0.0f;
+  float post_weight_bias = 0.0f;
+  float sum_scale = 1.0f;
 };
 
 // residual.data may be null; residual_out is not touched by ALLNORM_ALL_REDUCE. `out` may be one of

@@ -71,18 +71,65 @@ struct RowAccess {
   }
 };
 
-// Numerics steps 1 and 2 for one pack: the residual sum before rounding.
+// Numerics step 1 for one pack.
 template <class T, class Access>
-__device__ __forceinline__ void residual_sum(const LocalParams& params, int64_t row, int64_t pack,
-                                             float* sum) {
+__device__ __forceinline__ Pack reduced_pack(const LocalParams& params, int64_t row, int64_t pack) {
   const int64_t hidden_size = params.epilogue.hidden_size;
   const char* source = params.x.at(row, 0);
-  unpack<T>(sum_in_order<T, Access::kInFlight>(
-                params.num_sources,
-                [&](int i) {
-                  return Access::load(source + i * params.source_stride_bytes, pack, hidden_size);
-                }),
-            sum);
+  return sum_in_order<T, Access::kInFlight>(params.num_sources, [&](int i) {
+    return Access::load(source + i * params.source_stride_bytes, pack, hidden_size);
+  });
+}
+
+// f(w) of a pack, and the bias.
+template <class T, class Access>
+__device__ __forceinline__ void load_gains(const char* weight, bool is_float32, float weight_bias,
+                                           int64_t hidden_size, int64_t pack, float* gains) {
+  constexpr int kElems = kElemsPerPack<T>;
+  if (is_float32) {
+    const float* data = reinterpret_cast<const float*>(weight) + pack * kElems;
+#pragma unroll
+    for (int i = 0; i < kElems; ++i) gains[i] = pack * kElems + i < hidden_size ? data[i] : 0.0f;
+  } else {
+    unpack<T>(Access::load(weight, pack, hidden_size), gains);
+  }
+  make_gains<T>(gains, weight_bias);
+}
+
+// Numerics step 1c for one pack. `rstd`: of the post norm, if there is one.
+template <class T, class Access>
+__device__ __forceinline__ Pack changed_pack(const EpilogueParams& params, int64_t pack, float rstd,
+                                             Pack sum) {
+  const PostParams& post = params.post;
+  if (post.weight != nullptr) {
+    float z[kElemsPerPack<T>], gains[kElemsPerPack<T>];
+    unpack<T>(sum, z);
+    load_gains<T, Access>(post.weight, post.weight_is_float32, post.weight_bias, params.hidden_size,
+                          pack, gains);
+    normalize<T>(z, rstd, params.round_before_weight);
+    sum = apply_gains<T>(z, gains);
+  }
+  return post.scale == 1.0f ? sum : scale_pack<T>(sum, post.scale);
+}
+
+// Numerics steps 1 to 2 for one pack: the residual sum before rounding. Elements behind the end of
+// the row are zeros.
+template <class T, class Access, bool kPost>
+__device__ __forceinline__ void residual_sum(const LocalParams& params, int64_t row, int64_t pack,
+                                             float post_rstd, float* sum) {
+  const int64_t hidden_size = params.epilogue.hidden_size;
+  Pack reduced = reduced_pack<T, Access>(params, row, pack);
+  if constexpr (kPost) {
+    reduced = changed_pack<T, Access>(params.epilogue, pack, post_rstd, reduced);
+  }
+  unpack<T>(reduced, sum);
+  if constexpr (kPost) {
+    // Zero times an infinite factor is none.
+#pragma unroll
+    for (int i = 0; i < kElemsPerPack<T>; ++i) {
+      if (pack * kElemsPerPack<T> + i >= hidden_size) sum[i] = 0.0f;
+    }
+  }
   if (params.epilogue.residual.data == nullptr) return;
   add_pack<T>(sum, Access::load(params.epilogue.residual.at(row, 0), pack, hidden_size));
 }
@@ -96,16 +143,8 @@ __device__ __forceinline__ Pack normed_pack(const EpilogueParams& params, int64_
 #pragma unroll
   for (int i = 0; i < kElems; ++i) z[i] = sum[i];
   if (!params.normalize_unrounded) round_to<T>(z);
-  if (params.weight_is_float32) {
-    const float* data = reinterpret_cast<const float*>(params.weight) + pack * kElems;
-#pragma unroll
-    for (int i = 0; i < kElems; ++i) {
-      gains[i] = pack * kElems + i < params.hidden_size ? data[i] : 0.0f;
-    }
-  } else {
-    unpack<T>(Access::load(params.weight, pack, params.hidden_size), gains);
-  }
-  make_gains<T>(gains, params.weight_bias);
+  load_gains<T, Access>(params.weight, params.weight_is_float32, params.weight_bias,
+                        params.hidden_size, pack, gains);
   normalize<T>(z, rstd, params.round_before_weight);
   return apply_gains<T>(z, gains);
 }
@@ -131,7 +170,25 @@ __device__ __forceinline__ float block_butterfly(float* values, int count) {
 template <class T, bool kAligned, template <class> class Format>
 constexpr int kLocalBlocks = kAligned && (kElemsPerPack<T> == 8 || Format<T>::kQuantizes) ? 2 : 0;
 
-template <class T, bool kAligned, template <class> class Format>
+// The sum over a row of `square` of each of its packs, numerics step 4; all threads call it.
+template <class T, class Access>
+__device__ __forceinline__ float reduced_square_sum(const LocalParams& params, int64_t row,
+                                                    int64_t packs, int chunks, float* chunk_sums) {
+  const int lane = threadIdx.x % 32;
+  for (int chunk = threadIdx.x / 32; chunk < chunks; chunk += blockDim.x / 32) {
+    const int64_t pack = static_cast<int64_t>(chunk) * kPacksPerChunk + lane;
+    float z[kElemsPerPack<T>], square = 0.0f;
+    if (pack < packs) {
+      unpack<T>(reduced_pack<T, Access>(params, row, pack), z);
+      square = square_sum<kElemsPerPack<T>>(z);
+    }
+    square = butterfly(square);
+    if (lane == 0) chunk_sums[chunk] = square;
+  }
+  return block_butterfly(chunk_sums, chunks);
+}
+
+template <class T, bool kAligned, template <class> class Format, bool kPost>
 __global__ void __launch_bounds__(kMaxThreads, kLocalBlocks<T, kAligned, Format>)
     local_kernel(const __grid_constant__ LocalParams params) {
   using Access = RowAccess<T, kAligned>;
@@ -147,14 +204,20 @@ __global__ void __launch_bounds__(kMaxThreads, kLocalBlocks<T, kAligned, Format>
   wait_for_preceding_grid();
   if (blockIdx.x == 0) Format<T>::store_padding(epilogue.quant);
   for (int64_t row = blockIdx.x; row < params.num_tokens; row += gridDim.x) {
-    if (!epilogue.normalize) {
+    if (!kPost && !epilogue.normalize) {
       for (int64_t pack = threadIdx.x; pack < packs; pack += blockDim.x) {
         float sum[kElems];
-        residual_sum<T, Access>(params, row, pack, sum);
+        residual_sum<T, Access, false>(params, row, pack, 0.0f, sum);
         Access::store(epilogue.out.at(row, 0), pack, epilogue.hidden_size, allnorm::pack<T>(sum));
       }
       continue;
     }
+    float post_rstd = 0.0f;
+    if (kPost && epilogue.post.weight != nullptr) {
+      const float total = reduced_square_sum<T, Access>(params, row, packs, chunks, chunk_sums);
+      post_rstd = reciprocal_rms(total, epilogue.num_elements, epilogue.post.eps);
+    }
+    const bool norms = !kPost || epilogue.weight != nullptr;
     // The sums of this warp's chunks: the first few are kept, the others made again for every pass.
     float cached[kLocalCachedPacks][kElems];
     bool first_pass = true;
@@ -162,7 +225,7 @@ __global__ void __launch_bounds__(kMaxThreads, kLocalBlocks<T, kAligned, Format>
       const auto visit = [&](int chunk, bool keep, float* sum) {
         const int64_t pack = static_cast<int64_t>(chunk) * kPacksPerChunk + lane;
         if (pack < packs && (first_pass || !keep)) {
-          residual_sum<T, Access>(params, row, pack, sum);
+          residual_sum<T, Access, kPost>(params, row, pack, post_rstd, sum);
         }
         work(chunk, pack, pack < packs, sum);
       };
@@ -206,10 +269,10 @@ __global__ void __launch_bounds__(kMaxThreads, kLocalBlocks<T, kAligned, Format>
     for_each_chunk([&](int chunk, int64_t pack, bool live, const float* sum) {
       Pack y{};
       if (live) {
-        y = normed_pack<T, Access>(epilogue, pack, rstd, sum);
+        if (norms) y = normed_pack<T, Access>(epilogue, pack, rstd, sum);
         Access::store(epilogue.residual_out.at(row, 0), pack, epilogue.hidden_size,
                       allnorm::pack<T>(sum));
-        if (Format<T>::stores_y(epilogue)) {
+        if (norms && Format<T>::stores_y(epilogue)) {
           Access::store(epilogue.out.at(row, 0), pack, epilogue.hidden_size, y);
         }
       }

@@ -1,5 +1,5 @@
-// What happens to the reduced sum of a row: residual add, RMSNorm, store in a format. Knows nothing
-// of how the sum came to be. Numerics steps 2 to 5; 6 is the format's.
+// What happens to the reduced sum of a row: post norm and scale, residual add, RMSNorm, store in a
+// format. Knows nothing of how the sum came to be. Numerics steps 1c to 5; 6 is the format's.
 #ifndef ALLNORM_CUDA_EPILOGUE_CUH_
 #define ALLNORM_CUDA_EPILOGUE_CUH_
 
@@ -8,10 +8,93 @@
 
 namespace allnorm {
 
+// The pack of a post norm's weight that belongs to one thread, as it is stored. NormEpilogue has
+// its own in lines of its own: with this class as a member two_shot of eight ranks spilled
+// (nvcc 13.0).
+template <class T>
+class WeightPack {
+ public:
+  static constexpr int kElems = kElemsPerPack<T>;
+
+  __device__ __forceinline__ void load(const char* weight, bool is_float32, int pack) {
+    if (!is_float32) {
+      packs_[0] = load_pack(weight + pack * kPackBytes);
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < kElems / 4; ++i) {
+      packs_[i] = load_pack(weight + (pack * (kElems / 4) + i) * kPackBytes);
+    }
+  }
+
+  __device__ __forceinline__ void make_gains(bool is_float32, float weight_bias, float* gains) {
+    if (is_float32) {
+#pragma unroll
+      for (int i = 0; i < kElems / 4; ++i) unpack<Float32>(packs_[i], gains + 4 * i);
+    } else {
+      // From row to row the pack stays in registers, and not its elements.
+      keep_packed(packs_[0]);
+      unpack<T>(packs_[0], gains);
+    }
+    allnorm::make_gains<T>(gains, weight_bias);
+  }
+
+ private:
+  Pack packs_[kElems / 4];
+};
+
+// One thread's part of numerics step 1c. Which parts of it there are is known when the kernel runs,
+// and the same in the whole grid.
+template <class T, bool kPost>
+class PostStep {
+ public:
+  static constexpr int kElems = kElemsPerPack<T>;
+
+  __device__ __forceinline__ PostStep(const EpilogueParams& params, RowExchange& exchange, int pack,
+                                      bool live)
+      : params_(params), exchange_(exchange), pack_(pack), live_(live) {}
+
+  __device__ __forceinline__ void prefetch_weight() {
+    const PostParams& post = params_.post;
+    if (live_ && post.weight != nullptr) weight_.load(post.weight, post.weight_is_float32, pack_);
+  }
+
+  // All threads of the cluster call it, live or not.
+  __device__ __forceinline__ Pack operator()(Pack sum) {
+    const PostParams& post = params_.post;
+    if (post.weight != nullptr) {
+      float z[kElems], gains[kElems];
+      unpack<T>(sum, z);
+      const float squares = exchange_.sum(live_ ? square_sum<kElems>(z) : 0.0f);
+      const float rstd =
+          reciprocal_rms(squares, params_.num_elements, params_.inverse_num_elements, post.eps,
+                         [](float square) { return near_reciprocal_root(square); });
+      normalize<T>(z, rstd, params_.round_before_weight);
+      weight_.make_gains(post.weight_is_float32, post.weight_bias, gains);
+      sum = apply_gains<T>(z, gains);
+    }
+    return post.scale == 1.0f ? sum : scale_pack<T>(sum, post.scale);
+  }
+
+ private:
+  const EpilogueParams& params_;
+  RowExchange& exchange_;
+  WeightPack<T> weight_;
+  int pack_;
+  bool live_;
+};
+template <class T>
+class PostStep<T, false> {
+ public:
+  __device__ __forceinline__ PostStep(const EpilogueParams&, RowExchange&, int, bool) {}
+  __device__ __forceinline__ void prefetch_weight() {}
+  __device__ __forceinline__ const Pack& operator()(const Pack& sum) { return sum; }
+};
+
 // One thread's part of the epilogue: the same pack of every row it is called for. kGainsAhead: what
 // a row is multiplied by at the end is made before its sum is waited for, for kernels with
-// registers to spare.
-template <class T, template <class> class Format, bool kGainsAhead>
+// registers to spare. kPost: with numerics step 1c; then there always is a residual to return.
+template <class T, template <class> class Format, bool kGainsAhead, bool kPost>
 class NormEpilogue {
  public:
   static constexpr int kElems = kElemsPerPack<T>;
@@ -21,6 +104,7 @@ class NormEpilogue {
       : params_(params),
         exchange_(exchange),
         format_(params.quant, exchange, pack, live),
+        post_(params, exchange, pack, live),
         pack_(pack),
         live_(live) {}
 
@@ -28,7 +112,8 @@ class NormEpilogue {
   // that no load waits for another.
   __device__ __forceinline__ void prefetch_weight() {
     format_.prefetch();
-    if (!live_ || !params_.normalize) return;
+    post_.prefetch_weight();
+    if (!live_ || !norms()) return;
     if (!params_.weight_is_float32) {
       weight_[0] = load_pack(params_.weight + pack_ * kPackBytes);
       return;
@@ -51,20 +136,27 @@ class NormEpilogue {
   }
   __device__ __forceinline__ void take_residual(const Pack& residual) { residual_ = residual; }
 
-  // Numerics steps 2 to 4 from the reduced sum of a row. All threads of the cluster call it, live
+  // Whether rows are normed, by finish(): y is stored.
+  __device__ __forceinline__ bool norms() const {
+    return kPost ? params_.weight != nullptr : params_.normalize;
+  }
+
+  // Numerics steps 1c to 4 from the reduced sum of a row. All threads of the cluster call it, live
   // or not; a barrier of the block lies in it.
   __device__ __forceinline__ void add_row(int64_t row, const Pack& reduced) {
-    if (!params_.normalize) {
+    if (!kPost && !params_.normalize) {
       if (live_) store_pack(params_.out.at(row, pack_), reduced);
       __syncthreads();
       return;
     }
-    unpack<T>(reduced, z_);
+    unpack<T>(post_(reduced), z_);
     if (params_.residual.data != nullptr) {
       add_pack<T>(z_, residual_);
     }
     const Pack summed = pack<T>(z_);
     if (live_) store_pack(params_.residual_out.at(row, pack_), summed);
+    // Without a norm here there has been the post norm, and in it a barrier.
+    if (kPost && !norms()) return;
     if (!params_.normalize_unrounded) unpack<T>(summed, z_);
     if constexpr (kGainsAhead) make_gains();
     sum_ = exchange_.sum(live_ ? square_sum<kElems>(z_) : 0.0f);
@@ -104,6 +196,7 @@ class NormEpilogue {
   const EpilogueParams& params_;
   RowExchange& exchange_;
   Format<T> format_;
+  PostStep<T, kPost> post_;
   Pack residual_;
   Pack weight_[kElems / 4];
   float z_[kElems];

@@ -185,7 +185,7 @@ class RowStream {
     epilogue_.add_row(row, reduced);
     // After the barrier in add_row().
     if (last) exchange_.advance();
-    if (params_.epilogue.normalize) epilogue_.store_row(row, epilogue_.finish());
+    if (epilogue_.norms()) epilogue_.store_row(row, epilogue_.finish());
   }
 
   const FusedParams& params_;
@@ -198,7 +198,8 @@ class RowStream {
 };
 
 template <class T, template <class> class Source, int kWorldSize,
-          template <class, int> class Transport, Grid kGrid, template <class> class Format>
+          template <class, int> class Transport, Grid kGrid, template <class> class Format,
+          bool kPost>
 __device__ __forceinline__ void run_fused(const FusedParams& params) {
   const uint32_t clusters = cluster_size();
   const int pack = static_cast<int>(cluster_rank() * blockDim.x + threadIdx.x);
@@ -214,7 +215,7 @@ __device__ __forceinline__ void run_fused(const FusedParams& params) {
   exchange.begin();
   if (first < 0) return work_on_no_row<Format<T>>(exchange, params);
   Transport<T, kWorldSize> transport(params, exchange, pack, live);
-  using Epilogue = NormEpilogue<T, Format, kGrid == Grid::kSparse>;
+  using Epilogue = NormEpilogue<T, Format, kGrid == Grid::kSparse && !kPost, kPost>;
   Epilogue epilogue(params.epilogue, row_exchange, pack, live);
   RowStream<kWorldSize, Source<T>, Transport<T, kWorldSize>, Epilogue, kGrid> stream(
       params, exchange, source, transport, epilogue, first, step, live);
@@ -230,10 +231,11 @@ __device__ __forceinline__ void run_fused(const FusedParams& params) {
 }
 
 template <class T, template <class> class Source, int kWorldSize,
-          template <class, int> class Transport, Grid kGrid, template <class> class Format>
+          template <class, int> class Transport, Grid kGrid, template <class> class Format,
+          bool kPost>
 __global__ void __launch_bounds__(kMaxThreads, kGrid == Grid::kDense ? 2 : 1)
     fused_kernel(const __grid_constant__ FusedParams params) {
-  run_fused<T, Source, kWorldSize, Transport, kGrid, Format>(params);
+  run_fused<T, Source, kWorldSize, Transport, kGrid, Format, kPost>(params);
 }
 
 }  // namespace allnorm

@@ -18,20 +18,21 @@
 
 namespace allnorm {
 
-template <class T, template <class, int> class Transport, Grid kGrid, template <class> class Format>
+template <class T, template <class, int> class Transport, Grid kGrid, template <class> class Format,
+          bool kPost>
 struct FusedKernel {
   template <int kWorldSize>
   static const void* get() {
     return reinterpret_cast<const void*>(
-        &fused_kernel<T, DenseRows, kWorldSize, Transport, kGrid, Format>);
+        &fused_kernel<T, DenseRows, kWorldSize, Transport, kGrid, Format, kPost>);
   }
 };
-template <class T, Owned kOwned, bool kFew, template <class> class Format>
+template <class T, Owned kOwned, bool kFew, template <class> class Format, bool kPost>
 struct OwnedRowsKernel {
   template <int kWorldSize>
   static const void* get() {
     return reinterpret_cast<const void*>(
-        &owned_rows_kernel<T, DenseRows, kWorldSize, kOwned, kFew, Format>);
+        &owned_rows_kernel<T, DenseRows, kWorldSize, kOwned, kFew, Format, kPost>);
   }
 };
 
@@ -47,38 +48,49 @@ const void* kernel_of(int world_size) {
   return kernel_of<Family>(world_size, std::make_integer_sequence<int, kPushMaxWorldSize - 1>());
 }
 
-template <class T, template <class> class Format>
+// The kinds that there are with numerics step 1c and without it.
+template <class T, template <class> class Format, bool kPost>
 const void* exchange_kernel_of(const KernelKey& key) {
   switch (key.kind) {
     case ExchangeKind::kOneShot:
-      return kernel_of<FusedKernel<T, OneShot, Grid::kSparse, Format>>(key.world_size);
+      return kernel_of<FusedKernel<T, OneShot, Grid::kSparse, Format, kPost>>(key.world_size);
     case ExchangeKind::kOneShotDense:
-      return kernel_of<FusedKernel<T, OneShot, Grid::kDense, Format>>(key.world_size);
-    case ExchangeKind::kOneShotFew:
-      return FusedKernel<T, OneShot, Grid::kFew, Format>::template get<kFewWorldSize>();
+      return kernel_of<FusedKernel<T, OneShot, Grid::kDense, Format, kPost>>(key.world_size);
     case ExchangeKind::kTwoShot:
-      return kernel_of<FusedKernel<T, TwoShot, Grid::kSparse, Format>>(key.world_size);
+      return kernel_of<FusedKernel<T, TwoShot, Grid::kSparse, Format, kPost>>(key.world_size);
     case ExchangeKind::kOwnedSum:
-      return kernel_of<OwnedRowsKernel<T, Owned::kSum, false, Format>>(key.world_size);
-    case ExchangeKind::kOwnedSumFew:
-      return kernel_of<OwnedRowsKernel<T, Owned::kSum, true, Format>>(key.world_size);
+      return kernel_of<OwnedRowsKernel<T, Owned::kSum, false, Format, kPost>>(key.world_size);
     case ExchangeKind::kOwnedFinished:
-      return kernel_of<OwnedRowsKernel<T, Owned::kFinished, false, Format>>(key.world_size);
-    case ExchangeKind::kOwnedGiven:
-      return kernel_of<OwnedRowsKernel<T, Owned::kGiven, false, Plain>>(key.world_size);
+      return kernel_of<OwnedRowsKernel<T, Owned::kFinished, false, Format, kPost>>(key.world_size);
+    default:
+      return nullptr;
   }
-  return nullptr;
 }
 
 template <class T, template <class> class Format>
+const void* exchange_kernel_of(const KernelKey& key) {
+  if (key.post) return exchange_kernel_of<T, Format, true>(key);
+  switch (key.kind) {
+    case ExchangeKind::kOneShotFew:
+      return FusedKernel<T, OneShot, Grid::kFew, Format, false>::template get<kFewWorldSize>();
+    case ExchangeKind::kOwnedSumFew:
+      return kernel_of<OwnedRowsKernel<T, Owned::kSum, true, Format, false>>(key.world_size);
+    case ExchangeKind::kOwnedGiven:
+      return kernel_of<OwnedRowsKernel<T, Owned::kGiven, false, Plain, false>>(key.world_size);
+    default:
+      return exchange_kernel_of<T, Format, false>(key);
+  }
+}
+
+template <class T, template <class> class Format, bool kPost>
 const void* local_kernel_of(LocalKind kind) {
   switch (kind) {
     case LocalKind::kAny:
-      return reinterpret_cast<const void*>(&local_kernel<T, false, Format>);
+      return reinterpret_cast<const void*>(&local_kernel<T, false, Format, kPost>);
     case LocalKind::kAligned:
-      return reinterpret_cast<const void*>(&local_kernel<T, true, Format>);
+      return reinterpret_cast<const void*>(&local_kernel<T, true, Format, kPost>);
     case LocalKind::kRows:
-      return reinterpret_cast<const void*>(&local_rows_kernel<T, SummedRows, Format>);
+      return reinterpret_cast<const void*>(&local_rows_kernel<T, SummedRows, Format, kPost>);
   }
   return nullptr;
 }
@@ -90,9 +102,10 @@ const void* exchange_kernel_of(const KernelKey& key, FormatList<kFormats...>) {
   return kOf[static_cast<int>(key.format)](key);
 }
 template <class T, template <class> class... kFormats>
-const void* local_kernel_of(LocalKind kind, RowFormat format, FormatList<kFormats...>) {
-  static constexpr const void* (*kOf[])(LocalKind) = {&local_kernel_of<T, kFormats>...};
-  return kOf[static_cast<int>(format)](kind);
+const void* local_kernel_of(LocalKind kind, RowFormat format, bool post, FormatList<kFormats...>) {
+  static constexpr const void* (*kOf[][2])(LocalKind) = {
+      {&local_kernel_of<T, kFormats, false>, &local_kernel_of<T, kFormats, true>}...};
+  return kOf[static_cast<int>(format)][post ? 1 : 0](kind);
 }
 
 template <class T>
@@ -101,8 +114,8 @@ const void* exchange_kernel_of(const KernelKey& key) {
   return exchange_kernel_of<T>(key, Formats());
 }
 template <class T>
-const void* local_kernel_of(LocalKind kind, RowFormat format) {
-  return local_kernel_of<T>(kind, format, Formats());
+const void* local_kernel_of(LocalKind kind, RowFormat format, bool post) {
+  return local_kernel_of<T>(kind, format, post, Formats());
 }
 
 }  // namespace allnorm

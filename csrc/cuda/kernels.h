@@ -23,6 +23,7 @@ struct KernelKey {
   ExchangeKind kind;
   int world_size;
   RowFormat format;
+  bool post;  // with numerics step 1c; of no kind for few blocks, and not of kOwnedGiven
 };
 const void* exchange_kernel_float32(const KernelKey& key);
 const void* exchange_kernel_float16(const KernelKey& key);
@@ -33,9 +34,9 @@ enum class LocalKind {
   kAligned,  // rows of whole, aligned packs, of any width
   kRows,     // the same, of rows that a cluster holds
 };
-const void* local_kernel_float32(LocalKind kind, RowFormat format);
-const void* local_kernel_float16(LocalKind kind, RowFormat format);
-const void* local_kernel_bfloat16(LocalKind kind, RowFormat format);
+const void* local_kernel_float32(LocalKind kind, RowFormat format, bool post);
+const void* local_kernel_float16(LocalKind kind, RowFormat format, bool post);
+const void* local_kernel_bfloat16(LocalKind kind, RowFormat format, bool post);
 
 }  // namespace allnorm
 #endif  // ALLNORM_CUDA_KERNELS_H_

@@ -28,21 +28,22 @@ const void* find_exchange(int dtype, const KernelKey& key) {
   }
 }
 
-const void* find_local(int dtype, LocalKind kind, RowFormat format) {
+const void* find_local(int dtype, LocalKind kind, RowFormat format, bool post) {
   switch (dtype) {
     case ALLNORM_FLOAT32:
-      return local_kernel_float32(kind, format);
+      return local_kernel_float32(kind, format, post);
     case ALLNORM_FLOAT16:
-      return local_kernel_float16(kind, format);
+      return local_kernel_float16(kind, format, post);
     default:
-      return local_kernel_bfloat16(kind, format);
+      return local_kernel_bfloat16(kind, format, post);
   }
 }
 
 ExchangeKind kind_of(const AllnormCall& call, Grid grid, int world_size) {
   if (call.op == ALLNORM_ALL_GATHER_ROWS) return ExchangeKind::kOwnedGiven;
   if (is_sharded(call)) return ExchangeKind::kOwnedFinished;
-  const bool few = grid == Grid::kFew;
+  // With step 1c a grid of few blocks takes the kernels of full grids: fewer to compile.
+  const bool few = grid == Grid::kFew && !changes_sum(call);
   if (has_row_owners(call)) return few ? ExchangeKind::kOwnedSumFew : ExchangeKind::kOwnedSum;
   if (call.algorithm == ALLNORM_TWO_SHOT) return ExchangeKind::kTwoShot;
   if (few && world_size == kFewWorldSize) return ExchangeKind::kOneShotFew;
@@ -125,8 +126,10 @@ int32_t launch_exchange(const Device& device, const AllnormCall& call, int world
   }
   geometry.num_threads = threads_of(fused.packs, geometry.cluster_size);
   const Grid grid = choose_grid(fused.num_tokens, geometry.cluster_size, most, device.num_sms);
-  const void* kernel =
-      find_exchange(call.dtype, {kind_of(call, grid, world_size), world_size, format_of(call)});
+  const void* kernel = find_exchange(call.dtype, {.kind = kind_of(call, grid, world_size),
+                                                  .world_size = world_size,
+                                                  .format = format_of(call),
+                                                  .post = changes_sum(call)});
   if (kernel == nullptr) {
     return fail(ALLNORM_UNSUPPORTED, "no fused kernel for world size %d: expected 2 to %d",
                 world_size, kPushMaxWorldSize);
@@ -169,9 +172,10 @@ int32_t query_device(int index, Device* device) {
   device->code = INT_MAX;
   for (const int dtype : {ALLNORM_FLOAT32, ALLNORM_FLOAT16, ALLNORM_BFLOAT16}) {
     cudaFuncAttributes attributes;
-    const int32_t status = cuda_status(
-        cudaFuncGetAttributes(&attributes, find_local(dtype, LocalKind::kAny, RowFormat::kPlain)),
-        "loading the kernels, which must have been compiled for this device,");
+    const int32_t status =
+        cuda_status(cudaFuncGetAttributes(
+                        &attributes, find_local(dtype, LocalKind::kAny, RowFormat::kPlain, false)),
+                    "loading the kernels, which must have been compiled for this device,");
     if (status != ALLNORM_OK) return status;
     device->code = std::min({device->code, attributes.ptxVersion, attributes.binaryVersion});
   }
@@ -221,8 +225,10 @@ int32_t launch_missing_call(const Device& device, const AllnormCall& call, int w
   AllnormCall plain = {};
   plain.stream = call.stream;
   plain.flags = ALLNORM_NO_PDL;
-  const void* const kernel =
-      find_exchange(ALLNORM_FLOAT32, {ExchangeKind::kOneShot, world_size, RowFormat::kPlain});
+  const void* const kernel = find_exchange(ALLNORM_FLOAT32, {.kind = ExchangeKind::kOneShot,
+                                                             .world_size = world_size,
+                                                             .format = RowFormat::kPlain,
+                                                             .post = false});
   if (kernel == nullptr) return ALLNORM_UNSUPPORTED;
   return launch(device, kernel, &params, geometry, 0, plain);
 }
@@ -243,6 +249,7 @@ int32_t launch_local(const Device& device, const AllnormCall& call) {
       call.hidden_size * bytes % kPackBytes == 0 && is_aligned(call.x, params.x.stride_bytes) &&
       params.source_stride_bytes % kPackBytes == 0 &&
       is_aligned(call.residual, epilogue.residual.stride_bytes) && is_aligned(call.weight, 0) &&
+      is_aligned(params.epilogue.post.weight, 0) &&
       is_aligned(call.out, epilogue.out.stride_bytes) &&
       is_aligned(call.residual_out, epilogue.residual_out.stride_bytes) &&
       (!is_quantized(call) || is_aligned(call.quantized, 2 * call.quantized_stride));
@@ -258,7 +265,7 @@ int32_t launch_local(const Device& device, const AllnormCall& call) {
   const LocalKind kind = in_rows   ? LocalKind::kRows
                          : aligned ? LocalKind::kAligned
                                    : LocalKind::kAny;
-  const void* kernel = find_local(call.dtype, kind, format_of(call));
+  const void* kernel = find_local(call.dtype, kind, format_of(call), changes_sum(call));
   Geometry geometry;
   geometry.cluster_size = in_rows ? blocks_per_row : 1;
   geometry.num_threads = std::min(threads_of(packs, geometry.cluster_size), kMaxThreads);

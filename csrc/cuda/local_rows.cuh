@@ -11,7 +11,7 @@
 
 namespace allnorm {
 
-template <class T, template <class> class Source, template <class> class Format>
+template <class T, template <class> class Source, template <class> class Format, bool kPost>
 __global__ void __launch_bounds__(kMaxThreads, 2)
     local_rows_kernel(const __grid_constant__ LocalParams params) {
   const uint32_t clusters = cluster_size();
@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
 
   RowExchange row_exchange((params.packs + kPacksPerChunk - 1) / kPacksPerChunk, clusters);
   wait_for_preceding_grid();
-  NormEpilogue<T, Format, false> epilogue(params.epilogue, row_exchange, pack, live);
+  NormEpilogue<T, Format, false, kPost> epilogue(params.epilogue, row_exchange, pack, live);
   const Source<T> source(params, pack);
   const auto load_input = [&](int row) { return live && row < end ? source.load(row) : Pack{}; };
   const auto load_residual = [&](int row) {
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
     const Pack next_residual = load_residual(row + step);
     epilogue.take_residual(residual);
     epilogue.add_row(row, input);
-    if (params.epilogue.normalize) epilogue.store_row(row, epilogue.finish());
+    if (epilogue.norms()) epilogue.store_row(row, epilogue.finish());
     input = next_input;
     residual = next_residual;
   }

@@ -70,12 +70,22 @@ struct QuantParams {
   ALLNORM_HD bool leads_group(int pack) const { return (pack & ~(~0u << group_shift)) == 0; }
 };
 
+// What becomes of the reduced sum before anything is added to it: numerics step 1c. Read by kernels
+// with kPost only.
+struct PostParams {
+  const char* weight;  // nullptr: it is not normed
+  float eps;
+  float weight_bias;
+  float scale;  // 1: it is not scaled
+  bool weight_is_float32;
+};
+
 // What follows the reduced sum.
 struct EpilogueParams {
   Rows residual;  // data == nullptr: nothing is added
   Rows residual_out;
   Rows out;
-  const char* weight;
+  const char* weight;  // kPost: nullptr if nothing is normed behind the residual
   int64_t hidden_size;
   float num_elements;          // hidden_size
   float inverse_num_elements;  // 1 / num_elements, rounded
@@ -86,6 +96,7 @@ struct EpilogueParams {
   bool normalize_unrounded;
   bool round_before_weight;
   QuantParams quant;
+  PostParams post;
 };
 
 // One launch of a fused kernel.

@@ -50,6 +50,17 @@ inline QuantParams quant_params(const AllnormCall& call, int64_t first_row, int6
   };
 }
 
+inline PostParams post_params(const AllnormCall& call) {
+  if (!changes_sum(call)) return {};
+  return {
+      .weight = static_cast<const char*>(call.post_weight),
+      .eps = call.post_eps,
+      .weight_bias = call.post_weight_bias,
+      .scale = (call.flags & ALLNORM_SCALED) != 0 ? call.sum_scale : 1.0f,
+      .weight_is_float32 = call.post_weight_dtype == ALLNORM_FLOAT32,
+  };
+}
+
 // `first_row` of residual and residual_out may differ from that of `out`.
 inline EpilogueParams epilogue_params(const AllnormCall& call, int64_t first_row,
                                       int64_t first_residual_row, const QuantParams& quant) {
@@ -70,6 +81,7 @@ inline EpilogueParams epilogue_params(const AllnormCall& call, int64_t first_row
       .normalize_unrounded = (call.numerics & kNormalizeUnrounded) != 0,
       .round_before_weight = (call.numerics & kRoundBeforeWeight) != 0,
       .quant = quant,
+      .post = post_params(call),
   };
 }
 

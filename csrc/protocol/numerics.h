@@ -265,6 +265,16 @@ ALLNORM_HD Pack apply_gains(float* z, const float* gains) {
   return pack<T>(z);
 }
 
+// Numerics step 1c, the end: the reduced sum, or its norm, times a factor.
+template <class T>
+ALLNORM_HD Pack scale_pack(const Pack& sum, float factor) {
+  float values[kElemsPerPack<T>];
+  unpack<T>(sum, values);
+  ALLNORM_UNROLL
+  for (int i = 0; i < kElemsPerPack<T>; ++i) values[i] = mul_rn(values[i], factor);
+  return pack<T>(values);
+}
+
 // ---- Numerics step 6: quantisation of y, which has been rounded to the dtype of x --------------
 
 constexpr float kMaxE4m3 = 448.0f;

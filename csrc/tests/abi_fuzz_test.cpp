@@ -48,11 +48,15 @@ constexpr Field kNumbers[] = {ALLNORM_FIELD(struct_bytes),
                               ALLNORM_FIELD(quantized_stride),
                               ALLNORM_FIELD(scale_row_stride),
                               ALLNORM_FIELD(scale_group_stride),
-                              ALLNORM_FIELD(link_gbps)};
+                              ALLNORM_FIELD(link_gbps),
+                              ALLNORM_FIELD(post_weight_dtype),
+                              ALLNORM_FIELD(post_eps),
+                              ALLNORM_FIELD(post_weight_bias),
+                              ALLNORM_FIELD(sum_scale)};
 constexpr Field kPointers[] = {
-    ALLNORM_FIELD(x),    ALLNORM_FIELD(residual),     ALLNORM_FIELD(weight),
-    ALLNORM_FIELD(out),  ALLNORM_FIELD(residual_out), ALLNORM_FIELD(quantized),
-    ALLNORM_FIELD(scale)};
+    ALLNORM_FIELD(x),     ALLNORM_FIELD(residual),     ALLNORM_FIELD(weight),
+    ALLNORM_FIELD(out),   ALLNORM_FIELD(residual_out), ALLNORM_FIELD(quantized),
+    ALLNORM_FIELD(scale), ALLNORM_FIELD(post_weight)};
 #undef ALLNORM_FIELD
 
 template <size_t kCount>
@@ -298,7 +302,46 @@ void test_refusals() {
          call.residual_stride = int64_t{1} << 48;
        }},
       {"scales", [](AllnormCall& call) { call.scale_row_stride = call.scale_group_stride; }},
-      {"flags", [](AllnormCall& call) { call.flags = 4; }},
+      {"flags", [](AllnormCall& call) { call.flags = 16; }},
+      {"sum_scale",
+       [](AllnormCall& call) {
+         call.flags = ALLNORM_SCALED;
+         call.sum_scale = INFINITY;
+       }},
+      {"quant is", [](AllnormCall& call) { call.flags = ALLNORM_NO_NORM; }},
+      {"post_weight is NULL",
+       [](AllnormCall& call) {
+         call.quant = ALLNORM_QUANT_NONE;
+         call.flags = ALLNORM_NO_NORM;
+       }},
+      {"given with ALLNORM_NO_NORM",
+       [](AllnormCall& call) {
+         call.quant = ALLNORM_QUANT_NONE;
+         call.flags = ALLNORM_NO_NORM;
+         call.post_weight = call.weight;
+         call.post_weight_dtype = call.weight_dtype;
+       }},
+      {"post_weight_dtype",
+       [](AllnormCall& call) {
+         call.post_weight = call.weight;
+         call.post_weight_dtype = ALLNORM_FLOAT16;
+       }},
+      {"post_eps",
+       [](AllnormCall& call) {
+         call.post_weight = call.weight;
+         call.post_weight_dtype = call.weight_dtype;
+         call.post_eps = NAN;
+       }},
+      {"post_weight is at",
+       [&](AllnormCall& call) {
+         call.post_weight = later(call.scale, 1);
+         call.post_weight_dtype = call.weight_dtype;
+       }},
+      {"out and post_weight",
+       [&](AllnormCall& call) {
+         call.post_weight = call.out;
+         call.post_weight_dtype = call.weight_dtype;
+       }},
       {"cluster_size", [](AllnormCall& call) { call.cluster_size = 9; }},
       {"num_blocks", [](AllnormCall& call) { call.num_blocks = -1; }},
       {"link_gbps", [](AllnormCall& call) { call.link_gbps = -1; }},

@@ -73,8 +73,13 @@ inline std::vector<Piece> pieces_of(const AllnormCall& call, int rank, int world
   if (!norm) return pieces;
   add(offsetof(AllnormCall, residual), false, own, call.residual_stride);
   add(offsetof(AllnormCall, residual_out), true, own, call.residual_out_stride);
-  pieces.push_back({offsetof(AllnormCall, weight), false,
-                    static_cast<Wide>(call.hidden_size) * element_bytes(call.weight_dtype)});
+  const auto add_weight = [&](size_t pointer, int dtype) {
+    const Wide bytes = static_cast<Wide>(call.hidden_size) * element_bytes(dtype);
+    const Piece piece = {pointer, false, bytes};
+    if (piece.data(call) != nullptr) pieces.push_back(piece);
+  };
+  add_weight(offsetof(AllnormCall, weight), call.weight_dtype);
+  add_weight(offsetof(AllnormCall, post_weight), call.post_weight_dtype);
   if (!is_quantized(call)) return pieces;
   pieces.push_back(
       {offsetof(AllnormCall, quantized), true, call.hidden_size, rows, call.quantized_stride});
@@ -147,6 +152,10 @@ inline AllnormCall draw_call(Random& random, Arena& arena, bool local) {
   if (!local && call.algorithm == ALLNORM_TWO_SHOT && random.below(2) != 0) {
     call.flags = ALLNORM_RESIDUAL_SHARDED;
   }
+  if (call.op == ALLNORM_ADD_RMS_NORM && random.below(3) == 0) {
+    call.flags |= ALLNORM_SCALED;
+    call.sum_scale = static_cast<float>(random.below(5)) - 2;
+  }
   call.num_sources = local ? static_cast<int32_t>(1 + random.below(3)) : 1;
 
   arena.free_all();
@@ -169,6 +178,17 @@ inline AllnormCall draw_call(Random& random, Arena& arena, bool local) {
   if (random.below(3) == 0 && call.residual != nullptr) {
     call.residual_out = const_cast<void*>(call.residual);
     call.residual_out_stride = call.residual_stride;
+  }
+  if (call.op == ALLNORM_ADD_RMS_NORM && random.below(3) == 0) {
+    call.post_weight = arena.take(random, 4 * call.hidden_size, 4);
+    call.post_weight_dtype = random.below(2) != 0 ? call.dtype : ALLNORM_FLOAT32;
+    call.post_eps = random.below(3) != 0 ? 1e-5f : 0.0f;
+    call.post_weight_bias = static_cast<float>(random.below(3)) - 1;
+    if (!is_quantized(call) && random.below(2) == 0) {
+      call.flags |= ALLNORM_NO_NORM;
+      call.out = nullptr;
+      call.weight = nullptr;
+    }
   }
   if (!is_quantized(call)) return call;
   if (random.below(2) != 0) call.out = nullptr;

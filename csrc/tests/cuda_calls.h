@@ -24,6 +24,7 @@ struct Operation {
   AllnormCall call = {};
   std::vector<Matrix> x, out, residual_out;  // by rank; of a sharded call: its rows
   std::unique_ptr<Matrix> residual, weight;  // complete
+  std::unique_ptr<Matrix> post_weight;       // of a post norm, or null
   const Operation* residual_of = nullptr;    // whose residual_out is added instead
   std::vector<void*> live_x;         // by rank: where x is when the kernel runs, if elsewhere
   std::vector<Quantized> quantized;  // by rank
@@ -61,6 +62,24 @@ inline void fill(Matrix& matrix, Random& random) {
   }
 }
 
+// Numerics step 1c of every second call: a post norm where post_eps is not 0, whose weight
+// make_operation() makes; a factor; both.
+inline void random_change(AllnormCall& call, Random& random) {
+  const int64_t draw = random.below(8);
+  if (draw >= 4) return;
+  if (draw != 0) {
+    call.post_eps = 3e-6f;
+    call.post_weight_dtype = random.below(3) == 0 ? ALLNORM_FLOAT32 : call.dtype;
+    call.post_weight_bias = random.below(2) == 0 ? 0.0f : 1.0f;
+    if (draw == 3) call.flags |= ALLNORM_NO_NORM;
+  }
+  if (draw == 0 || random.below(3) == 0) {
+    static const float factors[] = {0.22f, -1.0f, 0.0f, 1.0f, 3e38f};
+    call.flags |= ALLNORM_SCALED;
+    call.sum_scale = factors[random.below(5)];
+  }
+}
+
 // A random op, its rounding, its quantisation and where its results go.
 inline AllnormCall make_call(Random& random) {
   AllnormCall call = {};
@@ -83,7 +102,9 @@ inline AllnormCall make_call(Random& random) {
     call.flags = ALLNORM_RESIDUAL_SHARDED;
     call.algorithm = ALLNORM_TWO_SHOT;
   }
+  random_change(call, random);
   call.quant = static_cast<int32_t>(random.below(5) % 4);
+  if ((call.flags & ALLNORM_NO_NORM) != 0) call.quant = ALLNORM_QUANT_NONE;
   if (call.quant != ALLNORM_QUANT_PER_GROUP) return call;
   call.group_size = 16 << random.below(6);
   call.hidden_size = call.group_size * (1 + random.below(std::max(1, 1056 / call.group_size)));
@@ -134,10 +155,16 @@ inline Operation make_operation(int world_size, Random& random, const AllnormCal
   if (random.below(4) != 0) {
     op.residual = std::make_unique<Matrix>(matrix(call.num_tokens, call.dtype, 24));
   }
-  op.weight = std::make_unique<Matrix>(call.weight_dtype, 1, call.hidden_size);
-  for (int64_t i = 0; i < call.hidden_size; ++i) {
-    op.weight->set_bits(0, i, finite_bits(random, call.weight_dtype));
-  }
+  const auto random_weight = [&](int dtype) {
+    auto weight = std::make_unique<Matrix>(dtype, 1, call.hidden_size);
+    for (int64_t i = 0; i < call.hidden_size; ++i) {
+      weight->set_bits(0, i, finite_bits(random, dtype));
+    }
+    return weight;
+  };
+  op.weight = random_weight(call.weight_dtype);
+  if (is_norm(call) && call.post_eps != 0.0f)
+    op.post_weight = random_weight(call.post_weight_dtype);
   for (int rank = 0; rank < world_size; ++rank) {
     const RowShard shard = row_shard(call.num_tokens, world_size, rank);
     // Not even a rank without rows may pass NULL.
@@ -152,6 +179,7 @@ inline Operation make_operation(int world_size, Random& random, const AllnormCal
     make_quantized(op, world_size, random);
     if (!normed) op.out.clear();
   }
+  if (ends_with_sum(call)) op.out.clear();
   return op;
 }
 inline Operation make_operation(int world_size, Random& random) {
@@ -171,7 +199,8 @@ inline AllnormCall call_of(Operation& op, int rank) {
   if (!is_norm(call)) return call;
   call.residual_out = op.residual_out[r].data();
   call.residual_out_stride = op.residual_out[r].stride;
-  call.weight = op.weight->data();
+  if (!ends_with_sum(call)) call.weight = op.weight->data();
+  if (op.post_weight != nullptr) call.post_weight = op.post_weight->data();
   if (op.residual_of != nullptr) {
     const Matrix& residual = op.residual_of->residual_out[r];
     call.residual = residual.bytes.data();
@@ -275,7 +304,10 @@ inline int64_t count_wrong(const Operation& op, int rank, int64_t row,
   } else if (op.residual != nullptr) {
     residual = bits_of_row(*op.residual, row);
   }
-  const Expected expected = reference_row(call, sources, residual, bits_of_row(*op.weight, 0));
+  std::vector<uint32_t> post_weight;
+  if (op.post_weight != nullptr) post_weight = bits_of_row(*op.post_weight, 0);
+  const Expected expected =
+      reference_row(call, sources, residual, bits_of_row(*op.weight, 0), post_weight);
   int64_t wrong = op.out.empty() ? 0 : wrong_in(op.out[r], row, expected.out);
   if (is_norm(call) && (!is_sharded(call) || owner == rank)) {
     const int64_t at = is_sharded(call) ? local : row;
@@ -294,11 +326,12 @@ inline void compare(const Operation& op, int rank, int number) {
     check(wrong == 0,
           "operation %d, rank %d of %zu, row %lld of %lldx%lld: %lld elements wrong (op %d dtype "
           "%d algorithm %d flags %d numerics %d quant %d group_size %d format %d dense %d "
-          "clusters of %d)",
+          "clusters of %d, post norm %d)",
           number, rank, op.x.size(), static_cast<long long>(row),
           static_cast<long long>(call.num_tokens), static_cast<long long>(call.hidden_size),
           static_cast<long long>(wrong), call.op, call.dtype, call.algorithm, call.flags,
-          call.numerics, call.quant, call.group_size, call.scale_format, op.dense, op.cluster_size);
+          call.numerics, call.quant, call.group_size, call.scale_format, op.dense, op.cluster_size,
+          op.post_weight != nullptr);
   }
 }
 

@@ -15,6 +15,15 @@ namespace {
 
 using namespace testing;  // NOLINT: a test
 
+template <class T, LocalKind kKind, template <class> class Format, bool kPost>
+void run_kernel(const LocalParams& params) {
+  if constexpr (kKind == LocalKind::kRows) {
+    local_rows_kernel<T, SummedRows, Format, kPost>(params);
+  } else {
+    local_kernel<T, kKind == LocalKind::kAligned, Format, kPost>(params);
+  }
+}
+
 template <class T, LocalKind kKind, template <class> class Format>
 void run_local(const AllnormCall& of, uint64_t seed) {
   Random random(seed);
@@ -23,6 +32,8 @@ void run_local(const AllnormCall& of, uint64_t seed) {
   call.dtype = call.weight_dtype = kDtypeOf<T>;
   call.op = ALLNORM_ADD_RMS_NORM;
   call.num_tokens = static_cast<int64_t>(1 + random.below(6));
+  random_change(call, random);
+  if (call.quant != ALLNORM_QUANT_NONE) call.flags &= ~ALLNORM_NO_NORM;
   Operation op = make_operation(sources, random, call, random.below(2) == 0);
   // One matrix that holds all sources, one after the other.
   Matrix stacked(call.dtype, call.num_tokens * sources, call.hidden_size);
@@ -42,20 +53,23 @@ void run_local(const AllnormCall& of, uint64_t seed) {
       .num_tokens = call.num_tokens,
       .num_sources = sources,
       .packs = static_cast<int32_t>(packs)};
+  const bool post = changes_sum(call);
+  const auto kernel = [params, post] {
+    post ? run_kernel<T, kKind, Format, true>(params) : run_kernel<T, kKind, Format, false>(params);
+  };
   shim::Machine machine(1, seed);
   if constexpr (kKind == LocalKind::kRows) {
     const int cluster_size = least_blocks(packs) << random.below(2);
     machine.launch(0, {.num_blocks = static_cast<uint32_t>(2 * cluster_size),
                        .num_threads = static_cast<uint32_t>(threads_of(packs, cluster_size)),
                        .cluster_size = static_cast<uint32_t>(cluster_size),
-                       .kernel = [params] { local_rows_kernel<T, SummedRows, Format>(params); }});
+                       .kernel = kernel});
   } else {
-    constexpr bool kAligned = kKind == LocalKind::kAligned;
     machine.launch(0, {.num_blocks = 2,
                        .num_threads = 64,
                        .dynamic_shared_bytes =
                            static_cast<uint32_t>(local_shared_bytes(packs, Format<T>::kQuantizes)),
-                       .kernel = [params] { local_kernel<T, kAligned, Format>(params); }});
+                       .kernel = kernel});
   }
   check(machine.run(1'000'000), "the local kernel does not end");
   compare(op, 0, -1);

@@ -62,7 +62,8 @@ void test_missing_call(const Kind& kind, int before, uint64_t seed) {
                  .num_threads = static_cast<uint32_t>(threads_of(0, 1)),
                  .cluster_size = 1,
                  .kernel = [params] {
-                   run_fused<Float32, DenseRows, kWorldSize, OneShot, Grid::kSparse, Plain>(params);
+                   run_fused<Float32, DenseRows, kWorldSize, OneShot, Grid::kSparse, Plain, false>(
+                       params);
                  }});
     }
   }

@@ -19,31 +19,38 @@ namespace allnorm::testing {
 constexpr int64_t kWorkspaceBytes = 1 << 20;
 constexpr uint64_t kMaxTurns = 3'000'000;
 
-template <class T, int kWorldSize, template <class> class Format>
+template <class T, int kWorldSize, template <class> class Format, bool kPost>
 void run_one_shot(const FusedParams& params, const Operation& op, bool few) {
-  if constexpr (kWorldSize == kFewWorldSize) {
-    if (few) return run_fused<T, DenseRows, kWorldSize, OneShot, Grid::kFew, Format>(params);
+  if constexpr (kWorldSize == kFewWorldSize && !kPost) {
+    if (few) return run_fused<T, DenseRows, kWorldSize, OneShot, Grid::kFew, Format, false>(params);
   }
-  op.dense ? run_fused<T, DenseRows, kWorldSize, OneShot, Grid::kDense, Format>(params)
-           : run_fused<T, DenseRows, kWorldSize, OneShot, Grid::kSparse, Format>(params);
+  op.dense ? run_fused<T, DenseRows, kWorldSize, OneShot, Grid::kDense, Format, kPost>(params)
+           : run_fused<T, DenseRows, kWorldSize, OneShot, Grid::kSparse, Format, kPost>(params);
 }
 
-template <class T, int kWorldSize, template <class> class Format>
+template <class T, int kWorldSize, template <class> class Format, bool kPost>
 void run_kernel(const OwnedRowsParams& params, const Operation& op) {
   // Each rank may have a limit of blocks of its own.
   const bool few = (op.call.num_tokens + params.fused.rank) % 2 == 0;
   if (op.call.op == ALLNORM_ALL_GATHER_ROWS) {
-    run_owned_rows<T, DenseRows, kWorldSize, Owned::kGiven, false, Plain>(params);
+    run_owned_rows<T, DenseRows, kWorldSize, Owned::kGiven, false, Plain, false>(params);
   } else if (is_sharded(op.call)) {
-    run_owned_rows<T, DenseRows, kWorldSize, Owned::kFinished, false, Format>(params);
+    run_owned_rows<T, DenseRows, kWorldSize, Owned::kFinished, false, Format, kPost>(params);
   } else if (op.call.algorithm == ALLNORM_ONE_SHOT) {
-    run_one_shot<T, kWorldSize, Format>(params.fused, op, few);
+    run_one_shot<T, kWorldSize, Format, kPost>(params.fused, op, few);
   } else if (!op.dense) {
-    run_fused<T, DenseRows, kWorldSize, TwoShot, Grid::kSparse, Format>(params.fused);
+    run_fused<T, DenseRows, kWorldSize, TwoShot, Grid::kSparse, Format, kPost>(params.fused);
+  } else if (few && !kPost) {
+    run_owned_rows<T, DenseRows, kWorldSize, Owned::kSum, true, Format, false>(params);
   } else {
-    few ? run_owned_rows<T, DenseRows, kWorldSize, Owned::kSum, true, Format>(params)
-        : run_owned_rows<T, DenseRows, kWorldSize, Owned::kSum, false, Format>(params);
+    run_owned_rows<T, DenseRows, kWorldSize, Owned::kSum, false, Format, kPost>(params);
   }
+}
+template <class T, int kWorldSize, template <class> class Format>
+void run_kernel(const OwnedRowsParams& params, const Operation& op) {
+  op.post_weight != nullptr || (op.call.flags & ALLNORM_SCALED) != 0
+      ? run_kernel<T, kWorldSize, Format, true>(params, op)
+      : run_kernel<T, kWorldSize, Format, false>(params, op);
 }
 
 template <class T, int kWorldSize, template <class> class... kFormats>

@@ -60,6 +60,7 @@ std::deque<Operation> make_operations(Random& random, int count) {
     AllnormCall call = repeats ? operations.back().call : make_call(random);
     call.dtype = ALLNORM_BFLOAT16;
     if (call.weight_dtype != ALLNORM_FLOAT32) call.weight_dtype = ALLNORM_BFLOAT16;
+    if (call.post_weight_dtype != ALLNORM_FLOAT32) call.post_weight_dtype = ALLNORM_BFLOAT16;
     const bool normed = repeats ? !operations.back().out.empty() : random.below(2) == 0;
     Operation op = make_operation(kWorldSize, random, call, normed);
     op.cluster_size = std::min(op.cluster_size, 2);
@@ -75,6 +76,7 @@ AllnormCall small_call(Random& random) {
   call.op = ALLNORM_ADD_RMS_NORM;
   call.algorithm = ALLNORM_ONE_SHOT;
   call.flags = 0;
+  call.post_eps = 0.0f;
   call.quant = ALLNORM_QUANT_NONE;
   call.dtype = call.weight_dtype = ALLNORM_BFLOAT16;
   call.hidden_size = 64;

@@ -3,6 +3,7 @@
 #include <immintrin.h>
 #endif
 
+#include "abi/tag.h"
 #include "cpu/call.h"
 #include "cpu/row_task.h"
 #include "testing.h"
@@ -16,6 +17,7 @@ struct Case {
   bool with_residual;
   bool in_place;
   int style;
+  bool post_norm = false;
 };
 
 void run_case(Case test, Random& random) {
@@ -27,18 +29,21 @@ void run_case(Case test, Random& random) {
   }
   const Matrix residual = random_matrix(random, call.dtype, rows, hidden, 1, test.style);
   Matrix weight = random_matrix(random, call.weight_dtype, 1, hidden, 0, test.style == 2 ? 0 : 1);
+  Matrix post_weight =
+      random_matrix(random, call.post_weight_dtype, 1, hidden, 0, test.style == 2 ? 0 : 1);
 
   std::vector<Expected> expected;
   for (int64_t row = 0; row < rows; ++row) {
     std::vector<std::vector<uint32_t>> x;
     for (const Matrix& source : sources) x.push_back(row_of(source, row));
-    expected.push_back(
-        reference_row(call, x, test.with_residual ? row_of(residual, row) : std::vector<uint32_t>(),
-                      row_of(weight, 0)));
+    expected.push_back(reference_row(
+        call, x, test.with_residual ? row_of(residual, row) : std::vector<uint32_t>(),
+        row_of(weight, 0), test.post_norm ? row_of(post_weight, 0) : std::vector<uint32_t>()));
   }
 
   Scratch scratch;
-  call.weight = weight.data();
+  if (!ends_with_sum(call)) call.weight = weight.data();
+  if (test.post_norm) call.post_weight = post_weight.data();
   const RowOp op = row_op(call, scratch.reserve(hidden));
   for (int isa = 0; isa < kNumIsas; ++isa) {
     if (!kIsas[isa].available()) continue;
@@ -66,17 +71,19 @@ void run_case(Case test, Random& random) {
         for (int64_t i = 0; i < hidden; ++i) {
           if (!check(got.bits(row, i) == bits[static_cast<size_t>(i)],
                      "%s: %s of dtype %d weight %d op %d numerics %d, %d sources, residual %d, in "
-                     "place %d, style %d, row %lld of hidden_size %lld, column %lld: 0x%x, "
+                     "place %d, style %d, post norm %d, flags %d, row %lld of hidden_size %lld, "
+                     "column %lld: 0x%x, "
                      "expected 0x%x",
                      kIsas[isa].name, what, call.dtype, call.weight_dtype, call.op, call.numerics,
                      test.num_sources, test.with_residual, test.in_place, test.style,
-                     static_cast<long long>(row), static_cast<long long>(hidden),
-                     static_cast<long long>(i), got.bits(row, i), bits[static_cast<size_t>(i)])) {
+                     test.post_norm, call.flags, static_cast<long long>(row),
+                     static_cast<long long>(hidden), static_cast<long long>(i), got.bits(row, i),
+                     bits[static_cast<size_t>(i)])) {
             return;
           }
         }
       };
-      compare("out", result, want.out);
+      if (!ends_with_sum(call)) compare("out", result, want.out);
       if (call.op == ALLNORM_ADD_RMS_NORM) compare("residual_out", sum, want.residual_out);
     }
     // What lies between rows is not the kernel's.
@@ -106,11 +113,25 @@ void test_kernels() {
         call.num_tokens = hidden > 1000 ? 1 : 3;
         call.hidden_size = hidden;
         static constexpr int kSources[] = {1, 2, 3, 8};
+        // Step 1c: a post norm, a factor, or both; then perhaps no norm behind the residual.
+        const bool post_norm = variant >= 4 && random.below(2) != 0;
+        if (post_norm) {
+          call.post_weight_dtype = random.below(2) != 0 ? dtype : ALLNORM_FLOAT32;
+          call.post_eps = random.below(4) == 0 ? 0.0f : 1e-5f;
+          call.post_weight_bias = random.below(2) != 0 ? 1.0f : 0.0f;
+          if (random.below(3) == 0) call.flags |= ALLNORM_NO_NORM;
+        }
+        if (variant >= 4 && random.below(2) != 0) {
+          static constexpr float kFactors[] = {0.22f, -1.5f, 0.0f, 1.0f, 1e-38f, 3e38f};
+          call.flags |= ALLNORM_SCALED;
+          call.sum_scale = kFactors[random.below(6)];
+        }
         run_case({.call = call,
                   .num_sources = kSources[random.below(4)],
                   .with_residual = random.below(3) != 0,
                   .in_place = random.below(2) != 0,
-                  .style = static_cast<int>(random.below(3))},
+                  .style = static_cast<int>(random.below(3)),
+                  .post_norm = post_norm},
                  random);
       }
     }

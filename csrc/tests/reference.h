@@ -60,33 +60,9 @@ struct Expected {
   std::vector<uint32_t> out, residual_out;
 };
 
-// One row of a call; sources[r] and residual (may be empty) are bits of `dtype`, weight of
-// `weight_dtype`.
-inline Expected reference_row(const AllnormCall& call,
-                              const std::vector<std::vector<uint32_t>>& sources,
-                              const std::vector<uint32_t>& residual,
-                              const std::vector<uint32_t>& weight) {
-  const size_t hidden = sources[0].size();
-  const size_t pack = call.dtype == ALLNORM_FLOAT32 ? 4 : 8;
-  Expected expected = {std::vector<uint32_t>(hidden), std::vector<uint32_t>(hidden)};
-  std::vector<float> z(hidden);
-  for (size_t i = 0; i < hidden; ++i) {
-    float a = to_float(call.dtype, sources[0][i]);
-    for (size_t r = 1; r < sources.size(); ++r) a = a + to_float(call.dtype, sources[r][i]);
-    const uint32_t reduced = round_bits(call.dtype, a);
-    float s = to_float(call.dtype, reduced);
-    uint32_t rounded = reduced;
-    if (!residual.empty()) {
-      s = s + to_float(call.dtype, residual[i]);
-      rounded = round_bits(call.dtype, s);
-    }
-    if (call.op == ALLNORM_ALL_REDUCE) expected.out[i] = reduced;
-    expected.residual_out[i] = rounded;
-    const bool unrounded = call.numerics == ALLNORM_UNROUNDED || call.numerics == ALLNORM_VLLM;
-    z[i] = unrounded ? s : to_float(call.dtype, rounded);
-  }
-  if (call.op == ALLNORM_ALL_REDUCE) return expected;
-
+// Step 4: 1 / rms of a row; `pack` elements of it are a pack.
+inline float reference_rstd(const std::vector<float>& z, size_t pack, float eps) {
+  const size_t hidden = z.size();
   std::vector<float> chunk_sums;
   for (size_t chunk = 0; chunk < hidden; chunk += 32 * pack) {
     std::vector<float> lanes(32, 0.0f);
@@ -111,15 +87,78 @@ inline Expected reference_row(const AllnormCall& call,
     for (size_t i = 0; i < width; ++i) chunk_sums[i] = before[i] + before[i ^ offset];
   }
   const float mean = chunk_sums[0] / static_cast<float>(hidden);
-  const float rstd = 1.0f / std::sqrt(mean + call.eps);
-  for (size_t i = 0; i < hidden; ++i) {
-    const float gain = call.weight_bias + to_float(call.weight_dtype, weight[i]);
+  return 1.0f / std::sqrt(mean + eps);
+}
+
+// Step 5: y of a row, in bits of call.dtype.
+inline std::vector<uint32_t> reference_y(const AllnormCall& call, const std::vector<float>& z,
+                                         float rstd, const std::vector<uint32_t>& weight,
+                                         int weight_dtype, float weight_bias) {
+  std::vector<uint32_t> y_bits(z.size());
+  for (size_t i = 0; i < z.size(); ++i) {
+    const float gain = weight_bias + to_float(weight_dtype, weight[i]);
     float y = z[i] * rstd;
     if (call.numerics == ALLNORM_TRANSFORMERS || call.numerics == ALLNORM_VLLM) {
       y = to_float(call.dtype, round_bits(call.dtype, y));
     }
-    expected.out[i] = round_bits(call.dtype, y * gain);
+    y_bits[i] = round_bits(call.dtype, y * gain);
   }
+  return y_bits;
+}
+
+// Step 1c: what becomes of the reduced sum of a row. `post_weight`: bits of call.post_weight_dtype,
+// empty if there is no post norm.
+inline void reference_change(const AllnormCall& call, std::vector<uint32_t>& reduced,
+                             const std::vector<uint32_t>& post_weight) {
+  if (!post_weight.empty()) {
+    std::vector<float> z;
+    for (const uint32_t bits : reduced) z.push_back(to_float(call.dtype, bits));
+    const size_t pack = call.dtype == ALLNORM_FLOAT32 ? 4 : 8;
+    reduced = reference_y(call, z, reference_rstd(z, pack, call.post_eps), post_weight,
+                          call.post_weight_dtype, call.post_weight_bias);
+  }
+  if ((call.flags & ALLNORM_SCALED) == 0) return;
+  for (uint32_t& bits : reduced) {
+    bits = round_bits(call.dtype, to_float(call.dtype, bits) * call.sum_scale);
+  }
+}
+
+// One row of a call; sources[r] and residual (may be empty) are bits of `dtype`, weight of
+// `weight_dtype`.
+inline Expected reference_row(const AllnormCall& call,
+                              const std::vector<std::vector<uint32_t>>& sources,
+                              const std::vector<uint32_t>& residual,
+                              const std::vector<uint32_t>& weight,
+                              const std::vector<uint32_t>& post_weight = {}) {
+  const size_t hidden = sources[0].size();
+  const size_t pack = call.dtype == ALLNORM_FLOAT32 ? 4 : 8;
+  Expected expected = {std::vector<uint32_t>(hidden), std::vector<uint32_t>(hidden)};
+  std::vector<float> z(hidden);
+  std::vector<uint32_t> sums(hidden);
+  for (size_t i = 0; i < hidden; ++i) {
+    float a = to_float(call.dtype, sources[0][i]);
+    for (size_t r = 1; r < sources.size(); ++r) a = a + to_float(call.dtype, sources[r][i]);
+    sums[i] = round_bits(call.dtype, a);
+  }
+  if (call.op == ALLNORM_ADD_RMS_NORM) reference_change(call, sums, post_weight);
+  for (size_t i = 0; i < hidden; ++i) {
+    const uint32_t reduced = sums[i];
+    float s = to_float(call.dtype, reduced);
+    uint32_t rounded = reduced;
+    if (!residual.empty()) {
+      s = s + to_float(call.dtype, residual[i]);
+      rounded = round_bits(call.dtype, s);
+    }
+    if (call.op == ALLNORM_ALL_REDUCE) expected.out[i] = reduced;
+    expected.residual_out[i] = rounded;
+    const bool unrounded = call.numerics == ALLNORM_UNROUNDED || call.numerics == ALLNORM_VLLM;
+    z[i] = unrounded ? s : to_float(call.dtype, rounded);
+  }
+  if (call.op == ALLNORM_ALL_REDUCE) return expected;
+
+  if ((call.flags & ALLNORM_NO_NORM) != 0) return expected;
+  expected.out = reference_y(call, z, reference_rstd(z, pack, call.eps), weight, call.weight_dtype,
+                             call.weight_bias);
   return expected;
 }
 

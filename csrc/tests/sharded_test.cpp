@@ -41,18 +41,40 @@ void random_call(AllnormComm* comm, int rank, int world_size, uint64_t seed) {
   if (kind >= 2) call.flags = ALLNORM_RESIDUAL_SHARDED;
   call.numerics = static_cast<int32_t>(random.below(4));
   const bool with_residual = random.below(3) != 0;
-  const bool with_normed = !is_quantized(call) || random.below(2) != 0;
+  // Step 1c, and with it perhaps no norm behind the residual.
+  const bool post_norm = random.below(2) != 0;
+  if (post_norm && !is_quantized(call) && random.below(2) != 0) call.flags |= ALLNORM_NO_NORM;
+  if (random.below(3) == 0) {
+    call.flags |= ALLNORM_SCALED;
+    call.sum_scale = 0.22f;
+  }
+  const bool with_normed =
+      is_quantized(call) ? random.below(2) != 0 : (call.flags & ALLNORM_NO_NORM) == 0;
   const int layout = static_cast<int>(random.below(QuantMemory::kNumLayouts));
   const int64_t gap = random.below(3);
 
   Matrix weight(random.below(2) != 0 ? dtype : ALLNORM_FLOAT32, 1, hidden);
   fill(weight, seed ^ 77);
+  Matrix post_weight(random.below(2) != 0 ? dtype : ALLNORM_FLOAT32, 1, hidden);
+  fill(post_weight, seed ^ 76);
+  const auto set_change = [&](AllnormCall& to) {
+    if (!post_norm) return;
+    to.post_weight = post_weight.data();
+    to.post_weight_dtype = post_weight.dtype;
+    to.post_eps = 1e-5f;
+    to.post_weight_bias = 1.0f;
+    if ((to.flags & ALLNORM_NO_NORM) != 0) {
+      to.out = nullptr;
+      to.weight = nullptr;
+    }
+  };
   Matrix residual(dtype, tokens, hidden), all(dtype, tokens * world_size, hidden);
   fill(residual, seed ^ 78);
   fill(all, seed ^ 79);
   Matrix want(dtype, tokens, hidden), want_residual(dtype, tokens, hidden);
   AllnormCall local = call;
   set(local, all, with_residual ? &residual : nullptr, weight, want, want_residual);
+  set_change(local);
   local.num_tokens = tokens;
   local.num_sources = world_size;
   local.source_stride = tokens * hidden;
@@ -68,6 +90,7 @@ void random_call(AllnormComm* comm, int rank, int world_size, uint64_t seed) {
   Matrix& got = in_place ? x : out;
   Matrix& got_residual = in_place && with_residual ? own_residual : residual_out;
   set(call, x, with_residual ? &own_residual : nullptr, weight, got, got_residual);
+  set_change(call);
   call.num_tokens = tokens;
   if (!with_normed) call.out = nullptr;
   QuantMemory quantized(call, layout, gap);

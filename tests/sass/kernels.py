@@ -13,7 +13,8 @@ OWNED = ("owned_sum", "owned_finished", "owned_given")
 OWNED_FEW = "owned_sum_few"
 
 # cuda/formats.cuh
-_FORMAT = r"NS_\d(Plain|E4m3)EE"
+# and whether numerics step 1c comes first
+_FORMAT = r"NS_\d(Plain|E4m3)ELb([01])EE"
 _FUSED = re.compile(
     r"12fused_kernelINS_\d+(\w+?)ENS_9DenseRowsELi(\d+)ENS_7(One|Two)ShotELNS_4GridE([012])E"
     + _FORMAT
@@ -44,6 +45,7 @@ class Variant:
     dtype: str
     world_size: int  # 1: local
     quantized: bool
+    post: bool = False  # with numerics step 1c
 
     @property
     def is_local(self) -> bool:
@@ -92,44 +94,46 @@ class Variant:
             return 40
         if self.kind == "one_shot_dense":
             return 136 if self.world_size > 4 else 56
+        if self.kind == "local_rows" and self.quantized and self.post:
+            return 8
         return 32 if self.kind == "local_aligned" and self.quantized else 0
 
 
 def variant_of(name: str) -> Variant | None:
     """What a mangled name says; None if it is no kernel of ours."""
     if match := _FUSED.search(name):
-        dtype, ranks, transport, grid, quantized = match.groups()
+        dtype, ranks, transport, grid, quantized, post = match.groups()
         kind = f"{transport.lower()}_shot{_GRIDS[int(grid)]}"
-        return Variant(kind, dtype, int(ranks), quantized == "E4m3")
+        return Variant(kind, dtype, int(ranks), quantized == "E4m3", post == "1")
     if match := _OWNED.search(name):
-        dtype, ranks, owned, few, quantized = match.groups()
+        dtype, ranks, owned, few, quantized, post = match.groups()
         kind = OWNED[int(owned)] + ("_few" if few == "1" else "")
-        return Variant(kind, dtype, int(ranks), quantized == "E4m3")
+        return Variant(kind, dtype, int(ranks), quantized == "E4m3", post == "1")
     if match := _LOCAL.search(name):
-        dtype, aligned, quantized = match.groups()
-        return Variant(
-            "local_aligned" if aligned == "1" else "local", dtype, 1, quantized == "E4m3"
-        )
+        dtype, aligned, quantized, post = match.groups()
+        kind = "local_aligned" if aligned == "1" else "local"
+        return Variant(kind, dtype, 1, quantized == "E4m3", post == "1")
     if match := _LOCAL_ROWS.search(name):
-        dtype, quantized = match.groups()
-        return Variant("local_rows", dtype, 1, quantized == "E4m3")
+        dtype, quantized, post = match.groups()
+        return Variant("local_rows", dtype, 1, quantized == "E4m3", post == "1")
     return None
 
 
 def all_variants() -> set[Variant]:
     """Every kernel that a library has for each architecture."""
     kinds = [
-        (kind, quantized)
+        (kind, quantized, post)
         for kind in ("one_shot", "one_shot_dense", "two_shot", *OWNED, OWNED_FEW)
         for quantized in (False, True)
-        if (kind, quantized) != ("owned_given", True)
+        for post in (False, True)
+        if not (kind == "owned_given" and (quantized or post)) and not (kind == OWNED_FEW and post)
     ]
     return (
         {
-            Variant(kind, dtype, world_size, quantized)
+            Variant(kind, dtype, world_size, quantized, post)
             for dtype in DTYPES
             for world_size in WORLD_SIZES
-            for kind, quantized in kinds
+            for kind, quantized, post in kinds
         }
         | {
             Variant("one_shot_few", dtype, FEW_WORLD_SIZE, quantized)
@@ -137,9 +141,10 @@ def all_variants() -> set[Variant]:
             for quantized in (False, True)
         }
         | {
-            Variant(kind, dtype, 1, quantized)
+            Variant(kind, dtype, 1, quantized, post)
             for dtype in DTYPES
             for kind in ("local", "local_aligned", "local_rows")
             for quantized in (False, True)
+            for post in (False, True)
         }
     )

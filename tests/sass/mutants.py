@@ -22,7 +22,7 @@ _ONE_SHOT = """
 #include "cuda/transports/one_shot.cuh"
 template __global__ void
 allnorm::fused_kernel<allnorm::Bfloat16, allnorm::DenseRows, 4, allnorm::OneShot,
-                      allnorm::Grid::kSparse, allnorm::Plain>(
+                      allnorm::Grid::kSparse, allnorm::Plain, false>(
     const __grid_constant__ allnorm::FusedParams);
 """
 _TWO_SHOT = """
@@ -32,7 +32,7 @@ _TWO_SHOT = """
 #include "cuda/transports/two_shot.cuh"
 template __global__ void
 allnorm::fused_kernel<allnorm::Float16, allnorm::DenseRows, 2, allnorm::TwoShot,
-                      allnorm::Grid::kSparse, allnorm::E4m3>(
+                      allnorm::Grid::kSparse, allnorm::E4m3, false>(
     const __grid_constant__ allnorm::FusedParams);
 """
 _OWNED = """
@@ -41,7 +41,7 @@ _OWNED = """
 #include "cuda/sources/dense_rows.cuh"
 template __global__ void
 allnorm::owned_rows_kernel<allnorm::Bfloat16, allnorm::DenseRows, 2, allnorm::Owned::kFinished,
-                           false, allnorm::E4m3>(
+                           false, allnorm::E4m3, false>(
     const __grid_constant__ allnorm::OwnedRowsParams);
 """
 SOURCES = {"one_shot": _ONE_SHOT, "two_shot": _TWO_SHOT, "owned": _OWNED}
