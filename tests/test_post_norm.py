@@ -1,4 +1,4 @@
-"""What happens to the reduced sum before the residual is added: post norm, scale, no second norm."""
+"""Before the residual is added: the norm of the reduced sum, its scale. No second norm behind."""
 
 from __future__ import annotations
 
@@ -259,9 +259,7 @@ def compiled(rank: int, world_size: int, dynamic: bool) -> None:
         normed, residual = c.all_reduce_add_rms_norm(
             x, residual, weight, 1e-6, post_norm=norm, scale=0.5
         )
-        nothing, residual = c.all_reduce_add_rms_norm(
-            normed, residual, None, 1e-6, post_norm=norm
-        )
+        nothing, residual = c.all_reduce_add_rms_norm(normed, residual, None, 1e-6, post_norm=norm)
         assert nothing is None
         out = c.all_reduce_add_rms_norm_quant(
             residual, residual, weight, 1e-6, allnorm.Fp8PerToken(), True, post_norm=norm
