@@ -138,6 +138,23 @@ ConstRows x_rows(const AllnormCall& call, int64_t row) {
   return matrix(call.x, call.x_stride * element_bytes(call.dtype), row);
 }
 
+ExpertRows expert_rows(const AllnormCall& call, int64_t token) {
+  if (!sums_experts(call)) return {};
+  const int64_t bytes = element_bytes(call.dtype);
+  ExpertRows experts = {.top_k = call.top_k,
+                        .rows = matrix(call.x, call.x_stride * bytes, 0),
+                        .num_rows = call.num_rows,
+                        .first = token * call.top_k,
+                        .index = call.expert_index,
+                        .index_stride = call.expert_index_stride,
+                        .weights = call.expert_weights,
+                        .weights_stride = call.expert_weights_stride,
+                        .shared = matrix(call.shared, call.shared_stride * bytes, token)};
+  if (experts.index != nullptr) experts.index += token * experts.index_stride;
+  if (experts.weights != nullptr) experts.weights += token * experts.weights_stride;
+  return experts;
+}
+
 RowTask row_task(const AllnormCall& call, int64_t row, int64_t residual_row) {
   const int64_t bytes = element_bytes(call.dtype);
   RowTask task = {.sources = nullptr,
@@ -204,13 +221,14 @@ int32_t run_local(const AllnormCall& call) {
   ConstRows sources[ALLNORM_MAX_WORLD_SIZE];
   for (int i = 0; i < call.num_sources; ++i) {
     sources[i] = x_rows(call, 0);
-    sources[i].data += i * call.source_stride * element_bytes(call.dtype);
+    if (i > 0) sources[i].data += i * call.source_stride * element_bytes(call.dtype);
   }
   zero_scale_padding(call);
   RowTask task = row_task(call, 0, 0);
   task.sources = sources;
   task.num_sources = call.num_sources;
   task.num_rows = call.num_tokens;
+  task.experts = expert_rows(call, 0);
   best_isa().run_rows(row_op(call, memory), task);
   return ALLNORM_OK;
 }

@@ -1,4 +1,5 @@
-// Where a row comes from: the partials of all ranks, read where they lie, summed in rank order.
+// Where a row comes from: the partials of all ranks, read where they lie, summed in rank order; a
+// partial itself, where it is a sum of experts' rows.
 // Compiled once per instruction set; see cpu/simd.h for what follows from that.
 #ifndef ALLNORM_CPU_SOURCES_H_
 #define ALLNORM_CPU_SOURCES_H_
@@ -21,6 +22,75 @@ ALLNORM_INLINE Pair reduce(const RowPointers<T>& row, int num_sources, int64_t i
     for (int r = 1; r < num_sources; ++r) sum = sum + access.load(row.sources[r] + i);
   }
   return round_to<T>(sum);
+}
+
+// The choices of a token that this rank has, in order.
+template <class T>
+struct Choices {
+  static constexpr int kMost = 16;
+  const typename T::Storage* rows[kMost];
+  float weights[kMost];
+  int count = 0;
+  const typename T::Storage* shared;
+
+  // False: one of them is no row.
+  ALLNORM_INLINE bool find(const ExpertRows& experts, int64_t token) {
+    using Storage = typename T::Storage;
+    shared = experts.shared.data == nullptr
+                 ? nullptr
+                 : reinterpret_cast<const Storage*>(experts.shared.from(token).data);
+    for (int k = 0; k < experts.top_k; ++k) {
+      const int64_t at = experts.row_of(token, k);
+      if (at == -1) continue;
+      if (at < 0 || at >= experts.num_rows) return false;
+      rows[count] = reinterpret_cast<const Storage*>(experts.rows.from(at).data);
+      if (experts.weights != nullptr) {
+        weights[count] = experts.weights[token * experts.weights_stride + k];
+      }
+      ++count;
+    }
+    return true;
+  }
+};
+
+// Numerics step 0 for the elements at `i`.
+template <class T, bool kWeighted, class Access>
+ALLNORM_INLINE Pair sum_choices(const Choices<T>& choices, int64_t i, Access access) {
+  Pair sum = {};
+  for (int j = 0; j < choices.count; ++j) {
+    const Pair row = access.load(choices.rows[j] + i);
+    sum = sum + (kWeighted ? row * broadcast(choices.weights[j]) : row);
+  }
+  if (choices.shared != nullptr) sum = sum + access.load(choices.shared + i);
+  return round_to<T>(sum);
+}
+
+template <class T, bool kWeighted>
+ALLNORM_INLINE void sum_choices(const Choices<T>& choices, int64_t hidden_size,
+                                typename T::Storage* to) {
+  const int64_t whole = hidden_size / kPairElems * kPairElems, rest = hidden_size - whole;
+  const WholePair<T> pair;
+  for (int64_t i = 0; i < whole; i += kPairElems) {
+    pair.store(to + i, sum_choices<T, kWeighted>(choices, i, pair));
+  }
+  if (rest == 0) return;
+  const PartialPair<T> last = {rest};
+  last.store(to + whole, sum_choices<T, kWeighted>(choices, whole, last));
+}
+
+// Numerics step 0: the partial of a token, NaN where a choice is no row.
+template <class T>
+static void sum_experts(const ExpertRows& experts, int64_t token, int64_t hidden_size,
+                        typename T::Storage* to) {
+  Choices<T> choices;
+  if (!choices.find(experts, token)) {
+    const auto nan = T::store(bit_cast<float>(0x7fffffffu));
+    for (int64_t i = 0; i < hidden_size; ++i) to[i] = nan;
+  } else if (experts.weights != nullptr) {
+    sum_choices<T, true>(choices, hidden_size, to);
+  } else {
+    sum_choices<T, false>(choices, hidden_size, to);
+  }
 }
 
 }  // namespace allnorm::ALLNORM_ISA
