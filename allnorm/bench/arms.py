@@ -87,7 +87,10 @@ def make_arm(comm: allnorm.Communicator, case: Case, mode: Mode, name: str) -> A
     """The arm of that name, of `modes.arm_names`, or why it cannot run this.
 
     "allnorm" chooses its algorithm, "allnorm:two_shot" names one; "allnorm16" is the call without
-    quantisation. "nccl+torch": all-reduce, PyTorch's add and RMSNorm; "nccl+local": all-reduce,
+    quantisation. Where more comes before the residual: "allnorm+norm", the call with the post norm
+    alone, then the local add + norm kernel; "sum+allnorm", a kernel that sums what experts return,
+    then the call, as in front of other all-reduces too. "nccl+torch": all-reduce, PyTorch's add and
+    RMSNorm; "nccl+local": all-reduce,
     allnorm's local add + norm kernel. "+quant": the results are quantised too, by a kernel of its
     own, or within the local kernel.
     """
@@ -97,19 +100,26 @@ def make_arm(comm: allnorm.Communicator, case: Case, mode: Mode, name: str) -> A
         return (
             arm if isinstance(arm, str) or name == "allnorm16" else then_quantize(arm, case, mode)
         )
+    if name == "allnorm+norm":
+        return _norm_twice(comm, case, mode, name)
+    if name == "sum+allnorm":
+        return _sum_first(comm, case, mode, name)
     if name.startswith("allnorm"):
         return allnorm_arm(comm, case, mode, name, name.partition(":")[2] or "auto")
     local = "+local" in name
     if mode.residual_sharded:
         return _sharded(case, mode, name, local)
-    copies = [x.clone() for x in case.xs]
+    if mode.experts:
+        reduction = Reduction(name, _sum_and_reduce(case), foreign=False)
+    else:
+        copies = [x.clone() for x in case.xs]
 
-    def all_reduce(index: int) -> torch.Tensor:
-        dist.all_reduce(copies[index])
-        return copies[index]
+        def all_reduce(index: int) -> torch.Tensor:
+            dist.all_reduce(copies[index])
+            return copies[index]
 
-    reset = partial(copy_all, copies, case.xs)
-    reduction = Reduction(name, all_reduce, reset=reset, foreign=False)
+        reset = partial(copy_all, copies, case.xs)
+        reduction = Reduction(name, all_reduce, reset=reset, foreign=False)
     if local:
         return then_local_norm(reduction, case, mode, name)
     residuals = [batch.residual for batch in case.batches]
@@ -137,7 +147,8 @@ def yardstick(name: str, case: Case, mode: Mode) -> Arm:
         for x, batch in zip(case.xs, case.batches, strict=True)
     ]
     function: Any = allnorm.add_rms_norm_quant if mode.quant else allnorm.add_rms_norm
-    spec, plain = case.spec(mode.quant), {k: options[k] for k in ("weight_bias", "numerics")}
+    spec = case.spec(mode.quant)
+    plain = {k: v for k, v in options.items() if k not in ("quant", "return_normed")}
 
     def call(index: int) -> Any:
         return function(*inputs[index], **options)
@@ -196,6 +207,73 @@ def allnorm_arm(
         return method(*arguments[index], **options)
 
     return Arm(name, call, lambda result: replace(outcome_of(result), rows=rows), exact=True)
+
+
+def _norm_twice(comm: allnorm.Communicator, case: Case, mode: Mode, name: str) -> Arm:
+    """Two launches: all-reduce and post norm, then the residual and the second norm."""
+    norm, options = case.post_norm, case.options(mode)
+    assert norm is not None
+    del options["post_norm"]
+    first: dict[str, Any] = {"weight_bias": norm.weight_bias, "numerics": case.numerics}
+    rest = [(batch.residual, batch.weight, case.shape.eps) for batch in case.batches]
+    function: Any = allnorm.add_rms_norm_quant if mode.quant else allnorm.add_rms_norm
+
+    def call(index: int) -> Any:
+        x = case.xs[index]
+        normed, _ = comm.all_reduce_add_rms_norm(x, None, norm.weight, norm.eps, **first)
+        return function(normed, *rest[index], **options)
+
+    return Arm(name, call, outcome_of, exact=True)
+
+
+def _sum_first(comm: allnorm.Communicator, case: Case, mode: Mode, name: str) -> Arm:
+    """Two launches: the sum over experts, then the call."""
+    summed, options = expert_sums(case), case.options(mode)
+    rest = [(batch.residual, batch.weight, case.shape.eps) for batch in case.batches]
+    method: Any = comm.all_reduce_add_rms_norm_quant if mode.quant else comm.all_reduce_add_rms_norm
+
+    def call(index: int) -> Any:
+        return method(summed(index), *rest[index], **options)
+
+    return Arm(name, call, outcome_of)
+
+
+def _sum_and_reduce(case: Case) -> Callable[[int], torch.Tensor]:
+    summed = expert_sums(case)
+
+    def reduce(index: int) -> torch.Tensor:
+        x = summed(index)
+        dist.all_reduce(x)
+        return x
+
+    return reduce
+
+
+def expert_sums(case: Case) -> Callable[[int], torch.Tensor]:
+    """A kernel that only sums what experts return: Triton's on GPUs, PyTorch's on CPUs.
+
+    Raises:
+        ImportError: on a GPU, Triton is not installed.
+    """
+    given: list[Any] = case.xs
+    if case.device.type != "cuda":
+
+        def in_torch(index: int) -> torch.Tensor:
+            experts = given[index]
+            rows = experts.rows[experts.index] * experts.weights.unsqueeze(-1)
+            return (rows.sum(1) + experts.shared).to(case.dtype)
+
+        return in_torch
+    from allnorm.bench import triton_expert_sum
+
+    def summed(index: int) -> torch.Tensor:
+        shared = given[index].shared
+        assert shared is not None
+        sums = torch.empty_like(shared)
+        triton_expert_sum.expert_sum(given[index], sums)
+        return sums
+
+    return summed
 
 
 def then_local_norm(reduction: Reduction, case: Case, mode: Mode, name: str) -> Arm:

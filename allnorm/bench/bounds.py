@@ -12,14 +12,15 @@ from __future__ import annotations
 import torch
 
 import allnorm
+from allnorm import reference
 from allnorm.bench.case import Case, Outcome
 from allnorm.quant import Quant
-from allnorm.testing import Batch
 
 Result = tuple[torch.Tensor, torch.Tensor]
 """normed, residual_out."""
 
 _SECOND_ORDER = 1.05  # products of roundings, left out of the first-order bound
+_MOST_CHOICES = 16  # of a token, of experts
 _FP8_MAX = 448.0
 _MIN_AMAX = 1e-10
 
@@ -29,8 +30,8 @@ def describe_error(got: Outcome, case: Case, index: int, quant: str) -> str:
 
     `quant` is the mode's spec by name.
     """
-    batch, expected = case.batches[index], case.expected[index]
-    limits = bounds(expected, batch, case.shape.eps, case.shape.weight_bias)
+    expected = case.expected[index]
+    limits = bounds(case, index)
     rows = slice(*got.rows) if got.rows else slice(None)
     error = _compare("residual_out", got.residual, expected[1][rows], limits[1][rows])
     if not error and got.normed is not None:
@@ -89,24 +90,61 @@ def scale_of_elements(
     return scale.repeat_interleave(size, dim=-1)
 
 
-def bounds(expected: Result, batch: Batch, eps: float, weight_bias: float) -> Result:
+def bounds(case: Case, index: int) -> Result:
     """Largest allowed errors of normed and residual_out, element by element, in float32."""
-    info = torch.finfo(batch.residual.dtype)
+    batch, shape, info = case.batches[index], case.shape, torch.finfo(case.dtype)
     unit = info.eps / 2
-    magnitude = sum((x.float().abs() for x in batch.xs), torch.zeros_like(batch.residual).float())
-    summed = expected[1].float()
-    # N roundings of partial sums; two of the residual sum, a third if the norm reads it unrounded.
-    delta = len(batch.xs) * unit * magnitude + 3 * unit * (summed.abs() + unit * magnitude)
+    partials = list(batch.xs)
+    delta = torch.zeros_like(batch.residual, dtype=torch.float32)
+    if case.experts:
+        partials = [reference.expert_sum(experts) for experts in case.experts[index]]
+        # Sums over experts in another order, in float32, each rounded to the dtype.
+        for experts, partial in zip(case.experts[index], partials, strict=True):
+            delta = delta + _sum_error(experts) + unit * partial.float().abs()
+    magnitude = torch.stack([x.float().abs() for x in partials]).sum(0)
+    # N roundings of partial sums.
+    delta = delta + len(partials) * unit * magnitude
+    if case.post_norm is not None:
+        post, reduced = case.post_norm, reference.all_reduce(partials)
+        gain = post.weight.float() + post.weight_bias
+        delta = _after_norm(reduced.float(), delta, gain, post.eps, unit)
+    summed = case.expected[index][1].float()
+    # Two roundings of the residual sum, a third if the norm reads it unrounded.
+    delta = delta + 3 * unit * (summed.abs() + unit * magnitude)
     delta = _SECOND_ORDER * delta + info.smallest_normal * info.eps * 4
+    gain = batch.weight.float() + shape.weight_bias
+    normed = _after_norm(summed, delta, gain, shape.eps, unit)
+    return normed + info.smallest_normal * info.eps * 4, delta
+
+
+def _sum_error(experts: allnorm.ExpertSum) -> torch.Tensor:
+    """What a float32 sum of a token's rows may be off by, in whatever order it is taken."""
+    rows, weights, shared = experts.rows, experts.weights, experts.shared
+    sizes = allnorm.ExpertSum(
+        *(rows.abs(), None if weights is None else weights.abs(), experts.index),
+        None if shared is None else shared.abs(),
+    )
+    # A product and an addition each.
+    return (
+        2
+        * (_MOST_CHOICES + 1)
+        * torch.finfo(torch.float32).eps
+        * reference.expert_sum(sizes).float()
+    )
+
+
+def _after_norm(
+    summed: torch.Tensor, delta: torch.Tensor, gain: torch.Tensor, eps: float, unit: float
+) -> torch.Tensor:
+    """What the norm of `summed` may be off by, where that may be off by `delta`."""
     norm = (summed.square().mean(-1, keepdim=True) + eps).sqrt()
     # | rms(z + d) - rms(z) | <= rms(d), and the float32 sum of squares has its own rounding.
     relative = delta.square().mean(-1, keepdim=True).sqrt() / norm
     relative = relative + summed.shape[-1] * torch.finfo(torch.float32).eps / 4
     relative = torch.where(relative < 0.5, relative / (1 - relative), torch.inf)
-    weight = (batch.weight.float() + weight_bias).abs() * (1 + unit)
+    weight = gain.abs() * (1 + unit)
     normed = weight / norm * (delta + (summed.abs() + delta) * relative)
-    normed = _SECOND_ORDER * (normed + 6 * unit * weight / norm * (summed.abs() + delta))
-    return normed + info.smallest_normal * info.eps * 4, delta
+    return _SECOND_ORDER * (normed + 6 * unit * weight / norm * (summed.abs() + delta))
 
 
 def _group_size(spec: Quant, hidden_size: int) -> int:

@@ -42,20 +42,34 @@ class Case:
     batches: tuple[Batch, ...]  # the inputs of all ranks, per buffer set
     # The reference's normed rows and new residual, per buffer set.
     expected: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    post_norm: allnorm.PostNorm | None = None  # of the reduced sum
+    # What stands for the partial sums of all ranks, per buffer set; () if nothing does.
+    experts: tuple[tuple[allnorm.ExpertSum, ...], ...] = ()
+    _changed: dict[tuple[bool, int], Case] = field(default_factory=dict)
     _specs: dict[str, Quant | None] = field(default_factory=dict)
     _quantized: dict[str, tuple[tuple[torch.Tensor, torch.Tensor], ...]] = field(
         default_factory=dict
     )
 
+    def of(self, mode: Mode) -> Case:
+        """The case as the mode wants it: with what comes before the residual."""
+        key = mode.post_norm, mode.experts
+        if mode.is_plain:
+            return self
+        if key not in self._changed:
+            self._changed[key] = _change(self, *key)
+        return self._changed[key]
+
     @functools.cached_property
-    def xs(self) -> list[torch.Tensor]:
-        """This rank's partial sum, per buffer set."""
-        return [batch.xs[self.rank] for batch in self.batches]
+    def xs(self) -> list[Any]:
+        """This rank's partial sum, or what stands for it, per buffer set."""
+        return [each[self.rank] for each in self.experts or (b.xs for b in self.batches)]
 
     def checksums(self) -> list[int]:
         """Checksums of what calls read, to see whether an arm has overwritten it."""
         words = {2: torch.int16, 4: torch.int32}[self.dtype.itemsize]
-        read = [*self.xs, *(part for b in self.batches for part in (b.residual, b.weight))]
+        given = [x.rows if isinstance(x, allnorm.ExpertSum) else x for x in self.xs]
+        read = [*given, *(part for b in self.batches for part in (b.residual, b.weight))]
         return [int(tensor.view(words).sum(dtype=torch.int64)) for tensor in read]
 
     @property
@@ -81,7 +95,11 @@ class Case:
 
     def options(self, mode: Mode) -> dict[str, Any]:
         """The keyword arguments of allnorm's calls, those that quantise if the mode does."""
-        options = {"weight_bias": self.shape.weight_bias, "numerics": self.numerics}
+        options: dict[str, Any] = {
+            "weight_bias": self.shape.weight_bias,
+            "numerics": self.numerics,
+            **({"post_norm": self.post_norm} if self.post_norm else {}),
+        }
         spec = self.spec(mode.quant)
         return options | ({"quant": spec, "return_normed": mode.return_normed} if spec else {})
 
@@ -96,6 +114,46 @@ class Case:
         if isinstance(spec, allnorm.Fp8PerGroup) and self.shape.hidden_size % spec.group_size:
             return f"hidden_size {self.shape.hidden_size} does not consist of whole groups"
         return ""
+
+
+def _change(case: Case, post_norm: bool, experts: int) -> Case:
+    """A case with the same inputs, and more before the residual."""
+    shape, norm = case.shape, None
+    if post_norm:
+        weight = case.batches[0].weight.flip(0).contiguous()
+        norm = allnorm.PostNorm(weight, shape.eps, shape.weight_bias)
+    sums = tuple(
+        tuple(_experts(x, experts, NUM_SETS * rank + number) for rank, x in enumerate(batch.xs))
+        for number, batch in enumerate(case.batches if experts else ())
+    )
+    options: dict[str, Any] = {
+        "weight_bias": shape.weight_bias,
+        "numerics": case.numerics,
+        "post_norm": norm,
+    }
+    inputs: list[Any] = list(sums) or [batch.xs for batch in case.batches]
+    expected = tuple(
+        reference.all_reduce_add_rms_norm(xs, b.residual, b.weight, shape.eps, **options)
+        for xs, b in zip(inputs, case.batches, strict=True)
+    )
+    return Case(
+        *(shape, case.rank, case.world_size, case.dtype, case.device, case.numerics, case.batches),
+        expected,
+        norm,
+        sums,
+    )
+
+
+def _experts(shared: torch.Tensor, top_k: int, seed: int) -> allnorm.ExpertSum:
+    """Rows of experts in a random order, as they leave a grouped product; all of them are here."""
+    num_tokens, hidden_size = shared.shape
+    generator = torch.Generator(shared.device).manual_seed(seed)
+    make: dict[str, Any] = {"generator": generator, "device": shared.device}
+    count = num_tokens * top_k
+    rows = torch.randn(count, hidden_size, dtype=shared.dtype, **make)
+    index = torch.randperm(count, dtype=torch.int32, **make).view(num_tokens, top_k)
+    weights = torch.rand(num_tokens, top_k, **make)
+    return allnorm.ExpertSum(rows, weights / weights.sum(1, keepdim=True), index, shared)
 
 
 def make_case(

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+import allnorm
 from allnorm.bench.arms import Arm
 from allnorm.bench.case import NUM_SETS, Case
 from allnorm.testing import calls_per_graph, copy_all, gather, start_together
@@ -150,14 +151,15 @@ def together(samples: Samples, arms: Iterable[Arm]) -> Samples:
 class Product:
     """A product `[num_tokens, columns] @ [columns, hidden_size]` in front of every call.
 
-    It writes the partial sums of a case, which have other values until `restore`. It leaves little
+    It writes the partial sums of a case, or the shared expert's part of them, which have other
+    values until `restore`. It leaves little
     in the caches of what a call reads beside its input, and nothing of the launch overlaps the call
     before. Two matrices take turns, so that wide ones are not in the caches themselves.
     """
 
     def __init__(self, case: Case, columns: int) -> None:
-        self._xs = case.xs
-        self._kept = [x.clone() for x in case.xs]
+        self._xs: list[Any] = [x.shared if isinstance(x, allnorm.ExpertSum) else x for x in case.xs]
+        self._kept = [x.clone() for x in self._xs]
         options: dict[str, Any] = {"dtype": case.dtype, "device": case.device}
         self._left = torch.randn(case.num_rows, columns, **options) / columns
         self._right = [

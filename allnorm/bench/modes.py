@@ -30,27 +30,48 @@ class Mode:
     quant: str = ""  # the spec as `quant_name` writes it, "" for results in the dtype of the input
     residual_sharded: bool = False  # each rank holds its own rows of the residual only
     return_normed: bool = False  # a quantised call returns the normed rows too
+    post_norm: bool = False  # the reduced sum is normed before the residual is added, too
+    experts: int = 0  # x is the sum of so many rows of experts, and of a shared one's; 0: it is not
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing comes before the residual but the reduction."""
+        return not self.post_norm and not self.experts
 
     def __str__(self) -> str:
         parts = [self.quant] if self.quant else []
         parts += ["with normed"] if self.quant and self.return_normed else []
         parts += ["sharded residual"] if self.residual_sharded else []
+        parts += ["post norm"] if self.post_norm else []
+        parts += [f"{self.experts} experts"] if self.experts else []
         return ", ".join(parts)
 
 
 def modes(
-    quants: Iterable[str], residuals: Iterable[str], return_normed: bool = False
+    quants: Iterable[str],
+    residuals: Iterable[str],
+    return_normed: bool = False,
+    post_norm: bool = False,
+    experts: int = 0,
 ) -> list[Mode]:
     """Each kind of result with each kind of residual; "none" stands for no quantisation.
+
+    With `post_norm` each of them with that norm too, and with `experts` also with so many.
 
     Raises:
         ValueError: a word is no spec, or one that allnorm refuses.
     """
     specs = list(dict.fromkeys(map(quant_name, quants))) or [""]
+    before = [
+        (False, 0),
+        *([(True, 0)] if post_norm else []),
+        *([(False, experts)] if experts else []),
+    ]
     return [
-        Mode(spec, residual == "sharded", bool(spec) and return_normed)
+        Mode(spec, residual == "sharded", bool(spec) and return_normed, *change)
         for residual in residuals
         for spec in specs
+        for change in before
     ]
 
 
@@ -110,6 +131,11 @@ def arm_names(device: str, mode: Mode) -> list[str]:
     """
     library = "nccl" if device == "cuda" else "gloo"
     fused = ["allnorm", *(f"allnorm:{algorithm}" for algorithm in ALGORITHMS)]
+    if not mode.is_plain:
+        if mode.residual_sharded:
+            return fused
+        separate = ["sum+allnorm"] if mode.experts else ["allnorm+norm"]
+        return [*fused, *separate, f"{library}+local"]
     if not mode.quant:
         return [*fused, f"{library}+torch", f"{library}+local"]
     unfused = [f"{library}+torch+quant", f"{library}+local+quant"]
@@ -117,8 +143,11 @@ def arm_names(device: str, mode: Mode) -> list[str]:
 
 
 def peer_names(device: str, mode: Mode) -> list[str]:
-    """The peers that take part in a mode. They run on GPUs and know no sharded residual."""
-    return [] if device == "cpu" or mode.residual_sharded else list(PEERS)
+    """The peers that take part in a mode.
+
+    They run on GPUs, and know no sharded residual and nothing that comes before the residual.
+    """
+    return list(PEERS) if device == "cuda" and mode.is_plain and not mode.residual_sharded else []
 
 
 def known_arms(device: str, wanted: Sequence[Mode]) -> tuple[str, ...]:

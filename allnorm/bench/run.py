@@ -92,8 +92,9 @@ def run(rank: int, world_size: int, job: Job) -> list[dict[str, Any]]:
     ) as comm:
         for index, shape in enumerate(job.shapes):
             report({"text": str(shape), "done": index, "total": len(job.shapes)})
-            case = make_case(shape, job.dtype, job.numerics, where, rank, world_size, seed=index)
+            plain = make_case(shape, job.dtype, job.numerics, where, rank, world_size, seed=index)
             for (number, mode), product in itertools.product(enumerate(job.modes), job.products):
+                case = plain.of(mode)
                 trials = _trials(comm, others, case, mode, job, bool(product))
                 for trial, arm in _running(trials):
                     trial.error = agree(trial.attempt(check_arm, arm, case, mode) or "")
@@ -120,7 +121,7 @@ def run(rank: int, world_size: int, job: Job) -> list[dict[str, Any]]:
                 ]
                 report({"records": new})
                 records += new
-            del case
+            del case, plain
         comm.check()
         others.close()
     return records

@@ -78,6 +78,24 @@ def bench(
             rich_help_panel=options.WHAT,
         ),
     ] = False,
+    post_norm: Annotated[
+        bool,
+        typer.Option(
+            "--post-norm",
+            help="Calls with a norm before the residual is added too, beside the plain ones.",
+            rich_help_panel=options.WHAT,
+        ),
+    ] = False,
+    experts: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=16,
+            help="Calls that sum so many experts' rows and a shared one's first, beside the plain "
+            "ones; 0: none.",
+            rich_help_panel=options.WHAT,
+        ),
+    ] = 0,
     arms: Annotated[
         str,
         typer.Option(
@@ -125,7 +143,8 @@ def bench(
 ) -> None:
     """Times the fused op beside other ways, after checking each of them."""
     where = options.device(device)
-    modes = options.modes(quant, "sharded" if residual_sharded else residual, return_normed)
+    residuals = "sharded" if residual_sharded else residual
+    modes = options.modes(quant, residuals, return_normed, post_norm, experts)
     known = bench_modes.known_arms(where, modes)
     chosen = options.choices(arms, "--arms", known) if arms else known
     job = Job(
@@ -244,6 +263,17 @@ def _explanation(job: Job) -> str:
         text += (
             " allnorm16: without quantisation; quant cost: what allnorm takes beyond it. +quant: "
             "16-bit results, then a kernel that quantises (+local+quant: one kernel for both)."
+        )
+    if any(mode.post_norm for mode in job.modes):
+        text += (
+            " Post norm: the reduced sum is normed before the residual is added. allnorm+norm: the "
+            "call with that norm, then the local add + norm kernel."
+        )
+    if any(mode.experts for mode in job.modes):
+        text += (
+            " Experts: x is the weighted sum of rows that are read through an index, and of the "
+            "shared expert's. sum+allnorm: a Triton kernel (on CPU PyTorch) that sums them, then "
+            "the call; nccl+local sums them likewise."
         )
     if any(mode.residual_sharded for mode in job.modes):
         text += " Sharded residual: the other ways reduce-scatter, then all-gather."

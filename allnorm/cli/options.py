@@ -102,11 +102,17 @@ def choice(text: str, option: str, allowed: tuple[str, ...]) -> str:
     return choices(text, option, allowed)[0]
 
 
-def modes(quant: str, residual: str = "replicated", return_normed: bool = False) -> list[Mode]:
-    """The kinds of results that `--quant` and `--residual` ask for, both of them lists."""
+def modes(
+    quant: str,
+    residual: str = "replicated",
+    return_normed: bool = False,
+    post_norm: bool = False,
+    experts: int = 0,
+) -> list[Mode]:
+    """The kinds of calls that `--quant` and `--residual`, both of them lists, and more ask for."""
     residuals = choices(residual, "--residual", bench_modes.RESIDUALS)
     with of("--quant"):
-        return bench_modes.modes(words(quant), residuals, return_normed)
+        return bench_modes.modes(words(quant), residuals, return_normed, post_norm, experts)
 
 
 def shapes(text: str) -> list[Shape]:

@@ -63,6 +63,27 @@ def test_every_arm_is_right(
         assert math.isnan(record["p50_us"]) == cannot
 
 
+@pytest.mark.parametrize("numerics", ["rounded", "vllm"])
+def test_what_comes_before_the_residual(numerics: str) -> None:
+    """Post norms and experts, beside the calls in two launches, in every arm and yardstick."""
+    changes = ({"post_norm": True}, {"experts": 3}, {"experts": 1})
+    modes = [
+        Mode(quant, sharded, **change)
+        for change in changes
+        for quant, sharded in (("", False), ("per_token", False), ("", True))
+    ]
+    what = job(*modes, shapes=(ODD, Shape(3, 640)), products=(0, 256), numerics=numerics)
+    records = run_ranks(ranks_bench.run, 2, args=(what,))[0]
+    for record in records:
+        assert record["error"] == "", (record, modes[record["mode"]])
+        one_shot = modes[record["mode"]].residual_sharded and record["arm"] == "allnorm:one_shot"
+        assert bool(record["reason"]) == one_shot, record
+    ran = {(record["mode"], record["arm"]) for record in records}
+    for number, mode in enumerate(modes):
+        assert {arm for at, arm in ran if at == number} == {*arm_names("cpu", mode), *YARDSTICKS}
+    assert {"allnorm+norm", "sum+allnorm", "gloo+local"} <= {arm for _, arm in ran}
+
+
 def test_rows_that_do_not_consist_of_groups_run_without_quantisation_only() -> None:
     shapes = (Shape(2, 2880),)
     mode = Mode("per_group:128")

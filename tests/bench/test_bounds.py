@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from allnorm import reference
 from allnorm.bench import bounds
 from allnorm.bench.case import Case, Outcome, make_case
-from allnorm.bench.modes import Shape, quant_of
+from allnorm.bench.modes import Mode, Shape, quant_of
 from allnorm.quant import Quant
 from allnorm.testing import DTYPES, Batch, make_batch
 
@@ -66,6 +66,39 @@ def test_mistakes_do_not(dtype: str, mistake: str) -> None:
     else:
         got = ring(case, eps=1.0)
     assert bounds.describe_error(got, case, 0, "") != ""
+
+
+def in_two_steps(case: Case, wrong: str = "") -> Outcome:
+    """A post norm and sums over experts as PyTorch computes them, with a mistake in one of them."""
+    batch, norm = case.batches[0], case.post_norm
+    xs = list(batch.xs)
+    if case.experts:
+        xs = []
+        for given in case.experts[0]:
+            assert given.weights is not None
+            rows = given.rows[given.index] * given.weights.unsqueeze(-1)
+            if wrong == "an expert lost":
+                rows = rows[:, 1:]
+            xs.append((rows.sum(1) + given.shared).to(case.dtype))
+    total = torch.stack(xs).sum(0)
+    if norm is not None:
+        eps = 1.0 if wrong == "eps of the post norm" else norm.eps
+        total = F.rms_norm(total, (HIDDEN,), norm.weight + norm.weight_bias, eps)
+    summed = total + batch.residual
+    weight = batch.weight + case.shape.weight_bias
+    return Outcome(normed=F.rms_norm(summed, (HIDDEN,), weight, case.shape.eps), residual=summed)
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES))
+@pytest.mark.parametrize(
+    ("mode", "mistake"),
+    [(Mode(post_norm=True), "eps of the post norm"), (Mode(experts=4), "an expert lost")],
+    ids=["post norm", "experts"],
+)
+def test_what_comes_before_the_residual(dtype: str, mode: Mode, mistake: str) -> None:
+    case = case_of(dtype, weight_bias=1.0).of(mode)
+    assert bounds.describe_error(in_two_steps(case), case, 0, "") == ""
+    assert "beyond the bound" in bounds.describe_error(in_two_steps(case, mistake), case, 0, "")
 
 
 def test_a_shard_of_the_residual_is_compared_with_its_rows() -> None:
