@@ -133,8 +133,7 @@ typedef struct AllnormCall {
   float sum_scale;  // ALLNORM_SCALED: the sum, or its norm, is multiplied by it
 
   // Which rows of experts this rank's partial sum of a token is made of: step 0 of the numerics
-  // page. With ADD_RMS_NORM; allnorm_local also with ALL_REDUCE, and of one source. Ranks may
-  // differ in all of it.
+  // page. Not with ALL_GATHER_ROWS; of one source. Ranks may differ in all of it.
   int32_t top_k;           // 0: x is dense, and the rest means nothing; else choices a token, to 16
   int32_t expert_padding;  // 0
   int64_t num_rows;        // of x; without expert_index num_tokens * top_k

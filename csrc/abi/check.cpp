@@ -132,6 +132,8 @@ int32_t check_num_tokens(const AllnormCall& call) {
 // Step 0 of the numerics page, of a call whose number of tokens is right.
 int32_t check_experts(const AllnormCall& call) {
   if (!sums_experts(call)) return ALLNORM_OK;
+  if (call.op == ALLNORM_ALL_GATHER_ROWS)
+    return invalid("op", call.op, "an op that sums, with top_k");
   if (call.expert_index == nullptr && call.num_rows != call.num_tokens * call.top_k) {
     return fail(ALLNORM_INVALID_ARGUMENT,
                 "num_rows is %lld; expected num_tokens * top_k, which is %lld, or an expert_index",
@@ -172,9 +174,6 @@ int32_t check_run(const AllnormCommConfig* config, const AllnormCall* call) {
   int32_t status = check_kind(call);
   if (status == ALLNORM_OK) status = check_num_tokens(*call);
   if (status == ALLNORM_OK) status = check_experts(*call);
-  if (status == ALLNORM_OK && sums_experts(*call) && !is_norm(*call)) {
-    status = invalid("op", call->op, "1 (ADD_RMS_NORM) with top_k");
-  }
   if (status != ALLNORM_OK) return status;
   return check_memory(*call, 1, own_rows(*config, *call));
 }

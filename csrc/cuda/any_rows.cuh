@@ -7,6 +7,7 @@
 #include "cuda/memory.cuh"
 #include "cuda/params.h"
 #include "cuda/row_exchange.cuh"
+#include "cuda/sources/expert_rows.cuh"
 #include "cuda/sources/summed_rows.cuh"
 #include "cuda/words.cuh"
 
@@ -71,10 +72,24 @@ struct RowAccess {
   }
 };
 
-// Numerics step 1 for one pack.
-template <class T, class Access>
+// Elements behind the end of a row become zeros: zero times an infinite factor is none.
+template <class T>
+__device__ __forceinline__ void clear_behind(int64_t hidden_size, int64_t pack, float* z) {
+#pragma unroll
+  for (int i = 0; i < kElemsPerPack<T>; ++i) {
+    if (pack * kElemsPerPack<T> + i >= hidden_size) z[i] = 0.0f;
+  }
+}
+
+// Numerics steps 0 and 1 for one pack.
+template <class T, class Access, bool kExtended>
 __device__ __forceinline__ Pack reduced_pack(const LocalParams& params, int64_t row, int64_t pack) {
   const int64_t hidden_size = params.epilogue.hidden_size;
+  if (kExtended && params.experts.top_k != 0) {
+    return sum_experts<T, 4>(params.experts, row, [&](const char* from) {
+      return Access::load(from, pack, hidden_size);
+    });
+  }
   const char* source = params.x.at(row, 0);
   return sum_in_order<T, Access::kInFlight>(params.num_sources, [&](int i) {
     return Access::load(source + i * params.source_stride_bytes, pack, hidden_size);
@@ -114,22 +129,16 @@ __device__ __forceinline__ Pack changed_pack(const EpilogueParams& params, int64
 
 // Numerics steps 1 to 2 for one pack: the residual sum before rounding. Elements behind the end of
 // the row are zeros.
-template <class T, class Access, bool kPost>
+template <class T, class Access, bool kExtended>
 __device__ __forceinline__ void residual_sum(const LocalParams& params, int64_t row, int64_t pack,
                                              float post_rstd, float* sum) {
   const int64_t hidden_size = params.epilogue.hidden_size;
-  Pack reduced = reduced_pack<T, Access>(params, row, pack);
-  if constexpr (kPost) {
+  Pack reduced = reduced_pack<T, Access, kExtended>(params, row, pack);
+  if constexpr (kExtended) {
     reduced = changed_pack<T, Access>(params.epilogue, pack, post_rstd, reduced);
   }
   unpack<T>(reduced, sum);
-  if constexpr (kPost) {
-    // Zero times an infinite factor is none.
-#pragma unroll
-    for (int i = 0; i < kElemsPerPack<T>; ++i) {
-      if (pack * kElemsPerPack<T> + i >= hidden_size) sum[i] = 0.0f;
-    }
-  }
+  if constexpr (kExtended) clear_behind<T>(hidden_size, pack, sum);
   if (params.epilogue.residual.data == nullptr) return;
   add_pack<T>(sum, Access::load(params.epilogue.residual.at(row, 0), pack, hidden_size));
 }
@@ -179,7 +188,8 @@ __device__ __forceinline__ float reduced_square_sum(const LocalParams& params, i
     const int64_t pack = static_cast<int64_t>(chunk) * kPacksPerChunk + lane;
     float z[kElemsPerPack<T>], square = 0.0f;
     if (pack < packs) {
-      unpack<T>(reduced_pack<T, Access>(params, row, pack), z);
+      unpack<T>(reduced_pack<T, Access, true>(params, row, pack), z);
+      clear_behind<T>(params.epilogue.hidden_size, pack, z);
       square = square_sum<kElemsPerPack<T>>(z);
     }
     square = butterfly(square);
@@ -188,7 +198,7 @@ __device__ __forceinline__ float reduced_square_sum(const LocalParams& params, i
   return block_butterfly(chunk_sums, chunks);
 }
 
-template <class T, bool kAligned, template <class> class Format, bool kPost>
+template <class T, bool kAligned, template <class> class Format, bool kExtended>
 __global__ void __launch_bounds__(kMaxThreads, kLocalBlocks<T, kAligned, Format>)
     local_kernel(const __grid_constant__ LocalParams params) {
   using Access = RowAccess<T, kAligned>;
@@ -204,20 +214,20 @@ __global__ void __launch_bounds__(kMaxThreads, kLocalBlocks<T, kAligned, Format>
   wait_for_preceding_grid();
   if (blockIdx.x == 0) Format<T>::store_padding(epilogue.quant);
   for (int64_t row = blockIdx.x; row < params.num_tokens; row += gridDim.x) {
-    if (!kPost && !epilogue.normalize) {
+    if (!epilogue.normalize) {
       for (int64_t pack = threadIdx.x; pack < packs; pack += blockDim.x) {
         float sum[kElems];
-        residual_sum<T, Access, false>(params, row, pack, 0.0f, sum);
+        residual_sum<T, Access, kExtended>(params, row, pack, 0.0f, sum);
         Access::store(epilogue.out.at(row, 0), pack, epilogue.hidden_size, allnorm::pack<T>(sum));
       }
       continue;
     }
     float post_rstd = 0.0f;
-    if (kPost && epilogue.post.weight != nullptr) {
+    if (kExtended && epilogue.post.weight != nullptr) {
       const float total = reduced_square_sum<T, Access>(params, row, packs, chunks, chunk_sums);
       post_rstd = reciprocal_rms(total, epilogue.num_elements, epilogue.post.eps);
     }
-    const bool norms = !kPost || epilogue.weight != nullptr;
+    const bool norms = !kExtended || epilogue.weight != nullptr;
     // The sums of this warp's chunks: the first few are kept, the others made again for every pass.
     float cached[kLocalCachedPacks][kElems];
     bool first_pass = true;
@@ -225,7 +235,7 @@ __global__ void __launch_bounds__(kMaxThreads, kLocalBlocks<T, kAligned, Format>
       const auto visit = [&](int chunk, bool keep, float* sum) {
         const int64_t pack = static_cast<int64_t>(chunk) * kPacksPerChunk + lane;
         if (pack < packs && (first_pass || !keep)) {
-          residual_sum<T, Access, kPost>(params, row, pack, post_rstd, sum);
+          residual_sum<T, Access, kExtended>(params, row, pack, post_rstd, sum);
         }
         work(chunk, pack, pack < packs, sum);
       };

@@ -151,7 +151,9 @@ int32_t Communicator::say_broken() const {
 int32_t run_local(const AllnormCall& call) {
   if (call.num_tokens == 0) return ALLNORM_OK;
   // The tensors say which device: the caller need not have made it current.
-  const void* result = is_quantized(call) ? call.quantized : call.out;
+  const void* result = is_quantized(call)    ? call.quantized
+                       : ends_with_sum(call) ? call.residual_out
+                                             : call.out;
   cudaPointerAttributes attributes;
   int32_t status = cuda_status(cudaPointerGetAttributes(&attributes, result), "finding the device");
   if (status != ALLNORM_OK) return status;

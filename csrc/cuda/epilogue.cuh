@@ -43,9 +43,9 @@ class WeightPack {
   Pack packs_[kElems / 4];
 };
 
-// One thread's part of numerics step 1c. Which parts of it there are is known when the kernel runs,
-// and the same in the whole grid.
-template <class T, bool kPost>
+// One thread's part of numerics step 1c, of kernels that know it. Which parts of it there are is
+// known when the kernel runs, and the same in the whole grid.
+template <class T, bool kExtended>
 class PostStep {
  public:
   static constexpr int kElems = kElemsPerPack<T>;
@@ -93,8 +93,8 @@ class PostStep<T, false> {
 
 // One thread's part of the epilogue: the same pack of every row it is called for. kGainsAhead: what
 // a row is multiplied by at the end is made before its sum is waited for, for kernels with
-// registers to spare. kPost: with numerics step 1c; then there always is a residual to return.
-template <class T, template <class> class Format, bool kGainsAhead, bool kPost>
+// registers to spare. kExtended: there may be numerics step 1c.
+template <class T, template <class> class Format, bool kGainsAhead, bool kExtended>
 class NormEpilogue {
  public:
   static constexpr int kElems = kElemsPerPack<T>;
@@ -138,13 +138,13 @@ class NormEpilogue {
 
   // Whether rows are normed, by finish(): y is stored.
   __device__ __forceinline__ bool norms() const {
-    return kPost ? params_.weight != nullptr : params_.normalize;
+    return params_.normalize && (!kExtended || params_.weight != nullptr);
   }
 
   // Numerics steps 1c to 4 from the reduced sum of a row. All threads of the cluster call it, live
   // or not; a barrier of the block lies in it.
   __device__ __forceinline__ void add_row(int64_t row, const Pack& reduced) {
-    if (!kPost && !params_.normalize) {
+    if (!params_.normalize) {
       if (live_) store_pack(params_.out.at(row, pack_), reduced);
       __syncthreads();
       return;
@@ -156,7 +156,7 @@ class NormEpilogue {
     const Pack summed = pack<T>(z_);
     if (live_) store_pack(params_.residual_out.at(row, pack_), summed);
     // Without a norm here there has been the post norm, and in it a barrier.
-    if (kPost && !norms()) return;
+    if (kExtended && !norms()) return;
     if (!params_.normalize_unrounded) unpack<T>(summed, z_);
     if constexpr (kGainsAhead) make_gains();
     sum_ = exchange_.sum(live_ ? square_sum<kElems>(z_) : 0.0f);
@@ -196,7 +196,7 @@ class NormEpilogue {
   const EpilogueParams& params_;
   RowExchange& exchange_;
   Format<T> format_;
-  PostStep<T, kPost> post_;
+  PostStep<T, kExtended> post_;
   Pack residual_;
   Pack weight_[kElems / 4];
   float z_[kElems];

@@ -38,6 +38,34 @@ __device__ __forceinline__ void work_on_no_row(Exchange<kWorldSize>& exchange,
   exchange.advance();
 }
 
+// This rank's partial of the row that is worked on and of the next, of sources whose rows are not
+// one load; the others load it again, which takes no register.
+template <bool kIsOneLoad>
+class KeptPartials {
+ public:
+  __device__ __forceinline__ explicit KeptPartials(const Pack& first) : now_(first) {}
+  __device__ __forceinline__ void keep_next(const Pack& next) { next_ = next; }
+  __device__ __forceinline__ void advance() { now_ = next_; }
+  template <class Load>
+  __device__ __forceinline__ Pack or_else(Load&&) const {
+    return now_;
+  }
+
+ private:
+  Pack now_, next_{};
+};
+template <>
+class KeptPartials<true> {
+ public:
+  __device__ __forceinline__ explicit KeptPartials(const Pack&) {}
+  __device__ __forceinline__ void keep_next(const Pack&) {}
+  __device__ __forceinline__ void advance() {}
+  template <class Load>
+  __device__ __forceinline__ Pack or_else(Load&& load) const {
+    return load();
+  }
+};
+
 // The rows of a cluster. `own` in its functions is this rank's partial of the first.
 template <int kWorldSize, class Source, class Transport, class Epilogue, Grid kGrid>
 class RowStream {
@@ -60,17 +88,21 @@ class RowStream {
     send(first_, own);
     prefetch();
     Pack ahead = load(first_ + step_);
+    Kept kept(own);
     for (int row = first_; row < end_; row += step_) {
       const bool last = is_last(row);
       if (last) {
         let_dependents_in(params_);
       } else {
         send(row + step_, ahead);
+        kept.keep_next(ahead);
         ahead = load(row + 2 * step_);
       }
       if (row != first_) epilogue_.prefetch_row(row);
       const bool keeps = kGrid == Grid::kSparse && row == first_;
-      const Pack reduced = transport_.receive(row, [&] { return keeps ? own : load(row); });
+      const Pack reduced = transport_.receive(
+          row, [&] { return kept.or_else([&] { return keeps ? own : load(row); }); });
+      kept.advance();
       norm_and_store(row, reduced, last);
     }
   }
@@ -85,15 +117,19 @@ class RowStream {
     send(first_, own);
     prefetch();
     Pack ahead = load(first_ + step_);
+    Kept kept(own);
     for (int row = first_; row < end_; row += step_) {
       const bool last = is_last(row);
       if (last) let_dependents_in(params_);
       if (row != first_) epilogue_.prefetch_row(row);
-      const Pack reduced = transport_.receive(row, [&] { return load(row); });
+      const Pack reduced =
+          transport_.receive(row, [&] { return kept.or_else([&] { return load(row); }); });
       norm_and_store(row, reduced, last);
       if (!last) {
         pace.wait();
         send(row + step_, ahead);
+        kept.keep_next(ahead);
+        kept.advance();
         ahead = load(row + 2 * step_);
       }
     }
@@ -165,6 +201,8 @@ class RowStream {
   }
 
  private:
+  using Kept = KeptPartials<Source::kIsOneLoad>;
+
   __device__ __forceinline__ bool is_last(int row) const { return row + step_ >= end_; }
 
   __device__ __forceinline__ Pack load(int row) const {
@@ -199,7 +237,7 @@ class RowStream {
 
 template <class T, template <class> class Source, int kWorldSize,
           template <class, int> class Transport, Grid kGrid, template <class> class Format,
-          bool kPost>
+          bool kExtended>
 __device__ __forceinline__ void run_fused(const FusedParams& params) {
   const uint32_t clusters = cluster_size();
   const int pack = static_cast<int>(cluster_rank() * blockDim.x + threadIdx.x);
@@ -215,7 +253,7 @@ __device__ __forceinline__ void run_fused(const FusedParams& params) {
   exchange.begin();
   if (first < 0) return work_on_no_row<Format<T>>(exchange, params);
   Transport<T, kWorldSize> transport(params, exchange, pack, live);
-  using Epilogue = NormEpilogue<T, Format, kGrid == Grid::kSparse && !kPost, kPost>;
+  using Epilogue = NormEpilogue<T, Format, kGrid == Grid::kSparse && !kExtended, kExtended>;
   Epilogue epilogue(params.epilogue, row_exchange, pack, live);
   RowStream<kWorldSize, Source<T>, Transport<T, kWorldSize>, Epilogue, kGrid> stream(
       params, exchange, source, transport, epilogue, first, step, live);
@@ -232,10 +270,10 @@ __device__ __forceinline__ void run_fused(const FusedParams& params) {
 
 template <class T, template <class> class Source, int kWorldSize,
           template <class, int> class Transport, Grid kGrid, template <class> class Format,
-          bool kPost>
+          bool kExtended>
 __global__ void __launch_bounds__(kMaxThreads, kGrid == Grid::kDense ? 2 : 1)
     fused_kernel(const __grid_constant__ FusedParams params) {
-  run_fused<T, Source, kWorldSize, Transport, kGrid, Format, kPost>(params);
+  run_fused<T, Source, kWorldSize, Transport, kGrid, Format, kExtended>(params);
 }
 
 }  // namespace allnorm

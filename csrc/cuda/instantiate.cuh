@@ -12,6 +12,7 @@
 #include "cuda/local_rows.cuh"
 #include "cuda/owned_rows.cuh"
 #include "cuda/sources/dense_rows.cuh"
+#include "cuda/sources/expert_rows.cuh"
 #include "cuda/sources/summed_rows.cuh"
 #include "cuda/transports/one_shot.cuh"
 #include "cuda/transports/two_shot.cuh"
@@ -19,20 +20,30 @@
 namespace allnorm {
 
 template <class T, template <class, int> class Transport, Grid kGrid, template <class> class Format,
-          bool kPost>
+          bool kExtended>
 struct FusedKernel {
   template <int kWorldSize>
   static const void* get() {
-    return reinterpret_cast<const void*>(
-        &fused_kernel<T, DenseRows, kWorldSize, Transport, kGrid, Format, kPost>);
+    if constexpr (kExtended) {
+      return reinterpret_cast<const void*>(
+          &fused_kernel<T, ExpertRows, kWorldSize, Transport, kGrid, Format, true>);
+    } else {
+      return reinterpret_cast<const void*>(
+          &fused_kernel<T, DenseRows, kWorldSize, Transport, kGrid, Format, false>);
+    }
   }
 };
-template <class T, Owned kOwned, bool kFew, template <class> class Format, bool kPost>
+template <class T, Owned kOwned, bool kFew, template <class> class Format, bool kExtended>
 struct OwnedRowsKernel {
   template <int kWorldSize>
   static const void* get() {
-    return reinterpret_cast<const void*>(
-        &owned_rows_kernel<T, DenseRows, kWorldSize, kOwned, kFew, Format, kPost>);
+    if constexpr (kExtended) {
+      return reinterpret_cast<const void*>(
+          &owned_rows_kernel<T, ExpertRows, kWorldSize, kOwned, kFew, Format, true>);
+    } else {
+      return reinterpret_cast<const void*>(
+          &owned_rows_kernel<T, DenseRows, kWorldSize, kOwned, kFew, Format, false>);
+    }
   }
 };
 
@@ -48,20 +59,29 @@ const void* kernel_of(int world_size) {
   return kernel_of<Family>(world_size, std::make_integer_sequence<int, kPushMaxWorldSize - 1>());
 }
 
-// The kinds that there are with numerics step 1c and without it.
-template <class T, template <class> class Format, bool kPost>
+// The kinds that both families have.
+template <class T, template <class> class Format, bool kExtended>
 const void* exchange_kernel_of(const KernelKey& key) {
   switch (key.kind) {
     case ExchangeKind::kOneShot:
-      return kernel_of<FusedKernel<T, OneShot, Grid::kSparse, Format, kPost>>(key.world_size);
+      return kernel_of<FusedKernel<T, OneShot, Grid::kSparse, Format, kExtended>>(key.world_size);
     case ExchangeKind::kOneShotDense:
-      return kernel_of<FusedKernel<T, OneShot, Grid::kDense, Format, kPost>>(key.world_size);
+      if constexpr (kExtended) {
+        // Of more than two ranks it has one kernel for both grids: fewer to compile.
+        if (key.world_size > 2) {
+          return kernel_of<FusedKernel<T, OneShot, Grid::kSparse, Format, true>>(key.world_size);
+        }
+        return FusedKernel<T, OneShot, Grid::kDense, Format, true>::template get<2>();
+      } else {
+        return kernel_of<FusedKernel<T, OneShot, Grid::kDense, Format, false>>(key.world_size);
+      }
     case ExchangeKind::kTwoShot:
-      return kernel_of<FusedKernel<T, TwoShot, Grid::kSparse, Format, kPost>>(key.world_size);
+      return kernel_of<FusedKernel<T, TwoShot, Grid::kSparse, Format, kExtended>>(key.world_size);
     case ExchangeKind::kOwnedSum:
-      return kernel_of<OwnedRowsKernel<T, Owned::kSum, false, Format, kPost>>(key.world_size);
+      return kernel_of<OwnedRowsKernel<T, Owned::kSum, false, Format, kExtended>>(key.world_size);
     case ExchangeKind::kOwnedFinished:
-      return kernel_of<OwnedRowsKernel<T, Owned::kFinished, false, Format, kPost>>(key.world_size);
+      return kernel_of<OwnedRowsKernel<T, Owned::kFinished, false, Format, kExtended>>(
+          key.world_size);
     default:
       return nullptr;
   }
@@ -69,7 +89,7 @@ const void* exchange_kernel_of(const KernelKey& key) {
 
 template <class T, template <class> class Format>
 const void* exchange_kernel_of(const KernelKey& key) {
-  if (key.post) return exchange_kernel_of<T, Format, true>(key);
+  if (key.extended) return exchange_kernel_of<T, Format, true>(key);
   switch (key.kind) {
     case ExchangeKind::kOneShotFew:
       return FusedKernel<T, OneShot, Grid::kFew, Format, false>::template get<kFewWorldSize>();
@@ -82,15 +102,19 @@ const void* exchange_kernel_of(const KernelKey& key) {
   }
 }
 
-template <class T, template <class> class Format, bool kPost>
+template <class T, template <class> class Format, bool kExtended>
 const void* local_kernel_of(LocalKind kind) {
   switch (kind) {
     case LocalKind::kAny:
-      return reinterpret_cast<const void*>(&local_kernel<T, false, Format, kPost>);
+      return reinterpret_cast<const void*>(&local_kernel<T, false, Format, kExtended>);
     case LocalKind::kAligned:
-      return reinterpret_cast<const void*>(&local_kernel<T, true, Format, kPost>);
+      return reinterpret_cast<const void*>(&local_kernel<T, true, Format, kExtended>);
     case LocalKind::kRows:
-      return reinterpret_cast<const void*>(&local_rows_kernel<T, SummedRows, Format, kPost>);
+      if constexpr (kExtended) {
+        return reinterpret_cast<const void*>(&local_rows_kernel<T, LocalExpertRows, Format, true>);
+      } else {
+        return reinterpret_cast<const void*>(&local_rows_kernel<T, SummedRows, Format, false>);
+      }
   }
   return nullptr;
 }
@@ -102,10 +126,11 @@ const void* exchange_kernel_of(const KernelKey& key, FormatList<kFormats...>) {
   return kOf[static_cast<int>(key.format)](key);
 }
 template <class T, template <class> class... kFormats>
-const void* local_kernel_of(LocalKind kind, RowFormat format, bool post, FormatList<kFormats...>) {
+const void* local_kernel_of(LocalKind kind, RowFormat format, bool extended,
+                            FormatList<kFormats...>) {
   static constexpr const void* (*kOf[][2])(LocalKind) = {
       {&local_kernel_of<T, kFormats, false>, &local_kernel_of<T, kFormats, true>}...};
-  return kOf[static_cast<int>(format)][post ? 1 : 0](kind);
+  return kOf[static_cast<int>(format)][extended ? 1 : 0](kind);
 }
 
 template <class T>
@@ -114,8 +139,8 @@ const void* exchange_kernel_of(const KernelKey& key) {
   return exchange_kernel_of<T>(key, Formats());
 }
 template <class T>
-const void* local_kernel_of(LocalKind kind, RowFormat format, bool post) {
-  return local_kernel_of<T>(kind, format, post, Formats());
+const void* local_kernel_of(LocalKind kind, RowFormat format, bool extended) {
+  return local_kernel_of<T>(kind, format, extended, Formats());
 }
 
 }  // namespace allnorm

@@ -23,7 +23,9 @@ struct KernelKey {
   ExchangeKind kind;
   int world_size;
   RowFormat format;
-  bool post;  // with numerics step 1c; of no kind for few blocks, and not of kOwnedGiven
+  // Of the family that also knows numerics steps 0 and 1c, any parts of them; for what else it
+  // takes it is slower. None of a kind for few blocks, and no kOwnedGiven.
+  bool extended;
 };
 const void* exchange_kernel_float32(const KernelKey& key);
 const void* exchange_kernel_float16(const KernelKey& key);
@@ -34,9 +36,9 @@ enum class LocalKind {
   kAligned,  // rows of whole, aligned packs, of any width
   kRows,     // the same, of rows that a cluster holds
 };
-const void* local_kernel_float32(LocalKind kind, RowFormat format, bool post);
-const void* local_kernel_float16(LocalKind kind, RowFormat format, bool post);
-const void* local_kernel_bfloat16(LocalKind kind, RowFormat format, bool post);
+const void* local_kernel_float32(LocalKind kind, RowFormat format, bool extended);
+const void* local_kernel_float16(LocalKind kind, RowFormat format, bool extended);
+const void* local_kernel_bfloat16(LocalKind kind, RowFormat format, bool extended);
 
 }  // namespace allnorm
 #endif  // ALLNORM_CUDA_KERNELS_H_

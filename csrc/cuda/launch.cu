@@ -28,22 +28,22 @@ const void* find_exchange(int dtype, const KernelKey& key) {
   }
 }
 
-const void* find_local(int dtype, LocalKind kind, RowFormat format, bool post) {
+const void* find_local(int dtype, LocalKind kind, RowFormat format, bool extended) {
   switch (dtype) {
     case ALLNORM_FLOAT32:
-      return local_kernel_float32(kind, format, post);
+      return local_kernel_float32(kind, format, extended);
     case ALLNORM_FLOAT16:
-      return local_kernel_float16(kind, format, post);
+      return local_kernel_float16(kind, format, extended);
     default:
-      return local_kernel_bfloat16(kind, format, post);
+      return local_kernel_bfloat16(kind, format, extended);
   }
 }
 
 ExchangeKind kind_of(const AllnormCall& call, Grid grid, int world_size) {
   if (call.op == ALLNORM_ALL_GATHER_ROWS) return ExchangeKind::kOwnedGiven;
   if (is_sharded(call)) return ExchangeKind::kOwnedFinished;
-  // With step 1c a grid of few blocks takes the kernels of full grids: fewer to compile.
-  const bool few = grid == Grid::kFew && !changes_sum(call);
+  // In the extended family a grid of few blocks takes the kernels of full grids: fewer to compile.
+  const bool few = grid == Grid::kFew && !is_extended(call);
   if (has_row_owners(call)) return few ? ExchangeKind::kOwnedSumFew : ExchangeKind::kOwnedSum;
   if (call.algorithm == ALLNORM_TWO_SHOT) return ExchangeKind::kTwoShot;
   if (few && world_size == kFewWorldSize) return ExchangeKind::kOneShotFew;
@@ -129,7 +129,7 @@ int32_t launch_exchange(const Device& device, const AllnormCall& call, int world
   const void* kernel = find_exchange(call.dtype, {.kind = kind_of(call, grid, world_size),
                                                   .world_size = world_size,
                                                   .format = format_of(call),
-                                                  .post = changes_sum(call)});
+                                                  .extended = is_extended(call)});
   if (kernel == nullptr) {
     return fail(ALLNORM_UNSUPPORTED, "no fused kernel for world size %d: expected 2 to %d",
                 world_size, kPushMaxWorldSize);
@@ -228,7 +228,7 @@ int32_t launch_missing_call(const Device& device, const AllnormCall& call, int w
   const void* const kernel = find_exchange(ALLNORM_FLOAT32, {.kind = ExchangeKind::kOneShot,
                                                              .world_size = world_size,
                                                              .format = RowFormat::kPlain,
-                                                             .post = false});
+                                                             .extended = false});
   if (kernel == nullptr) return ALLNORM_UNSUPPORTED;
   return launch(device, kernel, &params, geometry, 0, plain);
 }
@@ -237,16 +237,18 @@ int32_t launch_local(const Device& device, const AllnormCall& call) {
   const int64_t bytes = element_bytes(call.dtype);
   const int64_t packs = (call.hidden_size * bytes + kPackBytes - 1) / kPackBytes;
   const LocalParams params = {
-      .x = rows_from(call.x, call.x_stride * bytes, 0),
+      .x = x_params(call, 0),
       .epilogue = epilogue_params(call, 0, 0, quant_params(call, 0, call.num_tokens, true)),
       .source_stride_bytes = call.source_stride * bytes,
       .num_tokens = call.num_tokens,
       .num_sources = call.num_sources,
       .packs = static_cast<int32_t>(packs),
+      .experts = expert_params(call, 0),
   };
   const EpilogueParams& epilogue = params.epilogue;
   const bool aligned =
-      call.hidden_size * bytes % kPackBytes == 0 && is_aligned(call.x, params.x.stride_bytes) &&
+      call.hidden_size * bytes % kPackBytes == 0 && is_aligned(call.x, call.x_stride * bytes) &&
+      is_aligned(params.experts.shared.data, params.experts.shared.stride_bytes) &&
       params.source_stride_bytes % kPackBytes == 0 &&
       is_aligned(call.residual, epilogue.residual.stride_bytes) && is_aligned(call.weight, 0) &&
       is_aligned(params.epilogue.post.weight, 0) &&
@@ -265,7 +267,7 @@ int32_t launch_local(const Device& device, const AllnormCall& call) {
   const LocalKind kind = in_rows   ? LocalKind::kRows
                          : aligned ? LocalKind::kAligned
                                    : LocalKind::kAny;
-  const void* kernel = find_local(call.dtype, kind, format_of(call), changes_sum(call));
+  const void* kernel = find_local(call.dtype, kind, format_of(call), is_extended(call));
   Geometry geometry;
   geometry.cluster_size = in_rows ? blocks_per_row : 1;
   geometry.num_threads = std::min(threads_of(packs, geometry.cluster_size), kMaxThreads);

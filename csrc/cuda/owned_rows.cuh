@@ -28,7 +28,7 @@ enum class Owned { kSum, kFinished, kGiven };
 // bf16 on H200, 2026-11: 329 us as otherwise, 316 with a depth of 2, 302 with residuals a turn
 // ahead, for which full grids take 1 to 10 % more.
 template <class T, template <class> class Source, int kWorldSize, Owned kOwned, bool kFew,
-          template <class> class Format, bool kPost>
+          template <class> class Format, bool kExtended>
 class OwnedRows {
  public:
   __device__ __forceinline__ OwnedRows(const OwnedRowsParams& all, Exchange<kWorldSize>& exchange,
@@ -140,7 +140,7 @@ class OwnedRows {
     } else if constexpr (kOwned == Owned::kFinished) {
       take_residual(here.local, own_residual_);
       epilogue_.add_row(here.local, owners_.receive_partials(slot, own));
-      if (kPost && !epilogue_.norms()) return;
+      if (kExtended && !epilogue_.norms()) return;
       publish_and_store(slot, here.row, epilogue_.finish());
     } else {
       owners_.publish(slot, own);
@@ -170,7 +170,7 @@ class OwnedRows {
       return;
     }
     // The residual stays where it is, and is all there is.
-    if (kPost && kOwned == Owned::kFinished && !epilogue_.norms()) return;
+    if (kExtended && kOwned == Owned::kFinished && !epilogue_.norms()) return;
     if constexpr (kSendsPacked) {
       if (!all_.sends_normed) return owners_.receive_and_store(here.owner, slot, here.row);
     }
@@ -187,21 +187,21 @@ class OwnedRows {
   const FusedParams& params_;
   Source<T> source_;
   RowOwners<T, kWorldSize, Format<T>, kOwned == Owned::kGiven> owners_;
-  NormEpilogue<T, Format, kOwned == Owned::kSum && !kFew && !kPost, kPost> epilogue_;
+  NormEpilogue<T, Format, kOwned == Owned::kSum && !kFew && !kExtended, kExtended> epilogue_;
   bool live_;
   Pack own_residual_{}, back_residual_{};  // kFew: of this turn
   Pack next_own_residual_{}, next_back_residual_{};
 };
 
 template <class T, template <class> class Source, int kWorldSize, Owned kOwned, bool kFew,
-          template <class> class Format, bool kPost>
+          template <class> class Format, bool kExtended>
 __device__ __forceinline__ void run_owned_rows(const OwnedRowsParams& params) {
   const uint32_t clusters = cluster_size();
   const int pack = static_cast<int>(cluster_rank() * blockDim.x + threadIdx.x);
   const int first = static_cast<int>(blockIdx.x / clusters) - 1;
   RowExchange row_exchange((params.fused.packs + kPacksPerChunk - 1) / kPacksPerChunk, clusters);
   Exchange<kWorldSize> exchange(params.fused);
-  OwnedRows<T, Source, kWorldSize, kOwned, kFew, Format, kPost> rows(
+  OwnedRows<T, Source, kWorldSize, kOwned, kFew, Format, kExtended> rows(
       params, exchange, row_exchange, pack, pack < params.fused.packs);
   const Pack own = rows.load_input(first);
   exchange.begin();
@@ -215,10 +215,10 @@ __device__ __forceinline__ void run_owned_rows(const OwnedRowsParams& params) {
 // One block an SM, and no register spilled: 8192x4096 at 4 ranks takes 311 us, 314 with two blocks
 // of 64 registers a thread; sharded and quantised 229 and 232 (H200, bf16, 2026-11).
 template <class T, template <class> class Source, int kWorldSize, Owned kOwned, bool kFew,
-          template <class> class Format, bool kPost>
+          template <class> class Format, bool kExtended>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     owned_rows_kernel(const __grid_constant__ OwnedRowsParams params) {
-  run_owned_rows<T, Source, kWorldSize, kOwned, kFew, Format, kPost>(params);
+  run_owned_rows<T, Source, kWorldSize, kOwned, kFew, Format, kExtended>(params);
 }
 
 }  // namespace allnorm

@@ -71,7 +71,7 @@ struct QuantParams {
 };
 
 // What becomes of the reduced sum before anything is added to it: numerics step 1c. Read by kernels
-// with kPost only.
+// of the extended family only.
 struct PostParams {
   const char* weight;  // nullptr: it is not normed
   float eps;
@@ -80,12 +80,26 @@ struct PostParams {
   bool weight_is_float32;
 };
 
+// What this rank's partials are made of: numerics step 0. Read by kernels of the extended family
+// only; the others take x.
+struct ExpertParams {
+  Rows rows;            // of experts
+  Rows shared;          // data == nullptr: none. A row a token, as of the next two
+  const char* index;    // of `top_k` int32; nullptr: choice k of token t is row t * top_k + k
+  const char* weights;  // of `top_k` float32; nullptr: nothing is multiplied
+  int64_t index_stride_bytes;
+  int64_t weights_stride_bytes;
+  uint32_t num_rows;
+  int32_t top_k;  // 0: there are no experts
+  bool by_four;   // choices may be loaded by packs
+};
+
 // What follows the reduced sum.
 struct EpilogueParams {
   Rows residual;  // data == nullptr: nothing is added
   Rows residual_out;
   Rows out;
-  const char* weight;  // kPost: nullptr if nothing is normed behind the residual
+  const char* weight;  // extended: nullptr if nothing is normed behind the residual
   int64_t hidden_size;
   float num_elements;          // hidden_size
   float inverse_num_elements;  // 1 / num_elements, rounded
@@ -114,6 +128,7 @@ struct FusedParams {
   CallTag tag;
   AllnormFault* fault;  // host memory, mapped
   bool late_trigger;    // a dependent grid is let in when this one ends
+  ExpertParams experts;
 };
 
 // One launch of a kernel over rows with owners: `fused.num_tokens` rows in the order of
@@ -135,6 +150,7 @@ struct LocalParams {
   int64_t num_tokens;
   int32_t num_sources;
   int32_t packs;  // of a row, whole or not
+  ExpertParams experts;
 };
 
 }  // namespace allnorm

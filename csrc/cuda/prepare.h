@@ -51,7 +51,11 @@ inline QuantParams quant_params(const AllnormCall& call, int64_t first_row, int6
 }
 
 inline PostParams post_params(const AllnormCall& call) {
-  if (!changes_sum(call)) return {};
+  if (!changes_sum(call)) {
+    PostParams none = {};
+    none.scale = 1.0f;
+    return none;
+  }
   return {
       .weight = static_cast<const char*>(call.post_weight),
       .eps = call.post_eps,
@@ -59,6 +63,37 @@ inline PostParams post_params(const AllnormCall& call) {
       .scale = (call.flags & ALLNORM_SCALED) != 0 ? call.sum_scale : 1.0f,
       .weight_is_float32 = call.post_weight_dtype == ALLNORM_FLOAT32,
   };
+}
+
+// Tokens from `first_row` on.
+inline ExpertParams expert_params(const AllnormCall& call, int64_t first_row) {
+  if (!sums_experts(call)) return {};
+  const int64_t width = element_bytes(call.dtype);
+  const int64_t skipped = call.expert_index == nullptr ? first_row * call.top_k : 0;
+  const Rows index = rows_from(call.expert_index, 4 * call.expert_index_stride, first_row);
+  const Rows weights = rows_from(call.expert_weights, 4 * call.expert_weights_stride, first_row);
+  const auto by_packs = [](const Rows& rows) {
+    return (reinterpret_cast<uintptr_t>(rows.data) | static_cast<uintptr_t>(rows.stride_bytes)) %
+               kPackBytes ==
+           0;
+  };
+  return {
+      .rows = rows_from(call.x, call.x_stride * width, skipped),
+      .shared = rows_from(call.shared, call.shared_stride * width, first_row),
+      .index = index.data,
+      .weights = weights.data,
+      .index_stride_bytes = index.stride_bytes,
+      .weights_stride_bytes = weights.stride_bytes,
+      .num_rows = static_cast<uint32_t>(call.num_rows - skipped),
+      .top_k = call.top_k,
+      .by_four = call.top_k % 4 == 0 && (index.data == nullptr || by_packs(index)) &&
+                 (weights.data == nullptr || by_packs(weights)),
+  };
+}
+// x of a call without them.
+inline Rows x_params(const AllnormCall& call, int64_t first_row) {
+  if (sums_experts(call)) return {};
+  return rows_from(call.x, call.x_stride * element_bytes(call.dtype), first_row);
 }
 
 // `first_row` of residual and residual_out may differ from that of `out`.
@@ -151,7 +186,8 @@ inline FusedParams fused_params(const AllnormCommConfig& config, const AllnormCa
                                 int64_t first_row, int64_t num_rows, AllnormFault* fault) {
   FusedParams params = exchange_params(config, call, num_rows, fault);
   const bool last = first_row + num_rows == call.num_tokens;
-  params.x = rows_from(call.x, call.x_stride * element_bytes(call.dtype), first_row);
+  params.x = x_params(call, first_row);
+  params.experts = expert_params(call, first_row);
   params.epilogue =
       epilogue_params(call, first_row, first_row, quant_params(call, first_row, num_rows, last));
   return params;
@@ -168,7 +204,8 @@ inline OwnedRowsParams owned_rows_params(const AllnormCommConfig& config, const 
   }
   params.fused = exchange_params(config, call, num_rows, fault);
   const bool last = first + num_rows == call.num_tokens;
-  params.fused.x = rows_from(call.x, call.x_stride * element_bytes(call.dtype), 0);
+  params.fused.x = x_params(call, 0);
+  params.fused.experts = expert_params(call, 0);
   params.fused.epilogue = epilogue_params(call, 0, 0, quant_params(call, 0, call.num_tokens, last));
   params.first_index = first;
   params.total_rows = call.num_tokens;

@@ -174,6 +174,15 @@ ALLNORM_HD void add_pack(float* sum, const Pack& term) {
   for (int i = 0; i < kElemsPerPack<T>; ++i) sum[i] = add_rn(sum[i], z[i]);
 }
 
+// Numerics step 0 for one pack: sum += weight * f(term), rounded twice.
+template <class T>
+ALLNORM_HD void add_weighted_pack(float* sum, const Pack& term, float weight) {
+  float z[kElemsPerPack<T>];
+  unpack<T>(term, z);
+  ALLNORM_UNROLL
+  for (int i = 0; i < kElemsPerPack<T>; ++i) sum[i] = add_rn(sum[i], mul_rn(weight, z[i]));
+}
+
 // Numerics step 4, the sum of squares of one pack: z0*z0, then one fma an element, in order.
 template <int kElems>
 ALLNORM_HD float square_sum(const float* z) {

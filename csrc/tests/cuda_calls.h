@@ -9,6 +9,7 @@
 
 #include "cuda/geometry.h"
 #include "cuda/prepare.h"
+#include "tests/experts.h"
 #include "tests/testing.h"
 
 namespace allnorm::testing {
@@ -25,8 +26,10 @@ struct Operation {
   std::vector<Matrix> x, out, residual_out;  // by rank; of a sharded call: its rows
   std::unique_ptr<Matrix> residual, weight;  // complete
   std::unique_ptr<Matrix> post_weight;       // of a post norm, or null
+  std::vector<Experts> experts;              // by rank, or none: x is what they sum to
   const Operation* residual_of = nullptr;    // whose residual_out is added instead
-  std::vector<void*> live_x;         // by rank: where x is when the kernel runs, if elsewhere
+  // By rank: where x, or rows of experts, are when the kernel runs, if elsewhere.
+  std::vector<void*> live_x;
   std::vector<Quantized> quantized;  // by rank
   bool dense = false;
   int cluster_size = 1;
@@ -182,16 +185,44 @@ inline Operation make_operation(int world_size, Random& random, const AllnormCal
   if (ends_with_sum(call)) op.out.clear();
   return op;
 }
+// Numerics step 0 on most ranks of every third call that sums. `gaps`: see random_experts().
+inline void random_experts(Operation& op, Random& random, int64_t gaps = 8) {
+  if (op.call.op == ALLNORM_ALL_GATHER_ROWS || random.below(3) != 0) return;
+  for (Matrix& x : op.x) {
+    op.experts.emplace_back();
+    if (op.x.size() > 1 && random.below(4) == 0) continue;
+    op.experts.back() = random_experts(
+        random, op.call.dtype, op.call.num_tokens, op.call.hidden_size,
+        [&](Matrix& rows) { fill(rows, random); }, gaps);
+    for (int64_t token = 0; token < op.call.num_tokens; ++token) {
+      const std::vector<uint32_t> partial = op.experts.back().partial(token);
+      for (int64_t i = 0; i < x.columns; ++i) x.set_bits(token, i, partial[static_cast<size_t>(i)]);
+    }
+  }
+}
+inline bool has_experts(const Operation& op, int rank) {
+  return !op.experts.empty() && op.experts[static_cast<size_t>(rank)].top_k != 0;
+}
+// What a rank's kernel reads of its partials.
+inline const Matrix& rows_of(const Operation& op, int rank) {
+  const auto r = static_cast<size_t>(rank);
+  return has_experts(op, rank) ? *op.experts[r].rows : op.x[r];
+}
+
 inline Operation make_operation(int world_size, Random& random) {
   const AllnormCall call = make_call(random);
-  return make_operation(world_size, random, call, random.below(2) == 0);
+  Operation op = make_operation(world_size, random, call, random.below(2) == 0);
+  random_experts(op, random);
+  return op;
 }
 
 inline AllnormCall call_of(Operation& op, int rank) {
   AllnormCall call = op.call;
   const auto r = static_cast<size_t>(rank);
-  call.x = op.live_x.empty() ? op.x[r].data() : op.live_x[r];
+  call.x = op.x[r].data();
   call.x_stride = op.x[r].stride;
+  if (has_experts(op, rank)) op.experts[r].attach(call);
+  if (!op.live_x.empty()) call.x = op.live_x[r];
   if (!op.out.empty()) {
     call.out = op.out[r].data();
     call.out_stride = op.out[r].stride;
@@ -326,12 +357,13 @@ inline void compare(const Operation& op, int rank, int number) {
     check(wrong == 0,
           "operation %d, rank %d of %zu, row %lld of %lldx%lld: %lld elements wrong (op %d dtype "
           "%d algorithm %d flags %d numerics %d quant %d group_size %d format %d dense %d "
-          "clusters of %d, post norm %d)",
+          "clusters of %d, post norm %d, experts %d)",
           number, rank, op.x.size(), static_cast<long long>(row),
           static_cast<long long>(call.num_tokens), static_cast<long long>(call.hidden_size),
           static_cast<long long>(wrong), call.op, call.dtype, call.algorithm, call.flags,
           call.numerics, call.quant, call.group_size, call.scale_format, op.dense, op.cluster_size,
-          op.post_weight != nullptr);
+          op.post_weight != nullptr,
+          has_experts(op, rank) ? op.experts[static_cast<size_t>(rank)].top_k : 0);
   }
 }
 

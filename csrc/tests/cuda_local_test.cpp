@@ -7,6 +7,7 @@
 #include "cuda/formats.cuh"
 #include "cuda/kernels.h"
 #include "cuda/local_rows.cuh"
+#include "cuda/sources/expert_rows.cuh"
 #include "cuda/sources/summed_rows.cuh"
 #include "tests/cuda_calls.h"
 
@@ -15,26 +16,34 @@ namespace {
 
 using namespace testing;  // NOLINT: a test
 
-template <class T, LocalKind kKind, template <class> class Format, bool kPost>
+template <class T, LocalKind kKind, template <class> class Format, bool kExtended>
 void run_kernel(const LocalParams& params) {
   if constexpr (kKind == LocalKind::kRows) {
-    local_rows_kernel<T, SummedRows, Format, kPost>(params);
+    if constexpr (kExtended) {
+      local_rows_kernel<T, LocalExpertRows, Format, true>(params);
+    } else {
+      local_rows_kernel<T, SummedRows, Format, false>(params);
+    }
   } else {
-    local_kernel<T, kKind == LocalKind::kAligned, Format, kPost>(params);
+    local_kernel<T, kKind == LocalKind::kAligned, Format, kExtended>(params);
   }
 }
 
 template <class T, LocalKind kKind, template <class> class Format>
 void run_local(const AllnormCall& of, uint64_t seed) {
   Random random(seed);
-  const auto sources = static_cast<int>(1 + random.below(kPushMaxWorldSize));
+  // Of one alone experts may be what it is made of.
+  const auto sources =
+      random.below(3) == 0 ? 1 : static_cast<int>(1 + random.below(kPushMaxWorldSize));
   AllnormCall call = of;
   call.dtype = call.weight_dtype = kDtypeOf<T>;
-  call.op = ALLNORM_ADD_RMS_NORM;
+  const bool sums_alone = random.below(6) == 0 && of.quant == ALLNORM_QUANT_NONE;
+  call.op = sums_alone ? ALLNORM_ALL_REDUCE : ALLNORM_ADD_RMS_NORM;
   call.num_tokens = static_cast<int64_t>(1 + random.below(6));
-  random_change(call, random);
+  if (!sums_alone) random_change(call, random);
   if (call.quant != ALLNORM_QUANT_NONE) call.flags &= ~ALLNORM_NO_NORM;
   Operation op = make_operation(sources, random, call, random.below(2) == 0);
+  if (sources == 1) random_experts(op, random, kKind == LocalKind::kAny ? 1 : 8);
   // One matrix that holds all sources, one after the other.
   Matrix stacked(call.dtype, call.num_tokens * sources, call.hidden_size);
   for (int64_t row = 0; row < stacked.rows; ++row) {
@@ -47,15 +56,17 @@ void run_local(const AllnormCall& of, uint64_t seed) {
   const int64_t row_bytes = call.hidden_size * testing::element_bytes(call.dtype);
   const int64_t packs = (call.hidden_size + kElemsPerPack<T> - 1) / kElemsPerPack<T>;
   const LocalParams params = {
-      .x = rows_from(stacked.data(), row_bytes, 0),
+      .x = sums_experts(call) ? allnorm::Rows{} : rows_from(stacked.data(), row_bytes, 0),
       .epilogue = epilogue_params(call, 0, 0, quant_params(call, 0, call.num_tokens, true)),
       .source_stride_bytes = call.num_tokens * row_bytes,
       .num_tokens = call.num_tokens,
       .num_sources = sources,
-      .packs = static_cast<int32_t>(packs)};
-  const bool post = changes_sum(call);
-  const auto kernel = [params, post] {
-    post ? run_kernel<T, kKind, Format, true>(params) : run_kernel<T, kKind, Format, false>(params);
+      .packs = static_cast<int32_t>(packs),
+      .experts = expert_params(call, 0)};
+  const bool extended = is_extended(call);
+  const auto kernel = [params, extended] {
+    extended ? run_kernel<T, kKind, Format, true>(params)
+             : run_kernel<T, kKind, Format, false>(params);
   };
   shim::Machine machine(1, seed);
   if constexpr (kKind == LocalKind::kRows) {

@@ -10,6 +10,7 @@
 #include "cuda/fused.cuh"
 #include "cuda/owned_rows.cuh"
 #include "cuda/sources/dense_rows.cuh"
+#include "cuda/sources/expert_rows.cuh"
 #include "cuda/transports/one_shot.cuh"
 #include "cuda/transports/two_shot.cuh"
 #include "tests/cuda_calls.h"
@@ -19,38 +20,60 @@ namespace allnorm::testing {
 constexpr int64_t kWorkspaceBytes = 1 << 20;
 constexpr uint64_t kMaxTurns = 3'000'000;
 
-template <class T, int kWorldSize, template <class> class Format, bool kPost>
+// As cuda/instantiate.cuh has it.
+template <bool kExtended>
+struct SourceOf {
+  template <class T>
+  using Rows = DenseRows<T>;
+};
+template <>
+struct SourceOf<true> {
+  template <class T>
+  using Rows = ExpertRows<T>;
+};
+
+template <class T, int kWorldSize, template <class> class Format, bool kExtended>
 void run_one_shot(const FusedParams& params, const Operation& op, bool few) {
-  if constexpr (kWorldSize == kFewWorldSize && !kPost) {
+  if constexpr (kWorldSize == kFewWorldSize && !kExtended) {
     if (few) return run_fused<T, DenseRows, kWorldSize, OneShot, Grid::kFew, Format, false>(params);
   }
-  op.dense ? run_fused<T, DenseRows, kWorldSize, OneShot, Grid::kDense, Format, kPost>(params)
-           : run_fused<T, DenseRows, kWorldSize, OneShot, Grid::kSparse, Format, kPost>(params);
+  if constexpr (kWorldSize == 2 || !kExtended) {
+    if (op.dense) {
+      return run_fused<T, SourceOf<kExtended>::template Rows, kWorldSize, OneShot, Grid::kDense,
+                       Format, kExtended>(params);
+    }
+  }
+  run_fused<T, SourceOf<kExtended>::template Rows, kWorldSize, OneShot, Grid::kSparse, Format,
+            kExtended>(params);
 }
 
-template <class T, int kWorldSize, template <class> class Format, bool kPost>
+template <class T, int kWorldSize, template <class> class Format, bool kExtended>
 void run_kernel(const OwnedRowsParams& params, const Operation& op) {
   // Each rank may have a limit of blocks of its own.
   const bool few = (op.call.num_tokens + params.fused.rank) % 2 == 0;
   if (op.call.op == ALLNORM_ALL_GATHER_ROWS) {
     run_owned_rows<T, DenseRows, kWorldSize, Owned::kGiven, false, Plain, false>(params);
   } else if (is_sharded(op.call)) {
-    run_owned_rows<T, DenseRows, kWorldSize, Owned::kFinished, false, Format, kPost>(params);
+    run_owned_rows<T, SourceOf<kExtended>::template Rows, kWorldSize, Owned::kFinished, false,
+                   Format, kExtended>(params);
   } else if (op.call.algorithm == ALLNORM_ONE_SHOT) {
-    run_one_shot<T, kWorldSize, Format, kPost>(params.fused, op, few);
+    run_one_shot<T, kWorldSize, Format, kExtended>(params.fused, op, few);
   } else if (!op.dense) {
-    run_fused<T, DenseRows, kWorldSize, TwoShot, Grid::kSparse, Format, kPost>(params.fused);
-  } else if (few && !kPost) {
+    run_fused<T, SourceOf<kExtended>::template Rows, kWorldSize, TwoShot, Grid::kSparse, Format,
+              kExtended>(params.fused);
+  } else if (few && !kExtended) {
     run_owned_rows<T, DenseRows, kWorldSize, Owned::kSum, true, Format, false>(params);
   } else {
-    run_owned_rows<T, DenseRows, kWorldSize, Owned::kSum, false, Format, kPost>(params);
+    run_owned_rows<T, SourceOf<kExtended>::template Rows, kWorldSize, Owned::kSum, false, Format,
+                   kExtended>(params);
   }
 }
+// Ranks with a dense x take the plain kernels while their peers sum experts.
 template <class T, int kWorldSize, template <class> class Format>
 void run_kernel(const OwnedRowsParams& params, const Operation& op) {
-  op.post_weight != nullptr || (op.call.flags & ALLNORM_SCALED) != 0
-      ? run_kernel<T, kWorldSize, Format, true>(params, op)
-      : run_kernel<T, kWorldSize, Format, false>(params, op);
+  const bool changes = op.post_weight != nullptr || (op.call.flags & ALLNORM_SCALED) != 0;
+  changes || params.fused.experts.top_k != 0 ? run_kernel<T, kWorldSize, Format, true>(params, op)
+                                             : run_kernel<T, kWorldSize, Format, false>(params, op);
 }
 
 template <class T, int kWorldSize, template <class> class... kFormats>

@@ -63,6 +63,7 @@ std::deque<Operation> make_operations(Random& random, int count) {
     if (call.post_weight_dtype != ALLNORM_FLOAT32) call.post_weight_dtype = ALLNORM_BFLOAT16;
     const bool normed = repeats ? !operations.back().out.empty() : random.below(2) == 0;
     Operation op = make_operation(kWorldSize, random, call, normed);
+    random_experts(op, random);
     op.cluster_size = std::min(op.cluster_size, 2);
     op.num_blocks = op.cluster_size * static_cast<int>(2 + random.below(2));
     if (repeats && may_follow(op, operations.back())) op.residual_of = &operations.back();
@@ -114,7 +115,9 @@ void run_operations(std::deque<Operation>& operations, int64_t workspace, shim::
   const auto num_operations = static_cast<int>(operations.size());
   size_t most_bytes = 0;
   for (const Operation& op : operations) {
-    for (const Matrix& x : op.x) most_bytes = std::max(most_bytes, x.bytes.size());
+    for (int rank = 0; rank < kWorldSize; ++rank) {
+      most_bytes = std::max(most_bytes, rows_of(op, rank).bytes.size());
+    }
   }
   std::vector<Producer> producers(kWorldSize, Producer(static_cast<int64_t>(most_bytes)));
 
@@ -122,7 +125,7 @@ void run_operations(std::deque<Operation>& operations, int64_t workspace, shim::
   group.share_with(machine);
   for (Operation& op : operations) {
     for (size_t rank = 0; rank < kWorldSize; ++rank) {
-      producers[rank].launch(machine, static_cast<int>(rank), op.x[rank]);
+      producers[rank].launch(machine, static_cast<int>(rank), rows_of(op, static_cast<int>(rank)));
       op.live_x.push_back(producers[rank].data());
       launch<kWorldSize, Bfloat16>(machine, group.configs[rank], op, &group.faults[rank]);
     }

@@ -152,18 +152,18 @@ void test_refusals() {
     check(status == ALLNORM_INVALID_ARGUMENT && strstr(allnorm_last_error(), word),
           "status %d, and %s is not in: %s", status, word, allnorm_last_error());
   }
-  // Ranks do not reduce experts' rows without a norm.
+  // Nothing is summed there.
   Group group(1, 1 << 20);
   AllnormComm* const comm = group.create(0);
   Matrix x(ALLNORM_BFLOAT16, 2, 64), out(ALLNORM_BFLOAT16, 1, 64);
   AllnormCall call = {};
   set(call, x, nullptr, x, out, out);
-  call.op = ALLNORM_ALL_REDUCE;
+  call.op = ALLNORM_ALL_GATHER_ROWS;
   call.num_tokens = 1;
   call.top_k = 2;
   call.num_rows = 2;
   check(allnorm_run(comm, &call) == ALLNORM_INVALID_ARGUMENT && strstr(allnorm_last_error(), "op"),
-        "all_reduce of experts: %s", allnorm_last_error());
+        "all_gather_rows of experts: %s", allnorm_last_error());
   allnorm_comm_destroy(comm);
 }
 

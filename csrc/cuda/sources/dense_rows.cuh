@@ -11,6 +11,8 @@ namespace allnorm {
 template <class T>
 class DenseRows {
  public:
+  static constexpr bool kIsOneLoad = true;
+
   __device__ __forceinline__ DenseRows(const FusedParams& params, int pack)
       : params_(params), pack_(pack) {}
 

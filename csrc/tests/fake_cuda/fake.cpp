@@ -538,7 +538,7 @@ const Kernel* kernel_of(const Kernel& kernel) {
   for (const auto& known : kernels) {
     if (known->dtype == kernel.dtype && known->is_local == kernel.is_local &&
         known->key.kind == kernel.key.kind && known->key.world_size == kernel.key.world_size &&
-        known->key.format == kernel.key.format && known->key.post == kernel.key.post &&
+        known->key.format == kernel.key.format && known->key.extended == kernel.key.extended &&
         known->local == kernel.local) {
       return known.get();
     }
@@ -549,8 +549,10 @@ const Kernel* kernel_of(const Kernel& kernel) {
 const void* exchange_kernel(int dtype, const allnorm::KernelKey& key) {
   return kernel_of({.dtype = dtype, .is_local = false, .key = key, .local = {}});
 }
-const void* local_kernel(int dtype, allnorm::LocalKind kind, allnorm::RowFormat format, bool post) {
-  return kernel_of({.dtype = dtype, .is_local = true, .key = {{}, 0, format, post}, .local = kind});
+const void* local_kernel(int dtype, allnorm::LocalKind kind, allnorm::RowFormat format,
+                         bool extended) {
+  return kernel_of(
+      {.dtype = dtype, .is_local = true, .key = {{}, 0, format, extended}, .local = kind});
 }
 
 }  // namespace
@@ -565,14 +567,14 @@ const void* exchange_kernel_float16(const KernelKey& key) {
 const void* exchange_kernel_bfloat16(const KernelKey& key) {
   return exchange_kernel(ALLNORM_BFLOAT16, key);
 }
-const void* local_kernel_float32(LocalKind kind, RowFormat format, bool post) {
-  return local_kernel(ALLNORM_FLOAT32, kind, format, post);
+const void* local_kernel_float32(LocalKind kind, RowFormat format, bool extended) {
+  return local_kernel(ALLNORM_FLOAT32, kind, format, extended);
 }
-const void* local_kernel_float16(LocalKind kind, RowFormat format, bool post) {
-  return local_kernel(ALLNORM_FLOAT16, kind, format, post);
+const void* local_kernel_float16(LocalKind kind, RowFormat format, bool extended) {
+  return local_kernel(ALLNORM_FLOAT16, kind, format, extended);
 }
-const void* local_kernel_bfloat16(LocalKind kind, RowFormat format, bool post) {
-  return local_kernel(ALLNORM_BFLOAT16, kind, format, post);
+const void* local_kernel_bfloat16(LocalKind kind, RowFormat format, bool extended) {
+  return local_kernel(ALLNORM_BFLOAT16, kind, format, extended);
 }
 }  // namespace allnorm
 

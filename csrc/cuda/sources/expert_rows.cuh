@@ -1,0 +1,121 @@
+// This rank's partials are sums of experts' rows: numerics step 0. Or, in a launch without experts,
+// what another source says; which of the two is known when the kernel runs, and the same in the
+// whole grid.
+#ifndef ALLNORM_CUDA_SOURCES_EXPERT_ROWS_CUH_
+#define ALLNORM_CUDA_SOURCES_EXPERT_ROWS_CUH_
+
+#include "cuda/memory.cuh"
+#include "cuda/params.h"
+#include "cuda/sources/dense_rows.cuh"
+#include "cuda/sources/summed_rows.cuh"
+
+namespace allnorm {
+
+// A choice that this rank does not have: -1.
+constexpr uint32_t kNoRow = 0xffffffffu;
+
+// Four words of a token's choices, from the `first` on; `other` where there is no more choice.
+__device__ __forceinline__ void load_choices(const ExpertParams& experts, const char* choices,
+                                             int first, uint32_t other, uint32_t* words) {
+  if (experts.by_four && first < experts.top_k) {
+    const Pack four = load_pack(choices + 4 * first);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) words[j] = four.word[j];
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    words[j] = first + j < experts.top_k ? load_u32(choices + 4 * (first + j)) : other;
+  }
+}
+
+// One pack of the partial of a token. `load` returns this pack of the row that begins at an
+// address; kInFlight rows are loaded together. What is not there counts as zeros: a sum that begins
+// with 0.0 is never -0.0, so that they change no bit.
+template <class T, int kInFlight, class Load>
+__device__ __forceinline__ Pack sum_experts(const ExpertParams& experts, int64_t token,
+                                            Load&& load) {
+  const char* const shared = experts.shared.at(token, 0);
+  const Pack last = experts.shared.data != nullptr ? load(shared) : Pack{};
+  float sum[kElemsPerPack<T>] = {};
+  bool no_row = false;
+  // One group after the other: unrolled, they would fill the instruction cache.
+#pragma unroll 1
+  for (int first = 0; first < experts.top_k; first += kInFlight) {
+    uint32_t rows[kInFlight], weights[kInFlight];
+#pragma unroll
+    for (int j = 0; j < kInFlight; j += 4) {
+      if (experts.index != nullptr) {
+        load_choices(experts, experts.index + token * experts.index_stride_bytes, first + j, kNoRow,
+                     rows + j);
+      } else {
+#pragma unroll
+        for (int i = j; i < j + 4; ++i) {
+          const bool exists = first + i < experts.top_k;
+          rows[i] = exists ? static_cast<uint32_t>(token) * experts.top_k + first + i : kNoRow;
+        }
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kInFlight; j += 4) {
+      if (experts.weights != nullptr) {
+        load_choices(experts, experts.weights + token * experts.weights_stride_bytes, first + j, 0,
+                     weights + j);
+      } else {
+#pragma unroll
+        for (int i = j; i < j + 4; ++i) weights[i] = bit_cast<uint32_t>(1.0f);
+      }
+    }
+    Pack packs[kInFlight];
+#pragma unroll
+    for (int j = 0; j < kInFlight; ++j) {
+      const bool here = rows[j] < experts.num_rows;
+      no_row = no_row || (!here && rows[j] != kNoRow);
+      weights[j] = here ? weights[j] : 0;
+      packs[j] = here ? load(experts.rows.at(rows[j], 0)) : Pack{};
+    }
+#pragma unroll
+    for (int j = 0; j < kInFlight; ++j) {
+      add_weighted_pack<T>(sum, packs[j], bit_cast<float>(weights[j]));
+    }
+  }
+  add_pack<T>(sum, last);
+#pragma unroll
+  for (int i = 0; i < kElemsPerPack<T>; ++i) sum[i] = no_row ? bit_cast<float>(~0u >> 1) : sum[i];
+  return pack<T>(sum);
+}
+
+// One thread's part: the same pack of every row it is called for.
+template <class T, class Otherwise, int kInFlight>
+class ExpertsOr {
+ public:
+  // A row is many loads: who needs it again keeps it.
+  static constexpr bool kIsOneLoad = false;
+
+  template <class Params>
+  __device__ __forceinline__ ExpertsOr(const Params& params, int pack)
+      : experts_(params.experts), otherwise_(params, pack), pack_(pack) {}
+
+  __device__ __forceinline__ Pack load(int64_t row) const {
+    if (experts_.top_k == 0) return otherwise_.load(row);
+    return sum_experts<T, kInFlight>(
+        experts_, row, [&](const char* from) { return load_pack(from + pack_ * kPackBytes); });
+  }
+
+ private:
+  const ExpertParams& experts_;
+  Otherwise otherwise_;
+  int pack_;
+};
+
+template <class T>
+class ExpertRows : public ExpertsOr<T, DenseRows<T>, 4> {
+  using ExpertsOr<T, DenseRows<T>, 4>::ExpertsOr;
+};
+template <class T>
+class LocalExpertRows : public ExpertsOr<T, SummedRows<T>, 4> {
+  using ExpertsOr<T, SummedRows<T>, 4>::ExpertsOr;
+};
+
+}  // namespace allnorm
+#endif  // ALLNORM_CUDA_SOURCES_EXPERT_ROWS_CUH_
