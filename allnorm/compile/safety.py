@@ -101,7 +101,8 @@ def _escape(values: Values, match: Match, value: Value, source: Node, reader: No
             f"the reduced tensor itself is needed too, by {user}: with a residual the fused call "
             "returns only the sum with it"
         )
-    if value in (candidate.sum32, candidate.norm.product, candidate.norm.rstd):
+    float32 = [value for norm in candidate.norms for value in (norm.product, norm.rstd)]
+    if value in (candidate.sum32, *float32):
         return (
             f"{name(source)} is needed unrounded, by {user}: the fused call returns the rounded "
             "sum and the normed tensor only"
