@@ -24,6 +24,7 @@ from allnorm.errors import (
     PeerTimeoutError,
     UnsupportedError,
 )
+from allnorm.expert_sum import ExpertSum
 from allnorm.functions import (
     all_gather_rows,
     all_reduce,
@@ -44,6 +45,7 @@ __all__ = [
     "Communicator",
     "CommunicatorClosedError",
     "ConfigurationError",
+    "ExpertSum",
     "Fp8PerGroup",
     "Fp8PerTensor",
     "Fp8PerToken",

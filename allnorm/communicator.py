@@ -18,10 +18,12 @@ import torch.distributed as dist
 from allnorm import policy
 from allnorm.core import arguments, traced
 from allnorm.core.arguments import DTYPES
-from allnorm.core.call import Call, split_scale
+from allnorm.core.call import NO_CHANGE, NO_INPUTS, Call, split_boundary, split_scale
 from allnorm.core.shortcuts import is_traced
 from allnorm.errors import CommunicatorClosedError, UnsupportedError
+from allnorm.expert_sum import ExpertSum
 from allnorm.policy import Plan
+from allnorm.post_norm import PostNorm
 from allnorm.quant import DEFAULT_QUANT, Quant, QuantizedNorm, check_hidden_size, check_quant
 
 if TYPE_CHECKING:
@@ -190,51 +192,59 @@ class Communicator:
         if is_traced(x):
             return traced.all_reduce(self, x, algorithm, out)
         result: torch.Tensor = self._call(
-            *(x, None, None, None, out, None, None, None, "all_reduce", algorithm),
-            *(0.0, 0.0, "rounded", False, None, False, 0),
+            *(x, None, None, None, *NO_INPUTS, out, None, None, None, "all_reduce", algorithm),
+            *(0.0, 0.0, "rounded", False, None, False, 0, *NO_CHANGE),
         )
         return result
 
     def all_reduce_add_rms_norm(
         self,
-        x: torch.Tensor,
+        x: torch.Tensor | ExpertSum,
         residual: torch.Tensor | None,
-        weight: torch.Tensor,
+        weight: torch.Tensor | None,
         eps: float,
         *,
         weight_bias: float = 0.0,
         numerics: str | None = None,
         algorithm: str = "auto",
         residual_sharded: bool = False,
+        post_norm: PostNorm | None = None,
+        scale: float = 1.0,
         out: torch.Tensor | None = None,
         residual_out: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Any, torch.Tensor]:
         """All-reduce, residual add and RMSNorm in one launch.
 
         PyTorch equivalent, up to the order of sums::
 
             dist.all_reduce(x)
-            residual_out = x + residual
+            residual_out = x + residual  # scale * post_norm(x) + residual, where they are given
             normed = F.rms_norm(residual_out, weight.shape, weight_bias + weight, eps)
 
         Args:
             x: [..., hidden_size], float32, float16 or bfloat16, this rank's partial sum; rows may
-                be strided. Not modified unless it is also `out`.
+                be strided. Not modified unless it is also `out`. Or an `ExpertSum`, which is summed
+                first; below, "like `x`" is then [num_tokens, hidden_size] in the dtype of its rows.
             residual: like `x`, the same values on every rank; None adds nothing.
-            weight: [hidden_size], dtype of `x` or float32.
+            weight: [hidden_size], dtype of `x` or float32. None, with `post_norm`: there is no
+                second norm.
             eps: added to the mean square, as float32.
             weight_bias: added to the weight in float32; 1.0 for Gemma-style weights.
             numerics: "rounded", "unrounded", "transformers" or "vllm"; None is the communicator's.
             algorithm: "auto", "one_shot", "two_shot" or "unfused"; the bits are the same.
             residual_sharded: `residual` and `residual_out` are this rank's rows only,
                 [hi - lo, hidden_size] of `row_shard()`. Not by "one_shot".
+            post_norm: the norm that the reduced sum goes through before the residual is added
+                (Gemma 2 to 4, GLM-4, EXAONE 4, OLMo 2); the same on every rank.
+            scale: what the reduced sum, or its post norm, is multiplied by before the residual is
+                added, as float32 (Granite, MiniCPM).
             out: preallocated `normed`; may be `x` itself.
             residual_out: preallocated `residual_out`; may be `residual` itself.
 
         Returns:
             (normed, residual_out), contiguous and of the shape of `x` unless preallocated or
-            sharded; `normed` is complete. The same bits on every rank, for every algorithm and
-            batch.
+            sharded; `normed` is complete, and None without a weight. The same bits on every rank,
+            for every algorithm and batch.
 
         Raises:
             ValueError, TypeError: wrong arguments; every rank refuses alike.
@@ -249,21 +259,22 @@ class Communicator:
         `residual_out`.
         """
         mode = self.numerics if numerics is None else numerics
-        if is_traced(x):
+        rows, before, change = split_boundary(x, post_norm, scale)
+        if is_traced(rows):
             norm = (eps, weight_bias, mode, residual_sharded)
             return traced.all_reduce_add_rms_norm(
-                self, x, residual, weight, norm, algorithm, out, residual_out
+                self, rows, residual, weight, norm, algorithm, (before, change), out, residual_out
             )
-        results: tuple[torch.Tensor, torch.Tensor] = self._call(
-            *(x, residual, weight, None, out, residual_out, None, None),
+        results: tuple[Any, torch.Tensor] = self._call(
+            *(rows, residual, weight, None, *before, out, residual_out, None, None),
             *("all_reduce_add_rms_norm", algorithm, eps, weight_bias, mode, residual_sharded),
-            *(None, False, 0),
+            *(None, False, 0, *change),
         )
         return results
 
     def all_reduce_add_rms_norm_quant(
         self,
-        x: torch.Tensor,
+        x: torch.Tensor | ExpertSum,
         residual: torch.Tensor | None,
         weight: torch.Tensor,
         eps: float,
@@ -274,6 +285,8 @@ class Communicator:
         numerics: str | None = None,
         algorithm: str = "auto",
         residual_sharded: bool = False,
+        post_norm: PostNorm | None = None,
+        scale: float = 1.0,
         quantized_out: torch.Tensor | None = None,
         scale_out: torch.Tensor | None = None,
         residual_out: torch.Tensor | None = None,
@@ -290,7 +303,8 @@ class Communicator:
 
         Args:
             x: [..., hidden_size], float32, float16 or bfloat16, this rank's partial sum; rows may
-                be strided. Not modified unless it is also `normed_out`.
+                be strided. Not modified unless it is also `normed_out`. Or an `ExpertSum`, which is
+                summed first.
             residual: like `x`, the same values on every rank; None adds nothing.
             weight: [hidden_size], dtype of `x` or float32.
             eps: added to the mean square, as float32.
@@ -301,6 +315,8 @@ class Communicator:
             algorithm: "auto", "one_shot", "two_shot" or "unfused"; the bits are the same.
             residual_sharded: `residual` and the returned one are this rank's rows only,
                 [hi - lo, hidden_size] of `row_shard()`. Not by "one_shot".
+            post_norm: the norm that the reduced sum goes through before the residual is added.
+            scale: what the reduced sum, or its post norm, is multiplied by first, as float32.
             quantized_out: preallocated `quantized`.
             scale_out: preallocated `scale`, as `allnorm.quant.empty_scale` makes it.
             residual_out: preallocated `residual`; may be the given `residual` itself.
@@ -326,19 +342,21 @@ class Communicator:
         """
         mode = self.numerics if numerics is None else numerics
         wants_normed = return_normed or normed_out is not None
-        if is_traced(x):
+        rows, before, change = split_boundary(x, post_norm, scale)
+        if is_traced(rows):
             norm = (eps, weight_bias, mode, residual_sharded)
             memory = (quantized_out, scale_out, residual_out, normed_out)
             return traced.all_reduce_add_rms_norm_quant(
-                self, x, residual, weight, norm, quant, wants_normed, algorithm, memory
+                *(self, rows, residual, weight, norm, quant, wants_normed, algorithm),
+                *((before, change), memory),
             )
         spec, static_scale = split_scale(quant)
         return QuantizedNorm(
             *self._call(
-                *(x, residual, weight, static_scale),
+                *(rows, residual, weight, static_scale, *before),
                 *(normed_out, residual_out, quantized_out, scale_out),
                 *("all_reduce_add_rms_norm_quant", algorithm, eps, weight_bias, mode),
-                *(residual_sharded, spec, wants_normed, 0),
+                *(residual_sharded, spec, wants_normed, 0, *change),
             )
         )
 
@@ -381,8 +399,9 @@ class Communicator:
         if is_traced(residual_shard):
             return traced.all_gather_rows(self, residual_shard, num_tokens, algorithm, out)
         result: torch.Tensor = self._call(
-            *(residual_shard, None, None, None, out, None, None, None),
+            *(residual_shard, None, None, None, *NO_INPUTS, out, None, None, None),
             *("all_gather_rows", algorithm, 0.0, 0.0, "rounded", False, None, False, num_tokens),
+            *NO_CHANGE,
         )
         return result
 
@@ -418,6 +437,9 @@ class Communicator:
         *,
         return_normed: bool = False,
         algorithm: str = "auto",
+        post_norm: PostNorm | None = None,
+        scale: float = 1.0,
+        experts: bool = False,
     ) -> Plan:
         """What a call with this shape will do. Pure, not collective, the same on every rank.
 
@@ -429,6 +451,9 @@ class Communicator:
             residual_sharded: whether each rank holds its own rows of the residual only.
             return_normed: whether a quantised call returns `normed` too.
             algorithm: what the call would ask for.
+            post_norm: the norm in front of the residual add; changes nothing about the plan.
+            scale: of the reduced sum; likewise.
+            experts: whether `x` is an `ExpertSum`; likewise.
 
         Returns:
             The algorithm, the reason in one sentence, the number of launches, and whether a tuned
@@ -448,10 +473,20 @@ class Communicator:
             raise UnsupportedError(f"dtype={dtype}: expected float32, float16 or bfloat16.")
         arguments.check_algorithm(algorithm)
         arguments.check_width("x", hidden_size)
+        if not isinstance(experts, bool):
+            raise TypeError(f"experts={experts!r}: expected True or False.")
         spec, static_scale = split_scale(quant)
         x = torch.empty((num_tokens, hidden_size), dtype=dtype, device="meta")
+        _, (post_weight, *_), (post_eps, post_bias, scale, _) = split_boundary(x, post_norm, scale)
+        weight = x.new_empty(hidden_size)
+        if post_norm is not None:
+            arguments.check_weight("post_norm.weight", post_weight, weight)
         call = Call(
             x,
+            weight=weight,
+            post_eps=post_eps,
+            post_weight_bias=post_bias,
+            scale=scale,
             op="all_reduce_add_rms_norm" + ("" if quant is None else "_quant"),
             algorithm=algorithm,
             residual_sharded=residual_sharded,

@@ -6,6 +6,7 @@ Whether the shapes of the arguments fit is checked when the call is made.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -18,6 +19,23 @@ _Four = tuple[_Tensor, _Tensor, _Tensor, _Tensor]
 
 def _like(x: _Tensor, dtype: torch.dtype | None = None) -> _Tensor:
     return torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
+
+
+def _fake_sum(
+    x: _Tensor,
+    post_weight: _Tensor | None = None,
+    post_eps: float = 0.0,
+    post_weight_bias: float = 0.0,
+    scale: float = 1.0,
+    experts: bool = False,
+    expert_index: _Tensor | None = None,
+    expert_weights: _Tensor | None = None,
+    shared: _Tensor | None = None,
+) -> _Tensor:
+    """What the sum is like; `x` may be what experts return."""
+    if not experts:
+        return x
+    return x.new_empty(((x if expert_index is None else expert_index).shape[0], x.shape[-1]))
 
 
 def _fake_residual(
@@ -58,7 +76,7 @@ def all_reduce(x: _Tensor, comm_name: str, algorithm: str = "auto") -> _Tensor:
 def all_reduce_add_rms_norm(
     x: _Tensor,
     residual: _Tensor | None,
-    weight: _Tensor,
+    weight: _Tensor | None,
     eps: float,
     weight_bias: float,
     numerics: str,
@@ -66,9 +84,12 @@ def all_reduce_add_rms_norm(
     residual_sharded: bool = False,
     residual_rows: int | None = None,
     algorithm: str = "auto",
+    *boundary: Any,
 ) -> tuple[_Tensor, _Tensor]:
     """Of `allnorm::all_reduce_add_rms_norm`."""
-    return _like(x), _fake_residual(x, residual, residual_sharded, residual_rows)
+    x = _fake_sum(x, *boundary)
+    summed = _fake_residual(x, residual, residual_sharded, residual_rows)
+    return x.new_empty(0) if weight is None else _like(x), summed
 
 
 def all_reduce_add_rms_norm_quant(
@@ -88,8 +109,10 @@ def all_reduce_add_rms_norm_quant(
     residual_sharded: bool = False,
     residual_rows: int | None = None,
     algorithm: str = "auto",
+    *boundary: Any,
 ) -> _Four:
     """Of `allnorm::all_reduce_add_rms_norm_quant`."""
+    x = _fake_sum(x, *boundary)
     summed = _fake_residual(x, residual, residual_sharded, residual_rows)
     quant = (quant_kind, group_size, scale_layout, scale_format, static_scale)
     return _fake_quantized(x, summed, quant, return_normed)
@@ -105,13 +128,15 @@ def all_gather_rows(
 def add_rms_norm(
     x: _Tensor,
     residual: _Tensor | None,
-    weight: _Tensor,
+    weight: _Tensor | None,
     eps: float,
     weight_bias: float,
     numerics: str,
+    *boundary: Any,
 ) -> tuple[_Tensor, _Tensor]:
     """Of `allnorm::add_rms_norm`."""
-    return _like(x), _like(x)
+    x = _fake_sum(x, *boundary)
+    return x.new_empty(0) if weight is None else _like(x), _like(x)
 
 
 def add_rms_norm_quant(
@@ -127,7 +152,9 @@ def add_rms_norm_quant(
     return_normed: bool,
     weight_bias: float,
     numerics: str,
+    *boundary: Any,
 ) -> _Four:
     """Of `allnorm::add_rms_norm_quant`."""
+    x = _fake_sum(x, *boundary)
     quant = (quant_kind, group_size, scale_layout, scale_format, static_scale)
     return _fake_quantized(x, _like(x), quant, return_normed)

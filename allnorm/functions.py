@@ -16,6 +16,8 @@ import torch.distributed as dist
 from allnorm.communicator import Communicator, resolve_group
 from allnorm.core import arguments
 from allnorm.core.shortcuts import is_traced
+from allnorm.expert_sum import ExpertSum
+from allnorm.post_norm import PostNorm
 from allnorm.quant import DEFAULT_QUANT, Quant, QuantizedNorm
 
 if TYPE_CHECKING:
@@ -50,19 +52,21 @@ def all_reduce(
 
 @_documented
 def all_reduce_add_rms_norm(
-    x: torch.Tensor,
+    x: torch.Tensor | ExpertSum,
     residual: torch.Tensor | None,
-    weight: torch.Tensor,
+    weight: torch.Tensor | None,
     eps: float,
     *,
     weight_bias: float = 0.0,
     numerics: str | None = None,
     algorithm: str = "auto",
     residual_sharded: bool = False,
+    post_norm: PostNorm | None = None,
+    scale: float = 1.0,
     out: torch.Tensor | None = None,
     residual_out: torch.Tensor | None = None,
     group: Group = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Any, torch.Tensor]:
     """`Communicator.all_reduce_add_rms_norm` of the group's communicator."""
     return Communicator.all_reduce_add_rms_norm(
         *(_of(group, x), x, residual, weight, eps),
@@ -70,6 +74,8 @@ def all_reduce_add_rms_norm(
         numerics=numerics,
         algorithm=algorithm,
         residual_sharded=residual_sharded,
+        post_norm=post_norm,
+        scale=scale,
         out=out,
         residual_out=residual_out,
     )
@@ -77,7 +83,7 @@ def all_reduce_add_rms_norm(
 
 @_documented
 def all_reduce_add_rms_norm_quant(
-    x: torch.Tensor,
+    x: torch.Tensor | ExpertSum,
     residual: torch.Tensor | None,
     weight: torch.Tensor,
     eps: float,
@@ -88,6 +94,8 @@ def all_reduce_add_rms_norm_quant(
     numerics: str | None = None,
     algorithm: str = "auto",
     residual_sharded: bool = False,
+    post_norm: PostNorm | None = None,
+    scale: float = 1.0,
     quantized_out: torch.Tensor | None = None,
     scale_out: torch.Tensor | None = None,
     residual_out: torch.Tensor | None = None,
@@ -101,6 +109,8 @@ def all_reduce_add_rms_norm_quant(
         numerics=numerics,
         algorithm=algorithm,
         residual_sharded=residual_sharded,
+        post_norm=post_norm,
+        scale=scale,
         quantized_out=quantized_out,
         scale_out=scale_out,
         residual_out=residual_out,
@@ -152,6 +162,8 @@ _ranks._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def _of(group: Group, x: Any) -> Any:
     """The communicator of a call, or what stands for it while the call is traced."""
+    if isinstance(x, ExpertSum):
+        x = x.rows
     if is_traced(x):
         return _ranks(group)
     # What is no tensor is refused by the call itself.

@@ -22,8 +22,10 @@ from torch._higher_order_ops import effects
 
 from allnorm import fakes, lowering
 from allnorm.communicator import communicator, open_calls
-from allnorm.core.call import split_scale
+from allnorm.core.call import NO_CHANGE, NO_INPUTS, from_op_boundary, split_scale
 from allnorm.core.local import add_rms_norm, add_rms_norm_quant
+from allnorm.expert_sum import ExpertSum
+from allnorm.post_norm import PostNorm
 from allnorm.quant import QuantizedNorm, from_op_arguments
 
 _Tensor = torch.Tensor
@@ -39,15 +41,23 @@ _library = torch.library.Library("allnorm", "DEF")
 # residual_rows: how many rows of a sharded residual this rank has; needed where none is given and
 # the call is traced, since a fake cannot ask for the rank.
 _LATER = 'SymInt? residual_rows=None, str algorithm="auto"'
+# What stands before the residual add: a post norm, a scale, and experts whose rows are summed.
+_BOUNDARY = (
+    "Tensor? post_weight=None, float post_eps=0.0, float post_weight_bias=0.0, float scale=1.0, "
+    "bool experts=False, Tensor? expert_index=None, Tensor? expert_weights=None, "
+    "Tensor? shared=None"
+)
 _library.define('all_reduce(Tensor x, str comm_name, str algorithm="auto") -> Tensor')
 _library.define(
-    "all_reduce_add_rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps, "
-    f"float weight_bias, str numerics, str comm_name, bool residual_sharded=False, {_LATER}) "
+    "all_reduce_add_rms_norm(Tensor x, Tensor? residual, Tensor? weight, float eps, "
+    "float weight_bias, str numerics, str comm_name, bool residual_sharded=False, "
+    f"{_LATER}, {_BOUNDARY}) "
     "-> (Tensor, Tensor)"
 )
 _library.define(
     f"all_reduce_add_rms_norm_quant(Tensor x, Tensor? residual, Tensor weight, float eps, {_QUANT},"
-    f" float weight_bias, str numerics, str comm_name, bool residual_sharded=False, {_LATER}) "
+    " float weight_bias, str numerics, str comm_name, bool residual_sharded=False, "
+    f"{_LATER}, {_BOUNDARY}) "
     "-> (Tensor quantized, Tensor scale, Tensor residual, Tensor normed)"
 )
 _library.define(
@@ -55,20 +65,20 @@ _library.define(
     "-> Tensor"
 )
 _library.define(
-    "add_rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps, float weight_bias, "
-    "str numerics) -> (Tensor, Tensor)"
+    "add_rms_norm(Tensor x, Tensor? residual, Tensor? weight, float eps, float weight_bias, "
+    f"str numerics, {_BOUNDARY}) -> (Tensor, Tensor)"
 )
 _library.define(
     f"add_rms_norm_quant(Tensor x, Tensor? residual, Tensor weight, float eps, {_QUANT}, "
-    "float weight_bias, str numerics) "
+    f"float weight_bias, str numerics, {_BOUNDARY}) "
     "-> (Tensor quantized, Tensor scale, Tensor residual, Tensor normed)"
 )
 
 
 def _all_reduce(x: _Tensor, comm_name: str, algorithm: str = "auto") -> _Tensor:
     result: _Tensor = _calls_of(comm_name, x)(
-        *(x, None, None, None, None, None, None, None, "all_reduce", algorithm),
-        *(0.0, 0.0, "rounded", False, None, False, 0),
+        *(x, None, None, None, *NO_INPUTS, None, None, None, None, "all_reduce", algorithm),
+        *(0.0, 0.0, "rounded", False, None, False, 0, *NO_CHANGE),
     )
     return result
 
@@ -76,7 +86,7 @@ def _all_reduce(x: _Tensor, comm_name: str, algorithm: str = "auto") -> _Tensor:
 def _all_reduce_add_rms_norm(
     x: _Tensor,
     residual: _Tensor | None,
-    weight: _Tensor,
+    weight: _Tensor | None,
     eps: float,
     weight_bias: float,
     numerics: str,
@@ -84,14 +94,17 @@ def _all_reduce_add_rms_norm(
     residual_sharded: bool = False,
     residual_rows: int | None = None,
     algorithm: str = "auto",
+    *boundary: Any,
 ) -> tuple[_Tensor, _Tensor]:
-    results: tuple[_Tensor, _Tensor] = _calls_of(comm_name, x)(
-        *(x, residual, weight, None, None, None, None, None, "all_reduce_add_rms_norm", algorithm),
-        *(eps, weight_bias, numerics, residual_sharded, None, False, 0),
+    before, change = _boundary(boundary)
+    normed, summed = _calls_of(comm_name, x)(
+        *(x, residual, weight, None, *before, None, None, None, None),
+        *("all_reduce_add_rms_norm", algorithm, eps, weight_bias, numerics, residual_sharded),
+        *(None, False, 0, *change),
     )
     if residual_rows is not None:
-        _check_rows(results[1], residual_rows)
-    return results
+        _check_rows(summed, residual_rows)
+    return _or_nothing(normed, summed), summed
 
 
 def _all_reduce_add_rms_norm_quant(
@@ -111,13 +124,15 @@ def _all_reduce_add_rms_norm_quant(
     residual_sharded: bool = False,
     residual_rows: int | None = None,
     algorithm: str = "auto",
+    *boundary: Any,
 ) -> _Four:
     quant = from_op_arguments(quant_kind, group_size, scale_layout, scale_format, static_scale)
     spec, static_scale = split_scale(quant)
+    before, change = _boundary(boundary)
     results = _calls_of(comm_name, x)(
-        *(x, residual, weight, static_scale, None, None, None, None),
+        *(x, residual, weight, static_scale, *before, None, None, None, None),
         *("all_reduce_add_rms_norm_quant", algorithm, eps, weight_bias, numerics),
-        *(residual_sharded, spec, return_normed, 0),
+        *(residual_sharded, spec, return_normed, 0, *change),
     )
     if residual_rows is not None:
         _check_rows(results[2], residual_rows)
@@ -127,12 +142,21 @@ def _all_reduce_add_rms_norm_quant(
 def _add_rms_norm(
     x: _Tensor,
     residual: _Tensor | None,
-    weight: _Tensor,
+    weight: _Tensor | None,
     eps: float,
     weight_bias: float,
     numerics: str,
+    *boundary: Any,
 ) -> tuple[_Tensor, _Tensor]:
-    return add_rms_norm(x, residual, weight, eps, weight_bias=weight_bias, numerics=numerics)
+    rows, post_norm, scale = _spoken(x, boundary)
+    normed, summed = add_rms_norm(
+        *(rows, residual, weight, eps),
+        weight_bias=weight_bias,
+        numerics=numerics,
+        post_norm=post_norm,
+        scale=scale,
+    )
+    return _or_nothing(normed, summed), summed
 
 
 def _add_rms_norm_quant(
@@ -148,10 +172,16 @@ def _add_rms_norm_quant(
     return_normed: bool,
     weight_bias: float,
     numerics: str,
+    *boundary: Any,
 ) -> _Four:
     quant = from_op_arguments(quant_kind, group_size, scale_layout, scale_format, static_scale)
+    rows, post_norm, scale = _spoken(x, boundary)
     result = add_rms_norm_quant(
-        x, residual, weight, eps, quant, return_normed, weight_bias=weight_bias, numerics=numerics
+        *(rows, residual, weight, eps, quant, return_normed),
+        weight_bias=weight_bias,
+        numerics=numerics,
+        post_norm=post_norm,
+        scale=scale,
     )
     return _four(result, static_scale)
 
@@ -160,10 +190,33 @@ def _all_gather_rows(
     shard: _Tensor, num_tokens: int, comm_name: str, algorithm: str = "auto"
 ) -> _Tensor:
     result: _Tensor = _calls_of(comm_name, shard)(
-        *(shard, None, None, None, None, None, None, None, "all_gather_rows", algorithm),
-        *(0.0, 0.0, "rounded", False, None, False, num_tokens),
+        *(shard, None, None, None, *NO_INPUTS, None, None, None, None),
+        *("all_gather_rows", algorithm),
+        *(0.0, 0.0, "rounded", False, None, False, num_tokens, *NO_CHANGE),
     )
     return result
+
+
+def _boundary(given: tuple[Any, ...]) -> Any:
+    """The fields of a Call behind those arguments of _BOUNDARY that an operator was given."""
+    if not given:
+        return NO_INPUTS, NO_CHANGE
+    return from_op_boundary(*given, *_BOUNDARY_DEFAULTS[len(given) :])
+
+
+def _spoken(x: _Tensor, given: tuple[Any, ...]) -> Any:
+    """The same as arguments of a function: x, post_norm and scale."""
+    (weight, index, weights, shared), (eps, bias, scale, experts) = _boundary(given)
+    rows = ExpertSum(x, weights, index, shared) if experts else x
+    return rows, None if weight is None else PostNorm(weight, eps, bias), scale
+
+
+_BOUNDARY_DEFAULTS = (None, *NO_CHANGE, None, None, None)
+
+
+def _or_nothing(normed: _Tensor | None, summed: _Tensor) -> _Tensor:
+    """An operator may not return None."""
+    return summed.new_empty(0) if normed is None else normed
 
 
 def _calls_of(name: str, x: _Tensor) -> Callable[..., Any]:
@@ -192,7 +245,7 @@ def _four(result: QuantizedNorm, static_scale: _Tensor | None) -> _Four:
     quantized, scale, residual, normed = result
     if static_scale is not None:
         scale = static_scale.new_empty(0)
-    return quantized, scale, residual, residual.new_empty(0) if normed is None else normed
+    return quantized, scale, residual, _or_nothing(normed, residual)
 
 
 _AFTER_AUTOGRAD = torch._C._AutoDispatchBelowAutograd

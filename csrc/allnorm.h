@@ -15,7 +15,7 @@ extern "C" {
 
 #define ALLNORM_API __attribute__((visibility("default")))
 // Raised with every incompatible change of this file; Python refuses a library of another number.
-#define ALLNORM_ABI_VERSION 5
+#define ALLNORM_ABI_VERSION 6
 #define ALLNORM_MAX_WORLD_SIZE 64
 
 typedef enum AllnormStatus {
@@ -130,6 +130,15 @@ typedef struct AllnormCall {
   float post_eps;
   float post_weight_bias;
   float sum_scale;  // ALLNORM_SCALED: the sum, or its norm, is multiplied by it
+  int32_t top_k;
+  int32_t expert_padding;
+  int64_t num_rows;
+  const int32_t* expert_index;
+  const float* expert_weights;
+  const void* shared;
+  int64_t expert_index_stride;
+  int64_t expert_weights_stride;
+  int64_t shared_stride;
 } AllnormCall;
 
 typedef enum AllnormCallFlags {

@@ -2,8 +2,9 @@
 
     python fast_call_alone.py LIBRARY SIZE_OF_CALL OFFSET...
 
-Offsets are those of x, residual, weight, out, residual_out, quantized and scale in a call. Standard
-library only, so that any CPython can run it.
+Offsets are those of x, residual, weight, out, residual_out, quantized and scale in a call, then of
+post_weight, expert_index, expert_weights and shared. Standard library only, so that any CPython can
+run it.
 """
 
 import ctypes
@@ -49,7 +50,8 @@ class Launches:
     def run(self, comm, call):
         assert comm == 77
         self.count += 1
-        self.seen = tuple(_pointer.from_address(call + at).value for at in self.offsets)
+        seen = tuple(_pointer.from_address(call + at).value for at in self.offsets)
+        self.seen, self.seen_more = seen[:7], seen[7:]
         return self.status
 
 
@@ -133,7 +135,7 @@ def main(path, size, *offsets):
 
     x, residual, weight = Tensor(16), Tensor(32), Tensor(48)
     geometry = ((2, 8), (8, 1), "bfloat16")
-    constants = ("norm", "auto", 1e-6, 0.0, "rounded", False, None, False, 0)
+    constants = ("norm", "auto", 1e-6, 0.0, "rounded", False, None, False, 0, 1e-5, 0.5, 1.0, False)
     native = ctypes.create_string_buffer(size)
     checked = []
 
@@ -149,21 +151,22 @@ def main(path, size, *offsets):
         )
 
     nothing, tensor, same_as_input = range(3)
-    out_at, residual_out_at, quantized_at, scale_at = range(4, 8)
+    out_at, residual_out_at, quantized_at, scale_at = range(8, 12)
     made_new = ((out_at, empty, geometry), (residual_out_at, empty, geometry))
 
-    def prepare(results, out=nothing, residual_out=nothing, grad_enabled=None, more=(0, 0, 0)):
+    def prepare(results, out=0, residual_out=0, grad_enabled=None, more=(0, 0, 0), before=(0,) * 4):
         static_scale, quantized, scale = more
-        given = (tensor, tensor, tensor, static_scale, out, residual_out, quantized, scale)
+        given = (tensor, tensor, tensor, static_scale, *before, out, residual_out, quantized, scale)
         return library.allnorm_fast_call_prepare(
             *(native, check, grad_enabled, constants, results),
-            *((ctypes.c_uint8 * 8)(*given), (ctypes.c_uint8 * 8)(*[4] * 8)),
-            (ctypes.c_uint64 * 8)(*[16] * 8),
+            *((ctypes.c_uint8 * 12)(*given), (ctypes.c_uint8 * 12)(*[4] * 12)),
+            (ctypes.c_uint64 * 12)(*[16] * 12),
         )
 
     def arguments(a=x, b=residual, c=weight, out=None, residual_out=None, **changes):
         """Those of a call: its tensors, then its constants."""
-        tensors = (a, b, c, changes.get("static"), out, residual_out)
+        before = changes.get("before", (None,) * 4)
+        tensors = (a, b, c, changes.get("static"), *before, out, residual_out)
         tensors += (changes.get("quantized"), changes.get("scale"))
         return *tensors, *changes.get("constants", constants)
 
@@ -188,11 +191,12 @@ def main(path, size, *offsets):
     assert call(*arguments(residual, x)) == ("missed", *arguments(residual, x))
     assert not is_made(call, x, None)
     assert not is_made(call, out=Tensor(64))
-    for place, other in enumerate(("other", "one_shot", 1e-5, -0.0, "vllm", 0, 1, True, False)):
+    others = ("other", "one_shot", 1e-5, -0.0, "vllm", 0, 1, True, False, 1, 0.25, -1.0, 0)
+    for place, other in enumerate(others):
         changed = (*constants[:place], other, *constants[place + 1 :])
         assert not is_made(call, constants=changed), other
     for wrong in ((), arguments()[:-1], (*arguments(), 1)):
-        assert "17" in str(error_of(TypeError, call, wrong))
+        assert "25" in str(error_of(TypeError, call, wrong))
 
     # Memory that is given: returned as it is, and nothing of it may be what else is given.
     into, keep_into, *_ = new()
@@ -237,6 +241,16 @@ def main(path, size, *offsets):
     assert launches.seen[3:] == (got[3].address, got[2].address, _BASE + 128, _BASE + 160)
     for taken in (Tensor(120), Tensor(140), residual, Tensor(162)):
         assert not is_made(quantising, **{**memory, "scale": taken})
+    # A post norm, and what experts return.
+    extended, keep_extended, *_ = new()
+    keep_extended(prepare(made_new, before=(tensor,) * 4))
+    before = tuple(map(Tensor, (200, 216, 232, 248)))
+    assert is_made(extended, before=before)
+    assert launches.seen_more == tuple(t.address for t in before)
+    assert not is_made(extended)
+    assert not is_made(extended, before=(*before[:3], None))
+    assert checked[-1] == 7
+    del extended, keep_extended, before
     # One result is returned as it is, not in a tuple.
     single, keep_single, *_ = new()
     keep_single(prepare(made_new[:1]))
@@ -263,8 +277,8 @@ def main(path, size, *offsets):
         assert (is_made(graded) is not None) == (gradients == [False])
     count += 1
     assert not lock.locked()
-    wrong_places = ((8, empty, geometry), (2, empty, geometry), ("0", empty, geometry))
-    for wrong in (*wrong_places, (4, empty), (4,), 3):
+    wrong_places = ((12, empty, geometry), (2, empty, geometry), ("0", empty, geometry))
+    for wrong in (*wrong_places, (8, empty), (8,), 3):
         try:
             prepare((wrong,))
         except (ValueError, TypeError, IndexError, SystemError):

@@ -284,7 +284,7 @@ def recognise(rank: int, world_size: int) -> None:
     for spec in (allnorm.Fp8PerGroup(64), allnorm.Fp8PerToken(), None):
         assert make(c, same._replace(quant=spec)) is None, spec
     quantised.compare(c, *make(c, same._replace(quant=allnorm.Fp8PerGroup(128))))
-    assert "expected the 17 of a Call" in message_of(TypeError, lambda: c._call(same.x))
+    assert "expected the 25 of a Call" in message_of(TypeError, lambda: c._call(same.x))
     c.check()
 
 
@@ -515,7 +515,10 @@ def test_any_interpreter(minor: int | None) -> None:
     assert found.startswith("cpython")
     package = pathlib.Path(allnorm.__file__).parent
     library = package / "lib" / "liballnorm_python.so"
-    pointers = ("x", "residual", "weight", "out", "residual_out", "quantized", "scale")
+    pointers = (
+        *("x", "residual", "weight", "out", "residual_out", "quantized", "scale"),
+        *("post_weight", "expert_index", "expert_weights", "shared"),
+    )
     numbers = [ctypes.sizeof(_native.Call)] + [getattr(_native.Call, p).offset for p in pointers]
     program = pathlib.Path(__file__).parent / "fast_call_alone.py"
     done = subprocess.run(

@@ -28,6 +28,7 @@ ALLOWED = {
     "names": set(),
     "policy": {"names"},
     "quant": {"errors", "names"},
+    "expert_sum": set(),
     "post_norm": set(),
     "reference": {"names", "post_norm", "quant"},
     "config": {"errors"},
@@ -37,11 +38,11 @@ ALLOWED = {
     "core._native": {"errors", "config", "names"},
     "core.shortcuts": set(),
     "core.tensors": set(),
-    "core.call": {"quant"},
+    "core.call": {"expert_sum", "post_norm", "quant"},
     "core.arguments": {"core._native", "core.call", "core.tensors", "errors", "names", "quant"},
     "core.launch": {
         *("core._native", "core.arguments", "core.call", "core.shortcuts", "core.tensors"),
-        *("errors", "policy", "quant"),
+        *("errors", "expert_sum", "policy", "post_norm", "quant"),
     },
     "core.fast_call": {
         *("core._native", "core.arguments", "core.call", "core.launch", "core.shortcuts", "quant"),
@@ -69,7 +70,7 @@ ALLOWED = {
     },
     "core.local": {
         *("core._native", "core.call", "core.dispatch", "core.fast_call", "core.launch"),
-        *("core.shortcuts", "core.tensors", "errors", "policy", "quant"),
+        *("core.shortcuts", "core.tensors", "errors", "expert_sum", "policy", "post_norm", "quant"),
     },
     "core.endpoint": {
         *("core._native", "core.announcement", "core.call", "core.channel", "core.dispatch"),
@@ -81,7 +82,7 @@ ALLOWED = {
         *("core.endpoint", "core.launch", "core.rendezvous", "core.watch", "core.workspace"),
         *("errors", "names", "policy", "quant", "tuning"),
     },
-    "core.traced": {"core.arguments", "quant"},
+    "core.traced": {"core.arguments", "core.call", "quant"},
     "communicator": {
         *(
             "core.arguments",
@@ -91,17 +92,23 @@ ALLOWED = {
             "core.shortcuts",
             "core.traced",
         ),
-        *("errors", "policy", "quant"),
+        *("errors", "expert_sum", "policy", "post_norm", "quant"),
     },
-    "functions": {"communicator", "core.arguments", "core.shortcuts", "core.traced", "quant"},
+    "functions": {
+        *("communicator", "core.arguments", "core.shortcuts", "core.traced", "expert_sum"),
+        *("post_norm", "quant"),
+    },
     "fakes": {"quant"},
     "lowering": set(),
-    "ops": {"communicator", "core.call", "core.local", "fakes", "lowering", "quant"},
+    "ops": {
+        *("communicator", "core.call", "core.local", "expert_sum", "fakes", "lowering"),
+        *("post_norm", "quant"),
+    },
     "tracing": {"core.dispatch", "core.fast_call", "errors"},
     PUBLIC: {
         *("_version", "communicator", "config", "core._native", "core.endpoint", "core.fast_call"),
-        *("core.local", "errors", "functions", "ops", "policy", "post_norm", "quant", "reference"),
-        *("topology", "tracing"),
+        *("core.local", "errors", "expert_sum", "functions", "ops", "policy", "post_norm", "quant"),
+        *("reference", "topology", "tracing"),
     },
     "testing": {"core.workspace", "names"},
     "compile": {PUBLIC, "_version", "communicator", "config", "errors", "names", "ops", "quant"},

@@ -20,17 +20,22 @@ QUANT = (
 )
 FOUR = "(Tensor quantized, Tensor scale, Tensor residual, Tensor normed)"
 LATER = 'SymInt? residual_rows=None, str algorithm="auto"'
+BOUNDARY = (
+    "Tensor? post_weight=None, float post_eps=0., float post_weight_bias=0., float scale=1., "
+    "bool experts=False, Tensor? expert_index=None, Tensor? expert_weights=None, "
+    "Tensor? shared=None"
+)
 SCHEMAS = {
     "all_reduce": ('allnorm::all_reduce(Tensor x, str comm_name, str algorithm="auto") -> Tensor'),
     "all_reduce_add_rms_norm": (
-        "allnorm::all_reduce_add_rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps, "
-        f"float weight_bias, str numerics, str comm_name, bool residual_sharded=False, {LATER}) "
-        "-> (Tensor, Tensor)"
+        "allnorm::all_reduce_add_rms_norm(Tensor x, Tensor? residual, Tensor? weight, float eps, "
+        "float weight_bias, str numerics, str comm_name, bool residual_sharded=False, "
+        f"{LATER}, {BOUNDARY}) -> (Tensor, Tensor)"
     ),
     "all_reduce_add_rms_norm_quant": (
         "allnorm::all_reduce_add_rms_norm_quant(Tensor x, Tensor? residual, Tensor weight, "
         f"float eps, {QUANT}, float weight_bias, str numerics, str comm_name, "
-        f"bool residual_sharded=False, {LATER}) -> {FOUR}"
+        f"bool residual_sharded=False, {LATER}, {BOUNDARY}) -> {FOUR}"
     ),
     "all_gather_rows": (
         "allnorm::all_gather_rows(Tensor shard, SymInt num_tokens, str comm_name, "
@@ -38,11 +43,11 @@ SCHEMAS = {
     ),
     "add_rms_norm_quant": (
         "allnorm::add_rms_norm_quant(Tensor x, Tensor? residual, Tensor weight, float eps, "
-        f"{QUANT}, float weight_bias, str numerics) -> {FOUR}"
+        f"{QUANT}, float weight_bias, str numerics, {BOUNDARY}) -> {FOUR}"
     ),
     "add_rms_norm": (
-        "allnorm::add_rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps, "
-        "float weight_bias, str numerics) -> (Tensor, Tensor)"
+        "allnorm::add_rms_norm(Tensor x, Tensor? residual, Tensor? weight, float eps, "
+        f"float weight_bias, str numerics, {BOUNDARY}) -> (Tensor, Tensor)"
     ),
 }
 

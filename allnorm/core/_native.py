@@ -11,7 +11,7 @@ from typing import Any
 from allnorm import names
 from allnorm.errors import NativeLibraryError
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 MAX_WORLD_SIZE = 64
 OK, INVALID_ARGUMENT, UNSUPPORTED, TIMEOUT, DIVERGED, SYSTEM, BUSY = range(7)
 PEER_DIED, PEER_LEFT, INTERRUPTED, CLOSED = range(7, 11)
@@ -54,6 +54,10 @@ class Call(ctypes.Structure):
         *_fields(_pointer, "post_weight"),
         *_fields(_c_int32, "post_weight_dtype"),
         *_fields(ctypes.c_float, "post_eps post_weight_bias sum_scale"),
+        *_fields(_c_int32, "top_k expert_padding"),
+        *_fields(_c_int64, "num_rows"),
+        *_fields(_pointer, "expert_index expert_weights shared"),
+        *_fields(_c_int64, "expert_index_stride expert_weights_stride shared_stride"),
     ]
 
 

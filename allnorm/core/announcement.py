@@ -20,6 +20,7 @@ _OPS = {
     _native.ALL_GATHER_ROWS: "all_gather_rows",
 }
 _REFUSED = -1
+_WITHOUT_NORM = " without a second norm"
 # By the `op` of a CallShape.
 _TAG_QUANTS = (
     *("", "", ""),
@@ -29,7 +30,7 @@ _TAG_QUANTS = (
 _TAG_OPS = (
     *("all_reduce", "all_gather_rows", "all_reduce_add_rms_norm"),
     *("all_reduce_add_rms_norm_quant" for _ in _TAG_QUANTS[3:]),
-    "all_reduce_add_rms_norm without a second norm",
+    f"all_reduce_add_rms_norm{_WITHOUT_NORM}",
 )
 _TAG_ALGORITHMS = (*names.FUSED, "two_shot with a sharded residual", "unknown")
 
@@ -88,12 +89,20 @@ class Announcement(NamedTuple):
     group_size: int
     scale_format: int
     wants_normed: int
+    ends_with_sum: int
+    """There is no second norm."""
+    post_norm: int
+    """0: none, else 1 + the dtype of its weight."""
+    post_eps: int
+    post_weight_bias: int
+    scale: int
 
     @classmethod
     def of(cls, launch: Launch) -> Announcement:
         """Of a bound call."""
         call = launch.native
         norm = call.op == _native.ADD_RMS_NORM
+        scaled = norm and call.flags & _native.SCALED
         return cls(
             op=call.op,
             num_tokens=launch.num_tokens,
@@ -109,6 +118,11 @@ class Announcement(NamedTuple):
             group_size=call.group_size,
             scale_format=call.scale_format,
             wants_normed=int(not call.quant or bool(call.out)),
+            ends_with_sum=int(norm and bool(call.flags & _native.NO_NORM)),
+            post_norm=1 + call.post_weight_dtype if call.post_weight else 0,
+            post_eps=_bits_of(call.post_eps),
+            post_weight_bias=_bits_of(call.post_weight_bias),
+            scale=_bits_of(call.sum_scale if scaled else 1.0),
         )
 
     @classmethod
@@ -119,7 +133,9 @@ class Announcement(NamedTuple):
     def tagged(self) -> dict[str, str]:
         """The fields that the CallTag of such a call has, but the algorithm; as `tag_fields`."""
         fields = {
-            "op": _OPS[self.op] + ("_quant" if self.quant else ""),
+            "op": _OPS[self.op]
+            + ("_quant" if self.quant else "")
+            + (_WITHOUT_NORM if self.ends_with_sum else ""),
             "num_tokens": str(self.num_tokens),
             "hidden_size": str(self.hidden_size),
             "dtype": names.DTYPES[self.dtype],
@@ -145,6 +161,12 @@ class Announcement(NamedTuple):
         }
         if self.quant:
             fields["format of the scales"] = names.SCALE_FORMATS[self.scale_format]
+        if self.post_norm:
+            fields["eps of the post norm"] = _text_of(self.post_eps)
+            fields["weight_bias of the post norm"] = _text_of(self.post_weight_bias)
+            fields["dtype of its weight"] = names.DTYPES[self.post_norm - 1]
+        if self.scale != _ONE:
+            fields["scale"] = _text_of(self.scale)
         return fields
 
     def __str__(self) -> str:
@@ -157,6 +179,9 @@ class Announcement(NamedTuple):
 
 def _bits_of(number: float) -> int:
     return int(struct.unpack("=I", struct.pack("=f", number))[0])
+
+
+_ONE = _bits_of(1.0)
 
 
 def _text_of(bits: int) -> str:

@@ -34,10 +34,13 @@ def check_alike(call: Call, device: torch.device) -> None:
         check_count("num_tokens", call.num_tokens)
         check_input("residual_shard", call.x, device)
         return
-    check_input("x", call.x, device)
+    if call.experts:
+        check_experts(call, device)
+    else:
+        check_input("x", call.x, device)
     if call.has_norm:
         check_norm_constants(call)
-        check_weight(call.weight, call.x)
+        check_norms(call)
     if call.op.endswith("_quant"):
         check_quantization(call)
 
@@ -52,11 +55,14 @@ def check_own(call: Call, shard: tuple[int, int] | None) -> None:
     if call.op == "all_gather_rows":
         check_like("residual_shard", call.x, Like.rows(call.x, shard, "num_tokens"))
         return
-    check_last_dim("x", call.x)
-    if call.weight is not None:
-        check_last_dim("weight", call.weight)
+    if call.experts:
+        check_own_experts(call)
+    check_last_dim("rows" if call.experts else "x", call.x)
+    for name, weight in (("weight", call.weight), ("post_norm.weight", call.post_weight)):
+        if weight is not None:
+            check_last_dim(name, weight)
     if call.residual is not None:
-        check_like("residual", call.residual, Like.rows(call.x, shard))
+        check_like("residual", call.residual, Like.of(call, shard))
 
 
 def row_shard(num_tokens: int, world_size: int, rank: int) -> tuple[int, int]:
@@ -94,13 +100,20 @@ def check_norm_constants(call: Call) -> None:
     ):
         if not isinstance(flag, bool):
             raise TypeError(f"{name}={flag!r}: expected True or False.")
-    for name, value in (("eps", call.eps), ("weight_bias", call.weight_bias)):
+    for name, value in (
+        ("eps", call.eps),
+        ("weight_bias", call.weight_bias),
+        ("post_norm.eps", call.post_eps),
+        ("post_norm.weight_bias", call.post_weight_bias),
+        ("scale", call.scale),
+    ):
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise TypeError(f"{name}={value!r}: expected a number.")
         if not _is_float32(value):
             raise ValueError(f"{name}={value!r}: expected a finite number, as float32 too.")
-    if call.eps < 0:
-        raise ValueError(f"eps={call.eps!r}: expected a number >= 0.")
+    for name, eps in (("eps", call.eps), ("post_norm.eps", call.post_eps)):
+        if eps < 0:
+            raise ValueError(f"{name}={eps!r}: expected a number >= 0.")
 
 
 def _is_float32(value: numbers.Real) -> bool:
@@ -165,6 +178,18 @@ class Like(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     source: str = "that of x"
+
+    @classmethod
+    def of(cls, call: Call, bounds: tuple[int, int] | None) -> Like:
+        """All rows of the sum, in its shape, or with `bounds` these."""
+        if not call.experts:
+            return cls.rows(call.x, bounds)
+        num_tokens, hidden_size = call.shape
+        lo, hi = bounds or (0, num_tokens)
+        source = "[num_tokens, hidden_size]"
+        if bounds is not None:
+            source = f"this rank's rows, {lo} up to {hi} of {num_tokens}, as row_shard() gives them"
+        return cls((hi - lo, hidden_size), call.x.dtype, call.x.device, source)
 
     @classmethod
     def rows(cls, x: torch.Tensor, bounds: tuple[int, int] | None, total: str = "") -> Like:
@@ -237,16 +262,80 @@ def check_scale_result(scale: Any, geometry: ScaleGeometry, device: torch.device
             )
 
 
-def check_weight(weight: Any, x: torch.Tensor) -> None:
+def check_norms(call: Call) -> None:
+    """Raises unless there is a norm, and the weights of all norms fit the rows."""
+    if call.weight is None and call.post_weight is None:
+        raise TypeError("weight is None: expected a torch.Tensor, or a post_norm beside it.")
+    if call.weight is None and call.op.endswith("_quant"):
+        raise TypeError("weight is None: expected a torch.Tensor, nothing else is quantised.")
+    if call.weight is None and call.out is not None:
+        raise ValueError("out without a weight: there is no second norm whose result it could be.")
+    for name, weight in (("weight", call.weight), ("post_norm.weight", call.post_weight)):
+        if weight is not None:
+            check_weight(name, weight, call.x)
+
+
+def check_weight(name: str, weight: Any, x: torch.Tensor) -> None:
     """Raises unless `weight` is [hidden_size], of the dtype of `x` or float32."""
-    tensors.check_kind("weight", weight)
+    tensors.check_kind(name, weight)
     if weight.shape != x.shape[-1:]:
         raise ValueError(
-            f"weight has shape {tuple(weight.shape)}: expected [hidden_size] = [{x.shape[-1]}]."
+            f"{name} has shape {tuple(weight.shape)}: expected [hidden_size] = [{x.shape[-1]}]."
         )
     if weight.dtype not in (x.dtype, torch.float32):
-        raise TypeError(f"weight has dtype {weight.dtype}: expected {x.dtype} or float32.")
-    check_device("weight", weight, x.device)
+        raise TypeError(f"{name} has dtype {weight.dtype}: expected {x.dtype} or float32.")
+    check_device(name, weight, x.device)
+
+
+def check_experts(call: Call, device: torch.device) -> None:
+    """Raises for what all ranks pass alike of an ExpertSum: kinds, dtypes, devices, dimensions."""
+    check_input("rows", call.x, device)
+    indexed = call.expert_index is not None
+    for name, tensor, dtypes, dims in (
+        ("rows", call.x, (call.x.dtype,), 2 if indexed else 3),
+        ("index", call.expert_index, (torch.int32,), 2),
+        ("weights", call.expert_weights, (torch.float32,), 2),
+        ("shared", call.shared, (call.x.dtype,), 2),
+    ):
+        if tensor is None:
+            continue
+        tensors.check_kind(name, tensor)
+        if tensor.dtype not in dtypes:
+            raise TypeError(f"{name} has dtype {tensor.dtype}: expected {dtypes[0]}.")
+        if tensor.dim() != dims:
+            expected = _EXPERT_SHAPES[name] if name != "rows" or indexed else _ROWS_PER_TOKEN
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}: expected {expected}.")
+        check_device(name, tensor, device)
+
+
+def check_own_experts(call: Call) -> None:
+    """Raises for what this rank alone may see of an ExpertSum: how many rows and experts it has."""
+    num_tokens, hidden_size = call.shape
+    if not 1 <= call.top_k <= MAX_TOP_K:
+        raise ValueError(f"top_k is {call.top_k}: expected 1 to {MAX_TOP_K} choices a token.")
+    choices = (num_tokens, call.top_k)
+    for name, tensor, shape in (
+        ("index", call.expert_index, choices),
+        ("weights", call.expert_weights, choices),
+        ("shared", call.shared, (num_tokens, hidden_size)),
+    ):
+        if tensor is None:
+            continue
+        if tensor.shape != shape:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}: expected {shape}, {_EXPERT_SHAPES[name]}."
+            )
+        check_last_dim(name, tensor)
+
+
+MAX_TOP_K = 16
+_ROWS_PER_TOKEN = "[num_tokens, top_k, hidden_size]; with index [num_rows, hidden_size]"
+_EXPERT_SHAPES = {
+    "rows": "[num_rows, hidden_size]; without index [num_tokens, top_k, hidden_size]",
+    "index": "[num_tokens, top_k]",
+    "weights": "[num_tokens, top_k]",
+    "shared": "[num_tokens, hidden_size]",
+}
 
 
 def check_result(name: str, result: torch.Tensor, like: Like) -> None:

@@ -26,7 +26,7 @@ from allnorm.core.watch import Watch
 from allnorm.errors import PeerDiedError, PeerTimeoutError
 
 # 64-bit integers of an announcement.
-WORDS = 14
+WORDS = 19
 
 
 class Owner(Protocol):

@@ -174,8 +174,8 @@ def _key_of(call: Call) -> tuple[Any, ...]:
     compared first, so that a tensor passed as a constant is never asked whether it is equal.
 
     Raises:
-        AttributeError, TypeError, ValueError, RuntimeError, OverflowError: a tensor is none, or eps
-            or weight_bias is no number.
+        AttributeError, TypeError, ValueError, RuntimeError, OverflowError: a tensor is none, or
+            what should be a number is none.
     """
     constants, tensors = call.constants, call.tensors
     # is_inference, requires_grad: the guards of torch's compiler tell tensors apart by these, too.
@@ -185,7 +185,8 @@ def _key_of(call: Call) -> tuple[Any, ...]:
         else (t.shape, t.stride(), t.dtype, t.device, t.is_inference(), t.requires_grad)
         for t in tensors
     )
-    signs = copysign(1.0, call.eps), copysign(1.0, call.weight_bias)
+    numbers = (call.eps, call.weight_bias, call.post_eps, call.post_weight_bias, call.scale)
+    signs = tuple(copysign(1.0, number) for number in numbers)
     in_place = call.out is call.x, call.residual_out is call.residual
     mode = torch.is_inference_mode_enabled()
     return geometries, mode, in_place, tuple(map(type, constants)), signs, constants

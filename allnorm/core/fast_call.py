@@ -31,6 +31,8 @@ _NOTHING, _TENSOR, _INPUT = range(3)  # values of Given in csrc/python/prepared.
 # same. Classes are compared too.
 _COMPARABLE = frozenset({float, int, bool, str, type(None), type, Fp8PerGroup, Fp8PerToken})
 _STATIC_SCALE = Call._fields.index("static_scale")
+# Tensors without hidden_size columns, which kernels read element by element.
+_NARROW = frozenset({"static_scale", "scale_out", "expert_index", "expert_weights"})
 
 
 class FastCall(NamedTuple):
@@ -146,7 +148,7 @@ def _operand(call: Call, launch: Launch, field: str) -> tuple[int, int, int]:
     ):
         given = _INPUT
     align = tensor.element_size()
-    if tensor.device.type == "cuda" and field not in ("static_scale", "scale_out"):
+    if tensor.device.type == "cuda" and field not in _NARROW:
         align = CUDA_ALIGN_BYTES
     if field == "scale_out":
         tensor = with_padding(tensor, launch.scale)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from typing import Any, NamedTuple
 
 import torch
 
 from allnorm.core import _native, arguments, tensors
 from allnorm.core.arguments import DTYPES, Like, rows_of
-from allnorm.core.call import Call
+from allnorm.core.call import NUM_INPUTS, NUM_TENSORS, Call
 from allnorm.core.shortcuts import current_raw_stream
 from allnorm.core.tensors import LOW_ADDRESS
 from allnorm.errors import AllnormError, UnsupportedError
@@ -22,7 +23,13 @@ from allnorm.quant import Fp8PerGroup, ScaleGeometry, scale_geometry
 CUDA_ALIGN_BYTES = 16
 _CUDA_QUANTIZED_ALIGN_BYTES = 8
 
-_MEMORY_FIELDS = ("out", "residual_out", "quantized_out", "scale_out")
+_MEMORY_FIELDS = Call._fields[NUM_INPUTS:NUM_TENSORS]
+# Of the fields of Call, as errors name them.
+_INPUT_NAMES = (
+    *("x", "residual", "weight", "quant.scale"),
+    *("post_norm.weight", "index", "weights", "shared"),
+)
+_NARROW_INPUTS = ("quant.scale", "index", "weights")  # without hidden_size columns
 _OPS = {"all_reduce": _native.ALL_REDUCE, "all_gather_rows": _native.ALL_GATHER_ROWS}
 
 
@@ -44,20 +51,33 @@ def describe(call: Call) -> _native.Call:
         struct_bytes=ctypes.sizeof(_native.Call),
         op=_OPS.get(call.op, _native.ADD_RMS_NORM),
         dtype=DTYPES[call.x.dtype],
-        weight_dtype=DTYPES[call.x.dtype if call.weight is None else call.weight.dtype],
+        weight_dtype=DTYPES[(call.x if call.weight is None else call.weight).dtype],
         num_tokens=call.rows,
         hidden_size=call.x.shape[-1],
     )
     if call.has_norm:
         native.numerics = _native.NUMERICS[call.numerics]
         native.eps, native.weight_bias = float(call.eps), float(call.weight_bias)
-        native.flags = _native.RESIDUAL_SHARDED if call.residual_sharded else 0
+        native.flags = _flags(call)
+        native.sum_scale = float(call.scale)
+    if call.post_weight is not None:
+        native.post_weight_dtype = DTYPES[call.post_weight.dtype]
+        native.post_eps = float(call.post_eps)
+        native.post_weight_bias = float(call.post_weight_bias)
+    if call.experts:
+        native.top_k, native.num_rows = call.top_k, math.prod(call.x.shape[:-1])
     if call.quant is not None:
         native.quant = _native.QUANT[call.quant.kind]
     if isinstance(call.quant, Fp8PerGroup):
         native.group_size = call.quant.group_size
         native.scale_format = _native.SCALE_FORMAT[call.quant.scale_format]
     return native
+
+
+def _flags(call: Call) -> int:
+    flags: int = _native.RESIDUAL_SHARDED if call.residual_sharded else 0
+    flags |= _native.SCALED if call.scale != 1 else 0
+    return flags | (_native.NO_NORM if call.weight is None else 0)
 
 
 class Result(NamedTuple):
@@ -128,12 +148,13 @@ class Launch:
         for result in self.results:
             if result is not None and getattr(call, result.field) is not None:
                 _check_memory(result, getattr(call, result.field))
-        self._copy_x, self._x_stride = self._row_stride(call.x)
-        self._copy_residual, self._residual_stride = (
-            (False, 0) if call.residual is None else self._row_stride(call.residual)
-        )
+        strided = (call.x, call.residual, call.shared)
+        found = [(False, 0) if t is None else self._row_stride(t) for t in strided]
+        self._strides = tuple(stride for _, stride in found)
+        native.expert_index_stride = _choice_stride(call.expert_index)
+        native.expert_weights_stride = _choice_stride(call.expert_weights)
         self.is_virtual = any(map(tensors.is_virtual, call.given))
-        self._copies_inputs = self._copy_x or self._copy_residual or self.is_virtual
+        self._copies_inputs = self.is_virtual or any(copied for copied, _ in found)
         self.address = ctypes.addressof(native)
 
     # ---- what is decided once -------------------------------------------------------------------
@@ -149,20 +170,21 @@ class Launch:
 
     def _results(self, call: Call) -> list[Result | None]:
         x = call.x
-        own = Like.rows(x, self.shard)
-        whole = Like.rows(x, None)
+        own = Like.of(call, self.shard)
+        whole = Like.of(call, None)
         if call.op == "all_gather_rows":
             source = "num_tokens rows as wide as residual_shard"
             whole = Like((self.num_tokens, x.shape[-1]), x.dtype, x.device, source)
             return [Result("out", "out", whole, _contiguous(whole.shape))]
-        may_share = "x" if call.op.startswith("all_reduce") else ""
+        in_place = call.op.startswith("all_reduce")
+        may_share = "x" if in_place and not call.experts else ""
         normed = Result("out", "out", whole, _contiguous(whole.shape), may_share)
         if not call.has_norm:
             return [normed]
-        may_share = "residual" if may_share else ""
+        may_share = "residual" if in_place else ""
         residual = Result("residual_out", "residual_out", own, _contiguous(own.shape), may_share)
         if not call.op.endswith("_quant"):
-            return [normed, residual]
+            return [normed if call.weight is not None else None, residual]
         quantized = Like(whole.shape, FP8, x.device)
         scale = None
         if self.scale is not None:
@@ -199,7 +221,7 @@ class Launch:
                 This rank alone may see it.
         """
         memory: Memory = {}
-        taken = dict(zip(("x", "residual", "weight", "quant.scale"), call.inputs, strict=True))
+        taken = dict(zip(_INPUT_NAMES, call.inputs, strict=True))
         if call.op == "all_gather_rows":
             taken = {"residual_shard": call.x}
         for result in reversed(self.results):
@@ -232,18 +254,17 @@ class Launch:
 
     def returned(self, call: Call, memory: Memory) -> Any:
         """What the call returns; memory of the caller's that was not written is filled."""
-        values = []
+        values: list[torch.Tensor | None] = []
         for result in self.results:
             if result is None:
+                values.append(None)
                 continue
             given, written = getattr(call, result.field), memory[result.field]
             values.append(written if given is None or given is written else given.copy_(written))
         if len(self.results) == 1:
             return values[0]
         if call.static_scale is not None:
-            values.insert(1, call.static_scale)
-        if self.results[-1] is None:
-            values.append(None)
+            values[1] = call.static_scale
         return tuple(values)
 
     # ---- each call ------------------------------------------------------------------------------
@@ -252,7 +273,7 @@ class Launch:
         """Puts the addresses and strides of tensors, and the current stream, into `native`.
 
         Returns:
-            x, residual, weight and static_scale as they are read. Copies among them must live until
+            The inputs of a Call as they are read. Copies among them must live until
             the call has been made; on CUDA they may be freed then, because the allocator reuses
             memory in stream order.
 
@@ -263,19 +284,26 @@ class Launch:
         if self._is_cuda:
             native.stream = current_raw_stream(call.x.device.index)
         inputs = self._readable(call)
-        x, residual, weight, static_scale = map(_address, inputs)
+        x, residual, weight, static_scale, post_weight, index, weights, shared = map(
+            _address, inputs
+        )
         out, residual_out = _address(memory.get("out")), _address(memory.get("residual_out"))
         # A tensor without rows has the address 0 here, and NULL would mean that it is absent. Any
         # other address will do, since nothing is read or written there.
-        native.x = x or out or weight
-        native.residual = 0 if call.residual is None else residual or weight
-        native.weight, native.out = weight, out
-        native.residual_out = residual_out or weight
+        some = weight or post_weight
+        native.x = x or out or some
+        native.residual = 0 if call.residual is None else residual or some
+        native.weight, native.out, native.post_weight = weight, out, post_weight
+        native.residual_out = residual_out or some
+        native.expert_index = 0 if call.expert_index is None else index or some
+        native.expert_weights = 0 if call.expert_weights is None else weights or some
+        native.shared = 0 if call.shared is None else shared or some
         native.quantized = _address(memory.get("quantized_out"))
         native.scale = _address(memory.get("scale_out")) or static_scale
-        copied = inputs[0] is not call.x
-        native.x_stride = native.hidden_size if copied else self._x_stride
-        native.residual_stride = native.hidden_size if copied else self._residual_stride
+        strides = self._strides
+        if inputs[0] is not call.x:  # copied
+            strides = (native.hidden_size,) * len(strides)
+        native.x_stride, native.residual_stride, native.shared_stride = strides
         self._set_result_strides(native, memory)
         return inputs
 
@@ -286,27 +314,30 @@ class Launch:
         native.quantized_stride = _stride(memory.get("quantized_out"), width)
 
     def _readable(self, call: Call) -> tuple[torch.Tensor | None, ...]:
-        """The inputs, or contiguous, aligned copies of x, residual and weight."""
-        x, residual, weight, static_scale = call.inputs
-        addresses = [_address(tensor) for tensor in call.inputs]
-        if min(addresses) < LOW_ADDRESS:
-            tensors.check_memory(x=x, residual=residual, weight=weight)
-            if static_scale is not None:
-                tensors.check_memory(scale=static_scale)
-        if static_scale is not None and self.is_virtual:
-            static_scale = tensors.in_memory(static_scale)
-        align = CUDA_ALIGN_BYTES if self._is_cuda else call.x.element_size()
-        weight_align = align if self._is_cuda or weight is None else weight.element_size()
-        aligned = (addresses[0] | addresses[1]) % align == addresses[2] % weight_align == 0
-        if aligned and not self._copies_inputs:
-            return x, residual, weight, static_scale
-        copies = (
-            None
-            if t is None
-            else rows_of(tensors.in_memory(t)).clone(memory_format=torch.contiguous_format)
-            for t in (x, residual, weight)
+        """The inputs, or contiguous, aligned copies of those that have hidden_size columns."""
+        given = dict(zip(_INPUT_NAMES, call.inputs, strict=True))
+        addresses = {name: _address(tensor) for name, tensor in given.items()}
+        if min(addresses.values()) < LOW_ADDRESS:
+            tensors.check_memory(**given)
+        if not self._copies_inputs and all(
+            tensor is None or addresses[name] % self._align(name, tensor) == 0
+            for name, tensor in given.items()
+        ):
+            return call.inputs
+        return tuple(
+            None if tensor is None else self._copy(name, tensor) for name, tensor in given.items()
         )
-        return (*copies, static_scale)
+
+    def _align(self, name: str, tensor: torch.Tensor) -> int:
+        wide = self._is_cuda and name not in _NARROW_INPUTS
+        return CUDA_ALIGN_BYTES if wide else tensor.element_size()
+
+    def _copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        resolved = tensors.in_memory(tensor)
+        if name in _NARROW_INPUTS:
+            # Its strides are part of what was decided.
+            return resolved if resolved.stride() == tensor.stride() else resolved.clone()
+        return rows_of(resolved).clone(memory_format=torch.contiguous_format)
 
     def repeatable(self, call: Call, memory: Memory) -> _native.Call | None:
         """A copy of the C call for tensors that it takes as they are; None if there are none such.
@@ -321,7 +352,7 @@ class Launch:
         if self._copies_inputs or rows == 0 or not as_given:
             return None
         native = _native.Call.from_buffer_copy(self.native)
-        native.x_stride, native.residual_stride = self._x_stride, self._residual_stride
+        native.x_stride, native.residual_stride, native.shared_stride = self._strides
         self._set_result_strides(native, memory)
         if "out" not in memory:
             native.out = None
@@ -337,6 +368,13 @@ def _check_memory(result: Result, given: torch.Tensor) -> None:
 
 def _address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
+
+
+def _choice_stride(choices: torch.Tensor | None) -> int:
+    """Elements between the rows of [num_tokens, top_k]."""
+    if choices is None:
+        return 0
+    return choices.stride(0) if choices.shape[0] > 1 else choices.shape[1]
 
 
 def _stride(result: torch.Tensor | None, hidden_size: int) -> int:

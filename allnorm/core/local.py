@@ -8,26 +8,30 @@ from typing import Any, NoReturn
 import torch
 
 from allnorm.core import _native, tensors
-from allnorm.core.call import Call, split_scale
+from allnorm.core.call import Call, op_boundary, split_boundary, split_scale
 from allnorm.core.dispatch import Dispatcher
 from allnorm.core.launch import Launch, Memory, raise_status
 from allnorm.core.shortcuts import is_traced
 from allnorm.errors import AllnormError, UnsupportedError
+from allnorm.expert_sum import ExpertSum
 from allnorm.policy import Plan
+from allnorm.post_norm import PostNorm
 from allnorm.quant import DEFAULT_QUANT, Quant, QuantizedNorm, from_op_results, op_arguments
 
 _PLAN = Plan("local", "there is no other rank", 1)
 
 
 def add_rms_norm(
-    x: torch.Tensor,
+    x: torch.Tensor | ExpertSum,
     residual: torch.Tensor | None,
-    weight: torch.Tensor,
+    weight: torch.Tensor | None,
     eps: float,
     *,
     weight_bias: float = 0.0,
     numerics: str = "rounded",
-) -> tuple[torch.Tensor, torch.Tensor]:
+    post_norm: PostNorm | None = None,
+    scale: float = 1.0,
+) -> tuple[Any, torch.Tensor]:
     """Residual add and RMSNorm, with the bits of the fused op's steps 2 to 5.
 
     PyTorch equivalent, up to the order of sums::
@@ -36,15 +40,18 @@ def add_rms_norm(
         normed = F.rms_norm(residual_out, weight.shape, weight_bias + weight, eps)
 
     Args:
-        x: [..., hidden_size], float32, float16 or bfloat16; rows may be strided; any hidden_size.
+        x: [..., hidden_size], float32, float16 or bfloat16; rows may be strided; any hidden_size;
+            or an `ExpertSum`.
         residual: like `x`, or None.
-        weight: [hidden_size], dtype of `x` or float32.
+        weight: [hidden_size], dtype of `x` or float32; None with `post_norm`: no second norm.
         eps: added to the mean square, as float32.
         weight_bias: added to the weight in float32.
         numerics: "rounded", "unrounded", "transformers" or "vllm".
+        post_norm: the norm that `x` goes through before the residual is added.
+        scale: what `x`, or its post norm, is multiplied by first.
 
     Returns:
-        (normed, residual_out), contiguous, of the shape of `x`.
+        (normed, residual_out), contiguous, of the shape of `x`; `normed` is None without a weight.
 
     Raises:
         ValueError, TypeError, UnsupportedError: wrong arguments.
@@ -52,20 +59,21 @@ def add_rms_norm(
 
     Not collective. Safe in CUDA graphs and under torch.compile.
     """
+    x, before, change = split_boundary(x, post_norm, scale)
     if is_traced(x):
-        traced: tuple[torch.Tensor, torch.Tensor] = torch.ops.allnorm.add_rms_norm(
-            x, residual, weight, eps, weight_bias, numerics
+        normed, summed = torch.ops.allnorm.add_rms_norm(
+            x, residual, weight, eps, weight_bias, numerics, *op_boundary(before, change)
         )
-        return traced
-    results: tuple[torch.Tensor, torch.Tensor] = _dispatcher(x).call(
-        *(x, residual, weight, None, None, None, None, None, "add_rms_norm", "auto"),
-        *(eps, weight_bias, numerics, False, None, False, 0),
+        return (None if weight is None else normed), summed
+    results: tuple[Any, torch.Tensor] = _dispatcher(x).call(
+        *(x, residual, weight, None, *before, None, None, None, None, "add_rms_norm", "auto"),
+        *(eps, weight_bias, numerics, False, None, False, 0, *change),
     )
     return results
 
 
 def add_rms_norm_quant(
-    x: torch.Tensor,
+    x: torch.Tensor | ExpertSum,
     residual: torch.Tensor | None,
     weight: torch.Tensor,
     eps: float,
@@ -74,6 +82,8 @@ def add_rms_norm_quant(
     *,
     weight_bias: float = 0.0,
     numerics: str = "rounded",
+    post_norm: PostNorm | None = None,
+    scale: float = 1.0,
 ) -> QuantizedNorm:
     """Residual add, RMSNorm and quantisation to FP8, with the bits of the fused op's steps 2 to 6.
 
@@ -84,7 +94,8 @@ def add_rms_norm_quant(
         quantized = (normed.float() / scale).to(torch.float8_e4m3fn)
 
     Args:
-        x: [..., hidden_size], float32, float16 or bfloat16; rows may be strided; any hidden_size.
+        x: [..., hidden_size], float32, float16 or bfloat16; rows may be strided; any hidden_size;
+            or an `ExpertSum`.
         residual: like `x`, or None.
         weight: [hidden_size], dtype of `x` or float32.
         eps: added to the mean square, as float32.
@@ -92,6 +103,8 @@ def add_rms_norm_quant(
         return_normed: whether the rows before quantisation are wanted too.
         weight_bias: added to the weight in float32.
         numerics: "rounded", "unrounded", "transformers" or "vllm".
+        post_norm: the norm that `x` goes through before the residual is added.
+        scale: what `x`, or its post norm, is multiplied by first.
 
     Returns:
         QuantizedNorm(quantized, scale, residual, normed).
@@ -102,18 +115,19 @@ def add_rms_norm_quant(
 
     Not collective. Safe in CUDA graphs and under torch.compile.
     """
+    x, before, change = split_boundary(x, post_norm, scale)
     if is_traced(x):
         traced = torch.ops.allnorm.add_rms_norm_quant(
             *(x, residual, weight, eps, *op_arguments(quant), return_normed),
-            *(weight_bias, numerics),
+            *(weight_bias, numerics, *op_boundary(before, change)),
         )
         return from_op_results(traced, quant, return_normed)
     spec, static_scale = split_scale(quant)
     return QuantizedNorm(
         *_dispatcher(x).call(
-            *(x, residual, weight, static_scale, None, None, None, None),
+            *(x, residual, weight, static_scale, *before, None, None, None, None),
             *("add_rms_norm_quant", "auto", eps, weight_bias, numerics),
-            *(False, spec, return_normed, 0),
+            *(False, spec, return_normed, 0, *change),
         )
     )
 

@@ -14,10 +14,13 @@ import torch
 
 from allnorm.core import arguments
 from allnorm.core.arguments import Like
+from allnorm.core.call import op_boundary
 from allnorm.quant import DTYPE as FP8
 from allnorm.quant import Quant, QuantizedNorm, from_op_results, op_arguments
 
 _Tensor = torch.Tensor
+Boundary = tuple[tuple[_Tensor | None, ...], tuple[Any, ...]]
+"""The last two results of call.split_boundary()."""
 
 
 class _Ranks(Protocol):
@@ -47,22 +50,24 @@ def all_reduce_add_rms_norm(
     ranks: _Ranks,
     x: _Tensor,
     residual: _Tensor | None,
-    weight: _Tensor,
+    weight: _Tensor | None,
     norm: tuple[Any, ...],
     algorithm: str,
+    boundary: Boundary,
     out: _Tensor | None,
     residual_out: _Tensor | None,
-) -> tuple[_Tensor, _Tensor]:
+) -> tuple[Any, _Tensor]:
     """As the method; `norm`: eps, weight_bias, numerics, residual_sharded."""
     arguments.check_algorithm(algorithm)
-    rows = _rows(ranks, x) if norm[3] else None
-    _check("out", out, Like.rows(x, None))
-    _check("residual_out", residual_out, _like_residual(x, rows))
+    like = _like_sum(x, boundary)
+    rows = _rows(ranks, like) if norm[3] else None
+    _check("out", out, like)
+    _check("residual_out", residual_out, _like_residual(like, rows))
     normed, summed = torch.ops.allnorm.all_reduce_add_rms_norm(
         *(x, residual, weight, *norm[:3], ranks.name, norm[3]),
-        *(rows if residual is None else None, algorithm),
+        *(rows if residual is None else None, algorithm, *op_boundary(*boundary)),
     )
-    return _into(out, normed), _into(residual_out, summed)
+    return None if weight is None else _into(out, normed), _into(residual_out, summed)
 
 
 def all_reduce_add_rms_norm_quant(
@@ -74,6 +79,7 @@ def all_reduce_add_rms_norm_quant(
     quant: Quant,
     return_normed: bool,
     algorithm: str,
+    boundary: Boundary,
     memory: tuple[_Tensor | None, ...],
 ) -> QuantizedNorm:
     """As the method; `memory`: for each result, in the order in which they are returned."""
@@ -85,13 +91,15 @@ def all_reduce_add_rms_norm_quant(
             "scale_out in a call that is traced: expected None, because padding between its "
             "columns is no part of what a tracer sees. Take the scale that is returned."
         )
-    rows = _rows(ranks, x) if sharded else None
-    _check("quantized_out", quantized_out, Like(x.shape, FP8, x.device))
-    _check("residual_out", residual_out, _like_residual(x, rows))
-    _check("normed_out", normed_out, Like.rows(x, None))
+    like = _like_sum(x, boundary)
+    rows = _rows(ranks, like) if sharded else None
+    _check("quantized_out", quantized_out, like._replace(dtype=FP8))
+    _check("residual_out", residual_out, _like_residual(like, rows))
+    _check("normed_out", normed_out, like)
     results = torch.ops.allnorm.all_reduce_add_rms_norm_quant(
         *(x, residual, weight, eps, *op_arguments(quant), return_normed, weight_bias, numerics),
         *(ranks.name, sharded, rows if residual is None else None, algorithm),
+        *op_boundary(*boundary),
     )
     quantized, scale, summed, normed = from_op_results(results, quant, return_normed)
     if normed is not None:
@@ -111,18 +119,27 @@ def all_gather_rows(
     return _into(out, torch.ops.allnorm.all_gather_rows(shard, num_tokens, ranks.name, algorithm))
 
 
-def _rows(ranks: _Ranks, x: _Tensor) -> int:
-    """How many rows of a sharded residual this rank has; symbolic if those of `x` are."""
-    lo, hi = arguments.row_shard(math.prod(x.shape[:-1]), ranks.world_size, ranks.rank)
+def _like_sum(x: _Tensor, boundary: Boundary) -> Like:
+    """What the reduced sum is like; `x` may be what experts return."""
+    (_, index, *_), (*_, experts) = boundary
+    if not experts:
+        return Like.rows(x, None)
+    num_tokens = (x if index is None else index).shape[0]
+    return Like((num_tokens, x.shape[-1]), x.dtype, x.device, "[num_tokens, hidden_size]")
+
+
+def _rows(ranks: _Ranks, like: Like) -> int:
+    """How many rows of a sharded residual this rank has; symbolic if those of the sum are."""
+    lo, hi = arguments.row_shard(math.prod(like.shape[:-1]), ranks.world_size, ranks.rank)
     return hi - lo
 
 
-def _like_residual(x: _Tensor, rows: int | None) -> Like:
+def _like_residual(like: Like, rows: int | None) -> Like:
     if rows is None:
-        return Like.rows(x, None)
+        return like
     # Not in numbers: with a symbolic one in its words, a graph would be that of one size.
     source = "this rank's rows, as row_shard() gives them"
-    return Like((rows, x.shape[-1]), x.dtype, x.device, source)
+    return Like((rows, like.shape[-1]), like.dtype, like.device, source)
 
 
 def _check(name: str, result: _Tensor | None, like: Like) -> None:

@@ -12,6 +12,7 @@ graph has nobody who could tell.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import time
 from collections.abc import Callable
 
@@ -61,7 +62,9 @@ def run(
         return _native.OK
     if owner.world_size == 1:
         return int(library.local(launch.address))
-    status = _sum_rows(launch, library, owner, rows_of(x))
+    status, rows = _own_partial(launch, library, x)
+    if status == _native.OK:
+        status = _sum_rows(launch, library, owner, rows)
     if status != _native.OK or launch.shard is None:
         return status
     for field in ("out", "quantized_out"):
@@ -112,6 +115,22 @@ def _all_gather_rows(shard: torch.Tensor, out: torch.Tensor, owner: Owner) -> No
         _complete(out, owner)
 
 
+def _own_partial(
+    launch: Launch, library: _native.Library, x: torch.Tensor
+) -> tuple[int, torch.Tensor]:
+    """A status, and this rank's partial sums; those of experts are summed first."""
+    call = launch.native
+    if not call.top_k:
+        return _native.OK, rows_of(x)
+    rows = x.new_empty((launch.num_tokens, call.hidden_size))
+    summing = _native.Call.from_buffer_copy(call)
+    for name in ("residual", "weight", "post_weight", "residual_out", "quantized", "scale"):
+        setattr(summing, name, None)
+    summing.op, summing.quant, summing.flags = _native.ALL_REDUCE, 0, 0
+    summing.out, summing.out_stride = rows.data_ptr() or call.x, call.hidden_size
+    return int(library.local(ctypes.addressof(summing))), rows
+
+
 def _sum_rows(launch: Launch, library: _native.Library, owner: Owner, rows: torch.Tensor) -> int:
     """Gathers the partial sums of all rows, and finishes those of this rank, chunk by chunk."""
     call, world_size, num_tokens = launch.native, owner.world_size, launch.num_tokens
@@ -128,7 +147,7 @@ def _sum_rows(launch: Launch, library: _native.Library, owner: Owner, rows: torc
                 continue
             call.x = gathered.data_ptr() + (first - begin) * hidden_size * width
             call.x_stride, call.source_stride = hidden_size, (end - begin) * hidden_size
-            call.num_tokens, call.num_sources = last - first, world_size
+            call.num_tokens, call.num_sources, call.top_k = last - first, world_size, 0
             # Padding follows the last row; where rows belong to ranks it is zeroed at the end.
             whole = launch.shard is None and last == num_tokens
             call.scale_padding_rows = saved["scale_padding_rows"] if whole else 0
@@ -220,6 +239,6 @@ def _zero_padding(scale: torch.Tensor, geometry: ScaleGeometry) -> None:
 
 # Of the C call: what differs between the chunks of a call.
 _ROW_FIELDS = (
-    *("x", "residual", "out", "residual_out", "quantized", "scale"),
+    *("x", "residual", "out", "residual_out", "quantized", "scale", "top_k"),
     *("x_stride", "num_tokens", "num_sources", "source_stride", "scale_padding_rows"),
 )

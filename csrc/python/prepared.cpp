@@ -72,7 +72,8 @@ bool recognises(const Prepared& prepared, PyObject* const* arguments) {
   }
   const Ref answer(PyObject_CallFunctionObjArgs(prepared.check.get(), checked[0], checked[1],
                                                 checked[2], checked[3], checked[4], checked[5],
-                                                checked[6], checked[7], nullptr));
+                                                checked[6], checked[7], checked[8], checked[9],
+                                                checked[10], checked[11], nullptr));
   if (!answer) PyErr_Clear();
   return answer.get() == Py_True;
 }
@@ -108,6 +109,10 @@ bool bind_given(const Prepared& prepared, PyObject* const* arguments, AllnormCal
   call.x = reinterpret_cast<const void*>(addresses[kX]);
   call.residual = reinterpret_cast<const void*>(addresses[kResidual]);
   call.weight = reinterpret_cast<const void*>(addresses[kWeight]);
+  call.post_weight = reinterpret_cast<const void*>(addresses[kPostWeight]);
+  call.expert_index = reinterpret_cast<const std::int32_t*>(addresses[kExpertIndex]);
+  call.expert_weights = reinterpret_cast<const float*>(addresses[kExpertWeights]);
+  call.shared = reinterpret_cast<const void*>(addresses[kShared]);
   if (addresses[kStaticScale] != 0) call.scale = reinterpret_cast<void*>(addresses[kStaticScale]);
   return true;
 }

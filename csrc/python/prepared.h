@@ -17,13 +17,17 @@ enum Tensor : int {
   kResidual,
   kWeight,
   kStaticScale,
+  kPostWeight,
+  kExpertIndex,
+  kExpertWeights,
+  kShared,
   kOut,
   kResidualOut,
   kQuantizedOut,
   kScaleOut,
   kNumTensors
 };
-constexpr int kNumConstants = 9;
+constexpr int kNumConstants = 13;
 constexpr int kNumArguments = kNumTensors + kNumConstants;
 
 // What a call is given as one of its tensors: nothing, a tensor, or the same object as the input
