@@ -87,7 +87,7 @@ typedef struct AllnormCall {
   int64_t hidden_size;
   // [num_tokens, hidden_size], this rank's partial sum. ALL_GATHER_ROWS: this rank's row_shard() of
   // them, complete.
-  const void* x;
+  const void* x;  // with top_k: rows of experts, see there
   const void* residual;  // [num_tokens, hidden_size], or this rank's row_shard() of them, or NULL
   const void* weight;    // [hidden_size]; NULL unless ADD_RMS_NORM, and with ALLNORM_NO_NORM
   // [num_tokens, hidden_size]; may be x; with quant: NULL if not wanted; with ALLNORM_NO_NORM: NULL
@@ -130,12 +130,18 @@ typedef struct AllnormCall {
   float post_eps;
   float post_weight_bias;
   float sum_scale;  // ALLNORM_SCALED: the sum, or its norm, is multiplied by it
-  int32_t top_k;
-  int32_t expert_padding;
-  int64_t num_rows;
+
+  // With top_k, 1 to 16, x holds rows of experts, of which this rank's partial sums are made: step
+  // 0 of the numerics page. Only with ADD_RMS_NORM, in allnorm_local with ALL_REDUCE too, there of
+  // one source. Ranks may differ in all of it.
+  int32_t top_k;           // choices of a token; 0: x holds the partial sums
+  int32_t expert_padding;  // 0
+  int64_t num_rows;        // of x; without expert_index num_tokens * top_k
+  // [num_tokens, top_k]: the row of each choice, -1: this rank has none. Any other number that is no
+  // row makes the token's partial sum NaN. NULL: choice k of token t is row t * top_k + k.
   const int32_t* expert_index;
-  const float* expert_weights;
-  const void* shared;
+  const float* expert_weights;  // [num_tokens, top_k], or NULL: rows are weighted already
+  const void* shared;           // [num_tokens, hidden_size], added last, or NULL
   int64_t expert_index_stride;
   int64_t expert_weights_stride;
   int64_t shared_stride;

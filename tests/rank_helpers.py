@@ -47,6 +47,42 @@ def comm(**arguments: Any) -> allnorm.Communicator:
 
 
 @dataclasses.dataclass(frozen=True)
+class Experts:
+    """What stands for `x` of a call that begins with what experts return."""
+
+    top_k: int = 2
+    weighted: bool = True
+    shared: bool = False
+    indexed: bool = True
+    absent: float = 0.3
+    """The part of the choices that a rank has no row for, of those with an index."""
+
+    def of(self, case: Case, rank: int) -> allnorm.ExpertSum:
+        """Of one rank; with an index other rows than choices, and another number on each rank."""
+        shape, dtype, top_k = case.shape, case.dtype, self.top_k
+        num_tokens, hidden_size = shape
+        count = num_tokens * top_k + rank if self.indexed else num_tokens * top_k
+        rows = case.but(shape=(count, hidden_size), experts=None).x(rank)
+        generator = torch.Generator().manual_seed(1000 * rank + num_tokens + 7 * top_k + case.call)
+        index = None
+        if self.indexed:
+            index = torch.randint(0, max(count, 1), (num_tokens, top_k), generator=generator)
+            absent = torch.rand(num_tokens, top_k, generator=generator) < self.absent
+            index = index.masked_fill(absent | torch.tensor(count == 0), -1).to(torch.int32)
+            index = index.to(device())
+        else:
+            rows = rows.view(num_tokens, top_k, hidden_size)
+        weights = torch.rand(num_tokens, top_k, generator=generator).to(device())
+        shared = rank_input(shape, dtype, rank, call=case.call + 1, device=device())
+        return allnorm.ExpertSum(
+            rows,
+            weights if self.weighted else None,
+            index,
+            shared if self.shared else None,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class Case:
     """One fused call. Everything about it follows from these values, on every rank."""
 
@@ -63,8 +99,14 @@ class Case:
     quant: Quant | None = None
     return_normed: bool = False
     sharded: bool = False
+    post_norm: bool = False
+    scale: float = 1.0
+    second_norm: bool = True
+    experts: Experts | None = None
 
-    def x(self, rank: int) -> torch.Tensor:
+    def x(self, rank: int) -> Any:
+        if self.experts is not None:
+            return self.experts.of(self, rank)
         if self.kind == "normal":
             return rank_input(self.shape, self.dtype, rank, call=self.call, device=device())
         if self.kind.endswith("sentinels"):
@@ -80,7 +122,7 @@ class Case:
             self.kind, self.shape, self.dtype, rank, call=self.call, device=device()
         )
 
-    def xs(self, world_size: int) -> list[torch.Tensor]:
+    def xs(self, world_size: int) -> list[Any]:
         return [self.x(rank) for rank in range(world_size)]
 
     def residual_tensor(self) -> torch.Tensor | None:
@@ -94,14 +136,27 @@ class Case:
         dtype = torch.float32 if self.float32_weight else self.dtype
         return shared_input(self.shape[-1:], dtype, "weight", device=device())
 
+    def norm_before(self) -> allnorm.PostNorm | None:
+        """Of a weight in the dtype that the other weight does not have."""
+        if not self.post_norm:
+            return None
+        dtype = self.dtype if self.float32_weight else torch.float32
+        weight = shared_input(self.shape[-1:], dtype, "post_norm", device=device())
+        return allnorm.PostNorm(weight, 2 * self.eps, 1.0 - self.weight_bias)
+
     def norm_arguments(self) -> dict[str, Any]:
-        return {
+        arguments = {
             "residual": self.residual_tensor(),
-            "weight": self.weight(),
+            "weight": self.weight() if self.second_norm else None,
             "eps": self.eps,
             "weight_bias": self.weight_bias,
             "numerics": self.numerics,
         }
+        if self.post_norm:
+            arguments["post_norm"] = self.norm_before()
+        if self.scale != 1.0:
+            arguments["scale"] = self.scale
+        return arguments
 
     def spec(self) -> Quant | None:
         """How to quantise; a given scale is on this rank's device."""
@@ -178,7 +233,8 @@ def assert_padding_is_zero(scale: torch.Tensor, quant: Quant | None) -> None:
 def agreed(case: Case, results: Any) -> list[torch.Tensor]:
     """Those of the results that every rank holds the same."""
     if case.quant is None:
-        return list(results[: 1 if case.sharded else 2])
+        kept = results[: 1 if case.sharded else 2]
+        return [result for result in kept if result is not None]
     quantized, scale, residual, normed = results
     whole = [quantized, scale, *([] if case.sharded else [residual])]
     return whole if normed is None else [*whole, normed]

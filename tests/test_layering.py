@@ -30,7 +30,7 @@ ALLOWED = {
     "quant": {"errors", "names"},
     "expert_sum": set(),
     "post_norm": set(),
-    "reference": {"names", "post_norm", "quant"},
+    "reference": {"expert_sum", "names", "post_norm", "quant"},
     "config": {"errors"},
     "topology": {"errors"},
     "tuning": {"_version", "config", "names", "policy", "topology"},

@@ -273,6 +273,7 @@ def check_norms(call: Call) -> None:
     for name, weight in (("weight", call.weight), ("post_norm.weight", call.post_weight)):
         if weight is not None:
             check_weight(name, weight, call.x)
+            check_device(name, weight, call.x.device)
 
 
 def check_weight(name: str, weight: Any, x: torch.Tensor) -> None:
@@ -284,7 +285,6 @@ def check_weight(name: str, weight: Any, x: torch.Tensor) -> None:
         )
     if weight.dtype not in (x.dtype, torch.float32):
         raise TypeError(f"{name} has dtype {weight.dtype}: expected {x.dtype} or float32.")
-    check_device(name, weight, x.device)
 
 
 def check_experts(call: Call, device: torch.device) -> None:

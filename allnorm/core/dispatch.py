@@ -211,7 +211,9 @@ class Chooser:
     def plan(self, call: Call) -> Plan:
         """How such a call would run; looks at its geometry and constants only."""
         rows, native = {}, describe(call)
-        native.out = 1 if call.return_normed else None  # it matters only whether there is any
+        # It matters only whether there is any.
+        native.out = 1 if call.return_normed else None
+        native.post_weight = None if call.post_weight is None else 1
         for name, native.algorithm in _native.ALGORITHM.items():
             rows[name] = self._library.rows_per_chunk(
                 self.traits.world_size, self._workspace_bytes, ctypes.addressof(native)

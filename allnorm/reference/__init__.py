@@ -10,6 +10,7 @@ arithmetic operation is one float32 operation rounded to nearest even.
 from allnorm.names import NUMERICS
 from allnorm.names import REQUESTS as ALGORITHMS
 from allnorm.reference.arithmetic import fma, sqrt, square_sum
+from allnorm.reference.experts import expert_sum
 from allnorm.reference.fp8 import add_rms_norm_quant, all_reduce_add_rms_norm_quant, quantize
 from allnorm.reference.norm import (
     DTYPES,
@@ -29,6 +30,7 @@ __all__ = [
     "all_reduce",
     "all_reduce_add_rms_norm",
     "all_reduce_add_rms_norm_quant",
+    "expert_sum",
     "fma",
     "quantize",
     "row_shard",

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from allnorm.expert_sum import ExpertSum
 from allnorm.post_norm import PostNorm
 from allnorm.quant import (
     DEFAULT_QUANT,
@@ -104,7 +105,7 @@ def _pack_exponents(scale: Tensor) -> Tensor:
 
 
 def add_rms_norm_quant(
-    x: Tensor,
+    x: Tensor | ExpertSum,
     residual: Tensor | None,
     weight: Tensor,
     eps: float,
@@ -137,7 +138,7 @@ def add_rms_norm_quant(
 
 
 def all_reduce_add_rms_norm_quant(
-    inputs: Sequence[Tensor],
+    inputs: Sequence[Tensor | ExpertSum],
     residual: Any,
     weight: Tensor,
     eps: float,

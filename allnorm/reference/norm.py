@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from allnorm.expert_sum import ExpertSum
 from allnorm.names import DTYPES as DTYPE_NAMES
 from allnorm.names import NUMERICS, REQUESTS
 from allnorm.post_norm import PostNorm
 from allnorm.quant import check_choice
 from allnorm.reference.arithmetic import float32, new_tensor, sqrt, square_sum
+from allnorm.reference.experts import summed
 from allnorm.reference.shards import all_gather_rows, split_rows
 
 DTYPES = tuple(getattr(torch, name) for name in DTYPE_NAMES)
@@ -50,7 +52,7 @@ def all_reduce(
 
 
 def all_reduce_add_rms_norm(
-    inputs: Sequence[Tensor],
+    inputs: Sequence[Tensor | ExpertSum],
     residual: Any,
     weight: Tensor | None,
     eps: float,
@@ -70,7 +72,8 @@ def all_reduce_add_rms_norm(
     ``normed = rms_norm(residual_out, weight, eps)``.
 
     Args:
-        inputs: one `x` per rank, in rank order, `[..., hidden_size]`; float32, float16 or bfloat16.
+        inputs: one `x` per rank, in rank order, `[..., hidden_size]`; float32, float16 or bfloat16;
+            or an ExpertSum, which is summed first.
         residual: shape and dtype of `x`, or None: then nothing is added. With `residual_sharded`
             the list of all ranks' shards, each `[hi - lo, hidden_size]` of `row_shard`.
         weight: `[hidden_size]`, dtype of `x` or float32; with `post_norm` it may be None: then
@@ -94,7 +97,7 @@ def all_reduce_add_rms_norm(
         TypeError: a dtype does not fit.
     """
     check_choice("algorithm", algorithm, REQUESTS)
-    reduced = all_reduce(inputs)
+    reduced = all_reduce([summed(x) for x in inputs])
     whole = _join(residual, reduced) if residual_sharded else residual
     normed, total = add_rms_norm(
         reduced,
@@ -117,7 +120,7 @@ def all_reduce_add_rms_norm(
 
 
 def add_rms_norm(
-    x: Tensor,
+    x: Tensor | ExpertSum,
     residual: Tensor | None,
     weight: Tensor | None,
     eps: float,
@@ -130,7 +133,7 @@ def add_rms_norm(
     """Adds the residual to an already reduced `x` and applies RMSNorm: steps 1c to 5.
 
     Args:
-        x: `[..., hidden_size]`, float32, float16 or bfloat16.
+        x: `[..., hidden_size]`, float32, float16 or bfloat16; or an ExpertSum.
         residual: shape and dtype of `x`, or None.
         weight: `[hidden_size]`, dtype of `x` or float32; with `post_norm` it may be None: then
             there is no second norm, and `normed` is None.
@@ -148,8 +151,21 @@ def add_rms_norm(
         TypeError: a dtype does not fit.
     """
     numerics = "rounded" if numerics is None else numerics
-    _check_norm(x, residual, weight, numerics, post_norm)
-    x = _change(x, numerics, post_norm, scale)
+    partial: Tensor = summed(x)
+    _check_norm(partial, residual, weight, numerics, post_norm)
+    reduced = _change(partial, numerics, post_norm, scale)
+    return _norm(reduced, residual, weight, eps, weight_bias, numerics)
+
+
+def _norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    weight_bias: float,
+    numerics: str,
+) -> tuple[Tensor | None, Tensor]:
+    """Steps 2 to 5."""
     total = _add_residual(x, residual)
     residual_out = total.to(x.dtype)
     if weight is None:

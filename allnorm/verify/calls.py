@@ -49,6 +49,10 @@ class Kind:
     sharded: bool = False  # each rank holds its own rows of the residual only
     algorithm: str = "auto"
     eps: float = EPS
+    post_norm: bool = False  # the sum is normed before the residual is added
+    scale: float = 1.0  # and scaled
+    second_norm: bool = True  # without one the new residual is the only result
+    experts: bool = False  # x is summed from rows of experts
 
     def result_key(self) -> tuple[Any, ...]:
         """Kinds with the same key give the same results for the same rows."""
@@ -61,7 +65,17 @@ class Kind:
         elif quant is not None:
             quant = type(quant).__name__
         options = (self.numerics, self.weight_bias, self.float32_weight, self.has_residual)
-        return (*options, self.eps, quant)
+        change = (self.post_norm, self.scale, self.second_norm)
+        return (*options, self.eps, quant, *change)
+
+    def _options(self, weight: torch.Tensor) -> dict[str, Any]:
+        """Arguments that the methods and the reference share."""
+        options: dict[str, Any] = {"weight_bias": self.weight_bias, "numerics": self.numerics}
+        if self.post_norm:
+            options["post_norm"] = allnorm.PostNorm(weight, 2 * self.eps, 0.5 - self.weight_bias)
+        if self.scale != 1.0:
+            options["scale"] = self.scale
+        return options
 
     def expected(
         self, reduced: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
@@ -73,12 +87,15 @@ class Kind:
         """
         if self.op == "all_reduce":
             return {"reduced": reduced}
-        arguments = (reduced, residual if self.has_residual else None, weight, self.eps)
-        options: dict[str, Any] = {"weight_bias": self.weight_bias, "numerics": self.numerics}
+        second = weight if self.second_norm else None
+        before = residual if self.has_residual else None
+        arguments: tuple[Any, ...] = (reduced, before, second, self.eps)
+        options = self._options(weight)
         if self.quant is None:
-            normed, summed = reference.add_rms_norm(*arguments, **options)
-            return {"normed": normed, "residual_out": summed}
-        return self._by_name(reference.add_rms_norm_quant(*arguments, self.quant, True, **options))
+            return _two(*reference.add_rms_norm(*arguments, **options))
+        return self._by_name(
+            reference.add_rms_norm_quant(*(*arguments, self.quant, True), **options)
+        )
 
     def call(
         self,
@@ -100,20 +117,21 @@ class Kind:
         if self.op == "all_gather_rows":
             lo, hi = comm.row_shard(self.num_tokens)
             return {"rows": comm.all_gather_rows(x[lo:hi].clone(), self.num_tokens, **out)}
-        arguments = (x, residual[lo:hi] if self.has_residual else None, weight, self.eps)
+        given = _as_experts(x) if self.experts else x
+        second = weight if self.second_norm else None
+        before = residual[lo:hi] if self.has_residual else None
+        arguments: tuple[Any, ...] = (given, before, second, self.eps)
         options: dict[str, Any] = {
-            "numerics": self.numerics,
-            "weight_bias": self.weight_bias,
             "algorithm": self.algorithm,
             "residual_sharded": self.sharded,
+            **self._options(weight),
             **out,
         }
         if self.quant is None:
-            normed, summed = comm.all_reduce_add_rms_norm(*arguments, **options)
-            return {"normed": normed, "residual_out": summed}
+            return _two(*comm.all_reduce_add_rms_norm(*arguments, **options))
         return self._by_name(
             comm.all_reduce_add_rms_norm_quant(
-                *arguments, self.quant, self.return_normed, **options
+                *(*arguments, self.quant, self.return_normed), **options
             )
         )
 
@@ -130,7 +148,22 @@ class Kind:
         if self.op == "norm":
             words += [self.numerics] + ["with residual"] * self.has_residual
             words += [str(self.quant)] * (self.quant is not None) + ["sharded"] * self.sharded
+            words += ["post norm"] * self.post_norm + [f"scale {self.scale}"] * (self.scale != 1.0)
+            words += ["no second norm"] * (not self.second_norm) + ["experts"] * self.experts
         return " ".join([*words, self.algorithm])
+
+
+def _two(normed: torch.Tensor | None, summed: torch.Tensor) -> Results:
+    found = {"residual_out": summed}
+    return found if normed is None else {"normed": normed, **found}
+
+
+def _as_experts(x: torch.Tensor) -> allnorm.ExpertSum:
+    """Choices whose sum is `x` again, bit for bit, of numbers that can be halved."""
+    token = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
+    index = torch.stack((token, torch.full_like(token, -1), token), dim=1)
+    weights = torch.full(index.shape, 0.5, device=x.device)
+    return allnorm.ExpertSum(x, weights, index)
 
 
 def issue(
@@ -146,7 +179,7 @@ def issue(
     With `in_place` the new residual overwrites the old one, and the norm or the sum overwrites `x`.
     """
     out: dict[str, torch.Tensor | None] = {}
-    if in_place and kind.quant is None:
+    if in_place and kind.quant is None and kind.second_norm and not kind.experts:
         out["out"] = x
     if in_place and kind.op == "norm":
         lo, hi = comm.row_shard(kind.num_tokens) if kind.sharded else (0, kind.num_tokens)
@@ -185,7 +218,29 @@ def random_kind(rng: random.Random, device: torch.device, max_elems: int) -> Kin
         return_normed=rng.random() < 0.3,
         sharded=norm and rng.random() < 0.35,
         algorithm=rng.choices(REQUESTS, _ALGORITHM_SHARES)[0],
+        **(_random_change(rng, quant is None) if norm else {}),
     )
+
+
+def _random_change(rng: random.Random, may_end_with_sum: bool) -> dict[str, Any]:
+    """What happens before the residual is added, in two kinds of five."""
+    post_norm = rng.random() < 0.25
+    return {
+        "post_norm": post_norm,
+        "scale": 0.22 if rng.random() < 0.12 else 1.0,
+        "second_norm": not (post_norm and may_end_with_sum and rng.random() < 0.4),
+        "experts": rng.random() < 0.12,
+    }
+
+
+CHANGES: tuple[dict[str, Any], ...] = (
+    {"post_norm": True},
+    {"post_norm": True, "second_norm": False},
+    {"scale": 0.22},
+    {"post_norm": True, "scale": -1.5, "experts": True},
+    {"experts": True},
+)
+"""One of each, as fields of a Kind."""
 
 
 def algorithms(kind: Kind, comms: Sequence[allnorm.Communicator]) -> set[str]:

@@ -24,7 +24,7 @@ from allnorm.testing import (
     report,
     sentinel_input,
 )
-from allnorm.verify.calls import EPS, Kind, Results, issue, specs
+from allnorm.verify.calls import CHANGES, EPS, Kind, Results, issue, specs
 from allnorm.verify.context import Check, Context, Recorder
 
 HIDDEN_SIZES = (2880, 2944, 5760, 120, 4096, 7168, 8192, 16384, 1001)
@@ -286,8 +286,12 @@ def _variants(
     *,
     sharded: bool = False,
     special: str = "",
+    change: dict[str, Any] | None = None,
 ) -> None:
-    """A call by each algorithm that can run it; `turn` decides all options that are not given."""
+    """A call by each algorithm that can run it; `turn` decides all options that are not given.
+
+    `change`: further fields of the Kind.
+    """
     comm, (num_tokens, hidden_size) = context.comm, batch.residual.shape
     dtype = batch.residual.dtype
     kind = Kind(
@@ -297,12 +301,27 @@ def _variants(
         quant=spec,
         return_normed=spec is not None and turn % 2 == 0,
         sharded=sharded,
+        **(change or {}),
     )
     expected = kind.expected(reference.all_reduce(batch.xs), batch.residual, batch.weight)
     for algorithm in context.algorithms(num_tokens, hidden_size, dtype, spec, sharded):
         kind = replace(kind, algorithm=algorithm)
         got = issue(comm, kind, batch.xs[comm.rank], batch.residual, batch.weight)
         _compare(recorder, f"{special} {kind}", spec, got, expected, digest=not special)
+
+
+def boundaries(context: Context, recorder: Recorder) -> None:
+    """Post norms, scaled sums, calls without a second norm, sums of experts; in every mode."""
+    turns = itertools.count()
+    for dtype, hidden_size, num_tokens in itertools.product(
+        DTYPES.values(), (2304, 120, 1001), (0, 1, 5, 33)
+    ):
+        batch = context.batch(num_tokens, hidden_size, dtype)
+        for change, sharded in itertools.product(CHANGES, (False, True)):
+            turn = next(turns)
+            quantised = change.get("second_norm", True) and turn % 3 == 0
+            spec = allnorm.Fp8PerToken() if quantised else None
+            _variants(context, recorder, batch, spec, turn, sharded=sharded, change=change)
 
 
 def _compare(
@@ -368,10 +387,11 @@ def _capture(
 
 
 def quantized_graph_replay(context: Context, recorder: Recorder) -> None:
-    """A graph of quantised and sharded calls, replayed with new inputs and a new static scale."""
+    """A graph of all other kinds of calls, replayed with new inputs and a new static scale."""
     comm = context.comm
     static = context.batch(35, 2944, torch.bfloat16)
-    kinds = [
+    kinds = [Kind("norm", 35, 2944, torch.bfloat16, **change) for change in CHANGES]
+    kinds += [
         Kind("norm", 35, 2944, torch.bfloat16, quant=spec, sharded=sharded)
         for spec in specs(2944, comm.device)
         for sharded in (False, True)
@@ -409,6 +429,7 @@ CHECKS: dict[str, Check] = {
     "quantisation": quantization,
     "quantised special values": quantized_special_values,
     "sharded residual": sharded_residual,
+    "post norms and experts": boundaries,
 }
 GPU_CHECKS: dict[str, Check] = {
     "graph replay": graph_replay,

@@ -88,6 +88,23 @@ int32_t check_norm(const AllnormCall& call) {
   return status == ALLNORM_OK ? check_quant(call) : status;
 }
 
+// Step 0 of the numerics page.
+int32_t check_experts(const AllnormCall& call) {
+  if (call.top_k < 0 || call.top_k > kMaxTopK) {
+    return invalid("top_k", call.top_k, "0 (x holds partial sums) to 16");
+  }
+  if (call.num_rows < 0 || call.num_rows > INT32_MAX) {
+    return invalid("num_rows", call.num_rows, "0 to 2^31 - 1");
+  }
+  const int64_t choices = call.num_tokens * call.top_k;
+  if (call.top_k != 0 && call.expert_index == nullptr && call.num_rows != choices) {
+    return fail(ALLNORM_INVALID_ARGUMENT,
+                "num_rows is %lld without expert_index; expected num_tokens * top_k, %lld",
+                static_cast<long long>(call.num_rows), static_cast<long long>(choices));
+  }
+  return ALLNORM_OK;
+}
+
 // Everything but the memory.
 int32_t check_call(const AllnormCall* call) {
   if (call == nullptr) return fail(ALLNORM_INVALID_ARGUMENT, "call is NULL");
@@ -153,7 +170,11 @@ int32_t check_run(const AllnormCommConfig* config, const AllnormCall* call) {
   if (config == nullptr) return fail(ALLNORM_INVALID_ARGUMENT, "comm is NULL");
   int32_t status = check_kind(call);
   if (status == ALLNORM_OK) status = check_num_tokens(*call);
+  if (status == ALLNORM_OK) status = check_experts(*call);
   if (status != ALLNORM_OK) return status;
+  if (sums_experts(*call) && !is_norm(*call)) {
+    return invalid("top_k", call->top_k, "0 (x holds partial sums) unless op is ADD_RMS_NORM");
+  }
   return check_memory(*call, 1, own_rows(*config, *call));
 }
 
@@ -170,7 +191,11 @@ int32_t check_local(const AllnormCall* call) {
     return invalid("source_stride", call->source_stride, "at least 0");
   }
   status = check_num_tokens(*call);
+  if (status == ALLNORM_OK) status = check_experts(*call);
   if (status != ALLNORM_OK) return status;
+  if (sums_experts(*call) && call->num_sources != 1) {
+    return invalid("num_sources", call->num_sources, "1 with top_k");
+  }
   return check_memory(*call, call->num_sources, {0, call->num_tokens});
 }
 

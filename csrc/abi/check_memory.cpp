@@ -97,7 +97,7 @@ class Tensors {
   }
 
  private:
-  static constexpr int kMost = 9;
+  static constexpr int kMost = 12;
   Range ranges_[kMost];
   int count_ = 0;
   int32_t status_ = ALLNORM_OK;
@@ -109,7 +109,7 @@ constexpr const char* kResidual = "residual";
 
 int32_t check_present(const AllnormCall& call) {
   const bool norm = is_norm(call), quantized = is_quantized(call);
-  if (call.x == nullptr) return missing("x");
+  if (call.x == nullptr && (!sums_experts(call) || call.num_rows > 0)) return missing("x");
   if (ends_with_sum(call)) {
     if (call.out != nullptr || call.weight != nullptr) {
       return fail(ALLNORM_INVALID_ARGUMENT, "%s is given with ALLNORM_NO_NORM; expected NULL",
@@ -129,7 +129,7 @@ int32_t check_present(const AllnormCall& call) {
 constexpr int64_t kFarthest = int64_t{1} << 48;
 
 int32_t check_stride_bounds(const AllnormCall& call) {
-  const bool quantized = is_quantized(call);
+  const bool quantized = is_quantized(call), experts = sums_experts(call);
   const struct {
     const char* name;
     int64_t stride;
@@ -139,7 +139,10 @@ int32_t check_stride_bounds(const AllnormCall& call) {
                  {"residual_out_stride", call.residual_out_stride},
                  {"quantized_stride", quantized ? call.quantized_stride : 0},
                  {"scale_row_stride", quantized ? call.scale_row_stride : 0},
-                 {"scale_group_stride", quantized ? call.scale_group_stride : 0}};
+                 {"scale_group_stride", quantized ? call.scale_group_stride : 0},
+                 {"expert_index_stride", experts ? call.expert_index_stride : 0},
+                 {"expert_weights_stride", experts ? call.expert_weights_stride : 0},
+                 {"shared_stride", experts ? call.shared_stride : 0}};
   for (const auto& [name, stride] : strides) {
     if (stride < -kFarthest || stride > kFarthest) {
       return invalid(name, stride, "-2^48 to 2^48 elements");
@@ -148,10 +151,28 @@ int32_t check_stride_bounds(const AllnormCall& call) {
   return ALLNORM_OK;
 }
 
+int32_t check_expert_strides(const AllnormCall& call) {
+  if (!sums_experts(call)) return ALLNORM_OK;
+  const struct {
+    const char* name;
+    const void* data;
+    int64_t stride;
+  } tensors[] = {{"expert_index_stride", call.expert_index, call.expert_index_stride},
+                 {"expert_weights_stride", call.expert_weights, call.expert_weights_stride},
+                 {"shared_stride", call.shared, call.shared_stride}};
+  for (const auto& [name, data, stride] : tensors) {
+    if (data != nullptr && stride < 0) return invalid(name, stride, "at least 0");
+  }
+  return ALLNORM_OK;
+}
+
 int32_t check_strides(const AllnormCall& call) {
+  // One token may have several rows.
+  const bool x_repeats = (sums_experts(call) ? call.num_rows : call.num_tokens) > 1;
+  if (x_repeats && call.x_stride < 0) return invalid("x_stride", call.x_stride, "at least 0");
   if (call.num_tokens < 2) return ALLNORM_OK;
+  if (const int32_t status = check_expert_strides(call)) return status;
   const bool norm = is_norm(call);
-  if (call.x_stride < 0) return invalid("x_stride", call.x_stride, "at least 0");
   if (norm && call.residual != nullptr && call.residual_stride < 0) {
     return invalid("residual_stride", call.residual_stride, "at least 0");
   }
@@ -236,7 +257,17 @@ int32_t check_memory(const AllnormCall& call, int num_sources, const RowShard& o
   const int64_t x_rows = call.op == ALLNORM_ALL_GATHER_ROWS ? held : call.num_tokens;
   // A shard of no rows has an address that means nothing.
   Tensors all;
-  if (x_rows > 0 && !gathers_in_place(call, own)) {
+  if (sums_experts(call)) {
+    const auto choices = [&](int64_t stride) {
+      return Extent{call.top_k, call.num_tokens - 1, stride};
+    };
+    if (call.num_rows > 0) {
+      all.add("the rows of experts", call.x, width, rows(call.num_rows, call.x_stride));
+    }
+    all.add("expert_index", call.expert_index, 4, choices(call.expert_index_stride));
+    all.add("expert_weights", call.expert_weights, 4, choices(call.expert_weights_stride));
+    all.add("shared", call.shared, width, rows(call.num_tokens, call.shared_stride));
+  } else if (x_rows > 0 && !gathers_in_place(call, own)) {
     all.add(kX, call.x, width, rows(x_rows, call.x_stride));
   }
   if (num_sources > 1 && call.source_stride != 0) {
@@ -264,7 +295,10 @@ int32_t check_memory(const AllnormCall& call, int num_sources, const RowShard& o
 int32_t check_alignment(const AllnormCall& call, const RowShard& own) {
   const bool norm = is_norm(call), quantized = is_quantized(call);
   const int64_t width = element_bytes(call.dtype), held = own.end - own.begin;
-  const int64_t x_rows = call.op == ALLNORM_ALL_GATHER_ROWS ? held : call.num_tokens;
+  const bool experts = sums_experts(call);
+  const int64_t x_rows = call.op == ALLNORM_ALL_GATHER_ROWS ? held
+                         : experts                          ? call.num_rows
+                                                            : call.num_tokens;
   const struct {
     const char* name;
     const void* data;
@@ -273,6 +307,8 @@ int32_t check_alignment(const AllnormCall& call, const RowShard& own) {
     int64_t row_align;  // a quantised element is narrower than the one that it was made of
   } tensors[] = {
       {"x", call.x, x_rows, call.x_stride * width, kPackBytes},
+      {"shared", experts ? call.shared : nullptr, call.num_tokens, call.shared_stride * width,
+       kPackBytes},
       {"residual", norm ? call.residual : nullptr, held, call.residual_stride * width, kPackBytes},
       {"weight", norm ? call.weight : nullptr, 1, 0, kPackBytes},
       {"post_weight", norm ? call.post_weight : nullptr, 1, 0, kPackBytes},

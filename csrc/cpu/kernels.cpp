@@ -84,4 +84,16 @@ void run_rows(const RowOp& op, const RowTask& task) {
   }
 }
 
+void sum_experts(const ExpertTask& task) {
+  const DefaultFloatMode mode;
+  switch (task.dtype) {
+    case ALLNORM_FLOAT32:
+      return sum_experts_of<Float32>(task);
+    case ALLNORM_FLOAT16:
+      return sum_experts_of<Float16>(task);
+    default:
+      return sum_experts_of<Bfloat16>(task);
+  }
+}
+
 }  // namespace allnorm::ALLNORM_ISA

@@ -112,10 +112,29 @@ struct RowTask {
 
 using RowKernel = void (*)(const RowOp& op, const RowTask& task);
 
+// Numerics step 0, of `num_tokens` tokens: what their experts return, summed.
+struct ExpertTask {
+  int dtype;  // AllnormDtype
+  int64_t hidden_size;
+  ConstRows rows;
+  int64_t num_rows;
+  int64_t first_row;  // of the first token's choices, where there is no index
+  int top_k;
+  const int32_t* index;  // or null; of the first token, as the next two
+  int64_t index_stride;
+  const float* weights;  // or null
+  int64_t weights_stride;
+  ConstRows shared;  // data may be null
+  Rows sums;
+  int64_t num_tokens;
+};
+using ExpertKernel = void (*)(const ExpertTask& task);
+
 struct Isa {
   const char* name;
   bool (*available)();
   RowKernel run_rows;
+  ExpertKernel sum_experts;
 };
 
 // Every instruction set compiled in, best first; the last one is always available.

@@ -39,11 +39,19 @@ Communicator::OwnedRows Communicator::owned_rows(const Chunk& chunk, int owner) 
   return owned;
 }
 
-// Copies `count` rows of x into the partials of this rank's phase.
+// Puts `count` rows of this rank's partial sums into its phase.
 void Communicator::copy_in(const Chunk& chunk, int64_t row, int64_t slot, int64_t count) {
-  copy_rows(x_rows(chunk.call, row),
-            {phase(config_.rank) + chunk.layout.partial(slot), chunk.layout.row_bytes},
-            chunk.layout.row_bytes, count);
+  const int64_t row_bytes = chunk.layout.row_bytes;
+  const Rows partials = {phase(config_.rank) + chunk.layout.partial(slot), row_bytes};
+  if (sums_experts(chunk.call)) return sum_experts(chunk.call, row, count, partials);
+  copy_rows(x_rows(chunk.call, row), partials, row_bytes, count);
+}
+
+// This rank's own partial sums of rows that `slot` is for: where they lie already, or, of experts,
+// in its phase.
+ConstRows Communicator::own_partials(const Chunk& chunk, int64_t row, int64_t slot) {
+  if (!sums_experts(chunk.call)) return x_rows(chunk.call, row);
+  return {phase(config_.rank) + chunk.layout.partial(slot), chunk.layout.row_bytes};
 }
 
 bool Communicator::one_shot(const Chunk& chunk) {
@@ -53,7 +61,7 @@ bool Communicator::one_shot(const Chunk& chunk) {
   ConstRows sources[kMaxWorldSize];
   for (int rank = 0; rank < config_.world_size; ++rank) {
     sources[rank] = {phase(rank), chunk.layout.row_bytes};
-    if (rank == config_.rank) sources[rank] = x_rows(chunk.call, chunk.begin);
+    if (rank == config_.rank) sources[rank] = own_partials(chunk, chunk.begin, 0);
     if (rank != config_.rank && !wait(rank, 1, chunk.tag)) return false;
   }
   RowTask task = row_task(chunk.call, chunk.begin, chunk.begin);
@@ -67,7 +75,8 @@ bool Communicator::one_shot(const Chunk& chunk) {
 bool Communicator::exchange_partials(const Chunk& chunk, ConstRows* sources) {
   announce(chunk.tag);
   for (int owner = 0; owner < config_.world_size; ++owner) {
-    if (owner == config_.rank) continue;
+    // Its own are read where they lie, unless they have to be made.
+    if (owner == config_.rank && !sums_experts(chunk.call)) continue;
     const OwnedRows rows = owned_rows(chunk, owner);
     copy_in(chunk, rows.row, rows.slot, rows.count);
   }
@@ -75,7 +84,7 @@ bool Communicator::exchange_partials(const Chunk& chunk, ConstRows* sources) {
   const OwnedRows own = owned_rows(chunk, config_.rank);
   for (int rank = 0; rank < config_.world_size; ++rank) {
     sources[rank] = {phase(rank) + chunk.layout.partial(own.slot), chunk.layout.row_bytes};
-    if (rank == config_.rank) sources[rank] = x_rows(chunk.call, own.row);
+    if (rank == config_.rank) sources[rank] = own_partials(chunk, own.row, own.slot);
     if (rank != config_.rank && !wait(rank, 1, chunk.tag)) return false;
   }
   return true;
