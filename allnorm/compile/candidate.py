@@ -115,6 +115,23 @@ class Weight:
     bias: float
 
 
+@dataclass(frozen=True)
+class Experts:
+    """What the call sums before it reduces.
+
+    Attributes:
+        rows: [num_tokens, top_k, hidden_size], of the dtype of the reduction.
+        top_k: how many rows a token has.
+        weights: float32 [num_tokens, top_k], or None.
+        shared: of the shape of the reduced tensor, or None.
+    """
+
+    rows: Node
+    top_k: int
+    weights: Node | None
+    shared: Node | None
+
+
 @dataclass
 class Match:
     """A fused call.
@@ -132,6 +149,7 @@ class Match:
         scale_shape: in which the graph has the computed scales; None: in that of the operator.
         scale_layout: of the computed scales, as the operator takes it.
         static_scale: the given scale.
+        experts: what `x` is the sum of, if the call makes that too.
         note: what else could have been fused, and why not.
         lead_x: so many dimensions of size 1 are put before those of `x`.
         lead_residual: the same for the residual.
@@ -153,6 +171,7 @@ class Match:
     scale_shape: list[int] | None = None
     scale_layout: str = "row_major"
     static_scale: Node | None = None
+    experts: Experts | None = None
     note: str = ""
     lead_x: int = 0
     lead_residual: int = 0
@@ -163,10 +182,19 @@ class Match:
     _served: dict[Node, None] = field(default_factory=dict, repr=False)
 
     @property
+    def boundary(self) -> str:
+        """What is beside a residual and one norm, in words."""
+        before = "" if self.experts is None else f"sum of {self.experts.top_k} experts' rows"
+        return ", ".join(filter(None, (before, self.candidate.boundary)))
+
+    @property
     def inputs(self) -> list[Node]:
         """Every node of the graph that the call reads."""
         weights = [weight.source for weight in (self.weight, self.post_weight) if weight]
-        given = (self.x, self.residual, *weights, self.static_scale)
+        x: tuple[Node | None, ...] = (self.x,)
+        if self.experts is not None:
+            x = (self.experts.rows, self.experts.weights, self.experts.shared)
+        given = (*x, self.residual, *weights, self.static_scale)
         nodes = [node for node in given if isinstance(node, Node)]
         if self.view_x is not None:
             nodes += self.view_x.all_input_nodes[1:]

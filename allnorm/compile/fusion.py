@@ -298,7 +298,7 @@ def _site(values: Values, shapes: Shapes, found: _Found) -> Site:
     quant = None if candidate.quantised is None else str(candidate.quantised)
     return Site(
         *(nodes, shape, dtype, group or found.name, candidate.numerics, None, quant, match.note),
-        candidate.boundary,
+        match.boundary,
     )
 
 

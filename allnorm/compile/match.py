@@ -9,6 +9,7 @@ import torch
 from torch.fx import Node
 
 from allnorm.compile.candidate import Candidate, Match, Missed
+from allnorm.compile.experts import place_experts
 from allnorm.compile.expressions import Value, bare
 from allnorm.compile.fit import fit
 from allnorm.compile.norms import (
@@ -67,7 +68,7 @@ class Matcher:
                 if candidate.residual is not None and candidate.boundary:
                     more = more or f"not all that follows: {missed}"
                 continue
-            match.note = match.note or more
+            match.note = match.note or more or place_experts(self._values, match)
             return match
         raise first or Missed(self._explain(reduced))
 

@@ -145,7 +145,9 @@ class Rewriter:
 
     def _call(self, match: Match, comm_name: str) -> Node:
         candidate = match.candidate
-        x = self._input(match.x, whole=match.view_x is not None)
+        experts = match.experts
+        rows = match.x if experts is None else experts.rows
+        x = self._input(rows, whole=match.view_x is not None or experts is not None)
         if match.view_x is not None:
             x = self._repeat(match.view_x, x)
         x = self._led(x, match.lead_x)
@@ -170,7 +172,7 @@ class Rewriter:
             numbers = (tuple(match.numbers), tuple(match.numbers.values()))
             self._add(guards.check_values, numbers)
         op = getattr(torch.ops.allnorm, name).default
-        call = self._add(op, args, self._before_residual(match))
+        call = self._add(op, args, {**self._before_residual(match), **self._experts(match)})
         last = candidate.served[-1].definers[0]
         if "stack_trace" in last.meta:
             call.meta["stack_trace"] = last.meta["stack_trace"]
@@ -211,6 +213,16 @@ class Rewriter:
             weight, bias = self._weight(match, match.post_weight)
             found = {"post_weight": weight, "post_eps": branch.norm.eps, "post_weight_bias": bias}
         return found if branch.scale == 1.0 else {**found, "scale": branch.scale}
+
+    def _experts(self, match: Match) -> dict[str, Any]:
+        """What the call does before it reduces."""
+        experts = match.experts
+        if experts is None:
+            return {}
+        self._superfluous.add(match.x)
+        given = {"expert_weights": experts.weights, "shared": experts.shared}
+        tensors = {name: self._input(node, whole=True) for name, node in given.items() if node}
+        return {"experts": True, **tensors}
 
     def _weight(self, match: Match, given: Weight | None) -> tuple[Node | None, float]:
         """([hidden_size], of the dtype of `x` or float32; its bias)."""
