@@ -102,6 +102,11 @@ def two_that_are_weighted_already(rows, weights, shared, top_k):
     return (rows * weights.to(bf16).unsqueeze(-1)).sum(1)
 
 
+@fused(2)
+def two_with_weights_of_three_dimensions(rows, weights, shared, top_k):
+    return (rows * torch.sigmoid(weights.unsqueeze(-1))).sum(1).to(bf16)
+
+
 @fused(1)
 def one(rows, weights, shared, top_k):
     return rows.sum(-2)

@@ -122,7 +122,7 @@ class Experts:
     Attributes:
         rows: [num_tokens, top_k, hidden_size], of the dtype of the reduction.
         top_k: how many rows a token has.
-        weights: float32 [num_tokens, top_k], or None.
+        weights: float32 [num_tokens, top_k] or [num_tokens, top_k, 1], or None.
         shared: of the shape of the reduced tensor, or None.
     """
 

@@ -152,9 +152,11 @@ def _place(values: Values, match: Match, found: _Sum, dtype: torch.dtype) -> Exp
 
 
 def _weights(values: Values, weights: Value, shape: Sequence[Any], x: Node) -> Node:
-    """As [num_tokens, top_k]: the graph has a dimension of one behind that."""
-    source = weights.args[0] if weights.op == "rows" else weights
-    node = _holder(values, source, shape, torch.float32, x)
+    """As [num_tokens, top_k], or with the dimension of one behind that which the product needs."""
+    node = None
+    if weights.op == "rows":
+        node = _holder(values, weights.args[0], shape, torch.float32, x)
+    node = node or _holder(values, weights, [*shape, 1], torch.float32, x)
     if node is None:
         raise Missed("its weights are no float32 tensor of one number for each row")
     return node

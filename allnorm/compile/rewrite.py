@@ -222,6 +222,10 @@ class Rewriter:
         self._superfluous.add(match.x)
         given = {"expert_weights": experts.weights, "shared": experts.shared}
         tensors = {name: self._input(node, whole=True) for name, node in given.items() if node}
+        weights = None if experts.weights is None else self._shapes.of(experts.weights)
+        if weights is not None and weights.dim() > 2:
+            squeeze = torch.ops.aten.squeeze.dim
+            tensors["expert_weights"] = self._add(squeeze, (tensors["expert_weights"], -1))
         return {"experts": True, **tensors}
 
     def _weight(self, match: Match, given: Weight | None) -> tuple[Node | None, float]:

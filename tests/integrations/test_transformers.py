@@ -36,7 +36,12 @@ def expected_calls(family: str) -> dict[str, int]:
         return {"post norm, norm": sites}
     if family == "gemma4":
         return {"post norm, norm": sites // 2, "post norm": sites // 2}
-    if family in ("exaone4", "olmo2", "olmo3"):  # the model's own norm follows the last layer
+    if family in (
+        "exaone4",
+        "olmo2",
+        "olmo3",
+        "flex_olmo",
+    ):  # the model's own norm follows the last layer
         return {"post norm": sites - 1, "post norm, norm": 1}
     scale = {"granite": 0.22, "minicpm3": 1.4 / models.LAYERS**0.5}.get(family)
     return {"norm" if scale is None else f"scale {scale:g}, norm": sites}

@@ -20,6 +20,7 @@ FAMILIES = (
     "exaone4",
     "olmo2",
     "olmo3",
+    "flex_olmo",
     "granite",
     "minicpm3",
     "gpt_oss",
@@ -47,6 +48,7 @@ _MORE: dict[str, dict[str, Any]] = {
     "gpt_oss": {**_MOE, "num_local_experts": 4, "sliding_window": 32},
     "gemma4": {"global_head_dim": 16, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
     "exaone4": {"sliding_window": 32},
+    "flex_olmo": {**_MOE, "num_experts": 4},
     "granite": {"residual_multiplier": 0.22},
     "minicpm3": {
         "num_key_value_heads": 4,

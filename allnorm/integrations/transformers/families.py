@@ -74,6 +74,7 @@ FAMILIES = (
     Family("gpt_oss", "GptOssModel", numerics="rounded"),
     Family("olmo2", "Olmo2Model", numerics="rounded", layout=POST_NORM),
     Family("olmo3", "Olmo3Model", numerics="rounded", layout=POST_NORM),
+    Family("flex_olmo", "FlexOlmoModel", numerics="rounded", layout=POST_NORM),
     Family("gemma", "GemmaModel", numerics="rounded", weight_bias=1.0),
     Family("gemma2", "Gemma2Model", numerics="rounded", weight_bias=1.0, layout=SANDWICH),
     Family("gemma3", "Gemma3TextModel", numerics="rounded", weight_bias=1.0, layout=SANDWICH),
