@@ -86,11 +86,12 @@ typedef struct AllnormCall {
   int64_t num_tokens;
   int64_t hidden_size;
   // [num_tokens, hidden_size], this rank's partial sum. ALL_GATHER_ROWS: this rank's row_shard() of
-  // them, complete.
-  const void* x;  // with top_k: rows of experts, see there
+  // them, complete. With top_k [num_rows, hidden_size], rows of experts.
+  const void* x;
   const void* residual;  // [num_tokens, hidden_size], or this rank's row_shard() of them, or NULL
   const void* weight;    // [hidden_size]; NULL unless ADD_RMS_NORM, and with ALLNORM_NO_NORM
-  // [num_tokens, hidden_size]; may be x; with quant: NULL if not wanted; with ALLNORM_NO_NORM: NULL
+  // [num_tokens, hidden_size]; may be x, unless top_k; with quant: NULL if not wanted; with
+  // ALLNORM_NO_NORM: NULL
   void* out;
   void* residual_out;  // like residual; may be residual; NULL unless ADD_RMS_NORM
   int64_t x_stride;
@@ -131,18 +132,18 @@ typedef struct AllnormCall {
   float post_weight_bias;
   float sum_scale;  // ALLNORM_SCALED: the sum, or its norm, is multiplied by it
 
-  // With top_k, 1 to 16, x holds rows of experts, of which this rank's partial sums are made: step
-  // 0 of the numerics page. Only with ADD_RMS_NORM, in allnorm_local with ALL_REDUCE too, there of
-  // one source. Ranks may differ in all of it.
-  int32_t top_k;           // choices of a token; 0: x holds the partial sums
+  // Which rows of experts this rank's partial sum of a token is made of: step 0 of the numerics
+  // page. With ADD_RMS_NORM; allnorm_local also with ALL_REDUCE, and of one source. Ranks may
+  // differ in all of it.
+  int32_t top_k;           // 0: x is dense, and the rest means nothing; else choices a token, to 16
   int32_t expert_padding;  // 0
   int64_t num_rows;        // of x; without expert_index num_tokens * top_k
-  // [num_tokens, top_k]: the row of each choice, -1: this rank has none. Any other number that is no
-  // row makes the token's partial sum NaN. NULL: choice k of token t is row t * top_k + k.
+  // [num_tokens, top_k], the row of x of every choice; -1: none here. Any other number that is no
+  // row makes the token NaN. NULL: choice k of token t is row t * top_k + k.
   const int32_t* expert_index;
-  const float* expert_weights;  // [num_tokens, top_k], or NULL: rows are weighted already
-  const void* shared;           // [num_tokens, hidden_size], added last, or NULL
-  int64_t expert_index_stride;
+  const float* expert_weights;  // [num_tokens, top_k], what rows are multiplied by; or NULL
+  const void* shared;           // [num_tokens, hidden_size] of dtype, added last; or NULL
+  int64_t expert_index_stride;  // elements between rows
   int64_t expert_weights_stride;
   int64_t shared_stride;
 } AllnormCall;

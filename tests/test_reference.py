@@ -506,3 +506,126 @@ def test_a_missing_weight_needs_a_post_norm() -> None:
         )
     with pytest.raises(ValueError, match=r"post_norm\.weight has shape \[7\]"):
         reference.add_rms_norm(x, None, None, 1e-6, post_norm=allnorm.PostNorm(torch.ones(7), 1e-6))
+
+
+def scalar_expert_sum(experts: allnorm.ExpertSum, choices: list[list[int]]) -> list[list[float]]:
+    """Step 0 with exact sums and products, rounded one by one."""
+    rows = experts.rows.reshape(-1, experts.rows.shape[-1]).double().tolist()
+    result = []
+    for token, chosen in enumerate(choices):
+        total = [Fraction(0)] * experts.rows.shape[-1]
+        for k, row in enumerate(chosen):
+            if row == -1:
+                continue
+            weight = 1.0 if experts.weights is None else float(experts.weights[token, k])
+            for i, value in enumerate(rows[row]):
+                term = Fraction(round_to_float32(Fraction(weight) * Fraction(value)))
+                total[i] = Fraction(round_to_float32(total[i] + term))
+        if experts.shared is not None:
+            for i, value in enumerate(experts.shared[token].double().tolist()):
+                total[i] = Fraction(round_to_float32(total[i] + Fraction(value)))
+        result.append([float(value) for value in total])
+    return result
+
+
+@pytest.mark.parametrize("dtype", **dtype_ids)
+@pytest.mark.parametrize("indexed", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("with_shared", [False, True])
+def test_expert_sum_is_step_zero(
+    dtype: torch.dtype, indexed: bool, weighted: bool, with_shared: bool
+) -> None:
+    tokens, top_k, hidden_size, num_rows = 4, 3, 9, 5
+    generator = torch.Generator().manual_seed(3)
+    shape = (num_rows, hidden_size) if indexed else (tokens, top_k, hidden_size)
+    rows = torch.randn(shape, generator=generator).to(dtype)
+    choices = [[token * top_k + k for k in range(top_k)] for token in range(tokens)]
+    if indexed:
+        choices = [[2, 0, -1], [-1, -1, -1], [4, 4, 1], [-1, 3, 0]]
+    experts = allnorm.ExpertSum(
+        rows,
+        torch.randn(tokens, top_k, generator=generator) if weighted else None,
+        torch.tensor(choices, dtype=torch.int32) if indexed else None,
+        torch.randn(tokens, hidden_size, generator=generator).to(dtype) if with_shared else None,
+    )
+    expected = torch.tensor(scalar_expert_sum(experts, choices), dtype=torch.float32)
+    got = reference.expert_sum(experts)
+    assert_same_bits(got, expected.to(dtype))
+
+    # In place of an x it is the x that it makes.
+    other = torch.randn(tokens, hidden_size, generator=generator).to(dtype)
+    weight = torch.randn(hidden_size, generator=generator).to(dtype)
+    for mine, dense in (([experts, other], [got, other]), ([other, experts], [other, got])):
+        for a, b in zip(
+            reference.all_reduce_add_rms_norm(mine, other, weight, 1e-6),
+            reference.all_reduce_add_rms_norm(dense, other, weight, 1e-6),
+            strict=True,
+        ):
+            assert_same_bits(a, b)
+    quant = allnorm.Fp8PerToken()
+    a = reference.all_reduce_add_rms_norm_quant([experts, other], other, weight, 1e-6, quant)
+    b = reference.all_reduce_add_rms_norm_quant([got, other], other, weight, 1e-6, quant)
+    assert torch.equal(a.quantized.view(torch.uint8), b.quantized.view(torch.uint8))
+    assert_same_bits(a.scale, b.scale)
+    assert_same_bits(
+        reference.add_rms_norm(experts, other, weight, 1e-6)[1],
+        reference.add_rms_norm(got, other, weight, 1e-6)[1],
+    )
+    assert_same_bits(
+        reference.add_rms_norm_quant(experts, other, weight, 1e-6, quant).residual,
+        reference.add_rms_norm(got, other, weight, 1e-6)[1],
+    )
+
+
+def test_expert_sum_of_nothing_is_zero_and_of_no_row_nan() -> None:
+    rows = torch.full((2, 4), -0.0)
+    rows[1] = torch.nan
+    index = torch.tensor([[0, -1], [-1, -1], [0, 2], [-2, 0]], dtype=torch.int32)
+    got = reference.expert_sum(allnorm.ExpertSum(rows, index=index))
+    # Sums begin with 0.0, so no zero keeps its sign; a row that nobody chose is not seen.
+    assert_same_bits(got[:2], torch.zeros(2, 4))
+    assert got[2:].isnan().all()
+    empty = allnorm.ExpertSum(rows[:0], index=torch.full((3, 2), -1, dtype=torch.int32))
+    assert_same_bits(reference.expert_sum(empty), torch.zeros(3, 4))
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "changes"),
+    [
+        (TypeError, "rows is torch.int32", {"rows": torch.zeros(3, 2, 4, dtype=torch.int32)}),
+        (
+            ValueError,
+            r"rows has shape \[3, 4\]: expected \[num_tokens",
+            {"rows": torch.zeros(3, 4)},
+        ),
+        (ValueError, "top_k is 17", {"rows": torch.zeros(3, 17, 4)}),
+        (ValueError, "top_k is 0", {"rows": torch.zeros(3, 0, 4)}),
+        (ValueError, "at least one column", {"rows": torch.zeros(3, 2, 0)}),
+        (
+            ValueError,
+            r"rows has shape \[3, 2, 4\]: expected \[num_rows",
+            {"index": torch.zeros(3, 2)},
+        ),
+        (
+            TypeError,
+            "index is torch.int64: expected int32",
+            {"rows": torch.zeros(3, 4), "index": torch.zeros(3, 2, dtype=torch.int64)},
+        ),
+        (
+            ValueError,
+            r"index has shape \[3\]",
+            {"rows": torch.zeros(3, 4), "index": torch.zeros(3, dtype=torch.int32)},
+        ),
+        (TypeError, "weights is torch.float16", {"weights": torch.zeros(3, 2).half()}),
+        (ValueError, r"weights has shape \[3, 3\]", {"weights": torch.zeros(3, 3)}),
+        (TypeError, "shared is torch.float16", {"shared": torch.zeros(3, 4).half()}),
+        (ValueError, r"shared has shape \[2, 4\]", {"shared": torch.zeros(2, 4)}),
+        (ValueError, "shared is on meta", {"shared": torch.zeros(3, 4, device="meta")}),
+    ],
+)
+def test_expert_sum_says_what_does_not_fit(
+    error: type[Exception], message: str, changes: dict[str, torch.Tensor]
+) -> None:
+    experts = allnorm.ExpertSum(**{"rows": torch.zeros(3, 2, 4), **changes})
+    with pytest.raises(error, match=message):
+        reference.expert_sum(experts)

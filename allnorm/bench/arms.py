@@ -22,7 +22,7 @@ from allnorm import reference
 from allnorm.bench.case import Case, Outcome
 from allnorm.bench.modes import Mode
 from allnorm.quant import Quant
-from allnorm.testing import copy_all
+from allnorm.testing import copy_all, same_bits
 
 Call = Callable[[int], Any]
 """Runs one call on the inputs of that buffer set."""
@@ -47,6 +47,11 @@ class Arm:
     # What the capture of a CUDA graph must happen in; entered by all ranks alike.
     capturing: Callable[[], AbstractContextManager[Any]] = nullcontext
     foreign: bool = False  # another library runs in it, whose failure does not end the benchmark
+    # Ranks wait for each other in it. Whoever starts a row of calls first waits for the others, so
+    # that the shortest of the ranks' times is what the calls take.
+    in_step: bool = True
+    # What is wrong with a result of a buffer set, for an arm that has other results than the mode.
+    check: Callable[[Any, int], str] | None = None
 
 
 @dataclass(frozen=True)
@@ -116,6 +121,50 @@ def make_arm(comm: allnorm.Communicator, case: Case, mode: Mode, name: str) -> A
 
     arm = reduction.then(call)
     return then_quantize(arm, case, mode) if mode.quant else arm
+
+
+def yardstick(name: str, case: Case, mode: Mode) -> Arm:
+    """What behind a product is compared with: no arm can be faster, none has less to do.
+
+    "empty" is a kernel that does nothing (on CPU no call at all); "local" is allnorm's add + norm
+    (+ quantise) of this rank's partial sum, without an exchange.
+    """
+    if name == "empty":
+        return Arm(name, _nothing(case.device), _no_outcome, in_step=False, check=_not_checked)
+    options = case.options(mode)
+    inputs: list[Any] = [
+        (x, batch.residual, batch.weight, case.shape.eps)
+        for x, batch in zip(case.xs, case.batches, strict=True)
+    ]
+    function: Any = allnorm.add_rms_norm_quant if mode.quant else allnorm.add_rms_norm
+    spec, plain = case.spec(mode.quant), {k: options[k] for k in ("weight_bias", "numerics")}
+
+    def call(index: int) -> Any:
+        return function(*inputs[index], **options)
+
+    def check(result: Any, index: int) -> str:
+        x, *rest = inputs[index]
+        normed, residual = reference.all_reduce_add_rms_norm([x], *rest, **plain)
+        wanted, got = {"residual": residual, "normed": normed}, outcome_of(result)
+        if spec is not None:
+            wanted["quantized"], wanted["scale"] = reference.quantize(normed, spec)
+        parts = {part: getattr(got, part) for part in wanted}
+        wrong = [k for k, v in parts.items() if v is not None and not same_bits(v, wanted[k])]
+        return f"{wrong[0]} differs from the reference" if wrong else ""
+
+    return Arm(name, call, outcome_of, in_step=False, check=check)
+
+
+def _nothing(device: torch.device) -> Call:
+    return (lambda index: torch.cuda._sleep(0)) if device.type == "cuda" else (lambda index: None)
+
+
+def _no_outcome(result: Any) -> Outcome:
+    raise AssertionError("an arm without a result is not compared")
+
+
+def _not_checked(result: Any, index: int) -> str:
+    return ""
 
 
 def allnorm_arm(

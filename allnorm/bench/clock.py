@@ -2,13 +2,17 @@
 
 Arms take turns, round after round, so that what changes in the machine hits all of them alike. A
 matrix product may stand in front of every call, as in a model; its own time is then taken off.
+
+Ranks start a replay up to some ten microseconds apart, and who is first waits in its first call.
+In a chain the slowest rank's median counts. Behind a product ranks' times are put together replay
+by replay (`over_ranks`): the shortest of them where ranks wait for each other, else the longest.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,7 +21,7 @@ import torch
 
 from allnorm.bench.arms import Arm
 from allnorm.bench.case import NUM_SETS, Case
-from allnorm.testing import calls_per_graph, copy_all, start_together
+from allnorm.testing import calls_per_graph, copy_all, gather, start_together
 from allnorm.testing.timing import (
     calls_that_fit,
     capture_turns,
@@ -122,6 +126,27 @@ def _naming(arm: Arm) -> Iterator[None]:
         raise
 
 
+def over_ranks(arm: Arm) -> str:
+    """How ranks' times of a replay behind a product are put together: "shortest" or "longest"."""
+    return "shortest" if arm.in_step else "longest"
+
+
+def together(samples: Samples, arms: Iterable[Arm]) -> Samples:
+    """Of all ranks' times of each replay, or call, the one that counts. Collective.
+
+    `samples` are this rank's; the result is the same on every rank.
+    """
+    ranks = gather(samples)
+    return {
+        arm.name: [
+            (min if arm.in_step else max)(times)
+            for times in zip(*(rank[arm.name] for rank in ranks), strict=True)
+        ]
+        for arm in arms
+        if arm.name in samples
+    }
+
+
 class Product:
     """A product `[num_tokens, columns] @ [columns, hidden_size]` in front of every call.
 
@@ -154,11 +179,11 @@ class Product:
 
     def alone(self) -> Arm:
         """An arm that makes the product and no call."""
-        return Arm(_ALONE, self._multiply, lambda result: result)
+        return Arm(_ALONE, self._multiply, lambda result: result, in_step=False)
 
     @staticmethod
     def take_off(samples: Samples) -> tuple[Samples, float]:
-        """Every arm's times beyond the product's median, and that median."""
+        """Every arm's times, of all ranks, beyond the product's median, and that median."""
         alone = percentile(samples[_ALONE], 50)
         beyond = {
             name: [value - alone for value in values]

@@ -16,6 +16,9 @@ from allnorm.quant import Quant
 PEERS = ("flashinfer", "sglang", "vllm", "symm_mem")
 RESIDUALS = ("replicated", "sharded")
 
+YARDSTICKS = ("empty", "local")
+"""What runs beside the arms behind a product: a kernel that does nothing, and the norm alone."""
+
 # Rows of a norm with weights around 1 stay below 7 = 448 / 64 but for one element in 1e11.
 _STATIC_SCALE = 1 / 64
 
@@ -128,6 +131,11 @@ def with_compared(arms: Sequence[str], wanted: Sequence[Mode]) -> tuple[str, ...
     """The arms, and the 16-bit call where a quantised one is to be compared with it."""
     quantised = any(mode.quant for mode in wanted) and "allnorm" in arms
     return tuple(dict.fromkeys([*arms, *(["allnorm16"] if quantised else [])]))
+
+
+def is_other(arm: str) -> bool:
+    """Whether an arm is another way to do the work: neither this library's call nor a yardstick."""
+    return not arm.startswith("allnorm") and arm not in YARDSTICKS
 
 
 def family(arm: str) -> str:

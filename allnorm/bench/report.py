@@ -14,7 +14,8 @@ from allnorm.bench.modes import Mode, Shape, family
 from allnorm.testing import DTYPES, OnMessage, run_ranks
 
 _SECONDS = 3600.0  # that a run may take
-TIMES = ("p50_us", "p90_us", "p99_us", "host_us", "eager_us", "product_us")
+TIMES = ("p50_us", "p90_us", "p99_us", "host_us", "eager_us")
+BEHIND = ("product_us", "empty_us", "beyond_empty_us")
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,8 @@ class Measurement:
     mode: Mode  # what the call returned
     world_size: int  # with how many ranks
     arm: str  # which way
-    # Time per call; of every rank's figure the largest. NaN if not timed.
+    # Time per call; of every rank's figure the largest. Behind a product what is beyond it, and
+    # `over_ranks` says how ranks' times were put together. NaN if not timed.
     p50_us: float
     p90_us: float
     p99_us: float
@@ -34,9 +36,17 @@ class Measurement:
     eager_us: float
     error: str  # "" if the result was right, else what was wrong
     reason: str  # "" if it ran, else why it cannot
-    # Of the matrix product in front of each call, beyond which p50_us to p99_us are; NaN without
-    # one.
+    # Columns of the matrix product in front of each call; 0: none, calls in a chain.
+    product: int = 0
+    # Of that product, beyond which p50_us to p99_us are; NaN without one.
     product_us: float = math.nan
+    # What an empty kernel takes there, and what p50_us is beyond it; NaN without a product.
+    empty_us: float = math.nan
+    beyond_empty_us: float = math.nan
+    # "slowest": of each rank's median, and percentile, the largest. Behind a product: the
+    # percentiles of the "shortest" of the ranks' times in each replay, where ranks wait for each
+    # other, or of the "longest".
+    over_ranks: str = "slowest"
     # What sending the bytes of this shape and mode takes at least; NaN if unknown.
     floor_us: float = math.nan
     # Of allnorm's quantised arms, what they take beyond the 16-bit call.
@@ -48,9 +58,19 @@ class Measurement:
         return not self.reason and not self.error
 
     @property
+    def shown_us(self) -> float:
+        """What tables and pictures compare: p50, or what is beyond an empty kernel of it."""
+        return self.beyond_empty_us if self.product else self.p50_us
+
+    @property
+    def shown_p99_us(self) -> float:
+        """The 99th percentile likewise."""
+        return self.p99_us - self.empty_us if self.product else self.p99_us
+
+    @property
     def floor_share(self) -> float:
         """Which part of the time the link needs at least; NaN where that is unknown."""
-        return _ratio(self.floor_us, self.p50_us)
+        return _ratio(self.floor_us, self.shown_us)
 
 
 def measure(
@@ -97,7 +117,7 @@ def merge(
     `ranks` are what `run.run` returned, in rank order, or a part of it.
     """
     plain = {
-        (records[0]["shape"], records[0]["mode"]): _largest(r["p50_us"] for r in records)
+        _place(records[0]): _largest(r["p50_us"] for r in records)
         for records in zip(*ranks, strict=True)
         if records[0]["arm"] == "allnorm16"
     }
@@ -105,12 +125,13 @@ def merge(
     for records in zip(*ranks, strict=True):
         first = records[0]
         shape, mode = job.shapes[first["shape"]], job.modes[first["mode"]]
-        times = {key: _largest(record.get(key, math.nan) for record in records) for key in TIMES}
+        keys = (*TIMES, *BEHIND)
+        times = {key: _largest(record.get(key, math.nan) for record in records) for key in keys}
         size = (shape.num_tokens, shape.hidden_size, DTYPES[job.dtype].itemsize)
         sent = floor.wire_bytes(len(ranks), *size, mode)
         cost = math.nan
         if mode.quant and first["arm"].partition(":")[0] == "allnorm":
-            cost = times["p50_us"] - plain.get((first["shape"], first["mode"]), math.nan)
+            cost = times["p50_us"] - plain.get(_place(first), math.nan)
         merged.append(
             Measurement(
                 shape,
@@ -118,6 +139,8 @@ def merge(
                 len(ranks),
                 first["arm"],
                 **times,
+                product=first.get("product", 0),
+                over_ranks=first.get("over_ranks") or "slowest",
                 error=next((record["error"] for record in records if record["error"]), ""),
                 reason=next((record["reason"] for record in records if record["reason"]), ""),
                 floor_us=floor.floor_us(sent, push_gbps),
@@ -161,7 +184,11 @@ def json_row(m: Measurement, common: dict[str, Any]) -> dict[str, Any]:
         **asdict(m.shape),
         **asdict(m.mode),
         "arm": m.arm,
-        **{key: getattr(m, key) for key in (*TIMES, "quant_cost_us", "floor_us", "floor_share")},
+        "mode": "product" if m.product else "chain",
+        "product": m.product,
+        **{key: getattr(m, key) for key in (*TIMES, *BEHIND)},
+        "over_ranks": m.over_ranks,
+        **{key: getattr(m, key) for key in ("quant_cost_us", "floor_us", "floor_share")},
         "correct": m.correct,
         "supported": not m.reason,
         "reason": m.reason,
@@ -175,16 +202,13 @@ def best(found: Iterable[Measurement]) -> Measurement | None:
     return min(timed, key=lambda m: m.p50_us, default=None)
 
 
-def is_other(arm: str) -> bool:
-    """Whether an arm is something else than this library's calls."""
-    return not arm.startswith("allnorm")
-
-
 def speed_up(found: Mapping[str, Measurement], others: Iterable[str]) -> float:
     """How many times faster "allnorm" is than the fastest of `others`; NaN if one was not timed."""
     other = best(found[arm] for arm in others if arm in found)
     return (
-        _ratio(other.p50_us, found["allnorm"].p50_us) if other and "allnorm" in found else math.nan
+        _ratio(other.shown_us, found["allnorm"].shown_us)
+        if other and "allnorm" in found
+        else math.nan
     )
 
 
@@ -193,6 +217,11 @@ def missing(measurements: Iterable[Measurement]) -> dict[str, str]:
     measurements = list(measurements)
     ran = {family(m.arm) for m in measurements if not m.reason}
     return {m.arm: m.reason for m in measurements if m.reason and family(m.arm) not in ran}
+
+
+def _place(record: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Which calls a record is of."""
+    return record["shape"], record["mode"], record.get("product", 0)
 
 
 def _ratio(us: float, of_us: float) -> float:

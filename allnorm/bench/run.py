@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,10 +15,10 @@ from allnorm.bench import arms, bounds, clock, modes, peers
 from allnorm.bench.arms import Arm
 from allnorm.bench.case import NUM_SETS, Case, make_case
 from allnorm.bench.clock import Product
-from allnorm.bench.modes import Mode, Shape
+from allnorm.bench.modes import YARDSTICKS, Mode, Shape
 from allnorm.testing import DTYPES, RankFailedError, agree, all_or_none, report, same_bits
 from allnorm.testing.rank import device
-from allnorm.testing.timing import percentiles
+from allnorm.testing.timing import percentile, percentiles
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,9 @@ class Job:
     device: str  # "cuda" or "cpu"
     seconds: float = 0.7  # on CPU, roughly how long one arm of one shape is timed
     tuning_dir: str | None = None  # as of a Communicator
-    product: int = 0  # columns of the matrix product in front of every timed call; 0 for none
+    # Columns of the matrix product in front of every timed call; 0: none, calls follow each other
+    # in a chain. Everything is measured with each of them.
+    products: tuple[int, ...] = (0,)
     max_blocks: int = 0  # as of a Communicator; 0 for no limit
 
 
@@ -44,6 +48,7 @@ class _Trial:
     reason: str = ""  # why it does not run; not its fault
     error: str = ""  # what is wrong with its result
     times: dict[str, float] = field(default_factory=lambda: percentiles([]))
+    over_ranks: str = ""  # how all ranks' times have been put together; "" if they have not
 
     def attempt(self, step: Callable[..., Any], *arguments: Any, where: str = "") -> Any:
         """A collective step with the arm.
@@ -67,11 +72,13 @@ def run(rank: int, world_size: int, job: Job) -> list[dict[str, Any]]:
     stopped keeps them.
 
     Returns:
-        One record per shape, mode and arm, in the same order on every rank: `shape` and `mode`
-        (their indices), `arm`, `reason` ("" if it ran, else why it cannot), `error` ("" if its
-        result was right), `p50_us`, `p90_us`, `p99_us` of this rank, and on GPUs `host_us` and
-        `eager_us` of calls without a graph. Behind a product the times are what is beyond it, and
-        `product_us` is its own. What did not run, or was wrong, has no times.
+        One record per shape, mode, product and arm, in the same order on every rank: `shape` and
+        `mode` (their indices), `product`, `arm`, `reason` ("" if it ran, else why it cannot),
+        `error` ("" if its result was right), `p50_us`, `p90_us`, `p99_us` of this rank, and on GPUs
+        `host_us` and `eager_us` of calls without a graph. Behind a product the times are those of
+        all ranks together, `over_ranks` says how, and they are what is beyond the product's own,
+        `product_us`; `beyond_empty_us` is p50 beyond an empty kernel's, `empty_us`, in the same
+        place. What did not run, or was wrong, has no times.
     """
     records, where = [], device()
     usable = {name for mode in job.modes for name in modes.peer_names(job.device, mode)}
@@ -86,22 +93,29 @@ def run(rank: int, world_size: int, job: Job) -> list[dict[str, Any]]:
         for index, shape in enumerate(job.shapes):
             report({"text": str(shape), "done": index, "total": len(job.shapes)})
             case = make_case(shape, job.dtype, job.numerics, where, rank, world_size, seed=index)
-            for number, mode in enumerate(job.modes):
-                trials = _trials(comm, others, case, mode, job)
+            for (number, mode), product in itertools.product(enumerate(job.modes), job.products):
+                trials = _trials(comm, others, case, mode, job, bool(product))
                 for trial, arm in _running(trials):
                     trial.error = agree(trial.attempt(check_arm, arm, case, mode) or "")
                     trial.arm = None if trial.error else trial.arm
                 before = case.checksums()
-                _measure(trials, case, job)
+                _measure(trials, case, job, product)
                 changed = agree("" if case.checksums() == before else f"{shape}")
                 if changed:
                     raise RuntimeError(
                         f"an arm has overwritten what all arms read ({changed}): the others were "
                         "timed on other values. Take arms of other libraries out with --arms."
                     )
-                place = {"shape": index, "mode": number}
+                place = {"shape": index, "mode": number, "product": product}
                 new = [
-                    {**place, "arm": t.name, "reason": t.reason, "error": t.error, **t.times}
+                    {
+                        **place,
+                        "arm": t.name,
+                        "reason": t.reason,
+                        "error": t.error,
+                        **t.times,
+                        "over_ranks": t.over_ranks,
+                    }
                     for t in trials
                 ]
                 report({"records": new})
@@ -113,7 +127,12 @@ def run(rank: int, world_size: int, job: Job) -> list[dict[str, Any]]:
 
 
 def _trials(
-    comm: allnorm.Communicator, others: peers.Peers, case: Case, mode: Mode, job: Job
+    comm: allnorm.Communicator,
+    others: peers.Peers,
+    case: Case,
+    mode: Mode,
+    job: Job,
+    yardsticks: bool,
 ) -> list[_Trial]:
     """The arms of the job that the mode has, in the order of the table."""
     found: list[tuple[str, Arm | str]] = []
@@ -127,10 +146,17 @@ def _trials(
             of_peer = obstacle or others.arms(name, case, mode)
             several = [of_peer] if isinstance(of_peer, str) else of_peer
             found += [(name, arm) for arm in several]
+    if yardsticks:
+        found += [(name, arms.yardstick(name, case, _runnable(case, mode))) for name in YARDSTICKS]
     return [
         _Trial(name, reason=arm) if isinstance(arm, str) else _Trial(arm.name, arm)
         for name, arm in found
     ]
+
+
+def _runnable(case: Case, mode: Mode) -> Mode:
+    """The mode, without quantisation where rows of this width cannot be quantised so."""
+    return replace(mode, quant="", return_normed=False) if case.obstacle(mode.quant) else mode
 
 
 def _running(trials: list[_Trial]) -> list[tuple[_Trial, Arm]]:
@@ -147,6 +173,8 @@ def check_arm(arm: Arm, case: Case, mode: Mode) -> str:
 
 def describe_error(arm: Arm, result: Any, case: Case, index: int, mode: Mode) -> str:
     """What is wrong with the result of one call, in words; "" if nothing is."""
+    if arm.check is not None:
+        return arm.check(result, index)
     got, quant = arm.outcome(result), "" if arm.name == "allnorm16" else mode.quant
     if not arm.exact:
         return bounds.describe_error(got, case, index, quant)
@@ -165,22 +193,34 @@ def describe_error(arm: Arm, result: Any, case: Case, index: int, mode: Mode) ->
     return ""
 
 
-def _measure(trials: list[_Trial], case: Case, job: Job) -> None:
-    more: dict[str, float] = {}
-    if job.product:
-        product = Product(case, job.product)
-        for trial, arm in _running(trials):
-            trial.arm = product.before(arm)
-        alone = _Trial("", product.alone())
-        samples, more["product_us"] = product.take_off(_time([alone, *trials], case, job))
-        product.restore()
-    else:
-        samples = _time(trials, case, job)
+def _measure(trials: list[_Trial], case: Case, job: Job, columns: int) -> None:
+    if columns:
+        _measure_behind(Product(case, columns), trials, case, job)
+        return
+    samples = _time(trials, case, job)
     for trial, arm in _running(trials):
         if arm.name in samples:
-            trial.times = percentiles(samples[arm.name]) | more
-            if job.device == "cuda" and not job.product:
+            trial.times = percentiles(samples[arm.name])
+            if job.device == "cuda":
                 trial.times |= clock.time_eager(arm, torch.cuda.synchronize)
+
+
+def _measure_behind(product: Product, trials: list[_Trial], case: Case, job: Job) -> None:
+    """Each arm behind a product, beside the product alone."""
+    for trial, arm in _running(trials):
+        trial.arm = product.before(arm)
+    alone = product.alone()
+    own = _time([_Trial("", alone), *trials], case, job)
+    all_ranks = clock.together(own, [alone, *(arm for _, arm in _running(trials))])
+    samples, product_us = product.take_off(all_ranks)
+    product.restore()
+    empty_us = percentile(samples["empty"], 50) if "empty" in samples else math.nan
+    for trial, arm in _running(trials):
+        if arm.name in samples:
+            trial.times = percentiles(samples[arm.name])
+            trial.times["beyond_empty_us"] = trial.times["p50_us"] - empty_us
+            trial.times |= {"product_us": product_us, "empty_us": empty_us}
+            trial.over_ranks = clock.over_ranks(arm)
 
 
 def _time(trials: list[_Trial], case: Case, job: Job) -> clock.Samples:

@@ -26,6 +26,7 @@ from allnorm.cli.options import Device, Dtype, Json, Tp
 _CPU_MODELS, _CPU_TOKENS, _CPU_PREFILL = "llama-3.1-8b,gpt-oss-120b", "1,16,256", "llama-3.1-8b"
 _GPU_MODELS, _GPU_TOKENS = "llama-3.1-8b,llama-3.1-70b", "1,4,16,64,128,256,512,1024"
 _PREFILL_TOKENS = 8192
+_PRODUCTS = {"cuda": "0,7168", "cpu": "0"}
 _PEER_PACKAGES = ("flashinfer-python", "sglang", "vllm", "triton")
 
 
@@ -85,14 +86,14 @@ def bench(
         ),
     ] = "",
     product: Annotated[
-        int,
+        str,
         typer.Option(
-            min=0,
             help="Time each call behind a matrix product of so many columns that writes its input, "
-            "as in a model, and take the product's own time off.",
+            "as in a model, beside an empty kernel there; 0: in a chain of the same calls; both "
+            "with a comma. Default: 0,7168, on CPU 0.",
             rich_help_panel=options.WHAT,
         ),
-    ] = 0,
+    ] = "",
     max_blocks: Annotated[
         int,
         typer.Option(
@@ -134,7 +135,7 @@ def bench(
         numerics=options.choice(numerics, "--numerics", names.NUMERICS),
         arms=bench_modes.with_compared(chosen, modes),
         device=where,
-        product=product,
+        products=tuple(options.integers(product or _PRODUCTS[where], "--product", 0)),
         max_blocks=max_blocks,
     )
     gpus = topology.num_gpus()
@@ -198,13 +199,14 @@ def _run(
 
 
 def _show(found: list[Measurement], console: Console) -> None:
-    for _, mode in bench_table.modes_of(found):
-        console.print(bench_table.table([m for m in found if m.mode == mode], console.width))
+    for each in bench_table.tables_of(found):
+        console.print(bench_table.table(each, console.width))
     for arm, reason in report.missing(found).items():
         console.print(f"[dim]{arm}: {escape(reason)}[/dim]")
     for m in found:
         if m.error:
             what = f"{m.shape}, {m.mode}" if str(m.mode) else str(m.shape)
+            what += ", behind a product" if m.product else ""
             console.print(output.bad(f"{m.arm} at {what}, {output.ranks(m.world_size)}: {m.error}"))
 
 
@@ -247,10 +249,12 @@ def _explanation(job: Job) -> str:
         text += " Sharded residual: the other ways reduce-scatter, then all-gather."
     if job.max_blocks:
         text += f" allnorm's calls take at most {job.max_blocks} thread blocks."
-    if job.product:
+    for columns in filter(None, job.products):
         text += (
-            f" Each call stands behind a matrix product of {job.product} columns that writes its "
-            "input; the time of the product alone is taken off."
+            f" Behind a product of {columns} columns: such a matrix product writes the input of "
+            "each call, and times are those beyond an empty kernel (empty) in the call's place; "
+            "local: allnorm's add and norm without an exchange; of arms that exchange the shortest "
+            "of the ranks' times in each replay counts, of the others the longest."
         )
     return text
 
@@ -264,7 +268,6 @@ def _common(job: Job) -> dict[str, Any]:
         "backend": job.device,
         "dtype": job.dtype,
         "numerics": job.numerics,
-        "product": job.product,
         "max_blocks": job.max_blocks,
         "fast_calls": allnorm.capabilities()["fast_calls"],
     }

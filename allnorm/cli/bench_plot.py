@@ -45,10 +45,11 @@ class Panel:
     world_size: int
     mode: Mode
     hidden_size: int
+    product: int = 0
 
     def shows(self, m: Measurement) -> bool:
         """Whether a measurement belongs here."""
-        return self == Panel(m.world_size, m.mode, m.shape.hidden_size)
+        return self == Panel(m.world_size, m.mode, m.shape.hidden_size, m.product)
 
 
 def check_installed(option: str) -> None:
@@ -64,9 +65,8 @@ def check_installed(option: str) -> None:
 
 def panels(measurements: Sequence[Measurement]) -> list[Panel]:
     """What there is to show, in the order of the measurements."""
-    return list(
-        dict.fromkeys(Panel(m.world_size, m.mode, m.shape.hidden_size) for m in measurements)
-    )
+    found = (Panel(m.world_size, m.mode, m.shape.hidden_size, m.product) for m in measurements)
+    return list(dict.fromkeys(found))
 
 
 def save(measurements: Sequence[Measurement], path: Path, heading: str) -> None:
@@ -111,7 +111,9 @@ def _figure(width: float, height: float) -> Figure:
 def _draw(axes: Axes, measurements: Sequence[Measurement], panel: Panel) -> None:
     from matplotlib.ticker import LogFormatter
 
-    shown = [m for m in measurements if panel.shows(m) and math.isfinite(m.p50_us)]
+    # The empty kernel is where the times behind a product begin.
+    shown = [m for m in measurements if panel.shows(m) and m.arm != "empty"]
+    shown = [m for m in shown if m.shown_us > 0]
     kinds = list(dict.fromkeys(family(m.arm) for m in shown))
     for kind in kinds:
         _line(axes, [m for m in shown if family(m.arm) == kind], kind, _look(kind, kinds))
@@ -123,13 +125,14 @@ def _draw(axes: Axes, measurements: Sequence[Measurement], panel: Panel) -> None
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     if floors and shown:  # the floor of one token lies far below everything else
-        axes.set_ylim(bottom=min(m.p50_us for m in shown) / 2)
+        axes.set_ylim(bottom=min(m.shown_us for m in shown) / 2)
     axes.set_xlabel("tokens")
-    axes.set_ylabel("us per call")
+    axes.set_ylabel("us beyond an empty kernel" if panel.product else "us per call")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.yaxis.set_minor_formatter(LogFormatter())  # no powers of ten
     what = f", {panel.mode}" if str(panel.mode) else ""
+    what += f", behind a product of {panel.product} columns" if panel.product else ""
     title = f"{output.ranks(panel.world_size)}, hidden size {panel.hidden_size}{what}"
     axes.set_title(f"{title}\n{BANDS}", fontsize="medium")
     axes.grid(alpha=0.25)
@@ -143,8 +146,8 @@ def _line(axes: Axes, members: list[Measurement], kind: str, look: dict[str, Any
     fastest = [best(m for m in members if m.shape.num_tokens == t) for t in tokens]
     points = [m for m in fastest if m is not None]
     tokens = [m.shape.num_tokens for m in points]
-    axes.plot(tokens, [m.p50_us for m in points], label=kind, **look)
-    low, high = [m.p50_us for m in points], [m.p99_us for m in points]
+    axes.plot(tokens, [m.shown_us for m in points], label=kind, **look)
+    low, high = [m.shown_us for m in points], [m.shown_p99_us for m in points]
     axes.fill_between(tokens, low, high, color=look["color"], alpha=0.12, linewidth=0)
 
 

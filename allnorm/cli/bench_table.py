@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from allnorm.bench.compare import Change
-from allnorm.bench.modes import Mode, family
-from allnorm.bench.report import Measurement, best, is_other, missing, speed_up
+from allnorm.bench.modes import YARDSTICKS, Mode, family, is_other
+from allnorm.bench.report import Measurement, best, missing, speed_up
 from allnorm.cli import bench_plot, output
 
 _WIDE = 150  # columns from which on p99 fits beside p50 ...
@@ -33,10 +33,11 @@ class Grid:
 
 
 def grid(measurements: Sequence[Measurement], with_p99: bool) -> Grid:
-    """The table of one world size and mode: a row per shape, a column per kind of arm.
+    """The table of one world size, mode and product: a row per shape, a column per kind of arm.
 
     A peer's algorithms share a column, which shows the fastest of them. Kinds that ran nowhere
-    have none.
+    have none. Behind a product times are those beyond an empty kernel's, whose own column is what
+    it takes beyond the product.
 
     With `with_p99` it is shown in brackets behind p50.
     """
@@ -50,10 +51,13 @@ def grid(measurements: Sequence[Measurement], with_p99: bool) -> Grid:
         columns["model"] = lambda found: next(iter(found.values())).shape.model or "-"
     columns["tokens x\nhidden"] = lambda found: str(next(iter(found.values())).shape)
     for kind in kinds:
-        columns[_heading(kind)] = _times(kind, with_p99)
+        columns[_heading(kind)] = _empty if kind == "empty" else _times(kind, with_p99)
     columns |= _derived(measurements, others)
     places = {kind: list(columns).index(_heading(kind)) for kind in kinds}
-    fastest = [best(m for m in found.values() if m.correct) for found in by_shape]
+    fastest = [
+        best(m for m in found.values() if m.correct and m.arm not in YARDSTICKS)
+        for found in by_shape
+    ]
     return Grid(
         _title(measurements[0]),
         list(columns),
@@ -126,29 +130,40 @@ def _cells(change: Change) -> list[str]:
 
 
 def headline(measurements: Sequence[Measurement], dtype: str) -> str:
-    """One sentence: the smallest shape at the most ranks, beside the fastest other way there."""
+    """One sentence: the smallest shape at the most ranks, beside the fastest other way there.
+
+    Of calls in a chain, where there are any.
+    """
     candidates = [m for m in measurements if m.arm == "allnorm" and math.isfinite(m.p50_us)]
     if not candidates:
         return ""
     chosen = min(
-        candidates, key=lambda m: (-m.world_size, m.shape.num_tokens, m.shape.hidden_size != 4096)
+        candidates,
+        key=lambda m: (
+            *(-m.world_size, bool(m.product), m.shape.num_tokens),
+            m.shape.hidden_size != 4096,
+        ),
     )
-    same = (chosen.shape, chosen.mode, chosen.world_size)
-    found = {m.arm: m for m in measurements if (m.shape, m.mode, m.world_size) == same}
+    same = (chosen.shape, *_key(chosen))
+    found = {m.arm: m for m in measurements if (m.shape, *_key(m)) == same}
     what = f", {chosen.mode}" if str(chosen.mode) else ""
     text = f"{chosen.shape} {dtype}{what}, {output.ranks(chosen.world_size)}: "
-    text += output.time_of(chosen.p50_us)
+    text += output.time_of(chosen.shown_us)
+    text += " beyond an empty kernel behind the same product" if chosen.product else ""
     other = best(m for m in found.values() if is_other(m.arm))
     ratio = speed_up(found, [other.arm]) if other else math.nan
     if other and math.isfinite(ratio):
         relation = f"{ratio:.2g}x as fast as" if ratio >= 1 else f"{1 / ratio:.2g}x slower than"
-        text += f", {relation} the best other way, {other.arm} ({output.time_of(other.p50_us)})"
+        text += f", {relation} the best other way, {other.arm} ({output.time_of(other.shown_us)})"
     return f"{text}; same bits as the reference"
 
 
 def _title(m: Measurement) -> str:
     ranks = output.ranks(m.world_size)
-    return ", ".join([ranks, *([str(m.mode)] if str(m.mode) else []), "us per call"])
+    times = "us per call"
+    if m.product:
+        times = f"us beyond an empty kernel, behind a product of {m.product} columns"
+    return ", ".join([ranks, *([str(m.mode)] if str(m.mode) else []), times])
 
 
 def _derived(
@@ -170,6 +185,10 @@ def _derived(
     return columns
 
 
+def _empty(found: Found) -> str:
+    return output.microseconds(found["empty"].p50_us) if "empty" in found else "-"
+
+
 def _times(kind: str, with_p99: bool) -> Callable[[Found], str]:
     """The cell of one kind of arm: the fastest of its variants."""
 
@@ -180,8 +199,8 @@ def _times(kind: str, with_p99: bool) -> Callable[[Found], str]:
         fastest = best(members)
         if fastest is None:
             return "-"
-        text = output.microseconds(fastest.p50_us)
-        return f"{text} ({output.microseconds(fastest.p99_us)})" if with_p99 else text
+        text = output.microseconds(fastest.shown_us)
+        return f"{text} ({output.microseconds(fastest.shown_p99_us)})" if with_p99 else text
 
     return cell
 
@@ -202,9 +221,15 @@ def _share(m: Measurement) -> str:
     return f"{m.floor_share:.0%}" if m.floor_share >= _SEEN_SHARE else "-"
 
 
-def modes_of(measurements: Sequence[Measurement]) -> list[tuple[int, Mode]]:
-    """World sizes and modes, in the order in which they were measured."""
-    return list(dict.fromkeys((m.world_size, m.mode) for m in measurements))
+def _key(m: Measurement) -> tuple[int, Mode, int]:
+    return m.world_size, m.mode, m.product
+
+
+def tables_of(measurements: Sequence[Measurement]) -> list[list[Measurement]]:
+    """What belongs into one table each: of one world size, mode and product, chains first."""
+    keys = dict.fromkeys(map(_key, measurements))
+    ordered = sorted(keys, key=lambda key: bool(key[2]))
+    return [[m for m in measurements if _key(m) == key] for key in ordered]
 
 
 _TEMPLATE = Path(__file__).with_name("bench_page.html.j2")
@@ -231,10 +256,7 @@ def page(
         heading=heading,
         explanation=explanation,
         headline=headline(measurements, str(conditions.get("dtype", ""))),
-        sections=[
-            _section([m for m in measurements if (m.world_size, m.mode) == key])
-            for key in modes_of(measurements)
-        ],
+        sections=[_section(found) for found in tables_of(measurements)],
         every_arm=_EVERY_ARM,
         bands=bench_plot.BANDS,
         comparison=comparison,

@@ -9,15 +9,10 @@ arithmetic operation is one float32 operation rounded to nearest even.
 
 from allnorm.names import NUMERICS
 from allnorm.names import REQUESTS as ALGORITHMS
-from allnorm.reference.arithmetic import fma, sqrt, square_sum
+from allnorm.reference.arithmetic import DTYPES, fma, sqrt, square_sum
 from allnorm.reference.experts import expert_sum
 from allnorm.reference.fp8 import add_rms_norm_quant, all_reduce_add_rms_norm_quant, quantize
-from allnorm.reference.norm import (
-    DTYPES,
-    add_rms_norm,
-    all_reduce,
-    all_reduce_add_rms_norm,
-)
+from allnorm.reference.norm import add_rms_norm, all_reduce, all_reduce_add_rms_norm
 from allnorm.reference.shards import all_gather_rows, row_shard
 
 __all__ = [

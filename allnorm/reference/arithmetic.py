@@ -11,6 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from allnorm.names import DTYPES as DTYPE_NAMES
+
+DTYPES = tuple(getattr(torch, name) for name in DTYPE_NAMES)
+
 _PACKS_PER_CHUNK = 32
 
 

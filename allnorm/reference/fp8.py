@@ -21,8 +21,8 @@ from allnorm.quant import (
     check_quant,
     scale_geometry,
 )
-from allnorm.reference.arithmetic import float32
-from allnorm.reference.norm import DTYPES, add_rms_norm, all_reduce_add_rms_norm
+from allnorm.reference.arithmetic import DTYPES, float32
+from allnorm.reference.norm import add_rms_norm, all_reduce_add_rms_norm
 
 _MAX = 448.0  # the greatest float8_e4m3fn
 _NAN = 0x7F

@@ -1,4 +1,4 @@
-"""Steps 1 to 5: the sum over ranks, post norm and scale, the residual, RMSNorm."""
+"""Steps 0 to 5: the sum over ranks, post norm and scale, the residual, RMSNorm."""
 
 from __future__ import annotations
 
@@ -9,15 +9,12 @@ import torch
 from torch import Tensor
 
 from allnorm.expert_sum import ExpertSum
-from allnorm.names import DTYPES as DTYPE_NAMES
 from allnorm.names import NUMERICS, REQUESTS
 from allnorm.post_norm import PostNorm
 from allnorm.quant import check_choice
-from allnorm.reference.arithmetic import float32, new_tensor, sqrt, square_sum
-from allnorm.reference.experts import summed
+from allnorm.reference.arithmetic import DTYPES, float32, new_tensor, sqrt, square_sum
+from allnorm.reference.experts import partial_of
 from allnorm.reference.shards import all_gather_rows, split_rows
-
-DTYPES = tuple(getattr(torch, name) for name in DTYPE_NAMES)
 
 _PACK_BYTES = 16
 
@@ -72,8 +69,8 @@ def all_reduce_add_rms_norm(
     ``normed = rms_norm(residual_out, weight, eps)``.
 
     Args:
-        inputs: one `x` per rank, in rank order, `[..., hidden_size]`; float32, float16 or bfloat16;
-            or an ExpertSum, which is summed first.
+        inputs: one `x` per rank, in rank order, `[..., hidden_size]`; float32, float16 or bfloat16.
+            An `ExpertSum` stands for the sum of its rows, `[num_tokens, hidden_size]`.
         residual: shape and dtype of `x`, or None: then nothing is added. With `residual_sharded`
             the list of all ranks' shards, each `[hi - lo, hidden_size]` of `row_shard`.
         weight: `[hidden_size]`, dtype of `x` or float32; with `post_norm` it may be None: then
@@ -97,7 +94,7 @@ def all_reduce_add_rms_norm(
         TypeError: a dtype does not fit.
     """
     check_choice("algorithm", algorithm, REQUESTS)
-    reduced = all_reduce([summed(x) for x in inputs])
+    reduced = all_reduce([partial_of(x) for x in inputs])
     whole = _join(residual, reduced) if residual_sharded else residual
     normed, total = add_rms_norm(
         reduced,
@@ -133,7 +130,8 @@ def add_rms_norm(
     """Adds the residual to an already reduced `x` and applies RMSNorm: steps 1c to 5.
 
     Args:
-        x: `[..., hidden_size]`, float32, float16 or bfloat16; or an ExpertSum.
+        x: `[..., hidden_size]`, float32, float16 or bfloat16; or an `ExpertSum`, which stands for
+            the sum of its rows.
         residual: shape and dtype of `x`, or None.
         weight: `[hidden_size]`, dtype of `x` or float32; with `post_norm` it may be None: then
             there is no second norm, and `normed` is None.
@@ -151,21 +149,9 @@ def add_rms_norm(
         TypeError: a dtype does not fit.
     """
     numerics = "rounded" if numerics is None else numerics
-    partial: Tensor = summed(x)
-    _check_norm(partial, residual, weight, numerics, post_norm)
-    reduced = _change(partial, numerics, post_norm, scale)
-    return _norm(reduced, residual, weight, eps, weight_bias, numerics)
-
-
-def _norm(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    eps: float,
-    weight_bias: float,
-    numerics: str,
-) -> tuple[Tensor | None, Tensor]:
-    """Steps 2 to 5."""
+    x = partial_of(x)
+    _check_norm(x, residual, weight, numerics, post_norm)
+    x = _change(x, numerics, post_norm, scale)
     total = _add_residual(x, residual)
     residual_out = total.to(x.dtype)
     if weight is None:

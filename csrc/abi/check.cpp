@@ -13,6 +13,7 @@ namespace {
 constexpr int32_t kCallFlags =
     ALLNORM_NO_PDL | ALLNORM_RESIDUAL_SHARDED | ALLNORM_SCALED | ALLNORM_NO_NORM;
 constexpr int32_t kMostClusterSize = 8;
+constexpr int32_t kMostChoices = 16;
 
 int32_t check_struct(const char* name, uint32_t given, size_t expected) {
   if (given == expected) return ALLNORM_OK;
@@ -88,23 +89,6 @@ int32_t check_norm(const AllnormCall& call) {
   return status == ALLNORM_OK ? check_quant(call) : status;
 }
 
-// Step 0 of the numerics page.
-int32_t check_experts(const AllnormCall& call) {
-  if (call.top_k < 0 || call.top_k > kMaxTopK) {
-    return invalid("top_k", call.top_k, "0 (x holds partial sums) to 16");
-  }
-  if (call.num_rows < 0 || call.num_rows > INT32_MAX) {
-    return invalid("num_rows", call.num_rows, "0 to 2^31 - 1");
-  }
-  const int64_t choices = call.num_tokens * call.top_k;
-  if (call.top_k != 0 && call.expert_index == nullptr && call.num_rows != choices) {
-    return fail(ALLNORM_INVALID_ARGUMENT,
-                "num_rows is %lld without expert_index; expected num_tokens * top_k, %lld",
-                static_cast<long long>(call.num_rows), static_cast<long long>(choices));
-  }
-  return ALLNORM_OK;
-}
-
 // Everything but the memory.
 int32_t check_call(const AllnormCall* call) {
   if (call == nullptr) return fail(ALLNORM_INVALID_ARGUMENT, "call is NULL");
@@ -134,12 +118,29 @@ int32_t check_call(const AllnormCall* call) {
   if ((call->flags & ~kCallFlags) != 0) {
     return invalid("flags", call->flags, "a sum of AllnormCallFlags, 0 to 15");
   }
+  if (call->top_k < 0 || call->top_k > kMostChoices) {
+    return invalid("top_k", call->top_k, "0 (x is dense) to 16");
+  }
   return is_norm(*call) ? check_norm(*call) : ALLNORM_OK;
 }
 
 int32_t check_num_tokens(const AllnormCall& call) {
   if (call.num_tokens >= 0 && call.num_tokens <= INT32_MAX) return ALLNORM_OK;
   return invalid("num_tokens", call.num_tokens, "0 to 2^31 - 1");
+}
+
+// Step 0 of the numerics page, of a call whose number of tokens is right.
+int32_t check_experts(const AllnormCall& call) {
+  if (!sums_experts(call)) return ALLNORM_OK;
+  if (call.expert_index == nullptr && call.num_rows != call.num_tokens * call.top_k) {
+    return fail(ALLNORM_INVALID_ARGUMENT,
+                "num_rows is %lld; expected num_tokens * top_k, which is %lld, or an expert_index",
+                static_cast<long long>(call.num_rows),
+                static_cast<long long>(call.num_tokens * call.top_k));
+  }
+  // Kernels multiply no larger number with a stride.
+  if (call.num_rows >= 0 && call.num_rows <= INT32_MAX) return ALLNORM_OK;
+  return invalid("num_rows", call.num_rows, "0 to 2^31 - 1");
 }
 
 int32_t check_algorithm(const AllnormCall& call) {
@@ -171,10 +172,10 @@ int32_t check_run(const AllnormCommConfig* config, const AllnormCall* call) {
   int32_t status = check_kind(call);
   if (status == ALLNORM_OK) status = check_num_tokens(*call);
   if (status == ALLNORM_OK) status = check_experts(*call);
-  if (status != ALLNORM_OK) return status;
-  if (sums_experts(*call) && !is_norm(*call)) {
-    return invalid("top_k", call->top_k, "0 (x holds partial sums) unless op is ADD_RMS_NORM");
+  if (status == ALLNORM_OK && sums_experts(*call) && !is_norm(*call)) {
+    status = invalid("op", call->op, "1 (ADD_RMS_NORM) with top_k");
   }
+  if (status != ALLNORM_OK) return status;
   return check_memory(*call, 1, own_rows(*config, *call));
 }
 
@@ -190,12 +191,12 @@ int32_t check_local(const AllnormCall* call) {
   if (call->num_sources > 1 && call->source_stride < 0) {
     return invalid("source_stride", call->source_stride, "at least 0");
   }
+  if (call->num_sources > 1 && sums_experts(*call)) {
+    return invalid("num_sources", call->num_sources, "1 with top_k");
+  }
   status = check_num_tokens(*call);
   if (status == ALLNORM_OK) status = check_experts(*call);
   if (status != ALLNORM_OK) return status;
-  if (sums_experts(*call) && call->num_sources != 1) {
-    return invalid("num_sources", call->num_sources, "1 with top_k");
-  }
   return check_memory(*call, call->num_sources, {0, call->num_tokens});
 }
 

@@ -97,7 +97,7 @@ class Tensors {
   }
 
  private:
-  static constexpr int kMost = 12;
+  static constexpr int kMost = 11;
   Range ranges_[kMost];
   int count_ = 0;
   int32_t status_ = ALLNORM_OK;
@@ -107,9 +107,14 @@ class Tensors {
 constexpr const char* kX = "x";
 constexpr const char* kResidual = "residual";
 
+// Rows of x, on a rank that has all of them.
+int64_t rows_of_x(const AllnormCall& call) {
+  return sums_experts(call) ? call.num_rows : call.num_tokens;
+}
+
 int32_t check_present(const AllnormCall& call) {
   const bool norm = is_norm(call), quantized = is_quantized(call);
-  if (call.x == nullptr && (!sums_experts(call) || call.num_rows > 0)) return missing("x");
+  if (call.x == nullptr && rows_of_x(call) > 0) return missing("x");
   if (ends_with_sum(call)) {
     if (call.out != nullptr || call.weight != nullptr) {
       return fail(ALLNORM_INVALID_ARGUMENT, "%s is given with ALLNORM_NO_NORM; expected NULL",
@@ -134,15 +139,15 @@ int32_t check_stride_bounds(const AllnormCall& call) {
     const char* name;
     int64_t stride;
   } strides[] = {{"x_stride", call.x_stride},
+                 {"expert_index_stride", experts ? call.expert_index_stride : 0},
+                 {"expert_weights_stride", experts ? call.expert_weights_stride : 0},
+                 {"shared_stride", experts ? call.shared_stride : 0},
                  {"residual_stride", call.residual_stride},
                  {"out_stride", call.out_stride},
                  {"residual_out_stride", call.residual_out_stride},
                  {"quantized_stride", quantized ? call.quantized_stride : 0},
                  {"scale_row_stride", quantized ? call.scale_row_stride : 0},
-                 {"scale_group_stride", quantized ? call.scale_group_stride : 0},
-                 {"expert_index_stride", experts ? call.expert_index_stride : 0},
-                 {"expert_weights_stride", experts ? call.expert_weights_stride : 0},
-                 {"shared_stride", experts ? call.shared_stride : 0}};
+                 {"scale_group_stride", quantized ? call.scale_group_stride : 0}};
   for (const auto& [name, stride] : strides) {
     if (stride < -kFarthest || stride > kFarthest) {
       return invalid(name, stride, "-2^48 to 2^48 elements");
@@ -152,7 +157,6 @@ int32_t check_stride_bounds(const AllnormCall& call) {
 }
 
 int32_t check_expert_strides(const AllnormCall& call) {
-  if (!sums_experts(call)) return ALLNORM_OK;
   const struct {
     const char* name;
     const void* data;
@@ -167,12 +171,14 @@ int32_t check_expert_strides(const AllnormCall& call) {
 }
 
 int32_t check_strides(const AllnormCall& call) {
-  // One token may have several rows.
-  const bool x_repeats = (sums_experts(call) ? call.num_rows : call.num_tokens) > 1;
-  if (x_repeats && call.x_stride < 0) return invalid("x_stride", call.x_stride, "at least 0");
+  if (rows_of_x(call) > 1 && call.x_stride < 0) {
+    return invalid("x_stride", call.x_stride, "at least 0");
+  }
   if (call.num_tokens < 2) return ALLNORM_OK;
-  if (const int32_t status = check_expert_strides(call)) return status;
   const bool norm = is_norm(call);
+  if (sums_experts(call)) {
+    if (const int32_t status = check_expert_strides(call)) return status;
+  }
   if (norm && call.residual != nullptr && call.residual_stride < 0) {
     return invalid("residual_stride", call.residual_stride, "at least 0");
   }
@@ -254,24 +260,21 @@ int32_t check_memory(const AllnormCall& call, int num_sources, const RowShard& o
                         .stride = call.scale_row_stride,
                         .far_repeats = scale_words(call) - 1,
                         .far_stride = call.scale_group_stride};
-  const int64_t x_rows = call.op == ALLNORM_ALL_GATHER_ROWS ? held : call.num_tokens;
+  const int64_t x_rows = call.op == ALLNORM_ALL_GATHER_ROWS ? held : rows_of_x(call);
   // A shard of no rows has an address that means nothing.
   Tensors all;
-  if (sums_experts(call)) {
-    const auto choices = [&](int64_t stride) {
-      return Extent{call.top_k, call.num_tokens - 1, stride};
-    };
-    if (call.num_rows > 0) {
-      all.add("the rows of experts", call.x, width, rows(call.num_rows, call.x_stride));
-    }
-    all.add("expert_index", call.expert_index, 4, choices(call.expert_index_stride));
-    all.add("expert_weights", call.expert_weights, 4, choices(call.expert_weights_stride));
-    all.add("shared", call.shared, width, rows(call.num_tokens, call.shared_stride));
-  } else if (x_rows > 0 && !gathers_in_place(call, own)) {
+  if (x_rows > 0 && !gathers_in_place(call, own)) {
     all.add(kX, call.x, width, rows(x_rows, call.x_stride));
   }
   if (num_sources > 1 && call.source_stride != 0) {
     all.add("the sources after x", call.x, width, others);
+  }
+  if (sums_experts(call)) {
+    const int64_t last = call.num_tokens - 1;
+    all.add("expert_index", call.expert_index, 4, {call.top_k, last, call.expert_index_stride});
+    all.add("expert_weights", call.expert_weights, 4,
+            {call.top_k, last, call.expert_weights_stride});
+    all.add("shared", call.shared, width, rows(call.num_tokens, call.shared_stride));
   }
   if (norm && held > 0) all.add(kResidual, call.residual, width, rows(held, call.residual_stride));
   if (norm) {
@@ -279,7 +282,8 @@ int32_t check_memory(const AllnormCall& call, int num_sources, const RowShard& o
     all.add("post_weight", call.post_weight, element_bytes(call.post_weight_dtype), {columns});
   }
   if (quantized && !scales) all.add("scale", call.scale, 4, {1});
-  all.add_result("out", call.out, width, rows(call.num_tokens, call.out_stride), kX);
+  all.add_result("out", call.out, width, rows(call.num_tokens, call.out_stride),
+                 sums_experts(call) ? nullptr : kX);
   if (norm && held > 0) {
     all.add_result("residual_out", call.residual_out, width, rows(held, call.residual_out_stride),
                    kResidual);
@@ -295,10 +299,7 @@ int32_t check_memory(const AllnormCall& call, int num_sources, const RowShard& o
 int32_t check_alignment(const AllnormCall& call, const RowShard& own) {
   const bool norm = is_norm(call), quantized = is_quantized(call);
   const int64_t width = element_bytes(call.dtype), held = own.end - own.begin;
-  const bool experts = sums_experts(call);
-  const int64_t x_rows = call.op == ALLNORM_ALL_GATHER_ROWS ? held
-                         : experts                          ? call.num_rows
-                                                            : call.num_tokens;
+  const int64_t x_rows = call.op == ALLNORM_ALL_GATHER_ROWS ? held : rows_of_x(call);
   const struct {
     const char* name;
     const void* data;
@@ -307,8 +308,8 @@ int32_t check_alignment(const AllnormCall& call, const RowShard& own) {
     int64_t row_align;  // a quantised element is narrower than the one that it was made of
   } tensors[] = {
       {"x", call.x, x_rows, call.x_stride * width, kPackBytes},
-      {"shared", experts ? call.shared : nullptr, call.num_tokens, call.shared_stride * width,
-       kPackBytes},
+      {"shared", sums_experts(call) ? call.shared : nullptr, call.num_tokens,
+       call.shared_stride * width, kPackBytes},
       {"residual", norm ? call.residual : nullptr, held, call.residual_stride * width, kPackBytes},
       {"weight", norm ? call.weight : nullptr, 1, 0, kPackBytes},
       {"post_weight", norm ? call.post_weight : nullptr, 1, 0, kPackBytes},

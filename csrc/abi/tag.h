@@ -29,7 +29,7 @@ inline bool is_sharded(const AllnormCall& call) {
 inline bool changes_sum(const AllnormCall& call) {
   return is_norm(call) && (call.post_weight != nullptr || (call.flags & ALLNORM_SCALED) != 0);
 }
-// Step 0: x holds rows of experts.
+// Step 0 of the numerics page: x holds rows of experts.
 inline bool sums_experts(const AllnormCall& call) { return call.top_k != 0; }
 // The sum with the residual is the last result.
 inline bool ends_with_sum(const AllnormCall& call) {

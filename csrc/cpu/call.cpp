@@ -17,8 +17,6 @@ namespace {
 // 4096x4096 bfloat16, least time of `cpu_bench 2 4096x4096`: 64 / 128 / 256 / 512 / 1024 KiB take
 // 40 / 34 / 35 / 26 / 36 ms on a busy machine.
 constexpr int64_t kChunkBytes = 512 << 10;
-// Of sums of experts, between their making and their norm.
-constexpr int64_t kExpertSumBytes = 128 << 10;
 // A scale, or four packed ones.
 constexpr int64_t kScaleBytes = 4;
 
@@ -140,24 +138,21 @@ ConstRows x_rows(const AllnormCall& call, int64_t row) {
   return matrix(call.x, call.x_stride * element_bytes(call.dtype), row);
 }
 
-void sum_experts(const AllnormCall& call, int64_t row, int64_t count, Rows sums) {
+ExpertRows expert_rows(const AllnormCall& call, int64_t token) {
+  if (!sums_experts(call)) return {};
   const int64_t bytes = element_bytes(call.dtype);
-  ExpertTask task = {.dtype = call.dtype,
-                     .hidden_size = call.hidden_size,
-                     .rows = matrix(call.x, call.x_stride * bytes, 0),
-                     .num_rows = call.num_rows,
-                     .first_row = row * call.top_k,
-                     .top_k = call.top_k,
-                     .index = call.expert_index,
-                     .index_stride = call.expert_index_stride,
-                     .weights = call.expert_weights,
-                     .weights_stride = call.expert_weights_stride,
-                     .shared = matrix(call.shared, call.shared_stride * bytes, row),
-                     .sums = sums,
-                     .num_tokens = count};
-  if (task.index != nullptr) task.index += row * call.expert_index_stride;
-  if (task.weights != nullptr) task.weights += row * call.expert_weights_stride;
-  best_isa().sum_experts(task);
+  ExpertRows experts = {.top_k = call.top_k,
+                        .rows = matrix(call.x, call.x_stride * bytes, 0),
+                        .num_rows = call.num_rows,
+                        .first = token * call.top_k,
+                        .index = call.expert_index,
+                        .index_stride = call.expert_index_stride,
+                        .weights = call.expert_weights,
+                        .weights_stride = call.expert_weights_stride,
+                        .shared = matrix(call.shared, call.shared_stride * bytes, token)};
+  if (experts.index != nullptr) experts.index += token * experts.index_stride;
+  if (experts.weights != nullptr) experts.weights += token * experts.weights_stride;
+  return experts;
 }
 
 RowTask row_task(const AllnormCall& call, int64_t row, int64_t residual_row) {
@@ -218,46 +213,22 @@ void fill_nan(const AllnormCall& call, int world_size, int rank, int64_t first) 
   }
 }
 
-namespace {
-
-// The rows of a call that sums experts, some at a time, while their sums are in the cache.
-int32_t run_local_experts(const AllnormCall& call, const RowOp& op) {
-  const int64_t row_bytes = call.hidden_size * element_bytes(call.dtype);
-  const int64_t step = std::max<int64_t>(1, kExpertSumBytes / row_bytes);
-  thread_local Scratch memory;
-  float* const sums = memory.reserve((std::min(step, call.num_tokens) * row_bytes + 3) / 4);
-  if (sums == nullptr) return fail(ALLNORM_SYSTEM, "no memory for the sums of experts");
-  const Rows partials = {reinterpret_cast<std::byte*>(sums), row_bytes};
-  const ConstRows source = partials;
-  for (int64_t row = 0; row < call.num_tokens; row += step) {
-    RowTask task = row_task(call, row, row);
-    task.sources = &source;
-    task.num_sources = 1;
-    task.num_rows = std::min(step, call.num_tokens - row);
-    sum_experts(call, row, task.num_rows, partials);
-    best_isa().run_rows(op, task);
-  }
-  return ALLNORM_OK;
-}
-
-}  // namespace
-
 int32_t run_local(const AllnormCall& call) {
   if (call.num_tokens == 0) return ALLNORM_OK;
   thread_local Scratch scratch;
   float* const memory = scratch.reserve(call.hidden_size);
   if (memory == nullptr) return fail(ALLNORM_SYSTEM, "no memory for a row of working space");
-  zero_scale_padding(call);
-  if (sums_experts(call)) return run_local_experts(call, row_op(call, memory));
   ConstRows sources[ALLNORM_MAX_WORLD_SIZE];
   for (int i = 0; i < call.num_sources; ++i) {
     sources[i] = x_rows(call, 0);
-    sources[i].data += i * call.source_stride * element_bytes(call.dtype);
+    if (i > 0) sources[i].data += i * call.source_stride * element_bytes(call.dtype);
   }
+  zero_scale_padding(call);
   RowTask task = row_task(call, 0, 0);
   task.sources = sources;
   task.num_sources = call.num_sources;
   task.num_rows = call.num_tokens;
+  task.experts = expert_rows(call, 0);
   best_isa().run_rows(row_op(call, memory), task);
   return ALLNORM_OK;
 }

@@ -22,8 +22,8 @@ RowOp row_op(const AllnormCall& call, float* scratch);
 // The rows of x from `row` on.
 ConstRows x_rows(const AllnormCall& call, int64_t row);
 
-// Step 0: sums what experts return for `count` tokens from `row` on.
-void sum_experts(const AllnormCall& call, int64_t row, int64_t count, Rows sums);
+// With top_k: what the partials of tokens from `token` on are made of. Otherwise nothing.
+ExpertRows expert_rows(const AllnormCall& call, int64_t token);
 
 // Outputs from `row` on, residual and residual_out from `residual_row` on; sources and num_rows are
 // left to the caller.

@@ -69,7 +69,7 @@ class Communicator {
   // Step 1 of two_shot and sharded. `sources`: the partials of the rows this rank owns.
   bool exchange_partials(const Chunk& chunk, ConstRows* sources);
   void copy_in(const Chunk& chunk, int64_t row, int64_t slot, int64_t count);
-  ConstRows own_partials(const Chunk& chunk, int64_t row, int64_t slot);
+  void find_partials(const Chunk& chunk, int64_t row, int64_t slot, ConstRows* sources) const;
   void copy_out(const Chunk& chunk, int owner);
   void announce(const CallTag& tag);
   void publish(int step);

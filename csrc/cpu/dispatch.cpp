@@ -9,16 +9,13 @@ namespace allnorm {
 #if defined(__x86_64__)
 namespace avx512 {
 void run_rows(const RowOp& op, const RowTask& task);
-void sum_experts(const ExpertTask& task);
 }
 namespace avx2 {
 void run_rows(const RowOp& op, const RowTask& task);
-void sum_experts(const ExpertTask& task);
 }
 #endif
 namespace baseline {
 void run_rows(const RowOp& op, const RowTask& task);
-void sum_experts(const ExpertTask& task);
 }
 
 namespace {
@@ -45,13 +42,10 @@ const Isa& choose() {
 
 constexpr Isa kIsas[] = {
 #if defined(__x86_64__)
-    {.name = "avx512", .available = has_avx512, .run_rows = avx512::run_rows,
-     .sum_experts = avx512::sum_experts},
-    {.name = "avx2", .available = has_avx2, .run_rows = avx2::run_rows,
-     .sum_experts = avx2::sum_experts},
+    {.name = "avx512", .available = has_avx512, .run_rows = avx512::run_rows},
+    {.name = "avx2", .available = has_avx2, .run_rows = avx2::run_rows},
 #endif
-    {.name = "baseline", .available = always, .run_rows = baseline::run_rows,
-     .sum_experts = baseline::sum_experts},
+    {.name = "baseline", .available = always, .run_rows = baseline::run_rows},
 };
 const int kNumIsas = sizeof(kIsas) / sizeof(kIsas[0]);
 

@@ -231,12 +231,17 @@ static void scale_sum(typename T::Storage* row, int64_t hidden_size, float facto
   last.store(row + whole, round_to<T>(last.load(row + whole) * by));
 }
 
+// The row behind what norm_row() works in: one that is made before it is normed.
+template <class T>
+ALLNORM_INLINE typename T::Storage* row_in(const RowOp& op) {
+  return reinterpret_cast<typename T::Storage*>(op.scratch + Scratch::norm_elems(op.hidden_size));
+}
+
 // norm_row() behind numerics step 1c, whose result is a row of its own, as if it were the only
-// partial.
+// partial; it takes the place of the only partial that may already lie there.
 template <class T, int kSources>
 static void change_and_norm_row(const RowOp& op, const RowPointers<T>& row, int num_sources) {
-  auto* const changed =
-      reinterpret_cast<typename T::Storage*>(op.scratch + Scratch::norm_elems(op.hidden_size));
+  auto* const changed = row_in<T>(op);
   RowPointers<T> to_changed = row;
   to_changed.out = changed;
   if (op.post_weight != nullptr) {

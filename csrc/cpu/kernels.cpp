@@ -17,11 +17,18 @@ void run_typed(const RowOp& op, const RowTask& task) {
   const bool changes = op.post_weight != nullptr || op.sum_scale != 1.0f;
   RowPointers<T> row;
   for (int64_t i = 0; i < task.num_rows; ++i) {
-    for (int r = 0; r < task.num_sources; ++r) {
-      row.sources[r] = reinterpret_cast<const Storage*>(task.sources[r].from(i).data);
-    }
     row.out =
         task.out.data == nullptr ? nullptr : reinterpret_cast<Storage*>(task.out.from(i).data);
+    if (task.experts.top_k != 0) {
+      Storage* const sum = op.op == ALLNORM_ALL_REDUCE ? row.out : row_in<T>(op);
+      sum_experts<T>(task.experts, i, op.hidden_size, sum);
+      if (op.op == ALLNORM_ALL_REDUCE) continue;  // T(f(x)) is x
+      row.sources[0] = sum;
+    } else {
+      for (int r = 0; r < task.num_sources; ++r) {
+        row.sources[r] = reinterpret_cast<const Storage*>(task.sources[r].from(i).data);
+      }
+    }
     if (op.op == ALLNORM_ALL_REDUCE) {
       reduce_row<T, kSources>(op, row, task.num_sources);
       continue;
@@ -81,18 +88,6 @@ void run_rows(const RowOp& op, const RowTask& task) {
       return run_dtype<Float16>(op, task);
     case ALLNORM_BFLOAT16:
       return run_dtype<Bfloat16>(op, task);
-  }
-}
-
-void sum_experts(const ExpertTask& task) {
-  const DefaultFloatMode mode;
-  switch (task.dtype) {
-    case ALLNORM_FLOAT32:
-      return sum_experts_of<Float32>(task);
-    case ALLNORM_FLOAT16:
-      return sum_experts_of<Float16>(task);
-    default:
-      return sum_experts_of<Bfloat16>(task);
   }
 }
 

@@ -27,6 +27,24 @@ struct Rows {
   operator ConstRows() const { return {data, stride_bytes}; }
 };
 
+// Rows that are sums of experts' rows: step 0 of the numerics page.
+struct ExpertRows {
+  int top_k = 0;  // 0: there are none
+  ConstRows rows;
+  int64_t num_rows;
+  int64_t first;         // without an index: of rows, choice 0 of the first token
+  const int32_t* index;  // of the first token; or null
+  int64_t index_stride;
+  const float* weights;  // likewise
+  int64_t weights_stride;
+  ConstRows shared;  // data may be null
+
+  // The row of choice k of a token: -1, none; or any other number.
+  ALLNORM_HD int64_t row_of(int64_t token, int k) const {
+    return index == nullptr ? first + token * top_k + k : index[token * index_stride + k];
+  }
+};
+
 // Where the scales of rows of groups go, as AllnormCall.scale says.
 struct ScaleRows {
   std::byte* data;
@@ -52,7 +70,8 @@ struct ScaleRows {
 class Scratch {
  public:
   // z of a row, padded to a whole chunk of either element size, and the chunk sums, padded to a
-  // power of two: so many of its floats. A row as large as z follows.
+  // power of two: so many of its floats. A row as large as z follows:
+  // one that is worked on before it is normed.
   static int64_t norm_elems(int64_t hidden_size) {
     const int64_t padded = padded_elems(hidden_size);
     int64_t sums = 16;
@@ -96,9 +115,10 @@ struct RowOp {
   float sum_scale = 1.0f;
 };
 
-// residual.data may be null; residual_out is not touched by ALLNORM_ALL_REDUCE. `out` may be one of
-// the sources and `residual_out` may be `residual`, in both cases row for row. out.data may be null
-// if the row is quantised; quantized and scales are not touched unless it is.
+// With experts they are the only source, and not `out`. residual.data may be null; residual_out is
+// not touched by ALLNORM_ALL_REDUCE. `out` may be one of the sources and `residual_out` may be
+// `residual`, in both cases row for row. out.data may be null if the row is quantised; quantized
+// and scales are not touched unless it is.
 struct RowTask {
   const ConstRows* sources;
   int num_sources;
@@ -108,33 +128,15 @@ struct RowTask {
   int64_t num_rows;
   Rows quantized = {};
   ScaleRows scales = {};
+  ExpertRows experts = {};
 };
 
 using RowKernel = void (*)(const RowOp& op, const RowTask& task);
-
-// Numerics step 0, of `num_tokens` tokens: what their experts return, summed.
-struct ExpertTask {
-  int dtype;  // AllnormDtype
-  int64_t hidden_size;
-  ConstRows rows;
-  int64_t num_rows;
-  int64_t first_row;  // of the first token's choices, where there is no index
-  int top_k;
-  const int32_t* index;  // or null; of the first token, as the next two
-  int64_t index_stride;
-  const float* weights;  // or null
-  int64_t weights_stride;
-  ConstRows shared;  // data may be null
-  Rows sums;
-  int64_t num_tokens;
-};
-using ExpertKernel = void (*)(const ExpertTask& task);
 
 struct Isa {
   const char* name;
   bool (*available)();
   RowKernel run_rows;
-  ExpertKernel sum_experts;
 };
 
 // Every instruction set compiled in, best first; the last one is always available.

@@ -1,5 +1,5 @@
-// Where a row comes from: the partials of all ranks, read where they lie, summed in rank order; and
-// a partial itself, where it is the sum of what experts return.
+// Where a row comes from: the partials of all ranks, read where they lie, summed in rank order; a
+// partial itself, where it is a sum of experts' rows.
 // Compiled once per instruction set; see cpu/simd.h for what follows from that.
 #ifndef ALLNORM_CPU_SOURCES_H_
 #define ALLNORM_CPU_SOURCES_H_
@@ -24,69 +24,72 @@ ALLNORM_INLINE Pair reduce(const RowPointers<T>& row, int num_sources, int64_t i
   return round_to<T>(sum);
 }
 
-// The rows of a token, and what they are multiplied by; choices without a row are left out.
+// The choices of a token that this rank has, in order.
 template <class T>
 struct Choices {
-  using Storage = typename T::Storage;
-  const Storage* rows[kMaxTopK];
-  F32 weights[kMaxTopK];
+  static constexpr int kMost = 16;
+  const typename T::Storage* rows[kMost];
+  float weights[kMost];
   int count = 0;
-  const Storage* shared;  // or null
-  bool weighted;
+  const typename T::Storage* shared;
+
+  // False: one of them is no row.
+  ALLNORM_INLINE bool find(const ExpertRows& experts, int64_t token) {
+    using Storage = typename T::Storage;
+    shared = experts.shared.data == nullptr
+                 ? nullptr
+                 : reinterpret_cast<const Storage*>(experts.shared.from(token).data);
+    for (int k = 0; k < experts.top_k; ++k) {
+      const int64_t at = experts.row_of(token, k);
+      if (at == -1) continue;
+      if (at < 0 || at >= experts.num_rows) return false;
+      rows[count] = reinterpret_cast<const Storage*>(experts.rows.from(at).data);
+      if (experts.weights != nullptr) {
+        weights[count] = experts.weights[token * experts.weights_stride + k];
+      }
+      ++count;
+    }
+    return true;
+  }
 };
 
-// Numerics step 0, the elements at `i`.
-template <class T, class Access>
+// Numerics step 0 for the elements at `i`.
+template <class T, bool kWeighted, class Access>
 ALLNORM_INLINE Pair sum_choices(const Choices<T>& choices, int64_t i, Access access) {
   Pair sum = {};
-  for (int k = 0; k < choices.count; ++k) {
-    const Pair row = access.load(choices.rows[k] + i);
-    sum = sum + (choices.weighted ? row * choices.weights[k] : row);
+  for (int j = 0; j < choices.count; ++j) {
+    const Pair row = access.load(choices.rows[j] + i);
+    sum = sum + (kWeighted ? row * broadcast(choices.weights[j]) : row);
   }
   if (choices.shared != nullptr) sum = sum + access.load(choices.shared + i);
   return round_to<T>(sum);
 }
 
-// False if a choice is no row.
-template <class T>
-ALLNORM_INLINE bool find_choices(const ExpertTask& task, int64_t token, Choices<T>* choices) {
-  using Storage = typename T::Storage;
-  choices->weighted = task.weights != nullptr;
-  choices->shared = task.shared.data == nullptr
-                        ? nullptr
-                        : reinterpret_cast<const Storage*>(task.shared.from(token).data);
-  choices->count = 0;
-  for (int k = 0; k < task.top_k; ++k) {
-    int64_t row = task.first_row + token * task.top_k + k;
-    if (task.index != nullptr) row = task.index[token * task.index_stride + k];
-    if (row == -1) continue;
-    if (row < 0 || row >= task.num_rows) return false;
-    choices->rows[choices->count] = reinterpret_cast<const Storage*>(task.rows.from(row).data);
-    choices->weights[choices->count++] =
-        broadcast(choices->weighted ? task.weights[token * task.weights_stride + k] : 1.0f);
+template <class T, bool kWeighted>
+ALLNORM_INLINE void sum_choices(const Choices<T>& choices, int64_t hidden_size,
+                                typename T::Storage* to) {
+  const int64_t whole = hidden_size / kPairElems * kPairElems, rest = hidden_size - whole;
+  const WholePair<T> pair;
+  for (int64_t i = 0; i < whole; i += kPairElems) {
+    pair.store(to + i, sum_choices<T, kWeighted>(choices, i, pair));
   }
-  return true;
+  if (rest == 0) return;
+  const PartialPair<T> last = {rest};
+  last.store(to + whole, sum_choices<T, kWeighted>(choices, whole, last));
 }
 
+// Numerics step 0: the partial of a token, NaN where a choice is no row.
 template <class T>
-static void sum_experts_of(const ExpertTask& task) {
-  using Storage = typename T::Storage;
-  const int64_t whole = task.hidden_size / kPairElems * kPairElems;
-  const PartialPair<T> last = {task.hidden_size - whole};
+static void sum_experts(const ExpertRows& experts, int64_t token, int64_t hidden_size,
+                        typename T::Storage* to) {
   Choices<T> choices;
-  for (int64_t token = 0; token < task.num_tokens; ++token) {
-    auto* const sums = reinterpret_cast<Storage*>(task.sums.from(token).data);
-    if (!find_choices(task, token, &choices)) {
-      const F32 nan = broadcast(bit_cast<float>(0x7fffffffu));
-      const Pair nans = round_to<T>(Pair{nan, nan});
-      for (int64_t i = 0; i < whole; i += kPairElems) Elements<T>::store(sums + i, nans);
-      if (last.count > 0) last.store(sums + whole, nans);
-      continue;
-    }
-    for (int64_t i = 0; i < whole; i += kPairElems) {
-      Elements<T>::store(sums + i, sum_choices(choices, i, WholePair<T>()));
-    }
-    if (last.count > 0) last.store(sums + whole, sum_choices(choices, whole, last));
+  if (!choices.find(experts, token)) {
+    const auto nan = T::store(bit_cast<float>(0x7fffffffu));
+    for (int64_t i = 0; i < hidden_size; ++i) to[i] = nan;
+  } else if (experts.weights != nullptr) {
+    sum_choices<T, true>(choices, hidden_size, to);
+  } else {
+    sum_choices<T, false>(choices, hidden_size, to);
   }
 }
 

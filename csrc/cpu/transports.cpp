@@ -39,19 +39,31 @@ Communicator::OwnedRows Communicator::owned_rows(const Chunk& chunk, int owner) 
   return owned;
 }
 
-// Puts `count` rows of this rank's partial sums into its phase.
+// Puts this rank's partials of `count` rows into its phase.
 void Communicator::copy_in(const Chunk& chunk, int64_t row, int64_t slot, int64_t count) {
-  const int64_t row_bytes = chunk.layout.row_bytes;
-  const Rows partials = {phase(config_.rank) + chunk.layout.partial(slot), row_bytes};
-  if (sums_experts(chunk.call)) return sum_experts(chunk.call, row, count, partials);
-  copy_rows(x_rows(chunk.call, row), partials, row_bytes, count);
+  const Rows to = {phase(config_.rank) + chunk.layout.partial(slot), chunk.layout.row_bytes};
+  if (!sums_experts(chunk.call)) {
+    return copy_rows(x_rows(chunk.call, row), to, chunk.layout.row_bytes, count);
+  }
+  RowOp sum = chunk.op;
+  sum.op = ALLNORM_ALL_REDUCE;
+  best_isa().run_rows(sum, {.sources = nullptr,
+                            .num_sources = 1,
+                            .residual = {},
+                            .out = to,
+                            .residual_out = {},
+                            .num_rows = count,
+                            .experts = expert_rows(chunk.call, row)});
 }
 
-// This rank's own partial sums of rows that `slot` is for: where they lie already, or, of experts,
-// in its phase.
-ConstRows Communicator::own_partials(const Chunk& chunk, int64_t row, int64_t slot) {
-  if (!sums_experts(chunk.call)) return x_rows(chunk.call, row);
-  return {phase(config_.rank) + chunk.layout.partial(slot), chunk.layout.row_bytes};
+// Where every rank's partials of rows from `row` on lie, in the chunk from `slot` on.
+void Communicator::find_partials(const Chunk& chunk, int64_t row, int64_t slot,
+                                 ConstRows* sources) const {
+  for (int rank = 0; rank < config_.world_size; ++rank) {
+    sources[rank] = {phase(rank) + chunk.layout.partial(slot), chunk.layout.row_bytes};
+  }
+  // Sums of experts' rows are made once, in the phase.
+  if (!sums_experts(chunk.call)) sources[config_.rank] = x_rows(chunk.call, row);
 }
 
 bool Communicator::one_shot(const Chunk& chunk) {
@@ -59,9 +71,8 @@ bool Communicator::one_shot(const Chunk& chunk) {
   copy_in(chunk, chunk.begin, 0, chunk.layout.rows);
   publish(1);
   ConstRows sources[kMaxWorldSize];
+  find_partials(chunk, chunk.begin, 0, sources);
   for (int rank = 0; rank < config_.world_size; ++rank) {
-    sources[rank] = {phase(rank), chunk.layout.row_bytes};
-    if (rank == config_.rank) sources[rank] = own_partials(chunk, chunk.begin, 0);
     if (rank != config_.rank && !wait(rank, 1, chunk.tag)) return false;
   }
   RowTask task = row_task(chunk.call, chunk.begin, chunk.begin);
@@ -75,16 +86,15 @@ bool Communicator::one_shot(const Chunk& chunk) {
 bool Communicator::exchange_partials(const Chunk& chunk, ConstRows* sources) {
   announce(chunk.tag);
   for (int owner = 0; owner < config_.world_size; ++owner) {
-    // Its own are read where they lie, unless they have to be made.
+    // Its own partials a rank reads where they are, unless they are still to be made.
     if (owner == config_.rank && !sums_experts(chunk.call)) continue;
     const OwnedRows rows = owned_rows(chunk, owner);
     copy_in(chunk, rows.row, rows.slot, rows.count);
   }
   publish(1);
   const OwnedRows own = owned_rows(chunk, config_.rank);
+  find_partials(chunk, own.row, own.slot, sources);
   for (int rank = 0; rank < config_.world_size; ++rank) {
-    sources[rank] = {phase(rank) + chunk.layout.partial(own.slot), chunk.layout.row_bytes};
-    if (rank == config_.rank) sources[rank] = own_partials(chunk, own.row, own.slot);
     if (rank != config_.rank && !wait(rank, 1, chunk.tag)) return false;
   }
   return true;

@@ -36,8 +36,6 @@ struct alignas(16) Pack {
 constexpr int kPackBytes = 16;
 // Packs whose square sums are added by one butterfly: the lanes of a warp.
 constexpr int kPacksPerChunk = 32;
-// Most rows of experts that a token's partial sum is made of.
-constexpr int kMaxTopK = 16;
 
 template <class To, class From>
 ALLNORM_HD To bit_cast(const From& from) {

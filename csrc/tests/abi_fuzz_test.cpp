@@ -52,11 +52,17 @@ constexpr Field kNumbers[] = {ALLNORM_FIELD(struct_bytes),
                               ALLNORM_FIELD(post_weight_dtype),
                               ALLNORM_FIELD(post_eps),
                               ALLNORM_FIELD(post_weight_bias),
-                              ALLNORM_FIELD(sum_scale)};
+                              ALLNORM_FIELD(sum_scale),
+                              ALLNORM_FIELD(top_k),
+                              ALLNORM_FIELD(num_rows),
+                              ALLNORM_FIELD(expert_index_stride),
+                              ALLNORM_FIELD(expert_weights_stride),
+                              ALLNORM_FIELD(shared_stride)};
 constexpr Field kPointers[] = {
-    ALLNORM_FIELD(x),     ALLNORM_FIELD(residual),     ALLNORM_FIELD(weight),
-    ALLNORM_FIELD(out),   ALLNORM_FIELD(residual_out), ALLNORM_FIELD(quantized),
-    ALLNORM_FIELD(scale), ALLNORM_FIELD(post_weight)};
+    ALLNORM_FIELD(x),      ALLNORM_FIELD(residual),      ALLNORM_FIELD(weight),
+    ALLNORM_FIELD(out),    ALLNORM_FIELD(residual_out),  ALLNORM_FIELD(quantized),
+    ALLNORM_FIELD(scale),  ALLNORM_FIELD(post_weight),   ALLNORM_FIELD(expert_index),
+    ALLNORM_FIELD(shared), ALLNORM_FIELD(expert_weights)};
 #undef ALLNORM_FIELD
 
 template <size_t kCount>
@@ -215,6 +221,12 @@ void fuzz_one(Arena& arena, uint64_t seed, int rank, int world_size, Tally& tall
   if (!good) spoil(random, call, arena);
   Random values(seed + static_cast<uint64_t>(rank));
   arena.fill(values);
+  if (sums_experts(call) && verdict(call, rank, world_size) == ALLNORM_OK) {
+    for (const Piece& piece : pieces_of(call, rank, world_size)) {
+      const bool is_index = piece.pointer == offsetof(AllnormCall, expert_index);
+      if (is_index && arena.holds(call, piece)) draw_index(call, values);
+    }
+  }
   const auto ranks = static_cast<int32_t>(random.below(70)) - 2;
   const auto bytes = static_cast<int64_t>(random.next() >> random.below(64));
   const int64_t rows = allnorm_rows_per_chunk(ranks, bytes, &call);

@@ -64,12 +64,26 @@ inline std::vector<Piece> pieces_of(const AllnormCall& call, int rank, int world
     const Piece piece = {pointer, written, columns, count, stride * width};
     if (piece.data(call) != nullptr && count > 0) pieces.push_back(piece);
   };
-  add(offsetof(AllnormCall, x), false, gathers ? own : rows, call.x_stride);
+  const bool experts = sums_experts(call);
+  add(offsetof(AllnormCall, x), false,
+      gathers   ? own
+      : experts ? call.num_rows
+                : rows,
+      call.x_stride);
   if (local && !pieces.empty()) {
     pieces.back().far = call.num_sources;
     pieces.back().far_stride = call.source_stride * width;
   }
   add(offsetof(AllnormCall, out), true, rows, call.out_stride);
+  if (experts) {
+    add(offsetof(AllnormCall, shared), false, rows, call.shared_stride);
+    const auto add_choices = [&](size_t pointer, int64_t stride) {
+      const Piece piece = {pointer, false, 4 * call.top_k, rows, 4 * static_cast<Wide>(stride)};
+      if (piece.data(call) != nullptr) pieces.push_back(piece);
+    };
+    add_choices(offsetof(AllnormCall, expert_index), call.expert_index_stride);
+    add_choices(offsetof(AllnormCall, expert_weights), call.expert_weights_stride);
+  }
   if (!norm) return pieces;
   add(offsetof(AllnormCall, residual), false, own, call.residual_stride);
   add(offsetof(AllnormCall, residual_out), true, own, call.residual_out_stride);
@@ -99,7 +113,7 @@ inline std::vector<Piece> pieces_of(const AllnormCall& call, int rank, int world
 // Memory of exactly that many bytes, so that AddressSanitizer sees its ends.
 class Arena {
  public:
-  static constexpr int64_t kBytes = 96 << 10;
+  static constexpr int64_t kBytes = 192 << 10;
 
   Arena() : bytes_(static_cast<size_t>(kBytes)) {}
 
@@ -131,6 +145,43 @@ class Arena {
   std::vector<uint8_t> bytes_;
   int64_t used_ = 0;
 };
+
+// Makes x rows of experts, elsewhere in the arena.
+inline void draw_experts(AllnormCall& call, Random& random, Arena& arena) {
+  const int64_t width = element_bytes(call.dtype);
+  call.num_sources = 1;
+  const bool many = call.hidden_size <= 130 && random.below(4) == 0;
+  call.top_k = static_cast<int32_t>(1 + random.below(many ? 16 : 3));
+  call.num_rows = call.num_tokens * call.top_k;
+  if (random.below(2) != 0) {
+    call.num_rows = random.below(7);
+    call.expert_index_stride = call.top_k + random.below(3);
+    call.expert_index = reinterpret_cast<int32_t*>(
+        arena.take(random, 4 * call.num_tokens * call.expert_index_stride, 4));
+  }
+  call.x_stride = call.hidden_size + random.below(3);
+  call.x = arena.take(random, call.num_rows * call.x_stride * width, width);
+  if (random.below(2) != 0) {
+    call.expert_weights_stride = call.top_k + random.below(3);
+    call.expert_weights = reinterpret_cast<float*>(
+        arena.take(random, 4 * call.num_tokens * call.expert_weights_stride, 4));
+  }
+  if (random.below(2) != 0) {
+    call.shared_stride = call.hidden_size + random.below(3);
+    call.shared = arena.take(random, call.num_tokens * call.shared_stride * width, width);
+  }
+}
+
+// Indices that are mostly rows, where random bytes would be none.
+inline void draw_index(const AllnormCall& call, Random& random) {
+  for (int64_t token = 0; token < call.num_tokens; ++token) {
+    for (int k = 0; k < call.top_k; ++k) {
+      const auto row = static_cast<int32_t>(random.below(call.num_rows + 1)) - 1;
+      const_cast<int32_t*>(call.expert_index)[token * call.expert_index_stride + k] =
+          random.below(60) == 0 ? static_cast<int32_t>(random.next()) : row;
+    }
+  }
+}
 
 // A call that must be taken, of tensors that lie apart in the arena.
 inline AllnormCall draw_call(Random& random, Arena& arena, bool local) {
@@ -171,7 +222,10 @@ inline AllnormCall draw_call(Random& random, Arena& arena, bool local) {
   call.weight = arena.take(random, 4 * call.hidden_size, 4);
   call.out = rows(&call.out_stride, call.num_tokens);
   call.residual_out = rows(&call.residual_out_stride, call.num_tokens);
-  if (call.op != ALLNORM_ALL_GATHER_ROWS && random.below(3) == 0) {
+  const bool sums = call.op == ALLNORM_ADD_RMS_NORM || (local && call.op == ALLNORM_ALL_REDUCE);
+  if (sums && random.below(3) == 0) {
+    draw_experts(call, random, arena);
+  } else if (call.op != ALLNORM_ALL_GATHER_ROWS && random.below(3) == 0) {
     call.out = const_cast<void*>(call.x);
     call.out_stride = call.x_stride;
   }

@@ -60,6 +60,26 @@ struct Expected {
   std::vector<uint32_t> out, residual_out;
 };
 
+// Step 0: a rank's partial of one token, in bits of `dtype`. `rows`: those of its choices that the
+// rank has, in order; `weights` (may be empty): what each is multiplied by; `shared` may be empty.
+inline std::vector<uint32_t> reference_partial(int dtype, size_t hidden,
+                                               const std::vector<std::vector<uint32_t>>& rows,
+                                               const std::vector<float>& weights,
+                                               const std::vector<uint32_t>& shared) {
+  std::vector<uint32_t> bits(hidden);
+  for (size_t i = 0; i < hidden; ++i) {
+    float a = 0.0f;
+    for (size_t k = 0; k < rows.size(); ++k) {
+      float term = to_float(dtype, rows[k][i]);
+      if (!weights.empty()) term = weights[k] * term;
+      a = a + term;
+    }
+    if (!shared.empty()) a = a + to_float(dtype, shared[i]);
+    bits[i] = round_bits(dtype, a);
+  }
+  return bits;
+}
+
 // Step 4: 1 / rms of a row; `pack` elements of it are a pack.
 inline float reference_rstd(const std::vector<float>& z, size_t pack, float eps) {
   const size_t hidden = z.size();

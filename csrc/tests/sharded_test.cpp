@@ -1,6 +1,7 @@
 // Quantised results and rows with owners, exchanged among ranks.
 #include "protocol/layout.h"
 #include "tests/calls.h"
+#include "tests/experts.h"
 
 namespace allnorm::testing {
 namespace {
@@ -71,6 +72,17 @@ void random_call(AllnormComm* comm, int rank, int world_size, uint64_t seed) {
   Matrix residual(dtype, tokens, hidden), all(dtype, tokens * world_size, hidden);
   fill(residual, seed ^ 78);
   fill(all, seed ^ 79);
+  // Step 0 on some ranks: each has other experts. Their sums take the place of its rows of `all`.
+  std::vector<Experts> experts(static_cast<size_t>(world_size));
+  const bool any_experts = random.below(3) == 0;
+  for (int r = 0; r < world_size && any_experts; ++r) {
+    Experts& of = experts[static_cast<size_t>(r)];
+    if (random.below(4) == 0) continue;
+    of = random_experts(random, dtype, tokens, hidden, [&](Matrix& matrix) {
+      fill(matrix, seed ^ static_cast<uint64_t>(90 + r));
+    });
+    of.sum_locally(&all.bytes[all.at(r * tokens, 0)], hidden);
+  }
   Matrix want(dtype, tokens, hidden), want_residual(dtype, tokens, hidden);
   AllnormCall local = call;
   set(local, all, with_residual ? &residual : nullptr, weight, want, want_residual);
@@ -86,13 +98,14 @@ void random_call(AllnormComm* comm, int rank, int world_size, uint64_t seed) {
   Matrix x = rows_of(all, rank * tokens, tokens, gap);
   Matrix own_residual = rows_of(residual, shard.begin, own, gap);
   Matrix out(dtype, tokens, hidden, gap), residual_out(dtype, own + 1, hidden);
-  const bool in_place = random.below(3) == 0;
+  const bool in_place = random.below(3) == 0;  // of x where that is dense
   Matrix& got = in_place ? x : out;
   Matrix& got_residual = in_place && with_residual ? own_residual : residual_out;
   set(call, x, with_residual ? &own_residual : nullptr, weight, got, got_residual);
   set_change(call);
   call.num_tokens = tokens;
   if (!with_normed) call.out = nullptr;
+  experts[static_cast<size_t>(rank)].attach(call);
   QuantMemory quantized(call, layout, gap);
   check(allnorm_run(comm, &call) == ALLNORM_OK, "run: %s", allnorm_last_error());
   check((!with_normed || same_rows(got, want, 0, tokens)) &&

@@ -14,7 +14,7 @@ from allnorm.bench import arms, bounds, clock
 from allnorm.bench import run as ranks_bench
 from allnorm.bench.case import Outcome, make_case
 from allnorm.bench.clock import Product
-from allnorm.bench.modes import Mode, Shape, arm_names, known_arms
+from allnorm.bench.modes import YARDSTICKS, Mode, Shape, arm_names, known_arms
 from allnorm.testing import run_ranks
 
 CPU = torch.device("cpu")
@@ -74,14 +74,64 @@ def test_rows_that_do_not_consist_of_groups_run_without_quantisation_only() -> N
 
 def test_behind_a_product_its_own_time_is_taken_off_and_inputs_come_back() -> None:
     modes = Mode(), Mode("per_token")  # the second is checked after the first was timed
-    what = job(*modes, shapes=(Shape(64, 1024),), arms=("allnorm", "gloo+local"), product=2048)
-    records = run_ranks(ranks_bench.run, 2, args=(what,))[0]
-    assert [(r["mode"], r["arm"], r["error"], r["reason"]) for r in records] == [
-        (mode, arm, "", "") for mode in (0, 1) for arm in ("allnorm", "gloo+local")[: 2 - mode]
+    arms = "allnorm", "gloo+local"
+    what = job(*modes, shapes=(Shape(64, 1024),), arms=arms, products=(2048, 0))
+    ranks = run_ranks(ranks_bench.run, 2, args=(what,))
+    records = ranks[0]
+    assert [(r["mode"], r["product"], r["arm"], r["error"], r["reason"]) for r in records] == [
+        (mode, product, arm, "", "")
+        for mode in (0, 1)
+        for product in (2048, 0)
+        for arm in (*arms[: 2 - mode], *(YARDSTICKS if product else ()))
     ]
-    for record in records:
-        assert record["product_us"] > 0
+    for record, other in zip(*ranks, strict=True):
         assert math.isfinite(record["p50_us"])
+        if record["product"]:
+            assert record["product_us"] > 0
+            assert record["beyond_empty_us"] == record["p50_us"] - record["empty_us"]
+            assert record["over_ranks"] == (
+                "longest" if record["arm"] in YARDSTICKS else "shortest"
+            )
+            assert record == other, "times are those of all ranks"
+        else:
+            assert record["over_ranks"] == ""
+            assert "beyond_empty_us" not in record
+
+
+def test_rows_that_no_group_divides_have_yardsticks_without_quantisation() -> None:
+    what = job(Mode("per_group:128"), shapes=(Shape(2, 2880),), products=(64,), arms=("allnorm16",))
+    records = run_ranks(ranks_bench.run, 2, args=(what,))[0]
+    assert [(r["arm"], r["error"]) for r in records] == [
+        (arm, "") for arm in ("allnorm16", *YARDSTICKS)
+    ]
+
+
+def samples_of_ranks(rank: int, world_size: int) -> clock.Samples:
+    waits, alone = (
+        arms.Arm(name, lambda index: None, lambda result: result, in_step=in_step)
+        for name, in_step in (("waits", True), ("alone", False))
+    )
+    own = {"waits": [[30.0, 20.0], [21.0, 29.0]][rank], "alone": [[5.0, 7.0], [6.0, 6.5]][rank]}
+    return clock.together(own, [waits, alone])
+
+
+def test_who_waits_for_others_does_not_count() -> None:
+    """Replay by replay: the shortest of the ranks' times where they wait, else the longest."""
+    expected = {"waits": [21.0, 20.0], "alone": [6.0, 7.0]}
+    assert run_ranks(samples_of_ranks, 2) == [expected, expected]
+
+
+@pytest.mark.parametrize("quant", ["", "per_group:64", "per_tensor"])
+def test_the_local_yardstick_is_checked(quant: str) -> None:
+    case = make_case(ODD, "bfloat16", "rounded", CPU, rank=1, world_size=2, seed=0)
+    mode = Mode(quant, return_normed=bool(quant))
+    local = arms.yardstick("local", case, mode)
+    result = local.call(1)
+    assert ranks_bench.describe_error(local, result, case, 1, mode) == ""
+    assert ranks_bench.describe_error(local, result, case, 0, mode)
+    result[1 if not quant else 3].view(torch.int16)[0, 0] ^= 1
+    error = ranks_bench.describe_error(local, result, case, 1, mode)
+    assert error.endswith("differs from the reference")
 
 
 def test_samples_beyond_a_product() -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from bench_samples import MODES, measurement, merge, record, two_ranks
 from rich.console import Console
 
 from allnorm.bench import report as bench_report
-from allnorm.bench.modes import Mode
+from allnorm.bench.modes import YARDSTICKS, Mode
 from allnorm.bench.report import Measurement
 from allnorm.cli import bench_table, output
 
@@ -45,10 +46,62 @@ def test_speed_up_is_over_the_fastest_other_arm() -> None:
 
 @pytest.mark.parametrize("left_us", [0.0, -0.5])
 def test_where_noise_leaves_no_time_beyond_a_product_there_is_no_ratio(left_us: float) -> None:
-    own = measurement("allnorm", left_us, floor_us=1.0, product_us=20.0)
-    other = measurement("nccl+torch", 4.0)
+    own = behind("allnorm", left_us, floor_us=1.0)
+    other = behind("nccl+torch", 4.0)
     assert math.isnan(own.floor_share)
     assert math.isnan(bench_report.speed_up({"allnorm": own, other.arm: other}, [other.arm]))
+
+
+def behind(arm: str, beyond_empty_us: float, **changes: Any) -> Measurement:
+    """An arm behind a product where an empty kernel takes 1 us beyond it."""
+    times = {"product_us": 20.0, "empty_us": 1.0, "beyond_empty_us": beyond_empty_us}
+    in_step = "longest" if arm in YARDSTICKS else "shortest"
+    return measurement(
+        *(arm, beyond_empty_us + 1.0), product=7168, over_ranks=in_step, **times, **changes
+    )
+
+
+def test_behind_a_product_an_empty_kernel_is_the_beginning() -> None:
+    found = [
+        behind("allnorm", 2.0),
+        behind("sglang", 3.0),
+        behind("sglang:one_shot", 2.8),
+        behind("empty", 0.0),
+        behind("local", 0.55),
+    ]
+    grid = bench_table.grid(found, with_p99=False)
+    assert "beyond an empty kernel, behind a product of 7168 columns" in grid.title
+    assert grid.columns[1:] == ["allnorm", "sglang", "empty", "local", "vs best\nother"]
+    assert grid.rows == [["16x4096", "2.00", "2.80", "1.00", "0.55", "1.40x"]]
+    assert grid.best == [1], "no yardstick is the fastest"
+    assert "1.4x as fast as the best other way, sglang:one_shot (2.80 us)" in (
+        bench_table.headline(found, "bfloat16")
+    )
+    rows = {m.arm: bench_report.json_row(m, {}) for m in found}
+    assert rows["allnorm"]["beyond_empty_us"] == 2.0
+    assert (rows["allnorm"]["mode"], rows["allnorm"]["product"]) == ("product", 7168)
+    assert [rows[arm]["over_ranks"] for arm in ("allnorm", "local")] == ["shortest", "longest"]
+
+
+def test_chains_and_products_have_a_table_each() -> None:
+    found = [behind("allnorm", 2.0), measurement("allnorm", 2.5), measurement("gloo+torch", 5.0)]
+    chain, product = bench_table.tables_of(found)
+    assert (chain, product) == (found[1:], found[:1])
+    assert "2x as fast" in bench_table.headline(found, "bfloat16"), "of calls in a chain"
+    row = bench_report.json_row(chain[0], {})
+    assert (row["mode"], row["product"], row["over_ranks"]) == ("chain", 0, "slowest")
+    assert math.isnan(row["beyond_empty_us"])
+
+
+def test_records_of_products_are_merged_apart() -> None:
+    mode = [Mode("per_group:128")]
+    records = [
+        {**record(0, arm, us + product / 1000), "product": product}
+        for product in (0, 7000)
+        for arm, us in (("allnorm", 4.5), ("allnorm16", 4.0 - product / 14000))
+    ]
+    costs = [m.quant_cost_us for m in merge([records], mode) if m.arm == "allnorm"]
+    assert costs == [pytest.approx(0.5), pytest.approx(1.0)]
 
 
 def test_headline() -> None:

@@ -80,6 +80,23 @@ def test_a_panel_shows_every_arm_and_the_floor() -> None:
     assert "per_group:128" in quantised
 
 
+def test_times_behind_a_product_have_a_panel_of_their_own() -> None:
+    behind = {"product": 7168, "product_us": 20.0, "empty_us": 1.0}
+    found = [
+        *samples(),
+        measurement("allnorm", 3.0, beyond_empty_us=2.0, **behind),
+        measurement("empty", 1.0, beyond_empty_us=0.0, **behind),
+        measurement("local", 1.5, beyond_empty_us=0.5, **behind),
+    ]
+    assert len(bench_plot.panels(found)) == 4
+    text = bench_plot.svg(found, Panel(2, Mode(), 4096, 7168))
+    for word in ("allnorm", "local", "us beyond an empty kernel"):
+        assert f">{word}" in text
+    assert "behind a product of 7168 columns" in text
+    assert ">empty<" not in text
+    assert "behind" not in bench_plot.svg(found, Panel(2, Mode(), 4096))
+
+
 def test_a_page_is_whole_and_needs_no_network(tmp_path: Path) -> None:
     path = tmp_path / "new" / "bench.html"
     bench_table.save(path, bench_table.page(samples(), "A & B", "how it was done", CONDITIONS))

@@ -44,6 +44,27 @@ def test_bench(tmp_path: Path) -> None:
         assert {"cpu", "backend", "dtype", "commit", "versions", "command", "date"} <= row.keys()
 
 
+def test_bench_in_a_chain_and_behind_a_product(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    common = ("bench", "--tp", "2", "--device", "cpu", "--shapes", "2x256", "--arms", "allnorm")
+    done = command(*common, "--product", "0,512", "--json", str(path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Behind a product of 512 columns: " in " ".join(done.stdout.split())
+    found = rows(path)
+    assert [(row["mode"], row["product"], row["arm"]) for row in found] == [
+        ("chain", 0, "allnorm"),
+        ("product", 512, "allnorm"),
+        ("product", 512, "empty"),
+        ("product", 512, "local"),
+    ]
+    assert [row["over_ranks"] for row in found] == ["slowest", "shortest", "longest", "longest"]
+    assert found[0]["beyond_empty_us"] is None
+    assert found[2]["beyond_empty_us"] == 0.0
+    assert all(row["correct"] for row in found)
+    again = command(*common, "--product", "512", "--compare", str(path))
+    assert "3 of 3 rows are in rows.jsonl" in again.stdout, again.stdout + again.stderr
+
+
 def test_bench_quantised_and_sharded_with_pictures_and_a_comparison(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     rows_file, plot, html = (tmp_path / name for name in ("rows.jsonl", "b.svg", "b.html"))
