@@ -88,12 +88,26 @@ def assert_close_norm(actual: Tensor, expected: Tensor, what: str) -> None:
         assert float((distance > 0).float().mean()) < 0.005, what
 
 
+def assert_close_sandwich(actual: Tensor, expected: Tensor, what: str) -> None:
+    """Equal but for what a last bit of the post norm changes: in few elements, and there little.
+
+    Where the sum with the residual cancels, that is more than an ulp of the sum.
+    """
+    assert actual.dtype == expected.dtype, what
+    if actual.dtype == torch.float32:
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    else:
+        torch.testing.assert_close(actual, expected, rtol=2.0**-6, atol=2.0**-6)
+        assert float((actual != expected).float().mean()) < 0.005, what
+
+
 def check_fused(
     module: GraphModule,
     inputs: Sequence[Tensor],
     numerics: str | Sequence[str],
     *,
     norms: int = 1,
+    close: Callable[[Tensor, Tensor, str], None] = assert_close_norm,
     **arguments: Any,
 ) -> FusionReport:
     """Fuses, and compares with what the graph computed before.
@@ -103,6 +117,7 @@ def check_fused(
         inputs: its arguments; compared too, for what the graph stores there.
         numerics: the mode of each site, in order.
         norms: so many of the first results are normed; the others must be the same bits.
+        close: how these are compared.
         arguments: of `fuse`.
     """
     expected_inputs, actual_inputs = ([t.clone() for t in inputs] for _ in range(2))
@@ -124,7 +139,7 @@ def check_fused(
     for i, (mine, theirs) in enumerate(zip(actual, expected, strict=True)):
         assert mine.stride() == theirs.stride(), f"result {i}"
         if i < norms:
-            assert_close_norm(mine, theirs, f"result {i}")
+            close(mine, theirs, f"result {i}")
         else:
             assert_same_bits(mine, theirs, f"result {i}")
     for i, (mine, theirs) in enumerate(zip(actual_inputs, expected_inputs, strict=True)):

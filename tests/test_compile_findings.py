@@ -400,11 +400,13 @@ def everywhere(rank: int, world_size: int) -> None:
 
 def reasons(rank: int, world_size: int) -> None:
     def scaled(x, r, w):
-        total = r + reduce(x) * 0.22
+        total = r + reduce(x) / 4.5
         return llama(total, w), total
 
     given = Inputs().make(rank)
-    check_missed(symbolic_trace(scaled), given, "mul computes with it first", communicator=comm())
+    check_missed(
+        symbolic_trace(scaled), given, "truediv computes with it first", communicator=comm()
+    )
 
 
 def inputs_that_alias_later(rank: int, world_size: int) -> None:

@@ -413,3 +413,64 @@ def training(rank: int, world_size: int) -> None:
 @on(cpu=(2,))
 def test_training(pool: RankPool) -> None:
     pool.run(training)
+
+
+class Boundaries(torch.nn.Module):
+    """A sandwich, a post norm without a second norm, a scaled sum of experts' rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = torch.nn.ParameterList(
+            shared_input((HIDDEN,), bf16, f"weight {i}", device=device()) for i in range(4)
+        )
+
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        w = self.weights
+        x = funcol.all_reduce(x * 1.5, "sum", dist.group.WORLD)
+        residual = residual + gemma(x, w[0])
+        x = torch.relu(gemma(residual, w[1]))
+        x = funcol.all_reduce(x, "sum", dist.group.WORLD)
+        residual = residual + llama(x, w[2])
+        rows = torch.relu(torch.stack([residual, -residual], 1))
+        x = (rows.float() * rows[..., :1].float()).sum(1).to(bf16)
+        x = funcol.all_reduce(x, "sum", dist.group.WORLD)
+        residual = residual + x * 0.22
+        return llama(residual, w[3]), residual
+
+    def expected(self, xs: list[Tensor], residual: Tensor) -> tuple[Tensor, Tensor]:
+        """By the reference, step by step."""
+        w = [weight.detach() for weight in self.weights]
+        run, ranks = reference.all_reduce_add_rms_norm, len(xs)
+        norm, post = {"numerics": "rounded", "weight_bias": 1.0}, allnorm.PostNorm(w[0], EPS, 1.0)
+        scaled = [x * 1.5 for x in xs]
+        x, residual = run(scaled, residual, w[1], EPS, post_norm=post, **norm)
+        xs, post = [torch.relu(x)] * ranks, allnorm.PostNorm(w[2], EPS)
+        mode = {"numerics": "transformers"}
+        _, residual = run(xs, residual, None, EPS, post_norm=post, **mode)
+        rows = torch.relu(torch.stack([residual, -residual], 1))
+        experts = allnorm.ExpertSum(rows, rows[..., 0].float())
+        return run([experts] * ranks, residual, w[3], EPS, scale=0.22, **mode)
+
+
+@torch.no_grad()
+def boundaries(rank: int, world_size: int) -> None:
+    model = Boundaries()
+    xs, residual = [arguments(peer)[0] for peer in range(world_size)], arguments(0)[1]
+    with inductor_caches():
+        fusion = allnorm.compile.inductor_pass(comm())
+        got, code = run_and_get_code(compiled(model, fusion), xs[rank], residual)
+    (report,) = fusion.reports
+    found = [(site.numerics, site.boundary) for site in report.fused]
+    assert found == [
+        ("rounded", "post norm"),
+        ("transformers", "post norm, no second norm"),
+        ("transformers", "sum of 2 experts' rows, scale 0.22"),
+    ], str(report)
+    assert calls(code) == (3, 0)
+    for mine, theirs in zip(got, model.expected(xs, residual), strict=True):
+        assert_same_bits(mine, theirs, "compiled")
+
+
+@on(cpu=(2,))
+def test_boundaries(pool: RankPool) -> None:
+    pool.run(boundaries)

@@ -2,7 +2,8 @@
 
 Where test_compile_random.py makes graphs, this makes code: a forward with functional and in-place
 steps, views, slices, several sites, norms that are modules (one with a hook), 2 or 3 dimensions,
-three dtypes. Dynamo, AOTAutograd, torch.export and make_fx make graphs of it.
+three dtypes, and in every third norms and scales before the residual. Dynamo, AOTAutograd,
+torch.export and make_fx make graphs of it.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class Code:
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
+        self.boundaries = random.Random(seed) if seed % 3 == 0 else None
         self.dtype = self.random.choice(
             [torch.bfloat16, torch.bfloat16, torch.float16, torch.float32]
         )
@@ -83,6 +85,8 @@ class Code:
         self.noise(0.2)
         if self.random.random() < 0.2:
             total = self.keep(f"{total} + w")
+        if self.boundaries is not None:
+            total = self.before_residual(total, self.boundaries)
         if self.random.random() < 0.8:
             other = self.pick()
             add = [f"{total} + {other}", f"{other} + {total}"]
@@ -110,6 +114,22 @@ class Code:
         self.names.append(total)
         self.names.append(normed)
         self.noise(0.3)
+
+    def before_residual(self, total: str, chosen: random.Random) -> str:
+        """A norm of the reduced sum, or a scaled one."""
+        if chosen.random() < 0.6:
+            z = f"{total}.float()"
+            norms = [
+                f"self.norm({total})",
+                f"w * ({z} * root({z})).to({total}.dtype)",
+                f"({z} * root({z}) * (1.0 + w.float())).to({total}.dtype)",
+            ]
+            total = self.keep(chosen.choice(norms))
+        if chosen.random() < 0.3:
+            total = self.keep(f"{total} * {chosen.choice([0.22, -1.5, 2])}")
+        if chosen.random() < 0.6:
+            self.names.pop()  # nobody else needs it
+        return total
 
     def module(self) -> torch.nn.Module:
         body = "\n".join(f"    {line}" for line in self.lines)
@@ -212,6 +232,13 @@ def test_modules_that_failed(pool: RankPool, seed: int) -> None:
 @on(cpu=(2,))
 def test_random_modules(pool: RankPool) -> None:
     check(pool.run(run, range(16), timeout=200.0), 4)
+
+
+@on(cpu=(2,))
+def test_random_modules_of_other_boundaries(pool: RankPool) -> None:
+    answers = pool.run(run, range(18, 54, 3), timeout=200.0)
+    check(answers, 4)
+    assert "post norm" in "\n".join(answers[0])
 
 
 @pytest.mark.long

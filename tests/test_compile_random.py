@@ -166,6 +166,11 @@ class Program:
         total = reduced = self.reduce(x)
         sum32 = None
         self.noise(0.2)
+        if self.random.random() < 0.3:
+            total = reduced = self.norm(reduced, None)
+        if self.random.random() < 0.2:
+            factor = self.random.choice([0.22, -1.5, 2])
+            total = reduced = self.call(operator.mul, reduced, factor)
         if self.random.random() < 0.8:
             residual = self.pick()
             add = self.random.choice([operator.add, operator.iadd, torch.add])

@@ -280,9 +280,34 @@ def bias_as_residual(x, residual, w):
     return llama(reduce(x) + w, w)
 
 
-@refusal("no RMSNorm follows|what follows|goes to")
-def scaled_between(x, residual, w):
-    return llama(reduce(x) * 0.5 + residual, w)
+@refusal("the scaled sum is not rounded to bfloat16")
+def scaled_without_rounding(x, residual, w):
+    return norm(reduce(x).float() * 0.5 + residual, w)
+
+
+@refusal("neither a sum nor an RMSNorm: mul computes with it first")
+def scaled_by_a_tensor(x, residual, w):
+    return llama(reduce(x) * w[:1] + residual, w)
+
+
+@refusal("neither a sum nor an RMSNorm: truediv computes with it first")
+def divided(x, residual, w):
+    return llama(reduce(x) / 3 + residual, w)
+
+
+@refusal("neither a sum nor an RMSNorm: mul computes with it first")
+def scaled_to_infinity(x, residual, w):
+    return llama(reduce(x) * 1e39 + residual, w)
+
+
+@refusal("no RMSNorm follows it")
+def scaled_without_a_norm(x, residual, w):
+    return reduce(x) * 0.5 + residual
+
+
+@refusal("neither a sum nor an RMSNorm: mul computes with it first")
+def scaled_twice(x, residual, w):
+    return llama(reduce(x) * 0.5 * 0.3 + residual, w)
 
 
 @refusal("number is added")
@@ -311,7 +336,7 @@ def transposed_between(x, residual, w):
 @refusal("no RMSNorm follows|what follows|number is added|goes to")
 def reduced_changed_between(x, residual, w):
     reduced = reduce(x)
-    reduced.mul_(0.5)
+    reduced.exp_()
     return llama(reduced + residual, w)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from torch.fx import Node
 
 from allnorm.compile.expressions import Value
-from allnorm.compile.norms import Norm, Output
+from allnorm.compile.norms import Branch, Norm, Output
 from allnorm.compile.quantise import Quantised
 from allnorm.compile.reductions import Reduction
 from allnorm.compile.shapes import same_shape
@@ -27,10 +27,11 @@ class Candidate:
     Attributes:
         reduction: what communicates.
         reduced: its result.
+        branch: what that goes through before the residual is added.
         residual: what is added; None if nothing is.
-        sum32: the float32 sum; `reduced` in float32 if nothing is added.
+        sum32: the float32 sum; that of the branch if nothing is added.
         summed: the sum as stored, which the fused call returns; None if the graph never stores it.
-        norm: what follows.
+        norm: what follows; None if only a post norm does.
         output: what the graph makes of that.
         numerics: the mode that computes this.
         quantised: how the normed tensor is quantised; None if that is left to the graph.
@@ -40,25 +41,37 @@ class Candidate:
 
     reduction: Reduction
     reduced: Value
+    branch: Branch
     residual: Value | None
     sum32: Value
     summed: Value | None
-    norm: Norm
-    output: Output
+    norm: Norm | None
+    output: Output | None
     numerics: str
     quantised: Quantised | None = None
     is_local: bool = False
 
     @property
-    def normed(self) -> Value:
-        """The result of the norm."""
-        return self.output.normed
+    def normed(self) -> Value | None:
+        """The result of the norm behind the residual."""
+        return None if self.output is None else self.output.normed
+
+    @property
+    def norms(self) -> list[Norm]:
+        """Both norms, as far as they are there."""
+        return [norm for norm in (self.branch.norm, self.norm) if norm is not None]
+
+    @property
+    def boundary(self) -> str:
+        """What is beside a residual and one norm, in words."""
+        ends = [] if self.norm is not None else ["no second norm"]
+        return ", ".join([*filter(None, [str(self.branch)]), *ends])
 
     @functools.cached_property
     def values(self) -> list[Value]:
         """Every expression that the fused call stands for, without its inputs."""
         found: dict[Value, None] = {}
-        pending = [*self.served, self.norm.product]
+        pending = [*self.served, *(norm.product for norm in self.norms)]
         while pending:
             value = pending.pop()
             if value not in found:
@@ -70,7 +83,8 @@ class Candidate:
         return [value for value in computed if not (self.is_local and value is self.reduced)]
 
     def _is_input(self, operand: Value) -> bool:
-        if operand is self.output.gain:
+        outputs = (self.branch.output, self.output)
+        if any(output is not None and operand is output.gain for output in outputs):
             return True
         quantised = self.quantised
         if quantised is not None and operand in (quantised.static, quantised.inverse):
@@ -88,6 +102,36 @@ class Candidate:
         return list(dict.fromkeys(value for value in results if value is not None))
 
 
+@dataclass(frozen=True)
+class Weight:
+    """What a norm multiplies by.
+
+    Attributes:
+        source: a node, the path of a parameter, or None for ones.
+        bias: added to it.
+    """
+
+    source: Node | str | None
+    bias: float
+
+
+@dataclass(frozen=True)
+class Experts:
+    """What the call sums before it reduces.
+
+    Attributes:
+        rows: [num_tokens, top_k, hidden_size], of the dtype of the reduction.
+        top_k: how many rows a token has.
+        weights: float32 [num_tokens, top_k] or [num_tokens, top_k, 1], or None.
+        shared: of the shape of the reduced tensor, or None.
+    """
+
+    rows: Node
+    top_k: int
+    weights: Node | None
+    shared: Node | None
+
+
 @dataclass
 class Match:
     """A fused call.
@@ -97,14 +141,15 @@ class Match:
         shape: of its inputs and results.
         x: reduced by it.
         residual: added by it, or None.
-        weight: a node, the path of a parameter, or None for ones.
-        weight_bias: added to the weight.
+        weight: of the norm; None if there is none.
+        post_weight: of the post norm; None if there is none.
         view_x: the view of the reduced tensor to repeat on `x` first; None if there is none.
         view_normed: the view to repeat on the normed result.
         view_quantized: the view to repeat on the quantised result.
         scale_shape: in which the graph has the computed scales; None: in that of the operator.
         scale_layout: of the computed scales, as the operator takes it.
         static_scale: the given scale.
+        experts: what `x` is the sum of, if the call makes that too.
         note: what else could have been fused, and why not.
         lead_x: so many dimensions of size 1 are put before those of `x`.
         lead_residual: the same for the residual.
@@ -118,14 +163,15 @@ class Match:
     shape: Sequence[object]
     x: Node
     residual: Node | None
-    weight: Node | str | None
-    weight_bias: float
+    weight: Weight | None
+    post_weight: Weight | None
     view_x: Node | None = None
     view_normed: Node | None = None
     view_quantized: Node | None = None
     scale_shape: list[int] | None = None
     scale_layout: str = "row_major"
     static_scale: Node | None = None
+    experts: Experts | None = None
     note: str = ""
     lead_x: int = 0
     lead_residual: int = 0
@@ -136,9 +182,19 @@ class Match:
     _served: dict[Node, None] = field(default_factory=dict, repr=False)
 
     @property
+    def boundary(self) -> str:
+        """What is beside a residual and one norm, in words."""
+        before = "" if self.experts is None else f"sum of {self.experts.top_k} experts' rows"
+        return ", ".join(filter(None, (before, self.candidate.boundary)))
+
+    @property
     def inputs(self) -> list[Node]:
         """Every node of the graph that the call reads."""
-        given = (self.x, self.residual, self.weight, self.static_scale)
+        weights = [weight.source for weight in (self.weight, self.post_weight) if weight]
+        x: tuple[Node | None, ...] = (self.x,)
+        if self.experts is not None:
+            x = (self.experts.rows, self.experts.weights, self.experts.shared)
+        given = (*x, self.residual, *weights, self.static_scale)
         nodes = [node for node in given if isinstance(node, Node)]
         if self.view_x is not None:
             nodes += self.view_x.all_input_nodes[1:]

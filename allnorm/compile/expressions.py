@@ -15,6 +15,9 @@ dimension do not appear: an expression is the rows of a tensor in order, whateve
 | `square rsqrt sqrt reciprocal abs` | of one |
 | `mean sum amax` | over the last dimension; `attr` is its size |
 | `clamp` | of one, between `attr`; None is no bound |
+| `choices` | the sum over each `attr` successive rows |
+| `choice` | row `attr[0]` of each `attr[1]` successive ones |
+| `zeros` | a tensor of zeros |
 | `rows` | the same elements in rows of another length; `attr` is (length before, length) |
 | `tuple` | several results of one call |
 
@@ -135,7 +138,7 @@ class Algebra:
         self._count += 1
         value = Value(op, args, attr, dtype, self._count)
         value.column = op in ("mean", "sum", "amax") or (
-            op not in ("opaque", "leaf", "const", "reduced", "tuple")
+            op not in ("opaque", "leaf", "const", "reduced", "tuple", "zeros")
             and all(operand.column or operand.op == "const" for operand in args)
         )
         for operand in dict.fromkeys(args):
@@ -159,6 +162,8 @@ class Algebra:
             return value
         if value.op == "rows":
             return self.rows(self.up(value.args[0]), *value.attr)
+        if value.op == "choice":
+            return self.choice(self.up(value.args[0]), value.attr)
         if value.op == "round" and _fits(value.args[0], value.dtype):
             return value.args[0]
         return self.make("up", (value,))
@@ -169,6 +174,8 @@ class Algebra:
             return value
         if value.op == "rows":
             return self.rows(self.round(value.args[0], dtype), *value.attr)
+        if value.op == "choice":
+            return self.choice(self.round(value.args[0], dtype), value.attr)
         if value.op == "up" and value.args[0].dtype == dtype:
             return value.args[0]
         return self.make("round", (value,), dtype, dtype)
@@ -180,6 +187,10 @@ class Algebra:
         if before == after:
             return value
         return self.make("rows", (value,), (before, after), value.dtype)
+
+    def choice(self, value: Value, attr: tuple[int, int]) -> Value:
+        """One of each so many successive rows."""
+        return self.make("choice", (value,), attr, value.dtype)
 
     def clamp(self, value: Value, low: float | None, high: float | None) -> Value:
         """At least `low`, then at most `high`; a NaN stays one."""
@@ -226,7 +237,7 @@ class Algebra:
 
 def _fits(value: Value, dtype: torch.dtype) -> bool:
     """Whether rounding a float32 expression to `dtype` changes nothing."""
-    if value.op in ("abs", "amax", "rows"):
+    if value.op in ("abs", "amax", "rows", "choice"):
         return _fits(value.args[0], dtype)
     return value.op == "up" and value.args[0].dtype == dtype
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from allnorm.compile.candidate import Candidate, Match, Missed
+from allnorm.compile.candidate import Candidate, Match, Missed, Weight
 from allnorm.compile.expressions import Value
-from allnorm.compile.norms import split_gain
+from allnorm.compile.norms import Output, split_gain
 from allnorm.compile.quantise import Quantised
 from allnorm.compile.safety import check_escapes, check_memory, check_order
 from allnorm.compile.shapes import (
@@ -37,12 +37,14 @@ def fit(values: Values, candidate: Candidate, accepted: list[Match]) -> Match:
     adder = _adder(candidate)
     if adder is not None:
         run = _first_tensor(values, adder)
-    if candidate.norm.hidden_size != run.shape[-1]:
-        raise Missed(
-            f"the norm is over {candidate.norm.hidden_size} of {run.shape[-1]} elements of a row"
-        )
-    weight, bias = _weight(values, candidate, run)
-    match = Match(candidate, run.shape, x, None, weight, bias)
+    for norm in candidate.norms:
+        if norm.hidden_size != run.shape[-1]:
+            raise Missed(
+                f"the norm is over {norm.hidden_size} of {run.shape[-1]} elements of a row"
+            )
+    weight = _weight(values, candidate, candidate.output, run)
+    post_weight = _weight(values, candidate, candidate.branch.output, run)
+    match = Match(candidate, run.shape, x, None, weight, post_weight)
     if adder is not None:
         _place_residual(values, match, run, adder)
     _place_x(values, match, before, run)
@@ -147,24 +149,28 @@ def _holder(values: Values, value: Value, like: Tensor, *, led: bool = False) ->
     return None
 
 
-def _weight(values: Values, candidate: Candidate, run: Tensor) -> tuple[Node | str | None, float]:
-    gain = candidate.output.gain
+def _weight(
+    values: Values, candidate: Candidate, output: Output | None, run: Tensor
+) -> Weight | None:
+    if output is None:
+        return None
+    gain = output.gain
     if gain is None:
-        return None, -0.0
+        return Weight(None, -0.0)
     for value, bias in split_gain(gain):
         path = value.attr if value.op == "leaf" and isinstance(value.attr, str) else ""
         if path and _is_weight(values.parameters[path], run):
             memory = storage_of(values.parameters[path])
             if memory in values.context.written:
                 raise Missed(values.context.written[memory])
-            return path, bias
+            return Weight(path, bias)
         for node in value.holders:
             tensor = values.shapes.of(node)
             if tensor is None or not _is_weight(tensor, run):
                 continue
             if value.derives_from(candidate.reduced):
                 raise Missed(f"the weight, {node}, is computed from the reduced tensor")
-            return node, bias
+            return Weight(node, bias)
     raise Missed(
         f"the normed tensor is multiplied by something that is no weight of {run.shape[-1]} "
         "elements, equal for all rows, on the same device"
@@ -210,9 +216,10 @@ def _place_results(values: Values, match: Match, run: Tensor) -> None:
                 f"{value.definers[0]} has strides {tuple(tensor.stride())}: the results of the "
                 "fused call are contiguous"
             )
-    normed = _tensor(values, candidate.normed.definers[0])
-    if not same_shape(normed.shape, run.shape):
-        match.view_normed = _view_between(values, candidate, run, normed)
+    if candidate.normed is not None:
+        normed = _tensor(values, candidate.normed.definers[0])
+        if not same_shape(normed.shape, run.shape):
+            match.view_normed = _view_between(values, candidate, run, normed)
 
 
 def _place_quantised(values: Values, match: Match, quantised: Quantised, run: Tensor) -> None:
@@ -280,7 +287,7 @@ def _view_between(values: Values, candidate: Candidate, before: Tensor, after: T
 
 
 def _check_gradient(values: Values, candidate: Candidate) -> None:
-    if values.maker_of(candidate.normed.definers[0]) in values.context.differentiated:
+    if values.maker_of(candidate.served[-1].definers[0]) in values.context.differentiated:
         raise Missed(
             "its result needs a gradient, which the fused call does not have: run under "
             "torch.no_grad(), or fuse after autograd, as Inductor's pass does"

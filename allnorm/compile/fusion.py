@@ -275,7 +275,9 @@ def _rewrite(
 
 
 def _missed(site: Site, reason: str) -> Site:
-    return replace(site, nodes=site.nodes[:1], numerics=None, quant=None, note="", reason=reason)
+    return replace(
+        site, nodes=site.nodes[:1], numerics=None, quant=None, note="", boundary="", reason=reason
+    )
 
 
 def _check_group(reduction: Reduction, groups: Collection[str]) -> None:
@@ -292,9 +294,12 @@ def _site(values: Values, shapes: Shapes, found: _Found) -> Site:
     group = reduction.group or reduction.comm_name or ""
     if match is None:
         return Site((reduction.node.name,), shape, dtype, group, reason=found.reason)
-    nodes, numerics = _path(values, match), match.candidate.numerics
-    quant = None if match.candidate.quantised is None else str(match.candidate.quantised)
-    return Site(nodes, shape, dtype, group or found.name, numerics, None, quant, match.note)
+    candidate, nodes = match.candidate, _path(values, match)
+    quant = None if candidate.quantised is None else str(candidate.quantised)
+    return Site(
+        *(nodes, shape, dtype, group or found.name, candidate.numerics, None, quant, match.note),
+        match.boundary,
+    )
 
 
 def _path(values: Values, match: Match) -> tuple[str, ...]:

@@ -9,9 +9,17 @@ import torch
 from torch.fx import Node
 
 from allnorm.compile.candidate import Candidate, Match, Missed
+from allnorm.compile.experts import place_experts
 from allnorm.compile.expressions import Value, bare
 from allnorm.compile.fit import fit
-from allnorm.compile.norms import find_norms, outputs_of
+from allnorm.compile.norms import (
+    Branch,
+    Output,
+    find_branches,
+    find_norms,
+    outputs_of,
+    stored32,
+)
 from allnorm.compile.quantise import find_quantised, is_quantised_otherwise
 from allnorm.compile.reductions import Reduction
 from allnorm.compile.shapes import FLOATS, is_row, static_size
@@ -46,12 +54,22 @@ class Matcher:
             raise Missed(f"it works in place, {why}")
         reduced = self._values.reduced[reduction.node]
         first: Missed | None = None
+        more = ""
         for candidate in self._candidates(reduction, reduced, dtype):
             try:
                 self._check_claims(candidate)
-                return self._fit(candidate)
+                if not candidate.numerics:
+                    raise Missed(
+                        "one of its norms rounds before the weight, the other after: no mode does"
+                    )
+                match = self._fit(candidate)
             except Missed as missed:
                 first = first or missed
+                if candidate.residual is not None and candidate.boundary:
+                    more = more or f"not all that follows: {missed}"
+                continue
+            match.note = match.note or more or place_experts(self._values, match)
+            return match
         raise first or Missed(self._explain(reduced))
 
     def accept(self, match: Match) -> None:
@@ -63,6 +81,8 @@ class Matcher:
     def _fit(self, candidate: Candidate) -> Match:
         """With the quantisation behind the norm, or else without."""
         algebra, normed = self._values.algebra, candidate.normed
+        if candidate.norm is None or normed is None:
+            return fit(self._values, candidate, self._accepted)
         size, note = candidate.norm.hidden_size, ""
         for quantised in find_quantised(algebra, normed, size, approximate=self._approximate):
             try:
@@ -121,21 +141,27 @@ class Matcher:
     def _candidates(
         self, reduction: Reduction, reduced: Value, dtype: torch.dtype
     ) -> Iterator[Candidate]:
-        """With each residual first, then without one."""
+        """With each residual first, then without one; last, a bias that is added before."""
         algebra = self._values.algebra
         exact = dtype == torch.float32
-        reduced32 = reduced if exact else algebra.find("up", (reduced,))
+        reduced32 = stored32(reduced, algebra, dtype)
         if reduced32 is None:
             return
-        yield from self._with_residuals(reduction, reduced, reduced32, dtype)
-        alone = (reduction, reduced, None, reduced32, reduced)
-        yield from self._with_norms(alone, reduced32, "rounded", dtype)
+        branches = list(find_branches(reduced, self._norms, algebra, dtype))
+        start = Candidate(reduction, reduced, branches[0], None, reduced32, None, None, None, "")
+        for branch in branches:
+            yield from self._with_residuals(start, branch, dtype)
+        for branch in reversed(branches):
+            z = stored32(branch.value, algebra, dtype)
+            summed = branch.value if branch.value.holders else None
+            if z is not None:
+                alone = dataclasses.replace(start, branch=branch, sum32=z, summed=summed)
+                yield from self._with_norms(alone, z, dtype)
         for biased32 in [user for user in reduced32.users if user.op == "add"]:
             biased = biased32 if exact else algebra.find("round", (biased32,), dtype)
             if biased is not None and biased.holders and self._is_bias(biased32.other(reduced32)):
-                up = biased32 if exact else algebra.up(biased)
-                for candidate in self._with_residuals(reduction, biased, up, dtype):
-                    yield dataclasses.replace(candidate, is_local=True)
+                local = dataclasses.replace(start, reduced=biased, is_local=True)
+                yield from self._with_residuals(local, Branch(biased), dtype)
 
     def _is_bias(self, value: Value) -> bool:
         """Whether this is one row, added to all rows."""
@@ -144,22 +170,29 @@ class Matcher:
         return any(t is not None and is_row(t.shape) for t in tensors)
 
     def _with_residuals(
-        self, reduction: Reduction, reduced: Value, reduced32: Value, dtype: torch.dtype
+        self, start: Candidate, branch: Branch, dtype: torch.dtype
     ) -> Iterator[Candidate]:
+        """Each residual that is added to a branch, with each norm, then without a second one."""
         algebra = self._values.algebra
-        exact = dtype == torch.float32
-        for sum32 in [user for user in reduced32.users if user.op == "add"]:
-            residual = self._residual(sum32, reduced32, dtype)
+        branch32 = stored32(branch.value, algebra, dtype)
+        if branch32 is None:
+            return
+        for sum32 in [user for user in branch32.users if user.op == "add"]:
+            residual = self._residual(sum32, branch32, dtype)
             if residual is None:
                 continue
+            exact = dtype == torch.float32
             summed = sum32 if exact else algebra.find("round", (sum32,), dtype)
-            rounded = None if summed is None else algebra.up(summed)
+            rounded = None if summed is None else stored32(summed, algebra, dtype)
             stored = summed if summed is not None and summed.holders else None
+            common = dataclasses.replace(
+                start, branch=branch, residual=residual, sum32=sum32, summed=stored
+            )
             for z in dict.fromkeys((rounded, sum32)):
                 if z is not None:
-                    mode = "rounded" if z is rounded else "unrounded"
-                    common = (reduction, reduced, residual, sum32, stored)
-                    yield from self._with_norms(common, z, mode, dtype)
+                    yield from self._with_norms(common, z, dtype)
+            if branch.norm is not None and stored is not None:
+                yield dataclasses.replace(common, numerics=_mode(True, branch.output))
 
     def _residual(self, sum32: Value, reduced32: Value, dtype: torch.dtype) -> Value | None:
         other = sum32.other(reduced32)
@@ -175,20 +208,15 @@ class Matcher:
             return None
         return residual
 
-    def _with_norms(
-        self,
-        common: tuple[Reduction, Value, Value | None, Value, Value | None],
-        z: Value,
-        mode: str,
-        dtype: torch.dtype,
-    ) -> Iterator[Candidate]:
-        rounds_first = {"rounded": "transformers", "unrounded": "vllm"}
+    def _with_norms(self, common: Candidate, z: Value, dtype: torch.dtype) -> Iterator[Candidate]:
+        """Each norm of the rounded or unrounded sum; `common` has none."""
+        is_rounded = z is not common.sum32 or common.residual is None or dtype == torch.float32
         for norm in self._norms.get(z, []):
             for output in outputs_of(norm, self._values.algebra, dtype):
                 if not output.normed.holders:  # it only exists inside of an operator
                     continue
-                numerics = rounds_first[mode] if output.rounds_first else mode
-                yield Candidate(*common, norm, output, numerics)
+                numerics = _mode(is_rounded, common.branch.output, output)
+                yield dataclasses.replace(common, norm=norm, output=output, numerics=numerics)
 
     # ---- words ----------------------------------------------------------------------------------
 
@@ -220,6 +248,15 @@ class Matcher:
         ends = list(dict.fromkeys(ends or map(str, readers)))
         names = ", ".join(ends[:3]) + (", ..." if len(ends) > 3 else "")
         return f"no RMSNorm follows it: it goes to {names}"
+
+
+def _mode(is_rounded: bool, *outputs: Output | None) -> str:
+    """The rounding mode of a sum that is normed rounded or not; "" if there is none for all."""
+    orders = {output.rounds_first for output in outputs if output is not None} - {None}
+    if len(orders) == 2:
+        return ""
+    names = ("rounded", "transformers") if is_rounded else ("unrounded", "vllm")
+    return names[True in orders]
 
 
 def _joins_another(value: Value, reduced: Value) -> bool:

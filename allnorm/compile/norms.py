@@ -9,6 +9,10 @@ The grammar, in float32 arithmetic, operands of `add` and `mul` in either order:
             | round(product)                        no weight
     gain    = add(up(weight), bias) | up(weight)
 
+and in front of the residual, where A is the reduced sum:
+
+    branch  = A | normed(z=up(A)) | round(mul(up(A | normed), scale))
+
 `round` and `up` vanish for float32. Any other order of the products rounds differently.
 """
 
@@ -16,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -49,14 +53,72 @@ class Output:
     Attributes:
         normed: the result, in the dtype of the reduction.
         gain: the float32 expression of the weight; None if there is none.
-        rounds_first: whether the product is rounded before the weight is multiplied.
+        rounds_first: whether the product is rounded before the weight is multiplied; None without
+            a weight, where that is the same.
         values: the expressions from the product to the result.
     """
 
     normed: Value
     gain: Value | None
-    rounds_first: bool
+    rounds_first: bool | None
     values: tuple[Value, ...]
+
+
+@dataclass(frozen=True)
+class Branch:
+    """What the reduced sum goes through before the residual is added: step 1c of the numerics page.
+
+    Attributes:
+        value: as it is added, in the dtype of the reduction.
+        norm: the post norm; None if there is none.
+        output: what the graph makes of it.
+        scale: what the sum, or its post norm, is multiplied by.
+    """
+
+    value: Value
+    norm: Norm | None = None
+    output: Output | None = None
+    scale: float = 1.0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is the reduced sum itself."""
+        return self.norm is None and self.scale == 1.0
+
+    def __str__(self) -> str:
+        parts = [] if self.norm is None else ["post norm"]
+        return ", ".join(parts if self.scale == 1.0 else [*parts, f"scale {self.scale:g}"])
+
+
+def find_branches(
+    reduced: Value, norms: dict[Value, list[Norm]], algebra: Algebra, dtype: torch.dtype
+) -> Iterator[Branch]:
+    """The sum as it is, then what a graph makes of it. What is nearly a scaled one gets a note."""
+    z = stored32(reduced, algebra, dtype)
+    found = [Branch(reduced)]
+    for norm in () if z is None else norms.get(z, ()):
+        found += [Branch(o.normed, norm, o) for o in outputs_of(norm, algebra, dtype)]
+    for branch in found:
+        yield branch
+        yield from _scaled(branch, algebra, dtype)
+
+
+def _scaled(branch: Branch, algebra: Algebra, dtype: torch.dtype) -> Iterator[Branch]:
+    factor = stored32(branch.value, algebra, dtype)
+    for user in () if factor is None else factor.users:
+        number = number_of(user.args[1]) if user.op == "mul" else None
+        if number is None or not math.isfinite(as_float32(number)):
+            continue
+        value = user if dtype == torch.float32 else algebra.find("round", (user,), dtype)
+        if value is None:
+            user.note = user.note or f"the scaled sum is not rounded to {_name(dtype)}"
+        else:
+            yield replace(branch, value=value, scale=number)
+
+
+def stored32(value: Value, algebra: Algebra, dtype: torch.dtype) -> Value | None:
+    """A stored tensor in float32; None if nothing of the graph computes with it."""
+    return value if dtype == torch.float32 else algebra.find("up", (value,))
 
 
 def find_norms(algebra: Algebra) -> dict[Value, list[Norm]]:
@@ -133,7 +195,7 @@ def outputs_of(norm: Norm, algebra: Algebra, dtype: torch.dtype) -> list[Output]
         if upcast is not None:
             found += _weighted(algebra, upcast, (rounded, upcast), dtype)
             found.sort(key=lambda output: output.normed.order)
-    return [*found, Output(rounded, None, False, (rounded,))]
+    return [*found, Output(rounded, None, None, (rounded,))]
 
 
 def _weighted(

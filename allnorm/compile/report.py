@@ -24,6 +24,8 @@ class Site:
         reason: why the site was missed; None if it was fused.
         quant: the quantisation that was fused too, such as "per_group 128"; None if none was.
         note: what else of a fused site could nearly have been fused, and why it was not.
+        boundary: what is beside a residual and one norm, such as "post norm, scale 0.5"; empty if
+            nothing is.
     """
 
     nodes: tuple[str, ...]
@@ -34,6 +36,7 @@ class Site:
     reason: str | None = None
     quant: str | None = None
     note: str = ""
+    boundary: str = ""
 
     @property
     def fused(self) -> bool:
@@ -88,6 +91,6 @@ def _cells(site: Site) -> tuple[str, str, str, str, str]:
         "fused" if site.fused else "missed",
         shape + dtype,
         site.group or "?",
-        ", ".join(part for part in (site.numerics, site.quant) if part) or "-",
+        ", ".join(part for part in (site.numerics, site.boundary, site.quant) if part) or "-",
         " ".join(nodes) + (f": {site.reason or site.note}" if site.reason or site.note else ""),
     )

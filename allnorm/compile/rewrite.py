@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from allnorm.compile import guards
-from allnorm.compile.candidate import Match
+from allnorm.compile.candidate import Match, Weight
 from allnorm.compile.expressions import Value
 from allnorm.compile.functional import is_last_copy
 from allnorm.compile.safety import answer, is_answered
@@ -53,7 +53,7 @@ class Rewriter:
         self._place = self._behind(match)
         call = self._call(match, comm_name)
         # The results of the operators, in their order.
-        served = [candidate.normed, candidate.summed]
+        served: list[Value | None] = [candidate.normed, candidate.summed]
         if quantised is not None:
             served = [quantised.quantized, quantised.scale, candidate.summed, candidate.normed]
             self._quantising.append(call)
@@ -145,15 +145,19 @@ class Rewriter:
 
     def _call(self, match: Match, comm_name: str) -> Node:
         candidate = match.candidate
-        x = self._input(match.x, whole=match.view_x is not None)
+        experts = match.experts
+        rows = match.x if experts is None else experts.rows
+        x = self._input(rows, whole=match.view_x is not None or experts is not None)
         if match.view_x is not None:
             x = self._repeat(match.view_x, x)
         x = self._led(x, match.lead_x)
         residual = None if match.residual is None else self._input(match.residual)
         if residual is not None:
             residual = self._led(residual, match.lead_residual)
-        tensors = (x, residual, self._weight(match), candidate.norm.eps)
-        mode: tuple[Any, ...] = (match.weight_bias, candidate.numerics)
+        weight, bias = self._weight(match, match.weight)
+        eps = 0.0 if candidate.norm is None else candidate.norm.eps
+        tensors = (x, residual, weight, eps)
+        mode: tuple[Any, ...] = (bias, candidate.numerics)
         if not candidate.is_local:
             mode = (*mode, comm_name)
         name = "add_rms_norm" if candidate.is_local else "all_reduce_add_rms_norm"
@@ -168,8 +172,8 @@ class Rewriter:
             numbers = (tuple(match.numbers), tuple(match.numbers.values()))
             self._add(guards.check_values, numbers)
         op = getattr(torch.ops.allnorm, name).default
-        call = self._add(op, args)
-        last = candidate.normed.definers[0]
+        call = self._add(op, args, {**self._before_residual(match), **self._experts(match)})
+        last = candidate.served[-1].definers[0]
         if "stack_trace" in last.meta:
             call.meta["stack_trace"] = last.meta["stack_trace"]
         return call
@@ -202,14 +206,38 @@ class Rewriter:
             node = self._add(torch.ops.aten.unsqueeze.default, (node, 0))
         return node
 
-    def _weight(self, match: Match) -> Node:
-        """[hidden_size], of the dtype of `x` or float32."""
+    def _before_residual(self, match: Match) -> dict[str, Any]:
+        """What the call does to the reduced sum first, as far as it is not the default."""
+        branch, found = match.candidate.branch, {}
+        if branch.norm is not None:
+            weight, bias = self._weight(match, match.post_weight)
+            found = {"post_weight": weight, "post_eps": branch.norm.eps, "post_weight_bias": bias}
+        return found if branch.scale == 1.0 else {**found, "scale": branch.scale}
+
+    def _experts(self, match: Match) -> dict[str, Any]:
+        """What the call does before it reduces."""
+        experts = match.experts
+        if experts is None:
+            return {}
+        self._superfluous.add(match.x)
+        given = {"expert_weights": experts.weights, "shared": experts.shared}
+        tensors = {name: self._input(node, whole=True) for name, node in given.items() if node}
+        weights = None if experts.weights is None else self._shapes.of(experts.weights)
+        if weights is not None and weights.dim() > 2:
+            squeeze = torch.ops.aten.squeeze.dim
+            tensors["expert_weights"] = self._add(squeeze, (tensors["expert_weights"], -1))
+        return {"experts": True, **tensors}
+
+    def _weight(self, match: Match, given: Weight | None) -> tuple[Node | None, float]:
+        """([hidden_size], of the dtype of `x` or float32; its bias)."""
+        if given is None:
+            return None, 0.0
         x = self._shapes.of(match.x)
         assert x is not None
-        weight, size = match.weight, match.candidate.norm.hidden_size
+        weight, size = given.source, match.candidate.norms[0].hidden_size
         if weight is None:  # a product with 1.0 is exact
             kwargs = {"dtype": torch.float32, "device": x.device, "pin_memory": False}
-            return self._add(torch.ops.aten.full.default, ([size], 1.0), kwargs)
+            return self._add(torch.ops.aten.full.default, ([size], 1.0), kwargs), given.bias
         if isinstance(weight, str):
             node = self._add(weight, (), op="get_attr")
         else:
@@ -221,7 +249,7 @@ class Rewriter:
         if tensor.dtype not in (x.dtype, torch.float32):
             assert tensor.dtype in FLOATS
             node = self._add(torch.ops.prims.convert_element_type.default, (node, torch.float32))
-        return node
+        return node, given.bias
 
     def _repeat(self, view: Node, source: Node) -> Node:
         """A view of the graph, of another tensor."""

@@ -6,6 +6,7 @@ that the expressions cannot say.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -68,7 +69,12 @@ def _reduce_row(e: Evaluator, node: Node, op: str, out: Tensor) -> Value:
     dims = [dims] if isinstance(dims, int) else dims
     if not isinstance(dims, list | tuple) or len(dims) != 1 or not isinstance(dims[0], int):
         raise NotUnderstood(f"{node} takes the {op} over dimensions {dims}: {_EXPECTED_DIM}")
-    if dims[0] % max(1, tensor.dim()) != tensor.dim() - 1:
+    place = dims[0] % max(1, tensor.dim())
+    if op == "sum" and tensor.dim() > 2 and place == tensor.dim() - 2:
+        top_k = static_size(tensor.shape[place])
+        if top_k is not None and argument(node, 2, "keepdim", default=False) is False:
+            return e.algebra.round(e.algebra.make("choices", (a,), top_k), out.dtype)
+    if place != tensor.dim() - 1:
         raise NotUnderstood(f"{node} takes the {op} over dimension {dims[0]}: {_EXPECTED_DIM}")
     size = static_size(tensor.shape[-1])
     if size is None:
@@ -97,12 +103,22 @@ def _constant(e: Evaluator, node: Node) -> Value:
     out = e.out(node)
     if operation(node) == "full":
         number = argument(node, 1, "fill_value")
+        if out.dim() and isinstance(number, int | float) and number == 0 and _is_positive(number):
+            return e.algebra.make("zeros", (), None, out.dtype)
     else:
         number = argument(node, 0, "data", "s")
     is_number = isinstance(number, int | float) and not isinstance(number, bool)
     if not is_number or out.dim() or out.dtype != torch.float32:
         raise NotUnderstood
     return e.algebra.const(float(number))
+
+
+def _is_positive(number: float) -> bool:
+    return math.copysign(1.0, number) > 0
+
+
+def _zeros(e: Evaluator, node: Node) -> Value:
+    return e.algebra.make("zeros", (), None, e.out(node).dtype)
 
 
 # ---- conversions, copies, views ------------------------------------------------------------------
@@ -159,9 +175,32 @@ def _dropout(e: Evaluator, node: Node) -> Value:
     return _same(e, node)
 
 
+def _select(e: Evaluator, node: Node) -> Value:
+    """One of the rows of each token: `tensor.select(1, index)` of three dimensions."""
+    dim, index = argument(node, 1, "dim"), argument(node, 2, "index")
+    return _row(e, node, dim, index)
+
+
+def _row(e: Evaluator, node: Node, dim: Any, index: Any) -> Value:
+    source = e.node(_input(node))
+    tensor = e.shapes.of(source)
+    if tensor is None or tensor.dim() != 3 or dim not in (1, -2) or not isinstance(index, int):
+        raise NotUnderstood(f"{node} takes a part of {source}")
+    count = static_size(tensor.shape[1])
+    if count is None:
+        raise NotUnderstood(f"{node} takes a part of {source}")
+    return e.algebra.choice(e.held(source), (index % count, count))
+
+
 def _getitem(e: Evaluator, node: Node) -> Value:
-    source, index = e.node(node.args[0]), node.args[1]
+    source = e.node(node.args[0])
+    index: Any = node.args[1]
     value = e.held(source)
+    if isinstance(index, tuple) and len(index) == 2:
+        if index[0] is Ellipsis and index[1] is None:
+            return _view(e, node)
+        if index[0] == slice(None):
+            return _row(e, node, 1, index[1])
     if value.op == "tuple" and isinstance(index, int) and index < len(value.args):
         return value.args[index]
     raise NotUnderstood("" if e.shapes.of(source) is None else f"{node} takes a part of {source}")
@@ -249,6 +288,8 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("clamp", "clamp_min", "clamp_max", "maximum", "minimum"), _clamp),
     **dict.fromkeys(("tensor", "full"), _constant),
     **dict.fromkeys(("same", "wait"), _same),
+    "zeros": _zeros,
+    "select": _select,
     "max": _max,
     "cast": _cast,
     "copy": _copy,

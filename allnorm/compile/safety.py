@@ -69,7 +69,10 @@ def answer(values: Values, match: Match, question: Node, source: Node) -> Node |
     name = question.args[1] if question.target is getattr else str(question.target)
     asked = str(name).removeprefix("aten.").removeprefix("sym_").split(".")[0]
     about = values.shapes.of(source)
-    for node in (match.candidate.reduction.x, match.x):
+    nodes = [match.candidate.reduction.x, match.x]
+    if match.experts is not None and not match.late:
+        nodes.insert(0, match.residual)  # `x` is not needed any more
+    for node in nodes:
         tensor = None if node is None else values.shapes.of(node)
         if node is None or about is None or tensor is None:
             continue
@@ -101,7 +104,8 @@ def _escape(values: Values, match: Match, value: Value, source: Node, reader: No
             f"the reduced tensor itself is needed too, by {user}: with a residual the fused call "
             "returns only the sum with it"
         )
-    if value in (candidate.sum32, candidate.norm.product, candidate.norm.rstd):
+    float32 = [value for norm in candidate.norms for value in (norm.product, norm.rstd)]
+    if value in (candidate.sum32, *float32):
         return (
             f"{name(source)} is needed unrounded, by {user}: the fused call returns the rounded "
             "sum and the normed tensor only"

@@ -38,6 +38,8 @@ _NAMES = {
     "same": "contiguous clone detach alias lift_fresh lift_fresh_copy",
     "tensor": "tensor scalar_tensor",
     "full": "full",
+    "zeros": "zeros zeros_like new_zeros",
+    "select": "select",
     "copy": "copy",
     "dropout": "dropout",
     "rms_norm": "rms_norm _fused_rms_norm",

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import gc
 import pathlib
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ import torch.distributed as dist
 import transformers_models as models
 from rank_helpers import on
 
+import allnorm
 from allnorm.errors import UnsupportedError
 from allnorm.testing import RankPool, assert_same_bits, ulp_distance
 
@@ -23,6 +27,24 @@ from allnorm.integrations import transformers as fused
 # experts, whose sums therefore do not exist.
 SITES = dict.fromkeys(models.FAMILIES, 2 * models.LAYERS) | {"gpt_oss": models.LAYERS}
 PROMPT = torch.arange(2, 82).view(2, 40)
+
+
+def expected_calls(family: str) -> dict[str, int]:
+    """What the fused calls of a forward pass are given beside a residual, and how many of each."""
+    sites = SITES[family]
+    if family in ("gemma2", "gemma3", "glm4"):
+        return {"post norm, norm": sites}
+    if family == "gemma4":
+        return {"post norm, norm": sites // 2, "post norm": sites // 2}
+    if family in (
+        "exaone4",
+        "olmo2",
+        "olmo3",
+        "flex_olmo",
+    ):  # the model's own norm follows the last layer
+        return {"post norm": sites - 1, "post norm, norm": 1}
+    scale = {"granite": 0.22, "minicpm3": 1.4 / models.LAYERS**0.5}.get(family)
+    return {"norm" if scale is None else f"scale {scale:g}, norm": sites}
 
 
 def counted(model: Any, **more: Any) -> tuple[Any, int]:
@@ -42,6 +64,24 @@ def counted(model: Any, **more: Any) -> tuple[Any, int]:
         dist.all_reduce = real
 
 
+@contextlib.contextmanager
+def recorded_calls() -> Iterator[collections.Counter[str]]:
+    """What fused calls were given."""
+    calls: collections.Counter[str] = collections.Counter()
+    real: Any = allnorm.Communicator.all_reduce_add_rms_norm
+
+    def recording(self: Any, x: Any, residual: Any, weight: Any, eps: float, **more: Any) -> Any:
+        assert residual is not None
+        parts = ["post norm"] if "post_norm" in more else []
+        parts += [f"scale {more['scale']:g}"] if "scale" in more else []
+        calls[", ".join([*parts, *(["norm"] if weight is not None else [])])] += 1
+        return real(self, x, residual, weight, eps, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(allnorm.Communicator, "all_reduce_add_rms_norm", recording)
+        yield calls
+
+
 def tokens(model: Any) -> torch.Tensor:
     return model.generate(PROMPT[:, :6], max_new_tokens=64, do_sample=False)
 
@@ -56,8 +96,10 @@ def compare_with_stock(rank: int, world_size: int, place: str, family: str) -> s
     try:
         fused.enable()
         model = models.load(place, family)
-        got, calls = counted(model)
+        with recorded_calls() as given:
+            got, calls = counted(model)
         assert calls == 0
+        assert given == expected_calls(family)
         report = fused.report(model)
         assert all(site.calls == 1 and not site.unfused_calls for site in report.fused)
         assert len(report.fused) == SITES[family]
@@ -135,9 +177,9 @@ def biased(rank: int, world_size: int, place: str, family: str) -> None:
 
 
 @on(cpu=(2,))
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "granite"])
 def test_bias(pool: RankPool, family: str, tmp_path: pathlib.Path) -> None:
-    bias = {"attention_bias": True, **({"mlp_bias": True} if family == "llama" else {})}
+    bias = {"attention_bias": True, **({"mlp_bias": True} if family != "gemma2" else {})}
     pool.run(biased, models.save(family, tmp_path, **bias), family)
 
 
@@ -172,6 +214,43 @@ def test_expert_parallel(pool: RankPool, family: str, tmp_path: pathlib.Path) ->
 
 
 @torch.no_grad()
+def compare_parts_of_gemma4(rank: int, world_size: int, place: str, sites: int) -> None:
+    """Runs in ranks: what only some of these models have."""
+    stock = models.load(place, "gemma4")
+    want, stock_calls = counted(stock)
+    assert stock_calls == sites
+    fused.enable()
+    try:
+        model = models.load(place, "gemma4")
+        got, calls = counted(model)
+        assert calls == 0
+        assert len(fused.report(model).fused) == sites
+        fused.enable(algorithm="unfused")
+        assert_same_bits(counted(model)[0].logits, got.logits, "unfused")
+        torch.testing.assert_close(got.logits, want.logits)
+        assert torch.equal(tokens(model), tokens(stock))
+    finally:
+        fused.disable()
+
+
+PARTS_OF_GEMMA4 = {
+    "experts": {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2},
+    "inputs of layers": {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 96},
+}
+
+
+@on(cpu=(2,))
+@pytest.mark.parametrize("part", PARTS_OF_GEMMA4)
+def test_parts_of_gemma4(pool: RankPool, part: str, tmp_path: pathlib.Path) -> None:
+    more: dict[str, Any] = PARTS_OF_GEMMA4[part]
+    if part == "experts":
+        more = {**more, "moe_intermediate_size": 64}
+    place = models.save("gemma4", tmp_path, torch.float32, **more)
+    sites = (3 if part == "experts" else 2) * models.LAYERS
+    pool.run(compare_parts_of_gemma4, place, sites)
+
+
+@torch.no_grad()
 def load_again(rank: int, world_size: int, place: str) -> None:
     """Runs in ranks: some garbage collectors have not seen yet that a model was dropped."""
     fused.enable()
@@ -194,11 +273,11 @@ def test_another_model_after_one_that_was_dropped(pool: RankPool, tmp_path: path
 @torch.no_grad()
 def load_what_is_unknown(rank: int, world_size: int, place: str) -> str:
     """Runs in ranks: a model of another family runs as ever, and says that nothing is fused."""
-    want = models.load(place, "olmo2")(PROMPT).logits
+    want = models.load(place, "smollm3")(PROMPT).logits
     fused.enable()
     try:
         with pytest.warns(UserWarning, match="has no fusable site"):
-            model = models.load(place, "olmo2")
+            model = models.load(place, "smollm3")
         assert_same_bits(model(PROMPT).logits, want, "a model that is not known")
         with pytest.raises(UnsupportedError, match="no fusable site") as error:
             fused.report(model)
@@ -209,8 +288,8 @@ def load_what_is_unknown(rank: int, world_size: int, place: str) -> str:
 
 @on(cpu=(2,))
 def test_unknown_family(pool: RankPool, tmp_path: pathlib.Path) -> None:
-    message = pool.run(load_what_is_unknown, models.save("olmo2", tmp_path))[0]
-    assert "Olmo2ForCausalLM" in message
+    message = pool.run(load_what_is_unknown, models.save("smollm3", tmp_path))[0]
+    assert "SmolLM3ForCausalLM" in message
     assert "FAMILIES" in message
 
 

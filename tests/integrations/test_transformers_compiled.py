@@ -75,7 +75,7 @@ def toggle(rank: int, world_size: int, place: str, family: str, sites: int) -> N
 
 
 @on(cpu=(2,))
-@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "olmo2", "granite", "mixtral", "gpt_oss"])
 def test_toggling_never_serves_a_stale_graph(
     pool: RankPool, family: str, tmp_path: pathlib.Path
 ) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-import allnorm
+from allnorm import reference
 from allnorm.integrations.transformers.partial import PartialSum
 from allnorm.integrations.transformers.sites import SWITCH, Norm, Site
 from allnorm.integrations.transformers.wiring import _norm_forward
@@ -24,17 +24,21 @@ class Doubles:
     def all_reduce_add_rms_norm(
         self, x: torch.Tensor, *arguments: Any, algorithm: str, **more: Any
     ) -> Any:
-        return allnorm.add_rms_norm(x + x, *arguments, **more)
+        return reference.add_rms_norm(x + x, *arguments, **more)
 
 
 class Model:
-    def __init__(self, *, direct: bool = False, bias: bool = False) -> None:
-        self.module = torch.nn.RMSNorm(8, eps=1e-6)
+    def __init__(self, *, norm: bool = True, post: bool = False, bias: bool = False) -> None:
+        self.module, self.post_module = (torch.nn.RMSNorm(8, eps=eps) for eps in (1e-6, 1e-3))
+        torch.nn.init.uniform_(self.post_module.weight)
         self.norm = Norm(self.module, 1e-6, 0.0, "rounded")
+        self.post = Norm(self.post_module, 1e-3, 0.0, "rounded")
         self.linear = torch.nn.Linear(8, 8) if bias else None
         link: Any = Doubles()
-        self.site = Site("o_proj", self.norm, direct, link, "", self.linear)
+        norms = (self.norm if norm else None, self.post if post else None)
+        self.site = Site("o_proj", *norms, link, "", self.linear)
         self.forward = _norm_forward(self.norm, self.module.forward)
+        self.post_forward = _norm_forward(self.post, self.post_module.forward)
         self.x, self.residual = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
         self.total = 2 * self.x + (self.linear.bias if self.linear else 0.0)
         self.partial = PartialSum(self.x, self.site)
@@ -85,15 +89,70 @@ def test_another_tensor_is_normed_by_the_norm_itself() -> None:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_direct_norm_fuses(bias: bool) -> None:
-    model = Model(direct=True, bias=bias)
-    torch.testing.assert_close(model.forward(model.partial), model.module(model.total))
+def test_a_post_norm_alone_fuses(bias: bool) -> None:
+    """Where something else than the residual add follows: another sum, say."""
+    model = Model(post=True, norm=False, bias=bias)
+    normed = model.post_forward(model.partial)
+    assert model.calls() == (0, 0)
+    torch.testing.assert_close(torch.relu(normed), torch.relu(model.post_module(model.total)))
     assert model.calls() == (1, 0)
 
 
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_a_post_norm_fuses_with_the_addition(scale: float | None, norm: bool) -> None:
+    model = Model(post=True, norm=norm)
+    normed, branch = model.post_forward(model.partial), model.post_module(model.total)
+    if scale is not None:
+        normed, branch = normed * scale, branch * scale
+    summed = model.residual + normed.view(2, 3, 8)
+    torch.testing.assert_close(summed, model.residual + branch)
+    assert model.calls() == (1, 0)
+    torch.testing.assert_close(model.forward(summed), model.module(summed))
+    assert (model.norm.normed, model.norm.residual) == (None, None)
+
+
+def test_a_post_norm_with_a_bias_is_a_call_of_its_own() -> None:
+    model = Model(post=True, bias=True)
+    summed = model.residual + model.post_forward(model.partial)
+    torch.testing.assert_close(summed, model.residual + model.post_module(model.total))
+    assert model.calls() == (1, 0)
+    assert model.norm.normed is None
+    torch.testing.assert_close(model.forward(summed), model.module(summed))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_scaled_sum_fuses_with_the_addition(bias: bool) -> None:
+    model = Model(bias=bias)
+    summed = 0.3 * model.partial + model.residual
+    torch.testing.assert_close(summed, model.residual + model.total * 0.3)
+    assert model.calls() == ((0, 1) if bias else (1, 0)), "a bias would be added before the factor"
+    torch.testing.assert_close(model.forward(summed), model.module(summed))
+
+
+def test_without_its_post_norm_nothing_is_fused() -> None:
+    model = Model(post=True)
+    torch.testing.assert_close(model.residual + model.partial, model.residual + model.total)
+    assert model.calls() == (0, 1)
+
+
+FACTORS = {"one": 1, "zero": 0.0, "too large": 1e39, "infinite": float("inf"), "complex": 1j}
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+def test_factors(factor: str) -> None:
+    model, number = Model(), FACTORS[factor]
+    summed = model.residual + model.partial * number
+    want = model.residual + model.total * number
+    torch.testing.assert_close(summed, want, equal_nan=True)
+    assert model.calls() == ((1, 0) if factor in ("one", "zero") else (0, 1))
+
+
 USES = {
-    "scaled": lambda r, p: p * 2,
-    "scaled from the left": lambda r, p: 2 * p,
+    "scaled": lambda r, p: p * r,
+    "scaled from the left": lambda r, p: torch.full((), 2.0) * p,
+    "scaled twice": lambda r, p: (p * 2 * 3) + r,
+    "scaled and not added": lambda r, p: torch.relu(p * 2),
     "a scaled addition": lambda r, p: torch.add(r, p, alpha=3),
     "an addition that broadcasts": lambda r, p: r[:1, :1] + p,
     "an addition of a number": lambda r, p: 1 + p,
@@ -118,8 +177,9 @@ def test_every_other_use_reduces_first(use: str, bias: bool) -> None:
     torch.testing.assert_close(got, USES[use](model.residual, model.total))
     assert model.calls() == (0, 1)
     assert model.norm.normed is None
-    torch.testing.assert_close(model.residual + model.partial, model.residual + model.total)
-    assert model.calls() == (0, 1)  # the sum is made once
+    if use not in ("scaled twice", "scaled and not added"):
+        torch.testing.assert_close(model.residual + model.partial, model.residual + model.total)
+        assert model.calls() == (0, 1)  # the sum is made once
 
 
 def test_a_weight_of_another_dtype_is_not_fused() -> None:

@@ -15,6 +15,14 @@ FAMILIES = (
     "gemma",
     "gemma2",
     "gemma3",
+    "gemma4",
+    "glm4",
+    "exaone4",
+    "olmo2",
+    "olmo3",
+    "flex_olmo",
+    "granite",
+    "minicpm3",
     "gpt_oss",
     "mixtral",
     "qwen3_moe",
@@ -38,10 +46,22 @@ _COMMON: dict[str, Any] = {
 _MOE = {"num_experts_per_tok": 2}
 _MORE: dict[str, dict[str, Any]] = {
     "gpt_oss": {**_MOE, "num_local_experts": 4, "sliding_window": 32},
+    "gemma4": {"global_head_dim": 16, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+    "exaone4": {"sliding_window": 32},
+    "flex_olmo": {**_MOE, "num_experts": 4},
+    "granite": {"residual_multiplier": 0.22},
+    "minicpm3": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+    },
     "mixtral": {**_MOE, "num_local_experts": 4},
     "qwen3_moe": {**_MOE, "num_experts": 4, "moe_intermediate_size": 64, "mlp_only_layers": [1]},
 }
-_MODEL_TYPE = {"gemma3": "gemma3_text"}
+_MODEL_TYPE = {"gemma3": "gemma3_text", "gemma4": "gemma4_text"}
 
 
 def config(family: str, **more: Any) -> Any:

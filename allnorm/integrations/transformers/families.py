@@ -2,7 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a decoder layer has its norms: names of its modules, "" for none.
+
+    Attributes:
+        attention_post: of the attention's output, before the residual is added.
+        attention_norm: of the sum with the residual.
+        mlp_post: of the MLP's output, before the residual is added.
+        next_norm: of the sum with the residual, in the next layer.
+        final: whether the model's norm reads the sum of the last layer.
+    """
+
+    attention_post: str = ""
+    attention_norm: str = ""
+    mlp_post: str = ""
+    next_norm: str = ""
+    final: bool = True
+
+
+PRE_NORM = Layout(attention_norm="post_attention_layernorm", next_norm="input_layernorm")
+POST_NORM = Layout(attention_post="post_attention_layernorm", mlp_post="post_feedforward_layernorm")
+SANDWICH = replace(
+    POST_NORM, attention_norm="pre_feedforward_layernorm", next_norm="input_layernorm"
+)
+_GLM4 = replace(PRE_NORM, attention_post="post_self_attn_layernorm", mlp_post="post_mlp_layernorm")
+# The sum of a layer is multiplied by a buffer before the next norm.
+_GEMMA4 = replace(SANDWICH, next_norm="", final=False)
 
 
 @dataclass(frozen=True)
@@ -14,14 +43,19 @@ class Family:
         model: the class that owns `layers` and `norm`.
         numerics: rounding mode of its norms.
         weight_bias: 1.0 where a norm multiplies by 1 + weight.
-        post_norm: whether the output of attention and MLP is normed before the residual is added.
+        layout: where its layers have norms.
     """
 
     package: str
     model: str
     numerics: str = "transformers"
     weight_bias: float = 0.0
-    post_norm: bool = False
+    layout: Layout = PRE_NORM
+
+    @property
+    def post_norm(self) -> bool:
+        """Whether the output of attention and MLP is normed before the residual is added."""
+        return bool(self.layout.mlp_post)
 
 
 FAMILIES = (
@@ -31,9 +65,18 @@ FAMILIES = (
     Family("qwen3", "Qwen3Model"),
     Family("qwen3_moe", "Qwen3MoeModel"),
     Family("mixtral", "MixtralModel"),
-    # Multiplies in float32 and rounds once.
+    # Scale what is added to the residual.
+    Family("granite", "GraniteModel"),
+    Family("minicpm3", "MiniCPM3Model"),
+    Family("glm4", "Glm4Model", layout=_GLM4),
+    Family("exaone4", "Exaone4Model", layout=POST_NORM),
+    # Multiply in float32 and round once.
     Family("gpt_oss", "GptOssModel", numerics="rounded"),
+    Family("olmo2", "Olmo2Model", numerics="rounded", layout=POST_NORM),
+    Family("olmo3", "Olmo3Model", numerics="rounded", layout=POST_NORM),
+    Family("flex_olmo", "FlexOlmoModel", numerics="rounded", layout=POST_NORM),
     Family("gemma", "GemmaModel", numerics="rounded", weight_bias=1.0),
-    Family("gemma2", "Gemma2Model", numerics="rounded", weight_bias=1.0, post_norm=True),
-    Family("gemma3", "Gemma3TextModel", numerics="rounded", weight_bias=1.0, post_norm=True),
+    Family("gemma2", "Gemma2Model", numerics="rounded", weight_bias=1.0, layout=SANDWICH),
+    Family("gemma3", "Gemma3TextModel", numerics="rounded", weight_bias=1.0, layout=SANDWICH),
+    Family("gemma4", "Gemma4TextModel", numerics="rounded", layout=_GEMMA4),
 )

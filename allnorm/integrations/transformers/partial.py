@@ -1,7 +1,7 @@
 """What a row-parallel module returns instead of a reduced tensor: a sum that is still to be made.
 
-Only two uses of it are fused: adding it to the residual, and norming it. Every other use reduces it
-first, so that no use can see a partial sum.
+Three uses of it wait for the next one: norming it, scaling it, and adding it to the residual, which
+makes the fused call. Every other use reduces it first, so that no use can see a partial sum.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 
-from allnorm.integrations.transformers.sites import Site
+from allnorm.integrations.transformers.sites import Norm, Site
 
+# A factor is rounded to float32.
+_MAX_SCALE = torch.finfo(torch.float32).max
 _ADD = (torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__, operator.add)
 
 
@@ -24,17 +26,24 @@ class PartialSum:
     operators and attributes, and all of them reduce it, except
 
     - `residual + partial`, which is the fused call of its site;
+    - a product with a number, and the post norm of its site, which give a PartialSum;
     - `reshape`, `view` and `to` its own dtype, which give a PartialSum;
     - its shape and dtype, which are those of the reduced tensor.
 
     Args:
         value: [..., hidden_size], this rank's part.
         site: where it came from.
+        is_normed: whether the sum is to go through the post norm of its site.
+        scale: what that is to be multiplied by then.
     """
 
-    def __init__(self, value: torch.Tensor, site: Site) -> None:
+    def __init__(
+        self, value: torch.Tensor, site: Site, is_normed: bool = False, scale: float = 1.0
+    ) -> None:
         self.value = value
         self.site = site
+        self.is_normed = is_normed
+        self.scale = scale
         self._reduced: torch.Tensor | None = None
 
     @property
@@ -53,23 +62,42 @@ class PartialSum:
         return self.value.device
 
     def reduced(self) -> torch.Tensor:
-        """The sum over all ranks, made once. Collective."""
+        """The sum over all ranks, normed and scaled if it is to be, made once. Collective."""
         if self._reduced is None:
-            self._reduced = self.site.reduce(self.value)
+            make = self.site.normed if self.is_normed else self.site.reduce
+            made = make(self.value)
+            self._reduced = made if self.scale == 1.0 else made * self.scale
         return self._reduced
+
+    def can_norm(self, norm: Norm) -> bool:
+        """Whether this norm is the post norm of its site, and can be left for later."""
+        as_it_is = self._reduced is None and not self.is_normed and self.scale == 1.0
+        return as_it_is and self.site.post is norm and norm.fits(self.value)
+
+    def normed(self) -> PartialSum:
+        """The post norm of the sum."""
+        return PartialSum(self.value, self.site, is_normed=True)
 
     def add_to(self, residual: torch.Tensor) -> torch.Tensor:
         """`residual` plus the sum over all ranks; the site keeps its norm for later. Collective."""
-        if self._reduced is None and self.site.can_add(self.value, residual):
-            return self.site.add(self.value, residual)
+        change = (self.is_normed, self.scale)
+        if self._reduced is None and self.site.can_add(self.value, residual, *change):
+            return self.site.add(self.value, residual, *change)
         return residual + self.reduced()
+
+    def scaled(self, factor: Any) -> Any:
+        """Its product with `factor`, left for later if that is a number."""
+        is_number = isinstance(factor, int | float) and abs(factor) <= _MAX_SCALE
+        if self._reduced is None and self.scale == 1.0 and is_number:
+            return PartialSum(self.value, self.site, self.is_normed, float(factor))
+        return self.reduced() * _reduced(factor)
 
     def reshape(self, *shape: Any) -> Any:
         """Another shape of the same sum; reduced first if its rows change, or it is already."""
         if self._reduced is None:
             value = self.value.reshape(*shape)
             if value.shape[-1:] == self.value.shape[-1:]:
-                return PartialSum(value, self.site)
+                return PartialSum(value, self.site, self.is_normed, self.scale)
         return self.reduced().reshape(*shape)
 
     def view(self, *shape: Any) -> Any:
@@ -90,8 +118,14 @@ class PartialSum:
     def __radd__(self, other: Any) -> Any:
         return self.add_to(other) if isinstance(other, torch.Tensor) else other + self.reduced()
 
+    def __mul__(self, other: Any) -> Any:
+        return self.scaled(other)
+
+    def __rmul__(self, other: Any) -> Any:
+        return self.scaled(other)
+
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("value", "site", "_reduced"):
+        if name.startswith("__") or name in ("value", "site", "is_normed", "scale", "_reduced"):
             raise AttributeError(name)  # being unpickled or copied: there is nothing to reduce
         return getattr(self.reduced(), name)
 
@@ -133,7 +167,7 @@ def _forward(name: str) -> Callable[..., Any]:
 # Python looks these up on the class, not through __getattr__.
 for _name in (
     *("__getitem__", "__setitem__", "__len__", "__iter__", "__bool__", "__float__", "__int__"),
-    *("__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__", "__pow__"),
+    *("__sub__", "__rsub__", "__truediv__", "__rtruediv__", "__pow__"),
     *("__matmul__", "__rmatmul__", "__neg__", "__abs__", "__iadd__", "__imul__", "__isub__"),
     *("__lt__", "__le__", "__gt__", "__ge__", "__array__"),
 ):

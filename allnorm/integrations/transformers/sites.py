@@ -3,7 +3,8 @@
 A site belongs to the module whose output is a partial sum. The stock forward of the model goes on
 to add the residual and to norm the result: the addition makes the fused call and returns the new
 residual; the normed rows wait at the norm, which gives them out when it is asked to norm that very
-tensor, and computes anything else itself.
+tensor, and computes anything else itself. A norm of the sum before that, and a factor, become part
+of the same call.
 """
 
 from __future__ import annotations
@@ -54,6 +55,10 @@ class Norm:
     residual: torch.Tensor | None = None
     normed: torch.Tensor | None = None
 
+    def fits(self, value: torch.Tensor) -> bool:
+        """Whether its result for `value` has that dtype; a wider weight would widen it."""
+        return self.weight.dtype == value.dtype
+
     @property
     def weight(self) -> torch.Tensor:
         """[hidden_size]; the parameter is replaced when weights are loaded."""
@@ -68,8 +73,9 @@ class Site:
 
     Attributes:
         name: of the module that reduces, such as "layers.3.self_attn.o_proj".
-        norm: what follows it.
-        direct: whether the norm reads the reduced sum, and the residual is added to its result.
+        norm: what follows the sum with the residual; None if nothing does at once.
+        post: the norm of the reduced sum, to whose result the residual is added; None if there is
+            none.
         link: the communicator, once the module is part of a tensor-parallel plan.
         reason: why it is not fused; "" if it is.
         linear: the module that reduces, if its bias has to be added to the sum.
@@ -78,8 +84,8 @@ class Site:
     """
 
     name: str
-    norm: Norm
-    direct: bool = False
+    norm: Norm | None
+    post: Norm | None = None
     link: allnorm.Communicator | None = None
     reason: str = "not in the tensor-parallel plan that the model was loaded with"
     linear: torch.nn.Module | None = None
@@ -95,54 +101,77 @@ class Site:
         bias = self._bias()
         return reduced if bias is None else reduced + bias
 
-    def can_add(self, value: torch.Tensor, residual: torch.Tensor) -> bool:
-        """Whether `residual + sum` is what the fused call adds; the same on every rank."""
+    def can_add(
+        self, value: torch.Tensor, residual: torch.Tensor, is_normed: bool, scale: float
+    ) -> bool:
+        """Whether `residual + sum` is what the fused call adds; the same on every rank.
+
+        A bias would have to be added before the sum is changed.
+        """
+        norms = [norm for norm in (self.post, self.norm) if norm is not None]
         return (
-            not self.direct
+            is_normed == (self.post is not None)
             and residual.shape == value.shape
             and residual.dtype == value.dtype
-            and self.can_norm(value)
+            and bool(norms)
+            and all(norm.fits(value) for norm in norms)
+            and (self._bias() is None or not (is_normed or scale != 1.0))
         )
 
-    def can_norm(self, value: torch.Tensor) -> bool:
-        """Whether the norm of `value` has its dtype; a wider weight would widen the result."""
-        return self.norm.weight.dtype == value.dtype
-
-    def add(self, value: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    def add(
+        self, value: torch.Tensor, residual: torch.Tensor, is_normed: bool, scale: float
+    ) -> torch.Tensor:
         """The fused call: returns the new residual, leaves its norm where it will be asked for.
 
         The stock model rounds the sum, then sum + bias, then the residual's sum. One call has two
         of these roundings; with a bias a local call makes the third.
         """
         norm, bias = self.norm, self._bias()
-        if bias is None:
-            norm.normed, norm.residual = self._call(value, residual)
+        if bias is None or norm is None:
+            normed, summed = self._call(value, residual, norm, self.post, scale)
         else:
-            _, biased = self._call(value, bias.expand_as(value))
-            norm.normed, norm.residual = allnorm.add_rms_norm(
+            _, biased = self._call(value, bias.expand_as(value), norm)
+            normed, summed = allnorm.add_rms_norm(
                 *(biased, residual, norm.weight, norm.eps),
                 weight_bias=norm.weight_bias,
                 numerics=norm.numerics,
             )
-        return norm.residual
+        if norm is not None:
+            norm.normed, norm.residual = normed, summed
+        return summed
 
     def normed(self, value: torch.Tensor) -> torch.Tensor:
         """The fused call for a norm of the sum itself; a bias takes the residual's place."""
         bias = self._bias()
-        return self._call(value, None if bias is None else bias.expand_as(value))[0]
+        assert self.post is not None
+        residual = None if bias is None else bias.expand_as(value)
+        normed, _ = self._call(value, residual, self.post)
+        assert normed is not None
+        return normed
 
     def _call(
-        self, value: torch.Tensor, residual: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self,
+        value: torch.Tensor,
+        residual: torch.Tensor | None,
+        norm: Norm | None,
+        post: Norm | None = None,
+        scale: float = 1.0,
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
         self._count("calls")
-        norm = self.norm
         assert self.link is not None
         call = _in_graph_or_break(self.link.all_reduce_add_rms_norm)
-        results: tuple[torch.Tensor, torch.Tensor] = call(
-            *(value, residual, norm.weight, norm.eps),
+        more: dict[str, Any] = {} if scale == 1.0 else {"scale": scale}
+        if post is not None:
+            more["post_norm"] = allnorm.PostNorm(post.weight, post.eps, post.weight_bias)
+        weight = None if norm is None else norm.weight
+        norm = norm or post
+        assert norm is not None
+        results: tuple[torch.Tensor | None, torch.Tensor] = call(
+            *(value, residual, weight, norm.eps),
             weight_bias=norm.weight_bias,
             numerics=norm.numerics,
             algorithm=SWITCH.algorithm,
+            **more,
         )
         return results
 

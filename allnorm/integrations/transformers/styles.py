@@ -41,7 +41,9 @@ class _LeavesTheSum(stock.TensorParallelLayer):
 
 
 class FusedRowwise(_LeavesTheSum, stock.RowwiseParallel):
-    """`rowwise`: the weight is sharded by columns of its input, the output is a sum over ranks.
+    """`rowwise`, `rowwise_split_input`: the output is a sum over ranks.
+
+    The weight is sharded by columns of its input, which is split already, or here.
 
     As in the stock style the matrix product leaves out the bias, which is added to the sum.
     """
@@ -55,6 +57,7 @@ def fused_styles() -> dict[str, Any]:
     """Name in the registry, and what takes it."""
     return {
         "rowwise": FusedRowwise(input_layouts=Shard(-1), output_layouts=Replicate()),
+        "rowwise_split_input": FusedRowwise(input_layouts=Replicate(), output_layouts=Replicate()),
         "moe_tp_experts": FusedExperts(),
     }
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from allnorm.integrations.transformers.families import FAMILIES, Family
+from allnorm.integrations.transformers.families import FAMILIES, Family, Layout
 from allnorm.integrations.transformers.partial import PartialSum
 from allnorm.integrations.transformers.sites import SWITCH, Norm, Site
 
@@ -50,25 +50,32 @@ def _wired_class(stock: type[torch.nn.Module], family: Family) -> type[torch.nn.
 def wire(model: Any, family: Family) -> list[Site]:
     """Gives each reducing module of a model its site; returns them in the order of execution."""
     sites = []
-    layers = list(model.layers)
-    following = [layer.input_layernorm for layer in layers[1:]] + [model.norm]
+    layers, layout = list(model.layers), family.layout
+    following = [_norm(layer, layout.next_norm, family) for layer in layers[1:]]
+    following.append(_norm(model, "norm" if layout.final else "", family))
     for index, (layer, next_norm) in enumerate(zip(layers, following, strict=True)):
-        attention_norm, mlp_norm = layer.post_attention_layernorm, next_norm
-        if family.post_norm:
-            mlp_norm = layer.post_feedforward_layernorm
-        for path, norm in (("self_attn.o_proj", attention_norm), (_tail(layer), mlp_norm)):
-            site = Site(f"layers.{index}.{path}", _norm(norm, family), direct=family.post_norm)
+        attention_norm = _norm(layer, layout.attention_norm, family)
+        ends = [("self_attn.o_proj", layout.attention_post, attention_norm)]
+        ends += [(path, post, next_norm) for path, post in _tails(layer, layout)]
+        for path, post, norm in ends:
+            site = Site(f"layers.{index}.{path}", norm, _norm(layer, post, family))
             setattr(layer.get_submodule(path), SITE, site)
             sites.append(site)
     return sites
 
 
-def _tail(layer: Any) -> str:
-    """The module of a layer's MLP whose output is reduced."""
-    return "mlp.experts" if hasattr(layer.mlp, "experts") else "mlp.down_proj"
+def _tails(layer: Any, layout: Layout) -> list[tuple[str, str]]:
+    """The modules of a layer's MLP whose output is reduced, and the norm of each."""
+    if hasattr(layer, "experts"):  # Gemma 4: beside the MLP, and both are normed
+        posts = [f"{layout.mlp_post}_{number}" for number in (1, 2)]
+        return list(zip(("mlp.down_proj", "experts"), posts, strict=True))
+    return [("mlp.experts" if hasattr(layer.mlp, "experts") else "mlp.down_proj", layout.mlp_post)]
 
 
-def _norm(module: Any, family: Family) -> Norm:
+def _norm(owner: Any, name: str, family: Family) -> Norm | None:
+    if not name:
+        return None
+    module = getattr(owner, name)
     eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
     norm = Norm(module, float(eps), family.weight_bias, family.numerics)
     module.forward = _norm_forward(norm, module.forward)
@@ -78,9 +85,8 @@ def _norm(module: Any, family: Family) -> Norm:
 def _norm_forward(norm: Norm, stock: Callable[..., Any]) -> Callable[..., Any]:
     def forward(hidden_states: Any) -> Any:
         if isinstance(hidden_states, PartialSum):
-            site = hidden_states.site
-            if site.direct and site.norm is norm and site.can_norm(hidden_states.value):
-                return site.normed(hidden_states.value)
+            if hidden_states.can_norm(norm):
+                return hidden_states.normed()
             hidden_states = hidden_states.reduced()
         waiting, normed = norm.residual, norm.normed
         if waiting is not None:

@@ -1,0 +1,179 @@
+"""The end of a mixture of experts in front of a reduction: step 0 of the numerics page.
+
+The grammar, in float32 arithmetic, where rows are [num_tokens, top_k, hidden_size]:
+
+    x     = round(total | add(total, up(shared)))
+    total = choices(term)                                  at most two of them
+          | add(... add(zeros, term of choice 0) ..., term of the last)
+    term  = up(rows) | mul(up(rows), weights)              weights are one column
+
+`sum` over choices starts at zero; in which order it goes on PyTorch does not say, so two are the
+most that it adds as step 0 does. A product that is rounded before the sum is rows with weights
+applied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from allnorm.compile.candidate import Experts, Match, Missed
+from allnorm.compile.expressions import Value
+from allnorm.compile.shapes import same_shape
+from allnorm.compile.values import Values
+
+_MAX_TOP_K = 16
+
+
+@dataclass(frozen=True)
+class _Sum:
+    term: Value
+    top_k: int
+    shared: Value | None = None
+
+
+def place_experts(values: Values, match: Match) -> str:
+    """Leaves the sum over choices to the call, if that is what is reduced; or says why not.
+
+    Nothing is said where there is no such sum.
+    """
+    candidate = match.candidate
+    x, reduced = candidate.reduction.x, candidate.reduced
+    if x is None or candidate.is_local or reduced.dtype is None or values.context.written:
+        return ""
+    try:
+        found = _parse(values.held[x], reduced.dtype)
+        if found is not None:
+            match.experts = _place(values, match, found, reduced.dtype)
+    except Missed as missed:
+        return f"not the sum over experts in front of it: {missed}"
+    return ""
+
+
+def _parse(x: Value, dtype: torch.dtype) -> _Sum | None:
+    """The sum over choices that a tensor holds; None if it holds none.
+
+    Raises:
+        Missed: it is nearly one.
+    """
+    total = x if dtype == torch.float32 else _without("round", x)
+    found = _total(total)
+    if found is not None or total.op != "add":
+        return found
+    for shared in reversed(total.args):
+        first = total.other(shared)
+        found = _total(first)
+        if found is not None:
+            given = shared if dtype == torch.float32 else _without("up", shared)
+            return _Sum(found.term, found.top_k, given)
+        if first.op == "up" and _total(_without("round", first.args[0])) is not None:
+            raise Missed("it is rounded before the shared expert is added")
+    return None
+
+
+def _without(op: str, value: Value) -> Value:
+    return value.args[0] if value.op == op else value
+
+
+def _total(value: Value) -> _Sum | None:
+    if value.op == "choices":
+        if value.attr > 2:
+            raise Missed(
+                f"PyTorch does not say in which order it adds {value.attr} rows: allnorm adds them "
+                "in their order"
+            )
+        return _Sum(value.args[0], value.attr)
+    terms: list[Value] = []
+    while value.op == "add":
+        last = next((arg for arg in value.args if _choice(arg) is not None), None)
+        if last is None:
+            return None
+        terms.insert(0, last)
+        value = value.other(last)
+    choices = [_choice(term) for term in terms]
+    if not choices or _without("up", value).op != "zeros":
+        return None
+    term, (_, top_k) = choices[0] or (None, (0, 0))
+    if term is None or choices != [(term, (k, top_k)) for k in range(top_k)]:
+        raise Missed("it does not add each choice once, in their order")
+    return _Sum(term, top_k)
+
+
+def _choice(value: Value) -> tuple[Any, tuple[int, int]] | None:
+    """(rows and weights, (choice, number of choices)) of one row's term."""
+    if value.op == "choice":
+        return value.args[0], value.attr
+    if value.op != "mul" or any(arg.op != "choice" for arg in value.args):
+        return None
+    rows, weights = value.args
+    if rows.attr != weights.attr:
+        raise Missed("a row is multiplied by the weight of another choice")
+    return frozenset((rows.args[0], weights.args[0])), rows.attr
+
+
+def _place(values: Values, match: Match, found: _Sum, dtype: torch.dtype) -> Experts:
+    x = match.candidate.reduction.x
+    assert x is not None
+    if not 1 <= found.top_k <= _MAX_TOP_K:
+        raise Missed(f"it adds {found.top_k} rows: expected 1 to {_MAX_TOP_K}")
+    if match.x is not x or match.view_x is not None or match.lead_x or len(match.shape) != 2:
+        raise Missed("what is reduced is no matrix, or the residual has another shape")
+    held = values.held[x]
+    readers = [node for node, _ in held.readers if node not in held.definers]
+    readers += [node for node, _ in held.questions]
+    others = [node for node in readers if node is not match.candidate.reduction.node]
+    if others:
+        raise Missed(f"what is reduced is needed too, by {values.name_of(others[0])}")
+    tokens, hidden_size = match.shape
+    factors: Sequence[Value] = (found.term,)
+    if not isinstance(found.term, Value):
+        factors = tuple(found.term)
+    elif found.term.op == "mul":
+        factors = found.term.args
+    shape = [tokens, found.top_k, hidden_size]
+    for rows32 in factors:
+        weights = next((factor for factor in factors if factor is not rows32), None)
+        rows = rows32 if dtype == torch.float32 else _without("up", rows32)
+        node = _holder(values, rows, shape, dtype, x)
+        if node is None:
+            continue
+        weighted = None if weights is None else _weights(values, weights, shape[:2], x)
+        shared = None
+        if found.shared is not None:
+            shared = _holder(values, found.shared, match.shape, dtype, x)
+            if shared is None:
+                raise Missed("what is added to the experts' sum is no tensor of its shape")
+        return Experts(node, found.top_k, weighted, shared)
+    raise Missed(f"its rows are no tensor of {found.top_k} rows of a token each")
+
+
+def _weights(values: Values, weights: Value, shape: Sequence[Any], x: Node) -> Node:
+    """As [num_tokens, top_k], or with the dimension of one behind that which the product needs."""
+    node = None
+    if weights.op == "rows":
+        node = _holder(values, weights.args[0], shape, torch.float32, x)
+    node = node or _holder(values, weights, [*shape, 1], torch.float32, x)
+    if node is None:
+        raise Missed("its weights are no float32 tensor of one number for each row")
+    return node
+
+
+def _holder(
+    values: Values, value: Value, shape: Sequence[Any], dtype: torch.dtype, x: Node
+) -> Node | None:
+    like = values.shapes.of(x)
+    assert like is not None
+    for node in value.holders:
+        tensor = values.shapes.of(node)
+        if (
+            tensor is not None
+            and same_shape(tensor.shape, shape)
+            and (tensor.dtype, tensor.device) == (dtype, like.device)
+            and node not in values.pending
+        ):
+            return node
+    return None
