@@ -8,9 +8,12 @@ the collective.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from allnorm.names import FUSED
+
+# The widest row of one block on a GPU. Kernels that take no wider ones know no clusters of blocks.
+_BLOCK_ROW_BYTES = 8192
 
 # Temporary memory that `unfused` may take for the gathered partial sums of one row chunk.
 UNFUSED_GATHER_BYTES = 256 << 20
@@ -53,6 +56,7 @@ class Plan:
             "caller", or "" if nothing else can run.
         link_gbps: many rows are sent at this rate: GB/s that a rank pushes to all its peers
             together; 0: not known, they are sent as fast as the stores are taken.
+        cluster_size: blocks of a GPU that share a row; 0: the library chooses.
     """
 
     algorithm: str
@@ -61,6 +65,7 @@ class Plan:
     num_blocks: int = 0
     source: str = ""
     link_gbps: float = 0.0
+    cluster_size: int = 0
 
 
 @dataclass(frozen=True)
@@ -71,19 +76,36 @@ class Step:
         max_tokens: inclusive; None: any.
         algorithm: one of ALGORITHMS.
         num_blocks: as of a Plan.
+        cluster_size: as of a Plan.
     """
 
     max_tokens: int | None
     algorithm: str
     num_blocks: int = 0
+    cluster_size: int = 0
 
 
 @dataclass(frozen=True)
 class Curve:
-    """What is fastest at one hidden size: steps of rising `max_tokens`, the last of them None."""
+    """What is fastest at one hidden size: steps of rising `max_tokens`, the last of them None.
+
+    Attributes:
+        hidden_size: columns.
+        steps: in that order.
+        product: columns of the matrix product behind which calls were measured; 0: in a chain of
+            the same calls.
+        product_tokens: the most tokens that were measured behind it; more were in a chain.
+    """
 
     hidden_size: int
     steps: tuple[Step, ...]
+    product: int = 0
+    product_tokens: int = 0
+
+    def mode(self, num_tokens: int) -> str:
+        """Where so many tokens were measured, in words."""
+        behind = self.product and num_tokens <= self.product_tokens
+        return "behind a matrix product" if behind else "in a chain of calls"
 
 
 @dataclass(frozen=True)
@@ -123,7 +145,11 @@ class Table:
             if s.max_tokens is None or num_tokens * hidden_size <= s.max_tokens * curve.hidden_size
         )
         limit = "from there on" if step.max_tokens is None else f"up to {step.max_tokens} tokens"
-        return step, f"{limit} of {curve.hidden_size} columns, {', '.join(name)}"
+        mode = curve.mode(-(-num_tokens * hidden_size // curve.hidden_size))
+        where = f"{limit} of {curve.hidden_size} columns, {', '.join(name)}, {mode}"
+        # Of another width a row has other threads: those may be more than a block takes, or few.
+        alike = curve.hidden_size < 2 * hidden_size <= 2 * curve.hidden_size
+        return step if alike else replace(step, cluster_size=0), where
 
 
 @dataclass(frozen=True)
@@ -175,7 +201,8 @@ def choose(
         algorithm cannot run.
     """
     obstacle = _obstacle(traits, hidden_size, element_bytes, rows_per_chunk, requested, owned_rows)
-    num_blocks, source = 0, "" if requested == "auto" else "caller"
+    num_blocks = cluster_size = 0
+    source = "" if requested == "auto" else "caller"
     link_gbps = 0.0
     if obstacle:
         algorithm, reason = "unfused", obstacle
@@ -185,20 +212,21 @@ def choose(
     elif owned_rows:
         algorithm, reason = "two_shot", _OWNED_ROWS
     else:
-        algorithm, num_blocks, reason, source = _prefer(
-            traits, num_tokens, hidden_size, element_bytes, kind
-        )
+        step, reason, source = _prefer(traits, num_tokens, hidden_size, element_bytes, kind)
+        algorithm, num_blocks, cluster_size = step.algorithm, step.num_blocks, step.cluster_size
     if algorithm == "unfused":
         row_bytes = traits.world_size * hidden_size * element_bytes
         rows = max(1, UNFUSED_GATHER_BYTES // row_bytes) if traits.world_size > 1 else num_tokens
     else:
         rows = rows_per_chunk[algorithm]
+        # Measured with as many blocks as the GPU holds.
+        cluster_size = 0 if traits.max_blocks else cluster_size
         limits = [limit for limit in (num_blocks, traits.max_blocks) if limit]
         num_blocks = min(limits, default=0)
         # Of the first table, whichever one knows the call: its curves hold at this rate.
         link_gbps = next((table.link_gbps for table in traits.tables), 0.0)
     num_chunks = -(-num_tokens // rows) if num_tokens else 0
-    return Plan(algorithm, reason, num_chunks, num_blocks, source, link_gbps)
+    return Plan(algorithm, reason, num_chunks, num_blocks, source, link_gbps, cluster_size)
 
 
 def _obstacle(
@@ -236,18 +264,20 @@ def _obstacle(
 
 def _prefer(
     traits: Traits, num_tokens: int, hidden_size: int, element_bytes: int, kind: tuple[str, str]
-) -> tuple[str, int, str, str]:
-    """What is fastest: algorithm, num_blocks, reason, source."""
+) -> tuple[Step, str, str]:
+    """What is fastest: a step, the reason, the source."""
     if traits.backend == "cuda" and traits.world_size == 2 and 0 < traits.max_blocks < MOST_BLOCKS:
-        return "one_shot", 0, _LIMITED_PAIR.format(traits.max_blocks), "default"
+        return Step(None, "one_shot"), _LIMITED_PAIR.format(traits.max_blocks), "default"
     for table in traits.tables:
         found = table.find(*kind, num_tokens, hidden_size)
         if found is not None:
             step, where = found
             reason = f"measured as the fastest {where} at {traits.world_size} ranks"
-            return step.algorithm, step.num_blocks, reason, table.source
+            if traits.max_row_bytes is not None and traits.max_row_bytes <= _BLOCK_ROW_BYTES:
+                step = replace(step, cluster_size=0)
+            return step, reason, table.source
     algorithm, reason = _default(traits, num_tokens * hidden_size * element_bytes)
-    return algorithm, 0, reason, "default"
+    return Step(None, algorithm), reason, "default"
 
 
 def _default(traits: Traits, num_bytes: int) -> tuple[str, str]:

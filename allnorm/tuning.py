@@ -34,6 +34,9 @@ _SEEDS = pathlib.Path(__file__).parent / "seeds"
 
 Curves = dict[tuple[str, str], list[Curve]]
 
+# Blocks that can share a row; 0: the library chooses.
+CLUSTER_SIZES = (0, 1, 2, 4, 8)
+
 # What a link can be, GB/s; allnorm.h takes as much.
 LINK_GBPS = (1.0, 1e6)
 
@@ -166,7 +169,10 @@ def check(document: Any, device: str, world_size: int, release: str = __version_
         name = (str(entry.get("dtype")), str(entry.get("epilogue")))
         if name[0] not in DTYPES or name[1] not in EPILOGUES:
             raise TableError(f"an entry is for {name[0]!r} and {name[1]!r}: nothing of that name")
-        curve = Curve(_integer(entry, "hidden_size", 1), _steps(entry.get("steps")))
+        behind = [_integer(entry, key, 0) for key in ("product", "product_tokens") if key in entry]
+        curve = Curve(_integer(entry, "hidden_size", 1), _steps(entry.get("steps")), *behind)
+        if len(behind) == 1:
+            raise TableError("an entry has one of product and product_tokens without the other")
         curves.setdefault(name, []).append(curve)
     for name, found in curves.items():
         if len({curve.hidden_size for curve in found}) < len(found):
@@ -196,7 +202,12 @@ def _steps(steps: Any) -> tuple[Step, ...]:
             raise TableError("max_tokens of the last step must be null, and of no other")
         least = (result[-1].max_tokens or 0) + 1 if result else 1
         max_tokens = None if last else _integer(step, "max_tokens", least)
-        result.append(Step(max_tokens, step["algorithm"], _integer(step, "num_blocks", 0)))
+        cluster_size = _integer(step, "cluster_size", 0) if "cluster_size" in step else 0
+        if cluster_size not in CLUSTER_SIZES:
+            known = ", ".join(map(str, CLUSTER_SIZES))
+            raise TableError(f"cluster_size is {cluster_size}: expected one of {known}")
+        num_blocks = _integer(step, "num_blocks", 0)
+        result.append(Step(max_tokens, step["algorithm"], num_blocks, cluster_size))
     return tuple(result)
 
 
@@ -282,6 +293,8 @@ def document(
                 "dtype": dtype,
                 "epilogue": epilogue,
                 "hidden_size": curve.hidden_size,
+                "product": curve.product,
+                "product_tokens": curve.product_tokens,
                 "steps": [dataclasses.asdict(step) for step in curve.steps],
             }
             for (dtype, epilogue), found in sorted(measured.curves.items())

@@ -5,6 +5,7 @@
 Rows are those of `allnorm tune --json` or `allnorm bench --json`: of every algorithm at each size.
 A curve needs rows from one token to at least 1024, of five sizes: with fewer the nearest hidden
 size says more, at the same number of bytes. The rate of the link is the newest that `tune` chose.
+Sizes that were measured behind a product count as measured there, whatever a chain says of them.
 """
 
 from __future__ import annotations
@@ -73,24 +74,32 @@ def curves_of(rows: list[dict[str, Any]]) -> tuning.Curves:
         if measured is None:
             print(f"{dtype}, {epilogue}, {hidden_size}: left out, too few sizes at any commit")
             continue
-        curve = Curve(hidden_size, crossovers.steps(measured))
+        times, product = measured
+        curve = Curve(hidden_size, crossovers.steps(times), *product)
         curves.setdefault((dtype, epilogue), []).append(curve)
     return curves
 
 
-def _times(rows: list[dict[str, Any]]) -> dict[int, dict[Candidate, float]]:
-    """The time of each candidate by the number of tokens."""
-    times: dict[int, dict[Candidate, float]] = defaultdict(dict)
+Times = dict[int, dict[Candidate, float]]
+
+
+def _times(rows: list[dict[str, Any]]) -> tuple[Times, tuple[int, int]]:
+    """The time of each candidate by the number of tokens; product, product_tokens as of a Curve."""
+    behind = {row["num_tokens"]: row["product"] for row in rows if row.get("product")}
+    times: Times = defaultdict(dict)
     for row in rows:
-        candidate = Candidate(row["arm"].removeprefix(_ARM), row.get("num_blocks", 0))
-        if candidate.algorithm != "unfused":
+        blocks = (row.get("num_blocks", 0), row.get("cluster_size", 0))
+        candidate = Candidate(row["arm"].removeprefix(_ARM), *blocks)
+        of_mode = row.get("product", 0) == behind.get(row["num_tokens"], 0)
+        if candidate.algorithm != "unfused" and of_mode:
             found = times[row["num_tokens"]]
             found[candidate] = min(row["p50_us"], found.get(candidate, row["p50_us"]))
-    return times
+    return times, (max(behind.values(), default=0), max(behind, default=0))
 
 
-def _is_enough(measured: dict[int, Any]) -> bool:
+def _is_enough(found: tuple[Times, Any]) -> bool:
     """Whether so many sizes are measured that they make a curve."""
+    measured, _ = found
     whole = min(measured, default=0) == 1 and max(measured) >= _ENOUGH_TOKENS
     return whole and len(measured) >= _ENOUGH_SIZES
 

@@ -58,6 +58,7 @@ def test_what_is_stored_is_read_again(tmp_path: pathlib.Path) -> None:
         ("bfloat16", "norm"): [
             Curve(2880, (Step(7, "one_shot"), Step(900, "two_shot"), Step(None, "two_shot", 132))),
             Curve(4096, (Step(None, "unfused"),)),
+            Curve(5120, (Step(9, "one_shot", 0, 2), Step(None, "two_shot")), 7168, 1024),
         ],
         ("float16", "per_group"): [Curve(4096, (Step(None, "one_shot"),))],
     }
@@ -112,6 +113,10 @@ WRONG = {
     "no end": changed("entries.0.steps.1.max_tokens", 99),
     "negative blocks": changed("entries.0.steps.1.num_blocks", -1),
     "very many blocks": changed("entries.0.steps.1.num_blocks", 1 << 20),
+    "three blocks to a row": changed("entries.0.steps.0.cluster_size", 3),
+    "blocks to a row in words": changed("entries.0.steps.0.cluster_size", "two"),
+    "a product without its tokens": changed("entries.0.product", 7168),
+    "a negative product": changed("entries.0.product", -1),
     "a rate in words": changed("link_gbps", "362"),
     "a rate is true": changed("link_gbps", True),
     "a rate is null": changed("link_gbps", None),
@@ -290,6 +295,49 @@ def test_tables_decide(tokens: int, hidden_size: int, algorithm: str, num_blocks
     assert (plan.algorithm, plan.num_blocks) == (algorithm, num_blocks)
     assert plan.source == "tuned somewhere"
     assert "measured" in plan.reason
+
+
+WIDE = Table(
+    "tuned here",
+    {("bfloat16", "norm"): [Curve(4096, (Step(64, "one_shot", 0, 1), Step(None, "one_shot")))]},
+)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "hidden_size", "cluster_size"),
+    [(64, 4096, 1), (65, 4096, 0), (1, 2056, 1), (1, 2048, 0), (1, 4104, 0), (1, 8192, 0)],
+)
+def test_blocks_to_a_row_are_those_of_rows_as_wide(
+    tokens: int, hidden_size: int, cluster_size: int
+) -> None:
+    """Wider rows may not fit into as many blocks, narrower ones may leave them without work."""
+    assert choose(tokens, hidden_size, tables=(WIDE,)).cluster_size == cluster_size
+
+
+def test_blocks_to_a_row_are_left_to_the_library_where_it_must_choose() -> None:
+    plenty = {"one_shot": 10**6, "two_shot": 10**6}
+
+    def size(requested: str = "auto", **traits: Any) -> int:
+        all_traits = policy.Traits("cuda", 4, tables=(WIDE,), **traits)
+        return policy.choose(all_traits, 8, 4096, 2, plenty, requested).cluster_size
+
+    assert size() == size(max_row_bytes=65536) == 1
+    assert size("one_shot") == size("unfused") == 0, "asked for by the caller"
+    assert size(max_blocks=64) == 0
+    assert size(max_row_bytes=8192) == 0, "kernels without clusters"
+
+
+def test_plans_say_where_calls_were_measured() -> None:
+    curve = Curve(4096, (Step(None, "one_shot"),), product=7168, product_tokens=1024)
+    table = Table("tuned here", {("bfloat16", "norm"): [curve]})
+    for tokens, hidden_size, mode in (
+        (1024, 4096, "behind a matrix product"),
+        (1025, 4096, "in a chain of calls"),
+        (2048, 2048, "behind a matrix product"),
+        (2049, 2048, "in a chain of calls"),
+    ):
+        assert mode in choose(tokens, hidden_size, tables=(table,)).reason
+    assert "in a chain of calls" in choose(1, 2048).reason
 
 
 def test_what_a_table_does_not_know_is_asked_elsewhere() -> None:

@@ -24,6 +24,7 @@ _GPU_HIDDEN, _CPU_HIDDEN = "2880,4096,5120,7168,8192", "2880,4096"
 _GPU_QUANT, _CPU_QUANT = "none,per_group:128", "none"
 _MAX_TOKENS = {"cuda": 16384, "cpu": 1024}
 _SPARE_CORES = 0.5  # may be busy of those that ranks need
+_PRODUCT = {"cuda": 7168, "cpu": 0}
 _FACTOR = 4  # between the sizes of the coarse grid
 
 
@@ -41,6 +42,15 @@ def tune(
             help="What follows the norm, as of bench. Default: none,per_group:128, on CPU none."
         ),
     ] = "",
+    product: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Columns of the matrix product behind which calls are measured, as in a model; 0: "
+            "in a chain of calls. Default: 7168, on CPU 0.",
+            show_default=False,
+        ),
+    ] = None,
     algorithms: Annotated[
         str, typer.Option(help="Candidates; unfused may be one.")
     ] = "one_shot,two_shot",
@@ -83,6 +93,7 @@ def tune(
         tokens=tuple(crossovers.token_grid(max_tokens or _MAX_TOKENS[where], _FACTOR)),
         algorithms=tuple(options.choices(algorithms, "--algorithms", names.ALGORITHMS)),
         device=where,
+        product=_PRODUCT[where] if product is None else product,
     )
     if not busy:
         _refuse_a_busy_machine(max(sizes))

@@ -141,6 +141,7 @@ class Launch:
         self.native = native = describe(call)
         native.algorithm = _native.ALGORITHM.get(plan.algorithm, 0)
         native.num_blocks, native.link_gbps = plan.num_blocks, plan.link_gbps
+        native.cluster_size = plan.cluster_size
         native.num_sources = 1
         if call.op.endswith("_quant") and call.static_scale is None:
             self._prepare_scale(call)

@@ -14,7 +14,7 @@ from allnorm.bench.report import Measurement
 from allnorm.bench.run import Job as Benchmark
 from allnorm.testing import OnMessage
 from allnorm.tune import crossovers
-from allnorm.tune.run import Job
+from allnorm.tune.run import PRODUCT_TOKENS, Job
 
 LIMIT = 1.05
 
@@ -64,13 +64,16 @@ def measure(
 
     def measured(shapes: Sequence[Shape], modes: Sequence[Mode]) -> Points:
         arms = ("allnorm", *(f"allnorm:{algorithm}" for algorithm in job.algorithms))
-        benchmark = Benchmark(
-            *(tuple(shapes), tuple(modes), dtype, "rounded", arms, job.device),
-            seconds=job.seconds,
-            tuning_dir=None if directory is None else str(directory),
-        )
-        found = report.measure(benchmark, world_size, on_message=on_message)
-        points = {}
+        found, points = [], {}
+        for product, chosen in _by_product(shapes, job.product).items():
+            benchmark = Benchmark(
+                *(tuple(chosen), tuple(modes), dtype, "rounded", arms, job.device),
+                seconds=job.seconds,
+                tuning_dir=None if directory is None else str(directory),
+                products=(product,),
+            )
+            timed = report.measure(benchmark, world_size, on_message=on_message)
+            found += [m for m in timed if m.arm in arms]
         for shape, mode in dict.fromkeys((m.shape, m.mode) for m in found):
             here = {m.arm: m for m in found if (m.shape, m.mode) == (shape, mode)}
             auto = here.pop("allnorm")
@@ -92,6 +95,15 @@ def measure(
     return found
 
 
+def _by_product(shapes: Sequence[Shape], product: int) -> dict[int, list[Shape]]:
+    """The shapes by the columns of the product behind which `tune` measures them."""
+    found: dict[int, list[Shape]] = {}
+    for shape in shapes:
+        behind = product if shape.num_tokens <= PRODUCT_TOKENS else 0
+        found.setdefault(behind, []).append(shape)
+    return found
+
+
 def json_row(point: Point, dtype: str) -> dict[str, Any]:
     """One line of the results file."""
     auto, best = point.auto, point.best
@@ -101,6 +113,7 @@ def json_row(point: Point, dtype: str) -> dict[str, Any]:
         "hidden_size": auto.shape.hidden_size,
         "dtype": dtype,
         "quant": auto.mode.quant,
+        "product": auto.product,
         "auto_us": auto.p50_us,
         "best_us": best.p50_us,
         "best": best.arm,

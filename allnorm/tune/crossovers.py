@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from allnorm.names import FUSED
 from allnorm.policy import Step
 
 # A candidate that is faster by less than this does not take over: that is the noise of a short
@@ -18,6 +19,10 @@ TOLERANCE = 0.02
 # Two sizes this close are not told apart any further.
 _CLOSE = 1.2
 _MAX_BISECTIONS = 24
+# Blocks to a row that are tried, and what one block of them takes of it: two warps to sixteen, of
+# 16 bytes a thread.
+_CLUSTER_SIZES = (1, 2, 4, 8)
+_LEAST_BLOCK_BYTES, _MOST_BLOCK_BYTES = 1024, 8192
 
 
 @dataclass(frozen=True, order=True)
@@ -26,9 +31,22 @@ class Candidate:
 
     algorithm: str  # by name
     num_blocks: int = 0  # most blocks of a launch; 0: as many as the GPU holds
+    cluster_size: int = 0  # blocks that share a row; 0: the library chooses
 
     def __str__(self) -> str:
-        return f"{self.algorithm}, {self.num_blocks} blocks" if self.num_blocks else self.algorithm
+        parts = [self.algorithm]
+        parts += [f"{self.num_blocks} blocks"] if self.num_blocks else []
+        parts += [f"{self.cluster_size} to a row"] if self.cluster_size else []
+        return ", ".join(parts)
+
+    @classmethod
+    def of(cls, step: Step) -> Candidate:
+        """What a step takes."""
+        return cls(step.algorithm, step.num_blocks, step.cluster_size)
+
+    def step(self, max_tokens: int | None) -> Step:
+        """The step that takes it up to so many tokens."""
+        return Step(max_tokens, self.algorithm, self.num_blocks, self.cluster_size)
 
 
 Times = Mapping[Candidate, float]
@@ -41,13 +59,26 @@ def token_grid(max_tokens: int, factor: int) -> list[int]:
     return [*(factor**power for power in range(count)), max_tokens]
 
 
-def candidates(algorithms: Sequence[str], num_tokens: int, num_sms: int) -> list[Candidate]:
+def candidates(
+    algorithms: Sequence[str], num_tokens: int, num_sms: int, row_bytes: int = 0
+) -> list[Candidate]:
     """What is worth a measurement at so many tokens, on a GPU with `num_sms`; 0 on CPU."""
     found = [Candidate(algorithm) for algorithm in algorithms]
+    if num_sms:
+        fused = [algorithm for algorithm in algorithms if algorithm in FUSED]
+        sizes = [s for s in _CLUSTER_SIZES if _spreads(s, num_tokens, num_sms, row_bytes)]
+        found += [Candidate(algorithm, 0, size) for algorithm in fused for size in sizes]
     # With fewer rows than a few waves of blocks there is nothing to limit.
     if num_sms and "two_shot" in algorithms and num_tokens >= 8 * num_sms:
         found += [Candidate("two_shot", waves * num_sms) for waves in (1, 2)]
     return found
+
+
+def _spreads(cluster_size: int, num_tokens: int, num_sms: int, row_bytes: int) -> bool:
+    """Whether so many blocks hold a row, have two warps of it at least, and an SM for each."""
+    block_bytes = row_bytes / cluster_size
+    fits = _LEAST_BLOCK_BYTES <= block_bytes <= _MOST_BLOCK_BYTES
+    return fits and cluster_size * num_tokens <= num_sms
 
 
 def search(measure: Callable[[int], Times], grid: Sequence[int]) -> dict[int, Times]:
@@ -109,13 +140,12 @@ def steps(times: Mapping[int, Times], without: Iterable[Candidate] = ()) -> tupl
     kept = leave_out(times, without)
     chosen = list(winners(kept).items())
     result = [
-        Step(_crossover(kept, a, b, first, second), first.algorithm, first.num_blocks)
+        first.step(_crossover(kept, a, b, first, second))
         for (a, first), (b, second) in itertools.pairwise(chosen)
         if first != second
     ]
     if chosen:
-        last = chosen[-1][1]
-        result.append(Step(None, last.algorithm, last.num_blocks))
+        result.append(chosen[-1][1].step(None))
     return tuple(result)
 
 

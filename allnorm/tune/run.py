@@ -13,9 +13,10 @@ from allnorm import policy, tuning
 from allnorm.bench import clock, floor
 from allnorm.bench.arms import Arm, allnorm_arm
 from allnorm.bench.case import Case, make_case
+from allnorm.bench.clock import Product
 from allnorm.bench.modes import Mode, Shape
 from allnorm.bench.run import check_arm
-from allnorm.testing import OnMessage, agree, gather, report, run_ranks
+from allnorm.testing import DTYPES, OnMessage, agree, gather, report, run_ranks
 from allnorm.testing.rank import device
 from allnorm.testing.timing import percentile
 from allnorm.tune import crossovers
@@ -28,6 +29,10 @@ _MOST_RUNS = 4
 _SECONDS = 3600.0  # that a run may take
 _CUDA_ROUNDS = 5
 _Key = TypeVar("_Key")
+
+# Most tokens that are measured behind a product. With more, it takes a hundred times what tells
+# candidates apart, and its own noise decides.
+PRODUCT_TOKENS = 1024
 
 # The rate of the link is what makes this fastest: so many rows that all else hides behind it.
 LINK_SHAPE = Shape(8192, 4096)
@@ -47,6 +52,8 @@ class Job:
     algorithms: tuple[str, ...]  # by name
     device: str  # "cuda" or "cpu"
     seconds: float = 0.1  # on CPU, roughly how long one candidate of one shape is timed
+    # Columns of the matrix product behind which calls are measured, as in a model; 0: in a chain.
+    product: int = 0
 
 
 @dataclass(frozen=True)
@@ -56,9 +63,10 @@ class CurveTimes:
     dtype: str  # by name
     quant: str  # as of the job
     hidden_size: int  # columns
-    times: Mapping[int, Times]  # microseconds of the slowest rank, by tokens and candidate
+    times: Mapping[int, Times]  # microseconds, by tokens and candidate; what decides
     wrong: Mapping[Candidate, str]  # what is wrong with a candidate's bits; it was not timed again
     reason: str  # why nothing can be measured; "" if it can
+    chain: Mapping[int, Times] = field(default_factory=dict)  # beside those behind a product
 
     @property
     def name(self) -> tuple[str, str]:
@@ -87,6 +95,7 @@ class Result:
 
     curves: list[CurveTimes]  # in the order of the job
     link: LinkTimes = field(default_factory=LinkTimes)  # of the rate at which they were measured
+    product: int = 0  # as of the job
 
     @property
     def wrong(self) -> set[Candidate]:
@@ -121,10 +130,10 @@ def run(rank: int, world_size: int, job: Job) -> Result:
     """Measures every curve, on GPUs the rate of the link before. Collective."""
     curves = [(d, q, h) for d in job.dtypes for q in job.quants for h in job.hidden_sizes]
     with allnorm.Communicator(device=device()) as comm:
-        result = Result([])
+        result = Result([], product=job.product)
         if job.device == "cuda":
             report({"text": "rate of the link", "done": 0, "total": len(curves)})
-            result = Result([], _try_link_rates(comm, job))
+            result = Result([], _try_link_rates(comm, job), job.product)
         for index, (dtype, quant, hidden_size) in enumerate(curves):
             text = f"{hidden_size} columns, {dtype}, {quant or 'norm'}"
             report({"text": text, "done": index, "total": len(curves)})
@@ -169,31 +178,40 @@ def _make_case(comm: allnorm.Communicator, shape: Shape, dtype: str) -> Case:
     )
 
 
-def _time(job: Job, arms: Mapping[_Key, Arm], num_tokens: int) -> dict[_Key, float]:
-    """Median microseconds of each arm, of the slowest rank, the same on all ranks. Collective.
+def _time(
+    job: Job, arms: Mapping[_Key, Arm], num_tokens: int, product: Product | None = None
+) -> dict[_Key, float]:
+    """Median microseconds of each arm, the same on all ranks. Collective.
 
-    Measured again until two runs agree, a few times at most; then the least of each arm's medians
-    counts.
+    In a chain of calls that of the slowest rank; behind a product, beyond its own time, of the
+    shortest of the ranks' times of each replay. Measured again until two runs agree, a few times at
+    most; then the least of each arm's medians counts.
     """
-    graphs = (
-        []
-        if job.device == "cpu"
-        else [(arm, clock.capture(arm, num_tokens)) for arm in arms.values()]
-    )
+    alone: list[Arm] = []
+    if product is not None:
+        alone = [product.alone()]
+        arms = {key: product.before(arm) for key, arm in arms.items()}
+    timed = [*alone, *arms.values()]
+    graphs = [] if job.device == "cpu" else [(arm, clock.capture(arm, num_tokens)) for arm in timed]
     least: dict[_Key, float] = {}
     for _ in range(_MOST_RUNS):
         if job.device == "cpu":
-            samples = clock.time_cpu(list(arms.values()), job.seconds)
+            samples = clock.time_cpu(timed, job.seconds)
         else:
             samples = clock.time_cuda(graphs, num_tokens, rounds=_CUDA_ROUNDS)
+        if product is not None:
+            samples, _ = product.take_off(clock.together(samples, timed))
         own = [percentile(samples[arm.name], 50) for arm in arms.values()]
         found = dict(zip(arms, map(max, zip(*gather(own), strict=True)), strict=True))
         stable = bool(least) and all(
-            abs(us - least[key]) <= _STABLE[job.device] * least[key] for key, us in found.items()
+            abs(us - least[key]) <= _STABLE[job.device] * abs(least[key])
+            for key, us in found.items()
         )
         least = {key: min(us, least.get(key, us)) for key, us in found.items()}
         if stable:
             break
+    if product is not None:
+        product.restore()
     return least
 
 
@@ -202,13 +220,14 @@ def _measure_curve(
 ) -> CurveTimes:
     """Times of the candidates at as many sizes as it takes, after a look at their bits."""
     wrong: dict[Candidate, str] = {}
-    num_sms = 0
+    chain: dict[int, Times] = {}
+    num_sms, row_bytes = 0, hidden_size * DTYPES[dtype].itemsize
     if job.device == "cuda":
         num_sms = torch.cuda.get_device_properties(comm.device).multi_processor_count
 
     def measure_at(num_tokens: int) -> Times:
         case, arms = _make_case(comm, Shape(num_tokens, hidden_size), dtype), {}
-        for candidate in crossovers.candidates(job.algorithms, num_tokens, num_sms):
+        for candidate in crossovers.candidates(job.algorithms, num_tokens, num_sms, row_bytes):
             if candidate in wrong:
                 continue
             arm = candidate_arm(comm, case, mode, candidate, link_gbps)
@@ -218,11 +237,14 @@ def _measure_curve(
                 wrong[candidate] = f"{case.shape}: {error}"
             else:
                 arms[candidate] = arm
-        return _time(job, arms, num_tokens)
+        if not job.product or num_tokens > PRODUCT_TOKENS:
+            return _time(job, arms, num_tokens)
+        chain[num_tokens] = _time(job, arms, num_tokens)
+        return _time(job, arms, num_tokens, Product(case, job.product))
 
     reason = _make_case(comm, Shape(1, hidden_size), dtype).obstacle(mode.quant)
     times = {} if reason else crossovers.search(measure_at, job.tokens)
-    return CurveTimes(dtype, mode.quant, hidden_size, times, wrong, reason)
+    return CurveTimes(dtype, mode.quant, hidden_size, times, wrong, reason, chain)
 
 
 def candidate_arm(
@@ -247,7 +269,7 @@ def forced(
     comm: allnorm.Communicator, case: Case, mode: Mode, candidate: Candidate, link_gbps: float
 ) -> Callable[[], None]:
     """A function that makes a communicator choose this candidate alone for calls of a case."""
-    step = policy.Step(None, candidate.algorithm, candidate.num_blocks)
+    step = candidate.step(None)
     name = (str(case.dtype).removeprefix("torch."), epilogue_of(mode.quant))
     curve = policy.Curve(case.shape.hidden_size, (step,))
     table = policy.Table(f"candidate {candidate}", {name: [curve]}, link_gbps)

@@ -8,7 +8,7 @@ from typing import Any
 
 from allnorm import tuning
 from allnorm.policy import Curve
-from allnorm.tune import crossovers
+from allnorm.tune import crossovers, run
 from allnorm.tune.run import LINK_SHAPE, Result
 from allnorm.tuning import Curves, Measured
 
@@ -21,7 +21,8 @@ def curves_of(result: Result) -> Curves:
     curves: Curves = {}
     for curve in result.curves:
         if steps := crossovers.steps(curve.times, without=result.wrong):
-            curves.setdefault(curve.name, []).append(Curve(curve.hidden_size, steps))
+            product = (result.product, run.PRODUCT_TOKENS if result.product else 0)
+            curves.setdefault(curve.name, []).append(Curve(curve.hidden_size, steps, *product))
     return curves
 
 
@@ -85,7 +86,7 @@ def describe(curve: Curve) -> str:
     """A curve in words: which candidate from how many tokens on."""
     parts, first = [], 1
     for step in curve.steps:
-        name = str(crossovers.Candidate(step.algorithm, step.num_blocks))
+        name = str(crossovers.Candidate.of(step))
         span = f"from {first}" if step.max_tokens is None else f"{first}-{step.max_tokens}"
         parts.append(f"{span}: {name}")
         first = (step.max_tokens or 0) + 1
@@ -120,17 +121,22 @@ def json_rows(result: Result) -> Iterator[dict[str, Any]]:
     wrong = result.wrong
     for curve in result.curves:
         chosen = crossovers.winners(crossovers.leave_out(curve.times, wrong))
-        for tokens, found in curve.times.items():
-            for candidate, us in found.items():
-                yield {
-                    "num_tokens": tokens,
-                    "hidden_size": curve.hidden_size,
-                    "dtype": curve.dtype,
-                    "quant": curve.quant,
-                    "arm": f"allnorm:{candidate.algorithm}",
-                    "num_blocks": candidate.num_blocks,
-                    "link_gbps": result.link.gbps,
-                    "p50_us": us,
-                    "correct": candidate not in wrong,
-                    "chosen": chosen.get(tokens) == candidate,
-                }
+        for beside, times in ((False, curve.times), (True, curve.chain)):
+            for tokens, found in times.items():
+                behind = result.product and not beside and tokens <= run.PRODUCT_TOKENS
+                for candidate, us in found.items():
+                    yield {
+                        "num_tokens": tokens,
+                        "hidden_size": curve.hidden_size,
+                        "dtype": curve.dtype,
+                        "quant": curve.quant,
+                        "arm": f"allnorm:{candidate.algorithm}",
+                        "num_blocks": candidate.num_blocks,
+                        "cluster_size": candidate.cluster_size,
+                        "link_gbps": result.link.gbps,
+                        "mode": "product" if behind else "chain",
+                        "product": result.product if behind else 0,
+                        "p50_us": us,
+                        "correct": candidate not in wrong,
+                        "chosen": not beside and chosen.get(tokens) == candidate,
+                    }

@@ -107,6 +107,24 @@ def test_a_limit_of_blocks_is_tried_where_rows_are_many() -> None:
     assert crossovers.candidates(["one_shot"], 4096, 132) == [ONE]
 
 
+def test_so_many_blocks_to_a_row_are_tried_as_hold_it_and_have_work() -> None:
+    def sizes(tokens: int, row_bytes: int) -> list[int]:
+        found = crossovers.candidates(("one_shot", "unfused"), tokens, 132, row_bytes)
+        assert found[:2] == [ONE, Candidate("unfused")]
+        assert {candidate.algorithm for candidate in found[2:]} <= {"one_shot"}
+        return [candidate.cluster_size for candidate in found[2:]]
+
+    assert sizes(1, 8192) == [1, 2, 4, 8]
+    assert sizes(1, 16384) == [2, 4, 8], "one block does not hold the row"
+    assert sizes(1, 5760) == [1, 2, 4]
+    assert sizes(1, 240) == []
+    assert sizes(34, 8192) == [1, 2], "an SM for each block"
+    assert sizes(66, 8192) == [1, 2]
+    assert sizes(67, 16384) == []
+    assert Candidate.of(Candidate("two_shot", 0, 4).step(7)) == Candidate("two_shot", 0, 4)
+    assert str(Candidate("two_shot", 132, 4)) == "two_shot, 132 blocks, 4 to a row"
+
+
 def test_grid() -> None:
     assert crossovers.token_grid(16384, 4) == [1, 4, 16, 64, 256, 1024, 4096, 16384]
     assert crossovers.token_grid(100, 4) == [1, 4, 16, 64, 100]

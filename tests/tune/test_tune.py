@@ -87,6 +87,25 @@ def test_a_candidate_with_wrong_bits_is_left_out() -> None:
     assert TWO not in first.wrong
 
 
+def test_behind_a_product_decides_and_the_chain_stands_beside(tmp_path: pathlib.Path) -> None:
+    job = dataclasses.replace(JOB, product=256, tokens=(1, 4))
+    results = run_ranks(tune_with_defects, 2, args=(job,), kwargs={"slow": "two_shot"})
+    found = curves(results)
+    (curve,) = found["bfloat16", "norm"]
+    assert curve == Curve(64, (Step(None, "one_shot"),), 256, ranks_tune.PRODUCT_TOKENS)
+    (measured,) = results[0].curves
+    assert measured.times.keys() == measured.chain.keys() == {1, 4}
+    written = list(table.json_rows(results[0]))
+    assert [(r["num_tokens"], r["mode"], r["product"], r["arm"], r["chosen"]) for r in written] == [
+        (tokens, mode, product, f"allnorm:{arm}", bool(product) and arm == "one_shot")
+        for mode, product in (("product", 256), ("chain", 0))
+        for tokens in (1, 4)
+        for arm in ("one_shot", "two_shot")
+    ]
+    path = table.store(results[0], tmp_path, "cpu", 2, {"date": "2026-01-01"})
+    assert tuning.read(path, tuning.device_name("cpu"), 2).tuned.curves == found
+
+
 def test_all_wrong_leaves_nothing() -> None:
     job = dataclasses.replace(JOB, algorithms=("one_shot",))
     results = run_ranks(tune_with_defects, 2, args=(job,), kwargs={"wrong": "one_shot"})
