@@ -343,3 +343,22 @@ def run_nearly(rank: int, world_size: int, name: str) -> None:
 @pytest.mark.parametrize("name", NEARLY)
 def test_nearly(pool: RankPool, name: str) -> None:
     pool.run(run_nearly, name)
+
+
+def two_branches(rank: int, world_size: int) -> None:
+    """Two post norms that are added, as beside experts in Gemma 4: one is the other's residual."""
+
+    def block(x, residual, w):
+        normed = gemma(reduce(x), w) + gemma(reduce(x * 2), w * 0.5)
+        return residual + gemma(normed, w), normed
+
+    graph = symbolic_trace(block)
+    close = {"norms": 2, "close": assert_close_sandwich, "communicator": comm()}
+    report = check_fused(graph, Inputs().make(rank), ["rounded", "rounded"], **close)
+    assert [site.boundary for site in report.fused] == ["post norm", ""], str(report)
+    assert "it is the residual of all_reduce_default" in report.fused[1].note
+
+
+@on(cpu=(2,))
+def test_two_branches(pool: RankPool) -> None:
+    pool.run(two_branches)
