@@ -37,7 +37,7 @@ _KEY: dict[str, Any] = dict.fromkeys(
     ("gpu", "cpu", "world_size", "num_tokens", "hidden_size", "eps", "dtype", "arm")
 )
 _KEY |= {"weight_bias": 0.0, "numerics": "rounded", "quant": "", "product": 0, "max_blocks": 0}
-_KEY |= {"residual_sharded": False, "return_normed": False}
+_KEY |= {"residual_sharded": False, "return_normed": False, "post_norm": False, "experts": 0}
 
 Row = Mapping[str, Any]
 
