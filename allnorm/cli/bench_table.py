@@ -123,7 +123,7 @@ def _cells(change: Change) -> list[str]:
     return [
         str(row["world_size"]),
         f"{row['num_tokens']}x{row['hidden_size']}",
-        str(Mode(row.get("quant") or "", *flags, experts)) or "-",
+        str(Mode(row.get("quant") or "", *flags, experts=experts)) or "-",
         str(row["arm"]),
         *map(output.microseconds, (change.before_us, change.now_us, change.tolerance_us)),
         verdict,
