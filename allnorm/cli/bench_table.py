@@ -117,13 +117,15 @@ def _differing(found: Iterable[Change]) -> list[tuple[list[str], bool]]:
 
 def _cells(change: Change) -> list[str]:
     row, relative = change.row, change.difference_us / change.before_us
-    flags = (bool(row.get(name)) for name in ("residual_sharded", "return_normed", "post_norm"))
-    experts = int(row.get("experts") or 0)
+    flags = {
+        name: bool(row.get(name)) for name in ("residual_sharded", "return_normed", "post_norm")
+    }
+    mode = Mode(row.get("quant") or "", **flags, experts=int(row.get("experts") or 0))
     verdict = f"{relative:+.1%}" if math.isfinite(relative) else "lost"
     return [
         str(row["world_size"]),
         f"{row['num_tokens']}x{row['hidden_size']}",
-        str(Mode(row.get("quant") or "", *flags, experts=experts)) or "-",
+        str(mode) or "-",
         str(row["arm"]),
         *map(output.microseconds, (change.before_us, change.now_us, change.tolerance_us)),
         verdict,
