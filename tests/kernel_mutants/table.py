@@ -12,6 +12,7 @@ ROW_EXCHANGE, E4M3, FUSED, ANY_ROWS, LOCAL_ROWS, PACE = (
     f"cuda/{name}.cuh"
     for name in ("row_exchange", "formats/e4m3", "fused", "any_rows", "local_rows", "pace")
 )
+EXPERTS, PREPARE = "cuda/sources/expert_rows.cuh", "cuda/prepare.h"
 
 SLOT_RACE = "race on workspace slot"
 RACE = "ThreadSanitizer: data race"
@@ -420,6 +421,42 @@ WRONG_RESULTS = (
     Mutant(
         "a wide group's maximum from the wrong chunks",
         ((E4M3, "exchange_.chunk() & -chunks, chunks", "exchange_.chunk(), chunks"),),
+        (WRONG,),
+        "plain",
+        short=False,
+    ),
+    Mutant(
+        "experts: a choice that is no row is left out",
+        ((EXPERTS, "sum[i] = no_row ?", "sum[i] = no_row && experts.top_k < 0 ?"),),
+        (WRONG,),
+        "plain",
+        "cuda_local_test",
+        short=False,
+    ),
+    Mutant(
+        "experts: every token has the weights of the first",
+        ((EXPERTS, "experts.weights + token * experts.weights_stride_bytes", "experts.weights"),),
+        (WRONG,),
+        "plain",
+        "cuda_local_test",
+        short=False,
+    ),
+    Mutant(
+        "experts: a later launch takes the choices of the first",
+        (
+            (
+                PREPARE,
+                "4 * call.expert_index_stride, first_row)",
+                "4 * call.expert_index_stride, 0)",
+            ),
+        ),
+        (WRONG,),
+        "plain",
+        short=False,
+    ),
+    Mutant(
+        "experts: the partial that is summed is that of the row before",
+        ((FUSED, "advance() { now_ = next_; }", "advance() {}"),),
         (WRONG,),
         "plain",
         short=False,

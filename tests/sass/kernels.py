@@ -13,17 +13,20 @@ OWNED = ("owned_sum", "owned_finished", "owned_given")
 OWNED_FEW = "owned_sum_few"
 
 # cuda/formats.cuh
-# and whether numerics step 1c comes first
+# and whether it is of the extended family
 _FORMAT = r"NS_\d(Plain|E4m3)ELb([01])EE"
 _FUSED = re.compile(
-    r"12fused_kernelINS_\d+(\w+?)ENS_9DenseRowsELi(\d+)ENS_7(One|Two)ShotELNS_4GridE([012])E"
+    r"12fused_kernelINS_\d+(\w+?)ENS_(?:9Dense|10Expert)RowsELi(\d+)ENS_7(One|Two)ShotELNS_4GridE([012])E"
     + _FORMAT
 )
 _GRIDS = ("", "_dense", "_few")
 _OWNED = re.compile(
-    r"17owned_rows_kernelINS_\d+(\w+?)ENS_9DenseRowsELi(\d+)ELNS_5OwnedE([012])ELb([01])E" + _FORMAT
+    r"17owned_rows_kernelINS_\d+(\w+?)ENS_(?:9Dense|10Expert)RowsELi(\d+)ELNS_5OwnedE([012])ELb([01])E"
+    + _FORMAT
 )
-_LOCAL_ROWS = re.compile(r"17local_rows_kernelINS_\d+(\w+?)ENS_10SummedRowsE" + _FORMAT)
+_LOCAL_ROWS = re.compile(
+    r"17local_rows_kernelINS_\d+(\w+?)ENS_(?:10Summed|15LocalExpert)RowsE" + _FORMAT
+)
 _LOCAL = re.compile(r"12local_kernelINS_\d+(\w+?)ELb([01])E" + _FORMAT)
 
 
@@ -45,7 +48,7 @@ class Variant:
     dtype: str
     world_size: int  # 1: local
     quantized: bool
-    post: bool = False  # with numerics step 1c
+    extended: bool = False  # knows numerics steps 0 and 1c
 
     @property
     def is_local(self) -> bool:
@@ -93,47 +96,51 @@ class Variant:
         if self.kind == "owned_finished" and self.world_size > 6:
             return 40
         if self.kind == "one_shot_dense":
-            return 136 if self.world_size > 4 else 56
-        if self.kind == "local_rows" and self.quantized and self.post:
+            return 136 if self.world_size > 4 or self.extended else 56
+        if self.kind == "local_rows" and self.quantized and self.extended:
             return 8
+        if self.kind == "local_aligned" and self.extended:
+            return 96
         return 32 if self.kind == "local_aligned" and self.quantized else 0
 
 
 def variant_of(name: str) -> Variant | None:
     """What a mangled name says; None if it is no kernel of ours."""
     if match := _FUSED.search(name):
-        dtype, ranks, transport, grid, quantized, post = match.groups()
+        dtype, ranks, transport, grid, quantized, extended = match.groups()
         kind = f"{transport.lower()}_shot{_GRIDS[int(grid)]}"
-        return Variant(kind, dtype, int(ranks), quantized == "E4m3", post == "1")
+        return Variant(kind, dtype, int(ranks), quantized == "E4m3", extended == "1")
     if match := _OWNED.search(name):
-        dtype, ranks, owned, few, quantized, post = match.groups()
+        dtype, ranks, owned, few, quantized, extended = match.groups()
         kind = OWNED[int(owned)] + ("_few" if few == "1" else "")
-        return Variant(kind, dtype, int(ranks), quantized == "E4m3", post == "1")
+        return Variant(kind, dtype, int(ranks), quantized == "E4m3", extended == "1")
     if match := _LOCAL.search(name):
-        dtype, aligned, quantized, post = match.groups()
+        dtype, aligned, quantized, extended = match.groups()
         kind = "local_aligned" if aligned == "1" else "local"
-        return Variant(kind, dtype, 1, quantized == "E4m3", post == "1")
+        return Variant(kind, dtype, 1, quantized == "E4m3", extended == "1")
     if match := _LOCAL_ROWS.search(name):
-        dtype, quantized, post = match.groups()
-        return Variant("local_rows", dtype, 1, quantized == "E4m3", post == "1")
+        dtype, quantized, extended = match.groups()
+        return Variant("local_rows", dtype, 1, quantized == "E4m3", extended == "1")
     return None
 
 
 def all_variants() -> set[Variant]:
     """Every kernel that a library has for each architecture."""
     kinds = [
-        (kind, quantized, post)
+        (kind, quantized, extended)
         for kind in ("one_shot", "one_shot_dense", "two_shot", *OWNED, OWNED_FEW)
         for quantized in (False, True)
-        for post in (False, True)
-        if not (kind == "owned_given" and (quantized or post)) and not (kind == OWNED_FEW and post)
+        for extended in (False, True)
+        if not (kind == "owned_given" and (quantized or extended))
+        and not (kind == OWNED_FEW and extended)
     ]
     return (
         {
-            Variant(kind, dtype, world_size, quantized, post)
+            Variant(kind, dtype, world_size, quantized, extended)
             for dtype in DTYPES
             for world_size in WORLD_SIZES
-            for kind, quantized, post in kinds
+            for kind, quantized, extended in kinds
+            if not (kind == "one_shot_dense" and extended and world_size > 2)
         }
         | {
             Variant("one_shot_few", dtype, FEW_WORLD_SIZE, quantized)
@@ -141,10 +148,10 @@ def all_variants() -> set[Variant]:
             for quantized in (False, True)
         }
         | {
-            Variant(kind, dtype, 1, quantized, post)
+            Variant(kind, dtype, 1, quantized, extended)
             for dtype in DTYPES
             for kind in ("local", "local_aligned", "local_rows")
             for quantized in (False, True)
-            for post in (False, True)
+            for extended in (False, True)
         }
     )

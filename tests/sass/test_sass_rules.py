@@ -12,16 +12,16 @@ from sass.kernels import Variant, all_variants, variant_of
 
 _DENSE = "ENS_9DenseRowsE"
 ONE_SHOT = (
-    f"_ZN7allnorm12fused_kernelINS_8Bfloat16{_DENSE}Li2ENS_7OneShotELNS_4GridE0ENS_4E4m3EEE"
+    f"_ZN7allnorm12fused_kernelINS_8Bfloat16{_DENSE}Li2ENS_7OneShotELNS_4GridE0ENS_4E4m3ELb0EEE"
     "vNS_11FusedParamsE"
 )
 OWNED = (
-    f"_ZN7allnorm17owned_rows_kernelINS_7Float32{_DENSE}Li8ELNS_5OwnedE1ELb0ENS_4E4m3EEE"
+    f"_ZN7allnorm17owned_rows_kernelINS_7Float32{_DENSE}Li8ELNS_5OwnedE1ELb0ENS_4E4m3ELb0EEE"
     "vNS_15OwnedRowsParamsE"
 )
-LOCAL = "_ZN7allnorm12local_kernelINS_7Float16ELb1ENS_5PlainEEEvNS_11LocalParamsE"
+LOCAL = "_ZN7allnorm12local_kernelINS_7Float16ELb1ENS_5PlainELb0EEEvNS_11LocalParamsE"
 LOCAL_ROWS = (
-    "_ZN7allnorm17local_rows_kernelINS_7Float16ENS_10SummedRowsENS_5PlainEEEvNS_11LocalParamsE"
+    "_ZN7allnorm17local_rows_kernelINS_7Float16ENS_10SummedRowsENS_5PlainELb0EEEvNS_11LocalParamsE"
 )
 VARIANT = Variant("one_shot", "Bfloat16", 2, False)
 
@@ -62,6 +62,14 @@ def kernel(*lines: str, frame_bytes: int = 0) -> Kernel:
         (OWNED, Variant("owned_finished", "Float32", 8, True)),
         (LOCAL, Variant("local_aligned", "Float16", 1, False)),
         (LOCAL_ROWS, Variant("local_rows", "Float16", 1, False)),
+        (
+            ONE_SHOT.replace("9DenseRows", "10ExpertRows").replace("Lb0EEEv", "Lb1EEEv"),
+            Variant("one_shot", "Bfloat16", 2, True, extended=True),
+        ),
+        (
+            LOCAL_ROWS.replace("10SummedRows", "15LocalExpertRows").replace("Lb0EEEv", "Lb1EEEv"),
+            Variant("local_rows", "Float16", 1, False, extended=True),
+        ),
     ],
 )
 def test_names_of_kernels(name: str, variant: Variant) -> None:
