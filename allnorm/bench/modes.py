@@ -200,17 +200,20 @@ class Model:
         return Shape(num_tokens, self.hidden_size, self.eps, self.weight_bias, self.name)
 
 
-# hidden_size and rms_norm_eps of the models' published configurations. Qwen3.5 stores its norm
-# weights zero-centred: serving engines run it with GemmaRMSNorm, which multiplies by 1 + weight.
+# hidden_size and rms_norm_eps of the models' published configurations. Gemma and Qwen3.5 store
+# their norm weights zero-centred: serving engines run them with GemmaRMSNorm, which multiplies by
+# 1 + weight.
 MODELS = {
     model.name: model
     for model in (
         Model("llama-3.1-8b", 4096, 1e-5),
         Model("llama-3.1-70b", 8192, 1e-5),
         Model("qwen3-32b", 5120, 1e-6),
+        Model("qwen3-30b-a3b", 2048, 1e-6),
         Model("gpt-oss-120b", 2880, 1e-5),
         Model("deepseek-v3", 7168, 1e-6),
         Model("qwen3.5-397b", 4096, 1e-6, weight_bias=1.0),
+        Model("gemma-3-27b", 5376, 1e-6, weight_bias=1.0),
     )
 }
 

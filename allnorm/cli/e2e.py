@@ -69,6 +69,8 @@ def e2e(
         device=where,
         rounds=rounds,
     )
+    with options.of("--dtype"):
+        models.check_dtype(job.model, job.dtype, where)
     sizes = options.world_sizes(tp, where)
     with options.of("--tp"):
         for size in sizes:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,13 +11,13 @@ import torch.nn.functional as F
 import allnorm
 from allnorm.bench.e2e import models as e2e_models
 from allnorm.bench.e2e import run, sites, weights
-from allnorm.bench.e2e.generation import Generation, Runner
+from allnorm.bench.e2e.generation import Experts, Generation, Runner
 from allnorm.bench.e2e.models import Transformer
-from allnorm.bench.e2e.weights import Weights
+from allnorm.bench.e2e.weights import Layer, Weights
 from allnorm.testing import RankPool, run_ranks
 
 CPU = torch.device("cpu")
-MODELS = ["tiny", "tiny-qk-norm"]
+MODELS = ["tiny", "tiny-qk-norm", "tiny-gemma", "tiny-moe"]
 BATCH, LENGTH, TOKENS = 3, 7, 5
 
 
@@ -29,7 +31,7 @@ def generate(rank: int, world_size: int, name: str) -> tuple[torch.Tensor, list[
     made = weights.make(model, rank, world_size, torch.float32, CPU)
     generation = Generation(model, made, prompts(model), TOKENS)
     with allnorm.Communicator(device=CPU) as comm:
-        runner = Runner(generation, sites.make("allnorm", comm, model.eps), captured=False)
+        runner = Runner(generation, sites.make("allnorm", comm, model), captured=False)
         trace = run.trace(runner, TOKENS)
         assert torch.equal(generation.outputs, trace.tokens)
     return trace.tokens, trace.logits
@@ -53,6 +55,26 @@ def plain(model: Transformer, w: Weights, tokens: torch.Tensor) -> torch.Tensor:
     def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + model.eps) * weight
 
+    def around_one(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return norm(x, weight + model.weight_bias)
+
+    def returned(x: torch.Tensor, post: allnorm.PostNorm | None) -> torch.Tensor:
+        return around_one(x, post.weight) if post else x
+
+    def mlp(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        gate, up = F.linear(x, gate_up).chunk(2, -1)
+        gate = F.gelu(gate, approximate="tanh") if model.name == "tiny-gemma" else F.silu(gate)
+        return F.linear(gate * up, down)
+
+    def experts(x: torch.Tensor, layer: Layer) -> torch.Tensor:
+        if layer.router is None:
+            return mlp(x, layer.gate_up, layer.down)
+        every = [mlp(x, *matrices) for matrices in zip(layer.gate_up, layer.down, strict=True)]
+        likely = F.linear(x, layer.router).softmax(-1)
+        chosen = likely >= likely.topk(model.top_k, dim=-1).values[:, -1:]
+        weights = likely * chosen / (likely * chosen).sum(-1, keepdim=True)
+        return torch.einsum("te,eth->th", weights, torch.stack(every))
+
     def rotate(x: torch.Tensor) -> torch.Tensor:
         angle = torch.arange(len(x))[:, None] * model.rope_theta ** (
             -torch.arange(0, model.head_dim, 2) / model.head_dim
@@ -64,7 +86,7 @@ def plain(model: Transformer, w: Weights, tokens: torch.Tensor) -> torch.Tensor:
     heads = [model.num_heads, model.num_kv_heads, model.num_kv_heads]
     x = w.embedding[tokens]
     for layer in w.layers:
-        qkv = F.linear(norm(x, layer.input_norm), layer.qkv)
+        qkv = F.linear(around_one(x, layer.input_norm), layer.qkv)
         q, k, v = qkv.view(len(x), -1, model.head_dim).split(heads, dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = norm(q, layer.q_norm), norm(k, layer.k_norm)
@@ -72,10 +94,10 @@ def plain(model: Transformer, w: Weights, tokens: torch.Tensor) -> torch.Tensor:
         k, v = (t.repeat_interleave(model.queries_per_kv, dim=1) for t in (k, v))
         scores = torch.einsum("ihd,jhd->hij", q, k) / model.head_dim**0.5
         scores = scores.masked_fill(torch.ones(len(x), len(x)).triu(1).bool(), -torch.inf)
-        x = x + F.linear(torch.einsum("hij,jhd->ihd", scores.softmax(-1), v).flatten(1), layer.o)
-        gate, up = F.linear(norm(x, layer.mlp_norm), layer.gate_up).chunk(2, -1)
-        x = x + F.linear(F.silu(gate) * up, layer.down)
-    return F.linear(norm(x[-1], w.final_norm), w.head)
+        attended = torch.einsum("hij,jhd->ihd", scores.softmax(-1), v).flatten(1)
+        x = x + returned(F.linear(attended, layer.o), layer.attention_post)
+        x = x + returned(experts(around_one(x, layer.mlp_norm), layer), layer.mlp_post)
+    return F.linear(around_one(x[-1], w.final_norm), w.head)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -105,14 +127,55 @@ def test_shards_are_parts_of_one_model(dtype: torch.dtype) -> None:
     assert torch.equal(torch.cat([*gates, *ups]), whole.layers[0].gate_up)
 
 
-def graphs(rank: int, world_size: int) -> None:
+def test_experts_are_shared_by_their_inner_size() -> None:
+    model = e2e_models.find("tiny-moe", num_layers=1)
+    whole = weights.make(model, 0, 1, torch.bfloat16, CPU).layers[0]
+    parts = [weights.make(model, rank, 2, torch.bfloat16, CPU).layers[0] for rank in range(2)]
+    assert whole.gate_up.shape == (model.num_experts, 2 * model.intermediate_size, 256)
+    assert torch.equal(torch.cat([p.down for p in parts], dim=2), whole.down)
+    gates, ups = zip(*(p.gate_up.chunk(2, dim=1) for p in parts), strict=True)
+    assert torch.equal(torch.cat([*gates, *ups], dim=1), whole.gate_up)
+    for p in parts:
+        assert p.router is not None
+        assert whole.router is not None
+        assert torch.equal(p.router, whole.router)
+
+
+def test_experts_return_a_row_for_every_choice() -> None:
+    """Of more experts than choices, so that some have no row."""
+    model = e2e_models.find("tiny-moe", num_layers=1)
+    (layer,) = weights.make(model, 0, 1, torch.bfloat16, CPU).layers
+    normed = torch.randn(3, model.hidden_size, generator=torch.manual_seed(1)).bfloat16()
+    found = Experts(model, CPU)(layer, normed)
+    assert isinstance(found, allnorm.ExpertSum)
+    assert found.index is not None
+    assert found.weights is not None
+    assert len(normed) * model.top_k < model.num_experts
+    assert found.rows.shape == (3 * model.top_k, model.hidden_size)
+    assert found.index.flatten().sort().values.tolist() == list(range(3 * model.top_k))
+    torch.testing.assert_close(found.weights.sum(-1), torch.ones(3))
+    assert (found.weights.diff(dim=-1) <= 0).all()
+
+
+def test_weights_with_a_bias_are_those_without_it() -> None:
+    """So an arm that adds it beforehand multiplies by the same numbers."""
+    model = e2e_models.find("tiny-gemma", num_layers=1)
+    biased, plain = (
+        weights.make(replace(model, weight_bias=bias), 0, 1, torch.bfloat16, CPU)
+        for bias in (1.0, 0.0)
+    )
+    assert torch.equal(biased.final_norm + 1, plain.final_norm)
+    assert torch.equal(biased.final_norm.float() + 1, plain.final_norm.float())
+
+
+def graphs(rank: int, world_size: int, name: str) -> None:
     device = torch.device("cuda", rank)
-    model = e2e_models.find("tiny-qk-norm")
+    model = e2e_models.find(name)
     made = weights.make(model, rank, world_size, torch.bfloat16, device)
     generation = Generation(model, made, prompts(model).to(device), TOKENS)
     with allnorm.Communicator(device=device) as comm:
-        for name in ("allnorm", "allnorm:unfused", "nccl+torch", "nccl+local"):
-            arm = sites.make(name, comm, model.eps)
+        for arm_name in ("allnorm", "allnorm:unfused", "nccl+torch", "nccl+local", "local"):
+            arm = sites.make(arm_name, comm, model)
             eager = run.trace(Runner(generation, arm, captured=False), TOKENS)
             replayed = run.trace(Runner(generation, arm, captured=True), TOKENS)
             assert replayed.finite
@@ -121,6 +184,7 @@ def graphs(rank: int, world_size: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.world_size(2)
-def test_replayed_as_eager() -> None:
+@pytest.mark.parametrize("name", MODELS[1:])
+def test_replayed_as_eager(name: str) -> None:
     with RankPool(2, "cuda") as pool:
-        pool.run(graphs)
+        pool.run(graphs, name)

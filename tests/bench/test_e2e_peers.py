@@ -57,6 +57,26 @@ def test_a_library_computes_what_the_torch_arm_does() -> None:
     assert names.count("close") == 3
 
 
+def test_experts_are_summed_for_a_library() -> None:
+    what = job(*PEER_ARMS, model="tiny-moe")
+    records, missing, _ = run_ranks(with_fakes, 2, args=(what,))[0]
+    assert missing == {}
+    assert [record["arm"] for record in records] == [*PEER_ARMS, *PEER_ARMS]
+    for record in records:
+        assert record["logits_max_diff"] == 0, record["arm"]
+
+
+def test_a_kernel_without_a_post_norm_is_missing() -> None:
+    what = job(*PEER_ARMS, model="tiny-gemma")
+    records, missing, calls = run_ranks(with_fakes, 2, args=(what,))[0]
+    assert missing.keys() == {"flashinfer", "sglang"}
+    assert all("norm before the residual" in reason for reason in missing.values())
+    assert {record["arm"] for record in records} == {"sglang+local", "vllm+local"}
+    for record in records:
+        assert record["logits_max_diff"] == 0, record["arm"]
+    assert "fusion" not in {name for name, _ in calls}
+
+
 def test_where_a_library_has_no_kernel_nccl_takes_its_place() -> None:
     """SGLang knows bfloat16 only."""
     records, missing, calls = run_ranks(with_fakes, 2, args=(job("sglang", dtype="float32"),))[0]

@@ -23,6 +23,7 @@ FIELDS = {
     *("cpu", "cores", "backend", "dtype", "prompt", "tokens", "rounds", "commit", "versions"),
     *("command", "date", "model", "hidden_size", "num_layers", "num_heads", "num_kv_heads"),
     *("head_dim", "intermediate_size", "vocab_size", "eps", "rope_theta", "qk_norm", "arm"),
+    *("weight_bias", "post_norm", "activation", "num_experts", "top_k"),
     *("batch_size", "world_size", "ttft_ms", "tpot_ms", "itl_p50_ms", "itl_p99_ms"),
     *("tokens_per_s", "comm_us_per_layer", "local_ms", "num_tokens", "tokens_equal_unfused"),
     *("tokens_equal_torch", "steps_checked", "steps_equal_unfused", "choices_equal_torch"),
@@ -73,12 +74,28 @@ def test_more_ranks_round_otherwise_but_like_the_yardstick(tmp_path: Path) -> No
     assert other["choices_equal_torch"] == other["tokens_equal_torch"] == other["num_tokens"]
 
 
+@pytest.mark.parametrize("model", ["tiny-gemma", "tiny-moe"])
+def test_what_comes_before_the_residual_changes_no_token(model: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    arguments = ("--model", model, "--tp", "2", "--batch", "1,3", "--json", str(path))
+    done = invoke(*arguments)
+    assert done.exit_code == 0, done.output
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["arm"] for row in rows] == ARMS * 2
+    for row in rows:
+        # Two ranks have one order of sums, and the weights one value in every arm.
+        assert row["logits_max_diff"] == 0, row["arm"]
+        assert row["steps_equal_unfused"] == row["steps_checked"] == 4
+        assert row["tokens_equal_torch"] == row["num_tokens"]
+
+
 @pytest.mark.gpu
 @pytest.mark.world_size(2)
-def test_on_gpus(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", ["tiny", "tiny-gemma", "tiny-moe"])
+def test_on_gpus(model: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     arguments = ("--batch", "1,3", "--tp", "2", "--device", "cuda", "--json", str(path))
-    done = invoke(*arguments)
+    done = invoke(*arguments, "--model", model)
     assert done.exit_code == 0, done.output
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert {"allnorm", "allnorm:unfused", "nccl+torch", "nccl+local"} <= {r["arm"] for r in rows}
@@ -205,10 +222,12 @@ def test_the_slowest_rank_and_the_worst_result_count() -> None:
 def test_published_dimensions() -> None:
     """The number of parameters in billions, embedding and head not shared."""
     expected = {"llama-3.1-8b": 8.03, "llama-3.1-70b": 70.6, "qwen3-32b": 32.8}
+    expected |= {"qwen3-30b-a3b": 30.5, "gemma-3-27b": 27.0 + 262208 * 5376 / 1e9}
     for name, billions in expected.items():
         m = e2e_models.find(name)
         heads = (2 * m.num_heads + 2 * m.num_kv_heads) * m.head_dim
-        layer = m.hidden_size * (heads + 3 * m.intermediate_size)
+        mlps = max(1, m.num_experts) * 3 * m.intermediate_size + m.num_experts
+        layer = m.hidden_size * (heads + mlps)
         count = m.num_layers * layer + 2 * m.vocab_size * m.hidden_size
         assert count / 1e9 == pytest.approx(billions, rel=2e-3), name
 
@@ -220,6 +239,18 @@ def test_every_model_can_be_shared_by_as_many_ranks_as_it_has_key_heads() -> Non
             assert shared % m.num_kv_heads == 0, m.name
         assert m.vocab_size <= 1 << 24  # tokens travel as float32
         assert m.hidden_size % 8 == 0
+
+
+def test_experts_on_gpus_are_bfloat16() -> None:
+    experts = e2e_models.find("tiny-moe")
+    with pytest.raises(ValueError, match="float16: on GPUs"):
+        e2e_models.check_dtype(experts, "float16", "cuda")
+    for model, dtype, device in (
+        (experts, "bfloat16", "cuda"),
+        (experts, "float32", "cpu"),
+        (e2e_models.find("tiny-gemma"), "float16", "cuda"),
+    ):
+        e2e_models.check_dtype(model, dtype, device)
 
 
 def test_arm_names() -> None:

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import allnorm
 from allnorm.bench.arms import gather_into
 from allnorm.bench.e2e.models import Transformer
-from allnorm.bench.e2e.sites import Arm, Site
+from allnorm.bench.e2e.sites import Arm, Partial, Site
 from allnorm.bench.e2e.weights import Layer, Weights
 from allnorm.testing import capture
 
@@ -60,6 +60,7 @@ class Generation:
         shape = (self.batch_size, num_tokens)
         self.outputs = torch.zeros(shape, dtype=torch.int64, device=device)
         self._step = torch.zeros(1, dtype=torch.int64, device=device)
+        self._mlp = Experts(model, device) if model.num_experts else Mlp(model)
 
     def reset(self) -> None:
         """Clears the cache of what earlier generations, perhaps of a wrong arm, have left."""
@@ -90,15 +91,16 @@ class Generation:
         """The normed rows [tokens, hidden_size] before the head."""
         weights, layers = self._weights, self._weights.layers
         after = [layer.input_norm for layer in layers[1:]] + [weights.final_norm]
+        embedded, model = F.embedding(tokens, weights.embedding), self._model
         normed, residual = allnorm.add_rms_norm(
-            F.embedding(tokens, weights.embedding), None, layers[0].input_norm, self._model.eps
+            embedded, None, layers[0].input_norm, model.eps, weight_bias=model.weight_bias
         )
         for index, layer in enumerate(layers):
             attended = attend(index, layer, F.linear(normed, layer.qkv))
-            normed, residual = site(F.linear(attended, layer.o), residual, layer.mlp_norm)
-            gate, up = F.linear(normed, layer.gate_up).chunk(2, dim=-1)
-            x = F.linear(F.silu(gate) * up, layer.down)
-            normed, residual = site(x, residual, after[index])
+            x = F.linear(attended, layer.o)
+            normed, residual = site(x, residual, layer.mlp_norm, layer.attention_post)
+            returned = self._mlp(layer, normed)
+            normed, residual = site(returned, residual, after[index], layer.mlp_post)
         return normed
 
     def _emit(self, rows: torch.Tensor) -> None:
@@ -152,6 +154,54 @@ class Runner:
         with capture(self._arm.capturing()) as self._graph:
             self.generation.decode(self._site)
 
+
+# ---- the MLP ------------------------------------------------------------------------------------
+
+
+class Mlp:
+    """Gate, up and down projection of a dense layer. Not collective."""
+
+    def __init__(self, model: Transformer) -> None:
+        self._gelu = model.activation == "gelu"
+
+    def __call__(self, layer: Layer, normed: torch.Tensor) -> Partial:
+        """This rank's partial sum of [tokens, hidden_size]."""
+        return F.linear(self.gated(F.linear(normed, layer.gate_up)), layer.down)
+
+    def gated(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """The gate's half of each row, activated, times the other."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return (F.gelu(gate, approximate="tanh") if self._gelu else F.silu(gate)) * up
+
+
+class Experts(Mlp):
+    """Of each token the `top_k` experts that its router prefers. Not collective.
+
+    Every rank has a part of each expert, and so a row for every choice. Tokens go through the
+    experts sorted by expert, as in serving engines, and nothing asks the host.
+    """
+
+    def __init__(self, model: Transformer, device: torch.device) -> None:
+        super().__init__(model)
+        self._top_k = model.top_k
+        self._names = torch.arange(model.num_experts, device=device)
+
+    def __call__(self, layer: Layer, normed: torch.Tensor) -> Partial:
+        """What experts return, in their order, and where the rows of each token are."""
+        assert layer.router is not None
+        preferred = F.linear(normed, layer.router).float().softmax(dim=-1)
+        weights, chosen = preferred.topk(self._top_k, dim=-1)
+        experts, order = chosen.flatten().sort(stable=True)
+        ends = torch.searchsorted(experts, self._names, right=True, out_int32=True)
+        places = torch.arange(order.shape[0], dtype=torch.int32, device=order.device)
+        index = torch.empty_like(places).scatter_(0, order, places).view_as(chosen)
+        rows = normed.index_select(0, order // self._top_k)
+        inner = self.gated(F.grouped_mm(rows, layer.gate_up.mT, offs=ends))
+        rows = F.grouped_mm(inner, layer.down.mT, offs=ends)
+        return allnorm.ExpertSum(rows, weights / weights.sum(dim=-1, keepdim=True), index)
+
+
+# ---- attention ----------------------------------------------------------------------------------
 
 _CACHE_GRANULE = 64  # tokens; kernels that take a mask want its rows aligned
 

@@ -45,12 +45,12 @@ def run(rank: int, world_size: int, job: Job) -> RankResult:
     parameters = weights.make(model, rank, world_size, dtype, where)
     peers = PeerSites(
         [name for name in job.arms if name in PEER_ARMS],
-        *(where, dtype, model.hidden_size, max(job.batch_sizes) * job.prompt, model.eps),
+        *(where, dtype, model, max(job.batch_sizes) * job.prompt),
     )
     result = RankResult(dict(peers.missing))
     with allnorm.Communicator(device=where) as comm:
         names = dict.fromkeys([*(n for n in job.arms if n not in PEER_ARMS), *job.always])
-        arms = {name: sites.make(name, comm, model.eps) for name in names} | peers.arms
+        arms = {name: sites.make(name, comm, model) for name in names} | peers.arms
         yardstick, pair = make_yardstick(job, where)
         for index, batch_size in enumerate(job.batch_sizes):
             progress = {"done": index, "total": len(job.batch_sizes)}
@@ -140,7 +140,7 @@ def make_yardstick(job: Job, device: torch.device) -> tuple[str, tuple[Arm, ...]
         what, pair = all_or_none(sites.yardstick, device)
     except RankFailedError as error:
         return f"none ({error})", ()
-    return what, tuple(Arm(sites.then_torch(r, job.model.eps)) for r in pair)
+    return what, tuple(Arm(sites.then_torch(r, job.model)) for r in pair)
 
 
 def check(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 import allnorm
 from allnorm.bench.arms import gather_into
 from allnorm.bench.case import Case
+from allnorm.bench.e2e.models import Transformer
 from allnorm.bench.modes import Mode, Shape
 from allnorm.bench.peers import Peers
 from allnorm.bench.peers.base import Peer
@@ -27,9 +28,13 @@ from allnorm.testing import Batch
 Normed = tuple[Tensor, Tensor]
 """Normed rows and the new residual."""
 
-Site = Callable[[Tensor, Tensor, Tensor], Normed]
-"""Takes this rank's partial sum, the residual and the norm's weight; returns normed rows and the
-new residual. May overwrite the first two."""
+Partial = Tensor | allnorm.ExpertSum
+"""This rank's part of what an attention or an MLP returns."""
+
+Site = Callable[[Partial, Tensor, Tensor, allnorm.PostNorm | None], Normed]
+"""Takes this rank's partial sum, the residual, the norm's weight, and the norm that the reduced sum
+goes through before, if there is one; returns normed rows and the new residual. May overwrite the
+first two."""
 
 Reduce = Callable[[Tensor], Tensor]
 """The sum of a tensor over all ranks; may overwrite it."""
@@ -46,47 +51,107 @@ class Arm:
     foreign: bool = False
 
 
-def make(name: str, comm: allnorm.Communicator, eps: float) -> Arm:
+def make(name: str, comm: allnorm.Communicator, model: Transformer) -> Arm:
     """The arm of that name.
 
     Names are "allnorm", or that with ":" and an algorithm; "nccl" or "gloo" with "+torch" or
     "+local"; and "local", which does not communicate.
     """
     if name == "local":
-        return Arm(then_local(lambda x: x, eps))
+        return Arm(_local(model))
     if name.startswith("allnorm"):
-        return Arm(fused(comm, eps, name.partition(":")[2] or "auto"))
-    return Arm((then_local if name.endswith("+local") else then_torch)(all_reduce, eps))
+        return Arm(fused(comm, model, name.partition(":")[2] or "auto"))
+    return Arm((then_local if name.endswith("+local") else then_torch)(all_reduce, model))
 
 
-def fused(comm: allnorm.Communicator, eps: float, algorithm: str) -> Site:
+def fused(comm: allnorm.Communicator, model: Transformer, algorithm: str) -> Site:
     """The fused call, the residual in place."""
+    eps, bias = model.eps, model.weight_bias
 
-    def site(x: Tensor, residual: Tensor, weight: Tensor) -> Normed:
+    def site(x: Partial, residual: Tensor, weight: Tensor, post: allnorm.PostNorm | None) -> Normed:
         return comm.all_reduce_add_rms_norm(
-            x, residual, weight, eps, algorithm=algorithm, residual_out=residual
+            *(x, residual, weight, eps),
+            weight_bias=bias,
+            algorithm=algorithm,
+            post_norm=post,
+            residual_out=residual,
         )
 
     return site
 
 
-def then_torch(reduce: Reduce, eps: float) -> Site:
-    """An all-reduce, then PyTorch's add and RMSNorm."""
+def then_torch(reduce: Reduce, model: Transformer) -> Site:
+    """A sum over experts if there are any, an all-reduce, then PyTorch's add and RMSNorms."""
+    eps, bias, summed_of = model.eps, model.weight_bias, ExpertSums()
+    biased: dict[Tensor, Tensor] = {}
 
-    def site(x: Tensor, residual: Tensor, weight: Tensor) -> Normed:
-        summed = residual.add_(reduce(x))
-        return F.rms_norm(summed, weight.shape, weight, eps), summed
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        if bias:
+            if weight not in biased:
+                biased[weight] = weight + bias
+            weight = biased[weight]
+        return F.rms_norm(x, weight.shape, weight, eps)
+
+    def site(x: Partial, residual: Tensor, weight: Tensor, post: allnorm.PostNorm | None) -> Normed:
+        reduced = reduce(summed_of(x))
+        summed = residual.add_(norm(reduced, post.weight) if post else reduced)
+        return norm(summed, weight), summed
 
     return site
 
 
-def then_local(reduce: Reduce, eps: float) -> Site:
-    """An all-reduce, then allnorm's add + norm kernel."""
+def then_local(reduce: Reduce, model: Transformer) -> Site:
+    """A sum over experts if there are any, an all-reduce, then allnorm's add + norm kernel."""
+    local, summed_of = _local(model), ExpertSums()
 
-    def site(x: Tensor, residual: Tensor, weight: Tensor) -> Normed:
-        return allnorm.add_rms_norm(reduce(x), residual, weight, eps)
+    def site(x: Partial, residual: Tensor, weight: Tensor, post: allnorm.PostNorm | None) -> Normed:
+        return local(reduce(summed_of(x)), residual, weight, post)
 
     return site
+
+
+def _local(model: Transformer) -> Site:
+    """Allnorm's add + norm kernel of what this rank has."""
+    eps, bias = model.eps, model.weight_bias
+
+    def site(x: Partial, residual: Tensor, weight: Tensor, post: allnorm.PostNorm | None) -> Normed:
+        return allnorm.add_rms_norm(x, residual, weight, eps, weight_bias=bias, post_norm=post)
+
+    return site
+
+
+class ExpertSums:
+    """A kernel that only sums what experts return: Triton's on GPUs, PyTorch's on CPUs.
+
+    A tensor it returns as it is. Safe in CUDA graphs for numbers of rows that it has seen before.
+    """
+
+    def __init__(self) -> None:
+        # In place of a shared expert's rows, which that kernel adds.
+        self._zeros: dict[int, Tensor] = {}
+
+    def __call__(self, x: Partial) -> Tensor:
+        """This rank's partial sum.
+
+        Raises:
+            ImportError: on a GPU, Triton is not installed.
+        """
+        if isinstance(x, Tensor):
+            return x
+        assert x.index is not None
+        assert x.weights is not None
+        if x.rows.device.type == "cpu":
+            rows = x.rows[x.index] * x.weights.unsqueeze(-1)
+            return rows.sum(1).to(x.rows.dtype)
+        from allnorm.bench import triton_expert_sum
+
+        num_tokens = x.index.shape[0]
+        if num_tokens not in self._zeros:
+            self._zeros[num_tokens] = x.rows.new_zeros((num_tokens, x.rows.shape[-1]))
+        shared = self._zeros[num_tokens]
+        sums = torch.empty_like(shared)
+        triton_expert_sum.expert_sum(replace(x, shared=shared), sums)
+        return sums
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -147,7 +212,7 @@ def _environment(name: str, value: str) -> Iterator[None]:
 class PeerSites:
     """The arms of libraries that can be imported. Collective: the same on every rank.
 
-    `names` are of job.PEER_ARMS, `max_tokens` the rows of the largest prefill.
+    `names` are of models.PEER_ARMS, `max_tokens` the rows of the largest prefill.
 
     Attributes:
         arms: those that can run, by name.
@@ -159,38 +224,42 @@ class PeerSites:
         names: list[str],
         device: torch.device,
         dtype: torch.dtype,
-        hidden_size: int,
+        model: Transformer,
         max_tokens: int,
-        eps: float,
     ) -> None:
         self.arms: dict[str, Arm] = {}
         self.missing: dict[str, str] = {}
+        if model.post_norm:
+            fused = [name for name in names if not name.endswith("+local")]
+            self.missing = dict.fromkeys(fused, "no norm before the residual in its fused kernel")
+            names = [name for name in names if name not in self.missing]
         libraries = list(dict.fromkeys(name.partition("+")[0] for name in names))
-        self._peers = Peers(libraries, device, dtype, [Shape(max_tokens, hidden_size)])
+        self._peers = Peers(libraries, device, dtype, [Shape(max_tokens, model.hidden_size)])
         for name in names:
             library, _, local = name.partition("+")
             if library in self._peers.missing:
                 self.missing[name] = self._peers.missing[library]
             else:
-                self.arms[name] = _arm(self._peers.peer(library), bool(local), hidden_size, eps)
+                self.arms[name] = _arm(self._peers.peer(library), bool(local), model)
 
     def close(self) -> None:
         """Releases what the libraries hold. Collective."""
         self._peers.close()
 
 
-def _arm(peer: Peer, local: bool, hidden_size: int, eps: float) -> Arm:
+def _arm(peer: Peer, local: bool, model: Transformer) -> Arm:
     """One library at the sites; where it has no kernel for so many rows, as `nccl+local`."""
-    fallback = Arm(then_local(all_reduce, eps))
+    fallback, summed_of = Arm(then_local(all_reduce, model)), ExpertSums()
     by_rows: dict[int, Arm] = {}
 
-    def site(x: Tensor, residual: Tensor, weight: Tensor) -> Normed:
+    def site(x: Partial, residual: Tensor, weight: Tensor, post: allnorm.PostNorm | None) -> Normed:
+        x = summed_of(x)
         rows = x.shape[0]
         if rows not in by_rows:
-            shape = Shape(rows, hidden_size, eps)
+            shape = Shape(rows, model.hidden_size, model.eps, model.weight_bias)
             case = _case(peer, shape, Batch((x,) * peer.setting.world_size, residual, weight))
-            by_rows[rows] = _at_shape(peer, case, local) or fallback
-        return by_rows[rows].site(x, residual, weight)
+            by_rows[rows] = _at_shape(peer, case, local, model) or fallback
+        return by_rows[rows].site(x, residual, weight, post)
 
     def capturing() -> AbstractContextManager[Any]:
         # One context for all shapes: it belongs to the library's communicator.
@@ -208,7 +277,7 @@ def _case(peer: Peer, shape: Shape, batch: Batch) -> Case:
     return Case(shape, *place, "rounded", batches, ())
 
 
-def _at_shape(peer: Peer, case: Case, local: bool) -> Arm | None:
+def _at_shape(peer: Peer, case: Case, local: bool, model: Transformer) -> Arm | None:
     """What the library would choose for this shape; None if it has no kernel for it."""
     reason = peer.supports(case, Mode())
     found = [] if reason else peer.reductions(case) if local else peer.fused(case)
@@ -220,9 +289,12 @@ def _at_shape(peer: Peer, case: Case, local: bool) -> Arm | None:
         case.xs[0] = x
         return cast(Tensor, call(0))
 
-    def fused(x: Tensor, residual: Tensor, weight: Tensor) -> Normed:
+    def fused(
+        x: Partial, residual: Tensor, weight: Tensor, post: allnorm.PostNorm | None
+    ) -> Normed:
+        assert post is None
         case.xs[0], batches[0] = x, Batch((), residual, weight)
         normed, summed = call(0)
         return normed, summed
 
-    return Arm(then_local(reduce, case.shape.eps) if local else fused, found[0].capturing)
+    return Arm(then_local(reduce, model) if local else fused, found[0].capturing)

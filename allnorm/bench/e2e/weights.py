@@ -1,8 +1,8 @@
 """Random weights of a sharded transformer: the model is the same for any number of ranks.
 
-A unit is one key and value head with its query heads, and the equal part of the MLP and of the
-vocabulary. Every tensor is made unit by unit, each from a seed of its own, and a rank makes the
-units that it holds.
+A unit is one key and value head with its query heads, and the equal part of the MLP, or of every
+expert, and of the vocabulary. Every tensor is made unit by unit, each from a seed of its own, and a
+rank makes the units that it holds.
 """
 
 from __future__ import annotations
@@ -12,12 +12,16 @@ from dataclasses import dataclass
 
 import torch
 
+import allnorm
 from allnorm.bench.e2e.models import Transformer
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One decoder layer as one rank holds it; matrices are [outputs, inputs]."""
+    """One decoder layer as one rank holds it; matrices are [outputs, inputs].
+
+    With experts, `gate_up` and `down` have one such matrix for each: [num_experts, ., .].
+    """
 
     qkv: torch.Tensor  # to this rank's query heads, then key heads, then value heads
     o: torch.Tensor  # from this rank's query heads to a partial sum of [hidden_size]
@@ -25,8 +29,12 @@ class Layer:
     down: torch.Tensor  # from this rank's part of the MLP to a partial sum of [hidden_size]
     input_norm: torch.Tensor  # [hidden_size], of the norm before the attention
     mlp_norm: torch.Tensor  # [hidden_size], of the norm before the MLP
-    q_norm: torch.Tensor | None  # [head_dim], of the norm of a query head; None without one
-    k_norm: torch.Tensor | None  # [head_dim], of the norm of a key head; None without one
+    attention_post: allnorm.PostNorm | None  # of what the attention returns; None without one
+    mlp_post: allnorm.PostNorm | None  # of what the MLP returns; None without one
+    router: torch.Tensor | None  # [num_experts, hidden_size], whole; None without experts
+    # [head_dim], of the norms of a query and of a key head, without a bias; None without them.
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -53,7 +61,7 @@ def make(
     return Weights(
         embedding=source.normal("embedding", model.vocab_size, hidden, 1.0),
         layers=layers,
-        final_norm=source.norm("final_norm", hidden),
+        final_norm=source.norm("final_norm", hidden, model.weight_bias),
         head=source.rows("head", model.vocab_size, hidden),
     )
 
@@ -62,16 +70,25 @@ def _layer(model: Transformer, source: _Source, name: str) -> Layer:
     hidden, head_dim = model.hidden_size, model.head_dim
     width, kv_width = model.num_heads * head_dim, model.num_kv_heads * head_dim
     heads = ((f"{name} q", width), (f"{name} k", kv_width), (f"{name} v", kv_width))
-    inner = model.intermediate_size
+    inner, count, bias = model.intermediate_size, model.num_experts, model.weight_bias
+
+    def post(part: str) -> allnorm.PostNorm | None:
+        if not model.post_norm:
+            return None
+        return allnorm.PostNorm(source.norm(f"{name} {part}", hidden, bias), model.eps, bias)
+
     return Layer(
         qkv=torch.cat([source.rows(part, size, hidden) for part, size in heads]),
         o=source.columns(f"{name} o", hidden, width),
         gate_up=torch.cat(
-            [source.rows(f"{name} {part}", inner, hidden) for part in ("gate", "up")]
+            [source.rows(f"{name} {part}", inner, hidden, count) for part in ("gate", "up")], dim=-2
         ),
-        down=source.columns(f"{name} down", hidden, inner),
-        input_norm=source.norm(f"{name} input_norm", hidden),
-        mlp_norm=source.norm(f"{name} mlp_norm", hidden),
+        down=source.columns(f"{name} down", hidden, inner, count),
+        input_norm=source.norm(f"{name} input_norm", hidden, bias),
+        mlp_norm=source.norm(f"{name} mlp_norm", hidden, bias),
+        attention_post=post("attention_post"),
+        mlp_post=post("mlp_post"),
+        router=source.normal(f"{name} router", count, hidden, hidden**-0.5) if count else None,
         q_norm=source.norm(f"{name} q_norm", head_dim) if model.qk_norm else None,
         k_norm=source.norm(f"{name} k_norm", head_dim) if model.qk_norm else None,
     )
@@ -94,18 +111,26 @@ class _Source:
         values = torch.empty(rows, columns, dtype=self._dtype, device=self._device)
         return values.normal_(0.0, scale, generator=self._generator)
 
-    def norm(self, name: str, size: int) -> torch.Tensor:
-        """The weight of a norm, around 1."""
-        return 1 + self.normal(name, 1, size, 0.1)[0]
+    def norm(self, name: str, size: int, bias: float = 0.0) -> torch.Tensor:
+        """The weight of a norm; with its bias it is around 1, and needs no more bits."""
+        return (1 + self.normal(name, 1, size, 0.1)[0]) - bias
 
-    def rows(self, name: str, rows: int, columns: int) -> torch.Tensor:
-        """This rank's rows of a random matrix that keeps the magnitude of normalised rows."""
-        return torch.cat(self._blocks(name, rows // self._num_units, columns, columns**-0.5))
+    def rows(self, name: str, rows: int, columns: int, experts: int = 0) -> torch.Tensor:
+        """This rank's rows of a random matrix that keeps the magnitude of normalised rows.
 
-    def columns(self, name: str, rows: int, columns: int) -> torch.Tensor:
-        """This rank's columns of such a matrix."""
-        blocks = self._blocks(name, rows, columns // self._num_units, columns**-0.5)
-        return torch.cat(blocks, dim=1)
+        With experts, of one for each: [experts, rows, columns].
+        """
+        blocks = self._blocks(name, rows // self._num_units, columns, columns**-0.5, experts)
+        return torch.cat(blocks, dim=-2)
 
-    def _blocks(self, name: str, rows: int, columns: int, scale: float) -> list[torch.Tensor]:
-        return [self.normal(f"{name} {unit}", rows, columns, scale) for unit in self._units]
+    def columns(self, name: str, rows: int, columns: int, experts: int = 0) -> torch.Tensor:
+        """This rank's columns of such a matrix, or of one for each expert."""
+        blocks = self._blocks(name, rows, columns // self._num_units, columns**-0.5, experts)
+        return torch.cat(blocks, dim=-1)
+
+    def _blocks(
+        self, name: str, rows: int, columns: int, scale: float, experts: int
+    ) -> list[torch.Tensor]:
+        count = max(1, experts)
+        blocks = [self.normal(f"{name} {u}", count * rows, columns, scale) for u in self._units]
+        return [block.view(experts, rows, columns) for block in blocks] if experts else blocks
