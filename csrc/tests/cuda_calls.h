@@ -185,9 +185,9 @@ inline Operation make_operation(int world_size, Random& random, const AllnormCal
   if (ends_with_sum(call)) op.out.clear();
   return op;
 }
-// Numerics step 0 on most ranks of every third call that sums. `gaps`: see random_experts().
-inline void random_experts(Operation& op, Random& random, int64_t gaps = 8) {
-  if (op.call.op == ALLNORM_ALL_GATHER_ROWS || random.below(3) != 0) return;
+// Numerics step 0 on most ranks of one call in `one_in` that sums. `gaps`: as of one rank's.
+inline void random_experts(Operation& op, Random& random, int64_t gaps = 8, int64_t one_in = 3) {
+  if (op.call.op == ALLNORM_ALL_GATHER_ROWS || random.below(one_in) != 0) return;
   for (Matrix& x : op.x) {
     op.experts.emplace_back();
     if (op.x.size() > 1 && random.below(4) == 0) continue;

@@ -177,7 +177,7 @@ class E4m3 {
 
   const QuantParams& params_;
   RowExchange& exchange_;
-  float scale_ = 0.0f;
+  float scale_;
   int pack_;
   bool live_;
 };
