@@ -20,6 +20,9 @@ class Deadline {
   // How many unsuccessful polls lie between two looks at the clock: often enough to be punctual,
   // rarely enough to cost nothing.
   static constexpr uint32_t kPollsPerLook = 256;
+  // What a wait takes that is long, see is_long(): more than any look costs, and so little that
+  // nobody who waits for news of a dead peer notices.
+  static constexpr int64_t kLongNs = 10'000'000;
 
   ALLNORM_HD explicit Deadline(int64_t timeout_ns) : timeout_ns_(timeout_ns) {}
 
@@ -33,6 +36,14 @@ class Deadline {
     const int64_t now = Clock::now_ns();
     if (start_ns_ == 0) start_ns_ = now;
     return now - start_ns_ > timeout_ns_;
+  }
+
+  // Whether it is time for looks that cost more than a wait as a rule takes. A rank that looks is
+  // late for its peers by as much: if that alone made them look, and so be late in turn, none would
+  // ever be in time again.
+  ALLNORM_HD bool is_long() const {
+    const int64_t waited_ns = Clock::now_ns() - start_ns_;
+    return waited_ns > kLongNs || waited_ns > timeout_ns_ / 4;
   }
 
  private:
