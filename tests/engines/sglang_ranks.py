@@ -26,7 +26,33 @@ from allnorm.testing import rank_input, shared_input
 
 HIDDEN_SIZE = 256
 NUM_LAYERS = 3
-FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+# Module of the model: the name of its classes; of its configuration, where that is another.
+FAMILIES = {
+    "llama": "Llama",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "gemma2": "Gemma2",
+    "gemma3_causal": "Gemma3",
+    "glm4": "Glm4",
+    "granite": "Granite",
+    "exaone4": "Exaone4",
+    "olmo2": "Olmo2",
+}
+# In 0.5.23: of models whose layers reduce by themselves, to the last; and of those whose boundaries
+# do, before a post norm.
+REDUCE_THEMSELVES = ("gemma2", "gemma3_causal", "granite", "olmo2")
+AT_BOUNDARIES = ("glm4", "exaone4")
+_CONFIGS = {"gemma3_causal": "Gemma3TextConfig"}
+_MORE: dict[str, dict[str, Any]] = {
+    "gemma2": {"query_pre_attn_scalar": 64, "hidden_act": "gelu_pytorch_tanh"},
+    "gemma3_causal": {"query_pre_attn_scalar": 64},
+    "granite": {"residual_multiplier": 0.22},
+    "exaone4": {
+        "sliding_window": 1024,
+        "sliding_window_pattern": "LLLG",
+        "layer_types": ["sliding_attention"] * NUM_LAYERS,
+    },
+}
 
 _STAND_INS = (
     *("gguf", "llguidance", "numba", "outlines", "scipy", "sentencepiece", "sgl_kernel"),
@@ -132,7 +158,7 @@ def tiny_model(family: str, dtype: torch.dtype = torch.bfloat16) -> Any:
     """A model of SGLang's with random weights, this rank's shard; attention is a tanh."""
     import transformers
 
-    config = getattr(transformers, f"{FAMILIES[family]}Config")(
+    config = getattr(transformers, _CONFIGS.get(family, f"{FAMILIES[family]}Config"))(
         hidden_size=HIDDEN_SIZE,
         num_hidden_layers=NUM_LAYERS,
         num_attention_heads=4,
@@ -140,9 +166,11 @@ def tiny_model(family: str, dtype: torch.dtype = torch.bfloat16) -> Any:
         head_dim=64,
         intermediate_size=512,
         vocab_size=128,
+        pad_token_id=0,
+        **_MORE.get(family, {}),
     )
     module = importlib.import_module(f"sglang.srt.models.{family}")
-    for name in ("llama", "qwen2", "qwen3"):
+    for name in {"llama", "qwen2", "qwen3", family}:
         importlib.import_module(f"sglang.srt.models.{name}").get_rope = lambda *a, **k: _Unrotated()
     torch.set_default_dtype(dtype)
     try:
@@ -218,16 +246,19 @@ def by_definition(model: Any) -> None:
     SGLang's CPU norm adds its squares in another order. With this, two runs differ only if the
     reductions, or what goes between them and the norms, do.
     """
-    from sglang.srt.layers.layernorm import RMSNorm
+    from allnorm.integrations.sglang import norms
 
     def norm(module: Any, x: Any, residual: Any = None, post: Any = None) -> Any:
         assert post is None
-        eps, weight = module.variance_epsilon, module.weight
-        normed, total = allnorm.add_rms_norm(x, residual, weight, eps, numerics="unrounded")
+        normed, total = allnorm.add_rms_norm(
+            *(x.contiguous(), residual, module.weight, norms.eps_of(module)),
+            weight_bias=norms.arithmetic(module).weight_bias,
+            numerics="unrounded",
+        )
         return normed if residual is None else (normed, total)
 
     for module in model.modules():
-        if isinstance(module, RMSNorm):
+        if isinstance(module, norms.classes()):
             module._forward_method = functools.partial(norm, module)
 
 

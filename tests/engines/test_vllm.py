@@ -17,11 +17,11 @@ vllm = pytest.importorskip("vllm", reason="vLLM is not installed: make test-engi
 pytestmark = pytest.mark.timeout(600)
 
 
-def run(name: str, world_size: int, *args: Any) -> list[Any]:
-    """A function of vllm_ranks in new processes; vLLM is patched in them alone."""
+def run(name: str, world_size: int, *args: Any, of: Any = None) -> list[Any]:
+    """A function of vllm_ranks, or of another module, in new processes, which patch vLLM."""
     import vllm_ranks
 
-    return run_ranks(getattr(vllm_ranks, name), world_size, args=args, timeout=400.0)
+    return run_ranks(getattr(of or vllm_ranks, name), world_size, args=args, timeout=400.0)
 
 
 @pytest.fixture(scope="module")
@@ -185,6 +185,55 @@ def test_helpers_of_eager_models_are_fused(model: str) -> None:
         assert found["reductions"] == 0
         assert found["stock"] == 1
         assert found["with gradients"] == 2
+
+
+# ---- other boundaries between layers -----------------------------------------------------------
+
+# By family: what the sites after the attention and after the MLP are, and their rounding where
+# Inductor computes the unfused norms, and where PyTorch does.
+POST = ["post norm", "post norm"]
+ADDS_ITSELF = ["post norm, no second norm", "post norm, no second norm"]
+BOUNDARIES = {
+    "gemma2": (POST, "unrounded", "unrounded"),
+    "gemma3_text": (POST, "unrounded", "unrounded"),
+    "gemma4_text": (["post norm", "post norm, no second norm"], "rounded", "transformers"),
+    "glm4": (POST, "unrounded", "vllm"),
+    "exaone4": (["post norm, no second norm", "post norm"], "rounded", "transformers"),
+    "olmo3": (["post norm, no second norm", "post norm"], "rounded", "transformers"),
+    "granite": (["scale 0.22", "scale 0.22"], "rounded", "transformers"),
+    "minicpm": (["scale 0.989949", "scale 0.989949"], "rounded", "transformers"),
+}
+
+
+@pytest.mark.parametrize("family", BOUNDARIES)
+def test_both_sums_of_a_layer_are_fused(tmp_path: pathlib.Path, family: str) -> None:
+    import vllm_families
+
+    if not vllm_families.has(family):
+        pytest.skip(f"this vLLM has no model file for {family}")
+    boundary, by_inductor, by_pytorch = BOUNDARIES[family]
+    found = run("fuse", 2, family, vllm_families.write_model(tmp_path, family), of=vllm_families)
+    for each in found:
+        for rounding, mode in (("default", by_inductor), ("eager rounding", by_pytorch)):
+            assert not each[rounding]["missed"]
+            assert not each[rounding]["notes"]
+            assert each[rounding]["boundary"] == boundary
+            assert each[rounding]["numerics"] == [mode, mode]
+        # But for the order of the squares, each bit is that of vLLM's own functions.
+        assert max(each["eager rounding"]["different"]) < 0.005
+        # Inductor leaves roundings out of the rest of the layer, and all that is left is small.
+        assert max(each["default"]["furthest"]) < 0.02
+
+
+def test_sums_of_experts_are_out_of_sight() -> None:
+    """They are made inside of one operator, as docs/vllm.md says: this fails when that changes."""
+    layers = pathlib.Path(vllm.__file__).parent / "model_executor" / "layers" / "fused_moe"
+    runner = (layers / "runner" / "moe_runner.py").read_text()
+    assert 'op_name="moe_forward"' in runner
+    assert 'op_name="moe_forward_shared"' in runner
+    assert 'op_name="fused_experts"' in (layers / "fused_moe.py").read_text()
+    # The reduction is outside of it.
+    assert "= tensor_model_parallel_all_reduce(states)" in runner
 
 
 # ---- FP8 ----------------------------------------------------------------------------------------

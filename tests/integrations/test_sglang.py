@@ -653,3 +653,118 @@ def test_wiring_changes_what_it_says(named: None) -> None:
     for norm in (layers[0].post_attention_layernorm, layers[1].input_layernorm, stack.norm):
         assert norm.forward.__func__ is fusion.completing_forward
     assert dense.sites(stack, 2, hidden_states_leave=False) == []
+
+
+class GemmaLayer(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pre_feedforward_layernorm, self.post_feedforward_layernorm = PlainNorm(), PlainNorm()
+
+
+class GraniteLayer(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.residual_multiplier = 0.22
+
+
+class OlmoLayer(GemmaLayer):
+    pass
+
+
+@pytest.fixture
+def stack_of(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Stacks of the layers above, that know no stages, as those of these models."""
+    paths = {
+        RowParallelLinear: "sglang.srt.layers.linear.RowParallelLinear",
+        GemmaLayer: "sglang.srt.models.gemma2.Gemma2DecoderLayer",
+        GraniteLayer: "sglang.srt.models.granite.GraniteDecoderLayer",
+        OlmoLayer: "sglang.srt.models.olmo2.Olmo2DecoderLayer",
+        Stack: "sglang.srt.models.gemma2.Gemma2Model",
+    }
+    monkeypatch.setattr(dense, "_path", lambda module: paths.get(type(module), ""))
+
+    def make(kind: type[torch.nn.Module]) -> Any:
+        stack: Any = Stack()
+        stack.layers = torch.nn.ModuleList(kind() for _ in range(2))
+        del stack.start_layer, stack.end_layer, stack.pp_group
+        return stack
+
+    return make
+
+
+def test_post_norms_are_computed_by_the_norms_behind_them(stack_of: Any) -> None:
+    stack = stack_of(GemmaLayer)
+    first, second = stack.layers
+    dense.wire(dense.sites(stack, 2, hidden_states_leave=False))
+    for norm, post in (
+        (first.pre_feedforward_layernorm, first.post_attention_layernorm),
+        (second.input_layernorm, first.post_feedforward_layernorm),
+        (second.pre_feedforward_layernorm, second.post_attention_layernorm),
+        (stack.norm, second.post_feedforward_layernorm),
+    ):
+        assert norm.forward.__func__ is fusion.completing_forward
+        assert norm._allnorm_before == fusion.Before(post)
+        assert post.forward.__func__ is fusion.passing_on
+        assert post not in list(norm.modules())
+    assert not any(layer.mlp.down_proj.reduce_results for layer in stack.layers)
+
+
+def test_a_scale_is_left_to_the_norms_or_to_the_layer(stack_of: Any) -> None:
+    stack = stack_of(GraniteLayer)
+    assert dense.sites(stack, 2, hidden_states_leave=True) == [], "only one of its sums is taken"
+    stack.layers[0].mlp.down_proj = torch.nn.Linear(4, 4)
+    dense.wire(dense.sites(stack, 2, hidden_states_leave=False))
+    first, second = stack.layers
+    assert (first.residual_multiplier, second.residual_multiplier) == (0.22, 1.0)
+    assert first.self_attn.o_proj.reduce_results
+    assert second.post_attention_layernorm._allnorm_before == fusion.Before(None, 0.22)
+    assert stack.norm._allnorm_before == fusion.Before(None, 0.22)
+    assert "forward" not in second.input_layernorm.__dict__
+
+
+def test_a_layer_that_adds_by_itself(stack_of: Any) -> None:
+    stack = stack_of(OlmoLayer)
+    pairs = dense.sites(stack, 2, hidden_states_leave=True)
+    assert len(pairs) == 4, "its sums are complete when they leave it"
+    dense.wire(pairs)
+    for layer in stack.layers:
+        for norm in (layer.post_attention_layernorm, layer.post_feedforward_layernorm):
+            assert norm.forward.__func__ is fusion.completing_alone
+            with pytest.raises(RuntimeError, match="partial sum"):
+                norm(torch.zeros(1, 64), torch.zeros(1, 64))
+    assert "forward" not in stack.norm.__dict__
+
+
+def test_groups_of_a_layer_by_their_name(named: None) -> None:
+    """As 0.5.23 keeps them."""
+    stack = Stack()
+    layers: Any = stack.layers
+    for layer, group, size in zip(layers, (None, "attn_tp", "tp"), (2, 2, 4), strict=True):
+        linear = layer.self_attn.o_proj
+        del linear.tp_size
+        linear.parallel_group, linear.tp_group = group, SimpleNamespace(world_size=size)
+    assert len(found(stack)) == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"cast_x_before_out_mul": True}, "round differently"),
+        ({"has_weight": False}, "without weight"),
+    ],
+)
+def test_a_post_norm_that_is_not_fused(fake: Any, change: dict[str, bool], words: str) -> None:
+    """The sum is completed, normed, scaled and added by SGLang's own functions."""
+    seen: list[Any] = []
+
+    class Post(PlainNorm):
+        def forward(self, x: Any, residual: Any = None, post: Any = None) -> Any:
+            return x * 3
+
+    post, norm = Post(**change), PlainNorm()
+    fused = fusion.Fusion(None, lambda x: x + 1, seen.append)  # type: ignore[arg-type]
+    x, residual = torch.ones(2, 64).bfloat16(), torch.zeros(2, 64).bfloat16()
+    with torch.inference_mode():
+        _, got, _ = fused.norm(norm, x, residual, fusion.Before(post, 0.5))
+    assert got.equal((x + 1) * 3 * 0.5)
+    assert words in seen[0]

@@ -21,10 +21,28 @@ from allnorm.integrations.sglang.norms import (
     ATTRIBUTE,
     NormArithmetic,
     arithmetic,
+    eps_of,
+    post_norm,
     tensor_obstacle,
 )
 
 _Pair = tuple[Any, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Before:
+    """What a model does to a sum before a wired norm adds it to the residual.
+
+    Attributes:
+        norm: a norm of SGLang, of the sum; None if there is none.
+        scale: what the sum, or its norm, is multiplied by.
+    """
+
+    norm: Any = None
+    scale: float = 1.0
+
+
+_NOTHING = Before()
 
 
 @dataclass
@@ -43,32 +61,48 @@ class Fusion:
     say: Callable[[str], None]
     sites: set[int] = field(default_factory=set)
 
-    def norm(self, module: Any, x: torch.Tensor, residual: torch.Tensor) -> _Pair:
+    def norm(
+        self, module: Any, x: torch.Tensor, residual: torch.Tensor, before: Before = _NOTHING
+    ) -> _Pair:
         """All-reduce, residual add and norm, as `module` computes it.
 
         Args:
             module: a norm of SGLang.
             x: `[num_tokens, hidden_size]`, this rank's partial sum.
             residual: of the same shape and dtype, the same on every rank.
+            before: what comes between the reduction and the residual.
 
         Returns:
             What the layer after the norm reads, a tensor or `(fp8, scale)`, and a new residual.
         """
         how: NormArithmetic = getattr(module, ATTRIBUTE, None) or arithmetic(module)
         obstacle = how.obstacle or tensor_obstacle(module.weight, x, residual)
+        post = None
+        if before.norm is not None and not obstacle:
+            post, obstacle = post_norm(before.norm, how.numerics, x.dtype)
         if obstacle:
-            return self._unfused(module, x, residual, obstacle)
+            return self._unfused(module, x, residual, obstacle, before)
+        if before is not _NOTHING:
+            self._count(module)
+            # Under a tracer the method is an operator too.
+            return self.communicator.all_reduce_add_rms_norm(
+                *(x, residual, module.weight, eps_of(module)),
+                weight_bias=how.weight_bias,
+                numerics=how.numerics,
+                post_norm=post,
+                scale=before.scale,
+            )
         if how.quant is not None and x.dtype == torch.bfloat16:
             return self._quantised(module, x, residual, how, how.quant, keep_bf16=False)
         if torch.compiler.is_compiling():
             normed, residual_out = torch.ops.allnorm.all_reduce_add_rms_norm(
-                *(x, residual, module.weight, module.variance_epsilon),
+                *(x, residual, module.weight, eps_of(module)),
                 *(how.weight_bias, how.numerics, self.communicator.name),
             )
             return normed, residual_out
         self.sites.add(id(module))
         return self.communicator.all_reduce_add_rms_norm(
-            *(x, residual, module.weight, module.variance_epsilon),
+            *(x, residual, module.weight, eps_of(module)),
             weight_bias=how.weight_bias,
             numerics=how.numerics,
         )
@@ -108,7 +142,7 @@ class Fusion:
         quant: allnorm.Fp8PerGroup,
         keep_bf16: bool,
     ) -> _Pair:
-        arguments = (x, residual, module.weight, module.variance_epsilon)
+        arguments = (x, residual, module.weight, eps_of(module))
         if torch.compiler.is_compiling():
             fp8, scale, residual_out, normed = torch.ops.allnorm.all_reduce_add_rms_norm_quant(
                 *arguments,
@@ -124,12 +158,46 @@ class Fusion:
             )
         return ((normed, fp8, scale) if keep_bf16 else (fp8, scale)), residual_out
 
-    def _unfused(self, module: Any, x: torch.Tensor, residual: torch.Tensor, reason: str) -> _Pair:
+    def norm_alone(self, module: Any, x: torch.Tensor) -> torch.Tensor:
+        """All-reduce and norm; whoever called the norm adds the residual.
+
+        Args:
+            module: as of `norm`.
+            x: as of `norm`.
+        """
+        how: NormArithmetic = getattr(module, ATTRIBUTE, None) or arithmetic(module)
+        obstacle = how.obstacle or tensor_obstacle(module.weight, x, x)
+        if obstacle:
+            self._say_unfused(obstacle)
+            normed: torch.Tensor = type(module).forward(module, self.all_reduce(x))
+            return normed
+        self._count(module)
+        normed, _ = self.communicator.all_reduce_add_rms_norm(
+            *(x, None, module.weight, eps_of(module)),
+            weight_bias=how.weight_bias,
+            numerics=how.numerics,
+        )
+        return normed
+
+    def _count(self, module: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self.sites.add(id(module))
+
+    def _say_unfused(self, reason: str) -> None:
         if not torch.compiler.is_compiling():
             self.say(f"a reduction of SGLang is not fused: {reason}")
+
+    def _unfused(
+        self, module: Any, x: torch.Tensor, residual: torch.Tensor, reason: str, before: Before
+    ) -> _Pair:
+        self._say_unfused(reason)
         reduced = self.all_reduce(x)
+        if before.norm is not None:
+            reduced = type(before.norm).forward(before.norm, reduced)
+        if before.scale != 1.0:
+            reduced = reduced * before.scale
         # The forward of the class: this instance's may be the one that completes sums.
-        result: _Pair = type(module).forward(module, reduced, residual.clone(), None)
+        result: _Pair = type(module).forward(module, reduced, residual.clone())
         return result
 
 
@@ -153,17 +221,62 @@ def completing_forward(
     post_residual_addition: torch.Tensor | None = None,
 ) -> Any:
     """The forward of a norm whose input is a partial sum; bound to it by `complete_sums_in`."""
-    fusion = current()
-    if fusion is None or residual is None:
-        raise RuntimeError(
-            "this norm expects the partial sum of the layer before it, and a residual: the plugin "
-            "of allnorm was switched off, or the model changed, after they were wired together."
-        )
+    fusion = _fusion()
+    if residual is None:
+        raise _broken()
     if post_residual_addition is not None:
         residual = residual + post_residual_addition
-    return fusion.norm(self, x, residual)
+    return fusion.norm(self, x, residual, getattr(self, _BEFORE, _NOTHING))
 
 
-def complete_sums_in(module: Any) -> None:
-    """Lets a norm of SGLang reduce its input over the ranks before it adds and norms it."""
+def completing_alone(self: Any, x: torch.Tensor, residual: None = None) -> Any:
+    """The forward of a post norm that completes a sum; somebody else adds the residual."""
+    if residual is not None:
+        raise _broken()
+    return _fusion().norm_alone(self, x)
+
+
+def passing_on(self: Any, x: torch.Tensor, residual: None = None) -> Any:
+    """The forward of a post norm that the norm behind it computes, once the sum is complete."""
+    _fusion()
+    if residual is not None:
+        raise _broken()
+    return x
+
+
+# Where a wired norm keeps what comes before its residual.
+_BEFORE = "_allnorm_before"
+
+
+def complete_sums_in(module: Any, before: Before = _NOTHING) -> None:
+    """Lets a norm of SGLang reduce its input over the ranks before it adds and norms it.
+
+    Args:
+        module: the norm.
+        before: what the model does to the sum first. Its norm then hands on what it is given.
+    """
     module.forward = types.MethodType(completing_forward, module)
+    if before is not _NOTHING:
+        setattr(module, _BEFORE, before)
+    if before.norm is not None:
+        before.norm.forward = types.MethodType(passing_on, before.norm)
+
+
+def complete_alone_in(module: Any) -> None:
+    """Lets a norm of SGLang reduce its input over the ranks; it adds nothing."""
+    module.forward = types.MethodType(completing_alone, module)
+
+
+def _fusion() -> Fusion:
+    fusion = current()
+    if fusion is None:
+        raise _broken()
+    return fusion
+
+
+def _broken() -> RuntimeError:
+    return RuntimeError(
+        "this norm expects the partial sum of the layer before it, and a residual where it had "
+        "one: the plugin of allnorm was switched off, or the model changed, after they were wired "
+        "together."
+    )

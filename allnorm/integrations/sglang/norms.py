@@ -39,17 +39,24 @@ class NormArithmetic:
 
 
 @functools.cache
-def classes() -> tuple[Any, Any]:
-    """SGLang's classes RMSNorm and GemmaRMSNorm."""
-    from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
+def classes() -> tuple[Any, ...]:
+    """SGLang's classes RMSNorm, GemmaRMSNorm and, where there is one, Gemma3RMSNorm."""
+    from sglang.srt.layers import layernorm
 
-    return RMSNorm, GemmaRMSNorm
+    names = ("RMSNorm", "GemmaRMSNorm", "Gemma3RMSNorm")
+    return tuple(getattr(layernorm, name) for name in names if hasattr(layernorm, name))
+
+
+def eps_of(module: Any) -> float:
+    """What a norm adds to its mean square; Gemma3RMSNorm calls it otherwise."""
+    eps: float = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
+    return eps
 
 
 def arithmetic(module: Any) -> NormArithmetic:
     """How a norm module computes, by its class and its settings."""
-    plain, gemma = classes()
-    if isinstance(module, gemma):
+    plain, *gemma = classes()
+    if isinstance(module, tuple(gemma)):
         # For its fused calls SGLang adds the 1 in the weight's dtype, for the others in float32.
         # Here it is added in float32.
         return NormArithmetic(weight_bias=1.0)
@@ -66,6 +73,29 @@ def arithmetic(module: Any) -> NormArithmetic:
     if module.weight.dtype == torch.float32:
         return NormArithmetic(obstacle="a weight in float32 that is multiplied last")
     return NormArithmetic(numerics="vllm")
+
+
+def post_norm(
+    module: Any, numerics: str, dtype: torch.dtype
+) -> tuple[allnorm.PostNorm | None, str]:
+    """A norm of the reduced sum before the residual add, as the fused call takes it.
+
+    Args:
+        module: a norm of SGLang.
+        numerics: the mode of the norm behind the residual.
+        dtype: of the sum.
+
+    Returns:
+        None and why there is none, or the post norm and an empty string.
+    """
+    how: NormArithmetic = getattr(module, ATTRIBUTE, None) or arithmetic(module)
+    if how.obstacle:
+        return None, how.obstacle
+    if how.numerics != numerics:
+        return None, "two norms that round differently"
+    if module.weight.dtype not in (dtype, torch.float32):
+        return None, f"a weight in {module.weight.dtype} beside a sum in {dtype}"
+    return allnorm.PostNorm(module.weight, eps_of(module), weight_bias=how.weight_bias), ""
 
 
 def tensor_obstacle(weight: torch.Tensor, x: torch.Tensor, residual: torch.Tensor) -> str:
