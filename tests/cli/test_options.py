@@ -46,6 +46,8 @@ def test_choices_name_what_is_allowed() -> None:
         ("gpt-oss-120b", 2880, 1e-5, 0.0),
         ("deepseek-v3", 7168, 1e-6, 0.0),
         ("qwen3.5-397b", 4096, 1e-6, 1.0),
+        ("gemma-3-27b", 5376, 1e-6, 1.0),
+        ("qwen3-30b-a3b", 2048, 1e-6, 0.0),
     ],
 )
 def test_models(name: str, hidden_size: int, eps: float, weight_bias: float) -> None:
