@@ -70,10 +70,9 @@ bool recognises(const Prepared& prepared, PyObject* const* arguments) {
     PyObject* const constant = arguments[kNumTensors + i];
     if (expected != constant && !same(expected, constant)) return false;
   }
-  const Ref answer(PyObject_CallFunctionObjArgs(prepared.check.get(), checked[0], checked[1],
-                                                checked[2], checked[3], checked[4], checked[5],
-                                                checked[6], checked[7], checked[8], checked[9],
-                                                checked[10], checked[11], nullptr));
+  const Ref answer(PyObject_CallFunctionObjArgs(
+      prepared.check.get(), checked[0], checked[1], checked[2], checked[3], checked[4], checked[5],
+      checked[6], checked[7], checked[8], checked[9], checked[10], checked[11], nullptr));
   if (!answer) PyErr_Clear();
   return answer.get() == Py_True;
 }
