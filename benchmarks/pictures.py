@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import pathlib
+import statistics
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -85,6 +87,15 @@ CHARTS = {
     ),
 }
 
+# rows of benchmarks/behind_product.py, of several processes
+PRODUCTS = {"h200x2-product": Source("h200x2-product.jsonl", "cbc15aa")}
+# The products of more tokens take all the power of the GPU, and times say little (performance.md).
+COOL_TOKENS = 64
+PRODUCT_PANELS = {
+    "chain": ("p50_us", "in a chain of the same calls", "us per call"),
+    "product": ("beyond_empty_us", "behind a matrix product", "us beyond an empty kernel"),
+}
+
 # panel: rows of benchmarks/engines/vllm_latency.py
 ENGINES = {
     "Llama 3.1 8B, two H200s": Source("h200x2-vllm-8b.jsonl", "2617b13"),
@@ -135,6 +146,24 @@ def chart_rows(chart: Chart) -> dict[str, dict[int, Row]]:
     return found
 
 
+def mode_times(source: Source, mode: str, hidden_size: int = 4096) -> dict[str, dict[int, float]]:
+    """Microseconds of each library's fastest arm by tokens: the median over processes.
+
+    `mode` is one of PRODUCT_PANELS. Behind a product there is "local" too, the norm alone.
+    """
+    field = PRODUCT_PANELS[mode][0]
+    found: dict[tuple[str, str, int], list[float]] = {}
+    for row in of_commit(source):
+        name = "local" if row["arm"] == "local" else library_of(row["arm"])
+        if name and row["mode"] == mode and row["hidden_size"] == hidden_size and row["correct"]:
+            found.setdefault((name, row["arm"], row["num_tokens"]), []).append(row[field])
+    times: dict[str, dict[int, float]] = {}
+    for (name, _, tokens), values in sorted(found.items()):
+        of = times.setdefault(name, {})
+        of[tokens] = min(statistics.median_low(values), of.get(tokens, math.inf))
+    return times
+
+
 def engine_times(source: Source) -> dict[str, dict[int, float]]:
     """Milliseconds for each output token by arm and batch."""
     times: dict[str, dict[int, float]] = {}
@@ -178,6 +207,49 @@ def latency(figure: Figure, theme: Theme, chart: Chart) -> None:
     axes.set_title(
         f"tokens x {chart.hidden_size}, bf16, {chart.world_size} H200s: p50 in CUDA graphs"
     )
+
+
+def both_modes(figure: Figure, theme: Theme, source: Source) -> None:
+    """Side by side: times in a chain, and behind a product."""
+    for index, (mode, (_, title, label)) in enumerate(PRODUCT_PANELS.items()):
+        axes = figure.add_subplot(1, len(PRODUCT_PANELS), index + 1)
+        times = mode_times(source, mode)
+        if mode == "product":
+            times = {
+                library: {tokens: us for tokens, us in of.items() if tokens <= COOL_TOKENS}
+                for library, of in times.items()
+            }
+        for library, of in times.items():
+            own = library == "allnorm"
+            axes.plot(
+                list(of),
+                list(of.values()),
+                marker="o",
+                color=theme.own if own else COLOURS.get(library, theme.quiet),
+                label="the norm alone" if library == "local" else library,
+                linestyle="--" if library == "local" else "-",
+                linewidth=2.6 if own else 1.4,
+                markersize=5 if own else 3,
+                zorder=3 if own else 2,
+            )
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log", base=10)
+        ticks = sorted(times["allnorm"])
+        axes.set_xticks(ticks, [f"{tick}" for tick in ticks])
+        ticks = [1, 2, 5, 10, 20, 50]
+        axes.set_yticks(ticks, [f"{tick}" for tick in ticks])
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.grid(alpha=0.25)
+        axes.set_xlabel("tokens")
+        axes.set_ylabel(label)
+        axes.set_title(title)
+    low, high = (limit(axes.get_ylim()[side] for axes in figure.axes)
+                 for limit, side in ((min, 0), (max, 1)))  # fmt: skip
+    for axes in figure.axes:
+        axes.set_ylim(low, high)
+    handles, labels = figure.axes[-1].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+    figure.suptitle("tokens x 4096, bf16, 2 H200s: p50 in CUDA graphs", fontsize="large")
 
 
 def link_times(rows: dict[int, Row]) -> dict[int, float]:
@@ -261,6 +333,8 @@ def draw(folder: pathlib.Path) -> list[pathlib.Path]:
     }
     for name, chart in CHARTS.items():
         pictures[name] = ((8.4, 4.6), functools.partial(latency, chart=chart))
+    for name, source in PRODUCTS.items():
+        pictures[name] = ((8.4, 4.4), functools.partial(both_modes, source=source))
     written = []
     folder.mkdir(parents=True, exist_ok=True)
     for name, (inches, drawing) in pictures.items():

@@ -13,7 +13,7 @@ from script_helpers import ROOT, script
 
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = (ROOT / "docs" / "performance.md").read_text()
-FIELDS = ("p50_us", "p99_us", "floor_us", "host_us", "tpot_ms")
+FIELDS = ("p50_us", "p99_us", "floor_us", "host_us", "tpot_ms", "beyond_empty_us", "empty_us")
 NUMBER = re.compile(r"^(?:`[^`]*`: )?(\d[\d ]*(?:\.\d+)?)(x| %|)$")
 
 Row = dict[str, Any]
@@ -71,7 +71,7 @@ def values(rows: list[Row]) -> list[float]:
 
 def test_every_table_is_beside_its_rows() -> None:
     with_tables = [section for section in sections() if any(section.tables())]
-    assert len(with_tables) >= 7
+    assert len(with_tables) >= 8
     for section in with_tables:
         assert section.rows(), f"{section.heading}: no rows of the files and commits it names"
 
@@ -125,6 +125,31 @@ def test_columns_are_whose_they_say(start: str, name: str) -> None:
                 assert rounds_to(rows[library]["p50_us"], cells[column]), (line, column)
         ratio = min(row["p50_us"] for row in rows.values()) / own["p50_us"]
         assert rounds_to(ratio, cells["best other"].rstrip("x")), line
+
+
+def test_columns_behind_a_product_are_whose_they_say() -> None:
+    pictures = script("benchmarks/pictures.py")
+    (source,) = pictures.PRODUCTS.values()
+    (table,) = by_heading("Behind a matrix product").tables()
+    assert len(table) == 10
+    for line in table[1:]:
+        cells = dict(zip(table[0], line, strict=True))
+        tokens, hidden_size = map(int, cells["tokens x hidden"].split("x"))
+        product, chain = (
+            {library: of[tokens] for library, of in times.items()}
+            for times in (
+                pictures.mode_times(source, mode, hidden_size) for mode in ("product", "chain")
+            )
+        )
+        columns = {
+            **{name: product[name] for name in ("allnorm", "SGLang", "NCCL")},
+            "the norm alone": product["local"],
+            **{f"{name} in a chain": chain[name] for name in ("allnorm", "SGLang")},
+        }
+        for column, us in columns.items():
+            assert rounds_to(us, cells[column]), (line, column)
+        ratio = product["SGLang"] / product["allnorm"]
+        assert rounds_to(ratio, cells["SGLang / allnorm"].rstrip("x")), line
 
 
 @pytest.mark.parametrize("section", sections(), ids=lambda section: section.heading)

@@ -24,8 +24,8 @@ def test_each_is_what_the_script_makes(pictures: ModuleType, tmp_path: pathlib.P
     assert PINNED
     drawn = {path.name: path.read_bytes() for path in pictures.draw(tmp_path)}
     assert drawn.keys() == {path.name for path in (ROOT / "docs" / "pictures").iterdir()}
-    assert len(drawn) == 8
-    assert len(set(drawn.values())) == 8
+    assert len(drawn) == 10
+    assert len(set(drawn.values())) == 10
     if importlib.metadata.version("matplotlib") != PINNED[1]:
         pytest.skip(f"the stored ones are drawn by matplotlib {PINNED[1]}")
     for name, text in drawn.items():
@@ -38,6 +38,21 @@ def test_charts_are_of_every_library(pictures: ModuleType) -> None:
         rows = pictures.chart_rows(chart)
         assert rows.keys() == pictures.LIBRARIES.keys()
         assert len(rows["allnorm"]) == 13
+
+
+def test_charts_of_both_modes_are_medians_of_processes(pictures: ModuleType) -> None:
+    for source in pictures.PRODUCTS.values():
+        chain, product = (pictures.mode_times(source, mode) for mode in pictures.PRODUCT_PANELS)
+        assert product.keys() == {*chain, "local"}
+        assert {"allnorm", "SGLang", "NCCL"} <= chain.keys()
+        of_arm = [
+            row["beyond_empty_us"]
+            for row in pictures.of_commit(source)
+            if (row["arm"], row["mode"], row["num_tokens"], row["hidden_size"])
+            == ("allnorm", "product", 16, 4096)
+        ]
+        assert len(of_arm) == 3
+        assert product["allnorm"][16] == sorted(of_arm)[1]
 
 
 def test_bars_are_of_three_ways_and_four_batches(pictures: ModuleType) -> None:

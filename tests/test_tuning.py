@@ -433,7 +433,7 @@ def test_a_communicator_uses_the_table(pool: RankPool, tmp_path: pathlib.Path) -
     assert by_shape[17, 64].algorithm == "unfused"
     assert by_shape[40, 128].algorithm == "two_shot"
     far = by_shape.pop((5, 4096))  # from the only width that was measured
-    assert far.source == "default"
+    assert not far.source.startswith("tuned"), "some GPUs have a table that is shipped"
     for plan in by_shape.values():
         assert plan.source.startswith(f"tuned {tmp_path}")
         assert plan.source.endswith(", 2026-11-21")

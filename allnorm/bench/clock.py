@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -79,12 +80,14 @@ def time_cuda(
 ) -> Samples:
     """Time per call of replays of what `capture` made of each arm. Collective.
 
-    Each has its turn in every round, with three timed replays.
+    Each has its turn in every round, with three timed replays. The order is another one in each
+    round, the same on all ranks: what an arm leaves behind, a GPU that has slowed down above all,
+    is not always the same arm's burden.
     """
     samples: Samples = {arm.name: [] for arm, _ in arms}
     calls = calls_per_graph(num_tokens)
-    for _ in range(rounds):
-        for arm, graph in arms:
+    for turn in range(rounds):
+        for arm, graph in random.Random(turn).sample(arms, len(arms)):
             with _naming(arm):
                 arm.reset()
                 # Untimed: aligns the ranks and keeps the GPU busy while the host launches the next.

@@ -260,6 +260,25 @@ def test_a_kernel_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert caught.value.__notes__ == ["while bad was timed"]
 
 
+def test_arms_take_turns_in_another_order_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(Event, "now_ms", 0.0)
+
+    def orders() -> list[list[str]]:
+        seen: list[str] = []
+
+        def arm(name: str) -> arms.Arm:
+            return arms.Arm(name, str, lambda result: result, reset=lambda: seen.append(name))
+
+        clock.time_cuda([(arm(name), Graph(1.0)) for name in "abcd"], 1, rounds=4)
+        return [seen[start : start + 4] for start in range(0, 16, 4)]
+
+    found = orders()
+    assert all(sorted(order) == list("abcd") for order in found)
+    assert len({tuple(order) for order in found}) > 1
+    assert orders() == found, "as on every other rank"
+
+
 def test_a_kernel_that_fails_in_eager_calls_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clock, "start_together", lambda: None)
     waits = iter([None, RuntimeError("unspecified launch failure")])

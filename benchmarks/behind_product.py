@@ -1,0 +1,55 @@
+"""Performance page: calls behind a matrix product and in a chain, in several processes.
+
+Each process times allnorm, its algorithms, NCCL and every peer that can be imported, beside an
+empty kernel and the local norm. Afterwards the spread of the processes is printed: by how much the
+medians of an arm differ at most. A process takes one to two minutes.
+
+Usage: python benchmarks/behind_product.py [TP [PROCESSES [RESULTS]]], for example 2 3; default: the
+numbers of GPUs that there are of 2, 4 and 8, three processes.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import defaultdict
+
+import run
+
+COLUMNS = 7168
+SHAPES = [f"{tokens}x4096" for tokens in (1, 8, 16, 32, 64, 128, 256)] + ["1x8192", "16x8192"]
+ARMS = "allnorm,allnorm:one_shot,nccl+local,symm_mem,sglang,vllm,flashinfer"
+
+
+def spread(rows: list[dict[str, object]]) -> dict[str, tuple[float, int]]:
+    """By arm: the largest distance of processes' medians at any shape, and how many there are."""
+    medians: dict[tuple[object, ...], list[float]] = defaultdict(list)
+    for row in rows:
+        if row["mode"] == "product" and isinstance(row["beyond_empty_us"], float):
+            place = (row["arm"], row["world_size"], row["num_tokens"], row["hidden_size"])
+            medians[place].append(row["beyond_empty_us"])
+    found: dict[str, tuple[float, int]] = {}
+    for place, values in medians.items():
+        before = found.get(str(place[0]), (0.0, len(values)))
+        distance = max(before[0], max(values) - min(values))
+        found[str(place[0])] = (distance, min(before[1], len(values)))
+    return found
+
+
+def main() -> int:
+    """Runs the processes; returns the worst exit code."""
+    processes = int(sys.argv[2]) if len(sys.argv) > 2 else 3
+    results = sys.argv[3] if len(sys.argv) > 3 else "product.jsonl"
+    path = run.RESULTS / results
+    before = len(path.read_text().splitlines()) if path.exists() else 0
+    arguments = ("bench", "--device", "cuda", "--tp", run.world_sizes())
+    what = ("--product", f"0,{COLUMNS}", "--shapes", ",".join(SHAPES), "--arms", ARMS)
+    codes = [run.allnorm(*arguments, *what, results=results) for _ in range(processes)]
+    rows = [json.loads(line) for line in path.read_text().splitlines()[before:]]
+    for arm, (distance, number) in spread(rows).items():
+        print(f"{arm}: {number} processes differ by {distance:.2f} us at most")
+    return max(codes)
+
+
+if __name__ == "__main__":
+    run.main(main())
