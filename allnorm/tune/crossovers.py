@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from allnorm.names import FUSED
 from allnorm.policy import Step
 
 # A candidate that is faster by less than this does not take over: that is the noise of a short
@@ -65,7 +64,7 @@ def candidates(
     """What is worth a measurement at so many tokens, on a GPU with `num_sms`; 0 on CPU."""
     found = [Candidate(algorithm) for algorithm in algorithms]
     if num_sms:
-        fused = [algorithm for algorithm in algorithms if algorithm in FUSED]
+        fused = [algorithm for algorithm in algorithms if algorithm != "unfused"]
         sizes = [s for s in _CLUSTER_SIZES if _spreads(s, num_tokens, num_sms, row_bytes)]
         found += [Candidate(algorithm, 0, size) for algorithm in fused for size in sizes]
     # With fewer rows than a few waves of blocks there is nothing to limit.
