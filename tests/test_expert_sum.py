@@ -214,6 +214,13 @@ def incidents(rank: int, world_size: int) -> None:
             wide[1:].view(18, 264), weights.t().contiguous()[:, :3], index, shared
         )
 
+    def negated(q: int) -> allnorm.ExpertSum:
+        """Weights that stand for the negative of their memory, in rows that lie apart."""
+        wide = torch.rand(6, 5, generator=torch.Generator().manual_seed(q)).to(device())
+        index = torch.arange(12, dtype=torch.int32, device=device()).view(6, 2)
+        weights = torch._neg_view(wide[:, 1:3])
+        return allnorm.ExpertSum(rows_of(q, 12), weights, index)
+
     def repeated(q: int) -> allnorm.ExpertSum:
         """One index for all tokens, and rows that lie in each other."""
         index = torch.tensor([[2, 2, 0]], dtype=torch.int32, device=device()).expand(6, 3)
@@ -226,7 +233,7 @@ def incidents(rank: int, world_size: int) -> None:
         return allnorm.ExpertSum(rows_of(q, 2), weights, index)
 
     for algorithm in ALGORITHMS:
-        for make in (unused_nan, no_rows, other_top_k, odd_memory, repeated, padding):
+        for make in (unused_nan, no_rows, other_top_k, odd_memory, negated, repeated, padding):
             normed, _ = check(make, f"{make.__name__} {algorithm}", algorithm)
             assert not normed.isnan().any(), make.__name__
 

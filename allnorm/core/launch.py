@@ -151,9 +151,8 @@ class Launch:
                 _check_memory(result, getattr(call, result.field))
         strided = (call.x, call.residual, call.shared)
         found = [(False, 0) if t is None else self._row_stride(t) for t in strided]
-        self._strides = tuple(stride for _, stride in found)
-        native.expert_index_stride = _choice_stride(call.expert_index)
-        native.expert_weights_stride = _choice_stride(call.expert_weights)
+        choices = map(_choice_stride, (call.expert_index, call.expert_weights))
+        self._strides = (*(stride for _, stride in found), *choices)
         self.is_virtual = any(map(tensors.is_virtual, call.given))
         self._copies_inputs = self.is_virtual or any(copied for copied, _ in found)
         self.address = ctypes.addressof(native)
@@ -274,9 +273,9 @@ class Launch:
         """Puts the addresses and strides of tensors, and the current stream, into `native`.
 
         Returns:
-            The inputs of a Call as they are read. Copies among them must live until
-            the call has been made; on CUDA they may be freed then, because the allocator reuses
-            memory in stream order.
+            The inputs of a Call as they are read. Copies among them must live until the call has
+            been made; on CUDA they may be freed then, because the allocator reuses memory in stream
+            order.
 
         Raises:
             ValueError: a tensor has elements and no memory. This rank alone sees it.
@@ -301,12 +300,19 @@ class Launch:
         native.shared = 0 if call.shared is None else shared or some
         native.quantized = _address(memory.get("quantized_out"))
         native.scale = _address(memory.get("scale_out")) or static_scale
-        strides = self._strides
-        if inputs[0] is not call.x:  # copied
-            strides = (native.hidden_size,) * len(strides)
-        native.x_stride, native.residual_stride, native.shared_stride = strides
+        copied = inputs[0] is not call.x
+        self._set_input_strides(native, self._contiguous_strides() if copied else self._strides)
         self._set_result_strides(native, memory)
         return inputs
+
+    def _contiguous_strides(self) -> tuple[int, ...]:
+        """What `_strides` would be of copies."""
+        return (self.native.hidden_size,) * 3 + (self.native.top_k,) * 2
+
+    @staticmethod
+    def _set_input_strides(native: _native.Call, strides: tuple[int, ...]) -> None:
+        native.x_stride, native.residual_stride, native.shared_stride, *choices = strides
+        native.expert_index_stride, native.expert_weights_stride = choices
 
     def _set_result_strides(self, native: _native.Call, memory: Memory) -> None:
         width = native.hidden_size
@@ -315,7 +321,7 @@ class Launch:
         native.quantized_stride = _stride(memory.get("quantized_out"), width)
 
     def _readable(self, call: Call) -> tuple[torch.Tensor | None, ...]:
-        """The inputs, or contiguous, aligned copies of those that have hidden_size columns."""
+        """The inputs, or contiguous, aligned copies of them."""
         given = dict(zip(_INPUT_NAMES, call.inputs, strict=True))
         addresses = {name: _address(tensor) for name, tensor in given.items()}
         if min(addresses.values()) < LOW_ADDRESS:
@@ -336,8 +342,7 @@ class Launch:
     def _copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         resolved = tensors.in_memory(tensor)
         if name in _NARROW_INPUTS:
-            # Its strides are part of what was decided.
-            return resolved if resolved.stride() == tensor.stride() else resolved.clone()
+            return resolved.contiguous()
         return rows_of(resolved).clone(memory_format=torch.contiguous_format)
 
     def repeatable(self, call: Call, memory: Memory) -> _native.Call | None:
@@ -353,7 +358,7 @@ class Launch:
         if self._copies_inputs or rows == 0 or not as_given:
             return None
         native = _native.Call.from_buffer_copy(self.native)
-        native.x_stride, native.residual_stride, native.shared_stride = self._strides
+        self._set_input_strides(native, self._strides)
         self._set_result_strides(native, memory)
         if "out" not in memory:
             native.out = None
