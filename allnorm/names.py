@@ -24,6 +24,7 @@ NUMERICS = ("rounded", "unrounded", "transformers", "vllm")
 
 QUANTS = ("per_group", "per_token", "per_tensor")
 GROUP_SIZES = (16, 32, 64, 128, 256, 512)
+TOP_K = tuple(range(1, 17))  # rows of experts that a token's partial sum can be made of
 SCALE_LAYOUTS = ("row_major", "column_major", "column_major_tma")
 SCALE_FORMATS = ("float32", "ue8m0", "ue8m0_packed")
 

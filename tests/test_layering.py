@@ -115,7 +115,7 @@ ALLOWED = {
     "integrations": {PUBLIC, "compile", "config", "errors", "names", "ops"},
     "verify": {PUBLIC, "errors", "names", "quant", "reference", "testing"},
     "bench": {PUBLIC, "names", "quant", "reference", "testing", "topology"},
-    "tune": {PUBLIC, "bench", "names", "policy", "testing", "tuning"},
+    "tune": {PUBLIC, "bench", "policy", "testing", "tuning"},
     "cli": {
         *(PUBLIC, "bench", "config", "errors", "names", "testing", "topology"),
         *("tracing", "tune", "tuning", "verify"),

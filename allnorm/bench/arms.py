@@ -90,9 +90,8 @@ def make_arm(comm: allnorm.Communicator, case: Case, mode: Mode, name: str) -> A
     quantisation. Where more comes before the residual: "allnorm+norm", the call with the post norm
     alone, then the local add + norm kernel; "sum+allnorm", a kernel that sums what experts return,
     then the call, as in front of other all-reduces too. "nccl+torch": all-reduce, PyTorch's add and
-    RMSNorm; "nccl+local": all-reduce,
-    allnorm's local add + norm kernel. "+quant": the results are quantised too, by a kernel of its
-    own, or within the local kernel.
+    RMSNorm; "nccl+local": all-reduce, allnorm's local add + norm kernel. "+quant": the results are
+    quantised too, by a kernel of its own, or within the local kernel.
     """
     if name.startswith("allnorm16"):
         plain = replace(mode, quant="", return_normed=False)
@@ -148,7 +147,7 @@ def yardstick(name: str, case: Case, mode: Mode) -> Arm:
     ]
     function: Any = allnorm.add_rms_norm_quant if mode.quant else allnorm.add_rms_norm
     spec = case.spec(mode.quant)
-    plain = {k: v for k, v in options.items() if k not in ("quant", "return_normed")}
+    plain = case.options(replace(mode, quant=""))
 
     def call(index: int) -> Any:
         return function(*inputs[index], **options)
@@ -211,19 +210,18 @@ def allnorm_arm(
 
 def _norm_twice(comm: allnorm.Communicator, case: Case, mode: Mode, name: str) -> Arm:
     """Two launches: all-reduce and post norm, then the residual and the second norm."""
-    norm, options = case.post_norm, case.options(mode)
+    norm = case.post_norm
     assert norm is not None
-    del options["post_norm"]
-    first: dict[str, Any] = {"weight_bias": norm.weight_bias, "numerics": case.numerics}
-    rest = [(batch.residual, batch.weight, case.shape.eps) for batch in case.batches]
-    function: Any = allnorm.add_rms_norm_quant if mode.quant else allnorm.add_rms_norm
+    options: dict[str, Any] = {"weight_bias": norm.weight_bias, "numerics": case.numerics}
 
-    def call(index: int) -> Any:
+    def reduce(index: int) -> torch.Tensor:
         x = case.xs[index]
-        normed, _ = comm.all_reduce_add_rms_norm(x, None, norm.weight, norm.eps, **first)
-        return function(normed, *rest[index], **options)
+        normed, _ = comm.all_reduce_add_rms_norm(x, None, norm.weight, norm.eps, **options)
+        return normed
 
-    return Arm(name, call, outcome_of, exact=True)
+    reduction = Reduction(name, reduce, foreign=False)
+    arm = then_local_norm(reduction, replace(case, post_norm=None), mode, name)
+    return replace(arm, exact=True)
 
 
 def _sum_first(comm: allnorm.Communicator, case: Case, mode: Mode, name: str) -> Arm:

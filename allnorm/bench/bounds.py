@@ -14,13 +14,13 @@ import torch
 import allnorm
 from allnorm import reference
 from allnorm.bench.case import Case, Outcome
+from allnorm.names import TOP_K
 from allnorm.quant import Quant
 
 Result = tuple[torch.Tensor, torch.Tensor]
 """normed, residual_out."""
 
 _SECOND_ORDER = 1.05  # products of roundings, left out of the first-order bound
-_MOST_CHOICES = 16  # of a token, of experts
 _FP8_MAX = 448.0
 _MIN_AMAX = 1e-10
 
@@ -126,10 +126,7 @@ def _sum_error(experts: allnorm.ExpertSum) -> torch.Tensor:
     )
     # A product and an addition each.
     return (
-        2
-        * (_MOST_CHOICES + 1)
-        * torch.finfo(torch.float32).eps
-        * reference.expert_sum(sizes).float()
+        2 * (TOP_K[-1] + 1) * torch.finfo(torch.float32).eps * reference.expert_sum(sizes).float()
     )
 
 

@@ -90,7 +90,7 @@ def bench(
         int,
         typer.Option(
             min=0,
-            max=16,
+            max=names.TOP_K[-1],
             help="Calls that sum so many experts' rows and a shared one's first, beside the plain "
             "ones; 0: none.",
             rich_help_panel=options.WHAT,

@@ -25,8 +25,7 @@ from allnorm.compile.candidate import Experts, Match, Missed
 from allnorm.compile.expressions import Value
 from allnorm.compile.shapes import same_shape
 from allnorm.compile.values import Values
-
-_MAX_TOP_K = 16
+from allnorm.names import TOP_K
 
 
 @dataclass(frozen=True)
@@ -118,8 +117,8 @@ def _choice(value: Value) -> tuple[Any, tuple[int, int]] | None:
 def _place(values: Values, match: Match, found: _Sum, dtype: torch.dtype) -> Experts:
     x = match.candidate.reduction.x
     assert x is not None
-    if not 1 <= found.top_k <= _MAX_TOP_K:
-        raise Missed(f"it adds {found.top_k} rows: expected 1 to {_MAX_TOP_K}")
+    if found.top_k not in TOP_K:
+        raise Missed(f"it adds {found.top_k} rows: expected {TOP_K[0]} to {TOP_K[-1]}")
     if match.x is not x or match.view_x is not None or match.lead_x or len(match.shape) != 2:
         raise Missed("what is reduced is no matrix, or the residual has another shape")
     held = values.held[x]

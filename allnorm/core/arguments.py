@@ -17,7 +17,7 @@ import torch
 from allnorm.core import _native, tensors
 from allnorm.core.call import Call
 from allnorm.errors import UnsupportedError
-from allnorm.names import NUMERICS, REQUESTS
+from allnorm.names import NUMERICS, REQUESTS, TOP_K
 from allnorm.quant import ScaleGeometry, check_choice, check_hidden_size, check_quant
 
 DTYPES = {getattr(torch, name): code for name, code in _native.DTYPE.items()}
@@ -184,12 +184,9 @@ class Like(NamedTuple):
         """All rows of the sum, in its shape, or with `bounds` these."""
         if not call.experts:
             return cls.rows(call.x, bounds)
-        num_tokens, hidden_size = call.shape
-        lo, hi = bounds or (0, num_tokens)
-        source = "[num_tokens, hidden_size]"
-        if bounds is not None:
-            source = f"this rank's rows, {lo} up to {hi} of {num_tokens}, as row_shard() gives them"
-        return cls((hi - lo, hidden_size), call.x.dtype, call.x.device, source)
+        if bounds is None:
+            return cls(call.shape, call.x.dtype, call.x.device, "[num_tokens, hidden_size]")
+        return cls.rows(call.x, bounds, str(call.rows))
 
     @classmethod
     def rows(cls, x: torch.Tensor, bounds: tuple[int, int] | None, total: str = "") -> Like:
@@ -311,8 +308,10 @@ def check_experts(call: Call, device: torch.device) -> None:
 def check_own_experts(call: Call) -> None:
     """Raises for what this rank alone may see of an ExpertSum: how many rows and experts it has."""
     num_tokens, hidden_size = call.shape
-    if not 1 <= call.top_k <= MAX_TOP_K:
-        raise ValueError(f"top_k is {call.top_k}: expected 1 to {MAX_TOP_K} choices a token.")
+    if call.top_k not in TOP_K:
+        raise ValueError(
+            f"top_k is {call.top_k}: expected {TOP_K[0]} to {TOP_K[-1]} choices a token."
+        )
     choices = (num_tokens, call.top_k)
     for name, tensor, shape in (
         ("index", call.expert_index, choices),
@@ -328,7 +327,6 @@ def check_own_experts(call: Call) -> None:
         check_last_dim(name, tensor)
 
 
-MAX_TOP_K = 16
 _ROWS_PER_TOKEN = "[num_tokens, top_k, hidden_size]; with index [num_rows, hidden_size]"
 _EXPERT_SHAPES = {
     "rows": "[num_rows, hidden_size]; without index [num_tokens, top_k, hidden_size]",

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from allnorm.expert_sum import ExpertSum
+from allnorm.names import TOP_K
 from allnorm.reference.arithmetic import DTYPES, new_tensor
-
-MAX_TOP_K = 16
 
 
 def partial_of(x: Tensor | ExpertSum) -> Tensor:
@@ -75,8 +74,8 @@ def _check(experts: ExpertSum) -> None:
             raise ValueError(f"index has shape {list(index.shape)}: expected [num_tokens, top_k]")
         chosen = list(index.shape)
     num_tokens, top_k = chosen
-    if not 1 <= top_k <= MAX_TOP_K:
-        raise ValueError(f"top_k is {top_k}: expected 1 to {MAX_TOP_K}")
+    if top_k not in TOP_K:
+        raise ValueError(f"top_k is {top_k}: expected {TOP_K[0]} to {TOP_K[-1]}")
     if rows.shape[-1] < 1:
         raise ValueError(f"rows has shape {list(rows.shape)}: expected at least one column")
     _check_tensor("weights", experts.weights, torch.float32, chosen)

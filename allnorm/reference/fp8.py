@@ -104,6 +104,11 @@ def _pack_exponents(scale: Tensor) -> Tensor:
     return padded.view(torch.int32)  # the host's and every GPU's byte order is little endian
 
 
+def _check_normed(normed: Tensor | None) -> None:
+    if normed is None:
+        raise ValueError("weight is None: expected a tensor, there is nothing else to quantise")
+
+
 def add_rms_norm_quant(
     x: Tensor | ExpertSum,
     residual: Tensor | None,
@@ -132,8 +137,7 @@ def add_rms_norm_quant(
         post_norm=post_norm,
         scale=scale,
     )
-    if normed is None:
-        raise ValueError("weight is None: expected a tensor, there is nothing else to quantise")
+    _check_normed(normed)
     return QuantizedNorm(*quantize(normed, quant), total, normed if return_normed else None)
 
 
@@ -180,8 +184,7 @@ def all_reduce_add_rms_norm_quant(
         post_norm=post_norm,
         scale=scale,
     )
-    if normed is None:
-        raise ValueError("weight is None: expected a tensor, there is nothing else to quantise")
+    _check_normed(normed)
     quantized, scales = quantize(normed, quant)
     kept = normed if return_normed else None
     if normed_out is not None:
