@@ -43,6 +43,14 @@ _OWNED_ROWS = (
 )
 
 
+# Up to so many tokens a row with a second norm, or of experts, is spread as it would be without a
+# table, whose blocks are those of plain calls. Two H100s, bf16, 2026-11, one block and as many as
+# without a table, behind a product and in a chain: post norm, 16 rows 4.27 and 4.17, 3.82 and 3.44
+# us, 32 rows 4.56 and 4.75, 4.12 and 3.86; eight experts, 16 rows 5.50 and 5.24, 4.60 and 3.91
+# (docs/engineering-log).
+_SPREAD_EXTENDED_TOKENS = 16
+
+
 @dataclass(frozen=True)
 class Plan:
     """What a call will do.
@@ -182,6 +190,7 @@ def choose(
     requested: str = "auto",
     owned_rows: bool = False,
     kind: tuple[str, str] = ("bfloat16", "norm"),
+    extended: bool = False,
 ) -> Plan:
     """Chooses the algorithm of one call.
 
@@ -195,6 +204,8 @@ def choose(
         requested: "auto" or the name of an algorithm.
         owned_rows: whether each row is finished, or given, by the rank it belongs to.
         kind: name of the dtype, and epilogue.
+        extended: whether the sum is changed before the residual is added, or is of experts' rows;
+            tables are of other calls.
 
     Returns:
         The plan; its algorithm is "unfused" with the obstacle as the reason if the requested
@@ -220,7 +231,8 @@ def choose(
     else:
         rows = rows_per_chunk[algorithm]
         # Measured with as many blocks as the GPU holds.
-        cluster_size = 0 if traits.max_blocks else cluster_size
+        if traits.max_blocks or (extended and num_tokens <= _SPREAD_EXTENDED_TOKENS):
+            cluster_size = 0
         limits = [limit for limit in (num_blocks, traits.max_blocks) if limit]
         num_blocks = min(limits, default=0)
         # Of the first table, whichever one knows the call: its curves hold at this rate.

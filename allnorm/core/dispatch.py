@@ -228,6 +228,7 @@ class Chooser:
             call.algorithm,
             call.owns_rows,
             (str(dtype).removeprefix("torch."), _epilogue(call)),
+            call.experts or call.post_weight is not None or call.scale != 1,
         )
 
     def choose(self, call: Call) -> Plan:

@@ -8,10 +8,17 @@
 
 namespace allnorm {
 
+// When what a row is multiplied by is made of the weight.
+enum class Gains {
+  kAhead,  // before the row's sum is waited for: of kernels with registers to spare
+  kLate,   // behind that; the weight stays in registers from row to row
+  kLean,   // behind that; a weight of more bytes than a row of x is loaded for each row instead
+};
+
 // The pack of a post norm's weight that belongs to one thread, as it is stored. NormEpilogue has
 // its own in lines of its own: with this class as a member two_shot of eight ranks spilled
 // (nvcc 13.0).
-template <class T>
+template <class T, Gains kGains>
 class WeightPack {
  public:
   static constexpr int kElems = kElemsPerPack<T>;
@@ -22,15 +29,18 @@ class WeightPack {
       return;
     }
 #pragma unroll
-    for (int i = 0; i < kElems / 4; ++i) {
-      packs_[i] = load_pack(weight + (pack * (kElems / 4) + i) * kPackBytes);
-    }
+    for (int i = 0; i < kKept; ++i) packs_[i] = load_float32(weight, pack, i);
   }
 
-  __device__ __forceinline__ void make_gains(bool is_float32, float weight_bias, float* gains) {
+  // `weight` and `pack` as they were for load().
+  __device__ __forceinline__ void make_gains(const char* weight, bool is_float32, int pack,
+                                             bool live, float weight_bias, float* gains) {
     if (is_float32) {
 #pragma unroll
-      for (int i = 0; i < kElems / 4; ++i) unpack<Float32>(packs_[i], gains + 4 * i);
+      for (int i = 0; i < kElems / 4; ++i) {
+        const Pack part = i < kKept ? packs_[i] : live ? load_float32(weight, pack, i) : Pack{};
+        unpack<Float32>(part, gains + 4 * i);
+      }
     } else {
       // From row to row the pack stays in registers, and not its elements.
       keep_packed(packs_[0]);
@@ -40,12 +50,18 @@ class WeightPack {
   }
 
  private:
-  Pack packs_[kElems / 4];
+  static constexpr int kKept = kGains == Gains::kLean ? 1 : kElems / 4;
+
+  __device__ __forceinline__ static Pack load_float32(const char* weight, int pack, int i) {
+    return load_pack(weight + (pack * (kElems / 4) + i) * kPackBytes);
+  }
+
+  Pack packs_[kKept];
 };
 
 // One thread's part of numerics step 1c, of kernels that know it. Which parts of it there are is
 // known when the kernel runs, and the same in the whole grid.
-template <class T, bool kExtended>
+template <class T, Gains kGains, bool kExtended>
 class PostStep {
  public:
   static constexpr int kElems = kElemsPerPack<T>;
@@ -65,36 +81,41 @@ class PostStep {
     if (post.weight != nullptr) {
       float z[kElems], gains[kElems];
       unpack<T>(sum, z);
+      if constexpr (kGains == Gains::kAhead) make_gains(gains);
       const float squares = exchange_.sum(live_ ? square_sum<kElems>(z) : 0.0f);
       const float rstd =
           reciprocal_rms(squares, params_.num_elements, params_.inverse_num_elements, post.eps,
                          [](float square) { return near_reciprocal_root(square); });
       normalize<T>(z, rstd, params_.round_before_weight);
-      weight_.make_gains(post.weight_is_float32, post.weight_bias, gains);
+      if constexpr (kGains != Gains::kAhead) make_gains(gains);
       sum = apply_gains<T>(z, gains);
     }
     return post.scale == 1.0f ? sum : scale_pack<T>(sum, post.scale);
   }
 
  private:
+  __device__ __forceinline__ void make_gains(float* gains) {
+    const PostParams& post = params_.post;
+    weight_.make_gains(post.weight, post.weight_is_float32, pack_, live_, post.weight_bias, gains);
+  }
+
   const EpilogueParams& params_;
   RowExchange& exchange_;
-  WeightPack<T> weight_;
+  WeightPack<T, kGains> weight_;
   int pack_;
   bool live_;
 };
-template <class T>
-class PostStep<T, false> {
+template <class T, Gains kGains>
+class PostStep<T, kGains, false> {
  public:
   __device__ __forceinline__ PostStep(const EpilogueParams&, RowExchange&, int, bool) {}
   __device__ __forceinline__ void prefetch_weight() {}
   __device__ __forceinline__ const Pack& operator()(const Pack& sum) { return sum; }
 };
 
-// One thread's part of the epilogue: the same pack of every row it is called for. kGainsAhead: what
-// a row is multiplied by at the end is made before its sum is waited for, for kernels with
-// registers to spare. kExtended: there may be numerics step 1c.
-template <class T, template <class> class Format, bool kGainsAhead, bool kExtended>
+// One thread's part of the epilogue: the same pack of every row it is called for. kExtended: there
+// may be numerics step 1c.
+template <class T, template <class> class Format, Gains kGains, bool kExtended>
 class NormEpilogue {
  public:
   static constexpr int kElems = kElemsPerPack<T>;
@@ -119,9 +140,7 @@ class NormEpilogue {
       return;
     }
 #pragma unroll
-    for (int i = 0; i < kElems / 4; ++i) {
-      weight_[i] = load_pack(params_.weight + (pack_ * (kElems / 4) + i) * kPackBytes);
-    }
+    for (int i = 0; i < kKept; ++i) weight_[i] = load_float32_weight(i);
   }
   __device__ __forceinline__ void prefetch_row(int64_t row) {
     if (live_ && params_.residual.data != nullptr) {
@@ -158,7 +177,7 @@ class NormEpilogue {
     // Without a norm here there has been the post norm, and in it a barrier.
     if (kExtended && !norms()) return;
     if (!params_.normalize_unrounded) unpack<T>(summed, z_);
-    if constexpr (kGainsAhead) make_gains();
+    if constexpr (kGains == Gains::kAhead) make_gains();
     sum_ = exchange_.sum(live_ ? square_sum<kElems>(z_) : 0.0f);
   }
 
@@ -168,7 +187,7 @@ class NormEpilogue {
         reciprocal_rms(sum_, params_.num_elements, params_.inverse_num_elements, params_.eps,
                        [](float square) { return near_reciprocal_root(square); });
     normalize<T>(z_, rstd, params_.round_before_weight);
-    if constexpr (!kGainsAhead) make_gains();
+    if constexpr (kGains != Gains::kAhead) make_gains();
     return apply_gains<T>(z_, gains_);
   }
 
@@ -181,10 +200,19 @@ class NormEpilogue {
   __device__ __forceinline__ Format<T>& format() { return format_; }
 
  private:
+  // Packs of the weight that stay in registers.
+  static constexpr int kKept = kGains == Gains::kLean ? 1 : kElems / 4;
+
+  __device__ __forceinline__ Pack load_float32_weight(int i) const {
+    return load_pack(params_.weight + (pack_ * (kElems / 4) + i) * kPackBytes);
+  }
   __device__ __forceinline__ void make_gains() {
     if (params_.weight_is_float32) {
 #pragma unroll
-      for (int i = 0; i < kElems / 4; ++i) unpack<Float32>(weight_[i], gains_ + 4 * i);
+      for (int i = 0; i < kElems / 4; ++i) {
+        const Pack part = i < kKept ? weight_[i] : live_ ? load_float32_weight(i) : Pack{};
+        unpack<Float32>(part, gains_ + 4 * i);
+      }
     } else {
       // From row to row the pack stays in registers, and not its elements.
       keep_packed(weight_[0]);
@@ -196,9 +224,9 @@ class NormEpilogue {
   const EpilogueParams& params_;
   RowExchange& exchange_;
   Format<T> format_;
-  PostStep<T, kExtended> post_;
+  PostStep<T, kGains, kExtended> post_;
   Pack residual_;
-  Pack weight_[kElems / 4];
+  Pack weight_[kKept];
   float z_[kElems];
   float gains_[kElems];
   float sum_;

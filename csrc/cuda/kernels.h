@@ -26,6 +26,7 @@ struct KernelKey {
   // Of the family that also knows numerics steps 0 and 1c, any parts of them; for what else it
   // takes it is slower. None of a kind for few blocks, and no kOwnedGiven.
   bool extended;
+  bool has_experts;  // extended: numerics step 0 is asked for
 };
 const void* exchange_kernel_float32(const KernelKey& key);
 const void* exchange_kernel_float16(const KernelKey& key);

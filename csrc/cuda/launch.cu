@@ -129,7 +129,8 @@ int32_t launch_exchange(const Device& device, const AllnormCall& call, int world
   const void* kernel = find_exchange(call.dtype, {.kind = kind_of(call, grid, world_size),
                                                   .world_size = world_size,
                                                   .format = format_of(call),
-                                                  .extended = is_extended(call)});
+                                                  .extended = is_extended(call),
+                                                  .has_experts = sums_experts(call)});
   if (kernel == nullptr) {
     return fail(ALLNORM_UNSUPPORTED, "no fused kernel for world size %d: expected 2 to %d",
                 world_size, kPushMaxWorldSize);
@@ -228,7 +229,8 @@ int32_t launch_missing_call(const Device& device, const AllnormCall& call, int w
   const void* const kernel = find_exchange(ALLNORM_FLOAT32, {.kind = ExchangeKind::kOneShot,
                                                              .world_size = world_size,
                                                              .format = RowFormat::kPlain,
-                                                             .extended = false});
+                                                             .extended = false,
+                                                             .has_experts = false});
   if (kernel == nullptr) return ALLNORM_UNSUPPORTED;
   return launch(device, kernel, &params, geometry, 0, plain);
 }

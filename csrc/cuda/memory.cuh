@@ -82,6 +82,14 @@ __device__ __forceinline__ void store_pack(void* address, const Pack& pack) {
                : "memory");
 }
 
+// Has memory that will be loaded soon brought into the L2 cache; a hint. `address` and `bytes` are
+// multiples of 16.
+__device__ __forceinline__ void prefetch_to_l2(const void* address, uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes) : "memory");
+#endif
+}
+
 __device__ __forceinline__ uint32_t load_u32(const void* address) {
   uint32_t value;
   asm volatile("ld.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");

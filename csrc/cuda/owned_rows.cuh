@@ -187,7 +187,9 @@ class OwnedRows {
   const FusedParams& params_;
   Source<T> source_;
   RowOwners<T, kWorldSize, Format<T>, kOwned == Owned::kGiven> owners_;
-  NormEpilogue<T, Format, kOwned == Owned::kSum && !kFew && !kExtended, kExtended> epilogue_;
+  static constexpr Gains kGains =
+      kOwned == Owned::kSum && !kFew && !kExtended ? Gains::kAhead : Gains::kLate;
+  NormEpilogue<T, Format, kGains, kExtended> epilogue_;
   bool live_;
   Pack own_residual_{}, back_residual_{};  // kFew: of this turn
   Pack next_own_residual_{}, next_back_residual_{};

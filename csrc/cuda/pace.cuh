@@ -33,6 +33,11 @@ class Pace {
     due_ns_ += turns * static_cast<int64_t>(turn_ns_);
   }
 
+  // Whether wait() would return at once.
+  __device__ __forceinline__ bool is_due() const {
+    return turn_ns_ == 0 || DeviceClock::now_ns() >= due_ns_;
+  }
+
   // Waits until this cluster's next row may be sent.
   __device__ __forceinline__ void wait() {
     if (turn_ns_ == 0) return;

@@ -37,10 +37,15 @@ void run_one_shot(const FusedParams& params, const Operation& op, bool few) {
   if constexpr (kWorldSize == kFewWorldSize && !kExtended) {
     if (few) return run_fused<T, DenseRows, kWorldSize, OneShot, Grid::kFew, Format, false>(params);
   }
+  if constexpr (kWorldSize == 2 && kExtended) {
+    if (op.dense && params.experts.top_k != 0) {
+      return run_fused<T, PrefetchedExpertRows, kWorldSize, OneShot, Grid::kDense, Format, true>(
+          params);
+    }
+  }
   if constexpr (kWorldSize == 2 || !kExtended) {
     if (op.dense) {
-      return run_fused<T, SourceOf<kExtended>::template Rows, kWorldSize, OneShot, Grid::kDense,
-                       Format, kExtended>(params);
+      return run_fused<T, DenseRows, kWorldSize, OneShot, Grid::kDense, Format, kExtended>(params);
     }
   }
   run_fused<T, SourceOf<kExtended>::template Rows, kWorldSize, OneShot, Grid::kSparse, Format,

@@ -16,7 +16,8 @@ OWNED_FEW = "owned_sum_few"
 # and whether it is of the extended family
 _FORMAT = r"NS_\d(Plain|E4m3)ELb([01])EE"
 _FUSED = re.compile(
-    r"12fused_kernelINS_\d+(\w+?)ENS_(?:9Dense|10Expert)RowsELi(\d+)ENS_7(One|Two)ShotELNS_4GridE([012])E"
+    r"12fused_kernelINS_\d+(\w+?)ENS_(?:9Dense|10Expert|20(Prefetched)Expert)RowsELi(\d+)ENS_7(One|Two)ShotE"
+    r"LNS_4GridE([012])E"
     + _FORMAT
 )
 _GRIDS = ("", "_dense", "_few")
@@ -43,7 +44,9 @@ class Variant:
     """The template arguments of a kernel."""
 
     kind: (
-        str  # one_shot, also _dense, _few; two_shot, one of OWNED; local, local_aligned, local_rows
+        # one_shot, also _dense, _dense_experts, _few; two_shot, one of OWNED; local, local_aligned,
+        # local_rows
+        str
     )
     dtype: str
     world_size: int  # 1: local
@@ -64,7 +67,9 @@ class Variant:
         wide = {
             # sent: the first row, and one ahead; received: one group
             "one_shot": (2 * peers, ranks),
-            "one_shot_dense": (2 * peers, ranks),
+            # with a post norm the one ahead stands there three times, for when it is due
+            "one_shot_dense": ((4 if self.extended else 2) * peers, ranks),
+            "one_shot_dense_experts": (2 * peers, ranks),
             # sent: the first two rows, and one ahead; received: two looks, and one group of polls
             "one_shot_few": (3 * peers, 2 + ranks),
             # sent: the first row, and two ahead; relayed and received: the first row, and one ahead
@@ -96,7 +101,7 @@ class Variant:
         if self.kind == "owned_finished" and self.world_size > 6:
             return 40
         if self.kind == "one_shot_dense":
-            return 136 if self.world_size > 4 or self.extended else 56
+            return 136 if self.world_size > 4 else 56
         if self.kind == "two_shot" and self.world_size == 5 and self.quantized and self.extended:
             return 8
         if self.kind == "local_rows" and self.quantized and self.extended:
@@ -111,8 +116,8 @@ class Variant:
 def variant_of(name: str) -> Variant | None:
     """What a mangled name says; None if it is no kernel of ours."""
     if match := _FUSED.search(name):
-        dtype, ranks, transport, grid, quantized, extended = match.groups()
-        kind = f"{transport.lower()}_shot{_GRIDS[int(grid)]}"
+        dtype, prefetched, ranks, transport, grid, quantized, extended = match.groups()
+        kind = f"{transport.lower()}_shot{_GRIDS[int(grid)]}" + ("_experts" if prefetched else "")
         return Variant(kind, dtype, int(ranks), quantized == "E4m3", extended == "1")
     if match := _OWNED.search(name):
         dtype, ranks, owned, few, quantized, extended = match.groups()
@@ -145,6 +150,11 @@ def all_variants() -> set[Variant]:
             for world_size in WORLD_SIZES
             for kind, quantized, extended in kinds
             if not (kind == "one_shot_dense" and extended and world_size > 2)
+        }
+        | {
+            Variant("one_shot_dense_experts", dtype, 2, quantized, True)
+            for dtype in DTYPES
+            for quantized in (False, True)
         }
         | {
             Variant("one_shot_few", dtype, FEW_WORLD_SIZE, quantized)

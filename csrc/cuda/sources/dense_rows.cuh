@@ -12,6 +12,7 @@ template <class T>
 class DenseRows {
  public:
   static constexpr bool kIsOneLoad = true;
+  static constexpr bool kPrefetches = false;
 
   __device__ __forceinline__ DenseRows(const FusedParams& params, int pack)
       : params_(params), pack_(pack) {}

@@ -91,6 +91,7 @@ class ExpertsOr {
  public:
   // A row is many loads: who needs it again keeps it.
   static constexpr bool kIsOneLoad = false;
+  static constexpr bool kPrefetches = false;
 
   template <class Params>
   __device__ __forceinline__ ExpertsOr(const Params& params, int pack)
@@ -105,6 +106,46 @@ class ExpertsOr {
  private:
   const ExpertParams& experts_;
   Otherwise otherwise_;
+  int pack_;
+};
+
+// For kernels whose clusters have many tokens each and registers for eight rows; there are experts.
+template <class T>
+class PrefetchedExpertRows {
+ public:
+  static constexpr bool kIsOneLoad = false;
+  static constexpr bool kPrefetches = true;
+
+  __device__ __forceinline__ PrefetchedExpertRows(const FusedParams& params, int pack)
+      : experts_(params.experts), packs_(params.packs), pack_(pack) {}
+
+  __device__ __forceinline__ Pack load(int64_t row) const {
+    return sum_experts<T, 8>(
+        experts_, row, [&](const char* from) { return load_pack(from + pack_ * kPackBytes); });
+  }
+
+  // Has this block's part of a token's rows brought into the L2 cache, in two steps, so that
+  // nothing waits for the index: thread k of the block is for choice k.
+  __device__ __forceinline__ uint32_t begin_prefetch(int row, int end) const {
+    const int k = static_cast<int>(threadIdx.x);
+    if (row >= end || k >= experts_.top_k) return kNoRow;
+    if (experts_.index == nullptr) return static_cast<uint32_t>(row) * experts_.top_k + k;
+    return load_u32(experts_.index + row * experts_.index_stride_bytes + 4 * k);
+  }
+  __device__ __forceinline__ void prefetch(uint32_t begun, int row, int end) const {
+    const int first = static_cast<int>(cluster_rank() * blockDim.x);
+    const int left = packs_ - first, most = static_cast<int>(blockDim.x);
+    if (left <= 0) return;
+    const uint32_t bytes = (left < most ? left : most) * kPackBytes;
+    if (begun < experts_.num_rows) prefetch_to_l2(experts_.rows.at(begun, first), bytes);
+    if (threadIdx.x == 0 && row < end && experts_.shared.data != nullptr) {
+      prefetch_to_l2(experts_.shared.at(row, first), bytes);
+    }
+  }
+
+ private:
+  const ExpertParams& experts_;
+  int packs_;
   int pack_;
 };
 

@@ -91,6 +91,7 @@ inline void keep_packed(Pack&) {}
 inline void store_pack(void* address, const Pack& pack) {
   for (int i = 0; i < 4; ++i) plain_store(static_cast<uint32_t*>(address) + i, pack.word[i]);
 }
+inline void prefetch_to_l2(const void*, uint32_t) {}
 inline uint32_t load_u32(const void* address) { return *static_cast<const uint32_t*>(address); }
 inline uint64_t load_u64(const void* address) { return *static_cast<const uint64_t*>(address); }
 inline void store_u64(void* address, uint64_t value) { plain_store(address, value); }
