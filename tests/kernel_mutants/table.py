@@ -51,7 +51,9 @@ _OWN_BARRIER = "  __syncthreads();  // every thread has read the operation count
 _ADVANCE = "    // After the barrier in add_row().\n    if (last) exchange_.advance();\n"
 _NO_ROW_BARRIER = "  exchange.advance_unused();\n  __syncthreads();\n"
 _LARGE_BARRIER = "    // nobody waits for it for ever.\n    __syncthreads();\n"
-_PACED_SEND = "        pace.wait();\n        send(row + step_, ahead);\n"
+_PACED_SEND = "      if (!last) {\n        pace.wait();\n        send(row + step_, ahead);\n"
+_SEND_NOT_SENT = "      if (!sent) {\n        pace.wait();\n        send(row + step_, ahead);\n"
+_PREFETCHED_SEND = "      } else {\n        pace.wait();\n        send(row + step_, ahead);\n"
 _STAGED = "    // thread comes here again: the sum over the next row lies in between.\n"
 
 # What weaker memory does, and threads that do not wait for each other: ThreadSanitizer reports it.
@@ -226,9 +228,23 @@ RACES = (
 WRONG_RESULTS = (
     Mutant(
         "two ranks, many rows: the next row is not sent after the one before",
-        ((FUSED, _PACED_SEND, "        pace.wait();\n"),),
+        ((FUSED, _PACED_SEND, "      if (!last) {\n        pace.wait();\n"),),
         (HANGS,),
         build="plain",
+    ),
+    Mutant(
+        "two ranks, many rows with a post norm: what was not due is not sent later",
+        ((FUSED, _SEND_NOT_SENT, "      if (!sent) {\n        pace.wait();\n"),),
+        (HANGS,),
+        build="plain",
+        short=False,
+    ),
+    Mutant(
+        "two ranks, many tokens of experts: the next token is not sent",
+        ((FUSED, _PREFETCHED_SEND, "      } else {\n        pace.wait();\n"),),
+        (HANGS,),
+        build="plain",
+        short=False,
     ),
     Mutant(
         "pace: turns do not add up",
