@@ -10,9 +10,8 @@
 namespace allnorm {
 namespace {
 
-constexpr int32_t kCallFlags =
-    ALLNORM_NO_PDL | ALLNORM_RESIDUAL_SHARDED | ALLNORM_SCALED | ALLNORM_NO_NORM |
-    ALLNORM_SWIZZLED_SCALES;
+constexpr int32_t kCallFlags = ALLNORM_NO_PDL | ALLNORM_RESIDUAL_SHARDED | ALLNORM_SCALED |
+                               ALLNORM_NO_NORM | ALLNORM_SWIZZLED_SCALES;
 constexpr int32_t kMostClusterSize = 8;
 constexpr int32_t kMostChoices = 16;
 
