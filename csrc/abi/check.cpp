@@ -44,6 +44,10 @@ int32_t check_quant(const AllnormCall& call) {
       (call.first_scale_row < 0 || call.first_scale_row > INT32_MAX - kTileRows)) {
     return invalid("first_scale_row", call.first_scale_row, "0 to 2^31 - 129");
   }
+  if (is_nvfp4(call) && !is_swizzled(call) && call.scale_padding_rows != 0) {
+    return invalid("scale_padding_rows", call.scale_padding_rows,
+                   "0 with NVFP4, unless ALLNORM_SWIZZLED_SCALES");
+  }
   if (is_nvfp4(call) && call.hidden_size % kNvFp4GroupElems != 0) {
     return invalid("hidden_size", call.hidden_size, "a multiple of 16 with NVFP4");
   }
