@@ -197,7 +197,8 @@ void zero_scale_padding(const AllnormCall& call) {
     auto* const data = static_cast<std::byte*>(call.scale);
     const auto zero = [&](int64_t row, int64_t first_group) {
       for (int64_t group = first_group; group < tiles * kTileGroups; ++group) {
-        data[swizzled_scale(row, group, tiles)] = std::byte{0};
+        data[swizzled_scale(static_cast<uint32_t>(row), static_cast<uint32_t>(group),
+                            static_cast<uint32_t>(tiles))] = std::byte{0};
       }
     };
     for (int64_t row = call.first_scale_row; row < end; ++row) zero(row, scales);

@@ -74,7 +74,8 @@ struct ScaleRows {
   // cpu/simd.h.
   ALLNORM_HD void put(int64_t group, float scale) const {
     if (tiles != 0) {
-      data[swizzled_scale(row, group, tiles)] =
+      data[swizzled_scale(static_cast<uint32_t>(row), static_cast<uint32_t>(group),
+                          static_cast<uint32_t>(tiles))] =
           std::byte{stored == StoredScale::kE4m3 ? to_e4m3(scale) : exponent_byte(scale)};
     } else if (stored == StoredScale::kExponent) {
       data[group / 4 * group_stride_bytes + group % 4] = std::byte{exponent_byte(scale)};

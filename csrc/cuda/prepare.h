@@ -50,8 +50,8 @@ inline QuantParams quant_params(const AllnormCall& call, int64_t first_row, int6
       .group_shift = group_shift,
       .groups = groups,
       .global_scale = static_cast<const char*>(call.global_scale),
-      .tiles = is_swizzled(call) ? static_cast<int32_t>(scale_tiles(call)) : 0,
-      .first_scale_row = static_cast<int32_t>(call.first_scale_row + first_row),
+      .tiles = is_swizzled(call) ? static_cast<uint32_t>(scale_tiles(call)) : 0,
+      .first_scale_row = static_cast<uint32_t>(call.first_scale_row + first_row),
   };
 }
 

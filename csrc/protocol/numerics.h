@@ -432,12 +432,12 @@ ALLNORM_HD uint32_t to_e2m1x4(const float* v) {
 }
 
 // Where the scale of a group of a row lies in tiles of 128 rows by 4 groups, `tiles` side by side.
-constexpr int kTileRows = 128;
-constexpr int kTileGroups = 4;
-ALLNORM_HD int64_t swizzled_scale(int64_t row, int64_t group, int64_t tiles) {
-  const int64_t tile = row / kTileRows * tiles + group / kTileGroups;
-  return tile * (kTileRows * kTileGroups) + row % 32 * 16 + row % kTileRows / 32 * 4 +
-         group % kTileGroups;
+constexpr uint32_t kTileRows = 128;
+constexpr uint32_t kTileGroups = 4;
+ALLNORM_HD int64_t swizzled_scale(uint32_t row, uint32_t group, uint32_t tiles) {
+  const uint64_t tile = static_cast<uint64_t>(row / kTileRows) * tiles + group / kTileGroups;
+  const uint32_t in_tile = row % 32 * 16 + row % kTileRows / 32 * kTileGroups + group % kTileGroups;
+  return static_cast<int64_t>(tile * (kTileRows * kTileGroups) + in_tile);
 }
 
 // Division of many numbers by one that scale_of() made, for to_e4m3(): the same byte as of the

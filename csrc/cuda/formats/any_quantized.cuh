@@ -32,7 +32,7 @@ class AnyQuantized {
 
   __device__ __forceinline__ void prefetch() {
     if (is_nvfp4(params_)) {
-      global_ = GlobalScale::load(params_);
+      NvFp4<T>::prefetch(params_);
     } else {
       e4m3_.prefetch();
     }
@@ -46,7 +46,7 @@ class AnyQuantized {
 
   // All threads of the cluster call it, live or not.
   __device__ __forceinline__ Packed operator()(const Pack& y) {
-    return is_nvfp4(params_) ? NvFp4<T>::quantize(params_, global_, y, live_) : e4m3_(y);
+    return is_nvfp4(params_) ? NvFp4<T>::quantize(params_, y, live_) : e4m3_(y);
   }
 
   // Of what is sent beside it.
@@ -105,8 +105,7 @@ class AnyQuantized {
                                                           greatest, y);
       return;
     }
-    const GlobalScale global = GlobalScale::load(quant);
-    const Packed quantized = NvFp4<T>::quantize(quant, global, y, live);
+    const Packed quantized = NvFp4<T>::quantize(quant, y, live);
     const int pack = chunk * kPacksPerChunk + static_cast<int>(threadIdx.x % 32);
     if (live) NvFp4<T>::template store<Access::kIsAligned>(quant, row, pack, quantized);
   }
@@ -118,7 +117,6 @@ class AnyQuantized {
 
   const QuantParams& params_;
   E4m3<T> e4m3_;
-  GlobalScale global_;
   int pack_;
   bool live_;
 };

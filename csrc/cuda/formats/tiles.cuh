@@ -14,11 +14,13 @@ __device__ __forceinline__ void store_scale_byte(const QuantParams& params, int6
     store_u8(params.scale + row * params.scale_row_bytes + group * params.scale_group_bytes, scale);
     return;
   }
-  char* const at = params.scale + swizzled_scale(params.first_scale_row + row, group, params.tiles);
+  // No call has more rows than fit.
+  const uint32_t m = params.first_scale_row + static_cast<uint32_t>(row);
+  char* const at = params.scale + swizzled_scale(m, static_cast<uint32_t>(group), params.tiles);
   store_u8(at, scale);
   // Groups that do not exist follow the last one in its tile.
   if (group != params.groups - 1) return;
-  for (int missing = 1; missing < kTileGroups - group % kTileGroups; ++missing) {
+  for (int missing = 1; missing < 4 - group % 4; ++missing) {
     store_u8(at + missing, 0);
   }
 }
@@ -26,9 +28,10 @@ __device__ __forceinline__ void store_scale_byte(const QuantParams& params, int6
 // Zeros for the scales of rows that do not exist: words of four groups.
 __device__ __forceinline__ void store_tile_padding(const QuantParams& params) {
   for (int row = 0; row < params.padding_rows; ++row) {
-    const int64_t at = params.first_scale_row + params.first_padding_row + row;
-    for (int tile = threadIdx.x; tile < params.tiles; tile += blockDim.x) {
-      store_u32(params.scale + swizzled_scale(at, tile * kTileGroups, params.tiles), 0);
+    const uint32_t m =
+        params.first_scale_row + static_cast<uint32_t>(params.first_padding_row + row);
+    for (uint32_t tile = threadIdx.x; tile < params.tiles; tile += blockDim.x) {
+      store_u32(params.scale + swizzled_scale(m, tile * kTileGroups, params.tiles), 0);
     }
   }
 }
