@@ -27,6 +27,8 @@ _TMA_ALIGN_ROWS = 4
 # A tile of the swizzled layout: so many rows, by so many groups.
 TILE_ROWS, TILE_GROUPS = 128, 4
 NVFP4_GROUP_SIZE = 16
+# What the eight codes of e2m1 without a sign stand for.
+E2M1_SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:

@@ -14,7 +14,7 @@ OWNED_FEW = "owned_sum_few"
 
 # cuda/formats.cuh
 # and whether it is of the extended family
-_FORMAT = r"NS_\d(Plain|E4m3)ELb([01])EE"
+_FORMAT = r"NS_\d+(Plain|E4m3|AnyQuantized)ELb([01])EE"
 _FUSED = re.compile(
     r"12fused_kernelINS_\d+(\w+?)ENS_(?:9Dense|10Expert)RowsELi(\d+)ENS_7(One|Two)ShotELNS_4GridE([012])E"
     + _FORMAT
@@ -48,7 +48,7 @@ class Variant:
     dtype: str
     world_size: int  # 1: local
     quantized: bool
-    extended: bool = False  # knows numerics steps 0 and 1c
+    extended: bool = False  # knows numerics steps 0 and 1c, NVFP4, and scales in tiles
 
     @property
     def is_local(self) -> bool:
@@ -113,18 +113,18 @@ def variant_of(name: str) -> Variant | None:
     if match := _FUSED.search(name):
         dtype, ranks, transport, grid, quantized, extended = match.groups()
         kind = f"{transport.lower()}_shot{_GRIDS[int(grid)]}"
-        return Variant(kind, dtype, int(ranks), quantized == "E4m3", extended == "1")
+        return Variant(kind, dtype, int(ranks), quantized != "Plain", extended == "1")
     if match := _OWNED.search(name):
         dtype, ranks, owned, few, quantized, extended = match.groups()
         kind = OWNED[int(owned)] + ("_few" if few == "1" else "")
-        return Variant(kind, dtype, int(ranks), quantized == "E4m3", extended == "1")
+        return Variant(kind, dtype, int(ranks), quantized != "Plain", extended == "1")
     if match := _LOCAL.search(name):
         dtype, aligned, quantized, extended = match.groups()
         kind = "local_aligned" if aligned == "1" else "local"
-        return Variant(kind, dtype, 1, quantized == "E4m3", extended == "1")
+        return Variant(kind, dtype, 1, quantized != "Plain", extended == "1")
     if match := _LOCAL_ROWS.search(name):
         dtype, quantized, extended = match.groups()
-        return Variant("local_rows", dtype, 1, quantized == "E4m3", extended == "1")
+        return Variant("local_rows", dtype, 1, quantized != "Plain", extended == "1")
     return None
 
 
