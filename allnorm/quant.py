@@ -274,8 +274,8 @@ def check_quant(quant: object) -> None:
     """Raises TypeError unless `quant` is one of the specs."""
     if not isinstance(quant, Spec):
         raise TypeError(
-            f"quant={quant!r}: expected an allnorm.Fp8PerGroup, Fp8PerToken, Fp8PerTensor, MxFp8() "
-            "or NvFp4. For 16-bit results call the method without _quant."
+            f"quant={quant!r}: expected an allnorm.NvFp4, MxFp8(), Fp8PerGroup, Fp8PerToken or "
+            "Fp8PerTensor. For 16-bit results call the method without _quant."
         )
 
 
@@ -307,6 +307,11 @@ def quantized_shape(
     if isinstance(quant, NvFp4 | NvFp4Layout):
         return (*shape[:-1], shape[-1] // 2)
     return shape
+
+
+def is_swizzled(quant: object) -> bool:
+    """Whether the scales of a spec are in tiles."""
+    return getattr(quant, "scale_layout", "") == SWIZZLED
 
 
 def scale_geometry(quant: Spec, num_tokens: int, hidden_size: int) -> ScaleGeometry | None:

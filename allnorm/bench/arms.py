@@ -21,8 +21,7 @@ import allnorm
 from allnorm import reference
 from allnorm.bench.case import Case, Outcome
 from allnorm.bench.modes import Mode
-from allnorm.names import SWIZZLED
-from allnorm.quant import Quant
+from allnorm.quant import Quant, is_swizzled
 from allnorm.testing import copy_all, same_bits
 
 Call = Callable[[int], Any]
@@ -308,7 +307,7 @@ def then_quantize(arm: Arm, case: Case, mode: Mode, name: str = "") -> Arm | str
 
 def has_quantizer(spec: Quant, device: torch.device) -> bool:
     """Whether `quantizer` has a kernel; Triton's has none for scales in tiles, nor for e2m1."""
-    tiles = getattr(spec, "scale_layout", "") == SWIZZLED
+    tiles = is_swizzled(spec)
     return device.type != "cuda" or not (tiles or isinstance(spec, allnorm.NvFp4))
 
 
@@ -343,7 +342,7 @@ def quantizer(spec: Quant, hidden_size: int, device: torch.device) -> Quantizer:
 def _sharded(case: Case, mode: Mode, name: str, local: bool) -> Arm | str:
     spec = case.spec(mode.quant)
     static = isinstance(spec, allnorm.Fp8PerTensor)  # its scale need not be gathered
-    if getattr(spec, "scale_layout", "") == SWIZZLED:
+    if is_swizzled(spec):
         return "tiles of scales of rows that are gathered would have to be laid out anew"
     if spec is not None and not local and not has_quantizer(spec, case.device):
         return "there is no kernel here that only quantises so"

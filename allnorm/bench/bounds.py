@@ -14,8 +14,8 @@ import torch
 import allnorm
 from allnorm import reference
 from allnorm.bench.case import Case, Outcome
-from allnorm.names import SWIZZLED, TOP_K
-from allnorm.quant import DTYPE, E2M1_SIZES, NVFP4_GROUP_SIZE, Quant, swizzled_rows
+from allnorm.names import TOP_K
+from allnorm.quant import DTYPE, E2M1_SIZES, NVFP4_GROUP_SIZE, Quant, is_swizzled, swizzled_rows
 
 Result = tuple[torch.Tensor, torch.Tensor]
 """normed, residual_out."""
@@ -85,7 +85,7 @@ def scale_of_elements(
     if isinstance(spec, allnorm.Fp8PerTensor):
         return scale.reshape(1, 1).expand(num_tokens, hidden_size)
     size = _group_size(spec, hidden_size)
-    if getattr(spec, "scale_layout", "") == SWIZZLED:
+    if is_swizzled(spec):
         groups = hidden_size // size
         rows = swizzled_rows(scale, -(-groups // 4))[:num_tokens, :groups]
         is_fp4 = isinstance(spec, allnorm.NvFp4)

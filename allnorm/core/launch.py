@@ -14,12 +14,12 @@ from allnorm.core.call import NUM_INPUTS, NUM_TENSORS, Call
 from allnorm.core.shortcuts import current_raw_stream
 from allnorm.core.tensors import LOW_ADDRESS
 from allnorm.errors import AllnormError, UnsupportedError
-from allnorm.names import SWIZZLED
 from allnorm.policy import Plan
 from allnorm.quant import (
     Fp8PerGroup,
     Fp8PerTensor,
     ScaleGeometry,
+    is_swizzled,
     quantized_dtype,
     quantized_shape,
     scale_geometry,
@@ -79,7 +79,7 @@ def describe(call: Call) -> _native.Call:
     if isinstance(call.quant, Fp8PerGroup):
         native.group_size = call.quant.group_size
         native.scale_format = _native.SCALE_FORMAT[call.quant.scale_format]
-    if getattr(call.quant, "scale_layout", "") == SWIZZLED:
+    if is_swizzled(call.quant):
         native.flags |= _native.SWIZZLED_SCALES
     return native
 

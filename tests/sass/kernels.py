@@ -97,14 +97,14 @@ class Variant:
             return 40
         if self.kind == "one_shot_dense":
             return 136 if self.world_size > 4 or self.extended else 56
-        if self.kind == "two_shot" and self.world_size == 5 and self.quantized and self.extended:
+        if self.kind == "two_shot" and self.world_size > 2 and self.quantized and self.extended:
             return 8
         if self.kind == "local_rows" and self.quantized and self.extended:
             return 8
         if self.kind == "local" and self.quantized and self.extended:
-            return 32
+            return 40
         if self.kind == "local_aligned" and self.extended:
-            return 96
+            return 112
         return 32 if self.kind == "local_aligned" and self.quantized else 0
 
 
