@@ -27,8 +27,9 @@ WHEEL ?=
 BENCH_ARGS ?=
 PYTEST_ARGS ?= -m "not slow and not long"
 MUTANTS_ARGS ?=
-# Each generation's own code, and 12.0 for those to come.
-RELEASE_ARCHS := 80-real;90-real;100-real;120
+# Each generation's own code, of 10 and 12 with what all of their family have (e2m1 is an
+# instruction there), and 12.0 for those to come.
+RELEASE_ARCHS := 80-real;90-real;100f-real;120f-real;120-virtual
 RELEASE_GLIBC := 2.28
 
 BIN := $(VENV)/bin

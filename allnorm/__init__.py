@@ -34,7 +34,7 @@ from allnorm.functions import (
 )
 from allnorm.policy import Plan
 from allnorm.post_norm import PostNorm
-from allnorm.quant import Fp8PerGroup, Fp8PerTensor, Fp8PerToken, QuantizedNorm
+from allnorm.quant import Fp8PerGroup, Fp8PerTensor, Fp8PerToken, MxFp8, NvFp4, QuantizedNorm
 
 if TYPE_CHECKING:
     from allnorm.core.endpoint import Stats
@@ -49,7 +49,9 @@ __all__ = [
     "Fp8PerGroup",
     "Fp8PerTensor",
     "Fp8PerToken",
+    "MxFp8",
     "NativeLibraryError",
+    "NvFp4",
     "PeerDiedError",
     "PeerDivergedError",
     "PeerLeftError",

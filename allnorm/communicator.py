@@ -24,7 +24,14 @@ from allnorm.errors import CommunicatorClosedError, UnsupportedError
 from allnorm.expert_sum import ExpertSum
 from allnorm.policy import Plan
 from allnorm.post_norm import PostNorm
-from allnorm.quant import DEFAULT_QUANT, Quant, QuantizedNorm, check_hidden_size, check_quant
+from allnorm.quant import (
+    DEFAULT_QUANT,
+    Fp8PerTensor,
+    Quant,
+    QuantizedNorm,
+    check_hidden_size,
+    check_quant,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -308,7 +315,8 @@ class Communicator:
             residual: like `x`, the same values on every rank; None adds nothing.
             weight: [hidden_size], dtype of `x` or float32.
             eps: added to the mean square, as float32.
-            quant: `Fp8PerGroup`, `Fp8PerToken` or `Fp8PerTensor`; the same on every rank.
+            quant: `Fp8PerGroup`, `MxFp8()`, `Fp8PerToken`, `Fp8PerTensor` or `NvFp4`; the same on
+                every rank.
             return_normed: whether the rows before quantisation are wanted too.
             weight_bias: added to the weight in float32; 1.0 for Gemma-style weights.
             numerics: "rounded", "unrounded", "transformers" or "vllm"; None is the communicator's.
@@ -323,7 +331,8 @@ class Communicator:
             normed_out: preallocated `normed`, which is then returned; may be `x` itself.
 
         Returns:
-            QuantizedNorm(quantized, scale, residual, normed): float8_e4m3fn of the shape of `x`;
+            QuantizedNorm(quantized, scale, residual, normed): float8_e4m3fn of the shape of `x`, of
+            an NvFp4 uint8 half as wide;
             its scales as `quant` says, of an Fp8PerTensor the given one; the new residual; and the
             normed rows in the dtype of `x`, or None. `quantized`, `scale` and `normed` are complete
             and the same bits on every rank, for every algorithm and batch.
@@ -475,7 +484,7 @@ class Communicator:
         arguments.check_width("x", hidden_size)
         if not isinstance(experts, bool):
             raise TypeError(f"experts={experts!r}: expected True or False.")
-        spec, static_scale = split_scale(quant)
+        spec, _ = split_scale(quant)
         x = torch.empty((num_tokens, hidden_size), dtype=dtype, device="meta")
         _, (post_weight, *_), (post_eps, post_bias, scale, _) = split_boundary(x, post_norm, scale)
         weight = x.new_empty(hidden_size)
@@ -494,7 +503,7 @@ class Communicator:
             return_normed=return_normed,
         )
         arguments.check_norm_constants(call)
-        if quant is not None and static_scale is None:
+        if quant is not None and spec is not Fp8PerTensor:
             check_quant(quant)
             check_hidden_size(quant, hidden_size)
         return self._endpoint.chooser.plan(call)

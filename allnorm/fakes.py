@@ -10,15 +10,14 @@ from typing import Any
 
 import torch
 
-from allnorm.quant import DTYPE as FP8
-from allnorm.quant import from_op_arguments, scale_geometry
+from allnorm.quant import from_op_arguments, quantized_dtype, quantized_shape, scale_geometry
 
 _Tensor = torch.Tensor
 _Four = tuple[_Tensor, _Tensor, _Tensor, _Tensor]
 
 
-def _like(x: _Tensor, dtype: torch.dtype | None = None) -> _Tensor:
-    return torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
+def _like(x: _Tensor) -> _Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 def _fake_sum(
@@ -59,13 +58,15 @@ def _fake_quantized(
     quant: tuple[str, int, str, str, _Tensor | None],
     return_normed: bool,
 ) -> _Four:
-    geometry = scale_geometry(from_op_arguments(*quant), math.prod(x.shape[:-1]), x.shape[-1])
+    spec = from_op_arguments(*quant)
+    geometry = scale_geometry(spec, math.prod(x.shape[:-1]), x.shape[-1])
+    rows = torch.empty(quantized_shape(spec, x.shape), dtype=quantized_dtype(spec), device=x.device)
     scale = (
         torch.empty(0, dtype=torch.float32, device=x.device)
         if geometry is None
         else geometry.empty(x.device)
     )
-    return _like(x, FP8), scale, residual, _like(x) if return_normed else x.new_empty(0)
+    return rows, scale, residual, _like(x) if return_normed else x.new_empty(0)
 
 
 def all_reduce(x: _Tensor, comm_name: str, algorithm: str = "auto") -> _Tensor:

@@ -22,10 +22,12 @@ OPS = (*COLLECTIVES, "add_rms_norm", "add_rms_norm_quant")
 DTYPES = ("float32", "float16", "bfloat16")
 NUMERICS = ("rounded", "unrounded", "transformers", "vllm")
 
-QUANTS = ("per_group", "per_token", "per_tensor")
+QUANTS = ("per_group", "per_token", "per_tensor", "nvfp4")
 GROUP_SIZES = (16, 32, 64, 128, 256, 512)
 TOP_K = tuple(range(1, 17))  # rows of experts that a token's partial sum can be made of
-SCALE_LAYOUTS = ("row_major", "column_major", "column_major_tma")
+SWIZZLED = "swizzled_128x4"
+SCALE_LAYOUTS = ("row_major", "column_major", "column_major_tma", SWIZZLED)
+NVFP4_LAYOUTS = ("row_major", SWIZZLED)
 SCALE_FORMATS = ("float32", "ue8m0", "ue8m0_packed")
 
 # What follows the sum, as tables tell calls apart.

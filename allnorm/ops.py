@@ -26,7 +26,7 @@ from allnorm.core.call import NO_CHANGE, NO_INPUTS, from_op_boundary, split_scal
 from allnorm.core.local import add_rms_norm, add_rms_norm_quant
 from allnorm.expert_sum import ExpertSum
 from allnorm.post_norm import PostNorm
-from allnorm.quant import QuantizedNorm, from_op_arguments
+from allnorm.quant import Fp8PerTensor, QuantizedNorm, from_op_arguments
 
 _Tensor = torch.Tensor
 _Four = tuple[_Tensor, _Tensor, _Tensor, _Tensor]
@@ -136,7 +136,7 @@ def _all_reduce_add_rms_norm_quant(
     )
     if residual_rows is not None:
         _check_rows(results[2], residual_rows)
-    return _four(QuantizedNorm(*results), static_scale)
+    return _four(QuantizedNorm(*results), static_scale if spec is Fp8PerTensor else None)
 
 
 def _add_rms_norm(
@@ -183,7 +183,7 @@ def _add_rms_norm_quant(
         post_norm=post_norm,
         scale=scale,
     )
-    return _four(result, static_scale)
+    return _four(result, static_scale if quant_kind == Fp8PerTensor.kind else None)
 
 
 def _all_gather_rows(

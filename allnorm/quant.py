@@ -9,7 +9,14 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from allnorm.errors import UnsupportedError
-from allnorm.names import GROUP_SIZES, QUANTS, SCALE_FORMATS, SCALE_LAYOUTS
+from allnorm.names import (
+    GROUP_SIZES,
+    NVFP4_LAYOUTS,
+    QUANTS,
+    SCALE_FORMATS,
+    SCALE_LAYOUTS,
+    SWIZZLED,
+)
 
 DTYPE = torch.float8_e4m3fn
 
@@ -17,6 +24,11 @@ DTYPE = torch.float8_e4m3fn
 # multiples of 16 bytes.
 _PACKED_PER_WORD = 4
 _TMA_ALIGN_ROWS = 4
+# A tile of the swizzled layout: so many rows, by so many groups.
+TILE_ROWS, TILE_GROUPS = 128, 4
+NVFP4_GROUP_SIZE = 16
+# What the eight codes of e2m1 without a sign stand for.
+E2M1_SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
@@ -33,7 +45,8 @@ class Fp8PerGroup:
         group_size: 16, 32, 64, 128, 256 or 512; must divide hidden_size.
         scale_layout: of the scales `[T, hidden_size / group_size]`, where T is the number of rows:
             "row_major" (contiguous), "column_major" (strides `(1, T)`), or "column_major_tma"
-            (strides `(1, ceil4(T))`, as DeepGEMM reads them; the padding rows are zero).
+            (strides `(1, ceil4(T))`, as DeepGEMM reads them; the padding rows are zero). Of
+            `Fp8PerGroup(32, scale_format="ue8m0")` also "swizzled_128x4": see `MxFp8`.
         scale_format: "float32"; "ue8m0", rounded up to a power of two and kept in float32; or
             "ue8m0_packed", the exponents of four groups in an int32, the first in the lowest byte:
             `[T, ceil(hidden_size / group_size / 4)]`, in "column_major_tma" only, which the layout
@@ -41,7 +54,8 @@ class Fp8PerGroup:
 
     Raises:
         TypeError: group_size is not an int.
-        ValueError: another value than these, or "ue8m0_packed" in "column_major".
+        ValueError: another value than these, "ue8m0_packed" in "column_major", or "swizzled_128x4"
+            with another group size or format than 32 and "ue8m0".
     """
 
     group_size: int = 128
@@ -55,6 +69,12 @@ class Fp8PerGroup:
         check_choice("group_size", self.group_size, GROUP_SIZES)
         check_choice("scale_layout", self.scale_layout, SCALE_LAYOUTS)
         check_choice("scale_format", self.scale_format, SCALE_FORMATS)
+        if self.scale_layout == SWIZZLED and (self.group_size, self.scale_format) != (32, "ue8m0"):
+            raise ValueError(
+                f"scale_layout={SWIZZLED!r} with group_size={self.group_size} and "
+                f"scale_format={self.scale_format!r}: expected 32 and 'ue8m0', which is MXFP8. "
+                "Pass allnorm.MxFp8()."
+            )
         if self.scale_format != "ue8m0_packed":
             return
         if self.scale_layout == "row_major":  # the default: none was asked for
@@ -64,6 +84,18 @@ class Fp8PerGroup:
                 f"scale_format='ue8m0_packed' with scale_layout={self.scale_layout!r}: packed "
                 "scales exist in one layout only. Pass scale_layout='column_major_tma'."
             )
+
+
+def MxFp8() -> Fp8PerGroup:  # noqa: N802  # a spec, like its neighbours
+    """MXFP8: `Fp8PerGroup(32, "swizzled_128x4", "ue8m0")`.
+
+    The scales are the biased exponents of powers of two, uint8, in tiles of 128 rows by 4 groups as
+    Blackwell's matrix products read them: `[ceil(T / 128), ceil(G / 4), 32, 4, 4]` flattened, where
+    a row has G groups. That of group k of row m is number `tile * 512 + m % 32 * 16 + m % 128 // 32
+    * 4 + k % 4` of the tile `m // 128 * ceil(G / 4) + k // 4`. What belongs to no group is zero,
+    written in every call. `scale.view(torch.float8_e8m0fnu)` is what torch's products take.
+    """
+    return Fp8PerGroup(32, SWIZZLED, "ue8m0")
 
 
 @dataclass(frozen=True)
@@ -92,17 +124,7 @@ class Fp8PerTensor:
     kind: ClassVar[str] = "per_tensor"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.scale, torch.Tensor):
-            raise TypeError(
-                f"scale is a {type(self.scale).__name__}: expected a float32 tensor of one "
-                "element. Pass torch.tensor([value], device=...)."
-            )
-        if self.scale.dtype != torch.float32:
-            raise TypeError(f"scale has dtype {self.scale.dtype}: expected float32. Convert it.")
-        if self.scale.numel() != 1:
-            raise ValueError(
-                f"scale has shape {tuple(self.scale.shape)}: expected one element, for all rows."
-            )
+        _check_given("scale", self.scale)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Fp8PerTensor) and self.scale is other.scale
@@ -115,7 +137,84 @@ class Fp8PerTensor:
         return f"Fp8PerTensor(scale=<{tuple(self.scale.shape)} on {self.scale.device}>)"
 
 
-Quant = Fp8PerGroup | Fp8PerToken | Fp8PerTensor
+@dataclass(frozen=True)
+class NvFp4Layout:
+    """What is left of an `NvFp4` without its global scale: what ranks and graphs agree on."""
+
+    scale_layout: str
+    kind: ClassVar[str] = "nvfp4"
+
+    def __post_init__(self) -> None:
+        check_choice("scale_layout", self.scale_layout, NVFP4_LAYOUTS)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class NvFp4:
+    """NVFP4: e2m1 elements, an e4m3 scale for 16 of them, one global scale for all.
+
+    The rows come as uint8 `[..., hidden_size / 2]`, two elements a byte, the first in the low half.
+    Two specs are equal if they hold the same tensor and have the same layout.
+
+    Args:
+        global_scale: float32, one element, on the device of the input: what scales are multiplied
+            by before they are rounded to e4m3, usually `448 * 6 / amax` of calibration. Read by the
+            kernel, so that a CUDA graph's replay sees its new value. An element stands for `e2m1 *
+            scale / global_scale`.
+        scale_layout: of the scales, float8_e4m3fn: "swizzled_128x4", flat, as `MxFp8` says with 16
+            columns a group; or "row_major", `[T, hidden_size / 16]`.
+
+    Raises:
+        TypeError: global_scale is not a float32 tensor.
+        ValueError: it is not one element, or there is no such layout.
+    """
+
+    global_scale: torch.Tensor
+    scale_layout: str = "swizzled_128x4"
+    kind: ClassVar[str] = NvFp4Layout.kind
+
+    def __post_init__(self) -> None:
+        _check_given("global_scale", self.global_scale)
+        check_choice("scale_layout", self.scale_layout, NVFP4_LAYOUTS)
+
+    @property
+    def layout(self) -> NvFp4Layout:
+        """The spec without the tensor."""
+        return nvfp4_layout(self.scale_layout)
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, NvFp4)
+            and self.global_scale is other.global_scale
+            and self.scale_layout == other.scale_layout
+        )
+
+    def __hash__(self) -> int:
+        return hash((id(self.global_scale), self.scale_layout))
+
+    def __repr__(self) -> str:
+        shape, device = tuple(self.global_scale.shape), self.global_scale.device
+        return f"NvFp4(global_scale=<{shape} on {device}>, scale_layout={self.scale_layout!r})"
+
+
+def _check_given(name: str, scale: object) -> None:
+    """Raises unless `scale` is a float32 tensor of one element."""
+    if not isinstance(scale, torch.Tensor):
+        raise TypeError(
+            f"{name} is a {type(scale).__name__}: expected a float32 tensor of one "
+            "element. Pass torch.tensor([value], device=...)."
+        )
+    if scale.dtype != torch.float32:
+        raise TypeError(f"{name} has dtype {scale.dtype}: expected float32. Convert it.")
+    if scale.numel() != 1:
+        raise ValueError(
+            f"{name} has shape {tuple(scale.shape)}: expected one element, for all rows."
+        )
+
+
+nvfp4_layout = functools.cache(NvFp4Layout)
+
+Quant = Fp8PerGroup | Fp8PerToken | Fp8PerTensor | NvFp4
+Spec = Quant | NvFp4Layout
 DEFAULT_QUANT = Fp8PerGroup(128)
 
 
@@ -123,7 +222,8 @@ class QuantizedNorm(NamedTuple):
     """What a quantising call returns.
 
     Attributes:
-        quantized: float8_e4m3fn, the shape of `x`, contiguous unless preallocated.
+        quantized: float8_e4m3fn, the shape of `x`; of `NvFp4` uint8, half as wide; contiguous
+            unless preallocated.
         scale: as the spec says; of `Fp8PerTensor` the tensor that was given.
         residual: the new residual, as without quantisation.
         normed: the normed rows before quantisation, in the dtype of `x`; None unless asked for.
@@ -139,25 +239,31 @@ class ScaleGeometry(NamedTuple):
     """Where the scales of a result lie.
 
     Attributes:
-        shape: of the tensor of scales: rows, words of a row.
-        stride: its strides, in words of four bytes.
-        dtype: float32, or int32 for packed scales.
+        shape: of the tensor of scales: rows, words of a row; swizzled: bytes.
+        stride: its strides, in elements.
+        dtype: float32; int32 for packed scales; uint8 or float8_e4m3fn for bytes.
         padded: whether memory goes on after the last row, up to a multiple of four rows.
+        tiles: in a row of tiles of the swizzled layout; 0: it is another.
+        rows: whose scales these are, in that layout; elsewhere `shape` says it.
     """
 
-    shape: tuple[int, int]
-    stride: tuple[int, int]
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
     dtype: torch.dtype
     padded: bool = False
+    tiles: int = 0
+    rows: int = 0
 
     @property
     def padding_rows(self) -> int:
         """Rows of zeros in memory after the last one."""
+        if self.tiles:
+            return -self.rows % TILE_ROWS
         return self.stride[1] - self.shape[0] if self.padded else 0
 
     def empty(self, device: torch.device) -> torch.Tensor:
         """A new tensor of this geometry, with memory for the padding; nothing is written."""
-        shape, stride, dtype, padded = self
+        shape, stride, dtype, padded, _, _ = self
         if not padded:
             return torch.empty_strided(shape, stride, dtype=dtype, device=device)
         memory = torch.empty_strided((stride[1], shape[1]), stride, dtype=dtype, device=device)
@@ -166,15 +272,20 @@ class ScaleGeometry(NamedTuple):
 
 def check_quant(quant: object) -> None:
     """Raises TypeError unless `quant` is one of the specs."""
-    if not isinstance(quant, Fp8PerGroup | Fp8PerToken | Fp8PerTensor):
+    if not isinstance(quant, Spec):
         raise TypeError(
-            f"quant={quant!r}: expected an allnorm.Fp8PerGroup, Fp8PerToken or Fp8PerTensor. For "
-            "16-bit results call the method without _quant."
+            f"quant={quant!r}: expected an allnorm.NvFp4, MxFp8(), Fp8PerGroup, Fp8PerToken or "
+            "Fp8PerTensor. For 16-bit results call the method without _quant."
         )
 
 
-def check_hidden_size(quant: Quant, hidden_size: int) -> None:
+def check_hidden_size(quant: Spec, hidden_size: int) -> None:
     """Raises UnsupportedError unless rows of that many columns consist of whole groups."""
+    if isinstance(quant, NvFp4 | NvFp4Layout) and hidden_size % NVFP4_GROUP_SIZE:
+        raise UnsupportedError(
+            f"hidden_size {hidden_size} is not a multiple of 16: a row of NVFP4 must consist of "
+            "whole groups. Pass Fp8PerToken."
+        )
     if isinstance(quant, Fp8PerGroup) and hidden_size % quant.group_size:
         fitting = [str(size) for size in GROUP_SIZES if hidden_size % size == 0]
         remedy = f"group_size={' or '.join(fitting)}" if fitting else "Fp8PerToken"
@@ -184,7 +295,26 @@ def check_hidden_size(quant: Quant, hidden_size: int) -> None:
         )
 
 
-def scale_geometry(quant: Quant, num_tokens: int, hidden_size: int) -> ScaleGeometry | None:
+def quantized_dtype(quant: Spec | type[Fp8PerTensor]) -> torch.dtype:
+    """What quantised rows are of."""
+    return torch.uint8 if isinstance(quant, NvFp4 | NvFp4Layout) else DTYPE
+
+
+def quantized_shape(
+    quant: Spec | type[Fp8PerTensor], shape: tuple[int, ...] | torch.Size
+) -> tuple[int, ...] | torch.Size:
+    """Of quantised rows, from that of the rows."""
+    if isinstance(quant, NvFp4 | NvFp4Layout):
+        return (*shape[:-1], shape[-1] // 2)
+    return shape
+
+
+def is_swizzled(quant: object) -> bool:
+    """Whether the scales of a spec are in tiles."""
+    return getattr(quant, "scale_layout", "") == SWIZZLED
+
+
+def scale_geometry(quant: Spec, num_tokens: int, hidden_size: int) -> ScaleGeometry | None:
     """Where the scales of `num_tokens` rows lie; None if they are not a result.
 
     Args:
@@ -196,6 +326,11 @@ def scale_geometry(quant: Quant, num_tokens: int, hidden_size: int) -> ScaleGeom
         return None
     if isinstance(quant, Fp8PerToken):
         return ScaleGeometry((num_tokens, 1), (1, 1), torch.float32)
+    if quant.scale_layout == SWIZZLED:
+        return _swizzled(quant, num_tokens, hidden_size)
+    if isinstance(quant, NvFp4 | NvFp4Layout):
+        groups = hidden_size // NVFP4_GROUP_SIZE
+        return ScaleGeometry((num_tokens, groups), (groups, 1), DTYPE)
     words, dtype = hidden_size // quant.group_size, torch.float32
     if quant.scale_format == "ue8m0_packed":
         words, dtype = -(-words // _PACKED_PER_WORD), torch.int32
@@ -206,6 +341,40 @@ def scale_geometry(quant: Quant, num_tokens: int, hidden_size: int) -> ScaleGeom
         return ScaleGeometry(shape, (1, num_tokens), dtype)
     column = (num_tokens + _TMA_ALIGN_ROWS - 1) // _TMA_ALIGN_ROWS * _TMA_ALIGN_ROWS
     return ScaleGeometry(shape, (1, column), dtype, padded=True)
+
+
+def _swizzled(
+    quant: Fp8PerGroup | NvFp4 | NvFp4Layout, num_tokens: int, hidden_size: int
+) -> ScaleGeometry:
+    """Tiles of 128 rows by 4 groups, one after the other."""
+    if isinstance(quant, Fp8PerGroup):
+        groups, dtype = hidden_size // quant.group_size, torch.uint8
+    else:
+        groups, dtype = hidden_size // NVFP4_GROUP_SIZE, DTYPE
+    tiles = -(-groups // TILE_GROUPS)
+    # As a sum, so that no branch depends on a symbolic number of rows.
+    num_bytes = (num_tokens + TILE_ROWS - 1) // TILE_ROWS * tiles * TILE_ROWS * TILE_GROUPS
+    return ScaleGeometry((num_bytes,), (1,), dtype, tiles=tiles, rows=num_tokens)
+
+
+def swizzled_rows(scale: torch.Tensor, tiles: int) -> torch.Tensor:
+    """The bytes of tiles by rows and groups, those that belong to none too: a copy.
+
+    Args:
+        scale: flat, of one byte an element.
+        tiles: in a row of tiles.
+
+    Returns:
+        uint8, [128 * n, 4 * tiles].
+    """
+    blocks = scale.view(torch.uint8).view(-1, tiles, 32, 4, TILE_GROUPS)
+    return blocks.permute(0, 3, 2, 1, 4).reshape(-1, tiles * TILE_GROUPS)
+
+
+def swizzle(rows: torch.Tensor) -> torch.Tensor:
+    """The other way round: [128 * n, 4 * tiles] to flat tiles, of the same dtype."""
+    blocks = rows.view(-1, 4, 32, rows.shape[1] // TILE_GROUPS, TILE_GROUPS)
+    return blocks.permute(0, 3, 2, 1, 4).reshape(-1)
 
 
 def empty_scale(
@@ -238,6 +407,8 @@ def op_arguments(quant: Quant) -> OpArguments:
     """quant_kind, group_size, scale_layout, scale_format and static_scale: values that trace."""
     if isinstance(quant, Fp8PerGroup):
         return quant.kind, quant.group_size, quant.scale_layout, quant.scale_format, None
+    if isinstance(quant, NvFp4):
+        return quant.kind, NVFP4_GROUP_SIZE, quant.scale_layout, "e4m3", quant.global_scale
     static_scale = quant.scale if isinstance(quant, Fp8PerTensor) else None
     return quant.kind, 0, "row_major", "float32", static_scale
 
@@ -254,6 +425,8 @@ def from_op_arguments(
         return _per_group(group_size, scale_layout, scale_format)
     if kind == Fp8PerTensor.kind:
         return Fp8PerTensor(scale)  # type: ignore[arg-type]  # says so if there is none
+    if kind == NvFp4.kind:
+        return NvFp4(scale, scale_layout)  # type: ignore[arg-type]  # the same
     check_choice("quant_kind", kind, QUANTS)
     return Fp8PerToken()
 

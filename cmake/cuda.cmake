@@ -7,6 +7,8 @@ if(architectures STREQUAL "auto")
   string(REGEX MATCHALL "[0-9]+\\.[0-9]+" architectures "${architectures}")
   string(REPLACE "." "" architectures "${architectures}")
   list(REMOVE_DUPLICATES architectures)
+  # For one family of GPUs, where there are such: e2m1 is an instruction there.
+  list(TRANSFORM architectures APPEND f REGEX "^1[0-9][0-9]$")
   if(failed OR NOT architectures)
     set(architectures 90)
   endif()

@@ -15,7 +15,7 @@ extern "C" {
 
 #define ALLNORM_API __attribute__((visibility("default")))
 // Raised with every incompatible change of this file; Python refuses a library of another number.
-#define ALLNORM_ABI_VERSION 6
+#define ALLNORM_ABI_VERSION 7
 #define ALLNORM_MAX_WORLD_SIZE 64
 
 typedef enum AllnormStatus {
@@ -50,12 +50,14 @@ typedef enum AllnormOp {
   ALLNORM_ALL_GATHER_ROWS = 2,  // no sum: out = the rows of every rank's x, see AllnormCall.x
 } AllnormOp;
 
-// How ALLNORM_ADD_RMS_NORM quantises the normed row, to float8_e4m3fn; step 6 of the numerics page.
+// How ALLNORM_ADD_RMS_NORM quantises the normed row, to float8_e4m3fn or, NVFP4, to e2m1; step 6 of
+// the numerics page.
 typedef enum AllnormQuant {
   ALLNORM_QUANT_NONE = 0,
   ALLNORM_QUANT_PER_GROUP = 1,   // one scale for each group_size columns of each row
   ALLNORM_QUANT_PER_TOKEN = 2,   // one scale a row
   ALLNORM_QUANT_PER_TENSOR = 3,  // one scale, given
+  ALLNORM_QUANT_NVFP4 = 4,       // one e4m3 scale for each 16 columns, and one global, given
 } AllnormQuant;
 
 typedef enum AllnormScaleFormat {
@@ -110,12 +112,17 @@ typedef struct AllnormCall {
   int32_t scale_format;  // AllnormScaleFormat; other than FLOAT32 only for PER_GROUP
   int32_t group_size;    // PER_GROUP: 16, 32, 64, 128, 256 or 512, dividing hidden_size; else 0
   int32_t scale_padding_rows;  // rows after the last one whose scales are set to zero
-  void* quantized;             // [num_tokens, hidden_size] float8_e4m3fn
+  // [num_tokens, hidden_size] float8_e4m3fn; NVFP4: [num_tokens, hidden_size / 2] bytes of two
+  // elements, the first in the low half
+  void* quantized;
   // Written, unless PER_TENSOR: then one float32 to divide by. The scale of group g of row t is
   // float32 number t * scale_row_stride + g * scale_group_stride; UE8M0_PACKED: byte g % 4 of word
-  // t * scale_row_stride + g / 4 * scale_group_stride. Bytes of groups that do not exist are zero.
+  // t * scale_row_stride + g / 4 * scale_group_stride. NVFP4: byte t * scale_row_stride + g *
+  // scale_group_stride. ALLNORM_SWIZZLED_SCALES: a byte, as swizzled_scale() in
+  // protocol/numerics.h says, of row first_scale_row + t; the strides mean nothing. Bytes of groups
+  // that do not exist are zero.
   void* scale;
-  int64_t quantized_stride;
+  int64_t quantized_stride;  // bytes
   int64_t scale_row_stride;
   int64_t scale_group_stride;
 
@@ -145,6 +152,9 @@ typedef struct AllnormCall {
   int64_t expert_index_stride;  // elements between rows
   int64_t expert_weights_stride;
   int64_t shared_stride;
+
+  const void* global_scale;  // NVFP4: one float32 that scales are multiplied by
+  int64_t first_scale_row;   // ALLNORM_SWIZZLED_SCALES: a row of the tiles
 } AllnormCall;
 
 typedef enum AllnormCallFlags {
@@ -156,6 +166,8 @@ typedef enum AllnormCallFlags {
   // With post_weight and without quant: nothing is normed behind the residual, which is the only
   // result.
   ALLNORM_NO_NORM = 8,
+  // Scales are bytes in tiles of 128 rows by 4 groups. With NVFP4, or PER_GROUP of 32 with UE8M0.
+  ALLNORM_SWIZZLED_SCALES = 16,
 } AllnormCallFlags;
 
 // What a rank recorded when a wait ended badly. Operation numbers count the launches on a

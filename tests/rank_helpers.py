@@ -162,6 +162,9 @@ class Case:
         """How to quantise; a given scale is on this rank's device."""
         if isinstance(self.quant, allnorm.Fp8PerTensor):
             return allnorm.Fp8PerTensor(self.quant.scale.to(device()))
+        if isinstance(self.quant, allnorm.NvFp4):
+            given = self.quant.global_scale.to(device())
+            return allnorm.NvFp4(given, self.quant.scale_layout)
         return self.quant
 
     def call_arguments(self, c: allnorm.Communicator) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import allnorm
 from allnorm import reference
 from allnorm.bench.case import Case, Outcome
 from allnorm.bench.modes import Mode
-from allnorm.quant import Quant
+from allnorm.quant import Quant, is_swizzled
 from allnorm.testing import copy_all, same_bits
 
 Call = Callable[[int], Any]
@@ -286,10 +286,12 @@ def then_local_norm(reduction: Reduction, case: Case, mode: Mode, name: str) -> 
     return reduction.then(call, name)
 
 
-def then_quantize(arm: Arm, case: Case, mode: Mode, name: str = "") -> Arm:
+def then_quantize(arm: Arm, case: Case, mode: Mode, name: str = "") -> Arm | str:
     """An arm of 16-bit results, followed by a kernel that does nothing but quantise them."""
     spec = case.spec(mode.quant)
     assert spec is not None
+    if not has_quantizer(spec, case.device):
+        return "there is no kernel here that only quantises so"
     quantize = quantizer(spec, case.shape.hidden_size, case.device)
 
     def call(index: int) -> Any:
@@ -301,6 +303,12 @@ def then_quantize(arm: Arm, case: Case, mode: Mode, name: str = "") -> Arm:
         return replace(arm.outcome(before), quantized=quantized, scale=scale)
 
     return replace(arm, name=name or arm.name, call=call, outcome=outcome, exact=False)
+
+
+def has_quantizer(spec: Quant, device: torch.device) -> bool:
+    """Whether `quantizer` has a kernel; Triton's has none for scales in tiles, nor for e2m1."""
+    tiles = is_swizzled(spec)
+    return device.type != "cuda" or not (tiles or isinstance(spec, allnorm.NvFp4))
 
 
 def quantizer(spec: Quant, hidden_size: int, device: torch.device) -> Quantizer:
@@ -334,6 +342,10 @@ def quantizer(spec: Quant, hidden_size: int, device: torch.device) -> Quantizer:
 def _sharded(case: Case, mode: Mode, name: str, local: bool) -> Arm | str:
     spec = case.spec(mode.quant)
     static = isinstance(spec, allnorm.Fp8PerTensor)  # its scale need not be gathered
+    if is_swizzled(spec):
+        return "tiles of scales of rows that are gathered would have to be laid out anew"
+    if spec is not None and not local and not has_quantizer(spec, case.device):
+        return "there is no kernel here that only quantises so"
     if isinstance(spec, allnorm.Fp8PerGroup):
         if spec.scale_format == "ue8m0_packed":
             return "packed scales of rows that are gathered would have to be laid out anew"

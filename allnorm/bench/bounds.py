@@ -15,7 +15,7 @@ import allnorm
 from allnorm import reference
 from allnorm.bench.case import Case, Outcome
 from allnorm.names import TOP_K
-from allnorm.quant import Quant
+from allnorm.quant import DTYPE, E2M1_SIZES, NVFP4_GROUP_SIZE, Quant, is_swizzled, swizzled_rows
 
 Result = tuple[torch.Tensor, torch.Tensor]
 """normed, residual_out."""
@@ -58,6 +58,8 @@ def describe_quantized(
     """
     wanted, size = normed.float(), _group_size(spec, normed.shape[-1])
     scales = scale_of_elements(scale, spec, *normed.shape)
+    if isinstance(spec, allnorm.NvFp4):
+        return _describe_nvfp4(quantized, scales, wanted, limit, spec)
     if not isinstance(spec, allnorm.Fp8PerTensor):
         groups = wanted.unflatten(-1, (-1, size))
         largest = groups.abs().amax(-1)
@@ -83,11 +85,48 @@ def scale_of_elements(
     if isinstance(spec, allnorm.Fp8PerTensor):
         return scale.reshape(1, 1).expand(num_tokens, hidden_size)
     size = _group_size(spec, hidden_size)
+    if is_swizzled(spec):
+        groups = hidden_size // size
+        rows = swizzled_rows(scale, -(-groups // 4))[:num_tokens, :groups]
+        is_fp4 = isinstance(spec, allnorm.NvFp4)
+        scale = rows.view(DTYPE) if is_fp4 else (rows.int() << 23).view(torch.float32)
     if scale.dtype == torch.int32:  # four exponents to a word, the first in the lowest byte
         shifts = torch.arange(0, 32, 8, device=scale.device, dtype=torch.int32)
         exponents = (scale.unsqueeze(-1) >> shifts & 0xFF).flatten(-2)
         scale = (exponents << 23).view(torch.float32)[:, : hidden_size // size]
-    return scale.repeat_interleave(size, dim=-1)
+    return scale.float().repeat_interleave(size, dim=-1)
+
+
+def _describe_nvfp4(
+    quantized: torch.Tensor,
+    scales: torch.Tensor,
+    wanted: torch.Tensor,
+    limit: torch.Tensor,
+    spec: allnorm.NvFp4,
+) -> str:
+    """The same of e2m1 elements, whose scales have been rounded to e4m3."""
+    global_scale = spec.global_scale.reshape(1)
+    size = _group_size(spec, wanted.shape[-1])
+    largest = wanted.unflatten(-1, (-1, size)).abs().amax(-1)
+    slack = limit.unflatten(-1, (-1, size)).amax(-1) * _SECOND_ORDER + 1e-6 * largest
+    low, high = (
+        ((largest + sign * slack).clamp(min=0) * global_scale / 6).clamp(max=_FP8_MAX).to(DTYPE)
+        for sign in (-1, 1)
+    )
+    got = scales.unflatten(-1, (-1, size))[..., 0]
+    outside = ~((got >= low.float()) & (got <= high.float()))
+    if bool(outside.any()):
+        return f"scale: {int(outside.sum())} of {outside.numel()} beyond the bound"
+    units = scales / global_scale
+    sizes = torch.tensor(E2M1_SIZES, device=wanted.device)
+    codes = torch.stack((quantized & 15, quantized >> 4), -1).flatten(-2).long()
+    values = sizes[codes & 7] * torch.where(codes & 8 != 0, -1.0, 1.0) * units
+    magnitude = (wanted.abs() + limit) / units
+    # Half of the distance between numbers, in units.
+    half = torch.where(magnitude < 2, 0.25, torch.where(magnitude < 4, 0.5, 1.0))
+    near = limit + half * units
+    wanted = wanted.clamp(-E2M1_SIZES[-1] * units, E2M1_SIZES[-1] * units)
+    return _compare("dequantized", values, wanted, _SECOND_ORDER * near)
 
 
 def bounds(case: Case, index: int) -> Result:
@@ -145,6 +184,8 @@ def _after_norm(
 
 
 def _group_size(spec: Quant, hidden_size: int) -> int:
+    if isinstance(spec, allnorm.NvFp4):
+        return NVFP4_GROUP_SIZE
     return spec.group_size if isinstance(spec, allnorm.Fp8PerGroup) else hidden_size
 
 

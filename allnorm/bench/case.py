@@ -11,7 +11,7 @@ import torch
 import allnorm
 from allnorm import reference
 from allnorm.bench.modes import Mode, Shape, quant_of
-from allnorm.quant import Quant
+from allnorm.quant import Quant, check_hidden_size
 from allnorm.testing import DTYPES, Batch, make_batch
 
 NUM_SETS = 2  # rotating buffer sets
@@ -111,7 +111,10 @@ class Case:
     def obstacle(self, quant: str) -> str:
         """Why rows of this width cannot be quantised so; "" if they can."""
         spec = self.spec(quant)
-        if isinstance(spec, allnorm.Fp8PerGroup) and self.shape.hidden_size % spec.group_size:
+        try:
+            if spec is not None:
+                check_hidden_size(spec, self.shape.hidden_size)
+        except allnorm.UnsupportedError:
             return f"hidden_size {self.shape.hidden_size} does not consist of whole groups"
         return ""
 

@@ -21,6 +21,8 @@ YARDSTICKS = ("empty", "local")
 
 # Rows of a norm with weights around 1 stay below 7 = 448 / 64 but for one element in 1e11.
 _STATIC_SCALE = 1 / 64
+_GLOBAL_SCALE = 500.0  # of NVFP4: 448 * 6 / the greatest of a few thousand normed elements
+_MXFP8, _NVFP4 = "mxfp8", "nvfp4"
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,8 @@ def quant_name(text: str) -> str:
         ValueError: `text` is no spec.
     """
     spec = quant_of(text)
+    if spec == allnorm.MxFp8():
+        return _MXFP8
     if not isinstance(spec, allnorm.Fp8PerGroup):
         return "" if spec is None else text
     layout, scale_format = spec.scale_layout, spec.scale_format
@@ -93,9 +97,9 @@ def quant_name(text: str) -> str:
 def quant_of(text: str, device: torch.device | str = "cpu") -> Quant | None:
     """The spec that a word stands for; None for no quantisation, "" or "none".
 
-    The words are "per_token", "per_tensor", whose static scale lies on `device`, and "per_group"
-    with a group size, a layout and a format of the scales behind it, as many as are wanted, in any
-    order, separated by colons.
+    The words are "per_token"; "per_tensor" and "nvfp4", whose given scale lies on `device`;
+    "nvfp4:row_major", with scales in rows; "mxfp8"; and "per_group" with a group size, a layout and
+    a format of the scales behind it, as many as are wanted, in any order, separated by colons.
 
     Raises:
         ValueError: it is something else.
@@ -106,6 +110,11 @@ def quant_of(text: str, device: torch.device | str = "cpu") -> Quant | None:
         return allnorm.Fp8PerToken()
     if text == "per_tensor":
         return allnorm.Fp8PerTensor(torch.tensor([_STATIC_SCALE], device=device))
+    if text == _MXFP8:
+        return allnorm.MxFp8()
+    if text in (_NVFP4, f"{_NVFP4}:row_major"):
+        given = torch.tensor([_GLOBAL_SCALE], device=device)
+        return allnorm.NvFp4(given, *text.split(":")[1:])
     kind, *words = text.split(":")
     found: dict[str, Any] = {}
     for word in words:
@@ -118,8 +127,8 @@ def quant_of(text: str, device: torch.device | str = "cpu") -> Quant | None:
     if kind != "per_group" or len(found) < len(words):
         raise ValueError(
             f"{text!r}: expected per_group:128, per_group:GROUP_SIZE:LAYOUT:FORMAT, per_token, "
-            f"per_tensor or none, where a layout is one of {', '.join(SCALE_LAYOUTS)} and a format "
-            f"one of {', '.join(SCALE_FORMATS)}"
+            f"per_tensor, mxfp8, nvfp4 or none, where a layout is one of "
+            f"{', '.join(SCALE_LAYOUTS)} and a format one of {', '.join(SCALE_FORMATS)}"
         )
     return allnorm.Fp8PerGroup(**found)
 

@@ -31,7 +31,9 @@ _TAG_OPS = (
     *("all_reduce", "all_gather_rows", "all_reduce_add_rms_norm"),
     *("all_reduce_add_rms_norm_quant" for _ in _TAG_QUANTS[3:]),
     f"all_reduce_add_rms_norm{_WITHOUT_NORM}",
+    "all_reduce_add_rms_norm_quant",
 )
+_TAG_NVFP4 = 12
 _TAG_ALGORITHMS = (*names.FUSED, "two_shot with a sharded residual", "unknown")
 
 
@@ -49,8 +51,8 @@ def tag_fields(shape: int, num_tokens: int) -> dict[str, str]:
     if op >= 2:
         fields["numerics"] = names.NUMERICS[shape >> 24 & 3]
         fields["residual"] = "given" if shape >> 26 & 1 else "none"
-    if 3 <= op < len(_TAG_QUANTS):
-        fields["quantisation"] = _TAG_QUANTS[op]
+    if 3 <= op < len(_TAG_QUANTS) or op == _TAG_NVFP4:
+        fields["quantisation"] = "nvfp4" if op == _TAG_NVFP4 else _TAG_QUANTS[op]
         fields["normed"] = "wanted" if shape >> 27 & 1 else "not wanted"
     return fields
 

@@ -216,12 +216,13 @@ def check_like(name: str, tensor: Any, like: Like) -> None:
 
 def check_quantization(call: Call) -> None:
     """Raises unless rows like those of `call.x` can be quantised as it says."""
-    if call.static_scale is None:
+    if call.writes_scale:
         check_quant(call.quant)
         check_hidden_size(call.quant, call.x.shape[-1])
-        return
-    tensors.check_kind("quant.scale", call.static_scale)
-    check_device("quant.scale", call.static_scale, call.x.device)
+    if call.static_scale is not None:
+        name = "quant.global_scale" if call.writes_scale else "quant.scale"
+        tensors.check_kind(name, call.static_scale)
+        check_device(name, call.static_scale, call.x.device)
 
 
 def check_scale_result(scale: Any, geometry: ScaleGeometry, device: torch.device) -> None:
@@ -250,7 +251,7 @@ def check_scale_result(scale: Any, geometry: ScaleGeometry, device: torch.device
             "it is. Make it with allnorm.quant.empty_scale()."
         )
     check_writable("scale_out", scale)
-    if geometry.padding_rows and scale.numel():
+    if geometry.padded and geometry.padding_rows and scale.numel():
         needed = (scale.storage_offset() + geometry.shape[1] * geometry.stride[1]) * 4
         if scale.untyped_storage().nbytes() < needed:
             raise ValueError(
@@ -401,7 +402,7 @@ def check_overlap(
 
 def with_padding(scale: torch.Tensor, geometry: ScaleGeometry | None) -> torch.Tensor:
     """The memory of `scale` with the padding rows after it."""
-    if geometry is None or not geometry.padding_rows:
+    if geometry is None or not geometry.padded or not geometry.padding_rows:
         return scale
     rows, words = geometry.shape
     return scale.as_strided((rows + geometry.padding_rows, words), geometry.stride)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from allnorm.expert_sum import ExpertSum
 from allnorm.post_norm import PostNorm
-from allnorm.quant import Fp8PerTensor
+from allnorm.quant import Fp8PerTensor, NvFp4
 
 
 class Call(NamedTuple):
@@ -22,7 +22,7 @@ class Call(NamedTuple):
             ExpertSum.
         residual: like `x`, or this rank's rows of it, or None.
         weight: [hidden_size], or None without a norm behind the residual.
-        static_scale: the scale of an Fp8PerTensor, or None.
+        static_scale: the scale of an Fp8PerTensor, the global one of an NvFp4, or None.
         post_weight: the weight of a PostNorm, or None.
         expert_index: of an ExpertSum, or None; like the next two.
         expert_weights: the weight of each choice.
@@ -37,8 +37,8 @@ class Call(NamedTuple):
         weight_bias: of the norm.
         numerics: rounding mode.
         residual_sharded: whether each rank holds its own rows of the residual only.
-        quant: how normed rows are quantised: a spec; the class Fp8PerTensor for one with
-            `static_scale`, which may be another tensor in every call; or None.
+        quant: how normed rows are quantised: a spec; the class Fp8PerTensor, or an NvFp4Layout, for
+            one with `static_scale`, which may be another tensor in every call; or None.
         return_normed: whether normed rows are wanted beside quantised ones.
         num_tokens: rows to gather; of other calls 0.
         post_eps: of the post norm.
@@ -124,6 +124,11 @@ class Call(NamedTuple):
         return self.op not in ("all_reduce", "all_gather_rows")
 
     @property
+    def writes_scale(self) -> bool:
+        """Whether scales are a result."""
+        return self.op.endswith("_quant") and self.quant is not Fp8PerTensor
+
+    @property
     def owns_rows(self) -> bool:
         """Whether rows belong to ranks."""
         return self.residual_sharded or self.op == "all_gather_rows"
@@ -183,4 +188,6 @@ def from_op_boundary(
 
 def split_scale(quant: Any) -> tuple[Any, Tensor | None]:
     """`quant` and `static_scale` of a Call, from what its caller passed."""
-    return (Fp8PerTensor, quant.scale) if type(quant) is Fp8PerTensor else (quant, None)
+    if type(quant) is Fp8PerTensor:
+        return Fp8PerTensor, quant.scale
+    return (quant.layout, quant.global_scale) if type(quant) is NvFp4 else (quant, None)

@@ -23,13 +23,15 @@ from allnorm.core import _native, shortcuts
 from allnorm.core.arguments import span_bytes, with_padding
 from allnorm.core.call import NUM_TENSORS, Call
 from allnorm.core.launch import CUDA_ALIGN_BYTES, Launch, Memory
-from allnorm.quant import Fp8PerGroup, Fp8PerTensor, Fp8PerToken
+from allnorm.quant import Fp8PerGroup, Fp8PerTensor, Fp8PerToken, NvFp4Layout
 
 _pointer, _object = ctypes.c_void_p, ctypes.py_object
 _NOTHING, _TENSOR, _INPUT = range(3)  # values of Given in csrc/python/prepared.h
 # Constants that C may compare: equal ones of these types, of floats with the same bits, are the
 # same. Classes are compared too.
-_COMPARABLE = frozenset({float, int, bool, str, type(None), type, Fp8PerGroup, Fp8PerToken})
+_COMPARABLE = frozenset(
+    {float, int, bool, str, type(None), type, Fp8PerGroup, Fp8PerToken, NvFp4Layout}
+)
 _STATIC_SCALE = Call._fields.index("static_scale")
 # Tensors without hidden_size columns, which kernels read element by element.
 _NARROW = frozenset({"static_scale", "scale_out", "expert_index", "expert_weights"})

@@ -15,8 +15,15 @@ from allnorm.core.shortcuts import current_raw_stream
 from allnorm.core.tensors import LOW_ADDRESS
 from allnorm.errors import AllnormError, UnsupportedError
 from allnorm.policy import Plan
-from allnorm.quant import DTYPE as FP8
-from allnorm.quant import Fp8PerGroup, ScaleGeometry, scale_geometry
+from allnorm.quant import (
+    Fp8PerGroup,
+    Fp8PerTensor,
+    ScaleGeometry,
+    is_swizzled,
+    quantized_dtype,
+    quantized_shape,
+    scale_geometry,
+)
 
 # Alignment of every row and of the weight that the CUDA kernels' 16-byte accesses need; quantised
 # rows, which are narrower, are written 8 bytes at a time.
@@ -30,6 +37,7 @@ _INPUT_NAMES = (
     *("post_norm.weight", "index", "weights", "shared"),
 )
 _NARROW_INPUTS = ("quant.scale", "index", "weights")  # without hidden_size columns
+_NVFP4 = _native.QUANT["nvfp4"]
 _OPS = {"all_reduce": _native.ALL_REDUCE, "all_gather_rows": _native.ALL_GATHER_ROWS}
 
 
@@ -71,6 +79,8 @@ def describe(call: Call) -> _native.Call:
     if isinstance(call.quant, Fp8PerGroup):
         native.group_size = call.quant.group_size
         native.scale_format = _native.SCALE_FORMAT[call.quant.scale_format]
+    if is_swizzled(call.quant):
+        native.flags |= _native.SWIZZLED_SCALES
     return native
 
 
@@ -143,7 +153,7 @@ class Launch:
         native.num_blocks, native.link_gbps = plan.num_blocks, plan.link_gbps
         native.cluster_size = plan.cluster_size
         native.num_sources = 1
-        if call.op.endswith("_quant") and call.static_scale is None:
+        if call.writes_scale:
             self._prepare_scale(call)
         self.results = self._results(call)
         for result in self.results:
@@ -163,7 +173,8 @@ class Launch:
         geometry = scale_geometry(call.quant, self.num_tokens, call.x.shape[-1])
         assert geometry is not None
         native = self.native
-        native.scale_row_stride, native.scale_group_stride = geometry.stride
+        if not geometry.tiles:
+            native.scale_row_stride, native.scale_group_stride = geometry.stride
         native.scale_padding_rows = geometry.padding_rows
         # Without padding rows a plain tensor has the same memory, and is allocated faster.
         self.scale = geometry if geometry.padding_rows else geometry._replace(padded=False)
@@ -185,7 +196,9 @@ class Launch:
         residual = Result("residual_out", "residual_out", own, _contiguous(own.shape), may_share)
         if not call.op.endswith("_quant"):
             return [normed if call.weight is not None else None, residual]
-        quantized = Like(whole.shape, FP8, x.device)
+        narrow = quantized_shape(call.quant, whole.shape)
+        source = "that of x" if narrow == whole.shape else "two columns of x in each of its own"
+        quantized = Like(tuple(narrow), quantized_dtype(call.quant), x.device, source)
         scale = None
         if self.scale is not None:
             like = Like(self.scale.shape, self.scale.dtype, x.device)
@@ -193,7 +206,7 @@ class Launch:
         elif call.scale_out is not None:
             raise ValueError("scale_out with an Fp8PerTensor: its scale is given, none is written.")
         return [
-            Result("quantized_out", "quantized_out", quantized, _contiguous(whole.shape)),
+            Result("quantized_out", "quantized_out", quantized, _contiguous(quantized.shape)),
             scale,
             residual,
             normed._replace(name="normed_out") if call.return_normed else None,
@@ -263,7 +276,7 @@ class Launch:
             values.append(written if given is None or given is written else given.copy_(written))
         if len(self.results) == 1:
             return values[0]
-        if call.static_scale is not None:
+        if call.quant is Fp8PerTensor:
             values[1] = call.static_scale
         return tuple(values)
 
@@ -299,7 +312,10 @@ class Launch:
         native.expert_weights = 0 if call.expert_weights is None else weights or some
         native.shared = 0 if call.shared is None else shared or some
         native.quantized = _address(memory.get("quantized_out"))
-        native.scale = _address(memory.get("scale_out")) or static_scale
+        if self.scale is None:
+            native.scale = static_scale
+        else:
+            native.scale, native.global_scale = _address(memory["scale_out"]), static_scale
         copied = inputs[0] is not call.x
         self._set_input_strides(native, self._contiguous_strides() if copied else self._strides)
         self._set_result_strides(native, memory)
@@ -318,7 +334,8 @@ class Launch:
         width = native.hidden_size
         native.out_stride = _stride(memory.get("out"), width)
         native.residual_out_stride = _stride(memory.get("residual_out"), width)
-        native.quantized_stride = _stride(memory.get("quantized_out"), width)
+        narrow = width // 2 if native.quant == _NVFP4 else width
+        native.quantized_stride = _stride(memory.get("quantized_out"), narrow)
 
     def _readable(self, call: Call) -> tuple[torch.Tensor | None, ...]:
         """The inputs, or contiguous, aligned copies of them."""

@@ -99,7 +99,7 @@ def add_rms_norm_quant(
         residual: like `x`, or None.
         weight: [hidden_size], dtype of `x` or float32.
         eps: added to the mean square, as float32.
-        quant: `Fp8PerGroup`, `Fp8PerToken` or `Fp8PerTensor`.
+        quant: `Fp8PerGroup`, `MxFp8()`, `Fp8PerToken`, `Fp8PerTensor` or `NvFp4`.
         return_normed: whether the rows before quantisation are wanted too.
         weight_bias: added to the weight in float32.
         numerics: "rounded", "unrounded", "transformers" or "vllm".

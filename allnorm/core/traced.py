@@ -15,8 +15,14 @@ import torch
 from allnorm.core import arguments
 from allnorm.core.arguments import Like
 from allnorm.core.call import op_boundary
-from allnorm.quant import DTYPE as FP8
-from allnorm.quant import Quant, QuantizedNorm, from_op_results, op_arguments
+from allnorm.quant import (
+    Quant,
+    QuantizedNorm,
+    from_op_results,
+    op_arguments,
+    quantized_dtype,
+    quantized_shape,
+)
 
 _Tensor = torch.Tensor
 Boundary = tuple[tuple[_Tensor | None, ...], tuple[Any, ...]]
@@ -93,7 +99,10 @@ def all_reduce_add_rms_norm_quant(
         )
     like = _like_sum(x, boundary)
     rows = _rows(ranks, like) if sharded else None
-    _check("quantized_out", quantized_out, like._replace(dtype=FP8))
+    quantized_like = like._replace(
+        shape=quantized_shape(quant, like.shape), dtype=quantized_dtype(quant)
+    )
+    _check("quantized_out", quantized_out, quantized_like)
     _check("residual_out", residual_out, _like_residual(like, rows))
     _check("normed_out", normed_out, like)
     results = torch.ops.allnorm.all_reduce_add_rms_norm_quant(

@@ -26,12 +26,11 @@ from allnorm.core.arguments import row_shard, rows_of
 from allnorm.core.channel import Channel, Owner
 from allnorm.core.launch import Launch, Memory
 from allnorm.errors import PeerDivergedError, PeerTimeoutError
-from allnorm.quant import ScaleGeometry
+from allnorm.quant import ScaleGeometry, swizzle, swizzled_rows
 
 # Renamed in torch 2.13; the package accepts 2.11.
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-_SCALE_BYTES = 4
 # How a wait for gloo looks: at once for a while, then now and then, and at processes rarely.
 _SPIN_SECONDS, _PAUSE_SECONDS, _LOOK_SECONDS = 5e-4, 1e-4, 0.1
 
@@ -70,7 +69,9 @@ def run(
     for field in ("out", "quantized_out"):
         if field in memory:
             _complete(rows_of(memory[field]), owner)
-    if launch.scale is not None:
+    if launch.scale is not None and launch.scale.tiles:
+        _complete_tiles(memory["scale_out"], launch, owner)
+    elif launch.scale is not None:
         _complete(memory["scale_out"], owner)
         _zero_padding(memory["scale_out"], launch.scale)
     return _native.OK
@@ -172,8 +173,10 @@ def _move_results(
         ("out", row, call.out_stride, width),
         ("quantized", row, call.quantized_stride, 1),
     ]
-    if launch.scale is not None:
-        moves.append(("scale", row, call.scale_row_stride, _SCALE_BYTES))
+    if launch.scale is not None and launch.scale.tiles:
+        call.first_scale_row = row
+    elif launch.scale is not None:
+        moves.append(("scale", row, call.scale_row_stride, launch.scale.dtype.itemsize))
     for name, index, stride, elem_bytes in moves:
         if saved[name]:
             setattr(call, name, saved[name] + index * stride * elem_bytes)
@@ -230,6 +233,17 @@ def _wait(work: dist.Work, look: Callable[[float], None]) -> None:
     work.wait()
 
 
+def _complete_tiles(scale: torch.Tensor, launch: Launch, owner: Owner) -> None:
+    """Fetches the scales of rows that belong to other ranks, and zeroes what belongs to no row."""
+    assert launch.scale is not None
+    if not launch.num_tokens:
+        return
+    rows = swizzled_rows(scale, launch.scale.tiles)
+    _complete(rows[: launch.num_tokens], owner)
+    rows[launch.num_tokens :].zero_()
+    scale.view(torch.uint8).copy_(swizzle(rows))
+
+
 def _zero_padding(scale: torch.Tensor, geometry: ScaleGeometry) -> None:
     if geometry.padding_rows and scale.numel():
         end = scale.storage_offset() + scale.shape[0]
@@ -241,4 +255,5 @@ def _zero_padding(scale: torch.Tensor, geometry: ScaleGeometry) -> None:
 _ROW_FIELDS = (
     *("x", "residual", "out", "residual_out", "quantized", "scale", "top_k"),
     *("x_stride", "num_tokens", "num_sources", "source_stride", "scale_padding_rows"),
+    "first_scale_row",
 )

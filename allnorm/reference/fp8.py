@@ -1,4 +1,4 @@
-"""Step 6: quantisation to float8_e4m3fn."""
+"""Step 6: quantisation to float8_e4m3fn; e2m1 is in fp4.py."""
 
 from __future__ import annotations
 
@@ -9,23 +9,29 @@ import torch
 from torch import Tensor
 
 from allnorm.expert_sum import ExpertSum
+from allnorm.names import SWIZZLED
 from allnorm.post_norm import PostNorm
 from allnorm.quant import (
     DEFAULT_QUANT,
     DTYPE,
+    TILE_GROUPS,
+    TILE_ROWS,
     Fp8PerGroup,
     Fp8PerTensor,
+    Fp8PerToken,
+    NvFp4,
     Quant,
     QuantizedNorm,
     check_hidden_size,
     check_quant,
     scale_geometry,
+    swizzle,
 )
 from allnorm.reference.arithmetic import DTYPES, float32
+from allnorm.reference.fp4 import to_e4m3, to_nvfp4
 from allnorm.reference.norm import add_rms_norm, all_reduce_add_rms_norm
 
 _MAX = 448.0  # the greatest float8_e4m3fn
-_NAN = 0x7F
 _MIN_AMAX = 1e-10
 _BYTES_PER_WORD = 4
 
@@ -38,11 +44,11 @@ def quantize(y: Tensor, quant: Quant = DEFAULT_QUANT) -> tuple[Tensor, Tensor]:
 
     Args:
         y: `[..., hidden_size]`, float32, float16 or bfloat16.
-        quant: an `allnorm.Fp8PerGroup`, `Fp8PerToken` or `Fp8PerTensor`.
+        quant: an `allnorm.Fp8PerGroup`, `MxFp8()`, `Fp8PerToken`, `Fp8PerTensor` or `NvFp4`.
 
     Returns:
-        `(quantized, scale)`: float8_e4m3fn of the shape of `y`, and the scales as `quant` says;
-        padding rows are zero.
+        `(quantized, scale)`: float8_e4m3fn of the shape of `y`, of `NvFp4` uint8 half as wide; and
+        the scales as `quant` says; padding is zero.
 
     Raises:
         TypeError: the dtype of `y` is not one of the three, or `quant` is no spec.
@@ -56,24 +62,24 @@ def quantize(y: Tensor, quant: Quant = DEFAULT_QUANT) -> tuple[Tensor, Tensor]:
     hidden_size = y.shape[-1]
     check_hidden_size(quant, hidden_size)
     values = y.float()
+    if isinstance(quant, NvFp4):
+        if quant.global_scale.device != y.device:
+            raise ValueError(
+                f"global_scale is on {quant.global_scale.device}: expected {y.device}, as y"
+            )
+        quantized, scale = to_nvfp4(values, quant.global_scale.reshape(1))
+        return quantized, _lay_out(scale, quant, hidden_size)
     if isinstance(quant, Fp8PerTensor):
         if quant.scale.device != y.device:
             raise ValueError(f"scale is on {quant.scale.device}: expected {y.device}, as y")
-        return _to_fp8(values / quant.scale.reshape(1)), quant.scale
+        return to_e4m3(values / quant.scale.reshape(1)), quant.scale
     size = quant.group_size if isinstance(quant, Fp8PerGroup) else hidden_size
     groups = values.unflatten(-1, (hidden_size // size, size))
     scale = torch.maximum(groups.abs().amax(-1), float32(_MIN_AMAX, y)) / float32(_MAX, y)
     if isinstance(quant, Fp8PerGroup) and quant.scale_format != "float32":
         scale = _round_up_to_power_of_two(scale)
-    quantized = _to_fp8(groups / scale.unsqueeze(-1)).view(y.shape)
+    quantized = to_e4m3(groups / scale.unsqueeze(-1)).view(y.shape)
     return quantized, _lay_out(scale, quant, hidden_size)
-
-
-def _to_fp8(values: Tensor) -> Tensor:
-    """`e4m3fn(min(max(v, -448), 448))`, to nearest even; every NaN the same one."""
-    nan = torch.tensor(_NAN, dtype=torch.uint8, device=values.device)
-    bits = values.clamp(-_MAX, _MAX).to(DTYPE).view(torch.uint8)
-    return torch.where(values.isnan(), nan, bits).view(DTYPE)
 
 
 def _round_up_to_power_of_two(scale: Tensor) -> Tensor:
@@ -85,6 +91,10 @@ def _round_up_to_power_of_two(scale: Tensor) -> Tensor:
 def _lay_out(scale: Tensor, quant: Quant, hidden_size: int) -> Tensor:
     """Scales `[..., groups]` in the format and the memory layout of the spec."""
     rows = scale.reshape(scale.shape[:-1].numel(), scale.shape[-1])
+    if not isinstance(quant, Fp8PerToken | Fp8PerTensor) and quant.scale_layout == SWIZZLED:
+        if isinstance(quant, NvFp4):
+            return _in_tiles(rows.view(torch.uint8)).view(DTYPE)
+        return _in_tiles(_exponents(rows))
     if isinstance(quant, Fp8PerGroup) and quant.scale_format == "ue8m0_packed":
         rows = _pack_exponents(rows)
     geometry = scale_geometry(quant, rows.shape[0], hidden_size)
@@ -98,10 +108,22 @@ def _lay_out(scale: Tensor, quant: Quant, hidden_size: int) -> Tensor:
 
 def _pack_exponents(scale: Tensor) -> Tensor:
     """Powers of two `[T, groups]` to their exponent bytes, four to an int32, lowest byte first."""
-    exponents = (scale.view(torch.int32) >> 23 & 0xFF).to(torch.uint8)
+    exponents = _exponents(scale)
     missing = -exponents.shape[1] % _BYTES_PER_WORD
     padded = torch.nn.functional.pad(exponents, (0, missing)).contiguous()
     return padded.view(torch.int32)  # the host's and every GPU's byte order is little endian
+
+
+def _exponents(scale: Tensor) -> Tensor:
+    """The exponent bytes of powers of two; 255 for infinity and NaN."""
+    return (scale.view(torch.int32) >> 23 & 0xFF).to(torch.uint8)
+
+
+def _in_tiles(scale: Tensor) -> Tensor:
+    """Bytes `[T, groups]` in tiles of 128 rows by 4 groups, the rest zeros."""
+    rows, groups = scale.shape
+    missing = (0, -groups % TILE_GROUPS, 0, -rows % TILE_ROWS)
+    return swizzle(torch.nn.functional.pad(scale, missing))
 
 
 def _check_normed(normed: Tensor | None) -> None:

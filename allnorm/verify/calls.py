@@ -12,13 +12,22 @@ import torch
 
 import allnorm
 from allnorm import reference
-from allnorm.names import GROUP_SIZES, NUMERICS, REQUESTS, SCALE_LAYOUTS
+from allnorm.names import (
+    GROUP_SIZES,
+    NUMERICS,
+    NVFP4_LAYOUTS,
+    REQUESTS,
+    SCALE_LAYOUTS,
+    SWIZZLED,
+)
 from allnorm.quant import Quant
 from allnorm.testing import DTYPES
 
 EPS = 1e-5
 _LAYOUTS = (
-    *itertools.product(SCALE_LAYOUTS, ("float32", "ue8m0")),
+    *itertools.product(
+        (layout for layout in SCALE_LAYOUTS if layout != SWIZZLED), ("float32", "ue8m0")
+    ),
     ("column_major_tma", "ue8m0_packed"),
 )
 _ALGORITHM_SHARES = (2, 4, 4, 1)
@@ -60,10 +69,10 @@ class Kind:
             return (self.op,)
         # Scales in another layout are the same numbers.
         quant = self.quant
-        if isinstance(quant, allnorm.Fp8PerGroup):
+        if isinstance(quant, allnorm.Fp8PerGroup) and quant.scale_layout != SWIZZLED:
             quant = ("per_group", quant.group_size, quant.scale_format)
-        elif quant is not None:
-            quant = type(quant).__name__
+        elif quant is not None:  # of tiles the bytes lie otherwise, and are others
+            quant = (type(quant).__name__, getattr(quant, "scale_layout", ""))
         options = (self.numerics, self.weight_bias, self.float32_weight, self.has_residual)
         change = (self.post_norm, self.scale, self.second_norm)
         return (*options, self.eps, quant, *change)
@@ -196,7 +205,11 @@ def specs(hidden_size: int, device: torch.device) -> list[Quant]:
     fitting = [size for size in GROUP_SIZES if hidden_size % size == 0]
     groups = [allnorm.Fp8PerGroup(size, *names) for size in fitting for names in _LAYOUTS]
     static = allnorm.Fp8PerTensor(torch.full((1,), 0.03, device=device))
-    return [*groups, allnorm.Fp8PerToken(), static]
+    blocks: list[Quant] = [allnorm.MxFp8()] if hidden_size % 32 == 0 else []
+    if hidden_size % 16 == 0:
+        given = torch.full((1,), 600.0, device=device)
+        blocks += [allnorm.NvFp4(given, layout) for layout in NVFP4_LAYOUTS]
+    return [*blocks, *groups, allnorm.Fp8PerToken(), static]
 
 
 def random_kind(rng: random.Random, device: torch.device, max_elems: int) -> Kind:

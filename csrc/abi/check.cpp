@@ -10,8 +10,8 @@
 namespace allnorm {
 namespace {
 
-constexpr int32_t kCallFlags =
-    ALLNORM_NO_PDL | ALLNORM_RESIDUAL_SHARDED | ALLNORM_SCALED | ALLNORM_NO_NORM;
+constexpr int32_t kCallFlags = ALLNORM_NO_PDL | ALLNORM_RESIDUAL_SHARDED | ALLNORM_SCALED |
+                               ALLNORM_NO_NORM | ALLNORM_SWIZZLED_SCALES;
 constexpr int32_t kMostClusterSize = 8;
 constexpr int32_t kMostChoices = 16;
 
@@ -24,8 +24,8 @@ int32_t check_struct(const char* name, uint32_t given, size_t expected) {
 }
 
 int32_t check_quant(const AllnormCall& call) {
-  if (call.quant < ALLNORM_QUANT_NONE || call.quant > ALLNORM_QUANT_PER_TENSOR) {
-    return invalid("quant", call.quant, "an AllnormQuant, 0 to 3");
+  if (call.quant < ALLNORM_QUANT_NONE || call.quant > ALLNORM_QUANT_NVFP4) {
+    return invalid("quant", call.quant, "an AllnormQuant, 0 to 4");
   }
   if (call.scale_format < ALLNORM_SCALE_FLOAT32 || call.scale_format > ALLNORM_SCALE_UE8M0_PACKED) {
     return invalid("scale_format", call.scale_format, "an AllnormScaleFormat, 0 to 2");
@@ -33,6 +33,23 @@ int32_t check_quant(const AllnormCall& call) {
   if (call.quant == ALLNORM_QUANT_NONE) return ALLNORM_OK;
   if (call.scale_padding_rows < 0) {
     return invalid("scale_padding_rows", call.scale_padding_rows, "at least 0");
+  }
+  if (is_swizzled(call) && !is_nvfp4(call) &&
+      !(call.quant == ALLNORM_QUANT_PER_GROUP && call.group_size == 32 &&
+        call.scale_format == ALLNORM_SCALE_UE8M0)) {
+    return invalid("quant", call.quant,
+                   "NVFP4, or PER_GROUP of 32 with UE8M0, with ALLNORM_SWIZZLED_SCALES");
+  }
+  if (is_swizzled(call) &&
+      (call.first_scale_row < 0 || call.first_scale_row > INT32_MAX - kTileRows)) {
+    return invalid("first_scale_row", call.first_scale_row, "0 to 2^31 - 129");
+  }
+  if (is_nvfp4(call) && !is_swizzled(call) && call.scale_padding_rows != 0) {
+    return invalid("scale_padding_rows", call.scale_padding_rows,
+                   "0 with NVFP4, unless ALLNORM_SWIZZLED_SCALES");
+  }
+  if (is_nvfp4(call) && call.hidden_size % kNvFp4GroupElems != 0) {
+    return invalid("hidden_size", call.hidden_size, "a multiple of 16 with NVFP4");
   }
   if (call.quant != ALLNORM_QUANT_PER_GROUP) {
     if (call.scale_format == ALLNORM_SCALE_FLOAT32) return ALLNORM_OK;
@@ -116,7 +133,7 @@ int32_t check_call(const AllnormCall* call) {
                 call->link_gbps);
   }
   if ((call->flags & ~kCallFlags) != 0) {
-    return invalid("flags", call->flags, "a sum of AllnormCallFlags, 0 to 15");
+    return invalid("flags", call->flags, "a sum of AllnormCallFlags, 0 to 31");
   }
   if (call->top_k < 0 || call->top_k > kMostChoices) {
     return invalid("top_k", call->top_k, "0 (x is dense) to 16");

@@ -97,7 +97,7 @@ class Tensors {
   }
 
  private:
-  static constexpr int kMost = 11;
+  static constexpr int kMost = 12;
   Range ranges_[kMost];
   int count_ = 0;
   int32_t status_ = ALLNORM_OK;
@@ -127,6 +127,7 @@ int32_t check_present(const AllnormCall& call) {
   if (norm && call.residual_out == nullptr) return missing("residual_out");
   if (quantized && call.quantized == nullptr) return missing("quantized");
   if (quantized && call.scale == nullptr) return missing("scale");
+  if (is_nvfp4(call) && call.global_scale == nullptr) return missing("global_scale");
   return ALLNORM_OK;
 }
 
@@ -244,7 +245,7 @@ int32_t check_memory(const AllnormCall& call, int num_sources, const RowShard& o
   if (status != ALLNORM_OK || call.num_tokens == 0) return status;
   status = check_present(call);
   if (status == ALLNORM_OK) status = check_strides(call);
-  if (status == ALLNORM_OK && scales) status = check_scale_strides(call);
+  if (status == ALLNORM_OK && scales && !is_swizzled(call)) status = check_scale_strides(call);
   if (status != ALLNORM_OK) return status;
 
   const int64_t columns = call.hidden_size, width = element_bytes(call.dtype);
@@ -255,11 +256,18 @@ int32_t check_memory(const AllnormCall& call, int num_sources, const RowShard& o
   Extent others = rows(call.num_tokens, call.x_stride);
   others.far_repeats = num_sources - 2;
   others.far_stride = others.skipped = call.source_stride;
-  const Extent scale = {.columns = 1,
-                        .repeats = call.num_tokens - 1 + call.scale_padding_rows,
-                        .stride = call.scale_row_stride,
-                        .far_repeats = scale_words(call) - 1,
-                        .far_stride = call.scale_group_stride};
+  Extent scale = {.columns = 1,
+                  .repeats = call.num_tokens - 1 + call.scale_padding_rows,
+                  .stride = call.scale_row_stride,
+                  .far_repeats = scale_words(call) - 1,
+                  .far_stride = call.scale_group_stride};
+  int64_t scale_bytes = is_nvfp4(call) ? 1 : 4;
+  if (is_swizzled(call)) {
+    // By words of the four scales of a row in a tile.
+    const int64_t end = call.first_scale_row + call.num_tokens + call.scale_padding_rows;
+    scale = {.columns = (end + kTileRows - 1) / kTileRows * scale_tiles(call) * kTileRows};
+    scale_bytes = kTileGroups;
+  }
   const int64_t x_rows = call.op == ALLNORM_ALL_GATHER_ROWS ? held : rows_of_x(call);
   // A shard of no rows has an address that means nothing.
   Tensors all;
@@ -282,6 +290,7 @@ int32_t check_memory(const AllnormCall& call, int num_sources, const RowShard& o
     all.add("post_weight", call.post_weight, element_bytes(call.post_weight_dtype), {columns});
   }
   if (quantized && !scales) all.add("scale", call.scale, 4, {1});
+  if (is_nvfp4(call)) all.add("global_scale", call.global_scale, 4, {1});
   all.add_result("out", call.out, width, rows(call.num_tokens, call.out_stride),
                  sums_experts(call) ? nullptr : kX);
   if (norm && held > 0) {
@@ -292,7 +301,7 @@ int32_t check_memory(const AllnormCall& call, int num_sources, const RowShard& o
     all.add_result("quantized", call.quantized, 1,
                    {quantized_row_bytes(call), call.num_tokens - 1, call.quantized_stride});
   }
-  if (scales) all.add_result("scale", call.scale, 4, scale);
+  if (scales) all.add_result("scale", call.scale, scale_bytes, scale);
   return all.status();
 }
 
@@ -317,7 +326,7 @@ int32_t check_alignment(const AllnormCall& call, const RowShard& own) {
       {"residual_out", norm ? call.residual_out : nullptr, held, call.residual_out_stride * width,
        kPackBytes},
       {"quantized", quantized ? call.quantized : nullptr, call.num_tokens, call.quantized_stride,
-       kPackBytes / width},
+       kPackBytes / width / (is_nvfp4(call) ? 2 : 1)},
   };
   for (const auto& [name, data, rows, stride_bytes, row_align] : tensors) {
     if (rows > 0 && reinterpret_cast<uintptr_t>(data) % kPackBytes != 0) {

@@ -7,6 +7,7 @@
 
 #include "allnorm.h"
 #include "protocol/call_tag.h"
+#include "protocol/numerics.h"
 #include "protocol/row_format.h"
 
 namespace allnorm {
@@ -15,11 +16,21 @@ inline bool is_norm(const AllnormCall& call) { return call.op == ALLNORM_ADD_RMS
 inline bool is_quantized(const AllnormCall& call) {
   return is_norm(call) && call.quant != ALLNORM_QUANT_NONE;
 }
+inline bool is_nvfp4(const AllnormCall& call) {
+  return is_norm(call) && call.quant == ALLNORM_QUANT_NVFP4;
+}
+// Scales are bytes in tiles: swizzled_scale() in protocol/numerics.h.
+inline bool is_swizzled(const AllnormCall& call) {
+  return is_quantized(call) && (call.flags & ALLNORM_SWIZZLED_SCALES) != 0;
+}
 inline RowFormat format_of(const AllnormCall& call) {
-  return is_quantized(call) ? RowFormat::kE4m3 : RowFormat::kPlain;
+  if (!is_quantized(call)) return RowFormat::kPlain;
+  return is_nvfp4(call) ? RowFormat::kNvFp4 : RowFormat::kE4m3;
 }
 // Bytes of a row of `quantized`.
-inline int64_t quantized_row_bytes(const AllnormCall& call) { return call.hidden_size; }
+inline int64_t quantized_row_bytes(const AllnormCall& call) {
+  return is_nvfp4(call) ? call.hidden_size / 2 : call.hidden_size;
+}
 // Rows belong to ranks: row_shard() in protocol/layout.h.
 inline bool is_sharded(const AllnormCall& call) {
   return call.op == ALLNORM_ALL_GATHER_ROWS ||
@@ -32,7 +43,9 @@ inline bool changes_sum(const AllnormCall& call) {
 // Step 0 of the numerics page: x holds rows of experts.
 inline bool sums_experts(const AllnormCall& call) { return call.top_k != 0; }
 // Takes a kernel of the extended family: cuda/kernels.h.
-inline bool is_extended(const AllnormCall& call) { return changes_sum(call) || sums_experts(call); }
+inline bool is_extended(const AllnormCall& call) {
+  return changes_sum(call) || sums_experts(call) || is_nvfp4(call) || is_swizzled(call);
+}
 // The sum with the residual is the last result.
 inline bool ends_with_sum(const AllnormCall& call) {
   return is_norm(call) && (call.flags & ALLNORM_NO_NORM) != 0;
@@ -40,7 +53,12 @@ inline bool ends_with_sum(const AllnormCall& call) {
 // Scales of a quantised row; 0 if they are not a result.
 inline int64_t scales_per_row(const AllnormCall& call) {
   if (!is_quantized(call) || call.quant == ALLNORM_QUANT_PER_TENSOR) return 0;
+  if (is_nvfp4(call)) return call.hidden_size / kNvFp4GroupElems;
   return call.quant == ALLNORM_QUANT_PER_TOKEN ? 1 : call.hidden_size / call.group_size;
+}
+// Tiles of scales side by side.
+inline int64_t scale_tiles(const AllnormCall& call) {
+  return (scales_per_row(call) + kTileGroups - 1) / kTileGroups;
 }
 
 inline uint64_t hash_of(float high, float low) {
@@ -75,6 +93,8 @@ inline CallTag call_tag(const AllnormCall& call, int64_t num_tokens) {
     if (call.quant == ALLNORM_QUANT_PER_GROUP) {
       quant = 1;
       while (8 << quant < call.group_size) ++quant;
+    } else if (is_nvfp4(call)) {
+      quant = 10;
     }
   }
   if (ends_with_sum(call)) quant = 9;

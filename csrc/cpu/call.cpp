@@ -17,7 +17,7 @@ namespace {
 // 4096x4096 bfloat16, least time of `cpu_bench 2 4096x4096`: 64 / 128 / 256 / 512 / 1024 KiB take
 // 40 / 34 / 35 / 26 / 36 ms on a busy machine.
 constexpr int64_t kChunkBytes = 512 << 10;
-// A scale, or four packed ones.
+// A scale, or four packed ones; but of NVFP4 one byte.
 constexpr int64_t kScaleBytes = 4;
 
 ConstRows matrix(const void* data, int64_t stride_bytes, int64_t row) {
@@ -39,10 +39,17 @@ FinishedRow finished_row(const AllnormCall& call) {
 }
 
 ScaleRows scale_rows(const AllnormCall& call, int64_t row) {
+  const int64_t bytes = is_nvfp4(call) ? 1 : kScaleBytes;
+  const bool swizzled = is_swizzled(call);
+  const bool exponents = swizzled || call.scale_format == ALLNORM_SCALE_UE8M0_PACKED;
   return ScaleRows{.data = static_cast<std::byte*>(call.scale),
-                   .row_stride_bytes = kScaleBytes * call.scale_row_stride,
-                   .group_stride_bytes = kScaleBytes * call.scale_group_stride,
-                   .packed = call.scale_format == ALLNORM_SCALE_UE8M0_PACKED}
+                   .row_stride_bytes = bytes * call.scale_row_stride,
+                   .group_stride_bytes = bytes * call.scale_group_stride,
+                   .stored = is_nvfp4(call) ? StoredScale::kE4m3
+                             : exponents    ? StoredScale::kExponent
+                                            : StoredScale::kFloat32,
+                   .tiles = swizzled ? scale_tiles(call) : 0,
+                   .row = call.first_scale_row}
       .from(row);
 }
 
@@ -63,7 +70,14 @@ void fill_outputs_nan(const AllnormCall& call, int64_t begin, int64_t end) {
     fill_nan(task.out, end - begin, call.hidden_size, element_bytes(call.dtype));
   }
   if (!is_quantized(call)) return;
-  fill_nan(task.quantized, end - begin, call.hidden_size, 1);
+  if (is_nvfp4(call)) {
+    // e2m1 has no NaN: the scale says it.
+    for (int64_t row = 0; row < end - begin; ++row) {
+      std::memset(task.quantized.from(row).data, 0, static_cast<size_t>(quantized_row_bytes(call)));
+    }
+  } else {
+    fill_nan(task.quantized, end - begin, call.hidden_size, 1);
+  }
   for (int64_t row = 0; row < end - begin; ++row) {
     const ScaleRows scales = task.scales.from(row);
     for (int64_t group = 0; group < scales_per_row(call); ++group) {
@@ -130,6 +144,7 @@ RowOp row_op(const AllnormCall& call, float* scratch) {
     if (call.quant == ALLNORM_QUANT_PER_TENSOR) {
       op.given_scale = *static_cast<const float*>(call.scale);
     }
+    if (is_nvfp4(call)) op.given_scale = *static_cast<const float*>(call.global_scale);
   }
   return op;
 }
@@ -177,6 +192,19 @@ RowTask row_task(const AllnormCall& call, int64_t row, int64_t residual_row) {
 void zero_scale_padding(const AllnormCall& call) {
   const int64_t scales = scales_per_row(call);
   if (scales == 0 || call.num_tokens == 0) return;
+  if (is_swizzled(call)) {
+    const int64_t tiles = scale_tiles(call), end = call.first_scale_row + call.num_tokens;
+    auto* const data = static_cast<std::byte*>(call.scale);
+    const auto zero = [&](int64_t row, int64_t first_group) {
+      for (int64_t group = first_group; group < tiles * kTileGroups; ++group) {
+        data[swizzled_scale(static_cast<uint32_t>(row), static_cast<uint32_t>(group),
+                            static_cast<uint32_t>(tiles))] = std::byte{0};
+      }
+    };
+    for (int64_t row = call.first_scale_row; row < end; ++row) zero(row, scales);
+    for (int64_t i = 0; i < call.scale_padding_rows; ++i) zero(end + i, 0);
+    return;
+  }
   const bool packed = call.scale_format == ALLNORM_SCALE_UE8M0_PACKED;
   const int64_t words = packed ? (scales + 3) / 4 : scales;
   const auto zero = [&](int64_t row, int64_t first_word) {

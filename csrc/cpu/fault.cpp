@@ -20,6 +20,8 @@ std::string describe_op(uint32_t op) {
   if (quant == 0) return norm;
   if (quant == 7) return norm + ", float8 by row";
   if (quant == 8) return norm + ", float8 by a given scale";
+  if (quant == 9) return norm + " without a second norm";
+  if (quant == 10) return norm + ", NVFP4";
   return quant < 7 ? norm + ", float8 by groups of " + std::to_string(8 << quant) : "?";
 }
 

@@ -6,6 +6,7 @@
 #define ALLNORM_CPU_FORMATS_H_
 
 #include "cpu/formats/e4m3.h"
+#include "cpu/formats/nvfp4.h"
 #include "cpu/formats/plain.h"
 #include "cpu/row.h"
 #include "protocol/row_format.h"
@@ -17,7 +18,7 @@ using StoreRow = void (*)(const RowOp& op, const typename T::Storage* y, const R
 
 // In the order of RowFormat.
 template <class T>
-constexpr StoreRow<T> kFormats[] = {&store_plain<T>, &store_e4m3<T>};
+constexpr StoreRow<T> kFormats[] = {&store_plain<T>, &store_e4m3<T>, &store_nvfp4<T>};
 
 }  // namespace allnorm::ALLNORM_ISA
 #endif  // ALLNORM_CPU_FORMATS_H_

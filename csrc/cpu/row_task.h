@@ -45,21 +45,42 @@ struct ExpertRows {
   }
 };
 
+// What becomes of a scale.
+enum class StoredScale {
+  kFloat32,
+  kExponent,  // its exponent byte
+  kE4m3,
+};
+
 // Where the scales of rows of groups go, as AllnormCall.scale says.
 struct ScaleRows {
   std::byte* data;
   int64_t row_stride_bytes;
-  int64_t group_stride_bytes;  // of four groups if packed
-  bool packed;                 // a scale is its exponent byte
+  int64_t group_stride_bytes;  // of four groups if exponents
+  StoredScale stored;
+  int64_t tiles = 0;  // swizzled: side by side; the strides mean nothing
+  int64_t row = 0;    // swizzled: the first one's, in the tiles
 
-  ScaleRows from(int64_t row) const {
-    return {data + row * row_stride_bytes, row_stride_bytes, group_stride_bytes, packed};
+  ScaleRows from(int64_t rows) const {
+    ScaleRows result = *this;
+    if (tiles != 0) {
+      result.row += rows;
+    } else {
+      result.data += rows * row_stride_bytes;
+    }
+    return result;
   }
   // The scale of a group of the first row. Forced inline, because the row kernels use it: see
   // cpu/simd.h.
   ALLNORM_HD void put(int64_t group, float scale) const {
-    if (packed) {
+    if (tiles != 0) {
+      data[swizzled_scale(static_cast<uint32_t>(row), static_cast<uint32_t>(group),
+                          static_cast<uint32_t>(tiles))] =
+          std::byte{stored == StoredScale::kE4m3 ? to_e4m3(scale) : exponent_byte(scale)};
+    } else if (stored == StoredScale::kExponent) {
       data[group / 4 * group_stride_bytes + group % 4] = std::byte{exponent_byte(scale)};
+    } else if (stored == StoredScale::kE4m3) {
+      data[group * group_stride_bytes] = std::byte{to_e4m3(scale)};
     } else {
       std::memcpy(data + group * group_stride_bytes, &scale, sizeof(scale));
     }
@@ -102,11 +123,11 @@ struct RowOp {
   const void* weight;  // null: the row is not normed behind the residual
   float* scratch;      // Scratch::reserve(hidden_size)
   RowFormat format = RowFormat::kPlain;
-  // kE4m3 only:
+  // kE4m3 and kNvFp4 only:
   int quant = 0;              // AllnormQuant
   int64_t group_size = 0;     // hidden_size unless PER_GROUP
   bool power_of_two = false;  // scales are rounded up to a power of two
-  float given_scale = 0.0f;   // PER_TENSOR
+  float given_scale = 0.0f;   // PER_TENSOR; NVFP4: the global one
   // Numerics step 1c; null and 1: nothing of it.
   const void* post_weight = nullptr;
   int post_weight_dtype = 0;

@@ -149,7 +149,7 @@ bool Communicator::sharded(const Chunk& chunk) {
   task.scales = {.data = phase + layout.scales(0),
                  .row_stride_bytes = layout.finished.scale_bytes,
                  .group_stride_bytes = sizeof(float),
-                 .packed = false};
+                 .stored = StoredScale::kFloat32};
   best_isa().run_rows(chunk.op, task);
   publish(2);
 

@@ -20,6 +20,7 @@ constexpr int kLocalCachedPacks = 2;
 // every pack is whole and 16-byte aligned.
 template <class T, bool kAligned>
 struct RowAccess {
+  static constexpr bool kIsAligned = kAligned;
   static constexpr int kElems = kElemsPerPack<T>;
   using Storage = typename T::Storage;
   // Packs that are loaded together; the elements of one are eight loads.

@@ -12,7 +12,8 @@
 // (cuda/transports/row_owners.cuh):
 //   Packed                            what becomes of a pack, one or two words; no word is
 //                                     kEmptyWord
-//   kNanWord                          what it is filled with after a failure
+//   nan_word(quant)                   what it is filled with after a failure
+//   sent_scales(quant)                scales that are sent beside it, of a row
 //   operator()(y)                     this thread's Packed of a row, and then:
 //   leads_group(), group(), scale()   whether its scale is this thread's to store, which, and what
 //   store(row, packed)                both to where they are wanted
@@ -24,6 +25,7 @@
 #ifndef ALLNORM_CUDA_FORMATS_CUH_
 #define ALLNORM_CUDA_FORMATS_CUH_
 
+#include "cuda/formats/any_quantized.cuh"
 #include "cuda/formats/e4m3.cuh"
 #include "cuda/formats/plain.cuh"
 #include "protocol/row_format.h"
@@ -33,8 +35,10 @@ namespace allnorm {
 template <template <class> class... kFormats>
 struct FormatList {};
 
-// In the order of RowFormat.
+// In the order of RowFormat; the second of kernels of the extended family, which alone has all of
+// them.
 using Formats = FormatList<Plain, E4m3>;
+using ExtendedFormats = FormatList<Plain, AnyQuantized, AnyQuantized>;
 
 }  // namespace allnorm
 #endif  // ALLNORM_CUDA_FORMATS_CUH_

@@ -3,6 +3,7 @@
 #define ALLNORM_CUDA_INSTANTIATE_CUH_
 
 #include <array>
+#include <cstddef>
 #include <utility>
 
 #include "cuda/any_rows.cuh"
@@ -96,8 +97,7 @@ const void* exchange_kernel_of(const KernelKey& key) {
 }
 
 template <class T, template <class> class Format>
-const void* exchange_kernel_of(const KernelKey& key) {
-  if (key.extended) return exchange_kernel_of<T, Format, true>(key);
+const void* plain_kernel_of(const KernelKey& key) {
   switch (key.kind) {
     case ExchangeKind::kOneShotFew:
       return FusedKernel<T, OneShot, Grid::kFew, Format, false>::template get<kFewWorldSize>();
@@ -127,28 +127,36 @@ const void* local_kernel_of(LocalKind kind) {
   return nullptr;
 }
 
-// By the format's place in the list.
-template <class T, template <class> class... kFormats>
-const void* exchange_kernel_of(const KernelKey& key, FormatList<kFormats...>) {
-  static constexpr const void* (*kOf[])(const KernelKey&) = {&exchange_kernel_of<T, kFormats>...};
-  return kOf[static_cast<int>(key.format)](key);
+// By the format's place in the list; nullptr if it has none there.
+template <class... Of>
+const void* at_format(RowFormat format, Of... kernels) {
+  const void* const all[] = {kernels...};
+  const auto place = static_cast<size_t>(format);
+  return place < sizeof...(Of) ? all[place] : nullptr;
 }
 template <class T, template <class> class... kFormats>
-const void* local_kernel_of(LocalKind kind, RowFormat format, bool extended,
-                            FormatList<kFormats...>) {
-  static constexpr const void* (*kOf[][2])(LocalKind) = {
-      {&local_kernel_of<T, kFormats, false>, &local_kernel_of<T, kFormats, true>}...};
-  return kOf[static_cast<int>(format)][extended ? 1 : 0](kind);
+const void* plain_kernel_of(const KernelKey& key, FormatList<kFormats...>) {
+  return at_format(key.format, plain_kernel_of<T, kFormats>(key)...);
+}
+template <class T, template <class> class... kFormats>
+const void* extended_kernel_of(const KernelKey& key, FormatList<kFormats...>) {
+  return at_format(key.format, exchange_kernel_of<T, kFormats, true>(key)...);
+}
+template <class T, bool kExtended, template <class> class... kFormats>
+const void* local_kernel_of(LocalKind kind, RowFormat format, FormatList<kFormats...>) {
+  return at_format(format, local_kernel_of<T, kFormats, kExtended>(kind)...);
 }
 
 template <class T>
 const void* exchange_kernel_of(const KernelKey& key) {
   if (key.world_size < 2 || key.world_size > kPushMaxWorldSize) return nullptr;
-  return exchange_kernel_of<T>(key, Formats());
+  return key.extended ? extended_kernel_of<T>(key, ExtendedFormats())
+                      : plain_kernel_of<T>(key, Formats());
 }
 template <class T>
 const void* local_kernel_of(LocalKind kind, RowFormat format, bool extended) {
-  return local_kernel_of<T>(kind, format, extended, Formats());
+  return extended ? local_kernel_of<T, true>(kind, format, ExtendedFormats())
+                  : local_kernel_of<T, false>(kind, format, Formats());
 }
 
 }  // namespace allnorm

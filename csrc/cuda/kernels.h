@@ -23,8 +23,8 @@ struct KernelKey {
   ExchangeKind kind;
   int world_size;
   RowFormat format;
-  // Of the family that also knows numerics steps 0 and 1c, any parts of them; for what else it
-  // takes it is slower. None of a kind for few blocks, and no kOwnedGiven.
+  // Of the family that also knows numerics steps 0 and 1c, any parts of them, kNvFp4, and scales in
+  // tiles; for what else it takes it is slower. None of a kind for few blocks, and no kOwnedGiven.
   bool extended;
   bool has_experts;  // extended: numerics step 0 is asked for
 };

@@ -64,6 +64,10 @@ struct QuantParams {
   // results are stored took 0.1 us (docs/engineering-log).
   int32_t group_shift;
   int32_t groups;  // of a row; 0 per tensor
+  // Read by kernels of the extended family only, as the next two. NVFP4: one float32.
+  const char* global_scale;
+  uint32_t tiles;            // of scales, side by side; 0: they are not in tiles
+  uint32_t first_scale_row;  // in the tiles, of row 0
 
   // Where a pack of a row belongs, and whether it is the first there. Not per tensor.
   ALLNORM_HD int group_of(int pack) const { return pack >> group_shift; }

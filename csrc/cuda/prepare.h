@@ -26,20 +26,22 @@ inline QuantParams quant_params(const AllnormCall& call, int64_t first_row, int6
                                 bool last) {
   if (!is_quantized(call)) return {};
   const int64_t elems_per_pack = kPackBytes / element_bytes(call.dtype);
-  const int64_t columns =
-      call.quant == ALLNORM_QUANT_PER_GROUP ? call.group_size : call.hidden_size;
+  const bool by_group = call.quant == ALLNORM_QUANT_PER_GROUP || is_nvfp4(call);
+  const int64_t columns = is_nvfp4(call) ? kNvFp4GroupElems
+                          : by_group     ? call.group_size
+                                         : call.hidden_size;
   const int packs_per_group = static_cast<int>((columns + elems_per_pack - 1) / elems_per_pack);
-  const int group_shift = call.quant == ALLNORM_QUANT_PER_GROUP
-                              ? std::countr_zero(static_cast<uint32_t>(packs_per_group))
-                              : 31;
+  const int group_shift = by_group ? std::countr_zero(static_cast<uint32_t>(packs_per_group)) : 31;
   const int groups = static_cast<int>(scales_per_row(call));
-  const int64_t row_bytes = 4 * call.scale_row_stride;
+  const int64_t scale_bytes = is_nvfp4(call) ? 1 : 4;
+  // In tiles a row is found by its number.
+  const int64_t row_bytes = is_swizzled(call) ? 0 : scale_bytes * call.scale_row_stride;
   return {
       .quantized = static_cast<char*>(call.quantized) + first_row * call.quantized_stride,
       .quantized_stride_bytes = call.quantized_stride,
       .scale = static_cast<char*>(call.scale) + (groups == 0 ? 0 : first_row * row_bytes),
       .scale_row_bytes = row_bytes,
-      .scale_group_bytes = 4 * call.scale_group_stride,
+      .scale_group_bytes = scale_bytes * call.scale_group_stride,
       .first_padding_row = num_rows,
       .padding_rows = last && groups != 0 ? call.scale_padding_rows : 0,
       .kind = call.quant,
@@ -47,6 +49,9 @@ inline QuantParams quant_params(const AllnormCall& call, int64_t first_row, int6
       .packs_per_group = packs_per_group,
       .group_shift = group_shift,
       .groups = groups,
+      .global_scale = static_cast<const char*>(call.global_scale),
+      .tiles = is_swizzled(call) ? static_cast<uint32_t>(scale_tiles(call)) : 0,
+      .first_scale_row = static_cast<uint32_t>(call.first_scale_row + first_row),
   };
 }
 
@@ -137,12 +142,13 @@ struct SlotBytes {
 inline SlotBytes owned_rows_bytes(int world_size, const AllnormCall& call) {
   const bool sends_quantized = is_sharded(call) && is_quantized(call) && call.out == nullptr;
   const int64_t packs = call.hidden_size * element_bytes(call.dtype) / kPackBytes;
-  const int64_t packed_bytes = sends_quantized ? quantized_row_bytes(call) / packs : kPackBytes;
+  // A byte an element: NVFP4 too, whose scales go along with the elements.
+  const int64_t packed_bytes = sends_quantized ? call.hidden_size / packs : kPackBytes;
   const ShardedLayout layout = {
       .world_size = world_size,
       .packs = static_cast<int32_t>(packs),
       .element_bytes = static_cast<int32_t>(packed_bytes),
-      .scales = static_cast<int32_t>(sends_quantized ? scales_per_row(call) : 0),
+      .scales = static_cast<int32_t>(sends_quantized && !is_nvfp4(call) ? scales_per_row(call) : 0),
       .rows = 1};
   return {layout.row_bytes(call.op == ALLNORM_ALL_GATHER_ROWS), world_size};
 }

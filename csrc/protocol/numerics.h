@@ -14,6 +14,9 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
+#if __has_include(<cuda_fp4.h>)
+#include <cuda_fp4.h>
+#endif
 #define ALLNORM_HD __host__ __device__ __forceinline__
 #else
 #define ALLNORM_HD inline __attribute__((always_inline))
@@ -361,6 +364,80 @@ ALLNORM_HD uint32_t to_e4m3x4(const float* v) {
   return static_cast<uint32_t>(to_e4m3(v[0])) | static_cast<uint32_t>(to_e4m3(v[1])) << 8 |
          static_cast<uint32_t>(to_e4m3(v[2])) << 16 | static_cast<uint32_t>(to_e4m3(v[3])) << 24;
 #endif
+}
+
+// The number of e4m3 bits that are not NaN's.
+ALLNORM_HD float from_e4m3(uint32_t bits) {
+  // As float32 exponent and significand they are 2^-120 times it, denormals too.
+  const float size = mul_rn(bit_cast<float>((bits & 0x7fu) << 20), 0x1p120f);
+  return bit_cast<float>(bit_cast<uint32_t>(size) | (bits & 0x80u) << 24);
+}
+
+// Of NVFP4.
+constexpr int kNvFp4GroupElems = 16;
+constexpr float kSixth = 1.0f / 6.0f;  // the greatest e2m1
+
+// The scale of a group, e4m3 bits; what its elements are multiplied by before they are rounded; and
+// what bits of elements are kept: none where the scale is NaN, since e2m1 has no NaN.
+struct NvFp4Scale {
+  uint32_t e4m3;
+  float factor;
+  uint32_t kept;
+};
+// `amax`: the greatest magnitude() of the group; `sixth`: of the global scale, global * kSixth;
+// `inverse`: 1 / global.
+ALLNORM_HD NvFp4Scale nvfp4_scale(uint32_t amax, float sixth, float inverse) {
+  const float greatest = bit_cast<float>(amax);
+  const float most = 0x1.fffffep+127f;
+  const uint32_t e4m3 = to_e4m3(mul_rn(greatest, sixth));
+  float factor = reciprocal_rn(mul_rn(from_e4m3(e4m3), inverse));
+  factor = factor > most ? most : factor;  // NaN stays
+  if (amax == 0) factor = 0.0f;
+  const float product = mul_rn(greatest, factor);
+  const bool nan = (e4m3 & 0x7fu) == kNanE4m3 || product != product;
+  return {nan ? kNanE4m3 : e4m3, factor, nan ? 0u : ~0u};
+}
+
+// e2m1(v), four bits: to nearest even, saturating at 6. Of NaN any.
+ALLNORM_HD uint32_t to_e2m1(float v) {
+  constexpr uint32_t kOne = 0x3f800000u, kSix = 0x40c00000u;
+  const uint32_t bits = bit_cast<uint32_t>(v);
+  uint32_t size = bits & 0x7fffffffu;
+  size = size < kSix ? size : kSix;
+  const uint32_t power = size & 0x7f800000u, exponent = power < kOne ? kOne : power;
+  // Beside 2^22 times its power of two, the unit that v has in e2m1 is the last bit, so that the
+  // addition rounds as it should. It leaves up to 4 units there, and the exponent belongs above.
+  const float shift = bit_cast<float>(exponent + (22u << 23));
+  const uint32_t units = bit_cast<uint32_t>(add_rn(bit_cast<float>(size), shift));
+  return ((units + (exponent >> 22) + 2u) & 7u) | (bits >> 28 & 8u);
+}
+
+// Of CUDA code for one generation (sm_100f, sm_120f, or their variants) e2m1 is an instruction.
+#if (defined(__CUDA_ARCH_FAMILY_SPECIFIC__) || defined(__CUDA_ARCH_SPECIFIC__)) && \
+    defined(__CUDA_FP4_TYPES_EXIST__) && __CUDA_ARCH__ >= 1000
+#define ALLNORM_CONVERTS_E2M1
+#endif
+
+// Four at a time, the first in the lowest bits.
+ALLNORM_HD uint32_t to_e2m1x4(const float* v) {
+#if defined(ALLNORM_CONVERTS_E2M1)
+  const uint32_t low =
+      __nv_cvt_float2_to_fp4x2(make_float2(v[0], v[1]), __NV_E2M1, cudaRoundNearest);
+  const uint32_t high =
+      __nv_cvt_float2_to_fp4x2(make_float2(v[2], v[3]), __NV_E2M1, cudaRoundNearest);
+  return low | high << 8;
+#else
+  return to_e2m1(v[0]) | to_e2m1(v[1]) << 4 | to_e2m1(v[2]) << 8 | to_e2m1(v[3]) << 12;
+#endif
+}
+
+// Where the scale of a group of a row lies in tiles of 128 rows by 4 groups, `tiles` side by side.
+constexpr uint32_t kTileRows = 128;
+constexpr uint32_t kTileGroups = 4;
+ALLNORM_HD int64_t swizzled_scale(uint32_t row, uint32_t group, uint32_t tiles) {
+  const uint64_t tile = static_cast<uint64_t>(row / kTileRows) * tiles + group / kTileGroups;
+  const uint32_t in_tile = row % 32 * 16 + row % kTileRows / 32 * kTileGroups + group % kTileGroups;
+  return static_cast<int64_t>(tile * (kTileRows * kTileGroups) + in_tile);
 }
 
 // Division of many numbers by one that scale_of() made, for to_e4m3(): the same byte as of the

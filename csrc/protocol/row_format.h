@@ -1,5 +1,5 @@
-// What a normed row can be stored as. Each backend has a list of types in this order: Formats in
-// cuda/formats.cuh, kFormats in cpu/formats.h.
+// What a normed row can be stored as. Each backend has lists of types in this order: Formats and
+// ExtendedFormats in cuda/formats.cuh, kFormats in cpu/formats.h.
 #ifndef ALLNORM_PROTOCOL_ROW_FORMAT_H_
 #define ALLNORM_PROTOCOL_ROW_FORMAT_H_
 
@@ -8,6 +8,7 @@ namespace allnorm {
 enum class RowFormat {
   kPlain,  // y itself, in the dtype of x
   kE4m3,   // e4m3 elements and scales
+  kNvFp4,  // e2m1 elements with e4m3 scales, by 16
 };
 
 }  // namespace allnorm

@@ -112,7 +112,14 @@ bool bind_given(const Prepared& prepared, PyObject* const* arguments, AllnormCal
   call.expert_index = reinterpret_cast<const std::int32_t*>(addresses[kExpertIndex]);
   call.expert_weights = reinterpret_cast<const float*>(addresses[kExpertWeights]);
   call.shared = reinterpret_cast<const void*>(addresses[kShared]);
-  if (addresses[kStaticScale] != 0) call.scale = reinterpret_cast<void*>(addresses[kStaticScale]);
+  if (addresses[kStaticScale] != 0) {
+    void* const given = reinterpret_cast<void*>(addresses[kStaticScale]);
+    if (call.quant == ALLNORM_QUANT_NVFP4) {
+      call.global_scale = given;
+    } else {
+      call.scale = given;
+    }
+  }
   return true;
 }
 

@@ -57,12 +57,13 @@ constexpr Field kNumbers[] = {ALLNORM_FIELD(struct_bytes),
                               ALLNORM_FIELD(num_rows),
                               ALLNORM_FIELD(expert_index_stride),
                               ALLNORM_FIELD(expert_weights_stride),
-                              ALLNORM_FIELD(shared_stride)};
+                              ALLNORM_FIELD(shared_stride),
+                              ALLNORM_FIELD(first_scale_row)};
 constexpr Field kPointers[] = {
-    ALLNORM_FIELD(x),      ALLNORM_FIELD(residual),      ALLNORM_FIELD(weight),
-    ALLNORM_FIELD(out),    ALLNORM_FIELD(residual_out),  ALLNORM_FIELD(quantized),
-    ALLNORM_FIELD(scale),  ALLNORM_FIELD(post_weight),   ALLNORM_FIELD(expert_index),
-    ALLNORM_FIELD(shared), ALLNORM_FIELD(expert_weights)};
+    ALLNORM_FIELD(x),      ALLNORM_FIELD(residual),       ALLNORM_FIELD(weight),
+    ALLNORM_FIELD(out),    ALLNORM_FIELD(residual_out),   ALLNORM_FIELD(quantized),
+    ALLNORM_FIELD(scale),  ALLNORM_FIELD(post_weight),    ALLNORM_FIELD(expert_index),
+    ALLNORM_FIELD(shared), ALLNORM_FIELD(expert_weights), ALLNORM_FIELD(global_scale)};
 #undef ALLNORM_FIELD
 
 template <size_t kCount>
@@ -314,7 +315,33 @@ void test_refusals() {
          call.residual_stride = int64_t{1} << 48;
        }},
       {"scales", [](AllnormCall& call) { call.scale_row_stride = call.scale_group_stride; }},
-      {"flags", [](AllnormCall& call) { call.flags = 16; }},
+      {"flags", [](AllnormCall& call) { call.flags = 32; }},
+      {"ALLNORM_SWIZZLED_SCALES", [](AllnormCall& call) { call.flags = ALLNORM_SWIZZLED_SCALES; }},
+      {"first_scale_row",
+       [](AllnormCall& call) {
+         call.flags = ALLNORM_SWIZZLED_SCALES;
+         call.group_size = 32;
+         call.scale_format = ALLNORM_SCALE_UE8M0;
+         call.first_scale_row = -1;
+       }},
+      {"global_scale is NULL",
+       [](AllnormCall& call) {
+         call.quant = ALLNORM_QUANT_NVFP4;
+         call.scale_group_stride = 1;
+         call.scale_row_stride = 4;
+         call.scale_padding_rows = 0;
+       }},
+      {"scale_padding_rows",
+       [](AllnormCall& call) {
+         call.quant = ALLNORM_QUANT_NVFP4;
+         call.scale_padding_rows = 1;
+       }},
+      {"multiple of 16",
+       [](AllnormCall& call) {
+         call.quant = ALLNORM_QUANT_NVFP4;
+         call.hidden_size = 56;
+         call.scale_padding_rows = 0;
+       }},
       {"sum_scale",
        [](AllnormCall& call) {
          call.flags = ALLNORM_SCALED;

@@ -95,16 +95,25 @@ inline std::vector<Piece> pieces_of(const AllnormCall& call, int rank, int world
   add_weight(offsetof(AllnormCall, weight), call.weight_dtype);
   add_weight(offsetof(AllnormCall, post_weight), call.post_weight_dtype);
   if (!is_quantized(call)) return pieces;
-  pieces.push_back(
-      {offsetof(AllnormCall, quantized), true, call.hidden_size, rows, call.quantized_stride});
+  pieces.push_back({offsetof(AllnormCall, quantized), true,
+                    call.quant == ALLNORM_QUANT_NVFP4 ? call.hidden_size / 2 : call.hidden_size,
+                    rows, call.quantized_stride});
   const int64_t scales = scales_per_row(call);
   const bool packed = call.scale_format == ALLNORM_SCALE_UE8M0_PACKED;
-  Piece scale = {offsetof(AllnormCall, scale), scales != 0, 4};
-  if (scales != 0) {
+  const Wide scale_bytes = call.quant == ALLNORM_QUANT_NVFP4 ? 1 : 4;
+  Piece scale = {offsetof(AllnormCall, scale), scales != 0, scale_bytes};
+  if (call.quant == ALLNORM_QUANT_NVFP4) {
+    pieces.push_back({offsetof(AllnormCall, global_scale), false, 4});
+  }
+  if ((call.flags & ALLNORM_SWIZZLED_SCALES) != 0) {
+    // All tiles up to the last one: which bytes of them quantize_test says.
+    const Wide end = static_cast<Wide>(call.first_scale_row) + rows + call.scale_padding_rows;
+    scale.columns = (end + 127) / 128 * ((scales + 3) / 4) * 512;
+  } else if (scales != 0) {
     scale.rows = rows + call.scale_padding_rows;
-    scale.stride = 4 * static_cast<Wide>(call.scale_row_stride);
+    scale.stride = scale_bytes * static_cast<Wide>(call.scale_row_stride);
     scale.far = packed ? (scales + 3) / 4 : scales;
-    scale.far_stride = 4 * static_cast<Wide>(call.scale_group_stride);
+    scale.far_stride = scale_bytes * static_cast<Wide>(call.scale_group_stride);
   }
   pieces.push_back(scale);
   return pieces;
@@ -201,7 +210,7 @@ inline AllnormCall draw_call(Random& random, Arena& arena, bool local) {
   if (call.op == ALLNORM_ADD_RMS_NORM && random.below(3) != 0) random_quant(call, random, 130);
   call.algorithm = static_cast<int32_t>(random.below(2));
   if (!local && call.algorithm == ALLNORM_TWO_SHOT && random.below(2) != 0) {
-    call.flags = ALLNORM_RESIDUAL_SHARDED;
+    call.flags |= ALLNORM_RESIDUAL_SHARDED;
   }
   if (call.op == ALLNORM_ADD_RMS_NORM && random.below(3) == 0) {
     call.flags |= ALLNORM_SCALED;
@@ -250,6 +259,7 @@ inline AllnormCall draw_call(Random& random, Arena& arena, bool local) {
                           random.below(4));
   call.quantized = arena.take(random, static_cast<int64_t>(shape.bytes.size()), 1);
   call.scale = arena.take(random, 4 * static_cast<int64_t>(shape.scales.size()), 4);
+  if (call.quant == ALLNORM_QUANT_NVFP4) call.global_scale = arena.take(random, 4, 4);
   return call;
 }
 

@@ -106,19 +106,61 @@ inline AllnormCall make_call(Random& random) {
     call.algorithm = ALLNORM_TWO_SHOT;
   }
   random_change(call, random);
-  call.quant = static_cast<int32_t>(random.below(5) % 4);
+  call.quant = static_cast<int32_t>(random.below(6) % 5);
   if ((call.flags & ALLNORM_NO_NORM) != 0) call.quant = ALLNORM_QUANT_NONE;
+  if (call.quant == ALLNORM_QUANT_NVFP4) {
+    static const float globals[] = {1.0f, 300.0f, 1e-3f, 0.0f, NAN, -2.0f, 3e38f, 1e-40f};
+    call.global_scale = &globals[random.below(3) == 0 ? random.below(8) : random.below(3)];
+    call.hidden_size = 16 * (1 + random.below(66));
+    if (random.below(2) == 0) call.flags |= ALLNORM_SWIZZLED_SCALES;
+  }
   if (call.quant != ALLNORM_QUANT_PER_GROUP) return call;
+  if (random.below(4) == 0) {
+    call.group_size = 32;
+    call.scale_format = ALLNORM_SCALE_UE8M0;
+    call.flags |= ALLNORM_SWIZZLED_SCALES;
+    call.hidden_size = 32 * (1 + random.below(33));
+    return call;
+  }
   call.group_size = 16 << random.below(6);
   call.hidden_size = call.group_size * (1 + random.below(std::max(1, 1056 / call.group_size)));
   call.scale_format = static_cast<int32_t>(random.below(3));
   return call;
 }
 
+// Scales are bytes, not words.
+inline bool stores_scale_bytes(const AllnormCall& call) {
+  return is_nvfp4(call) || is_swizzled(call);
+}
+inline uint8_t scale_byte(const AllnormCall& call, const Quantized& result, int64_t row,
+                          int64_t group) {
+  const auto* const bytes = reinterpret_cast<const uint8_t*>(result.scales.data());
+  if (!is_swizzled(call)) return bytes[row * call.scale_row_stride + group];
+  // By the API page, and not by the function that is tested.
+  const int64_t m = call.first_scale_row + row, tile = m / 128 * scale_tiles(call) + group / 4;
+  return bytes[tile * 512 + m % 32 * 16 + m % 128 / 32 * 4 + group % 4];
+}
+
 // Room for the quantised result, full of other bits, in a random layout.
 inline void make_quantized(Operation& op, int world_size, Random& random) {
   AllnormCall& call = op.call;
   const int64_t rows = call.num_tokens, aligned_rows = (rows + 3) / 4 * 4;
+  if (stores_scale_bytes(call)) {
+    const bool swizzled = is_swizzled(call);
+    call.scale_row_stride = scales_per_row(call) + 3;
+    call.scale_group_stride = 1;
+    call.first_scale_row = swizzled ? random.below(3) * 60 : 0;
+    const int64_t end = call.first_scale_row + rows, tall = (end + 127) / 128 * 128;
+    call.scale_padding_rows = swizzled ? static_cast<int32_t>(tall - end) : 0;
+    call.quantized_stride = quantized_row_bytes(call) + 16;
+    const int64_t bytes = swizzled ? tall * scale_tiles(call) * 4 : rows * call.scale_row_stride;
+    for (int rank = 0; rank < world_size; ++rank) {
+      op.quantized.emplace_back();
+      op.quantized.back().bytes.assign(static_cast<size_t>(rows * call.quantized_stride), 0xa5);
+      op.quantized.back().scales.assign(static_cast<size_t>((bytes + 3) / 4), 0xa5a5a5a5);
+    }
+    return;
+  }
   int64_t words = scales_per_row(call);
   if (call.scale_format == ALLNORM_SCALE_UE8M0_PACKED) words = (words + 3) / 4;
   const int64_t layout = random.below(3);
@@ -265,6 +307,44 @@ inline std::vector<uint32_t> bits_of_row(const Matrix& matrix, int64_t row) {
   return bits;
 }
 
+// The same of a row whose scales are bytes. With NaN allowed, a group whose scale is NaN is none;
+// of NVFP4, where nothing else says so, its elements are zero then.
+inline int64_t count_wrong_bytes(const AllnormCall& call, const Quantized& got, int64_t row,
+                                 const ExpectedQuant& expected, Allowed allowed) {
+  int64_t wrong = 0;
+  const auto groups = static_cast<int64_t>(expected.scales.size());
+  const int64_t group_bytes = quantized_row_bytes(call) / groups;
+  for (int64_t group = 0; group < groups; ++group) {
+    const uint8_t scale = scale_byte(call, got, row, group);
+    const uint32_t should = expected.scales[static_cast<size_t>(group)];
+    const bool nan = scale == (is_nvfp4(call) ? 0x7f : 0xff);
+    const bool failed = allowed == Allowed::kRightOrNan && nan;
+    wrong += !failed && scale != (is_nvfp4(call) ? should : should >> 23 & 0xff);
+    for (int64_t i = group * group_bytes; i < (group + 1) * group_bytes; ++i) {
+      const uint8_t byte = got.bytes[static_cast<size_t>(row * call.quantized_stride + i)];
+      const uint8_t wanted = expected.bytes[static_cast<size_t>(i)];
+      if (failed) {
+        wrong += is_nvfp4(call) && byte != 0;
+      } else if (is_nvfp4(call)) {
+        wrong += byte != wanted;
+      } else {
+        const bool may = (wanted & 0x7f) == 0x7f || allowed != Allowed::kRight;
+        wrong += byte != wanted && !((byte & 0x7f) == 0x7f && may);
+      }
+    }
+  }
+  if (!is_swizzled(call)) return wrong;
+  const int64_t all = 4 * scale_tiles(call);
+  for (int64_t group = groups; group < all; ++group)
+    wrong += scale_byte(call, got, row, group) != 0;
+  for (int32_t padding = 0; row == 0 && padding < call.scale_padding_rows; ++padding) {
+    for (int64_t group = 0; group < all; ++group) {
+      wrong += scale_byte(call, got, call.num_tokens + padding, group) != 0;
+    }
+  }
+  return wrong;
+}
+
 // Elements of a quantised row, and its scales, that are not what quantising `y` gives. With NaN
 // allowed, of scales in float32, what has a scale of NaN is none.
 inline int64_t count_wrong_quantized(const Operation& op, const Quantized& got, int64_t row,
@@ -274,6 +354,7 @@ inline int64_t count_wrong_quantized(const Operation& op, const Quantized& got, 
   call.scale = const_cast<uint32_t*>(got.scales.data());
   const ExpectedQuant expected = reference_quantize(call, y);
   int64_t wrong = 0;
+  if (stores_scale_bytes(call)) return count_wrong_bytes(call, got, row, expected, allowed);
   const auto scale_is_nan = [&](int64_t group) {
     const int64_t at = row * call.scale_row_stride + group * call.scale_group_stride;
     return std::isnan(bit_cast<float>(got.scales[static_cast<size_t>(at)]));

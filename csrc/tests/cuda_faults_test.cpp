@@ -22,7 +22,8 @@ enum class Fault { kNeverComes, kSendsNothing, kOtherRows, kOtherRounding, kOthe
 // A rank that never comes, or comes with another call, is named by all others. With another
 // rounding mode or group size the same bytes may cross the link: only the roll call can tell. Of
 // one that comes and sends no row only the lanes that wait for its packs know.
-void test_fault(Fault kind, bool quantized, bool sharded, bool normed, uint64_t seed = 11) {
+void test_fault(Fault kind, bool quantized, bool sharded, bool normed, uint64_t seed = 11,
+                bool nvfp4 = false) {
   constexpr int kWorldSize = 3, kCulprit = 1;
   Random random(7);
   FiberGroup group(kWorldSize, 41, /*timeout_ns=*/2'000'000);
@@ -37,6 +38,13 @@ void test_fault(Fault kind, bool quantized, bool sharded, bool normed, uint64_t 
   call.quant = quantized ? ALLNORM_QUANT_PER_GROUP : ALLNORM_QUANT_NONE;
   call.group_size = quantized ? 32 : 0;
   call.scale_format = ALLNORM_SCALE_FLOAT32;
+  static const float global = 70.0f;
+  if (nvfp4) {
+    call.quant = ALLNORM_QUANT_NVFP4;
+    call.group_size = 0;
+    call.global_scale = &global;
+    call.flags |= seed % 2 == 0 ? ALLNORM_SWIZZLED_SCALES : 0;
+  }
   if (kind == Fault::kSendsNothing) {
     call.algorithm = ALLNORM_ONE_SHOT;
     call.hidden_size = 120;  // a warp has lanes without a pack
@@ -92,6 +100,18 @@ void test_fault(Fault kind, bool quantized, bool sharded, bool normed, uint64_t 
       }
       if (!quantized) continue;
       const Quantized& result = op.quantized[static_cast<size_t>(rank)];
+      if (nvfp4) {
+        const auto begin = result.bytes.begin() + row * op.call.quantized_stride;
+        const bool zeros = std::all_of(begin, begin + quantized_row_bytes(call),
+                                       [](uint8_t byte) { return byte == 0; });
+        bool nan = true;
+        for (int64_t group = 0; group < scales_per_row(call); ++group) {
+          nan = nan && scale_byte(op.call, result, row, group) == 0x7f;
+        }
+        check(zeros && nan, "rank %d, row %lld: elements %s, scales %s after a timeout", rank,
+              static_cast<long long>(row), zeros ? "zero" : "left", nan ? "NaN" : "left");
+        continue;
+      }
       const int64_t at = row * op.call.scale_row_stride;
       const float scale = bit_cast<float>(result.scales[static_cast<size_t>(at)]);
       check(scale != scale, "rank %d, row %lld: the scale is no NaN after a timeout", rank,
@@ -106,8 +126,8 @@ void test_fault(Fault kind, bool quantized, bool sharded, bool normed, uint64_t 
 
 // ---- a rank that is late, and what those that have failed meanwhile may do to it
 
-enum class Kind { kOneShot, kTwoShot, kOwnedRows, kShardedQuantised, kGather };
-constexpr int kKinds = 5;
+enum class Kind { kOneShot, kTwoShot, kOwnedRows, kShardedQuantised, kShardedNvFp4, kGather };
+constexpr int kKinds = 6;
 
 // Of two ranks, words of any kind's second hop lie where every other kind has slots of its own.
 AllnormCall late_call(Kind kind, int dtype, int world_size) {
@@ -125,6 +145,13 @@ AllnormCall late_call(Kind kind, int dtype, int world_size) {
     call.flags = ALLNORM_RESIDUAL_SHARDED;
     call.quant = ALLNORM_QUANT_PER_GROUP;
     call.group_size = 32;
+  }
+  if (kind == Kind::kShardedNvFp4) {
+    static const float global = 70.0f;
+    call.op = ALLNORM_ADD_RMS_NORM;
+    call.flags = ALLNORM_RESIDUAL_SHARDED | ALLNORM_SWIZZLED_SCALES;
+    call.quant = ALLNORM_QUANT_NVFP4;
+    call.global_scale = &global;
   }
   return call;
 }
@@ -254,6 +281,10 @@ int main() {
       test_fault(kind, true, sharded, false);
       test_fault(kind, true, sharded, true);
     }
+  }
+  for (uint64_t seed = 0; seed < 4; ++seed) {
+    test_fault(Fault::kNeverComes, true, seed % 4 < 2, false, seed, /*nvfp4=*/true);
+    test_fault(Fault::kNeverComes, true, seed % 4 < 2, true, seed, /*nvfp4=*/true);
   }
   return testing::result();
 }

@@ -29,19 +29,22 @@ void run_kernel(const LocalParams& params) {
   }
 }
 
-template <class T, LocalKind kKind, template <class> class Format>
+template <class T, LocalKind kKind, template <class> class Format,
+          template <class> class ExtendedFormat>
 void run_local(const AllnormCall& of, uint64_t seed) {
   Random random(seed);
   // Of one alone experts may be what it is made of.
   const auto sources =
       random.below(2) == 0 ? 1 : static_cast<int>(1 + random.below(kPushMaxWorldSize));
   AllnormCall call = of;
+  call.flags = 0;
   call.dtype = call.weight_dtype = kDtypeOf<T>;
   const bool sums_alone = random.below(6) == 0 && of.quant == ALLNORM_QUANT_NONE;
   call.op = sums_alone ? ALLNORM_ALL_REDUCE : ALLNORM_ADD_RMS_NORM;
   call.num_tokens = static_cast<int64_t>(1 + random.below(6));
   if (!sums_alone) random_change(call, random);
   if (call.quant != ALLNORM_QUANT_NONE) call.flags &= ~ALLNORM_NO_NORM;
+  if (random.below(2) == 0) call.flags |= of.flags;
   Operation op = make_operation(sources, random, call, random.below(2) == 0);
   if (sources == 1) random_experts(op, random, kKind == LocalKind::kAny ? 1 : 8, 1);
   // One matrix that holds all sources, one after the other.
@@ -65,7 +68,7 @@ void run_local(const AllnormCall& of, uint64_t seed) {
       .experts = expert_params(call, 0)};
   const bool extended = is_extended(call);
   const auto kernel = [params, extended] {
-    extended ? run_kernel<T, kKind, Format, true>(params)
+    extended ? run_kernel<T, kKind, ExtendedFormat, true>(params)
              : run_kernel<T, kKind, Format, false>(params);
   };
   shim::Machine machine(1, seed);
@@ -92,17 +95,31 @@ void test_local(int64_t hidden_size, uint64_t seed) {
   call.eps = 1e-5f;
   call.hidden_size = hidden_size;
   call.numerics = static_cast<int32_t>(seed % 4);
-  run_local<T, kKind, Plain>(call, seed);
+  run_local<T, kKind, Plain, Plain>(call, seed);
   call.quant = ALLNORM_QUANT_PER_TOKEN;
-  run_local<T, kKind, E4m3>(call, seed);
+  run_local<T, kKind, E4m3, AnyQuantized>(call, seed);
   call.quant = ALLNORM_QUANT_PER_TENSOR;
-  run_local<T, kKind, E4m3>(call, seed);
+  run_local<T, kKind, E4m3, AnyQuantized>(call, seed);
   call.quant = ALLNORM_QUANT_PER_GROUP;
   for (call.group_size = 16; call.group_size <= 512; call.group_size *= 2) {
     call.scale_format = static_cast<int32_t>(call.group_size / 16 % 3);
     call.hidden_size = (hidden_size + call.group_size - 1) / call.group_size * call.group_size;
-    run_local<T, kKind, E4m3>(call, seed);
+    run_local<T, kKind, E4m3, AnyQuantized>(call, seed);
   }
+  // In one half of the calls with scales in tiles.
+  call.flags = ALLNORM_SWIZZLED_SCALES;
+  call.group_size = 32;
+  call.scale_format = ALLNORM_SCALE_UE8M0;
+  call.hidden_size = (hidden_size + 31) / 32 * 32;
+  run_local<T, kKind, E4m3, AnyQuantized>(call, seed);
+  static const float global = 90.0f;
+  call.quant = ALLNORM_QUANT_NVFP4;
+  call.global_scale = &global;
+  call.group_size = 0;
+  call.scale_format = ALLNORM_SCALE_FLOAT32;
+  call.hidden_size = (hidden_size + 15) / 16 * 16;
+  run_local<T, kKind, E4m3, AnyQuantized>(call, seed);
+  run_local<T, kKind, E4m3, AnyQuantized>(call, seed + 1);
 }
 
 }  // namespace

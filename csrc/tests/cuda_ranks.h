@@ -73,23 +73,21 @@ void run_kernel(const OwnedRowsParams& params, const Operation& op) {
                    kExtended>(params);
   }
 }
-// Ranks with a dense x take the plain kernels while their peers sum experts.
-template <class T, int kWorldSize, template <class> class Format>
-void run_kernel(const OwnedRowsParams& params, const Operation& op) {
-  const bool changes = op.post_weight != nullptr || (op.call.flags & ALLNORM_SCALED) != 0;
-  changes || params.fused.experts.top_k != 0 ? run_kernel<T, kWorldSize, Format, true>(params, op)
-                                             : run_kernel<T, kWorldSize, Format, false>(params, op);
-}
-
-template <class T, int kWorldSize, template <class> class... kFormats>
+template <class T, int kWorldSize, bool kExtended, template <class> class... kFormats>
 void run_kernel(const OwnedRowsParams& params, const Operation& op, FormatList<kFormats...>) {
-  static constexpr void (*kOf[])(const OwnedRowsParams&,
-                                 const Operation&) = {&run_kernel<T, kWorldSize, kFormats>...};
+  static constexpr void (*kOf[])(const OwnedRowsParams&, const Operation&) = {
+      &run_kernel<T, kWorldSize, kFormats, kExtended>...};
   kOf[static_cast<int>(format_of(op.call))](params, op);
 }
+// Ranks with a dense x take the plain kernels while their peers sum experts.
 template <class T, int kWorldSize>
 void run_kernel(const OwnedRowsParams& params, const Operation& op) {
-  run_kernel<T, kWorldSize>(params, op, Formats());
+  const bool changes = op.post_weight != nullptr || (op.call.flags & ALLNORM_SCALED) != 0;
+  if (changes || params.fused.experts.top_k != 0 || is_nvfp4(op.call) || is_swizzled(op.call)) {
+    run_kernel<T, kWorldSize, true>(params, op, ExtendedFormats());
+  } else {
+    run_kernel<T, kWorldSize, false>(params, op, Formats());
+  }
 }
 
 // How one rank launches its part, if not as usual.

@@ -162,7 +162,7 @@ void test_refusals() {
     check(allnorm_run(comm, &call) == ALLNORM_INVALID_ARGUMENT, "%s was taken", what);
     check(strlen(allnorm_last_error()) > 10, "%s: no words", what);
   };
-  refused("quant", [](AllnormCall& call) { call.quant = 4; });
+  refused("quant", [](AllnormCall& call) { call.quant = 5; });
   refused("scale_format", [](AllnormCall& call) { call.scale_format = 3; });
   refused("packed by row", [](AllnormCall& call) { call.quant = ALLNORM_QUANT_PER_TOKEN; });
   for (const int size : {0, 8, 24, 1024}) {

@@ -46,6 +46,41 @@ void test_e4m3() {
   check(to_e4m3x4(four) == 0x807fc038u, "four became 0x%x", to_e4m3x4(four));
 }
 
+// How many of the ties lie below: one comparison each. Of two that are as near the even one is
+// taken, so that a tie counts where what is above it is even.
+uint32_t e2m1_by_ties(float size) {
+  return (size > 0.25f) + (size >= 0.75f) + (size > 1.25f) + (size >= 1.75f) + (size > 2.5f) +
+         (size >= 3.5f) + (size > 5.0f);
+}
+
+// The conversion in software of every float32 that is no NaN.
+void test_e2m1() {
+  for (const int dtype : {ALLNORM_BFLOAT16, ALLNORM_FLOAT16}) {
+    for (uint32_t bits = 0; bits < 65536; ++bits) {
+      const float value = to_float(dtype, bits);
+      if (value != value) continue;
+      check(to_e2m1(value) == reference_e2m1(value), "%a became 0x%x, expected 0x%x",
+            static_cast<double>(value), to_e2m1(value), reference_e2m1(value));
+    }
+  }
+  int64_t wrong = 0;
+  for (uint32_t bits = 0; bits <= 0x7f800000u; bits += kFewer) {
+    const float size = bit_cast<float>(bits);
+    const uint32_t code = e2m1_by_ties(size);
+    wrong += (to_e2m1(size) != code) + (to_e2m1(-size) != (code | 8u));
+  }
+  check(wrong == 0, "%lld of all float32 are converted otherwise", static_cast<long long>(wrong));
+  const float four[4] = {1.0f, -6.0f, -0.0f, 0.5f};
+  check(to_e2m1x4(four) == 0x18f2u, "four became 0x%x", to_e2m1x4(four));
+  for (uint32_t bits = 0; bits < 256; ++bits) {
+    if ((bits & 0x7f) == 0x7f) continue;
+    const double size = e4m3_value(static_cast<int>(bits & 0x7f));
+    const float value = static_cast<float>((bits & 0x80) != 0 ? -size : size);
+    check(to_bits(from_e4m3(bits)) == to_bits(value), "e4m3 0x%x became %a", bits,
+          static_cast<double>(from_e4m3(bits)));
+  }
+}
+
 void test_scale_of() {
   const auto scale = [](float amax, bool power_of_two) {
     return to_bits(scale_of(magnitude(amax), power_of_two));
@@ -324,6 +359,7 @@ void test_local() {
 int main() {
   using namespace allnorm::testing;
   test_e4m3();
+  test_e2m1();
   test_scale_of();
   test_divisor();
   test_one_correction();

@@ -201,17 +201,61 @@ inline uint8_t reference_e4m3(float value) {
   return static_cast<uint8_t>(nearest | (std::signbit(value) ? 0x80 : 0));
 }
 
+// e2m1(value), of no NaN, by looking through all of them: four bits.
+inline uint8_t reference_e2m1(float value) {
+  static constexpr double kSizes[] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
+  const double magnitude = std::fmin(std::fabs(static_cast<double>(value)), 6.0);
+  int nearest = 0;
+  for (int code = 1; code < 8; ++code) {
+    const double distance = std::fabs(kSizes[code] - magnitude);
+    const double least = std::fabs(kSizes[nearest] - magnitude);
+    if (distance < least || (distance == least && code % 2 == 0)) nearest = code;
+  }
+  return static_cast<uint8_t>(nearest | (std::signbit(value) ? 8 : 0));
+}
+
 struct ExpectedQuant {
   std::vector<uint8_t> bytes;  // of the row
   // Float32 bits, one a group, NaN canonical (0x7fffffff); UE8M0_PACKED: what the byte's power of
-  // two is in float32. Empty if the scale is given.
+  // two is in float32; NVFP4: e4m3 bits. Empty if the scale is given.
   std::vector<uint32_t> scales;
 };
 
+inline ExpectedQuant reference_nvfp4(const AllnormCall& call, const std::vector<uint32_t>& y_bits) {
+  ExpectedQuant expected;
+  const float global = *static_cast<const float*>(call.global_scale);
+  const float sixth = 1.0f / 6.0f, sixth_of_global = global * sixth, inverse = 1.0f / global;
+  for (size_t begin = 0; begin < y_bits.size(); begin += 16) {
+    float y[16], amax = 0.0f;
+    bool nan = false;
+    for (size_t i = 0; i < 16; ++i) {
+      y[i] = to_float(call.dtype, y_bits[begin + i]);
+      nan = nan || std::isnan(y[i]);
+      if (std::fabs(y[i]) > amax) amax = std::fabs(y[i]);
+    }
+    const float wanted = amax * sixth_of_global;
+    uint32_t scale = reference_e4m3(wanted);
+    const double size = e4m3_value(static_cast<int>(scale & 0x7f));
+    const float stored = static_cast<float>((scale & 0x80) != 0 ? -size : size);
+    const float divisor = stored * inverse, quotient = 1.0f / divisor;
+    float factor = quotient > 0x1.fffffep+127f ? 0x1.fffffep+127f : quotient;
+    if (amax == 0.0f) factor = 0.0f;
+    nan = nan || std::isnan(wanted) || std::isnan(amax * factor);
+    for (size_t i = 0; i < 16; i += 2) {
+      const int low = nan ? 0 : reference_e2m1(y[i] * factor);
+      const int high = nan ? 0 : reference_e2m1(y[i + 1] * factor);
+      expected.bytes.push_back(static_cast<uint8_t>(low | high << 4));
+    }
+    expected.scales.push_back(nan ? 0x7f : scale);
+  }
+  return expected;
+}
 // Step 6 of one row: `y_bits` are the rounded elements that reference_row() returns as `out`. Of
-// the call it reads dtype, quant, scale_format, group_size and, PER_TENSOR only, *scale.
+// the call it reads dtype, quant, scale_format, group_size and, PER_TENSOR only, *scale, NVFP4 only
+// *global_scale.
 inline ExpectedQuant reference_quantize(const AllnormCall& call,
                                         const std::vector<uint32_t>& y_bits) {
+  if (call.quant == ALLNORM_QUANT_NVFP4) return reference_nvfp4(call, y_bits);
   ExpectedQuant expected;
   size_t group = y_bits.size();
   if (call.quant == ALLNORM_QUANT_PER_GROUP) group = static_cast<size_t>(call.group_size);

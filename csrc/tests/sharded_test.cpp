@@ -39,7 +39,7 @@ void random_call(AllnormComm* comm, int rank, int world_size, uint64_t seed) {
   const int64_t hidden = call.hidden_size;
   const int kind = static_cast<int>(random.below(4));  // 2 and 3: sharded
   call.algorithm = kind == 0 ? ALLNORM_ONE_SHOT : ALLNORM_TWO_SHOT;
-  if (kind >= 2) call.flags = ALLNORM_RESIDUAL_SHARDED;
+  if (kind >= 2) call.flags |= ALLNORM_RESIDUAL_SHARDED;
   call.numerics = static_cast<int32_t>(random.below(4));
   const bool with_residual = random.below(3) != 0;
   // Step 1c, and with it perhaps no norm behind the residual.

@@ -13,6 +13,7 @@ ROW_EXCHANGE, E4M3, FUSED, ANY_ROWS, LOCAL_ROWS, PACE = (
     for name in ("row_exchange", "formats/e4m3", "fused", "any_rows", "local_rows", "pace")
 )
 EXPERTS, PREPARE = "cuda/sources/expert_rows.cuh", "cuda/prepare.h"
+NVFP4, TILES = "cuda/formats/nvfp4.cuh", "cuda/formats/tiles.cuh"
 
 SLOT_RACE = "race on workspace slot"
 RACE = "ThreadSanitizer: data race"
@@ -439,6 +440,37 @@ WRONG_RESULTS = (
         ((E4M3, "exchange_.chunk() & -chunks, chunks", "exchange_.chunk(), chunks"),),
         (WRONG,),
         "plain",
+        short=False,
+    ),
+    Mutant(
+        "nvfp4: after a failure the scale is zero, and so are the elements",
+        ((NVFP4, "static_cast<uint32_t>(kNanE4m3) << 16", "0"),),
+        ("scales left after a timeout",),
+        "plain",
+        "cuda_faults_test",
+    ),
+    Mutant(
+        "nvfp4: elements beside a scale that is NaN",
+        ((NVFP4, " & scale.kept)", ")"),),
+        (WRONG,),
+        "plain",
+        "cuda_local_test",
+        short=False,
+    ),
+    Mutant(
+        "tiles: rows that do not exist are left as they are",
+        ((TILES, "row < params.padding_rows", "row < params.padding_rows - 1"),),
+        (WRONG,),
+        "plain",
+        "cuda_local_test",
+        short=False,
+    ),
+    Mutant(
+        "tiles: groups that do not exist are left as they are",
+        ((TILES, "missing < 4 - group % 4", "missing < 3 - group % 4"),),
+        (WRONG,),
+        "plain",
+        "cuda_local_test",
         short=False,
     ),
     Mutant(

@@ -14,7 +14,7 @@ OWNED_FEW = "owned_sum_few"
 
 # cuda/formats.cuh
 # and whether it is of the extended family
-_FORMAT = r"NS_\d(Plain|E4m3)ELb([01])EE"
+_FORMAT = r"NS_\d+(Plain|E4m3|AnyQuantized)ELb([01])EE"
 _FUSED = re.compile(
     r"12fused_kernelINS_\d+(\w+?)ENS_(?:9Dense|10Expert|20(Prefetched)Expert)RowsELi(\d+)ENS_7(One|Two)ShotE"
     r"LNS_4GridE([012])E"
@@ -51,7 +51,7 @@ class Variant:
     dtype: str
     world_size: int  # 1: local
     quantized: bool
-    extended: bool = False  # knows numerics steps 0 and 1c
+    extended: bool = False  # knows numerics steps 0 and 1c, NVFP4, and scales in tiles
 
     @property
     def is_local(self) -> bool:
@@ -101,15 +101,15 @@ class Variant:
         if self.kind == "owned_finished" and self.world_size > 6:
             return 40
         if self.kind == "one_shot_dense":
-            return 136 if self.world_size > 4 else 56
-        if self.kind == "two_shot" and self.world_size == 5 and self.quantized and self.extended:
+            return 136 if self.world_size > 4 or self.extended else 56
+        if self.kind == "two_shot" and self.world_size > 2 and self.quantized and self.extended:
             return 8
         if self.kind == "local_rows" and self.quantized and self.extended:
             return 8
         if self.kind == "local" and self.quantized and self.extended:
-            return 32
+            return 40
         if self.kind == "local_aligned" and self.extended:
-            return 96
+            return 112
         return 32 if self.kind == "local_aligned" and self.quantized else 0
 
 
@@ -118,18 +118,18 @@ def variant_of(name: str) -> Variant | None:
     if match := _FUSED.search(name):
         dtype, prefetched, ranks, transport, grid, quantized, extended = match.groups()
         kind = f"{transport.lower()}_shot{_GRIDS[int(grid)]}" + ("_experts" if prefetched else "")
-        return Variant(kind, dtype, int(ranks), quantized == "E4m3", extended == "1")
+        return Variant(kind, dtype, int(ranks), quantized != "Plain", extended == "1")
     if match := _OWNED.search(name):
         dtype, ranks, owned, few, quantized, extended = match.groups()
         kind = OWNED[int(owned)] + ("_few" if few == "1" else "")
-        return Variant(kind, dtype, int(ranks), quantized == "E4m3", extended == "1")
+        return Variant(kind, dtype, int(ranks), quantized != "Plain", extended == "1")
     if match := _LOCAL.search(name):
         dtype, aligned, quantized, extended = match.groups()
         kind = "local_aligned" if aligned == "1" else "local"
-        return Variant(kind, dtype, 1, quantized == "E4m3", extended == "1")
+        return Variant(kind, dtype, 1, quantized != "Plain", extended == "1")
     if match := _LOCAL_ROWS.search(name):
         dtype, quantized, extended = match.groups()
-        return Variant("local_rows", dtype, 1, quantized == "E4m3", extended == "1")
+        return Variant("local_rows", dtype, 1, quantized != "Plain", extended == "1")
     return None
 
 

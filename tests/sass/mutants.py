@@ -44,7 +44,22 @@ allnorm::owned_rows_kernel<allnorm::Bfloat16, allnorm::DenseRows, 2, allnorm::Ow
                            false, allnorm::E4m3, false>(
     const __grid_constant__ allnorm::OwnedRowsParams);
 """
-SOURCES = {"one_shot": _ONE_SHOT, "two_shot": _TWO_SHOT, "owned": _OWNED}
+_ANY_QUANTIZED = """
+#include "cuda/formats.cuh"
+#include "cuda/fused.cuh"
+#include "cuda/sources/expert_rows.cuh"
+#include "cuda/transports/one_shot.cuh"
+template __global__ void
+allnorm::fused_kernel<allnorm::Bfloat16, allnorm::ExpertRows, 2, allnorm::OneShot,
+                      allnorm::Grid::kSparse, allnorm::AnyQuantized, true>(
+    const __grid_constant__ allnorm::FusedParams);
+"""
+SOURCES = {
+    "one_shot": _ONE_SHOT,
+    "two_shot": _TWO_SHOT,
+    "owned": _OWNED,
+    "any_quantized": _ANY_QUANTIZED,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,12 +266,13 @@ def copy_sources(csrc: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
     return copy
 
 
-def compile_kernel(csrc: pathlib.Path, source: str) -> Kernel:
+def compile_kernel(csrc: pathlib.Path, source: str, architecture: str = "sm_90") -> Kernel:
     """The kernel of one of SOURCES, with the flags of cmake/cuda.cmake."""
     unit, cubin = csrc / f"{source}.cu", csrc / f"{source}.cubin"
     unit.write_text(SOURCES[source])
     flags = ("-std=c++20", "-O3", "-DNDEBUG", "-fmad=false", "-diag-suppress=1675")
-    output_of("nvcc", *flags, "-arch=sm_90", f"-I{csrc}", "-cubin", "-o", str(cubin), str(unit))
+    flags += (f"-arch={architecture}", f"-I{csrc}", "-cubin")
+    output_of("nvcc", *flags, "-o", str(cubin), str(unit))
     (kernel,) = disassemble(cubin)
     return kernel
 

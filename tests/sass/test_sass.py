@@ -69,6 +69,19 @@ def test_nothing_is_wrong_without_a_defect(
     assert mutants.found_wrong(mutants.copy_sources(CSRC, tmp_path), source) == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["sm_90", "sm_100f", "sm_120f"])
+def test_e2m1_is_an_instruction_where_there_is_one(
+    compiler: None, architecture: str, tmp_path: pathlib.Path
+) -> None:
+    """Of the kernel of few tokens, which spills nothing on any of them."""
+    csrc = mutants.copy_sources(CSRC, tmp_path)
+    kernel = mutants.compile_kernel(csrc, "any_quantized", architecture)
+    converts = [found for found in kernel.instructions if "E2M1" in found.parts]
+    assert len(converts) == (0 if architecture == "sm_90" else 4)  # of a pack, two at a time
+    assert kernel.frame_bytes == 0
+
+
 @pytest.mark.parametrize(
     "mutant",
     [

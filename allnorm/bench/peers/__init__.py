@@ -89,9 +89,10 @@ class Peers:
         suffix = "+quant" if mode.quant else ""
         found = peer.fused_quant(case, mode) if mode.quant else []
         for arm in peer.fused(case):
-            found.append(
-                arms.then_quantize(arm, case, mode, f"{arm.name}+quant") if mode.quant else arm
-            )
+            name = f"{arm.name}+quant"
+            then = arms.then_quantize(arm, case, mode, name) if mode.quant else arm
+            if not isinstance(then, str):
+                found.append(then)
         for reduction in self._reductions(peer, case):
             name = f"{reduction.name}+local{suffix}"
             found.append(arms.then_local_norm(reduction, case, mode, name))

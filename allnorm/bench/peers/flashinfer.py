@@ -111,7 +111,7 @@ class FlashInfer(Peer):
             name = f"{_NORM}{out}FP8Quant"
         elif isinstance(spec, allnorm.Fp8PerToken):
             name = f"{_NORM}{out}DynamicFP8Quant"
-        elif spec is not None and spec.scale_format == "ue8m0_packed":
+        elif isinstance(spec, allnorm.Fp8PerGroup) and spec.scale_format == "ue8m0_packed":
             name = f"{_NORM}{out}PerTokenGroupFP8PackedQuant"
             if "block_quant_group_size" not in self._parameters:
                 return None

@@ -25,6 +25,10 @@ class E4m3 {
   using Packed = Words<kElems / 4>;
   static constexpr int kPackedBytes = Packed::kBytes;
   static constexpr uint32_t kNanWord = kNanE4m3 * 0x01010101u;
+  __device__ __forceinline__ static uint32_t nan_word(const QuantParams&) { return kNanWord; }
+  __device__ __forceinline__ static int sent_scales(const QuantParams& params) {
+    return params.groups;
+  }
 
   __device__ __forceinline__ E4m3(const QuantParams& params, RowExchange& exchange, int pack,
                                   bool live)
@@ -122,7 +126,8 @@ class E4m3 {
 
   // For the pack of each lane of a warp, which holds one chunk of a row. `greatest`: the greatest
   // magnitude of each of the row's `chunks`, where they are needed, or null.
-  template <class Access>
+  // `Scales` stores them.
+  template <class Access, class Scales = E4m3>
   __device__ __forceinline__ static void store_chunk(const EpilogueParams& params, int64_t row,
                                                      int chunk, int chunks, bool live,
                                                      const float* greatest, const Pack& packed) {
@@ -147,7 +152,9 @@ class E4m3 {
       const float scale = scale_of(amax, quant.format != ALLNORM_SCALE_FLOAT32);
       quantized = quantize(y, ScaleDivisor(scale));
       const int place = static_cast<int>(pack);
-      if (live && quant.leads_group(place)) store_scale(quant, row, quant.group_of(place), scale);
+      if (live && quant.leads_group(place)) {
+        Scales::store_scale(quant, row, quant.group_of(place), scale);
+      }
     }
     if (!live) return;
     Access::store(quant.quantized + row * quant.quantized_stride_bytes, pack, params.hidden_size,

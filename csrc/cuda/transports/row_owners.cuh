@@ -3,15 +3,20 @@
 //
 // Flag in data in both hops, as in two_shot.cuh; see cuda/exchange.cuh for reuse. What crosses the
 // link in the second hop is a row of the dtype of x; or a finished row in its format, packed, and,
-// staged in shared memory so that they go in one piece, its float32 scales. None contains
-// kEmptyWord: rows are canonicalised, no word of a Packed is 0xffffffff, and no scale is negative,
-// not even a NaN.
+// staged in shared memory so that they go in one piece, its float32 scales, where the format has
+// any beside it. None contains kEmptyWord: rows are canonicalised, no word of a Packed is
+// 0xffffffff, and no scale is negative, not even a NaN.
 #ifndef ALLNORM_CUDA_TRANSPORTS_ROW_OWNERS_CUH_
 #define ALLNORM_CUDA_TRANSPORTS_ROW_OWNERS_CUH_
 
 #include "cuda/slots.cuh"
 
 namespace allnorm {
+
+// Scales of a row on their way. Groups of at least 16 elements: at most one for every two packs.
+struct StagedScales {
+  float value[kMaxThreads / 2];
+};
 
 // One thread's part: the same pack of every row it is called for, if the thread is `live` and has
 // one. All lanes of a warp call its functions together.
@@ -28,7 +33,7 @@ class RowOwners {
       : exchange_(exchange),
         quant_(params.fused.epilogue.quant),
         layout_{kWorldSize, params.fused.packs, sends_packed ? Format::kPackedBytes : kPackBytes,
-                sends_packed ? quant_.groups : 0,
+                sends_packed ? sent_scales() : 0,
                 (params.fused.num_tokens + kWorldSize - 1) / kWorldSize},
         rank_(params.fused.rank),
         pack_(pack),
@@ -68,7 +73,7 @@ class RowOwners {
   // The same for rows in their format: `packed` is what it has made of this thread's pack last. All
   // threads of the block call these, live or not.
   __device__ __forceinline__ void publish(int local, const Packed& packed, const Format& format) {
-    float* const staged = shared_storage<Scales>().value;
+    float* const staged = shared_storage<StagedScales>().value;
     const bool silent = exchange_.failed_before();
     if (live_ && !silent) {
 #pragma unroll
@@ -76,7 +81,7 @@ class RowOwners {
         store_to_peer(finished_at(q, local) + pack_ * Format::kPackedBytes, packed);
       }
     }
-    if (quant_.groups == 0) return;
+    if (sent_scales() == 0) return;
     const Groups mine = groups_of_block();
     if (format.leads_group()) staged[format.group() - mine.begin] = format.scale();
     // The threads below read what the leaders have just written. They are done with it before any
@@ -100,12 +105,14 @@ class RowOwners {
       if (live_) load_from_peer(slot, packed);
       return arrived(packed);
     };
-    if (!exchange_.wait_together(poll, is_owner)) packed = Packed::filled_with(Format::kNanWord);
+    if (!exchange_.wait_together(poll, is_owner)) {
+      packed = Packed::filled_with(Format::nan_word(quant_));
+    }
     if (live_) {
       store_words(slot, Packed::filled_with(kEmptyWord));
       Format::store_elements(quant_, row, pack_, packed);
     }
-    if (quant_.groups == 0) return;
+    if (sent_scales() == 0) return;
     const Groups mine = groups_of_block();
     const int lane = threadIdx.x % 32;
     for (int i = mine.begin + threadIdx.x; i - lane < mine.end; i += blockDim.x) {
@@ -114,10 +121,6 @@ class RowOwners {
   }
 
  private:
-  // Groups of at least 16 elements: at most one for every two packs.
-  struct Scales {
-    float value[kMaxThreads / 2];
-  };
   struct Groups {
     int begin, end;
   };
@@ -137,6 +140,13 @@ class RowOwners {
     Format::store_scale(quant_, row, group, bit_cast<float>(scale));
   }
 
+  __device__ __forceinline__ int sent_scales() const {
+    if constexpr (Format::kQuantizes) {
+      return Format::sent_scales(quant_);
+    } else {
+      return 0;
+    }
+  }
   // The groups whose first pack lies in this block.
   __device__ __forceinline__ Groups groups_of_block() const {
     const int begin = static_cast<int>(cluster_rank() * blockDim.x);

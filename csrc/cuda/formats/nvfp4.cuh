@@ -1,0 +1,72 @@
+// Numerics step 6, NVFP4: e2m1 elements, an e4m3 scale for 16 of them and a given global one.
+//
+// All patterns of eight elements occur, 0xffffffff too: eight times -6. So a word on the link is
+// four elements and, above them, their scale: none is kEmptyWord, nothing is sent beside them, and
+// whoever has elements also knows that a failure made their scale NaN, which is all that says so.
+#ifndef ALLNORM_CUDA_FORMATS_NVFP4_CUH_
+#define ALLNORM_CUDA_FORMATS_NVFP4_CUH_
+
+#include "cuda/formats/tiles.cuh"
+#include "cuda/params.h"
+#include "cuda/row_exchange.cuh"
+#include "cuda/words.cuh"
+
+namespace allnorm {
+
+// A part of cuda/formats/any_quantized.cuh, in the words of cuda/formats.cuh.
+template <class T>
+class NvFp4 {
+ public:
+  static constexpr int kElems = kElemsPerPack<T>;
+  using Packed = Words<kElems / 4>;
+  static constexpr uint32_t kNanWord = static_cast<uint32_t>(kNanE4m3) << 16;
+
+  // Brings the global scale near. From row to row it stays in the cache and not in a register:
+  // kernels with few of them spilled.
+  __device__ __forceinline__ static void prefetch(const QuantParams& params) {
+    load_u32(params.global_scale);
+  }
+
+  // Of this thread's pack; all lanes of a warp call it.
+  __device__ __forceinline__ static Packed quantize(const QuantParams& params, const Pack& packed,
+                                                    bool live) {
+    const float global = bit_cast<float>(load_u32(params.global_scale));
+    uint32_t amax = live ? greatest_magnitude<T>(packed) : 0;
+    amax = RowExchange::greatest_of_lanes(amax, params.packs_per_group);
+    const NvFp4Scale scale = nvfp4_scale(amax, mul_rn(global, kSixth), reciprocal_rn(global));
+    float y[kElems];
+    unpack<T>(packed, y);
+#pragma unroll
+    for (int i = 0; i < kElems; ++i) y[i] = mul_rn(y[i], scale.factor);
+    Packed result;
+#pragma unroll
+    for (int i = 0; i < kElems / 4; ++i) {
+      result.word[i] = (to_e2m1x4(y + 4 * i) & scale.kept) | scale.e4m3 << 16;
+    }
+    return result;
+  }
+
+  // Elements, and the scale if this pack is the first of its group. kAligned: at a multiple of as
+  // many bytes.
+  template <bool kAligned>
+  __device__ __forceinline__ static void store(const QuantParams& params, int64_t row, int pack,
+                                               const Packed& packed) {
+    char* const to =
+        params.quantized + row * params.quantized_stride_bytes + pack * int64_t{kElems / 2};
+    if constexpr (kAligned && kElems == 8) {
+      store_u32(to, (packed.word[0] & 0xffffu) | packed.word[1] << 16);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kElems / 4; ++i) {
+        store_u8(to + 2 * i, packed.word[i] & 0xffu);
+        store_u8(to + 2 * i + 1, packed.word[i] >> 8 & 0xffu);
+      }
+    }
+    if (params.leads_group(pack)) {
+      store_scale_byte(params, row, params.group_of(pack), packed.word[0] >> 16);
+    }
+  }
+};
+
+}  // namespace allnorm
+#endif  // ALLNORM_CUDA_FORMATS_NVFP4_CUH_

@@ -1,0 +1,40 @@
+// Scales as bytes in tiles of 128 rows by 4 groups, or in rows of bytes.
+#ifndef ALLNORM_CUDA_FORMATS_TILES_CUH_
+#define ALLNORM_CUDA_FORMATS_TILES_CUH_
+
+#include "cuda/memory.cuh"
+#include "cuda/params.h"
+#include "protocol/numerics.h"
+
+namespace allnorm {
+
+__device__ __forceinline__ void store_scale_byte(const QuantParams& params, int64_t row, int group,
+                                                 uint32_t scale) {
+  if (params.tiles == 0) {
+    store_u8(params.scale + row * params.scale_row_bytes + group * params.scale_group_bytes, scale);
+    return;
+  }
+  // No call has more rows than fit.
+  const uint32_t m = params.first_scale_row + static_cast<uint32_t>(row);
+  char* const at = params.scale + swizzled_scale(m, static_cast<uint32_t>(group), params.tiles);
+  store_u8(at, scale);
+  // Groups that do not exist follow the last one in its tile.
+  if (group != params.groups - 1) return;
+  for (int missing = 1; missing < 4 - group % 4; ++missing) {
+    store_u8(at + missing, 0);
+  }
+}
+
+// Zeros for the scales of rows that do not exist: words of four groups.
+__device__ __forceinline__ void store_tile_padding(const QuantParams& params) {
+  for (int row = 0; row < params.padding_rows; ++row) {
+    const uint32_t m =
+        params.first_scale_row + static_cast<uint32_t>(params.first_padding_row + row);
+    for (uint32_t tile = threadIdx.x; tile < params.tiles; tile += blockDim.x) {
+      store_u32(params.scale + swizzled_scale(m, tile * kTileGroups, params.tiles), 0);
+    }
+  }
+}
+
+}  // namespace allnorm
+#endif  // ALLNORM_CUDA_FORMATS_TILES_CUH_

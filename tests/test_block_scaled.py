@@ -1,0 +1,413 @@
+"""MXFP8 and NVFP4: every byte, against the reference; their memory, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+import torch
+from rank_helpers import (
+    ALGORITHMS,
+    DTYPES,
+    MODES,
+    Case,
+    Experts,
+    check_cases,
+    comm,
+    dtype_ids,
+    message_of,
+    on,
+)
+
+import allnorm
+from allnorm import quant as quants
+from allnorm import reference
+from allnorm.quant import Quant
+from allnorm.testing import SPECIAL_KINDS, RankPool, assert_same_bits, shared_input
+
+LAYOUTS = ("swizzled_128x4", "row_major")
+
+
+def specs(hidden_size: int, global_scale: float = 700.0) -> list[Quant]:
+    """Every one of them that fits."""
+    given = torch.tensor([global_scale])
+    found: list[Quant] = [allnorm.NvFp4(given, layout) for layout in LAYOUTS]
+    return [*found, allnorm.MxFp8()] if hidden_size % 32 == 0 else found
+
+
+def sweep(dtype: torch.dtype, shapes: list[tuple[int, int]]) -> list[Case]:
+    """Every spec and algorithm on every shape; what else a call may be is drawn."""
+    draw = random.Random(str(dtype))
+    cases = []
+    for (tokens, hidden_size), algorithm in itertools.product(shapes, ALGORITHMS):
+        for spec in specs(hidden_size, draw.choice((1.0, 300.0, 2688.0, 0.02))):
+            post_norm, experts = draw.random() < 0.2, draw.random() < 0.25
+            cases.append(
+                Case(
+                    (tokens, hidden_size),
+                    dtype,
+                    residual=draw.random() < 0.7,
+                    float32_weight=draw.random() < 0.5,
+                    weight_bias=draw.choice((0.0, 1.0)),
+                    numerics=draw.choice(MODES),
+                    algorithm=algorithm,
+                    quant=spec,
+                    return_normed=draw.random() < 0.4,
+                    sharded=algorithm != "one_shot" and draw.random() < 0.5,
+                    post_norm=post_norm,
+                    scale=0.22 if post_norm and draw.random() < 0.5 else 1.0,
+                    experts=Experts(2) if experts else None,
+                    call=len(cases),
+                )
+            )
+    return cases
+
+
+SHAPES = [
+    *((tokens, 1024) for tokens in (0, 1, 3, 129)),
+    *((tokens, 2880) for tokens in (1, 5)),
+    *((tokens, 2944) for tokens in (2, 7)),
+    *((tokens, 96) for tokens in (0, 4)),
+    *((tokens, 160) for tokens in (1, 130)),
+    *((tokens, 16) for tokens in (1, 33)),
+    (3, 5760),
+    (300, 48),
+]
+
+
+@on(cpu=(1, 2, 3), gpu=(1, 2, 3, 4, 8))
+@pytest.mark.parametrize("dtype", **dtype_ids)
+def test_every_layout_and_algorithm(pool: RankPool, dtype: torch.dtype) -> None:
+    cases = sweep(dtype, SHAPES)
+    ran = pool.run(check_cases, cases)
+    assert len(set(ran)) == 1
+    assert ran[0] >= len(cases) // 2
+
+
+@on(cpu=(4, 8))
+def test_more_ranks(pool: RankPool) -> None:
+    pool.run(check_cases, sweep(torch.bfloat16, [(0, 256), (1, 256), (5, 256), (140, 96)]))
+
+
+@on(gpu=(2, 8))
+@pytest.mark.parametrize("dtype", **dtype_ids)
+def test_prefill_sizes(pool: RankPool, dtype: torch.dtype) -> None:
+    shapes = [(1024, 4096), (257, 7168), (129, 16384)]
+    pool.run(check_cases, sweep(dtype, shapes))
+
+
+@on(cpu=(2,), gpu=(2, 4))
+def test_special_values(pool: RankPool) -> None:
+    """NaN, infinity, zeros, the largest and the smallest; words that a transport might reserve."""
+    kinds = (*SPECIAL_KINDS, "sentinels", "finite_sentinels")
+    cases = [
+        Case((5, 256), dtype, kind=kind, quant=spec, algorithm=algorithm, sharded=sharded)
+        for dtype, kind in itertools.product(DTYPES, kinds)
+        for spec in specs(256)
+        for algorithm, sharded in (("one_shot", False), ("two_shot", False), ("two_shot", True))
+    ]
+    pool.run(check_cases, cases)
+
+
+def check_in_chunks(rank: int, world_size: int, cases: list[Case]) -> None:
+    check_cases(rank, world_size, cases, workspace_bytes=1 << 20)
+
+
+@on(cpu=(2,), gpu=(2,))
+def test_chunks_of_a_small_workspace(pool: RankPool) -> None:
+    """Rows keep their place in the tiles."""
+    cases = [
+        Case((400, 512), algorithm=algorithm, quant=spec, sharded=sharded)
+        for spec in specs(512)
+        for algorithm, sharded in (("one_shot", False), ("two_shot", False), ("two_shot", True))
+    ]
+    pool.run(check_in_chunks, cases)
+
+
+def elements_of(quantized: torch.Tensor) -> torch.Tensor:
+    """What bytes of two e2m1 elements stand for."""
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64).to(quantized.device)
+    both = torch.stack((quantized & 15, quantized >> 4), -1).flatten(-2).long()
+    return values[both & 7] * torch.where(both & 8 != 0, -1.0, 1.0)
+
+
+def scale_at(scale: torch.Tensor, row: int, group: int, groups: int) -> torch.Tensor:
+    """By the formula of the API page."""
+    tile = row // 128 * -(-groups // 4) + group // 4
+    return scale[tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + group % 4]
+
+
+def check_failed_groups(rank: int, world_size: int) -> None:
+    """A group with a NaN has a NaN scale and zeros for elements, and no other group has."""
+    c = comm()
+    make = {"dtype": torch.bfloat16, "device": c.device}
+    x = shared_input((3, 128), name="x", **make)
+    weight = shared_input((128,), name="weight", **make)
+    weight[35] = float("nan")
+    spec = allnorm.NvFp4(torch.full((1,), 500.0, device=c.device), "row_major")
+    for algorithm, sharded in (("one_shot", False), ("two_shot", False), ("two_shot", True)):
+        out = c.all_reduce_add_rms_norm_quant(
+            x, None, weight, 1e-5, spec, algorithm=algorithm, residual_sharded=sharded
+        )
+        assert (out.scale.view(torch.uint8)[:, 2] == 0x7F).all()
+        assert not out.scale.float()[:, [0, 1, 3, 4, 5, 6, 7]].isnan().any()
+        assert (out.quantized[:, 16:24] == 0).all()
+        assert (out.quantized[:, :16] != 0).any()
+
+
+@on(cpu=(2,), gpu=(2,))
+def test_a_nan_stays_in_its_group(pool: RankPool) -> None:
+    pool.run(check_failed_groups)
+
+
+def check_memory(rank: int, world_size: int) -> None:
+    """Preallocated results: all of the tiles is written, their padding with zeros, and no more."""
+    c = comm()
+    make = {"dtype": torch.bfloat16, "device": c.device}
+    weight = shared_input((160,), name="weight", **make)
+    for tokens, spec in itertools.product((1, 5, 128, 131), specs(160)):
+        if isinstance(spec, allnorm.NvFp4):
+            spec = allnorm.NvFp4(spec.global_scale.to(c.device), spec.scale_layout)
+        x = shared_input((tokens, 160), name=f"x{rank}", **make)
+        for algorithm in ("one_shot", "two_shot", "unfused"):
+            scale = quants.empty_scale(spec, tokens, 160, c.device)
+            memory = torch.full((scale.numel() + 64,), 0xA5, dtype=torch.uint8, device=c.device)
+            given = memory[: scale.numel()].view(scale.dtype).view(scale.shape)
+            width = 80 if isinstance(spec, allnorm.NvFp4) else 160
+            rows = torch.full((tokens, width), 0x5A, dtype=torch.uint8, device=c.device)
+            rows = rows.view(quants.quantized_dtype(spec))
+            out = c.all_reduce_add_rms_norm_quant(
+                *(x, None, weight, 1e-5, spec),
+                algorithm=algorithm,
+                residual_sharded=algorithm != "one_shot",
+                quantized_out=rows,
+                scale_out=given,
+            )
+            assert out.quantized is rows
+            assert out.scale is given
+            assert (memory[scale.numel() :] == 0xA5).all()
+            xs = [shared_input((tokens, 160), name=f"x{r}", **make) for r in range(world_size)]
+            want = reference.all_reduce_add_rms_norm_quant(xs, None, weight, 1e-5, spec)
+            assert_same_bits(out.scale, want.scale, f"scale of {tokens} rows")
+            assert_same_bits(out.quantized, want.quantized, f"{tokens} rows")
+
+
+@on(cpu=(2,), gpu=(2,))
+def test_preallocated_results(pool: RankPool) -> None:
+    pool.run(check_memory)
+
+
+def check_repeated(rank: int, world_size: int) -> None:
+    """Calls that are repeated from C, with other global scales and layouts in between."""
+    c = comm()
+    make = {"dtype": torch.bfloat16, "device": c.device}
+    weight = shared_input((256,), name="weight", **make)
+    for turn in range(12):
+        xs = [shared_input((4, 256), name=f"{turn} {r}", **make) for r in range(world_size)]
+        given = torch.full((1,), 100.0 + turn, device=c.device)
+        for spec in (*(allnorm.NvFp4(given, layout) for layout in LAYOUTS), allnorm.MxFp8()):
+            out = c.all_reduce_add_rms_norm_quant(xs[rank], None, weight, 1e-5, spec)
+            want = reference.all_reduce_add_rms_norm_quant(xs, None, weight, 1e-5, spec)
+            for got, expected in zip(out[:3], want[:3], strict=True):
+                assert_same_bits(got, expected, f"turn {turn} of {spec}")
+
+
+@on(cpu=(2,), gpu=(2,))
+def test_repeated_calls(pool: RankPool) -> None:
+    pool.run(check_repeated)
+
+
+def check_compiled(rank: int, world_size: int) -> None:
+    c = comm()
+    make = {"dtype": torch.bfloat16, "device": c.device}
+    weight = shared_input((96,), name="weight", **make)
+    given = torch.full((1,), 80.0, device=c.device)
+
+    @torch.compile(fullgraph=True, dynamic=True, backend="aot_eager")
+    def program(x: torch.Tensor) -> Any:
+        nv = c.all_reduce_add_rms_norm_quant(x, None, weight, 1e-5, allnorm.NvFp4(given))
+        mx = c.all_reduce_add_rms_norm_quant(x, None, weight, 1e-5, allnorm.MxFp8())
+        return nv.quantized, nv.scale, mx.quantized, mx.scale
+
+    for tokens in (2, 130, 3):
+        xs = [shared_input((tokens, 96), name=f"x{r}", **make) for r in range(world_size)]
+        got = program(xs[rank])
+        want = [
+            tensor
+            for spec in (allnorm.NvFp4(given), allnorm.MxFp8())
+            for tensor in reference.all_reduce_add_rms_norm_quant(xs, None, weight, 1e-5, spec)[:2]
+        ]
+        for a, b in zip(got, want, strict=True):
+            assert_same_bits(a, b, f"{tokens} rows, compiled")
+
+
+@on(cpu=(2,), gpu=(2,))
+def test_compiled(pool: RankPool) -> None:
+    pool.run(check_compiled)
+
+
+@pytest.mark.parametrize("spec", specs(96), ids=str)
+def test_layout_by_the_formula(spec: Quant) -> None:
+    """Scales lie where the API page says, and elements are near what was quantised."""
+    y = shared_input((131, 96), torch.float32, "y")
+    quantized, scale = reference.quantize(y, spec)
+    size = 32 if isinstance(spec, allnorm.Fp8PerGroup) else 16
+    groups = 96 // size
+    if isinstance(spec, allnorm.NvFp4):
+        elements = elements_of(quantized)
+        plain = reference.quantize(y, allnorm.NvFp4(spec.global_scale, "row_major"))[1].double()
+        scales = plain / float(spec.global_scale)
+    else:
+        elements = quantized.double()
+        plain = reference.quantize(y, allnorm.Fp8PerGroup(32, scale_format="ue8m0"))[1].double()
+        scales = plain
+    if spec.scale_layout == "swizzled_128x4":
+        assert scale.shape == (-(-131 // 128) * -(-groups // 4) * 512,)
+        for row, group in itertools.product((0, 1, 31, 32, 100, 127, 128, 130), range(groups)):
+            got = scale_at(scale, row, group, groups)
+            value = 2.0 ** (int(got) - 127) if size == 32 else float(got)
+            assert value == plain[row, group]
+        used = 131 * groups
+        assert int((scale.view(torch.uint8) != 0).sum()) <= used
+    dense = elements.view(131, groups, size) * scales.unsqueeze(-1)
+    amax = y.double().view(131, groups, size).abs().amax(-1, keepdim=True)
+    # Half of the widest step: of e2m1 1 of 6, of e4m3 16 of 448; scales may be 1/16 too small.
+    bound = amax * (0.24 if size == 16 else 0.0625)
+    assert bool(((dense - y.double().view_as(dense)).abs() <= bound).all())
+
+
+def e2m1_by_definition(values: torch.Tensor) -> torch.Tensor:
+    """The nearest of the eight sizes, of two that are as near the one with an even code."""
+    sizes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+    distance = (values.double().abs().clamp(max=6).unsqueeze(-1) - sizes).abs()
+    even_first = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
+    code = even_first[distance[..., even_first].argmin(-1)]
+    return (code | values.signbit().long() << 3).to(torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_e2m1_of_every_16_bit_number(dtype: torch.dtype) -> None:
+    """A group of its own, so that nothing but the conversion is asked for: amax 6, scale 1."""
+    bits = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype)
+    numbers = bits[bits.isfinite() & (bits.abs() <= 6)]
+    rows = torch.full((numbers.numel(), 16), 6.0, dtype=dtype)
+    rows[:, 3] = numbers
+    quantized, scale = reference.quantize(rows, allnorm.NvFp4(torch.ones(1), "row_major"))
+    assert (scale.float() == 1).all()
+    got = quantized[:, 1] >> 4
+    assert torch.equal(got, e2m1_by_definition(numbers.float()))
+    # The kernels, by a norm that changes nothing: the square mean of these rows is not 1, so the
+    # weights are ones and the rows what is left of them.
+    out = allnorm.add_rms_norm_quant(
+        rows, None, torch.ones(16, dtype=dtype), 0.0, allnorm.NvFp4(torch.ones(1)), True
+    )
+    want = reference.quantize(out.normed, allnorm.NvFp4(torch.ones(1)))
+    assert_same_bits(out.quantized, want[0], "rows")
+    assert_same_bits(out.scale, want[1], "scales")
+
+
+REFUSED: dict[str, tuple[type[Exception], tuple[str, ...], Any]] = {
+    "not a tensor": (TypeError, ("global_scale", "float"), lambda: allnorm.NvFp4(1.0)),
+    "dtype": (TypeError, ("float16",), lambda: allnorm.NvFp4(torch.ones(1).half())),
+    "elements": (ValueError, ("one element",), lambda: allnorm.NvFp4(torch.ones(2))),
+    "layout": (ValueError, ("column_major",), lambda: allnorm.NvFp4(torch.ones(1), "column_major")),
+    "mx of 64": (
+        ValueError,
+        ("64", "MxFp8"),
+        lambda: allnorm.Fp8PerGroup(64, "swizzled_128x4", "ue8m0"),
+    ),
+    "mx in float32": (
+        ValueError,
+        ("float32", "MxFp8"),
+        lambda: allnorm.Fp8PerGroup(32, "swizzled_128x4"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_specs_that_are_refused(name: str) -> None:
+    error, words, make = REFUSED[name]
+    message = message_of(error, make)
+    assert all(word in message for word in words), message
+
+
+def check_refused(rank: int, world_size: int) -> list[str]:
+    c = comm()
+    x = torch.zeros((2, 120), dtype=torch.bfloat16, device=c.device)
+    weight = torch.ones(120, dtype=torch.bfloat16, device=c.device)
+    given = torch.ones(1, device=c.device)
+    call = c.all_reduce_add_rms_norm_quant
+    messages = [
+        message_of(
+            allnorm.UnsupportedError, lambda: call(x, None, weight, 1e-5, allnorm.NvFp4(given))
+        ),
+        message_of(allnorm.UnsupportedError, lambda: call(x, None, weight, 1e-5, allnorm.MxFp8())),
+        message_of(
+            allnorm.UnsupportedError, lambda: c.plan(2, 120, torch.bfloat16, allnorm.NvFp4(given))
+        ),
+    ]
+    wide = x.new_zeros((2, 128))
+    meta = allnorm.NvFp4(torch.ones(1, device="meta"))
+    weight = wide.new_ones(128)
+    messages.append(message_of(ValueError, lambda: call(wide, None, weight, 1e-5, meta)))
+    fp8 = torch.empty((2, 128), dtype=torch.float8_e4m3fn, device=c.device)
+    nv = allnorm.NvFp4(given)
+    messages.append(
+        message_of(ValueError, lambda: call(wide, None, weight, 1e-5, nv, quantized_out=fp8))
+    )
+    narrow = fp8[:, :64].contiguous()
+    messages.append(
+        message_of(TypeError, lambda: call(wide, None, weight, 1e-5, nv, quantized_out=narrow))
+    )
+    scale = torch.empty(512, dtype=torch.float8_e4m3fn, device=c.device)
+    messages.append(
+        message_of(ValueError, lambda: call(wide, None, weight, 1e-5, nv, scale_out=scale))
+    )
+    assert c.plan(2, 128, torch.bfloat16, nv).num_chunks == 1
+    return messages
+
+
+@on(cpu=(2,), gpu=(2,))
+def test_calls_that_are_refused(pool: RankPool) -> None:
+    first, *others = pool.run(check_refused)
+    assert all(other == first for other in others)
+    words = ("multiple of 16", "group_size=32", "multiple of 16", "quant.global_scale", "(2, 64)")
+    for message, word in zip(first, (*words, "uint8", "empty_scale"), strict=True):
+        assert word in message, message
+
+
+def check_diverging(rank: int, world_size: int, algorithm: str) -> str:
+    c = allnorm.Communicator(device=comm().device, timeout=20)
+    x = torch.ones((2, 128), dtype=torch.bfloat16, device=c.device)
+    weight = torch.ones(128, dtype=torch.bfloat16, device=c.device)
+    spec: Quant = allnorm.Fp8PerGroup(16)
+    if rank == 0:
+        spec = allnorm.NvFp4(torch.ones(1, device=c.device))
+
+    def call() -> None:
+        for _ in range(3):
+            c.all_reduce_add_rms_norm_quant(x, None, weight, 1e-5, spec, algorithm=algorithm)
+            if c.device.type == "cuda":
+                torch.cuda.synchronize()
+
+    return message_of(allnorm.PeerDivergedError, call)
+
+
+@on(cpu=(2,), gpu=(2,))
+@pytest.mark.parametrize("algorithm", ALGORITHMS[1:])
+def test_ranks_that_quantise_differently(pool: RankPool, algorithm: str) -> None:
+    for message in pool.run(check_diverging, algorithm):
+        assert "nvfp4" in message, message
+        assert "groups of 16" in message, message
+
+
+def test_specs_are_values() -> None:
+    given = torch.ones(1)
+    assert allnorm.MxFp8() == allnorm.Fp8PerGroup(32, "swizzled_128x4", "ue8m0")
+    assert allnorm.NvFp4(given) == allnorm.NvFp4(given, "swizzled_128x4")
+    assert allnorm.NvFp4(given) != allnorm.NvFp4(torch.ones(1))
+    assert allnorm.NvFp4(given) != allnorm.NvFp4(given, "row_major")
+    assert hash(allnorm.NvFp4(given)) == hash(allnorm.NvFp4(given))
+    assert "swizzled" in repr(allnorm.NvFp4(given))
