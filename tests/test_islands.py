@@ -66,7 +66,7 @@ def test_what_keeps_islands_from_hierarchical_calls() -> None:
 @pytest.mark.parametrize("given", [[[0, 1], [2, 3]], [[0, 3], [1, 2]], [[2, 1, 3], [0]]], ids=str)
 def test_the_sum_over_islands(dtype: torch.dtype, given: list[list[int]]) -> None:
     """Against sums written out here: each island in rank order, then islands by lowest rank."""
-    x = all_inputs((7, 264), dtype, 4)
+    x = all_inputs(4, (7, 264), dtype)
     f = [value.float() for value in x]
     totals = {
         "[[0, 1], [2, 3]]": (f[0] + f[1]) + (f[2] + f[3]),
@@ -84,7 +84,7 @@ def test_the_sum_over_islands(dtype: torch.dtype, given: list[list[int]]) -> Non
 
 
 def test_one_island_and_islands_of_one_rank_are_the_flat_sum() -> None:
-    x = all_inputs((5, 128), torch.bfloat16, 4)
+    x = all_inputs(4, (5, 128), torch.bfloat16)
     flat = reference.all_reduce(x)
     assert_same_bits(reference.all_reduce(x, islands=[[0, 1, 2, 3]]), flat)
     assert_same_bits(reference.all_reduce(x, islands=[[0], [1], [2], [3]]), flat)
