@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -22,6 +22,7 @@ from allnorm.core.call import NO_CHANGE, NO_INPUTS, Call, split_boundary, split_
 from allnorm.core.shortcuts import is_traced
 from allnorm.errors import CommunicatorClosedError, UnsupportedError
 from allnorm.expert_sum import ExpertSum
+from allnorm.islands import Islands
 from allnorm.policy import Plan
 from allnorm.post_norm import PostNorm
 from allnorm.quant import DEFAULT_QUANT, Quant, QuantizedNorm, check_hidden_size, check_quant
@@ -69,6 +70,10 @@ class Communicator:
             and costs 0.3 to 0.9 us a call.
         dependent_launch: CUDA: whether calls are launched with programmatic dependent launch.
         first_op: the number of the first operation, the same on every rank; it wraps at 2**32.
+        islands: which ranks write to each other's memory. "auto" finds them: those of one host,
+            and on GPUs those of them that reach each other. Or a sequence of sequences of group
+            ranks, the same on every rank. Several of equal size run "hierarchical", others
+            "unfused"; of both the sum is made island by island (docs/numerics.md, step 1b).
 
     Raises:
         ValueError, TypeError: an argument is wrong, or ranks pass different ones or have loaded
@@ -92,6 +97,7 @@ class Communicator:
         early_trigger: bool = True,
         dependent_launch: bool = True,
         first_op: int = 0,
+        islands: str | Sequence[Sequence[int]] = "auto",
     ) -> None:
         # Half of what allnorm loads, which a process that opens no communicator goes without.
         from allnorm.core.opening import Settings, open_endpoint
@@ -99,7 +105,7 @@ class Communicator:
         resolved = resolve_group(group)
         settings = Settings(
             *(device, workspace_bytes, numerics, timeout, tuning_dir, max_blocks),
-            *(early_trigger, dependent_launch, first_op),
+            *(early_trigger, dependent_launch, first_op, islands),
         )
         self._endpoint, number = open_endpoint(
             resolved, settings, lambda place: _made.get((resolved.group_name, place.type), 0)
@@ -153,6 +159,11 @@ class Communicator:
     def group(self) -> dist.ProcessGroup:
         """The process group; None after `close()` and when it was destroyed."""
         return self._endpoint.group  # type: ignore[return-value]
+
+    @property
+    def islands(self) -> Islands:
+        """The ranks of each island in rising order, islands in the order of their lowest ranks."""
+        return self._endpoint.chooser.traits.islands
 
     @property
     def traits(self) -> policy.Traits:

@@ -6,7 +6,7 @@ of the numerics page.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 Islands = tuple[tuple[int, ...], ...]
@@ -52,6 +52,23 @@ def group_islands(names: Sequence[str]) -> Islands:
     for rank, name in enumerate(names):
         found.setdefault(name, []).append(rank)
     return in_order(list(found.values()))
+
+
+def split_by_reach(failed: Sequence[Collection[int]]) -> Islands:
+    """The ranks that all reach each other, together; empty if that is no partition of the ranks.
+
+    Args:
+        failed: by rank, those that it does not reach.
+    """
+    count = len(failed)
+    reached = [
+        frozenset(q for q in range(count) if q not in failed[rank] and rank not in failed[q])
+        for rank in range(count)
+    ]
+    # Whoever is reached by one of a set is reached by all of it, or there is no such set.
+    if any(reached[q] != reached[rank] for rank in range(count) for q in reached[rank]):
+        return ()
+    return in_order(sorted({tuple(sorted(group)) for group in reached}))
 
 
 def obstacle_of(islands: Islands) -> str:

@@ -6,7 +6,7 @@ Codes of the C ABI are positions in these tuples (`allnorm/core/_native.py`).
 from __future__ import annotations
 
 FUSED = ("one_shot", "two_shot")
-ALGORITHMS = (*FUSED, "unfused")
+ALGORITHMS = (*FUSED, "hierarchical", "unfused")
 # What a caller may ask for.
 REQUESTS = ("auto", *ALGORITHMS)
 

@@ -186,13 +186,17 @@ class Case:
         lo, hi = reference.row_shard(torch.Size(self.shape[:-1]).numel(), c.world_size, c.rank)
         return rows.reshape(-1, self.shape[-1])[lo:hi]
 
-    def expected(self, world_size: int) -> Any:
+    def expected(self, world_size: int, islands: Any = None) -> Any:
         """What the reference says of the call, with all rows of the residual."""
         xs, arguments = self.xs(world_size), self.norm_arguments()
         if self.quant is None:
-            return reference.all_reduce_add_rms_norm(xs, **arguments)
+            return reference.all_reduce_add_rms_norm(xs, islands=islands, **arguments)
         return reference.all_reduce_add_rms_norm_quant(
-            xs, quant=self.spec(), return_normed=self.return_normed, **arguments
+            xs,
+            quant=self.spec(),
+            return_normed=self.return_normed,
+            islands=islands,
+            **arguments,
         )
 
     def check(self, c: allnorm.Communicator) -> Any:
@@ -205,7 +209,9 @@ class Case:
         names = ("normed", "residual")
         if self.quant is not None:
             names = ("quantized", "scale", "residual", "normed")
-        for name, got, want in zip(names, results, self.expected(c.world_size), strict=True):
+        for name, got, want in zip(
+            names, results, self.expected(c.world_size, c.islands), strict=True
+        ):
             if want is None or got is None:
                 assert got is want, f"{name} of {self}"
                 continue

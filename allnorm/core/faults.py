@@ -12,7 +12,7 @@ import datetime
 import json
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -88,6 +88,41 @@ def publish_refusal(group: dist.ProcessGroup, name: str, rank: int, why: str) ->
     """
     text = json.dumps({REFUSED: why})
     _with_store(group, lambda store: store.set(_refusal_key(name, rank), text))
+
+
+class Blame(NamedTuple):
+    """Because of whom a call over several islands failed, as the first rank that knows it says.
+
+    Attributes:
+        peer: that rank; -1 if nobody knows.
+        why: in words, as in "rank 1 waited for rank 2, {why}".
+        died: whether its process has ended.
+    """
+
+    peer: int
+    why: str
+    died: bool
+
+
+def publish_blame(group: dist.ProcessGroup, name: str, blame: Blame) -> None:
+    """Lets ranks that see less of a failure know of whom to speak. Bounded."""
+    text = json.dumps(blame)
+    _with_store(group, lambda store: store.compare_set(_blame_key(name), "", text))
+
+
+def find_blame(group: dist.ProcessGroup, name: str) -> Blame | None:
+    """What another rank says of a failure, None if nobody says anything. Bounded."""
+
+    def read(store: Any) -> bytes:
+        store.wait([_blame_key(name)], datetime.timedelta(seconds=_ACCOUNT_SECONDS))
+        return bytes(store.get(_blame_key(name)))
+
+    text = _with_store(group, read)
+    return None if text is None else Blame(*json.loads(text))
+
+
+def _blame_key(name: str) -> str:
+    return f"allnorm/blame/{name}"
 
 
 def _refusal_key(name: str, rank: int) -> str:
