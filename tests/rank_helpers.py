@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import allnorm
-from allnorm import reference
+from allnorm import names, reference
 from allnorm.quant import Quant
 from allnorm.testing import assert_same_bits, rank_input, sentinel_input, shared_input
 from allnorm.testing import special_input as make_special
@@ -21,7 +21,7 @@ from allnorm.testing.rank import device
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MODES = reference.NUMERICS
-ALGORITHMS = reference.ALGORITHMS
+ALGORITHMS = ("auto", *names.ALGORITHMS)
 dtype_ids = {"argvalues": DTYPES, "ids": [str(dtype)[6:] for dtype in DTYPES]}
 
 

@@ -26,11 +26,11 @@ ALLOWED = {
     "_version": set(),
     "errors": set(),
     "names": set(),
-    "policy": {"names"},
+    "islands": set(),
+    "policy": {"islands", "names"},
     "quant": {"errors", "names"},
     "expert_sum": set(),
     "post_norm": set(),
-    "islands": set(),
     "reference": {"expert_sum", "islands", "names", "post_norm", "quant"},
     "config": {"errors"},
     "topology": {"errors"},
@@ -56,7 +56,8 @@ ALLOWED = {
     "core.refusal": {"core._native", "core.call", "core.launch", "policy"},
     "core.watch": set(),
     "core.rendezvous": {"core.watch", "errors"},
-    "core.workspace": {"core._native", "core.rendezvous"},
+    "core.workspace": {"core._native", "core.rendezvous", "islands"},
+    "core.between": {"core.rendezvous", "islands"},
     "core.faults": {
         *("core._native", "core.announcement", "core.refusal", "core.rendezvous", "core.watch"),
         "errors",
@@ -66,8 +67,12 @@ ALLOWED = {
         *("core.workspace", "errors"),
     },
     "core.unfused": {
-        *("core._native", "core.announcement", "core.arguments", "core.channel", "core.launch"),
-        *("errors", "policy", "quant"),
+        *("core._native", "core.announcement", "core.arguments", "core.between", "core.channel"),
+        *("core.launch", "errors", "islands", "policy", "quant"),
+    },
+    "core.hierarchical": {
+        *("core._native", "core.arguments", "core.between", "core.channel", "core.launch"),
+        *("core.rendezvous", "core.unfused", "core.workspace", "islands", "policy"),
     },
     "core.local": {
         *("core._native", "core.call", "core.dispatch", "core.fast_call", "core.launch"),
@@ -75,13 +80,14 @@ ALLOWED = {
     },
     "core.endpoint": {
         *("core._native", "core.announcement", "core.call", "core.channel", "core.dispatch"),
-        *("core.fast_call", "core.faults", "core.launch", "core.refusal", "core.unfused"),
-        *("core.watch", "core.workspace", "errors", "names", "policy"),
+        *("core.fast_call", "core.faults", "core.hierarchical", "core.launch", "core.refusal"),
+        *("core.unfused", "core.watch", "core.workspace", "errors", "names", "policy"),
     },
     "core.opening": {
-        *("_version", "config", "core._native", "core.arguments", "core.channel", "core.dispatch"),
-        *("core.endpoint", "core.launch", "core.rendezvous", "core.watch", "core.workspace"),
-        *("errors", "names", "policy", "quant", "tuning"),
+        *("_version", "config", "core._native", "core.arguments", "core.between", "core.channel"),
+        *("core.dispatch", "core.endpoint", "core.hierarchical", "core.launch", "core.rendezvous"),
+        *("core.watch", "core.workspace", "errors", "islands", "names", "policy", "quant"),
+        "tuning",
     },
     "core.traced": {"core.arguments", "core.call", "quant"},
     "communicator": {
@@ -93,7 +99,7 @@ ALLOWED = {
             "core.shortcuts",
             "core.traced",
         ),
-        *("errors", "expert_sum", "policy", "post_norm", "quant"),
+        *("errors", "expert_sum", "islands", "policy", "post_norm", "quant"),
     },
     "functions": {
         *("communicator", "core.arguments", "core.shortcuts", "core.traced", "expert_sum"),

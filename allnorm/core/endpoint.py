@@ -170,7 +170,7 @@ class Endpoint:
             except Exception as error:  # noqa: BLE001 - raised below, when the turn has ended
                 refused = error
             else:
-                if launch.plan.algorithm not in names.FUSED:
+                if launch.plan.algorithm in names.BETWEEN_ISLANDS:
                     status = self._run_through_group(launch, inputs, memory)
                 else:
                     if launch.native.stream not in self._streams:
@@ -202,7 +202,7 @@ class Endpoint:
             return  # the capture fails with this error, there is nothing to replay
         self._take_turn()
         try:
-            if algorithm in names.ALGORITHMS and algorithm not in names.FUSED:
+            if algorithm in names.BETWEEN_ISLANDS:
                 unfused.refuse(self._channel, self)
                 return
             self._refused = f"{type(error).__name__}: {error}"

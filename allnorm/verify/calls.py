@@ -12,7 +12,7 @@ import torch
 
 import allnorm
 from allnorm import reference
-from allnorm.names import GROUP_SIZES, NUMERICS, REQUESTS, SCALE_LAYOUTS
+from allnorm.names import ALGORITHMS, GROUP_SIZES, NUMERICS, SCALE_LAYOUTS
 from allnorm.quant import Quant
 from allnorm.testing import DTYPES
 
@@ -217,7 +217,7 @@ def random_kind(rng: random.Random, device: torch.device, max_elems: int) -> Kin
         quant=quant,
         return_normed=rng.random() < 0.3,
         sharded=norm and rng.random() < 0.35,
-        algorithm=rng.choices(REQUESTS, _ALGORITHM_SHARES)[0],
+        algorithm=rng.choices(("auto", *ALGORITHMS), _ALGORITHM_SHARES)[0],
         **(_random_change(rng, quant is None) if norm else {}),
     )
 
