@@ -12,6 +12,7 @@ from __future__ import annotations
 import abc
 import ctypes
 import datetime
+import json
 import time
 from collections.abc import Sequence
 from typing import NoReturn, Protocol
@@ -25,6 +26,7 @@ from allnorm.core.rendezvous import Mailbox, Rendezvous
 from allnorm.core.watch import Watch
 from allnorm.errors import PeerDiedError, PeerTimeoutError
 
+_ENDED = "whose process has ended"
 # 64-bit integers of an announcement.
 WORDS = 19
 
@@ -215,7 +217,13 @@ class _Messages(Channel):
             if self._closed:
                 owner.fail(_native.CLOSED, None)
             for rank in dead:
-                raise self._error(rank, owner, PeerDiedError, "whose process has ended")
+                raise self._error(rank, owner, PeerDiedError, _ENDED)
+            told = self._mailbox.told()
+            if told is not None:
+                peer, text = json.loads(told)
+                if peer != owner.rank:
+                    kind = PeerDiedError if text == _ENDED else PeerTimeoutError
+                    raise self._error(peer, owner, kind, text)
             if time.monotonic() > deadline:
                 text = f"{owner.timeout.total_seconds():g} s in vain"
                 raise self._error(min(missing), owner, PeerTimeoutError, text)
@@ -236,6 +244,8 @@ class _Messages(Channel):
             op=self._mailbox.calls,
             expected="an unfused call",
         )
+        # Of a process on another machine this is all that ranks learn before their deadline.
+        self._mailbox.tell(json.dumps([peer, what]))
         return self._failed
 
     def check(self, owner: Owner) -> None:

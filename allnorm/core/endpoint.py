@@ -284,14 +284,13 @@ class Endpoint:
             if self._failure() is not None:
                 raise  # a wait for the others' announcements, which has told them
             # In the middle of the exchange: peers may be in their next call, or still in this one.
-            self._broken = self._what_broke(error)
             self._abandon(memory)
+            self._broken = self._what_broke(error)
             if isinstance(error, RuntimeError):
                 raise self._broken() from error
             raise
         if status in _RECORDED:
-            self._broken = self._what_failed_inside(launch)
-            self._abandon(memory)
+            self._broken = self._what_failed_inside(launch, memory)
             raise self._broken()
         return status
 
@@ -348,51 +347,42 @@ class Endpoint:
         peer = None if self.watch is None else self.watch.find_ended(_END_SECONDS)
         if self.watch is not None and peer is not None:
             why = f"but {self.watch.describe(peer)} has ended"
-            return self._blaming(faults.Blame(peer, why, True), publish=True)
+            return self._because_of(faults.Wait([peer], why, True))
+        text = f"which failed ({type(error).__name__}: {error})"
         if self._hierarchy is None:
-            text = f"the process group failed ({type(error).__name__}: {error})"
-            return self._blaming(faults.Blame(-1, text, False))
-        # A rank that is nearer to what happened knows more.
-        known = faults.find_blame(self.living_group(), self.name)
-        if known is not None:
-            return self._blaming(known)
+            return self._because_of(faults.Wait([-1], text))
         others = [rank for rank in self._hierarchy.between.ranks if rank != self.rank]
-        text = f"but nothing came between the islands ({type(error).__name__}: {error})"
-        if len(others) > 1:
-            text += f"; it is one of ranks {', '.join(map(str, others))}"
-        peer = others[0] if len(others) == 1 else -1
-        return self._blaming(faults.Blame(peer, text, False), publish=True)
+        return self._because_of(faults.Wait(others, text))
 
-    def _what_failed_inside(self, launch: Launch) -> Callable[[], PeerTimeoutError]:
+    def _what_failed_inside(self, launch: Launch, memory: Memory) -> Callable[[], PeerTimeoutError]:
         """The same for a hierarchical call that failed within the island."""
         fault = _native.Fault()
         self._library.comm_check(self._handle, ctypes.addressof(fault))
-        if fault.status == _native.PEER_LEFT:
-            # It gave up because of another rank, which some rank knows.
-            known = faults.find_blame(self.living_group(), self.name)
-            if known is not None:
-                return self._blaming(known)
         error = self._fault_error(fault, launch)
+        self._abandon(memory)
+        if fault.status in (_native.DIVERGED, _native.INTERRUPTED):
+            return lambda: error
+        # A rank of the island may have been late, or given up, because of one of another island.
         died = isinstance(error, PeerDiedError)
-        if error.peer >= 0 and fault.status != _native.PEER_LEFT:
-            blame = faults.Blame(error.peer, "but it did not come inside its island", died)
-            faults.publish_blame(self.living_group(), self.name, blame)
-        return lambda: error
+        why = "whose process has ended" if died else "which did not come"
+        return self._because_of(faults.Wait([error.peer], why, died))
 
-    def _blaming(
-        self, blame: faults.Blame, publish: bool = False
-    ) -> Callable[[], PeerTimeoutError]:
-        """Makes the error of a call that failed because of a rank, now and later."""
-        if publish and self._hierarchy is not None:
-            faults.publish_blame(self.living_group(), self.name, blame)
-        kind = PeerDiedError if blame.died else PeerTimeoutError
-        what = "an unfused call" if self._hierarchy is None else "a call between islands"
-        whom = f"rank {blame.peer}" if blame.peer >= 0 else "the others"
+    def _because_of(self, wait: faults.Wait) -> Callable[[], PeerTimeoutError]:
+        """Makes the error of a call that failed in a wait, now and later."""
+        what = "an unfused call"
+        if self._hierarchy is not None:
+            wait = faults.find_cause(self.living_group(), self.name, self.rank, wait)
+            what = "a call between islands"
+        kind = PeerDiedError if wait.died else PeerTimeoutError
+        names_ = ", ".join(map(str, wait.peers))
+        whom = f"rank{'s' if len(wait.peers) > 1 else ''} {names_}"
+        if wait.peers == [-1]:
+            whom = "the process group"
         return lambda: kind(
-            f"rank {self.rank} waited for {whom} in {what}, {blame.why}. Results of this and later "
+            f"rank {self.rank} waited for {whom} in {what}, {wait.why}. Results of this and later "
             "calls are not valid; make a new Communicator over healthy ranks.",
             rank=self.rank,
-            peer=blame.peer,
+            peer=wait.peers[0],
             expected=what,
         )
 
