@@ -294,7 +294,7 @@ CSRC_WITHIN = {
         "formats": {"memory", "params", "row_exchange", "words"},
         "epilogue": {"params", "row_exchange"},
         "fused": {"epilogue", "exchange", "pace"},
-        "owned_rows": {"fused", "transports"},
+        "owned_rows": {"fused", "sources", "transports"},
         "local_rows": {"epilogue", "params"},
         "any_rows": {"memory", "params", "row_exchange", "sources", "words"},
         "kernels": set(),

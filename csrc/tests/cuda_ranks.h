@@ -53,12 +53,12 @@ void run_kernel(const OwnedRowsParams& params, const Operation& op) {
   const bool few = (op.call.num_tokens + params.fused.rank) % 2 == 0;
   if (op.call.op == ALLNORM_ALL_GATHER_ROWS) {
     run_owned_rows<T, DenseRows, kWorldSize, Owned::kGiven, false, Plain, false>(params);
-  } else if (is_sharded(op.call)) {
+  } else if (is_sharded(op.call) || makes_sums(op.call)) {
     run_owned_rows<T, SourceOf<kExtended>::template Rows, kWorldSize, Owned::kFinished, false,
                    Format, kExtended>(params);
   } else if (op.call.algorithm == ALLNORM_ONE_SHOT) {
     run_one_shot<T, kWorldSize, Format, kExtended>(params.fused, op, few);
-  } else if (!op.dense) {
+  } else if (!op.dense && !takes_sums(op.call)) {
     run_fused<T, SourceOf<kExtended>::template Rows, kWorldSize, TwoShot, Grid::kSparse, Format,
               kExtended>(params.fused);
   } else if (few && !kExtended) {
@@ -72,8 +72,9 @@ void run_kernel(const OwnedRowsParams& params, const Operation& op) {
 template <class T, int kWorldSize, template <class> class Format>
 void run_kernel(const OwnedRowsParams& params, const Operation& op) {
   const bool changes = op.post_weight != nullptr || (op.call.flags & ALLNORM_SCALED) != 0;
-  changes || params.fused.experts.top_k != 0 ? run_kernel<T, kWorldSize, Format, true>(params, op)
-                                             : run_kernel<T, kWorldSize, Format, false>(params, op);
+  changes || params.fused.experts.top_k != 0 || is_hierarchical(op.call)
+      ? run_kernel<T, kWorldSize, Format, true>(params, op)
+      : run_kernel<T, kWorldSize, Format, false>(params, op);
 }
 
 template <class T, int kWorldSize, template <class> class... kFormats>
