@@ -74,11 +74,6 @@ def split_by_reach(failed: Sequence[Collection[int]]) -> Islands:
 def obstacle_of(islands: Islands) -> str:
     """Why ranks in these islands have no hierarchical calls; empty if they can."""
     sizes = [len(island) for island in islands]
-    if max(sizes) == 1:
-        return (
-            f"each of the {len(islands)} islands is one rank: nothing can be summed inside one "
-            "before the process group sums between them"
-        )
     if min(sizes) != max(sizes):
         text = ", ".join(map(str, sizes))
         return f"the islands have {text} ranks: only equal ones can exchange sums rank by rank"

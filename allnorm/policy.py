@@ -20,8 +20,12 @@ _BLOCK_ROW_BYTES = 8192
 # Temporary memory that `unfused` may take for the gathered partial sums of one row chunk.
 UNFUSED_GATHER_BYTES = 256 << 20
 
-# Float32 sums that a rank may hold of one piece of a hierarchical call, were all rows its own.
+# Float32 sums of one piece of a hierarchical call, of all its rows: what a rank may hold at a time;
+# and on GPUs, where the exchange of one piece overlaps the launches of others, into how many pieces
+# of how many bytes a call is cut at most. Not measured yet.
 HIERARCHICAL_SUM_BYTES = 64 << 20
+_OVERLAPPED_SUM_BYTES = 16 << 20
+_OVERLAPPED_PIECES = 4
 
 # More blocks than any GPU holds at once: a limit of so many, or more, limits nothing.
 MOST_BLOCKS = 1 << 16
@@ -262,7 +266,7 @@ def _choose_between(
             "rows belong to ranks, and the ranks of an island do not follow each other "
             f"({islands_.describe(traits.islands)}): no block of rows is one island's"
         )
-    if not obstacle:
+    if not obstacle and traits.island_size > 1:
         # What the kernels need inside an island.
         inside = replace(traits, world_size=traits.island_size, islands=(), exchange="")
         obstacle = _obstacle(
@@ -273,7 +277,13 @@ def _choose_between(
         return Plan("unfused", obstacle, -(-num_tokens // rows) if num_tokens else 0)
     number = len(traits.islands)
     reason = f"{number} islands of {traits.island_size} ranks: sums inside each, then between them"
-    pieces = number if owned_rows else -(-num_tokens // hierarchical_rows(hidden_size))
+    if traits.island_size == 1:
+        reason = f"{number} islands of one rank: the process group exchanges rows between them"
+    pieces = (
+        number
+        if owned_rows
+        else -(-num_tokens // hierarchical_rows(traits.backend, num_tokens, hidden_size))
+    )
     blocks = traits.max_blocks if traits.max_blocks < MOST_BLOCKS else 0
     source = "default" if requested == "auto" else "caller"
     return Plan(
@@ -285,9 +295,14 @@ def _choose_between(
     )
 
 
-def hierarchical_rows(hidden_size: int) -> int:
+def hierarchical_rows(backend: str, num_tokens: int, hidden_size: int) -> int:
     """Rows of a piece of a hierarchical call whose rows belong to nobody."""
-    return max(1, HIERARCHICAL_SUM_BYTES // (4 * hidden_size))
+    row_bytes = 4 * hidden_size
+    most = max(1, HIERARCHICAL_SUM_BYTES // row_bytes)
+    if backend == "cpu":
+        return most
+    pieces = min(_OVERLAPPED_PIECES, num_tokens * row_bytes // _OVERLAPPED_SUM_BYTES)
+    return min(most, max(1, -(-num_tokens // max(1, pieces))))
 
 
 def _unfused_rows(traits: Traits, num_tokens: int, hidden_size: int, element_bytes: int) -> int:

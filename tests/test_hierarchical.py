@@ -100,6 +100,14 @@ def test_four_islands_of_two(pool: RankPool) -> None:
     pool.run(check_bits, sweep(torch.float32, (1, 3, 21), (256,)), islands_of(pool, 2))
 
 
+@on(cpu=(2, 3), gpu=(2,))
+@pytest.mark.parametrize("dtype", **dtype_ids)
+def test_islands_of_one_rank(pool: RankPool, dtype: torch.dtype) -> None:
+    """On two GPUs over NCCL; 300 rows go in parts between three."""
+    cases = [*sweep(dtype, (0, 1, 2, 5), (256, 120)), Case((300, 256), dtype)]
+    pool.run(check_bits, cases, islands_of(pool, 1))
+
+
 @on(cpu=(4,))
 def test_widths_of_no_whole_vectors(pool: RankPool) -> None:
     for dtype in DTYPES:
@@ -222,7 +230,7 @@ def check_other_islands(rank: int, world_size: int, islands: Any, reason: str, o
     ("islands", "reason", "owned"),
     [
         (((0, 1, 2), (3,)), "3, 1 ranks", "3, 1 ranks"),
-        (((0,), (1,), (2,), (3,)), "one rank", "one rank"),
+        (((0,), (1,), (2,), (3,)), "", "4 islands of one rank"),
         (((0, 2), (1, 3)), "", "do not follow each other"),
         (((0, 3), (1, 2)), "", "do not follow each other"),
     ],

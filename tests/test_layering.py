@@ -57,7 +57,7 @@ ALLOWED = {
     "core.watch": set(),
     "core.rendezvous": {"core.watch", "errors"},
     "core.workspace": {"core._native", "core.rendezvous", "islands"},
-    "core.between": {"core.rendezvous", "islands"},
+    "core.between": {"config", "core.rendezvous", "islands"},
     "core.faults": {
         *("core._native", "core.announcement", "core.refusal", "core.rendezvous", "core.watch"),
         "errors",
@@ -71,8 +71,8 @@ ALLOWED = {
         *("core.launch", "errors", "islands", "policy", "quant"),
     },
     "core.hierarchical": {
-        *("core._native", "core.arguments", "core.between", "core.channel", "core.launch"),
-        *("core.rendezvous", "core.unfused", "core.workspace", "islands", "policy"),
+        *("core._native", "core.announcement", "core.arguments", "core.between", "core.channel"),
+        *("core.launch", "core.rendezvous", "core.unfused", "core.workspace", "islands", "policy"),
     },
     "core.local": {
         *("core._native", "core.call", "core.dispatch", "core.fast_call", "core.launch"),

@@ -7,7 +7,10 @@ group would have to call too.
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import datetime
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -17,12 +20,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from allnorm import config
 from allnorm.core.rendezvous import Rendezvous
 from allnorm.islands import Islands
 
 # How a wait for gloo looks: at once for a while, then now and then, and at processes rarely.
 _SPIN_SECONDS, _PAUSE_SECONDS, _LOOK_SECONDS = 5e-4, 1e-4, 0.1
 BACKENDS = ("gloo", "nccl")
+
+Look = Callable[[float], None]
+
+# Groups of which graphs have captured exchanges: they stay until the process ends.
+_in_graphs: list[Any] = []
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -36,6 +45,9 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
 class Between:
     """One rank's end of the exchange with those of the same place in other islands.
 
+    With NCCL an exchange is work of the GPU, which the host does not wait for. A thread does: NCCL
+    itself would wait for ever for a rank that is lost, and torch's own watchdog ends the process.
+
     Args:
         meeting: of all ranks.
         islands: of equal size.
@@ -46,6 +58,7 @@ class Between:
     Attributes:
         num_islands: how many ranks exchange.
         ranks: their numbers in the whole group, by island.
+        failure: why it was given up; empty if it was not.
     """
 
     def __init__(
@@ -56,9 +69,10 @@ class Between:
         backend: str,
         timeout: datetime.timedelta,
     ) -> None:
-        own = next(number for number, island in enumerate(islands) if meeting.rank in island)
-        place = islands[own].index(meeting.rank)
+        own, place = places(islands, meeting.rank)
         self.num_islands, self.ranks = len(islands), [island[place] for island in islands]
+        self.failure = ""
+        self._captured = False
         store = PrefixStore(meeting.prefix(f"between{place}"), meeting.store)
         self._on_host = device.type == "cpu"
         self._backend = backend
@@ -70,13 +84,15 @@ class Between:
         # have ended by then, or they abort it.
         self._groups: list[Any] = [made]
         self._end = weakref.finalize(self, self._groups.clear)
-        # Connections are made by the first exchange, which no deadline of a call should see.
+        self._late = _Late(weakref.ref(self), timeout.total_seconds())
+        # Connections are made by the first exchange, which no deadline of a call should see, and
+        # which no graph may capture.
         first = torch.zeros(1, dtype=torch.float32, device=device)
         self.gather(first, lambda seconds: None)
         if not self._on_host:
             torch.cuda.synchronize(device)
 
-    def gather(self, rows: torch.Tensor, look: Callable[[float], None]) -> torch.Tensor:
+    def gather(self, rows: torch.Tensor, look: Look) -> torch.Tensor:
         """Every island's contiguous tensor of equal shape, `[num_islands, *shape]`. Collective.
 
         Args:
@@ -87,13 +103,26 @@ class Between:
         Raises:
             RuntimeError: the backend gives up.
         """
-        gathered = rows.new_empty((self.num_islands, *rows.shape))
-        if rows.numel():
-            sent, received = (t.view(torch.uint8).view(-1) for t in (rows, gathered))
-            self._finish(self._group._allgather_base(received, sent), look)
-        return gathered
+        return self.start_gather(rows)(look)
 
-    def exchange_parts(self, rows: torch.Tensor, look: Callable[[float], None]) -> torch.Tensor:
+    def start_gather(self, rows: torch.Tensor) -> Callable[[Look], torch.Tensor]:
+        """`gather` in two parts: what is returned waits for it. Meanwhile others may be started."""
+        gathered = rows.new_empty((self.num_islands, *rows.shape))
+        if not rows.numel():
+            return lambda look: gathered
+        sent, received = (t.view(torch.uint8).view(-1) for t in (rows, gathered))
+        if self._backend == "nccl":
+            # NaN, whatever it is read as: should NCCL be ended, what follows is none of a result.
+            received.fill_(0xFF)
+        work = self._group._allgather_base(received, sent)
+
+        def finish(look: Look) -> torch.Tensor:
+            self._finish(work, look)
+            return gathered
+
+        return finish
+
+    def exchange_parts(self, rows: torch.Tensor, look: Look) -> torch.Tensor:
         """Part i of `rows`, equal parts of the first dimension, goes to island i. Collective.
 
         Returns:
@@ -101,6 +130,8 @@ class Between:
         """
         received = torch.empty_like(rows)
         if rows.numel():
+            if self._backend == "nccl":
+                received.fill_(torch.nan)
             self._finish(self._group.alltoall_base(received, rows, [], []), look)
         return received.view(self.num_islands, -1, *rows.shape[1:])
 
@@ -112,32 +143,78 @@ class Between:
     @property
     def _group(self) -> Any:
         if not self._groups:
-            raise RuntimeError("the exchange between islands was given up")
+            raise RuntimeError(self.failure or "the exchange between islands is closed")
         return self._groups[0]
 
-    def _finish(self, work: Any, look: Callable[[float], None]) -> None:
-        if self._backend == "nccl":
-            work.wait()  # of the current stream, not of the host
-        else:
+    def _finish(self, work: Any, look: Look) -> None:
+        if self._backend != "nccl":
             wait(work, look)
+            return
+        work.wait()  # of the current stream, not of the host
+        if torch.cuda.is_current_stream_capturing():
+            self._captured = True
+        else:
+            self._late.watch(work)
 
-    def abort(self) -> None:
-        """Ends it at once: those who wait for this rank get an error. Idempotent."""
-        for group in self._groups:
+    def abort(self, why: str) -> None:
+        """Ends it at once: those who wait for this rank get an error. Idempotent; any thread."""
+        self.failure = self.failure or why
+        for group in list(self._groups):
             group.abort()
         self.close()
 
     def close(self) -> None:
-        """Releases the process group. Idempotent."""
+        """Releases the process group, unless a CUDA graph may use it again. Idempotent."""
+        if self._captured and not self.failure:
+            _in_graphs.extend(self._groups)
+        elif self._backend == "nccl" and not self.failure:
+            for group in list(self._groups):
+                with contextlib.suppress(RuntimeError):
+                    group.shutdown()
         self._end()
+
+
+class _Late:
+    """Gives an exchange up that is not done in time, where only the GPU waits for it.
+
+    Args:
+        between: whose exchanges these are.
+        seconds: how long one may take.
+    """
+
+    def __init__(self, between: weakref.ref[Between], seconds: float) -> None:
+        self._between, self._seconds = between, seconds
+        self._pending: collections.deque[tuple[float, Any]] = collections.deque()
+        self._thread: threading.Thread | None = None
+
+    def watch(self, work: Any) -> None:
+        """Looks after an exchange that the host has enqueued."""
+        self._pending.append((time.monotonic() + self._seconds, work))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="allnorm-between", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(_LOOK_SECONDS)
+            between = self._between()
+            if between is None or not between._groups:
+                self._pending.clear()
+                return
+            while self._pending and self._pending[0][1].is_completed():
+                self._pending.popleft()
+            if self._pending and self._pending[0][0] < time.monotonic():
+                between.abort(f"no answer of NCCL within {self._seconds:g} s")
+            del between
 
 
 def _new_nccl(store: Any, rank: int, size: int) -> Any:
     options = dist.ProcessGroupNCCL.Options()
-    return dist.ProcessGroupNCCL(store, rank, size, options)
+    with config.nccl_errors_left_to_us():
+        return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
-def wait(work: Any, look: Callable[[float], None]) -> None:
+def wait(work: Any, look: Look) -> None:
     """Waits for gloo, which notices a death only next to it, and looks at what else ends waits."""
     start = time.monotonic()
     looked = start

@@ -54,9 +54,11 @@ class Channel(abc.ABC):
 
     Attributes:
         launches: how many calls of the CPU library it has made.
+        is_slow: whether it goes through the store, from machine to machine.
     """
 
     launches = 0
+    is_slow = False
 
     @abc.abstractmethod
     def gather(self, words: Sequence[int], owner: Owner) -> list[list[int]]:
@@ -203,6 +205,8 @@ class _SeparateChannel(_LibraryChannel):
 
 class _Messages(Channel):
     """By the store of the process group: a key of each rank for each call."""
+
+    is_slow = True
 
     def __init__(self, meeting: Rendezvous, seconds: float) -> None:
         self._mailbox = Mailbox(meeting, seconds)

@@ -281,7 +281,10 @@ class Endpoint:
         except AllnormError:
             raise  # what the ranks told each other first; the channel keeps what it must
         except BaseException as error:
-            if self._failure() is not None:
+            failure = self._failure()
+            if failure is not None:
+                if isinstance(error, RuntimeError):
+                    raise failure from error
                 raise  # a wait for the others' announcements, which has told them
             # In the middle of the exchange: peers may be in their next call, or still in this one.
             self._abandon(memory)
@@ -321,8 +324,8 @@ class Endpoint:
         if self._hierarchy is None:
             return
         hierarchical.make_nan(memory)
-        self._hierarchy.between.abort()
-        if self.device.type == "cpu":  # on CUDA the kernels that wait are told by what they read
+        self._hierarchy.between.abort("this rank has given up")
+        if self._handle and self.device.type == "cpu":  # on CUDA that would wait for the device
             self._library.comm_close(self._handle)
 
     def _failure(self) -> AllnormError | None:
@@ -412,6 +415,10 @@ class Endpoint:
         self.check_open()
         if self._broken is not None:
             raise self._broken()
+        if self._hierarchy is not None and self._hierarchy.between.failure:
+            # Of an exchange that only the GPU waits for.
+            self._broken = self._what_broke(RuntimeError(self._hierarchy.between.failure))
+            raise self._broken()
         if self._handle:
             fault = _native.Fault()
             status = self._library.comm_check(self._handle, ctypes.addressof(fault))
@@ -490,6 +497,9 @@ class Endpoint:
             self._library.comm_peers_died(self._handle, 1 << place, int(settled))
         if self._channel is not None:
             self._channel.peer_ended(rank)
+        if self._hierarchy is not None and place is None and self.device.type == "cuda":
+            # Nothing else ends what NCCL waits for on the GPU.
+            self._hierarchy.between.abort(f"the process of rank {rank} has ended")
 
     def become_fork(self) -> None:
         """In a child of fork(): nothing here may touch what the parent uses."""

@@ -8,19 +8,29 @@ A call is cut into pieces of rows. Of each piece
 3. launch B (`ALLNORM_ISLAND_SUMS`): the owner adds the sums of all islands in order, rounds once,
    and what follows is done inside the island as in a call of one island.
 
+Islands of one rank have no launch A, since a rank's partial is its sum: rows of the dtype of x
+cross, and launch B is the local kernel over those of all ranks.
+
 Every island does 3 for all rows: a row that is finished in one need not cross to another. Where the
 residual is sharded, a piece is the rows of the ranks of one island, so that a block of launch A is
 the `row_shard` of a rank there. Their residual goes to the ranks of equal place beforehand; they
 finish the rows as well, and only the rank that has the residual keeps the new one.
 
 Before a call the ranks tell each other what they are about to do, as before an unfused one: what
-follows is then the same on all of them, and has the same size.
+follows is then the same on all of them, and has the same size. On GPUs of several machines they do
+so once for each kind of call, and in a graph when it is captured not at all.
+
+The exchange of one piece overlaps launch B of the piece before it and launch A of the one behind
+it. In the stream of a rank launches A and B are in the same order on all ranks, and an exchange
+waits for nothing but the launches A of those who take part: so whatever has room on a GPU first,
+the oldest piece can always be finished.
 """
 
 from __future__ import annotations
 
 import ctypes
 import datetime
+import functools
 from collections.abc import Callable
 
 import torch
@@ -28,14 +38,14 @@ import torch.distributed as dist
 
 from allnorm import policy
 from allnorm.core import _native, unfused, workspace
+from allnorm.core.announcement import Announcement
 from allnorm.core.arguments import row_shard, rows_of
-from allnorm.core.between import Between, places, segments
+from allnorm.core.between import Between, Look, places, segments
 from allnorm.core.channel import Channel, Owner
 from allnorm.core.launch import Launch, Memory
 from allnorm.core.rendezvous import Rendezvous
 from allnorm.islands import Islands
 
-_SUM_BYTES = 4
 # Above so many bytes of sums of one rank more than two islands exchange parts of rows, in two hops:
 # 2 (n - 1) / n of them are sent in place of n - 1.
 _PARTS_BYTES = 64 << 10
@@ -69,7 +79,19 @@ class Hierarchy:
         self.islands, self.memory = islands, memory
         self.number, self.place = places(islands, meeting.rank)
         self.ranks = islands[self.number]
+        self._agreed: set[Announcement] = set()
         self.between = Between(meeting, islands, device, backend, timeout)
+
+    def agree_once(self, launch: Launch, channel: Channel, owner: Owner) -> None:
+        """As `unfused.agree`; between machines, where that is slow, once for each kind of call.
+
+        All ranks have agreed on the same kinds, since each of them was agreed on by all.
+        """
+        mine = Announcement.of(launch)
+        if channel.is_slow and mine in self._agreed:
+            return
+        unfused.agree(launch, channel, owner)
+        self._agreed.add(mine)
 
     def place_of(self, rank: int) -> int | None:
         """Where a rank of the group is in this island; None if it is in another one."""
@@ -106,9 +128,12 @@ def run(
     """
     x, residual = inputs[0], inputs[1]
     assert x is not None
-    if not (x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+    if x.device.type == "cpu":
         unfused.agree(launch, channel, owner)
-    one = _Run(launch, library, handle, hierarchy, owner.look_at_peers)
+    elif not torch.cuda.is_current_stream_capturing():
+        hierarchy.agree_once(launch, channel, owner)
+    is_cuda = x.device.type == "cuda"
+    one = _Run(launch, library, handle, hierarchy, owner.look_at_peers, is_cuda)
     if launch.native.op == _native.ALL_GATHER_ROWS:
         return one.gather_rows(x, memory["out"])
     return one.reduce(x, residual)
@@ -123,12 +148,15 @@ class _Run:
         library: _native.Library,
         handle: int,
         hierarchy: Hierarchy,
-        look: Callable[[float], None],
+        look: Look,
+        is_cuda: bool,
     ) -> None:
         self._launch, self._library, self._handle = launch, library, handle
         self._hierarchy, self._between, self._look = hierarchy, hierarchy.between, look
         self._call = launch.native
         self._saved = unfused.results_of(launch.native)
+        self._is_cuda = is_cuda
+        self._alone = len(hierarchy.ranks) == 1
         self._kept: list[torch.Tensor] = []  # until their launches have been made
 
     # ---- sums ------------------------------------------------------------------------------------
@@ -141,30 +169,58 @@ class _Run:
         residuals = None
         if sharded and residual is not None:
             residuals = self._gather_shards(rows_of(residual), launch.num_tokens)
+        partials = x
+        if self._alone:
+            status, partials = unfused.own_partial(launch, self._library, x)
+            if status != _native.OK:
+                return status
+        before: Callable[[], int] | None = None
         for number, (lo, hi) in enumerate(pieces):
             if lo == hi:
                 continue
             first, end = row_shard(hi - lo, len(hierarchy.ranks), hierarchy.place)
-            sums = torch.empty(
-                (end - first, call.hidden_size), dtype=torch.float32, device=x.device
-            )
-            status = self._run(self._launch_a(lo, hi, sums))
+            if self._alone:
+                sums = partials[lo:hi].contiguous()
+            else:
+                shape = end - first, call.hidden_size
+                sums = self._keep(torch.empty(shape, dtype=torch.float32, device=x.device))
+                status = self._run(self._launch_a(lo, hi, sums))
+                if status != _native.OK:
+                    return status
+            received = self._start_exchange(sums)
+            # The exchange of this piece is under way while the one before is finished, and while
+            # the next is summed.
+            status = before() if before is not None else _native.OK
             if status != _native.OK:
                 return status
-            gathered = self._exchange(sums)
-            after = self._launch_b(lo, hi, gathered)
-            if sharded:
-                self._shard_residual(after, number, residuals, x, end - first)
-            status = self._run(after)
-            if status != _native.OK:
-                return status
-        return _native.OK
+            before = functools.partial(self._finish, number, lo, hi, received, residuals, x)
+        return before() if before is not None else _native.OK
+
+    def _finish(
+        self,
+        number: int,
+        lo: int,
+        hi: int,
+        received: Callable[[Look], torch.Tensor],
+        residuals: torch.Tensor | None,
+        x: torch.Tensor,
+    ) -> int:
+        """Waits for the sums of a piece, and makes what they become."""
+        sums = self._keep(received(self._look))
+        call = self._launch_b(lo, hi, sums)
+        if self._launch.shard is not None:
+            self._shard_residual(call, number, residuals, x, sums.shape[1])
+        if self._alone:
+            return int(self._library.local(ctypes.addressof(call)))
+        return self._run(call)
 
     def _pieces(self, hidden_size: int) -> list[tuple[int, int]]:
         launch, hierarchy = self._launch, self._hierarchy
         if launch.shard is not None:
             return segments(hierarchy.islands, self._shards(launch.num_tokens))
-        step = policy.hierarchical_rows(hidden_size)
+        step = policy.hierarchical_rows(
+            "cuda" if self._is_cuda else "cpu", launch.num_tokens, hidden_size
+        )
         lows = range(0, launch.num_tokens, step)
         return [(lo, min(lo + step, launch.num_tokens)) for lo in lows]
 
@@ -195,27 +251,30 @@ class _Run:
             call.shared += lo * call.shared_stride * width
         return call
 
-    def _exchange(self, sums: torch.Tensor) -> torch.Tensor:
+    def _start_exchange(self, sums: torch.Tensor) -> Callable[[Look], torch.Tensor]:
         """The islands' sums of this rank's rows, by island; or their sum, alone."""
         between = self._between
         count = between.num_islands
-        many = sums.numel() * _SUM_BYTES > _PARTS_BYTES
+        many = sums.numel() * sums.element_size() > _PARTS_BYTES
         if count < 3 or not many or not between.can_exchange_parts:
-            return self._keep(between.gather(sums, self._look))
+            return between.start_gather(sums)
         rows = sums.shape[0]
         part = -(-rows // count)
-        padded = sums.new_zeros((part * count, sums.shape[1]))
+        padded = self._keep(sums.new_zeros((part * count, sums.shape[1])))
         padded[:rows].copy_(sums)
         received = self._keep(between.exchange_parts(padded, self._look))
-        total = self._keep(unfused.add(self._library, self._call.stream, received))
-        whole = self._keep(between.gather(total, self._look))
-        return whole.view(1, part * count, -1)[:, :rows]
+        total = unfused.add(self._library, self._call.stream, received.float())
+        # Of ranks alone the rounded sum is all that what follows needs.
+        total = self._keep(total.to(sums.dtype))
+        finish = between.start_gather(total)
+        return lambda look: finish(look).view(1, part * count, -1)[:, :rows]
 
     def _launch_b(self, lo: int, hi: int, sums: torch.Tensor) -> _native.Call:
         """What becomes of the sums of rows `lo` to `hi`."""
         call = self._copy()
         width = _width(call.dtype)
-        call.flags |= _native.ISLAND_SUMS
+        if not self._alone:
+            call.flags |= _native.ISLAND_SUMS
         call.top_k = call.num_rows = 0
         call.expert_index = call.expert_weights = call.shared = None
         call.x = sums.data_ptr() or call.x
@@ -247,7 +306,7 @@ class _Run:
         lo, hi = self._shards(num_tokens)[0]
         padded = own.new_empty((hi - lo, own.shape[1]))
         padded[: own.shape[0]].copy_(own)
-        return self._keep(self._between.gather(padded, self._look))
+        return self._keep(self._between.gather(self._keep(padded), self._look))
 
     def _shard_residual(
         self,
@@ -272,6 +331,9 @@ class _Run:
         shards = self._shards(launch.num_tokens)
         for number, (lo, hi) in enumerate(segments(hierarchy.islands, shards)):
             if lo == hi:
+                continue
+            if self._alone:
+                out[lo:hi].copy_(gathered[number][: hi - lo])
                 continue
             call = self._copy()
             call.num_tokens = hi - lo

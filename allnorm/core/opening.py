@@ -193,6 +193,8 @@ def _find_place(meeting: Rendezvous, group: dist.ProcessGroup, checked: _Checked
     obstacle = islands.obstacle_of(found) or backend_obstacle(group, backend, between.BACKENDS)
     if obstacle:
         return _Place(found, meeting, workspace.Workspace([], checked.workspace_bytes, obstacle))
+    if len(found) == world_size:  # a rank alone needs no memory to exchange with itself
+        return _Place(found, meeting, workspace.Workspace([], checked.workspace_bytes), backend)
     part = meeting.part(next(island for island in found if meeting.rank in island))
     made: list[workspace.Workspace] = []
 

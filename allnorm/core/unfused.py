@@ -61,7 +61,7 @@ def run(
         return _native.OK
     if owner.world_size == 1:
         return int(library.local(launch.address))
-    status, rows = _own_partial(launch, library, x)
+    status, rows = own_partial(launch, library, x)
     if status == _native.OK:
         status = _sum_rows(launch, library, owner, rows, islands)
     if status != _native.OK or launch.shard is None:
@@ -120,7 +120,7 @@ def _all_gather_rows(shard: torch.Tensor, out: torch.Tensor, owner: Owner) -> No
         _complete(out, owner)
 
 
-def _own_partial(
+def own_partial(
     launch: Launch, library: _native.Library, x: torch.Tensor
 ) -> tuple[int, torch.Tensor]:
     """A status, and this rank's partial sums; those of experts are summed first."""

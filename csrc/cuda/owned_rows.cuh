@@ -48,7 +48,7 @@ class OwnedRows {
   // x of a row: of any for a sum, of an own one otherwise.
   __device__ __forceinline__ Pack load_input(int index) const {
     if (!live_ || index < 0 || index >= params_.num_tokens) return Pack{};
-    if (kExtended && islands_.given()) return Pack{};
+    if (takes_sums()) return Pack{};
     const ShardedRow at = row_at(index);
     if constexpr (kOwned != Owned::kGiven) return source_.load(at.row);
     return at.owner == params_.rank ? source_.load(at.local) : Pack{};
@@ -108,14 +108,14 @@ class OwnedRows {
 
   __device__ __forceinline__ ShardedRow row_at(int index) const {
     if constexpr (kOwned == Owned::kSum) {
-      if (!kExtended || !islands_.given()) return {index % kWorldSize, index, index};
+      if (!takes_sums()) return {index % kWorldSize, index, index};
     }
     return sharded_row(all_.first_index + index, all_.total_rows, kWorldSize);
   }
 
   __device__ __forceinline__ void send(int index, const Pack& partial) {
     if (kOwned == Owned::kGiven || index >= params_.num_tokens) return;
-    if (kExtended && islands_.given()) return;
+    if (takes_sums()) return;
     const int owner = row_at(index).owner;
     if (owner != params_.rank) owners_.send_partial(owner, index / kWorldSize, partial);
   }
@@ -137,10 +137,10 @@ class OwnedRows {
     next_back_residual_ = back >= 0 && back < end ? epilogue_.load_residual(back) : Pack{};
   }
 
-  // The reduced row of this rank's own.
-  __device__ __forceinline__ Pack reduce(const ShardedRow& here, int slot, const Pack& own) {
-    if (kExtended && islands_.given()) return live_ ? islands_.load(here.local) : Pack{};
-    return owners_.receive_partials(slot, own);
+  // Whether reduced rows come from an exchange between islands; their sum, of a row of this rank.
+  __device__ __forceinline__ bool takes_sums() const { return kExtended && islands_.given(); }
+  __device__ __forceinline__ Pack load_sums(const ShardedRow& own) const {
+    return live_ ? islands_.load(own.local) : Pack{};
   }
 
   // What this rank owes for a row of its own.
@@ -149,7 +149,7 @@ class OwnedRows {
     const int slot = index / kWorldSize;
     if constexpr (kOwned == Owned::kSum) {
       take_residual(here.row, own_residual_);
-      const Pack sum = reduce(here, slot, own);
+      const Pack sum = takes_sums() ? load_sums(here) : owners_.receive_partials(slot, own);
       owners_.publish(slot, sum);
       norm_and_store(here.row, sum);
     } else if constexpr (kOwned == Owned::kFinished) {
@@ -160,7 +160,8 @@ class OwnedRows {
         return;
       }
       take_residual(here.local, own_residual_);
-      epilogue_.add_row(here.local, reduce(here, slot, own));
+      const Pack sum = takes_sums() ? load_sums(here) : owners_.receive_partials(slot, own);
+      epilogue_.add_row(here.local, sum);
       if (kExtended && !epilogue_.norms()) return;
       publish_and_store(slot, here.row, epilogue_.finish());
     } else {

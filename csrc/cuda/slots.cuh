@@ -72,10 +72,8 @@ __device__ __forceinline__ Pack receive_partials(Exchange<kWorldSize>& exchange,
     }
     return first;
   };
-  if (!exchange.wait_together(poll, missing)) {
-    if (unrounded != nullptr) unpack<T>(nan_pack(), unrounded);
-    return nan_pack();
-  }
+  if (unrounded != nullptr) unpack<T>(nan_pack(), unrounded);  // which stays after a failure
+  if (!exchange.wait_together(poll, missing)) return nan_pack();
   return sum_in_rank_order<T, kWorldSize>(partial, unrounded);
 }
 
