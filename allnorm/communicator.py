@@ -534,6 +534,29 @@ class Communicator:
         """
         return self._endpoint.stats()
 
+    def _parts(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        weight_bias: float,
+        numerics: str,
+    ) -> dict[str, Callable[[], object]]:
+        """The parts of a hierarchical call, "sums", "exchange" and "rest", for benchmarks.
+
+        Each may be made again and again, by all ranks; their results are nobody's.
+        """
+        call = Call(
+            *(x, residual, weight),
+            op="all_reduce_add_rms_norm",
+            algorithm="hierarchical",
+            eps=eps,
+            weight_bias=weight_bias,
+            numerics=numerics,
+        )
+        return self._endpoint.parts(call)
+
     def _use_tables(self, tables: tuple[policy.Table, ...]) -> None:
         """Lets other tables decide, from the next call on; every rank must do so there."""
         self._endpoint.chooser.use_tables(tables)

@@ -318,6 +318,14 @@ class Endpoint:
             *(inputs, memory),
         )
 
+    def parts(self, call: Call) -> dict[str, Callable[[], object]]:
+        """As `Communicator._parts`."""
+        assert self._hierarchy is not None
+        launch = Launch(call, self.choose(call))
+        memory = launch.allocate(call)
+        given = (launch, self._library, self._handle, self._hierarchy, self.look_at_peers)
+        return hierarchical.parts(*given, lambda: launch.bind(call, memory))
+
     def _abandon(self, memory: Memory) -> None:
         """Ends this rank's part of a call that cannot be finished, and the waits for it."""
         self.dispatcher.fast.close()

@@ -139,6 +139,42 @@ def run(
     return one.reduce(x, residual)
 
 
+def parts(
+    launch: Launch,
+    library: _native.Library,
+    handle: int,
+    hierarchy: Hierarchy,
+    look: Look,
+    bind: Callable[[], tuple[torch.Tensor | None, ...]],
+) -> dict[str, Callable[[], object]]:
+    """Launch A, the exchange and launch B of a call in one piece, each by itself, for benchmarks.
+
+    Args:
+        launch: of more than one rank an island; not bound.
+        library: of the backend.
+        handle: of the native communicator of this rank's island.
+        hierarchy: of this rank.
+        look: as `Between.gather` takes it.
+        bind: binds it; returns the inputs as they are read.
+    """
+    x = bind()[0]
+    assert x is not None
+    first, end = row_shard(launch.num_tokens, len(hierarchy.ranks), hierarchy.place)
+    shape = end - first, launch.native.hidden_size
+    sums = torch.ones(shape, dtype=torch.float32, device=x.device)
+    all_sums = torch.stack([sums] * len(hierarchy.islands))
+
+    def one() -> _Run:
+        bind()  # to the stream that is current now
+        return _Run(launch, library, handle, hierarchy, look, x.device.type == "cuda")
+
+    return {
+        "sums": lambda: one().run_a(0, launch.num_tokens, sums),
+        "exchange": lambda: hierarchy.between.gather(sums, look),
+        "rest": lambda: one().run_b(0, launch.num_tokens, all_sums),
+    }
+
+
 class _Run:
     """One call."""
 
@@ -184,7 +220,7 @@ class _Run:
             else:
                 shape = end - first, call.hidden_size
                 sums = self._keep(torch.empty(shape, dtype=torch.float32, device=x.device))
-                status = self._run(self._launch_a(lo, hi, sums))
+                status = self.run_a(lo, hi, sums)
                 if status != _native.OK:
                     return status
             received = self._start_exchange(sums)
@@ -227,6 +263,14 @@ class _Run:
     def _shards(self, num_tokens: int) -> list[tuple[int, int]]:
         world_size = sum(map(len, self._hierarchy.islands))
         return [row_shard(num_tokens, world_size, rank) for rank in range(world_size)]
+
+    def run_a(self, lo: int, hi: int, sums: torch.Tensor) -> int:
+        """Launch A of rows `lo` to `hi`; returns the status."""
+        return self._run(self._launch_a(lo, hi, sums))
+
+    def run_b(self, lo: int, hi: int, sums: torch.Tensor) -> int:
+        """Launch B of rows that belong to nobody."""
+        return self._run(self._launch_b(lo, hi, sums))
 
     def _launch_a(self, lo: int, hi: int, sums: torch.Tensor) -> _native.Call:
         """The sums of rows `lo` to `hi` in this island."""
