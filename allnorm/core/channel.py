@@ -13,9 +13,10 @@ import abc
 import ctypes
 import datetime
 import json
+import threading
 import time
-from collections.abc import Sequence
-from typing import NoReturn, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, Protocol
 
 import torch.distributed as dist
 
@@ -26,6 +27,8 @@ from allnorm.core.rendezvous import Mailbox, Rendezvous
 from allnorm.core.watch import Watch
 from allnorm.errors import PeerDiedError, PeerTimeoutError
 
+# How much longer than a wait the store may take to say that it was in vain.
+_STORE_SECONDS = 1.0
 _ENDED = "whose process has ended"
 # 64-bit integers of an announcement.
 WORDS = 19
@@ -203,6 +206,28 @@ class _SeparateChannel(_LibraryChannel):
         self._library.comm_destroy(self._handle)
 
 
+def _bounded(step: Callable[[], Any], seconds: float) -> Any:
+    """What `step` returns or raises; None if that takes longer.
+
+    In a thread: a store whose machine cannot be reached answers to no deadline.
+    """
+    found: list[Any] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            found.append(step())
+        except BaseException as error:  # noqa: BLE001 - raised below
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="allnorm-messages", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    return found[0] if found else None
+
+
 class _Messages(Channel):
     """By the store of the process group: a key of each rank for each call."""
 
@@ -232,8 +257,16 @@ class _Messages(Channel):
                 text = f"{owner.timeout.total_seconds():g} s in vain"
                 raise self._error(min(missing), owner, PeerTimeoutError, text)
 
-        deadline = time.monotonic() + self._mailbox.seconds
-        return self._mailbox.exchange(list(words), self._dead, look)
+        seconds = self._mailbox.seconds
+        deadline = time.monotonic() + seconds
+        found = _bounded(
+            lambda: self._mailbox.exchange(list(words), self._dead, look), seconds + _STORE_SECONDS
+        )
+        if found is None:
+            far = [] if owner.watch is None else sorted(owner.watch.blind)
+            text = f"{seconds:g} s in vain (the store of the process group does not answer)"
+            raise self._error(far[0] if far else -1, owner, PeerTimeoutError, text)
+        return found
 
     def _error(
         self, peer: int, owner: Owner, kind: type[PeerTimeoutError], what: str
@@ -249,7 +282,7 @@ class _Messages(Channel):
             expected="an unfused call",
         )
         # Of a process on another machine this is all that ranks learn before their deadline.
-        self._mailbox.tell(json.dumps([peer, what]))
+        _bounded(lambda: self._mailbox.tell(json.dumps([peer, what])), _STORE_SECONDS)
         return self._failed
 
     def check(self, owner: Owner) -> None:
