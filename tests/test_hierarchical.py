@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
+import threading
+import time
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from rank_helpers import (
     DTYPES,
     MODES,
@@ -21,7 +26,7 @@ from rank_helpers import (
 
 import allnorm
 from allnorm import reference
-from allnorm.testing import RankPool, assert_same_bits, shared_input
+from allnorm.testing import RankPool, assert_same_bits, capture, shared_input
 
 PAIRS = ((0, 1), (2, 3))
 QUANTS = (
@@ -323,3 +328,72 @@ def check_operators(rank: int, world_size: int) -> None:
 @on(cpu=(4,), gpu=(4,))
 def test_operators_and_compiled_calls(pool: RankPool) -> None:
     pool.run(check_operators)
+
+
+def check_graphs(rank: int, world_size: int, islands: Any) -> None:
+    """Calls over NCCL in a graph: replayed with other inputs, with eager calls between."""
+    c = comm(islands=islands)
+    cases = [
+        Case((rows, 1024), dtype, sharded=sharded, quant=quant, algorithm="hierarchical")
+        for rows, (dtype, sharded, quant) in zip(
+            (1, 16, 257, 2048, 3, 64),
+            itertools.product(DTYPES, (False, True), QUANTS[:1]),
+            strict=True,
+        )
+    ]
+    cases += [case.but(quant=QUANTS[1]) for case in cases]
+    for case in cases:
+        case.check(c)  # loads what a capture cannot
+        x, arguments = case.x(rank), case.call_arguments(c)
+        with capture() as graph:
+            results = case.method(c)(x, **arguments)
+        for call in (5, 6):
+            new = case.but(call=call)
+            x.copy_(new.x(rank))
+            if case.residual:
+                arguments["residual"].copy_(new.call_arguments(c)["residual"])
+            graph.replay()
+            new.compare(c, *results)
+            case.check(c)
+    assert c.check() is None
+
+
+@on(gpu=(2, 4))
+@pytest.mark.own_gpus
+@pytest.mark.parametrize("size", [1, 2], ids=["alone", "pairs"])
+def test_graphs_over_nccl(pool: RankPool, size: int) -> None:
+    """On two GPUs as two islands of one; on four also as two pairs."""
+    if pool.world_size // size > 1:
+        pool.run(check_graphs, islands_of(pool, size))
+
+
+def killed_on_gpus(rank: int, world_size: int, islands: Any, graph: bool) -> tuple[str, int]:
+    c = allnorm.Communicator(device=device(), islands=islands, timeout=20)
+    case = Case((64, 1024), torch.bfloat16)
+    case.check(c)
+    x = case.x(rank)
+    with capture() as captured:
+        c.all_reduce(x)
+    dist.barrier()
+    if rank == world_size - 1:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    deadline = time.monotonic() + 30
+    with pytest.raises(allnorm.PeerTimeoutError) as caught:  # noqa: PT012
+        while time.monotonic() < deadline:
+            captured.replay() if graph else case.run(c)
+            torch.cuda.synchronize()
+            c.check()
+    error = caught.value
+    c.close()
+    torch.ones(8, device=device()).sum().item()  # the context is usable
+    return type(error).__name__, error.peer
+
+
+@on(gpu=(2, 4))
+@pytest.mark.own_gpus
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+def test_a_killed_rank_ends_what_nccl_waits_for(pool: RankPool, graph: bool) -> None:
+    last = pool.world_size - 1
+    islands = islands_of(pool, pool.world_size // 2)
+    found = pool.run(killed_on_gpus, islands, graph, may_die=[last], timeout=120)
+    assert found[:last] == [("PeerDiedError", last)] * last

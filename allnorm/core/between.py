@@ -7,7 +7,6 @@ group would have to call too.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import datetime
 import threading
@@ -177,6 +176,10 @@ class Between:
 class _Late:
     """Gives an exchange up that is not done in time, where only the GPU waits for it.
 
+    Exchanges end in the order of their beginnings, so one is looked after at a time: when its time
+    is over, the newest one is next. And nothing asks the GPU before: a question while a graph is
+    captured may end the capture.
+
     Args:
         between: whose exchanges these are.
         seconds: how long one may take.
@@ -184,27 +187,30 @@ class _Late:
 
     def __init__(self, between: weakref.ref[Between], seconds: float) -> None:
         self._between, self._seconds = between, seconds
-        self._pending: collections.deque[tuple[float, Any]] = collections.deque()
+        self._newest: tuple[float, Any] | None = None
         self._thread: threading.Thread | None = None
 
     def watch(self, work: Any) -> None:
         """Looks after an exchange that the host has enqueued."""
-        self._pending.append((time.monotonic() + self._seconds, work))
+        self._newest = time.monotonic() + self._seconds, work
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="allnorm-between", daemon=True)
             self._thread.start()
 
     def _run(self) -> None:
+        watched: tuple[float, Any] | None = None
         while True:
             time.sleep(_LOOK_SECONDS)
             between = self._between()
             if between is None or not between._groups:
-                self._pending.clear()
+                self._newest = None
                 return
-            while self._pending and self._pending[0][1].is_completed():
-                self._pending.popleft()
-            if self._pending and self._pending[0][0] < time.monotonic():
-                between.abort(f"no answer of NCCL within {self._seconds:g} s")
+            if watched is None:
+                watched, self._newest = self._newest, None
+            if watched is not None and watched[0] < time.monotonic():
+                if not watched[1].is_completed():
+                    between.abort(f"no answer of NCCL within {self._seconds:g} s")
+                watched = None
             del between
 
 

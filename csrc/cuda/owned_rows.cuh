@@ -153,14 +153,15 @@ class OwnedRows {
       owners_.publish(slot, sum);
       norm_and_store(here.row, sum);
     } else if constexpr (kOwned == Owned::kFinished) {
+      take_residual(here.local, own_residual_);
+      float unrounded[kElemsPerPack<T>];
+      const Pack sum = takes_sums()
+                           ? load_sums(here)
+                           : owners_.receive_partials(slot, own, kExtended ? unrounded : nullptr);
       if (kExtended && islands_.makes()) {
-        float sum[kElemsPerPack<T>];
-        owners_.receive_partials(slot, own, sum);
-        if (live_) islands_.store(here.local, sum);
+        if (live_) islands_.store(here.local, unrounded);
         return;
       }
-      take_residual(here.local, own_residual_);
-      const Pack sum = takes_sums() ? load_sums(here) : owners_.receive_partials(slot, own);
       epilogue_.add_row(here.local, sum);
       if (kExtended && !epilogue_.norms()) return;
       publish_and_store(slot, here.row, epilogue_.finish());
