@@ -183,7 +183,8 @@ class Communicator:
 
         Args:
             x: [..., hidden_size], float32, float16 or bfloat16; rows may be strided. Not modified.
-            algorithm: "auto", "one_shot", "two_shot" or "unfused"; the bits are the same.
+            algorithm: "auto", "one_shot", "two_shot" or "unfused", over several islands
+                "hierarchical" or "unfused"; the bits are the same.
             out: result, like `x`; may be `x` itself.
 
         Returns:
@@ -242,7 +243,8 @@ class Communicator:
             eps: added to the mean square, as float32.
             weight_bias: added to the weight in float32; 1.0 for Gemma-style weights.
             numerics: "rounded", "unrounded", "transformers" or "vllm"; None is the communicator's.
-            algorithm: "auto", "one_shot", "two_shot" or "unfused"; the bits are the same.
+            algorithm: "auto", "one_shot", "two_shot" or "unfused", over several islands
+                "hierarchical" or "unfused"; the bits are the same.
             residual_sharded: `residual` and `residual_out` are this rank's rows only,
                 [hi - lo, hidden_size] of `row_shard()`. Not by "one_shot".
             post_norm: the norm that the reduced sum goes through before the residual is added
@@ -323,7 +325,8 @@ class Communicator:
             return_normed: whether the rows before quantisation are wanted too.
             weight_bias: added to the weight in float32; 1.0 for Gemma-style weights.
             numerics: "rounded", "unrounded", "transformers" or "vllm"; None is the communicator's.
-            algorithm: "auto", "one_shot", "two_shot" or "unfused"; the bits are the same.
+            algorithm: "auto", "one_shot", "two_shot" or "unfused", over several islands
+                "hierarchical" or "unfused"; the bits are the same.
             residual_sharded: `residual` and the returned one are this rank's rows only,
                 [hi - lo, hidden_size] of `row_shard()`. Not by "one_shot".
             post_norm: the norm that the reduced sum goes through before the residual is added.
@@ -389,7 +392,8 @@ class Communicator:
             residual_shard: this rank's rows, [hi - lo, hidden_size] of `row_shard(num_tokens)`,
                 float32, float16 or bfloat16; rows may be strided. Not modified.
             num_tokens: rows in all.
-            algorithm: "auto", "two_shot" or "unfused"; the bits are the same.
+            algorithm: "auto", "two_shot" or "unfused", over several islands "hierarchical" or
+                "unfused"; the bits are the same.
             out: result, [num_tokens, hidden_size].
 
         Returns:
