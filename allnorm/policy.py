@@ -302,7 +302,9 @@ def hierarchical_rows(backend: str, num_tokens: int, hidden_size: int) -> int:
     if backend == "cpu":
         return most
     pieces = min(_OVERLAPPED_PIECES, num_tokens * row_bytes // _OVERLAPPED_SUM_BYTES)
-    return min(most, max(1, -(-num_tokens // max(1, pieces))))
+    height = -(-num_tokens // max(1, pieces))
+    # In fours, so that rows of FP8 begin where the kernels can store a whole pack.
+    return max(4, min(most, height + 3) // 4 * 4)
 
 
 def _unfused_rows(traits: Traits, num_tokens: int, hidden_size: int, element_bytes: int) -> int:

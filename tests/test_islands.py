@@ -53,6 +53,14 @@ def test_islands_are_found_by_name() -> None:
     assert islands.group_islands(["a"] * 3) == ((0, 1, 2),)
 
 
+def test_islands_by_reach() -> None:
+    """Who does not reach whom, by rank; one direction is enough to be apart."""
+    assert islands.split_by_reach([set(), set(), set()]) == ((0, 1, 2),)
+    assert islands.split_by_reach([{2, 3}, {2, 3}, {0, 1}, {0, 1}]) == ((0, 1), (2, 3))
+    assert islands.split_by_reach([{1, 3}, set(), {1, 3}, {0, 2}]) == ((0, 2), (1, 3))
+    assert islands.split_by_reach([{2}, set(), set()]) == (), "0 and 1, 1 and 2, not 0 and 2"
+
+
 def test_what_keeps_islands_from_hierarchical_calls() -> None:
     assert islands.obstacle_of(((0, 1), (2, 3))) == ""
     assert islands.obstacle_of(((0, 1), (2, 3), (4, 5))) == ""

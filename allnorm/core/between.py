@@ -167,9 +167,9 @@ class Between:
         if self._captured and not self.failure:
             _in_graphs.extend(self._groups)
         elif self._backend == "nccl" and not self.failure:
+            # NCCL's own end may wait for the other ranks, which close when they like.
             for group in list(self._groups):
-                with contextlib.suppress(RuntimeError):
-                    group.shutdown()
+                threading.Thread(target=_shut_down, args=(group,), daemon=True).start()
         self._end()
 
 
@@ -212,6 +212,11 @@ class _Late:
                     between.abort(f"no answer of NCCL within {self._seconds:g} s")
                 watched = None
             del between
+
+
+def _shut_down(group: Any) -> None:
+    with contextlib.suppress(RuntimeError):
+        group.shutdown()
 
 
 def _new_nccl(store: Any, rank: int, size: int) -> Any:

@@ -313,6 +313,8 @@ class Endpoint:
         assert self._hierarchy is not None
         assert self._channel is not None
         self._hierarchical += 1
+        if self._handle and launch.native.stream not in self._streams:
+            self._note_stream(launch.native.stream)
         return hierarchical.run(
             *(launch, self._library, self._handle, self._hierarchy, self._channel, self),
             *(inputs, memory),

@@ -42,7 +42,7 @@ from allnorm.core.announcement import Announcement
 from allnorm.core.arguments import row_shard, rows_of
 from allnorm.core.between import Between, Look, places, segments
 from allnorm.core.channel import Channel, Owner
-from allnorm.core.launch import Launch, Memory
+from allnorm.core.launch import CUDA_ALIGN_BYTES, Launch, Memory
 from allnorm.core.rendezvous import Rendezvous
 from allnorm.islands import Islands
 
@@ -136,7 +136,7 @@ def run(
     one = _Run(launch, library, handle, hierarchy, owner.look_at_peers, is_cuda)
     if launch.native.op == _native.ALL_GATHER_ROWS:
         return one.gather_rows(x, memory["out"])
-    return one.reduce(x, residual)
+    return one.reduce(x, residual, memory)
 
 
 def parts(
@@ -197,7 +197,7 @@ class _Run:
 
     # ---- sums ------------------------------------------------------------------------------------
 
-    def reduce(self, x: torch.Tensor, residual: torch.Tensor | None) -> int:
+    def reduce(self, x: torch.Tensor, residual: torch.Tensor | None, memory: Memory) -> int:
         """Of a call that sums; returns the status."""
         launch, call, hierarchy = self._launch, self._call, self._hierarchy
         sharded = launch.shard is not None
@@ -229,7 +229,7 @@ class _Run:
             status = before() if before is not None else _native.OK
             if status != _native.OK:
                 return status
-            before = functools.partial(self._finish, number, lo, hi, received, residuals, x)
+            before = functools.partial(self._finish, number, lo, hi, received, residuals, x, memory)
         return before() if before is not None else _native.OK
 
     def _finish(
@@ -240,6 +240,7 @@ class _Run:
         received: Callable[[Look], torch.Tensor],
         residuals: torch.Tensor | None,
         x: torch.Tensor,
+        memory: Memory,
     ) -> int:
         """Waits for the sums of a piece, and makes what they become."""
         sums = self._keep(received(self._look))
@@ -248,7 +249,15 @@ class _Run:
             self._shard_residual(call, number, residuals, x, sums.shape[1])
         if self._alone:
             return int(self._library.local(ctypes.addressof(call)))
-        return self._run(call)
+        if not (self._is_cuda and (call.quantized or 0) % CUDA_ALIGN_BYTES):
+            return self._run(call)
+        # The first FP8 row of a shard may lie where no pack can be stored.
+        rows = rows_of(memory["quantized_out"])[lo:hi]
+        apart = self._keep(rows.new_empty(rows.shape))
+        call.quantized, call.quantized_stride = apart.data_ptr(), apart.stride(0)
+        status = self._run(call)
+        rows.view(torch.uint8).copy_(apart.view(torch.uint8))
+        return status
 
     def _pieces(self, hidden_size: int) -> list[tuple[int, int]]:
         launch, hierarchy = self._launch, self._hierarchy
