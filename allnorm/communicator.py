@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -22,6 +22,7 @@ from allnorm.core.call import NO_CHANGE, NO_INPUTS, Call, split_boundary, split_
 from allnorm.core.shortcuts import is_traced
 from allnorm.errors import CommunicatorClosedError, UnsupportedError
 from allnorm.expert_sum import ExpertSum
+from allnorm.islands import Islands
 from allnorm.policy import Plan
 from allnorm.post_norm import PostNorm
 from allnorm.quant import (
@@ -76,6 +77,10 @@ class Communicator:
             and costs 0.3 to 0.9 us a call.
         dependent_launch: CUDA: whether calls are launched with programmatic dependent launch.
         first_op: the number of the first operation, the same on every rank; it wraps at 2**32.
+        islands: which ranks write to each other's memory. "auto" finds them: those of one host,
+            and on GPUs those of them that reach each other. Or a sequence of sequences of group
+            ranks, the same on every rank. Several of equal size run "hierarchical", others
+            "unfused"; of both the sum is made island by island (docs/numerics.md, step 1b).
 
     Raises:
         ValueError, TypeError: an argument is wrong, or ranks pass different ones or have loaded
@@ -99,6 +104,7 @@ class Communicator:
         early_trigger: bool = True,
         dependent_launch: bool = True,
         first_op: int = 0,
+        islands: str | Sequence[Sequence[int]] = "auto",
     ) -> None:
         # Half of what allnorm loads, which a process that opens no communicator goes without.
         from allnorm.core.opening import Settings, open_endpoint
@@ -106,7 +112,7 @@ class Communicator:
         resolved = resolve_group(group)
         settings = Settings(
             *(device, workspace_bytes, numerics, timeout, tuning_dir, max_blocks),
-            *(early_trigger, dependent_launch, first_op),
+            *(early_trigger, dependent_launch, first_op, islands),
         )
         self._endpoint, number = open_endpoint(
             resolved, settings, lambda place: _made.get((resolved.group_name, place.type), 0)
@@ -162,6 +168,11 @@ class Communicator:
         return self._endpoint.group  # type: ignore[return-value]
 
     @property
+    def islands(self) -> Islands:
+        """The ranks of each island in rising order, islands in the order of their lowest ranks."""
+        return self._endpoint.chooser.traits.islands
+
+    @property
     def traits(self) -> policy.Traits:
         """What decides about algorithms, the same on every rank."""
         return self._endpoint.chooser.traits
@@ -179,7 +190,8 @@ class Communicator:
 
         Args:
             x: [..., hidden_size], float32, float16 or bfloat16; rows may be strided. Not modified.
-            algorithm: "auto", "one_shot", "two_shot" or "unfused"; the bits are the same.
+            algorithm: "auto", "one_shot", "two_shot" or "unfused", over several islands
+                "hierarchical" or "unfused"; the bits are the same.
             out: result, like `x`; may be `x` itself.
 
         Returns:
@@ -238,7 +250,8 @@ class Communicator:
             eps: added to the mean square, as float32.
             weight_bias: added to the weight in float32; 1.0 for Gemma-style weights.
             numerics: "rounded", "unrounded", "transformers" or "vllm"; None is the communicator's.
-            algorithm: "auto", "one_shot", "two_shot" or "unfused"; the bits are the same.
+            algorithm: "auto", "one_shot", "two_shot" or "unfused", over several islands
+                "hierarchical" or "unfused"; the bits are the same.
             residual_sharded: `residual` and `residual_out` are this rank's rows only,
                 [hi - lo, hidden_size] of `row_shard()`. Not by "one_shot".
             post_norm: the norm that the reduced sum goes through before the residual is added
@@ -320,7 +333,8 @@ class Communicator:
             return_normed: whether the rows before quantisation are wanted too.
             weight_bias: added to the weight in float32; 1.0 for Gemma-style weights.
             numerics: "rounded", "unrounded", "transformers" or "vllm"; None is the communicator's.
-            algorithm: "auto", "one_shot", "two_shot" or "unfused"; the bits are the same.
+            algorithm: "auto", "one_shot", "two_shot" or "unfused", over several islands
+                "hierarchical" or "unfused"; the bits are the same.
             residual_sharded: `residual` and the returned one are this rank's rows only,
                 [hi - lo, hidden_size] of `row_shard()`. Not by "one_shot".
             post_norm: the norm that the reduced sum goes through before the residual is added.
@@ -387,7 +401,8 @@ class Communicator:
             residual_shard: this rank's rows, [hi - lo, hidden_size] of `row_shard(num_tokens)`,
                 float32, float16 or bfloat16; rows may be strided. Not modified.
             num_tokens: rows in all.
-            algorithm: "auto", "two_shot" or "unfused"; the bits are the same.
+            algorithm: "auto", "two_shot" or "unfused", over several islands "hierarchical" or
+                "unfused"; the bits are the same.
             out: result, [num_tokens, hidden_size].
 
         Returns:
@@ -531,6 +546,29 @@ class Communicator:
             CommunicatorClosedError: after `close()`.
         """
         return self._endpoint.stats()
+
+    def _parts(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        weight_bias: float,
+        numerics: str,
+    ) -> dict[str, Callable[[], object]]:
+        """The parts of a hierarchical call, "sums", "exchange" and "rest", for benchmarks.
+
+        Each may be made again and again, by all ranks; their results are nobody's.
+        """
+        call = Call(
+            *(x, residual, weight),
+            op="all_reduce_add_rms_norm",
+            algorithm="hierarchical",
+            eps=eps,
+            weight_bias=weight_bias,
+            numerics=numerics,
+        )
+        return self._endpoint.parts(call)
 
     def _use_tables(self, tables: tuple[policy.Table, ...]) -> None:
         """Lets other tables decide, from the next call on; every rank must do so there."""

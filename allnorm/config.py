@@ -16,10 +16,11 @@ a misspelt setting that does nothing is found too late.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from allnorm.errors import ConfigurationError
@@ -118,3 +119,18 @@ def _switch(environ: Mapping[str, str], name: str) -> bool:
 def _folder(environ: Mapping[str, str], name: str) -> pathlib.Path | None:
     text = environ.get(name)
     return pathlib.Path(text).expanduser() if text else None
+
+
+@contextlib.contextmanager
+def nccl_errors_left_to_us() -> Iterator[None]:
+    """Within it torch makes process groups of NCCL that do not end the process after an error."""
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    saved = os.environ.get(name)
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        if saved is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = saved

@@ -6,9 +6,11 @@ Codes of the C ABI are positions in these tuples (`allnorm/core/_native.py`).
 from __future__ import annotations
 
 FUSED = ("one_shot", "two_shot")
+# Of ranks that are one island, and of those that are several.
 ALGORITHMS = (*FUSED, "unfused")
+BETWEEN_ISLANDS = ("hierarchical", "unfused")
 # What a caller may ask for.
-REQUESTS = ("auto", *ALGORITHMS)
+REQUESTS = ("auto", *ALGORITHMS, "hierarchical")
 
 # The public calls: those among ranks, then those of one rank.
 COLLECTIVES = (

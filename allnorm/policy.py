@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from allnorm import islands as islands_
+from allnorm.islands import Islands
 from allnorm.names import FUSED
 
 # The widest row of one block on a GPU. Kernels that take no wider ones know no clusters of blocks.
@@ -17,6 +19,13 @@ _BLOCK_ROW_BYTES = 8192
 
 # Temporary memory that `unfused` may take for the gathered partial sums of one row chunk.
 UNFUSED_GATHER_BYTES = 256 << 20
+
+# Float32 sums of one piece of a hierarchical call, of all its rows: what a rank may hold at a time;
+# and on GPUs, where the exchange of one piece overlaps the launches of others, into how many pieces
+# of how many bytes a call is cut at most. Not measured yet.
+HIERARCHICAL_SUM_BYTES = 64 << 20
+_OVERLAPPED_SUM_BYTES = 16 << 20
+_OVERLAPPED_PIECES = 4
 
 # More blocks than any GPU holds at once: a limit of so many, or more, limits nothing.
 MOST_BLOCKS = 1 << 16
@@ -56,9 +65,9 @@ class Plan:
     """What a call will do.
 
     Attributes:
-        algorithm: "one_shot", "two_shot" or "unfused".
+        algorithm: "one_shot", "two_shot", "hierarchical" or "unfused".
         reason: why, in one sentence.
-        num_chunks: launches the rows are cut into; 0 for no rows.
+        num_chunks: launches the rows are cut into, "hierarchical": pieces; 0 for no rows.
         num_blocks: most blocks of a launch on a GPU; 0: as many as it holds.
         source: what decided: "tuned FILE, DATE", "seed NAME", "default" (the rule built in),
             "caller", or "" if nothing else can run.
@@ -171,6 +180,8 @@ class Traits:
         max_row_bytes: the widest row that the fused kernels of every rank hold; None: any.
         tables: what was measured, the first that knows a call decides.
         max_blocks: most blocks of any launch on a GPU; 0: as many as it holds.
+        islands: ranks that write to each other's memory, set beside set; empty: all of them.
+        between: with several islands: empty if "hierarchical" can run, else why it cannot.
     """
 
     backend: str
@@ -179,6 +190,13 @@ class Traits:
     max_row_bytes: int | None = None
     tables: tuple[Table, ...] = field(default=(), repr=False)
     max_blocks: int = 0
+    islands: Islands = ()
+    between: str = ""
+
+    @property
+    def island_size(self) -> int:
+        """Ranks among which the kernels exchange."""
+        return len(self.islands[0]) if self.islands else self.world_size
 
 
 def choose(
@@ -199,8 +217,8 @@ def choose(
         num_tokens: rows.
         hidden_size: columns.
         element_bytes: bytes of an element of `x`.
-        rows_per_chunk: rows of this hidden size that one launch holds, for "one_shot" and
-            "two_shot"; 0 if none fits.
+        rows_per_chunk: rows of this hidden size that one launch among the ranks of an island
+            holds, for "one_shot" and "two_shot"; 0 if none fits.
         requested: "auto" or the name of an algorithm.
         owned_rows: whether each row is finished, or given, by the rank it belongs to.
         kind: name of the dtype, and epilogue.
@@ -211,6 +229,10 @@ def choose(
         The plan; its algorithm is "unfused" with the obstacle as the reason if the requested
         algorithm cannot run.
     """
+    if len(traits.islands) > 1 and requested in ("auto", "hierarchical"):
+        return _choose_between(
+            traits, num_tokens, hidden_size, element_bytes, rows_per_chunk, requested, owned_rows
+        )
     obstacle = _obstacle(traits, hidden_size, element_bytes, rows_per_chunk, requested, owned_rows)
     num_blocks = cluster_size = 0
     source = "" if requested == "auto" else "caller"
@@ -226,8 +248,7 @@ def choose(
         step, reason, source = _prefer(traits, num_tokens, hidden_size, element_bytes, kind)
         algorithm, num_blocks, cluster_size = step.algorithm, step.num_blocks, step.cluster_size
     if algorithm == "unfused":
-        row_bytes = traits.world_size * hidden_size * element_bytes
-        rows = max(1, UNFUSED_GATHER_BYTES // row_bytes) if traits.world_size > 1 else num_tokens
+        rows = _unfused_rows(traits, num_tokens, hidden_size, element_bytes)
     else:
         rows = rows_per_chunk[algorithm]
         # Measured with as many blocks as the GPU holds.
@@ -239,6 +260,70 @@ def choose(
         link_gbps = next((table.link_gbps for table in traits.tables), 0.0)
     num_chunks = -(-num_tokens // rows) if num_tokens else 0
     return Plan(algorithm, reason, num_chunks, num_blocks, source, link_gbps, cluster_size)
+
+
+def _choose_between(
+    traits: Traits,
+    num_tokens: int,
+    hidden_size: int,
+    element_bytes: int,
+    rows_per_chunk: dict[str, int],
+    requested: str,
+    owned_rows: bool,
+) -> Plan:
+    """As `choose`, of ranks in several islands, for "auto" and "hierarchical"."""
+    obstacle = traits.between
+    if not obstacle and owned_rows and not islands_.is_in_blocks(traits.islands):
+        obstacle = (
+            "rows belong to ranks, and the ranks of an island do not follow each other "
+            f"({islands_.describe(traits.islands)}): no block of rows is one island's"
+        )
+    if not obstacle and traits.island_size > 1:
+        # What the kernels need inside an island.
+        inside = replace(traits, world_size=traits.island_size, islands=(), exchange="")
+        obstacle = _obstacle(
+            inside, hidden_size, element_bytes, rows_per_chunk, "two_shot", owned_rows
+        )
+    if obstacle:
+        rows = _unfused_rows(traits, num_tokens, hidden_size, element_bytes)
+        return Plan("unfused", obstacle, -(-num_tokens // rows) if num_tokens else 0)
+    number = len(traits.islands)
+    reason = f"{number} islands of {traits.island_size} ranks: sums inside each, then between them"
+    if traits.island_size == 1:
+        reason = f"{number} islands of one rank: the process group exchanges rows between them"
+    pieces = (
+        number
+        if owned_rows
+        else -(-num_tokens // hierarchical_rows(traits.backend, num_tokens, hidden_size))
+    )
+    blocks = traits.max_blocks if traits.max_blocks < MOST_BLOCKS else 0
+    source = "default" if requested == "auto" else "caller"
+    return Plan(
+        "hierarchical",
+        reason if requested == "auto" else "asked for by the caller",
+        min(pieces, num_tokens),
+        blocks,
+        source,
+    )
+
+
+def hierarchical_rows(backend: str, num_tokens: int, hidden_size: int) -> int:
+    """Rows of a piece of a hierarchical call whose rows belong to nobody."""
+    row_bytes = 4 * hidden_size
+    most = max(1, HIERARCHICAL_SUM_BYTES // row_bytes)
+    if backend == "cpu":
+        return most
+    pieces = min(_OVERLAPPED_PIECES, num_tokens * row_bytes // _OVERLAPPED_SUM_BYTES)
+    height = -(-num_tokens // max(1, pieces))
+    # In fours, so that rows of FP8 begin where the kernels can store a whole pack.
+    return max(4, min(most, height + 3) // 4 * 4)
+
+
+def _unfused_rows(traits: Traits, num_tokens: int, hidden_size: int, element_bytes: int) -> int:
+    """Rows that are gathered at a time."""
+    if traits.world_size == 1:
+        return max(1, num_tokens)
+    return max(1, UNFUSED_GATHER_BYTES // (traits.world_size * hidden_size * element_bytes))
 
 
 def _obstacle(
@@ -254,6 +339,8 @@ def _obstacle(
         return "asked for by the caller"
     if traits.world_size == 1:
         return "one rank: there is nothing to exchange"
+    if requested == "hierarchical":
+        return "all ranks are one island: they exchange directly, without the process group"
     if traits.exchange:
         return traits.exchange
     if traits.backend == "cuda" and hidden_size * element_bytes % 16:

@@ -48,6 +48,9 @@ typedef enum AllnormOp {
   ALLNORM_ALL_REDUCE = 0,       // out = reduced
   ALLNORM_ADD_RMS_NORM = 1,     // residual_out = reduced (+ residual); out = rms_norm(residual_out)
   ALLNORM_ALL_GATHER_ROWS = 2,  // no sum: out = the rows of every rank's x, see AllnormCall.x
+  // out = float32 sums, not rounded, of the rows that this rank owns: what is summed with those of
+  // other islands before ALLNORM_ISLAND_SUMS. Step 1b of the numerics page; by TWO_SHOT
+  ALLNORM_SUM_ROWS = 3,
 } AllnormOp;
 
 // How ALLNORM_ADD_RMS_NORM quantises the normed row, to float8_e4m3fn or, NVFP4, to e2m1; step 6 of
@@ -88,24 +91,27 @@ typedef struct AllnormCall {
   int64_t num_tokens;
   int64_t hidden_size;
   // [num_tokens, hidden_size], this rank's partial sum. ALL_GATHER_ROWS: this rank's row_shard() of
-  // them, complete. With top_k [num_rows, hidden_size], rows of experts.
+  // them, complete. With top_k [num_rows, hidden_size], rows of experts. ISLAND_SUMS: float32
+  // [num_sources, rows, hidden_size], of this rank's row_shard().
   const void* x;
   const void* residual;  // [num_tokens, hidden_size], or this rank's row_shard() of them, or NULL
   const void* weight;    // [hidden_size]; NULL unless ADD_RMS_NORM, and with ALLNORM_NO_NORM
   // [num_tokens, hidden_size]; may be x, unless top_k; with quant: NULL if not wanted; with
-  // ALLNORM_NO_NORM: NULL
+  // ALLNORM_NO_NORM: NULL. SUM_ROWS: float32, this rank's row_shard() of them; never x
   void* out;
   void* residual_out;  // like residual; may be residual; NULL unless ADD_RMS_NORM
   int64_t x_stride;
   int64_t residual_stride;
   int64_t out_stride;
   int64_t residual_out_stride;
-  int64_t source_stride;  // allnorm_local: elements between the sources x_0, x_1, ...
-  int32_t num_sources;    // allnorm_local: how many sources are summed, in order; >= 1
-  int32_t num_blocks;     // 0 = the library chooses; CUDA only
-  int32_t cluster_size;   // 0 = the library chooses; CUDA only
-  int32_t flags;          // AllnormCallFlags
-  void* stream;           // cudaStream_t; NULL on CPU
+  // allnorm_local and ISLAND_SUMS: elements between the sources x_0, x_1, ..., and how many are
+  // summed, in order; >= 1
+  int64_t source_stride;
+  int32_t num_sources;
+  int32_t num_blocks;    // 0 = the library chooses; CUDA only
+  int32_t cluster_size;  // 0 = the library chooses; CUDA only
+  int32_t flags;         // AllnormCallFlags
+  void* stream;          // cudaStream_t; NULL on CPU
 
   // Only with quant != ALLNORM_QUANT_NONE.
   int32_t quant;         // AllnormQuant
@@ -168,6 +174,10 @@ typedef enum AllnormCallFlags {
   ALLNORM_NO_NORM = 8,
   // Scales are bytes in tiles of 128 rows by 4 groups. With NVFP4, or PER_GROUP of 32 with UE8M0.
   ALLNORM_SWIZZLED_SCALES = 16,
+  // x holds float32 sums of several islands, of the rows that this rank owns: they are added in
+  // order and rounded, and what follows is done for all ranks of this one. With ALL_REDUCE or
+  // ADD_RMS_NORM and algorithm TWO_SHOT; allnorm_run only.
+  ALLNORM_ISLAND_SUMS = 32,
 } AllnormCallFlags;
 
 // What a rank recorded when a wait ended badly. Operation numbers count the launches on a

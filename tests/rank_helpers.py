@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import allnorm
-from allnorm import reference
+from allnorm import names, reference
 from allnorm.quant import Quant
 from allnorm.testing import assert_same_bits, rank_input, sentinel_input, shared_input
 from allnorm.testing import special_input as make_special
@@ -21,7 +21,7 @@ from allnorm.testing.rank import device
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MODES = reference.NUMERICS
-ALGORITHMS = reference.ALGORITHMS
+ALGORITHMS = ("auto", *names.ALGORITHMS)
 dtype_ids = {"argvalues": DTYPES, "ids": [str(dtype)[6:] for dtype in DTYPES]}
 
 
@@ -189,13 +189,17 @@ class Case:
         lo, hi = reference.row_shard(torch.Size(self.shape[:-1]).numel(), c.world_size, c.rank)
         return rows.reshape(-1, self.shape[-1])[lo:hi]
 
-    def expected(self, world_size: int) -> Any:
+    def expected(self, world_size: int, islands: Any = None) -> Any:
         """What the reference says of the call, with all rows of the residual."""
         xs, arguments = self.xs(world_size), self.norm_arguments()
         if self.quant is None:
-            return reference.all_reduce_add_rms_norm(xs, **arguments)
+            return reference.all_reduce_add_rms_norm(xs, islands=islands, **arguments)
         return reference.all_reduce_add_rms_norm_quant(
-            xs, quant=self.spec(), return_normed=self.return_normed, **arguments
+            xs,
+            quant=self.spec(),
+            return_normed=self.return_normed,
+            islands=islands,
+            **arguments,
         )
 
     def check(self, c: allnorm.Communicator) -> Any:
@@ -208,7 +212,9 @@ class Case:
         names = ("normed", "residual")
         if self.quant is not None:
             names = ("quantized", "scale", "residual", "normed")
-        for name, got, want in zip(names, results, self.expected(c.world_size), strict=True):
+        for name, got, want in zip(
+            names, results, self.expected(c.world_size, c.islands), strict=True
+        ):
             if want is None or got is None:
                 assert got is want, f"{name} of {self}"
                 continue

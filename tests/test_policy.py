@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
 from rank_helpers import DTYPES, Case, comm, on
 
+from allnorm import islands as islands_
 from allnorm import names, policy
 from allnorm.testing import RankPool
 
@@ -157,3 +159,59 @@ def plan_alone(rank: int, world_size: int) -> str | None:
 @on(cpu=(2,), gpu=(2,))
 def test_plan_needs_no_peer(pool: RankPool) -> None:
     assert pool.run(plan_alone) == ["one_shot", None]
+
+
+# ---- Several islands -----------------------------------------------------------------------------
+
+PAIRS = ((0, 1), (2, 3))
+ROWS = {"one_shot": 1000, "two_shot": 1000}
+
+
+def between(islands: islands_.Islands, backend: str = "cuda", reason: str = "") -> policy.Traits:
+    size = sum(map(len, islands))
+    return policy.Traits(backend, size, "apart", islands=islands, between=reason)
+
+
+def choose_between(traits: policy.Traits, tokens: int = 8, **more: Any) -> policy.Plan:
+    return policy.choose(traits, tokens, 4096, 2, ROWS, **more)
+
+
+def test_equal_islands_are_hierarchical() -> None:
+    for traits in (between(PAIRS), between(PAIRS, "cpu"), between(((0,), (1,)))):
+        for owned in (False, True):
+            plan = choose_between(traits, owned_rows=owned)
+            assert (plan.algorithm, plan.source) == ("hierarchical", "default")
+            assert f"{len(traits.islands)} islands" in plan.reason
+    asked = choose_between(between(PAIRS), requested="hierarchical")
+    assert (asked.algorithm, asked.source) == ("hierarchical", "caller")
+    for algorithm in ("one_shot", "two_shot"):
+        assert choose_between(between(PAIRS), requested=algorithm).reason == "apart"
+    assert choose_between(between(PAIRS), requested="unfused").algorithm == "unfused"
+
+
+def test_what_cannot_be_hierarchical_says_why() -> None:
+    apart = between(((0, 2), (1, 3)))
+    assert choose_between(apart).algorithm == "hierarchical"
+    owned = choose_between(apart, owned_rows=True)
+    assert owned.algorithm == "unfused"
+    assert "do not follow each other" in owned.reason
+    unequal = choose_between(between(((0, 1), (2,)), reason="2, 1 ranks"))
+    assert (unequal.algorithm, unequal.reason) == ("unfused", "2, 1 ranks")
+    narrow = policy.choose(between(PAIRS), 8, 4095, 2, ROWS)
+    assert narrow.algorithm == "unfused"
+    assert "4095" in narrow.reason
+    alone = policy.choose(between(((0,), (1,))), 8, 4095, 2, {"one_shot": 0, "two_shot": 0})
+    assert alone.algorithm == "hierarchical"
+    flat = policy.choose(policy.Traits("cuda", 4), 8, 4096, 2, ROWS, "hierarchical")
+    assert "one island" in flat.reason
+
+
+def test_pieces_of_a_hierarchical_call() -> None:
+    assert choose_between(between(PAIRS), 1).num_chunks == 1
+    assert choose_between(between(PAIRS), 0).num_chunks == 0
+    assert choose_between(between(PAIRS), 8192).num_chunks == 4
+    assert choose_between(between(PAIRS), 8192, owned_rows=True).num_chunks == 2
+    for backend, tokens in itertools.product(("cpu", "cuda"), (1, 5, 777, 8192, 100_000)):
+        rows = policy.hierarchical_rows(backend, tokens, 4096)
+        assert rows % 4 == 0
+        assert 4 * rows * 4096 <= policy.HIERARCHICAL_SUM_BYTES

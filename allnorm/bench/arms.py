@@ -20,7 +20,7 @@ import torch.nn.functional as F
 import allnorm
 from allnorm import reference
 from allnorm.bench.case import Case, Outcome
-from allnorm.bench.modes import Mode
+from allnorm.bench.modes import PARTS, Mode
 from allnorm.quant import Quant, is_swizzled
 from allnorm.testing import copy_all, same_bits
 
@@ -99,6 +99,8 @@ def make_arm(comm: allnorm.Communicator, case: Case, mode: Mode, name: str) -> A
         return (
             arm if isinstance(arm, str) or name == "allnorm16" else then_quantize(arm, case, mode)
         )
+    if name in PARTS:
+        return _part(comm, case, name)
     if name == "allnorm+norm":
         return _norm_twice(comm, case, mode, name)
     if name == "sum+allnorm":
@@ -206,6 +208,23 @@ def allnorm_arm(
         return method(*arguments[index], **options)
 
     return Arm(name, call, lambda result: replace(outcome_of(result), rows=rows), exact=True)
+
+
+def _part(comm: allnorm.Communicator, case: Case, name: str) -> Arm | str:
+    """A part of a hierarchical call by itself, whose result is checked with the whole call's."""
+    plan = comm.plan(case.num_rows, case.shape.hidden_size, case.dtype, algorithm="hierarchical")
+    if plan.algorithm != "hierarchical":
+        return plan.reason
+    part = name.partition(":")[2]
+    options: dict[str, Any] = {
+        "weight_bias": case.shape.weight_bias,
+        "numerics": case.numerics,
+    }
+    calls = [
+        comm._parts(x, batch.residual, batch.weight, case.shape.eps, **options)[part]
+        for x, batch in zip(case.xs, case.batches, strict=True)
+    ]
+    return Arm(name, lambda index: calls[index](), _no_outcome, check=_not_checked)
 
 
 def _norm_twice(comm: allnorm.Communicator, case: Case, mode: Mode, name: str) -> Arm:

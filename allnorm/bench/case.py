@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ class Case:
     post_norm: allnorm.PostNorm | None = None  # of the reduced sum
     # What stands for the partial sums of all ranks, per buffer set; () if nothing does.
     experts: tuple[tuple[allnorm.ExpertSum, ...], ...] = ()
+    islands: Any = None  # of the ranks, as `allnorm.reference` takes them
     _changed: dict[tuple[bool, int], Case] = field(default_factory=dict)
     _specs: dict[str, Quant | None] = field(default_factory=dict)
     _quantized: dict[str, tuple[tuple[torch.Tensor, torch.Tensor], ...]] = field(
@@ -133,6 +134,7 @@ def _change(case: Case, post_norm: bool, experts: int) -> Case:
         "weight_bias": shape.weight_bias,
         "numerics": case.numerics,
         "post_norm": norm,
+        "islands": case.islands,
     }
     inputs: list[Any] = list(sums) or [batch.xs for batch in case.batches]
     expected = tuple(
@@ -144,6 +146,7 @@ def _change(case: Case, post_norm: bool, experts: int) -> Case:
         expected,
         norm,
         sums,
+        case.islands,
     )
 
 
@@ -167,12 +170,17 @@ def make_case(
     rank: int,
     world_size: int,
     seed: int,
+    islands: Any = None,
 ) -> Case:
     """Makes the inputs of a shape, different in each buffer set and on each rank, and references.
 
-    `seed` is the same on every rank.
+    `seed` is the same on every rank, and so are `islands`, as `allnorm.reference` takes them.
     """
-    options: dict[str, Any] = {"weight_bias": shape.weight_bias, "numerics": numerics}
+    options: dict[str, Any] = {
+        "weight_bias": shape.weight_bias,
+        "numerics": numerics,
+        "islands": islands,
+    }
     size = (shape.num_tokens, shape.hidden_size, DTYPES[dtype], device, world_size)
     batches = tuple(
         make_batch(*size, seed * NUM_SETS + i, shape.weight_bias) for i in range(NUM_SETS)
@@ -181,4 +189,5 @@ def make_case(
         reference.all_reduce_add_rms_norm(b.xs, b.residual, b.weight, shape.eps, **options)
         for b in batches
     )
-    return Case(shape, rank, world_size, DTYPES[dtype], device, numerics, batches, expected)
+    case = Case(shape, rank, world_size, DTYPES[dtype], device, numerics, batches, expected)
+    return replace(case, islands=islands)

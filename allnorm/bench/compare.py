@@ -36,7 +36,14 @@ _RUN_TO_RUN_SHARE = 0.02
 _KEY: dict[str, Any] = dict.fromkeys(
     ("gpu", "cpu", "world_size", "num_tokens", "hidden_size", "eps", "dtype", "arm")
 )
-_KEY |= {"weight_bias": 0.0, "numerics": "rounded", "quant": "", "product": 0, "max_blocks": 0}
+_KEY |= {
+    "weight_bias": 0.0,
+    "numerics": "rounded",
+    "quant": "",
+    "product": 0,
+    "max_blocks": 0,
+    "island_size": 0,
+}
 _KEY |= {"residual_sharded": False, "return_normed": False, "post_norm": False, "experts": 0}
 
 Row = Mapping[str, Any]

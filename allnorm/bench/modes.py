@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import allnorm
-from allnorm.names import ALGORITHMS, SCALE_FORMATS, SCALE_LAYOUTS
+from allnorm.names import ALGORITHMS, BETWEEN_ISLANDS, SCALE_FORMATS, SCALE_LAYOUTS
 from allnorm.quant import Quant
 
 PEERS = ("flashinfer", "sglang", "vllm", "symm_mem")
@@ -133,13 +133,21 @@ def quant_of(text: str, device: torch.device | str = "cpu") -> Quant | None:
     return allnorm.Fp8PerGroup(**found)
 
 
-def arm_names(device: str, mode: Mode) -> list[str]:
+# Of a hierarchical call, each by itself: launch A, the exchange between islands, launch B.
+PARTS = ("islands:sums", "islands:exchange", "islands:rest")
+
+
+def arm_names(device: str, mode: Mode, island_size: int = 0) -> list[str]:
     """The arms that do not depend on what is installed, in the order of the table.
 
-    What is called "nccl" on GPUs is "gloo" on "cpu".
+    What is called "nccl" on GPUs is "gloo" on "cpu". Ranks in islands of a size have other
+    algorithms, and the parts of "hierarchical" beside them.
     """
     library = "nccl" if device == "cuda" else "gloo"
     fused = ["allnorm", *(f"allnorm:{algorithm}" for algorithm in ALGORITHMS)]
+    if island_size:
+        fused = ["allnorm", *(f"allnorm:{algorithm}" for algorithm in BETWEEN_ISLANDS)]
+        fused += PARTS if mode.is_plain and not mode.residual_sharded and island_size > 1 else ()
     if not mode.is_plain:
         if mode.residual_sharded:
             return fused
@@ -159,9 +167,9 @@ def peer_names(device: str, mode: Mode) -> list[str]:
     return list(PEERS) if device == "cuda" and mode.is_plain and not mode.residual_sharded else []
 
 
-def known_arms(device: str, wanted: Sequence[Mode]) -> tuple[str, ...]:
+def known_arms(device: str, wanted: Sequence[Mode], island_size: int = 0) -> tuple[str, ...]:
     """The arms and peers of all these modes."""
-    names = [name for mode in wanted for name in arm_names(device, mode)]
+    names = [name for mode in wanted for name in arm_names(device, mode, island_size)]
     return tuple(dict.fromkeys([*names, *(PEERS if device == "cuda" else ())]))
 
 
@@ -173,12 +181,12 @@ def with_compared(arms: Sequence[str], wanted: Sequence[Mode]) -> tuple[str, ...
 
 def is_other(arm: str) -> bool:
     """Whether an arm is another way to do the work: neither this library's call nor a yardstick."""
-    return not arm.startswith("allnorm") and arm not in YARDSTICKS
+    return not arm.startswith("allnorm") and arm not in (*YARDSTICKS, *PARTS)
 
 
 def family(arm: str) -> str:
     """The column of an arm: a peer's algorithms share one, allnorm's have one each."""
-    return arm if arm.startswith("allnorm") else re.sub(r":\w+", "", arm)
+    return arm if arm.startswith("allnorm") or arm in PARTS else re.sub(r":\w+", "", arm)
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,14 @@ class Job:
     # in a chain. Everything is measured with each of them.
     products: tuple[int, ...] = (0,)
     max_blocks: int = 0  # as of a Communicator; 0 for no limit
+    island_size: int = 0  # ranks of each island, one after the other; 0: islands are found
+
+    def islands(self, world_size: int) -> Any:
+        """As of a Communicator."""
+        if not self.island_size:
+            return "auto"
+        lows = range(0, world_size, self.island_size)
+        return [list(range(lo, min(lo + self.island_size, world_size))) for lo in lows]
 
 
 @dataclass
@@ -89,10 +97,15 @@ def run(rank: int, world_size: int, job: Job) -> list[dict[str, Any]]:
         numerics=job.numerics,
         tuning_dir=job.tuning_dir,
         max_blocks=job.max_blocks or None,
+        islands=job.islands(world_size),
     ) as comm:
         for index, shape in enumerate(job.shapes):
             report({"text": str(shape), "done": index, "total": len(job.shapes)})
-            plain = make_case(shape, job.dtype, job.numerics, where, rank, world_size, seed=index)
+            plain = make_case(
+                *(shape, job.dtype, job.numerics, where, rank, world_size),
+                seed=index,
+                islands=comm.islands,
+            )
             for (number, mode), product in itertools.product(enumerate(job.modes), job.products):
                 case = plain.of(mode)
                 trials = _trials(comm, others, case, mode, job, bool(product))
@@ -138,7 +151,7 @@ def _trials(
     """The arms of the job that the mode has, in the order of the table."""
     found: list[tuple[str, Arm | str]] = []
     obstacle = case.obstacle(mode.quant)
-    for name in modes.arm_names(job.device, mode):
+    for name in modes.arm_names(job.device, mode, job.island_size):
         if name in job.arms:
             blocked = obstacle if name != "allnorm16" else ""
             found.append((name, blocked or arms.make_arm(comm, case, mode, name)))

@@ -120,6 +120,15 @@ def bench(
             rich_help_panel=options.WHAT,
         ),
     ] = 0,
+    island_size: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Ranks in islands of so many, which exchange through the process group: "
+            "hierarchical calls and their parts are timed. 0: islands are found.",
+            rich_help_panel=options.WHAT,
+        ),
+    ] = 0,
     device: Device = "auto",
     push_gbps: Annotated[
         float,
@@ -145,7 +154,7 @@ def bench(
     where = options.device(device)
     residuals = "sharded" if residual_sharded else residual
     modes = options.modes(quant, residuals, return_normed, post_norm, experts)
-    known = bench_modes.known_arms(where, modes)
+    known = bench_modes.known_arms(where, modes, island_size)
     chosen = options.choices(arms, "--arms", known) if arms else known
     job = Job(
         shapes=tuple(_shapes(model, tokens, shapes, where)),
@@ -156,6 +165,7 @@ def bench(
         device=where,
         products=tuple(options.integers(product or _PRODUCTS[where], "--product", 0)),
         max_blocks=max_blocks,
+        island_size=island_size,
     )
     gpus = topology.num_gpus()
     sizes = options.world_sizes(tp, where, f"2,{gpus}" if where == "cuda" and gpus > 2 else "")
@@ -279,6 +289,8 @@ def _explanation(job: Job) -> str:
         text += " Sharded residual: the other ways reduce-scatter, then all-gather."
     if job.max_blocks:
         text += f" allnorm's calls take at most {job.max_blocks} thread blocks."
+    if job.island_size:
+        text += f" Ranks are in islands of {job.island_size}."
     for columns in filter(None, job.products):
         text += (
             f" Behind a product of {columns} columns: such a matrix product writes the input of "
@@ -299,6 +311,7 @@ def _common(job: Job) -> dict[str, Any]:
         "dtype": job.dtype,
         "numerics": job.numerics,
         "max_blocks": job.max_blocks,
+        "island_size": job.island_size,
         "fast_calls": allnorm.capabilities()["fast_calls"],
     }
 

@@ -155,7 +155,9 @@ def _measured(
     else:
         flag = "unknown: needs two ranks"
     fused = f"{output.time_of(found['fused_us'])} (p50, slowest rank, {method})"
+    islands = ", ".join(map(str, found["islands"]))
     pairs = [
+        ("Islands", f"{len(found['islands'])}: ranks {islands}"),
         ("Creating a communicator", f"{found['create_s'] * 1e3:.0f} ms"),
         ("Fused op, 1x4096 bfloat16", fused),
         ("Flag latency", flag),

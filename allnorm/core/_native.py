@@ -17,12 +17,18 @@ OK, INVALID_ARGUMENT, UNSUPPORTED, TIMEOUT, DIVERGED, SYSTEM, BUSY = range(7)
 PEER_DIED, PEER_LEFT, INTERRUPTED, CLOSED = range(7, 11)
 _IPC_HANDLE_BYTES = 64
 ALGORITHM = {name: code for code, name in enumerate(names.FUSED)}
-ALL_REDUCE, ADD_RMS_NORM, ALL_GATHER_ROWS = range(3)
+ALL_REDUCE, ADD_RMS_NORM, ALL_GATHER_ROWS, SUM_ROWS = range(4)
 NUMERICS = {name: code for code, name in enumerate(names.NUMERICS)}
 DTYPE = {name: code for code, name in enumerate(names.DTYPES)}
 QUANT = {name: code for code, name in enumerate(names.QUANTS, start=1)}
 SCALE_FORMAT = {name: code for code, name in enumerate(names.SCALE_FORMATS)}
-RESIDUAL_SHARDED, SCALED, NO_NORM, SWIZZLED_SCALES = 2, 4, 8, 16  # AllnormCallFlags
+RESIDUAL_SHARDED, SCALED, NO_NORM, SWIZZLED_SCALES, ISLAND_SUMS = (
+    2,
+    4,
+    8,
+    16,
+    32,
+)  # AllnormCallFlags
 LATE_TRIGGER, NO_DEPENDENT_LAUNCH = 1, 2  # AllnormCommFlags
 NO_SHAPE = 0xFFFFFFFF  # where a CallShape would be: none was announced
 MISSING_CALL = 0xFFFFFFFE  # likewise: the rank could not make the call

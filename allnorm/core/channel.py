@@ -12,9 +12,11 @@ from __future__ import annotations
 import abc
 import ctypes
 import datetime
+import json
+import threading
 import time
-from collections.abc import Sequence
-from typing import NoReturn, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, Protocol
 
 import torch.distributed as dist
 
@@ -25,6 +27,9 @@ from allnorm.core.rendezvous import Mailbox, Rendezvous
 from allnorm.core.watch import Watch
 from allnorm.errors import PeerDiedError, PeerTimeoutError
 
+# How much longer than a wait the store may take to say that it was in vain.
+_STORE_SECONDS = 1.0
+_ENDED = "whose process has ended"
 # 64-bit integers of an announcement.
 WORDS = 19
 
@@ -52,9 +57,11 @@ class Channel(abc.ABC):
 
     Attributes:
         launches: how many calls of the CPU library it has made.
+        is_slow: whether it goes through the store, from machine to machine.
     """
 
     launches = 0
+    is_slow = False
 
     @abc.abstractmethod
     def gather(self, words: Sequence[int], owner: Owner) -> list[list[int]]:
@@ -199,8 +206,32 @@ class _SeparateChannel(_LibraryChannel):
         self._library.comm_destroy(self._handle)
 
 
+def _bounded(step: Callable[[], Any], seconds: float) -> Any:
+    """What `step` returns or raises; None if that takes longer.
+
+    In a thread: a store whose machine cannot be reached answers to no deadline.
+    """
+    found: list[Any] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            found.append(step())
+        except BaseException as error:  # noqa: BLE001 - raised below
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="allnorm-messages", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    return found[0] if found else None
+
+
 class _Messages(Channel):
     """By the store of the process group: a key of each rank for each call."""
+
+    is_slow = True
 
     def __init__(self, meeting: Rendezvous, seconds: float) -> None:
         self._mailbox = Mailbox(meeting, seconds)
@@ -215,13 +246,27 @@ class _Messages(Channel):
             if self._closed:
                 owner.fail(_native.CLOSED, None)
             for rank in dead:
-                raise self._error(rank, owner, PeerDiedError, "whose process has ended")
+                raise self._error(rank, owner, PeerDiedError, _ENDED)
+            told = self._mailbox.told()
+            if told is not None:
+                peer, text = json.loads(told)
+                if peer != owner.rank:
+                    kind = PeerDiedError if text == _ENDED else PeerTimeoutError
+                    raise self._error(peer, owner, kind, text)
             if time.monotonic() > deadline:
                 text = f"{owner.timeout.total_seconds():g} s in vain"
                 raise self._error(min(missing), owner, PeerTimeoutError, text)
 
-        deadline = time.monotonic() + self._mailbox.seconds
-        return self._mailbox.exchange(list(words), self._dead, look)
+        seconds = self._mailbox.seconds
+        deadline = time.monotonic() + seconds
+        found = _bounded(
+            lambda: self._mailbox.exchange(list(words), self._dead, look), seconds + _STORE_SECONDS
+        )
+        if found is None:
+            far = [] if owner.watch is None else sorted(owner.watch.blind)
+            text = f"{seconds:g} s in vain (the store of the process group does not answer)"
+            raise self._error(far[0] if far else -1, owner, PeerTimeoutError, text)
+        return found
 
     def _error(
         self, peer: int, owner: Owner, kind: type[PeerTimeoutError], what: str
@@ -236,6 +281,8 @@ class _Messages(Channel):
             op=self._mailbox.calls,
             expected="an unfused call",
         )
+        # Of a process on another machine this is all that ranks learn before their deadline.
+        _bounded(lambda: self._mailbox.tell(json.dumps([peer, what])), _STORE_SECONDS)
         return self._failed
 
     def check(self, owner: Owner) -> None:

@@ -216,7 +216,7 @@ class Chooser:
         native.post_weight = None if call.post_weight is None else 1
         for name, native.algorithm in _native.ALGORITHM.items():
             rows[name] = self._library.rows_per_chunk(
-                self.traits.world_size, self._workspace_bytes, ctypes.addressof(native)
+                self.traits.island_size, self._workspace_bytes, ctypes.addressof(native)
             )
         dtype = call.x.dtype
         return policy.choose(

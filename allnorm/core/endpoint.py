@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from allnorm import names
-from allnorm.core import _native, channel, fast_call, faults, unfused
+from allnorm.core import _native, channel, fast_call, faults, hierarchical, unfused
 from allnorm.core.announcement import Announcement
 from allnorm.core.call import Call
 from allnorm.core.dispatch import Chooser, Dispatcher
@@ -64,10 +64,12 @@ class Endpoint:
         device: of the tensors.
         timeout: of every wait.
         library: of the backend.
-        workspace: of all ranks.
+        workspace: of all ranks of an island.
         handle: of the native communicator; 0 if ranks cannot exchange directly.
         channel: over which ranks announce unfused calls; None for one rank.
         chooser: of the algorithms.
+        hierarchy: this rank's place among several islands: then workspace and handle are of its
+            own; None if there is one island, or nothing hierarchical.
 
     Attributes:
         dispatcher: of its calls.
@@ -86,6 +88,7 @@ class Endpoint:
         handle: int,
         channel: channel.Channel | None,
         chooser: Chooser,
+        hierarchy: hierarchical.Hierarchy | None = None,
     ) -> None:
         self.name, self.device, self.timeout = name, device, timeout
         # Weak: torch holds the group until it is destroyed. Held any longer, it would keep gloo
@@ -97,6 +100,7 @@ class Endpoint:
         self.closed = False
         self._library, self._workspace, self._handle = library, workspace, handle
         self._channel = channel
+        self._hierarchy = hierarchy
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._holder = 0  # the thread that has the lock; 0 also while csrc/python has it
@@ -109,6 +113,7 @@ class Endpoint:
         # Makes the error of an unfused call that failed amid its exchange.
         self._broken: Callable[[], PeerTimeoutError] | None = None
         self._unfused: Counter[str] = Counter()  # calls, by why they ran so
+        self._hierarchical = 0  # calls
         self.choose = chooser.choose  # as Dispatcher asks for it
         if handle:
             self.dispatcher = Dispatcher(self, library.run, handle, self._lock)
@@ -151,7 +156,7 @@ class Endpoint:
     def can_repeat(self, launch: Launch) -> bool:
         """Whether the library makes such a call by itself."""
         if self._handle:
-            return launch.plan.algorithm != "unfused"
+            return launch.plan.algorithm in names.FUSED
         return self.world_size == 1 and launch.op != "all_gather_rows"
 
     def run(self, launch: Launch, call: Call, memory: Memory) -> None:
@@ -165,8 +170,8 @@ class Endpoint:
             except Exception as error:  # noqa: BLE001 - raised below, when the turn has ended
                 refused = error
             else:
-                if launch.plan.algorithm == "unfused":
-                    status = self._run_unfused(launch, inputs[0], memory)
+                if launch.plan.algorithm in names.BETWEEN_ISLANDS:
+                    status = self._run_through_group(launch, inputs, memory)
                 else:
                     if launch.native.stream not in self._streams:
                         self._note_stream(launch.native.stream)
@@ -197,7 +202,7 @@ class Endpoint:
             return  # the capture fails with this error, there is nothing to replay
         self._take_turn()
         try:
-            if algorithm == "unfused":
+            if algorithm in names.BETWEEN_ISLANDS:
                 unfused.refuse(self._channel, self)
                 return
             self._refused = f"{type(error).__name__}: {error}"
@@ -262,25 +267,76 @@ class Endpoint:
 
     # ---- calls through the process group --------------------------------------------------------
 
-    def _run_unfused(self, launch: Launch, x: torch.Tensor | None, memory: Memory) -> int:
-        assert x is not None
+    def _run_through_group(
+        self, launch: Launch, inputs: tuple[torch.Tensor | None, ...], memory: Memory
+    ) -> int:
         self.check()  # the library does it for the others
         self.living_group()  # raises before the ranks tell each other anything
-        if self.world_size > 1:
-            self._unfused[launch.plan.reason] += 1
+        status = _native.OK
         try:
-            return unfused.run(*(launch, self._library, self._channel, self, x, memory))
+            if launch.plan.algorithm == "hierarchical":
+                status = self._run_hierarchical(launch, inputs, memory)
+            else:
+                status = self._run_unfused(launch, inputs, memory)
         except AllnormError:
             raise  # what the ranks told each other first; the channel keeps what it must
         except BaseException as error:
-            if self._failure() is not None:
+            failure = self._failure()
+            if failure is not None:
+                if isinstance(error, RuntimeError):
+                    raise failure from error
                 raise  # a wait for the others' announcements, which has told them
             # In the middle of the exchange: peers may be in their next call, or still in this one.
+            self._abandon(memory)
             self._broken = self._what_broke(error)
-            self.dispatcher.fast.close()
             if isinstance(error, RuntimeError):
                 raise self._broken() from error
             raise
+        if status in _RECORDED:
+            self._broken = self._what_failed_inside(launch, memory)
+            raise self._broken()
+        return status
+
+    def _run_unfused(
+        self, launch: Launch, inputs: tuple[torch.Tensor | None, ...], memory: Memory
+    ) -> int:
+        x = inputs[0]
+        assert x is not None
+        if self.world_size > 1:
+            self._unfused[launch.plan.reason] += 1
+        islands = self.chooser.traits.islands
+        return unfused.run(*(launch, self._library, self._channel, self, x, memory, islands))
+
+    def _run_hierarchical(
+        self, launch: Launch, inputs: tuple[torch.Tensor | None, ...], memory: Memory
+    ) -> int:
+        assert self._hierarchy is not None
+        assert self._channel is not None
+        self._hierarchical += 1
+        if self._handle and launch.native.stream not in self._streams:
+            self._note_stream(launch.native.stream)
+        return hierarchical.run(
+            *(launch, self._library, self._handle, self._hierarchy, self._channel, self),
+            *(inputs, memory),
+        )
+
+    def parts(self, call: Call) -> dict[str, Callable[[], object]]:
+        """As `Communicator._parts`."""
+        assert self._hierarchy is not None
+        launch = Launch(call, self.choose(call))
+        memory = launch.allocate(call)
+        given = (launch, self._library, self._handle, self._hierarchy, self.look_at_peers)
+        return hierarchical.parts(*given, lambda: launch.bind(call, memory))
+
+    def _abandon(self, memory: Memory) -> None:
+        """Ends this rank's part of a call that cannot be finished, and the waits for it."""
+        self.dispatcher.fast.close()
+        if self._hierarchy is None:
+            return
+        hierarchical.make_nan(memory)
+        self._hierarchy.between.abort("this rank has given up")
+        if self._handle and self.device.type == "cpu":  # on CUDA that would wait for the device
+            self._library.comm_close(self._handle)
 
     def _failure(self) -> AllnormError | None:
         """What `check` raises, if anything."""
@@ -301,19 +357,46 @@ class Endpoint:
 
     def _what_broke(self, error: BaseException) -> Callable[[], PeerTimeoutError]:
         """Makes the error of an unfused call that failed in the process group, now and later."""
-        kind: type[PeerTimeoutError] = PeerTimeoutError
         peer = None if self.watch is None else self.watch.find_ended(_END_SECONDS)
         if self.watch is not None and peer is not None:
-            kind, why = PeerDiedError, f"{self.watch.describe(peer)} has ended"
-            text = f"waited for rank {peer} in an unfused call, but {why}"
-        else:
-            text = f"could not finish an unfused call ({type(error).__name__}: {error})"
+            why = f"but {self.watch.describe(peer)} has ended"
+            return self._because_of(faults.Wait([peer], why, True))
+        text = f"which failed ({type(error).__name__}: {error})"
+        if self._hierarchy is None:
+            return self._because_of(faults.Wait([-1], text))
+        others = [rank for rank in self._hierarchy.between.ranks if rank != self.rank]
+        return self._because_of(faults.Wait(others, text))
+
+    def _what_failed_inside(self, launch: Launch, memory: Memory) -> Callable[[], PeerTimeoutError]:
+        """The same for a hierarchical call that failed within the island."""
+        fault = _native.Fault()
+        self._library.comm_check(self._handle, ctypes.addressof(fault))
+        error = self._fault_error(fault, launch)
+        self._abandon(memory)
+        if fault.status in (_native.DIVERGED, _native.INTERRUPTED):
+            return lambda: error
+        # A rank of the island may have been late, or given up, because of one of another island.
+        died = isinstance(error, PeerDiedError)
+        why = "whose process has ended" if died else "which did not come"
+        return self._because_of(faults.Wait([error.peer], why, died))
+
+    def _because_of(self, wait: faults.Wait) -> Callable[[], PeerTimeoutError]:
+        """Makes the error of a call that failed in a wait, now and later."""
+        what = "an unfused call"
+        if self._hierarchy is not None:
+            wait = faults.find_cause(self.living_group(), self.name, self.rank, wait)
+            what = "a call between islands"
+        kind = PeerDiedError if wait.died else PeerTimeoutError
+        names_ = ", ".join(map(str, wait.peers))
+        whom = f"rank{'s' if len(wait.peers) > 1 else ''} {names_}"
+        if wait.peers == [-1]:
+            whom = "the process group"
         return lambda: kind(
-            f"rank {self.rank} {text}. Results of this and later calls are not valid; make a new "
-            "Communicator over healthy ranks.",
+            f"rank {self.rank} waited for {whom} in {what}, {wait.why}. Results of this and later "
+            "calls are not valid; make a new Communicator over healthy ranks.",
             rank=self.rank,
-            peer=-1 if peer is None else peer,
-            expected="an unfused call",
+            peer=wait.peers[0],
+            expected=what,
         )
 
     # ---- state ----------------------------------------------------------------------------------
@@ -328,7 +411,9 @@ class Endpoint:
                 self.check_open()
             raise_status(self._library, status)
         fused = {name: int(getattr(counts, name)) for name in names.FUSED}
-        if self._handle and self._channel is not None and self.device.type == "cpu":
+        if self._hierarchy is not None:
+            fused = {**dict.fromkeys(names.FUSED, 0), "hierarchical": self._hierarchical}
+        elif self._handle and self._channel is not None and self.device.type == "cpu":
             fused["two_shot"] -= self._channel.launches  # made with the same handle
         reasons = dict(self._unfused)
         failure = self._failure()
@@ -339,6 +424,10 @@ class Endpoint:
         """As `Communicator.check`; after a call by `launch`, if one is known."""
         self.check_open()
         if self._broken is not None:
+            raise self._broken()
+        if self._hierarchy is not None and self._hierarchy.between.failure:
+            # Of an exchange that only the GPU waits for.
+            self._broken = self._what_broke(RuntimeError(self._hierarchy.between.failure))
             raise self._broken()
         if self._handle:
             fault = _native.Fault()
@@ -352,6 +441,10 @@ class Endpoint:
             self._channel.check(self)
 
     def _fault_error(self, fault: _native.Fault, launch: Launch | None) -> PeerTimeoutError:
+        if self._hierarchy is not None:
+            ranks = self._hierarchy.ranks
+            fault = _native.Fault.from_buffer_copy(fault)
+            fault.rank, fault.peer = ranks[fault.rank], ranks[fault.peer]
         if self._accounts is None:
             own = self._account(fault, launch)
             seen: faults.Account = {}
@@ -385,6 +478,8 @@ class Endpoint:
         self.dispatcher.fast.close()
         if self._channel is not None:
             self._channel.end_waits()
+        if self._hierarchy is not None:
+            self._hierarchy.between.close()
         # Ends calls that wait, and returns when no thread is in one any more. The handle stays
         # valid for threads that are about to use it.
         busy = bool(self._handle) and self._library.comm_close(self._handle) == _native.BUSY
@@ -405,10 +500,16 @@ class Endpoint:
 
     def peer_ended(self, rank: int, settled: bool) -> None:
         """The process of a peer has ended; `settled`: what it had sent has arrived."""
-        if self._handle:
-            self._library.comm_peers_died(self._handle, 1 << rank, int(settled))
+        place: int | None = rank
+        if self._hierarchy is not None:
+            place = self._hierarchy.place_of(rank)
+        if self._handle and place is not None:
+            self._library.comm_peers_died(self._handle, 1 << place, int(settled))
         if self._channel is not None:
             self._channel.peer_ended(rank)
+        if self._hierarchy is not None and place is None and self.device.type == "cuda":
+            # Nothing else ends what NCCL waits for on the GPU.
+            self._hierarchy.between.abort(f"the process of rank {rank} has ended")
 
     def become_fork(self) -> None:
         """In a child of fork(): nothing here may touch what the parent uses."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import math
 import warnings
@@ -13,11 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from allnorm import config, policy, tuning
+from allnorm import config, islands, policy, tuning
 from allnorm._version import __version__
-from allnorm.core import _native, arguments, channel, watch, workspace
+from allnorm.core import _native, arguments, between, channel, watch, workspace
 from allnorm.core.dispatch import Chooser
 from allnorm.core.endpoint import Endpoint
+from allnorm.core.hierarchical import Hierarchy, backend_obstacle
 from allnorm.core.rendezvous import Rendezvous
 from allnorm.errors import ConfigurationError
 from allnorm.names import NUMERICS
@@ -40,6 +42,7 @@ class Settings:
     early_trigger: Any
     dependent_launch: Any
     first_op: Any
+    islands: Any
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ class _Checked:
     """Settings of this rank that are right.
 
     Attributes:
+        islands: None: they are to be found.
         agreed: what must be the same on every rank, by name.
     """
 
@@ -57,6 +61,7 @@ class _Checked:
     max_blocks: int
     first_op: int
     flags: int
+    islands: islands.Islands | None
     agreed: dict[str, Any]
 
 
@@ -77,7 +82,7 @@ def open_endpoint(
     mine: list[tuple[_Checked, tuning.RankTables]] = []
 
     def check() -> tuple[Any, ...]:
-        checked = _check(settings)
+        checked = _check(settings, meeting.world_size)
         place = checked.device.type, checked.device.index, meeting.world_size
         loaded = tuning.load(settings.tuning_dir, *place)
         mine[:] = [(checked, loaded)]
@@ -92,31 +97,47 @@ def open_endpoint(
     tables, warning = tuning.tables(loaded, [found for *_, found in answers])
     if warning and meeting.rank == 0:
         warnings.warn(warning, stacklevel=3)
-    memory = workspace.create(meeting, checked.device, checked.workspace_bytes)
+    place = _find_place(meeting, group, checked)
+    memory = place.memory
     widest = min((most for *_, most, _ in answers if most is not None), default=None)
+    apart = len(place.islands) > 1
     traits = policy.Traits(
         checked.device.type,
         meeting.world_size,
-        exchange=memory.obstacle,
+        exchange=_apart(place.islands) if apart else memory.obstacle,
         max_row_bytes=widest,
-        tables=tables,
+        tables=() if apart else tables,  # they were measured where all ranks are one island
         max_blocks=checked.max_blocks if checked.device.type == "cuda" else 0,
+        islands=place.islands,
+        between=memory.obstacle if apart else "",
     )
     handles: list[int] = []
-    words = None
+    words = hierarchy = None
     try:
         # The gathering of the results is also the barrier that comm_create asks for.
         meeting.agree(
-            lambda: handles.append(_start(meeting, checked, memory)), "starting the communicator"
+            lambda: handles.append(_start(place.meeting, checked, memory)),
+            "starting the communicator",
         )
+        if apart and not memory.obstacle:
+            made: list[Hierarchy] = []
+            settled = meeting, place.islands, memory, checked.device, place.backend
+            meeting.agree(
+                lambda: made.append(Hierarchy(*settled, checked.timeout)),
+                "connecting the islands",
+            )
+            (hierarchy,) = made
         if meeting.world_size > 1:
-            own = handles[0] if checked.device.type == "cpu" else 0
+            own = handles[0] if checked.device.type == "cpu" and not apart else 0
             words = channel.create(meeting, own, _nanoseconds(checked.timeout))
         endpoint = Endpoint(
             *(name, group, checked.device, checked.timeout, checked.library),
             *(memory, handles[0], words, Chooser(checked.library, traits, memory.num_bytes)),
+            hierarchy,
         )
     except BaseException:
+        if hierarchy is not None:
+            hierarchy.between.close()
         if words is not None:
             words.end_waits()
             words.close()
@@ -131,12 +152,97 @@ def open_endpoint(
     return endpoint, number
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where this rank is among the others.
+
+    Attributes:
+        islands: of all ranks.
+        meeting: of those of its island; of all ranks where an island has no memory of its own.
+        memory: of its island, or why there is none.
+        backend: what the process group sends tensors of the device with.
+    """
+
+    islands: islands.Islands
+    meeting: Rendezvous
+    memory: workspace.Workspace
+    backend: str = ""
+
+
+def _find_place(meeting: Rendezvous, group: dist.ProcessGroup, checked: _Checked) -> _Place:
+    """Finds the islands, and makes the memory of each. Collective."""
+    world_size, device = meeting.world_size, checked.device
+    if world_size == 1:
+        return _Place(((0,),), meeting, workspace.create(meeting, device, checked.workspace_bytes))
+    hosts = workspace.hosts(meeting)
+    found = checked.islands or hosts
+    for island in found:
+        if not any(set(island) <= set(host) for host in hosts):
+            raise ValueError(
+                f"islands={found!r}: ranks {list(island)} are on different machines, or in "
+                f"containers without a common /dev/shm; expected islands within "
+                f"{islands.describe(hosts)}. Pass islands='auto'."
+            )
+    if len(found) == 1:
+        memory = workspace.create(meeting, device, checked.workspace_bytes)
+        if checked.islands is not None or len(memory.reach) < 2:
+            return _Place(found, meeting, memory)
+        memory.release()
+        found = memory.reach
+    backend = between.backend_of(group, device)
+    obstacle = islands.obstacle_of(found) or backend_obstacle(group, backend, between.BACKENDS)
+    if obstacle:
+        return _Place(found, meeting, workspace.Workspace([], checked.workspace_bytes, obstacle))
+    if len(found) == world_size:  # a rank alone needs no memory to exchange with itself
+        return _Place(found, meeting, workspace.Workspace([], checked.workspace_bytes), backend)
+    part = meeting.part(next(island for island in found if meeting.rank in island))
+    made: list[workspace.Workspace] = []
+
+    def make() -> tuple[str, islands.Islands]:
+        made.append(workspace.create(part, device, checked.workspace_bytes))
+        reach = made[0].reach
+        return made[0].obstacle, tuple(tuple(part.ranks[i] for i in group) for group in reach)
+
+    try:
+        answers = meeting.agree(make, "making the memory of islands")
+    except BaseException:
+        for memory in made:
+            memory.release()
+        raise
+    (memory,) = made
+    obstacles = [text for text, _ in answers if text]
+    if not obstacles:
+        return _Place(found, part, memory, backend)
+    memory.release()
+    # GPUs of one host may reach each other in parts, which are islands of their own.
+    whole = [next(island for island in found if rank in island) for rank in range(world_size)]
+    parts = {
+        part
+        for island, (_, reach) in zip(whole, answers, strict=True)
+        for part in (reach or (island,))
+    }
+    finer = islands.in_order(sorted(parts))
+    if checked.islands is None and finer != found:
+        return _find_place(meeting, group, dataclasses.replace(checked, islands=finer))
+    return _Place(
+        found, meeting, workspace.Workspace([], checked.workspace_bytes, obstacles[0]), backend
+    )
+
+
+def _apart(found: islands.Islands) -> str:
+    """Why ranks of several islands have no flat exchange."""
+    return (
+        f"the ranks are {len(found)} islands, {islands.describe(found)}, which do not write to "
+        "each other's memory"
+    )
+
+
 def name_of(group: dist.ProcessGroup, number: int) -> str:
     """The name of a group's communicator: that of the group, and a number from the second on."""
     return f"{group.group_name}#{number}" if number else str(group.group_name)
 
 
-def _check(settings: Settings) -> _Checked:
+def _check(settings: Settings, world_size: int) -> _Checked:
     """Raises for what is wrong with this rank's settings."""
     environment = config.read_settings()
     check_choice("numerics", settings.numerics, NUMERICS)
@@ -166,6 +272,9 @@ def _check(settings: Settings) -> _Checked:
     for name, value in (("early_trigger", early), ("dependent_launch", dependent)):
         if not isinstance(value, bool):
             raise TypeError(f"{name}={value!r}: expected True or False.")
+    found = None
+    if settings.islands != "auto":
+        found = islands.check_islands(settings.islands, world_size)
     first_op = settings.first_op % _OPERATIONS
     flags = 0 if early else _native.LATE_TRIGGER
     flags |= 0 if dependent else _native.NO_DEPENDENT_LAUNCH
@@ -177,10 +286,13 @@ def _check(settings: Settings) -> _Checked:
         "first_op": first_op,
         "early_trigger": early,
         "dependent_launch": dependent,
+        "islands": "auto" if found is None else found,
         "library": _build_of(library),
     }
     most_blocks = min(max_blocks, policy.MOST_BLOCKS)
-    return _Checked(device, library, timeout, num_bytes, most_blocks, first_op, flags, agreed)
+    return _Checked(
+        *(device, library, timeout, num_bytes, most_blocks, first_op, flags, found, agreed)
+    )
 
 
 def _start(meeting: Rendezvous, checked: _Checked, memory: workspace.Workspace) -> int:

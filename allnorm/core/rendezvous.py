@@ -15,7 +15,7 @@ import pickle
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -41,6 +41,9 @@ class Rendezvous:
         seconds: how long all the steps together may take.
 
     Attributes:
+        rank: this one.
+        world_size: number of ranks.
+        ranks: their numbers in the group: those of a part are others than its own.
         processes: of the ranks, after the first step.
     """
 
@@ -48,6 +51,7 @@ class Rendezvous:
 
     def __init__(self, group: dist.ProcessGroup, seconds: float) -> None:
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.ranks: tuple[int, ...] = tuple(range(self.world_size))
         self._seconds = seconds
         self._deadline = time.monotonic() + seconds
         self._name = f"allnorm/{group.group_name}"
@@ -84,7 +88,8 @@ class Rendezvous:
             self.end()
             with contextlib.suppress(Exception):
                 reason = " ".join(str(caught).split()) or type(caught).__name__
-                self._store.set(self._given_up(), f"rank {self.rank}: {reason}"[:1000])
+                text = f"rank {self.ranks[self.rank]}: {reason}"
+                self._store.set(self._given_up(), text[:1000])
             if error is not None:
                 raise error from caught
             raise
@@ -92,8 +97,36 @@ class Rendezvous:
             raise error
         for rank, (_, failure) in enumerate(reports):
             if failure is not None:
-                raise AllnormError(f"{what} failed on rank {rank}: {failure}")
+                raise AllnormError(f"{what} failed on rank {self.ranks[rank]}: {failure}")
         return [result for result, _ in reports]
+
+    def part(self, ranks: Sequence[int]) -> Rendezvous:
+        """A meeting of some of the ranks within a step of this one, after its first step.
+
+        Ranks of the part are numbered by their place in it. Every rank is in one part at most, and
+        the step of the whole ends when all parts have: what goes wrong in one is told to all.
+
+        Args:
+            ranks: in rising order, this one among them.
+        """
+        part = object.__new__(Rendezvous)
+        part.rank, part.world_size, part.ranks = ranks.index(self.rank), len(ranks), tuple(ranks)
+        part.processes = [self.processes[rank] for rank in ranks]
+        part._seconds, part._deadline = self._seconds, self._deadline
+        part._name, part._store, part._dead = self._name, self._store, self._dead
+        # Keys of a part begin with those of the step that it is in, and steps of it are later ones.
+        part._digest = f"{self._digest}/{self._steps}/part{ranks[0]}"
+        part._steps, part._last_keys, part._stop = 1, [], lambda: None
+        return part
+
+    def prefix(self, name: str) -> str:
+        """For keys of the store that belong to what is made at this meeting."""
+        return f"{self._name}/{_meetings[self._name]}/{self._digest}/{name}"
+
+    @property
+    def store(self) -> Any:
+        """Where the ranks meet."""
+        return self._store
 
     def end(self) -> None:
         """After the last step: nobody is watched any more. Idempotent, not collective."""
@@ -110,7 +143,7 @@ class Rendezvous:
         keys = [f"{prefix}/{rank}" for rank in range(self.world_size)]
         with _reaching_store(what):
             self._store.set(keys[self.rank], pickle.dumps(report))
-            _wait_for(self._store, keys, self.rank, self._dead, functools.partial(self._look, what))
+            _wait_for(self._store, keys, self.rank, self._gone, functools.partial(self._look, what))
             reports = [pickle.loads(data) for data in self._store.multi_get(keys)]
             # Everybody has read those of the step before.
             for key in self._last_keys:
@@ -127,6 +160,10 @@ class Rendezvous:
             reports = [report for *_, report in reports]
         return reports
 
+    def _gone(self) -> Iterable[int]:
+        """Ranks whose process has ended."""
+        return [number for number, rank in enumerate(self.ranks) if rank in self._dead]
+
     def _find_meeting(self) -> None:
         """The next one; not one that the others have given up before this rank came."""
         number = _meetings.get(self._name, 0) + 1
@@ -139,24 +176,25 @@ class Rendezvous:
 
     def _look(self, what: str, missing: set[int], dead: list[int]) -> None:
         """Raises if the wait for those who are missing is to end."""
-        for rank in dead:
+        for number in dead:
             raise self._error(
                 PeerDiedError,
-                f"rank {self.rank} waited for rank {rank} while {what}, but process "
-                f"{self.processes[rank].pid} has ended. Make one over healthy ranks.",
-                rank,
+                f"rank {self.ranks[self.rank]} waited for rank {self.ranks[number]} while {what}, "
+                f"but process {self.processes[number].pid} has ended. Make one over healthy ranks.",
+                number,
                 what,
             )
         if self._store.check([self._given_up()]):
             reason = self._store.get(self._given_up()).decode(errors="replace")
             raise AllnormError(f"{what}: another rank has given up, {reason}")
         if time.monotonic() > self._deadline:
-            ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, sorted(missing)))}"
+            late = ", ".join(str(self.ranks[number]) for number in sorted(missing))
+            ranks = f"rank{'s' if len(missing) > 1 else ''} {late}"
             raise self._error(
                 PeerTimeoutError,
-                f"rank {self.rank} waited {self._seconds:g} s in vain for {ranks} while {what}: "
-                "every rank of the group must make the Communicator, in the same order. Find out "
-                "what became of the missing, or give a longer timeout.",
+                f"rank {self.ranks[self.rank]} waited {self._seconds:g} s in vain for {ranks} "
+                f"while {what}: every rank of the group must make the Communicator, in the same "
+                "order. Find out what became of the missing, or give a longer timeout.",
                 min(missing),
                 what,
             )
@@ -164,7 +202,7 @@ class Rendezvous:
     def _error(
         self, kind: type[PeerTimeoutError], message: str, peer: int, what: str
     ) -> PeerTimeoutError:
-        return kind(message, rank=self.rank, peer=peer, expected=what)
+        return kind(message, rank=self.ranks[self.rank], peer=self.ranks[peer], expected=what)
 
 
 def _adder(ranks: set[int]) -> Callable[[int, bool], None]:
@@ -198,7 +236,7 @@ class Mailbox:
         keys = [f"{self._prefix}/{self.calls}/{rank}" for rank in range(self._world_size)]
         with _reaching_store(what):
             self._store.set(keys[self.rank], pickle.dumps(value))
-            _wait_for(self._store, keys, self.rank, dead, look)
+            _wait_for(self._store, keys, self.rank, lambda: dead, look)
             values = [pickle.loads(data) for data in self._store.multi_get(keys)]
             # Everybody has come to this exchange, and so has read those of the one before.
             if self.calls:
@@ -206,13 +244,25 @@ class Mailbox:
         self.calls += 1
         return values
 
+    def tell(self, text: str) -> None:
+        """Leaves word for ranks that cannot see what this one sees; the first stays."""
+        with contextlib.suppress(Exception):
+            self._store.compare_set(f"{self._prefix}/told", "", text)
 
-def _wait_for(store: Any, keys: Sequence[str], own: int, dead: Collection[int], look: Look) -> None:
-    """Until every rank has left something under its key; `dead` may grow meanwhile."""
+    def told(self) -> str | None:
+        """What a rank has told."""
+        key = f"{self._prefix}/told"
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+
+def _wait_for(
+    store: Any, keys: Sequence[str], own: int, dead: Callable[[], Iterable[int]], look: Look
+) -> None:
+    """Until every rank has left something under its key; `dead`: who has ended by now."""
     pause = _SHORTEST_PAUSE_SECONDS
     missing = set(range(len(keys))) - {own}
     while not store.check([keys[rank] for rank in sorted(missing)]):
-        gone = frozenset(dead)  # before the look at what they have left
+        gone = frozenset(dead())  # before the look at what they have left
         missing = {rank for rank in missing if not store.check([keys[rank]])}
         if not missing:
             return

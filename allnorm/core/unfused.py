@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import time
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -23,16 +21,15 @@ from allnorm import policy
 from allnorm.core import _native
 from allnorm.core.announcement import Announcement
 from allnorm.core.arguments import row_shard, rows_of
+from allnorm.core.between import wait
 from allnorm.core.channel import Channel, Owner
-from allnorm.core.launch import Launch, Memory
+from allnorm.core.launch import Launch, Memory, raise_status
 from allnorm.errors import PeerDivergedError, PeerTimeoutError
+from allnorm.islands import Islands
 from allnorm.quant import ScaleGeometry, swizzle, swizzled_rows
 
 # Renamed in torch 2.13; the package accepts 2.11.
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-# How a wait for gloo looks: at once for a while, then now and then, and at processes rarely.
-_SPIN_SECONDS, _PAUSE_SECONDS, _LOOK_SECONDS = 5e-4, 1e-4, 0.1
 
 
 def run(
@@ -42,11 +39,12 @@ def run(
     owner: Owner,
     x: torch.Tensor,
     memory: Memory,
+    islands: Islands,
 ) -> int:
     """Runs a bound call; returns the status. Collective.
 
-    Every rank computes every row; where rows belong to ranks each rank computes its own, and the
-    finished rows are gathered too.
+    Sums are those of step 1b: of each island, then of all of them. Every rank computes every row;
+    where rows belong to ranks each rank computes its own, and the finished rows are gathered too.
 
     Raises:
         PeerDivergedError: on every rank, if all run unfused and do not make the same call. Nothing
@@ -55,15 +53,15 @@ def run(
     """
     captured = x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     if channel is not None and not captured:
-        _agree(Announcement.of(launch), channel, owner)
+        agree(launch, channel, owner)
     if launch.native.op == _native.ALL_GATHER_ROWS:
         _all_gather_rows(x, memory["out"], owner)
         return _native.OK
     if owner.world_size == 1:
         return int(library.local(launch.address))
-    status, rows = _own_partial(launch, library, x)
+    status, rows = own_partial(launch, library, x)
     if status == _native.OK:
-        status = _sum_rows(launch, library, owner, rows)
+        status = _sum_rows(launch, library, owner, rows, islands)
     if status != _native.OK or launch.shard is None:
         return status
     for field in ("out", "quantized_out"):
@@ -87,6 +85,11 @@ def refuse(channel: Channel | None, owner: Owner) -> None:
             _agree(Announcement.of_refusal(), channel, owner)
 
 
+def agree(launch: Launch, channel: Channel, owner: Owner) -> None:
+    """Raises on every rank unless all are about to make the same call. Collective."""
+    _agree(Announcement.of(launch), channel, owner)
+
+
 def _agree(mine: Announcement, channel: Channel, owner: Owner) -> None:
     """Raises on every rank unless all have announced the same. Collective."""
     announced = [Announcement(*words) for words in channel.gather(mine, owner)]
@@ -98,8 +101,9 @@ def _agree(mine: Announcement, channel: Channel, owner: Owner) -> None:
         return
     rank, peer = owner.rank, others[0]
     raise PeerDivergedError(
-        f"rank {rank} does another call than rank {peer}, both unfused. Expected {mine}. Seen from "
-        f"rank {peer}: {announced[peer]}. Nothing was computed: make the same call on every rank.",
+        f"rank {rank} does another call than rank {peer}, both through the process group. Expected "
+        f"{mine}. Seen from rank {peer}: {announced[peer]}. Nothing was computed: make the same "
+        "call on every rank.",
         rank=rank,
         peer=peer,
         op=0,
@@ -116,7 +120,7 @@ def _all_gather_rows(shard: torch.Tensor, out: torch.Tensor, owner: Owner) -> No
         _complete(out, owner)
 
 
-def _own_partial(
+def own_partial(
     launch: Launch, library: _native.Library, x: torch.Tensor
 ) -> tuple[int, torch.Tensor]:
     """A status, and this rank's partial sums; those of experts are summed first."""
@@ -132,7 +136,13 @@ def _own_partial(
     return int(library.local(ctypes.addressof(summing))), rows
 
 
-def _sum_rows(launch: Launch, library: _native.Library, owner: Owner, rows: torch.Tensor) -> int:
+def _sum_rows(
+    launch: Launch,
+    library: _native.Library,
+    owner: Owner,
+    rows: torch.Tensor,
+    islands: Islands,
+) -> int:
     """Gathers the partial sums of all rows, and finishes those of this rank, chunk by chunk."""
     call, world_size, num_tokens = launch.native, owner.world_size, launch.num_tokens
     lo, hi = (0, num_tokens) if launch.shard is None else launch.shard
@@ -146,13 +156,16 @@ def _sum_rows(launch: Launch, library: _native.Library, owner: Owner, rows: torc
             first, last = max(begin, lo), min(end, hi)
             if first >= last:
                 continue
-            call.x = gathered.data_ptr() + (first - begin) * hidden_size * width
-            call.x_stride, call.source_stride = hidden_size, (end - begin) * hidden_size
-            call.num_tokens, call.num_sources, call.top_k = last - first, world_size, 0
+            sources = gathered[:, first - begin : last - begin]
+            if 1 < max(map(len, islands)) < world_size:
+                sources = _reduced(library, call.stream, sources, islands)
+            call.x = sources.data_ptr()
+            call.x_stride, call.source_stride = hidden_size, sources.stride(0)
+            call.num_tokens, call.num_sources, call.top_k = last - first, len(sources), 0
             # Padding follows the last row; where rows belong to ranks it is zeroed at the end.
             whole = launch.shard is None and last == num_tokens
             call.scale_padding_rows = saved["scale_padding_rows"] if whole else 0
-            _move_results(launch, saved, first, first - lo, width)
+            move_results(launch, call, saved, first, first - lo, width)
             status = int(library.local(launch.address))
             if status != _native.OK:
                 return status
@@ -162,11 +175,67 @@ def _sum_rows(launch: Launch, library: _native.Library, owner: Owner, rows: torc
     return _native.OK
 
 
-def _move_results(
-    launch: Launch, saved: dict[str, int], row: int, residual_row: int, width: int
+def _reduced(
+    library: _native.Library, stream: int, partials: torch.Tensor, islands: Islands
+) -> torch.Tensor:
+    """The reduced rows of all ranks' partials, as the only source, `[1, rows, hidden_size]`."""
+    values = partials.float()
+    sums = [add(library, stream, values[list(island)]) for island in islands]
+    # Exact or to nearest even, whatever modes the process has set: as the library rounds.
+    return add(library, stream, torch.stack(sums)).to(partials.dtype).unsqueeze(0)
+
+
+def add(library: _native.Library, stream: int, sources: torch.Tensor) -> torch.Tensor:
+    """The sum of float32 `[n, rows, hidden_size]`, contiguous, over the first dimension, in order.
+
+    By the library, which keeps denormals whatever the process has asked torch for.
+    """
+    count, rows, hidden_size = sources.shape
+    total = sources.new_empty((rows, hidden_size))
+    if not total.numel():
+        return total
+    call = _native.Call(
+        struct_bytes=ctypes.sizeof(_native.Call),
+        op=_native.ALL_REDUCE,
+        dtype=_native.DTYPE["float32"],
+        weight_dtype=_native.DTYPE["float32"],
+        num_tokens=rows,
+        hidden_size=hidden_size,
+        x=sources.data_ptr(),
+        out=total.data_ptr(),
+        x_stride=hidden_size,
+        out_stride=hidden_size,
+        source_stride=rows * hidden_size,
+        num_sources=count,
+        stream=stream,
+    )
+    raise_status(library, int(library.local(ctypes.addressof(call))))
+    return total
+
+
+def results_of(call: _native.Call) -> dict[str, int]:
+    """Where a call begins to write, and its residual, by name."""
+    return {name: getattr(call, name) for name in _MOVED}
+
+
+def move_results(
+    launch: Launch,
+    call: _native.Call,
+    saved: dict[str, int],
+    row: int,
+    residual_row: int,
+    width: int,
 ) -> None:
-    """Lets the call write from `row` on, and the residual from `residual_row` on."""
-    call = launch.native
+    """Lets a call write from `row` on, and the residual from `residual_row` on.
+
+    Args:
+        launch: whose call it is.
+        call: of it, or a copy.
+        saved: where it wrote from row 0 on.
+        row: of all rows.
+        residual_row: of those that this rank holds.
+        width: bytes of an element.
+    """
     moves = [
         ("residual", residual_row, call.residual_stride, width),
         ("residual_out", residual_row, call.residual_out_stride, width),
@@ -216,21 +285,8 @@ def _gather(rows: torch.Tensor, owner: Owner) -> torch.Tensor:
         async_op=rows.device.type == "cpu",
     )
     if work is not None:
-        _wait(work, owner.look_at_peers)
+        wait(work, owner.look_at_peers)
     return gathered
-
-
-def _wait(work: dist.Work, look: Callable[[float], None]) -> None:
-    """Waits for gloo, which notices a death only next to it, and looks at what else ends waits."""
-    start = time.monotonic()
-    looked = start
-    while not work.is_completed():
-        now = time.monotonic()
-        if now - looked > _LOOK_SECONDS:
-            look(now - start)
-            looked = now
-        time.sleep(0 if now - start < _SPIN_SECONDS else _PAUSE_SECONDS)
-    work.wait()
 
 
 def _complete_tiles(scale: torch.Tensor, launch: Launch, owner: Owner) -> None:
@@ -251,9 +307,10 @@ def _zero_padding(scale: torch.Tensor, geometry: ScaleGeometry) -> None:
         scale.as_strided(shape, geometry.stride, end).zero_()
 
 
-# Of the C call: what differs between the chunks of a call.
+# Of the C call: what is moved from chunk to chunk, and what else differs between them.
+_MOVED = ("residual", "residual_out", "out", "quantized", "scale")
 _ROW_FIELDS = (
-    *("x", "residual", "out", "residual_out", "quantized", "scale", "top_k"),
+    *(*_MOVED, "x", "top_k"),
     *("x_stride", "num_tokens", "num_sources", "source_stride", "scale_padding_rows"),
     "first_scale_row",
 )

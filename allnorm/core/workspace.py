@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
+from allnorm import islands
 from allnorm.core import _native
 from allnorm.core.rendezvous import Rendezvous
 
@@ -46,6 +47,8 @@ class Workspace:
     """The mapped workspaces of all ranks.
 
     Attributes:
+        reach: where some devices do not reach others: the ranks of those that reach each other,
+            together, if that splits them; else empty.
         addresses: address of every rank's workspace in this process, by rank; empty if there is
             none.
         num_bytes: bytes of each.
@@ -56,6 +59,7 @@ class Workspace:
     num_bytes: int
     obstacle: str = ""
     _release: Callable[[], None] | None = None
+    reach: islands.Islands = ()
 
     def release(self) -> None:
         """Unmaps; idempotent."""
@@ -76,25 +80,36 @@ def create(meeting: Rendezvous, device: torch.device, num_bytes: int) -> Workspa
         return Workspace([], num_bytes, "one rank: there is nothing to exchange")
     if world_size > _MAX_WORLD_SIZE[device.type]:
         return Workspace([], num_bytes, f"{world_size} ranks are more than the kernels know")
-    if not on_one_host(meeting):
-        return Workspace([], num_bytes, "the ranks are on different hosts")
     if device.type == "cpu":
         return create_shared_memory(meeting, num_bytes)
     return _create_device_memory(meeting, device, num_bytes)
 
 
+def hosts(meeting: Rendezvous) -> islands.Islands:
+    """The ranks that share a machine, together. Collective."""
+    return islands.group_islands(meeting.agree(_host_identity, "finding out the host"))
+
+
 def on_one_host(meeting: Rendezvous) -> bool:
     """Whether all ranks are processes of one machine. Collective."""
-    return len(set(meeting.agree(_host_identity, "finding out the host"))) == 1
+    return len(hosts(meeting)) == 1
 
 
 def _host_identity() -> str:
+    """Equal where processes can share memory: of one start of one kernel, with one /dev/shm.
+
+    Containers of a machine have names of their own, and may have such memory in common or not.
+    """
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
-            boot = file.read().strip()
+            machine = file.read().strip()
     except OSError:
-        boot = ""
-    return f"{platform.node()} {boot}"
+        machine = platform.node()
+    try:
+        memory = os.stat("/dev/shm").st_dev
+    except OSError:
+        return machine
+    return f"{machine} {memory}"
 
 
 def _remove_leftovers(folder: str = "/dev/shm") -> None:
@@ -175,14 +190,16 @@ def _create_device_memory(meeting: Rendezvous, device: torch.device, num_bytes: 
         addresses[rank], handle = library.ipc_create(index, num_bytes)
         return str(getattr(properties, "uuid", index)), handle
 
-    def attach() -> str:
-        try:
-            for peer, (_, handle) in enumerate(shared):
-                if peer != rank:
-                    addresses[peer] = library.ipc_open(index, handle)
-        except OSError as error:
-            return f"no peer-to-peer access: {error}"
-        return ""
+    def attach() -> dict[int, str]:
+        failed = {}
+        for peer, (_, handle) in enumerate(shared):
+            if peer == rank:
+                continue
+            try:
+                addresses[peer] = library.ipc_open(index, handle)
+            except OSError as error:
+                failed[peer] = f"no peer-to-peer access: {error}"
+        return failed
 
     def release() -> None:
         try:
@@ -195,10 +212,13 @@ def _create_device_memory(meeting: Rendezvous, device: torch.device, num_bytes: 
 
     try:
         shared = meeting.agree(allocate, "allocating the workspace")
+        reach: islands.Islands = ()
         if len({uuid for uuid, _ in shared}) < world_size and not _shared_gpus_allowed:
             obstacles = ["several ranks share one GPU"]
         else:
-            obstacles = [text for text in meeting.agree(attach, "mapping the workspace") if text]
+            failed = meeting.agree(attach, "mapping the workspace")
+            obstacles = [text for of_rank in failed for text in of_rank.values()]
+            reach = islands.split_by_reach(failed)
     except BaseException:
         release()
         raise
@@ -208,5 +228,5 @@ def _create_device_memory(meeting: Rendezvous, device: torch.device, num_bytes: 
         own, addresses[rank] = addresses[rank], 0
         meeting.agree(release, "unmapping the workspace")
         library.ipc_free(index, rank, 0, own)
-        return Workspace([], num_bytes, str(obstacles[0]).splitlines()[0])
+        return Workspace([], num_bytes, str(obstacles[0]).splitlines()[0], reach=reach)
     return Workspace(list(addresses), num_bytes, _release=release)

@@ -181,6 +181,7 @@ def all_reduce_add_rms_norm_quant(
     normed_out: Tensor | None = None,
     post_norm: PostNorm | None = None,
     scale: float = 1.0,
+    islands: Sequence[Sequence[int]] | None = None,
 ) -> QuantizedNorm:
     """All six steps: `all_reduce_add_rms_norm`, then `quantize` of its first result.
 
@@ -205,6 +206,7 @@ def all_reduce_add_rms_norm_quant(
         residual_out=residual_out,
         post_norm=post_norm,
         scale=scale,
+        islands=islands,
     )
     _check_normed(normed)
     quantized, scales = quantize(normed, quant)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from allnorm.expert_sum import ExpertSum
+from allnorm.islands import check_islands
 from allnorm.names import NUMERICS, REQUESTS
 from allnorm.post_norm import PostNorm
 from allnorm.quant import check_choice
@@ -20,32 +21,46 @@ _PACK_BYTES = 16
 
 
 def all_reduce(
-    inputs: Sequence[Tensor], *, algorithm: str = "auto", out: Tensor | None = None
+    inputs: Sequence[Tensor],
+    *,
+    algorithm: str = "auto",
+    out: Tensor | None = None,
+    islands: Sequence[Sequence[int]] | None = None,
 ) -> Tensor:
     """Sums the ranks' inputs in rank order in float32 and rounds once.
 
-    Equivalent to ``sum(x.float() for x in inputs).to(inputs[0].dtype)``.
+    Equivalent to ``sum(x.float() for x in inputs).to(inputs[0].dtype)``. With `islands` it is the
+    sum of the islands' sums (step 1b).
 
     Args:
         inputs: one `x` per rank, in rank order; equal shapes `[...]`, equal dtypes (float32,
             float16 or bfloat16), one device.
         algorithm: accepted for equal signatures; every algorithm has the same bits.
         out: receives the sum; may be one of the inputs.
+        islands: every rank once, in sequences of those that are summed first; None: one island.
 
     Returns:
         The reduced sum, `out` or else new and contiguous; shape and dtype of one input.
 
     Raises:
-        ValueError: no inputs, or they differ in shape, dtype or device.
-        TypeError: the dtype is not one of the three.
+        ValueError: no inputs, or they differ in shape, dtype or device; islands of other ranks.
+        TypeError: the dtype is not one of the three, or `islands` are none.
     """
     check_choice("algorithm", algorithm, REQUESTS)
     _check_inputs(inputs)
-    total = inputs[0].float()
-    for x in inputs[1:]:
-        total = total + x.float()
+    ranks = range(len(inputs))
+    found = (tuple(ranks),) if islands is None else check_islands(islands, len(inputs))
+    total = _sum([_sum([inputs[rank].float() for rank in island]) for island in found])
     reduced = new_tensor(total, inputs[0].dtype)
     return reduced if out is None else out.copy_(reduced)
+
+
+def _sum(terms: Sequence[Tensor]) -> Tensor:
+    """Of float32 tensors, in their order, beginning with the first."""
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return total
 
 
 def all_reduce_add_rms_norm(
@@ -62,6 +77,7 @@ def all_reduce_add_rms_norm(
     residual_out: Any = None,
     post_norm: PostNorm | None = None,
     scale: float = 1.0,
+    islands: Sequence[Sequence[int]] | None = None,
 ) -> tuple[Any, Any]:
     """Reduces over ranks, adds the residual, applies RMSNorm.
 
@@ -84,6 +100,7 @@ def all_reduce_add_rms_norm(
         residual_out: receives the new residual; may be `residual`. With `residual_sharded` a list.
         post_norm: the norm that the reduced sum goes through before the residual is added.
         scale: what the reduced sum, or its post norm, is multiplied by, rounded to float32.
+        islands: as of `all_reduce`.
 
     Returns:
         `(normed, residual_out)`, both of the shape and dtype of `x`; with `residual_sharded` the
@@ -94,7 +111,7 @@ def all_reduce_add_rms_norm(
         TypeError: a dtype does not fit.
     """
     check_choice("algorithm", algorithm, REQUESTS)
-    reduced = all_reduce([partial_of(x) for x in inputs])
+    reduced = all_reduce([partial_of(x) for x in inputs], islands=islands)
     whole = _join(residual, reduced) if residual_sharded else residual
     normed, total = add_rms_norm(
         reduced,

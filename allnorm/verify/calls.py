@@ -13,10 +13,10 @@ import torch
 import allnorm
 from allnorm import reference
 from allnorm.names import (
+    ALGORITHMS,
     GROUP_SIZES,
     NUMERICS,
     NVFP4_LAYOUTS,
-    REQUESTS,
     SCALE_LAYOUTS,
     SWIZZLED,
 )
@@ -230,7 +230,7 @@ def random_kind(rng: random.Random, device: torch.device, max_elems: int) -> Kin
         quant=quant,
         return_normed=rng.random() < 0.3,
         sharded=norm and rng.random() < 0.35,
-        algorithm=rng.choices(REQUESTS, _ALGORITHM_SHARES)[0],
+        algorithm=rng.choices(("auto", *ALGORITHMS), _ALGORITHM_SHARES)[0],
         **(_random_change(rng, quant is None) if norm else {}),
     )
 

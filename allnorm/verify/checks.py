@@ -13,7 +13,7 @@ import torch
 
 import allnorm
 from allnorm import reference
-from allnorm.names import NUMERICS, REQUESTS
+from allnorm.names import ALGORITHMS, NUMERICS
 from allnorm.quant import Quant
 from allnorm.testing import (
     DTYPES,
@@ -197,7 +197,7 @@ def two_communicators(context: Context, recorder: Recorder) -> None:
             name = context.rng.choice(list(DTYPES))
             shape = (context.rng.choice((1, 3, 16, 65)), context.rng.choice((2880, 4096)))
             batch = context.batch(*shape, DTYPES[name])
-            algorithm = context.rng.choice(REQUESTS)
+            algorithm = context.rng.choice(("auto", *ALGORITHMS))
             if algorithm not in context.algorithms(*shape, DTYPES[name]):
                 algorithm = "auto"
             got = [

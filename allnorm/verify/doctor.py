@@ -34,7 +34,8 @@ def run(rank: int, world_size: int, device_type: str) -> dict[str, Any]:
 
     Returns:
         The same on every rank: `create_s`, `error` ("" if the call was right), `old_code` (the GPU
-        has clusters of blocks, the kernels loaded there do not know them), `plans` (shape,
+        has clusters of blocks, the kernels loaded there do not know them), `islands` (the ranks
+        of each), `plans` (shape,
         algorithm, reason, source, launches), and the medians `fused_us` (1x4096), `flag_us` (the
         smallest all_reduce) and `large_us` (an all_reduce of BANDWIDTH_BYTES).
     """
@@ -46,6 +47,7 @@ def run(rank: int, world_size: int, device_type: str) -> dict[str, Any]:
         found: dict[str, Any] = {
             "create_s": max(gather(took)),
             "error": agree(_check(comm)),
+            "islands": [list(island) for island in comm.islands],
             "old_code": any(gather(has_old_code(comm))),
             "plans": [_plan(comm, *shape) for shape in PLAN_SHAPES],
         }
@@ -76,7 +78,9 @@ def _check(comm: allnorm.Communicator) -> str:
     """One call against the reference; "" if its bits are right."""
     batch = make_batch(3, 4096, _DTYPE, comm.device, comm.world_size, seed=1)
     got = comm.all_reduce_add_rms_norm(batch.xs[comm.rank], batch.residual, batch.weight, _EPS)
-    expected = reference.all_reduce_add_rms_norm(batch.xs, batch.residual, batch.weight, _EPS)
+    expected = reference.all_reduce_add_rms_norm(
+        batch.xs, batch.residual, batch.weight, _EPS, islands=comm.islands
+    )
     right = all(same_bits(a, b) for a, b in zip(got, expected, strict=True))
     return "" if right else "a 3x4096 call differs from the reference"
 

@@ -11,7 +11,7 @@ namespace allnorm {
 namespace {
 
 constexpr int32_t kCallFlags = ALLNORM_NO_PDL | ALLNORM_RESIDUAL_SHARDED | ALLNORM_SCALED |
-                               ALLNORM_NO_NORM | ALLNORM_SWIZZLED_SCALES;
+                               ALLNORM_NO_NORM | ALLNORM_SWIZZLED_SCALES | ALLNORM_ISLAND_SUMS;
 constexpr int32_t kMostClusterSize = 8;
 constexpr int32_t kMostChoices = 16;
 
@@ -112,8 +112,8 @@ int32_t check_call(const AllnormCall* call) {
   if (const int32_t status = check_struct("AllnormCall", call->struct_bytes, sizeof(AllnormCall))) {
     return status;
   }
-  if (call->op < ALLNORM_ALL_REDUCE || call->op > ALLNORM_ALL_GATHER_ROWS) {
-    return invalid("op", call->op, "an AllnormOp, 0 to 2");
+  if (call->op < ALLNORM_ALL_REDUCE || call->op > ALLNORM_SUM_ROWS) {
+    return invalid("op", call->op, "an AllnormOp, 0 to 3");
   }
   if (call->dtype < ALLNORM_FLOAT32 || call->dtype > ALLNORM_BFLOAT16) {
     return invalid("dtype", call->dtype, "an AllnormDtype, 0 to 2");
@@ -162,6 +162,33 @@ int32_t check_experts(const AllnormCall& call) {
   return invalid("num_rows", call.num_rows, "0 to 2^31 - 1");
 }
 
+int32_t check_sources(const AllnormCall& call) {
+  if (call.num_sources < 1 || call.num_sources > ALLNORM_MAX_WORLD_SIZE) {
+    return invalid("num_sources", call.num_sources, "1 to 64");
+  }
+  if (call.num_sources > 1 && call.source_stride < 0) {
+    return invalid("source_stride", call.source_stride, "at least 0");
+  }
+  if (call.num_sources > 1 && sums_experts(call)) {
+    return invalid("num_sources", call.num_sources, "1 with top_k");
+  }
+  return ALLNORM_OK;
+}
+
+// Step 1b of the numerics page.
+int32_t check_hierarchical(const AllnormCall& call) {
+  if (!is_hierarchical(call)) return ALLNORM_OK;
+  if (call.algorithm != ALLNORM_TWO_SHOT) {
+    return invalid("algorithm", call.algorithm, "TWO_SHOT (1) for sums of islands");
+  }
+  if (!takes_sums(call)) return ALLNORM_OK;
+  if (call.op != ALLNORM_ALL_REDUCE && !is_norm(call)) {
+    return invalid("op", call.op, "ALL_REDUCE (0) or ADD_RMS_NORM (1) with ALLNORM_ISLAND_SUMS");
+  }
+  if (sums_experts(call)) return invalid("top_k", call.top_k, "0 with ALLNORM_ISLAND_SUMS");
+  return check_sources(call);
+}
+
 int32_t check_algorithm(const AllnormCall& call) {
   if (call.algorithm != ALLNORM_ONE_SHOT && call.algorithm != ALLNORM_TWO_SHOT) {
     return invalid("algorithm", call.algorithm, "an AllnormAlgorithm, 0 or 1");
@@ -169,7 +196,7 @@ int32_t check_algorithm(const AllnormCall& call) {
   if (is_norm(call) && is_sharded(call) && call.algorithm != ALLNORM_TWO_SHOT) {
     return invalid("algorithm", call.algorithm, "TWO_SHOT (1) for a sharded residual");
   }
-  return ALLNORM_OK;
+  return check_hierarchical(call);
 }
 
 }  // namespace
@@ -179,6 +206,11 @@ int64_t element_bytes(int dtype) { return dtype == ALLNORM_FLOAT32 ? 4 : 2; }
 RowShard own_rows(const AllnormCommConfig& config, const AllnormCall& call) {
   return is_sharded(call) ? row_shard(call.num_tokens, config.world_size, config.rank)
                           : RowShard{0, call.num_tokens};
+}
+
+RowShard turn_rows(const AllnormCommConfig& config, const AllnormCall& call) {
+  return takes_turns(call) ? row_shard(call.num_tokens, config.world_size, config.rank)
+                           : RowShard{0, call.num_tokens};
 }
 
 int32_t check_kind(const AllnormCall* call) {
@@ -192,28 +224,24 @@ int32_t check_run(const AllnormCommConfig* config, const AllnormCall* call) {
   if (status == ALLNORM_OK) status = check_num_tokens(*call);
   if (status == ALLNORM_OK) status = check_experts(*call);
   if (status != ALLNORM_OK) return status;
-  return check_memory(*call, 1, own_rows(*config, *call));
+  return check_memory(*call, takes_sums(*call) ? call->num_sources : 1, own_rows(*config, *call),
+                      turn_rows(*config, *call));
 }
 
 int32_t check_local(const AllnormCall* call) {
   int32_t status = check_call(call);
-  if (status == ALLNORM_OK && call->op == ALLNORM_ALL_GATHER_ROWS) {
+  if (status == ALLNORM_OK && call->op > ALLNORM_ADD_RMS_NORM) {
     status = invalid("op", call->op, "an op that sums, 0 or 1");
   }
-  if (status != ALLNORM_OK) return status;
-  if (call->num_sources < 1 || call->num_sources > ALLNORM_MAX_WORLD_SIZE) {
-    return invalid("num_sources", call->num_sources, "1 to 64");
+  if (status == ALLNORM_OK && takes_sums(*call)) {
+    status = invalid("flags", call->flags, "no ALLNORM_ISLAND_SUMS (16): that is an exchange");
   }
-  if (call->num_sources > 1 && call->source_stride < 0) {
-    return invalid("source_stride", call->source_stride, "at least 0");
-  }
-  if (call->num_sources > 1 && sums_experts(*call)) {
-    return invalid("num_sources", call->num_sources, "1 with top_k");
-  }
-  status = check_num_tokens(*call);
+  if (status == ALLNORM_OK) status = check_sources(*call);
+  if (status == ALLNORM_OK) status = check_num_tokens(*call);
   if (status == ALLNORM_OK) status = check_experts(*call);
   if (status != ALLNORM_OK) return status;
-  return check_memory(*call, call->num_sources, {0, call->num_tokens});
+  const RowShard all = {0, call->num_tokens};
+  return check_memory(*call, call->num_sources, all, all);
 }
 
 int32_t check_config(const AllnormCommConfig* config, int64_t min_workspace_bytes) {

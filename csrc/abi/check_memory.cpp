@@ -238,7 +238,8 @@ bool gathers_in_place(const AllnormCall& call, const RowShard& own) {
 
 }  // namespace
 
-int32_t check_memory(const AllnormCall& call, int num_sources, const RowShard& own) {
+int32_t check_memory(const AllnormCall& call, int num_sources, const RowShard& own,
+                     const RowShard& turn) {
   const bool norm = is_norm(call), quantized = is_quantized(call);
   const bool scales = scales_per_row(call) != 0;
   int32_t status = check_stride_bounds(call);
@@ -250,10 +251,17 @@ int32_t check_memory(const AllnormCall& call, int num_sources, const RowShard& o
 
   const int64_t columns = call.hidden_size, width = element_bytes(call.dtype);
   const int64_t held = own.end - own.begin;
+  // Sums of islands are float32, of the rows that this rank works on.
+  const int64_t x_width = takes_sums(call) ? 4 : width, out_width = makes_sums(call) ? 4 : width;
+  const int64_t turns = turn.end - turn.begin;
+  const int64_t out_rows = makes_sums(call) ? turns : call.num_tokens;
   const auto rows = [&](int64_t count, int64_t stride) {
     return Extent{columns, count - 1, stride};
   };
-  Extent others = rows(call.num_tokens, call.x_stride);
+  const int64_t x_rows = call.op == ALLNORM_ALL_GATHER_ROWS ? held
+                         : takes_sums(call)                 ? turns
+                                                            : rows_of_x(call);
+  Extent others = rows(takes_sums(call) ? x_rows : call.num_tokens, call.x_stride);
   others.far_repeats = num_sources - 2;
   others.far_stride = others.skipped = call.source_stride;
   Extent scale = {.columns = 1,
@@ -268,14 +276,13 @@ int32_t check_memory(const AllnormCall& call, int num_sources, const RowShard& o
     scale = {.columns = (end + kTileRows - 1) / kTileRows * scale_tiles(call) * kTileRows};
     scale_bytes = kTileGroups;
   }
-  const int64_t x_rows = call.op == ALLNORM_ALL_GATHER_ROWS ? held : rows_of_x(call);
   // A shard of no rows has an address that means nothing.
   Tensors all;
   if (x_rows > 0 && !gathers_in_place(call, own)) {
-    all.add(kX, call.x, width, rows(x_rows, call.x_stride));
+    all.add(kX, call.x, x_width, rows(x_rows, call.x_stride));
   }
-  if (num_sources > 1 && call.source_stride != 0) {
-    all.add("the sources after x", call.x, width, others);
+  if (x_rows > 0 && num_sources > 1 && call.source_stride != 0) {
+    all.add("the sources after x", call.x, x_width, others);
   }
   if (sums_experts(call)) {
     const int64_t last = call.num_tokens - 1;
@@ -291,8 +298,10 @@ int32_t check_memory(const AllnormCall& call, int num_sources, const RowShard& o
   }
   if (quantized && !scales) all.add("scale", call.scale, 4, {1});
   if (is_nvfp4(call)) all.add("global_scale", call.global_scale, 4, {1});
-  all.add_result("out", call.out, width, rows(call.num_tokens, call.out_stride),
-                 sums_experts(call) ? nullptr : kX);
+  if (out_rows > 0) {
+    all.add_result("out", call.out, out_width, rows(out_rows, call.out_stride),
+                   sums_experts(call) || is_hierarchical(call) ? nullptr : kX);
+  }
   if (norm && held > 0) {
     all.add_result("residual_out", call.residual_out, width, rows(held, call.residual_out_stride),
                    kResidual);
@@ -305,10 +314,13 @@ int32_t check_memory(const AllnormCall& call, int num_sources, const RowShard& o
   return all.status();
 }
 
-int32_t check_alignment(const AllnormCall& call, const RowShard& own) {
+int32_t check_alignment(const AllnormCall& call, const RowShard& own, const RowShard& turn) {
   const bool norm = is_norm(call), quantized = is_quantized(call);
   const int64_t width = element_bytes(call.dtype), held = own.end - own.begin;
-  const int64_t x_rows = call.op == ALLNORM_ALL_GATHER_ROWS ? held : rows_of_x(call);
+  const int64_t turns = turn.end - turn.begin;
+  const int64_t x_rows = call.op == ALLNORM_ALL_GATHER_ROWS ? held
+                         : takes_sums(call)                 ? turns
+                                                            : rows_of_x(call);
   const struct {
     const char* name;
     const void* data;
@@ -316,13 +328,14 @@ int32_t check_alignment(const AllnormCall& call, const RowShard& own) {
     int64_t stride_bytes;
     int64_t row_align;  // a quantised element is narrower than the one that it was made of
   } tensors[] = {
-      {"x", call.x, x_rows, call.x_stride * width, kPackBytes},
+      {"x", call.x, x_rows, call.x_stride * (takes_sums(call) ? 4 : width), kPackBytes},
       {"shared", sums_experts(call) ? call.shared : nullptr, call.num_tokens,
        call.shared_stride * width, kPackBytes},
       {"residual", norm ? call.residual : nullptr, held, call.residual_stride * width, kPackBytes},
       {"weight", norm ? call.weight : nullptr, 1, 0, kPackBytes},
       {"post_weight", norm ? call.post_weight : nullptr, 1, 0, kPackBytes},
-      {"out", call.out, call.num_tokens, call.out_stride * width, kPackBytes},
+      {"out", call.out, makes_sums(call) ? turns : call.num_tokens,
+       call.out_stride * (makes_sums(call) ? 4 : width), kPackBytes},
       {"residual_out", norm ? call.residual_out : nullptr, held, call.residual_out_stride * width,
        kPackBytes},
       {"quantized", quantized ? call.quantized : nullptr, call.num_tokens, call.quantized_stride,

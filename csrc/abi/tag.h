@@ -36,6 +36,16 @@ inline bool is_sharded(const AllnormCall& call) {
   return call.op == ALLNORM_ALL_GATHER_ROWS ||
          (is_norm(call) && (call.flags & ALLNORM_RESIDUAL_SHARDED) != 0);
 }
+// Step 1b of the numerics page: what comes before the exchange between islands, and after it.
+inline bool makes_sums(const AllnormCall& call) { return call.op == ALLNORM_SUM_ROWS; }
+inline bool takes_sums(const AllnormCall& call) { return (call.flags & ALLNORM_ISLAND_SUMS) != 0; }
+inline bool is_hierarchical(const AllnormCall& call) {
+  return makes_sums(call) || takes_sums(call);
+}
+// Rows are worked on in the order of sharded_row(), in which owners take turns.
+inline bool takes_turns(const AllnormCall& call) {
+  return is_sharded(call) || is_hierarchical(call);
+}
 // Step 1c of the numerics page: the reduced sum is not what the residual is added to.
 inline bool changes_sum(const AllnormCall& call) {
   return is_norm(call) && (call.post_weight != nullptr || (call.flags & ALLNORM_SCALED) != 0);
@@ -44,7 +54,8 @@ inline bool changes_sum(const AllnormCall& call) {
 inline bool sums_experts(const AllnormCall& call) { return call.top_k != 0; }
 // Takes a kernel of the extended family: cuda/kernels.h.
 inline bool is_extended(const AllnormCall& call) {
-  return changes_sum(call) || sums_experts(call) || is_nvfp4(call) || is_swizzled(call);
+  return changes_sum(call) || sums_experts(call) || is_hierarchical(call) || is_nvfp4(call) ||
+         is_swizzled(call);
 }
 // The sum with the residual is the last result.
 inline bool ends_with_sum(const AllnormCall& call) {
@@ -78,8 +89,11 @@ inline uint64_t hash_of_change(const AllnormCall& call) {
 // What changes the numbers, but no byte of what is sent: the dtype of the weight, the format of
 // scales, and a hash of eps, weight_bias and step 1c. Two calls may share one, one time in 2^21.
 inline uint32_t call_details(const AllnormCall& call) {
+  if (makes_sums(call)) return 1;  // which ALL_REDUCE of sums is not
   if (!is_norm(call)) return 0;
   uint64_t hash = hash_of(call.weight_bias, call.eps);
+  // The algorithm of a tag says no more than that it is hierarchical.
+  if (takes_sums(call) && is_sharded(call)) hash ^= 0x9e3779b97f4a7c15u;
   if (changes_sum(call)) hash ^= hash_of_change(call);
   const uint32_t format = is_quantized(call) ? static_cast<uint32_t>(call.scale_format) : 0;
   return static_cast<uint32_t>(hash >> 43) | format << 21 |
@@ -102,7 +116,9 @@ inline CallTag call_tag(const AllnormCall& call, int64_t num_tokens) {
   const CallShape shape = {
       .hidden_size = call.hidden_size,
       .dtype = call.dtype,
-      .algorithm = is_sharded(call) ? 2 : call.algorithm,
+      .algorithm = is_hierarchical(call) ? 3
+                   : is_sharded(call)    ? 2
+                                         : call.algorithm,
       .numerics = norm ? call.numerics : 0,
       .has_residual = norm && call.residual != nullptr,
       .wants_normed = is_quantized(call) && call.out != nullptr,

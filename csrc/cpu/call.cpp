@@ -31,6 +31,11 @@ Rows matrix(void* data, int64_t stride_bytes, int64_t row) {
 
 // What peers read of a row that its owner has finished.
 FinishedRow finished_row(const AllnormCall& call) {
+  if (makes_sums(call)) return {};
+  // Of a sum that every rank has all rows of the residual for, the sum.
+  if (takes_sums(call) && !is_sharded(call)) {
+    return {.normed_bytes = call.hidden_size * element_bytes(call.dtype)};
+  }
   const bool quantized = is_quantized(call);
   const bool normed = quantized ? call.out != nullptr : !ends_with_sum(call);
   return {.normed_bytes = normed ? call.hidden_size * element_bytes(call.dtype) : 0,
@@ -94,7 +99,7 @@ int64_t rows_per_chunk(int world_size, int64_t workspace_bytes, const AllnormCal
   const int64_t row_bytes = call.hidden_size * element_bytes(call.dtype);
   if (workspace_bytes < PullControl::kBytes) return 0;
   const int64_t phase_bytes = PullLayout::phase_bytes(workspace_bytes);
-  if (is_sharded(call)) {
+  if (takes_turns(call)) {
     // In whole turns, so that the rows of an owner in a chunk are neighbours.
     const int64_t turn_bytes =
         call.op == ALLNORM_ALL_GATHER_ROWS
@@ -112,7 +117,7 @@ int64_t rows_per_chunk(int world_size, int64_t workspace_bytes, const AllnormCal
 
 PullLayout pull_layout(int world_size, const AllnormCall& call, int64_t rows) {
   PullLayout layout = {.rows = rows, .row_bytes = call.hidden_size * element_bytes(call.dtype)};
-  if (is_norm(call) && is_sharded(call)) {
+  if (takes_turns(call) && call.op != ALLNORM_ALL_GATHER_ROWS) {
     layout.owned = (rows + world_size - 1) / world_size;
     layout.finished = finished_row(call);
   }
@@ -151,6 +156,16 @@ RowOp row_op(const AllnormCall& call, float* scratch) {
 
 ConstRows x_rows(const AllnormCall& call, int64_t row) {
   return matrix(call.x, call.x_stride * element_bytes(call.dtype), row);
+}
+
+ConstRows island_sums(const AllnormCall& call, int island, int64_t row) {
+  constexpr int64_t kBytes = sizeof(float);
+  const ConstRows sums = matrix(call.x, call.x_stride * kBytes, row);
+  return {sums.data + island * call.source_stride * kBytes, sums.stride_bytes};
+}
+
+Rows sums_out(const AllnormCall& call, int64_t row) {
+  return matrix(call.out, call.out_stride * static_cast<int64_t>(sizeof(float)), row);
 }
 
 ExpertRows expert_rows(const AllnormCall& call, int64_t token) {
@@ -220,7 +235,13 @@ void zero_scale_padding(const AllnormCall& call) {
 }
 
 void fill_nan(const AllnormCall& call, int world_size, int rank, int64_t first) {
-  const bool sharded = is_sharded(call);
+  const bool sharded = takes_turns(call);
+  if (makes_sums(call)) {
+    const RowShard own = row_shard(call.num_tokens, world_size, rank);
+    const int64_t done = first / world_size, rows = own.end - own.begin - done;
+    if (rows > 0) fill_nan(sums_out(call, done), rows, call.hidden_size, sizeof(float));
+    return;
+  }
   int64_t residual_begin = first, residual_end = call.num_tokens;
   if (sharded) {
     // Every owner has finished the same number of rows.
@@ -228,6 +249,14 @@ void fill_nan(const AllnormCall& call, int world_size, int rank, int64_t first) 
     for (int owner = 0; owner < world_size; ++owner) {
       const RowShard shard = row_shard(call.num_tokens, world_size, owner);
       fill_outputs_nan(call, shard.begin + done, shard.end);
+    }
+    if (!is_sharded(call)) {
+      // Rows of every owner are done, and no others: so all are said not to be.
+      if (is_norm(call)) {
+        fill_nan(row_task(call, 0, 0).residual_out, call.num_tokens, call.hidden_size,
+                 element_bytes(call.dtype));
+      }
+      return;
     }
     const RowShard own = row_shard(call.num_tokens, world_size, rank);
     residual_begin = done;

@@ -11,7 +11,7 @@
 namespace allnorm {
 
 // Rows of one exchange; a pure function, because every rank must cut alike. 0: not even one fits.
-// Where rows have owners, a multiple of world_size.
+// Where owners take turns, a multiple of world_size.
 int64_t rows_per_chunk(int world_size, int64_t workspace_bytes, const AllnormCall& call);
 
 // The layout of a phase in an exchange of `rows` rows.
@@ -21,6 +21,10 @@ RowOp row_op(const AllnormCall& call, float* scratch);
 
 // The rows of x from `row` on.
 ConstRows x_rows(const AllnormCall& call, int64_t row);
+
+// ISLAND_SUMS: the sums of one island, of this rank's rows from `row` on. SUM_ROWS: where they go.
+ConstRows island_sums(const AllnormCall& call, int island, int64_t row);
+Rows sums_out(const AllnormCall& call, int64_t row);
 
 // With top_k: what the partials of tokens from `token` on are made of. Otherwise nothing.
 ExpertRows expert_rows(const AllnormCall& call, int64_t token);

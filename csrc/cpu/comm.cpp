@@ -6,9 +6,11 @@
 //
 // Who may write what when. In operation e a rank writes only its own workspace, phase e mod 2:
 //   step 1  its tag and partial rows, then publishes 2e + 1. Peers read them after they saw it.
-//           all_gather_rows: its tag and the rows it gives.
+//           all_gather_rows: its tag and the rows it gives. Sums of islands: its tag alone, which
+//           it publishes with step 2.
 //   step 2  (two_shot) the sums of the rows it owns, then publishes 2e + 2. Likewise.
 //           (sharded) the finished rows it owns, in place of sums: normed, quantised, or both.
+//           (sum_rows) nothing, and it does not publish: the sums are this rank's alone.
 // Rows that nobody reads (partials of rows a rank owns itself) are not written. `published` never
 // decreases (by signed distance), so that a peer that is ahead, or runs another algorithm,
 // satisfies a wait too; its tag then tells whether it is in the same call. A rank that owns no row
@@ -276,10 +278,12 @@ int32_t Communicator::stats(AllnormStats* stats) const {
 }
 
 bool Communicator::run_chunk(const Chunk& chunk) {
-  const bool in_one_hop = !chunk.sharded && chunk.call.algorithm == ALLNORM_ONE_SHOT;
+  const bool in_one_hop = !chunk.turns && chunk.call.algorithm == ALLNORM_ONE_SHOT;
   ++(in_one_hop ? one_shots_ : two_shots_);
   if (chunk.call.op == ALLNORM_ALL_GATHER_ROWS) return all_gather(chunk);
-  if (chunk.sharded) return sharded(chunk);
+  if (makes_sums(chunk.call)) return sum_rows(chunk);
+  if (takes_sums(chunk.call)) return island_sums(chunk);
+  if (chunk.turns) return sharded(chunk);
   return in_one_hop ? one_shot(chunk) : two_shot(chunk);
 }
 
@@ -323,7 +327,7 @@ int32_t Communicator::run(const AllnormCall& call) {
                          .layout = pull_layout(config_.world_size, call,
                                                std::min(max_rows, call.num_tokens - begin)),
                          .begin = begin,
-                         .sharded = is_sharded(call)};
+                         .turns = takes_turns(call)};
     if (!run_chunk(chunk)) return refuse(call, begin);
     ++op_;
     begin += chunk.layout.rows;

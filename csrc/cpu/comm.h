@@ -43,33 +43,37 @@ class Communicator {
   const AllnormCommConfig& config() const { return config_; }
 
  private:
-  // The rows of one operation: [begin, begin + layout.rows) of the call, or, where rows have
-  // owners, of the order of sharded_row().
+  // The rows of one operation: [begin, begin + layout.rows) of the call, or, where owners take
+  // turns, of the order of sharded_row().
   struct Chunk {
     const AllnormCall& call;
     RowOp op;
     CallTag tag;
     PullLayout layout;
     int64_t begin;
-    bool sharded;
+    bool turns;
   };
   // Those of its rows that one rank sums, finishes or gives.
   struct OwnedRows {
-    int64_t slot;          // the first of them in the chunk
-    int64_t row;           // ... in the call
-    int64_t residual_row;  // ... in residual and residual_out, and in x of ALL_GATHER_ROWS
+    int64_t slot;  // the first of them in the chunk
+    int64_t row;   // ... in the call
+    // ... in residual and residual_out where sharded, in x of ALL_GATHER_ROWS, in sums of islands
+    int64_t residual_row;
     int64_t count;
   };
 
   bool one_shot(const Chunk& chunk);
   bool two_shot(const Chunk& chunk);
   bool sharded(const Chunk& chunk);
+  bool sum_rows(const Chunk& chunk);
+  bool island_sums(const Chunk& chunk);
   bool all_gather(const Chunk& chunk);
   OwnedRows owned_rows(const Chunk& chunk, int owner) const;
   // Step 1 of two_shot and sharded. `sources`: the partials of the rows this rank owns.
   bool exchange_partials(const Chunk& chunk, ConstRows* sources);
   void copy_in(const Chunk& chunk, int64_t row, int64_t slot, int64_t count);
   void find_partials(const Chunk& chunk, int64_t row, int64_t slot, ConstRows* sources) const;
+  void finish(const Chunk& chunk, const OwnedRows& own, const ConstRows* sources, int num_sources);
   void copy_out(const Chunk& chunk, int owner);
   void announce(const CallTag& tag);
   void publish(int step);

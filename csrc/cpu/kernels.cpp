@@ -11,6 +11,29 @@
 namespace allnorm::ALLNORM_ISA {
 namespace {
 
+// Numerics step 1b: rows of float32 sums, to them or from them.
+template <class T>
+void run_sums(const RowOp& op, const RowTask& task) {
+  using Storage = typename T::Storage;
+  for (int64_t i = 0; i < task.num_rows; ++i) {
+    std::byte* const out = task.out.from(i).data;
+    if (op.of_sums) {
+      const float* sums[ALLNORM_MAX_WORLD_SIZE];
+      for (int r = 0; r < task.num_sources; ++r) {
+        sums[r] = reinterpret_cast<const float*>(task.sources[r].from(i).data);
+      }
+      add_islands<T>(sums, task.num_sources, op.hidden_size, op.scratch,
+                     reinterpret_cast<Storage*>(out));
+    } else {
+      const Storage* sources[ALLNORM_MAX_WORLD_SIZE];
+      for (int r = 0; r < task.num_sources; ++r) {
+        sources[r] = reinterpret_cast<const Storage*>(task.sources[r].from(i).data);
+      }
+      sum_unrounded<T>(sources, task.num_sources, op.hidden_size, reinterpret_cast<float*>(out));
+    }
+  }
+}
+
 template <class T, int kSources>
 void run_typed(const RowOp& op, const RowTask& task) {
   using Storage = typename T::Storage;
@@ -51,6 +74,7 @@ void run_typed(const RowOp& op, const RowTask& task) {
 
 template <class T>
 void run_dtype(const RowOp& op, const RowTask& task) {
+  if (op.of_sums || op.op == ALLNORM_SUM_ROWS) return run_sums<T>(op, task);
   if (task.num_sources == 1) return run_typed<T, 1>(op, task);
   if (task.num_sources == 2) return run_typed<T, 2>(op, task);
   run_typed<T, 0>(op, task);

@@ -134,12 +134,14 @@ struct RowOp {
   float post_eps = 0.0f;
   float post_weight_bias = 0.0f;
   float sum_scale = 1.0f;
+  // Of ALLNORM_ALL_REDUCE: the sources are float32, as ALLNORM_SUM_ROWS makes them.
+  bool of_sums = false;
 };
 
-// With experts they are the only source, and not `out`. residual.data may be null; residual_out is
-// not touched by ALLNORM_ALL_REDUCE. `out` may be one of the sources and `residual_out` may be
-// `residual`, in both cases row for row. out.data may be null if the row is quantised; quantized
-// and scales are not touched unless it is.
+// `out` of ALLNORM_SUM_ROWS is float32. With experts they are the only source, and not `out`.
+// residual.data may be null; residual_out is not touched by ALLNORM_ALL_REDUCE. `out` may be one of
+// the sources and `residual_out` may be `residual`, in both cases row for row. out.data may be null
+// if the row is quantised; quantized and scales are not touched unless it is.
 struct RowTask {
   const ConstRows* sources;
   int num_sources;

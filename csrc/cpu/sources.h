@@ -24,6 +24,24 @@ ALLNORM_INLINE Pair reduce(const RowPointers<T>& row, int num_sources, int64_t i
   return round_to<T>(sum);
 }
 
+// Numerics step 1b for one row: the sum of an island, not rounded.
+template <class T>
+static void sum_unrounded(const typename T::Storage* const* sources, int num_sources,
+                          int64_t hidden_size, float* to) {
+  for (int64_t i = 0; i < hidden_size; ++i) to[i] = T::load(sources[0][i]);
+  for (int r = 1; r < num_sources; ++r) {
+    for (int64_t i = 0; i < hidden_size; ++i) to[i] += T::load(sources[r][i]);
+  }
+}
+
+// ... and the sum over islands, rounded. `sums` are of one row; `scratch` holds one of float32.
+template <class T>
+static void add_islands(const float* const* sums, int num_islands, int64_t hidden_size,
+                        float* scratch, typename T::Storage* to) {
+  sum_unrounded<Float32>(sums, num_islands, hidden_size, scratch);
+  for (int64_t i = 0; i < hidden_size; ++i) to[i] = T::store(scratch[i]);
+}
+
 // The choices of a token that this rank has, in order.
 template <class T>
 struct Choices {

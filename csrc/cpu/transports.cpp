@@ -29,7 +29,7 @@ Communicator::OwnedRows Communicator::owned_rows(const Chunk& chunk, int owner) 
                      .row = chunk.begin + slots.begin,
                      .residual_row = chunk.begin + slots.begin,
                      .count = slots.end - slots.begin};
-  if (chunk.sharded) {
+  if (chunk.turns) {
     // A chunk begins with a row of rank 0, so that each owner's rows in it are neighbours.
     const ShardedRow first =
         sharded_row(chunk.begin + owner, chunk.call.num_tokens, config_.world_size);
@@ -133,24 +133,10 @@ bool Communicator::two_shot(const Chunk& chunk) {
 }
 
 bool Communicator::sharded(const Chunk& chunk) {
-  const PullLayout& layout = chunk.layout;
   const OwnedRows own = owned_rows(chunk, config_.rank);
   ConstRows sources[kMaxWorldSize];
   if (!exchange_partials(chunk, sources)) return false;
-  std::byte* const phase = this->phase(config_.rank);
-  RowTask task = row_task(chunk.call, own.row, own.residual_row);
-  task.sources = sources;
-  task.num_sources = config_.world_size;
-  task.num_rows = own.count;
-  if (layout.finished.normed_bytes > 0) {
-    task.out = {phase + layout.normed(0), layout.finished.normed_bytes};
-  }
-  task.quantized = {phase + layout.quantized(0), layout.finished.quantized_bytes};
-  task.scales = {.data = phase + layout.scales(0),
-                 .row_stride_bytes = layout.finished.scale_bytes,
-                 .group_stride_bytes = sizeof(float),
-                 .stored = StoredScale::kFloat32};
-  best_isa().run_rows(chunk.op, task);
+  finish(chunk, own, sources, config_.world_size);
   publish(2);
 
   // x of this chunk is not read any more, so `out` may overwrite it.
@@ -160,6 +146,89 @@ bool Communicator::sharded(const Chunk& chunk) {
     copy_out(chunk, owner);
   }
   return true;
+}
+
+// Before the exchange between islands: the sums of the rows that this rank owns, for it alone.
+bool Communicator::sum_rows(const Chunk& chunk) {
+  const OwnedRows own = owned_rows(chunk, config_.rank);
+  ConstRows sources[kMaxWorldSize];
+  if (!exchange_partials(chunk, sources)) return false;
+  best_isa().run_rows(chunk.op, {.sources = sources,
+                                 .num_sources = config_.world_size,
+                                 .residual = {},
+                                 .out = sums_out(chunk.call, own.residual_row),
+                                 .residual_out = {},
+                                 .num_rows = own.count});
+  return true;
+}
+
+// After it: the sums of all islands, of the rows that this rank owns, become the reduced rows, and
+// then what they become in two_shot() and sharded().
+bool Communicator::island_sums(const Chunk& chunk) {
+  const AllnormCall& call = chunk.call;
+  const PullLayout& layout = chunk.layout;
+  const OwnedRows own = owned_rows(chunk, config_.rank);
+  announce(chunk.tag);
+  std::byte* const phase = this->phase(config_.rank);
+  ConstRows sums[kMaxWorldSize];
+  for (int island = 0; island < call.num_sources; ++island) {
+    sums[island] = allnorm::island_sums(call, island, own.residual_row);
+  }
+  const bool finishes = is_sharded(call);
+  // Reduced rows that the peers do not read lie where partials would.
+  const Rows reduced = {phase + (finishes ? layout.partial(0) : layout.normed(0)),
+                        layout.row_bytes};
+  RowOp round = chunk.op;
+  round.op = ALLNORM_ALL_REDUCE;
+  round.of_sums = true;
+  best_isa().run_rows(round, {.sources = sums,
+                              .num_sources = call.num_sources,
+                              .residual = {},
+                              .out = reduced,
+                              .residual_out = {},
+                              .num_rows = own.count});
+  const ConstRows reduced_rows = reduced;
+  if (finishes) finish(chunk, own, &reduced_rows, 1);
+  publish(2);
+
+  for (int i = 0; i < config_.world_size; ++i) {
+    const int owner = (config_.rank + i) % config_.world_size;
+    // Step 2 of a peer is after its step 1, so that this is a wait for both.
+    if (owner != config_.rank && !wait(owner, 2, chunk.tag)) return false;
+    if (finishes) {
+      copy_out(chunk, owner);
+      continue;
+    }
+    const OwnedRows rows = owned_rows(chunk, owner);
+    const ConstRows sum = {this->phase(owner) + layout.normed(0), layout.row_bytes};
+    RowTask task = row_task(call, rows.row, rows.row);
+    task.sources = &sum;
+    task.num_sources = 1;
+    task.num_rows = rows.count;
+    best_isa().run_rows(chunk.op, task);
+  }
+  return true;
+}
+
+// Makes this rank's finished rows, which its peers read, of one source or of all ranks' partials.
+void Communicator::finish(const Chunk& chunk, const OwnedRows& own, const ConstRows* sources,
+                          int num_sources) {
+  const PullLayout& layout = chunk.layout;
+  std::byte* const phase = this->phase(config_.rank);
+  RowTask task = row_task(chunk.call, own.row, own.residual_row);
+  task.sources = sources;
+  task.num_sources = num_sources;
+  task.num_rows = own.count;
+  task.out = {};
+  if (layout.finished.normed_bytes > 0) {
+    task.out = {phase + layout.normed(0), layout.finished.normed_bytes};
+  }
+  task.quantized = {phase + layout.quantized(0), layout.finished.quantized_bytes};
+  task.scales = {.data = phase + layout.scales(0),
+                 .row_stride_bytes = layout.finished.scale_bytes,
+                 .group_stride_bytes = sizeof(float),
+                 .stored = StoredScale::kFloat32};
+  best_isa().run_rows(chunk.op, task);
 }
 
 // Copies the rows that `owner` has finished to the outputs.

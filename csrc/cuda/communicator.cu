@@ -93,7 +93,8 @@ int32_t Communicator::run(const AllnormCall& call) {
         static_cast<long long>(config_.workspace_bytes));
   }
   int32_t status = check_width(device_, call);
-  if (status == ALLNORM_OK) status = check_alignment(call, own_rows(config_, call));
+  if (status == ALLNORM_OK)
+    status = check_alignment(call, own_rows(config_, call), turn_rows(config_, call));
   if (status != ALLNORM_OK) return status;
   const DeviceGuard guard(config_.device);
   const auto stream = static_cast<cudaStream_t>(call.stream);

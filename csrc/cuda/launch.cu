@@ -41,7 +41,7 @@ const void* find_local(int dtype, LocalKind kind, RowFormat format, bool extende
 
 ExchangeKind kind_of(const AllnormCall& call, Grid grid, int world_size) {
   if (call.op == ALLNORM_ALL_GATHER_ROWS) return ExchangeKind::kOwnedGiven;
-  if (is_sharded(call)) return ExchangeKind::kOwnedFinished;
+  if (is_sharded(call) || makes_sums(call)) return ExchangeKind::kOwnedFinished;
   // In the extended family a grid of few blocks takes the kernels of full grids: fewer to compile.
   const bool few = grid == Grid::kFew && !is_extended(call);
   if (has_row_owners(call)) return few ? ExchangeKind::kOwnedSumFew : ExchangeKind::kOwnedSum;

@@ -4,6 +4,9 @@
 //   two_shot of many rows   the sum: every rank adds and norms every row (Owned::kSum)
 //   sharded residual        the finished row: the residual of a row lives on its owner (kFinished)
 //   all_gather_rows         the row, which is finished to begin with (kGiven)
+// Around an exchange between islands (kExtended): before it the owner of a row keeps the sum and
+// pushes nothing (kFinished); after it nobody sends partials, the owner adds the sums of all
+// islands from its own memory, and what it pushes is as above.
 //
 // Owners take turns, in the order of sharded_row(). Whoever waits for something of a row has before
 // sent all its partials of rows up to that number, and done what it owes for its own, so the lowest
@@ -12,6 +15,7 @@
 #define ALLNORM_CUDA_OWNED_ROWS_CUH_
 
 #include "cuda/fused.cuh"
+#include "cuda/sources/island_sums.cuh"
 #include "cuda/transports/row_owners.cuh"
 
 namespace allnorm {
@@ -38,11 +42,13 @@ class OwnedRows {
         source_(all.fused, pack),
         owners_(all, exchange, pack, live, kSendsPacked && !all.sends_normed),
         epilogue_(params_.epilogue, row_exchange, pack, live),
+        islands_(all.islands, pack),
         live_(live) {}
 
   // x of a row: of any for a sum, of an own one otherwise.
   __device__ __forceinline__ Pack load_input(int index) const {
     if (!live_ || index < 0 || index >= params_.num_tokens) return Pack{};
+    if (takes_sums()) return Pack{};
     const ShardedRow at = row_at(index);
     if constexpr (kOwned != Owned::kGiven) return source_.load(at.row);
     return at.owner == params_.rank ? source_.load(at.local) : Pack{};
@@ -101,12 +107,15 @@ class OwnedRows {
   static constexpr int kUnpacedTurns = 7;
 
   __device__ __forceinline__ ShardedRow row_at(int index) const {
-    if constexpr (kOwned == Owned::kSum) return {index % kWorldSize, index, index};
+    if constexpr (kOwned == Owned::kSum) {
+      if (!takes_sums()) return {index % kWorldSize, index, index};
+    }
     return sharded_row(all_.first_index + index, all_.total_rows, kWorldSize);
   }
 
   __device__ __forceinline__ void send(int index, const Pack& partial) {
     if (kOwned == Owned::kGiven || index >= params_.num_tokens) return;
+    if (takes_sums()) return;
     const int owner = row_at(index).owner;
     if (owner != params_.rank) owners_.send_partial(owner, index / kWorldSize, partial);
   }
@@ -128,18 +137,32 @@ class OwnedRows {
     next_back_residual_ = back >= 0 && back < end ? epilogue_.load_residual(back) : Pack{};
   }
 
+  // Whether reduced rows come from an exchange between islands; their sum, of a row of this rank.
+  __device__ __forceinline__ bool takes_sums() const { return kExtended && islands_.given(); }
+  __device__ __forceinline__ Pack load_sums(const ShardedRow& own) const {
+    return live_ ? islands_.load(own.local) : Pack{};
+  }
+
   // What this rank owes for a row of its own.
   __device__ __forceinline__ void do_own_part(int index, const Pack& own) {
     const ShardedRow here = row_at(index);
     const int slot = index / kWorldSize;
     if constexpr (kOwned == Owned::kSum) {
-      take_residual(here.local, own_residual_);
-      const Pack sum = owners_.receive_partials(slot, own);
+      take_residual(here.row, own_residual_);
+      const Pack sum = takes_sums() ? load_sums(here) : owners_.receive_partials(slot, own);
       owners_.publish(slot, sum);
       norm_and_store(here.row, sum);
     } else if constexpr (kOwned == Owned::kFinished) {
       take_residual(here.local, own_residual_);
-      epilogue_.add_row(here.local, owners_.receive_partials(slot, own));
+      float unrounded[kElemsPerPack<T>];
+      const Pack sum = takes_sums()
+                           ? load_sums(here)
+                           : owners_.receive_partials(slot, own, kExtended ? unrounded : nullptr);
+      if (kExtended && islands_.makes()) {
+        if (live_) islands_.store(here.local, unrounded);
+        return;
+      }
+      epilogue_.add_row(here.local, sum);
       if (kExtended && !epilogue_.norms()) return;
       publish_and_store(slot, here.row, epilogue_.finish());
     } else {
@@ -169,7 +192,9 @@ class OwnedRows {
       norm_and_store(here.row, owners_.receive(here.owner, slot));
       return;
     }
-    // The residual stays where it is, and is all there is.
+    // Sums of this island stay where they are.
+    if (kExtended && kOwned == Owned::kFinished && islands_.makes()) return;
+    // So does the residual, if it is all there is.
     if (kExtended && kOwned == Owned::kFinished && !epilogue_.norms()) return;
     if constexpr (kSendsPacked) {
       if (!all_.sends_normed) return owners_.receive_and_store(here.owner, slot, here.row);
@@ -190,6 +215,7 @@ class OwnedRows {
   static constexpr Gains kGains =
       kOwned == Owned::kSum && !kFew && !kExtended ? Gains::kAhead : Gains::kLate;
   NormEpilogue<T, Format, kGains, kExtended> epilogue_;
+  IslandSums<T> islands_;
   bool live_;
   Pack own_residual_{}, back_residual_{};  // kFew: of this turn
   Pack next_own_residual_{}, next_back_residual_{};

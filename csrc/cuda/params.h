@@ -135,6 +135,15 @@ struct FusedParams {
   ExpertParams experts;
 };
 
+// Before and after an exchange between islands: numerics step 1b. Read by kernels of the extended
+// family only. Rows are float32, those that this rank owns.
+struct IslandParams {
+  Rows sums;  // of the first island
+  int64_t island_stride_bytes;
+  int32_t num_islands;  // 0: partials are exchanged
+  Rows out;             // where the sums of this island go; data == nullptr: nowhere
+};
+
 // One launch of a kernel over rows with owners: `fused.num_tokens` rows in the order of
 // sharded_row(), from `first_index` on, a multiple of the world size. Where the residual is
 // sharded, rows of residual and residual_out, and of x for all_gather_rows, count from the first of
@@ -144,6 +153,7 @@ struct OwnedRowsParams {
   int64_t first_index;
   int64_t total_rows;
   bool sends_normed;  // finished rows cross the link as y, not quantised
+  IslandParams islands;
 };
 
 // One launch of a local kernel.

@@ -128,7 +128,7 @@ inline EpilogueParams epilogue_params(const AllnormCall& call, int64_t first_row
 // Whether each row of a two_shot call has one owner, and not its chunks several; by what all ranks
 // agree on. With fewer rows than a GPU has SMs, the chunks of a row are spread over the links.
 inline bool has_row_owners(const AllnormCall& call) {
-  if (is_sharded(call)) return true;
+  if (takes_turns(call)) return true;
   const int64_t packs = call.hidden_size * element_bytes(call.dtype) / kPackBytes;
   // As a division, since num_tokens may be any number here.
   return call.algorithm == ALLNORM_TWO_SHOT && call.num_tokens > kSpreadGrid / least_blocks(packs);
@@ -199,12 +199,25 @@ inline FusedParams fused_params(const AllnormCommConfig& config, const AllnormCa
   return params;
 }
 
-// One launch of a call whose rows have owners: `num_rows` rows from number `first` on. Of a sharded
-// call `first` is a multiple of the world size, in the order of sharded_row().
+// Before and after an exchange between islands.
+inline IslandParams island_params(const AllnormCall& call) {
+  constexpr int64_t kBytes = sizeof(float);
+  IslandParams params = {};
+  if (makes_sums(call)) params.out = rows_from(call.out, call.out_stride * kBytes, 0);
+  if (takes_sums(call)) {
+    params.sums = rows_from(call.x, call.x_stride * kBytes, 0);
+    params.island_stride_bytes = call.source_stride * kBytes;
+    params.num_islands = call.num_sources;
+  }
+  return params;
+}
+
+// One launch of a call whose rows have owners: `num_rows` rows from number `first` on. Where
+// owners take turns `first` is a multiple of the world size, in the order of sharded_row().
 inline OwnedRowsParams owned_rows_params(const AllnormCommConfig& config, const AllnormCall& call,
                                          int64_t first, int64_t num_rows, AllnormFault* fault) {
   OwnedRowsParams params = {};
-  if (!is_sharded(call)) {
+  if (!takes_turns(call)) {
     params.fused = fused_params(config, call, first, num_rows, fault);
     return params;
   }
@@ -216,6 +229,7 @@ inline OwnedRowsParams owned_rows_params(const AllnormCommConfig& config, const 
   params.first_index = first;
   params.total_rows = call.num_tokens;
   params.sends_normed = is_quantized(call) && call.out != nullptr;
+  params.islands = island_params(call);
   return params;
 }
 

@@ -10,13 +10,19 @@
 
 namespace allnorm {
 
-// Numerics step 1 over one pack: sum in rank order, rounded once.
+// Numerics step 1 over one pack: sum in rank order, rounded once. `unrounded`, if it is not null,
+// receives it before.
 template <class T, int kWorldSize>
-__device__ __forceinline__ Pack sum_in_rank_order(const Pack (&partial)[kWorldSize]) {
+__device__ __forceinline__ Pack sum_in_rank_order(const Pack (&partial)[kWorldSize],
+                                                  float* unrounded = nullptr) {
   float sum[kElemsPerPack<T>];
   unpack<T>(partial[0], sum);
 #pragma unroll
   for (int rank = 1; rank < kWorldSize; ++rank) add_pack<T>(sum, partial[rank]);
+  if (unrounded != nullptr) {
+#pragma unroll
+    for (int i = 0; i < kElemsPerPack<T>; ++i) unrounded[i] = sum[i];
+  }
   return pack<T>(sum);
 }
 
@@ -28,11 +34,13 @@ __device__ __forceinline__ Pack nan_pack() {
 // Waits for the partials of one pack from all peers, all loads in flight together, and sums them.
 // `slot` is where the first other rank's partial arrives, `stride` the bytes to the next one's. All
 // lanes of a warp call it; of one that is not `live` nothing is loaded. `peeked`, for two
-// ranks, is what this thread has loaded from there in this operation: the first poll.
+// ranks, is what this thread has loaded from there in this operation: the first poll. `unrounded`:
+// as of sum_in_rank_order().
 template <class T, int kWorldSize>
 __device__ __forceinline__ Pack receive_partials(Exchange<kWorldSize>& exchange, const char* slot,
                                                  int64_t stride, int rank, const Pack& own,
-                                                 bool live, const Pack* peeked = nullptr) {
+                                                 bool live, const Pack* peeked = nullptr,
+                                                 float* unrounded = nullptr) {
   Pack partial[kWorldSize];
   bool loads = peeked == nullptr;
   const auto poll = [&] {
@@ -64,8 +72,9 @@ __device__ __forceinline__ Pack receive_partials(Exchange<kWorldSize>& exchange,
     }
     return first;
   };
+  if (unrounded != nullptr) unpack<T>(nan_pack(), unrounded);  // which stays after a failure
   if (!exchange.wait_together(poll, missing)) return nan_pack();
-  return sum_in_rank_order<T, kWorldSize>(partial);
+  return sum_in_rank_order<T, kWorldSize>(partial, unrounded);
 }
 
 // Waits for a pack that one rank pushes to `slot`, takes it and marks the slot as empty again.

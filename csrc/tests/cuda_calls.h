@@ -30,6 +30,9 @@ struct Operation {
   const Operation* residual_of = nullptr;    // whose residual_out is added instead
   // By rank: where x, or rows of experts, are when the kernel runs, if elsewhere.
   std::vector<void*> live_x;
+  // By rank, or none: the float32 sums of all islands, one below the other, of the rows that it
+  // owns. x of rank 0 is then what they come to, and that of the others -0.0.
+  std::vector<Matrix> sums;
   std::vector<Quantized> quantized;  // by rank
   bool dense = false;
   int cluster_size = 1;
@@ -265,6 +268,12 @@ inline AllnormCall call_of(Operation& op, int rank) {
   call.x_stride = op.x[r].stride;
   if (has_experts(op, rank)) op.experts[r].attach(call);
   if (!op.live_x.empty()) call.x = op.live_x[r];
+  if (!op.sums.empty()) {
+    const Matrix& sums = op.sums[r];
+    call.x = sums.bytes.data();
+    call.x_stride = sums.stride;
+    call.source_stride = sums.rows / call.num_sources * sums.stride;
+  }
   if (!op.out.empty()) {
     call.out = op.out[r].data();
     call.out_stride = op.out[r].stride;

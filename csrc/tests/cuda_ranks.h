@@ -58,12 +58,12 @@ void run_kernel(const OwnedRowsParams& params, const Operation& op) {
   const bool few = (op.call.num_tokens + params.fused.rank) % 2 == 0;
   if (op.call.op == ALLNORM_ALL_GATHER_ROWS) {
     run_owned_rows<T, DenseRows, kWorldSize, Owned::kGiven, false, Plain, false>(params);
-  } else if (is_sharded(op.call)) {
+  } else if (is_sharded(op.call) || makes_sums(op.call)) {
     run_owned_rows<T, SourceOf<kExtended>::template Rows, kWorldSize, Owned::kFinished, false,
                    Format, kExtended>(params);
   } else if (op.call.algorithm == ALLNORM_ONE_SHOT) {
     run_one_shot<T, kWorldSize, Format, kExtended>(params.fused, op, few);
-  } else if (!op.dense) {
+  } else if (!op.dense && !takes_sums(op.call)) {
     run_fused<T, SourceOf<kExtended>::template Rows, kWorldSize, TwoShot, Grid::kSparse, Format,
               kExtended>(params.fused);
   } else if (few && !kExtended) {
@@ -83,7 +83,8 @@ void run_kernel(const OwnedRowsParams& params, const Operation& op, FormatList<k
 template <class T, int kWorldSize>
 void run_kernel(const OwnedRowsParams& params, const Operation& op) {
   const bool changes = op.post_weight != nullptr || (op.call.flags & ALLNORM_SCALED) != 0;
-  if (changes || params.fused.experts.top_k != 0 || is_nvfp4(op.call) || is_swizzled(op.call)) {
+  if (changes || params.fused.experts.top_k != 0 || is_hierarchical(op.call) || is_nvfp4(op.call) ||
+      is_swizzled(op.call)) {
     run_kernel<T, kWorldSize, true>(params, op, ExtendedFormats());
   } else {
     run_kernel<T, kWorldSize, false>(params, op, Formats());

@@ -41,7 +41,7 @@ def test_old_code_is_told_by_what_it_holds(
 
 @pytest.mark.parametrize("old", [True, False])
 def test_the_report_says_why_it_is_slow(monkeypatch: pytest.MonkeyPatch, old: bool) -> None:
-    found = {"create_s": 0.1, "error": "", "plans": [], "old_code": old}
+    found = {"create_s": 0.1, "error": "", "plans": [], "old_code": old, "islands": [[0]]}
     found |= {"fused_us": 1.0, "flag_us": 1.0, "large_us": 1.0}
     monkeypatch.setattr(doctor, "run_ranks", lambda *args, **kwargs: [found])
     done = CliRunner(env={"COLUMNS": "180"}).invoke(app.app, ["doctor", "--device", "cpu"])

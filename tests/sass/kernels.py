@@ -17,8 +17,7 @@ OWNED_FEW = "owned_sum_few"
 _FORMAT = r"NS_\d+(Plain|E4m3|AnyQuantized)ELb([01])EE"
 _FUSED = re.compile(
     r"12fused_kernelINS_\d+(\w+?)ENS_(?:9Dense|10Expert|20(Prefetched)Expert)RowsELi(\d+)ENS_7(One|Two)ShotE"
-    r"LNS_4GridE([012])E"
-    + _FORMAT
+    r"LNS_4GridE([012])E" + _FORMAT
 )
 _GRIDS = ("", "_dense", "_few")
 _OWNED = re.compile(

@@ -46,11 +46,13 @@ class RowOwners {
     const int64_t slot = layout_.slot(number_at<kWorldSize>(q, rank_), local, pack_);
     store_relaxed_sys(exchange_.slots(q) + slot, canonicalize(own));
   }
-  __device__ __forceinline__ Pack receive_partials(int local, const Pack& own) {
+  // `unrounded`, if it is not null, receives the sum as float32.
+  __device__ __forceinline__ Pack receive_partials(int local, const Pack& own,
+                                                   float* unrounded = nullptr) {
     char* const slot = exchange_.slots(0) + layout_.slot(0, local, pack_);
     const int64_t stride = layout_.slot(1, 0, 0);
-    const Pack sum =
-        allnorm::receive_partials<T, kWorldSize>(exchange_, slot, stride, rank_, own, live_);
+    const Pack sum = allnorm::receive_partials<T, kWorldSize>(exchange_, slot, stride, rank_, own,
+                                                              live_, nullptr, unrounded);
     if (live_) clear_partials<kWorldSize>(slot, stride);
     return sum;
   }

@@ -1,0 +1,249 @@
+"""The exchange between islands: among ranks of equal place, over the group's own backend.
+
+Each place has a process group of its own, made once, when the communicator is opened: over the
+store of the communicator's group and not by torch.distributed.new_group, which ranks outside of the
+group would have to call too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from allnorm import config
+from allnorm.core.rendezvous import Rendezvous
+from allnorm.islands import Islands
+
+# How a wait for gloo looks: at once for a while, then now and then, and at processes rarely.
+_SPIN_SECONDS, _PAUSE_SECONDS, _LOOK_SECONDS = 5e-4, 1e-4, 0.1
+BACKENDS = ("gloo", "nccl")
+
+Look = Callable[[float], None]
+
+# Groups of which graphs have captured exchanges: they stay until the process ends.
+_in_graphs: list[Any] = []
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The name of what a group sends tensors of a device with; empty if it has none for them."""
+    try:
+        return str(group._get_backend(torch.device(device.type)).name())
+    except RuntimeError:
+        return ""
+
+
+class Between:
+    """One rank's end of the exchange with those of the same place in other islands.
+
+    With NCCL an exchange is work of the GPU, which the host does not wait for. A thread does: NCCL
+    itself would wait for ever for a rank that is lost, and torch's own watchdog ends the process.
+
+    Args:
+        meeting: of all ranks.
+        islands: of equal size.
+        device: of the tensors.
+        backend: one of BACKENDS.
+        timeout: of the communicator.
+
+    Attributes:
+        num_islands: how many ranks exchange.
+        ranks: their numbers in the whole group, by island.
+        failure: why it was given up; empty if it was not.
+    """
+
+    def __init__(
+        self,
+        meeting: Rendezvous,
+        islands: Islands,
+        device: torch.device,
+        backend: str,
+        timeout: datetime.timedelta,
+    ) -> None:
+        own, place = places(islands, meeting.rank)
+        self.num_islands, self.ranks = len(islands), [island[place] for island in islands]
+        self.failure = ""
+        self._captured = False
+        store = PrefixStore(meeting.prefix(f"between{place}"), meeting.store)
+        self._on_host = device.type == "cpu"
+        self._backend = backend
+        if backend == "gloo":
+            made: Any = dist.ProcessGroupGloo(store, own, self.num_islands, timeout)
+        else:
+            made = _new_nccl(store, own, self.num_islands)
+        # In a list of its own that is emptied at the interpreter's exit too: gloo's threads must
+        # have ended by then, or they abort it.
+        self._groups: list[Any] = [made]
+        self._end = weakref.finalize(self, self._groups.clear)
+        self._late = _Late(weakref.ref(self), timeout.total_seconds())
+        # Connections are made by the first exchange, which no deadline of a call should see, and
+        # which no graph may capture.
+        first = torch.zeros(1, dtype=torch.float32, device=device)
+        self.gather(first, lambda seconds: None)
+        if not self._on_host:
+            torch.cuda.synchronize(device)
+
+    def gather(self, rows: torch.Tensor, look: Look) -> torch.Tensor:
+        """Every island's contiguous tensor of equal shape, `[num_islands, *shape]`. Collective.
+
+        Args:
+            rows: this rank's.
+            look: called now and then while the host waits, with the seconds so far; raises to end
+                the wait.
+
+        Raises:
+            RuntimeError: the backend gives up.
+        """
+        return self.start_gather(rows)(look)
+
+    def start_gather(self, rows: torch.Tensor) -> Callable[[Look], torch.Tensor]:
+        """`gather` in two parts: what is returned waits for it. Meanwhile others may be started."""
+        gathered = rows.new_empty((self.num_islands, *rows.shape))
+        if not rows.numel():
+            return lambda look: gathered
+        sent, received = (t.view(torch.uint8).view(-1) for t in (rows, gathered))
+        if self._backend == "nccl":
+            # NaN, whatever it is read as: should NCCL be ended, what follows is none of a result.
+            received.fill_(0xFF)
+        work = self._group._allgather_base(received, sent)
+
+        def finish(look: Look) -> torch.Tensor:
+            self._finish(work, look)
+            return gathered
+
+        return finish
+
+    def exchange_parts(self, rows: torch.Tensor, look: Look) -> torch.Tensor:
+        """Part i of `rows`, equal parts of the first dimension, goes to island i. Collective.
+
+        Returns:
+            This island's part of every island, `[num_islands, rows of a part, ...]`.
+        """
+        received = torch.empty_like(rows)
+        if rows.numel():
+            if self._backend == "nccl":
+                received.fill_(torch.nan)
+            self._finish(self._group.alltoall_base(received, rows, [], []), look)
+        return received.view(self.num_islands, -1, *rows.shape[1:])
+
+    @property
+    def can_exchange_parts(self) -> bool:
+        """Whether `exchange_parts` works: gloo does it on the host only."""
+        return self._on_host or self._backend == "nccl"
+
+    @property
+    def _group(self) -> Any:
+        if not self._groups:
+            raise RuntimeError(self.failure or "the exchange between islands is closed")
+        return self._groups[0]
+
+    def _finish(self, work: Any, look: Look) -> None:
+        if self._backend != "nccl":
+            wait(work, look)
+            return
+        work.wait()  # of the current stream, not of the host
+        if torch.cuda.is_current_stream_capturing():
+            self._captured = True
+        else:
+            self._late.watch(work)
+
+    def abort(self, why: str) -> None:
+        """Ends it at once: those who wait for this rank get an error. Idempotent; any thread."""
+        self.failure = self.failure or why
+        for group in list(self._groups):
+            group.abort()
+        self.close()
+
+    def close(self) -> None:
+        """Releases the process group, unless a CUDA graph may use it again. Idempotent."""
+        if self._captured and not self.failure:
+            _in_graphs.extend(self._groups)
+        elif self._backend == "nccl" and not self.failure:
+            # NCCL's own end may wait for the other ranks, which close when they like.
+            for group in list(self._groups):
+                threading.Thread(target=_shut_down, args=(group,), daemon=True).start()
+        self._end()
+
+
+class _Late:
+    """Gives an exchange up that is not done in time, where only the GPU waits for it.
+
+    Exchanges end in the order of their beginnings, so one is looked after at a time: when its time
+    is over, the newest one is next. And nothing asks the GPU before: a question while a graph is
+    captured may end the capture.
+
+    Args:
+        between: whose exchanges these are.
+        seconds: how long one may take.
+    """
+
+    def __init__(self, between: weakref.ref[Between], seconds: float) -> None:
+        self._between, self._seconds = between, seconds
+        self._newest: tuple[float, Any] | None = None
+        self._thread: threading.Thread | None = None
+
+    def watch(self, work: Any) -> None:
+        """Looks after an exchange that the host has enqueued."""
+        self._newest = time.monotonic() + self._seconds, work
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="allnorm-between", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        watched: tuple[float, Any] | None = None
+        while True:
+            time.sleep(_LOOK_SECONDS)
+            between = self._between()
+            if between is None or not between._groups:
+                self._newest = None
+                return
+            if watched is None:
+                watched, self._newest = self._newest, None
+            if watched is not None and watched[0] < time.monotonic():
+                if not watched[1].is_completed():
+                    between.abort(f"no answer of NCCL within {self._seconds:g} s")
+                watched = None
+            del between
+
+
+def _shut_down(group: Any) -> None:
+    with contextlib.suppress(RuntimeError):
+        group.shutdown()
+
+
+def _new_nccl(store: Any, rank: int, size: int) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    with config.nccl_errors_left_to_us():
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def wait(work: Any, look: Look) -> None:
+    """Waits for gloo, which notices a death only next to it, and looks at what else ends waits."""
+    start = time.monotonic()
+    looked = start
+    while not work.is_completed():
+        now = time.monotonic()
+        if now - looked > _LOOK_SECONDS:
+            look(now - start)
+            looked = now
+        time.sleep(0 if now - start < _SPIN_SECONDS else _PAUSE_SECONDS)
+    work.wait()
+
+
+def places(islands: Islands, rank: int) -> tuple[int, int]:
+    """The number of a rank's island, and its place there."""
+    number = next(i for i, island in enumerate(islands) if rank in island)
+    return number, islands[number].index(rank)
+
+
+def segments(islands: Islands, bounds: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The rows of each island, whose ranks follow each other, from those of each rank."""
+    return [(bounds[island[0]][0], bounds[island[-1]][1]) for island in islands]

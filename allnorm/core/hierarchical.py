@@ -1,0 +1,425 @@
+"""Calls over several islands: sums inside each, float32 sums between them, the rest inside again.
+
+A call is cut into pieces of rows. Of each piece
+
+1. launch A (`ALLNORM_SUM_ROWS`): every rank gets the float32 sums, not rounded, of the rows that it
+   owns in its island: contiguous blocks, as `row_shard` of the piece among the ranks of an island;
+2. ranks of equal place, which own the same rows, exchange these sums (core/between.py);
+3. launch B (`ALLNORM_ISLAND_SUMS`): the owner adds the sums of all islands in order, rounds once,
+   and what follows is done inside the island as in a call of one island.
+
+Islands of one rank have no launch A, since a rank's partial is its sum: rows of the dtype of x
+cross, and launch B is the local kernel over those of all ranks.
+
+Every island does 3 for all rows: a row that is finished in one need not cross to another. Where the
+residual is sharded, a piece is the rows of the ranks of one island, so that a block of launch A is
+the `row_shard` of a rank there. Their residual goes to the ranks of equal place beforehand; they
+finish the rows as well, and only the rank that has the residual keeps the new one.
+
+Before a call the ranks tell each other what they are about to do, as before an unfused one: what
+follows is then the same on all of them, and has the same size. On GPUs of several machines they do
+so once for each kind of call, and in a graph when it is captured not at all.
+
+The exchange of one piece overlaps launch B of the piece before it and launch A of the one behind
+it. In the stream of a rank launches A and B are in the same order on all ranks, and an exchange
+waits for nothing but the launches A of those who take part: so whatever has room on a GPU first,
+the oldest piece can always be finished.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import functools
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from allnorm import policy
+from allnorm.core import _native, unfused, workspace
+from allnorm.core.announcement import Announcement
+from allnorm.core.arguments import row_shard, rows_of
+from allnorm.core.between import Between, Look, places, segments
+from allnorm.core.channel import Channel, Owner
+from allnorm.core.launch import CUDA_ALIGN_BYTES, Launch, Memory
+from allnorm.core.rendezvous import Rendezvous
+from allnorm.islands import Islands
+
+# Above so many bytes of sums of one rank more than two islands exchange parts of rows, in two hops:
+# 2 (n - 1) / n of them are sent in place of n - 1.
+_PARTS_BYTES = 64 << 10
+
+
+class Hierarchy:
+    """One rank's place among islands, and what it exchanges over.
+
+    Args:
+        meeting: of all ranks.
+        islands: of equal size, more than one rank each.
+        memory: of this rank's island.
+        device: of the tensors.
+        backend: of the process group, for the device.
+        timeout: of the communicator.
+
+    Attributes:
+        islands: as given.
+        ranks: of this rank's island, by their place.
+    """
+
+    def __init__(
+        self,
+        meeting: Rendezvous,
+        islands: Islands,
+        memory: workspace.Workspace,
+        device: torch.device,
+        backend: str,
+        timeout: datetime.timedelta,
+    ) -> None:
+        self.islands, self.memory = islands, memory
+        self.number, self.place = places(islands, meeting.rank)
+        self.ranks = islands[self.number]
+        self._agreed: set[Announcement] = set()
+        self.between = Between(meeting, islands, device, backend, timeout)
+
+    def agree_once(self, launch: Launch, channel: Channel, owner: Owner) -> None:
+        """As `unfused.agree`; between machines, where that is slow, once for each kind of call.
+
+        All ranks have agreed on the same kinds, since each of them was agreed on by all.
+        """
+        mine = Announcement.of(launch)
+        if channel.is_slow and mine in self._agreed:
+            return
+        unfused.agree(launch, channel, owner)
+        self._agreed.add(mine)
+
+    def place_of(self, rank: int) -> int | None:
+        """Where a rank of the group is in this island; None if it is in another one."""
+        return self.ranks.index(rank) if rank in self.ranks else None
+
+
+def run(
+    launch: Launch,
+    library: _native.Library,
+    handle: int,
+    hierarchy: Hierarchy,
+    channel: Channel,
+    owner: Owner,
+    inputs: tuple[torch.Tensor | None, ...],
+    memory: Memory,
+) -> int:
+    """Runs a bound call; returns the status. Collective.
+
+    Args:
+        launch: bound.
+        library: of the backend.
+        handle: of the native communicator of this rank's island.
+        hierarchy: of this rank.
+        channel: over which all ranks announce the call.
+        owner: the communicator.
+        inputs: as the kernels read them.
+        memory: what they write.
+
+    Raises:
+        PeerDivergedError: on every rank, if the ranks do not make the same call. Nothing was
+            computed, and ranks are in step again.
+        PeerTimeoutError: a rank did not come. Nothing was computed.
+        RuntimeError: the exchange between islands failed.
+    """
+    x, residual = inputs[0], inputs[1]
+    assert x is not None
+    if x.device.type == "cpu":
+        unfused.agree(launch, channel, owner)
+    elif not torch.cuda.is_current_stream_capturing():
+        hierarchy.agree_once(launch, channel, owner)
+    is_cuda = x.device.type == "cuda"
+    one = _Run(launch, library, handle, hierarchy, owner.look_at_peers, is_cuda)
+    if launch.native.op == _native.ALL_GATHER_ROWS:
+        return one.gather_rows(x, memory["out"])
+    return one.reduce(x, residual, memory)
+
+
+def parts(
+    launch: Launch,
+    library: _native.Library,
+    handle: int,
+    hierarchy: Hierarchy,
+    look: Look,
+    bind: Callable[[], tuple[torch.Tensor | None, ...]],
+) -> dict[str, Callable[[], object]]:
+    """Launch A, the exchange and launch B of a call in one piece, each by itself, for benchmarks.
+
+    Args:
+        launch: of more than one rank an island; not bound.
+        library: of the backend.
+        handle: of the native communicator of this rank's island.
+        hierarchy: of this rank.
+        look: as `Between.gather` takes it.
+        bind: binds it; returns the inputs as they are read.
+    """
+    x = bind()[0]
+    assert x is not None
+    first, end = row_shard(launch.num_tokens, len(hierarchy.ranks), hierarchy.place)
+    shape = end - first, launch.native.hidden_size
+    sums = torch.ones(shape, dtype=torch.float32, device=x.device)
+    all_sums = torch.stack([sums] * len(hierarchy.islands))
+
+    def one() -> _Run:
+        bind()  # to the stream that is current now
+        return _Run(launch, library, handle, hierarchy, look, x.device.type == "cuda")
+
+    return {
+        "sums": lambda: one().run_a(0, launch.num_tokens, sums),
+        "exchange": lambda: hierarchy.between.gather(sums, look),
+        "rest": lambda: one().run_b(0, launch.num_tokens, all_sums),
+    }
+
+
+class _Run:
+    """One call."""
+
+    def __init__(
+        self,
+        launch: Launch,
+        library: _native.Library,
+        handle: int,
+        hierarchy: Hierarchy,
+        look: Look,
+        is_cuda: bool,
+    ) -> None:
+        self._launch, self._library, self._handle = launch, library, handle
+        self._hierarchy, self._between, self._look = hierarchy, hierarchy.between, look
+        self._call = launch.native
+        self._saved = unfused.results_of(launch.native)
+        self._is_cuda = is_cuda
+        self._alone = len(hierarchy.ranks) == 1
+        self._kept: list[torch.Tensor] = []  # until their launches have been made
+
+    # ---- sums ------------------------------------------------------------------------------------
+
+    def reduce(self, x: torch.Tensor, residual: torch.Tensor | None, memory: Memory) -> int:
+        """Of a call that sums; returns the status."""
+        launch, call, hierarchy = self._launch, self._call, self._hierarchy
+        sharded = launch.shard is not None
+        pieces = self._pieces(call.hidden_size)
+        residuals = None
+        if sharded and residual is not None:
+            residuals = self._gather_shards(rows_of(residual), launch.num_tokens)
+        partials = x
+        if self._alone:
+            status, partials = unfused.own_partial(launch, self._library, x)
+            if status != _native.OK:
+                return status
+        before: Callable[[], int] | None = None
+        for number, (lo, hi) in enumerate(pieces):
+            if lo == hi:
+                continue
+            first, end = row_shard(hi - lo, len(hierarchy.ranks), hierarchy.place)
+            if self._alone:
+                sums = partials[lo:hi].contiguous()
+            else:
+                shape = end - first, call.hidden_size
+                sums = self._keep(torch.empty(shape, dtype=torch.float32, device=x.device))
+                status = self.run_a(lo, hi, sums)
+                if status != _native.OK:
+                    return status
+            received = self._start_exchange(sums)
+            # The exchange of this piece is under way while the one before is finished, and while
+            # the next is summed.
+            status = before() if before is not None else _native.OK
+            if status != _native.OK:
+                return status
+            before = functools.partial(self._finish, number, lo, hi, received, residuals, x, memory)
+        return before() if before is not None else _native.OK
+
+    def _finish(
+        self,
+        number: int,
+        lo: int,
+        hi: int,
+        received: Callable[[Look], torch.Tensor],
+        residuals: torch.Tensor | None,
+        x: torch.Tensor,
+        memory: Memory,
+    ) -> int:
+        """Waits for the sums of a piece, and makes what they become."""
+        sums = self._keep(received(self._look))
+        call = self._launch_b(lo, hi, sums)
+        if self._launch.shard is not None:
+            self._shard_residual(call, number, residuals, x, sums.shape[1])
+        if self._alone:
+            return int(self._library.local(ctypes.addressof(call)))
+        if not (self._is_cuda and (call.quantized or 0) % CUDA_ALIGN_BYTES):
+            return self._run(call)
+        # The first FP8 row of a shard may lie where no pack can be stored.
+        rows = rows_of(memory["quantized_out"])[lo:hi]
+        apart = self._keep(rows.new_empty(rows.shape))
+        call.quantized, call.quantized_stride = apart.data_ptr(), apart.stride(0)
+        status = self._run(call)
+        rows.view(torch.uint8).copy_(apart.view(torch.uint8))
+        return status
+
+    def _pieces(self, hidden_size: int) -> list[tuple[int, int]]:
+        launch, hierarchy = self._launch, self._hierarchy
+        if launch.shard is not None:
+            return segments(hierarchy.islands, self._shards(launch.num_tokens))
+        step = policy.hierarchical_rows(
+            "cuda" if self._is_cuda else "cpu", launch.num_tokens, hidden_size
+        )
+        lows = range(0, launch.num_tokens, step)
+        return [(lo, min(lo + step, launch.num_tokens)) for lo in lows]
+
+    def _shards(self, num_tokens: int) -> list[tuple[int, int]]:
+        world_size = sum(map(len, self._hierarchy.islands))
+        return [row_shard(num_tokens, world_size, rank) for rank in range(world_size)]
+
+    def run_a(self, lo: int, hi: int, sums: torch.Tensor) -> int:
+        """Launch A of rows `lo` to `hi`; returns the status."""
+        return self._run(self._launch_a(lo, hi, sums))
+
+    def run_b(self, lo: int, hi: int, sums: torch.Tensor) -> int:
+        """Launch B of rows that belong to nobody."""
+        return self._run(self._launch_b(lo, hi, sums))
+
+    def _launch_a(self, lo: int, hi: int, sums: torch.Tensor) -> _native.Call:
+        """The sums of rows `lo` to `hi` in this island."""
+        call = self._copy()
+        width = _width(call.dtype)
+        for name in ("residual", "weight", "post_weight", "residual_out", "quantized", "scale"):
+            setattr(call, name, None)
+        call.op, call.quant, call.flags = _native.SUM_ROWS, 0, 0
+        call.num_tokens, call.scale_padding_rows = hi - lo, 0
+        call.out, call.out_stride = sums.data_ptr() or call.x, call.hidden_size
+        if not call.top_k:
+            call.x += lo * call.x_stride * width
+            return call
+        if call.expert_index:
+            call.expert_index += lo * call.expert_index_stride * 4
+        else:
+            call.x += lo * call.top_k * call.x_stride * width
+            call.num_rows = (hi - lo) * call.top_k
+        if call.expert_weights:
+            call.expert_weights += lo * call.expert_weights_stride * 4
+        if call.shared:
+            call.shared += lo * call.shared_stride * width
+        return call
+
+    def _start_exchange(self, sums: torch.Tensor) -> Callable[[Look], torch.Tensor]:
+        """The islands' sums of this rank's rows, by island; or their sum, alone."""
+        between = self._between
+        count = between.num_islands
+        many = sums.numel() * sums.element_size() > _PARTS_BYTES
+        if count < 3 or not many or not between.can_exchange_parts:
+            return between.start_gather(sums)
+        rows = sums.shape[0]
+        part = -(-rows // count)
+        padded = self._keep(sums.new_zeros((part * count, sums.shape[1])))
+        padded[:rows].copy_(sums)
+        received = self._keep(between.exchange_parts(padded, self._look))
+        total = unfused.add(self._library, self._call.stream, received.float())
+        # Of ranks alone the rounded sum is all that what follows needs.
+        total = self._keep(total.to(sums.dtype))
+        finish = between.start_gather(total)
+        return lambda look: finish(look).view(1, part * count, -1)[:, :rows]
+
+    def _launch_b(self, lo: int, hi: int, sums: torch.Tensor) -> _native.Call:
+        """What becomes of the sums of rows `lo` to `hi`."""
+        call = self._copy()
+        width = _width(call.dtype)
+        if not self._alone:
+            call.flags |= _native.ISLAND_SUMS
+        call.top_k = call.num_rows = 0
+        call.expert_index = call.expert_weights = call.shared = None
+        call.x = sums.data_ptr() or call.x
+        call.x_stride, call.num_sources = call.hidden_size, sums.shape[0]
+        call.source_stride = sums.stride(0) if sums.numel() else 0
+        call.num_tokens = hi - lo
+        whole = hi == self._launch.num_tokens
+        call.scale_padding_rows = self._call.scale_padding_rows if whole else 0
+        residual_row = 0 if self._launch.shard is not None else lo
+        unfused.move_results(self._launch, call, self._saved, lo, residual_row, width)
+        return call
+
+    def _copy(self) -> _native.Call:
+        call = _native.Call.from_buffer_copy(self._call)
+        call.algorithm = _native.ALGORITHM["two_shot"]
+        return call
+
+    def _run(self, call: _native.Call) -> int:
+        return int(self._library.run(self._handle, ctypes.addressof(call)))
+
+    def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._kept.append(tensor)
+        return tensor
+
+    # ---- rows that belong to ranks ---------------------------------------------------------------
+
+    def _gather_shards(self, own: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """The rows of the ranks of this place, by island; shorter ones are padded."""
+        lo, hi = self._shards(num_tokens)[0]
+        padded = own.new_empty((hi - lo, own.shape[1]))
+        padded[: own.shape[0]].copy_(own)
+        return self._keep(self._between.gather(self._keep(padded), self._look))
+
+    def _shard_residual(
+        self,
+        call: _native.Call,
+        number: int,
+        residuals: torch.Tensor | None,
+        x: torch.Tensor,
+        rows: int,
+    ) -> None:
+        """Lets launch B of the rows of one island read their residual, and write it where it is."""
+        if residuals is not None:
+            call.residual = residuals[number].data_ptr()
+            call.residual_stride = call.hidden_size
+        if number != self._hierarchy.number:
+            unused = self._keep(x.new_empty((max(1, rows), call.hidden_size)))
+            call.residual_out, call.residual_out_stride = unused.data_ptr(), call.hidden_size
+
+    def gather_rows(self, shard: torch.Tensor, out: torch.Tensor) -> int:
+        """Those of equal place exchange their rows, then each island gathers them."""
+        launch, hierarchy = self._launch, self._hierarchy
+        gathered = self._gather_shards(rows_of(shard), launch.num_tokens)
+        shards = self._shards(launch.num_tokens)
+        for number, (lo, hi) in enumerate(segments(hierarchy.islands, shards)):
+            if lo == hi:
+                continue
+            if self._alone:
+                out[lo:hi].copy_(gathered[number][: hi - lo])
+                continue
+            call = self._copy()
+            call.num_tokens = hi - lo
+            call.x, call.x_stride = gathered[number].data_ptr(), call.hidden_size
+            call.out += lo * call.out_stride * _width(call.dtype)
+            status = self._run(call)
+            if status != _native.OK:
+                return status
+        return _native.OK
+
+
+def _width(dtype: int) -> int:
+    """Bytes of an element."""
+    return 4 if dtype == _native.DTYPE["float32"] else 2
+
+
+def make_nan(memory: Memory) -> None:
+    """After a fault nothing that was written may look like a result."""
+    for name, tensor in memory.items():
+        if tensor.dtype.is_floating_point and tensor.element_size() > 1:
+            tensor.fill_(torch.nan)
+        elif tensor.dtype == torch.int32:
+            tensor.fill_(-1)  # exponents of 255
+        else:
+            bits = tensor.view(torch.uint8)
+            bits.fill_(0xFF if name == "scale_out" and tensor.dtype == torch.uint8 else 0x7F)
+
+
+def backend_obstacle(group: dist.ProcessGroup, backend: str, backends: tuple[str, ...]) -> str:
+    """Why a backend cannot carry sums between islands; empty if it can."""
+    if backend in backends:
+        return ""
+    return (
+        f"the process group sends tensors of this device with {backend or 'nothing'}: "
+        f"expected {' or '.join(backends)}"
+    )

@@ -1,0 +1,61 @@
+// Where the reduced rows come from behind an exchange between islands: numerics step 1b. The sums
+// of all islands lie in local memory as float32, of the rows that this rank owns.
+#ifndef ALLNORM_CUDA_SOURCES_ISLAND_SUMS_CUH_
+#define ALLNORM_CUDA_SOURCES_ISLAND_SUMS_CUH_
+
+#include "cuda/memory.cuh"
+#include "cuda/params.h"
+
+namespace allnorm {
+
+// A pack's elements as float32.
+template <class T>
+constexpr int kPacksOfSums = kElemsPerPack<T> / kElemsPerPack<Float32>;
+
+// One thread's part: the same pack of every row it is called for.
+template <class T>
+class IslandSums {
+ public:
+  __device__ __forceinline__ IslandSums(const IslandParams& params, int pack)
+      : params_(params), pack_(pack * kPacksOfSums<T>) {}
+
+  // Whether the launch has them; the same in the whole grid.
+  __device__ __forceinline__ bool given() const { return params_.num_islands != 0; }
+
+  // The sum of all islands, rounded, of the `local`th row that this rank owns.
+  __device__ __forceinline__ Pack load(int64_t local) const {
+    const char* const first = params_.sums.at(local, pack_);
+    float sum[kElemsPerPack<T>];
+#pragma unroll
+    for (int i = 0; i < kPacksOfSums<T>; ++i) {
+      unpack<Float32>(load_pack(first + i * kPackBytes), sum + i * kElemsPerPack<Float32>);
+    }
+#pragma unroll 1
+    for (int island = 1; island < params_.num_islands; ++island) {
+      const char* const next = first + island * params_.island_stride_bytes;
+#pragma unroll
+      for (int i = 0; i < kPacksOfSums<T>; ++i) {
+        add_pack<Float32>(sum + i * kElemsPerPack<Float32>, load_pack(next + i * kPackBytes));
+      }
+    }
+    return pack<T>(sum);
+  }
+
+  // Whether the launch makes the sums of this island, for such an exchange.
+  __device__ __forceinline__ bool makes() const { return params_.out.data != nullptr; }
+
+  __device__ __forceinline__ void store(int64_t local, const float* sum) const {
+    char* const to = params_.out.at(local, pack_);
+#pragma unroll
+    for (int i = 0; i < kPacksOfSums<T>; ++i) {
+      store_pack(to + i * kPackBytes, pack<Float32>(sum + i * kElemsPerPack<Float32>));
+    }
+  }
+
+ private:
+  const IslandParams& params_;
+  int pack_;  // of float32
+};
+
+}  // namespace allnorm
+#endif  // ALLNORM_CUDA_SOURCES_ISLAND_SUMS_CUH_

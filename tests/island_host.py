@@ -1,0 +1,89 @@
+"""A host of test_island_hosts.py: two ranks in a network namespace, with a /dev/shm of its own.
+
+    python island_host.py HOST MASTER_ADDRESS PORT INTERFACE SCENARIO
+
+Each rank prints one line of JSON: what it saw.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+RANKS_PER_HOST, HOSTS = 2, 2
+TIMEOUT_SECONDS = 2.0
+
+
+def rank_main(rank: int, address: str, port: int, interface: str, scenario: str) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = interface
+    import torch
+    import torch.distributed as dist
+
+    import allnorm
+    from allnorm import reference
+    from allnorm.testing import rank_input, same_bits, shared_input
+
+    world_size = RANKS_PER_HOST * HOSTS
+    store = dist.TCPStore(address, port, world_size, is_master=rank == 0)
+    minute = datetime.timedelta(seconds=60)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=minute)
+    comm = allnorm.Communicator(device="cpu", timeout=TIMEOUT_SECONDS if scenario != "bits" else 60)
+    seen: dict[str, Any] = {"rank": rank, "islands": comm.islands}
+    plan = comm.plan(32, 512, torch.float32)
+    seen["algorithm"] = plan.algorithm
+
+    def call(number: int = 0) -> bool:
+        shape = (32, 512)
+        xs = [rank_input(shape, torch.float32, r, call=number) for r in range(world_size)]
+        residual = shared_input(shape, torch.float32, "residual")
+        weight = shared_input(shape[1:], torch.float32, "weight")
+        got = comm.all_reduce_add_rms_norm(xs[rank], residual, weight, 1e-6)
+        want = reference.all_reduce_add_rms_norm(xs, residual, weight, 1e-6, islands=comm.islands)
+        return all(map(same_bits, got, want))
+
+    seen["right"] = all(call(number) for number in range(3))
+    dist.barrier()
+    if scenario == "killed" and rank == world_size - 1:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    if scenario == "slow" and rank == world_size - 1:
+        time.sleep(4 * TIMEOUT_SECONDS)
+        os._exit(0)
+    if scenario == "lost":
+        print(json.dumps({"ready": rank}), flush=True)
+    began, calls = time.monotonic(), 0
+    try:
+        while scenario != "bits" and time.monotonic() - began < 30:
+            last = time.monotonic()
+            call()
+            calls += 1
+    except allnorm.PeerTimeoutError as error:
+        seen |= {"error": type(error).__name__, "peer": error.peer, "text": str(error)}
+        seen["seconds"] = time.monotonic() - last
+    print(json.dumps(seen), flush=True)
+    # Rank 0 holds the store, which others may still ask.
+    time.sleep(6 if scenario != "bits" and rank == 0 else 0.5)
+    os._exit(0)
+
+
+def main() -> None:
+    host, address, port, interface, scenario = sys.argv[1:]
+    ranks = range(int(host) * RANKS_PER_HOST, (int(host) + 1) * RANKS_PER_HOST)
+    processes = [
+        multiprocessing.Process(target=rank_main, args=(r, address, int(port), interface, scenario))
+        for r in ranks
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,400 @@
+"""Calls over several islands on one machine: every bit against the reference, by both paths."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_helpers import (
+    DTYPES,
+    MODES,
+    Case,
+    Experts,
+    assert_ranks_agree,
+    comm,
+    device,
+    dtype_ids,
+    on,
+)
+
+import allnorm
+from allnorm import reference
+from allnorm.testing import RankPool, assert_same_bits, capture, shared_input
+
+PAIRS = ((0, 1), (2, 3))
+QUANTS = (
+    None,
+    allnorm.Fp8PerGroup(),
+    allnorm.Fp8PerGroup(16, "column_major_tma", "ue8m0_packed"),
+    allnorm.Fp8PerGroup(64, "column_major"),
+    allnorm.Fp8PerToken(),
+    allnorm.Fp8PerTensor(torch.tensor(0.03)),
+)
+
+
+def islands_of(pool: RankPool, size: int) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(range(lo, lo + size)) for lo in range(0, pool.world_size, size))
+
+
+def sweep(dtype: torch.dtype, tokens: tuple[int, ...], widths: tuple[int, ...]) -> list[Case]:
+    """Sizes with both algorithms and both kinds of residual; everything else takes turns."""
+    cases = []
+    quants, modes = itertools.cycle(QUANTS), itertools.cycle(MODES)
+    booleans = itertools.cycle((True, False, True, True, False))
+    experts = itertools.cycle((None, Experts(), None, Experts(3, False, True, False), None))
+    for width, num_tokens, sharded, algorithm in itertools.product(
+        widths, tokens, (False, True), ("hierarchical", "unfused")
+    ):
+        quant = next(quants) if width % 128 == 0 else None
+        post_norm = next(booleans)
+        cases.append(
+            Case(
+                (num_tokens, width),
+                dtype,
+                residual=next(booleans),
+                float32_weight=next(booleans),
+                weight_bias=0.25,
+                numerics=next(modes),
+                algorithm=algorithm,
+                call=len(cases),
+                quant=quant,
+                return_normed=quant is not None and next(booleans),
+                sharded=sharded,
+                post_norm=post_norm,
+                scale=0.22 if next(booleans) else 1.0,
+                second_norm=not post_norm or quant is not None or next(booleans),
+                experts=next(experts),
+            )
+        )
+    return cases
+
+
+def check_bits(
+    rank: int, world_size: int, cases: list[Case], islands: Any, **arguments: Any
+) -> int:
+    c = comm(islands=islands, **arguments)
+    assert c.islands == islands
+    for case in cases:
+        case.check(c)
+    assert c.check() is None
+    return c.stats().calls["hierarchical"]
+
+
+@on(cpu=(4, 6), gpu=(4,))
+@pytest.mark.parametrize("dtype", **dtype_ids)
+def test_bits_of_everything(pool: RankPool, dtype: torch.dtype) -> None:
+    cases = sweep(dtype, (0, 1, 2, 5, 9, 40), (256, 1024))
+    assert min(pool.run(check_bits, cases, islands_of(pool, 2))) >= len(cases) // 2
+
+
+@on(cpu=(6,))
+def test_two_islands_of_three(pool: RankPool) -> None:
+    for dtype in DTYPES:
+        pool.run(check_bits, sweep(dtype, (0, 1, 4, 7, 29), (384,)), islands_of(pool, 3))
+
+
+@on(cpu=(8,))
+def test_four_islands_of_two(pool: RankPool) -> None:
+    pool.run(check_bits, sweep(torch.float32, (1, 3, 21), (256,)), islands_of(pool, 2))
+
+
+@on(cpu=(2, 3), gpu=(2,))
+@pytest.mark.parametrize("dtype", **dtype_ids)
+def test_islands_of_one_rank(pool: RankPool, dtype: torch.dtype) -> None:
+    """On two GPUs over NCCL; 300 rows go in parts between three."""
+    cases = [*sweep(dtype, (0, 1, 2, 5), (256, 120)), Case((300, 256), dtype)]
+    pool.run(check_bits, cases, islands_of(pool, 1))
+
+
+@on(cpu=(4,))
+def test_widths_of_no_whole_vectors(pool: RankPool) -> None:
+    for dtype in DTYPES:
+        pool.run(check_bits, sweep(dtype, (3,), (1, 7, 120, 4095)), PAIRS)
+
+
+@on(cpu=(6,))
+def test_many_rows_go_in_parts_between_more_than_two_islands(pool: RankPool) -> None:
+    """Above 64 KiB of sums a rank; the number of rows is no multiple of anything."""
+    cases = [
+        Case((199, 1024), torch.float32, sharded=sharded, quant=quant, call=call)
+        for call, (sharded, quant) in enumerate(itertools.product((False, True), QUANTS[:2]))
+    ]
+    pool.run(check_bits, cases, islands_of(pool, 2))
+
+
+@on(cpu=(4,))
+def test_pieces_of_a_small_workspace(pool: RankPool) -> None:
+    """Launches are cut into chunks inside the islands."""
+    cases = [
+        Case((257, 512), torch.float32, sharded=sharded, quant=quant, call=call, residual=True)
+        for call, (sharded, quant) in enumerate(itertools.product((False, True), (None, QUANTS[1])))
+    ]
+    pool.run(check_bits, cases, PAIRS, kwargs={"workspace_bytes": 64 << 10})
+
+
+def check_pieces(rank: int, world_size: int, cases: list[Case]) -> None:
+    from allnorm import policy
+
+    saved, policy.HIERARCHICAL_SUM_BYTES = policy.HIERARCHICAL_SUM_BYTES, 4 * 256 * 3
+    try:
+        c = comm(islands=PAIRS)
+        pieces = c.plan(10, 256, torch.float32).num_chunks
+        assert pieces == (4 if c.device.type == "cpu" else 3)  # of three rows, on GPUs of four
+        for case in cases:
+            case.check(c)
+    finally:
+        policy.HIERARCHICAL_SUM_BYTES = saved
+
+
+@on(cpu=(4,), gpu=(4,))
+def test_rows_in_pieces(pool: RankPool) -> None:
+    quants = (*QUANTS[:5], allnorm.Fp8PerGroup(128, "column_major_tma", "ue8m0"))
+    cases = [
+        Case((10, 256), torch.float32, quant=quant, call=call, experts=experts, return_normed=True)
+        for call, (quant, experts) in enumerate(
+            itertools.product(quants, (None, Experts(), Experts(2, True, True, False)))
+        )
+    ]
+    pool.run(check_pieces, cases)
+
+
+def check_other_calls(rank: int, world_size: int, islands: Any, algorithm: str) -> None:
+    c = comm(islands=islands)
+    for dtype, num_tokens in itertools.product(DTYPES, (0, 1, 3, 10)):
+        case = Case((num_tokens, 256), dtype)
+        xs = case.xs(world_size)
+        want = reference.all_reduce(xs, islands=islands)
+        assert_same_bits(c.all_reduce(xs[rank], algorithm=algorithm), want)
+        own = xs[rank].clone()
+        assert c.all_reduce(own, algorithm=algorithm, out=own) is own
+        assert_same_bits(own, want, "in place")
+        lo, hi = c.row_shard(num_tokens)
+        assert (lo, hi) == reference.row_shard(num_tokens, world_size, rank)
+        whole = shared_input((num_tokens, 256), dtype, "rows", device=device())
+        wide = torch.empty(hi - lo, 512, dtype=dtype, device=device())[:, :256]
+        wide.copy_(whole[lo:hi])
+        assert_same_bits(c.all_gather_rows(wide, num_tokens, algorithm=algorithm), whole)
+        assert_ranks_agree(c, want)
+
+
+@on(cpu=(4, 6), gpu=(4,))
+@pytest.mark.parametrize("algorithm", ["hierarchical", "unfused"])
+def test_other_calls(pool: RankPool, algorithm: str) -> None:
+    pool.run(check_other_calls, islands_of(pool, 2), algorithm)
+
+
+def check_memory(rank: int, world_size: int) -> None:
+    """Results where the caller wants them: in place, strided, with scales in columns."""
+    c = comm(islands=PAIRS)
+    for sharded, quant in itertools.product((False, True), (None, QUANTS[2])):
+        case = Case((11, 256), torch.bfloat16, sharded=sharded, quant=quant, return_normed=True)
+        arguments = case.call_arguments(c)
+        residual = arguments["residual"]
+        x = case.x(rank)
+        normed = torch.empty(11, 300, dtype=x.dtype, device=device())[:, :256]
+        if quant is None:
+            results = case.method(c)(x, **arguments, out=x, residual_out=residual)
+            assert results[0] is x
+            assert results[1] is residual
+        else:
+            results = case.method(c)(x, **arguments, normed_out=normed, residual_out=residual)
+            assert results.normed is normed
+        case.compare(c, *results)
+
+
+@on(cpu=(4,), gpu=(4,))
+def test_results_where_the_caller_wants_them(pool: RankPool) -> None:
+    pool.run(check_memory)
+
+
+def check_other_islands(rank: int, world_size: int, islands: Any, reason: str, owned: str) -> None:
+    """Islands that run unfused, or of which only some calls do, and say why."""
+    c = comm(islands=islands)
+    plan = c.plan(5, 256)
+    assert plan.algorithm == ("unfused" if reason else "hierarchical"), plan
+    assert reason in plan.reason
+    assert owned in c.plan(5, 256, residual_sharded=True).reason
+    for sharded in (False, True):
+        Case((5, 256), torch.float32, sharded=sharded).check(c)
+    if reason:
+        with pytest.raises(allnorm.UnsupportedError, match=f"hierarchical.*{reason}"):
+            Case((5, 256), algorithm="hierarchical").run(c)
+    for algorithm in ("one_shot", "two_shot"):
+        with pytest.raises(allnorm.UnsupportedError, match=f"{algorithm}.*2, 3, 4|islands"):
+            Case((5, 256), algorithm=algorithm).run(c)
+
+
+@on(cpu=(4,), gpu=(4,))
+@pytest.mark.parametrize(
+    ("islands", "reason", "owned"),
+    [
+        (((0, 1, 2), (3,)), "3, 1 ranks", "3, 1 ranks"),
+        (((0,), (1,), (2,), (3,)), "", "4 islands of one rank"),
+        (((0, 2), (1, 3)), "", "do not follow each other"),
+        (((0, 3), (1, 2)), "", "do not follow each other"),
+    ],
+    ids=str,
+)
+def test_islands_that_are_not_alike(pool: RankPool, islands: Any, reason: str, owned: str) -> None:
+    pool.run(check_other_islands, islands, reason, owned)
+
+
+def check_one_island(rank: int, world_size: int) -> None:
+    for islands in ("auto", [[1, 0, 3, 2]]):
+        c = comm(islands=islands) if islands == "auto" else allnorm.Communicator(islands=islands)
+        assert c.islands == ((0, 1, 2, 3),)
+        with pytest.raises(allnorm.UnsupportedError, match=r"hierarchical.*one island"):
+            Case(algorithm="hierarchical").run(c)
+        Case((5, 256), torch.float32).check(c)
+
+
+@on(cpu=(4,))
+def test_one_island(pool: RankPool) -> None:
+    pool.run(check_one_island)
+
+
+def give_wrong_islands(rank: int, world_size: int) -> list[str]:
+    texts = []
+    other = [[0, 1], [2, 3]] if rank else [[0, 2], [1, 3]]
+    for islands in ([[0, 1], [2]], [[0, 1], [2, 4]], "pairs", other):
+        with pytest.raises((ValueError, TypeError, allnorm.AllnormError)) as caught:
+            allnorm.Communicator(islands=islands)
+        texts.append(f"{type(caught.value).__name__}: {caught.value}")
+    return texts
+
+
+@on(cpu=(4,))
+def test_wrong_islands_are_refused_by_all_ranks(pool: RankPool) -> None:
+    first, *others = pool.run(give_wrong_islands)
+    assert all(other == first for other in others)
+    missing, absent, word, different = first
+    assert missing.startswith("ValueError: islands=[[0, 1], [2]]: expected")
+    assert absent.startswith("ValueError")
+    assert word.startswith("TypeError")
+    assert "islands is ((0, 2), (1, 3)) on rank 0, ((0, 1), (2, 3)) on rank 1" in different
+
+
+def find_hosts(rank: int, world_size: int) -> Any:
+    """Two machines, as their boot ids say."""
+    from unittest import mock
+
+    name = f"host {rank // 2}"
+    with mock.patch("allnorm.core.workspace._host_identity", return_value=name):
+        c = allnorm.Communicator(device=device())
+        with pytest.raises(ValueError, match=r"ranks \[0, 3\] are on different machines"):
+            allnorm.Communicator(device=device(), islands=[[0, 3], [1, 2]])
+    Case((6, 256), torch.float32).check(c)
+    plan = c.plan(6, 256)
+    found = c.islands, plan.algorithm, plan.reason
+    c.close()
+    return found
+
+
+@on(cpu=(4,), gpu=(4,))
+def test_islands_are_found_from_hosts(pool: RankPool) -> None:
+    found = pool.run(find_hosts)
+    assert found == [found[0]] * 4
+    assert found[0][:2] == (PAIRS, "hierarchical")
+    assert "2 islands of 2 ranks" in found[0][2]
+
+
+def check_operators(rank: int, world_size: int) -> None:
+    """torch.ops and torch.compile, one graph, the same bits."""
+    c = comm(islands=PAIRS)
+    case = Case((6, 256), torch.float32, algorithm="hierarchical")
+    x, residual, weight = case.x(rank), case.residual_tensor(), case.weight()
+
+    def layer(x: torch.Tensor, residual: torch.Tensor) -> Any:
+        normed, total = c.all_reduce_add_rms_norm(x, residual, weight, 1e-6)
+        return c.all_reduce_add_rms_norm_quant(normed + 1, total, weight, 1e-6)
+
+    compiled = torch.compile(layer, fullgraph=True)
+    for got, want in zip(compiled(x, residual), layer(x, residual), strict=True):
+        assert (got is None) is (want is None)
+        if got is not None:
+            assert_same_bits(got, want)
+    normed, _ = torch.ops.allnorm.all_reduce_add_rms_norm(
+        x, residual, weight, 1e-6, 0.0, "rounded", c.name
+    )
+    assert_same_bits(normed, case.expected(world_size, c.islands)[0])
+
+
+@on(cpu=(4,), gpu=(4,))
+def test_operators_and_compiled_calls(pool: RankPool) -> None:
+    pool.run(check_operators)
+
+
+def check_graphs(rank: int, world_size: int, islands: Any) -> None:
+    """Calls over NCCL in a graph: replayed with other inputs, with eager calls between."""
+    c = comm(islands=islands)
+    cases = [
+        Case((rows, 1024), dtype, sharded=sharded, quant=quant, algorithm="hierarchical")
+        for rows, (dtype, sharded, quant) in zip(
+            (1, 16, 257, 2048, 3, 64),
+            itertools.product(DTYPES, (False, True), QUANTS[:1]),
+            strict=True,
+        )
+    ]
+    cases += [case.but(quant=QUANTS[1]) for case in cases]
+    for case in cases:
+        case.check(c)  # loads what a capture cannot
+        x, arguments = case.x(rank), case.call_arguments(c)
+        with capture() as graph:
+            results = case.method(c)(x, **arguments)
+        for call in (5, 6):
+            new = case.but(call=call)
+            x.copy_(new.x(rank))
+            if case.residual:
+                arguments["residual"].copy_(new.call_arguments(c)["residual"])
+            graph.replay()
+            new.compare(c, *results)
+            case.check(c)
+    assert c.check() is None
+
+
+@on(gpu=(2, 4))
+@pytest.mark.own_gpus
+@pytest.mark.parametrize("size", [1, 2], ids=["alone", "pairs"])
+def test_graphs_over_nccl(pool: RankPool, size: int) -> None:
+    """On two GPUs as two islands of one; on four also as two pairs."""
+    if pool.world_size // size > 1:
+        pool.run(check_graphs, islands_of(pool, size))
+
+
+def killed_on_gpus(rank: int, world_size: int, islands: Any, graph: bool) -> tuple[str, int]:
+    c = allnorm.Communicator(device=device(), islands=islands, timeout=20)
+    case = Case((64, 1024), torch.bfloat16)
+    case.check(c)
+    x = case.x(rank)
+    with capture() as captured:
+        c.all_reduce(x)
+    dist.barrier()
+    if rank == world_size - 1:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    deadline = time.monotonic() + 30
+    with pytest.raises(allnorm.PeerTimeoutError) as caught:  # noqa: PT012
+        while time.monotonic() < deadline:
+            captured.replay() if graph else case.run(c)
+            torch.cuda.synchronize()
+            c.check()
+    error = caught.value
+    c.close()
+    torch.ones(8, device=device()).sum().item()  # the context is usable
+    return type(error).__name__, error.peer
+
+
+@on(gpu=(2, 4))
+@pytest.mark.own_gpus
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+def test_a_killed_rank_ends_what_nccl_waits_for(pool: RankPool, graph: bool) -> None:
+    last = pool.world_size - 1
+    islands = islands_of(pool, pool.world_size // 2)
+    found = pool.run(killed_on_gpus, islands, graph, may_die=[last], timeout=120)
+    assert found[:last] == [("PeerDiedError", last)] * last

@@ -1,0 +1,170 @@
+"""Ranks of other islands that die, are late or make another call: named by all, within bounds."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_helpers import Case, device, on
+
+import allnorm
+from allnorm.core import channel, watch
+from allnorm.testing import RankPool
+
+PAIRS = ((0, 1), (2, 3))
+CASE = Case((24, 256), torch.float32)
+# A death is seen, told to those who cannot see it, and read by them.
+NAMED_SECONDS = 4.0
+
+
+def make(far: bool, rank: int, timeout: float = 60.0) -> allnorm.Communicator:
+    """Over two islands; `far`: of two machines, which share no memory and see no processes."""
+    if not far:
+        return allnorm.Communicator(device=device(), islands=PAIRS, timeout=timeout)
+    here = watch.this_process()._replace(namespace=f"host {rank // 2}")
+    with (
+        mock.patch("allnorm.core.workspace._host_identity", return_value=f"host {rank // 2}"),
+        mock.patch("allnorm.core.rendezvous.this_process", return_value=here),
+        mock.patch("allnorm.core.watch.this_process", return_value=here),
+    ):
+        c = allnorm.Communicator(device=device(), timeout=timeout)
+    assert c.islands == PAIRS
+    assert isinstance(c._endpoint._channel, channel._Messages)
+    assert c._endpoint.watch is not None
+    assert c._endpoint.watch.blind == {q for q in range(4) if q // 2 != rank // 2}
+    return c
+
+
+def fails(call: Any, seconds: float) -> allnorm.PeerTimeoutError:
+    """The error of a call that is made again and again until it fails."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            call()
+        except allnorm.PeerTimeoutError as error:
+            return error
+    raise AssertionError(f"no error within {seconds} s")
+
+
+def check_afterwards(c: allnorm.Communicator) -> None:
+    """The next call and `check` raise, and the process can go on."""
+    with pytest.raises(allnorm.PeerTimeoutError):
+        CASE.run(c)
+    with pytest.raises(allnorm.PeerTimeoutError):
+        c.check()
+    c.close()
+
+
+def killed(rank: int, world_size: int, far: bool) -> tuple[str, int, float]:
+    c = make(far, rank)
+    CASE.check(c)
+    dist.barrier()
+    if rank == 3:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    start = time.monotonic()
+    error = fails(lambda: CASE.run(c), 30)
+    seconds = time.monotonic() - start - 0.3
+    check_afterwards(c)
+    return type(error).__name__, error.peer, seconds
+
+
+@on(cpu=(4,))
+@pytest.mark.parametrize("far", [False, True], ids=["one_machine", "two_machines"])
+def test_a_killed_rank_is_named_by_all(pool: RankPool, far: bool) -> None:
+    results = pool.run(killed, far, may_die=[3], timeout=120)
+    for kind, peer, seconds in results[:3]:
+        assert (kind, peer) == ("PeerDiedError", 3), results
+        assert seconds < NAMED_SECONDS
+
+
+def stopped(rank: int, world_size: int, far: bool) -> tuple[str, int, float]:
+    """Rank 3 stands still in the middle of its calls."""
+    c = make(far, rank, timeout=1.5)
+    CASE.check(c)
+    dist.barrier()
+    if rank == 3:
+        time.sleep(6)
+        c.close()
+        return "", 3, 0.0
+    start = time.monotonic()
+    error = fails(lambda: CASE.run(c), 30)
+    seconds = time.monotonic() - start
+    check_afterwards(c)
+    return type(error).__name__, error.peer, seconds
+
+
+@on(cpu=(4,))
+@pytest.mark.parametrize("far", [False, True], ids=["one_machine", "two_machines"])
+def test_a_late_rank_is_named_by_all(pool: RankPool, far: bool) -> None:
+    results = pool.run(stopped, far, timeout=120)
+    for kind, peer, seconds in results[:3]:
+        assert (kind, peer) == ("PeerTimeoutError", 3), results
+        assert 1.4 < seconds < 1.5 + NAMED_SECONDS
+
+
+def diverges(rank: int, world_size: int, far: bool) -> None:
+    """Another call of one rank is refused by all; then they go on."""
+    c = make(far, rank)
+    for changed in ({"eps": 1e-3}, {"shape": (23, 256)}, {"algorithm": "unfused", "eps": 1.0}):
+        other = CASE.but(**changed)
+        CASE.check(c)
+        with pytest.raises(allnorm.PeerDivergedError) as caught:
+            (other if rank == 2 else CASE).run(c)
+        assert caught.value.peer == (0 if rank == 2 else 2)
+        assert caught.value.rank == rank
+    CASE.check(c)
+    arguments = CASE.call_arguments(c)
+    if rank == 1:  # memory that only this rank sees
+        arguments["residual_out"] = torch.empty(23, 256)
+    with pytest.raises((allnorm.PeerDivergedError, ValueError)):
+        c.all_reduce_add_rms_norm(CASE.x(rank), **arguments)
+    CASE.check(c)
+    c.close()
+
+
+@on(cpu=(4,))
+@pytest.mark.parametrize("far", [False, True], ids=["one_machine", "two_machines"])
+def test_another_call_is_refused_by_all(pool: RankPool, far: bool) -> None:
+    pool.run(diverges, far, timeout=120)
+
+
+def breaks_between(rank: int, world_size: int, far: bool, how: str) -> tuple[str, int, bool]:
+    """Rank 3 ends, or stands still, after all have agreed and its island has summed."""
+    c = make(far, rank, timeout=60.0 if how == "ends" else 1.5)
+    CASE.check(c)
+    between = c._endpoint._hierarchy.between  # type: ignore[union-attr]
+    dist.barrier()
+    if rank == 3:
+
+        def gather(*_: Any) -> torch.Tensor:
+            if how == "ends":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(5)
+            raise RuntimeError("too late")
+
+        between.gather = gather  # type: ignore[method-assign]
+    out = torch.zeros(24, 256)
+    start = time.monotonic()
+    with pytest.raises(allnorm.PeerTimeoutError) as caught:
+        CASE.run(c, out=out)
+    seconds = time.monotonic() - start
+    assert rank == 3 or seconds < (0.0 if how == "ends" else 1.5) + NAMED_SECONDS, seconds
+    check_afterwards(c)
+    error = caught.value
+    return type(error).__name__, error.peer, bool(out.isnan().all())
+
+
+@on(cpu=(4,))
+@pytest.mark.parametrize("far", [False, True], ids=["one_machine", "two_machines"])
+@pytest.mark.parametrize("how", ["ends", "stands_still"])
+def test_a_rank_lost_amid_a_call_is_named_by_all(pool: RankPool, far: bool, how: str) -> None:
+    results = pool.run(breaks_between, far, how, may_die=[3], timeout=120)
+    kind = "PeerDiedError" if how == "ends" else "PeerTimeoutError"
+    assert results[:3] == [(kind, 3, True)] * 3
