@@ -36,6 +36,9 @@ QUANTS = (
     allnorm.Fp8PerGroup(64, "column_major"),
     allnorm.Fp8PerToken(),
     allnorm.Fp8PerTensor(torch.tensor(0.03)),
+    allnorm.MxFp8(),
+    allnorm.NvFp4(torch.tensor(7.0)),
+    allnorm.NvFp4(torch.tensor(7.0), "row_major"),
 )
 
 

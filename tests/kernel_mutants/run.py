@@ -2,7 +2,7 @@
 
 The kernels run over fibers, without a GPU (csrc/tests/shim). First the tests must pass as they are.
 
-    python tests/kernel_mutants/run.py [--all] [--only WORDS]
+    python tests/kernel_mutants/run.py [--all] [--only WORDS] [--part 1/2]
 """
 
 from __future__ import annotations
@@ -133,12 +133,17 @@ def try_mutant(tree: Tree, mutant: table.Mutant) -> tuple[str | None, str]:
 def main(
     every: Annotated[bool, typer.Option("--all", help="Also those that CI leaves out.")] = False,
     only: Annotated[str, typer.Option(help="Those whose name contains this.")] = "",
+    part: Annotated[str, typer.Option(help="K/N: the K-th of every N of them.")] = "1/1",
     jobs: Annotated[int, typer.Option(help="Copies of the sources.")] = os.cpu_count() or 1,
     folder: Annotated[pathlib.Path, typer.Option(help="Where to build.")] = ROOT / "build/mutants",
 ) -> None:
     """Tries every defect and says how it was reported; status 1 if one was not."""
     console = Console(highlight=False, markup=False, soft_wrap=True)
     chosen = [m for m in table.MUTANTS if (every or m.short or only) and only in m.name]
+    number, parts = (int(word) for word in part.split("/"))
+    if not 1 <= number <= parts:
+        raise typer.BadParameter(f"--part is {part}: expected K/N with K from 1 to N, such as 1/2")
+    chosen = chosen[number - 1 :: parts]
     kinds = sorted({(m.build, m.test) for m in chosen})
     start = time.monotonic()
     copies = [Tree(folder / str(number)) for number in range(jobs)]
