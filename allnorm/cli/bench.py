@@ -52,7 +52,8 @@ def bench(
         str,
         typer.Option(
             help="Quantised results: per_group:128, per_group:SIZE:LAYOUT:FORMAT, per_token, "
-            "per_tensor, mxfp8, nvfp4, nvfp4:row_major; several with commas, none among them for 16-bit results.",
+            "per_tensor, mxfp8, nvfp4, nvfp4:row_major; several with commas, none among them for "
+            "16-bit results.",
             rich_help_panel=options.WHAT,
         ),
     ] = "",
