@@ -1,7 +1,7 @@
 """How often NVFP4 by other orders and reciprocals differs from numerics step 6, emulated on CPU.
 
-FlashInfer (0.7.2) has three ways. Its precise one (FLASHINFER_DISABLE_FP4_QUANT_FAST_MATH), which
-is that of Transformer Engine, is step 6. Its default multiplies `global * (amax * sixth)` and takes
+FlashInfer (0.7.2) has three ways. Its precise one (FLASHINFER_DISABLE_FP4_QUANT_FAST_MATH), that of
+Transformer Engine, is step 6. Its default multiplies `global * (amax * sixth)` and takes
 `rcp.approx.ftz.f32`, which may be off by one unit of the last place: here both reciprocals are off
 by one, each way, in every group, so that a share is an upper bound. Its fused all-reduce divides
 `global / scale`, here exactly.

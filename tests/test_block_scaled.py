@@ -139,6 +139,88 @@ def scale_at(scale: torch.Tensor, row: int, group: int, groups: int) -> torch.Te
     return scale[tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + group % 4]
 
 
+def decoded(quantized: torch.Tensor, scale: torch.Tensor, spec: Quant, width: int) -> torch.Tensor:
+    """What rows with scales in tiles stand for, float64; as a matrix product reads them."""
+    is_mx = isinstance(spec, allnorm.Fp8PerGroup)
+    size = 32 if is_mx else 16
+    count, groups = quantized.shape[0], width // size
+    tiles = quants.swizzled_rows(scale, -(-groups // 4))[:count, :groups]
+    if is_mx:
+        elements, scales = quantized.double(), torch.exp2(tiles.double() - 127)
+    else:
+        elements = elements_of(quantized).view(count, width)
+        scales = tiles.contiguous().view(torch.float8_e4m3fn).double() / spec.global_scale.double()
+    return elements * scales.repeat_interleave(size, 1)
+
+
+def check_product(rank: int, world_size: int, sharded: bool) -> str:
+    """The product with a weight of what was written, beside that of the rows; who made it."""
+    c = comm()
+    make = {"dtype": torch.bfloat16, "device": c.device}
+    tokens, width = 132, 512
+    norm_weight = shared_input((width,), name="weight", **make)
+    linear = shared_input((256, width), name="linear", **make)
+    xs = [shared_input((tokens, width), name=f"x{r}", **make) for r in range(world_size)]
+    residual = shared_input((tokens, width), name="residual", **make)
+    lo, hi = c.row_shard(tokens) if sharded else (0, tokens)
+    given = torch.full((1,), 448 * 6 / 16.0, device=c.device)
+    blackwell = c.device.type == "cuda" and torch.cuda.get_device_capability()[0] >= 10
+    for spec in (allnorm.MxFp8(), allnorm.NvFp4(given)):
+        out = c.all_reduce_add_rms_norm_quant(
+            xs[rank], residual[lo:hi], norm_weight, 1e-6, spec, True, residual_sharded=sharded
+        )
+        weight, weight_scale = reference.quantize(linear, spec)
+        dense = decoded(out.quantized, out.scale, spec, width)
+        other = decoded(weight, weight_scale, spec, width)
+        exact = dense @ other.t()
+        near = out.normed.double() @ linear.double().t()
+        limit = 0.05 if isinstance(spec, allnorm.Fp8PerGroup) else 0.2
+        assert float((exact - near).norm() / near.norm()) < limit
+        if blackwell:
+            size = dense.abs() @ other.abs().t()
+            got = scaled_product(out, weight, weight_scale, spec)
+            assert bool(((got - exact).abs() <= exact.abs() * 2**-8 + size * 2**-12).all())
+    return "scaled_mm" if blackwell else "decoded"
+
+
+def scaled_product(
+    out: allnorm.QuantizedNorm, weight: torch.Tensor, weight_scale: torch.Tensor, spec: Quant
+) -> torch.Tensor:
+    """By torch's scaled matrix product, which compute capability 10.0 has for these formats."""
+    from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
+
+    if isinstance(spec, allnorm.NvFp4):
+        kinds, elements = (
+            [ScalingType.BlockWise1x16, ScalingType.TensorWise],
+            torch.float4_e2m1fn_x2,
+        )
+        inverse = 1 / spec.global_scale
+        scales = [[scale, inverse] for scale in (out.scale, weight_scale)]
+        swizzles = [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE]
+    else:
+        kinds, elements = [ScalingType.BlockWise1x32], torch.float8_e4m3fn
+        scales = [[scale.view(torch.float8_e8m0fnu)] for scale in (out.scale, weight_scale)]
+        swizzles = [SwizzleType.SWIZZLE_32_4_4]
+    product: torch.Tensor = scaled_mm(
+        out.quantized.view(elements),
+        weight.view(elements).t(),
+        scales[0],
+        kinds,
+        scales[1],
+        kinds,
+        swizzle_a=swizzles,
+        swizzle_b=swizzles,
+        output_dtype=torch.bfloat16,
+    )
+    return product.double()
+
+
+@on(cpu=(2,), gpu=(1, 2))
+@pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
+def test_product_of_what_was_written(pool: RankPool, sharded: bool) -> None:
+    assert len(set(pool.run(check_product, sharded))) == 1
+
+
 def check_failed_groups(rank: int, world_size: int) -> None:
     """A group with a NaN has a NaN scale and zeros for elements, and no other group has."""
     c = comm()

@@ -51,8 +51,9 @@ def bench(
     quant: Annotated[
         str,
         typer.Option(
-            help="FP8 results: per_group:128, per_group:SIZE:LAYOUT:FORMAT, per_token, per_tensor; "
-            "several with commas, none among them for 16-bit results.",
+            help="Quantised results: per_group:128, per_group:SIZE:LAYOUT:FORMAT, per_token, "
+            "per_tensor, mxfp8, nvfp4, nvfp4:row_major; several with commas, none among them for "
+            "16-bit results.",
             rich_help_panel=options.WHAT,
         ),
     ] = "",

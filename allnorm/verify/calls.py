@@ -20,7 +20,7 @@ from allnorm.names import (
     SCALE_LAYOUTS,
     SWIZZLED,
 )
-from allnorm.quant import Quant
+from allnorm.quant import Quant, scale_geometry, swizzled_rows
 from allnorm.testing import DTYPES
 
 EPS = 1e-5
@@ -149,8 +149,15 @@ class Kind:
         if result.normed is not None:
             found["normed"] = result.normed
         if not isinstance(self.quant, allnorm.Fp8PerTensor):  # its scale is an argument
-            found["scale"] = result.scale
+            found["scale"] = self._by_rows(result)
         return found
+
+    def _by_rows(self, result: allnorm.QuantizedNorm) -> torch.Tensor:
+        """The scales, one row of them after the other; of tiles with those that no group has."""
+        geometry = scale_geometry(self.quant, result.quantized.shape[0], self.hidden_size)
+        if geometry is None or not geometry.tiles:
+            return result.scale
+        return swizzled_rows(result.scale, geometry.tiles)[: result.quantized.shape[0]]
 
     def __str__(self) -> str:
         words = [self.op, f"{self.num_tokens}x{self.hidden_size}", str(self.dtype)[6:]]

@@ -38,7 +38,7 @@ def test_nvfp4(shape: tuple[int, int], dtype: torch.dtype) -> None:
     # The layout, byte for byte, as its consumers read it.
     linear = nvfp4.convert_swizzled_to_linear(tiles.view(torch.uint8), *shape, 16)
     assert torch.equal(linear[:, : shape[1] // 16], scale.view(torch.uint8))
-    # Its quantisation multiplies by a sixth first; where that gives the same scale, all is alike.
+    # Its quantisation multiplies by a sixth first: where the scale is the same, elements are too.
     elements, scales = nvfp4.ref_nvfp4_quant(y, given, 16)
     same = scales == scale.float()
     assert float(same.double().mean()) > 0.98

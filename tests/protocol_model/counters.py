@@ -75,6 +75,8 @@ def is_nan(word: int, bits: str) -> bool:
     """Whether all numbers of a word of 32 bits are NaN, to who reads it as `bits`."""
     if bits == "e4m3":
         return all(word >> shift & 0x7F == 0x7F for shift in (0, 8, 16, 24))
+    if bits == "nvfp4":  # its scale is, and its elements are zeros
+        return word >> 16 & 0x7F == 0x7F and word & 0xFFFF == 0
     if bits == "16":  # bfloat16 and float16 alike
         halves = (word & 0x7FFF, word >> 16 & 0x7FFF)
         return all(half > 0x7F80 for half in halves)

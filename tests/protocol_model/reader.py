@@ -19,6 +19,7 @@ from protocol_model.source import MEMORY, SourceError, Sources, block, verbs
 EXCHANGE, FUSED, PREPARE = "cuda/exchange.cuh", "cuda/fused.cuh", "cuda/prepare.h"
 ONE_SHOT, TWO_SHOT = "cuda/transports/one_shot.cuh", "cuda/transports/two_shot.cuh"
 OWNED, ROW_OWNERS = "cuda/owned_rows.cuh", "cuda/transports/row_owners.cuh"
+NVFP4 = "cuda/formats/nvfp4.cuh"
 SLOTS, PACKED = "cuda/slots.cuh", "cuda/words.cuh"
 LAYOUT, NUMERICS = "protocol/layout.h", "protocol/numerics.h"
 CALL_TAG, SIGNAL, SLOT = "protocol/call_tag.h", "protocol/signal.h", "protocol/slot.h"
@@ -62,9 +63,9 @@ def _offset(text: str | None) -> int:
     return int(text.replace(" ", "")) if text else 0
 
 
-def _of_bits(steps: tuple[Step, ...]) -> tuple[Step, ...]:
+def _of_bits(steps: tuple[Step, ...], finished: str = "e4m3") -> tuple[Step, ...]:
     """The steps of a quantised row: its second hop is not of the bits of x."""
-    bits = {"finished": "e4m3", "scale": "scale"}
+    bits = {"finished": finished, "scale": "scale"}
     return tuple(dataclasses.replace(step, bits=bits.get(step.where, "")) for step in steps)
 
 
@@ -216,6 +217,9 @@ class _Reader:
         nan_e4m3 = int(self._sources.one(NUMERICS, r"kNanE4m3 = 0x([0-9a-f]+);")[1], 16)
         # The greatest magnitude of a row of 16 bits as a float32: half of it is a zero.
         words = {"e4m3": nan_e4m3 * 0x01010101, "scale": 0x7FFF0000}
+        self._sources.one(NVFP4, r"kNanWord = static_cast<uint32_t>\(kNanE4m3\) << 16;")
+        self._sources.one(NVFP4, r"& scale\.kept\) \| scale\.e4m3 << 16;")
+        words["nvfp4"] = nan_e4m3 << 16
         return {"16": canonical, "32": canonical, **words}
 
     def _guards(self, path: str, name: str, after: str) -> list[str]:
@@ -309,6 +313,10 @@ class _Reader:
         send = self._steps(ROW_OWNERS, "send_partial", "partial")
         partials = self._steps(ROW_OWNERS, "receive_partials", "partial", after="send_partial")
         to_rows = self._steps(ROW_OWNERS, "publish", "finished")
+
+        def without_scales(steps: tuple[Step, ...]) -> tuple[Step, ...]:
+            return tuple(step for step in steps if step.where != "scale")
+
         to_quantized = self._steps(ROW_OWNERS, "publish", "finished", after="Pack receive(")
         return {
             "one_shot": Transport(
@@ -333,6 +341,15 @@ class _Reader:
                 send=send,
                 own=_of_bits((*partials, *to_quantized)),
                 receive=_of_bits(self._steps(ROW_OWNERS, "receive_and_store", "finished")),
+            ),
+            "owned_nvfp4": Transport(  # words have their scale in them
+                all_sum=False,
+                send=send,
+                own=_of_bits((*partials, *without_scales(to_quantized)), "nvfp4"),
+                receive=_of_bits(
+                    without_scales(self._steps(ROW_OWNERS, "receive_and_store", "finished")),
+                    "nvfp4",
+                ),
             ),
             "gather": Transport(
                 all_sum=False,

@@ -24,7 +24,11 @@ from protocol_model.source import Sources
 FIRST_OPS = (WRAP - 2, WRAP // 2 - 2, 0)
 LARGE = ((), (0, 1, 2, 3), (0, 2, 3))
 TRANSPORTS = ("one_shot", "two_shot", "owned_rows", "owned_quantized", "gather")
-PAIRS = tuple(itertools.product(TRANSPORTS, TRANSPORTS))
+# NVFP4's rows lie as those of owned_quantized do: what is new are its words.
+PAIRS = (
+    *itertools.product(TRANSPORTS, TRANSPORTS),
+    *(("owned_nvfp4", "owned_nvfp4"), ("two_shot", "owned_nvfp4"), ("owned_nvfp4", "two_shot")),
+)
 
 
 @pytest.fixture(scope="module")
