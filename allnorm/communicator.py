@@ -64,6 +64,10 @@ class Communicator:
         timeout: how long a call, or the making of the communicator, may wait for a peer; seconds or
             a timedelta (`ALLNORM_TIMEOUT_SECONDS`, else 600 s). A peer whose process has ended is
             not waited for.
+        islands: which ranks write to each other's memory. "auto" finds them: those of one host,
+            and on GPUs those of them that reach each other. Or a sequence of sequences of group
+            ranks, the same on every rank. Several of equal size run "hierarchical", others
+            "unfused"; of both the sum is made island by island (docs/numerics.md, step 1b).
         tuning_dir: folder of the tables that `allnorm tune` has written (`ALLNORM_TUNING_DIR`, else
             the user's cache). They decide about time, never about bits; one that does not fit, or
             that not all ranks have, is left out with a warning of rank 0.
@@ -77,10 +81,6 @@ class Communicator:
             and costs 0.3 to 0.9 us a call.
         dependent_launch: CUDA: whether calls are launched with programmatic dependent launch.
         first_op: the number of the first operation, the same on every rank; it wraps at 2**32.
-        islands: which ranks write to each other's memory. "auto" finds them: those of one host,
-            and on GPUs those of them that reach each other. Or a sequence of sequences of group
-            ranks, the same on every rank. Several of equal size run "hierarchical", others
-            "unfused"; of both the sum is made island by island (docs/numerics.md, step 1b).
 
     Raises:
         ValueError, TypeError: an argument is wrong, or ranks pass different ones or have loaded
@@ -98,13 +98,13 @@ class Communicator:
         workspace_bytes: int | None = None,
         numerics: str = "rounded",
         timeout: datetime.timedelta | float | None = None,
+        islands: str | Sequence[Sequence[int]] = "auto",
         *,
         tuning_dir: str | os.PathLike[str] | None = None,
         max_blocks: int | None = None,
         early_trigger: bool = True,
         dependent_launch: bool = True,
         first_op: int = 0,
-        islands: str | Sequence[Sequence[int]] = "auto",
     ) -> None:
         # Half of what allnorm loads, which a process that opens no communicator goes without.
         from allnorm.core.opening import Settings, open_endpoint

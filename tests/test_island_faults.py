@@ -149,7 +149,7 @@ def breaks_between(rank: int, world_size: int, far: bool, how: str) -> tuple[str
             time.sleep(5)
             raise RuntimeError("too late")
 
-        between.gather = gather  # type: ignore[method-assign]
+        between.start_gather = gather  # type: ignore[method-assign]
     out = torch.zeros(24, 256)
     start = time.monotonic()
     with pytest.raises(allnorm.PeerTimeoutError) as caught:
@@ -168,3 +168,43 @@ def test_a_rank_lost_amid_a_call_is_named_by_all(pool: RankPool, far: bool, how:
     results = pool.run(breaks_between, far, how, may_die=[3], timeout=120)
     kind = "PeerDiedError" if how == "ends" else "PeerTimeoutError"
     assert results[:3] == [(kind, 3, True)] * 3
+
+
+def interrupted(rank: int, world_size: int, whom: int) -> tuple[str, int]:
+    """While rank 3 stands still amid a call: rank 1 waits for it between, rank 2 inside.
+
+    Who waits for rank 3, or for one that does, goes on waiting until that ends.
+    """
+    c = make(False, rank, timeout=60.0)
+    CASE.check(c)
+    dist.barrier()
+    if rank == 3:
+
+        def start_gather(*_: Any) -> Any:
+            time.sleep(4)
+            raise RuntimeError("too late")
+
+        c._endpoint._hierarchy.between.start_gather = start_gather  # type: ignore
+    if rank == whom:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    start = time.monotonic()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises((KeyboardInterrupt, allnorm.PeerTimeoutError)) as caught:
+            CASE.run(c)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    seconds = time.monotonic() - start
+    if rank == whom:
+        assert seconds < 2.0, seconds
+    check_afterwards(c)
+    return type(caught.value).__name__, getattr(caught.value, "peer", rank)
+
+
+@on(cpu=(4,))
+@pytest.mark.parametrize("whom", [1, 2], ids=["between", "inside"])
+def test_an_interrupt_amid_a_call_ends_it_for_all(pool: RankPool, whom: int) -> None:
+    results = pool.run(interrupted, whom, timeout=120)
+    assert results[whom] == ("KeyboardInterrupt", whom)
+    if whom == 1:  # whom rank 0 waits for; rank 2 waits for rank 3, as before
+        assert results[0] == ("PeerTimeoutError", 1), results

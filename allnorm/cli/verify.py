@@ -52,6 +52,14 @@ def verify(
         bool,
         typer.Option("--share-gpus", help="More ranks than GPUs: they take turns, which is slow."),
     ] = False,
+    island_size: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Ranks in islands of so many, which exchange through the process group; 0: "
+            "islands are found. Not in --faults and the soak.",
+        ),
+    ] = 0,
     json: Json = None,
 ) -> None:
     """Compares every kind of call with the reference, bit for bit."""
@@ -64,7 +72,7 @@ def verify(
     seed = random.randrange(1 << 20) if seed is None else seed
     budget = _SAMPLE_SECONDS[where] if seconds is None else seconds
     given = tuple((s.num_tokens, s.hidden_size) for s in options.shapes(shapes)) if shapes else ()
-    job = Job(where, seed, full, budget, stress, given, repeat, words)
+    job = Job(where, seed, full, budget, stress, given, repeat, words, island_size=island_size)
     _check_selection(job)
     if full:
         with options.of("--full"):

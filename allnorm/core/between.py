@@ -159,7 +159,8 @@ class Between:
         """Ends it at once: those who wait for this rank get an error. Idempotent; any thread."""
         self.failure = self.failure or why
         for group in list(self._groups):
-            group.abort()
+            # The end of a group waits for what is on its way, perhaps from a rank that never comes.
+            threading.Thread(target=_abort, args=([group],), daemon=True).start()
         self.close()
 
     def close(self) -> None:
@@ -212,6 +213,12 @@ class _Late:
                     between.abort(f"no answer of NCCL within {self._seconds:g} s")
                 watched = None
             del between
+
+
+def _abort(groups: list[Any]) -> None:
+    with contextlib.suppress(RuntimeError):
+        groups[0].abort()
+    groups.clear()  # the last reference, so that the group ends here
 
 
 def _shut_down(group: Any) -> None:

@@ -294,6 +294,8 @@ class Endpoint:
             raise
         if status in _RECORDED:
             self._broken = self._what_failed_inside(launch, memory)
+            if status == _native.INTERRUPTED:
+                fast_call.raise_interrupt()
             raise self._broken()
         return status
 
@@ -357,6 +359,8 @@ class Endpoint:
 
     def _what_broke(self, error: BaseException) -> Callable[[], PeerTimeoutError]:
         """Makes the error of an unfused call that failed in the process group, now and later."""
+        if self._hierarchy is not None and not isinstance(error, RuntimeError):
+            return self._was_interrupted()
         peer = None if self.watch is None else self.watch.find_ended(_END_SECONDS)
         if self.watch is not None and peer is not None:
             why = f"but {self.watch.describe(peer)} has ended"
@@ -373,12 +377,25 @@ class Endpoint:
         self._library.comm_check(self._handle, ctypes.addressof(fault))
         error = self._fault_error(fault, launch)
         self._abandon(memory)
-        if fault.status in (_native.DIVERGED, _native.INTERRUPTED):
+        if fault.status == _native.INTERRUPTED:
+            return self._was_interrupted()
+        if fault.status == _native.DIVERGED:
             return lambda: error
         # A rank of the island may have been late, or given up, because of one of another island.
         died = isinstance(error, PeerDiedError)
         why = "whose process has ended" if died else "which did not come"
         return self._because_of(faults.Wait([error.peer], why, died))
+
+    def _was_interrupted(self) -> Callable[[], PeerTimeoutError]:
+        """Tells the others, whom nobody else tells, and waits for nobody."""
+        wait = faults.Wait([self.rank], "which was interrupted")
+        faults.publish_wait(self.living_group(), self.name, self.rank, wait)
+        return lambda: PeerTimeoutError(
+            f"rank {self.rank} was interrupted, by an exception, in a call between islands. "
+            "Results of this and later calls are not valid; make a new Communicator on every rank.",
+            rank=self.rank,
+            expected="a call between islands",
+        )
 
     def _because_of(self, wait: faults.Wait) -> Callable[[], PeerTimeoutError]:
         """Makes the error of a call that failed in a wait, now and later."""

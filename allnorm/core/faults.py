@@ -146,6 +146,11 @@ def find_cause(group: dist.ProcessGroup, name: str, rank: int, own: Wait) -> Wai
     return own if found is None else found
 
 
+def publish_wait(group: dist.ProcessGroup, name: str, rank: int, wait: Wait) -> None:
+    """Says what this rank waited for, without looking any further. Bounded."""
+    _with_store(group, lambda store: store.set(_wait_key(name, rank), json.dumps(wait)))
+
+
 def _said(store: Any, name: str, peers: Sequence[int], deadline: float) -> dict[Any, Wait]:
     """What peers say that they waited for, by rank; of some nothing before the deadline.
 

@@ -74,7 +74,7 @@ def _one_shape(
 ) -> None:
     dtype = DTYPES[name]
     batch = context.batch(num_tokens, hidden_size, dtype)
-    reduced = reference.all_reduce(batch.xs)
+    reduced = context.reduce(batch.xs)
     algorithms = context.algorithms(num_tokens, hidden_size, dtype)
     shape = f"{num_tokens}x{hidden_size} {name}"
     for algorithm in algorithms:
@@ -96,7 +96,7 @@ def batch_invariance(context: Context, recorder: Recorder) -> None:
     """A row's bits do not depend on the batch it is in."""
     for dtype, hidden_size in itertools.product(DTYPES.values(), (2880, 4096)):
         batch = context.batch(67, hidden_size, dtype)
-        whole = _reference(batch)
+        whole = _reference(context, batch)
         for low, high in ((0, 67), (0, 1), (13, 14), (66, 67), (3, 20), (30, 63)):
             part = batch.map(lambda tensor, lo=low, hi=high: tensor[lo:hi].clone())  # type: ignore[misc]
             expected = [tensor[low:high] for tensor in whole]
@@ -137,7 +137,9 @@ def options(context: Context, recorder: Recorder) -> None:
         for residual, weight, bias, numerics in variants:
             call: Any = (residual, weight, EPS)
             chosen: dict[str, Any] = {"weight_bias": bias, "numerics": numerics}
-            expected = reference.all_reduce_add_rms_norm(batch.xs, *call, **chosen)
+            expected = reference.all_reduce_add_rms_norm(
+                batch.xs, *call, islands=comm.islands, **chosen
+            )
             for algorithm in context.algorithms(12, 5760, dtype):
                 x = batch.xs[comm.rank]
                 got = comm.all_reduce_add_rms_norm(x, *call, algorithm=algorithm, **chosen)
@@ -148,7 +150,7 @@ def options(context: Context, recorder: Recorder) -> None:
                 recorder.compare(case, got, expected)
         # More dimensions than two.
         folded = batch.map(lambda rows: rows.view(3, 2, 2, -1))
-        whole = [part.view(3, 2, 2, -1) for part in _reference(batch)]
+        whole = [part.view(3, 2, 2, -1) for part in _reference(context, batch)]
         recorder.compare(f"[3, 2, 2, 5760] {name}", context.run(folded), whole)
 
 
@@ -157,8 +159,8 @@ def in_place(context: Context, recorder: Recorder) -> None:
     comm = context.comm
     for (name, dtype), num_tokens in itertools.product(DTYPES.items(), (1, 16, 257)):
         batch = context.batch(num_tokens, 4096, dtype)
-        expected = _reference(batch)
-        reduced = reference.all_reduce(batch.xs)
+        expected = _reference(context, batch)
+        reduced = context.reduce(batch.xs)
         for algorithm in context.algorithms(num_tokens, 4096, dtype):
             case = f"{num_tokens}x4096 {name} {algorithm}"
             x, residual = batch.xs[comm.rank].clone(), batch.residual.clone()
@@ -180,7 +182,7 @@ def strided(context: Context, recorder: Recorder) -> None:
         for num_tokens, hidden_size in ((5, 2880), (64, 4096), (129, 1001)):
             batch = context.batch(num_tokens, hidden_size, dtype)
             apart = replace(batch.map(partial(_apart, gap=24)), residual=_apart(batch.residual, 8))
-            _by_each_algorithm(context, recorder, apart, "strided", _reference(batch))
+            _by_each_algorithm(context, recorder, apart, "strided", _reference(context, batch))
 
 
 def _apart(x: torch.Tensor, gap: int) -> torch.Tensor:
@@ -192,7 +194,10 @@ def _apart(x: torch.Tensor, gap: int) -> torch.Tensor:
 
 def two_communicators(context: Context, recorder: Recorder) -> None:
     """Calls on two communicators in turn, of other shapes and algorithms."""
-    with allnorm.Communicator(device=context.comm.device, numerics="vllm") as other:
+    islands = context.comm.islands
+    with allnorm.Communicator(
+        device=context.comm.device, numerics="vllm", islands=islands
+    ) as other:
         for turn in range(24):
             name = context.rng.choice(list(DTYPES))
             shape = (context.rng.choice((1, 3, 16, 65)), context.rng.choice((2880, 4096)))
@@ -206,7 +211,7 @@ def two_communicators(context: Context, recorder: Recorder) -> None:
             ]
             for result, numerics in zip(got, ("rounded", "vllm"), strict=True):
                 case = f"turn {turn} {shape[0]}x{shape[1]} {name} {numerics} {algorithm}"
-                recorder.compare(case, result, _reference(batch, numerics))
+                recorder.compare(case, result, _reference(context, batch, numerics))
         other.check()
 
 
@@ -226,16 +231,18 @@ def _by_each_algorithm(
     """
     num_tokens, hidden_size = batch.residual.shape
     dtype = batch.residual.dtype
-    wanted = _reference(batch) if expected is None else expected
+    wanted = _reference(context, batch) if expected is None else expected
     for algorithm in context.algorithms(whole_rows or num_tokens, hidden_size, dtype):
         got = context.run(batch, algorithm=algorithm)
         text = f"{case}, {num_tokens}x{hidden_size} {str(dtype)[6:]} {algorithm}"
         recorder.compare(text, got, wanted, digest=digest)
 
 
-def _reference(batch: Batch, numerics: str = "rounded") -> Normed:
+def _reference(context: Context, batch: Batch, numerics: str = "rounded") -> Normed:
     return reference.all_reduce_add_rms_norm(
-        batch.xs, batch.residual, batch.weight, EPS, numerics=numerics
+        *(batch.xs, batch.residual, batch.weight, EPS),
+        numerics=numerics,
+        islands=context.comm.islands,
     )
 
 
@@ -303,7 +310,7 @@ def _variants(
         sharded=sharded,
         **(change or {}),
     )
-    expected = kind.expected(reference.all_reduce(batch.xs), batch.residual, batch.weight)
+    expected = kind.expected(context.reduce(batch.xs), batch.residual, batch.weight)
     for algorithm in context.algorithms(num_tokens, hidden_size, dtype, spec, sharded):
         kind = replace(kind, algorithm=algorithm)
         got = issue(comm, kind, batch.xs[comm.rank], batch.residual, batch.weight)
@@ -364,8 +371,8 @@ def graph_replay(context: Context, recorder: Recorder) -> None:
             static.copy_(batch)
             graph.replay()
             eager = context.batch(7, 4096, torch.bfloat16)
-            recorder.compare(f"eager, turn {turn}", context.run(eager), _reference(eager))
-            expected = _reference(batch)
+            recorder.compare(f"eager, turn {turn}", context.run(eager), _reference(context, eager))
+            expected = _reference(context, batch)
             for algorithm, result in results.items():
                 case = f"{shapes[index][0]}x{shapes[index][1]} {algorithm}, turn {turn}"
                 recorder.compare(f"replay of {case}", result, expected)
@@ -411,7 +418,7 @@ def quantized_graph_replay(context: Context, recorder: Recorder) -> None:
         static.copy_(batch)
         per_tensor.scale.fill_(0.01 * (turn + 1))
         graph.replay()
-        reduced = reference.all_reduce(batch.xs)
+        reduced = context.reduce(batch.xs)
         for kind, got in zip(kinds, results, strict=True):
             expected = kind.expected(reduced, batch.residual, batch.weight)
             _compare(recorder, f"replay {turn}, {kind}", kind.quant, got, expected)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import allnorm
+from allnorm import reference
 from allnorm.names import REQUESTS
 from allnorm.testing import (
     Batch,
@@ -39,6 +40,14 @@ class Job:
     repeat: int = 0  # how often each of `shapes` runs
     only: tuple[str, ...] = ()  # only checks whose names hold one of these words; empty: all
     shared_gpus: bool = False  # several ranks are on one GPU, where gloo stands for NCCL
+    island_size: int = 0  # ranks of each island, one after the other; 0: islands are found
+
+    def islands(self, world_size: int) -> Any:
+        """As of a Communicator."""
+        if not self.island_size:
+            return "auto"
+        lows = range(0, world_size, self.island_size)
+        return [list(range(lo, min(lo + self.island_size, world_size))) for lo in lows]
 
 
 @dataclass(frozen=True)
@@ -63,6 +72,10 @@ class Context:
             shared_input(shape, dtype, "residual", device=device),
             shared_input(shape[1:], dtype, "weight", device=device),
         )
+
+    def reduce(self, xs: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The reference's sum of all ranks' rows."""
+        return reference.all_reduce(xs, islands=self.comm.islands)
 
     def algorithms(self, *shape: Any) -> list[str]:
         """The algorithms that can run that shape, given as the first arguments of `comm.plan`."""

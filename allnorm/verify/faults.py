@@ -402,7 +402,7 @@ def _call(comm: allnorm.Communicator, call: Kind, inputs: _Inputs, **out: Any) -
 def _expected(comm: allnorm.Communicator, call: Kind, inputs: _Inputs) -> Results:
     """What the call must return on this rank, by the reference."""
     xs, *shared = inputs
-    expected = call.expected(reference.all_reduce(xs), *shared)
+    expected = call.expected(reference.all_reduce(xs, islands=comm.islands), *shared)
     if call.sharded:
         lo, hi = comm.row_shard(call.num_tokens)
         expected["residual_out"] = expected["residual_out"][lo:hi]

@@ -40,7 +40,7 @@ def run(rank: int, world_size: int, job: Job) -> list[dict[str, Any]]:
         One record per check, the same on every rank: `check`, `cases`, `failures`, `seconds`,
         `details` (the first failures) and `note`.
     """
-    with allnorm.Communicator(device=device()) as comm:
+    with allnorm.Communicator(device=device(), islands=job.islands(world_size)) as comm:
         context = Context(comm, job, random.Random(job.seed))
         selected = checks_of(job)
         results = []

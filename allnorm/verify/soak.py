@@ -8,6 +8,7 @@ and every element of every result is compared with the reference on the device.
 from __future__ import annotations
 
 import datetime
+import functools
 import random
 import time
 from collections import Counter
@@ -204,7 +205,9 @@ class _Section:
             rows = max(TOKENS[self._device.type]) + _FIRST_ROWS[self._device.type]
             seed = self._rng.randrange(1 << 31)
             self._tapes[key] = make_tape(
-                rows, kind.hidden_size, kind.dtype, self._device, comm.rank, comm.world_size, seed
+                *(rows, kind.hidden_size, kind.dtype, self._device, comm.rank, comm.world_size),
+                seed,
+                self._comms[0].islands,
             )
         return self._tapes[key]
 
@@ -247,7 +250,8 @@ def repeat_shapes(context: Context, recorder: Recorder) -> None:
         seed = job.seed * 1009 + index
         num_rows, num_elems = kind.num_tokens + job.repeat, kind.num_tokens * kind.hidden_size
         where = (comm.device, comm.rank, comm.world_size)
-        tape = make_tape(num_rows, kind.hidden_size, kind.dtype, *where, seed)
+        size = num_rows, kind.hidden_size, kind.dtype
+        tape = make_tape(*size, *where, seed, comm.islands)
         rows = list(range(job.repeat))
         random.Random(seed).shuffle(rows)
         report({"text": f"{recorder.name}: {kind}", "done": index, "total": len(kinds)})
@@ -314,6 +318,7 @@ def make_tape(
     rank: int,
     world_size: int,
     seed: int,
+    islands: Sequence[Sequence[int]],
 ) -> Tape:
     """Makes every rank's rows from the seed, keeps this rank's, and their sum. Not collective.
 
@@ -322,14 +327,17 @@ def make_tape(
     normal = normal_maker(seed * 7919, device)  # spread by a prime
     exponents = torch.arange(num_rows, device=device) * 7 % _EXPONENTS - _EXPONENTS // 2
     scale = torch.exp2(exponents.float())[:, None]
-    mine = total = None
+    mine = None
+    sums: list[torch.Tensor | None] = [None] * len(islands)
     for source in range(world_size):
         x = (normal(source + 2, num_rows, hidden_size) * scale).to(dtype)
         mine = x if source == rank else mine
         # In rank order, as reference.all_reduce() sums, without holding all partials at once.
-        total = x.float() if total is None else total + x.float()
+        number = next(i for i, island in enumerate(islands) if source in island)
+        so_far = sums[number]
+        sums[number] = x.float() if so_far is None else so_far + x.float()
     assert mine is not None
-    assert total is not None
+    total = functools.reduce(torch.add, [one for one in sums if one is not None])
     residual = (normal(0, num_rows, hidden_size) * scale).to(dtype)
     weight = (1.0 + 0.1 * normal(1, hidden_size)).to(dtype)
     return Tape(mine, total.to(dtype), residual, weight)
