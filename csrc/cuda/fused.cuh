@@ -167,9 +167,9 @@ class RowStream {
 
   // The same with a source of many loads a row, which are to keep the memory busy: the rows of a
   // token are on their way into the L2 cache from two turns before it is sent. One block an SM,
-  // with registers for eight rows of experts. Two H100s, bf16, 2026-11, 8192x4096 with eight experts
-  // and a shared one: 323 us; 353 if a token is loaded when the one before is done with, 405 with
-  // two blocks an SM, four rows at a time and nothing prefetched (docs/engineering-log).
+  // with registers for eight rows of experts. Two H100s, bf16, 2026-11, 8192x4096 with eight
+  // experts and a shared one: 323 us; 353 if a token is loaded when the one before is done with,
+  // 405 with two blocks an SM, four rows at a time and nothing prefetched (docs/engineering-log).
   __device__ __forceinline__ void run_prefetched(Pack own) {
     Pace pace;
     if (step_ < end_) pace.start(params_.row_ps, first_, step_, 1);
@@ -314,9 +314,9 @@ __device__ __forceinline__ void run_fused(const FusedParams& params) {
   if (first < 0) return work_on_no_row<Format<T>>(exchange, params);
   Transport<T, kWorldSize> transport(params, exchange, pack, live);
   constexpr bool kLean = kGrid == Grid::kDense && kExtended && !Source<T>::kPrefetches;
-  constexpr Gains kGains = kLean                      ? Gains::kLean
+  constexpr Gains kGains = kLean                    ? Gains::kLean
                            : kGrid == Grid::kSparse ? Gains::kAhead
-                                                      : Gains::kLate;
+                                                    : Gains::kLate;
   using Epilogue = NormEpilogue<T, Format, kGains, kExtended>;
   Epilogue epilogue(params.epilogue, row_exchange, pack, live);
   RowStream<kWorldSize, Source<T>, Transport<T, kWorldSize>, Epilogue, kGrid> stream(
@@ -339,7 +339,8 @@ __device__ __forceinline__ void run_fused(const FusedParams& params) {
 template <class T, template <class> class Source, int kWorldSize,
           template <class, int> class Transport, Grid kGrid, template <class> class Format,
           bool kExtended>
-__global__ void __launch_bounds__(kMaxThreads, kGrid == Grid::kDense && !Source<T>::kPrefetches ? 2 : 1)
+__global__ void __launch_bounds__(kMaxThreads,
+                                  kGrid == Grid::kDense && !Source<T>::kPrefetches ? 2 : 1)
     fused_kernel(const __grid_constant__ FusedParams params) {
   run_fused<T, Source, kWorldSize, Transport, kGrid, Format, kExtended>(params);
 }

@@ -23,7 +23,8 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
 
   RowExchange row_exchange((params.packs + kPacksPerChunk - 1) / kPacksPerChunk, clusters);
   wait_for_preceding_grid();
-  NormEpilogue<T, Format, Gains::kLate, kExtended> epilogue(params.epilogue, row_exchange, pack, live);
+  NormEpilogue<T, Format, Gains::kLate, kExtended> epilogue(params.epilogue, row_exchange, pack,
+                                                            live);
   const Source<T> source(params, pack);
   const auto load_input = [&](int row) { return live && row < end ? source.load(row) : Pack{}; };
   const auto load_residual = [&](int row) {
