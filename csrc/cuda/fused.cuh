@@ -314,9 +314,9 @@ __device__ __forceinline__ void run_fused(const FusedParams& params) {
   if (first < 0) return work_on_no_row<Format<T>>(exchange, params);
   Transport<T, kWorldSize> transport(params, exchange, pack, live);
   constexpr bool kLean = kGrid == Grid::kDense && kExtended && !Source<T>::kPrefetches;
-  constexpr Gains kGains = kLean                    ? Gains::kLean
-                           : kGrid == Grid::kSparse ? Gains::kAhead
-                                                    : Gains::kLate;
+  // Extended, gains made ahead spill from three ranks on.
+  constexpr bool kAhead = kGrid == Grid::kSparse && !kExtended;
+  constexpr Gains kGains = kLean ? Gains::kLean : kAhead ? Gains::kAhead : Gains::kLate;
   using Epilogue = NormEpilogue<T, Format, kGains, kExtended>;
   Epilogue epilogue(params.epilogue, row_exchange, pack, live);
   RowStream<kWorldSize, Source<T>, Transport<T, kWorldSize>, Epilogue, kGrid> stream(
