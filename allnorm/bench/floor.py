@@ -34,11 +34,20 @@ def wire_bytes(
     gathered = hidden_size * element_bytes
     spec = quant_of(mode.quant)
     if mode.residual_sharded and spec:
-        scales = quant.scale_geometry(spec, 1, hidden_size)
-        gathered = hidden_size + (scales.shape[1] * scales.dtype.itemsize if scales else 0)
+        gathered = hidden_size + _scale_bytes(spec, hidden_size)
         gathered += hidden_size * element_bytes if mode.return_normed else 0
     row = hidden_size * element_bytes + gathered
     return (world_size - 1) / world_size * num_tokens * row
+
+
+def _scale_bytes(spec: quant.Quant, hidden_size: int) -> int:
+    """What crosses the link of the scales of a finished row."""
+    if isinstance(spec, quant.NvFp4):
+        return 0  # they lie in the words of elements, a byte an element
+    if isinstance(spec, quant.Fp8PerGroup) and quant.is_swizzled(spec):
+        return 4 * (hidden_size // spec.group_size)  # as float32
+    scales = quant.scale_geometry(spec, 1, hidden_size)
+    return scales.shape[1] * scales.dtype.itemsize if scales else 0
 
 
 def push_gbps(gpu: str, world_size: int) -> float | None:

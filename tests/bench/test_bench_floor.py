@@ -28,6 +28,8 @@ def test_a_replicated_residual_needs_sums_at_full_width() -> None:
         ("per_group:128:column_major_tma:ue8m0_packed", H / 128),
         ("per_token", 4),
         ("per_tensor", 0),
+        ("mxfp8", H / 32 * 4),
+        ("nvfp4", 0),
     ],
 )
 def test_a_sharded_residual_gathers_results(quant: str, scale_bytes: float) -> None:

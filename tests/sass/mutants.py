@@ -237,8 +237,8 @@ MUTANTS = (
     ),
     _mutant(
         *("registers spilled", "frame", "fused.cuh"),
-        "__launch_bounds__(kMaxThreads, kGrid == Grid::kDense ? 2 : 1)",
-        "__launch_bounds__(kMaxThreads, 3)",
+        "kGrid == Grid::kDense && !Source<T>::kPrefetches ? 2 : 1)",
+        "3)",
     ),
 )
 

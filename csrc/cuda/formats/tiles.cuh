@@ -25,13 +25,17 @@ __device__ __forceinline__ void store_scale_byte(const QuantParams& params, int6
   }
 }
 
-// Zeros for the scales of rows that do not exist: words of four groups.
+// Zeros for the scales of rows that do not exist: words of four groups. In the order of addresses:
+// by rows, whose words are 512 bytes apart, 1x4096 took 10 us (two H100s, bf16, 2026-11).
 __device__ __forceinline__ void store_tile_padding(const QuantParams& params) {
-  for (int row = 0; row < params.padding_rows; ++row) {
-    const uint32_t m =
-        params.first_scale_row + static_cast<uint32_t>(params.first_padding_row + row);
-    for (uint32_t tile = threadIdx.x; tile < params.tiles; tile += blockDim.x) {
-      store_u32(params.scale + swizzled_scale(m, tile * kTileGroups, params.tiles), 0);
+  if (params.padding_rows == 0) return;
+  const uint32_t first = params.first_scale_row + static_cast<uint32_t>(params.first_padding_row);
+  const uint32_t end = first + static_cast<uint32_t>(params.padding_rows);
+  for (uint32_t top = first / kTileRows * kTileRows; top < end; top += kTileRows) {
+    char* const tiles = params.scale + swizzled_scale(top, 0, params.tiles);
+    for (uint32_t word = threadIdx.x; word < params.tiles * kTileRows; word += blockDim.x) {
+      const uint32_t row = top + word % 4 * 32 + word / 4 % 32;
+      if (row >= first && row < end) store_u32(tiles + 4 * int64_t{word}, 0);
     }
   }
 }
