@@ -117,9 +117,9 @@ void enqueue(shim::Machine& machine, const AllnormCommConfig& config, Operation&
        .dependent = true,
        .kernel =
            [params, &op] {
-             (...,
-              (kDtypeOf<Types> == op.call.dtype ? run<Types, kWorldSize>(params, op.call, Formats())
-                                                : void()));
+             (..., (kDtypeOf<Types> == op.call.dtype
+                        ? run<Types, kWorldSize>(params, op.call, ExtendedFormats())
+                        : void()));
            }},
       0);
 }
