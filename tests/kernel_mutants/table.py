@@ -459,7 +459,7 @@ WRONG_RESULTS = (
     ),
     Mutant(
         "tiles: rows that do not exist are left as they are",
-        ((TILES, "row < params.padding_rows", "row < params.padding_rows - 1"),),
+        ((TILES, "row < end) store", "row < end - 1) store"),),
         (WRONG,),
         "plain",
         "cuda_local_test",
