@@ -46,7 +46,7 @@ def endpoint(library: Library, workspace: Any = None) -> Endpoint:
     made._workspace = workspace
     made._group = lambda: None
     made.closed, made._handle, made._streams = False, 1, {None}
-    made._broken = made._channel = made._accounts = made.watch = None
+    made._broken = made._channel = made._accounts = made.watch = made._hierarchy = None
     made._process, made._holder, made._lock = os.getpid(), 0, threading.Lock()
     made.timeout, made.device = datetime.timedelta(seconds=1), torch.device("cuda", 0)
     made.name, made.dispatcher = "0", mock.Mock()

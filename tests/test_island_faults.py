@@ -196,7 +196,7 @@ def interrupted(rank: int, world_size: int, whom: int) -> tuple[str, int]:
         signal.signal(signal.SIGINT, before)
     seconds = time.monotonic() - start
     if rank == whom:
-        assert seconds < 2.0, seconds
+        assert seconds < 6.0, seconds  # the timeout is longer
     check_afterwards(c)
     return type(caught.value).__name__, getattr(caught.value, "peer", rank)
 
