@@ -181,7 +181,7 @@ def interrupted(rank: int, world_size: int, whom: int) -> tuple[str, int]:
     if rank == 3:
 
         def start_gather(*_: Any) -> Any:
-            time.sleep(4)
+            time.sleep(8)
             raise RuntimeError("too late")
 
         c._endpoint._hierarchy.between.start_gather = start_gather  # type: ignore
@@ -196,7 +196,7 @@ def interrupted(rank: int, world_size: int, whom: int) -> tuple[str, int]:
         signal.signal(signal.SIGINT, before)
     seconds = time.monotonic() - start
     if rank == whom:
-        assert seconds < 6.0, seconds  # the timeout is longer
+        assert seconds < 6.0, seconds  # sooner than rank 3 goes on
     check_afterwards(c)
     return type(caught.value).__name__, getattr(caught.value, "peer", rank)
 

@@ -51,7 +51,7 @@ layouts = st.builds(
 
 
 def quants() -> st.SearchStrategy[quant.Quant | None]:
-    layouts = (*quant.SCALE_LAYOUTS, "packed")
+    layouts = (*(name for name in quant.SCALE_LAYOUTS if name != quant.SWIZZLED), "packed")
     groups = st.tuples(st.sampled_from(quant.GROUP_SIZES), st.sampled_from(layouts), st.booleans())
     return st.one_of(
         st.none(),
@@ -63,6 +63,11 @@ def quants() -> st.SearchStrategy[quant.Quant | None]:
             )
         ),
         st.just(allnorm.Fp8PerToken()),
+        st.just(allnorm.MxFp8()),
+        st.tuples(
+            st.sampled_from((1.0, 448 * 6 / 5.0, 1e-30)),
+            st.sampled_from(("swizzled_128x4", "row_major")),
+        ).map(lambda g: allnorm.NvFp4(torch.tensor([g[0]]), g[1])),
         st.sampled_from((0.01, -3.0, 1e-30)).map(
             lambda value: allnorm.Fp8PerTensor(torch.tensor([value]))
         ),
@@ -71,8 +76,8 @@ def quants() -> st.SearchStrategy[quant.Quant | None]:
 
 def possible(case: Case) -> Case:
     """The case with whole groups, and without what excludes each other."""
-    if isinstance(case.quant, allnorm.Fp8PerGroup):
-        size = case.quant.group_size
+    if isinstance(case.quant, allnorm.Fp8PerGroup | allnorm.NvFp4):
+        size = 16 if isinstance(case.quant, allnorm.NvFp4) else case.quant.group_size
         case = case.but(shape=(*case.shape[:-1], -(-case.shape[-1] // size) * size))
     if case.sharded and case.algorithm == "one_shot":
         case = case.but(algorithm="two_shot")
@@ -105,7 +110,11 @@ def memory_for(case: Case, c: allnorm.Communicator, like_x: torch.Tensor) -> dic
     memory = {"residual_out": torch.full_like(shard, 7.0)}
     if case.quant is None:
         return {**memory, "out": like_x}
-    memory["quantized_out"] = torch.full(case.shape, 7.0).to(quant.DTYPE)
+    if isinstance(case.quant, allnorm.NvFp4):
+        shape = (*case.shape[:-1], case.shape[-1] // 2)
+        memory["quantized_out"] = torch.full(shape, 7, dtype=torch.uint8)
+    else:
+        memory["quantized_out"] = torch.full(case.shape, 7.0).to(quant.DTYPE)
     if not isinstance(case.quant, allnorm.Fp8PerTensor):
         tokens = torch.Size(case.shape[:-1]).numel()
         memory["scale_out"] = quant.empty_scale(case.quant, tokens, case.shape[-1], "cpu")
