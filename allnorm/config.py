@@ -122,15 +122,14 @@ def _folder(environ: Mapping[str, str], name: str) -> pathlib.Path | None:
 
 
 @contextlib.contextmanager
-def nccl_errors_left_to_us() -> Iterator[None]:
-    """Within it torch makes process groups of NCCL that do not end the process after an error."""
-    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    saved = os.environ.get(name)
-    os.environ[name] = "0"
+def variable(name: str, value: str) -> Iterator[None]:
+    """Within it an environment variable, of another library, has this value."""
+    before = os.environ.get(name)
+    os.environ[name] = value
     try:
         yield
     finally:
-        if saved is None:
+        if before is None:
             del os.environ[name]
         else:
-            os.environ[name] = saved
+            os.environ[name] = before

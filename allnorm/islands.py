@@ -7,7 +7,7 @@ of the numerics page.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, Literal
 
 Islands = tuple[tuple[int, ...], ...]
 """Ranks of each island in rising order, islands in the order of their lowest ranks."""
@@ -39,6 +39,13 @@ def check_islands(given: Any, world_size: int) -> Islands:
     if sorted(ranks) != list(range(world_size)) or not all(map(len, given)):
         raise ValueError(f"islands={given!r}: {expected}.")
     return in_order(given)
+
+
+def of_size(size: int, world_size: int) -> Islands | Literal["auto"]:
+    """Islands of `size` ranks that follow each other, the last perhaps smaller; 0: to be found."""
+    if size == 0:
+        return "auto"
+    return tuple(tuple(range(lo, min(lo + size, world_size))) for lo in range(0, world_size, size))
 
 
 def in_order(islands: Sequence[Sequence[int]]) -> Islands:

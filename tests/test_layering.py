@@ -120,8 +120,8 @@ ALLOWED = {
     "testing": {"core.workspace", "names"},
     "compile": {PUBLIC, "_version", "communicator", "config", "errors", "names", "ops", "quant"},
     "integrations": {PUBLIC, "compile", "config", "errors", "names", "ops"},
-    "verify": {PUBLIC, "errors", "names", "quant", "reference", "testing"},
-    "bench": {PUBLIC, "names", "quant", "reference", "testing", "topology"},
+    "verify": {PUBLIC, "errors", "islands", "names", "quant", "reference", "testing"},
+    "bench": {PUBLIC, "config", "islands", "names", "quant", "reference", "testing", "topology"},
     "tune": {PUBLIC, "bench", "policy", "testing", "tuning"},
     "cli": {
         *(PUBLIC, "bench", "config", "errors", "names", "testing", "topology"),
@@ -148,7 +148,7 @@ THIRD_PARTY = {
 
 # Who touches the environment, and why. Variables of allnorm's own are the business of config alone.
 ENVIRONMENT = {
-    "config": "reads ALLNORM_* and LOCAL_RANK; sets the switch that keeps torch from multicast",
+    "config": "reads ALLNORM_* and LOCAL_RANK; sets switches of torch: multicast, NCCL's errors",
     "bench": "names NCCL's algorithm for a group, and other libraries' switches",
     "tracing": "the environment of the program it traces",
     "testing": "sets the multicast switches for the ranks it starts",

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import allnorm
+from allnorm import islands
 from allnorm.bench import arms, bounds, clock, modes, peers
 from allnorm.bench.arms import Arm
 from allnorm.bench.case import NUM_SETS, Case, make_case
@@ -38,13 +39,6 @@ class Job:
     products: tuple[int, ...] = (0,)
     max_blocks: int = 0  # as of a Communicator; 0 for no limit
     island_size: int = 0  # ranks of each island, one after the other; 0: islands are found
-
-    def islands(self, world_size: int) -> Any:
-        """As of a Communicator."""
-        if not self.island_size:
-            return "auto"
-        lows = range(0, world_size, self.island_size)
-        return [list(range(lo, min(lo + self.island_size, world_size))) for lo in lows]
 
 
 @dataclass
@@ -97,7 +91,7 @@ def run(rank: int, world_size: int, job: Job) -> list[dict[str, Any]]:
         numerics=job.numerics,
         tuning_dir=job.tuning_dir,
         max_blocks=job.max_blocks or None,
-        islands=job.islands(world_size),
+        islands=islands.of_size(job.island_size, world_size),
     ) as comm:
         for index, shape in enumerate(job.shapes):
             report({"text": str(shape), "done": index, "total": len(job.shapes)})

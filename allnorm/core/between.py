@@ -228,7 +228,8 @@ def _shut_down(group: Any) -> None:
 
 def _new_nccl(store: Any, rank: int, size: int) -> Any:
     options = dist.ProcessGroupNCCL.Options()
-    with config.nccl_errors_left_to_us():
+    # After an error its groups would end the process.
+    with config.variable("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
         return dist.ProcessGroupNCCL(store, rank, size, options)
 
 

@@ -42,13 +42,6 @@ class Job:
     shared_gpus: bool = False  # several ranks are on one GPU, where gloo stands for NCCL
     island_size: int = 0  # ranks of each island, one after the other; 0: islands are found
 
-    def islands(self, world_size: int) -> Any:
-        """As of a Communicator."""
-        if not self.island_size:
-            return "auto"
-        lows = range(0, world_size, self.island_size)
-        return [list(range(lo, min(lo + self.island_size, world_size))) for lo in lows]
-
 
 @dataclass(frozen=True)
 class Context:

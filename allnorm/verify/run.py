@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import allnorm
+from allnorm import islands
 from allnorm.testing import OnMessage, report, run_ranks
 from allnorm.testing.rank import device
 from allnorm.verify import checks, soak
@@ -40,7 +41,9 @@ def run(rank: int, world_size: int, job: Job) -> list[dict[str, Any]]:
         One record per check, the same on every rank: `check`, `cases`, `failures`, `seconds`,
         `details` (the first failures) and `note`.
     """
-    with allnorm.Communicator(device=device(), islands=job.islands(world_size)) as comm:
+    with allnorm.Communicator(
+        device=device(), islands=islands.of_size(job.island_size, world_size)
+    ) as comm:
         context = Context(comm, job, random.Random(job.seed))
         selected = checks_of(job)
         results = []

@@ -133,7 +133,7 @@ int32_t check_call(const AllnormCall* call) {
                 call->link_gbps);
   }
   if ((call->flags & ~kCallFlags) != 0) {
-    return invalid("flags", call->flags, "a sum of AllnormCallFlags, 0 to 31");
+    return invalid("flags", call->flags, "a sum of AllnormCallFlags, 0 to 63");
   }
   if (call->top_k < 0 || call->top_k > kMostChoices) {
     return invalid("top_k", call->top_k, "0 (x is dense) to 16");

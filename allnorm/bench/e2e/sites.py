@@ -5,9 +5,8 @@ Everything else of the model is the same in all of them.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -17,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import allnorm
+from allnorm import config
 from allnorm.bench.arms import gather_into
 from allnorm.bench.case import Case
 from allnorm.bench.e2e.models import Transformer
@@ -188,25 +188,12 @@ def _reversed_sum(x: Tensor) -> Tensor:
 
 def _nccl_group(algorithm: str, device: torch.device) -> dist.ProcessGroup:
     """A group of all ranks whose NCCL uses one algorithm, which it reads at its first call."""
-    with _environment("NCCL_ALGO", algorithm):
+    with config.variable("NCCL_ALGO", algorithm):
         group = dist.new_group(backend="nccl")
         assert group is not None
         all_reduce(torch.ones(1, device=device), group)
         torch.cuda.synchronize(device)
     return group
-
-
-@contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 class PeerSites:
