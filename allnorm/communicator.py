@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from allnorm.core.endpoint import Stats
+    from allnorm.core.opening import Settings
 
 
 class Communicator:
@@ -107,24 +108,37 @@ class Communicator:
         first_op: int = 0,
     ) -> None:
         # Half of what allnorm loads, which a process that opens no communicator goes without.
-        from allnorm.core.opening import Settings, open_endpoint
+        from allnorm.core.opening import Settings
 
-        resolved = resolve_group(group)
         settings = Settings(
             *(device, workspace_bytes, numerics, timeout, tuning_dir, max_blocks),
             *(early_trigger, dependent_launch, first_op, islands),
         )
-        self._endpoint, number = open_endpoint(
-            resolved, settings, lambda place: _made.get((resolved.group_name, place.type), 0)
-        )
+        self._open_with(resolve_group(group), settings, named_as_group=False)
+
+    def _open_with(
+        self, group: dist.ProcessGroup, settings: Settings, *, named_as_group: bool
+    ) -> None:
+        from allnorm.core.opening import open_endpoint
+
+        def made(place: torch.device) -> list[str]:
+            return _made.setdefault((group.group_name, place.type), [])
+
+        def name_of(place: torch.device, number: int) -> str:
+            # By the group's name traced calls mean the communicator of `for_group`, no other.
+            if named_as_group and (group.group_name, place.type) not in _open:
+                return str(group.group_name)
+            return f"{group.group_name}#{number + 1}"
+
+        self._endpoint = open_endpoint(group, settings, lambda place: len(made(place)), name_of)
         self._call = self._endpoint.dispatcher.call
         self.name: str = self._endpoint.name
         self.rank: int = self._endpoint.rank
         self.world_size: int = self._endpoint.world_size
         self.device: torch.device = self._endpoint.device
         self.timeout: datetime.timedelta = self._endpoint.timeout
-        self.numerics = numerics
-        _made[resolved.group_name, self.device.type] = number + 1
+        self.numerics = settings.numerics
+        made(self.device).append(self.name)
         _open[self.name, self.device.type] = self
         _open_calls[self.name, self.device.type == "cuda"] = self._call
         _living.add(self)
@@ -155,10 +169,16 @@ class Communicator:
         comm = _of_group.get((id(resolved), place))
         if comm is not None and comm._endpoint.is_of(resolved):
             return comm
+        from allnorm.core.opening import Settings
+
         with _making:  # another thread that asks for it meanwhile gets the same
             comm = _of_group.get((id(resolved), place))
             if comm is None or not comm._endpoint.is_of(resolved):
-                comm = _of_group[id(resolved), place] = cls(resolved, place)
+                if comm is not None:
+                    comm.close()  # of a group of this name that is gone
+                comm = cls.__new__(cls)
+                comm._open_with(resolved, Settings(place), named_as_group=True)
+                _of_group[id(resolved), place] = comm
                 weakref.finalize(resolved, _close_group, id(resolved), place).atexit = False
             return comm
 
@@ -589,8 +609,10 @@ class Communicator:
             CommunicatorClosedError: this process is a fork of the communicator's.
         """
         self._endpoint.close()
-        _open.pop((self.name, self.device.type), None)
-        _open_calls.pop((self.name, self.device.type == "cuda"), None)
+        key = self.name, self.device.type == "cuda"
+        if _open_calls.get(key) is self._call:  # another may have the name of a group by now
+            _open.pop((self.name, self.device.type), None)
+            del _open_calls[key]
 
     @property
     def is_closed(self) -> bool:
@@ -635,8 +657,8 @@ class Communicator:
 _open: weakref.WeakValueDictionary[tuple[str, str], Communicator] = weakref.WeakValueDictionary()
 # What makes their calls, by name and whether they are on CUDA: operators find it there, quickly.
 _open_calls: dict[tuple[str, bool], Callable[..., Any]] = {}
-# How many communicators this process has made of a group, by its name and the kind of device.
-_made: dict[tuple[str, str], int] = {}
+# The names of all that this process has made, by the group's name and the kind of device.
+_made: dict[tuple[str, str], list[str]] = {}
 # Those of `for_group`, by the id of the group.
 _of_group: dict[tuple[int, torch.device], Communicator] = {}
 _making = threading.RLock()
@@ -663,8 +685,7 @@ def communicator(name: str, device_type: str | None = None) -> Communicator:
     group = _group_called(name)
     if group is not None and device_type is not None:
         device = arguments.resolve_device(device_type)
-        if (id(group), device) in _of_group or (name, device_type) not in _made:
-            return Communicator.for_group(group, device)
+        return Communicator.for_group(group, device)
     names = sorted({name for name, _ in _open})
     raise CommunicatorClosedError(
         f"no open communicator is called {name!r}: it was closed, or belongs to another process. "

@@ -224,7 +224,7 @@ def test_other_processes(tmp_path: pathlib.Path, given: bool) -> None:
     reports = []
     for _ in range(2):
         answers = run_ranks(served, 2, args=(str(tmp_path), given))
-        assert {name for _, name in answers} == {"0"}
+        assert {name for _, name in answers} == {"0#1" if given else "0"}
         reports.append([count for count, _ in answers])
     assert reports[0] == [1, 1]
     # Compiled code is found again only where the communicator is sure to be there too.

@@ -96,6 +96,33 @@ def test_compiled_functions(pool: RankPool) -> None:
     pool.run(compile_functions, timeout=120.0)
 
 
+def compiled_beside_another(rank: int, world_size: int, closes: bool) -> None:
+    """A traced call means the group's own communicator, whatever others the group has or had."""
+    group = dist.new_group(list(range(world_size)))
+    case = Case((3, 64))
+    other = allnorm.Communicator(group, device(), numerics="unrounded")
+    if closes:
+        other.close()
+    residual, weight = case.call_arguments(comm())["residual"], case.weight()
+    torch._dynamo.reset()
+    with torch.no_grad():
+        fast = torch.compile(
+            lambda x: allnorm.all_reduce_add_rms_norm(x, residual, weight, case.eps, group=group),
+            backend="eager",
+            fullgraph=True,
+        )
+        case.compare(comm(), *fast(case.x(rank)))
+    assert allnorm.Communicator.for_group(group, device()).name == group.group_name
+    allnorm.Communicator.for_group(group, device()).close()
+    other.close()
+
+
+@pytest.mark.parametrize("closes", [False, True], ids=["open", "closed"])
+@on(cpu=(2,), gpu=(2,))
+def test_compiled_beside_another(pool: RankPool, closes: bool) -> None:
+    pool.run(compiled_beside_another, closes)
+
+
 def find_communicators(rank: int, world_size: int) -> None:
     for_group = allnorm.Communicator.for_group
     group = dist.new_group(list(range(world_size)))
@@ -104,14 +131,15 @@ def find_communicators(rank: int, world_size: int) -> None:
     assert for_group(group, str(device())) is first
     assert allnorm.communicator.communicator(group.group_name) is first
     other = allnorm.Communicator(group, device())
-    assert other.name == f"{group.group_name}#1"
+    assert first.name == group.group_name
+    assert other.name == f"{group.group_name}#2"
     assert for_group(group, device()) is first
     Case().check(first)
     Case().check(other)
     first.close()
     again = for_group(group, device())
     assert again is not first
-    assert again.name == f"{group.group_name}#2"
+    assert again.name == group.group_name
     Case().check(again)
     # The operators: by the group's name, on the communicator that stands for it now.
     x = Case().x(rank)

@@ -19,8 +19,8 @@ from allnorm.compile.reductions import Reduction
 _named: list[Communicator] = []
 
 
-def made_so_far() -> list[tuple[tuple[str, str], int]]:
-    """How many communicators there ever were in this process, for each group and kind of device."""
+def made_so_far() -> list[tuple[tuple[str, str], list[str]]]:
+    """All communicators there ever were in this process, by group and kind of device."""
     return sorted(registry._made.items())
 
 

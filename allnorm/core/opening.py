@@ -34,15 +34,15 @@ class Settings:
     """What the caller of a constructor passed, unchecked; as documented at Communicator."""
 
     device: Any
-    workspace_bytes: Any
-    numerics: Any
-    timeout: Any
-    tuning_dir: Any
-    max_blocks: Any
-    early_trigger: Any
-    dependent_launch: Any
-    first_op: Any
-    islands: Any
+    workspace_bytes: Any = None
+    numerics: Any = "rounded"
+    timeout: Any = None
+    tuning_dir: Any = None
+    max_blocks: Any = None
+    early_trigger: Any = True
+    dependent_launch: Any = True
+    first_op: Any = 0
+    islands: Any = "auto"
 
 
 @dataclass(frozen=True)
@@ -66,17 +66,19 @@ class _Checked:
 
 
 def open_endpoint(
-    group: dist.ProcessGroup, settings: Settings, count_made: Callable[[torch.device], int]
-) -> tuple[Endpoint, int]:
+    group: dist.ProcessGroup,
+    settings: Settings,
+    count_made: Callable[[torch.device], int],
+    name_of: Callable[[torch.device, int], str],
+) -> Endpoint:
     """Opens this rank's end of a communicator. Collective; every rank raises if one does.
 
     Args:
         group: the ranks.
         settings: of this rank.
         count_made: how many communicators of the group this process has made for such a device.
-
-    Returns:
-        The endpoint; and the number of the communicator among those, the same on every rank.
+        name_of: the name of the communicator, by its device and its number among those, which is
+            the same on every rank.
     """
     meeting = Rendezvous(group, _wait_seconds(settings.timeout))
     mine: list[tuple[_Checked, tuning.RankTables]] = []
@@ -93,7 +95,7 @@ def open_endpoint(
     ((checked, loaded),) = mine
     _check_alike([agreed for agreed, *_ in answers])
     number = max(count for _, count, *_ in answers)
-    name = name_of(group, number)
+    name = name_of(checked.device, number)
     tables, warning = tuning.tables(loaded, [found for *_, found in answers])
     if warning and meeting.rank == 0:
         warnings.warn(warning, stacklevel=3)
@@ -149,7 +151,7 @@ def open_endpoint(
     if meeting.world_size > 1:
         endpoint.watch = watch.Watch(meeting.processes, _reporter(weakref.ref(endpoint)))
     meeting.end()
-    return endpoint, number
+    return endpoint
 
 
 @dataclass(frozen=True)
@@ -235,11 +237,6 @@ def _apart(found: islands.Islands) -> str:
         f"the ranks are {len(found)} islands, {islands.describe(found)}, which do not write to "
         "each other's memory"
     )
-
-
-def name_of(group: dist.ProcessGroup, number: int) -> str:
-    """The name of a group's communicator: that of the group, and a number from the second on."""
-    return f"{group.group_name}#{number}" if number else str(group.group_name)
 
 
 def _check(settings: Settings, world_size: int) -> _Checked:
