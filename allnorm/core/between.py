@@ -158,9 +158,11 @@ class Between:
     def abort(self, why: str) -> None:
         """Ends it at once: those who wait for this rank get an error. Idempotent; any thread."""
         self.failure = self.failure or why
-        for group in list(self._groups):
-            # The end of a group waits for what is on its way, perhaps from a rank that never comes.
-            threading.Thread(target=_abort, args=([group],), daemon=True).start()
+        # The end of a group waits for what is on its way, perhaps from a rank that never comes: so
+        # the last reference to it must be the thread's, and no variable here holds one.
+        groups, self._groups[:] = self._groups[:], []
+        if groups:
+            threading.Thread(target=_abort, args=(groups,), daemon=True).start()
         self.close()
 
     def close(self) -> None:
@@ -218,7 +220,7 @@ class _Late:
 def _abort(groups: list[Any]) -> None:
     with contextlib.suppress(RuntimeError):
         groups[0].abort()
-    groups.clear()  # the last reference, so that the group ends here
+    groups.clear()  # so that the group ends here
 
 
 def _shut_down(group: Any) -> None:

@@ -148,9 +148,8 @@ void test_launches(uint64_t seed, int num_operations, uint32_t first_op) {
     // No more threads than ThreadSanitizer can tell apart.
     Operation& op = operations.back();
     op.cluster_size = std::min(op.cluster_size, 2);
-    op.num_blocks =
-        choose_num_blocks(op.call.num_tokens, op.cluster_size,
-                          op.cluster_size * static_cast<int>(2 + random.below(2)), 1);
+    op.num_blocks = choose_num_blocks(op.call.num_tokens, op.cluster_size,
+                                      op.cluster_size * static_cast<int>(2 + random.below(2)), 1);
   }
   shim::Machine machine(kWorldSize, seed, static_cast<shim::Schedule>(seed % shim::kSchedules));
   group.share_with(machine);
