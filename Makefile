@@ -84,8 +84,10 @@ $(BUILD)/engines/%/installed: tests/engines/%.txt | $(STAMPS)/test
 	$(@D)/bin/pip install --quiet --no-deps -r $<
 	@touch $@
 
+SANITIZERS ?= address,undefined thread
+
 sanitize: $(STAMPS)/run
-	set -e; for s in address,undefined thread; do \
+	set -e; for s in $(SANITIZERS); do \
 	  b=$(BUILD)/sanitize-$${s%%,*}; \
 	  cmake -G Ninja -S . -B $$b -DALLNORM_BUILD_TESTS=ON -DALLNORM_CUDA=off -DALLNORM_SANITIZE=$$s \
 	    --log-level=WARNING; \
