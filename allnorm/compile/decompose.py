@@ -7,6 +7,7 @@ The node itself stays as it is unless it becomes part of a fused call.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,8 @@ from allnorm.compile.vocabulary import qualified_name, schema_of, written
 
 if TYPE_CHECKING:
     from allnorm.compile.evaluate import Evaluator
+
+UNTRACED = "stands for a function that cannot be traced"
 
 Decompositions = Mapping[str, Callable[..., Any]]
 
@@ -107,9 +110,8 @@ def _trace(
 
     fakes: list[Any] = [evaluator.shapes.of(source) for source in sources]
     try:
-        with torch.no_grad():
+        # In the mode, for tensors that the function makes.
+        with torch.no_grad(), evaluator.shapes.fake_mode or contextlib.nullcontext():
             return make_fx(call)(*fakes)
     except Exception as error:  # noqa: BLE001 - whatever a caller's function raises
-        raise NotUnderstood(
-            f"{node} stands for a function that cannot be traced: {error}"
-        ) from None
+        raise NotUnderstood(f"{node} {UNTRACED}: {error}") from None

@@ -19,6 +19,8 @@ dimension do not appear: an expression is the rows of a tensor in order, whateve
 | `choice` | row `attr[0]` of each `attr[1]` successive ones |
 | `zeros` | a tensor of zeros |
 | `rows` | the same elements in rows of another length; `attr` is (length before, length) |
+| `blocks` | rows in MXFP8 or NVFP4 with their scales, as `attr` says |
+| `part` | the rows of these, or the scales; `attr` is (0 or 1, dtype) |
 | `tuple` | several results of one call |
 
 Equal expressions are one object: compare them with `is`.

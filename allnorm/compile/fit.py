@@ -224,7 +224,11 @@ def _place_results(values: Values, match: Match, run: Tensor) -> None:
 
 def _place_quantised(values: Values, match: Match, quantised: Quantised, run: Tensor) -> None:
     quantized = _tensor(values, quantised.quantized.definers[0])
-    if not same_shape(quantized.shape, run.shape):
+    if quantised.scale_layout:
+        if not same_shape(quantized.shape[:-1], run.shape[:-1]):
+            before, after = tuple(run.shape[:-1]), tuple(quantized.shape[:-1])
+            raise Missed(f"the quantised rows are in another shape, {after}, not {before}")
+    elif not same_shape(quantized.shape, run.shape):
         match.view_quantized = _view_between(values, match.candidate, run, quantized)
     if quantised.scale is not None:
         _place_scale(match, quantised, _tensor(values, quantised.scale.definers[0]))
@@ -236,6 +240,7 @@ def _place_quantised(values: Values, match: Match, quantised: Quantised, run: Te
 
 def _place_scale(match: Match, quantised: Quantised, scale: Tensor) -> None:
     """In any shape if the scales are in a row, else in a layout that the operator writes."""
+    match.scale_layout = quantised.scale_layout or match.scale_layout
     if is_contiguous(scale):
         sizes = [static_size(size) for size in scale.shape]
         if len(match.shape) == 2 and scale.dim() > 0 and scale.shape[0] == match.shape[0]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
+from allnorm.compile import decompose
 from allnorm.compile.candidate import Candidate, Match, Missed
 from allnorm.compile.experts import place_experts
 from allnorm.compile.expressions import Value, bare
@@ -99,7 +100,7 @@ class Matcher:
                 if nearly and not self._approximate
                 else "is not the one that allnorm computes"
             )
-        match.note = note
+        match.note = note or _untraced(normed)
         return match
 
     # ---- what the reduction itself must be ------------------------------------------------------
@@ -257,6 +258,12 @@ def _mode(is_rounded: bool, *outputs: Output | None) -> str:
         return ""
     names = ("rounded", "transformers") if is_rounded else ("unrounded", "vllm")
     return names[True in orders]
+
+
+def _untraced(normed: Value) -> str:
+    """Why an operator behind the norm, of which the caller knows what it computes, is left."""
+    notes = (user.note for user in normed.users if user.op == "opaque")
+    return next((note for note in notes if decompose.UNTRACED in note), "")
 
 
 def _joins_another(value: Value, reduced: Value) -> bool:

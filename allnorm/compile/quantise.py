@@ -1,4 +1,4 @@
-"""Quantisation to FP8 among the expressions of a graph: step 6 of the numerics page.
+"""Quantisation among the expressions of a graph: step 6 of the numerics page.
 
     amax  = amax(abs(y))                                over a row, or over groups of a row
     scale = div(clamp(amax, 1e-10, None), 448)
@@ -18,6 +18,8 @@ two float32 ulps from the quotient: one from the reciprocal, whose relative erro
 most one ulp of any product with it, and half a one from rounding either. Both are float32, so they
 are equal or neighbours. (Unless the reciprocal is subnormal, or overflows.) Any other order or
 range is left to the graph.
+
+MXFP8 and NVFP4 are found by name (compile/block_scaled.py), not by their arithmetic.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from dataclasses import dataclass
 from allnorm.compile.expressions import Algebra, Value, as_float32, number_of
 from allnorm.compile.shapes import FP8
 from allnorm.names import GROUP_SIZES
+from allnorm.quant import Fp8PerGroup
 
 _MAX = 448.0
 _MIN_AMAX = 1e-10
@@ -39,12 +42,14 @@ class Quantised:
     """How the normed tensor is quantised.
 
     Attributes:
-        kind: "per_token", "per_group" or "per_tensor", as the operator takes it.
-        group_size: of "per_group", else 0.
-        quantized: the float8_e4m3fn expression.
+        kind: "per_token", "per_group", "per_tensor" or "nvfp4", as the operator takes it.
+        group_size: of "per_group" and "nvfp4", else 0.
+        quantized: the expression of the rows.
         scale: the computed scale; None of "per_tensor".
-        static: the given scale of "per_tensor".
+        static: the given scale of "per_tensor" and "nvfp4".
         inverse: its reciprocal, if the graph multiplies by that.
+        scale_layout: of "nvfp4" and MXFP8; empty: that of the graph's tensor.
+        scale_format: as the operator takes it.
     """
 
     kind: str
@@ -53,8 +58,12 @@ class Quantised:
     scale: Value | None
     static: Value | None
     inverse: Value | None = None
+    scale_layout: str = ""
+    scale_format: str = "float32"
 
     def __str__(self) -> str:
+        if self.scale_layout:
+            return "mxfp8" if self.kind == Fp8PerGroup.kind else self.kind
         return f"{self.kind} {self.group_size}" if self.group_size else self.kind
 
 
@@ -63,6 +72,7 @@ def find_quantised(
 ) -> Iterator[Quantised]:
     """The quantisations of a normed tensor; if approximate, also what kernels make of them."""
     y = algebra.up(normed)
+    yield from _block_scaled(y, hidden_size)
     grouped = [user for user in y.users if user.op == "rows"]
     for rows in (y, *grouped):
         size = hidden_size if rows is y else rows.attr[1]
@@ -80,6 +90,20 @@ def find_quantised(
                 yield Quantised("per_group", size, quantized, scale, None)
             elif not computed and rows is y and not scale.column and scale.op != "const":
                 yield Quantised("per_tensor", 0, quantized, None, scale, inverse)
+
+
+def _block_scaled(y: Value, hidden_size: int) -> Iterator[Quantised]:
+    for blocks in [user for user in y.users if user.op == "blocks"]:
+        kind, group_size, layout, scale_format = blocks.attr
+        parts = {part.attr[0]: part for part in blocks.users if part.op == "part" and part.holders}
+        if len(parts) == 2 and hidden_size % group_size == 0:
+            quantized, scale = parts[0], parts[1]
+            static = blocks.args[1] if len(blocks.args) > 1 else None
+            yield Quantised(
+                *(kind, group_size, quantized, scale, static),
+                scale_layout=layout,
+                scale_format=scale_format,
+            )
 
 
 def _quotients(rows: Value, *, approximate: bool) -> Iterator[tuple[Value, Value, Value | None]]:
@@ -131,10 +155,10 @@ def _cast(algebra: Algebra, quotient: Value, *, clamped: bool) -> Value | None:
 
 
 def is_quantised_otherwise(algebra: Algebra, normed: Value) -> bool:
-    """Whether some FP8 tensor is computed from the normed one, in a way that is understood."""
+    """Whether some FP8 or NVFP4 tensor is computed from the normed one, in a way that is understood."""
     pending, seen = [algebra.up(normed)], {normed}
     for value in pending:
-        if value.dtype == FP8:
+        if value.dtype == FP8 or value.op == "blocks":
             return True
         for user in value.users:
             if user not in seen and user.op not in ("opaque", "reduced", "tuple"):

@@ -136,6 +136,9 @@ class Rewriter:
         if view is not None:
             return self._repeat(view, result)
         tensor = self._shapes.of(result)
+        if shape is not None and tensor is not None and tensor.dtype != value.dtype:
+            result = self._add(torch.ops.aten.view.dtype, (result, value.dtype))  # the same bytes
+            tensor = self._shapes.of(result)
         if shape is None or (tensor is not None and [*tensor.shape] == shape):
             return result
         reshape = torch.ops.aten.reshape.default
@@ -167,7 +170,8 @@ class Rewriter:
             scale = None if static is None else self._current(static)
             kind = (candidate.quantised.kind, candidate.quantised.group_size)
             name += "_quant"
-            args = (*tensors, *kind, match.scale_layout, "float32", scale, True, *mode)
+            layout = (match.scale_layout, candidate.quantised.scale_format)
+            args = (*tensors, *kind, *layout, scale, True, *mode)
         if match.numbers:
             numbers = (tuple(match.numbers), tuple(match.numbers.values()))
             self._add(guards.check_values, numbers)

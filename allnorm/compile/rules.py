@@ -247,6 +247,26 @@ def _norm(e: Evaluator, node: Node, shape: Any, gain: Value | None, eps: Any) ->
     return make.round(product, tensor.dtype)
 
 
+# ---- quantisation in blocks ----------------------------------------------------------------------
+
+
+def _blocks(e: Evaluator, node: Node) -> Value:
+    """Rows in MXFP8 or NVFP4, with their scales."""
+    y, given, *spec = node.args
+    rows, _ = e.tensor(y, node)
+    operands = (rows,) if given is None else (rows, e.held(e.node(given)))
+    return e.algebra.make("blocks", operands, tuple(spec), None)
+
+
+def _part(e: Evaluator, node: Node) -> Value:
+    """The rows of these, or the scales."""
+    blocks, index, _ = node.args
+    out = e.shapes.of(node)
+    if out is None:
+        raise NotUnderstood
+    return e.algebra.make("part", (e.held(e.node(blocks)),), (index, out.dtype), out.dtype)
+
+
 # ---- modules -------------------------------------------------------------------------------------
 
 
@@ -289,6 +309,8 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("tensor", "full"), _constant),
     **dict.fromkeys(("same", "wait"), _same),
     "zeros": _zeros,
+    "blocks": _blocks,
+    "part": _part,
     "select": _select,
     "max": _max,
     "cast": _cast,

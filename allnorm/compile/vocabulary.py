@@ -48,11 +48,13 @@ _NAMES = {
 }
 _OPERATION = {name: kind for kind, names in _NAMES.items() for name in names.split()}
 
-# Operators that stand for functions of a framework's own, but copy or wait and nothing else.
+# Operators of others that copy or wait and nothing else; and compile/block_scaled.py's own.
 _FOREIGN = {
     "_c10d_functional::wait_tensor": "wait",
     "c10d_functional::wait_tensor": "wait",
     "_c10d_functional::_wrap_tensor_autograd": "wait",
+    "allnorm_compile::blocks": "blocks",
+    "allnorm_compile::part": "part",
 }
 _PURE_HIGHER_ORDER = {"auto_functionalized", "auto_functionalized_v2"}
 

@@ -1,4 +1,4 @@
-"""What vLLM's FP8 quantisation kernels compute, for the graph pass.
+"""What vLLM's quantisation kernels compute, for the graph pass.
 
 They are nodes of the graph where the custom operator `quant_fp8` is on, each a mutating operator of
 the C extension inside `auto_functionalized`. A function here returns what the operator stores.
@@ -7,6 +7,9 @@ Where it is off, vLLM writes the quantisation out in PyTorch, and the pass reads
 Groups are quantised with the same operations as in allnorm. With a static scale, vLLM multiplies
 by the reciprocal, and with a scale for each token it keeps that above 1 / (448 * 512), so these are
 fused by `approximate_quant`, which says by how much results can differ.
+
+NVFP4 and MXFP8 are operators in every case, taken with scales in tiles (MXFP8) or in either layout
+(NVFP4). vLLM's NVFP4 multiplies by an approximate reciprocal, so rare scales are the next number.
 """
 
 from __future__ import annotations
@@ -16,6 +19,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+import allnorm
+from allnorm.compile import block_scaled
 
 _MAX = 448.0
 _FP8 = torch.float8_e4m3fn
@@ -29,6 +35,8 @@ def decompositions() -> dict[str, Callable[..., Any]]:
         "_C::static_scaled_fp8_quant": _static,
         "_C::dynamic_per_token_scaled_fp8_quant": _per_token,
         "_C::per_token_group_fp8_quant": _per_group,
+        "_C::scaled_fp4_quant": _nvfp4,
+        "vllm::mxfp8_quantize": _mxfp8,
     }
 
 
@@ -56,6 +64,33 @@ def _per_group(
     groups = input.view(*input.shape[:-1], input.shape[-1] // group_size, group_size).float()
     scale = groups.abs().amax(dim=-1, keepdim=True).clamp(min=_LEAST_AMAX) / _MAX
     return _cast(groups / scale).view(input.shape), scale.squeeze(-1)
+
+
+def _nvfp4(
+    input: Tensor,
+    input_scale: Tensor,
+    is_sf_swizzled_layout: bool,
+    output: Tensor | None = None,
+    output_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    layout = "swizzled_128x4" if is_sf_swizzled_layout else "row_major"
+    if output_scale is None:  # of the functional overload: words of four scales, or bytes
+        tokens, groups = input.shape[0], input.shape[1] // 16
+        shape, dtype = (tokens, groups), torch.uint8
+        if is_sf_swizzled_layout:
+            shape, dtype = ((tokens + 127) // 128 * 128, (groups + 3) // 4), torch.int32
+        output_scale = torch.empty(shape, dtype=dtype, device=input.device)
+    return block_scaled(input, allnorm.NvFp4(input_scale, layout), output, output_scale)
+
+
+def _mxfp8(
+    x: Tensor, is_sf_swizzled_layout: bool = False, alignment: int = 0
+) -> tuple[Tensor, Tensor]:
+    if not is_sf_swizzled_layout:
+        raise NotImplementedError("its scales are bytes in rows, which allnorm does not write")
+    if alignment > 0 and x.shape[-1] % alignment:
+        raise NotImplementedError(f"its rows are padded to a multiple of {alignment} elements")
+    return block_scaled(x, allnorm.MxFp8())
 
 
 def _cast(quotient: Tensor) -> Tensor:
