@@ -236,7 +236,7 @@ def test_sums_of_experts_are_out_of_sight() -> None:
     assert "= tensor_model_parallel_all_reduce(states)" in runner
 
 
-# ---- FP8 ----------------------------------------------------------------------------------------
+# ---- quantisation ----------------------------------------------------------------------------------------
 
 # As declared in the C extension, which cannot be loaded here: its bytes are searched.
 SCHEMAS = (
@@ -245,6 +245,8 @@ SCHEMAS = (
     "Tensor? scale_ub)",
     "per_token_group_fp8_quant(Tensor input, Tensor! output_q, Tensor! output_s, int group_size, "
     "float eps, float fp8_min, float fp8_max, bool scale_ue8m0",
+    "scaled_fp4_quant.out(Tensor input,                     Tensor input_scale, bool "
+    "is_sf_swizzled_layout, *, Tensor(a!) output, Tensor(b!) output_scale) -> ()",
 )
 
 
@@ -259,7 +261,7 @@ SCHEMAS = (
 )
 def test_quantisation_that_is_written_out_is_fused(model: str, kind: str, quant: str) -> None:
     """As vLLM compiles it by default; blocks only if `-quant_fp8` is asked for."""
-    first, second = run("fuse_an_fp8_block", 2, model, kind, True)
+    first, second = run("fuse_a_quantised_block", 2, model, kind, True)
     for found in (first, second):
         assert not found["enabled"], "the layers are those of PyTorch"
         assert found["quant"] == [quant] * 3
@@ -275,7 +277,7 @@ def test_quantisation_that_is_written_out_is_fused(model: str, kind: str, quant:
 
 def test_inductor_quantises_what_it_has_not_rounded(model: str) -> None:
     """So unfused FP8 differs from fused in some elements, as docs/vllm.md says."""
-    first, _ = run("fuse_an_fp8_block", 2, model, "static", False)
+    first, _ = run("fuse_a_quantised_block", 2, model, "static", False)
     assert first["quant"] == ["per_tensor"] * 3
     assert 0.005 < max(first["quantised"]) < 0.03
     assert first["neighbours"]
@@ -286,5 +288,14 @@ def test_operators_that_quantise_are_declared_as_expected() -> None:
     (extension,) = pathlib.Path(vllm.__file__).parent.glob("_C_stable_libtorch*.so")
     content = extension.read_bytes()
     assert [schema for schema in SCHEMAS if schema.encode() not in content] == []
-    names = {f"_C::{schema.split('(')[0]}" for schema in SCHEMAS}
-    assert set(quants.decompositions()) == names
+    names = {f"_C::{schema.split('(')[0].split('.')[0]}" for schema in SCHEMAS}
+    assert set(quants.decompositions()) == names | {"vllm::mxfp8_quantize"}
+
+
+@pytest.mark.parametrize("kind", ["nvfp4", "mxfp8"])
+def test_operators_that_quantise_blocks_are_fused(model: str, kind: str) -> None:
+    """MXFP8 by vLLM's own PyTorch, NVFP4 by the numerics page in place of vLLM's kernel."""
+    for found in run("fuse_a_quantised_block", 2, model, kind, True):
+        assert found["quant"] == [kind] * 3
+        assert not found["notes"]
+        assert max(found["residual"]) == max(found["scales"]) == max(found["quantised"]) == 0.0

@@ -23,6 +23,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 import allnorm
 import allnorm.integrations.vllm as plugin
+from allnorm import reference
 from allnorm.integrations.vllm import engine, switch
 from allnorm.testing import rank_input, shared_input, ulp_distance
 
@@ -278,10 +279,11 @@ def fuse_a_block(rank: int, world_size: int, model: str, provider: str) -> dict[
         }
 
 
-def fuse_an_fp8_block(
+def fuse_a_quantised_block(
     rank: int, world_size: int, model: str, kind: str, eager_rounding: bool
 ) -> dict[str, Any]:
-    """Norms with vLLM's own quantisation behind them, written out as it compiles it by default.
+    """Norms with vLLM's own quantisation behind them: FP8 is written out, as vLLM compiles it by
+    default, NVFP4 and MXFP8 are operators.
 
     With eager_rounding Inductor makes the roundings between operators that it otherwise leaves out.
     """
@@ -290,7 +292,7 @@ def fuse_an_fp8_block(
     said = Said()
     config = make_config(model)
     with worker(config), config.kernel_config.ir_op_priority.set_priority():
-        block = make_fp8_block(kind)
+        block = make_quantised_block(kind)
         inputs = [rank_input((tokens, HIDDEN), bf16, rank) for tokens in (5, 300)]
         agreed, engine.STATE.outcome = engine.STATE.outcome, None
         unfused = compiled(config, block)
@@ -315,7 +317,7 @@ def fuse_an_fp8_block(
                 which = "residual" if i >= 6 else ("quantised", "scales")[i % 2]
                 assert (mine.shape, mine.stride()) == (theirs.shape, theirs.stride())
                 found[which].append(float((mine.float() != theirs.float()).float().mean()))
-                if which == "quantised":
+                if which == "quantised" and kind != "nvfp4":
                     apart = ulp_distance(mine.float(), theirs.float()).max()
                     found["neighbours"] &= int(apart) <= _FP8_STEP
         return found
@@ -325,11 +327,9 @@ def fuse_an_fp8_block(
 _FP8_STEP = 1 << 20
 
 
-def make_fp8_block(kind: str) -> Any:
+def make_quantised_block(kind: str) -> Any:
     """Three norms, each quantised by a layer of vLLM's; their inputs do not depend on it."""
     from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
-    from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
-    from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 
     with torch.device("cpu"):
         torch.set_default_dtype(bf16)
@@ -344,18 +344,7 @@ def make_fp8_block(kind: str) -> Any:
         weight = shared_input((HIDDEN,), bf16, f"norm {i}")
         norm.weight.data.copy_(1 + weight / 8 if i < 2 else weight / 8)
     matrices = [shared_input((HIDDEN, HIDDEN), bf16, f"matrix {i}") / 16 for i in range(2)]
-    # As Fp8LinearMethod has it after loading: of no dimension.
-    static = torch.nn.Parameter(torch.tensor(8 / 448), requires_grad=False)
-    shapes = {"static": GroupShape.PER_TENSOR, "per_token": GroupShape.PER_TOKEN}
-    layer = QuantFP8(
-        static=kind == "static",
-        group_shape=shapes.get(kind, GroupShape(1, 128)),
-        column_major_scales=kind == "block, columns",
-        use_ue8m0=False,  # as the kernels for blocks ask for it
-    )
-
-    def quantise(y: torch.Tensor) -> Any:
-        return layer(y, static if kind == "static" else None)
+    quantise = {"nvfp4": _nvfp4, "mxfp8": _mxfp8}.get(kind, lambda: _fp8(kind))()
 
     def block(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         reduced = all_reduce(x)
@@ -368,6 +357,54 @@ def make_fp8_block(kind: str) -> Any:
         return q1, s1, q2, s2, q3, s3, kept, sum2
 
     return block
+
+
+def _fp8(kind: str) -> Any:
+    from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+    from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
+
+    # As Fp8LinearMethod has it after loading: of no dimension.
+    static = torch.nn.Parameter(torch.tensor(8 / 448), requires_grad=False)
+    shapes = {"static": GroupShape.PER_TENSOR, "per_token": GroupShape.PER_TOKEN}
+    layer = QuantFP8(
+        static=kind == "static",
+        group_shape=shapes.get(kind, GroupShape(1, 128)),
+        column_major_scales=kind == "block, columns",
+        use_ue8m0=False,  # as the kernels for blocks ask for it
+    )
+    return lambda y: layer(y, static if kind == "static" else None)
+
+
+def _mxfp8() -> Any:
+    from vllm.model_executor.layers.quantization.utils.mxfp8_utils import mxfp8_e4m3_quantize
+
+    return lambda y: mxfp8_e4m3_quantize(y, is_sf_swizzled_layout=True)
+
+
+# As the C extension declares it, which cannot be loaded here.
+NVFP4 = (
+    "scaled_fp4_quant.out(Tensor input, Tensor input_scale, bool is_sf_swizzled_layout, *, "
+    "Tensor(a!) output, Tensor(b!) output_scale) -> ()"
+)
+_libraries: list[torch.library.Library] = []
+
+
+def _nvfp4() -> Any:
+    def store(y: Any, given: Any, swizzled: bool, *, output: Any, output_scale: Any) -> None:
+        quantized, scale = reference.quantize(y, allnorm.NvFp4(given))
+        output.copy_(quantized)
+        output_scale.copy_(scale.view(torch.int32).view(output_scale.shape))
+
+    library = torch.library.Library("_C", "FRAGMENT")
+    library.define(NVFP4)
+    library.impl("scaled_fp4_quant.out", store, "CPU")
+    torch.library.register_fake("_C::scaled_fp4_quant.out", lambda *_, **__: None, lib=library)
+    _libraries.append(library)
+    from vllm._custom_ops import scaled_fp4_quant
+
+    # As linear layers have it, the reciprocal of what the checkpoint has.
+    given = torch.nn.Parameter(torch.tensor(448 * 6 / 8.0), requires_grad=False)
+    return lambda y: scaled_fp4_quant(y, given, is_sf_swizzled_layout=True, backend="cutlass")
 
 
 def _lower_to(provider: str) -> None:
