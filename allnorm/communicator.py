@@ -121,16 +121,12 @@ class Communicator:
     ) -> None:
         from allnorm.core.opening import open_endpoint
 
-        def made(place: torch.device) -> list[str]:
-            return _made.setdefault((group.group_name, place.type), [])
-
-        def name_of(place: torch.device, number: int) -> str:
+        def made_so_far(place: torch.device) -> tuple[int, bool]:
             # By the group's name traced calls mean the communicator of `for_group`, no other.
-            if named_as_group and (group.group_name, place.type) not in _open:
-                return str(group.group_name)
-            return f"{group.group_name}#{number + 1}"
+            key = group.group_name, place.type
+            return len(_made.get(key, ())), named_as_group and key not in _open
 
-        self._endpoint = open_endpoint(group, settings, lambda place: len(made(place)), name_of)
+        self._endpoint = open_endpoint(group, settings, made_so_far)
         self._call = self._endpoint.dispatcher.call
         self.name: str = self._endpoint.name
         self.rank: int = self._endpoint.rank
@@ -138,7 +134,7 @@ class Communicator:
         self.device: torch.device = self._endpoint.device
         self.timeout: datetime.timedelta = self._endpoint.timeout
         self.numerics = settings.numerics
-        made(self.device).append(self.name)
+        _made.setdefault((group.group_name, self.device.type), []).append(self.name)
         _open[self.name, self.device.type] = self
         _open_calls[self.name, self.device.type == "cuda"] = self._call
         _living.add(self)

@@ -55,7 +55,7 @@ class PeerTimeoutError(AllnormError):
 class PeerDivergedError(PeerTimeoutError):
     """A peer came with another call: another shape, dtype, op, algorithm or rounding mode.
 
-    Where all ran "unfused", nothing was computed and the communicator goes on.
+    Where all ran "unfused" or "hierarchical", nothing was computed and the communicator goes on.
     """
 
 

@@ -110,6 +110,8 @@ def absent_from_quantized(rank: int, world_size: int, sharded: bool, algorithm: 
         allnorm.Fp8PerGroup(128, "column_major_tma", "ue8m0_packed"),
         allnorm.Fp8PerToken(),
         allnorm.Fp8PerTensor(torch.ones(1, device=device())),
+        allnorm.MxFp8(),
+        allnorm.NvFp4(torch.ones(1, device=device())),
     )
     message = None
     for spec in specs:
@@ -122,7 +124,11 @@ def absent_from_quantized(rank: int, world_size: int, sharded: bool, algorithm: 
             continue
         a = case.call_arguments(c)
         memory = {
-            "quantized_out": torch.zeros(case.shape, dtype=torch.float8_e4m3fn, device=c.device),
+            "quantized_out": torch.ones(
+                quant.quantized_shape(spec, case.shape),
+                device=c.device,
+                dtype=torch.float32,
+            ).to(quant.quantized_dtype(spec)),
             "normed_out": torch.zeros(case.shape, dtype=case.dtype, device=c.device),
             "residual_out": torch.zeros_like(a["residual"]),
         }
@@ -139,6 +145,12 @@ def absent_from_quantized(rank: int, world_size: int, sharded: bool, algorithm: 
             assert a["quant"].scale == 1.0, "what the caller gave is not written"
         elif scale.dtype == torch.int32:
             assert (scale == -1).all(), "four exponents of NaN"
+        elif isinstance(spec, allnorm.NvFp4 | allnorm.Fp8PerGroup) and quant.is_swizzled(spec):
+            rows = quant.swizzled_rows(scale, len(scale) // 512)[:5, : 512 // 32]
+            code = 0xFF if scale.dtype == torch.uint8 else 0x7F
+            assert (rows == code).all(), "exponents of NaN"
+            if memory["quantized_out"].dtype == torch.uint8:
+                assert (memory["quantized_out"] == 0).all(), "e2m1 has no NaN"
         else:
             assert torch.isnan(scale).all()
         assert torch.isnan(memory["normed_out"]).all()
@@ -159,6 +171,33 @@ def test_quantised_results_of_a_failed_call_are_nan(
     for text in texts[:-1]:
         assert text is not None
         assert "all_reduce_add_rms_norm_quant of 5x512" in text
+
+
+@on(cpu=(2,))
+@pytest.mark.parametrize("sharded", [False, True])
+def test_quantised_results_of_a_failed_unfused_call_are_nan(pool: RankPool, sharded: bool) -> None:
+    first, _ = pool.run(absent_from_quantized, sharded, "unfused", timeout=120)
+    assert first is not None
+
+
+def absent_from_unfused(rank: int, world_size: int) -> None:
+    case = Case((5, 512), algorithm="unfused")
+    c = allnorm.Communicator(device=device(), timeout=TIMEOUT)
+    case.check(c)
+    dist.barrier()
+    if rank == world_size - 1:
+        ABSENT.append(c)
+        return
+    error, _, out, residual_out = faulty_call(c, case)
+    assert error.peer == world_size - 1
+    assert torch.isnan(out).all()
+    assert torch.isnan(residual_out).all()
+    assert_poisoned(c, case)
+
+
+@on(cpu=(2, 3))
+def test_a_peer_that_never_comes_to_an_unfused_call(pool: RankPool) -> None:
+    pool.run(absent_from_unfused, timeout=60)
 
 
 def assert_names_the_absent(

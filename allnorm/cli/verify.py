@@ -57,7 +57,7 @@ def verify(
         typer.Option(
             min=0,
             help="Ranks in islands of so many, which exchange through the process group; 0: "
-            "islands are found. Not in --faults and the soak.",
+            "islands are found.",
         ),
     ] = 0,
     json: Json = None,
@@ -67,7 +67,7 @@ def verify(
     sizes = options.world_sizes(tp, where, share_gpus=share_gpus)
     words = tuple(options.words(only))
     if faults:
-        _faults(sizes, where, share_gpus, timeout, words, json)
+        _faults(sizes, where, share_gpus, timeout, words, json, island_size)
         return
     seed = random.randrange(1 << 20) if seed is None else seed
     budget = _SAMPLE_SECONDS[where] if seconds is None else seconds
@@ -97,7 +97,7 @@ def verify(
             for detail in record["details"]:
                 console.print(output.bad(f"{record['check']}: {detail}"))
         failures += sum(record["failures"] for record in found)
-        of_size = {**common, "world_size": size, "shared_gpus": shared}
+        of_size = {**common, "world_size": size, "shared_gpus": shared, "island_size": island_size}
         output.append_json_lines(json, found, of_size)
     if failures:
         output.fail(f"{failures} cases failed; repeat with --seed {seed}")
@@ -117,6 +117,7 @@ def _faults(
     timeout_s: float,
     words: tuple[str, ...],
     json: Path | None,
+    island_size: int,
 ) -> None:
     """The table of faults, for each number of ranks."""
     if min(sizes) < 2:
@@ -130,9 +131,9 @@ def _faults(
     for size in sizes:
         shared = _shared(share_gpus, where, size)
         with output.progress(f"faults, {output.ranks(size)}") as show:
-            rows = verify_faults.run(size, where, timeout_s, words, shared, show)
+            rows = verify_faults.run(size, where, timeout_s, words, shared, show, island_size)
         _show_faults(rows, size, console)
-        of_size = {**common, "world_size": size, "shared_gpus": shared}
+        of_size = {**common, "world_size": size, "shared_gpus": shared, "island_size": island_size}
         output.append_json_lines(json, rows, of_size)
         failed += sum(bool(row["problems"]) for row in rows)
     if failed:

@@ -1,7 +1,7 @@
 """What ranks must make alike of a call, as they announce it to each other; the words for it.
 
 Fused calls announce a CallTag (csrc/protocol/call_tag.h), which has some of it as a hash only;
-unfused ones an Announcement, which has all of it. Errors describe both with the same fields.
+unfused and hierarchical ones an Announcement, which has all of it. Errors describe both with the same fields.
 """
 
 from __future__ import annotations
@@ -98,6 +98,8 @@ class Announcement(NamedTuple):
     post_eps: int
     post_weight_bias: int
     scale: int
+    hierarchical: int
+    """Else it is unfused."""
 
     @classmethod
     def of(cls, launch: Launch) -> Announcement:
@@ -125,6 +127,7 @@ class Announcement(NamedTuple):
             post_eps=_bits_of(call.post_eps),
             post_weight_bias=_bits_of(call.post_weight_bias),
             scale=_bits_of(call.sum_scale if scaled else 1.0),
+            hierarchical=int(launch.plan.algorithm == "hierarchical"),
         )
 
     @classmethod
@@ -174,7 +177,8 @@ class Announcement(NamedTuple):
     def __str__(self) -> str:
         if self.op == _REFUSED:
             return "no call, it has refused it"
-        algorithm = "unfused with a sharded residual" if self.sharded else "unfused"
+        algorithm = "hierarchical" if self.hierarchical else "unfused"
+        algorithm += " with a sharded residual" if self.sharded else ""
         by = {} if self.op == _native.ALL_GATHER_ROWS else {"algorithm": algorithm}
         return describe({**self.tagged(), **by, **self.hashed()})
 

@@ -31,7 +31,7 @@ from allnorm.errors import PeerDiedError, PeerTimeoutError
 _STORE_SECONDS = 1.0
 _ENDED = "whose process has ended"
 # 64-bit integers of an announcement.
-WORDS = 19
+WORDS = 20
 
 
 class Owner(Protocol):

@@ -20,11 +20,17 @@ from allnorm.core import _native, channel, fast_call, faults, hierarchical, unfu
 from allnorm.core.announcement import Announcement
 from allnorm.core.call import Call
 from allnorm.core.dispatch import Chooser, Dispatcher
-from allnorm.core.launch import Launch, Memory, raise_status
+from allnorm.core.launch import Launch, Memory, make_nan, raise_status
 from allnorm.core.refusal import Refusal, is_refusal
 from allnorm.core.watch import Watch
 from allnorm.core.workspace import Workspace
-from allnorm.errors import AllnormError, CommunicatorClosedError, PeerDiedError, PeerTimeoutError
+from allnorm.errors import (
+    AllnormError,
+    CommunicatorClosedError,
+    PeerDiedError,
+    PeerDivergedError,
+    PeerTimeoutError,
+)
 
 # A process may outlive its connections by so long.
 _END_SECONDS = 0.5
@@ -60,6 +66,7 @@ class Endpoint:
 
     Args:
         name: of the communicator, the same on every rank.
+        key: the same, but no other communicator of the group ever has it.
         group: its ranks.
         device: of the tensors.
         timeout: of every wait.
@@ -80,6 +87,7 @@ class Endpoint:
     def __init__(
         self,
         name: str,
+        key: str,
         group: dist.ProcessGroup,
         device: torch.device,
         timeout: datetime.timedelta,
@@ -91,6 +99,7 @@ class Endpoint:
         hierarchy: hierarchical.Hierarchy | None = None,
     ) -> None:
         self.name, self.device, self.timeout = name, device, timeout
+        self._key = key
         # Weak: torch holds the group until it is destroyed. Held any longer, it would keep gloo
         # from ending, which then aborts the interpreter at its exit.
         self._group: Callable[[], dist.ProcessGroup | None] = weakref.ref(group)
@@ -206,7 +215,7 @@ class Endpoint:
                 unfused.refuse(self._channel, self)
                 return
             self._refused = f"{type(error).__name__}: {error}"
-            faults.publish_refusal(self.living_group(), self.name, self.rank, self._refused)
+            faults.publish_refusal(self.living_group(), self._key, self.rank, self._refused)
             if self._refusal is None:
                 self._refusal = Refusal(self.device)
             self._refusal.run(self._library, self._handle)
@@ -278,16 +287,20 @@ class Endpoint:
                 status = self._run_hierarchical(launch, inputs, memory)
             else:
                 status = self._run_unfused(launch, inputs, memory)
-        except AllnormError:
-            raise  # what the ranks told each other first; the channel keeps what it must
+        except AllnormError as error:
+            # What the ranks told each other first; the channel keeps what it must.
+            if not isinstance(error, PeerDivergedError):  # then all are in step, and go on
+                make_nan(memory)
+            raise
         except BaseException as error:
+            make_nan(memory)
             failure = self._failure()
             if failure is not None:
                 if isinstance(error, RuntimeError):
                     raise failure from error
                 raise  # a wait for the others' announcements, which has told them
             # In the middle of the exchange: peers may be in their next call, or still in this one.
-            self._abandon(memory)
+            self._abandon()
             self._broken = self._what_broke(error)
             if isinstance(error, RuntimeError):
                 raise self._broken() from error
@@ -330,12 +343,11 @@ class Endpoint:
         given = (launch, self._library, self._handle, self._hierarchy, self.look_at_peers)
         return hierarchical.parts(*given, lambda: launch.bind(call, memory))
 
-    def _abandon(self, memory: Memory) -> None:
+    def _abandon(self) -> None:
         """Ends this rank's part of a call that cannot be finished, and the waits for it."""
         self.dispatcher.fast.close()
         if self._hierarchy is None:
             return
-        hierarchical.make_nan(memory)
         self._hierarchy.between.abort("this rank has given up")
         if self._handle and self.device.type == "cpu":  # on CUDA that would wait for the device
             self._library.comm_close(self._handle)
@@ -376,7 +388,8 @@ class Endpoint:
         fault = _native.Fault()
         self._library.comm_check(self._handle, ctypes.addressof(fault))
         error = self._fault_error(fault, launch)
-        self._abandon(memory)
+        make_nan(memory)
+        self._abandon()
         if fault.status == _native.INTERRUPTED:
             return self._was_interrupted()
         if fault.status == _native.DIVERGED:
@@ -389,7 +402,7 @@ class Endpoint:
     def _was_interrupted(self) -> Callable[[], PeerTimeoutError]:
         """Tells the others, whom nobody else tells, and waits for nobody."""
         wait = faults.Wait([self.rank], "which was interrupted")
-        faults.publish_wait(self.living_group(), self.name, self.rank, wait)
+        faults.publish_wait(self.living_group(), self._key, self.rank, wait)
         return lambda: PeerTimeoutError(
             f"rank {self.rank} was interrupted, by an exception, in a call between islands. "
             "Results of this and later calls are not valid; make a new Communicator on every rank.",
@@ -401,7 +414,9 @@ class Endpoint:
         """Makes the error of a call that failed in a wait, now and later."""
         what = "an unfused call"
         if self._hierarchy is not None:
-            wait = faults.find_cause(self.living_group(), self.name, self.rank, wait)
+            found = faults.find_cause(self.living_group(), self._key, self.rank, wait)
+            # Ranks that wait for each other lead back to this one: then nobody knows more.
+            wait = wait if found.peers == [self.rank] else found
             what = "a call between islands"
         kind = PeerDiedError if wait.died else PeerTimeoutError
         names_ = ", ".join(map(str, wait.peers))
@@ -466,7 +481,7 @@ class Endpoint:
             own = self._account(fault, launch)
             seen: faults.Account = {}
             if fault.status == _native.DIVERGED:
-                seen = faults.ask(self.living_group(), self.name, fault, own)
+                seen = faults.ask(self.living_group(), self._key, fault, own)
             self._accounts = own, seen
         return faults.fault_error(fault, self.timeout, *self._accounts, watch=self.watch)
 

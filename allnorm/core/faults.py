@@ -67,7 +67,7 @@ def ask(group: dist.ProcessGroup, name: str, fault: _native.Fault, own: Account)
 
     Args:
         group: of the communicator.
-        name: of the communicator, the same on every rank.
+        name: of the communicator alone, the same on every rank.
         fault: of kind DIVERGED.
         own: what `account_of` says.
     """
@@ -84,7 +84,7 @@ def publish_refusal(group: dist.ProcessGroup, name: str, rank: int, why: str) ->
 
     Args:
         group: of the communicator.
-        name: of the communicator, the same on every rank.
+        name: of the communicator alone, the same on every rank.
         rank: this one.
         why: what it raises.
     """
@@ -114,7 +114,7 @@ def find_cause(group: dist.ProcessGroup, name: str, rank: int, own: Wait) -> Wai
 
     Args:
         group: of the communicator.
-        name: of the communicator, the same on every rank.
+        name: of the communicator alone, the same on every rank.
         rank: this one.
         own: what it waited for.
 

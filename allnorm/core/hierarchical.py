@@ -123,7 +123,7 @@ def run(
     Raises:
         PeerDivergedError: on every rank, if the ranks do not make the same call. Nothing was
             computed, and ranks are in step again.
-        PeerTimeoutError: a rank did not come. Nothing was computed.
+        PeerTimeoutError: a rank did not come.
         RuntimeError: the exchange between islands failed.
     """
     x, residual = inputs[0], inputs[1]
@@ -401,18 +401,6 @@ class _Run:
 def _width(dtype: int) -> int:
     """Bytes of an element."""
     return 4 if dtype == _native.DTYPE["float32"] else 2
-
-
-def make_nan(memory: Memory) -> None:
-    """After a fault nothing that was written may look like a result."""
-    for name, tensor in memory.items():
-        if tensor.dtype.is_floating_point and tensor.element_size() > 1:
-            tensor.fill_(torch.nan)
-        elif tensor.dtype == torch.int32:
-            tensor.fill_(-1)  # exponents of 255
-        else:
-            bits = tensor.view(torch.uint8)
-            bits.fill_(0xFF if name == "scale_out" and tensor.dtype == torch.uint8 else 0x7F)
 
 
 def backend_obstacle(group: dist.ProcessGroup, backend: str, backends: tuple[str, ...]) -> str:

@@ -118,6 +118,21 @@ class Result(NamedTuple):
 
 
 Memory = dict[str, torch.Tensor]
+
+
+def make_nan(memory: Memory) -> None:
+    """After a fault nothing that was written may look like a result: as the kernels leave it."""
+    for name, tensor in memory.items():
+        if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+            return  # the capture fails with the call's error
+        if tensor.dtype.is_floating_point and tensor.element_size() > 1:
+            tensor.fill_(torch.nan)
+        elif tensor.dtype == torch.int32:
+            tensor.fill_(-1)  # exponents of 255
+        elif tensor.dtype == torch.uint8:
+            tensor.fill_(0xFF if name == "scale_out" else 0)  # an exponent; e2m1 has no NaN
+        else:
+            tensor.view(torch.uint8).fill_(0x7F)
 """What the kernels write, by the field of Call."""
 
 

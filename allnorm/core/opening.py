@@ -68,17 +68,15 @@ class _Checked:
 def open_endpoint(
     group: dist.ProcessGroup,
     settings: Settings,
-    count_made: Callable[[torch.device], int],
-    name_of: Callable[[torch.device, int], str],
+    made_so_far: Callable[[torch.device], tuple[int, bool]],
 ) -> Endpoint:
     """Opens this rank's end of a communicator. Collective; every rank raises if one does.
 
     Args:
         group: the ranks.
         settings: of this rank.
-        count_made: how many communicators of the group this process has made for such a device.
-        name_of: the name of the communicator, by its device and its number among those, which is
-            the same on every rank.
+        made_so_far: how many communicators of the group this process has made for such a device;
+            and whether this one is to have the group's name. If it is on all ranks, it has.
     """
     meeting = Rendezvous(group, _wait_seconds(settings.timeout))
     mine: list[tuple[_Checked, tuning.RankTables]] = []
@@ -88,14 +86,15 @@ def open_endpoint(
         place = checked.device.type, checked.device.index, meeting.world_size
         loaded = tuning.load(settings.tuning_dir, *place)
         mine[:] = [(checked, loaded)]
-        number = count_made(checked.device)
-        return checked.agreed, number, _max_row_bytes(checked.device), loaded.found
+        made = made_so_far(checked.device)
+        return checked.agreed, made, _max_row_bytes(checked.device), loaded.found
 
     answers = meeting.agree(check, "checking the arguments of Communicator")
     ((checked, loaded),) = mine
     _check_alike([agreed for agreed, *_ in answers])
-    number = max(count for _, count, *_ in answers)
-    name = name_of(checked.device, number)
+    number = max(count for _, (count, _), *_ in answers)
+    as_group = all(wanted for _, (_, wanted), *_ in answers)
+    name = str(group.group_name) if as_group else f"{group.group_name}#{number + 1}"
     tables, warning = tuning.tables(loaded, [found for *_, found in answers])
     if warning and meeting.rank == 0:
         warnings.warn(warning, stacklevel=3)
@@ -133,7 +132,9 @@ def open_endpoint(
             own = handles[0] if checked.device.type == "cpu" and not apart else 0
             words = channel.create(meeting, own, _nanoseconds(checked.timeout))
         endpoint = Endpoint(
-            *(name, group, checked.device, checked.timeout, checked.library),
+            name,
+            f"{group.group_name}/{number}",
+            *(group, checked.device, checked.timeout, checked.library),
             *(memory, handles[0], words, Chooser(checked.library, traits, memory.num_bytes)),
             hierarchy,
         )

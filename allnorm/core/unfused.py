@@ -49,7 +49,7 @@ def run(
     Raises:
         PeerDivergedError: on every rank, if all run unfused and do not make the same call. Nothing
             was computed, and ranks are in step again.
-        PeerTimeoutError: a rank did not come. Nothing was computed.
+        PeerTimeoutError: a rank did not come.
     """
     captured = x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     if channel is not None and not captured:

@@ -51,6 +51,11 @@ class Context:
     job: Job
     rng: random.Random  # in the same state on all ranks
 
+    @property
+    def exchanges_over_gloo(self) -> bool:
+        """Whether islands exchange through the host, which no graph can capture."""
+        return self.job.shared_gpus and len(self.comm.islands) > 1
+
     def batch(self, num_tokens: int, hidden_size: int, dtype: torch.dtype) -> Batch:
         """New inputs of that shape."""
         seed = self.rng.randrange(1 << 31)

@@ -22,6 +22,8 @@ import torch.distributed as dist
 import allnorm
 from allnorm import reference
 from allnorm.errors import AllnormError, PeerDivergedError, PeerTimeoutError
+from allnorm.islands import Islands, of_size
+from allnorm.names import BETWEEN_ISLANDS
 from allnorm.testing import (
     OnMessage,
     RankError,
@@ -56,6 +58,11 @@ ALGORITHMS = {
     "sharded": replace(_TWO_SHOT, sharded=True),
     "quantised": replace(_TWO_SHOT, quant=allnorm.Fp8PerGroup(128)),
 }
+CALLS_BETWEEN_ISLANDS = {
+    "hierarchical": replace(_ONE_SHOT, algorithm="hierarchical"),
+    "sharded": replace(_ONE_SHOT, algorithm="hierarchical", sharded=True),
+    "quantised": replace(ALGORITHMS["quantised"], algorithm="hierarchical"),
+}
 # What a rank changes in its call, so that it is not the one that its peers make.
 DIVERGENCES: dict[str, dict[str, Any]] = {
     "another num_tokens": {"num_tokens": 23},
@@ -64,7 +71,7 @@ DIVERGENCES: dict[str, dict[str, Any]] = {
     "another op: all_reduce": {"op": "all_reduce", "sharded": False, "quant": None},
     "another op: all_gather_rows": {"op": "all_gather_rows", "quant": None},
     "another algorithm": {},
-    "sharded, others not": {"algorithm": "two_shot", "sharded": True},
+    "sharded, others not": {"sharded": True},
     "another rounding mode": {"numerics": "vllm"},
     "no residual": {"has_residual": False},
     "quantised per token": {"quant": allnorm.Fp8PerToken()},
@@ -78,6 +85,11 @@ DIVERGENCES: dict[str, dict[str, Any]] = {
 DEATHS = ("killed", "killed among its calls", "exits")
 _ELSEWHERE = "calls on another communicator"
 ABSENCES = ("never comes", "stopped (SIGSTOP)", _ELSEWHERE)
+_OTHER_ALGORITHM = {
+    "one_shot": "two_shot",
+    "two_shot": "one_shot",
+    "hierarchical": "unfused",
+}
 _QUANTISED_ONLY = ("groups of 64", "another scale_format", "not quantised")
 
 
@@ -97,38 +109,42 @@ def run(
     words: tuple[str, ...] = (),
     share_gpus: bool = False,
     on_message: OnMessage = lambda rank, message: None,
+    island_size: int = 0,
 ) -> list[Row]:
     """Provokes every fault with every algorithm it applies to; the last rank fails.
 
     Only faults whose names hold one of `words` run, if there are any; `on_message` takes a rank and
-    its progress: `text`, `done` and `total`.
+    its progress: `text`, `done` and `total`. Ranks are in islands of `island_size`, if given.
 
     Returns:
         A row for each: `fault`, `algorithm`, `seconds` (of the slowest rank), `saw` (in words),
         `problems` (what did not hold), and `ranks`, what each of them saw.
     """
     names = [*DIVERGENCES, *ABSENCES, *DEATHS]
+    calls = CALLS_BETWEEN_ISLANDS if island_size else ALGORITHMS
     cases = [
         (fault, algorithm)
         for fault in names
-        for algorithm in ALGORITHMS
-        if applies(fault, algorithm) and (not words or any(word in fault for word in words))
+        for algorithm, call in calls.items()
+        if applies(fault, call) and (not words or any(word in fault for word in words))
     ]
     rows = []
     with RankPool(world_size, device, timeout=_RUN_SECONDS, share_gpus=share_gpus) as pool:
         for done, (fault, algorithm) in enumerate(cases):
             on_message(0, {"text": f"{fault}, {algorithm}", "done": done, "total": len(cases)})
-            rows.append(_provoke(pool, fault, algorithm, timeout_s))
+            rows.append(_provoke(pool, fault, algorithm, timeout_s, island_size))
     return rows
 
 
-def _provoke(pool: RankPool, fault: str, algorithm: str, timeout_s: float) -> Row:
+def _provoke(
+    pool: RankPool, fault: str, algorithm: str, timeout_s: float, island_size: int
+) -> Row:
     culprit = pool.world_size - 1
     may_die = [culprit] if fault in DEATHS else []
     pids: set[int] = set()
     row: Row = {"fault": fault, "algorithm": algorithm, "timeout_s": timeout_s}
     try:
-        arguments = (pool.device, fault, algorithm, timeout_s)
+        arguments = (pool.device, fault, algorithm, timeout_s, island_size)
         seen = pool.run(
             provoke, *arguments, may_die=may_die, on_message=lambda _, pid: pids.add(pid)
         )
@@ -179,9 +195,8 @@ def _saw(one: Row) -> str:
 # ---- what ranks do -------------------------------------------------------------------------------
 
 
-def applies(fault: str, algorithm: str) -> bool:
+def applies(fault: str, call: Kind) -> bool:
     """Whether a rank can commit it while its peers make that call."""
-    call = ALGORITHMS[algorithm]
     if fault not in DIVERGENCES:
         # A rank that dies costs the start of new ones: once for each way that rows travel.
         return call.quant is None
@@ -190,6 +205,11 @@ def applies(fault: str, algorithm: str) -> bool:
     if fault in _QUANTISED_ONLY:
         return call.quant is not None
     return replace(call, **DIVERGENCES[fault]) != call
+
+
+def goes_on(fault: str, call: Kind) -> bool:
+    """Whether the communicator does: ranks told each other what they were about to do."""
+    return fault in DIVERGENCES and call.algorithm in BETWEEN_ISLANDS
 
 
 def expected_errors(fault: str) -> tuple[str, ...]:
@@ -202,7 +222,13 @@ def expected_errors(fault: str) -> tuple[str, ...]:
 
 
 def provoke(
-    rank: int, world_size: int, device: str, fault: str, algorithm: str, timeout_s: float
+    rank: int,
+    world_size: int,
+    device: str,
+    fault: str,
+    algorithm: str,
+    timeout_s: float,
+    island_size: int,
 ) -> dict[str, Any] | None:
     """Lets the last rank commit a fault. Collective. Reports the id of this process first.
 
@@ -213,10 +239,12 @@ def provoke(
     """
     report(os.getpid())
     culprit = rank == world_size - 1
-    call, where = ALGORITHMS[algorithm], torch.device(device)
+    call, where = (CALLS_BETWEEN_ISLANDS if island_size else ALGORITHMS)[algorithm], torch.device(device)
     timeout = datetime.timedelta(seconds=timeout_s)
     _kept.clear()
-    comms = [_communicator(where, timeout) for _ in range(1 + (fault == _ELSEWHERE))]
+    islands = of_size(island_size, world_size)
+    made = 1 + (fault == _ELSEWHERE)
+    comms = [_communicator(where, timeout, islands=islands) for _ in range(made)]
     comm = comms[0]
     for number in range(_GOOD_CALLS):
         if not _is_right(comm, call, number):
@@ -230,7 +258,10 @@ def provoke(
     mine = _diverging(call, fault) if culprit and fault in DIVERGENCES else call
     # A death among calls: those before it succeed.
     seen = _failing_call(comm, mine, timeout_s, repeat=fault == "killed among its calls")
-    seen["problems"] += _aftermath(comm, call)
+    if goes_on(fault, call):
+        seen["problems"] += [] if _is_right(comm, call, 2) else ["the next call gave wrong results"]
+    else:
+        seen["problems"] += _aftermath(comm, call)
     if fault == "stopped (SIGSTOP)" and rank == 0:
         os.kill(pids[-1], signal.SIGCONT)
     for one in comms:
@@ -240,9 +271,12 @@ def provoke(
 
 
 def _communicator(
-    where: torch.device, timeout: datetime.timedelta, group: dist.ProcessGroup | None = None
+    where: torch.device,
+    timeout: datetime.timedelta,
+    group: dist.ProcessGroup | None = None,
+    islands: str | Islands = "auto",
 ) -> allnorm.Communicator:
-    return allnorm.Communicator(group, where, _WORKSPACE_BYTES, timeout=timeout)
+    return allnorm.Communicator(group, where, _WORKSPACE_BYTES, timeout=timeout, islands=islands)
 
 
 def _commit(fault: str, comms: list[allnorm.Communicator], call: Kind) -> None:
@@ -269,7 +303,9 @@ def _commit(fault: str, comms: list[allnorm.Communicator], call: Kind) -> None:
 
 def _diverging(call: Kind, fault: str) -> Kind:
     if fault == "another algorithm":
-        return replace(call, algorithm="two_shot" if call.algorithm == "one_shot" else "one_shot")
+        return replace(call, algorithm=_OTHER_ALGORITHM[call.algorithm])
+    if fault == "sharded, others not" and call.algorithm == "one_shot":
+        call = replace(call, algorithm="two_shot")
     return replace(call, **DIVERGENCES[fault])
 
 
@@ -307,9 +343,15 @@ def _failing_call(
         return {**nothing, "seconds": seconds, "problems": [problem]}
     _synchronize(comm)
     # On CUDA another call is found beside the data, which may all have arrived by then.
-    complete = comm.device.type == "cuda" and isinstance(error, PeerDivergedError)
+    diverged = isinstance(error, PeerDivergedError)
     expected = _expected(comm, call, inputs[number]) if repeat else None
-    problems = [] if complete else _not_nan(results, expected)
+    if diverged and len(comm.islands) > 1:
+        written = [name for name, part in results.items() if bool((part != 0).any())]
+        problems = [f"{name} was written" for name in written]
+    elif diverged and comm.device.type == "cuda":
+        problems = []
+    else:
+        problems = _not_nan(results, expected)
     return {
         "error": type(error).__name__,
         "message": str(error),

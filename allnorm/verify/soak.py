@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 import allnorm
+from allnorm.islands import of_size
 from allnorm.names import FUSED
 from allnorm.testing import capture, describe_difference, report
 from allnorm.testing.bits import as_integers
@@ -123,6 +124,7 @@ class _Section:
                     early_trigger=settings.early_trigger[number],
                     dependent_launch=settings.dependent_launch[number],
                     first_op=settings.wraps[number] - before_wrap,
+                    islands=of_size(self._context.job.island_size, self._context.comm.world_size),
                 )
             )
         while len(self._kinds) < _NUM_KINDS[self._device.type]:
@@ -131,7 +133,7 @@ class _Section:
                 self._kinds.append(kind)
                 self._tape(kind).expected(kind)
         self._rows = [[] for _ in self._kinds]
-        if self._device.type == "cuda":
+        if self._device.type == "cuda" and not self._context.exchanges_over_gloo:
             fitting = self._capturable()
             self._graphs = [self._make_graph(fitting) for _ in range(_GRAPHS) if fitting]
 
@@ -232,6 +234,8 @@ def _most_bytes(device: torch.device) -> int:
 def repeat_shapes(context: Context, recorder: Recorder) -> None:
     """Runs `job.repeat` calls of each of `job.shapes` by one_shot, and as many by two_shot.
 
+    Of several islands by hierarchical.
+
     No two calls of a shape have the same payload; on GPUs every other burst of small calls is the
     replay of a graph.
     """
@@ -239,7 +243,7 @@ def repeat_shapes(context: Context, recorder: Recorder) -> None:
     delays = Delays(job.seed, comm.rank, comm.device)
     kinds = []
     for num_tokens, hidden_size in job.shapes:
-        for algorithm in FUSED:
+        for algorithm in FUSED if len(comm.islands) == 1 else ("hierarchical",):
             kind = Kind("norm", num_tokens, hidden_size, torch.bfloat16, algorithm=algorithm)
             # What cannot be exchanged is tested all the same, the one way that it can run.
             if algorithms(kind, [comm]) != {algorithm}:
@@ -256,6 +260,7 @@ def repeat_shapes(context: Context, recorder: Recorder) -> None:
         random.Random(seed).shuffle(rows)
         report({"text": f"{recorder.name}: {kind}", "done": index, "total": len(kinds)})
         small = num_elems <= _GRAPH_MAX_ELEMS and kind.algorithm != "unfused"
+        small = small and not context.exchanges_over_gloo
         for begin in range(0, job.repeat, BURST):
             burst = rows[begin : begin + BURST]
             if small and comm.device.type == "cuda" and begin // BURST % 2:

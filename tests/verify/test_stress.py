@@ -10,9 +10,11 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from rank_helpers import device, on
 
 import allnorm
+from allnorm.islands import of_size
 from allnorm.testing import RankPool, same_bits
 from allnorm.verify import soak
 from allnorm.verify.calls import Kind, algorithms, random_kind
@@ -26,7 +28,8 @@ def run(check: Callable[[Context, Recorder], None], **options: Any) -> Result:
     """The check on this rank, with the other ranks; its record."""
     where = device()
     job = Job(where.type, seed=options.pop("seed", 5), full=False, seconds=1.0, **options)
-    with allnorm.Communicator(device=where) as comm:
+    islands = of_size(job.island_size, dist.get_world_size())
+    with allnorm.Communicator(device=where, islands=islands) as comm:
         recorder = Recorder(check.__name__)
         check(Context(comm, job, random.Random(job.seed)), recorder)
         return recorder.finish()
@@ -43,6 +46,23 @@ def test_the_soak_passes(pool: RankPool) -> None:
     assert found["cases"] >= 4 * soak.BURST
     assert found["bursts"] >= 4, "each section made at least one"
     assert found["elements"] > 1e6
+
+
+def soaked_over_islands(rank: int, world_size: int, island_size: int) -> tuple[Result, Result]:
+    shapes = ((1, 4096), (64, 120))
+    return (
+        run(soak.soak, stress=2 * soak.BURST, island_size=island_size),
+        run(soak.repeat_shapes, stress=0, shapes=shapes, repeat=20, island_size=island_size),
+    )
+
+
+@on(cpu=(4,), gpu=(4,))
+@pytest.mark.parametrize("island_size", [1, 2])
+def test_the_soaks_pass_over_islands(pool: RankPool, island_size: int) -> None:
+    found, repeated = pool.run(soaked_over_islands, island_size)[0]
+    assert found["failures"] == repeated["failures"] == 0, found["details"] + repeated["details"]
+    assert found["cases"] >= 2 * soak.BURST
+    assert repeated["cases"] == 2 * 20
 
 
 # What a defect of the exchange looks like from outside. Each takes the results of one call.

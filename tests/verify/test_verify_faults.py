@@ -22,16 +22,21 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("patience")
 @pytest.mark.parametrize(
-    ("words", "world_size"),
+    ("words", "world_size", "island_size"),
     [
-        pytest.param(("another",), 2, id="divergences"),
-        pytest.param(("comes", "SIGSTOP"), 3, id="absences"),
-        pytest.param(("among", "exits"), 3, id="deaths", marks=pytest.mark.slow),
+        pytest.param(("another",), 2, 0, id="divergences"),
+        pytest.param(("comes", "SIGSTOP"), 3, 0, id="absences"),
+        pytest.param(("among", "exits"), 3, 0, id="deaths", marks=pytest.mark.slow),
+        pytest.param(("dtype", "no residual", "another al"), 4, 2, id="divergences, islands"),
+        pytest.param(("comes", "SIGSTOP"), 2, 1, id="absences, islands of one"),
+        pytest.param(("among", "exits"), 4, 2, id="deaths, islands", marks=pytest.mark.slow),
     ],
 )
-def test_faults_are_noticed_and_named(words: tuple[str, ...], world_size: int) -> None:
-    rows = faults.run(world_size, "cpu", 0.7, words)
-    assert len(rows) >= 6
+def test_faults_are_noticed_and_named(
+    words: tuple[str, ...], world_size: int, island_size: int
+) -> None:
+    rows = faults.run(world_size, "cpu", 0.7, words, island_size=island_size)
+    assert len(rows) >= (4 if island_size else 6)
     for row in rows:
         assert not row["problems"], (row["fault"], row["algorithm"], row["problems"])
         assert f"names rank {world_size - 1}" in row["saw"]
@@ -88,9 +93,10 @@ def test_what_ranks_leave_behind_is_theirs(tmp_path: Path, monkeypatch: pytest.M
 def test_every_fault_applies_to_something() -> None:
     names = [*faults.DIVERGENCES, *faults.ABSENCES, *faults.DEATHS]
     for name in names:
-        assert any(faults.applies(name, algorithm) for algorithm in faults.ALGORITHMS), name
+        for calls in (faults.ALGORITHMS, faults.CALLS_BETWEEN_ISLANDS):
+            assert any(faults.applies(name, call) for call in calls.values()), name
     for name in set(names) - {"groups of 64", "another scale_format", "not quantised"}:
-        assert faults.applies(name, "two_shot") or name == "sharded, others not", name
+        assert faults.applies(name, faults.ALGORITHMS["two_shot"]), name
 
 
 def test_a_fault_that_goes_wrong_is_the_exit_code(
