@@ -155,7 +155,7 @@ def _cast(algebra: Algebra, quotient: Value, *, clamped: bool) -> Value | None:
 
 
 def is_quantised_otherwise(algebra: Algebra, normed: Value) -> bool:
-    """Whether some FP8 or NVFP4 tensor is computed from the normed one, in a way that is understood."""
+    """Whether some quantised tensor is computed from the normed one, in a way that is known."""
     pending, seen = [algebra.up(normed)], {normed}
     for value in pending:
         if value.dtype == FP8 or value.op == "blocks":

@@ -1,7 +1,8 @@
 """What ranks must make alike of a call, as they announce it to each other; the words for it.
 
 Fused calls announce a CallTag (csrc/protocol/call_tag.h), which has some of it as a hash only;
-unfused and hierarchical ones an Announcement, which has all of it. Errors describe both with the same fields.
+unfused and hierarchical ones an Announcement, which has all of it. Errors describe both with the
+same fields.
 """
 
 from __future__ import annotations

@@ -239,7 +239,8 @@ def provoke(
     """
     report(os.getpid())
     culprit = rank == world_size - 1
-    call, where = (CALLS_BETWEEN_ISLANDS if island_size else ALGORITHMS)[algorithm], torch.device(device)
+    call = (CALLS_BETWEEN_ISLANDS if island_size else ALGORITHMS)[algorithm]
+    where = torch.device(device)
     timeout = datetime.timedelta(seconds=timeout_s)
     _kept.clear()
     islands = of_size(island_size, world_size)
