@@ -236,7 +236,7 @@ def test_sums_of_experts_are_out_of_sight() -> None:
     assert "= tensor_model_parallel_all_reduce(states)" in runner
 
 
-# ---- quantisation ---------------------------------------------------------------------------------
+# ---- quantisation --------------------------------------------------------------------------------
 
 # As declared in the C extension, which cannot be loaded here: its bytes are searched.
 SCHEMAS = (
