@@ -133,6 +133,8 @@ def make_nan(memory: Memory) -> None:
             tensor.fill_(0xFF if name == "scale_out" else 0)  # an exponent; e2m1 has no NaN
         else:
             tensor.view(torch.uint8).fill_(0x7F)
+
+
 """What the kernels write, by the field of Call."""
 
 

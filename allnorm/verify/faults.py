@@ -136,9 +136,7 @@ def run(
     return rows
 
 
-def _provoke(
-    pool: RankPool, fault: str, algorithm: str, timeout_s: float, island_size: int
-) -> Row:
+def _provoke(pool: RankPool, fault: str, algorithm: str, timeout_s: float, island_size: int) -> Row:
     culprit = pool.world_size - 1
     may_die = [culprit] if fault in DEATHS else []
     pids: set[int] = set()
