@@ -24,7 +24,6 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 from kernel_mutants import table  # noqa: E402
 
-TESTS = ("cuda_schedules_test", "cuda_local_test", "cuda_faults_test", "cuda_pace_test")
 BUILD_TIMEOUT_S = 600
 TEST_TIMEOUT_S = 600
 # As much of a report as says what is wrong.

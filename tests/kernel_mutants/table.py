@@ -13,6 +13,7 @@ ROW_EXCHANGE, E4M3, FUSED, ANY_ROWS, LOCAL_ROWS, PACE = (
     for name in ("row_exchange", "formats/e4m3", "fused", "any_rows", "local_rows", "pace")
 )
 EXPERTS, PREPARE = "cuda/sources/expert_rows.cuh", "cuda/prepare.h"
+ISLAND_SUMS = "cuda/sources/island_sums.cuh"
 NVFP4, TILES = "cuda/formats/nvfp4.cuh", "cuda/formats/tiles.cuh"
 
 SLOT_RACE = "race on workspace slot"
@@ -553,4 +554,59 @@ WRONG_RESULTS = (
     ),
 )
 
-MUTANTS = RACES + WRONG_RESULTS
+ISLANDS = tuple(
+    Mutant(name, (edit,), report, "plain", "cuda_islands_test", short)
+    for name, edit, report, short in (
+        (
+            "islands: sums are rounded before the exchange",
+            (
+                OWNED,
+                "if (live_) islands_.store(here.local, unrounded);",
+                "if (live_) { unpack<T>(sum, unrounded); islands_.store(here.local, unrounded); }",
+            ),
+            (WRONG,),
+            True,
+        ),
+        (
+            "islands: what is kept for the exchange is published too",
+            (
+                OWNED,
+                "islands_.store(here.local, unrounded);\n        return;\n",
+                "islands_.store(here.local, unrounded);\n        owners_.publish(slot, sum);\n"
+                "        return;\n",
+            ),
+            (NOT_EMPTY, HANGS, WRONG),
+            True,
+        ),
+        (
+            "islands: sums are added from the last to the first",
+            (
+                ISLAND_SUMS,
+                "first + island * params_",
+                "first + (params_.num_islands - island) * params_",
+            ),
+            (WRONG,),
+            False,
+        ),
+        (
+            "islands: the last one is left out",
+            (ISLAND_SUMS, "island < params_.num_islands;", "island < params_.num_islands - 1;"),
+            (WRONG,),
+            False,
+        ),
+        (
+            "islands: behind the exchange partials are sent once more",
+            (OWNED, "    if (takes_sums()) return;\n    const int owner", "    const int owner"),
+            (NOT_EMPTY, HANGS),
+            False,
+        ),
+        (
+            "islands: rows are taken in turn, not in blocks",
+            (OWNED, "      if (!takes_sums()) return {index", "      return {index"),
+            (WRONG,),
+            False,
+        ),
+    )
+)
+
+MUTANTS = RACES + WRONG_RESULTS + ISLANDS
