@@ -234,7 +234,7 @@ int32_t check_local(const AllnormCall* call) {
     status = invalid("op", call->op, "an op that sums, 0 or 1");
   }
   if (status == ALLNORM_OK && takes_sums(*call)) {
-    status = invalid("flags", call->flags, "no ALLNORM_ISLAND_SUMS (16): that is an exchange");
+    status = invalid("flags", call->flags, "no ALLNORM_ISLAND_SUMS (32): that is an exchange");
   }
   if (status == ALLNORM_OK) status = check_sources(*call);
   if (status == ALLNORM_OK) status = check_num_tokens(*call);

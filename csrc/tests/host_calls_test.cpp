@@ -391,6 +391,74 @@ void test_alignment() {
   check(allnorm_local(&local) == ALLNORM_OK, "local: %s", allnorm_last_error());
 }
 
+// ---- around an exchange between islands
+
+// The launch before it makes float32 sums of own rows; the one behind it takes those of all.
+void test_islands() {
+  using Kind = ExchangeKind;
+  fake::reset();
+  Rank rank;
+  rank.open();
+  const auto made = [&](const AllnormCall& call, Kind kind, const char* what) {
+    const size_t before = launches().size();
+    check(rank.run(call) == ALLNORM_OK, "%s: %s", what, allnorm_last_error());
+    if (!check(launches().size() == before + 1, "%s: %zu launches", what,
+               launches().size() - before)) {
+      return;
+    }
+    const KernelKey& key = launches().back().kernel->key;
+    check(key.kind == kind && key.extended, "%s: kernel %d, extended %d", what,
+          static_cast<int>(key.kind), key.extended);
+  };
+  const auto refused = [&](const AllnormCall& call, const char* words) {
+    const size_t before = launches().size();
+    check(rank.run(call) == ALLNORM_INVALID_ARGUMENT && said(words), "expected '%s', said: %s",
+          words, allnorm_last_error());
+    check(launches().size() == before, "%s was launched", words);
+  };
+  AllnormCall sums = rank.norm(nullptr, 5);
+  sums.op = ALLNORM_SUM_ROWS;
+  sums.algorithm = ALLNORM_TWO_SHOT;
+  sums.residual = sums.weight = nullptr;
+  sums.residual_out = nullptr;
+  made(sums, Kind::kOwnedFinished, "sums");
+  const auto of_sums = launches().back().params.tag.shape;
+  AllnormCall rest = rank.norm(nullptr, 5);
+  rest.algorithm = ALLNORM_TWO_SHOT;
+  rest.flags = ALLNORM_ISLAND_SUMS;
+  rest.num_sources = 3;
+  rest.source_stride = 3 * rest.x_stride;
+  made(rest, Kind::kOwnedSum, "the rest");
+  const auto of_rest = launches().back().params.tag.shape;
+  AllnormCall sharded = rest;
+  sharded.flags |= ALLNORM_RESIDUAL_SHARDED;
+  made(sharded, Kind::kOwnedFinished, "the rest, sharded");
+  // Peers that make another of them, or a call of one island, are told apart.
+  AllnormCall flat = rank.norm(nullptr, 5);
+  flat.algorithm = ALLNORM_TWO_SHOT;
+  check(rank.run(flat) == ALLNORM_OK, "flat: %s", allnorm_last_error());
+  const auto of_flat = launches().back().params.tag.shape;
+  check(of_sums != of_rest && of_rest != of_flat && of_sums != of_flat, "tags %x, %x and %x",
+        static_cast<unsigned>(of_sums), static_cast<unsigned>(of_rest),
+        static_cast<unsigned>(of_flat));
+  AllnormCall call = sums;
+  call.algorithm = ALLNORM_ONE_SHOT;
+  refused(call, "algorithm is 0");
+  call = rest;
+  call.op = ALLNORM_ALL_GATHER_ROWS;
+  refused(call, "op is");
+  call = rest;
+  call.num_sources = 0;
+  refused(call, "num_sources is 0");
+  call = rest;
+  call.top_k = 2;
+  call.num_rows = 10;
+  refused(call, "top_k is 2");
+  check(allnorm_local(&rest) == ALLNORM_INVALID_ARGUMENT && said("ALLNORM_ISLAND_SUMS (32)"),
+        "local: %s", allnorm_last_error());
+  check(rank.run(nullptr) == ALLNORM_OK, "after refusals: %s", allnorm_last_error());
+}
+
 }  // namespace
 }  // namespace allnorm::testing
 
@@ -405,5 +473,6 @@ int main() {
   test_loaded_code();
   test_dependent_launch_can_be_off();
   test_alignment();
+  test_islands();
   return result();
 }
