@@ -131,7 +131,7 @@ def run(rank: int, world_size: int, job: Job) -> Result:
     curves = [(d, q, h) for d in job.dtypes for q in job.quants for h in job.hidden_sizes]
     with allnorm.Communicator(device=device()) as comm:
         result = Result([], product=job.product)
-        if job.device == "cuda":
+        if job.device == "cuda" and len(comm.islands) == 1:
             report({"text": "rate of the link", "done": 0, "total": len(curves)})
             result = Result([], _try_link_rates(comm, job), job.product)
         for index, (dtype, quant, hidden_size) in enumerate(curves):
@@ -243,6 +243,8 @@ def _measure_curve(
         return _time(job, arms, num_tokens, Product(case, job.product))
 
     reason = _make_case(comm, Shape(1, hidden_size), dtype).obstacle(mode.quant)
+    if len(comm.islands) > 1:
+        reason = f"{len(comm.islands)} islands, for which there are no tables"
     times = {} if reason else crossovers.search(measure_at, job.tokens)
     return CurveTimes(dtype, mode.quant, hidden_size, times, wrong, reason, chain)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import pathlib
 import time
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -104,6 +106,18 @@ def test_behind_a_product_decides_and_the_chain_stands_beside(tmp_path: pathlib.
     ]
     path = table.store(results[0], tmp_path, "cpu", 2, {"date": "2026-01-01"})
     assert tuning.read(path, tuning.device_name("cpu"), 2).tuned.curves == found
+
+
+def tune_over_islands(rank: int, world_size: int) -> ranks_tune.Result:
+    over_islands = functools.partial(allnorm.Communicator, islands=((0,), (1,)))
+    with mock.patch.object(ranks_tune.allnorm, "Communicator", over_islands):
+        return ranks_tune.run(rank, world_size, JOB)
+
+
+def test_islands_have_no_tables() -> None:
+    results = run_ranks(tune_over_islands, 2)
+    assert not curves(results)
+    assert results[0].curves[0].reason == "2 islands, for which there are no tables"
 
 
 def test_all_wrong_leaves_nothing() -> None:
