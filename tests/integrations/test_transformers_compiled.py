@@ -75,7 +75,7 @@ def toggle(rank: int, world_size: int, place: str, family: str, sites: int) -> N
 
 
 @on(cpu=(2,))
-@pytest.mark.parametrize("family", ["llama", "gemma2", "olmo2", "granite", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "granite", "gpt_oss"])
 def test_toggling_never_serves_a_stale_graph(
     pool: RankPool, family: str, tmp_path: pathlib.Path
 ) -> None:
@@ -105,7 +105,8 @@ def decode_compiled(rank: int, world_size: int, place: str) -> None:
 @pytest.mark.slow
 @on(cpu=(2,))
 def test_static_cache_compiled(pool: RankPool, tmp_path: pathlib.Path) -> None:
-    pool.run(decode_compiled, models.save("llama", tmp_path, torch.float32))
+    place = models.save("llama", tmp_path, torch.float32, num_hidden_layers=1)
+    pool.run(decode_compiled, place, timeout=300.0)
 
 
 @torch.no_grad()
