@@ -9,7 +9,7 @@ import pytest
 import torch
 from compile_helpers import EPS, Inputs, fused_calls, llama, nodes_calling, reduce
 from rank_helpers import comm, message_of, on
-from torch._higher_order_ops.auto_functionalize import auto_functionalized
+from torch._higher_order_ops.auto_functionalize import auto_functionalized, auto_functionalized_v2
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import (
@@ -124,6 +124,34 @@ def stored_in_tiles(x, residual, w, given):
 def stored_in_rows(x, residual, w, given):
     residual = reduce(x) + residual
     return *stored(llama(residual, w), given, swizzled=False), residual
+
+
+def wrapped(y: Any, given: Any, **views: Any) -> Any:
+    """In the wrapper that Inductor has by default, which counts bases, the rows last."""
+    _, scale, output = auto_functionalized_v2(
+        torch.ops._C.scaled_fp4_quant.out,
+        input=y,
+        input_scale=given,
+        is_sf_swizzled_layout=True,
+        _output_base_index=1,
+        _output_scale_base_index=0,
+        _all_bases=[scale_of(y, True), output_of(y)],
+        **views,
+    )
+    return output, scale.view(torch.float8_e4m3fn)
+
+
+@layer("nvfp4")
+def stored_in_bases(x, residual, w, given):
+    residual = reduce(x) + residual
+    return *wrapped(llama(residual, w), given), residual
+
+
+@layer("not: it changes a part of a tensor")
+def stored_in_a_part(x, residual, w, given):
+    residual = reduce(x) + residual
+    part = {"_output_slice_dim": 0, "_output_slice_start": 0, "_output_slice_end": x.shape[0]}
+    return *wrapped(llama(residual, w), given, **part), residual
 
 
 @layer("nvfp4")

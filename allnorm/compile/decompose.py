@@ -55,12 +55,40 @@ def _mutating(op: Any, table: Decompositions) -> Callable[..., Any] | None:
     if function is None:
         return None
 
+    schema = schema_of(op)
+
     def changed(_: Any, **kwargs: Any) -> Any:
+        bases = kwargs.pop("_all_bases", None)
+        places = None if bases is None else _give_bases(schema, kwargs, bases)
         results = function(**kwargs)
         results = results if isinstance(results, tuple) else (results,)
-        return (*(None for _ in range(max(1, len(schema_of(op).returns)))), *results)
+        if places is not None:
+            results = tuple(results[places.index(i)] for i in range(len(places)))
+        return (*(None for _ in range(max(1, len(schema.returns)))), *results)
 
     return changed
+
+
+def _give_bases(schema: Any, kwargs: dict[str, Any], bases: list[Any]) -> list[int]:
+    """Gives `auto_functionalized_v2` the arguments of the operator that it is around.
+
+    Each argument that is changed is one of `bases`, if it is no view of a part of it.
+
+    Returns:
+        The base of each, which is the order of the wrapper's results.
+    """
+    changes = [
+        each.name for each in schema.arguments if each.alias_info and each.alias_info.is_write
+    ]
+    places = []
+    for name in changes:
+        places.append(kwargs.pop(f"_{name}_base_index"))
+        kwargs.pop(f"_{name}_alias", None)
+        kwargs[name] = bases[places[-1]]
+    views = [key for key in kwargs if any(key.startswith(f"_{name}_") for name in changes)]
+    if views or sorted(places) != list(range(len(bases))):
+        raise NotImplementedError("it changes a part of a tensor")
+    return places
 
 
 def evaluate(

@@ -128,12 +128,19 @@ def make_block(config: Any, family: str) -> Callable[..., Any]:
     return block
 
 
+def round_as_pytorch(every: bool) -> None:
+    """Lets Inductor make the roundings of PyTorch, or leave some out, from the next compilation."""
+    torch._inductor.config.emulate_precision_casts = every
+    torch._inductor.config.fallback_by_default = every
+
+
 def fuse(rank: int, world_size: int, family: str, model: str) -> dict[str, Any]:
     """Compiles a layer, and compares with the functions that vLLM calls, operator by operator.
 
     Inductor leaves out roundings between operators that it fuses, as those of an activation. It is
-    told to make them all, so that what is left are differences of the fused calls. Before that, as
-    vLLM compiles by default, for the sites alone.
+    told to make them all, so that what is left are differences of the fused calls; first of all in
+    what is expected, for vLLM compiles its own activations and norms one by one (`CustomOp`). Then
+    once as vLLM compiles by default, for the sites alone.
     """
     plugin.register()
     config = vllm_ranks.make_config(model)
@@ -141,11 +148,11 @@ def fuse(rank: int, world_size: int, family: str, model: str) -> dict[str, Any]:
     with vllm_ranks.worker(config), config.kernel_config.ir_op_priority.set_priority():
         block = make_block(config, family)
         x = shared_input((7, HIDDEN), bf16, "x")
+        round_as_pytorch(True)
         with torch.no_grad():  # clones: norms of vLLM take over the memory of what they are given
             expected = [each.clone() for each in block(torch.arange(7), x.clone())]
         for name in ("default", "eager rounding"):
-            torch._inductor.config.emulate_precision_casts = name == "eager rounding"
-            torch._inductor.config.fallback_by_default = name == "eager rounding"
+            round_as_pytorch(name == "eager rounding")
             engine.STATE.reports = []
             actual = vllm_ranks.compiled(config, block)(torch.arange(7), x.clone())
             sites = [site for report in engine.STATE.reports for site in report.sites]

@@ -227,6 +227,10 @@ def compiled(config: Any, function: Any) -> Any:
         "post_grad_custom_post_pass": manager,
         "pre_grad_custom_pass": VllmIRInplaceFunctionalizationPass(config),
         "fx_graph_cache": False,
+        # As vLLM has it.
+        "enable_auto_functionalized_v2": config.compilation_config.inductor_compile_config[
+            "enable_auto_functionalized_v2"
+        ],
     }
     # With dynamic=True even 448.0 would become an input of the graph.
     fast = torch.compile(function, options=options, dynamic=False)
