@@ -385,10 +385,12 @@ def _mxfp8() -> Any:
     return lambda y: mxfp8_e4m3_quantize(y, is_sf_swizzled_layout=True)
 
 
-# As the C extension declares it, which cannot be loaded here.
+# As the C extension declares them, which cannot be loaded here; the first one is only asked for.
 NVFP4 = (
+    "scaled_fp4_quant(Tensor input, Tensor input_scale, bool is_sf_swizzled_layout) "
+    "-> (Tensor, Tensor)",
     "scaled_fp4_quant.out(Tensor input, Tensor input_scale, bool is_sf_swizzled_layout, *, "
-    "Tensor(a!) output, Tensor(b!) output_scale) -> ()"
+    "Tensor(a!) output, Tensor(b!) output_scale) -> ()",
 )
 _libraries: list[torch.library.Library] = []
 
@@ -400,7 +402,8 @@ def _nvfp4() -> Any:
         output_scale.copy_(scale.view(torch.int32).view(output_scale.shape))
 
     library = torch.library.Library("_C", "FRAGMENT")
-    library.define(NVFP4)
+    for schema in NVFP4:
+        library.define(schema)
     library.impl("scaled_fp4_quant.out", store, "CPU")
     torch.library.register_fake("_C::scaled_fp4_quant.out", lambda *_, **__: None, lib=library)
     _libraries.append(library)

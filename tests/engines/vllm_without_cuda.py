@@ -109,3 +109,14 @@ from vllm.distributed.device_communicators.base_device_communicator import (
 
 _OpNamespace.__getattr__ = _getattr  # type: ignore[method-assign]
 assert not torch.cuda.is_available()
+
+
+def naive_mxfp8() -> bool:
+    """Whether vLLM's PyTorch code for MXFP8 leaves the upper eight powers of two of e4m3 unused.
+
+    On Blackwell FlashInfer quantises.
+    """
+    from vllm.model_executor.layers.quantization.utils import mxfp8_utils
+
+    one = torch.full((1, 32), 448.0)
+    return bool((mxfp8_utils._mxfp8_e4m3_quantize_torch(one)[1] != 127).any())
