@@ -14,7 +14,7 @@ namespace {
 using namespace testing;  // NOLINT: a test
 
 #if defined(__SANITIZE_THREAD__)
-constexpr uint64_t kSeeds = 3;  // ten times slower
+constexpr uint64_t kSeeds = 2;  // ten times slower
 #else
 constexpr uint64_t kSeeds = 12;
 #endif
