@@ -22,6 +22,7 @@ import allnorm
 from allnorm import reference
 from allnorm.compile import block_scaled, fuse
 from allnorm.integrations.vllm import quants
+from allnorm.quant import empty_scale
 from allnorm.testing import RankPool, assert_same_bits
 
 FP4_LAYOUTS = {True: "swizzled_128x4", False: "row_major"}
@@ -65,8 +66,7 @@ def mxfp8(x: Any, is_sf_swizzled_layout: bool = False, alignment: int = 0) -> An
 
 
 def mxfp8_fake(x: Any, is_sf_swizzled_layout: bool = False, alignment: int = 0) -> Any:
-    num_bytes = (x.shape[0] + 127) // 128 * 128 * ((x.shape[1] // 32 + 3) // 4 * 4)
-    scale = torch.empty(num_bytes, dtype=torch.uint8, device=x.device)
+    scale = empty_scale(allnorm.MxFp8(), *x.shape, x.device)
     return torch.empty_like(x, dtype=torch.float8_e4m3fn), scale
 
 
@@ -101,15 +101,18 @@ def layer(quant: str) -> Callable[[Layer], Layer]:
     return add
 
 
-def stored(y: Any, given: Any, swizzled: bool = True, padding: int = 0) -> Any:
+def stored(
+    y: Any, given: Any, swizzled: bool = True, padding: int = 0, transposed: bool = False
+) -> Any:
     """As vLLM calls it, functionalised."""
+    scale = scale_of(y, swizzled, padding)
     _, output, scale = auto_functionalized(
         torch.ops._C.scaled_fp4_quant.out,
         input=y,
         input_scale=given,
         is_sf_swizzled_layout=swizzled,
         output=output_of(y, padding),
-        output_scale=scale_of(y, swizzled, padding),
+        output_scale=scale.t().contiguous().t() if transposed else scale,
     )
     return output, scale.view(torch.float8_e4m3fn)
 
@@ -194,6 +197,12 @@ def mx_beside_the_16_bit_rows(x, residual, w, given):
 @layer("not: padded to 264 elements from 256")
 def padded_rows(x, residual, w, given):
     return stored(llama(reduce(x) + residual, w), given, padding=8)
+
+
+@layer("not: in which allnorm writes none")
+def scales_in_columns(x, residual, w, given):
+    output, _ = stored(llama(reduce(x) + residual, w), given, swizzled=False, transposed=True)
+    return output
 
 
 @layer("not: computed from the reduced tensor")

@@ -14,11 +14,11 @@ from allnorm.quant import (
     Fp8PerGroup,
     NvFp4,
     Quant,
+    empty_scale,
     is_swizzled,
     op_arguments,
     quantized_dtype,
     quantized_shape,
-    scale_geometry,
 )
 
 _library = torch.library.Library("allnorm_compile", "FRAGMENT")
@@ -52,6 +52,7 @@ def block_scaled(
     Raises:
         TypeError: another spec.
         NotImplementedError: `quantized` holds more or fewer elements than `y`.
+        UnsupportedError: a row of `y` does not consist of whole groups.
     """
     if not isinstance(quant, NvFp4) and not (isinstance(quant, Fp8PerGroup) and is_swizzled(quant)):
         raise TypeError(f"quant={quant!r}: expected allnorm.MxFp8() or an allnorm.NvFp4.")
@@ -63,9 +64,7 @@ def block_scaled(
             f"its rows are padded to {quantized.shape[-1]} elements from {shape[-1]}"
         )
     if scale is None:
-        geometry = scale_geometry(quant, y.numel() // y.shape[-1], y.shape[-1])
-        assert geometry is not None
-        scale = geometry.empty(y.device)
+        scale = empty_scale(quant, y.numel() // y.shape[-1], y.shape[-1], y.device)
     *spec, given = op_arguments(quant)
     operators = torch.ops.allnorm_compile
     blocks = operators.blocks.default(y, given, *spec)

@@ -251,7 +251,9 @@ def _place_scale(match: Match, quantised: Quantised, scale: Tensor) -> None:
         match.scale_shape = [-1 if size is None else size for size in sizes]
         return
     tokens, strides = scale.shape[0], scale.stride()
-    is_matrix = quantised.group_size > 0 and scale.dim() == 2 and len(match.shape) == 2
+    # Of blocks the layout is known, and what is not contiguous is not in it.
+    is_grouped = quantised.group_size > 0 and not quantised.scale_layout
+    is_matrix = is_grouped and scale.dim() == 2 and len(match.shape) == 2
     if is_matrix and same_shape(strides, (1, tokens)):
         match.scale_layout = "column_major"
     elif is_matrix and same_shape(strides, (1, (tokens + 3) // 4 * 4)):

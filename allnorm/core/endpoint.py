@@ -306,7 +306,8 @@ class Endpoint:
                 raise self._broken() from error
             raise
         if status in _RECORDED:
-            self._broken = self._what_failed_inside(launch, memory)
+            make_nan(memory)
+            self._broken = self._what_failed_inside(launch)
             if status == _native.INTERRUPTED:
                 fast_call.raise_interrupt()
             raise self._broken()
@@ -383,12 +384,11 @@ class Endpoint:
         others = [rank for rank in self._hierarchy.between.ranks if rank != self.rank]
         return self._because_of(faults.Wait(others, text))
 
-    def _what_failed_inside(self, launch: Launch, memory: Memory) -> Callable[[], PeerTimeoutError]:
+    def _what_failed_inside(self, launch: Launch) -> Callable[[], PeerTimeoutError]:
         """The same for a hierarchical call that failed within the island."""
         fault = _native.Fault()
         self._library.comm_check(self._handle, ctypes.addressof(fault))
         error = self._fault_error(fault, launch)
-        make_nan(memory)
         self._abandon()
         if fault.status == _native.INTERRUPTED:
             return self._was_interrupted()
@@ -414,9 +414,7 @@ class Endpoint:
         """Makes the error of a call that failed in a wait, now and later."""
         what = "an unfused call"
         if self._hierarchy is not None:
-            found = faults.find_cause(self.living_group(), self._key, self.rank, wait)
-            # Ranks that wait for each other lead back to this one: then nobody knows more.
-            wait = wait if found.peers == [self.rank] else found
+            wait = faults.find_cause(self.living_group(), self._key, self.rank, wait)
             what = "a call between islands"
         kind = PeerDiedError if wait.died else PeerTimeoutError
         names_ = ", ".join(map(str, wait.peers))

@@ -67,7 +67,7 @@ def ask(group: dist.ProcessGroup, name: str, fault: _native.Fault, own: Account)
 
     Args:
         group: of the communicator.
-        name: of the communicator alone, the same on every rank.
+        name: the communicator's `key`, as of Endpoint.
         fault: of kind DIVERGED.
         own: what `account_of` says.
     """
@@ -84,7 +84,7 @@ def publish_refusal(group: dist.ProcessGroup, name: str, rank: int, why: str) ->
 
     Args:
         group: of the communicator.
-        name: of the communicator alone, the same on every rank.
+        name: the communicator's `key`, as of Endpoint.
         rank: this one.
         why: what it raises.
     """
@@ -114,7 +114,7 @@ def find_cause(group: dist.ProcessGroup, name: str, rank: int, own: Wait) -> Wai
 
     Args:
         group: of the communicator.
-        name: of the communicator alone, the same on every rank.
+        name: the communicator's `key`, as of Endpoint.
         rank: this one.
         own: what it waited for.
 
@@ -136,8 +136,8 @@ def find_cause(group: dist.ProcessGroup, name: str, rank: int, own: Wait) -> Wai
             if silent:
                 return wait._replace(peers=silent)
             following = [peer for peer in wait.peers if peer not in seen]
-            if not following:
-                break  # they wait for each other
+            if not following:  # they wait for each other, and nobody knows more
+                return own if wait.peers == [rank] else wait
             wait = said[following[0]]
             seen.add(following[0])
         return wait
