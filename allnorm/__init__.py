@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from allnorm import ops, reference
+from allnorm import ops
 from allnorm._version import __version__
 from allnorm.communicator import Communicator
 from allnorm.core import _native, fast_call
@@ -37,6 +37,7 @@ from allnorm.post_norm import PostNorm
 from allnorm.quant import Fp8PerGroup, Fp8PerTensor, Fp8PerToken, MxFp8, NvFp4, QuantizedNorm
 
 if TYPE_CHECKING:
+    from allnorm import reference
     from allnorm.core.endpoint import Stats
     from allnorm.tracing import TraceReport, trace
 
@@ -82,6 +83,7 @@ _LATE = {
     "Stats": "allnorm.core.endpoint",
     "TraceReport": "allnorm.tracing",
     "compile": "allnorm.compile",
+    "reference": "allnorm.reference",
     "trace": "allnorm.tracing",
 }
 

@@ -120,14 +120,16 @@ def test_a_build_for_cpus_says_so_where_gpus_are(
 
 
 def test_import_takes_no_time() -> None:
-    """Beside torch's, in seconds of this process: the best of some, as the machine may be busy."""
+    """Beside torch's, in seconds of this process: the best of many, as the machine may be busy."""
     code = (
         "from time import process_time as now; a = now(); import torch; b = now(); import allnorm; "
         "print((now() - b) / (b - a))"
     )
     environ = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
-    shares = [float(output_of(code, environ=environ).stdout) for _ in range(6)]
-    assert min(shares[1:]) < IMPORT_SHARE, "the first compiles"
+    shares: list[float] = []
+    while len(shares) < 20 and min(shares, default=1) >= IMPORT_SHARE:
+        shares.append(float(output_of(code, environ=environ).stdout))
+    assert min(shares) < IMPORT_SHARE, shares
 
 
 def test_libraries_do_not_need_what_commands_do() -> None:

@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+import allnorm
+
 HERE = pathlib.Path(__file__).resolve().parent
 SECONDS = 2.0  # the timeout of the communicators: TIMEOUT_SECONDS in island_host.py
 NETWORK = "10.213.7"
@@ -78,7 +80,7 @@ class Hosts:
             ["ip", "netns", "exec", self.names[host], *unshared],
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": str(HERE.parent)},
+            env={**os.environ, "PYTHONPATH": str(pathlib.Path(allnorm.__file__).parent.parent)},
         )
 
 
