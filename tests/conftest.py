@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from rank_helpers import destroy_groups
 
 from allnorm.testing import RankPool, spawn
 
@@ -72,6 +73,12 @@ class Pools:
             )
         return self._pools[key]
 
+    def tidy(self) -> None:
+        """Ends what tests have left running in ranks."""
+        for pool in self._pools.values():
+            if pool.is_running:
+                pool.run(destroy_groups)
+
     def close(self) -> None:
         for pool in self._pools.values():
             pool.close()
@@ -82,6 +89,12 @@ def pools(request: pytest.FixtureRequest) -> Iterator[Pools]:
     all_pools = Pools(request.config.getoption("--share-gpus"))
     yield all_pools
     all_pools.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tidy_ranks(pools: Pools) -> Iterator[None]:
+    yield
+    pools.tidy()
 
 
 @pytest.fixture

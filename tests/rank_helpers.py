@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import hashlib
 from collections.abc import Iterable
 from typing import Any
@@ -38,6 +39,18 @@ def on(*, cpu: Iterable[int] = (), gpu: Iterable[int] = ()) -> pytest.MarkDecora
         ],
         indirect=True,
     )
+
+
+def destroy_groups(rank: int, world_size: int) -> None:
+    """Runs in ranks: ends all process groups but the first.
+
+    Each has threads that look around every few milliseconds, for as long as the ranks live; a model
+    of transformers makes six.
+    """
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+    gc.collect()  # of models that hold on to them
 
 
 @functools.cache

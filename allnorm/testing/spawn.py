@@ -169,6 +169,11 @@ class RankPool:
             self.kill_all()
             raise
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the ranks have been started and none has ended."""
+        return bool(self._processes) and all(process.is_alive() for process in self._processes)
+
     def kill(self, rank: int) -> None:
         """Kills the process of one rank (SIGKILL) and waits until it is gone."""
         if self._processes:

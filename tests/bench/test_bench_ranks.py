@@ -96,13 +96,13 @@ def test_rows_that_do_not_consist_of_groups_run_without_quantisation_only() -> N
 def test_behind_a_product_its_own_time_is_taken_off_and_inputs_come_back() -> None:
     modes = Mode(), Mode("per_token")  # the second is checked after the first was timed
     arms = "allnorm", "gloo+local"
-    what = job(*modes, shapes=(Shape(64, 1024),), arms=arms, products=(2048, 0))
+    what = job(*modes, shapes=(Shape(8, 512),), arms=arms, products=(512, 0))
     ranks = run_ranks(ranks_bench.run, 2, args=(what,))
     records = ranks[0]
     assert [(r["mode"], r["product"], r["arm"], r["error"], r["reason"]) for r in records] == [
         (mode, product, arm, "", "")
         for mode in (0, 1)
-        for product in (2048, 0)
+        for product in (512, 0)
         for arm in (*arms[: 2 - mode], *(YARDSTICKS if product else ()))
     ]
     for record, other in zip(*ranks, strict=True):
