@@ -97,6 +97,13 @@ def tidy_ranks(pools: Pools) -> Iterator[None]:
     pools.tidy()
 
 
+@pytest.fixture(autouse=True)
+def tidy_models(request: pytest.FixtureRequest, pools: Pools) -> Iterator[None]:
+    yield
+    if request.path.parent.name == "integrations":
+        pools.tidy()
+
+
 @pytest.fixture
 def pool(request: pytest.FixtureRequest, pools: Pools) -> RankPool:
     """Parametrised through `rank_helpers.on`."""
