@@ -17,6 +17,7 @@
 #include "cuda/epilogue.cuh"
 #include "cuda/exchange.cuh"
 #include "cuda/pace.cuh"
+#include "cuda/stamps.cuh"
 
 namespace allnorm {
 
@@ -72,12 +73,14 @@ class RowStream {
  public:
   __device__ __forceinline__ RowStream(const FusedParams& params, Exchange<kWorldSize>& exchange,
                                        const Source& source, Transport& transport,
-                                       Epilogue& epilogue, int first, int step, bool live)
+                                       Epilogue& epilogue, Stamps& stamps, int first, int step,
+                                       bool live)
       : params_(params),
         exchange_(exchange),
         source_(source),
         transport_(transport),
         epilogue_(epilogue),
+        stamps_(stamps),
         first_(first),
         step_(step),
         end_(params.num_tokens),
@@ -86,7 +89,9 @@ class RowStream {
   // one_shot: while a row is waited for, the next is on its way.
   __device__ __forceinline__ void run_one_shot(const Pack& own) {
     send(first_, own);
+    stamps_.at(Stamp::kSent);
     prefetch();
+    stamps_.at(Stamp::kPrefetched);
     Pack ahead = load(first_ + step_);
     Kept kept(own);
     for (int row = first_; row < end_; row += step_) {
@@ -102,6 +107,7 @@ class RowStream {
       const bool keeps = kGrid == Grid::kSparse && row == first_;
       const Pack reduced = transport_.receive(
           row, [&] { return kept.or_else([&] { return keeps ? own : load(row); }); });
+      if (row == first_) stamps_.at(Stamp::kReceived);
       kept.advance();
       norm_and_store(row, reduced, last);
     }
@@ -283,7 +289,9 @@ class RowStream {
     epilogue_.add_row(row, reduced);
     // After the barrier in add_row().
     if (last) exchange_.advance();
+    if (row == first_) stamps_.at(Stamp::kSummed);
     if (epilogue_.norms()) epilogue_.store_row(row, epilogue_.finish());
+    if (row == first_) stamps_.store(params_, row);
   }
 
   const FusedParams& params_;
@@ -291,6 +299,7 @@ class RowStream {
   const Source& source_;
   Transport& transport_;
   Epilogue& epilogue_;
+  Stamps& stamps_;
   int first_, step_, end_;
   bool live_;
 };
@@ -299,6 +308,7 @@ template <class T, template <class> class Source, int kWorldSize,
           template <class, int> class Transport, Grid kGrid, template <class> class Format,
           bool kExtended>
 __device__ __forceinline__ void run_fused(const FusedParams& params) {
+  Stamps stamps;
   const uint32_t clusters = cluster_size();
   const int pack = static_cast<int>(cluster_rank() * blockDim.x + threadIdx.x);
   const bool live = pack < params.packs;
@@ -307,10 +317,13 @@ __device__ __forceinline__ void run_fused(const FusedParams& params) {
   const int first = static_cast<int>(blockIdx.x / clusters) - 1;
 
   RowExchange row_exchange((params.packs + kPacksPerChunk - 1) / kPacksPerChunk, clusters);
+  stamps.at(Stamp::kGathered);
   Exchange<kWorldSize> exchange(params);
+  stamps.at(Stamp::kPreceded);
   const Source<T> source(params, pack);
   const Pack own = live && first >= 0 && first < end ? source.load(first) : Pack{};
   exchange.begin();
+  stamps.at(Stamp::kNumbered);
   if (first < 0) return work_on_no_row<Format<T>>(exchange, params);
   Transport<T, kWorldSize> transport(params, exchange, pack, live);
   constexpr bool kLean = kGrid == Grid::kDense && kExtended && !Source<T>::kPrefetches;
@@ -320,7 +333,7 @@ __device__ __forceinline__ void run_fused(const FusedParams& params) {
   using Epilogue = NormEpilogue<T, Format, kGains, kExtended>;
   Epilogue epilogue(params.epilogue, row_exchange, pack, live);
   RowStream<kWorldSize, Source<T>, Transport<T, kWorldSize>, Epilogue, kGrid> stream(
-      params, exchange, source, transport, epilogue, first, step, live);
+      params, exchange, source, transport, epilogue, stamps, first, step, live);
   if constexpr (Transport<T, kWorldSize>::kHops == 2) {
     stream.run_two_shot(own);
   } else if constexpr (kGrid == Grid::kFew) {

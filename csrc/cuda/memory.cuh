@@ -275,6 +275,19 @@ struct DeviceClock {
   }
 };
 
+// Of this multiprocessor's clock.
+__device__ __forceinline__ uint32_t cycles_now() {
+  uint32_t cycles;
+  asm volatile("mov.u32 %0, %%clock;" : "=r"(cycles)::"memory");
+  return cycles;
+}
+
+__device__ __forceinline__ uint32_t multiprocessor() {
+  uint32_t number;
+  asm volatile("mov.u32 %0, %%smid;" : "=r"(number));
+  return number;
+}
+
 // Leaves the multiprocessor to other warps, for up to 40 ns.
 __device__ __forceinline__ void sleep_briefly() { asm volatile("nanosleep.u32 20;" ::: "memory"); }
 

@@ -117,6 +117,27 @@ struct EpilogueParams {
   PostParams post;
 };
 
+// Where a warp may be, for cuda/stamps.cuh.
+enum class Stamp {
+  kEntered,
+  kGathered,    // with the other blocks of its cluster
+  kPreceded,    // by a grid that is complete
+  kNumbered,    // which operation this is has been loaded
+  kSent,        // this rank's partial has been loaded and is on its way
+  kPrefetched,  // what else is loaded early has been asked for
+  kReceived,    // all partials have
+  kSummed,      // squares, over the row
+  kStored,      // the results are on their way to memory
+};
+constexpr int kStamps = static_cast<int>(Stamp::kStored) + 1;
+struct StampRecord {
+  int64_t entered_ns;
+  int64_t stored_ns;
+  int32_t row;
+  uint32_t multiprocessor;
+  uint32_t cycles[kStamps];  // of the multiprocessor's clock
+};
+
 // One launch of a fused kernel.
 struct FusedParams {
   char* workspace[kPushMaxWorldSize];  // [q] belongs to rank (rank + q) mod world_size; [0] is own
@@ -133,6 +154,9 @@ struct FusedParams {
   AllnormFault* fault;  // host memory, mapped
   bool late_trigger;    // a dependent grid is let in when this one ends
   ExpertParams experts;
+#ifdef ALLNORM_STAMPS
+  StampRecord* stamps;  // one for each warp; nullptr: nobody wants them
+#endif
 };
 
 // Before and after an exchange between islands: numerics step 1b. Read by kernels of the extended

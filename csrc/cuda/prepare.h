@@ -160,6 +160,14 @@ inline SlotBytes slot_bytes(int world_size, const AllnormCall& call) {
           1};
 }
 
+#ifdef ALLNORM_STAMPS
+// Device memory for a record of each warp, as allnorm_stamps_to() has set it.
+inline StampRecord*& stamps_of_next_launch() {
+  static StampRecord* stamps = nullptr;
+  return stamps;
+}
+#endif
+
 // What every launch of `num_rows` rows has in common. `fault` as the kernel sees it.
 inline FusedParams exchange_params(const AllnormCommConfig& config, const AllnormCall& call,
                                    int64_t num_rows, AllnormFault* fault) {
@@ -184,6 +192,9 @@ inline FusedParams exchange_params(const AllnormCommConfig& config, const Allnor
   params.tag = call_tag(call, num_rows);
   params.fault = fault;
   params.late_trigger = (config.flags & ALLNORM_LATE_TRIGGER) != 0;
+#ifdef ALLNORM_STAMPS
+  params.stamps = stamps_of_next_launch();
+#endif
   return params;
 }
 

@@ -1,0 +1,202 @@
+"""Where the time of a call goes: when each warp passes which point, behind what.
+
+Needs a library that notes it, which is a little slower than the one that is shipped:
+
+    cmake -G Ninja -S . -B build/stamps -DALLNORM_STAMPS=ON -DALLNORM_CUDA_ARCHITECTURES=90-real
+    cmake --build build/stamps && cmake --install build/stamps --component runtime --prefix .
+    PYTHONPATH=. python benchmarks/stamps.py [TP [RESULTS]]
+
+A call stands in a chain of the same calls, behind an empty kernel, or behind a matrix product whose
+weights sweep the L2 cache. Of each stage: what the median warp needs for it, and what the slowest
+warp of a call does, in ns, as medians over calls and ranks. A stage ends when the warp has issued
+what comes before the point: a load that nobody has used yet is part of a later stage.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import run
+import torch
+
+import allnorm
+from allnorm import topology
+from allnorm.bench.arms import Arm
+from allnorm.bench.case import NUM_SETS, Case, make_case
+from allnorm.bench.clock import Product
+from allnorm.bench.modes import Mode, Shape
+from allnorm.core import _native
+from allnorm.testing import run_ranks, start_together
+from allnorm.testing.rank import device
+from allnorm.testing.timing import capture
+from allnorm.tune.crossovers import Candidate
+from allnorm.tune.run import candidate_arm
+
+SHAPES = ((1, 4096), (16, 4096), (64, 4096), (1, 8192), (16, 8192))
+CLUSTER_SIZES = (1, 2, 4)
+BEHIND = ("chain", "empty", "product")
+COLUMNS = 7168  # of the product
+CALLS, FIRST, REPLAYS = 40, 8, 4  # in a graph; the first that counts; the last replay is looked at
+
+# csrc/cuda/params.h: StampRecord, and what ends at each Stamp.
+STAGES = (
+    *("cluster", "preceding grid", "counter", "x, sent", "prefetches issued", "received"),
+    *("squares", "stored"),
+)
+RECORD = numpy.dtype(
+    [
+        ("entered_ns", numpy.int64),
+        ("stored_ns", numpy.int64),
+        ("row", numpy.int32),
+        ("multiprocessor", numpy.uint32),
+        ("cycles", numpy.uint32, len(STAGES) + 1),
+    ],
+    align=True,
+)
+MOST_WARPS = 1 << 12  # of a launch
+
+
+def stamped_library() -> ctypes.CDLL:
+    """The library, which must have been built for this."""
+    library = ctypes.CDLL(str(_native._library_path("cuda")))
+    if not hasattr(library, "allnorm_stamps_to"):
+        sys.exit(f"this library notes nothing: build it as `{sys.argv[0]}` says at its top")
+    return library
+
+
+def records_of(calls: list[Callable[[], object]]) -> list[numpy.ndarray[Any, Any]]:
+    """What the warps of each call noted, in the last replay of a graph of them."""
+    library = stamped_library()
+    memory = torch.zeros(len(calls), MOST_WARPS * RECORD.itemsize, dtype=torch.uint8, device="cuda")
+    with capture() as graph:
+        for index, call in enumerate(calls):
+            library.allnorm_stamps_to(ctypes.c_void_p(memory[index].data_ptr()))
+            call()
+        library.allnorm_stamps_to(None)
+    for _ in range(REPLAYS):
+        start_together()
+        memory.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+    found = memory.cpu().numpy()
+    noted = [row.view(RECORD) for row in found]
+    return [records[records["entered_ns"] != 0] for records in noted]
+
+
+def stages_of(calls: list[numpy.ndarray[Any, Any]]) -> dict[str, Any]:
+    """Nanoseconds of each stage: of the median and the slowest warp of a call."""
+    spans, cycles = [], []
+    for records in calls:
+        lap = records["cycles"]
+        spans.append(records["stored_ns"] - records["entered_ns"])
+        cycles.append(lap[:, -1] - lap[:, 0])  # modulo 2^32
+    ns_per_cycle = float(numpy.concatenate(spans).sum() / numpy.concatenate(cycles).sum())
+    medians, slowest, whole, entries = [], [], [], []
+    for records in calls:
+        laps = numpy.diff(records["cycles"], axis=1) * ns_per_cycle
+        medians.append(numpy.median(laps, axis=0))
+        slowest.append(laps.max(axis=0))
+        whole.append(records["stored_ns"].max() - records["entered_ns"].min())
+        entries.append(records["entered_ns"].max() - records["entered_ns"].min())
+    starts = [records["entered_ns"].min() for records in calls]
+
+    def middle(values: Any) -> list[int]:
+        return [round(float(value)) for value in numpy.median(numpy.array(values), axis=0)]
+
+    return {
+        "median_warp_ns": dict(zip(STAGES, middle(medians), strict=True)),
+        "slowest_warp_ns": dict(zip(STAGES, middle(slowest), strict=True)),
+        "first_entry_to_last_store_ns": round(float(numpy.median(whole))),
+        "first_to_last_entry_ns": round(float(numpy.median(entries))),
+        "from_call_to_call_ns": round(float(numpy.median(numpy.diff(starts)))),
+        "mhz": round(1e3 / ns_per_cycle),
+        "warps": len(calls[0]),
+    }
+
+
+def placed(case: Case, behind: str, arm: Arm) -> Callable[[int], object]:
+    """The arm's call behind what is named."""
+    if behind == "product":
+        return Product(case, COLUMNS).before(arm).call
+    if behind == "chain":
+        return arm.call
+
+    def behind_empty(index: int) -> object:
+        torch.cuda._sleep(0)
+        return arm.call(index)
+
+    return behind_empty
+
+
+def rank_main(rank: int, world_size: int) -> list[dict[str, Any]]:
+    """Every shape and geometry, behind everything; what this rank saw."""
+    stamped_library()
+    comm = allnorm.Communicator(device=device(), timeout=20)
+    rows = []
+    for num_tokens, hidden_size in SHAPES:
+        shape = Shape(num_tokens, hidden_size)
+        for behind in BEHIND:
+            case = make_case(shape, "bfloat16", "rounded", comm.device, rank, world_size, 1)
+            for cluster_size in CLUSTER_SIZES:
+                candidate = Candidate("one_shot", 0, cluster_size)
+                if hidden_size // 8 > 512 * cluster_size:
+                    continue  # a block has 512 threads at most
+                arm = candidate_arm(comm, case, Mode(), candidate, 0.0)
+                if arm is None:
+                    continue
+                arm.reset()
+                call = placed(case, behind, arm)
+                calls = [lambda index=i % NUM_SETS, call=call: call(index) for i in range(CALLS)]
+                for warm_up in calls[:NUM_SETS]:
+                    warm_up()
+                noted = records_of(calls)[FIRST:]
+                rows.append(
+                    {
+                        "benchmark": "stamps",
+                        "shape": f"{num_tokens}x{hidden_size}",
+                        "behind": behind,
+                        "cluster_size": cluster_size,
+                        "rank": rank,
+                        **stages_of(noted),
+                    }
+                )
+    comm.close()
+    return rows
+
+
+def main() -> int:
+    """Prints a table and appends the rows to benchmarks/results."""
+    world_size = int(sys.argv[1]) if len(sys.argv) > 1 else 2
+    path = run.RESULTS / (sys.argv[2] if len(sys.argv) > 2 else "stamps.jsonl")
+    stamped_library()
+    found = run_ranks(rank_main, world_size, device="cuda", timeout=500)
+    where = {
+        "commit": topology.source_commit(),
+        "gpu": topology.device_name("cuda"),
+        "world_size": world_size,
+        "versions": topology.versions(),
+    }
+    with path.open("a") as results:
+        for row in (row for rows in zip(*found, strict=True) for row in rows):
+            results.write(json.dumps(row | where) + "\n")
+            if row["rank"] == 0:
+                laps = zip(
+                    row["median_warp_ns"].items(), row["slowest_warp_ns"].values(), strict=True
+                )
+                print(
+                    f"{row['shape']:>8} {row['behind']:8} {row['cluster_size']} to a row:",
+                    *(f"{stage} {median}/{slowest}" for (stage, median), slowest in laps),
+                    f"whole {row['first_entry_to_last_store_ns']}",
+                    f"call to call {row['from_call_to_call_ns']} ns",
+                    sep=" | ",
+                )
+    return 0
+
+
+if __name__ == "__main__":
+    run.main(main())
