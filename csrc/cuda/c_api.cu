@@ -8,7 +8,6 @@
 #include "abi/gate.h"
 #include "allnorm.h"
 #include "cuda/communicator.h"
-#include "cuda/prepare.h"
 
 #ifndef ALLNORM_VERSION
 #define ALLNORM_VERSION "unknown"
@@ -74,12 +73,3 @@ int32_t allnorm_device_code(int32_t index, AllnormDeviceCode* code) {
            .max_row_bytes = allnorm::max_row_bytes(device)};
   return ALLNORM_OK;
 }
-
-#ifdef ALLNORM_STAMPS
-// For benchmarks/stamps.py: where the warps of the launches from now on leave their stamps, in
-// memory of the device that is zero.
-extern "C" __attribute__((visibility("default"))) int32_t allnorm_stamps_to(void* records) {
-  allnorm::stamps_of_next_launch() = static_cast<allnorm::StampRecord*>(records);
-  return ALLNORM_OK;
-}
-#endif
