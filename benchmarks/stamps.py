@@ -8,14 +8,16 @@ Needs a library that notes it, which is a little slower than the one that is shi
 
 A call stands in a chain of the same calls, behind an empty kernel, or behind a matrix product whose
 weights sweep the L2 cache. Of each stage: what the median warp needs for it, and what the slowest
-warp of a call does, in ns, as medians over calls and ranks. A stage ends when the warp has issued
-what comes before the point: a load that nobody has used yet is part of a later stage.
+warp of a call does, in ns, as medians over calls; what is printed is the first rank's. A stage ends
+when the warp has issued what comes before the point: a load that nobody has used yet is part of a
+later stage.
 """
 
 from __future__ import annotations
 
 import ctypes
-import json
+import itertools
+import shlex
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -25,11 +27,11 @@ import run
 import torch
 
 import allnorm
-from allnorm import topology
 from allnorm.bench.arms import Arm
 from allnorm.bench.case import NUM_SETS, Case, make_case
 from allnorm.bench.clock import Product
 from allnorm.bench.modes import Mode, Shape
+from allnorm.cli import output
 from allnorm.core import _native
 from allnorm.testing import run_ranks, start_together
 from allnorm.testing.rank import device
@@ -63,6 +65,7 @@ MOST_WARPS = 1 << 12  # of a launch
 
 def stamped_library() -> ctypes.CDLL:
     """The library, which must have been built for this."""
+    _native.library("cuda")  # which says what to do if there is none
     library = ctypes.CDLL(str(_native._library_path("cuda")))
     if not hasattr(library, "allnorm_stamps_to"):
         sys.exit(f"this library notes nothing: build it as `{sys.argv[0]}` says at its top")
@@ -169,34 +172,25 @@ def rank_main(rank: int, world_size: int) -> list[dict[str, Any]]:
     return rows
 
 
-def main() -> int:
-    """Prints a table and appends the rows to benchmarks/results."""
+def main() -> None:
+    """Prints a table, and appends each rank's rows to benchmarks/results."""
     world_size = int(sys.argv[1]) if len(sys.argv) > 1 else 2
     path = run.RESULTS / (sys.argv[2] if len(sys.argv) > 2 else "stamps.jsonl")
     stamped_library()
-    found = run_ranks(rank_main, world_size, device="cuda", timeout=500)
-    where = {
-        "commit": topology.source_commit(),
-        "gpu": topology.device_name("cuda"),
-        "world_size": world_size,
-        "versions": topology.versions(),
-    }
-    with path.open("a") as results:
-        for row in (row for rows in zip(*found, strict=True) for row in rows):
-            results.write(json.dumps(row | where) + "\n")
-            if row["rank"] == 0:
-                laps = zip(
-                    row["median_warp_ns"].items(), row["slowest_warp_ns"].values(), strict=True
-                )
-                print(
-                    f"{row['shape']:>8} {row['behind']:8} {row['cluster_size']} to a row:",
-                    *(f"{stage} {median}/{slowest}" for (stage, median), slowest in laps),
-                    f"whole {row['first_entry_to_last_store_ns']}",
-                    f"call to call {row['from_call_to_call_ns']} ns",
-                    sep=" | ",
-                )
-    return 0
+    ranks = run_ranks(rank_main, world_size, device="cuda", timeout=500)
+    command = shlex.join(["python", *sys.argv])
+    known = output.conditions("cuda", world_size=world_size) | {"command": command}
+    output.append_json_lines(path, itertools.chain(*ranks), known)
+    for row in ranks[0]:
+        laps = zip(row["median_warp_ns"].items(), row["slowest_warp_ns"].values(), strict=True)
+        print(
+            f"{row['shape']:>8} {row['behind']:8} {row['cluster_size']} to a row:",
+            *(f"{stage} {median}/{slowest}" for (stage, median), slowest in laps),
+            f"whole {row['first_entry_to_last_store_ns']}",
+            f"call to call {row['from_call_to_call_ns']} ns",
+            sep=" | ",
+        )
 
 
 if __name__ == "__main__":
-    run.main(main())
+    main()

@@ -50,57 +50,63 @@ def output_of(*command: str, cwd: pathlib.Path | None = None) -> str:
     return done.stdout
 
 
-class Opcode:
-    """What the opcode with its modifiers says, such as `STG.E.128.STRONG.SYS`."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.parts = tuple(text.split("."))
-        self.verb = self.parts[0]
-        # Whether it touches global memory, by a generic address or not.
-        self.is_global = self.verb in GLOBAL_MEMORY
-        self.is_load = self.verb in ("LD", "LDG")
-        self.is_store = self.verb in ("ST", "STG")
-        # Whether it is an access of the memory model's strong kind, among all devices.
-        self.is_system_wide = self.parts[-2:] == ("STRONG", "SYS")
-        # Bytes that a load or store moves.
-        sizes = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
-        self.access_bytes = next((sizes[part] for part in self.parts if part in sizes), 4)
-
-
 # A library has a million instructions, and some hundred opcodes.
-opcode = functools.cache(Opcode)
+@functools.cache
+def _parts(opcode: str) -> tuple[str, ...]:
+    return tuple(opcode.split("."))
 
 
+@dataclasses.dataclass(eq=False, slots=True)
 class Instruction:
     """One instruction, such as `@!P0 STG.E.128.STRONG.SYS desc[UR4][R2.64],R4`."""
 
-    __slots__ = ("address", "kind", "operands", "predicate", "verb")
-
-    def __init__(self, address: int, kind: Opcode, operands: str, predicate: str) -> None:
-        self.address = address
-        self.kind = kind
-        self.verb = kind.verb
-        self.operands = operands
-        self.predicate = predicate
+    address: int
+    opcode: str
+    operands: str = ""
+    predicate: str = ""
 
     def __str__(self) -> str:
         words = (f"/*{self.address:04x}*/", self.predicate, self.opcode, self.operands)
         return " ".join(word for word in words if word)
 
-    opcode = property(lambda self: self.kind.text)
-    parts = property(lambda self: self.kind.parts)
-    is_global = property(lambda self: self.kind.is_global)
-    is_load = property(lambda self: self.kind.is_load)
-    is_store = property(lambda self: self.kind.is_store)
-    is_system_wide = property(lambda self: self.kind.is_system_wide)
-    access_bytes = property(lambda self: self.kind.access_bytes)
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The opcode and its modifiers."""
+        return _parts(self.opcode)
+
+    @property
+    def verb(self) -> str:
+        return self.parts[0]
 
     @property
     def target(self) -> int | None:
         """Address that a control instruction names."""
         match = re.search(r"(?:^|,)0x([0-9a-f]+)$", self.operands)
         return int(match[1], 16) if match else None
+
+    @property
+    def is_global(self) -> bool:
+        """Whether it touches global memory, by a generic address or not."""
+        return self.verb in GLOBAL_MEMORY
+
+    @property
+    def is_load(self) -> bool:
+        return self.verb in ("LD", "LDG")
+
+    @property
+    def is_store(self) -> bool:
+        return self.verb in ("ST", "STG")
+
+    @property
+    def is_system_wide(self) -> bool:
+        """Whether it is an access of the memory model's strong kind, among all devices."""
+        return self.parts[-2:] == ("STRONG", "SYS")
+
+    @property
+    def access_bytes(self) -> int:
+        """Bytes that a load or store moves."""
+        sizes = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
+        return next((sizes[part] for part in self.parts if part in sizes), 4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,19 +153,7 @@ class Kernel:
         barriers = self._barrier_targets(self._body)
         return {i: self._successors(i, barriers) for i in self._body}
 
-    @functools.cached_property
-    def _known_successors(self) -> dict[int, set[int]]:
-        return {}  # what does not depend on barriers
-
     def _successors(self, index: int, barriers: dict[str, set[int]]) -> set[int]:
-        if index not in self._known_successors:
-            found = self._find_successors(index, barriers)
-            if self.instructions[index].verb == "BSYNC":
-                return found
-            self._known_successors[index] = found
-        return self._known_successors[index]
-
-    def _find_successors(self, index: int, barriers: dict[str, set[int]]) -> set[int]:
         instruction = self.instructions[index]
         following = {index + 1} if index + 1 < len(self.instructions) else set()
         target = set()
@@ -225,7 +219,7 @@ def parse(text: str, frames: dict[str, int]) -> Iterator[Kernel]:
         instructions = tuple(
             Instruction(
                 INSTRUCTION_BYTES * index,
-                opcode(found["opcode"]),
+                found["opcode"],
                 found.get("operands", ""),
                 found.get("predicate", ""),
             )
