@@ -213,7 +213,7 @@ __global__ void __launch_bounds__(kMaxThreads, kLocalBlocks<T, kAligned, Format>
   const bool wide_groups = Format<T>::needs_greatest(epilogue.quant);
 
   wait_for_preceding_grid();
-  if (blockIdx.x == 0) Format<T>::store_padding(epilogue.quant);
+  if (blockIdx.x == 0) Format<T>::store_padding(epilogue.quant, threadIdx.x, blockDim.x);
   for (int64_t row = blockIdx.x; row < params.num_tokens; row += gridDim.x) {
     if (!epilogue.normalize) {
       for (int64_t pack = threadIdx.x; pack < packs; pack += blockDim.x) {

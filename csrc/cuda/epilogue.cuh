@@ -155,6 +155,9 @@ class NormEpilogue {
   }
   __device__ __forceinline__ void take_residual(const Pack& residual) { residual_ = residual; }
 
+  // RowExchange::join().
+  __device__ __forceinline__ void join() const { exchange_.join(); }
+
   // Whether rows are normed, by finish(): y is stored.
   __device__ __forceinline__ bool norms() const {
     return params_.normalize && (!kExtended || params_.weight != nullptr);

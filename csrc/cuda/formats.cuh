@@ -7,7 +7,7 @@
 //   store_row(epilogue, row, y)       stores a row as it is wanted; all threads of the cluster call
 //                                     it, live or not
 // Of the whole grid:
-//   store_padding(quant)              one block stores what belongs to no row
+//   store_padding(quant, thread, threads)  stores, by so many threads, what belongs to no row
 // Where kQuantizes, a finished row crosses the link in this format if nobody wants y itself
 // (cuda/transports/row_owners.cuh):
 //   Packed                            what becomes of a pack, one or two words; no word is

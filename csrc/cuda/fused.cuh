@@ -29,13 +29,16 @@ __device__ __forceinline__ void let_dependents_in(const FusedParams& params) {
 // The first cluster of a grid: what belongs to no row.
 template <class Format, int kWorldSize>
 __device__ __forceinline__ void work_on_no_row(Exchange<kWorldSize>& exchange,
+                                               const RowExchange& row_exchange,
                                                const FusedParams& params) {
   if (blockIdx.x == 0 && threadIdx.x == blockDim.x - 1) exchange.count_launch();
-  if (blockIdx.x == 0) Format::store_padding(params.epilogue.quant);
+  Format::store_padding(params.epilogue.quant, blockIdx.x * blockDim.x + threadIdx.x,
+                        cluster_size() * blockDim.x);
   let_dependents_in(params);
   if (blockIdx.x == 0) exchange.serve(threadIdx.x / 32);
   exchange.advance_unused();
   __syncthreads();
+  row_exchange.join();
   exchange.advance();
 }
 
@@ -208,7 +211,8 @@ class RowStream {
     epilogue_.prefetch_weight();
     epilogue_.prefetch_row(first_);
     send(first_ + step_, load(first_ + step_));
-    exchange_.advance_unused();  // while what peers send is on its way
+    exchange_.advance_unused();  // while what peers send is on its way, as the next
+    epilogue_.join();
     // Of the current row, where this rank has made it.
     Pack sum = transport_.relay(first_, [&] { return own; });
     Pack ahead = load(first_ + 2 * step_);
@@ -244,6 +248,7 @@ class RowStream {
     Pack residual = epilogue_.load_residual(first_);
     send(first_ + step_, next);
     exchange_.advance_unused();
+    epilogue_.join();
     Pack ahead = load(first_ + 2 * step_);
     Pack peeked = transport_.peek(first_);
     for (int row = first_; row < end_; row += step_) {
@@ -283,6 +288,7 @@ class RowStream {
     epilogue_.prefetch_weight();
     epilogue_.prefetch_row(first_);
     exchange_.advance_unused();
+    epilogue_.join();
   }
 
   __device__ __forceinline__ void norm_and_store(int row, const Pack& reduced, bool last) {
@@ -324,7 +330,7 @@ __device__ __forceinline__ void run_fused(const FusedParams& params) {
   const Pack own = live && first >= 0 && first < end ? source.load(first) : Pack{};
   exchange.begin();
   stamps.at(Stamp::kNumbered);
-  if (first < 0) return work_on_no_row<Format<T>>(exchange, params);
+  if (first < 0) return work_on_no_row<Format<T>>(exchange, row_exchange, params);
   Transport<T, kWorldSize> transport(params, exchange, pack, live);
   constexpr bool kLean = kGrid == Grid::kDense && kExtended && !Source<T>::kPrefetches;
   // Extended, gains made ahead spill from three ranks on.

@@ -33,7 +33,8 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   Pack input = load_input(first);
   Pack residual = load_residual(first);
   epilogue.prefetch_weight();
-  if (blockIdx.x == 0) Format<T>::store_padding(params.epilogue.quant);
+  epilogue.join();
+  if (first == 0) Format<T>::store_padding(params.epilogue.quant, pack, clusters * blockDim.x);
   // Another row's: `residual_out` may be `residual`, `out` may be `x`.
   for (int row = first; row < end; row += step) {
     const Pack next_input = load_input(row + step);

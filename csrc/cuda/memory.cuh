@@ -195,14 +195,22 @@ __device__ __forceinline__ uint32_t cluster_rank() {
 #endif
 }
 
-// Barrier of all threads of the cluster; orders all their memory accesses. Expensive where stores
-// are outstanding: on sm_90 it begins with a device-wide memory barrier.
-__device__ __forceinline__ void cluster_sync() {
+// A barrier of all threads of the cluster in two parts. It orders the init_barrier() of a thread
+// that has called publish_barriers() in between, and nothing else: an arrival that orders all memory
+// accesses begins with a device-wide memory barrier on sm_90, which takes a third of a microsecond.
+__device__ __forceinline__ void publish_barriers() {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void arrive_in_cluster() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void wait_for_cluster() {
+#if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-#else
-  __syncthreads();
 #endif
 }
 

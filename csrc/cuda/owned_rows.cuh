@@ -68,6 +68,7 @@ class OwnedRows {
     epilogue_.prefetch_weight();
     for (int i = 1; i < kDepth; ++i) send(first + i * step, load_input(first + i * step));
     Pack ahead = load_input(first + kDepth * step);
+    epilogue_.join();
     if constexpr (kFew) load_residuals(first, first - lag);
     for (int index = first; index - lag <= last; index += step) {
       if constexpr (kFew) {
@@ -233,7 +234,7 @@ __device__ __forceinline__ void run_owned_rows(const OwnedRowsParams& params) {
       params, exchange, row_exchange, pack, pack < params.fused.packs);
   const Pack own = rows.load_input(first);
   exchange.begin();
-  if (first < 0) return work_on_no_row<Format<T>>(exchange, params.fused);
+  if (first < 0) return work_on_no_row<Format<T>>(exchange, row_exchange, params.fused);
   rows.run(first, static_cast<int>(gridDim.x / clusters) - 1, own);
   exchange.advance_unused();
   __syncthreads();  // every thread has read the operation counter, which is advanced here

@@ -47,7 +47,7 @@ __device__ __forceinline__ float butterfly_over(SharedAddress values, int count)
 // chunk of a row, and rows come one after the other.
 class RowExchange {
  public:
-  // All threads of the cluster construct it together, before anything is outstanding.
+  // All threads of the cluster construct it, and join() once before any of them exchanges anything.
   __device__ __forceinline__ RowExchange(int chunks, uint32_t cluster_size)
       : chunks_(chunks),
         cluster_size_(cluster_size),
@@ -57,8 +57,16 @@ class RowExchange {
     if (lane < cluster_size_) theirs_ = in_block_of_cluster(shared_, lane);
     if (threadIdx.x == 0) {
       for (uint32_t i = 0; i < kBuffers; ++i) init_barrier(shared_ + arrived(i));
+      publish_barriers();
     }
-    cluster_sync();  // before any block signals another's barrier
+    arrive_in_cluster();  // pairs with join()
+  }
+
+  // Waits until all blocks of the cluster have constructed theirs, before any of them signals
+  // another's barrier. Where something else is waited for: a cluster takes half a microsecond to
+  // come together.
+  __device__ __forceinline__ void join() const {
+    if (cluster_size_ != 1) wait_for_cluster();
   }
 
   // Numerics step 4: the sum over the row of every thread's `value`, the same in all threads.
@@ -122,7 +130,8 @@ class RowExchange {
       if (lane == 0) store_shared(shared_ + at, chunk_value);
       __syncthreads();
     } else {
-      // Not cluster_sync(): it would wait until all this thread's stores to peers are acknowledged.
+      // Not a barrier of the cluster that orders stores: it would wait until all this thread's stores
+      // to peers are acknowledged.
       if (lane < cluster_size_) {
         store_async_cluster(theirs_ + at, theirs_ + arrived(buffer), chunk_value);
       }

@@ -41,30 +41,34 @@ __device__ __forceinline__ Pack receive_partials(Exchange<kWorldSize>& exchange,
                                                  int64_t stride, int rank, const Pack& own,
                                                  bool live, const Pack* peeked = nullptr,
                                                  float* unrounded = nullptr) {
+  // In the order of ranks; of two, whose sum does not depend on it, this one first: known when this
+  // is compiled.
+  const int place = kWorldSize == 2 ? 0 : rank;
   Pack partial[kWorldSize];
   bool loads = peeked == nullptr;
   const auto poll = [&] {
     bool all = true;
 #pragma unroll
     for (int source = 0; source < kWorldSize; ++source) {
-      if (source == rank) {
+      if (source == place) {
         partial[source] = own;
       } else if (!live) {
         partial[source] = Pack{};  // has arrived
       } else if (!loads) {
         partial[source] = *peeked;
       } else {
-        partial[source] = load_relaxed_sys(slot + PushLayout::other(rank, source) * stride);
+        partial[source] = load_relaxed_sys(slot + PushLayout::other(place, source) * stride);
       }
     }
     loads = true;
 #pragma unroll
     for (int source = 0; source < kWorldSize; ++source) {
-      all = all && (source == rank || arrived(partial[source]));
+      all = all && (source == place || arrived(partial[source]));
     }
     return all;
   };
   const auto missing = [&] {
+    if (kWorldSize == 2) return 1 - rank;
     int first = rank == 0 ? 1 : 0;
 #pragma unroll
     for (int source = kWorldSize - 1; source >= 0; --source) {
@@ -103,7 +107,7 @@ __device__ __forceinline__ void clear_partials(char* slot, int64_t stride) {
 // `rank`'s number among the others of the rank `q` after it.
 template <int kWorldSize>
 __device__ __forceinline__ int number_at(int q, int rank) {
-  return rank + q >= kWorldSize ? rank - 1 : rank;
+  return kWorldSize == 2 ? 0 : rank + q >= kWorldSize ? rank - 1 : rank;
 }
 
 // The same for packs of fewer words: what a format has made of a pack.

@@ -1,21 +1,9 @@
 // Offsets beyond 2^31: one thread's part of what has so many elements that all of them would take
-// minutes. The thread, and how many there are, are made up.
+// minutes.
 #include <sys/mman.h>
 
 #include <algorithm>
 #include <cstdint>
-
-#include "tests/shim/device.h"
-
-namespace {
-struct {
-  int x;
-} thread, threads;
-}  // namespace
-#undef threadIdx
-#undef blockDim
-#define threadIdx thread
-#define blockDim threads
 
 #include "cuda/formats/e4m3.cuh"
 #include "protocol/layout.h"
@@ -55,12 +43,10 @@ void test_padding_of_scales() {
   params.groups = kGroups;
   params.first_padding_row = kFirst;
   params.padding_rows = kRows;
-  threads.x = kGroups;
   for (const int group : {0, kGroups - 1}) {
     auto* const column = reinterpret_cast<uint32_t*>(scales.data() + group * kColumn);
     std::fill_n(column, kFirst + kRows, ~0u);
-    thread.x = group;
-    E4m3<Bfloat16>::store_padding(params);
+    E4m3<Bfloat16>::store_padding(params, group, kGroups);
     int64_t cleared = 0;
     for (int64_t row = kFirst; row < kFirst + kRows; ++row) cleared += column[row] == 0;
     check(cleared == kRows, "group %d: %lld of %d rows of padding are zero", group,

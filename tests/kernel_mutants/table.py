@@ -183,13 +183,7 @@ RACES = (
     ),
     Mutant(
         "row sums: no barrier of the cluster before the first",
-        (
-            (
-                ROW_EXCHANGE,
-                "    cluster_sync();  // before any block signals another's barrier\n",
-                "",
-            ),
-        ),
+        ((ROW_EXCHANGE, "    if (cluster_size_ != 1) wait_for_cluster();\n", ""),),
         (RACE,),
     ),
     Mutant(
@@ -512,7 +506,7 @@ WRONG_RESULTS = (
     ),
     Mutant(
         "padding of scales is not zeroed",
-        ((FUSED, "if (blockIdx.x == 0) Format::store_padding(params.epilogue.quant);", ""),),
+        ((FUSED, "  Format::store_padding(", "  if (false) Format::store_padding("),),
         (WRONG,),
         "plain",
         short=False,

@@ -286,7 +286,7 @@ class _Reader:
 
     def _partials(self) -> list[Step]:
         ((name, text),) = self._calls(self._sources.function(SLOTS, "receive_partials"))
-        tests_all = "all = all && (source == rank || arrived(partial[source]));" in text
+        tests_all = "all = all && (source == place || arrived(partial[source]));" in text
         if name != _WAIT or not tests_all:
             raise SourceError(f"receive_partials: {name} {text}")
         access = self._load(text.replace("all &&", ""), "v4.u32")

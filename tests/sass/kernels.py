@@ -57,12 +57,18 @@ class Variant:
         return self.kind.startswith("local")
 
     @property
+    def polled_together(self) -> int:
+        """Loads of a group of polls for partial sums."""
+        return 1 if self.world_size == 2 else self.world_size
+
+    @property
     def traffic(self) -> Traffic:
         """What the sources say: exchange.cuh, fused.cuh, owned_rows.cuh and the transports.
 
-        A group of polls loads the pack of every rank, of which the own one is predicated off.
+        A group of polls loads the pack of every rank, of which the own one is predicated off; of
+        two ranks it loads the other's alone.
         """
-        ranks, peers = self.world_size, self.world_size - 1
+        ranks, peers = self.polled_together, self.world_size - 1
         wide = {
             # sent: the first row, and one ahead; received: one group
             "one_shot": (2 * peers, ranks),

@@ -113,9 +113,9 @@ MUTANTS = (
     ),
     _mutant(
         *("peers polled one after the other", "polls_in_flight", "slots.cuh"),
-        "        partial[source] = load_relaxed_sys(slot + PushLayout::other(rank, source) * stride"
+        "        partial[source] = load_relaxed_sys(slot + PushLayout::other(place, source) * stride"
         ");\n",
-        "        partial[source] = load_relaxed_sys(slot + PushLayout::other(rank, source) * stride"
+        "        partial[source] = load_relaxed_sys(slot + PushLayout::other(place, source) * stride"
         ");\n        if (!arrived(partial[source])) return false;\n",
     ),
     *(
@@ -193,7 +193,8 @@ MUTANTS = (
     _mutant(
         *("a barrier of the cluster for each row", "no_other_barrier", "row_exchange.cuh"),
         "      wait_barrier(shared_ + arrived(buffer), parity);\n",
-        "      wait_barrier(shared_ + arrived(buffer), parity);\n      cluster_sync();\n",
+        "      wait_barrier(shared_ + arrived(buffer), parity);\n"
+        "      arrive_in_cluster();\n      wait_for_cluster();\n",
     ),
     # Programmatic dependent launch.
     _mutant(

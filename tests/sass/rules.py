@@ -79,7 +79,7 @@ def polls_in_flight(kernel: Kernel, variant: Variant) -> Iterator[str]:
             waited_for |= _registers(found)
         elif waited_for & set(re.findall(r"\bR\d+", found.operands)):
             pending, waited_for = 0, set()
-    wanted = 1 if variant.kind == "owned_given" else variant.world_size
+    wanted = 1 if variant.kind == "owned_given" else variant.polled_together
     if most < wanted:
         yield f"{most} polls of 16 bytes are in flight together; expected {wanted}"
 
@@ -146,21 +146,27 @@ def large_operation_acquires(kernel: Kernel, variant: Variant) -> Iterator[str]:
 
 
 def no_other_barrier(kernel: Kernel, variant: Variant) -> Iterator[str]:
-    """What waits for stores to peers is only that fence; the cluster meets before there are any."""
-    known = {"MEMBAR.ALL.CTA", "MEMBAR.ALL.GPU", "MEMBAR.ALL.SYS"}
+    """What waits for stores to peers is only that fence; the cluster meets once, without one.
+
+    Its blocks arrive before the preceding grid is waited for. They wait for each other behind that, in
+    the blocks that have rows and in those that have none.
+    """
+    known = {"MEMBAR.ALL.CTA", "MEMBAR.ALL.SYS"}
     for found in kernel.body:
         if found.verb == "MEMBAR" and found.opcode not in known:
             yield f"unexpected: {found}"
-    waits = kernel.reachable(stop=lambda found: found.verb == "ACQBULK")
-    meets = Counter[str]()
-    for i, found in enumerate(kernel.instructions):
-        if found.opcode in ("MEMBAR.ALL.GPU", "UCGABAR_ARV", "UCGABAR_WAIT"):
-            meets[found.opcode] += 1
-            if i not in waits:
-                yield f"on the data path: {found}"
-    for opcode, count in meets.items():
-        if count != 1:
-            yield f"{opcode} stands {count} times; expected once"
+    arrivals, joins = (
+        [i for i, found in enumerate(kernel.instructions) if found.opcode == opcode]
+        for opcode in ("UCGABAR_ARV", "UCGABAR_WAIT")
+    )
+    if len(arrivals) != 1:
+        yield f"the cluster arrives {len(arrivals)} times; expected once"
+    elif arrivals[0] not in kernel.reachable(stop=lambda found: found.verb == "ACQBULK"):
+        yield f"behind the wait for the preceding grid: {kernel.instructions[arrivals[0]]}"
+    for join in joins:
+        later = (kernel.reachable(following) for following in kernel.successors[join])
+        for again in sorted(set(joins).intersection(*later) if joins else ()):
+            yield f"the cluster meets again: {kernel.instructions[again]}"
 
 
 def dependent_launch(kernel: Kernel, variant: Variant) -> Iterator[str]:

@@ -78,11 +78,12 @@ class AnyQuantized {
     }
   }
 
-  __device__ __forceinline__ static void store_padding(const QuantParams& params) {
+  __device__ __forceinline__ static void store_padding(const QuantParams& params, int thread,
+                                                       int threads) {
     if (params.tiles != 0) {
-      store_tile_padding(params);
+      store_tile_padding(params, thread, threads);
     } else {
-      E4m3<T>::store_padding(params);
+      E4m3<T>::store_padding(params, thread, threads);
     }
   }
 

@@ -101,13 +101,14 @@ class E4m3 {
   }
 
   // Zeros for the scales of rows that do not exist.
-  __device__ __forceinline__ static void store_padding(const QuantParams& params) {
+  __device__ __forceinline__ static void store_padding(const QuantParams& params, int thread,
+                                                       int threads) {
     const bool packed = params.format == ALLNORM_SCALE_UE8M0_PACKED;
     const int words = packed ? (params.groups + 3) / 4 : params.groups;
     // Rows and words apart: all of them together need not fit into 32 bits.
     for (int row = 0; row < params.padding_rows; ++row) {
       char* const begin = params.scale + (params.first_padding_row + row) * params.scale_row_bytes;
-      for (int i = threadIdx.x; i < words; i += blockDim.x) {
+      for (int i = thread; i < words; i += threads) {
         store_u32(begin + i * params.scale_group_bytes, 0);
       }
     }

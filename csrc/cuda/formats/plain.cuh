@@ -26,7 +26,7 @@ class Plain {
     if (live_) store_pack(params.out.at(row, pack_), y);
   }
 
-  __device__ __forceinline__ static void store_padding(const QuantParams&) {}
+  __device__ __forceinline__ static void store_padding(const QuantParams&, int, int) {}
 
   __device__ __forceinline__ static bool needs_greatest(const QuantParams&) { return false; }
   __device__ __forceinline__ static bool stores_y(const EpilogueParams&) { return true; }
