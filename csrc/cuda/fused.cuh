@@ -334,7 +334,7 @@ __device__ __forceinline__ void run_fused(const FusedParams& params) {
   Transport<T, kWorldSize> transport(params, exchange, pack, live);
   constexpr bool kLean = kGrid == Grid::kDense && kExtended && !Source<T>::kPrefetches;
   // Extended, gains made ahead spill from three ranks on.
-  constexpr bool kAhead = kGrid == Grid::kSparse && !kExtended;
+  constexpr bool kAhead = kGrid == Grid::kSparse && (!kExtended || kWorldSize == 2);
   constexpr Gains kGains = kLean ? Gains::kLean : kAhead ? Gains::kAhead : Gains::kLate;
   using Epilogue = NormEpilogue<T, Format, kGains, kExtended>;
   Epilogue epilogue(params.epilogue, row_exchange, pack, live);

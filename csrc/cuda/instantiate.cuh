@@ -66,6 +66,13 @@ template <class T, template <class> class Format, bool kExtended>
 const void* exchange_kernel_of(const KernelKey& key) {
   switch (key.kind) {
     case ExchangeKind::kOneShot:
+      if constexpr (kExtended) {
+        // Of two ranks one more, without experts: a third fewer instructions.
+        if (key.world_size == 2 && !key.has_experts) {
+          return FusedKernelFrom<T, DenseRows, OneShot, Grid::kSparse, Format,
+                                 true>::template get<2>();
+        }
+      }
       return kernel_of<FusedKernel<T, OneShot, Grid::kSparse, Format, kExtended>>(key.world_size);
     case ExchangeKind::kOneShotDense:
       if constexpr (kExtended) {

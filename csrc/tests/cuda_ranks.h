@@ -42,6 +42,9 @@ void run_one_shot(const FusedParams& params, const Operation& op, bool few) {
       return run_fused<T, PrefetchedExpertRows, kWorldSize, OneShot, Grid::kDense, Format, true>(
           params);
     }
+    if (!op.dense && params.experts.top_k == 0) {
+      return run_fused<T, DenseRows, kWorldSize, OneShot, Grid::kSparse, Format, true>(params);
+    }
   }
   if constexpr (kWorldSize == 2 || !kExtended) {
     if (op.dense) {

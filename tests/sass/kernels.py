@@ -16,7 +16,7 @@ OWNED_FEW = "owned_sum_few"
 # and whether it is of the extended family
 _FORMAT = r"NS_\d+(Plain|E4m3|AnyQuantized)ELb([01])EE"
 _FUSED = re.compile(
-    r"12fused_kernelINS_\d+(\w+?)ENS_(?:9Dense|10Expert|20(Prefetched)Expert)RowsELi(\d+)ENS_7(One|Two)ShotE"
+    r"12fused_kernelINS_\d+(\w+?)ENS_\d+(Dense|Expert|PrefetchedExpert)RowsELi(\d+)ENS_7(One|Two)ShotE"
     r"LNS_4GridE([012])E" + _FORMAT
 )
 _GRIDS = ("", "_dense", "_few")
@@ -43,8 +43,8 @@ class Variant:
     """The template arguments of a kernel."""
 
     kind: (
-        # one_shot, also _dense, _dense_experts, _few; two_shot, one of OWNED; local, local_aligned,
-        # local_rows
+        # one_shot, also _dense, _few and, of two ranks where others have none, _experts,
+        # _dense_experts; two_shot, one of OWNED; local, local_aligned, local_rows
         str
     )
     dtype: str
@@ -72,6 +72,7 @@ class Variant:
         wide = {
             # sent: the first row, and one ahead; received: one group
             "one_shot": (2 * peers, ranks),
+            "one_shot_experts": (2 * peers, ranks),
             # with a post norm the one ahead stands there three times, for when it is due
             "one_shot_dense": ((4 if self.extended else 2) * peers, ranks),
             "one_shot_dense_experts": (2 * peers, ranks),
@@ -121,8 +122,11 @@ class Variant:
 def variant_of(name: str) -> Variant | None:
     """What a mangled name says; None if it is no kernel of ours."""
     if match := _FUSED.search(name):
-        dtype, prefetched, ranks, transport, grid, quantized, extended = match.groups()
-        kind = f"{transport.lower()}_shot{_GRIDS[int(grid)]}" + ("_experts" if prefetched else "")
+        dtype, source, ranks, transport, grid, quantized, extended = match.groups()
+        kind = f"{transport.lower()}_shot{_GRIDS[int(grid)]}"
+        # Of more ranks, and in two_shot, the extended family has only kernels that know experts.
+        if source != "Dense" and transport == "One" and int(ranks) == 2:
+            kind += "_experts"
         return Variant(kind, dtype, int(ranks), quantized != "Plain", extended == "1")
     if match := _OWNED.search(name):
         dtype, ranks, owned, few, quantized, extended = match.groups()
@@ -157,8 +161,9 @@ def all_variants() -> set[Variant]:
             if not (kind == "one_shot_dense" and extended and world_size > 2)
         }
         | {
-            Variant("one_shot_dense_experts", dtype, 2, quantized, True)
+            Variant(kind, dtype, 2, quantized, True)
             for dtype in DTYPES
+            for kind in ("one_shot_experts", "one_shot_dense_experts")
             for quantized in (False, True)
         }
         | {

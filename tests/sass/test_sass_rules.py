@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -64,6 +65,10 @@ def kernel(*lines: str, frame_bytes: int = 0) -> Kernel:
         (LOCAL_ROWS, Variant("local_rows", "Float16", 1, False)),
         (
             ONE_SHOT.replace("9DenseRows", "10ExpertRows").replace("Lb0EEEv", "Lb1EEEv"),
+            Variant("one_shot_experts", "Bfloat16", 2, True, extended=True),
+        ),
+        (
+            ONE_SHOT.replace("Lb0EEEv", "Lb1EEEv"),
             Variant("one_shot", "Bfloat16", 2, True, extended=True),
         ),
         (
@@ -148,11 +153,13 @@ def test_the_fence_and_its_place(code: tuple[str, ...], word: str | None) -> Non
 
 
 def test_polls_waited_for_one_by_one() -> None:
-    loads = [f"@P{i} LDG.E.128.STRONG.SYS R{4 * i + 8},desc[UR9][R2.64]" for i in (0, 1)]
-    tests = ["ISETP.NE.AND P3,PT,R10,-0x1,PT", "ISETP.NE.AND P3,PT,R12,-0x1,PT"]
-    assert list(rules.polls_in_flight(kernel(*loads, *tests), VARIANT)) == []
-    apart = kernel(loads[0], tests[0], loads[1], tests[1])
-    assert any("1 polls" in text for text in rules.polls_in_flight(apart, VARIANT))
+    loads = [f"@P{i} LDG.E.128.STRONG.SYS R{4 * i + 8},desc[UR9][R2.64]" for i in range(3)]
+    tests = [f"ISETP.NE.AND P3,PT,R{4 * i + 9},-0x1,PT" for i in range(3)]
+    of_three = dataclasses.replace(VARIANT, world_size=3)
+    assert list(rules.polls_in_flight(kernel(*loads, *tests), of_three)) == []
+    apart = kernel(loads[0], tests[0], *loads[1:], *tests[1:])
+    assert any("2 polls" in text for text in rules.polls_in_flight(apart, of_three))
+    assert list(rules.polls_in_flight(kernel(loads[0], tests[0]), VARIANT)) == []
 
 
 def test_spills_and_local_kernels() -> None:
