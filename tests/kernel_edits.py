@@ -14,13 +14,13 @@ ONE_SHOT, TWO_SHOT = "cuda/transports/one_shot.cuh", "cuda/transports/two_shot.c
 OWNED, ROW_OWNERS = "cuda/owned_rows.cuh", "cuda/transports/row_owners.cuh"
 
 _FENCE = "    fence_acq_rel_sys();\n"
-_WAIT = "    if (!wait_alone(released, peer)) return;\n"
+_WAIT = "    wait_alone(reached, peer);\n"
 _PUBLISH = (
     "    store_relaxed_sys("
     "params_.workspace[threadIdx.x % 32] + PushControl::released(params_.rank),\n"
     "                      op_);\n"
 )
-_REACHED = "has_reached(load_relaxed_sys_u32(slot), op_ - 1)"
+_REACHED = "has_reached(load_acquire_sys_u32(number), op_ - 1)"
 _LARGE_REACHED = "has_reached(load_acquire_sys_u32(slot), op_ - 1)"
 _COMPARED = "static_cast<int32_t>(seen - expected) >= 0"
 _CLEAR_PACK = "  if (live) store_pack(slot, {kEmptyWord, kEmptyWord, kEmptyWord, kEmptyWord});\n"
@@ -35,13 +35,11 @@ def _replaced(path: str, text: str, old: str, new: str) -> Edits:
 NO_FENCE: Edits = ((EXCHANGE, _FENCE, ""),)
 FENCE_OF_GPU: Edits = ((EXCHANGE, _FENCE, "    __threadfence();\n"),)
 PUBLISHED_BEFORE_FENCE: Edits = ((EXCHANGE, _FENCE, ""), (EXCHANGE, _PUBLISH, _PUBLISH + _FENCE))
-FENCE_BEFORE_WAIT: Edits = ((EXCHANGE, _FENCE, ""), (EXCHANGE, _WAIT, _FENCE + _WAIT))
-PUBLISHED_BEFORE_WAIT: Edits = ((EXCHANGE, _PUBLISH, ""), (EXCHANGE, _WAIT, _PUBLISH + _WAIT))
+READ_RELAXED: Edits = _replaced(EXCHANGE, _REACHED, "acquire", "relaxed")
 PEERS_NOT_WAITED_FOR: Edits = ((EXCHANGE, _WAIT, ""),)
 NOTHING_PUBLISHED: Edits = ((EXCHANGE, _PUBLISH, ""),)
 PUBLISHED_AS_NEXT: Edits = _replaced(EXCHANGE, _PUBLISH, "op_);", "op_ + 1);")
 REACHED_TWO_AGO: Edits = _replaced(EXCHANGE, _REACHED, "- 1", "- 2")
-REACHED_THE_SAME: Edits = _replaced(EXCHANGE, _REACHED, " - 1", "")
 EQUAL_FOR_REACHED: Edits = ((SIGNAL, _COMPARED, "seen == expected"),)
 COMPARED_WITHOUT_WRAPPING: Edits = ((SIGNAL, _COMPARED, "seen >= expected"),)
 TWO_PHASES: Edits = ((LAYOUT, "kPushPhases = 3", "kPushPhases = 2"),)

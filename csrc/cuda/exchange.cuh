@@ -12,8 +12,7 @@
 // phase in operations e and e + 3, R reads and clears it in operation e.
 //   1. R's clears, by any thread of kernel e, precede the second of those warps in kernel e + 1,
 //      which has passed wait_for_preceding_grid(). It fences and then stores e + 1 to S: a release.
-//   2. The same warp of S in kernel e + 2 waits until it reads e + 1 there, or more, and then
-//      fences: an acquire. (That fence is at the same time the release of its own step 1.)
+//   2. The same warp of S in kernel e + 2 waits until it reads e + 1 there, or more: an acquire.
 //   3. Kernel e + 2 of S completes after that, and S's writes of operation e + 3, by any thread of
 //      kernel e + 3, come after wait_for_preceding_grid().
 // So the clear is ordered before the next write to the slot, by one fence in a warp that touches no
@@ -242,14 +241,16 @@ class Exchange {
   __device__ __forceinline__ void hand_back_slots() {
     const int peer = peer_of_lane();
     if (peer < 0 || failed_) return;
-    const char* slot = params_.workspace[0] + PushControl::released(peer);
-    const auto released = [&] { return has_reached(load_relaxed_sys_u32(slot), op_ - 1); };
-    if (!wait_alone(released, peer)) return;
-    // acquire: the peer's clears before what was just read. release: everything the grids before
-    // this one did, their clears above all; pairs with the same fence in the peer's next kernel.
+    // release: everything the grids before this one did, their clears above all; pairs with the
+    // acquire in the peer's next kernel. First of all: the fence takes most of a microsecond, and
+    // the grid ends when the store has been acknowledged, another one later.
     fence_acq_rel_sys();
     store_relaxed_sys(params_.workspace[threadIdx.x % 32] + PushControl::released(params_.rank),
                       op_);
+    const char* number = params_.workspace[0] + PushControl::released(peer);
+    // acquire: the peer's clears before what is read.
+    const auto reached = [&] { return has_reached(load_acquire_sys_u32(number), op_ - 1); };
+    wait_alone(reached, peer);
   }
 
   // The rare look during a wait: has a peer announced something else, has another thread failed, is

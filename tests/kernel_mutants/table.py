@@ -68,8 +68,8 @@ RACES = (
         (SLOT_RACE,),
     ),
     Mutant(
-        "hand back: no acquire, fenced before the number is read",
-        edits.FENCE_BEFORE_WAIT,
+        "hand back: the number is read without acquire",
+        edits.READ_RELAXED,
         (SLOT_RACE,),
     ),
     Mutant("hand back: peers are not waited for", edits.PEERS_NOT_WAITED_FOR, (SLOT_RACE,)),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import kernel_edits as edits
 from kernel_edits import CALL_TAG, EXCHANGE, ONE_SHOT, SLOT, Edits
 
@@ -26,12 +28,12 @@ ACCESSES = {
     "announcement": "st.relaxed.sys.global.u64",
     "poll of an announcement": "ld.relaxed.sys.global.u64",
     "handed-back number": "st.relaxed.sys.global.u32",
-    "poll of a handed-back number": "ld.relaxed.sys.global.u32",
+    "poll of a handed-back number": "ld.acquire.sys.global.u32",
 }
 WEAKENED: dict[str, Edits] = {
-    f"{name}: {kind}": _ptx(ptx, ptx.replace(".relaxed.sys", replacement))
+    f"{name}: {kind}": _ptx(ptx, re.sub(r"\.(relaxed|acquire)\.sys", replacement, ptx))
     for name, ptx in ACCESSES.items()
-    for kind, replacement in {"weak": "", "of the GPU": ".relaxed.gpu"}.items()
+    for kind, replacement in {"weak": "", "of the GPU": r".\1.gpu"}.items()
 }
 
 # Of the exchange itself; each breaks it at 2 ranks with any transport.
@@ -40,13 +42,11 @@ EXCHANGE_MUTANTS: dict[str, Edits] = {
     "fence of the GPU": _ptx("fence.acq_rel.sys", "fence.acq_rel.gpu"),
     "fence of the block": _ptx("fence.acq_rel.sys", "fence.acq_rel.cta"),
     "published before the fence": edits.PUBLISHED_BEFORE_FENCE,
-    "fence before the wait": edits.FENCE_BEFORE_WAIT,
-    "published before the wait": edits.PUBLISHED_BEFORE_WAIT,
+    "number read relaxed": edits.READ_RELAXED,
     "peers' numbers not waited for": edits.PEERS_NOT_WAITED_FOR,
     "nothing published": edits.NOTHING_PUBLISHED,
     "published as of the next operation": edits.PUBLISHED_AS_NEXT,
     "number of two operations ago": edits.REACHED_TWO_AGO,
-    "number of the same operation": edits.REACHED_THE_SAME,
     "== for >=": edits.EQUAL_FOR_REACHED,
     "two phases": edits.TWO_PHASES,
     "one phase": edits.ONE_PHASE,
@@ -56,9 +56,6 @@ EXCHANGE_MUTANTS: dict[str, Edits] = {
     ),
     "second word of an announcement not tested": (
         (CALL_TAG, "word0 >> 32 == op && word1 >> 56 == (op & 0xff)", "word0 >> 32 == op"),
-    ),
-    "a new workspace's slots not handed back": (
-        (PREPARE, "kPushMaxWorldSize, first_op - 1", "kPushMaxWorldSize, first_op - 2"),
     ),
 }
 
@@ -71,6 +68,9 @@ LARGE_MUTANTS: dict[str, Edits] = {
     "head: relaxed": _ptx("ld.acquire.sys", "ld.relaxed.sys"),
     "head: of the GPU": _ptx("ld.acquire.sys", "ld.acquire.gpu"),
     "one large phase": edits.ONE_LARGE_PHASE,
+    "a new workspace's slots not handed back": (
+        (PREPARE, "kPushMaxWorldSize, first_op - 1", "kPushMaxWorldSize, first_op - 2"),
+    ),
 }
 
 # Of one transport.
@@ -144,8 +144,8 @@ COUNTER_MUTANTS: dict[str, Edits] = {
     **{
         name: EXCHANGE_MUTANTS[name]
         for name in (
-            *("no fence", "nothing published", "number of the same operation", "== for >="),
-            *("two phases", "one phase", "a new workspace's slots not handed back"),
+            *("no fence", "nothing published", "== for >="),
+            *("two phases", "one phase"),
         )
     },
     **{name: TRANSPORT_MUTANTS[name][1] for name in ("no clear", "clear before the wait")},

@@ -198,10 +198,10 @@ class _Reader:
         return tuple(steps)
 
     def _released(self, text: str) -> Step:
-        if match := re.fullmatch(r"return has_reached\(\w+\(slot\), op_( [-+] \d+)?\);", text):
+        if match := re.fullmatch(r"return has_reached\(\w+\(\w+\), op_( [-+] \d+)?\);", text):
             body = self._sources.function(SIGNAL, "has_reached")
             comparison = " ".join(body.split()).removeprefix("return ").removesuffix(";")
-        elif match := re.fullmatch(r"return \w+\(slot\) == op_( [-+] \d+)?;", text):
+        elif match := re.fullmatch(r"return \w+\(\w+\) == op_( [-+] \d+)?;", text):
             comparison = "seen == expected"
         else:
             raise SourceError(f"a wait for {text}")

@@ -144,7 +144,7 @@ def test_an_unknown_line_is_an_error() -> None:
 # ---- which kernel boundaries the argument needs, and how strong ----------------------------------
 
 # Boundaries that must order memory, each for itself; of the others any one may do without.
-NEEDED = {(DATA, HAND_BACK), (HAND_BACK, DATA), (HAND_BACK, HAND_BACK)}
+NEEDED = {(DATA, HAND_BACK), (HAND_BACK, DATA)}
 
 
 @pytest.mark.parametrize("kinds", BOUNDARIES, ids=" to ".join)

@@ -111,7 +111,7 @@ class Variant:
         if self.kind == "two_shot" and self.world_size > 2 and self.quantized and self.extended:
             return 8
         if self.kind == "local_rows" and self.quantized and self.extended:
-            return 8
+            return 16
         if self.kind == "local" and self.quantized and self.extended:
             return 40
         if self.kind == "local_aligned" and self.extended:

@@ -86,7 +86,6 @@ _NUMBER_STORE = (
     "    store_relaxed_sys(params_.workspace[threadIdx.x % 32] + "
     "PushControl::released(params_.rank),\n                      op_);\n"
 )
-_NUMBER_WAIT = "    if (!wait_alone(released, peer)) return;\n"
 _EXCHANGE = "  Exchange<kWorldSize> exchange(params);\n"
 _FAULT_FENCE = "    __threadfence_system();\n"
 _FAULT_STATUS = "    fault->status = status;\n"
@@ -161,8 +160,13 @@ MUTANTS = (
         *(_FENCE_CALL, "", _NUMBER_STORE, _NUMBER_STORE + _FENCE_CALL),
     ),
     _mutant(
-        *("fence before the wait", "one_system_fence", "exchange.cuh"),
-        *(_FENCE_CALL, "", _NUMBER_WAIT, _FENCE_CALL + _NUMBER_WAIT),
+        *("fence before the preceding grid is waited for", "one_system_fence", "exchange.cuh"),
+        *(_FENCE_CALL, "", "    wait_for_preceding_grid();\n"),
+        "    if (threadIdx.x == 32) fence_acq_rel_sys();\n    wait_for_preceding_grid();\n",
+    ),
+    _mutant(
+        *("a number handed back and not acquired", "numbers_are_acquired", "exchange.cuh"),
+        *("load_acquire_sys_u32(number)", "load_relaxed_sys_u32(number)"),
     ),
     _mutant(
         *("fence on one of two paths", "one_system_fence", "exchange.cuh", _FENCE_CALL),
@@ -174,15 +178,15 @@ MUTANTS = (
         "    if (live_) clear_partials<kWorldSize>(slots, stride_);\n    fence_acq_rel_sys();\n",
     ),
     _mutant(
-        *("a large operation that does not acquire", "large_operation_acquires", "exchange.cuh"),
+        *("a large operation that does not acquire", "numbers_are_acquired", "exchange.cuh"),
         *("load_acquire_sys_u32(slot)", "load_relaxed_sys_u32(slot)"),
     ),
     _mutant(
-        *("an acquire at gpu scope", "large_operation_acquires", "memory.cuh"),
+        *("an acquire at gpu scope", "numbers_are_acquired", "memory.cuh"),
         *("ld.acquire.sys.global.u32", "ld.acquire.gpu.global.u32"),
     ),
     _mutant(
-        *("no barrier behind the acquire", "large_operation_acquires", "exchange.cuh"),
+        *("no barrier behind the acquire", "numbers_are_acquired", "exchange.cuh"),
         "    // nobody waits for it for ever.\n    __syncthreads();\n",
         "    // nobody waits for it for ever.\n",
     ),

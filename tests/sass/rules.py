@@ -93,7 +93,7 @@ def _is_number_access(found: Instruction) -> bool:
 
 
 def one_system_fence(kernel: Kernel, variant: Variant) -> Iterator[str]:
-    """One fence for all devices: after the peer's number was read, before the own one is stored.
+    """One fence for all devices: before the number is stored that hands slots back.
 
     See "Why a slot may be reused" in csrc/cuda/exchange.cuh.
     """
@@ -103,7 +103,7 @@ def one_system_fence(kernel: Kernel, variant: Variant) -> Iterator[str]:
         yield f"{len(fences)} system-wide fences on the data path; expected one"
         return
     (fence,) = fences
-    # What follows up to the next branch; every fence of an acquire drops what L1 holds.
+    # What follows up to the next branch.
     following: list[Instruction] = []
     for found in kernel.instructions[fence + 1 :]:
         if found.verb in ("BRA", "BSYNC", "BAR", "EXIT", "CALL"):
@@ -113,20 +113,17 @@ def one_system_fence(kernel: Kernel, variant: Variant) -> Iterator[str]:
     if not touched or not (touched[0].is_store and _is_number_access(touched[0])):
         yield f"the fence is followed by {touched[0] if touched else 'no access'}, not the number"
         return
-    before = following[: following.index(touched[0])]
-    if not any(found.opcode == "CCTL.IVALL" for found in before):
-        yield "the fence does not acquire: no CCTL.IVALL before the store"
     store = touched[0].address // 16
     if store in kernel.reachable(stop=_is_system_fence):
         yield "the number is stored on a path that has not passed the fence"
-    if fence in kernel.reachable(stop=lambda found: found.is_load and _is_number_access(found)):
-        yield "the fence is reached on a path that has not read the peer's number"
+    if fence in kernel.reachable(stop=lambda found: found.verb == "ACQBULK"):
+        yield "the fence is reached before the wait for the preceding grid"
 
 
-def large_operation_acquires(kernel: Kernel, variant: Variant) -> Iterator[str]:
-    """The number that a large operation waits for is acquired, by the whole block, before a push.
+def numbers_are_acquired(kernel: Kernel, variant: Variant) -> Iterator[str]:
+    """Peers' numbers are acquired: of a large operation by the whole block, before a push.
 
-    See "Why a large phase may be reused" in csrc/cuda/exchange.cuh.
+    See the reuse of slots, and of a large phase, in csrc/cuda/exchange.cuh.
     """
     acquires = []
     for i, found in enumerate(kernel.instructions):
@@ -136,13 +133,13 @@ def large_operation_acquires(kernel: Kernel, variant: Variant) -> Iterator[str]:
             ]
             if touched and touched[0].opcode == "CCTL.IVALL":
                 acquires.append(i)
-    if len(acquires) != 1:
-        yield f"{len(acquires)} loads of a number acquire; expected one"
-        return
-    for i in sorted(kernel.reachable(acquires[0], stop=lambda found: found.verb == "BAR")):
-        found = kernel.instructions[i]
-        if found.is_store and found.access_bytes == 16:
-            yield f"stored before the block knows what was acquired: {found}"
+    if len(acquires) != 2:
+        yield f"{len(acquires)} loads of a number acquire; expected one at the head and one behind it"
+    for acquire in acquires:
+        for i in sorted(kernel.reachable(acquire, stop=lambda found: found.verb == "BAR")):
+            found = kernel.instructions[i]
+            if found.is_store and found.access_bytes == 16:
+                yield f"stored before the block knows what was acquired: {found}"
 
 
 def no_other_barrier(kernel: Kernel, variant: Variant) -> Iterator[str]:
@@ -219,7 +216,7 @@ def stays_local(kernel: Kernel, variant: Variant) -> Iterator[str]:
 LOCAL_RULES: tuple[Rule, ...] = (dependent_launch, frame, stays_local)
 EXCHANGE_RULES: tuple[Rule, ...] = (
     *(pushes, polls, scopes, polls_in_flight, one_system_fence, no_other_barrier),
-    *(large_operation_acquires, dependent_launch, fault_record, frame),
+    *(numbers_are_acquired, dependent_launch, fault_record, frame),
 )
 
 

@@ -134,14 +134,13 @@ def test_access_before_the_wait_on_one_path() -> None:
 @pytest.mark.parametrize(
     ("code", "word"),
     [
-        ((NUMBER_LOAD, *FENCE, NUMBER_STORE, "EXIT"), None),
-        ((NUMBER_LOAD, NUMBER_STORE, "EXIT"), "0 system-wide fences"),
-        ((NUMBER_LOAD, *FENCE, *FENCE, NUMBER_STORE, "EXIT"), "2 system-wide fences"),
-        ((*FENCE, NUMBER_LOAD, NUMBER_STORE, "EXIT"), "followed by /*0040*/ LDG"),
-        ((NUMBER_LOAD, NUMBER_STORE, *FENCE, "EXIT"), "followed by no access"),
-        ((NUMBER_LOAD, *FENCE[:3], NUMBER_STORE, "EXIT"), "does not acquire"),
-        (("@P0 BRA 0x20", NUMBER_LOAD, *FENCE, NUMBER_STORE, "EXIT"), "has not read"),
-        ((NUMBER_LOAD, "@P0 BRA 0x60", *FENCE, NUMBER_STORE, "EXIT"), "has not passed"),
+        ((WAIT, *FENCE, NUMBER_STORE, "EXIT"), None),
+        ((WAIT, NUMBER_STORE, "EXIT"), "0 system-wide fences"),
+        ((WAIT, *FENCE, *FENCE, NUMBER_STORE, "EXIT"), "2 system-wide fences"),
+        ((WAIT, *FENCE, NUMBER_LOAD, NUMBER_STORE, "EXIT"), "followed by /*0050*/ LDG"),
+        ((WAIT, NUMBER_STORE, *FENCE, "EXIT"), "followed by no access"),
+        ((*FENCE, WAIT, NUMBER_STORE, "EXIT"), "before the wait for the preceding grid"),
+        ((WAIT, "@P0 BRA 0x60", *FENCE, NUMBER_STORE, "EXIT"), "has not passed"),
     ],
 )
 def test_the_fence_and_its_place(code: tuple[str, ...], word: str | None) -> None:
