@@ -242,8 +242,8 @@ class Exchange {
     const int peer = peer_of_lane();
     if (peer < 0 || failed_) return;
     // release: everything the grids before this one did, their clears above all; pairs with the
-    // acquire in the peer's next kernel. First of all: the fence takes most of a microsecond, and
-    // the grid ends when the store has been acknowledged, another one later.
+    // acquire in the peer's next kernel. Before the wait: up to some eight rows nothing in a grid
+    // ends later than this store, and no peer can wait for it in vain.
     fence_acq_rel_sys();
     store_relaxed_sys(params_.workspace[threadIdx.x % 32] + PushControl::released(params_.rank),
                       op_);
