@@ -88,7 +88,7 @@ CHARTS = {
 }
 
 # rows of benchmarks/behind_product.py, of several processes
-PRODUCTS = {"h200x2-product": Source("h200x2-product.jsonl", "cbc15aa")}
+PRODUCTS = {"h100x2-product": Source("h100x2-product.jsonl", "7675b48")}
 # The products of more tokens take all the power of the GPU, and times say little (performance.md).
 COOL_TOKENS = 64
 PRODUCT_PANELS = {
@@ -249,7 +249,7 @@ def both_modes(figure: Figure, theme: Theme, source: Source) -> None:
         axes.set_ylim(low, high)
     handles, labels = figure.axes[-1].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
-    figure.suptitle("tokens x 4096, bf16, 2 H200s: p50 in CUDA graphs", fontsize="large")
+    figure.suptitle("tokens x 4096, bf16, 2 H100s: p50 in CUDA graphs", fontsize="large")
 
 
 def link_times(rows: dict[int, Row]) -> dict[int, float]:

@@ -10,7 +10,7 @@ reads anything (`griddepcontrol.wait`). Nothing about the call is different.
 
 Prints, for some numbers of tokens, the time of a product and a call behind it, in CUDA graphs: the
 same kernel with and without that, and PyTorch's product. Exits 0 if the call's bits are those of
-`unfused` on what the product has written. Needs GPUs of compute capability 9.0 or later, and Triton.
+`unfused` on what the product has written. Needs GPUs of compute capability 9.0 or later and Triton.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ import triton
 import triton.language as tl
 
 import allnorm
-from allnorm.testing import same_bits, time_cuda_graph
+from allnorm.testing import max_over_ranks, same_bits, time_cuda_graph
 
 HIDDEN_SIZE, IN_FEATURES = 4096, 7168
 TOKENS = (1, 16, 64)
@@ -100,9 +101,52 @@ Step = Callable[[int], object]
 
 def measure(step: Step, num_tokens: int) -> float:
     """Median microseconds of a step in CUDA graphs, of the slower rank."""
-    sets = [lambda index=index: step(index) for index in range(NUM_SETS)]
-    timing = time_cuda_graph(sets, num_tokens)
-    return allnorm.testing.max_over_ranks(timing).p50_us
+    sets = [partial(step, index) for index in range(NUM_SETS)]
+    return max_over_ranks(time_cuda_graph(sets, num_tokens)).p50_us
+
+
+def run(comm: allnorm.Communicator, weights: list[torch.Tensor], num_tokens: int) -> bool:
+    """Prints the times of one number of tokens; whether all bits are right on this rank."""
+    options = {"device": comm.device, "dtype": torch.bfloat16}
+    torch.manual_seed(1 + comm.rank)
+    x = torch.randn(num_tokens, IN_FEATURES, **options)
+    torch.manual_seed(0)  # the same on every rank
+    residual = torch.randn(num_tokens, HIDDEN_SIZE, **options)
+    norm_weight = torch.randn(HIDDEN_SIZE, **options)
+    partial_sum = torch.empty(num_tokens, HIDDEN_SIZE, **options)
+
+    def product(index: int, is_dependent: bool) -> None:
+        linear(x, weights[index], partial_sum, is_dependent=is_dependent)
+
+    def call(algorithm: str = "auto") -> tuple[torch.Tensor, torch.Tensor]:
+        return comm.all_reduce_add_rms_norm(
+            partial_sum, residual, norm_weight, EPS, algorithm=algorithm
+        )
+
+    right = True
+    for is_dependent in (False, True):
+        product(0, is_dependent)
+        right &= all(map(same_bits, call(), call("unfused")))
+
+    def with_pytorch(index: int) -> None:
+        torch.mm(x, weights[index].t(), out=partial_sum)
+        call()
+
+    def with_triton(index: int, is_dependent: bool) -> None:
+        product(index, is_dependent)
+        call()
+
+    steps: dict[str, Step] = {
+        "PyTorch's product": with_pytorch,
+        "Triton's product": partial(with_triton, is_dependent=False),
+        "the same, dependents let in": partial(with_triton, is_dependent=True),
+        "Triton's product alone": partial(product, is_dependent=False),
+    }
+    for name, step in steps.items():
+        us = measure(step, num_tokens)
+        if comm.rank == 0:
+            print(f"{num_tokens:>3} tokens, {name}: {us:.2f} us", flush=True)
+    return right
 
 
 def main() -> int:
@@ -110,60 +154,13 @@ def main() -> int:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl")
-    wrong = 0
     with allnorm.Communicator(device=device) as comm:
-        torch.manual_seed(comm.rank)
-        options = {"device": device, "dtype": torch.bfloat16}
-        weights = [
-            torch.randn(HIDDEN_SIZE, IN_FEATURES, **options) / IN_FEATURES**0.5
-            for _ in range(NUM_SETS)
-        ]
-        for num_tokens in TOKENS:
-            x = torch.randn(num_tokens, IN_FEATURES, **options)
-            torch.manual_seed(1)  # the same on every rank
-            residual = torch.randn(num_tokens, HIDDEN_SIZE, **options)
-            norm_weight = torch.randn(HIDDEN_SIZE, **options)
-            partial = torch.empty(num_tokens, HIDDEN_SIZE, **options)
-
-            def call(
-                partial: torch.Tensor = partial,
-                residual: torch.Tensor = residual,
-                norm_weight: torch.Tensor = norm_weight,
-                **algorithm: str,
-            ) -> tuple[torch.Tensor, torch.Tensor]:
-                return comm.all_reduce_add_rms_norm(
-                    partial, residual, norm_weight, EPS, **algorithm
-                )
-
-            def product(
-                index: int,
-                is_dependent: bool,
-                x: torch.Tensor = x,
-                partial: torch.Tensor = partial,
-            ) -> None:
-                linear(x, weights[index], partial, is_dependent=is_dependent)
-
-            for is_dependent in (False, True):
-                product(0, is_dependent)
-                results = call()
-                wanted = call(algorithm="unfused")
-                wrong += not all(map(same_bits, results, wanted))
-            steps: dict[str, Step] = {
-                "PyTorch's product": lambda index: (
-                    torch.mm(x, weights[index].t(), out=partial),
-                    call(),
-                ),
-                "Triton's product": lambda index: (product(index, False), call()),
-                "the same, dependents let in": lambda index: (product(index, True), call()),
-                "Triton's product alone": lambda index: product(index, False),
-            }
-            for name, step in steps.items():
-                us = measure(step, num_tokens)
-                if comm.rank == 0:
-                    print(f"{num_tokens:>3} tokens, {name}: {us:.2f} us", flush=True)
+        shape, options = (HIDDEN_SIZE, IN_FEATURES), {"device": device, "dtype": torch.bfloat16}
+        weights = [torch.randn(shape, **options) / IN_FEATURES**0.5 for _ in range(NUM_SETS)]
+        right = [run(comm, weights, num_tokens) for num_tokens in TOKENS]
         comm.check()
     dist.destroy_process_group()
-    return int(wrong != 0)
+    return 0 if all(right) else 1
 
 
 if __name__ == "__main__":

@@ -196,8 +196,9 @@ __device__ __forceinline__ uint32_t cluster_rank() {
 }
 
 // A barrier of all threads of the cluster in two parts. It orders the init_barrier() of a thread
-// that has called publish_barriers() in between, and nothing else: an arrival that orders all memory
-// accesses begins with a device-wide memory barrier on sm_90, which takes a third of a microsecond.
+// that has called publish_barriers() in between, and nothing else: an arrival that orders all
+// memory accesses begins with a device-wide memory barrier on sm_90, which takes a third of a
+// microsecond.
 __device__ __forceinline__ void publish_barriers() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");

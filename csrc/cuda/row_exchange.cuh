@@ -130,8 +130,8 @@ class RowExchange {
       if (lane == 0) store_shared(shared_ + at, chunk_value);
       __syncthreads();
     } else {
-      // Not a barrier of the cluster that orders stores: it would wait until all this thread's stores
-      // to peers are acknowledged.
+      // Not a barrier of the cluster that orders stores: it would wait until all this thread's
+      // stores to peers are acknowledged.
       if (lane < cluster_size_) {
         store_async_cluster(theirs_ + at, theirs_ + arrived(buffer), chunk_value);
       }

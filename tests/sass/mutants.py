@@ -112,10 +112,11 @@ MUTANTS = (
     ),
     _mutant(
         *("peers polled one after the other", "polls_in_flight", "slots.cuh"),
-        "        partial[source] = load_relaxed_sys(slot + PushLayout::other(place, source) * stride"
-        ");\n",
-        "        partial[source] = load_relaxed_sys(slot + PushLayout::other(place, source) * stride"
-        ");\n        if (!arrived(partial[source])) return false;\n",
+        "        partial[source] = load_relaxed_sys("
+        "slot + PushLayout::other(place, source) * stride);\n",
+        "        partial[source] = load_relaxed_sys("
+        "slot + PushLayout::other(place, source) * stride);\n"
+        "        if (!arrived(partial[source])) return false;\n",
     ),
     *(
         _mutant(f"{what} by a plain access", rule, "memory.cuh", f"{verb} ", f"{weak} ")

@@ -134,7 +134,7 @@ def numbers_are_acquired(kernel: Kernel, variant: Variant) -> Iterator[str]:
             if touched and touched[0].opcode == "CCTL.IVALL":
                 acquires.append(i)
     if len(acquires) != 2:
-        yield f"{len(acquires)} loads of a number acquire; expected one at the head and one behind it"
+        yield f"{len(acquires)} loads of a number acquire; expected one at the head and another"
     for acquire in acquires:
         for i in sorted(kernel.reachable(acquire, stop=lambda found: found.verb == "BAR")):
             found = kernel.instructions[i]
@@ -145,8 +145,8 @@ def numbers_are_acquired(kernel: Kernel, variant: Variant) -> Iterator[str]:
 def no_other_barrier(kernel: Kernel, variant: Variant) -> Iterator[str]:
     """What waits for stores to peers is only that fence; the cluster meets once, without one.
 
-    Its blocks arrive before the preceding grid is waited for. They wait for each other behind that, in
-    the blocks that have rows and in those that have none.
+    Its blocks arrive before the preceding grid is waited for. They wait for each other behind
+    that, in the blocks that have rows and in those that have none.
     """
     known = {"MEMBAR.ALL.CTA", "MEMBAR.ALL.SYS"}
     for found in kernel.body:
