@@ -425,7 +425,7 @@ WRONG_RESULTS = (
     ),
     Mutant(
         "slots numbered as another rank numbers them",
-        ((SLOTS, "  return rank + q >= kWorldSize ? rank - 1 : rank;", "  return q - 1;"),),
+        ((SLOTS, "rank + q >= kWorldSize ? rank - 1 : rank;", "q - 1;"),),
         (WRONG, HANGS, NOT_EMPTY),
         "plain",
         short=False,
@@ -454,7 +454,7 @@ WRONG_RESULTS = (
     ),
     Mutant(
         "tiles: rows that do not exist are left as they are",
-        ((TILES, "row < end) store", "row < end - 1) store"),),
+        ((TILES, "row + 32 * i < end) store", "row + 32 * i < end - 1) store"),),
         (WRONG,),
         "plain",
         "cuda_local_test",
