@@ -538,9 +538,9 @@ WRONG_RESULTS = (
             *edits.PRECEDING_GRID_NOT_WAITED_FOR,
             (
                 EXCHANGE,
-                "    const uint64_t poisoned = load_u64(own + PushControl::kPoisoned);\n",
+                "    const uint64_t poisoned = load_kept_u64(own + PushControl::kPoisoned);\n",
                 "    wait_for_preceding_grid();\n"
-                "    const uint64_t poisoned = load_u64(own + PushControl::kPoisoned);\n",
+                "    const uint64_t poisoned = load_kept_u64(own + PushControl::kPoisoned);\n",
             ),
         ),
         (WRONG, HANGS, NOT_EMPTY, "counter"),

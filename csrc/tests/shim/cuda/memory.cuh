@@ -93,7 +93,9 @@ inline void store_pack(void* address, const Pack& pack) {
 }
 inline void prefetch_to_l2(const void*, uint32_t) {}
 inline uint32_t load_u32(const void* address) { return *static_cast<const uint32_t*>(address); }
-inline uint64_t load_u64(const void* address) { return *static_cast<const uint64_t*>(address); }
+inline uint64_t load_kept_u64(const void* address) {
+  return *static_cast<const uint64_t*>(address);
+}
 inline void store_u64(void* address, uint64_t value) { plain_store(address, value); }
 inline void store_u32(void* address, uint32_t value) { plain_store(address, value); }
 inline void store_u8(void* address, uint32_t value) {
