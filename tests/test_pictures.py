@@ -44,7 +44,7 @@ def test_charts_of_both_modes_are_medians_of_processes(pictures: ModuleType) -> 
     for source in pictures.PRODUCTS.values():
         chain, product = (pictures.mode_times(source, mode) for mode in pictures.PRODUCT_PANELS)
         assert product.keys() == {*chain, "local"}
-        assert {"allnorm", "SGLang", "NCCL"} <= chain.keys()
+        assert {"allnorm", "SGLang"} <= chain.keys()
         of_arm = [
             row["beyond_empty_us"]
             for row in pictures.of_commit(source)
