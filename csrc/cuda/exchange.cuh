@@ -69,7 +69,7 @@ class Exchange {
   // Which operation this is. Loads that need no slot come before it: the answer takes a round trip
   // to memory, and what is used of it at once, its failures, would keep later loads waiting. A
   // matrix product sweeps both lines out of the L2 cache unless they are kept: two H100s, bf16,
-  // 2026-11, from the wait for the preceding grid to here 0.43 to 0.53 us, kept 0.30 to 0.41
+  // 2026-11, from the wait for the preceding grid to here 0.43 to 0.53 us, kept 0.28 to 0.41
   // (docs/engineering-log).
   __device__ __forceinline__ void begin() {
     const char* own = params_.workspace[0];

@@ -160,10 +160,12 @@ def no_other_barrier(kernel: Kernel, variant: Variant) -> Iterator[str]:
         yield f"the cluster arrives {len(arrivals)} times; expected once"
     elif arrivals[0] not in kernel.reachable(stop=lambda found: found.verb == "ACQBULK"):
         yield f"behind the wait for the preceding grid: {kernel.instructions[arrivals[0]]}"
+    if not joins:
+        yield "no block waits for its cluster"
     for join in joins:
-        later = (kernel.reachable(following) for following in kernel.successors[join])
-        for again in sorted(set(joins).intersection(*later) if joins else ()):
-            yield f"the cluster meets again: {kernel.instructions[again]}"
+        for following in kernel.successors[join]:
+            for again in sorted(kernel.reachable(following).intersection(joins)):
+                yield f"the cluster meets again: {kernel.instructions[again]}"
 
 
 def dependent_launch(kernel: Kernel, variant: Variant) -> Iterator[str]:
