@@ -213,7 +213,7 @@ void test_late_peer(Kind of, Kind then, int dtype, int then_dtype, uint64_t seed
   ends = ends && machine.run(kMaxTurns);
   bool failed = false;
   for (int rank = 0; rank < kWorldSize; ++rank) {
-    failed = failed || group.faults[static_cast<size_t>(rank)].status != ALLNORM_OK;
+    failed = failed || group.has_failed(rank);
   }
   machine.hold(-1);
   ends = ends && machine.run(kMaxTurns);

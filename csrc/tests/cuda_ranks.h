@@ -169,6 +169,14 @@ struct FiberGroup {
     }
   }
 
+  // Whether an operation of `rank` has failed, asked while grids are under way: its fault record,
+  // which is no atomic, may be read only once they have ended.
+  bool has_failed(int rank) const {
+    const char* own = reinterpret_cast<const char*>(workspaces[static_cast<size_t>(rank)].data());
+    const auto* mark = reinterpret_cast<const uint64_t*>(own + PushControl::kPoisoned);
+    return __atomic_load_n(mark, __ATOMIC_RELAXED) != 0;
+  }
+
   // After the last operation every slot is empty and every counter says the same.
   void check_at_rest(uint32_t next_op) const {
     for (size_t rank = 0; rank < workspaces.size(); ++rank) {
