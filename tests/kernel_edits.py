@@ -13,15 +13,14 @@ CALL_TAG, SLOT, SIGNAL = "protocol/call_tag.h", "protocol/slot.h", "protocol/sig
 ONE_SHOT, TWO_SHOT = "cuda/transports/one_shot.cuh", "cuda/transports/two_shot.cuh"
 OWNED, ROW_OWNERS = "cuda/owned_rows.cuh", "cuda/transports/row_owners.cuh"
 
-_FENCE = "    fence_acq_rel_sys();\n"
-_WAIT = "    wait_alone(reached, peer);\n"
+_FENCE = "      fence_acq_rel_sys();\n"
+_WAIT = "    wait_for_number(peer);\n"
 _PUBLISH = (
-    "    store_relaxed_sys("
+    "      store_relaxed_sys("
     "params_.workspace[threadIdx.x % 32] + PushControl::released(params_.rank),\n"
-    "                      op_);\n"
+    "                        op_);\n"
 )
-_REACHED = "has_reached(load_acquire_sys_u32(number), op_ - 1)"
-_LARGE_REACHED = "has_reached(load_acquire_sys_u32(slot), op_ - 1)"
+_REACHED = "has_reached(load_acquire_sys_u32(number), op_ - 1 - turn_.since())"
 _COMPARED = "static_cast<int32_t>(seen - expected) >= 0"
 _CLEAR_PACK = "  if (live) store_pack(slot, {kEmptyWord, kEmptyWord, kEmptyWord, kEmptyWord});\n"
 CLEAR_ONE_SHOT = "    if (live_) clear_partials<kWorldSize>(slots, stride_);\n"
@@ -33,24 +32,29 @@ def _replaced(path: str, text: str, old: str, new: str) -> Edits:
 
 # Handing slots back.
 NO_FENCE: Edits = ((EXCHANGE, _FENCE, ""),)
-FENCE_OF_GPU: Edits = ((EXCHANGE, _FENCE, "    __threadfence();\n"),)
+FENCE_OF_GPU: Edits = ((EXCHANGE, _FENCE, "      __threadfence();\n"),)
 PUBLISHED_BEFORE_FENCE: Edits = ((EXCHANGE, _FENCE, ""), (EXCHANGE, _PUBLISH, _PUBLISH + _FENCE))
 READ_RELAXED: Edits = _replaced(EXCHANGE, _REACHED, "acquire", "relaxed")
 PEERS_NOT_WAITED_FOR: Edits = ((EXCHANGE, _WAIT, ""),)
 NOTHING_PUBLISHED: Edits = ((EXCHANGE, _PUBLISH, ""),)
 PUBLISHED_AS_NEXT: Edits = _replaced(EXCHANGE, _PUBLISH, "op_);", "op_ + 1);")
-REACHED_TWO_AGO: Edits = _replaced(EXCHANGE, _REACHED, "- 1", "- 2")
+REACHED_EARLIER: Edits = _replaced(EXCHANGE, _REACHED, "- 1", "- 3")
+REACHED_THE_SAME: Edits = _replaced(EXCHANGE, _REACHED, " - 1", "")
+SINCE_NOT_COUNTED: Edits = _replaced(EXCHANGE, _REACHED, " - turn_.since()", "")
 EQUAL_FOR_REACHED: Edits = ((SIGNAL, _COMPARED, "seen == expected"),)
 COMPARED_WITHOUT_WRAPPING: Edits = ((SIGNAL, _COMPARED, "seen >= expected"),)
-TWO_PHASES: Edits = ((LAYOUT, "kPushPhases = 3", "kPushPhases = 2"),)
-ONE_PHASE: Edits = ((LAYOUT, "kPushPhases = 3", "kPushPhases = 1"),)
+# Where slots are.
+HALF_OF_ONE_OPERATION: Edits = ((LAYOUT, "more = kHalfUnits / 2;", "more = kHalfUnits;"),)
+ONE_UNIT: Edits = ((LAYOUT, "next_unit = (unit() + units) % kPushUnits", "next_unit = unit()"),)
+HALF_NOT_HANDED_BACK: Edits = ((LAYOUT, "large || unit() % kHalfUnits == 0", "large"),)
+HALF_AS_MANY_TAGS: Edits = ((LAYOUT, "kTagSlots = kPushUnits", "kTagSlots = kHalfUnits"),)
 PRECEDING_GRID_NOT_WAITED_FOR: Edits = ((EXCHANGE, "    wait_for_preceding_grid();\n", ""),)
 
 # The slots of large operations.
 LARGE_NOT_WAITED_FOR: Edits = ((EXCHANGE, "    if (params_.large) wait_for_slots();\n", ""),)
-LARGE_REACHED_TWO_AGO: Edits = _replaced(EXCHANGE, _LARGE_REACHED, "- 1", "- 2")
-LARGE_REACHED_THE_SAME: Edits = _replaced(EXCHANGE, _LARGE_REACHED, " - 1", "")
-LARGE_RELAXED: Edits = _replaced(EXCHANGE, _LARGE_REACHED, "acquire", "relaxed")
+LARGE_NOT_HANDED_BACK: Edits = (
+    (LAYOUT, "large || unit() % kHalfUnits == 0", "unit() % kHalfUnits == 0"),
+)
 ONE_LARGE_PHASE: Edits = ((LAYOUT, "kLargePhases = 2", "kLargePhases = 1"),)
 
 # Slots that are not cleared.

@@ -129,7 +129,7 @@ def _workspace_bytes(hidden_size: int, max_tokens: int, dtype: torch.dtype) -> i
     """For the most rows in one launch, within bounds; None if the user says how much."""
     if config.read_settings().workspace_bytes is not None:
         return None
-    # Three phases, each with a row's partial sums and its sum; and a little more for control.
+    # A large phase, four ninths, holds the partial sums of all rows and their sums, and more.
     rows = 7 * max_tokens * hidden_size * dtype.itemsize
     return max(_MIN_WORKSPACE_BYTES, min(_MAX_WORKSPACE_BYTES, rows))
 

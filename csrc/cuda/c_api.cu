@@ -40,7 +40,7 @@ int32_t allnorm_comm_create(const AllnormCommConfig* config, AllnormComm** comm)
   if (comm == nullptr) return fail(ALLNORM_INVALID_ARGUMENT, "comm is NULL");
   *comm = nullptr;
   const int64_t smallest =
-      allnorm::PushControl::kBytes + allnorm::kPushPhases * allnorm::kAlignBytes;
+      allnorm::PushControl::kBytes + allnorm::kLargePhases * allnorm::kAlignBytes;
   if (const int32_t status = allnorm::check_config(config, smallest)) return status;
   if (config->world_size > allnorm::kPushMaxWorldSize) {
     return fail(ALLNORM_UNSUPPORTED, "world_size is %d; expected at most %d on CUDA",

@@ -19,7 +19,7 @@ int64_t rows_per_chunk(int world_size, int64_t workspace_bytes, const AllnormCal
     return 0;
   }
   const SlotBytes slot = slot_bytes(world_size, call);
-  const int64_t slots = PushLayout::phases(workspace_bytes, true).bytes / slot.bytes;
+  const int64_t slots = PushLayout::phases(workspace_bytes, 0).bytes / slot.bytes;
   return std::min(slots, kMaxRows / slot.rows) * slot.rows;
 }
 

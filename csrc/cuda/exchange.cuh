@@ -1,42 +1,51 @@
 // One operation among all ranks: its number, its phase of the workspace, who takes part, what went
 // wrong.
 //
-// Contract. All ranks make the same launches in the same order (any grid geometry each). In
-// operation e a rank writes only into phase e mod 3 of its peers, waits for everything its peers
-// write into its own phase e mod 3, and before the kernel ends restores every slot it has read to
-// kEmptyWord. Operations whose rows do not fit into a phase use two large ones in turn instead. Two
-// warps of each grid touch no data: one calls the roll, that is, compares CallTags with all peers;
-// the other hands slots back. The kernel does not complete without them.
+// Contract. All ranks make the same launches in the same order (any grid geometry each). In an
+// operation a rank writes only into the slots of that operation in its peers' workspaces, waits for
+// everything that its peers write into its own, and before the kernel ends restores every slot it
+// has read to kEmptyWord. Two warps of each grid touch no data: one calls the roll, that is,
+// compares CallTags with all peers; the other hands slots back. The kernel does not complete
+// without them.
 //
-// Why a slot may be reused (three phases). Let R be a receiver and S a sender; S writes into R's
-// phase in operations e and e + 3, R reads and clears it in operation e.
-//   1. R's clears, by any thread of kernel e, precede the second of those warps in kernel e + 1,
-//      which has passed wait_for_preceding_grid(). It fences and then stores e + 1 to S: a release.
-//   2. The same warp of S in kernel e + 2 waits until it reads e + 1 there, or more: an acquire.
-//   3. Kernel e + 2 of S completes after that, and S's writes of operation e + 3, by any thread of
-//      kernel e + 3, come after wait_for_preceding_grid().
+// Where slots are (PushTurn). Operations take room in a half of the workspace's units one after the
+// other; what does not fit into the rest begins the other half. Two to kHalfUnits operations in a
+// row use a half. Those whose rows take more than half of it use two large phases in turn.
+//
+// Why a slot may be reused. Let R be a receiver and S a sender; S writes into a half of R's in some
+// operations and again when that half's turn has come again; R reads and clears it in the first of
+// these. Let f be the operation that begins the other half in between, f + 1 the next.
+//   1. R's clears, by any thread of any kernel before f, precede the second of those warps in
+//      kernel f, which has passed wait_for_preceding_grid(). It fences and then stores f to S: a
+//      release.
+//   2. The same warp of S in kernel f + 1 waits until it reads f there, or more: an acquire.
+//   3. Kernel f + 1 of S completes after that, and S's writes into the first half, by any thread of
+//      later kernels, come after their wait_for_preceding_grid().
 // So the clear is ordered before the next write to the slot, by one fence in a warp that touches no
-// data, for a number that has arrived an operation ago: it costs the data path nothing. With fewer
-// phases the wait would be for a number of the same operation, and as long as the data's.
-// (R stores e + 1 before e + 2, by the same boundary: the greater number stays.)
-// A tag's slot, one for each phase, is written again by kernel e + 3 of its sender: after kernel e
-// here, and with it the reader, has ended, by the same steps.
+// data, for a number that has arrived an operation ago: it costs the data path nothing. Up to eight
+// rows nothing takes longer than that fence and store, so most operations do without. If a half
+// were used by one operation alone, the wait would be for a number of the same operation, and as
+// long as the data's. (R stores f before later numbers, by the same boundary: the greatest stays.)
+// All operations wait for the number that was stored last before them. Most find what an earlier
+// one has waited for.
+// A tag's slot is written again kPushUnits operations later by its sender: both halves have been
+// begun again by then, and the kernel that read it has ended here, by the same steps.
 //
 // Why a large phase may be reused (two of them). S writes into it in the large operations b and b',
-// and another large operation lies between: b' is at least b + 2, and step 2 may not have been done
-// for b. So before it writes anything, a block of a large operation b' waits until it reads b' - 1
-// or more as the number of step 1: an acquire, and a barrier of the block. R's kernel b' - 1, which
-// stored it if a later one did not, comes after R's kernel b, so its fence is a release of the
-// clears in b. No rank can be waited for in vain, since none waits before it stores its number of
-// the operation before. As a rule nobody waits at all: S's kernel b' - 1 is complete, which waited
-// for R's, and R's stores its number early.
+// and another large operation v lies between. Large operations hand slots back too. So before it
+// writes anything, a block of a large operation b' waits for the last number that was stored before
+// b': an acquire, and a barrier of the block. That number is of v or of a later operation, so R's
+// fence was in a kernel behind kernel b, and a release of the clears in b. No rank is waited for in
+// vain: all of these waits are for what a rank has stored in an operation before. As a rule nobody
+// waits at all: S's kernel b' - 1 is complete, which waited for R's data, and R stores its number
+// early.
 //
 // Why a failure harms nobody who is merely late. All of the above holds as long as waits end with
 // what they waited for. So a rank stores into slots of its peers, and announces its calls, up to
 // and in the first operation in which one of its waits fails, and never again:
 //   - In that operation e who has failed sends no partials, and pushes NaN where a second hop is
-//     owed, so that peers need not wait as well: into slots of its phase, which are free, since
-//     operation e - 1, whose kernel waits for step 2, has not failed.
+//     owed, so that peers need not wait as well: into slots of this operation, which are free,
+//     since those before, whose kernels wait for step 2, have not failed.
 //   - In later operations nothing is waited for, steps 1 and 2 least of all: a peer that is late
 //     may still be reading operation e, or e - 1, from the slots that they would write. In another
 //     operation's layout a NaN may be a number: 0x7f7f7f7f, four of e4m3, is 3.4e38 as bfloat16.
@@ -53,6 +62,7 @@
 
 #include "cuda/memory.cuh"
 #include "cuda/params.h"
+#include "protocol/layout.h"
 #include "protocol/signal.h"
 
 namespace allnorm {
@@ -75,7 +85,7 @@ class Exchange {
     const char* own = params_.workspace[0];
     const uint64_t counter = load_kept_u64(own + PushControl::kCounters + 8 * blockIdx.x);
     op_ = static_cast<uint32_t>(counter);
-    phases_ = static_cast<int>(counter >> 32);
+    turn_ = {static_cast<uint32_t>(counter >> 32), params_.units, params_.large};
     const uint64_t poisoned = load_kept_u64(own + PushControl::kPoisoned);
     failed_ = poisoned != 0;
     failed_before_ = failed_ && poisoned != poison(op_);
@@ -145,7 +155,8 @@ class Exchange {
 
   // Start of this operation's slots in the workspace of the rank `q` after this one.
   __device__ __forceinline__ char* slots(int q) const {
-    return params_.workspace[q] + params_.phases.at(params_.large ? large_phase() : phase());
+    return params_.workspace[q] +
+           params_.phases.at(params_.large ? turn_.large_phase() : turn_.unit());
   }
 
  private:
@@ -167,17 +178,8 @@ class Exchange {
     return reinterpret_cast<uint64_t*>(params_.workspace[0] + PushControl::kCounters);
   }
   __device__ __forceinline__ uint64_t next_counter() const {
-    const int next_phase = phase() + 1 == kPushPhases ? 0 : phase() + 1;
-    const int next_large = params_.large ? kLargePhases - 1 - large_phase() : large_phase();
-    const int next_phases = next_large << PushControl::kLargeShift | next_phase;
-    return static_cast<uint64_t>(next_phases) << 32 | (op_ + 1);
+    return static_cast<uint64_t>(turn_.next()) << 32 | (op_ + 1);
   }
-
-  // The phase in turn, and that of the next large operation.
-  __device__ __forceinline__ int phase() const {
-    return phases_ & ((1 << PushControl::kLargeShift) - 1);
-  }
-  __device__ __forceinline__ int large_phase() const { return phases_ >> PushControl::kLargeShift; }
 
   // What is in kPoisoned once operation `op` has failed; never 0.
   __device__ __forceinline__ static unsigned long long poison(uint32_t op) {
@@ -206,11 +208,11 @@ class Exchange {
     const int peer = peer_of_lane();
     // A rank that has failed just now, in another block, still tells its peers why.
     if (peer < 0 || failed_before()) return;
-    char* theirs = params_.workspace[threadIdx.x % 32] + PushControl::tag(phase(), params_.rank);
+    char* theirs = params_.workspace[threadIdx.x % 32] + PushControl::tag(op_, params_.rank);
     store_relaxed_sys(theirs, params_.tag.word(op_, 0));
     store_relaxed_sys(theirs + 8, params_.tag.word(op_, 1));
 
-    const char* slot = params_.workspace[0] + PushControl::tag(phase(), peer);
+    const char* slot = params_.workspace[0] + PushControl::tag(op_, peer);
     uint64_t seen[2];
     const auto announced = [&] {
       seen[0] = load_relaxed_sys_u64(slot);
@@ -225,14 +227,7 @@ class Exchange {
 
   // The head of a large operation. All threads of the block call it.
   __device__ __forceinline__ void wait_for_slots() {
-    const int peer = peer_of_lane();
-    if (threadIdx.x < 32 && peer >= 0) {
-      const char* slot = params_.workspace[0] + PushControl::released(peer);
-      // acquire: the peer's clears before what is read; pairs with the fence in its
-      // hand_back_slots().
-      const auto released = [&] { return has_reached(load_acquire_sys_u32(slot), op_ - 1); };
-      wait_alone(released, peer);
-    }
+    if (threadIdx.x < 32) wait_for_number(peer_of_lane());
     // The other threads write after what these have read. If these have failed just now they write
     // too, what they owe in this operation: nobody reads from those slots any more, since all
     // peers have announced the operation before. At worst it is lost, by a clear that comes late:
@@ -244,27 +239,37 @@ class Exchange {
   __device__ __forceinline__ void hand_back_slots() {
     const int peer = peer_of_lane();
     if (peer < 0 || failed_) return;
-    // release: everything the grids before this one did, their clears above all; pairs with the
-    // acquire in the peer's next kernel. Before the wait: up to some eight rows nothing in a grid
-    // ends later than this store, and no peer can wait for it in vain.
-    fence_acq_rel_sys();
-    store_relaxed_sys(params_.workspace[threadIdx.x % 32] + PushControl::released(params_.rank),
-                      op_);
+    if (turn_.hands_back()) {
+      // release: everything the grids before this one did, their clears above all; pairs with the
+      // acquire in a later kernel of the peer. Before the wait: up to some eight rows nothing in a
+      // grid ends later than this store, and no peer can wait for it in vain.
+      fence_acq_rel_sys();
+      store_relaxed_sys(params_.workspace[threadIdx.x % 32] + PushControl::released(params_.rank),
+                        op_);
+    }
+    wait_for_number(peer);
+  }
+
+  // Until `peer` has handed back what it read before the last operation that hands slots back.
+  __device__ __forceinline__ void wait_for_number(int peer) {
+    if (peer < 0) return;
     const char* number = params_.workspace[0] + PushControl::released(peer);
-    // acquire: the peer's clears before what is read.
-    const auto reached = [&] { return has_reached(load_acquire_sys_u32(number), op_ - 1); };
+    // acquire: the peer's clears before what is read; pairs with the fence in its
+    // hand_back_slots().
+    const auto reached = [&] {
+      return has_reached(load_acquire_sys_u32(number), op_ - 1 - turn_.since());
+    };
     wait_alone(reached, peer);
   }
 
   // The rare look during a wait: has a peer announced something else, has another thread failed, is
   // the time up? Static, with everything by value, so that the object stays in registers.
   __device__ __forceinline__ void look(int source, bool time_is_up) {
-    failed_ = look_at_peers(params_, op_, phase(), source, time_is_up, deadline_.is_long());
+    failed_ = look_at_peers(params_, op_, source, time_is_up, deadline_.is_long());
   }
 
   __device__ __noinline__ static bool look_at_peers(const FusedParams& params, uint32_t op,
-                                                    int phase, int source, bool time_is_up,
-                                                    bool is_long) {
+                                                    int source, bool time_is_up, bool is_long) {
     char* own = params.workspace[0];
     // Over the bus, so only here, and only when the wait is long: half a microsecond for each warp
     // that waits, one after the other. H200, 2 ranks, 2026-11: with it in every look 16x4096 behind
@@ -277,7 +282,7 @@ class Exchange {
     for (int peer = 0; peer < kWorldSize; ++peer) {
       if (peer == params.rank) continue;
       if ((died >> peer & 1) != 0) gone = peer;
-      const char* slot = own + PushControl::tag(phase, peer);
+      const char* slot = own + PushControl::tag(op, peer);
       const uint64_t seen[2] = {load_relaxed_sys_u64(slot), load_relaxed_sys_u64(slot + 8)};
       if (CallTag::is_of(op, seen[0], seen[1])) {
         if (seen[0] != params.tag.word(op, 0) || seen[1] != params.tag.word(op, 1)) {
@@ -312,14 +317,15 @@ class Exchange {
     fault->expected_op = op;
     fault->expected_tokens = params.tag.num_tokens;
     fault->expected_shape = params.tag.shape;
-    // What the peer announced for this operation, or else its newest announcement; one a phase.
+    // What the peer announced for this operation, or else its newest announcement.
     uint64_t words[2] = {0, 0};
-    for (int phase = 0; phase < kPushPhases; ++phase) {
-      const char* slot = own + PushControl::tag(phase, peer);
+#pragma unroll 1
+    for (uint32_t back = 0; back < PushControl::kTagSlots; ++back) {
+      const char* slot = own + PushControl::tag(op - back, peer);
       const uint64_t seen[2] = {load_relaxed_sys_u64(slot), load_relaxed_sys_u64(slot + 8)};
       const uint32_t seen_op = static_cast<uint32_t>(seen[0] >> 32);
       const bool newer = has_reached(seen_op, static_cast<uint32_t>(words[0] >> 32));
-      if (phase == 0 || seen_op == op || (newer && words[0] >> 32 != op)) {
+      if (back == 0 || seen_op == op || (newer && words[0] >> 32 != op)) {
         words[0] = seen[0];
         words[1] = seen[1];
       }
@@ -337,7 +343,7 @@ class Exchange {
   const FusedParams& params_;
   Deadline<DeviceClock> deadline_;
   uint32_t op_;
-  int phases_;
+  PushTurn turn_;
   bool failed_;
   bool failed_before_;
 };

@@ -147,7 +147,8 @@ struct FusedParams {
   int32_t packs;
   int32_t rank;
   PushLayout::Phases phases;
-  bool large;      // the phases are the large ones
+  bool large;      // these are the large phases
+  uint32_t units;  // that this launch takes of the others: PushTurn
   int32_t row_ps;  // on the link, what this rank sends of a row; 0: not known
   int64_t timeout_ns;
   CallTag tag;

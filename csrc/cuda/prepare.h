@@ -134,7 +134,7 @@ inline bool has_row_owners(const AllnormCall& call) {
   return call.algorithm == ALLNORM_TWO_SHOT && call.num_tokens > kSpreadGrid / least_blocks(packs);
 }
 
-// Bytes of a phase that `rows` rows take: one, or one of each owner.
+// Bytes of slots that `rows` rows take: one, or one of each owner.
 struct SlotBytes {
   int64_t bytes;
   int64_t rows;
@@ -181,8 +181,10 @@ inline FusedParams exchange_params(const AllnormCommConfig& config, const Allnor
   params.rank = config.rank;
   const SlotBytes slot = slot_bytes(config.world_size, call);
   const int64_t bytes = (num_rows + slot.rows - 1) / slot.rows * slot.bytes;
-  params.large = bytes > PushLayout::phases(config.workspace_bytes, false).bytes;
-  params.phases = PushLayout::phases(config.workspace_bytes, params.large);
+  const uint32_t units = PushLayout::units(config.workspace_bytes, bytes);
+  params.large = units == 0;
+  params.units = params.large ? 1 : units;
+  params.phases = PushLayout::phases(config.workspace_bytes, units);
   if (call.link_gbps != 0) {
     // What arrives here for a row is what this rank sends of one.
     const double row_bytes = static_cast<double>(slot.bytes) / static_cast<double>(slot.rows);
@@ -252,7 +254,8 @@ inline FusedParams missing_call_params(const AllnormCommConfig& config, AllnormF
         static_cast<char*>(config.workspaces[(config.rank + q) % config.world_size]);
   }
   params.rank = config.rank;
-  params.phases = PushLayout::phases(config.workspace_bytes, false);
+  params.units = 1;
+  params.phases = PushLayout::phases(config.workspace_bytes, params.units);
   params.timeout_ns = config.timeout_ns;
   params.tag = {0, kMissingCall};
   params.fault = fault;
@@ -266,16 +269,16 @@ inline std::vector<char> first_control_block(uint32_t first_op) {
   static_assert(kEmptyWord == 0xffffffffu);
   std::vector<char> control(PushControl::kBytes, 0);
   auto* counters = reinterpret_cast<uint64_t*>(control.data() + PushControl::kCounters);
-  std::fill_n(counters, kMaxBlocks, first_op);  // of phase 0
+  std::fill_n(counters, kMaxBlocks, first_op);  // and PushTurn::kept is 0
   // Every slot is empty and belongs to its sender.
   auto* released = reinterpret_cast<uint32_t*>(control.data() + PushControl::kReleased);
   std::fill_n(released, kPushMaxWorldSize, first_op - 1);
-  for (int phase = 0; phase < kPushPhases; ++phase) {
+  for (uint32_t back = 1; back <= PushControl::kTagSlots; ++back) {
     // Announcements of operations before the first, so that none is taken for a coming one.
     const CallTag nothing = {0, 0};
-    const uint32_t op = first_op - kPushPhases + phase;
+    const uint32_t op = first_op - back;
     for (int source = 0; source < kPushMaxWorldSize; ++source) {
-      auto* words = reinterpret_cast<uint64_t*>(control.data() + PushControl::tag(phase, source));
+      auto* words = reinterpret_cast<uint64_t*>(control.data() + PushControl::tag(op, source));
       words[0] = nothing.word(op, 0);
       words[1] = nothing.word(op, 1);
     }

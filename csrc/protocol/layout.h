@@ -2,10 +2,10 @@
 //
 // A workspace begins with a control block and continues with the data region. The two backends move
 // data differently and so cut the data region differently:
-//   PushLayout (CUDA): kPushPhases phases, and kLargePhases larger ones for operations that do not
-//                      fit into these; peers write into this rank's phase, this rank reads it.
-//   PullLayout (CPU):  kPullPhases phases; this rank writes into its own phase, peers read it.
-// Consecutive operations use the phases in turn.
+//   PushLayout (CUDA): two halves of kHalfUnits units, of which an operation takes one or half of a
+//                      half, each in memory of its own, and kLargePhases phases for operations
+//                      that do not fit there, in turn; peers write there, this rank reads it.
+//   PullLayout (CPU):  kPullPhases phases, in turn; this rank writes into its own, peers read it.
 #ifndef ALLNORM_PROTOCOL_LAYOUT_H_
 #define ALLNORM_PROTOCOL_LAYOUT_H_
 
@@ -23,41 +23,84 @@ ALLNORM_HD int64_t align_down(int64_t bytes) { return bytes / kAlignBytes * kAli
 // ---- CUDA -----------------------------------------------------------------------------------
 
 constexpr int kPushMaxWorldSize = 8;
-// Why three: see the reuse argument at the head of cuda/exchange.cuh.
-constexpr int kPushPhases = 3;
-constexpr int kLargePhases = 2;
+// Of a half, which is used again after the other: see the reuse argument at the head of
+// cuda/exchange.cuh. A power of two. Slots are handed back once a half, which is what a call of few
+// rows waits for longest. Two H100s, 2026-11, without that: docs/engineering-log.
+constexpr uint32_t kHalfUnits = 16;
+constexpr uint32_t kPushUnits = 2 * kHalfUnits;
+// Sixteen rows of 4096 columns in 16 bits from one peer.
+constexpr int64_t kSmallUnitBytes = 128 << 10;
+constexpr uint32_t kLargePhases = 2;
 // Upper bound of a grid; each block owns one copy of the operation counter.
 constexpr int kMaxBlocks = 1024;
 
 struct PushControl {
   // uint64_t[kMaxBlocks]: copies of the operation counter, all equal between launches. Local. The
-  // operation number in the low half; in the high half its phase and, kLargeShift bits further, the
-  // next large phase: both must go on in turn where the number wraps.
+  // operation number in the low half; in the high half PushTurn::kept, which must go on in turn
+  // where the number wraps.
   static constexpr int64_t kCounters = 0;
-  static constexpr int kLargeShift = 8;
   // uint64_t: nonzero once a wait has failed here, with the number of the operation in the low
   // half; later launches then wait for nobody. Local.
   static constexpr int64_t kPoisoned = kCounters + 8 * kMaxBlocks;
   // uint64_t[4]: launches since the first, by the `algorithm` of their CallShape. Local.
   static constexpr int64_t kLaunches = kPoisoned + 16;
-  // uint64_t[kPushPhases][kPushMaxWorldSize][2]: the CallTag each peer announced. Written by peers.
+  // uint64_t[kTagSlots][kPushMaxWorldSize][2]: the CallTag each peer announced, of an operation by
+  // its number alone: ranks whose calls differ must find each other's. An operation takes a unit at
+  // least, so that as many operations later both halves have been used since. Written by peers.
+  static constexpr uint32_t kTagSlots = kPushUnits;
   static constexpr int64_t kTags = kPoisoned + kAlignBytes;
   // uint32_t[kPushMaxWorldSize]: the last operation in which that rank released the slots that it
   // had cleared before. Written by peers.
-  static constexpr int64_t kReleased = kTags + 16 * kPushPhases * kPushMaxWorldSize;
+  static constexpr int64_t kReleased = kTags + 16 * kTagSlots * kPushMaxWorldSize;
   // uint32_t[kPushMaxWorldSize]: nonzero once that rank has unmapped this workspace. Written by
   // peers.
   static constexpr int64_t kLeft = kReleased + 4 * kPushMaxWorldSize;
-  static constexpr int64_t kBytes = 12288;
+  static constexpr int64_t kBytes = 12800;
 
-  ALLNORM_HD static constexpr int64_t tag(int phase, int source) {
-    return kTags + 16 * (static_cast<int64_t>(phase) * kPushMaxWorldSize + source);
+  ALLNORM_HD static constexpr int64_t tag(uint32_t op, int source) {
+    return kTags + 16 * (static_cast<int64_t>(op % kTagSlots) * kPushMaxWorldSize + source);
   }
   ALLNORM_HD static constexpr int64_t released(int source) { return kReleased + 4 * source; }
 };
 static_assert(PushControl::kLeft + 4 * kPushMaxWorldSize <= PushControl::kBytes);
 static_assert(PushControl::kLaunches + 8 * 4 <= PushControl::kTags);
 static_assert(PushControl::kBytes % kAlignBytes == 0);
+
+// Which units or which large phase an operation uses, and whether it hands slots back: by what all
+// ranks know, and keep in the operation counter. A large operation takes a unit too, of which it
+// uses nothing, so that a half is never used by more than kHalfUnits operations; by two at least,
+// as none takes more than half of it.
+struct PushTurn {
+  uint32_t kept;
+  uint32_t units;  // that the operation takes
+  bool large;
+
+  static constexpr int kLargeShift = 8, kSinceShift = 16;
+
+  // The first unit that no operation has taken since its half was begun.
+  ALLNORM_HD uint32_t free_unit() const { return kept % kPushUnits; }
+  // The first unit of this operation: of the other half if this one has no room left.
+  ALLNORM_HD uint32_t unit() const {
+    return free_unit() % kHalfUnits + units > kHalfUnits
+               ? (free_unit() / kHalfUnits + 1) * kHalfUnits % kPushUnits
+               : free_unit();
+  }
+  // That of the next large operation, which this one may be.
+  ALLNORM_HD uint32_t large_phase() const { return kept >> kLargeShift & 1; }
+  // The first operation of a half hands back all slots of operations before it, and so do large
+  // ones.
+  ALLNORM_HD bool hands_back() const { return large || unit() % kHalfUnits == 0; }
+  // How many operations lie between this one and the last before it that has.
+  ALLNORM_HD uint32_t since() const { return kept >> kSinceShift; }
+  // `kept` of the next operation.
+  ALLNORM_HD uint32_t next() const {
+    const uint32_t next_unit = (unit() + units) % kPushUnits;
+    const uint32_t next_large = large ? kLargePhases - 1 - large_phase() : large_phase();
+    const uint32_t next_since = hands_back() ? 0 : since() + 1;
+    return next_since << kSinceShift | next_large << kLargeShift | next_unit;
+  }
+};
+static_assert(kPushUnits <= 1u << PushTurn::kLargeShift);
 
 // Data region of one launch of `rows` rows of `packs` packs over `world_size` ranks. Slots are
 // numbered by the *other* rank: nothing of a rank's own crosses the link.
@@ -69,20 +112,31 @@ struct PushLayout {
   int32_t packs;
   int64_t rows;
 
-  // The phases of one kind: where the first of them begins, and the bytes of each.
+  // Memory of units, or of large phases: where the first of them begins, and the bytes of each.
   struct Phases {
     int64_t begin;
     int64_t bytes;
 
-    ALLNORM_HD int64_t at(int phase) const { return begin + phase * bytes; }
+    ALLNORM_HD int64_t at(uint32_t index) const { return begin + index * bytes; }
   };
-  // An operation that fits into a 32nd of the workspace waits for nothing before it writes; the
-  // rest is for those whose time is that of the link.
-  ALLNORM_HD static Phases phases(int64_t workspace_bytes, bool large) {
-    const int64_t bytes = align_down((workspace_bytes - PushControl::kBytes) / 32);
-    if (!large) return {PushControl::kBytes, bytes};
-    const int64_t begin = PushControl::kBytes + kPushPhases * bytes;
+  // That of operations which take so many units; 0: large phases. A unit is in few pages of memory
+  // with all others if it is taken alone; half of a half, a fortieth of the workspace, holds what
+  // waits for nothing before it writes. Large are those whose time is that of the link.
+  ALLNORM_HD static Phases phases(int64_t workspace_bytes, uint32_t units) {
+    const int64_t bytes = workspace_bytes - PushControl::kBytes;
+    const int64_t most = kSmallUnitBytes, share = align_down(bytes / 512);
+    const Phases small = {PushControl::kBytes, share < most ? share : most};
+    if (units == 1) return small;
+    const Phases medium = {small.at(kPushUnits), align_down(bytes / 20 / kHalfUnits)};
+    if (units != 0) return medium;
+    const int64_t begin = medium.at(kPushUnits);
     return {begin, align_down((workspace_bytes - begin) / kLargePhases)};
+  }
+  // How many units an operation of so many bytes takes; 0: it is large.
+  ALLNORM_HD static uint32_t units(int64_t workspace_bytes, int64_t bytes) {
+    if (bytes <= phases(workspace_bytes, 1).bytes) return 1;
+    const uint32_t more = kHalfUnits / 2;
+    return bytes <= more * phases(workspace_bytes, more).bytes ? more : 0;
   }
   // The number of rank `peer` among those that are not `self`.
   ALLNORM_HD static int other(int self, int peer) { return peer - (peer > self ? 1 : 0); }

@@ -156,16 +156,20 @@ AllnormCall late_call(Kind kind, int dtype, int world_size) {
   return call;
 }
 
-// Two operations of kind `of`, three of kind `then`. One rank is stopped as soon as the others are
+// Two operations of kind `of`, four of kind `then`, each of half of a half: the fifth and the sixth
+// use the slots of the first two. One rank is stopped as soon as the others are
 // done with the first; they fail in the second or thereabouts, and run all the rest. Then it goes
 // on, to read what they have left there. Whatever a rank has for a result, also one that has
 // failed, is right or NaN.
 template <int kWorldSize>
 void test_late_peer(Kind of, Kind then, int dtype, int then_dtype, uint64_t seed) {
-  constexpr int kOperations = 5;
+  constexpr int kOperations = 6;
+  // More than the least of their calls takes is in half of a half, and less in a unit.
+  constexpr int64_t kUnitBytes = 256 * (kWorldSize + 1);
+  constexpr int64_t kWorkspace = PushControl::kBytes + 20 * kHalfUnits * kUnitBytes;
   Random random(seed);
   const int late = static_cast<int>(random.below(kWorldSize));
-  FiberGroup group(kWorldSize, 41, /*timeout_ns=*/2'000'000);
+  FiberGroup group(kWorldSize, 41, /*timeout_ns=*/2'000'000, kWorkspace);
   std::vector<Operation> operations;
   for (int i = 0; i < kOperations; ++i) {
     const AllnormCall call = late_call(i < 2 ? of : then, i < 2 ? dtype : then_dtype, kWorldSize);
@@ -174,6 +178,10 @@ void test_late_peer(Kind of, Kind then, int dtype, int then_dtype, uint64_t seed
     op.num_blocks = 2;
     // Rows with owners, each row of one.
     op.dense = (i < 2 ? of : then) == Kind::kOwnedRows;
+    const SlotBytes slot = slot_bytes(kWorldSize, op.call);
+    const int64_t bytes = (call.num_tokens + slot.rows - 1) / slot.rows * slot.bytes;
+    check(PushLayout::units(kWorkspace, bytes) == kHalfUnits / 2, "%lld bytes are not half a half",
+          static_cast<long long>(bytes));
     // Finite, and no two operations alike.
     for (Matrix& x : op.x) {
       for (int64_t row = 0; row < x.rows; ++row) {

@@ -140,7 +140,8 @@ void test_two_communicators_without_room(uint64_t seeds) {
     const int one[] = {kGrid, kGrid}, two[] = {2 * kGrid, 2 * kGrid};
     for_one += run_two(one, one, false, kTimeoutNs, Schedule::kRandom, seed).timeouts;
     for_one_late += run_two(one, one, true, kTimeoutNs, Schedule::kRandom, seed).timeouts;
-    for (const Schedule schedule : {Schedule::kRankHeld, Schedule::kWarpHeld}) {
+    for (const Schedule schedule :
+         {Schedule::kRankHeld, Schedule::kRankFirst, Schedule::kHandBackHeld}) {
       for_two += run_two(one, two, false, kTimeoutNs, schedule, seed).timeouts;
     }
   }

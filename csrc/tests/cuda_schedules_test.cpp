@@ -42,9 +42,9 @@ class Producer {
 };
 
 // About half of the operations need a large phase.
-constexpr int64_t kWorkspace = 256 << 10;
-// Of small_call(), all or none.
-constexpr int64_t kLargeOnly = 16 << 10, kSmallOnly = 64 << 10;
+constexpr int64_t kWorkspace = 320 << 10;
+// Of small_call(): all are large, take half of a half, take a unit.
+constexpr int64_t kLargeOnly = 16 << 10, kHalves = 96 << 10, kUnits = kWorkspace;
 constexpr uint64_t kSeedStep = 1000;
 
 bool may_follow(const Operation& op, const Operation& before) {
@@ -80,7 +80,7 @@ AllnormCall small_call(Random& random) {
   call.post_eps = 0.0f;
   call.quant = ALLNORM_QUANT_NONE;
   call.dtype = call.weight_dtype = ALLNORM_BFLOAT16;
-  call.hidden_size = 64;
+  call.hidden_size = 256;
   call.num_tokens = 1;
   return call;
 }
@@ -98,7 +98,8 @@ AllnormCall quantized_call(Random& random) {
   return call;
 }
 
-// One call again and again: the same words are written in every third operation.
+// One call again and again: the same words are written in every fourth operation, if each takes
+// half of a half, in every second large one, or in every kPushUnits-th.
 std::deque<Operation> make_chain(Random& random, int count, const AllnormCall& call) {
   std::deque<Operation> operations;
   while (static_cast<int>(operations.size()) < count) {
@@ -157,12 +158,14 @@ void test_schedule(shim::Schedule schedule, uint64_t seed, int num_operations) {
   run_operations<kWorldSize>(operations, kWorkspace, schedule, seed, first_op);
 }
 
-void test_chain(bool large, shim::Schedule schedule, uint64_t seed) {
+void test_chains(shim::Schedule schedule, uint64_t seed) {
   Random random(kSeedStep * seed + static_cast<uint64_t>(schedule));
-  std::deque<Operation> operations = make_chain(random, 20, small_call(random));
-  run_operations<2>(operations, large ? kLargeOnly : kSmallOnly, schedule, seed, 0);
-  if (large) return;
-  operations = make_chain(random, 3, quantized_call(random));
+  for (const int64_t workspace : {kLargeOnly, kHalves, kUnits}) {
+    const int count = workspace == kUnits ? kPushUnits + 4 : 20;
+    std::deque<Operation> operations = make_chain(random, count, small_call(random));
+    run_operations<2>(operations, workspace, schedule, seed, 0);
+  }
+  std::deque<Operation> operations = make_chain(random, 3, quantized_call(random));
   run_operations<2>(operations, kWorkspace, schedule, seed, 0);
 }
 
@@ -179,8 +182,7 @@ int main(int argc, char** argv) {
       const auto chosen = static_cast<shim::Schedule>(schedule);
       test_schedule<2>(chosen, seed, 8);
       test_schedule<3>(chosen, seed, 6);
-      test_chain(false, chosen, seed);
-      test_chain(true, chosen, seed);
+      test_chains(chosen, seed);
     }
   }
   return testing::result();

@@ -16,9 +16,9 @@ void test_push_control() {
         "counters and poison overlap");
   check(Control::kTags >= Control::kPoisoned + 4, "poison and tags overlap");
   std::vector<int> used(static_cast<size_t>(Control::kBytes), 0);
-  for (int phase = 0; phase < kPushPhases; ++phase) {
+  for (uint32_t op = 0xfffffffeu; op != Control::kTagSlots - 2; ++op) {
     for (int source = 0; source < kPushMaxWorldSize; ++source) {
-      const int64_t tag = Control::tag(phase, source);
+      const int64_t tag = Control::tag(op, source);
       check(tag % 16 == 0 && tag >= Control::kTags && tag + 16 <= Control::kBytes, "tag at %lld",
             static_cast<long long>(tag));
       check(used[static_cast<size_t>(tag)]++ == 0, "tags overlap");
@@ -38,19 +38,74 @@ void test_pull_control() {
   check(PullControl::tag(0) / 16 != PullControl::tag(1) / 16, "tags overlap");
 }
 
+// Operations in random order. Whatever an operation takes was last used in a half that has been
+// left since, as many operations ago as the reuse argument needs.
+void test_turns() {
+  Random random(7);
+  struct Use {
+    int64_t operation = -1;
+    int64_t half = -1;  // the how many-th to be begun
+  };
+  Use units[kPushUnits], tags[PushControl::kTagSlots];
+  int64_t large_phases[kLargePhases] = {-1, -1};
+  int64_t half = -1, begun = 0, said = -1, last_large = -1;
+  uint32_t kept = 0;
+  const uint32_t first_op = 0xffffff00u;
+  for (int64_t k = 0; k < 20000; ++k) {
+    // Runs of one kind, and all kinds mixed.
+    const uint64_t kind = k / 100 % 4 == 3 ? random.below(3) : static_cast<uint64_t>(k / 100 % 4);
+    const PushTurn turn = {kept, kind == 1 ? kHalfUnits / 2 : 1u, kind == 2};
+    const uint32_t unit = turn.unit();
+    check(unit / kHalfUnits == (unit + turn.units - 1) / kHalfUnits && unit < kPushUnits,
+          "units %u to %u", unit, unit + turn.units - 1);
+    if (unit % kHalfUnits == 0) {
+      check(half < 0 || k - begun >= 2, "a half of one operation");
+      ++half;
+      begun = k;
+    }
+    check(unit / kHalfUnits == half % 2, "operation %lld is in the other half",
+          static_cast<long long>(k));
+    for (uint32_t i = unit; i < unit + turn.units; ++i) {
+      check(units[i].operation < 0 || units[i].half + 2 <= half, "unit %u is used again", i);
+      units[i] = {k, half};
+    }
+    Use& tag = tags[(first_op + static_cast<uint32_t>(k)) % PushControl::kTagSlots];
+    check(tag.operation < 0 || tag.half + 2 <= half, "a tag is written again");
+    tag = {k, half};
+    check(k == 0 || k - 1 - turn.since() == said, "operation %lld waits for another's number",
+          static_cast<long long>(k));
+    check(half < 2 || k == begun || said >= begun, "the number of the half's first operation");
+    if (turn.large) {
+      int64_t& used = large_phases[turn.large_phase()];
+      check(used < 0 || (used < last_large && last_large <= said), "a large phase is used again");
+      used = last_large = k;
+    }
+    check(turn.hands_back() == (turn.large || k == begun), "who hands back");
+    if (turn.hands_back()) said = k;
+    kept = turn.next();
+  }
+}
+
 void test_phases() {
   for (const int64_t workspace : {int64_t{16384}, int64_t{1} << 20, (int64_t{5} << 30) + 123}) {
-    // The phases of both kinds follow each other, from the control block to the end.
+    // Units and large phases follow each other, from the control block to the end.
     int64_t end = PushControl::kBytes;
-    for (const bool large : {false, true}) {
-      const PushLayout::Phases phases = PushLayout::phases(workspace, large);
-      for (int phase = 0; phase < (large ? kLargePhases : kPushPhases); ++phase) {
-        check(phases.at(phase) == end && end % kAlignBytes == 0 && phases.bytes % kAlignBytes == 0,
-              "push phase %d, large %d", phase, large);
-        end = phases.at(phase) + phases.bytes;
+    for (const uint32_t taken : {1u, kHalfUnits / 2, 0u}) {
+      const PushLayout::Phases phases = PushLayout::phases(workspace, taken);
+      for (uint32_t index = 0; index < (taken == 0 ? kLargePhases : kPushUnits); ++index) {
+        check(phases.at(index) == end && end % kAlignBytes == 0 && phases.bytes % kAlignBytes == 0,
+              "units %u, number %u", taken, index);
+        end = phases.at(index) + phases.bytes;
       }
     }
     check(end <= workspace && end + 2 * kLargePhases * kAlignBytes > workspace, "push phases");
+    const auto units = [&](int64_t bytes) { return PushLayout::units(workspace, bytes); };
+    const int64_t small = PushLayout::phases(workspace, 1).bytes;
+    const int64_t medium = PushLayout::phases(workspace, kHalfUnits / 2).bytes * kHalfUnits / 2;
+    check(units(small) == 1 && units(small + 1) == (small < medium ? kHalfUnits / 2 : 0),
+          "what takes a unit");
+    check(small >= medium || (units(medium) == kHalfUnits / 2 && units(medium + 1) == 0),
+          "what is large");
     for (uint32_t op = 0xfffffffdu; op != 5; ++op) {
       const int64_t pull = PullLayout::phase_bytes(workspace);
       check(PullLayout::phase(op, pull) % 64 == 0 &&
@@ -310,6 +365,7 @@ int main() {
   using namespace allnorm::testing;
   test_push_control();
   test_pull_control();
+  test_turns();
   test_phases();
   test_push_slots();
   test_push_sharded();

@@ -1,4 +1,4 @@
-"""The exchange as a machine whose every state is visited: numbers, phases, deadlines, deaths.
+"""The exchange as a machine whose every state is visited: numbers, slots, deadlines, deaths.
 
 Numbers are those of the device, modulo 2^32. A rank is in one kernel at a time; its threads are the
 ones of the description. A store to a peer takes effect at once: only its receiver looks at it, so
@@ -7,7 +7,7 @@ and its own rank sees it before; a fence waits until those of earlier kernels ha
 by its deadline at any time, and a rank may die at any time, where the setting says so.
 
 Words have bits: of operations of different transports, and so of different layouts, that use a
-phase one after the other, a word may lie where the other has a word of another kind. A NaN is one
+unit one after the other, a word may lie where the other has a word of another kind. A NaN is one
 only to a reader that takes its bits for one.
 
 What keeps a failed thread from storing into slots is read from the sources. What else it still does

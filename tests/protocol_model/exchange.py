@@ -1,4 +1,4 @@
-"""What a model knows of the CUDA protocol: its steps, numbers and phases."""
+"""What a model knows of the CUDA protocol: its steps, numbers and slots."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 from protocol_model.program import Access
+from protocol_model.turns import Turns
 
 Compare = Callable[[int, int], bool]
 
@@ -40,6 +41,8 @@ class Step:
         compare: which numbers a wait takes, (seen, expected); None: whatever is not empty.
         unless: what a rank that stores nothing has done: "failed", "failed_before" (in an operation
             before this one); "": it always stores.
+        since: ... less how many operations there have been since the last that handed slots back.
+        if_hands_back: only operations that hand slots back do it.
         bits: of a word that is stored or waited for: "16" or "32", whichever rows have, "e4m3" or
             "scale".
     """
@@ -51,6 +54,8 @@ class Step:
     compare: Compare | None = None
     unless: str = ""
     bits: str = ""
+    since: bool = False
+    if_hands_back: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,28 +73,24 @@ class Exchange:
     """The protocol, as the sources have it.
 
     Attributes:
-        phases: of a workspace.
+        turns: which slots operations use.
         waits_for_grid: nothing is done before the preceding grid is complete.
         roll_call: what a lane of the first serving warp does, for its peer.
         hand_back: ... of the second.
         transports: by name.
         tested_words: of the four of a slot, those that a receiver looks at.
-        next_phase: from the phase and the number of an operation to the phase of the next.
-        large_phases: of operations that do not fit into the others, which use them in turn.
-        head: what lanes of every block of such an operation do first; a "barrier" of the block,
+        head: what lanes of every block of a large operation do first; a "barrier" of the block,
             if there is one, is last.
         first_released: what a new workspace holds, relative to the number of the first operation.
         nan_words: by the bits of a Step, what is stored for a NaN.
     """
 
-    phases: int
+    turns: Turns
     waits_for_grid: bool
     roll_call: tuple[Step, ...]
     hand_back: tuple[Step, ...]
     transports: dict[str, Transport]
     tested_words: frozenset[int]
-    next_phase: Callable[[int, int], int]
-    large_phases: int
     head: tuple[Step, ...]
     first_released: int
     nan_words: dict[str, int]

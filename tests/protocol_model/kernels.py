@@ -17,6 +17,8 @@ WRAP = 1 << 32
 class Setting:
     """`transport`: of every operation, or of each; the same of `bits`, "16" or "32".
 
+    `large`, `small`: which operations use large phases, and which a unit: Turns.
+
     `shift`: by how many places the slots of each operation are displaced against those of one that
     says 0: the words of different layouts meet.
 
@@ -32,6 +34,7 @@ class Setting:
     first_op: int = WRAP - 2
     transport: str | tuple[str, ...] = "one_shot"
     large: tuple[int, ...] = ()
+    small: tuple[int, ...] = ()
     deadlines: bool = False
     deaths: int = 0
     diverging: tuple[int, int] | None = None
@@ -83,15 +86,7 @@ class Kernels:
 
     def __init__(self, exchange: Exchange, setting: Setting) -> None:
         self.exchange, self.setting = exchange, setting
-        phase, large_phase = 0, 0
-        self._phases: list[int] = []
-        self._slot_phases: list[Any] = []
-        for k in range(setting.operations):
-            large = k in setting.large
-            self._phases.append(phase)
-            self._slot_phases.append(("large", large_phase) if large else phase)
-            phase = exchange.next_phase(phase, self._op(k))
-            large_phase = exchange.large_phases - 1 - large_phase if large else large_phase
+        self._turns = exchange.turns.of(setting.operations, setting.large, setting.small)
         self.memory = dict(self._initial())
         self.programs = {
             (rank, k): self._threads(rank, k)
@@ -102,31 +97,35 @@ class Kernels:
     def _op(self, k: int) -> int:
         return (self.setting.first_op + k) % WRAP
 
+    def _tag_slot(self, k: int) -> int:
+        return self._op(k) % self.exchange.turns.tag_slots
+
     def _places(self) -> int:
-        """Of a phase: a partial of each rank, a finished word, a scale."""
+        """Of an operation: a partial of each rank, a finished word, a scale."""
         return self.setting.world_size + 2
 
     # ---- the program of a kernel -----------------------------------------------------------------
 
     def _initial(self) -> Iterator[tuple[Any, Any]]:
-        ranks, phases = range(self.setting.world_size), self.exchange.phases
+        ranks = range(self.setting.world_size)
         for receiver in ranks:
-            for slots in dict.fromkeys(self._slot_phases):
+            for slots in dict.fromkeys(turn.slots for turn in self._turns):
                 for place in range(self._places()):
                     yield ("slot", receiver, slots, place), EMPTY
             for source in ranks:
                 if source == receiver:
                     continue
                 yield ("released", receiver, source), (self._op(self.exchange.first_released), 0)
-                for phase in range(phases):
+                for before in range(-self.exchange.turns.tag_slots, 0):
                     for word in ("tag0", "tag1"):
-                        yield (word, receiver, phase, source), (self._op(phase - phases), -1)
+                        where = (word, receiver, self._tag_slot(before), source)
+                        yield where, (self._op(before), -1)
 
     def _threads(self, rank: int, k: int) -> list[list[Any]]:
         """Of each thread: what it puts, waits for, and "fence"."""
         peers = [peer for peer in range(self.setting.world_size) if peer != rank]
         transport = self.exchange.transports[self.setting.transport_of(k)]
-        owner = k // self.exchange.phases % max(1, self.setting.world_size - 1)
+        owner = self._turns[k].uses % max(1, self.setting.world_size - 1)
         steps: list[tuple[Step, list[int]]] = []
         to = peers if transport.all_sum else [owner] if owner != rank else []
         steps += [(step, to) for step in transport.send]
@@ -146,8 +145,9 @@ class Kernels:
             ]
         ]
         for lane in (self.exchange.roll_call, self.exchange.hand_back):
+            done = [s for s in lane if self._turns[k].hands_back or not s.if_hands_back]
             programs += [
-                self._merged([[self._number(s, rank, peer, k)] for s in lane]) for peer in peers
+                self._merged([[self._number(s, rank, peer, k)] for s in done]) for peer in peers
             ]
         return [self._head(rank, peers, k) + program for program in programs]
 
@@ -164,7 +164,7 @@ class Kernels:
             world_size = self.setting.world_size
             place = {"partial": source, "finished": world_size, "scale": world_size + 1}[step.where]
             place = (place + self.setting.shift_of(k)) % self._places()
-            return ("slot", receiver, self._slot_phases[k], place)
+            return ("slot", receiver, self._turns[k].slots, place)
 
         def word(source: int) -> Word:
             return Word(k, source, step.where, step.bits or self.setting.bits_of(k))
@@ -179,14 +179,14 @@ class Kernels:
     def _number(self, step: Step, rank: int, peer: int, k: int) -> Any:
         if step.kind == "fence":
             return "fence"
-        op = (self._op(k) + step.offset) % WRAP
-        phase = () if step.where == "released" else (self._phases[k],)
+        op = (self._op(k) + step.offset - step.since * self._turns[k].since) % WRAP
+        slot = () if step.where == "released" else (self._tag_slot(k),)
         content = 0
         if step.where != "released":
             content = 1 + int(self.setting.diverging == (rank, k))
         if step.kind == "store":
-            return Put((step.where, peer, *phase, rank), (op, content))
-        polled = ((step.where, rank, *phase, peer), step.compare, (op, content))
+            return Put((step.where, peer, *slot, rank), (op, content))
+        polled = ((step.where, rank, *slot, peer), step.compare, (op, content))
         return Wait((polled,), LANE)
 
     def _merged(self, parts: list[list[Any]]) -> list[Any]:

@@ -45,11 +45,12 @@ EXCHANGE_MUTANTS: dict[str, Edits] = {
     "number read relaxed": edits.READ_RELAXED,
     "peers' numbers not waited for": edits.PEERS_NOT_WAITED_FOR,
     "nothing published": edits.NOTHING_PUBLISHED,
-    "published as of the next operation": edits.PUBLISHED_AS_NEXT,
-    "number of two operations ago": edits.REACHED_TWO_AGO,
+    "number of an earlier half": edits.REACHED_EARLIER,
     "== for >=": edits.EQUAL_FOR_REACHED,
-    "two phases": edits.TWO_PHASES,
-    "one phase": edits.ONE_PHASE,
+    "halves of one operation": edits.HALF_OF_ONE_OPERATION,
+    "one unit": edits.ONE_UNIT,
+    "a half begun and nothing handed back": edits.HALF_NOT_HANDED_BACK,
+    "half as many slots of tags": edits.HALF_AS_MANY_TAGS,
     "not waiting for the preceding grid": edits.PRECEDING_GRID_NOT_WAITED_FOR,
     "first word of an announcement not tested": (
         (CALL_TAG, "word0 >> 32 == op && word1 >> 56 == (op & 0xff)", "word1 >> 56 == (op & 0xff)"),
@@ -63,8 +64,10 @@ EXCHANGE_MUTANTS: dict[str, Edits] = {
 LARGE_MUTANTS: dict[str, Edits] = {
     "no wait at the head": edits.LARGE_NOT_WAITED_FOR,
     "no barrier after the head": ((EXCHANGE, "    __syncthreads();\n  }", "  }"),),
-    "head: number of two operations ago": edits.LARGE_REACHED_TWO_AGO,
-    "head: number of the same operation": edits.LARGE_REACHED_THE_SAME,
+    "head: number of two operations ago": edits.REACHED_EARLIER,
+    "head: number of the same operation": edits.REACHED_THE_SAME,
+    "published as of the next operation": edits.PUBLISHED_AS_NEXT,
+    "large operations hand nothing back": edits.LARGE_NOT_HANDED_BACK,
     "head: relaxed": _ptx("ld.acquire.sys", "ld.relaxed.sys"),
     "head: of the GPU": _ptx("ld.acquire.sys", "ld.acquire.gpu"),
     "one large phase": edits.ONE_LARGE_PHASE,
@@ -137,18 +140,16 @@ LATE_MUTANTS: dict[str, tuple[tuple[str, str, int], Edits]] = {
     ),
 }
 
-_NEXT_PHASE = "phase() + 1 == kPushPhases ? 0 : phase() + 1"
-
-# Of numbers and phases: seen by exploring, some of them only where numbers wrap.
+# Of numbers and slots: seen by exploring, some of them only where numbers wrap.
 COUNTER_MUTANTS: dict[str, Edits] = {
     **{
         name: EXCHANGE_MUTANTS[name]
         for name in (
             *("no fence", "nothing published", "== for >="),
-            *("two phases", "one phase"),
+            *("halves of one operation", "one unit", "a half begun and nothing handed back"),
         )
     },
     **{name: TRANSPORT_MUTANTS[name][1] for name in ("no clear", "clear before the wait")},
     "numbers compared without wrapping": edits.COMPARED_WITHOUT_WRAPPING,
-    "phase by the number": ((EXCHANGE, _NEXT_PHASE, "(op_ + 1) % kPushPhases"),),
+    "what hands nothing back not counted": edits.SINCE_NOT_COUNTED,
 }

@@ -2,7 +2,7 @@
 
 Every operation is a kernel of its own threads: those of an earlier one are never the same, since
 grids may be cut differently. Layouts of consecutive operations differ too, so a slot belongs to
-another sender whenever its phase comes around.
+another sender whenever it is used again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from protocol_model.exchange import Exchange, Step
 from protocol_model.program import Access, Program, Scope, Thread
 
 EMPTY = "empty"
-# Of operations, so that none is negative; every number of phases divides it.
+# Of operations, so that none is negative.
 FIRST_OP = 120
 
 # Which threads of a kernel, and of the next one, a kernel boundary lies between.
@@ -31,7 +31,7 @@ BOUNDARIES = tuple(itertools.product((DATA, ROLL_CALL, HAND_BACK), repeat=2))
 class Setting:
     """How much of the protocol a program shows.
 
-    `large`: the operations that use the large phases.
+    `large`, `small`: the operations that use large phases, and those that use a unit: Turns.
     `unordered`: boundaries that are only in time, that is, order no memory accesses.
     `boundary_scope`: None takes a kernel boundary as PTX has it, an edge of "synchronizes";
     otherwise it is no more than flags and fences of this scope, handled by a thread of the GPU's.
@@ -42,6 +42,7 @@ class Setting:
     transport: str = "one_shot"
     words: tuple[int, ...] = (0,)
     large: tuple[int, ...] = ()
+    small: tuple[int, ...] = ()
     unordered: frozenset[tuple[str, str]] = frozenset()
     boundary_scope: Scope | None = None
 
@@ -54,15 +55,7 @@ class ExchangeProgram:
         self.setting = setting
         self.program = Program()
         self._ranks = range(setting.world_size)
-        phase, large_phase = 0, 0
-        self._phases: list[int] = []
-        self._slot_phases: list[Hashable] = []
-        for k in range(setting.operations):
-            self._phases.append(phase)
-            large = k in setting.large
-            self._slot_phases.append(("large", large_phase) if large else phase)
-            phase = exchange.next_phase(phase, FIRST_OP + k)
-            large_phase = exchange.large_phases - 1 - large_phase if large else large_phase
+        self._turns = exchange.turns.of(setting.operations, setting.large, setting.small)
         self._initialize()
         kernels: dict[int, Threads] = {rank: {} for rank in self._ranks}
         for k in range(setting.operations):
@@ -119,38 +112,39 @@ class ExchangeProgram:
     # ---- what is where ---------------------------------------------------------------------------
 
     def _initialize(self) -> None:
-        phases = range(max(self._phases) + 1)
+        tag_slots = self.exchange.turns.tag_slots
         for receiver in self._ranks:
             for source in self._ranks:
                 if source == receiver:
                     continue
                 number = FIRST_OP + self.exchange.first_released
                 self.program.initialize(("released", receiver, source), number)
-                for phase, word in itertools.product(phases, ("tag0", "tag1")):
-                    number = FIRST_OP - self.exchange.phases + phase
-                    self.program.initialize((word, receiver, phase, source), number)
+                for back, word in itertools.product(range(1, tag_slots + 1), ("tag0", "tag1")):
+                    number = FIRST_OP - back
+                    place = (word, receiver, number % tag_slots, source)
+                    self.program.initialize(place, number)
             for where in self._slots(receiver):
                 self.program.initialize(where, EMPTY)
 
     def _slots(self, receiver: int) -> Iterator[Hashable]:
         numbers = range(self.setting.world_size - 1)
-        phases = dict.fromkeys(self._slot_phases)
-        for phase, word in itertools.product(phases, self.setting.words):
+        used = dict.fromkeys(turn.slots for turn in self._turns)
+        for slots, word in itertools.product(used, self.setting.words):
             for number in numbers:
-                yield ("partial", receiver, phase, number, word)
-            yield ("finished", receiver, phase, word)
-            yield ("scale", receiver, phase, word)
+                yield ("partial", receiver, slots, number, word)
+            yield ("finished", receiver, slots, word)
+            yield ("scale", receiver, slots, word)
 
     def _owner(self, k: int) -> int:
-        """Another one when a phase comes around, where two can take turns and a third receives."""
-        return k // self.exchange.phases % max(1, self.setting.world_size - 1)
+        """Another one when slots are used again, where two can take turns and a third receives."""
+        return self._turns[k].uses % max(1, self.setting.world_size - 1)
 
     def _slot(self, step: Step, k: int, receiver: int, source: int, word: int) -> Hashable:
-        phase = self._slot_phases[k]
+        turn = self._turns[k]
         if step.where != "partial":
-            return (step.where, receiver, phase, word)
-        number = source - (source > receiver) + k // self.exchange.phases
-        return ("partial", receiver, phase, number % (self.setting.world_size - 1), word)
+            return (step.where, receiver, turn.slots, word)
+        number = source - (source > receiver) + turn.uses
+        return ("partial", receiver, turn.slots, number % (self.setting.world_size - 1), word)
 
     # ---- what is done ----------------------------------------------------------------------------
 
@@ -163,6 +157,8 @@ class ExchangeProgram:
                 self._number(step, thread, rank, peer, k)
         for peer, thread in zip(peers, threads[HAND_BACK], strict=True):
             for step in self.exchange.hand_back:
+                if step.if_hands_back and not self._turns[k].hands_back:
+                    continue
                 self._number(step, thread, rank, peer, k)
         thread = threads[DATA][0]
         transport = self.exchange.transports[self.setting.transport]
@@ -191,12 +187,14 @@ class ExchangeProgram:
 
     def _number(self, step: Step, thread: Thread, rank: int, peer: int, k: int) -> None:
         """A step of a lane whose peer is `peer`, about the number of the operation."""
-        op = FIRST_OP + k + step.offset
-        phase = () if step.where == "released" else (self._phases[k],)
+        op = FIRST_OP + k + step.offset - step.since * self._turns[k].since
+        slot: tuple[int, ...] = ()
+        if step.where != "released":
+            slot = ((FIRST_OP + k) % self.exchange.turns.tag_slots,)
         if step.kind == "fence":
             self.program.fence(thread, step.access, "fence")
         elif step.kind == "store":
-            place = (step.where, peer, *phase, rank)
+            place = (step.where, peer, *slot, rank)
             self.program.write(thread, step.access, place, op, "store")
         else:
             compare = step.compare
@@ -204,7 +202,7 @@ class ExchangeProgram:
             self.program.read(
                 thread,
                 step.access,
-                (step.where, rank, *phase, peer),
+                (step.where, rank, *slot, peer),
                 accepts=lambda seen: compare(seen, op),
                 expected=None if step.where == "released" else functools.partial(operator.eq, op),
                 name="wait",

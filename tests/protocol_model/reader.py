@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
 
 from protocol_model.exchange import COMPARISONS, Exchange, Step, Transport, equal_bits
 from protocol_model.program import Access
 from protocol_model.source import MEMORY, SourceError, Sources, block, verbs
+from protocol_model.turns import Turns
 
 EXCHANGE, FUSED, PREPARE = "cuda/exchange.cuh", "cuda/fused.cuh", "cuda/prepare.h"
 ONE_SHOT, TWO_SHOT = "cuda/transports/one_shot.cuh", "cuda/transports/two_shot.cuh"
@@ -27,8 +27,9 @@ CALL_TAG, SIGNAL, SLOT = "protocol/call_tag.h", "protocol/signal.h", "protocol/s
 _CALLS = {
     *("store_to_peer", "load_from_peer", "store_words", "receive_partials", "receive_pack"),
     *("clear_partials", "wait_for_preceding_grid", "receive_and_store_scale"),
-    *("wait_alone", "wait_together"),
+    *("wait_alone", "wait_together", "wait_for_number"),
 }
+_WAIT_FOR_NUMBER = "wait_for_number"
 # Both of wait_alone and wait_together: what a lane waits for is what its own loads return, whether
 # the lanes of its warp leave the loop together or not.
 _WAIT = "wait"
@@ -36,23 +37,26 @@ _WAIT = "wait"
 _OF_QUANTIZED = {"store_to_peer": SLOTS, "load_from_peer": SLOTS, "store_words": PACKED}
 
 
+# An exchange of which all is used again soon, for models of few operations.
+SMALL_HALVES = (LAYOUT, "kHalfUnits = 16", "kHalfUnits = 2")
+
+
 def read_exchange(sources: Sources | None = None) -> Exchange:
     """The protocol of this tree's sources, or of a variant of them."""
     source = sources or Sources()
-    phases = int(source.one(LAYOUT, r"constexpr int kPushPhases = (\d+);")[1])
     # The tags of a new workspace are those of the operations before the first.
-    source.one(PREPARE, r"op = first_op - kPushPhases \+ phase;")
+    source.one(PREPARE, r"op = first_op - back;")
+    # Its operation counter starts with nothing kept, see Turns.
+    source.one(PREPARE, r"fill_n\(counters, kMaxBlocks, first_op\);")
     released = source.one(PREPARE, r"fill_n\(released, kPushMaxWorldSize, first_op( [-+] \d+)?")
     reader = _Reader(source)
     return Exchange(
-        phases=phases,
+        turns=reader.turns(),
         waits_for_grid=reader.waits_for_grid(),
         roll_call=reader.roll_call(),
         hand_back=reader.hand_back(),
         transports=reader.transports(),
         tested_words=reader.tested_words(),
-        next_phase=reader.next_phase(phases),
-        large_phases=reader.large_phases(),
         head=reader.head(),
         first_released=_offset(released[1]),
         nan_words=reader.nan_words(),
@@ -124,20 +128,20 @@ class _Reader:
         calls = [name for name, _ in self._calls(body)]
         return calls == ["wait_for_preceding_grid"]
 
-    def next_phase(self, phases: int) -> Callable[[int, int], int]:
-        self._sources.one(EXCHANGE, r"next_phases\) << 32 \| \(op_ \+ 1\);")
-        text = self._sources.one(EXCHANGE, r"const int next_phase = ([^;]+);")[1]
-        if text == "phase() + 1 == kPushPhases ? 0 : phase() + 1":
-            return lambda phase, op: (phase + 1) % phases
-        if text == "(op_ + 1) % kPushPhases":
-            return lambda phase, op: (op + 1) % (1 << 32) % phases
-        raise SourceError(f"the next phase is {text}")
-
-    def large_phases(self) -> int:
-        text = self._sources.one(EXCHANGE, r"const int next_large = ([^;]+);")[1]
-        if text != "params_.large ? kLargePhases - 1 - large_phase() : large_phase()":
-            raise SourceError(f"the next large phase is {text}")
-        return int(self._sources.one(LAYOUT, r"constexpr int kLargePhases = (\d+);")[1])
+    def turns(self) -> Turns:
+        """PushTurn, in Python; an operation's number is what the exchange makes of it."""
+        for path, text in (
+            (
+                EXCHANGE,
+                r"turn_ = \{static_cast<uint32_t>\(counter >> 32\), params_.units, params_.large",
+            ),
+            (EXCHANGE, r"static_cast<uint64_t>\(turn_.next\(\)\) << 32 \| \(op_ \+ 1\);"),
+            (EXCHANGE, r"phases.at\(params_.large \? turn_.large_phase\(\) : turn_.unit\(\)\);"),
+            (PREPARE, r"params.units = params.large \? 1 : units;"),
+            (LAYOUT, r"static_cast<int64_t>\(op % kTagSlots\) \* kPushMaxWorldSize \+ source"),
+        ):
+            self._sources.one(path, text)
+        return Turns(self._sources[LAYOUT])
 
     def head(self) -> tuple[Step, ...]:
         """What a large operation begins with: lanes of each block wait, then the block does."""
@@ -152,9 +156,9 @@ class _Reader:
             self._check_order(path, function, *before, rows)
         body = self._sources.function(EXCHANGE, "wait_for_slots")
         calls = self._calls(body)
-        if [name for name, _ in calls] != [_WAIT]:
+        if calls != [(_WAIT_FOR_NUMBER, "peer_of_lane()")]:
             raise SourceError(f"wait_for_slots: {calls}")
-        wait = self._released(calls[0][1])
+        wait = self._released()
         if body.rstrip().endswith("__syncthreads();"):
             return (wait, Step("barrier", Access()))
         return (wait,)
@@ -183,32 +187,55 @@ class _Reader:
         ]
 
     def hand_back(self) -> tuple[Step, ...]:
+        body = self._sources.function(EXCHANGE, "hand_back_slots")
+        steps: list[Step] = []
+        asked = re.search(r"if \(turn_\.hands_back\(\)\) \{", body)
+        if asked is not None:
+            inside = block(body, asked.end() - 1)
+            steps += self._hand_back(body[: asked.start()])
+            found = self._hand_back(inside)
+            steps += [dataclasses.replace(step, if_hands_back=True) for step in found]
+            body = body[asked.end() + len(inside) :]
+        return tuple(steps + self._hand_back(body))
+
+    def _hand_back(self, body: str) -> list[Step]:
         steps: list[Step] = []
         number = re.compile(r"PushControl::released\(params_\.rank\), op_( [-+] \d+)?$")
-        for name, arguments in self._calls(self._sources.function(EXCHANGE, "hand_back_slots")):
+        for name, arguments in self._calls(body):
             if name.startswith("fence"):
                 steps.append(Step("fence", self._access(name)))
             elif match := number.search(arguments):
                 access = self._access(name, "u32")
                 steps.append(Step("store", access, "released", _offset(match[1])))
-            elif name == _WAIT:
-                steps.append(self._released(arguments))
+            elif name == _WAIT_FOR_NUMBER:
+                steps.append(self._released())
             else:
                 raise SourceError(f"hand_back_slots: {name}({arguments})")
-        return tuple(steps)
+        return steps
 
-    def _released(self, text: str) -> Step:
-        if match := re.fullmatch(r"return has_reached\(\w+\(\w+\), op_( [-+] \d+)?\);", text):
+    def _released(self) -> Step:
+        calls = self._calls(self._sources.function(EXCHANGE, _WAIT_FOR_NUMBER))
+        if [name for name, _ in calls] != [_WAIT]:
+            raise SourceError(f"{_WAIT_FOR_NUMBER}: {calls}")
+        ((_, text),) = calls
+        number = r"op_( [-+] \d+)?( - turn_\.since\(\))?"
+        if match := re.fullmatch(rf"return has_reached\(\w+\(\w+\), {number}\);", text):
             body = self._sources.function(SIGNAL, "has_reached")
             comparison = " ".join(body.split()).removeprefix("return ").removesuffix(";")
-        elif match := re.fullmatch(r"return \w+\(\w+\) == op_( [-+] \d+)?;", text):
+        elif match := re.fullmatch(rf"return \w+\(\w+\) == {number};", text):
             comparison = "seen == expected"
         else:
             raise SourceError(f"a wait for {text}")
         if comparison not in COMPARISONS:
             raise SourceError(f"a comparison {comparison}")
-        access = self._load(text, "u32")
-        return Step("wait", access, "released", _offset(match[1]), COMPARISONS[comparison])
+        return Step(
+            "wait",
+            self._load(text, "u32"),
+            "released",
+            _offset(match[1]),
+            COMPARISONS[comparison],
+            since=match[2] is not None,
+        )
 
     # ---- the transports --------------------------------------------------------------------------
 

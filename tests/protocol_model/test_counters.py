@@ -17,7 +17,7 @@ from protocol_model.counters import ASSUMED, explore
 from protocol_model.exchange import Exchange
 from protocol_model.kernels import WRAP, Setting
 from protocol_model.mutants import COUNTER_MUTANTS, LATE_MUTANTS
-from protocol_model.reader import read_exchange
+from protocol_model.reader import SMALL_HALVES, read_exchange
 from protocol_model.source import Sources
 
 # Operations cross 2^32, 2^31, nothing.
@@ -33,7 +33,7 @@ PAIRS = (
 
 @pytest.fixture(scope="module")
 def exchange() -> Exchange:
-    return read_exchange()
+    return read_exchange(Sources().edited(SMALL_HALVES))
 
 
 def explored(exchange: Exchange, setting: Setting) -> int:
@@ -53,8 +53,17 @@ def test_everyone_ends_with_what_is_right(
     exchange: Exchange, transport: str, first_op: int
 ) -> None:
     for large in LARGE:
-        setting = Setting(2, 5, first_op, transport, large)
+        setting = Setting(2, 6, first_op, transport, large)
         assert explored(exchange, setting) > 1000
+
+
+def test_halves_as_they_are() -> None:
+    """Operations that take a unit, then some that take more, and a large one."""
+    setting = Setting(2, 40, WRAP - 20, large=(33,), small=tuple(range(36)), eager=True)
+    exchange = read_exchange()
+    turns = exchange.turns.of(40, setting.large, setting.small)
+    assert sum(turn.hands_back for turn in turns) == 6
+    assert explored(exchange, setting) > 1000
 
 
 @pytest.mark.parametrize("transport", ["one_shot", "two_shot"])
@@ -72,9 +81,9 @@ def test_deadlines_and_a_death_at_any_point(
 
 
 def late_peer(of: str, then: str, shift: int, **others: Any) -> Setting:
-    """One operation of a kind and three of another, so that the last has the phase of the first."""
-    kinds, shifts = (of, then, then, then), (0, shift, shift, shift)
-    return Setting(2, 4, transport=kinds, shift=shifts, deadlines=True, eager=True, **others)
+    """One operation of a kind and four of another, so that the last has the slots of the first."""
+    kinds, shifts = (of, *[then] * 4), (0, *[shift] * 4)
+    return Setting(2, 5, transport=kinds, shift=shifts, deadlines=True, eager=True, **others)
 
 
 @pytest.mark.parametrize("shift", [0, 2])
@@ -82,15 +91,15 @@ def late_peer(of: str, then: str, shift: int, **others: Any) -> Setting:
 def test_a_late_peer_takes_nothing_of_later_operations(
     exchange: Exchange, of: str, then: str, shift: int
 ) -> None:
-    """Whatever kinds of calls meet in a phase, and wherever a rank has failed."""
+    """Whatever kinds of calls meet in a unit, and wherever a rank has failed."""
     assert explored(exchange, late_peer(of, then, shift)) > 500
 
 
 @pytest.mark.parametrize("shift", [0, 2])
 def test_kinds_of_calls_in_turn(exchange: Exchange, shift: int) -> None:
-    """Slots of any layout, one after the other in a phase, where nothing fails."""
+    """Slots of any layout, one after the other in a unit, where nothing fails."""
     kinds = (*TRANSPORTS, *TRANSPORTS[::-1])
-    shifts = tuple(shift * (k // 3 % 2) for k in range(len(kinds)))
+    shifts = tuple(shift * (k // 4 % 2) for k in range(len(kinds)))
     for large in LARGE:
         setting = Setting(2, len(kinds), transport=kinds, shift=shifts, large=large, eager=True)
         assert explored(exchange, setting) > 500
@@ -133,22 +142,24 @@ def test_more_of_everything(exchange: Exchange, name: str, transport: str) -> No
 def test_a_late_peer_wherever_slots_meet(
     exchange: Exchange, of: str, then: str, shift: int, bits: str
 ) -> None:
-    explored(exchange, late_peer(of, then, shift, bits=(bits, "16", "16", "16")))
-    explored(exchange, late_peer(of, then, shift, bits=("16", bits, bits, bits), large=(0, 3)))
+    explored(exchange, late_peer(of, then, shift, bits=(bits, *["16"] * 4)))
+    explored(exchange, late_peer(of, then, shift, bits=("16", *[bits] * 4), large=(0, 4)))
 
 
 @pytest.mark.parametrize("name", LATE_MUTANTS)
 def test_a_store_after_a_failure_is_found(name: str) -> None:
     (of, then, shift), edits = LATE_MUTANTS[name]
-    _, problem = explore(read_exchange(Sources().edited(*edits)), late_peer(of, then, shift))
+    _, problem = explore(
+        read_exchange(Sources().edited(SMALL_HALVES, *edits)), late_peer(of, then, shift)
+    )
     assert problem is not None
     assert "took Word" in problem
 
 
 @pytest.mark.parametrize("name", COUNTER_MUTANTS)
 def test_a_defect_in_the_sources_is_found(name: str) -> None:
-    exchange = read_exchange(Sources().edited(*COUNTER_MUTANTS[name]))
-    _, problem = explore(exchange, Setting(2, 5))
+    exchange = read_exchange(Sources().edited(SMALL_HALVES, *COUNTER_MUTANTS[name]))
+    _, problem = explore(exchange, Setting(2, 6))
     assert problem is not None
 
 

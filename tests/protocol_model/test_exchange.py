@@ -15,15 +15,15 @@ from protocol_model import mutants
 from protocol_model.exchange import Exchange
 from protocol_model.program import Scope
 from protocol_model.ptx_program import BOUNDARIES, DATA, HAND_BACK, Setting, exchange_program
-from protocol_model.reader import read_exchange
+from protocol_model.reader import LAYOUT, SMALL_HALVES, read_exchange
 from protocol_model.source import SourceError, Sources
 
 z3 = pytest.importorskip("z3")
 
 from protocol_model.ptx import Executions  # noqa: E402
 
-# Enough for every phase to come around once, and for the second time to be under way.
-SMALL = Setting(world_size=2, operations=4)
+# Enough for the first half to be begun again.
+SMALL = Setting(world_size=2, operations=5)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ def verdict(exchange: Exchange, setting: Setting) -> Verdict:
 
 @pytest.fixture(scope="module")
 def exchange() -> Exchange:
-    return read_exchange()
+    return read_exchange(Sources().edited(SMALL_HALVES))
 
 
 TRANSPORTS = ("one_shot", "two_shot", "owned_rows", "owned_quantized")
@@ -66,6 +66,16 @@ def test_nothing_goes_wrong(
 ) -> None:
     found = verdict(exchange, Setting(world_size, operations, transport))
     assert found.fine, found
+
+
+def test_halves_of_several_operations(exchange: Exchange) -> None:
+    """Of which one hands back, with operations that take a unit and others that take two."""
+    larger = read_exchange(Sources().edited((LAYOUT, "kHalfUnits = 16", "kHalfUnits = 4")))
+    for small in (tuple(range(9)), (0, 2, 3, 5, 6)):
+        turns = larger.turns.of(9, (), small)
+        assert max(turn.uses for turn in turns) == 1
+        found = verdict(larger, Setting(operations=9, small=small))
+        assert found.fine, found
 
 
 # Large operations in a row, and with small ones in between.
@@ -130,13 +140,13 @@ DEFECTS = {
 @pytest.mark.parametrize("name", DEFECTS)
 def test_a_defect_in_the_sources_is_found(name: str) -> None:
     setting, edits = DEFECTS[name]
-    found = verdict(read_exchange(Sources().edited(*edits)), setting)
+    found = verdict(read_exchange(Sources().edited(SMALL_HALVES, *edits)), setting)
     assert found.wrong is not None or found.hang is not None
 
 
 def test_an_unknown_line_is_an_error() -> None:
-    more = "    store_u32(params_.workspace[0], op_);\n    fence_acq_rel_sys();\n"
-    changed = Sources().edited(("cuda/exchange.cuh", "    fence_acq_rel_sys();\n", more))
+    more = "    store_u32(params_.workspace[0], op_);\n    wait_for_number(peer);\n"
+    changed = Sources().edited(("cuda/exchange.cuh", "    wait_for_number(peer);\n", more))
     with pytest.raises(SourceError, match=r"hand_back_slots: store_u32"):
         read_exchange(changed)
 

@@ -81,10 +81,10 @@ _PUSH = "st.relaxed.sys.global.v4.u32"
 _POLL = "ld.relaxed.sys.global.v4.u32"
 _POLL_CALL = '  Pack pack;\n  asm volatile("ld.relaxed.sys.global.v4.u32'
 _PUSH_CALL = '  asm volatile("st.relaxed.sys.global.v4.u32'
-_FENCE_CALL = "    fence_acq_rel_sys();\n"
+_FENCE_CALL = "      fence_acq_rel_sys();\n"
 _NUMBER_STORE = (
-    "    store_relaxed_sys(params_.workspace[threadIdx.x % 32] + "
-    "PushControl::released(params_.rank),\n                      op_);\n"
+    "      store_relaxed_sys(params_.workspace[threadIdx.x % 32] + "
+    "PushControl::released(params_.rank),\n                        op_);\n"
 )
 _EXCHANGE = "  Exchange<kWorldSize> exchange(params);\n"
 _FAULT_FENCE = "    __threadfence_system();\n"
@@ -171,16 +171,12 @@ MUTANTS = (
     ),
     _mutant(
         *("fence on one of two paths", "one_system_fence", "exchange.cuh", _FENCE_CALL),
-        "    if (params_.late_trigger) fence_acq_rel_sys();\n",
+        "      if (params_.late_trigger) fence_acq_rel_sys();\n",
     ),
     _mutant(
         *("a fence on the data path too", "one_system_fence", "transports/one_shot.cuh"),
         "    if (live_) clear_partials<kWorldSize>(slots, stride_);\n",
         "    if (live_) clear_partials<kWorldSize>(slots, stride_);\n    fence_acq_rel_sys();\n",
-    ),
-    _mutant(
-        *("a large operation that does not acquire", "numbers_are_acquired", "exchange.cuh"),
-        *("load_acquire_sys_u32(slot)", "load_relaxed_sys_u32(slot)"),
     ),
     _mutant(
         *("an acquire at gpu scope", "numbers_are_acquired", "memory.cuh"),

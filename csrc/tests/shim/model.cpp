@@ -21,9 +21,8 @@ namespace allnorm::shim {
 namespace {
 
 constexpr int64_t kWordBytes = 4;
-// Operations for which a word's accesses are told apart, and how far back a push looks: further
-// than any number of phases.
-constexpr uint64_t kOperations = 8, kLookBack = 4;
+// Uses of a word that are told apart, and of how many of them before its own a push is told.
+constexpr uint32_t kUses = 4, kLookBack = 2;
 // Objects lie 8 bytes apart: what ThreadSanitizer remembers of accesses it remembers by 8 bytes.
 constexpr uint64_t kObjectBytes = 8;
 
@@ -39,7 +38,8 @@ struct Model::Shared {
   explicit Shared(const Region& of)
       : region(of),
         fences(static_cast<size_t>(of.bytes / kWordBytes)),
-        objects_bytes(static_cast<size_t>(of.bytes / kWordBytes) * kOperations * kObjectBytes) {
+        uses(static_cast<size_t>(of.bytes / kWordBytes)),
+        objects_bytes(static_cast<size_t>(of.bytes / kWordBytes) * kUses * kObjectBytes) {
     void* const memory = mmap(nullptr, objects_bytes, PROT_READ | PROT_WRITE,
                               MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory == MAP_FAILED) abort();
@@ -51,13 +51,30 @@ struct Model::Shared {
   bool has_uses(int64_t offset) const {
     return offset < region.flags_begin || offset >= region.flags_end;
   }
-  void* object(int64_t offset, uint64_t operation) const {
+  void* object(int64_t offset, uint32_t use) const {
     const auto word = static_cast<uint64_t>(offset / kWordBytes);
-    return objects + (word * kOperations + operation % kOperations) * kObjectBytes;
+    return objects + (word * kUses + use % kUses) * kObjectBytes;
   }
+  // The use that an access by the owner in an operation belongs to: its first begins one.
+  uint32_t use_by_owner(int64_t offset, uint64_t operation) {
+    Uses& known = uses[static_cast<size_t>(offset / kWordBytes)];
+    if (operation + 1 > known.next_operation) known = {known.count + 1, operation + 1};
+    return known.count;
+  }
+  // The last use by the owner in an operation before this one.
+  uint32_t use_before(int64_t offset, uint64_t operation) const {
+    const Uses& known = uses[static_cast<size_t>(offset / kWordBytes)];
+    return known.count - (known.next_operation > operation ? 1 : 0);
+  }
+
+  struct Uses {
+    uint32_t count;           // of the word by its owner
+    uint64_t next_operation;  // the one behind that of the last
+  };
 
   Region region;
   std::vector<uint32_t> fences;  // by word: the fence before the store of what it holds, or 0
+  std::vector<Uses> uses;        // by word
   size_t objects_bytes;
   char* objects;
 };
@@ -87,11 +104,13 @@ void Model::stores(Agent& agent, const void* address, int64_t bytes) {
     if (!shared->has_uses(offset)) continue;
     void* const here = __builtin_return_address(0);
     if (agent.rank == shared->region.owner) {
-      __tsan_external_write(shared->object(offset, agent.operation), here, slot_tag());
+      const uint32_t use = shared->use_by_owner(offset, agent.operation);
+      __tsan_external_write(shared->object(offset, use), here, slot_tag());
       continue;
     }
-    for (uint64_t back = 1; back <= kLookBack && back <= agent.operation; ++back) {
-      __tsan_external_write(shared->object(offset, agent.operation - back), here, slot_tag());
+    const uint32_t before = shared->use_before(offset, agent.operation);
+    for (uint32_t back = 0; back < kLookBack && back < before; ++back) {
+      __tsan_external_write(shared->object(offset, before - back), here, slot_tag());
     }
   }
 }
@@ -107,8 +126,8 @@ void Model::loads(Agent& agent, const void* address, int64_t bytes) {
       agent.seen_fences.push_back(seen);
     }
     if (agent.rank == shared->region.owner && shared->has_uses(offset)) {
-      __tsan_external_read(shared->object(offset, agent.operation), __builtin_return_address(0),
-                           slot_tag());
+      const uint32_t use = shared->use_by_owner(offset, agent.operation);
+      __tsan_external_read(shared->object(offset, use), __builtin_return_address(0), slot_tag());
     }
   }
 }

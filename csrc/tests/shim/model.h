@@ -9,9 +9,9 @@
 // again. Within a use no order is needed but that of a single word, which relaxed accesses have:
 // a push and the clear of the same use look like a race and are none. Between uses order is
 // needed: a push must come after everything that the owner did with the word in earlier operations.
-// So each access of a word in operation e is reported to ThreadSanitizer as one of an object of
-// (word, e): by the owner to that of its own operation, by a peer to those of the operations
-// before. If these are not ordered it reports "race on workspace slot".
+// So accesses are reported to ThreadSanitizer as those of an object of the word and its use: by the
+// owner to that of its own operation, by a peer to the last uses in operations before. If these are
+// not ordered it reports "race on workspace slot".
 //
 // Without ThreadSanitizer all of this does nothing.
 #ifndef ALLNORM_TESTS_SHIM_MODEL_H_
