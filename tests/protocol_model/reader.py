@@ -37,8 +37,10 @@ _WAIT = "wait"
 _OF_QUANTIZED = {"store_to_peer": SLOTS, "load_from_peer": SLOTS, "store_words": PACKED}
 
 
-# An exchange of which all is used again soon, for models of few operations.
+# Exchanges of which all is used again soon, for models of few operations: of halves of two units,
+# that is, of two operations; and of four, so that some wait for a number and hand nothing back.
 SMALL_HALVES = (LAYOUT, "kHalfUnits = 16", "kHalfUnits = 2")
+HALVES_OF_FOUR = (LAYOUT, "kHalfUnits = 16", "kHalfUnits = 4")
 
 
 def read_exchange(sources: Sources | None = None) -> Exchange:

@@ -15,7 +15,7 @@ from protocol_model import mutants
 from protocol_model.exchange import Exchange
 from protocol_model.program import Scope
 from protocol_model.ptx_program import BOUNDARIES, DATA, HAND_BACK, Setting, exchange_program
-from protocol_model.reader import LAYOUT, SMALL_HALVES, read_exchange
+from protocol_model.reader import HALVES_OF_FOUR, SMALL_HALVES, read_exchange
 from protocol_model.source import SourceError, Sources
 
 z3 = pytest.importorskip("z3")
@@ -70,7 +70,7 @@ def test_nothing_goes_wrong(
 
 def test_halves_of_several_operations(exchange: Exchange) -> None:
     """Of which one hands back, with operations that take a unit and others that take two."""
-    larger = read_exchange(Sources().edited((LAYOUT, "kHalfUnits = 16", "kHalfUnits = 4")))
+    larger = read_exchange(Sources().edited(HALVES_OF_FOUR))
     for small in (tuple(range(9)), (0, 2, 3, 5, 6)):
         turns = larger.turns.of(9, (), small)
         assert max(turn.uses for turn in turns) == 1
@@ -159,7 +159,9 @@ NEEDED = {(DATA, HAND_BACK), (HAND_BACK, DATA)}
 
 @pytest.mark.parametrize("kinds", BOUNDARIES, ids=" to ".join)
 def test_boundaries(exchange: Exchange, kinds: tuple[str, str]) -> None:
-    found = verdict(exchange, dataclasses.replace(SMALL, unordered=frozenset({kinds})))
+    # So many that the last operation of a half, behind which one hands back, is used again.
+    setting = Setting(world_size=2, operations=6, unordered=frozenset({kinds}))
+    found = verdict(exchange, setting)
     assert found.fine == (kinds not in NEEDED), found
 
 
