@@ -132,17 +132,23 @@ class _Reader:
 
     def turns(self) -> Turns:
         """PushTurn, in Python; an operation's number is what the exchange makes of it."""
-        for path, text in (
-            (
-                EXCHANGE,
-                r"turn_ = \{static_cast<uint32_t>\(counter >> 32\), params_.units, params_.large",
+        said = {
+            EXCHANGE: (
+                "turn_ = {static_cast<uint32_t>(counter >> 32), params_.units, params_.large};",
+                "phases.at(params_.large ? turn_.large_phase() : turn_.unit());",
+                "slots_begin_ = params_.phases.at(",
+                "return params_.workspace[q] + slots_begin_;",
+                "next_kept_ = turn_.next();",
+                "return static_cast<uint64_t>(next_kept_) << 32 | (op_ + 1);",
             ),
-            (EXCHANGE, r"static_cast<uint64_t>\(turn_.next\(\)\) << 32 \| \(op_ \+ 1\);"),
-            (EXCHANGE, r"phases.at\(params_.large \? turn_.large_phase\(\) : turn_.unit\(\)\);"),
-            (PREPARE, r"params.units = params.large \? 1 : units;"),
-            (LAYOUT, r"static_cast<int64_t>\(op % kTagSlots\) \* kPushMaxWorldSize \+ source"),
-        ):
-            self._sources.one(path, text)
+            PREPARE: ("params.units = params.large ? 1 : units;",),
+            LAYOUT: ("static_cast<int64_t>(op % kTagSlots) * kPushMaxWorldSize + source",),
+        }
+        for path, texts in said.items():
+            source = " ".join(self._sources[path].split())
+            for text in texts:
+                if source.count(text) != 1:
+                    raise SourceError(f"{path} says {text} {source.count(text)} times")
         return Turns(self._sources[LAYOUT])
 
     def head(self) -> tuple[Step, ...]:
