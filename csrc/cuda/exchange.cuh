@@ -86,9 +86,7 @@ class Exchange {
     const uint64_t counter = load_kept_u64(own + PushControl::kCounters + 8 * blockIdx.x);
     op_ = static_cast<uint32_t>(counter);
     turn_ = {static_cast<uint32_t>(counter >> 32), params_.units, params_.large};
-    // Made here, what is kept by all threads takes fewest registers: kernels of many rows spill.
     slots_begin_ = params_.phases.at(params_.large ? turn_.large_phase() : turn_.unit());
-    next_kept_ = turn_.next();
     const uint64_t poisoned = load_kept_u64(own + PushControl::kPoisoned);
     failed_ = poisoned != 0;
     failed_before_ = failed_ && poisoned != poison(op_);
@@ -180,7 +178,7 @@ class Exchange {
     return reinterpret_cast<uint64_t*>(params_.workspace[0] + PushControl::kCounters);
   }
   __device__ __forceinline__ uint64_t next_counter() const {
-    return static_cast<uint64_t>(next_kept_) << 32 | (op_ + 1);
+    return static_cast<uint64_t>(turn_.next()) << 32 | (op_ + 1);
   }
 
   // What is in kPoisoned once operation `op` has failed; never 0.
@@ -346,8 +344,7 @@ class Exchange {
   Deadline<DeviceClock> deadline_;
   uint32_t op_;
   PushTurn turn_;
-  int64_t slots_begin_;
-  uint32_t next_kept_;
+  int64_t slots_begin_;  // in every workspace; made again for each row it costs kernels registers
   bool failed_;
   bool failed_before_;
 };
