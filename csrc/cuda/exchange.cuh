@@ -1,5 +1,4 @@
-// One operation among all ranks: its number, its phase of the workspace, who takes part, what went
-// wrong.
+// One operation among all ranks: its number, its slots, who takes part, what went wrong.
 //
 // Contract. All ranks make the same launches in the same order (any grid geometry each). In an
 // operation a rank writes only into the slots of that operation in its peers' workspaces, waits for
@@ -8,9 +7,9 @@
 // compares CallTags with all peers; the other hands slots back. The kernel does not complete
 // without them.
 //
-// Where slots are (PushTurn). Operations take room in a half of the workspace's units one after the
-// other; what does not fit into the rest begins the other half. Two to kHalfUnits operations in a
-// row use a half. Those whose rows take more than half of it use two large phases in turn.
+// Where slots are (PushTurn). Operations take units of a half one after the other; one for which
+// not enough are left begins the other half. Two to kHalfUnits operations in a row use a half.
+// Those whose rows take more than half of it use two large phases in turn.
 //
 // Why a slot may be reused. Let R be a receiver and S a sender; S writes into a half of R's in some
 // operations and again when that half's turn has come again; R reads and clears it in the first of

@@ -23,9 +23,9 @@ ALLNORM_HD int64_t align_down(int64_t bytes) { return bytes / kAlignBytes * kAli
 // ---- CUDA -----------------------------------------------------------------------------------
 
 constexpr int kPushMaxWorldSize = 8;
-// Of a half, which is used again after the other: see the reuse argument at the head of
-// cuda/exchange.cuh. A power of two. Slots are handed back once a half, which is what a call of few
-// rows waits for longest. Two H100s, 2026-11, without that: docs/engineering-log.
+// A power of two. Slots are handed back once a half, for which a call of few rows waits longer than
+// for its rows: what that costs is in docs/engineering-log/2026-11-25-cold-call.md. Why a half may
+// be used again stands at the head of cuda/exchange.cuh.
 constexpr uint32_t kHalfUnits = 16;
 constexpr uint32_t kPushUnits = 2 * kHalfUnits;
 // Sixteen rows of 4096 columns in 16 bits from one peer.
