@@ -105,7 +105,7 @@ class Variant:
         if self.kind == "two_shot" and self.world_size > 5:
             return 96
         if self.kind == "owned_finished" and self.world_size > 5:
-            return 48
+            return 8 if self.world_size == 6 else 40
         if self.kind == "one_shot_dense":
             return 136 if self.world_size > 4 or self.extended else 56
         if self.kind == "two_shot" and self.world_size > 2 and self.quantized and self.extended:
