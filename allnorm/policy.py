@@ -22,7 +22,7 @@ UNFUSED_GATHER_BYTES = 256 << 20
 
 # Float32 sums of one piece of a hierarchical call, of all its rows: what a rank may hold at a time;
 # and on GPUs, where the exchange of one piece overlaps the launches of others, into how many pieces
-# of how many bytes a call is cut at most. Not measured yet.
+# of how many bytes a call is cut at most. Not measured yet, which takes four GPUs.
 HIERARCHICAL_SUM_BYTES = 64 << 20
 _OVERLAPPED_SUM_BYTES = 16 << 20
 _OVERLAPPED_PIECES = 4
@@ -294,7 +294,10 @@ def _choose_between(
     pieces = (
         number
         if owned_rows
-        else -(-num_tokens // hierarchical_rows(traits.backend, num_tokens, hidden_size))
+        else -(
+            -num_tokens
+            // hierarchical_rows(traits.backend, traits.island_size, num_tokens, hidden_size)
+        )
     )
     blocks = traits.max_blocks if traits.max_blocks < MOST_BLOCKS else 0
     source = "default" if requested == "auto" else "caller"
@@ -307,13 +310,18 @@ def _choose_between(
     )
 
 
-def hierarchical_rows(backend: str, num_tokens: int, hidden_size: int) -> int:
+def hierarchical_rows(backend: str, island_size: int, num_tokens: int, hidden_size: int) -> int:
     """Rows of a piece of a hierarchical call whose rows belong to nobody."""
     row_bytes = 4 * hidden_size
     most = max(1, HIERARCHICAL_SUM_BYTES // row_bytes)
     if backend == "cpu":
         return most
-    pieces = min(_OVERLAPPED_PIECES, num_tokens * row_bytes // _OVERLAPPED_SUM_BYTES)
+    pieces = 1
+    # Islands of one rank have no launch A, and B is a norm that takes a fraction of the exchange:
+    # 8192x4096 over sockets, two H100s, 2026-11: as long as NCCL and a norm in two pieces, 1.07 to
+    # 1.12 times in four (docs/engineering-log).
+    if island_size > 1:
+        pieces = min(_OVERLAPPED_PIECES, num_tokens * row_bytes // _OVERLAPPED_SUM_BYTES)
     height = -(-num_tokens // max(1, pieces))
     # In fours, so that rows of FP8 begin where the kernels can store a whole pack.
     return max(4, min(most, height + 3) // 4 * 4)

@@ -64,6 +64,7 @@ class Pools:
     def __init__(self, share_gpus: bool) -> None:
         self._share_gpus = share_gpus
         self._pools: dict[tuple[str, int], RankPool] = {}
+        self._untidy: set[tuple[str, int]] = set()
 
     def get(self, device: str, world_size: int) -> RankPool:
         key = (device, world_size)
@@ -71,13 +72,15 @@ class Pools:
             self._pools[key] = RankPool(
                 world_size, device, timeout=240.0, share_gpus=self._share_gpus
             )
+        self._untidy.add(key)
         return self._pools[key]
 
     def tidy(self) -> None:
-        """Ends what tests have left running in ranks."""
-        for pool in self._pools.values():
-            if pool.is_running:
-                pool.run(destroy_groups)
+        """Ends what tests have left running in the ranks that they have asked for since."""
+        for key in self._untidy:
+            if self._pools[key].is_running:
+                self._pools[key].run(destroy_groups)
+        self._untidy.clear()
 
     def close(self) -> None:
         for pool in self._pools.values():

@@ -47,10 +47,11 @@ def destroy_groups(rank: int, world_size: int) -> None:
     Each has threads that look around every few milliseconds, for as long as the ranks live; a model
     of transformers makes six.
     """
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
-    gc.collect()  # of models that hold on to them
+    groups = [g for g in dist.distributed_c10d._world.pg_map if g is not dist.group.WORLD]
+    for group in groups:
+        dist.destroy_process_group(group)
+    if groups:
+        gc.collect()  # of models that hold on to them
 
 
 @functools.cache

@@ -64,6 +64,8 @@ def rounds_to(value: float | None, text: str) -> bool:
 def label_of(row: Row) -> str:
     if "call" in row:
         return row["call"]
+    if "batch_size" in row:
+        return f"{row['model']}, batch {row['batch_size']}"
     return f"{row['num_tokens']}x{row['hidden_size']}"
 
 

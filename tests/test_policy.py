@@ -164,6 +164,7 @@ def test_plan_needs_no_peer(pool: RankPool) -> None:
 # ---- Several islands -----------------------------------------------------------------------------
 
 PAIRS = ((0, 1), (2, 3))
+ALONE = ((0,), (1,))
 ROWS = {"one_shot": 1000, "two_shot": 1000}
 
 
@@ -177,7 +178,7 @@ def choose_between(traits: policy.Traits, tokens: int = 8, **more: Any) -> polic
 
 
 def test_equal_islands_are_hierarchical() -> None:
-    for traits in (between(PAIRS), between(PAIRS, "cpu"), between(((0,), (1,)))):
+    for traits in (between(PAIRS), between(PAIRS, "cpu"), between(ALONE)):
         for owned in (False, True):
             plan = choose_between(traits, owned_rows=owned)
             assert (plan.algorithm, plan.source) == ("hierarchical", "default")
@@ -200,7 +201,7 @@ def test_what_cannot_be_hierarchical_says_why() -> None:
     narrow = policy.choose(between(PAIRS), 8, 4095, 2, ROWS)
     assert narrow.algorithm == "unfused"
     assert "4095" in narrow.reason
-    alone = policy.choose(between(((0,), (1,))), 8, 4095, 2, {"one_shot": 0, "two_shot": 0})
+    alone = policy.choose(between(ALONE), 8, 4095, 2, {"one_shot": 0, "two_shot": 0})
     assert alone.algorithm == "hierarchical"
     flat = policy.choose(policy.Traits("cuda", 4), 8, 4096, 2, ROWS, "hierarchical")
     assert "one island" in flat.reason
@@ -211,7 +212,11 @@ def test_pieces_of_a_hierarchical_call() -> None:
     assert choose_between(between(PAIRS), 0).num_chunks == 0
     assert choose_between(between(PAIRS), 8192).num_chunks == 4
     assert choose_between(between(PAIRS), 8192, owned_rows=True).num_chunks == 2
-    for backend, tokens in itertools.product(("cpu", "cuda"), (1, 5, 777, 8192, 100_000)):
-        rows = policy.hierarchical_rows(backend, tokens, 4096)
+    assert choose_between(between(ALONE), 4096).num_chunks == 1
+    assert choose_between(between(ALONE), 8192).num_chunks == 2
+    for backend, island_size, tokens in itertools.product(
+        ("cpu", "cuda"), (1, 2), (1, 5, 777, 8192, 100_000)
+    ):
+        rows = policy.hierarchical_rows(backend, island_size, tokens, 4096)
         assert rows % 4 == 0
         assert 4 * rows * 4096 <= policy.HIERARCHICAL_SUM_BYTES

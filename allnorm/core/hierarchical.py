@@ -264,7 +264,10 @@ class _Run:
         if launch.shard is not None:
             return segments(hierarchy.islands, self._shards(launch.num_tokens))
         step = policy.hierarchical_rows(
-            "cuda" if self._is_cuda else "cpu", launch.num_tokens, hidden_size
+            "cuda" if self._is_cuda else "cpu",
+            len(hierarchy.ranks),
+            launch.num_tokens,
+            hidden_size,
         )
         lows = range(0, launch.num_tokens, step)
         return [(lo, min(lo + step, launch.num_tokens)) for lo in lows]

@@ -120,6 +120,12 @@ class RowStream {
   // and when the link is due to take it. Sent ahead, it would hold up what is left to do of the row
   // before. H200, bf16, 2026-11, 4096 columns, unpaced: 384 rows 12.7 us instead of 13.9, 512 16.1
   // instead of 17.3, 1024 29.0 instead of 29.2, 8192 198 instead of 196 (docs/engineering-log).
+  // With a norm more a row takes longer: `kWhenDue` sends the next as soon as this one has been
+  // received and the link is due to take it. Two H100s, bf16, 2026-11, 256 / 1024 / 8192 rows with
+  // a post norm: 4096 columns 9.86 / 28.7 / 195 us without it, 9.92 / 28.7 / 194 so, 9.93 / 28.9 /
+  // 198 if it may be sent before the receipt too; 5376 columns, 1024 / 8192 rows: 39.3 / 274, 37.5
+  // / 260, 38.3 / 261.
+  template <bool kWhenDue>
   __device__ __forceinline__ void run_paced(const Pack& own) {
     Pace pace;
     if (step_ < end_) pace.start(params_.row_ps, first_, step_, 1);
@@ -131,45 +137,15 @@ class RowStream {
       if (last) let_dependents_in(params_);
       if (row != first_) epilogue_.prefetch_row(row);
       const Pack reduced = transport_.receive(row, [&] { return load(row); });
-      norm_and_store(row, reduced, last);
-      if (!last) {
-        pace.wait();
-        send(row + step_, ahead);
-        ahead = load(row + 2 * step_);
-      }
-    }
-  }
-
-  // The same where a row takes longer, with a norm more: the next row is sent as soon as the link
-  // is due to take it, before this one is received or normed too. Two H100s, bf16, 2026-11, 256 /
-  // 1024 / 8192 rows of 4096 columns with a post norm: 10.3 / 29.7 / 199 us by run_paced(), 10.2 /
-  // 29.7 / 197 so, 10.6 / 30.0 / 195 if it is not sent before the receipt, 10.2 / 33.4 / 196 if
-  // it always is (docs/engineering-log).
-  __device__ __forceinline__ void run_when_due(const Pack& own) {
-    Pace pace;
-    if (step_ < end_) pace.start(params_.row_ps, first_, step_, 1);
-    send(first_, own);
-    prefetch();
-    Pack ahead = load(first_ + step_);
-    for (int row = first_; row < end_; row += step_) {
-      const bool last = is_last(row);
-      if (last) let_dependents_in(params_);
-      if (row != first_) epilogue_.prefetch_row(row);
       bool sent = last;
-      const auto send_if_due = [&] {
-        if (sent || !__any_sync(kAllLanes, pace.is_due())) return;
+      const auto send_next = [&] {
         pace.wait();
         send(row + step_, ahead);
         sent = true;
       };
-      send_if_due();
-      const Pack reduced = transport_.receive(row, [&] { return load(row); });
-      send_if_due();
+      if (kWhenDue && !sent && __any_sync(kAllLanes, pace.is_due())) send_next();
       norm_and_store(row, reduced, last);
-      if (!sent) {
-        pace.wait();
-        send(row + step_, ahead);
-      }
+      if (!sent) send_next();
       if (!last) ahead = load(row + 2 * step_);
     }
   }
@@ -346,10 +322,8 @@ __device__ __forceinline__ void run_fused(const FusedParams& params) {
     stream.run_few_blocks(own);
   } else if constexpr (Source<T>::kPrefetches) {
     stream.run_prefetched(own);
-  } else if constexpr (kGrid == Grid::kDense && kWorldSize == 2 && kExtended) {
-    stream.run_when_due(own);
   } else if constexpr (kGrid == Grid::kDense && kWorldSize == 2) {
-    stream.run_paced(own);
+    stream.template run_paced<kExtended>(own);
   } else {
     stream.run_one_shot(own);
   }

@@ -126,7 +126,8 @@ int32_t launch_exchange(const Device& device, const AllnormCall& call, int world
   }
   geometry.num_threads = threads_of(fused.packs, geometry.cluster_size);
   const Grid grid = choose_grid(fused.num_tokens, geometry.cluster_size, most, device.num_sms);
-  const void* kernel = find_exchange(call.dtype, {.kind = kind_of(call, grid, world_size),
+  const ExchangeKind kind = kind_of(call, grid, world_size);
+  const void* kernel = find_exchange(call.dtype, {.kind = kind,
                                                   .world_size = world_size,
                                                   .format = format_of(call),
                                                   .extended = is_extended(call),
@@ -134,6 +135,15 @@ int32_t launch_exchange(const Device& device, const AllnormCall& call, int world
   if (kernel == nullptr) {
     return fail(ALLNORM_UNSUPPORTED, "no fused kernel for world size %d: expected 2 to %d",
                 world_size, kPushMaxWorldSize);
+  }
+  if (call.cluster_size == 0 && kind == ExchangeKind::kOneShotDense && is_extended(call) &&
+      world_size == 2) {
+    const auto over = [&](int size) -> Geometry {
+      return {.num_blocks = 0, .cluster_size = size, .num_threads = threads_of(fused.packs, size)};
+    };
+    geometry = over(widen_clusters(geometry.cluster_size, fused.num_tokens, [&](int size) {
+      return resident_blocks(device, kernel, over(size)) / size;
+    }));
   }
   const int resident = resident_blocks(device, kernel, geometry);
   geometry.num_blocks =

@@ -1,6 +1,9 @@
 // How launches are spread over a GPU.
 #include "cuda/geometry.h"
 
+#include <array>
+#include <bit>
+
 #include "testing.h"
 
 namespace allnorm::testing {
@@ -65,6 +68,26 @@ void test_clusters() {
   }
 }
 
+void test_wider_clusters() {
+  // Rows at once over 1, 2, 4 and 8 blocks; those of 5376 columns with a post norm, and of experts.
+  using Rows = std::array<int, 4>;
+  const struct {
+    Rows rows;
+    int from, num_tokens, expected;
+  } cases[] = {{{264, 132, 165, 165}, 2, 8192, 4}, {{264, 132, 165, 165}, 2, 529, 4},
+               {{264, 132, 165, 165}, 2, 528, 2},  {{132, 66, 66, 82}, 2, 8192, 8},
+               {{132, 66, 66, 66}, 2, 8192, 2},    {{132, 66, 65, 0}, 2, 8192, 2},
+               {{132, 66, 90, 80}, 2, 8192, 4},    {{132, 165, 170, 180}, 1, 8192, 1},
+               {{264, 132, 66, 33}, 8, 8192, 8}};
+  for (const auto& [rows, from, num_tokens, expected] : cases) {
+    const int size = widen_clusters(from, num_tokens, [&](int blocks) {
+      return rows[std::countr_zero(static_cast<unsigned>(blocks))];
+    });
+    check(size == expected, "%d rows of %d blocks: %d, expected %d", num_tokens, from, size,
+          expected);
+  }
+}
+
 void test_local_clusters() {
   const struct {
     int64_t packs, num_tokens;
@@ -95,6 +118,7 @@ int main() {
   test_grids();
   test_blocks();
   test_clusters();
+  test_wider_clusters();
   test_local_clusters();
   return result();
 }

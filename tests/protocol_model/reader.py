@@ -335,7 +335,7 @@ class _Reader:
         return [Step("clear", self._access(name, "v4.u32"), "partial") for name, _ in calls]
 
     def transports(self) -> dict[str, Transport]:
-        for schedule in ("run_one_shot", "run_paced", "run_when_due", "run_prefetched"):
+        for schedule in ("run_one_shot", "run_paced", "run_prefetched"):
             self._check_order(FUSED, schedule, "send(first_,", "transport_.receive(")
         order = ("send(first_,", "transport_.relay(", "transport_.receive(")
         self._check_order(FUSED, "run_two_shot", *order)
