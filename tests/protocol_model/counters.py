@@ -102,14 +102,15 @@ class Machine:
 
     def _seen(self, state: State, rank: int, location: Any) -> Any:
         """What a rank reads: its own clear, in effect or not, or memory."""
-        if any(clear.rank == rank and clear.location == location for clear in state.pending):
-            return EMPTY
+        for clear in state.pending:
+            if clear.rank == rank and clear.location == location:
+                return EMPTY
         return state.memory[self._places[location]]
 
     def _store(self, state: State, location: Any, value: Any) -> State:
         memory = list(state.memory)
         memory[self._places[location]] = value
-        return state._replace(memory=tuple(memory))
+        return State(state.ranks, tuple(memory), state.pending)
 
     def _advance(self, state: State, rank: int, thread: int) -> State:
         """Lets a thread go on up to its next wait or fence."""
@@ -130,7 +131,7 @@ class Machine:
                 location, value = item.location, item.value
                 if value == EMPTY:
                     clear = Clear(rank, me.kernel, location)
-                    state = state._replace(pending=state.pending | {clear})
+                    state = State(state.ranks, state.memory, state.pending | {clear})
                 elif not self._is_kept_back(item, me, failed):
                     if failed and item.sums and isinstance(value, Word):
                         value = value._replace(nan=True)
@@ -151,7 +152,7 @@ class Machine:
 
     def _with(self, state: State, rank: int, new: Rank) -> State:
         ranks = (*state.ranks[:rank], new, *state.ranks[rank + 1 :])
-        return state._replace(ranks=ranks)
+        return State(ranks, state.memory, state.pending)
 
     def _launch(self, state: State, rank: int) -> State:
         me = state.ranks[rank]
@@ -165,7 +166,7 @@ class Machine:
 
     def _ended(self, state: State, rank: int) -> State:
         me = state.ranks[rank]
-        if any(place >= 0 for place in me.threads):
+        if max(me.threads) >= 0:
             return state
         me = me._replace(kernel=me.kernel + 1, running=False, threads=(), failed=())
         return self._with(state, rank, me)
@@ -277,7 +278,7 @@ class Machine:
                 if place >= 0:
                     yield from self._thread_steps(state, rank, thread)
         for clear in state.pending:
-            rest = state._replace(pending=state.pending - {clear})
+            rest = State(state.ranks, state.memory, state.pending - {clear})
             yield self._store(rest, clear.location, EMPTY)
 
     def _thread_steps(self, state: State, rank: int, thread: int) -> Iterator[State]:
@@ -300,8 +301,9 @@ class Machine:
             return (
                 self._taken(state, rank, thread, item) if self._ready(state, rank, item) else None
             )
-        if any(s.rank == rank and s.kernel < me.kernel for s in state.pending):
-            return None
+        for clear in state.pending:
+            if clear.rank == rank and clear.kernel < me.kernel:
+                return None
         return self._beyond(state, rank, thread, me)
 
     def _beyond(self, state: State, rank: int, thread: int, me: Rank) -> State:

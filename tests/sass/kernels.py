@@ -73,8 +73,8 @@ class Variant:
             # sent: the first row, and one ahead; received: one group
             "one_shot": (2 * peers, ranks),
             "one_shot_experts": (2 * peers, ranks),
-            # with a post norm the one ahead stands there three times, for when it is due
-            "one_shot_dense": ((4 if self.extended else 2) * peers, ranks),
+            # with a post norm the one ahead stands there twice, for when it is due
+            "one_shot_dense": ((3 if self.extended else 2) * peers, ranks),
             "one_shot_dense_experts": (2 * peers, ranks),
             # sent: the first two rows, and one ahead; received: two looks, and one group of polls
             "one_shot_few": (3 * peers, 2 + ranks),
