@@ -291,14 +291,8 @@ def _choose_between(
     reason = f"{number} islands of {traits.island_size} ranks: sums inside each, then between them"
     if traits.island_size == 1:
         reason = f"{number} islands of one rank: the process group exchanges rows between them"
-    pieces = (
-        number
-        if owned_rows
-        else -(
-            -num_tokens
-            // hierarchical_rows(traits.backend, traits.island_size, num_tokens, hidden_size)
-        )
-    )
+    rows = hierarchical_rows(traits.backend, traits.island_size, num_tokens, hidden_size)
+    pieces = number if owned_rows else -(-num_tokens // rows)
     blocks = traits.max_blocks if traits.max_blocks < MOST_BLOCKS else 0
     source = "default" if requested == "auto" else "caller"
     return Plan(

@@ -116,16 +116,17 @@ int32_t launch(const Device& device, const void* kernel, const void* params,
 int32_t launch_exchange(const Device& device, const AllnormCall& call, int world_size,
                         const FusedParams& fused, const void* params) {
   const int most = call.num_blocks > 0 ? call.num_blocks : kMaxBlocks;
-  Geometry geometry;
-  geometry.cluster_size = call.cluster_size;
-  if (geometry.cluster_size == 0) {
-    geometry.cluster_size =
-        device.has_clusters
-            ? choose_cluster_size(fused.packs, fused.num_tokens, std::min(most, device.num_sms))
-            : 1;
+  const auto over = [&](int size) -> Geometry {
+    return {.num_blocks = 0, .cluster_size = size, .num_threads = threads_of(fused.packs, size)};
+  };
+  int cluster_size = call.cluster_size;
+  if (cluster_size == 0) {
+    cluster_size = device.has_clusters ? choose_cluster_size(fused.packs, fused.num_tokens,
+                                                             std::min(most, device.num_sms))
+                                       : 1;
   }
-  geometry.num_threads = threads_of(fused.packs, geometry.cluster_size);
-  const Grid grid = choose_grid(fused.num_tokens, geometry.cluster_size, most, device.num_sms);
+  Geometry geometry = over(cluster_size);
+  const Grid grid = choose_grid(fused.num_tokens, cluster_size, most, device.num_sms);
   const ExchangeKind kind = kind_of(call, grid, world_size);
   const void* kernel = find_exchange(call.dtype, {.kind = kind,
                                                   .world_size = world_size,
@@ -138,10 +139,7 @@ int32_t launch_exchange(const Device& device, const AllnormCall& call, int world
   }
   if (call.cluster_size == 0 && kind == ExchangeKind::kOneShotDense && is_extended(call) &&
       world_size == 2) {
-    const auto over = [&](int size) -> Geometry {
-      return {.num_blocks = 0, .cluster_size = size, .num_threads = threads_of(fused.packs, size)};
-    };
-    geometry = over(widen_clusters(geometry.cluster_size, fused.num_tokens, [&](int size) {
+    geometry = over(widen_clusters(cluster_size, fused.num_tokens, [&](int size) {
       return resident_blocks(device, kernel, over(size)) / size;
     }));
   }
