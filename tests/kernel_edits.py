@@ -23,7 +23,7 @@ _PUBLISH = (
 _REACHED = "has_reached(load_acquire_sys_u32(number), op_ - 1 - turn_.since())"
 _COMPARED = "static_cast<int32_t>(seen - expected) >= 0"
 _CLEAR_PACK = "  if (live) store_pack(slot, {kEmptyWord, kEmptyWord, kEmptyWord, kEmptyWord});\n"
-CLEAR_ONE_SHOT = "    if (live_) clear_partials<kWorldSize>(slots, stride_);\n"
+CLEAR_ONE_SHOT = "    if (live_) clear_partials<kWorldSize>(slots, stride_, layout_.world_size);\n"
 
 
 def _replaced(path: str, text: str, old: str, new: str) -> Edits:

@@ -14,7 +14,9 @@
 namespace allnorm {
 
 // Packs that a thread keeps in registers between the passes over a row; the rest is summed again.
-constexpr int kLocalCachedPacks = 2;
+// None where that would take longest to compile, five seconds, and is wanted least.
+template <bool kAligned, bool kExtended>
+constexpr int kLocalCachedPacks = kAligned || !kExtended ? 2 : 0;
 
 // Loads and stores packs of a row; elements behind its end are zeros, and not stored. kAligned:
 // every pack is whole and 16-byte aligned.
@@ -230,7 +232,8 @@ __global__ void __launch_bounds__(kMaxThreads, kLocalBlocks<T, kAligned, Format>
     }
     const bool norms = !kExtended || epilogue.weight != nullptr;
     // The sums of this warp's chunks: the first few are kept, the others made again for every pass.
-    float cached[kLocalCachedPacks][kElems];
+    constexpr int kCached = kLocalCachedPacks<kAligned, kExtended>;
+    float cached[kCached + 1][kElems];
     bool first_pass = true;
     const auto for_each_chunk = [&](auto&& work) {
       const auto visit = [&](int chunk, bool keep, float* sum) {
@@ -241,10 +244,10 @@ __global__ void __launch_bounds__(kMaxThreads, kLocalBlocks<T, kAligned, Format>
         work(chunk, pack, pack < packs, sum);
       };
 #pragma unroll
-      for (int i = 0; i < kLocalCachedPacks; ++i) {
+      for (int i = 0; i < kCached; ++i) {
         if (warp + i * warps < chunks) visit(warp + i * warps, true, cached[i]);
       }
-      for (int chunk = warp + kLocalCachedPacks * warps; chunk < chunks; chunk += warps) {
+      for (int chunk = warp + kCached * warps; chunk < chunks; chunk += warps) {
         float sum[kElems];
         visit(chunk, false, sum);
       }

@@ -66,6 +66,14 @@
 
 namespace allnorm {
 
+// How many ranks there are, and how many there may be.
+template <int kWorldSize>
+__device__ __forceinline__ int world_size_of(const FusedParams& params) {
+  return kWorldSize == kAnyWorldSize ? params.world_size : kWorldSize;
+}
+template <int kWorldSize>
+constexpr int kMostRanks = kWorldSize == kAnyWorldSize ? kPushMaxWorldSize : kWorldSize;
+
 template <int kWorldSize>
 class Exchange {
  public:
@@ -147,6 +155,8 @@ class Exchange {
     return false;
   }
 
+  __device__ __forceinline__ int world_size() const { return world_size_of<kWorldSize>(params_); }
+
   __device__ __forceinline__ bool failed() const { return failed_; }
 
   // Whether an operation before this one has failed: then peers are sent nothing. Known from the
@@ -199,7 +209,7 @@ class Exchange {
   // Lane q's peer: the rank q after this one. -1 in lanes without one.
   __device__ __forceinline__ int peer_of_lane() const {
     const int lane = threadIdx.x % 32;
-    return lane == 0 || lane >= kWorldSize ? -1 : (params_.rank + lane) % kWorldSize;
+    return lane == 0 || lane >= world_size() ? -1 : (params_.rank + lane) % world_size();
   }
 
   // Tells every peer what this operation is, and waits until every peer has announced the same.
@@ -278,7 +288,7 @@ class Exchange {
     const uint32_t died =
         is_long ? const_cast<const volatile AllnormFault*>(params.fault)->died : 0;
     int gone = -1;
-    for (int peer = 0; peer < kWorldSize; ++peer) {
+    for (int peer = 0; peer < world_size_of<kWorldSize>(params); ++peer) {
       if (peer == params.rank) continue;
       if ((died >> peer & 1) != 0) gone = peer;
       const char* slot = own + PushControl::tag(op, peer);

@@ -2,9 +2,7 @@
 #ifndef ALLNORM_CUDA_INSTANTIATE_CUH_
 #define ALLNORM_CUDA_INSTANTIATE_CUH_
 
-#include <array>
 #include <cstddef>
-#include <utility>
 
 #include "cuda/any_rows.cuh"
 #include "cuda/formats.cuh"
@@ -50,15 +48,18 @@ struct OwnedRowsKernel {
 };
 
 // The kernel of one family for a world size of 2 and more.
-template <class Family, int... kOffsets>
-const void* kernel_of(int world_size, std::integer_sequence<int, kOffsets...>) {
-  static const std::array<const void*, sizeof...(kOffsets)> kernels = {
-      Family::template get<kOffsets + 2>()...};
-  return kernels[world_size - 2];
-}
-template <class Family>
+template <class T, class Family>
 const void* kernel_of(int world_size) {
-  return kernel_of<Family>(world_size, std::make_integer_sequence<int, kPushMaxWorldSize - 1>());
+  switch (world_size) {
+    case 2:
+      return Family::template get<compiled_world_size<T>(2)>();
+    case 4:
+      return Family::template get<compiled_world_size<T>(4)>();
+    case 8:
+      return Family::template get<compiled_world_size<T>(8)>();
+    default:
+      return Family::template get<kAnyWorldSize>();
+  }
 }
 
 // The kinds that both families have.
@@ -73,12 +74,13 @@ const void* exchange_kernel_of(const KernelKey& key) {
                                  true>::template get<2>();
         }
       }
-      return kernel_of<FusedKernel<T, OneShot, Grid::kSparse, Format, kExtended>>(key.world_size);
+      return kernel_of<T, FusedKernel<T, OneShot, Grid::kSparse, Format, kExtended>>(
+          key.world_size);
     case ExchangeKind::kOneShotDense:
       if constexpr (kExtended) {
         // Of more than two ranks it has one kernel for both grids: fewer to compile.
         if (key.world_size > 2) {
-          return kernel_of<FusedKernel<T, OneShot, Grid::kSparse, Format, true>>(key.world_size);
+          return kernel_of<T, FusedKernel<T, OneShot, Grid::kSparse, Format, true>>(key.world_size);
         }
         // Of two ranks two: 8192x4096 with a post norm takes 264 us if experts are compiled in as
         // well, 206 otherwise (two H100s, bf16, 2026-11; docs/engineering-log).
@@ -89,14 +91,16 @@ const void* exchange_kernel_of(const KernelKey& key) {
         return FusedKernelFrom<T, DenseRows, OneShot, Grid::kDense, Format,
                                true>::template get<2>();
       } else {
-        return kernel_of<FusedKernel<T, OneShot, Grid::kDense, Format, false>>(key.world_size);
+        return kernel_of<T, FusedKernel<T, OneShot, Grid::kDense, Format, false>>(key.world_size);
       }
     case ExchangeKind::kTwoShot:
-      return kernel_of<FusedKernel<T, TwoShot, Grid::kSparse, Format, kExtended>>(key.world_size);
+      return kernel_of<T, FusedKernel<T, TwoShot, Grid::kSparse, Format, kExtended>>(
+          key.world_size);
     case ExchangeKind::kOwnedSum:
-      return kernel_of<OwnedRowsKernel<T, Owned::kSum, false, Format, kExtended>>(key.world_size);
+      return kernel_of<T, OwnedRowsKernel<T, Owned::kSum, false, Format, kExtended>>(
+          key.world_size);
     case ExchangeKind::kOwnedFinished:
-      return kernel_of<OwnedRowsKernel<T, Owned::kFinished, false, Format, kExtended>>(
+      return kernel_of<T, OwnedRowsKernel<T, Owned::kFinished, false, Format, kExtended>>(
           key.world_size);
     default:
       return nullptr;
@@ -109,9 +113,9 @@ const void* plain_kernel_of(const KernelKey& key) {
     case ExchangeKind::kOneShotFew:
       return FusedKernel<T, OneShot, Grid::kFew, Format, false>::template get<kFewWorldSize>();
     case ExchangeKind::kOwnedSumFew:
-      return kernel_of<OwnedRowsKernel<T, Owned::kSum, true, Format, false>>(key.world_size);
+      return kernel_of<T, OwnedRowsKernel<T, Owned::kSum, true, Format, false>>(key.world_size);
     case ExchangeKind::kOwnedGiven:
-      return kernel_of<OwnedRowsKernel<T, Owned::kGiven, false, Plain, false>>(key.world_size);
+      return kernel_of<T, OwnedRowsKernel<T, Owned::kGiven, false, Plain, false>>(key.world_size);
     default:
       return exchange_kernel_of<T, Format, false>(key);
   }

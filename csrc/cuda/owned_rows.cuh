@@ -107,18 +107,20 @@ class OwnedRows {
   // with one row less ahead, otherwise 20.5 / 25.5 / 44.8 / 147.
   static constexpr int kUnpacedTurns = 7;
 
+  __device__ __forceinline__ int world_size() const { return world_size_of<kWorldSize>(params_); }
+
   __device__ __forceinline__ ShardedRow row_at(int index) const {
     if constexpr (kOwned == Owned::kSum) {
-      if (!takes_sums()) return {index % kWorldSize, index, index};
+      if (!takes_sums()) return {index % world_size(), index, index};
     }
-    return sharded_row(all_.first_index + index, all_.total_rows, kWorldSize);
+    return sharded_row(all_.first_index + index, all_.total_rows, world_size());
   }
 
   __device__ __forceinline__ void send(int index, const Pack& partial) {
     if (kOwned == Owned::kGiven || index >= params_.num_tokens) return;
     if (takes_sums()) return;
     const int owner = row_at(index).owner;
-    if (owner != params_.rank) owners_.send_partial(owner, index / kWorldSize, partial);
+    if (owner != params_.rank) owners_.send_partial(owner, index / world_size(), partial);
   }
 
   // Loads the residual of a row, unless it has been: then `loaded` is it.
@@ -147,7 +149,7 @@ class OwnedRows {
   // What this rank owes for a row of its own.
   __device__ __forceinline__ void do_own_part(int index, const Pack& own) {
     const ShardedRow here = row_at(index);
-    const int slot = index / kWorldSize;
+    const int slot = index / world_size();
     if constexpr (kOwned == Owned::kSum) {
       take_residual(here.row, own_residual_);
       const Pack sum = takes_sums() ? load_sums(here) : owners_.receive_partials(slot, own);
@@ -187,7 +189,7 @@ class OwnedRows {
 
   __device__ __forceinline__ void receive(int index) {
     const ShardedRow here = row_at(index);
-    const int slot = index / kWorldSize;
+    const int slot = index / world_size();
     if constexpr (kOwned == Owned::kSum) {
       take_residual(here.row, back_residual_);
       norm_and_store(here.row, owners_.receive(here.owner, slot));

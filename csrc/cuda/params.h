@@ -28,6 +28,17 @@ enum class Grid {
 // sends fewer bytes of many rows.
 constexpr int kFewWorldSize = 2;
 
+// What a kernel is compiled for: a number of ranks, or any, which it is told when it runs. A kernel
+// of each number took more than half as long again to build, and as much more memory
+// (docs/engineering-log/2026-11-24-boundaries.md).
+constexpr int kAnyWorldSize = 0;
+template <class T>
+constexpr int compiled_world_size(int world_size) {
+  const bool is_served = kElemsPerPack<T> == 8;  // what models are served in: 16 bits
+  const bool is_own = world_size == 2 || (is_served && (world_size == 4 || world_size == 8));
+  return is_own ? world_size : kAnyWorldSize;
+}
+
 // How long a warp may be held up at random, to bring about what seldom happens: CMake's
 // ALLNORM_RANDOM_PAUSES. Otherwise nothing of it is compiled; a branch that is not taken cost
 // registers in most kernels.
@@ -146,6 +157,7 @@ struct FusedParams {
   int32_t num_tokens;  // of this launch
   int32_t packs;
   int32_t rank;
+  int32_t world_size;  // read where the kernel is compiled for kAnyWorldSize
   PushLayout::Phases phases;
   bool large;      // these are the large phases
   uint32_t units;  // that this launch takes of the others: PushTurn

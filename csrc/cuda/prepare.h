@@ -179,6 +179,7 @@ inline FusedParams exchange_params(const AllnormCommConfig& config, const Allnor
   params.num_tokens = static_cast<int32_t>(num_rows);
   params.packs = static_cast<int32_t>(call.hidden_size * element_bytes(call.dtype) / kPackBytes);
   params.rank = config.rank;
+  params.world_size = config.world_size;
   const SlotBytes slot = slot_bytes(config.world_size, call);
   const int64_t bytes = (num_rows + slot.rows - 1) / slot.rows * slot.bytes;
   const uint32_t units = PushLayout::units(config.workspace_bytes, bytes);
@@ -254,6 +255,7 @@ inline FusedParams missing_call_params(const AllnormCommConfig& config, AllnormF
         static_cast<char*>(config.workspaces[(config.rank + q) % config.world_size]);
   }
   params.rank = config.rank;
+  params.world_size = config.world_size;
   params.units = 1;
   params.phases = PushLayout::phases(config.workspace_bytes, params.units);
   params.timeout_ns = config.timeout_ns;

@@ -13,12 +13,14 @@ namespace allnorm {
 // Numerics step 1 over one pack: sum in rank order, rounded once. `unrounded`, if it is not null,
 // receives it before.
 template <class T, int kWorldSize>
-__device__ __forceinline__ Pack sum_in_rank_order(const Pack (&partial)[kWorldSize],
-                                                  float* unrounded = nullptr) {
+__device__ __forceinline__ Pack sum_in_rank_order(const Pack (&partial)[kMostRanks<kWorldSize>],
+                                                  int world_size, float* unrounded = nullptr) {
   float sum[kElemsPerPack<T>];
   unpack<T>(partial[0], sum);
 #pragma unroll
-  for (int rank = 1; rank < kWorldSize; ++rank) add_pack<T>(sum, partial[rank]);
+  for (int rank = 1; rank < kMostRanks<kWorldSize> && rank < world_size; ++rank) {
+    add_pack<T>(sum, partial[rank]);
+  }
   if (unrounded != nullptr) {
 #pragma unroll
     for (int i = 0; i < kElemsPerPack<T>; ++i) unrounded[i] = sum[i];
@@ -44,12 +46,14 @@ __device__ __forceinline__ Pack receive_partials(Exchange<kWorldSize>& exchange,
   // In the order of ranks; of two, whose sum does not depend on it, this one first: known when this
   // is compiled.
   const int place = kWorldSize == 2 ? 0 : rank;
-  Pack partial[kWorldSize];
+  constexpr int kMost = kMostRanks<kWorldSize>;
+  const int world_size = exchange.world_size();
+  Pack partial[kMost];
   bool loads = peeked == nullptr;
   const auto poll = [&] {
     bool all = true;
 #pragma unroll
-    for (int source = 0; source < kWorldSize; ++source) {
+    for (int source = 0; source < kMost && source < world_size; ++source) {
       if (source == place) {
         partial[source] = own;
       } else if (!live) {
@@ -62,7 +66,7 @@ __device__ __forceinline__ Pack receive_partials(Exchange<kWorldSize>& exchange,
     }
     loads = true;
 #pragma unroll
-    for (int source = 0; source < kWorldSize; ++source) {
+    for (int source = 0; source < kMost && source < world_size; ++source) {
       all = all && (source == place || arrived(partial[source]));
     }
     return all;
@@ -71,14 +75,14 @@ __device__ __forceinline__ Pack receive_partials(Exchange<kWorldSize>& exchange,
     if (kWorldSize == 2) return 1 - rank;
     int first = rank == 0 ? 1 : 0;
 #pragma unroll
-    for (int source = kWorldSize - 1; source >= 0; --source) {
-      if (source != rank && !arrived(partial[source])) first = source;
+    for (int source = kMost - 1; source >= 0; --source) {
+      if (source < world_size && source != rank && !arrived(partial[source])) first = source;
     }
     return first;
   };
   if (unrounded != nullptr) unpack<T>(nan_pack(), unrounded);  // which stays after a failure
   if (!exchange.wait_together(poll, missing)) return nan_pack();
-  return sum_in_rank_order<T, kWorldSize>(partial, unrounded);
+  return sum_in_rank_order<T, kWorldSize>(partial, world_size, unrounded);
 }
 
 // Waits for a pack that one rank pushes to `slot`, takes it and marks the slot as empty again.
@@ -98,16 +102,18 @@ __device__ __forceinline__ Pack receive_pack(Exchange<kWorldSize>& exchange, cha
 
 // Marks the slots of one pack as empty again, for their next use.
 template <int kWorldSize>
-__device__ __forceinline__ void clear_partials(char* slot, int64_t stride) {
+__device__ __forceinline__ void clear_partials(char* slot, int64_t stride, int world_size) {
   const Pack empty = {kEmptyWord, kEmptyWord, kEmptyWord, kEmptyWord};
 #pragma unroll
-  for (int other = 0; other < kWorldSize - 1; ++other) store_pack(slot + other * stride, empty);
+  for (int other = 0; other < kMostRanks<kWorldSize> - 1 && other < world_size - 1; ++other) {
+    store_pack(slot + other * stride, empty);
+  }
 }
 
 // `rank`'s number among the others of the rank `q` after it.
 template <int kWorldSize>
-__device__ __forceinline__ int number_at(int q, int rank) {
-  return kWorldSize == 2 ? 0 : rank + q >= kWorldSize ? rank - 1 : rank;
+__device__ __forceinline__ int number_at(int q, int rank, int world_size) {
+  return kWorldSize == 2 ? 0 : rank + q >= world_size ? rank - 1 : rank;
 }
 
 // The same for packs of fewer words: what a format has made of a pack.

@@ -128,7 +128,8 @@ void enqueue(shim::Machine& machine, const AllnormCommConfig& config, Operation&
        .kernel =
            [params, &op] {
              (..., (kDtypeOf<Types> == op.call.dtype
-                        ? run<Types, kWorldSize>(params, op.call, ExtendedFormats())
+                        ? run<Types, compiled_world_size<Types>(kWorldSize)>(params, op.call,
+                                                                             ExtendedFormats())
                         : void()));
            }},
       0);

@@ -57,14 +57,14 @@ void test_missing_call(const Kind& kind, int before, uint64_t seed) {
         continue;
       }
       const FusedParams params = missing_call_params(group.configs[r], &group.faults[r]);
-      machine.launch(
-          rank, {.num_blocks = 1,
-                 .num_threads = static_cast<uint32_t>(threads_of(0, 1)),
-                 .cluster_size = 1,
-                 .kernel = [params] {
-                   run_fused<Float32, DenseRows, kWorldSize, OneShot, Grid::kSparse, Plain, false>(
-                       params);
-                 }});
+      machine.launch(rank,
+                     {.num_blocks = 1,
+                      .num_threads = static_cast<uint32_t>(threads_of(0, 1)),
+                      .cluster_size = 1,
+                      .kernel = [params] {
+                        run_fused<Float32, DenseRows, compiled_world_size<Float32>(kWorldSize),
+                                  OneShot, Grid::kSparse, Plain, false>(params);
+                      }});
     }
   }
   if (!check(machine.run(kMaxTurns), "%s: does not end", kind.name)) return;

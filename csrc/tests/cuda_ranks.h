@@ -121,8 +121,9 @@ void launch(shim::Machine& machine, const AllnormCommConfig& config, Operation& 
          .dependent = on.dependent,
          .kernel =
              [params, &op] {
-               (..., (kDtypeOf<Types> == op.call.dtype ? run_kernel<Types, kWorldSize>(params, op)
-                                                       : void()));
+               (..., (kDtypeOf<Types> == op.call.dtype
+                          ? run_kernel<Types, compiled_world_size<Types>(kWorldSize)>(params, op)
+                          : void()));
              }},
         on.stream);
     first += count;

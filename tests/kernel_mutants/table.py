@@ -56,6 +56,8 @@ _LARGE_BARRIER = "    // nobody waits for it for ever.\n    __syncthreads();\n"
 _PACED_SEND = "      if (!last) {\n        pace.wait();\n        send(row + step_, ahead);\n"
 _SEND_NOT_SENT = "      if (!sent) {\n        pace.wait();\n        send(row + step_, ahead);\n"
 _PREFETCHED_SEND = "      } else {\n        pace.wait();\n        send(row + step_, ahead);\n"
+_CLEAR_TWO_SHOT = "    clear_partials<kWorldSize>(slot(row), stride_, layout_.world_size);\n"
+_CLEAR_OWNED = "    if (live_) clear_partials<kWorldSize>(slot, stride, layout_.world_size);\n"
 _STAGED = "    // thread comes here again: the sum over the next row lies in between.\n"
 
 # What weaker memory does, and threads that do not wait for each other: ThreadSanitizer reports it.
@@ -327,14 +329,14 @@ WRONG_RESULTS = (
     ),
     Mutant(
         "partials are not cleared: two_shot",
-        ((TWO_SHOT, "    clear_partials<kWorldSize>(slot(row), stride_);\n", ""),),
+        ((TWO_SHOT, _CLEAR_TWO_SHOT, ""),),
         (WRONG, NOT_EMPTY),
         "plain",
         short=False,
     ),
     Mutant(
         "partials are not cleared: owned rows",
-        ((ROW_OWNERS, "    if (live_) clear_partials<kWorldSize>(slot, stride);\n", ""),),
+        ((ROW_OWNERS, _CLEAR_OWNED, ""),),
         (WRONG, NOT_EMPTY),
         "plain",
         short=False,
@@ -406,12 +408,12 @@ WRONG_RESULTS = (
             (
                 SLOTS,
                 "  unpack<T>(partial[0], sum);",
-                "  unpack<T>(partial[kWorldSize - 1], sum);",
+                "  unpack<T>(partial[world_size - 1], sum);",
             ),
             (
                 SLOTS,
                 "add_pack<T>(sum, partial[rank]);",
-                "add_pack<T>(sum, partial[kWorldSize - 1 - rank]);",
+                "add_pack<T>(sum, partial[world_size - 1 - rank]);",
             ),
         ),
         (WRONG,),
@@ -421,7 +423,7 @@ WRONG_RESULTS = (
     ),
     Mutant(
         "slots numbered as another rank numbers them",
-        ((SLOTS, "rank + q >= kWorldSize ? rank - 1 : rank;", "q - 1;"),),
+        ((SLOTS, "rank + q >= world_size ? rank - 1 : rank;", "q - 1;"),),
         (WRONG, HANGS, NOT_EMPTY),
         "plain",
         short=False,

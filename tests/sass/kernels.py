@@ -7,7 +7,8 @@ import re
 from collections import Counter
 
 DTYPES = ("Bfloat16", "Float16", "Float32")
-WORLD_SIZES = range(2, 9)
+ANY_WORLD_SIZE = 0  # what a kernel is compiled for that is told the number of ranks
+MOST_RANKS = 8
 FEW_WORLD_SIZE = 2
 OWNED = ("owned_sum", "owned_finished", "owned_given")
 OWNED_FEW = "owned_sum_few"
@@ -48,7 +49,7 @@ class Variant:
         str
     )
     dtype: str
-    world_size: int  # 1: local
+    world_size: int  # 1: local; ANY_WORLD_SIZE
     quantized: bool
     extended: bool = False  # knows numerics steps 0 and 1c, NVFP4, and scales in tiles
 
@@ -57,9 +58,14 @@ class Variant:
         return self.kind.startswith("local")
 
     @property
+    def most_ranks(self) -> int:
+        """How many there may be."""
+        return MOST_RANKS if self.world_size == ANY_WORLD_SIZE else self.world_size
+
+    @property
     def polled_together(self) -> int:
         """Loads of a group of polls for partial sums."""
-        return 1 if self.world_size == 2 else self.world_size
+        return 1 if self.most_ranks == 2 else self.most_ranks
 
     @property
     def traffic(self) -> Traffic:
@@ -68,7 +74,7 @@ class Variant:
         A group of polls loads the pack of every rank, of which the own one is predicated off; of
         two ranks it loads the other's alone.
         """
-        ranks, peers = self.polled_together, self.world_size - 1
+        ranks, peers = self.polled_together, self.most_ranks - 1
         wide = {
             # sent: the first row, and one ahead; received: one group
             "one_shot": (2 * peers, ranks),
@@ -100,12 +106,15 @@ class Variant:
 
         None in the kernels of few tokens, but for two_shot of many ranks, and none in those of
         rows with owners, but for finished rows of many ranks, of which two are on their way at a
-        time. `one_shot_dense` trades registers for two blocks an SM.
+        time. `one_shot_dense` trades registers for two blocks an SM. A kernel of any number of
+        ranks has the slots of eight at hand, and whether there are so many.
         """
-        if self.kind == "two_shot" and self.world_size > 5:
+        if self.world_size == ANY_WORLD_SIZE:
+            return {"one_shot_dense": 216, "two_shot": 136}.get(self.kind, 96)
+        if self.kind == "two_shot" and self.world_size > 4:
             return 96
-        if self.kind == "owned_finished" and self.world_size > 5:
-            return 8 if self.world_size == 6 else 40
+        if self.kind == "owned_finished" and self.world_size > 4:
+            return 40
         if self.kind == "one_shot_dense":
             return 136 if self.world_size > 4 or self.extended else 56
         if self.kind == "two_shot" and self.world_size > 2 and self.quantized and self.extended:
@@ -142,6 +151,11 @@ def variant_of(name: str) -> Variant | None:
     return None
 
 
+def world_sizes(dtype: str) -> tuple[int, ...]:
+    """What kernels of more than one rank are compiled for: cuda/params.h."""
+    return (ANY_WORLD_SIZE, 2) if dtype == "Float32" else (ANY_WORLD_SIZE, 2, 4, 8)
+
+
 def all_variants() -> set[Variant]:
     """Every kernel that a library has for each architecture."""
     kinds = [
@@ -156,9 +170,9 @@ def all_variants() -> set[Variant]:
         {
             Variant(kind, dtype, world_size, quantized, extended)
             for dtype in DTYPES
-            for world_size in WORLD_SIZES
+            for world_size in world_sizes(dtype)
             for kind, quantized, extended in kinds
-            if not (kind == "one_shot_dense" and extended and world_size > 2)
+            if not (kind == "one_shot_dense" and extended and world_size != 2)
         }
         | {
             Variant(kind, dtype, 2, quantized, True)

@@ -87,6 +87,7 @@ _NUMBER_STORE = (
     "PushControl::released(params_.rank),\n                        op_);\n"
 )
 _EXCHANGE = "  Exchange<kWorldSize> exchange(params);\n"
+_CLEAR = "    if (live_) clear_partials<kWorldSize>(slots, stride_, layout_.world_size);\n"
 _FAULT_FENCE = "    __threadfence_system();\n"
 _FAULT_STATUS = "    fault->status = status;\n"
 
@@ -175,8 +176,8 @@ MUTANTS = (
     ),
     _mutant(
         *("a fence on the data path too", "one_system_fence", "transports/one_shot.cuh"),
-        "    if (live_) clear_partials<kWorldSize>(slots, stride_);\n",
-        "    if (live_) clear_partials<kWorldSize>(slots, stride_);\n    fence_acq_rel_sys();\n",
+        _CLEAR,
+        _CLEAR + "    fence_acq_rel_sys();\n",
     ),
     _mutant(
         *("an acquire at gpu scope", "numbers_are_acquired", "memory.cuh"),

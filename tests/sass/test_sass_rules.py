@@ -9,7 +9,7 @@ import pytest
 
 from sass import rules
 from sass.disassembly import Kernel, parse
-from sass.kernels import Variant, all_variants, variant_of
+from sass.kernels import ANY_WORLD_SIZE, Variant, all_variants, variant_of
 
 _DENSE = "ENS_9DenseRowsE"
 ONE_SHOT = (
@@ -17,7 +17,7 @@ ONE_SHOT = (
     "vNS_11FusedParamsE"
 )
 OWNED = (
-    f"_ZN7allnorm17owned_rows_kernelINS_7Float32{_DENSE}Li8ELNS_5OwnedE1ELb0ENS_4E4m3ELb0EEE"
+    f"_ZN7allnorm17owned_rows_kernelINS_7Float32{_DENSE}Li0ELNS_5OwnedE1ELb0ENS_4E4m3ELb0EEE"
     "vNS_15OwnedRowsParamsE"
 )
 LOCAL = "_ZN7allnorm12local_kernelINS_7Float16ELb1ENS_5PlainELb0EEEvNS_11LocalParamsE"
@@ -60,7 +60,7 @@ def kernel(*lines: str, frame_bytes: int = 0) -> Kernel:
             Variant("one_shot_few", "Bfloat16", 2, False),
         ),
         (ONE_SHOT.replace("OneShot", "TwoShot"), Variant("two_shot", "Bfloat16", 2, True)),
-        (OWNED, Variant("owned_finished", "Float32", 8, True)),
+        (OWNED, Variant("owned_finished", "Float32", ANY_WORLD_SIZE, True)),
         (LOCAL, Variant("local_aligned", "Float16", 1, False)),
         (LOCAL_ROWS, Variant("local_rows", "Float16", 1, False)),
         (

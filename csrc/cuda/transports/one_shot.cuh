@@ -18,7 +18,7 @@ class OneShot {
   __device__ __forceinline__ OneShot(const FusedParams& params, Exchange<kWorldSize>& exchange,
                                      int pack, bool live)
       : exchange_(exchange),
-        layout_{kWorldSize, params.packs, params.num_tokens},
+        layout_{exchange.world_size(), params.packs, params.num_tokens},
         stride_(layout_.one_shot_slot(1, 0, 0)),
         rank_(params.rank),
         pack_(pack),
@@ -29,9 +29,9 @@ class OneShot {
     const Pack payload = canonicalize(own);
     const int64_t offset = layout_.one_shot_slot(0, row, pack_);
 #pragma unroll
-    for (int q = 1; q < kWorldSize; ++q) {
-      store_relaxed_sys(exchange_.slots(q) + offset + number_at<kWorldSize>(q, rank_) * stride_,
-                        payload);
+    for (int q = 1; q < kMostRanks<kWorldSize> && q < layout_.world_size; ++q) {
+      const int number = number_at<kWorldSize>(q, rank_, layout_.world_size);
+      store_relaxed_sys(exchange_.slots(q) + offset + number * stride_, payload);
     }
   }
 
@@ -47,7 +47,7 @@ class OneShot {
     char* const slots = slot(row);
     const Pack sum =
         receive_partials<T, kWorldSize>(exchange_, slots, stride_, rank_, own(), live_, peeked);
-    if (live_) clear_partials<kWorldSize>(slots, stride_);
+    if (live_) clear_partials<kWorldSize>(slots, stride_, layout_.world_size);
     return sum;
   }
 

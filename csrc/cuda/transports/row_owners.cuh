@@ -32,9 +32,9 @@ class RowOwners {
                                        bool sends_packed)
       : exchange_(exchange),
         quant_(params.fused.epilogue.quant),
-        layout_{kWorldSize, params.fused.packs, sends_packed ? Format::kPackedBytes : kPackBytes,
-                sends_packed ? sent_scales() : 0,
-                (params.fused.num_tokens + kWorldSize - 1) / kWorldSize},
+        layout_{exchange.world_size(), params.fused.packs,
+                sends_packed ? Format::kPackedBytes : kPackBytes, sends_packed ? sent_scales() : 0,
+                (params.fused.num_tokens + exchange.world_size() - 1) / exchange.world_size()},
         rank_(params.fused.rank),
         pack_(pack),
         live_(live) {}
@@ -42,8 +42,9 @@ class RowOwners {
   // First hop: this rank's partial of the `local`th row of `owner` in this launch.
   __device__ __forceinline__ void send_partial(int owner, int local, const Pack& own) {
     if (!live_ || exchange_.failed()) return;
-    const int q = owner - rank_ + (owner < rank_ ? kWorldSize : 0);
-    const int64_t slot = layout_.slot(number_at<kWorldSize>(q, rank_), local, pack_);
+    const int q = owner - rank_ + (owner < rank_ ? layout_.world_size : 0);
+    const int64_t slot =
+        layout_.slot(number_at<kWorldSize>(q, rank_, layout_.world_size), local, pack_);
     store_relaxed_sys(exchange_.slots(q) + slot, canonicalize(own));
   }
   // `unrounded`, if it is not null, receives the sum as float32.
@@ -53,7 +54,7 @@ class RowOwners {
     const int64_t stride = layout_.slot(1, 0, 0);
     const Pack sum = allnorm::receive_partials<T, kWorldSize>(exchange_, slot, stride, rank_, own,
                                                               live_, nullptr, unrounded);
-    if (live_) clear_partials<kWorldSize>(slot, stride);
+    if (live_) clear_partials<kWorldSize>(slot, stride, layout_.world_size);
     return sum;
   }
 
@@ -63,7 +64,7 @@ class RowOwners {
     if (!live_ || exchange_.failed_before()) return;
     const Pack payload = canonicalize(y);
 #pragma unroll
-    for (int q = 1; q < kWorldSize; ++q) {
+    for (int q = 1; q < kMostRanks<kWorldSize> && q < layout_.world_size; ++q) {
       store_relaxed_sys(finished_at(q, local) + pack_ * kPackBytes, payload);
     }
   }
@@ -79,7 +80,7 @@ class RowOwners {
     const bool silent = exchange_.failed_before();
     if (live_ && !silent) {
 #pragma unroll
-      for (int q = 1; q < kWorldSize; ++q) {
+      for (int q = 1; q < kMostRanks<kWorldSize> && q < layout_.world_size; ++q) {
         store_to_peer(finished_at(q, local) + pack_ * Format::kPackedBytes, packed);
       }
     }
@@ -93,7 +94,7 @@ class RowOwners {
     for (int i = mine.begin + threadIdx.x; i < mine.end; i += blockDim.x) {
       const uint32_t scale = bit_cast<uint32_t>(staged[i - mine.begin]);
 #pragma unroll
-      for (int q = 1; q < kWorldSize; ++q) {
+      for (int q = 1; q < kMostRanks<kWorldSize> && q < layout_.world_size; ++q) {
         store_relaxed_sys(finished_at(q, local) + layout_.finished_scale(i), scale);
       }
     }
@@ -162,7 +163,8 @@ class RowOwners {
   }
   // Where this rank's finished row goes at the rank `q` after it, and where `owner`'s arrives here.
   __device__ __forceinline__ char* finished_at(int q, int local) const {
-    return exchange_.slots(q) + layout_.finished(number_at<kWorldSize>(q, rank_), local, kGathered);
+    return exchange_.slots(q) +
+           layout_.finished(number_at<kWorldSize>(q, rank_, layout_.world_size), local, kGathered);
   }
   __device__ __forceinline__ char* finished_of(int owner, int local) const {
     return exchange_.slots(0) + layout_.finished(PushLayout::other(rank_, owner), local, kGathered);

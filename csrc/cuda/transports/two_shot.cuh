@@ -21,7 +21,7 @@ class TwoShot {
   __device__ __forceinline__ TwoShot(const FusedParams& params, Exchange<kWorldSize>& exchange,
                                      int pack, bool live)
       : exchange_(exchange),
-        layout_{kWorldSize, params.packs, params.num_tokens},
+        layout_{exchange.world_size(), params.packs, params.num_tokens},
         stride_(layout_.two_shot_slot(1, 0, 0)),
         rank_(params.rank),
         pack_(pack),
@@ -30,7 +30,7 @@ class TwoShot {
   __device__ __forceinline__ void send(int row, const Pack& own) {
     const int q = ranks_to_owner(row);
     if (!live_ || q == 0 || exchange_.failed()) return;
-    const int number = number_at<kWorldSize>(q, rank_);
+    const int number = number_at<kWorldSize>(q, rank_, layout_.world_size);
     store_relaxed_sys(exchange_.slots(q) + layout_.two_shot_slot(number, row, pack_),
                       canonicalize(own));
   }
@@ -47,8 +47,10 @@ class TwoShot {
     if (!live_ || exchange_.failed_before()) return sum;
     const int64_t sum_offset = layout_.two_shot_sum(row, pack_);
 #pragma unroll
-    for (int q = 1; q < kWorldSize; ++q) store_relaxed_sys(exchange_.slots(q) + sum_offset, sum);
-    clear_partials<kWorldSize>(slot(row), stride_);
+    for (int q = 1; q < kMostRanks<kWorldSize> && q < layout_.world_size; ++q) {
+      store_relaxed_sys(exchange_.slots(q) + sum_offset, sum);
+    }
+    clear_partials<kWorldSize>(slot(row), stride_, layout_.world_size);
     return sum;
   }
 
@@ -58,15 +60,17 @@ class TwoShot {
     const int to_owner = ranks_to_owner(row);
     if (to_owner == 0) return own();
     char* const sum = exchange_.slots(0) + layout_.two_shot_sum(row, pack_);
-    return receive_pack(exchange_, sum, live_, [&] { return (rank_ + to_owner) % kWorldSize; });
+    return receive_pack(exchange_, sum, live_,
+                        [&] { return (rank_ + to_owner) % layout_.world_size; });
   }
 
  private:
   // 0 if this rank owns this thread's pack of `row`, else how many ranks further the owner is.
   __device__ __forceinline__ int ranks_to_owner(int row) const {
-    const uint32_t owner = (static_cast<uint32_t>(row) + pack_ / kPacksPerChunk) % kWorldSize;
+    const auto world_size = static_cast<uint32_t>(layout_.world_size);
+    const uint32_t owner = (static_cast<uint32_t>(row) + pack_ / kPacksPerChunk) % world_size;
     const int q = static_cast<int>(owner) - rank_;
-    return q < 0 ? q + kWorldSize : q;
+    return q < 0 ? q + layout_.world_size : q;
   }
 
   __device__ __forceinline__ char* slot(int row) const {
