@@ -152,12 +152,13 @@ def together(samples: Samples, arms: Iterable[Arm]) -> Samples:
 
 
 class Product:
-    """A product `[num_tokens, columns] @ [columns, hidden_size]` in front of every call.
+    """A linear layer of `columns` input features in front of every call.
 
     It writes the partial sums of a case, or the shared expert's part of them, which have other
-    values until `restore`. It leaves little
-    in the caches of what a call reads beside its input, and nothing of the launch overlaps the call
-    before. Two matrices take turns, so that wide ones are not in the caches themselves.
+    values until `restore`. Its weights lie as a layer's do, [hidden_size, columns]: for those the
+    library behind it has other kernels than for their transpose, which end otherwise. It leaves
+    little in the caches of what a call reads beside its input, and nothing of the launch overlaps
+    the call before. Two layers take turns, so that wide ones are not in the caches themselves.
     """
 
     def __init__(self, case: Case, columns: int) -> None:
@@ -165,8 +166,8 @@ class Product:
         self._kept = [x.clone() for x in self._xs]
         options: dict[str, Any] = {"dtype": case.dtype, "device": case.device}
         self._left = torch.randn(case.num_rows, columns, **options) / columns
-        self._right = [
-            torch.randn(columns, case.shape.hidden_size, **options) for _ in range(NUM_SETS)
+        self._weights = [
+            torch.randn(case.shape.hidden_size, columns, **options) for _ in range(NUM_SETS)
         ]
         # The library behind it allocates at its first product, which no CUDA graph can capture.
         for index in range(NUM_SETS):
@@ -202,4 +203,4 @@ class Product:
         copy_all(self._xs, self._kept)
 
     def _multiply(self, index: int) -> None:
-        torch.mm(self._left, self._right[index], out=self._xs[index])
+        torch.mm(self._left, self._weights[index].t(), out=self._xs[index])

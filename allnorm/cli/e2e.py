@@ -22,6 +22,11 @@ from allnorm.cli.options import Device, Dtype, Json, Tp
 _MODEL = {"cuda": "llama-3.1-8b", "cpu": "tiny"}
 _BATCH = {"cuda": "1,8,64", "cpu": "1,4"}
 _LESS_MEMORY = "Fewer --layers, a smaller --model or --batch, or more GPUs need less."
+_PRODUCTS = {
+    "torch": "",
+    "triton": "Triton's products in front of reductions. ",
+    "dependent": "Triton's products in front of reductions, which let what follows begin early. ",
+}
 _PROMPT, _TOKENS = {"cuda": 128, "cpu": 16}, {"cuda": 64, "cpu": 8}
 
 
@@ -46,6 +51,13 @@ def e2e(
         str, typer.Option(help="What to run, separated by commas. Default: everything.")
     ] = "",
     dtype: Dtype = "bfloat16",
+    product: Annotated[
+        str,
+        typer.Option(
+            help="What multiplies in front of a reduction, in all arms, up to 64 tokens: torch; "
+            "triton, a kernel of Triton's; dependent, the same with what follows let in early."
+        ),
+    ] = "torch",
     rounds: Annotated[int, typer.Option(min=1, help="Timed generations of each arm.")] = 3,
     device: Device = "auto",
     json: Json = None,
@@ -68,9 +80,12 @@ def e2e(
         dtype=options.choice(dtype, "--dtype", names.DTYPES),
         device=where,
         rounds=rounds,
+        product=options.choice(product, "--product", models.PRODUCTS),
     )
     with options.of("--dtype"):
         models.check_dtype(job.model, job.dtype, where)
+    with options.of("--product"):
+        models.check_product(job.model, job.product, job.dtype, where)
     sizes = options.world_sizes(tp, where)
     with options.of("--tp"):
         for size in sizes:
@@ -104,6 +119,7 @@ def _run(job: Job, size: int, json: Path | None, console: Console) -> list[Resul
         prompt=job.prompt,
         tokens=job.tokens,
         rounds=job.rounds,
+        product=job.product,
     )
     output.append_json_lines(json, [report.json_row(r, job.model) for r in found], common)
     for batch_size in job.batch_sizes:
@@ -131,6 +147,7 @@ def _explanation(job: Job) -> str:
     return (
         f"{model.name}, {model.num_layers} layers, {job.dtype}, random weights, on "
         f"{topology.device_name(job.device)}: {job.prompt} tokens in, {job.tokens} out, greedy. "
+        f"{_PRODUCTS[job.product]}"
         f"Prefill is eager, decode {decode}; arms take turns, {job.rounds} rounds; times are the "
         "slowest rank's. Arms differ in nothing but what turns partial sums into normed rows. "
         "comm: beyond a run without communication. = unfused: tokens equal to allnorm:unfused, "

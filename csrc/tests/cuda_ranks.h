@@ -46,7 +46,7 @@ void run_one_shot(const FusedParams& params, const Operation& op, bool few) {
       return run_fused<T, DenseRows, kWorldSize, OneShot, Grid::kSparse, Format, true>(params);
     }
   }
-  if constexpr (kWorldSize == 2 || !kExtended) {
+  if constexpr (kWorldSize == 2 || (!kExtended && kWorldSize != kAnyWorldSize)) {
     if (op.dense) {
       return run_fused<T, DenseRows, kWorldSize, OneShot, Grid::kDense, Format, kExtended>(params);
     }

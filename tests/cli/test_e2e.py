@@ -21,6 +21,7 @@ ARMS = ["allnorm", "allnorm:unfused", "gloo+torch", "gloo+local"]
 QUICK = ("--device", "cpu", "--prompt", "5", "--tokens", "4", "--rounds", "1")
 FIELDS = {
     *("cpu", "cores", "backend", "dtype", "prompt", "tokens", "rounds", "commit", "versions"),
+    "product",
     *("command", "date", "model", "hidden_size", "num_layers", "num_heads", "num_kv_heads"),
     *("head_dim", "intermediate_size", "vocab_size", "eps", "rope_theta", "qk_norm", "arm"),
     *("weight_bias", "post_norm", "activation", "num_experts", "top_k"),
@@ -91,11 +92,17 @@ def test_what_comes_before_the_residual_changes_no_token(model: str, tmp_path: P
 
 @pytest.mark.gpu
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("model", ["tiny", "tiny-gemma", "tiny-moe"])
-def test_on_gpus(model: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "product"),
+    [
+        *(("tiny", "torch"), ("tiny-gemma", "torch"), ("tiny-moe", "torch")),
+        *(("tiny", "triton"), ("tiny", "dependent")),
+    ],
+)
+def test_on_gpus(model: str, product: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     arguments = ("--batch", "1,3", "--tp", "2", "--device", "cuda", "--json", str(path))
-    done = invoke(*arguments, "--model", model)
+    done = invoke(*arguments, "--model", model, "--product", product)
     assert done.exit_code == 0, done.output
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert {"allnorm", "allnorm:unfused", "nccl+torch", "nccl+local"} <= {r["arm"] for r in rows}
@@ -168,6 +175,8 @@ def test_a_wrong_call_is_the_exit_code(
         (("--batch", "0"), "integers"),
         (("--arms", "mpi"), "allnorm:unfused"),
         (("--dtype", "int8"), "bfloat16"),
+        (("--product", "cublas"), "dependent"),
+        (("--product", "triton"), "need a GPU"),
     ],
 )
 def test_wrong_arguments_are_explained(arguments: tuple[str, ...], complaint: str) -> None:
@@ -239,6 +248,20 @@ def test_every_model_can_be_shared_by_as_many_ranks_as_it_has_key_heads() -> Non
             assert shared % m.num_kv_heads == 0, m.name
         assert m.vocab_size <= 1 << 24  # tokens travel as float32
         assert m.hidden_size % 8 == 0
+
+
+def test_products_of_triton_are_of_dense_layers_in_16_bits_on_gpus() -> None:
+    dense, experts = e2e_models.find("llama-3.1-8b"), e2e_models.find("qwen3-30b-a3b")
+    for product in e2e_models.PRODUCTS:
+        e2e_models.check_product(dense, product, "bfloat16", "cuda")
+    e2e_models.check_product(experts, "torch", "bfloat16", "cuda")
+    for model, dtype, device, word in (
+        (experts, "bfloat16", "cuda", "grouped"),
+        (dense, "float32", "cuda", "16 bits"),
+        (dense, "bfloat16", "cpu", "GPU"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            e2e_models.check_product(model, "dependent", dtype, device)
 
 
 def test_experts_on_gpus_are_bfloat16() -> None:

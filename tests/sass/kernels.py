@@ -110,7 +110,7 @@ class Variant:
         ranks has the slots of eight at hand, and whether there are so many.
         """
         if self.world_size == ANY_WORLD_SIZE:
-            return {"one_shot_dense": 216, "two_shot": 136}.get(self.kind, 96)
+            return 136 if self.kind == "two_shot" else 96
         if self.kind == "two_shot" and self.world_size > 4:
             return 96
         if self.kind == "owned_finished" and self.world_size > 4:
@@ -172,7 +172,9 @@ def all_variants() -> set[Variant]:
             for dtype in DTYPES
             for world_size in world_sizes(dtype)
             for kind, quantized, extended in kinds
-            if not (kind == "one_shot_dense" and extended and world_size != 2)
+            if kind != "one_shot_dense"
+            or world_size == 2
+            or (not extended and world_size != ANY_WORLD_SIZE)
         }
         | {
             Variant(kind, dtype, 2, quantized, True)

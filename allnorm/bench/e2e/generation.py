@@ -18,10 +18,29 @@ from allnorm.bench.e2e.sites import Arm, Partial, Site
 from allnorm.bench.e2e.weights import Layer, Weights
 from allnorm.testing import capture
 
+Linear = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Attend = Callable[[int, Layer, torch.Tensor], torch.Tensor]
 
 _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 _WARM_UP_STEPS = 2
+
+
+def row_parallel(product: str) -> Linear:
+    """The linear of that name, of `models.PRODUCTS`, in front of a reduction.
+
+    Raises:
+        ImportError: Triton's is asked for, and not installed.
+    """
+    if product == "torch":
+        return F.linear
+    from allnorm.bench import triton_product
+
+    def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] > triton_product.MOST_TOKENS:
+            return F.linear(x, weight)
+        return triton_product.linear(x, weight, is_dependent=product == "dependent")
+
+    return linear
 
 
 class Generation:
@@ -34,6 +53,7 @@ class Generation:
         weights: this rank's part.
         prompts: [batch_size, length] int64, on the device of the weights, the same on every rank.
         num_tokens: to generate, the first of them by the prefill.
+        product: of `models.PRODUCTS`.
 
     Attributes:
         logits: [batch_size, this rank's part of the vocabulary], of the latest token.
@@ -44,7 +64,12 @@ class Generation:
     """
 
     def __init__(
-        self, model: Transformer, weights: Weights, prompts: torch.Tensor, num_tokens: int
+        self,
+        model: Transformer,
+        weights: Weights,
+        prompts: torch.Tensor,
+        num_tokens: int,
+        product: str = "torch",
     ) -> None:
         self._model, self._weights, self._prompts = model, weights, prompts
         self.batch_size, self._length = prompts.shape
@@ -60,7 +85,8 @@ class Generation:
         shape = (self.batch_size, num_tokens)
         self.outputs = torch.zeros(shape, dtype=torch.int64, device=device)
         self._step = torch.zeros(1, dtype=torch.int64, device=device)
-        self._mlp = Experts(model, device) if model.num_experts else Mlp(model)
+        self._linear = row_parallel(product)
+        self._mlp = Experts(model, device) if model.num_experts else Mlp(model, self._linear)
 
     def reset(self) -> None:
         """Clears the cache of what earlier generations, perhaps of a wrong arm, have left."""
@@ -97,7 +123,7 @@ class Generation:
         )
         for index, layer in enumerate(layers):
             attended = attend(index, layer, F.linear(normed, layer.qkv))
-            x = F.linear(attended, layer.o)
+            x = self._linear(attended, layer.o)
             normed, residual = site(x, residual, layer.mlp_norm, layer.attention_post)
             returned = self._mlp(layer, normed)
             normed, residual = site(returned, residual, after[index], layer.mlp_post)
@@ -161,12 +187,12 @@ class Runner:
 class Mlp:
     """Gate, up and down projection of a dense layer. Not collective."""
 
-    def __init__(self, model: Transformer) -> None:
-        self._gelu = model.activation == "gelu"
+    def __init__(self, model: Transformer, linear: Linear = F.linear) -> None:
+        self._gelu, self._linear = model.activation == "gelu", linear
 
     def __call__(self, layer: Layer, normed: torch.Tensor) -> Partial:
         """This rank's partial sum of [tokens, hidden_size]."""
-        return F.linear(self.gated(F.linear(normed, layer.gate_up)), layer.down)
+        return self._linear(self.gated(F.linear(normed, layer.gate_up)), layer.down)
 
     def gated(self, gate_up: torch.Tensor) -> torch.Tensor:
         """The gate's half of each row, activated, times the other."""

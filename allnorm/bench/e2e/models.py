@@ -114,6 +114,27 @@ def check_dtype(model: Transformer, dtype: str, device: str) -> None:
         )
 
 
+PRODUCTS = ("torch", "triton", "dependent")
+"""What computes the row-parallel linears of few tokens, in all arms: PyTorch, a Triton kernel, or
+that kernel with dependents let in before it ends."""
+
+
+def check_product(model: Transformer, product: str, dtype: str, device: str) -> None:
+    """Refuses a product that there is none of, there or for these dimensions.
+
+    Raises:
+        ValueError: Triton's on a CPU, in float32, or of a mixture of experts.
+    """
+    if product == "torch":
+        return
+    if device != "cuda":
+        raise ValueError(f"{product}: Triton's products need a GPU; use torch")
+    if dtype == "float32":
+        raise ValueError(f"{product}: Triton's product here is of 16 bits; use torch")
+    if model.num_experts:
+        raise ValueError(f"{product}: the experts of {model.name} have grouped products; use torch")
+
+
 REFERENCE = "allnorm:unfused"
 """The arm whose bits allnorm's others must have."""
 LOCAL = "local"
@@ -141,6 +162,7 @@ class Job:
     dtype: str  # name of the dtype of weights and activations
     device: str  # "cuda" or "cpu"
     rounds: int  # how often each arm generates everything
+    product: str = "torch"  # of PRODUCTS
 
     @property
     def torch_arm(self) -> str:

@@ -55,7 +55,7 @@ def run(rank: int, world_size: int, job: Job) -> RankResult:
         for index, batch_size in enumerate(job.batch_sizes):
             progress = {"done": index, "total": len(job.batch_sizes)}
             prompts = make_prompts(job, batch_size).to(where)
-            generation = Generation(model, parameters, prompts, job.tokens)
+            generation = Generation(model, parameters, prompts, job.tokens, job.product)
             report({"text": f"batch {batch_size}: checking", **progress})
             runners, figures = check(job, arms, pair, generation, result.missing)
             report({"text": f"batch {batch_size}: timing", **progress})
