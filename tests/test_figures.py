@@ -168,7 +168,11 @@ def test_times_in_sentences_are_in_rows(section: Section) -> None:
 
 # page: the rows of each pair of lines of its table, engine's defaults and with allnorm
 GUIDES = {
-    "vllm.md": (("h200x2-vllm-8b.jsonl", "2617b13"), ("h200x4-vllm-70b.jsonl", "790f543")),
+    "vllm.md": (
+        ("h100x2-vllm-8b.jsonl", "604da17"),
+        ("h200x2-vllm-8b.jsonl", "2617b13"),
+        ("h200x4-vllm-70b.jsonl", "790f543"),
+    ),
     "sglang.md": (("h200x2-sglang-8b.jsonl", "cdb34ee"), ("h200x4-sglang-8b.jsonl", "f2624c4")),
 }
 
@@ -200,10 +204,10 @@ def test_times_of_engines_are_in_rows(page: str) -> None:
 
 def test_what_the_readme_says_of_vllm_is_in_rows() -> None:
     readme = (ROOT / "README.md").read_text()
-    ((least, most, commit),) = re.findall(
-        r"([\d.]+) to ([\d.]+) % less time.*\(commit (\w{7})", readme
+    ((gpus, least, most, commit),) = re.findall(
+        r"two (\w+)s: ([\d.]+) to ([\d.]+) % less time.*\(commit (\w{7})", readme
     )
-    times = engine_times("h200x2-vllm-8b.jsonl", commit)
+    times = engine_times(f"{gpus.lower()}x2-vllm-8b.jsonl", commit)
     saved = [100 * (1 - times["allnorm"][b] / times["default"][b]) for b in (1, 8, 32, 64)]
     assert rounds_to(min(saved), least)
     assert rounds_to(max(saved), most)
