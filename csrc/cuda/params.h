@@ -28,9 +28,10 @@ enum class Grid {
 // sends fewer bytes of many rows.
 constexpr int kFewWorldSize = 2;
 
-// What a kernel is compiled for: a number of ranks, or any, which it is told when it runs. A kernel
-// of each number took more than half as long again to build, and as much more memory
-// (docs/engineering-log/2026-11-24-boundaries.md).
+// What a kernel is compiled for: a number of ranks, or any, which it is told when it runs. With
+// kernels of all numbers the library took half as long again to build, and was half as large again;
+// that of any takes 2 to 16 % longer than one of its own would (docs/engineering-log/2026-11-24-
+// boundaries.md).
 constexpr int kAnyWorldSize = 0;
 template <class T>
 constexpr int compiled_world_size(int world_size) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 from dataclasses import dataclass
 from typing import Literal
 
@@ -47,14 +48,30 @@ class Mutant:
     test: str = "cuda_schedules_test"
     short: bool = True
 
+    def edited(self, sources: pathlib.Path) -> dict[str, str]:
+        """The files below `sources` that it changes, with the defect, by name.
+
+        Raises:
+            LookupError: a text is not in its file once.
+        """
+        files: dict[str, str] = {}
+        for name, old, new in self.edits:
+            text = files.get(name) or (sources / name).read_text()
+            if text.count(old) != 1:
+                raise LookupError(
+                    f"csrc/{name} holds {text.count(old)} times, not once, the text\n{old}"
+                    "Has it changed? Then the mutant must change with it."
+                )
+            files[name] = text.replace(old, new)
+        return files
+
 
 _SHARED = "      if (lane == 0) store_shared(shared_ + at, chunk_value);\n      __syncthreads();\n"
 _OWN_BARRIER = "  __syncthreads();  // every thread has read the operation counter"
 _ADVANCE = "    // After the barrier in add_row().\n    if (last) exchange_.advance();\n"
 _NO_ROW_BARRIER = "  exchange.advance_unused();\n  __syncthreads();\n"
 _LARGE_BARRIER = "    // nobody waits for it for ever.\n    __syncthreads();\n"
-_PACED_SEND = "      if (!last) {\n        pace.wait();\n        send(row + step_, ahead);\n"
-_SEND_NOT_SENT = "      if (!sent) {\n        pace.wait();\n        send(row + step_, ahead);\n"
+_SEND_NOT_SENT = "      if (!sent) send_next();\n"
 _PREFETCHED_SEND = "      } else {\n        pace.wait();\n        send(row + step_, ahead);\n"
 _CLEAR_TWO_SHOT = "    clear_partials<kWorldSize>(slot(row), stride_, layout_.world_size);\n"
 _CLEAR_OWNED = "    if (live_) clear_partials<kWorldSize>(slot, stride, layout_.world_size);\n"
@@ -222,14 +239,21 @@ RACES = (
 WRONG_RESULTS = (
     Mutant(
         "two ranks, many rows: the next row is not sent after the one before",
-        ((FUSED, _PACED_SEND, "      if (!last) {\n        pace.wait();\n"),),
+        ((FUSED, _SEND_NOT_SENT, "      if (!sent && kWhenDue) send_next();\n"),),
         (HANGS,),
         build="plain",
     ),
     Mutant(
         "two ranks, many rows with a post norm: what was not due is not sent later",
-        ((FUSED, _SEND_NOT_SENT, "      if (!sent) {\n        pace.wait();\n"),),
+        ((FUSED, _SEND_NOT_SENT, "      if (!sent && !kWhenDue) send_next();\n"),),
         (HANGS,),
+        build="plain",
+        short=False,
+    ),
+    Mutant(
+        "two ranks, many rows with a post norm: what was sent when due is sent once more",
+        ((FUSED, "        sent = true;\n", ""),),
+        (HANGS, NOT_EMPTY, WRONG),
         build="plain",
         short=False,
     ),
