@@ -143,6 +143,15 @@ def main(
     for copy in copies:
         trees.put(copy)
     failures = 0
+    # Also of those that are not tried now: the next to try them would find that they fit no more.
+    for mutant in table.MUTANTS:
+        try:
+            mutant.edited(ROOT / "csrc")
+        except LookupError as error:
+            failures += 1
+            console.print(f"{mutant.name}: {error}", style="red")
+    if failures:
+        raise typer.Exit(1)
 
     def with_tree(work, *arguments):
         tree = trees.get()

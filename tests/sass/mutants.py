@@ -10,6 +10,8 @@ import dataclasses
 import pathlib
 import shutil
 
+from kernel_edits import CLEAR_ONE_SHOT
+
 from sass.disassembly import Kernel, disassemble, output_of
 from sass.kernels import variant_of
 from sass.rules import complaints
@@ -87,7 +89,6 @@ _NUMBER_STORE = (
     "PushControl::released(params_.rank),\n                        op_);\n"
 )
 _EXCHANGE = "  Exchange<kWorldSize> exchange(params);\n"
-_CLEAR = "    if (live_) clear_partials<kWorldSize>(slots, stride_, layout_.world_size);\n"
 _FAULT_FENCE = "    __threadfence_system();\n"
 _FAULT_STATUS = "    fault->status = status;\n"
 
@@ -176,8 +177,8 @@ MUTANTS = (
     ),
     _mutant(
         *("a fence on the data path too", "one_system_fence", "transports/one_shot.cuh"),
-        _CLEAR,
-        _CLEAR + "    fence_acq_rel_sys();\n",
+        CLEAR_ONE_SHOT,
+        CLEAR_ONE_SHOT + "    fence_acq_rel_sys();\n",
     ),
     _mutant(
         *("an acquire at gpu scope", "numbers_are_acquired", "memory.cuh"),
