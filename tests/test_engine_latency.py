@@ -38,6 +38,13 @@ def vllm_latency(latency: ModuleType) -> Iterator[ModuleType]:
 
 
 @pytest.fixture(scope="module")
+def sglang_latency(latency: ModuleType, weights: ModuleType) -> Iterator[ModuleType]:
+    for worker in load("sglang_worker"):
+        assert worker
+        yield from load("sglang_latency")
+
+
+@pytest.fixture(scope="module")
 def weights() -> Iterator[ModuleType]:
     yield from load("weights")
 
@@ -72,6 +79,16 @@ def test_without_it_the_time_to_the_first_token_is_taken_off(latency: ModuleType
     assert row["tpot_ms"] == pytest.approx((146 - 60) / 63, abs=1e-4)
 
 
+def test_sglang_tells_by_its_scheduler(sglang_latency: ModuleType) -> None:
+    outputs = [
+        {"meta_info": {"prefill_finished_time": 10.0 + i, "request_finished_ts": 20.0 - i}}
+        for i in range(3)
+    ]
+    assert sglang_latency.decode_seconds(outputs) == 8.0
+    del outputs[1]["meta_info"]["prefill_finished_time"]
+    assert sglang_latency.decode_seconds(outputs) is None
+
+
 # ---- settings ------------------------------------------------------------------------------------
 
 
@@ -94,6 +111,31 @@ def test_arguments_of_the_engine_are_merged(vllm_latency: ModuleType) -> None:
             "custom_ops": ["+quant_fp8"],
         },
     }
+
+
+def test_two_hosts_share_the_engine(vllm_latency: ModuleType) -> None:
+    assert "nnodes" not in settings(vllm_latency)
+    first, second = (settings(vllm_latency, "--hosts", "2", "--host", str(host)) for host in (0, 1))
+    assert first == {**second, "node_rank": 0}
+    assert second["node_rank"] == 1
+    assert second["nnodes"] == 2
+
+
+@pytest.mark.parametrize("host", [0, 1])
+def test_a_host_has_its_own_gpus(
+    vllm_latency: ModuleType, monkeypatch: pytest.MonkeyPatch, host: int
+) -> None:
+    environment: dict[str, str] = {}
+    started: list[tuple[str, ...]] = []
+    monkeypatch.setattr(vllm_latency.os, "environ", environment)
+    monkeypatch.setattr(vllm_latency.subprocess, "Popen", started.append)
+    monkeypatch.setattr(sys, "argv", ["vllm_latency.py", "--arm", "allnorm"])
+    given = ["--model", "m", "--json", "rows", "--tp", "4", "--hosts", "2", "--host", str(host)]
+    vllm_latency.be_host(vllm_latency.arguments(given))
+    assert environment["CUDA_VISIBLE_DEVICES"] == ("0,1", "2,3")[host]
+    assert environment["NCCL_HOSTID"] == f"host{host}"
+    # The first starts the other.
+    assert [command[-4:] for command in started] == [["--arm", "allnorm", "--host", "1"]][host:]
 
 
 def test_fp8_is_an_override_of_the_configuration(vllm_latency: ModuleType) -> None:

@@ -161,6 +161,7 @@ def run_arms(
     arms: Sequence[str],
     environment: Callable[[str], Mapping[str, str]],
     missing: Callable[[str], str] = lambda _: "",
+    prefix: Sequence[str] = (),
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Runs every arm in its process.
 
@@ -170,6 +171,7 @@ def run_arms(
         arms: those that there are.
         environment: of an arm's process.
         missing: why an arm cannot run here; "" if it can.
+        prefix: the command that starts an arm's command.
 
     Returns:
         The rows that were written, and the arms that failed.
@@ -182,7 +184,7 @@ def run_arms(
         if reason := missing(arm):
             print(f"[{arm}] missing: {reason}")
             continue
-        command = [sys.executable, str(script), *sys.argv[1:], "--arm", arm]
+        command = [*prefix, sys.executable, str(script), *sys.argv[1:], "--arm", arm]
         print("$", " ".join(command), flush=True)
         process = subprocess.Popen(command, env=environment(arm), start_new_session=True)
         try:

@@ -84,6 +84,7 @@ class Engine:
             "cuda_graph_bs_prefill": sorted({batch * options.input for batch in batches}),
             "mem_fraction_static": options.memory,
             "custom_weight_loader": list(sglang_worker.LOADERS),
+            "enable_metrics": True,  # for the times of tokens
             "log_level": "info",
         }
         if options.layers:
@@ -96,7 +97,8 @@ class Engine:
         began = time.perf_counter()
         outputs = self._outputs(prompts, tokens)
         seconds = time.perf_counter() - began
-        return latency.Generation(seconds, [list(output["output_ids"]) for output in outputs])
+        made = [list(output["output_ids"]) for output in outputs]
+        return latency.Generation(seconds, made, decode_seconds(outputs))
 
     def logprobs(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
         """Of each prompt token, given the ones before, and of generated ones; one prompt a time."""
@@ -140,6 +142,15 @@ class Engine:
     def shutdown(self) -> None:
         """Ends its processes."""
         self._engine.shutdown()
+
+
+def decode_seconds(outputs: list[dict[str, Any]]) -> float | None:
+    """From the end of the last prompt's prefill to the last token, by the scheduler's clock."""
+    told = [output["meta_info"] for output in outputs]
+    if any("prefill_finished_time" not in one or "request_finished_ts" not in one for one in told):
+        return None
+    last: float = max(one["request_finished_ts"] for one in told)
+    return last - max(one["prefill_finished_time"] for one in told)
 
 
 def run_arm(options: argparse.Namespace, folder: str) -> None:

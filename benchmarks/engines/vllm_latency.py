@@ -15,6 +15,10 @@ DIR has a config.json; no weights are read. Arms:
 
 With --fp8 the linear layers have FP8 weights, and their inputs are quantised. latency.py says what
 TPOT and TTFT are.
+
+With --hosts 2 this machine stands for two, by vLLM's own launch (nnodes): each has half the GPUs
+and a /dev/shm of its own, which takes the rights of root, and NCCL reaches the other by sockets on
+loopback. What a real network does to times it does not show.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import subprocess
 import sys
 import tempfile
 import time
@@ -41,6 +46,15 @@ NO_MULTICAST = {
     "VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm",
 }
 HERE = pathlib.Path(__file__).resolve().parent
+# Starts a command as on a host of its own; allnorm and vLLM tell hosts by their shared memory.
+ON_A_HOST = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs host /dev/shm && exec "$@"', "host")
+OVER_LOOPBACK = {
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "VLLM_HOST_IP": "127.0.0.1",
+}
 # What an FP8 checkpoint's config.json says of itself, by how activations are quantised.
 FP8 = {
     "static": {"quant_method": "fp8", "activation_scheme": "static"},
@@ -56,6 +70,8 @@ FP8 = {
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser = latency.parser(__doc__.split("\n\n")[0], ARMS, "default,allnorm,nccl")
     parser.add_argument("--fp8", choices=FP8, help="FP8 linear layers, with such activation scales")
+    parser.add_argument("--hosts", type=int, default=1, help="as many hosts as this machine plays")
+    parser.add_argument("--host", type=int, default=0, help="be this one; the script starts them")
     return parser.parse_args(given)
 
 
@@ -106,6 +122,9 @@ def settings_of(options: argparse.Namespace, arm: str, batches: list[int]) -> di
         "compilation_config": compilation,
         "worker_extension_cls": "vllm_worker.WorkerTools",
     }
+    if options.hosts > 1:
+        settings |= {"nnodes": options.hosts, "node_rank": options.host}
+        settings |= {"master_addr": "127.0.0.1", "master_port": 29517}
     overrides: dict[str, Any] = {}
     if options.layers:
         overrides["num_hidden_layers"] = options.layers
@@ -132,12 +151,39 @@ def engine(options: argparse.Namespace, arm: str, batches: list[int]) -> Any:
     return LLM(**settings_of(options, arm, batches))
 
 
+def be_host(options: argparse.Namespace) -> None:
+    """Takes this host's GPUs; the first host starts the others."""
+    gpus = options.tp // options.hosts
+    first = options.host * gpus
+    os.environ.update(OVER_LOOPBACK, NCCL_HOSTID=f"host{options.host}")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(first, first + gpus)))
+    if options.host == 0:
+        command = (*ON_A_HOST, sys.executable, str(HERE / "vllm_latency.py"), *sys.argv[1:])
+        for host in range(1, options.hosts):
+            subprocess.Popen([*command, "--host", str(host)])  # ends with the arm's processes
+
+
+def serve_host(options: argparse.Namespace) -> None:
+    """Runs the workers of a host that is not the first, as `vllm serve --headless` does."""
+    from vllm import EngineArgs
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    settings = settings_of(options, options.arm, [int(b) for b in options.batch.split(",")])
+    config = EngineArgs(**settings).create_engine_config(headless=True)
+    MultiprocExecutor(config, monitor_workers=False).start_worker_monitor(inline=True)
+
+
 def run_arm(options: argparse.Namespace) -> None:
     """Builds the engine, measures, appends rows."""
     arm, batches = options.arm, [int(b) for b in options.batch.split(",")]
     began = time.perf_counter()
+    if options.hosts > 1:
+        be_host(options)
+    if options.host > 0:
+        return serve_host(options)
     llm = engine(options, arm, batches)
     row = {**latency.row_of(options, PACKAGES), "fp8": options.fp8, "engine": options.engine}
+    row["hosts"] = options.hosts
     llm.collective_rpc("fill_weights")
     facts = llm.collective_rpc("facts")[0]
     start_s = round(time.perf_counter() - began, 1)
@@ -229,7 +275,9 @@ def missing(arm: str) -> str:
 
 def run_all(options: argparse.Namespace) -> int:
     """Runs every arm in its process; returns the exit code."""
-    rows, failed = latency.run_arms(options, HERE / "vllm_latency.py", ARMS, environment, missing)
+    prefix = ON_A_HOST if options.hosts > 1 else ()
+    script = HERE / "vllm_latency.py"
+    rows, failed = latency.run_arms(options, script, ARMS, environment, missing, prefix)
     latency.summarise(rows, ARMS)
     latency.compare_logprobs(rows, ARMS)
     if failed:

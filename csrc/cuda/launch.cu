@@ -7,6 +7,7 @@
 
 #include "abi/check.h"
 #include "abi/error.h"
+#include "cuda/capture.h"
 #include "cuda/kernels.h"
 #include "cuda/launch.h"
 #include "cuda/prepare.h"
@@ -283,7 +284,14 @@ int32_t launch_local(const Device& device, const AllnormCall& call) {
   geometry.num_threads = std::min(threads_of(packs, geometry.cluster_size), kMaxThreads);
   geometry.num_blocks = choose_num_blocks(call.num_tokens, geometry.cluster_size,
                                           resident_blocks(device, kernel, geometry), 0);
-  return launch(device, kernel, &params, geometry, shared_bytes, call);
+  AllnormCall launched = call;
+  Captured captured;
+  if (get_captured(static_cast<cudaStream_t>(call.stream), &captured) != cudaSuccess) {
+    cudaGetLastError();  // the launch will tell
+  } else if (!lets_dependents_in(captured)) {
+    launched.flags |= ALLNORM_NO_PDL;
+  }
+  return launch(device, kernel, &params, geometry, shared_bytes, launched);
 }
 
 }  // namespace allnorm

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "abi/error.h"
+#include "cuda/capture.h"
 #include "cuda/launch.h"
 #include "cuda/stream_order.h"
 
@@ -21,25 +22,6 @@ bool lasts(cudaStream_t stream) {
   if (stream == nullptr || stream == cudaStreamLegacy) return true;
   const std::lock_guard<std::mutex> lock(lasting_mutex);
   return lasting_streams().contains(stream);
-}
-
-// Of a stream that is being captured: its graph, and what its next node will depend on.
-struct Captured {
-  cudaGraph_t graph = nullptr;
-  const cudaGraphNode_t* nodes = nullptr;
-  size_t num_nodes = 0;
-};
-cudaError_t get_captured(cudaStream_t stream, Captured* captured) {
-  cudaStreamCaptureStatus status;
-  unsigned long long id;
-#if CUDART_VERSION >= 13000
-  const cudaGraphEdgeData* edges;  // asked for: without, edges that are not plain are an error
-  return cudaStreamGetCaptureInfo(stream, &status, &id, &captured->graph, &captured->nodes, &edges,
-                                  &captured->num_nodes);
-#else
-  return cudaStreamGetCaptureInfo_v2(stream, &status, &id, &captured->graph, &captured->nodes,
-                                     &captured->num_nodes);
-#endif
 }
 
 cudaError_t add_dependencies(cudaStream_t stream, const std::vector<cudaGraphNode_t>& nodes) {
@@ -69,7 +51,8 @@ int32_t StreamOrder::initialize() {
                      "creating an event");
 }
 
-int32_t StreamOrder::begin(cudaStream_t stream) {
+int32_t StreamOrder::begin(cudaStream_t stream, bool* dependent) {
+  *dependent = true;
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   capture_ = 0;
   const cudaError_t error = cudaStreamGetCaptureInfo(stream, &capture, &capture_);
@@ -79,7 +62,9 @@ int32_t StreamOrder::begin(cudaStream_t stream) {
                 "the capture of the call's stream is invalid: something in it failed before; end "
                 "it, and capture again with a new communicator");
   }
-  if (capture == cudaStreamCaptureStatusActive) return begin_captured(stream, capture_);
+  if (capture == cudaStreamCaptureStatusActive) {
+    return begin_captured(stream, capture_, dependent);
+  }
   capture_ = 0;
   return begin_eager(stream);
 }
@@ -121,12 +106,8 @@ int32_t StreamOrder::end_eager(cudaStream_t stream) {
   return cuda_status(cudaEventRecord(event_, stream), "recording an event");
 }
 
-int32_t StreamOrder::begin_captured(cudaStream_t stream, unsigned long long id) {
+int32_t StreamOrder::begin_captured(cudaStream_t stream, unsigned long long id, bool* dependent) {
   const LastCaptured& last = captures_[id];
-  // Two nodes of one stream are ordered, and may overlap as dependent launches do.
-  if (last.nodes.empty() || (stream == last.stream && lasts(stream))) return ALLNORM_OK;
-  // A stream whose next node follows those already is left as it is: another edge between the same
-  // nodes would be a full one, and end the overlap of dependent launches.
   Captured captured;
   const int32_t status =
       cuda_status(get_captured(stream, &captured), "asking what has been captured");
@@ -135,7 +116,13 @@ int32_t StreamOrder::begin_captured(cudaStream_t stream, unsigned long long id) 
   const auto follows = [&](cudaGraphNode_t node) {
     return std::find(captured.nodes, end, node) != end;
   };
-  if (std::all_of(last.nodes.begin(), last.nodes.end(), follows)) return ALLNORM_OK;
+  const bool all_follow = std::all_of(last.nodes.begin(), last.nodes.end(), follows);
+  const bool own = captured.num_nodes == 1 && !last.nodes.empty() && all_follow;
+  *dependent = own || lets_dependents_in(captured);
+  // Two nodes of one stream are ordered, and may overlap as dependent launches do. A stream whose
+  // next node follows those already is left as it is: another edge between the same nodes would be
+  // a full one, and end that overlap.
+  if (all_follow || (stream == last.stream && lasts(stream))) return ALLNORM_OK;
   return cuda_status(add_dependencies(stream, last.nodes), "ordering calls of a capture");
 }
 

@@ -36,7 +36,8 @@ class StreamOrder {
   int32_t initialize();
 
   // Around the launches of a call, all on `stream`. If either fails the call's order is not known.
-  int32_t begin(cudaStream_t stream);
+  // `*dependent` tells whether dependent launch pays for the first one.
+  int32_t begin(cudaStream_t stream, bool* dependent);
   int32_t end(cudaStream_t stream);
 
   // Whether a call was captured, so that there may be a graph that launches it. A graph could say
@@ -52,7 +53,7 @@ class StreamOrder {
   };
 
   int32_t begin_eager(cudaStream_t stream);
-  int32_t begin_captured(cudaStream_t stream, unsigned long long id);
+  int32_t begin_captured(cudaStream_t stream, unsigned long long id, bool* dependent);
   int32_t end_eager(cudaStream_t stream);
   int32_t end_captured(cudaStream_t stream);
 

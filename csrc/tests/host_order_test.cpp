@@ -85,6 +85,54 @@ void test_repeated_calls_cost_nothing() {
   }
 }
 
+// In a capture a call is launched as a dependent behind what was launched so itself, behind the
+// communicator's own calls, and where nothing is known of what comes before.
+void test_dependent_launch_where_it_pays() {
+  for (const bool local : {false, true}) {
+    Scene scene("dependent launch");
+    const cudaStream_t stream = new_stream(true);
+    const auto run = [&](int64_t num_tokens = 1) {
+      AllnormCall call = scene.rank.norm(stream, num_tokens);
+      const int32_t status = local ? allnorm_local(&call) : scene.rank.run(call);
+      check(status == ALLNORM_OK, "status %d: %s", status, allnorm_last_error());
+      return launches().back().dependent;
+    };
+    fake::launch_foreign(stream, false);
+    check(run(), "a call that is not captured is not a dependent");
+    cudaStreamBeginCapture(stream);
+    check(run(), "the first of a capture is not a dependent");
+    check(run(), "a call behind a call is not a dependent");
+    fake::launch_foreign(stream, false);
+    check(!run(), "a dependent behind a plain launch");
+    if (!local) check(run(), "a call behind a plain call of the communicator is not a dependent");
+    fake::launch_foreign(stream, false);
+    fake::launch_foreign(stream, true);
+    check(run(), "a call behind a dependent launch is not one");
+    fake::launch_foreign(stream, false);
+    if (!local) {
+      // Several launches in one call: the first is behind the foreign kernel.
+      const size_t before = launches().size();
+      run(4096);
+      check(launches().size() > before + 1, "the call is one launch");
+      for (size_t i = before; i < launches().size(); ++i) {
+        check(launches()[i].dependent == (i > before), "launch %zu of a call", i - before);
+      }
+      fake::launch_foreign(stream, false);
+    }
+    // What cannot be asked costs no call.
+    fake::fail_nth(0, "cudaGraphNodeGetDependencies");
+    check(run(), "a plain launch behind what nothing is known of");
+    check(cudaGetLastError() == cudaSuccess, "an error is left");
+    // Behind two there is no dependent launch to choose.
+    const cudaStream_t other = new_stream(true);
+    follow(other, stream);
+    fake::launch_foreign(other, false);
+    follow(stream, other);
+    check(run(), "a plain launch behind two");
+    cudaGraphExecDestroy(end(stream));
+  }
+}
+
 void test_eager_captured_eager() {
   for (const bool lasts : {false, true}) {
     Scene scene("eager, captured, eager");
@@ -402,6 +450,7 @@ int main() {
   using namespace allnorm::testing;
   test_streams_alternate();
   test_repeated_calls_cost_nothing();
+  test_dependent_launch_where_it_pays();
   test_eager_captured_eager();
   test_same_stream_eager_and_captured();
   test_destroyed_stream();

@@ -16,7 +16,8 @@ using allnorm::fake::Launch;
 
 struct FakeNode {
   Launch launch;
-  std::set<FakeNode*> before;  // all of them, near and far
+  std::set<FakeNode*> before;      // all of them, near and far
+  std::vector<FakeNode*> next_to;  // those with an edge to this one
 };
 
 struct FakeGraph {
@@ -212,6 +213,18 @@ void fail_nth(int nth, const char* name, bool all_after) {
 bool has_failed() { return !state().failed.empty(); }
 bool has_failed(const char* name) { return state().failed == name; }
 int calls_of(const char* name) { return state().calls[name]; }
+
+void launch_foreign(cudaStream_t stream, bool dependent) {
+  static const Kernel kernel = {.dtype = 0, .is_local = true, .key = {}, .local = {}};
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = dependent ? 1 : 0;
+  cudaLaunchKernelExC(&config, &kernel, nullptr);
+}
 
 int violations() { return state().violations; }
 const char* last_violation() { return state().violation.c_str(); }
@@ -501,6 +514,23 @@ cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
   delete graph;
   return cudaSuccess;
 }
+cudaError_t cudaGraphNodeGetType(cudaGraphNode_t, cudaGraphNodeType* type) {
+  MAY_FAIL();
+  *type = cudaGraphNodeTypeKernel;
+  return cudaSuccess;
+}
+cudaError_t cudaGraphNodeGetDependencies(cudaGraphNode_t node, cudaGraphNode_t* nodes,
+                                         cudaGraphEdgeData* edges, size_t* num_nodes) {
+  MAY_FAIL();
+  *num_nodes = node->next_to.size();
+  if (nodes == nullptr) return cudaSuccess;
+  for (size_t i = 0; i < *num_nodes; ++i) {
+    nodes[i] = node->next_to[i];
+    edges[i].type = node->launch.dependent ? cudaGraphDependencyTypeProgrammatic
+                                           : cudaGraphDependencyTypeDefault;
+  }
+  return cudaSuccess;
+}
 cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph) {
   *exec = new FakeGraphExec;
   (*exec)->nodes = graph->nodes;
@@ -630,6 +660,7 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* ke
   launch.capture = point.capture->id;
   auto node = std::make_shared<FakeNode>();
   node->before = with_those_before(point.nodes);
+  node->next_to.assign(point.nodes.begin(), point.nodes.end());
   for (const FakeNode* before : node->before) launch.before.insert(before->launch.number);
   node->launch = launch;
   point.nodes = {node.get()};

@@ -59,6 +59,9 @@ bool has_failed(const char* name);
 // Calls of a function since reset().
 int calls_of(const char* name);
 
+// Another library launches a kernel.
+void launch_foreign(cudaStream_t stream, bool dependent);
+
 // The function that launches kernels.
 extern const char* const kLaunch;
 
