@@ -80,7 +80,8 @@ class Communicator:
             dependent launch, may start before a call's last stores; it must read nothing before
             `griddepcontrol.wait`, as CUDA demands of it. False lets it start when the call ends,
             and costs 0.3 to 0.9 us a call.
-        dependent_launch: CUDA: whether calls are launched with programmatic dependent launch.
+        dependent_launch: CUDA: whether calls are launched with programmatic dependent launch: eager
+            ones always, captured ones behind kernels that were launched so themselves.
         first_op: the number of the first operation, the same on every rank; it wraps at 2**32.
 
     Raises:

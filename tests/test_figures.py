@@ -170,10 +170,10 @@ def test_times_in_sentences_are_in_rows(section: Section) -> None:
 GUIDES = {
     "vllm.md": (
         ("h100x2-vllm-8b.jsonl", "604da17"),
-        ("h200x2-vllm-8b.jsonl", "2617b13"),
+        ("h200x2-vllm-8b.jsonl", "c90da74"),
         ("h200x4-vllm-70b.jsonl", "790f543"),
     ),
-    "sglang.md": (("h200x2-sglang-8b.jsonl", "cdb34ee"), ("h200x4-sglang-8b.jsonl", "f2624c4")),
+    "sglang.md": (("h200x2-sglang-8b.jsonl", "feb7f3b"), ("h200x4-sglang-8b.jsonl", "f2624c4")),
 }
 
 
