@@ -71,6 +71,29 @@ def run_fused_and_not(
     return len(before), len(after), log.lines
 
 
+def run_over_two_hosts(
+    rank: int, world_size: int, family: str, num_tokens: int
+) -> tuple[Any, int, int]:
+    """As above, each rank on a host of its own: its islands, and reductions before and after."""
+    from allnorm.core import workspace
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(workspace, "_host_identity", lambda: f"host {rank}")
+    opened: list[Any] = []
+    close = allnorm.Communicator.close
+
+    def note(self: Any) -> None:
+        opened.append(self.islands)
+        close(self)
+
+    patch.setattr(allnorm.Communicator, "close", note)
+    try:
+        before, after, _ = run_fused_and_not(rank, world_size, family, num_tokens)
+    finally:
+        patch.undo()
+    return opened[-1], before, after
+
+
 def run_beside_boundaries(rank: int, world_size: int, family: str) -> tuple[int, int, int]:
     """As above, for a model that keeps its reductions."""
     plugin = engine.fresh_plugin()
@@ -347,6 +370,14 @@ def test_a_dense_model_computes_the_same(ranks: RankPool, family: str, num_token
     fused = [text for level, text in lines if level == "INFO"]
     assert len(lines) == len(fused) == 1
     assert f"fused at {sites - after} sites" in fused[0]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 70])
+def test_two_hosts_compute_the_same(ranks: RankPool, num_tokens: int) -> None:
+    for islands, before, after in ranks.run(run_over_two_hosts, "llama", num_tokens):
+        assert islands == ((0,), (1,))
+        assert before == 2 * engine.NUM_LAYERS
+        assert after == (0 if is_old() else 1)
 
 
 @pytest.mark.skipif(is_old(), reason="0.5.17 has no layer boundaries")

@@ -135,6 +135,13 @@ def test_a_compiled_block_is_fused(model: str) -> None:
     assert first["uuid"] != second["uuid"]
 
 
+def test_a_block_is_fused_over_two_hosts(model: str) -> None:
+    for found in run("fuse_a_block_over_two_hosts", 2, model):
+        assert set(found["islands"]) == {((0,), (1,))}
+        assert not found["missed"]
+        assert max(found["different"]) < 0.005
+
+
 def test_norms_of_the_c_extension_are_rounded(model: str) -> None:
     first, _ = run("fuse_a_block", 2, model, "vllm_c")
     assert set(first["numerics"]) == {"rounded"}
