@@ -37,7 +37,7 @@ cudaError_t get_captured(cudaStream_t stream, Captured* captured) {
 #endif
 }
 
-bool lets_dependents_in(const Captured& captured) {
+bool lets_dependents_in([[maybe_unused]] const Captured& captured) {
 #if CUDART_VERSION >= 13000
   if (captured.num_nodes != 1) return true;
   std::vector<cudaGraphEdgeData> edges;
