@@ -1,4 +1,6 @@
 #include <algorithm>
+#include <map>
+#include <mutex>
 #include <vector>
 
 #include "cuda/capture.h"
@@ -6,51 +8,75 @@
 namespace allnorm {
 namespace {
 
+// The node of the last launch of ours on each stream. One that is gone, and whose address is
+// another kernel's by now, costs that launch its time and nothing else.
+std::mutex own_mutex;
+std::map<cudaStream_t, cudaGraphNode_t>& own_nodes() {
+  static std::map<cudaStream_t, cudaGraphNode_t> nodes;
+  return nodes;
+}
+
+bool is_own(cudaStream_t stream, cudaGraphNode_t node) {
+  const std::lock_guard<std::mutex> lock(own_mutex);
+  const auto found = own_nodes().find(stream);
+  return found != own_nodes().end() && found->second == node;
+}
+
 #if CUDART_VERSION >= 13000
-// The edges that lead to a kernel; none if it is something else.
-cudaError_t edges_to_kernel(cudaGraphNode_t node, std::vector<cudaGraphEdgeData>* edges) {
+// Whether a kernel was launched as a dependent; true of a node that is something else.
+cudaError_t was_dependent(cudaGraphNode_t node, bool* dependent) {
+  *dependent = true;
   cudaGraphNodeType type;
-  size_t num_edges = 0;
   cudaError_t error = cudaGraphNodeGetType(node, &type);
   if (error != cudaSuccess || type != cudaGraphNodeTypeKernel) return error;
+  size_t num_edges = 0;
   error = cudaGraphNodeGetDependencies(node, nullptr, nullptr, &num_edges);
-  if (error != cudaSuccess || num_edges == 0) return error;
+  if (error != cudaSuccess) return error;
   std::vector<cudaGraphNode_t> nodes(num_edges);
-  edges->resize(num_edges);
-  return cudaGraphNodeGetDependencies(node, nodes.data(), edges->data(), &num_edges);
+  std::vector<cudaGraphEdgeData> edges(num_edges);
+  if (num_edges > 0) {
+    error = cudaGraphNodeGetDependencies(node, nodes.data(), edges.data(), &num_edges);
+    if (error != cudaSuccess) return error;
+  }
+  *dependent = std::any_of(edges.begin(), edges.end(), [](const cudaGraphEdgeData& edge) {
+    return edge.type == cudaGraphDependencyTypeProgrammatic;
+  });
+  return cudaSuccess;
 }
 #endif
 
 }  // namespace
 
 cudaError_t get_captured(cudaStream_t stream, Captured* captured) {
-  cudaStreamCaptureStatus status;
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   unsigned long long id;
   cudaGraph_t graph;
 #if CUDART_VERSION >= 13000
   const cudaGraphEdgeData* edges;  // asked for: without, edges that are not plain are an error
-  return cudaStreamGetCaptureInfo(stream, &status, &id, &graph, &captured->nodes, &edges,
-                                  &captured->num_nodes);
+  const cudaError_t error = cudaStreamGetCaptureInfo(stream, &status, &id, &graph, &captured->nodes,
+                                                     &edges, &captured->num_nodes);
 #else
-  return cudaStreamGetCaptureInfo_v2(stream, &status, &id, &graph, &captured->nodes,
-                                     &captured->num_nodes);
+  const cudaError_t error = cudaStreamGetCaptureInfo_v2(stream, &status, &id, &graph,
+                                                        &captured->nodes, &captured->num_nodes);
 #endif
+  captured->active = error == cudaSuccess && status == cudaStreamCaptureStatusActive;
+  return error;
 }
 
-bool lets_dependents_in([[maybe_unused]] const Captured& captured) {
+bool dependent_launch_pays(cudaStream_t stream, const Captured& captured) {
+  if (!captured.active || captured.num_nodes != 1 || is_own(stream, captured.nodes[0])) return true;
 #if CUDART_VERSION >= 13000
-  if (captured.num_nodes != 1) return true;
-  std::vector<cudaGraphEdgeData> edges;
-  if (edges_to_kernel(captured.nodes[0], &edges) != cudaSuccess) {
-    cudaGetLastError();  // a question that failed is not the launch's error
-    return true;
-  }
-  return edges.empty() || std::any_of(edges.begin(), edges.end(), [](const auto& edge) {
-           return edge.type == cudaGraphDependencyTypeProgrammatic;
-         });
-#else
-  return true;
+  bool dependent;
+  if (was_dependent(captured.nodes[0], &dependent) == cudaSuccess) return dependent;
+  cudaGetLastError();  // a question that failed is not the launch's error
 #endif
+  return true;
+}
+
+void note_own_launch(cudaStream_t stream, const Captured& captured) {
+  if (!captured.active || captured.num_nodes != 1) return;
+  const std::lock_guard<std::mutex> lock(own_mutex);
+  own_nodes()[stream] = captured.nodes[0];
 }
 
 }  // namespace allnorm

@@ -285,13 +285,16 @@ int32_t launch_local(const Device& device, const AllnormCall& call) {
   geometry.num_blocks = choose_num_blocks(call.num_tokens, geometry.cluster_size,
                                           resident_blocks(device, kernel, geometry), 0);
   AllnormCall launched = call;
+  const auto stream = static_cast<cudaStream_t>(call.stream);
   Captured captured;
-  if (get_captured(static_cast<cudaStream_t>(call.stream), &captured) != cudaSuccess) {
-    cudaGetLastError();  // the launch will tell
-  } else if (!lets_dependents_in(captured)) {
-    launched.flags |= ALLNORM_NO_PDL;
+  if (get_captured(stream, &captured) != cudaSuccess) cudaGetLastError();  // the launch will tell
+  if (!dependent_launch_pays(stream, captured)) launched.flags |= ALLNORM_NO_PDL;
+  const int32_t status = launch(device, kernel, &params, geometry, shared_bytes, launched);
+  if (captured.active) {
+    if (get_captured(stream, &captured) != cudaSuccess) cudaGetLastError();
+    note_own_launch(stream, captured);
   }
-  return launch(device, kernel, &params, geometry, shared_bytes, launched);
+  return status;
 }
 
 }  // namespace allnorm

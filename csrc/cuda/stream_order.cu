@@ -117,8 +117,7 @@ int32_t StreamOrder::begin_captured(cudaStream_t stream, unsigned long long id, 
     return std::find(captured.nodes, end, node) != end;
   };
   const bool all_follow = std::all_of(last.nodes.begin(), last.nodes.end(), follows);
-  const bool own = captured.num_nodes == 1 && !last.nodes.empty() && all_follow;
-  *dependent = own || lets_dependents_in(captured);
+  *dependent = dependent_launch_pays(stream, captured);
   // Two nodes of one stream are ordered, and may overlap as dependent launches do. A stream whose
   // next node follows those already is left as it is: another edge between the same nodes would be
   // a full one, and end that overlap.
@@ -131,6 +130,7 @@ int32_t StreamOrder::end_captured(cudaStream_t stream) {
   const int32_t status =
       cuda_status(get_captured(stream, &captured), "asking what has been captured");
   if (status != ALLNORM_OK) return status;
+  note_own_launch(stream, captured);
   LastCaptured& last = captures_[capture_];
   last.stream = stream;
   last.nodes.assign(captured.nodes, captured.nodes + captured.num_nodes);
