@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -28,6 +29,56 @@ def capture(call: Callable[[], Any], warmups: int = 0) -> tuple[torch.cuda.CUDAG
     with torch.cuda.graph(graph):
         results = call()
     return graph, results
+
+
+class KernelNode(NamedTuple):
+    """Of a captured graph.
+
+    Attributes:
+        name: of the kernel.
+        before: the nodes with an edge to it.
+        is_dependent: one of these edges is programmatic: it was launched as a dependent.
+    """
+
+    name: str
+    before: tuple[int, ...]
+    is_dependent: bool
+
+
+def kernel_nodes(graph: torch.cuda.CUDAGraph) -> dict[int, KernelNode]:
+    """By handle, in the order of the capture; the graph was made with keep_graph=True."""
+    cuda = ctypes.CDLL("libcuda.so.1")
+
+    def ask(function: str, *arguments: Any) -> None:
+        error = getattr(cuda, function)(*arguments)
+        assert error == 0, f"{function}: {error}"
+
+    def handles(function: str, of: int, *more: Any) -> tuple[list[int], Any]:
+        count = ctypes.c_size_t()
+        ask(function, ctypes.c_void_p(of), None, *(None for _ in more), ctypes.byref(count))
+        found = (ctypes.c_void_p * count.value)()
+        others = [kind(count.value) for kind in more]
+        if count.value:
+            ask(function, ctypes.c_void_p(of), found, *others, ctypes.byref(count))
+        return [int(handle or 0) for handle in found], others
+
+    nodes = {}
+    for node in handles("cuGraphGetNodes", graph.raw_cuda_graph())[0]:
+        kind = ctypes.c_int()
+        ask("cuGraphNodeGetType", ctypes.c_void_p(node), ctypes.byref(kind))
+        if kind.value != 0:
+            continue
+        params = (ctypes.c_void_p * 16)()  # the function comes first
+        ask("cuGraphKernelNodeGetParams_v2", ctypes.c_void_p(node), params)
+        name = ctypes.c_char_p()
+        ask("cuFuncGetName", ctypes.byref(name), ctypes.c_void_p(params[0]))
+        # An edge has 8 bytes: ports of both ends, then its type, 1 being programmatic.
+        before, (edges,) = handles(
+            "cuGraphNodeGetDependencies_v2", node, lambda n: ctypes.create_string_buffer(8 * n + 1)
+        )
+        types = [edges.raw[8 * i + 2] for i in range(len(before))]
+        nodes[node] = KernelNode((name.value or b"").decode(), tuple(before), 1 in types)
+    return nodes
 
 
 def snapshot(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -82,6 +133,47 @@ def replays(rank: int, world_size: int) -> None:
 @on(gpu=range(2, 9))
 def test_replay_with_new_inputs(pool: RankPool) -> None:
     pool.run(replays)
+
+
+def dependent_launches(rank: int, world_size: int) -> None:
+    """A call is a dependent behind another, and behind what was launched as a dependent itself."""
+    c = comm()
+    residual, weight = (torch.zeros(n, 4096, dtype=torch.bfloat16, device="cuda") for n in (16, 1))
+
+    def norm(x: torch.Tensor) -> torch.Tensor:
+        return c.all_reduce_add_rms_norm(x, residual, weight[0], 1e-6)[0]
+
+    def local(x: torch.Tensor) -> torch.Tensor:
+        return allnorm.add_rms_norm(x, residual, weight[0], 1e-6)[0]
+
+    def layers() -> None:
+        for columns in (2048, 7168):  # cuBLAS splits the second product only, on an H100
+            x = torch.zeros(16, columns, dtype=torch.bfloat16, device="cuda")
+            w = torch.zeros(4096, columns, dtype=torch.bfloat16, device="cuda")
+            for call in (norm, local):
+                call(torch.relu(call(call(x @ w.t()))))
+
+    layers()
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.graph(graph):
+        layers()
+    nodes = kernel_nodes(graph)
+    calls = [node for node in nodes.values() if "allnorm" in node.name]
+    assert len(calls) == 12
+    plain = 0
+    for node in calls:
+        (before,) = (nodes[handle] for handle in node.before)
+        assert node.is_dependent == ("allnorm" in before.name or before.is_dependent), (
+            f"{node.name} behind {before.name}"
+        )
+        plain += not node.is_dependent
+    assert 4 <= plain <= 8  # behind relu, and behind products that are not split
+    del graph
+
+
+@on(gpu=[1, 2])
+def test_calls_are_dependents_where_it_pays(pool: RankPool) -> None:
+    pool.run(dependent_launches)
 
 
 def quantized_replays(rank: int, world_size: int) -> None:
