@@ -145,7 +145,7 @@ class Engine:
 
 
 def decode_seconds(outputs: list[dict[str, Any]]) -> float | None:
-    """From the end of the last prompt's prefill to the last token, by the scheduler's clock."""
+    """From the end of the last prompt's prefill to the last token, by SGLang's own stamps."""
     told = [output["meta_info"] for output in outputs]
     if any("prefill_finished_time" not in one or "request_finished_ts" not in one for one in told):
         return None

@@ -163,12 +163,12 @@ def be_host(options: argparse.Namespace) -> None:
             subprocess.Popen([*command, "--host", str(host)])  # ends with the arm's processes
 
 
-def serve_host(options: argparse.Namespace) -> None:
+def serve_host(options: argparse.Namespace, batches: list[int]) -> None:
     """Runs the workers of a host that is not the first, as `vllm serve --headless` does."""
     from vllm import EngineArgs
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-    settings = settings_of(options, options.arm, [int(b) for b in options.batch.split(",")])
+    settings = settings_of(options, options.arm, batches)
     config = EngineArgs(**settings).create_engine_config(headless=True)
     MultiprocExecutor(config, monitor_workers=False).start_worker_monitor(inline=True)
 
@@ -180,10 +180,14 @@ def run_arm(options: argparse.Namespace) -> None:
     if options.hosts > 1:
         be_host(options)
     if options.host > 0:
-        return serve_host(options)
+        return serve_host(options, batches)
     llm = engine(options, arm, batches)
-    row = {**latency.row_of(options, PACKAGES), "fp8": options.fp8, "engine": options.engine}
-    row["hosts"] = options.hosts
+    row = {
+        **latency.row_of(options, PACKAGES),
+        "fp8": options.fp8,
+        "engine": options.engine,
+        "hosts": options.hosts,
+    }
     llm.collective_rpc("fill_weights")
     facts = llm.collective_rpc("facts")[0]
     start_s = round(time.perf_counter() - began, 1)

@@ -32,6 +32,7 @@ if importlib.util.find_spec("sglang") is None:
     pytest.skip("SGLang is not installed: make test-engines", allow_module_level=True)
 
 import sglang_ranks as engine
+from two_hosts import on_its_own_host
 
 HIDDEN = engine.HIDDEN_SIZE
 
@@ -75,23 +76,9 @@ def run_over_two_hosts(
     rank: int, world_size: int, family: str, num_tokens: int
 ) -> tuple[Any, int, int]:
     """As above, each rank on a host of its own: its islands, and reductions before and after."""
-    from allnorm.core import workspace
-
-    patch = pytest.MonkeyPatch()
-    patch.setattr(workspace, "_host_identity", lambda: f"host {rank}")
-    opened: list[Any] = []
-    close = allnorm.Communicator.close
-
-    def note(self: Any) -> None:
-        opened.append(self.islands)
-        close(self)
-
-    patch.setattr(allnorm.Communicator, "close", note)
-    try:
+    with on_its_own_host(rank) as islands:
         before, after, _ = run_fused_and_not(rank, world_size, family, num_tokens)
-    finally:
-        patch.undo()
-    return opened[-1], before, after
+    return islands[-1], before, after
 
 
 def run_beside_boundaries(rank: int, world_size: int, family: str) -> tuple[int, int, int]:

@@ -16,6 +16,7 @@ import torch._functorch.config
 import torch._inductor.config
 import torch.distributed as dist
 import vllm_without_cuda  # before vLLM: it prepares its import
+from two_hosts import on_its_own_host
 from vllm.config import CompilationConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.distributed import tensor_model_parallel_all_reduce as all_reduce
@@ -285,19 +286,9 @@ def fuse_a_block(rank: int, world_size: int, model: str, provider: str) -> dict[
 
 def fuse_a_block_over_two_hosts(rank: int, world_size: int, model: str) -> dict[str, Any]:
     """As `fuse_a_block`, each rank on a host of its own; which islands there were."""
-    from allnorm.core import workspace
-
-    workspace._host_identity = lambda: f"host {rank}"
-    opened: list[Any] = []
-    close = allnorm.Communicator.close
-
-    def note(self: Any) -> None:
-        opened.append(self.islands)
-        close(self)
-
-    allnorm.Communicator.close = note
-    found = fuse_a_block(rank, world_size, model, "")
-    return {**found, "islands": opened}
+    with on_its_own_host(rank) as islands:
+        found = fuse_a_block(rank, world_size, model, "")
+    return {**found, "islands": islands}
 
 
 def fuse_a_quantised_block(

@@ -56,7 +56,7 @@ enum cudaDeviceAttr {
   cudaDevAttrComputeCapabilityMinor = 76,
 };
 
-enum cudaGraphNodeType { cudaGraphNodeTypeKernel = 0, cudaGraphNodeTypeEmpty = 5 };
+enum cudaGraphNodeType { cudaGraphNodeTypeKernel = 0 };
 enum { cudaGraphDependencyTypeDefault = 0, cudaGraphDependencyTypeProgrammatic = 1 };
 struct cudaGraphEdgeData {
   unsigned char type;

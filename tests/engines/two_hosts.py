@@ -1,0 +1,28 @@
+"""Ranks of one machine as if each were on a host of its own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import allnorm
+
+
+@contextlib.contextmanager
+def on_its_own_host(rank: int) -> Iterator[list[Any]]:
+    """Within it this rank shares memory with nobody; yields the islands of each communicator that
+    is closed, which come in then."""
+    islands: list[Any] = []
+    close = allnorm.Communicator.close
+
+    def closed(self: allnorm.Communicator) -> None:
+        islands.append(self.islands)
+        close(self)
+
+    with (
+        mock.patch("allnorm.core.workspace._host_identity", return_value=f"host {rank}"),
+        mock.patch.object(allnorm.Communicator, "close", closed),
+    ):
+        yield islands
