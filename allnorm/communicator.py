@@ -81,7 +81,7 @@ class Communicator:
             `griddepcontrol.wait`, as CUDA demands of it. False lets it start when the call ends,
             and costs 0.3 to 0.9 us a call.
         dependent_launch: CUDA: whether calls are launched with programmatic dependent launch: eager
-            ones always, captured ones behind kernels that were launched so themselves.
+            ones always, captured ones behind other calls and kernels that were launched so too.
         first_op: the number of the first operation, the same on every rank; it wraps at 2**32.
 
     Raises:
