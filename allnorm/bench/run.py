@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -82,6 +83,9 @@ def run(rank: int, world_size: int, job: Job) -> list[dict[str, Any]]:
         `product_us`; `beyond_empty_us` is p50 beyond an empty kernel's, `empty_us`, in the same
         place. What did not run, or was wrong, has no times.
     """
+    if job.island_size:
+        # To NCCL each island is a host, so that what it does between them is what it does there.
+        os.environ.setdefault("NCCL_HOSTID", f"island{rank // job.island_size}")
     records, where = [], device()
     usable = {name for mode in job.modes for name in modes.peer_names(job.device, mode)}
     names = [name for name in peers.REGISTRY if name in job.arms and name in usable]
