@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -111,9 +112,8 @@ def test_four_islands_of_two(pool: RankPool) -> None:
 @on(cpu=(2, 3), gpu=(2,))
 @pytest.mark.parametrize("dtype", **dtype_ids)
 def test_islands_of_one_rank(pool: RankPool, dtype: torch.dtype) -> None:
-    """On two GPUs over NCCL; 300 rows go in parts between three."""
-    cases = [*sweep(dtype, (0, 1, 2, 5), (256, 120)), Case((300, 256), dtype)]
-    pool.run(check_bits, cases, islands_of(pool, 1))
+    """On two GPUs over NCCL."""
+    pool.run(check_bits, sweep(dtype, (0, 1, 2, 5), (256, 120)), islands_of(pool, 1))
 
 
 @on(cpu=(4,))
@@ -122,14 +122,62 @@ def test_widths_of_no_whole_vectors(pool: RankPool) -> None:
         pool.run(check_bits, sweep(dtype, (3,), (1, 7, 120, 4095)), PAIRS)
 
 
-@on(cpu=(6,))
-def test_many_rows_go_in_parts_between_more_than_two_islands(pool: RankPool) -> None:
-    """Above 64 KiB of sums a rank; the number of rows is no multiple of anything."""
+def check_parts(
+    rank: int, world_size: int, cases: list[Case], islands: Any, sum_bytes: int
+) -> tuple[int, int]:
+    """Calls in pieces of so many bytes, which cross in two hops wherever those are shorter."""
+    from allnorm import policy
+    from allnorm.core.between import Between
+
+    started = []
+
+    def start(self: Between, rows: torch.Tensor) -> Any:
+        started.append(rows)
+        return start_parts(self, rows)
+
+    with mock.patch.multiple(
+        policy,
+        HIERARCHICAL_SUM_BYTES=sum_bytes,
+        HIERARCHICAL_HOP_BYTES=1,
+        _OVERLAPPED_SUM_BYTES=sum_bytes,
+    ):
+        start_parts = Between.start_parts
+        c = comm(islands=islands)
+        with mock.patch.object(Between, "start_parts", start):
+            for case in cases:
+                case.check(c)
+        pieces = c.plan(*cases[0].shape, cases[0].dtype).num_chunks
+    return pieces, len(started)
+
+
+@on(cpu=(4, 6), gpu=(4,))
+@pytest.mark.parametrize("dtype", **dtype_ids)
+@pytest.mark.parametrize("sum_bytes", [64 << 20, 64 << 10], ids=["whole", "pieces"])
+def test_sums_that_cross_in_two_hops(pool: RankPool, dtype: torch.dtype, sum_bytes: int) -> None:
+    """Of two islands and of three; the number of rows is no multiple of anything."""
     cases = [
-        Case((199, 1024), torch.float32, sharded=sharded, quant=quant, call=call)
-        for call, (sharded, quant) in enumerate(itertools.product((False, True), QUANTS[:2]))
+        Case((199, 256), dtype, sharded=sharded, quant=quant, experts=experts, call=call)
+        for call, (sharded, quant, experts) in enumerate(
+            itertools.product((False, True), (None, QUANTS[1]), (None, Experts()))
+        )
     ]
-    pool.run(check_bits, cases, islands_of(pool, 2))
+    cases += [Case((1, 256), dtype), Case((0, 256), dtype)]
+    islands = islands_of(pool, 2)
+    found = pool.run(check_parts, cases, islands, sum_bytes)
+    pieces = 4 if sum_bytes < 1 << 20 else 1
+    shorter = dtype != torch.float32 or len(islands) > 2
+    for number, started in found:
+        assert number == pieces
+        assert started >= 4 * pieces + 8 if shorter else started == 0
+
+
+@on(cpu=(2, 3), gpu=(2,))
+@pytest.mark.parametrize("dtype", **dtype_ids)
+def test_rows_of_islands_of_one_rank_in_two_hops(pool: RankPool, dtype: torch.dtype) -> None:
+    """Of two, one hop is as short."""
+    cases = [Case((rows, 256), dtype, quant=QUANTS[1]) for rows in (1, 50)]
+    found = pool.run(check_parts, cases, islands_of(pool, 1), 64 << 20)
+    assert [started for _, started in found] == [2 * (pool.world_size > 2)] * pool.world_size
 
 
 @on(cpu=(4,))
@@ -286,8 +334,6 @@ def test_wrong_islands_are_refused_by_all_ranks(pool: RankPool) -> None:
 
 def find_hosts(rank: int, world_size: int) -> Any:
     """Two machines, as their boot ids say."""
-    from unittest import mock
-
     name = f"host {rank // 2}"
     with mock.patch("allnorm.core.workspace._host_identity", return_value=name):
         c = allnorm.Communicator(device=device())
@@ -362,6 +408,8 @@ def check_graphs(rank: int, world_size: int, islands: Any) -> None:
         )
     ]
     cases += [case.but(quant=QUANTS[1]) for case in cases]
+    cases += [Case((2048, 1024), torch.bfloat16, algorithm="hierarchical")]  # in two hops
+    cases += [case.but(algorithm="unfused") for case in cases]
     for case in cases:
         check_graph(c, case, rank)
     assert c.check() is None

@@ -86,8 +86,10 @@ class Between:
         self._late = _Late(weakref.ref(self), timeout.total_seconds())
         # Connections are made by the first exchange, which no deadline of a call should see, and
         # which no graph may capture.
-        first = torch.zeros(1, dtype=torch.float32, device=device)
+        first = torch.zeros(self.num_islands, dtype=torch.float32, device=device)
         self.gather(first, lambda seconds: None)
+        if self.can_exchange_parts:
+            self.start_parts(first)(lambda seconds: None)
         if not self._on_host:
             torch.cuda.synchronize(device)
 
@@ -121,22 +123,26 @@ class Between:
 
         return finish
 
-    def exchange_parts(self, rows: torch.Tensor, look: Look) -> torch.Tensor:
+    def start_parts(self, rows: torch.Tensor) -> Callable[[Look], torch.Tensor]:
         """Part i of `rows`, equal parts of the first dimension, goes to island i. Collective.
 
-        Returns:
-            This island's part of every island, `[num_islands, rows of a part, ...]`.
+        In two parts like `start_gather`; what is returned waits for this island's part of every
+        island, `[num_islands, rows of a part, ...]`.
         """
         received = torch.empty_like(rows)
-        if rows.numel():
-            if self._backend == "nccl":
-                received.fill_(torch.nan)
-            self._finish(self._group.alltoall_base(received, rows, [], []), look)
-        return received.view(self.num_islands, -1, *rows.shape[1:])
+        if self._backend == "nccl":
+            received.fill_(torch.nan)
+        work = self._group.alltoall_base(received, rows, [], [])
+
+        def finish(look: Look) -> torch.Tensor:
+            self._finish(work, look)
+            return received.view(self.num_islands, -1, *rows.shape[1:])
+
+        return finish
 
     @property
     def can_exchange_parts(self) -> bool:
-        """Whether `exchange_parts` works: gloo does it on the host only."""
+        """Whether `start_parts` works: gloo does it on the host only."""
         return self._on_host or self._backend == "nccl"
 
     @property

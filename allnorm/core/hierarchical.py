@@ -20,6 +20,9 @@ Before a call the ranks tell each other what they are about to do, as before an 
 follows is then the same on all of them, and has the same size. On GPUs of several machines they do
 so once for each kind of call, and in a graph when it is captured not at all.
 
+Many rows cross in two hops: an owner gets the sums of a part of its rows from all islands, adds and
+rounds them, and sends the others what they have become, which is half as long.
+
 The exchange of one piece overlaps launch B of the piece before it and launch A of the one behind
 it. In the stream of a rank launches A and B are in the same order on all ranks, and an exchange
 waits for nothing but the launches A of those who take part: so whatever has room on a GPU first,
@@ -28,10 +31,10 @@ the oldest piece can always be finished.
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import datetime
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 
 import torch
 import torch.distributed as dist
@@ -45,10 +48,6 @@ from allnorm.core.channel import Channel, Owner
 from allnorm.core.launch import CUDA_ALIGN_BYTES, Launch, Memory
 from allnorm.core.rendezvous import Rendezvous
 from allnorm.islands import Islands
-
-# Above so many bytes of sums of one rank more than two islands exchange parts of rows, in two hops:
-# 2 (n - 1) / n of them are sent in place of n - 1.
-_PARTS_BYTES = 64 << 10
 
 
 class Hierarchy:
@@ -162,16 +161,25 @@ def parts(
     first, end = row_shard(launch.num_tokens, len(hierarchy.ranks), hierarchy.place)
     shape = end - first, launch.native.hidden_size
     sums = torch.ones(shape, dtype=torch.float32, device=x.device)
-    all_sums = torch.stack([sums] * len(hierarchy.islands))
 
     def one() -> _Run:
         bind()  # to the stream that is current now
         return _Run(launch, library, handle, hierarchy, look, x.device.type == "cuda")
 
+    def exchange() -> torch.Tensor:
+        received: list[torch.Tensor] = []
+
+        def steps() -> Iterator[int]:
+            received.append((yield from one().exchange(sums, x.dtype)))
+
+        collections.deque(steps(), maxlen=0)
+        return received[0]
+
+    exchanged = exchange()
     return {
         "sums": lambda: one().run_a(0, launch.num_tokens, sums),
-        "exchange": lambda: hierarchy.between.gather(sums, look),
-        "rest": lambda: one().run_b(0, launch.num_tokens, all_sums),
+        "exchange": exchange,
+        "rest": lambda: one().run_b(0, launch.num_tokens, exchanged),
     }
 
 
@@ -199,9 +207,9 @@ class _Run:
 
     def reduce(self, x: torch.Tensor, residual: torch.Tensor | None, memory: Memory) -> int:
         """Of a call that sums; returns the status."""
-        launch, call, hierarchy = self._launch, self._call, self._hierarchy
+        launch = self._launch
         sharded = launch.shard is not None
-        pieces = self._pieces(call.hidden_size)
+        pieces = self._pieces(self._call.hidden_size)
         residuals = None
         if sharded and residual is not None:
             residuals = self._gather_shards(rows_of(residual), launch.num_tokens)
@@ -210,40 +218,87 @@ class _Run:
             status, partials = unfused.own_partial(launch, self._library, x)
             if status != _native.OK:
                 return status
-        before: Callable[[], int] | None = None
+        under_way: list[Iterator[int]] = []  # the newest first
         for number, (lo, hi) in enumerate(pieces):
             if lo == hi:
                 continue
-            first, end = row_shard(hi - lo, len(hierarchy.ranks), hierarchy.place)
-            if self._alone:
-                sums = partials[lo:hi].contiguous()
-            else:
-                shape = end - first, call.hidden_size
-                sums = self._keep(torch.empty(shape, dtype=torch.float32, device=x.device))
-                status = self.run_a(lo, hi, sums)
-                if status != _native.OK:
-                    return status
-            received = self._start_exchange(sums)
-            # The exchange of this piece is under way while the one before is finished, and while
-            # the next is summed.
-            status = before() if before is not None else _native.OK
+            under_way.insert(0, self._piece(number, lo, hi, partials, residuals, memory))
+            status = _advance(under_way)
             if status != _native.OK:
                 return status
-            before = functools.partial(self._finish, number, lo, hi, received, residuals, x, memory)
-        return before() if before is not None else _native.OK
+        while under_way:
+            status = _advance(under_way)
+            if status != _native.OK:
+                return status
+        return _native.OK
+
+    def _piece(
+        self,
+        number: int,
+        lo: int,
+        hi: int,
+        partials: torch.Tensor,
+        residuals: torch.Tensor | None,
+        memory: Memory,
+    ) -> Iterator[int]:
+        """Makes a piece; yields a status wherever others may be continued while it waits."""
+        hierarchy, hidden_size = self._hierarchy, self._call.hidden_size
+        first, end = row_shard(hi - lo, len(hierarchy.ranks), hierarchy.place)
+        if self._alone:
+            sums = partials[lo:hi].contiguous()
+        else:
+            shape = end - first, hidden_size
+            sums = self._keep(torch.empty(shape, dtype=torch.float32, device=partials.device))
+            status = self.run_a(lo, hi, sums)
+            if status != _native.OK:
+                yield status
+                return
+        sums = yield from self.exchange(sums, partials.dtype)
+        yield self._finish(number, lo, hi, sums, residuals, partials, memory)
+
+    def exchange(
+        self, sums: torch.Tensor, dtype: torch.dtype
+    ) -> Generator[int, None, torch.Tensor]:
+        """The sums of this rank's rows by island; or of all islands, rounded, as the only ones.
+
+        Yields where others may be continued while it waits.
+
+        Args:
+            sums: of this island.
+            dtype: what the sum of all islands is rounded to.
+        """
+        count, rows = self._between.num_islands, sums.shape[0]
+        in_parts = self._between.can_exchange_parts and policy.is_sooner_in_parts(
+            count, sums.numel(), sums.element_size(), dtype.itemsize
+        )
+        if not in_parts:
+            received = self._between.start_gather(sums)
+            yield _native.OK
+            return self._keep(received(self._look))
+        padded = sums
+        if rows % count:
+            padded = self._keep(sums.new_zeros((rows + count - rows % count, sums.shape[1])))
+            padded[:rows].copy_(sums)
+        received = self._between.start_parts(padded)
+        yield _native.OK
+        parts = self._keep(received(self._look))
+        total = unfused.add(self._library, self._call.stream, self._keep(parts.float()))
+        finish = self._between.start_gather(self._keep(total.to(dtype)))
+        yield _native.OK
+        whole = self._keep(finish(self._look)).view(1, len(padded), -1)
+        return self._keep(whole.to(sums.dtype))[:, :rows]
 
     def _finish(
         self,
         number: int,
         lo: int,
         hi: int,
-        received: Callable[[Look], torch.Tensor],
+        sums: torch.Tensor,
         residuals: torch.Tensor | None,
         x: torch.Tensor,
         memory: Memory,
     ) -> int:
-        """Waits for the sums of a piece, and makes what they become."""
-        sums = self._keep(received(self._look))
+        """Launch B: what the sums of a piece become."""
         call = self._launch_b(lo, hi, sums)
         if self._launch.shard is not None:
             self._shard_residual(call, number, residuals, x, sums.shape[1])
@@ -306,24 +361,6 @@ class _Run:
         if call.shared:
             call.shared += lo * call.shared_stride * width
         return call
-
-    def _start_exchange(self, sums: torch.Tensor) -> Callable[[Look], torch.Tensor]:
-        """The islands' sums of this rank's rows, by island; or their sum, alone."""
-        between = self._between
-        count = between.num_islands
-        many = sums.numel() * sums.element_size() > _PARTS_BYTES
-        if count < 3 or not many or not between.can_exchange_parts:
-            return between.start_gather(sums)
-        rows = sums.shape[0]
-        part = -(-rows // count)
-        padded = self._keep(sums.new_zeros((part * count, sums.shape[1])))
-        padded[:rows].copy_(sums)
-        received = self._keep(between.exchange_parts(padded, self._look))
-        total = unfused.add(self._library, self._call.stream, received.float())
-        # Of ranks alone the rounded sum is all that what follows needs.
-        total = self._keep(total.to(sums.dtype))
-        finish = between.start_gather(total)
-        return lambda look: finish(look).view(1, part * count, -1)[:, :rows]
 
     def _launch_b(self, lo: int, hi: int, sums: torch.Tensor) -> _native.Call:
         """What becomes of the sums of rows `lo` to `hi`."""
@@ -399,6 +436,20 @@ class _Run:
             if status != _native.OK:
                 return status
         return _native.OK
+
+
+def _advance(under_way: list[Iterator[int]]) -> int:
+    """Continues each piece by one step, and takes out what is done; returns the first status.
+
+    The newest goes first: what it waits for was begun before what the older ones wait for.
+    """
+    for piece in list(under_way):
+        status = next(piece, None)
+        if status is None:
+            under_way.remove(piece)
+        elif status != _native.OK:
+            return status
+    return int(_native.OK)
 
 
 def _width(dtype: int) -> int:

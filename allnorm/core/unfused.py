@@ -180,7 +180,8 @@ def _reduced(
 ) -> torch.Tensor:
     """The reduced rows of all ranks' partials, as the only source, `[1, rows, hidden_size]`."""
     values = partials.float()
-    sums = [add(library, stream, values[list(island)]) for island in islands]
+    # Not values[list(island)]: no graph can capture numbers that come from the host.
+    sums = [add(library, stream, torch.stack([values[i] for i in island])) for island in islands]
     # Exact or to nearest even, whatever modes the process has set: as the library rounds.
     return add(library, stream, torch.stack(sums)).to(partials.dtype).unsqueeze(0)
 
