@@ -27,8 +27,9 @@ HIERARCHICAL_SUM_BYTES = 64 << 20
 _OVERLAPPED_SUM_BYTES = 16 << 20
 _OVERLAPPED_PIECES = 4
 
-# Sums cross in two hops where that sends so many bytes less. A hop of NCCL between hosts takes some
-# 15 us, in which a card of 50 GB/s sends 750 KB and one of 12.5 GB/s 190 KB.
+# Between more than two islands sums cross in two hops where that sends so many bytes less. A hop of
+# NCCL between hosts takes some 15 us, in which a card of 50 GB/s sends 750 KB and one of 12.5 GB/s
+# 190 KB. Between two it was a quarter less, and took as long (docs/engineering-log, 2026-11-26).
 HIERARCHICAL_HOP_BYTES = 512 << 10
 
 # More blocks than any GPU holds at once: a limit of so many, or more, limits nothing.
@@ -334,6 +335,8 @@ def is_sooner_in_parts(num_islands: int, num_sums: int, sum_bytes: int, row_byte
         sum_bytes: of one of them.
         row_bytes: of what the sum of all islands is rounded to.
     """
+    if num_islands == 2:
+        return False
     others = num_islands - 1
     in_one_hop = others * sum_bytes
     in_two = others * (sum_bytes + row_bytes) / num_islands

@@ -154,7 +154,7 @@ def check_parts(
 @pytest.mark.parametrize("dtype", **dtype_ids)
 @pytest.mark.parametrize("sum_bytes", [64 << 20, 64 << 10], ids=["whole", "pieces"])
 def test_sums_that_cross_in_two_hops(pool: RankPool, dtype: torch.dtype, sum_bytes: int) -> None:
-    """Of two islands and of three; the number of rows is no multiple of anything."""
+    """Between three islands, not between two; the number of rows is no multiple of anything."""
     cases = [
         Case((199, 256), dtype, sharded=sharded, quant=quant, experts=experts, call=call)
         for call, (sharded, quant, experts) in enumerate(
@@ -165,16 +165,15 @@ def test_sums_that_cross_in_two_hops(pool: RankPool, dtype: torch.dtype, sum_byt
     islands = islands_of(pool, 2)
     found = pool.run(check_parts, cases, islands, sum_bytes)
     pieces = 4 if sum_bytes < 1 << 20 else 1
-    shorter = dtype != torch.float32 or len(islands) > 2
     for number, started in found:
         assert number == pieces
-        assert started >= 4 * pieces + 8 if shorter else started == 0
+        assert started >= 4 * pieces + 12 if len(islands) > 2 else started == 0
 
 
-@on(cpu=(2, 3), gpu=(2,))
+@on(cpu=(2, 3), gpu=(2, 4))
 @pytest.mark.parametrize("dtype", **dtype_ids)
 def test_rows_of_islands_of_one_rank_in_two_hops(pool: RankPool, dtype: torch.dtype) -> None:
-    """Of two, one hop is as short."""
+    """Between three, on four GPUs four."""
     cases = [Case((rows, 256), dtype, quant=QUANTS[1]) for rows in (1, 50)]
     found = pool.run(check_parts, cases, islands_of(pool, 1), 64 << 20)
     assert [started for _, started in found] == [2 * (pool.world_size > 2)] * pool.world_size
@@ -408,7 +407,7 @@ def check_graphs(rank: int, world_size: int, islands: Any) -> None:
         )
     ]
     cases += [case.but(quant=QUANTS[1]) for case in cases]
-    cases += [Case((2048, 1024), torch.bfloat16, algorithm="hierarchical")]  # in two hops
+    cases += [Case((4096, 1024), torch.bfloat16, algorithm="hierarchical")]  # alone in two hops
     cases += [case.but(algorithm="unfused") for case in cases]
     for case in cases:
         check_graph(c, case, rank)

@@ -20,8 +20,8 @@ Before a call the ranks tell each other what they are about to do, as before an 
 follows is then the same on all of them, and has the same size. On GPUs of several machines they do
 so once for each kind of call, and in a graph when it is captured not at all.
 
-Many rows cross in two hops: an owner gets the sums of a part of its rows from all islands, adds and
-rounds them, and sends the others what they have become, which is half as long.
+Between more than two islands many rows cross in two hops: an owner gets the sums of a part of its
+rows from all islands, adds and rounds them, and sends the others what they have become.
 
 The exchange of one piece overlaps launch B of the piece before it and launch A of the one behind
 it. In the stream of a rank launches A and B are in the same order on all ranks, and an exchange
