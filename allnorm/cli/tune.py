@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -17,7 +17,7 @@ from allnorm.cli.options import Device, Json, Tp
 from allnorm.tune import check as tune_check
 from allnorm.tune import crossovers, run, table
 from allnorm.tune.check import Point
-from allnorm.tune.run import Job, Result
+from allnorm.tune.run import Job, LinkTimes, Result
 from allnorm.tuning import Curves
 
 _GPU_HIDDEN, _CPU_HIDDEN = "2880,4096,5120,7168,8192", "2880,4096"
@@ -131,10 +131,22 @@ def _tune(
 ) -> bool:
     """Measures one table and stores it if the user agrees; returns whether all went well."""
     began = time.monotonic()
+    common, tried = output.conditions(job.device, world_size=size), LinkTimes()
+
+    def take(rank: int, message: dict[str, Any]) -> None:
+        nonlocal tried
+        measured = message.get("measured")
+        if measured is None:
+            show(rank, message)
+        elif rank == 0 and isinstance(measured, LinkTimes):
+            tried = measured
+            output.append_json_lines(json, table.link_rows(tried), common)
+        elif rank == 0:
+            rows = table.curve_rows(measured, tried.gbps, job.product)
+            output.append_json_lines(json, rows, common)
+
     with output.progress(f"tune, {output.ranks(size)}") as show:
-        result = run.measure(job, size, show)
-    common = output.conditions(job.device, world_size=size)
-    output.append_json_lines(json, table.json_rows(result), common)
+        result = run.measure(job, size, take)
     curves = table.curves_of(result)
     console.print(_table(result, curves, size))
     if link := table.describe_link(result):

@@ -106,7 +106,8 @@ class Result:
 def measure(job: Job, world_size: int, on_message: OnMessage | None = None) -> Result:
     """Starts ranks and lets them measure.
 
-    `on_message` takes a rank and its progress: `text`, `done` and `total`.
+    `on_message` takes a rank and its progress: `text`, `done` and `total`; or what is `measured`,
+    first the LinkTimes, where there are any, then each CurveTimes as soon as it is there.
 
     Raises:
         RankError: a rank raised, died or was late.
@@ -134,12 +135,13 @@ def run(rank: int, world_size: int, job: Job) -> Result:
         if job.device == "cuda" and len(comm.islands) == 1:
             report({"text": "rate of the link", "done": 0, "total": len(curves)})
             result = Result([], _try_link_rates(comm, job), job.product)
+            report({"measured": result.link})
         for index, (dtype, quant, hidden_size) in enumerate(curves):
             text = f"{hidden_size} columns, {dtype}, {quant or 'norm'}"
             report({"text": text, "done": index, "total": len(curves)})
-            result.curves.append(
-                _measure_curve(comm, job, dtype, Mode(quant), hidden_size, result.link.gbps)
-            )
+            curve = _measure_curve(comm, job, dtype, Mode(quant), hidden_size, result.link.gbps)
+            report({"measured": curve})
+            result.curves.append(curve)
         comm.check()
     return result
 

@@ -9,7 +9,7 @@ from typing import Any
 from allnorm import tuning
 from allnorm.policy import Curve
 from allnorm.tune import crossovers, run
-from allnorm.tune.run import LINK_SHAPE, Result
+from allnorm.tune.run import LINK_SHAPE, CurveTimes, LinkTimes, Result
 from allnorm.tuning import Curves, Measured
 
 LINK_ARM = "link"
@@ -104,9 +104,9 @@ def describe_link(result: Result) -> str:
     return f"rate of the link: {gbps:.0f} GB/s; {unpaced} without it, {us[gbps]:.1f} with"
 
 
-def json_rows(result: Result) -> Iterator[dict[str, Any]]:
-    """A row for each time that was measured."""
-    for rate, us in result.link.us.items():
+def link_rows(link: LinkTimes) -> Iterator[dict[str, Any]]:
+    """A row for each rate of the link that was tried."""
+    for rate, us in link.us.items():
         yield {
             "num_tokens": LINK_SHAPE.num_tokens,
             "hidden_size": LINK_SHAPE.hidden_size,
@@ -116,27 +116,29 @@ def json_rows(result: Result) -> Iterator[dict[str, Any]]:
             "link_gbps": rate,
             "p50_us": us,
             "correct": True,
-            "chosen": rate == result.link.gbps,
+            "chosen": rate == link.gbps,
         }
-    wrong = result.wrong
-    for curve in result.curves:
-        chosen = crossovers.winners(crossovers.leave_out(curve.times, wrong))
-        for beside, times in ((False, curve.times), (True, curve.chain)):
-            for tokens, found in times.items():
-                behind = result.product and not beside and tokens <= run.PRODUCT_TOKENS
-                for candidate, us in found.items():
-                    yield {
-                        "num_tokens": tokens,
-                        "hidden_size": curve.hidden_size,
-                        "dtype": curve.dtype,
-                        "quant": curve.quant,
-                        "arm": f"allnorm:{candidate.algorithm}",
-                        "num_blocks": candidate.num_blocks,
-                        "cluster_size": candidate.cluster_size,
-                        "link_gbps": result.link.gbps,
-                        "mode": "product" if behind else "chain",
-                        "product": result.product if behind else 0,
-                        "p50_us": us,
-                        "correct": candidate not in wrong,
-                        "chosen": not beside and chosen.get(tokens) == candidate,
-                    }
+
+
+def curve_rows(curve: CurveTimes, link_gbps: float, product: int) -> Iterator[dict[str, Any]]:
+    """A row for each time of a curve, measured at a rate of the link and behind a product."""
+    chosen = crossovers.winners(crossovers.leave_out(curve.times, curve.wrong))
+    for beside, times in ((False, curve.times), (True, curve.chain)):
+        for tokens, found in times.items():
+            behind = product and not beside and tokens <= run.PRODUCT_TOKENS
+            for candidate, us in found.items():
+                yield {
+                    "num_tokens": tokens,
+                    "hidden_size": curve.hidden_size,
+                    "dtype": curve.dtype,
+                    "quant": curve.quant,
+                    "arm": f"allnorm:{candidate.algorithm}",
+                    "num_blocks": candidate.num_blocks,
+                    "cluster_size": candidate.cluster_size,
+                    "link_gbps": link_gbps,
+                    "mode": "product" if behind else "chain",
+                    "product": product if behind else 0,
+                    "p50_us": us,
+                    "correct": candidate not in curve.wrong,
+                    "chosen": not beside and chosen.get(tokens) == candidate,
+                }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import pathlib
 import time
@@ -97,7 +98,7 @@ def test_behind_a_product_decides_and_the_chain_stands_beside(tmp_path: pathlib.
     assert curve == Curve(64, (Step(None, "one_shot"),), 256, ranks_tune.PRODUCT_TOKENS)
     (measured,) = results[0].curves
     assert measured.times.keys() == measured.chain.keys() == {1, 4}
-    written = list(table.json_rows(results[0]))
+    written = list(table.curve_rows(measured, results[0].link.gbps, job.product))
     assert [(r["num_tokens"], r["mode"], r["product"], r["arm"], r["chosen"]) for r in written] == [
         (tokens, mode, product, f"allnorm:{arm}", bool(product) and arm == "one_shot")
         for mode, product in (("product", 256), ("chain", 0))
@@ -237,6 +238,30 @@ def test_a_busy_machine_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: pa
     measured.clear()
     CliRunner().invoke(app, (*arguments, "--busy"))
     assert measured == [2, 3]
+
+
+def test_a_run_that_fails_keeps_what_it_has_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    link = ranks_tune.LinkTimes({0.0: 200.0, 360.0: 190.0})
+    curve = ranks_tune.CurveTimes("bfloat16", "", 64, {1: {ONE: 2.0, TWO: 3.0}}, {}, "")
+
+    def measure(job: ranks_tune.Job, size: int, on_message: Any) -> ranks_tune.Result:
+        for rank, measured in itertools.product(range(2), (link, curve)):
+            on_message(rank, {"measured": measured})
+        raise RuntimeError("a rank died")
+
+    monkeypatch.setattr(ranks_tune, "measure", measure)
+    path = tmp_path / "rows.jsonl"
+    arguments = ("tune", "--device", "cpu", "--tp", "2", "--busy", "--dir", str(tmp_path))
+    assert CliRunner().invoke(app, (*arguments, "--json", str(path))).exit_code == 1
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(row["arm"], row["link_gbps"], row["p50_us"], row["chosen"]) for row in rows] == [
+        ("link", 0.0, 200.0, False),
+        ("link", 360.0, 190.0, True),
+        ("allnorm:one_shot", 360.0, 2.0, True),
+        ("allnorm:two_shot", 360.0, 3.0, False),
+    ]
 
 
 @pytest.mark.parametrize(("again", "runs"), [(1.0, 2), (1.09, 2), (1.2, ranks_tune._MOST_RUNS)])
