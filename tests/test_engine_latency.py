@@ -134,6 +134,7 @@ def test_a_host_has_its_own_gpus(
     vllm_latency.be_host(vllm_latency.arguments(given))
     assert environment["CUDA_VISIBLE_DEVICES"] == ("0,1", "2,3")[host]
     assert environment["NCCL_HOSTID"] == f"host{host}"
+    assert "NCCL_P2P_DISABLE" not in environment, "NCCL has NVLink inside a host"
     # The first starts the other.
     assert [command[-4:] for command in started] == [["--arm", "allnorm", "--host", "1"]][host:]
 

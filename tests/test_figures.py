@@ -136,7 +136,7 @@ def test_columns_behind_a_product_are_whose_they_say() -> None:
     pictures = script("benchmarks/pictures.py")
     (source,) = pictures.PRODUCTS.values()
     (table,) = by_heading("Behind a matrix product").tables()
-    assert len(table) == 8
+    assert len(table) == 10
     for line in table[1:]:
         cells = dict(zip(table[0], line, strict=True))
         tokens, hidden_size = map(int, cells["tokens x hidden"].split("x"))

@@ -48,9 +48,8 @@ NO_MULTICAST = {
 HERE = pathlib.Path(__file__).resolve().parent
 # Starts a command as on a host of its own; allnorm and vLLM tell hosts by their shared memory.
 ON_A_HOST = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs host /dev/shm && exec "$@"', "host")
+# NCCL tells hosts by NCCL_HOSTID: inside one it has NVLink.
 OVER_LOOPBACK = {
-    "NCCL_P2P_DISABLE": "1",
-    "NCCL_SHM_DISABLE": "1",
     "NCCL_SOCKET_IFNAME": "lo",
     "GLOO_SOCKET_IFNAME": "lo",
     "VLLM_HOST_IP": "127.0.0.1",
