@@ -22,8 +22,8 @@ UNFUSED_GATHER_BYTES = 256 << 20
 
 # Float32 sums of one piece of a hierarchical call, of all its rows: what a rank may hold at a time;
 # and on GPUs, where the exchange of one piece overlaps the launches of others, into how many pieces
-# of how many bytes a call is cut at most. Two islands of two H100s, NCCL at 30 GB/s: pieces of 16 to
-# 64 MiB take as long within 5 %, of 8 MiB half as long again (docs/engineering-log, 2026-11-26).
+# of how many bytes a call is cut at most. Two islands of two H100s, NCCL at 30 GB/s, 2026-11: in
+# pieces of 16 to 64 MiB it takes as long within 5 %, of 8 half as long again (engineering log).
 HIERARCHICAL_SUM_BYTES = 64 << 20
 _OVERLAPPED_SUM_BYTES = 16 << 20
 _OVERLAPPED_PIECES = 4
