@@ -331,13 +331,11 @@ def is_sooner_in_parts(num_islands: int, num_sums: int, sum_bytes: int, row_byte
     """Whether sums of a rank cross in two hops: each island adds a part of them for the others.
 
     Args:
-        num_islands: more than one.
+        num_islands: more than two.
         num_sums: elements that a rank has the sums of its island of.
         sum_bytes: of one of them.
         row_bytes: of what the sum of all islands is rounded to.
     """
-    if num_islands == 2:
-        return False
     others = num_islands - 1
     in_one_hop = others * sum_bytes
     in_two = others * (sum_bytes + row_bytes) / num_islands

@@ -129,25 +129,19 @@ def check_parts(
     from allnorm import policy
     from allnorm.core.between import Between
 
-    started = []
-
-    def start(self: Between, rows: torch.Tensor) -> Any:
-        started.append(rows)
-        return start_parts(self, rows)
-
     with mock.patch.multiple(
         policy,
         HIERARCHICAL_SUM_BYTES=sum_bytes,
         HIERARCHICAL_HOP_BYTES=1,
         _OVERLAPPED_SUM_BYTES=sum_bytes,
     ):
-        start_parts = Between.start_parts
         c = comm(islands=islands)
-        with mock.patch.object(Between, "start_parts", start):
+        start = Between.start_parts
+        with mock.patch.object(Between, "start_parts", autospec=True, side_effect=start) as starts:
             for case in cases:
                 case.check(c)
         pieces = c.plan(*cases[0].shape, cases[0].dtype).num_chunks
-    return pieces, len(started)
+    return pieces, starts.call_count
 
 
 @on(cpu=(4, 6), gpu=(4,))
@@ -192,15 +186,12 @@ def test_pieces_of_a_small_workspace(pool: RankPool) -> None:
 def check_pieces(rank: int, world_size: int, cases: list[Case]) -> None:
     from allnorm import policy
 
-    saved, policy.HIERARCHICAL_SUM_BYTES = policy.HIERARCHICAL_SUM_BYTES, 4 * 256 * 3
-    try:
+    with mock.patch.object(policy, "HIERARCHICAL_SUM_BYTES", 4 * 256 * 3):
         c = comm(islands=PAIRS)
         pieces = c.plan(10, 256, torch.float32).num_chunks
         assert pieces == (4 if c.device.type == "cpu" else 3)  # of three rows, on GPUs of four
         for case in cases:
             case.check(c)
-    finally:
-        policy.HIERARCHICAL_SUM_BYTES = saved
 
 
 @on(cpu=(4,), gpu=(4,))

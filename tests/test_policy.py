@@ -220,3 +220,20 @@ def test_pieces_of_a_hierarchical_call() -> None:
         rows = policy.hierarchical_rows(backend, island_size, tokens, 4096)
         assert rows % 4 == 0
         assert 4 * rows * 4096 <= policy.HIERARCHICAL_SUM_BYTES
+
+
+@pytest.mark.parametrize(
+    ("num_islands", "sum_bytes", "row_bytes", "fewest"),
+    [
+        (3, 4, 2, 1 << 17),  # 8 bytes or 4 for each sum
+        (4, 4, 2, 69906),  # 12 or 4.5
+        (3, 4, 4, 196608),  # 8 or 5.33
+        (3, 2, 2, 393216),  # islands of one rank: 4 or 2.67
+    ],
+)
+def test_sums_cross_in_two_hops_from_half_a_megabyte_less_on(
+    num_islands: int, sum_bytes: int, row_bytes: int, fewest: int
+) -> None:
+    for more, expected in ((-1, False), (0, True), (1 << 20, True)):
+        got = policy.is_sooner_in_parts(num_islands, fewest + more, sum_bytes, row_bytes)
+        assert got == expected

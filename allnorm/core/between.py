@@ -142,8 +142,8 @@ class Between:
 
     @property
     def can_exchange_parts(self) -> bool:
-        """Whether `start_parts` works: gloo does it on the host only."""
-        return self._on_host or self._backend == "nccl"
+        """Whether `start_parts` is of use, and works: gloo does it on the host only."""
+        return self.num_islands > 2 and (self._on_host or self._backend == "nccl")
 
     @property
     def _group(self) -> Any:

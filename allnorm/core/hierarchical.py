@@ -31,9 +31,9 @@ the oldest piece can always be finished.
 
 from __future__ import annotations
 
-import collections
 import ctypes
 import datetime
+import itertools
 from collections.abc import Callable, Generator, Iterator
 
 import torch
@@ -167,13 +167,12 @@ def parts(
         return _Run(launch, library, handle, hierarchy, look, x.device.type == "cuda")
 
     def exchange() -> torch.Tensor:
-        received: list[torch.Tensor] = []
-
-        def steps() -> Iterator[int]:
-            received.append((yield from one().exchange(sums, x.dtype)))
-
-        collections.deque(steps(), maxlen=0)
-        return received[0]
+        steps = one().exchange(sums, x.dtype)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as finished:
+                return finished.value
 
     exchanged = exchange()
     return {
@@ -218,19 +217,11 @@ class _Run:
             status, partials = unfused.own_partial(launch, self._library, x)
             if status != _native.OK:
                 return status
-        under_way: list[Iterator[int]] = []  # the newest first
-        for number, (lo, hi) in enumerate(pieces):
-            if lo == hi:
-                continue
-            under_way.insert(0, self._piece(number, lo, hi, partials, residuals, memory))
-            status = _advance(under_way)
-            if status != _native.OK:
-                return status
-        while under_way:
-            status = _advance(under_way)
-            if status != _native.OK:
-                return status
-        return _native.OK
+        return _in_turn(
+            self._piece(number, lo, hi, partials, residuals, memory)
+            for number, (lo, hi) in enumerate(pieces)
+            if lo < hi
+        )
 
     def _piece(
         self,
@@ -438,17 +429,19 @@ class _Run:
         return _native.OK
 
 
-def _advance(under_way: list[Iterator[int]]) -> int:
-    """Continues each piece by one step, and takes out what is done; returns the first status.
+def _in_turn(pieces: Iterator[Iterator[int]]) -> int:
+    """Makes pieces, each a step behind the one before it; returns the first status that is not OK.
 
     The newest goes first: what it waits for was begun before what the older ones wait for.
     """
-    for piece in list(under_way):
-        status = next(piece, None)
-        if status is None:
-            under_way.remove(piece)
-        elif status != _native.OK:
-            return status
+    under_way: list[Iterator[int]] = []
+    while under_way := [*itertools.islice(pieces, 1), *under_way]:
+        for piece in list(under_way):
+            status = next(piece, None)
+            if status is None:
+                under_way.remove(piece)
+            elif status != _native.OK:
+                return status
     return int(_native.OK)
 
 
