@@ -6,6 +6,7 @@ Rows are those of `allnorm tune --json` or `allnorm bench --json`: of every algo
 A curve needs rows from one token to at least 1024, of five sizes: with fewer the nearest hidden
 size says more, at the same number of bytes. The rate of the link is the newest that `tune` chose.
 Sizes that were measured behind a product count as measured there, whatever a chain says of them.
+A candidate that was wrong at one size is used at none, in no curve of its commit.
 """
 
 from __future__ import annotations
@@ -41,14 +42,13 @@ def read(paths: list[pathlib.Path]) -> dict[tuple[str, int], list[dict[str, Any]
 
 
 def _is_of_algorithm(row: dict[str, Any]) -> bool:
-    """Whether it says how long an algorithm takes."""
+    """Whether it says how long an algorithm takes, or that it is wrong."""
     return bool(
         row.get("arm", "").startswith(_ARM)
-        and row["correct"]
         and row["quant"] in _QUANTS
         and not row.get("residual_sharded")
         and not row.get("return_normed")
-        and row["p50_us"]
+        and (row["p50_us"] or not row["correct"])
     )
 
 
@@ -63,8 +63,11 @@ def curves_of(rows: list[dict[str, Any]]) -> tuning.Curves:
     Kernels differ from commit to commit, so none of a curve's times are compared across them, nor
     across rates of the link; of a size measured twice at one commit the lower time counts.
     """
+    wrong = {(row["commit"], _candidate(row)) for row in rows if not row["correct"]}
     runs: dict[Any, dict[Any, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     for row in sorted(rows, key=lambda row: row["date"], reverse=True):
+        if (row["commit"], _candidate(row)) in wrong:
+            continue
         key = (row["dtype"], _QUANTS[row["quant"]], row["hidden_size"])
         runs[key][row["commit"], row.get("link_gbps")].append(row)
     curves: tuning.Curves = {}
@@ -80,6 +83,12 @@ def curves_of(rows: list[dict[str, Any]]) -> tuning.Curves:
     return curves
 
 
+def _candidate(row: dict[str, Any]) -> Candidate:
+    """Which one a row is of."""
+    blocks = (row.get("num_blocks", 0), row.get("cluster_size", 0))
+    return Candidate(row["arm"].removeprefix(_ARM), *blocks)
+
+
 Times = dict[int, dict[Candidate, float]]
 
 
@@ -88,8 +97,7 @@ def _times(rows: list[dict[str, Any]]) -> tuple[Times, tuple[int, int]]:
     behind = {row["num_tokens"]: row["product"] for row in rows if row.get("product")}
     times: Times = defaultdict(dict)
     for row in rows:
-        blocks = (row.get("num_blocks", 0), row.get("cluster_size", 0))
-        candidate = Candidate(row["arm"].removeprefix(_ARM), *blocks)
+        candidate = _candidate(row)
         of_mode = row.get("product", 0) == behind.get(row["num_tokens"], 0)
         if candidate.algorithm != "unfused" and of_mode:
             found = times[row["num_tokens"]]
