@@ -39,7 +39,10 @@ from allnorm.testing.timing import capture
 from allnorm.tune.crossovers import Candidate
 from allnorm.tune.run import candidate_arm
 
-SHAPES = ((1, 4096), (16, 4096), (64, 4096), (1, 8192), (16, 8192))
+SHAPES = (
+    *((1, 4096), (16, 4096), (64, 4096), (128, 4096), (256, 4096)),
+    *((1, 8192), (16, 8192)),
+)
 CLUSTER_SIZES = (1, 2, 4)
 BEHIND = ("chain", "empty", "product")
 COLUMNS = 7168  # of the product
@@ -60,7 +63,7 @@ RECORD = numpy.dtype(
     ],
     align=True,
 )
-MOST_WARPS = 1 << 12  # of a launch
+MOST_WARPS = 1 << 13  # of a launch
 
 
 def stamped_library() -> ctypes.CDLL:

@@ -22,8 +22,8 @@ _PUBLISH = (
 )
 _REACHED = "has_reached(load_acquire_sys_u32(number), op_ - 1 - turn_.since())"
 _COMPARED = "static_cast<int32_t>(seen - expected) >= 0"
-_CLEAR_PACK = "  if (live) store_pack(slot, {kEmptyWord, kEmptyWord, kEmptyWord, kEmptyWord});\n"
-CLEAR_ONE_SHOT = "    if (live_) clear_partials<kWorldSize>(slots, stride_, layout_.world_size);\n"
+_CLEAR_PACK = "  if (live) clear_slot(exchange, slot);\n"
+CLEAR_ONE_SHOT = "    if (live_) clear_partials(exchange_, slots, stride_);\n"
 
 
 def _replaced(path: str, text: str, old: str, new: str) -> Edits:
@@ -61,7 +61,11 @@ ONE_LARGE_PHASE: Edits = ((LAYOUT, "kLargePhases = 2", "kLargePhases = 1"),)
 PARTIALS_STAY: Edits = ((ONE_SHOT, CLEAR_ONE_SHOT, ""),)
 RECEIVED_STAY: Edits = ((SLOTS, _CLEAR_PACK, ""),)  # sums of two_shot, finished rows
 QUANTISED_STAY: Edits = (
-    (ROW_OWNERS, "      store_words(slot, Packed::filled_with(kEmptyWord));\n", ""),
+    (
+        ROW_OWNERS,
+        "      store_words(slot, Packed::filled_with(kEmptyWord), exchange_.slot_policy());\n",
+        "",
+    ),
 )
 SCALES_STAY: Edits = ((ROW_OWNERS, "    store_u32(slot, kEmptyWord);\n", ""),)
 

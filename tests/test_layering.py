@@ -282,8 +282,9 @@ CSRC_WITHIN = {
         "entry_points": {"check", "error", "gate"},
     },
     "cuda": {
-        "memory": set(),
-        "params": set(),
+        "cache_policy": set(),
+        "memory": {"cache_policy"},
+        "params": {"cache_policy"},
         "words": {"memory"},
         "row_exchange": {"memory", "params"},
         "exchange": {"memory", "params"},

@@ -136,7 +136,7 @@ class NormEpilogue {
     post_.prefetch_weight();
     if (!live_ || !norms()) return;
     if (!params_.weight_is_float32) {
-      weight_[0] = load_pack(params_.weight + pack_ * kPackBytes);
+      weight_[0] = load_pack(params_.weight + pack_ * kPackBytes, params_.policy);
       return;
     }
 #pragma unroll
@@ -144,14 +144,14 @@ class NormEpilogue {
   }
   __device__ __forceinline__ void prefetch_row(int64_t row) {
     if (live_ && params_.residual.data != nullptr) {
-      residual_ = load_pack(params_.residual.at(row, pack_));
+      residual_ = load_pack(params_.residual.at(row, pack_), params_.policy);
     }
   }
   // The same in two parts, for who loads it while another row is worked on. prefetch_row() is not
   // made of them: where there is none it sets nothing, and every kernel is shorter by that.
   __device__ __forceinline__ Pack load_residual(int64_t row) const {
     const bool any = live_ && params_.residual.data != nullptr;
-    return any ? load_pack(params_.residual.at(row, pack_)) : Pack{};
+    return any ? load_pack(params_.residual.at(row, pack_), params_.policy) : Pack{};
   }
   __device__ __forceinline__ void take_residual(const Pack& residual) { residual_ = residual; }
 
@@ -167,7 +167,7 @@ class NormEpilogue {
   // or not; a barrier of the block lies in it.
   __device__ __forceinline__ void add_row(int64_t row, const Pack& reduced) {
     if (!params_.normalize) {
-      if (live_) store_pack(params_.out.at(row, pack_), reduced);
+      if (live_) store_pack(params_.out.at(row, pack_), reduced, params_.policy);
       __syncthreads();
       return;
     }
@@ -176,7 +176,7 @@ class NormEpilogue {
       add_pack<T>(z_, residual_);
     }
     const Pack summed = pack<T>(z_);
-    if (live_) store_pack(params_.residual_out.at(row, pack_), summed);
+    if (live_) store_pack(params_.residual_out.at(row, pack_), summed, params_.policy);
     // Without a norm here there has been the post norm, and in it a barrier.
     if (kExtended && !norms()) return;
     if (!params_.normalize_unrounded) unpack<T>(summed, z_);
@@ -207,7 +207,7 @@ class NormEpilogue {
   static constexpr int kKept = kGains == Gains::kLean ? 1 : kElems / 4;
 
   __device__ __forceinline__ Pack load_float32_weight(int i) const {
-    return load_pack(params_.weight + (pack_ * (kElems / 4) + i) * kPackBytes);
+    return load_pack(params_.weight + (pack_ * (kElems / 4) + i) * kPackBytes, params_.policy);
   }
   __device__ __forceinline__ void make_gains() {
     if (params_.weight_is_float32) {

@@ -90,11 +90,11 @@ class Exchange {
   // (docs/engineering-log).
   __device__ __forceinline__ void begin() {
     const char* own = params_.workspace[0];
-    const uint64_t counter = load_kept_u64(own + PushControl::kCounters + 8 * blockIdx.x);
+    const uint64_t counter = load_u64(own + PushControl::kCounters + 8 * blockIdx.x, kEvictLast);
     op_ = static_cast<uint32_t>(counter);
     turn_ = {static_cast<uint32_t>(counter >> 32), params_.units, params_.large};
     slots_begin_ = params_.phases.at(params_.large ? turn_.large_phase() : turn_.unit());
-    const uint64_t poisoned = load_kept_u64(own + PushControl::kPoisoned);
+    const uint64_t poisoned = load_u64(own + PushControl::kPoisoned, kEvictLast);
     failed_ = poisoned != 0;
     failed_before_ = failed_ && poisoned != poison(op_);
     if (params_.large) wait_for_slots();
@@ -156,6 +156,9 @@ class Exchange {
   }
 
   __device__ __forceinline__ int world_size() const { return world_size_of<kWorldSize>(params_); }
+
+  // Of slots that are marked as empty.
+  __device__ __forceinline__ CachePolicy slot_policy() const { return params_.slot_policy; }
 
   __device__ __forceinline__ bool failed() const { return failed_; }
 

@@ -16,7 +16,7 @@
 //   sent_scales(quant)                scales that are sent beside it, of a row
 //   operator()(y)                     this thread's Packed of a row, and then:
 //   leads_group(), group(), scale()   whether its scale is this thread's to store, which, and what
-//   store(row, packed)                both to where they are wanted
+//   store(row, packed, policy)        both to where they are wanted
 //   store_elements(quant, row, pack, packed), store_scale(quant, row, group, scale)
 // Of rows that no cluster holds, one chunk after the other (cuda/any_rows.cuh):
 //   needs_greatest(quant)             whether greatest magnitudes of chunks are asked for

@@ -130,13 +130,16 @@ class RowStream {
     Pace pace;
     if (step_ < end_) pace.start(params_.row_ps, first_, step_, 1);
     send(first_, own);
+    stamps_.at(Stamp::kSent);
     prefetch();
+    stamps_.at(Stamp::kPrefetched);
     Pack ahead = load(first_ + step_);
     for (int row = first_; row < end_; row += step_) {
       const bool last = is_last(row);
       if (last) let_dependents_in(params_);
       if (row != first_) epilogue_.prefetch_row(row);
       const Pack reduced = transport_.receive(row, [&] { return load(row); });
+      if (row == first_) stamps_.at(Stamp::kReceived);
       bool sent = last;
       const auto send_next = [&] {
         pace.wait();

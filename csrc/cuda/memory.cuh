@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "cuda/cache_policy.h"
 #include "protocol/numerics.h"
 
 namespace allnorm {
@@ -96,17 +97,36 @@ __device__ __forceinline__ uint32_t load_u32(const void* address) {
   return value;
 }
 
-// Of a line that the L2 cache is to keep longer than others. The policy is what
-// createpolicy.fractional.L2::evict_last makes of the fraction 1 (nvcc 13.0: 8.0 to 12.0), without
-// its six instructions.
-__device__ __forceinline__ uint64_t load_kept_u64(const void* address) {
-  constexpr uint64_t kEvictLast = 0x14f0000000000000;
+// The same with a say in how long the L2 cache keeps the line.
+__device__ __forceinline__ uint64_t load_u64(const void* address, CachePolicy policy) {
   uint64_t value;
   asm volatile("ld.global.L2::cache_hint.u64 %0, [%1], %2;"
                : "=l"(value)
-               : "l"(address), "l"(kEvictLast)
+               : "l"(address), "l"(policy)
                : "memory");
   return value;
+}
+__device__ __forceinline__ Pack load_pack(const void* address, CachePolicy policy) {
+  Pack pack;
+  asm volatile("ld.global.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+               : "=r"(pack.word[0]), "=r"(pack.word[1]), "=r"(pack.word[2]), "=r"(pack.word[3])
+               : "l"(address), "l"(policy)
+               : "memory");
+  return pack;
+}
+__device__ __forceinline__ void store_pack(void* address, const Pack& pack, CachePolicy policy) {
+  asm volatile("st.global.L2::cache_hint.v4.u32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(address),
+               "r"(pack.word[0]), "r"(pack.word[1]), "r"(pack.word[2]), "r"(pack.word[3]),
+               "l"(policy)
+               : "memory");
+}
+__device__ __forceinline__ void store_u64(void* address, uint64_t value, CachePolicy policy) {
+  asm volatile("st.global.L2::cache_hint.u64 [%0], %1, %2;" ::"l"(address), "l"(value), "l"(policy)
+               : "memory");
+}
+__device__ __forceinline__ void store_u32(void* address, uint32_t value, CachePolicy policy) {
+  asm volatile("st.global.L2::cache_hint.u32 [%0], %1, %2;" ::"l"(address), "r"(value), "l"(policy)
+               : "memory");
 }
 
 __device__ __forceinline__ void store_u64(void* address, uint64_t value) {

@@ -179,7 +179,7 @@ class OwnedRows {
       if (!all_.sends_normed) {
         const auto packed = epilogue_.format()(y);
         owners_.publish(slot, packed, epilogue_.format());
-        epilogue_.format().store(row, packed);
+        epilogue_.format().store(row, packed, all_.fused.epilogue.policy);
         return;
       }
     }

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "allnorm.h"
+#include "cuda/cache_policy.h"
 #include "protocol/call_tag.h"
 #include "protocol/layout.h"
 
@@ -125,6 +126,7 @@ struct EpilogueParams {
   bool weight_is_float32;
   bool normalize_unrounded;
   bool round_before_weight;
+  CachePolicy policy;  // of the rows above, and of the weight
   QuantParams quant;
   PostParams post;
 };
@@ -160,9 +162,10 @@ struct FusedParams {
   int32_t rank;
   int32_t world_size;  // read where the kernel is compiled for kAnyWorldSize
   PushLayout::Phases phases;
-  bool large;      // these are the large phases
-  uint32_t units;  // that this launch takes of the others: PushTurn
-  int32_t row_ps;  // on the link, what this rank sends of a row; 0: not known
+  bool large;               // these are the large phases
+  uint32_t units;           // that this launch takes of the others: PushTurn
+  int32_t row_ps;           // on the link, what this rank sends of a row; 0: not known
+  CachePolicy slot_policy;  // of slots that are marked as empty
   int64_t timeout_ns;
   CallTag tag;
   AllnormFault* fault;  // host memory, mapped

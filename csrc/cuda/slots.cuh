@@ -85,6 +85,12 @@ __device__ __forceinline__ Pack receive_partials(Exchange<kWorldSize>& exchange,
   return sum_in_rank_order<T, kWorldSize>(partial, world_size, unrounded);
 }
 
+// Marks a slot as empty again, for its next use.
+template <int kWorldSize>
+__device__ __forceinline__ void clear_slot(const Exchange<kWorldSize>& exchange, char* slot) {
+  store_pack(slot, {kEmptyWord, kEmptyWord, kEmptyWord, kEmptyWord}, exchange.slot_policy());
+}
+
 // Waits for a pack that one rank pushes to `slot`, takes it and marks the slot as empty again.
 // `source` returns who that is. All lanes of a warp call it; those that are not `live` get zeros.
 template <int kWorldSize, class Source>
@@ -96,17 +102,18 @@ __device__ __forceinline__ Pack receive_pack(Exchange<kWorldSize>& exchange, cha
     return arrived(pack);
   };
   if (!exchange.wait_together(poll, source)) pack = nan_pack();
-  if (live) store_pack(slot, {kEmptyWord, kEmptyWord, kEmptyWord, kEmptyWord});
+  if (live) clear_slot(exchange, slot);
   return pack;
 }
 
 // Marks the slots of one pack as empty again, for their next use.
 template <int kWorldSize>
-__device__ __forceinline__ void clear_partials(char* slot, int64_t stride, int world_size) {
-  const Pack empty = {kEmptyWord, kEmptyWord, kEmptyWord, kEmptyWord};
+__device__ __forceinline__ void clear_partials(const Exchange<kWorldSize>& exchange, char* slot,
+                                               int64_t stride) {
 #pragma unroll
-  for (int other = 0; other < kMostRanks<kWorldSize> - 1 && other < world_size - 1; ++other) {
-    store_pack(slot + other * stride, empty);
+  for (int other = 0; other < kMostRanks<kWorldSize> - 1 && other < exchange.world_size() - 1;
+       ++other) {
+    clear_slot(exchange, slot + other * stride);
   }
 }
 
@@ -121,7 +128,7 @@ __device__ __forceinline__ void store_to_peer(char* address, const Words<1>& pac
   store_relaxed_sys(address, pack.word[0]);
 }
 __device__ __forceinline__ void store_to_peer(char* address, const Words<2>& pack) {
-  store_relaxed_sys(address, static_cast<uint64_t>(pack.word[1]) << 32 | pack.word[0]);
+  store_relaxed_sys(address, both_words(pack));
 }
 __device__ __forceinline__ void load_from_peer(const char* address, Words<1>& pack) {
   pack.word[0] = load_relaxed_sys_u32(address);

@@ -1,6 +1,6 @@
-// When each warp passes which point of its first row, of kernels whose schedule is run_one_shot():
-// in a library that is built with CMake's ALLNORM_STAMPS, for benchmarks/stamps.py. Otherwise
-// nothing of it is compiled.
+// When each warp passes which point of its first row, of kernels whose schedule is run_one_shot()
+// or run_paced(): in a library that is built with CMake's ALLNORM_STAMPS, for benchmarks/stamps.py.
+// Otherwise nothing of it is compiled.
 #ifndef ALLNORM_CUDA_STAMPS_CUH_
 #define ALLNORM_CUDA_STAMPS_CUH_
 

@@ -20,11 +20,22 @@ struct Words {
   }
 };
 
+__device__ __forceinline__ uint64_t both_words(const Words<2>& words) {
+  return static_cast<uint64_t>(words.word[1]) << 32 | words.word[0];
+}
 __device__ __forceinline__ void store_words(char* address, const Words<1>& words) {
   store_u32(address, words.word[0]);
 }
 __device__ __forceinline__ void store_words(char* address, const Words<2>& words) {
-  store_u64(address, static_cast<uint64_t>(words.word[1]) << 32 | words.word[0]);
+  store_u64(address, both_words(words));
+}
+__device__ __forceinline__ void store_words(char* address, const Words<1>& words,
+                                            CachePolicy policy) {
+  store_u32(address, words.word[0], policy);
+}
+__device__ __forceinline__ void store_words(char* address, const Words<2>& words,
+                                            CachePolicy policy) {
+  store_u64(address, both_words(words), policy);
 }
 
 }  // namespace allnorm

@@ -73,8 +73,8 @@ _NO_ROW_BARRIER = "  exchange.advance_unused();\n  __syncthreads();\n"
 _LARGE_BARRIER = "    // nobody waits for it for ever.\n    __syncthreads();\n"
 _SEND_NOT_SENT = "      if (!sent) send_next();\n"
 _PREFETCHED_SEND = "      } else {\n        pace.wait();\n        send(row + step_, ahead);\n"
-_CLEAR_TWO_SHOT = "    clear_partials<kWorldSize>(slot(row), stride_, layout_.world_size);\n"
-_CLEAR_OWNED = "    if (live_) clear_partials<kWorldSize>(slot, stride, layout_.world_size);\n"
+_CLEAR_TWO_SHOT = "    clear_partials(exchange_, slot(row), stride_);\n"
+_CLEAR_OWNED = "    if (live_) clear_partials(exchange_, slot, stride);\n"
 _STAGED = "    // thread comes here again: the sum over the next row lies in between.\n"
 
 # What weaker memory does, and threads that do not wait for each other: ThreadSanitizer reports it.
@@ -567,9 +567,9 @@ WRONG_RESULTS = (
             *edits.PRECEDING_GRID_NOT_WAITED_FOR,
             (
                 EXCHANGE,
-                "    const uint64_t poisoned = load_kept_u64(own + PushControl::kPoisoned);\n",
+                "    const uint64_t poisoned = load_u64(own + PushControl::kPoisoned, kEvictLast);\n",
                 "    wait_for_preceding_grid();\n"
-                "    const uint64_t poisoned = load_kept_u64(own + PushControl::kPoisoned);\n",
+                "    const uint64_t poisoned = load_u64(own + PushControl::kPoisoned, kEvictLast);\n",
             ),
         ),
         (WRONG, HANGS, NOT_EMPTY, "counter"),

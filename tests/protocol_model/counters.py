@@ -25,7 +25,7 @@ from protocol_model.reader import EXCHANGE, SLOTS
 
 # Lines that say what failed threads do: (file, text).
 ASSUMED = (
-    (EXCHANGE, "const uint64_t poisoned = load_kept_u64(own + PushControl::kPoisoned);"),
+    (EXCHANGE, "const uint64_t poisoned = load_u64(own + PushControl::kPoisoned, kEvictLast);"),
     (EXCHANGE, "failed_ = poisoned != 0;"),
     (EXCHANGE, "failed_before_ = failed_ && poisoned != poison(op_);"),
     (EXCHANGE, "while (!failed_) {"),

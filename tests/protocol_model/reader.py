@@ -26,7 +26,7 @@ CALL_TAG, SIGNAL, SLOT = "protocol/call_tag.h", "protocol/signal.h", "protocol/s
 
 _CALLS = {
     *("store_to_peer", "load_from_peer", "store_words", "receive_partials", "receive_pack"),
-    *("clear_partials", "wait_for_preceding_grid", "receive_and_store_scale"),
+    *("clear_partials", "clear_slot", "wait_for_preceding_grid", "receive_and_store_scale"),
     *("wait_alone", "wait_together", "wait_for_number"),
 }
 _WAIT_FOR_NUMBER = "wait_for_number"
@@ -287,7 +287,10 @@ class _Reader:
             if call == "receive_partials":
                 steps.extend(self._partials())
             elif call == "clear_partials":
-                steps.extend(self._cleared())
+                calls = self._calls(self._sources.function(SLOTS, call))
+                if [name for name, _ in calls] != ["clear_slot"]:
+                    raise SourceError(f"clear_partials: {calls}")
+                steps.append(self._cleared("partial"))
             elif call == "receive_pack":
                 steps.extend(self._steps(SLOTS, call, where))
             elif call == "receive_and_store_scale":
@@ -296,10 +299,10 @@ class _Reader:
                 of_scale = "scale" in arguments
                 access = self._arrival(arguments, "u32" if of_scale else "v4.u32")
                 steps.append(Step("wait", access, "scale" if of_scale else where))
-            elif clears and call in {"store_pack", "store_u32"}:
-                width = "u32" if call == "store_u32" else "v4.u32"
-                at = "scale" if call == "store_u32" else where
-                steps.append(Step("clear", self._access(call, width), at))
+            elif call == "clear_slot":
+                steps.append(self._cleared(where))
+            elif clears and call == "store_u32":
+                steps.append(Step("clear", self._access(call, "u32"), "scale"))
             elif clears and call == "store_words":
                 steps.append(Step("clear", self._quantized(call), where))
             elif call == "store_to_peer":
@@ -330,9 +333,11 @@ class _Reader:
                 raise SourceError(f"peek: {call}")
         return [Step("wait", access, "partial")]
 
-    def _cleared(self) -> list[Step]:
-        calls = self._calls(self._sources.function(SLOTS, "clear_partials"))
-        return [Step("clear", self._access(name, "v4.u32"), "partial") for name, _ in calls]
+    def _cleared(self, where: str) -> Step:
+        ((name, arguments),) = self._calls(self._sources.function(SLOTS, "clear_slot"))
+        if "slot, {kEmptyWord, kEmptyWord, kEmptyWord, kEmptyWord}" not in arguments:
+            raise SourceError(f"clear_slot: {name}({arguments})")
+        return Step("clear", self._access(name, "v4.u32"), where)
 
     def transports(self) -> dict[str, Transport]:
         for schedule in ("run_one_shot", "run_paced", "run_prefetched"):

@@ -82,9 +82,12 @@ def verbs(sources: Sources) -> dict[tuple[str, str], Access]:
         body = block(text, match.end() - 1)
         ptx = re.search(
             r'"(?:st|ld|fence)(?:\.(weak|relaxed|release|acquire|acq_rel|sc))?'
-            r"(?:\.(cta|gpu|sys))?(?:\.global\.([\w.]+))?[ ;]",
+            r"(?:\.(cta|gpu|sys))?(?:\.global\.(?:L2::cache_hint\.)?([\w.]+))?[ ;]",
             body,
         )
-        if ptx is not None:
-            found[match[1], ptx[3] or ""] = access_of(ptx[1], ptx[2])
+        if ptx is None:
+            continue
+        verb, access = (match[1], ptx[3] or ""), access_of(ptx[1], ptx[2])
+        if found.setdefault(verb, access) != access:
+            raise SourceError(f"{MEMORY} has two {match[1]} of {ptx[3]} that are not alike")
     return found

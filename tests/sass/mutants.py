@@ -126,7 +126,7 @@ MUTANTS = (
             ("tags announced", "pushes", "st.relaxed.sys.global.u64", "st.global.u64"),
             ("tags read", "polls", "ld.relaxed.sys.global.u64", "ld.global.u64"),
             ("slots handed back", "pushes", "st.relaxed.sys.global.u32", "st.global.u32"),
-            ("numbers read", "polls", "ld.relaxed.sys.global.u32", "ld.global.u32"),
+            ("numbers read", "polls", "ld.acquire.sys.global.u32", "ld.global.u32"),
         )
     ),
     _mutant(
@@ -208,8 +208,8 @@ MUTANTS = (
         *("the counter read before the wait", "dependent_launch", "exchange.cuh"),
         *("    wait_for_preceding_grid();\n", ""),
         *(
-            "    phases_ = static_cast<int>(counter >> 32);\n",
-            "    phases_ = static_cast<int>(counter >> 32);\n    wait_for_preceding_grid();\n",
+            "    op_ = static_cast<uint32_t>(counter);\n",
+            "    op_ = static_cast<uint32_t>(counter);\n    wait_for_preceding_grid();\n",
         ),
     ),
     _mutant(

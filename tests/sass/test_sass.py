@@ -100,5 +100,11 @@ def test_defect_is_reported(compiler: None, mutant: mutants.Mutant, tmp_path: pa
     assert mutant.rule in {text.partition(":")[0] for text in found}, found
 
 
+@pytest.mark.parametrize("mutant", [pytest.param(m, id=m.name) for m in mutants.MUTANTS])
+def test_defect_can_be_put_into_the_sources(mutant: mutants.Mutant, tmp_path: pathlib.Path) -> None:
+    """Of all: CI compiles a few, and the sources go on."""
+    mutants.mutate(mutants.copy_sources(CSRC, tmp_path), mutant)
+
+
 def test_every_rule_has_a_mutant() -> None:
     assert {m.rule for m in mutants.MUTANTS} == {rule.__name__ for rule in EXCHANGE_RULES}

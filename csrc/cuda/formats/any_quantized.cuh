@@ -40,8 +40,10 @@ class AnyQuantized {
 
   __device__ __forceinline__ void store_row(const EpilogueParams& params, int64_t row,
                                             const Pack& y) {
-    if (live_ && params.out.data != nullptr) store_pack(params.out.at(row, pack_), y);
-    store(row, (*this)(y));
+    if (live_ && params.out.data != nullptr) {
+      store_pack(params.out.at(row, pack_), y, params.policy);
+    }
+    store(row, (*this)(y), params.policy);
   }
 
   // All threads of the cluster call it, live or not.
@@ -54,10 +56,15 @@ class AnyQuantized {
   __device__ __forceinline__ bool leads_group() const { return e4m3_.leads_group(); }
   __device__ __forceinline__ int group() const { return e4m3_.group(); }
 
-  __device__ __forceinline__ void store(int64_t row, const Packed& quantized) const {
+  __device__ __forceinline__ void store(int64_t row, const Packed& quantized,
+                                        CachePolicy policy) const {
     if (!live_) return;
-    store_elements(params_, row, pack_, quantized);
-    if (!is_nvfp4(params_) && leads_group()) store_scale(params_, row, group(), scale());
+    if (is_nvfp4(params_)) {
+      NvFp4<T>::template store<true>(params_, row, pack_, quantized);
+      return;
+    }
+    store_words(E4m3<T>::elements_at(params_, row, pack_), quantized, policy);
+    if (leads_group()) store_scale(params_, row, group(), scale());
   }
 
   __device__ __forceinline__ static void store_elements(const QuantParams& params, int64_t row,

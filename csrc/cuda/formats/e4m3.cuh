@@ -41,8 +41,10 @@ class E4m3 {
 
   __device__ __forceinline__ void store_row(const EpilogueParams& params, int64_t row,
                                             const Pack& y) {
-    if (live_ && params.out.data != nullptr) store_pack(params.out.at(row, pack_), y);
-    store(row, (*this)(y));
+    if (live_ && params.out.data != nullptr) {
+      store_pack(params.out.at(row, pack_), y, params.policy);
+    }
+    store(row, (*this)(y), params.policy);
   }
 
   // All threads of the cluster call it, live or not.
@@ -75,15 +77,20 @@ class E4m3 {
   __device__ __forceinline__ int group() const { return params_.group_of(pack_); }
 
   // Stores what was quantised last.
-  __device__ __forceinline__ void store(int64_t row, const Packed& quantized) const {
+  __device__ __forceinline__ void store(int64_t row, const Packed& quantized,
+                                        CachePolicy policy) const {
     if (!live_) return;
-    store_elements(params_, row, pack_, quantized);
+    store_words(elements_at(params_, row, pack_), quantized, policy);
     if (leads_group()) store_scale(params_, row, group(), scale_);
   }
 
+  __device__ __forceinline__ static char* elements_at(const QuantParams& params, int64_t row,
+                                                      int pack) {
+    return params.quantized + row * params.quantized_stride_bytes + pack * kElems;
+  }
   __device__ __forceinline__ static void store_elements(const QuantParams& params, int64_t row,
                                                         int pack, const Packed& quantized) {
-    store_words(params.quantized + row * params.quantized_stride_bytes + pack * kElems, quantized);
+    store_words(elements_at(params, row, pack), quantized);
   }
 
   // Stores the scale of one group where the format and the layout want it.

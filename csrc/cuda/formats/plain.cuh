@@ -23,7 +23,7 @@ class Plain {
 
   __device__ __forceinline__ void store_row(const EpilogueParams& params, int64_t row,
                                             const Pack& y) {
-    if (live_) store_pack(params.out.at(row, pack_), y);
+    if (live_) store_pack(params.out.at(row, pack_), y, params.policy);
   }
 
   __device__ __forceinline__ static void store_padding(const QuantParams&, int, int) {}

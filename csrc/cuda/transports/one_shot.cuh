@@ -47,7 +47,7 @@ class OneShot {
     char* const slots = slot(row);
     const Pack sum =
         receive_partials<T, kWorldSize>(exchange_, slots, stride_, rank_, own(), live_, peeked);
-    if (live_) clear_partials<kWorldSize>(slots, stride_, layout_.world_size);
+    if (live_) clear_partials(exchange_, slots, stride_);
     return sum;
   }
 

@@ -54,7 +54,7 @@ class RowOwners {
     const int64_t stride = layout_.slot(1, 0, 0);
     const Pack sum = allnorm::receive_partials<T, kWorldSize>(exchange_, slot, stride, rank_, own,
                                                               live_, nullptr, unrounded);
-    if (live_) clear_partials<kWorldSize>(slot, stride, layout_.world_size);
+    if (live_) clear_partials(exchange_, slot, stride);
     return sum;
   }
 
@@ -112,7 +112,7 @@ class RowOwners {
       packed = Packed::filled_with(Format::nan_word(quant_));
     }
     if (live_) {
-      store_words(slot, Packed::filled_with(kEmptyWord));
+      store_words(slot, Packed::filled_with(kEmptyWord), exchange_.slot_policy());
       Format::store_elements(quant_, row, pack_, packed);
     }
     if (sent_scales() == 0) return;

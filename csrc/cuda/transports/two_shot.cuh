@@ -50,7 +50,7 @@ class TwoShot {
     for (int q = 1; q < kMostRanks<kWorldSize> && q < layout_.world_size; ++q) {
       store_relaxed_sys(exchange_.slots(q) + sum_offset, sum);
     }
-    clear_partials<kWorldSize>(slot(row), stride_, layout_.world_size);
+    clear_partials(exchange_, slot(row), stride_);
     return sum;
   }
 

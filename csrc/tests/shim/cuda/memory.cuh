@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "cuda/cache_policy.h"
 #include "protocol/numerics.h"
 #include "tests/shim/device.h"
 
@@ -93,11 +94,16 @@ inline void store_pack(void* address, const Pack& pack) {
 }
 inline void prefetch_to_l2(const void*, uint32_t) {}
 inline uint32_t load_u32(const void* address) { return *static_cast<const uint32_t*>(address); }
-inline uint64_t load_kept_u64(const void* address) {
-  return *static_cast<const uint64_t*>(address);
-}
 inline void store_u64(void* address, uint64_t value) { plain_store(address, value); }
 inline void store_u32(void* address, uint32_t value) { plain_store(address, value); }
+// What is cached how long changes no result.
+inline Pack load_pack(const void* address, CachePolicy) { return load_pack(address); }
+inline uint64_t load_u64(const void* address, CachePolicy) {
+  return *static_cast<const uint64_t*>(address);
+}
+inline void store_pack(void* address, const Pack& pack, CachePolicy) { store_pack(address, pack); }
+inline void store_u64(void* address, uint64_t value, CachePolicy) { store_u64(address, value); }
+inline void store_u32(void* address, uint32_t value, CachePolicy) { store_u32(address, value); }
 inline void store_u8(void* address, uint32_t value) {
   *static_cast<uint8_t*>(address) = static_cast<uint8_t>(value);
 }

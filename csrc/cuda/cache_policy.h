@@ -1,0 +1,32 @@
+// How long the L2 cache is to keep a line.
+//
+// In a model a matrix product stands between two calls, whose weights sweep everything else out of
+// the L2 cache: the slots of the next call, its residual, the lines that it writes. Stores then
+// wait for lines to be evicted, and loads for memory. So calls of few rows ask for theirs to be
+// kept. Beyond 2 MiB it costs more than it brings, as rows in the cache leave less of it for what
+// peers send: two H100s, bf16, 2026-11, us behind a product of 7168 input features without and with
+// it: 8x4096 2.01 and 1.79, 64x4096 3.72 and 3.07, 128x4096 6.60 and 5.61, 256x4096 9.8 and 8.6;
+// in a chain of calls 512x4096 15.3 and 15.9, 768x4096 21.0 and 22.3
+// (docs/engineering-log/2026-11-26-lines-kept.md).
+#ifndef ALLNORM_CUDA_CACHE_POLICY_H_
+#define ALLNORM_CUDA_CACHE_POLICY_H_
+
+#include <cstdint>
+
+namespace allnorm {
+
+// What createpolicy.fractional.L2 makes of its name and of the fraction 1 (nvcc 13.0: 8.0 to 12.0),
+// without its six instructions.
+enum CachePolicy : uint64_t {
+  kEvictNormal = 0x16f0000000000000,
+  kEvictLast = 0x14f0000000000000,
+};
+
+// Of the rows that a call reads and writes, and of its slots, by their bytes.
+inline CachePolicy cache_policy(int64_t bytes) {
+  constexpr int64_t kMostKept = 2 << 20;
+  return bytes <= kMostKept ? kEvictLast : kEvictNormal;
+}
+
+}  // namespace allnorm
+#endif  // ALLNORM_CUDA_CACHE_POLICY_H_
