@@ -567,9 +567,8 @@ WRONG_RESULTS = (
             *edits.PRECEDING_GRID_NOT_WAITED_FOR,
             (
                 EXCHANGE,
-                "    const uint64_t poisoned = load_u64(own + PushControl::kPoisoned, kEvictLast);\n",
-                "    wait_for_preceding_grid();\n"
-                "    const uint64_t poisoned = load_u64(own + PushControl::kPoisoned, kEvictLast);\n",
+                "    const uint64_t poisoned =",
+                "    wait_for_preceding_grid();\n    const uint64_t poisoned =",
             ),
         ),
         (WRONG, HANGS, NOT_EMPTY, "counter"),
