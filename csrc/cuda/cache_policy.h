@@ -3,11 +3,10 @@
 // In a model a matrix product stands between two calls, whose weights sweep everything else out of
 // the L2 cache: the slots of the next call, its residual, the lines that it writes. Stores then
 // wait for lines to be evicted, and loads for memory. So calls of few rows ask for theirs to be
-// kept. Beyond 2 MiB it costs more than it brings, as rows in the cache leave less of it for what
-// peers send: two H100s, bf16, 2026-11, us behind a product of 7168 input features without and with
-// it: 8x4096 2.01 and 1.79, 64x4096 3.72 and 3.07, 128x4096 6.60 and 5.61, 256x4096 9.8 and 8.6;
-// in a chain of calls 512x4096 15.3 and 15.9, 768x4096 21.0 and 22.3
-// (docs/engineering-log/2026-11-26-lines-kept.md).
+// kept; of more than 2 MiB that costs more than it brings. Two H100s, bf16, 2026-11, us behind a
+// product of 7168 input features, without it and with it: 8x4096 2.01 and 1.79, 64x4096 3.72 and
+// 3.07, 128x4096 6.60 and 5.61, 256x4096 9.8 and 8.6; in a chain of calls 512x4096 15.3 and 15.9,
+// 768x4096 21.0 and 22.3 (docs/engineering-log/2026-11-26-lines-kept.md).
 #ifndef ALLNORM_CUDA_CACHE_POLICY_H_
 #define ALLNORM_CUDA_CACHE_POLICY_H_
 
