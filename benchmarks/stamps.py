@@ -39,10 +39,7 @@ from allnorm.testing.timing import capture
 from allnorm.tune.crossovers import Candidate
 from allnorm.tune.run import candidate_arm
 
-SHAPES = (
-    *((1, 4096), (16, 4096), (64, 4096), (128, 4096), (256, 4096)),
-    *((1, 8192), (16, 8192)),
-)
+SHAPES = (*((tokens, 4096) for tokens in (1, 16, 64, 128, 256)), (1, 8192), (16, 8192))
 CLUSTER_SIZES = (1, 2, 4)
 BEHIND = ("chain", "empty", "product")
 COLUMNS = 7168  # of the product

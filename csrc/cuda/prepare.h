@@ -187,8 +187,8 @@ inline FusedParams exchange_params(const AllnormCommConfig& config, const Allnor
   params.large = units == 0;
   params.units = params.large ? 1 : units;
   params.phases = PushLayout::phases(config.workspace_bytes, units);
-  // Slots of units taken alone are used again so much later that nothing would be gained: 16x4096
-  // behind a product takes 2.32 us if they are kept, 2.10 otherwise (two H100s, bf16, 2026-11).
+  // Those of units taken alone are not kept, which makes few rows slower: 16x4096 behind a product
+  // 2.32 us instead of 2.10 (two H100s, bf16, 2026-11; not explained, docs/engineering-log).
   params.slot_policy = units > 1 ? cache_policy(bytes) : kEvictNormal;
   if (call.link_gbps != 0) {
     // What arrives here for a row is what this rank sends of one.

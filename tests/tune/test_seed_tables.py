@@ -39,12 +39,9 @@ def algorithms(path: pathlib.Path, rows: list[dict[str, Any]]) -> dict[int, list
     return {curve.hidden_size: [step.algorithm for step in curve.steps] for curve in curves}
 
 
-def rows_of_all(**changes: Any) -> list[dict[str, Any]]:
+def rows_of_all() -> list[dict[str, Any]]:
     return [
-        row(tokens, width, algorithm, **changes)
-        for width in WIDTHS
-        for tokens in TOKENS
-        for algorithm in US
+        row(tokens, width, algorithm) for width in WIDTHS for tokens in TOKENS for algorithm in US
     ]
 
 
