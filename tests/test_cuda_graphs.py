@@ -31,18 +31,22 @@ def capture(call: Callable[[], Any], warmups: int = 0) -> tuple[torch.cuda.CUDAG
     return graph, results
 
 
+# By the port of the node before, and the type of the edge: 1 is programmatic.
+_BEGINS = {(0, 0): "ended", (1, 1): "let in", (2, 1): "begun"}
+
+
 class KernelNode(NamedTuple):
     """Of a captured graph.
 
     Attributes:
         name: of the kernel.
         before: the nodes with an edge to it.
-        is_dependent: one of these edges is programmatic: it was launched as a dependent.
+        begins: when the kernel before it has "ended", has "let in" its dependents, or has "begun".
     """
 
     name: str
     before: tuple[int, ...]
-    is_dependent: bool
+    begins: str
 
 
 def kernel_nodes(graph: torch.cuda.CUDAGraph) -> dict[int, KernelNode]:
@@ -72,12 +76,13 @@ def kernel_nodes(graph: torch.cuda.CUDAGraph) -> dict[int, KernelNode]:
         ask("cuGraphKernelNodeGetParams_v2", ctypes.c_void_p(node), params)
         name = ctypes.c_char_p()
         ask("cuFuncGetName", ctypes.byref(name), ctypes.c_void_p(params[0]))
-        # An edge has 8 bytes: ports of both ends, then its type, 1 being programmatic.
+        # An edge has 8 bytes: the port of the node before, that of this one, its type.
         before, (edges,) = handles(
             "cuGraphNodeGetDependencies_v2", node, lambda n: ctypes.create_string_buffer(8 * n + 1)
         )
-        types = [edges.raw[8 * i + 2] for i in range(len(before))]
-        nodes[node] = KernelNode((name.value or b"").decode(), tuple(before), 1 in types)
+        kinds = {(edges.raw[8 * i], edges.raw[8 * i + 2]) for i in range(len(before))}
+        begins = _BEGINS[kinds.pop() if len(kinds) == 1 else (0, 0)]
+        nodes[node] = KernelNode((name.value or b"").decode(), tuple(before), begins)
     return nodes
 
 
@@ -135,8 +140,11 @@ def test_replay_with_new_inputs(pool: RankPool) -> None:
     pool.run(replays)
 
 
-def dependent_launches(rank: int, world_size: int) -> None:
-    """A call is a dependent behind another, and behind what was launched as a dependent itself."""
+def early_launches(rank: int, world_size: int) -> None:
+    """A call begins before the kernel before it has ended.
+
+    Behind another call, and behind what was launched as a dependent itself, as a dependent.
+    """
     c = comm()
     residual, weight = (torch.zeros(n, 4096, dtype=torch.bfloat16, device="cuda") for n in (16, 1))
 
@@ -160,20 +168,21 @@ def dependent_launches(rank: int, world_size: int) -> None:
     nodes = kernel_nodes(graph)
     calls = [node for node in nodes.values() if "allnorm" in node.name]
     assert len(calls) == 12
-    plain = 0
+    begun = 0
     for node in calls:
         (before,) = (nodes[handle] for handle in node.before)
-        assert node.is_dependent == ("allnorm" in before.name or before.is_dependent), (
-            f"{node.name} behind {before.name}"
-        )
-        plain += not node.is_dependent
-    assert 4 <= plain <= 8  # behind relu, and behind products that are not split
+        lets_in = "allnorm" in before.name or before.begins == "let in"
+        wanted = "let in" if lets_in else "begun"
+        assert node.begins == wanted, f"{node.name} behind {before.name}: {node.begins}"
+        begun += not lets_in
+    assert 4 <= begun <= 8  # behind relu, and behind products that are not split
+    assert all(n.begins != "begun" for n in nodes.values() if "allnorm" not in n.name)
     del graph
 
 
 @on(gpu=[1, 2])
-def test_calls_are_dependents_where_it_pays(pool: RankPool) -> None:
-    pool.run(dependent_launches)
+def test_calls_begin_early(pool: RankPool) -> None:
+    pool.run(early_launches)
 
 
 def quantized_replays(rank: int, world_size: int) -> None:

@@ -1,3 +1,5 @@
+#include <cuda.h>
+
 #include <algorithm>
 #include <map>
 #include <mutex>
@@ -23,25 +25,57 @@ bool is_own(cudaStream_t stream, cudaGraphNode_t node) {
 }
 
 #if CUDART_VERSION >= 13000
-// Whether a kernel was launched as a dependent; true of a node that is something else.
-cudaError_t was_dependent(cudaGraphNode_t node, bool* dependent) {
-  *dependent = true;
+bool is_plain(const cudaGraphEdgeData& edge) {
+  return edge.from_port == cudaGraphKernelNodePortDefault &&
+         edge.type == cudaGraphDependencyTypeDefault;
+}
+
+bool is_dependent(const cudaGraphEdgeData& edge) {
+  return edge.type == cudaGraphDependencyTypeProgrammatic;
+}
+
+// Whether a node is a kernel, and the edges to it.
+cudaError_t ask_node(cudaGraphNode_t node, bool* is_kernel, std::vector<cudaGraphEdgeData>* edges) {
   cudaGraphNodeType type;
   cudaError_t error = cudaGraphNodeGetType(node, &type);
-  if (error != cudaSuccess || type != cudaGraphNodeTypeKernel) return error;
+  *is_kernel = error == cudaSuccess && type == cudaGraphNodeTypeKernel;
+  if (!*is_kernel) return error;
   size_t num_edges = 0;
   error = cudaGraphNodeGetDependencies(node, nullptr, nullptr, &num_edges);
-  if (error != cudaSuccess) return error;
+  if (error != cudaSuccess || num_edges == 0) return error;
   std::vector<cudaGraphNode_t> nodes(num_edges);
-  std::vector<cudaGraphEdgeData> edges(num_edges);
-  if (num_edges > 0) {
-    error = cudaGraphNodeGetDependencies(node, nodes.data(), edges.data(), &num_edges);
-    if (error != cudaSuccess) return error;
+  edges->resize(num_edges);
+  return cudaGraphNodeGetDependencies(node, nodes.data(), edges->data(), &num_edges);
+}
+
+template <typename Function>
+Function* driver_function(const char* name, unsigned version) {
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult result;
+  const cudaError_t error =
+      cudaGetDriverEntryPointByVersion(name, &function, version, cudaEnableDefault, &result);
+  if (error != cudaSuccess || result != cudaDriverEntryPointSuccess) return nullptr;
+  return reinterpret_cast<Function*>(function);
+}
+
+// Whether all blocks of a kernel get room before any of the stream's next one: both run on the
+// current device and at one priority.
+bool goes_first(cudaGraphNode_t node, cudaStream_t stream) {
+  static auto* const get_params = driver_function<CUresult(CUgraphNode, CUDA_KERNEL_NODE_PARAMS*)>(
+      "cuGraphKernelNodeGetParams", 12000);
+  static auto* const get_current = driver_function<CUresult(CUcontext*)>("cuCtxGetCurrent", 4000);
+  CUDA_KERNEL_NODE_PARAMS params = {};
+  CUcontext current = nullptr;
+  if (get_params == nullptr || get_current == nullptr ||
+      get_params(node, &params) != CUDA_SUCCESS || get_current(&current) != CUDA_SUCCESS ||
+      params.ctx != current) {
+    return false;
   }
-  *dependent = std::any_of(edges.begin(), edges.end(), [](const cudaGraphEdgeData& edge) {
-    return edge.type == cudaGraphDependencyTypeProgrammatic;
-  });
-  return cudaSuccess;
+  cudaLaunchAttributeValue value = {};
+  int priority = 0;
+  return cudaGraphKernelNodeGetAttribute(node, cudaLaunchAttributePriority, &value) ==
+             cudaSuccess &&
+         cudaStreamGetPriority(stream, &priority) == cudaSuccess && value.priority == priority;
 }
 #endif
 
@@ -63,14 +97,43 @@ cudaError_t get_captured(cudaStream_t stream, Captured* captured) {
   return error;
 }
 
-bool dependent_launch_pays(cudaStream_t stream, const Captured& captured) {
-  if (!captured.active || captured.num_nodes != 1 || is_own(stream, captured.nodes[0])) return true;
+Start choose_start(cudaStream_t stream, const Captured& captured) {
+  if (!captured.active || captured.num_nodes != 1 || is_own(stream, captured.nodes[0])) {
+    return Start::kLetIn;
+  }
 #if CUDART_VERSION >= 13000
-  bool dependent;
-  if (was_dependent(captured.nodes[0], &dependent) == cudaSuccess) return dependent;
-  cudaGetLastError();  // a question that failed is not the launch's error
+  bool is_kernel;
+  std::vector<cudaGraphEdgeData> edges;
+  if (ask_node(captured.nodes[0], &is_kernel, &edges) == cudaSuccess) {
+    if (!is_kernel || std::any_of(edges.begin(), edges.end(), is_dependent)) return Start::kLetIn;
+    const bool safe =
+        std::all_of(edges.begin(), edges.end(), is_plain) && goes_first(captured.nodes[0], stream);
+    cudaGetLastError();  // a question that failed is not the launch's error
+    return safe ? Start::kBegun : Start::kEnded;
+  }
+  cudaGetLastError();
 #endif
-  return true;
+  return Start::kLetIn;
+}
+
+bool set_start(cudaStream_t stream, Start start) {
+#if CUDART_VERSION >= 13000
+  Captured captured;
+  if (get_captured(stream, &captured) == cudaSuccess && captured.num_nodes == 1) {
+    cudaGraphNode_t node = captured.nodes[0];
+    cudaGraphEdgeData edge = {};
+    if (start == Start::kBegun) {
+      edge.from_port = cudaGraphKernelNodePortLaunchCompletion;
+      edge.type = cudaGraphDependencyTypeProgrammatic;
+    }
+    if (cudaStreamUpdateCaptureDependencies(stream, &node, &edge, 1,
+                                            cudaStreamSetCaptureDependencies) == cudaSuccess) {
+      return true;
+    }
+  }
+  cudaGetLastError();
+#endif
+  return false;
 }
 
 void note_own_launch(cudaStream_t stream, const Captured& captured) {

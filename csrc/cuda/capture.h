@@ -1,5 +1,5 @@
-// What a stream that is being captured tells: what comes before its next node, and whether that
-// lets a launch begin early.
+// What a stream that is being captured tells: what comes before its next node, and when a launch
+// behind that begins.
 #ifndef ALLNORM_CUDA_CAPTURE_H_
 #define ALLNORM_CUDA_CAPTURE_H_
 
@@ -18,14 +18,30 @@ struct Captured {
 };
 cudaError_t get_captured(cudaStream_t stream, Captured* captured);
 
-// Whether programmatic dependent launch pays for the next launch on the stream. It does behind a
-// kernel that lets dependents in before it has ended: by 0.85 us behind the one that adds up a
-// split product of cuBLAS. Behind one that does not, a plain launch begins earlier: by 0.2 to 0.7
-// us behind a product that is not split (two H200s,
-// docs/engineering-log/2026-11-26-dependent-launch.md). Kernels do not tell; ours do let dependents
-// in (note_own_launch()), and so, as a rule, does one that was launched as a dependent itself. True
-// where there is not one kernel before, and where CUDA cannot be asked.
-bool dependent_launch_pays(cudaStream_t stream, const Captured& captured);
+// When a kernel may begin. Whenever that is, it waits (wait_for_preceding_grid()) until the kernel
+// before it has ended.
+enum class Start {
+  kEnded,  // when the kernel before it has ended: a plain launch
+  kLetIn,  // when that lets dependents in: programmatic dependent launch
+  kBegun,  // when all blocks of that have begun
+};
+
+// When the next launch on the stream had best begin. Kernels do not tell whether they let
+// dependents in before they end; ours do (note_own_launch()), and so, as a rule, does one that was
+// launched as a dependent itself: behind these kLetIn, which saves 0.85 us behind the one that adds
+// up a split product of cuBLAS (two H200s). Another one lets nobody in, and a graph can say that
+// the launch begins while it runs: kBegun, which saves 0.5 to 1.3 us behind a product that is not
+// split (two H100s; both docs/engineering-log). kLetIn where there is not one kernel before, in an
+// eager call, and where CUDA cannot be asked.
+//
+// What kBegun rests on: a kernel that is no dependent began when all before it had ended, so to
+// wait for it is to wait for all. Its blocks have their room before ours ask for any; that is so
+// on one device and at one priority, and otherwise it is kEnded.
+Start choose_start(cudaStream_t stream, const Captured& captured);
+
+// Makes the next launch of a stream begin at `start`, kBegun or kEnded, after the one node before
+// it. Says whether that has been done; if not, a launch begins at kEnded.
+bool set_start(cudaStream_t stream, Start start);
 
 // Notes what was captured on the stream when a launch of ours had been.
 void note_own_launch(cudaStream_t stream, const Captured& captured);

@@ -99,32 +99,31 @@ int32_t Communicator::run(const AllnormCall& call) {
   const DeviceGuard guard(config_.device);
   const auto stream = static_cast<cudaStream_t>(call.stream);
   status = cuda_status(guard.status(), "selecting the device");
-  bool dependent = true;
-  if (status == ALLNORM_OK) status = order_.begin(stream, &dependent);
+  Start start = Start::kLetIn;
+  if (status == ALLNORM_OK) status = order_.begin(stream, &start);
   if (status != ALLNORM_OK) return break_off(call, false);
-  status = launch_chunks(call, rows, dependent);
+  status = launch_chunks(call, rows, start);
   if (status == ALLNORM_OK) status = order_.end(stream);
   return status == ALLNORM_OK ? status : break_off(call, true);
 }
 
-int32_t Communicator::launch_chunks(const AllnormCall& call, int64_t rows, bool dependent) {
+int32_t Communicator::launch_chunks(const AllnormCall& call, int64_t rows, Start start) {
   // Chunks of equal height: a short last one would cost a launch and fill no link. Where rows have
   // owners, each chunk but the last has as many of every one of them.
   const bool owned = has_row_owners(call);
   const int64_t unit = owned ? config_.world_size : 1;
   const int64_t chunks = (call.num_tokens + rows - 1) / rows;
   const int64_t height = ((call.num_tokens + chunks - 1) / chunks + unit - 1) / unit * unit;
-  AllnormCall chunk = call;
-  if (!dependent) chunk.flags |= ALLNORM_NO_PDL;
   int32_t status = ALLNORM_OK;
   for (int64_t first = 0; first < call.num_tokens && status == ALLNORM_OK; first += height) {
     const int64_t count = std::min(height, call.num_tokens - first);
     status =
-        owned ? launch_owned_rows(device_, chunk, config_.world_size,
-                                  owned_rows_params(config_, call, first, count, fault_on_device_))
-              : launch_fused(device_, chunk, config_.world_size,
-                             fused_params(config_, call, first, count, fault_on_device_));
-    chunk.flags = call.flags;  // the next comes behind this one, which lets it in
+        owned ? launch_owned_rows(device_, call, config_.world_size,
+                                  owned_rows_params(config_, call, first, count, fault_on_device_),
+                                  start)
+              : launch_fused(device_, call, config_.world_size,
+                             fused_params(config_, call, first, count, fault_on_device_), start);
+    start = Start::kLetIn;  // by this one, which the next comes behind
   }
   return status;
 }

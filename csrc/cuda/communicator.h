@@ -46,7 +46,7 @@ class Communicator {
   // What a kernel recorded.
   int32_t recorded_status() const;
   // The launches of a call.
-  int32_t launch_chunks(const AllnormCall& call, int64_t rows, bool dependent);
+  int32_t launch_chunks(const AllnormCall& call, int64_t rows, Start start);
   // This rank could not make a call that all ranks make. From now on it makes none: its
   // next call would be matched with this one of its peers.
   int32_t break_off(const AllnormCall& call, bool in_order);

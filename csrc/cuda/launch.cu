@@ -92,7 +92,7 @@ bool is_aligned(const void* pointer, int64_t stride_bytes) {
 }
 
 int32_t launch(const Device& device, const void* kernel, const void* params,
-               const Geometry& geometry, int shared_bytes, const AllnormCall& call) {
+               const Geometry& geometry, int shared_bytes, const AllnormCall& call, Start start) {
   cudaLaunchAttribute attributes[2];
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(geometry.num_blocks);
@@ -100,7 +100,8 @@ int32_t launch(const Device& device, const void* kernel, const void* params,
   config.dynamicSmemBytes = shared_bytes;
   config.stream = static_cast<cudaStream_t>(call.stream);
   config.attrs = attributes;
-  if (device.launches_dependents && !(call.flags & ALLNORM_NO_PDL)) {
+  if (!device.launches_dependents || call.flags & ALLNORM_NO_PDL) start = Start::kEnded;
+  if (start == Start::kLetIn) {
     attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
   }
@@ -110,12 +111,16 @@ int32_t launch(const Device& device, const void* kernel, const void* params,
     attributes[config.numAttrs].val.clusterDim.y = 1;
     attributes[config.numAttrs++].val.clusterDim.z = 1;
   }
+  const bool early = start == Start::kBegun && set_start(config.stream, start);
   void* arguments[] = {const_cast<void*>(params)};
-  return cuda_status(cudaLaunchKernelExC(&config, kernel, arguments), "launching the kernel");
+  const cudaError_t error = cudaLaunchKernelExC(&config, kernel, arguments);
+  // What the stream launches next instead, another library's kernel perhaps, must not begin early.
+  if (error != cudaSuccess && early) set_start(config.stream, Start::kEnded);
+  return cuda_status(error, "launching the kernel");
 }
 
 int32_t launch_exchange(const Device& device, const AllnormCall& call, int world_size,
-                        const FusedParams& fused, const void* params) {
+                        const FusedParams& fused, const void* params, Start start) {
   const int most = call.num_blocks > 0 ? call.num_blocks : kMaxBlocks;
   const auto over = [&](int size) -> Geometry {
     return {.num_blocks = 0, .cluster_size = size, .num_threads = threads_of(fused.packs, size)};
@@ -147,7 +152,7 @@ int32_t launch_exchange(const Device& device, const AllnormCall& call, int world
   const int resident = resident_blocks(device, kernel, geometry);
   geometry.num_blocks =
       choose_num_blocks(fused.num_tokens, geometry.cluster_size, std::min(most, resident), 1);
-  return launch(device, kernel, params, geometry, 0, call);
+  return launch(device, kernel, params, geometry, 0, call, start);
 }
 
 }  // namespace
@@ -219,13 +224,13 @@ int32_t check_width(const Device& device, const AllnormCall& call) {
 }
 
 int32_t launch_fused(const Device& device, const AllnormCall& call, int world_size,
-                     const FusedParams& params) {
-  return launch_exchange(device, call, world_size, params, &params);
+                     const FusedParams& params, Start start) {
+  return launch_exchange(device, call, world_size, params, &params, start);
 }
 
 int32_t launch_owned_rows(const Device& device, const AllnormCall& call, int world_size,
-                          const OwnedRowsParams& params) {
-  return launch_exchange(device, call, world_size, params.fused, &params);
+                          const OwnedRowsParams& params, Start start) {
+  return launch_exchange(device, call, world_size, params.fused, &params, start);
 }
 
 int32_t launch_missing_call(const Device& device, const AllnormCall& call, int world_size,
@@ -234,14 +239,13 @@ int32_t launch_missing_call(const Device& device, const AllnormCall& call, int w
   const Geometry geometry = {.num_blocks = 1, .cluster_size = 1, .num_threads = threads_of(0, 1)};
   AllnormCall plain = {};
   plain.stream = call.stream;
-  plain.flags = ALLNORM_NO_PDL;
   const void* const kernel = find_exchange(ALLNORM_FLOAT32, {.kind = ExchangeKind::kOneShot,
                                                              .world_size = world_size,
                                                              .format = RowFormat::kPlain,
                                                              .extended = false,
                                                              .has_experts = false});
   if (kernel == nullptr) return ALLNORM_UNSUPPORTED;
-  return launch(device, kernel, &params, geometry, 0, plain);
+  return launch(device, kernel, &params, geometry, 0, plain, Start::kEnded);
 }
 
 int32_t launch_local(const Device& device, const AllnormCall& call) {
@@ -284,12 +288,11 @@ int32_t launch_local(const Device& device, const AllnormCall& call) {
   geometry.num_threads = std::min(threads_of(packs, geometry.cluster_size), kMaxThreads);
   geometry.num_blocks = choose_num_blocks(call.num_tokens, geometry.cluster_size,
                                           resident_blocks(device, kernel, geometry), 0);
-  AllnormCall launched = call;
   const auto stream = static_cast<cudaStream_t>(call.stream);
   Captured captured;
   if (get_captured(stream, &captured) != cudaSuccess) cudaGetLastError();  // the launch will tell
-  if (!dependent_launch_pays(stream, captured)) launched.flags |= ALLNORM_NO_PDL;
-  const int32_t status = launch(device, kernel, &params, geometry, shared_bytes, launched);
+  const int32_t status =
+      launch(device, kernel, &params, geometry, shared_bytes, call, choose_start(stream, captured));
   if (captured.active) {
     if (get_captured(stream, &captured) != cudaSuccess) cudaGetLastError();
     note_own_launch(stream, captured);

@@ -5,6 +5,7 @@
 #include <cuda_runtime.h>
 
 #include "allnorm.h"
+#include "cuda/capture.h"
 #include "cuda/geometry.h"
 #include "cuda/params.h"
 
@@ -56,11 +57,12 @@ class DeviceGuard {
 // ALLNORM_SYSTEM with CUDA's message, or ALLNORM_OK for cudaSuccess.
 int32_t cuda_status(cudaError_t error, const char* what);
 
-// Launches one chunk of a fused call; of one whose rows have owners.
+// Launches one chunk of a fused call; of one whose rows have owners. It begins at `start`, if the
+// device and the call allow that.
 int32_t launch_fused(const Device& device, const AllnormCall& call, int world_size,
-                     const FusedParams& params);
+                     const FusedParams& params, Start start);
 int32_t launch_owned_rows(const Device& device, const AllnormCall& call, int world_size,
-                          const OwnedRowsParams& params);
+                          const OwnedRowsParams& params, Start start);
 
 // Launches a kernel without rows on call.stream, which announces `params.tag` as any call.
 int32_t launch_missing_call(const Device& device, const AllnormCall& call, int world_size,

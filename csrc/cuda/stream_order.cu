@@ -51,8 +51,8 @@ int32_t StreamOrder::initialize() {
                      "creating an event");
 }
 
-int32_t StreamOrder::begin(cudaStream_t stream, bool* dependent) {
-  *dependent = true;
+int32_t StreamOrder::begin(cudaStream_t stream, Start* start) {
+  *start = Start::kLetIn;
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   capture_ = 0;
   const cudaError_t error = cudaStreamGetCaptureInfo(stream, &capture, &capture_);
@@ -63,7 +63,7 @@ int32_t StreamOrder::begin(cudaStream_t stream, bool* dependent) {
                 "it, and capture again with a new communicator");
   }
   if (capture == cudaStreamCaptureStatusActive) {
-    return begin_captured(stream, capture_, dependent);
+    return begin_captured(stream, capture_, start);
   }
   capture_ = 0;
   return begin_eager(stream);
@@ -106,7 +106,7 @@ int32_t StreamOrder::end_eager(cudaStream_t stream) {
   return cuda_status(cudaEventRecord(event_, stream), "recording an event");
 }
 
-int32_t StreamOrder::begin_captured(cudaStream_t stream, unsigned long long id, bool* dependent) {
+int32_t StreamOrder::begin_captured(cudaStream_t stream, unsigned long long id, Start* start) {
   const LastCaptured& last = captures_[id];
   Captured captured;
   const int32_t status =
@@ -117,11 +117,12 @@ int32_t StreamOrder::begin_captured(cudaStream_t stream, unsigned long long id, 
     return std::find(captured.nodes, end, node) != end;
   };
   const bool all_follow = std::all_of(last.nodes.begin(), last.nodes.end(), follows);
-  *dependent = dependent_launch_pays(stream, captured);
+  *start = choose_start(stream, captured);
   // Two nodes of one stream are ordered, and may overlap as dependent launches do. A stream whose
   // next node follows those already is left as it is: another edge between the same nodes would be
   // a full one, and end that overlap.
   if (all_follow || (stream == last.stream && lasts(stream))) return ALLNORM_OK;
+  if (*start == Start::kBegun) *start = Start::kEnded;  // not one node comes before any more
   return cuda_status(add_dependencies(stream, last.nodes), "ordering calls of a capture");
 }
 

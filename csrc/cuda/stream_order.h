@@ -21,6 +21,8 @@
 #include <map>
 #include <vector>
 
+#include "cuda/capture.h"
+
 namespace allnorm {
 
 // Notes that `stream` will be there as long as the process. The default stream always is.
@@ -36,8 +38,8 @@ class StreamOrder {
   int32_t initialize();
 
   // Around the launches of a call, all on `stream`. If either fails the call's order is not known.
-  // `*dependent` tells whether dependent launch pays for the first one.
-  int32_t begin(cudaStream_t stream, bool* dependent);
+  // `*start` tells when the first one had best begin.
+  int32_t begin(cudaStream_t stream, Start* start);
   int32_t end(cudaStream_t stream);
 
   // Whether a call was captured, so that there may be a graph that launches it. A graph could say
@@ -53,7 +55,7 @@ class StreamOrder {
   };
 
   int32_t begin_eager(cudaStream_t stream);
-  int32_t begin_captured(cudaStream_t stream, unsigned long long id, bool* dependent);
+  int32_t begin_captured(cudaStream_t stream, unsigned long long id, Start* start);
   int32_t end_eager(cudaStream_t stream);
   int32_t end_captured(cudaStream_t stream);
 

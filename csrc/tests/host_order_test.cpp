@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <thread>
 
+#include "cuda/capture.h"
 #include "tests/fake_cuda/rank.h"
 
 namespace allnorm::testing {
@@ -85,29 +86,41 @@ void test_repeated_calls_cost_nothing() {
   }
 }
 
-// In a capture a call is launched as a dependent behind what was launched so itself, behind other
-// calls, and where nothing is known of what comes before.
-void test_dependent_launch_where_it_pays() {
+// When the last launch begins: by its attribute, and by its edge in a capture.
+Start start_of_last() {
+  const fake::Launch& launch = launches().back();
+  const bool programmatic = launch.edge.type == cudaGraphDependencyTypeProgrammatic;
+  const bool begun = launch.edge.from_port == cudaGraphKernelNodePortLaunchCompletion;
+  check(programmatic == begun && !(begun && launch.dependent), "an edge that is neither");
+  return launch.dependent ? Start::kLetIn : begun ? Start::kBegun : Start::kEnded;
+}
+
+// In a capture a call begins when the kernel before it lets it in, if that was launched as a
+// dependent itself or is another call, or if nothing is known of what comes before; behind other
+// kernels it begins when they have begun.
+void test_when_a_launch_begins() {
   for (const bool local : {false, true}) {
-    Scene scene("dependent launch");
+    Scene scene("when a launch begins");
     const cudaStream_t stream = new_stream(true);
     const auto run = [&](int64_t num_tokens = 1) {
       AllnormCall call = scene.rank.norm(stream, num_tokens);
       const int32_t status = local ? allnorm_local(&call) : scene.rank.run(call);
       check(status == ALLNORM_OK, "status %d: %s", status, allnorm_last_error());
-      return launches().back().dependent;
+      check(cudaGetLastError() == cudaSuccess, "an error is left");
+      return start_of_last();
     };
     fake::launch_foreign(stream, false);
-    check(run(), "a call that is not captured is not a dependent");
+    check(run() == Start::kLetIn, "a call that is not captured");
     cudaStreamBeginCapture(stream);
-    check(run(), "the first of a capture is not a dependent");
-    check(run(), "a call behind a call is not a dependent");
+    check(run() == Start::kLetIn, "the first of a capture");
+    check(run() == Start::kLetIn, "a call behind a call");
     fake::launch_foreign(stream, false);
-    check(!run(), "a dependent behind a plain launch");
-    check(run(), "a call behind a plain call is not a dependent");
+    check(run() == Start::kBegun, "behind a plain launch");
+    check(run() == Start::kLetIn, "behind a call that began early");
     fake::launch_foreign(stream, false);
+    check(start_of_last() == Start::kEnded, "another library's kernel behind a call");
     fake::launch_foreign(stream, true);
-    check(run(), "a call behind a dependent launch is not one");
+    check(run() == Start::kLetIn, "behind a dependent launch");
     fake::launch_foreign(stream, false);
     if (!local) {
       // Several launches in one call: the first is behind the foreign kernel.
@@ -119,23 +132,109 @@ void test_dependent_launch_where_it_pays() {
       }
       fake::launch_foreign(stream, false);
     }
-    // What cannot be asked costs no call.
+    // What cannot be asked or set costs no call.
     fake::fail_nth(0, "cudaGraphNodeGetDependencies");
-    check(run(), "a plain launch behind what nothing is known of");
-    check(cudaGetLastError() == cudaSuccess, "an error is left");
-    // Behind two there is no dependent launch to choose.
+    check(run() == Start::kLetIn, "behind what nothing is known of");
+    for (const char* name : {"cuGraphKernelNodeGetParams", "cudaGraphKernelNodeGetAttribute",
+                             "cudaStreamGetPriority", "cudaStreamUpdateCaptureDependencies"}) {
+      fake::launch_foreign(stream, false);
+      fake::fail_nth(0, name);
+      check(run() == Start::kEnded, "%s fails", name);
+      check(fake::has_failed(name), "%s is not called", name);
+    }
+    // A kernel that began before all before it had ended says nothing about those when it ends.
+    const cudaGraphNode_t* nodes = nullptr;
+    size_t num_nodes = 0;
+    cudaStreamCaptureStatus status;
+    cudaStreamGetCaptureInfo(stream, &status, nullptr, nullptr, &nodes, nullptr, &num_nodes);
+    cudaGraphNode_t node = nodes[0];
+    const cudaGraphEdgeData begun = {.from_port = cudaGraphKernelNodePortLaunchCompletion,
+                                     .type = cudaGraphDependencyTypeDefault};
+    cudaStreamUpdateCaptureDependencies(stream, &node, &begun, 1, cudaStreamSetCaptureDependencies);
+    fake::launch_foreign(stream, false);
+    check(run() == Start::kEnded, "behind a kernel that began early");
+    // One of another device or priority may get its room behind ours, which wait for it.
+    for (const bool device : {false, true}) {
+      cudaStream_t other = nullptr;
+      cudaStreamCreateWithPriority(&other, cudaStreamNonBlocking, device ? 0 : -1);
+      follow(other, stream);
+      cudaSetDevice(device ? 1 : 0);
+      fake::launch_foreign(other, false);
+      cudaSetDevice(0);
+      cudaStreamGetCaptureInfo(other, &status, nullptr, nullptr, &nodes, nullptr, &num_nodes);
+      node = nodes[0];
+      cudaStreamUpdateCaptureDependencies(stream, &node, nullptr, 1,
+                                          cudaStreamSetCaptureDependencies);
+      check(run() == Start::kEnded, "behind another %s", device ? "device" : "priority");
+    }
+    // Behind two there is nothing to choose.
     const cudaStream_t other = new_stream(true);
     follow(other, stream);
     fake::launch_foreign(other, false);
     follow(stream, other);
-    check(run(), "a plain launch behind two");
+    check(run() == Start::kLetIn, "behind two");
     cudaGraphExecDestroy(end(stream));
     // An engine's graph of a part of a layer begins with the product.
     cudaStreamBeginCapture(stream);
     fake::launch_foreign(stream, false);
-    check(!run(), "a dependent behind the plain launch that a capture begins with");
+    check(run() == Start::kBegun, "behind the plain launch that a capture begins with");
     cudaGraphExecDestroy(end(stream));
   }
+}
+
+// A launch that fails leaves no early start to what comes next.
+void test_a_failed_launch_takes_its_start_back() {
+  fake::reset();
+  Rank rank;
+  rank.open();
+  const cudaStream_t stream = new_stream(true);
+  for (const bool local : {false, true}) {
+    cudaStreamBeginCapture(stream);
+    fake::launch_foreign(stream, false);
+    fake::fail_nth(0, fake::kLaunch);
+    AllnormCall call = rank.norm(stream);
+    const int32_t status = local ? allnorm_local(&call) : rank.run(call);
+    check(status == ALLNORM_SYSTEM && fake::has_failed(fake::kLaunch), "status %d", status);
+    // The exchange has told its peers by a launch of its own.
+    check(start_of_last() == Start::kEnded, "the launch behind one that failed");
+    fake::launch_foreign(stream, false);
+    check(start_of_last() == Start::kEnded, "another library's launch behind one that failed");
+    cudaGraphExecDestroy(end(stream));
+  }
+}
+
+// Where dependent launch is off nothing begins early.
+void test_no_early_start_without_dependent_launch() {
+  fake::reset();
+  Rank off(2, ALLNORM_NO_DEPENDENT_LAUNCH), on;
+  off.open();
+  on.open();
+  const cudaStream_t stream = new_stream(true);
+  cudaStreamBeginCapture(stream);
+  AllnormCall call = on.norm(stream);
+  for (const bool flag : {false, true}) {
+    fake::launch_foreign(stream, false);
+    if (flag) call.flags = ALLNORM_NO_PDL;
+    (flag ? on : off).run(call);
+    check(start_of_last() == Start::kEnded, "%s", flag ? "of a call" : "of a communicator");
+  }
+  cudaGraphExecDestroy(end(stream));
+}
+
+// A call that another stream's call comes before has two kernels before it.
+void test_ordered_calls_begin_behind_both() {
+  fake::reset();
+  Rank rank;
+  rank.open();
+  const cudaStream_t a = new_stream(), b = new_stream();
+  cudaStreamBeginCapture(a);
+  follow(b, a);
+  fake::launch_foreign(b, false);
+  check(rank.run(a) == ALLNORM_OK && rank.run(b) == ALLNORM_OK, "%s", allnorm_last_error());
+  check(start_of_last() == Start::kEnded, "behind a foreign kernel and another stream's call");
+  check(launches().back().before.size() == 2, "behind %zu", launches().back().before.size());
+  follow(a, b);
+  cudaGraphExecDestroy(end(a));
 }
 
 void test_eager_captured_eager() {
@@ -455,7 +554,10 @@ int main() {
   using namespace allnorm::testing;
   test_streams_alternate();
   test_repeated_calls_cost_nothing();
-  test_dependent_launch_where_it_pays();
+  test_when_a_launch_begins();
+  test_a_failed_launch_takes_its_start_back();
+  test_no_early_start_without_dependent_launch();
+  test_ordered_calls_begin_behind_both();
   test_eager_captured_eager();
   test_same_stream_eager_and_captured();
   test_destroyed_stream();

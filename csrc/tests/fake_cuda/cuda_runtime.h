@@ -58,9 +58,13 @@ enum cudaDeviceAttr {
 
 enum cudaGraphNodeType { cudaGraphNodeTypeKernel = 0 };
 enum { cudaGraphDependencyTypeDefault = 0, cudaGraphDependencyTypeProgrammatic = 1 };
+enum { cudaGraphKernelNodePortDefault = 0, cudaGraphKernelNodePortLaunchCompletion = 2 };
 struct cudaGraphEdgeData {
+  unsigned char from_port;
   unsigned char type;
 };
+enum { cudaEnableDefault = 0 };
+enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess = 0 };
 struct cudaPointerAttributes {
   int type;
   int device;
@@ -79,13 +83,16 @@ struct dim3 {
 enum cudaLaunchAttributeID {
   cudaLaunchAttributeClusterDimension = 4,
   cudaLaunchAttributeProgrammaticStreamSerialization = 6,
+  cudaLaunchAttributePriority = 8,
+};
+struct cudaLaunchAttributeValue {
+  dim3 clusterDim;
+  int programmaticStreamSerializationAllowed;
+  int priority;
 };
 struct cudaLaunchAttribute {
   cudaLaunchAttributeID id;
-  struct {
-    dim3 clusterDim;
-    int programmaticStreamSerializationAllowed;
-  } val;
+  cudaLaunchAttributeValue val;
 };
 struct cudaLaunchConfig_t {
   dim3 gridDim;
@@ -99,6 +106,10 @@ struct cudaLaunchConfig_t {
 cudaError_t cudaGetLastError();
 const char* cudaGetErrorString(cudaError_t error);
 const char* cudaGetErrorName(cudaError_t error);
+
+cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned version,
+                                             unsigned flags,
+                                             cudaDriverEntryPointQueryResult* result);
 
 cudaError_t cudaGetDevice(int* device);
 cudaError_t cudaSetDevice(int device);
@@ -122,6 +133,8 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, int kind,
                             cudaStream_t stream);
 cudaError_t cudaStreamCreate(cudaStream_t* stream);
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags);
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int priority);
+cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority);
 cudaError_t cudaStreamSynchronize(cudaStream_t stream);
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode);
 cudaError_t cudaStreamDestroy(cudaStream_t stream);
@@ -146,6 +159,8 @@ cudaError_t cudaGraphDestroy(cudaGraph_t graph);
 cudaError_t cudaGraphNodeGetType(cudaGraphNode_t node, cudaGraphNodeType* type);
 cudaError_t cudaGraphNodeGetDependencies(cudaGraphNode_t node, cudaGraphNode_t* nodes,
                                          cudaGraphEdgeData* edges, size_t* num_nodes);
+cudaError_t cudaGraphKernelNodeGetAttribute(cudaGraphNode_t node, cudaLaunchAttributeID id,
+                                            cudaLaunchAttributeValue* value);
 cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph);
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec);
 cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream);

@@ -1,5 +1,7 @@
 #include "tests/fake_cuda/fake.h"
 
+#include <cuda.h>
+
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -16,6 +18,8 @@ using allnorm::fake::Launch;
 
 struct FakeNode {
   Launch launch;
+  int device;
+  int priority;
   std::set<FakeNode*> before;      // all of them, near and far
   std::vector<FakeNode*> next_to;  // those with an edge to this one
 };
@@ -39,6 +43,7 @@ struct Point {
   std::set<int> work;
   Capture* capture = nullptr;
   std::set<FakeNode*> nodes;
+  cudaGraphEdgeData edge = {};  // from these to the next
 };
 
 std::set<FakeNode*> with_those_before(const std::set<FakeNode*>& nodes) {
@@ -51,6 +56,7 @@ std::set<FakeNode*> with_those_before(const std::set<FakeNode*>& nodes) {
 
 struct FakeStream {
   Point point;
+  int priority = 0;
   bool alive = true;
   std::vector<cudaGraphNode_t> asked;  // what cudaStreamGetCaptureInfo() has returned
 };
@@ -349,6 +355,18 @@ cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
   std::swap(now, *mode);
   return cudaSuccess;
 }
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int priority) {
+  const cudaError_t error = cudaStreamCreateWithFlags(stream, flags);
+  if (error == cudaSuccess) (*stream)->priority = priority;
+  return error;
+}
+cudaError_t cudaStreamGetPriority(cudaStream_t handle, int* priority) {
+  MAY_FAIL();
+  const FakeStream* const stream = stream_of(handle);
+  if (stream == nullptr) return give(cudaErrorInvalidResourceHandle);
+  *priority = stream->priority;
+  return cudaSuccess;
+}
 cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
   return stream_of(handle) == nullptr ? give(cudaErrorInvalidResourceHandle) : cudaSuccess;
 }
@@ -366,6 +384,7 @@ cudaError_t cudaStreamCreate(cudaStream_t* handle) {
   *handle = s.free_streams.back();
   s.free_streams.pop_back();
   (*handle)->point = {};
+  (*handle)->priority = 0;
   (*handle)->alive = true;
   return cudaSuccess;
 }
@@ -403,7 +422,7 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t handle, cudaStreamCaptureStatu
   return cudaSuccess;
 }
 cudaError_t cudaStreamUpdateCaptureDependencies(cudaStream_t handle, cudaGraphNode_t* nodes,
-                                                const cudaGraphEdgeData*, size_t num_nodes,
+                                                const cudaGraphEdgeData* edges, size_t num_nodes,
                                                 unsigned flags) {
   MAY_FAIL();
   FakeStream* const stream = stream_of(handle);
@@ -415,6 +434,7 @@ cudaError_t cudaStreamUpdateCaptureDependencies(cudaStream_t handle, cudaGraphNo
   }
   if (flags == cudaStreamSetCaptureDependencies) stream->point.nodes.clear();
   stream->point.nodes.insert(nodes, nodes + num_nodes);
+  stream->point.edge = edges == nullptr ? cudaGraphEdgeData{} : edges[0];
   return cudaSuccess;
 }
 
@@ -508,6 +528,34 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event, unsigned
   return cudaSuccess;
 }
 
+// ---- the driver
+
+namespace {
+
+// A context for each device.
+CUcontext context_of(int device) {
+  return reinterpret_cast<CUcontext>(static_cast<uintptr_t>(device + 1));
+}
+CUresult get_params(CUgraphNode node, CUDA_KERNEL_NODE_PARAMS* params) {
+  if (fails("cuGraphKernelNodeGetParams")) return CUDA_ERROR_INVALID_VALUE;
+  params->ctx = context_of(node->device);
+  return CUDA_SUCCESS;
+}
+CUresult get_current(CUcontext* context) {
+  *context = context_of(state().device);
+  return CUDA_SUCCESS;
+}
+
+}  // namespace
+
+cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned, unsigned,
+                                             cudaDriverEntryPointQueryResult* result) {
+  *function = strcmp(name, "cuCtxGetCurrent") == 0 ? reinterpret_cast<void*>(get_current)
+                                                   : reinterpret_cast<void*>(get_params);
+  *result = cudaDriverEntryPointSuccess;
+  return cudaSuccess;
+}
+
 // ---- graphs
 
 cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
@@ -526,9 +574,16 @@ cudaError_t cudaGraphNodeGetDependencies(cudaGraphNode_t node, cudaGraphNode_t* 
   if (nodes == nullptr) return cudaSuccess;
   for (size_t i = 0; i < *num_nodes; ++i) {
     nodes[i] = node->next_to[i];
-    edges[i].type = node->launch.dependent ? cudaGraphDependencyTypeProgrammatic
-                                           : cudaGraphDependencyTypeDefault;
+    edges[i] = node->launch.edge;
+    if (node->launch.dependent) edges[i].type = cudaGraphDependencyTypeProgrammatic;
   }
+  return cudaSuccess;
+}
+cudaError_t cudaGraphKernelNodeGetAttribute(cudaGraphNode_t node, cudaLaunchAttributeID id,
+                                            cudaLaunchAttributeValue* value) {
+  MAY_FAIL();
+  if (id != cudaLaunchAttributePriority) return give(cudaErrorInvalidValue);
+  value->priority = node->priority;
   return cudaSuccess;
 }
 cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph) {
@@ -662,8 +717,12 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* ke
   node->before = with_those_before(point.nodes);
   node->next_to.assign(point.nodes.begin(), point.nodes.end());
   for (const FakeNode* before : node->before) launch.before.insert(before->launch.number);
+  launch.edge = point.edge;
   node->launch = launch;
+  node->device = s.device;
+  node->priority = stream->priority;
   point.nodes = {node.get()};
+  point.edge = {};
   point.capture->graph->nodes.push_back(node);
   s.launches.push_back(launch);
   return cudaSuccess;

@@ -35,7 +35,8 @@ struct Launch {
   FusedParams params;  // of a kernel that exchanges; those of its rows with owners begin so
   cudaStream_t stream;
   unsigned cluster_size;
-  bool dependent;  // programmatic dependent launch
+  bool dependent;          // programmatic dependent launch
+  cudaGraphEdgeData edge;  // captured: what it waits for of those before it, set by hand
   unsigned num_blocks;
   unsigned long long capture;  // 0: eager
   std::set<int> before;  // launches that are complete when it begins; of its capture if captured
@@ -59,7 +60,7 @@ bool has_failed(const char* name);
 // Calls of a function since reset().
 int calls_of(const char* name);
 
-// Another library launches a kernel.
+// Another library launches a kernel, on the current device.
 void launch_foreign(cudaStream_t stream, bool dependent);
 
 // The function that launches kernels.

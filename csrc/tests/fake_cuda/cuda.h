@@ -1,0 +1,14 @@
+// As much of CUDA's driver as the host side of the CUDA backend calls, over the model of fake.h.
+#ifndef ALLNORM_TESTS_FAKE_CUDA_CUDA_H_
+#define ALLNORM_TESTS_FAKE_CUDA_CUDA_H_
+
+#include <cuda_runtime.h>
+
+enum CUresult { CUDA_SUCCESS = 0, CUDA_ERROR_INVALID_VALUE = 1 };
+typedef cudaGraphNode_t CUgraphNode;
+typedef struct FakeContext* CUcontext;
+struct CUDA_KERNEL_NODE_PARAMS {
+  CUcontext ctx;
+};
+
+#endif  // ALLNORM_TESTS_FAKE_CUDA_CUDA_H_
