@@ -169,7 +169,7 @@ def test_times_in_sentences_are_in_rows(section: Section) -> None:
 # page: the rows of each pair of lines of its table, engine's defaults and with allnorm
 GUIDES = {
     "vllm.md": (
-        ("h100x2-vllm-8b.jsonl", "604da17"),
+        ("h100x2-vllm-8b.jsonl", "4b24109"),
         ("h200x2-vllm-8b.jsonl", "c90da74"),
         ("h200x4-vllm-70b.jsonl", "790f543"),
     ),

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from rank_helpers import comm, on
 from torch._C._autograd import DeviceType
+from torch.autograd.profiler_util import Interval
 
 import allnorm
 from allnorm.core.dispatch import Dispatcher
@@ -194,7 +195,14 @@ def test_kernels_are_known_by_name(name: str) -> None:
     assert kernel(name) == KERNELS[name]
 
 
-def event(name: str, *children: Any, device: Any = DeviceType.CPU, kernels: Any = ()) -> Any:
+def event(
+    name: str,
+    *children: Any,
+    device: Any = DeviceType.CPU,
+    kernels: Any = (),
+    start: float = 0.0,
+    stream: int = 7,
+) -> Any:
     made = SimpleNamespace(
         name=name,
         cpu_children=list(children),
@@ -202,7 +210,9 @@ def event(name: str, *children: Any, device: Any = DeviceType.CPU, kernels: Any 
         kernels=[SimpleNamespace(name=name, duration=us) for name, us in kernels],
         device_type=device,
         cpu_time_total=1000.0,
-        time_range=SimpleNamespace(elapsed_us=lambda: 5.0),
+        time_range=Interval(start, start + 5.0),
+        device_index=0,
+        device_resource_id=stream,
         is_user_annotation=False,
     )
     for child in children:
@@ -226,9 +236,8 @@ def test_kernels_of_graphs_are_counted_beside_those_of_operators() -> None:
         event("allnorm.call|fused|one_shot"),  # captured, not run
         event("c10d::barrier", event("nccl:all_reduce_barrier", kernels=[(nccl, 3.0)])),
     )
-    device = [
-        event(name, device=DeviceType.CUDA) for name in [one_shot] * 3 + [nccl] * 2 + ["gemm"]
-    ]
+    names = [one_shot] * 3 + [nccl] * 2 + ["gemm"]
+    device = [event(name, device=DeviceType.CUDA, start=10.0 * i) for i, name in enumerate(names)]
     collector = Collector([*flat(host), *device])
     assert collector.passes == 1
     assert collector.tally.entries() == [
@@ -236,3 +245,19 @@ def test_kernels_of_graphs_are_counted_beside_those_of_operators() -> None:
         Entry("fused", "one_shot", "layers.*.mlp", 1, 4.0),
         Entry("reduction", "c10d::allreduce_", "layers.*.mlp", 1, 6.0),
     ]
+
+
+def test_a_kernel_that_waits_for_the_one_before_it_has_its_own_time() -> None:
+    """One that begins early; within another; on another stream; and behind a gap."""
+    one_shot = next(iter(KERNELS))
+    kernels = [
+        *((one_shot, 3.0, 7), ("gemm", 0.0, 7), (one_shot, 20.0, 7), (one_shot, 20.0, 7)),
+        *((one_shot, 22.0, 8), ("gemm", 30.0, 7), (one_shot, 40.0, 7)),
+    ]
+    device = [
+        event(name, device=DeviceType.CUDA, start=start, stream=stream)
+        for name, start, stream in kernels
+    ]
+    # 3 of 5 us, since the product ends at 5; 5; nothing, within the same 5; 5; 5.
+    entries = Collector(device).tally.entries()
+    assert entries == [Entry("fused", "one_shot", "", 5, 18.0)]

@@ -107,15 +107,28 @@ class Collector:
 
     def _count_kernels(self, device: list[Any]) -> None:
         seen: _Kernels = collections.defaultdict(lambda: [0, 0.0])
-        for event in device:
+        for event, time_us in _own_times(device):
             seen[event.name][0] += 1
-            seen[event.name][1] += event.time_range.elapsed_us()
+            seen[event.name][1] += time_us
         for name, (calls, time_us) in seen.items():
             found = kernel(name)
             calls -= self._launched[name][0]
             if found is not None and calls > 0:
                 rest = max(0.0, time_us - self._launched[name][1])
                 self.tally.add(*found, "", rest, int(calls))
+
+
+def _own_times(kernels: list[Any]) -> Iterator[tuple[Any, float]]:
+    """Each kernel, and its time from the moment when those before it in its stream had ended.
+
+    Kernels that begin early, as calls of this library do in CUDA graphs, first wait for that.
+    """
+    ended: dict[Any, float] = {}  # by stream
+    for event in sorted(kernels, key=lambda event: event.time_range.start):
+        span, stream = event.time_range, (event.device_index, event.device_resource_id)
+        before = ended.get(stream, span.start)
+        yield event, max(0.0, span.end - max(span.start, before))
+        ended[stream] = max(span.end, before)
 
 
 def _is_kernel(event: Any) -> bool:

@@ -71,9 +71,9 @@ bool goes_first(cudaGraphNode_t node, cudaStream_t stream) {
       params.ctx != current) {
     return false;
   }
-  cudaLaunchAttributeValue value = {};
+  cudaKernelNodeAttrValue value = {};
   int priority = 0;
-  return cudaGraphKernelNodeGetAttribute(node, cudaLaunchAttributePriority, &value) ==
+  return cudaGraphKernelNodeGetAttribute(node, cudaKernelNodeAttributePriority, &value) ==
              cudaSuccess &&
          cudaStreamGetPriority(stream, &priority) == cudaSuccess && value.priority == priority;
 }

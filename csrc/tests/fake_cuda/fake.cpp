@@ -579,10 +579,10 @@ cudaError_t cudaGraphNodeGetDependencies(cudaGraphNode_t node, cudaGraphNode_t* 
   }
   return cudaSuccess;
 }
-cudaError_t cudaGraphKernelNodeGetAttribute(cudaGraphNode_t node, cudaLaunchAttributeID id,
-                                            cudaLaunchAttributeValue* value) {
+cudaError_t cudaGraphKernelNodeGetAttribute(cudaGraphNode_t node, int id,
+                                            cudaKernelNodeAttrValue* value) {
   MAY_FAIL();
-  if (id != cudaLaunchAttributePriority) return give(cudaErrorInvalidValue);
+  if (id != cudaKernelNodeAttributePriority) return give(cudaErrorInvalidValue);
   value->priority = node->priority;
   return cudaSuccess;
 }
