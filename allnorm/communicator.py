@@ -80,10 +80,9 @@ class Communicator:
             dependent launch, may start before a call's last stores; it must read nothing before
             `griddepcontrol.wait`, as CUDA demands of it. False lets it start when the call ends,
             and costs 0.3 to 0.9 us a call.
-        dependent_launch: CUDA: whether calls begin before the kernel before them has ended, and then
-            wait for that. Eager ones do if that kernel lets its dependents in (programmatic
-            dependent launch), captured ones when its blocks have begun. False: they begin at its
-            end.
+        dependent_launch: CUDA: whether calls begin before the kernel before them has ended, and
+            then wait for that: eager ones if it lets its dependents in (programmatic dependent
+            launch), captured ones when all its blocks have begun. False: they begin at its end.
         first_op: the number of the first operation, the same on every rank; it wraps at 2**32.
 
     Raises:
