@@ -173,7 +173,11 @@ GUIDES = {
         ("h200x2-vllm-8b.jsonl", "c90da74"),
         ("h200x4-vllm-70b.jsonl", "790f543"),
     ),
-    "sglang.md": (("h200x2-sglang-8b.jsonl", "feb7f3b"), ("h200x4-sglang-8b.jsonl", "f2624c4")),
+    "sglang.md": (
+        ("h100x2-sglang-8b.jsonl", "4b24109"),
+        ("h200x2-sglang-8b.jsonl", "feb7f3b"),
+        ("h200x4-sglang-8b.jsonl", "f2624c4"),
+    ),
 }
 
 
