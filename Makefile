@@ -85,12 +85,13 @@ $(BUILD)/engines/%/installed: tests/engines/%.txt | $(STAMPS)/test
 	@touch $@
 
 SANITIZERS ?= address,undefined thread
+SANITIZE_PART ?=
 
 sanitize: $(STAMPS)/run
 	set -e; for s in $(SANITIZERS); do \
 	  b=$(BUILD)/sanitize-$${s%%,*}; \
 	  cmake -G Ninja -S . -B $$b -DALLNORM_BUILD_TESTS=ON -DALLNORM_CUDA=off -DALLNORM_SANITIZE=$$s \
-	    --log-level=WARNING; \
+	    -DALLNORM_TEST_PART=$(SANITIZE_PART) --log-level=WARNING; \
 	  cmake --build $$b; \
 	  ctest --test-dir $$b $(CTEST_ARGS); \
 	done
