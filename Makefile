@@ -18,6 +18,7 @@
 # CUDA_ARCHS=auto          for example "80-real;90"
 # WHEEL=allnorm-*.whl      what `make install` installs instead of building it
 # BENCH_ARGS=, PYTEST_ARGS=, MUTANTS_ARGS=  passed on; MUTANTS_ARGS=--all for more than CI tries
+# SANITIZERS=thread        one of those of `make sanitize`; SANITIZE_PART=2/4: a quarter of its tests
 
 PYTHON ?= python3
 VENV ?= .venv

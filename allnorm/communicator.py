@@ -81,8 +81,8 @@ class Communicator:
             `griddepcontrol.wait`, as CUDA demands of it. False lets it start when the call ends,
             and costs 0.3 to 0.9 us a call.
         dependent_launch: CUDA: whether calls begin before the kernel before them has ended, and
-            then wait for that: eager ones if it lets its dependents in (programmatic dependent
-            launch), captured ones when all its blocks have begun. False: they begin at its end.
+            then wait for that: if it lets its dependents in (programmatic dependent launch), and
+            captured ones otherwise when all its blocks have begun. False: they begin at its end.
         first_op: the number of the first operation, the same on every rank; it wraps at 2**32.
 
     Raises:

@@ -164,7 +164,7 @@ typedef struct AllnormCall {
 } AllnormCall;
 
 typedef enum AllnormCallFlags {
-  ALLNORM_NO_PDL = 1,  // launch without programmatic dependent launch
+  ALLNORM_NO_PDL = 1,  // begin when the kernel before has ended: no programmatic dependent launch
   // residual and residual_out are this rank's rows only: row_shard() in protocol/layout.h. With
   // ADD_RMS_NORM and algorithm TWO_SHOT; implied by ALL_GATHER_ROWS.
   ALLNORM_RESIDUAL_SHARDED = 2,
@@ -207,7 +207,7 @@ typedef enum AllnormCommFlags {
   // CUDA: let a dependent grid in only after the last store, for dependents that wrongly read
   // before griddepcontrol.wait.
   ALLNORM_LATE_TRIGGER = 1,
-  // CUDA: launch without programmatic dependent launch, as ALLNORM_NO_PDL in every call.
+  // CUDA: calls begin when the kernel before has ended, as with ALLNORM_NO_PDL in every call.
   ALLNORM_NO_DEPENDENT_LAUNCH = 2,
 } AllnormCommFlags;
 

@@ -41,7 +41,8 @@ class KernelNode(NamedTuple):
     Attributes:
         name: of the kernel.
         before: the nodes with an edge to it.
-        begins: when the kernel before it has "ended", has "let in" its dependents, or has "begun".
+        begins: when the kernel before it has "ended", has "let in" its dependents, or has "begun";
+            of several the one that lets in.
     """
 
     name: str
@@ -80,8 +81,8 @@ def kernel_nodes(graph: torch.cuda.CUDAGraph) -> dict[int, KernelNode]:
         before, (edges,) = handles(
             "cuGraphNodeGetDependencies_v2", node, lambda n: ctypes.create_string_buffer(8 * n + 1)
         )
-        kinds = {(edges.raw[8 * i], edges.raw[8 * i + 2]) for i in range(len(before))}
-        begins = _BEGINS[kinds.pop() if len(kinds) == 1 else (0, 0)]
+        found = {_BEGINS[edges.raw[8 * i], edges.raw[8 * i + 2]] for i in range(len(before))}
+        begins = next((each for each in ("let in", "begun") if each in found), "ended")
         nodes[node] = KernelNode((name.value or b"").decode(), tuple(before), begins)
     return nodes
 

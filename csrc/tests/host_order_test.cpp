@@ -95,6 +95,16 @@ Start start_of_last() {
   return launch.dependent ? Start::kLetIn : begun ? Start::kBegun : Start::kEnded;
 }
 
+// What the next launch of a captured stream comes behind.
+cudaGraphNode_t last_node(cudaStream_t stream) {
+  const cudaGraphNode_t* nodes = nullptr;
+  size_t num_nodes = 0;
+  cudaStreamCaptureStatus status;
+  cudaStreamGetCaptureInfo(stream, &status, nullptr, nullptr, &nodes, nullptr, &num_nodes);
+  check(num_nodes == 1, "%zu nodes", num_nodes);
+  return nodes[0];
+}
+
 // In a capture a call begins when the kernel before it lets it in, if that was launched as a
 // dependent itself or is another call, or if nothing is known of what comes before; behind other
 // kernels it begins when they have begun.
@@ -143,11 +153,7 @@ void test_when_a_launch_begins() {
       check(fake::has_failed(name), "%s is not called", name);
     }
     // A kernel that began before all before it had ended says nothing about those when it ends.
-    const cudaGraphNode_t* nodes = nullptr;
-    size_t num_nodes = 0;
-    cudaStreamCaptureStatus status;
-    cudaStreamGetCaptureInfo(stream, &status, nullptr, nullptr, &nodes, nullptr, &num_nodes);
-    cudaGraphNode_t node = nodes[0];
+    cudaGraphNode_t node = last_node(stream);
     const cudaGraphEdgeData begun = {.from_port = cudaGraphKernelNodePortLaunchCompletion,
                                      .type = cudaGraphDependencyTypeDefault};
     cudaStreamUpdateCaptureDependencies(stream, &node, &begun, 1, cudaStreamSetCaptureDependencies);
@@ -161,8 +167,7 @@ void test_when_a_launch_begins() {
       cudaSetDevice(device ? 1 : 0);
       fake::launch_foreign(other, false);
       cudaSetDevice(0);
-      cudaStreamGetCaptureInfo(other, &status, nullptr, nullptr, &nodes, nullptr, &num_nodes);
-      node = nodes[0];
+      node = last_node(other);
       cudaStreamUpdateCaptureDependencies(stream, &node, nullptr, 1,
                                           cudaStreamSetCaptureDependencies);
       check(run() == Start::kEnded, "behind another %s", device ? "device" : "priority");
