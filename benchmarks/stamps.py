@@ -39,7 +39,7 @@ from allnorm.testing.timing import capture
 from allnorm.tune.crossovers import Candidate
 from allnorm.tune.run import candidate_arm
 
-SHAPES = (*((tokens, 4096) for tokens in (1, 16, 64, 128, 256)), (1, 8192), (16, 8192))
+SHAPES = (*((tokens, 4096) for tokens in (1, 16, 32, 64, 128, 256, 1024)), (1, 8192), (16, 8192))
 CLUSTER_SIZES = (1, 2, 4)
 BEHIND = ("chain", "empty", "product")
 COLUMNS = 7168  # of the product
@@ -140,6 +140,7 @@ def rank_main(rank: int, world_size: int) -> list[dict[str, Any]]:
     """Every shape and geometry, behind everything; what this rank saw."""
     stamped_library()
     comm = allnorm.Communicator(device=device(), timeout=20)
+    link_gbps = comm.plan(1024, 4096, torch.bfloat16).link_gbps
     rows = []
     for num_tokens, hidden_size in SHAPES:
         shape = Shape(num_tokens, hidden_size)
@@ -149,7 +150,7 @@ def rank_main(rank: int, world_size: int) -> list[dict[str, Any]]:
                 candidate = Candidate("one_shot", 0, cluster_size)
                 if hidden_size // 8 > 512 * cluster_size:
                     continue  # a block has 512 threads at most
-                arm = candidate_arm(comm, case, Mode(), candidate, 0.0)
+                arm = candidate_arm(comm, case, Mode(), candidate, link_gbps)
                 if arm is None:
                     continue
                 arm.reset()

@@ -31,19 +31,33 @@ _PTX = b"""
 .visible .entry copies_late(.param .u64 to, .param .u64 from, .param .u64 bytes)
 {
   .reg .b64 %time, %end, %offset, %step, %bytes, %to, %from, %address;
-  .reg .b32 %thread, %block, %threads, %blocks;
+  .reg .b32 %thread, %block, %threads, %blocks, %read, %word;
   .reg .b16 %element;
   .reg .pred %p;
+  ld.param.u64 %to, [to];
+  ld.param.u64 %bytes, [bytes];
+  min.u64 %end, %bytes, 65536;
+  mov.u32 %thread, %tid.x;
+  mul.wide.u32 %offset, %thread, 4;
+  mov.u32 %read, 0;
+READ:
+  setp.ge.u64 %p, %offset, %end;
+  @%p bra HAVE_READ;
+  add.u64 %address, %to, %offset;
+  ld.global.ca.u32 %word, [%address];
+  or.b32 %read, %read, %word;
+  add.u64 %offset, %offset, 512;
+  bra READ;
+HAVE_READ:
+  setp.eq.u32 %p, %read, 1;
+  @%p ret;
   mov.u64 %end, %globaltimer;
   add.u64 %end, %end, 30000;
 WAIT:
   mov.u64 %time, %globaltimer;
   setp.lt.u64 %p, %time, %end;
   @%p bra WAIT;
-  ld.param.u64 %to, [to];
   ld.param.u64 %from, [from];
-  ld.param.u64 %bytes, [bytes];
-  mov.u32 %thread, %tid.x;
   mov.u32 %threads, %ntid.x;
   mov.u32 %block, %ctaid.x;
   mov.u32 %blocks, %nctaid.x;
