@@ -132,11 +132,23 @@ def test_columns_are_whose_they_say(start: str, name: str) -> None:
         assert rounds_to(ratio, cells["best other"].rstrip("x")), line
 
 
-def test_columns_behind_a_product_are_whose_they_say() -> None:
+@pytest.mark.parametrize(
+    ("start", "file", "commit", "shapes"),
+    [
+        ("Behind a matrix product", "h100x2-product.jsonl", "4b24109", 9),
+        ("The same on four GPUs", "h100x4-product.jsonl", "0c4a8d2", 7),
+    ],
+)
+def test_columns_behind_a_product_are_whose_they_say(
+    start: str, file: str, commit: str, shapes: int
+) -> None:
     pictures = script("benchmarks/pictures.py")
-    (source,) = pictures.PRODUCTS.values()
-    (table,) = by_heading("Behind a matrix product").tables()
-    assert len(table) == 10
+    source = pictures.Source(file, commit)
+    section = by_heading(start)
+    assert file in section.text
+    assert commit in section.text
+    (table,) = section.tables()
+    assert len(table) == 1 + shapes
     for line in table[1:]:
         cells = dict(zip(table[0], line, strict=True))
         tokens, hidden_size = map(int, cells["tokens x hidden"].split("x"))

@@ -23,13 +23,14 @@ class WeightPack {
  public:
   static constexpr int kElems = kElemsPerPack<T>;
 
-  __device__ __forceinline__ void load(const char* weight, bool is_float32, int pack) {
+  __device__ __forceinline__ void load(const char* weight, bool is_float32, int pack,
+                                       CachePolicy policy) {
     if (!is_float32) {
-      packs_[0] = load_pack(weight + pack * kPackBytes);
+      packs_[0] = load_pack(weight + pack * kPackBytes, policy);
       return;
     }
 #pragma unroll
-    for (int i = 0; i < kKept; ++i) packs_[i] = load_float32(weight, pack, i);
+    for (int i = 0; i < kKept; ++i) packs_[i] = load_float32(weight, pack, i, policy);
   }
 
   // `weight` and `pack` as they were for load().
@@ -52,8 +53,9 @@ class WeightPack {
  private:
   static constexpr int kKept = kGains == Gains::kLean ? 1 : kElems / 4;
 
-  __device__ __forceinline__ static Pack load_float32(const char* weight, int pack, int i) {
-    return load_pack(weight + (pack * (kElems / 4) + i) * kPackBytes);
+  __device__ __forceinline__ static Pack load_float32(const char* weight, int pack, int i,
+                                                      CachePolicy policy = kEvictNormal) {
+    return load_pack(weight + (pack * (kElems / 4) + i) * kPackBytes, policy);
   }
 
   Pack packs_[kKept];
@@ -72,7 +74,8 @@ class PostStep {
 
   __device__ __forceinline__ void prefetch_weight() {
     const PostParams& post = params_.post;
-    if (live_ && post.weight != nullptr) weight_.load(post.weight, post.weight_is_float32, pack_);
+    if (!live_ || post.weight == nullptr) return;
+    weight_.load(post.weight, post.weight_is_float32, pack_, params_.policy);
   }
 
   // All threads of the cluster call it, live or not.

@@ -126,7 +126,7 @@ struct EpilogueParams {
   bool weight_is_float32;
   bool normalize_unrounded;
   bool round_before_weight;
-  CachePolicy policy;  // of the rows above, and of the weight
+  CachePolicy policy;  // of the rows above, and of the weights
   QuantParams quant;
   PostParams post;
 };
