@@ -140,6 +140,7 @@ def rank_main(rank: int, world_size: int) -> list[dict[str, Any]]:
     """Every shape and geometry, behind everything; what this rank saw."""
     stamped_library()
     comm = allnorm.Communicator(device=device(), timeout=20)
+    # Of many rows; it is one for all shapes.
     link_gbps = comm.plan(1024, 4096, torch.bfloat16).link_gbps
     rows = []
     for num_tokens, hidden_size in SHAPES:

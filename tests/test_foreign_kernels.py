@@ -4,7 +4,8 @@ Some are launched as dependents and never wait for what is before. CUDA demands 
 that it waits (`griddepcontrol.wait`). One that does not ends while our call before it still runs.
 Our next call must not start on that account: both would read the same number of an operation.
 
-Others write a call's input when the call has long begun: it must wait until they have ended.
+Others write a call's input when the call has long begun: it must wait until they have ended. They
+have read it before, so that its old values are in their multiprocessors' L1 caches.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ _PTX = b"""
   mov.u32 %thread, %tid.x;
   mul.wide.u32 %offset, %thread, 4;
   mov.u32 %read, 0;
+  // Every block reads the old values, by its 128 threads of 4 bytes; their OR is never 1.
 READ:
   setp.ge.u64 %p, %offset, %end;
   @%p bra HAVE_READ;
