@@ -2,11 +2,12 @@
 //
 // In a model a matrix product stands between two calls, whose weights sweep everything else out of
 // the L2 cache: the slots of the next call, its residual, the lines that it writes. Stores then
-// wait for lines to be evicted, and loads for memory. So calls of few rows ask for theirs to be
-// kept; of more than 2 MiB that costs more than it brings. Two H100s, bf16, 2026-11, us behind a
-// product of 7168 input features, without it and with it: 8x4096 2.01 and 1.79, 64x4096 3.72 and
-// 3.07, 128x4096 6.60 and 5.61, 256x4096 9.8 and 8.6; in a chain of calls 512x4096 15.3 and 15.9,
-// 768x4096 21.0 and 22.3 (docs/engineering-log/2026-11-26-lines-kept.md).
+// wait for lines to be evicted, and loads for memory. So calls ask for theirs to be kept, unless
+// rows have more than 6 MiB, of which little would still be there. Two H100s, bf16, 2026-11, us
+// behind a product of 7168 input features, without it and with it: 8x4096 2.01 and 1.79, 64x4096
+// 3.72 and 3.07, 256x4096 9.8 and 8.6, 256x8192 18.0 and 15.9, 320x8192 22.3 and 20.6; of 8 MiB
+// 512x8192 31.4 and 31.3, 1024x4096 29.3 and 29.8. In a chain of calls it makes no difference
+// (docs/engineering-log/2026-11-26-lines-kept.md, 2026-11-27-more-lines-kept.md).
 #ifndef ALLNORM_CUDA_CACHE_POLICY_H_
 #define ALLNORM_CUDA_CACHE_POLICY_H_
 
@@ -23,7 +24,7 @@ enum CachePolicy : uint64_t {
 
 // Of the rows that a call reads and writes, and of its slots, by their bytes.
 inline CachePolicy cache_policy(int64_t bytes) {
-  constexpr int64_t kMostKept = 2 << 20;
+  constexpr int64_t kMostKept = 6 << 20;
   return bytes <= kMostKept ? kEvictLast : kEvictNormal;
 }
 
