@@ -138,7 +138,7 @@ def test_columns_behind_a_product_are_whose_they_say() -> None:
 
 
 def test_columns_on_four_gpus_are_whose_they_say() -> None:
-    file, commit = "h100x4-product.jsonl", "0c4a8d2"
+    file, commit = "h100x4-product.jsonl", "ff6b7a5"
     check_columns_behind_a_product("The same on four GPUs", file, commit, 7)
 
 
