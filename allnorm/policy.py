@@ -36,12 +36,13 @@ HIERARCHICAL_HOP_BYTES = 512 << 10
 # More blocks than any GPU holds at once: a limit of so many, or more, limits nothing.
 MOST_BLOCKS = 1 << 16
 
-# Bytes that one rank may push in one_shot, to all peers together, before two_shot is faster (H200,
-# bf16, CUDA graphs, 2026-11; docs/engineering-log): at 4 ranks 16x4096 takes 4.9 us in one_shot and
-# 5.2 in two_shot, 32x4096 6.2 and 5.4. Other world sizes are scaled by it. At two ranks both send
-# the same bytes, one_shot in one hop: 256x4096 takes 9.0 and 9.7 us, 512x4096 16.1 and 16.6,
-# 8192x4096 198 and 198 where the rate of the link is not known, else 188 and 189.
-_ONE_SHOT_MAX_PUSHED_BYTES_CUDA = 384 << 10
+# What the second hop of two_shot takes, as bytes on the link: one_shot of n ranks pushes (n - 1)
+# (n - 2) / n rows more. Behind a product, H100, bf16, CUDA graphs, 2026-11 (docs/engineering-log,
+# 2026-11-27): at 4 ranks 16 rows of 4096 columns take 3.1 us in one_shot and 3.2 in two_shot, 24
+# rows 3.7 and 3.5; at 3 ranks 40 rows 3.8 and 3.9, 48 rows 4.2 and 4.1. At two ranks both send the
+# same bytes, one_shot in one hop: 8192x4096 takes 198 us in both where the rate of the link is not
+# known, else 188 and 189 (H200).
+_SECOND_HOP_BYTES_CUDA = 240 << 10
 # On CPU a rank reads its peers' rows in place: one_shot costs no extra bytes, only extra sums.
 _ONE_SHOT_MAX_BYTES_CPU = 64 << 10
 
@@ -408,7 +409,8 @@ def _default(traits: Traits, num_bytes: int) -> tuple[str, str]:
     if traits.backend == "cpu":
         limit = _ONE_SHOT_MAX_BYTES_CPU
     else:
-        limit = _ONE_SHOT_MAX_PUSHED_BYTES_CUDA // (traits.world_size - 1)
+        ranks = traits.world_size
+        limit = _SECOND_HOP_BYTES_CUDA * ranks // ((ranks - 1) * (ranks - 2))
     size = f"{num_bytes} bytes at {traits.world_size} ranks"
     if num_bytes <= limit:
         return "one_shot", f"{size}: up to {limit} bytes latency decides, one hop is fastest"

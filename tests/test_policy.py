@@ -50,6 +50,22 @@ def test_one_shot_for_few_bytes_two_shot_for_many(backend: str, world_size: int)
     assert sum(a != b for a, b in itertools.pairwise(names)) == 1
 
 
+@pytest.mark.parametrize(
+    ("world_size", "hidden_size", "tokens", "algorithm"),
+    [
+        *((3, 4096, 40, "one_shot"), (3, 4096, 48, "two_shot")),
+        *((3, 8192, 16, "one_shot"), (3, 8192, 24, "two_shot")),
+        *((4, 4096, 16, "one_shot"), (4, 4096, 24, "two_shot")),
+        *((4, 8192, 8, "one_shot"), (4, 8192, 16, "two_shot")),
+    ],
+)
+def test_without_a_table_what_was_faster_behind_a_product_on_h100s(
+    world_size: int, hidden_size: int, tokens: int, algorithm: str
+) -> None:
+    traits = policy.Traits("cuda", world_size)
+    assert choose(traits, tokens, hidden_size).algorithm == algorithm
+
+
 def test_a_pair_with_a_limit_of_blocks_takes_one_shot() -> None:
     """Tables are measured with whole grids, where two_shot is the faster for many rows."""
     step = policy.Step(None, "two_shot", 40)

@@ -98,13 +98,20 @@ def search(measure: Callable[[int], Times], grid: Sequence[int]) -> dict[int, Ti
 
 
 def winners(times: Mapping[int, Times]) -> dict[int, Candidate]:
-    """The candidate to take at each measured size: the fastest, or nearly so and taken before."""
+    """The candidate to take at each measured size: the fastest, or one that is nearly so.
+
+    Of the latter that of the size before, else the same algorithm as the library spreads it.
+    """
     chosen: dict[int, Candidate] = {}
     last: Candidate | None = None
     for num_tokens, found in sorted(times.items()):
         if not found:
             continue
         fastest = min(found, key=lambda candidate: (found[candidate], candidate))
+        # What the library chooses by itself holds at other sizes too.
+        plain = Candidate(fastest.algorithm)
+        if found.get(plain, math.inf) <= found[fastest] * (1 + TOLERANCE):
+            fastest = plain
         if last is None or not found.get(last, math.inf) <= found[fastest] * (1 + TOLERANCE):
             last = fastest
         chosen[num_tokens] = last

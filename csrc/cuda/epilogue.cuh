@@ -33,13 +33,16 @@ class WeightPack {
     for (int i = 0; i < kKept; ++i) packs_[i] = load_float32(weight, pack, i, policy);
   }
 
-  // `weight` and `pack` as they were for load().
+  // `weight`, `pack` and `policy` as they were for load().
   __device__ __forceinline__ void make_gains(const char* weight, bool is_float32, int pack,
-                                             bool live, float weight_bias, float* gains) {
+                                             bool live, CachePolicy policy, float weight_bias,
+                                             float* gains) {
     if (is_float32) {
 #pragma unroll
       for (int i = 0; i < kElems / 4; ++i) {
-        const Pack part = i < kKept ? packs_[i] : live ? load_float32(weight, pack, i) : Pack{};
+        const Pack part = i < kKept ? packs_[i]
+                          : live    ? load_float32(weight, pack, i, policy)
+                                    : Pack{};
         unpack<Float32>(part, gains + 4 * i);
       }
     } else {
@@ -54,7 +57,7 @@ class WeightPack {
   static constexpr int kKept = kGains == Gains::kLean ? 1 : kElems / 4;
 
   __device__ __forceinline__ static Pack load_float32(const char* weight, int pack, int i,
-                                                      CachePolicy policy = kEvictNormal) {
+                                                      CachePolicy policy) {
     return load_pack(weight + (pack * (kElems / 4) + i) * kPackBytes, policy);
   }
 
@@ -99,7 +102,8 @@ class PostStep {
  private:
   __device__ __forceinline__ void make_gains(float* gains) {
     const PostParams& post = params_.post;
-    weight_.make_gains(post.weight, post.weight_is_float32, pack_, live_, post.weight_bias, gains);
+    weight_.make_gains(post.weight, post.weight_is_float32, pack_, live_, params_.policy,
+                       post.weight_bias, gains);
   }
 
   const EpilogueParams& params_;

@@ -137,9 +137,9 @@ class RowStream {
     for (int row = first_; row < end_; row += step_) {
       const bool last = is_last(row);
       if (last) let_dependents_in(params_);
-      if (row != first_) epilogue_.prefetch_row(row);
+      if (row >= step_) epilogue_.prefetch_row(row);
       const Pack reduced = transport_.receive(row, [&] { return load(row); });
-      if (row == first_) stamps_.at(Stamp::kReceived);
+      if (row < step_) stamps_.at(Stamp::kReceived);
       bool sent = last;
       const auto send_next = [&] {
         pace.wait();
@@ -297,9 +297,9 @@ __device__ __forceinline__ void run_fused(const FusedParams& params) {
   const uint32_t clusters = cluster_size();
   const int pack = static_cast<int>(cluster_rank() * blockDim.x + threadIdx.x);
   const bool live = pack < params.packs;
-  const int step = static_cast<int>(gridDim.x / clusters) - 1;
+  const int step = static_cast<int>(num_clusters()) - 1;
   const int end = params.num_tokens;
-  const int first = static_cast<int>(blockIdx.x / clusters) - 1;
+  const int first = static_cast<int>(cluster_index()) - 1;
 
   RowExchange row_exchange((params.packs + kPacksPerChunk - 1) / kPacksPerChunk, clusters);
   stamps.at(Stamp::kGathered);
@@ -311,7 +311,7 @@ __device__ __forceinline__ void run_fused(const FusedParams& params) {
   stamps.at(Stamp::kNumbered);
   if (first < 0) return work_on_no_row<Format<T>>(exchange, row_exchange, params);
   Transport<T, kWorldSize> transport(params, exchange, pack, live);
-  constexpr bool kLean = kGrid == Grid::kDense && kExtended && !Source<T>::kPrefetches;
+  constexpr bool kLean = kGrid == Grid::kDense && !Source<T>::kPrefetches;
   // Extended, gains made ahead spill from three ranks on.
   constexpr bool kAhead = kGrid == Grid::kSparse && (!kExtended || kWorldSize == 2);
   constexpr Gains kGains = kLean ? Gains::kLean : kAhead ? Gains::kAhead : Gains::kLate;

@@ -17,8 +17,8 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   const uint32_t clusters = cluster_size();
   const int pack = static_cast<int>(cluster_rank() * blockDim.x + threadIdx.x);
   const bool live = pack < params.packs;
-  const int step = static_cast<int>(gridDim.x / clusters);
-  const int first = static_cast<int>(blockIdx.x / clusters);
+  const int step = static_cast<int>(num_clusters());
+  const int first = static_cast<int>(cluster_index());
   const int end = static_cast<int>(params.num_tokens);
 
   RowExchange row_exchange((params.packs + kPacksPerChunk - 1) / kPacksPerChunk, clusters);

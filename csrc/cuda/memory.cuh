@@ -212,6 +212,27 @@ __device__ __forceinline__ uint32_t cluster_size() {
 #endif
 }
 
+// This block's cluster among all of the grid.
+__device__ __forceinline__ uint32_t cluster_index() {
+#if __CUDA_ARCH__ >= 900
+  uint32_t index;
+  asm("mov.u32 %0, %%clusterid.x;" : "=r"(index));
+  return index;
+#else
+  return blockIdx.x;
+#endif
+}
+
+__device__ __forceinline__ uint32_t num_clusters() {
+#if __CUDA_ARCH__ >= 900
+  uint32_t number;
+  asm("mov.u32 %0, %%nclusterid.x;" : "=r"(number));
+  return number;
+#else
+  return gridDim.x;
+#endif
+}
+
 __device__ __forceinline__ uint32_t cluster_rank() {
 #if __CUDA_ARCH__ >= 900
   uint32_t rank;

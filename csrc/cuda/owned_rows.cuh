@@ -229,7 +229,7 @@ template <class T, template <class> class Source, int kWorldSize, Owned kOwned, 
 __device__ __forceinline__ void run_owned_rows(const OwnedRowsParams& params) {
   const uint32_t clusters = cluster_size();
   const int pack = static_cast<int>(cluster_rank() * blockDim.x + threadIdx.x);
-  const int first = static_cast<int>(blockIdx.x / clusters) - 1;
+  const int first = static_cast<int>(cluster_index()) - 1;
   RowExchange row_exchange((params.fused.packs + kPacksPerChunk - 1) / kPacksPerChunk, clusters);
   Exchange<kWorldSize> exchange(params.fused);
   OwnedRows<T, Source, kWorldSize, kOwned, kFew, Format, kExtended> rows(
@@ -237,7 +237,7 @@ __device__ __forceinline__ void run_owned_rows(const OwnedRowsParams& params) {
   const Pack own = rows.load_input(first);
   exchange.begin();
   if (first < 0) return work_on_no_row<Format<T>>(exchange, row_exchange, params.fused);
-  rows.run(first, static_cast<int>(gridDim.x / clusters) - 1, own);
+  rows.run(first, static_cast<int>(num_clusters()) - 1, own);
   exchange.advance_unused();
   __syncthreads();  // every thread has read the operation counter, which is advanced here
   exchange.advance();

@@ -12,15 +12,13 @@ namespace allnorm {
 
 // Numerics step 1 over one pack: sum in rank order, rounded once. `unrounded`, if it is not null,
 // receives it before.
-template <class T, int kWorldSize>
-__device__ __forceinline__ Pack sum_in_rank_order(const Pack (&partial)[kMostRanks<kWorldSize>],
-                                                  int world_size, float* unrounded = nullptr) {
+template <class T, int kCount>
+__device__ __forceinline__ Pack sum_in_rank_order(const Pack (&partial)[kCount],
+                                                  float* unrounded = nullptr) {
   float sum[kElemsPerPack<T>];
   unpack<T>(partial[0], sum);
 #pragma unroll
-  for (int rank = 1; rank < kMostRanks<kWorldSize> && rank < world_size; ++rank) {
-    add_pack<T>(sum, partial[rank]);
-  }
+  for (int rank = 1; rank < kCount; ++rank) add_pack<T>(sum, partial[rank]);
   if (unrounded != nullptr) {
 #pragma unroll
     for (int i = 0; i < kElemsPerPack<T>; ++i) unrounded[i] = sum[i];
@@ -33,27 +31,38 @@ __device__ __forceinline__ Pack nan_pack() {
   return {kCanonicalWord, kCanonicalWord, kCanonicalWord, kCanonicalWord};
 }
 
-// Waits for the partials of one pack from all peers, all loads in flight together, and sums them.
-// `slot` is where the first other rank's partial arrives, `stride` the bytes to the next one's. All
-// lanes of a warp call it; of one that is not `live` nothing is loaded. `peeked`, for two
-// ranks, is what this thread has loaded from there in this operation: the first poll. `unrounded`:
-// as of sum_in_rank_order().
-template <class T, int kWorldSize>
-__device__ __forceinline__ Pack receive_partials(Exchange<kWorldSize>& exchange, const char* slot,
-                                                 int64_t stride, int rank, const Pack& own,
-                                                 bool live, const Pack* peeked = nullptr,
-                                                 float* unrounded = nullptr) {
+template <class T, int kCount>
+constexpr bool kHasKernel = compiled_world_size<T>(kCount) == kCount;
+
+// `function<kCount>()` for the number of ranks, which is one that has no kernel of its own.
+template <class T, int kCount = kPushMaxWorldSize, class Function>
+__device__ __forceinline__ Pack at_count(int world_size, const Function& function) {
+  static_assert(kHasKernel<T, 2> && !kHasKernel<T, 3>);
+  if constexpr (kCount == 3) {
+    return function.template operator()<kCount>();
+  } else {
+    if constexpr (!kHasKernel<T, kCount>) {
+      if (world_size == kCount) return function.template operator()<kCount>();
+    }
+    return at_count<T, kCount - 1>(world_size, function);
+  }
+}
+
+// receive_partials() of `kCount` ranks.
+template <class T, int kCount, int kWorldSize>
+__device__ __forceinline__ Pack receive_partials_of(Exchange<kWorldSize>& exchange,
+                                                    const char* slot, int64_t stride, int rank,
+                                                    const Pack& own, bool live, const Pack* peeked,
+                                                    float* unrounded) {
   // In the order of ranks; of two, whose sum does not depend on it, this one first: known when this
   // is compiled.
-  const int place = kWorldSize == 2 ? 0 : rank;
-  constexpr int kMost = kMostRanks<kWorldSize>;
-  const int world_size = exchange.world_size();
-  Pack partial[kMost];
+  const int place = kCount == 2 ? 0 : rank;
+  Pack partial[kCount];
   bool loads = peeked == nullptr;
   const auto poll = [&] {
     bool all = true;
 #pragma unroll
-    for (int source = 0; source < kMost && source < world_size; ++source) {
+    for (int source = 0; source < kCount; ++source) {
       if (source == place) {
         partial[source] = own;
       } else if (!live) {
@@ -66,23 +75,49 @@ __device__ __forceinline__ Pack receive_partials(Exchange<kWorldSize>& exchange,
     }
     loads = true;
 #pragma unroll
-    for (int source = 0; source < kMost && source < world_size; ++source) {
+    for (int source = 0; source < kCount; ++source) {
       all = all && (source == place || arrived(partial[source]));
     }
     return all;
   };
   const auto missing = [&] {
-    if (kWorldSize == 2) return 1 - rank;
+    if (kCount == 2) return 1 - rank;
     int first = rank == 0 ? 1 : 0;
 #pragma unroll
-    for (int source = kMost - 1; source >= 0; --source) {
-      if (source < world_size && source != rank && !arrived(partial[source])) first = source;
+    for (int source = kCount - 1; source >= 0; --source) {
+      if (source != rank && !arrived(partial[source])) first = source;
     }
     return first;
   };
   if (unrounded != nullptr) unpack<T>(nan_pack(), unrounded);  // which stays after a failure
   if (!exchange.wait_together(poll, missing)) return nan_pack();
-  return sum_in_rank_order<T, kWorldSize>(partial, world_size, unrounded);
+  return sum_in_rank_order<T>(partial, unrounded);
+}
+
+// Waits for the partials of one pack from all peers, all loads in flight together, and sums them.
+// `slot` is where the first other rank's partial arrives, `stride` the bytes to the next one's. All
+// lanes of a warp call it; of one that is not `live` nothing is loaded. `peeked`, for two
+// ranks, is what this thread has loaded from there in this operation: the first poll. `unrounded`:
+// as of sum_in_rank_order().
+//
+// A kernel of any number of ranks has a copy for each that has no kernel of its own. With one copy
+// for as many as there may be two_shot spilled, and a product sweeps what was spilled out of the
+// caches: three H100s, bf16, 2026-11, 16x4096 behind a product 4.7 us with a spill, 3.8 without
+// (docs/engineering-log/2026-11-27-spills.md).
+template <class T, int kWorldSize>
+__device__ __forceinline__ Pack receive_partials(Exchange<kWorldSize>& exchange, const char* slot,
+                                                 int64_t stride, int rank, const Pack& own,
+                                                 bool live, const Pack* peeked = nullptr,
+                                                 float* unrounded = nullptr) {
+  const auto receive = [&]<int kCount>() {
+    return receive_partials_of<T, kCount>(exchange, slot, stride, rank, own, live, peeked,
+                                          unrounded);
+  };
+  if constexpr (kWorldSize == kAnyWorldSize) {
+    return at_count<T>(exchange.world_size(), receive);
+  } else {
+    return receive.template operator()<kWorldSize>();
+  }
 }
 
 // Marks a slot as empty again, for its next use.

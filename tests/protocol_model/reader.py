@@ -322,10 +322,14 @@ class _Reader:
         return self._load(text, width)
 
     def _partials(self) -> list[Step]:
-        ((name, text),) = self._calls(self._sources.function(SLOTS, "receive_partials"))
+        # The same for every number of ranks: receive_partials() only chooses it.
+        chooses = self._sources.function(SLOTS, "receive_partials")
+        if self._calls(chooses) or chooses.count("receive_partials_of<T, kCount>(") != 1:
+            raise SourceError(f"receive_partials: {chooses}")
+        ((name, text),) = self._calls(self._sources.function(SLOTS, "receive_partials_of"))
         tests_all = "all = all && (source == place || arrived(partial[source]));" in text
         if name != _WAIT or not tests_all:
-            raise SourceError(f"receive_partials: {name} {text}")
+            raise SourceError(f"receive_partials_of: {name} {text}")
         access = self._load(text.replace("all &&", ""), "v4.u32")
         # The first poll may have been made before: after the wait for the preceding grid.
         for call, _ in self._calls(self._sources.function(ONE_SHOT, "peek")):

@@ -63,9 +63,15 @@ class Variant:
         return MOST_RANKS if self.world_size == ANY_WORLD_SIZE else self.world_size
 
     @property
-    def polled_together(self) -> int:
-        """Loads of a group of polls for partial sums."""
-        return 1 if self.most_ranks == 2 else self.most_ranks
+    def polled_together(self) -> tuple[int, ...]:
+        """Loads of each group of polls for partial sums, wherever a pack is received.
+
+        A kernel of any number of ranks has one for each that has no kernel of its own.
+        """
+        if self.world_size == ANY_WORLD_SIZE:
+            own = world_sizes(self.dtype)
+            return tuple(ranks for ranks in range(3, MOST_RANKS + 1) if ranks not in own)
+        return (1 if self.world_size == 2 else self.world_size,)
 
     @property
     def traffic(self) -> Traffic:
@@ -74,7 +80,7 @@ class Variant:
         A group of polls loads the pack of every rank, of which the own one is predicated off; of
         two ranks it loads the other's alone.
         """
-        ranks, peers = self.polled_together, self.most_ranks - 1
+        ranks, peers = sum(self.polled_together), self.most_ranks - 1
         wide = {
             # sent: the first row, and one ahead; received: one group
             "one_shot": (2 * peers, ranks),
@@ -104,28 +110,23 @@ class Variant:
     def most_frame_bytes(self) -> int:
         """Local memory of a thread that is accepted: nvcc 13.0, sm_90.
 
-        None in the kernels of few tokens, but for two_shot of many ranks, and none in those of
-        rows with owners, but for finished rows of many ranks, of which two are on their way at a
-        time. `one_shot_dense` trades registers for two blocks an SM. A kernel of any number of
-        ranks has the slots of eight at hand, and whether there are so many.
+        None in the kernels of few tokens, and none in those of rows with owners, but for formats of
+        the extended family and finished rows of float32, both of many ranks. A product sweeps what
+        was spilled out of the caches: it costs a call behind one up to a microsecond.
+        `one_shot_dense` trades registers for two blocks an SM; of more than two ranks tables do not
+        choose it.
         """
-        if self.world_size == ANY_WORLD_SIZE:
-            return 136 if self.kind == "two_shot" else 96
-        if self.kind == "two_shot" and self.world_size > 4:
-            return 96
-        if self.kind == "owned_finished" and self.world_size > 4:
-            return 40
+        if self.kind == "two_shot":
+            return 32 if self.most_ranks > 4 and self.quantized and self.extended else 0
+        if self.kind == "owned_finished" and self.most_ranks > 4:
+            return 88 if self.dtype == "Float32" else 32 if self.extended else 0
         if self.kind == "one_shot_dense":
-            return 136 if self.world_size > 4 or self.extended else 56
-        if self.kind == "two_shot" and self.world_size > 2 and self.quantized and self.extended:
-            return 8
+            return {2: 24 if self.extended else 8, 4: 32, 8: 112}[self.most_ranks]
         if self.kind == "local_rows" and self.quantized and self.extended:
-            return 16
-        if self.kind == "local" and self.quantized and self.extended:
-            return 40
-        if self.kind == "local_aligned" and self.extended:
-            return 112
-        return 32 if self.kind == "local_aligned" and self.quantized else 0
+            return 8
+        if self.kind == "local_aligned":
+            return 104 if self.extended else 24 if self.quantized else 0
+        return 0
 
 
 def variant_of(name: str) -> Variant | None:

@@ -86,6 +86,16 @@ def test_search_ends_whatever_the_clock_says() -> None:
         )
 
 
+def test_what_the_library_chooses_by_itself_is_taken_where_nothing_is_faster() -> None:
+    spread = Candidate("two_shot", 0, 2)
+    times = {
+        1: {ONE: 3.0, TWO: 4.0, spread: 4.1},
+        32: {ONE: 5.0, TWO: 4.05, spread: 4.0},
+        64: {ONE: 7.0, TWO: 6.0, spread: 5.0},
+    }
+    assert list(crossovers.winners(times).values()) == [ONE, TWO, spread]
+
+
 def test_what_was_wrong_somewhere_is_taken_nowhere() -> None:
     times = {1: {ONE: 1.0, TWO: 2.0}, 4: {ONE: 5.0, TWO: 4.0}, 16: {TWO: 9.0, TWO_LIMITED: 7.0}}
     names = [step.algorithm for step in crossovers.steps(times)]

@@ -140,6 +140,8 @@ inline void wait_for_preceding_grid() { shim::wait_for_preceding_grid(); }
 inline void trigger_next_grid() { shim::trigger_next_grid(); }
 
 inline uint32_t cluster_size() { return shim::cluster_dim(); }
+inline uint32_t cluster_index() { return blockIdx.x / shim::cluster_dim(); }
+inline uint32_t num_clusters() { return gridDim.x / shim::cluster_dim(); }
 inline uint32_t cluster_rank() { return shim::block_index().x % shim::cluster_dim(); }
 // As if all arrived late: whoever waits has seen what any did before it arrived.
 inline void publish_barriers() {}
