@@ -88,7 +88,7 @@ CHARTS = {
 }
 
 # rows of benchmarks/behind_product.py, of several processes
-PRODUCTS = {"h100x2-product": Source("h100x2-product.jsonl", "4b24109")}
+PRODUCTS = {"h100x2-product": Source("h100x2-product.jsonl", "00b13f4")}
 # The products of more tokens take all the power of the GPU, and times say little (performance.md).
 COOL_TOKENS = 64
 PRODUCT_PANELS = {
