@@ -312,8 +312,7 @@ __device__ __forceinline__ void run_fused(const FusedParams& params) {
   if (first < 0) return work_on_no_row<Format<T>>(exchange, row_exchange, params);
   Transport<T, kWorldSize> transport(params, exchange, pack, live);
   // With registers for two blocks an SM a float32 weight spilled, in calls without one too: two
-  // H100s, bf16, 2026-11, 160x4096 behind a product 6.6 us, so 6.1 (docs/engineering-log/2026-11-27-
-  // spills.md).
+  // H100s, bf16, 2026-11, 160x4096 behind a product 6.6 us, so 6.1 (docs/engineering-log).
   constexpr bool kLean = kGrid == Grid::kDense && !Source<T>::kPrefetches;
   // Extended, gains made ahead spill from three ranks on.
   constexpr bool kAhead = kGrid == Grid::kSparse && (!kExtended || kWorldSize == 2);
