@@ -432,12 +432,12 @@ WRONG_RESULTS = (
             (
                 SLOTS,
                 "  unpack<T>(partial[0], sum);",
-                "  unpack<T>(partial[world_size - 1], sum);",
+                "  unpack<T>(partial[kCount - 1], sum);",
             ),
             (
                 SLOTS,
                 "add_pack<T>(sum, partial[rank]);",
-                "add_pack<T>(sum, partial[world_size - 1 - rank]);",
+                "add_pack<T>(sum, partial[kCount - 1 - rank]);",
             ),
         ),
         (WRONG,),
