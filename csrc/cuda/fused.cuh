@@ -137,6 +137,7 @@ class RowStream {
     for (int row = first_; row < end_; row += step_) {
       const bool last = is_last(row);
       if (last) let_dependents_in(params_);
+      // Below `step_` it is the first: asked for by first_, that would take a register, and spill.
       if (row >= step_) epilogue_.prefetch_row(row);
       const Pack reduced = transport_.receive(row, [&] { return load(row); });
       if (row < step_) stamps_.at(Stamp::kReceived);
