@@ -21,6 +21,11 @@ RANKS_PER_HOST, HOSTS = 2, 2
 TIMEOUT_SECONDS = 2.0
 
 
+def tell(found: dict[str, Any]) -> None:
+    """A line in one write: two ranks share the pipe, and print() may write the line's end apart."""
+    os.write(sys.stdout.fileno(), json.dumps(found).encode() + b"\n")
+
+
 def rank_main(rank: int, address: str, port: int, interface: str, scenario: str) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = interface
     import torch
@@ -61,7 +66,7 @@ def rank_main(rank: int, address: str, port: int, interface: str, scenario: str)
         time.sleep(4 * TIMEOUT_SECONDS)
         os._exit(0)
     if scenario == "lost":
-        print(json.dumps({"ready": rank}), flush=True)
+        tell({"ready": rank})
     began, calls = time.monotonic(), 0
     try:
         while scenario != "bits" and time.monotonic() - began < 30:
@@ -71,7 +76,7 @@ def rank_main(rank: int, address: str, port: int, interface: str, scenario: str)
     except allnorm.PeerTimeoutError as error:
         seen |= {"error": type(error).__name__, "peer": error.peer, "text": str(error)}
         seen["seconds"] = time.monotonic() - last
-    print(json.dumps(seen), flush=True)
+    tell(seen)
     # Rank 0 holds the store, which others may still ask.
     time.sleep(6 if scenario != "bits" and rank == 0 else 0.5)
     os._exit(0)
