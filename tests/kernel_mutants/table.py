@@ -457,6 +457,7 @@ WRONG_RESULTS = (
         ((E4M3, "exchange_.chunk() & -chunks, chunks", "exchange_.chunk(), chunks"),),
         (WRONG,),
         "plain",
+        "cuda_kernels_test",
         short=False,
     ),
     Mutant(
