@@ -323,6 +323,15 @@ ALLNORM_API int32_t allnorm_ipc_create(int32_t device, int64_t bytes, void** add
 // Maps a peer's memory; fails where the devices have no peer access.
 ALLNORM_API int32_t allnorm_ipc_open(int32_t device, const AllnormIpcHandle* handle,
                                      void** address);
+// Stores a word into the workspace of every peer by a kernel, and waits until the kernel has ended.
+// `workspaces` are those of all ranks, fresh from allnorm_ipc_create and mapped.
+ALLNORM_API int32_t allnorm_ipc_probe(int32_t device, int32_t rank, int32_t world_size,
+                                      void* const* workspaces);
+// After all ranks have called allnorm_ipc_probe: sets bit q of `missing` if the word of rank q has
+// not arrived in the own workspace at `address` within `timeout_ns`. Then peer access maps memory
+// but loses stores, and the ranks must not create a communicator over it.
+ALLNORM_API int32_t allnorm_ipc_probed(int32_t device, int32_t rank, int32_t world_size,
+                                       const void* address, int64_t timeout_ns, uint32_t* missing);
 // Tells every peer that this rank has left, and unmaps the peers' workspaces (NULL entries are
 // skipped), all that can be: returns the first error. No work of this rank may be in flight.
 ALLNORM_API int32_t allnorm_ipc_leave(int32_t device, int32_t rank, int32_t world_size,

@@ -441,3 +441,58 @@ def replayed_after_close(rank: int, world_size: int) -> None:
 @on(gpu=(2, 4))
 def test_graphs_after_close(pool: RankPool) -> None:
     pool.run(replayed_after_close)
+
+
+def reduce_overhead(rank: int, world_size: int) -> None:
+    """CUDA graph trees of torch.compile: captured, replayed with new inputs, no graph skipped."""
+    import torch._dynamo.utils as dynamo_utils
+
+    torch._dynamo.reset()
+    torch._inductor.config.triton.slow_path_cudagraph_asserts = True
+    weight = torch.randn(2880, device="cuda").bfloat16()
+    dist.broadcast(weight, 0)
+    with allnorm.Communicator(device=device(), timeout=60) as c, torch.no_grad():
+
+        def layer(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            normed, residual = c.all_reduce_add_rms_norm(x * 2, residual, weight, 1e-6)
+            return torch.relu(normed), residual
+
+        def inputs(tokens: int, call: int) -> tuple[torch.Tensor, torch.Tensor]:
+            own, common = (torch.Generator("cuda").manual_seed(s) for s in (8 * call + rank, call))
+            shape = tokens, weight.shape[0]
+            x = torch.randn(shape, device="cuda", generator=own).bfloat16()
+            return x, torch.randn(shape, device="cuda", generator=common).bfloat16()
+
+        compiled = torch.compile(layer, mode="reduce-overhead", fullgraph=True, dynamic=False)
+        for call in range(24):
+            given = inputs((1, 7, 64)[call % 3], call)
+            torch.compiler.cudagraph_mark_step_begin()
+            results = [t.clone() for t in compiled(*given)]
+            for name, result, wanted in zip("xr", results, layer(*given), strict=True):
+                assert_same_bits(result, wanted, f"{name} of call {call}")
+            assert_ranks_agree(c, *results)
+        assert dynamo_utils.counters["inductor"]["cudagraph_skips"] == 0
+        calls = c.stats().calls
+        assert calls["one_shot"] + calls["two_shot"] >= 48, calls
+
+
+@on(gpu=[2])
+@pytest.mark.own_gpus  # NCCL broadcasts the weight
+def test_reduce_overhead(pool: RankPool) -> None:
+    pool.run(reduce_overhead)
+
+
+def made_while_captured(rank: int, world_size: int) -> None:
+    x = torch.full((4, 2880), float(rank + 1), device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    message = "before the capture begins"
+    with pytest.raises(allnorm.AllnormError, match=message), torch.cuda.graph(graph):
+        allnorm.Communicator(device=device(), timeout=60)
+    torch.cuda.synchronize()
+    with allnorm.Communicator(device=device(), timeout=60) as c:
+        assert_same_bits(c.all_reduce(x), torch.full_like(x, world_size * (world_size + 1) / 2), "")
+
+
+@on(gpu=[2])
+def test_none_is_made_while_a_graph_is_captured(pool: RankPool) -> None:
+    pool.run(made_while_captured)

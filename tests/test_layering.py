@@ -300,6 +300,8 @@ CSRC_WITHIN = {
         "local_rows": {"epilogue", "params"},
         "any_rows": {"memory", "params", "row_exchange", "sources", "words"},
         "kernels": set(),
+        "probe": {"memory", "params"},
+        "kernels_probe": {"kernels", "probe"},
         "instantiate": {
             *("sources", "transports", "formats", "kernels"),
             *("fused", "owned_rows", "local_rows", "any_rows"),

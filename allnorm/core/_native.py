@@ -213,6 +213,25 @@ class Library:
         )
         return int(address.value or 0)
 
+    def ipc_probe(self, device: int, rank: int, addresses: list[int]) -> None:
+        """Stores a word into the workspace of every peer."""
+        array = (_pointer * len(addresses))(*addresses)
+        self._ask(
+            *("ipc_probe", _c_int32(device), _c_int32(rank), _c_int32(len(addresses))),
+            _pointer(ctypes.addressof(array)),
+        )
+
+    def ipc_probed(
+        self, device: int, rank: int, world_size: int, address: int, timeout_ns: int
+    ) -> list[int]:
+        """Returns the peers whose word has not arrived in the own workspace at `address`."""
+        missing = _c_uint32()
+        self._ask(
+            *("ipc_probed", _c_int32(device), _c_int32(rank), _c_int32(world_size)),
+            *(_pointer(address), _c_int64(timeout_ns), _pointer(ctypes.addressof(missing))),
+        )
+        return [peer for peer in range(world_size) if missing.value >> peer & 1]
+
     def ipc_leave(self, device: int, rank: int, addresses: list[int]) -> None:
         """Tells the peers that this rank has left, and unmaps their memory; 0 is skipped."""
         array = (_pointer * len(addresses))(*addresses)

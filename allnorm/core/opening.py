@@ -21,7 +21,7 @@ from allnorm.core.dispatch import Chooser
 from allnorm.core.endpoint import Endpoint
 from allnorm.core.hierarchical import Hierarchy, backend_obstacle
 from allnorm.core.rendezvous import Rendezvous
-from allnorm.errors import ConfigurationError
+from allnorm.errors import AllnormError, ConfigurationError
 from allnorm.names import NUMERICS
 from allnorm.quant import check_choice
 
@@ -105,7 +105,7 @@ def open_endpoint(
     traits = policy.Traits(
         checked.device.type,
         meeting.world_size,
-        exchange=_apart(place.islands) if apart else memory.obstacle,
+        exchange=_apart(place) if apart else memory.obstacle,
         max_row_bytes=widest,
         tables=() if apart else tables,  # they were measured where all ranks are one island
         max_blocks=checked.max_blocks if checked.device.type == "cuda" else 0,
@@ -164,19 +164,23 @@ class _Place:
         meeting: of those of its island; of all ranks where an island has no memory of its own.
         memory: of its island, or why there is none.
         backend: what the process group sends tensors of the device with.
+        split: why devices of one host are several islands; empty if they are not.
     """
 
     islands: islands.Islands
     meeting: Rendezvous
     memory: workspace.Workspace
     backend: str = ""
+    split: str = ""
 
 
-def _find_place(meeting: Rendezvous, group: dist.ProcessGroup, checked: _Checked) -> _Place:
+def _find_place(
+    meeting: Rendezvous, group: dist.ProcessGroup, checked: _Checked, split: str = ""
+) -> _Place:
     """Finds the islands, and makes the memory of each. Collective."""
-    world_size, device = meeting.world_size, checked.device
+    world_size, device, num_bytes = meeting.world_size, checked.device, checked.workspace_bytes
     if world_size == 1:
-        return _Place(((0,),), meeting, workspace.create(meeting, device, checked.workspace_bytes))
+        return _Place(((0,),), meeting, workspace.create(meeting, device, num_bytes))
     hosts = workspace.hosts(meeting)
     found = checked.islands or hosts
     for island in found:
@@ -187,22 +191,22 @@ def _find_place(meeting: Rendezvous, group: dist.ProcessGroup, checked: _Checked
                 f"{islands.describe(hosts)}. Pass islands='auto'."
             )
     if len(found) == 1:
-        memory = workspace.create(meeting, device, checked.workspace_bytes)
+        memory = workspace.create(meeting, device, num_bytes)
         if checked.islands is not None or len(memory.reach) < 2:
             return _Place(found, meeting, memory)
         memory.release()
-        found = memory.reach
+        found, split = memory.reach, memory.obstacle
     backend = between.backend_of(group, device)
     obstacle = islands.obstacle_of(found) or backend_obstacle(group, backend, between.BACKENDS)
     if obstacle:
-        return _Place(found, meeting, workspace.Workspace([], checked.workspace_bytes, obstacle))
+        return _Place(found, meeting, workspace.Workspace([], num_bytes, obstacle), split=split)
     if len(found) == world_size:  # a rank alone needs no memory to exchange with itself
-        return _Place(found, meeting, workspace.Workspace([], checked.workspace_bytes), backend)
+        return _Place(found, meeting, workspace.Workspace([], num_bytes), backend, split)
     part = meeting.part(next(island for island in found if meeting.rank in island))
     made: list[workspace.Workspace] = []
 
     def make() -> tuple[str, islands.Islands]:
-        made.append(workspace.create(part, device, checked.workspace_bytes))
+        made.append(workspace.create(part, device, num_bytes))
         reach = made[0].reach
         return made[0].obstacle, tuple(tuple(part.ranks[i] for i in group) for group in reach)
 
@@ -215,7 +219,7 @@ def _find_place(meeting: Rendezvous, group: dist.ProcessGroup, checked: _Checked
     (memory,) = made
     obstacles = [text for text, _ in answers if text]
     if not obstacles:
-        return _Place(found, part, memory, backend)
+        return _Place(found, part, memory, backend, split)
     memory.release()
     # GPUs of one host may reach each other in parts, which are islands of their own.
     whole = [next(island for island in found if rank in island) for rank in range(world_size)]
@@ -226,17 +230,17 @@ def _find_place(meeting: Rendezvous, group: dist.ProcessGroup, checked: _Checked
     }
     finer = islands.in_order(sorted(parts))
     if checked.islands is None and finer != found:
-        return _find_place(meeting, group, dataclasses.replace(checked, islands=finer))
-    return _Place(
-        found, meeting, workspace.Workspace([], checked.workspace_bytes, obstacles[0]), backend
-    )
+        settled = dataclasses.replace(checked, islands=finer)
+        return _find_place(meeting, group, settled, obstacles[0])
+    none = workspace.Workspace([], num_bytes, obstacles[0])
+    return _Place(found, meeting, none, backend, split)
 
 
-def _apart(found: islands.Islands) -> str:
-    """Why ranks of several islands have no flat exchange."""
+def _apart(place: _Place) -> str:
+    """Returns why ranks of several islands have no flat exchange."""
     return (
-        f"the ranks are {len(found)} islands, {islands.describe(found)}, which do not write to "
-        "each other's memory"
+        f"the ranks are {len(place.islands)} islands, {islands.describe(place.islands)}, which do "
+        "not write to each other's memory" + (f" ({place.split})" if place.split else "")
     )
 
 
@@ -245,6 +249,11 @@ def _check(settings: Settings, world_size: int) -> _Checked:
     environment = config.read_settings()
     check_choice("numerics", settings.numerics, NUMERICS)
     device = arguments.resolve_device(settings.device)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise AllnormError(
+            "a Communicator cannot be made while a CUDA graph is captured. Make it, or call "
+            "Communicator.for_group(), before the capture begins."
+        )
     library = _native.library(device.type)
     timeout = _checked_timeout(settings.timeout) or environment.timeout or config.DEFAULT_TIMEOUT
     num_bytes = settings.workspace_bytes

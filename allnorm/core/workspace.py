@@ -27,6 +27,8 @@ DEFAULT_BYTES_CUDA = 256 << 20
 DEFAULT_BYTES_CPU = 4 << 20
 MIN_BYTES = 64 << 10
 _LEFTOVER_SECONDS = 600.0
+# How long a store may take to reach a peer that has mapped the memory; as a rule microseconds.
+_PROBE_SECONDS = 3.0
 _MAX_WORLD_SIZE = {"cpu": _native.MAX_WORLD_SIZE, "cuda": 8}
 
 _shared_gpus_allowed = False
@@ -177,6 +179,29 @@ def _free_left_behind() -> None:
     _left_behind[:] = [entry for entry in _left_behind if not library.ipc_free(*entry)]
 
 
+def _allocate(library: _native.Library, device: torch.device, num_bytes: int) -> tuple[int, bytes]:
+    """Returns the address and the handle of new device memory.
+
+    Raises:
+        MemoryError: the device has too little memory, even after torch has released what its
+            allocator caches.
+    """
+    try:
+        return library.ipc_create(device.index, num_bytes)
+    except OSError:
+        torch.cuda.empty_cache()
+    try:
+        return library.ipc_create(device.index, num_bytes)
+    except OSError as error:
+        free, total = (size >> 20 for size in torch.cuda.mem_get_info(device))
+        used = torch.cuda.memory_allocated(device) >> 20
+        raise MemoryError(
+            f"a workspace of {num_bytes / 2**20:g} MiB on {device}: {error}. {free} of {total} MiB "
+            f"are free, tensors of this process take {used} MiB. Pass a smaller workspace_bytes, "
+            "or make the Communicator before the memory is taken."
+        ) from error
+
+
 def _create_device_memory(meeting: Rendezvous, device: torch.device, num_bytes: int) -> Workspace:
     library = _native.library("cuda")
     rank, world_size = meeting.rank, meeting.world_size
@@ -187,7 +212,7 @@ def _create_device_memory(meeting: Rendezvous, device: torch.device, num_bytes: 
     def allocate() -> tuple[str, bytes]:
         properties = torch.cuda.get_device_properties(device)
         _free_left_behind()
-        addresses[rank], handle = library.ipc_create(index, num_bytes)
+        addresses[rank], handle = _allocate(library, device, num_bytes)
         return str(getattr(properties, "uuid", index)), handle
 
     def attach() -> dict[int, str]:
@@ -200,6 +225,19 @@ def _create_device_memory(meeting: Rendezvous, device: torch.device, num_bytes: 
             except OSError as error:
                 failed[peer] = f"no peer-to-peer access: {error}"
         return failed
+
+    def probe() -> dict[int, str]:
+        """Returns the peers whose stores do not arrive here."""
+        numbers = index, rank, world_size
+        missing = library.ipc_probed(*numbers, addresses[rank], int(_PROBE_SECONDS * 1e9))
+        return {
+            peer: (
+                f"stores of rank {meeting.ranks[peer]} do not reach rank {meeting.ranks[rank]} "
+                "although its memory is mapped: peer access between their GPUs loses data, usually "
+                "because of an IOMMU or PCIe ACS"
+            )
+            for peer in missing
+        }
 
     def release() -> None:
         try:
@@ -217,6 +255,9 @@ def _create_device_memory(meeting: Rendezvous, device: torch.device, num_bytes: 
             obstacles = ["several ranks share one GPU"]
         else:
             failed = meeting.agree(attach, "mapping the workspace")
+            if not any(failed):
+                meeting.agree(lambda: library.ipc_probe(index, rank, addresses), "probing peers")
+                failed = meeting.agree(probe, "waiting for the probes of peers")
             obstacles = [text for of_rank in failed for text in of_rank.values()]
             reach = islands.split_by_reach(failed)
     except BaseException:

@@ -5,7 +5,9 @@
 // it, as CUDA demands; a rank says so in the peers' control blocks when it leaves.
 #include <cuda_runtime.h>
 
+#include <chrono>
 #include <cstring>
+#include <thread>
 
 #include "abi/error.h"
 #include "allnorm.h"
@@ -13,8 +15,10 @@
 #include "protocol/layout.h"
 
 using allnorm::cuda_status;
+using allnorm::Device;
 using allnorm::DeviceGuard;
 using allnorm::fail;
+using allnorm::ProbeParams;
 using allnorm::PushControl;
 
 namespace {
@@ -47,6 +51,8 @@ int32_t allnorm_ipc_create(int32_t device, int64_t bytes, void** address,
   if (status != ALLNORM_OK) return status;
   // No peer can have left a workspace that no peer has opened.
   cudaError_t error = cudaMemset(memory, 0, PushControl::kBytes);
+  // Peers may store as soon as they have the handle.
+  if (error == cudaSuccess) error = cudaDeviceSynchronize();
   cudaIpcMemHandle_t exported;
   if (error == cudaSuccess) error = cudaIpcGetMemHandle(&exported, memory);
   if (error != cudaSuccess) {
@@ -72,6 +78,50 @@ int32_t allnorm_ipc_open(int32_t device, const AllnormIpcHandle* handle, void** 
                          "mapping a peer's workspace");
   }
   if (status == ALLNORM_OK) *address = memory;
+  return status;
+}
+
+int32_t allnorm_ipc_probe(int32_t device, int32_t rank, int32_t world_size,
+                          void* const* workspaces) {
+  if (const int32_t status = check_ranks(rank, world_size)) return status;
+  if (workspaces == nullptr) return fail(ALLNORM_INVALID_ARGUMENT, "workspaces is NULL");
+  ProbeParams params = {.workspace = {}, .rank = rank, .world_size = world_size};
+  for (int peer = 0; peer < world_size; ++peer) {
+    if (workspaces[peer] == nullptr) {
+      return fail(ALLNORM_INVALID_ARGUMENT, "workspaces[%d] is NULL; map all of them first", peer);
+    }
+    params.workspace[peer] = static_cast<char*>(workspaces[peer]);
+  }
+  const DeviceGuard guard(device);
+  int32_t status = cuda_status(guard.status(), "selecting the device");
+  Device found;
+  if (status == ALLNORM_OK) status = query_device(device, &found);
+  if (status == ALLNORM_OK) status = launch_probe(found, params);
+  if (status == ALLNORM_OK) status = cuda_status(cudaDeviceSynchronize(), "probing the peers");
+  return status;
+}
+
+int32_t allnorm_ipc_probed(int32_t device, int32_t rank, int32_t world_size, const void* address,
+                           int64_t timeout_ns, uint32_t* missing) {
+  if (const int32_t status = check_ranks(rank, world_size)) return status;
+  if (address == nullptr || missing == nullptr) {
+    return fail(ALLNORM_INVALID_ARGUMENT, "%s is NULL", address == nullptr ? "address" : "missing");
+  }
+  const DeviceGuard guard(device);
+  int32_t status = cuda_status(guard.status(), "selecting the device");
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::nanoseconds(timeout_ns);
+  while (status == ALLNORM_OK) {
+    uint32_t words[allnorm::kPushMaxWorldSize] = {};
+    status = cuda_status(cudaMemcpy(words, static_cast<const char*>(address) + PushControl::kProbes,
+                                    sizeof(words), cudaMemcpyDeviceToHost),
+                         "reading the peers' probes");
+    *missing = 0;
+    for (int peer = 0; peer < world_size; ++peer) {
+      if (peer != rank && words[peer] != PushControl::probe_word(peer)) *missing |= 1u << peer;
+    }
+    if (*missing == 0 || std::chrono::steady_clock::now() >= deadline) break;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
   return status;
 }
 

@@ -41,5 +41,8 @@ const void* local_kernel_float32(LocalKind kind, RowFormat format, bool extended
 const void* local_kernel_float16(LocalKind kind, RowFormat format, bool extended);
 const void* local_kernel_bfloat16(LocalKind kind, RowFormat format, bool extended);
 
+// Takes ProbeParams; one block of one warp.
+const void* probe_kernel();
+
 }  // namespace allnorm
 #endif  // ALLNORM_CUDA_KERNELS_H_

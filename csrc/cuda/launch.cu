@@ -300,6 +300,11 @@ int32_t launch_local(const Device& device, const AllnormCall& call) {
   return status;
 }
 
+int32_t launch_probe(const Device& device, const ProbeParams& params) {
+  const Geometry geometry = {.num_blocks = 1, .cluster_size = 1, .num_threads = 32};
+  return launch(device, probe_kernel(), &params, geometry, 0, AllnormCall{}, Start::kEnded);
+}
+
 }  // namespace allnorm
 
 #ifdef ALLNORM_STAMPS

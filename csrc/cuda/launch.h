@@ -70,5 +70,8 @@ int32_t launch_missing_call(const Device& device, const AllnormCall& call, int w
 
 int32_t launch_local(const Device& device, const AllnormCall& call);
 
+// Launches the probe of the peers' workspaces on the default stream.
+int32_t launch_probe(const Device& device, const ProbeParams& params);
+
 }  // namespace allnorm
 #endif  // ALLNORM_CUDA_LAUNCH_H_

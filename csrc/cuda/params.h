@@ -197,6 +197,12 @@ struct OwnedRowsParams {
   IslandParams islands;
 };
 
+struct ProbeParams {
+  char* workspace[kPushMaxWorldSize];  // by rank
+  int32_t rank;
+  int32_t world_size;
+};
+
 // One launch of a local kernel.
 struct LocalParams {
   Rows x;  // of the first source

@@ -55,14 +55,21 @@ struct PushControl {
   // uint32_t[kPushMaxWorldSize]: nonzero once that rank has unmapped this workspace. Written by
   // peers.
   static constexpr int64_t kLeft = kReleased + 4 * kPushMaxWorldSize;
+  // uint32_t[kPushMaxWorldSize]: probe_word() of that rank once its store has arrived, see
+  // cuda/probe.cuh. Written by peers, before the communicator is created.
+  static constexpr int64_t kProbes = kLeft + 4 * kPushMaxWorldSize;
   static constexpr int64_t kBytes = 12800;
 
   ALLNORM_HD static constexpr int64_t tag(uint32_t op, int source) {
     return kTags + 16 * (static_cast<int64_t>(op % kTagSlots) * kPushMaxWorldSize + source);
   }
   ALLNORM_HD static constexpr int64_t released(int source) { return kReleased + 4 * source; }
+  ALLNORM_HD static constexpr int64_t probe(int source) { return kProbes + 4 * source; }
+  ALLNORM_HD static constexpr uint32_t probe_word(int source) {
+    return 0xa110c000u + static_cast<uint32_t>(source);
+  }
 };
-static_assert(PushControl::kLeft + 4 * kPushMaxWorldSize <= PushControl::kBytes);
+static_assert(PushControl::kProbes + 4 * kPushMaxWorldSize <= PushControl::kBytes);
 static_assert(PushControl::kLaunches + 8 * 4 <= PushControl::kTags);
 static_assert(PushControl::kBytes % kAlignBytes == 0);
 

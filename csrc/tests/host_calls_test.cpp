@@ -60,6 +60,36 @@ void test_failed_start_leaves_nothing() {
       });
 }
 
+// The probe says which words are missing, waits for late ones, and passes on what CUDA refuses.
+void test_probe() {
+  fake::reset();
+  alignas(8) static char memory[2][PushControl::kBytes];
+  memset(memory, 0, sizeof(memory));
+  void* const workspaces[2] = {memory[0], memory[1]};
+  const auto nothing = [] {};
+  fail_everywhere("ipc_probe", [&] { return allnorm_ipc_probe(0, 0, 2, workspaces); }, nothing);
+  uint32_t missing = 0;
+  const auto probed = [&](int64_t timeout_ns) {
+    return allnorm_ipc_probed(0, 0, 2, memory[0], timeout_ns, &missing);
+  };
+  check(probed(20'000'000) == ALLNORM_OK && missing == 2, "nothing came: %x", missing);
+  uint32_t word = PushControl::probe_word(0);  // of another rank
+  memcpy(memory[0] + PushControl::probe(1), &word, sizeof(word));
+  check(probed(0) == ALLNORM_OK && missing == 2, "a wrong word came: %x", missing);
+  word = PushControl::probe_word(1);
+  memcpy(memory[0] + PushControl::probe(1), &word, sizeof(word));
+  check(probed(0) == ALLNORM_OK && missing == 0, "all came: %x", missing);
+  fail_everywhere("ipc_probed", [&] { return probed(0); }, nothing);
+  void* const unmapped[2] = {memory[0], nullptr};
+  check(allnorm_ipc_probe(0, 0, 2, unmapped) == ALLNORM_INVALID_ARGUMENT && said("workspaces[1]"),
+        "an unmapped peer: %s", allnorm_last_error());
+  check(allnorm_ipc_probe(0, 0, 2, nullptr) == ALLNORM_INVALID_ARGUMENT, "NULL");
+  check(allnorm_ipc_probe(0, 2, 2, workspaces) == ALLNORM_INVALID_ARGUMENT, "rank 2 of 2");
+  check(allnorm_ipc_probed(0, 0, 9, memory[0], 0, &missing) == ALLNORM_INVALID_ARGUMENT, "9 ranks");
+  check(allnorm_ipc_probed(0, 0, 2, nullptr, 0, &missing) == ALLNORM_INVALID_ARGUMENT, "NULL");
+  check(allnorm_ipc_probed(0, 0, 2, memory[0], 0, nullptr) == ALLNORM_INVALID_ARGUMENT, "NULL");
+}
+
 // One mapping that does not close keeps none of the others open.
 void test_every_mapping_is_closed() {
   AllnormIpcHandle handle = {};
@@ -466,6 +496,7 @@ int main() {
   using namespace allnorm::testing;
   test_failed_start_leaves_nothing();
   test_every_mapping_is_closed();
+  test_probe();
   test_failed_launch();
   test_nothing_can_be_launched();
   test_every_failure_in_a_call();

@@ -24,6 +24,7 @@ HANGS = "does not end"
 LATE = "ns after it is due"
 WRONG_NUMBERS = "wrong numbers"
 NOT_EMPTY = "a slot is not empty"
+MISSING, PROBE_TEST = " of rank ", "cuda_probe_test"
 
 Build = Literal["plain", "thread"]
 
@@ -632,4 +633,18 @@ ISLANDS = tuple(
     )
 )
 
-MUTANTS = RACES + WRONG_RESULTS + ISLANDS
+PROBES = tuple(
+    Mutant(f"probe: {name}", (("cuda/probe.cuh", old, new),), (MISSING,), "plain", PROBE_TEST)
+    for name, old, new in (
+        ("the last peer gets no word", "peer >= params", "peer + 1 >= params"),
+        (
+            "the first peer gets no word",
+            "peer == params.rank)",
+            "peer == 0 || peer == params.rank)",
+        ),
+        ("the word of another rank", "probe_word(params.rank)", "probe_word(peer)"),
+        ("in the place of another rank", "probe(params.rank)", "probe(peer)"),
+    )
+)
+
+MUTANTS = RACES + WRONG_RESULTS + ISLANDS + PROBES

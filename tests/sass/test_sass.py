@@ -29,6 +29,9 @@ def tools() -> None:
         pytest.skip(str(missing))
 
 
+PROBE = "probe_peers"  # csrc/cuda/kernels_probe.cu
+
+
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[Kernel]:
     library = pathlib.Path(allnorm.__file__).parent / "lib" / "liballnorm_cuda.so"
@@ -42,9 +45,16 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[Kernel]:
 
 @pytest.mark.slow
 def test_library_has_every_kernel(kernels: list[Kernel]) -> None:
-    variants = [variant_of(kernel.name) for kernel in kernels]
+    variants = [variant_of(kernel.name) for kernel in kernels if PROBE not in kernel.name]
     assert len(variants) == len(set(variants))
     assert set(variants) == all_variants()
+
+
+@pytest.mark.slow
+def test_the_probe_stores_one_word_for_the_system(kernels: list[Kernel]) -> None:
+    (probe,) = (kernel for kernel in kernels if PROBE in kernel.name)
+    stores = [found for found in probe.body if found.is_store]
+    assert [(found.access_bytes, found.is_system_wide) for found in stores] == [(4, True)]
 
 
 @pytest.mark.slow

@@ -1,0 +1,13 @@
+#include "cuda/kernels.h"
+#include "cuda/probe.cuh"
+
+namespace allnorm {
+namespace {
+
+__global__ void probe_peers(const __grid_constant__ ProbeParams params) { store_probes(params); }
+
+}  // namespace
+
+const void* probe_kernel() { return reinterpret_cast<const void*>(&probe_peers); }
+
+}  // namespace allnorm

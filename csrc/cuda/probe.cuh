@@ -1,0 +1,24 @@
+// The probe of a new workspace: a rank stores one word into the workspace of every peer. A mapping
+// can exist although stores through it are lost (IOMMU, PCIe ACS, some drivers).
+//
+// Contract: a workspace holds zeros when its handle is sent to the peers. Only the peer `source`
+// writes PushControl::probe(source), once. The owner reads the words after all ranks have stored
+// (Rendezvous.agree orders the two steps) and before comm_create() initializes the control block.
+#ifndef ALLNORM_CUDA_PROBE_CUH_
+#define ALLNORM_CUDA_PROBE_CUH_
+
+#include "cuda/memory.cuh"
+#include "cuda/params.h"
+
+namespace allnorm {
+
+// One thread per peer, at most kPushMaxWorldSize of a warp. The end of the kernel makes the stores complete.
+__device__ __forceinline__ void store_probes(const ProbeParams& params) {
+  const int peer = static_cast<int>(threadIdx.x);
+  if (peer >= params.world_size || peer == params.rank) return;
+  store_relaxed_sys(params.workspace[peer] + PushControl::probe(params.rank),
+                    PushControl::probe_word(params.rank));
+}
+
+}  // namespace allnorm
+#endif  // ALLNORM_CUDA_PROBE_CUH_

@@ -1,0 +1,69 @@
+// The probe of new workspaces over fibers (tests/shim): every peer gets the word of every rank, and
+// a rank whose stores are lost is missing on the peers that lost them, and on no other.
+#include <cstring>
+#include <vector>
+
+#include "cuda/probe.cuh"
+#include "tests/shim/device.h"
+#include "tests/testing.h"
+
+namespace allnorm {
+namespace {
+
+using testing::check;
+
+void test_probe(int world_size, uint64_t seed, int deaf) {
+  const auto count = static_cast<size_t>(world_size);
+  std::vector<std::vector<char>> workspaces(count, std::vector<char>(PushControl::kBytes));
+  // Where the stores to `deaf` end that go through a broken mapping: those of the rank before it.
+  std::vector<char> nowhere(PushControl::kBytes);
+  const int lost = deaf < 0 ? -1 : (deaf + world_size - 1) % world_size;
+  shim::Machine machine(world_size, seed);
+  for (int rank = 0; rank < world_size; ++rank) {
+    machine.share({.owner = rank,
+                   .begin = workspaces[static_cast<size_t>(rank)].data(),
+                   .bytes = PushControl::kBytes,
+                   .flags_begin = PushControl::kReleased,
+                   .flags_end = PushControl::kBytes});
+    ProbeParams params = {.workspace = {}, .rank = rank, .world_size = world_size};
+    for (int peer = 0; peer < world_size; ++peer) {
+      const bool is_lost = rank == lost && peer == deaf;
+      params.workspace[peer] =
+          is_lost ? nowhere.data() : workspaces[static_cast<size_t>(peer)].data();
+    }
+    machine.launch(rank,
+                   {.num_blocks = 1, .num_threads = 32, .exchanges = false, .kernel = [params] {
+                      store_probes(params);
+                    }});
+  }
+  if (!check(machine.run(100'000), "%d ranks: does not end", world_size)) return;
+  for (int rank = 0; rank < world_size; ++rank) {
+    const char* const own = workspaces[static_cast<size_t>(rank)].data();
+    for (int peer = 0; peer < kPushMaxWorldSize; ++peer) {
+      uint32_t word = 0;
+      memcpy(&word, own + PushControl::probe(peer), sizeof(word));
+      const bool stores = peer < world_size && peer != rank && !(rank == deaf && peer == lost);
+      check(word == (stores ? PushControl::probe_word(peer) : 0u),
+            "%d ranks, deaf %d: rank %d has %08x of rank %d", world_size, deaf, rank, word, peer);
+    }
+    for (int64_t at = 0; at < PushControl::kBytes; ++at) {
+      const bool is_probe =
+          at >= PushControl::kProbes && at < PushControl::probe(kPushMaxWorldSize);
+      if (!is_probe && !check(own[at] == 0, "byte %lld was written", static_cast<long long>(at))) {
+        return;
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace allnorm
+
+int main() {
+  for (int world_size = 2; world_size <= allnorm::kPushMaxWorldSize; ++world_size) {
+    for (uint64_t seed = 0; seed < 3; ++seed) {
+      for (int deaf = -1; deaf < world_size; ++deaf) allnorm::test_probe(world_size, seed, deaf);
+    }
+  }
+  return allnorm::testing::result();
+}
