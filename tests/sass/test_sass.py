@@ -17,6 +17,7 @@ CSRC = pathlib.Path(__file__).resolve().parents[2] / "csrc"
 ARCHITECTURE = "sm_90"
 CHEAPEST = "fence at gpu scope"
 # CI tries one defect for each rule.
+PROBE = "probe_peers"  # csrc/cuda/kernels_probe.cu
 FIRST_OF_RULE = {m.rule: m for m in reversed(mutants.MUTANTS)}.values()
 
 
@@ -27,9 +28,6 @@ def tools() -> None:
             tool(name)
     except ToolMissingError as missing:
         pytest.skip(str(missing))
-
-
-PROBE = "probe_peers"  # csrc/cuda/kernels_probe.cu
 
 
 @pytest.fixture(scope="module")
