@@ -328,19 +328,22 @@ def hierarchical_rows(backend: str, island_size: int, num_tokens: int, hidden_si
     return max(4, min(most, height + 3) // 4 * 4)
 
 
-def is_sooner_in_parts(num_islands: int, num_sums: int, sum_bytes: int, row_bytes: int) -> bool:
-    """Whether sums of a rank cross in two hops: each island adds a part of them for the others.
+def is_sooner_in_parts(
+    num_islands: int, island_size: int, num_sums: int, sum_bytes: int, row_bytes: int
+) -> bool:
+    """Returns whether the sums of a piece cross in two hops: each island adds a part of them.
 
     Args:
         num_islands: more than two.
-        num_sums: elements that a rank has the sums of its island of.
+        island_size: ranks of an island, which share the sums.
+        num_sums: elements of the piece; not of this rank, whose part may differ from its peers'.
         sum_bytes: of one of them.
         row_bytes: of what the sum of all islands is rounded to.
     """
     others = num_islands - 1
     in_one_hop = others * sum_bytes
     in_two = others * (sum_bytes + row_bytes) / num_islands
-    return (in_one_hop - in_two) * num_sums >= HIERARCHICAL_HOP_BYTES
+    return (in_one_hop - in_two) * num_sums >= HIERARCHICAL_HOP_BYTES * island_size
 
 
 def _unfused_rows(traits: Traits, num_tokens: int, hidden_size: int, element_bytes: int) -> int:

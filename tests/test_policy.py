@@ -251,5 +251,7 @@ def test_sums_cross_in_two_hops_from_half_a_megabyte_less_on(
     num_islands: int, sum_bytes: int, row_bytes: int, fewest: int
 ) -> None:
     for more, expected in ((-1, False), (0, True), (1 << 20, True)):
-        got = policy.is_sooner_in_parts(num_islands, fewest + more, sum_bytes, row_bytes)
-        assert got == expected
+        for size in (1, 2, 3):  # ranks that share the sums
+            num_sums = size * (fewest + more)
+            got = policy.is_sooner_in_parts(num_islands, size, num_sums, sum_bytes, row_bytes)
+            assert got == expected

@@ -167,7 +167,7 @@ def parts(
         return _Run(launch, library, handle, hierarchy, look, x.device.type == "cuda")
 
     def exchange() -> torch.Tensor:
-        steps = one().exchange(sums, x.dtype)
+        steps = one().exchange(sums, x.dtype, launch.num_tokens)
         while True:
             try:
                 next(steps)
@@ -244,11 +244,11 @@ class _Run:
             if status != _native.OK:
                 yield status
                 return
-        sums = yield from self.exchange(sums, partials.dtype)
+        sums = yield from self.exchange(sums, partials.dtype, hi - lo)
         yield self._finish(number, lo, hi, sums, residuals, partials, memory)
 
     def exchange(
-        self, sums: torch.Tensor, dtype: torch.dtype
+        self, sums: torch.Tensor, dtype: torch.dtype, piece_rows: int
     ) -> Generator[int, None, torch.Tensor]:
         """The sums of this rank's rows by island; or of all islands, rounded, as the only ones.
 
@@ -257,10 +257,13 @@ class _Run:
         Args:
             sums: of this island.
             dtype: what the sum of all islands is rounded to.
+            piece_rows: the rows of the piece. The number of hops follows from it, and not from this
+                rank's rows: ranks of one island must wait equally often between launches.
         """
         count, rows = self._between.num_islands, sums.shape[0]
         in_parts = self._between.can_exchange_parts and policy.is_sooner_in_parts(
-            count, sums.numel(), sums.element_size(), dtype.itemsize
+            *(count, len(self._hierarchy.ranks), piece_rows * sums.shape[1]),
+            *(sums.element_size(), dtype.itemsize),
         )
         if not in_parts:
             received = self._between.start_gather(sums)
@@ -276,7 +279,7 @@ class _Run:
         total = unfused.add(self._library, self._call.stream, self._keep(parts.float()))
         finish = self._between.start_gather(self._keep(total.to(dtype)))
         yield _native.OK
-        whole = self._keep(finish(self._look)).view(1, len(padded), -1)
+        whole = self._keep(finish(self._look)).view(1, *padded.shape)
         return self._keep(whole.to(sums.dtype))[:, :rows]
 
     def _finish(

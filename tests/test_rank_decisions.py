@@ -1,0 +1,278 @@
+"""Ranks decide alike: launches and exchanges of all ranks, for every number of rows.
+
+The simulation runs the code of every rank, one after the other, with a library and an exchange
+that only record what they are asked for. Thresholds of `policy` are small here, so that every
+number of rows on both sides of each of them is tried.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from rank_helpers import DTYPES, Case, comm, device, on
+
+import allnorm
+from allnorm import policy, reference
+from allnorm.core import _native, between, hierarchical, unfused
+from allnorm.core.call import Call, split_scale
+from allnorm.core.launch import Launch
+from allnorm.policy import Plan
+from allnorm.testing import RankPool, assert_same_bits, shared_input
+
+HIDDEN_SIZE = 32
+ROW_BYTES = 4 * HIDDEN_SIZE  # of float32 sums
+# Two hops pay from some ten rows a rank on; a piece holds 24 rows, and is cut from 8 on.
+SMALL = {
+    "HIERARCHICAL_HOP_BYTES": 10 * ROW_BYTES,
+    "HIERARCHICAL_SUM_BYTES": 24 * ROW_BYTES,
+    "_OVERLAPPED_SUM_BYTES": 8 * ROW_BYTES,
+    "UNFUSED_GATHER_BYTES": 20 * ROW_BYTES,
+    "_ONE_SHOT_MAX_BYTES_CPU": 9 * ROW_BYTES,
+}
+QUANTS = (
+    None,
+    allnorm.Fp8PerGroup(32, "column_major_tma"),
+    allnorm.Fp8PerToken(),
+    allnorm.MxFp8(),
+    allnorm.NvFp4(torch.ones(1)),
+    allnorm.NvFp4(torch.ones(1), "row_major"),
+)
+ISLANDS = {
+    f"{number}x{size}": tuple(tuple(range(i * size, i * size + size)) for i in range(number))
+    for number, size in ((3, 2), (2, 3), (4, 2), (3, 3), (5, 4), (3, 1), (2, 1))
+}
+
+
+def call_of(
+    op: str, shape: tuple[int, int], dtype: torch.dtype, own: tuple[int, int], quant: Any = None
+) -> Call:
+    """A call of the rank whose rows are `own`; its residual is sharded if it has a norm."""
+    whole = torch.zeros(shape, dtype=dtype)
+    shard = whole[own[0] : own[1]]
+    if op == "all_reduce":
+        return Call(whole)
+    if op == "all_gather_rows":
+        return Call(shard, op=op, num_tokens=shape[0])
+    spec, scale = split_scale(quant)
+    return Call(
+        *(whole, whole if op == "whole" else shard, torch.ones(shape[1], dtype=dtype), scale),
+        op="all_reduce_add_rms_norm" + ("" if quant is None else "_quant"),
+        residual_sharded=op == "sharded",
+        quant=spec,
+    )
+
+
+class Recorder:
+    """A library and an exchange between islands that do nothing but note what they shall do."""
+
+    can_exchange_parts = True
+
+    def __init__(self, num_islands: int) -> None:
+        self.num_islands = num_islands
+        self.can_exchange_parts = num_islands > 2
+        self.steps: list[tuple[Any, ...]] = []
+        """Kind and number of tokens of each launch, kind and shape of each exchange."""
+
+    def run(self, handle: int, address: int) -> int:
+        call = _native.Call.from_address(address)
+        self.steps.append(("run", call.op, call.flags, call.num_tokens, call.num_sources))
+        return _native.OK
+
+    def local(self, address: int) -> int:
+        self.steps.append(("local",))
+        return _native.OK
+
+    def start_gather(self, rows: torch.Tensor) -> Any:
+        self.steps.append(("gather", rows.dtype, tuple(rows.shape)))
+        return lambda look: rows.new_zeros((self.num_islands, *rows.shape))
+
+    def gather(self, rows: torch.Tensor, look: Any) -> torch.Tensor:
+        return self.start_gather(rows)(look)  # type: ignore[no-any-return]
+
+    def start_parts(self, rows: torch.Tensor) -> Any:
+        self.steps.append(("parts", rows.dtype, tuple(rows.shape)))
+        count = self.num_islands
+        shape = (count, rows.shape[0] // count, *rows.shape[1:])
+        return lambda look: rows.new_zeros(shape)
+
+    def gather_into(self, gathered: torch.Tensor, rows: torch.Tensor, **_: Any) -> None:
+        self.steps.append(("gather", rows.dtype, tuple(rows.shape)))
+        gathered.zero_()
+
+
+class Owner:
+    """The communicator of one rank, as far as its unfused calls need it."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+
+    def living_group(self) -> None:
+        return None
+
+    def look_at_peers(self, seconds: float) -> None:
+        return None
+
+
+def hierarchical_steps(
+    islands: Any, rank: int, call: Call, shard: tuple[int, int] | None, is_cuda: bool
+) -> list[tuple[Any, ...]]:
+    launch = Launch(call, Plan("hierarchical", "a test", 1), shard)
+    memory = launch.allocate(call)
+    inputs = launch.bind(call, memory)
+    recorder: Any = Recorder(len(islands))
+    hierarchy: Any = mock.Mock()
+    hierarchy.number, hierarchy.place = between.places(islands, rank)
+    hierarchy.islands, hierarchy.ranks = islands, islands[hierarchy.number]
+    hierarchy.between = recorder
+    one = hierarchical._Run(launch, recorder, 0, hierarchy, lambda _: None, is_cuda)
+    x, residual = inputs[:2]
+    assert x is not None
+    if call.op == "all_gather_rows":
+        assert one.gather_rows(x, memory["out"]) == _native.OK
+    else:
+        assert one.reduce(x, residual, memory) == _native.OK
+    return recorder.steps  # type: ignore[no-any-return]
+
+
+def unfused_steps(
+    islands: Any, rank: int, call: Call, shard: tuple[int, int] | None
+) -> list[tuple[Any, ...]]:
+    world_size = sum(map(len, islands))
+    launch = Launch(call, Plan("unfused", "a test", 1), shard)
+    memory = launch.allocate(call)
+    inputs = launch.bind(call, memory)
+    recorder: Any = Recorder(len(islands))
+    owner: Any = Owner(rank, world_size)
+    assert inputs[0] is not None
+    with mock.patch.object(unfused, "_gather_into", recorder.gather_into):
+        status = unfused.run(launch, recorder, None, owner, inputs[0], memory, islands)
+    assert status == _native.OK
+    return [step for step in recorder.steps if step[0] == "gather"]
+
+
+def calls_of_all(islands: Any, num_tokens: int) -> Iterator[list[tuple[Call, Any]]]:
+    """Equal calls of all ranks, each with the rows of the rank, of every kind."""
+    world_size = sum(map(len, islands))
+    shards = [reference.row_shard(num_tokens, world_size, rank) for rank in range(world_size)]
+    quants = itertools.islice(itertools.cycle(QUANTS), num_tokens % len(QUANTS), None)
+    for dtype in (torch.bfloat16, torch.float32):
+        for op in ("all_reduce", "whole", "sharded", "all_gather_rows"):
+            quant = next(quants)
+            calls = [call_of(op, (num_tokens, HIDDEN_SIZE), dtype, own, quant) for own in shards]
+            owned = [own if calls[0].owns_rows else None for own in shards]
+            yield list(zip(calls, owned, strict=True))
+
+
+def assert_alike(islands: Any, steps: list[list[tuple[Any, ...]]], what: object) -> None:
+    """Launches are the same within an island, exchanges among ranks of equal place.
+
+    And on all ranks launches and exchanges take turns alike: a rank that waits for an exchange
+    where its neighbor waits for a launch waits in vain.
+    """
+    orders = [[step[0] for step in own if step[0] != "local"] for own in steps]
+    assert all(order == orders[0] for order in orders), what
+    for island in islands:
+        launches = [[step for step in steps[rank] if step[0] == "run"] for rank in island]
+        assert all(own == launches[0] for own in launches), what
+    for place in range(len(islands[0])):
+        own_steps = (steps[island[place]] for island in islands)
+        exchanges = [[s for s in own if s[0] in ("gather", "parts")] for own in own_steps]
+        assert all(own == exchanges[0] for own in exchanges), what
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", ISLANDS)
+def test_ranks_of_islands_take_the_same_steps(name: str, backend: str) -> None:
+    islands = ISLANDS[name]
+    kinds = set()
+    with mock.patch.multiple(policy, **SMALL):
+        for num_tokens in range(90):
+            for calls in calls_of_all(islands, num_tokens):
+                steps = [
+                    hierarchical_steps(islands, rank, call, shard, backend == "cuda")
+                    for rank, (call, shard) in enumerate(calls)
+                ]
+                assert_alike(islands, steps, (num_tokens, calls[0][0].op))
+                kinds.update(step[0] for own in steps for step in own)
+    assert {"gather", "run" if len(islands[0]) > 1 else "local"} <= kinds
+    assert ("parts" in kinds) == (len(islands) > 2), "no threshold was crossed"
+
+
+@pytest.mark.parametrize("name", ["3x2", "2x3", "5x4", "3x1"])
+def test_ranks_gather_the_same_unfused(name: str) -> None:
+    islands = ISLANDS[name]
+    most = 0
+    with mock.patch.multiple(policy, **SMALL):
+        for num_tokens in range(50):
+            for calls in calls_of_all(islands, num_tokens):
+                first, *others = (
+                    unfused_steps(islands, rank, call, shard)
+                    for rank, (call, shard) in enumerate(calls)
+                )
+                assert all(own == first for own in others), (num_tokens, calls[0][0].op)
+                most = max(most, len(first))
+    assert most > 3, "no threshold was crossed"
+
+
+def check_around_thresholds(rank: int, world_size: int, islands: Any, tokens: range) -> int:
+    """Every number of rows, sharded and whole; returns how often sums crossed in two hops."""
+    start = between.Between.start_parts
+    with (
+        mock.patch.multiple(policy, **SMALL),
+        mock.patch.object(
+            between.Between, "start_parts", autospec=True, side_effect=start
+        ) as starts,
+    ):
+        c = comm(islands=islands)
+        for num_tokens, sharded in itertools.product(tokens, (False, True)):
+            dtype = DTYPES[num_tokens % 3]
+            quant = (None, *QUANTS)[num_tokens % 5]
+            shape = num_tokens, HIDDEN_SIZE
+            case = Case(shape, dtype, sharded=sharded, quant=quant, call=num_tokens)
+            case.check(c)
+        for num_tokens in tokens:
+            rows = shared_input((num_tokens, HIDDEN_SIZE), DTYPES[0], "rows", device=device())
+            lo, hi = c.row_shard(num_tokens)
+            assert_same_bits(c.all_gather_rows(rows[lo:hi].clone(), num_tokens), rows)
+        assert c.check() is None
+    return starts.call_count
+
+
+@on(cpu=(6,))
+@pytest.mark.parametrize("name", ["3x2", "2x3", "one island"])
+def test_results_around_every_threshold(pool: RankPool, name: str) -> None:
+    islands = ISLANDS.get(name, ((0, 1, 2, 3, 4, 5),))
+    found = pool.run(check_around_thresholds, islands, range(64))
+    assert all((starts > 0) == (name == "3x2") for starts in found)
+
+
+def test_a_rank_without_rows_crosses_in_two_hops() -> None:
+    """One wide row: its owner's peers in the island wait as often, and send nothing."""
+    islands = ISLANDS["3x2"]
+    shape = 1, 400_000
+    whole = torch.zeros(shape, dtype=torch.bfloat16)
+    steps = [
+        hierarchical_steps(islands, rank, Call(whole), None, is_cuda=False) for rank in range(6)
+    ]
+    assert_alike(islands, steps, shape)
+    assert {step[2] for own in steps for step in own if step[0] == "parts"} == {
+        (3, 400_000),
+        (0, 400_000),
+    }
+
+
+def check_wide_row(rank: int, world_size: int, islands: Any) -> None:
+    with mock.patch.multiple(policy, **SMALL):
+        c = comm(islands=islands)
+        Case((1, 8192)).check(c)
+        Case((1, 8192), quant=allnorm.Fp8PerTensor(torch.ones(1)), sharded=True).check(c)
+
+
+@on(cpu=(6,))
+def test_one_wide_row_over_three_islands(pool: RankPool) -> None:
+    pool.run(check_wide_row, ISLANDS["3x2"])
