@@ -68,7 +68,7 @@ ALLOWED = {
     },
     "core.unfused": {
         *("core._native", "core.announcement", "core.arguments", "core.between", "core.channel"),
-        *("core.launch", "errors", "islands", "policy", "quant"),
+        *("core.launch", "core.rendezvous", "errors", "islands", "policy", "quant"),
     },
     "core.hierarchical": {
         *("core._native", "core.announcement", "core.arguments", "core.between", "core.channel"),
@@ -86,8 +86,8 @@ ALLOWED = {
     "core.opening": {
         *("_version", "config", "core._native", "core.arguments", "core.between", "core.channel"),
         *("core.dispatch", "core.endpoint", "core.hierarchical", "core.launch", "core.rendezvous"),
-        *("core.watch", "core.workspace", "errors", "islands", "names", "policy", "quant"),
-        "tuning",
+        *("core.unfused", "core.watch", "core.workspace", "errors", "islands", "names", "policy"),
+        *("quant", "tuning"),
     },
     "core.traced": {"core.arguments", "core.call", "quant"},
     "communicator": {

@@ -1,7 +1,8 @@
-"""The exchange between islands: among ranks of equal place, over the group's own backend.
+"""Process groups of allnorm's own: for exchanges between islands, and for unfused calls.
 
-Each place has a process group of its own, made once, when the communicator is opened: over the
-store of the communicator's group and not by torch.distributed.new_group, which ranks outside of the
+The collectives of a process group have one order, which neither several threads nor the user's own
+collectives keep. So a communicator uses the process group that it was given for nothing but its
+store, over which it makes others: not by torch.distributed.new_group, which ranks outside of the
 group would have to call too.
 """
 
@@ -24,7 +25,7 @@ from allnorm.core.rendezvous import Rendezvous
 from allnorm.islands import Islands
 
 # How a wait for gloo looks: at once for a while, then now and then, and at processes rarely.
-_SPIN_SECONDS, _PAUSE_SECONDS, _LOOK_SECONDS = 5e-4, 1e-4, 0.1
+_SPIN_SECONDS, _PAUSE_SECONDS, LOOK_SECONDS = 5e-4, 1e-4, 0.1
 BACKENDS = ("gloo", "nccl")
 
 Look = Callable[[float], None]
@@ -41,44 +42,45 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
         return ""
 
 
-class Between:
-    """One rank's end of the exchange with those of the same place in other islands.
+class Exchange:
+    """One rank's end of a process group that nobody else uses. Collective.
 
     With NCCL an exchange is work of the GPU, which the host does not wait for. A thread does: NCCL
     itself would wait for ever for a rank that is lost, and torch's own watchdog ends the process.
 
     Args:
-        meeting: of all ranks.
-        islands: of equal size.
+        store: over which the ranks meet, as `own_store` makes it.
+        rank: of this one, among those that exchange.
+        size: how many exchange.
         device: of the tensors.
         backend: one of BACKENDS.
         timeout: of the communicator.
+        purpose: what it is, for errors.
 
     Attributes:
-        num_islands: how many ranks exchange.
-        ranks: their numbers in the whole group, by island.
+        size: as given.
         failure: why it was given up; empty if it was not.
     """
 
     def __init__(
         self,
-        meeting: Rendezvous,
-        islands: Islands,
+        store: Any,
+        rank: int,
+        size: int,
         device: torch.device,
         backend: str,
         timeout: datetime.timedelta,
+        purpose: str,
     ) -> None:
-        own, place = places(islands, meeting.rank)
-        self.num_islands, self.ranks = len(islands), [island[place] for island in islands]
+        self.size = size
         self.failure = ""
         self._captured = False
-        store = PrefixStore(meeting.prefix(f"between{place}"), meeting.store)
         self._on_host = device.type == "cpu"
-        self._backend = backend
+        self._backend, self._purpose = backend, purpose
         if backend == "gloo":
-            made: Any = dist.ProcessGroupGloo(store, own, self.num_islands, timeout)
+            made: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
         else:
-            made = _new_nccl(store, own, self.num_islands)
+            made = _new_nccl(store, rank, size)
         # In a list of its own that is emptied at the interpreter's exit too: gloo's threads must
         # have ended by then, or they abort it.
         self._groups: list[Any] = [made]
@@ -86,15 +88,16 @@ class Between:
         self._late = _Late(weakref.ref(self), timeout.total_seconds())
         # Connections are made by the first exchange, which no deadline of a call should see, and
         # which no graph may capture.
-        first = torch.zeros(self.num_islands, dtype=torch.float32, device=device)
-        self.gather(first, lambda seconds: None)
-        if self.can_exchange_parts:
-            self.start_parts(first)(lambda seconds: None)
+        self._connect(torch.zeros(size, dtype=torch.float32, device=device))
         if not self._on_host:
-            torch.cuda.synchronize(device)
+            torch.cuda.current_stream(device).synchronize()
+
+    def _connect(self, first: torch.Tensor) -> None:
+        """Makes each kind of exchange that will be made."""
+        self.gather(first, lambda seconds: None)
 
     def gather(self, rows: torch.Tensor, look: Look) -> torch.Tensor:
-        """Every island's contiguous tensor of equal shape, `[num_islands, *shape]`. Collective.
+        """Every rank's contiguous tensor of equal shape, `[size, *shape]`. Collective.
 
         Args:
             rows: this rank's.
@@ -108,7 +111,7 @@ class Between:
 
     def start_gather(self, rows: torch.Tensor) -> Callable[[Look], torch.Tensor]:
         """`gather` in two parts: what is returned waits for it. Meanwhile others may be started."""
-        gathered = rows.new_empty((self.num_islands, *rows.shape))
+        gathered = rows.new_empty((self.size, *rows.shape))
         if not rows.numel():
             return lambda look: gathered
         sent, received = (t.view(torch.uint8).view(-1) for t in (rows, gathered))
@@ -123,35 +126,10 @@ class Between:
 
         return finish
 
-    def start_parts(self, rows: torch.Tensor) -> Callable[[Look], torch.Tensor]:
-        """Part i of `rows`, equal parts of the first dimension, goes to island i. Collective.
-
-        In two parts like `start_gather`; what is returned waits for this island's part of every
-        island, `[num_islands, rows of a part, ...]`.
-        """
-        received = torch.empty_like(rows)
-        parts = received.view(self.num_islands, rows.shape[0] // self.num_islands, *rows.shape[1:])
-        if not rows.numel():  # alike on all ranks of this place, which have the same rows
-            return lambda look: parts
-        if self._backend == "nccl":
-            received.fill_(torch.nan)
-        work = self._group.alltoall_base(received, rows, [], [])
-
-        def finish(look: Look) -> torch.Tensor:
-            self._finish(work, look)
-            return parts
-
-        return finish
-
-    @property
-    def can_exchange_parts(self) -> bool:
-        """Whether `start_parts` is of use, and works: gloo does it on the host only."""
-        return self.num_islands > 2 and (self._on_host or self._backend == "nccl")
-
     @property
     def _group(self) -> Any:
         if not self._groups:
-            raise RuntimeError(self.failure or "the exchange between islands is closed")
+            raise RuntimeError(self.failure or f"{self._purpose} is closed")
         return self._groups[0]
 
     def _finish(self, work: Any, look: Look) -> None:
@@ -185,6 +163,66 @@ class Between:
         self._end()
 
 
+class Between(Exchange):
+    """The exchange of one rank with those of the same place in other islands. Collective.
+
+    Args:
+        meeting: of all ranks.
+        islands: of equal size.
+        device: of the tensors.
+        backend: one of BACKENDS.
+        timeout: of the communicator.
+
+    Attributes:
+        num_islands: how many ranks exchange.
+        ranks: their numbers in the whole group, by island.
+    """
+
+    def __init__(
+        self,
+        meeting: Rendezvous,
+        islands: Islands,
+        device: torch.device,
+        backend: str,
+        timeout: datetime.timedelta,
+    ) -> None:
+        own, place = places(islands, meeting.rank)
+        self.num_islands, self.ranks = len(islands), [island[place] for island in islands]
+        store = own_store(meeting.store, meeting.prefix(f"between{place}"), timeout)
+        purpose = "the exchange between islands"
+        super().__init__(store, own, self.num_islands, device, backend, timeout, purpose)
+
+    def _connect(self, first: torch.Tensor) -> None:
+        super()._connect(first)
+        if self.can_exchange_parts:
+            self.start_parts(first)(lambda seconds: None)
+
+    def start_parts(self, rows: torch.Tensor) -> Callable[[Look], torch.Tensor]:
+        """Part i of `rows`, equal parts of the first dimension, goes to island i. Collective.
+
+        In two parts like `start_gather`; what is returned waits for this island's part of every
+        island, `[num_islands, rows of a part, ...]`.
+        """
+        received = torch.empty_like(rows)
+        parts = received.view(self.num_islands, rows.shape[0] // self.num_islands, *rows.shape[1:])
+        if not rows.numel():  # alike on all ranks of this place, which have the same rows
+            return lambda look: parts
+        if self._backend == "nccl":
+            received.fill_(torch.nan)
+        work = self._group.alltoall_base(received, rows, [], [])
+
+        def finish(look: Look) -> torch.Tensor:
+            self._finish(work, look)
+            return parts
+
+        return finish
+
+    @property
+    def can_exchange_parts(self) -> bool:
+        """Whether `start_parts` is of use, and works: gloo does it on the host only."""
+        return self.num_islands > 2 and (self._on_host or self._backend == "nccl")
+
+
 class _Late:
     """Gives an exchange up that is not done in time, where only the GPU waits for it.
 
@@ -193,12 +231,12 @@ class _Late:
     captured may end the capture.
 
     Args:
-        between: whose exchanges these are.
+        exchange: whose these are.
         seconds: how long one may take.
     """
 
-    def __init__(self, between: weakref.ref[Between], seconds: float) -> None:
-        self._between, self._seconds = between, seconds
+    def __init__(self, exchange: weakref.ref[Exchange], seconds: float) -> None:
+        self._exchange, self._seconds = exchange, seconds
         self._newest: tuple[float, Any] | None = None
         self._thread: threading.Thread | None = None
 
@@ -206,24 +244,24 @@ class _Late:
         """Looks after an exchange that the host has enqueued."""
         self._newest = time.monotonic() + self._seconds, work
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="allnorm-between", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="allnorm-exchange", daemon=True)
             self._thread.start()
 
     def _run(self) -> None:
         watched: tuple[float, Any] | None = None
         while True:
-            time.sleep(_LOOK_SECONDS)
-            between = self._between()
-            if between is None or not between._groups:
+            time.sleep(LOOK_SECONDS)
+            exchange = self._exchange()
+            if exchange is None or not exchange._groups:
                 self._newest = None
                 return
             if watched is None:
                 watched, self._newest = self._newest, None
             if watched is not None and watched[0] < time.monotonic():
                 if not watched[1].is_completed():
-                    between.abort(f"no answer of NCCL within {self._seconds:g} s")
+                    exchange.abort(f"no answer of NCCL within {self._seconds:g} s")
                 watched = None
-            del between
+            del exchange
 
 
 def _abort(groups: list[Any]) -> None:
@@ -235,6 +273,18 @@ def _abort(groups: list[Any]) -> None:
 def _shut_down(group: Any) -> None:
     with contextlib.suppress(RuntimeError):
         group.shutdown()
+
+
+def own_store(store: Any, prefix: str, timeout: datetime.timedelta) -> Any:
+    """A store for the keys of one process group, over another.
+
+    A connection of its own: who waits for a key keeps others from using the connection, the thread
+    that would set that key among them.
+    """
+    with contextlib.suppress(RuntimeError, NotImplementedError):  # one that is written in Python
+        store = store.clone()
+        store.set_timeout(timeout)
+    return PrefixStore(prefix, store)
 
 
 def _new_nccl(store: Any, rank: int, size: int) -> Any:
@@ -250,7 +300,7 @@ def wait(work: Any, look: Look) -> None:
     looked = start
     while not work.is_completed():
         now = time.monotonic()
-        if now - looked > _LOOK_SECONDS:
+        if now - looked > LOOK_SECONDS:
             look(now - start)
             looked = now
         time.sleep(0 if now - start < _SPIN_SECONDS else _PAUSE_SECONDS)

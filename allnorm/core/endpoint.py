@@ -36,6 +36,7 @@ from allnorm.errors import (
 _END_SECONDS = 0.5
 # After so long, what a rank sent before it ended has arrived: a longer wait is for the rank itself.
 _ARRIVAL_SECONDS = 0.2
+_GIVEN_UP = "this rank has given up"
 # Statuses behind which the library has a fault record.
 _RECORDED = (
     *(_native.TIMEOUT, _native.DIVERGED, _native.PEER_DIED, _native.PEER_LEFT),
@@ -77,6 +78,7 @@ class Endpoint:
         chooser: of the algorithms.
         hierarchy: this rank's place among several islands: then workspace and handle are of its
             own; None if there is one island, or nothing hierarchical.
+        connection: what unfused calls go through; None for one rank.
 
     Attributes:
         dispatcher: of its calls.
@@ -97,6 +99,7 @@ class Endpoint:
         channel: channel.Channel | None,
         chooser: Chooser,
         hierarchy: hierarchical.Hierarchy | None = None,
+        connection: unfused.Connection | None = None,
     ) -> None:
         self.name, self.device, self.timeout = name, device, timeout
         self._key = key
@@ -109,7 +112,7 @@ class Endpoint:
         self.closed = False
         self._library, self._workspace, self._handle = library, workspace, handle
         self._channel = channel
-        self._hierarchy = hierarchy
+        self._hierarchy, self._connection = hierarchy, connection
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._holder = 0  # the thread that has the lock; 0 also while csrc/python has it
@@ -321,7 +324,8 @@ class Endpoint:
         if self.world_size > 1:
             self._unfused[launch.plan.reason] += 1
         islands = self.chooser.traits.islands
-        return unfused.run(*(launch, self._library, self._channel, self, x, memory, islands))
+        way = launch, self._library, self._channel, self._connection, self
+        return unfused.run(*way, x, memory, islands)
 
     def _run_hierarchical(
         self, launch: Launch, inputs: tuple[torch.Tensor | None, ...], memory: Memory
@@ -347,9 +351,11 @@ class Endpoint:
     def _abandon(self) -> None:
         """Ends this rank's part of a call that cannot be finished, and the waits for it."""
         self.dispatcher.fast.close()
+        if self._connection is not None:
+            self._connection.abort(_GIVEN_UP)
         if self._hierarchy is None:
             return
-        self._hierarchy.between.abort("this rank has given up")
+        self._hierarchy.between.abort(_GIVEN_UP)
         if self._handle and self.device.type == "cpu":  # on CUDA that would wait for the device
             self._library.comm_close(self._handle)
 
@@ -455,9 +461,11 @@ class Endpoint:
         self.check_open()
         if self._broken is not None:
             raise self._broken()
-        if self._hierarchy is not None and self._hierarchy.between.failure:
-            # Of an exchange that only the GPU waits for.
-            self._broken = self._what_broke(RuntimeError(self._hierarchy.between.failure))
+        failure = "" if self._hierarchy is None else self._hierarchy.between.failure
+        if not failure and self._connection is not None:
+            failure = self._connection.failure
+        if failure:  # of an exchange that only the GPU waits for
+            self._broken = self._what_broke(RuntimeError(failure))
             raise self._broken()
         if self._handle:
             fault = _native.Fault()
@@ -510,6 +518,8 @@ class Endpoint:
             self._channel.end_waits()
         if self._hierarchy is not None:
             self._hierarchy.between.close()
+        if self._connection is not None:
+            self._connection.close()
         # Ends calls that wait, and returns when no thread is in one any more. The handle stays
         # valid for threads that are about to use it.
         busy = bool(self._handle) and self._library.comm_close(self._handle) == _native.BUSY
@@ -537,9 +547,12 @@ class Endpoint:
             self._library.comm_peers_died(self._handle, 1 << place, int(settled))
         if self._channel is not None:
             self._channel.peer_ended(rank)
-        if self._hierarchy is not None and place is None and self.device.type == "cuda":
-            # Nothing else ends what NCCL waits for on the GPU.
-            self._hierarchy.between.abort(f"the process of rank {rank} has ended")
+        if self.device.type == "cuda":  # nothing else ends what NCCL waits for on the GPU
+            why = f"the process of rank {rank} has ended"
+            if self._hierarchy is not None and place is None:
+                self._hierarchy.between.abort(why)
+            if self._connection is not None:
+                self._connection.abort(why)
 
     def become_fork(self) -> None:
         """In a child of fork(): nothing here may touch what the parent uses."""

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from allnorm import config, islands, policy, tuning
 from allnorm._version import __version__
-from allnorm.core import _native, arguments, between, channel, watch, workspace
+from allnorm.core import _native, arguments, between, channel, unfused, watch, workspace
 from allnorm.core.dispatch import Chooser
 from allnorm.core.endpoint import Endpoint
 from allnorm.core.hierarchical import Hierarchy, backend_obstacle
@@ -113,7 +113,7 @@ def open_endpoint(
         between=memory.obstacle if apart else "",
     )
     handles: list[int] = []
-    words = hierarchy = None
+    words = hierarchy = connection = None
     try:
         # The gathering of the results is also the barrier that comm_create asks for.
         meeting.agree(
@@ -131,12 +131,15 @@ def open_endpoint(
         if meeting.world_size > 1:
             own = handles[0] if checked.device.type == "cpu" and not apart else 0
             words = channel.create(meeting, own, _nanoseconds(checked.timeout))
+            sends_by = between.backend_of(group, checked.device)
+            sends_by = sends_by if sends_by in between.BACKENDS else "gloo"
+            connection = unfused.Connection(meeting, checked.device, sends_by, checked.timeout)
         endpoint = Endpoint(
             name,
             f"{group.group_name}/{number}",
             *(group, checked.device, checked.timeout, checked.library),
             *(memory, handles[0], words, Chooser(checked.library, traits, memory.num_bytes)),
-            hierarchy,
+            *(hierarchy, connection),
         )
     except BaseException:
         if hierarchy is not None:

@@ -1,7 +1,10 @@
-"""The path through the process group: gather, then a local kernel over what was gathered.
+"""The path through a process group: gather, then a local kernel over what was gathered.
 
 For what the kernels cannot exchange themselves; the bits are the same. Rows travel as bytes: gloo
 gathers no bfloat16, NCCL no float8, and no bit may change on the way.
+
+The process group is the communicator's own, and made for its first unfused call: most communicators
+never need it, which takes memory and connections.
 
 The ranks tell each other first what they are about to do, by a channel of their own: gloo would end
 the process where they gather different numbers of bytes, and mix rows of different shapes with as
@@ -13,29 +16,142 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import datetime
+import threading
 
 import torch
-import torch.distributed as dist
 
 from allnorm import policy
 from allnorm.core import _native
 from allnorm.core.announcement import Announcement
 from allnorm.core.arguments import row_shard, rows_of
-from allnorm.core.between import wait
-from allnorm.core.channel import Channel, Owner
+from allnorm.core.between import LOOK_SECONDS, Exchange, own_store
+from allnorm.core.channel import WORDS, Channel, Owner
 from allnorm.core.launch import Launch, Memory, raise_status
-from allnorm.errors import PeerDivergedError, PeerTimeoutError
+from allnorm.core.rendezvous import Rendezvous
+from allnorm.errors import AllnormError, PeerDivergedError, PeerTimeoutError, UnsupportedError
 from allnorm.islands import Islands
 from allnorm.quant import ScaleGeometry, swizzle, swizzled_rows
 
-# Renamed in torch 2.13; the package accepts 2.11.
-_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+class Connection:
+    """What the unfused calls of a communicator go through, made when the first of them needs it.
+
+    Args:
+        meeting: of all ranks.
+        device: of the tensors.
+        backend: of what is made, one of between.BACKENDS.
+        timeout: of the communicator.
+    """
+
+    def __init__(
+        self,
+        meeting: Rendezvous,
+        device: torch.device,
+        backend: str,
+        timeout: datetime.timedelta,
+    ) -> None:
+        self._rank, self._world_size = meeting.rank, meeting.world_size
+        self._store, self._prefix = meeting.store, meeting.prefix("unfused")
+        self._device, self._backend, self._timeout = device, backend, timeout
+        self._attempts = 0
+        self._exchange: Exchange | None = None
+
+    @property
+    def failure(self) -> str:
+        """Why the exchange was given up; empty if it was not."""
+        return "" if self._exchange is None else self._exchange.failure
+
+    @property
+    def connected(self) -> Exchange:
+        """The exchange, for a call that a CUDA graph captures.
+
+        Raises:
+            UnsupportedError: no call has needed it yet; nothing can be connected in a capture.
+        """
+        if self._exchange is None:
+            raise UnsupportedError(
+                "this call runs unfused, and the ranks are not connected for such calls yet, which "
+                "they cannot be while a CUDA graph is captured: make one unfused call (any shape) "
+                "with this communicator before the capture, on every rank."
+            )
+        return self._exchange
+
+    def connect(self, channel: Channel, owner: Owner) -> Exchange:
+        """The exchange. Collective: the ranks have agreed on a call that needs it.
+
+        Raises:
+            AllnormError: a rank could not make its part: on every rank, and ranks are in step.
+            RuntimeError: the wait for the others has ended as `owner` says.
+        """
+        if self._exchange is not None:
+            return self._exchange
+        self._attempts += 1
+        made: list[Exchange] = []
+        errors: list[str] = []
+        key = f"{self._prefix}/{self._attempts}/failed"
+
+        def make() -> None:
+            try:
+                made.append(self._make())
+            except Exception as error:  # noqa: BLE001 - told to every rank, and raised below
+                errors.append(f"rank {self._rank}: {type(error).__name__}: {error}")
+                with contextlib.suppress(RuntimeError):
+                    self._store.set(key, errors[0][:1000])
+
+        # In a thread: neither backend ends its wait when a peer ends or cannot make its part.
+        thread = threading.Thread(target=make, name="allnorm-connect", daemon=True)
+        thread.start()
+        seconds = 0.0
+        while thread.is_alive() and not errors:
+            thread.join(LOOK_SECONDS)
+            seconds += LOOK_SECONDS
+            if thread.is_alive():
+                owner.look_at_peers(seconds)
+                self._read_failure(key, errors)
+        succeeded = channel.gather([int(not errors), *(0,) * (WORDS - 1)], owner)
+        if all(words[0] for words in succeeded):
+            (self._exchange,) = made
+            return self._exchange
+        for exchange in made:
+            exchange.abort("another rank has failed")
+        self._read_failure(key, errors)
+        raise AllnormError(
+            "the ranks could not connect for calls that run unfused: "
+            f"{errors[0] if errors else 'a rank failed'}. Nothing was computed. Find out what "
+            f"keeps that rank from using {self._backend}, and call again on every rank."
+        )
+
+    def _make(self) -> Exchange:
+        store = own_store(self._store, f"{self._prefix}/{self._attempts}", self._timeout)
+        place = store, self._rank, self._world_size, self._device, self._backend, self._timeout
+        if self._device.type == "cpu":
+            return Exchange(*place, "the exchange of unfused calls")
+        torch.cuda.set_device(self._device)  # of this thread
+        with torch.cuda.stream(torch.cuda.Stream(self._device)):
+            return Exchange(*place, "the exchange of unfused calls")
+
+    def _read_failure(self, key: str, errors: list[str]) -> None:
+        """Appends what another rank says of its failure, if this rank knows of none."""
+        if not errors and self._store.check([key]):
+            errors.append(self._store.get(key).decode(errors="replace"))
+
+    def abort(self, why: str) -> None:
+        """Ends it at once: those who wait for this rank get an error. Any thread."""
+        if self._exchange is not None:
+            self._exchange.abort(why)
+
+    def close(self) -> None:
+        """Releases the exchange. Idempotent."""
+        if self._exchange is not None:
+            self._exchange.close()
 
 
 def run(
     launch: Launch,
     library: _native.Library,
     channel: Channel | None,
+    connection: Connection | None,
     owner: Owner,
     x: torch.Tensor,
     memory: Memory,
@@ -51,26 +167,31 @@ def run(
             was computed, and ranks are in step again.
         PeerTimeoutError: a rank did not come.
     """
-    captured = x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    if channel is not None and not captured:
-        agree(launch, channel, owner)
-    if launch.native.op == _native.ALL_GATHER_ROWS:
-        _all_gather_rows(x, memory["out"], owner)
-        return _native.OK
-    if owner.world_size == 1:
+    if channel is None or connection is None:  # of one rank
+        if launch.native.op == _native.ALL_GATHER_ROWS:
+            memory["out"].copy_(x)
+            return _native.OK
         return int(library.local(launch.address))
+    if x.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        ranks = _Ranks(connection.connected, owner)
+    else:
+        agree(launch, channel, owner)
+        ranks = _Ranks(connection.connect(channel, owner), owner)
+    if launch.native.op == _native.ALL_GATHER_ROWS:
+        ranks.all_gather_rows(x, memory["out"])
+        return _native.OK
     status, rows = own_partial(launch, library, x)
     if status == _native.OK:
-        status = _sum_rows(launch, library, owner, rows, islands)
+        status = _sum_rows(launch, library, ranks, rows, islands)
     if status != _native.OK or launch.shard is None:
         return status
     for field in ("out", "quantized_out"):
         if field in memory:
-            _complete(rows_of(memory[field]), owner)
+            ranks.complete(rows_of(memory[field]))
     if launch.scale is not None and launch.scale.tiles:
-        _complete_tiles(memory["scale_out"], launch, owner)
+        _complete_tiles(memory["scale_out"], launch, ranks)
     elif launch.scale is not None:
-        _complete(memory["scale_out"], owner)
+        ranks.complete(memory["scale_out"])
         _zero_padding(memory["scale_out"], launch.scale)
     return _native.OK
 
@@ -112,14 +233,6 @@ def _agree(mine: Announcement, channel: Channel, owner: Owner) -> None:
     )
 
 
-def _all_gather_rows(shard: torch.Tensor, out: torch.Tensor, owner: Owner) -> None:
-    """Puts every rank's rows, each [hi - lo, hidden_size], into [num_tokens, hidden_size]."""
-    lo, hi = row_shard(out.shape[0], owner.world_size, owner.rank)
-    out[lo:hi].copy_(shard)
-    if owner.world_size > 1:
-        _complete(out, owner)
-
-
 def own_partial(
     launch: Launch, library: _native.Library, x: torch.Tensor
 ) -> tuple[int, torch.Tensor]:
@@ -139,19 +252,19 @@ def own_partial(
 def _sum_rows(
     launch: Launch,
     library: _native.Library,
-    owner: Owner,
+    ranks: _Ranks,
     rows: torch.Tensor,
     islands: Islands,
 ) -> int:
     """Gathers the partial sums of all rows, and finishes those of this rank, chunk by chunk."""
-    call, world_size, num_tokens = launch.native, owner.world_size, launch.num_tokens
+    call, world_size, num_tokens = launch.native, ranks.world_size, launch.num_tokens
     lo, hi = (0, num_tokens) if launch.shard is None else launch.shard
     saved = {name: getattr(call, name) for name in _ROW_FIELDS}
     hidden_size, width = rows.shape[-1], rows.element_size()
     step = max(1, policy.UNFUSED_GATHER_BYTES // (world_size * hidden_size * width))
     try:
         for begin in range(0, num_tokens, step):
-            gathered = _gather(rows[begin : begin + step], owner)
+            gathered = ranks.gather(rows[begin : begin + step])
             end = begin + gathered.shape[1]
             first, last = max(begin, lo), min(end, hi)
             if first >= last:
@@ -252,51 +365,54 @@ def move_results(
             setattr(call, name, saved[name] + index * stride * elem_bytes)
 
 
-def _complete(rows: torch.Tensor, owner: Owner) -> None:
-    """Fetches the rows of a [num_tokens, width] tensor that belong to other ranks from them."""
-    world_size, own_rank = owner.world_size, owner.rank
-    shards = [row_shard(rows.shape[0], world_size, rank) for rank in range(world_size)]
-    height = shards[0][1]  # of the longest; shorter ones are padded
-    row_bytes = rows.shape[1] * rows.element_size()
-    step = max(1, policy.UNFUSED_GATHER_BYTES // (world_size * row_bytes))
-    lo, hi = shards[own_rank]
-    for begin in range(0, height, step):
-        count = min(step, height - begin)
-        own = rows[min(lo + begin, hi) : min(lo + begin + count, hi)]
-        padded = torch.empty((count, rows.shape[1]), dtype=rows.dtype, device=rows.device)
-        padded[: own.shape[0]].copy_(own)
-        gathered = _gather(padded, owner)
-        for rank, (first, end) in enumerate(shards):
-            if rank != own_rank:
-                place = rows[min(first + begin, end) : min(first + begin + count, end)]
-                place.copy_(gathered[rank, : place.shape[0]])
+class _Ranks:
+    """The ranks of one call, and what they exchange over."""
+
+    def __init__(self, exchange: Exchange, owner: Owner) -> None:
+        self._exchange, self._owner = exchange, owner
+        self.rank, self.world_size = owner.rank, owner.world_size
+
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        """All ranks' [n, width], as [world_size, n, width]."""
+        rows = rows.contiguous()
+        if rows.stride(-1) != 1:  # one element is contiguous with any stride, but then is not bytes
+            rows = rows.clone(memory_format=torch.contiguous_format)
+        return self._exchange.gather(rows, self._owner.look_at_peers)
+
+    def complete(self, rows: torch.Tensor) -> None:
+        """Fetches the rows of a [num_tokens, width] tensor that belong to other ranks from them."""
+        shards = [
+            row_shard(rows.shape[0], self.world_size, rank) for rank in range(self.world_size)
+        ]
+        height = shards[0][1]  # of the longest; shorter ones are padded
+        row_bytes = rows.shape[1] * rows.element_size()
+        step = max(1, policy.UNFUSED_GATHER_BYTES // (self.world_size * row_bytes))
+        lo, hi = shards[self.rank]
+        for begin in range(0, height, step):
+            count = min(step, height - begin)
+            own = rows[min(lo + begin, hi) : min(lo + begin + count, hi)]
+            padded = torch.empty((count, rows.shape[1]), dtype=rows.dtype, device=rows.device)
+            padded[: own.shape[0]].copy_(own)
+            gathered = self.gather(padded)
+            for rank, (first, end) in enumerate(shards):
+                if rank != self.rank:
+                    place = rows[min(first + begin, end) : min(first + begin + count, end)]
+                    place.copy_(gathered[rank, : place.shape[0]])
+
+    def all_gather_rows(self, shard: torch.Tensor, out: torch.Tensor) -> None:
+        """Puts every rank's rows, each [hi - lo, hidden_size], into [num_tokens, hidden_size]."""
+        lo, hi = row_shard(out.shape[0], self.world_size, self.rank)
+        out[lo:hi].copy_(shard)
+        self.complete(out)
 
 
-def _gather(rows: torch.Tensor, owner: Owner) -> torch.Tensor:
-    """All ranks' [n, width], as [world_size, n, width]."""
-    rows = rows.contiguous()
-    if rows.stride(-1) != 1:  # one element is contiguous with any stride, but then is not bytes
-        rows = rows.clone(memory_format=torch.contiguous_format)
-    world_size = owner.world_size
-    gathered = torch.empty((world_size, *rows.shape), dtype=rows.dtype, device=rows.device)
-    work = _gather_into(
-        gathered.view(torch.uint8).view(world_size * rows.shape[0], -1),
-        rows.view(torch.uint8),
-        group=owner.living_group(),
-        async_op=rows.device.type == "cpu",
-    )
-    if work is not None:
-        wait(work, owner.look_at_peers)
-    return gathered
-
-
-def _complete_tiles(scale: torch.Tensor, launch: Launch, owner: Owner) -> None:
+def _complete_tiles(scale: torch.Tensor, launch: Launch, ranks: _Ranks) -> None:
     """Fetches the scales of rows that belong to other ranks, and zeroes what belongs to no row."""
     assert launch.scale is not None
     if not launch.num_tokens:
         return
     rows = swizzled_rows(scale, launch.scale.tiles)
-    _complete(rows[: launch.num_tokens], owner)
+    ranks.complete(rows[: launch.num_tokens])
     rows[launch.num_tokens :].zero_()
     scale.view(torch.uint8).copy_(swizzle(rows))
 

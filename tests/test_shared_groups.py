@@ -1,0 +1,199 @@
+"""Several communicators, and the user's own collectives, over one process group in several threads.
+
+Threads have no order among each other, and each rank runs them in another one. So nothing of a
+communicator may depend on what else goes through its group.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_helpers import Case, Experts, device, on
+
+import allnorm
+from allnorm.core import unfused
+from allnorm.testing import RankPool, assert_same_bits
+
+PAIRS = ((0, 1), (2, 3))
+APART = ((0,), (1,))
+CASES = (
+    Case((7, 96), torch.float32),
+    Case((13, 512), quant=allnorm.Fp8PerGroup(128), return_normed=True),
+    Case((5, 200), torch.float16, post_norm=True, scale=0.5),
+    Case((9, 384), experts=Experts(shared=True), residual=False),
+    Case((11, 256), sharded=True),
+)
+
+
+def in_threads(bodies: Sequence[Callable[[], None]]) -> None:
+    """Runs each in a thread of its own; raises what the first of them raises."""
+    errors: list[BaseException] = []
+
+    def run(body: Callable[[], None]) -> None:
+        try:
+            if device().type == "cuda":
+                torch.cuda.set_device(device())
+            body()
+        except BaseException as error:  # noqa: BLE001 - raised below
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(body,)) for body in bodies]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def check_rows(c: allnorm.Communicator, case: Case) -> None:
+    """By all_gather_rows."""
+    tokens = case.shape[0]
+    rows = [case.but(sharded=False).x(rank) for rank in range(c.world_size)]
+    bounds = [allnorm.reference.row_shard(tokens, c.world_size, q) for q in range(c.world_size)]
+    want = torch.cat([part[lo:hi] for part, (lo, hi) in zip(rows, bounds, strict=True)])
+    lo, hi = bounds[c.rank]
+    assert_same_bits(c.all_gather_rows(rows[c.rank][lo:hi].clone(), tokens), want)
+
+
+def make_calls(
+    c: allnorm.Communicator, algorithms: Sequence[str], number: int, count: int, pauses: Any
+) -> None:
+    """The same calls on every rank, of a communicator of that number, at other times."""
+    order = random.Random(f"calls {number}")
+    for call in range(count):
+        # Of few shapes, so that rows of two communicators would fit into each other's places.
+        case = order.choice(CASES).but(
+            call=1000 * (number + 1) + call, algorithm=order.choice(algorithms)
+        )
+        if order.random() < 0.15:
+            check_rows(c, case.but(experts=None, quant=None, algorithm="auto"))
+        else:
+            case.check(c)
+        if pauses.random() < 0.3:
+            time.sleep(pauses.random() * 2e-3)
+
+
+def several(
+    rank: int, world_size: int, islands: Sequence[Any], algorithms: Sequence[str], count: int
+) -> None:
+    comms = [allnorm.Communicator(device=device(), islands=part, timeout=120) for part in islands]
+
+    def body(number: int, c: allnorm.Communicator) -> Callable[[], None]:
+        pauses = random.Random(f"pauses {rank} {number}")
+        return lambda: make_calls(c, algorithms, number, count, pauses)
+
+    in_threads([body(number, c) for number, c in enumerate(comms)])
+    for c in comms:
+        c.check()
+        c.close()
+
+
+@on(cpu=(2,))
+@pytest.mark.parametrize("algorithms", [("unfused",), ("unfused", "auto")], ids=["all", "some"])
+@pytest.mark.parametrize("islands", [("auto",) * 3, ("auto", APART, APART)], ids=["flat", "apart"])
+def test_threads_with_a_communicator_each(
+    pool: RankPool, islands: Sequence[Any], algorithms: Sequence[str]
+) -> None:
+    pool.run(several, islands, algorithms, 60, timeout=300)
+
+
+@on(cpu=(4,))
+def test_threads_over_islands_and_ranks_that_have_none(pool: RankPool) -> None:
+    uneven = ((0, 1, 2), (3,))
+    pool.run(several, (PAIRS, uneven, PAIRS, "auto"), ("auto", "unfused"), 25, timeout=300)
+
+
+def beside_collectives(rank: int, world_size: int, islands: Any, algorithm: str) -> None:
+    """The user's collectives over the same group, from a thread, and some that are not awaited."""
+    c = allnorm.Communicator(device=device(), islands=islands, timeout=120)
+    pauses = random.Random(rank)
+
+    def own() -> None:
+        for number in range(80):
+            # The bytes of a call's rows, so that one could be taken for the other.
+            given = torch.full((7 * 96,), float(number + rank), device=device())
+            gathered = torch.empty(world_size * given.numel(), device=device())
+            dist.all_gather_into_tensor(gathered, given)
+            want = torch.arange(world_size, device=device()).repeat_interleave(7 * 96) + number
+            assert torch.equal(gathered, want.float())
+            time.sleep(pauses.random() * 2e-3)
+
+    def calls() -> None:
+        for number in range(60):
+            Case((7, 96), torch.float32, call=number, algorithm=algorithm).check(c)
+            time.sleep(pauses.random() * 2e-3)
+
+    in_threads([own, calls])
+    # Begun by one rank before the call, by the other after it.
+    for number in range(6):
+        held = torch.full((7 * 96,), float(rank), device=device())
+        work = None
+        if (rank + number) % 2:
+            work = dist.all_reduce(held, async_op=True)
+        Case((7, 96), torch.float32, call=number, algorithm=algorithm).check(c)
+        if work is None:
+            work = dist.all_reduce(held, async_op=True)
+        work.wait()
+        assert (held == sum(range(world_size))).all()
+    c.close()
+
+
+@on(cpu=(2,))
+@pytest.mark.parametrize(("islands", "algorithm"), [("auto", "unfused"), (APART, "auto")])
+def test_collectives_of_the_user(pool: RankPool, islands: Any, algorithm: str) -> None:
+    pool.run(beside_collectives, islands, algorithm, timeout=300)
+
+
+# ---- the first unfused call ----------------------------------------------------------------------
+
+
+def connects_when_needed(rank: int, world_size: int) -> None:
+    with mock.patch.object(unfused, "Exchange", side_effect=AssertionError("not needed")):
+        c = allnorm.Communicator(device=device(), timeout=60)
+        CASES[0].check(c)
+        CASES[4].check(c)
+    for case in CASES:
+        case.but(algorithm="unfused").check(c)
+    c.close()
+
+
+@on(cpu=(2,))
+def test_nothing_is_connected_before_an_unfused_call(pool: RankPool) -> None:
+    pool.run(connects_when_needed, timeout=120)
+
+
+def cannot_connect(rank: int, world_size: int) -> str:
+    c = allnorm.Communicator(device=device(), timeout=60)
+    case = CASES[1].but(algorithm="unfused")
+    with mock.patch.object(unfused, "own_store") as store:
+        if rank == 1:
+            store.side_effect = OSError("no more file descriptors")
+        else:
+            store.side_effect = unfused_store
+        start = time.monotonic()
+        with pytest.raises(allnorm.AllnormError) as caught:
+            case.run(c)
+        assert time.monotonic() - start < 30
+    case.check(c)  # ranks are in step, and try again
+    c.check()
+    c.close()
+    return str(caught.value)
+
+
+unfused_store = unfused.own_store
+
+
+@on(cpu=(3,))
+def test_a_rank_that_cannot_connect_is_named_by_all(pool: RankPool) -> None:
+    for text in pool.run(cannot_connect, timeout=120):
+        assert "rank 1: OSError: no more file descriptors" in text
+        assert "Nothing was computed" in text
