@@ -183,6 +183,7 @@ class Traits:
     Attributes:
         backend: "cuda" or "cpu".
         world_size: number of ranks.
+        split: why ranks of one host are several islands; empty if they are not.
         exchange: empty if ranks can write to each other's memory, else the reason why they cannot.
         max_row_bytes: the widest row that the fused kernels of every rank hold; None: any.
         tables: what was measured, the first that knows a call decides.
@@ -194,6 +195,7 @@ class Traits:
     backend: str
     world_size: int
     exchange: str = ""
+    split: str = ""
     max_row_bytes: int | None = None
     tables: tuple[Table, ...] = field(default=(), repr=False)
     max_blocks: int = 0
@@ -298,6 +300,8 @@ def _choose_between(
     reason = f"{number} islands of {traits.island_size} ranks: sums inside each, then between them"
     if traits.island_size == 1:
         reason = f"{number} islands of one rank: the process group exchanges rows between them"
+    if traits.split:
+        reason += f" ({traits.split})"
     rows = hierarchical_rows(traits.backend, traits.island_size, num_tokens, hidden_size)
     pieces = number if owned_rows else -(-num_tokens // rows)
     blocks = traits.max_blocks if traits.max_blocks < MOST_BLOCKS else 0

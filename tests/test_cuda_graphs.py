@@ -455,7 +455,7 @@ def reduce_overhead(rank: int, world_size: int) -> None:
 
         def layer(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             normed, residual = c.all_reduce_add_rms_norm(x * 2, residual, weight, 1e-6)
-            return torch.relu(normed), residual
+            return normed * 2, residual
 
         def inputs(tokens: int, call: int) -> tuple[torch.Tensor, torch.Tensor]:
             own, common = (torch.Generator("cuda").manual_seed(s) for s in (8 * call + rank, call))

@@ -106,6 +106,7 @@ def open_endpoint(
         checked.device.type,
         meeting.world_size,
         exchange=_apart(place) if apart else memory.obstacle,
+        split=place.split,
         max_row_bytes=widest,
         tables=() if apart else tables,  # they were measured where all ranks are one island
         max_blocks=checked.max_blocks if checked.device.type == "cuda" else 0,

@@ -82,7 +82,6 @@ int32_t Communicator::run(const AllnormCall& call) {
     return fail(static_cast<AllnormStatus>(recorded),
                 "rank %d: an earlier call ended badly waiting for rank %d", seen.rank, seen.peer);
   }
-  if (call.num_tokens == 0) return ALLNORM_OK;
   const int64_t rows = rows_per_chunk(config_.world_size, config_.workspace_bytes, call);
   if (rows == 0) {
     return fail(
@@ -92,9 +91,12 @@ int32_t Communicator::run(const AllnormCall& call) {
         static_cast<long long>(call.hidden_size), kMaxThreads * kMaxClusterSize,
         static_cast<long long>(config_.workspace_bytes));
   }
-  int32_t status = check_width(device_, call);
-  if (status == ALLNORM_OK)
-    status = check_alignment(call, own_rows(config_, call), turn_rows(config_, call));
+  int32_t status = ALLNORM_OK;
+  if (call.num_tokens > 0) {  // without rows nothing is read or written
+    status = check_width(device_, call);
+    if (status == ALLNORM_OK)
+      status = check_alignment(call, own_rows(config_, call), turn_rows(config_, call));
+  }
   if (status != ALLNORM_OK) return status;
   const DeviceGuard guard(config_.device);
   const auto stream = static_cast<cudaStream_t>(call.stream);
@@ -102,7 +104,13 @@ int32_t Communicator::run(const AllnormCall& call) {
   Start start = Start::kLetIn;
   if (status == ALLNORM_OK) status = order_.begin(stream, &start);
   if (status != ALLNORM_OK) return break_off(call, false);
-  status = launch_chunks(call, rows, start);
+  if (call.num_tokens == 0) {
+    // Nothing to exchange, but a peer may make a call with rows: both must learn of it.
+    status = launch_without_rows(device_, call, config_.world_size,
+                                 rowless_params(config_, call_tag(call, 0), fault_on_device_));
+  } else {
+    status = launch_chunks(call, rows, start);
+  }
   if (status == ALLNORM_OK) status = order_.end(stream);
   return status == ALLNORM_OK ? status : break_off(call, true);
 }
@@ -135,7 +143,7 @@ int32_t Communicator::break_off(const AllnormCall& call, bool in_order) {
   // without a place in the order of operations must not become one of them; then, and if every
   // launch fails, graphs launched from now on are at least told to wait for nobody.
   if (!in_order ||
-      launch_missing_call(device_, call, config_.world_size,
+      launch_without_rows(device_, call, config_.world_size,
                           missing_call_params(config_, fault_on_device_)) != ALLNORM_OK) {
     char* const poisoned =
         static_cast<char*>(config_.workspaces[config_.rank]) + PushControl::kPoisoned;

@@ -233,7 +233,7 @@ int32_t launch_owned_rows(const Device& device, const AllnormCall& call, int wor
   return launch_exchange(device, call, world_size, params.fused, &params, start);
 }
 
-int32_t launch_missing_call(const Device& device, const AllnormCall& call, int world_size,
+int32_t launch_without_rows(const Device& device, const AllnormCall& call, int world_size,
                             const FusedParams& params) {
   // One cluster of one block, which serves the exchange.
   const Geometry geometry = {.num_blocks = 1, .cluster_size = 1, .num_threads = threads_of(0, 1)};

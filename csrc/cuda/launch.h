@@ -64,8 +64,8 @@ int32_t launch_fused(const Device& device, const AllnormCall& call, int world_si
 int32_t launch_owned_rows(const Device& device, const AllnormCall& call, int world_size,
                           const OwnedRowsParams& params, Start start);
 
-// Launches a kernel without rows on call.stream, which announces `params.tag` as any call.
-int32_t launch_missing_call(const Device& device, const AllnormCall& call, int world_size,
+// Launches a kernel without rows on call.stream. It announces `params.tag` as any call does.
+int32_t launch_without_rows(const Device& device, const AllnormCall& call, int world_size,
                             const FusedParams& params);
 
 int32_t launch_local(const Device& device, const AllnormCall& call);

@@ -251,8 +251,9 @@ inline OwnedRowsParams owned_rows_params(const AllnormCommConfig& config, const 
   return params;
 }
 
-// A launch that says in place of a call that this rank could not make it.
-inline FusedParams missing_call_params(const AllnormCommConfig& config, AllnormFault* fault) {
+// A launch without rows: announces `tag`, and compares it with what the peers announce.
+inline FusedParams rowless_params(const AllnormCommConfig& config, const CallTag& tag,
+                                  AllnormFault* fault) {
   FusedParams params = {};
   for (int q = 0; q < config.world_size; ++q) {
     params.workspace[q] =
@@ -264,10 +265,15 @@ inline FusedParams missing_call_params(const AllnormCommConfig& config, AllnormF
   params.phases = PushLayout::phases(config.workspace_bytes, params.units);
   params.slot_policy = kEvictNormal;
   params.timeout_ns = config.timeout_ns;
-  params.tag = {0, kMissingCall};
+  params.tag = tag;
   params.fault = fault;
   params.late_trigger = true;
   return params;
+}
+
+// Tells the peers that this rank could not launch its call.
+inline FusedParams missing_call_params(const AllnormCommConfig& config, AllnormFault* fault) {
+  return rowless_params(config, {0, kMissingCall}, fault);
 }
 
 // The control block of a workspace before its first operation. Every byte after it is 0xff: each

@@ -12,7 +12,7 @@
 
 namespace allnorm {
 
-// One thread per peer, at most kPushMaxWorldSize of a warp. The end of the kernel makes the stores complete.
+// One thread per peer. The end of the kernel makes the stores complete.
 __device__ __forceinline__ void store_probes(const ProbeParams& params) {
   const int peer = static_cast<int>(threadIdx.x);
   if (peer >= params.world_size || peer == params.rank) return;

@@ -1,6 +1,7 @@
 // A rank that could not launch a call says so in its place: its peers end with an error that names
 // it, at once, instead of waiting until their deadline or taking its next call for this one.
-// Communicator::break_off() launches what is launched here. Over fibers (tests/shim).
+// Communicator::break_off() launches what is launched here. A rank whose call has no rows is found
+// in the same way. Over fibers (tests/shim).
 #include "tests/cuda_ranks.h"
 
 // As in cuda_faults_test: the mark of a failure is set atomically and read plainly.
@@ -24,9 +25,21 @@ struct Kind {
   bool quantized;
 };
 
-// `before`: calls that all ranks make first.
+// Launches what Communicator::run() launches without rows.
 template <int kWorldSize>
-void test_missing_call(const Kind& kind, int before, uint64_t seed) {
+void launch_without_rows(shim::Machine& machine, int rank, const FusedParams& params) {
+  machine.launch(rank, {.num_blocks = 1,
+                        .num_threads = static_cast<uint32_t>(threads_of(0, 1)),
+                        .cluster_size = 1,
+                        .kernel = [params] {
+                          run_fused<Float32, DenseRows, compiled_world_size<Float32>(kWorldSize),
+                                    OneShot, Grid::kSparse, Plain, false>(params);
+                        }});
+}
+
+// `before`: calls that all ranks make first. `empty`: the culprit makes the call without rows.
+template <int kWorldSize>
+void test_missing_call(const Kind& kind, int before, uint64_t seed, bool empty) {
   const int culprit = static_cast<int>(seed) % kWorldSize;
   Random random(seed);
   FiberGroup group(kWorldSize, kFirstOp, /*timeout_ns=*/2'000'000'000);
@@ -56,15 +69,10 @@ void test_missing_call(const Kind& kind, int before, uint64_t seed) {
                                      &group.faults[r]);
         continue;
       }
-      const FusedParams params = missing_call_params(group.configs[r], &group.faults[r]);
-      machine.launch(rank,
-                     {.num_blocks = 1,
-                      .num_threads = static_cast<uint32_t>(threads_of(0, 1)),
-                      .cluster_size = 1,
-                      .kernel = [params] {
-                        run_fused<Float32, DenseRows, compiled_world_size<Float32>(kWorldSize),
-                                  OneShot, Grid::kSparse, Plain, false>(params);
-                      }});
+      launch_without_rows<kWorldSize>(
+          machine, rank,
+          empty ? rowless_params(group.configs[r], call_tag(call, 0), &group.faults[r])
+                : missing_call_params(group.configs[r], &group.faults[r]));
     }
   }
   if (!check(machine.run(kMaxTurns), "%s: does not end", kind.name)) return;
@@ -74,8 +82,48 @@ void test_missing_call(const Kind& kind, int before, uint64_t seed) {
           "%s, rank %d of %d: status %d in operation %u, seen %u; expected %u", kind.name, rank,
           kWorldSize, fault.status, fault.expected_op, fault.seen_op, op);
     if (rank == culprit) continue;
-    check(fault.peer == culprit && fault.seen_shape == kMissingCall && fault.seen_tokens == 0,
+    const bool missing = fault.seen_shape == kMissingCall;
+    check(fault.peer == culprit && missing == !empty && fault.seen_tokens == 0,
           "%s, rank %d: peer %d, seen shape %x", kind.name, rank, fault.peer, fault.seen_shape);
+  }
+}
+
+// Calls without rows on every rank are operations like others: those around them are right.
+template <int kWorldSize>
+void test_calls_without_rows(const Kind& kind, uint64_t seed) {
+  Random random(seed);
+  FiberGroup group(kWorldSize, kFirstOp, /*timeout_ns=*/2'000'000'000);
+  AllnormCall call = make_call(random);
+  call.op = kind.op;
+  call.algorithm = kind.algorithm;
+  call.dtype = call.weight_dtype = ALLNORM_BFLOAT16;
+  call.hidden_size = 256;
+  call.num_tokens = kind.num_tokens;
+  call.flags = kind.sharded ? ALLNORM_RESIDUAL_SHARDED : 0;
+  call.quant = ALLNORM_QUANT_NONE;
+  call.group_size = 0;
+  std::vector<Operation> operations;
+  for (int i = 0; i < 3; ++i) operations.push_back(make_operation(kWorldSize, random, call, true));
+  shim::Machine machine(kWorldSize, seed);
+  group.share_with(machine);
+  for (size_t i = 0; i < operations.size(); ++i) {
+    for (int rank = 0; rank < kWorldSize; ++rank) {
+      const auto r = static_cast<size_t>(rank);
+      for (size_t k = 0; k <= i; ++k) {
+        launch_without_rows<kWorldSize>(
+            machine, rank, rowless_params(group.configs[r], call_tag(call, 0), &group.faults[r]));
+      }
+      launch<kWorldSize, Bfloat16>(machine, group.configs[r], operations[i], &group.faults[r]);
+    }
+  }
+  if (!check(machine.run(kMaxTurns), "%s without rows: does not end", kind.name)) return;
+  for (int rank = 0; rank < kWorldSize; ++rank) {
+    const AllnormFault& fault = group.faults[static_cast<size_t>(rank)];
+    check(fault.status == ALLNORM_OK, "%s, rank %d: status %d after calls without rows", kind.name,
+          rank, fault.status);
+    for (size_t i = 0; i < operations.size(); ++i) {
+      compare(operations[i], rank, static_cast<int>(i));
+    }
   }
 }
 
@@ -95,8 +143,13 @@ int main() {
            Kind{"all_gather_rows", ALLNORM_ALL_GATHER_ROWS, ALLNORM_TWO_SHOT, 7, false, false},
        }) {
     for (uint64_t seed = 0; seed < 3; ++seed) {
-      test_missing_call<2>(kind, 0, seed);
-      test_missing_call<3>(kind, 3, seed);
+      for (const bool empty : {false, true}) {
+        test_missing_call<2>(kind, 0, seed, empty);
+        test_missing_call<3>(kind, 3, seed, empty);
+      }
+      if (kind.quantized) continue;
+      test_calls_without_rows<2>(kind, seed);
+      test_calls_without_rows<3>(kind, seed);
     }
   }
   return testing::result();

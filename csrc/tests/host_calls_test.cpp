@@ -1,5 +1,6 @@
 // The host side of the CUDA backend where CUDA refuses something, and for code that was compiled
 // for an older device than it runs on.
+#include "abi/tag.h"
 #include "protocol/call_tag.h"
 #include "tests/fake_cuda/rank.h"
 
@@ -118,6 +119,26 @@ AllnormCall tall(Rank& rank, cudaStream_t stream) {
   AllnormCall call = rank.norm(stream, 2000);
   check(allnorm_rows_per_chunk(2, kBytes, &call) < 1000, "the call fits into one launch");
   return call;
+}
+
+// A call without rows takes its place among the operations: peers that make a call with rows find
+// its announcement, and it finds theirs.
+void test_call_without_rows() {
+  for (const int64_t rows : {0, 3}) {
+    fake::reset();
+    Rank rank;
+    rank.open();
+    const cudaStream_t stream = new_stream(true);
+    const AllnormCall call = rank.norm(stream, rows);
+    check(rank.run(call) == ALLNORM_OK, "%lld rows: %s", static_cast<long long>(rows),
+          allnorm_last_error());
+    if (!check(launches().size() == 1, "%zu launches", launches().size())) continue;
+    const FusedParams& params = launches().back().params;
+    const CallTag tag = call_tag(call, rows);
+    check(params.tag.word(7, 0) == tag.word(7, 0) && params.tag.word(7, 1) == tag.word(7, 1) &&
+              params.num_tokens == rows,
+          "%lld rows: announced as another call", static_cast<long long>(rows));
+  }
 }
 
 void check_broken(Rank& rank, const char* what) {
@@ -497,6 +518,7 @@ int main() {
   test_failed_start_leaves_nothing();
   test_every_mapping_is_closed();
   test_probe();
+  test_call_without_rows();
   test_failed_launch();
   test_nothing_can_be_launched();
   test_every_failure_in_a_call();
