@@ -144,8 +144,8 @@ class Match:
         weight: of the norm; None if there is none.
         post_weight: of the post norm; None if there is none.
         view_x: the view of the reduced tensor to repeat on `x` first; None if there is none.
-        view_normed: the view to repeat on the normed result.
-        view_quantized: the view to repeat on the quantised result.
+        views: by node that a result replaces, the view to repeat on that result first, where the
+            shape of the node is not `shape`.
         scale_shape: in which the graph has the computed scales; None: in that of the operator.
         scale_layout: of the computed scales, as the operator takes it.
         static_scale: the given scale.
@@ -166,8 +166,7 @@ class Match:
     weight: Weight | None
     post_weight: Weight | None
     view_x: Node | None = None
-    view_normed: Node | None = None
-    view_quantized: Node | None = None
+    views: dict[Node, Node] = field(default_factory=dict)
     scale_shape: list[int] | None = None
     scale_layout: str = "row_major"
     static_scale: Node | None = None
@@ -179,7 +178,7 @@ class Match:
     members: list[Node] = field(default_factory=list)
     dead: list[Node] = field(default_factory=list)
     late: bool = False
-    _served: dict[Node, None] = field(default_factory=dict, repr=False)
+    _handed_over: dict[Value, list[Node]] = field(default_factory=dict, repr=False)
 
     @property
     def boundary(self) -> str:
@@ -201,22 +200,28 @@ class Match:
         return list(dict.fromkeys(nodes))
 
     def handed_over(self, values: Values, value: Value) -> list[Node]:
-        """The nodes whose readers read a result of the call instead; copies stay."""
+        """Returns the nodes whose readers read a result of the call instead.
+
+        Copies stay, and so do views that change the shape: what they view is replaced. The graph
+        must not have changed before the first call for a value.
+        """
+        if value not in self._handed_over:
+            self._handed_over[value] = self._find_handed_over(values, value)
+        return self._handed_over[value]
+
+    def _find_handed_over(self, values: Values, value: Value) -> list[Node]:
         owners = {values.shapes.storage(node) for node in values.computed_by(value)}
-        first = values.shapes.of(value.definers[0])
-        shape = self.shape if first is None else first.shape
+        made = [values.shapes.of(node) for node in values.made_by(value)]
+        shapes = [self.shape if tensor is None else tensor.shape for tensor in made]
 
         def is_one(node: Node) -> bool:
             tensor = values.shapes.of(node)
-            same = tensor is None or same_shape(tensor.shape, shape)
+            same = tensor is None or any(same_shape(tensor.shape, shape) for shape in shapes)
             return same and values.shapes.storage(node) in owners
 
         return list(filter(is_one, value.holders))
 
     def served_nodes(self, values: Values) -> dict[Node, None]:
         """Every node that a result of the call stands for."""
-        if not self._served:
-            served = self.candidate.served
-            nodes = (node for value in served for node in self.handed_over(values, value))
-            self._served = dict.fromkeys(nodes)
-        return self._served
+        served = self.candidate.served
+        return dict.fromkeys(node for value in served for node in self.handed_over(values, value))

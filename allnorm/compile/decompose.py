@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
 from allnorm.compile.expressions import NotUnderstood, Value
-from allnorm.compile.vocabulary import qualified_name, schema_of, written
+from allnorm.compile.vocabulary import qualified_name, schema_of, whole_bases, written
 
 if TYPE_CHECKING:
     from allnorm.compile.evaluate import Evaluator
@@ -72,23 +72,17 @@ def _mutating(op: Any, table: Decompositions) -> Callable[..., Any] | None:
 def _give_bases(schema: Any, kwargs: dict[str, Any], bases: list[Any]) -> list[int]:
     """Gives `auto_functionalized_v2` the arguments of the operator that it is around.
 
-    Each argument that is changed is one of `bases`, if it is no view of a part of it.
-
     Returns:
-        The base of each, which is the order of the wrapper's results.
+        The base of each argument that is changed, which is the order of the wrapper's results.
     """
-    changes = [
-        each.name for each in schema.arguments if each.alias_info and each.alias_info.is_write
-    ]
-    places = []
-    for name in changes:
-        places.append(kwargs.pop(f"_{name}_base_index"))
-        kwargs.pop(f"_{name}_alias", None)
-        kwargs[name] = bases[places[-1]]
-    views = [key for key in kwargs if any(key.startswith(f"_{name}_") for name in changes)]
-    if views or sorted(places) != list(range(len(bases))):
+    places = whole_bases(schema, kwargs)
+    if places is None or sorted(places.values()) != list(range(len(bases))):
         raise NotImplementedError("it changes a part of a tensor")
-    return places
+    for name, place in places.items():
+        kwargs.pop(f"_{name}_base_index")
+        kwargs.pop(f"_{name}_alias", None)
+        kwargs[name] = bases[place]
+    return list(places.values())
 
 
 def evaluate(

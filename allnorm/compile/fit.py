@@ -204,33 +204,38 @@ def _place_x(values: Values, match: Match, before: Tensor, run: Tensor) -> None:
 
 def _place_results(values: Values, match: Match, run: Tensor) -> None:
     candidate = match.candidate
-    if candidate.summed is not None and candidate.residual is not None:
-        stored = _tensor(values, candidate.summed.definers[0])
-        if not same_shape(stored.shape, run.shape):
-            raise Missed("the sum is reshaped before it is rounded")
-    scale = None if candidate.quantised is None else candidate.quantised.scale
+    quantised = candidate.quantised
+    scale = None if quantised is None else quantised.scale
     for value in candidate.served:
-        tensor = _tensor(values, value.definers[0])
-        if value is not scale and not is_contiguous(tensor):
-            raise Missed(
-                f"{value.definers[0]} has strides {tuple(tensor.stride())}: the results of the "
-                "fused call are contiguous"
-            )
-    if candidate.normed is not None:
-        normed = _tensor(values, candidate.normed.definers[0])
-        if not same_shape(normed.shape, run.shape):
-            match.view_normed = _view_between(values, candidate, run, normed)
+        handed_over = match.handed_over(values, value)
+        if value is scale:
+            continue
+        in_blocks = (
+            quantised is not None and value is quantised.quantized and bool(quantised.scale_layout)
+        )
+        _tensor(values, value.definers[0])
+        for node in handed_over:
+            tensor = values.shapes.of(node)
+            if tensor is None:
+                continue
+            if not is_contiguous(tensor):
+                raise Missed(
+                    f"{node} has strides {tuple(tensor.stride())}: the results of the fused call "
+                    "are contiguous"
+                )
+            if not in_blocks and not same_shape(tensor.shape, run.shape):
+                match.views[node] = _view_between(values, candidate, run, tensor, node)
 
 
 def _place_quantised(values: Values, match: Match, quantised: Quantised, run: Tensor) -> None:
     quantized = _tensor(values, quantised.quantized.definers[0])
-    if quantised.scale_layout:
-        if not same_shape(quantized.shape[:-1], run.shape[:-1]):
-            before, after = tuple(run.shape[:-1]), tuple(quantized.shape[:-1])
-            raise Missed(f"the quantised rows are in another shape, {after}, not {before}")
-    elif not same_shape(quantized.shape, run.shape):
-        match.view_quantized = _view_between(values, match.candidate, run, quantized)
+    if quantised.scale_layout and not same_shape(quantized.shape[:-1], run.shape[:-1]):
+        before, after = tuple(run.shape[:-1]), tuple(quantized.shape[:-1])
+        raise Missed(f"the quantised rows are in another shape, {after}, not {before}")
     if quantised.scale is not None:
+        made = [_tensor(values, node) for node in values.made_by(quantised.scale)]
+        if not all(same_shape(tensor.shape, made[0].shape) for tensor in made):
+            raise Missed("the scale of the quantisation is computed in several shapes")
         _place_scale(match, quantised, _tensor(values, quantised.scale.definers[0]))
     if quantised.static is not None:
         if quantised.static.derives_from(match.candidate.reduced):
@@ -275,12 +280,20 @@ def _static_scale(values: Values, static: Value, run: Tensor) -> Node:
     raise Missed("the scale of the quantisation is no float32 tensor of one element")
 
 
-def _view_between(values: Values, candidate: Candidate, before: Tensor, after: Tensor) -> Node:
-    """A view on the way that leads from one shape to another."""
+def _view_between(
+    values: Values, candidate: Candidate, before: Tensor, after: Tensor, user: Node | None = None
+) -> Node:
+    """Returns a view on the way that leads from one shape to another.
+
+    It is in front of `user`, which the viewed result replaces, so that it needs nothing of that.
+    """
+    end = len(values.position) if user is None else values.position[user]
     regrouped = [user for value in candidate.values for user in value.users if user.op == "rows"]
     for value in (*candidate.values, *regrouped):
         for node in value.holders:
             if operation(node) != "view" or not node.all_input_nodes:
+                continue
+            if values.position[node] > end:
                 continue
             source, result = values.shapes.of(node.all_input_nodes[0]), values.shapes.of(node)
             if (

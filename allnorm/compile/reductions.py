@@ -11,7 +11,13 @@ import torch.distributed as dist
 from torch._higher_order_ops.effects import with_effects
 from torch.fx import Graph, Node
 
-from allnorm.compile.vocabulary import argument, qualified_name, schema_of
+from allnorm.compile.vocabulary import (
+    argument,
+    changed_arguments,
+    qualified_name,
+    schema_of,
+    whole_bases,
+)
 
 
 @dataclass(frozen=True)
@@ -197,36 +203,50 @@ def _auto_functionalized(node: Node) -> Any:
 _UNKNOWN_FUNCTION = "it is a Python function: whether it works in place cannot be told"
 
 
+_OTHER_ARGUMENT = "it changes another argument than the first tensor, which it is taken to reduce"
+
+
 def _custom(node: Node, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Reduction:
-    values: Iterable[Any] = (*args, *kwargs.values())
-    x = next((value for value in values if isinstance(value, Node)), None)
     schema = schema_of(target)
-    in_place = schema is not None and any(
-        described.alias_info is not None and described.alias_info.is_write
-        for described in schema.arguments
-    )
-    problem = "" if x is not None else "it has no tensor argument"
-    if schema is None:
-        problem = _UNKNOWN_FUNCTION
+    values: Iterable[Any] = (*args, *kwargs.values())
     group = next((value for value in values if isinstance(value, str)), None)
-    return Reduction(node, x, in_place, group, named_by_caller=True, problem=problem)
+    x = next((value for value in values if isinstance(value, Node)), None)
+    if schema is None:
+        problem = _UNKNOWN_FUNCTION if x is not None else "it has no tensor argument"
+        return Reduction(node, x, False, group, named_by_caller=True, problem=problem)
+    named = dict(zip((each.name for each in schema.arguments), args, strict=False)) | kwargs
+    x, group, problem = _first_of(schema, named)
+    changed = changed_arguments(schema)
+    if changed and not problem:
+        problem = _problem_of_change(changed, named, x)
+    return Reduction(node, x, bool(changed), group, named_by_caller=True, problem=problem)
+
+
+def _first_of(schema: Any, named: dict[str, Any]) -> tuple[Node | None, str | None, str]:
+    """Returns the first tensor and the first text in the order of the schema, and a problem."""
+    values = [named[each.name] for each in schema.arguments if each.name in named]
+    x = next((value for value in values if isinstance(value, Node)), None)
+    group = next((value for value in values if isinstance(value, str)), None)
+    return x, group, "" if x is not None else "it has no tensor argument"
+
+
+def _problem_of_change(changed: Sequence[str], named: dict[str, Any], x: Node | None) -> str:
+    if len(changed) != 1:
+        return "it changes more than one argument"
+    return "" if named.get(changed[0]) is x else _OTHER_ARGUMENT
 
 
 def _custom_functionalized(node: Node, target: Any) -> Reduction:
     """`auto_functionalized(op, x=x, ...)` returns what `op` returns, then the new `x`."""
-    bases: Any = node.kwargs.get("_all_bases")
-    values = (*(bases or ()), *node.kwargs.values())
-    x = next((value for value in values if isinstance(value, Node)), None)
-    group = next((value for value in node.kwargs.values() if isinstance(value, str)), None)
-    mutated = [
-        described.name
-        for described in schema_of(target).arguments
-        if described.alias_info is not None and described.alias_info.is_write
-    ]
-    problem = ""
-    if len(mutated) != 1 or (bases is not None and len(bases) != 1):
-        problem = "it changes more than one argument"
-    elif bases is not None and f"_{mutated[0]}_size" in node.kwargs:
-        problem = "it reduces a view of the tensor that it changes"
-    returns = max(1, len(schema_of(target).returns))
+    schema, named = schema_of(target), dict(node.kwargs)
+    bases: Any = named.pop("_all_bases", None)
+    part = ""
+    if bases:
+        places = whole_bases(schema, named)
+        if places is None or len(bases) != 1:
+            part = "it reduces a part of the tensor that it changes"
+        named.update(dict.fromkeys(changed_arguments(schema), bases[0]))
+    x, group, problem = _first_of(schema, named)
+    problem = problem or _problem_of_change(changed_arguments(schema), named, x) or part
+    returns = max(1, len(schema.returns))
     return Reduction(node, x, group=group, named_by_caller=True, problem=problem, result=returns)

@@ -61,16 +61,22 @@ class Rewriter:
         for index, value in enumerate(served):
             if value is None:
                 continue
-            new = self._in_shape(match, value, self._add(operator.getitem, (call, index)))
+            result = self._add(operator.getitem, (call, index))
+            if quantised is not None and value is quantised.scale:
+                result = self._scale_in_shape(match, value, result)
+            viewed: dict[Node, Node] = {}
             for node in match.handed_over(self._values, value):
-                self._put(new, node)
+                view = match.views.get(node)
+                if view is not None and view not in viewed:
+                    viewed[view] = self._repeat(view, result)
+                self._put(result if view is None else viewed[view], node)
         self._superfluous.update(match.members, match.dead, match.inputs)
 
     def _behind(self, match: Match) -> Node:
         """In front of which node a call stands: behind all of its inputs."""
         node, position = match.candidate.reduction.node, self._values.position
-        views = (match.view_normed, match.view_quantized)
-        late = [*match.numbers, *(n for v in views if v for n in v.all_input_nodes[1:])]
+        sizes = (n for view in match.views.values() for n in view.all_input_nodes[1:])
+        late = [*match.numbers, *sizes]
         for source in match.inputs:
             if position[source] > position[node] and source.op == "get_attr":
                 # In front of all calls: another site may read it too.
@@ -124,18 +130,9 @@ class Rewriter:
                     done.add(node)
                     output.prepend(node)
 
-    def _in_shape(self, match: Match, value: Value, result: Node) -> Node:
-        """A result of the call in the shape that the graph has it in."""
-        quantised, view, shape = match.candidate.quantised, None, None
-        if value is match.candidate.normed:
-            view = match.view_normed
-        elif quantised is not None and value is quantised.quantized:
-            view = match.view_quantized
-        elif quantised is not None and value is quantised.scale:
-            shape = match.scale_shape
-        if view is not None:
-            return self._repeat(view, result)
-        tensor = self._shapes.of(result)
+    def _scale_in_shape(self, match: Match, value: Value, result: Node) -> Node:
+        """Returns the computed scales in the shape and dtype in which the graph has them."""
+        shape, tensor = match.scale_shape, self._shapes.of(result)
         if shape is not None and tensor is not None and tensor.dtype != value.dtype:
             result = self._add(torch.ops.aten.view.dtype, (result, value.dtype))  # the same bytes
             tensor = self._shapes.of(result)

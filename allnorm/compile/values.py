@@ -107,6 +107,16 @@ class Values:
         """The nodes that compute `value`, or hand it on in the same memory: copies stay."""
         return [node for node in value.definers if node not in self._copies]
 
+    def made_by(self, value: Value) -> list[Node]:
+        """Returns the nodes that compute `value` into memory of their own: views are left out."""
+
+        def is_view(node: Node) -> bool:
+            memory = self.shapes.storage(node)
+            sources = [source for source in node.all_input_nodes if self.held[source] is value]
+            return any(self.shapes.storage(source) == memory for source in sources)
+
+        return [node for node in self.computed_by(value) if not is_view(node)]
+
     def written_by(self, node: Node) -> str:
         """What writes to the memory of a node, if that may be seen; empty if nothing does."""
         found = (self.context.written.get(memory) for memory in memories(node, self.shapes))

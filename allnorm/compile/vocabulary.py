@@ -139,6 +139,34 @@ def schema_of(target: Any) -> Any:
     return target._schema if isinstance(target, OpOverload) else None
 
 
+def changed_arguments(schema: Any) -> list[str]:
+    """Returns the names of the arguments that an operator changes."""
+    written = (each for each in schema.arguments if each.alias_info and each.alias_info.is_write)
+    return [each.name for each in written]
+
+
+def whole_bases(schema: Any, kwargs: dict[str, Any]) -> dict[str, int] | None:
+    """Returns which base each changed argument of an operator is, in `auto_functionalized_v2`.
+
+    The wrapper names the base of an argument, and then how the argument views it, unless it is the
+    base itself.
+
+    Returns:
+        The place in `_all_bases`, by name; None if an argument is only a part of its base, absent,
+        or described in a way that is not known.
+    """
+    names, places = changed_arguments(schema), {}
+    for name in names:
+        place = kwargs.get(f"_{name}_base_index")
+        known = (f"_{name}_base_index", f"_{name}_alias")
+        if not isinstance(place, int) or any(
+            key.startswith(f"_{name}_") and key not in known for key in kwargs
+        ):
+            return None
+        places[name] = place
+    return places
+
+
 def written(node: Node) -> list[Node]:
     """The arguments whose memory a call may change."""
     if node.op == "call_module":
