@@ -35,6 +35,10 @@ def verify(
     stress: Annotated[
         int, typer.Option(min=0, help="Calls of the ordering soak with random delays.")
     ] = 0,
+    threads: Annotated[
+        float,
+        typer.Option(min=0, help="Seconds of the soak of several communicators in threads (CPU)."),
+    ] = 0,
     only: Annotated[
         str, typer.Option(help="Only checks whose names hold one of these words: soak,graph.")
     ] = "",
@@ -72,7 +76,14 @@ def verify(
     seed = random.randrange(1 << 20) if seed is None else seed
     budget = _SAMPLE_SECONDS[where] if seconds is None else seconds
     given = tuple((s.num_tokens, s.hidden_size) for s in options.shapes(shapes)) if shapes else ()
-    job = Job(where, seed, full, budget, stress, given, repeat, words, island_size=island_size)
+    if threads and where == "cuda":
+        # Kernels of several communicators that wait for each other may not find room on a GPU.
+        raise typer.BadParameter("expected --device cpu", param_hint="--threads")
+    job = Job(
+        *(where, seed, full, budget, stress, given, repeat, words),
+        threads=threads,
+        island_size=island_size,
+    )
     _check_selection(job)
     if full:
         with options.of("--full"):
@@ -176,6 +187,7 @@ def _check_selection(job: Job) -> None:
     unknown = [word for word in job.only if not any(word in name for name in every)]
     if unknown:
         hint = "" if job.stress else "; with --stress N also ordering soak"
+        hint += "" if job.threads else "; with --threads N also thread soak"
         raise typer.BadParameter(
             f"{', '.join(unknown)}: expected words of {', '.join(every)}{hint}", param_hint="--only"
         )

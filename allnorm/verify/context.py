@@ -40,6 +40,7 @@ class Job:
     repeat: int = 0  # how often each of `shapes` runs
     only: tuple[str, ...] = ()  # only checks whose names hold one of these words; empty: all
     shared_gpus: bool = False  # several ranks are on one GPU, where gloo stands for NCCL
+    threads: float = 0.0  # seconds of the soak of several threads; 0 for none
     island_size: int = 0  # ranks of each island, one after the other; 0: islands are found
 
 

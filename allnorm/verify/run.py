@@ -9,7 +9,7 @@ import allnorm
 from allnorm import islands
 from allnorm.testing import OnMessage, report, run_ranks
 from allnorm.testing.rank import device
-from allnorm.verify import checks, soak
+from allnorm.verify import checks, soak, threads
 from allnorm.verify.context import Check, Context, Job, Recorder
 
 _SECONDS = 12 * 3600.0  # that a run may take
@@ -62,6 +62,7 @@ def checks_of(job: Job) -> dict[str, Check]:
         return {"repeated shapes": soak.repeat_shapes}
     listed = checks.CHECKS | (checks.GPU_CHECKS if job.device == "cuda" else {})
     listed |= {"ordering soak": soak.soak} if job.stress else {}
+    listed |= {"thread soak": threads.threads} if job.threads else {}
     words = job.only or ("",)
     return {n: check for n, check in listed.items() if any(word in n for word in words)}
 

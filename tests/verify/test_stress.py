@@ -14,9 +14,11 @@ import torch.distributed as dist
 from rank_helpers import device, on
 
 import allnorm
+from allnorm.core.between import Exchange
+from allnorm.core.unfused import Connection
 from allnorm.islands import of_size
-from allnorm.testing import RankPool, same_bits
-from allnorm.verify import soak
+from allnorm.testing import RankError, RankPool, run_ranks, same_bits
+from allnorm.verify import soak, threads
 from allnorm.verify.calls import Kind, algorithms, random_kind
 from allnorm.verify.context import Context, Job, Recorder
 from allnorm.verify.soak import Graph, make_tape
@@ -281,3 +283,49 @@ def test_a_tape_is_the_reference_of_its_rows(dtype: torch.dtype) -> None:
     for name in ("quantized", "scale", "normed"):
         assert same_bits(known[name][rows], getattr(wanted, name)), name
     assert same_bits(known["residual_out"][rows], wanted.residual)
+
+
+# ---- several threads -----------------------------------------------------------------------------
+
+
+def soaked_in_threads(rank: int, world_size: int, seconds: float) -> Result:
+    return run(threads.threads, stress=0, threads=seconds)
+
+
+@on(cpu=(2, 3, 4))
+def test_the_soak_of_threads_passes(pool: RankPool) -> None:
+    found = pool.run(soaked_in_threads, 1.0, timeout=600)[0]
+    assert found["failures"] == 0, found["details"]
+    assert found["rounds"] >= 1
+    assert found["communicators"] >= 3
+    assert found["cases"] >= 3 * 60
+    assert found["unfused"] > 0
+
+
+@pytest.mark.long
+@on(cpu=(4, 6))
+def test_the_soak_of_threads_passes_for_minutes(pool: RankPool) -> None:
+    found = pool.run(soaked_in_threads, 120.0, timeout=1800)[0]
+    assert found["failures"] == 0, found["details"]
+    assert found["hierarchical"] > 0
+
+
+def one_exchange_for_all(rank: int, world_size: int) -> Result:
+    """Communicators of as many ranks share what their unfused calls go through."""
+    made: dict[int, Exchange] = {}
+    make = Connection._make
+
+    def share(connection: Connection) -> Exchange:
+        exchange = make(connection)
+        return made.setdefault(connection._world_size, exchange)
+
+    with mock.patch.object(Connection, "_make", share):
+        return run(threads.threads, stress=0, threads=2.0)
+
+
+def test_the_soak_of_threads_finds_a_shared_exchange() -> None:
+    try:
+        found = run_ranks(one_exchange_for_all, 2, timeout=600)[0]
+    except RankError:
+        return  # gloo ends processes of which one sends more bytes than another
+    assert found["failures"] > 0
