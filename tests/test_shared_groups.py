@@ -6,7 +6,10 @@ communicator may depend on what else goes through its group.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -197,3 +200,50 @@ def test_a_rank_that_cannot_connect_is_named_by_all(pool: RankPool) -> None:
     for text in pool.run(cannot_connect, timeout=120):
         assert "rank 1: OSError: no more file descriptors" in text
         assert "Nothing was computed" in text
+
+
+def interrupted_connecting(rank: int, world_size: int, how: str) -> tuple[str, int]:
+    """Rank 1 does not come to the end of the first unfused call."""
+    timeout = 3.0 if how == "stands still" else 120.0
+    c = allnorm.Communicator(device=device(), timeout=timeout)
+    case = CASES[1].but(algorithm="unfused")
+    dist.barrier()
+
+    def stop(*arguments: Any) -> Any:
+        if how == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "closes":
+            threading.Thread(target=c.close).start()
+        time.sleep(8)
+        raise OSError("too late")
+
+    wrong = mock.patch.object(unfused, "own_store", side_effect=stop)
+    with wrong if rank == 1 else contextlib.nullcontext():
+        start = time.monotonic()
+        with pytest.raises(allnorm.AllnormError) as caught:
+            case.run(c)
+        assert time.monotonic() - start < timeout + 30
+    with pytest.raises(allnorm.AllnormError):
+        case.run(c)
+    c.close()
+    return type(caught.value).__name__, getattr(caught.value, "peer", -1)
+
+
+@on(cpu=(3,))
+def test_a_rank_that_dies_while_it_connects(pool: RankPool) -> None:
+    found = pool.run(interrupted_connecting, "dies", may_die=[1], timeout=120)
+    assert [found[0], found[2]] == [("PeerDiedError", 1)] * 2
+
+
+@on(cpu=(3,))
+def test_a_rank_that_stands_still_while_it_connects(pool: RankPool) -> None:
+    """Nobody knows who it is: all wait for all. The deadline decides."""
+    found = pool.run(interrupted_connecting, "stands still", timeout=120)
+    assert {kind for kind, _ in found} <= {"PeerTimeoutError", "PeerLeftError"}, found
+
+
+@on(cpu=(3,))
+def test_a_communicator_that_is_closed_while_it_connects(pool: RankPool) -> None:
+    found = pool.run(interrupted_connecting, "closes", timeout=120)
+    assert found[1][0] == "CommunicatorClosedError"
+    assert [found[0], found[2]] == [("PeerLeftError", 1)] * 2

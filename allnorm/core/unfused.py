@@ -18,6 +18,7 @@ import contextlib
 import ctypes
 import datetime
 import threading
+import time
 
 import torch
 
@@ -95,20 +96,21 @@ class Connection:
             try:
                 made.append(self._make())
             except Exception as error:  # noqa: BLE001 - told to every rank, and raised below
-                errors.append(f"rank {self._rank}: {type(error).__name__}: {error}")
-                with contextlib.suppress(RuntimeError):
-                    self._store.set(key, errors[0][:1000])
+                errors.append(self._tell(key, error))
 
         # In a thread: neither backend ends its wait when a peer ends or cannot make its part.
         thread = threading.Thread(target=make, name="allnorm-connect", daemon=True)
         thread.start()
-        seconds = 0.0
-        while thread.is_alive() and not errors:
-            thread.join(LOOK_SECONDS)
-            seconds += LOOK_SECONDS
-            if thread.is_alive():
-                owner.look_at_peers(seconds)
-                self._read_failure(key, errors)
+        start = time.monotonic()
+        try:
+            while thread.is_alive() and not errors:
+                thread.join(LOOK_SECONDS)
+                if thread.is_alive():
+                    owner.look_at_peers(time.monotonic() - start)
+                    self._read_failure(key, errors)
+        except BaseException as error:
+            self._tell(key, error)  # they need not wait for this rank
+            raise
         succeeded = channel.gather([int(not errors), *(0,) * (WORDS - 1)], owner)
         if all(words[0] for words in succeeded):
             (self._exchange,) = made
@@ -130,6 +132,13 @@ class Connection:
         torch.cuda.set_device(self._device)  # of this thread
         with torch.cuda.stream(torch.cuda.Stream(self._device)):
             return Exchange(*place, "the exchange of unfused calls")
+
+    def _tell(self, key: str, error: BaseException) -> str:
+        """Lets the other ranks read why this one does not connect; returns it."""
+        text = f"rank {self._rank}: {type(error).__name__}: {error}"
+        with contextlib.suppress(RuntimeError):
+            self._store.set(key, text[:1000])
+        return text
 
     def _read_failure(self, key: str, errors: list[str]) -> None:
         """Appends what another rank says of its failure, if this rank knows of none."""
