@@ -63,8 +63,8 @@ ALLOWED = {
         "errors",
     },
     "core.channel": {
-        *("core._native", "core.faults", "core.launch", "core.rendezvous", "core.watch"),
-        *("core.workspace", "errors"),
+        *("core._native", "core.announcement", "core.faults", "core.launch"),
+        *("core.rendezvous", "core.watch", "core.workspace", "errors"),
     },
     "core.unfused": {
         *("core._native", "core.announcement", "core.arguments", "core.between", "core.channel"),

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from allnorm import names
 from allnorm.core import _native
@@ -71,124 +72,154 @@ def describe(fields: dict[str, str]) -> str:
     if "quantisation" in rest:
         wanted = "with" if rest.pop("normed") == "wanted" else "without"
         text += f", {rest.pop('quantisation')}, {wanted} normed"
+    rest.pop("post norm", None)  # its eps says it
+    if rest.get("scale") == "1":
+        del rest["scale"]
     return text + "".join(f", {name} {value}" for name, value in rest.items())
 
 
-class Announcement(NamedTuple):
-    """What ranks compare of a call, in whole numbers: what abi/tag.h compares of the others."""
+# Fields of _native.Call that a rank may have different from its peers, and why. All others are
+# compared: a field that is added to the C call is compared too, unless it is added here.
+_CONTENTS = "an address: what tensors contain is not compared"
+_PARTIAL = "how this rank makes its partial sums, which have the same shape on every rank"
+_MEMORY = "how the memory of this rank lies"
+_SPREAD = "how a launch is spread over the GPU of this rank"
+LOCAL = {
+    **dict.fromkeys(("x", "residual_out", "quantized", "scale", "global_scale"), _CONTENTS),
+    **dict.fromkeys(("top_k", "num_rows", "expert_padding", "shared"), _PARTIAL),
+    **dict.fromkeys(("expert_index", "expert_weights"), _PARTIAL),
+    **dict.fromkeys((name for name, *_ in _native.Call._fields_ if "stride" in name), _MEMORY),
+    **dict.fromkeys(("scale_padding_rows", "num_sources", "first_scale_row"), _MEMORY),
+    **dict.fromkeys(("num_blocks", "cluster_size", "link_gbps", "stream"), _SPREAD),
+}
+_TYPES = {str(name): type_ for name, type_, *_ in _native.Call._fields_ if name not in LOCAL}
+FIELDS = tuple(_TYPES)
+"""The fields of _native.Call that are compared, each in one word of an Announcement."""
+_READ: dict[str, Callable[[Launch], int]] = {
+    "algorithm": lambda launch: names.REQUESTS.index(launch.plan.algorithm),
+    # Not its address: memory without rows has none.
+    "out": lambda launch: any(r is not None and r.field == "out" for r in launch.results),
+}
+"""How fields are read for which the C call does not suffice."""
 
-    op: int
-    num_tokens: int
-    hidden_size: int
-    dtype: int
-    sharded: int
-    has_residual: int
-    numerics: int
-    eps: int
-    """The bits of a float32, as `weight_bias` is."""
-    weight_bias: int
-    weight_dtype: int
-    quant: int
-    group_size: int
-    scale_format: int
-    wants_normed: int
-    ends_with_sum: int
-    """There is no second norm."""
-    post_norm: int
-    """0: none, else 1 + the dtype of its weight."""
-    post_eps: int
-    post_weight_bias: int
-    scale: int
-    hierarchical: int
-    """Else it is unfused."""
+
+@dataclass(frozen=True)
+class Announcement:
+    """A call in whole numbers, as ranks compare it before they use the process group.
+
+    Attributes:
+        words: one for each of FIELDS: a number as it is, the bits of a float32, and 1 for a tensor
+            that is given.
+    """
+
+    words: tuple[int, ...]
 
     @classmethod
     def of(cls, launch: Launch) -> Announcement:
-        """Of a bound call."""
-        call = launch.native
-        norm = call.op == _native.ADD_RMS_NORM
-        scaled = norm and call.flags & _native.SCALED
-        return cls(
-            op=call.op,
-            num_tokens=launch.num_tokens,
-            hidden_size=call.hidden_size,
-            dtype=call.dtype,
-            sharded=int(launch.shard is not None),
-            has_residual=int(norm and bool(call.residual)),
-            numerics=call.numerics,
-            eps=_bits_of(call.eps),
-            weight_bias=_bits_of(call.weight_bias),
-            weight_dtype=call.weight_dtype if norm else 0,
-            quant=call.quant,
-            group_size=call.group_size,
-            scale_format=call.scale_format,
-            wants_normed=int(not call.quant or bool(call.out)),
-            ends_with_sum=int(norm and bool(call.flags & _native.NO_NORM)),
-            post_norm=1 + call.post_weight_dtype if call.post_weight else 0,
-            post_eps=_bits_of(call.post_eps),
-            post_weight_bias=_bits_of(call.post_weight_bias),
-            scale=_bits_of(call.sum_scale if scaled else 1.0),
-            hierarchical=int(launch.plan.algorithm == "hierarchical"),
-        )
+        """Returns the announcement of a bound call."""
+        return cls(tuple(_word(launch, name) for name in FIELDS))
 
     @classmethod
     def of_refusal(cls) -> Announcement:
-        """Of no call: this rank has refused it."""
-        return cls(_REFUSED, *(0,) * (len(cls._fields) - 1))
+        """Returns the announcement of a rank that has refused its call."""
+        return cls((_REFUSED,) * len(FIELDS))
+
+    def __getitem__(self, field: str) -> int:
+        """Returns the word of one of FIELDS."""
+        return self.words[FIELDS.index(field)]
+
+    @property
+    def is_refusal(self) -> bool:
+        """Returns whether the rank has refused its call."""
+        return self["op"] == _REFUSED
 
     def tagged(self) -> dict[str, str]:
         """The fields that the CallTag of such a call has, but the algorithm; as `tag_fields`."""
         fields = {
-            "op": _OPS[self.op]
-            + ("_quant" if self.quant else "")
-            + (_WITHOUT_NORM if self.ends_with_sum else ""),
-            "num_tokens": str(self.num_tokens),
-            "hidden_size": str(self.hidden_size),
-            "dtype": names.DTYPES[self.dtype],
+            "op": _OPS[self["op"]]
+            + ("_quant" if self["quant"] else "")
+            + (_WITHOUT_NORM if self["flags"] & _native.NO_NORM else ""),
+            "num_tokens": str(self["num_tokens"]),
+            "hidden_size": str(self["hidden_size"]),
+            "dtype": names.DTYPES[self["dtype"]],
         }
-        if self.op == _native.ADD_RMS_NORM:
-            fields["numerics"] = names.NUMERICS[self.numerics]
-            fields["residual"] = "given" if self.has_residual else "none"
-        if self.quant:
-            kind = names.QUANTS[self.quant - 1]
-            groups = f"groups of {self.group_size}"
-            fields["quantisation"] = groups if self.group_size else kind.replace("_", " ")
-            fields["normed"] = "wanted" if self.wants_normed else "not wanted"
+        if self["op"] == _native.ADD_RMS_NORM:
+            fields["numerics"] = names.NUMERICS[self["numerics"]]
+            fields["residual"] = "given" if self["residual"] else "none"
+        if self["quant"]:
+            kind = names.QUANTS[self["quant"] - 1]
+            groups = f"groups of {self['group_size']}"
+            fields["quantisation"] = groups if self["group_size"] else kind.replace("_", " ")
+            fields["normed"] = "wanted" if self["out"] else "not wanted"
         return fields
 
     def hashed(self) -> dict[str, str]:
         """The fields that a CallTag has as a hash, or as bits that a fault does not keep."""
-        if self.op != _native.ADD_RMS_NORM:
+        if self["op"] != _native.ADD_RMS_NORM:
             return {}
         fields = {
-            "eps": _text_of(self.eps),
-            "weight_bias": _text_of(self.weight_bias),
-            "dtype of the weight": names.DTYPES[self.weight_dtype],
+            "eps": _text_of(self["eps"]),
+            "weight_bias": _text_of(self["weight_bias"]),
+            "dtype of the weight": names.DTYPES[self["weight_dtype"]],
         }
-        if self.quant:
-            fields["format of the scales"] = names.SCALE_FORMATS[self.scale_format]
-        if self.post_norm:
-            fields["eps of the post norm"] = _text_of(self.post_eps)
-            fields["weight_bias of the post norm"] = _text_of(self.post_weight_bias)
-            fields["dtype of its weight"] = names.DTYPES[self.post_norm - 1]
-        if self.scale != _ONE:
-            fields["scale"] = _text_of(self.scale)
+        if self["quant"]:
+            fields["format of the scales"] = names.SCALE_FORMATS[self["scale_format"]]
+            swizzled = self["flags"] & _native.SWIZZLED_SCALES
+            fields["layout of the scales"] = names.SWIZZLED if swizzled else "not swizzled"
+        fields["post norm"] = "given" if self["post_weight"] else "none"
+        if self["post_weight"]:
+            fields["eps of the post norm"] = _text_of(self["post_eps"])
+            fields["weight_bias of the post norm"] = _text_of(self["post_weight_bias"])
+            fields["dtype of its weight"] = names.DTYPES[self["post_weight_dtype"]]
+        fields["scale"] = _text_of(self["sum_scale"])
         return fields
 
+    def described(self) -> dict[str, str]:
+        """Returns all fields, by the names that errors have for them."""
+        if self.is_refusal:
+            return {}
+        algorithm = names.REQUESTS[self["algorithm"]]
+        if self["flags"] & _native.RESIDUAL_SHARDED:
+            algorithm += " with a sharded residual"
+        by = {} if self["op"] == _native.ALL_GATHER_ROWS else {"algorithm": algorithm}
+        return {**self.tagged(), **by, **self.hashed()}
+
     def __str__(self) -> str:
-        if self.op == _REFUSED:
-            return "no call, it has refused it"
-        algorithm = "hierarchical" if self.hierarchical else "unfused"
-        algorithm += " with a sharded residual" if self.sharded else ""
-        by = {} if self.op == _native.ALL_GATHER_ROWS else {"algorithm": algorithm}
-        return describe({**self.tagged(), **by, **self.hashed()})
+        return "no call, it has refused it" if self.is_refusal else describe(self.described())
+
+    def differences(self, rank: int, other: Announcement, peer: int) -> str:
+        """Returns what differs from the call of another rank; empty if one refused its call.
+
+        Args:
+            rank: whose call this is.
+            other: the call of `peer`.
+            peer: another rank.
+        """
+        if self.is_refusal or other.is_refusal:
+            return ""
+        raw = [dict(zip(FIELDS, map(str, call.words), strict=True)) for call in (self, other)]
+        return differences(self.described(), rank, other.described(), peer) or differences(
+            raw[0], rank, raw[1], peer
+        )
 
 
-def _bits_of(number: float) -> int:
-    return int(struct.unpack("=I", struct.pack("=f", number))[0])
+def differences(mine: dict[str, str], rank: int, theirs: dict[str, str], peer: int) -> str:
+    """Returns which fields of two calls differ, as a sentence; empty if none does."""
+    texts = [
+        f"{name} is {text} on rank {rank} and {theirs[name]} on rank {peer}"
+        for name, text in mine.items()
+        if name in theirs and theirs[name] != text
+    ]
+    return f"What differs: {'; '.join(texts)}. " if texts else ""
 
 
-_ONE = _bits_of(1.0)
+def _word(launch: Launch, name: str) -> int:
+    if name in _READ:
+        return int(_READ[name](launch))
+    value, type_ = getattr(launch.native, name), _TYPES[name]
+    if type_ is ctypes.c_float:
+        return int(struct.unpack("=I", struct.pack("=f", value))[0])
+    return int(bool(value)) if type_ is ctypes.c_void_p else int(value)
 
 
 def _text_of(bits: int) -> str:

@@ -21,6 +21,7 @@ from typing import Any, NoReturn, Protocol
 import torch.distributed as dist
 
 from allnorm.core import _native, workspace
+from allnorm.core.announcement import FIELDS
 from allnorm.core.faults import fault_error
 from allnorm.core.launch import raise_status
 from allnorm.core.rendezvous import Mailbox, Rendezvous
@@ -31,7 +32,7 @@ from allnorm.errors import PeerDiedError, PeerTimeoutError
 _STORE_SECONDS = 1.0
 _ENDED = "whose process has ended"
 # 64-bit integers of an announcement.
-WORDS = 20
+WORDS = len(FIELDS)
 
 
 class Owner(Protocol):

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from allnorm.core import _native
-from allnorm.core.announcement import Announcement, describe, tag_fields
+from allnorm.core.announcement import Announcement, describe, differences, tag_fields
 from allnorm.core.refusal import is_refusal
 from allnorm.core.rendezvous import store_of
 from allnorm.core.watch import Watch
@@ -43,7 +43,7 @@ def account_of(fault: _native.Fault, calls: Sequence[Announcement]) -> Account:
     announced = tag_fields(fault.expected_shape, fault.expected_tokens)
     alike = [call for call in calls if _looks_like(call, announced)]
     # The launches of a call that is cut into chunks announce the rows of theirs.
-    whole = [call for call in alike if call.num_tokens == fault.expected_tokens]
+    whole = [call for call in alike if call["num_tokens"] == fault.expected_tokens]
     account: dict[str, dict[str, None]] = {}
     for call in whole or alike:
         for name, text in call.hashed().items():
@@ -225,14 +225,16 @@ def fault_error(
     kind: type[PeerTimeoutError] = PeerTimeoutError
     rank, peer = f"rank {fault.rank}", f"rank {fault.peer}"
     what = f"{rank} waited {timeout.total_seconds():g} s in vain for {peer}"
-    differences = ""
+    differing = ""
     if fault.status == _native.DIVERGED:
         kind, what = PeerDivergedError, f"{rank} does another call than {peer}"
-        differences = _differences(fault, own, seen)
-        if not differences and not is_refusal(fault.seen_shape, fault.seen_tokens):
+        differing = _differences(fault, own, seen)
+        if not differing and not is_refusal(fault.seen_shape, fault.seen_tokens):
             # These are announced as a hash.
-            words += ", but another eps, weight_bias, dtype of the weight or format of the scales"
-            words += ", or another post norm or scale"
+            words += (
+                ", but with a different eps, weight_bias, dtype of the weight, format or layout"
+            )
+            words += " of the scales, post norm or scale"
     elif fault.status == _native.PEER_DIED:
         process = "its process" if watch is None else watch.describe(fault.peer)
         kind, what = PeerDiedError, f"{rank} waited for {peer}, but {process} has ended"
@@ -244,7 +246,7 @@ def fault_error(
     elif watch is not None and fault.peer in watch.blind:
         what += " (whose process cannot be watched from here, so that its end would not be seen)"
     message = (
-        f"{what}. Expected {expected}. Seen from {peer}: {words}. {differences}Results of this and "
+        f"{what}. Expected {expected}. Seen from {peer}: {words}. {differing}Results of this and "
         f"later calls are not valid; find out what {peer} did, and make a new Communicator over "
         "healthy ranks."
     )
@@ -290,9 +292,4 @@ def _differences(fault: _native.Fault, own: Account, seen: Account) -> str:
         return ""
     mine = {**tag_fields(fault.expected_shape, fault.expected_tokens), **own}
     theirs = {**tag_fields(fault.seen_shape, fault.seen_tokens), **seen}
-    texts = [
-        f"{name} is {text} on rank {fault.rank} and {theirs[name]} on rank {fault.peer}"
-        for name, text in mine.items()
-        if name in theirs and theirs[name] != text
-    ]
-    return f"What differs: {'; '.join(texts)}. " if texts else ""
+    return differences(mine, int(fault.rank), theirs, int(fault.peer))

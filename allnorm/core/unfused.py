@@ -222,18 +222,20 @@ def agree(launch: Launch, channel: Channel, owner: Owner) -> None:
 
 def _agree(mine: Announcement, channel: Channel, owner: Owner) -> None:
     """Raises on every rank unless all have announced the same. Collective."""
-    announced = [Announcement(*words) for words in channel.gather(mine, owner)]
+    words = mine.words
+    announced = [Announcement(tuple(theirs)) for theirs in channel.gather(words, owner)]
     others = [rank for rank, other in enumerate(announced) if other != mine]
     if not others:
         # Once more: now every rank knows that none was interrupted while it waited for the others.
         # Nobody could end the wait in the process group for one that will not come.
-        channel.gather(mine, owner)
+        channel.gather(words, owner)
         return
     rank, peer = owner.rank, others[0]
     raise PeerDivergedError(
         f"rank {rank} does another call than rank {peer}, both through the process group. Expected "
-        f"{mine}. Seen from rank {peer}: {announced[peer]}. Nothing was computed: make the same "
-        "call on every rank.",
+        f"{mine}. Seen from rank {peer}: {announced[peer]}. "
+        f"{mine.differences(rank, announced[peer], peer)}"
+        "Nothing was computed: make the same call on every rank.",
         rank=rank,
         peer=peer,
         op=0,

@@ -86,8 +86,9 @@ inline uint64_t hash_of_change(const AllnormCall& call) {
   return ((norm ^ norm >> 32) * 0xff51afd7ed558ccdu) ^ (rest >> 31) * 0xc4ceb9fe1a85ec53u;
 }
 
-// What changes the numbers, but no byte of what is sent: the dtype of the weight, the format of
-// scales, and a hash of eps, weight_bias and step 1c. Two calls may share one, one time in 2^21.
+// What changes results, but no byte of what is sent: the dtype of the weight, the format of scales,
+// and a hash of eps, weight_bias, step 1c and whether scales are in tiles. Two calls may share one,
+// one time in 2^21; calls that differ in the tiles alone never do.
 inline uint32_t call_details(const AllnormCall& call) {
   if (makes_sums(call)) return 1;  // which ALL_REDUCE of sums is not
   if (!is_norm(call)) return 0;
@@ -95,6 +96,7 @@ inline uint32_t call_details(const AllnormCall& call) {
   // The algorithm of a tag says no more than that it is hierarchical.
   if (takes_sums(call) && is_sharded(call)) hash ^= 0x9e3779b97f4a7c15u;
   if (changes_sum(call)) hash ^= hash_of_change(call);
+  if (is_swizzled(call)) hash ^= 0xd6e8feb86659fd93u;
   const uint32_t format = is_quantized(call) ? static_cast<uint32_t>(call.scale_format) : 0;
   return static_cast<uint32_t>(hash >> 43) | format << 21 |
          static_cast<uint32_t>(call.weight_dtype == ALLNORM_FLOAT32) << 23;

@@ -46,7 +46,9 @@ std::string describe(const AllnormFault& fault, int64_t timeout_ns) {
   const std::string expected = describe_call(fault.expected_tokens, fault.expected_shape);
   std::string seen = describe_call(fault.seen_tokens, fault.seen_shape);
   if (seen == expected) {
-    seen += ", but another eps, weight_bias, dtype of the weight or format of scales";
+    seen +=
+        ", but with a different eps, weight_bias, dtype of the weight, format or layout of the "
+        "scales, post norm or scale";
   }
   char text[1000];
   if (fault.status == ALLNORM_TIMEOUT) {
