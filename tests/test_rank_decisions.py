@@ -44,7 +44,7 @@ QUANTS = (
 )
 ISLANDS = {
     f"{number}x{size}": tuple(tuple(range(i * size, i * size + size)) for i in range(number))
-    for number, size in ((3, 2), (2, 3), (4, 2), (3, 3), (5, 4), (3, 1), (2, 1))
+    for number, size in ((3, 2), (2, 3), (4, 2), (3, 3), (3, 1), (2, 1))
 }
 
 
@@ -68,13 +68,11 @@ def call_of(
 
 
 class Recorder:
-    """A library and an exchange between islands that do nothing but note what they shall do."""
+    """A library and an exchange that do nothing but note what they shall do."""
 
-    can_exchange_parts = True
-
-    def __init__(self, num_islands: int) -> None:
-        self.num_islands = num_islands
-        self.can_exchange_parts = num_islands > 2
+    def __init__(self, size: int) -> None:
+        self.num_islands = size
+        self.can_exchange_parts = size > 2
         self.steps: list[tuple[Any, ...]] = []
         """Kind and number of tokens of each launch, kind and shape of each exchange."""
 
@@ -100,19 +98,12 @@ class Recorder:
         shape = (count, rows.shape[0] // count, *rows.shape[1:])
         return lambda look: rows.new_zeros(shape)
 
-    def gather_into(self, gathered: torch.Tensor, rows: torch.Tensor, **_: Any) -> None:
-        self.steps.append(("gather", rows.dtype, tuple(rows.shape)))
-        gathered.zero_()
-
 
 class Owner:
     """The communicator of one rank, as far as its unfused calls need it."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
-
-    def living_group(self) -> None:
-        return None
 
     def look_at_peers(self, seconds: float) -> None:
         return None
@@ -146,12 +137,13 @@ def unfused_steps(
     launch = Launch(call, Plan("unfused", "a test", 1), shard)
     memory = launch.allocate(call)
     inputs = launch.bind(call, memory)
-    recorder: Any = Recorder(len(islands))
+    recorder: Any = Recorder(world_size)
     owner: Any = Owner(rank, world_size)
-    assert inputs[0] is not None
-    with mock.patch.object(unfused, "_gather_into", recorder.gather_into):
-        status = unfused.run(launch, recorder, None, owner, inputs[0], memory, islands)
-    assert status == _native.OK
+    connection: Any = mock.Mock()
+    connection.connect.return_value = recorder
+    given: Any = (launch, recorder, mock.Mock(), connection, owner, inputs[0], memory, islands)
+    with mock.patch.object(unfused, "agree"):
+        assert unfused.run(*given) == _native.OK
     return [step for step in recorder.steps if step[0] == "gather"]
 
 
@@ -191,7 +183,7 @@ def test_ranks_of_islands_take_the_same_steps(name: str, backend: str) -> None:
     islands = ISLANDS[name]
     kinds = set()
     with mock.patch.multiple(policy, **SMALL):
-        for num_tokens in range(90):
+        for num_tokens in range(56):
             for calls in calls_of_all(islands, num_tokens):
                 steps = [
                     hierarchical_steps(islands, rank, call, shard, backend == "cuda")
@@ -203,12 +195,12 @@ def test_ranks_of_islands_take_the_same_steps(name: str, backend: str) -> None:
     assert ("parts" in kinds) == (len(islands) > 2), "no threshold was crossed"
 
 
-@pytest.mark.parametrize("name", ["3x2", "2x3", "5x4", "3x1"])
+@pytest.mark.parametrize("name", ["3x2", "2x3", "3x1"])
 def test_ranks_gather_the_same_unfused(name: str) -> None:
     islands = ISLANDS[name]
     most = 0
     with mock.patch.multiple(policy, **SMALL):
-        for num_tokens in range(50):
+        for num_tokens in range(32):
             for calls in calls_of_all(islands, num_tokens):
                 first, *others = (
                     unfused_steps(islands, rank, call, shard)
