@@ -26,9 +26,9 @@ from allnorm.testing import RankPool, assert_same_bits, shared_input
 
 HIDDEN_SIZE = 32
 ROW_BYTES = 4 * HIDDEN_SIZE  # of float32 sums
-# Two hops pay from some ten rows a rank on; a piece holds 24 rows, and is cut from 8 on.
+# Two hops pay from some four rows a rank on; a piece holds 24 rows, and is cut from 8 on.
 SMALL = {
-    "HIERARCHICAL_HOP_BYTES": 10 * ROW_BYTES,
+    "HIERARCHICAL_HOP_BYTES": 4 * ROW_BYTES,
     "HIERARCHICAL_SUM_BYTES": 24 * ROW_BYTES,
     "_OVERLAPPED_SUM_BYTES": 8 * ROW_BYTES,
     "UNFUSED_GATHER_BYTES": 20 * ROW_BYTES,
@@ -183,7 +183,7 @@ def test_ranks_of_islands_take_the_same_steps(name: str, backend: str) -> None:
     islands = ISLANDS[name]
     kinds = set()
     with mock.patch.multiple(policy, **SMALL):
-        for num_tokens in range(56):
+        for num_tokens in range(64):
             for calls in calls_of_all(islands, num_tokens):
                 steps = [
                     hierarchical_steps(islands, rank, call, shard, backend == "cuda")
