@@ -162,11 +162,22 @@ class Communicator:
 
         Raises what the constructor does. Collective when it makes one, not otherwise.
         """
+        comm = cls._for_group(group, device)
+        assert comm is not None
+        return comm
+
+    @classmethod
+    def _for_group(
+        cls, group: Any, device: Any, unless: Callable[[], bool] | None = None
+    ) -> Communicator | None:
+        """As `for_group`; None where it would have to make one and `unless` returns True."""
         resolved = resolve_group(group)
         place = arguments.resolve_device(device)
         comm = _of_group.get((id(resolved), place))
         if comm is not None and comm._endpoint.is_of(resolved):
             return comm
+        if unless is not None and unless():
+            return None
         from allnorm.core.opening import Settings
 
         with _making:  # another thread that asks for it meanwhile gets the same

@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 from allnorm.communicator import Communicator, resolve_group
-from allnorm.core import arguments
-from allnorm.core.shortcuts import is_traced
+from allnorm.core import arguments, traced
+from allnorm.core.call import Call
+from allnorm.core.shortcuts import is_intercepted, is_traced
 from allnorm.expert_sum import ExpertSum
 from allnorm.post_norm import PostNorm
 from allnorm.quant import DEFAULT_QUANT, Quant, QuantizedNorm
@@ -150,6 +151,10 @@ class _Ranks(NamedTuple):
     world_size: int
     numerics: str = "rounded"  # of communicators that are made with default settings
 
+    def _call(self, *fields: Any) -> Any:
+        """Makes a call, of these fields of a Call, as an operator."""
+        return traced.as_operator(self, Call(*fields))
+
 
 def _ranks(group: Group) -> _Ranks:
     resolved = resolve_group(group)
@@ -167,4 +172,5 @@ def _of(group: Group, x: Any) -> Any:
     if is_traced(x):
         return _ranks(group)
     # What is no tensor is refused by the call itself.
-    return Communicator.for_group(group, x.device if isinstance(x, torch.Tensor) else None)
+    device = x.device if isinstance(x, torch.Tensor) else None
+    return Communicator._for_group(group, device, unless=is_intercepted) or _ranks(group)

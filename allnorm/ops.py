@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch._higher_order_ops import effects
@@ -24,6 +24,7 @@ from allnorm import fakes, lowering
 from allnorm.communicator import communicator, open_calls
 from allnorm.core.call import NO_CHANGE, NO_INPUTS, from_op_boundary, split_scale
 from allnorm.core.local import add_rms_norm, add_rms_norm_quant
+from allnorm.core.tensors import has_tangent, wants_gradient
 from allnorm.expert_sum import ExpertSum
 from allnorm.post_norm import PostNorm
 from allnorm.quant import Fp8PerTensor, QuantizedNorm, from_op_arguments
@@ -47,22 +48,27 @@ _BOUNDARY = (
     "bool experts=False, Tensor? expert_index=None, Tensor? expert_weights=None, "
     "Tensor? shared=None"
 )
-_library.define('all_reduce(Tensor x, str comm_name, str algorithm="auto") -> Tensor')
+# TorchScript drops what is unused, and merges what is alike, of operators whose schema says all.
+_PEERS = "CONSERVATIVE"
+_library.define('all_reduce(Tensor x, str comm_name, str algorithm="auto") -> Tensor', _PEERS)
 _library.define(
     "all_reduce_add_rms_norm(Tensor x, Tensor? residual, Tensor? weight, float eps, "
     "float weight_bias, str numerics, str comm_name, bool residual_sharded=False, "
     f"{_LATER}, {_BOUNDARY}) "
-    "-> (Tensor, Tensor)"
+    "-> (Tensor, Tensor)",
+    _PEERS,
 )
 _library.define(
     f"all_reduce_add_rms_norm_quant(Tensor x, Tensor? residual, Tensor weight, float eps, {_QUANT},"
     " float weight_bias, str numerics, str comm_name, bool residual_sharded=False, "
     f"{_LATER}, {_BOUNDARY}) "
-    "-> (Tensor quantized, Tensor scale, Tensor residual, Tensor normed)"
+    "-> (Tensor quantized, Tensor scale, Tensor residual, Tensor normed)",
+    _PEERS,
 )
 _library.define(
     'all_gather_rows(Tensor shard, SymInt num_tokens, str comm_name, str algorithm="auto") '
-    "-> Tensor"
+    "-> Tensor",
+    _PEERS,
 )
 _library.define(
     "add_rms_norm(Tensor x, Tensor? residual, Tensor? weight, float eps, float weight_bias, "
@@ -251,6 +257,7 @@ def _four(result: QuantizedNorm, static_scale: _Tensor | None) -> _Four:
 _AFTER_AUTOGRAD = torch._C._AutoDispatchBelowAutograd
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _num_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 _is_functional: Callable[[_Tensor], bool] = torch._is_functional_tensor
 
 
@@ -259,10 +266,10 @@ def _implement(name: str, implementation: Callable[..., Any]) -> None:
 
     def without_gradient(*arguments: Any) -> Any:
         x = arguments[0]
-        if x.__class__ in _PLAIN and _num_modes() == 0 and not _is_functional(x):
+        is_plain = x.__class__ in _PLAIN and _num_modes() == 0 and _transform() is None
+        if is_plain and not _is_functional(x):
             return implementation(*arguments)  # which refuses what requires a gradient
-        if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
-            _refuse_gradient(operator, arguments)
+        _refuse_gradients(operator, arguments)
         with _AFTER_AUTOGRAD():
             return operator(*arguments)
 
@@ -271,18 +278,25 @@ def _implement(name: str, implementation: Callable[..., Any]) -> None:
         _library.impl(name, without_gradient, f"Autograd{key}")
 
 
-def _refuse_gradient(operator: torch._ops.OpOverload, arguments: tuple[Any, ...]) -> NoReturn:
+def _refuse_gradients(operator: torch._ops.OpOverload, arguments: tuple[Any, ...]) -> None:
+    """Raises ValueError if a gradient of a result could be asked for, in either direction."""
     names = [argument.name for argument in operator._schema.arguments]
     given = [
-        name
+        (name, argument)
         for name, argument in zip(names, arguments, strict=False)
-        if isinstance(argument, torch.Tensor) and argument.requires_grad
+        if isinstance(argument, torch.Tensor)
     ]
-    raise ValueError(
-        f"{' and '.join(given)} of allnorm::{operator._opname} with requires_grad=True: expected "
-        "none while gradients are enabled, because results carry no gradient. Call it under "
-        "torch.no_grad() or torch.inference_mode(), or pass detach() of them."
-    )
+    for refused, what, mode in (
+        (wants_gradient, "requires_grad=True", "torch.no_grad() or torch.inference_mode()"),
+        (has_tangent, "a tangent of forward-mode differentiation", "torch.inference_mode()"),
+    ):
+        found = [name for name, tensor in given if refused(tensor)]
+        if found:
+            raise ValueError(
+                f"{' and '.join(found)} of allnorm::{operator._opname} with {what}: expected none "
+                "while gradients are enabled, because results carry no gradient. Call it under "
+                f"{mode}, or pass detach() of them."
+            )
 
 
 def _describe(name: str, fake: Callable[..., Any]) -> None:

@@ -121,8 +121,11 @@ def main(path, size, *offsets):
     library = ctypes.PyDLL(path)
     library.allnorm_fast_call_new.argtypes = (_pointer, _pointer, *[_object] * 7)
     library.allnorm_fast_call_new.restype = _object
-    library.allnorm_fast_call_prepare.argtypes = (_pointer, *[_object] * 4, *[_pointer] * 3)
+    library.allnorm_fast_call_prepare.argtypes = (_pointer, *[_object] * 5, *[_pointer] * 3)
     library.allnorm_fast_call_prepare.restype = _object
+    library.allnorm_fast_call_forward_ad.argtypes = (_object,)
+    library.allnorm_fast_call_forward_ad.restype = None
+    forward_ad = {"_current_level": -1}
     launches = Launches(offsets)
     run = ctypes.cast(launches.function, _pointer).value
     addresses = iter(range(1 << 20, 1 << 40, 16))
@@ -154,11 +157,12 @@ def main(path, size, *offsets):
     out_at, residual_out_at, quantized_at, scale_at = range(8, 12)
     made_new = ((out_at, empty, geometry), (residual_out_at, empty, geometry))
 
-    def prepare(results, out=0, residual_out=0, grad_enabled=None, more=(0, 0, 0), before=(0,) * 4):
+    def prepare(results, out=0, residual_out=0, more=(0, 0, 0), before=(0,) * 4, **callables):
+        enabled, overwrite = callables.get("grad_enabled"), callables.get("overwrite")
         static_scale, quantized, scale = more
         given = (tensor, tensor, tensor, static_scale, *before, out, residual_out, quantized, scale)
         return library.allnorm_fast_call_prepare(
-            *(native, check, grad_enabled, constants, results),
+            *(native, check, enabled, overwrite, constants, results),
             *((ctypes.c_uint8 * 12)(*given), (ctypes.c_uint8 * 12)(*[4] * 12)),
             (ctypes.c_uint64 * 12)(*[16] * 12),
         )
@@ -178,6 +182,13 @@ def main(path, size, *offsets):
     call, keep, forget, close, _ = new()
     keep(prepared)
     keep(prepared)
+    assert not is_made(call), "nothing is known about forward-mode differentiation"
+    library.allnorm_fast_call_forward_ad(forward_ad)
+    for forward_ad["_current_level"] in (0, "another"):
+        assert not is_made(call)
+    forward_ad.clear()
+    assert not is_made(call)
+    forward_ad["_current_level"] = -1
     first = call(*arguments())
     assert [type(t) for t in first] == [Tensor, Tensor]
     inputs = (_BASE + 16, _BASE + 32, _BASE + 48)
@@ -276,6 +287,24 @@ def main(path, size, *offsets):
     for gradients[:] in ([True], [False], [1], []):
         assert (is_made(graded) is not None) == (gradients == [False])
     count += 1
+    # Results that are given have new versions, before anything is launched.
+    versions = []
+    counted, keep_counted, *_ = new()
+    keep_counted(
+        prepare(
+            ((out_at, None, ()), (residual_out_at, None, ())),
+            out=same_as_input,
+            residual_out=tensor,
+            overwrite=lambda tensors: versions.append((tensors, launches.count)),
+        )
+    )
+    other = Tensor(80)
+    assert counted(*arguments(out=x, residual_out=other)) == (x, other)
+    assert versions == [((x, other), count)]
+    count += 1
+    versions.clear()
+    keep_counted(prepare(made_new, overwrite=failing))
+    assert not is_made(counted), "Python meets it again"
     assert not lock.locked()
     wrong_places = ((12, empty, geometry), (2, empty, geometry), ("0", empty, geometry))
     for wrong in (*wrong_places, (8, empty), (8,), 3):
@@ -290,6 +319,7 @@ def main(path, size, *offsets):
     assert launches.count == count, "nothing is launched for who was closed meanwhile"
     new_streams(library, run, prepared, arguments())
     del first, out, got, other, taken, into, keep_into, low, graded, keep_graded, static, memory
+    del counted, keep_counted
     del quantising, keep_quantising, single, keep_single
     good, bad = arguments(), arguments(weight)
 

@@ -48,9 +48,10 @@ ALLOWED = {
     "core.fast_call": {
         *("core._native", "core.arguments", "core.call", "core.launch", "core.shortcuts", "quant"),
     },
+    "core.traced": {"core.arguments", "core.call", "core.tensors", "quant"},
     "core.dispatch": {
         *("core._native", "core.arguments", "core.call", "core.fast_call", "core.launch"),
-        *("core.shortcuts", "core.tensors", "errors", "policy"),
+        *("core.shortcuts", "core.tensors", "core.traced", "errors", "policy"),
     },
     "core.announcement": {"core._native", "core.launch", "names"},
     "core.refusal": {"core._native", "core.call", "core.launch", "policy"},
@@ -76,7 +77,8 @@ ALLOWED = {
     },
     "core.local": {
         *("core._native", "core.call", "core.dispatch", "core.fast_call", "core.launch"),
-        *("core.shortcuts", "core.tensors", "errors", "expert_sum", "policy", "post_norm", "quant"),
+        *("core.shortcuts", "core.tensors", "core.traced", "errors", "expert_sum", "policy"),
+        *("post_norm", "quant"),
     },
     "core.endpoint": {
         *("core._native", "core.announcement", "core.call", "core.channel", "core.dispatch"),
@@ -89,7 +91,6 @@ ALLOWED = {
         *("core.unfused", "core.watch", "core.workspace", "errors", "islands", "names", "policy"),
         *("quant", "tuning"),
     },
-    "core.traced": {"core.arguments", "core.call", "quant"},
     "communicator": {
         *(
             "core.arguments",
@@ -102,13 +103,14 @@ ALLOWED = {
         *("errors", "expert_sum", "islands", "policy", "post_norm", "quant"),
     },
     "functions": {
-        *("communicator", "core.arguments", "core.shortcuts", "core.traced", "expert_sum"),
-        *("post_norm", "quant"),
+        *("communicator", "core.arguments", "core.call", "core.shortcuts", "core.traced"),
+        *("expert_sum", "post_norm", "quant"),
     },
     "fakes": {"quant"},
     "lowering": set(),
     "ops": {
-        *("communicator", "core.call", "core.local", "expert_sum", "fakes", "lowering"),
+        *("communicator", "core.call", "core.local", "core.tensors", "expert_sum", "fakes"),
+        "lowering",
         *("post_norm", "quant"),
     },
     "tracing": {"core.dispatch", "core.fast_call", "errors"},

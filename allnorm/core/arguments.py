@@ -260,14 +260,19 @@ def check_scale_result(scale: Any, geometry: ScaleGeometry, device: torch.device
             )
 
 
-def check_norms(call: Call) -> None:
-    """Raises unless there is a norm, and the weights of all norms fit the rows."""
+def check_has_norm(call: Call) -> None:
+    """Raises unless there is a norm, and one whose rows are quantized if any are."""
     if call.weight is None and call.post_weight is None:
         raise TypeError("weight is None: expected a torch.Tensor, or a post_norm beside it.")
     if call.weight is None and call.op.endswith("_quant"):
         raise TypeError("weight is None: expected a torch.Tensor, nothing else is quantised.")
     if call.weight is None and call.out is not None:
         raise ValueError("out without a weight: there is no second norm whose result it could be.")
+
+
+def check_norms(call: Call) -> None:
+    """Raises unless there is a norm, and the weights of all norms fit the rows."""
+    check_has_norm(call)
     for name, weight in (("weight", call.weight), ("post_norm.weight", call.post_weight)):
         if weight is not None:
             check_weight(name, weight, call.x)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from allnorm.expert_sum import ExpertSum
 from allnorm.post_norm import PostNorm
-from allnorm.quant import Fp8PerTensor, NvFp4
+from allnorm.quant import Fp8PerTensor, NvFp4, NvFp4Layout
 
 
 class Call(NamedTuple):
@@ -191,3 +191,12 @@ def split_scale(quant: Any) -> tuple[Any, Tensor | None]:
     if type(quant) is Fp8PerTensor:
         return Fp8PerTensor, quant.scale
     return (quant.layout, quant.global_scale) if type(quant) is NvFp4 else (quant, None)
+
+
+def join_scale(quant: Any, static_scale: Tensor | None) -> Any:
+    """Returns what the caller passed for `quant`: the inverse of `split_scale`."""
+    if quant is Fp8PerTensor and static_scale is not None:
+        return Fp8PerTensor(static_scale)
+    if type(quant) is NvFp4Layout and static_scale is not None:
+        return NvFp4(static_scale, quant.scale_layout)
+    return quant

@@ -19,9 +19,10 @@ from typing import Any, NoReturn, Protocol
 import torch
 
 from allnorm import policy
-from allnorm.core import _native, arguments, fast_call
+from allnorm.core import _native, arguments, fast_call, traced
 from allnorm.core.call import Call
 from allnorm.core.launch import Launch, Memory, describe
+from allnorm.core.shortcuts import is_intercepted, version_counter
 from allnorm.core.tensors import is_plain
 from allnorm.errors import CommunicatorClosedError, UnsupportedError
 from allnorm.policy import Plan
@@ -103,6 +104,8 @@ class Dispatcher:
 
     def _make(self, call: Call) -> Any:
         """A call that csrc/python does not recognise."""
+        if is_intercepted():
+            return traced.as_operator(self._target, call)
         self._target.check_open()
         key, launch = self._find(call)
         if launch is None:
@@ -119,6 +122,9 @@ class Dispatcher:
                 memory = launch.allocate(call)
                 if self._target.can_repeat(launch):
                     fast_call.keep(self.fast, launch, call, memory)
+            written = [tensor for tensor in call.memory if tensor is not None]
+            if written:
+                version_counter()(written)
         except Exception as error:
             self._target.refuse(error, plan.algorithm)
             raise

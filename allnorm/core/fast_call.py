@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
 from allnorm.core import _native, shortcuts
 from allnorm.core.arguments import span_bytes, with_padding
@@ -131,9 +132,13 @@ def _prepare(launch: Launch, call: Call, memory: Memory) -> Any:
     ]
     # What requires grad is taken only while gradients are disabled.
     grad_enabled = torch.is_grad_enabled if any(t.requires_grad for t in once) else None
+    # Inference tensors have no version. The check tells them from others.
+    has_version = any(t is not None and not t.is_inference() for t in call.memory)
+    overwrite = shortcuts.version_counter() if has_version else None
     given, aligns, spans = zip(*operands, strict=True)
     return functions.prepare(
-        *(ctypes.addressof(native), shortcuts.alike(once), grad_enabled, constants, tuple(results)),
+        *(ctypes.addressof(native), shortcuts.alike(once), grad_enabled, overwrite),
+        *(constants, tuple(results)),
         *((ctypes.c_uint8 * NUM_TENSORS)(*given), (ctypes.c_uint8 * NUM_TENSORS)(*aligns)),
         (ctypes.c_uint64 * NUM_TENSORS)(*spans),
     )
@@ -194,14 +199,17 @@ def _library() -> _Functions | None:
         library = ctypes.PyDLL(str(path))
         if library.allnorm_fast_call_abi() != _native.ABI_VERSION:
             return None
+        see_forward_ad = library.allnorm_fast_call_forward_ad
     except (OSError, AttributeError):
         return None
     new, prepare = library.allnorm_fast_call_new, library.allnorm_fast_call_prepare
     new.argtypes, new.restype = (_pointer, _pointer, *[_object] * 7), _object
-    prepare.argtypes = (_pointer, *[_object] * 4, *[_pointer] * 3)
+    prepare.argtypes = (_pointer, *[_object] * 5, *[_pointer] * 3)
     prepare.restype = _object
     watch = library.allnorm_fast_call_watch
     watch.argtypes, watch.restype = (ctypes.c_int32,), None
+    see_forward_ad.argtypes, see_forward_ad.restype = (_object,), None
+    see_forward_ad(vars(forward_ad))
     look, raise_interrupt = library.allnorm_fast_call_look, library.allnorm_fast_call_raise
     look.argtypes, look.restype = (), _pointer
     raise_interrupt.argtypes, raise_interrupt.restype = (), _object

@@ -7,8 +7,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from allnorm.core import _native, tensors
-from allnorm.core.call import Call, op_boundary, split_boundary, split_scale
+from allnorm.core import _native, tensors, traced
+from allnorm.core.call import Call, split_boundary, split_scale
 from allnorm.core.dispatch import Dispatcher
 from allnorm.core.launch import Launch, Memory, raise_status
 from allnorm.core.shortcuts import is_traced
@@ -16,7 +16,7 @@ from allnorm.errors import AllnormError, UnsupportedError
 from allnorm.expert_sum import ExpertSum
 from allnorm.policy import Plan
 from allnorm.post_norm import PostNorm
-from allnorm.quant import DEFAULT_QUANT, Quant, QuantizedNorm, from_op_results, op_arguments
+from allnorm.quant import DEFAULT_QUANT, Quant, QuantizedNorm
 
 _PLAN = Plan("local", "there is no other rank", 1)
 
@@ -61,10 +61,8 @@ def add_rms_norm(
     """
     x, before, change = split_boundary(x, post_norm, scale)
     if is_traced(x):
-        normed, summed = torch.ops.allnorm.add_rms_norm(
-            x, residual, weight, eps, weight_bias, numerics, *op_boundary(before, change)
-        )
-        return (None if weight is None else normed), summed
+        norm = (eps, weight_bias, numerics, False)
+        return traced.add_rms_norm(x, residual, weight, norm, (before, change))
     results: tuple[Any, torch.Tensor] = _dispatcher(x).call(
         *(x, residual, weight, None, *before, None, None, None, None, "add_rms_norm", "auto"),
         *(eps, weight_bias, numerics, False, None, False, 0, *change),
@@ -117,11 +115,10 @@ def add_rms_norm_quant(
     """
     x, before, change = split_boundary(x, post_norm, scale)
     if is_traced(x):
-        traced = torch.ops.allnorm.add_rms_norm_quant(
-            *(x, residual, weight, eps, *op_arguments(quant), return_normed),
-            *(weight_bias, numerics, *op_boundary(before, change)),
+        norm = (eps, weight_bias, numerics, False)
+        return traced.add_rms_norm_quant(
+            x, residual, weight, norm, quant, return_normed, (before, change)
         )
-        return from_op_results(traced, quant, return_normed)
     spec, static_scale = split_scale(quant)
     return QuantizedNorm(
         *_dispatcher(x).call(

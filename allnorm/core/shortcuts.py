@@ -24,6 +24,8 @@ current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 
 _is_compiling = torch.compiler.is_compiling
 _num_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
+_PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
 
 
 def is_traced(x: object) -> bool:
@@ -33,6 +35,25 @@ def is_traced(x: object) -> bool:
     tensors.
     """
     return _is_compiling() or _num_modes() > 0 or x.__class__ is FakeTensor
+
+
+def is_intercepted() -> bool:
+    """Returns whether a tracer or transform that is no dispatch mode sees this thread's operators.
+
+    So under torch.jit.trace, in the transforms of torch.func, torch.vmap among them, and under
+    make_fx(pre_dispatch=True). A function that `alike` returns answers False there: only calls that
+    csrc/python does not recognise need ask.
+    """
+    return (
+        torch._C._is_tracing()
+        or is_transforming()
+        or torch._C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
+    )
+
+
+def is_transforming() -> bool:
+    """Returns whether this thread is in a transform of torch.func or in torch.vmap."""
+    return _transform() is not None
 
 
 def alike(tensors: Sequence[torch.Tensor]) -> Check:
@@ -54,6 +75,27 @@ def fast_empty(device: torch.device) -> New | None:
         return _fast_new("cpu")
     with torch.cuda.device(device):  # another device would be initialised by trying it out there
         return _fast_new("cuda")
+
+
+@functools.cache
+def version_counter() -> Callable[[Sequence[torch.Tensor]], None]:
+    """Returns a function that raises the versions of tensors, as writing operators do."""
+    try:
+        increment: Any = torch._C._increment_version
+        probe = torch.empty(1)
+        before = probe._version
+        increment((probe,))
+        if probe._version == before + 1:
+            return increment
+    except Exception:  # noqa: BLE001 - any surprise means that it is another interface
+        pass
+    return _increment_versions
+
+
+def _increment_versions(tensors: Sequence[torch.Tensor]) -> None:
+    for tensor in tensors:
+        if not tensor.is_inference():
+            torch.autograd.graph.increment_version(tensor)
 
 
 def _guards_of(tensors: Sequence[torch.Tensor]) -> Check:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 _TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 _is_transformed: Any = torch._C._functorch.is_functorch_wrapped_tensor
@@ -37,18 +38,38 @@ def check_kind(name: str, tensor: object) -> None:
             f"{name} is a tensor with layout {what}: expected a dense one. Pass "
             f"{name}.to_dense(), or what it consists of."
         )
-    if tensor.requires_grad and torch.is_grad_enabled():
+    if wants_gradient(tensor):
         raise ValueError(
             f"{name} with requires_grad=True: expected none while gradients are enabled, because "
             "results carry no gradient. Call it under torch.no_grad() or torch.inference_mode(), "
             f"or pass {name}.detach()."
         )
-    if not _is_compiling() and (_is_transformed(tensor) or _is_functional(tensor)):
-        raise TypeError(
-            f"{name} is the tensor of a transform (torch.func, torch.vmap or functionalisation): "
-            "expected one with memory of its own. Call the operators in torch.ops.allnorm there, "
-            "or the transform without this call."
+    if _is_compiling():
+        return
+    if has_tangent(tensor):
+        raise ValueError(
+            f"{name} has a tangent of forward-mode differentiation: expected none, because results "
+            f"carry no gradient. Call it under torch.inference_mode(), or pass {name}.detach()."
         )
+    if _is_transformed(tensor) or _is_functional(tensor):
+        raise TypeError(
+            f"{name} is the tensor of a transform (torch.func, torch.vmap or functionalisation) "
+            "that is not active here: expected one with memory of its own. Make the call within "
+            "the transform, or pass a plain tensor."
+        )
+
+
+def wants_gradient(tensor: torch.Tensor) -> bool:
+    """Returns whether autograd would record a call of `tensor`."""
+    return tensor.requires_grad and torch.is_grad_enabled()
+
+
+def has_tangent(tensor: torch.Tensor) -> bool:
+    """Returns whether `tensor` has a tangent of forward-mode differentiation that counts."""
+    level = forward_ad._current_level
+    if level < 0 or not torch._C._is_fwd_grad_enabled():
+        return False
+    return torch._VF._unpack_dual(tensor, level=level)[1] is not None
 
 
 def _refuse_type(name: str, tensor: object) -> None:
@@ -62,6 +83,11 @@ def _refuse_type(name: str, tensor: object) -> None:
     else:
         remedy = f"the plain tensor in it, or {name}.as_subclass(torch.Tensor) if it is one itself"
     raise TypeError(f"{name} is a {kind}: expected a plain torch.Tensor. Pass {remedy}.")
+
+
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Returns whether torch.vmap maps over `tensor`."""
+    return not _is_compiling() and bool(torch._C._functorch.is_batchedtensor(tensor))
 
 
 def is_virtual(tensor: torch.Tensor) -> bool:

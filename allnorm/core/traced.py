@@ -1,6 +1,7 @@
 """Calls as tracers see them: one operator, and a copy into each result that was preallocated.
 
-Under torch.compile, torch.export, make_fx, any other dispatch mode, and for fake tensors. What can
+Under torch.compile, torch.export, make_fx, any other dispatch mode, and for fake tensors; under
+torch.jit.trace and in the transforms of torch.func, too. What can
 be told from shapes and dtypes is refused; memory that is shared cannot be seen and needs no
 refusal, since results are copied after the call.
 """
@@ -12,9 +13,9 @@ from typing import Any, Protocol
 
 import torch
 
-from allnorm.core import arguments
+from allnorm.core import arguments, tensors
 from allnorm.core.arguments import Like
-from allnorm.core.call import op_boundary
+from allnorm.core.call import Call, join_scale, op_boundary
 from allnorm.quant import (
     Quant,
     QuantizedNorm,
@@ -80,7 +81,7 @@ def all_reduce_add_rms_norm_quant(
     ranks: _Ranks,
     x: _Tensor,
     residual: _Tensor | None,
-    weight: _Tensor,
+    weight: Any,
     norm: tuple[Any, ...],
     quant: Quant,
     return_normed: bool,
@@ -128,6 +129,78 @@ def all_gather_rows(
     return _into(out, torch.ops.allnorm.all_gather_rows(shard, num_tokens, ranks.name, algorithm))
 
 
+def as_operator(target: Any, call: Call) -> Any:
+    """Makes a call as an operator, for a tracer that sees operators only.
+
+    Args:
+        target: the Target of a Dispatcher; its name is the communicator's if the call has peers.
+        call: of any kind; nothing is checked yet.
+
+    Returns:
+        The results as Dispatcher.call returns them.
+    """
+    for name, tensor in zip(("x", "residual", "weight"), call.inputs, strict=False):
+        if not isinstance(tensor, torch.Tensor) and (tensor is not None or name == "x"):
+            tensors.check_kind(name, tensor)  # which says what is wrong
+    if call.op == "all_reduce":
+        return all_reduce(target, call.x, call.algorithm, call.out)
+    if call.op == "all_gather_rows":
+        return all_gather_rows(target, call.x, call.num_tokens, call.algorithm, call.out)
+    arguments.check_norm_constants(call)
+    arguments.check_has_norm(call)
+    norm = (float(call.eps), float(call.weight_bias), call.numerics, call.residual_sharded)
+    change = (float(call.post_eps), float(call.post_weight_bias), float(call.scale), call.experts)
+    boundary = (call.inputs[4:], change)
+    if call.op == "all_reduce_add_rms_norm":
+        return all_reduce_add_rms_norm(
+            *(target, call.x, call.residual, call.weight, norm, call.algorithm, boundary),
+            *(call.out, call.residual_out),
+        )
+    if call.op == "add_rms_norm":
+        return add_rms_norm(call.x, call.residual, call.weight, norm, boundary)
+    quant = join_scale(call.quant, call.static_scale)
+    if call.op == "add_rms_norm_quant":
+        wanted = call.return_normed
+        return add_rms_norm_quant(call.x, call.residual, call.weight, norm, quant, wanted, boundary)
+    return all_reduce_add_rms_norm_quant(
+        *(target, call.x, call.residual, call.weight, norm, quant, call.return_normed),
+        *(call.algorithm, boundary),
+        (call.quantized_out, call.scale_out, call.residual_out, call.out),
+    )
+
+
+def add_rms_norm(
+    x: Any,
+    residual: _Tensor | None,
+    weight: _Tensor | None,
+    norm: tuple[Any, ...],
+    boundary: Boundary,
+) -> tuple[Any, _Tensor]:
+    """As the function; `norm` as above."""
+    normed, summed = torch.ops.allnorm.add_rms_norm(
+        x, residual, weight, *norm[:3], *op_boundary(*boundary)
+    )
+    return (None if weight is None else normed), summed
+
+
+def add_rms_norm_quant(
+    x: Any,
+    residual: _Tensor | None,
+    weight: Any,
+    norm: tuple[Any, ...],
+    quant: Quant,
+    return_normed: bool,
+    boundary: Boundary,
+) -> QuantizedNorm:
+    """As the function; `norm` as above."""
+    eps, weight_bias, numerics, _ = norm
+    results = torch.ops.allnorm.add_rms_norm_quant(
+        *(x, residual, weight, eps, *op_arguments(quant), return_normed),
+        *(weight_bias, numerics, *op_boundary(*boundary)),
+    )
+    return from_op_results(results, quant, return_normed)
+
+
 def _like_sum(x: _Tensor, boundary: Boundary) -> Like:
     """What the reduced sum is like; `x` may be what experts return."""
     (_, index, *_), (*_, experts) = boundary
@@ -157,4 +230,11 @@ def _check(name: str, result: _Tensor | None, like: Like) -> None:
 
 
 def _into(memory: _Tensor | None, result: _Tensor) -> _Tensor:
-    return result if memory is None else memory.copy_(result)
+    if memory is None:
+        return result
+    if tensors.is_batched(result) and not tensors.is_batched(memory):
+        raise ValueError(
+            "memory for a result of a call under torch.vmap, which is not mapped over while the "
+            "call's inputs are: expected None. Take the result that is returned."
+        )
+    return memory.copy_(result)

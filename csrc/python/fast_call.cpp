@@ -54,6 +54,17 @@ constexpr const char* kPrepared = "allnorm.Prepared";
 // While anybody watches nothing is recognised, so that Python sees every call.
 int watchers = 0;
 
+// The variables of torch.autograd.forward_ad, a dict that is never freed. Tangents do not show in
+// the dispatch keys of a tensor.
+PyObject* forward_ad = nullptr;
+
+// Returns whether forward-mode differentiation is off. Python looks at the tensors where it is on.
+bool is_without_tangents() {
+  static PyObject* const name = PyUnicode_InternFromString("_current_level");
+  static PyObject* const off = PyLong_FromLong(-1);  // a small int, of which there is one object
+  return forward_ad != nullptr && PyDict_GetItem(forward_ad, name) == off;
+}
+
 // Whether the current device is the communicator's; then `stream` is its current stream.
 bool on_device(const FastCall& fast, void** stream) {
   const Ref current(PyObject_CallNoArgs(fast.current_device.get()));
@@ -149,7 +160,8 @@ Launched launch(FastCall& fast, const AllnormCall& call, std::int32_t* status) {
 
 // The prepared call that serves these arguments; it is moved to the front.
 std::shared_ptr<Prepared> find(FastCall& fast, PyObject* const* arguments) {
-  for (std::size_t i = 0; watchers == 0 && i < fast.prepared.size(); ++i) {
+  if (watchers != 0 || !is_without_tangents()) return nullptr;
+  for (std::size_t i = 0; i < fast.prepared.size(); ++i) {
     std::shared_ptr<Prepared> candidate = fast.prepared[i];
     if (!recognises(*candidate, arguments)) continue;
     // The check may have let another thread change the list.
@@ -181,7 +193,7 @@ PyObject* call(PyObject* self, PyObject* const* arguments, Py_ssize_t num_argume
     return call_python(fast->missed, nullptr, arguments);
   }
   Ref results(make_results(*found, arguments, call));
-  if (!results) {
+  if (!results || !mark_overwritten(*found, arguments)) {
     // No memory, perhaps. Python meets it again, and lets the peers know.
     PyErr_Clear();
     return call_python(fast->missed, nullptr, arguments);
@@ -263,6 +275,11 @@ ALLNORM_API std::int32_t allnorm_fast_call_abi() { return ALLNORM_ABI_VERSION; }
 
 ALLNORM_API void allnorm_fast_call_watch(std::int32_t more) { watchers += more; }
 
+// `variables`: dict, of torch.autograd.forward_ad. Once per process, before calls are kept.
+ALLNORM_API void allnorm_fast_call_forward_ad(PyObject* variables) {
+  forward_ad = Ref::borrowed(variables).release();
+}
+
 // The functions call, keep, forget, close and holder of a new FastCall.
 ALLNORM_API PyObject* allnorm_fast_call_new(void* function, void* comm, PyObject* missed,
                                             PyObject* failed, PyObject* acquire, PyObject* let_go,
@@ -300,14 +317,16 @@ ALLNORM_API PyObject* allnorm_fast_call_new(void* function, void* comm, PyObject
 // A call for `keep`. `constants`: tuple. `results`: tuple of (place, callable or None, its
 // arguments). `given`, `aligns` and `spans` describe the tensors, as Operand does.
 ALLNORM_API PyObject* allnorm_fast_call_prepare(const AllnormCall* call, PyObject* check,
-                                                PyObject* grad_enabled, PyObject* constants,
-                                                PyObject* results, const std::uint8_t* given,
+                                                PyObject* grad_enabled, PyObject* overwrite,
+                                                PyObject* constants, PyObject* results,
+                                                const std::uint8_t* given,
                                                 const std::uint8_t* aligns,
                                                 const std::uint64_t* spans) {
   auto prepared = std::make_shared<Prepared>();
   prepared->call = *call;
   prepared->check = Ref::borrowed(check);
   prepared->grad_enabled = Ref::borrowed(grad_enabled);
+  prepared->overwrite = Ref::borrowed(overwrite);
   for (int i = 0; i < kNumTensors; ++i) {
     prepared->operands[i] = {static_cast<Given>(given[i]), aligns[i], spans[i]};
   }

@@ -123,6 +123,22 @@ bool bind_given(const Prepared& prepared, PyObject* const* arguments, AllnormCal
   return true;
 }
 
+bool mark_overwritten(const Prepared& prepared, PyObject* const* arguments) {
+  if (prepared.overwrite.get() == Py_None) return true;
+  PyObject* given[kNumTensors] = {};
+  Py_ssize_t count = 0;
+  for (int i = kOut; i < kNumTensors; ++i) {
+    if (prepared.operands[i].given != Given::kNothing) given[count++] = arguments[i];
+  }
+  const Ref tensors(PyTuple_New(count));
+  if (!tensors) return false;
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    if (PyTuple_SetItem(tensors.get(), i, Ref::borrowed(given[i]).release()) < 0) return false;
+  }
+  return static_cast<bool>(
+      Ref(PyObject_CallFunctionObjArgs(prepared.overwrite.get(), tensors.get(), nullptr)));
+}
+
 void** address_in(AllnormCall& call, Tensor result) {
   switch (result) {
     case kResidualOut:

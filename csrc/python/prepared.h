@@ -55,6 +55,9 @@ struct Prepared {
   // callable(): bool, whether gradients are enabled; None if no tensor requires one. Tensors that
   // do are taken only while gradients are disabled.
   Ref grad_enabled;
+  // callable(tuple of tensors): raises their versions, by which autograd notices that a tensor
+  // which it saved was overwritten; None if no result is given that has a version.
+  Ref overwrite;
   std::vector<Ref> constants;
   Operand operands[kNumTensors];
   std::vector<Result> results;  // in the order in which they are returned
@@ -69,6 +72,9 @@ std::uintptr_t address_of(PyObject* tensor);
 // Puts the addresses of the tensors given into `call`. False if Python has to copy a tensor, or to
 // say that one has no memory or shares it with a result.
 bool bind_given(const Prepared& prepared, PyObject* const* arguments, AllnormCall& call);
+
+// Raises the versions of the results that are given. False with an error set if that fails.
+bool mark_overwritten(const Prepared& prepared, PyObject* const* arguments);
 
 // The field of `call` that holds the address of a result.
 void** address_in(AllnormCall& call, Tensor result);
