@@ -88,7 +88,7 @@ class Communicator:
     Raises:
         ValueError, TypeError: an argument is wrong, or ranks pass different ones or have loaded
             different builds: on every rank, with the values of each.
-        ConfigurationError: an `ALLNORM_*` variable is unknown or wrong.
+        ConfigurationError: an `ALLNORM_*` variable is misspelled or wrong.
         NativeLibraryError: the backend's library is missing or cannot be loaded.
         AllnormError: another rank failed to create its part. Every rank raises if one does.
         PeerTimeoutError: another rank did not come within `timeout`.

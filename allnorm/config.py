@@ -10,23 +10,30 @@
 `ALLNORM_DISABLE=1` keeps the plugins of serving engines from doing anything; calls of the library's
 own API are not affected.
 
-An argument that is given wins over its variable. An unknown `ALLNORM_*` variable is an error, since
-a misspelt setting that does nothing is found too late.
+An argument that is given wins over its variable. A name that resembles one of these is an error,
+since a misspelled setting that does nothing is found too late. Any other unknown `ALLNORM_*` is
+ignored with one warning: Kubernetes sets such names for a service called allnorm, and images set
+ALLNORM_VERSION.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import difflib
 import os
 import pathlib
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from allnorm.errors import ConfigurationError
 
 DEFAULT_TIMEOUT = datetime.timedelta(seconds=600)
 
+_PREFIX = "ALLNORM_"
+_ALIKE = 0.74  # ratio of difflib: that of TUNE_DIR and TUNING_DIR is 0.78, BUILD_DIR has 0.63
+_ignored: set[str] = set()
 _KNOWN = (
     *("ALLNORM_WORKSPACE_BYTES", "ALLNORM_TIMEOUT_SECONDS"),
     *("ALLNORM_DISABLE", "ALLNORM_TUNING_DIR"),
@@ -47,15 +54,10 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
     """Reads every ``ALLNORM_*`` variable.
 
     Raises:
-        ConfigurationError: a variable is unknown, or its value is not what it must be.
+        ConfigurationError: a name is like that of a variable, or a value is not what it must be.
     """
     environ = os.environ if environ is None else environ
-    unknown = sorted(k for k in environ if k.startswith("ALLNORM_") and k not in _KNOWN)
-    if unknown:
-        raise ConfigurationError(
-            f"unknown environment variable {', '.join(unknown)}: allnorm knows "
-            f"{', '.join(_KNOWN)}. Correct the name or unset it."
-        )
+    _check_names(k for k in environ if k.startswith(_PREFIX) and k not in _KNOWN)
     workspace = _positive(environ, "ALLNORM_WORKSPACE_BYTES")
     seconds = _positive(environ, "ALLNORM_TIMEOUT_SECONDS")
     return Settings(
@@ -64,6 +66,38 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         disabled=_switch(environ, "ALLNORM_DISABLE"),
         tuning_dir=_folder(environ, "ALLNORM_TUNING_DIR"),
     )
+
+
+def _check_names(unknown: Iterable[str]) -> None:
+    """Raises for a name that may be misspelled; warns once of others, on one rank of a host."""
+    others = []
+    for name in sorted(unknown):
+        meant = _resembled(name)
+        if meant is not None:
+            raise ConfigurationError(
+                f"unknown environment variable {name}: expected {meant}, or another of "
+                f"{', '.join(_KNOWN)}. Correct the name or unset it."
+            )
+        if name not in _ignored:
+            others.append(name)
+    _ignored.update(others)
+    if others and local_rank() == 0:
+        warnings.warn(
+            f"allnorm ignores the environment variable {', '.join(others)}: it reads "
+            f"{', '.join(_KNOWN)} only. Unset it if it was meant for allnorm.",
+            stacklevel=4,
+        )
+
+
+def _resembled(name: str) -> str | None:
+    """Returns the variable that `name` may be a misspelling of, or None."""
+    words = name.removeprefix(_PREFIX)
+    for known in _KNOWN:
+        meant = known.removeprefix(_PREFIX)
+        alike = difflib.SequenceMatcher(None, words, meant).ratio() >= _ALIKE
+        if alike or words.split("_")[0] == meant.split("_")[0]:
+            return known
+    return None
 
 
 def cache_dir(environ: Mapping[str, str] | None = None) -> pathlib.Path:

@@ -12,7 +12,7 @@ class UnsupportedError(AllnormError, ValueError):
 
 
 class ConfigurationError(AllnormError, ValueError):
-    """An ``ALLNORM_*`` environment variable that is unknown or cannot be read."""
+    """An ``ALLNORM_*`` environment variable that is misspelled or cannot be read."""
 
 
 class CommunicatorClosedError(AllnormError):

@@ -8,6 +8,7 @@ import gc
 import os
 import pathlib
 import random
+import warnings
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -330,6 +331,13 @@ def with_environment(change: dict[str, str], call: Callable[[], object]) -> obje
             del os.environ[name]
 
 
+# Kubernetes sets them in every pod beside a service called allnorm; the last is a Dockerfile's.
+POD = (
+    *("ALLNORM_SERVICE_HOST", "ALLNORM_SERVICE_PORT", "ALLNORM_PORT", "ALLNORM_PORT_80_TCP_PROTO"),
+    "ALLNORM_VERSION",
+)
+
+
 def environment(rank: int, world_size: int) -> list[str]:
     def create() -> allnorm.Communicator:
         return allnorm.Communicator(device=device())
@@ -353,11 +361,18 @@ def environment(rank: int, world_size: int) -> list[str]:
     Case((tokens, 4096)).check(c)
     c.close()
     # only one rank is misconfigured: all of them refuse, and none hangs
-    own = {"ALLNORM_TYPO": "1"} if rank == 0 else {}
+    own = {"ALLNORM_TIMEOUT_SECS": "1"} if rank == 0 else {}
     kinds = (allnorm.ConfigurationError, allnorm.AllnormError)
-    assert "ALLNORM_TYPO" in message_of(kinds, lambda: with_environment(own, create))
-    with create() as c:
-        Case().check(c)
+    assert "ALLNORM_TIMEOUT_SECS" in message_of(kinds, lambda: with_environment(own, create))
+    pod = dict.fromkeys(POD, "tcp://10.0.0.7:80") if rank == 0 else {}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            with with_environment(pod, create) as c:
+                Case().check(c)
+    said = [str(w.message) for w in caught if "ignores the environment" in str(w.message)]
+    assert len(said) == (1 if rank == 0 else 0)
+    assert all(name in said[0] for name in pod)
     return texts
 
 
