@@ -123,12 +123,12 @@ class Communicator:
     ) -> None:
         from allnorm.core.opening import open_endpoint
 
-        def made_so_far(place: torch.device) -> tuple[int, bool]:
+        def last_number(place: torch.device) -> tuple[int, bool]:
             # By the group's name traced calls mean the communicator of `for_group`, no other.
             key = group.group_name, place.type
-            return len(_made.get(key, ())), named_as_group and key not in _open
+            return _last_numbers.get(key, 0), named_as_group and key not in _open
 
-        self._endpoint = open_endpoint(group, settings, made_so_far)
+        self._endpoint = open_endpoint(group, settings, last_number)
         self._call = self._endpoint.dispatcher.call
         self.name: str = self._endpoint.name
         self.rank: int = self._endpoint.rank
@@ -136,7 +136,9 @@ class Communicator:
         self.device: torch.device = self._endpoint.device
         self.timeout: datetime.timedelta = self._endpoint.timeout
         self.numerics = settings.numerics
-        _made.setdefault((group.group_name, self.device.type), []).append(self.name)
+        key = group.group_name, self.device.type
+        _made.setdefault(key, []).append(self.name)
+        _last_numbers[key] = self._endpoint.number
         _open[self.name, self.device.type] = self
         _open_calls[self.name, self.device.type == "cuda"] = self._call
         _living.add(self)
@@ -668,6 +670,8 @@ _open: weakref.WeakValueDictionary[tuple[str, str], Communicator] = weakref.Weak
 _open_calls: dict[tuple[str, bool], Callable[..., Any]] = {}
 # The names of all that this process has made, by the group's name and the kind of device.
 _made: dict[tuple[str, str], list[str]] = {}
+# The number of the latest, by the same.
+_last_numbers: dict[tuple[str, str], int] = {}
 # Those of `for_group`, by the id of the group.
 _of_group: dict[tuple[int, torch.device], Communicator] = {}
 _making = threading.RLock()
@@ -732,8 +736,16 @@ def resolve_group(group: Any) -> dist.ProcessGroup:
             )
         group = group.get_group()
     resolved = dist.group.WORLD if group is None else group
+    if resolved is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            f"group={group!r}: this process is not in the group. Expected a group that it is in: "
+            "new_group() returns this value to the other processes."
+        )
     if not isinstance(resolved, dist.ProcessGroup):
-        raise ValueError(f"group={group!r}: this process is not in the group.")
+        raise ValueError(
+            f"group={group!r}: expected a process group as init_process_group() and new_group() "
+            "make it, a DeviceMesh of one dimension, or None for the default group."
+        )
     return resolved
 
 

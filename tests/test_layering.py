@@ -56,7 +56,8 @@ ALLOWED = {
     "core.announcement": {"core._native", "core.launch", "names"},
     "core.refusal": {"core._native", "core.call", "core.launch", "policy"},
     "core.watch": set(),
-    "core.rendezvous": {"core.watch", "errors"},
+    "core.arrival": {"core.watch", "errors"},
+    "core.rendezvous": {"core.arrival", "core.watch", "errors"},
     "core.workspace": {"core._native", "core.rendezvous", "islands"},
     "core.between": {"config", "core.rendezvous", "islands"},
     "core.faults": {

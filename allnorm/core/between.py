@@ -27,6 +27,8 @@ from allnorm.islands import Islands
 # How a wait for gloo looks: at once for a while, then now and then, and at processes rarely.
 _SPIN_SECONDS, _PAUSE_SECONDS, LOOK_SECONDS = 5e-4, 1e-4, 0.1
 BACKENDS = ("gloo", "nccl")
+# Gloo counts nanoseconds in 63 bits.
+_LONGEST_TIMEOUT = datetime.timedelta(days=100 * 365)
 
 Look = Callable[[float], None]
 
@@ -78,7 +80,7 @@ class Exchange:
         self._on_host = device.type == "cpu"
         self._backend, self._purpose = backend, purpose
         if backend == "gloo":
-            made: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
+            made: Any = dist.ProcessGroupGloo(store, rank, size, min(timeout, _LONGEST_TIMEOUT))
         else:
             made = _new_nccl(store, rank, size)
         # In a list of its own that is emptied at the interpreter's exit too: gloo's threads must

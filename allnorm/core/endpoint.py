@@ -67,7 +67,9 @@ class Endpoint:
 
     Args:
         name: of the communicator, the same on every rank.
-        key: the same, but no other communicator of the group ever has it.
+        number: the same on every rank; higher than that of every earlier communicator that a rank
+            has made of a group of this name, for such a device.
+        key: the same on every rank; no other communicator ever has it.
         group: its ranks.
         device: of the tensors.
         timeout: of every wait.
@@ -89,6 +91,7 @@ class Endpoint:
     def __init__(
         self,
         name: str,
+        number: int,
         key: str,
         group: dist.ProcessGroup,
         device: torch.device,
@@ -101,7 +104,8 @@ class Endpoint:
         hierarchy: hierarchical.Hierarchy | None = None,
         connection: unfused.Connection | None = None,
     ) -> None:
-        self.name, self.device, self.timeout = name, device, timeout
+        self.name, self.number = name, number
+        self.device, self.timeout = device, timeout
         self._key = key
         # Weak: torch holds the group until it is destroyed. Held any longer, it would keep gloo
         # from ending, which then aborts the interpreter at its exit.

@@ -68,17 +68,27 @@ class _Checked:
 def open_endpoint(
     group: dist.ProcessGroup,
     settings: Settings,
-    made_so_far: Callable[[torch.device], tuple[int, bool]],
+    last_number: Callable[[torch.device], tuple[int, bool]],
 ) -> Endpoint:
     """Opens this rank's end of a communicator. Collective; every rank raises if one does.
 
     Args:
         group: the ranks.
         settings: of this rank.
-        made_so_far: how many communicators of the group this process has made for such a device;
-            and whether this one is to have the group's name. If it is on all ranks, it has.
+        last_number: returns the highest number that a communicator of this process has had, of
+            those of a group of this name and such a device; and whether this one is to have the
+            group's name. If it is on all ranks, it has.
     """
-    meeting = Rendezvous(group, _wait_seconds(settings.timeout))
+    with Rendezvous(group, _wait_seconds(settings.timeout)) as meeting:
+        return _open(meeting, group, settings, last_number)
+
+
+def _open(
+    meeting: Rendezvous,
+    group: dist.ProcessGroup,
+    settings: Settings,
+    last_number: Callable[[torch.device], tuple[int, bool]],
+) -> Endpoint:
     mine: list[tuple[_Checked, tuning.RankTables]] = []
 
     def check() -> tuple[Any, ...]:
@@ -86,18 +96,19 @@ def open_endpoint(
         place = checked.device.type, checked.device.index, meeting.world_size
         loaded = tuning.load(settings.tuning_dir, *place)
         mine[:] = [(checked, loaded)]
-        made = made_so_far(checked.device)
+        made = last_number(checked.device)
         return checked.agreed, made, _max_row_bytes(checked.device), loaded.found
 
     answers = meeting.agree(check, "checking the arguments of Communicator")
     ((checked, loaded),) = mine
     _check_alike([agreed for agreed, *_ in answers])
-    number = max(count for _, (count, _), *_ in answers)
+    # Processes have made different numbers of communicators: the next one is new to all.
+    number = 1 + max(last for _, (last, _), *_ in answers)
     as_group = all(wanted for _, (_, wanted), *_ in answers)
-    name = str(group.group_name) if as_group else f"{group.group_name}#{number + 1}"
+    name = str(group.group_name) if as_group else f"{group.group_name}#{number}"
     tables, warning = tuning.tables(loaded, [found for *_, found in answers])
     if warning and meeting.rank == 0:
-        warnings.warn(warning, stacklevel=3)
+        warnings.warn(warning, stacklevel=4)
     place = _find_place(meeting, group, checked)
     memory = place.memory
     widest = min((most for *_, most, _ in answers if most is not None), default=None)
@@ -124,10 +135,13 @@ def open_endpoint(
         if apart and not memory.obstacle:
             made: list[Hierarchy] = []
             settled = meeting, place.islands, memory, checked.device, place.backend
-            meeting.agree(
-                lambda: made.append(Hierarchy(*settled, checked.timeout)),
-                "connecting the islands",
-            )
+
+            def connect() -> None:
+                if checked.device.type == "cuda":
+                    torch.cuda.set_device(checked.device)  # of this thread
+                made.append(Hierarchy(*settled, checked.timeout))
+
+            meeting.agree(connect, "connecting the islands", waits=True)
             (hierarchy,) = made
         if meeting.world_size > 1:
             own = handles[0] if checked.device.type == "cpu" and not apart else 0
@@ -137,7 +151,8 @@ def open_endpoint(
             connection = unfused.Connection(meeting, checked.device, sends_by, checked.timeout)
         endpoint = Endpoint(
             name,
-            f"{group.group_name}/{number}",
+            number,
+            f"{group.group_name}/{meeting.name}",
             *(group, checked.device, checked.timeout, checked.library),
             *(memory, handles[0], words, Chooser(checked.library, traits, memory.num_bytes)),
             *(hierarchy, connection),
@@ -155,7 +170,6 @@ def open_endpoint(
         raise
     if meeting.world_size > 1:
         endpoint.watch = watch.Watch(meeting.processes, _reporter(weakref.ref(endpoint)))
-    meeting.end()
     return endpoint
 
 

@@ -3,34 +3,41 @@
 Over the store of the process group and not by its collectives: these have the group's own timeout,
 do not say who is missing, and some end the process. Every rank leaves a report of each step under
 its own key and reads those of the others. A rank that gives up leaves word, and a process that ends
-is noticed, so that nobody waits for them.
+is noticed, so that nobody waits for them. How ranks find each other is in `arrival`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
+import os
 import pickle
+import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from allnorm.core.watch import Process, Watch, this_process
-from allnorm.errors import AllnormError, PeerDiedError, PeerTimeoutError
+from allnorm.core.arrival import (
+    LONGEST_PAUSE_SECONDS,
+    SHORTEST_PAUSE_SECONDS,
+    Arrival,
+    members_of,
+)
+from allnorm.core.watch import SETTLED_SECONDS, Process, Watch
+from allnorm.errors import AllnormError, PeerDiedError, PeerTimeoutError, UnsupportedError
 
 Look = Callable[[set[int], list[int]], None]
 """Called again and again in a wait, with the ranks that are missing and those of them whose process
 has ended; raises to end it."""
 
-_SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1e-4, 1e-2
-# How many meetings of a group this process has been to. Equal on all ranks, but for those that
-# never came to one that the others gave up.
-_meetings: dict[str, int] = {}
+_LOOK_SECONDS = 0.05
+# Of the processes that share a number, on hosts of one image, each has another.
+_process_id = uuid.uuid4().hex
 
 
 class Rendezvous:
@@ -45,29 +52,49 @@ class Rendezvous:
         world_size: number of ranks.
         ranks: their numbers in the group: those of a part are others than its own.
         processes: of the ranks, after the first step.
+        name: unique among all meetings of the group, after the first step.
+
+    Raises:
+        ValueError: there is no such group in this process.
+        UnsupportedError: its ranks are no processes.
     """
 
-    processes: list[Process]
-
     def __init__(self, group: dist.ProcessGroup, seconds: float) -> None:
+        self._store = store_of(group)
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        if self.world_size > 1 and dist.get_backend(group) == "fake":
+            raise UnsupportedError(
+                'the backend of the process group is "fake": its ranks are not processes, and '
+                "nothing can be exchanged. Make the group with gloo or nccl."
+            )
         self.ranks: tuple[int, ...] = tuple(range(self.world_size))
         self._seconds = seconds
         self._deadline = time.monotonic() + seconds
-        self._name = f"allnorm/{group.group_name}"
-        self._store = store_of(group)
+        self._root = f"allnorm/{group.group_name}"
+        self._members = members_of(group)
+        self._arrival: Arrival | None = None  # during the first step
         self._steps = 0
-        self._digest = ""
+        self.processes: list[Process] = []
+        self.name = ""
+        self._keys = ""  # begins the keys of this meeting, or of a part of it
         self._last_keys: list[str] = []
+        self._parts: list[Rendezvous] = []
         self._dead: set[int] = set()
+        self._failed = False
         self._stop: Callable[[], object] = lambda: None
 
-    def agree(self, step: Callable[[], Any], what: str) -> list[Any]:
+    def agree(self, step: Callable[[], Any], what: str, *, waits: bool = False) -> list[Any]:
         """Runs `step` on every rank and returns all results, or raises on every rank.
 
-        A rank whose step fails raises its own error; the others raise an AllnormError that names
-        it. No rank leaves before all have reported, so that no rank waits for one that has given
-        up.
+        A rank whose step fails raises its own error, or an AllnormError in place of a RuntimeError
+        of another library; the others raise an AllnormError that names it. No rank leaves before
+        all have reported, so that no rank waits for one that has given up.
+
+        Args:
+            step: what to run.
+            what: what it does, for errors.
+            waits: whether the step waits for other ranks within a library that does not notice
+                when one dies. It then runs in a thread of its own, which is abandoned in that case.
 
         Raises:
             PeerTimeoutError: a rank has not come before the deadline, or (PeerDiedError) its
@@ -78,18 +105,22 @@ class Rendezvous:
         error: Exception | None = None
         value: Any = None
         try:
-            value = step()
+            value = self._run_watched(step, what) if waits else step()
         except Exception as caught:  # noqa: BLE001 - reported to every rank, and raised below
-            error = caught
+            error = self._in_words(caught, what)
         report = (value, None if error is None else f"{type(error).__name__}: {error}")
         try:
             reports = self._exchange(report, what)
         except BaseException as caught:
+            self._failed = True
             self.end()
             with contextlib.suppress(Exception):
                 reason = " ".join(str(caught).split()) or type(caught).__name__
-                text = f"rank {self.ranks[self.rank]}: {reason}"
-                self._store.set(self._given_up(), text[:1000])
+                text = f"rank {self.ranks[self.rank]}: {reason}"[:1000]
+                if self._arrival is not None:
+                    self._arrival.give_up(text)
+                if self.name:
+                    self._store.set(self._given_up(), text)
             if error is not None:
                 raise error from caught
             raise
@@ -113,15 +144,18 @@ class Rendezvous:
         part.rank, part.world_size, part.ranks = ranks.index(self.rank), len(ranks), tuple(ranks)
         part.processes = [self.processes[rank] for rank in ranks]
         part._seconds, part._deadline = self._seconds, self._deadline
-        part._name, part._store, part._dead = self._name, self._store, self._dead
+        part._root, part.name, part._store = self._root, self.name, self._store
+        part._dead, part._members, part._arrival = self._dead, self._members, None
         # Keys of a part begin with those of the step that it is in, and steps of it are later ones.
-        part._digest = f"{self._digest}/{self._steps}/part{ranks[0]}"
-        part._steps, part._last_keys, part._stop = 1, [], lambda: None
+        part._keys = f"{self._keys}/{self._steps}/part{ranks[0]}"
+        part._steps, part._last_keys, part._parts, part._failed = 1, [], [], False
+        part._stop = lambda: None
+        self._parts.append(part)
         return part
 
     def prefix(self, name: str) -> str:
         """For keys of the store that belong to what is made at this meeting."""
-        return f"{self._name}/{_meetings[self._name]}/{self._digest}/{name}"
+        return f"{self._keys}/{name}"
 
     @property
     def store(self) -> Any:
@@ -129,50 +163,116 @@ class Rendezvous:
         return self._store
 
     def end(self) -> None:
-        """After the last step: nobody is watched any more. Idempotent, not collective."""
+        """Ends the meeting after its last step. Idempotent, not collective.
+
+        No process is watched any more. The last rank to end a meeting in which no rank gave up
+        deletes its keys.
+        """
         self._stop()
+        for ended in (*self._parts, self):
+            keys, ended._last_keys = ended._last_keys, []
+            if keys and not ended._failed:
+                read = f"{keys[0]}/read"
+                with contextlib.suppress(Exception):
+                    if self._store.add(read, 1) == ended.world_size:
+                        for key in (*keys, read):
+                            self._store.delete_key(key)
+
+    def __enter__(self) -> Rendezvous:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
 
     def _exchange(self, report: Any, what: str) -> list[Any]:
-        """Every rank's report of this step."""
-        first = self._steps == 0
-        if first:
-            # A nonce each: what an earlier group of this name has left is never taken for ours.
-            report = (uuid.uuid4().hex, this_process(), report)
-            self._find_meeting()
-        prefix = f"{self._name}/{_meetings[self._name]}/{self._digest}/{self._steps}"
-        keys = [f"{prefix}/{rank}" for rank in range(self.world_size)]
-        with _reaching_store(what):
-            self._store.set(keys[self.rank], pickle.dumps(report))
-            _wait_for(self._store, keys, self.rank, self._gone, functools.partial(self._look, what))
-            reports = [pickle.loads(data) for data in self._store.multi_get(keys)]
-            # Everybody has read those of the step before.
-            for key in self._last_keys:
-                self._store.delete_key(key)
-        self._last_keys = [keys[self.rank]]
-        self._steps += 1
-        if first:
-            nonces = "".join(nonce for nonce, *_ in reports)
-            self._digest = hashlib.sha256(nonces.encode()).hexdigest()[:16]
-            self.processes = [process for _, process, _ in reports]
+        """Returns every rank's report of this step."""
+        if self._steps:
+            with self._reaching_store(what):
+                return self._gather(report, what)
+        self._arrival = Arrival(
+            *(self._store, self._root, self.rank, self.world_size, self._members),
+            *(self._seconds, self._deadline),
+        )
+        with self._arrival.taking_turns(what), self._reaching_store(what):
+            self.name, self.processes = self._arrival.find(what)
+            self._keys = f"{self._root}/{self.name}"
             watch = Watch(self.processes, _adder(self._dead))
             # Also if the meeting is given up somewhere between two steps.
             self._stop = weakref.finalize(self, watch.stop)
-            reports = [report for *_, report in reports]
+            found = self._gather((_process_id, report), what)
+            self._arrival.leave()
+            self._arrival = None
+        _check_processes([process_id for process_id, _ in found])
+        return [report for _, report in found]
+
+    def _run_watched(self, step: Callable[[], Any], what: str) -> Any:
+        """Returns or raises what `step` does, or raises when a peer dies or gives up."""
+        results: list[Any] = []
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                results.append(step())
+            except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
+                errors.append(error)
+
+        thread = threading.Thread(target=run, name="allnorm-step", daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(_LOOK_SECONDS)
+            if thread.is_alive():
+                gone = list(self._gone())
+                others = set(range(self.world_size)) - {self.rank}
+                self._look(what, set(gone) or others, gone)
+        if errors:
+            raise errors[0]
+        return results[0]
+
+    def _in_words(self, error: Exception, what: str) -> Exception:
+        """Returns an error of allnorm in place of one of torch, gloo, NCCL or CUDA.
+
+        Where memory is missing torch's own error stays: programs catch it by its type.
+        """
+        foreign = isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError)
+        if isinstance(error, AllnormError) or not foreign:
+            return error
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        number = _find_ended(self.processes)
+        translated: AllnormError
+        if number is None:
+            translated = AllnormError(
+                f"{what}: {reason} No communicator was made. Find out whether every rank still "
+                "runs and can use the process group, and make it anew if not."
+            )
+        else:
+            translated = self._error(
+                PeerDiedError,
+                f"rank {self.ranks[self.rank]} waited for rank {self.ranks[number]} while {what}, "
+                f"but process {self.processes[number].pid} has ended ({reason}). Make a "
+                "Communicator over healthy ranks.",
+                number,
+                what,
+            )
+        translated.__cause__ = error
+        return translated
+
+    def _gather(self, report: Any, what: str) -> list[Any]:
+        keys = [f"{self._keys}/{self._steps}/{rank}" for rank in range(self.world_size)]
+        self._store.set(keys[self.rank], pickle.dumps(report))
+        _wait_for(self._store, keys, self.rank, self._gone, functools.partial(self._look, what))
+        reports = [pickle.loads(data) for data in self._store.multi_get(keys)]
+        if self._last_keys:  # every rank has read those of the step before
+            self._store.delete_key(self._last_keys[self.rank])
+        self._last_keys = keys
+        self._steps += 1
         return reports
 
     def _gone(self) -> Iterable[int]:
         """Ranks whose process has ended."""
         return [number for number, rank in enumerate(self.ranks) if rank in self._dead]
 
-    def _find_meeting(self) -> None:
-        """The next one; not one that the others have given up before this rank came."""
-        number = _meetings.get(self._name, 0) + 1
-        while self._store.check([f"{self._name}/{number}/given_up"]):
-            number += 1
-        _meetings[self._name] = number
-
     def _given_up(self) -> str:
-        return f"{self._name}/{_meetings.get(self._name, 0)}/given_up"
+        return f"{self._root}/{self.name}/given_up"
 
     def _look(self, what: str, missing: set[int], dead: list[int]) -> None:
         """Raises if the wait for those who are missing is to end."""
@@ -180,7 +280,8 @@ class Rendezvous:
             raise self._error(
                 PeerDiedError,
                 f"rank {self.ranks[self.rank]} waited for rank {self.ranks[number]} while {what}, "
-                f"but process {self.processes[number].pid} has ended. Make one over healthy ranks.",
+                f"but process {self.processes[number].pid} has ended. Make a Communicator over "
+                "healthy ranks.",
                 number,
                 what,
             )
@@ -192,12 +293,34 @@ class Rendezvous:
             ranks = f"rank{'s' if len(missing) > 1 else ''} {late}"
             raise self._error(
                 PeerTimeoutError,
-                f"rank {self.ranks[self.rank]} waited {self._seconds:g} s in vain for {ranks} "
-                f"while {what}: every rank of the group must make the Communicator, in the same "
-                "order. Find out what became of the missing, or give a longer timeout.",
+                f"rank {self.ranks[self.rank]} waited {self._seconds:g} s for {ranks} while "
+                f"{what}, without success. Every rank of the group must make the Communicator, in "
+                f"the same order. Find out what happened to {ranks}, or give a longer timeout.",
                 min(missing),
                 what,
             )
+
+    @contextlib.contextmanager
+    def _reaching_store(self, what: str) -> Iterator[None]:
+        """Raises AllnormErrors where the store raises its own, or (PeerDiedError) names a rank."""
+        processes = self.processes or self._members.processes
+        try:
+            with _reaching_store(what):
+                yield
+        except PeerTimeoutError:
+            raise
+        except AllnormError as error:
+            if error.__cause__ is None:
+                raise
+            number = _find_ended(processes)
+            if number is None:
+                raise
+            raise self._error(
+                PeerDiedError,
+                f"{error} Process {processes[number].pid} of rank {self.ranks[number]} has ended.",
+                number,
+                what,
+            ) from error.__cause__
 
     def _error(
         self, kind: type[PeerTimeoutError], message: str, peer: int, what: str
@@ -208,6 +331,26 @@ class Rendezvous:
 def _adder(ranks: set[int]) -> Callable[[int, bool], None]:
     """What a Watch calls; it does not keep the meeting."""
     return lambda rank, settled: ranks.add(rank)
+
+
+def _find_ended(processes: Sequence[Process]) -> int | None:
+    """Returns a rank whose process has ended, or ends right now; None if none does."""
+    if not processes:
+        return None
+    watch = Watch(processes, lambda rank, settled: None)
+    watch.stop()
+    return watch.find_ended(SETTLED_SECONDS)
+
+
+def _check_processes(ids: Sequence[str]) -> None:
+    """Raises UnsupportedError, on every rank, if two ranks are threads of one process."""
+    for rank, process_id in enumerate(ids):
+        other = ids.index(process_id)
+        if other != rank:
+            raise UnsupportedError(
+                f"ranks {other} and {rank} are threads of one process: expected a process for each "
+                "rank. Start the ranks with torchrun or torch.multiprocessing."
+            )
 
 
 class Mailbox:
@@ -222,7 +365,7 @@ class Mailbox:
     def __init__(self, meeting: Rendezvous, seconds: float) -> None:
         self.rank, self.seconds, self.calls = meeting.rank, seconds, 0
         self._world_size, self._store = meeting.world_size, meeting._store
-        self._prefix = f"{meeting._name}/{meeting._digest}/{meeting._steps}/mail"
+        self._prefix = meeting.prefix(f"{meeting._steps}/mail")
 
     def exchange(self, value: Any, dead: Collection[int], look: Look) -> list[Any]:
         """Every rank's value, by rank. Collective.
@@ -259,7 +402,7 @@ def _wait_for(
     store: Any, keys: Sequence[str], own: int, dead: Callable[[], Iterable[int]], look: Look
 ) -> None:
     """Until every rank has left something under its key; `dead`: who has ended by now."""
-    pause = _SHORTEST_PAUSE_SECONDS
+    pause = SHORTEST_PAUSE_SECONDS
     missing = set(range(len(keys))) - {own}
     while not store.check([keys[rank] for rank in sorted(missing)]):
         gone = frozenset(dead())  # before the look at what they have left
@@ -268,29 +411,44 @@ def _wait_for(
             return
         look(missing, sorted(missing & gone))
         time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+        pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
 
 @contextlib.contextmanager
-def _reaching_store(what: str) -> Any:
+def _reaching_store(what: str) -> Iterator[None]:
     try:
         yield
     except AllnormError:
         raise
     except (RuntimeError, EOFError, OSError) as error:
+        text = " ".join(str(error).split("\n")[0].split())
         raise AllnormError(
-            f"{what}: the store of the process group does not answer ({error}). The process that "
-            "holds it, as a rule that of rank 0, may have ended."
+            f"{what}: the store of the process group does not answer ({type(error).__name__}: "
+            f"{text}). The process that holds it has ended or cannot be reached: rank 0 of the "
+            "default group, unless another store was passed to init_process_group(). Start all "
+            "ranks again."
         ) from error
 
 
 def store_of(group: dist.ProcessGroup) -> Any:
-    """The store over which the ranks of a group have met before.
+    """Returns the store over which the ranks of a group have met before.
 
     Raises:
         ValueError: this process is not in the group.
     """
     known = dist.distributed_c10d._world.pg_map.get(group)
     if known is None:
-        raise ValueError(f"group={group!r}: torch.distributed does not know it in this process.")
+        raise ValueError(
+            f"group={group!r}: torch.distributed does not know it in this process. It was "
+            "destroyed, or made by a constructor. Expected a group of init_process_group() or "
+            "new_group()."
+        )
     return known[1]
+
+
+def _become_fork() -> None:
+    global _process_id
+    _process_id = uuid.uuid4().hex
+
+
+os.register_at_fork(after_in_child=_become_fork)
