@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import copy
 import gc
 import pathlib
 import re
@@ -295,22 +296,23 @@ def test_unknown_family(pool: RankPool, tmp_path: pathlib.Path) -> None:
 
 def test_enable_and_disable_leave_no_trace() -> None:
     from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
-    from transformers.monkey_patching import get_patch_mapping
+    from transformers.models.llama.modeling_llama import LlamaModel
 
     def registered() -> dict[str, Any]:
         return {name: ALL_PARALLEL_STYLES[name] for name in ALL_PARALLEL_STYLES}
 
-    styles, patches = registered(), get_patch_mapping()
+    styles, constructor = registered(), LlamaModel.__init__
     for _ in range(2):
         fused.enable()
         fused.enable(algorithm="one_shot")
         assert fused.is_enabled()
         assert registered() != styles
+        assert LlamaModel.__init__ is not constructor
         fused.disable()
         fused.disable()
         assert not fused.is_enabled()
         assert registered() == styles
-        assert get_patch_mapping() == patches
+        assert LlamaModel.__init__ is constructor
 
 
 def test_wrong_algorithm() -> None:
@@ -348,3 +350,94 @@ def test_model_without_a_plan() -> None:
     assert not report.fused
     assert all("not in the tensor-parallel plan" in site.reason for site in report.missed)
     assert str(report).startswith(f"0 of {2 * models.LAYERS} reductions fused")
+
+
+def test_copies_of_models_without_a_plan_compute_by_themselves() -> None:
+    from transformers import AutoModelForCausalLM
+
+    fused.enable()
+    try:
+        model = AutoModelForCausalLM.from_config(models.config("llama")).eval()
+        with torch.no_grad():
+            twin, norm = copy.deepcopy(model), copy.deepcopy(model.model.norm)
+            want = model(PROMPT).logits
+            assert_same_bits(twin(PROMPT).logits, want, "a copy")
+            twin.model.norm.weight.mul_(2.0)
+            norm.weight.mul_(3.0)
+            assert_same_bits(model(PROMPT).logits, want, "the original")
+            doubled = twin(PROMPT, output_hidden_states=True).hidden_states[-1]
+            last = model(PROMPT, output_hidden_states=True).hidden_states[-1]
+            assert_same_bits(doubled, 2 * last, "the norm of the copy has a weight of its own")
+            rows = torch.randn(2, 64)
+            assert_same_bits(norm(rows), 3 * model.model.norm(rows), "the copy of a norm")
+        assert not fused.report(twin).fused
+    finally:
+        fused.disable()
+
+
+@torch.no_grad()
+def load_as(rank: int, world_size: int, place: str, family: str, head: str) -> list[str]:
+    """Runs in ranks: whatever class builds the model, it is wired; returns the report."""
+    import transformers
+
+    more: dict[str, Any] = {"auto_class": getattr(transformers, head)}
+    want = models.load(place, family, **more)(PROMPT)[0]
+    fused.enable()
+    try:
+        model = models.load(place, family, **more)
+        output, calls = counted(model)
+        distance = ulp_distance(output[0], want)
+        if not head.startswith("AutoModelFor"):  # other heads have random weights
+            assert int(distance.max()) <= 2, f"{int(distance.max())} ulps from the stock model"
+        assert calls == 0
+        return str(fused.report(model)).splitlines()
+    finally:
+        fused.disable()
+
+
+HEADS = {
+    "llama": ("AutoModel", "LlamaModel", "AutoModelForTokenClassification"),
+    "gemma2": ("AutoModel",),
+}
+
+
+@on(cpu=(2,))
+@pytest.mark.parametrize("family", HEADS)
+def test_models_with_other_heads_and_without_one(
+    pool: RankPool, family: str, tmp_path: pathlib.Path
+) -> None:
+    place = models.save(family, tmp_path)
+    for head in HEADS[family]:
+        first, *rest = pool.run(load_as, place, family, head)[0]
+        assert first == f"{2 * models.LAYERS} of {2 * models.LAYERS + 1} reductions fused"
+        assert len(rest) == 1, rest
+
+
+@torch.no_grad()
+def shard_over_data_too(rank: int, world_size: int, place: str) -> list[str]:
+    """Runs in ranks: FSDP shards the weights of norms outside of their forwards."""
+    more = {"tp_size": 2, "fsdp_size": 2}
+    stock = models.load(place, "llama", **more)
+    want, want_tokens = stock(PROMPT).logits, tokens(stock)
+    fused.enable()
+    try:
+        model = models.load(place, "llama", **more)
+        for _ in range(2):
+            distance = ulp_distance(model(PROMPT).logits, want)
+            assert int(distance.max()) <= 2, f"{int(distance.max())} ulps from the stock model"
+        assert torch.equal(tokens(model), want_tokens)
+        for site in fused.report(model).fused:
+            assert site.calls >= 2, site
+        return str(fused.report(model)).splitlines()
+    finally:
+        fused.disable()
+
+
+@pytest.mark.slow
+@on(cpu=(4,))
+def test_tensor_parallel_and_fsdp(pool: RankPool, tmp_path: pathlib.Path) -> None:
+    lines = pool.run(shard_over_data_too, models.save("llama", tmp_path))[0]
+    attention = [line for line in lines if "o_proj" in line]
+    assert not attention, "its norm is unsharded with its layer"
+    why = "the weight of its norm is sharded, by FSDP for example, when the sum is made"
+    assert sum(why in line for line in lines) >= models.LAYERS - 1

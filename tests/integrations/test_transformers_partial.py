@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import types
 from typing import Any
 
 import pytest
@@ -28,19 +30,26 @@ class Doubles:
 
 
 class Model:
-    def __init__(self, *, norm: bool = True, post: bool = False, bias: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        norm: bool = True,
+        post: bool = False,
+        bias: bool = False,
+        is_scaled: bool = False,
+    ) -> None:
         self.module, self.post_module = (torch.nn.RMSNorm(8, eps=eps) for eps in (1e-6, 1e-3))
         torch.nn.init.uniform_(self.post_module.weight)
-        self.norm = Norm(self.module, 1e-6, 0.0, "rounded")
-        self.post = Norm(self.post_module, 1e-3, 0.0, "rounded")
-        self.linear = torch.nn.Linear(8, 8) if bias else None
+        self.norm = Norm(self.module, 1e-6, 0.0, "rounded", self.module.forward)
+        self.post = Norm(self.post_module, 1e-3, 0.0, "rounded", self.post_module.forward)
+        self.linear = torch.nn.Linear(8, 8, bias).eval()
         link: Any = Doubles()
         norms = (self.norm if norm else None, self.post if post else None)
-        self.site = Site("o_proj", *norms, link, "", self.linear)
-        self.forward = _norm_forward(self.norm, self.module.forward)
-        self.post_forward = _norm_forward(self.post, self.post_module.forward)
+        self.site = Site("o_proj", *norms, is_scaled, link, "", self.linear)
+        self.forward = functools.partial(_norm_forward, self.norm)
+        self.post_forward = functools.partial(_norm_forward, self.post)
         self.x, self.residual = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
-        self.total = 2 * self.x + (self.linear.bias if self.linear else 0.0)
+        self.total = 2 * self.x + (self.linear.bias if bias else 0.0)
         self.partial = PartialSum(self.x, self.site)
 
     def calls(self) -> tuple[int, int]:
@@ -73,11 +82,12 @@ def test_addition_fuses(how: str, bias: bool) -> None:
     model = Model(bias=bias)
     summed = ADDITIONS[how](model.residual, model.partial)
     torch.testing.assert_close(summed, model.total + model.residual)
-    normed = model.norm.normed
+    assert model.norm.ready is not None
+    normed = model.norm.ready.normed
     assert model.forward(summed) is normed
     torch.testing.assert_close(normed, model.module(summed))
     assert model.calls() == (1, 0)
-    assert model.norm.residual is None
+    assert model.norm.ready is None
     torch.testing.assert_close(model.forward(summed), normed)  # asked again, it computes
 
 
@@ -109,7 +119,7 @@ def test_a_post_norm_fuses_with_the_addition(scale: float | None, norm: bool) ->
     torch.testing.assert_close(summed, model.residual + branch)
     assert model.calls() == (1, 0)
     torch.testing.assert_close(model.forward(summed), model.module(summed))
-    assert (model.norm.normed, model.norm.residual) == (None, None)
+    assert model.norm.ready is None
 
 
 def test_a_post_norm_with_a_bias_is_a_call_of_its_own() -> None:
@@ -117,13 +127,13 @@ def test_a_post_norm_with_a_bias_is_a_call_of_its_own() -> None:
     summed = model.residual + model.post_forward(model.partial)
     torch.testing.assert_close(summed, model.residual + model.post_module(model.total))
     assert model.calls() == (1, 0)
-    assert model.norm.normed is None
+    assert model.norm.ready is None
     torch.testing.assert_close(model.forward(summed), model.module(summed))
 
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_scaled_sum_fuses_with_the_addition(bias: bool) -> None:
-    model = Model(bias=bias)
+    model = Model(bias=bias, is_scaled=True)
     summed = 0.3 * model.partial + model.residual
     torch.testing.assert_close(summed, model.residual + model.total * 0.3)
     assert model.calls() == ((0, 1) if bias else (1, 0)), "a bias would be added before the factor"
@@ -141,7 +151,7 @@ FACTORS = {"one": 1, "zero": 0.0, "too large": 1e39, "infinite": float("inf"), "
 
 @pytest.mark.parametrize("factor", FACTORS)
 def test_factors(factor: str) -> None:
-    model, number = Model(), FACTORS[factor]
+    model, number = Model(is_scaled=True), FACTORS[factor]
     summed = model.residual + model.partial * number
     want = model.residual + model.total * number
     torch.testing.assert_close(summed, want, equal_nan=True)
@@ -176,7 +186,7 @@ def test_every_other_use_reduces_first(use: str, bias: bool) -> None:
     got = USES[use](model.residual, model.partial)
     torch.testing.assert_close(got, USES[use](model.residual, model.total))
     assert model.calls() == (0, 1)
-    assert model.norm.normed is None
+    assert model.norm.ready is None
     if use not in ("scaled twice", "scaled and not added"):
         torch.testing.assert_close(model.residual + model.partial, model.residual + model.total)
         assert model.calls() == (0, 1)  # the sum is made once
@@ -201,7 +211,100 @@ def test_what_waits_is_dropped_when_switched_off() -> None:
     summed = model.residual + model.partial
     SWITCH.enabled = False
     torch.testing.assert_close(model.forward(summed), model.module(summed))
-    assert model.norm.normed is None
+    assert model.norm.ready is None
+
+
+CHANGES = {
+    "in place": lambda summed: summed.mul_(2),
+    "some rows in place": lambda summed: summed[0].zero_(),
+    "through a view": lambda summed: summed.view(-1)[3:5].fill_(7.0),
+    "through detach": lambda summed: summed.detach().add_(1.0),
+    "as out=": lambda summed: torch.add(summed, 1.0, out=summed),
+}
+
+
+@pytest.mark.parametrize("is_inference", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_written_residual_is_normed_anew(change: str, is_inference: bool) -> None:
+    model = Model()
+    with torch.inference_mode() if is_inference else torch.no_grad():
+        summed = model.residual + model.partial
+        CHANGES[change](summed)
+        torch.testing.assert_close(model.forward(summed), model.module(summed))
+    assert model.calls() == (0, 1)
+
+
+@pytest.mark.parametrize("is_inference", [False, True])
+def test_a_residual_that_is_only_read_is_not(is_inference: bool) -> None:
+    model = Model()
+    with torch.inference_mode() if is_inference else torch.no_grad():
+        summed = model.residual + model.partial
+        assert model.norm.ready is not None
+        normed = model.norm.ready.normed
+        summed.abs().max()
+        summed.clone().mul_(2)
+        assert model.forward(summed) is normed
+    assert model.calls() == (1, 0)
+
+
+VIEWS = {
+    "rows": lambda summed: summed[:, -1:],
+    "the whole": lambda summed: summed[:],
+    "another shape": lambda summed: summed.view(-1, 8),
+    "detached": lambda summed: summed.detach(),
+    "copied": lambda summed: summed.clone(),
+    "strided": lambda summed: summed.transpose(0, 1),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_another_view_of_the_residual_is_normed_itself(view: str) -> None:
+    model = Model()
+    value = VIEWS[view](model.residual + model.partial)
+    torch.testing.assert_close(model.forward(value), model.module(value))
+    assert model.calls() == (0, 1)
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_gradients_that_are_on_by_now(is_frozen: bool) -> None:
+    model = Model()
+    model.module.requires_grad_(not is_frozen)
+    summed = model.residual + model.partial
+    with torch.enable_grad():
+        value = summed.requires_grad_() if is_frozen else summed
+        model.forward(value).sum().backward()
+    assert (value if is_frozen else model.module.weight).grad is not None
+    assert model.calls() == (0, 1)
+
+
+def test_a_norm_that_is_never_asked_is_counted() -> None:
+    model = Model()
+    for _ in range(2):
+        model.residual + PartialSum(model.x, model.site)
+    assert model.calls() == (1, 1)  # the second may still be asked
+
+
+def test_training_is_stock() -> None:
+    model = Model()
+    assert model.site.fuses()
+    model.linear.train()
+    assert not model.site.fuses()
+
+
+def test_the_sum_alone_has_its_signs() -> None:
+    """The call that gives the sum adds a residual, which must not turn -0.0 into 0.0."""
+    model = Model()
+    partial = PartialSum(torch.full((2, 8), -0.0), model.site)
+    assert torch.signbit(partial.reduced()).all()
+
+
+def test_a_norm_can_be_copied() -> None:
+    model = Model()
+    model.module.forward = types.MethodType(_norm_forward, model.norm)  # type: ignore[method-assign]
+    twin = copy.deepcopy(model.module)
+    twin.weight.mul_(2.0)
+    rows = torch.randn(3, 8)
+    torch.testing.assert_close(twin(rows), 2 * model.module(rows))
 
 
 def test_sites_cannot_be_copied() -> None:

@@ -89,8 +89,20 @@ def save(
     return str(place)
 
 
-def load(place: str, family: str, ep_size: int = 1, **more: Any) -> Any:
-    """The model, sharded over all ranks; its experts by the expert if `ep_size` says so."""
+def load(
+    place: str,
+    family: str,
+    ep_size: int = 1,
+    *,
+    tp_size: int = 0,
+    fsdp_size: int = 1,
+    auto_class: Any = None,
+    **more: Any,
+) -> Any:
+    """Loads the model, sharded over all ranks, or `tp_size` of them and over data.
+
+    Its experts are sharded by the expert if `ep_size` says so.
+    """
     import torch.distributed as dist
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
@@ -98,8 +110,11 @@ def load(place: str, family: str, ep_size: int = 1, **more: Any) -> Any:
     from allnorm.integrations import transformers as fused
 
     plan = fused.GPT_OSS_TP_PLAN if family == "gpt_oss" else "auto"
-    distributed = DistributedConfig(tp_size=dist.get_world_size(), tp_plan=plan, ep_size=ep_size)
-    model = AutoModelForCausalLM.from_pretrained(
+    sizes = {"tp_size": tp_size or dist.get_world_size(), "ep_size": ep_size}
+    if fsdp_size > 1:
+        sizes["fsdp_size"] = fsdp_size
+    distributed = DistributedConfig(tp_plan=plan, **sizes)
+    model = (auto_class or AutoModelForCausalLM).from_pretrained(
         place, dtype="auto", distributed_config=distributed, **more
     )
     return model.eval()

@@ -41,7 +41,8 @@ MINIMUM_VERSION = (5, 23)
 
 # A registry of transformers, a name in it, and what it held.
 _replaced: list[tuple[Any, str, Any]] = []
-_patched: list[str] = []
+# A model class, and its own constructor.
+_constructors: list[tuple[Any, Any]] = []
 
 
 def enable(*, algorithm: str = "auto") -> None:
@@ -66,14 +67,12 @@ def enable(*, algorithm: str = "auto") -> None:
     if algorithm not in REQUESTS:
         raise ValueError(f"algorithm={algorithm!r}: expected one of {', '.join(REQUESTS)}.")
     _check_version()
-    from transformers.monkey_patching import register_patch_mapping
-
-    from allnorm.integrations.transformers.wiring import patch_mapping
+    from allnorm.integrations.transformers.wiring import wired_constructors
 
     if not _replaced:
-        mapping = patch_mapping()
-        register_patch_mapping(mapping)  # first: it refuses a class that somebody else has patched
-        _patched.extend(mapping)
+        for stock, constructor in wired_constructors():
+            _constructors.append((stock, stock.__init__))
+            stock.__init__ = constructor
         for registry, replacements in _registries():
             for name, replacement in replacements.items():
                 _replaced.append((registry, name, registry[name]))
@@ -91,13 +90,12 @@ def disable() -> None:
     SWITCH.enabled = False
     if not _replaced:
         return
-    from transformers.monkey_patching import unregister_patch_mapping
-
     for registry, name, stock in _replaced:
         registry.register(name, stock)
-    unregister_patch_mapping(_patched)
+    for model, constructor in _constructors:
+        model.__init__ = constructor
     _replaced.clear()
-    _patched.clear()
+    _constructors.clear()
 
 
 def is_enabled() -> bool:

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from transformers.distributed import expert_parallel as stock
 
-from allnorm.integrations.transformers.partial import PartialSum
-from allnorm.integrations.transformers.styles import fusing_site, link_site
+from allnorm.integrations.transformers.styles import fusing_site, leave_sum, link_site
 
 
 class FusedAllReduceEP(stock.AllReduceEP):
@@ -22,7 +21,7 @@ class FusedAllReduceEP(stock.AllReduceEP):
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> Any:
-        """A PartialSum in inference; else what the stock implementation returns."""
+        """Returns what `leave_sum` does in inference; else the stock implementation's result."""
         site = fusing_site(self._experts)
         if site is None:
             return super().__call__(hidden_states, top_k_index, top_k_weights)
@@ -30,7 +29,7 @@ class FusedAllReduceEP(stock.AllReduceEP):
         elsewhere = (top_k_index // count) != self.ep_mesh.get_local_rank()
         index = torch.where(elsewhere, count, top_k_index % count)
         weights = top_k_weights.masked_fill(elsewhere, 0.0)
-        return PartialSum(self.experts_forward(hidden_states, index, weights), site)
+        return leave_sum(self.experts_forward(hidden_states, index, weights), site)
 
 
 class FusedAutoEP(stock.AutoEP):

@@ -44,6 +44,7 @@ class Family:
         numerics: rounding mode of its norms.
         weight_bias: 1.0 where a norm multiplies by 1 + weight.
         layout: where its layers have norms.
+        is_scaled: whether its layers multiply a sum by a number before adding it.
     """
 
     package: str
@@ -51,6 +52,7 @@ class Family:
     numerics: str = "transformers"
     weight_bias: float = 0.0
     layout: Layout = PRE_NORM
+    is_scaled: bool = False
 
     @property
     def post_norm(self) -> bool:
@@ -66,8 +68,8 @@ FAMILIES = (
     Family("qwen3_moe", "Qwen3MoeModel"),
     Family("mixtral", "MixtralModel"),
     # Scale what is added to the residual.
-    Family("granite", "GraniteModel"),
-    Family("minicpm3", "MiniCPM3Model"),
+    Family("granite", "GraniteModel", is_scaled=True),
+    Family("minicpm3", "MiniCPM3Model", is_scaled=True),
     Family("glm4", "Glm4Model", layout=_GLM4),
     Family("exaone4", "Exaone4Model", layout=POST_NORM),
     # Multiply in float32 and round once.

@@ -72,7 +72,7 @@ class PartialSum:
     def can_norm(self, norm: Norm) -> bool:
         """Whether this norm is the post norm of its site, and can be left for later."""
         as_it_is = self._reduced is None and not self.is_normed and self.scale == 1.0
-        return as_it_is and self.site.post is norm and norm.fits(self.value)
+        return as_it_is and self.site.post is norm and not norm.obstacle(self.value)
 
     def normed(self) -> PartialSum:
         """The post norm of the sum."""
@@ -86,9 +86,10 @@ class PartialSum:
         return residual + self.reduced()
 
     def scaled(self, factor: Any) -> Any:
-        """Its product with `factor`, left for later if that is a number."""
+        """Its product with `factor`, left for later if that is a number and its site scales."""
         is_number = isinstance(factor, int | float) and abs(factor) <= _MAX_SCALE
-        if self._reduced is None and self.scale == 1.0 and is_number:
+        can_wait = self.site.is_scaled or self.is_normed
+        if self._reduced is None and self.scale == 1.0 and is_number and can_wait:
             return PartialSum(self.value, self.site, self.is_normed, float(factor))
         return self.reduced() * _reduced(factor)
 

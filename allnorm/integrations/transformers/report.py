@@ -21,9 +21,9 @@ class SiteReport:
     Attributes:
         name: of the module that reduces.
         reason: why it is not fused; "" if it is.
-        calls: fused calls that it has made outside compiled graphs.
-        unfused_calls: calls, outside compiled graphs, in which something else than the norm wanted
-            its sum.
+        calls: fused calls outside compiled graphs, whose norm was used.
+        unfused_calls: reductions outside compiled graphs whose norm was not part of the call, or
+            was not used: a hook, for example, wanted the sum, or could have changed the residual.
     """
 
     name: str
@@ -51,6 +51,13 @@ class Report:
     def __str__(self) -> str:
         lines = [f"{len(self.fused)} of {len(self.sites)} reductions fused"]
         lines += [f"  {site.name}: {site.reason}" for site in self.missed]
+        lines += [
+            f"  {site.name}: in {site.unfused_calls} of {site.calls + site.unfused_calls} calls "
+            "the fused norm was not used: a hook or other code took the sum, or could have changed "
+            "it"
+            for site in self.fused
+            if site.unfused_calls
+        ]
         return "\n".join(lines)
 
 
@@ -75,9 +82,12 @@ def report(model: torch.nn.Module) -> Report:
     if not sites:
         raise UnsupportedError(
             f"{type(model).__name__} has no fusable site: its architecture is not among "
-            "allnorm.integrations.transformers.FAMILIES, or it was built before enable()."
+            "allnorm.integrations.transformers.FAMILIES (subclasses of theirs are not), or it was "
+            "built before enable()."
         )
-    known = [SiteReport(s.name, s.reason, s.calls, s.unfused_calls) for s in sites]
+    known = [
+        SiteReport(s.name, s.obstacle() or s.last_obstacle, s.calls, s.unfused_calls) for s in sites
+    ]
     return Report((*missed, *known))
 
 

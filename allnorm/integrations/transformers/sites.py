@@ -1,27 +1,53 @@
-"""The places of a model where a reduction meets a norm: what they call, and what is told of them.
+"""The sites of a model, where a reduction meets a norm: the calls they make, the counts they keep.
 
 A site belongs to the module whose output is a partial sum. The stock forward of the model goes on
-to add the residual and to norm the result: the addition makes the fused call and returns the new
-residual; the normed rows wait at the norm, which gives them out when it is asked to norm that very
-tensor, and computes anything else itself. A norm of the sum before that, and a factor, become part
-of the same call.
+to add the residual and to norm the result. The addition makes the fused call and returns the new
+residual; the normed rows wait at the norm. The norm gives them out if it is asked for the norm of
+that very tensor and the tensor cannot have changed. Otherwise it computes the norm of what it is
+given, by a local call with the same bits. A norm of the sum before the addition, and a factor,
+become part of the same call.
+
+What ranks must agree on: which call each site makes. So that decision depends on what all ranks
+know only: the switch, the grad mode, `training`, the structure of the model, shapes and dtypes. It
+does not depend on hooks, which one rank alone may have. A rank that needs the sum itself makes the
+same call as its peers, with a residual of -0.0, which changes no bit of the sum. Only sites that
+norm or scale the sum before the addition cannot get the sum out of their call: `Site.keeps_sum`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.nn.modules import module as nn_module
 
 import allnorm
+
+# Hooks that these packages register read what they are given, or replace it by another tensor:
+# recorders of hidden states, FSDP.
+_TRUSTED_HOOKS = ("transformers.", "torch.distributed.")
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+# Hooks of every module.
+_Hooks = tuple[Mapping[int, Any], ...]
+_GLOBAL_SUM_HOOKS: _Hooks = (
+    nn_module._global_forward_hooks,
+    nn_module._global_backward_hooks,
+    nn_module._global_backward_pre_hooks,
+)
+_GLOBAL_LATER_HOOKS: _Hooks = (
+    nn_module._global_forward_hooks,
+    nn_module._global_forward_pre_hooks,
+)
 
 
 @dataclass
 class Switch:
-    """What `enable()` and `disable()` set; read by every call, and guarded by compiled graphs.
+    """The settings of `enable()` and `disable()`: read by every call, guarded by compiled graphs.
 
     Attributes:
         enabled: whether sites fuse; otherwise models compute as they do without allnorm.
@@ -35,6 +61,35 @@ class Switch:
 SWITCH = Switch()
 
 
+class Ready:
+    """Normed rows that wait at a norm, and the tensor that they are the norm of.
+
+    Args:
+        normed: the rows.
+        residual: the tensor, as it is now.
+        site: the site that made them.
+    """
+
+    def __init__(self, normed: torch.Tensor, residual: torch.Tensor, site: Site) -> None:
+        self.normed = normed
+        self.residual = residual
+        self.site = site
+        self._version = None if torch.compiler.is_compiling() else _version(residual)
+
+    def is_norm_of(self, value: torch.Tensor) -> bool:
+        """Returns whether `value` is that tensor and still holds what it held.
+
+        The version counter sees writes in place. It does not see writes through `.data`, and
+        compiled graphs have none; so hooks that could have written count as writes.
+        """
+        hooks = (*self.site.later_hooks, *_GLOBAL_LATER_HOOKS)
+        if value is not self.residual or _any_hook(hooks):
+            return False
+        if torch.compiler.is_compiling():
+            return True
+        return self._version is not None and self._version == _version(value)
+
+
 @dataclass(eq=False)
 class Norm:
     """An RMSNorm that may find its result made already.
@@ -44,27 +99,98 @@ class Norm:
         eps: added to the mean square.
         weight_bias: 1.0 for Gemma.
         numerics: the mode with the roundings of its forward.
-        residual: what `normed` is the norm of; None while nothing waits.
-        normed: the result that waits.
+        stock: the forward of the module.
+        site: the site that this norm belongs to; None in a copy.
+        ready: the rows that wait; None if there are none.
     """
 
     module: torch.nn.Module
     eps: float
     weight_bias: float
     numerics: str
-    residual: torch.Tensor | None = None
-    normed: torch.Tensor | None = None
+    stock: Callable[[torch.Tensor], torch.Tensor]
+    site: Site | None = None
+    ready: Ready | None = None
 
-    def fits(self, value: torch.Tensor) -> bool:
-        """Whether its result for `value` has that dtype; a wider weight would widen it."""
-        return self.weight.dtype == value.dtype
+    def obstacle(self, value: torch.Tensor) -> str:
+        """Returns why no call can norm a tensor like `value`, or ""; the same on every rank."""
+        weight = self.weight
+        if weight is None:
+            return "the weight of its norm is sharded, by FSDP for example, when the sum is made"
+        if value.dtype not in _DTYPES:
+            return f"its sum is {value.dtype}, which no call takes"
+        if weight.dtype != value.dtype:  # a wider weight would widen the result
+            return f"its norm has a weight of {weight.dtype}, and the sum is {value.dtype}"
+        return ""
 
     @property
-    def weight(self) -> torch.Tensor:
-        """[hidden_size]; the parameter is replaced when weights are loaded."""
-        weight = self.module.weight
-        assert isinstance(weight, torch.Tensor)
-        return weight
+    def weight(self) -> torch.Tensor | None:
+        """[hidden_size], as a local tensor; None if this rank does not hold the whole of it.
+
+        The parameter is replaced when weights are loaded, and by FSDP around each forward.
+        """
+        weight: Any = self.module.weight
+        if not isinstance(weight, DTensor):
+            assert isinstance(weight, torch.Tensor)
+            return weight
+        local = weight.to_local()
+        is_whole = local.shape == weight.shape
+        return local if is_whole and not any(p.is_partial() for p in weight.placements) else None
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        """Returns the norm of a reduced tensor: rows that wait, or computed now."""
+        ready, self.ready = self.ready, None
+        fuses = self.site is not None and self.site.fuses()
+        if ready is not None:
+            if fuses and ready.is_norm_of(value):
+                return ready.normed
+            ready.site.count_unused()
+        # On a rank with hooks, too, the bits are those of the fused call: the replicated
+        # activations of ranks must not differ.
+        if not fuses or self.obstacle(value):
+            return self.stock(value)
+        normed, _ = allnorm.add_rms_norm(
+            *(value.contiguous(), None, self.weight, self.eps),
+            weight_bias=self.weight_bias,
+            numerics=self.numerics,
+        )
+        return normed
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Norm:
+        """Returns the norm of the copied module, which computes as without allnorm."""
+        module = copy.deepcopy(self.module, memo)
+        stock = copy.deepcopy(self.stock, memo)
+        return Norm(module, self.eps, self.weight_bias, self.numerics, stock)
+
+
+@dataclass(eq=False)
+class Place:
+    """A module of a model, and where the model keeps it.
+
+    Attributes:
+        name: its path in the model.
+        parent: the module that has it as a child.
+        key: its name among the children.
+        module: the module.
+    """
+
+    name: str
+    parent: torch.nn.Module
+    key: str
+    module: torch.nn.Module
+
+    def obstacle(self) -> str:
+        """Returns why the module is not reached as it was when the model was built, or ""."""
+        found = self.parent._modules.get(self.key)
+        if found is self.module:
+            return ""
+        if found is None:
+            return f"{self.name} has been removed from the model"
+        kind = type(found)
+        return (
+            f"{self.name} has been replaced by a {kind.__module__}.{kind.__qualname__}, "
+            "which may use the sum before it is added to the residual"
+        )
 
 
 @dataclass(eq=False)
@@ -73,81 +199,148 @@ class Site:
 
     Attributes:
         name: of the module that reduces, such as "layers.3.self_attn.o_proj".
-        norm: what follows the sum with the residual; None if nothing does at once.
+        norm: the norm of the sum with the residual; None if no norm follows at once.
         post: the norm of the reduced sum, to whose result the residual is added; None if there is
             none.
+        is_scaled: whether the model multiplies the sum by a number first.
         link: the communicator, once the module is part of a tensor-parallel plan.
-        reason: why it is not fused; "" if it is.
-        linear: the module that reduces, if its bias has to be added to the sum.
-        calls: fused calls made in eager mode.
-        unfused_calls: sums that something else than this norm wanted, in eager mode.
+        reason: why the loaded model does not fuse it; "" if it does.
+        module: the module that reduces.
+        places: the modules from the reduction to the norms.
+        sum_hooks: the hooks of this rank that see the sum before it is added, by module.
+        later_hooks: the hooks of this rank that see the new residual before its norm.
+        calls: fused calls whose norm was used, in eager mode.
+        unfused_calls: reductions in eager mode of which the norm was not used: something else than
+            this norm wanted the sum or the new residual.
+        last_obstacle: why the latest reduction was not a fused call, found when it was made.
     """
 
     name: str
     norm: Norm | None
     post: Norm | None = None
+    is_scaled: bool = False
     link: allnorm.Communicator | None = None
     reason: str = "not in the tensor-parallel plan that the model was loaded with"
-    linear: torch.nn.Module | None = None
+    module: torch.nn.Module | None = None
+    places: tuple[Place, ...] = ()
+    sum_hooks: _Hooks = ()
+    later_hooks: _Hooks = ()
     calls: int = 0
     unfused_calls: int = 0
+    last_obstacle: str = ""
+
+    def __post_init__(self) -> None:
+        for norm in (self.norm, self.post):
+            if norm is not None:
+                norm.site = self
+
+    def obstacle(self) -> str:
+        """Returns why it cannot fuse, or ""; the same on every rank."""
+        if self.reason:
+            return self.reason
+        for place in self.places:
+            reason = place.obstacle()
+            if reason:
+                return reason
+        return ""
+
+    def fuses(self) -> bool:
+        """Returns whether its sum may stay a partial one now; the same on every rank."""
+        if not SWITCH.enabled or torch.is_grad_enabled():
+            return False
+        # Reentrant checkpointing runs a training forward without gradients, and again with them.
+        is_training = self.module is not None and self.module.training
+        return not is_training and not self.obstacle()
+
+    def has_hooks(self) -> bool:
+        """Returns whether hooks on this rank see the sum before it is added."""
+        return _any_hook((*self.sum_hooks, *_GLOBAL_SUM_HOOKS))
+
+    @property
+    def keeps_sum(self) -> bool:
+        """Whether its call gives the sum, too, and is the same whatever becomes of the sum.
+
+        With a bias the call adds that, and the residual is added by a local call.
+        """
+        return self._bias() is not None or (self.post is None and not self.is_scaled)
 
     def reduce(self, value: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, and the bias; collective."""
+        """Returns the sum over all ranks, and the bias; collective."""
         self._count("unfused_calls")
-        assert self.link is not None
-        call = _in_graph_or_break(self.link.all_reduce)
-        reduced: torch.Tensor = call(value, algorithm=SWITCH.algorithm)
-        bias = self._bias()
-        return reduced if bias is None else reduced + bias
+        return self._reduce(value)[1]
 
     def can_add(
         self, value: torch.Tensor, residual: torch.Tensor, is_normed: bool, scale: float
     ) -> bool:
-        """Whether `residual + sum` is what the fused call adds; the same on every rank.
+        """Returns whether `residual + sum` is what the fused call adds.
 
         A bias would have to be added before the sum is changed.
         """
         norms = [norm for norm in (self.post, self.norm) if norm is not None]
-        return (
-            is_normed == (self.post is not None)
-            and residual.shape == value.shape
-            and residual.dtype == value.dtype
-            and bool(norms)
-            and all(norm.fits(value) for norm in norms)
-            and (self._bias() is None or not (is_normed or scale != 1.0))
-        )
+        if is_normed != (self.post is not None) or not norms:
+            return False
+        if residual.shape != value.shape or residual.dtype != value.dtype:
+            return False
+        if self._bias() is not None and (is_normed or scale != 1.0):
+            return False
+        return not self._find_obstacle(norms, value)
 
     def add(
         self, value: torch.Tensor, residual: torch.Tensor, is_normed: bool, scale: float
     ) -> torch.Tensor:
-        """The fused call: returns the new residual, leaves its norm where it will be asked for.
+        """Makes the fused call: returns the new residual, leaves its norm where it is asked for.
 
         The stock model rounds the sum, then sum + bias, then the residual's sum. One call has two
         of these roundings; with a bias a local call makes the third.
         """
-        norm, bias = self.norm, self._bias()
-        if bias is None or norm is None:
+        norm = self.norm
+        if self._bias() is None or norm is None:
             normed, summed = self._call(value, residual, norm, self.post, scale)
         else:
-            _, biased = self._call(value, bias.expand_as(value), norm)
-            normed, summed = allnorm.add_rms_norm(
+            _, biased = self._reduce(value)
+            normed, summed = _tracked(allnorm.add_rms_norm)(
                 *(biased, residual, norm.weight, norm.eps),
                 weight_bias=norm.weight_bias,
                 numerics=norm.numerics,
             )
+        self._count("calls")
         if norm is not None:
-            norm.normed, norm.residual = normed, summed
+            assert normed is not None
+            if norm.ready is not None:
+                norm.ready.site.count_unused()
+            norm.ready = Ready(normed, summed, self)
         return summed
 
     def normed(self, value: torch.Tensor) -> torch.Tensor:
-        """The fused call for a norm of the sum itself; a bias takes the residual's place."""
-        bias = self._bias()
+        """Makes the fused call for a norm of the sum itself; a bias takes the residual's place."""
         assert self.post is not None
-        residual = None if bias is None else bias.expand_as(value)
-        normed, _ = self._call(value, residual, self.post)
-        assert normed is not None
-        return normed
+        normed, summed = self._reduce(value, wants_norm=True)
+        self._count("unfused_calls" if normed is None else "calls")
+        return self.post.stock(summed) if normed is None else normed
+
+    def count_unused(self) -> None:
+        """Notes that the norm of a fused call was not used."""
+        self._count("calls", -1)
+        self._count("unfused_calls")
+
+    def _reduce(
+        self, value: torch.Tensor, wants_norm: bool = False
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """The norm of the sum if a call can make it, and the sum with the bias; collective."""
+        bias, norm = self._bias(), self.post or self.norm
+        is_fused = wants_norm or (self.keeps_sum and not (self.is_scaled and self.post is None))
+        if norm is not None and is_fused and not self._find_obstacle([norm], value):
+            if bias is not None:
+                residual = bias.expand_as(value)
+            elif self.post is not None:
+                residual = None
+            else:  # its peers may pass the model's residual; this one adds nothing
+                residual = value.new_full(value.shape[-1:], -0.0).expand_as(value)
+            return self._call(value, residual, norm)
+        assert self.link is not None
+        call = _in_graph_or_break(self.link.all_reduce)
+        reduced: torch.Tensor = call(value, algorithm=SWITCH.algorithm)
+        return None, reduced if bias is None else reduced + bias
 
     def _call(
         self,
@@ -157,11 +350,11 @@ class Site:
         post: Norm | None = None,
         scale: float = 1.0,
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        self._count("calls")
         assert self.link is not None
-        call = _in_graph_or_break(self.link.all_reduce_add_rms_norm)
+        call = _in_graph_or_break(_tracked(self.link.all_reduce_add_rms_norm))
         more: dict[str, Any] = {} if scale == 1.0 else {"scale": scale}
         if post is not None:
+            assert post.weight is not None
             more["post_norm"] = allnorm.PostNorm(post.weight, post.eps, post.weight_bias)
         weight = None if norm is None else norm.weight
         norm = norm or post
@@ -175,25 +368,64 @@ class Site:
         )
         return results
 
+    def _find_obstacle(self, norms: list[Norm], value: torch.Tensor) -> str:
+        """Returns, and keeps for the report, why these norms cannot be part of a call, or ""."""
+        found = next((reason for norm in norms if (reason := norm.obstacle(value))), "")
+        if not torch.compiler.is_compiling():
+            self.last_obstacle = found
+        return found
+
     def _bias(self) -> torch.Tensor | None:
         """[hidden_size], as a local tensor; the parameter is replaced when weights are loaded."""
-        bias = None if self.linear is None else self.linear._parameters.get("bias")
+        bias = None if self.module is None else self.module._parameters.get("bias")
         return bias.to_local() if isinstance(bias, DTensor) else bias
 
-    def _count(self, what: str) -> None:
+    def _count(self, what: str, more: int = 1) -> None:
         # A compiled graph must not change with the number of its calls.
         if not torch.compiler.is_compiling():
-            setattr(self, what, getattr(self, what) + 1)
+            setattr(self, what, getattr(self, what) + more)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Site:
-        raise TypeError(
-            f"{self.name} belongs to a communicator: a model with fused sites cannot be copied. "
-            "Load it a second time."
-        )
+        """Returns the site of a copied model, if this one has no communicator yet."""
+        if self.link is not None:
+            raise TypeError(
+                f"{self.name} belongs to a communicator: a model with fused sites cannot be "
+                "copied. Load it a second time."
+            )
+        return Site(self.name, copy.deepcopy(self.norm, memo), copy.deepcopy(self.post, memo))
+
+
+def _version(value: torch.Tensor) -> int | None:
+    """Returns the version counter of a tensor; None if it has none."""
+    return None if value.is_inference() else value._version
+
+
+def _tracked(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `call`, whose results have version counters: inference tensors have none."""
+    if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
+        return call
+
+    def outside(*args: Any, **kwargs: Any) -> Any:
+        with torch.inference_mode(False), torch.no_grad():
+            return call(*args, **kwargs)
+
+    return outside
+
+
+def _any_hook(hooks: _Hooks) -> bool:
+    """Returns whether there is a hook that may keep or change what it is given."""
+    for of_module in hooks:
+        for hook in of_module.values():
+            if not str(getattr(hook, "__module__", "")).startswith(_TRUSTED_HOOKS):
+                return True
+    return False
 
 
 def _in_graph_or_break(call: Callable[..., Any]) -> Callable[..., Any]:
-    """The operators have no argument for the algorithm: another than "auto" breaks the graph."""
+    """Returns `call`, outside the graph unless the algorithm is "auto".
+
+    The operators have no argument for the algorithm.
+    """
     if torch.compiler.is_compiling() and SWITCH.algorithm != "auto":
         return torch.compiler.disable(call)
     return call

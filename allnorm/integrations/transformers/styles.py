@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.distributed import tensor_parallel as stock
 
 import allnorm
+from allnorm.errors import PeerDivergedError
 from allnorm.integrations.transformers.partial import PartialSum
-from allnorm.integrations.transformers.sites import SWITCH, Site
+from allnorm.integrations.transformers.sites import Site
 from allnorm.integrations.transformers.wiring import SITE
 
 # By the name of their group, and kept: when the garbage collector takes that of a dropped
@@ -33,10 +34,11 @@ class _LeavesTheSum(stock.TensorParallelLayer):
         return super().install_forward(module, mesh)
 
     def transform_output_post_forward(self, module: torch.nn.Module, output: Any, mesh: Any) -> Any:
-        """A PartialSum in inference; else what the stock style returns."""
-        local = _is_local(output) and self.should_use_local_tensors(module)
-        if local and fusing_site(module) is not None:
-            return PartialSum(output, getattr(module, SITE))
+        """Returns what `leave_sum` does in inference; else what the stock style returns."""
+        if _is_local(output) and self.should_use_local_tensors(module):
+            site = fusing_site(module)
+            if site is not None:
+                return leave_sum(output, site)
         return super().transform_output_post_forward(module, output, mesh)
 
 
@@ -63,11 +65,23 @@ def fused_styles() -> dict[str, Any]:
 
 
 def fusing_site(module: torch.nn.Module) -> Site | None:
-    """The site of a module whose output may stay a partial sum now; the same on every rank."""
+    """Returns the site of a module if its output may stay a partial sum now; alike on all ranks."""
     site: Site | None = getattr(module, SITE, None)
-    if site is None or site.reason or not SWITCH.enabled or torch.is_grad_enabled():
-        return None
-    return site
+    return site if site is not None and site.fuses() else None
+
+
+def leave_sum(value: torch.Tensor, site: Site) -> PartialSum | torch.Tensor:
+    """Returns a PartialSum, or the sum if hooks on this rank are going to see it."""
+    if not site.has_hooks():
+        return PartialSum(value, site)
+    try:
+        return site.reduce(value)
+    except PeerDivergedError as error:
+        error.add_note(
+            f"Hooks of this rank see the sum of {site.name} before it is normed or scaled, which "
+            "the fused call of the peers does not give. Register them on every rank or on none."
+        )
+        raise
 
 
 def link_site(module: torch.nn.Module, mesh: Any) -> None:
@@ -77,12 +91,11 @@ def link_site(module: torch.nn.Module, mesh: Any) -> None:
         warnings.warn(
             f"allnorm: a model with a reducing {type(module).__name__} has no fusable site, or not "
             "there: its class is not among those that allnorm.integrations.transformers knows "
-            "(see FAMILIES), or was built before enable(). It runs as without allnorm.",
+            "(see FAMILIES; subclasses of theirs are not), or was built before enable(). It runs "
+            "as without allnorm.",
             stacklevel=2,
         )
         return
-    if module._parameters.get("bias") is not None:
-        site.linear = module
     group = mesh.get_group() if mesh.ndim == 1 else mesh.get_group("tp")
     site.link = _communicator(group, mesh.device_type)
     site.reason = ""

@@ -2,65 +2,62 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from allnorm.integrations.transformers.families import FAMILIES, Family, Layout
 from allnorm.integrations.transformers.partial import PartialSum
-from allnorm.integrations.transformers.sites import SWITCH, Norm, Site
+from allnorm.integrations.transformers.sites import Norm, Place, Site
 
 # Where a module keeps its site, and a model the list of them.
 SITE = "_allnorm_site"
 SITES = "_allnorm_sites"
 
 
-def patch_mapping() -> dict[str, type[torch.nn.Module]]:
-    """For `register_patch_mapping`: each family's model class, and its subclass that wires itself.
+def wired_constructors() -> Iterator[tuple[Any, Callable[..., None]]]:
+    """Yields each family's model class and a constructor for it that also wires the model.
 
-    Nothing but the constructor is replaced; the forward of every module of the model stays.
+    Whatever builds the model runs it: a class with a head, `AutoModel`, the class itself.
     """
-    mapping: dict[str, type[torch.nn.Module]] = {}
     for family in FAMILIES:
         name = f"transformers.models.{family.package}.modeling_{family.package}"
         stock = getattr(importlib.import_module(name), family.model)
-        mapping[f"^{family.model}$"] = _wired_class(stock, family)
-    return mapping
+        yield stock, _wired_constructor(stock, family)
 
 
-def _wired_class(stock: type[torch.nn.Module], family: Family) -> type[torch.nn.Module]:
+def _wired_constructor(model_class: Any, family: Family) -> Callable[..., None]:
+    stock = model_class.__init__
+
+    @functools.wraps(stock)
     def __init__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        stock.__init__(self, *args, **kwargs)
-        if type(self) is wired:
+        stock(self, *args, **kwargs)
+        if type(self) is model_class:  # the forward of a subclass is unknown
             setattr(self, SITES, wire(self, family))
 
-    # transformers looks up the class's source, and derives names from the class's.
-    members = {
-        "__init__": __init__,
-        "__module__": stock.__module__,
-        "__qualname__": stock.__qualname__,
-        "__doc__": stock.__doc__,
-    }
-    wired: type[torch.nn.Module] = type(stock.__name__, (stock,), members)
-    return wired
+    return __init__
 
 
 def wire(model: Any, family: Family) -> list[Site]:
     """Gives each reducing module of a model its site; returns them in the order of execution."""
     sites = []
     layers, layout = list(model.layers), family.layout
-    following = [_norm(layer, layout.next_norm, family) for layer in layers[1:]]
-    following.append(_norm(model, "norm" if layout.final else "", family))
-    for index, (layer, next_norm) in enumerate(zip(layers, following, strict=True)):
-        attention_norm = _norm(layer, layout.attention_norm, family)
+    last_norm = "norm" if layout.final else ""
+    for index, layer in enumerate(layers):
+        here = f"layers.{index}."
+        if index + 1 < len(layers):
+            next_norm = f"layers.{index + 1}.{layout.next_norm}" if layout.next_norm else ""
+        else:
+            next_norm = last_norm
+        attention_norm = here + layout.attention_norm if layout.attention_norm else ""
         ends = [("self_attn.o_proj", layout.attention_post, attention_norm)]
         ends += [(path, post, next_norm) for path, post in _tails(layer, layout)]
         for path, post, norm in ends:
-            site = Site(f"layers.{index}.{path}", norm, _norm(layer, post, family))
-            setattr(layer.get_submodule(path), SITE, site)
-            sites.append(site)
+            sites.append(_site(model, here + path, norm, here + post if post else "", family))
     return sites
 
 
@@ -72,27 +69,64 @@ def _tails(layer: Any, layout: Layout) -> list[tuple[str, str]]:
     return [("mlp.experts" if hasattr(layer.mlp, "experts") else "mlp.down_proj", layout.mlp_post)]
 
 
-def _norm(owner: Any, name: str, family: Family) -> Norm | None:
-    if not name:
+def _site(model: Any, path: str, norm: str, post: str, family: Family) -> Site:
+    """Makes the site of a reducing module; arguments are paths in the model, "" for none."""
+    layer = ".".join(path.split(".")[:2])
+    # Outermost first; hooks of the layer itself see the new residual.
+    way = {place.name: place for place in _way(model, path)}
+    inside = [place.module for name, place in way.items() if name.startswith(f"{layer}.")]
+    sum_hooks = [hooks for module in inside for hooks in _output_hooks(module)]
+    later_hooks = []
+    if post:
+        way.update((place.name, place) for place in _way(model, post))
+        module = way[post].module
+        sum_hooks += [module._forward_pre_hooks, *_output_hooks(module)]
+    if norm:
+        way.update((place.name, place) for place in _way(model, norm))
+        entered = [place.module for name, place in way.items() if f"{norm}.".startswith(f"{name}.")]
+        if not norm.startswith(f"{layer}."):
+            later_hooks += [way[layer].module._forward_hooks]
+            later_hooks += [module._forward_pre_hooks for module in entered]
+        later_hooks += [way[norm].module._forward_pre_hooks]
+    site = Site(
+        *(path, _norm(model, norm, family), _norm(model, post, family), family.is_scaled),
+        module=way[path].module,
+        places=tuple(way.values()),
+        sum_hooks=tuple(sum_hooks),
+        later_hooks=tuple(later_hooks),
+    )
+    setattr(way[path].module, SITE, site)
+    return site
+
+
+def _way(model: Any, path: str) -> Iterator[Place]:
+    """Yields the modules on the way from the model to one of its modules."""
+    parent, name = model, ""
+    for key in path.split("."):
+        name = f"{name}.{key}" if name else key
+        module = parent._modules[key]
+        yield Place(name, parent, key, module)
+        parent = module
+
+
+def _output_hooks(module: Any) -> tuple[dict[int, Any], ...]:
+    """Returns the hooks that see what the module returns, those of its backward pass too."""
+    return module._forward_hooks, module._backward_hooks, module._backward_pre_hooks
+
+
+def _norm(model: Any, path: str, family: Family) -> Norm | None:
+    if not path:
         return None
-    module = getattr(owner, name)
+    module = model.get_submodule(path)
     eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
-    norm = Norm(module, float(eps), family.weight_bias, family.numerics)
-    module.forward = _norm_forward(norm, module.forward)
+    norm = Norm(module, float(eps), family.weight_bias, family.numerics, module.forward)
+    module.forward = types.MethodType(_norm_forward, norm)  # a deep copy gets a method of its own
     return norm
 
 
-def _norm_forward(norm: Norm, stock: Callable[..., Any]) -> Callable[..., Any]:
-    def forward(hidden_states: Any) -> Any:
-        if isinstance(hidden_states, PartialSum):
-            if hidden_states.can_norm(norm):
-                return hidden_states.normed()
-            hidden_states = hidden_states.reduced()
-        waiting, normed = norm.residual, norm.normed
-        if waiting is not None:
-            norm.residual = norm.normed = None
-            if SWITCH.enabled and waiting is hidden_states:
-                return normed
-        return stock(hidden_states)
-
-    return forward
+def _norm_forward(norm: Norm, hidden_states: Any) -> Any:
+    if isinstance(hidden_states, PartialSum):
+        if hidden_states.can_norm(norm):
+            return hidden_states.normed()
+        hidden_states = hidden_states.reduced()
+    return norm.forward(hidden_states)

@@ -1,0 +1,419 @@
+"""Hooks, grad modes, replaced modules: on each rank a fused model computes what the stock one does.
+
+The same hooks are put on both models, on all ranks or on one. Communication must not depend on
+them, and no norm may be handed out that is not that of the tensor as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import pathlib
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers_models as models
+from rank_helpers import destroy_groups, on
+
+from allnorm.testing import RankPool, assert_same_bits
+
+pytest.importorskip("transformers")
+from allnorm.integrations import transformers as fused
+
+PROMPT = torch.arange(2, 26).view(2, 12)
+
+# The layer, its parts, its norms: hooks go anywhere. "" is the base model, "*" every module.
+PLACES = (
+    *("layers.0", "layers.1", "layers.1.self_attn", "layers.0.self_attn.o_proj", "layers.1.mlp"),
+    *("layers.2.mlp.down_proj", "layers.1.input_layernorm", "layers.1.post_attention_layernorm"),
+    *("norm", "layers.2.self_attn.q_proj", "", "*"),
+)
+# What reads or writes: of Llama's sites those whose norm cannot be used then.
+AFTER = {
+    "layers.0": "layers.0.mlp.down_proj",
+    "layers.1": "layers.1.mlp.down_proj",
+    "layers.1.self_attn": "layers.1.self_attn.o_proj",
+    "layers.0.self_attn.o_proj": "layers.0.self_attn.o_proj",
+    "layers.1.mlp": "layers.1.mlp.down_proj",
+    "layers.2.mlp.down_proj": "layers.2.mlp.down_proj",
+}
+BEFORE = {
+    "layers.1": "layers.0.mlp.down_proj",
+    "layers.1.input_layernorm": "layers.0.mlp.down_proj",
+    "layers.1.post_attention_layernorm": "layers.1.self_attn.o_proj",
+    "norm": "layers.2.mlp.down_proj",
+}
+# A hook sees the sum here, or the post norm: on every rank or on none, if the family has a post
+# norm or scales (docs).
+SUMS = (
+    *("layers.1.self_attn", "layers.0.self_attn.o_proj", "layers.1.mlp", "layers.2.mlp.down_proj"),
+    "layers.1.post_attention_layernorm",
+)
+
+
+def first_of(value: Any) -> torch.Tensor | None:
+    """The tensor of hidden states among what a module was given or returns."""
+    if isinstance(value, dict):
+        value = value.get("last_hidden_state")
+    if isinstance(value, tuple | list):
+        value = value[0] if value else None
+    is_hidden = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value if is_hidden else None
+
+
+def with_first(value: Any, new: torch.Tensor) -> Any:
+    if isinstance(value, dict):  # the output of the model
+        value["last_hidden_state"] = new
+        return value
+    if isinstance(value, tuple | list):
+        return type(value)([new, *value[1:]])
+    return new
+
+
+def read(value: Any, kept: list[Any]) -> None:
+    found = first_of(value)
+    if found is not None:
+        kept.append(float(found.detach().abs().max()))
+
+
+def keep(value: Any, kept: list[Any]) -> None:
+    found = first_of(value)
+    if found is not None:
+        kept.append(found)
+
+
+def write(value: Any, kept: list[Any]) -> None:
+    found = first_of(value)
+    if found is not None:
+        found.mul_(1.25)
+
+
+def write_rows(value: Any, kept: list[Any]) -> None:
+    found = first_of(value)
+    if found is not None:
+        found[:, -1:].add_(0.5)
+
+
+def write_data(value: Any, kept: list[Any]) -> None:
+    found = first_of(value)
+    if found is not None:
+        found.data.add_(0.25)
+
+
+def replace(value: Any, kept: list[Any]) -> Any:
+    found = first_of(value)
+    return None if found is None else with_first(value, found * 0.75 + 0.125)
+
+
+def copied(value: Any, kept: list[Any]) -> Any:
+    found = first_of(value)
+    return None if found is None else with_first(value, found.clone())
+
+
+ACTIONS: dict[str, Callable[..., Any]] = {
+    function.__name__: function
+    for function in (read, keep, write, write_rows, write_data, replace, copied)
+}
+READS = ("read", "keep", "backward")
+
+
+@dataclasses.dataclass(frozen=True)
+class Hook:
+    """One hook.
+
+    Attributes:
+        place: the module; "" for the base model, "*" for every module.
+        when: "before" or "after" its forward, or "backward".
+        action: a key of ACTIONS.
+        ranks: those that have it.
+    """
+
+    place: str
+    when: str
+    action: str
+    ranks: tuple[int, ...]
+
+    def put(self, base: Any, rank: int, kept: list[Any]) -> list[Any]:
+        """Registers it; returns handles."""
+        if rank not in self.ranks:
+            return []
+        act = ACTIONS[self.action]
+        module = torch.nn.modules.module if self.place == "*" else base.get_submodule(self.place)
+        name = "module" if self.place == "*" else ""
+
+        def register(kind: str) -> Any:
+            return getattr(module, f"register_{name}{'_' if name else ''}{kind}")
+
+        if self.when == "backward":
+            return [register("full_backward_hook")(lambda *_: None)]
+        if self.when == "before":
+            return [register("forward_pre_hook")(lambda _, given: act(given, kept))]
+        return [register("forward_hook")(lambda _, given, output: act(output, kept))]
+
+
+def random_hooks(source: random.Random, family: str, modes: str) -> list[Hook]:
+    hooks = []
+    for _ in range(source.choice((0, 1, 1, 2, 3))):
+        place = source.choice(PLACES)
+        when = source.choice(("before", "after", "after", "backward"))
+        action = source.choice(tuple(ACTIONS))
+        if place == "*":
+            action = source.choice(("read", "keep"))
+        if modes == "grad" and action.startswith("write"):  # of a leaf, or of what is saved
+            action = "replace"
+        ranks = source.choice(((0, 1), (0,), (1,)))
+        if family == "olmo2" and place == "layers.1.input_layernorm":  # it has none
+            place = "layers.1"
+        if family not in ("llama", "biased") and (place in SUMS or place == "*"):
+            ranks = (0, 1)
+        if place == "" and when == "before":
+            action = "read"
+        hooks.append(Hook(place, when, action, ranks))
+    return hooks
+
+
+@contextlib.contextmanager
+def hooked(base: Any, hooks: list[Hook], rank: int, kept: list[Any]) -> Iterator[None]:
+    handles = [handle for hook in hooks for handle in hook.put(base, rank, kept)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def gradients(model: Any) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            grad = parameter.grad
+            found[name] = grad.to_local() if hasattr(grad, "to_local") else grad
+        parameter.grad = None
+    return found
+
+
+MODES = ("no_grad", "no_grad", "inference", "inference", "grad", "train", "reentrant", "checkpoint")
+
+
+def outcome(model: Any, hooks: list[Hook], rank: int, mode: str) -> dict[str, Any]:
+    """Runs the model once under its hooks; returns tensors that must be those of the stock."""
+    kept: list[Any] = []
+    with hooked(model.base_model, hooks, rank, kept):
+        if mode in ("no_grad", "train"):
+            model.train(mode == "train")
+            with torch.no_grad():
+                result = {"logits": model(PROMPT).logits}
+            model.eval()
+        elif mode == "inference":
+            with torch.inference_mode():
+                result = {"logits": model(PROMPT).logits}
+        elif mode == "generate":
+            tokens = model.generate(
+                PROMPT, max_new_tokens=4, do_sample=False, cache_implementation="static"
+            )
+            result = {"tokens": tokens}
+        else:
+            is_checkpointed = mode in ("reentrant", "checkpoint")
+            if is_checkpointed:
+                kwargs = {"use_reentrant": mode == "reentrant"}
+                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+                model.enable_input_require_grads()
+                model.train()
+            loss = model(PROMPT, labels=PROMPT).loss
+            loss.backward()
+            result = {"loss": loss.detach(), **gradients(model)}
+            if is_checkpointed:
+                model.gradient_checkpointing_disable()
+                model.disable_input_require_grads()
+                model.eval()
+    values = [
+        torch.tensor(item) if isinstance(item, float) else item.detach().clone() for item in kept
+    ]
+    return result | {f"seen {index}": value for index, value in enumerate(values)}
+
+
+def counts(model: Any) -> dict[str, tuple[int, int]]:
+    sites = fused.report(model).sites
+    return {site.name: (site.calls, site.unfused_calls) for site in sites}
+
+
+def check_counts(
+    rank: int, before: dict[str, Any], after: dict[str, Any], hooks: list[Hook], mode: str
+) -> None:
+    """Compares what `report()` says of one forward pass of a Llama with what it was."""
+    touched = set()
+    for hook in hooks:
+        if rank in hook.ranks and hook.place == "*":
+            touched |= set(after)
+        elif rank in hook.ranks:
+            names = AFTER | ({} if hook.when == "after" else {"layers.0": "", "layers.1": ""})
+            touched.add((BEFORE if hook.when == "before" else names).get(hook.place, ""))
+    for name, (calls, unfused) in after.items():
+        if name.endswith("embed_tokens"):
+            continue
+        more = (calls - before[name][0], unfused - before[name][1])
+        if mode not in ("no_grad", "inference"):
+            assert more == (0, 0), f"{name} in mode {mode}"
+        else:
+            assert more == ((0, 1) if name in touched else (1, 0)), f"{name}: {more}, {hooks}"
+
+
+def random_scenarios(
+    rank: int, world_size: int, place: str, family: str, kind: str, seeds: tuple[int, ...]
+) -> None:
+    """Runs in ranks: every scenario on the stock model, and on the fused one."""
+    stock = models.load(place, family)
+    fused.enable()
+    try:
+        model = models.load(place, family)
+        for seed in seeds:
+            source = random.Random(seed)
+            mode = source.choice((*MODES, "generate"))
+            hooks = random_hooks(source, kind, mode if mode in MODES[:4] else "grad")
+            want = outcome(stock, hooks, rank, mode)
+            before = counts(model)
+            got = outcome(model, hooks, rank, mode)
+            what = f"seed {seed}, {family}, {mode}, {hooks}"
+            assert list(got) == list(want), what
+            is_stock = mode not in ("no_grad", "inference", "generate")
+            for name, value in want.items():
+                if is_stock:
+                    assert_same_bits(got[name], value, f"{name}: {what}")
+                else:
+                    torch.testing.assert_close(got[name], value, msg=f"{name}: {what}")
+            if kind == "llama" and mode != "generate":
+                check_counts(rank, before, counts(model), hooks, mode)
+    finally:
+        fused.disable()
+        destroy_groups(rank, world_size)
+
+
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "biased": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "gemma2": ("gemma2", {}),
+    "granite": ("granite", {}),
+    "olmo2": ("olmo2", {}),
+}
+
+
+def run_random(
+    pool: RankPool, folder: pathlib.Path, kind: str, seeds: range, timeout: float
+) -> None:
+    family, more = KINDS[kind]
+    place = models.save(family, folder, torch.float32, **more)
+    pool.run(random_scenarios, place, family, kind, tuple(seeds), timeout=timeout)
+
+
+@on(cpu=(2,))
+@pytest.mark.parametrize("kind", ["llama", "biased", "gemma2"])
+def test_random_hooks(pool: RankPool, tmp_path: pathlib.Path, kind: str) -> None:
+    run_random(pool, tmp_path, kind, range(24), 240.0)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@on(cpu=(2,))
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_random_hooks(pool: RankPool, tmp_path: pathlib.Path, kind: str) -> None:
+    run_random(pool, tmp_path, kind, range(1000, 1500), 3000.0)
+
+
+class Adapter(torch.nn.Module):
+    """LoRA around a linear layer, as peft injects it."""
+
+    def __init__(self, base_layer: torch.nn.Linear, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        weight = base_layer.weight
+        rows, columns = (weight.to_local() if hasattr(weight, "to_local") else weight).shape
+        self.base_layer = base_layer
+        self.down = torch.nn.Parameter(torch.randn(4, columns, generator=generator) / 8)
+        self.up = torch.nn.Parameter(torch.randn(rows, 4, generator=generator))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the layer's output and the correction."""
+        return self.base_layer(x) + (x @ self.down.T) @ self.up.T
+
+
+def adapt(model: Any, names: tuple[str, ...]) -> None:
+    for name in names:
+        parent, _, key = name.rpartition(".")
+        owner = model.base_model.get_submodule(parent)
+        setattr(owner, key, Adapter(getattr(owner, key), len(name)))
+
+
+@torch.no_grad()
+def adapters(rank: int, world_size: int, place: str, family: str) -> str:
+    """Runs in ranks: only what is used is computed; returns the report."""
+    names = ("layers.0.self_attn.o_proj", "layers.1.mlp.down_proj", "layers.1.self_attn.q_proj")
+    stock = models.load(place, family)
+    adapt(stock, names)
+    fused.enable()
+    try:
+        model = models.load(place, family)
+        plain = model(PROMPT).logits
+        adapt(model, names)
+        before = counts(model)
+        got = model(PROMPT).logits
+        torch.testing.assert_close(got, stock(PROMPT).logits)
+        assert (got - plain).abs().max() > 0.1, "the adapters do something"
+        for site in fused.report(model).sites:
+            done = (site.calls - before[site.name][0], site.unfused_calls - before[site.name][1])
+            assert done == ((0, 0) if site.reason else (1, 0)), site
+        report = str(fused.report(model))
+        for name in names:  # taken out again
+            parent, _, key = name.rpartition(".")
+            owner = model.base_model.get_submodule(parent)
+            setattr(owner, key, getattr(owner, key).base_layer)
+        assert_same_bits(model(PROMPT).logits, plain, "without adapters")
+        assert len(fused.report(model).fused) == 2 * models.LAYERS
+        return report
+    finally:
+        fused.disable()
+        destroy_groups(rank, world_size)
+
+
+@on(cpu=(2,))
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_adapters(pool: RankPool, tmp_path: pathlib.Path, family: str) -> None:
+    report = pool.run(adapters, models.save(family, tmp_path, torch.float32), family)[0]
+    first, *rest = report.splitlines()
+    assert first == f"{2 * models.LAYERS - 2} of {2 * models.LAYERS + 1} reductions fused"
+    for name in ("layers.0.self_attn.o_proj", "layers.1.mlp.down_proj"):
+        assert any(f"{name}: {name} has been replaced by a" in line for line in rest), rest
+    assert len(rest) == 3, "the embedding, and the two"
+
+
+@torch.no_grad()
+def compiled_with_hooks(rank: int, world_size: int, place: str) -> None:
+    """Runs in ranks: hooks are traced, and make the norms that follow theirs be computed."""
+    hooks = [
+        Hook("layers.0", "after", "write", (0, 1)),
+        Hook("layers.1", "after", "copied", (0,)),
+        Hook("layers.2.self_attn", "after", "replace", (1,)),
+    ]
+    stock = models.load(place, "llama")
+    fused.enable()
+    try:
+        model = models.load(place, "llama")
+        for chosen in ([], *([hook] for hook in hooks), hooks):
+            torch._dynamo.reset()
+            want = outcome(stock, chosen, rank, "no_grad")["logits"]
+            with hooked(model.base_model, chosen, rank, []):
+                compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+                for _ in range(2):
+                    torch.testing.assert_close(compiled(PROMPT).logits, want, msg=str(chosen))
+    finally:
+        fused.disable()
+        torch._dynamo.reset()
+        destroy_groups(rank, world_size)
+
+
+@pytest.mark.slow
+@on(cpu=(2,))
+def test_compiled_with_hooks(pool: RankPool, tmp_path: pathlib.Path) -> None:
+    pool.run(compiled_with_hooks, models.save("llama", tmp_path, torch.float32), timeout=240.0)
