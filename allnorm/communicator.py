@@ -20,7 +20,7 @@ from allnorm.core import arguments, traced
 from allnorm.core.arguments import DTYPES
 from allnorm.core.call import NO_CHANGE, NO_INPUTS, Call, split_boundary, split_scale
 from allnorm.core.shortcuts import is_traced
-from allnorm.errors import CommunicatorClosedError, UnsupportedError
+from allnorm.errors import AllnormError, CommunicatorClosedError, UnsupportedError
 from allnorm.expert_sum import ExpertSum
 from allnorm.islands import Islands
 from allnorm.policy import Plan
@@ -123,12 +123,27 @@ class Communicator:
     ) -> None:
         from allnorm.core.opening import open_endpoint
 
+        alone = _opening.setdefault(id(group), threading.Lock())
+        is_alone = alone.acquire(blocking=False)
+
         def last_number(place: torch.device) -> tuple[int, bool]:
+            # Raised here, so that the other ranks learn of it.
+            if not is_alone and dist.get_world_size(group) > 1:
+                raise AllnormError(
+                    f"two threads of this process make communicators of group {group.group_name} "
+                    "at the same time: which of them comes first differs from rank to rank, so "
+                    "ranks would take one for the other. Make them one after the other, in the "
+                    "same order on every rank, or of a process group each."
+                )
             # By the group's name traced calls mean the communicator of `for_group`, no other.
             key = group.group_name, place.type
             return _last_numbers.get(key, 0), named_as_group and key not in _open
 
-        self._endpoint = open_endpoint(group, settings, last_number)
+        try:
+            self._endpoint = open_endpoint(group, settings, last_number)
+        finally:
+            if is_alone:
+                alone.release()
         self._call = self._endpoint.dispatcher.call
         self.name: str = self._endpoint.name
         self.rank: int = self._endpoint.rank
@@ -182,7 +197,9 @@ class Communicator:
             return None
         from allnorm.core.opening import Settings
 
-        with _making:  # another thread that asks for it meanwhile gets the same
+        # Another thread that asks for it meanwhile gets the same. One that asks for that of another
+        # group must not wait: which thread comes first differs from rank to rank.
+        with _making.setdefault((id(resolved), place), threading.RLock()):
             comm = _of_group.get((id(resolved), place))
             if comm is None or not comm._endpoint.is_of(resolved):
                 if comm is not None:
@@ -668,13 +685,16 @@ class Communicator:
 _open: weakref.WeakValueDictionary[tuple[str, str], Communicator] = weakref.WeakValueDictionary()
 # What makes their calls, by name and whether they are on CUDA: operators find it there, quickly.
 _open_calls: dict[tuple[str, bool], Callable[..., Any]] = {}
+# Held while one of a group is made, by the id of the group.
+_opening: dict[int, threading.Lock] = {}
 # The names of all that this process has made, by the group's name and the kind of device.
 _made: dict[tuple[str, str], list[str]] = {}
 # The number of the latest, by the same.
 _last_numbers: dict[tuple[str, str], int] = {}
 # Those of `for_group`, by the id of the group.
 _of_group: dict[tuple[int, torch.device], Communicator] = {}
-_making = threading.RLock()
+# Held while one of them is made.
+_making: dict[tuple[int, torch.device], threading.RLock] = {}
 # All that are not freed: a child of fork() must not touch what they use.
 _living: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
@@ -772,8 +792,8 @@ atexit.register(_close_groups)
 
 
 def _become_forks() -> None:
-    global _making
-    _making = threading.RLock()  # another thread may have held it
+    _making.clear()  # another thread may have held one
+    _opening.clear()
     _open.clear()
     _open_calls.clear()
     _of_group.clear()

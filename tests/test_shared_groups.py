@@ -156,6 +156,56 @@ def test_collectives_of_the_user(pool: RankPool, islands: Any, algorithm: str) -
     pool.run(beside_collectives, islands, algorithm, timeout=300)
 
 
+def make_of_own_groups(rank: int, world_size: int) -> None:
+    """Two threads make the communicators of two groups, on each rank another one first."""
+    groups = [dist.new_group(range(world_size)) for _ in range(2)]
+    with mock.patch.dict(os.environ, {"ALLNORM_TIMEOUT_SECONDS": "20"}):
+
+        def body(number: int) -> Callable[[], None]:
+            def calls() -> None:
+                time.sleep(0.3 * ((rank + number) % 2))
+                for call in range(20):
+                    x = torch.full((7, 96), float(100 * number + call + rank), device=device())
+                    want = sum(100 * number + call + other for other in range(world_size))
+                    assert (allnorm.all_reduce(x, group=groups[number]) == want).all()
+
+            return calls
+
+        in_threads([body(number) for number in range(2)])
+
+
+@on(cpu=(2,))
+def test_threads_with_a_group_each(pool: RankPool) -> None:
+    pool.run(make_of_own_groups, timeout=120)
+
+
+def make_at_the_same_time(rank: int, world_size: int) -> list[str]:
+    seen: list[str] = []
+
+    def body() -> None:
+        try:
+            c = allnorm.Communicator(device=device(), timeout=60)
+        except allnorm.AllnormError as error:
+            seen.append(str(error))
+        else:
+            seen.append("made")
+            time.sleep(0.5)
+            c.close()
+
+    in_threads([body] * 2)
+    CASES[0].check(allnorm.Communicator(device=device(), timeout=60))
+    return seen
+
+
+@on(cpu=(2,))
+def test_threads_that_make_communicators_of_one_group(pool: RankPool) -> None:
+    """Ranks would pair those of different threads."""
+    found = pool.run(make_at_the_same_time, timeout=120)
+    for seen in found:
+        assert any("two threads of this process" in text for text in seen), found
+        assert seen.count("made") == found[0].count("made") < 2
+
+
 # ---- the first unfused call ----------------------------------------------------------------------
 
 
