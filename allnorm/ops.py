@@ -264,18 +264,49 @@ _is_functional: Callable[[_Tensor], bool] = torch._is_functional_tensor
 def _implement(name: str, implementation: Callable[..., Any]) -> None:
     operator = getattr(torch.ops.allnorm, name).default
 
+    def run(*arguments: Any) -> Any:
+        try:
+            return implementation(*arguments)
+        except TypeError:
+            plain = _without_subclasses(arguments)
+            if plain is None:
+                raise
+        return implementation(*plain)
+
     def without_gradient(*arguments: Any) -> Any:
         x = arguments[0]
         is_plain = x.__class__ in _PLAIN and _num_modes() == 0 and _transform() is None
         if is_plain and not _is_functional(x):
-            return implementation(*arguments)  # which refuses what requires a gradient
+            return run(*arguments)  # which refuses what requires a gradient
         _refuse_gradients(operator, arguments)
         with _AFTER_AUTOGRAD():
             return operator(*arguments)
 
     for key in _BACKENDS:
-        _library.impl(name, implementation, key)
+        _library.impl(name, run, key)
         _library.impl(name, without_gradient, f"Autograd{key}")
+
+
+def _without_subclasses(arguments: tuple[Any, ...]) -> list[Any] | None:
+    """Returns the arguments with plain tensors for those of subclasses; None if none can be.
+
+    The dispatcher has been asked before an operator runs. So a subclass without a
+    `__torch_dispatch__` of its own, such as most subclasses of Parameter, has its values in its
+    memory. Calls of methods refuse all subclasses: their `__torch_function__` was not asked.
+    """
+    plain = [
+        argument.as_subclass(torch.Tensor)
+        if isinstance(argument, torch.Tensor)
+        and argument.__class__ not in _PLAIN
+        and type(argument).__torch_dispatch__ is _NO_DISPATCH
+        else argument
+        for argument in arguments
+    ]
+    changed = any(new is not given for new, given in zip(plain, arguments, strict=True))
+    return plain if changed else None
+
+
+_NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 
 
 def _refuse_gradients(operator: torch._ops.OpOverload, arguments: tuple[Any, ...]) -> None:

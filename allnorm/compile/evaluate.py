@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -102,6 +103,7 @@ class Evaluator:
         number = self.shapes.any_of(operand) if isinstance(operand, Node) else operand
         if isinstance(number, int | float) and not isinstance(number, bool):
             return self.algebra.const(float(number))
+        self.check_known(operand, node)
         value, tensor = self.tensor(operand, node)
         if tensor.dim() == 0 and tensor.dtype != out.dtype:
             raise NotUnderstood(f"{node} computes with the scalar tensor {operand}")
@@ -109,6 +111,37 @@ class Evaluator:
             before, after = list(tensor.shape), list(out.shape)
             raise NotUnderstood(f"{node} broadcasts {operand} of shape {before} to {after}")
         return value
+
+    def check_known(self, operand: Any, node: Node) -> None:
+        """Raises if an operand is a number that the tracer does not know."""
+        if _is_symbolic(self.shapes, operand):
+            raise NotUnderstood(f"{node} computes with {operand}, {_SYMBOL}")
+
+
+_SYMBOL = (
+    "a number that the tracer keeps as a symbol, as torch.compile(dynamic=True) does with floats: "
+    "the fused call takes numbers. Set torch._dynamo.config.specialize_float = True"
+)
+
+
+def _is_symbolic(shapes: Shapes, operand: Any) -> bool:
+    """Returns whether an operand is a number that is not known until the graph runs.
+
+    Inductor has float64 scalars on the CPU for them, and what is computed from those.
+    """
+    if not isinstance(operand, Node):
+        return False
+    if isinstance(shapes.any_of(operand), torch.SymFloat | torch.SymInt):
+        return True
+    tensor = shapes.of(operand)
+    while tensor is not None and tensor.dim() == 0 and operand.op == "call_function":
+        sources = operand.all_input_nodes
+        if len(sources) != 1:
+            return False
+        operand, tensor = sources[0], shapes.of(sources[0])
+    if tensor is None or operand.op != "placeholder":
+        return False
+    return tensor.dim() == 0 and tensor.dtype == torch.float64
 
 
 _EXPECTED_DTYPES = "expected float32, float16 or bfloat16"

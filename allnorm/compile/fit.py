@@ -12,6 +12,7 @@ from allnorm.compile.norms import Output, split_gain
 from allnorm.compile.quantise import Quantised
 from allnorm.compile.safety import check_escapes, check_memory, check_order
 from allnorm.compile.shapes import (
+    has_contiguous_rows,
     is_contiguous,
     is_row,
     leads_to,
@@ -157,9 +158,13 @@ def _weight(
     gain = output.gain
     if gain is None:
         return Weight(None, -0.0)
+    strided = ""
     for value, bias in split_gain(gain):
         path = value.attr if value.op == "leaf" and isinstance(value.attr, str) else ""
         if path and _is_weight(values.parameters[path], run):
+            if not has_contiguous_rows(values.parameters[path]):
+                strided = _strides(path, values.parameters[path])
+                continue
             memory = storage_of(values.parameters[path])
             if memory in values.context.written:
                 raise Missed(values.context.written[memory])
@@ -170,10 +175,20 @@ def _weight(
                 continue
             if value.derives_from(candidate.reduced):
                 raise Missed(f"the weight, {node}, is computed from the reduced tensor")
-            return Weight(node, bias)
+            if has_contiguous_rows(tensor):
+                return Weight(node, bias)
+            strided = strided or _strides(node, tensor)
     raise Missed(
-        f"the normed tensor is multiplied by something that is no weight of {run.shape[-1]} "
+        strided
+        or f"the normed tensor is multiplied by something that is no weight of {run.shape[-1]} "
         "elements, equal for all rows, on the same device"
+    )
+
+
+def _strides(name: object, tensor: Tensor) -> str:
+    return (
+        f"the weight, {name}, has strides {tuple(tensor.stride())}: expected a contiguous last "
+        "dimension. Call weight.contiguous() first"
     )
 
 

@@ -151,12 +151,14 @@ class Functional:
         graph = self.module.graph
         writing = [target for node in graph.nodes for target in written(node)]
         first = list(dict.fromkeys(t for t in writing if t.op in ("placeholder", "get_attr")))
-        # A weight that only fused sites read has another node now.
+        # One node for each parameter: fused sites may have added others.
         names = {node.target: node for node in graph.find_nodes(op="get_attr")}
-        roots = [
-            node if node.op == "placeholder" else names.get(node.target)
-            for node, _ in self.roots.values()
-        ]
+
+        def one(node: Node) -> Node | None:
+            return node if node.op == "placeholder" else names.get(node.target)
+
+        roots = [one(node) for node, _ in self.roots.values()]
+        first = list(dict.fromkeys(filter(None, map(one, first))))
         tensors = [*first, *(node for node in roots if node is not None and node not in first)]
         given = [node for node in tensors if node.op == "placeholder"]
         rule = "" if meta_key == "example_value" else self._rule(given)
@@ -406,7 +408,8 @@ class _Recorder(_Runner):
         for path, value in zip(self._paths, values[count:], strict=True):
             self._lifted[id(attribute_at(self.module, path))] = value
         before = [value.shape if isinstance(value, Tensor) else None for value in values]
-        results = self.run(*values[:count])
+        # The graph's nodes as they are: an exported module's code puts its results in a structure.
+        results = self.run(*values[:count], enable_io_processing=False)
         for value, shape in zip(values, before, strict=True):
             if shape is not None and not same_shape(value.shape, shape):
                 raise NotFunctional("it changes the shape of an input in place")

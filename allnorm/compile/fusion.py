@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from allnorm.communicator import Communicator
 from allnorm.compile.aliasing import keep_aliasing, occurrences
@@ -254,6 +254,7 @@ def _rewrite(
     graph = module.graph if functional is None else functional.module.graph
     shapes = values.shapes
     results = [shapes.of(node) for node in occurrences(graph)]
+    names = [node.name for node in occurrences(module.graph)]
     rewriter = Rewriter(graph, values)
     for call in calls:
         rewriter.apply(*call)
@@ -270,8 +271,25 @@ def _rewrite(
         problem = keep_aliasing(graph, shapes, results, outside)
         if problem:
             raise RuntimeError(problem)
+    _keep_names(module.graph, names)
     module.recompile()
     return ""
+
+
+def _keep_names(graph: Graph, names: Sequence[str]) -> None:
+    """Gives the results of a graph the names that they had: an exported program finds them so."""
+    taken = {node.name: node for node in graph.nodes}
+    for node, name in zip(occurrences(graph), names, strict=True):
+        other = taken.get(name)
+        if node.name in names or node.op in ("placeholder", "get_attr") or other is node:
+            continue
+        if other is not None:
+            if other.op in ("placeholder", "get_attr"):
+                continue
+            other._rename(f"{name}_before")
+        graph._graph_namespace._used_names.discard(name)  # of a node that was erased, too
+        node._rename(name)
+        taken[name] = node
 
 
 def _missed(site: Site, reason: str) -> Site:

@@ -11,6 +11,8 @@ import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from allnorm import config
 from allnorm._version import __version__
 from allnorm.communicator import Communicator, open_communicators
@@ -46,8 +48,10 @@ def inductor_pass(
             are not used by any other.
         all_reduce_ops: as for `fuse`.
         all_reduce_groups: as for `fuse`.
-        decompositions: as for `fuse`. Compiled code is kept across processes only with functions
-            of which the source is at hand, and which depend on nothing else that changes.
+        decompositions: as for `fuse`. Compiled code is cached only if all that each function
+            computes with can be told: its code, numbers, strings, dtypes and tuples of them that it
+            refers to, other such functions, and modules of PyTorch and Python. Otherwise Inductor's
+            caches are not used.
         approximate_quant: as for `fuse`.
 
     Returns:
@@ -97,12 +101,15 @@ def _pass_class() -> Any:
             return self
 
         def uuid(self) -> Any:
+            described = _described(self.options["decompositions"])
+            if described is None:
+                return None  # Inductor then caches nothing
             return (
                 *_fingerprint(),
                 _settings(self.communicator),
                 tuple(map(str, self.options["all_reduce_ops"])),
                 tuple(sorted(self.options["all_reduce_groups"])),
-                tuple(sorted(map(_described, self.options["decompositions"].items()))),
+                described,
                 self.options["approximate_quant"],
             )
 
@@ -118,13 +125,84 @@ def _fingerprint() -> tuple[str, str]:
     return __version__, digest.hexdigest()
 
 
-def _described(entry: tuple[Any, Callable[..., Any]]) -> tuple[str, str]:
-    """An operator, and the source of what it stands for; without one, this process's own."""
-    op, function = entry
+def _described(table: Mapping[Any, Callable[..., Any]]) -> tuple[Any, ...] | None:
+    """Returns all that the functions of a table compute with; None if that cannot be told."""
     try:
-        return str(op), inspect.getsource(function)
-    except (OSError, TypeError):
-        return str(op), f"{_PROCESS} {function!r}"
+        return tuple(sorted((str(op), _contents(function)) for op, function in table.items()))
+    except _UntoldError:
+        return None
+
+
+class _UntoldError(Exception):
+    """A function depends on something of which the contents cannot be told."""
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), torch.dtype)
+_FIXED = {"torch", "math", "operator", "functools", "itertools", "builtins"}
+
+
+def _contents(value: Any, seen: tuple[Any, ...] = ()) -> str:
+    """Returns text that differs for values that a function may compute different results with.
+
+    Equal text is not enough where a value may change later, or hides what it holds: those are
+    refused. An object's identity says nothing of its contents.
+
+    Raises:
+        _UntoldError: for those.
+    """
+    if type(value) in _PLAIN:
+        return f"{type(value).__name__} {value!r}"
+    if any(value is one for one in seen):
+        return f"again {[value is one for one in seen].index(True)}"
+    seen = (*seen, value)
+    if type(value) in (tuple, frozenset):
+        inside = [_contents(item, seen) for item in value]
+        return f"{type(value).__name__} {sorted(inside) if type(value) is frozenset else inside}"
+    if inspect.isfunction(value):
+        return _contents_of_function(value, seen)
+    if inspect.iscode(value):
+        inside = [_contents(constant, seen) for constant in value.co_consts]
+        return f"code {value.co_code.hex()} {value.co_names} {value.co_flags} {inside}"
+    if isinstance(value, functools.partial) and not vars(value):
+        parts = (value.func, value.args, tuple(sorted(value.keywords.items())))
+        return f"partial {_contents(parts, seen)}"
+    home = value.__name__ if inspect.ismodule(value) else getattr(value, "__module__", None)
+    if isinstance(home, str) and home.partition(".")[0] in _FIXED:
+        name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None)
+        is_named = inspect.ismodule(value) or inspect.isbuiltin(value) or inspect.isclass(value)
+        if is_named or isinstance(value, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+            return f"{home}.{name} {value}" if not is_named else f"{home}.{name}"
+    raise _UntoldError
+
+
+def _contents_of_function(function: Any, seen: tuple[Any, ...]) -> str:
+    home = function.__module__ or ""
+    if home.partition(".")[0] in _FIXED:
+        return f"{home}.{function.__qualname__}"
+    try:
+        variables = inspect.getclosurevars(function)
+        cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    except (ValueError, TypeError):  # a cell that is still empty, a wrapper of C
+        raise _UntoldError from None
+    names = {**variables.globals, **{name: name for name in variables.unbound}}
+    names.update(_globals_inside(function.__code__, function.__globals__))
+    parts = (
+        function.__code__,
+        function.__defaults__,
+        tuple(sorted((function.__kwdefaults__ or {}).items())),
+        tuple(cells),
+        tuple(sorted(names.items(), key=lambda item: item[0])),
+    )
+    return f"function {_contents(parts, seen)}"
+
+
+def _globals_inside(code: Any, known: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the globals that functions inside of a function name, which they may refer to."""
+    found = {name: known[name] for name in code.co_names if name in known}
+    for constant in code.co_consts:
+        if inspect.iscode(constant):
+            found.update(_globals_inside(constant, known))
+    return found
 
 
 # Differs in every process.

@@ -236,6 +236,7 @@ def _norm(e: Evaluator, node: Node, shape: Any, gain: Value | None, eps: Any) ->
         raise NotUnderstood(f"{node} is over a dimension of unknown size")
     if eps is None:
         eps = torch.finfo(torch.float32).eps  # that of the dtype it computes in
+    e.check_known(eps, node)
     if not isinstance(eps, int | float):
         raise NotUnderstood(f"{node} has an eps that is no number")
     make = e.algebra

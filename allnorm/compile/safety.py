@@ -45,6 +45,12 @@ def check_escapes(values: Values, match: Match) -> str:
             if concerned and not (
                 is_answered(values, question) or answer(values, match, question, source)
             ):
+                if operation(question) == "" and question.op != "output":
+                    return (
+                        f"{values.name_of(question)} asks about {values.name_of(source)}, which "
+                        "the fused call does not return, and no input of the call that is there by "
+                        "then has the same answer"
+                    )
                 return _escape(values, match, value, source, question)
     return ""
 
@@ -76,6 +82,8 @@ def answer(values: Values, match: Match, question: Node, source: Node) -> Node |
         tensor = None if node is None else values.shapes.of(node)
         if node is None or about is None or tensor is None:
             continue
+        if values.position[node] > values.position[question]:
+            continue  # it may be computed from the answer
         same_type = tensor.dtype == about.dtype or asked in _ABOUT_SHAPES
         if same_type and tensor.device == about.device and same_shape(tensor.shape, about.shape):
             return node

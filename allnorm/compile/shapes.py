@@ -119,7 +119,7 @@ class _Propagate(Interpreter):
                 "Pass one for each."
             )
         with self._mode, torch.no_grad():
-            self.run(*fakes)
+            self.run(*fakes, enable_io_processing=False)
 
     def run_node(self, n: Node) -> Any:
         if n in self._known:
