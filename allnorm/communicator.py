@@ -513,7 +513,9 @@ class Communicator:
         scale: float = 1.0,
         experts: bool = False,
     ) -> Plan:
-        """What a call with this shape will do. Pure, not collective, the same on every rank.
+        """Returns what a call that ends with a norm will do, or raises what that call raises.
+
+        Pure, not collective, the same on every rank.
 
         Args:
             num_tokens: rows, >= 0.
@@ -523,9 +525,9 @@ class Communicator:
             residual_sharded: whether each rank holds its own rows of the residual only.
             return_normed: whether a quantised call returns `normed` too.
             algorithm: what the call would ask for.
-            post_norm: the norm in front of the residual add; changes nothing about the plan.
-            scale: of the reduced sum; likewise.
-            experts: whether `x` is an `ExpertSum`; likewise.
+            post_norm: the norm in front of the residual add.
+            scale: of the reduced sum. Neither changes the algorithm.
+            experts: whether `x` is an `ExpertSum`, which does not change the algorithm either.
 
         Returns:
             The algorithm, the reason in one sentence, the number of launches, and whether a tuned
@@ -533,7 +535,8 @@ class Communicator:
 
         Raises:
             ValueError, TypeError: wrong arguments.
-            UnsupportedError: no call of this dtype or width, or with these groups, can run.
+            UnsupportedError: no call of this dtype or width, or with these groups, can run; or
+                `algorithm` names one that cannot run it.
             CommunicatorClosedError: after `close()`.
         """
         self._endpoint.check_open()
@@ -548,7 +551,8 @@ class Communicator:
         if not isinstance(experts, bool):
             raise TypeError(f"experts={experts!r}: expected True or False.")
         spec, _ = split_scale(quant)
-        x = torch.empty((num_tokens, hidden_size), dtype=dtype, device="meta")
+        shape = (num_tokens, 1, hidden_size) if experts else (num_tokens, hidden_size)
+        x = torch.empty(shape, dtype=dtype, device="meta")
         _, (post_weight, *_), (post_eps, post_bias, scale, _) = split_boundary(x, post_norm, scale)
         weight = x.new_empty(hidden_size)
         if post_norm is not None:
@@ -556,6 +560,7 @@ class Communicator:
         call = Call(
             x,
             weight=weight,
+            post_weight=post_weight,
             post_eps=post_eps,
             post_weight_bias=post_bias,
             scale=scale,
@@ -564,12 +569,13 @@ class Communicator:
             residual_sharded=residual_sharded,
             quant=spec,
             return_normed=return_normed,
+            experts=experts,
         )
         arguments.check_norm_constants(call)
         if quant is not None and spec is not Fp8PerTensor:
             check_quant(quant)
             check_hidden_size(quant, hidden_size)
-        return self._endpoint.chooser.plan(call)
+        return self._endpoint.choose(call)
 
     def check(self) -> None:
         """Raises what a wait recorded, else returns None. Reads host memory; never synchronises.

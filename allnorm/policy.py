@@ -227,7 +227,8 @@ def choose(
         hidden_size: columns.
         element_bytes: bytes of an element of `x`.
         rows_per_chunk: rows of this hidden size that one launch among the ranks of an island
-            holds, for "one_shot" and "two_shot"; 0 if none fits.
+            holds, for "one_shot" and "two_shot", and with several islands for each launch of a
+            "hierarchical" call; 0 if none fits.
         requested: "auto" or the name of an algorithm.
         owned_rows: whether each row is finished, or given, by the rank it belongs to.
         kind: name of the dtype, and epilogue.
@@ -290,8 +291,9 @@ def _choose_between(
     if not obstacle and traits.island_size > 1:
         # What the kernels need inside an island.
         inside = replace(traits, world_size=traits.island_size, islands=(), exchange="")
+        rows_inside = {"two_shot": rows_per_chunk["hierarchical"]}
         obstacle = _obstacle(
-            inside, hidden_size, element_bytes, rows_per_chunk, "two_shot", owned_rows
+            inside, hidden_size, element_bytes, rows_inside, "two_shot", owned_rows
         )
     if obstacle:
         rows = _unfused_rows(traits, num_tokens, hidden_size, element_bytes)
@@ -303,13 +305,15 @@ def _choose_between(
     if traits.split:
         reason += f" ({traits.split})"
     rows = hierarchical_rows(traits.backend, traits.island_size, num_tokens, hidden_size)
-    pieces = number if owned_rows else -(-num_tokens // rows)
+    pieces = -(-num_tokens // rows)
+    if owned_rows:  # one of each island that has a row; fewer rows than ranks are the first ranks'
+        pieces = min(number, -(-num_tokens // traits.island_size))
     blocks = traits.max_blocks if traits.max_blocks < MOST_BLOCKS else 0
     source = "default" if requested == "auto" else "caller"
     return Plan(
         "hierarchical",
         reason if requested == "auto" else "asked for by the caller",
-        min(pieces, num_tokens),
+        pieces,
         blocks,
         source,
     )

@@ -181,7 +181,7 @@ def test_plan_needs_no_peer(pool: RankPool) -> None:
 
 PAIRS = ((0, 1), (2, 3))
 ALONE = ((0,), (1,))
-ROWS = {"one_shot": 1000, "two_shot": 1000}
+ROWS = {"one_shot": 1000, "two_shot": 1000, "hierarchical": 1000}
 
 
 def between(islands: islands_.Islands, backend: str = "cuda", reason: str = "") -> policy.Traits:
@@ -217,7 +217,7 @@ def test_what_cannot_be_hierarchical_says_why() -> None:
     narrow = policy.choose(between(PAIRS), 8, 4095, 2, ROWS)
     assert narrow.algorithm == "unfused"
     assert "4095" in narrow.reason
-    alone = policy.choose(between(ALONE), 8, 4095, 2, {"one_shot": 0, "two_shot": 0})
+    alone = policy.choose(between(ALONE), 8, 4095, 2, dict.fromkeys(ROWS, 0))
     assert alone.algorithm == "hierarchical"
     flat = policy.choose(policy.Traits("cuda", 4), 8, 4096, 2, ROWS, "hierarchical")
     assert "one island" in flat.reason

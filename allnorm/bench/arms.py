@@ -184,15 +184,18 @@ def allnorm_arm(
 ) -> Arm | str:
     """One of allnorm's algorithms, or "auto"; or why it cannot run this."""
     sharded = mode.residual_sharded
-    plan = comm.plan(
-        case.num_rows,
-        case.shape.hidden_size,
-        case.dtype,
-        case.spec(mode.quant),
-        sharded,
-        return_normed=mode.return_normed,
-        algorithm=algorithm,
-    )
+    try:
+        plan = comm.plan(
+            case.num_rows,
+            case.shape.hidden_size,
+            case.dtype,
+            case.spec(mode.quant),
+            sharded,
+            return_normed=mode.return_normed,
+            algorithm=algorithm,
+        )
+    except allnorm.UnsupportedError as error:
+        return str(error)
     if algorithm not in ("auto", plan.algorithm):
         return plan.reason
     rows = comm.row_shard(case.num_rows) if sharded else None
@@ -212,7 +215,11 @@ def allnorm_arm(
 
 def _part(comm: allnorm.Communicator, case: Case, name: str) -> Arm | str:
     """A part of a hierarchical call by itself, whose result is checked with the whole call's."""
-    plan = comm.plan(case.num_rows, case.shape.hidden_size, case.dtype, algorithm="hierarchical")
+    shape = case.num_rows, case.shape.hidden_size, case.dtype
+    try:
+        plan = comm.plan(*shape, algorithm="hierarchical")
+    except allnorm.UnsupportedError as error:
+        return str(error)
     if plan.algorithm != "hierarchical":
         return plan.reason
     part = name.partition(":")[2]

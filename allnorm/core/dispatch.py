@@ -21,7 +21,7 @@ import torch
 from allnorm import policy
 from allnorm.core import _native, arguments, fast_call, traced
 from allnorm.core.call import Call
-from allnorm.core.launch import Launch, Memory, describe
+from allnorm.core.launch import Launch, Memory, as_launch_a, as_launch_b, describe
 from allnorm.core.shortcuts import is_intercepted, version_counter
 from allnorm.core.tensors import is_plain
 from allnorm.errors import CommunicatorClosedError, UnsupportedError
@@ -216,14 +216,12 @@ class Chooser:
 
     def plan(self, call: Call) -> Plan:
         """How such a call would run; looks at its geometry and constants only."""
-        rows, native = {}, describe(call)
+        native = describe(call)
         # It matters only whether there is any.
         native.out = 1 if call.return_normed else None
         native.post_weight = None if call.post_weight is None else 1
-        for name, native.algorithm in _native.ALGORITHM.items():
-            rows[name] = self._library.rows_per_chunk(
-                self.traits.island_size, self._workspace_bytes, ctypes.addressof(native)
-            )
+        native.num_sources = 1
+        rows = self._rows_per_chunk(native)
         dtype = call.x.dtype
         return policy.choose(
             self.traits,
@@ -236,6 +234,25 @@ class Chooser:
             (str(dtype).removeprefix("torch."), _epilogue(call)),
             call.experts or call.post_weight is not None or call.scale != 1,
         )
+
+    def _rows_per_chunk(self, native: _native.Call) -> dict[str, int]:
+        """Returns how many rows fit a launch among the ranks of an island, by algorithm."""
+
+        def fit(one: _native.Call) -> int:
+            return int(
+                self._library.rows_per_chunk(
+                    self.traits.island_size, self._workspace_bytes, ctypes.addressof(one)
+                )
+            )
+
+        rows = {}
+        for name, native.algorithm in _native.ALGORITHM.items():
+            rows[name] = fit(native)
+        if len(self.traits.islands) > 1:
+            gathers = native.op == _native.ALL_GATHER_ROWS  # a launch like that of one island
+            launches = () if gathers else (as_launch_a(native), as_launch_b(native))
+            rows["hierarchical"] = min(map(fit, launches), default=rows["two_shot"])
+        return rows
 
     def choose(self, call: Call) -> Plan:
         """As `plan`; refuses an algorithm that was asked for and cannot run."""

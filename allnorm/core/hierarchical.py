@@ -45,7 +45,7 @@ from allnorm.core.announcement import Announcement
 from allnorm.core.arguments import row_shard, rows_of
 from allnorm.core.between import Between, Look, places, segments
 from allnorm.core.channel import Channel, Owner
-from allnorm.core.launch import CUDA_ALIGN_BYTES, Launch, Memory
+from allnorm.core.launch import CUDA_ALIGN_BYTES, Launch, Memory, as_launch_a, as_launch_b
 from allnorm.core.rendezvous import Rendezvous
 from allnorm.islands import Islands
 
@@ -335,12 +335,9 @@ class _Run:
 
     def _launch_a(self, lo: int, hi: int, sums: torch.Tensor) -> _native.Call:
         """The sums of rows `lo` to `hi` in this island."""
-        call = self._copy()
+        call = as_launch_a(self._call)
         width = _width(call.dtype)
-        for name in ("residual", "weight", "post_weight", "residual_out", "quantized", "scale"):
-            setattr(call, name, None)
-        call.op, call.quant, call.flags = _native.SUM_ROWS, 0, 0
-        call.num_tokens, call.scale_padding_rows = hi - lo, 0
+        call.num_tokens = hi - lo
         call.out, call.out_stride = sums.data_ptr() or call.x, call.hidden_size
         if not call.top_k:
             call.x += lo * call.x_stride * width
@@ -358,12 +355,10 @@ class _Run:
 
     def _launch_b(self, lo: int, hi: int, sums: torch.Tensor) -> _native.Call:
         """What becomes of the sums of rows `lo` to `hi`."""
-        call = self._copy()
+        call = as_launch_b(self._call)
         width = _width(call.dtype)
-        if not self._alone:
-            call.flags |= _native.ISLAND_SUMS
-        call.top_k = call.num_rows = 0
-        call.expert_index = call.expert_weights = call.shared = None
+        if self._alone:
+            call.flags &= ~_native.ISLAND_SUMS
         call.x = sums.data_ptr() or call.x
         call.x_stride, call.num_sources = call.hidden_size, sums.shape[0]
         call.source_stride = sums.stride(0) if sums.numel() else 0
@@ -372,11 +367,6 @@ class _Run:
         call.scale_padding_rows = self._call.scale_padding_rows if whole else 0
         residual_row = 0 if self._launch.shard is not None else lo
         unfused.move_results(self._launch, call, self._saved, lo, residual_row, width)
-        return call
-
-    def _copy(self) -> _native.Call:
-        call = _native.Call.from_buffer_copy(self._call)
-        call.algorithm = _native.ALGORITHM["two_shot"]
         return call
 
     def _run(self, call: _native.Call) -> int:
@@ -422,7 +412,8 @@ class _Run:
             if self._alone:
                 out[lo:hi].copy_(gathered[number][: hi - lo])
                 continue
-            call = self._copy()
+            call = _native.Call.from_buffer_copy(self._call)
+            call.algorithm = _native.ALGORITHM["two_shot"]
             call.num_tokens = hi - lo
             call.x, call.x_stride = gathered[number].data_ptr(), call.hidden_size
             call.out += lo * call.out_stride * _width(call.dtype)

@@ -90,6 +90,26 @@ def _flags(call: Call) -> int:
     return flags | (_native.NO_NORM if call.weight is None else 0)
 
 
+def as_launch_a(call: _native.Call) -> _native.Call:
+    """Returns launch A of a hierarchical call: a copy that makes the sums of an island."""
+    sums = _native.Call.from_buffer_copy(call)
+    for name in ("residual", "weight", "post_weight", "residual_out", "quantized", "scale"):
+        setattr(sums, name, None)
+    sums.algorithm = _native.ALGORITHM["two_shot"]
+    sums.op, sums.quant, sums.flags, sums.scale_padding_rows = _native.SUM_ROWS, 0, 0, 0
+    return sums
+
+
+def as_launch_b(call: _native.Call) -> _native.Call:
+    """Returns launch B of a hierarchical call: a copy that finishes the sums of all islands."""
+    rest = _native.Call.from_buffer_copy(call)
+    rest.algorithm = _native.ALGORITHM["two_shot"]
+    rest.flags |= _native.ISLAND_SUMS
+    rest.top_k = rest.num_rows = 0
+    rest.expert_index = rest.expert_weights = rest.shared = None
+    return rest
+
+
 class Result(NamedTuple):
     """One result of a call.
 

@@ -265,11 +265,16 @@ CHANGES: tuple[dict[str, Any], ...] = (
 
 def algorithms(kind: Kind, comms: Sequence[allnorm.Communicator]) -> set[str]:
     """What would run such a call; "unfused" where the algorithm that it names cannot."""
-    return {
-        comm.plan(
+    return {_algorithm(kind, comm) for comm in comms}
+
+
+def _algorithm(kind: Kind, comm: allnorm.Communicator) -> str:
+    try:
+        plan = comm.plan(
             *(kind.num_tokens, kind.hidden_size, kind.dtype, kind.quant, kind.sharded),
             return_normed=kind.return_normed and kind.quant is not None,
             algorithm=kind.algorithm,
-        ).algorithm
-        for comm in comms
-    }
+        )
+    except allnorm.UnsupportedError:
+        return "unfused"
+    return plan.algorithm

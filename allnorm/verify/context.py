@@ -78,8 +78,15 @@ class Context:
 
     def algorithms(self, *shape: Any) -> list[str]:
         """The algorithms that can run that shape, given as the first arguments of `comm.plan`."""
-        plans = {a: self.comm.plan(*shape, algorithm=a) for a in REQUESTS}
-        return [a for a, plan in plans.items() if a in ("auto", plan.algorithm)]
+        return [algorithm for algorithm in REQUESTS if self._can_run(algorithm, *shape)]
+
+    def _can_run(self, algorithm: str, *shape: Any) -> bool:
+        try:
+            plan = self.comm.plan(*shape, algorithm=algorithm)
+        except allnorm.UnsupportedError:
+            return False
+        # One rank computes the same whatever is asked for.
+        return algorithm in ("auto", plan.algorithm)
 
     def run(self, batch: Batch, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """The fused call on this rank's part of a batch."""

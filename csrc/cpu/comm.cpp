@@ -306,12 +306,16 @@ int32_t Communicator::run(const AllnormCall& call) {
   }
   const int64_t max_rows = rows_per_chunk(config_.world_size, config_.workspace_bytes, call);
   if (max_rows == 0) {
-    return fail(
-        ALLNORM_UNSUPPORTED,
-        "a workspace of %lld bytes does not hold one row of %lld elements of %lld bytes (at "
-        "most %lld elements): use a larger workspace",
-        static_cast<long long>(config_.workspace_bytes), static_cast<long long>(call.hidden_size),
-        static_cast<long long>(element_bytes(call.dtype)), static_cast<long long>(kMaxHiddenSize));
+    if (call.hidden_size > kMaxHiddenSize) {
+      return fail(ALLNORM_UNSUPPORTED, "hidden_size is %lld; expected at most %lld",
+                  static_cast<long long>(call.hidden_size), static_cast<long long>(kMaxHiddenSize));
+    }
+    return fail(ALLNORM_UNSUPPORTED,
+                "a workspace of %lld bytes does not hold one row of %lld elements of %lld bytes: "
+                "use a larger workspace",
+                static_cast<long long>(config_.workspace_bytes),
+                static_cast<long long>(call.hidden_size),
+                static_cast<long long>(element_bytes(call.dtype)));
   }
   float* const scratch = scratch_.reserve(call.hidden_size);
   if (scratch == nullptr) return fail(ALLNORM_SYSTEM, "no memory for a row of working space");

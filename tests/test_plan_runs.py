@@ -1,0 +1,166 @@
+"""`plan()` is what runs, or raises what the call raises."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from rank_helpers import DTYPES, Case, Experts, comm, on
+
+import allnorm
+from allnorm import names, policy
+from allnorm.core import _native, hierarchical
+from allnorm.core.call import Call
+from allnorm.core.dispatch import Chooser
+from allnorm.testing import RankPool
+
+# Around 2,720 and 5,440 columns a workspace of 64 KiB holds rows of some launches only.
+WIDTHS = (64, 1000, 2304, 2720, 2880, 4000, 5376, 8000, 12_000, 33_000)
+QUANTS = (
+    None,
+    allnorm.Fp8PerToken(),
+    allnorm.Fp8PerGroup(32),
+    allnorm.Fp8PerTensor(torch.tensor(0.5)),
+    allnorm.MxFp8(),
+    allnorm.NvFp4(torch.tensor(7.0)),
+)
+ALONE, PAIRS = ((0,), (1,)), ((0, 1), (2, 3))
+
+
+def cases(count: int) -> list[Case]:
+    """The same on every rank: every width with every algorithm, the rest at random."""
+    rng = random.Random(1)
+    found = []
+    for width, algorithm in itertools.islice(
+        itertools.cycle(itertools.product(WIDTHS, ("auto", *names.REQUESTS))), count
+    ):
+        quant = rng.choice(QUANTS)
+        if width % 32:
+            quant = rng.choice((None, allnorm.Fp8PerToken(), allnorm.Fp8PerGroup(128)))
+        post_norm = rng.random() < 0.3
+        found.append(
+            Case(
+                (rng.choice((0, 1, 2, 5, 33)), width),
+                rng.choice(DTYPES),
+                residual=rng.random() < 0.8,
+                algorithm=algorithm,
+                quant=quant,
+                return_normed=quant is not None and rng.random() < 0.5,
+                sharded=rng.random() < 0.5,
+                post_norm=post_norm,
+                scale=rng.choice((1.0, 0.5)),
+                experts=rng.choice((None, None, Experts())),
+                call=len(found),
+            )
+        )
+    return found
+
+
+def plan_of(c: allnorm.Communicator, case: Case) -> policy.Plan | Exception:
+    try:
+        return c.plan(
+            *case.shape,
+            case.dtype,
+            case.spec(),
+            case.sharded,
+            return_normed=case.return_normed,
+            algorithm=case.algorithm,
+            post_norm=case.norm_before(),
+            scale=case.scale,
+            experts=case.experts is not None,
+        )
+    except (ValueError, TypeError, allnorm.UnsupportedError) as error:
+        return error
+
+
+def ran(c: allnorm.Communicator, case: Case) -> tuple[str, int] | Exception:
+    """The algorithm that ran, and in how many launches or pieces; or what was raised."""
+    pieces = []
+    piece = hierarchical._Run._piece
+
+    def noted(one: Any, number: int, *rest: Any) -> Any:
+        pieces.append(number)
+        return piece(one, number, *rest)
+
+    before = c.stats().calls
+    try:
+        with mock.patch.object(hierarchical._Run, "_piece", noted):
+            case.check(c)
+    except (ValueError, TypeError, allnorm.UnsupportedError) as error:
+        return error
+    calls = {name: number - before[name] for name, number in c.stats().calls.items()}
+    ((name, number),) = [(name, number) for name, number in calls.items() if number]
+    return name, len(pieces) if name == "hierarchical" else number
+
+
+def compare(rank: int, world_size: int, count: int, **arguments: Any) -> dict[str, int]:
+    """Returns how often each algorithm ran, and "error"."""
+    c = comm(**arguments)
+    found: dict[str, int] = {}
+    for case in cases(count):
+        plan, got = plan_of(c, case), ran(c, case)
+        if isinstance(plan, Exception) or isinstance(got, Exception):
+            assert (type(plan), str(plan)) == (type(got), str(got)), case
+            found["error"] = found.get("error", 0) + 1
+            continue
+        name, number = got
+        found[name] = found.get(name, 0) + 1
+        assert name == plan.algorithm, (case, plan)
+        if name in names.FUSED:  # without rows there is a launch that compares the calls
+            assert number == max(1, plan.num_chunks), (case, plan)
+        elif name == "hierarchical":
+            assert number == plan.num_chunks, (case, plan)
+    return found
+
+
+@on(cpu=(2, 3, 4))
+@pytest.mark.parametrize("workspace_bytes", [64 << 10, 4 << 20], ids=["64 KiB", "4 MiB"])
+@pytest.mark.parametrize("islands", [False, True], ids=["one island", "islands"])
+def test_plan_is_what_runs(pool: RankPool, islands: bool, workspace_bytes: int) -> None:
+    alone = tuple((rank,) for rank in range(pool.world_size))
+    arguments: dict[str, Any] = {"workspace_bytes": workspace_bytes}
+    if islands:
+        arguments["islands"] = PAIRS if pool.world_size == 4 else alone
+    results = pool.run(compare, 160, timeout=600, kwargs=arguments)
+    assert all(result == results[0] for result in results)
+    kinds = {"hierarchical", "unfused"} if islands else {*names.FUSED, "unfused"}
+    assert set(results[0]) == {*kinds, "error"}
+
+
+def test_plan_takes_everything_that_a_choice_looks_at() -> None:
+    """A table's clusters hold for plain calls only: a plan for others must not promise them."""
+    step = policy.Step(None, "one_shot", 0, 4)
+    table = policy.Table("measured", {("bfloat16", "norm"): [policy.Curve(4096, (step,))]})
+    traits = policy.Traits("cuda", 4, tables=(table,))
+    chooser = Chooser(_native.library("cpu"), traits, 1 << 30)
+    asked: list[Call] = []
+
+    class Stub:
+        """An endpoint that is asked for plans only."""
+
+        def check_open(self) -> None:
+            pass
+
+        def choose(self, call: Call) -> policy.Plan:
+            asked.append(call)
+            return chooser.choose(call)
+
+    c = object.__new__(allnorm.Communicator)
+    c._endpoint = Stub()  # type: ignore[assignment]
+    norm = allnorm.PostNorm(torch.ones(4096, dtype=torch.bfloat16), 1e-6)
+    x = torch.zeros(8, 4096, dtype=torch.bfloat16)
+    weight, op = x[0], "all_reduce_add_rms_norm"
+    for more, call in (
+        ({}, Call(x, x, weight, op=op)),
+        ({"scale": 0.5}, Call(x, x, weight, op=op, scale=0.5)),
+        ({"post_norm": norm}, Call(x, x, weight, post_weight=norm.weight, op=op, post_eps=1e-6)),
+        ({"experts": True}, Call(x.unsqueeze(1), x, weight, op=op, experts=True)),
+    ):
+        plan = c.plan(8, 4096, **more)  # type: ignore[arg-type]
+        assert plan == chooser.choose(call), more
+        assert plan.cluster_size == (0 if more else 4), more
+    assert len(asked) == 4
