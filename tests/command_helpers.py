@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+
+from limits import HANG_SECONDS
 
 
 def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -17,10 +20,18 @@ def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
         [sys.executable, "-P", "-m", "allnorm", *arguments],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=HANG_SECONDS,
         env=environ,
         check=False,
     )
+
+
+def unwrapped(text: str) -> str:
+    """Returns what a command wrote as one line, without the boxes that rich folds messages into.
+
+    Where lines end depends on the length of paths in them.
+    """
+    return " ".join(re.sub("[\u2500-\u257f]", " ", text).split())
 
 
 def rows(path: Path) -> list[dict[str, object]]:

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from limits import HANG_SECONDS
 from torch import Tensor
 
 from allnorm.compile import FusionReport
@@ -86,7 +87,9 @@ def main() -> int:
     totals: collections.Counter[str] = collections.Counter()
     end, start = options.first + options.count, time.monotonic()
     share = options.device == "cuda"
-    with RankPool(options.world_size, options.device, timeout=600.0, share_gpus=share) as pool:
+    with RankPool(
+        options.world_size, options.device, timeout=HANG_SECONDS, share_gpus=share
+    ) as pool:
         for first in range(options.first, end, AT_ONCE):
             seeds = range(first, min(end, first + AT_ONCE))
             answers = pool.run(count, options.kind, seeds)

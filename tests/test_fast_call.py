@@ -20,6 +20,7 @@ from unittest import mock
 
 import pytest
 import torch
+from limits import HANG_SECONDS
 from rank_helpers import Case, comm, message_of, on
 from script_helpers import script
 
@@ -526,7 +527,7 @@ def test_any_interpreter(minor: int | None) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=HANG_SECONDS,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("ok 3.")

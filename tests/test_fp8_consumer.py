@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from limits import HANG_SECONDS
 from rank_helpers import comm, on
 from script_helpers import script
 
@@ -63,7 +64,7 @@ def test_the_example_runs() -> None:
         [sys.executable, *launcher, str(EXAMPLE)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_SECONDS,
         check=False,
     )
     assert run.returncode == 0, run.stderr

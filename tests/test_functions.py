@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from limits import HANG_SECONDS
 from rank_helpers import Case, comm, message_of, on
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -237,7 +238,7 @@ def test_a_program_may_end_without_a_word(tmp_path: pathlib.Path, destroys: bool
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=HANG_SECONDS,
         cwd=tmp_path,  # not the tree, if another allnorm is installed
         env={**os.environ, "PYTHONPATH": str(pathlib.Path(allnorm.__file__).parent.parent)},
     )

@@ -10,6 +10,7 @@ import warnings
 
 import pytest
 import torch
+from limits import HANG_SECONDS
 
 import allnorm
 from allnorm import topology
@@ -72,7 +73,7 @@ def output_of(
         check=check,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_SECONDS,
         env=environ,
     )
 
@@ -157,7 +158,7 @@ def test_ranks_of_the_commands_load_nothing_for_commands(tmp_path: pathlib.Path)
         check=False,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=HANG_SECONDS,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.split() == []

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import slow_link
+from limits import HANG_SECONDS
 
 import allnorm
 
@@ -104,7 +105,7 @@ def run(hosts: Hosts, scenario: str) -> dict[int, dict[str, Any]]:
                         break
             hosts.cut()
         for process in processes:
-            for line in process.communicate(timeout=90)[0].splitlines():
+            for line in process.communicate(timeout=HANG_SECONDS)[0].splitlines():
                 found = json.loads(line)
                 if "rank" in found:
                     seen[found["rank"]] = found

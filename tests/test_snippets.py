@@ -35,6 +35,7 @@ import torch
 import torch.distributed.run
 import typer.main
 import yaml
+from limits import HANG_SECONDS
 from rank_helpers import comm
 
 import allnorm
@@ -226,7 +227,7 @@ def programs() -> list[Any]:
     for block in filter(is_program, BLOCKS):
         # Inductor calls a C++ compiler, which needs long on a busy machine.
         compiles = "torch.compile" in block.text
-        marks = [pytest.mark.slow, pytest.mark.timeout(660)] if compiles else []
+        marks = [pytest.mark.slow] if compiles else []
         found.append(pytest.param(block, id=block.where, marks=marks))
     return found
 
@@ -263,7 +264,7 @@ def test_programs_run(block: Block, tmp_path: pathlib.Path) -> None:
         },
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=HANG_SECONDS,
         check=False,
     )
     said = {path: path.read_text() for path in sorted((tmp_path / "logs").rglob("std*.log"))}

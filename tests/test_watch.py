@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from limits import HANG_SECONDS
 from rank_helpers import on
 
 import allnorm
@@ -317,7 +318,7 @@ def test_a_hundred_kills_at_random_moments(record_property: Any) -> None:
     ]
     rounds = []
     for process in running:
-        out, _ = process.communicate(timeout=280)
+        out, _ = process.communicate(timeout=HANG_SECONDS)
         assert process.returncode == 0
         rounds += [json.loads(line) for line in out.splitlines()]
     assert len(rounds) == KILLS

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from limits import HANG_SECONDS
 
 import allnorm
 from allnorm.testing import (
@@ -315,7 +316,7 @@ class _Settings:
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[RankPool]:
-    pool = RankPool(2, "cpu", timeout=240.0)
+    pool = RankPool(2, "cpu", timeout=HANG_SECONDS)
     yield pool
     pool.close()
 
@@ -332,7 +333,7 @@ def found_by_sglang() -> bool:
 )
 def test_the_loader(plugins: str, has_gpu: bool, hooked: bool) -> None:
     assert found_by_sglang(), "allnorm is not installed with its entry point: make install"
-    (found,) = run_ranks(load, 1, args=(plugins, has_gpu), timeout=200.0)
+    (found,) = run_ranks(load, 1, args=(plugins, has_gpu), timeout=HANG_SECONDS)
     assert found["the user of the gate is hooked"] is found["the norm is hooked"] is hooked
     assert found["hooked once"]
     assert found["hooks"] == (4 if hooked else 0)
@@ -341,7 +342,7 @@ def test_the_loader(plugins: str, has_gpu: bool, hooked: bool) -> None:
 
 
 def test_one_rank_changes_nothing() -> None:
-    ((lines, inactive),) = run_ranks(at_one_rank, 1, timeout=200.0)
+    ((lines, inactive),) = run_ranks(at_one_rank, 1, timeout=HANG_SECONDS)
     assert inactive
     assert [level for level, _ in lines] == ["INFO"]
     assert "tensor parallelism of 1" in lines[0][1]

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from limits import HANG_SECONDS
 
 import allnorm
 from allnorm import reference
@@ -196,7 +197,7 @@ def run_quantised(rank: int, world_size: int, family: str, gemm: str) -> tuple[i
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[RankPool]:
-    pool = RankPool(2, "cpu", timeout=240.0)
+    pool = RankPool(2, "cpu", timeout=HANG_SECONDS)
     yield pool
     pool.close()
 

@@ -9,19 +9,20 @@ import sys
 from typing import Any
 
 import pytest
+from limits import HANG_SECONDS
 
 from allnorm.integrations.vllm import quants, seams
 from allnorm.testing import run_ranks
 
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed: make test-engines")
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(3000)
 
 
 def run(name: str, world_size: int, *args: Any, of: Any = None) -> list[Any]:
     """A function of vllm_ranks, or of another module, in new processes, which patch vLLM."""
     import vllm_ranks
 
-    return run_ranks(getattr(of or vllm_ranks, name), world_size, args=args, timeout=400.0)
+    return run_ranks(getattr(of or vllm_ranks, name), world_size, args=args, timeout=HANG_SECONDS)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +62,9 @@ def test_vllm_plugins_decides_whether_it_is_loaded() -> None:
     for plugins, loaded in ((None, 1), ("allnorm", 1), ("other", 0), ("", 0)):
         environment = {} if plugins is None else {"VLLM_PLUGINS": plugins}
         command = [sys.executable, "-c", code, here]
-        done = subprocess.run(command, env={**os.environ, **environment}, timeout=200, check=False)
+        done = subprocess.run(
+            command, env={**os.environ, **environment}, timeout=HANG_SECONDS, check=False
+        )
         assert done.returncode == loaded, plugins
 
 

@@ -11,7 +11,7 @@ import allnorm
 from allnorm import reference
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-engines")
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(3000)
 
 vllm_without_cuda = pytest.importorskip("vllm_without_cuda")
 nvfp4 = pytest.importorskip("vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils")

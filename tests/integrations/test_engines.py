@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from limits import HANG_SECONDS
 from rank_helpers import on
 
 import allnorm
@@ -160,4 +161,4 @@ def test_importing_it_imports_no_engine() -> None:
         "import sys, allnorm.integrations.engines;"
         "assert not {'vllm', 'sglang', 'transformers'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=HANG_SECONDS)

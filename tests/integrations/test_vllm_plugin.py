@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from limits import HANG_SECONDS
 
 import allnorm.integrations.vllm as plugin
 from allnorm.integrations.engines import Announcer
@@ -285,7 +286,7 @@ def test_loading_it_imports_no_vllm() -> None:
         "import sys; from allnorm.integrations.vllm import register; register();"
         "assert not any(name.startswith('vllm.') for name in sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=HANG_SECONDS)
 
 
 # ---- following functions ------------------------------------------------------------------------

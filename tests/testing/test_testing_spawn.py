@@ -12,6 +12,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from limits import HANG_SECONDS
 
 import allnorm
 from allnorm.testing import RankError, RankPool, report, run_ranks
@@ -182,7 +183,7 @@ def run_program(program: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-c", program],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_SECONDS,
         env={**os.environ, "PYTHONPATH": path},
         check=False,
     )

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from limits import HANG_SECONDS
 from rank_helpers import device, on
 
 import allnorm
@@ -325,7 +326,7 @@ def one_exchange_for_all(rank: int, world_size: int) -> Result:
 
 def test_the_soak_of_threads_finds_a_shared_exchange() -> None:
     try:
-        found = run_ranks(one_exchange_for_all, 2, timeout=600)[0]
+        found = run_ranks(one_exchange_for_all, 2, timeout=HANG_SECONDS)[0]
     except RankError:
         return  # gloo ends processes of which one sends more bytes than another
     assert found["failures"] > 0
