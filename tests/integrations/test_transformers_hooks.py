@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import pathlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -18,10 +18,12 @@ import torch
 import transformers_models as models
 from rank_helpers import destroy_groups, on
 
+from allnorm.errors import PeerDivergedError
 from allnorm.testing import RankPool, assert_same_bits
 
 pytest.importorskip("transformers")
 from allnorm.integrations import transformers as fused
+from allnorm.integrations.transformers import styles
 
 PROMPT = torch.arange(2, 26).view(2, 12)
 
@@ -301,7 +303,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def run_random(
-    pool: RankPool, folder: pathlib.Path, kind: str, seeds: range, timeout: float
+    pool: RankPool, folder: pathlib.Path, kind: str, seeds: Iterable[int], timeout: float
 ) -> None:
     family, more = KINDS[kind]
     place = models.save(family, folder, torch.float32, **more)
@@ -311,7 +313,7 @@ def run_random(
 @on(cpu=(2,))
 @pytest.mark.parametrize("kind", ["llama", "biased", "gemma2"])
 def test_random_hooks(pool: RankPool, tmp_path: pathlib.Path, kind: str) -> None:
-    run_random(pool, tmp_path, kind, range(24), 240.0)
+    run_random(pool, tmp_path, kind, (*range(24), 200, 233), 240.0)  # hooks before every module
 
 
 @pytest.mark.long
@@ -320,6 +322,30 @@ def test_random_hooks(pool: RankPool, tmp_path: pathlib.Path, kind: str) -> None
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_random_hooks(pool: RankPool, tmp_path: pathlib.Path, kind: str) -> None:
     run_random(pool, tmp_path, kind, range(1000, 1500), 3000.0)
+
+
+@torch.no_grad()
+def see_a_sum_on_one_rank(rank: int, world_size: int, place: str) -> list[str]:
+    """Runs in ranks: the sum before a post norm, which the call of the peers does not give."""
+    fused.enable()
+    try:
+        model = models.load(place, "gemma2")
+        hook = Hook("layers.1.self_attn", "after", "read", (0,))
+        with hooked(model.base_model, [hook], rank, []), pytest.raises(PeerDivergedError) as error:
+            model(PROMPT)
+        return getattr(error.value, "__notes__", [])
+    finally:
+        fused.disable()
+        styles._links.clear()  # the communicator has failed; the group goes on
+        destroy_groups(rank, world_size)
+
+
+@on(cpu=(2,))
+def test_a_sum_that_one_rank_alone_wants_to_see(pool: RankPool, tmp_path: pathlib.Path) -> None:
+    hooked_rank, peer = pool.run(see_a_sum_on_one_rank, models.save("gemma2", tmp_path))
+    assert "the sum of layers.1.self_attn.o_proj" in hooked_rank[0]
+    assert "on every rank or on none" in hooked_rank[0]
+    assert peer == []
 
 
 class Adapter(torch.nn.Module):

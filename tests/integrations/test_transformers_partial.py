@@ -277,6 +277,24 @@ def test_gradients_that_are_on_by_now(is_frozen: bool) -> None:
     assert model.calls() == (0, 1)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("post", [False, True])
+def test_gradients_that_are_on_when_a_sum_is_used(post: bool, bias: bool) -> None:
+    """Attention under no_grad in a layer with gradients: those of all that follows it."""
+    model = Model(post=post, bias=bias)
+    with torch.enable_grad():
+        residual, total = model.residual.requires_grad_(), model.total.detach()
+        branch = model.post_forward(model.partial) if post else model.partial
+        got = model.forward(residual + branch)
+        want = model.module(residual + (model.post_module(total) if post else total))
+        torch.testing.assert_close(got, want)
+        trained = [residual, model.module.weight, *([model.post_module.weight] if post else [])]
+        grads, expected = (torch.autograd.grad(out.square().sum(), trained) for out in (got, want))
+    for grad, other in zip(grads, expected, strict=True):
+        torch.testing.assert_close(grad, other)
+    assert model.linear.bias is None or model.linear.bias.grad is None
+
+
 def test_a_norm_that_is_never_asked_is_counted() -> None:
     model = Model()
     for _ in range(2):

@@ -65,12 +65,18 @@ class PartialSum:
         """The sum over all ranks, normed and scaled if it is to be, made once. Collective."""
         if self._reduced is None:
             make = self.site.normed if self.is_normed else self.site.reduce
-            made = make(self.value)
+            if torch.is_grad_enabled():  # the module that reduces ran without
+                with torch.no_grad():
+                    made = make(self.value)
+            else:
+                made = make(self.value)
             self._reduced = made if self.scale == 1.0 else made * self.scale
         return self._reduced
 
     def can_norm(self, norm: Norm) -> bool:
         """Whether this norm is the post norm of its site, and can be left for later."""
+        if torch.is_grad_enabled():
+            return False
         as_it_is = self._reduced is None and not self.is_normed and self.scale == 1.0
         return as_it_is and self.site.post is norm and not norm.obstacle(self.value)
 
@@ -81,7 +87,8 @@ class PartialSum:
     def add_to(self, residual: torch.Tensor) -> torch.Tensor:
         """`residual` plus the sum over all ranks; the site keeps its norm for later. Collective."""
         change = (self.is_normed, self.scale)
-        if self._reduced is None and self.site.can_add(self.value, residual, *change):
+        may_fuse = self._reduced is None and not torch.is_grad_enabled()
+        if may_fuse and self.site.can_add(self.value, residual, *change):
             return self.site.add(self.value, residual, *change)
         return residual + self.reduced()
 

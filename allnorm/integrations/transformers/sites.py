@@ -180,10 +180,8 @@ class Place:
     module: torch.nn.Module
 
     def obstacle(self) -> str:
-        """Returns why the module is not reached as it was when the model was built, or ""."""
+        """Returns what has become of the module, which is not where it was."""
         found = self.parent._modules.get(self.key)
-        if found is self.module:
-            return ""
         if found is None:
             return f"{self.name} has been removed from the model"
         kind = type(found)
@@ -239,9 +237,8 @@ class Site:
         if self.reason:
             return self.reason
         for place in self.places:
-            reason = place.obstacle()
-            if reason:
-                return reason
+            if place.parent._modules.get(place.key) is not place.module:
+                return place.obstacle()
         return ""
 
     def fuses(self) -> bool:
@@ -254,7 +251,8 @@ class Site:
 
     def has_hooks(self) -> bool:
         """Returns whether hooks on this rank see the sum before it is added."""
-        return _any_hook((*self.sum_hooks, *_GLOBAL_SUM_HOOKS))
+        hooks = (*self.sum_hooks, *_GLOBAL_SUM_HOOKS)
+        return _any_hook(hooks if self.post is None else (*hooks, *_GLOBAL_LATER_HOOKS))
 
     @property
     def keeps_sum(self) -> bool:
@@ -415,9 +413,10 @@ def _tracked(call: Callable[..., Any]) -> Callable[..., Any]:
 def _any_hook(hooks: _Hooks) -> bool:
     """Returns whether there is a hook that may keep or change what it is given."""
     for of_module in hooks:
-        for hook in of_module.values():
-            if not str(getattr(hook, "__module__", "")).startswith(_TRUSTED_HOOKS):
-                return True
+        if of_module:  # a call for each of many sites: quick where there is none
+            for hook in of_module.values():
+                if not str(getattr(hook, "__module__", "")).startswith(_TRUSTED_HOOKS):
+                    return True
     return False
 
 
