@@ -98,7 +98,7 @@ class _Round:
             if rank in ranks:
                 comm = allnorm.Communicator(
                     *(group, place),
-                    workspace_bytes=256 << 10 if small else None,  # cuts calls into chunks
+                    workspace_bytes=64 << 10 if small else None,  # cuts calls into chunks
                     timeout=_TIMEOUT,
                     islands=islands,
                 )
