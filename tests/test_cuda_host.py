@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import datetime
 import os
-import threading
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -13,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
-from allnorm.core import _native, faults
+from allnorm.core import _native, faults, notes, turn
 from allnorm.core.endpoint import Endpoint
 from allnorm.core.workspace import Workspace
 from allnorm.errors import AllnormError, PeerDivergedError
@@ -47,7 +46,9 @@ def endpoint(library: Library, workspace: Any = None) -> Endpoint:
     made._group = lambda: None
     made.closed, made._handle, made._streams = False, 1, {None}
     made._broken = made._channel = made._accounts = made.watch = made._hierarchy = None
-    made._process, made._holder, made._lock = os.getpid(), 0, threading.Lock()
+    made._connection = None
+    made._process, made._turn, made._ended = os.getpid(), turn.Turn(), False
+    made.notes, made._counts, made.rank = notes.NoNotes(), None, 0
     made.timeout, made.device = datetime.timedelta(seconds=1), torch.device("cuda", 0)
     made.name, made.dispatcher = "0", mock.Mock()
     return made

@@ -472,7 +472,7 @@ def count_references(rank: int, world_size: int) -> None:
     call = as_called(BASE.but(quant=allnorm.Fp8PerGroup(128)), rank)
     for _ in range(3):
         c.all_reduce_add_rms_norm_quant(*call[:3], call.eps, call.quant)
-    watched = (*call, c._endpoint._lock, None, True, torch.bfloat16)
+    watched = (*call, c._endpoint._turn.lock, None, True, torch.bfloat16)
     gc.collect()
     before = [sys.getrefcount(thing) for thing in watched]
     others = call._replace(residual=None), call._replace(x=call.x[:1])

@@ -370,7 +370,7 @@ def raises_in_handler(rank: int, world_size: int) -> None:
             signal.setitimer(signal.ITIMER_REAL, 0.2)
             with pytest.raises(RaisedError, match="from the handler"):
                 CASE.run(c)
-        assert not c._endpoint._lock.locked()
+        assert not c._endpoint._turn.lock.locked()
         with pytest.raises(allnorm.PeerTimeoutError):
             CASE.run(c)
     dist.barrier()

@@ -22,7 +22,7 @@ from allnorm.testing import RankPool
 PAIRS = ((0, 1), (2, 3))
 CASE = Case((24, 256), torch.float32)
 # A death is seen, told to those who cannot see it, and read by them.
-NAMED_SECONDS = 4.0
+NAMED_SECONDS = 10.0
 
 
 def make(far: bool, rank: int, timeout: float = 60.0) -> allnorm.Communicator:
@@ -32,7 +32,7 @@ def make(far: bool, rank: int, timeout: float = 60.0) -> allnorm.Communicator:
     here = watch.this_process()._replace(namespace=f"host {rank // 2}")
     with (
         mock.patch("allnorm.core.workspace._host_identity", return_value=f"host {rank // 2}"),
-        mock.patch("allnorm.core.rendezvous.this_process", return_value=here),
+        mock.patch("allnorm.core.arrival.this_process", return_value=here),
         mock.patch("allnorm.core.watch.this_process", return_value=here),
     ):
         c = allnorm.Communicator(device=device(), timeout=timeout)
@@ -87,11 +87,11 @@ def test_a_killed_rank_is_named_by_all(pool: RankPool, far: bool) -> None:
 
 def stopped(rank: int, world_size: int, far: bool) -> tuple[str, int, float]:
     """Rank 3 stands still in the middle of its calls."""
-    c = make(far, rank, timeout=1.5)
+    c = make(far, rank, timeout=4.0)
     CASE.check(c)
     dist.barrier()
     if rank == 3:
-        time.sleep(6)
+        time.sleep(12)
         c.close()
         return "", 3, 0.0
     start = time.monotonic()
@@ -107,7 +107,7 @@ def test_a_late_rank_is_named_by_all(pool: RankPool, far: bool) -> None:
     results = pool.run(stopped, far, timeout=120)
     for kind, peer, seconds in results[:3]:
         assert (kind, peer) == ("PeerTimeoutError", 3), results
-        assert 1.4 < seconds < 1.5 + NAMED_SECONDS
+        assert 3.9 < seconds < 4.0 + NAMED_SECONDS
 
 
 def diverges(rank: int, world_size: int, far: bool) -> None:
@@ -138,7 +138,7 @@ def test_another_call_is_refused_by_all(pool: RankPool, far: bool) -> None:
 
 def breaks_between(rank: int, world_size: int, far: bool, how: str) -> tuple[str, int, bool]:
     """Rank 3 ends, or stands still, after all have agreed and its island has summed."""
-    c = make(far, rank, timeout=60.0 if how == "ends" else 1.5)
+    c = make(far, rank, timeout=60.0 if how == "ends" else 4.0)
     CASE.check(c)
     between = c._endpoint._hierarchy.between  # type: ignore[union-attr]
     dist.barrier()
@@ -147,7 +147,7 @@ def breaks_between(rank: int, world_size: int, far: bool, how: str) -> tuple[str
         def gather(*_: Any) -> torch.Tensor:
             if how == "ends":
                 os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(5)
+            time.sleep(12)
             raise RuntimeError("too late")
 
         between.start_gather = gather  # type: ignore[method-assign]
@@ -156,7 +156,7 @@ def breaks_between(rank: int, world_size: int, far: bool, how: str) -> tuple[str
     with pytest.raises(allnorm.PeerTimeoutError) as caught:
         CASE.run(c, out=out)
     seconds = time.monotonic() - start
-    assert rank == 3 or seconds < (0.0 if how == "ends" else 1.5) + NAMED_SECONDS, seconds
+    assert rank == 3 or seconds < (0.0 if how == "ends" else 4.0) + NAMED_SECONDS, seconds
     check_afterwards(c)
     error = caught.value
     return type(error).__name__, error.peer, bool(out.isnan().all())
@@ -180,17 +180,14 @@ class StartsSlowly(threading.Thread):
 
 
 def interrupted(rank: int, world_size: int, whom: int) -> tuple[str, int]:
-    """While rank 3 stands still amid a call: rank 1 waits for it between, rank 2 inside.
-
-    Who waits for rank 3, or for one that does, goes on waiting until that ends.
-    """
+    """While rank 3 stands still amid a call: rank 1 waits for it between, rank 2 inside."""
     c = make(False, rank, timeout=60.0)
     CASE.check(c)
     dist.barrier()
     if rank == 3:
 
         def start_gather(*_: Any) -> Any:
-            time.sleep(6)
+            time.sleep(12)
             raise RuntimeError("too late")
 
         c._endpoint._hierarchy.between.start_gather = start_gather  # type: ignore
@@ -208,7 +205,7 @@ def interrupted(rank: int, world_size: int, whom: int) -> tuple[str, int]:
         signal.signal(signal.SIGINT, before)
     seconds = time.monotonic() - start
     if rank == whom:
-        assert seconds < 5.0, seconds  # sooner than rank 3 goes on
+        assert seconds < 11.0, seconds  # sooner than rank 3 goes on
     check_afterwards(c)
     return type(caught.value).__name__, getattr(caught.value, "peer", rank)
 
@@ -218,5 +215,5 @@ def interrupted(rank: int, world_size: int, whom: int) -> tuple[str, int]:
 def test_an_interrupt_amid_a_call_ends_it_for_all(pool: RankPool, whom: int) -> None:
     results = pool.run(interrupted, whom, timeout=120)
     assert results[whom] == ("KeyboardInterrupt", whom)
-    if whom == 1:  # whom rank 0 waits for; rank 2 waits for rank 3, as before
-        assert results[0] == ("PeerTimeoutError", 1), results
+    for rank in {0, 1, 2, 3} - {whom}:
+        assert results[rank] == ("PeerLeftError", whom), results

@@ -55,17 +55,19 @@ ALLOWED = {
     },
     "core.announcement": {"core._native", "core.launch", "names"},
     "core.refusal": {"core._native", "core.call", "core.launch", "policy"},
+    "core.notes": set(),
+    "core.turn": set(),
     "core.watch": set(),
     "core.arrival": {"core.watch", "errors"},
     "core.rendezvous": {"core.arrival", "core.watch", "errors"},
-    "core.workspace": {"core._native", "core.rendezvous", "islands"},
-    "core.between": {"config", "core.rendezvous", "islands"},
+    "core.workspace": {"core._native", "core.notes", "core.rendezvous", "islands"},
+    "core.between": {"config", "core.notes", "core.rendezvous", "islands"},
     "core.faults": {
         *("core._native", "core.announcement", "core.refusal", "core.rendezvous", "core.watch"),
         "errors",
     },
     "core.channel": {
-        *("core._native", "core.announcement", "core.faults", "core.launch"),
+        *("core._native", "core.announcement", "core.launch", "core.notes"),
         *("core.rendezvous", "core.watch", "core.workspace", "errors"),
     },
     "core.unfused": {
@@ -82,9 +84,10 @@ ALLOWED = {
         *("post_norm", "quant"),
     },
     "core.endpoint": {
-        *("core._native", "core.announcement", "core.call", "core.channel", "core.dispatch"),
-        *("core.fast_call", "core.faults", "core.hierarchical", "core.launch", "core.refusal"),
-        *("core.unfused", "core.watch", "core.workspace", "errors", "names", "policy"),
+        *("core._native", "core.announcement", "core.between", "core.call", "core.channel"),
+        *("core.dispatch", "core.fast_call", "core.faults", "core.hierarchical", "core.launch"),
+        *("core.notes", "core.refusal", "core.turn", "core.unfused", "core.watch"),
+        *("core.workspace", "errors", "names", "policy"),
     },
     "core.opening": {
         *("_version", "config", "core._native", "core.arguments", "core.between", "core.channel"),

@@ -9,7 +9,9 @@ group would have to call too.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import datetime
+import os
 import threading
 import time
 import weakref
@@ -21,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from allnorm import config
+from allnorm.core.notes import NoNotes, Notes
 from allnorm.core.rendezvous import Rendezvous
 from allnorm.islands import Islands
 
@@ -34,6 +37,14 @@ Look = Callable[[float], None]
 
 # Groups of which graphs have captured exchanges: they stay until the process ends.
 _in_graphs: list[Any] = []
+# Groups that threads are ending.
+_ending: list[list[Any]] = []
+# All that may still have a group.
+_living: weakref.WeakSet[Exchange] = weakref.WeakSet()
+
+
+class GroupError(RuntimeError):
+    """A process group has given up an exchange."""
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -61,7 +72,9 @@ class Exchange:
 
     Attributes:
         size: as given.
+        ranks: the numbers of those that exchange, in the communicator.
         failure: why it was given up; empty if it was not.
+        notes: where waits are noted.
     """
 
     def __init__(
@@ -75,7 +88,9 @@ class Exchange:
         purpose: str,
     ) -> None:
         self.size = size
+        self.ranks: Sequence[int] = range(size)
         self.failure = ""
+        self.notes: Notes = NoNotes()
         self._captured = False
         self._on_host = device.type == "cpu"
         self._backend, self._purpose = backend, purpose
@@ -87,6 +102,7 @@ class Exchange:
         # have ended by then, or they abort it.
         self._groups: list[Any] = [made]
         self._end = weakref.finalize(self, self._groups.clear)
+        _living.add(self)
         self._late = _Late(weakref.ref(self), timeout.total_seconds())
         # Connections are made by the first exchange, which no deadline of a call should see, and
         # which no graph may capture.
@@ -136,7 +152,9 @@ class Exchange:
 
     def _finish(self, work: Any, look: Look) -> None:
         if self._backend != "nccl":
+            self.notes.enter(self.ranks)
             wait(work, look)
+            self.notes.leave()
             return
         work.wait()  # of the current stream, not of the host
         if torch.cuda.is_current_stream_capturing():
@@ -151,6 +169,7 @@ class Exchange:
         # the last reference to it must be the thread's, and no variable here holds one.
         groups, self._groups[:] = self._groups[:], []
         if groups:
+            _ending.append(groups)
             threading.Thread(target=_abort, args=(groups,), daemon=True).start()
         self.close()
 
@@ -189,10 +208,11 @@ class Between(Exchange):
         timeout: datetime.timedelta,
     ) -> None:
         own, place = places(islands, meeting.rank)
-        self.num_islands, self.ranks = len(islands), [island[place] for island in islands]
+        self.num_islands = len(islands)
         store = own_store(meeting.store, meeting.prefix(f"between{place}"), timeout)
         purpose = "the exchange between islands"
         super().__init__(store, own, self.num_islands, device, backend, timeout, purpose)
+        self.ranks = [island[place] for island in islands]
 
     def _connect(self, first: torch.Tensor) -> None:
         super()._connect(first)
@@ -270,6 +290,7 @@ def _abort(groups: list[Any]) -> None:
     with contextlib.suppress(RuntimeError):
         groups[0].abort()
     groups.clear()  # so that the group ends here
+    _ending[:] = [others for others in _ending if others is not groups]
 
 
 def _shut_down(group: Any) -> None:
@@ -306,7 +327,10 @@ def wait(work: Any, look: Look) -> None:
             look(now - start)
             looked = now
         time.sleep(0 if now - start < _SPIN_SECONDS else _PAUSE_SECONDS)
-    work.wait()
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise GroupError(str(error)) from error
 
 
 def places(islands: Islands, rank: int) -> tuple[int, int]:
@@ -318,3 +342,17 @@ def places(islands: Islands, rank: int) -> tuple[int, int]:
 def segments(islands: Islands, bounds: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """The rows of each island, whose ranks follow each other, from those of each rank."""
     return [(bounds[island[0]][0], bounds[island[-1]][1]) for island in islands]
+
+
+def _leave_to_parent() -> None:
+    """In a child of fork(): keeps groups for ever.
+
+    Their end would wait for threads that only the parent has.
+    """
+    for groups in [_in_graphs, *_ending, *(exchange._groups for exchange in _living)]:
+        for group in groups:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        groups.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

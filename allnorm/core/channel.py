@@ -12,7 +12,6 @@ from __future__ import annotations
 import abc
 import ctypes
 import datetime
-import json
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -22,15 +21,14 @@ import torch.distributed as dist
 
 from allnorm.core import _native, workspace
 from allnorm.core.announcement import FIELDS
-from allnorm.core.faults import fault_error
 from allnorm.core.launch import raise_status
+from allnorm.core.notes import DIED, LATE, Cause, Notes, SharedNotes, StoreNotes
 from allnorm.core.rendezvous import Mailbox, Rendezvous
 from allnorm.core.watch import Watch
-from allnorm.errors import PeerDiedError, PeerTimeoutError
+from allnorm.errors import AllnormError
 
-# How much longer than a wait the store may take to say that it was in vain.
+# How much longer than the timeout the store may take before a wait for it ends.
 _STORE_SECONDS = 1.0
-_ENDED = "whose process has ended"
 # 64-bit integers of an announcement.
 WORDS = len(FIELDS)
 
@@ -42,25 +40,46 @@ class Owner(Protocol):
     world_size: int
     timeout: datetime.timedelta
     watch: Watch | None
+    notes: Notes
 
     def living_group(self) -> dist.ProcessGroup:
         """The ranks; raises if the group was destroyed."""
 
-    def fail(self, status: int, launch: None) -> NoReturn:
-        """Raises what a wait ended with."""
+    def end_wait(self, status: int, fault: _native.Fault | None = None) -> NoReturn:
+        """Raises what a wait in the library ended with.
+
+        Args:
+            status: of the call.
+            fault: what the library has recorded, with numbers of ranks of the group; None: it is in
+                the communicator's own record.
+        """
 
     def look_at_peers(self, seconds: float) -> None:
         """Raises if a wait of so many seconds is to end."""
+
+
+class WaitEndedError(AllnormError):
+    """A wait has ended whose cause is known.
+
+    Attributes:
+        cause: why.
+    """
+
+    def __init__(self, cause: Cause) -> None:
+        super().__init__(f"rank {cause.rank}: {cause.kind} {cause.why}")
+        self.cause = cause
 
 
 class Channel(abc.ABC):
     """One rank's end. Calls are made under the communicator's lock.
 
     Attributes:
+        notes: where ranks read who waits for whom.
         launches: how many calls of the CPU library it has made.
         is_slow: whether it goes through the store, from machine to machine.
     """
 
+    notes: Notes
     launches = 0
     is_slow = False
 
@@ -69,11 +88,9 @@ class Channel(abc.ABC):
         """The `WORDS` numbers of every rank, by rank. Collective.
 
         Raises:
-            PeerTimeoutError: a rank did not come, or came with a call that is not unfused.
+            PeerDivergedError: a rank came with a call that is not unfused.
+            WaitEndedError, RuntimeError: a rank did not come; the latter from `Owner.end_wait`.
         """
-
-    def check(self, owner: Owner) -> None:  # noqa: B027
-        """Raises what a wait recorded."""
 
     def peer_ended(self, rank: int) -> None:  # noqa: B027
         """The process of a rank has ended."""
@@ -88,16 +105,19 @@ class Channel(abc.ABC):
         """After that, when no thread can use it any more."""
 
 
-def create(meeting: Rendezvous, own_handle: int, timeout_ns: int) -> Channel:
+def create(
+    meeting: Rendezvous, own_handle: int, memory: workspace.Workspace, timeout_ns: int
+) -> Channel:
     """Makes the channel of a communicator. Collective.
 
     Args:
         meeting: where it is made.
         own_handle: of the communicator, if it is one of the CPU library; else 0.
+        memory: of that communicator.
         timeout_ns: of its waits.
     """
     if own_handle:
-        return _LibraryChannel(meeting.world_size, own_handle)
+        return _LibraryChannel(meeting, own_handle, memory)
     fits = meeting.world_size <= _native.MAX_WORLD_SIZE
     built = meeting.agree(lambda: "cpu" in _native.available_backends(), "looking for libraries")
     if not fits or not all(built) or not workspace.on_one_host(meeting):
@@ -111,7 +131,7 @@ def create(meeting: Rendezvous, own_handle: int, timeout_ns: int) -> Channel:
     except BaseException:
         memory.release()
         raise
-    return _SeparateChannel(meeting.world_size, handles[0], memory)
+    return _SeparateChannel(meeting, handles[0], memory)
 
 
 def start(
@@ -150,9 +170,11 @@ class _LibraryChannel(Channel):
     So unfused calls and others are told apart too, and what a wait records is the communicator's.
     """
 
-    def __init__(self, world_size: int, handle: int) -> None:
-        self._library, self._handle = _native.library("cpu"), handle
-        self._world_size = world_size
+    def __init__(self, meeting: Rendezvous, handle: int, memory: workspace.Workspace) -> None:
+        world_size = meeting.world_size
+        self._library, self._handle, self._memory = _native.library("cpu"), handle, memory
+        self._everyone = tuple(range(world_size))
+        self.notes = SharedNotes(memory.notes, meeting.rank)
         self._own = (ctypes.c_int64 * WORDS)()
         self._all = (ctypes.c_int64 * (WORDS * world_size))()
         # As float32 of 4 bytes: rows travel as bytes.
@@ -173,26 +195,25 @@ class _LibraryChannel(Channel):
     def gather(self, words: Sequence[int], owner: Owner) -> list[list[int]]:
         self._own[:] = list(words)
         self.launches += 1
+        self.notes.enter(self._everyone)
         status = self._library.run(self._handle, ctypes.addressof(self._call))
         if status:
-            if status not in (_native.INTERRUPTED, _native.CLOSED):
-                self.check(owner)
-            owner.fail(status, None)
-        return [self._all[q * WORDS : (q + 1) * WORDS] for q in range(self._world_size)]
+            owner.end_wait(status, self._fault())
+        self.notes.leave()
+        return [self._all[q * WORDS : (q + 1) * WORDS] for q in self._everyone]
+
+    def _fault(self) -> _native.Fault | None:
+        """What its own communicator has recorded; None if that is not its own."""
+        return None
 
 
 class _SeparateChannel(_LibraryChannel):
     """The same with a handle, and memory, of its own: of a communicator that has none on CPU."""
 
-    def __init__(self, world_size: int, handle: int, memory: workspace.Workspace) -> None:
-        super().__init__(world_size, handle)
-        self._memory = memory
-
-    def check(self, owner: Owner) -> None:
+    def _fault(self) -> _native.Fault | None:
         fault = _native.Fault()
-        status = self._library.comm_check(self._handle, ctypes.addressof(fault))
-        if status not in (_native.OK, _native.CLOSED):
-            raise fault_error(fault, owner.timeout, {}, {}, owner.watch)
+        self._library.comm_check(self._handle, ctypes.addressof(fault))
+        return fault
 
     def peer_ended(self, rank: int) -> None:
         self._library.comm_peers_died(self._handle, 1 << rank, 0)
@@ -236,59 +257,35 @@ class _Messages(Channel):
 
     def __init__(self, meeting: Rendezvous, seconds: float) -> None:
         self._mailbox = Mailbox(meeting, seconds)
-        self._failed: PeerTimeoutError | None = None
+        self._notes = self.notes = StoreNotes(meeting.store, meeting.prefix("notes"), meeting.rank)
+        self._everyone = tuple(range(meeting.world_size))
         self._dead: set[int] = set()
         self._closed = False
 
     def gather(self, words: Sequence[int], owner: Owner) -> list[list[int]]:
-        self.check(owner)
-
         def look(missing: set[int], dead: list[int]) -> None:
             if self._closed:
-                owner.fail(_native.CLOSED, None)
+                owner.end_wait(_native.CLOSED)
+            cause = self._notes.first()
+            if cause is not None and cause.rank != owner.rank:
+                raise WaitEndedError(cause)
             for rank in dead:
-                raise self._error(rank, owner, PeerDiedError, _ENDED)
-            told = self._mailbox.told()
-            if told is not None:
-                peer, text = json.loads(told)
-                if peer != owner.rank:
-                    kind = PeerDiedError if text == _ENDED else PeerTimeoutError
-                    raise self._error(peer, owner, kind, text)
+                raise WaitEndedError(Cause(rank, DIED))
             if time.monotonic() > deadline:
-                text = f"{owner.timeout.total_seconds():g} s in vain"
-                raise self._error(min(missing), owner, PeerTimeoutError, text)
+                raise WaitEndedError(Cause(min(missing), LATE, "did not come"))
 
         seconds = self._mailbox.seconds
         deadline = time.monotonic() + seconds
+        self.notes.enter(self._everyone)
         found = _bounded(
             lambda: self._mailbox.exchange(list(words), self._dead, look), seconds + _STORE_SECONDS
         )
         if found is None:
             far = [] if owner.watch is None else sorted(owner.watch.blind)
-            text = f"{seconds:g} s in vain (the store of the process group does not answer)"
-            raise self._error(far[0] if far else -1, owner, PeerTimeoutError, text)
+            why = "did not come (the store of the process group does not answer)"
+            raise WaitEndedError(Cause(far[0] if far else -1, LATE, why))
+        self.notes.leave()
         return found
-
-    def _error(
-        self, peer: int, owner: Owner, kind: type[PeerTimeoutError], what: str
-    ) -> PeerTimeoutError:
-        rank = owner.rank
-        self._failed = kind(
-            f"rank {rank} waited for rank {peer}, {what}, before an unfused call. Results of this "
-            f"and later calls are not valid; find out what rank {peer} did, and make a new "
-            "Communicator over healthy ranks.",
-            rank=rank,
-            peer=peer,
-            op=self._mailbox.calls,
-            expected="an unfused call",
-        )
-        # Of a process on another machine this is all that ranks learn before their deadline.
-        _bounded(lambda: self._mailbox.tell(json.dumps([peer, what])), _STORE_SECONDS)
-        return self._failed
-
-    def check(self, owner: Owner) -> None:
-        if self._failed is not None:
-            raise self._failed
 
     def peer_ended(self, rank: int) -> None:
         self._dead.add(rank)

@@ -53,6 +53,9 @@ class Target(Protocol):
     def refuse(self, error: Exception, algorithm: str) -> None:
         """Tells the peers that this rank refuses a call that they may be making."""
 
+    def interrupted(self, error: BaseException) -> None:
+        """Tells the peers that this rank has left a call by an exception of a signal handler."""
+
     def fail(self, status: int, launch: Launch | None) -> NoReturn:
         """Raises the error behind the status that a call returned."""
 
@@ -103,9 +106,18 @@ class Dispatcher:
         self.fast.forget()
 
     def _make(self, call: Call) -> Any:
-        """A call that csrc/python does not recognise."""
+        """Makes a call that csrc/python does not recognise."""
         if is_intercepted():
             return traced.as_operator(self._target, call)
+        try:
+            return self._decide_and_launch(call)
+        except Exception:
+            raise
+        except BaseException as error:
+            self._target.interrupted(error)
+            raise
+
+    def _decide_and_launch(self, call: Call) -> Any:
         self._target.check_open()
         key, launch = self._find(call)
         if launch is None:

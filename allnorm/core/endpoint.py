@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import datetime
 import os
+import sys
 import threading
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FrameType
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
 from allnorm import names
-from allnorm.core import _native, channel, fast_call, faults, hierarchical, unfused
+from allnorm.core import _native, between, channel, fast_call, faults, hierarchical, unfused
 from allnorm.core.announcement import Announcement
+from allnorm.core.between import GroupError
 from allnorm.core.call import Call
+from allnorm.core.channel import WaitEndedError
 from allnorm.core.dispatch import Chooser, Dispatcher
 from allnorm.core.launch import Launch, Memory, make_nan, raise_status
+from allnorm.core.notes import DIED, FAILED, INTERRUPTED, LATE, LEFT, Cause, NoNotes, Notes
 from allnorm.core.refusal import Refusal, is_refusal
+from allnorm.core.turn import Turn
 from allnorm.core.watch import Watch
 from allnorm.core.workspace import Workspace
 from allnorm.errors import (
@@ -29,11 +37,13 @@ from allnorm.errors import (
     CommunicatorClosedError,
     PeerDiedError,
     PeerDivergedError,
+    PeerLeftError,
     PeerTimeoutError,
 )
 
 # A process may outlive its connections by so long.
 _END_SECONDS = 0.5
+_PAUSE_SECONDS = 0.01
 # After so long, what a rank sent before it ended has arrived: a longer wait is for the rank itself.
 _ARRIVAL_SECONDS = 0.2
 _GIVEN_UP = "this rank has given up"
@@ -42,6 +52,24 @@ _RECORDED = (
     *(_native.TIMEOUT, _native.DIVERGED, _native.PEER_DIED, _native.PEER_LEFT),
     _native.INTERRUPTED,
 )
+_KIND_OF_STATUS = {
+    _native.TIMEOUT: LATE,
+    _native.PEER_DIED: DIED,
+    _native.PEER_LEFT: LEFT,
+}
+_ERRORS = {DIED: PeerDiedError, LEFT: PeerLeftError, INTERRUPTED: PeerLeftError}
+
+
+class _FaultError(RuntimeError):
+    """A wait in the library has ended with this fault, whose ranks are those of the group."""
+
+    def __init__(self, fault: _native.Fault) -> None:
+        super().__init__(f"status {fault.status}, rank {fault.peer}")
+        self.fault = fault
+
+
+class _TooLateError(RuntimeError):
+    """A wait for the process group has lasted the whole timeout."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +113,7 @@ class Endpoint:
     Attributes:
         dispatcher: of its calls.
         watch: of the peers' processes; None for one rank.
+        notes: where ranks read who waits for whom.
         closed: whether calls are refused.
     """
 
@@ -117,22 +146,26 @@ class Endpoint:
         self._library, self._workspace, self._handle = library, workspace, handle
         self._channel = channel
         self._hierarchy, self._connection = hierarchy, connection
+        self.notes: Notes = NoNotes() if channel is None else channel.notes
+        if hierarchy is not None:
+            hierarchy.between.notes = self.notes
         self._process = os.getpid()
-        self._lock = threading.Lock()
-        self._holder = 0  # the thread that has the lock; 0 also while csrc/python has it
+        self._turn = Turn()
+        self._ended = False  # close() has released everything
         self._streams: set[int | None] = {None}  # that were reported by _note_stream()
         self._refusal: Refusal | None = None
         # Why this rank last refused a call that its peers may have made.
         self._refused = ""
         # What this rank and its peer have said of the calls in which they diverged.
         self._accounts: tuple[faults.Account, faults.Account] | None = None
-        # Makes the error of an unfused call that failed amid its exchange.
+        # Makes the error of every call after this rank has given up.
         self._broken: Callable[[], PeerTimeoutError] | None = None
+        self._counts: _native.Stats | None = None  # of a native communicator that was closed
         self._unfused: Counter[str] = Counter()  # calls, by why they ran so
         self._hierarchical = 0  # calls
         self.choose = chooser.choose  # as Dispatcher asks for it
         if handle:
-            self.dispatcher = Dispatcher(self, library.run, handle, self._lock)
+            self.dispatcher = Dispatcher(self, library.run, handle, self._turn.lock)
         else:  # one rank needs no exchange; more go through the process group
             self.dispatcher = Dispatcher(self, library.local if self.world_size == 1 else None)
 
@@ -177,29 +210,53 @@ class Endpoint:
 
     def run(self, launch: Launch, call: Call, memory: Memory) -> None:
         """Makes a call, when it is this thread's turn. Collective."""
-        self._take_turn()
-        refused: Exception | None = None
         try:
-            try:
-                # Copies of unaligned inputs live until the call has been made.
-                inputs = launch.bind(call, memory)
-            except Exception as error:  # noqa: BLE001 - raised below, when the turn has ended
-                refused = error
-            else:
-                if launch.plan.algorithm in names.BETWEEN_ISLANDS:
-                    status = self._run_through_group(launch, inputs, memory)
-                else:
-                    if launch.native.stream not in self._streams:
-                        self._note_stream(launch.native.stream)
-                    status = self._library.run(self._handle, launch.address)
-                del inputs
-        finally:
-            self._end_turn()
+            status, refused = self._run_in_turn(launch, call, memory)
+        except AllnormError:
+            raise
+        except BaseException as error:
+            self.interrupted(error)
+            raise
         if refused is not None:
             self.refuse(refused, launch.plan.algorithm)
             raise refused
         if status:
             self.fail(status, launch)
+
+    def _run_in_turn(
+        self, launch: Launch, call: Call, memory: Memory
+    ) -> tuple[int, Exception | None]:
+        """Returns the status of a call, and why this rank alone refuses to make it."""
+        try:
+            self._take_turn(sys._getframe())
+            try:
+                # Copies of unaligned inputs live until the call has been made.
+                inputs = launch.bind(call, memory)
+            except Exception as error:  # noqa: BLE001 - raised when the turn has ended
+                return _native.OK, error
+            if launch.plan.algorithm in names.BETWEEN_ISLANDS:
+                return self._run_through_group(launch, inputs, memory), None
+            if launch.native.stream not in self._streams:
+                self._note_stream(launch.native.stream)
+            status = int(self._library.run(self._handle, launch.address))
+            del inputs
+            return status, None
+        finally:
+            self._turn.end(sys._getframe())
+
+    def interrupted(self, error: BaseException) -> None:
+        """Ends the communicator after an exception of a signal handler in the middle of a call.
+
+        The peers may be in this call or in the next one: they learn it at once.
+        """
+        if self.closed or self._broken is not None or self.world_size == 1:
+            return
+        self._end_with(Cause(self.rank, INTERRUPTED, _text(error)))
+        if self.device.type == "cuda" and self._handle:
+            # To close the native communicator would be to wait for the device.
+            with contextlib.suppress(Exception):
+                if not torch.cuda.is_current_stream_capturing():
+                    Refusal(self.device).run(self._library, self._handle)
 
     def refuse(self, error: Exception, algorithm: str) -> None:
         """Lets the peers know that this rank makes no call where they may make one.
@@ -216,10 +273,14 @@ class Endpoint:
             return
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return  # the capture fails with this error, there is nothing to replay
-        self._take_turn()
         try:
+            self._take_turn(sys._getframe())
             if algorithm in names.BETWEEN_ISLANDS:
-                unfused.refuse(self._channel, self)
+                try:
+                    unfused.refuse(self._channel, self)
+                except (RuntimeError, AllnormError) as failure:
+                    if self._broken is None:
+                        self._give_up(failure)
                 return
             self._refused = f"{type(error).__name__}: {error}"
             faults.publish_refusal(self.living_group(), self._key, self.rank, self._refused)
@@ -227,14 +288,15 @@ class Endpoint:
                 self._refusal = Refusal(self.device)
             self._refusal.run(self._library, self._handle)
         finally:
-            self._end_turn()
+            self._turn.end(sys._getframe())
 
     def fail(self, status: int, launch: Launch | None) -> NoReturn:
         """Raises what a call that ended with this status has recorded."""
         if status == _native.INTERRUPTED:
+            self.notes.post(Cause(self.rank, INTERRUPTED))
             fast_call.raise_interrupt()
         if status == _native.CLOSED:
-            self.check_open()
+            self._check_usable()
         if status in _RECORDED:
             self.check(launch)
         try:
@@ -244,26 +306,28 @@ class Endpoint:
             raise
         raise AllnormError(f"status {status}")
 
-    def _take_turn(self) -> None:
-        """Threads make their calls one after the other.
+    def _take_turn(self, call: FrameType) -> None:
+        """Waits for the calls of other threads.
 
         The lock also keeps another thread from changing the bound call while it is being read.
-        """
-        if not self._lock.acquire(False):
-            self._refuse_within_call("a call")
-            self._lock.acquire()
-        self._holder = threading.get_ident()
-        if self.closed or self._broken is not None:
-            self._end_turn()
-            self.check()
 
-    def _end_turn(self) -> None:
-        self._holder = 0
-        self._lock.release()
+        Args:
+            call: the frame that ends the turn.
+        """
+        if not self._turn.try_take(call):
+            self._refuse_within_call("a call")
+            self._turn.wait(call)
+        self._check_usable()
+
+    def _check_usable(self) -> None:
+        """Raises after close(), and after this rank has given up."""
+        self.check_open()
+        if self._broken is not None:
+            raise self._broken()
 
     def _refuse_within_call(self, what: str) -> None:
         """Raises if this very thread is in a call of this communicator."""
-        if threading.get_ident() in (self._holder, self.dispatcher.fast.holder()):
+        if self._turn.is_here() or threading.get_ident() == self.dispatcher.fast.holder():
             raise AllnormError(
                 f"{what} of communicator {self.name} within a call of it, from a signal handler: "
                 "the other ranks cannot know of it, and the outer call is not done. Leave a note "
@@ -288,37 +352,54 @@ class Endpoint:
     ) -> int:
         self.check()  # the library does it for the others
         self.living_group()  # raises before the ranks tell each other anything
-        status = _native.OK
         try:
             if launch.plan.algorithm == "hierarchical":
                 status = self._run_hierarchical(launch, inputs, memory)
             else:
                 status = self._run_unfused(launch, inputs, memory)
-        except AllnormError as error:
-            # What the ranks told each other first; the channel keeps what it must.
-            if not isinstance(error, PeerDivergedError):  # then all are in step, and go on
-                make_nan(memory)
+            if status in _RECORDED or status == _native.CLOSED:
+                self.end_wait(status)
+            return status
+        except PeerDivergedError:
+            raise  # then all are in step, and go on, or the library has written NaN
+        except (PeerTimeoutError, CommunicatorClosedError, *unfused.IN_STEP):
+            make_nan(memory)
             raise
         except BaseException as error:
-            make_nan(memory)
-            failure = self._failure()
-            if failure is not None:
-                if isinstance(error, RuntimeError):
-                    raise failure from error
-                raise  # a wait for the others' announcements, which has told them
             # In the middle of the exchange: peers may be in their next call, or still in this one.
-            self._abandon()
-            self._broken = self._what_broke(error)
-            if isinstance(error, RuntimeError):
-                raise self._broken() from error
-            raise
-        if status in _RECORDED:
-            make_nan(memory)
-            self._broken = self._what_failed_inside(launch)
-            if status == _native.INTERRUPTED:
-                fast_call.raise_interrupt()
+            raised = self._give_up(error)
+            with contextlib.suppress(Exception):
+                make_nan(memory)
+            if raised is None:
+                raise
+            raise raised from error
+
+    def end_wait(self, status: int, fault: _native.Fault | None = None) -> NoReturn:
+        """Raises what a wait in the library ended with.
+
+        Args:
+            status: of the call.
+            fault: what the library has recorded, with numbers of ranks of the group; None: it is in
+                the communicator's own record.
+        """
+        if status == _native.INTERRUPTED:
+            fast_call.raise_interrupt()
+        if status == _native.CLOSED:
+            self._check_usable()
+        if fault is None and self._hierarchy is None:
+            self.check()
+        if fault is None:
+            fault = _native.Fault()
+            self._library.comm_check(self._handle, ctypes.addressof(fault))
+            fault = self._in_group(fault)
+        if status in _KIND_OF_STATUS:
+            raise _FaultError(fault)
+        if status == _native.DIVERGED:
+            diverged = fault
+            self._broken = lambda: faults.fault_error(diverged, self.timeout, {}, {}, self.watch)
             raise self._broken()
-        return status
+        raise_status(self._library, status)
+        raise AllnormError(f"status {status}")
 
     def _run_unfused(
         self, launch: Launch, inputs: tuple[torch.Tensor | None, ...], memory: Memory
@@ -352,15 +433,22 @@ class Endpoint:
         given = (launch, self._library, self._handle, self._hierarchy, self.look_at_peers)
         return hierarchical.parts(*given, lambda: launch.bind(call, memory))
 
+    def _exchanges(self) -> list[unfused.Connection | between.Between]:
+        """Returns what goes through process groups of the communicator's own."""
+        own = None if self._hierarchy is None else self._hierarchy.between
+        return [one for one in (own, self._connection) if one is not None]
+
     def _abandon(self) -> None:
         """Ends this rank's part of a call that cannot be finished, and the waits for it."""
         self.dispatcher.fast.close()
-        if self._connection is not None:
-            self._connection.abort(_GIVEN_UP)
-        if self._hierarchy is None:
-            return
-        self._hierarchy.between.abort(_GIVEN_UP)
+        for exchange in self._exchanges():
+            exchange.abort(_GIVEN_UP)
+        if self._channel is not None:
+            self._channel.end_waits()
         if self._handle and self.device.type == "cpu":  # on CUDA that would wait for the device
+            counts = _native.Stats()
+            if self._library.comm_stats(self._handle, ctypes.addressof(counts)) == _native.OK:
+                self._counts = counts
             self._library.comm_close(self._handle)
 
     def _failure(self) -> AllnormError | None:
@@ -374,68 +462,96 @@ class Endpoint:
     def look_at_peers(self, seconds: float) -> None:
         """Ends a wait of so many seconds for the process group, by raising, if it is to end."""
         self.check_open()
-        late = seconds > _ARRIVAL_SECONDS
-        if late and self.watch is not None and self.watch.find_ended(0.0) is not None:
-            raise RuntimeError("a process of the group has ended")
+        self.notes.beat()
+        if seconds > _ARRIVAL_SECONDS:
+            cause = self.notes.find(self._is_dead)
+            if cause is not None:
+                raise WaitEndedError(cause)
         if seconds > self.timeout.total_seconds():
-            raise RuntimeError(f"no answer of the process group within {seconds:g} s")
+            raise _TooLateError(f"no answer of the process group within {seconds:g} s")
 
-    def _what_broke(self, error: BaseException) -> Callable[[], PeerTimeoutError]:
-        """Makes the error of an unfused call that failed in the process group, now and later."""
-        if self._hierarchy is not None and not isinstance(error, RuntimeError):
-            return self._was_interrupted()
-        peer = None if self.watch is None else self.watch.find_ended(_END_SECONDS)
-        if self.watch is not None and peer is not None:
-            why = f"but {self.watch.describe(peer)} has ended"
-            return self._because_of(faults.Wait([peer], why, True))
-        text = f"which failed ({type(error).__name__}: {error})"
-        if self._hierarchy is None:
-            return self._because_of(faults.Wait([-1], text))
-        others = [rank for rank in self._hierarchy.between.ranks if rank != self.rank]
-        return self._because_of(faults.Wait(others, text))
+    def _is_dead(self, rank: int) -> bool:
+        return self.watch is not None and self.watch.has_ended(rank)
 
-    def _what_failed_inside(self, launch: Launch) -> Callable[[], PeerTimeoutError]:
-        """The same for a hierarchical call that failed within the island."""
-        fault = _native.Fault()
-        self._library.comm_check(self._handle, ctypes.addressof(fault))
-        error = self._fault_error(fault, launch)
+    def _give_up(self, error: BaseException) -> PeerTimeoutError | None:
+        """Ends the communicator after an error in the middle of a call through the process group.
+
+        Returns:
+            The error to raise; None: the given one, which is of this rank alone.
+        """
+        cause = self._cause_of(error)
+        if cause is None:
+            self._end_with(Cause(self.rank, INTERRUPTED, _text(error)))
+            return None
+        self._end_with(cause)
+        assert self._broken is not None
+        return self._broken()
+
+    def _end_with(self, cause: Cause) -> None:
+        """Makes every later call raise the error for a cause, and lets the peers know."""
+        self._broken = self._error_of(cause)
+        self.notes.post(cause)
         self._abandon()
-        if fault.status == _native.INTERRUPTED:
-            return self._was_interrupted()
-        if fault.status == _native.DIVERGED:
-            return lambda: error
-        # A rank of the island may have been late, or given up, because of one of another island.
-        died = isinstance(error, PeerDiedError)
-        why = "whose process has ended" if died else "which did not come"
-        return self._because_of(faults.Wait([error.peer], why, died))
 
-    def _was_interrupted(self) -> Callable[[], PeerTimeoutError]:
-        """Tells the others, whom nobody else tells, and waits for nobody."""
-        wait = faults.Wait([self.rank], "which was interrupted")
-        faults.publish_wait(self.living_group(), self._key, self.rank, wait)
-        return lambda: PeerTimeoutError(
-            f"rank {self.rank} was interrupted, by an exception, in a call between islands. "
-            "Results of this and later calls are not valid; make a new Communicator on every rank.",
-            rank=self.rank,
-            expected="a call between islands",
-        )
+    def _cause_of(self, error: BaseException) -> Cause | None:
+        """Returns why a wait has ended; None if `error` is of this rank alone."""
+        if isinstance(error, WaitEndedError):
+            return error.cause
+        if isinstance(error, _FaultError):
+            return self._cause_of_fault(error.fault)
+        if not isinstance(error, RuntimeError | AllnormError):
+            return None
+        cause = None
+        if not isinstance(error, _TooLateError):
+            # The process group, or the store, has failed. Notes say why, perhaps a little later.
+            deadline = time.monotonic() + _END_SECONDS
+            while (cause := self.notes.find(self._is_dead) or self.notes.first()) is None:
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(_PAUSE_SECONDS)
+        if cause is None and isinstance(error, _TooLateError | GroupError):
+            cause = self.notes.settle(self._is_dead) or Cause(-1, FAILED, _text(error))
+        return cause
 
-    def _because_of(self, wait: faults.Wait) -> Callable[[], PeerTimeoutError]:
-        """Makes the error of a call that failed in a wait, now and later."""
-        what = "an unfused call"
+    def _cause_of_fault(self, fault: _native.Fault) -> Cause:
+        """Returns why a wait in the library has ended with a fault."""
+        peer, kind = int(fault.peer), _KIND_OF_STATUS[fault.status]
+        if kind == LATE:
+            return self.notes.settle(self._is_dead) or Cause(peer, LATE, "did not come")
+        # It may have ended because of another rank.
+        return self.notes.said_by(peer) or Cause(peer, kind)
+
+    def _error_of(self, cause: Cause) -> Callable[[], PeerTimeoutError]:
+        """Makes the error for a cause, now and later."""
+        what = "a call"
         if self._hierarchy is not None:
-            wait = faults.find_cause(self.living_group(), self._key, self.rank, wait)
             what = "a call between islands"
-        kind = PeerDiedError if wait.died else PeerTimeoutError
-        names_ = ", ".join(map(str, wait.peers))
-        whom = f"rank{'s' if len(wait.peers) > 1 else ''} {names_}"
-        if wait.peers == [-1]:
-            whom = "the process group"
+        elif not self._handle:
+            what = "an unfused call"
+        own, peer = f"rank {self.rank}", f"rank {cause.rank}"
+        waited = f"{own} waited for {peer} in {what}"
+        process = "its process" if self.watch is None else self.watch.describe(cause.rank)
+        details = f" ({cause.why})" if cause.why else ""
+        texts = {
+            DIED: f"{waited}, but {process} has ended",
+            LEFT: f"{waited}, but it has closed its communicator",
+            INTERRUPTED: f"{waited}, but it was interrupted in a call{details}",
+            LATE: f"{waited} for {self.timeout.total_seconds():g} s: it {cause.why}",
+            FAILED: f"{own} waited for the process group in {what}, which failed{details}",
+        }
+        text = texts[cause.kind]
+        if cause.rank == self.rank:
+            text = f"{own} was late in {what}: its peers waited for it, and have given up"
+            if cause.kind == INTERRUPTED:
+                text = f"{own} was interrupted, by an exception, in {what}{details}"
+        kind = _ERRORS.get(cause.kind, PeerTimeoutError)
+        if cause.rank == self.rank:
+            kind = PeerTimeoutError
         return lambda: kind(
-            f"rank {self.rank} waited for {whom} in {what}, {wait.why}. Results of this and later "
-            "calls are not valid; make a new Communicator over healthy ranks.",
+            f"{text}. Results of this and later calls are not valid; find out what {peer} did, and "
+            "make a new Communicator over healthy ranks.",
             rank=self.rank,
-            peer=wait.peers[0],
+            peer=cause.rank,
             expected=what,
         )
 
@@ -444,8 +560,8 @@ class Endpoint:
     def stats(self) -> Stats:
         """As `Communicator.stats`."""
         self.check_open()
-        counts = _native.Stats()
-        if self._handle:
+        counts = self._counts or _native.Stats()
+        if self._handle and self._counts is None:
             status = self._library.comm_stats(self._handle, ctypes.addressof(counts))
             if status == _native.CLOSED:
                 self.check_open()
@@ -465,33 +581,43 @@ class Endpoint:
         self.check_open()
         if self._broken is not None:
             raise self._broken()
-        failure = "" if self._hierarchy is None else self._hierarchy.between.failure
-        if not failure and self._connection is not None:
-            failure = self._connection.failure
+        failure = next((one.failure for one in self._exchanges() if one.failure), "")
         if failure:  # of an exchange that only the GPU waits for
-            self._broken = self._what_broke(RuntimeError(failure))
-            raise self._broken()
+            failed = self._give_up(GroupError(failure))
+            assert failed is not None
+            raise failed
         if self._handle:
             fault = _native.Fault()
             status = self._library.comm_check(self._handle, ctypes.addressof(fault))
             if status == _native.CLOSED:
-                self.check_open()
+                self._check_usable()
             if status in _RECORDED:
                 raise self._fault_error(fault, launch)
             raise_status(self._library, status)
-        if self._channel is not None:
-            self._channel.check(self)
 
-    def _fault_error(self, fault: _native.Fault, launch: Launch | None) -> PeerTimeoutError:
+    def _in_group(self, fault: _native.Fault) -> _native.Fault:
+        """A fault of the native communicator with numbers of ranks of the group."""
         if self._hierarchy is not None:
             ranks = self._hierarchy.ranks
             fault = _native.Fault.from_buffer_copy(fault)
             fault.rank, fault.peer = ranks[fault.rank], ranks[fault.peer]
+        return fault
+
+    def _fault_error(self, fault: _native.Fault, launch: Launch | None) -> PeerTimeoutError:
+        fault = self._in_group(fault)
         if self._accounts is None:
             own = self._account(fault, launch)
             seen: faults.Account = {}
             if fault.status == _native.DIVERGED:
                 seen = faults.ask(self.living_group(), self._key, fault, own)
+            elif fault.status in _KIND_OF_STATUS:
+                cause = self._cause_of_fault(fault)
+                if cause.rank not in (fault.peer, self.rank):
+                    # The peer has ended, or is late, because of this one.
+                    self._end_with(cause)
+                    assert self._broken is not None
+                    return self._broken()
+                self.notes.post(cause)
             self._accounts = own, seen
         return faults.fault_error(fault, self.timeout, *self._accounts, watch=self.watch)
 
@@ -511,7 +637,7 @@ class Endpoint:
         """As `Communicator.close`."""
         if self._process != os.getpid():
             self.check_open()
-        if self.closed:
+        if self._ended or (self.closed and self._turn.is_here()):
             return
         self._refuse_within_call("close()")
         self.closed = True
@@ -520,20 +646,24 @@ class Endpoint:
         self.dispatcher.fast.close()
         if self._channel is not None:
             self._channel.end_waits()
-        if self._hierarchy is not None:
-            self._hierarchy.between.close()
-        if self._connection is not None:
-            self._connection.close()
+        for exchange in self._exchanges():
+            exchange.close()
         # Ends calls that wait, and returns when no thread is in one any more. The handle stays
         # valid for threads that are about to use it.
         busy = bool(self._handle) and self._library.comm_close(self._handle) == _native.BUSY
-        with self._lock:
+        try:
+            self._turn.wait(sys._getframe())
+            self.notes.post(Cause(self.rank, LEFT))
+            self.notes.close()
             if self._channel is not None:
                 self._channel.close()
             self.dispatcher.forget()
             if not busy:  # else a CUDA graph may use the workspaces, which then stay for good
                 self._workspace.release()
             self._group = lambda: None
+            self._ended = True
+        finally:
+            self._turn.end(sys._getframe())
 
     def destroy(self) -> None:
         """Frees what close() leaves for threads that are about to use it. None may be left."""
@@ -561,5 +691,10 @@ class Endpoint:
     def become_fork(self) -> None:
         """In a child of fork(): nothing here may touch what the parent uses."""
         self.closed = True
-        self._lock = threading.Lock()  # another thread may have held it
+        self._turn = Turn()  # another thread may have had it
         self.dispatcher.fast.close()
+
+
+def _text(error: BaseException) -> str:
+    """An exception in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:500].rstrip(": ")

@@ -11,9 +11,8 @@ import contextlib
 import datetime
 import json
 import threading
-import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 
@@ -30,7 +29,6 @@ Account = dict[str, str]
 REFUSED = "refused"
 # On CPU peers know within moments that they have diverged; on CUDA at their next call or check().
 _ACCOUNT_SECONDS = 2.0
-_PAUSE_SECONDS = 0.01
 
 
 def account_of(fault: _native.Fault, calls: Sequence[Announcement]) -> Account:
@@ -90,86 +88,6 @@ def publish_refusal(group: dist.ProcessGroup, name: str, rank: int, why: str) ->
     """
     text = json.dumps({REFUSED: why})
     _with_store(group, lambda store: store.set(_refusal_key(name, rank), text))
-
-
-class Wait(NamedTuple):
-    """What a rank waited for in a call over several islands that failed.
-
-    Attributes:
-        peers: ranks of which it was one.
-        why: in words, as in "rank 1 waited for rank 2 in a call, {why}".
-        died: whether the process of the first of them has ended.
-    """
-
-    peers: list[int]
-    why: str
-    died: bool = False
-
-
-def find_cause(group: dist.ProcessGroup, name: str, rank: int, own: Wait) -> Wait:
-    """Publishes what this rank waited for, and finds out what became of it. Bounded.
-
-    A rank that fails says for whom it waited. Whoever waited for that one follows it there, and so
-    on, to a rank that says nothing: all that wait because of it name it.
-
-    Args:
-        group: of the communicator.
-        name: the communicator's `key`, as of Endpoint.
-        rank: this one.
-        own: what it waited for.
-
-    Returns:
-        A wait for the rank that is the cause, as far as it is known.
-    """
-    deadline = time.monotonic() + _ACCOUNT_SECONDS
-
-    def follow(store: Any) -> Wait:
-        store.set(_wait_key(name, rank), json.dumps(own))
-        if own.died:
-            store.set(_wait_key(name, "ended"), json.dumps(own))
-        wait, seen = own, {rank}
-        while not wait.died:
-            said = _said(store, name, wait.peers, deadline)
-            if "ended" in said:
-                return said["ended"]
-            silent = [peer for peer in wait.peers if peer not in said]
-            if silent:
-                return wait._replace(peers=silent)
-            following = [peer for peer in wait.peers if peer not in seen]
-            if not following:  # they wait for each other, and nobody knows more
-                return own if wait.peers == [rank] else wait
-            wait = said[following[0]]
-            seen.add(following[0])
-        return wait
-
-    found = _with_store(group, follow)
-    return own if found is None else found
-
-
-def publish_wait(group: dist.ProcessGroup, name: str, rank: int, wait: Wait) -> None:
-    """Says what this rank waited for, without looking any further. Bounded."""
-    _with_store(group, lambda store: store.set(_wait_key(name, rank), json.dumps(wait)))
-
-
-def _said(store: Any, name: str, peers: Sequence[int], deadline: float) -> dict[Any, Wait]:
-    """What peers say that they waited for, by rank; of some nothing before the deadline.
-
-    "ended": what any rank says of a process that has ended, which not all of them see.
-    """
-    said: dict[Any, Wait] = {}
-    while True:
-        names: tuple[int | str, ...] = (*peers, "ended")
-        for peer in names:
-            key = _wait_key(name, peer)
-            if peer not in said and store.check([key]):
-                said[peer] = Wait(*json.loads(store.get(key)))
-        if len(said) >= len(peers) or "ended" in said or time.monotonic() > deadline:
-            return said
-        time.sleep(_PAUSE_SECONDS)
-
-
-def _wait_key(name: str, rank: int | str) -> str:
-    return f"allnorm/wait/{name}/{rank}"
 
 
 def _refusal_key(name: str, rank: int) -> str:

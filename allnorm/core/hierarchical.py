@@ -370,7 +370,14 @@ class _Run:
         return call
 
     def _run(self, call: _native.Call) -> int:
-        return int(self._library.run(self._handle, ctypes.addressof(call)))
+        if self._is_cuda:  # the host does not wait
+            return int(self._library.run(self._handle, ctypes.addressof(call)))
+        notes = self._between.notes
+        notes.enter(self._hierarchy.ranks)
+        status = int(self._library.run(self._handle, ctypes.addressof(call)))
+        if status == _native.OK:
+            notes.leave()
+        return status
 
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
         self._kept.append(tensor)

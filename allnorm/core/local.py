@@ -160,6 +160,9 @@ class _Alone:
     def refuse(self, error: Exception, algorithm: str) -> None:
         """Nobody else waits for the call."""
 
+    def interrupted(self, error: BaseException) -> None:
+        """Does nothing: no peer waits for the call."""
+
     def fail(self, status: int, launch: Launch | None) -> NoReturn:
         """Raises what the library says."""
         raise_status(self._library, status)

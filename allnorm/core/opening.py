@@ -145,7 +145,7 @@ def _open(
             (hierarchy,) = made
         if meeting.world_size > 1:
             own = handles[0] if checked.device.type == "cpu" and not apart else 0
-            words = channel.create(meeting, own, _nanoseconds(checked.timeout))
+            words = channel.create(meeting, own, memory, _nanoseconds(checked.timeout))
             sends_by = between.backend_of(group, checked.device)
             sends_by = sends_by if sends_by in between.BACKENDS else "gloo"
             connection = unfused.Connection(meeting, checked.device, sends_by, checked.timeout)

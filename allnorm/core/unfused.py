@@ -30,9 +30,17 @@ from allnorm.core.between import LOOK_SECONDS, Exchange, own_store
 from allnorm.core.channel import WORDS, Channel, Owner
 from allnorm.core.launch import Launch, Memory, raise_status
 from allnorm.core.rendezvous import Rendezvous
-from allnorm.errors import AllnormError, PeerDivergedError, PeerTimeoutError, UnsupportedError
+from allnorm.errors import AllnormError, PeerDivergedError, UnsupportedError
 from allnorm.islands import Islands
 from allnorm.quant import ScaleGeometry, swizzle, swizzled_rows
+
+
+class NotConnectedError(AllnormError):
+    """The ranks could not connect; raised on all of them."""
+
+
+# Errors that every rank raises before anything was exchanged.
+IN_STEP = NotConnectedError, UnsupportedError
 
 
 class Connection:
@@ -82,7 +90,7 @@ class Connection:
         """The exchange. Collective: the ranks have agreed on a call that needs it.
 
         Raises:
-            AllnormError: a rank could not make its part: on every rank, and ranks are in step.
+            NotConnectedError: a rank could not make its part: on every rank, and ranks are in step.
             RuntimeError: the wait for the others has ended as `owner` says.
         """
         if self._exchange is not None:
@@ -101,6 +109,7 @@ class Connection:
         # In a thread: neither backend ends its wait when a peer ends or cannot make its part.
         thread = threading.Thread(target=make, name="allnorm-connect", daemon=True)
         thread.start()
+        owner.notes.enter(range(self._world_size))
         start = time.monotonic()
         try:
             while thread.is_alive() and not errors:
@@ -111,14 +120,16 @@ class Connection:
         except BaseException as error:
             self._tell(key, error)  # they need not wait for this rank
             raise
+        owner.notes.leave()
         succeeded = channel.gather([int(not errors), *(0,) * (WORDS - 1)], owner)
         if all(words[0] for words in succeeded):
             (self._exchange,) = made
+            self._exchange.notes = owner.notes
             return self._exchange
         for exchange in made:
             exchange.abort("another rank has failed")
         self._read_failure(key, errors)
-        raise AllnormError(
+        raise NotConnectedError(
             "the ranks could not connect for calls that run unfused: "
             f"{errors[0] if errors else 'a rank failed'}. Nothing was computed. Find out what "
             f"keeps that rank from using {self._backend}, and call again on every rank."
@@ -211,7 +222,7 @@ def refuse(channel: Channel | None, owner: Owner) -> None:
     Every rank that does not refuse raises PeerDivergedError.
     """
     if channel is not None:
-        with contextlib.suppress(PeerTimeoutError):
+        with contextlib.suppress(PeerDivergedError):
             _agree(Announcement.of_refusal(), channel, owner)
 
 

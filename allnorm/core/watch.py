@@ -105,12 +105,17 @@ class Watch:
         """A rank whose process has ended, or ends within so many seconds; None if none does."""
         deadline = time.monotonic() + seconds
         while True:
-            for rank, process in self.watched.items():
-                if not lives(process):
+            for rank in self.watched:
+                if self.has_ended(rank):
                     return rank
             if time.monotonic() > deadline:
                 return None
             time.sleep(0.01)
+
+    def has_ended(self, rank: int) -> bool:
+        """Returns whether the process of a rank is known to have ended."""
+        process = self.watched.get(rank)
+        return process is not None and not lives(process)
 
     def describe(self, rank: int) -> str:
         """The process of a rank, in words."""
@@ -125,7 +130,8 @@ class _Watcher:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # Reentrant: a signal handler may make a communicator.
+        self._lock = threading.RLock()
         self._watches: list[Watch] = []
         self._stopped: collections.deque[Watch] = collections.deque()  # to be taken off
         self._descriptors: dict[Process, int | None] = {}  # None: /proc is read

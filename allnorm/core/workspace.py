@@ -21,6 +21,7 @@ import torch
 
 from allnorm import islands
 from allnorm.core import _native
+from allnorm.core.notes import NOTE_BYTES
 from allnorm.core.rendezvous import Rendezvous
 
 DEFAULT_BYTES_CUDA = 256 << 20
@@ -55,6 +56,8 @@ class Workspace:
             none.
         num_bytes: bytes of each.
         obstacle: why there is none, else empty.
+        notes: addresses of every rank's note (notes.py), zeros at first, of host memory that is
+            released with the workspaces; empty on CUDA.
     """
 
     addresses: list[int]
@@ -62,6 +65,7 @@ class Workspace:
     obstacle: str = ""
     _release: Callable[[], None] | None = None
     reach: islands.Islands = ()
+    notes: tuple[int, ...] = ()
 
     def release(self) -> None:
         """Unmaps; idempotent."""
@@ -133,7 +137,7 @@ def create_shared_memory(meeting: Rendezvous, num_bytes: int) -> Workspace:
     """Host memory that all ranks of one machine have mapped. Collective."""
     library = _native.library("cpu")
     rank, world_size = meeting.rank, meeting.world_size
-    total = num_bytes * world_size
+    total = (num_bytes + NOTE_BYTES) * world_size
     address = 0
     # Known to all before it is there, so that whoever lives removes it.
     names = meeting.agree(
@@ -166,7 +170,9 @@ def create_shared_memory(meeting: Rendezvous, num_bytes: int) -> Workspace:
         with contextlib.suppress(OSError):
             library.shm_unlink(names[0])
     addresses = [address + r * num_bytes for r in range(world_size)]
-    return Workspace(addresses, num_bytes, _release=release)
+    after = address + num_bytes * world_size
+    notes = tuple(after + r * NOTE_BYTES for r in range(world_size))
+    return Workspace(addresses, num_bytes, _release=release, notes=notes)
 
 
 # Own device memory that a peer had still mapped when this rank left: (device, rank, world size,
