@@ -17,10 +17,9 @@ import torch.distributed as dist
 
 from allnorm import policy
 from allnorm.core import arguments, traced
-from allnorm.core.arguments import DTYPES
 from allnorm.core.call import NO_CHANGE, NO_INPUTS, Call, split_boundary, split_scale
 from allnorm.core.shortcuts import is_traced
-from allnorm.errors import AllnormError, CommunicatorClosedError, UnsupportedError
+from allnorm.errors import AllnormError, CommunicatorClosedError
 from allnorm.expert_sum import ExpertSum
 from allnorm.islands import Islands
 from allnorm.policy import Plan
@@ -412,7 +411,7 @@ class Communicator:
         ones, and `scale_out` is refused.
         """
         mode = self.numerics if numerics is None else numerics
-        wants_normed = return_normed or normed_out is not None
+        wants_normed = return_normed if normed_out is None else True
         rows, before, change = split_boundary(x, post_norm, scale)
         if is_traced(rows):
             norm = (eps, weight_bias, mode, residual_sharded)
@@ -540,12 +539,9 @@ class Communicator:
             CommunicatorClosedError: after `close()`.
         """
         self._endpoint.check_open()
-        if num_tokens < 0 or hidden_size < 1:
-            raise ValueError(
-                f"num_tokens={num_tokens}, hidden_size={hidden_size}: expected >= 0 and >= 1."
-            )
-        if dtype not in DTYPES:
-            raise UnsupportedError(f"dtype={dtype}: expected float32, float16 or bfloat16.")
+        arguments.check_count("num_tokens", num_tokens)
+        arguments.check_count("hidden_size", hidden_size, least=1)
+        arguments.check_dtype("dtype", dtype)
         arguments.check_algorithm(algorithm)
         arguments.check_width("x", hidden_size)
         if not isinstance(experts, bool):

@@ -28,6 +28,8 @@ def check_islands(given: Any, world_size: int) -> Islands:
         f"expected 'auto', or a sequence of islands, each a sequence of ranks: every one of the "
         f"ranks 0 to {world_size - 1} once"
     )
+    if hasattr(given, "tolist"):  # an array of numpy, a tensor
+        expected += ", such as islands.tolist()"
     if isinstance(given, str | bytes) or not isinstance(given, Sequence):
         raise TypeError(f"islands={given!r}: {expected}.")
     for island in given:

@@ -33,7 +33,8 @@ E2M1_SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
     """Raises ValueError unless `value` is one of `choices`."""
-    if value not in choices:
+    # Only of these types is a comparison a bool: arrays compare element by element.
+    if not isinstance(value, str | int) or value not in choices:
         raise ValueError(f"{name}={value!r}: expected one of {', '.join(map(repr, choices))}.")
 
 
@@ -203,6 +204,9 @@ def _check_given(name: str, scale: object) -> None:
             f"{name} is a {type(scale).__name__}: expected a float32 tensor of one "
             "element. Pass torch.tensor([value], device=...)."
         )
+    if scale.is_nested or scale.layout is not torch.strided:
+        what = "nested" if scale.is_nested else str(scale.layout)
+        raise TypeError(f"{name} has layout {what}: expected a dense tensor of one element.")
     if scale.dtype != torch.float32:
         raise TypeError(f"{name} has dtype {scale.dtype}: expected float32. Convert it.")
     if scale.numel() != 1:

@@ -18,7 +18,14 @@ from allnorm.core import _native, tensors
 from allnorm.core.call import Call
 from allnorm.errors import UnsupportedError
 from allnorm.names import NUMERICS, REQUESTS, TOP_K
-from allnorm.quant import ScaleGeometry, check_choice, check_hidden_size, check_quant
+from allnorm.quant import (
+    Fp8PerTensor,
+    NvFp4Layout,
+    ScaleGeometry,
+    check_choice,
+    check_hidden_size,
+    check_quant,
+)
 
 DTYPES = {getattr(torch, name): code for name, code in _native.DTYPE.items()}
 
@@ -83,12 +90,24 @@ def check_algorithm(algorithm: object) -> None:
     check_choice("algorithm", algorithm, REQUESTS)
 
 
-def check_count(name: str, value: object) -> None:
-    """Raises TypeError or ValueError unless `value` is an integer >= 0, symbolic or not."""
+def check_dtype(name: str, dtype: object) -> None:
+    """Raises TypeError or UnsupportedError unless `dtype` is one of DTYPES."""
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{name}={dtype!r}: expected a torch.dtype, such as torch.bfloat16.")
+    if dtype not in DTYPES:
+        raise UnsupportedError(
+            f"{name}={dtype}: expected torch.float32, torch.float16 or torch.bfloat16."
+        )
+
+
+def check_count(name: str, value: object, least: int = 0) -> None:
+    """Raises TypeError or ValueError unless `value` is an integer >= least, symbolic or not."""
     if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
         raise TypeError(f"{name}={value!r}: expected an int.")
-    if value < 0:
-        raise ValueError(f"{name}={value}: expected >= 0.")
+    if value < least:
+        raise ValueError(f"{name}={value}: expected >= {least}.")
+    if isinstance(value, int) and value > _MAX_COUNT:
+        raise ValueError(f"{name}={value}: expected at most {_MAX_COUNT}.")
 
 
 def check_norm_constants(call: Call) -> None:
@@ -142,7 +161,7 @@ def check_width(name: str, hidden_size: int) -> None:
     """Raises UnsupportedError for rows that no call takes."""
     if hidden_size > _MAX_HIDDEN_SIZE:
         raise UnsupportedError(
-            f"{name} has hidden_size {hidden_size}: at most {_MAX_HIDDEN_SIZE} is supported."
+            f"{name} has hidden_size {hidden_size}: expected at most {_MAX_HIDDEN_SIZE}."
         )
 
 
@@ -150,8 +169,8 @@ def check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
     """Raises ValueError unless `tensor` is on `device`."""
     if tensor.device != device:
         raise ValueError(
-            f"{name} is on {tensor.device}, the communicator on {device}. Move it there, or make "
-            "the communicator with device=."
+            f"{name} is on {tensor.device}: expected {device}, the communicator's device. Move it "
+            "there, or make the communicator with device=."
         )
 
 
@@ -219,6 +238,13 @@ def check_quantization(call: Call) -> None:
     if call.writes_scale:
         check_quant(call.quant)
         check_hidden_size(call.quant, call.x.shape[-1])
+    if call.static_scale is None and (
+        call.quant is Fp8PerTensor or isinstance(call.quant, NvFp4Layout)
+    ):
+        raise TypeError(
+            f"quant={call.quant!r}: expected a spec with a scale. Pass "
+            "allnorm.Fp8PerTensor(scale) or allnorm.NvFp4(global_scale)."
+        )
     if call.static_scale is not None:
         name = "quant.global_scale" if call.writes_scale else "quant.scale"
         tensors.check_kind(name, call.static_scale)
@@ -287,7 +313,10 @@ def check_weight(name: str, weight: Any, x: torch.Tensor) -> None:
             f"{name} has shape {tuple(weight.shape)}: expected [hidden_size] = [{x.shape[-1]}]."
         )
     if weight.dtype not in (x.dtype, torch.float32):
-        raise TypeError(f"{name} has dtype {weight.dtype}: expected {x.dtype} or float32.")
+        wider = "" if x.dtype is torch.float32 else " or torch.float32"
+        raise TypeError(
+            f"{name} has dtype {weight.dtype}: expected {x.dtype}{wider}. Convert it first."
+        )
 
 
 def check_experts(call: Call, device: torch.device) -> None:
@@ -430,6 +459,7 @@ def span_bytes(tensor: torch.Tensor) -> int:
 
 
 _MAX_HIDDEN_SIZE = (1 << 20) - 1
+_MAX_COUNT = (1 << 63) - 1
 
 
 def resolve_device(device: torch.device | str | None) -> torch.device:
@@ -440,10 +470,13 @@ def resolve_device(device: torch.device | str | None) -> torch.device:
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    expected = "expected a torch.device or its name, such as 'cuda:0' or 'cpu'"
+    if not isinstance(device, str | torch.device):
+        raise TypeError(f"device={device!r}: {expected}.")
     try:
         resolved = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"device={device!r}: {error}") from None
+    except (RuntimeError, ValueError):
+        raise ValueError(f"device={device!r}: {expected}.") from None
     if resolved.type == "cpu":
         return torch.device("cpu")
     if resolved.type != "cuda":

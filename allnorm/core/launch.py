@@ -271,7 +271,7 @@ class Launch:
                 This rank alone may see it.
         """
         memory: Memory = {}
-        taken = dict(zip(_INPUT_NAMES, call.inputs, strict=True))
+        taken = _named_inputs(call)
         if call.op == "all_gather_rows":
             taken = {"residual_shard": call.x}
         for result in reversed(self.results):
@@ -376,7 +376,7 @@ class Launch:
 
     def _readable(self, call: Call) -> tuple[torch.Tensor | None, ...]:
         """The inputs, or contiguous, aligned copies of them."""
-        given = dict(zip(_INPUT_NAMES, call.inputs, strict=True))
+        given = _named_inputs(call)
         addresses = {name: _address(tensor) for name, tensor in given.items()}
         if min(addresses.values()) < LOW_ADDRESS:
             tensors.check_memory(**given)
@@ -417,6 +417,12 @@ class Launch:
         if "out" not in memory:
             native.out = None
         return native
+
+
+def _named_inputs(call: Call) -> dict[str, torch.Tensor | None]:
+    """Returns the inputs by the names that their caller gave them."""
+    names = ("rows", *_INPUT_NAMES[1:]) if call.experts else _INPUT_NAMES
+    return dict(zip(names, call.inputs, strict=True))
 
 
 def _check_memory(result: Result, given: torch.Tensor) -> None:

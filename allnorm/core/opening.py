@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import math
+import os
 import warnings
 import weakref
 from collections.abc import Callable
@@ -298,7 +299,12 @@ def _check(settings: Settings, world_size: int) -> _Checked:
         if not isinstance(value, bool):
             raise TypeError(f"{name}={value!r}: expected True or False.")
     found = None
-    if settings.islands != "auto":
+    if not isinstance(settings.tuning_dir, str | os.PathLike | None):
+        raise TypeError(
+            f"tuning_dir={settings.tuning_dir!r}: expected a path, or None for the user's folder."
+        )
+    # Not compared with what an array compares element by element.
+    if not (isinstance(settings.islands, str) and settings.islands == "auto"):
         found = islands.check_islands(settings.islands, world_size)
     first_op = settings.first_op % _OPERATIONS
     flags = 0 if early else _native.LATE_TRIGGER

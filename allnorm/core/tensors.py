@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 _TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -88,6 +89,21 @@ def _refuse_type(name: str, tensor: object) -> None:
 def is_batched(tensor: torch.Tensor) -> bool:
     """Returns whether torch.vmap maps over `tensor`."""
     return not _is_compiling() and bool(torch._C._functorch.is_batchedtensor(tensor))
+
+
+def check_all_fake(**given: Any) -> None:
+    """Raises TypeError where only some tensors of a call are fake."""
+    if _is_compiling():
+        return
+    modes = [t.fake_mode for t in given.values() if type(t) is FakeTensor]
+    if not modes or modes[0].allow_non_fake_inputs:
+        return
+    for name, tensor in given.items():
+        if isinstance(tensor, torch.Tensor) and type(tensor) is not FakeTensor:
+            raise TypeError(
+                f"{name} is a {type(tensor).__name__} in a call of fake tensors: expected a "
+                f"FakeTensor too. Pass fake_mode.from_tensor({name})."
+            )
 
 
 def is_virtual(tensor: torch.Tensor) -> bool:

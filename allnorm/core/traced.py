@@ -66,6 +66,7 @@ def all_reduce_add_rms_norm(
 ) -> tuple[Any, _Tensor]:
     """As the method; `norm`: eps, weight_bias, numerics, residual_sharded."""
     arguments.check_algorithm(algorithm)
+    tensors.check_all_fake(x=x, residual=residual, weight=weight)
     like = _like_sum(x, boundary)
     rows = _rows(ranks, like) if norm[3] else None
     _check("out", out, like)
@@ -98,6 +99,7 @@ def all_reduce_add_rms_norm_quant(
             "scale_out in a call that is traced: expected None, because padding between its "
             "columns is no part of what a tracer sees. Take the scale that is returned."
         )
+    tensors.check_all_fake(x=x, residual=residual, weight=weight)
     like = _like_sum(x, boundary)
     rows = _rows(ranks, like) if sharded else None
     quantized_like = like._replace(
@@ -177,6 +179,7 @@ def add_rms_norm(
     boundary: Boundary,
 ) -> tuple[Any, _Tensor]:
     """As the function; `norm` as above."""
+    tensors.check_all_fake(x=x, residual=residual, weight=weight)
     normed, summed = torch.ops.allnorm.add_rms_norm(
         x, residual, weight, *norm[:3], *op_boundary(*boundary)
     )
@@ -194,6 +197,7 @@ def add_rms_norm_quant(
 ) -> QuantizedNorm:
     """As the function; `norm` as above."""
     eps, weight_bias, numerics, _ = norm
+    tensors.check_all_fake(x=x, residual=residual, weight=weight)
     results = torch.ops.allnorm.add_rms_norm_quant(
         *(x, residual, weight, eps, *op_arguments(quant), return_normed),
         *(weight_bias, numerics, *op_boundary(*boundary)),

@@ -1,0 +1,215 @@
+"""Hostile values for every argument of every public callable, from its signature.
+
+Each is taken or refused; what is refused is refused by allnorm itself, before anything is launched:
+no message of another library, no AttributeError, no crash. A new argument is tried without being
+listed, and a new public callable fails the test until it has good arguments here.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pathlib
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rank_helpers import comm, message_of, on
+
+import allnorm
+from allnorm.testing import RankPool
+from allnorm.testing.rank import device
+
+PACKAGE = str(pathlib.Path(allnorm.__file__).parent)
+ROWS, COLUMNS = 4, 128
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+class Empty:
+    pass
+
+
+def hostile() -> dict[str, Any]:
+    from torch._subclasses import FakeTensorMode
+
+    tensor = torch.ones(ROWS, COLUMNS)
+    return {
+        "None": None,
+        "object": Empty(),
+        "class": Empty,
+        "class of a spec": allnorm.Fp8PerTensor,
+        "class of another spec": allnorm.Fp8PerToken,
+        "dtype": torch.float16,
+        "function": hostile,
+        "list": [1.0, 2.0],
+        "dict": {"a": 1},
+        "array": np.ones((ROWS, COLUMNS), np.float32),
+        "array of one": np.ones(1),
+        "array of strings": np.array(["auto", "auto"]),
+        "numpy float": np.float32(0.5),
+        "numpy int": np.int64(3),
+        "numpy bool": np.bool_(True),
+        "bool": True,
+        "text": "bfloat16",
+        "empty text": "",
+        "surrogate": "\udc80",
+        "bytes": b"auto",
+        "huge": 10**400,
+        "negative": -(2**70),
+        "NaN": float("nan"),
+        "infinite": float("inf"),
+        "complex": 1j,
+        "tensor": tensor,
+        "scalar tensor": torch.tensor(1.0),
+        "no rows": torch.ones(0, COLUMNS),
+        "float64": tensor.double(),
+        "bool tensor": tensor.bool(),
+        "complex tensor": tensor.to(torch.complex64),
+        "subclass": tensor.as_subclass(Subclass),
+        "meta": tensor.to("meta"),
+        "fake": FakeTensorMode().from_tensor(tensor),
+        "sparse": tensor.to_sparse(),
+        "sparse rows": tensor.to_sparse_csr(),
+        # No strided nested tensor: torch's guards end the process on one, in a repeated call.
+        "quantized": torch.quantize_per_tensor(tensor, 0.1, 0, torch.qint8),
+        "transposed": torch.ones(COLUMNS, ROWS).t(),
+        "expanded": torch.ones(1, 1).expand(ROWS, COLUMNS),
+        "wants a gradient": tensor.clone().requires_grad_(),
+    }
+
+
+def calls(c: allnorm.Communicator) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
+    """Every public callable with good arguments: those that have no default, and what they need."""
+    x, weight = torch.ones(ROWS, COLUMNS), torch.ones(COLUMNS)
+    norm = {"x": x, "residual": torch.ones_like(x), "weight": weight, "eps": 1e-6}
+    good: dict[str, dict[str, Any]] = {
+        "all_reduce": {"x": x},
+        "all_reduce_add_rms_norm": norm,
+        "all_reduce_add_rms_norm_quant": norm,
+        "all_gather_rows": {"residual_shard": x, "num_tokens": ROWS},
+        "row_shard": {"num_tokens": ROWS},
+        "add_rms_norm": norm,
+        "add_rms_norm_quant": norm,
+    }
+    found: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+        "Communicator": (allnorm.Communicator, {}),
+        "Communicator.for_group": (allnorm.Communicator.for_group, {}),
+        "Communicator.plan": (c.plan, {"num_tokens": ROWS, "hidden_size": COLUMNS}),
+        "Fp8PerGroup": (allnorm.Fp8PerGroup, {}),
+        "Fp8PerTensor": (allnorm.Fp8PerTensor, {"scale": torch.ones(1)}),
+        "NvFp4": (allnorm.NvFp4, {"global_scale": torch.ones(1)}),
+    }
+    for name, arguments in good.items():
+        if hasattr(c, name):
+            found[f"Communicator.{name}"] = getattr(c, name), arguments
+        found[name] = getattr(allnorm, name), arguments
+
+    def of_part(make: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def call(**arguments: Any) -> Any:
+            given = {**norm, "residual": None, name: make(**arguments)}
+            return c.all_reduce_add_rms_norm(**given)
+
+        call.__signature__ = inspect.signature(make)  # type: ignore[attr-defined]
+        return call
+
+    experts = {"rows": torch.ones(ROWS, 2, COLUMNS)}
+    found["PostNorm"] = of_part(allnorm.PostNorm, "post_norm"), {"weight": weight, "eps": 1e-6}
+    found["ExpertSum"] = of_part(allnorm.ExpertSum, "x"), experts
+    return found
+
+
+def arguments_of(call: Callable[..., Any]) -> Iterator[str]:
+    for name, parameter in inspect.signature(call).parameters.items():
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            yield name
+
+
+def try_all(rank: int, world_size: int, name: str) -> tuple[int, list[str]]:
+    """How many values were tried, and what is wrong with refusals."""
+    call, good = calls(comm())[name]
+    tried, wrong = 0, []
+    for argument in arguments_of(call):
+        for kind, value in hostile().items():
+            tried += 1
+            try:
+                made = call(**{**good, argument: value})
+                if isinstance(made, allnorm.Communicator) and name == "Communicator":
+                    made.close()
+            except (allnorm.AllnormError, TypeError, ValueError) as error:
+                last = traceback.extract_tb(error.__traceback__)[-1]
+                if not last.filename.startswith(PACKAGE) or "expected" not in str(error).lower():
+                    where = pathlib.Path(last.filename).name
+                    wrong.append(f"{argument}={kind}: {type(error).__name__} of {where}: {error}")
+            except Exception as error:  # noqa: BLE001 - that is what the test looks for
+                wrong.append(f"{argument}={kind}: {type(error).__name__}: {error}")
+    return tried, wrong
+
+
+NAMES = (
+    *("Communicator", "Communicator.for_group", "Communicator.plan", "Fp8PerGroup"),
+    *("Fp8PerTensor", "NvFp4", "PostNorm", "ExpertSum"),
+    *("Communicator.all_reduce", "Communicator.all_reduce_add_rms_norm"),
+    *("Communicator.all_reduce_add_rms_norm_quant", "Communicator.all_gather_rows"),
+    *("Communicator.row_shard", "all_reduce", "all_reduce_add_rms_norm"),
+    *("all_reduce_add_rms_norm_quant", "all_gather_rows", "row_shard"),
+    *("add_rms_norm", "add_rms_norm_quant"),
+)
+
+
+@on(cpu=(1,))
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.filterwarnings("ignore")
+def test_hostile_values(pool: RankPool, name: str) -> None:
+    ((tried, wrong),) = pool.run(try_all, name)
+    assert tried >= len(hostile())
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_public_callable_is_tried() -> None:
+    """But those without arguments, the types of results and errors, and `trace`, of one number."""
+    results = {"Plan", "QuantizedNorm", "Stats", "TraceReport", "trace"}
+    public = {name: getattr(allnorm, name) for name in allnorm.__all__}
+    methods = inspect.getmembers(allnorm.Communicator, callable)
+    public |= {f"Communicator.{name}": f for name, f in methods if not name.startswith("_")}
+    expected = {
+        name
+        for name, value in public.items()
+        if callable(value)
+        and name not in results
+        and not (isinstance(value, type) and issubclass(value, Exception))
+        and set(arguments_of(value)) - {"self"}
+    }
+    assert expected == set(NAMES)
+
+
+def small_messages(rank: int, world_size: int) -> None:
+    c, x, weight = comm(), torch.ones(ROWS, COLUMNS), torch.ones(COLUMNS)
+
+    def said(call: Callable[[], Any]) -> str:
+        return message_of((TypeError, ValueError), call)
+
+    text = said(lambda: c.all_reduce_add_rms_norm(x, None, weight.double(), 1e-6))
+    assert text.count("float32") == 1, text
+    assert "torch.dtype" in said(lambda: c.plan(4, 128, "bfloat16"))  # type: ignore[arg-type]
+    for quant in (allnorm.Fp8PerTensor, allnorm.quant.NvFp4Layout("row_major")):
+        for call in (c.all_reduce_add_rms_norm_quant, allnorm.add_rms_norm_quant):
+            text = said(lambda f=call, q=quant: f(x, None, weight, 1e-6, q))
+            assert "a spec with a scale" in text, text
+    islands: Any = np.zeros((1, 1), int)
+    text = said(lambda: allnorm.Communicator(device=device(), islands=islands))
+    assert "islands.tolist()" in text, text
+    rows = torch.ones(ROWS, 2, COLUMNS)
+    out = rows.view(-1, COLUMNS)[:ROWS]
+    experts = allnorm.ExpertSum(rows)
+    text = said(lambda: c.all_reduce_add_rms_norm(experts, None, weight, 1e-6, out=out))
+    assert "out shares memory with rows" in text, text
+
+
+@on(cpu=(1,))
+def test_messages_name_what_was_given(pool: RankPool) -> None:
+    pool.run(small_messages)
