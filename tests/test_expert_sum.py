@@ -351,7 +351,7 @@ def refuse(rank: int, world_size: int) -> None:
             ),
         ),
         (ValueError, "top_k is 0", lambda: call(index=index[:, :0], weights=None)),
-        (ValueError, "out shares memory with x", lambda: call(out=rows[:2])),
+        (ValueError, "out shares memory with rows", lambda: call(out=rows[:2])),
         (ValueError, "out shares memory with shared", lambda: _share(call, residual)),
         (TypeError, "experts=1", lambda: c.plan(2, 64, experts=1)),
     ):
