@@ -178,6 +178,9 @@ typedef enum AllnormCallFlags {
   // order and rounded, and what follows is done for all ranks of this one. With ALL_REDUCE or
   // ADD_RMS_NORM and algorithm TWO_SHOT; allnorm_run only.
   ALLNORM_ISLAND_SUMS = 32,
+  // With ALL_GATHER_ROWS: the rows describe calls that do not use this library's exchange. Their
+  // CallTag differs from that of every other call, so no rank takes them for a caller's rows.
+  ALLNORM_ANNOUNCEMENT = 64,
 } AllnormCallFlags;
 
 // What a rank recorded when a wait ended badly. Operation numbers count the launches on a

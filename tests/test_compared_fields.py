@@ -122,7 +122,7 @@ TOGGLES: dict[str, list[Toggle]] = {
         Toggle("op is", change=GROUPS),
         Toggle("op is", base={"quant": NV}, change={"quant": None}),
     ],
-    "algorithm": [Toggle("algorithm is")],
+    "algorithm": [Toggle("algorithm is"), Toggle("algorithm is ", {})],
     "eps": [
         Toggle("eps is", change={"eps": 1e-5}),
         Toggle("eps is", base=GROUPS, change={"eps": 1.0000001e-6}),
@@ -164,11 +164,11 @@ TOGGLES: dict[str, list[Toggle]] = {
     ],
 }
 OTHERS = {
-    "one_shot": "two_shot",
-    "two_shot": "one_shot",
-    "unfused": "hierarchical",
-    "hierarchical": "unfused",
+    "one_shot": ("two_shot", "unfused"),
+    "two_shot": ("one_shot", "unfused"),
+    "unfused": ("one_shot", "two_shot"),
 }
+OTHERS_OVER_ISLANDS = {"unfused": ("hierarchical", "unfused"), "hierarchical": ("unfused",) * 2}
 
 
 def test_every_field_of_a_call_is_toggled() -> None:
@@ -179,10 +179,9 @@ def calls_of(field: str, toggle: Toggle, base: Case, last: bool, c: allnorm.Comm
     """This rank's case and further arguments; None if there is no such call."""
     case = base.but(**toggle.base)
     if field == "algorithm":
-        other = OTHERS[base.algorithm]
-        if (base.sharded and other == "one_shot") or (
-            "hierarchical" in (base.algorithm, other) and len(c.islands) == 1
-        ):
+        others = OTHERS if len(c.islands) == 1 else OTHERS_OVER_ISLANDS
+        other = others[base.algorithm][toggle is TOGGLES[field][1]]
+        if other == base.algorithm or (base.sharded and other == "one_shot"):
             return None
         toggle = toggle._replace(change={"algorithm": other})
     if field == "residual_sharded":
@@ -246,7 +245,7 @@ def assert_compared(field: str, found: list[list[str | None]]) -> None:
         for text in outcomes:
             assert text is not None
             assert (toggle.text or "results") in text, (toggle, outcomes)
-            assert "operation" not in text or "all_gather_rows of 2x" not in text, text
+            assert f" of {len(found)}x{2 * channel.WORDS} " not in text, "the channel's own call"
 
 
 @on(cpu=(2,))
@@ -266,6 +265,40 @@ def test_a_field_of_one_rank_over_islands(pool: RankPool, sharded: bool, field: 
     islands = ALONE if pool.world_size == 2 else PAIRS
     for algorithm in ("hierarchical",) if pool.world_size == 4 else ("hierarchical", "unfused"):
         assert_compared(field, pool.run(diverge, field, algorithm, sharded, islands, timeout=300))
+
+
+def take_for_rows(rank: int, world_size: int) -> str:
+    """The last rank gathers rows of the shape in which the others announce an unfused call."""
+    with allnorm.Communicator(device=device(), timeout=TIMEOUT) as c:
+        rows, x = torch.ones(1, 2 * channel.WORDS), torch.ones(8, 64)
+        gather = rank == world_size - 1
+        with pytest.raises(allnorm.PeerDivergedError) as caught:
+            c.all_gather_rows(rows, world_size) if gather else c.all_reduce(x, algorithm="unfused")
+    return str(caught.value)
+
+
+@on(cpu=(2, 3))
+def test_an_announcement_is_not_taken_for_rows(pool: RankPool) -> None:
+    for text in pool.run(take_for_rows, timeout=300):
+        assert "op is " in text
+        assert "all_reduce of 8x64 float32 by unfused" in text
+        assert f"all_gather_rows of {pool.world_size}x{2 * channel.WORDS} float32" in text
+
+
+def wait_for_peer(rank: int, world_size: int) -> str:
+    """The first rank waits for a call that no other makes."""
+    with allnorm.Communicator(device=device(), timeout=1 if rank == 0 else TIMEOUT) as c:
+        if rank:
+            return ""
+        with pytest.raises(allnorm.PeerTimeoutError) as caught:
+            c.all_reduce(torch.ones(8, 64), algorithm="unfused")
+    return str(caught.value)
+
+
+@on(cpu=(2,))
+def test_a_wait_names_the_call_and_not_that_of_the_channel(pool: RankPool) -> None:
+    text = pool.run(wait_for_peer, timeout=300)[0]
+    assert "Expected operation 0: all_reduce of 8x64 float32 by unfused" in text
 
 
 # ---- Announcements -------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ DTYPE = {name: code for code, name in enumerate(names.DTYPES)}
 QUANT = {name: code for code, name in enumerate(names.QUANTS, start=1)}
 SCALE_FORMAT = {name: code for code, name in enumerate(names.SCALE_FORMATS)}
 # AllnormCallFlags
-RESIDUAL_SHARDED, SCALED, NO_NORM, SWIZZLED_SCALES, ISLAND_SUMS = 2, 4, 8, 16, 32
+RESIDUAL_SHARDED, SCALED, NO_NORM, SWIZZLED_SCALES, ISLAND_SUMS, ANNOUNCEMENT = 2, 4, 8, 16, 32, 64
 LATE_TRIGGER, NO_DEPENDENT_LAUNCH = 1, 2  # AllnormCommFlags
 NO_SHAPE = 0xFFFFFFFF  # where a CallShape would be: none was announced
 MISSING_CALL = 0xFFFFFFFE  # likewise: the rank could not make the call

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from allnorm import names
@@ -36,12 +36,15 @@ _TAG_OPS = (
     "all_reduce_add_rms_norm_quant",
 )
 _TAG_NVFP4 = 12
+_TAG_ANNOUNCEMENT = 13
 _TAG_ALGORITHMS = (*names.FUSED, "two_shot with a sharded residual", "unknown")
 
 
 def tag_fields(shape: int, num_tokens: int) -> dict[str, str]:
     """What a CallTag says of its call, by name; see CallShape in csrc/protocol/call_tag.h."""
     op = shape >> 28
+    if op == _TAG_ANNOUNCEMENT:
+        return {"op": "a call through the process group"}
     fields = {
         "op": _TAG_OPS[op] if op < len(_TAG_OPS) else f"op {op}",
         "num_tokens": str(num_tokens),
@@ -59,9 +62,16 @@ def tag_fields(shape: int, num_tokens: int) -> dict[str, str]:
     return fields
 
 
+def is_announcement(shape: int) -> bool:
+    """Returns whether a CallTag is that of a channel, over which ranks announce other calls."""
+    return shape >> 28 == _TAG_ANNOUNCEMENT
+
+
 def describe(fields: dict[str, str]) -> str:
     """A call in words, from what `tag_fields`, or an Announcement, says of it."""
     rest = dict(fields)
+    if len(rest) == 1:
+        return rest["op"]
     text = f"{rest.pop('op')} of {rest.pop('num_tokens')}x{rest.pop('hidden_size')} "
     text += rest.pop("dtype")
     if "algorithm" in rest:
@@ -128,6 +138,12 @@ class Announcement:
         """Returns the word of one of FIELDS."""
         return self.words[FIELDS.index(field)]
 
+    @classmethod
+    def of_words(cls, words: Sequence[int]) -> Announcement | None:
+        """Returns the announcement of these words; None if ranks tell each other something else."""
+        is_call = words[0] in (ctypes.sizeof(_native.Call), _REFUSED)
+        return cls(tuple(words)) if is_call else None
+
     @property
     def is_refusal(self) -> bool:
         """Returns whether the rank has refused its call."""
@@ -177,7 +193,7 @@ class Announcement:
     def described(self) -> dict[str, str]:
         """Returns all fields, by the names that errors have for them."""
         if self.is_refusal:
-            return {}
+            return {"op": "no call, it has refused it"}
         algorithm = names.REQUESTS[self["algorithm"]]
         if self["flags"] & _native.RESIDUAL_SHARDED:
             algorithm += " with a sharded residual"
@@ -185,7 +201,7 @@ class Announcement:
         return {**self.tagged(), **by, **self.hashed()}
 
     def __str__(self) -> str:
-        return "no call, it has refused it" if self.is_refusal else describe(self.described())
+        return describe(self.described())
 
     def differences(self, rank: int, other: Announcement, peer: int) -> str:
         """Returns what differs from the call of another rank; empty if one refused its call.

@@ -20,7 +20,7 @@ from typing import Any, NoReturn, Protocol
 import torch.distributed as dist
 
 from allnorm.core import _native, workspace
-from allnorm.core.announcement import FIELDS
+from allnorm.core.announcement import FIELDS, Announcement
 from allnorm.core.launch import raise_status
 from allnorm.core.notes import DIED, LATE, Cause, Notes, SharedNotes, StoreNotes
 from allnorm.core.rendezvous import Mailbox, Rendezvous
@@ -76,12 +76,14 @@ class Channel(abc.ABC):
     Attributes:
         notes: where ranks read who waits for whom.
         launches: how many calls of the CPU library it has made.
+        announced: the call that it has announced last; None if it was none.
         is_slow: whether it goes through the store, from machine to machine.
     """
 
     notes: Notes
     launches = 0
     is_slow = False
+    announced: Announcement | None = None
 
     @abc.abstractmethod
     def gather(self, words: Sequence[int], owner: Owner) -> list[list[int]]:
@@ -184,6 +186,7 @@ class _LibraryChannel(Channel):
             op=_native.ALL_GATHER_ROWS,
             dtype=_native.DTYPE["float32"],
             weight_dtype=_native.DTYPE["float32"],
+            flags=_native.ANNOUNCEMENT,
             num_tokens=world_size,
             hidden_size=width,
             x=ctypes.addressof(self._own),
@@ -194,6 +197,7 @@ class _LibraryChannel(Channel):
 
     def gather(self, words: Sequence[int], owner: Owner) -> list[list[int]]:
         self._own[:] = list(words)
+        self.announced = Announcement.of_words(words)
         self.launches += 1
         self.notes.enter(self._everyone)
         status = self._library.run(self._handle, ctypes.addressof(self._call))

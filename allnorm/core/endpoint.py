@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from allnorm import names
 from allnorm.core import _native, between, channel, fast_call, faults, hierarchical, unfused
-from allnorm.core.announcement import Announcement
+from allnorm.core.announcement import Announcement, is_announcement
 from allnorm.core.between import GroupError
 from allnorm.core.call import Call
 from allnorm.core.channel import WaitEndedError
@@ -625,6 +625,9 @@ class Endpoint:
         """What this rank says of the call in which it failed."""
         if is_refusal(fault.expected_shape, fault.expected_tokens):
             return {faults.REFUSED: self._refused}
+        if is_announcement(fault.expected_shape) and self._channel is not None:
+            announced = self._channel.announced
+            return {} if announced is None else announced.described()
         # On CUDA the fault is of an earlier call than the one that reports it.
         launches = self.dispatcher.launches()
         if launch is not None and self.device.type == "cpu":

@@ -11,7 +11,8 @@ namespace allnorm {
 namespace {
 
 constexpr int32_t kCallFlags = ALLNORM_NO_PDL | ALLNORM_RESIDUAL_SHARDED | ALLNORM_SCALED |
-                               ALLNORM_NO_NORM | ALLNORM_SWIZZLED_SCALES | ALLNORM_ISLAND_SUMS;
+                               ALLNORM_NO_NORM | ALLNORM_SWIZZLED_SCALES | ALLNORM_ISLAND_SUMS |
+                               ALLNORM_ANNOUNCEMENT;
 constexpr int32_t kMostClusterSize = 8;
 constexpr int32_t kMostChoices = 16;
 
@@ -133,7 +134,10 @@ int32_t check_call(const AllnormCall* call) {
                 call->link_gbps);
   }
   if ((call->flags & ~kCallFlags) != 0) {
-    return invalid("flags", call->flags, "a sum of AllnormCallFlags, 0 to 63");
+    return invalid("flags", call->flags, "a sum of AllnormCallFlags, 0 to 127");
+  }
+  if (is_announcement(*call) && call->op != ALLNORM_ALL_GATHER_ROWS) {
+    return invalid("op", call->op, "ALL_GATHER_ROWS (2) with ALLNORM_ANNOUNCEMENT");
   }
   if (call->top_k < 0 || call->top_k > kMostChoices) {
     return invalid("top_k", call->top_k, "0 (x is dense) to 16");

@@ -36,6 +36,10 @@ inline bool is_sharded(const AllnormCall& call) {
   return call.op == ALLNORM_ALL_GATHER_ROWS ||
          (is_norm(call) && (call.flags & ALLNORM_RESIDUAL_SHARDED) != 0);
 }
+// The rows describe calls of which nothing else is exchanged here.
+inline bool is_announcement(const AllnormCall& call) {
+  return (call.flags & ALLNORM_ANNOUNCEMENT) != 0;
+}
 // Step 1b of the numerics page: what comes before the exchange between islands, and after it.
 inline bool makes_sums(const AllnormCall& call) { return call.op == ALLNORM_SUM_ROWS; }
 inline bool takes_sums(const AllnormCall& call) { return (call.flags & ALLNORM_ISLAND_SUMS) != 0; }
@@ -115,6 +119,7 @@ inline CallTag call_tag(const AllnormCall& call, int64_t num_tokens) {
   }
   if (ends_with_sum(call)) quant = 9;
   const bool norm = is_norm(call);
+  const int gather = is_announcement(call) ? kAnnouncementOp : 1;
   const CallShape shape = {
       .hidden_size = call.hidden_size,
       .dtype = call.dtype,
@@ -124,7 +129,7 @@ inline CallTag call_tag(const AllnormCall& call, int64_t num_tokens) {
       .numerics = norm ? call.numerics : 0,
       .has_residual = norm && call.residual != nullptr,
       .wants_normed = is_quantized(call) && call.out != nullptr,
-      .op = norm ? 2 + quant : (call.op == ALLNORM_ALL_GATHER_ROWS ? 1 : 0),
+      .op = norm ? 2 + quant : (call.op == ALLNORM_ALL_GATHER_ROWS ? gather : 0),
   };
   return {static_cast<uint32_t>(num_tokens), shape_code(shape), call_details(call)};
 }

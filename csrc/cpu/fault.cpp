@@ -15,6 +15,7 @@ const char* name(const char* const (&names)[kCount], uint32_t index) {
 std::string describe_op(uint32_t op) {
   if (op == 0) return "all_reduce";
   if (op == 1) return "all_gather_rows";
+  if (op == kAnnouncementOp) return "a call through the process group";
   const std::string norm = "add_rms_norm";
   const uint32_t quant = op - 2;
   if (quant == 0) return norm;

@@ -32,8 +32,9 @@ struct CallTag {
 
 // What of a call is in the `shape` of its CallTag; abi/tag.h fills it. `op`: 0 all_reduce, 1
 // all_gather_rows, else 2 + how the normed row is quantised: 0 not at all, 1 to 6 by groups of 8 <<
-// that many, 7 by row, 8 by a given scale; 9: there is no such row; 10: NVFP4. `algorithm`: 2 if
-// the residual is sharded, 3 if the sum goes on, or comes, through other islands.
+// that many, 7 by row, 8 by a given scale; 9: there is no such row; 10: NVFP4; or
+// kAnnouncementOp. `algorithm`: 2 if the residual is sharded, 3 if the sum goes on, or comes,
+// through other islands.
 struct CallShape {
   int64_t hidden_size;  // 20 bits
   int dtype;            // 2
@@ -53,6 +54,8 @@ ALLNORM_HD uint32_t shape_code(const CallShape& shape) {
 }
 // `algorithm` of a shape.
 ALLNORM_HD int algorithm_of(uint32_t shape) { return static_cast<int>(shape >> 22 & 3); }
+// `op` of an all_gather_rows of descriptions of calls, which are made without this exchange.
+constexpr int kAnnouncementOp = 13;
 // In place of a shape: this rank could not make the call. No CallShape has an op of 15.
 constexpr uint32_t kMissingCall = 0xfffffffeu;
 constexpr int64_t kMaxHiddenSize = (1 << 20) - 1;

@@ -316,6 +316,8 @@ void test_refusals() {
        }},
       {"scales", [](AllnormCall& call) { call.scale_row_stride = call.scale_group_stride; }},
       {"flags", [](AllnormCall& call) { call.flags = 32; }},
+      {"flags", [](AllnormCall& call) { call.flags = 128; }},
+      {"ALLNORM_ANNOUNCEMENT", [](AllnormCall& call) { call.flags = ALLNORM_ANNOUNCEMENT; }},
       {"ALLNORM_SWIZZLED_SCALES", [](AllnormCall& call) { call.flags = ALLNORM_SWIZZLED_SCALES; }},
       {"first_scale_row",
        [](AllnormCall& call) {
