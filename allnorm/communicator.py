@@ -49,10 +49,11 @@ class Communicator:
     caller, among each other and with eager calls, as with any buffer. An eager call while the
     stream of the one before is being captured cannot be ordered: it raises.
 
-    Threads that call one communicator are ordered, one call after the other, in an order that
-    nobody knows; the caller sees to it that it is the same on every rank. Any thread may call
-    `close()`, which ends their calls. A child of `fork()` may neither use nor close a communicator
-    of its parent.
+    Threads may call one communicator in turns, in an order that is the same on every rank. Calls
+    of two threads at the same time have none: where they meet, the communicator ends on every rank.
+    Threads that are independent of each other take a communicator each, made in the same order on
+    every rank. Any thread may call `close()`, which ends the calls of others. A child of `fork()`
+    may neither use nor close a communicator of its parent.
 
     Args:
         group: process group, or DeviceMesh of one dimension; None is the default group.
@@ -165,8 +166,10 @@ class Communicator:
     ) -> Communicator:
         """The one communicator of a group and device, made with default arguments when needed.
 
-        It is closed with its process group, by `dist.destroy_process_group()`, or when the
-        interpreter exits. After an explicit `close()` the next call makes another.
+        Threads that ask for it get the same one, and must take turns: those that are independent
+        take a process group each. It is closed with its process group, by
+        `dist.destroy_process_group()`, or when the interpreter exits. After an explicit `close()`
+        the next call makes another.
 
         Args:
             group: process group, or DeviceMesh of one dimension; None is the default group.

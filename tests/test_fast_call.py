@@ -557,15 +557,18 @@ def test_communicators_leave_nothing(pool: RankPool) -> None:
 
 
 def call_from_threads(rank: int, world_size: int) -> None:
-    """Threads may share a communicator if their calls are alike: then any order is the same."""
+    """Threads may share a communicator in turns, here of calls that are alike: in any order."""
     c = comm()
     x, residual, weight = as_called(BASE, rank)[:3]
     for _ in range(3):
         BASE.check(c)
     results: list[tuple[torch.Tensor, torch.Tensor]] = []
+    turn = threading.Lock()
 
     def call() -> None:
-        results.extend(c.all_reduce_add_rms_norm(x, residual, weight, BASE.eps) for _ in range(200))
+        for _ in range(200):
+            with turn:
+                results.append(c.all_reduce_add_rms_norm(x, residual, weight, BASE.eps))
 
     threads = [threading.Thread(target=call) for _ in range(4)]
     for thread in threads:

@@ -287,9 +287,10 @@ def test_a_rank_that_dies_while_it_connects(pool: RankPool) -> None:
 
 @on(cpu=(3,))
 def test_a_rank_that_stands_still_while_it_connects(pool: RankPool) -> None:
-    """Nobody knows who it is: all wait for all. The deadline decides."""
+    """Nobody knows who it is: all wait for all. The deadline decides, or that of gloo."""
     found = pool.run(interrupted_connecting, "stands still", timeout=120)
-    assert {kind for kind, _ in found} <= {"PeerTimeoutError", "PeerLeftError"}, found
+    kinds = {"PeerTimeoutError", "PeerLeftError", "AllnormError"}
+    assert {kind for kind, _ in found} <= kinds, found
 
 
 @on(cpu=(3,))
@@ -297,3 +298,59 @@ def test_a_communicator_that_is_closed_while_it_connects(pool: RankPool) -> None
     found = pool.run(interrupted_connecting, "closes", timeout=120)
     assert found[1][0] == "CommunicatorClosedError"
     assert [found[0], found[2]] == [("PeerLeftError", 1)] * 2
+
+
+# ---- one communicator, several threads -----------------------------------------------------------
+
+
+def cross(rank: int, world_size: int, how: str, algorithm: str) -> list[str]:
+    """Two threads, each with calls of its own, over one communicator; what they raise."""
+    islands = APART if algorithm == "hierarchical" else "auto"
+    c = allnorm.Communicator(device=device(), islands=islands, timeout=120)
+    pauses = random.Random(rank)
+    seen: list[str] = []
+
+    def body(number: int) -> Callable[[], None]:
+        def calls() -> None:
+            case = Case((7, 96), torch.float32, call=number, algorithm=algorithm)
+            try:
+                for _ in range(100_000):
+                    if how == "functions":
+                        allnorm.all_reduce(case.x(rank))
+                    else:
+                        case.run(c)
+                    time.sleep(pauses.random() * 1e-3)
+            except allnorm.AllnormError as error:
+                seen.append(f"{type(error).__name__}: {error}")
+
+        return calls
+
+    in_threads([body(number) for number in range(3)])
+    call = allnorm.all_reduce if how == "functions" else c.all_reduce
+    with pytest.raises(allnorm.AllnormError, match="threads"):
+        call(torch.ones(7, 96))
+    if how == "functions":
+        allnorm.Communicator.for_group().close()
+    c.close()
+    return seen
+
+
+@on(cpu=(2,))
+@pytest.mark.parametrize(
+    ("how", "algorithm"),
+    [("methods", name) for name in ("one_shot", "unfused", "auto")] + [("functions", "auto")],
+)
+def test_threads_that_call_at_the_same_time(pool: RankPool, how: str, algorithm: str) -> None:
+    """Their order differs from rank to rank: refused, by all ranks and in words."""
+    for seen in pool.run(cross, how, algorithm, timeout=300):
+        assert len(seen) == 3
+        for text in seen:
+            assert "at the same time" in text
+            assert "a Communicator of its own" in text
+
+
+@on(cpu=(2,))
+def test_threads_over_islands_that_call_at_the_same_time(pool: RankPool) -> None:
+    for seen in pool.run(cross, "methods", "hierarchical", timeout=300):
+        assert len(seen) == 3
+        assert all("at the same time" in text for text in seen), seen

@@ -27,7 +27,7 @@ from allnorm.core.call import Call
 from allnorm.core.channel import WaitEndedError
 from allnorm.core.dispatch import Chooser, Dispatcher
 from allnorm.core.launch import Launch, Memory, make_nan, raise_status
-from allnorm.core.notes import DIED, FAILED, INTERRUPTED, LATE, LEFT, Cause, NoNotes, Notes
+from allnorm.core.notes import CROSSED, DIED, FAILED, INTERRUPTED, LATE, LEFT, Cause, NoNotes, Notes
 from allnorm.core.refusal import Refusal, is_refusal
 from allnorm.core.turn import Turn
 from allnorm.core.watch import Watch
@@ -46,6 +46,12 @@ _END_SECONDS = 0.5
 _PAUSE_SECONDS = 0.01
 # After so long, what a rank sent before it ended has arrived: a longer wait is for the rank itself.
 _ARRIVAL_SECONDS = 0.2
+_CROSSED = (
+    " called the communicator at the same time: their order differs from rank to rank, and rows of "
+    "both would be summed. Give each thread a Communicator of its own, made in the same order on "
+    "every rank (for functions: a process group of its own), or let the threads take turns, alike "
+    "on every rank"
+)
 _GIVEN_UP = "this rank has given up"
 # Statuses behind which the library has a fault record.
 _RECORDED = (
@@ -57,7 +63,12 @@ _KIND_OF_STATUS = {
     _native.PEER_DIED: DIED,
     _native.PEER_LEFT: LEFT,
 }
-_ERRORS = {DIED: PeerDiedError, LEFT: PeerLeftError, INTERRUPTED: PeerLeftError}
+_ERRORS = {
+    DIED: PeerDiedError,
+    LEFT: PeerLeftError,
+    INTERRUPTED: PeerLeftError,
+    CROSSED: PeerLeftError,
+}
 
 
 class _FaultError(RuntimeError):
@@ -252,6 +263,10 @@ class Endpoint:
         if self.closed or self._broken is not None or self.world_size == 1:
             return
         self._end_with(Cause(self.rank, INTERRUPTED, _text(error)))
+        self._refuse_next()
+
+    def _refuse_next(self) -> None:
+        """Lets peers on CUDA, where nothing else ends their waits, see that no call follows."""
         if self.device.type == "cuda" and self._handle:
             # To close the native communicator would be to wait for the device.
             with contextlib.suppress(Exception):
@@ -316,7 +331,10 @@ class Endpoint:
         """
         if not self._turn.try_take(call):
             self._refuse_within_call("a call")
+            crosses = self._end_beside_call()
             self._turn.wait(call)
+            if crosses:
+                self._refuse_next()
         self._check_usable()
 
     def _check_usable(self) -> None:
@@ -333,6 +351,18 @@ class Endpoint:
                 "the other ranks cannot know of it, and the outer call is not done. Leave a note "
                 "for after the call, or raise an exception, which ends it."
             )
+
+    def _end_beside_call(self) -> bool:
+        """Ends the communicator, since another thread is in a call of it; returns whether it did.
+
+        Which of the two comes first differs from rank to rank, so each rank would sum the rows of
+        one with those of the other. This is seen only where two calls meet: nothing is added to
+        calls that have their turn.
+        """
+        if self.world_size == 1 or self.closed or self._broken is not None:
+            return False
+        self._end_with(Cause(self.rank, CROSSED))
+        return True
 
     def _note_stream(self, handle: int) -> None:
         """Tells the library that a stream lasts as long as the process: calls on it cost less.
@@ -461,7 +491,7 @@ class Endpoint:
 
     def look_at_peers(self, seconds: float) -> None:
         """Ends a wait of so many seconds for the process group, by raising, if it is to end."""
-        self.check_open()
+        self._check_usable()
         self.notes.beat()
         if seconds > _ARRIVAL_SECONDS:
             cause = self.notes.find(self._is_dead)
@@ -536,6 +566,7 @@ class Endpoint:
             DIED: f"{waited}, but {process} has ended",
             LEFT: f"{waited}, but it has closed its communicator",
             INTERRUPTED: f"{waited}, but it was interrupted in a call{details}",
+            CROSSED: f"{waited}, but two of its threads{_CROSSED}",
             LATE: f"{waited} for {self.timeout.total_seconds():g} s: it {cause.why}",
             FAILED: f"{own} waited for the process group in {what}, which failed{details}",
         }
@@ -544,6 +575,8 @@ class Endpoint:
             text = f"{own} was late in {what}: its peers waited for it, and have given up"
             if cause.kind == INTERRUPTED:
                 text = f"{own} was interrupted, by an exception, in {what}{details}"
+            if cause.kind == CROSSED:
+                text = f"two threads of {own}{_CROSSED}"
         kind = _ERRORS.get(cause.kind, PeerTimeoutError)
         if cause.rank == self.rank:
             kind = PeerTimeoutError
@@ -612,7 +645,7 @@ class Endpoint:
                 seen = faults.ask(self.living_group(), self._key, fault, own)
             elif fault.status in _KIND_OF_STATUS:
                 cause = self._cause_of_fault(fault)
-                if cause.rank not in (fault.peer, self.rank):
+                if cause.rank not in (fault.peer, self.rank) or cause.kind == CROSSED:
                     # The peer has ended, or is late, because of this one.
                     self._end_with(cause)
                     assert self._broken is not None

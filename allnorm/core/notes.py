@@ -40,6 +40,7 @@ LEFT = "left"
 INTERRUPTED = "interrupted"
 FAILED = "failed"
 LATE = "late"
+CROSSED = "crossed"
 # A waiting rank refreshes its note about every 0.1 s. One that has not for so long stands still.
 _STALE_NS = 1_500_000_000
 # How long ranks of several machines wait for what the others publish.
@@ -56,7 +57,7 @@ class Cause(NamedTuple):
 
     Attributes:
         rank: the rank at fault; -1: unknown.
-        kind: DIED, LEFT, INTERRUPTED, FAILED or LATE.
+        kind: DIED, LEFT, INTERRUPTED, FAILED, LATE, or CROSSED: two of its threads called at once.
         why: details in words; may be empty.
     """
 
