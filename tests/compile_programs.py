@@ -1,10 +1,15 @@
 """Random programs in bulk: how many there are, how many sites, fused ones, wrong ones.
 
-    python tests/compile_programs.py {graphs,modules} FIRST COUNT [--device cuda] [--world-size 2]
+    python tests/compile_programs.py {graphs,modules,contents} FIRST COUNT [--device cuda]
+        [--world-size 2] [--minutes 30]
 
-`graphs` are those of test_compile_random.py, `modules` those of test_compile_modules.py; a seed is
-a program. Each invocation starts ranks of its own, so that several run side by side. It prints
-totals as it goes, every program that is wrong or raises, and ends with 1 if there was one.
+`graphs` are those of test_compile_random.py, `modules` those of test_compile_modules.py, `contents`
+those of test_compile_random_contents.py; a seed is a program. Each invocation starts ranks of its
+own, so that several run side by side. It prints totals as it goes, every program that is wrong or
+raises, and ends with 1 if there was one.
+
+With `--minutes` it goes on with random seeds until the time is over: FIRST seeds their choice, and
+COUNT programs follow each.
 """
 
 from __future__ import annotations
@@ -12,10 +17,11 @@ from __future__ import annotations
 import argparse
 import collections
 import importlib
+import random
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +31,11 @@ from torch import Tensor
 from allnorm.compile import FusionReport
 from allnorm.testing import RankPool, spawn
 
-KINDS = {"graphs": "test_compile_random", "modules": "test_compile_modules"}
+KINDS = {
+    "graphs": "test_compile_random",
+    "modules": "test_compile_modules",
+    "contents": "test_compile_random_contents",
+}
 AT_ONCE = 50
 
 
@@ -74,6 +84,16 @@ def count(rank: int, world_size: int, kind: str, seeds: range) -> tuple[Any, lis
     return totals, failures
 
 
+def firsts(options: argparse.Namespace, start: float) -> Iterator[int]:
+    """Yields the first seed of each round."""
+    if not options.minutes:
+        yield from range(options.first, options.first + options.count, AT_ONCE)
+        return
+    choose = random.Random(options.first)
+    while time.monotonic() - start < 60 * options.minutes:
+        yield choose.randrange(10_000, 1 << 40)
+
+
 def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -82,6 +102,7 @@ def main() -> int:
     parser.add_argument("count", type=int, help="how many")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--world-size", type=int, default=2)
+    parser.add_argument("--minutes", type=float, default=0.0, help="go on with random seeds")
     options = parser.parse_args()
     spawn.PRELOADED += ["pytest", "torch._dynamo", "torch._inductor.compile_fx"]
     totals: collections.Counter[str] = collections.Counter()
@@ -90,8 +111,10 @@ def main() -> int:
     with RankPool(
         options.world_size, options.device, timeout=HANG_SECONDS, share_gpus=share
     ) as pool:
-        for first in range(options.first, end, AT_ONCE):
+        for first in firsts(options, start):
             seeds = range(first, min(end, first + AT_ONCE))
+            if options.minutes:
+                seeds = range(first, first + min(AT_ONCE, options.count))
             answers = pool.run(count, options.kind, seeds)
             if any(totals_of != answers[0][0] for totals_of, _ in answers):
                 print(f"seeds {seeds}: ranks differ: {[dict(t) for t, _ in answers]}")
