@@ -66,6 +66,9 @@ class Workers:
             self._processes[slot].kill()
             self._processes[slot].join()
 
+    def pid(self, slot: int) -> int:
+        return int(self._processes[slot].pid)
+
     def start(self, slots: Sequence[int], function: Any, *arguments: Any) -> None:
         """Has slot i run `function(i-th of slots, number of slots, *arguments)`."""
         for rank, slot in enumerate(slots):
@@ -169,6 +172,8 @@ def use(group: dist.ProcessGroup, chosen: random.Random) -> str:
         if rank != odd_one:
             with pytest.raises(allnorm.AllnormError) as caught:
                 allnorm.Communicator(group, device="cpu", **{**arguments, "timeout": 0.1})
+            if isinstance(caught.value, allnorm.PeerDiedError):
+                raise caught.value
             text = str(caught.value)
             missing = re.search(r"for ranks? ([\d, ]+) while", text)
             assert missing, text
@@ -191,6 +196,7 @@ def live(store: Any, rank: int, world_size: int, name: str, seed: int, seconds: 
     """
     chosen = random.Random(seed)
     join(store, rank, world_size, name, seconds)
+    store.add(f"{name}/begun", 1)
     names, groups = [], []
     for _ in range(chosen.randint(2, 5)):
         ranks = sorted(chosen.sample(range(world_size), chosen.randint(1, world_size)))
@@ -220,7 +226,7 @@ def live(store: Any, rank: int, world_size: int, name: str, seed: int, seconds: 
 def random_worlds(seed: int, seconds: float, slots: int = 4) -> dict[str, int]:
     """Worlds for so long; raises AssertionError where one is wrong. Returns how many of a kind."""
     chosen = random.Random(seed)
-    counts = {"worlds": 0, "replaced": 0, "killed": 0}
+    counts = {"worlds": 0, "replaced": 0, "killed": 0, "named": 0}
     workers = Workers(slots)
     until = time.monotonic() + seconds
     try:
@@ -229,24 +235,29 @@ def random_worlds(seed: int, seconds: float, slots: int = 4) -> dict[str, int]:
             number, world_seed = counts["worlds"], chosen.randrange(1 << 30)
             what = f"seed {seed}, world {number}"
             doomed = chosen.random() < 0.25
-            patience = 5.0 if doomed else TIMEOUT_SECONDS
+            patience = 20.0 if doomed else TIMEOUT_SECONDS
             workers.start(members, live, f"world{number}", world_seed, patience)
             if doomed:
                 victim = chosen.choice(members)
+                begun = time.monotonic()
+                while workers.store.add(f"world{number}/begun", 0) < len(members):
+                    time.sleep(0.01)
+                    if time.monotonic() > begun + patience:
+                        break
                 time.sleep(chosen.random())
+                pid = workers.pid(victim)
                 workers.kill(victim)
                 counts["killed"] += 1
             results = workers.results(members, 2 * TIMEOUT_SECONDS)
             assert "hangs" not in results, (what, results)
             if doomed:
-                for slot, result in zip(members, results, strict=True):
-                    # Torch has its own errors for its own collectives; allnorm's name the victim.
-                    text = str(result)
-                    assert "AssertionError" not in text, (what, text)
-                    blamed = text.rpartition("allnorm.errors.Peer")[2]
-                    rank = members.index(victim)
-                    if blamed and slot != victim and "rank" in blamed:
-                        counts["named"] = counts.get("named", 0) + (f"rank {rank}" in blamed)
+                # Torch has its own errors for its own collectives. Ours name no process but the
+                # victim's.
+                text = "\n".join(map(str, results))
+                assert "AssertionError" not in text, (what, text)
+                named = set(re.findall(r"rocess (\d+)(?: of rank \d+)? has ended", text))
+                assert named <= {str(pid)}, (what, text)
+                counts["named"] += len(named)
                 workers.replace(victim)
             else:
                 wrong = [result for result in results if not isinstance(result, list)]

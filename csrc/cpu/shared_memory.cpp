@@ -109,6 +109,12 @@ int32_t allnorm_shm_open(const char* name, int64_t bytes, void** address) {
   int32_t status = check_arguments(name, bytes, address);
   if (status != ALLNORM_OK) return status;
   const int fd = shm_open(name, O_RDWR | O_CLOEXEC, 0);
+  if (fd < 0 && errno == EACCES) {
+    return fail(ALLNORM_SYSTEM,
+                "cannot open shared memory \"%s\": %s. It belongs to the user of the rank that "
+                "created it, and this process runs as user %lld: start all ranks as the same user",
+                name, strerror(EACCES), static_cast<long long>(geteuid()));
+  }
   if (fd < 0) {
     return fail(ALLNORM_SYSTEM,
                 "cannot open shared memory \"%s\": %s. The rank that owns it must create it first, "
