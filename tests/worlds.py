@@ -120,6 +120,7 @@ def join(store: Any, rank: int, world_size: int, name: str, seconds: float) -> N
         gc.collect()
     # Torch numbers groups per process, and forgets to start anew after an attempt that failed.
     dist.distributed_c10d._world.group_count = 0
+    os.environ["ALLNORM_TIMEOUT_SECONDS"] = str(seconds)  # of for_group()
     dist.init_process_group(
         "gloo",
         store=PrefixStore(name, store),
@@ -147,12 +148,12 @@ def check_calls(comm: allnorm.Communicator, chosen: random.Random) -> None:
         assert all(map(same_bits, got, want)), (shape, dtype, algorithm, comm)
 
 
-def use(group: dist.ProcessGroup, chosen: random.Random) -> str:
+def use(group: dist.ProcessGroup, chosen: random.Random, seconds: float) -> str:
     """Makes a communicator of a group in some way, uses it; returns its name."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     way = chosen.choice(("plain", "for_group", "islands", "refused", "late", "left open"))
     odd_one = chosen.randrange(world_size)
-    arguments: dict[str, Any] = {"workspace_bytes": 1 << 16, "timeout": TIMEOUT_SECONDS}
+    arguments: dict[str, Any] = {"workspace_bytes": 1 << 16, "timeout": seconds}
     if way == "for_group":
         comm = allnorm.Communicator.for_group(group, device="cpu")
         check_calls(comm, chosen)
@@ -207,12 +208,13 @@ def live(store: Any, rank: int, world_size: int, name: str, seed: int, seconds: 
         elif chosen.random() < 0.3:
             group, ranks = dist.group.WORLD, list(range(world_size))
         else:
-            group = dist.new_group(ranks)
+            # Without it torch takes 30 minutes, whatever the world's timeout is.
+            group = dist.new_group(ranks, timeout=datetime.timedelta(seconds=seconds))
             groups.append((group, ranks))
         one_seed = chosen.random()
         times = chosen.randint(1, 2) * (rank in ranks)
         seeds = [f"{one_seed} {number}" for number in range(times)]
-        names += [(use(group, random.Random(one)), tuple(ranks)) for one in seeds]
+        names += [(use(group, random.Random(one), seconds), tuple(ranks)) for one in seeds]
         if groups and chosen.random() < 0.4:
             group, ranks = groups.pop(chosen.randrange(len(groups)))
             if rank in ranks:
