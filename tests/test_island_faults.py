@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import threading
@@ -55,12 +56,38 @@ def fails(call: Any, seconds: float) -> allnorm.PeerTimeoutError:
 
 
 def check_afterwards(c: allnorm.Communicator) -> None:
-    """The next call and `check` raise, and the process can go on."""
-    with pytest.raises(allnorm.PeerTimeoutError):
+    """The next call, `check` and `stats` agree, and the process can go on."""
+    with pytest.raises(allnorm.PeerTimeoutError) as again:
         CASE.run(c)
-    with pytest.raises(allnorm.PeerTimeoutError):
+    with pytest.raises(allnorm.PeerTimeoutError) as checked:
         c.check()
+    text = f"{type(checked.value).__name__}: {checked.value}"
+    assert text == f"{type(again.value).__name__}: {again.value}"
+    assert c.stats().fault == text
+    assert not c.is_closed
     c.close()
+
+
+def forks(rank: int, world_size: int) -> None:
+    c = make(False, rank)
+    CASE.check(c)
+    CASE.but(algorithm="unfused").check(c)
+    pid = os.fork()
+    if pid == 0:
+        ctypes.pythonapi.Py_Exit(0)  # sys.exit() without the frames of this rank
+    deadline = time.monotonic() + 60
+    while os.waitpid(pid, os.WNOHANG) == (0, 0):
+        if time.monotonic() > deadline:
+            os.kill(pid, signal.SIGKILL)
+            raise AssertionError("a child of fork() hangs as it ends")
+        time.sleep(0.01)
+    CASE.check(c)
+    c.close()
+
+
+@on(cpu=(4,))
+def test_a_child_of_fork_ends(pool: RankPool) -> None:
+    pool.run(forks, timeout=120)
 
 
 def killed(rank: int, world_size: int, far: bool) -> tuple[str, int, float]:
