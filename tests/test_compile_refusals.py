@@ -536,4 +536,4 @@ def test_without_process_group() -> None:
     """A graph can be looked at anywhere; it says what is missing."""
     inputs = Inputs().make(0)
     graph = symbolic_trace(lambda x, residual, w: llama(reduce(x) + residual, w))
-    check_missed(graph, inputs, "torch.distributed is not initialised")
+    check_missed(graph, inputs, "torch.distributed is not initialized")

@@ -62,6 +62,7 @@ ALLOWED = {
     "core.rendezvous": {"core.arrival", "core.watch", "errors"},
     "core.workspace": {"core._native", "core.notes", "core.rendezvous", "islands"},
     "core.between": {"config", "core.notes", "core.rendezvous", "islands"},
+    "core.verdicts": {"errors"},
     "core.faults": {
         *("core._native", "core.announcement", "core.refusal", "core.rendezvous", "core.watch"),
         "errors",
@@ -124,8 +125,11 @@ ALLOWED = {
         *("reference", "topology", "tracing"),
     },
     "testing": {"core.workspace", "names"},
-    "compile": {PUBLIC, "_version", "communicator", "config", "errors", "names", "ops", "quant"},
-    "integrations": {PUBLIC, "compile", "config", "errors", "names", "ops"},
+    "compile": {
+        *(PUBLIC, "_version", "communicator", "config", "core.rendezvous", "core.verdicts"),
+        *("errors", "names", "ops", "quant"),
+    },
+    "integrations": {PUBLIC, "compile", "config", "core.verdicts", "errors", "names", "ops"},
     "verify": {PUBLIC, "errors", "islands", "names", "quant", "reference", "testing"},
     "bench": {PUBLIC, "config", "islands", "names", "quant", "reference", "testing", "topology"},
     "tune": {PUBLIC, "bench", "policy", "testing", "tuning"},

@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from allnorm.communicator import Communicator
+from allnorm.compile import agreement
 from allnorm.compile.aliasing import keep_aliasing, occurrences
 from allnorm.compile.candidate import Match, Missed
 from allnorm.compile.decompose import Decompositions, by_name
 from allnorm.compile.functional import Functional, NotFunctional, functionalise, writers
-from allnorm.compile.groups import communicator_name
+from allnorm.compile.groups import check_group, communicator_name, group_of
 from allnorm.compile.match import Matcher
 from allnorm.compile.reductions import Reduction, find_reductions
 from allnorm.compile.report import FusionReport, Site
@@ -23,6 +24,7 @@ from allnorm.compile.rewrite import Rewriter
 from allnorm.compile.shapes import Shapes, printable, storage_of
 from allnorm.compile.values import Context, Values, memories
 from allnorm.compile.vocabulary import attribute_of, module_of
+from allnorm.core.verdicts import Step
 from allnorm.errors import CommunicatorClosedError
 
 
@@ -174,6 +176,7 @@ def _fuse_one(
     values = Values(graph, known, made, options.decompositions, context)
     sites = [_Found(before, found.get(node, before)) for node, before in reductions.items()]
     _match(sites, values, communicator, options, why)
+    _agree(sites, values, communicator)
     report = [_site(values, shapes, one) for one in sites]
     problem = _rewrite(module, sites, values, functional, shapes.meta_key)
     return [_missed(site, problem) if problem and site.fused else site for site in report]
@@ -232,12 +235,60 @@ def _match(
             match = matcher.match(one.reduction, why)
             x = values.shapes.of(match.x)
             assert x is not None
-            one.name = communicator_name(one.before, x.device, communicator)
+            check_group(one.before, x.device, communicator)
         except Missed as missed:
             one.reason = str(missed)
         else:
             one.match = match
             matcher.accept(match)
+
+
+def _agree(found: Sequence[_Found], values: Values, communicator: Communicator | None) -> None:
+    """Drops the matches of which not all ranks have the same; names the communicators of others.
+
+    Raises:
+        AllnormError: ranks that do not compile this graph may be running a fused one.
+    """
+    groups = {one.before.node: group_of(one.before, communicator) for one in found}
+    for group in dict.fromkeys(groups.values()):
+        if group is None:
+            continue
+        mine = [one for one in found if groups[one.before.node] is group]
+        steps = [Step(_action(one, values), one.reason) for one in mine]
+        known = [_described(one.before, values) for one in mine]
+        reason = agreement.settle(group, communicator, known, steps)
+        for one in mine if reason else ():
+            if one.match is not None:
+                one.match, one.reason = None, reason
+    for one in found:
+        if one.match is not None:
+            x = values.shapes.of(one.match.x)
+            assert x is not None
+            one.name = communicator_name(one.before, x.device, communicator)
+
+
+def _described(reduction: Reduction, values: Values) -> str:
+    """Returns what a reduction is on every rank; without the number of rows, which may change."""
+    x = None if reduction.x is None else values.shapes.of(reduction.x)
+    return "?" if x is None or not x.dim() else f"{x.dtype} {printable(x.shape[-1:])}"
+
+
+def _action(found: _Found, values: Values) -> str:
+    """What ranks must have in common of the call that replaces a reduction; empty if none does."""
+    match = found.match
+    if match is None:
+        return ""
+    candidate, experts = match.candidate, match.experts
+    weights = [
+        None if weight is None else weight.bias for weight in (match.weight, match.post_weight)
+    ]
+    parts = (
+        *(candidate.numerics, candidate.is_local, match.boundary, candidate.residual is None),
+        *([norm.eps for norm in candidate.norms], weights, candidate.branch.scale),
+        *(candidate.quantised and str(candidate.quantised), match.scale_layout),
+        experts and (experts.top_k, experts.weights is None, experts.shared is None),
+    )
+    return str(parts)
 
 
 def _rewrite(

@@ -24,30 +24,57 @@ def made_so_far() -> list[tuple[tuple[str, str], list[str]]]:
     return sorted(registry._made.items())
 
 
-def communicator_name(
-    reduction: Reduction, device: torch.device, given: Communicator | None
-) -> str:
-    """The name of the communicator for a reduction; collective if it has to be made.
+def check_group(reduction: Reduction, device: torch.device, given: Communicator | None) -> None:
+    """Checks whether there can be a communicator for a reduction; not collective.
 
     Args:
         reduction: of a graph.
         device: of what it reduces.
-        given: the caller's; None to use the oldest one open on that group and device, or make one.
+        given: the caller's, or None.
 
     Raises:
         Missed: there can be none.
     """
     if given is not None:
-        return _given_name(reduction, device, given)
+        _check_given(reduction, device, given)
+    elif reduction.comm_name is None:
+        if reduction.group is None:
+            raise Missed("its process group is not a constant of the graph: pass communicator=")
+        if not dist.is_initialized():
+            raise Missed("torch.distributed is not initialized: there is no communicator to use")
+        if _group(reduction.group) is None:
+            raise Missed(f"there is no process group called {reduction.group!r} here")
+
+
+def group_of(reduction: Reduction, given: Communicator | None) -> dist.ProcessGroup | None:
+    """Returns the process group of a reduction; None if it is not known or not the caller's."""
+    if given is not None:
+        vouched = reduction.named_by_caller and _group(reduction.group) is None
+        mine = None if given.group is None else given.group.group_name
+        is_mine = vouched or reduction.comm_name == given.name
+        return given.group if is_mine or reduction.group == mine else None
+    if reduction.comm_name is not None:
+        open_now = (c for c in open_communicators() if c.name == reduction.comm_name)
+        return next((c.group for c in open_now), None)
+    return _group(reduction.group) if dist.is_initialized() else None
+
+
+def communicator_name(
+    reduction: Reduction, device: torch.device, given: Communicator | None
+) -> str:
+    """Returns the name of the communicator for a reduction; collective if it has to be made.
+
+    Args:
+        reduction: one that `check_group` has let pass.
+        device: of what it reduces.
+        given: the caller's; None to use the oldest one open on that group and device, or make one.
+    """
+    if given is not None:
+        return given.name
     if reduction.comm_name is not None:
         return reduction.comm_name
-    if reduction.group is None:
-        raise Missed("its process group is not a constant of the graph: pass communicator=")
-    if not dist.is_initialized():
-        raise Missed("torch.distributed is not initialised: there is no communicator to use")
     group, device = _group(reduction.group), _indexed(device)
-    if group is None:
-        raise Missed(f"there is no process group called {reduction.group!r} here")
+    assert group is not None
     _named[:] = [communicator for communicator in _named if not communicator.is_closed]
     found = _first_on(group, device, _named)
     if found is None:
@@ -84,13 +111,13 @@ def _made_aside(group: dist.ProcessGroup, device: torch.device) -> Communicator:
         return thread.submit(make).result()
 
 
-def _given_name(reduction: Reduction, device: torch.device, given: Communicator) -> str:
+def _check_given(reduction: Reduction, device: torch.device, given: Communicator) -> None:
     if _indexed(device) != given.device:
         raise Missed(f"it is on {device}, the communicator on {given.device}")
     if reduction.comm_name is not None:
         if reduction.comm_name != given.name:
             raise Missed(f"it is on communicator {reduction.comm_name}, not on {given.name}")
-        return given.name
+        return
     if given.group is None:
         raise Missed(f"communicator {given.name} is closed")
     mine = given.group.group_name
@@ -100,7 +127,6 @@ def _given_name(reduction: Reduction, device: torch.device, given: Communicator)
         if reduction.group is None:
             raise Missed("its process group is not a constant of the graph")
         raise Missed(f"it is over group {reduction.group!r}, the communicator over {mine!r}")
-    return given.name
 
 
 def _group(name: str | None) -> dist.ProcessGroup | None:

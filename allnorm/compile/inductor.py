@@ -16,7 +16,7 @@ import torch
 from allnorm import config
 from allnorm._version import __version__
 from allnorm.communicator import Communicator, open_communicators
-from allnorm.compile import tokens
+from allnorm.compile import agreement, tokens
 from allnorm.compile.fusion import check_communicator, fuse
 from allnorm.compile.groups import made_so_far
 from allnorm.compile.report import FusionReport
@@ -104,9 +104,15 @@ def _pass_class() -> Any:
             described = _described(self.options["decompositions"])
             if described is None:
                 return None  # Inductor then caches nothing
+            from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+            traits = (*_fingerprint(), _settings(self.communicator))
+            mine = ""
+            if self.communicator is not None:
+                mine = agreement.word(self.communicator, pathlib.Path(cache_dir()), traits)
             return (
-                *_fingerprint(),
-                _settings(self.communicator),
+                *traits,
+                mine,
                 tuple(map(str, self.options["all_reduce_ops"])),
                 tuple(sorted(self.options["all_reduce_groups"])),
                 described,

@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d
 
 import allnorm
 from allnorm import config
-from allnorm.integrations.verdicts import PATIENCE_S, Verdicts, first_reason
+from allnorm.core.verdicts import PATIENCE_S, Verdicts, first_reason
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MAX_WORKSPACE_BYTES = 256 << 20

@@ -21,6 +21,7 @@ import torch
 import allnorm
 import allnorm.compile
 from allnorm.compile import FusionReport
+from allnorm.core.verdicts import Verdicts
 from allnorm.integrations.engines import (
     Announcer,
     Outcome,
@@ -29,7 +30,6 @@ from allnorm.integrations.engines import (
     in_words,
     open_verdicts,
 )
-from allnorm.integrations.verdicts import Verdicts
 from allnorm.integrations.vllm import LOGGER, generation, switch
 
 

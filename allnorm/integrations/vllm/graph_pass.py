@@ -12,9 +12,10 @@ from vllm.distributed.parallel_state import get_tp_group
 import allnorm
 import allnorm.compile
 from allnorm.compile import FusionReport
+from allnorm.compile.agreement import decides_elsewhere
+from allnorm.core.verdicts import Answer
 from allnorm.errors import UnsupportedError
 from allnorm.integrations.engines import in_words
-from allnorm.integrations.verdicts import Answer
 from allnorm.integrations.vllm import engine, norms, quants
 
 _OPERATOR = "vllm::all_reduce"
@@ -34,7 +35,7 @@ class AllnormFusionPass(VllmInductorPass):
     def __call__(self, graph: fx.Graph) -> None:
         """Fuses what it can, if all ranks that compile this graph can; else leaves it as it was.
 
-        Collective among these ranks, and bounded in time: see `allnorm.integrations.verdicts`.
+        Collective among these ranks, and bounded in time: see `allnorm.core.verdicts`.
 
         Raises:
             AllnormError: this rank cannot, and others have it fused already.
@@ -71,15 +72,16 @@ def _fuse(graph: fx.Graph, communicator: allnorm.Communicator) -> FusionReport:
     module = graph.owning_module
     if module is None:
         raise UnsupportedError("the graph belongs to no module")
-    return allnorm.compile.fuse(
-        module,
-        None,
-        communicator,
-        all_reduce_ops=[_OPERATOR],
-        all_reduce_groups=[get_tp_group().unique_name],
-        decompositions=norms.decompositions() | quants.decompositions(),
-        approximate_quant=True,
-    )
+    with decides_elsewhere():
+        return allnorm.compile.fuse(
+            module,
+            None,
+            communicator,
+            all_reduce_ops=[_OPERATOR],
+            all_reduce_groups=[get_tp_group().unique_name],
+            decompositions=norms.decompositions() | quants.decompositions(),
+            approximate_quant=True,
+        )
 
 
 def _reductions(graph: fx.Graph) -> str:

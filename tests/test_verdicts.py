@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from allnorm.core.verdicts import Answer, Step, Verdicts
 from allnorm.errors import AllnormError
-from allnorm.integrations.verdicts import Answer, Verdicts
 
 DONE = Answer(result="two sites")
 
@@ -128,3 +128,102 @@ def test_a_verdict_stands_for_who_comes_later() -> None:
     assert group.ask({0: DONE}) == {0: ""}
     (said,) = group.ask({1: Answer("no luck")}).values()
     assert said.startswith("raised no luck. But the others fuse it")
+
+
+# ---- settle --------------------------------------------------------------------------------------
+
+CALL, OTHER, LEFT = Step("call"), Step("other call"), Step("", "no luck")
+
+
+def settled(
+    group: Group, graphs: dict[int, tuple[str, list[Step]]], pause: float = 0.0
+) -> dict[int, str]:
+    """The verdict of each rank on its graph, or the words of its error."""
+
+    def of(rank: int) -> str:
+        time.sleep(pause * rank)
+        try:
+            return group.ranks[rank].settle(*graphs[rank])
+        except AllnormError as error:
+            return f"raised {error}"
+
+    with ThreadPoolExecutor(len(graphs)) as pool:
+        return dict(zip(graphs, pool.map(of, graphs), strict=True))
+
+
+@pytest.mark.parametrize("pause", [0.0, 0.05])
+def test_graphs_that_are_alike(pause: float) -> None:
+    group = Group(3)
+    for _ in range(3):
+        assert set(settled(group, dict.fromkeys(range(3), ("a", [CALL])), pause).values()) == {""}
+    # Alone, and at once: the verdict stands.
+    assert settled(group, {1: ("a", [CALL])}) == {1: ""}
+
+
+@pytest.mark.parametrize("pause", [0.0, 0.05])
+@pytest.mark.parametrize(
+    ("theirs", "reason"),
+    [
+        (("a", [CALL, LEFT]), "rank 1 of the group cannot: no luck"),
+        (("a", [LEFT, LEFT]), "rank 1 of the group cannot: no luck"),
+        (("a", [CALL, OTHER]), "rank 1 of the group would fuse it differently"),
+        (("b", [CALL]), "rank 1 of the group compiles a graph with different reductions"),
+    ],
+)
+def test_graphs_that_differ(theirs: tuple[str, list[Step]], reason: str, pause: float) -> None:
+    group, began = Group(2), time.monotonic()
+    found = settled(group, {0: ("a", [CALL, CALL]), 1: theirs}, pause)
+    assert found[0] == f"all ranks must fuse alike, and {reason}"
+    assert found[1] or not any(step.action for step in theirs[1])
+    assert time.monotonic() - began < 30, "no rank waits for one that waits for it"
+
+
+def test_silent_ranks_that_may_run_fused_code() -> None:
+    group = Group(2, patience_s=0.2)
+    both = {0: ("a", [CALL]), 1: ("a", [CALL])}
+    assert set(settled(group, both).values()) == {""}
+    for steps in ([LEFT], [OTHER]):
+        assert settled(group, {0: ("a", steps)})[0].startswith("raised all ranks must fuse alike")
+        # Later ranks raise too.
+        assert settled(group, {1: ("a", steps)})[1].startswith("raised all ranks must fuse alike")
+    assert "did not compile" in settled(group, {0: ("b", [CALL])})[0]
+    assert set(settled(group, both).values()) == {""}
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_ranks_settle_alike(seed: int) -> None:
+    """Graphs in any order, on some ranks alone, that differ by rank, at any moment."""
+    draw = random.Random(seed)
+    world_size = draw.choice((2, 2, 3, 4))
+    group = Group(world_size, patience_s=0.15)
+    graphs = [(kind, [step]) for kind in "abc" for step in (CALL, OTHER, LEFT)]
+    programs = {r: [draw.choice(graphs) for _ in range(6)] for r in range(world_size)}
+    if draw.random() < 0.5:
+        common = draw.sample(graphs, 6)
+        programs = {r: [g for g in common if draw.random() < 0.8] for r in range(world_size)}
+    pauses = {r: draw.choice((0.0, 0.01, 0.1)) for r in range(world_size)}
+    said: list[tuple[int, str, Step, str]] = []
+
+    def run(rank: int) -> None:
+        for kind, steps in programs[rank]:
+            time.sleep(pauses[rank])
+            (verdict,) = settled(group, {rank: (kind, steps)}).values()
+            said.append((rank, kind, steps[0], verdict))
+
+    with ThreadPoolExecutor(world_size) as pool:
+        list(pool.map(run, range(world_size)))
+    for kind, (step,) in graphs:
+        verdicts = {v for _, k, s, v in said if (k, s) == (kind, step) and s.action}
+        assert len(verdicts) <= 1, "equal graphs have equal verdicts"
+        if verdicts == {""}:
+            assert {r for r, k, s, _ in said if (k, s) == (kind, step)} == set(range(world_size))
+
+
+@pytest.mark.parametrize("words", [["w", "w"], ["w", "v"], ["w", ""], ["", ""]])
+def test_a_common_word(words: list[str]) -> None:
+    group = Group(2)
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda rank: group.ranks[rank].common(words[rank]), range(2)))
+    assert len(set(found)) == 1
+    assert found[0]
+    assert (found[0] in words) == (words == ["w", "w"])

@@ -1,0 +1,129 @@
+"""Agreement of ranks on what is fused: a fused call on one rank and an unfused one on another hang.
+
+Graphs may differ by rank, and not every rank compiles every graph. So ranks compare, per process
+group, what they would do with each reduction, before any of them changes its graph
+(`allnorm.core.verdicts`, `settle`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import hashlib
+import json
+import pathlib
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+
+from allnorm import config
+from allnorm.communicator import Communicator
+from allnorm.compile.generation import Generation
+from allnorm.core.rendezvous import store_of
+from allnorm.core.verdicts import PATIENCE_S, Step, Verdicts, places_of
+
+_elsewhere = contextvars.ContextVar("decides_elsewhere", default=False)
+_known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Verdicts]]
+_known = weakref.WeakKeyDictionary()
+_generations: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Generation]]
+_generations = weakref.WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def decides_elsewhere() -> Iterator[None]:
+    """Fuses without agreement: for callers whose ranks agree by other means."""
+    token = _elsewhere.set(True)
+    try:
+        yield
+    finally:
+        _elsewhere.reset(token)
+
+
+def settle(
+    group: dist.ProcessGroup,
+    communicator: Communicator | None,
+    reductions: Sequence[str],
+    steps: Sequence[Step],
+) -> str:
+    """Decides whether all ranks of a group do the same with a graph; bounded in time.
+
+    Args:
+        group: whose ranks decide.
+        communicator: the caller's; None if the pass uses one of the group.
+        reductions: of the graph over this group, described by what all ranks have in common.
+        steps: what this rank would do with each of them.
+
+    Returns:
+        Why no rank fuses any of them; empty if all do what the steps say.
+
+    Raises:
+        AllnormError: see `Verdicts.settle`.
+    """
+    if _elsewhere.get() or dist.get_world_size(group) == 1:
+        return ""
+    key, kind = _key(communicator), json.dumps(reductions)
+    verdicts, generation = verdicts_of(group, communicator), _generations.get(group, {}).get(key)
+    try:
+        if generation is None:
+            return verdicts.settle(kind, steps)
+        with generation.deciding() as agreed:
+            reason = verdicts.settle(kind, steps)
+            fuses = any(step.action for step in steps)
+            if not reason or not fuses:
+                kind_place, place = places_of(kind, steps)
+                agreed[place] = kind_place if fuses else ""
+        return reason
+    except (RuntimeError, EOFError, OSError) as error:
+        return f"ranks cannot agree: the store of process group {group.group_name} fails ({error})"
+
+
+def verdicts_of(group: dist.ProcessGroup, communicator: Communicator | None) -> Verdicts:
+    """The verdicts of a group, for graphs that use this communicator."""
+    name = _key(communicator)
+    known = _known.setdefault(group, {})
+    if name not in known:
+        timeout = config.read_settings().timeout or config.DEFAULT_TIMEOUT
+        if communicator is not None:
+            timeout = communicator.timeout
+        # A group of the same name may have been destroyed.
+        ranks = hashlib.sha256(str(dist.get_process_group_ranks(group)).encode()).hexdigest()[:8]
+        store: Any = PrefixStore(
+            f"allnorm/compile/{group.group_name}/{ranks}/{name}", store_of(group)
+        )
+        known[name] = Verdicts(
+            store,
+            dist.get_rank(group),
+            dist.get_world_size(group),
+            # A silent rank may be waiting in a call meanwhile.
+            patience_s=min(PATIENCE_S, timeout.total_seconds() / 4),
+        )
+    return known[name]
+
+
+def word(communicator: Communicator, folder: pathlib.Path, traits: object) -> str:
+    """Returns what tells compiled code that fits to that of the peers: see `generation`.
+
+    Collective among the ranks that compile with this communicator; bounded in time.
+
+    Args:
+        communicator: the caller's.
+        folder: of the compile cache of this rank.
+        traits: the other traits that compiled code depends on.
+    """
+    group, key = communicator.group, _key(communicator)
+    if group is None or communicator.world_size == 1:
+        return ""
+    known = _generations.setdefault(group, {})
+    if key not in known:
+        ranks = dist.get_process_group_ranks(group)
+        digest = hashlib.sha256(repr((traits, key, ranks)).encode()).hexdigest()[:16]
+        place = folder / "allnorm" / digest / str(communicator.rank)
+        known[key] = Generation(place, verdicts_of(group, communicator))
+    return f"{known[key].word} rank {communicator.rank}"
+
+
+def _key(communicator: Communicator | None) -> str:
+    return "" if communicator is None else communicator.name

@@ -1,0 +1,92 @@
+"""Which compiled code of earlier runs may be used again: that of runs in which all ranks agreed.
+
+Each rank has a compile cache. If a rank of an earlier run was interrupted, or ranks did not agree,
+what lies in the caches of the ranks need not fit together. So a word is part of the cache keys. A
+file per rank in the cache has the word, and which agreements the code under this word rests on: a
+rank that has lost a part of its cache compiles that part again, alone, and must do as it did
+before. The file is empty while ranks decide, and from the first graph on which they do not agree.
+Ranks go on with a word only if all of them read the same one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+from allnorm.core.verdicts import Verdicts
+
+try:
+    import fcntl
+except ImportError:  # not on every system
+    fcntl = None  # type: ignore[assignment]
+
+
+class Generation:
+    """The compiled code of a rank that fits to that of its peers. Collective among those that come.
+
+    Args:
+        place: of the file of this rank.
+        verdicts: by which the ranks agree.
+
+    Attributes:
+        word: for cache keys, equal on all ranks.
+    """
+
+    def __init__(self, place: pathlib.Path, verdicts: Verdicts) -> None:
+        self._file: Any = None
+        self._agreed: dict[str, str] = {}
+        with contextlib.suppress(OSError):
+            place.parent.mkdir(parents=True, exist_ok=True)
+            file = open(place, "a+", encoding="utf-8")  # noqa: SIM115 - locked while this runs
+            if fcntl is not None and _is_locked(file):
+                self._file = file
+        word, agreed = self._read()
+        self.word = verdicts.common(word)
+        if self.word == word:
+            self._agreed = agreed
+            verdicts.restore(agreed)
+        self._write()
+
+    @contextlib.contextmanager
+    def deciding(self) -> Iterator[dict[str, str]]:
+        """Yields a dictionary for what is agreed on: by graph, the kind that is fused, or "".
+
+        Ends the generation, for later runs, if nothing is put there.
+        """
+        found: dict[str, str] = {}
+        self._write(is_empty=True)
+        yield found
+        if not found:
+            self._file = None
+        self._agreed |= found
+        self._write()
+
+    def _read(self) -> tuple[str, dict[str, str]]:
+        try:
+            self._file.seek(0)
+            word, agreed = json.loads(self._file.read())
+            return str(word), dict(agreed)
+        except (AttributeError, OSError, ValueError, TypeError):
+            return "", {}
+
+    def _write(self, is_empty: bool = False) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.truncate(0)
+            if not is_empty:
+                self._file.write(json.dumps([self.word, self._agreed]))
+            self._file.flush()
+        except OSError:
+            self._file = None
+
+
+def _is_locked(file: Any) -> bool:
+    """Keeps other processes from the file until this one ends; returns whether that works."""
+    os.set_inheritable(file.fileno(), False)
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return True
