@@ -77,10 +77,11 @@ def fuse(
         TypeError: an argument is of a wrong type.
         ValueError: fewer example_inputs than the graph has inputs.
         CommunicatorClosedError: `communicator` is closed.
-        AllnormError: a communicator could not be made.
+        AllnormError: a communicator could not be made; or peers that do not compile this graph may
+            be running one that is fused differently.
 
-    Collective if it makes a communicator: every rank must fuse the same graphs in the same order,
-    as ranks do that compile the same model.
+    Ranks agree: all fuse a graph, or none does. A rank waits at most a quarter of the timeout, and
+    60 s, for peers that do not come. Collective if it makes a communicator.
     """
     if not isinstance(graph_module, GraphModule):
         raise TypeError(
