@@ -35,6 +35,7 @@ from allnorm.compile.values import memories
 from allnorm.compile.vocabulary import (
     attribute_at,
     attribute_of,
+    checks_inputs,
     is_pure,
     is_torch_function,
     module_of,
@@ -129,7 +130,7 @@ class Functional:
         inputs = graph.find_nodes(op="placeholder")
         meta = graph.output_node().meta
         for node in reversed(graph.nodes):
-            if node.op != "placeholder":
+            if node.op != "placeholder" and not checks_inputs(node):
                 graph.erase_node(node)
         same = dict(zip(self.inputs, inputs, strict=True))
         copied: Any = graph.graph_copy(self.module.graph, same, return_output_node=True)
@@ -271,6 +272,8 @@ def _check(module: GraphModule, shapes: Shapes, reductions: dict[Node, Reduction
         elif node.op == "get_attr":
             if not isinstance(attribute_of(node), Tensor):
                 raise NotFunctional(f"{node} is no tensor")
+        elif checks_inputs(node):
+            continue  # stays where it is
         elif node.op == "call_module":
             called = module_of(node)
             problem = plain_module(called)
@@ -408,7 +411,7 @@ class _Recorder(_Runner):
         for path, value in zip(self._paths, values[count:], strict=True):
             self._lifted[id(attribute_at(self.module, path))] = value
         before = [value.shape if isinstance(value, Tensor) else None for value in values]
-        # The graph's nodes as they are: an exported module's code puts its results in a structure.
+        # The graph's own inputs and results, not the structures that an exported one makes of them.
         results = self.run(*values[:count], enable_io_processing=False)
         for value, shape in zip(values, before, strict=True):
             if shape is not None and not same_shape(value.shape, shape):
@@ -422,6 +425,8 @@ class _Recorder(_Runner):
             return self._output(n)
         if n.op == "get_attr":
             return self._lifted[id(attribute_of(n))]
+        if checks_inputs(n):
+            return None
         if n.op == "call_module":
             return self._module(n)
         waited = n.args[0] if operation(n) == "wait" and n.args else None

@@ -25,6 +25,7 @@ from allnorm.compile.quantise import find_quantised, is_quantised_otherwise
 from allnorm.compile.reductions import Reduction
 from allnorm.compile.shapes import FLOATS, is_row, static_size
 from allnorm.compile.values import Values
+from allnorm.compile.vocabulary import written
 
 _MAX_HIDDEN_SIZE = (1 << 20) - 1
 
@@ -246,6 +247,10 @@ class Matcher:
             return f"what follows it is neither a sum nor an RMSNorm: {name} computes with it first"
         if any(value.op == "rsqrt" for value in queue):
             return "what follows it is not an RMSNorm that allnorm computes"
+        for node in (*readers, *(node for value in queue for node, _ in value.readers)):
+            overwritten = self._values.written_by(node) if written(node) else ""
+            if overwritten:
+                return overwritten
         ends = list(dict.fromkeys(ends or map(str, readers)))
         names = ", ".join(ends[:3]) + (", ..." if len(ends) > 3 else "")
         return f"no RMSNorm follows it: it goes to {names}"

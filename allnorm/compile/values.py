@@ -18,7 +18,7 @@ from allnorm.compile.evaluate import Evaluator
 from allnorm.compile.expressions import Algebra, Value
 from allnorm.compile.reductions import Reduction
 from allnorm.compile.shapes import Shapes
-from allnorm.compile.vocabulary import asks_only, is_pure, operation, written
+from allnorm.compile.vocabulary import asks_only, checks_inputs, is_pure, operation, written
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class Values:
         if node.op in ("placeholder", "get_attr"):
             self._hold(node, self._leaf(node))
             return
-        asks = asks_only(node)
+        asks = asks_only(node) or checks_inputs(node)
         targets = [] if reduction is not None or asks else written(node)
         overwritten = targets[0] if operation(node) == "copy" and targets else None
         for source in node.all_input_nodes:

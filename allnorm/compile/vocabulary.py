@@ -99,6 +99,13 @@ def asks_only(node: Node) -> bool:
     return len(node.all_input_nodes) == 1 and _plain_name(node) in _QUESTIONS
 
 
+def checks_inputs(node: Node) -> bool:
+    """Returns whether a call only checks the inputs of an exported graph: `module()` adds it."""
+    called = module_of(node) if node.op == "call_module" else None
+    kind = type(called)
+    return (kind.__module__, kind.__name__) == ("torch.export._unlift", "GuardsFn")
+
+
 def is_pure(node: Node) -> bool:
     """Whether nobody notices if a node that nobody uses is not run."""
     if node.is_impure() or written(node):
@@ -170,7 +177,7 @@ def whole_bases(schema: Any, kwargs: dict[str, Any]) -> dict[str, int] | None:
 def written(node: Node) -> list[Node]:
     """The arguments whose memory a call may change."""
     if node.op == "call_module":
-        return _written_by_module(node)
+        return [] if checks_inputs(node) else _written_by_module(node)
     if node.op == "call_method":
         return _named_writes(node, str(node.target))
     if node.op != "call_function":
