@@ -35,8 +35,9 @@ class Candidate:
         output: what the graph makes of that.
         numerics: the mode that computes this.
         quantised: how the normed tensor is quantised; None if that is left to the graph.
-        is_local: whether `reduced` is the result with a bias added to it, which is rounded before
-            the residual is added: the call only adds and norms it, behind the reduction.
+        is_local: whether `reduced` is the result with a tensor added to it (a bias, a shared
+            expert, a delta), which is rounded before the residual is added: the call only adds the
+            residual and norms, after the reduction.
     """
 
     reduction: Reduction
@@ -64,8 +65,9 @@ class Candidate:
     @property
     def boundary(self) -> str:
         """What is beside a residual and one norm, in words."""
+        begins = ["tensor added after the reduction"] if self.is_local else []
         ends = [] if self.norm is not None else ["no second norm"]
-        return ", ".join([*filter(None, [str(self.branch)]), *ends])
+        return ", ".join([*begins, *filter(None, [str(self.branch)]), *ends])
 
     @functools.cached_property
     def values(self) -> list[Value]:

@@ -23,7 +23,7 @@ from allnorm.compile.norms import (
 )
 from allnorm.compile.quantise import find_quantised, is_quantised_otherwise
 from allnorm.compile.reductions import Reduction
-from allnorm.compile.shapes import FLOATS, is_row, static_size
+from allnorm.compile.shapes import FLOATS, static_size
 from allnorm.compile.values import Values
 from allnorm.compile.vocabulary import written
 
@@ -60,6 +60,7 @@ class Matcher:
         for candidate in self._candidates(reduction, reduced, dtype):
             try:
                 self._check_claims(candidate)
+                self._check_use(candidate)
                 if not candidate.numerics:
                     raise Missed(
                         "one of its norms rounds before the weight, the other after: no mode does"
@@ -134,16 +135,24 @@ class Matcher:
     def _check_claims(self, candidate: Candidate) -> None:
         for value in candidate.served:
             if value in self._claimed:
+                if candidate.is_local:
+                    raise Missed(f"it is added to {self._claimed[value]}, and normed with that")
                 raise Missed(
                     f"it is the residual of {self._claimed[value]}, which is fused with their sum"
                 )
+
+    def _check_use(self, candidate: Candidate) -> None:
+        """What the call is for must be used: the norm, or the sum after a post norm."""
+        wanted = candidate.summed if candidate.normed is None else candidate.normed
+        if wanted is not None and not self._values.is_used(wanted):
+            raise Missed(f"the result of {wanted.definers[0]} is not used")
 
     # ---- readings of the graph ------------------------------------------------------------------
 
     def _candidates(
         self, reduction: Reduction, reduced: Value, dtype: torch.dtype
     ) -> Iterator[Candidate]:
-        """With each residual first, then without one; last, a bias that is added before."""
+        """With each residual first, then without one; last, a tensor that is added before."""
         algebra = self._values.algebra
         exact = dtype == torch.float32
         reduced32 = stored32(reduced, algebra, dtype)
@@ -161,15 +170,10 @@ class Matcher:
                 yield from self._with_norms(alone, z, dtype)
         for biased32 in [user for user in reduced32.users if user.op == "add"]:
             biased = biased32 if exact else algebra.find("round", (biased32,), dtype)
-            if biased is not None and biased.holders and self._is_bias(biased32.other(reduced32)):
+            added = biased32.other(reduced32)
+            if biased is not None and biased.holders and added.op != "const":
                 local = dataclasses.replace(start, reduced=biased, is_local=True)
                 yield from self._with_residuals(local, Branch(biased), dtype)
-
-    def _is_bias(self, value: Value) -> bool:
-        """Whether this is one row, added to all rows."""
-        held = value.args[0] if value.op == "up" else value
-        tensors = map(self._values.shapes.of, held.holders)
-        return any(t is not None and is_row(t.shape) for t in tensors)
 
     def _with_residuals(
         self, start: Candidate, branch: Branch, dtype: torch.dtype
@@ -181,8 +185,8 @@ class Matcher:
             return
         for sum32 in [user for user in branch32.users if user.op == "add"]:
             residual = self._residual(sum32, branch32, dtype)
-            if residual is None:
-                continue
+            if residual is None or (start.is_local and residual.op == "reduced"):
+                continue  # with a reduction as `x`, one launch does it all
             exact = dtype == torch.float32
             summed = sum32 if exact else algebra.find("round", (sum32,), dtype)
             rounded = None if summed is None else stored32(summed, algebra, dtype)

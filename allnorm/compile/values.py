@@ -123,6 +123,20 @@ class Values:
         return next((text for text in found if text), "") if self.context.written else ""
 
     @functools.cached_property
+    def live(self) -> set[Node]:
+        """The nodes that do more than compute, or are needed for what the graph returns."""
+        found: set[Node] = set()
+        for node in reversed(self.position):
+            used = not found.isdisjoint(node.users)
+            if used or node.op == "output" or not is_pure(node):
+                found.add(node)
+        return found
+
+    def is_used(self, value: Value) -> bool:
+        """Returns whether the graph needs a value, beside the nodes that hold it."""
+        return any(node in self.live for node, _ in value.readers if node not in value.holders)
+
+    @functools.cached_property
     def ordered(self) -> dict[Node, int]:
         """The nodes that keep their order: they do more than to compute, or use written memory."""
         found: dict[Node, int] = {}
