@@ -511,11 +511,11 @@ def errors(rank: int, world_size: int) -> None:
         assert text in message_of(error, call)
     group = dist.new_group([0])  # without a communicator: one would be made
     other = symbolic_trace(lambda x, residual, w: llama(reduce(x, group=group.group_name), w))
-    os.environ["ALLNORM_NONSENSE"] = "1"
+    os.environ["ALLNORM_TIMEOUT"] = "1"  # misspelled
     try:
-        assert "ALLNORM_NONSENSE" in message_of(allnorm.AllnormError, lambda: fuse(other, inputs))
+        assert "ALLNORM_TIMEOUT" in message_of(allnorm.AllnormError, lambda: fuse(other, inputs))
     finally:
-        del os.environ["ALLNORM_NONSENSE"]
+        del os.environ["ALLNORM_TIMEOUT"]
     with allnorm.Communicator() as closed:
         pass
     for call in (

@@ -38,6 +38,7 @@ ALLOWED = {
     "core": set(),
     "core._native": {"errors", "config", "names"},
     "core.shortcuts": set(),
+    "core.sharding": set(),
     "core.tensors": set(),
     "core.call": {"expert_sum", "post_norm", "quant"},
     "core.arguments": {"core._native", "core.call", "core.tensors", "errors", "names", "quant"},
@@ -126,10 +127,12 @@ ALLOWED = {
     },
     "testing": {"core.workspace", "names"},
     "compile": {
-        *(PUBLIC, "_version", "communicator", "config", "core.rendezvous", "core.verdicts"),
-        *("errors", "names", "ops", "quant"),
+        *(PUBLIC, "_version", "communicator", "config", "core.rendezvous", "core.sharding"),
+        *("core.verdicts", "errors", "names", "ops", "quant"),
     },
-    "integrations": {PUBLIC, "compile", "config", "core.verdicts", "errors", "names", "ops"},
+    "integrations": {
+        *(PUBLIC, "compile", "config", "core.sharding", "core.verdicts", "errors", "names", "ops"),
+    },
     "verify": {PUBLIC, "errors", "islands", "names", "quant", "reference", "testing"},
     "bench": {PUBLIC, "config", "islands", "names", "quant", "reference", "testing", "topology"},
     "tune": {PUBLIC, "bench", "policy", "testing", "tuning"},

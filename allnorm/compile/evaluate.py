@@ -14,7 +14,7 @@ from allnorm.compile import decompose
 from allnorm.compile.expressions import Algebra, NotUnderstood, Value
 from allnorm.compile.rules import MODULES, RULES
 from allnorm.compile.shapes import FLOATS, Shapes, elems, leads_to, same_shape, static_size
-from allnorm.compile.vocabulary import module_of, operation
+from allnorm.compile.vocabulary import module_of, not_plain, operation
 
 
 class Evaluator:
@@ -57,12 +57,14 @@ class Evaluator:
         try:
             function = decompose.find(node, self._decompositions)
             if function is not None:
+                self._check_plain(node)
                 value, self.on_the_way[node] = decompose.evaluate(self, node, function)
                 return value
             rule = RULES.get(operation(node))
             if node.op == "call_module":
                 rule = MODULES.get(type(module_of(node)))
             if rule is not None:
+                self._check_plain(node)
                 return rule(self, node)
         except NotUnderstood as reason:
             note = str(reason)
@@ -71,6 +73,18 @@ class Evaluator:
         out = self.shapes.of(node)
         inputs = tuple(self.held(source) for source in node.all_input_nodes)
         return self.algebra.opaque(inputs, None if out is None else out.dtype, note)
+
+    def _check_plain(self, node: Node) -> None:
+        """Raises if a node computes with a DTensor: its result would be one too."""
+        operands = {str(source): self.shapes.of(source) for source in node.all_input_nodes}
+        called = module_of(node) if node.op == "call_module" else None
+        if called is not None:
+            named = (*called.named_parameters(), *called.named_buffers())
+            operands |= {f"{node.target}.{name}": tensor for name, tensor in named}
+        for name, tensor in operands.items():
+            problem = "" if tensor is None else not_plain(name, tensor)
+            if problem:
+                raise NotUnderstood(f"{node} computes with {problem}")
 
     # ---- what rules ask -------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from torch._dynamo.source import ConstantSource
 from torch._guards import TracingContext
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
 from torch.func import functional_call, functionalize
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
@@ -266,6 +267,7 @@ def _check(module: GraphModule, shapes: Shapes, reductions: dict[Node, Reduction
     """Raises unless running the graph on fake tensors shows everything that it does."""
     for node in module.graph.nodes:
         value, reduction = shapes.any_of(node), reductions.get(node)
+        _check_plain(node, value)
         if node.op == "placeholder":
             if node.users and (value is None or isinstance(value, int | float | str | list)):
                 raise NotFunctional(f"{node} is {value!r} in it, which may be another one later")
@@ -287,6 +289,20 @@ def _check(module: GraphModule, shapes: Shapes, reductions: dict[Node, Reduction
             raise NotFunctional(f"{node} calls a function that may do anything")
         elif node.op in ("call_function", "call_method") and not _computes(node, value):
             raise NotFunctional(f"{node} does something else than to compute a tensor")
+
+
+def _check_plain(node: Node, value: Any) -> None:
+    """Raises if a node brings a DTensor into the graph, which cannot be recorded."""
+    tensors = {node.name: attribute_of(node) if node.op == "get_attr" else value}
+    if node.op == "call_module":
+        called = module_of(node)
+        state = () if called is None else (*called.named_parameters(), *called.named_buffers())
+        tensors = {f"{node.target}.{name}": tensor for name, tensor in state}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            raise NotFunctional(
+                f"{name} is a DTensor: give the graph its whole local tensor instead"
+            )
 
 
 def _computes(node: Node, value: Any) -> bool:

@@ -25,7 +25,7 @@ from allnorm.compile.quantise import find_quantised, is_quantised_otherwise
 from allnorm.compile.reductions import Reduction
 from allnorm.compile.shapes import FLOATS, static_size
 from allnorm.compile.values import Values
-from allnorm.compile.vocabulary import written
+from allnorm.compile.vocabulary import not_plain, written
 
 _MAX_HIDDEN_SIZE = (1 << 20) - 1
 
@@ -117,6 +117,9 @@ class Matcher:
             raise Missed(
                 "its shape and dtype are not known: pass example_inputs, or a graph with metadata"
             )
+        problem = not_plain(str(reduction.x), x)
+        if problem:
+            raise Missed(f"it reduces {problem}")
         if x.dtype not in FLOATS:
             raise Missed(f"it reduces {x.dtype}: expected float32, float16 or bfloat16")
         held = self._values.held[reduction.x]

@@ -11,8 +11,12 @@ import inspect
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch.distributed.tensor import DTensor
 from torch.fx import Node
+
+from allnorm.core.sharding import whole_local
 
 _NAMES = {
     "add": "add iadd __add__ __radd__ __iadd__",
@@ -227,6 +231,19 @@ def plain_module(module: torch.nn.Module | None) -> str:
     if "parametrizations" in module._modules:
         return "has parameters that are computed"
     return ""
+
+
+def not_plain(name: str, tensor: Tensor) -> str:
+    """Returns why a tensor cannot be given to a fused call, if it is a DTensor; else empty."""
+    if not isinstance(tensor, DTensor):
+        return ""
+    remedy = "to_local()"
+    if whole_local(tensor) is None:
+        remedy = "full_tensor(), or fuse the graph where its weights are gathered"
+    return (
+        f"{name}, a DTensor with placements {tuple(tensor.placements)}: fused calls take the whole "
+        f"of a plain tensor. Call {name}.{remedy}"
+    )
 
 
 def attribute_of(node: Node) -> Any:

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as nn_module
 
 import allnorm
+from allnorm.core.sharding import whole_local
 
 # Hooks that these packages register read what they are given, or replace it by another tensor:
 # recorders of hidden states, FSDP.
@@ -130,12 +131,8 @@ class Norm:
         The parameter is replaced when weights are loaded, and by FSDP around each forward.
         """
         weight: Any = self.module.weight
-        if not isinstance(weight, DTensor):
-            assert isinstance(weight, torch.Tensor)
-            return weight
-        local = weight.to_local()
-        is_whole = local.shape == weight.shape
-        return local if is_whole and not any(p.is_partial() for p in weight.placements) else None
+        assert isinstance(weight, torch.Tensor)
+        return whole_local(weight)
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         """Returns the norm of a reduced tensor: rows that wait, or computed now."""
