@@ -61,7 +61,9 @@ ALLOWED = {
     "core.watch": set(),
     "core.arrival": {"core.watch", "errors"},
     "core.rendezvous": {"core.arrival", "core.watch", "errors"},
-    "core.workspace": {"core._native", "core.notes", "core.rendezvous", "islands"},
+    "core.workspace": {
+        *("core._native", "core.notes", "core.rendezvous", "core.watch", "islands"),
+    },
     "core.between": {"config", "core.notes", "core.rendezvous", "islands"},
     "core.verdicts": {"errors"},
     "core.faults": {

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
+import io
 import json
 import multiprocessing
 import os
@@ -16,10 +18,12 @@ import threading
 import time
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
-from rank_helpers import on
+from rank_helpers import Case, device, on
 
 import allnorm
 from allnorm.core import watch
@@ -27,6 +31,7 @@ from allnorm.core.rendezvous import Rendezvous
 from allnorm.testing import RankPool
 
 LATE_SECONDS = 10.0  # a machine that is busy with other work
+NO_PID = 2**22 + 1  # Linux gives no process a higher number than 2**22
 
 
 def start_process() -> subprocess.Popen[bytes]:
@@ -43,6 +48,22 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
 
 def identity(pid: int) -> watch.Process:
     return watch.Process(pid, watch._state(pid)[1], watch.this_process().namespace)
+
+
+@contextlib.contextmanager
+def elsewhere(machine: str, absent: int = NO_PID) -> Iterator[None]:
+    """Moves this process to a different machine, outside of containers, without process `absent`."""
+    real = builtins.open
+
+    def fake(file: Any, *args: Any, **kwargs: Any) -> Any:
+        if file == "/proc/sys/kernel/random/boot_id":
+            return io.StringIO(machine)
+        if file == f"/proc/{absent}/stat":
+            raise FileNotFoundError(file)
+        return real(file, *args, **kwargs)
+
+    with mock.patch("builtins.open", fake):
+        yield
 
 
 class Ends:
@@ -138,6 +159,59 @@ def test_a_process_that_cannot_be_seen(process: subprocess.Popen[bytes]) -> None
     w = watch.Watch([elsewhere, unread, watch.this_process()], Ends())
     assert w.blind == {0, 1}
     assert not w.watched
+
+
+def test_a_process_of_a_different_machine(process: subprocess.Popen[bytes]) -> None:
+    """Every machine has the same number for its first namespace of processes."""
+    with elsewhere("machine 1"):
+        same_number, no_process = identity(process.pid), identity(process.pid)
+    no_process = no_process._replace(pid=NO_PID)
+    assert same_number.namespace != watch.this_process().namespace
+    ends = Ends()
+    w = watch.Watch([same_number, no_process, watch.this_process()], ends)
+    assert w.blind == {0, 1}
+    assert not w.watched
+    assert w.find_ended(0) is None
+    w.stop()
+
+
+def test_unreadable_namespaces_are_not_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(path: str) -> str:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(os, "readlink", fails)
+    own = watch.this_process()
+    w = watch.Watch([own._replace(pid=NO_PID), own], Ends())
+    assert w.blind == {0, 1}
+
+
+def peers_of_different_machines(rank: int, world_size: int) -> str:
+    """The process number of each peer is that of no process here."""
+    pids: list[Any] = [None] * world_size
+    dist.all_gather_object(pids, os.getpid())
+    with elsewhere(f"machine {rank}", absent=pids[1 - rank]):
+        c = allnorm.Communicator(device=device(), timeout=60)
+        assert c.islands == ((0,), (1,))
+        assert c._endpoint.watch is not None
+        assert c._endpoint.watch.blind == {1 - rank}
+        case = Case((3, 130), torch.float32)
+        for _ in range(3):
+            case.check(c)
+            c.check()
+        dist.barrier()
+        said = ""
+        if rank == 0:  # the peer is late, which does not mean that it died
+            with pytest.raises(allnorm.PeerTimeoutError) as error:
+                allnorm.Communicator(device=device(), timeout=1)
+            said = type(error.value).__name__
+        dist.barrier()
+        c.close()
+        return said
+
+
+@on(cpu=(2,))
+def test_peers_of_different_machines_are_not_taken_for_dead(pool: RankPool) -> None:
+    assert pool.run(peers_of_different_machines, timeout=120)[0] == "PeerTimeoutError"
 
 
 def test_a_callback_that_raises_ends_nothing(process: subprocess.Popen[bytes]) -> None:

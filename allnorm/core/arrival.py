@@ -129,7 +129,7 @@ class Arrival:
         self._keys = [f"{name}/entry/{other}" for other in range(world_size)]
         self._members, self._seconds, self._deadline = members, seconds, deadline
         self._own: Entry | None = None
-        self._namespace = this_process().namespace
+        self._process = this_process()
         self._seen: frozenset[str] = frozenset()  # nonces of the ranks that had not given up
         # Nonces that are certainly not left over: the process lived, or the nonce came during the
         # wait.
@@ -169,7 +169,7 @@ class Arrival:
         """
         before = self._read([self._rank]).get(self._rank)
         given_up = before.given_up if before is not None else ()
-        self._write(Entry(uuid.uuid4().hex[:16], this_process(), given_up))
+        self._write(Entry(uuid.uuid4().hex[:16], self._process, given_up))
         pause = SHORTEST_PAUSE_SECONDS
         first: set[str] | None = None
         while True:
@@ -243,7 +243,7 @@ class Arrival:
         for rank in set(came) | set(missing):
             entry, known = came.get(rank), self._known(rank)
             process = known if entry is None else entry.process
-            if process is None or not self._is_visible(process):
+            if process is None or not process.is_visible_from(self._process):
                 continue
             if lives(process):
                 if entry is not None:
@@ -264,9 +264,6 @@ class Arrival:
     def _known(self, rank: int) -> Process | None:
         return self._members.processes[rank] if self._members.processes else None
 
-    def _is_visible(self, process: Process) -> bool:
-        return process.namespace == self._namespace and bool(process.started)
-
     def _late(self, entries: dict[int, Entry], missing: list[int], what: str) -> PeerTimeoutError:
         ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
         notes = []
@@ -276,7 +273,7 @@ class Arrival:
                 continue
             if entry.reason is not None:
                 notes.append(f"An earlier attempt was given up: {entry.reason}")
-            elif self._is_visible(entry.process) and not lives(entry.process):
+            elif entry.process.is_visible_from(self._process) and not lives(entry.process):
                 notes.append(f"Process {entry.process.pid} came as rank {rank} and has ended.")
         return PeerTimeoutError(
             f"rank {self._rank} waited {self._seconds:g} s for {ranks} while {what}, without "

@@ -2,8 +2,8 @@
 
 A process is told from a later one of the same number by the time at which it started. The system
 says by a file descriptor (pidfd) when it ends; where that is not allowed, /proc is read now and
-then. A peer in another namespace of process numbers, another container for one, cannot be watched:
-who waits for it waits until the deadline.
+then. A peer on a different machine, or in a different namespace of process numbers (a container, for
+example), cannot be watched: a rank that waits for it waits until the deadline.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import os
+import platform
 import select
 import threading
 import time
@@ -24,23 +25,39 @@ SETTLED_SECONDS = 0.3
 
 
 class Process(NamedTuple):
-    """A process of this machine.
+    """A process of any machine.
 
     Attributes:
         pid: its number, in its own namespace.
         started: when it started, as the kernel counts; empty if that cannot be read.
-        namespace: which processes its number tells it from; empty if that cannot be read.
+        namespace: the machine and the namespace in which `pid` is unique; empty if that cannot be
+            read.
     """
 
     pid: int
     started: str
     namespace: str
 
+    def is_visible_from(self, other: Process) -> bool:
+        """Returns whether `other` can find out if this process lives."""
+        return bool(self.started and self.namespace) and self.namespace == other.namespace
+
+
+def machine_id() -> str:
+    """Returns an identifier that all processes of this machine share until it is booted again."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return platform.node()
+
 
 def this_process() -> Process:
-    """What peers need to watch this process."""
+    """Returns what peers need to watch this process."""
     try:
-        namespace = os.readlink("/proc/self/ns/pid")
+        # Numbers of namespaces are unique on one machine only. The first namespace, that of
+        # processes outside of containers, has the same number on all machines.
+        namespace = f"{machine_id()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         namespace = ""
     return Process(os.getpid(), _state(os.getpid())[1], namespace)
@@ -58,7 +75,7 @@ def _state(pid: int) -> tuple[str, str]:
 
 
 def lives(process: Process) -> bool:
-    """Whether a process of this namespace has not ended."""
+    """Returns whether a process that is visible from here has not ended."""
     state, started = _state(process.pid)
     return state not in ("", "Z", "X") and started == process.started
 
@@ -67,8 +84,8 @@ class Watch:
     """The peers that one communicator watches.
 
     Attributes:
-        blind: ranks whose end will not be seen: in another namespace, or this process may have no
-            more threads.
+        blind: ranks whose end will not be seen: their processes are not visible from here, or this
+            process may have no more threads.
         watched: the others.
         stopped: whether nobody wants to know any more.
 
@@ -83,11 +100,7 @@ class Watch:
         self.ended = ended
         self.stopped = False
         own = this_process()
-        self.blind = {
-            rank
-            for rank, peer in enumerate(peers)
-            if peer.namespace != own.namespace or not peer.started
-        }
+        self.blind = {rank for rank, peer in enumerate(peers) if not peer.is_visible_from(own)}
         self.watched = {
             rank: peer for rank, peer in enumerate(peers) if rank not in self.blind and peer != own
         }

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
-import platform
 import time
 import uuid
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from allnorm import islands
-from allnorm.core import _native
+from allnorm.core import _native, watch
 from allnorm.core.notes import NOTE_BYTES
 from allnorm.core.rendezvous import Rendezvous
 
@@ -106,11 +105,7 @@ def _host_identity() -> str:
 
     Containers of a machine have names of their own, and may have such memory in common or not.
     """
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            machine = file.read().strip()
-    except OSError:
-        machine = platform.node()
+    machine = watch.machine_id()
     try:
         memory = os.stat("/dev/shm").st_dev
     except OSError:
