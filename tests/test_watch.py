@@ -52,7 +52,7 @@ def identity(pid: int) -> watch.Process:
 
 @contextlib.contextmanager
 def elsewhere(machine: str, absent: int = NO_PID) -> Iterator[None]:
-    """Moves this process to a different machine, outside of containers, without process `absent`."""
+    """Moves this process to a different machine on which there is no process `absent`."""
     real = builtins.open
 
     def fake(file: Any, *args: Any, **kwargs: Any) -> Any:

@@ -2,8 +2,8 @@
 
 A process is told from a later one of the same number by the time at which it started. The system
 says by a file descriptor (pidfd) when it ends; where that is not allowed, /proc is read now and
-then. A peer on a different machine, or in a different namespace of process numbers (a container, for
-example), cannot be watched: a rank that waits for it waits until the deadline.
+then. A peer on a different machine, or in a different namespace of process numbers (in a container,
+for example), cannot be watched: a rank that waits for it waits until the deadline.
 """
 
 from __future__ import annotations
