@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers_models as models
-from rank_helpers import on
+from rank_helpers import destroy_groups, on
 
 import allnorm
 from allnorm.errors import UnsupportedError
@@ -23,6 +23,7 @@ from allnorm.testing import RankPool, assert_same_bits, ulp_distance
 
 pytest.importorskip("transformers")
 from allnorm.integrations import transformers as fused
+from allnorm.integrations.transformers import styles
 
 # What each rank reduces in one forward pass: two sums a layer. The plan for GPT-OSS shards no
 # experts, whose sums therefore do not exist.
@@ -269,6 +270,44 @@ def load_again(rank: int, world_size: int, place: str) -> None:
 @on(cpu=(2,))
 def test_another_model_after_one_that_was_dropped(pool: RankPool, tmp_path: pathlib.Path) -> None:
     pool.run(load_again, models.save("llama", tmp_path), timeout=60.0)
+
+
+@torch.no_grad()
+def load_after_the_end(rank: int, world_size: int, place: str, how: str) -> None:
+    """Runs in ranks: the communicator of the first model was closed, or has failed."""
+    fused.enable()
+    mesh = dist.device_mesh.init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
+    group = mesh.get_group()
+    try:
+        link = styles._communicator(group, "cpu")
+        if how == "failed":
+            with pytest.raises(allnorm.PeerTimeoutError):
+                link.all_reduce(torch.ones(1 + rank, 64))
+        elif how == "closed" or rank == 1:
+            link.close()
+        new = styles._communicator(group, "cpu")
+        assert new is not link
+        assert styles._communicator(group, "cpu") is new, "one that is open is kept"
+        for tokens in (1, 3):
+            got = new.all_reduce(torch.full((tokens, 65), rank + 1.5))
+            assert_same_bits(got, torch.full_like(got, 4.0), how)
+
+        want = models.load(place, "llama")(PROMPT).logits
+        for used in list(styles._links.values()):
+            if rank == 1 or how == "closed":
+                used.close()
+        assert_same_bits(models.load(place, "llama")(PROMPT).logits, want, how)
+    finally:
+        fused.disable()
+        destroy_groups(rank, world_size)
+
+
+@on(cpu=(2,))
+@pytest.mark.parametrize("how", ["closed", "closed by one rank", "failed"])
+def test_another_model_after_the_end_of_a_communicator(
+    pool: RankPool, tmp_path: pathlib.Path, how: str
+) -> None:
+    pool.run(load_after_the_end, models.save("llama", tmp_path), how, timeout=120.0)
 
 
 @torch.no_grad()

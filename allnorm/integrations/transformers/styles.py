@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.distributed import tensor_parallel as stock
 
 import allnorm
-from allnorm.errors import PeerDivergedError
+from allnorm.errors import AllnormError, PeerDivergedError
 from allnorm.integrations.transformers.partial import PartialSum
 from allnorm.integrations.transformers.sites import Site
 from allnorm.integrations.transformers.wiring import SITE
@@ -102,17 +102,35 @@ def link_site(module: torch.nn.Module, mesh: Any) -> None:
 
 
 def _communicator(group: dist.ProcessGroup, device_type: str) -> allnorm.Communicator:
-    """One for each group, as long as there is that group. Collective when it is new."""
+    """Returns the communicator of a group. Collective.
+
+    The communicator is kept until the group ends or a rank cannot use it any more.
+    """
+    device = torch.device(device_type)
+    if device_type == "cuda":  # transformers has bound this process to its GPU
+        device = torch.device("cuda", torch.cuda.current_device())
     link = _links.get(group.group_name)
-    # A group of the same name may have been destroyed since.
-    if link is None or link.group != group:
-        device = torch.device(device_type)
-        if device_type == "cuda":  # transformers has bound this process to its GPU
-            device = torch.device("cuda", torch.cuda.current_device())
+    # All ranks have made a communicator for a group of this name, or none has. A rank may have
+    # closed its own, and a failure on CUDA may be known to some ranks earlier than to others.
+    if link is None or not _all_can_use(link, group, device):
         with torch.device("cpu"):  # the default; models may be built under that of "meta"
             link = allnorm.Communicator(group, device)
         _links[group.group_name] = link
     return link
+
+
+def _all_can_use(
+    link: allnorm.Communicator, group: dist.ProcessGroup, device: torch.device
+) -> bool:
+    """Returns whether `link` is of `group`, open and healthy on every rank. Collective."""
+    try:
+        link.check()
+        usable = link.group == group  # a group of the same name may have been destroyed since
+    except AllnormError:
+        usable = False
+    answer = torch.tensor([usable], dtype=torch.int32, device=device)
+    dist.all_reduce(answer, dist.ReduceOp.MIN, group=group)
+    return bool(answer.item())
 
 
 def _is_local(output: Any) -> bool:
