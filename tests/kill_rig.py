@@ -197,6 +197,10 @@ def aftermath(comm: allnorm.Communicator, error: BaseException | None, victim: b
             said.append(None)
         except allnorm.AllnormError as caught:
             said.append(caught)
+        if victim and said == [None]:
+            # Interrupted before its call had begun: it refused the call, and the ranks are in step.
+            # Its peers make no other call, so it would wait for them.
+            return []
     if victim:  # one that was interrupted between calls is fine, but for its peers
         return []
     if any(type(one) is not type(error) for one in said):
