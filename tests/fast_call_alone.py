@@ -24,10 +24,11 @@ class Tensor:
     """What the library sees of one; with `storage`, its own address and that of its memory."""
 
     alive = 0
+    is_nested = property(lambda self: self.nested)
 
     def __init__(self, offset, storage=None):
         self.address = _BASE + offset if storage is None else offset
-        self.storage = storage
+        self.storage, self.nested = storage, False
         Tensor.alive += 1
 
     def __del__(self):
@@ -123,8 +124,8 @@ def main(path, size, *offsets):
     library.allnorm_fast_call_new.restype = _object
     library.allnorm_fast_call_prepare.argtypes = (_pointer, *[_object] * 5, *[_pointer] * 3)
     library.allnorm_fast_call_prepare.restype = _object
-    library.allnorm_fast_call_forward_ad.argtypes = (_object,)
-    library.allnorm_fast_call_forward_ad.restype = None
+    library.allnorm_fast_call_use_torch.argtypes = (_object, _object, _object)
+    library.allnorm_fast_call_use_torch.restype = None
     forward_ad = {"_current_level": -1}
     launches = Launches(offsets)
     run = ctypes.cast(launches.function, _pointer).value
@@ -183,7 +184,7 @@ def main(path, size, *offsets):
     keep(prepared)
     keep(prepared)
     assert not is_made(call), "nothing is known about forward-mode differentiation"
-    library.allnorm_fast_call_forward_ad(forward_ad)
+    library.allnorm_fast_call_use_torch(forward_ad, Tensor.is_nested, Tensor.data_ptr)
     for forward_ad["_current_level"] in (0, "another"):
         assert not is_made(call)
     forward_ad.clear()
@@ -195,6 +196,11 @@ def main(path, size, *offsets):
     nowhere = (None, None)  # quantised rows and scales
     assert launches.seen == (*inputs, first[0].address, first[1].address, *nowhere), launches.seen
     assert made == [geometry, geometry]
+    assert checked == [3]
+    for nested in (x, residual, weight):
+        nested.nested = True
+        assert not is_made(call), "its strides must not be asked for"
+        nested.nested = False
     assert checked == [3]
     launches.status = 5
     assert error_of(OSError, call, arguments()).args == (5, *arguments())

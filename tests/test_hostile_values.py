@@ -7,6 +7,7 @@ listed, and a new public callable fails the test until it has good arguments her
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import pathlib
 import traceback
@@ -75,7 +76,11 @@ def hostile() -> dict[str, Any]:
         "fake": FakeTensorMode().from_tensor(tensor),
         "sparse": tensor.to_sparse(),
         "sparse rows": tensor.to_sparse_csr(),
-        # No strided nested tensor: torch's guards end the process on one, in a repeated call.
+        "nested": torch.nested.nested_tensor(list(tensor.split(1)), layout=torch.strided),
+        "nested parameter": torch.nn.Parameter(torch.nested.nested_tensor([tensor, tensor])),
+        "jagged": torch.nested.nested_tensor([tensor, tensor], layout=torch.jagged),
+        "opaque": tensor.to_mkldnn(),
+        "functional": torch._to_functional_tensor(tensor),
         "quantized": torch.quantize_per_tensor(tensor, 0.1, 0, torch.qint8),
         "transposed": torch.ones(COLUMNS, ROWS).t(),
         "expanded": torch.ones(1, 1).expand(ROWS, COLUMNS),
@@ -148,6 +153,42 @@ def try_all(rank: int, world_size: int, name: str) -> tuple[int, list[str]]:
             except Exception as error:  # noqa: BLE001 - that is what the test looks for
                 wrong.append(f"{argument}={kind}: {type(error).__name__}: {error}")
     return tried, wrong
+
+
+def try_in_repeated_calls(rank: int, world_size: int) -> None:
+    """Every tensor of a call is replaced after the call was made often enough to be recognized."""
+    c = comm()
+    x, weight = torch.ones(ROWS, COLUMNS), torch.ones(COLUMNS)
+    post_norm, experts = allnorm.PostNorm(weight.clone(), 1e-6), torch.ones(ROWS, 2, COLUMNS)
+    like = torch.empty_like
+    norm = {"residual": like(x), "weight": weight, "eps": 1e-6}
+    memory = {"out": like(x), "residual_out": like(x)}
+    calls: list[tuple[Callable[..., Any], dict[str, Any]]] = [
+        (c.all_reduce, {"x": x, "out": like(x)}),
+        (c.all_reduce_add_rms_norm, {"x": x, **norm, **memory, "post_norm": post_norm}),
+        (allnorm.add_rms_norm, {"x": x, **norm}),
+    ]
+
+    def of_experts(rows: Any, **given: Any) -> Any:
+        return c.all_reduce_add_rms_norm(allnorm.ExpertSum(rows), **given)
+
+    calls.append((of_experts, {"rows": experts, **norm}))
+    kinds = {kind: value for kind, value in hostile().items() if isinstance(value, torch.Tensor)}
+    for call, good in calls:
+        for argument in [name for name, value in good.items() if isinstance(value, torch.Tensor)]:
+            for value in kinds.values():
+                for _ in range(3):
+                    call(**good)
+                # What it raises, the other test looks at.
+                with contextlib.suppress(Exception):
+                    call(**{**good, argument: value})
+
+
+@on(cpu=(1, 2))
+@pytest.mark.filterwarnings("ignore")
+def test_hostile_tensors_in_repeated_calls(pool: RankPool) -> None:
+    """None ends the process, or keeps the next good call from its result."""
+    pool.run(try_in_repeated_calls, timeout=120)
 
 
 NAMES = (

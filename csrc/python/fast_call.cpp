@@ -275,9 +275,12 @@ ALLNORM_API std::int32_t allnorm_fast_call_abi() { return ALLNORM_ABI_VERSION; }
 
 ALLNORM_API void allnorm_fast_call_watch(std::int32_t more) { watchers += more; }
 
-// `variables`: dict, of torch.autograd.forward_ad. Once per process, before calls are kept.
-ALLNORM_API void allnorm_fast_call_forward_ad(PyObject* variables) {
+// Takes what calls need of torch. Once per process, before calls are kept.
+// `variables`: dict, of torch.autograd.forward_ad. The others are descriptors of torch.Tensor.
+ALLNORM_API void allnorm_fast_call_use_torch(PyObject* variables, PyObject* tensor_is_nested,
+                                             PyObject* tensor_data_ptr) {
   forward_ad = Ref::borrowed(variables).release();
+  use_tensor(tensor_is_nested, tensor_data_ptr);
 }
 
 // The functions call, keep, forget, close and holder of a new FastCall.

@@ -24,12 +24,29 @@ Tensor input_of(int result) { return result == kOut ? kX : kResidual; }
 // Addresses below may be offsets into memory that was freed: allnorm/core/tensors.py.
 constexpr std::uintptr_t kLowAddress = std::uintptr_t{1} << 32;
 
+// torch.Tensor.is_nested, its getter, and torch.Tensor.data_ptr, which are never freed. Calling
+// them takes less time than looking up the attribute of a tensor.
+PyObject* is_nested = nullptr;
+descrgetfunc get_is_nested = nullptr;
+PyObject* data_ptr = nullptr;
+
+// Returns whether `object` is a tensor with strides. Asking torch for those of a nested tensor
+// throws a C++ exception, which ends the process where it reaches the interpreter.
+bool has_strides(PyObject* object) {
+  const Ref nested(get_is_nested(is_nested, object, reinterpret_cast<PyObject*>(Py_TYPE(object))));
+  if (!nested) PyErr_Clear();
+  return nested.get() == Py_False;
+}
+
 // Whether a tensor's storage has an address; an error is set if there is no answer.
 bool has_memory(PyObject* tensor) {
-  static PyObject* const name = PyUnicode_InternFromString("untyped_storage");
-  if (name == nullptr) return false;
-  const Ref storage(PyObject_CallMethodObjArgs(tensor, name, nullptr));
-  return storage && address_of(storage.get()) != 0;
+  static PyObject* const storage_name = PyUnicode_InternFromString("untyped_storage");
+  static PyObject* const address_name = PyUnicode_InternFromString("data_ptr");
+  if (storage_name == nullptr || address_name == nullptr) return false;
+  const Ref storage(PyObject_CallMethodObjArgs(tensor, storage_name, nullptr));
+  if (!storage) return false;
+  const Ref address(PyObject_CallMethodObjArgs(storage.get(), address_name, nullptr));
+  return address && PyLong_AsVoidPtr(address.get()) != nullptr;
 }
 
 // Whether a result that was given shares memory with another tensor of the call, other than the
@@ -49,6 +66,13 @@ bool overlaps(const Prepared& prepared, const std::uintptr_t* addresses, int res
 }
 
 }  // namespace
+
+void use_tensor(PyObject* tensor_is_nested, PyObject* tensor_data_ptr) {
+  is_nested = Ref::borrowed(tensor_is_nested).release();
+  get_is_nested =
+      reinterpret_cast<descrgetfunc>(PyType_GetSlot(Py_TYPE(is_nested), Py_tp_descr_get));
+  data_ptr = Ref::borrowed(tensor_data_ptr).release();
+}
 
 bool recognises(const Prepared& prepared, PyObject* const* arguments) {
   PyObject* checked[kNumTensors + 1] = {};
@@ -70,6 +94,9 @@ bool recognises(const Prepared& prepared, PyObject* const* arguments) {
     PyObject* const constant = arguments[kNumTensors + i];
     if (expected != constant && !same(expected, constant)) return false;
   }
+  for (int i = 0; i < count; ++i) {
+    if (!has_strides(checked[i])) return false;
+  }
   const Ref answer(PyObject_CallFunctionObjArgs(
       prepared.check.get(), checked[0], checked[1], checked[2], checked[3], checked[4], checked[5],
       checked[6], checked[7], checked[8], checked[9], checked[10], checked[11], nullptr));
@@ -78,9 +105,7 @@ bool recognises(const Prepared& prepared, PyObject* const* arguments) {
 }
 
 std::uintptr_t address_of(PyObject* tensor) {
-  static PyObject* const name = PyUnicode_InternFromString("data_ptr");
-  if (name == nullptr) return 0;
-  const Ref address(PyObject_CallMethodObjArgs(tensor, name, nullptr));
+  const Ref address(PyObject_CallFunctionObjArgs(data_ptr, tensor, nullptr));
   return address ? reinterpret_cast<std::uintptr_t>(PyLong_AsVoidPtr(address.get())) : 0;
 }
 

@@ -63,6 +63,10 @@ struct Prepared {
   std::vector<Result> results;  // in the order in which they are returned
 };
 
+// Takes the descriptors of two attributes of torch.Tensor. Once per process, before calls are
+// recognised.
+void use_tensor(PyObject* tensor_is_nested, PyObject* tensor_data_ptr);
+
 // Whether `prepared` serves a call with these arguments. Errors count as no: Python repeats them.
 bool recognises(const Prepared& prepared, PyObject* const* arguments);
 
