@@ -198,8 +198,9 @@ def aftermath(comm: allnorm.Communicator, error: BaseException | None, victim: b
         except allnorm.AllnormError as caught:
             said.append(caught)
         if victim and said == [None]:
-            # Interrupted before its call had begun: it refused the call, and the ranks are in step.
-            # Its peers make no other call, so it would wait for them.
+            # Interrupted before a call had begun. Its peers wait for it, unless it refused that call.
+            # Then they make no other one: a call of this rank would wait for them.
+            comm.close()
             return []
     if victim:  # one that was interrupted between calls is fine, but for its peers
         return []
