@@ -247,8 +247,7 @@ def one(rank: int, seed: int) -> list[FusionReport] | None:
         module.graph.lint()
         what = f"seed {seed}, {entrance}, {tokens} tokens:\n{before}\n{report}\n{module.graph}"
         check_truth(module, report, what)
-        # Not of "fx": a view that is found by the sizes of example tensors may fit these only.
-        others = [tokens, tokens + 4] if entrance == "symbolic" else [tokens]
+        others = [tokens, tokens + 4, 1] if entrance in ("symbolic", "fx") else [tokens]
         for count in others:
             fresh = ints(rank, seed, count)
             check_run(given, module, fresh, Program(seed), what, resized=count != tokens)

@@ -189,6 +189,13 @@ class Match:
         return ", ".join(filter(None, (before, self.candidate.boundary)))
 
     @property
+    def chose_view(self) -> bool:
+        """Whether a view is repeated because its shapes fit, and not as what leads to the site."""
+        view, reduced = self.view_x, self.candidate.reduced
+        follows = view is None or view.all_input_nodes[0] in reduced.holders
+        return bool(self.views) or not follows
+
+    @property
     def inputs(self) -> list[Node]:
         """Every node of the graph that the call reads."""
         weights = [weight.source for weight in (self.weight, self.post_weight) if weight]

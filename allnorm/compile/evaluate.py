@@ -49,6 +49,7 @@ class Evaluator:
     def inside(self, module: GraphModule, held: Callable[[Node], Value]) -> Evaluator:
         """An evaluator for the graph of a function that a node stands for."""
         shapes = Shapes(module, {}, None)
+        shapes.examples = self.shapes.examples  # its sizes are theirs
         return Evaluator(self.algebra, shapes, held, self.parameter, {})
 
     def evaluate(self, node: Node) -> Value:

@@ -168,6 +168,9 @@ def _holder(
     assert like is not None
     for node in value.holders:
         tensor = values.shapes.of(node)
+        top_k = tensor.shape[1] if tensor is not None and tensor.dim() == len(shape) > 2 else None
+        if top_k is not None and values.shapes.in_example(top_k) == shape[1]:
+            values.shapes.fix(top_k)
         if (
             tensor is not None
             and same_shape(tensor.shape, shape)

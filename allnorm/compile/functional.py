@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
-from torch._dynamo.source import ConstantSource
 from torch._guards import TracingContext
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -25,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call, functionalize
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.node import map_arg
 
 from allnorm.compile import guards
@@ -165,8 +164,14 @@ class Functional:
         given = [node for node in tensors if node.op == "placeholder"]
         rule = "" if meta_key == "example_value" else self._rule(given)
         if first or rule:
-            last = [node for node in graph.nodes if node.op in ("placeholder", "get_attr")][-1]
-            with graph.inserting_after(last):
+            # In front of everything that computes.
+            place = next(node for node in graph.nodes if node.op != "placeholder")
+            for node in tensors:
+                if node.op == "get_attr" and node is not place:
+                    place.prepend(node)
+            while place.op == "get_attr":
+                place = place.next
+            with graph.inserting_before(place):
                 arguments = (tuple(tensors), len(first), tuple(given), rule)
                 graph.call_function(guards.check_inputs, arguments)
 
@@ -174,7 +179,7 @@ class Functional:
         """What must hold of the sizes of inputs, as PyTorch writes guards."""
         sizes = guards.sizes_of([node.meta["val"] for node in tensors])
         if self.env is not None:
-            return self.env.produce_guards_expression(sizes, ignore_static=False) or ""
+            return guards.rule_of(self.env, sizes, bounds=True)
         parts: list[str] = []
         first: dict[str, str] = {}
         for index, size in enumerate(sizes):
@@ -252,7 +257,7 @@ def functionalise(
         _with_results(traced.graph, module.graph, recorder),
         roots,
         {**makers, **dict(zip(places, inputs, strict=False))},
-        mode.shape_env if shapes.has_real_examples else None,
+        shapes.env,
     )
     _without_copies(made)
     _with_constants(made, module)
@@ -344,28 +349,12 @@ def _arguments(
     shapes: Shapes, inputs: list[Node], attributes: list[Tensor]
 ) -> tuple[FakeTensorMode, list[Any]]:
     """Fake tensors for the inputs and then the attributes, of sizes as free as they can be."""
-    if not shapes.has_real_examples:
-        mode = shapes.fake_mode
-        if mode is None:
-            raise NotFunctional("the shapes and dtypes of its tensors are not known")
-        values = [shapes.any_of(node) for node in inputs]
-    else:
-        mode = FakeTensorMode(shape_env=ShapeEnv())
-        assert shapes.examples is not None
-        values = [_free(mode, value, index) for index, value in enumerate(shapes.examples)]
-        values = values[: len(inputs)]
+    mode = shapes.fake_mode
+    if mode is None:
+        raise NotFunctional("the shapes and dtypes of its tensors are not known")
+    values = [shapes.any_of(node) for node in inputs]
     fixed = [mode.from_tensor(tensor.detach(), static_shapes=True) for tensor in attributes]
     return mode, [*values, *fixed]
-
-
-def _free(mode: FakeTensorMode, value: Any, index: int) -> Any:
-    """Of any size but in its last dimension."""
-    if not isinstance(value, Tensor) or not value.dim():
-        return mode.from_tensor(value.detach()) if isinstance(value, Tensor) else value
-    dims = [DimDynamic.DUCK] * (value.dim() - 1) + [DimDynamic.STATIC]
-    context: Any = StatelessSymbolicContext(dynamic_sizes=dims)
-    source = ConstantSource(f"input{index}")
-    return mode.from_tensor(value.detach(), symbolic_context=context, source=source)
 
 
 def _check_sharing(traced: GraphModule, values: list[Any]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from allnorm.communicator import Communicator
-from allnorm.compile import agreement
+from allnorm.compile import agreement, guards
 from allnorm.compile.aliasing import keep_aliasing, occurrences
 from allnorm.compile.candidate import Match, Missed
 from allnorm.compile.decompose import Decompositions, by_name
@@ -21,7 +21,7 @@ from allnorm.compile.match import Matcher
 from allnorm.compile.reductions import Reduction, find_reductions
 from allnorm.compile.report import FusionReport, Site
 from allnorm.compile.rewrite import Rewriter
-from allnorm.compile.shapes import Shapes, printable, storage_of
+from allnorm.compile.shapes import Freedom, Shapes, printable, static_size, storage_of
 from allnorm.compile.values import Context, Values, memories
 from allnorm.compile.vocabulary import attribute_of, module_of
 from allnorm.core.verdicts import Step
@@ -96,10 +96,29 @@ def fuse(
     )
     sites: list[Site] = []
     inputs: dict[GraphModule, Sequence[Any] | None] = {graph_module: example_inputs}
+    known: dict[GraphModule, Shapes] = {}
     for child in list(graph_module.modules()):
         if isinstance(child, GraphModule):
-            sites += _fuse_one(child, inputs, communicator, options)
+            sites += _fuse_one(child, inputs, known, communicator, options)
+    if any(site.fused for site in sites):
+        _check_sizes(graph_module, known)
     return FusionReport(sites)
+
+
+def _check_sizes(module: GraphModule, known: dict[GraphModule, Shapes]) -> None:
+    """Checks sizes of inputs where the graph runs, if real examples told more than they must."""
+    shapes, ones = known.get(module), any(shapes.assumed.ones for shapes in known.values())
+    checked = module.graph.find_nodes(op="call_function", target=guards.check_inputs)
+    assumed = ones or any(shapes.assumed.sizes for shapes in known.values())
+    if shapes is None or shapes.env is None or checked or not assumed:
+        return
+    inputs = module.graph.find_nodes(op="placeholder")
+    looks = ((node, shapes.of(node)) for node in inputs)
+    given = {node: tensor for node, tensor in looks if tensor is not None}
+    rule = guards.rule_of(shapes.env, guards.sizes_of([*given.values()]), bounds=ones)
+    with module.graph.inserting_after(inputs[-1]):
+        module.graph.call_function(guards.check_inputs, ((), 0, tuple(given), rule))
+    module.recompile()
 
 
 @dataclass(frozen=True)
@@ -147,6 +166,7 @@ class _Found:
 def _fuse_one(
     module: GraphModule,
     inputs: dict[GraphModule, Sequence[Any] | None],
+    known_of: dict[GraphModule, Shapes],
     communicator: Communicator | None,
     options: _Options,
 ) -> list[Site]:
@@ -154,9 +174,85 @@ def _fuse_one(
     children = [node for node in module.graph.nodes if isinstance(module_of(node), GraphModule)]
     if not reductions and not children:
         return []
-    shapes = Shapes(module, reductions, inputs.get(module))
+    search = _search_freely(module, reductions, inputs.get(module), communicator, options)
+    shapes, values, sites = search.shapes, search.values, search.sites
+    functional, known_of[module] = search.functional, shapes
     for node in children:
         _note_inputs(node, shapes, inputs)
+    _agree(sites, values, communicator)
+    matches = [one.match for one in sites if one.match is not None]
+    if any(match.chose_view for match in matches):
+        shapes.assumed.ones |= _has_ones(shapes.examples)
+    report = [_site(values, shapes, one) for one in sites]
+    problem = _rewrite(module, sites, values, functional, shapes.meta_key)
+    return [_missed(site, problem) if problem and site.fused else site for site in report]
+
+
+@dataclass
+class _Search:
+    """What was found in a graph.
+
+    Attributes:
+        shapes: of the graph as it was given.
+        values: of the graph that was searched.
+        functional: that graph, if it is another one.
+        sites: every reduction.
+    """
+
+    shapes: Shapes
+    values: Values
+    functional: Functional | None
+    sites: list[_Found]
+
+    @property
+    def fused(self) -> int:
+        """How many reductions have a match."""
+        return sum(one.match is not None for one in self.sites)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all have one."""
+        return self.fused == len(self.sites)
+
+
+def _search_freely(
+    module: GraphModule,
+    reductions: dict[Node, Reduction],
+    examples: Sequence[Any] | None,
+    communicator: Communicator | None,
+    options: _Options,
+) -> _Search:
+    """Looks for matches for as many sizes of inputs as there can be.
+
+    Sizes of the examples are only taken as given if more is fused then. The number of rows is if a
+    call was made with numbers that depend on it: such a call refuses another one anyway.
+    """
+    best = _search(module, reductions, examples, communicator, options)
+    if not best.shapes.has_real_examples:
+        return best
+    for freedom in (Freedom.EQUAL, Freedom.ROWS, Freedom.NONE):
+        if best.is_complete:
+            break
+        other = _search(module, reductions, examples, communicator, options, freedom)
+        numbers = any(one.match is not None and one.match.numbers for one in other.sites)
+        if other.fused > best.fused and (freedom is not Freedom.NONE or numbers):
+            best = other
+        elif freedom is Freedom.NONE:  # its reasons are without symbols
+            for one, same in zip(best.sites, other.sites, strict=True):
+                one.reason = one.reason and (same.reason or one.reason)
+    return best
+
+
+def _search(
+    module: GraphModule,
+    reductions: dict[Node, Reduction],
+    examples: Sequence[Any] | None,
+    communicator: Communicator | None,
+    options: _Options,
+    freedom: Freedom = Freedom.DISTINCT,
+) -> _Search:
+    """Looks for matches; changes nothing."""
+    shapes = Shapes(module, reductions, examples, freedom)
     differentiated = _differentiated(module, shapes)
     functional, context, why = None, Context(differentiated=differentiated), ""
     writing = writers(module.graph, shapes, reductions) if reductions else {}
@@ -177,10 +273,13 @@ def _fuse_one(
     values = Values(graph, known, made, options.decompositions, context)
     sites = [_Found(before, found.get(node, before)) for node, before in reductions.items()]
     _match(sites, values, communicator, options, why)
-    _agree(sites, values, communicator)
-    report = [_site(values, shapes, one) for one in sites]
-    problem = _rewrite(module, sites, values, functional, shapes.meta_key)
-    return [_missed(site, problem) if problem and site.fused else site for site in report]
+    return _Search(shapes, values, functional, sites)
+
+
+def _has_ones(examples: Sequence[Any] | None) -> bool:
+    """Whether a size of an example, but the last, is 1: that is no symbol."""
+    tensors = [value for value in examples or () if isinstance(value, Tensor)]
+    return any(size == 1 for tensor in tensors for size in map(static_size, tensor.shape[:-1]))
 
 
 def _written(writing: dict[Node, str], shapes: Shapes, why: str) -> dict[object, str]:
@@ -359,8 +458,8 @@ def _check_group(reduction: Reduction, groups: Collection[str]) -> None:
 def _site(values: Values, shapes: Shapes, found: _Found) -> Site:
     """The report's line."""
     reduction, match = found.before, found.match
-    x = None if reduction.x is None else shapes.of(reduction.x)
-    shape, dtype = (None, None) if x is None else (printable(x.shape), x.dtype)
+    x, hints = None if reduction.x is None else shapes.of(reduction.x), shapes.has_real_examples
+    shape, dtype = (None, None) if x is None else (printable(x.shape, hints=hints), x.dtype)
     group = reduction.group or reduction.comm_name or ""
     if match is None:
         return Site((reduction.node.name,), shape, dtype, group, reason=found.reason)

@@ -7,13 +7,14 @@ which they only ask what the graph was made for.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
+from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, ShapeEnv
 from torch.fx.node import has_side_effect
 
 
@@ -51,6 +52,22 @@ def check_inputs(
 def sizes_of(tensors: Sequence[Tensor]) -> list[Any]:
     """Dimensions of tensors, behind the number of them."""
     return [size for tensor in tensors for size in (tensor.dim(), *tensor.shape)]
+
+
+def rule_of(env: ShapeEnv, sizes: Sequence[Any], *, bounds: bool) -> str:
+    """Returns what must hold of the `sizes_of` inputs, as PyTorch writes guards.
+
+    Args:
+        env: of the symbols among them.
+        sizes: of the inputs.
+        bounds: whether a size that was not 1 must not become 1.
+    """
+    rule = env.produce_guards_expression(sizes, ignore_static=False) or ""
+    parts = [part for part in rule.split(" and ") if bounds or not _LOWER_BOUND.fullmatch(part)]
+    return " and ".join(parts)
+
+
+_LOWER_BOUND = re.compile(r"2 <= L\['t\d+'\]")
 
 
 def check_values(values: Sequence[Any], expected: Sequence[Any]) -> None:

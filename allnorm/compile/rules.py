@@ -71,7 +71,7 @@ def _reduce_row(e: Evaluator, node: Node, op: str, out: Tensor) -> Value:
         raise NotUnderstood(f"{node} takes the {op} over dimensions {dims}: {_EXPECTED_DIM}")
     place = dims[0] % max(1, tensor.dim())
     if op == "sum" and tensor.dim() > 2 and place == tensor.dim() - 2:
-        top_k = static_size(tensor.shape[place])
+        top_k = e.shapes.in_example(tensor.shape[place])
         if top_k is not None and argument(node, 2, "keepdim", default=False) is False:
             return e.algebra.round(e.algebra.make("choices", (a,), top_k), out.dtype)
     if place != tensor.dim() - 1:
@@ -186,7 +186,7 @@ def _row(e: Evaluator, node: Node, dim: Any, index: Any) -> Value:
     tensor = e.shapes.of(source)
     if tensor is None or tensor.dim() != 3 or dim not in (1, -2) or not isinstance(index, int):
         raise NotUnderstood(f"{node} takes a part of {source}")
-    count = static_size(tensor.shape[1])
+    count = e.shapes.in_example(tensor.shape[1])
     if count is None:
         raise NotUnderstood(f"{node} takes a part of {source}")
     return e.algebra.choice(e.held(source), (index % count, count))
