@@ -30,7 +30,7 @@ from torch.fx.node import map_arg
 from allnorm.compile import guards
 from allnorm.compile.aliasing import keep_aliasing, results_of
 from allnorm.compile.reductions import Reduction, op_name
-from allnorm.compile.shapes import Shapes, same_shape, static_size, storage_of
+from allnorm.compile.shapes import Shapes, is_contiguous, same_shape, static_size, storage_of
 from allnorm.compile.values import memories
 from allnorm.compile.vocabulary import (
     attribute_at,
@@ -227,7 +227,9 @@ def functionalise(
     inputs = module.graph.find_nodes(op="placeholder")
     _check(module, shapes, reductions)
     if any(node.op != "placeholder" for node in differentiated):
-        raise NotFunctional("results of it need a gradient")
+        raise NotFunctional(
+            "results of it need a gradient: run under torch.no_grad(), or fuse after autograd"
+        )
     attributes = _attributes(module)
     mode, values = _arguments(shapes, inputs, list(attributes.values()))
     recorder = _Recorder(module, reductions, list(attributes))
@@ -243,7 +245,8 @@ def functionalise(
     except Exception as error:  # noqa: BLE001 - whatever an operator says to fake tensors
         text = str(error).strip().splitlines() or [type(error).__name__]
         raise NotFunctional(f"PyTorch cannot make it functional: {text[0]}") from None
-    _check_sharing(traced, values)
+    _check_strides(shapes, recorder)
+    _check_sharing(traced, values, [*(node.name for node in inputs), *attributes])
     places = _with_parameters(traced.graph, len(inputs), list(attributes))
     memory = [storage_of(value) for value in recorder.inputs]
     roots = {
@@ -254,7 +257,7 @@ def functionalise(
     made = Functional(
         traced,
         places[: len(inputs)],
-        _with_results(traced.graph, module.graph, recorder),
+        _with_results(traced.graph, module.graph, recorder, makers),
         roots,
         {**makers, **dict(zip(places, inputs, strict=False))},
         shapes.env,
@@ -265,7 +268,20 @@ def functionalise(
         if not node.users and node.op not in ("placeholder", "output") and is_pure(node):
             traced.graph.erase_node(node)
     made.reductions = _reductions(traced.graph, reductions, made.makers)
+    _rename(traced.graph, made.makers)
     return made
+
+
+def _rename(graph: Graph, makers: dict[Node, Node]) -> None:
+    """Names nodes after the nodes of the given graph that made them: reasons name those."""
+    names = graph._graph_namespace = torch.fx.graph._Namespace()
+    last = {makers[node]: node for node in graph.nodes if node in makers}
+    for maker, node in last.items():
+        node.name = names.create_name(maker.name, None)
+    for node in graph.nodes:
+        maker = makers.get(node, node)
+        if last.get(maker) is not node:
+            node.name = names.create_name(maker.name, None)
 
 
 def _check(module: GraphModule, shapes: Shapes, reductions: dict[Node, Reduction]) -> None:
@@ -326,7 +342,7 @@ def _check_reduction(reduction: Reduction) -> None:
         raise NotFunctional(f"{node} is a reduction of which {reduction.problem}")
     of_torch = not qualified_name(node.target) or "c10d_functional" in qualified_name(node.target)
     if of_torch and (reduction.group is None or not op_name(reduction)):
-        raise NotFunctional(f"the process group of {node} is not a constant of the graph")
+        raise NotFunctional(f"the graph does not name the operation or the process group of {node}")
 
 
 def _attributes(module: GraphModule) -> dict[str, Tensor]:
@@ -357,7 +373,18 @@ def _arguments(
     return mode, [*values, *fixed]
 
 
-def _check_sharing(traced: GraphModule, values: list[Any]) -> None:
+def _check_strides(shapes: Shapes, recorder: _Recorder) -> None:
+    """Raises if a result has strides that functionalization loses, as those of an `out=`."""
+    for node, looks in recorder.looks.items():
+        given = shapes.of(node)
+        if given is None or not isinstance(looks, Tensor):
+            continue
+        if is_contiguous(given) != is_contiguous(looks):
+            strides = tuple(given.stride())
+            raise NotFunctional(f"{node} has strides {strides}, which PyTorch would not keep")
+
+
+def _check_sharing(traced: GraphModule, values: list[Any], names: list[str]) -> None:
     """Raises if the graph writes to an input whose memory is another one's too."""
     places = traced.graph.find_nodes(op="placeholder")
     storages = {
@@ -369,7 +396,8 @@ def _check_sharing(traced: GraphModule, values: list[Any]) -> None:
         for target in written(node):
             if list(storages.values()).count(storages.get(target)) > 1:
                 raise NotFunctional(
-                    f"it writes to an input, {target}, that shares memory with another"
+                    f"it writes to an input, {names[places.index(target)]}, that shares memory "
+                    "with another"
                 )
 
 
@@ -503,7 +531,9 @@ def _with_parameters(graph: Graph, count: int, paths: list[str]) -> list[Node]:
     return places
 
 
-def _with_results(graph: Graph, given: Graph, recorder: _Recorder) -> list[Tensor | None]:
+def _with_results(
+    graph: Graph, given: Graph, recorder: _Recorder, makers: dict[Node, Node]
+) -> list[Tensor | None]:
     """Returns what the given graph returns, in its structure."""
     output, results = graph.output_node(), []
     recorded: Any = output.args[0]
@@ -512,6 +542,7 @@ def _with_results(graph: Graph, given: Graph, recorder: _Recorder) -> list[Tenso
     def result(node: Node) -> Any:
         if isinstance(traced[node], Node):
             results.append(recorder.looks[node])
+            makers.setdefault(traced[node], node)
         return traced[node]
 
     output.args = (map_arg(given.output_node().args[0], result),)

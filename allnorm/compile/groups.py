@@ -118,8 +118,7 @@ def _check_given(reduction: Reduction, device: torch.device, given: Communicator
         if reduction.comm_name != given.name:
             raise Missed(f"it is on communicator {reduction.comm_name}, not on {given.name}")
         return
-    if given.group is None:
-        raise Missed(f"communicator {given.name} is closed")
+    assert given.group is not None, "closed"
     mine = given.group.group_name
     # The caller vouches for an operator of its own, unless it names another group of torch.
     vouched = reduction.named_by_caller and _group(reduction.group) is None
