@@ -198,7 +198,7 @@ def aftermath(comm: allnorm.Communicator, error: BaseException | None, victim: b
         except allnorm.AllnormError as caught:
             said.append(caught)
         if victim and said == [None]:
-            # Interrupted before a call had begun. Its peers wait for it, unless it refused that call.
+            # Interrupted before a call had begun. Its peers wait for it, or it refused that call.
             # Then they make no other one: a call of this rank would wait for them.
             comm.close()
             return []
