@@ -23,8 +23,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from compile_helpers import EPS, HIDDEN, Inputs, cast, llama, reduce, rstd
 from rank_helpers import comm, on
+from torch._dynamo.source import ConstantSource
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, symbolic_trace
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
 
 import allnorm
 import allnorm.compile
@@ -585,18 +592,27 @@ def two_scales(x, residual, w, cause):
     return cast(y / scale), scale, other
 
 
+def with_free_sizes(given):
+    """Fake tensors of any size but in their last dimensions."""
+    mode, fakes = FakeTensorMode(shape_env=ShapeEnv()), []
+    for place, tensor in enumerate(given):
+        dims = [DimDynamic.DUCK] * (tensor.dim() - 1) + [DimDynamic.STATIC]
+        context = StatelessSymbolicContext(dynamic_sizes=dims)
+        source = ConstantSource(f"input{place}")
+        fakes.append(mode.from_tensor(tensor, symbolic_context=context, source=source))
+    return fakes
+
+
 @case("the scales have more than one dimension of unknown size")
 def dynamic_scales(given, cause):
     def fn(x, residual, w):
-        total = reduce(x)
-        total = total.add_(residual) if cause else total + residual
-        y = llama(total, w).float()
+        y = llama(reduce(x) + residual, w).float()
         scale = y.abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448.0
         return cast(y / scale), scale
 
     x, residual, w = given
     given = [x.view(4, 6, HIDDEN), residual.view(4, 6, HIDDEN), w]
-    return symbolic_trace(fn), given
+    return symbolic_trace(fn), with_free_sizes(given) if cause else given
 
 
 def rows_in_another_shape(y):

@@ -205,14 +205,15 @@ class _Search:
     sites: list[_Found]
 
     @property
-    def fused(self) -> int:
-        """How many reductions have a match."""
-        return sum(one.match is not None for one in self.sites)
+    def fused(self) -> tuple[int, int]:
+        """How many reductions have a match, and how many of these leave nothing out."""
+        matches = [one.match for one in self.sites if one.match is not None]
+        return len(matches), sum(not match.note for match in matches)
 
     @property
     def is_complete(self) -> bool:
-        """Whether all have one."""
-        return self.fused == len(self.sites)
+        """Whether all have one, and leave nothing out."""
+        return self.fused == (len(self.sites), len(self.sites))
 
 
 def _search_freely(

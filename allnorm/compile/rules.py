@@ -7,6 +7,7 @@ that the expressions cannot say.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -181,6 +182,14 @@ def _select(e: Evaluator, node: Node) -> Value:
     return _row(e, node, dim, index)
 
 
+def _slice(e: Evaluator, node: Node) -> Value:
+    """The whole of a dimension, as tracers record `x[:]` where sizes are symbols."""
+    start, step = argument(node, 2, "start"), argument(node, 4, "step", default=1)
+    if start not in (None, 0) or step != 1 or argument(node, 3, "end") not in (None, sys.maxsize):
+        raise NotUnderstood
+    return _same(e, node)
+
+
 def _row(e: Evaluator, node: Node, dim: Any, index: Any) -> Value:
     source = e.node(_input(node))
     tensor = e.shapes.of(source)
@@ -313,6 +322,7 @@ RULES: dict[str, Rule] = {
     "blocks": _blocks,
     "part": _part,
     "select": _select,
+    "slice": _slice,
     "max": _max,
     "cast": _cast,
     "copy": _copy,

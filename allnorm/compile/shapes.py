@@ -20,6 +20,7 @@ from torch.fx.experimental.symbolic_shapes import (
     statically_known_true,
 )
 from torch.fx.node import map_arg
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._sympy.functions import Mod
 
 from allnorm.compile.reductions import Reduction
@@ -33,12 +34,18 @@ class Freedom(enum.Enum):
 
     Last dimensions are always as in the examples. A graph that needs more than distinct sizes
     checks its inputs.
+
+    Attributes:
+        DISTINCT: every size.
+        EQUAL: every size, but equal ones stay equal.
+        ROWS: first sizes, but equal ones stay equal.
+        NONE: no size.
     """
 
-    DISTINCT = "every size"
-    EQUAL = "every size, but equal ones stay equal"
-    ROWS = "first sizes, but equal ones stay equal"
-    NONE = "nothing"
+    DISTINCT = enum.auto()
+    EQUAL = enum.auto()
+    ROWS = enum.auto()
+    NONE = enum.auto()
 
 
 class Shapes:
@@ -260,6 +267,8 @@ def _free(mode: FakeTensorMode, value: Any, index: int, freedom: Freedom) -> Any
     """A fake tensor for a real one, of any size but in its last dimension."""
     if not isinstance(value, Tensor):
         return value
+    if is_traceable_wrapper_subclass(value):  # a DTensor, with which no site is fused
+        return mode.from_tensor(value.detach(), static_shapes=True)
     kind = DimDynamic.DYNAMIC if freedom is Freedom.DISTINCT else DimDynamic.DUCK
     free = {Freedom.ROWS: 1, Freedom.NONE: 0}.get(freedom, value.dim() - 1)
     dims = [

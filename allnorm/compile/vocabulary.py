@@ -44,6 +44,7 @@ _NAMES = {
     "full": "full",
     "zeros": "zeros zeros_like new_zeros",
     "select": "select",
+    "slice": "slice",
     "copy": "copy",
     "dropout": "dropout",
     "rms_norm": "rms_norm _fused_rms_norm",
@@ -167,12 +168,13 @@ def whole_bases(schema: Any, kwargs: dict[str, Any]) -> dict[str, int] | None:
         or described in a way that is not known.
     """
     names, places = changed_arguments(schema), {}
+    known = {f"_{name}_{what}" for name in names for what in ("base_index", "alias")}
+    # Names of arguments can begin with those of others: output and output_scale.
+    if any(key not in known and key.startswith(f"_{name}_") for name in names for key in kwargs):
+        return None
     for name in names:
         place = kwargs.get(f"_{name}_base_index")
-        known = (f"_{name}_base_index", f"_{name}_alias")
-        if not isinstance(place, int) or any(
-            key.startswith(f"_{name}_") and key not in known for key in kwargs
-        ):
+        if not isinstance(place, int):
             return None
         places[name] = place
     return places
