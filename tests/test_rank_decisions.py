@@ -21,6 +21,7 @@ from allnorm import policy, reference
 from allnorm.core import _native, between, hierarchical, unfused
 from allnorm.core.call import Call, split_scale
 from allnorm.core.launch import Launch
+from allnorm.core.notes import NoNotes
 from allnorm.policy import Plan
 from allnorm.testing import RankPool, assert_same_bits, shared_input
 
@@ -73,6 +74,7 @@ class Recorder:
     def __init__(self, size: int) -> None:
         self.num_islands = size
         self.can_exchange_parts = size > 2
+        self.notes = NoNotes()
         self.steps: list[tuple[Any, ...]] = []
         """Kind and number of tokens of each launch, kind and shape of each exchange."""
 

@@ -23,6 +23,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from limits import HANG_SECONDS
 from rank_helpers import Case, device, on
 
 import allnorm
@@ -376,7 +377,7 @@ def test_errors_can_be_pickled() -> None:
 KILLS, RIGS = 60, 2
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(HANG_SECONDS + 300)
 def test_kills_at_random_moments(record_property: Any) -> None:
     """Every survivor names the rank and its process, far before the deadline of 600 s."""
     rig = pathlib.Path(__file__).parent / "kill_rig.py"
@@ -394,7 +395,7 @@ def test_kills_at_random_moments(record_property: Any) -> None:
     ]
     rounds = []
     for process in running:
-        out, _ = process.communicate(timeout=850)
+        out, _ = process.communicate(timeout=HANG_SECONDS)
         assert process.returncode == 0, out
         rounds += [json.loads(line) for line in out.splitlines()]
     assert len(rounds) == KILLS
