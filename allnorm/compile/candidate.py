@@ -190,7 +190,7 @@ class Match:
 
     @property
     def chose_view(self) -> bool:
-        """Whether a view is repeated because its shapes fit, and not as what leads to the site."""
+        """Returns whether a view is repeated only because its shapes fit."""
         view, reduced = self.view_x, self.candidate.reduced
         follows = view is None or view.all_input_nodes[0] in reduced.holders
         return bool(self.views) or not follows

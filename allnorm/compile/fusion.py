@@ -190,7 +190,7 @@ def _fuse_one(
 
 @dataclass
 class _Search:
-    """What was found in a graph.
+    """The result of a search in a graph.
 
     Attributes:
         shapes: of the graph as it was given.
@@ -206,13 +206,13 @@ class _Search:
 
     @property
     def fused(self) -> tuple[int, int]:
-        """How many reductions have a match, and how many of these leave nothing out."""
+        """Number of reductions with a match, and number of matches that leave nothing out."""
         matches = [one.match for one in self.sites if one.match is not None]
         return len(matches), sum(not match.note for match in matches)
 
     @property
     def is_complete(self) -> bool:
-        """Whether all have one, and leave nothing out."""
+        """Returns whether every reduction has a match that leaves nothing out."""
         return self.fused == (len(self.sites), len(self.sites))
 
 
@@ -278,7 +278,7 @@ def _search(
 
 
 def _has_ones(examples: Sequence[Any] | None) -> bool:
-    """Whether a size of an example, but the last, is 1: that is no symbol."""
+    """Returns whether a size of an example, except the last, is 1. A size of 1 is no symbol."""
     tensors = [value for value in examples or () if isinstance(value, Tensor)]
     return any(size == 1 for tensor in tensors for size in map(static_size, tensor.shape[:-1]))
 

@@ -30,7 +30,7 @@ _META_KEYS = ("val", "example_value")
 
 
 class Freedom(enum.Enum):
-    """What may be different from real examples when a graph runs, in the order of trying.
+    """The sizes that may differ from real examples when a graph runs, in the order of trying.
 
     Last dimensions are always as in the examples. A graph that needs more than distinct sizes
     checks its inputs.
@@ -116,7 +116,7 @@ class Shapes:
 
     @property
     def env(self) -> ShapeEnv | None:
-        """Of the sizes of real examples, which are symbols; None if there are none."""
+        """Environment of the symbolic sizes of real examples; None without real examples."""
         return self.fake_mode.shape_env if self.has_real_examples and self.fake_mode else None
 
     def in_example(self, size: Any) -> int | None:
