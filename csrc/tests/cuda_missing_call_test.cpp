@@ -25,6 +25,20 @@ struct Kind {
   bool quantized;
 };
 
+AllnormCall call_of_kind(Random& random, const Kind& kind) {
+  AllnormCall call = make_call(random);
+  call.op = kind.op;
+  call.algorithm = kind.algorithm;
+  call.dtype = call.weight_dtype = ALLNORM_BFLOAT16;
+  call.hidden_size = 256;
+  call.num_tokens = kind.num_tokens;
+  call.flags = kind.sharded ? ALLNORM_RESIDUAL_SHARDED : 0;
+  call.quant = kind.quantized ? ALLNORM_QUANT_PER_GROUP : ALLNORM_QUANT_NONE;
+  call.group_size = kind.quantized ? 32 : 0;
+  call.scale_format = ALLNORM_SCALE_FLOAT32;
+  return call;
+}
+
 // Launches what Communicator::run() launches without rows.
 template <int kWorldSize>
 void launch_without_rows(shim::Machine& machine, int rank, const FusedParams& params) {
@@ -43,16 +57,7 @@ void test_missing_call(const Kind& kind, int before, uint64_t seed, bool empty) 
   const int culprit = static_cast<int>(seed) % kWorldSize;
   Random random(seed);
   FiberGroup group(kWorldSize, kFirstOp, /*timeout_ns=*/2'000'000'000);
-  AllnormCall call = make_call(random);
-  call.op = kind.op;
-  call.algorithm = kind.algorithm;
-  call.dtype = call.weight_dtype = ALLNORM_BFLOAT16;
-  call.hidden_size = 256;
-  call.num_tokens = kind.num_tokens;
-  call.flags = kind.sharded ? ALLNORM_RESIDUAL_SHARDED : 0;
-  call.quant = kind.quantized ? ALLNORM_QUANT_PER_GROUP : ALLNORM_QUANT_NONE;
-  call.group_size = kind.quantized ? 32 : 0;
-  call.scale_format = ALLNORM_SCALE_FLOAT32;
+  const AllnormCall call = call_of_kind(random, kind);
   std::vector<Operation> operations;
   uint32_t op = kFirstOp;
   for (int i = 0; i <= before; ++i) {
@@ -93,15 +98,7 @@ template <int kWorldSize>
 void test_calls_without_rows(const Kind& kind, uint64_t seed) {
   Random random(seed);
   FiberGroup group(kWorldSize, kFirstOp, /*timeout_ns=*/2'000'000'000);
-  AllnormCall call = make_call(random);
-  call.op = kind.op;
-  call.algorithm = kind.algorithm;
-  call.dtype = call.weight_dtype = ALLNORM_BFLOAT16;
-  call.hidden_size = 256;
-  call.num_tokens = kind.num_tokens;
-  call.flags = kind.sharded ? ALLNORM_RESIDUAL_SHARDED : 0;
-  call.quant = ALLNORM_QUANT_NONE;
-  call.group_size = 0;
+  const AllnormCall call = call_of_kind(random, kind);
   std::vector<Operation> operations;
   for (int i = 0; i < 3; ++i) operations.push_back(make_operation(kWorldSize, random, call, true));
   shim::Machine machine(kWorldSize, seed);
