@@ -9,7 +9,7 @@
 #   make docs      the site, build/site: strict, with the references made from docstrings and options
 #   make release   dist/*.whl for all GPUs from 8.0 on and every Linux with glibc 2.28; minutes of nvcc
 #   make pictures  docs/pictures, from stored rows
-#   make inplace   libraries into allnorm/lib, to run from the source tree
+#   make inplace   libraries into src/allnorm/lib, to run from the source tree
 #   make clean     removes what was built; the virtual environment stays
 #
 # PYTHON=python3.12        interpreter; one that has torch already lends its packages to the environment
@@ -42,7 +42,7 @@ export PATH := $(abspath $(BIN)):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 NATIVE_SOURCES := $(shell find csrc cmake -type f 2>/dev/null) CMakeLists.txt
-SOURCES := $(NATIVE_SOURCES) $(shell find allnorm -name '*.py' -o -name '*.j2') pyproject.toml README.md
+SOURCES := $(NATIVE_SOURCES) $(shell find src -name '*.py' -o -name '*.j2') pyproject.toml README.md
 CXX_FILES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 # Not -C, which pip has from 23.1 on; Python 3.11 brings 23.0.
 PACKAGE_BUILD = $(BUILD)/package
@@ -138,11 +138,11 @@ inplace: $(STAMPS)/run
 	cmake -G Ninja -S . -B $(BUILD)/inplace -DALLNORM_CUDA=$(CUDA) '-DALLNORM_CUDA_ARCHITECTURES=$(CUDA_ARCHS)' \
 	  --log-level=WARNING
 	cmake --build $(BUILD)/inplace
-	cmake --install $(BUILD)/inplace --component runtime --prefix .
+	cmake --install $(BUILD)/inplace --component runtime --prefix src
 
 clean:
 	rm -rf $(BUILD) $(DIST) $(STAMPS)/install
-	rm -f allnorm/lib/*.so
+	rm -f src/allnorm/lib/*.so
 
 # ---- What is set up once, and again when what it depends on has changed ------------------------------------------
 

@@ -24,7 +24,7 @@ from allnorm.tune.crossovers import Candidate
 from allnorm.tune.table import LINK_ARM
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
-_SEEDS = _ROOT / "allnorm" / "seeds"
+_SEEDS = _ROOT / "src" / "allnorm" / "seeds"
 _ENOUGH_TOKENS, _ENOUGH_SIZES = 1024, 5
 _QUANTS = {"": "norm", "per_group:128": "per_group", "per_token": "per_token"}
 _ARM = "allnorm:"

@@ -4,7 +4,7 @@ Needs a library that notes it, which is a little slower than the one that is shi
 
     cmake -G Ninja -S . -B build/stamps -DALLNORM_STAMPS=ON -DALLNORM_CUDA_ARCHITECTURES=90-real
     cmake --build build/stamps && cmake --install build/stamps --component runtime --prefix .
-    PYTHONPATH=. python benchmarks/stamps.py [TP [RESULTS]]
+    PYTHONPATH=src python benchmarks/stamps.py [TP [RESULTS]]
 
 A call stands in a chain of the same calls, behind an empty kernel, or behind a matrix product whose
 weights sweep the L2 cache. Of each stage: what the median warp needs for it, and what the slowest

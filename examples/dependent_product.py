@@ -5,7 +5,7 @@
 In a model the fused op follows a row-parallel linear. The products of cuBLAS let nothing begin
 before they end. In a CUDA graph the fused op begins early behind them all the same, by an edge of
 the graph; eagerly all of its start is waited for. A kernel of programmatic dependent launch can say
-when the next one may begin: the one in allnorm/bench/triton_product.py does as soon as it has its
+when the next one may begin: the one in `allnorm.bench.triton_product` does as soon as it has its
 own input. The fused op then starts while the product runs, and waits for its end before it reads
 anything (`griddepcontrol.wait`). Nothing about the call is different.
 

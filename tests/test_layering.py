@@ -13,7 +13,7 @@ import pytest
 from allnorm import names
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-PACKAGE = ROOT / "allnorm"
+PACKAGE = ROOT / "src" / "allnorm"
 CSRC = ROOT / "csrc"
 
 # ---- Python ------------------------------------------------------------------------------------
@@ -258,7 +258,7 @@ def test_there_is_one_of_each(path: pathlib.Path) -> None:
     relative = path.relative_to(PACKAGE).as_posix()
     for pattern, home in ONE_HOME.items():
         found = re.search(pattern, path.read_text())
-        assert not found or relative == home, f"{relative}: use allnorm/{home}"
+        assert not found or relative == home, f"{relative}: use src/allnorm/{home}"
     lists = {tuple(v) for k, v in vars(names).items() if k.isupper()}
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Tuple | ast.List | ast.Set) and relative != "names.py":

@@ -1,6 +1,6 @@
 // Repeated calls, made without Python: recognised by their arguments, their results allocated,
 // their addresses filled in, launched. Every other call goes to the Python function that this
-// stands in front of, which checks it and says what is wrong with it (allnorm/core/dispatch.py).
+// stands in front of, which checks it and says what is wrong with it (src/allnorm/core/dispatch.py).
 //
 // CPython's stable ABI only, so that one library serves every version from 3.11 on. It is loaded by
 // ctypes, not imported. What it knows of torch are callables that it is given.

@@ -21,7 +21,7 @@ namespace {
 // The input that a result may overwrite.
 Tensor input_of(int result) { return result == kOut ? kX : kResidual; }
 
-// Addresses below may be offsets into memory that was freed: allnorm/core/tensors.py.
+// Addresses below may be offsets into memory that was freed: src/allnorm/core/tensors.py.
 constexpr std::uintptr_t kLowAddress = std::uintptr_t{1} << 32;
 
 // torch.Tensor.is_nested, its getter, and torch.Tensor.data_ptr, which are never freed. Calling

@@ -11,7 +11,7 @@
 namespace allnorm {
 
 // The tensors of a call. They come first among its arguments, in the order of the fields of
-// allnorm/core/call.py's Call; its constants follow. The last four are memory for results.
+// src/allnorm/core/call.py's Call; its constants follow. The last four are memory for results.
 enum Tensor : int {
   kX,
   kResidual,

@@ -1,6 +1,6 @@
 """The names that calls, tables and commands take: every list of them, once.
 
-Codes of the C ABI are positions in these tuples (`allnorm/core/_native.py`).
+Codes of the C ABI are positions in these tuples (`src/allnorm/core/_native.py`).
 """
 
 from __future__ import annotations

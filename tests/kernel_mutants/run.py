@@ -40,8 +40,8 @@ class Tree:
         shutil.rmtree(source, ignore_errors=True)
         for part in ("csrc", "cmake"):
             shutil.copytree(ROOT / part, source / part, copy_function=shutil.copy)
-        (source / "allnorm").mkdir()
-        for name in ("CMakeLists.txt", "allnorm/_version.py"):
+        (source / "src" / "allnorm").mkdir(parents=True)
+        for name in ("CMakeLists.txt", "src/allnorm/_version.py"):
             shutil.copy(ROOT / name, source / name)
         self._configured: set[str] = set()
 

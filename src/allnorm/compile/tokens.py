@@ -2,7 +2,7 @@
 
 AOTAutograd writes a call of an operator that has effects as `with_effects(token, op, *args)`, which
 returns the next token and what `op` returns. The rules of fusion know calls without tokens.
-Afterwards nothing needs them: Inductor keeps such calls, and their order, by allnorm/lowering.py.
+Afterwards nothing needs them: `allnorm.lowering` keeps such calls, and their order, in Inductor.
 """
 
 from __future__ import annotations
