@@ -98,7 +98,7 @@ sanitize: $(STAMPS)/run
 	done
 
 mutants: $(STAMPS)/run
-	$(BIN)/python tests/kernel_mutants/run.py $(MUTANTS_ARGS)
+	$(BIN)/python tests/native/kernel_mutants/run.py $(MUTANTS_ARGS)
 
 lint: $(STAMPS)/lint
 	$(BIN)/ruff check .

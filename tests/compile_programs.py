@@ -3,8 +3,8 @@
     python tests/compile_programs.py {graphs,modules,contents} FIRST COUNT [--device cuda]
         [--world-size 2] [--minutes 30]
 
-`graphs` are those of test_compile_random.py, `modules` those of test_compile_modules.py, `contents`
-those of test_compile_random_contents.py; a seed is a program. Each invocation starts ranks of its
+`graphs` are those of test_random.py, `modules` those of test_modules.py, `contents`
+those of test_random_contents.py; a seed is a program. Each invocation starts ranks of its
 own, so that several run side by side. It prints totals as it goes, every program that is wrong or
 raises, and ends with 1 if there was one.
 
@@ -32,9 +32,9 @@ from allnorm.compile import FusionReport
 from allnorm.testing import RankPool, spawn
 
 KINDS = {
-    "graphs": "test_compile_random",
-    "modules": "test_compile_modules",
-    "contents": "test_compile_random_contents",
+    "graphs": "compile.test_random",
+    "modules": "compile.test_modules",
+    "contents": "compile.test_random_contents",
 }
 AT_ONCE = 50
 

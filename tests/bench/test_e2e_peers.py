@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import fake_peers
 import pytest
 
 from allnorm.bench import peers
@@ -12,6 +11,8 @@ from allnorm.bench.e2e import models as e2e_models
 from allnorm.bench.e2e import run as ranks_e2e
 from allnorm.bench.e2e.models import PEER_ARMS, Job
 from allnorm.testing import run_ranks
+
+from . import fake_peers
 
 
 def job(*arms: str, model: str = "tiny", dtype: str = "bfloat16") -> Job:

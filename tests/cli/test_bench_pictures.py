@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from bench_samples import measurement, two_ranks
+from bench.samples import measurement, two_ranks
 
 from allnorm.bench.modes import Mode, Shape
 from allnorm.bench.report import Measurement

@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from bench_samples import measurement
-from command_helpers import command, rows, unwrapped
+from bench.samples import measurement
 from typer.testing import CliRunner
 
 import allnorm
@@ -19,6 +18,8 @@ from allnorm.cli import app as cli_app
 from allnorm.cli import bench, output
 from allnorm.cli.app import app
 from allnorm.testing import RankError
+
+from .helpers import command, rows, unwrapped
 
 
 def test_bench(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from command_helpers import unwrapped
 from typer.testing import CliRunner, Result
 
 import allnorm
@@ -17,6 +16,8 @@ from allnorm.bench.e2e import report as e2e_report
 from allnorm.bench.e2e import run as ranks_e2e
 from allnorm.bench.e2e.models import PEER_ARMS, Job, arm_names
 from allnorm.cli.app import app
+
+from .helpers import unwrapped
 
 ARMS = ["allnorm", "allnorm:unfused", "gloo+torch", "gloo+local"]
 QUICK = ("--device", "cpu", "--prompt", "5", "--tokens", "4", "--rounds", "1")

@@ -7,7 +7,7 @@ import itertools
 from pathlib import Path
 
 import pytest
-from bench_samples import two_ranks
+from bench.samples import two_ranks
 from rich.console import Console
 
 from allnorm.cli import bench_table, output

@@ -7,10 +7,11 @@ import pathlib
 import sys
 
 import pytest
-from command_helpers import unwrapped
 from typer.testing import CliRunner, Result
 
 from allnorm.cli.app import app
+
+from .helpers import unwrapped
 
 PROGRAM = """
 import sys

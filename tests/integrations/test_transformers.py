@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import transformers_models as models
 from rank_helpers import destroy_groups, on
 
 import allnorm
 from allnorm.errors import UnsupportedError
 from allnorm.testing import RankPool, assert_same_bits, ulp_distance
+
+from . import transformers_models as models
 
 pytest.importorskip("transformers")
 from allnorm.integrations import transformers as fused

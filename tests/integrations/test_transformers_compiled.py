@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-import transformers_models as models
 from rank_helpers import on
 
 from allnorm.testing import RankPool, assert_same_bits
+
+from . import transformers_models as models
 
 pytest.importorskip("transformers")
 from allnorm.integrations import transformers as fused

@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 import torch
-import transformers_models as models
 from rank_helpers import destroy_groups, on
 
 from allnorm.errors import PeerDivergedError
 from allnorm.testing import RankPool, assert_same_bits
+
+from . import transformers_models as models
 
 pytest.importorskip("transformers")
 from allnorm.integrations import transformers as fused

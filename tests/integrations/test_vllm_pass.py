@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import vllm_stand_in as stand_in
 from rank_helpers import on
 
 import allnorm.compile
@@ -16,6 +15,8 @@ from allnorm.errors import AllnormError
 from allnorm.integrations import engines
 from allnorm.integrations.vllm import engine
 from allnorm.testing import RankPool
+
+from . import vllm_stand_in as stand_in
 
 
 class Rank:

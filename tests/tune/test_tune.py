@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
-from command_helpers import command, rows, unwrapped
+from cli.helpers import command, rows, unwrapped
 from typer.testing import CliRunner
 
 import allnorm

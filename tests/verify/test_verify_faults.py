@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_helpers import unwrapped
+from cli.helpers import unwrapped
 from typer.testing import CliRunner
 
 from allnorm.cli.app import app

@@ -1,0 +1,286 @@
+"""Other libraries as arms: the calls they get, and what happens where they are missing or fail."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from allnorm.bench import modes as bench_modes
+from allnorm.bench import peers
+from allnorm.bench import run as ranks_bench
+from allnorm.bench.arms import Reduction
+from allnorm.bench.case import Case, make_case
+from allnorm.bench.modes import Mode, Shape
+from allnorm.bench.peers.base import Peer, Setting
+from allnorm.testing import run_ranks
+from allnorm.testing.agreement import first_line
+from allnorm.testing.spawn import RankError
+
+from . import fake_peers
+
+Records = list[dict[str, Any]]
+
+
+def job(*names: str, modes: tuple[Mode, ...] = (Mode(),), **changes: Any) -> ranks_bench.Job:
+    settings = {"shapes": (Shape(5, 256),), "dtype": "bfloat16", "numerics": "rounded"}
+    return ranks_bench.Job(
+        **{**settings, **changes}, modes=modes, arms=names, device="cpu", seconds=0.01
+    )
+
+
+def on_cpu(rank: int, world_size: int, what: ranks_bench.Job) -> tuple[Records, list[Any]]:
+    """The benchmark with peers that would run on GPUs only."""
+    bench_modes.peer_names = lambda device, mode: [] if mode.residual_sharded else [*peers.REGISTRY]
+    for peer in peers.REGISTRY.values():
+        peer.device_type = "cpu"
+    records = ranks_bench.run(rank, world_size, what)
+    return records, fake_peers.calls
+
+
+def with_fakes(rank: int, world_size: int, what: ranks_bench.Job) -> tuple[Records, list[Any]]:
+    fake_peers.install_flashinfer()
+    fake_peers.install_vllm()
+    fake_peers.install_sglang()
+    return on_cpu(rank, world_size, what)
+
+
+def with_symm_mem(rank: int, world_size: int, what: ranks_bench.Job) -> Any:
+    fake_peers.install_symm_mem()
+    return on_cpu(rank, world_size, what)
+
+
+def without_fused_sglang(rank: int, world_size: int, what: ranks_bench.Job) -> Any:
+    fake_peers.install_sglang(fused=False)
+    return on_cpu(rank, world_size, what)
+
+
+def with_overwriting_sglang(rank: int, world_size: int, what: ranks_bench.Job) -> Any:
+    fake_peers.install_sglang(norm=fake_peers.overwriting_norm)
+    return on_cpu(rank, world_size, what)
+
+
+def results(ranks: list[tuple[Records, list[Any]]]) -> Records:
+    """The records, which must be alike on all ranks but for their times."""
+    plain = [
+        [{k: v for k, v in record.items() if not k.endswith("_us")} for record in records]
+        for records, _ in ranks
+    ]
+    assert all(other == plain[0] for other in plain)
+    return ranks[0][0]
+
+
+def test_every_kernel_of_a_peer_is_an_arm_that_is_checked_and_timed() -> None:
+    ranks = run_ranks(with_fakes, 2, args=(job("flashinfer", "sglang", "vllm"),))
+    records = results(ranks)
+    assert [record["arm"] for record in records] == [
+        *("flashinfer", "flashinfer:one_shot", "flashinfer:two_shot"),
+        *("sglang", "sglang:one_shot", "sglang:two_shot", "sglang+local"),
+        *("vllm", "vllm+local"),
+    ]
+    for record in records:
+        assert record["error"] == record["reason"] == ""
+        assert record["p50_us"] > 0
+    calls = ranks[0][1]
+    assert ("create", {"capacity": 5 * 256, "fp32": False}) in calls
+    fusions = [arguments for name, arguments in calls if name == "fusion"]
+    assert {arguments["pattern"] for arguments in fusions} == {1}
+    assert {arguments["one_shot"] for arguments in fusions} == {None, True, False}
+    sglang = [arguments for name, arguments in calls if name == "sglang"]
+    assert {arguments["two_shot"] for arguments in sglang} == {None, True, False}
+    assert [name for name, _ in calls].index("compile") < [n for n, _ in calls].index("create")
+    assert sum(name == "close" for name, _ in calls) == 3
+
+
+@pytest.mark.parametrize(
+    ("quant", "return_normed", "pattern"),
+    [
+        ("per_tensor", False, 2),
+        ("per_tensor", True, 4),
+        ("per_group:64:column_major_tma:ue8m0_packed", False, 8),
+        ("per_group:64:column_major_tma:ue8m0_packed", True, 9),
+        ("per_token", False, 10),
+        ("per_token", True, 11),
+        ("per_group:128", False, None),
+    ],
+)
+def test_flashinfer_quantises_with_the_pattern_of_the_mode(
+    quant: str, return_normed: bool, pattern: int | None
+) -> None:
+    mode = Mode(quant, return_normed=return_normed)
+    ranks = run_ranks(with_fakes, 2, args=(job("flashinfer", modes=(mode,)),))
+    records = results(ranks)
+    assert all(record["error"] == record["reason"] == "" for record in records)
+    names = [record["arm"] for record in records]
+    assert ("flashinfer" in names) == (pattern is not None)
+    assert "flashinfer+quant" in names
+    patterns = {arguments["pattern"] for name, arguments in ranks[0][1] if name == "fusion"}
+    assert patterns == ({1} if pattern is None else {1, pattern})
+
+
+def test_other_libraries_get_a_kernel_behind_them_that_quantises() -> None:
+    what = job("sglang", "vllm", modes=(Mode("per_group:128"),))
+    names = [record["arm"] for record in results(run_ranks(with_fakes, 2, args=(what,)))]
+    assert names == [
+        *("sglang+quant", "sglang:one_shot+quant", "sglang:two_shot+quant", "sglang+local+quant"),
+        *("vllm+quant", "vllm+local+quant"),
+    ]
+
+
+@pytest.mark.parametrize("quant", ["", "per_group:128"])
+def test_symmetric_memory_holds_the_partial_sums_of_each_buffer_set(quant: str) -> None:
+    what = job("symm_mem", modes=(Mode(quant),), shapes=(Shape(5, 256), Shape(2, 512)))
+    ranks = run_ranks(with_symm_mem, 2, args=(what,))
+    suffix = "+local+quant" if quant else "+local"
+    records = results(ranks)
+    assert [r["arm"] for r in records] == [f"symm_mem:{a}_shot{suffix}" for a in ("one", "two")] * 2
+    assert all(record["error"] == record["reason"] == "" for record in records)
+    sizes = [arguments["elems"] for name, arguments in ranks[0][1] if name == "rendezvous"]
+    assert sizes == [5 * 256] * 2
+
+
+def test_weights_with_a_bias_and_float32() -> None:
+    shape = Shape(3, 256, 1e-6, weight_bias=1.0)
+    what = job("flashinfer", "sglang", "vllm", shapes=(shape,), dtype="float32")
+    records = results(run_ranks(with_fakes, 2, args=(what,)))
+    by_arm = {record["arm"]: record for record in records}
+    assert by_arm["sglang"]["reason"] == "no kernel for torch.float32"
+    assert by_arm["flashinfer"]["error"] == by_arm["vllm"]["error"] == ""
+
+
+def test_what_is_not_installed_is_missing_for_a_reason() -> None:
+    what = job("allnorm", "flashinfer", "sglang", "vllm")
+    by_arm = {r["arm"]: r for r in results(run_ranks(on_cpu, 2, args=(what,)))}
+    assert by_arm["allnorm"]["reason"] == ""
+    for name in ("flashinfer", "sglang", "vllm"):
+        assert by_arm[name]["reason"].startswith("missing: rank 0: ModuleNotFoundError: No module")
+
+
+def test_times_on_overwritten_inputs_are_no_times() -> None:
+    with pytest.raises(RankError, match=r"has overwritten what all arms read \(rank [01]: 5x256"):
+        run_ranks(with_overwriting_sglang, 2, args=(job("allnorm", "sglang"),))
+
+
+def test_an_older_sglang_has_the_plain_all_reduce_only() -> None:
+    records = results(run_ranks(without_fused_sglang, 2, args=(job("sglang"),)))
+    assert [record["arm"] for record in records] == ["sglang+local"]
+
+
+class Failing(Peer):
+    """Fails on rank 1 alone, where its `where` says."""
+
+    name = "failing"
+    device_type = "cpu"
+    where = ""
+
+    def _step(self, name: str) -> None:
+        if self.where == name and self.setting.rank == 1:
+            raise RuntimeError(f"broken {name}\nand more lines")
+
+    def load(self) -> str:
+        self._step("load")
+        return ""
+
+    def open(self) -> str | None:
+        self._step("open")
+        return None
+
+    def supports(self, case: Case, mode: Mode) -> str:
+        return "only even rows" if case.num_rows % 2 else ""
+
+    def reductions(self, case: Case) -> list[Reduction]:
+        def call(index: int) -> torch.Tensor:
+            self._step("call")
+            total = case.batches[index].xs[0] + case.batches[index].xs[1]
+            return total * 2 if self.where == "result" else total
+
+        return [Reduction(self.name, call)]
+
+
+def run_failing(rank: int, world_size: int, where: str, what: ranks_bench.Job) -> Any:
+    Failing.where = where
+    peers.REGISTRY = {"failing": Failing}
+    return on_cpu(rank, world_size, what)
+
+
+@pytest.mark.parametrize("where", ["load", "open", "call"])
+def test_a_failure_of_one_rank_takes_the_peer_out_on_all(where: str) -> None:
+    what = job("allnorm", "failing", shapes=(Shape(4, 256),))
+    records = results(run_ranks(run_failing, 2, args=(where, what)))
+    own, other = records
+    assert own["p50_us"] > 0
+    prefix = "" if where == "call" else "missing: "
+    assert other["reason"] == f"{prefix}rank 1: RuntimeError: broken {where}"
+    assert other["error"] == ""
+    assert other["p50_us"] != other["p50_us"]
+
+
+def test_a_wrong_result_of_a_peer_is_not_timed() -> None:
+    what = job("failing", shapes=(Shape(4, 256),))
+    record = results(run_ranks(run_failing, 2, args=("result", what)))[0]
+    assert record["error"].startswith("rank 0: residual_out")
+    assert record["p50_us"] != record["p50_us"]
+
+
+def test_what_a_peer_does_not_support_is_said() -> None:
+    what = job("failing", shapes=(Shape(3, 256), Shape(2, 256)))
+    records = results(run_ranks(run_failing, 2, args=("", what)))
+    assert [record["reason"] for record in records] == ["only even rows", ""]
+    assert [record["arm"] for record in records] == ["failing", "failing+local"]
+
+
+def test_gpu_libraries_are_refused_elsewhere_and_with_multicast(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    setting = peers.Setting(0, 2, torch.device("cpu"), torch.bfloat16, None, ())  # type: ignore[arg-type]
+    assert peers.REGISTRY["symm_mem"](setting).missing() == "runs on cuda only"
+    monkeypatch.setattr(Failing, "where", "")
+    monkeypatch.delenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", raising=False)
+    assert "multicast is not switched off" in Failing(setting).missing()
+    monkeypatch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    assert Failing(setting).missing() == ""
+
+
+def test_an_exception_is_one_line() -> None:
+    assert first_line(ValueError("a\nb")) == "ValueError: a"
+    assert first_line(ValueError()) == "ValueError"
+    assert len(first_line(ValueError("x" * 1000))) == 200
+
+
+class InPlace(Peer):
+    """Its reduction works in place."""
+
+    name = "in_place"
+    device_type = "cpu"
+    overwrites_inputs = True
+    captures = 0
+
+    def load(self) -> str:
+        return ""
+
+    def reductions(self, case: Case) -> list[Reduction]:
+        @contextlib.contextmanager
+        def capturing() -> Iterator[None]:
+            self.captures += 1
+            yield
+
+        return [Reduction("in_place", lambda i: case.xs[i].add_(1.0), capturing=capturing)]
+
+
+def test_a_peer_that_overwrites_its_inputs_has_its_own() -> None:
+    cpu = torch.device("cpu")
+    case = make_case(Shape(3, 64), "float32", "rounded", cpu, rank=1, world_size=2, seed=0)
+    made, first = case.checksums(), case.xs[0].clone()
+    setting = Setting(1, 2, cpu, torch.float32, None, (case.shape,))  # type: ignore[arg-type]
+    peer = InPlace(setting)
+    (reduction,) = peers.Peers([], cpu, torch.float32, ())._reductions(peer, case)
+    assert torch.equal(reduction.call(0), first + 1)  # it starts from what the others have
+    assert case.checksums() == made
+    with reduction.capturing():
+        assert peer.captures == 1
+        assert not torch.any(reduction.call(0) - 1)
+    peer.reductions(case)[0].call(0)
+    assert case.checksums() != made

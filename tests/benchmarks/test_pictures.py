@@ -1,0 +1,75 @@
+"""The pictures of README and site: what the script makes of the stored rows, nothing else."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import pathlib
+import re
+from types import ModuleType
+
+import pytest
+from script_helpers import ROOT, script
+
+PINNED = re.search(r"^matplotlib==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def pictures() -> ModuleType:
+    pytest.importorskip("matplotlib")
+    return script("benchmarks/pictures.py")
+
+
+def test_each_is_what_the_script_makes(pictures: ModuleType, tmp_path: pathlib.Path) -> None:
+    """Byte for byte: `make pictures` after a change of rows or of the script."""
+    assert PINNED
+    drawn = {path.name: path.read_bytes() for path in pictures.draw(tmp_path)}
+    assert drawn.keys() == {path.name for path in (ROOT / "docs" / "pictures").iterdir()}
+    assert len(drawn) == 10
+    assert len(set(drawn.values())) == 10
+    if importlib.metadata.version("matplotlib") != PINNED[1]:
+        pytest.skip(f"the stored ones are drawn by matplotlib {PINNED[1]}")
+    for name, text in drawn.items():
+        assert text == (ROOT / "docs" / "pictures" / name).read_bytes(), name
+
+
+def test_charts_are_of_every_library(pictures: ModuleType) -> None:
+    """Which times a chart has, project/test_figures.py compares with the tables beside it."""
+    for chart in pictures.CHARTS.values():
+        rows = pictures.chart_rows(chart)
+        assert rows.keys() == pictures.LIBRARIES.keys()
+        assert len(rows["allnorm"]) == 13
+
+
+def test_charts_of_both_modes_are_medians_of_processes(pictures: ModuleType) -> None:
+    for source in pictures.PRODUCTS.values():
+        chain, product = (pictures.mode_times(source, mode) for mode in pictures.PRODUCT_PANELS)
+        assert product.keys() == {*chain, "local"}
+        assert {"allnorm", "SGLang"} <= chain.keys()
+        of_arm = [
+            row["beyond_empty_us"]
+            for row in pictures.of_commit(source)
+            if (row["arm"], row["mode"], row["num_tokens"], row["hidden_size"])
+            == ("allnorm", "product", 16, 4096)
+        ]
+        assert len(of_arm) == 5
+        assert product["allnorm"][16] == sorted(of_arm)[2]
+
+
+def test_bars_are_of_three_ways_and_four_batches(pictures: ModuleType) -> None:
+    for source in pictures.ENGINES.values():
+        times = pictures.engine_times(source)
+        assert times.keys() == {"default", "allnorm", "nccl"}
+        assert all(len(of) == 4 for of in times.values())
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/performance.md"])
+def test_pages_show_them_for_both_backgrounds(page: str) -> None:
+    text = (ROOT / page).read_text()
+    shown = re.findall(r"(?:docs/)?(pictures/[\w-]+\.svg)", text)
+    assert shown
+    for name in shown:
+        assert (ROOT / "docs" / name).exists()
+        other = (
+            name.replace(".svg", "-dark.svg") if "-dark" not in name else name.replace("-dark", "")
+        )
+        assert other in shown, f"{name} is there for one background"

@@ -1,0 +1,328 @@
+"""Quantisations as kernels make them: fused where the caller allows it, within a bound."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from rank_helpers import comm, on
+from torch import Tensor
+from torch.fx import symbolic_trace
+
+import allnorm
+from allnorm import reference
+from allnorm.compile import fuse
+from allnorm.quant import Quant
+from allnorm.testing import RankPool, assert_same_bits
+
+from .helpers import (
+    FP8,
+    HIDDEN,
+    Inputs,
+    captured,
+    cast,
+    fused_calls,
+    gemma,
+    nodes_calling,
+    reduce,
+)
+
+LEAST_SCALE = 1 / (448.0 * 512.0)
+# 41 * fl(1/41) is not 1: products with the reciprocal miss ties that quotients hit.
+STATIC = 41 / 2048
+
+
+def over_rows(y: Any) -> Any:
+    return y.abs().max(dim=-1)[0].unsqueeze(-1).to(torch.float32)
+
+
+# ---- a function of (y, scale) for each form: (quantised, scale) ----------------------------------
+
+
+def static(y, scale):
+    return cast(y.to(torch.float32) * scale.to(torch.float32).reciprocal()), scale
+
+
+def static_by_one_over_the_scale(y, scale):
+    return cast(y.float() * (1.0 / scale)), scale
+
+
+def token(y, _):
+    scale = (over_rows(y) / 448.0).clamp(min=LEAST_SCALE)
+    return cast(y.to(torch.float32) * scale.reciprocal()), scale
+
+
+def token_by_amax(y, _):
+    scale = (y.abs().amax(dim=-1).unsqueeze(-1).float() / 448.0).clamp(min=LEAST_SCALE)
+    return cast(scale.reciprocal() * y.float()), scale
+
+
+def token_divided(y, _):
+    scale = torch.clamp_min(over_rows(y) / 448.0, LEAST_SCALE)
+    return cast(y / scale), scale
+
+
+def token_without_clamp(y, _):
+    scale = (over_rows(y) / 448.0).clamp(min=1e-10)
+    return (y.float() * scale.reciprocal()).to(FP8), scale
+
+
+def token_with_least_amax(y, _):
+    scale = over_rows(y).clamp(min=1e-10) / 448.0
+    return cast(y.float() * scale.reciprocal()), scale
+
+
+def token_with_another_least_amax(y, _):
+    scale = over_rows(y).clamp(min=1 / 512) / 448.0
+    return cast(y.float() / scale), scale
+
+
+def group(y, _):
+    groups = y.view(-1, HIDDEN // 128, 128)
+    greatest = groups.abs().max(dim=-1, keepdim=True)[0].float()
+    scale = (greatest / 448.0).clamp(min=LEAST_SCALE)
+    return cast(groups / scale).view(-1, HIDDEN), scale.squeeze(-1).reshape(24, HIDDEN // 128)
+
+
+TAKEN: dict[str, tuple[Callable[..., Any], str]] = {
+    **{form.__name__: (form, "per_tensor") for form in (static, static_by_one_over_the_scale)},
+    **{
+        form.__name__: (form, "per_token")
+        for form in (
+            *(token, token_by_amax, token_divided, token_without_clamp, token_with_least_amax),
+            token_with_another_least_amax,
+        )
+    },
+    "group": (group, "per_group 128"),
+}
+
+
+# What is left alone all the same.
+
+
+def least_scale_above_all(y, _):
+    return token_with(y, lambda amax: (amax / 448.0).clamp(min=LEAST_SCALE * 1.001))
+
+
+def least_amax_above_all(y, _):
+    return token_with(y, lambda amax: amax.clamp(min=1 / 511) / 448.0)
+
+
+def no_least(y, _):
+    return token_with(y, lambda amax: amax / 448.0)
+
+
+def negative_least(y, _):
+    return token_with(y, lambda amax: (amax / 448.0).clamp(min=-1.0))
+
+
+def bounded_above(y, _):
+    return token_with(y, lambda amax: (amax / 448.0).clamp(min=LEAST_SCALE, max=1.0))
+
+
+def by_the_reciprocal_of_448(y, _):
+    return token_with(y, lambda amax: (amax * (1 / 448.0)).clamp(min=LEAST_SCALE))
+
+
+def reciprocal_that_is_given(y, scale):
+    return cast(y.float() * scale), scale
+
+
+def reciprocal_in_16_bits(y, _):
+    scale = (over_rows(y) / 448.0).clamp(min=LEAST_SCALE)
+    return cast(y.float() * scale.reciprocal().half()), scale
+
+
+def static_without_clamp(y, scale):
+    return (y.float() * scale.reciprocal()).to(FP8), scale
+
+
+def one_scale_for_all(y, _):
+    scale = (y.abs().max().unsqueeze(-1).float() / 448.0).clamp(min=LEAST_SCALE)
+    return cast(y.float() * scale.reciprocal()), scale
+
+
+def token_with(y: Any, scale_of: Callable[[Any], Any]) -> Any:
+    scale = scale_of(over_rows(y))
+    return cast(y.float() * scale.reciprocal()), scale
+
+
+LEFT = {
+    form.__name__: form
+    for form in (
+        *(least_scale_above_all, least_amax_above_all, no_least, negative_least, bounded_above),
+        *(by_the_reciprocal_of_448, reciprocal_that_is_given, reciprocal_in_16_bits),
+        *(static_without_clamp, one_scale_for_all),
+    )
+}
+
+
+# ---- the graph -----------------------------------------------------------------------------------
+
+
+def block(form: Callable[..., Any]) -> Callable[..., Any]:
+    """A reduction, a norm and its quantisation; the normed tensor is given out too."""
+
+    def run(x, residual, w, scale):
+        total = reduce(x) + residual
+        y = gemma(total, w)
+        return *form(y, scale), y, total
+
+    return run
+
+
+def arguments(rank: int, scale_shape: tuple[int, ...] = (1,)) -> list[Tensor]:
+    """Rows of all sizes, so that eps makes some normed ones small; the last is of zeros."""
+    x, residual, w = Inputs(torch.float16).make(rank)
+    sizes = torch.exp2(-torch.arange(24.0)).unsqueeze(-1)
+    sizes[-1] = 0
+    scaled = [(rows * sizes).half() for rows in (x, residual)]
+    return [*scaled, w, torch.full(scale_shape, STATIC)]
+
+
+def fused(form: Callable[..., Any], inputs: list[Tensor], quant: str | None) -> Any:
+    """The graph after its fusion."""
+    graph = symbolic_trace(block(form))
+    report = fuse(graph, inputs, comm(), approximate_quant=True)
+    graph.graph.lint()
+    (site,) = report.sites
+    assert (site.numerics, site.quant) == ("rounded", quant), str(report)
+    assert len(fused_calls(graph)) == 1
+    assert bool(site.note) == (quant is None)
+    if quant is not None:
+        assert nodes_calling(graph, "norm_quant")
+        assert not nodes_calling(graph, "amax", "clamp", "max", "abs", "reciprocal", "truediv")
+    return graph
+
+
+def spec_of(quant: str) -> Quant:
+    kinds: dict[str, Quant] = {
+        "per_tensor": allnorm.Fp8PerTensor(torch.tensor([STATIC])),
+        "per_token": allnorm.Fp8PerToken(),
+        "per_group 128": allnorm.Fp8PerGroup(128),
+    }
+    return kinds[quant]
+
+
+def taken(rank: int, world_size: int, name: str) -> int:
+    """The reference's bytes; where written-out ones differ from them; how often they do."""
+    form, quant = TAKEN[name]
+    inputs = arguments(rank)
+    got, scale, y, total = fused(form, inputs, quant)(*inputs)
+    xs = [arguments(peer)[0] for peer in range(world_size)]
+    want = reference.all_reduce_add_rms_norm_quant(
+        xs, *inputs[1:3], 1e-5, spec_of(quant), weight_bias=1.0
+    )
+    assert_same_bits(got, want.quantized, "quantized")
+    assert_same_bits(total, want.residual, "residual")
+    written, written_scale = form(y, inputs[3])
+    assert (got.shape, got.dtype) == (written.shape, written.dtype)
+    assert (scale.shape, scale.dtype) == (written_scale.shape, written_scale.dtype)
+    if quant != "per_tensor":
+        assert_same_bits(scale.flatten(), want.scale.flatten(), "scale")
+    # All scales but the small ones are the same bits.
+    rows = y.float().view(-1, 128 if quant == "per_group 128" else HIDDEN)
+    large = rows.abs().amax(-1) >= 1 / 512
+    if quant == "per_tensor":
+        large[:] = True
+    else:
+        assert 0 < int(large.sum()) < large.numel(), "rows of both kinds"
+        assert_same_bits(scale.flatten()[large], written_scale.flatten()[large], "large scales")
+        assert bool((scale.flatten() <= written_scale.flatten()).all())
+    # With the same scale the bytes are those of the quotient, or of a float32 next to it.
+    column = scale.reshape(-1, 1) if quant != "per_tensor" else scale.reshape(1, 1)
+    quotient = rows / column
+    infinity = torch.tensor(torch.inf)
+    near = [quotient, *(torch.nextafter(quotient, to) for to in (infinity, -infinity))]
+    bytes_of = [cast(each).view(torch.uint8) for each in near]
+    theirs = written.view(rows.shape).view(torch.uint8)
+    close = torch.stack([theirs == each for each in bytes_of]).any(0)
+    assert bool(close[large].all())
+    return int((theirs != bytes_of[0])[large].sum())
+
+
+@on(cpu=(2,))
+@pytest.mark.parametrize("name", TAKEN)
+def test_taken(pool: RankPool, name: str) -> None:
+    differ = pool.run(taken, name)
+    if name == "static":
+        assert differ[0] > 0, "no tie, which the bound is about, was among the quotients"
+
+
+def by_default(rank: int, world_size: int, name: str) -> tuple[str | None, str]:
+    graph = symbolic_trace(block(TAKEN[name][0]))
+    (site,) = fuse(graph, arguments(rank), comm()).sites
+    assert site.fused
+    assert nodes_calling(graph, "clamp", "to")
+    return site.quant, site.note
+
+
+@on(cpu=(1,))
+@pytest.mark.parametrize("name", TAKEN)
+def test_not_by_default(pool: RankPool, name: str) -> None:
+    ((quant, note),) = pool.run(by_default, name)
+    assert quant is None
+    assert "approximate_quant=True takes it" in note
+
+
+def left(rank: int, world_size: int, name: str) -> None:
+    inputs = arguments(rank)
+    graph = fused(LEFT[name], inputs, None)
+    got, scale, y, _ = graph(*inputs)
+    for mine, theirs in zip((got, scale), LEFT[name](y, inputs[3]), strict=True):
+        assert_same_bits(mine, theirs, name)
+
+
+@on(cpu=(1,))
+@pytest.mark.parametrize("name", LEFT)
+def test_left(pool: RankPool, name: str) -> None:
+    pool.run(left, name)
+
+
+def static_shapes(rank: int, world_size: int) -> None:
+    """A given scale of one element, in any shape, also one that two sites share."""
+    want = None
+    for shape in ((1,), (), (1, 1)):
+        inputs = arguments(rank, shape)
+        got, *_ = fused(static, inputs, "per_tensor")(*inputs)
+        want = got if want is None else want
+        assert_same_bits(got, want, f"scale of shape {shape}")
+
+    def twice(x, residual, w, scale):
+        inverse = scale.reciprocal()
+        first = reduce(x) + residual
+        q = cast(gemma(first, w).float() * inverse)
+        second = reduce(q.to(torch.float16)) + first
+        return q, cast(gemma(second, w).float() * inverse), second
+
+    graph = symbolic_trace(twice)
+    inputs = arguments(rank)
+    report = fuse(graph, inputs, comm(), approximate_quant=True)
+    assert [site.quant for site in report.sites] == ["per_tensor"] * 2, str(report)
+    assert not nodes_calling(graph, "reciprocal")
+    assert_same_bits(graph(*inputs)[0], want, "first of two")
+
+
+@on(cpu=(1,))
+def test_static_shapes(pool: RankPool) -> None:
+    pool.run(static_shapes)
+
+
+def dynamo(rank: int, world_size: int) -> None:
+    """With a symbolic number of tokens, as Dynamo traces it."""
+    inputs = arguments(rank)
+    for tensor in inputs[:2]:
+        torch._dynamo.mark_dynamic(tensor, 0)
+    with torch.no_grad():
+        for form, quant in ((static, "per_tensor"), (token, "per_token")):
+            graph = captured(block(form), inputs)
+            report = fuse(graph, None, comm(), approximate_quant=True)
+            graph.graph.lint()
+            assert report.sites[0].quant == quant, str(report)
+
+
+@on(cpu=(1,))
+def test_dynamo(pool: RankPool) -> None:
+    pool.run(dynamo)

@@ -1,0 +1,306 @@
+"""Operators that quantise to MXFP8 and NVFP4, declared as vLLM declares them: fused, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from rank_helpers import comm, message_of, on
+from torch._higher_order_ops.auto_functionalize import auto_functionalized, auto_functionalized_v2
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
+
+import allnorm
+from allnorm import reference
+from allnorm.compile import block_scaled, fuse
+from allnorm.integrations.vllm import quants
+from allnorm.quant import empty_scale
+from allnorm.testing import RankPool, assert_same_bits
+
+from .helpers import EPS, Inputs, fused_calls, llama, nodes_calling, reduce
+
+FP4_LAYOUTS = {True: "swizzled_128x4", False: "row_major"}
+
+
+def nvfp4(input: Any, input_scale: Any, is_sf_swizzled_layout: bool) -> Any:
+    spec = allnorm.NvFp4(input_scale, FP4_LAYOUTS[is_sf_swizzled_layout])
+    quantized, scale = reference.quantize(input, spec)
+    if not is_sf_swizzled_layout:
+        return quantized, scale.view(torch.uint8)
+    rows = (input.shape[0] + 127) // 128 * 128
+    return quantized, scale.view(torch.int32).view(rows, -1)
+
+
+def nvfp4_out(
+    input: Any, input_scale: Any, is_sf_swizzled_layout: bool, *, output: Any, output_scale: Any
+) -> None:
+    quantized, scale = nvfp4(input, input_scale, is_sf_swizzled_layout)
+    output.zero_()[:, : quantized.shape[1]] = quantized
+    output_scale.zero_()[:, : scale.shape[1]] = scale
+
+
+def nvfp4_fake(input: Any, input_scale: Any, is_sf_swizzled_layout: bool) -> Any:
+    return output_of(input), scale_of(input, is_sf_swizzled_layout)
+
+
+def output_of(y: Any, padding: int = 0) -> Any:
+    return torch.empty((y.shape[0], y.shape[1] // 2 + padding), dtype=torch.uint8, device=y.device)
+
+
+def scale_of(y: Any, swizzled: bool, padding: int = 0) -> Any:
+    tokens, groups = y.shape[0], y.shape[1] // 16 + padding // 8
+    if not swizzled:
+        return torch.empty((tokens, groups), dtype=torch.uint8, device=y.device)
+    shape = ((tokens + 127) // 128 * 128, (groups + 3) // 4)
+    return torch.empty(shape, dtype=torch.int32, device=y.device)
+
+
+def mxfp8(x: Any, is_sf_swizzled_layout: bool = False, alignment: int = 0) -> Any:
+    return reference.quantize(x, allnorm.MxFp8())
+
+
+def mxfp8_fake(x: Any, is_sf_swizzled_layout: bool = False, alignment: int = 0) -> Any:
+    scale = empty_scale(allnorm.MxFp8(), *x.shape, x.device)
+    return torch.empty_like(x, dtype=torch.float8_e4m3fn), scale
+
+
+_libraries = []
+_FP4 = "scaled_fp4_quant{}(Tensor input, Tensor input_scale, bool is_sf_swizzled_layout{}) -> {}"
+_OUT = ", *, Tensor(a!) output, Tensor(b!) output_scale"
+_MX = "(Tensor x, bool is_sf_swizzled_layout=False, int alignment=0) -> (Tensor, Tensor)"
+for _space, _schema, _run, _fake in (
+    ("_C", _FP4.format("", "", "(Tensor, Tensor)"), nvfp4, nvfp4_fake),
+    ("_C", _FP4.format(".out", _OUT, "()"), nvfp4_out, lambda *_, **__: None),
+    ("vllm", f"mxfp8_quantize{_MX}", mxfp8, mxfp8_fake),
+):
+    _library = torch.library.Library(_space, "FRAGMENT")
+    _name = _schema.split("(")[0]
+    _library.define(_schema)
+    _library.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{_space}::{_name}", _fake, lib=_library)
+    _libraries.append(_library)
+
+
+Layer = Callable[..., Any]
+LAYERS: dict[str, tuple[Layer, str]] = {}
+
+
+def layer(quant: str) -> Callable[[Layer], Layer]:
+    """Marks a function of (x, residual, weight, global scale) with what must be fused."""
+
+    def add(function: Layer) -> Layer:
+        LAYERS[function.__name__] = (function, quant)
+        return function
+
+    return add
+
+
+def stored(
+    y: Any, given: Any, swizzled: bool = True, padding: int = 0, transposed: bool = False
+) -> Any:
+    """As vLLM calls it, functionalised."""
+    scale = scale_of(y, swizzled, padding)
+    _, output, scale = auto_functionalized(
+        torch.ops._C.scaled_fp4_quant.out,
+        input=y,
+        input_scale=given,
+        is_sf_swizzled_layout=swizzled,
+        output=output_of(y, padding),
+        output_scale=scale.t().contiguous().t() if transposed else scale,
+    )
+    return output, scale.view(torch.float8_e4m3fn)
+
+
+@layer("nvfp4")
+def stored_in_tiles(x, residual, w, given):
+    residual = reduce(x) + residual
+    return *stored(llama(residual, w), given), residual
+
+
+@layer("nvfp4")
+def stored_in_rows(x, residual, w, given):
+    residual = reduce(x) + residual
+    return *stored(llama(residual, w), given, swizzled=False), residual
+
+
+def wrapped(y: Any, given: Any, **views: Any) -> Any:
+    """In the wrapper that Inductor has by default, which counts bases, the rows last."""
+    _, scale, output = auto_functionalized_v2(
+        torch.ops._C.scaled_fp4_quant.out,
+        input=y,
+        input_scale=given,
+        is_sf_swizzled_layout=True,
+        _output_base_index=1,
+        _output_scale_base_index=0,
+        _all_bases=[scale_of(y, True), output_of(y)],
+        **views,
+    )
+    return output, scale.view(torch.float8_e4m3fn)
+
+
+@layer("nvfp4")
+def stored_in_bases(x, residual, w, given):
+    residual = reduce(x) + residual
+    return *wrapped(llama(residual, w), given), residual
+
+
+@layer("not: it changes a part of a tensor")
+def stored_in_a_part(x, residual, w, given):
+    residual = reduce(x) + residual
+    part = {"_output_slice_dim": 0, "_output_slice_start": 0, "_output_slice_end": x.shape[0]}
+    return *wrapped(llama(residual, w), given, **part), residual
+
+
+@layer("nvfp4")
+def returned_in_tiles(x, residual, w, given):
+    residual = reduce(x) + residual
+    quantized, scale = torch.ops._C.scaled_fp4_quant.default(llama(residual, w), given, True)
+    return quantized, scale.view(torch.float8_e4m3fn), residual
+
+
+@layer("nvfp4")
+def returned_in_rows(x, residual, w, given):
+    residual = reduce(x) + residual
+    quantized, scale = torch.ops._C.scaled_fp4_quant.default(llama(residual, w), given, False)
+    return quantized, scale.view(torch.float8_e4m3fn), residual
+
+
+@layer("nvfp4")
+def scale_without_a_dimension(x, residual, w, given):
+    residual = reduce(x) + residual
+    return *stored(llama(residual, w), given.view([])), residual
+
+
+@layer("mxfp8")
+def mx_in_tiles(x, residual, w, given):
+    residual = reduce(x) + residual
+    quantized, scale = torch.ops.vllm.mxfp8_quantize.default(llama(residual, w), True)
+    return quantized, scale.view(torch.float8_e8m0fnu), residual
+
+
+@layer("mxfp8")
+def mx_beside_the_16_bit_rows(x, residual, w, given):
+    residual = reduce(x) + residual
+    y = llama(residual, w)
+    return *torch.ops.vllm.mxfp8_quantize.default(y, True, 32), residual, y
+
+
+# Left to the graph, behind the fused 16-bit call.
+
+
+@layer("not: padded to 264 elements from 256")
+def padded_rows(x, residual, w, given):
+    return stored(llama(reduce(x) + residual, w), given, padding=8)
+
+
+@layer("not: in which allnorm writes none")
+def scales_in_columns(x, residual, w, given):
+    output, _ = stored(llama(reduce(x) + residual, w), given, swizzled=False, transposed=True)
+    return output
+
+
+@layer("not: computed from the reduced tensor")
+def scale_of_the_rows(x, residual, w, given):
+    y = llama(reduce(x) + residual, w)
+    return stored(y, y.float().abs().amax(-1, keepdim=True).amax(0))
+
+
+@layer("not: its scales are bytes in rows")
+def mx_in_rows_of_bytes(x, residual, w, given):
+    y = llama(reduce(x) + residual, w)
+    return torch.ops.vllm.mxfp8_quantize.default(y, False)
+
+
+@layer("not: its rows are padded to a multiple of 768")
+def mx_with_padding(x, residual, w, given):
+    y = llama(reduce(x) + residual, w)
+    return torch.ops.vllm.mxfp8_quantize.default(y, True, 768)
+
+
+def inputs_of(rank: int, tokens: int = 24) -> list[torch.Tensor]:
+    return [*Inputs(shape=(tokens, 512)).make(rank), torch.tensor([37.5])]
+
+
+def traced(function: Layer, inputs: list[torch.Tensor], dynamic: bool) -> Any:
+    """The graph of a layer; dynamic: of any number of tokens."""
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    kinds = [DimDynamic.DYNAMIC if dynamic else DimDynamic.STATIC, DimDynamic.STATIC]
+    fakes = [
+        mode.from_tensor(t, symbolic_context=StatelessSymbolicContext(kinds))
+        if t.dim() == 2
+        else mode.from_tensor(t, static_shapes=True)
+        for t in inputs
+    ]
+    with mode:
+        return make_fx(function)(*fakes)
+
+
+def fused(rank: int, world_size: int, name: str, dynamic: bool) -> tuple[Any, str]:
+    function, _ = LAYERS[name]
+    module = traced(function, inputs_of(rank), dynamic)
+    with torch.no_grad():
+        report = fuse(
+            module, None, comm(), decompositions=quants.decompositions(), approximate_quant=True
+        )
+        module.graph.lint()
+        assert len(fused_calls(module)) == 1, str(report)
+        (site,) = report.fused
+        operators = nodes_calling(module, "auto_functionalized", "scaled_fp4", "mxfp8_quantize")
+        assert bool(operators) == (site.quant is None), str(module.graph)
+        if site.quant is not None:
+            for tokens in (24, 131, 1) if dynamic else (24,):
+                check(module, function, rank, world_size, tokens, site.quant)
+    return site.quant, site.note
+
+
+def check(
+    module: Any, function: Layer, rank: int, world_size: int, tokens: int, quant: str
+) -> None:
+    """The bytes of the numerics page, in the shapes and dtypes of the graph."""
+    inputs = inputs_of(rank, tokens)
+    results, like = module(*inputs), function(*inputs)
+    given = inputs[3]
+    spec = allnorm.MxFp8() if quant == "mxfp8" else allnorm.NvFp4(given)
+    if quant == "nvfp4" and like[1].shape == (tokens, 32):
+        spec = allnorm.NvFp4(given, "row_major")
+    xs = [inputs_of(r, tokens)[0] for r in range(world_size)]
+    want = reference.all_reduce_add_rms_norm_quant(
+        xs, *inputs[1:3], EPS, spec, numerics="transformers", weight_bias=-0.0, return_normed=True
+    )
+    for i, (mine, theirs, plain) in enumerate(zip(results, want, like, strict=False)):
+        assert (mine.shape, mine.dtype) == (plain.shape, plain.dtype), i
+        assert_same_bits(as_bytes(mine), as_bytes(theirs), f"result {i}")
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8).flatten()
+
+
+@on(cpu=(2,))
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_operators_that_quantise_blocks(pool: RankPool, name: str, dynamic: bool) -> None:
+    first, second = pool.run(fused, name, dynamic)
+    assert first == second
+    quant, note = first
+    expected = LAYERS[name][1]
+    if expected.startswith("not: "):
+        assert quant is None
+        assert expected.removeprefix("not: ") in note
+    else:
+        assert (quant, note) == (expected, "")
+
+
+def test_only_blocks_have_a_name() -> None:
+    y = torch.zeros(2, 64)
+    text = message_of(TypeError, lambda: block_scaled(y, allnorm.Fp8PerToken()))
+    assert "expected allnorm.MxFp8() or an allnorm.NvFp4" in text
+    text = message_of(TypeError, lambda: block_scaled(y, allnorm.Fp8PerGroup(32)))
+    assert "Fp8PerGroup" in text

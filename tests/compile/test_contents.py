@@ -1,0 +1,439 @@
+"""A node stands for what its tensor holds: shapes of results, parts of tensors, writes, structure.
+
+Each case fused to something wrong once, or raised.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from rank_helpers import comm, on
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_flatten, tree_leaves
+
+from allnorm.compile import fuse, inductor_pass
+from allnorm.compile.aliasing import occurrences
+from allnorm.testing import RankPool
+
+from .helpers import (
+    EPS,
+    HIDDEN,
+    Inputs,
+    assert_close_norm,
+    captured,
+    check_fused,
+    check_missed,
+    reduce,
+)
+
+bf16 = torch.bfloat16
+
+# ---- shapes of results --------------------------------------------------------------------------
+
+
+def embedding(x, r, w):
+    """A vocabulary-parallel embedding times a number, in another shape, and the first norm."""
+    total = reduce(x).view(2, -1, HIDDEN) * 2.0
+    return F.rms_norm(total, (HIDDEN,), w, EPS), total
+
+
+def embedding_used_inside(x, r, w):
+    total = reduce(x).view(2, -1, HIDDEN) * 2.0
+    return F.rms_norm(total, (HIDDEN,), w, EPS), total[:, -1] + 1, total.sum(1), total.mean(0)
+
+
+def normed_in_a_third_shape(x, r, w):
+    total = reduce(x).view(2, -1, HIDDEN) * 2.0
+    return F.rms_norm(total.view(-1, HIDDEN), (HIDDEN,), w, EPS), total
+
+
+def scaled_in_two_shapes(x, r, w):
+    """One value, computed twice: both are results of the one call."""
+    reduced = reduce(x)
+    flat, total = reduced * 2.0, reduced.view(2, -1, HIDDEN) * 2.0
+    return F.rms_norm(total, (HIDDEN,), w, EPS), total, flat
+
+
+def normed_in_two_shapes(x, r, w):
+    total = reduce(x) + r
+    first = F.rms_norm(total.view(2, -1, HIDDEN), (HIDDEN,), w, EPS)
+    return first, F.rms_norm(total, (HIDDEN,), w, EPS), total
+
+
+def rounded_in_another_shape(x, r, w):
+    total = (reduce(x).float() + r).view(2, -1, HIDDEN)
+    stored = total.to(bf16)
+    return F.rms_norm(stored, (HIDDEN,), w, EPS), stored
+
+
+SHAPES = [
+    (embedding, 1),
+    (embedding_used_inside, 1),
+    (normed_in_a_third_shape, 1),
+    (scaled_in_two_shapes, 1),
+    (normed_in_two_shapes, 2),
+    (rounded_in_another_shape, 1),
+]
+
+
+def run_shapes(rank: int, world_size: int, index: int) -> None:
+    fn, norms = SHAPES[index]
+    inputs = Inputs().make(rank)
+    for module in (torch.fx.symbolic_trace(fn), captured(fn, inputs)):
+        given = inputs if len(module.graph.find_nodes(op="placeholder")) == 3 else inputs[::2]
+        check_fused(module, given, "rounded", norms=norms, communicator=comm())
+
+
+@on(cpu=(2,))
+@pytest.mark.parametrize("index", range(len(SHAPES)), ids=[fn.__name__ for fn, _ in SHAPES])
+def test_results_have_the_shapes_of_the_graph(pool: RankPool, index: int) -> None:
+    pool.run(run_shapes, index)
+
+
+# ---- parts of tensors ---------------------------------------------------------------------------
+
+
+@torch.library.custom_op("allnorm_contents::sum_", mutates_args=("x",))
+def sum_in_place(x: torch.Tensor, group: str) -> None:
+    whole = x.contiguous()
+    dist.all_reduce(whole)
+    x.copy_(whole)
+
+
+@torch.library.custom_op("allnorm_contents::sum_into", mutates_args=("out",))
+def sum_into(x: torch.Tensor, out: torch.Tensor, group: str) -> None:
+    out.copy_(x)
+    dist.all_reduce(out)
+
+
+OPS = ["allnorm_contents::sum_", "allnorm_contents::sum_into"]
+PARTS: dict[str, Callable[[Any], Any]] = {
+    "whole": lambda x: x,
+    "rows": lambda x: x[:8],
+    "columns": lambda x: x[:, :64],
+    "every_second": lambda x: x[::2],
+    "last_column": lambda x: x[:, -1],
+}
+
+
+def reduces(part: Callable[[Any], Any]) -> Any:
+    """Returns a function that sums a part of a tensor in place, then adds and norms all of it."""
+
+    def fn(x, r, w):
+        mine = x * 1
+        torch.ops.allnorm_contents.sum_(part(mine), "tp")
+        total = mine + r
+        return F.rms_norm(total, (HIDDEN,), w, EPS), total
+
+    return fn
+
+
+def sum_into_another(rank: int, world_size: int) -> None:
+    """An operator that leaves its first tensor as it is, and stores the sum in the second."""
+
+    def fn(x, r, w):
+        out = torch.empty_like(x)
+        torch.ops.allnorm_contents.sum_into(x, out, "tp")
+        total = out + r
+        return F.rms_norm(total, (HIDDEN,), w, EPS), total
+
+    inputs = Inputs().make(rank)
+    reason = "changes another argument than the first tensor"
+    options = {"communicator": comm(), "all_reduce_ops": OPS}
+    check_missed(captured(fn, inputs), inputs, reason, **options)
+
+
+def run_parts(rank: int, world_size: int, name: str, v2: bool) -> None:
+    from torch._dynamo.backends.common import aot_autograd
+
+    inputs, graphs = Inputs().make(rank), []
+    keep = aot_autograd(fw_compiler=lambda module, _: graphs.append(module) or module.forward)
+    torch._dynamo.reset()
+    with (
+        torch.no_grad(),
+        torch._inductor.config.patch(enable_auto_functionalized_v2=v2),
+    ):
+        torch.compile(reduces(PARTS[name]), backend=keep)(*inputs)
+    (module,) = graphs
+    assert "auto_functionalized" in str(module.graph)
+    options = {"communicator": comm(), "all_reduce_ops": OPS}
+    if name == "whole":
+        check_fused(module, inputs, "rounded", **options)
+        return
+    reason = "a part of the tensor" if v2 else "goes to|is needed too|no tensor of the shape"
+    check_missed(module, inputs, reason, **options)
+
+
+@on(cpu=(2,))
+@pytest.mark.parametrize("v2", [True, False])
+@pytest.mark.parametrize("name", PARTS)
+def test_a_part_is_not_the_whole(pool: RankPool, name: str, v2: bool) -> None:
+    pool.run(run_parts, name, v2)
+
+
+@on(cpu=(2,))
+def test_a_sum_stored_in_another_tensor(pool: RankPool) -> None:
+    pool.run(sum_into_another)
+
+
+# ---- what is returned, and written --------------------------------------------------------------
+
+STRUCTURES: dict[str, Callable[[Any, Any], Any]] = {
+    "tuple": lambda y, h: (y, h),
+    "dict": lambda y, h: {"y": y, "h": h},
+    "list": lambda y, h: [y, h],
+    "tensor": lambda y, h: y,
+    "nested": lambda y, h: {"p": (y, [h]), "q": {"h": h}},
+    "part_of_it": lambda y, h: (y, {"h": h}, None),
+}
+
+
+class Cached(torch.nn.Module):
+    """A site in place, whose norm goes into a cache, and whose weight changes after its use."""
+
+    def __init__(self, structure: Callable[[Any, Any], Any], writes: str) -> None:
+        super().__init__()
+        self.structure = structure
+        self.writes = writes
+        self.register_buffer("w", torch.linspace(0.5, 1.5, HIDDEN).bfloat16())
+        self.register_buffer("cache", torch.zeros(24, HIDDEN, dtype=bf16))
+
+    def forward(self, x: torch.Tensor, r: torch.Tensor) -> Any:
+        h = r + reduce(x)
+        y = F.rms_norm(h, (HIDDEN,), self.w, EPS)
+        if self.writes == "cache":
+            self.cache[1:3] = y[1:3]
+        elif self.writes == "weight":
+            self.w.mul_(0.5)
+        return self.structure(y, h)
+
+
+def run_structure(rank: int, world_size: int, name: str, writes: str) -> None:
+    x, r, _ = Inputs().make(rank)
+    stock, given = Cached(STRUCTURES[name], writes), Cached(STRUCTURES[name], writes)
+    with torch.no_grad():
+        module = torch.export.export(given, (x, r)).module(check_guards=False)
+        report = fuse(module, None, comm())
+        assert len(report.fused) == len(report.sites) == 1, str(report)
+        for again in range(3):
+            want, got = stock(x.clone(), r.clone()), module(x.clone(), r.clone())
+            flat, structure = tree_flatten(want)
+            mine, same = tree_flatten(got)
+            assert structure == same
+            what = f"run {again}"
+            states = zip(stock.buffers(), dict(module.named_buffers()).values(), strict=True)
+            for a, b in [*zip(mine, flat, strict=True), *((b, a) for a, b in states)]:
+                if isinstance(b, torch.Tensor):
+                    assert (a.shape, a.stride()) == (b.shape, b.stride()), what
+                    assert_close_norm(a, b, what)
+
+
+@on(cpu=(2,))
+@pytest.mark.parametrize("writes", ["nothing", "cache", "weight"])
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_exported_modules_return_what_they_did(pool: RankPool, name: str, writes: str) -> None:
+    pool.run(run_structure, name, writes)
+
+
+def exported_program(rank: int, world_size: int) -> None:
+    """A program whose graph was fused is still one: it can be checked, and saved."""
+    x, r, _ = Inputs().make(rank)
+    for name in ("tuple", "nested"):
+        stock = Cached(STRUCTURES[name], "nothing")
+        with torch.no_grad():
+            program = torch.export.export(stock, (x, r))
+            before = [node.name for node in occurrences(program.graph)]
+            assert len(fuse(program.graph_module, None, comm()).fused) == 1
+            assert [node.name for node in occurrences(program.graph)] == before
+            program.validate()
+            file = io.BytesIO()
+            torch.export.save(program, file)
+            file.seek(0)
+            got = torch.export.load(file).module()(x, r)
+            for mine, theirs in zip(*map(tree_leaves, (got, stock(x, r))), strict=True):
+                assert_close_norm(mine, theirs, name)
+
+
+def own_residual(rank: int, world_size: int) -> None:
+    """x is the residual too, flattened by the shape of the reduced tensor: no cycle."""
+
+    def fn(x, w):
+        reduced = reduce(x).flatten(0, -2)
+        total = x.view(reduced.shape) + reduced
+        return F.rms_norm(total, (HIDDEN,), w, EPS), total
+
+    inputs = Inputs(shape=(4, 6, HIDDEN)).make(rank)[::2]
+    for mode in ("symbolic", "fake", "real"):
+        module = make_fx(fn, tracing_mode=mode)(*inputs)
+        want = fn(*inputs)
+        (site,) = fuse(module, inputs, comm()).sites
+        assert site.fused or "asks about" in str(site.reason), str(site)
+        for mine, theirs in zip(module(*inputs), want, strict=True):
+            assert_close_norm(mine, theirs, mode)
+
+
+# ---- weights and numbers ------------------------------------------------------------------------
+
+
+class OwnParameter(torch.nn.Parameter):
+    """As vLLM and others have: data like any other."""
+
+
+def weights(rank: int, world_size: int) -> None:
+    """The pass fuses what the call takes, and says of the others why not."""
+    x, r, w = Inputs().make(rank)
+    wide = torch.stack([w, w], 1)
+    given = {
+        "subclass": (OwnParameter(w, requires_grad=False), ""),
+        "subclass of Tensor": (w.as_subclass(type("Mine", (torch.Tensor,), {})), ""),
+        "column": (wide[:, 0], r"has strides \(2,\): expected a contiguous"),
+        "expanded": (w[:1].expand(HIDDEN), r"has strides \(0,\): expected a contiguous"),
+        "row": (w[None], ""),
+        "offset": (torch.cat([w, w])[1 : HIDDEN + 1], ""),
+    }
+
+    def fn(x, r, w):
+        total = reduce(x) + r
+        return F.rms_norm(total, (HIDDEN,), w.view(HIDDEN), EPS), total
+
+    for name, (weight, reason) in given.items():
+        module = torch.fx.symbolic_trace(fn)
+        if reason:
+            check_missed(module, [x, r, weight], reason, communicator=comm())
+            continue
+        want = fn(x, r, weight)
+        assert len(fuse(module, [x, r, weight], comm()).fused) == 1, name
+        for mine, theirs in zip(module(x, r, weight), want, strict=True):
+            assert_close_norm(mine, theirs, name)
+
+
+def strided_parameter(rank: int, world_size: int) -> None:
+    """Of a module that the graph calls."""
+    norm = torch.nn.RMSNorm(HIDDEN, EPS, dtype=bf16).requires_grad_(False)
+    norm.weight = torch.nn.Parameter(torch.ones(HIDDEN, 2, dtype=bf16)[:, 0], requires_grad=False)
+    graph = torch.fx.Graph()
+    x, r = map(graph.placeholder, "xr")
+    functional = torch.ops._c10d_functional
+    pending = graph.call_function(functional.all_reduce.default, (x, "sum", "0"))
+    reduced = graph.call_function(functional.wait_tensor.default, (pending,))
+    total = graph.call_method("add", (reduced, r))
+    graph.output((graph.call_module("norm", (total,)), total))
+    root = torch.nn.Module()
+    root.norm = norm
+    inputs = Inputs().make(rank)[:2]
+    reason = r"norm.weight, has strides \(2,\)"
+    check_missed(torch.fx.GraphModule(root, graph), inputs, reason, communicator=comm())
+
+
+class Symbolic(torch.nn.Module):
+    """A scale and an eps that torch.compile(dynamic=True) makes symbols."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale, self.eps = scale, EPS
+
+    def forward(self, x, r, w):
+        total = r + (reduce(x) if self.scale == 1.0 else reduce(x) * self.scale)
+        return F.rms_norm(total, (HIDDEN,), w, self.eps), total
+
+
+def symbols(rank: int, world_size: int) -> None:
+    inputs = Inputs().make(rank)
+    for scale in (1.0, 0.3):
+        for special in (False, True):
+            reports = []
+
+            def fused(module, examples, reports=reports):
+                reports.append(fuse(module, examples, comm()))
+                return module.forward
+
+            torch._dynamo.reset()
+            with torch.no_grad(), torch._dynamo.config.patch(specialize_float=special):
+                torch.compile(Symbolic(scale), backend=fused, dynamic=True)(*inputs)
+            ((site,),) = [report.sites for report in reports]
+            assert site.fused == special, str(site)
+            assert special or "keeps as a symbol" in str(site.reason)
+            assert special or "specialize_float" in str(site.reason)
+
+
+@on(cpu=(2,))
+@pytest.mark.parametrize(
+    "case",
+    [exported_program, own_residual, weights, strided_parameter, symbols],
+    ids=lambda case: case.__name__,
+)
+def test_contents(pool: RankPool, case: Callable[..., None]) -> None:
+    pool.run(case, timeout=200.0)
+
+
+# ---- what Inductor's caches know of a function --------------------------------------------------
+
+FACTOR = 2.0
+MUTABLE = [1.0]
+
+
+def norm_by(eps: Any) -> Callable[..., Any]:
+    return lambda x, w: F.rms_norm(x, (HIDDEN,), w, eps)
+
+
+def default(x, w, eps=EPS):
+    return F.rms_norm(x, (HIDDEN,), w, eps)
+
+
+def helped(x, w):
+    return default(x, w) * FACTOR
+
+
+def inside(x, w):
+    return next(default(y, w) * FACTOR for y in (x,))
+
+
+class Norm:
+    eps = EPS
+
+    def __call__(self, x, w):
+        return F.rms_norm(x, (HIDDEN,), w, self.eps)
+
+    def bound(self, x, w):
+        return self(x, w)
+
+
+def key(function: Callable[..., Any]) -> Any:
+    return inductor_pass(decompositions={"mine::norm": function}).uuid()
+
+
+def test_the_cache_key_has_what_a_function_computes_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert key(norm_by(1e-6)) == key(norm_by(1e-6)) is not None
+    assert key(norm_by(1e-6)) != key(norm_by(1e-5))
+    assert key(norm_by(0.0)) != key(norm_by(-0.0))
+    assert key(norm_by(1)) != key(norm_by(1.0))
+    assert key(functools.partial(default, eps=1.0)) != key(functools.partial(default, eps=2.0))
+    for function in (helped, inside):
+        before = key(function)
+        assert before is not None
+        with monkeypatch.context() as changed:
+            changed.setitem(globals(), "FACTOR", 3.0)
+            assert key(function) != before
+        with monkeypatch.context() as changed:
+            changed.setattr(default, "__defaults__", (1.0,))
+            assert key(function) != before
+        assert key(function) == before
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        *(Norm(), Norm().bound, norm_by([1.0]), norm_by(torch.ones(()))),
+        *(lambda x, w: x * MUTABLE[0], lambda x, w: x * Norm.eps),
+        functools.lru_cache(default),
+    ],
+)
+def test_no_cache_for_what_may_change(function: Callable[..., Any]) -> None:
+    assert key(function) is None

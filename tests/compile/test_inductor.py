@@ -1,0 +1,478 @@
+"""The pass inside Inductor: compiled by two real ranks; its caches; gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import gc
+import os
+import pathlib
+import re
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+import torch.nn.functional as F
+from rank_helpers import comm, device, on
+from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
+from torch._inductor.utils import run_and_get_code
+from torch.fx import symbolic_trace
+
+import allnorm
+from allnorm import reference
+from allnorm.compile import groups
+from allnorm.testing import RankPool, assert_same_bits, rank_input, run_ranks, shared_input
+
+from .helpers import EPS, HIDDEN, Inputs, gemma, llama, open_names, reduce
+
+bf16 = torch.bfloat16
+NUMERICS = ["rounded", "transformers", "rounded"]
+
+
+@contextlib.contextmanager
+def inductor_caches(folder: str | None = None) -> Iterator[None]:
+    """Caches of their own, and no compile workers."""
+    settings = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    before = {name: os.environ.get(name) for name in (*settings, "TORCHINDUCTOR_CACHE_DIR")}
+    with tempfile.TemporaryDirectory() as temporary:
+        os.environ.update(settings, TORCHINDUCTOR_CACHE_DIR=folder or temporary)
+        torch._dynamo.reset()
+        try:
+            yield
+        finally:
+            torch._dynamo.reset()
+            for name, value in before.items():
+                os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+
+
+class Layers(torch.nn.Module):
+    """Three reductions with three norms, each reduced as `how` says."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.weights = torch.nn.ParameterList(
+            shared_input((HIDDEN,), bf16, f"weight {i}", device=device()) for i in range(3)
+        )
+
+    def reduce(self, x: Tensor) -> Tensor:
+        if self.how == "dist":
+            dist.all_reduce(x)
+            return x
+        if self.how == "functional":
+            return funcol.all_reduce(x, "sum", dist.group.WORLD)
+        return torch.ops.allnorm.all_reduce(x, self.how)
+
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        norms = (
+            lambda t: F.rms_norm(t, (HIDDEN,), self.weights[0], EPS),
+            lambda t: llama(t, self.weights[1]),
+            lambda t: gemma(t, self.weights[2]),
+        )
+        for norm in norms:
+            residual = residual + self.reduce(x * 1.5)
+            x = torch.relu(norm(residual)).reshape(-1, HIDDEN)
+        return x, residual
+
+    def expected(self, xs: list[Tensor], residual: Tensor) -> tuple[Tensor, Tensor]:
+        """By the reference, step by step."""
+        for weight, numerics, bias in zip(self.weights, NUMERICS, (-0.0, -0.0, 1.0), strict=True):
+            normed, residual = reference.all_reduce_add_rms_norm(
+                [x * 1.5 for x in xs],
+                *(residual, weight.detach(), EPS),
+                numerics=numerics,
+                weight_bias=bias,
+            )
+            xs = [torch.relu(normed)] * len(xs)
+        return xs[0], residual
+
+
+def arguments(rank: int, tokens: int = 5) -> tuple[Tensor, Tensor]:
+    x = rank_input((tokens, HIDDEN), bf16, rank, call=tokens, device=device())
+    return x, shared_input((tokens, HIDDEN), bf16, "residual", call=tokens, device=device())
+
+
+def compiled(model: torch.nn.Module, fusion: Any, **options: Any) -> Any:
+    settings = {} if fusion is None else {"post_grad_custom_post_pass": fusion}
+    return torch.compile(model, fullgraph=True, options=settings, **options)
+
+
+def calls(code: list[str]) -> tuple[int, int]:
+    """Fused calls and all-reduces in generated code."""
+    text = "\n".join(code)
+    fused = len(re.findall(r"= torch\.ops\.allnorm\.all_reduce_add_rms_norm\.default\(", text))
+    plain = len(re.findall(r"_c10d_functional\.all_reduce|allnorm\.all_reduce\.default\(", text))
+    return fused, plain
+
+
+def oldest_name(c: allnorm.Communicator) -> str:
+    """The name of the oldest open communicator on the same group and device."""
+    return next(
+        o.name for o in groups.open_communicators() if (o.group, o.device) == (c.group, c.device)
+    )
+
+
+def end_to_end(rank: int, world_size: int, how: str) -> None:
+    c = comm()
+    model = Layers(c.name if how == "allnorm" else how)
+    x, residual = arguments(rank)
+    expected = model.expected([arguments(r)[0] for r in range(world_size)], residual)
+    with inductor_caches(), torch.no_grad():
+        for given in (c, None):
+            torch._dynamo.reset()
+            fusion = allnorm.compile.inductor_pass(given)
+            results, code = run_and_get_code(compiled(model, fusion), x, residual)
+            (report,) = fusion.reports
+            assert [site.numerics for site in report.sites] == NUMERICS, str(report)
+            assert all(site.fused for site in report.sites)
+            assert calls(code) == (3, 0)
+            named = given is not None or how == "allnorm"
+            used = c.name if named else oldest_name(c)
+            assert used in "".join(code), "the communicator that exists is used"
+            # On GPUs the relu that Inductor writes leaves -0.0 as it is.
+            assert_same_bits(results[0] + 0.0, expected[0] + 0.0, "normed")
+            assert_same_bits(results[1], expected[1], "residual")
+
+
+@on(cpu=(2,), gpu=(2,))
+@pytest.mark.parametrize("how", ["dist", "functional", "allnorm"])
+def test_end_to_end(pool: RankPool, how: str) -> None:
+    pool.run(end_to_end, how)
+
+
+def unfused_algorithm(rank: int, world_size: int) -> None:
+    """The fused graph, and the graph as it is with reductions by allnorm's unfused path."""
+    c = comm()
+    model = Layers("functional")
+    x, residual = arguments(rank, 9)
+    with inductor_caches(), torch.no_grad():
+        got = compiled(model, allnorm.compile.inductor_pass(c))(x, residual)
+        model.reduce = lambda x: c.all_reduce(x, algorithm="unfused")
+        want = model(x, residual)
+    assert_same_bits(got[1], want[1], "residual")
+    assert float((got[0] != want[0]).float().mean()) < 0.005
+
+
+@on(cpu=(2,), gpu=(2,))
+def test_unfused_algorithm(pool: RankPool) -> None:
+    pool.run(unfused_algorithm)
+
+
+def toggled(rank: int, world_size: int) -> None:
+    """Neither Dynamo's cache nor Inductor's serves a graph that was compiled with another pass."""
+    c, other = comm(), allnorm.Communicator(device=device())
+    model, (x, residual) = Layers("functional"), arguments(rank)
+    expected = model.expected([arguments(r)[0] for r in range(world_size)], residual)
+    with inductor_caches(), torch.no_grad():
+        for reset in (True, False):
+            for given in (c, None, other, c, None):
+                if reset:
+                    torch._dynamo.reset()  # so that Inductor's cache on disk decides
+                fusion = None if given is None else allnorm.compile.inductor_pass(given)
+                results, code = run_and_get_code(compiled(model, fusion), x, residual)
+                # Code that is served from a cache is not generated again; then it has run before.
+                text = "".join(code)
+                if given is None:
+                    assert "all_reduce_add_rms_norm" not in text
+                    continue
+                assert not code or repr(given.name) in text
+                for mine, theirs in zip(results, expected, strict=True):
+                    assert_same_bits(mine, theirs, f"with {given}")
+        other.close()
+        # Whoever was compiled for it says so; the others go on.
+        torch._dynamo.reset()
+        results = compiled(model, allnorm.compile.inductor_pass(c))(x, residual)
+        assert_same_bits(results[0], expected[0], "after the other has been closed")
+
+
+@on(cpu=(2,))
+def test_toggled(pool: RankPool) -> None:
+    pool.run(toggled)
+
+
+def served(rank: int, world_size: int, folder: str, given: bool) -> tuple[int, str]:
+    """Compiles in a new process, with caches that another one may have filled."""
+    c = allnorm.Communicator() if given else None
+    x, residual = arguments(rank)
+    weight = shared_input((HIDDEN,), bf16, "weight")
+
+    def block(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        residual = residual + funcol.all_reduce(x, "sum", dist.group.WORLD)
+        return llama(residual, weight), residual
+
+    with inductor_caches(os.path.join(folder, str(rank))), torch.no_grad():
+        fusion = allnorm.compile.inductor_pass(c)
+        results = compiled(block, fusion)(x, residual, weight)
+    xs = [arguments(r)[0] for r in range(world_size)]
+    expected = reference.all_reduce_add_rms_norm(
+        xs, residual, weight, EPS, numerics="transformers", weight_bias=-0.0
+    )
+    for mine, theirs in zip(results, expected, strict=True):
+        assert_same_bits(mine, theirs, "in another process")
+    (name,) = open_names()
+    return len(fusion.reports), name
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["given", "made"])
+def test_other_processes(tmp_path: pathlib.Path, given: bool) -> None:
+    """Compiled code names a communicator: it may only be kept for processes that have it."""
+    reports = []
+    for _ in range(2):
+        answers = run_ranks(served, 2, args=(str(tmp_path), given))
+        assert {name for _, name in answers} == {"0#1" if given else "0"}
+        reports.append([count for count, _ in answers])
+    assert reports[0] == [1, 1]
+    # Compiled code is found again only where the communicator is sure to be there too.
+    assert reports[1] == ([0, 0] if given else [1, 1])
+
+
+def made_while_compiling(rank: int, world_size: int) -> None:
+    """A communicator is made outside of Inductor's Python dispatcher, under which it may hang."""
+    group = dist.new_group(list(range(world_size)))
+    graph = symbolic_trace(lambda x, r, w: llama(reduce(x, group=group.group_name) + r, w))
+    is_on = functools.partial(torch._C._dispatch_tls_is_dispatch_key_included, "PythonDispatcher")
+
+    make = allnorm.Communicator.for_group
+
+    def watched(*arguments: Any, **options: Any) -> allnorm.Communicator:
+        assert not is_on()
+        return make(*arguments, **options)
+
+    before = open_names()
+    with pytest.MonkeyPatch.context() as patch, enable_python_dispatcher():
+        patch.setattr(groups.Communicator, "for_group", watched)
+        assert is_on()
+        assert len(allnorm.compile.fuse(graph, Inputs().make(rank)).fused) == 1
+    (made,) = set(open_names()) - set(before)
+    assert made == group.group_name
+    groups._named.pop().close()
+
+
+@on(cpu=(2,))
+def test_made_while_compiling(pool: RankPool) -> None:
+    pool.run(made_while_compiling)
+
+
+def dropped_while_open(rank: int, world_size: int) -> None:
+    """One that was dropped is used by all ranks or by none; one that a graph names stays."""
+    group = dist.new_group(list(range(world_size)))
+    graph = symbolic_trace(lambda x, r, w: llama(reduce(x, group=group.group_name) + r, w))
+    inputs = Inputs().make(rank)
+    before = open_names()
+    gc.disable()
+    try:
+        cycle: list[Any] = [allnorm.Communicator(group)]
+        cycle.append(cycle)
+        (dropped,) = set(open_names()) - set(before)
+        del cycle
+        if rank == 1:
+            gc.collect()
+        assert len(allnorm.compile.fuse(graph, inputs).fused) == 1
+    finally:
+        gc.enable()
+    (used,) = set(open_names()) - set(before)
+    assert used != dropped
+    groups._named.pop().close()
+
+    kept = allnorm.Communicator(group).name
+    graph = symbolic_trace(lambda x, r, w: llama(reduce(x, group=group.group_name) + r, w))
+    again = allnorm.Communicator(group)
+    assert kept not in open_names()
+    assert len(allnorm.compile.fuse(graph, inputs).fused) == 1
+    name = again.name
+    del again
+    gc.collect()
+    assert name in open_names(), "the graph names it"
+    graph(*inputs)
+    groups._named.pop().close()
+
+
+@on(cpu=(2,))
+def test_dropped_while_open(pool: RankPool) -> None:
+    pool.run(dropped_while_open, timeout=60.0)
+
+
+def keys(rank: int, world_size: int) -> None:
+    """What Inductor's cache keys contain of the pass."""
+    make = allnorm.compile.inductor_pass
+    c = comm()
+    assert make(c).uuid() == make(c).uuid()
+    fusion = make(c)
+    assert copy.deepcopy({"options": fusion})["options"] is fusion, "torch.compile copies options"
+    assert make().uuid() == make().uuid()
+    with allnorm.Communicator(device=device()) as other:
+        seen = [make(), make(c), make(other), make(c, all_reduce_ops=["my::all_reduce"])]
+        seen.append(make(c, approximate_quant=True))
+        assert len({fusion.uuid() for fusion in seen}) == len(seen)
+        without = make().uuid()
+    assert make().uuid() != without, "another set of communicators"
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    assert isinstance(make(c), CustomGraphPass)
+    from allnorm.compile import inductor
+
+    version, sources = inductor._fingerprint()
+    assert version == allnorm.__version__
+    assert make(c).uuid()[:2] == (version, sources)
+    os.environ["ALLNORM_TIMEOUT_SECONDS"] = "77"
+    try:
+        changed = make(c).uuid()
+    finally:
+        del os.environ["ALLNORM_TIMEOUT_SECONDS"]
+    assert changed != make(c).uuid(), "another environment"
+
+
+@on(cpu=(1,))
+def test_keys(pool: RankPool) -> None:
+    pool.run(keys)
+
+
+def dynamic(rank: int, world_size: int) -> None:
+    """One compiled graph serves every number of tokens."""
+    fusion = allnorm.compile.inductor_pass(comm())
+    weight = shared_input((HIDDEN,), bf16, "weight", device=device())
+
+    def block(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        reduced = funcol.all_reduce(x.view(-1, 2, HIDDEN), "sum", dist.group.WORLD)
+        residual = residual + reduced.view(-1, HIDDEN)
+        return gemma(residual, weight), residual
+
+    with inductor_caches(), torch.no_grad():
+        fast = compiled(block, fusion)
+        for tokens in (4, 10, 18):
+            x, residual = arguments(rank, tokens)
+            for tensor in (x, residual):
+                torch._dynamo.mark_dynamic(tensor, 0)
+            xs = [arguments(r, tokens)[0] for r in range(world_size)]
+            expected = reference.all_reduce_add_rms_norm(xs, residual, weight, EPS, weight_bias=1.0)
+            for mine, theirs in zip(fast(x, residual, weight), expected, strict=True):
+                assert_same_bits(mine, theirs, f"{tokens} tokens")
+    (report,) = fusion.reports
+    assert len(report.fused) == 1
+    assert isinstance(report.sites[0].shape[0], str)
+
+
+@on(cpu=(2,), gpu=(2,))
+def test_dynamic(pool: RankPool) -> None:
+    pool.run(dynamic)
+
+
+def quantised(rank: int, world_size: int) -> None:
+    c = comm()
+    weight = shared_input((HIDDEN,), bf16, "weight", device=device())
+
+    def block(x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+        dist.all_reduce(x := x * 1.5)
+        residual = residual + x
+        groups = llama(residual, weight).view(-1, HIDDEN // 128, 128).float()
+        scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448.0
+        quantized = (groups / scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+        return quantized.view(-1, HIDDEN), scale.squeeze(-1), residual
+
+    x, residual = arguments(rank)
+    xs = [arguments(r)[0] * 1.5 for r in range(world_size)]
+    want = reference.all_reduce_add_rms_norm_quant(
+        xs, residual, weight, EPS, allnorm.Fp8PerGroup(128), numerics="transformers"
+    )
+    fusion = allnorm.compile.inductor_pass(c)
+    with inductor_caches(), torch.no_grad():
+        got = compiled(block, fusion)(x, residual)
+    assert fusion.reports[0].fused[0].quant == "per_group 128"
+    for mine, theirs in zip(got, want[:3], strict=True):
+        assert_same_bits(mine, theirs, "quantised")
+
+
+@on(cpu=(2,), gpu=(2,))
+def test_quantised(pool: RankPool) -> None:
+    pool.run(quantised)
+
+
+def training(rank: int, world_size: int) -> None:
+    """Inductor's graphs come after autograd: a fused forward has the gradients it had before."""
+    torch._dynamo.reset()
+    gradients = []
+    with inductor_caches():
+        for fusion in (None, allnorm.compile.inductor_pass(comm())):
+            model = Layers("functional")
+            x, residual = (t.requires_grad_() for t in arguments(rank))
+            torch._dynamo.reset()
+            run = model if fusion is None else compiled(model, fusion)
+            results = run(x, residual)
+            sum(r.float().square().sum() for r in results).backward()
+            gradients.append([x.grad, residual.grad, *(w.grad for w in model.weights)])
+    assert any(report.fused for report in fusion.reports), [str(r) for r in fusion.reports]
+    for mine, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=5e-2, atol=5e-1)
+
+
+@pytest.mark.slow
+@on(cpu=(2,))
+def test_training(pool: RankPool) -> None:
+    pool.run(training)
+
+
+class Boundaries(torch.nn.Module):
+    """A sandwich, a post norm without a second norm, a scaled sum of experts' rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = torch.nn.ParameterList(
+            shared_input((HIDDEN,), bf16, f"weight {i}", device=device()) for i in range(4)
+        )
+
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        w = self.weights
+        x = funcol.all_reduce(x * 1.5, "sum", dist.group.WORLD)
+        residual = residual + gemma(x, w[0])
+        x = torch.relu(gemma(residual, w[1]))
+        x = funcol.all_reduce(x, "sum", dist.group.WORLD)
+        residual = residual + llama(x, w[2])
+        rows = torch.relu(torch.stack([residual, -residual], 1))
+        x = (rows.float() * rows[..., :1].float()).sum(1).to(bf16)
+        x = funcol.all_reduce(x, "sum", dist.group.WORLD)
+        residual = residual + x * 0.22
+        return llama(residual, w[3]), residual
+
+    def expected(self, xs: list[Tensor], residual: Tensor) -> tuple[Tensor, Tensor]:
+        """By the reference, step by step."""
+        w = [weight.detach() for weight in self.weights]
+        run, ranks = reference.all_reduce_add_rms_norm, len(xs)
+        norm, post = {"numerics": "rounded", "weight_bias": 1.0}, allnorm.PostNorm(w[0], EPS, 1.0)
+        scaled = [x * 1.5 for x in xs]
+        x, residual = run(scaled, residual, w[1], EPS, post_norm=post, **norm)
+        xs, post = [torch.relu(x)] * ranks, allnorm.PostNorm(w[2], EPS)
+        mode = {"numerics": "transformers"}
+        _, residual = run(xs, residual, None, EPS, post_norm=post, **mode)
+        rows = torch.relu(torch.stack([residual, -residual], 1))
+        experts = allnorm.ExpertSum(rows, rows[..., 0].float())
+        return run([experts] * ranks, residual, w[3], EPS, scale=0.22, **mode)
+
+
+@torch.no_grad()
+def boundaries(rank: int, world_size: int) -> None:
+    model = Boundaries()
+    xs, residual = [arguments(peer)[0] for peer in range(world_size)], arguments(0)[1]
+    with inductor_caches():
+        fusion = allnorm.compile.inductor_pass(comm())
+        got, code = run_and_get_code(compiled(model, fusion), xs[rank], residual)
+    (report,) = fusion.reports
+    found = [(site.numerics, site.boundary) for site in report.fused]
+    assert found == [
+        ("rounded", "post norm"),
+        ("transformers", "post norm, no second norm"),
+        ("transformers", "sum of 2 experts' rows, scale 0.22"),
+    ], str(report)
+    assert calls(code) == (3, 0)
+    for mine, theirs in zip(got, model.expected(xs, residual), strict=True):
+        assert_same_bits(mine, theirs, "compiled")
+
+
+@on(cpu=(2,))
+def test_boundaries(pool: RankPool) -> None:
+    pool.run(boundaries)

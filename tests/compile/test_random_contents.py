@@ -1,0 +1,316 @@
+"""Random modules that reshape, slice, scale, post-norm, write in place and return structures.
+
+All tensors that are normed are small integers times a power of two, so that every order of
+additions gives the same sum of squares: results must be the same bits, unless a norm is normed
+again. The report must be true too: as many fused calls as sites, and as many reductions left as
+were missed.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from compile_programs import WrongError, compare
+from rank_helpers import comm, device, on
+from torch import Tensor, nn
+from torch.fx import GraphModule, Proxy, symbolic_trace
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_flatten
+
+from allnorm.compile import FusionReport, fuse
+from allnorm.testing import RankPool
+
+from .helpers import gemma, llama, nodes_calling, reduce
+from .test_random import check_reports
+
+HIDDEN, EPS = 32, 1e-5
+bf16 = torch.bfloat16
+
+
+def reduce_in_place(x: Any) -> None:
+    """`dist.all_reduce`, or the functional collective that tracers know."""
+    if isinstance(x, Proxy):
+        x.tracer.create_proxy("call_function", dist.all_reduce, (x,), {})
+        return
+    functional = torch.ops._c10d_functional
+    functional.wait_tensor.default(functional.all_reduce_.default(x, "sum", "0"))
+
+
+class Program(nn.Module):
+    """A random function of (x, r, other); `seed` decides what it does.
+
+    Attributes:
+        exact: by result in its flat order, whether its bits must be those of the graph.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.seed = seed
+        self.exact: list[bool] = []
+        generator = torch.Generator().manual_seed(seed)
+        for name in ("weight", "second"):
+            values = torch.randint(1, 9, (HIDDEN,), generator=generator) / 4
+            self.register_buffer(name, values.to(device(), bf16))
+
+    def forward(self, x: Any, r: Any, other: Any) -> Any:
+        """Does the same for every call."""
+        self.random = random.Random(self.seed)
+        self.normed: list[tuple[Any, bool]] = []  # with whether bits must be equal
+        self.sums: list[Any] = [r, other]  # exact, of the rows of r
+        for _ in range(self.random.randint(1, 3)):
+            self.site(x)
+        results = [*self.normed, *((one, True) for one in self.sums[2:])]
+        results = [self.used(*one) for one in results if self.chance(0.7)] or results[:1]
+        self.exact = [exact for _, exact in results]
+        return self.structure([tensor for tensor, _ in results])
+
+    def chance(self, part: float) -> bool:
+        return self.random.random() < part
+
+    def exactly(self, tensor: Any) -> Any:
+        """Integers of at most 32."""
+        return torch.clamp(torch.round(tensor * 4), -32, 32)
+
+    def rows(self, tensor: Any) -> Any:
+        """Rows as they are, or in another shape."""
+        kind = self.random.randrange(9)
+        if kind == 0:
+            return tensor.view(2, -1, HIDDEN)
+        if kind == 1:
+            return tensor.reshape(-1, HIDDEN)
+        if kind == 2:
+            return tensor.reshape(-1, HIDDEN).unsqueeze(0)
+        if kind == 3:
+            return tensor.reshape(-1, 2, HIDDEN)
+        if kind == 4:
+            return tensor.flatten(0, -2)
+        return tensor
+
+    def flat(self, tensor: Any) -> Any:
+        return tensor.reshape(-1, HIDDEN)
+
+    def reduced(self, x: Any) -> Any:
+        kind = self.random.randrange(6)
+        if kind == 0:
+            x = x * 1
+            reduce_in_place(x)
+            return x
+        if kind == 1 and self.chance(0.3):
+            x = x * 1
+            reduce_in_place(x[:1])
+            return x
+        return reduce(x)
+
+    def norm(self, z: Any) -> Any:
+        weight = self.weight if self.chance(0.6) else self.second
+        if self.chance(0.1):
+            weight = weight[None]
+        kind = self.random.randrange(4)
+        if kind == 0:
+            return llama(z, weight, EPS)
+        if kind == 1:
+            return gemma(z, weight)
+        if kind == 2:
+            return F.rms_norm(z, (HIDDEN,), None, EPS)
+        return F.rms_norm(z, (HIDDEN,), weight.view(HIDDEN), EPS)
+
+    def write(self, *tensors: Any) -> None:
+        """Writes in place, after a use."""
+        if self.chance(0.7):
+            return
+        tensor = self.random.choice(tensors)
+        kind = self.random.randrange(5)
+        if kind == 0:
+            tensor.mul_(2.0)
+        elif kind == 1:
+            tensor.neg_()
+        elif kind == 2:
+            tensor.select(0, 0).zero_()
+        elif kind == 3:
+            tensor.narrow(-1, 0, 8).mul_(0.5)
+        else:
+            self.weight.mul_(0.5)
+
+    def site(self, x: Any) -> None:
+        sources = [x, *self.sums[2:], *(tensor for tensor, _ in self.normed)]
+        mine = self.rows(self.exactly(self.flat(self.random.choice(sources))))
+        total = self.rows(self.reduced(mine))
+        exact, scaled = True, 1.0
+        if self.chance(0.2):
+            total, exact = self.norm(total), False
+        if self.chance(0.3):
+            scaled = self.random.choice([0.5, 2.0, -1.0])
+            total = total * scaled
+        total = self.rows(total)
+        if exact and self.chance(0.15):
+            self.normed.append((self.flat(total) + 1, True))
+        self.write(mine, total)
+        if self.chance(0.75):
+            residual = torch.clamp(self.random.choice(self.sums), -128, 128).reshape(-1, HIDDEN)
+            if self.chance(0.2):
+                residual = self.random.choice(self.sums).reshape(-1, HIDDEN)
+                exact = False
+            residual = residual.view_as(total) if self.chance(0.5) else residual.view(total.shape)
+            if self.chance(0.3):
+                total += residual
+            else:
+                total = residual + total if self.chance(0.5) else total + residual
+        first = exact
+        shaped = self.rows(total)
+        y = self.norm(shaped)
+        self.normed.append((y, first))
+        if self.chance(0.15):
+            self.normed.append((self.norm(self.rows(total)), first))
+        if self.chance(0.3):
+            self.write(y, total, shaped)
+        if exact and self.chance(0.7):
+            self.sums.append(total)
+        elif self.chance(0.5):
+            self.normed.append((total, exact))
+
+    def used(self, tensor: Any, exact: bool) -> tuple[Any, bool]:
+        """As it is, or what is computed of it."""
+        kind = self.random.randrange(10)
+        if kind == 0:
+            return tensor[-1:], exact
+        if kind == 1:
+            return tensor[..., :8] * 2, exact
+        if kind == 2:
+            return tensor.transpose(0, 1), exact
+        if kind == 3:
+            return tensor.new_ones(tensor.shape), True
+        return tensor, exact
+
+    def structure(self, tensors: list[Any]) -> Any:
+        kind = self.random.randrange(5)
+        if kind == 0:
+            return {f"r{index}": tensor for index, tensor in enumerate(tensors)}
+        if kind == 1:
+            return ((tensors[0], {"rest": tensors[1:]}),)
+        if kind == 2 and len(tensors) == 1:
+            return tensors[0]
+        if kind == 3:
+            return [*tensors]
+        return tuple(tensors)
+
+
+ENTRANCES = ("fx", "fx", "fx", "real", "fake", "symbolic", "export")
+
+
+def traced(program: Program, entrance: str, inputs: list[Tensor]) -> tuple[GraphModule, Any]:
+    """Returns the graph, and what fuse() is given beside it."""
+    if entrance == "fx":
+        return symbolic_trace(program), inputs
+    if entrance == "export":
+        return torch.export.export(program, tuple(inputs)).module(check_guards=False), None
+    given = [tensor.clone() for tensor in inputs]
+    states = {name: buffer.clone() for name, buffer in program.named_buffers()}
+    module = make_fx(program, tracing_mode=entrance, _allow_non_fake_inputs=True)(*given)
+    for name, buffer in program.named_buffers():
+        buffer.copy_(states[name])
+    return module, inputs
+
+
+def ints(rank: int, seed: int, tokens: int) -> list[Tensor]:
+    def make(number: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed * 8 + number)
+        values = torch.randint(-16, 17, (tokens, HIDDEN), generator=generator)
+        return values.to(device(), bf16)
+
+    return [make(4 + rank), make(0), make(1)]
+
+
+def states_of(module: nn.Module) -> list[Tensor]:
+    return [tensor for _, tensor in sorted(module.named_buffers())]
+
+
+def one(rank: int, seed: int) -> list[FusionReport] | None:
+    """Fuses and runs a graph, and compares; None if the program cannot be traced or run."""
+    choose = random.Random(-seed - 1)
+    tokens, entrance = choose.choice([4, 6, 12]), choose.choice(ENTRANCES)
+    inputs = ints(rank, seed, tokens)
+    with torch.no_grad():
+        try:
+            Program(seed)(*[tensor.clone() for tensor in inputs])
+            module, examples = traced(Program(seed), entrance, inputs)
+            given, _ = traced(Program(seed), entrance, inputs)
+            given(*[tensor.clone() for tensor in inputs])
+        except (RuntimeError, ValueError, TypeError, torch.fx.proxy.TraceError):
+            return None
+        given, _ = traced(Program(seed), entrance, inputs)  # with buffers as they were
+        before = str(module.graph)
+        report = fuse(module, examples, comm())
+        module.graph.lint()
+        what = f"seed {seed}, {entrance}, {tokens} tokens:\n{before}\n{report}\n{module.graph}"
+        check_truth(module, report, what)
+        others = [tokens, tokens + 4, 1] if entrance in ("symbolic", "fx") else [tokens]
+        for count in others:
+            fresh = ints(rank, seed, count)
+            check_run(given, module, fresh, Program(seed), what, resized=count != tokens)
+    return [report]
+
+
+def check_truth(module: GraphModule, report: FusionReport, what: str) -> None:
+    calls = nodes_calling(module, "add_rms_norm")
+    left = nodes_calling(module, "_c10d_functional.all_reduce", "function all_reduce")
+    if len(calls) != len(report.fused) or len(left) != len(report.missed):
+        raise WrongError(f"the report is not true of {what}")
+
+
+def check_run(
+    given: GraphModule,
+    module: GraphModule,
+    inputs: list[Tensor],
+    program: Program,
+    what: str,
+    *,
+    resized: bool,
+) -> None:
+    theirs, mine = ([tensor.clone() for tensor in inputs] for _ in range(2))
+    try:
+        want, structure = tree_flatten(given(*theirs))
+    except RuntimeError:
+        if not resized:
+            raise
+        return
+    try:
+        got, same = tree_flatten(module(*mine))
+    except ValueError as error:
+        if resized and "Fuse the graph again" in str(error):
+            return
+        raise
+    if structure != same:
+        raise WrongError(f"the structure of the results, {same}, not {structure}, of {what}")
+    program(*[tensor.clone() for tensor in inputs])
+    exact = [*program.exact, *(True for _ in inputs), *(True for _ in states_of(module))]
+    got, want = [*got, *mine, *states_of(module)], [*want, *theirs, *states_of(given)]
+    for index, (a, b, bits) in enumerate(zip(got, want, exact, strict=True)):
+        if (a.shape, a.dtype, a.stride()) != (b.shape, b.dtype, b.stride()):
+            raise WrongError(f"result {index} is {a.shape} {a.stride()}, not {b.shape} of {what}")
+        if bits and not torch.equal(a.view(torch.int16), b.view(torch.int16)):
+            raise WrongError(f"bits of result {index} of {what}")
+    compare(got, want, 0.05, 0.95, what)
+
+
+def run(rank: int, world_size: int, seeds: range) -> list[str]:
+    """Compares some graphs; returns the reports."""
+    return [str(report) for seed in seeds for report in one(rank, seed) or ()]
+
+
+@on(cpu=(2,))
+@pytest.mark.parametrize("first", [0, 50])
+def test_random_contents(pool: RankPool, first: int) -> None:
+    check_reports(pool.run(run, range(first, first + 50), timeout=500.0), 5)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+@on(cpu=(2,))
+@pytest.mark.parametrize("first", range(1000, 4000, 500))
+def test_many_random_contents(pool: RankPool, first: int) -> None:
+    check_reports(pool.run(run, range(first, first + 500), timeout=7000.0), 100)

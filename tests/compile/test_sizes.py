@@ -1,0 +1,138 @@
+"""Graphs that are fused with real examples, and run with other sizes: shapes must be the graph's.
+
+A fused graph may refuse a size for which it was not made. It must not return another shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rank_helpers import comm, on
+from torch import Tensor, nn
+from torch.fx import GraphModule, symbolic_trace
+
+from allnorm.compile import fuse
+from allnorm.testing import RankPool
+
+from .helpers import llama, nodes_calling, reduce
+from .test_random_contents import HIDDEN, ints, one
+
+GRAPHS: dict[str, Callable[..., Any]] = {}
+REFUSE = {"first_part", "without_a_one"}  # sizes at which the same nodes give other shapes
+ALWAYS = {"plain", "shape_of_another_tensor"}  # are fused for any size, and need no check
+
+
+def graph(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Marks a function of (x, residual, weight)."""
+    GRAPHS[fn.__name__] = fn
+    return fn
+
+
+@graph
+def plain(x, residual, w):
+    z = reduce(x) + residual
+    return llama(z, w), z
+
+
+@graph
+def views_of_fixed_sizes(x, residual, w):
+    """For 4 tokens, both views have the same shape, and no others may be fused."""
+    z = reduce(x.reshape(-1, 2, HIDDEN)) + residual.view(-1, 2, HIDDEN)
+    return llama(z.flatten(0, -2).view(2, -1, HIDDEN), w), z
+
+
+@graph
+def views_of_another_tensor(x, residual, w):
+    other = residual.view(-1, 2, HIDDEN)
+    z = reduce(x) + residual
+    return llama(z.view(2, -1, HIDDEN), w) * 2, other, z
+
+
+@graph
+def shape_of_another_tensor(x, residual, w):
+    z = reduce(x.view(2, -1, HIDDEN)).view(residual.shape) + residual
+    return F.rms_norm(z, (HIDDEN,), w, 1e-5), z
+
+
+@graph
+def first_part(x, residual, w):
+    """Takes the first of as many parts as there are."""
+    z = reduce(x) + residual
+    part = F.rms_norm(z, (HIDDEN,), w, 1e-5).split(2)
+    return part[0], part[1], z
+
+
+@graph
+def without_a_one(x, residual, w):
+    """With one token, a dimension less."""
+    z = (reduce(x) + residual).squeeze(0)
+    return F.rms_norm(z, (HIDDEN,), w, 1e-5)
+
+
+class Of(nn.Module):
+    """A module that calls a function with a weight of its own."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        super().__init__()
+        self.fn = fn
+        self.register_buffer("weight", torch.full((HIDDEN,), 0.5, dtype=torch.bfloat16))
+
+    def forward(self, x: Any, residual: Any) -> Any:
+        """Calls it."""
+        return self.fn(x, residual, self.weight)
+
+
+def answers(module: GraphModule, inputs: Sequence[Tensor]) -> list[Tensor] | str:
+    """Returns the results, or why there are none."""
+    try:
+        results = module(*inputs)
+    except (ValueError, RuntimeError, IndexError) as error:
+        return str(error)
+    return [results] if isinstance(results, Tensor) else list(results)
+
+
+def sizes(rank: int, world_size: int, name: str, tokens: int) -> None:
+    given, module = symbolic_trace(Of(GRAPHS[name])), symbolic_trace(Of(GRAPHS[name]))
+    refused = set()
+    with torch.no_grad():
+        report = fuse(module, ints(rank, 7, tokens)[:2], comm())
+        assert len(report.fused) == (0 if name == "views_of_fixed_sizes" else 1), str(report)
+        for count in (tokens, 4, 8, 2, 12, 1):
+            inputs = ints(rank, count, count)[:2]
+            got, want = answers(module, inputs), answers(given, inputs)
+            what = f"{name}, {count} tokens: {report}\n{module.graph}"
+            if isinstance(want, str):
+                continue
+            if isinstance(got, str):
+                assert "Fuse the graph again" in got, f"{got}\n{what}"
+                refused.add(count)
+                continue
+            assert [t.shape for t in got] == [t.shape for t in want], what
+            for mine, theirs in zip(got, want, strict=True):
+                assert torch.allclose(mine, theirs, rtol=0.02, atol=0.02), what
+    assert tokens not in refused
+    assert name not in REFUSE or refused
+    checked = nodes_calling(module, "check_inputs")
+    assert name not in ALWAYS or not (refused or checked), str(module.graph)
+
+
+@on(cpu=(2,))
+@pytest.mark.parametrize("tokens", [4, 6])
+@pytest.mark.parametrize("name", GRAPHS)
+def test_sizes(pool: RankPool, name: str, tokens: int) -> None:
+    pool.run(sizes, name, tokens)
+
+
+@on(cpu=(2,))
+@pytest.mark.parametrize("seed", [71999873758, 71999873776])
+def test_programs(pool: RankPool, seed: int) -> None:
+    """Programs in which views were chosen that only fit at the sizes of the examples."""
+    pool.run(program, seed)
+
+
+def program(rank: int, world_size: int, seed: int) -> None:
+    assert one(rank, seed) is not None

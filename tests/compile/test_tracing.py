@@ -1,0 +1,365 @@
+"""Graphs to be fused that take more than a function: modules, Dynamo, collectives, wrappers."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives as funcol
+import torch.nn.functional as F
+from rank_helpers import comm, on
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch.fx import Graph, GraphModule, symbolic_trace
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from allnorm import reference
+from allnorm.compile import fuse
+from allnorm.testing import RankPool, assert_same_bits
+
+from .helpers import (
+    EPS,
+    HIDDEN,
+    Inputs,
+    captured,
+    check_fused,
+    fused_calls,
+    gemma,
+    llama,
+    nodes_calling,
+    reduce,
+)
+
+bf16 = torch.bfloat16
+
+
+class Block(torch.nn.Module):
+    def __init__(self, norm: torch.nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+        self.dropout = torch.nn.Dropout(0.5)
+
+    def forward(self, x, residual):
+        residual = self.dropout(reduce(x)) + residual
+        return self.norm(residual), residual
+
+
+def modules(rank: int, world_size: int) -> None:
+    """torch.nn.RMSNorm as a call of a module, with and without eps and weight."""
+    x, residual, _ = Inputs().make(rank)
+    for arguments in ({}, {"eps": 1e-3}, {"elementwise_affine": False}, {"dtype": torch.float32}):
+        norm = torch.nn.RMSNorm(HIDDEN, **{"dtype": bf16, **arguments})
+        if norm.weight is not None:
+            torch.nn.init.normal_(norm.weight)
+        graph = symbolic_trace(Block(norm).eval())
+        assert nodes_calling(graph, "norm")
+        check_fused(graph, [x, residual], "rounded", communicator=comm())
+        assert not [node for node in graph.graph.nodes if node.op == "call_module"]
+        with torch.no_grad():
+            again = graph(x, residual)[0]
+            if norm.weight is not None:
+                norm.weight.mul_(2)  # still read, not copied
+                assert_same_bits(graph(x, residual)[0], again * 2, "with another weight")
+
+
+@on(cpu=(2,))
+def test_modules(pool: RankPool) -> None:
+    pool.run(modules)
+
+
+def in_place_graph(target: Any, arguments: Sequence[Any], *, clone: bool) -> GraphModule:
+    """`target(x, ...)` in place, then a residual and a norm."""
+    graph = Graph()
+    x, residual, w = (graph.placeholder(name) for name in ("x", "residual", "w"))
+    x = graph.call_method("clone", (x,)) if clone else x
+    reduced = graph.call_function(target, (x, *arguments))
+    if arguments:
+        graph.call_function(torch.ops._c10d_functional.wait_tensor.default, (reduced,))
+    total = graph.call_function(operator.add, (x, residual)) if clone else x
+    normed = graph.call_function(F.rms_norm, (total, (HIDDEN,), w, EPS))
+    graph.output((normed, total))
+    return GraphModule(torch.nn.Module(), graph)
+
+
+def in_place_reductions(rank: int, world_size: int) -> None:
+    inputs = Inputs().make(rank)
+    forms = [
+        (torch.distributed.all_reduce, ()),
+        (torch.ops._c10d_functional.all_reduce_.default, ("sum", "0")),
+    ]
+    for target, arguments in forms:
+        for clone in (True, False):  # of a temporary, and of the caller's own tensor
+            graph = in_place_graph(target, arguments, clone=clone)
+            check_fused(graph, inputs, "rounded", communicator=comm())
+            assert not nodes_calling(graph, "distributed")
+
+
+@on(cpu=(2,))
+def test_in_place_reductions(pool: RankPool) -> None:
+    pool.run(in_place_reductions)
+
+
+def functional_collectives(rank: int, world_size: int) -> None:
+    """The Python function, with a group by name."""
+    graph = Graph()
+    x, residual, w = (graph.placeholder(name) for name in ("x", "residual", "w"))
+    reduced = graph.call_function(funcol.all_reduce, (x, "SUM", "0"))
+    total = graph.call_function(torch.add, (reduced, residual))
+    graph.output((graph.call_function(F.rms_norm, (total, (HIDDEN,), w, EPS)), total))
+    module = GraphModule(torch.nn.Module(), graph)
+    check_fused(module, Inputs().make(rank), "rounded", communicator=comm())
+
+
+@on(cpu=(2,))
+def test_functional_collectives(pool: RankPool) -> None:
+    pool.run(functional_collectives)
+
+
+def as_dynamo_traces(rank: int, world_size: int) -> None:
+    """dist.all_reduce becomes a functional collective and a copy into its argument."""
+    x, residual, w = Inputs().make(rank)
+
+    def temporary(x, residual, w):
+        x = x * 1
+        torch.distributed.all_reduce(x)
+        residual = residual + x
+        return llama(residual, w), residual
+
+    def viewed(x, residual, w):
+        x = x * 1
+        torch.distributed.all_reduce(x.view(4, -1, HIDDEN))
+        residual = residual + x
+        return gemma(residual, w), residual
+
+    def of_the_caller(x, residual, w):
+        torch.distributed.all_reduce(x)
+        return llama(x, w), x + residual
+
+    def chain(x, residual, w):
+        for _ in range(2):
+            x = x * 0.5
+            torch.distributed.all_reduce(x)
+            residual += x
+            x = F.rms_norm(residual, (HIDDEN,), w)
+        return x, residual
+
+    with torch.no_grad():
+        for fn, modes in (
+            (temporary, ["transformers"]),
+            (viewed, ["rounded"]),
+            (of_the_caller, ["transformers"]),
+            (chain, ["rounded", "rounded"]),
+        ):
+            graph = captured(fn, [x, residual, w])
+            assert nodes_calling(graph, "copy_")
+            inputs = [t.clone() for t in (x, residual, w)]
+            by_name = {"l_x_": inputs[0], "l_residual_": inputs[1], "l_w_": inputs[2]}
+            ordered = [by_name[n.name] for n in graph.graph.nodes if n.op == "placeholder"]
+            # Its metadata is enough; the results are compared with the graph's own.
+            check_fused(graph, ordered, modes, communicator=comm())
+
+
+@on(cpu=(2,))
+def test_as_dynamo_traces(pool: RankPool) -> None:
+    pool.run(as_dynamo_traces)
+
+
+@functools.cache
+def mylib() -> torch.library.Library:
+    """Custom reductions: functional, and in place."""
+    library = torch.library.Library("mylib", "DEF")
+    library.define("all_reduce(Tensor x, str group_name) -> Tensor")
+    library.define("all_reduce_(Tensor(a!) x, str group_name) -> ()")
+
+    def functional(x: torch.Tensor, group_name: str) -> torch.Tensor:
+        x = x.clone()
+        torch.distributed.all_reduce(x)
+        return x
+
+    def in_place(x: torch.Tensor, group_name: str) -> None:
+        torch.distributed.all_reduce(x)
+
+    library.impl("all_reduce", functional, "CPU")
+    library.impl("all_reduce_", in_place, "CPU")
+    torch.library.register_fake("mylib::all_reduce", lambda x, group_name: torch.empty_like(x))
+    torch.library.register_fake("mylib::all_reduce_", lambda x, group_name: None)
+    return library
+
+
+def custom_operators(rank: int, world_size: int) -> None:
+    mylib()
+    x, residual, w = Inputs().make(rank)
+
+    def functional(x, residual, w):
+        residual = torch.ops.mylib.all_reduce(x, "tp:0") + residual
+        return llama(residual, w), residual
+
+    def in_place(x, residual, w):
+        x = x.clone()
+        torch.ops.mylib.all_reduce_(x, "tp:0")
+        residual = x + residual
+        return llama(residual, w), residual
+
+    for fn, name in ((functional, "all_reduce"), (in_place, "all_reduce_")):
+        packet = getattr(torch.ops.mylib, name)
+        for ops in ([f"mylib::{name}"], [f"mylib.{name}"], [packet], [packet.default]):
+            graph = symbolic_trace(fn)
+            check_fused(
+                graph, [x, residual, w], "transformers", communicator=comm(), all_reduce_ops=ops
+            )
+    # As AOTAutograd writes the one in place.
+    functionalised = torch.ops.higher_order.auto_functionalized
+
+    def wrapped(x, residual, w):
+        results = functionalised(torch.ops.mylib.all_reduce_.default, x=x, group_name="0")
+        residual = results[1] + residual
+        return llama(residual, w), residual
+
+    graph = symbolic_trace(wrapped)
+    check_fused(
+        graph,
+        [x, residual, w],
+        "transformers",
+        communicator=comm(),
+        all_reduce_ops=["mylib::all_reduce_"],
+    )
+
+
+@on(cpu=(2,))
+def test_custom_operators(pool: RankPool) -> None:
+    pool.run(custom_operators)
+
+
+def bits(rank: int, world_size: int) -> None:
+    """Reductions by allnorm itself: the fused graph has the reference's bits, for any ranks."""
+    c, case = comm(), Inputs(shape=(7, HIDDEN))
+    xs = [case.make(r)[0] for r in range(world_size)]
+    x, residual, w = case.make(rank)
+
+    def block(x, residual, w):
+        residual = torch.ops.allnorm.all_reduce(x, c.name) + residual
+        return llama(residual, w, 1e-6), residual
+
+    graph = symbolic_trace(block)
+    report = check_fused(graph, [x, residual, w], "transformers")
+    assert report.fused[0].group == c.name
+    want = reference.all_reduce_add_rms_norm(xs, residual, w, 1e-6, numerics="transformers")
+    for mine, theirs in zip(graph(x, residual, w), want, strict=True):
+        assert_same_bits(mine, theirs, "fused graph")
+
+
+@on(cpu=(1, 2, 3))
+def test_bits(pool: RankPool) -> None:
+    pool.run(bits)
+
+
+def decomposed(rank: int, world_size: int) -> None:
+    """F.rms_norm as make_fx takes it apart, with an addition in place."""
+    inputs = Inputs().make(rank)
+
+    def block(x, residual, w):
+        residual = reduce(x) + residual
+        return F.rms_norm(residual, (HIDDEN,), w, EPS), residual
+
+    for mode in ("real", "fake"):
+        graph = make_fx(block, tracing_mode=mode)(*inputs)
+        assert nodes_calling(graph, "add_")
+        check_fused(graph, inputs, "rounded", communicator=comm())
+
+
+@on(cpu=(2,))
+def test_decomposed(pool: RankPool) -> None:
+    pool.run(decomposed)
+
+
+def dynamic(rank: int, world_size: int) -> None:
+    """A symbolic number of tokens; the report names it."""
+
+    def block(x, residual, w):
+        residual = reduce(x.unflatten(0, (-1, 2))).reshape(-1, HIDDEN) + residual
+        return llama(residual, w), residual
+
+    inputs = Inputs().make(rank)
+    with torch.no_grad():
+        for tensor in inputs[:2]:
+            torch._dynamo.mark_dynamic(tensor, 0)
+        graph = captured(block, inputs)
+        placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
+        by_name = dict(zip(("l_x_", "l_residual_", "l_w_"), range(3), strict=True))
+        for tokens in (24, 6):
+            x, residual, w = inputs
+            values = [x[:tokens], residual[:tokens], w]
+            arguments = [
+                values[by_name[n.name]] if n.name in by_name else tokens for n in placeholders
+            ]
+            want = graph(*arguments)
+            if not fused_calls(graph):
+                report = fuse(graph, None, comm())
+                graph.graph.lint()
+                assert [site.numerics for site in report.sites] == ["transformers"], str(report)
+                assert isinstance(report.sites[0].shape[0], str)
+                assert report.sites[0].shape[-1] == HIDDEN
+            for mine, theirs in zip(graph(*arguments), want, strict=True):
+                assert_same_bits(mine, theirs, "fused")
+
+
+@on(cpu=(2,))
+def test_dynamic(pool: RankPool) -> None:
+    pool.run(dynamic)
+
+
+def nested(rank: int, world_size: int) -> None:
+    """A graph inside a graph, as torch.fx.passes.split_module leaves them."""
+    inputs = Inputs().make(rank)
+
+    def layer(x, residual, w):
+        residual = reduce(x) + residual
+        return llama(residual, w), residual
+
+    inner = captured(layer, inputs)
+    names = [n.name for n in inner.graph.nodes if n.op == "placeholder"]
+    outer = Graph()
+    values = {name: outer.placeholder(name) for name in ("l_x_", "l_residual_", "l_w_")}
+    outer.output(outer.call_module("inner", tuple(values[name] for name in names)))
+    root = torch.nn.Module()
+    root.inner = inner
+    with torch.no_grad():
+        module = GraphModule(root, outer)
+        want = module(*inputs)
+        report = fuse(module, inputs, comm())
+        assert [site.numerics for site in report.sites] == ["transformers"]
+        assert fused_calls(module.inner)
+        for mine, theirs in zip(module(*inputs), want, strict=True):
+            assert_same_bits(mine, theirs, "nested")
+
+
+@on(cpu=(2,))
+def test_nested(pool: RankPool) -> None:
+    pool.run(nested)
+
+
+def ordered(rank: int, world_size: int) -> None:
+    """A reduction with an effect token, in AOTAutograd's graph, is a site."""
+    reports = []
+
+    def compiler(module, given):
+        reports.append(fuse(module, None, comm()))
+        return make_boxed_func(module.forward)
+
+    def fn(x, r, w):
+        total = torch.ops.allnorm.all_reduce(x, comm().name) + r
+        return llama(total, w), total
+
+    inputs = Inputs().make(rank)
+    torch._dynamo.reset()
+    torch.compile(fn, backend=aot_autograd(fw_compiler=compiler))(*inputs)
+    ((site,),) = [report.sites for report in reports]
+    assert "effect token" in str(site.reason)
+
+
+@on(cpu=(2,))
+def test_effect_tokens(pool: RankPool) -> None:
+    pool.run(ordered, timeout=200.0)

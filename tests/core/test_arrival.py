@@ -1,0 +1,441 @@
+"""How ranks find each other: processes, groups and worlds that come and go over one store."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import random
+import re
+import threading
+import time
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import allnorm
+from allnorm.core import rendezvous
+from allnorm.core.rendezvous import Rendezvous
+
+from . import worlds
+
+WAIT_SECONDS = 60.0
+
+
+class Died(BaseException):
+    """The end of a simulated process: it does nothing more."""
+
+
+class MortalStore:
+    """A store for one simulated process, which dies after a number of operations."""
+
+    def __init__(self, store: Any, operations: float, pauses: random.Random) -> None:
+        self._store, self._left, self._pauses = store, operations, pauses
+
+    def __getattr__(self, name: str) -> Any:
+        def operate(*arguments: Any) -> Any:
+            if self._left <= 0:
+                raise Died
+            self._left -= 1
+            if self._pauses.random() < 0.2:
+                time.sleep(self._pauses.random() * 2e-3)
+            return getattr(self._store, name)(*arguments)
+
+        return operate
+
+
+class ThreadGroup:
+    """A process group whose ranks are threads of this test."""
+
+    group_name = "tp"
+
+    def __init__(self, store: Any, rank: int, world_size: int) -> None:
+        self.store, self.rank, self.world_size = store, rank, world_size
+
+
+@pytest.fixture
+def threads_are_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "store_of", lambda group: group.store)
+    monkeypatch.setattr(rendezvous, "_check_processes", lambda ids: None)
+    known = types.SimpleNamespace(
+        get_rank=lambda group: group.rank,
+        get_world_size=lambda group: group.world_size,
+        get_backend=lambda group: "gloo",
+    )
+    monkeypatch.setattr(rendezvous, "dist", known)
+
+
+def meet(group: ThreadGroup, seconds: float, value: Any, steps: int = 2) -> list[Any]:
+    with Rendezvous(group, seconds) as meeting:  # type: ignore[arg-type]
+        found = [meeting.agree(lambda: (meeting.name, value), "testing") for _ in range(steps)]
+        return found[-1]
+
+
+def run_ranks(functions: list[Any]) -> list[Any]:
+    """Runs one function per thread; returns or raises what they do."""
+    results: list[Any] = [None] * len(functions)
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = functions[rank]()
+        except BaseException as error:  # noqa: BLE001 - the test shows it
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(r,), daemon=True) for r in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(4 * WAIT_SECONDS)
+    assert not any(thread.is_alive() for thread in threads), "a rank hangs"
+    return results
+
+
+@pytest.mark.usefixtures("threads_are_ranks")
+@pytest.mark.parametrize("seed", range(12))
+def test_ranks_meet_whatever_earlier_ones_have_left(seed: int) -> None:
+    """Processes die at any operation, give up, come late, and are replaced; then all meet."""
+    chosen = random.Random(seed)
+    world_size, store = chosen.choice((2, 3, 4)), HashStore()
+    store.set_timeout(datetime.timedelta(seconds=WAIT_SECONDS))
+    calm = threading.Barrier(world_size)
+    met: dict[str, set[tuple[Any, ...]]] = {}
+    lock = threading.Lock()
+
+    def rank_main(rank: int, own: random.Random) -> list[Any]:
+        group, lives = None, 0
+        until = time.monotonic() + 1.5
+        while time.monotonic() < until:
+            if group is None:  # a new process, of which nothing is known but its rank
+                operations = own.choice((own.randrange(40), own.randrange(400), float("inf")))
+                group = ThreadGroup(MortalStore(store, operations, own), rank, world_size)
+                lives += 1
+            try:
+                found = meet(group, own.choice((0.02, 0.1, 0.3)), (rank, lives), own.randint(2, 4))
+                with lock:
+                    met.setdefault(found[0][0], set()).add(tuple(found))
+            except allnorm.AllnormError:
+                pass
+            except Died:
+                group = None
+            if own.random() < 0.2:
+                time.sleep(own.random() * 0.1)
+        calm.wait(WAIT_SECONDS)
+        group = group or ThreadGroup(store, rank, world_size)
+        group.store = store
+        return [meet(group, WAIT_SECONDS, (rank, number)) for number in range(3)]
+
+    seeds = [random.Random(chosen.random()) for _ in range(world_size)]
+    functions = [lambda r=r: rank_main(r, seeds[r]) for r in range(world_size)]
+    results = run_ranks(functions)
+    for result in results:
+        assert not isinstance(result, BaseException), result
+    assert all(result == results[0] for result in results)
+    for number, found in enumerate(results[0]):
+        assert [value for _, value in found] == [(rank, number) for rank in range(world_size)]
+        assert len({name for name, _ in found}) == 1
+    # What some ranks got before the end of a meeting was the same for all of them.
+    assert all(len(founds) == 1 for founds in met.values()), met
+    assert len(met) > 3
+
+
+@pytest.mark.usefixtures("threads_are_ranks")
+@pytest.mark.parametrize("kind", ["hash", "file"])
+def test_meetings_leave_one_entry_per_rank(kind: str, tmp_path: Any) -> None:
+    stores = [HashStore()] * 3 if kind == "hash" else []
+    stores = stores or [FileStore(str(tmp_path / "store"), 3) for _ in range(3)]
+    groups = [ThreadGroup(store, rank, 3) for rank, store in enumerate(stores)]
+
+    def many(group: ThreadGroup) -> int:
+        for number in range(20):
+            with Rendezvous(group, WAIT_SECONDS) as meeting:  # type: ignore[arg-type]
+                meeting.agree(lambda n=number: n, "testing")  # type: ignore[misc]
+                if group.rank:
+                    meeting.part([1, 2]).agree(lambda: None, "testing a part")
+                meeting.agree(lambda: None, "testing")
+        return group.store.num_keys()
+
+    counts = run_ranks([lambda g=group: many(g) for group in groups])
+    assert all(isinstance(count, int) for count in counts), counts
+    extra = 1 if kind == "file" else 0  # FileStore counts its users in a key of its own
+    assert stores[0].num_keys() <= 3 + extra
+
+
+@pytest.mark.usefixtures("threads_are_ranks")
+def test_threads_of_a_rank_take_turns() -> None:
+    """Two communicators of a group that two threads make: ranks pair them in some order."""
+    store = HashStore()
+    groups = [ThreadGroup(store, rank, 2) for rank in range(2)]
+    functions = [lambda g=group: meet(g, WAIT_SECONDS, g.rank) for group in groups * 4]
+    results = run_ranks(functions)
+    names = [found[0][0] if isinstance(found, list) else found for found in results]
+    assert sorted(names[0::2]) == sorted(names[1::2])
+    assert len(set(names)) == 4
+
+
+# ---- Processes -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def workers() -> Iterator[worlds.Workers]:
+    started = worlds.Workers(4)
+    yield started
+    started.close()
+
+
+def make_pairs(store: Any, rank: int, world_size: int, name: str) -> str:
+    worlds.join(store, rank, world_size, name, WAIT_SECONDS)
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    for _ in range(1 + rank // 2):  # the pairs make different numbers
+        comm = allnorm.Communicator(groups[rank // 2], device="cpu", timeout=WAIT_SECONDS)
+        worlds.check_calls(comm, random.Random(0))
+    dist.barrier()
+    return comm.name
+
+
+def make_four(store: Any, rank: int, world_size: int, name: str) -> list[str]:
+    worlds.join(store, rank, world_size, name, WAIT_SECONDS)
+    group = dist.new_group(list(range(world_size)))
+    names = []
+    for _ in range(2):
+        comm = allnorm.Communicator(group, device="cpu", timeout=WAIT_SECONDS)
+        worlds.check_calls(comm, random.Random(0))
+        names.append(comm.name)
+    dist.barrier()
+    return names
+
+
+def test_groups_of_the_same_name_with_other_ranks(workers: worlds.Workers) -> None:
+    """From tensor parallelism over two ranks to four: the group of the four has a pair's name."""
+    assert workers.run(range(4), make_pairs, "pairs") == ["1#1", "1#1", "2#2", "2#2"]
+    workers.replace(3)  # and one process is new
+    assert workers.run(range(4), make_four, "four") == [["1#2", "1#3"]] * 4
+    # Names go on from the highest number of any rank: an old name never means something new.
+    assert workers.run([3, 2, 1, 0], make_four, "again") == [["1#4", "1#5"]] * 4
+
+
+def dies_before_the_next(
+    store: Any, rank: int, world_size: int, name: str, islands: Any, own_store: str
+) -> tuple[str, int, str, float] | None:
+    """The last rank's process ends between two constructions."""
+    if own_store:
+        if rank == world_size - 1:
+            mine = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            store.set(f"{name}/port", str(mine.port))
+        else:
+            mine = TCPStore("127.0.0.1", int(store.get(f"{name}/port")), is_master=False)
+        store = mine
+    worlds.join(store, rank, world_size, name, WAIT_SECONDS)
+    arguments = {"device": "cpu", "timeout": 600, "islands": islands}
+    comms = [allnorm.Communicator(**arguments)]
+    worlds.check_calls(comms[0], random.Random(0))
+    dist.barrier()
+    if rank == world_size - 1:
+        os._exit(1)
+    start = time.monotonic()
+    with pytest.raises(allnorm.AllnormError) as caught:
+        comms.append(allnorm.Communicator(**arguments))
+    error = caught.value
+    seconds = time.monotonic() - start
+    return type(error).__name__, getattr(error, "peer", -1), str(error), seconds
+
+
+@pytest.mark.parametrize("own_store", ["", "of the victim"])
+@pytest.mark.parametrize("islands", ["auto", ((0, 1), (2, 3))], ids=["flat", "islands"])
+def test_a_death_before_the_first_step(
+    workers: worlds.Workers, islands: Any, own_store: str
+) -> None:
+    """Ranks that have met before know each other's processes: no rank waits for 600 s."""
+    results = workers.run(range(4), dies_before_the_next, "a", islands, own_store)
+    assert results.pop() == "died"
+    for result in results:
+        assert isinstance(result, tuple), result
+        kind, peer, text, seconds = result
+        if kind == "AllnormError":
+            assert "another rank has given up" in text
+        else:
+            assert (kind, peer) == ("PeerDiedError", 3), text
+        assert "process " in text.lower()
+        assert "has ended" in text
+        assert seconds < WAIT_SECONDS
+
+
+def comes_and_dies(store: Any, rank: int, world_size: int, name: str) -> tuple[str, int, float]:
+    worlds.join(store, rank, world_size, name, WAIT_SECONDS)
+    if rank == 0:  # it has not met anyone, but has come
+        threading.Timer(1.0, os._exit, (1,)).start()
+    elif rank == 1:
+        time.sleep(3)  # comes when rank 0 is gone
+    start = time.monotonic()
+    with pytest.raises(allnorm.AllnormError) as caught:
+        allnorm.Communicator(device="cpu", timeout=8)
+    return str(caught.value), getattr(caught.value, "peer", -1), time.monotonic() - start
+
+
+def test_a_death_after_coming_first_of_all(workers: worlds.Workers) -> None:
+    died, late, waiting = workers.run(range(3), comes_and_dies, "b")
+    assert died == "died"
+    # Rank 2 saw it living. Rank 1 cannot tell it from what an earlier group has left.
+    assert waiting[1] == 0, waiting
+    assert "has ended" in waiting[0], waiting
+    assert "given up" in late[0] or "came as rank 0 and has ended" in late[0], late
+
+
+def never_comes(store: Any, rank: int, world_size: int, name: str) -> tuple[str, int] | None:
+    worlds.join(store, rank, world_size, name, WAIT_SECONDS)
+    if rank in (1, 3):
+        return None
+    with pytest.raises(allnorm.AllnormError) as caught:
+        allnorm.Communicator(device="cpu", timeout=2)
+    return str(caught.value), getattr(caught.value, "peer", 1)
+
+
+def test_those_who_never_came_are_named(workers: worlds.Workers) -> None:
+    results = workers.run(range(4), never_comes, "c")
+    for text, peer in (results[0], results[2]):
+        assert re.search(r"rank \d waited 2 s for ranks 1, 3 while checking", text), text
+        assert peer == 1
+
+
+def dead_store(store: Any, rank: int, world_size: int, name: str) -> tuple[str, str, float]:
+    """The process that holds the store has gone; no communicator was made before."""
+    if rank == 0:
+        mine = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store.set(f"{name}/port", str(mine.port))
+    else:
+        mine = TCPStore("127.0.0.1", int(store.get(f"{name}/port")), is_master=False)
+    worlds.join(mine, rank, world_size, name, WAIT_SECONDS)
+    group = dist.new_group([1, 2])
+    dist.barrier()
+    if rank == 0:
+        os._exit(1)
+    time.sleep(1)
+    start = time.monotonic()
+    with pytest.raises(allnorm.AllnormError) as caught:
+        allnorm.Communicator(group, device="cpu", timeout=600)
+    return type(caught.value).__name__, str(caught.value), time.monotonic() - start
+
+
+def test_a_dead_store(workers: worlds.Workers) -> None:
+    died, *results = workers.run(range(3), dead_store, "d")
+    assert died == "died"
+    for kind, text, seconds in results:
+        assert kind == "AllnormError"
+        assert "the store of the process group does not answer" in text
+        assert "Start all ranks again" in text
+        assert seconds < WAIT_SECONDS
+
+
+def refuses_groups(store: Any, rank: int, world_size: int, name: str) -> list[str]:
+    texts = []
+
+    def refuse(group: Any) -> None:
+        with pytest.raises((ValueError, TypeError)) as caught:
+            allnorm.Communicator(group, device="cpu", timeout=5)
+        texts.append(f"{type(caught.value).__name__}: {caught.value}")
+
+    worlds.join(store, rank, world_size, name, WAIT_SECONDS)
+    other = dist.new_group([0])
+    if rank:
+        refuse(other)
+    group = dist.new_group([0, 1])
+    bare = dist.ProcessGroupGloo(
+        PrefixStore("bare", store), rank, world_size, datetime.timedelta(seconds=60)
+    )
+    refuse(bare)
+    refuse(dist.ProcessGroup(PrefixStore("empty", store), rank, world_size))
+    refuse("tp")
+    refuse([0, 1])
+    dist.destroy_process_group(group)
+    refuse(group)
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    refuse(None)
+    dist.destroy_process_group()
+    return texts
+
+
+def test_groups_that_cannot_be(workers: worlds.Workers) -> None:
+    for texts in workers.run([0, 1], refuses_groups, "e"):
+        assert isinstance(texts, list), texts
+        print("\n".join(texts))
+        *others, fake = texts
+        assert '"fake"' in fake
+        assert all("xpected" in text for text in others), texts
+
+
+def threads_as_ranks(store: Any, rank: int, world_size: int, name: str) -> list[str]:
+    from torch.testing._internal.distributed.multi_threaded_pg import _install_threaded_pg
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    _install_threaded_pg()
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    shared = HashStore()
+
+    def run(thread_rank: int) -> str:
+        dist.init_process_group("threaded", rank=thread_rank, world_size=2, store=shared)
+        with pytest.raises(allnorm.UnsupportedError) as caught:
+            allnorm.Communicator(device="cpu", timeout=WAIT_SECONDS)
+        return str(caught.value)
+
+    return [str(result) for result in run_ranks([lambda r=r: run(r) for r in range(2)])]
+
+
+def test_threads_as_ranks_are_refused(workers: worlds.Workers) -> None:
+    (texts,) = workers.run([0], threads_as_ranks, "f")
+    assert isinstance(texts, list), texts
+    for text in texts:
+        assert text.startswith("ranks 0 and 1 are threads of one process: expected"), text
+
+
+def waits_for_ever(store: Any, rank: int, world_size: int, name: str) -> None:
+    worlds.join(store, rank, world_size, name, WAIT_SECONDS)
+    for timeout in (1e9, 9.3e9, 1e12, 1e300, datetime.timedelta.max):
+        for islands in ("auto", ((0,), (1,))):
+            with allnorm.Communicator(device="cpu", timeout=timeout, islands=islands) as comm:
+                worlds.check_calls(comm, random.Random(1))
+    dist.barrier()
+
+
+def test_timeouts_without_end(workers: worlds.Workers) -> None:
+    assert workers.run([0, 1], waits_for_ever, "g") == [None, None]
+
+
+def is_another_user(store: Any, rank: int, world_size: int, name: str, islands: Any) -> str:
+    worlds.join(store, rank, world_size, name, WAIT_SECONDS)
+    # Loads the library and every module, which the other user may not be allowed to read.
+    allnorm.Communicator(device="cpu", timeout=WAIT_SECONDS, islands=islands).close()
+    if rank:
+        os.seteuid(65534)
+    with pytest.raises((allnorm.AllnormError, OSError)) as caught:
+        allnorm.Communicator(device="cpu", timeout=WAIT_SECONDS, islands=islands)
+    return str(caught.value)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may start ranks as two users")
+@pytest.mark.parametrize("islands", ["auto", ((0,), (1,))], ids=["flat", "islands"])
+def test_ranks_of_two_users(workers: worlds.Workers, islands: Any) -> None:
+    """Of flat ranks the workspace, of islands the memory in which they announce calls."""
+    texts = workers.run([0, 1], is_another_user, "h", islands)
+    for text in texts:
+        assert "this process runs as user 65534: start all ranks as the same user" in text, texts
+        assert "container" not in text
+
+
+# ---- Random worlds -------------------------------------------------------------------------------
+
+
+def test_worlds_come_and_go() -> None:
+    print(worlds.random_worlds(seed=int(time.time()) // 86400, seconds=15))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(2400)
+def test_many_worlds_come_and_go() -> None:
+    seed, seconds = os.environ.get("WORLDS_SEED", "0"), os.environ.get("WORLDS_SECONDS", "600")
+    print(worlds.random_worlds(int(seed), float(seconds)))

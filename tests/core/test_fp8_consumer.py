@@ -1,0 +1,71 @@
+"""What is quantised here goes into a real FP8 matrix product, and gives the same product."""
+
+from __future__ import annotations
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import torch
+from limits import HANG_SECONDS
+from rank_helpers import comm, on
+from script_helpers import script
+
+import allnorm
+from allnorm import reference
+from allnorm.testing import RankPool, assert_same_bits, shared_input
+
+EXAMPLE = pathlib.Path(__file__).resolve().parents[2] / "examples" / "fp8_linear.py"
+
+
+def check_products(rank: int, world_size: int, sharded: bool) -> str:
+    """Products of the fused and of the separately quantised input; says which kernel ran."""
+    communicator = comm()
+    fp8 = script("examples/fp8_linear.py")
+    make = {"dtype": torch.bfloat16, "device": communicator.device}
+    weight, weight_scale = fp8.quantize_weight(shared_input((768, 2048), name="linear", **make))
+    norm_weight = shared_input((2048,), name="weight", **make)
+    for tokens, layout in ((4, "column_major"), (64, "column_major_tma"), (132, "column_major")):
+        spec = allnorm.Fp8PerGroup(128, layout)
+        xs = [shared_input((tokens, 2048), name=f"x{r}", **make) for r in range(world_size)]
+        residual = shared_input((tokens, 2048), name="residual", **make)
+        lo, hi = communicator.row_shard(tokens) if sharded else (0, tokens)
+        out = communicator.all_reduce_add_rms_norm_quant(
+            xs[rank], residual[lo:hi], norm_weight, 1e-6, spec, residual_sharded=sharded
+        )
+        got = fp8.linear(out.quantized, out.scale, weight, weight_scale)
+
+        normed, _ = reference.all_reduce_add_rms_norm(xs, residual, norm_weight, 1e-6)
+        assert_same_bits(
+            got, fp8.linear(*reference.quantize(normed, spec), weight, weight_scale), "product"
+        )
+        # And it is the product of what was quantised, not of something else that is equal twice.
+        dense = out.quantized.double() * out.scale.double().repeat_interleave(128, 1)
+        blocks = weight_scale.double().repeat_interleave(128, 0).repeat_interleave(128, 1)
+        exact = dense @ (weight.double() * blocks).t()
+        size = dense.abs() @ (weight.double() * blocks).abs().t()
+        # Rounded to bfloat16; before that the tensor cores keep about 14 bits of each product.
+        assert bool(((got.double() - exact).abs() <= exact.abs() * 2**-8 + size * 2**-12).all())
+    return "scaled_mm" if fp8.has_block_scaled_product(communicator.device) else "dequantised"
+
+
+@on(cpu=(2,), gpu=(2, 4))
+@pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
+def test_product_of_fused_and_separate_quantisation(pool: RankPool, sharded: bool) -> None:
+    kernels = pool.run(check_products, sharded)
+    hopper = pool.device == "cuda" and torch.cuda.get_device_capability() == (9, 0)
+    assert set(kernels) == {"scaled_mm" if hopper else "dequantised"}
+
+
+def test_the_example_runs() -> None:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    run = subprocess.run(
+        [sys.executable, *launcher, str(EXAMPLE)],
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("equal to the separate steps: True") == 2

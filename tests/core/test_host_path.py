@@ -1,0 +1,127 @@
+"""What a call costs the host: no memory but its results, no waiting for the device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from rank_helpers import Case, comm, on
+
+import allnorm
+from allnorm.core import fast_call
+from allnorm.testing import RankPool
+
+# Kinds of calls, and how many results each makes.
+KINDS = (
+    (Case(shape=(8, 4096), algorithm="one_shot"), 2),
+    (Case(shape=(8, 4096), algorithm="two_shot"), 2),
+    (Case(shape=(8, 4096), residual=False), 2),
+    (Case(shape=(600, 4096)), 2),
+    (Case(shape=(8, 4096), sharded=True), 2),
+    (Case(shape=(8, 4096), quant=allnorm.Fp8PerGroup(128)), 3),
+    (Case(shape=(8, 4096), quant=allnorm.Fp8PerGroup(128), return_normed=True), 4),
+    (Case(shape=(8, 4096), quant=allnorm.Fp8PerGroup(128, "column_major")), 3),
+    (Case(shape=(7, 4096), quant=allnorm.Fp8PerGroup(128, "column_major_tma")), 3),
+    (Case(shape=(8, 4096), quant=allnorm.Fp8PerToken(), sharded=True), 3),
+    (Case(shape=(8, 4096), quant=allnorm.Fp8PerTensor(torch.tensor([0.5]))), 2),
+)
+
+
+def calls(rank: int) -> list[tuple[Callable[[], Any], int, Case]]:
+    """Of every kind, each made before."""
+    c = comm()
+    found: list[tuple[Callable[[], Any], int, Case]] = []
+    for case, results in KINDS:
+        x, arguments, method = case.x(rank), case.call_arguments(c), case.method(c)
+
+        def call(x: Any = x, arguments: Any = arguments, method: Any = method) -> Any:
+            return method(x, **arguments)
+
+        found.append((call, results, case))
+        for _ in range(3):
+            case.compare(c, *call())
+    x = KINDS[0][0].x(rank)
+    found.append((lambda: c.all_reduce(x), 1, KINDS[0][0]))
+    found[-1][0]()
+    return found
+
+
+def count_operators(rank: int, world_size: int) -> None:
+    """A call runs no operator of torch, but to make results where there is no faster way."""
+    makes = {"aten::empty_strided", "aten::as_strided"}
+    for call, results, case in calls(rank):
+        # Not a dispatch mode: under one a call is an operator, which the mode may want to see.
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            call()
+        names = [event.name for event in profile.events() if "::" in event.name]
+        assert set(names) <= makes, (case, names)
+        assert names.count("aten::empty_strided") <= results, (case, names)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        torch.zeros(1)
+    assert "aten::zeros" in {event.name for event in profile.events()}, "the profiler sees nothing"
+
+
+@on(cpu=(2,), gpu=(2,))
+def test_no_operators(pool: RankPool) -> None:
+    pool.run(count_operators)
+
+
+def count_new(rank: int, world_size: int) -> None:
+    for call, results, case in calls(rank):
+        # Of repeated calls tests/core/fast_call_alone.py counts them.
+        with (
+            fast_call.watched(),
+            mock.patch.object(torch, "empty_strided", wraps=torch.empty_strided) as made,
+        ):
+            call()
+        assert made.call_count == results, case
+
+
+@on(cpu=(2,))
+def test_no_memory_but_results(pool: RankPool) -> None:
+    pool.run(count_new)
+
+
+def count_device_memory(rank: int, world_size: int) -> None:
+    for call, results, case in calls(rank):
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        kept = call()
+        after = torch.cuda.memory_stats()["allocation.all.allocated"]
+        assert after - before == results, case
+        del kept
+
+
+@on(gpu=(2,))
+def test_no_device_memory_but_results(pool: RankPool) -> None:
+    pool.run(count_device_memory)
+
+
+def enqueue_behind_work(rank: int, world_size: int) -> None:
+    """Calls return while the device is still busy with what was enqueued before them."""
+    pairs = calls(rank)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        start = time.perf_counter()
+        torch.cuda._sleep(1 << 30)  # clock cycles, more than half a second
+        busy = torch.cuda.Event()
+        busy.record()
+        for call, _, _ in pairs:
+            call()
+        took, done = time.perf_counter() - start, busy.query()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    assert not done, f"the calls waited for the device: {took:.3f} s"
+    comm().check()
+
+
+@pytest.mark.own_gpus  # gloo, which stands for NCCL otherwise, waits for the device
+@on(gpu=(2,))
+def test_no_synchronisation(pool: RankPool) -> None:
+    pool.run(enqueue_behind_work)

@@ -1,0 +1,76 @@
+"""Litmus tests as text: a column of PTX-like instructions for each thread."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable
+
+from .program import Access, Event, Program, Scope, Thread
+
+_SCOPES = {"cta": Scope.CTA, "gpu": Scope.GPU, "sys": Scope.SYS}
+_INSTRUCTION = re.compile(
+    r"(?P<verb>ld|st|fence)(\.(?P<order>weak|relaxed|acquire|release|acq_rel|sc))?"
+    r"(\.(?P<scope>cta|gpu|sys))?( (?P<operands>.+))?"
+)
+
+
+def access_of(order: str | None, scope: str | None) -> Access:
+    return Access(order or "weak", _SCOPES[scope] if scope else None)
+
+
+def parse(*columns: str, data_dependent: bool = False) -> tuple[Program, dict[str, Event]]:
+    """A program of threads such as `"gpu0 cta0: st.relaxed.sys x 1; ld.acquire.sys r1 y"`.
+
+    `bar.sync` is one barrier for all threads that have it, if they are of one block. Locations are
+    0 at first. Returns the program and its reads by the names of their registers.
+
+    With `data_dependent`, each store depends on the loads before it in its thread.
+    """
+    program = Program()
+    reads: dict[str, Event] = {}
+    bodies = []
+    for number, column in enumerate(columns):
+        place, body = column.split(":")
+        gpu, cta = re.findall(r"\d+", place)
+        instructions = [text.strip() for text in body.split(";")]
+        bodies.append((Thread(f"T{number}", int(gpu), int(cta)), instructions))
+    locations: set[Hashable] = set()
+    for text in re.findall(r"(?:st|ld)\S* ([^;]+)", ";".join(c.split(":")[1] for c in columns)):
+        locations.update(word for word in text.split() if word.isalpha())
+    for location in sorted(locations, key=str):
+        program.initialize(location, 0)
+    longest = max(len(instructions) for _, instructions in bodies)
+    waiting: list[Thread] = []
+    for row in range(longest):
+        for thread, instructions in bodies:
+            if row >= len(instructions):
+                continue
+            if instructions[row] == "bar.sync":
+                waiting.append(thread)
+                continue
+            event = _instruction(program, thread, instructions[row], reads)
+            if data_dependent and event.kind == "write":
+                earlier = [e for e in program.threads[thread] if e.kind == "read"]
+                program.depends.extend((e, event) for e in earlier)
+        if waiting:
+            for block in {(t.gpu, t.block) for t in waiting}:
+                there = [t for t in waiting if (t.gpu, t.block) == block]
+                program.joint(there, there)
+            waiting = []
+    return program, reads
+
+
+def _instruction(program: Program, thread: Thread, text: str, reads: dict[str, Event]) -> Event:
+    match = _INSTRUCTION.fullmatch(text)
+    if match is None:
+        raise ValueError(f"not an instruction: {text!r}")
+    access = access_of(match["order"], match["scope"])
+    operands = (match["operands"] or "").split()
+    if match["verb"] == "fence":
+        return program.fence(thread, access)
+    if match["verb"] == "st":
+        location, value = operands
+        return program.write(thread, access, location, int(value))
+    register, location = operands
+    reads[register] = program.read(thread, access, location)
+    return reads[register]

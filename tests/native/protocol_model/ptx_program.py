@@ -1,0 +1,244 @@
+"""The exchange as a litmus program: some operations of some ranks, one slot of each kind.
+
+Every operation is a kernel of its own threads: those of an earlier one are never the same, since
+grids may be cut differently. Layouts of consecutive operations differ too, so a slot belongs to
+another sender whenever it is used again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import operator
+from collections.abc import Hashable, Iterator
+from typing import Any
+
+from .exchange import Exchange, Step
+from .program import Access, Program, Scope, Thread
+
+EMPTY = "empty"
+# Of operations, so that none is negative.
+FIRST_OP = 120
+
+# Which threads of a kernel, and of the next one, a kernel boundary lies between.
+DATA, ROLL_CALL, HAND_BACK = "data", "roll call", "hand-back"
+Threads = dict[str, list[Thread]]
+BOUNDARIES = tuple(itertools.product((DATA, ROLL_CALL, HAND_BACK), repeat=2))
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """How much of the protocol a program shows.
+
+    `large`, `small`: the operations that use large phases, and those that use a unit: Turns.
+    `unordered`: boundaries that are only in time, that is, order no memory accesses.
+    `boundary_scope`: None takes a kernel boundary as PTX has it, an edge of "synchronizes";
+    otherwise it is no more than flags and fences of this scope, handled by a thread of the GPU's.
+    """
+
+    world_size: int = 2
+    operations: int = 5
+    transport: str = "one_shot"
+    words: tuple[int, ...] = (0,)
+    large: tuple[int, ...] = ()
+    small: tuple[int, ...] = ()
+    unordered: frozenset[tuple[str, str]] = frozenset()
+    boundary_scope: Scope | None = None
+
+
+class ExchangeProgram:
+    """Builds the program of `exchange` in a `setting`."""
+
+    def __init__(self, exchange: Exchange, setting: Setting) -> None:
+        self.exchange = exchange
+        self.setting = setting
+        self.program = Program()
+        self._ranks = range(setting.world_size)
+        self._turns = exchange.turns.of(setting.operations, setting.large, setting.small)
+        self._initialize()
+        kernels: dict[int, Threads] = {rank: {} for rank in self._ranks}
+        for k in range(setting.operations):
+            for rank in self._ranks:
+                threads = self._threads(rank, k)
+                if k > 0 and exchange.waits_for_grid:
+                    self._boundary(rank, k, kernels[rank], threads)
+                kernels[rank] = threads
+                self._run(rank, k, threads)
+
+    def _threads(self, rank: int, k: int) -> Threads:
+        def thread(name: str, block: int) -> Thread:
+            return Thread(f"rank {rank}, operation {k}, {name}", rank, (k, block))
+
+        peers = [peer for peer in self._ranks if peer != rank]
+        lanes = [thread(f"head for {peer}", 1) for peer in peers] if k in self.setting.large else []
+        return {
+            DATA: [thread(DATA, 1), *lanes],
+            ROLL_CALL: [thread(f"{ROLL_CALL} of {peer}", 0) for peer in peers],
+            HAND_BACK: [thread(f"{HAND_BACK} of {peer}", 0) for peer in peers],
+        }
+
+    def _boundary(self, rank: int, k: int, before: Threads, after: Threads) -> None:
+        """Between operations k - 1 and k of a rank."""
+        unordered = self.setting.unordered
+        if self.setting.boundary_scope is not None:
+            self._flagged_boundary(rank, k, _all(before), _all(after))
+        elif not unordered:
+            self.program.joint(_all(before), _all(after))
+        else:
+            for kinds in BOUNDARIES:
+                ordered = kinds not in unordered
+                self.program.joint(before[kinds[0]], after[kinds[1]], orders_memory=ordered)
+
+    def _flagged_boundary(
+        self, rank: int, k: int, before: list[Thread], after: list[Thread]
+    ) -> None:
+        program, scope = self.program, self.setting.boundary_scope
+        fence, relaxed = Access("acq_rel", scope), Access("relaxed", scope)
+        scheduler = Thread(f"rank {rank}, scheduler before operation {k}", rank, "scheduler")
+        for thread in before:
+            program.initialize(("ended", thread.name), False)
+            program.fence(thread, fence)
+            program.write(thread, relaxed, ("ended", thread.name), True)
+        for thread in before:
+            program.read(scheduler, relaxed, ("ended", thread.name), accepts=bool)
+        program.fence(scheduler, fence)
+        program.initialize(("started", rank, k), False)
+        program.write(scheduler, relaxed, ("started", rank, k), True)
+        for thread in after:
+            program.read(thread, relaxed, ("started", rank, k), accepts=bool)
+            program.fence(thread, fence)
+
+    # ---- what is where ---------------------------------------------------------------------------
+
+    def _initialize(self) -> None:
+        tag_slots = self.exchange.turns.tag_slots
+        for receiver in self._ranks:
+            for source in self._ranks:
+                if source == receiver:
+                    continue
+                number = FIRST_OP + self.exchange.first_released
+                self.program.initialize(("released", receiver, source), number)
+                for back, word in itertools.product(range(1, tag_slots + 1), ("tag0", "tag1")):
+                    number = FIRST_OP - back
+                    place = (word, receiver, number % tag_slots, source)
+                    self.program.initialize(place, number)
+            for where in self._slots(receiver):
+                self.program.initialize(where, EMPTY)
+
+    def _slots(self, receiver: int) -> Iterator[Hashable]:
+        numbers = range(self.setting.world_size - 1)
+        used = dict.fromkeys(turn.slots for turn in self._turns)
+        for slots, word in itertools.product(used, self.setting.words):
+            for number in numbers:
+                yield ("partial", receiver, slots, number, word)
+            yield ("finished", receiver, slots, word)
+            yield ("scale", receiver, slots, word)
+
+    def _owner(self, k: int) -> int:
+        """Another one when slots are used again, where two can take turns and a third receives."""
+        return self._turns[k].uses % max(1, self.setting.world_size - 1)
+
+    def _slot(self, step: Step, k: int, receiver: int, source: int, word: int) -> Hashable:
+        turn = self._turns[k]
+        if step.where != "partial":
+            return (step.where, receiver, turn.slots, word)
+        number = source - (source > receiver) + turn.uses
+        return ("partial", receiver, turn.slots, number % (self.setting.world_size - 1), word)
+
+    # ---- what is done ----------------------------------------------------------------------------
+
+    def _run(self, rank: int, k: int, threads: Threads) -> None:
+        peers = [peer for peer in self._ranks if peer != rank]
+        if k in self.setting.large:
+            self._begin_large(rank, k, peers, threads)
+        for peer, thread in zip(peers, threads[ROLL_CALL], strict=True):
+            for step in self.exchange.roll_call:
+                self._number(step, thread, rank, peer, k)
+        for peer, thread in zip(peers, threads[HAND_BACK], strict=True):
+            for step in self.exchange.hand_back:
+                if step.if_hands_back and not self._turns[k].hands_back:
+                    continue
+                self._number(step, thread, rank, peer, k)
+        thread = threads[DATA][0]
+        transport = self.exchange.transports[self.setting.transport]
+        owner = self._owner(k)
+        owners = peers if transport.all_sum else [owner] if owner != rank else []
+        for step in transport.send:
+            self._data(step, thread, rank, k, owners)
+        if transport.all_sum or owner == rank:
+            for step in transport.own:
+                self._data(step, thread, rank, k, peers)
+        else:
+            for step in transport.receive:
+                self._data(step, thread, rank, k, [owner])
+
+    def _begin_large(self, rank: int, k: int, peers: list[int], threads: Threads) -> None:
+        """In each block, the lanes of the first warp wait, and then the block for them."""
+        data, *lanes = threads[DATA]
+        serving = [*threads[ROLL_CALL], *threads[HAND_BACK]]
+        for block, waiting in (([data, *lanes], lanes), (serving, threads[ROLL_CALL])):
+            for step in self.exchange.head:
+                if step.kind == "barrier":
+                    self.program.joint(block, block)
+                    continue
+                for peer, thread in zip(peers, waiting, strict=True):
+                    self._number(step, thread, rank, peer, k)
+
+    def _number(self, step: Step, thread: Thread, rank: int, peer: int, k: int) -> None:
+        """A step of a lane whose peer is `peer`, about the number of the operation."""
+        op = FIRST_OP + k + step.offset - step.since * self._turns[k].since
+        slot: tuple[int, ...] = ()
+        if step.where != "released":
+            slot = ((FIRST_OP + k) % self.exchange.turns.tag_slots,)
+        if step.kind == "fence":
+            self.program.fence(thread, step.access, "fence")
+        elif step.kind == "store":
+            place = (step.where, peer, *slot, rank)
+            self.program.write(thread, step.access, place, op, "store")
+        else:
+            compare = step.compare
+            assert compare is not None
+            self.program.read(
+                thread,
+                step.access,
+                (step.where, rank, *slot, peer),
+                accepts=lambda seen: compare(seen, op),
+                expected=None if step.where == "released" else functools.partial(operator.eq, op),
+                name="wait",
+            )
+
+    def _data(self, step: Step, thread: Thread, rank: int, k: int, peers: list[int]) -> None:
+        """A step of a thread that moves data: to `peers`, or from them."""
+        for peer, word in itertools.product(peers, self.setting.words):
+            receiver, source = (peer, rank) if step.kind == "store" else (rank, peer)
+            place = self._slot(step, k, receiver, source, word)
+            payload = (step.where, k, source)
+            if step.kind == "store":
+                self.program.write(thread, step.access, place, payload, "push")
+            elif step.kind == "clear":
+                self.program.write(thread, step.access, place, EMPTY, "clear")
+            else:
+                tested = step.where != "partial" or word in self.exchange.tested_words
+                self.program.read(
+                    thread,
+                    step.access,
+                    place,
+                    accepts=arrived if tested else None,
+                    expected=functools.partial(operator.eq, payload),
+                    name="wait",
+                )
+
+
+def arrived(seen: Any) -> bool:
+    """Whether a slot is not empty."""
+    return bool(seen != EMPTY)
+
+
+def _all(threads: Threads) -> list[Thread]:
+    return [thread for some in threads.values() for thread in some]
+
+
+def exchange_program(exchange: Exchange, setting: Setting | None = None) -> Program:
+    """The litmus program of `exchange`."""
+    return ExchangeProgram(exchange, setting or Setting()).program

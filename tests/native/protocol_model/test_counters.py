@@ -1,0 +1,177 @@
+"""Numbers, phases, deadlines and deaths of the CUDA exchange: every state of some operations.
+
+In every state that nothing leads on from, every rank that lives has come to its end; whatever it
+took was of its operation, or a NaN of a rank that had failed, in bits that it reads as NaN; and
+whoever took a NaN has failed by the next operation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+
+from .counters import ASSUMED, explore
+from .exchange import Exchange
+from .kernels import WRAP, Setting
+from .mutants import COUNTER_MUTANTS, LATE_MUTANTS, SEEN_IN_LONGER_HALVES
+from .reader import HALVES_OF_FOUR, SMALL_HALVES, read_exchange
+from .source import Sources
+
+# Operations cross 2^32, 2^31, nothing.
+FIRST_OPS = (WRAP - 2, WRAP // 2 - 2, 0)
+LARGE = ((), (0, 1, 2, 3), (0, 2, 3))
+TRANSPORTS = ("one_shot", "two_shot", "owned_rows", "owned_quantized", "gather")
+# NVFP4's rows lie as those of owned_quantized do: what is new are its words.
+PAIRS = (
+    *itertools.product(TRANSPORTS, TRANSPORTS),
+    *(("owned_nvfp4", "owned_nvfp4"), ("two_shot", "owned_nvfp4"), ("owned_nvfp4", "two_shot")),
+)
+
+
+@pytest.fixture(scope="module")
+def exchange() -> Exchange:
+    return read_exchange(Sources().edited(SMALL_HALVES))
+
+
+@pytest.fixture(scope="module")
+def exchange_of_four() -> Exchange:
+    return read_exchange(Sources().edited(HALVES_OF_FOUR))
+
+
+def explored(exchange: Exchange, setting: Setting) -> int:
+    states, problem = explore(exchange, setting)
+    assert problem is None, problem
+    return states
+
+
+@pytest.mark.parametrize(("path", "text"), ASSUMED)
+def test_the_sources_say_what_is_assumed(path: str, text: str) -> None:
+    assert text in Sources()[path]
+
+
+@pytest.mark.parametrize("first_op", FIRST_OPS)
+@pytest.mark.parametrize("transport", ["one_shot", "two_shot"])
+def test_everyone_ends_with_what_is_right(
+    exchange: Exchange, transport: str, first_op: int
+) -> None:
+    for large in LARGE:
+        setting = Setting(2, 6, first_op, transport, large)
+        assert explored(exchange, setting) > 1000
+
+
+def test_halves_of_several_operations(exchange_of_four: Exchange) -> None:
+    """Most of them take a unit and hand nothing back, one is large."""
+    for small, large in ((tuple(range(10)), ()), ((0, 1, 2, 5, 6, 7), (3,))):
+        setting = Setting(2, 10, WRAP - 5, small=small, large=large, eager=True)
+        turns = exchange_of_four.turns.of(10, large, small)
+        assert sum(turn.hands_back for turn in turns) in (3, 5)
+        assert explored(exchange_of_four, setting) > 1000
+
+
+@pytest.mark.parametrize("transport", ["one_shot", "two_shot"])
+def test_three_ranks(exchange: Exchange, transport: str) -> None:
+    assert explored(exchange, Setting(3, 2, transport=transport, eager=True)) > 500
+
+
+@pytest.mark.parametrize("large", [(), (0, 1, 2)])
+@pytest.mark.parametrize("transport", ["one_shot", "two_shot"])
+def test_deadlines_and_a_death_at_any_point(
+    exchange: Exchange, transport: str, large: tuple[int, ...]
+) -> None:
+    setting = Setting(2, 3, transport=transport, large=large, deadlines=True, deaths=1, eager=True)
+    assert explored(exchange, setting) > 1000
+
+
+def late_peer(of: str, then: str, shift: int, **others: Any) -> Setting:
+    """One operation of a kind and four of another, so that the last has the slots of the first."""
+    kinds, shifts = (of, *[then] * 4), (0, *[shift] * 4)
+    return Setting(2, 5, transport=kinds, shift=shifts, deadlines=True, eager=True, **others)
+
+
+@pytest.mark.parametrize("shift", [0, 2])
+@pytest.mark.parametrize(("of", "then"), PAIRS)
+def test_a_late_peer_takes_nothing_of_later_operations(
+    exchange: Exchange, of: str, then: str, shift: int
+) -> None:
+    """Whatever kinds of calls meet in a unit, and wherever a rank has failed."""
+    assert explored(exchange, late_peer(of, then, shift)) > 500
+
+
+@pytest.mark.parametrize("shift", [0, 2])
+def test_kinds_of_calls_in_turn(exchange: Exchange, shift: int) -> None:
+    """Slots of any layout, one after the other in a unit, where nothing fails."""
+    kinds = (*TRANSPORTS, *TRANSPORTS[::-1])
+    shifts = tuple(shift * (k // 4 % 2) for k in range(len(kinds)))
+    for large in LARGE:
+        setting = Setting(2, len(kinds), transport=kinds, shift=shifts, large=large, eager=True)
+        assert explored(exchange, setting) > 500
+
+
+@pytest.mark.parametrize("operation", [0, 1])
+def test_another_call_is_noticed_by_everyone(exchange: Exchange, operation: int) -> None:
+    """Without the help of deadlines."""
+    explored(exchange, Setting(2, 3, diverging=(0, operation)))
+    explored(exchange, Setting(3, 1, diverging=(1, 0), eager=True))
+
+
+LONG = {
+    **{
+        f"2 ranks from {first_op}, large {large}": Setting(2, 8, first_op, large=large)
+        for first_op, large in itertools.product(FIRST_OPS, LARGE)
+    },
+    "3 ranks": Setting(3, 4, eager=True),
+    "3 ranks, large": Setting(3, 3, large=(0, 1, 2), eager=True),
+    "3 ranks, another call": Setting(3, 2, diverging=(1, 1), eager=True),
+    "3 ranks, deadlines": Setting(3, 1, deadlines=True, deaths=1, eager=True),
+    "deadlines": Setting(2, 3, deadlines=True, deaths=1),
+    "deadlines, more operations": Setting(2, 5, deadlines=True, deaths=1, eager=True),
+}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("transport", ["one_shot", "two_shot"])
+@pytest.mark.parametrize("name", LONG)
+def test_more_of_everything(exchange: Exchange, name: str, transport: str) -> None:
+    explored(exchange, dataclasses.replace(LONG[name], transport=transport))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("bits", ["16", "32"])
+@pytest.mark.parametrize("shift", [1, 3])
+@pytest.mark.parametrize(("of", "then"), PAIRS)
+def test_a_late_peer_wherever_slots_meet(
+    exchange: Exchange, of: str, then: str, shift: int, bits: str
+) -> None:
+    explored(exchange, late_peer(of, then, shift, bits=(bits, *["16"] * 4)))
+    explored(exchange, late_peer(of, then, shift, bits=("16", *[bits] * 4), large=(0, 4)))
+
+
+@pytest.mark.parametrize("name", LATE_MUTANTS)
+def test_a_store_after_a_failure_is_found(name: str) -> None:
+    (of, then, shift), edits = LATE_MUTANTS[name]
+    _, problem = explore(
+        read_exchange(Sources().edited(SMALL_HALVES, *edits)), late_peer(of, then, shift)
+    )
+    assert problem is not None
+    assert "took Word" in problem
+
+
+@pytest.mark.parametrize("name", COUNTER_MUTANTS)
+def test_a_defect_in_the_sources_is_found(name: str) -> None:
+    halves, setting = SMALL_HALVES, Setting(2, 6)
+    if name in SEEN_IN_LONGER_HALVES:
+        halves, setting = HALVES_OF_FOUR, Setting(2, 6, small=tuple(range(6)))
+    exchange = read_exchange(Sources().edited(halves, *COUNTER_MUTANTS[name]))
+    _, problem = explore(exchange, setting)
+    assert problem is not None
+
+
+def test_without_deadlines_a_death_is_waited_for_in_vain(exchange: Exchange) -> None:
+    _, problem = explore(exchange, Setting(2, 2, deaths=1))
+    assert problem is not None
+    assert "waits for ever" in problem

@@ -1,0 +1,173 @@
+"""The CUDA exchange under the memory model of PTX: nothing wrong, no hang, no data race.
+
+Wrong: a wait goes on with a value that is not of its operation. A hang: a wait never ends, be it
+that a clear came after the push that was waited for. A race would be undefined where accesses
+differ in width, as a push and the clear of an earlier push do (PTX 8.7.2).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from . import mutants
+from .exchange import Exchange
+from .program import Scope
+from .ptx_program import BOUNDARIES, DATA, HAND_BACK, Setting, exchange_program
+from .reader import HALVES_OF_FOUR, SMALL_HALVES, read_exchange
+from .source import SourceError, Sources
+
+z3 = pytest.importorskip("z3")
+
+from .ptx import Executions  # noqa: E402
+
+# Enough for the first half to be begun again.
+SMALL = Setting(world_size=2, operations=5)
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """Executions in words, where the model allows one."""
+
+    wrong: list[str] | None
+    hang: list[str] | None
+    race: list[str] | None
+
+    @property
+    def fine(self) -> bool:
+        return self.wrong is None and self.hang is None and self.race is None
+
+
+def verdict(exchange: Exchange, setting: Setting) -> Verdict:
+    executions = Executions(exchange_program(exchange, setting))
+    # A flagged boundary's own polls are no part of the protocol.
+    boundary = ("ended", "started")
+    hangs = [v for e, v in executions.stuck.items() if e.location[0] not in boundary]
+    return Verdict(
+        wrong=executions.find(executions.wrong()),
+        hang=executions.find(z3.Or(hangs)),
+        race=executions.find(executions.races()),
+    )
+
+
+@pytest.fixture(scope="module")
+def exchange() -> Exchange:
+    return read_exchange(Sources().edited(SMALL_HALVES))
+
+
+TRANSPORTS = ("one_shot", "two_shot", "owned_rows", "owned_quantized")
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(("world_size", "operations"), [(2, 7), (3, 5)])
+def test_nothing_goes_wrong(
+    exchange: Exchange, transport: str, world_size: int, operations: int
+) -> None:
+    found = verdict(exchange, Setting(world_size, operations, transport))
+    assert found.fine, found
+
+
+def test_halves_of_several_operations(exchange: Exchange) -> None:
+    """Of which one hands back, with operations that take a unit and others that take two."""
+    larger = read_exchange(Sources().edited(HALVES_OF_FOUR))
+    for small in (tuple(range(9)), (0, 2, 3, 5, 6)):
+        turns = larger.turns.of(9, (), small)
+        assert max(turn.uses for turn in turns) == 1
+        found = verdict(larger, Setting(operations=9, small=small))
+        assert found.fine, found
+
+
+# Large operations in a row, and with small ones in between.
+LARGE = ((0, 1, 2, 3), (0, 2, 3), (0, 1, 3), (0, 2, 4), (1, 2, 3, 4))
+
+
+@pytest.mark.parametrize("large", LARGE, ids=str)
+def test_large_operations(exchange: Exchange, large: tuple[int, ...]) -> None:
+    found = verdict(exchange, Setting(operations=5, large=large))
+    assert found.fine, found
+    found = verdict(exchange, Setting(operations=5, large=large, transport="two_shot"))
+    assert found.fine, found
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("large", LARGE, ids=str)
+@pytest.mark.parametrize(("world_size", "operations"), [(3, 6), (4, 5)])
+def test_large_operations_at_length(
+    exchange: Exchange, large: tuple[int, ...], world_size: int, operations: int
+) -> None:
+    found = verdict(exchange, Setting(world_size, operations, large=large))
+    assert found.fine, found
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(("world_size", "operations"), [(3, 7), (4, 5)])
+def test_nothing_goes_wrong_at_length(
+    exchange: Exchange, transport: str, world_size: int, operations: int
+) -> None:
+    found = verdict(exchange, Setting(world_size, operations, transport))
+    assert found.fine, found
+
+
+def test_words_of_a_slot_arrive_alone(exchange: Exchange) -> None:
+    found = verdict(exchange, dataclasses.replace(SMALL, words=(0, 1, 2, 3)))
+    assert found.fine, found
+
+
+# ---- defects -------------------------------------------------------------------------------------
+
+DEFECTS = {
+    **{name: (SMALL, edits) for name, edits in mutants.WEAKENED.items()},
+    **{name: (SMALL, edits) for name, edits in mutants.EXCHANGE_MUTANTS.items()},
+    **{
+        name: (dataclasses.replace(SMALL, large=(0, 1, 2, 3)), edits)
+        for name, edits in mutants.LARGE_MUTANTS.items()
+    },
+    **{
+        name: (dataclasses.replace(SMALL, transport=transport), edits)
+        for name, (transport, edits) in mutants.TRANSPORT_MUTANTS.items()
+    },
+    **{
+        name: (dataclasses.replace(SMALL, words=(0, 1)), edits)
+        for name, edits in mutants.WORD_MUTANTS.items()
+    },
+}
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_a_defect_in_the_sources_is_found(name: str) -> None:
+    setting, edits = DEFECTS[name]
+    found = verdict(read_exchange(Sources().edited(SMALL_HALVES, *edits)), setting)
+    assert found.wrong is not None or found.hang is not None
+
+
+def test_an_unknown_line_is_an_error() -> None:
+    more = "    store_u32(params_.workspace[0], op_);\n    wait_for_number(peer);\n"
+    changed = Sources().edited(("cuda/exchange.cuh", "    wait_for_number(peer);\n", more))
+    with pytest.raises(SourceError, match=r"hand_back_slots: store_u32"):
+        read_exchange(changed)
+
+
+# ---- which kernel boundaries the argument needs, and how strong ----------------------------------
+
+# Boundaries that must order memory, each for itself; of the others any one may do without.
+NEEDED = {(DATA, HAND_BACK), (HAND_BACK, DATA)}
+
+
+@pytest.mark.parametrize("kinds", BOUNDARIES, ids=" to ".join)
+def test_boundaries(exchange: Exchange, kinds: tuple[str, str]) -> None:
+    # So many that the last operation of a half, behind which one hands back, is used again.
+    setting = Setting(world_size=2, operations=6, unordered=frozenset({kinds}))
+    found = verdict(exchange, setting)
+    assert found.fine == (kinds not in NEEDED), found
+
+
+@pytest.mark.parametrize(("scope", "enough"), [(Scope.GPU, True), (Scope.CTA, False)])
+def test_a_boundary_need_not_be_a_fence_of_the_system(
+    exchange: Exchange, scope: Scope, enough: bool
+) -> None:
+    found = verdict(exchange, dataclasses.replace(SMALL, boundary_scope=scope))
+    assert found.fine == enough, found

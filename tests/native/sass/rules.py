@@ -1,0 +1,228 @@
+"""What must hold in the machine code of every kernel. A rule yields what is wrong, in words.
+
+Paths are those of the control flow graph, as if every predicate could have either value: where a
+rule says "on every path", no order of threads and no input makes an exception.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+
+from .disassembly import Instruction, Kernel
+from .kernels import Variant
+
+Rule = Callable[[Kernel, Variant], Iterator[str]]
+
+
+def sizes_of(instructions: Iterable[Instruction]) -> Counter[int]:
+    return Counter(found.access_bytes for found in instructions)
+
+
+def _compare(what: str, found: Counter[int], wanted: Counter[int]) -> Iterator[str]:
+    """Of 16 bytes there may be more, where the compiler has copied code; of others not."""
+    for size in sorted(found | wanted):
+        if found[size] < wanted[size] or (size < 16 and found[size] > wanted[size]):
+            yield f"{what} of {size} bytes: {found[size]}; expected {wanted[size]}"
+
+
+def pushes(kernel: Kernel, variant: Variant) -> Iterator[str]:
+    """Peers are written by strong system-wide stores, of 16 bytes wherever a payload has them."""
+    strong = [found for found in kernel.body if found.is_store and found.is_system_wide]
+    yield from _compare("system-wide stores", sizes_of(strong), variant.traffic.pushes)
+
+
+def polls(kernel: Kernel, variant: Variant) -> Iterator[str]:
+    """Slots are polled by strong system-wide loads, of 16 bytes wherever a payload has them."""
+    strong = [found for found in kernel.body if found.is_load and found.is_system_wide]
+    yield from _compare("system-wide loads", sizes_of(strong), variant.traffic.polls)
+
+
+def _counts_launches(found: Instruction) -> bool:
+    """Whether it adds to PushControl::kLaunches, and keeps no result."""
+    is_addition = found.verb in ("RED", "ATOMG") and "ADD" in found.parts
+    is_kept = found.verb == "ATOMG" and not found.operands.startswith("PT,RZ,")
+    return is_addition and not is_kept and "+0x2010]" in found.operands
+
+
+def scopes(kernel: Kernel, variant: Variant) -> Iterator[str]:
+    """No strong access has a narrower scope, none has a generic address, none is an atomic.
+
+    But for one that nobody waits for: the count of launches.
+    """
+    counts = [found for found in kernel.body if _counts_launches(found)]
+    if len(counts) != 1:
+        yield f"{len(counts)} additions to the counts of launches: expected one"
+    for found in kernel.body:
+        if found in counts:
+            continue
+        if "STRONG" in found.parts and not found.is_system_wide:
+            yield f"narrow scope: {found}"
+        elif found.is_global and found.verb not in ("LDG", "STG"):
+            yield f"neither a load nor a store of global memory: {found}"
+
+
+def _registers(load: Instruction) -> set[str]:
+    first = int(re.match(r"R(\d+)", load.operands)[1])
+    return {f"R{first + i}" for i in range(load.access_bytes // 4)}
+
+
+def polls_in_flight(kernel: Kernel, variant: Variant) -> Iterator[str]:
+    """The loads of a group of polls are all issued before the first of them is waited for."""
+    most, pending = 0, 0
+    waited_for: set[str] = set()
+    for found in kernel.body:
+        if found.is_load and found.is_system_wide and found.access_bytes == 16:
+            pending += 1
+            most = max(most, pending)
+            waited_for |= _registers(found)
+        elif waited_for & set(re.findall(r"\bR\d+", found.operands)):
+            pending, waited_for = 0, set()
+    wanted = 1 if variant.kind == "owned_given" else max(variant.polled_together)
+    if most < wanted:
+        yield f"{most} polls of 16 bytes are in flight together; expected {wanted}"
+
+
+def _is_system_fence(found: Instruction) -> bool:
+    return found.verb == "MEMBAR" and "SYS" in found.parts
+
+
+def _is_number_access(found: Instruction) -> bool:
+    return found.verb in ("LDG", "STG") and found.is_system_wide and found.access_bytes == 4
+
+
+def one_system_fence(kernel: Kernel, variant: Variant) -> Iterator[str]:
+    """One fence for all devices: before the number is stored that hands slots back.
+
+    See "Why a slot may be reused" in csrc/cuda/exchange.cuh.
+    """
+    fences = [i for i, found in enumerate(kernel.instructions) if _is_system_fence(found)]
+    fences = [i for i in fences if kernel.instructions[i] in kernel.body]
+    if len(fences) != 1:
+        yield f"{len(fences)} system-wide fences on the data path; expected one"
+        return
+    (fence,) = fences
+    # What follows up to the next branch.
+    following: list[Instruction] = []
+    for found in kernel.instructions[fence + 1 :]:
+        if found.verb in ("BRA", "BSYNC", "BAR", "EXIT", "CALL"):
+            break
+        following.append(found)
+    touched = [found for found in following if found.is_global]
+    if not touched or not (touched[0].is_store and _is_number_access(touched[0])):
+        yield f"the fence is followed by {touched[0] if touched else 'no access'}, not the number"
+        return
+    store = touched[0].address // 16
+    if store in kernel.reachable(stop=_is_system_fence):
+        yield "the number is stored on a path that has not passed the fence"
+    if fence in kernel.reachable(stop=lambda found: found.verb == "ACQBULK"):
+        yield "the fence is reached before the wait for the preceding grid"
+
+
+def numbers_are_acquired(kernel: Kernel, variant: Variant) -> Iterator[str]:
+    """Peers' numbers are acquired: of a large operation by the whole block, before a push.
+
+    See the reuse of slots, and of a large phase, in csrc/cuda/exchange.cuh.
+    """
+    acquires = []
+    for i, found in enumerate(kernel.instructions):
+        if found.is_load and _is_number_access(found):
+            touched = [
+                x for x in kernel.instructions[i + 1 : i + 8] if x.verb == "CCTL" or x.is_global
+            ]
+            if touched and touched[0].opcode == "CCTL.IVALL":
+                acquires.append(i)
+    if len(acquires) != 2:
+        yield f"{len(acquires)} loads of a number acquire; expected one at the head and another"
+    for acquire in acquires:
+        for i in sorted(kernel.reachable(acquire, stop=lambda found: found.verb == "BAR")):
+            found = kernel.instructions[i]
+            if found.is_store and found.access_bytes == 16:
+                yield f"stored before the block knows what was acquired: {found}"
+
+
+def no_other_barrier(kernel: Kernel, variant: Variant) -> Iterator[str]:
+    """What waits for stores to peers is only that fence; the cluster meets once, without one.
+
+    Its blocks arrive before the preceding grid is waited for. They wait for each other behind
+    that, in the blocks that have rows and in those that have none.
+    """
+    known = {"MEMBAR.ALL.CTA", "MEMBAR.ALL.SYS"}
+    for found in kernel.body:
+        if found.verb == "MEMBAR" and found.opcode not in known:
+            yield f"unexpected: {found}"
+    arrivals, joins = (
+        [i for i, found in enumerate(kernel.instructions) if found.opcode == opcode]
+        for opcode in ("UCGABAR_ARV", "UCGABAR_WAIT")
+    )
+    if len(arrivals) != 1:
+        yield f"the cluster arrives {len(arrivals)} times; expected once"
+    elif arrivals[0] not in kernel.reachable(stop=lambda found: found.verb == "ACQBULK"):
+        yield f"behind the wait for the preceding grid: {kernel.instructions[arrivals[0]]}"
+    if not joins:
+        yield "no block waits for its cluster"
+    for join in joins:
+        for following in kernel.successors[join]:
+            for again in sorted(kernel.reachable(following).intersection(joins)):
+                yield f"the cluster meets again: {kernel.instructions[again]}"
+
+
+def dependent_launch(kernel: Kernel, variant: Variant) -> Iterator[str]:
+    """griddepcontrol.wait comes before any access to global memory, on every path."""
+    if not any(found.verb == "ACQBULK" for found in kernel.body):
+        yield "no ACQBULK: the kernel does not wait for the preceding grid"
+        return
+    if not any(found.verb == "PREEXIT" for found in kernel.body):
+        yield "no PREEXIT: the kernel does not let the next grid in"
+    for i in sorted(kernel.reachable(stop=lambda found: found.verb == "ACQBULK")):
+        found = kernel.instructions[i]
+        if found.is_global or found.verb in ("CALL", "EXIT", "PREEXIT"):
+            yield f"before the wait for the preceding grid: {found}"
+
+
+def fault_record(kernel: Kernel, variant: Variant) -> Iterator[str]:
+    """The status of a fault is stored after a system-wide fence that follows the rest of it."""
+    code = kernel.subroutines
+    fences = [i for i, found in enumerate(code) if _is_system_fence(found)]
+    if len(fences) != 1:
+        yield f"{len(fences)} system-wide fences in the record of a fault; expected one"
+        return
+    (fence,) = fences
+    stores = [i for i, found in enumerate(code) if found.is_store and found.is_system_wide]
+    after = [i for i in stores if i > fence]
+    if len(after) != 1 or any(found.verb == "RET" for found in code[fence : after[0]]):
+        yield f"{len(after)} stores follow the fence of a fault; expected one, of the status"
+    if len(stores) - len(after) != 8:
+        yield f"{len(stores) - len(after)} stores precede it; expected eight"
+
+
+def frame(kernel: Kernel, variant: Variant) -> Iterator[str]:
+    """No register is spilled where that is not accepted."""
+    if kernel.frame_bytes > variant.most_frame_bytes:
+        yield f"{kernel.frame_bytes} bytes of local memory; at most {variant.most_frame_bytes}"
+
+
+def stays_local(kernel: Kernel, variant: Variant) -> Iterator[str]:
+    """A kernel without peers has neither fences nor strong accesses.
+
+    But for the barrier of a cluster, whose release is a fence among the blocks of a GPU.
+    """
+    clusters = variant.kind == "local_rows"
+    for found in kernel.instructions:
+        fence = found.verb == "MEMBAR" and not (clusters and "SYS" not in found.parts)
+        if fence or "STRONG" in found.parts:
+            yield f"unexpected: {found}"
+
+
+LOCAL_RULES: tuple[Rule, ...] = (dependent_launch, frame, stays_local)
+EXCHANGE_RULES: tuple[Rule, ...] = (
+    *(pushes, polls, scopes, polls_in_flight, one_system_fence, no_other_barrier),
+    *(numbers_are_acquired, dependent_launch, fault_record, frame),
+)
+
+
+def complaints(kernel: Kernel, variant: Variant) -> list[str]:
+    """What is wrong with a kernel, each with the name of the rule."""
+    rules = LOCAL_RULES if variant.is_local else EXCHANGE_RULES
+    return [f"{rule.__name__}: {text}" for rule in rules for text in rule(kernel, variant)]

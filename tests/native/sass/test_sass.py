@@ -1,0 +1,119 @@
+"""The machine code of the CUDA kernels: what the protocol needs is in it, and defects are seen."""
+
+from __future__ import annotations
+
+import pathlib
+import shutil
+
+import pytest
+
+import allnorm
+
+from . import mutants
+from .disassembly import Kernel, ToolMissingError, disassemble_library, tool
+from .kernels import all_variants, variant_of
+from .rules import EXCHANGE_RULES, complaints
+
+CSRC = pathlib.Path(__file__).resolve().parents[3] / "csrc"
+ARCHITECTURE = "sm_90"
+CHEAPEST = "fence at gpu scope"
+# CI tries one defect for each rule.
+PROBE = "probe_peers"  # csrc/cuda/kernels_probe.cu
+FIRST_OF_RULE = {m.rule: m for m in reversed(mutants.MUTANTS)}.values()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tools() -> None:
+    try:
+        for name in ("cuobjdump", "nvdisasm"):
+            tool(name)
+    except ToolMissingError as missing:
+        pytest.skip(str(missing))
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[Kernel]:
+    library = pathlib.Path(allnorm.__file__).parent / "lib" / "liballnorm_cuda.so"
+    if not library.exists():
+        pytest.skip("this installation was built without nvcc")
+    found = disassemble_library(library, ARCHITECTURE, tmp_path_factory.mktemp("cubins"))
+    if not found:
+        pytest.skip(f"the library has no code for {ARCHITECTURE}")
+    return found
+
+
+@pytest.mark.slow
+def test_library_has_every_kernel(kernels: list[Kernel]) -> None:
+    variants = [variant_of(kernel.name) for kernel in kernels if PROBE not in kernel.name]
+    assert len(variants) == len(set(variants))
+    assert set(variants) == all_variants()
+
+
+@pytest.mark.slow
+def test_the_probe_stores_one_word_for_the_system(kernels: list[Kernel]) -> None:
+    (probe,) = (kernel for kernel in kernels if PROBE in kernel.name)
+    stores = [found for found in probe.body if found.is_store]
+    assert [(found.access_bytes, found.is_system_wide) for found in stores] == [(4, True)]
+
+
+@pytest.mark.slow
+def test_every_kernel_has_what_the_protocol_needs(kernels: list[Kernel]) -> None:
+    wrong = {}
+    for kernel in kernels:
+        variant = variant_of(kernel.name)
+        if variant is not None and (found := complaints(kernel, variant)):
+            wrong[variant] = found
+    assert wrong == {}
+
+
+@pytest.fixture(scope="module")
+def compiler() -> None:
+    if shutil.which("nvcc") is None:
+        pytest.skip("nvcc is not on this machine")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", mutants.SOURCES)
+def test_nothing_is_wrong_without_a_defect(
+    compiler: None, source: str, tmp_path: pathlib.Path
+) -> None:
+    assert mutants.found_wrong(mutants.copy_sources(CSRC, tmp_path), source) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["sm_90", "sm_100f", "sm_120f"])
+def test_e2m1_is_an_instruction_where_there_is_one(
+    compiler: None, architecture: str, tmp_path: pathlib.Path
+) -> None:
+    """Of the kernel of few tokens, which spills nothing on any of them."""
+    csrc = mutants.copy_sources(CSRC, tmp_path)
+    kernel = mutants.compile_kernel(csrc, "any_quantized", architecture)
+    converts = [found for found in kernel.instructions if "E2M1" in found.parts]
+    assert len(converts) == (0 if architecture == "sm_90" else 4)  # of a pack, two at a time
+    assert kernel.frame_bytes == 0
+
+
+def marks_of(mutant: mutants.Mutant) -> list[pytest.MarkDecorator]:
+    if mutant.name == CHEAPEST:
+        return []
+    return [pytest.mark.slow if mutant in FIRST_OF_RULE else pytest.mark.long]
+
+
+@pytest.mark.parametrize(
+    "mutant", [pytest.param(m, id=m.name, marks=marks_of(m)) for m in mutants.MUTANTS]
+)
+def test_defect_is_reported(compiler: None, mutant: mutants.Mutant, tmp_path: pathlib.Path) -> None:
+    csrc = mutants.copy_sources(CSRC, tmp_path)
+    mutants.mutate(csrc, mutant)
+    found = mutants.found_wrong(csrc, mutant.source)
+    assert mutant.rule in {text.partition(":")[0] for text in found}, found
+
+
+@pytest.mark.parametrize("mutant", [pytest.param(m, id=m.name) for m in mutants.MUTANTS])
+def test_defect_can_be_put_into_the_sources(mutant: mutants.Mutant, tmp_path: pathlib.Path) -> None:
+    """Of all: CI compiles a few, and the sources go on."""
+    mutants.mutate(mutants.copy_sources(CSRC, tmp_path), mutant)
+
+
+def test_every_rule_has_a_mutant() -> None:
+    assert {m.rule for m in mutants.MUTANTS} == {rule.__name__ for rule in EXCHANGE_RULES}

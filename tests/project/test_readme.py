@@ -1,0 +1,68 @@
+"""What the README says: short, with figures that are in stored rows, links that lead somewhere."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def test_it_is_short() -> None:
+    words = [word for word in README.split() if re.search("[A-Za-z0-9]", word)]
+    assert len(words) <= 700
+
+
+def test_the_two_commands_are_named() -> None:
+    assert "$ make bench" in README
+    assert "$ make test" in README
+
+
+def cells(heading: str) -> list[list[str]]:
+    """The rows of the table below a heading line, its own included."""
+    lines = README[README.index(heading) :].splitlines()
+    table = [line for line, _ in zip(lines, iter(lambda: 0, 1), strict=False)]
+    end = next(i for i, line in enumerate(table) if not line.startswith("|"))
+    rows = [[cell.strip(" *") for cell in line.strip("|").split("|")] for line in table[:end]]
+    return [row for row in rows if not set(row[0]) <= {"-"}]
+
+
+def rounded(us: float) -> str:
+    return f"{us:.2f}" if us < 10 else f"{us:.1f}" if us < 100 else f"{us:.0f}"
+
+
+def test_each_time_is_in_a_row() -> None:
+    heading, own, other = cells("| us per call, 2 H200s, 4096 columns")
+    (commit,) = re.findall(r"timed \(commit ([0-9a-f]{7})", README)
+    lines = (RESULTS / "h200x2-peers.jsonl").read_text().splitlines()
+    rows = [row for row in map(json.loads, lines) if row["commit"].startswith(commit)]
+    for size, mine, best in zip(heading[1:], own[1:], other[1:], strict=True):
+        tokens = int(size.split()[0])
+        here = {
+            row["arm"]: row["p50_us"]
+            for row in rows
+            if (row["num_tokens"], row["hidden_size"], row["world_size"]) == (tokens, 4096, 2)
+            and not row["quant"]
+            and not row["residual_sharded"]
+            and row["correct"]
+        }
+        assert mine == rounded(here.pop("allnorm"))
+        assert best == rounded(min(us for arm, us in here.items() if not arm.startswith("allnorm")))
+
+
+def test_what_it_is_ahead_by_is_in_the_same_rows() -> None:
+    _, own, other = cells("| us per call, 2 H200s, 4096 columns")
+    ratios = [float(b) / float(a) for a, b in zip(own[1:], other[1:], strict=True)]
+    least, most = map(float, re.findall(r"launch: ([\d.]+) to ([\d.]+) times", README)[0])
+    assert f"{min(ratios):.1f}" == f"{least:.1f}"
+    assert f"{max(ratios):.1f}" == f"{most:.1f}"
+
+
+@pytest.mark.parametrize("link", re.findall(r"\]\(([^)]+)\)", README))
+def test_links(link: str) -> None:
+    assert (ROOT / link).exists()

@@ -1,0 +1,573 @@
+"""What the README and the docs show is run, or checked as far as it can be without running it.
+
+Fenced blocks, by language:
+
+- python: a whole program (one that makes a process group) runs on two CPU ranks, and prints what a
+  console block behind it shows. The other blocks of a page run one after the other, with what
+  `setting` provides. What needs more than that is in `NOT_RUN`: its names must exist.
+- pycon: the value that is shown is one.
+- bash, console (commands behind "$ "): commands, options, files, targets and extras exist.
+- json, yaml: can be read.  text: nobody knows.
+
+So are commands, files and variables in the running text.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import importlib
+import importlib.util
+import inspect
+import json
+import os
+import pathlib
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed.run
+import typer.main
+import yaml
+from limits import HANG_SECONDS
+from rank_helpers import comm
+
+import allnorm
+from allnorm import config
+from allnorm.cli import options
+from allnorm.cli.app import app
+from allnorm.testing import RankPool, rank_input, shared_input
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+GENERATED = {"docs/reference/commands.md"}
+LANGUAGES = {"python", "pycon", "bash", "console", "json", "yaml", "text"}
+NOT_RUN = {"docs/trace.md": 1, "docs/transformers.md": 1}
+"""How many blocks of a page need what is not here: a model."""
+PLACEHOLDERS = {"example.py", "generate.py", "serve.py"}
+"""Programs of the reader's."""
+
+
+class Block(NamedTuple):
+    page: str
+    line: int  # of the opening fence
+    language: str
+    text: str
+
+    @property
+    def where(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def pages() -> dict[str, str]:
+    """What users read, by path."""
+    files = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    found = {path.relative_to(ROOT).as_posix(): path.read_text() for path in files}
+    dated = "docs/engineering-log/"  # true when it was written
+    return {k: v for k, v in found.items() if k not in GENERATED and not k.startswith(dated)}
+
+
+def split(page: str, text: str) -> tuple[list[Block], str]:
+    """The fenced blocks of a page, and the page with blank lines in their place."""
+    blocks, rest, inside = [], [], None
+    for number, line in enumerate(text.splitlines(), 1):
+        fence = re.fullmatch(r" *```(\S*) *", line)
+        if fence and inside is None:
+            inside = (number, fence[1], [])
+        elif fence and inside:
+            assert not fence[1], f"{page}:{number}: a fence within a fence"
+            start, language, lines = inside
+            blocks.append(Block(page, start, language, "".join(f"{line}\n" for line in lines)))
+            inside = None
+        elif inside:
+            inside[2].append(line)
+        rest.append("" if fence or inside else line)
+    assert inside is None, f"{page}: the fence in line {inside and inside[0]} is not closed"
+    return blocks, "\n".join(rest)
+
+
+PAGES = pages()
+SPLIT = {page: split(page, text) for page, text in PAGES.items()}
+BLOCKS = [block for blocks, _ in SPLIT.values() for block in blocks]
+
+
+def of(*languages: str) -> Any:
+    found = [block for block in BLOCKS if block.language in languages]
+    return pytest.mark.parametrize("block", found, ids=[block.where for block in found])
+
+
+# ---- what is collected ---------------------------------------------------------------------------
+
+
+def test_blocks_are_found() -> None:
+    assert len(PAGES) >= 20
+    assert len(BLOCKS) >= 32
+    assert sum(block.language == "python" for block in BLOCKS) >= 9
+    assert sum(is_program(block) for block in BLOCKS) >= 4
+    assert {block.page for block in BLOCKS} >= {"README.md", "docs/index.md", "docs/usage.md"}
+
+
+def test_every_block_has_a_language() -> None:
+    assert {b.where: b.language for b in BLOCKS if b.language not in LANGUAGES} == {}
+
+
+def test_code_is_fenced() -> None:
+    """An indented block is no snippet to any of these tests."""
+    found = []
+    for page, (_, rest) in SPLIT.items():
+        before, listed = "", False
+        for number, line in enumerate(rest.splitlines(), 1):
+            if line[:1].strip():  # at the margin: a list goes on, or has ended
+                listed = re.match(r"([-*]|\d+\.|!!!|:::) ?", line) is not None
+            if line.startswith("    ") and line.strip() and not before.strip() and not listed:
+                found.append(f"{page}:{number}")
+            before = line
+    assert found == []
+
+
+def test_the_splitter_sees_what_it_should() -> None:
+    text = "a\n```python\nx = 1\n```\n\n- item\n  ```bash\n  make\n  ```\n"
+    blocks, rest = split("page", text)
+    assert [(b.line, b.language, b.text) for b in blocks] == [
+        (2, "python", "x = 1\n"),
+        (7, "bash", "  make\n"),
+    ]
+    assert rest.split() == ["a", "-", "item"]
+    with pytest.raises(AssertionError, match="not closed"):
+        split("page", "```python\nx")
+
+
+# ---- Python --------------------------------------------------------------------------------------
+
+
+def is_program(block: Block) -> bool:
+    return block.language == "python" and "init_process_group" in block.text
+
+
+def setting() -> dict[str, Any]:
+    """What the blocks that are no programs may use: a communicator and a call's tensors."""
+    communicator = comm()
+    make = {"dtype": torch.bfloat16, "device": communicator.device}
+    return {
+        "torch": torch,
+        "allnorm": allnorm,
+        "comm": communicator,
+        "x": rank_input((4, 4096), rank=communicator.rank, **make),
+        "residual": shared_input((4, 4096), name="residual", **make),
+        "weight": shared_input((4096,), name="weight", **make),
+        "eps": 1e-6,
+    }
+
+
+SETTING = {"torch", "allnorm", "comm", "x", "residual", "weight", "eps"}
+
+
+def free_names(tree: ast.AST) -> set[str]:
+    """Names that are read and never bound, in whatever order."""
+    read, bound = set(), set(dir(builtins))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            (read if isinstance(node.ctx, ast.Load) else bound).add(node.id)
+        elif isinstance(node, ast.alias):
+            bound.add((node.asname or node.name).partition(".")[0])
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            bound.add(node.name)
+        elif isinstance(node, ast.arg):
+            bound.add(node.arg)
+    return read - bound
+
+
+def bound_names(tree: ast.AST) -> set[str]:
+    stored = (n for n in ast.walk(tree) if isinstance(n, ast.Name | ast.alias))
+    return {
+        n.id if isinstance(n, ast.Name) else (n.asname or n.name).partition(".")[0] for n in stored
+    }
+
+
+def fragments(page: str) -> tuple[list[Block], list[Block]]:
+    """The Python blocks of a page that are no programs: those that run, and the others."""
+    run, rest, known = [], [], set(SETTING)
+    for block in SPLIT[page][0]:
+        if block.language != "python" or is_program(block):
+            continue
+        tree = ast.parse(block.text)
+        if free_names(tree) <= known:
+            run.append(block)
+            known |= bound_names(tree)
+        else:
+            rest.append(block)
+    return run, rest
+
+
+def test_what_is_not_run_is_known() -> None:
+    found = {page: len(fragments(page)[1]) for page in PAGES}
+    assert {page: number for page, number in found.items() if number} == NOT_RUN
+
+
+def run_fragments(rank: int, world_size: int, blocks: list[Block]) -> None:
+    names = setting()
+    for block in blocks:
+        exec(compile("\n" * block.line + block.text, block.page, "exec"), names)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if fragments(page)[0]])
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("pool", [("cpu", 2)], ids=["cpu2"], indirect=True)
+def test_blocks_of_a_page_run(pool: RankPool, page: str) -> None:
+    pool.run(run_fragments, fragments(page)[0])
+
+
+def programs() -> list[Any]:
+    found = []
+    for block in filter(is_program, BLOCKS):
+        # Inductor calls a C++ compiler, which needs long on a busy machine.
+        compiles = "torch.compile" in block.text
+        marks = [pytest.mark.slow] if compiles else []
+        found.append(pytest.param(block, id=block.where, marks=marks))
+    return found
+
+
+def shown_behind(block: Block) -> list[str]:
+    """What the page says a program prints: the output of the torchrun in the block behind it."""
+    here = SPLIT[block.page][0]
+    behind = here[here.index(block) + 1 :][:1]
+    if not behind or behind[0].language != "console" or "example.py" not in behind[0].text:
+        return []
+    lines = (line.strip() for line in behind[0].text.splitlines())
+    return [line for line in lines if line and not line.startswith("$ ")]
+
+
+def test_output_is_compared() -> None:
+    assert any(shown_behind(block) for block in BLOCKS if is_program(block))
+
+
+@pytest.mark.parametrize("block", programs())
+def test_programs_run(block: Block, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "example.py").write_text(block.text)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    # A file for each rank: on one terminal their lines may break each other.
+    torchrun += ["--redirects", "3", "--log-dir", str(tmp_path / "logs")]
+    result = subprocess.run(
+        [*torchrun, "--nproc-per-node", "2", "example.py"],
+        cwd=tmp_path,
+        env={
+            **os.environ,
+            # The package that is tested, installed or the tree; and no GPU.
+            "PYTHONPATH": str(pathlib.Path(allnorm.__file__).parent.parent),
+            "CUDA_VISIBLE_DEVICES": "",
+            "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
+        },
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
+        check=False,
+    )
+    said = {path: path.read_text() for path in sorted((tmp_path / "logs").rglob("std*.log"))}
+    assert result.returncode == 0, (result.stderr, said)
+    outputs = [text for path, text in said.items() if path.name == "stdout.log"]
+    assert len(outputs) == 2
+    shown = shown_behind(block)
+    for output in outputs:
+        printed = [line.strip() for line in output.splitlines()]
+        assert [line for line in printed if line in shown] == shown, output
+
+
+@of("python")
+def test_names_exist(block: Block) -> None:
+    check_python(block.text)
+
+
+def check_python(text: str) -> None:
+    """Raises if the text is no Python, or allnorm has no such name or parameter."""
+    tree = ast.parse(text)
+    known: dict[str, Any] = {"allnorm": allnorm, "comm": allnorm.Communicator}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for name in node.names:
+                if name.name.partition(".")[0] == "allnorm":
+                    module = importlib.import_module(name.name)
+                    known[name.asname or "allnorm"] = module if name.asname else allnorm
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("allnorm"):
+            module = importlib.import_module(str(node.module))
+            for name in node.names:
+                known[name.asname or name.name] = member(module, name.name)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            value(node, known)
+        elif isinstance(node, ast.Call) and (function := value(node.func, known)) is not None:
+            parameters = inspect.signature(function).parameters
+            for keyword in node.keywords:
+                assert keyword.arg in parameters, f"{ast.unparse(node)}: no {keyword.arg}="
+
+
+def member(module: Any, name: str) -> Any:
+    if not hasattr(module, name) and inspect.ismodule(module):
+        return importlib.import_module(f"{module.__name__}.{name}")
+    if inspect.isclass(module) and re.search(rf"self\.{name}\b", inspect.getsource(module)):
+        return None  # of its instances
+    return getattr(module, name)
+
+
+def value(node: ast.expr, known: dict[str, Any]) -> Any:
+    """What of allnorm an expression names; None if it is something else."""
+    if isinstance(node, ast.Name):
+        return known.get(node.id)
+    if not isinstance(node, ast.Attribute):
+        return None
+    owner = value(node.value, known)
+    # Of a value, unlike a module or a class, nothing is known.
+    if owner is None or not (inspect.ismodule(owner) or inspect.isclass(owner)):
+        return None
+    return member(owner, node.attr)
+
+
+def test_wrong_names_are_found() -> None:
+    check_python("import allnorm.compile as c\nc.fuse(graph)\ncomm.plan(4, 8).algorithm")
+    for text in (
+        "allnorm.Communicater()",
+        "comm.al_reduce(x)",
+        "allnorm.Communicator(workspace=1)",
+        "from allnorm.compile import fuze",
+        "from allnorm.integrations import transformers as f\nf.enabled()",
+    ):
+        with pytest.raises((AttributeError, ImportError, AssertionError)):
+            check_python(text)
+
+
+@of("pycon")
+def test_values_are_as_they_are_shown(block: Block) -> None:
+    (code, *shown) = block.text.strip().splitlines()
+    assert code.startswith(">>> ")
+    check_python(code[4:])
+    (text,) = shown
+    assert repr(eval(text, vars(allnorm).copy())) == text
+
+
+def test_operators() -> None:
+    """The page of operators has their names, parameters and defaults."""
+    (block,) = (b for b in BLOCKS if b.page == "docs/reference/operators.md")
+    signature = re.compile(r"^(\w+)\(([^)]*)\)", re.MULTILINE)
+    shown = {
+        name: [*map(str.strip, args.split(","))] for name, args in signature.findall(block.text)
+    }
+    assert len(shown) >= 6
+    for name, arguments in shown.items():
+        schema = getattr(torch.ops.allnorm, name).default._schema
+        names = [argument.name for argument in schema.arguments]
+        assert [text.partition("=")[0] for text in arguments] == names, name
+        for text, argument in zip(arguments, schema.arguments, strict=True):
+            assert argument.has_default_value() == ("=" in text), (name, text)
+
+
+# ---- commands ------------------------------------------------------------------------------------
+
+
+def commands(block: Block) -> list[str]:
+    """The command lines of a block, each in one line."""
+    lines = block.text.replace("\\\n", " ").splitlines()
+    if block.language == "console":
+        lines = [line[2:] for line in lines if line.startswith("$ ")]
+    return [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
+
+
+def check_command(line: str) -> None:
+    """Raises if a command is not one."""
+    words = shlex.split(line, comments=True)
+    while words and re.match(r"[A-Z_]+=", words[0]):
+        check_variable(words.pop(0).partition("=")[0])
+    if words:
+        CHECKS[words[0]](words[1:])
+
+
+def check_variable(name: str) -> None:
+    assert not name.startswith("ALLNORM_") or name in config._KNOWN, name
+
+
+def check_file(name: str) -> None:
+    assert name in PLACEHOLDERS or (ROOT / name).is_file(), f"there is no {name}"
+
+
+def check_allnorm(words: list[str]) -> None:
+    if words in ([], ["--help"], ["--version"]):
+        return
+    command = typer.main.get_command(app).commands[words[0]]  # type: ignore[attr-defined]
+    given = command.make_context(words[0], words[1:]).params
+    for name, read in {
+        "shapes": options.shapes,
+        "tp": lambda text: options.integers(text, "--tp"),
+        "tokens": lambda text: options.integers(str(text), "--tokens"),
+        "batch": lambda text: options.integers(text, "--batch"),
+        "quant": lambda text: options.modes(text),
+    }.items():
+        if given.get(name) and not str(given[name]).isupper():  # --tp N
+            read(given[name])
+    if words[0] == "trace":
+        check_command(shlex.join(given["command"]))
+
+
+def check_python_command(words: list[str]) -> None:
+    if words[0] != "-m":
+        check_script(words)
+    elif words[1] == "allnorm":
+        check_allnorm(words[2:])
+    else:
+        assert words[1] in ("sglang.launch_server", "pytest"), words
+
+
+def check_script(words: list[str]) -> None:
+    """A file of the tree, and options that it, or a module beside it, has."""
+    check_file(words[0])
+    if words[0] in PLACEHOLDERS:
+        return
+    folder = (ROOT / words[0]).parent
+    sources = "".join(path.read_text() for path in folder.glob("*.py"))
+    for word in words[1:]:
+        option = word.partition("=")[0]
+        assert not option.startswith("--") or f'"{option}"' in sources, f"{words[0]}: no {option}"
+
+
+def check_torchrun(words: list[str]) -> None:
+    given = torch.distributed.run.get_args_parser().parse_args(words)
+    check_file(given.training_script)
+
+
+def check_pip(words: list[str]) -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert words[0] in ("install", "wheel")
+    for word in words[1:]:
+        package = re.fullmatch(r"([\w.-]+)(?:\[(.*)\])?", word)
+        assert package, word
+        if package[2] is not None:
+            assert package[1] in ("allnorm", "."), word
+            assert set(package[2].split(",")) <= set(extras["optional-dependencies"]), word
+
+
+def check_make(words: list[str]) -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for word in words:
+        variable, is_set, _ = word.partition("=")
+        known = rf"^{variable} \?=" if is_set else rf"^{word}:"
+        assert re.search(known, makefile, re.MULTILINE), word
+
+
+def check_docker(words: list[str]) -> None:
+    """A few options that are used here, then IMAGE and what runs in it."""
+    image = words.index("IMAGE")
+    known = {"--rm", "--gpus", "--ipc", "--pid", "--shm-size", "--network"}
+    assert words[0] == "run"
+    for word in words[1:image]:
+        option = word.partition("=")[0]
+        assert option in known or not option.startswith("-"), option
+    check_command(shlex.join(words[image + 1 :]))
+
+
+def check_nothing(words: list[str]) -> None:
+    """Other people's."""
+
+
+CHECKS: dict[str, Callable[[list[str]], None]] = {
+    "allnorm": check_allnorm,
+    "python": check_python_command,
+    "torchrun": check_torchrun,
+    "pip": check_pip,
+    "make": check_make,
+    "docker": check_docker,
+    "vllm": check_nothing,
+    "df": check_nothing,
+}
+
+
+@of("bash", "console")
+def test_commands_exist(
+    block: Block, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    monkeypatch.chdir(tmp_path)  # options that are files are checked
+    found = commands(block)
+    assert found, "a block of commands without any"
+    for line in found:
+        check_command(line)
+
+
+SPAN = re.compile(r"(?<!`)`([^`]+)`(?!`)")
+INLINE = re.compile(r"(allnorm [a-z0-9]|python (-m allnorm|\S+\.py)|make [a-z]|pip |torchrun ).*")
+SPANS = sorted(
+    {
+        (page, " ".join(text.replace("\\|", "|").split()))
+        for page, (_, rest) in SPLIT.items()
+        for text in SPAN.findall(rest)
+    }
+)
+INLINE_COMMANDS = [(page, text) for page, text in SPANS if INLINE.fullmatch(text)]
+
+
+@pytest.mark.parametrize(
+    ("page", "line"), INLINE_COMMANDS, ids=[f"{p}-{t}" for p, t in INLINE_COMMANDS]
+)
+def test_commands_in_the_text_exist(
+    page: str, line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    check_command(line.replace("-- CMD", "-- torchrun generate.py"))
+
+
+def test_wrong_commands_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    for line in (
+        "allnorm bench --shapes 1x4096 --json a.jsonl  # a comment",
+        "ALLNORM_DISABLE=1 vllm serve MODEL",
+        'pip install "allnorm[cli,plot]"',
+        "make install CUDA_ARCHS=90",
+        "docker run --ipc=host IMAGE allnorm doctor",
+        "torchrun --standalone --nproc-per-node 2 examples/fp8_linear.py",
+    ):
+        check_command(line)
+    for line in (
+        "allnorm bench --shape 1x4096",
+        "allnorm bench --shapes 4096",
+        "allnorm benchmark",
+        "allnorm verify --tp two",
+        "allnorm trace -- torchrun --nproc 2 nowhere.py",
+        "ALLNORM_DISABLED=1 vllm serve MODEL",
+        'pip install "allnorm[vllm]"',
+        "make everything",
+        "make install CUDA_ARCH=90",
+        "python benchmarks/nowhere.py",
+        "python benchmarks/engines/vllm_latency.py --models DIR",
+        "docker run --ipc=host IMAGE allnorm doktor",
+        "conda install allnorm",
+    ):
+        with pytest.raises((Exception, SystemExit)):
+            check_command(line)
+
+
+# ---- the rest ------------------------------------------------------------------------------------
+
+
+def test_data_can_be_read() -> None:
+    for block in BLOCKS:
+        if block.language == "yaml":
+            assert all(yaml.safe_load_all(block.text)), block.where
+        elif block.language == "json":
+            rows = block.text.splitlines() if "}\n{" in block.text else [block.text]
+            assert all(map(json.loads, rows)), block.where
+
+
+def test_variables_exist() -> None:
+    """Of the environment, or of the build."""
+    builds = [ROOT / "CMakeLists.txt", *(ROOT / "cmake").rglob("*"), ROOT / "csrc" / "allnorm.h"]
+    built = "".join(path.read_text() for path in builds if path.is_file())
+    found = {(p, v) for p, text in PAGES.items() for v in re.findall(r"ALLNORM_[A-Z_]*[A-Z]", text)}
+    assert len({variable for _, variable in found}) >= 4
+    assert [(p, v) for p, v in found if v not in config._KNOWN and v not in built] == []
+
+
+def test_files_that_are_named_exist() -> None:
+    places = r"(?:allnorm|benchmarks|cmake|csrc|docs|examples|tests|tools)/[\w./-]*\w/?"
+    named = [(page, text) for page, text in SPANS if re.fullmatch(places, text)]
+    assert len(named) >= 20
+    assert [(page, text) for page, text in named if not (ROOT / text).exists()] == []
