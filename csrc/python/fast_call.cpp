@@ -158,9 +158,14 @@ Launched launch(FastCall& fast, const AllnormCall& call, std::int32_t* status) {
   return open ? Launched::kYes : Launched::kNo;
 }
 
-// The prepared call that serves these arguments; it is moved to the front.
-std::shared_ptr<Prepared> find(FastCall& fast, PyObject* const* arguments) {
-  if (watchers != 0 || !is_without_tangents()) return nullptr;
+// The prepared call that serves these arguments, and the addresses of their tensors; it is moved to
+// the front.
+std::shared_ptr<Prepared> find(FastCall& fast, PyObject* const* arguments,
+                               std::uintptr_t* addresses) {
+  if (fast.prepared.empty() || watchers != 0 || !is_without_tangents() ||
+      !find_memory(arguments, addresses)) {
+    return nullptr;
+  }
   for (std::size_t i = 0; i < fast.prepared.size(); ++i) {
     std::shared_ptr<Prepared> candidate = fast.prepared[i];
     if (!recognises(*candidate, arguments)) continue;
@@ -184,12 +189,13 @@ PyObject* call(PyObject* self, PyObject* const* arguments, Py_ssize_t num_argume
                  kNumArguments);
     return nullptr;
   }
-  const std::shared_ptr<Prepared> found = find(*fast, arguments);
+  std::uintptr_t addresses[kNumTensors];
+  const std::shared_ptr<Prepared> found = find(*fast, arguments, addresses);
   if (found == nullptr) return call_python(fast->missed, nullptr, arguments);
   AllnormCall call = found->call;
   const bool is_cuda = fast->device.get() != Py_None;
   if ((is_cuda && (!on_device(*fast, &call.stream) || !knows(*fast, call.stream))) ||
-      !bind_given(*found, arguments, call)) {
+      !bind_given(*found, addresses, call)) {
     return call_python(fast->missed, nullptr, arguments);
   }
   Ref results(make_results(*found, arguments, call));
@@ -276,11 +282,11 @@ ALLNORM_API std::int32_t allnorm_fast_call_abi() { return ALLNORM_ABI_VERSION; }
 ALLNORM_API void allnorm_fast_call_watch(std::int32_t more) { watchers += more; }
 
 // Takes what calls need of torch. Once per process, before calls are kept.
-// `variables`: dict, of torch.autograd.forward_ad. The others are descriptors of torch.Tensor.
-ALLNORM_API void allnorm_fast_call_use_torch(PyObject* variables, PyObject* tensor_is_nested,
-                                             PyObject* tensor_data_ptr) {
+// `variables`: dict, of torch.autograd.forward_ad. The others are the classes of tensors.
+ALLNORM_API void allnorm_fast_call_use_tensors(PyObject* variables, PyObject* tensor,
+                                               PyObject* parameter) {
   forward_ad = Ref::borrowed(variables).release();
-  use_tensor(tensor_is_nested, tensor_data_ptr);
+  use_tensor(tensor, parameter);
 }
 
 // The functions call, keep, forget, close and holder of a new FastCall.

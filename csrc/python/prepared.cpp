@@ -24,17 +24,24 @@ Tensor input_of(int result) { return result == kOut ? kX : kResidual; }
 // Addresses below may be offsets into memory that was freed: src/allnorm/core/tensors.py.
 constexpr std::uintptr_t kLowAddress = std::uintptr_t{1} << 32;
 
-// torch.Tensor.is_nested, its getter, and torch.Tensor.data_ptr, which are never freed. Calling
-// them takes less time than looking up the attribute of a tensor.
+// What torch was asked for once: never freed. Calling a descriptor takes less time than looking up
+// the attribute of a tensor.
+PyObject* tensor_type = nullptr;
+PyObject* parameter_type = nullptr;
 PyObject* is_nested = nullptr;
 descrgetfunc get_is_nested = nullptr;
 PyObject* data_ptr = nullptr;
 
-// Returns whether `object` is a tensor with strides. Asking torch for those of a nested tensor
-// throws a C++ exception, which ends the process where it reaches the interpreter.
-bool has_strides(PyObject* object) {
-  const Ref nested(get_is_nested(is_nested, object, reinterpret_cast<PyObject*>(Py_TYPE(object))));
-  if (!nested) PyErr_Clear();
+// Returns whether `object` is of a type whose values are the numbers in its memory.
+bool is_tensor(PyObject* object) {
+  PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(object));
+  return type == tensor_type || type == parameter_type;
+}
+
+// Returns whether a tensor has strides; an error is set if there is no answer. A nested one has
+// none.
+bool has_strides(PyObject* tensor) {
+  const Ref nested(get_is_nested(is_nested, tensor, reinterpret_cast<PyObject*>(Py_TYPE(tensor))));
   return nested.get() == Py_False;
 }
 
@@ -67,11 +74,34 @@ bool overlaps(const Prepared& prepared, const std::uintptr_t* addresses, int res
 
 }  // namespace
 
-void use_tensor(PyObject* tensor_is_nested, PyObject* tensor_data_ptr) {
-  is_nested = Ref::borrowed(tensor_is_nested).release();
+void use_tensor(PyObject* tensor, PyObject* parameter) {
+  tensor_type = Ref::borrowed(tensor).release();
+  parameter_type = Ref::borrowed(parameter).release();
+  is_nested = PyObject_GetAttrString(tensor, "is_nested");
+  data_ptr = PyObject_GetAttrString(tensor, "data_ptr");
   get_is_nested =
       reinterpret_cast<descrgetfunc>(PyType_GetSlot(Py_TYPE(is_nested), Py_tp_descr_get));
-  data_ptr = Ref::borrowed(tensor_data_ptr).release();
+}
+
+bool find_memory(PyObject* const* arguments, std::uintptr_t* addresses) {
+  for (int i = 0; i < kNumTensors; ++i) {
+    PyObject* const tensor = arguments[i];
+    addresses[i] = 0;
+    if (tensor == Py_None) continue;
+    if (i >= kOut && tensor == arguments[input_of(i)]) {
+      addresses[i] = addresses[input_of(i)];
+      continue;
+    }
+    if (!is_tensor(tensor)) return false;
+    addresses[i] = address_of(tensor);
+    const bool there =
+        addresses[i] >= kLowAddress || (PyErr_Occurred() == nullptr && has_memory(tensor));
+    if (!there || !has_strides(tensor)) {
+      PyErr_Clear();
+      return false;
+    }
+  }
+  return true;
 }
 
 bool recognises(const Prepared& prepared, PyObject* const* arguments) {
@@ -94,9 +124,6 @@ bool recognises(const Prepared& prepared, PyObject* const* arguments) {
     PyObject* const constant = arguments[kNumTensors + i];
     if (expected != constant && !same(expected, constant)) return false;
   }
-  for (int i = 0; i < count; ++i) {
-    if (!has_strides(checked[i])) return false;
-  }
   const Ref answer(PyObject_CallFunctionObjArgs(
       prepared.check.get(), checked[0], checked[1], checked[2], checked[3], checked[4], checked[5],
       checked[6], checked[7], checked[8], checked[9], checked[10], checked[11], nullptr));
@@ -109,21 +136,9 @@ std::uintptr_t address_of(PyObject* tensor) {
   return address ? reinterpret_cast<std::uintptr_t>(PyLong_AsVoidPtr(address.get())) : 0;
 }
 
-bool bind_given(const Prepared& prepared, PyObject* const* arguments, AllnormCall& call) {
-  std::uintptr_t addresses[kNumTensors] = {};
+bool bind_given(const Prepared& prepared, const std::uintptr_t* addresses, AllnormCall& call) {
   for (int i = 0; i < kNumTensors; ++i) {
-    const Operand& operand = prepared.operands[i];
-    if (operand.given == Given::kNothing) continue;
-    if (operand.given == Given::kInput) {
-      addresses[i] = addresses[input_of(i)];
-      continue;
-    }
-    addresses[i] = address_of(arguments[i]);
-    const bool there = addresses[i] >= kLowAddress || has_memory(arguments[i]);
-    if (!there || addresses[i] % operand.align_bytes != 0) {
-      PyErr_Clear();
-      return false;
-    }
+    if (addresses[i] % prepared.operands[i].align_bytes != 0) return false;
   }
   for (int result = kOut; result < kNumTensors; ++result) {
     if (prepared.operands[result].given == Given::kNothing) continue;

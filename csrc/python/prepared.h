@@ -63,19 +63,26 @@ struct Prepared {
   std::vector<Result> results;  // in the order in which they are returned
 };
 
-// Takes the descriptors of two attributes of torch.Tensor. Once per process, before calls are
+// Takes the classes torch.Tensor and torch.nn.Parameter. Once per process, before calls are
 // recognised.
-void use_tensor(PyObject* tensor_is_nested, PyObject* tensor_data_ptr);
+void use_tensor(PyObject* tensor, PyObject* parameter);
 
-// Whether `prepared` serves a call with these arguments. Errors count as no: Python repeats them.
+// Finds the addresses of the tensors among the arguments of a call. False if one is of another
+// class, is nested or has no memory of its own, as in the transforms of torch.func: the check of a
+// prepared call must not see those. It asks for strides, which may throw a C++ exception that ends
+// the process.
+bool find_memory(PyObject* const* arguments, std::uintptr_t* addresses);
+
+// Whether `prepared` serves a call with these arguments, of which find_memory() has found the
+// tensors' memory. Errors count as no: Python repeats them.
 bool recognises(const Prepared& prepared, PyObject* const* arguments);
 
 // The address of a tensor's elements; 0 with an error set if it has none.
 std::uintptr_t address_of(PyObject* tensor);
 
 // Puts the addresses of the tensors given into `call`. False if Python has to copy a tensor, or to
-// say that one has no memory or shares it with a result.
-bool bind_given(const Prepared& prepared, PyObject* const* arguments, AllnormCall& call);
+// say that one shares its memory with a result.
+bool bind_given(const Prepared& prepared, const std::uintptr_t* addresses, AllnormCall& call);
 
 // Raises the versions of the results that are given. False with an error set if that fails.
 bool mark_overwritten(const Prepared& prepared, PyObject* const* arguments);

@@ -9,6 +9,7 @@ run it.
 
 import ctypes
 import gc
+import os
 import sys
 import threading
 
@@ -39,6 +40,24 @@ class Tensor:
 
     def untyped_storage(self):
         return Tensor(self.storage, self.storage)
+
+
+def fail():
+    """Ends the program: what was asked must not be."""
+    os._exit(3)
+
+
+class Parameter(Tensor):
+    """The other class of tensors that is recognized."""
+
+
+class Subclass(Tensor):
+    """Stands for a tensor with values that are not in its memory."""
+
+    is_nested = property(lambda self: fail())
+
+    def data_ptr(self):
+        fail()
 
 
 class Launches:
@@ -124,8 +143,8 @@ def main(path, size, *offsets):
     library.allnorm_fast_call_new.restype = _object
     library.allnorm_fast_call_prepare.argtypes = (_pointer, *[_object] * 5, *[_pointer] * 3)
     library.allnorm_fast_call_prepare.restype = _object
-    library.allnorm_fast_call_use_torch.argtypes = (_object, _object, _object)
-    library.allnorm_fast_call_use_torch.restype = None
+    library.allnorm_fast_call_use_tensors.argtypes = (_object, _object, _object)
+    library.allnorm_fast_call_use_tensors.restype = None
     forward_ad = {"_current_level": -1}
     launches = Launches(offsets)
     run = ctypes.cast(launches.function, _pointer).value
@@ -184,7 +203,7 @@ def main(path, size, *offsets):
     keep(prepared)
     keep(prepared)
     assert not is_made(call), "nothing is known about forward-mode differentiation"
-    library.allnorm_fast_call_use_torch(forward_ad, Tensor.is_nested, Tensor.data_ptr)
+    library.allnorm_fast_call_use_tensors(forward_ad, Tensor, Parameter)
     for forward_ad["_current_level"] in (0, "another"):
         assert not is_made(call)
     forward_ad.clear()
@@ -201,7 +220,16 @@ def main(path, size, *offsets):
         nested.nested = True
         assert not is_made(call), "its strides must not be asked for"
         nested.nested = False
+    for other in (Subclass(64), object()):
+        for place in range(3):
+            given = [x, residual, weight]
+            given[place] = other
+            assert not is_made(call, *given), "it is asked nothing"
+    nowhere_at_all = Tensor(0, 0)  # as in the transforms of torch.func
+    assert not is_made(call, x, residual, nowhere_at_all)
     assert checked == [3]
+    assert is_made(call, x, residual, Parameter(48))
+    assert checked == [3, 3]
     launches.status = 5
     assert error_of(OSError, call, arguments()).args == (5, *arguments())
     launches.status = 0

@@ -245,6 +245,44 @@ def test_tangents_of_every_input(pool: RankPool) -> None:
     pool.run(run_tangents)
 
 
+NESTED: dict[str, Callable[[Program, torch.Tensor, torch.Tensor], Any]] = {
+    "mapped over": lambda f, n, r: torch.vmap(lambda t: f(t, r))(n),
+    "x under vmap": lambda f, n, r: torch.vmap(lambda t: f(n, t))(torch.stack([r, r])),
+    "residual under vmap": lambda f, n, r: torch.vmap(lambda t: f(t, n))(torch.stack([r, r])),
+    "under grad": lambda f, n, r: torch.func.grad(lambda t: _first(f(n, r)).sum() + t.sum())(r),
+    "under functionalize": lambda f, n, r: torch.func.functionalize(lambda t: f(n, t))(r),
+    "alone": lambda f, n, r: f(n, r),
+}
+
+
+def run_nested(rank: int, world_size: int, name: str, layout: str) -> None:
+    """A nested tensor is refused, or each part of what is returned is what that part gives."""
+    x, r = _inputs(rank)
+    nested = torch.nested.nested_tensor([x, 2 * x], layout=getattr(torch, layout))
+    num_refused = 0
+    for form, program in _Forms(comm()).programs.items():
+        parts = (x, 2 * x) if name == "mapped over" else (r, r)
+        for repeats in REPEATS:
+            want = [[_first(program(part, r)) for part in parts] for _ in range(repeats or 1)][-1]
+            try:
+                got = _first(NESTED[name](program, nested, r))
+            except (TypeError, ValueError, RuntimeError):
+                num_refused += 1
+            else:
+                _compare(got.unbind(), want, f"{name}, {form}, {repeats}")
+            _compare(_first(program(parts[0], r)), want[0], f"after {name}, {form}")
+    assert num_refused > 0
+    comm().check()
+
+
+@on(cpu=(2,), gpu=(2,))
+@pytest.mark.parametrize("layout", ["strided", "jagged"])
+@pytest.mark.parametrize("name", NESTED)
+@pytest.mark.filterwarnings("ignore")
+def test_nested_tensors(pool: RankPool, name: str, layout: str) -> None:
+    pool.run(run_nested, name, layout)
+
+
 def run_modes(rank: int, world_size: int) -> None:
     """A dispatch mode sees every call, a repeated one too, and what it makes of it is returned."""
     x, r = _inputs(rank)

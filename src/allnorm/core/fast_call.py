@@ -199,7 +199,7 @@ def _library() -> _Functions | None:
         library = ctypes.PyDLL(str(path))
         if library.allnorm_fast_call_abi() != _native.ABI_VERSION:
             return None
-        use_torch = library.allnorm_fast_call_use_torch
+        use_tensors = library.allnorm_fast_call_use_tensors
     except (OSError, AttributeError):
         return None
     new, prepare = library.allnorm_fast_call_new, library.allnorm_fast_call_prepare
@@ -208,8 +208,8 @@ def _library() -> _Functions | None:
     prepare.restype = _object
     watch = library.allnorm_fast_call_watch
     watch.argtypes, watch.restype = (ctypes.c_int32,), None
-    use_torch.argtypes, use_torch.restype = (_object, _object, _object), None
-    use_torch(vars(forward_ad), torch.Tensor.is_nested, torch.Tensor.data_ptr)
+    use_tensors.argtypes, use_tensors.restype = (_object, _object, _object), None
+    use_tensors(vars(forward_ad), torch.Tensor, torch.nn.Parameter)
     look, raise_interrupt = library.allnorm_fast_call_look, library.allnorm_fast_call_raise
     look.argtypes, look.restype = (), _pointer
     raise_interrupt.argtypes, raise_interrupt.restype = (), _object

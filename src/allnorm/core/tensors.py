@@ -33,12 +33,7 @@ def check_kind(name: str, tensor: object) -> None:
     if kind not in _TYPES:
         _refuse_type(name, tensor)
     assert isinstance(tensor, torch.Tensor)
-    if tensor.layout is not _strided or tensor.is_nested:
-        what = "nested" if tensor.is_nested else str(tensor.layout)
-        raise TypeError(
-            f"{name} is a tensor with layout {what}: expected a dense one. Pass "
-            f"{name}.to_dense(), or what it consists of."
-        )
+    check_layout(name, tensor)
     if wants_gradient(tensor):
         raise ValueError(
             f"{name} with requires_grad=True: expected none while gradients are enabled, because "
@@ -57,6 +52,16 @@ def check_kind(name: str, tensor: object) -> None:
             f"{name} is the tensor of a transform (torch.func, torch.vmap or functionalisation) "
             "that is not active here: expected one with memory of its own. Make the call within "
             "the transform, or pass a plain tensor."
+        )
+
+
+def check_layout(name: str, tensor: torch.Tensor) -> None:
+    """Raises TypeError where `tensor` is sparse or nested."""
+    if tensor.layout is not _strided or tensor.is_nested:
+        what = "nested" if tensor.is_nested else str(tensor.layout)
+        raise TypeError(
+            f"{name} is a tensor with layout {what}: expected a dense one. Pass "
+            f"{name}.to_dense(), or what it consists of."
         )
 
 

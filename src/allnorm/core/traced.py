@@ -144,6 +144,9 @@ def as_operator(target: Any, call: Call) -> Any:
     for name, tensor in zip(("x", "residual", "weight"), call.inputs, strict=False):
         if not isinstance(tensor, torch.Tensor) and (tensor is not None or name == "x"):
             tensors.check_kind(name, tensor)  # which says what is wrong
+    for name, tensor in zip(Call._fields, call.tensors, strict=False):
+        if isinstance(tensor, torch.Tensor):
+            tensors.check_layout(name, tensor)
     if call.op == "all_reduce":
         return all_reduce(target, call.x, call.algorithm, call.out)
     if call.op == "all_gather_rows":
