@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from allnorm import policy
 from allnorm.core import arguments, traced
-from allnorm.core.call import NO_CHANGE, NO_INPUTS, Call, split_boundary, split_scale
+from allnorm.core.call import Call, split_boundary, split_scale
 from allnorm.core.shortcuts import is_traced
 from allnorm.errors import AllnormError, CommunicatorClosedError
 from allnorm.expert_sum import ExpertSum
@@ -260,10 +260,12 @@ class Communicator:
         """
         if is_traced(x):
             return traced.all_reduce(self, x, algorithm, out)
+        # Here and below the fields are written out: unpacking tuples takes longer than a check.
         result: torch.Tensor = self._call(
-            *(x, None, None, None, *NO_INPUTS, out, None, None, None, "all_reduce", algorithm),
-            *(0.0, 0.0, "rounded", False, None, False, 0, *NO_CHANGE),
-        )
+            x, None, None, None, None, None, None, None, out, None, None, None,
+            "all_reduce", algorithm, 0.0, 0.0, "rounded", False, None, False, 0,
+            0.0, 0.0, 1.0, False,
+        )  # fmt: skip
         return result
 
     def all_reduce_add_rms_norm(
@@ -335,11 +337,14 @@ class Communicator:
             return traced.all_reduce_add_rms_norm(
                 self, rows, residual, weight, norm, algorithm, (before, change), out, residual_out
             )
+        post_weight, index, expert_weights, shared = before
+        post_eps, post_bias, factor, experts = change
         results: tuple[Any, torch.Tensor] = self._call(
-            *(rows, residual, weight, None, *before, out, residual_out, None, None),
-            *("all_reduce_add_rms_norm", algorithm, eps, weight_bias, mode, residual_sharded),
-            *(None, False, 0, *change),
-        )
+            rows, residual, weight, None, post_weight, index, expert_weights, shared,
+            out, residual_out, None, None,
+            "all_reduce_add_rms_norm", algorithm, eps, weight_bias, mode, residual_sharded,
+            None, False, 0, post_eps, post_bias, factor, experts,
+        )  # fmt: skip
         return results
 
     def all_reduce_add_rms_norm_quant(
@@ -424,14 +429,15 @@ class Communicator:
                 *((before, change), memory),
             )
         spec, static_scale = split_scale(quant)
-        return QuantizedNorm(
-            *self._call(
-                *(rows, residual, weight, static_scale, *before),
-                *(normed_out, residual_out, quantized_out, scale_out),
-                *("all_reduce_add_rms_norm_quant", algorithm, eps, weight_bias, mode),
-                *(residual_sharded, spec, wants_normed, 0, *change),
-            )
-        )
+        post_weight, index, expert_weights, shared = before
+        post_eps, post_bias, factor, experts = change
+        results = self._call(
+            rows, residual, weight, static_scale, post_weight, index, expert_weights, shared,
+            normed_out, residual_out, quantized_out, scale_out,
+            "all_reduce_add_rms_norm_quant", algorithm, eps, weight_bias, mode, residual_sharded,
+            spec, wants_normed, 0, post_eps, post_bias, factor, experts,
+        )  # fmt: skip
+        return QuantizedNorm(*results)
 
     def all_gather_rows(
         self,
@@ -473,10 +479,10 @@ class Communicator:
         if is_traced(residual_shard):
             return traced.all_gather_rows(self, residual_shard, num_tokens, algorithm, out)
         result: torch.Tensor = self._call(
-            *(residual_shard, None, None, None, *NO_INPUTS, out, None, None, None),
-            *("all_gather_rows", algorithm, 0.0, 0.0, "rounded", False, None, False, num_tokens),
-            *NO_CHANGE,
-        )
+            residual_shard, None, None, None, None, None, None, None, out, None, None, None,
+            "all_gather_rows", algorithm, 0.0, 0.0, "rounded", False, None, False, num_tokens,
+            0.0, 0.0, 1.0, False,
+        )  # fmt: skip
         return result
 
     def row_shard(self, num_tokens: int) -> tuple[int, int]:

@@ -63,10 +63,15 @@ def add_rms_norm(
     if is_traced(x):
         norm = (eps, weight_bias, numerics, False)
         return traced.add_rms_norm(x, residual, weight, norm, (before, change))
+    post_weight, index, expert_weights, shared = before
+    post_eps, post_bias, factor, experts = change
+    # Written out: unpacking tuples takes longer than a check.
     results: tuple[Any, torch.Tensor] = _dispatcher(x).call(
-        *(x, residual, weight, None, *before, None, None, None, None, "add_rms_norm", "auto"),
-        *(eps, weight_bias, numerics, False, None, False, 0, *change),
-    )
+        x, residual, weight, None, post_weight, index, expert_weights, shared,
+        None, None, None, None,
+        "add_rms_norm", "auto", eps, weight_bias, numerics, False,
+        None, False, 0, post_eps, post_bias, factor, experts,
+    )  # fmt: skip
     return results
 
 
@@ -120,13 +125,15 @@ def add_rms_norm_quant(
             x, residual, weight, norm, quant, return_normed, (before, change)
         )
     spec, static_scale = split_scale(quant)
-    return QuantizedNorm(
-        *_dispatcher(x).call(
-            *(x, residual, weight, static_scale, *before, None, None, None, None),
-            *("add_rms_norm_quant", "auto", eps, weight_bias, numerics),
-            *(False, spec, return_normed, 0, *change),
-        )
-    )
+    post_weight, index, expert_weights, shared = before
+    post_eps, post_bias, factor, experts = change
+    results = _dispatcher(x).call(
+        x, residual, weight, static_scale, post_weight, index, expert_weights, shared,
+        None, None, None, None,
+        "add_rms_norm_quant", "auto", eps, weight_bias, numerics, False,
+        spec, return_normed, 0, post_eps, post_bias, factor, experts,
+    )  # fmt: skip
+    return QuantizedNorm(*results)
 
 
 class _Alone:
