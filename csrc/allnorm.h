@@ -297,6 +297,12 @@ ALLNORM_API int32_t allnorm_comm_stats(AllnormComm* comm, AllnormStats* stats);
 // has failed, and its peers are told. NULL: nobody looks. For the whole process.
 ALLNORM_API int32_t allnorm_set_interrupt(int32_t (*look)(void));
 
+// CPU library only. A thread that waits for a peer in allnorm_run stores the time in `beat` about
+// 50 times a second, as nanoseconds of CLOCK_MONOTONIC. Other processes that map this memory see
+// that the rank waits and is alive. The memory must stay until allnorm_comm_close() has returned.
+// NULL: nothing is stored. Not while another thread is in allnorm_run.
+ALLNORM_API int32_t allnorm_comm_set_beat(AllnormComm* comm, int64_t* beat);
+
 // CPU library only: POSIX shared memory. `create` also reserves the memory, so that a full
 // /dev/shm is an error here and not a SIGBUS later.
 ALLNORM_API int32_t allnorm_shm_create(const char* name, int64_t bytes, void** address);

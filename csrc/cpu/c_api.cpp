@@ -50,6 +50,14 @@ int32_t allnorm_set_interrupt(int32_t (*look)(void)) {
   return ALLNORM_OK;
 }
 
+int32_t allnorm_comm_set_beat(AllnormComm* comm, int64_t* beat) {
+  if (comm == nullptr) return fail(ALLNORM_INVALID_ARGUMENT, "comm is NULL");
+  if (const int32_t status = comm->gate.enter()) return status;
+  comm->communicator.set_beat(beat);
+  comm->gate.leave();
+  return ALLNORM_OK;
+}
+
 int32_t allnorm_comm_create(const AllnormCommConfig* config, AllnormComm** comm) {
   if (comm == nullptr) return fail(ALLNORM_INVALID_ARGUMENT, "comm is NULL");
   *comm = nullptr;

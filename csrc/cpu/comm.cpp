@@ -158,7 +158,11 @@ bool Communicator::sleep(int peer, uint32_t expected, int64_t deadline_ns, const
     if (status != ALLNORM_OK) break;
     status = ending(peer, &gone);
     if (status != ALLNORM_OK) continue;
-    const int64_t left_ns = deadline_ns - MonotonicClock::now_ns();
+    const int64_t now_ns = MonotonicClock::now_ns();
+    // Only the thread that waits may say that it does not stand still: another thread of the
+    // process would say so of a thread that hangs, too.
+    if (beat_ != nullptr) store_relaxed(beat_, now_ns);
+    const int64_t left_ns = deadline_ns - now_ns;
     if (left_ns <= 0) break;
     futex_wait_shared(word, seen, std::min(left_ns, kLookNs));
     const auto look = g_look.load(std::memory_order_relaxed);

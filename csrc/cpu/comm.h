@@ -40,6 +40,8 @@ class Communicator {
   AllnormFault fault();
   // Any thread.
   int32_t stats(AllnormStats* stats) const;
+  // Where waits store the time; not while another thread is in run().
+  void set_beat(int64_t* beat) { beat_ = beat; }
   const AllnormCommConfig& config() const { return config_; }
 
  private:
@@ -103,6 +105,7 @@ class Communicator {
 
   const AllnormCommConfig config_;
   const int64_t spin_ns_;
+  int64_t* beat_ = nullptr;
   uint32_t op_;
   Scratch scratch_;
   std::atomic<uint64_t> one_shots_{0}, two_shots_{0};  // chunks that were exchanged so

@@ -189,6 +189,44 @@ void test_interrupt(int algorithm) {
   allnorm_set_interrupt(nullptr);
 }
 
+// A thread that waits stores the time again and again, where it was told to.
+void test_beat(int algorithm) {
+  Group group(2, 1 << 16);
+  run_ranks(2, [&](int rank) {
+    AllnormComm* const comm = group.create(rank, 0, kNever);
+    int64_t beat = 0;
+    check(allnorm_comm_set_beat(comm, &beat) == ALLNORM_OK, "%s", allnorm_last_error());
+    Call mine(algorithm);
+    if (rank == 0) {
+      std::thread waiter([&] { check(mine.run(comm) == ALLNORM_OK, "%s", allnorm_last_error()); });
+      int64_t last = 0;
+      for (int seen = 0; seen < 3;) {
+        const int64_t now = __atomic_load_n(&beat, __ATOMIC_RELAXED);
+        seen += now > last ? 1 : 0;
+        check(now >= last, "the time goes back");
+        last = now;
+        usleep(1000);
+      }
+      group.barrier();
+      waiter.join();
+    } else {
+      group.barrier();
+      check(mine.run(comm) == ALLNORM_OK, "%s", allnorm_last_error());
+    }
+    group.barrier();
+    check(allnorm_comm_set_beat(comm, nullptr) == ALLNORM_OK, "%s", allnorm_last_error());
+    const int64_t before = beat;
+    if (rank == 1) usleep(100'000);
+    Call later(algorithm);
+    check(later.run(comm) == ALLNORM_OK && beat == before, "stored where nothing is to be stored");
+    group.barrier();
+    check(allnorm_comm_close(comm) == ALLNORM_OK, "%s", allnorm_last_error());
+    check(allnorm_comm_set_beat(comm, &beat) == ALLNORM_CLOSED, "after close()");
+    allnorm_comm_destroy(comm);
+  });
+  check(allnorm_comm_set_beat(nullptr, nullptr) == ALLNORM_INVALID_ARGUMENT, "without a handle");
+}
+
 // A child of fork() is refused, and what it does to its copy does not reach the parent's peers.
 void test_fork() {
 #if !defined(__SANITIZE_THREAD__)  // forks of a process of threads are not for it
@@ -237,6 +275,7 @@ int main() {
     test_peer_leaves(algorithm);
     test_peer_dies(algorithm);
     test_interrupt(algorithm);
+    test_beat(algorithm);
   }
   test_fork();
   return result();

@@ -155,6 +155,17 @@ class Library:
         """CPU library only: the C function that threads call now and then while they wait."""
         self._bind("set_interrupt", _pointer)(look)
 
+    def set_beat(self, handle: int, address: int) -> None:
+        """CPU library only: where waits of a communicator store the time; 0: nowhere."""
+        try:
+            function = self._bind("comm_set_beat", _pointer, _pointer)
+        except AttributeError as error:
+            raise NativeLibraryError(
+                f"{error}: the library is older than the package. Reinstall allnorm, or build it "
+                "(`make inplace` in a source tree)."
+            ) from error
+        function(handle, address)
+
     # POSIX shared memory, CPU library only.
 
     def shm_create(self, name: str, num_bytes: int) -> int:
