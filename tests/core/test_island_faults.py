@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import signal
 import threading
 import time
 import types
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -135,6 +137,60 @@ def test_a_late_rank_is_named_by_all(pool: RankPool, far: bool) -> None:
     for kind, peer, seconds in results[:3]:
         assert (kind, peer) == ("PeerTimeoutError", 3), results
         assert 3.9 < seconds < 4.0 + NAMED_SECONDS
+
+
+def stops_within(
+    rank: int, world_size: int, victim: int, islands: Any, algorithm: str
+) -> list[tuple[str, int]]:
+    """A rank stands still within a wait, each time a later one, as soon as its note says so."""
+    seen = []
+    for number in range(1, 6 if algorithm == "auto" else 4):
+        c = allnorm.Communicator(device="cpu", islands=islands, timeout=2.5)
+        case = CASE.but(algorithm=algorithm)
+        case.check(c)
+        notes = c._endpoint.notes
+        enters = notes.enter
+        count = itertools.count(1)
+
+        def enter(
+            peers: Any,
+            enters: Any = enters,
+            count: Iterator[int] = count,
+            number: int = number,
+        ) -> None:
+            enters(peers)
+            if next(count) == number:
+                dist.barrier()  # the others have given up
+                raise RuntimeError("too late")
+
+        dist.barrier()
+        if rank == victim:
+            notes.enter = enter  # type: ignore[method-assign]
+            with pytest.raises((allnorm.PeerTimeoutError, RuntimeError)):
+                case.run(c)
+        else:
+            # Islands that need nothing of the victim any more do so in the next call.
+            error = fails(lambda c=c, case=case: case.run(c), 60)
+            seen.append((type(error).__name__, error.peer))
+            check_afterwards(c)
+            dist.barrier()
+        c.close()
+    return seen
+
+
+@on(cpu=(6,))
+@pytest.mark.parametrize("victim", [0, 5])
+@pytest.mark.parametrize(
+    ("islands", "algorithm"),
+    [(((0, 1), (2, 3), (4, 5)), "auto"), (((0, 1, 2), (3, 4, 5)), "auto"), ("auto", "unfused")],
+    ids=["pairs", "triples", "unfused"],
+)
+def test_a_rank_that_stops_within_any_wait_is_named_by_all(
+    pool: RankPool, victim: int, islands: Any, algorithm: str
+) -> None:
+    results = pool.run(stops_within, victim, islands, algorithm, timeout=200)
+    for rank in {*range(6)} - {victim}:
+        assert set(results[rank]) == {("PeerTimeoutError", victim)}, (rank, results)
 
 
 def diverges(rank: int, world_size: int, far: bool) -> None:

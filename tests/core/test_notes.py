@@ -6,7 +6,7 @@ import ctypes
 import itertools
 import sys
 import threading
-import time
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -75,19 +75,166 @@ def test_a_rank_that_has_done_its_part_may_leave() -> None:
     assert ranks[0].find(nobody) == Cause(1, LEFT)
 
 
-def test_a_rank_that_stands_still_within_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+class Machine:
+    """Ranks in a simulated time, in which those that wait store the time ten times a second.
+
+    Args:
+        ranks: their notes.
+        patch: puts this clock in place of the real one.
+    """
+
+    def __init__(self, ranks: list[notes.SharedNotes], patch: pytest.MonkeyPatch) -> None:
+        self.ranks, self.now, self.beaten = ranks, 10**12, 10**12
+        self.waiting: set[int] = set()
+        self.at: dict[int, Callable[[], None]] = {}  # what happens, by the time
+        patch.setattr(notes, "time", self)
+
+    def monotonic_ns(self) -> int:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        end = self.now + int(seconds * 1e9)
+        while self.now < end:
+            self.now = min([end, self.beaten + 10**8, *(t for t in self.at if t < end)])
+            if self.now == self.beaten + 10**8:
+                self.beaten = self.now
+                for rank in self.waiting:
+                    self.ranks[rank].beat()
+            if self.now in self.at:
+                self.at.pop(self.now)()
+
+    def later(self, seconds: float, action: Callable[[], None]) -> None:
+        """Lets something happen so much later."""
+        self.at[self.now + int(seconds * 1e9)] = action
+
+    def enter(self, rank: int, peers: Sequence[int], waits: bool = True) -> None:
+        """A rank begins to wait; if it only seems to, it stands still."""
+        self.ranks[rank].enter(peers)
+        (self.waiting.add if waits else self.waiting.discard)(rank)
+
+    def leave(self, *ranks: int) -> None:
+        for rank in ranks:
+            self.ranks[rank].leave()
+            self.waiting.discard(rank)
+
+
+ISLANDS = ((0, 1), (2, 3), (4, 5))
+
+
+def island_of(rank: int) -> tuple[int, ...]:
+    return ISLANDS[rank // 2]
+
+
+def same_place(rank: int) -> tuple[int, ...]:
+    return tuple(range(rank % 2, 6, 2))
+
+
+def test_a_starved_rank_is_not_blamed_for_one_that_is_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All are in one wait. Rank 0 gets no processor for a while, rank 5 never again."""
+    ranks, _memory = make(6)
+    machine = Machine(ranks, monkeypatch)
+    for rank in range(6):
+        machine.enter(rank, range(6), waits=rank != 5)
+    machine.sleep(1.0)
+    machine.waiting.discard(0)
+    machine.sleep(2.0)
+    for rank in (1, 2, 3, 4):
+        assert ranks[rank].settle(nobody) == Cause(5, LATE, "stands still within it"), rank
+        assert ranks[rank].settle(nobody, 5) == Cause(5, LATE, "stands still within it"), rank
+    machine.waiting.add(0)
+    assert ranks[0].settle(nobody) == Cause(5, LATE, "stands still within it")
+
+
+@pytest.mark.parametrize("stopped", range(6))
+@pytest.mark.parametrize("seconds", [0.0, 1.0, 2.9], ids=lambda s: f"stopped_after_{s:g}_s")
+def test_a_rank_that_stops_within_launch_a(
+    monkeypatch: pytest.MonkeyPatch, stopped: int, seconds: float
+) -> None:
+    """The ranks of its island wait for it there, all others for this island, in a later wait."""
+    ranks, _memory = make(6)
+    machine = Machine(ranks, monkeypatch)
+    for rank in range(6):
+        machine.enter(rank, island_of(rank))
+    others = [rank for rank in range(6) if rank // 2 != stopped // 2]
+    machine.leave(*others)
+    for rank in others:
+        machine.enter(rank, same_place(rank))
+    machine.sleep(seconds)
+    machine.waiting.discard(stopped)
+    machine.sleep(3.0 - seconds)
+    (neighbor,) = set(island_of(stopped)) - {stopped}
+    for rank in others:
+        found = ranks[rank].settle(nobody)
+        assert found is not None
+        assert (found.rank, found.kind) == (stopped, LATE), rank
+    assert ranks[neighbor].settle(nobody, stopped) == Cause(stopped, LATE, "stands still within it")
+
+
+def test_a_rank_between_two_stages_is_not_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 was kept by rank 2, and is about to come when others look at it."""
     ranks, _memory = make(3)
-    for one in ranks:
-        one.enter((0, 1, 2))
-    now = time.monotonic_ns() + 5_000_000_000
-    monkeypatch.setattr(notes.time, "monotonic_ns", lambda: now)
-    ranks[0].beat()
-    ranks[2].beat()
-    found = ranks[0].settle(nobody)
-    assert found is not None
-    assert (found.rank, found.kind) == (1, LATE)
-    ranks[1].beat()
-    assert ranks[0].settle(nobody) is None, "they wait for each other"
+    machine = Machine(ranks, monkeypatch)
+    for rank in range(3):
+        machine.enter(rank, (0, 1, 2))
+    machine.leave(0)
+    machine.enter(0, (0, 1))
+    machine.sleep(2.9)
+    machine.leave(1, 2)
+    machine.later(0.2, lambda: machine.enter(1, (1, 2)))
+    machine.sleep(0.1)
+    assert ranks[0].settle(nobody) == Cause(2, LATE, "did not come")
+
+
+def test_a_rank_that_comes_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 comes while the others find out who is at fault; then no rank stands still."""
+    ranks, _memory = make(2)
+    machine = Machine(ranks, monkeypatch)
+    machine.enter(0, (0, 1))
+    machine.sleep(3.0)
+    machine.later(0.1, lambda: machine.enter(1, (0, 1)))
+    machine.later(0.2, lambda: machine.leave(1))
+    assert ranks[0].settle(nobody) == Cause(1, LATE, "did not come")
+
+
+def test_no_rank_is_blamed_for_a_suspended_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After it the first rank that runs sees that the others have stored no time for long."""
+    ranks, _memory = make(3)
+    machine = Machine(ranks, monkeypatch)
+    for rank in range(3):
+        machine.enter(rank, (0, 1, 2))
+    machine.now += 10**10
+    machine.beaten = machine.now
+    assert ranks[0].settle(nobody) is None
+    assert ranks[0].settle(nobody, 1) is None
+
+
+def test_ranks_that_wait_for_each_other_are_not_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks, _memory = make(3)
+    machine = Machine(ranks, monkeypatch)
+    machine.enter(0, (0, 1, 2))
+    machine.sleep(0.5)
+    for rank in (1, 2):
+        ranks[rank].enter((0, 1, 2))
+    machine.waiting = {0, 1, 2}
+    start = machine.now
+    assert ranks[0].settle(nobody) is None
+    assert machine.now - start < 4e9
+    machine.waiting = {0, 2}
+    assert ranks[0].settle(nobody) == Cause(1, LATE, "stands still within it")
+
+
+def test_a_wait_that_is_not_noted_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Repeated calls are not noted. The library alone knows who is behind."""
+    ranks, _memory = make(3)
+    machine = Machine(ranks, monkeypatch)
+    for rank in range(3):
+        machine.enter(rank, (0, 1, 2))
+    machine.leave(0, 1, 2)
+    machine.sleep(5.0)
+    assert ranks[0].settle(nobody, 1) is None
+    assert ranks[0].settle(nobody) is None
 
 
 def test_long_reasons_and_torn_notes() -> None:

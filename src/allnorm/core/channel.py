@@ -177,6 +177,7 @@ class _LibraryChannel(Channel):
         self._library, self._handle, self._memory = _native.library("cpu"), handle, memory
         self._everyone = tuple(range(world_size))
         self.notes = SharedNotes(memory.notes, meeting.rank)
+        self._library.set_beat(handle, self.notes.beat_address)
         self._own = (ctypes.c_int64 * WORDS)()
         self._all = (ctypes.c_int64 * (WORDS * world_size))()
         # As float32 of 4 bytes: rows travel as bytes.

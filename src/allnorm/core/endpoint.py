@@ -160,6 +160,8 @@ class Endpoint:
         self.notes: Notes = NoNotes() if channel is None else channel.notes
         if hierarchy is not None:
             hierarchy.between.notes = self.notes
+            if handle and device.type == "cpu":
+                library.set_beat(handle, self.notes.beat_address)
         self._process = os.getpid()
         self._turn = Turn()
         self._ended = False  # close() has released everything
@@ -536,6 +538,7 @@ class Endpoint:
             # The process group, or the store, has failed. Notes say why, perhaps a little later.
             deadline = time.monotonic() + _END_SECONDS
             while (cause := self.notes.find(self._is_dead) or self.notes.first()) is None:
+                self.notes.beat()
                 if time.monotonic() > deadline:
                     break
                 time.sleep(_PAUSE_SECONDS)
@@ -547,7 +550,7 @@ class Endpoint:
         """Returns why a wait in the library has ended with a fault."""
         peer, kind = int(fault.peer), _KIND_OF_STATUS[fault.status]
         if kind == LATE:
-            return self.notes.settle(self._is_dead) or Cause(peer, LATE, "did not come")
+            return self.notes.settle(self._is_dead, peer) or Cause(peer, LATE, "did not come")
         # It may have ended because of another rank.
         return self.notes.said_by(peer) or Cause(peer, kind)
 

@@ -10,6 +10,14 @@ stands still. Ranks that fail for one reason therefore name one rank. `find` ret
 for certain, and ends a wait early. `settle` also suspects ranks that stand still, which is right
 only when a wait has lasted its whole timeout.
 
+A thread that waits stores the time in its rank's note again and again, in Python and in the
+library. It also does at both ends of a wait. A rank stands still if its note has not changed for a
+while. So a rank that waits for another one, or has just left a wait, is not suspected. `settle`
+looks until a rank that has just stopped can be told from those. It looks for a moment in any case,
+because all processes of the machine may have been suspended. Of several suspects it names the one
+with the oldest note: a rank that only lacks a processor has stored the time later than one that has
+stopped.
+
 Ranks of one machine keep notes in shared memory, next to the workspaces (workspace.py): only its
 own rank writes a note, and it stays readable when that rank, or the store of the process group, is
 gone. Between machines causes go through the store, and ranks publish what they waited for when they
@@ -41,8 +49,14 @@ INTERRUPTED = "interrupted"
 FAILED = "failed"
 LATE = "late"
 CROSSED = "crossed"
+# What a rank at fault has done.
+_TOO_LATE, _STANDS_STILL = "did not come", "stands still within it"
 # A waiting rank refreshes its note about every 0.1 s. One that has not for so long stands still.
 _STALE_NS = 1_500_000_000
+# So long a rank that looks must have seen no change in the note of a suspect.
+_UNCHANGED_NS = 300_000_000
+# So long it looks for a suspect. Other ranks whose waits fail give up meanwhile, and say why.
+_SETTLE_NS = 2 * _STALE_NS
 # How long ranks of several machines wait for what the others publish.
 _STORE_SECONDS = 2.0
 _LOOK_SECONDS = 0.5
@@ -74,6 +88,8 @@ class Notes(abc.ABC):
     """
 
     peers: Sequence[int] = ()
+    beat_address = 0
+    """Where waits in the library store the time; 0: nowhere."""
 
     def enter(self, peers: Sequence[int]) -> None:
         """Notes that this rank begins to wait for `peers`, which may include itself."""
@@ -105,8 +121,14 @@ class Notes(abc.ABC):
         """Returns the cause that keeps the current wait from ending, if one is certain."""
 
     @abc.abstractmethod
-    def settle(self, is_dead: IsDead) -> Cause | None:
-        """Returns the most likely cause after the current wait has lasted its timeout. Bounded."""
+    def settle(self, is_dead: IsDead, behind: int | None = None) -> Cause | None:
+        """Returns the most likely cause after a wait has lasted its timeout. Bounded.
+
+        Args:
+            is_dead: as in `find`.
+            behind: the rank that the library has found furthest behind, if the wait was one of the
+                library; None: the wait is the current one, for `peers`.
+        """
 
 
 class NoNotes(Notes):
@@ -127,7 +149,7 @@ class NoNotes(Notes):
         """Returns None."""
         return None
 
-    def settle(self, is_dead: IsDead) -> Cause | None:
+    def settle(self, is_dead: IsDead, behind: int | None = None) -> Cause | None:
         """Returns None."""
         return None
 
@@ -145,6 +167,20 @@ class _Note(ctypes.Structure):
     ]
 
 
+class _Behind(NamedTuple):
+    """A rank that has not done its part of a wait.
+
+    Attributes:
+        rank: its number.
+        reached: its tick.
+        tick: of the wait.
+    """
+
+    rank: int
+    reached: int
+    tick: int
+
+
 class SharedNotes(Notes):
     """Notes in shared memory.
 
@@ -157,6 +193,7 @@ class SharedNotes(Notes):
         self._rank = rank
         self._notes = [_Note.from_address(address) for address in addresses]
         self._own = self._notes[rank]
+        self.beat_address = addresses[rank] + _Note.beat_ns.offset
         self._tick = 0
         self._masks: dict[tuple[int, ...], int] = {}
         # Any thread may read; close() may not take the memory away meanwhile. Reentrant, since a
@@ -179,6 +216,7 @@ class SharedNotes(Notes):
     def leave(self) -> None:
         """Notes that the wait has succeeded."""
         self._tick += 1
+        self._own.beat_ns = time.monotonic_ns()
         self._own.tick = self._tick
 
     def beat(self) -> None:
@@ -216,13 +254,32 @@ class SharedNotes(Notes):
     def find(self, is_dead: IsDead) -> Cause | None:
         """Returns the cause that keeps the current wait from ending, if one is certain."""
         with self._lock:
-            return self._follow(self.peers, self._tick, is_dead, False, {self._rank})
+            return self._certain(self._behind(self.peers), is_dead)
 
-    def settle(self, is_dead: IsDead) -> Cause | None:
-        """Returns the most likely cause after the current wait has lasted its timeout."""
-        with self._lock:
-            certain = self.find(is_dead)
-            return certain or self._follow(self.peers, self._tick, is_dead, True, {self._rank})
+    def settle(self, is_dead: IsDead, behind: int | None = None) -> Cause | None:
+        """Returns the most likely cause after a wait has lasted its timeout. Bounded."""
+        peers = self.peers if behind is None else (behind,)
+        deadline = time.monotonic_ns() + _SETTLE_NS
+        seen: dict[int, tuple[tuple[int, int], int]] = {}  # by rank: its note, and since when
+        furthest: _Behind | None = None  # at the first look
+        while True:
+            with self._lock:
+                self.beat()  # peers look at this rank too
+                late = self._behind(peers)
+                cause = self.find(is_dead) or self._certain(late, is_dead)
+                if cause is not None:
+                    return cause
+                # Where neither this rank nor a peer is in a wait that is noted, notes say nothing.
+                late = [one for one in late if one.reached < one.tick or one.tick & 1]
+                cause = self._suspect(late, seen)
+            if cause is not None:
+                return cause
+            furthest = furthest or min(late, key=lambda one: one.reached, default=None)
+            if not late and furthest is not None and furthest.reached < furthest.tick:
+                return Cause(furthest.rank, LATE, _TOO_LATE)  # it has come meanwhile
+            if not late or time.monotonic_ns() > deadline:
+                return None
+            time.sleep(_PAUSE_SECONDS)
 
     def close(self) -> None:
         """Reads and writes no shared memory any more, which is about to be released."""
@@ -230,42 +287,65 @@ class SharedNotes(Notes):
             self._notes = [_Note() for _ in self._notes]
             self._own = self._notes[self._rank]
 
-    def _follow(
-        self, peers: Sequence[int], tick: int, is_dead: IsDead, suspect: bool, path: set[int]
-    ) -> Cause | None:
-        """Returns why a wait does not end.
+    def _behind(self, peers: Sequence[int]) -> list[_Behind]:
+        """Returns the ranks because of which a wait for `peers` may not end, the first ones first.
 
-        Args:
-            peers: for whom it is.
-            tick: of it.
-            is_dead: as in `find`.
-            suspect: whether ranks that only seem to stand still count.
-            path: the ranks that lead here.
+        These are the peers that have not done their part. Each is followed by the ranks because of
+        which its own wait may not end.
         """
-        notes = sorted((self._notes[peer].tick, peer) for peer in peers if peer not in path)
-        for reached, peer in notes:
-            if reached > tick:
-                break  # it has done its part, as all that follow
-            note = self._notes[peer]
-            cause = self.said_by(peer)
+        found: list[_Behind] = []
+        known = {self._rank}
+
+        def follow(peers: Sequence[int], tick: int) -> None:
+            notes = sorted((self._notes[peer].tick, peer) for peer in peers)
+            for reached, peer in notes:
+                if reached > tick:
+                    return  # it has done its part, as all that follow
+                if peer in known:
+                    continue
+                known.add(peer)
+                found.append(_Behind(peer, reached, tick))
+                if reached & 1:
+                    mask = self._notes[peer].peers
+                    follow([r for r in range(len(self._notes)) if mask >> r & 1], reached)
+
+        follow(peers, self._tick)
+        return found
+
+    def _certain(self, ranks: Sequence[_Behind], is_dead: IsDead) -> Cause | None:
+        """Returns the cause that one of these ranks has published or is, if one is certain."""
+        for rank, _, _ in ranks:
+            cause = self.said_by(rank)
             if cause is not None:
                 return cause
-            if is_dead(peer):
-                return Cause(peer, DIED)
-            if reached == tick:
-                late = time.monotonic_ns() - note.beat_ns > _STALE_NS
-                if suspect and late and tick & 1:
-                    return Cause(peer, LATE, "stands still within it")
-                continue
-            if reached & 1:
-                mask = note.peers
-                others = [rank for rank in range(len(self._notes)) if mask >> rank & 1]
-                cause = self._follow(others, reached, is_dead, suspect, path | {peer})
-                if cause is not None:
-                    return cause
-            if suspect:
-                return Cause(peer, LATE, "did not come")
+            if is_dead(rank):
+                return Cause(rank, DIED)
         return None
+
+    def _suspect(
+        self, ranks: Sequence[_Behind], seen: dict[int, tuple[tuple[int, int], int]]
+    ) -> Cause | None:
+        """Returns the one of these ranks that stands still; of several, the first that did.
+
+        Args:
+            ranks: the candidates.
+            seen: what this function has seen of them in earlier looks.
+        """
+        now = time.monotonic_ns()
+        oldest: tuple[int, _Behind] | None = None
+        for one in ranks:
+            note = self._notes[one.rank]
+            state = int(note.tick), int(note.beat_ns)
+            if one.rank not in seen or seen[one.rank][0] != state:
+                seen[one.rank] = state, now
+            stale = now - note.beat_ns > _STALE_NS and now - seen[one.rank][1] > _UNCHANGED_NS
+            if stale and (oldest is None or state[1] < oldest[0]):
+                oldest = state[1], one
+        if oldest is None:
+            return None
+        _, one = oldest
+        within = one.reached == one.tick
+        return Cause(one.rank, LATE, _STANDS_STILL if within else _TOO_LATE)
 
 
 class StoreNotes(Notes):
@@ -305,8 +385,8 @@ class StoreNotes(Notes):
                 return self.said_by(peer) or Cause(peer, DIED)
         return self.said_by(self._rank)
 
-    def settle(self, is_dead: IsDead) -> Cause | None:
-        """Returns the most likely cause after the current wait has lasted its timeout.
+    def settle(self, is_dead: IsDead, behind: int | None = None) -> Cause | None:
+        """Returns the most likely cause after a wait has lasted its timeout.
 
         This rank publishes for whom it waited. Whoever waited for it follows it there, and so on,
         to a rank that publishes nothing: all that wait because of it name it.
@@ -315,7 +395,8 @@ class StoreNotes(Notes):
         if certain is not None:
             return certain
         deadline = time.monotonic() + _STORE_SECONDS
-        own = [peer for peer in self.peers if peer != self._rank]
+        peers = self.peers if behind is None else (behind,)
+        own = [peer for peer in peers if peer != self._rank]
 
         def follow() -> Cause | None:
             self._store.set(self._key(self._rank), json.dumps(own))
@@ -327,7 +408,7 @@ class StoreNotes(Notes):
                     return first
                 silent = [peer for peer in peers if peer not in said]
                 if silent:
-                    return Cause(silent[0], LATE, "did not come")
+                    return Cause(silent[0], LATE, _TOO_LATE)
                 following = [peer for peer in peers if peer not in seen]
                 if not following:  # they wait for each other
                     return None
