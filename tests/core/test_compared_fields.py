@@ -24,7 +24,7 @@ import allnorm
 from allnorm.core import _native, announcement, channel
 from allnorm.core.announcement import Announcement
 from allnorm.core.call import Call
-from allnorm.core.launch import Launch
+from allnorm.core.prepared_call import PreparedCall
 from allnorm.policy import Plan
 from allnorm.testing import RankPool
 
@@ -307,9 +307,9 @@ def test_a_wait_names_the_call_and_not_that_of_the_channel(pool: RankPool) -> No
 def announced(**changes: Any) -> Announcement:
     x = torch.zeros(3, 64, dtype=torch.bfloat16)
     call = Call(x, x, x[0], op="all_reduce_add_rms_norm", **changes)
-    launch = Launch(call, Plan("unfused", "a test", 1))
-    launch.bind(call, {"out": x, "residual_out": x})
-    return Announcement.of(launch)
+    prepared = PreparedCall(call, Plan("unfused", "a test", 1))
+    prepared.bind(call, {"out": x, "residual_out": x})
+    return Announcement.of(prepared)
 
 
 def test_every_field_of_the_c_call_is_compared_or_local() -> None:

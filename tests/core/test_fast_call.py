@@ -542,12 +542,12 @@ def give_back_what_it_held(rank: int, world_size: int) -> None:
                 x, weight = case.x(rank), case.weight()
                 for _ in range(3):
                     c.all_reduce_add_rms_norm(x, None, weight, 1e-6)
-            launches = [weakref.ref(launch) for launch in c._endpoint.dispatcher._launches.values()]
+            prepared = [weakref.ref(one) for one in c._endpoint.dispatcher._prepared.values()]
             left = weakref.ref(c)
         del c
         gc.collect()
         assert left() is None
-        assert not any(reference() is not None for reference in launches)
+        assert not any(reference() is not None for reference in prepared)
 
 
 @needs_library

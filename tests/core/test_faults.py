@@ -25,7 +25,7 @@ from allnorm import quant
 from allnorm.core import _native, announcement, faults, workspace
 from allnorm.core.announcement import Announcement
 from allnorm.core.call import Call
-from allnorm.core.launch import Launch
+from allnorm.core.prepared_call import PreparedCall
 from allnorm.policy import Plan
 from allnorm.testing import RankPool
 
@@ -448,9 +448,9 @@ def fault_of(expected: _native.Call, seen: _native.Call | None = None, **more: i
 def announced(eps: float, num_tokens: int = 3, hidden_size: int = 512) -> Announcement:
     x = torch.zeros(num_tokens, hidden_size, dtype=torch.bfloat16)
     call = Call(x, x, x[0], op="all_reduce_add_rms_norm", eps=eps)
-    launch = Launch(call, Plan("two_shot", "a test", 1))
-    launch.bind(call, {"out": x, "residual_out": x})
-    return Announcement.of(launch)
+    prepared = PreparedCall(call, Plan("two_shot", "a test", 1))
+    prepared.bind(call, {"out": x, "residual_out": x})
+    return Announcement.of(prepared)
 
 
 def test_accounts_of_calls_that_look_alike() -> None:

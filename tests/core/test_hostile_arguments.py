@@ -23,7 +23,7 @@ import allnorm
 from allnorm import quant as quants
 from allnorm import reference
 from allnorm.core.call import Call
-from allnorm.core.launch import Result
+from allnorm.core.prepared_call import Result
 from allnorm.testing import RankPool, assert_same_bits
 
 CASE = Case((4, 64), torch.float32)

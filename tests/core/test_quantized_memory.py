@@ -125,13 +125,13 @@ def changing_scales(rank: int, world_size: int) -> None:
     case = Case((3, 64), quant=allnorm.Fp8PerTensor(torch.tensor([1.0])))
     x, a = case.x(rank), case.norm_arguments()
     case.check(c)
-    prepared = len(c._endpoint.dispatcher._launches)
+    prepared = len(c._endpoint.dispatcher._prepared)
     for i in range(40):
         spec = allnorm.Fp8PerTensor(torch.tensor([0.01 * (i + 1)], device=c.device))
         got = c.all_reduce_add_rms_norm_quant(x, quant=spec, **a)
         want = reference.all_reduce_add_rms_norm_quant(case.xs(world_size), quant=spec, **a)
         assert_same_bits(got.quantized, want.quantized, str(i))
-    assert len(c._endpoint.dispatcher._launches) == prepared
+    assert len(c._endpoint.dispatcher._prepared) == prepared
 
 
 @on(cpu=(2,), gpu=(2,))

@@ -20,8 +20,8 @@ import allnorm
 from allnorm import policy, reference
 from allnorm.core import _native, between, hierarchical, unfused
 from allnorm.core.call import Call, split_scale
-from allnorm.core.launch import Launch
 from allnorm.core.notes import NoNotes
+from allnorm.core.prepared_call import PreparedCall
 from allnorm.policy import Plan
 from allnorm.testing import RankPool, assert_same_bits, shared_input
 
@@ -114,15 +114,15 @@ class Owner:
 def hierarchical_steps(
     islands: Any, rank: int, call: Call, shard: tuple[int, int] | None, is_cuda: bool
 ) -> list[tuple[Any, ...]]:
-    launch = Launch(call, Plan("hierarchical", "a test", 1), shard)
-    memory = launch.allocate(call)
-    inputs = launch.bind(call, memory)
+    prepared = PreparedCall(call, Plan("hierarchical", "a test", 1), shard)
+    memory = prepared.allocate(call)
+    inputs = prepared.bind(call, memory)
     recorder: Any = Recorder(len(islands))
     hierarchy: Any = mock.Mock()
     hierarchy.number, hierarchy.place = between.places(islands, rank)
     hierarchy.islands, hierarchy.ranks = islands, islands[hierarchy.number]
     hierarchy.between = recorder
-    one = hierarchical._Run(launch, recorder, 0, hierarchy, lambda _: None, is_cuda)
+    one = hierarchical._Run(prepared, recorder, 0, hierarchy, lambda _: None, is_cuda)
     x, residual = inputs[:2]
     assert x is not None
     if call.op == "all_gather_rows":
@@ -136,14 +136,14 @@ def unfused_steps(
     islands: Any, rank: int, call: Call, shard: tuple[int, int] | None
 ) -> list[tuple[Any, ...]]:
     world_size = sum(map(len, islands))
-    launch = Launch(call, Plan("unfused", "a test", 1), shard)
-    memory = launch.allocate(call)
-    inputs = launch.bind(call, memory)
+    prepared = PreparedCall(call, Plan("unfused", "a test", 1), shard)
+    memory = prepared.allocate(call)
+    inputs = prepared.bind(call, memory)
     recorder: Any = Recorder(world_size)
     owner: Any = Owner(rank, world_size)
     connection: Any = mock.Mock()
     connection.connect.return_value = recorder
-    given: Any = (launch, recorder, mock.Mock(), connection, owner, inputs[0], memory, islands)
+    given: Any = (prepared, recorder, mock.Mock(), connection, owner, inputs[0], memory, islands)
     with mock.patch.object(unfused, "agree"):
         assert unfused.run(*given) == _native.OK
     return [step for step in recorder.steps if step[0] == "gather"]

@@ -171,7 +171,7 @@ def test_many_kinds(where: str) -> None:
             for rows in range(1, 12):
                 check(inputs(where, call, (rows, 256)))
         dispatcher = local._threads.dispatchers[inputs(where)[0].device]
-        assert len(dispatcher.launches()) <= 5
+        assert len(dispatcher.prepared_calls()) <= 5
 
 
 @devices

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from allnorm import names
 from allnorm.core import _native
-from allnorm.core.launch import Launch
+from allnorm.core.prepared_call import PreparedCall
 
 _OPS = {
     _native.ALL_REDUCE: "all_reduce",
@@ -105,10 +105,10 @@ LOCAL = {
 _TYPES = {str(name): type_ for name, type_, *_ in _native.Call._fields_ if name not in LOCAL}
 FIELDS = tuple(_TYPES)
 """The fields of _native.Call that are compared, each in one word of an Announcement."""
-_READ: dict[str, Callable[[Launch], int]] = {
-    "algorithm": lambda launch: names.REQUESTS.index(launch.plan.algorithm),
+_READ: dict[str, Callable[[PreparedCall], int]] = {
+    "algorithm": lambda prepared: names.REQUESTS.index(prepared.plan.algorithm),
     # Not its address: memory without rows has none.
-    "out": lambda launch: any(r is not None and r.field == "out" for r in launch.results),
+    "out": lambda prepared: any(r is not None and r.field == "out" for r in prepared.results),
 }
 """How fields are read for which the C call does not suffice."""
 
@@ -125,9 +125,9 @@ class Announcement:
     words: tuple[int, ...]
 
     @classmethod
-    def of(cls, launch: Launch) -> Announcement:
+    def of(cls, prepared: PreparedCall) -> Announcement:
         """Returns the announcement of a bound call."""
-        return cls(tuple(_word(launch, name) for name in FIELDS))
+        return cls(tuple(_word(prepared, name) for name in FIELDS))
 
     @classmethod
     def of_refusal(cls) -> Announcement:
@@ -229,10 +229,10 @@ def differences(mine: dict[str, str], rank: int, theirs: dict[str, str], peer: i
     return f"What differs: {'; '.join(texts)}. " if texts else ""
 
 
-def _word(launch: Launch, name: str) -> int:
+def _word(prepared: PreparedCall, name: str) -> int:
     if name in _READ:
-        return int(_READ[name](launch))
-    value, type_ = getattr(launch.native, name), _TYPES[name]
+        return int(_READ[name](prepared))
+    value, type_ = getattr(prepared.native, name), _TYPES[name]
     if type_ is ctypes.c_float:
         return int(struct.unpack("=I", struct.pack("=f", value))[0])
     return int(bool(value)) if type_ is ctypes.c_void_p else int(value)

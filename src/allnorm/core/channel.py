@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from allnorm.core import _native, workspace
 from allnorm.core.announcement import FIELDS, Announcement
-from allnorm.core.launch import raise_status
 from allnorm.core.notes import DIED, LATE, Cause, Notes, SharedNotes, StoreNotes
+from allnorm.core.prepared_call import raise_status
 from allnorm.core.rendezvous import Mailbox, Rendezvous
 from allnorm.core.watch import Watch
 from allnorm.errors import AllnormError

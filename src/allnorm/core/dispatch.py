@@ -1,8 +1,8 @@
 """The way of a call: recognise it, check it, choose an algorithm, bind its tensors, launch.
 
 Whether a call is allowed, and how it runs, depends on the geometry of its tensors and not on their
-addresses. So that is decided once, and kept as a Launch under that geometry. Of calls that came
-twice csrc/python keeps the most recent ones too, and repeats them without this file.
+addresses. So that is decided once, and kept as a PreparedCall under that geometry. csrc/python also
+keeps the most recent calls that came twice, and repeats them without this file.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import torch
 from allnorm import policy
 from allnorm.core import _native, arguments, fast_call, traced
 from allnorm.core.call import Call
-from allnorm.core.launch import Launch, Memory, as_launch_a, as_launch_b, describe
+from allnorm.core.prepared_call import Memory, PreparedCall, as_launch_a, as_launch_b, describe
 from allnorm.core.shortcuts import is_intercepted, version_counter
 from allnorm.core.tensors import is_plain
 from allnorm.errors import CommunicatorClosedError, UnsupportedError
 from allnorm.policy import Plan
 
 # Launches kept by a dispatcher; a server sees a few thousand geometries at most.
-_MAX_LAUNCHES = 4096
+_MAX_PREPARED = 4096
 
 
 class Target(Protocol):
@@ -44,10 +44,10 @@ class Target(Protocol):
     def choose(self, call: Call) -> Plan:
         """How a checked call runs; raises if it cannot, on every rank alike."""
 
-    def run(self, launch: Launch, call: Call, memory: Memory) -> None:
+    def run(self, prepared: PreparedCall, call: Call, memory: Memory) -> None:
         """Makes the call."""
 
-    def can_repeat(self, launch: Launch) -> bool:
+    def can_repeat(self, prepared: PreparedCall) -> bool:
         """Whether csrc/python may repeat such a call, without `run`."""
 
     def refuse(self, error: Exception, algorithm: str) -> None:
@@ -56,7 +56,7 @@ class Target(Protocol):
     def interrupted(self, error: BaseException) -> None:
         """Tells the peers that this rank has left a call by an exception of a signal handler."""
 
-    def fail(self, status: int, launch: Launch | None) -> NoReturn:
+    def fail(self, status: int, prepared: PreparedCall | None) -> NoReturn:
         """Raises the error behind the status that a call returned."""
 
 
@@ -83,7 +83,7 @@ class Dispatcher:
         lock: threading.Lock | None = None,
     ) -> None:
         self._target = target
-        self._launches: dict[Any, Launch] = {}
+        self._prepared: dict[Any, PreparedCall] = {}
         # What csrc/python holds is not seen by the garbage collector: it must not hold this.
         myself = weakref.ref(self)
 
@@ -96,13 +96,13 @@ class Dispatcher:
         self.fast = fast_call.new(missed, failed, target.device, function, handle, lock)
         self.call: Callable[..., Any] = self.fast.call
 
-    def launches(self) -> list[Launch]:
+    def prepared_calls(self) -> list[PreparedCall]:
         """All that is kept."""
-        return list(self._launches.values())
+        return list(self._prepared.values())
 
     def forget(self) -> None:
         """Drops every decision: each call is checked and chosen anew."""
-        self._launches.clear()
+        self._prepared.clear()
         self.fast.forget()
 
     def _make(self, call: Call) -> Any:
@@ -119,44 +119,44 @@ class Dispatcher:
 
     def _decide_and_launch(self, call: Call) -> Any:
         self._target.check_open()
-        key, launch = self._find(call)
-        if launch is None:
+        key, prepared = self._find(call)
+        if prepared is None:
             arguments.check_alike(call, self._target.device)
             plan = self._target.choose(call)
         else:
-            plan = launch.plan
+            plan = prepared.plan
         try:
-            if launch is None:
-                launch = Launch(call, plan, self._shard(call))
-                self._keep(key, launch)
-                memory = launch.allocate(call)
+            if prepared is None:
+                prepared = PreparedCall(call, plan, self._shard(call))
+                self._keep(key, prepared)
+                memory = prepared.allocate(call)
             else:
-                memory = launch.allocate(call)
-                if self._target.can_repeat(launch):
-                    fast_call.keep(self.fast, launch, call, memory)
+                memory = prepared.allocate(call)
+                if self._target.can_repeat(prepared):
+                    fast_call.keep(self.fast, prepared, call, memory)
             written = [tensor for tensor in call.memory if tensor is not None]
             if written:
                 version_counter()(written)
         except Exception as error:
             self._target.refuse(error, plan.algorithm)
             raise
-        self._launch(launch, call, memory)
-        return launch.returned(call, memory)
+        self._launch(prepared, call, memory)
+        return prepared.returned(call, memory)
 
-    def _launch(self, launch: Launch, call: Call, memory: Memory) -> None:
-        self._target.run(launch, call, memory)
+    def _launch(self, prepared: PreparedCall, call: Call, memory: Memory) -> None:
+        self._target.run(prepared, call, memory)
 
-    def _find(self, call: Call) -> tuple[Any, Launch | None]:
+    def _find(self, call: Call) -> tuple[Any, PreparedCall | None]:
         """What the call is kept by, and what was decided about it."""
         try:
             key = _key_of(call)
-            launch = self._launches.get(key)
+            prepared = self._prepared.get(key)
         except (AttributeError, TypeError, ValueError, RuntimeError, OverflowError):
             return None, None  # a wrong argument: the checks say which
         # Tensors of one geometry may still differ in kind; only calls of plain ones are kept.
-        if launch is not None and not all(map(is_plain, call.given)):
+        if prepared is not None and not all(map(is_plain, call.given)):
             return None, None
-        return key, launch
+        return key, prepared
 
     def _shard(self, call: Call) -> tuple[int, int] | None:
         """This rank's rows, where rows belong to ranks."""
@@ -164,18 +164,18 @@ class Dispatcher:
             return None
         return arguments.row_shard(call.rows, self._target.world_size, self._target.rank)
 
-    def _keep(self, key: Any, launch: Launch) -> None:
-        if key is None or launch.is_virtual:
+    def _keep(self, key: Any, prepared: PreparedCall) -> None:
+        if key is None or prepared.is_virtual:
             return
-        if len(self._launches) >= _MAX_LAUNCHES:
-            self._launches.clear()
-        self._launches[key] = launch
+        if len(self._prepared) >= _MAX_PREPARED:
+            self._prepared.clear()
+        self._prepared[key] = prepared
 
     def _fail(self, status: int, call: Call) -> NoReturn:
-        launch = None
+        prepared = None
         with contextlib.suppress(Exception):  # it is for the words of the error only
-            launch = self._find(call)[1]
-        self._target.fail(status, launch)
+            prepared = self._find(call)[1]
+        self._target.fail(status, prepared)
 
 
 def _living(dispatcher: weakref.ref[Dispatcher]) -> Dispatcher:

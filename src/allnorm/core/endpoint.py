@@ -26,8 +26,8 @@ from allnorm.core.between import GroupError
 from allnorm.core.call import Call
 from allnorm.core.channel import WaitEndedError
 from allnorm.core.dispatch import Chooser, Dispatcher
-from allnorm.core.launch import Launch, Memory, make_nan, raise_status
 from allnorm.core.notes import CROSSED, DIED, FAILED, INTERRUPTED, LATE, LEFT, Cause, NoNotes, Notes
+from allnorm.core.prepared_call import Memory, PreparedCall, make_nan, raise_status
 from allnorm.core.refusal import Refusal, is_refusal
 from allnorm.core.turn import Turn
 from allnorm.core.watch import Watch
@@ -215,43 +215,43 @@ class Endpoint:
             )
         raise CommunicatorClosedError(f"communicator {self.name} is closed: make a new one.")
 
-    def can_repeat(self, launch: Launch) -> bool:
+    def can_repeat(self, prepared: PreparedCall) -> bool:
         """Whether the library makes such a call by itself."""
         if self._handle:
-            return launch.plan.algorithm in names.FUSED
-        return self.world_size == 1 and launch.op != "all_gather_rows"
+            return prepared.plan.algorithm in names.FUSED
+        return self.world_size == 1 and prepared.op != "all_gather_rows"
 
-    def run(self, launch: Launch, call: Call, memory: Memory) -> None:
+    def run(self, prepared: PreparedCall, call: Call, memory: Memory) -> None:
         """Makes a call, when it is this thread's turn. Collective."""
         try:
-            status, refused = self._run_in_turn(launch, call, memory)
+            status, refused = self._run_in_turn(prepared, call, memory)
         except AllnormError:
             raise
         except BaseException as error:
             self.interrupted(error)
             raise
         if refused is not None:
-            self.refuse(refused, launch.plan.algorithm)
+            self.refuse(refused, prepared.plan.algorithm)
             raise refused
         if status:
-            self.fail(status, launch)
+            self.fail(status, prepared)
 
     def _run_in_turn(
-        self, launch: Launch, call: Call, memory: Memory
+        self, prepared: PreparedCall, call: Call, memory: Memory
     ) -> tuple[int, Exception | None]:
         """Returns the status of a call, and why this rank alone refuses to make it."""
         try:
             self._take_turn(sys._getframe())
             try:
                 # Copies of unaligned inputs live until the call has been made.
-                inputs = launch.bind(call, memory)
+                inputs = prepared.bind(call, memory)
             except Exception as error:  # noqa: BLE001 - raised when the turn has ended
                 return _native.OK, error
-            if launch.plan.algorithm in names.BETWEEN_ISLANDS:
-                return self._run_through_group(launch, inputs, memory), None
-            if launch.native.stream not in self._streams:
-                self._note_stream(launch.native.stream)
-            status = int(self._library.run(self._handle, launch.address))
+            if prepared.plan.algorithm in names.BETWEEN_ISLANDS:
+                return self._run_through_group(prepared, inputs, memory), None
+            if prepared.native.stream not in self._streams:
+                self._note_stream(prepared.native.stream)
+            status = int(self._library.run(self._handle, prepared.address))
             del inputs
             return status, None
         finally:
@@ -307,7 +307,7 @@ class Endpoint:
         finally:
             self._turn.end(sys._getframe())
 
-    def fail(self, status: int, launch: Launch | None) -> NoReturn:
+    def fail(self, status: int, prepared: PreparedCall | None) -> NoReturn:
         """Raises what a call that ended with this status has recorded."""
         if status == _native.INTERRUPTED:
             self.notes.post(Cause(self.rank, INTERRUPTED))
@@ -315,11 +315,11 @@ class Endpoint:
         if status == _native.CLOSED:
             self._check_usable()
         if status in _RECORDED:
-            self.check(launch)
+            self.check(prepared)
         try:
             raise_status(self._library, status)
         except ValueError as error:  # refused before anything was exchanged
-            self.refuse(error, "fused" if launch is None else launch.plan.algorithm)
+            self.refuse(error, "fused" if prepared is None else prepared.plan.algorithm)
             raise
         raise AllnormError(f"status {status}")
 
@@ -380,15 +380,15 @@ class Endpoint:
     # ---- calls through the process group --------------------------------------------------------
 
     def _run_through_group(
-        self, launch: Launch, inputs: tuple[torch.Tensor | None, ...], memory: Memory
+        self, prepared: PreparedCall, inputs: tuple[torch.Tensor | None, ...], memory: Memory
     ) -> int:
         self.check()  # the library does it for the others
         self.living_group()  # raises before the ranks tell each other anything
         try:
-            if launch.plan.algorithm == "hierarchical":
-                status = self._run_hierarchical(launch, inputs, memory)
+            if prepared.plan.algorithm == "hierarchical":
+                status = self._run_hierarchical(prepared, inputs, memory)
             else:
-                status = self._run_unfused(launch, inputs, memory)
+                status = self._run_unfused(prepared, inputs, memory)
             if status in _RECORDED or status == _native.CLOSED:
                 self.end_wait(status)
             return status
@@ -434,36 +434,36 @@ class Endpoint:
         raise AllnormError(f"status {status}")
 
     def _run_unfused(
-        self, launch: Launch, inputs: tuple[torch.Tensor | None, ...], memory: Memory
+        self, prepared: PreparedCall, inputs: tuple[torch.Tensor | None, ...], memory: Memory
     ) -> int:
         x = inputs[0]
         assert x is not None
         if self.world_size > 1:
-            self._unfused[launch.plan.reason] += 1
+            self._unfused[prepared.plan.reason] += 1
         islands = self.chooser.traits.islands
-        way = launch, self._library, self._channel, self._connection, self
+        way = prepared, self._library, self._channel, self._connection, self
         return unfused.run(*way, x, memory, islands)
 
     def _run_hierarchical(
-        self, launch: Launch, inputs: tuple[torch.Tensor | None, ...], memory: Memory
+        self, prepared: PreparedCall, inputs: tuple[torch.Tensor | None, ...], memory: Memory
     ) -> int:
         assert self._hierarchy is not None
         assert self._channel is not None
         self._hierarchical += 1
-        if self._handle and launch.native.stream not in self._streams:
-            self._note_stream(launch.native.stream)
+        if self._handle and prepared.native.stream not in self._streams:
+            self._note_stream(prepared.native.stream)
         return hierarchical.run(
-            *(launch, self._library, self._handle, self._hierarchy, self._channel, self),
+            *(prepared, self._library, self._handle, self._hierarchy, self._channel, self),
             *(inputs, memory),
         )
 
     def parts(self, call: Call) -> dict[str, Callable[[], object]]:
         """As `Communicator._parts`."""
         assert self._hierarchy is not None
-        launch = Launch(call, self.choose(call))
-        memory = launch.allocate(call)
-        given = (launch, self._library, self._handle, self._hierarchy, self.look_at_peers)
-        return hierarchical.parts(*given, lambda: launch.bind(call, memory))
+        prepared = PreparedCall(call, self.choose(call))
+        memory = prepared.allocate(call)
+        given = (prepared, self._library, self._handle, self._hierarchy, self.look_at_peers)
+        return hierarchical.parts(*given, lambda: prepared.bind(call, memory))
 
     def _exchanges(self) -> list[unfused.Connection | between.Between]:
         """Returns what goes through process groups of the communicator's own."""
@@ -612,8 +612,8 @@ class Endpoint:
         fault = None if failure is None else f"{type(failure).__name__}: {failure}"
         return Stats({**fused, "unfused": sum(reasons.values())}, reasons, fault)
 
-    def check(self, launch: Launch | None = None) -> None:
-        """As `Communicator.check`; after a call by `launch`, if one is known."""
+    def check(self, prepared: PreparedCall | None = None) -> None:
+        """As `Communicator.check`; after a call by `prepared`, if one is known."""
         self.check_open()
         if self._broken is not None:
             raise self._broken()
@@ -628,7 +628,7 @@ class Endpoint:
             if status == _native.CLOSED:
                 self._check_usable()
             if status in _RECORDED:
-                raise self._fault_error(fault, launch)
+                raise self._fault_error(fault, prepared)
             raise_status(self._library, status)
 
     def _in_group(self, fault: _native.Fault) -> _native.Fault:
@@ -639,10 +639,10 @@ class Endpoint:
             fault.rank, fault.peer = ranks[fault.rank], ranks[fault.peer]
         return fault
 
-    def _fault_error(self, fault: _native.Fault, launch: Launch | None) -> PeerTimeoutError:
+    def _fault_error(self, fault: _native.Fault, prepared: PreparedCall | None) -> PeerTimeoutError:
         fault = self._in_group(fault)
         if self._accounts is None:
-            own = self._account(fault, launch)
+            own = self._account(fault, prepared)
             seen: faults.Account = {}
             if fault.status == _native.DIVERGED:
                 seen = faults.ask(self.living_group(), self._key, fault, own)
@@ -657,7 +657,7 @@ class Endpoint:
             self._accounts = own, seen
         return faults.fault_error(fault, self.timeout, *self._accounts, watch=self.watch)
 
-    def _account(self, fault: _native.Fault, launch: Launch | None) -> faults.Account:
+    def _account(self, fault: _native.Fault, prepared: PreparedCall | None) -> faults.Account:
         """What this rank says of the call in which it failed."""
         if is_refusal(fault.expected_shape, fault.expected_tokens):
             return {faults.REFUSED: self._refused}
@@ -665,10 +665,10 @@ class Endpoint:
             announced = self._channel.announced
             return {} if announced is None else announced.described()
         # On CUDA the fault is of an earlier call than the one that reports it.
-        launches = self.dispatcher.launches()
-        if launch is not None and self.device.type == "cpu":
-            launches = [launch]
-        return faults.account_of(fault, [Announcement.of(other) for other in launches])
+        prepared_calls = self.dispatcher.prepared_calls()
+        if prepared is not None and self.device.type == "cpu":
+            prepared_calls = [prepared]
+        return faults.account_of(fault, [Announcement.of(other) for other in prepared_calls])
 
     # ---- end ------------------------------------------------------------------------------------
 

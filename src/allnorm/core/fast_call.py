@@ -23,7 +23,7 @@ from torch.autograd import forward_ad
 from allnorm.core import _native, shortcuts
 from allnorm.core.arguments import span_bytes, with_padding
 from allnorm.core.call import NUM_TENSORS, Call
-from allnorm.core.launch import CUDA_ALIGN_BYTES, Launch, Memory
+from allnorm.core.prepared_call import CUDA_ALIGN_BYTES, Memory, PreparedCall
 from allnorm.quant import Fp8PerGroup, Fp8PerTensor, Fp8PerToken, NvFp4Layout
 
 _pointer, _object = ctypes.c_void_p, ctypes.py_object
@@ -90,18 +90,18 @@ def new(
     return FastCall(*functions.new(address, handle, missed, failed, *locking, *of_device))
 
 
-def keep(fast: FastCall, launch: Launch, call: Call, memory: Memory) -> None:
+def keep(fast: FastCall, prepared: PreparedCall, call: Call, memory: Memory) -> None:
     """Lets `fast` make calls like this one from now on, if it can. It keeps no tensor of it."""
-    if isinstance(launch.repeated, str):
-        launch.repeated = _prepare(launch, call, memory)
-    if launch.repeated is not None:
-        fast.keep(launch.repeated)
+    if isinstance(prepared.repeated, str):
+        prepared.repeated = _prepare(prepared, call, memory)
+    if prepared.repeated is not None:
+        fast.keep(prepared.repeated)
 
 
-def _prepare(launch: Launch, call: Call, memory: Memory) -> Any:
+def _prepare(prepared: PreparedCall, call: Call, memory: Memory) -> Any:
     """What `FastCall.keep` takes; None if nothing can."""
     functions = _library()
-    native = launch.repeatable(call, memory)
+    native = prepared.repeatable(call, memory)
     if functions is None or native is None:
         return None
     constants = call.constants
@@ -110,7 +110,7 @@ def _prepare(launch: Launch, call: Call, memory: Memory) -> Any:
     device = call.x.device
     new = shortcuts.fast_empty(device)
     results: list[tuple[int, Any, tuple[Any, ...]]] = []
-    for result in launch.results:
+    for result in prepared.results:
         if result is None:  # Call.out stands for rows that are not wanted, and is None
             results.append((Call._fields.index("out"), None, ()))
             continue
@@ -124,7 +124,7 @@ def _prepare(launch: Launch, call: Call, memory: Memory) -> Any:
             results.append((place, new, geometry))
     if call.quant is Fp8PerTensor:
         results[1] = (_STATIC_SCALE, None, ())
-    operands = [_operand(call, launch, field) for field in Call._fields[:NUM_TENSORS]]
+    operands = [_operand(call, prepared, field) for field in Call._fields[:NUM_TENSORS]]
     once = [
         tensor
         for tensor, (given, _, _) in zip(call.tensors, operands, strict=True)
@@ -144,7 +144,7 @@ def _prepare(launch: Launch, call: Call, memory: Memory) -> Any:
     )
 
 
-def _operand(call: Call, launch: Launch, field: str) -> tuple[int, int, int]:
+def _operand(call: Call, prepared: PreparedCall, field: str) -> tuple[int, int, int]:
     """The fields of an Operand of prepared.h: given, align_bytes, span_bytes."""
     tensor = getattr(call, field)
     if tensor is None:
@@ -158,7 +158,7 @@ def _operand(call: Call, launch: Launch, field: str) -> tuple[int, int, int]:
     if tensor.device.type == "cuda" and field not in _NARROW:
         align = CUDA_ALIGN_BYTES
     if field == "scale_out":
-        tensor = with_padding(tensor, launch.scale)
+        tensor = with_padding(tensor, prepared.scale)
     return given, align, span_bytes(tensor)
 
 

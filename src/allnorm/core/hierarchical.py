@@ -45,7 +45,13 @@ from allnorm.core.announcement import Announcement
 from allnorm.core.arguments import row_shard, rows_of
 from allnorm.core.between import Between, Look, places, segments
 from allnorm.core.channel import Channel, Owner
-from allnorm.core.launch import CUDA_ALIGN_BYTES, Launch, Memory, as_launch_a, as_launch_b
+from allnorm.core.prepared_call import (
+    CUDA_ALIGN_BYTES,
+    Memory,
+    PreparedCall,
+    as_launch_a,
+    as_launch_b,
+)
 from allnorm.core.rendezvous import Rendezvous
 from allnorm.islands import Islands
 
@@ -81,15 +87,15 @@ class Hierarchy:
         self._agreed: set[Announcement] = set()
         self.between = Between(meeting, islands, device, backend, timeout)
 
-    def agree_once(self, launch: Launch, channel: Channel, owner: Owner) -> None:
+    def agree_once(self, prepared: PreparedCall, channel: Channel, owner: Owner) -> None:
         """As `unfused.agree`; between machines, where that is slow, once for each kind of call.
 
         All ranks have agreed on the same kinds, since each of them was agreed on by all.
         """
-        mine = Announcement.of(launch)
+        mine = Announcement.of(prepared)
         if channel.is_slow and mine in self._agreed:
             return
-        unfused.agree(launch, channel, owner)
+        unfused.agree(prepared, channel, owner)
         self._agreed.add(mine)
 
     def place_of(self, rank: int) -> int | None:
@@ -98,7 +104,7 @@ class Hierarchy:
 
 
 def run(
-    launch: Launch,
+    prepared: PreparedCall,
     library: _native.Library,
     handle: int,
     hierarchy: Hierarchy,
@@ -110,7 +116,7 @@ def run(
     """Runs a bound call; returns the status. Collective.
 
     Args:
-        launch: bound.
+        prepared: bound.
         library: of the backend.
         handle: of the native communicator of this rank's island.
         hierarchy: of this rank.
@@ -128,18 +134,18 @@ def run(
     x, residual = inputs[0], inputs[1]
     assert x is not None
     if x.device.type == "cpu":
-        unfused.agree(launch, channel, owner)
+        unfused.agree(prepared, channel, owner)
     elif not torch.cuda.is_current_stream_capturing():
-        hierarchy.agree_once(launch, channel, owner)
+        hierarchy.agree_once(prepared, channel, owner)
     is_cuda = x.device.type == "cuda"
-    one = _Run(launch, library, handle, hierarchy, owner.look_at_peers, is_cuda)
-    if launch.native.op == _native.ALL_GATHER_ROWS:
+    one = _Run(prepared, library, handle, hierarchy, owner.look_at_peers, is_cuda)
+    if prepared.native.op == _native.ALL_GATHER_ROWS:
         return one.gather_rows(x, memory["out"])
     return one.reduce(x, residual, memory)
 
 
 def parts(
-    launch: Launch,
+    prepared: PreparedCall,
     library: _native.Library,
     handle: int,
     hierarchy: Hierarchy,
@@ -149,7 +155,7 @@ def parts(
     """Launch A, the exchange and launch B of a call in one piece, each by itself, for benchmarks.
 
     Args:
-        launch: of more than one rank an island; not bound.
+        prepared: of more than one rank an island; not bound.
         library: of the backend.
         handle: of the native communicator of this rank's island.
         hierarchy: of this rank.
@@ -158,16 +164,16 @@ def parts(
     """
     x = bind()[0]
     assert x is not None
-    first, end = row_shard(launch.num_tokens, len(hierarchy.ranks), hierarchy.place)
-    shape = end - first, launch.native.hidden_size
+    first, end = row_shard(prepared.num_tokens, len(hierarchy.ranks), hierarchy.place)
+    shape = end - first, prepared.native.hidden_size
     sums = torch.ones(shape, dtype=torch.float32, device=x.device)
 
     def one() -> _Run:
         bind()  # to the stream that is current now
-        return _Run(launch, library, handle, hierarchy, look, x.device.type == "cuda")
+        return _Run(prepared, library, handle, hierarchy, look, x.device.type == "cuda")
 
     def exchange() -> torch.Tensor:
-        steps = one().exchange(sums, x.dtype, launch.num_tokens)
+        steps = one().exchange(sums, x.dtype, prepared.num_tokens)
         while True:
             try:
                 next(steps)
@@ -176,9 +182,9 @@ def parts(
 
     exchanged = exchange()
     return {
-        "sums": lambda: one().run_a(0, launch.num_tokens, sums),
+        "sums": lambda: one().run_a(0, prepared.num_tokens, sums),
         "exchange": exchange,
-        "rest": lambda: one().run_b(0, launch.num_tokens, exchanged),
+        "rest": lambda: one().run_b(0, prepared.num_tokens, exchanged),
     }
 
 
@@ -187,17 +193,17 @@ class _Run:
 
     def __init__(
         self,
-        launch: Launch,
+        prepared: PreparedCall,
         library: _native.Library,
         handle: int,
         hierarchy: Hierarchy,
         look: Look,
         is_cuda: bool,
     ) -> None:
-        self._launch, self._library, self._handle = launch, library, handle
+        self._prepared, self._library, self._handle = prepared, library, handle
         self._hierarchy, self._between, self._look = hierarchy, hierarchy.between, look
-        self._call = launch.native
-        self._saved = unfused.results_of(launch.native)
+        self._call = prepared.native
+        self._saved = unfused.results_of(prepared.native)
         self._is_cuda = is_cuda
         self._alone = len(hierarchy.ranks) == 1
         self._kept: list[torch.Tensor] = []  # until their launches have been made
@@ -206,15 +212,15 @@ class _Run:
 
     def reduce(self, x: torch.Tensor, residual: torch.Tensor | None, memory: Memory) -> int:
         """Of a call that sums; returns the status."""
-        launch = self._launch
-        sharded = launch.shard is not None
+        prepared = self._prepared
+        sharded = prepared.shard is not None
         pieces = self._pieces(self._call.hidden_size)
         residuals = None
         if sharded and residual is not None:
-            residuals = self._gather_shards(rows_of(residual), launch.num_tokens)
+            residuals = self._gather_shards(rows_of(residual), prepared.num_tokens)
         partials = x
         if self._alone:
-            status, partials = unfused.own_partial(launch, self._library, x)
+            status, partials = unfused.own_partial(prepared, self._library, x)
             if status != _native.OK:
                 return status
         return _in_turn(
@@ -294,7 +300,7 @@ class _Run:
     ) -> int:
         """Launch B: what the sums of a piece become."""
         call = self._launch_b(lo, hi, sums)
-        if self._launch.shard is not None:
+        if self._prepared.shard is not None:
             self._shard_residual(call, number, residuals, x, sums.shape[1])
         if self._alone:
             return int(self._library.local(ctypes.addressof(call)))
@@ -309,17 +315,17 @@ class _Run:
         return status
 
     def _pieces(self, hidden_size: int) -> list[tuple[int, int]]:
-        launch, hierarchy = self._launch, self._hierarchy
-        if launch.shard is not None:
-            return segments(hierarchy.islands, self._shards(launch.num_tokens))
+        prepared, hierarchy = self._prepared, self._hierarchy
+        if prepared.shard is not None:
+            return segments(hierarchy.islands, self._shards(prepared.num_tokens))
         step = policy.hierarchical_rows(
             "cuda" if self._is_cuda else "cpu",
             len(hierarchy.ranks),
-            launch.num_tokens,
+            prepared.num_tokens,
             hidden_size,
         )
-        lows = range(0, launch.num_tokens, step)
-        return [(lo, min(lo + step, launch.num_tokens)) for lo in lows]
+        lows = range(0, prepared.num_tokens, step)
+        return [(lo, min(lo + step, prepared.num_tokens)) for lo in lows]
 
     def _shards(self, num_tokens: int) -> list[tuple[int, int]]:
         world_size = sum(map(len, self._hierarchy.islands))
@@ -363,10 +369,10 @@ class _Run:
         call.x_stride, call.num_sources = call.hidden_size, sums.shape[0]
         call.source_stride = sums.stride(0) if sums.numel() else 0
         call.num_tokens = hi - lo
-        whole = hi == self._launch.num_tokens
+        whole = hi == self._prepared.num_tokens
         call.scale_padding_rows = self._call.scale_padding_rows if whole else 0
-        residual_row = 0 if self._launch.shard is not None else lo
-        unfused.move_results(self._launch, call, self._saved, lo, residual_row, width)
+        residual_row = 0 if self._prepared.shard is not None else lo
+        unfused.move_results(self._prepared, call, self._saved, lo, residual_row, width)
         return call
 
     def _run(self, call: _native.Call) -> int:
@@ -410,9 +416,9 @@ class _Run:
 
     def gather_rows(self, shard: torch.Tensor, out: torch.Tensor) -> int:
         """Those of equal place exchange their rows, then each island gathers them."""
-        launch, hierarchy = self._launch, self._hierarchy
-        gathered = self._gather_shards(rows_of(shard), launch.num_tokens)
-        shards = self._shards(launch.num_tokens)
+        prepared, hierarchy = self._prepared, self._hierarchy
+        gathered = self._gather_shards(rows_of(shard), prepared.num_tokens)
+        shards = self._shards(prepared.num_tokens)
         for number, (lo, hi) in enumerate(segments(hierarchy.islands, shards)):
             if lo == hi:
                 continue

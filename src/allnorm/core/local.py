@@ -10,7 +10,7 @@ import torch
 from allnorm.core import _native, tensors, traced
 from allnorm.core.call import Call, split_boundary, split_scale
 from allnorm.core.dispatch import Dispatcher
-from allnorm.core.launch import Launch, Memory, raise_status
+from allnorm.core.prepared_call import Memory, PreparedCall, raise_status
 from allnorm.core.shortcuts import is_traced
 from allnorm.errors import AllnormError, UnsupportedError
 from allnorm.expert_sum import ExpertSum
@@ -152,17 +152,17 @@ class _Alone:
         """There is one way."""
         return _PLAN
 
-    def can_repeat(self, launch: Launch) -> bool:
+    def can_repeat(self, prepared: PreparedCall) -> bool:
         """The library makes all of them."""
         return True
 
-    def run(self, launch: Launch, call: Call, memory: Memory) -> None:
+    def run(self, prepared: PreparedCall, call: Call, memory: Memory) -> None:
         """Makes a call."""
-        inputs = launch.bind(call, memory)
-        status = self._library.local(launch.address)
+        inputs = prepared.bind(call, memory)
+        status = self._library.local(prepared.address)
         del inputs
         if status:
-            self.fail(status, launch)
+            self.fail(status, prepared)
 
     def refuse(self, error: Exception, algorithm: str) -> None:
         """Nobody else waits for the call."""
@@ -170,7 +170,7 @@ class _Alone:
     def interrupted(self, error: BaseException) -> None:
         """Does nothing: no peer waits for the call."""
 
-    def fail(self, status: int, launch: Launch | None) -> NoReturn:
+    def fail(self, status: int, prepared: PreparedCall | None) -> NoReturn:
         """Raises what the library says."""
         raise_status(self._library, status)
         raise AllnormError(f"status {status}")

@@ -137,6 +137,7 @@ class Result(NamedTuple):
         return torch.empty_strided(shape, self.stride, dtype=dtype, device=device)
 
 
+# The tensors that the kernels write, by the field of Call that holds the caller's memory for each.
 Memory = dict[str, torch.Tensor]
 
 
@@ -155,10 +156,7 @@ def make_nan(memory: Memory) -> None:
             tensor.view(torch.uint8).fill_(0x7F)
 
 
-"""What the kernels write, by the field of Call."""
-
-
-class Launch:
+class PreparedCall:
     """A call prepared for tensors of one geometry.
 
     Args:

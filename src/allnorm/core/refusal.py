@@ -13,7 +13,7 @@ import torch
 
 from allnorm.core import _native
 from allnorm.core.call import Call
-from allnorm.core.launch import Launch
+from allnorm.core.prepared_call import PreparedCall
 from allnorm.policy import Plan
 
 _COLUMNS = 4  # 16 bytes, which every algorithm takes
@@ -41,12 +41,12 @@ class Refusal:
             numerics="vllm",
         )
         self._memory = {"out": row(), "residual_out": row()}
-        self._launch = Launch(self._call, Plan("one_shot", "a refusal", 1))
+        self._prepared = PreparedCall(self._call, Plan("one_shot", "a refusal", 1))
 
     def run(self, library: _native.Library, handle: int) -> None:
         """Makes the call; what it ends with is for the peers to tell. Collective."""
-        inputs = self._launch.bind(self._call, self._memory)
-        library.run(handle, self._launch.address)
+        inputs = self._prepared.bind(self._call, self._memory)
+        library.run(handle, self._prepared.address)
         del inputs
 
 

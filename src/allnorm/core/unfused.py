@@ -28,7 +28,7 @@ from allnorm.core.announcement import Announcement
 from allnorm.core.arguments import row_shard, rows_of
 from allnorm.core.between import LOOK_SECONDS, Exchange, own_store
 from allnorm.core.channel import WORDS, Channel, Owner
-from allnorm.core.launch import Launch, Memory, raise_status
+from allnorm.core.prepared_call import Memory, PreparedCall, raise_status
 from allnorm.core.rendezvous import Rendezvous
 from allnorm.errors import AllnormError, PeerDivergedError, UnsupportedError
 from allnorm.islands import Islands
@@ -168,7 +168,7 @@ class Connection:
 
 
 def run(
-    launch: Launch,
+    prepared: PreparedCall,
     library: _native.Library,
     channel: Channel | None,
     connection: Connection | None,
@@ -188,31 +188,31 @@ def run(
         PeerTimeoutError: a rank did not come.
     """
     if channel is None or connection is None:  # of one rank
-        if launch.native.op == _native.ALL_GATHER_ROWS:
+        if prepared.native.op == _native.ALL_GATHER_ROWS:
             memory["out"].copy_(x)
             return _native.OK
-        return int(library.local(launch.address))
+        return int(library.local(prepared.address))
     if x.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         ranks = _Ranks(connection.connected, owner)
     else:
-        agree(launch, channel, owner)
+        agree(prepared, channel, owner)
         ranks = _Ranks(connection.connect(channel, owner), owner)
-    if launch.native.op == _native.ALL_GATHER_ROWS:
+    if prepared.native.op == _native.ALL_GATHER_ROWS:
         ranks.all_gather_rows(x, memory["out"])
         return _native.OK
-    status, rows = own_partial(launch, library, x)
+    status, rows = own_partial(prepared, library, x)
     if status == _native.OK:
-        status = _sum_rows(launch, library, ranks, rows, islands)
-    if status != _native.OK or launch.shard is None:
+        status = _sum_rows(prepared, library, ranks, rows, islands)
+    if status != _native.OK or prepared.shard is None:
         return status
     for field in ("out", "quantized_out"):
         if field in memory:
             ranks.complete(rows_of(memory[field]))
-    if launch.scale is not None and launch.scale.tiles:
-        _complete_tiles(memory["scale_out"], launch, ranks)
-    elif launch.scale is not None:
+    if prepared.scale is not None and prepared.scale.tiles:
+        _complete_tiles(memory["scale_out"], prepared, ranks)
+    elif prepared.scale is not None:
         ranks.complete(memory["scale_out"])
-        _zero_padding(memory["scale_out"], launch.scale)
+        _zero_padding(memory["scale_out"], prepared.scale)
     return _native.OK
 
 
@@ -226,9 +226,9 @@ def refuse(channel: Channel | None, owner: Owner) -> None:
             _agree(Announcement.of_refusal(), channel, owner)
 
 
-def agree(launch: Launch, channel: Channel, owner: Owner) -> None:
+def agree(prepared: PreparedCall, channel: Channel, owner: Owner) -> None:
     """Raises on every rank unless all are about to make the same call. Collective."""
-    _agree(Announcement.of(launch), channel, owner)
+    _agree(Announcement.of(prepared), channel, owner)
 
 
 def _agree(mine: Announcement, channel: Channel, owner: Owner) -> None:
@@ -256,13 +256,13 @@ def _agree(mine: Announcement, channel: Channel, owner: Owner) -> None:
 
 
 def own_partial(
-    launch: Launch, library: _native.Library, x: torch.Tensor
+    prepared: PreparedCall, library: _native.Library, x: torch.Tensor
 ) -> tuple[int, torch.Tensor]:
     """A status, and this rank's partial sums; those of experts are summed first."""
-    call = launch.native
+    call = prepared.native
     if not call.top_k:
         return _native.OK, rows_of(x)
-    rows = x.new_empty((launch.num_tokens, call.hidden_size))
+    rows = x.new_empty((prepared.num_tokens, call.hidden_size))
     summing = _native.Call.from_buffer_copy(call)
     for name in ("residual", "weight", "post_weight", "residual_out", "quantized", "scale"):
         setattr(summing, name, None)
@@ -272,15 +272,15 @@ def own_partial(
 
 
 def _sum_rows(
-    launch: Launch,
+    prepared: PreparedCall,
     library: _native.Library,
     ranks: _Ranks,
     rows: torch.Tensor,
     islands: Islands,
 ) -> int:
     """Gathers the partial sums of all rows, and finishes those of this rank, chunk by chunk."""
-    call, world_size, num_tokens = launch.native, ranks.world_size, launch.num_tokens
-    lo, hi = (0, num_tokens) if launch.shard is None else launch.shard
+    call, world_size, num_tokens = prepared.native, ranks.world_size, prepared.num_tokens
+    lo, hi = (0, num_tokens) if prepared.shard is None else prepared.shard
     saved = {name: getattr(call, name) for name in _ROW_FIELDS}
     hidden_size, width = rows.shape[-1], rows.element_size()
     step = max(1, policy.UNFUSED_GATHER_BYTES // (world_size * hidden_size * width))
@@ -298,10 +298,10 @@ def _sum_rows(
             call.x_stride, call.source_stride = hidden_size, sources.stride(0)
             call.num_tokens, call.num_sources, call.top_k = last - first, len(sources), 0
             # Padding follows the last row; where rows belong to ranks it is zeroed at the end.
-            whole = launch.shard is None and last == num_tokens
+            whole = prepared.shard is None and last == num_tokens
             call.scale_padding_rows = saved["scale_padding_rows"] if whole else 0
-            move_results(launch, call, saved, first, first - lo, width)
-            status = int(library.local(launch.address))
+            move_results(prepared, call, saved, first, first - lo, width)
+            status = int(library.local(prepared.address))
             if status != _native.OK:
                 return status
     finally:
@@ -355,7 +355,7 @@ def results_of(call: _native.Call) -> dict[str, int]:
 
 
 def move_results(
-    launch: Launch,
+    prepared: PreparedCall,
     call: _native.Call,
     saved: dict[str, int],
     row: int,
@@ -365,7 +365,7 @@ def move_results(
     """Lets a call write from `row` on, and the residual from `residual_row` on.
 
     Args:
-        launch: whose call it is.
+        prepared: whose call it is.
         call: of it, or a copy.
         saved: where it wrote from row 0 on.
         row: of all rows.
@@ -378,10 +378,10 @@ def move_results(
         ("out", row, call.out_stride, width),
         ("quantized", row, call.quantized_stride, 1),
     ]
-    if launch.scale is not None and launch.scale.tiles:
+    if prepared.scale is not None and prepared.scale.tiles:
         call.first_scale_row = row
-    elif launch.scale is not None:
-        moves.append(("scale", row, call.scale_row_stride, launch.scale.dtype.itemsize))
+    elif prepared.scale is not None:
+        moves.append(("scale", row, call.scale_row_stride, prepared.scale.dtype.itemsize))
     for name, index, stride, elem_bytes in moves:
         if saved[name]:
             setattr(call, name, saved[name] + index * stride * elem_bytes)
@@ -428,14 +428,14 @@ class _Ranks:
         self.complete(out)
 
 
-def _complete_tiles(scale: torch.Tensor, launch: Launch, ranks: _Ranks) -> None:
+def _complete_tiles(scale: torch.Tensor, prepared: PreparedCall, ranks: _Ranks) -> None:
     """Fetches the scales of rows that belong to other ranks, and zeroes what belongs to no row."""
-    assert launch.scale is not None
-    if not launch.num_tokens:
+    assert prepared.scale is not None
+    if not prepared.num_tokens:
         return
-    rows = swizzled_rows(scale, launch.scale.tiles)
-    ranks.complete(rows[: launch.num_tokens])
-    rows[launch.num_tokens :].zero_()
+    rows = swizzled_rows(scale, prepared.scale.tiles)
+    ranks.complete(rows[: prepared.num_tokens])
+    rows[prepared.num_tokens :].zero_()
     scale.view(torch.uint8).copy_(swizzle(rows))
 
 

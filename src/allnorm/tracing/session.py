@@ -82,9 +82,9 @@ def _profile() -> Any:
 def _call_ranges() -> Iterator[None]:
     launch_call = Dispatcher._launch
 
-    def launch_in_range(self: Dispatcher, launch: Any, *args: Any) -> None:
-        with record_function(CALL + _describe(launch)):
-            launch_call(self, launch, *args)
+    def launch_in_range(self: Dispatcher, prepared: Any, *args: Any) -> None:
+        with record_function(CALL + _describe(prepared)):
+            launch_call(self, prepared, *args)
 
     Dispatcher._launch = launch_in_range  # type: ignore[method-assign,assignment]
     try:
@@ -94,13 +94,13 @@ def _call_ranges() -> Iterator[None]:
         Dispatcher._launch = launch_call  # type: ignore[method-assign]
 
 
-def _describe(launch: Any) -> str:
-    algorithm = launch.plan.algorithm
+def _describe(prepared: Any) -> str:
+    algorithm = prepared.plan.algorithm
     if algorithm == "local":
         return f"{NORM}|allnorm local"
-    if launch.op == "all_gather_rows":
+    if prepared.op == "all_gather_rows":
         return "gather|all_gather_rows"
-    if launch.op == "all_reduce":
+    if prepared.op == "all_reduce":
         return f"{REDUCTION}|allnorm all_reduce, {algorithm}"
     return f"{REDUCTION}|allnorm unfused" if algorithm == "unfused" else f"{FUSED}|{algorithm}"
 
