@@ -45,7 +45,7 @@ BEHIND = ("chain", "empty", "product")
 COLUMNS = 7168  # of the product
 CALLS, FIRST, REPLAYS = 40, 8, 4  # in a graph; the first that counts; the last replay is looked at
 
-# csrc/cuda/params.h: StampRecord, and what ends at each Stamp.
+# csrc/gpu/params.h: StampRecord, and what ends at each Stamp.
 STAGES = (
     *("cluster", "preceding grid", "counter", "x, sent", "prefetches issued", "received"),
     *("squares", "stored"),

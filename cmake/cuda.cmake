@@ -22,8 +22,9 @@ set(CMAKE_CUDA_FLAGS_RELEASE "-O3 -DNDEBUG")
 enable_language(CUDA)
 find_package(CUDAToolkit REQUIRED)
 
-file(GLOB cuda_sources CONFIGURE_DEPENDS csrc/cuda/*.cu)
+file(GLOB cuda_sources CONFIGURE_DEPENDS csrc/gpu/*.cu)
 add_library(allnorm_cuda SHARED ${cuda_sources})
+target_include_directories(allnorm_cuda PRIVATE csrc/gpu/cuda)
 # 1675: the headers of protocol/ also hold pragmas that only g++ knows.
 target_compile_options(allnorm_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:
     -fmad=false -diag-suppress=1675 -Xcompiler=-fvisibility=hidden,-ffp-contract=off,-Wall,-Wextra>)

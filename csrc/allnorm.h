@@ -311,7 +311,7 @@ ALLNORM_API int32_t allnorm_shm_unlink(const char* name);
 ALLNORM_API int32_t allnorm_shm_unmap(void* address, int64_t bytes);
 
 // CUDA library only: `stream` is there as long as the process. Calls that follow a call on it need
-// no event then behind every one (csrc/cuda/stream_order.h). The default stream always lasts.
+// no event then behind every one (csrc/gpu/stream_order.h). The default stream always lasts.
 ALLNORM_API int32_t allnorm_stream_lasts(void* stream);
 
 // CUDA library only: what the driver has loaded on a device.

@@ -1,15 +1,15 @@
 // The local kernel for rows of any width and alignment: what a cluster of blocks does not hold, or
 // cannot load by packs; one block a row. Sums, arithmetic and formats are those of local_rows.cuh,
 // which serves all other rows.
-#ifndef ALLNORM_CUDA_ANY_ROWS_CUH_
-#define ALLNORM_CUDA_ANY_ROWS_CUH_
+#ifndef ALLNORM_GPU_ANY_ROWS_CUH_
+#define ALLNORM_GPU_ANY_ROWS_CUH_
 
-#include "cuda/memory.cuh"
-#include "cuda/params.h"
-#include "cuda/row_exchange.cuh"
-#include "cuda/sources/expert_rows.cuh"
-#include "cuda/sources/summed_rows.cuh"
-#include "cuda/words.cuh"
+#include "gpu/params.h"
+#include "gpu/row_exchange.cuh"
+#include "gpu/sources/expert_rows.cuh"
+#include "gpu/sources/summed_rows.cuh"
+#include "gpu/words.cuh"
+#include "memory.cuh"
 
 namespace allnorm {
 
@@ -298,4 +298,4 @@ __global__ void __launch_bounds__(kMaxThreads, kLocalBlocks<T, kAligned, Format>
 }
 
 }  // namespace allnorm
-#endif  // ALLNORM_CUDA_ANY_ROWS_CUH_
+#endif  // ALLNORM_GPU_ANY_ROWS_CUH_

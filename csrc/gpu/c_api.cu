@@ -7,7 +7,7 @@
 #include "abi/error.h"
 #include "abi/gate.h"
 #include "allnorm.h"
-#include "cuda/communicator.h"
+#include "gpu/communicator.h"
 
 #ifndef ALLNORM_VERSION
 #define ALLNORM_VERSION "unknown"

@@ -8,8 +8,8 @@
 // 9.8 and 8.6, 256x8192 18.0 and 16.0, 320x8192 22.3 and 20.6; of 8 MiB 512x8192 31.4 and 31.3,
 // 1024x4096 29.3 and 29.8. In chains 320x8192 alone got slower
 // (docs/engineering-log/2026-11-26-lines-kept.md, 2026-11-27-more-lines-kept.md).
-#ifndef ALLNORM_CUDA_CACHE_POLICY_H_
-#define ALLNORM_CUDA_CACHE_POLICY_H_
+#ifndef ALLNORM_GPU_CACHE_POLICY_H_
+#define ALLNORM_GPU_CACHE_POLICY_H_
 
 #include <cstdint>
 
@@ -29,4 +29,4 @@ inline CachePolicy cache_policy(int64_t bytes) {
 }
 
 }  // namespace allnorm
-#endif  // ALLNORM_CUDA_CACHE_POLICY_H_
+#endif  // ALLNORM_GPU_CACHE_POLICY_H_

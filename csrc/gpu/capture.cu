@@ -1,11 +1,9 @@
-#include <cuda.h>
-
 #include <algorithm>
 #include <map>
 #include <mutex>
 #include <vector>
 
-#include "cuda/capture.h"
+#include "gpu/capture.h"
 
 namespace allnorm {
 namespace {

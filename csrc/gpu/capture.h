@@ -1,11 +1,11 @@
 // What a stream that is being captured tells: what comes before its next node, and when a launch
 // behind that begins.
-#ifndef ALLNORM_CUDA_CAPTURE_H_
-#define ALLNORM_CUDA_CAPTURE_H_
-
-#include <cuda_runtime.h>
+#ifndef ALLNORM_GPU_CAPTURE_H_
+#define ALLNORM_GPU_CAPTURE_H_
 
 #include <cstddef>
+
+#include "runtime.h"
 
 namespace allnorm {
 
@@ -47,4 +47,4 @@ bool set_start(cudaStream_t stream, Start start);
 void note_own_launch(cudaStream_t stream, const Captured& captured);
 
 }  // namespace allnorm
-#endif  // ALLNORM_CUDA_CAPTURE_H_
+#endif  // ALLNORM_GPU_CAPTURE_H_

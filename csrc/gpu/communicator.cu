@@ -3,8 +3,8 @@
 
 #include "abi/check.h"
 #include "abi/error.h"
-#include "cuda/communicator.h"
-#include "cuda/prepare.h"
+#include "gpu/communicator.h"
+#include "gpu/prepare.h"
 
 namespace allnorm {
 

@@ -1,16 +1,15 @@
 // A rank's end of the exchange over CUDA memory: workspace, fault record, order of streams.
-#ifndef ALLNORM_CUDA_COMMUNICATOR_H_
-#define ALLNORM_CUDA_COMMUNICATOR_H_
-
-#include <cuda_runtime.h>
+#ifndef ALLNORM_GPU_COMMUNICATOR_H_
+#define ALLNORM_GPU_COMMUNICATOR_H_
 
 #include <atomic>
 #include <cstdint>
 #include <string>
 
 #include "allnorm.h"
-#include "cuda/launch.h"
-#include "cuda/stream_order.h"
+#include "gpu/launch.h"
+#include "gpu/stream_order.h"
+#include "runtime.h"
 
 namespace allnorm {
 
@@ -69,4 +68,4 @@ int64_t rows_per_chunk(int world_size, int64_t workspace_bytes, const AllnormCal
 int32_t run_local(const AllnormCall& call);
 
 }  // namespace allnorm
-#endif  // ALLNORM_CUDA_COMMUNICATOR_H_
+#endif  // ALLNORM_GPU_COMMUNICATOR_H_

@@ -1,10 +1,10 @@
 // What happens to the reduced sum of a row: post norm and scale, residual add, RMSNorm, store in a
 // format. Knows nothing of how the sum came to be. Numerics steps 1c to 5; 6 is the format's.
-#ifndef ALLNORM_CUDA_EPILOGUE_CUH_
-#define ALLNORM_CUDA_EPILOGUE_CUH_
+#ifndef ALLNORM_GPU_EPILOGUE_CUH_
+#define ALLNORM_GPU_EPILOGUE_CUH_
 
-#include "cuda/params.h"
-#include "cuda/row_exchange.cuh"
+#include "gpu/params.h"
+#include "gpu/row_exchange.cuh"
 
 namespace allnorm {
 
@@ -245,4 +245,4 @@ class NormEpilogue {
 };
 
 }  // namespace allnorm
-#endif  // ALLNORM_CUDA_EPILOGUE_CUH_
+#endif  // ALLNORM_GPU_EPILOGUE_CUH_

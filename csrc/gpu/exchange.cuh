@@ -54,13 +54,14 @@
 // The operation counter has one copy per possible block. A block reads its own copy; it advances an
 // equal share of those that no block of this grid owns, and its own when all its threads have read
 // it: no atomics, and all copies are equal whatever grids follow each other.
-#ifndef ALLNORM_CUDA_EXCHANGE_CUH_
-#define ALLNORM_CUDA_EXCHANGE_CUH_
+#ifndef ALLNORM_GPU_EXCHANGE_CUH_
+#define ALLNORM_GPU_EXCHANGE_CUH_
 
 #include <cstdint>
 
-#include "cuda/memory.cuh"
-#include "cuda/params.h"
+#include "gpu.h"
+#include "gpu/params.h"
+#include "memory.cuh"
 #include "protocol/layout.h"
 #include "protocol/signal.h"
 
@@ -98,7 +99,7 @@ class Exchange {
     failed_ = poisoned != 0;
     failed_before_ = failed_ && poisoned != poison(op_);
     if (params_.large) wait_for_slots();
-    failed_ = __any_sync(kAllLanes, failed_);  // as wait_together() wants it
+    failed_ = any_lane(failed_);  // as wait_together() wants it
     pause();
   }
 
@@ -144,12 +145,12 @@ class Exchange {
     pause();
     while (!failed_) {
       const bool here = ready();
-      if (__all_sync(kAllLanes, here)) return true;
+      if (all_lanes(here)) return true;
       // Lanes that have waited alone may have counted further.
-      if (__any_sync(kAllLanes, deadline_.look_due())) {
+      if (any_lane(deadline_.look_due())) {
         const bool time_is_up = deadline_.expired();
         if (!here) look(missing(), time_is_up);
-        failed_ = __any_sync(kAllLanes, failed_);
+        failed_ = any_lane(failed_);
       }
     }
     return false;
@@ -362,4 +363,4 @@ class Exchange {
 };
 
 }  // namespace allnorm
-#endif  // ALLNORM_CUDA_EXCHANGE_CUH_
+#endif  // ALLNORM_GPU_EXCHANGE_CUH_

@@ -1,4 +1,4 @@
-// What a normed row is stored as. One file a format in cuda/formats/, and one line here.
+// What a normed row is stored as. One file a format in gpu/formats/, and one line here.
 //
 // A format is a class template over the element type of x. Its objects are one thread's part, for
 // the same pack of every row, like those of an epilogue:
@@ -9,7 +9,7 @@
 // Of the whole grid:
 //   store_padding(quant, thread, threads)  stores, by so many threads, what belongs to no row
 // Where kQuantizes, a finished row crosses the link in this format if nobody wants y itself
-// (cuda/transports/row_owners.cuh):
+// (gpu/transports/row_owners.cuh):
 //   Packed                            what becomes of a pack, one or two words; no word is
 //                                     kEmptyWord
 //   nan_word(quant)                   what it is filled with after a failure
@@ -18,16 +18,16 @@
 //   leads_group(), group(), scale()   whether its scale is this thread's to store, which, and what
 //   store(row, packed, policy)        both to where they are wanted
 //   store_elements(quant, row, pack, packed), store_scale(quant, row, group, scale)
-// Of rows that no cluster holds, one chunk after the other (cuda/any_rows.cuh):
+// Of rows that no cluster holds, one chunk after the other (gpu/any_rows.cuh):
 //   needs_greatest(quant)             whether greatest magnitudes of chunks are asked for
 //   stores_y(epilogue)                whether y itself is stored as well
 //   store_chunk<Access>(...)          stores the rest of a chunk
-#ifndef ALLNORM_CUDA_FORMATS_CUH_
-#define ALLNORM_CUDA_FORMATS_CUH_
+#ifndef ALLNORM_GPU_FORMATS_CUH_
+#define ALLNORM_GPU_FORMATS_CUH_
 
-#include "cuda/formats/any_quantized.cuh"
-#include "cuda/formats/e4m3.cuh"
-#include "cuda/formats/plain.cuh"
+#include "gpu/formats/any_quantized.cuh"
+#include "gpu/formats/e4m3.cuh"
+#include "gpu/formats/plain.cuh"
 #include "protocol/row_format.h"
 
 namespace allnorm {
@@ -41,4 +41,4 @@ using Formats = FormatList<Plain, E4m3>;
 using ExtendedFormats = FormatList<Plain, AnyQuantized, AnyQuantized>;
 
 }  // namespace allnorm
-#endif  // ALLNORM_CUDA_FORMATS_CUH_
+#endif  // ALLNORM_GPU_FORMATS_CUH_

@@ -11,13 +11,14 @@
 // overlaps the rest. It may read nothing before griddepcontrol.wait, which waits until this
 // grid is complete and its stores are visible, whenever it was let in; the PTX ISA demands that
 // wait of every grid that is launched as a dependent. docs/protocol.md has what this saves.
-#ifndef ALLNORM_CUDA_FUSED_CUH_
-#define ALLNORM_CUDA_FUSED_CUH_
+#ifndef ALLNORM_GPU_FUSED_CUH_
+#define ALLNORM_GPU_FUSED_CUH_
 
-#include "cuda/epilogue.cuh"
-#include "cuda/exchange.cuh"
-#include "cuda/pace.cuh"
-#include "cuda/stamps.cuh"
+#include "gpu.h"
+#include "gpu/epilogue.cuh"
+#include "gpu/exchange.cuh"
+#include "gpu/pace.cuh"
+#include "gpu/stamps.cuh"
 
 namespace allnorm {
 
@@ -147,7 +148,7 @@ class RowStream {
         send(row + step_, ahead);
         sent = true;
       };
-      if (kWhenDue && !sent && __any_sync(kAllLanes, pace.is_due())) send_next();
+      if (kWhenDue && !sent && any_lane(pace.is_due())) send_next();
       norm_and_store(row, reduced, last);
       if (!sent) send_next();
       if (!last) ahead = load(row + 2 * step_);
@@ -345,4 +346,4 @@ __global__ void __launch_bounds__(kMaxThreads,
 }
 
 }  // namespace allnorm
-#endif  // ALLNORM_CUDA_FUSED_CUH_
+#endif  // ALLNORM_GPU_FUSED_CUH_

@@ -1,11 +1,11 @@
 // How a fused launch is spread over the GPU. Bits never depend on it.
-#ifndef ALLNORM_CUDA_GEOMETRY_H_
-#define ALLNORM_CUDA_GEOMETRY_H_
+#ifndef ALLNORM_GPU_GEOMETRY_H_
+#define ALLNORM_GPU_GEOMETRY_H_
 
 #include <algorithm>
 #include <cstdint>
 
-#include "cuda/params.h"
+#include "gpu/params.h"
 
 namespace allnorm {
 
@@ -115,4 +115,4 @@ inline int local_shared_bytes(int64_t packs, bool quantized) {
 }
 
 }  // namespace allnorm
-#endif  // ALLNORM_CUDA_GEOMETRY_H_
+#endif  // ALLNORM_GPU_GEOMETRY_H_

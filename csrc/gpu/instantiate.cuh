@@ -1,20 +1,20 @@
 // Instantiates every kernel of one dtype.
-#ifndef ALLNORM_CUDA_INSTANTIATE_CUH_
-#define ALLNORM_CUDA_INSTANTIATE_CUH_
+#ifndef ALLNORM_GPU_INSTANTIATE_CUH_
+#define ALLNORM_GPU_INSTANTIATE_CUH_
 
 #include <cstddef>
 
-#include "cuda/any_rows.cuh"
-#include "cuda/formats.cuh"
-#include "cuda/fused.cuh"
-#include "cuda/kernels.h"
-#include "cuda/local_rows.cuh"
-#include "cuda/owned_rows.cuh"
-#include "cuda/sources/dense_rows.cuh"
-#include "cuda/sources/expert_rows.cuh"
-#include "cuda/sources/summed_rows.cuh"
-#include "cuda/transports/one_shot.cuh"
-#include "cuda/transports/two_shot.cuh"
+#include "gpu/any_rows.cuh"
+#include "gpu/formats.cuh"
+#include "gpu/fused.cuh"
+#include "gpu/kernels.h"
+#include "gpu/local_rows.cuh"
+#include "gpu/owned_rows.cuh"
+#include "gpu/sources/dense_rows.cuh"
+#include "gpu/sources/expert_rows.cuh"
+#include "gpu/sources/summed_rows.cuh"
+#include "gpu/transports/one_shot.cuh"
+#include "gpu/transports/two_shot.cuh"
 
 namespace allnorm {
 
@@ -174,4 +174,4 @@ const void* local_kernel_of(LocalKind kind, RowFormat format, bool extended) {
 }
 
 }  // namespace allnorm
-#endif  // ALLNORM_CUDA_INSTANTIATE_CUH_
+#endif  // ALLNORM_GPU_INSTANTIATE_CUH_

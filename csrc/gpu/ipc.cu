@@ -3,16 +3,15 @@
 // The workspace is allocated and mapped here and not through PyTorch's symmetric memory:
 // docs/protocol.md says what was measured. A workspace is freed only after every peer has unmapped
 // it, as CUDA demands; a rank says so in the peers' control blocks when it leaves.
-#include <cuda_runtime.h>
-
 #include <chrono>
 #include <cstring>
 #include <thread>
 
 #include "abi/error.h"
 #include "allnorm.h"
-#include "cuda/launch.h"
+#include "gpu/launch.h"
 #include "protocol/layout.h"
+#include "runtime.h"
 
 using allnorm::cuda_status;
 using allnorm::Device;

@@ -1,7 +1,7 @@
 // The compiled kernels by what selects them. One translation unit per dtype, so that they build in
 // parallel.
-#ifndef ALLNORM_CUDA_KERNELS_H_
-#define ALLNORM_CUDA_KERNELS_H_
+#ifndef ALLNORM_GPU_KERNELS_H_
+#define ALLNORM_GPU_KERNELS_H_
 
 #include "protocol/row_format.h"
 
@@ -45,4 +45,4 @@ const void* local_kernel_bfloat16(LocalKind kind, RowFormat format, bool extende
 const void* probe_kernel();
 
 }  // namespace allnorm
-#endif  // ALLNORM_CUDA_KERNELS_H_
+#endif  // ALLNORM_GPU_KERNELS_H_

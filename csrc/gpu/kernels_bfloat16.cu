@@ -1,4 +1,4 @@
-#include "cuda/instantiate.cuh"
+#include "gpu/instantiate.cuh"
 
 namespace allnorm {
 

@@ -1,5 +1,5 @@
-#include "cuda/kernels.h"
-#include "cuda/probe.cuh"
+#include "gpu/kernels.h"
+#include "gpu/probe.cuh"
 
 namespace allnorm {
 namespace {

@@ -7,10 +7,10 @@
 
 #include "abi/check.h"
 #include "abi/error.h"
-#include "cuda/capture.h"
-#include "cuda/kernels.h"
-#include "cuda/launch.h"
-#include "cuda/prepare.h"
+#include "gpu/capture.h"
+#include "gpu/kernels.h"
+#include "gpu/launch.h"
+#include "gpu/prepare.h"
 
 namespace allnorm {
 namespace {

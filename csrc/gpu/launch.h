@@ -1,13 +1,12 @@
 // From a checked call to a kernel launch; the only place that launches kernels is launch.cu.
-#ifndef ALLNORM_CUDA_LAUNCH_H_
-#define ALLNORM_CUDA_LAUNCH_H_
-
-#include <cuda_runtime.h>
+#ifndef ALLNORM_GPU_LAUNCH_H_
+#define ALLNORM_GPU_LAUNCH_H_
 
 #include "allnorm.h"
-#include "cuda/capture.h"
-#include "cuda/geometry.h"
-#include "cuda/params.h"
+#include "gpu/capture.h"
+#include "gpu/geometry.h"
+#include "gpu/params.h"
+#include "runtime.h"
 
 namespace allnorm {
 
@@ -74,4 +73,4 @@ int32_t launch_local(const Device& device, const AllnormCall& call);
 int32_t launch_probe(const Device& device, const ProbeParams& params);
 
 }  // namespace allnorm
-#endif  // ALLNORM_CUDA_LAUNCH_H_
+#endif  // ALLNORM_GPU_LAUNCH_H_

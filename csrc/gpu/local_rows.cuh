@@ -3,11 +3,11 @@
 //
 // Rows are streamed: while one is normed, the inputs of the next are on their way. H200, bf16,
 // 2026-11, 1x4096 and 8192x4096: 1.8 and 72 us, local_kernel() 2.5 and 110 (docs/engineering-log).
-#ifndef ALLNORM_CUDA_LOCAL_ROWS_CUH_
-#define ALLNORM_CUDA_LOCAL_ROWS_CUH_
+#ifndef ALLNORM_GPU_LOCAL_ROWS_CUH_
+#define ALLNORM_GPU_LOCAL_ROWS_CUH_
 
-#include "cuda/epilogue.cuh"
-#include "cuda/params.h"
+#include "gpu/epilogue.cuh"
+#include "gpu/params.h"
 
 namespace allnorm {
 
@@ -50,4 +50,4 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
 }
 
 }  // namespace allnorm
-#endif  // ALLNORM_CUDA_LOCAL_ROWS_CUH_
+#endif  // ALLNORM_GPU_LOCAL_ROWS_CUH_

@@ -1,5 +1,5 @@
 // Rows with owners, in time: when a cluster sends, finishes and receives which row. What crosses
-// the link is in cuda/transports/row_owners.cuh. The owner of a row sums its partials, and pushes
+// the link is in gpu/transports/row_owners.cuh. The owner of a row sums its partials, and pushes
 // to everybody
 //   two_shot of many rows   the sum: every rank adds and norms every row (Owned::kSum)
 //   sharded residual        the finished row: the residual of a row lives on its owner (kFinished)
@@ -11,12 +11,12 @@
 // Owners take turns, in the order of sharded_row(). Whoever waits for something of a row has before
 // sent all its partials of rows up to that number, and done what it owes for its own, so the lowest
 // unfinished row can always be finished, however the grids of different ranks are cut.
-#ifndef ALLNORM_CUDA_OWNED_ROWS_CUH_
-#define ALLNORM_CUDA_OWNED_ROWS_CUH_
+#ifndef ALLNORM_GPU_OWNED_ROWS_CUH_
+#define ALLNORM_GPU_OWNED_ROWS_CUH_
 
-#include "cuda/fused.cuh"
-#include "cuda/sources/island_sums.cuh"
-#include "cuda/transports/row_owners.cuh"
+#include "gpu/fused.cuh"
+#include "gpu/sources/island_sums.cuh"
+#include "gpu/transports/row_owners.cuh"
 
 namespace allnorm {
 
@@ -253,4 +253,4 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 }
 
 }  // namespace allnorm
-#endif  // ALLNORM_CUDA_OWNED_ROWS_CUH_
+#endif  // ALLNORM_GPU_OWNED_ROWS_CUH_

@@ -6,12 +6,12 @@
 // row is worked on while later ones cross. H200, 2 ranks, bf16, 4096 columns, 2026-11, one_shot of
 // 384 / 512 / 1024 / 2048 / 8192 rows: 13.9 / 17.3 / 29.2 / 54.9 / 196 us before there was a pace,
 // 12.3 / 15.4 / 27.8 / 51.6 / 188 with it (docs/engineering-log).
-#ifndef ALLNORM_CUDA_PACE_CUH_
-#define ALLNORM_CUDA_PACE_CUH_
+#ifndef ALLNORM_GPU_PACE_CUH_
+#define ALLNORM_GPU_PACE_CUH_
 
 #include <cstdint>
 
-#include "cuda/memory.cuh"
+#include "memory.cuh"
 
 namespace allnorm {
 
@@ -62,4 +62,4 @@ class Pace {
 };
 
 }  // namespace allnorm
-#endif  // ALLNORM_CUDA_PACE_CUH_
+#endif  // ALLNORM_GPU_PACE_CUH_

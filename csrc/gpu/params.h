@@ -1,18 +1,15 @@
 // Kernel parameters, filled by launch.cu; plain structs that host and device share.
-#ifndef ALLNORM_CUDA_PARAMS_H_
-#define ALLNORM_CUDA_PARAMS_H_
+#ifndef ALLNORM_GPU_PARAMS_H_
+#define ALLNORM_GPU_PARAMS_H_
 
 #include <cstdint>
 
 #include "allnorm.h"
-#include "cuda/cache_policy.h"
+#include "gpu/cache_policy.h"
 #include "protocol/call_tag.h"
 #include "protocol/layout.h"
 
 namespace allnorm {
-
-// The lanes that shuffles and votes are among: a whole warp.
-constexpr uint32_t kAllLanes = 0xffffffffu;
 
 // Widest block of a fused kernel; each thread holds one pack of a row.
 constexpr int kMaxThreads = 512;
@@ -131,7 +128,7 @@ struct EpilogueParams {
   PostParams post;
 };
 
-// Where a warp may be, for cuda/stamps.cuh.
+// Where a warp may be, for gpu/stamps.cuh.
 enum class Stamp {
   kEntered,
   kGathered,    // with the other blocks of its cluster
@@ -215,4 +212,4 @@ struct LocalParams {
 };
 
 }  // namespace allnorm
-#endif  // ALLNORM_CUDA_PARAMS_H_
+#endif  // ALLNORM_GPU_PARAMS_H_

@@ -1,6 +1,6 @@
 // From a call to kernel parameters, and the first state of a workspace: pure functions, no CUDA.
-#ifndef ALLNORM_CUDA_PREPARE_H_
-#define ALLNORM_CUDA_PREPARE_H_
+#ifndef ALLNORM_GPU_PREPARE_H_
+#define ALLNORM_GPU_PREPARE_H_
 
 #include <algorithm>
 #include <bit>
@@ -9,8 +9,8 @@
 
 #include "abi/check.h"
 #include "abi/tag.h"
-#include "cuda/geometry.h"
-#include "cuda/params.h"
+#include "gpu/geometry.h"
+#include "gpu/params.h"
 #include "protocol/slot.h"
 
 namespace allnorm {
@@ -300,4 +300,4 @@ inline std::vector<char> first_control_block(uint32_t first_op) {
 }
 
 }  // namespace allnorm
-#endif  // ALLNORM_CUDA_PREPARE_H_
+#endif  // ALLNORM_GPU_PREPARE_H_

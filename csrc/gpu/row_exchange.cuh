@@ -1,11 +1,12 @@
 // Sums and maxima over a row that is spread over the threads of a block or a cluster of blocks.
-#ifndef ALLNORM_CUDA_ROW_EXCHANGE_CUH_
-#define ALLNORM_CUDA_ROW_EXCHANGE_CUH_
+#ifndef ALLNORM_GPU_ROW_EXCHANGE_CUH_
+#define ALLNORM_GPU_ROW_EXCHANGE_CUH_
 
 #include <cstddef>
 
-#include "cuda/memory.cuh"
-#include "cuda/params.h"
+#include "gpu.h"
+#include "gpu/params.h"
+#include "memory.cuh"
 
 namespace allnorm {
 
@@ -13,7 +14,7 @@ namespace allnorm {
 __device__ __forceinline__ float butterfly(float value) {
 #pragma unroll
   for (int offset = 16; offset >= 1; offset /= 2) {
-    value = add_rn(value, __shfl_xor_sync(kAllLanes, value, offset));
+    value = add_rn(value, shuffle_xor(value, offset));
   }
   return value;
 }
@@ -111,7 +112,7 @@ class RowExchange {
  private:
   // The greater of this lane's value and that of the lane `offset` from it.
   __device__ __forceinline__ static uint32_t greater_of_pair(uint32_t value, int offset) {
-    const float other = __shfl_xor_sync(kAllLanes, bit_cast<float>(value), offset);
+    const float other = shuffle_xor(bit_cast<float>(value), offset);
     return greater(value, bit_cast<uint32_t>(other));
   }
 
@@ -166,4 +167,4 @@ class RowExchange {
 };
 
 }  // namespace allnorm
-#endif  // ALLNORM_CUDA_ROW_EXCHANGE_CUH_
+#endif  // ALLNORM_GPU_ROW_EXCHANGE_CUH_

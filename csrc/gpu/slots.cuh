@@ -1,11 +1,11 @@
 // One pack in the slots of a workspace: how it is waited for, taken and cleared.
 //
-// Flag in data: a slot word that is not kEmptyWord has arrived. See cuda/exchange.cuh for reuse.
-#ifndef ALLNORM_CUDA_SLOTS_CUH_
-#define ALLNORM_CUDA_SLOTS_CUH_
+// Flag in data: a slot word that is not kEmptyWord has arrived. See gpu/exchange.cuh for reuse.
+#ifndef ALLNORM_GPU_SLOTS_CUH_
+#define ALLNORM_GPU_SLOTS_CUH_
 
-#include "cuda/exchange.cuh"
-#include "cuda/words.cuh"
+#include "gpu/exchange.cuh"
+#include "gpu/words.cuh"
 #include "protocol/slot.h"
 
 namespace allnorm {
@@ -182,4 +182,4 @@ __device__ __forceinline__ bool arrived(const Words<kWords>& pack) {
 }
 
 }  // namespace allnorm
-#endif  // ALLNORM_CUDA_SLOTS_CUH_
+#endif  // ALLNORM_GPU_SLOTS_CUH_

@@ -1,11 +1,11 @@
 // When each warp passes which point of its first row, of kernels whose schedule is run_one_shot()
 // or run_paced(): in a library that is built with CMake's ALLNORM_STAMPS, for benchmarks/stamps.py.
 // Otherwise nothing of it is compiled.
-#ifndef ALLNORM_CUDA_STAMPS_CUH_
-#define ALLNORM_CUDA_STAMPS_CUH_
+#ifndef ALLNORM_GPU_STAMPS_CUH_
+#define ALLNORM_GPU_STAMPS_CUH_
 
-#include "cuda/memory.cuh"
-#include "cuda/params.h"
+#include "gpu/params.h"
+#include "memory.cuh"
 
 namespace allnorm {
 
@@ -51,4 +51,4 @@ class Stamps {
 #endif
 
 }  // namespace allnorm
-#endif  // ALLNORM_CUDA_STAMPS_CUH_
+#endif  // ALLNORM_GPU_STAMPS_CUH_

@@ -4,9 +4,9 @@
 #include <vector>
 
 #include "abi/error.h"
-#include "cuda/capture.h"
-#include "cuda/launch.h"
-#include "cuda/stream_order.h"
+#include "gpu/capture.h"
+#include "gpu/launch.h"
+#include "gpu/stream_order.h"
 
 namespace allnorm {
 namespace {

@@ -12,16 +12,15 @@
 // recorded behind each call, while it is known to be there; of one that lasts (stream_lasts()) only
 // once the stream changes, and a call on the same one costs nothing but the question whether it is
 // captured: 50 ns, where recording and waiting take 170 and 140 (H200, 2026-11).
-#ifndef ALLNORM_CUDA_STREAM_ORDER_H_
-#define ALLNORM_CUDA_STREAM_ORDER_H_
-
-#include <cuda_runtime.h>
+#ifndef ALLNORM_GPU_STREAM_ORDER_H_
+#define ALLNORM_GPU_STREAM_ORDER_H_
 
 #include <cstdint>
 #include <map>
 #include <vector>
 
-#include "cuda/capture.h"
+#include "gpu/capture.h"
+#include "runtime.h"
 
 namespace allnorm {
 
@@ -70,4 +69,4 @@ class StreamOrder {
 };
 
 }  // namespace allnorm
-#endif  // ALLNORM_CUDA_STREAM_ORDER_H_
+#endif  // ALLNORM_GPU_STREAM_ORDER_H_

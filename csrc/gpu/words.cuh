@@ -1,8 +1,8 @@
 // One or two words: what a format of fewer bits than x has makes of a pack.
-#ifndef ALLNORM_CUDA_WORDS_CUH_
-#define ALLNORM_CUDA_WORDS_CUH_
+#ifndef ALLNORM_GPU_WORDS_CUH_
+#define ALLNORM_GPU_WORDS_CUH_
 
-#include "cuda/memory.cuh"
+#include "memory.cuh"
 
 namespace allnorm {
 
@@ -39,4 +39,4 @@ __device__ __forceinline__ void store_words(char* address, const Words<2>& words
 }
 
 }  // namespace allnorm
-#endif  // ALLNORM_CUDA_WORDS_CUH_
+#endif  // ALLNORM_GPU_WORDS_CUH_

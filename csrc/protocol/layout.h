@@ -25,7 +25,7 @@ ALLNORM_HD int64_t align_down(int64_t bytes) { return bytes / kAlignBytes * kAli
 constexpr int kPushMaxWorldSize = 8;
 // A power of two. Slots are handed back once a half, for which a call of few rows waits longer than
 // for its rows: what that costs is in docs/engineering-log/2026-11-25-cold-call.md. Why a half may
-// be used again stands at the head of cuda/exchange.cuh.
+// be used again stands at the head of gpu/exchange.cuh.
 constexpr uint32_t kHalfUnits = 16;
 constexpr uint32_t kPushUnits = 2 * kHalfUnits;
 // Sixteen rows of 4096 columns in 16 bits from one peer.
@@ -56,7 +56,7 @@ struct PushControl {
   // peers.
   static constexpr int64_t kLeft = kReleased + 4 * kPushMaxWorldSize;
   // uint32_t[kPushMaxWorldSize]: probe_word() of that rank once its store has arrived, see
-  // cuda/probe.cuh. Written by peers, before the communicator is created.
+  // gpu/probe.cuh. Written by peers, before the communicator is created.
   static constexpr int64_t kProbes = kLeft + 4 * kPushMaxWorldSize;
   static constexpr int64_t kBytes = 12800;
 

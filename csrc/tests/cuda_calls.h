@@ -7,8 +7,8 @@
 #include <memory>
 #include <vector>
 
-#include "cuda/geometry.h"
-#include "cuda/prepare.h"
+#include "gpu/geometry.h"
+#include "gpu/prepare.h"
 #include "tests/experts.h"
 #include "tests/testing.h"
 

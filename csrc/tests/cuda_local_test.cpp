@@ -3,12 +3,12 @@
 // numerics page.
 #include <vector>
 
-#include "cuda/any_rows.cuh"
-#include "cuda/formats.cuh"
-#include "cuda/kernels.h"
-#include "cuda/local_rows.cuh"
-#include "cuda/sources/expert_rows.cuh"
-#include "cuda/sources/summed_rows.cuh"
+#include "gpu/any_rows.cuh"
+#include "gpu/formats.cuh"
+#include "gpu/kernels.h"
+#include "gpu/local_rows.cuh"
+#include "gpu/sources/expert_rows.cuh"
+#include "gpu/sources/summed_rows.cuh"
 #include "tests/cuda_calls.h"
 
 namespace allnorm {

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "cuda/formats/e4m3.cuh"
+#include "gpu/formats/e4m3.cuh"
 #include "protocol/layout.h"
 #include "tests/testing.h"
 

@@ -1,9 +1,9 @@
-// When rows may be sent (cuda/pace.cuh), over fibers (tests/shim), whose time passes by turns of
+// When rows may be sent (gpu/pace.cuh), over fibers (tests/shim), whose time passes by turns of
 // the scheduler: every cluster begins and goes on when it is due, not before and not long after.
 #include <cstdint>
 #include <vector>
 
-#include "cuda/pace.cuh"
+#include "gpu/pace.cuh"
 #include "tests/shim/device.h"
 #include "tests/testing.h"
 

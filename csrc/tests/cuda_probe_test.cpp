@@ -3,7 +3,7 @@
 #include <cstring>
 #include <vector>
 
-#include "cuda/probe.cuh"
+#include "gpu/probe.cuh"
 #include "tests/shim/device.h"
 #include "tests/testing.h"
 

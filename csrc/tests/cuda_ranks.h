@@ -6,13 +6,13 @@
 #include <algorithm>
 #include <vector>
 
-#include "cuda/formats.cuh"
-#include "cuda/fused.cuh"
-#include "cuda/owned_rows.cuh"
-#include "cuda/sources/dense_rows.cuh"
-#include "cuda/sources/expert_rows.cuh"
-#include "cuda/transports/one_shot.cuh"
-#include "cuda/transports/two_shot.cuh"
+#include "gpu/formats.cuh"
+#include "gpu/fused.cuh"
+#include "gpu/owned_rows.cuh"
+#include "gpu/sources/dense_rows.cuh"
+#include "gpu/sources/expert_rows.cuh"
+#include "gpu/transports/one_shot.cuh"
+#include "gpu/transports/two_shot.cuh"
 #include "tests/cuda_calls.h"
 
 namespace allnorm::testing {
@@ -20,7 +20,7 @@ namespace allnorm::testing {
 constexpr int64_t kWorkspaceBytes = 1 << 20;
 constexpr uint64_t kMaxTurns = 3'000'000;
 
-// As cuda/instantiate.cuh has it.
+// As gpu/instantiate.cuh has it.
 template <bool kExtended>
 struct SourceOf {
   template <class T>

@@ -1,5 +1,5 @@
 // How launches are spread over a GPU.
-#include "cuda/geometry.h"
+#include "gpu/geometry.h"
 
 #include <array>
 #include <bit>

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <thread>
 
-#include "cuda/capture.h"
+#include "gpu/capture.h"
 #include "tests/fake_cuda/rank.h"
 
 namespace allnorm::testing {

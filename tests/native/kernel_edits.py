@@ -8,10 +8,10 @@ from __future__ import annotations
 
 Edits = tuple[tuple[str, str, str], ...]
 
-EXCHANGE, SLOTS, LAYOUT = "cuda/exchange.cuh", "cuda/slots.cuh", "protocol/layout.h"
+EXCHANGE, SLOTS, LAYOUT = "gpu/exchange.cuh", "gpu/slots.cuh", "protocol/layout.h"
 CALL_TAG, SLOT, SIGNAL = "protocol/call_tag.h", "protocol/slot.h", "protocol/signal.h"
-ONE_SHOT, TWO_SHOT = "cuda/transports/one_shot.cuh", "cuda/transports/two_shot.cuh"
-OWNED, ROW_OWNERS = "cuda/owned_rows.cuh", "cuda/transports/row_owners.cuh"
+ONE_SHOT, TWO_SHOT = "gpu/transports/one_shot.cuh", "gpu/transports/two_shot.cuh"
+OWNED, ROW_OWNERS = "gpu/owned_rows.cuh", "gpu/transports/row_owners.cuh"
 
 _FENCE = "      fence_acq_rel_sys();\n"
 _WAIT = "    wait_for_number(peer);\n"

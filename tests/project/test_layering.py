@@ -300,13 +300,13 @@ CSRC_ALLOWED = {
     "protocol": {"protocol"},
     "abi": {"", "abi", "protocol"},
     "cpu": {"", "abi", "protocol", "cpu"},
-    "cuda": {"", "abi", "protocol", "cuda"},
+    "gpu": {"", "abi", "protocol", "gpu"},
     "python": {"", "python"},
-    "tests": {"", "abi", "protocol", "cpu", "cuda", "tests"},
+    "tests": {"", "abi", "protocol", "cpu", "gpu", "tests"},
 }
 
 # Within a folder: a file without its ending, or a folder of a kind, and what of the same folder it
-# may include. Sources, transports, the epilogue and formats know nothing of each other on CUDA; on
+# may include. Sources, transports, the epilogue and formats know nothing of each other on GPUs; on
 # CPU, where a row is summed while it is normed, the epilogue takes sources and formats.
 CSRC_WITHIN = {
     "protocol": {
@@ -322,26 +322,26 @@ CSRC_WITHIN = {
         "check_memory": {"check", "error", "tag"},
         "entry_points": {"check", "error", "gate"},
     },
-    "cuda": {
+    "gpu": {
         "cache_policy": set(),
-        "memory": {"cache_policy"},
+        "cuda": {"cache_policy"},  # the leaf of a vendor
         "params": {"cache_policy"},
-        "words": {"memory"},
-        "row_exchange": {"memory", "params"},
-        "exchange": {"memory", "params"},
-        "pace": {"memory"},
-        "stamps": {"memory", "params"},
+        "words": {"cuda"},
+        "row_exchange": {"cuda", "params"},
+        "exchange": {"cuda", "params"},
+        "pace": {"cuda"},
+        "stamps": {"cuda", "params"},
         "slots": {"exchange", "words"},
-        "sources": {"memory", "params"},
+        "sources": {"cuda", "params"},
         "transports": {"slots"},
-        "formats": {"memory", "params", "row_exchange", "words"},
+        "formats": {"cuda", "params", "row_exchange", "words"},
         "epilogue": {"params", "row_exchange"},
-        "fused": {"epilogue", "exchange", "pace", "stamps"},
+        "fused": {"cuda", "epilogue", "exchange", "pace", "stamps"},
         "owned_rows": {"fused", "sources", "transports"},
         "local_rows": {"epilogue", "params"},
-        "any_rows": {"memory", "params", "row_exchange", "sources", "words"},
+        "any_rows": {"cuda", "params", "row_exchange", "sources", "words"},
         "kernels": set(),
-        "probe": {"memory", "params"},
+        "probe": {"cuda", "params"},
         "kernels_probe": {"kernels", "probe"},
         "instantiate": {
             *("sources", "transports", "formats", "kernels"),
@@ -350,11 +350,11 @@ CSRC_WITHIN = {
         **{f"kernels_{dtype}": {"instantiate"} for dtype in ("bfloat16", "float16", "float32")},
         "geometry": {"params"},
         "prepare": {"geometry", "params"},
-        "capture": set(),
-        "launch": {"capture", "geometry", "kernels", "params", "prepare"},
-        "ipc": {"launch"},
-        "stream_order": {"capture", "launch"},
-        "communicator": {"launch", "prepare", "stream_order"},
+        "capture": {"cuda"},
+        "launch": {"capture", "cuda", "geometry", "kernels", "params", "prepare"},
+        "ipc": {"cuda", "launch"},
+        "stream_order": {"capture", "cuda", "launch"},
+        "communicator": {"cuda", "launch", "prepare", "stream_order"},
         "c_api": {"communicator"},
     },
     "cpu": {
@@ -382,14 +382,19 @@ CSRC_WITHIN = {
     },
 }
 
+# What of a GPU vendor the kernels and the host side know: found by the include path, so that
+# another vendor's folder, or the fibers of csrc/tests/shim, can stand in its place.
+LEAF_FOLDER = "gpu/cuda"
+LEAF = {path.name for path in (CSRC / LEAF_FOLDER).iterdir()}
+
 # pattern: (files of csrc in which it may stand, why)
 CONFINED = {
     r"\basm\b|__asm__": (
-        {"cuda/memory.cuh", "cpu/memory.h"},
+        {"gpu/cuda/memory.cuh", "cpu/memory.h"},
         "inline assembly has one home for each backend",
     ),
     r"<<<|\bcudaLaunch\w+": (
-        {"cuda/launch.cu", "tests/fake_cuda/cuda_runtime.h", "tests/fake_cuda/fake.cpp"},
+        {"gpu/launch.cu", "tests/fake_cuda/cuda_runtime.h", "tests/fake_cuda/fake.cpp"},
         "there is one launch site, and one fake of what it calls",
     ),
     r"\bgetenv\b": (set(), "allnorm/config.py reads the environment"),
@@ -420,10 +425,14 @@ def test_csrc_includes(path: pathlib.Path) -> None:
             python_may = relative.as_posix() == "python/ref.h"
             assert python_may or name != "Python.h", f"{relative} includes {name}: see python/ref.h"
             fake = relative.parts[:2] == ("tests", "fake_cuda")
-            cuda_may = folder == "cuda" or fake or relative.as_posix() == "protocol/numerics.h"
+            leaf = relative.parent.as_posix() == LEAF_FOLDER
+            cuda_may = leaf or fake or relative.as_posix() == "protocol/numerics.h"
             assert cuda_may or not name.startswith("cuda"), f"{relative} must not include {name}"
+        elif name in LEAF:
+            assert "gpu" in CSRC_ALLOWED[folder], f"{relative} must not include {name}"
         elif not (path.parent / name).exists():  # beside it: the same folder
             assert (CSRC / name).exists(), f"{relative}: write {name} as a path from csrc/"
+            assert not name.startswith(LEAF_FOLDER), f"{relative}: the include path finds {name}"
             target = name.split("/")[0] if "/" in name else ""
             assert target in CSRC_ALLOWED[folder], f"{relative} must not include {name}"
 
@@ -445,9 +454,11 @@ def test_csrc_includes_within_a_folder(path: pathlib.Path) -> None:
     unit = pathlib.Path(rest[0]).stem
     rows = CSRC_WITHIN[folder]
     assert unit in rows, f"csrc/{folder}/{unit} has no row in CSRC_WITHIN: say what it may include"
-    for name in re.findall(rf'#\s*include\s*"{folder}/([^"]+)"', path.read_text()):
-        target = pathlib.Path(name.split("/")[0]).stem
-        assert target in {unit, *rows[unit]}, f"{folder}/{unit} must not include {folder}/{name}"
+    for name in re.findall(r'#\s*include\s*"([^"]+)"', path.read_text()):
+        whole = f"{LEAF_FOLDER}/{name}" if name in LEAF else name
+        if whole.startswith(f"{folder}/"):
+            target = pathlib.Path(whole.split("/")[1]).stem
+            assert target in {unit, *rows[unit]}, f"{folder}/{unit} must not include {whole}"
 
 
 def test_csrc_has_no_cycle() -> None:

@@ -1,11 +1,11 @@
 // Memory verbs of the CUDA backend, and what else needs inline PTX: the only place of it in the
 // project. Names carry order and scope.
-#ifndef ALLNORM_CUDA_MEMORY_CUH_
-#define ALLNORM_CUDA_MEMORY_CUH_
+#ifndef ALLNORM_GPU_MEMORY_CUH_
+#define ALLNORM_GPU_MEMORY_CUH_
 
 #include <cstdint>
 
-#include "cuda/cache_policy.h"
+#include "gpu/cache_policy.h"
 #include "protocol/numerics.h"
 
 namespace allnorm {
@@ -349,4 +349,4 @@ __device__ __forceinline__ uint32_t multiprocessor() {
 __device__ __forceinline__ void sleep_briefly() { asm volatile("nanosleep.u32 20;" ::: "memory"); }
 
 }  // namespace allnorm
-#endif  // ALLNORM_CUDA_MEMORY_CUH_
+#endif  // ALLNORM_GPU_MEMORY_CUH_

@@ -1,16 +1,16 @@
 // Any quantised format, which one is known when the kernel runs and the same in the whole grid:
 // e4m3 with all layouts of its scales, and NVFP4. Of kernels of the extended family, so that a
 // format more is no kernel more.
-#ifndef ALLNORM_CUDA_FORMATS_ANY_QUANTIZED_CUH_
-#define ALLNORM_CUDA_FORMATS_ANY_QUANTIZED_CUH_
+#ifndef ALLNORM_GPU_FORMATS_ANY_QUANTIZED_CUH_
+#define ALLNORM_GPU_FORMATS_ANY_QUANTIZED_CUH_
 
-#include "cuda/formats/e4m3.cuh"
-#include "cuda/formats/nvfp4.cuh"
-#include "cuda/formats/tiles.cuh"
+#include "gpu/formats/e4m3.cuh"
+#include "gpu/formats/nvfp4.cuh"
+#include "gpu/formats/tiles.cuh"
 
 namespace allnorm {
 
-// See cuda/formats.cuh for what a format is.
+// See gpu/formats.cuh for what a format is.
 template <class T>
 class AnyQuantized {
  public:
@@ -130,4 +130,4 @@ class AnyQuantized {
 };
 
 }  // namespace allnorm
-#endif  // ALLNORM_CUDA_FORMATS_ANY_QUANTIZED_CUH_
+#endif  // ALLNORM_GPU_FORMATS_ANY_QUANTIZED_CUH_

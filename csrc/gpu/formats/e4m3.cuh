@@ -1,11 +1,11 @@
 // Numerics step 6: e4m3 elements with float32 or UE8M0 scales, by group, by token or by a given
 // scale.
-#ifndef ALLNORM_CUDA_FORMATS_E4M3_CUH_
-#define ALLNORM_CUDA_FORMATS_E4M3_CUH_
+#ifndef ALLNORM_GPU_FORMATS_E4M3_CUH_
+#define ALLNORM_GPU_FORMATS_E4M3_CUH_
 
-#include "cuda/params.h"
-#include "cuda/row_exchange.cuh"
-#include "cuda/words.cuh"
+#include "gpu/params.h"
+#include "gpu/row_exchange.cuh"
+#include "gpu/words.cuh"
 
 namespace allnorm {
 
@@ -16,7 +16,7 @@ struct AnyDivisor {
   __device__ __forceinline__ float operator()(float y) const { return divide(y, scale); }
 };
 
-// See cuda/formats.cuh for what a format is.
+// See gpu/formats.cuh for what a format is.
 template <class T>
 class E4m3 {
  public:
@@ -198,4 +198,4 @@ class E4m3 {
 };
 
 }  // namespace allnorm
-#endif  // ALLNORM_CUDA_FORMATS_E4M3_CUH_
+#endif  // ALLNORM_GPU_FORMATS_E4M3_CUH_

@@ -3,17 +3,17 @@
 // All patterns of eight elements occur, 0xffffffff too: eight times -6. So a word on the link is
 // four elements and, above them, their scale: none is kEmptyWord, nothing is sent beside them, and
 // whoever has elements also knows that a failure made their scale NaN, which is all that says so.
-#ifndef ALLNORM_CUDA_FORMATS_NVFP4_CUH_
-#define ALLNORM_CUDA_FORMATS_NVFP4_CUH_
+#ifndef ALLNORM_GPU_FORMATS_NVFP4_CUH_
+#define ALLNORM_GPU_FORMATS_NVFP4_CUH_
 
-#include "cuda/formats/tiles.cuh"
-#include "cuda/params.h"
-#include "cuda/row_exchange.cuh"
-#include "cuda/words.cuh"
+#include "gpu/formats/tiles.cuh"
+#include "gpu/params.h"
+#include "gpu/row_exchange.cuh"
+#include "gpu/words.cuh"
 
 namespace allnorm {
 
-// A part of cuda/formats/any_quantized.cuh, in the words of cuda/formats.cuh.
+// A part of gpu/formats/any_quantized.cuh, in the words of gpu/formats.cuh.
 template <class T>
 class NvFp4 {
  public:
@@ -69,4 +69,4 @@ class NvFp4 {
 };
 
 }  // namespace allnorm
-#endif  // ALLNORM_CUDA_FORMATS_NVFP4_CUH_
+#endif  // ALLNORM_GPU_FORMATS_NVFP4_CUH_

@@ -1,14 +1,14 @@
 // y is stored as it is: 16 or 32 bits an element, the dtype of x.
-#ifndef ALLNORM_CUDA_FORMATS_PLAIN_CUH_
-#define ALLNORM_CUDA_FORMATS_PLAIN_CUH_
+#ifndef ALLNORM_GPU_FORMATS_PLAIN_CUH_
+#define ALLNORM_GPU_FORMATS_PLAIN_CUH_
 
-#include "cuda/memory.cuh"
-#include "cuda/params.h"
-#include "cuda/row_exchange.cuh"
+#include "gpu/params.h"
+#include "gpu/row_exchange.cuh"
+#include "memory.cuh"
 
 namespace allnorm {
 
-// See cuda/formats.cuh for what a format is.
+// See gpu/formats.cuh for what a format is.
 template <class T>
 class Plain {
  public:
@@ -40,4 +40,4 @@ class Plain {
 };
 
 }  // namespace allnorm
-#endif  // ALLNORM_CUDA_FORMATS_PLAIN_CUH_
+#endif  // ALLNORM_GPU_FORMATS_PLAIN_CUH_

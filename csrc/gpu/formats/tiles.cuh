@@ -1,9 +1,9 @@
 // Scales as bytes in tiles of 128 rows by 4 groups, or in rows of bytes.
-#ifndef ALLNORM_CUDA_FORMATS_TILES_CUH_
-#define ALLNORM_CUDA_FORMATS_TILES_CUH_
+#ifndef ALLNORM_GPU_FORMATS_TILES_CUH_
+#define ALLNORM_GPU_FORMATS_TILES_CUH_
 
-#include "cuda/memory.cuh"
-#include "cuda/params.h"
+#include "gpu/params.h"
+#include "memory.cuh"
 #include "protocol/numerics.h"
 
 namespace allnorm {
@@ -53,4 +53,4 @@ __device__ __forceinline__ void store_tile_padding(const QuantParams& params, in
 }
 
 }  // namespace allnorm
-#endif  // ALLNORM_CUDA_FORMATS_TILES_CUH_
+#endif  // ALLNORM_GPU_FORMATS_TILES_CUH_

@@ -1,9 +1,9 @@
 // This rank's partials are rows of a matrix: x.
-#ifndef ALLNORM_CUDA_SOURCES_DENSE_ROWS_CUH_
-#define ALLNORM_CUDA_SOURCES_DENSE_ROWS_CUH_
+#ifndef ALLNORM_GPU_SOURCES_DENSE_ROWS_CUH_
+#define ALLNORM_GPU_SOURCES_DENSE_ROWS_CUH_
 
-#include "cuda/memory.cuh"
-#include "cuda/params.h"
+#include "gpu/params.h"
+#include "memory.cuh"
 
 namespace allnorm {
 
@@ -27,4 +27,4 @@ class DenseRows {
 };
 
 }  // namespace allnorm
-#endif  // ALLNORM_CUDA_SOURCES_DENSE_ROWS_CUH_
+#endif  // ALLNORM_GPU_SOURCES_DENSE_ROWS_CUH_

@@ -1,13 +1,13 @@
 // This rank's partials are sums of experts' rows: numerics step 0. Or, in a launch without experts,
 // what another source says; which of the two is known when the kernel runs, and the same in the
 // whole grid.
-#ifndef ALLNORM_CUDA_SOURCES_EXPERT_ROWS_CUH_
-#define ALLNORM_CUDA_SOURCES_EXPERT_ROWS_CUH_
+#ifndef ALLNORM_GPU_SOURCES_EXPERT_ROWS_CUH_
+#define ALLNORM_GPU_SOURCES_EXPERT_ROWS_CUH_
 
-#include "cuda/memory.cuh"
-#include "cuda/params.h"
-#include "cuda/sources/dense_rows.cuh"
-#include "cuda/sources/summed_rows.cuh"
+#include "gpu/params.h"
+#include "gpu/sources/dense_rows.cuh"
+#include "gpu/sources/summed_rows.cuh"
+#include "memory.cuh"
 
 namespace allnorm {
 
@@ -159,4 +159,4 @@ class LocalExpertRows : public ExpertsOr<T, SummedRows<T>, 4> {
 };
 
 }  // namespace allnorm
-#endif  // ALLNORM_CUDA_SOURCES_EXPERT_ROWS_CUH_
+#endif  // ALLNORM_GPU_SOURCES_EXPERT_ROWS_CUH_

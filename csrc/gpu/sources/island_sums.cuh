@@ -1,10 +1,10 @@
 // Where the reduced rows come from behind an exchange between islands: numerics step 1b. The sums
 // of all islands lie in local memory as float32, of the rows that this rank owns.
-#ifndef ALLNORM_CUDA_SOURCES_ISLAND_SUMS_CUH_
-#define ALLNORM_CUDA_SOURCES_ISLAND_SUMS_CUH_
+#ifndef ALLNORM_GPU_SOURCES_ISLAND_SUMS_CUH_
+#define ALLNORM_GPU_SOURCES_ISLAND_SUMS_CUH_
 
-#include "cuda/memory.cuh"
-#include "cuda/params.h"
+#include "gpu/params.h"
+#include "memory.cuh"
 
 namespace allnorm {
 
@@ -58,4 +58,4 @@ class IslandSums {
 };
 
 }  // namespace allnorm
-#endif  // ALLNORM_CUDA_SOURCES_ISLAND_SUMS_CUH_
+#endif  // ALLNORM_GPU_SOURCES_ISLAND_SUMS_CUH_

@@ -1,10 +1,10 @@
 // Rows that are sums of several matrices in local memory, in order: numerics step 1. The gathered
 // partials of `unfused`; one matrix, for the norm of a tensor that is reduced already.
-#ifndef ALLNORM_CUDA_SOURCES_SUMMED_ROWS_CUH_
-#define ALLNORM_CUDA_SOURCES_SUMMED_ROWS_CUH_
+#ifndef ALLNORM_GPU_SOURCES_SUMMED_ROWS_CUH_
+#define ALLNORM_GPU_SOURCES_SUMMED_ROWS_CUH_
 
-#include "cuda/memory.cuh"
-#include "cuda/params.h"
+#include "gpu/params.h"
+#include "memory.cuh"
 
 namespace allnorm {
 
@@ -43,4 +43,4 @@ class SummedRows {
 };
 
 }  // namespace allnorm
-#endif  // ALLNORM_CUDA_SOURCES_SUMMED_ROWS_CUH_
+#endif  // ALLNORM_GPU_SOURCES_SUMMED_ROWS_CUH_

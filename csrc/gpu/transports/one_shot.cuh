@@ -1,10 +1,10 @@
 // one_shot: every rank pushes its row to every peer, and every rank sums it. One hop.
 //
-// Flag in data: a slot word that is not kEmptyWord has arrived. See cuda/exchange.cuh for reuse.
-#ifndef ALLNORM_CUDA_TRANSPORTS_ONE_SHOT_CUH_
-#define ALLNORM_CUDA_TRANSPORTS_ONE_SHOT_CUH_
+// Flag in data: a slot word that is not kEmptyWord has arrived. See gpu/exchange.cuh for reuse.
+#ifndef ALLNORM_GPU_TRANSPORTS_ONE_SHOT_CUH_
+#define ALLNORM_GPU_TRANSPORTS_ONE_SHOT_CUH_
 
-#include "cuda/slots.cuh"
+#include "gpu/slots.cuh"
 
 namespace allnorm {
 
@@ -65,4 +65,4 @@ class OneShot {
 };
 
 }  // namespace allnorm
-#endif  // ALLNORM_CUDA_TRANSPORTS_ONE_SHOT_CUH_
+#endif  // ALLNORM_GPU_TRANSPORTS_ONE_SHOT_CUH_

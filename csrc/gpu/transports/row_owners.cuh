@@ -1,15 +1,15 @@
 // Rows with owners, on the link: partials go to the owner of a row, and what the owner has made of
 // them to everybody.
 //
-// Flag in data in both hops, as in two_shot.cuh; see cuda/exchange.cuh for reuse. What crosses the
+// Flag in data in both hops, as in two_shot.cuh; see gpu/exchange.cuh for reuse. What crosses the
 // link in the second hop is a row of the dtype of x; or a finished row in its format, packed, and,
 // staged in shared memory so that they go in one piece, its float32 scales, where the format has
 // any beside it. None contains kEmptyWord: rows are canonicalised, no word of a Packed is
 // 0xffffffff, and no scale is negative, not even a NaN.
-#ifndef ALLNORM_CUDA_TRANSPORTS_ROW_OWNERS_CUH_
-#define ALLNORM_CUDA_TRANSPORTS_ROW_OWNERS_CUH_
+#ifndef ALLNORM_GPU_TRANSPORTS_ROW_OWNERS_CUH_
+#define ALLNORM_GPU_TRANSPORTS_ROW_OWNERS_CUH_
 
-#include "cuda/slots.cuh"
+#include "gpu/slots.cuh"
 
 namespace allnorm {
 
@@ -179,4 +179,4 @@ class RowOwners {
 };
 
 }  // namespace allnorm
-#endif  // ALLNORM_CUDA_TRANSPORTS_ROW_OWNERS_CUH_
+#endif  // ALLNORM_GPU_TRANSPORTS_ROW_OWNERS_CUH_

@@ -4,10 +4,10 @@
 // Chunk c of row t belongs to rank (t + c) mod world_size: every rank owns an equal share of every
 // row, so that one row is spread over the links as evenly as thousands. Owner and lane pattern are
 // constant in a warp. Flag in data in both hops; nothing waits for more than the packs it needs.
-#ifndef ALLNORM_CUDA_TRANSPORTS_TWO_SHOT_CUH_
-#define ALLNORM_CUDA_TRANSPORTS_TWO_SHOT_CUH_
+#ifndef ALLNORM_GPU_TRANSPORTS_TWO_SHOT_CUH_
+#define ALLNORM_GPU_TRANSPORTS_TWO_SHOT_CUH_
 
-#include "cuda/slots.cuh"
+#include "gpu/slots.cuh"
 
 namespace allnorm {
 
@@ -86,4 +86,4 @@ class TwoShot {
 };
 
 }  // namespace allnorm
-#endif  // ALLNORM_CUDA_TRANSPORTS_TWO_SHOT_CUH_
+#endif  // ALLNORM_GPU_TRANSPORTS_TWO_SHOT_CUH_

@@ -1,7 +1,7 @@
 // The host side of the CUDA backend, compiled as C++ over the fake runtime.
-#include "cuda/c_api.cu"
-#include "cuda/capture.cu"
-#include "cuda/communicator.cu"
-#include "cuda/ipc.cu"
-#include "cuda/launch.cu"
-#include "cuda/stream_order.cu"
+#include "gpu/c_api.cu"
+#include "gpu/capture.cu"
+#include "gpu/communicator.cu"
+#include "gpu/ipc.cu"
+#include "gpu/launch.cu"
+#include "gpu/stream_order.cu"

@@ -15,8 +15,8 @@
 #include <set>
 #include <vector>
 
-#include "cuda/kernels.h"
-#include "cuda/params.h"
+#include "gpu/kernels.h"
+#include "gpu/params.h"
 
 namespace allnorm::fake {
 

@@ -143,11 +143,6 @@ void will_write_in_cluster(const void* theirs);
 #define gridDim (::allnorm::shim::grid_dim())
 
 inline void __syncthreads() { allnorm::shim::sync_block(); }
-inline float __shfl_xor_sync(uint32_t, float value, int offset) {
-  return allnorm::shim::shuffle_xor(value, offset);
-}
-inline bool __all_sync(uint32_t, bool value) { return allnorm::shim::vote_all(value); }
-inline bool __any_sync(uint32_t, bool value) { return !allnorm::shim::vote_all(!value); }
 inline unsigned long long atomicCAS(unsigned long long* address, unsigned long long expected,
                                     unsigned long long value) {
   __atomic_compare_exchange_n(address, &expected, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);

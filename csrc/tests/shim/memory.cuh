@@ -1,12 +1,13 @@
-// The verbs of csrc/cuda/memory.cuh on fibers: found first on the include path of the kernel tests.
-#ifndef ALLNORM_CUDA_MEMORY_CUH_
-#define ALLNORM_CUDA_MEMORY_CUH_
+// The verbs of csrc/gpu/cuda/memory.cuh on fibers: found in its place
+// by the kernel tests.
+#ifndef ALLNORM_GPU_MEMORY_CUH_
+#define ALLNORM_GPU_MEMORY_CUH_
 
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 
-#include "cuda/cache_policy.h"
+#include "gpu/cache_policy.h"
 #include "protocol/numerics.h"
 #include "tests/shim/device.h"
 
@@ -206,4 +207,4 @@ struct DeviceClock {
 inline void sleep_briefly() { shim::yield(); }
 
 }  // namespace allnorm
-#endif  // ALLNORM_CUDA_MEMORY_CUH_
+#endif  // ALLNORM_GPU_MEMORY_CUH_

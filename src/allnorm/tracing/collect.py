@@ -43,7 +43,7 @@ NORM_ARITHMETIC = frozenset({"aten::rsqrt", "aten::pow", "aten::rms_norm", "aten
 _KERNELS = (
     (re.compile(r"allnorm::fused_kernel<.*\bOneShot\b"), FUSED, "one_shot"),
     (re.compile(r"allnorm::fused_kernel<.*\bTwoShot\b"), FUSED, "two_shot"),
-    # allnorm::Owned in csrc/cuda/owned_rows.cuh; 2 gathers finished rows.
+    # allnorm::Owned in csrc/gpu/owned_rows.cuh; 2 gathers finished rows.
     (re.compile(r"allnorm::owned_rows_kernel<.*Owned\)0"), FUSED, "two_shot"),
     (re.compile(r"allnorm::owned_rows_kernel<.*Owned\)1"), FUSED, "two_shot, sharded"),
     (re.compile(r"allnorm::local(_rows)?_kernel<"), NORM, "allnorm local"),

@@ -24,7 +24,7 @@ from allnorm.testing import (
 
 PLAN_SHAPES = ((1, 4096), (16, 4096), (128, 2880), (1024, 8192), (8192, 8192), (16, 1001))
 BANDWIDTH_BYTES = 64 << 20
-_ROW_BYTES_OF_CLUSTERS = 64 << 10  # max_row_bytes() in csrc/cuda/launch.h
+_ROW_BYTES_OF_CLUSTERS = 64 << 10  # max_row_bytes() in csrc/gpu/launch.h
 _DTYPE = torch.bfloat16
 _EPS = 1e-5
 

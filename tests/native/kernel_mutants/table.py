@@ -10,12 +10,12 @@ from native import kernel_edits as edits
 from native.kernel_edits import EXCHANGE, ONE_SHOT, OWNED, ROW_OWNERS, SLOT, SLOTS, TWO_SHOT, Edits
 
 ROW_EXCHANGE, E4M3, FUSED, ANY_ROWS, LOCAL_ROWS, PACE = (
-    f"cuda/{name}.cuh"
+    f"gpu/{name}.cuh"
     for name in ("row_exchange", "formats/e4m3", "fused", "any_rows", "local_rows", "pace")
 )
-EXPERTS, PREPARE = "cuda/sources/expert_rows.cuh", "cuda/prepare.h"
-ISLAND_SUMS = "cuda/sources/island_sums.cuh"
-NVFP4, TILES = "cuda/formats/nvfp4.cuh", "cuda/formats/tiles.cuh"
+EXPERTS, PREPARE = "gpu/sources/expert_rows.cuh", "gpu/prepare.h"
+ISLAND_SUMS = "gpu/sources/island_sums.cuh"
+NVFP4, TILES = "gpu/formats/nvfp4.cuh", "gpu/formats/tiles.cuh"
 
 SLOT_RACE = "race on workspace slot"
 RACE = "ThreadSanitizer: data race"
@@ -389,7 +389,7 @@ WRONG_RESULTS = (
     ),
     Mutant(
         "a warp leaves a wait when the packs of one lane are there",
-        ((EXCHANGE, "__all_sync(kAllLanes, here)", "__any_sync(kAllLanes, here)"),),
+        ((EXCHANGE, "all_lanes(here)", "any_lane(here)"),),
         (WRONG,),
         "plain",
     ),
@@ -634,7 +634,7 @@ ISLANDS = tuple(
 )
 
 PROBES = tuple(
-    Mutant(f"probe: {name}", (("cuda/probe.cuh", old, new),), (MISSING,), "plain", PROBE_TEST)
+    Mutant(f"probe: {name}", (("gpu/probe.cuh", old, new),), (MISSING,), "plain", PROBE_TEST)
     for name, old, new in (
         ("the last peer gets no word", "peer >= params", "peer + 1 >= params"),
         (

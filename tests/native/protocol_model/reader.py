@@ -1,8 +1,8 @@
 """Reads the CUDA protocol out of `csrc`, so that a model of it cannot be of something else.
 
-The order and scope of every access are those of the PTX in `cuda/memory.cuh`; which accesses there
-are, and in what order, is what stands in the functions of the exchange and of the transports. A
-line that this reader does not know is an error: whoever changes the protocol says here what the
+The order and scope of every access are those of the PTX in `gpu/cuda/memory.cuh`; which accesses
+there are, and in what order, is what stands in the functions of the exchange and of the transports.
+A line that this reader does not know is an error: whoever changes the protocol says here what the
 change means, and the checks then say whether it is right.
 """
 
@@ -16,11 +16,11 @@ from .program import Access
 from .source import MEMORY, SourceError, Sources, block, verbs
 from .turns import Turns
 
-EXCHANGE, FUSED, PREPARE = "cuda/exchange.cuh", "cuda/fused.cuh", "cuda/prepare.h"
-ONE_SHOT, TWO_SHOT = "cuda/transports/one_shot.cuh", "cuda/transports/two_shot.cuh"
-OWNED, ROW_OWNERS = "cuda/owned_rows.cuh", "cuda/transports/row_owners.cuh"
-NVFP4 = "cuda/formats/nvfp4.cuh"
-SLOTS, PACKED = "cuda/slots.cuh", "cuda/words.cuh"
+EXCHANGE, FUSED, PREPARE = "gpu/exchange.cuh", "gpu/fused.cuh", "gpu/prepare.h"
+ONE_SHOT, TWO_SHOT = "gpu/transports/one_shot.cuh", "gpu/transports/two_shot.cuh"
+OWNED, ROW_OWNERS = "gpu/owned_rows.cuh", "gpu/transports/row_owners.cuh"
+NVFP4 = "gpu/formats/nvfp4.cuh"
+SLOTS, PACKED = "gpu/slots.cuh", "gpu/words.cuh"
 LAYOUT, NUMERICS = "protocol/layout.h", "protocol/numerics.h"
 CALL_TAG, SIGNAL, SLOT = "protocol/call_tag.h", "protocol/signal.h", "protocol/slot.h"
 

@@ -10,7 +10,7 @@ from .program import Access
 
 CSRC = pathlib.Path(__file__).resolve().parents[3] / "csrc"
 
-MEMORY = "cuda/memory.cuh"
+MEMORY = "gpu/cuda/memory.cuh"
 
 
 class SourceError(ValueError):

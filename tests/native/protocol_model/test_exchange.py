@@ -146,7 +146,7 @@ def test_a_defect_in_the_sources_is_found(name: str) -> None:
 
 def test_an_unknown_line_is_an_error() -> None:
     more = "    store_u32(params_.workspace[0], op_);\n    wait_for_number(peer);\n"
-    changed = Sources().edited(("cuda/exchange.cuh", "    wait_for_number(peer);\n", more))
+    changed = Sources().edited(("gpu/exchange.cuh", "    wait_for_number(peer);\n", more))
     with pytest.raises(SourceError, match=r"hand_back_slots: store_u32"):
         read_exchange(changed)
 

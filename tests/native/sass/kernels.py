@@ -1,4 +1,4 @@
-"""Which kernels `csrc/cuda/instantiate.cuh` makes, and what each says to its peers."""
+"""Which kernels `csrc/gpu/instantiate.cuh` makes, and what each says to its peers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FEW_WORLD_SIZE = 2
 OWNED = ("owned_sum", "owned_finished", "owned_given")
 OWNED_FEW = "owned_sum_few"
 
-# cuda/formats.cuh
+# gpu/formats.cuh
 # and whether it is of the extended family
 _FORMAT = r"NS_\d+(Plain|E4m3|AnyQuantized)ELb([01])EE"
 _FUSED = re.compile(
@@ -153,7 +153,7 @@ def variant_of(name: str) -> Variant | None:
 
 
 def world_sizes(dtype: str) -> tuple[int, ...]:
-    """What kernels of more than one rank are compiled for: cuda/params.h."""
+    """What kernels of more than one rank are compiled for: gpu/params.h."""
     return (ANY_WORLD_SIZE, 2) if dtype == "Float32" else (ANY_WORLD_SIZE, 2, 4, 8)
 
 

@@ -18,39 +18,39 @@ from .rules import complaints
 
 # Kernels that a mutant is compiled for, by what their sources include.
 _ONE_SHOT = """
-#include "cuda/formats.cuh"
-#include "cuda/fused.cuh"
-#include "cuda/sources/dense_rows.cuh"
-#include "cuda/transports/one_shot.cuh"
+#include "gpu/formats.cuh"
+#include "gpu/fused.cuh"
+#include "gpu/sources/dense_rows.cuh"
+#include "gpu/transports/one_shot.cuh"
 template __global__ void
 allnorm::fused_kernel<allnorm::Bfloat16, allnorm::DenseRows, 4, allnorm::OneShot,
                       allnorm::Grid::kSparse, allnorm::Plain, false>(
     const __grid_constant__ allnorm::FusedParams);
 """
 _TWO_SHOT = """
-#include "cuda/formats.cuh"
-#include "cuda/fused.cuh"
-#include "cuda/sources/dense_rows.cuh"
-#include "cuda/transports/two_shot.cuh"
+#include "gpu/formats.cuh"
+#include "gpu/fused.cuh"
+#include "gpu/sources/dense_rows.cuh"
+#include "gpu/transports/two_shot.cuh"
 template __global__ void
 allnorm::fused_kernel<allnorm::Float16, allnorm::DenseRows, 2, allnorm::TwoShot,
                       allnorm::Grid::kSparse, allnorm::E4m3, false>(
     const __grid_constant__ allnorm::FusedParams);
 """
 _OWNED = """
-#include "cuda/formats.cuh"
-#include "cuda/owned_rows.cuh"
-#include "cuda/sources/dense_rows.cuh"
+#include "gpu/formats.cuh"
+#include "gpu/owned_rows.cuh"
+#include "gpu/sources/dense_rows.cuh"
 template __global__ void
 allnorm::owned_rows_kernel<allnorm::Bfloat16, allnorm::DenseRows, 2, allnorm::Owned::kFinished,
                            false, allnorm::E4m3, false>(
     const __grid_constant__ allnorm::OwnedRowsParams);
 """
 _ANY_QUANTIZED = """
-#include "cuda/formats.cuh"
-#include "cuda/fused.cuh"
-#include "cuda/sources/expert_rows.cuh"
-#include "cuda/transports/one_shot.cuh"
+#include "gpu/formats.cuh"
+#include "gpu/fused.cuh"
+#include "gpu/sources/expert_rows.cuh"
+#include "gpu/transports/one_shot.cuh"
 template __global__ void
 allnorm::fused_kernel<allnorm::Bfloat16, allnorm::ExpertRows, 2, allnorm::OneShot,
                       allnorm::Grid::kSparse, allnorm::AnyQuantized, true>(
@@ -66,7 +66,7 @@ SOURCES = {
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
-    """A defect: `edits` of one file below csrc/cuda, each text standing there exactly once."""
+    """A defect: `edits` of one file below csrc/gpu, each text standing there exactly once."""
 
     name: str
     rule: str  # what reports it
@@ -79,6 +79,7 @@ def _mutant(name: str, rule: str, file: str, *edits: str, source: str = "one_sho
     return Mutant(name, rule, file, tuple(zip(edits[::2], edits[1::2], strict=True)), source)
 
 
+_MEMORY = "cuda/memory.cuh"
 _PUSH = "st.relaxed.sys.global.v4.u32"
 _POLL = "ld.relaxed.sys.global.v4.u32"
 _POLL_CALL = '  Pack pack;\n  asm volatile("ld.relaxed.sys.global.v4.u32'
@@ -94,18 +95,18 @@ _FAULT_STATUS = "    fault->status = status;\n"
 
 MUTANTS = (
     # Scope and width of what crosses the link.
-    _mutant("push at gpu scope", "pushes", "memory.cuh", _PUSH, "st.relaxed.gpu.global.v4.u32"),
-    _mutant("push by a plain store", "pushes", "memory.cuh", _PUSH, "st.global.v4.u32"),
+    _mutant("push at gpu scope", "pushes", _MEMORY, _PUSH, "st.relaxed.gpu.global.v4.u32"),
+    _mutant("push by a plain store", "pushes", _MEMORY, _PUSH, "st.global.v4.u32"),
     _mutant(
-        *("push in two halves", "pushes", "memory.cuh", _PUSH_CALL),
+        *("push in two halves", "pushes", _MEMORY, _PUSH_CALL),
         "  const auto* half = reinterpret_cast<const uint64_t*>(&pack);\n"
         '  asm volatile("st.relaxed.sys.global.u64 [%0], %1; st.relaxed.sys.global.u64 [%0+8], %2;"'
         ' ::"l"(address), "l"(half[0]), "l"(half[1]) : "memory");\n  return;\n' + _PUSH_CALL,
     ),
-    _mutant("poll at gpu scope", "polls", "memory.cuh", _POLL, "ld.relaxed.gpu.global.v4.u32"),
-    _mutant("poll by a plain load", "polls", "memory.cuh", _POLL, "ld.global.v4.u32"),
+    _mutant("poll at gpu scope", "polls", _MEMORY, _POLL, "ld.relaxed.gpu.global.v4.u32"),
+    _mutant("poll by a plain load", "polls", _MEMORY, _POLL, "ld.global.v4.u32"),
     _mutant(
-        *("poll in two halves", "polls", "memory.cuh", _POLL_CALL),
+        *("poll in two halves", "polls", _MEMORY, _POLL_CALL),
         "  uint64_t half[2];\n"
         '  asm volatile("ld.relaxed.sys.global.u64 %0, [%2]; ld.relaxed.sys.global.u64 %1, [%2+8];"'
         ' : "=l"(half[0]), "=l"(half[1]) : "l"(address) : "memory");\n'
@@ -121,7 +122,7 @@ MUTANTS = (
         "        if (!arrived(partial[source])) return false;\n",
     ),
     *(
-        _mutant(f"{what} by a plain access", rule, "memory.cuh", f"{verb} ", f"{weak} ")
+        _mutant(f"{what} by a plain access", rule, _MEMORY, f"{verb} ", f"{weak} ")
         for what, rule, verb, weak in (
             ("tags announced", "pushes", "st.relaxed.sys.global.u64", "st.global.u64"),
             ("tags read", "polls", "ld.relaxed.sys.global.u64", "ld.global.u64"),
@@ -154,7 +155,7 @@ MUTANTS = (
     ),
     # The fence that hands slots back.
     _mutant(
-        *("fence at gpu scope", "one_system_fence", "memory.cuh"),
+        *("fence at gpu scope", "one_system_fence", _MEMORY),
         *("fence.acq_rel.sys;", "fence.acq_rel.gpu;"),
     ),
     _mutant("no fence", "one_system_fence", "exchange.cuh", _FENCE_CALL, ""),
@@ -181,7 +182,7 @@ MUTANTS = (
         CLEAR_ONE_SHOT + "    fence_acq_rel_sys();\n",
     ),
     _mutant(
-        *("an acquire at gpu scope", "numbers_are_acquired", "memory.cuh"),
+        *("an acquire at gpu scope", "numbers_are_acquired", _MEMORY),
         *("ld.acquire.sys.global.u32", "ld.acquire.gpu.global.u32"),
     ),
     _mutant(
@@ -190,7 +191,7 @@ MUTANTS = (
         "    // nobody waits for it for ever.\n",
     ),
     _mutant(
-        *("a fence of all orders", "no_other_barrier", "memory.cuh"),
+        *("a fence of all orders", "no_other_barrier", _MEMORY),
         *("fence.acq_rel.sys;", "fence.sc.sys;"),
     ),
     _mutant(
@@ -201,7 +202,7 @@ MUTANTS = (
     ),
     # Programmatic dependent launch.
     _mutant(
-        *("no wait for the preceding grid", "dependent_launch", "memory.cuh"),
+        *("no wait for the preceding grid", "dependent_launch", _MEMORY),
         *("griddepcontrol.wait;", ""),
     ),
     _mutant(
@@ -223,7 +224,7 @@ MUTANTS = (
         "  trigger_next_grid();\n" + _EXCHANGE,
     ),
     _mutant(
-        *("dependents never let in", "dependent_launch", "memory.cuh"),
+        *("dependents never let in", "dependent_launch", _MEMORY),
         *("griddepcontrol.launch_dependents;", ""),
     ),
     # The rest.
@@ -249,7 +250,7 @@ MUTANTS = (
 
 def mutate(csrc: pathlib.Path, mutant: Mutant) -> None:
     """Puts the defect into a copy of the sources."""
-    path = csrc / "cuda" / mutant.file
+    path = csrc / "gpu" / mutant.file
     text = path.read_text()
     for old, new in mutant.edits:
         if text.count(old) != 1:
@@ -264,7 +265,7 @@ def mutate(csrc: pathlib.Path, mutant: Mutant) -> None:
 def copy_sources(csrc: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
     """A copy of what kernels are made of."""
     copy = folder / "csrc"
-    for part in ("cuda", "protocol"):
+    for part in ("gpu", "protocol"):
         shutil.copytree(csrc / part, copy / part)
     shutil.copy(csrc / "allnorm.h", copy)
     return copy
@@ -275,7 +276,7 @@ def compile_kernel(csrc: pathlib.Path, source: str, architecture: str = "sm_90")
     unit, cubin = csrc / f"{source}.cu", csrc / f"{source}.cubin"
     unit.write_text(SOURCES[source])
     flags = ("-std=c++20", "-O3", "-DNDEBUG", "-fmad=false", "-diag-suppress=1675")
-    flags += (f"-arch={architecture}", f"-I{csrc}", "-cubin")
+    flags += (f"-arch={architecture}", f"-I{csrc}", f"-I{csrc}/gpu/cuda", "-cubin")
     output_of("nvcc", *flags, "-o", str(cubin), str(unit))
     (kernel,) = disassemble(cubin)
     return kernel

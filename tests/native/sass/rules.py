@@ -95,7 +95,7 @@ def _is_number_access(found: Instruction) -> bool:
 def one_system_fence(kernel: Kernel, variant: Variant) -> Iterator[str]:
     """One fence for all devices: before the number is stored that hands slots back.
 
-    See "Why a slot may be reused" in csrc/cuda/exchange.cuh.
+    See "Why a slot may be reused" in csrc/gpu/exchange.cuh.
     """
     fences = [i for i, found in enumerate(kernel.instructions) if _is_system_fence(found)]
     fences = [i for i in fences if kernel.instructions[i] in kernel.body]
@@ -123,7 +123,7 @@ def one_system_fence(kernel: Kernel, variant: Variant) -> Iterator[str]:
 def numbers_are_acquired(kernel: Kernel, variant: Variant) -> Iterator[str]:
     """Peers' numbers are acquired: of a large operation by the whole block, before a push.
 
-    See the reuse of slots, and of a large phase, in csrc/cuda/exchange.cuh.
+    See the reuse of slots, and of a large phase, in csrc/gpu/exchange.cuh.
     """
     acquires = []
     for i, found in enumerate(kernel.instructions):

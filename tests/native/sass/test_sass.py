@@ -18,7 +18,7 @@ CSRC = pathlib.Path(__file__).resolve().parents[3] / "csrc"
 ARCHITECTURE = "sm_90"
 CHEAPEST = "fence at gpu scope"
 # CI tries one defect for each rule.
-PROBE = "probe_peers"  # csrc/cuda/kernels_probe.cu
+PROBE = "probe_peers"  # csrc/gpu/kernels_probe.cu
 FIRST_OF_RULE = {m.rule: m for m in reversed(mutants.MUTANTS)}.values()
 
 

@@ -1,0 +1,14 @@
+// The lanes of a warp of fibers: what csrc/gpu/cuda/gpu.h is on CUDA.
+#ifndef ALLNORM_GPU_GPU_H_
+#define ALLNORM_GPU_GPU_H_
+
+#include "tests/shim/device.h"
+
+namespace allnorm {
+
+inline bool any_lane(bool value) { return !shim::vote_all(!value); }
+inline bool all_lanes(bool value) { return shim::vote_all(value); }
+inline float shuffle_xor(float value, int mask) { return shim::shuffle_xor(value, mask); }
+
+}  // namespace allnorm
+#endif  // ALLNORM_GPU_GPU_H_
