@@ -120,7 +120,7 @@ def test_calls_that_are_alike_stay_two(pool: RankPool, backend: str) -> None:
 
 def calls_made_by(c: allnorm.Communicator, make: Any) -> Any:
     """Lets the operators make the calls of a communicator by `make`."""
-    return mock.patch.dict(allnorm.communicator.open_calls(), {(c.name, False): make})
+    return mock.patch.dict(allnorm.core.registry.open_calls(), {(c.name, False): make})
 
 
 def moved(rank: int, world_size: int, fusion: bool) -> None:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import datetime
 import os
-import sys
-import threading
-import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -16,10 +12,12 @@ import torch
 import torch.distributed as dist
 
 from allnorm import policy
-from allnorm.core import arguments, traced
+from allnorm.core import arguments, registry, traced
 from allnorm.core.call import Call, split_boundary, split_scale
+from allnorm.core.registry import open_communicators
+from allnorm.core.resolve import group_called, resolve_device, resolve_group
 from allnorm.core.shortcuts import is_traced
-from allnorm.errors import AllnormError, CommunicatorClosedError
+from allnorm.errors import CommunicatorClosedError
 from allnorm.expert_sum import ExpertSum
 from allnorm.islands import Islands
 from allnorm.policy import Plan
@@ -123,27 +121,8 @@ class Communicator:
     ) -> None:
         from allnorm.core.opening import open_endpoint
 
-        alone = _opening.setdefault(id(group), threading.Lock())
-        is_alone = alone.acquire(blocking=False)
-
-        def last_number(place: torch.device) -> tuple[int, bool]:
-            # Raised here, so that the other ranks learn of it.
-            if not is_alone and dist.get_world_size(group) > 1:
-                raise AllnormError(
-                    f"two threads of this process make communicators of group {group.group_name} "
-                    "at the same time: which of them comes first differs from rank to rank, so "
-                    "ranks would take one for the other. Make them one after the other, in the "
-                    "same order on every rank, or of a process group each."
-                )
-            # By the group's name traced calls mean the communicator of `for_group`, no other.
-            key = group.group_name, place.type
-            return _last_numbers.get(key, 0), named_as_group and key not in _open
-
-        try:
+        with registry.opening(group, named_as_group=named_as_group) as last_number:
             self._endpoint = open_endpoint(group, settings, last_number)
-        finally:
-            if is_alone:
-                alone.release()
         self._call = self._endpoint.dispatcher.call
         self.name: str = self._endpoint.name
         self.rank: int = self._endpoint.rank
@@ -151,12 +130,7 @@ class Communicator:
         self.device: torch.device = self._endpoint.device
         self.timeout: datetime.timedelta = self._endpoint.timeout
         self.numerics = settings.numerics
-        key = group.group_name, self.device.type
-        _made.setdefault(key, []).append(self.name)
-        _last_numbers[key] = self._endpoint.number
-        _open[self.name, self.device.type] = self
-        _open_calls[self.name, self.device.type == "cuda"] = self._call
-        _living.add(self)
+        registry.add(self, group)
 
     @classmethod
     def for_group(
@@ -191,26 +165,18 @@ class Communicator:
     ) -> Communicator | None:
         """As `for_group`; None where it would have to make one and `unless` returns True."""
         resolved = resolve_group(group)
-        place = arguments.resolve_device(device)
-        comm = _of_group.get((id(resolved), place))
-        if comm is not None and comm._endpoint.is_of(resolved):
+        place = resolve_device(device)
+        comm = registry.find_of_group(resolved, place)
+        if comm is not None or (unless is not None and unless()):
             return comm
-        if unless is not None and unless():
-            return None
         from allnorm.core.opening import Settings
 
-        # Another thread that asks for it meanwhile gets the same. One that asks for that of another
-        # group must not wait: which thread comes first differs from rank to rank.
-        with _making.setdefault((id(resolved), place), threading.RLock()):
-            comm = _of_group.get((id(resolved), place))
-            if comm is None or not comm._endpoint.is_of(resolved):
-                if comm is not None:
-                    comm.close()  # of a group of this name that is gone
-                comm = cls.__new__(cls)
-                comm._open_with(resolved, Settings(place), named_as_group=True)
-                _of_group[id(resolved), place] = comm
-                weakref.finalize(resolved, _close_group, id(resolved), place).atexit = False
-            return comm
+        def make() -> Communicator:
+            made = cls.__new__(cls)
+            made._open_with(resolved, Settings(place), named_as_group=True)
+            return made
+
+        return registry.make_of_group(resolved, place, make)
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -648,10 +614,7 @@ class Communicator:
             CommunicatorClosedError: this process is a fork of the communicator's.
         """
         self._endpoint.close()
-        key = self.name, self.device.type == "cuda"
-        if _open_calls.get(key) is self._call:  # another may have the name of a group by now
-            _open.pop((self.name, self.device.type), None)
-            del _open_calls[key]
+        registry.remove(self)
 
     @property
     def is_closed(self) -> bool:
@@ -692,26 +655,8 @@ class Communicator:
         return f"<Communicator {state}: rank {self.rank} of {self.world_size} on {self.device}>"
 
 
-# Open communicators, by name and kind of device.
-_open: weakref.WeakValueDictionary[tuple[str, str], Communicator] = weakref.WeakValueDictionary()
-# What makes their calls, by name and whether they are on CUDA: operators find it there, quickly.
-_open_calls: dict[tuple[str, bool], Callable[..., Any]] = {}
-# Held while one of a group is made, by the id of the group.
-_opening: dict[int, threading.Lock] = {}
-# The names of all that this process has made, by the group's name and the kind of device.
-_made: dict[tuple[str, str], list[str]] = {}
-# The number of the latest, by the same.
-_last_numbers: dict[tuple[str, str], int] = {}
-# Those of `for_group`, by the id of the group.
-_of_group: dict[tuple[int, torch.device], Communicator] = {}
-# Held while one of them is made.
-_making: dict[tuple[int, torch.device], threading.RLock] = {}
-# All that are not freed: a child of fork() must not touch what they use.
-_living: weakref.WeakSet[Communicator] = weakref.WeakSet()
-
-
 def communicator(name: str, device_type: str | None = None) -> Communicator:
-    """The open communicator called `name`; that of a process group of this name, if there is none.
+    """Returns the open communicator called `name`, or else that of a process group of this name.
 
     So compiled code may come from a cache, and be run before anything has made a communicator:
     then this is collective, as `Communicator.for_group`.
@@ -723,93 +668,14 @@ def communicator(name: str, device_type: str | None = None) -> Communicator:
     Raises:
         CommunicatorClosedError: it was closed, or there is nothing of this name.
     """
-    comm = _open.get((name, device_type or "cuda")) or _open.get((name, device_type or "cpu"))
+    comm = registry.find(name, device_type)
     if comm is not None:
         return comm
-    group = _group_called(name)
+    group = group_called(name)
     if group is not None and device_type is not None:
-        device = arguments.resolve_device(device_type)
-        return Communicator.for_group(group, device)
-    names = sorted({name for name, _ in _open})
+        return Communicator.for_group(group, resolve_device(device_type))
+    names = sorted({other.name for other in open_communicators()})
     raise CommunicatorClosedError(
         f"no open communicator is called {name!r}: it was closed, or belongs to another process. "
         f"Open ones: {names or 'none'}."
     )
-
-
-def open_communicators() -> list[Communicator]:
-    """All open communicators of this process, in the order of their making."""
-    return list(_open.values())
-
-
-def open_calls() -> dict[tuple[str, bool], Callable[..., Any]]:
-    """What makes the calls of open communicators, by name and whether they are on CUDA."""
-    return _open_calls
-
-
-def resolve_group(group: Any) -> dist.ProcessGroup:
-    """The process group that a caller means.
-
-    Raises:
-        ValueError, TypeError: there is none, or this process is not in it.
-    """
-    if not dist.is_available() or not dist.is_initialized():
-        raise ValueError(
-            "torch.distributed is not initialised: call torch.distributed.init_process_group() "
-            "before making a Communicator."
-        )
-    mesh = sys.modules.get("torch.distributed.device_mesh")  # not loaded for those who have none
-    if mesh is not None and isinstance(group, mesh.DeviceMesh):
-        if group.ndim != 1:
-            raise ValueError(
-                f"group is a DeviceMesh of {group.ndim} dimensions, {group.mesh_dim_names}: "
-                "expected one. Pass the dimension of tensor parallelism, such as mesh['tp']."
-            )
-        group = group.get_group()
-    resolved = dist.group.WORLD if group is None else group
-    if resolved is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(
-            f"group={group!r}: this process is not in the group. Expected a group that it is in: "
-            "new_group() returns this value to the other processes."
-        )
-    if not isinstance(resolved, dist.ProcessGroup):
-        raise ValueError(
-            f"group={group!r}: expected a process group as init_process_group() and new_group() "
-            "make it, a DeviceMesh of one dimension, or None for the default group."
-        )
-    return resolved
-
-
-def _group_called(name: str) -> dist.ProcessGroup | None:
-    """The process group of that name, if there is one."""
-    if not dist.is_available() or not dist.is_initialized():
-        return None
-    groups = dist.distributed_c10d._world.pg_map
-    return next((group for group in groups if group.group_name == name), None)
-
-
-def _close_group(group_id: int, device: torch.device) -> None:
-    comm = _of_group.pop((group_id, device), None)
-    if comm is not None:
-        comm.close()
-
-
-def _close_groups() -> None:
-    for group_id, device in list(_of_group):
-        _close_group(group_id, device)
-
-
-atexit.register(_close_groups)
-
-
-def _become_forks() -> None:
-    _making.clear()  # another thread may have held one
-    _opening.clear()
-    _open.clear()
-    _open_calls.clear()
-    _of_group.clear()
-    for comm in list(_living):
-        comm._endpoint.become_fork()
-
-
-os.register_at_fork(after_in_child=_become_forks)

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from allnorm.communicator import Communicator, resolve_group
+from allnorm.communicator import Communicator
 from allnorm.core import arguments, traced
 from allnorm.core.call import Call
+from allnorm.core.resolve import resolve_group
 from allnorm.core.shortcuts import is_intercepted, is_traced
 from allnorm.expert_sum import ExpertSum
 from allnorm.post_norm import PostNorm

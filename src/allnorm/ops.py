@@ -21,9 +21,10 @@ import torch
 from torch._higher_order_ops import effects
 
 from allnorm import fakes, lowering
-from allnorm.communicator import communicator, open_calls
+from allnorm.communicator import communicator
 from allnorm.core.call import NO_CHANGE, NO_INPUTS, from_op_boundary, split_scale
 from allnorm.core.local import add_rms_norm, add_rms_norm_quant
+from allnorm.core.registry import open_calls
 from allnorm.core.tensors import has_tangent, wants_gradient
 from allnorm.expert_sum import ExpertSum
 from allnorm.post_norm import PostNorm

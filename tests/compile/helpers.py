@@ -185,4 +185,4 @@ def world_name() -> str:
 
 
 def open_names() -> list[str]:
-    return sorted(c.name for c in allnorm.communicator.open_communicators())
+    return sorted(c.name for c in allnorm.core.registry.open_communicators())

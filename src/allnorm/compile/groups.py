@@ -10,18 +10,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from allnorm import communicator as registry
-from allnorm.communicator import Communicator, open_communicators
+from allnorm.communicator import Communicator
 from allnorm.compile.candidate import Missed
 from allnorm.compile.reductions import Reduction
+from allnorm.core.registry import open_communicators
 
 # Communicators that a pass found or made: a compiled graph knows only their names.
 _named: list[Communicator] = []
-
-
-def made_so_far() -> list[tuple[tuple[str, str], list[str]]]:
-    """All communicators there ever were in this process, by group and kind of device."""
-    return sorted(registry._made.items())
 
 
 def check_group(reduction: Reduction, device: torch.device, given: Communicator | None) -> None:

@@ -15,11 +15,11 @@ import torch
 
 from allnorm import config
 from allnorm._version import __version__
-from allnorm.communicator import Communicator, open_communicators
+from allnorm.communicator import Communicator
 from allnorm.compile import agreement, tokens
 from allnorm.compile.fusion import check_communicator, fuse
-from allnorm.compile.groups import made_so_far
 from allnorm.compile.report import FusionReport
+from allnorm.core.registry import made_so_far, open_communicators
 
 if TYPE_CHECKING:
     from torch._inductor.custom_graph_pass import CustomGraphPass

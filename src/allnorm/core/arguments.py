@@ -460,28 +460,3 @@ def span_bytes(tensor: torch.Tensor) -> int:
 
 _MAX_HIDDEN_SIZE = (1 << 20) - 1
 _MAX_COUNT = (1 << 63) - 1
-
-
-def resolve_device(device: torch.device | str | None) -> torch.device:
-    """The device that a caller means.
-
-    Raises:
-        ValueError, UnsupportedError: it is none, or not one of those that are supported.
-    """
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    expected = "expected a torch.device or its name, such as 'cuda:0' or 'cpu'"
-    if not isinstance(device, str | torch.device):
-        raise TypeError(f"device={device!r}: {expected}.")
-    try:
-        resolved = torch.device(device)
-    except (RuntimeError, ValueError):
-        raise ValueError(f"device={device!r}: {expected}.") from None
-    if resolved.type == "cpu":
-        return torch.device("cpu")
-    if resolved.type != "cuda":
-        raise UnsupportedError(f"device={device}: expected a CUDA device or the CPU.")
-    if not torch.cuda.is_available():
-        raise UnsupportedError(f"device={device}: torch finds no CUDA device. Use device='cpu'.")
-    index = torch.cuda.current_device() if resolved.index is None else resolved.index
-    return torch.device("cuda", index)

@@ -22,6 +22,7 @@ from allnorm.core.dispatch import Chooser
 from allnorm.core.endpoint import Endpoint
 from allnorm.core.hierarchical import Hierarchy, backend_obstacle
 from allnorm.core.rendezvous import Rendezvous
+from allnorm.core.resolve import resolve_device
 from allnorm.errors import AllnormError, ConfigurationError
 from allnorm.names import NUMERICS
 from allnorm.quant import check_choice
@@ -267,7 +268,7 @@ def _check(settings: Settings, world_size: int) -> _Checked:
     """Raises for what is wrong with this rank's settings."""
     environment = config.read_settings()
     check_choice("numerics", settings.numerics, NUMERICS)
-    device = arguments.resolve_device(settings.device)
+    device = resolve_device(settings.device)
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise AllnormError(
             "a Communicator cannot be made while a CUDA graph is captured. Make it, or call "
