@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,10 +19,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
 from allnorm.compile.expressions import NotUnderstood, Value
+from allnorm.compile.operands import Operands
 from allnorm.compile.vocabulary import qualified_name, schema_of, whole_bases, written
-
-if TYPE_CHECKING:
-    from allnorm.compile.evaluate import Evaluator
 
 UNTRACED = "stands for a function that cannot be traced"
 
@@ -86,54 +84,64 @@ def _give_bases(schema: Any, kwargs: dict[str, Any], bases: list[Any]) -> list[i
 
 
 def evaluate(
-    evaluator: Evaluator, node: Node, function: Callable[..., Any]
+    operands: Operands,
+    node: Node,
+    function: Callable[..., Any],
+    evaluator_of: Callable[[GraphModule, Callable[[Node], Value]], Callable[[Node], Value]],
 ) -> tuple[Value, list[Value]]:
-    """The result of a node that stands for a function, and every expression on the way to it.
+    """Returns the result of a node that stands for a function, and the expressions on the way.
+
+    Args:
+        operands: the operands of the graph that the node is in.
+        node: the node.
+        function: the function that it stands for.
+        evaluator_of: returns what evaluates the nodes of the traced function, from the trace and
+            the expressions that its nodes hold.
 
     Raises:
         NotUnderstood: the function cannot be traced, or changes its arguments.
     """
-    sources = [source for source in node.all_input_nodes if evaluator.shapes.of(source) is not None]
-    traced = _trace(evaluator, node, function, sources)
+    sources = [source for source in node.all_input_nodes if operands.shapes.of(source) is not None]
+    traced = _trace(operands, node, function, sources)
     placeholders = [inner for inner in traced.graph.nodes if inner.op == "placeholder"]
-    held = {p: evaluator.held(s) for p, s in zip(placeholders, sources, strict=True)}
-    inside = evaluator.inside(traced, held.__getitem__)
+    held = {p: operands.held(s) for p, s in zip(placeholders, sources, strict=True)}
+    evaluate_inside = evaluator_of(traced, held.__getitem__)
     for inner in traced.graph.nodes:
         if written(inner):
             raise NotUnderstood(f"{node} stands for a function that changes its arguments")
         if inner.op not in ("placeholder", "output"):
-            held[inner] = inside.evaluate(inner)
+            held[inner] = evaluate_inside(inner)
     on_the_way = [value for inner, value in held.items() if inner not in placeholders]
     (output,) = traced.graph.output_node().args
     if isinstance(output, Node):
         return held[output], on_the_way
     assert isinstance(output, tuple | list)
-    results = [_result(evaluator, node, held, item) for item in output]
-    return evaluator.algebra.make("tuple", tuple(results), node, None), on_the_way
+    results = [_result(operands, node, held, item) for item in output]
+    return operands.algebra.make("tuple", tuple(results), node, None), on_the_way
 
 
-def _result(evaluator: Evaluator, node: Node, held: dict[Node, Value], item: Any) -> Value:
+def _result(operands: Operands, node: Node, held: dict[Node, Value], item: Any) -> Value:
     if isinstance(item, Node):
         return held[item]
-    return evaluator.algebra.opaque(tuple(map(evaluator.held, node.all_input_nodes)), None)
+    return operands.algebra.opaque(tuple(map(operands.held, node.all_input_nodes)), None)
 
 
 def _trace(
-    evaluator: Evaluator, node: Node, function: Callable[..., Any], sources: list[Node]
+    operands: Operands, node: Node, function: Callable[..., Any], sources: list[Node]
 ) -> GraphModule:
     def call(*tensors: Tensor) -> Any:
         given = dict(zip(sources, tensors, strict=True))
 
         def value(source: Node) -> Any:
-            return given.get(source, evaluator.shapes.any_of(source))
+            return given.get(source, operands.shapes.any_of(source))
 
         args, kwargs = map_arg((node.args, node.kwargs), value)
         return function(*args, **kwargs)
 
-    fakes: list[Any] = [evaluator.shapes.of(source) for source in sources]
+    fakes: list[Any] = [operands.shapes.of(source) for source in sources]
     try:
         # In the mode, for tensors that the function makes.
-        with torch.no_grad(), evaluator.shapes.fake_mode or contextlib.nullcontext():
+        with torch.no_grad(), operands.shapes.fake_mode or contextlib.nullcontext():
             return make_fx(call)(*fakes)
     except Exception as error:  # noqa: BLE001 - whatever a caller's function raises
         raise NotUnderstood(f"{node} {UNTRACED}: {error}") from None

@@ -1,6 +1,6 @@
 """What each operation of the vocabulary computes, as an expression.
 
-A rule takes the evaluator and a node, and raises NotUnderstood where the operation is used in a way
+A rule takes the operands and a node, and raises NotUnderstood where the operation is used in a way
 that the expressions cannot say.
 """
 
@@ -9,18 +9,16 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
 from allnorm.compile.expressions import NotUnderstood, Value, number_of
+from allnorm.compile.operands import Operands
 from allnorm.compile.shapes import FLOATS, FP8, same_shape, static_size
 from allnorm.compile.vocabulary import argument, module_of, operation, plain_module
-
-if TYPE_CHECKING:
-    from allnorm.compile.evaluate import Evaluator
 
 _EXPECTED_DIM = "expected the last one"
 
@@ -32,7 +30,7 @@ def _input(node: Node) -> Any:
 # ---- arithmetic ----------------------------------------------------------------------------------
 
 
-def _binary(e: Evaluator, node: Node) -> Value:
+def _binary(e: Operands, node: Node) -> Value:
     out = e.out(node)
     if argument(node, 2, "alpha", default=1) != 1:
         raise NotUnderstood(f"{node} scales its second operand by alpha")
@@ -43,18 +41,18 @@ def _binary(e: Evaluator, node: Node) -> Value:
     return e.algebra.round(e.algebra.binary(operation(node), a, b), out.dtype)
 
 
-def _unary(e: Evaluator, node: Node) -> Value:
+def _unary(e: Operands, node: Node) -> Value:
     out = e.out(node)
     a, _ = e.tensor(_input(node), node)
     return e.algebra.round(e.algebra.unary(operation(node), a), out.dtype)
 
 
-def _over_row(e: Evaluator, node: Node) -> Value:
+def _over_row(e: Operands, node: Node) -> Value:
     """`mean`, `sum` or `amax` over the last dimension."""
     return _reduce_row(e, node, operation(node), e.out(node))
 
 
-def _max(e: Evaluator, node: Node) -> Value:
+def _max(e: Operands, node: Node) -> Value:
     """`max` along a dimension, which returns indices too."""
     results = e.shapes.any_of(node)
     if not isinstance(results, tuple | list) or results[0].dtype not in FLOATS:
@@ -64,7 +62,7 @@ def _max(e: Evaluator, node: Node) -> Value:
     return e.algebra.make("tuple", (greatest, indices), node, None)
 
 
-def _reduce_row(e: Evaluator, node: Node, op: str, out: Tensor) -> Value:
+def _reduce_row(e: Operands, node: Node, op: str, out: Tensor) -> Value:
     a, tensor = e.tensor(_input(node), node)
     dims = argument(node, 1, "dim", "axis")
     dims = [dims] if isinstance(dims, int) else dims
@@ -83,7 +81,7 @@ def _reduce_row(e: Evaluator, node: Node, op: str, out: Tensor) -> Value:
     return e.algebra.round(e.algebra.over_last(op, a, size), out.dtype)
 
 
-def _clamp(e: Evaluator, node: Node) -> Value:
+def _clamp(e: Operands, node: Node) -> Value:
     """`clamp`, `clamp_min`, `clamp_max`, and `maximum` or `minimum` with a constant."""
     out = e.out(node)
     a, _ = e.tensor(_input(node), node)
@@ -99,7 +97,7 @@ def _clamp(e: Evaluator, node: Node) -> Value:
     return e.algebra.round(e.algebra.clamp(a, *bounds), out.dtype)
 
 
-def _constant(e: Evaluator, node: Node) -> Value:
+def _constant(e: Operands, node: Node) -> Value:
     """`torch.tensor(number)`, `aten.full([], number)`."""
     out = e.out(node)
     if operation(node) == "full":
@@ -118,14 +116,14 @@ def _is_positive(number: float) -> bool:
     return math.copysign(1.0, number) > 0
 
 
-def _zeros(e: Evaluator, node: Node) -> Value:
+def _zeros(e: Operands, node: Node) -> Value:
     return e.algebra.make("zeros", (), None, e.out(node).dtype)
 
 
 # ---- conversions, copies, views ------------------------------------------------------------------
 
 
-def _cast(e: Evaluator, node: Node) -> Value:
+def _cast(e: Operands, node: Node) -> Value:
     source = _input(node)
     a, tensor = e.tensor(source, node)
     out = e.shapes.of(node)
@@ -136,11 +134,11 @@ def _cast(e: Evaluator, node: Node) -> Value:
     return e.held(source) if out.dtype == tensor.dtype else e.algebra.round(a, out.dtype)
 
 
-def _same(e: Evaluator, node: Node) -> Value:
+def _same(e: Operands, node: Node) -> Value:
     return e.held(e.node(_input(node)))
 
 
-def _copy(e: Evaluator, node: Node) -> Value:
+def _copy(e: Operands, node: Node) -> Value:
     """`copy(target, source)`: the source, as the target would hold it."""
     source = e.node(argument(node, 1, "src", "other"))
     a, tensor = e.tensor(source, node)
@@ -150,7 +148,7 @@ def _copy(e: Evaluator, node: Node) -> Value:
     return e.held(source) if into.dtype == tensor.dtype else e.algebra.round(a, into.dtype)
 
 
-def _view(e: Evaluator, node: Node) -> Value:
+def _view(e: Operands, node: Node) -> Value:
     source = e.node(_input(node))
     value, before, after = e.held(source), e.shapes.of(source), e.shapes.of(node)
     if before is None or after is None or before.dtype != after.dtype:
@@ -169,20 +167,20 @@ def _view(e: Evaluator, node: Node) -> Value:
     return viewed
 
 
-def _dropout(e: Evaluator, node: Node) -> Value:
+def _dropout(e: Operands, node: Node) -> Value:
     drops = argument(node, 2, "training", "train", default=True) is not False
     if drops and argument(node, 1, "p", default=0.5) != 0:
         raise NotUnderstood(f"{node} drops elements at random")
     return _same(e, node)
 
 
-def _select(e: Evaluator, node: Node) -> Value:
+def _select(e: Operands, node: Node) -> Value:
     """One of the rows of each token: `tensor.select(1, index)` of three dimensions."""
     dim, index = argument(node, 1, "dim"), argument(node, 2, "index")
     return _row(e, node, dim, index)
 
 
-def _slice(e: Evaluator, node: Node) -> Value:
+def _slice(e: Operands, node: Node) -> Value:
     """The whole of a dimension, as tracers record `x[:]` where sizes are symbols."""
     start, step = argument(node, 2, "start"), argument(node, 4, "step", default=1)
     if start not in (None, 0) or step != 1 or argument(node, 3, "end") not in (None, sys.maxsize):
@@ -190,7 +188,7 @@ def _slice(e: Evaluator, node: Node) -> Value:
     return _same(e, node)
 
 
-def _row(e: Evaluator, node: Node, dim: Any, index: Any) -> Value:
+def _row(e: Operands, node: Node, dim: Any, index: Any) -> Value:
     source = e.node(_input(node))
     tensor = e.shapes.of(source)
     if tensor is None or tensor.dim() != 3 or dim not in (1, -2) or not isinstance(index, int):
@@ -201,7 +199,7 @@ def _row(e: Evaluator, node: Node, dim: Any, index: Any) -> Value:
     return e.algebra.choice(e.held(source), (index % count, count))
 
 
-def _getitem(e: Evaluator, node: Node) -> Value:
+def _getitem(e: Operands, node: Node) -> Value:
     source = e.node(node.args[0])
     index: Any = node.args[1]
     value = e.held(source)
@@ -218,11 +216,11 @@ def _getitem(e: Evaluator, node: Node) -> Value:
 # ---- norms ---------------------------------------------------------------------------------------
 
 
-def _layer_norm(e: Evaluator, node: Node) -> Value:
+def _layer_norm(e: Operands, node: Node) -> Value:
     raise NotUnderstood(f"{node} is a layer norm, which subtracts the mean")
 
 
-def _rms_norm(e: Evaluator, node: Node) -> Value:
+def _rms_norm(e: Operands, node: Node) -> Value:
     weight = argument(node, 2, "weight")
     gain = None if weight is None else e.tensor(weight, node)[0]
     shape = argument(node, 1, "normalized_shape")
@@ -233,7 +231,7 @@ def _rms_norm(e: Evaluator, node: Node) -> Value:
     return e.algebra.make("tuple", (normed, rstd), node, None)
 
 
-def _norm(e: Evaluator, node: Node, shape: Any, gain: Value | None, eps: Any) -> Value:
+def _norm(e: Operands, node: Node, shape: Any, gain: Value | None, eps: Any) -> Value:
     """`F.rms_norm` as PyTorch computes it: in float32, rounded once, after the weight."""
     z, tensor = e.tensor(_input(node), node)
     shape = e.shapes.any_of(shape) if isinstance(shape, Node) else shape
@@ -260,7 +258,7 @@ def _norm(e: Evaluator, node: Node, shape: Any, gain: Value | None, eps: Any) ->
 # ---- quantisation in blocks ----------------------------------------------------------------------
 
 
-def _blocks(e: Evaluator, node: Node) -> Value:
+def _blocks(e: Operands, node: Node) -> Value:
     """Rows in MXFP8 or NVFP4, with their scales."""
     y, given, *spec = node.args
     rows, _ = e.tensor(y, node)
@@ -268,7 +266,7 @@ def _blocks(e: Evaluator, node: Node) -> Value:
     return e.algebra.make("blocks", operands, tuple(spec), None)
 
 
-def _part(e: Evaluator, node: Node) -> Value:
+def _part(e: Operands, node: Node) -> Value:
     """The rows of these, or the scales."""
     blocks, index, _ = node.args
     out = e.shapes.of(node)
@@ -289,7 +287,7 @@ def _called(node: Node) -> Any:
     return module
 
 
-def _rms_norm_module(e: Evaluator, node: Node) -> Value:
+def _rms_norm_module(e: Operands, node: Node) -> Value:
     module, gain = _called(node), None
     if module.weight is not None:
         if module.weight.dtype not in FLOATS:
@@ -298,19 +296,19 @@ def _rms_norm_module(e: Evaluator, node: Node) -> Value:
     return _norm(e, node, module.normalized_shape, gain, module.eps)
 
 
-def _dropout_module(e: Evaluator, node: Node) -> Value:
+def _dropout_module(e: Operands, node: Node) -> Value:
     module = _called(node)
     if module.training and module.p != 0:
         raise NotUnderstood(f"{node} drops elements at random")
     return _same(e, node)
 
 
-def _identity_module(e: Evaluator, node: Node) -> Value:
+def _identity_module(e: Operands, node: Node) -> Value:
     _called(node)
     return _same(e, node)
 
 
-Rule = Callable[["Evaluator", Node], Value]
+Rule = Callable[[Operands, Node], Value]
 RULES: dict[str, Rule] = {
     **dict.fromkeys(("add", "mul", "div", "pow"), _binary),
     **dict.fromkeys(("square", "rsqrt", "sqrt", "reciprocal", "abs"), _unary),
