@@ -104,6 +104,7 @@ lint: $(STAMPS)/lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	PYTHONPATH=src $(BIN)/lint-imports --no-cache
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
 
 format: $(STAMPS)/lint
