@@ -140,12 +140,15 @@ def test_a_late_rank_is_named_by_all(pool: RankPool, far: bool) -> None:
 
 
 def stops_within(
-    rank: int, world_size: int, victim: int, islands: Any, algorithm: str
+    rank: int, world_size: int, victim: int, islands: Any, algorithm: str, far: bool = False
 ) -> list[tuple[str, int]]:
     """A rank stands still within a wait, each time a later one, as soon as its note says so."""
     seen = []
     for number in range(1, 6 if algorithm == "auto" else 4):
-        c = allnorm.Communicator(device="cpu", islands=islands, timeout=2.5)
+        if far:
+            c = make(True, rank, timeout=2.5)
+        else:
+            c = allnorm.Communicator(device="cpu", islands=islands, timeout=2.5)
         case = CASE.but(algorithm=algorithm)
         case.check(c)
         notes = c._endpoint.notes
@@ -190,6 +193,16 @@ def test_a_rank_that_stops_within_any_wait_is_named_by_all(
 ) -> None:
     results = pool.run(stops_within, victim, islands, algorithm, timeout=200)
     for rank in {*range(6)} - {victim}:
+        assert set(results[rank]) == {("PeerTimeoutError", victim)}, (rank, results)
+
+
+@on(cpu=(4,))
+@pytest.mark.parametrize("victim", [0, 3])
+def test_a_rank_that_stops_within_any_wait_is_named_by_two_machines(
+    pool: RankPool, victim: int
+) -> None:
+    results = pool.run(stops_within, victim, PAIRS, "auto", True, timeout=200)
+    for rank in {*range(4)} - {victim}:
         assert set(results[rank]) == {("PeerTimeoutError", victim)}, (rank, results)
 
 

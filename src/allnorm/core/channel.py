@@ -255,6 +255,18 @@ def _bounded(step: Callable[[], Any], seconds: float) -> Any:
     return found[0] if found else None
 
 
+class _MissingError(Exception):
+    """Ranks have not come before the deadline.
+
+    Attributes:
+        missing: these ranks.
+    """
+
+    def __init__(self, missing: set[int]) -> None:
+        super().__init__(missing)
+        self.missing = sorted(missing)
+
+
 class _Messages(Channel):
     """By the store of the process group: a key of each rank for each call."""
 
@@ -277,14 +289,21 @@ class _Messages(Channel):
             for rank in dead:
                 raise WaitEndedError(Cause(rank, DIED))
             if time.monotonic() > deadline:
-                raise WaitEndedError(Cause(min(missing), LATE, "did not come"))
+                raise _MissingError(missing)
 
         seconds = self._mailbox.seconds
         deadline = time.monotonic() + seconds
         self.notes.enter(self._everyone)
-        found = _bounded(
-            lambda: self._mailbox.exchange(list(words), self._dead, look), seconds + _STORE_SECONDS
-        )
+        try:
+            found = _bounded(
+                lambda: self._mailbox.exchange(list(words), self._dead, look),
+                seconds + _STORE_SECONDS,
+            )
+        except _MissingError as error:
+            # They may have come to an earlier wait, and wait there for another rank.
+            self.notes.enter(error.missing)
+            cause = self.notes.settle(self._dead.__contains__)
+            raise WaitEndedError(cause or Cause(error.missing[0], LATE, "did not come")) from None
         if found is None:
             far = [] if owner.watch is None else sorted(owner.watch.blind)
             why = "did not come (the store of the process group does not answer)"
