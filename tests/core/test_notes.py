@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
+import torch.distributed
 
 from allnorm.core import notes, turn
 from allnorm.core.notes import DIED, INTERRUPTED, LATE, LEFT, Cause
@@ -235,6 +236,28 @@ def test_a_wait_that_is_not_noted_tells_nothing(monkeypatch: pytest.MonkeyPatch)
     machine.sleep(5.0)
     assert ranks[0].settle(nobody, 1) is None
     assert ranks[0].settle(nobody) is None
+
+
+def test_a_rank_that_still_waits_says_for_whom() -> None:
+    """Ranks of several machines: rank 1 began to wait later than rank 0, and has not given up."""
+    store = torch.distributed.HashStore()
+    first, second = (notes.StoreNotes(store, "notes", rank) for rank in range(2))
+    first.enter((0, 1))
+    second.enter((1, 2))
+    assert second.find(nobody) is None
+    done = threading.Event()
+
+    def wait() -> None:
+        while not done.wait(0.05):
+            second.find(nobody)
+
+    waits = threading.Thread(target=wait)
+    waits.start()
+    try:
+        assert first.settle(nobody) == Cause(2, LATE, "did not come")
+    finally:
+        done.set()
+        waits.join()
 
 
 def test_long_reasons_and_torn_notes() -> None:

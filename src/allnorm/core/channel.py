@@ -283,7 +283,7 @@ class _Messages(Channel):
         def look(missing: set[int], dead: list[int]) -> None:
             if self._closed:
                 owner.end_wait(_native.CLOSED)
-            cause = self._notes.first()
+            cause = self._notes.look(sorted(missing))
             if cause is not None and cause.rank != owner.rank:
                 raise WaitEndedError(cause)
             for rank in dead:

@@ -60,6 +60,8 @@ _SETTLE_NS = 2 * _STALE_NS
 # How long ranks of several machines wait for what the others publish.
 _STORE_SECONDS = 2.0
 _LOOK_SECONDS = 0.5
+# How often a rank that waits looks whether it is asked for whom.
+_ASKED_SECONDS = 0.1
 _PAUSE_SECONDS = 0.01
 
 IsDead = Callable[[int], bool]
@@ -360,6 +362,8 @@ class StoreNotes(Notes):
     def __init__(self, store: Any, prefix: str, rank: int) -> None:
         self._store, self._prefix, self._rank = store, prefix, rank
         self._posted = False
+        self._answered: list[int] = []  # for whom this rank has last said that it waits
+        self._looked = 0.0
         self._late: threading.Thread | None = None  # waits for a store that does not answer
 
     def post(self, cause: Cause) -> None:
@@ -383,13 +387,33 @@ class StoreNotes(Notes):
         for peer in self.peers:
             if peer != self._rank and is_dead(peer):
                 return self.said_by(peer) or Cause(peer, DIED)
-        return self.said_by(self._rank)
+        return self._bounded(lambda: self.look(self.peers))
+
+    def look(self, peers: Sequence[int]) -> Cause | None:
+        """Returns the first cause that any rank has published; may block.
+
+        Now and then it also looks whether a rank asks who waits for whom. Then it publishes `peers`
+        as those for whom this rank waits.
+        """
+        cause = self.first()
+        now = time.monotonic()
+        if cause is None and now - self._looked > _ASKED_SECONDS:
+            self._looked = now
+            own = [peer for peer in peers if peer != self._rank]
+            if own != self._answered and self._store.check([self._key("asked")]):
+                self._publish(own)
+        return cause
+
+    def _publish(self, own: list[int]) -> None:
+        self._answered = own
+        self._store.set(self._key(self._rank), json.dumps(own))
 
     def settle(self, is_dead: IsDead, behind: int | None = None) -> Cause | None:
         """Returns the most likely cause after a wait has lasted its timeout.
 
-        This rank publishes for whom it waited. Whoever waited for it follows it there, and so on,
-        to a rank that publishes nothing: all that wait because of it name it.
+        This rank publishes for whom it waited, and asks those that still wait to do so. Whoever
+        waited for it follows it there, and so on, to a rank that publishes nothing: all that wait
+        because of it name it.
         """
         certain = self.find(is_dead)
         if certain is not None:
@@ -399,7 +423,8 @@ class StoreNotes(Notes):
         own = [peer for peer in peers if peer != self._rank]
 
         def follow() -> Cause | None:
-            self._store.set(self._key(self._rank), json.dumps(own))
+            self._store.set(self._key("asked"), "1")
+            self._publish(own)
             peers, seen = own, {self._rank}
             while True:
                 said = self._read(peers, deadline)
