@@ -9,12 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from rank_helpers import message_of, on
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 pytest.importorskip("transformers")
 from allnorm import reference
 from allnorm.integrations.transformers.partial import PartialSum
 from allnorm.integrations.transformers.sites import SWITCH, Norm, Site
 from allnorm.integrations.transformers.wiring import _norm_forward
+from allnorm.testing import RankPool
 
 
 class Doubles:
@@ -335,3 +339,38 @@ def test_its_own_dtype_changes_nothing() -> None:
     assert model.partial.to(torch.float32) is model.partial
     torch.testing.assert_close(model.partial.to(torch.float64), model.total.double())
     assert model.calls() == (0, 1)
+
+
+def divided_bias(rank: int, world_size: int) -> list[str]:
+    """Runs in ranks: a bias of which a rank has a part only is neither added nor cut off."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    messages = []
+    for placement, part in ((Replicate(), 8), (Shard(0), 8 // world_size), (Partial(), 8)):
+        for use in ("add", "reduce"):
+            model = Model(bias=True)
+            whole = model.linear.bias.detach()
+            start = rank * part if placement == Shard(0) else 0
+            bias = DTensor.from_local(whole[start : start + part], mesh, [placement])
+            model.linear.bias = torch.nn.Parameter(bias, requires_grad=False)
+
+            def total(model: Model = model, use: str = use) -> torch.Tensor:
+                with torch.no_grad():
+                    if use == "add":
+                        return model.residual + model.partial
+                    return model.residual + model.partial.reduced()
+
+            if placement == Replicate():
+                torch.testing.assert_close(total(), 2 * model.x + whole + model.residual)
+            else:
+                messages.append(message_of(ValueError, total))
+    return messages
+
+
+@on(cpu=(2,))
+def test_a_divided_bias_is_refused(pool: RankPool) -> None:
+    first, second = pool.run(divided_bias)
+    assert first == second
+    placements = ("Shard(dim=0)",) * 2 + ("Partial(sum)",) * 2
+    for message, placement in zip(first, placements, strict=True):
+        assert "the bias of o_proj" in message
+        assert placement in message, message

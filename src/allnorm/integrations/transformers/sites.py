@@ -371,9 +371,23 @@ class Site:
         return found
 
     def _bias(self) -> torch.Tensor | None:
-        """[hidden_size], as a local tensor; the parameter is replaced when weights are loaded."""
+        """Returns [hidden_size], as a local tensor; None if the module adds none.
+
+        The parameter is replaced when weights are loaded, and by FSDP around each forward.
+
+        Raises:
+            ValueError: this rank does not hold the whole of it; on every rank.
+        """
         bias = None if self.module is None else self.module._parameters.get("bias")
-        return bias.to_local() if isinstance(bias, DTensor) else bias
+        whole = None if bias is None else whole_local(bias)
+        if isinstance(bias, DTensor) and whole is None:
+            raise ValueError(
+                f"the bias of {self.name} is a DTensor with placements {bias.placements} when the "
+                "sum is made: expected one that every rank holds whole, as the tensor-parallel "
+                "plans of transformers make it. Let FSDP shard whole layers, or load the model "
+                "after disable()."
+            )
+        return whole
 
     def _count(self, what: str, more: int = 1) -> None:
         # A compiled graph must not change with the number of its calls.
