@@ -245,8 +245,15 @@ def test_exported_modules_return_what_they_did(pool: RankPool, name: str, writes
 def exported_program(rank: int, world_size: int) -> None:
     """A program whose graph was fused is still one: it can be checked, and saved."""
     x, r, _ = Inputs().make(rank)
-    for name in ("tuple", "nested"):
-        stock = Cached(STRUCTURES[name], "nothing")
+    structures = {
+        **{name: STRUCTURES[name] for name in ("tuple", "nested")},
+        # Results that are one node when the graph was fused.
+        "views": lambda y, h: (h.detach(), y.view(y.shape), h, y, h.view(h.shape), h, y.detach()),
+        "only views": lambda y, h: (h.detach(), h.view(h.shape), y.detach()),
+        "computed again": lambda y, h: (y, h, h * 1, h.clone(), h + 0),
+    }
+    for name, structure in structures.items():
+        stock = Cached(structure, "nothing")
         with torch.no_grad():
             program = torch.export.export(stock, (x, r))
             before = [node.name for node in occurrences(program.graph)]

@@ -59,7 +59,9 @@ def keep_aliasing(
 
     def add(target: Any, *args: Any, **kwargs: Any) -> Node:
         with graph.inserting_before(output):
-            return graph.call_function(target, args, kwargs)
+            node = graph.call_function(target, args, kwargs)
+        shapes.describe(node)
+        return node
 
     known = [index for index, tensor in enumerate(before) if storage_of(tensor) is not None]
     for index in sorted(known, key=lambda index: -_size(before[index])):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 
 from allnorm.communicator import Communicator
 from allnorm.compile import agreement, guards
@@ -26,6 +27,8 @@ from allnorm.compile.values import Context, Values, memories
 from allnorm.compile.vocabulary import attribute_of, module_of
 from allnorm.core.verdicts import Step
 from allnorm.errors import CommunicatorClosedError
+
+_INPUTS = frozenset({"placeholder", "get_attr"})
 
 
 def fuse(
@@ -174,7 +177,8 @@ def _fuse_one(
     children = [node for node in module.graph.nodes if isinstance(module_of(node), GraphModule)]
     if not reductions and not children:
         return []
-    search = _search_freely(module, reductions, inputs.get(module), communicator, options)
+    given = _Given(module, reductions, inputs.get(module), communicator, options)
+    search = given.search()
     shapes, values, sites = search.shapes, search.values, search.sites
     functional, known_of[module] = search.functional, shapes
     for node in children:
@@ -216,65 +220,70 @@ class _Search:
         return self.fused == (len(self.sites), len(self.sites))
 
 
-def _search_freely(
-    module: GraphModule,
-    reductions: dict[Node, Reduction],
-    examples: Sequence[Any] | None,
-    communicator: Communicator | None,
-    options: _Options,
-) -> _Search:
-    """Looks for matches for as many sizes of inputs as there can be.
+@dataclass(frozen=True)
+class _Given:
+    """A graph to be searched. The search changes nothing.
 
-    Sizes of the examples are only taken as given if more is fused then. The number of rows is if a
-    call was made with numbers that depend on it: such a call refuses another one anyway.
+    Attributes:
+        module: the graph.
+        reductions: those of the graph.
+        examples: arguments of the graph, as in `fuse`.
+        communicator: as in `fuse`.
+        options: the others of `fuse`.
     """
-    best = _search(module, reductions, examples, communicator, options)
-    if not best.shapes.has_real_examples:
+
+    module: GraphModule
+    reductions: dict[Node, Reduction]
+    examples: Sequence[Any] | None
+    communicator: Communicator | None
+    options: _Options
+
+    def search(self) -> _Search:
+        """Looks for matches for as many sizes of inputs as there can be.
+
+        Sizes of the examples are only taken as given if more is fused then. The number of rows is
+        if a call was made with numbers that depend on it: such a call refuses another one anyway.
+        """
+        best = self._search(Freedom.DISTINCT)
+        if not best.shapes.has_real_examples:
+            return best
+        for freedom in (Freedom.EQUAL, Freedom.ROWS, Freedom.NONE):
+            if best.is_complete:
+                break
+            other = self._search(freedom)
+            numbers = any(one.match is not None and one.match.numbers for one in other.sites)
+            if other.fused > best.fused and (freedom is not Freedom.NONE or numbers):
+                best = other
+            elif freedom is Freedom.NONE:  # its reasons are without symbols
+                for one, same in zip(best.sites, other.sites, strict=True):
+                    one.reason = one.reason and (same.reason or one.reason)
         return best
-    for freedom in (Freedom.EQUAL, Freedom.ROWS, Freedom.NONE):
-        if best.is_complete:
-            break
-        other = _search(module, reductions, examples, communicator, options, freedom)
-        numbers = any(one.match is not None and one.match.numbers for one in other.sites)
-        if other.fused > best.fused and (freedom is not Freedom.NONE or numbers):
-            best = other
-        elif freedom is Freedom.NONE:  # its reasons are without symbols
-            for one, same in zip(best.sites, other.sites, strict=True):
-                one.reason = one.reason and (same.reason or one.reason)
-    return best
 
-
-def _search(
-    module: GraphModule,
-    reductions: dict[Node, Reduction],
-    examples: Sequence[Any] | None,
-    communicator: Communicator | None,
-    options: _Options,
-    freedom: Freedom = Freedom.DISTINCT,
-) -> _Search:
-    """Looks for matches; changes nothing."""
-    shapes = Shapes(module, reductions, examples, freedom)
-    differentiated = _differentiated(module, shapes)
-    functional, context, why = None, Context(differentiated=differentiated), ""
-    writing = writers(module.graph, shapes, reductions) if reductions else {}
-    if writing:
-        try:
-            functional = functionalise(module, shapes, reductions, differentiated)
-        except NotFunctional as reason:
-            why = f"in a graph that cannot be made functional: {reason}"
-            context = replace(context, written=_written(writing, shapes, why))
-    if functional is None:
-        graph, made, found = module.graph, reductions, {}
-    else:
-        graph, found = functional.module.graph, functional.reductions
-        made = {reduction.node: reduction for reduction in found.values()}
-        in_place = frozenset(node for node, one in reductions.items() if one.in_place)
-        context = replace(context, makers=functional.makers, in_place=in_place)
-    known = shapes if functional is None else Shapes(functional.module, {}, None)
-    values = Values(graph, known, made, options.decompositions, context)
-    sites = [_Found(before, found.get(node, before)) for node, before in reductions.items()]
-    _match(sites, values, communicator, options, why)
-    return _Search(shapes, values, functional, sites)
+    def _search(self, freedom: Freedom) -> _Search:
+        """Looks for matches for some sizes of inputs."""
+        module, reductions = self.module, self.reductions
+        shapes = Shapes(module, reductions, self.examples, freedom)
+        differentiated = _differentiated(module, shapes)
+        functional, context, why = None, Context(differentiated=differentiated), ""
+        writing = writers(module.graph, shapes, reductions) if reductions else {}
+        if writing:
+            try:
+                functional = functionalise(module, shapes, reductions, differentiated)
+            except NotFunctional as reason:
+                why = f"in a graph that cannot be made functional: {reason}"
+                context = replace(context, written=_written(writing, shapes, why))
+        if functional is None:
+            graph, made, found = module.graph, reductions, {}
+        else:
+            graph, found = functional.module.graph, functional.reductions
+            made = {reduction.node: reduction for reduction in found.values()}
+            in_place = frozenset(node for node, one in reductions.items() if one.in_place)
+            context = replace(context, makers=functional.makers, in_place=in_place)
+        known = shapes if functional is None else Shapes(functional.module, {}, None)
+        values = Values(graph, known, made, self.options.decompositions, context)
+        sites = [_Found(before, found.get(node, before)) for node, before in reductions.items()]
+        _match(sites, values, self.communicator, self.options, why)
+        return _Search(shapes, values, functional, sites)
 
 
 def _has_ones(examples: Sequence[Any] | None) -> bool:
@@ -429,15 +438,30 @@ def _rewrite(
 
 
 def _keep_names(graph: Graph, names: Sequence[str]) -> None:
-    """Gives the results of a graph the names that they had: an exported program finds them so."""
+    """Gives the results of a graph the names that they had: an exported program finds them so.
+
+    Results with several names that are one node now are told apart by aliases of it.
+    """
+    output, found = graph.output_node(), [*zip(occurrences(graph), names, strict=True)]
+    returned = {name: node for node, name in found if node.name == name}
+    for node, name in found:
+        if name in returned:
+            continue
+        again = node in returned.values() or node.op in _INPUTS
+        if again and isinstance(node.meta.get("val"), Tensor):
+            with graph.inserting_before(output):
+                returned[name] = graph.call_function(torch.ops.aten.alias.default, (node,))
+            returned[name].meta = dict(node.meta)
+        else:
+            returned[name] = node
+    nodes = iter([returned[name] for name in names])
+    output.args = map_arg(output.args, lambda node: next(nodes))
     taken = {node.name: node for node in graph.nodes}
-    for node, name in zip(occurrences(graph), names, strict=True):
+    for name, node in returned.items():
         other = taken.get(name)
-        if node.name in names or node.op in ("placeholder", "get_attr") or other is node:
+        if other is node or node.op in _INPUTS or (other is not None and other.op in _INPUTS):
             continue
         if other is not None:
-            if other.op in ("placeholder", "get_attr"):
-                continue
             other._rename(f"{name}_before")
         graph._graph_namespace._used_names.discard(name)  # of a node that was erased, too
         node._rename(name)

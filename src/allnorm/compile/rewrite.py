@@ -279,20 +279,13 @@ class Rewriter:
     def _describe(self, node: Node) -> None:
         """Gives a new node the metadata that the others have."""
         mode = self._shapes.fake_mode
-        if mode is None:
-            return
-        args, kwargs = map_arg((node.args, node.kwargs), self._shapes.any_of)
-        with mode, torch.no_grad():
-            if node.op == "get_attr":
-                parameter = self._values.parameters[str(node.target)]
-                fake = isinstance(parameter, FakeTensor)
-                result: Any = parameter if fake else mode.from_tensor(parameter)
-            elif node.op == "call_method":
-                result = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-            else:
-                assert callable(node.target)
-                result = node.target(*args, **kwargs)
-        self._shapes.add(node, result)
+        if node.op != "get_attr":
+            self._shapes.describe(node)
+        elif mode is not None:
+            parameter = self._values.parameters[str(node.target)]
+            fake = isinstance(parameter, FakeTensor)
+            with mode, torch.no_grad():
+                self._shapes.add(node, parameter if fake else mode.from_tensor(parameter))
 
     # ---- readers --------------------------------------------------------------------------------
 

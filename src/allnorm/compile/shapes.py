@@ -108,6 +108,19 @@ class Shapes:
         if self.meta_key is not None:
             node.meta[self.meta_key] = value
 
+    def describe(self, node: Node) -> None:
+        """Describes a new call by what it returns for fake tensors."""
+        if self.fake_mode is None:
+            return
+        args, kwargs = map_arg((node.args, node.kwargs), self.any_of)
+        with self.fake_mode, torch.no_grad():
+            if node.op == "call_method":
+                result: Any = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            else:
+                assert callable(node.target)
+                result = node.target(*args, **kwargs)
+        self.add(node, result)
+
     @property
     def has_real_examples(self) -> bool:
         """Whether all that is known comes from tensors with data, which may be other ones later."""
