@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from rank_helpers import comm, on
 from torch import Tensor, nn
 from torch.fx import GraphModule, symbolic_trace
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from allnorm.compile import fuse
 from allnorm.testing import RankPool
@@ -136,3 +137,25 @@ def test_programs(pool: RankPool, seed: int) -> None:
 
 def program(rank: int, world_size: int, seed: int) -> None:
     assert one(rank, seed) is not None
+
+
+def traced_sizes(rank: int, world_size: int) -> None:
+    """`make_fx` takes two views for alike at 4 tokens, and checks nothing when its graph runs."""
+
+    def layer(x: Tensor) -> Tensor:
+        normed = F.rms_norm(reduce(x.view(-1, 2, HIDDEN)), (HIDDEN,), None, 1e-5)
+        return F.rms_norm(normed.view(2, -1, HIDDEN), (HIDDEN,), None, 1e-5)
+
+    given, module = (make_fx(layer, tracing_mode="symbolic")(ints(rank, 7, 4)[0]) for _ in range(2))
+    report = fuse(module, ints(rank, 7, 4)[:1], comm())
+    assert len(report.fused) == 1, str(report)
+    same = module(ints(rank, 3, 4)[0])
+    assert torch.equal(same, given(ints(rank, 3, 4)[0]))
+    assert given(ints(rank, 3, 8)[0]).shape == (2, 4, HIDDEN)
+    with pytest.raises(ValueError, match="Fuse the graph again"):
+        module(ints(rank, 3, 8)[0])
+
+
+@on(cpu=(2,))
+def test_sizes_that_only_the_tracer_knows(pool: RankPool) -> None:
+    pool.run(traced_sizes)

@@ -180,7 +180,8 @@ class Functional:
         sizes = guards.sizes_of([node.meta["val"] for node in tensors])
         if self.env is not None:
             return guards.rule_of(self.env, sizes, bounds=True)
-        parts: list[str] = []
+        traced = guards.rule_of_tracer(sizes)
+        parts = [traced] if traced else []
         first: dict[str, str] = {}
         for index, size in enumerate(sizes):
             number, this = static_size(size), f"L['t{index}']"

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
@@ -113,12 +114,19 @@ def _check_sizes(module: GraphModule, known: dict[GraphModule, Shapes]) -> None:
     shapes, ones = known.get(module), any(shapes.assumed.ones for shapes in known.values())
     checked = module.graph.find_nodes(op="call_function", target=guards.check_inputs)
     assumed = ones or any(shapes.assumed.sizes for shapes in known.values())
-    if shapes is None or shapes.env is None or checked or not assumed:
+    traced = shapes is not None and shapes.meta_key == "val" and not TracingContext.try_get()
+    if shapes is None or checked or not (traced if shapes.env is None else assumed):
         return
     inputs = module.graph.find_nodes(op="placeholder")
     looks = ((node, shapes.of(node)) for node in inputs)
     given = {node: tensor for node, tensor in looks if tensor is not None}
-    rule = guards.rule_of(shapes.env, guards.sizes_of([*given.values()]), bounds=ones)
+    sizes = guards.sizes_of([*given.values()])
+    if shapes.env is None:
+        rule = guards.rule_of_tracer(sizes)
+    else:
+        rule = guards.rule_of(shapes.env, sizes, bounds=ones)
+    if not rule:
+        return
     with module.graph.inserting_after(inputs[-1]):
         module.graph.call_function(guards.check_inputs, ((), 0, tuple(given), rule))
     module.recompile()

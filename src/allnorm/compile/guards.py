@@ -67,6 +67,23 @@ def rule_of(env: ShapeEnv, sizes: Sequence[Any], *, bounds: bool) -> str:
     return " and ".join(parts)
 
 
+def rule_of_tracer(sizes: Sequence[Any]) -> str:
+    """Returns the guards on the `sizes_of` inputs that the tracer of a graph relied on.
+
+    `make_fx` checks none of them when its graph runs, and the graph may be right where a guard
+    does not hold: an operator takes its sizes from its arguments. The fused graph is not, because
+    shapes were compared under these guards. Guards on other symbols are left to the tracer.
+    """
+    symbolic = [size.node for size in sizes if isinstance(size, torch.SymInt)]
+    if not symbolic:
+        return ""
+    env: ShapeEnv = symbolic[0].shape_env
+    symbols = {symbol for node in symbolic for symbol in node.expr.free_symbols}
+    known = [guard for guard in env.guards if guard.expr.free_symbols <= symbols]
+    rule = env.produce_guards_expression(sizes, guards=known, ignore_static=False) or ""
+    return " and ".join(p for p in rule.split(" and ") if not _LOWER_BOUND.fullmatch(p))
+
+
 _LOWER_BOUND = re.compile(r"2 <= L\['t\d+'\]")
 
 
