@@ -17,6 +17,7 @@
 #include <functional>
 #include <memory>
 
+#include "protocol/accesses.h"
 #include "tests/shim/model.h"
 
 namespace allnorm::shim {
@@ -89,6 +90,19 @@ class Machine {
   std::unique_ptr<State> state_;
 };
 
+// A verb of protocol/accesses.h that a thread carries out, as its PTX; at no address for what is no
+// access. `value`: the first word, or 8 bytes.
+struct Access {
+  int rank;
+  uint64_t operation;
+  uint32_t block, thread;
+  const char* verb;
+  const void* address;
+  uint64_t value;
+};
+// Calls `look` with every one of them, until another is given.
+void trace(std::function<void(const Access&)> look);
+
 // ---- What fibers call --------------------------------------------------------------------------
 
 struct Index {
@@ -99,6 +113,8 @@ Index block_index();
 Index block_dim();
 Index grid_dim();
 uint32_t cluster_dim();
+
+void note_access(const char* verb, const void* address, uint64_t value);
 
 void yield();
 void yield_sometimes(uint64_t one_in);
@@ -142,7 +158,10 @@ void will_write_in_cluster(const void* theirs);
 #define blockDim (::allnorm::shim::block_dim())
 #define gridDim (::allnorm::shim::grid_dim())
 
-inline void __syncthreads() { allnorm::shim::sync_block(); }
+inline void __syncthreads() {
+  allnorm::shim::note_access(ALLNORM_PTX(ALLNORM_BLOCK_BARRIER), nullptr, 0);
+  allnorm::shim::sync_block();
+}
 inline unsigned long long atomicCAS(unsigned long long* address, unsigned long long expected,
                                     unsigned long long value) {
   __atomic_compare_exchange_n(address, &expected, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);

@@ -12,6 +12,7 @@ namespace {
 Machine::State& machine() { return *g_machine; }
 Thread& thread() { return *g_machine->running; }
 Block& block() { return *thread().block; }
+std::function<void(const Access&)> g_look;
 const Launch& shape() { return block().grid->launch; }
 
 }  // namespace
@@ -72,6 +73,14 @@ Index block_index() { return {block().index}; }
 Index block_dim() { return {shape().num_threads}; }
 Index grid_dim() { return {shape().num_blocks}; }
 uint32_t cluster_dim() { return shape().cluster_size; }
+
+void trace(std::function<void(const Access&)> look) { g_look = std::move(look); }
+void note_access(const char* verb, const void* address, uint64_t value) {
+  if (g_look == nullptr) return;
+  const Thread& here = thread();
+  g_look(
+      {here.agent.rank, here.agent.operation, here.block->index, here.index, verb, address, value});
+}
 
 void yield() { thread().fiber->leave(); }
 void sleep_until_change() { machine().sleep(); }

@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "gpu/cache_policy.h"
+#include "protocol/accesses.h"
 #include "protocol/numerics.h"
 #include "tests/shim/device.h"
 
@@ -29,6 +30,7 @@ T relaxed_load(const void* address) {
 // ---- across the link: a thread may be interrupted between the words of a 16-byte access
 
 inline void store_relaxed_sys(void* address, const Pack& pack) {
+  shim::note_access(ALLNORM_PTX(ALLNORM_STORE_PACK), address, pack.word[0]);
   for (int i = 0; i < 4; ++i) {
     shim::yield_sometimes(64);
     relaxed_store(static_cast<uint32_t*>(address) + i, pack.word[i]);
@@ -42,36 +44,48 @@ inline Pack load_relaxed_sys(const void* address) {
     shim::yield_sometimes(64);
     pack.word[i] = relaxed_load<uint32_t>(static_cast<const uint32_t*>(address) + i);
   }
+  shim::note_access(ALLNORM_PTX(ALLNORM_LOAD_PACK), address, pack.word[0]);
   return pack;
 }
 
 inline void store_relaxed_sys(void* address, uint64_t value) {
+  shim::note_access(ALLNORM_PTX(ALLNORM_STORE_U64), address, value);
   shim::yield_sometimes(8);
   relaxed_store(address, value);
 }
 
 inline uint64_t load_relaxed_sys_u64(const void* address) {
   shim::yield_sometimes(4);
-  return relaxed_load<uint64_t>(address);
+  const auto value = relaxed_load<uint64_t>(address);
+  shim::note_access(ALLNORM_PTX(ALLNORM_LOAD_U64), address, value);
+  return value;
 }
 
 inline void store_relaxed_sys(void* address, uint32_t value) {
+  shim::note_access(ALLNORM_PTX(ALLNORM_STORE_U32), address, value);
   shim::yield_sometimes(8);
   relaxed_store(address, value);
 }
 
 inline uint32_t load_relaxed_sys_u32(const void* address) {
   shim::yield_sometimes(4);
-  return relaxed_load<uint32_t>(address);
+  const auto value = relaxed_load<uint32_t>(address);
+  shim::note_access(ALLNORM_PTX(ALLNORM_LOAD_U32), address, value);
+  return value;
 }
 
 inline uint32_t load_acquire_sys_u32(const void* address) {
-  const uint32_t value = load_relaxed_sys_u32(address);
+  shim::yield_sometimes(4);
+  const auto value = relaxed_load<uint32_t>(address);
+  shim::note_access(ALLNORM_PTX(ALLNORM_ACQUIRE_U32), address, value);
   shim::acquire_seen(address);
   return value;
 }
 
-inline void fence_acq_rel_sys() { shim::fence(shim::Scope::kSystem); }
+inline void fence_acq_rel_sys() {
+  shim::note_access(ALLNORM_PTX(ALLNORM_FENCE), nullptr, 0);
+  shim::fence(shim::Scope::kSystem);
+}
 
 // ---- this device. Of these only a store may meet a peer's: where a slot is made empty.
 
@@ -85,18 +99,29 @@ void plain_store(void* address, T value) {
 }
 
 inline Pack load_pack(const void* address) {
+  shim::note_access("ld.weak.global.v4.u32", address, 0);
   Pack pack;
   memcpy(&pack, address, sizeof(pack));
   return pack;
 }
 inline void keep_packed(Pack&) {}
 inline void store_pack(void* address, const Pack& pack) {
+  shim::note_access(ALLNORM_PTX(ALLNORM_CLEAR_PACK), address, pack.word[0]);
   for (int i = 0; i < 4; ++i) plain_store(static_cast<uint32_t*>(address) + i, pack.word[i]);
 }
 inline void prefetch_to_l2(const void*, uint32_t) {}
-inline uint32_t load_u32(const void* address) { return *static_cast<const uint32_t*>(address); }
-inline void store_u64(void* address, uint64_t value) { plain_store(address, value); }
-inline void store_u32(void* address, uint32_t value) { plain_store(address, value); }
+inline uint32_t load_u32(const void* address) {
+  shim::note_access("ld.weak.global.u32", address, 0);
+  return *static_cast<const uint32_t*>(address);
+}
+inline void store_u64(void* address, uint64_t value) {
+  shim::note_access(ALLNORM_PTX(ALLNORM_CLEAR_U64), address, value);
+  plain_store(address, value);
+}
+inline void store_u32(void* address, uint32_t value) {
+  shim::note_access(ALLNORM_PTX(ALLNORM_CLEAR_U32), address, value);
+  plain_store(address, value);
+}
 // What is cached how long changes no result.
 inline Pack load_pack(const void* address, CachePolicy) { return load_pack(address); }
 inline uint64_t load_u64(const void* address, CachePolicy) {
@@ -137,7 +162,10 @@ inline float near_reciprocal_root(float a) {
 
 // ---- launches and clusters
 
-inline void wait_for_preceding_grid() { shim::wait_for_preceding_grid(); }
+inline void wait_for_preceding_grid() {
+  shim::note_access(ALLNORM_PTX(ALLNORM_GRID_WAIT), nullptr, 0);
+  shim::wait_for_preceding_grid();
+}
 inline void trigger_next_grid() { shim::trigger_next_grid(); }
 
 inline uint32_t cluster_size() { return shim::cluster_dim(); }

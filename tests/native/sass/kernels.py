@@ -6,6 +6,9 @@ import dataclasses
 import re
 from collections import Counter
 
+from native.accesses import read_table
+
+TABLE = read_table()
 DTYPES = ("Bfloat16", "Float16", "Float32")
 ANY_WORLD_SIZE = 0  # what a kernel is compiled for that is told the number of ranks
 MOST_RANKS = 8
@@ -97,13 +100,18 @@ class Variant:
             "owned_finished": (2 + peers, ranks + 1),
             "owned_given": (peers, 1),
         }[self.kind]
-        # The roll call, of two words each way, and the number that hands slots back, for which
-        # large operations wait at their head as well.
-        pushes, polls = Counter({16: wide[0], 8: 2, 4: 1}), Counter({16: wide[1], 8: 2, 4: 2})
+        pushes, polls = Counter({16: wide[0]}), Counter({16: wide[1]})
+        parts = {"roll_call": 1, "hand_back": 1, "head": 1}
         if self.kind == "owned_finished" and self.quantized:
-            for elements in (4 if self.dtype == "Float32" else 8, 4):  # of a pack; then scales
-                pushes[elements] += peers
-                polls[elements] += 1
+            parts |= {"packed_own": peers, "packed_receive": 1}
+        for part, times in parts.items():
+            for row in TABLE.part(part):
+                verb = TABLE.verbs[row.verb]
+                if verb.order == "weak" or verb.operation not in ("st", "ld"):
+                    continue
+                # A pack of float32 has half as many elements.
+                halved = row.place == "finished" and self.dtype == "Float32"
+                (pushes if verb.operation == "st" else polls)[verb.bytes // (1 + halved)] += times
         return Traffic(pushes, polls)
 
     @property

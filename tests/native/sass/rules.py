@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
 from .disassembly import Instruction, Kernel
-from .kernels import Variant
+from .kernels import TABLE, Variant
 
 Rule = Callable[[Kernel, Variant], Iterator[str]]
 
@@ -99,8 +99,9 @@ def one_system_fence(kernel: Kernel, variant: Variant) -> Iterator[str]:
     """
     fences = [i for i, found in enumerate(kernel.instructions) if _is_system_fence(found)]
     fences = [i for i in fences if kernel.instructions[i] in kernel.body]
-    if len(fences) != 1:
-        yield f"{len(fences)} system-wide fences on the data path; expected one"
+    wanted = sum(TABLE.operation(row) == "fence" for row in TABLE.rows)
+    if len(fences) != wanted:
+        yield f"{len(fences)} system-wide fences on the data path; expected {wanted}"
         return
     (fence,) = fences
     # What follows up to the next branch.
@@ -133,8 +134,9 @@ def numbers_are_acquired(kernel: Kernel, variant: Variant) -> Iterator[str]:
             ]
             if touched and touched[0].opcode == "CCTL.IVALL":
                 acquires.append(i)
-    if len(acquires) != 2:
-        yield f"{len(acquires)} loads of a number acquire; expected one at the head and another"
+    wanted = sum(TABLE.verbs[row.verb].access.order == "acquire" for row in TABLE.rows)
+    if len(acquires) != wanted:
+        yield f"{len(acquires)} loads of a number acquire; expected {wanted}, one at the head"
     for acquire in acquires:
         for i in sorted(kernel.reachable(acquire, stop=lambda found: found.verb == "BAR")):
             found = kernel.instructions[i]

@@ -151,6 +151,33 @@ def test_the_fence_and_its_place(code: tuple[str, ...], word: str | None) -> Non
         assert any(word in text for text in found), found
 
 
+def test_accesses_in_halves() -> None:
+    whole = ["@P0 STG.E.128.STRONG.SYS desc[UR4][R2.64],R4"] * 2
+    halves = ["STG.E.64.STRONG.SYS desc[UR4][R2.64],R4"] * 2
+    served = ["STG.E.64.STRONG.SYS [R2],R4"] * 2 + ["STG.E.STRONG.SYS [R2],R4"]
+    assert list(rules.pushes(kernel(*whole, *served), VARIANT)) == []
+    assert len(list(rules.pushes(kernel(whole[0], *halves, *served), VARIANT))) == 2
+    polled = ["LDG.E.64.STRONG.SYS R4,[R2]"] * 2 + ["LDG.E.STRONG.SYS R4,[R2]"] * 2
+    wide = "LDG.E.128.STRONG.SYS R4,[R2]"
+    assert list(rules.polls(kernel(wide, *polled), VARIANT)) == []
+    assert len(list(rules.polls(kernel(*polled, polled[0], polled[0]), VARIANT))) == 2
+
+
+def test_a_kernel_that_never_lets_the_next_grid_in() -> None:
+    assert list(rules.dependent_launch(kernel(WAIT, "EXIT"), VARIANT)) != []
+
+
+def test_a_fault_is_recorded_in_order() -> None:
+    store = "STG.E.STRONG.SYS [R2],R4"
+    calls = ("CALL.REL.NOINC 0x30", "EXIT", "NOP")
+    good = kernel(*calls, *[store] * 8, *FENCE, store, "RET")
+    assert list(rules.fault_record(good, VARIANT)) == []
+    early = kernel(*calls, *[store] * 9, *FENCE, "RET")
+    assert len(list(rules.fault_record(early, VARIANT))) == 2
+    of_gpu = [line.replace("SYS", "GPU") for line in FENCE]
+    assert list(rules.fault_record(kernel(*calls, *[store] * 8, *of_gpu, store, "RET"), VARIANT))
+
+
 def test_polls_waited_for_one_by_one() -> None:
     loads = [f"@P{i} LDG.E.128.STRONG.SYS R{4 * i + 8},desc[UR9][R2.64]" for i in range(3)]
     tests = [f"ISETP.NE.AND P3,PT,R{4 * i + 9},-0x1,PT" for i in range(3)]

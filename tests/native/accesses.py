@@ -1,0 +1,152 @@
+"""The table of accesses, `csrc/protocol/accesses.h`, and defects of it: one row or verb a line."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import re
+from typing import Any
+
+from .protocol_model.program import Access, Scope
+
+CSRC = pathlib.Path(__file__).resolve().parents[2] / "csrc"
+HEADER = "protocol/accesses.h"
+_VERB = re.compile(r"#define ALLNORM_(\w+) +\((\w+), +([\w.]+), +([\w.]+)\)")
+Place = tuple[str, str, str]  # part, place and verb of a row
+_ROW = re.compile(r"  (ACCESS|DO)\(([\w, ]+)\)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Verb:
+    """An instruction: its operation, its order and scope as `relaxed.sys`, its type."""
+
+    operation: str
+    order: str
+    type: str
+
+    @property
+    def access(self) -> Access:
+        """What it is in a memory model."""
+        order, _, scope = self.order.partition(".")
+        return Access(order, Scope[scope.upper()] if scope else None)
+
+    @property
+    def bytes(self) -> int:
+        """How many it moves."""
+        return {"v4.u32": 16, "u64": 8, "u32": 4}[self.type]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """An access of the CUDA kernels; the head of the table says what the columns mean."""
+
+    part: str
+    place: str
+    verb: str
+    number: str
+    when: str
+    partner: str
+
+
+@dataclasses.dataclass(frozen=True)
+class CpuRow:
+    """An access of `csrc/cpu`."""
+
+    part: str
+    place: str
+    order: str
+    partner: str
+
+    @property
+    def access(self) -> Access:
+        return Access({"seq_cst": "sc"}.get(self.order, self.order), Scope.SYS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """All of it. Methods that change something return another table."""
+
+    verbs: dict[str, Verb]
+    rows: tuple[Row, ...]
+    cpu_rows: tuple[CpuRow, ...]
+    cpu_algorithms: dict[str, tuple[str, ...]]
+
+    def part(self, name: str) -> tuple[Row, ...]:
+        """The rows of a part, in order."""
+        found = tuple(row for row in self.rows if row.part == name)
+        if not found:
+            raise LookupError(f"{HEADER} has no part {name}")
+        return found
+
+    def operation(self, row: Row) -> str:
+        return self.verbs[row.verb].operation
+
+    def _at(self, row: Place) -> int:
+        (found,) = (i for i, r in enumerate(self.rows) if (r.part, r.place, r.verb) == row)
+        return found
+
+    def with_verb(self, name: str, order: str) -> Table:
+        """With another order and scope of a verb."""
+        verb = dataclasses.replace(self.verbs[name], order=order)
+        return dataclasses.replace(self, verbs={**self.verbs, name: verb})
+
+    def without(self, row: Place) -> Table:
+        """Without a row."""
+        at = self._at(row)
+        return dataclasses.replace(self, rows=self.rows[:at] + self.rows[at + 1 :])
+
+    def changed(self, row: Place, **columns: str) -> Table:
+        """With other columns of a row."""
+        rows = list(self.rows)
+        at = self._at(row)
+        rows[at] = dataclasses.replace(rows[at], **columns)
+        return dataclasses.replace(self, rows=tuple(rows))
+
+    def swapped(self, part: str) -> Table:
+        """With the first two rows of a part the other way round."""
+        at = next(i for i, row in enumerate(self.rows) if row.part == part)
+        first, second = self.rows[at : at + 2]
+        rows = (*self.rows[:at], second, first, *self.rows[at + 2 :])
+        return dataclasses.replace(self, rows=rows)
+
+    def with_cpu_order(self, part: str, place: str, order: str) -> Table:
+        """With another order of an access of the CPU protocol."""
+        rows = [
+            dataclasses.replace(row, order=order) if (row.part, row.place) == (part, place) else row
+            for row in self.cpu_rows
+        ]
+        assert tuple(rows) != self.cpu_rows
+        return dataclasses.replace(self, cpu_rows=tuple(rows))
+
+    def with_cpu_algorithm(self, name: str, *steps: str) -> Table:
+        """With other steps of an algorithm of the CPU protocol."""
+        return dataclasses.replace(self, cpu_algorithms={**self.cpu_algorithms, name: steps})
+
+
+def read_table() -> Table:
+    """The table of this tree."""
+    verbs, rows, cpu_rows = {}, [], []
+    algorithms: dict[str, tuple[str, ...]] = {}
+    for line in (CSRC / HEADER).read_text().splitlines():
+        if match := _VERB.fullmatch(line):
+            verbs[match[1]] = Verb(*match.groups()[1:])
+        elif match := _ROW.match(line):
+            columns: Any = [word.strip() for word in match[2].split(",")]
+            if match[1] == "DO":
+                algorithms[columns[0]] = (*algorithms.get(columns[0], ()), columns[1])
+            elif len(columns) == len(dataclasses.fields(Row)):
+                rows.append(Row(*columns))
+            else:
+                cpu_rows.append(CpuRow(*columns))
+    return Table(verbs, tuple(rows), tuple(cpu_rows), algorithms)
+
+
+def header_of(table: Table) -> str:
+    """The text of `accesses.h` with the verbs of `table`: what instructions are made of."""
+    lines = []
+    for line in (CSRC / HEADER).read_text().splitlines():
+        if match := _VERB.fullmatch(line):
+            verb = table.verbs[match[1]]
+            line = f"#define ALLNORM_{match[1]} ({verb.operation}, {verb.order}, {verb.type})"
+        lines.append(line)
+    return "\n".join(lines) + "\n"
