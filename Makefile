@@ -5,7 +5,7 @@
 #   make lint      the checks that CI makes            make format   repairs what can be repaired
 #   make test-engines  the plugins in the packages of serving engines, without GPUs; about 1 GB each to install
 #   make sanitize  C++ tests under sanitizers          make wheel    dist/*.whl
-#   make mutants   defects put into the CUDA kernels, which the tests must report
+#   make mutants   faults switched on in the native sources, one at a time, which the tests must report
 #   make docs      the site, build/site: strict, with the references made from docstrings and options
 #   make release   dist/*.whl for all GPUs from 8.0 on and every Linux with glibc 2.28; minutes of nvcc
 #   make pictures  docs/pictures, from stored rows
@@ -17,7 +17,7 @@
 # CUDA=auto|on|off         whether to build the CUDA library (auto: where nvcc is found)
 # CUDA_ARCHS=auto          for example "80-real;90"
 # WHEEL=allnorm-*.whl      what `make install` installs instead of building it
-# BENCH_ARGS=, PYTEST_ARGS=, MUTANTS_ARGS=  passed on; MUTANTS_ARGS=--all for more than CI tries
+# BENCH_ARGS=, PYTEST_ARGS=, MUTANTS_ARGS=  passed on; MUTANTS_ARGS="--part 1/32" for some faults
 # SANITIZERS=thread        one of those of `make sanitize`; SANITIZE_PART=2/4: a quarter of its tests
 
 PYTHON ?= python3

@@ -42,6 +42,7 @@
 #include "abi/error.h"
 #include "abi/tag.h"
 #include "cpu/memory.h"
+#include "protocol/fault_switch.h"
 #include "protocol/signal.h"
 
 namespace allnorm {
@@ -124,7 +125,8 @@ void Communicator::publish(int step) {
   // seq_cst, which includes release: orders the tag and the rows written before; pairs with the
   // acquire in wait(). Together with the load below it pairs with sleep(): either this rank sees
   // the sleeper, or the sleeper sees the publication.
-  store_seq_cst(published(config_.rank), publication(step));
+  ALLNORM_FAULT(cpu_published_relaxed, store_relaxed, store_seq_cst)
+  (published(config_.rank), publication(step));
   if (load_seq_cst(sleepers(config_.rank)) != 0) futex_wake_all_shared(published(config_.rank));
 }
 

@@ -5,6 +5,7 @@
 #include "abi/check.h"
 #include "abi/tag.h"
 #include "cpu/comm.h"
+#include "protocol/fault_switch.h"
 
 namespace allnorm {
 namespace {
@@ -68,12 +69,14 @@ void Communicator::find_partials(const Chunk& chunk, int64_t row, int64_t slot,
 
 bool Communicator::one_shot(const Chunk& chunk) {
   announce(chunk.tag);
+  ALLNORM_FAULT(cpu_published_before_rows, publish(1), );
   copy_in(chunk, chunk.begin, 0, chunk.layout.rows);
-  publish(1);
+  ALLNORM_FAULT(cpu_published_before_rows, , publish(1));
   ConstRows sources[kMaxWorldSize];
   find_partials(chunk, chunk.begin, 0, sources);
   for (int rank = 0; rank < config_.world_size; ++rank) {
-    if (rank != config_.rank && !wait(rank, 1, chunk.tag)) return false;
+    if (rank == config_.rank) continue;
+    if (!ALLNORM_FAULT(cpu_step_not_waited_for, true, wait(rank, 1, chunk.tag))) return false;
   }
   RowTask task = row_task(chunk.call, chunk.begin, chunk.begin);
   task.sources = sources;

@@ -10,6 +10,7 @@
 #include "gpu/sources/summed_rows.cuh"
 #include "gpu/words.cuh"
 #include "memory.cuh"
+#include "protocol/fault_switch.h"
 
 namespace allnorm {
 
@@ -277,7 +278,7 @@ __global__ void __launch_bounds__(kMaxThreads, kLocalBlocks<T, kAligned, Format>
         if (lane == 0) greatest[chunk] = bit_cast<float>(amax);
       });
       // Read below; written again only after the barriers in the next row's block_butterfly().
-      __syncthreads();
+      ALLNORM_FAULT(greatest_read_early, , __syncthreads());
     }
     // Stores come last: `residual_out` may be `residual`, `out` may be `x`.
     for_each_chunk([&](int chunk, int64_t pack, bool live, const float* sum) {

@@ -62,6 +62,7 @@
 #include "gpu.h"
 #include "gpu/params.h"
 #include "memory.cuh"
+#include "protocol/fault_switch.h"
 #include "protocol/layout.h"
 #include "protocol/signal.h"
 
@@ -81,7 +82,8 @@ class Exchange {
   // Waits for the preceding grid: nothing that it wrote may be read before.
   __device__ __forceinline__ explicit Exchange(const FusedParams& params)
       : params_(params), deadline_(params.timeout_ns) {
-    wait_for_preceding_grid();
+    ALLNORM_FAULT(grid_not_waited_for, ,
+                  ALLNORM_FAULT(counter_read_early, , wait_for_preceding_grid()));
   }
 
   // Which operation this is. Loads that need no slot come before it: the answer takes a round trip
@@ -95,10 +97,11 @@ class Exchange {
     op_ = static_cast<uint32_t>(counter);
     turn_ = {static_cast<uint32_t>(counter >> 32), params_.units, params_.large};
     slots_begin_ = params_.phases.at(params_.large ? turn_.large_phase() : turn_.unit());
+    ALLNORM_FAULT(counter_read_early, wait_for_preceding_grid(), );
     const uint64_t poisoned = load_u64(own + PushControl::kPoisoned, kEvictLast);
     failed_ = poisoned != 0;
     failed_before_ = failed_ && poisoned != poison(op_);
-    if (params_.large) wait_for_slots();
+    if (ALLNORM_FAULT(large_not_waited_for, false, params_.large)) wait_for_slots();
     failed_ = any_lane(failed_);  // as wait_together() wants it
     pause();
   }
@@ -122,9 +125,12 @@ class Exchange {
   // reads. It takes a hundred cycles: where nothing waits for them.
   __device__ __forceinline__ void advance_unused() {
     const uint64_t next = next_counter();
-    for (int copy = gridDim.x + blockIdx.x + threadIdx.x * gridDim.x; copy < kMaxBlocks;
-         copy += blockDim.x * gridDim.x) {
-      copies()[copy] = next;
+    for (int copy = ALLNORM_FAULT(counters_of_blocks_advanced, 0, gridDim.x) + blockIdx.x +
+                    threadIdx.x * gridDim.x;
+         copy < kMaxBlocks; copy += blockDim.x * gridDim.x) {
+      ALLNORM_FAULT(counters_advanced_by_atomics,
+                    atomicExch(reinterpret_cast<unsigned long long*>(copies() + copy), next),
+                    copies()[copy] = next);
     }
   }
 
@@ -145,11 +151,12 @@ class Exchange {
     pause();
     while (!failed_) {
       const bool here = ready();
-      if (all_lanes(here)) return true;
+      if (ALLNORM_FAULT(any_lane_suffices, any_lane, all_lanes)(here)) return true;
       // Lanes that have waited alone may have counted further.
       if (any_lane(deadline_.look_due())) {
         const bool time_is_up = deadline_.expired();
-        if (!here) look(missing(), time_is_up);
+        if (ALLNORM_FAULT(every_lane_names_who_is_missing, true, !here))
+          look(missing(), time_is_up);
         failed_ = any_lane(failed_);
       }
     }
@@ -232,7 +239,9 @@ class Exchange {
       seen[1] = load_relaxed_sys_u64(slot + 8);
       return CallTag::is_of(op_, seen[0], seen[1]);
     };
-    if (!wait_alone(announced, peer)) return;
+    const bool seen_all =
+        ALLNORM_FAULT(roll_call_does_not_wait, announced(), wait_alone(announced, peer));
+    if (!seen_all) return;
     if (seen[0] != params_.tag.word(op_, 0) || seen[1] != params_.tag.word(op_, 1)) {
       record_fault(params_, op_, peer, ALLNORM_DIVERGED);
     }
@@ -245,7 +254,7 @@ class Exchange {
     // too, what they owe in this operation: nobody reads from those slots any more, since all
     // peers have announced the operation before. At worst it is lost, by a clear that comes late:
     // nobody waits for it for ever.
-    __syncthreads();
+    ALLNORM_FAULT(large_block_does_not_wait, , __syncthreads());
   }
 
   // Steps 1 and 2 of the reuse argument.
@@ -256,11 +265,12 @@ class Exchange {
       // release: everything the grids before this one did, their clears above all; pairs with the
       // acquire in a later kernel of the peer. Before the wait: up to some eight rows nothing in a
       // grid ends later than this store, and no peer can wait for it in vain.
-      fence_acq_rel_sys();
+      ALLNORM_FAULT(no_fence, , ALLNORM_FAULT(fence_after_number, , fence_acq_rel_sys()));
       store_relaxed_sys(params_.workspace[threadIdx.x % 32] + PushControl::released(params_.rank),
                         op_);
+      ALLNORM_FAULT(fence_after_number, fence_acq_rel_sys(), );
     }
-    wait_for_number(peer);
+    ALLNORM_FAULT(peers_not_waited_for, , wait_for_number(peer));
   }
 
   // Until `peer` has handed back what it read before the last operation that hands slots back.
@@ -270,7 +280,10 @@ class Exchange {
     // acquire: the peer's clears before what is read; pairs with the fence in its
     // hand_back_slots().
     const auto reached = [&] {
-      return has_reached(load_acquire_sys_u32(number), op_ - 1 - turn_.since());
+      return has_reached(
+          ALLNORM_FAULT(number_read_relaxed, load_relaxed_sys_u32, load_acquire_sys_u32)(number),
+          op_ - ALLNORM_FAULT(number_of_an_earlier_half, 3, 1) -
+              ALLNORM_FAULT(operations_since_not_counted, 0, turn_.since()));
     };
     wait_alone(reached, peer);
   }
@@ -348,7 +361,7 @@ class Exchange {
     fault->seen_shape = static_cast<uint32_t>(words[1]);
     // The status last: the host reads the rest once it sees one. Pairs with the acquire load of the
     // status in Communicator::status().
-    __threadfence_system();
+    ALLNORM_FAULT(fault_status_not_fenced, , __threadfence_system());
     fault->status = status;
     return true;
   }

@@ -19,6 +19,7 @@
 #include "gpu/exchange.cuh"
 #include "gpu/pace.cuh"
 #include "gpu/stamps.cuh"
+#include "protocol/fault_switch.h"
 
 namespace allnorm {
 
@@ -50,7 +51,9 @@ class KeptPartials {
  public:
   __device__ __forceinline__ explicit KeptPartials(const Pack& first) : now_(first) {}
   __device__ __forceinline__ void keep_next(const Pack& next) { next_ = next; }
-  __device__ __forceinline__ void advance() { now_ = next_; }
+  __device__ __forceinline__ void advance() {
+    ALLNORM_FAULT(partial_of_the_row_before, , now_ = next_);
+  }
   template <class Load>
   __device__ __forceinline__ Pack or_else(Load&&) const {
     return now_;
@@ -150,7 +153,7 @@ class RowStream {
       };
       if (kWhenDue && !sent && any_lane(pace.is_due())) send_next();
       norm_and_store(row, reduced, last);
-      if (!sent) send_next();
+      if (ALLNORM_FAULT(next_row_not_sent, !sent && kWhenDue, !sent)) send_next();
       if (!last) ahead = load(row + 2 * step_);
     }
   }
@@ -241,7 +244,7 @@ class RowStream {
       Pack next_residual{};
       if (!last) {
         next_residual = epilogue_.load_residual(row + step_);
-        peeked = transport_.peek(row + step_);
+        ALLNORM_FAULT(slots_not_peeked_anew, , peeked = transport_.peek(row + step_));
       }
       epilogue_.take_residual(residual);
       norm_and_store(row, reduced, last);
@@ -305,10 +308,15 @@ __device__ __forceinline__ void run_fused(const FusedParams& params) {
 
   RowExchange row_exchange((params.packs + kPacksPerChunk - 1) / kPacksPerChunk, clusters);
   stamps.at(Stamp::kGathered);
+  ALLNORM_FAULT(dependents_let_in_early, trigger_next_grid(), );
+  ALLNORM_FAULT(
+      input_read_early,
+      const Pack early = live && first >= 0 ? load_pack(params.x.at(first, pack)) : Pack{}, );
   Exchange<kWorldSize> exchange(params);
   stamps.at(Stamp::kPreceded);
   const Source<T> source(params, pack);
-  const Pack own = live && first >= 0 && first < end ? source.load(first) : Pack{};
+  const Pack own = ALLNORM_FAULT(input_read_early, early,
+                                 live && first >= 0 && first < end ? source.load(first) : Pack{});
   exchange.begin();
   stamps.at(Stamp::kNumbered);
   if (first < 0) return work_on_no_row<Format<T>>(exchange, row_exchange, params);

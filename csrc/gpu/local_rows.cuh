@@ -8,6 +8,7 @@
 
 #include "gpu/epilogue.cuh"
 #include "gpu/params.h"
+#include "protocol/fault_switch.h"
 
 namespace allnorm {
 
@@ -43,7 +44,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
     epilogue.add_row(row, input);
     if (epilogue.norms()) epilogue.store_row(row, epilogue.finish());
     input = next_input;
-    residual = next_residual;
+    ALLNORM_FAULT(residual_of_the_row_before, , residual = next_residual);
   }
   // Not earlier: who calls this has no switch for dependents that read before they wait.
   trigger_next_grid();

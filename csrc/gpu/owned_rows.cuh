@@ -17,6 +17,7 @@
 #include "gpu/fused.cuh"
 #include "gpu/sources/island_sums.cuh"
 #include "gpu/transports/row_owners.cuh"
+#include "protocol/fault_switch.h"
 
 namespace allnorm {
 
@@ -162,7 +163,9 @@ class OwnedRows {
                            ? load_sums(here)
                            : owners_.receive_partials(slot, own, kExtended ? unrounded : nullptr);
       if (kExtended && islands_.makes()) {
+        ALLNORM_FAULT(island_sums_rounded, unpack<T>(sum, unrounded), );
         if (live_) islands_.store(here.local, unrounded);
+        ALLNORM_FAULT(island_sums_published, owners_.publish(slot, sum), );
         return;
       }
       epilogue_.add_row(here.local, sum);
@@ -239,7 +242,8 @@ __device__ __forceinline__ void run_owned_rows(const OwnedRowsParams& params) {
   if (first < 0) return work_on_no_row<Format<T>>(exchange, row_exchange, params.fused);
   rows.run(first, static_cast<int>(num_clusters()) - 1, own);
   exchange.advance_unused();
-  __syncthreads();  // every thread has read the operation counter, which is advanced here
+  // Every thread has read the operation counter, which is advanced here.
+  ALLNORM_FAULT(counter_advanced_early, , __syncthreads());
   exchange.advance();
 }
 

@@ -12,6 +12,7 @@
 #include <cstdint>
 
 #include "memory.cuh"
+#include "protocol/fault_switch.h"
 
 namespace allnorm {
 
@@ -42,7 +43,7 @@ class Pace {
   __device__ __forceinline__ void wait() {
     if (turn_ns_ == 0) return;
     wait_until_due();
-    due_ns_ += turn_ns_;
+    ALLNORM_FAULT(turns_do_not_add_up, , due_ns_ += turn_ns_);
   }
 
  private:

@@ -11,6 +11,7 @@
 #include "abi/tag.h"
 #include "gpu/geometry.h"
 #include "gpu/params.h"
+#include "protocol/fault_switch.h"
 #include "protocol/slot.h"
 
 namespace allnorm {
@@ -75,7 +76,8 @@ inline ExpertParams expert_params(const AllnormCall& call, int64_t first_row) {
   if (!sums_experts(call)) return {};
   const int64_t width = element_bytes(call.dtype);
   const int64_t skipped = call.expert_index == nullptr ? first_row * call.top_k : 0;
-  const Rows index = rows_from(call.expert_index, 4 * call.expert_index_stride, first_row);
+  const Rows index = rows_from(call.expert_index, 4 * call.expert_index_stride,
+                               ALLNORM_FAULT(choices_of_the_first_launch, 0, first_row));
   const Rows weights = rows_from(call.expert_weights, 4 * call.expert_weights_stride, first_row);
   const auto by_packs = [](const Rows& rows) {
     return (reinterpret_cast<uintptr_t>(rows.data) | static_cast<uintptr_t>(rows.stride_bytes)) %

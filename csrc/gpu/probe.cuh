@@ -9,15 +9,19 @@
 
 #include "gpu/params.h"
 #include "memory.cuh"
+#include "protocol/fault_switch.h"
 
 namespace allnorm {
 
 // One thread per peer. The end of the kernel makes the stores complete.
 __device__ __forceinline__ void store_probes(const ProbeParams& params) {
   const int peer = static_cast<int>(threadIdx.x);
-  if (peer >= params.world_size || peer == params.rank) return;
-  store_relaxed_sys(params.workspace[peer] + PushControl::probe(params.rank),
-                    PushControl::probe_word(params.rank));
+  if (ALLNORM_FAULT(last_peer_not_probed, peer + 1, peer) >= params.world_size ||
+      peer == params.rank)
+    return;
+  store_relaxed_sys(
+      params.workspace[peer] + PushControl::probe(params.rank),
+      PushControl::probe_word(ALLNORM_FAULT(probe_word_of_another, peer, params.rank)));
 }
 
 }  // namespace allnorm

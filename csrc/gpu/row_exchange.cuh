@@ -7,6 +7,7 @@
 #include "gpu.h"
 #include "gpu/params.h"
 #include "memory.cuh"
+#include "protocol/fault_switch.h"
 
 namespace allnorm {
 
@@ -67,7 +68,7 @@ class RowExchange {
   // another's barrier. Where something else is waited for: a cluster takes half a microsecond to
   // come together.
   __device__ __forceinline__ void join() const {
-    if (cluster_size_ != 1) wait_for_cluster();
+    if (ALLNORM_FAULT(cluster_does_not_join, false, cluster_size_ != 1)) wait_for_cluster();
   }
 
   // Numerics step 4: the sum over the row of every thread's `value`, the same in all threads.
@@ -129,7 +130,7 @@ class RowExchange {
     const uint32_t lane = threadIdx.x % 32, warps = blockDim.x / 32;
     if (cluster_size_ == 1) {
       if (lane == 0) store_shared(shared_ + at, chunk_value);
-      __syncthreads();
+      ALLNORM_FAULT(row_sums_without_barrier, , __syncthreads());
     } else {
       // Not a barrier of the cluster that orders stores: it would wait until all this thread's
       // stores to peers are acknowledged.
@@ -141,12 +142,13 @@ class RowExchange {
       }
       // Bounded: every warp of the cluster comes here, since its own waits have a deadline. A block
       // cannot leave while another still writes into it, because it waits for all that is written.
-      wait_barrier(shared_ + arrived(buffer), parity);
+      ALLNORM_FAULT(row_sums_not_waited_for, , wait_barrier(shared_ + arrived(buffer), parity));
+      ALLNORM_FAULT(cluster_meets_for_each_row, (arrive_in_cluster(), wait_for_cluster()), );
     }
     return shared_ + values(buffer);
   }
 
-  static constexpr uint32_t kBuffers = 2;
+  static constexpr uint32_t kBuffers = ALLNORM_FAULT(one_buffer_of_row_sums, 1, 2);
   struct Shared {
     float values[kBuffers][kMaxChunks];
     SharedBarrier arrived[kBuffers];

@@ -6,6 +6,7 @@
 
 #include "gpu/exchange.cuh"
 #include "gpu/words.cuh"
+#include "protocol/fault_switch.h"
 #include "protocol/slot.h"
 
 namespace allnorm {
@@ -16,9 +17,11 @@ template <class T, int kCount>
 __device__ __forceinline__ Pack sum_in_rank_order(const Pack (&partial)[kCount],
                                                   float* unrounded = nullptr) {
   float sum[kElemsPerPack<T>];
-  unpack<T>(partial[0], sum);
+  unpack<T>(partial[ALLNORM_FAULT(other_order_of_sums, kCount - 1, 0)], sum);
 #pragma unroll
-  for (int rank = 1; rank < kCount; ++rank) add_pack<T>(sum, partial[rank]);
+  for (int rank = 1; rank < kCount; ++rank) {
+    add_pack<T>(sum, partial[ALLNORM_FAULT(other_order_of_sums, kCount - 1 - rank, rank)]);
+  }
   if (unrounded != nullptr) {
 #pragma unroll
     for (int i = 0; i < kElemsPerPack<T>; ++i) unrounded[i] = sum[i];
@@ -71,6 +74,7 @@ __device__ __forceinline__ Pack receive_partials_of(Exchange<kWorldSize>& exchan
         partial[source] = *peeked;
       } else {
         partial[source] = load_relaxed_sys(slot + PushLayout::other(place, source) * stride);
+        ALLNORM_FAULT(peers_polled_one_by_one, if (!arrived(partial[source])) return false, );
       }
     }
     loads = true;
@@ -137,7 +141,7 @@ __device__ __forceinline__ Pack receive_pack(Exchange<kWorldSize>& exchange, cha
     return arrived(pack);
   };
   if (!exchange.wait_together(poll, source)) pack = nan_pack();
-  if (live) clear_slot(exchange, slot);
+  if (ALLNORM_FAULT(received_not_cleared, false, live)) clear_slot(exchange, slot);
   return pack;
 }
 
@@ -155,7 +159,9 @@ __device__ __forceinline__ void clear_partials(const Exchange<kWorldSize>& excha
 // `rank`'s number among the others of the rank `q` after it.
 template <int kWorldSize>
 __device__ __forceinline__ int number_at(int q, int rank, int world_size) {
-  return kWorldSize == 2 ? 0 : rank + q >= world_size ? rank - 1 : rank;
+  return kWorldSize == 2 ? 0
+                         : ALLNORM_FAULT(slots_of_another_rank, q - 1,
+                                         rank + q >= world_size ? rank - 1 : rank);
 }
 
 // The same for packs of fewer words: what a format has made of a pack.

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "protocol/fault_switch.h"
 #include "protocol/numerics.h"
 
 namespace allnorm {
@@ -26,7 +27,8 @@ struct CallTag {
   }
   // Whether two words are both a tag of operation `op`.
   ALLNORM_HD static bool is_of(uint32_t op, uint64_t word0, uint64_t word1) {
-    return word0 >> 32 == op && word1 >> 56 == (op & 0xff);
+    return ALLNORM_FAULT(first_tag_word_not_tested, true, word0 >> 32 == op) &&
+           ALLNORM_FAULT(second_tag_word_not_tested, true, word1 >> 56 == (op & 0xff));
   }
 };
 

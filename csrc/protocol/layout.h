@@ -11,6 +11,7 @@
 
 #include <cstdint>
 
+#include "protocol/fault_switch.h"
 #include "protocol/numerics.h"
 
 namespace allnorm {
@@ -26,11 +27,17 @@ constexpr int kPushMaxWorldSize = 8;
 // A power of two. Slots are handed back once a half, for which a call of few rows waits longer than
 // for its rows: what that costs is in docs/engineering-log/2026-11-25-cold-call.md. Why a half may
 // be used again stands at the head of gpu/exchange.cuh.
-constexpr uint32_t kHalfUnits = 16;
+// The models of few operations (tests/native/protocol_model) have fewer.
+#ifndef ALLNORM_HALF_UNITS
+#define ALLNORM_HALF_UNITS 16
+#endif
+constexpr uint32_t kHalfUnits = ALLNORM_HALF_UNITS;
 constexpr uint32_t kPushUnits = 2 * kHalfUnits;
+// What an operation takes that does not fit into one unit and is not large.
+constexpr uint32_t kMoreUnits = ALLNORM_FAULT(half_of_one_operation, kHalfUnits, kHalfUnits / 2);
 // Sixteen rows of 4096 columns in 16 bits from one peer.
 constexpr int64_t kSmallUnitBytes = 128 << 10;
-constexpr uint32_t kLargePhases = 2;
+constexpr uint32_t kLargePhases = ALLNORM_FAULT(one_large_phase, 1, 2);
 // Upper bound of a grid; each block owns one copy of the operation counter.
 constexpr int kMaxBlocks = 1024;
 
@@ -47,7 +54,7 @@ struct PushControl {
   // uint64_t[kTagSlots][kPushMaxWorldSize][2]: the CallTag each peer announced, of an operation by
   // its number alone: ranks whose calls differ must find each other's. An operation takes a unit at
   // least, so that as many operations later both halves have been used since. Written by peers.
-  static constexpr uint32_t kTagSlots = kPushUnits;
+  static constexpr uint32_t kTagSlots = ALLNORM_FAULT(half_as_many_tags, kHalfUnits, kPushUnits);
   static constexpr int64_t kTags = kPoisoned + kAlignBytes;
   // uint32_t[kPushMaxWorldSize]: the last operation in which that rank released the slots that it
   // had cleared before. Written by peers.
@@ -96,12 +103,15 @@ struct PushTurn {
   ALLNORM_HD uint32_t large_phase() const { return kept >> kLargeShift & 1; }
   // The first operation of a half hands back all slots of operations before it, and so do large
   // ones.
-  ALLNORM_HD bool hands_back() const { return large || unit() % kHalfUnits == 0; }
+  ALLNORM_HD bool hands_back() const {
+    return ALLNORM_FAULT(large_not_handed_back, false, large) ||
+           ALLNORM_FAULT(half_not_handed_back, false, unit() % kHalfUnits == 0);
+  }
   // How many operations lie between this one and the last before it that has.
   ALLNORM_HD uint32_t since() const { return kept >> kSinceShift; }
   // `kept` of the next operation.
   ALLNORM_HD uint32_t next() const {
-    const uint32_t next_unit = (unit() + units) % kPushUnits;
+    const uint32_t next_unit = ALLNORM_FAULT(one_unit, unit(), (unit() + units) % kPushUnits);
     const uint32_t next_large = large ? kLargePhases - 1 - large_phase() : large_phase();
     const uint32_t next_since = hands_back() ? 0 : since() + 1;
     return next_since << kSinceShift | next_large << kLargeShift | next_unit;
@@ -142,8 +152,7 @@ struct PushLayout {
   // How many units an operation of so many bytes takes; 0: it is large.
   ALLNORM_HD static uint32_t units(int64_t workspace_bytes, int64_t bytes) {
     if (bytes <= phases(workspace_bytes, 1).bytes) return 1;
-    const uint32_t more = kHalfUnits / 2;
-    return bytes <= more * phases(workspace_bytes, more).bytes ? more : 0;
+    return bytes <= kMoreUnits * phases(workspace_bytes, kMoreUnits).bytes ? kMoreUnits : 0;
   }
   // The number of rank `peer` among those that are not `self`.
   ALLNORM_HD static int other(int self, int peer) { return peer - (peer > self ? 1 : 0); }
@@ -208,7 +217,7 @@ struct ShardedLayout {
 
 // ---- CPU ------------------------------------------------------------------------------------
 
-constexpr int kPullPhases = 2;
+constexpr int kPullPhases = ALLNORM_FAULT(one_pull_phase, 1, 2);
 
 struct PullControl {
   // uint32_t: how far this rank is, 2 * operation + step.

@@ -4,13 +4,16 @@
 
 #include <cstdint>
 
+#include "protocol/fault_switch.h"
 #include "protocol/numerics.h"
 
 namespace allnorm {
 
 // Operation numbers wrap: `seen` has reached `expected` if it is not behind it by signed distance.
 ALLNORM_HD bool has_reached(uint32_t seen, uint32_t expected) {
-  return static_cast<int32_t>(seen - expected) >= 0;
+  return ALLNORM_FAULT(equal_for_reached, seen == expected,
+                       ALLNORM_FAULT(compared_without_wrapping, seen >= expected,
+                                     static_cast<int32_t>(seen - expected) >= 0));
 }
 
 // A point in time after which a wait gives up. `Clock::now_ns()` must be monotonic.

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "protocol/fault_switch.h"
 #include "protocol/numerics.h"
 
 namespace allnorm {
@@ -24,8 +25,9 @@ ALLNORM_HD Pack canonicalize(Pack pack) {
 // True once every word of the slot has arrived. All four are tested: a 16-byte store is, in the
 // memory model, four stores in no particular order.
 ALLNORM_HD bool arrived(const Pack& pack) {
-  return pack.word[0] != kEmptyWord && pack.word[1] != kEmptyWord && pack.word[2] != kEmptyWord &&
-         pack.word[3] != kEmptyWord;
+  return ALLNORM_FAULT(one_word_tested, pack.word[0] != kEmptyWord,
+                       pack.word[0] != kEmptyWord && pack.word[1] != kEmptyWord &&
+                           pack.word[2] != kEmptyWord && pack.word[3] != kEmptyWord);
 }
 
 }  // namespace allnorm

@@ -1,7 +1,7 @@
 // The CUDA kernels in schedules that are made to hurt: ranks far apart, one held back, one warp
 // held back, dependent grids that overtake. Everything of one dtype at two and three ranks, so that
-// it is compiled in seconds: this is what ThreadSanitizer watches, and what mutants are tried on
-// (tests/mutants). cuda_kernels_test has the rest.
+// it is compiled in seconds: this is what ThreadSanitizer watches, and what most faults are tried
+// on (tests/native/kernel_mutants). cuda_kernels_test has the rest.
 //
 //   cuda_schedules_test [seeds [first seed [schedule]]]
 #include <cstdlib>

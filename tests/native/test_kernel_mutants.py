@@ -1,20 +1,24 @@
-"""The defects that are put into the CUDA kernels fit the kernels; `make mutants` tries them."""
+"""Every fault that can be switched on in the sources has a test that must report it."""
 
 from __future__ import annotations
 
-import pytest
-from script_helpers import ROOT
-
-from .kernel_mutants.table import MUTANTS, Mutant
-
-
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_mutants_are_of_these_sources(mutant: Mutant) -> None:
-    edited = mutant.edited(ROOT / "csrc")
-    assert edited
-    for name, text in edited.items():
-        assert text != (ROOT / "csrc" / name).read_text()
+from native.accesses import CSRC
+from native.kernel_mutants.table import FAULTS, OF_MACHINE_CODE, OF_MODELS
+from native.protocol_model import mutants as of_models
+from native.sass import mutants as of_machine_code
 
 
-def test_mutants_have_names_of_their_own() -> None:
-    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
+def test_faults_are_those_of_the_sources() -> None:
+    names = [fault.name for fault in FAULTS]
+    assert len(set(names)) == len(names)
+    switched = set()
+    for path in CSRC.rglob("*"):
+        if path.is_file() and path.name != "fault_switch.h":
+            text = "".join(path.read_text().split())
+            switched |= {part.split(",")[0] for part in text.split("ALLNORM_FAULT(")[1:]}
+    assert switched == {*names, *OF_MODELS, *OF_MACHINE_CODE}
+
+
+def test_other_checks_report_the_rest() -> None:
+    assert {mutant.fault for mutant in of_machine_code.MUTANTS} >= set(OF_MACHINE_CODE)
+    assert {fault for defect in of_models.ALL for fault in defect.faults} >= set(OF_MODELS)

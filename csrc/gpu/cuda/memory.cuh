@@ -6,22 +6,23 @@
 #include <cstdint>
 
 #include "gpu/cache_policy.h"
+#include "protocol/accesses.h"
 #include "protocol/numerics.h"
 
 namespace allnorm {
 
-// ---- across the link --------------------------------------------------------------------------
+// ---- across the link: the verbs of the table protocol/accesses.h --------------------------------
 
 // One 16-byte store. In the memory model four 4-byte stores in no order: readers test every word.
 __device__ __forceinline__ void store_relaxed_sys(void* address, const Pack& pack) {
-  asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address),
+  asm volatile(ALLNORM_PTX(ALLNORM_STORE_PACK) " [%0], {%1, %2, %3, %4};" ::"l"(address),
                "r"(pack.word[0]), "r"(pack.word[1]), "r"(pack.word[2]), "r"(pack.word[3])
                : "memory");
 }
 
 __device__ __forceinline__ Pack load_relaxed_sys(const void* address) {
   Pack pack;
-  asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+  asm volatile(ALLNORM_PTX(ALLNORM_LOAD_PACK) " {%0, %1, %2, %3}, [%4];"
                : "=r"(pack.word[0]), "=r"(pack.word[1]), "=r"(pack.word[2]), "=r"(pack.word[3])
                : "l"(address)
                : "memory");
@@ -29,35 +30,38 @@ __device__ __forceinline__ Pack load_relaxed_sys(const void* address) {
 }
 
 __device__ __forceinline__ void store_relaxed_sys(void* address, uint64_t value) {
-  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+  asm volatile(ALLNORM_PTX(ALLNORM_STORE_U64) " [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
 
 __device__ __forceinline__ uint64_t load_relaxed_sys_u64(const void* address) {
   uint64_t value;
-  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+  asm volatile(ALLNORM_PTX(ALLNORM_LOAD_U64) " %0, [%1];" : "=l"(value) : "l"(address) : "memory");
   return value;
 }
 
 __device__ __forceinline__ void store_relaxed_sys(void* address, uint32_t value) {
-  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+  asm volatile(ALLNORM_PTX(ALLNORM_STORE_U32) " [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
 __device__ __forceinline__ uint32_t load_relaxed_sys_u32(const void* address) {
   uint32_t value;
-  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  asm volatile(ALLNORM_PTX(ALLNORM_LOAD_U32) " %0, [%1];" : "=r"(value) : "l"(address) : "memory");
   return value;
 }
 
 // What the thread that stored the value did before, is visible to this thread after.
 __device__ __forceinline__ uint32_t load_acquire_sys_u32(const void* address) {
   uint32_t value;
-  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  asm volatile(ALLNORM_PTX(ALLNORM_ACQUIRE_U32) " %0, [%1];"
+               : "=r"(value)
+               : "l"(address)
+               : "memory");
   return value;
 }
 
 // Orders everything this thread has done or seen before with what it does after, for all devices.
 __device__ __forceinline__ void fence_acq_rel_sys() {
-  asm volatile("fence.acq_rel.sys;" ::: "memory");
+  asm volatile(ALLNORM_PTX_FENCE(ALLNORM_FENCE) ";" ::: "memory");
 }
 
 // ---- this device ------------------------------------------------------------------------------

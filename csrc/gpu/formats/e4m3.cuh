@@ -6,6 +6,7 @@
 #include "gpu/params.h"
 #include "gpu/row_exchange.cuh"
 #include "gpu/words.cuh"
+#include "protocol/fault_switch.h"
 
 namespace allnorm {
 
@@ -62,7 +63,10 @@ class E4m3 {
       amax = exchange_.greatest(amax, 0, exchange_.chunks());
     } else if (__builtin_expect(packs > 32, false)) {
       const int chunks = packs / 32;  // a power of two
-      amax = exchange_.greatest(amax, exchange_.chunk() & -chunks, chunks);
+      amax = exchange_.greatest(amax,
+                                ALLNORM_FAULT(maximum_of_the_wrong_chunks, exchange_.chunk(),
+                                              exchange_.chunk() & -chunks),
+                                chunks);
     }
     scale_ = scale_of(amax, params_.format != ALLNORM_SCALE_FLOAT32);
     return quantize(y, ScaleDivisor(scale_));

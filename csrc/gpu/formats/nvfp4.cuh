@@ -10,6 +10,7 @@
 #include "gpu/params.h"
 #include "gpu/row_exchange.cuh"
 #include "gpu/words.cuh"
+#include "protocol/fault_switch.h"
 
 namespace allnorm {
 
@@ -19,7 +20,8 @@ class NvFp4 {
  public:
   static constexpr int kElems = kElemsPerPack<T>;
   using Packed = Words<kElems / 4>;
-  static constexpr uint32_t kNanWord = static_cast<uint32_t>(kNanE4m3) << 16;
+  static constexpr uint32_t kNanWord =
+      ALLNORM_FAULT(nvfp4_scale_zero_after_failure, 0, static_cast<uint32_t>(kNanE4m3) << 16);
 
   // Brings the global scale near. From row to row it stays in the cache and not in a register:
   // kernels with few of them spilled.
@@ -41,7 +43,9 @@ class NvFp4 {
     Packed result;
 #pragma unroll
     for (int i = 0; i < kElems / 4; ++i) {
-      result.word[i] = (to_e2m1x4(y + 4 * i) & scale.kept) | scale.e4m3 << 16;
+      result.word[i] =
+          (to_e2m1x4(y + 4 * i) & ALLNORM_FAULT(nvfp4_elements_beside_nan, 0xffffu, scale.kept)) |
+          scale.e4m3 << 16;
     }
     return result;
   }

@@ -4,6 +4,7 @@
 
 #include "gpu/params.h"
 #include "memory.cuh"
+#include "protocol/fault_switch.h"
 #include "protocol/numerics.h"
 
 namespace allnorm {
@@ -46,7 +47,8 @@ __device__ __forceinline__ void store_tile_padding(const QuantParams& params, in
       }
 #pragma unroll
       for (uint32_t i = 0; i < 4; ++i) {
-        if (row + 32 * i >= first && row + 32 * i < end) store_u32(words + 4 * i, 0);
+        if (row + 32 * i >= first && row + 32 * i < ALLNORM_FAULT(tile_padding_left, end - 1, end))
+          store_u32(words + 4 * i, 0);
       }
     }
   }

@@ -8,6 +8,7 @@
 #include "gpu/sources/dense_rows.cuh"
 #include "gpu/sources/summed_rows.cuh"
 #include "memory.cuh"
+#include "protocol/fault_switch.h"
 
 namespace allnorm {
 
@@ -81,7 +82,9 @@ __device__ __forceinline__ Pack sum_experts(const ExpertParams& experts, int64_t
   }
   add_pack<T>(sum, last);
 #pragma unroll
-  for (int i = 0; i < kElemsPerPack<T>; ++i) sum[i] = no_row ? bit_cast<float>(~0u >> 1) : sum[i];
+  for (int i = 0; i < kElemsPerPack<T>; ++i)
+    sum[i] =
+        ALLNORM_FAULT(missing_choice_left_out, false, no_row) ? bit_cast<float>(~0u >> 1) : sum[i];
   return pack<T>(sum);
 }
 

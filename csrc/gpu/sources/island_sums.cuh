@@ -5,6 +5,7 @@
 
 #include "gpu/params.h"
 #include "memory.cuh"
+#include "protocol/fault_switch.h"
 
 namespace allnorm {
 
@@ -31,7 +32,9 @@ class IslandSums {
       unpack<Float32>(load_pack(first + i * kPackBytes), sum + i * kElemsPerPack<Float32>);
     }
 #pragma unroll 1
-    for (int island = 1; island < params_.num_islands; ++island) {
+    for (int island = 1;
+         island < ALLNORM_FAULT(last_island_left_out, params_.num_islands - 1, params_.num_islands);
+         ++island) {
       const char* const next = first + island * params_.island_stride_bytes;
 #pragma unroll
       for (int i = 0; i < kPacksOfSums<T>; ++i) {

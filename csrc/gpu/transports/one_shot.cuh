@@ -5,6 +5,7 @@
 #define ALLNORM_GPU_TRANSPORTS_ONE_SHOT_CUH_
 
 #include "gpu/slots.cuh"
+#include "protocol/fault_switch.h"
 
 namespace allnorm {
 
@@ -25,8 +26,8 @@ class OneShot {
         live_(live) {}
 
   __device__ __forceinline__ void send(int row, const Pack& own) {
-    if (!live_ || exchange_.failed()) return;
-    const Pack payload = canonicalize(own);
+    if (!live_ || ALLNORM_FAULT(partials_sent_after_failure, false, exchange_.failed())) return;
+    const Pack payload = ALLNORM_FAULT(not_canonicalized, own, canonicalize(own));
     const int64_t offset = layout_.one_shot_slot(0, row, pack_);
 #pragma unroll
     for (int q = 1; q < kMostRanks<kWorldSize> && q < layout_.world_size; ++q) {
@@ -47,7 +48,10 @@ class OneShot {
     char* const slots = slot(row);
     const Pack sum =
         receive_partials<T, kWorldSize>(exchange_, slots, stride_, rank_, own(), live_, peeked);
-    if (live_) clear_partials(exchange_, slots, stride_);
+    if (ALLNORM_FAULT(partials_not_cleared, false, live_)) {
+      clear_partials(exchange_, slots, stride_);
+    }
+    ALLNORM_FAULT(fence_on_the_data_path, fence_acq_rel_sys(), );
     return sum;
   }
 

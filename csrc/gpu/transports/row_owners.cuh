@@ -10,6 +10,7 @@
 #define ALLNORM_GPU_TRANSPORTS_ROW_OWNERS_CUH_
 
 #include "gpu/slots.cuh"
+#include "protocol/fault_switch.h"
 
 namespace allnorm {
 
@@ -61,7 +62,8 @@ class RowOwners {
   // Second hop. After a failure in this operation the peers are told NaN: they need not wait for
   // their own deadline. After an earlier one nothing: they may be in that one still.
   __device__ __forceinline__ void publish(int local, const Pack& y) {
-    if (!live_ || exchange_.failed_before()) return;
+    if (!live_ || ALLNORM_FAULT(rows_published_after_failure, false, exchange_.failed_before()))
+      return;
     const Pack payload = canonicalize(y);
 #pragma unroll
     for (int q = 1; q < kMostRanks<kWorldSize> && q < layout_.world_size; ++q) {
@@ -77,7 +79,8 @@ class RowOwners {
   // threads of the block call these, live or not.
   __device__ __forceinline__ void publish(int local, const Packed& packed, const Format& format) {
     float* const staged = shared_storage<StagedScales>().value;
-    const bool silent = exchange_.failed_before();
+    const bool silent =
+        ALLNORM_FAULT(packed_rows_published_after_failure, false, exchange_.failed_before());
     if (live_ && !silent) {
 #pragma unroll
       for (int q = 1; q < kMostRanks<kWorldSize> && q < layout_.world_size; ++q) {
@@ -89,7 +92,7 @@ class RowOwners {
     if (format.leads_group()) staged[format.group() - mine.begin] = format.scale();
     // The threads below read what the leaders have just written. They are done with it before any
     // thread comes here again: the sum over the next row lies in between.
-    __syncthreads();
+    ALLNORM_FAULT(scales_sent_before_staged, , __syncthreads());
     if (silent) return;
     for (int i = mine.begin + threadIdx.x; i < mine.end; i += blockDim.x) {
       const uint32_t scale = bit_cast<uint32_t>(staged[i - mine.begin]);

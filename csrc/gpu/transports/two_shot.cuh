@@ -8,6 +8,7 @@
 #define ALLNORM_GPU_TRANSPORTS_TWO_SHOT_CUH_
 
 #include "gpu/slots.cuh"
+#include "protocol/fault_switch.h"
 
 namespace allnorm {
 
@@ -44,11 +45,13 @@ class TwoShot {
         receive_partials<T, kWorldSize>(exchange_, slot(row), stride_, rank_, own(), live_));
     // After a failure in this operation the peers are told NaN: they need not wait for their own
     // deadline. After an earlier one nothing: they may be in that one still.
-    if (!live_ || exchange_.failed_before()) return sum;
+    if (!live_ || ALLNORM_FAULT(sums_relayed_after_failure, false, exchange_.failed_before()))
+      return sum;
     const int64_t sum_offset = layout_.two_shot_sum(row, pack_);
 #pragma unroll
     for (int q = 1; q < kMostRanks<kWorldSize> && q < layout_.world_size; ++q) {
-      store_relaxed_sys(exchange_.slots(q) + sum_offset, sum);
+      ALLNORM_FAULT(sums_relayed_plainly, store_pack, store_relaxed_sys)
+      (exchange_.slots(q) + sum_offset, sum);
     }
     clear_partials(exchange_, slot(row), stride_);
     return sum;

@@ -1,5 +1,7 @@
 """The protocols as models: litmus programs under memory models, and counters explored exhaustively.
 
-`source.py` reads the protocol out of `csrc`; `ptx_program.py` and `counters.py` make programs and
-machines of it; `ptx.py` and `cpp.py` say which executions their memory models allow.
+Steps come from the table of accesses (`csrc/protocol/accesses.h`), which C++ tests compare with
+what the kernels do; numbers and turns are functions of `csrc`, compiled (`arithmetic.py`).
+`exchange.py` joins them; `ptx_program.py` and `counters.py` make programs and machines of that;
+`ptx.py` says which executions the memory model allows. `mutants.py` has defects that must be found.
 """

@@ -10,8 +10,8 @@ Words have bits: of operations of different transports, and so of different layo
 unit one after the other, a word may lie where the other has a word of another kind. A NaN is one
 only to a reader that takes its bits for one.
 
-What keeps a failed thread from storing into slots is read from the sources. What else it still does
-stands here; ASSUMED names the lines.
+What keeps a failed thread from storing into slots stands in the table of accesses, what else it
+still does here: csrc/tests/cuda_accesses_test.cpp compares both with the kernels.
 """
 
 from __future__ import annotations
@@ -21,28 +21,6 @@ from typing import Any, NamedTuple
 
 from .exchange import Exchange
 from .kernels import DATA, EMPTY, HEAD, LANE, Kernels, Put, Setting, Wait, Word
-from .reader import EXCHANGE, SLOTS
-
-# Lines that say what failed threads do: (file, text).
-ASSUMED = (
-    (EXCHANGE, "const uint64_t poisoned = load_u64(own + PushControl::kPoisoned, kEvictLast);"),
-    (EXCHANGE, "failed_ = poisoned != 0;"),
-    (EXCHANGE, "failed_before_ = failed_ && poisoned != poison(op_);"),
-    (EXCHANGE, "while (!failed_) {"),
-    (EXCHANGE, "failed_ = any_lane(failed_);"),
-    (EXCHANGE, "if (ready()) return true;"),
-    (EXCHANGE, "if (deadline_.look_due()) look(peer, deadline_.expired());"),
-    (EXCHANGE, "const bool here = ready();"),
-    (EXCHANGE, "if (all_lanes(here)) return true;"),
-    (EXCHANGE, "if (!here) look(missing(), time_is_up);"),
-    (EXCHANGE, "if (peer < 0 || failed_before()) return;"),
-    (EXCHANGE, "if (peer < 0 || failed_) return;"),
-    (EXCHANGE, "if (time_is_up) return record_fault(params, op, source, ALLNORM_TIMEOUT);"),
-    (EXCHANGE, "return *reinterpret_cast<volatile uint64_t*>(own + PushControl::kPoisoned) != 0;"),
-    (EXCHANGE, "if (atomicCAS(poisoned, 0ull, poison(op)) != 0) return true;"),
-    (SLOTS, "if (!exchange.wait_together(poll, missing)) return nan_pack();"),
-    (SLOTS, "if (!exchange.wait_together(poll, source)) pack = nan_pack();"),
-)
 
 
 class Rank(NamedTuple):
@@ -90,7 +68,7 @@ class Machine:
 
     def __init__(self, exchange: Exchange, setting: Setting) -> None:
         kernels = Kernels(exchange, setting)
-        self._nan_words = exchange.nan_words
+        self._nan_words = exchange.arithmetic.nan_words
         self.setting = setting
         self.memory = kernels.memory
         self._places = {location: n for n, location in enumerate(kernels.memory)}
@@ -131,10 +109,12 @@ class Machine:
             else:
                 assert isinstance(item, Put)
                 location, value = item.location, item.value
-                if value == EMPTY:
+                if self._is_kept_back(item, me, failed):
+                    pass
+                elif value == EMPTY:
                     clear = Clear(rank, me.kernel, location)
                     state = State(state.ranks, state.memory, state.pending | {clear})
-                elif not self._is_kept_back(item, me, failed):
+                else:
                     if failed and item.sums and isinstance(value, Word):
                         value = value._replace(nan=True)
                     state = self._store(state, location, value)

@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from .exchange import Compare, Exchange, Step
+from .arithmetic import Compare
+from .exchange import Exchange, Step
 
 EMPTY = "empty"
 DATA, LANE, HEAD = "data", "lane", "head"
@@ -86,7 +87,7 @@ class Kernels:
 
     def __init__(self, exchange: Exchange, setting: Setting) -> None:
         self.exchange, self.setting = exchange, setting
-        self._turns = exchange.turns.of(setting.operations, setting.large, setting.small)
+        self._turns = exchange.arithmetic.turns(setting.operations, setting.large, setting.small)
         self.memory = dict(self._initial())
         self.programs = {
             (rank, k): self._threads(rank, k)
@@ -98,7 +99,7 @@ class Kernels:
         return (self.setting.first_op + k) % WRAP
 
     def _tag_slot(self, k: int) -> int:
-        return self._op(k) % self.exchange.turns.tag_slots
+        return self._op(k) % self.exchange.arithmetic.tag_slots
 
     def _places(self) -> int:
         """Of an operation: a partial of each rank, a finished word, a scale."""
@@ -116,7 +117,7 @@ class Kernels:
                 if source == receiver:
                     continue
                 yield ("released", receiver, source), (self._op(self.exchange.first_released), 0)
-                for before in range(-self.exchange.turns.tag_slots, 0):
+                for before in range(-self.exchange.arithmetic.tag_slots, 0):
                     for word in ("tag0", "tag1"):
                         where = (word, receiver, self._tag_slot(before), source)
                         yield where, (self._op(before), -1)
@@ -172,7 +173,7 @@ class Kernels:
         if step.kind == "store":
             return [Put(slot(peer, rank), word(rank), step.unless) for peer in peers]
         if step.kind == "clear":
-            return [Put(slot(rank, peer), EMPTY) for peer in peers]
+            return [Put(slot(rank, peer), EMPTY, step.unless) for peer in peers]
         expected = [(slot(rank, peer), None, word(peer)) for peer in peers]
         return [Wait(tuple(expected), DATA)]
 

@@ -1,146 +1,175 @@
-"""Defects, as edits of the sources: (file, text, replacement)."""
+"""Defects of the protocol: edits of the table of accesses, or faults of the sources, by name."""
 
 from __future__ import annotations
 
-import re
+import dataclasses
+from collections.abc import Callable
 
-from native import kernel_edits as edits
-from native.kernel_edits import CALL_TAG, EXCHANGE, ONE_SHOT, SLOT, Edits
+from native.accesses import Place, Table, read_table
 
-from .reader import PREPARE
-from .source import MEMORY
-
-_RECEIVE_ONE_SHOT = (
-    "    const Pack sum =\n"
-    "        receive_partials<T, kWorldSize>"
-    "(exchange_, slots, stride_, rank_, own(), live_, peeked);\n"
-)
+from .exchange import Exchange, exchange_of
 
 
-def _ptx(old: str, new: str) -> Edits:
-    return ((MEMORY, f'"{old}', f'"{new}'),)
+@dataclasses.dataclass(frozen=True)
+class Defect:
+    """An edit of the table, and switches of `csrc/protocol/fault_switch.h`.
+
+    Attributes:
+        edit: what becomes of the table.
+        faults: the switches.
+        first_released: what a new workspace holds, if another number than it does.
+    """
+
+    edit: Callable[[Table], Table] = lambda table: table
+    faults: tuple[str, ...] = ()
+    first_released: int | None = None
+
+    def exchange(self, half_units: int = 2) -> Exchange:
+        """The protocol with the defect."""
+        exchange = exchange_of(self.edit(read_table()), half_units, self.faults)
+        if self.first_released is None:
+            return exchange
+        return dataclasses.replace(exchange, first_released=self.first_released)
 
 
-# Weaker accesses: (name, instruction, what moves with it). Each becomes weak, and of GPU scope.
-ACCESSES = {
-    "push": "st.relaxed.sys.global.v4.u32",
-    "poll of a slot": "ld.relaxed.sys.global.v4.u32",
-    "announcement": "st.relaxed.sys.global.u64",
-    "poll of an announcement": "ld.relaxed.sys.global.u64",
-    "handed-back number": "st.relaxed.sys.global.u32",
-    "poll of a handed-back number": "ld.acquire.sys.global.u32",
+def _fault(name: str) -> Defect:
+    return Defect(faults=(name,))
+
+
+def _without(row: Place) -> Defect:
+    return Defect(lambda table: table.without(row))
+
+
+def _changed(row: Place, **columns: str) -> Defect:
+    return Defect(lambda table: table.changed(row, **columns))
+
+
+def _verb(name: str, order: str) -> Defect:
+    return Defect(lambda table: table.with_verb(name, order))
+
+
+def _always_stored(row: Place) -> Defect:
+    return _changed(row, when="always")
+
+
+# Each verb of what crosses the link, weak and of GPU scope. Those of 8 and 4 bytes are also how
+# packed rows and their scales are pushed.
+_LINK = {
+    "push": ("STORE_PACK", "relaxed"),
+    "poll of a slot": ("LOAD_PACK", "relaxed"),
+    "announcement": ("STORE_U64", "relaxed"),
+    "poll of an announcement": ("LOAD_U64", "relaxed"),
+    "handed-back number": ("STORE_U32", "relaxed"),
+    "poll of a handed-back number": ("ACQUIRE_U32", "acquire"),
 }
-WEAKENED: dict[str, Edits] = {
-    f"{name}: {kind}": _ptx(ptx, re.sub(r"\.(relaxed|acquire)\.sys", replacement, ptx))
-    for name, ptx in ACCESSES.items()
-    for kind, replacement in {"weak": "", "of the GPU": r".\1.gpu"}.items()
+WEAKENED = {
+    **{f"{name}: weak": _verb(verb, "weak") for name, (verb, _) in _LINK.items()},
+    **{f"{name}: of the GPU": _verb(verb, f"{order}.gpu") for name, (verb, order) in _LINK.items()},
 }
+
+_ROW_FENCE = ("hand_back", "none", "FENCE")
+_ROW_STORED = ("hand_back", "released", "STORE_U32")
+_ROW_REACHED = ("hand_back", "released", "ACQUIRE_U32")
+_ROW_HEAD = ("head", "released", "ACQUIRE_U32")
+
+
+def _numbers_waited_for(number: str) -> Defect:
+    return Defect(
+        lambda table: table.changed(_ROW_REACHED, number=number).changed(_ROW_HEAD, number=number)
+    )
+
 
 # Of the exchange itself; each breaks it at 2 ranks with any transport.
-EXCHANGE_MUTANTS: dict[str, Edits] = {
-    "no fence": edits.NO_FENCE,
-    "fence of the GPU": _ptx("fence.acq_rel.sys", "fence.acq_rel.gpu"),
-    "fence of the block": _ptx("fence.acq_rel.sys", "fence.acq_rel.cta"),
-    "published before the fence": edits.PUBLISHED_BEFORE_FENCE,
-    "number read relaxed": edits.READ_RELAXED,
-    "peers' numbers not waited for": edits.PEERS_NOT_WAITED_FOR,
-    "nothing published": edits.NOTHING_PUBLISHED,
-    "number of an earlier half": edits.REACHED_EARLIER,
-    "== for >=": edits.EQUAL_FOR_REACHED,
-    "halves of one operation": edits.HALF_OF_ONE_OPERATION,
-    "one unit": edits.ONE_UNIT,
-    "a half begun and nothing handed back": edits.HALF_NOT_HANDED_BACK,
-    "not waiting for the preceding grid": edits.PRECEDING_GRID_NOT_WAITED_FOR,
-    "first word of an announcement not tested": (
-        (CALL_TAG, "word0 >> 32 == op && word1 >> 56 == (op & 0xff)", "word1 >> 56 == (op & 0xff)"),
-    ),
-    "second word of an announcement not tested": (
-        (CALL_TAG, "word0 >> 32 == op && word1 >> 56 == (op & 0xff)", "word0 >> 32 == op"),
-    ),
+EXCHANGE_MUTANTS = {
+    "no fence": _without(_ROW_FENCE),
+    "fence of the GPU": _verb("FENCE", "acq_rel.gpu"),
+    "fence of the block": _verb("FENCE", "acq_rel.cta"),
+    "published before the fence": Defect(lambda table: table.swapped("hand_back")),
+    "number read relaxed": _changed(_ROW_REACHED, verb="LOAD_U32"),
+    "peers' numbers not waited for": _without(_ROW_REACHED),
+    "nothing published": _without(_ROW_STORED),
+    "number of an earlier half": _numbers_waited_for("last - 2"),
+    "== for >=": _fault("equal_for_reached"),
+    "halves of one operation": _fault("half_of_one_operation"),
+    "one unit": _fault("one_unit"),
+    "a half begun and nothing handed back": _fault("half_not_handed_back"),
+    "not waiting for the preceding grid": _without(("begin", "none", "GRID_WAIT")),
+    "first word of an announcement not tested": _fault("first_tag_word_not_tested"),
+    "second word of an announcement not tested": _fault("second_tag_word_not_tested"),
 }
 
 # Of large operations.
-LARGE_MUTANTS: dict[str, Edits] = {
-    "no wait at the head": edits.LARGE_NOT_WAITED_FOR,
-    "no barrier after the head": ((EXCHANGE, "    __syncthreads();\n  }", "  }"),),
-    "head: number of two operations ago": edits.REACHED_EARLIER,
-    "head: number of the same operation": edits.REACHED_THE_SAME,
-    "published as of the next operation": edits.PUBLISHED_AS_NEXT,
-    "large operations hand nothing back": edits.LARGE_NOT_HANDED_BACK,
-    "head: relaxed": _ptx("ld.acquire.sys", "ld.relaxed.sys"),
-    "head: of the GPU": _ptx("ld.acquire.sys", "ld.acquire.gpu"),
-    "one large phase": edits.ONE_LARGE_PHASE,
-    "a new workspace's slots not handed back": (
-        (PREPARE, "kPushMaxWorldSize, first_op - 1", "kPushMaxWorldSize, first_op - 2"),
-    ),
+LARGE_MUTANTS = {
+    "no wait at the head": _without(_ROW_HEAD),
+    "no barrier after the head": _without(("head", "none", "BLOCK_BARRIER")),
+    "head: number of two operations ago": _numbers_waited_for("last - 2"),
+    "head: number of the same operation": _numbers_waited_for("same"),
+    "published as of the next operation": _changed(_ROW_STORED, number="next"),
+    "large operations hand nothing back": _fault("large_not_handed_back"),
+    "head: relaxed": _verb("ACQUIRE_U32", "relaxed.sys"),
+    "head: of the GPU": _verb("ACQUIRE_U32", "acquire.gpu"),
+    "one large phase": _fault("one_large_phase"),
+    "a new workspace's slots not handed back": Defect(first_released=-2),
 }
 
 # Of one transport.
-TRANSPORT_MUTANTS: dict[str, tuple[str, Edits]] = {
-    "no clear": ("one_shot", edits.PARTIALS_STAY),
-    "clear before the wait": (
-        "one_shot",
-        (
-            (ONE_SHOT, edits.CLEAR_ONE_SHOT, ""),
-            (ONE_SHOT, _RECEIVE_ONE_SHOT, edits.CLEAR_ONE_SHOT + _RECEIVE_ONE_SHOT),
-        ),
+TRANSPORT_MUTANTS = {
+    "no clear": ("one_shot", _without(("one_shot_own", "partial", "CLEAR_PACK"))),
+    "clear before the wait": ("one_shot", Defect(lambda table: table.swapped("one_shot_own"))),
+    "no clear of a sum": ("two_shot", _without(("two_shot_receive", "finished", "CLEAR_PACK"))),
+    "no clear of a finished row": (
+        "owned_rows",
+        _without(("rows_receive", "finished", "CLEAR_PACK")),
     ),
-    "no clear of a sum": ("two_shot", edits.RECEIVED_STAY),
-    "no clear of a finished row": ("owned_rows", edits.RECEIVED_STAY),
     "no clear of quantised elements": (
         "owned_quantized",
-        edits.QUANTISED_STAY,
+        _without(("packed_receive", "finished", "CLEAR_U64")),
     ),
-    "no clear of a scale": (
-        "owned_quantized",
-        edits.SCALES_STAY,
-    ),
+    "no clear of a scale": ("owned_quantized", _without(("packed_receive", "scale", "CLEAR_U32"))),
 }
 
 # Seen where a slot has more than one word.
-WORD_MUTANTS: dict[str, Edits] = {
-    "one word of a slot not tested": ((SLOT, " && pack.word[1] != kEmptyWord", ""),),
-}
+WORD_MUTANTS = {"one word of a slot not tested": _fault("one_word_tested")}
 
 # Of a rank that stores into slots after an operation has failed: (kind of call of the operation
 # that a peer is still in, kind of the later ones, shift of their slots).
-LATE_MUTANTS: dict[str, tuple[tuple[str, str, int], Edits]] = {
+LATE_MUTANTS = {
     "sums relayed after a failure": (
         ("owned_quantized", "two_shot", 0),
-        edits.RELAYED_AFTER_FAILURE,
+        _always_stored(("two_shot_own", "finished", "STORE_PACK")),
     ),
     "sums of rows with owners published after a failure": (
         ("owned_quantized", "owned_rows", 0),
-        edits.PUBLISHED_AFTER_FAILURE,
+        _always_stored(("rows_own", "finished", "STORE_PACK")),
     ),
     "gathered rows published after a failure": (
         ("one_shot", "gather", 2),
-        edits.PUBLISHED_AFTER_FAILURE,
+        _always_stored(("rows_own", "finished", "STORE_PACK")),
     ),
     "quantised rows published after a failure": (
         ("two_shot", "owned_quantized", 0),
-        edits.QUANTISED_AFTER_FAILURE,
+        _always_stored(("packed_own", "finished", "STORE_U64")),
     ),
     "scales published after a failure": (
         ("one_shot", "owned_quantized", 1),
-        edits.SCALES_AFTER_FAILURE,
+        _always_stored(("packed_own", "scale", "STORE_U32")),
     ),
     "partials sent after a failure, one_shot": (
         ("gather", "one_shot", 2),
-        edits.ONE_SHOT_AFTER_FAILURE,
+        _always_stored(("one_shot_send", "partial", "STORE_PACK")),
     ),
     "partials sent after a failure, two_shot": (
         ("one_shot", "two_shot", 0),
-        edits.TWO_SHOT_AFTER_FAILURE,
+        _always_stored(("two_shot_send", "partial", "STORE_PACK")),
     ),
     "partials sent after a failure, rows with owners": (
         ("one_shot", "owned_rows", 0),
-        edits.OWNED_AFTER_FAILURE,
+        _always_stored(("owners_send", "partial", "STORE_PACK")),
     ),
 }
 
 # Of numbers and slots: seen by exploring, some of them only where numbers wrap.
-COUNTER_MUTANTS: dict[str, Edits] = {
+COUNTER_MUTANTS = {
     **{
         name: EXCHANGE_MUTANTS[name]
         for name in (
@@ -149,8 +178,18 @@ COUNTER_MUTANTS: dict[str, Edits] = {
         )
     },
     **{name: TRANSPORT_MUTANTS[name][1] for name in ("no clear", "clear before the wait")},
-    "numbers compared without wrapping": edits.COMPARED_WITHOUT_WRAPPING,
-    "what hands nothing back not counted": edits.SINCE_NOT_COUNTED,
+    "numbers compared without wrapping": _fault("compared_without_wrapping"),
+    "what hands nothing back not counted": _numbers_waited_for("op - 1"),
 }
 # Of these, what goes right if a half has two operations.
 SEEN_IN_LONGER_HALVES = ("what hands nothing back not counted",)
+
+ALL = (
+    *WEAKENED.values(),
+    *EXCHANGE_MUTANTS.values(),
+    *LARGE_MUTANTS.values(),
+    *(defect for _, defect in TRANSPORT_MUTANTS.values()),
+    *WORD_MUTANTS.values(),
+    *COUNTER_MUTANTS.values(),
+    Defect(faults=("one_pull_phase",)),  # test_cpu.py
+)

@@ -55,7 +55,7 @@ class ExchangeProgram:
         self.setting = setting
         self.program = Program()
         self._ranks = range(setting.world_size)
-        self._turns = exchange.turns.of(setting.operations, setting.large, setting.small)
+        self._turns = exchange.arithmetic.turns(setting.operations, setting.large, setting.small)
         self._initialize()
         kernels: dict[int, Threads] = {rank: {} for rank in self._ranks}
         for k in range(setting.operations):
@@ -112,7 +112,7 @@ class ExchangeProgram:
     # ---- what is where ---------------------------------------------------------------------------
 
     def _initialize(self) -> None:
-        tag_slots = self.exchange.turns.tag_slots
+        tag_slots = self.exchange.arithmetic.tag_slots
         for receiver in self._ranks:
             for source in self._ranks:
                 if source == receiver:
@@ -190,7 +190,7 @@ class ExchangeProgram:
         op = FIRST_OP + k + step.offset - step.since * self._turns[k].since
         slot: tuple[int, ...] = ()
         if step.where != "released":
-            slot = ((FIRST_OP + k) % self.exchange.turns.tag_slots,)
+            slot = ((FIRST_OP + k) % self.exchange.arithmetic.tag_slots,)
         if step.kind == "fence":
             self.program.fence(thread, step.access, "fence")
         elif step.kind == "store":
@@ -219,7 +219,7 @@ class ExchangeProgram:
             elif step.kind == "clear":
                 self.program.write(thread, step.access, place, EMPTY, "clear")
             else:
-                tested = step.where != "partial" or word in self.exchange.tested_words
+                tested = step.where != "partial" or word in self.exchange.arithmetic.tested_words
                 self.program.read(
                     thread,
                     step.access,

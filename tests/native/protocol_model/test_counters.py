@@ -13,12 +13,10 @@ from typing import Any
 
 import pytest
 
-from .counters import ASSUMED, explore
-from .exchange import Exchange
+from .counters import explore
+from .exchange import Exchange, exchange_of
 from .kernels import WRAP, Setting
 from .mutants import COUNTER_MUTANTS, LATE_MUTANTS, SEEN_IN_LONGER_HALVES
-from .reader import HALVES_OF_FOUR, SMALL_HALVES, read_exchange
-from .source import Sources
 
 # Operations cross 2^32, 2^31, nothing.
 FIRST_OPS = (WRAP - 2, WRAP // 2 - 2, 0)
@@ -33,23 +31,18 @@ PAIRS = (
 
 @pytest.fixture(scope="module")
 def exchange() -> Exchange:
-    return read_exchange(Sources().edited(SMALL_HALVES))
+    return exchange_of()
 
 
 @pytest.fixture(scope="module")
 def exchange_of_four() -> Exchange:
-    return read_exchange(Sources().edited(HALVES_OF_FOUR))
+    return exchange_of(half_units=4)
 
 
 def explored(exchange: Exchange, setting: Setting) -> int:
     states, problem = explore(exchange, setting)
     assert problem is None, problem
     return states
-
-
-@pytest.mark.parametrize(("path", "text"), ASSUMED)
-def test_the_sources_say_what_is_assumed(path: str, text: str) -> None:
-    assert text in Sources()[path]
 
 
 @pytest.mark.parametrize("first_op", FIRST_OPS)
@@ -66,7 +59,7 @@ def test_halves_of_several_operations(exchange_of_four: Exchange) -> None:
     """Most of them take a unit and hand nothing back, one is large."""
     for small, large in ((tuple(range(10)), ()), ((0, 1, 2, 5, 6, 7), (3,))):
         setting = Setting(2, 10, WRAP - 5, small=small, large=large, eager=True)
-        turns = exchange_of_four.turns.of(10, large, small)
+        turns = exchange_of_four.arithmetic.turns(10, large, small)
         assert sum(turn.hands_back for turn in turns) in (3, 5)
         assert explored(exchange_of_four, setting) > 1000
 
@@ -153,21 +146,18 @@ def test_a_late_peer_wherever_slots_meet(
 
 @pytest.mark.parametrize("name", LATE_MUTANTS)
 def test_a_store_after_a_failure_is_found(name: str) -> None:
-    (of, then, shift), edits = LATE_MUTANTS[name]
-    _, problem = explore(
-        read_exchange(Sources().edited(SMALL_HALVES, *edits)), late_peer(of, then, shift)
-    )
+    (of, then, shift), defect = LATE_MUTANTS[name]
+    _, problem = explore(defect.exchange(), late_peer(of, then, shift))
     assert problem is not None
     assert "took Word" in problem
 
 
 @pytest.mark.parametrize("name", COUNTER_MUTANTS)
-def test_a_defect_in_the_sources_is_found(name: str) -> None:
-    halves, setting = SMALL_HALVES, Setting(2, 6)
+def test_a_defect_is_found(name: str) -> None:
+    half_units, setting = 2, Setting(2, 6)
     if name in SEEN_IN_LONGER_HALVES:
-        halves, setting = HALVES_OF_FOUR, Setting(2, 6, small=tuple(range(6)))
-    exchange = read_exchange(Sources().edited(halves, *COUNTER_MUTANTS[name]))
-    _, problem = explore(exchange, setting)
+        half_units, setting = 4, Setting(2, 6, small=tuple(range(6)))
+    _, problem = explore(COUNTER_MUTANTS[name].exchange(half_units), setting)
     assert problem is not None
 
 

@@ -12,11 +12,9 @@ import dataclasses
 import pytest
 
 from . import mutants
-from .exchange import Exchange
+from .exchange import Exchange, exchange_of
 from .program import Scope
 from .ptx_program import BOUNDARIES, DATA, HAND_BACK, Setting, exchange_program
-from .reader import HALVES_OF_FOUR, SMALL_HALVES, read_exchange
-from .source import SourceError, Sources
 
 z3 = pytest.importorskip("z3")
 
@@ -53,7 +51,7 @@ def verdict(exchange: Exchange, setting: Setting) -> Verdict:
 
 @pytest.fixture(scope="module")
 def exchange() -> Exchange:
-    return read_exchange(Sources().edited(SMALL_HALVES))
+    return exchange_of()
 
 
 TRANSPORTS = ("one_shot", "two_shot", "owned_rows", "owned_quantized")
@@ -70,9 +68,9 @@ def test_nothing_goes_wrong(
 
 def test_halves_of_several_operations(exchange: Exchange) -> None:
     """Of which one hands back, with operations that take a unit and others that take two."""
-    larger = read_exchange(Sources().edited(HALVES_OF_FOUR))
+    larger = exchange_of(half_units=4)
     for small in (tuple(range(9)), (0, 2, 3, 5, 6)):
-        turns = larger.turns.of(9, (), small)
+        turns = larger.arithmetic.turns(9, (), small)
         assert max(turn.uses for turn in turns) == 1
         found = verdict(larger, Setting(operations=9, small=small))
         assert found.fine, found
@@ -120,35 +118,28 @@ def test_words_of_a_slot_arrive_alone(exchange: Exchange) -> None:
 # ---- defects -------------------------------------------------------------------------------------
 
 DEFECTS = {
-    **{name: (SMALL, edits) for name, edits in mutants.WEAKENED.items()},
-    **{name: (SMALL, edits) for name, edits in mutants.EXCHANGE_MUTANTS.items()},
+    **{name: (SMALL, defect) for name, defect in mutants.WEAKENED.items()},
+    **{name: (SMALL, defect) for name, defect in mutants.EXCHANGE_MUTANTS.items()},
     **{
-        name: (dataclasses.replace(SMALL, large=(0, 1, 2, 3)), edits)
-        for name, edits in mutants.LARGE_MUTANTS.items()
+        name: (dataclasses.replace(SMALL, large=(0, 1, 2, 3)), defect)
+        for name, defect in mutants.LARGE_MUTANTS.items()
     },
     **{
-        name: (dataclasses.replace(SMALL, transport=transport), edits)
-        for name, (transport, edits) in mutants.TRANSPORT_MUTANTS.items()
+        name: (dataclasses.replace(SMALL, transport=transport), defect)
+        for name, (transport, defect) in mutants.TRANSPORT_MUTANTS.items()
     },
     **{
-        name: (dataclasses.replace(SMALL, words=(0, 1)), edits)
-        for name, edits in mutants.WORD_MUTANTS.items()
+        name: (dataclasses.replace(SMALL, words=(0, 1)), defect)
+        for name, defect in mutants.WORD_MUTANTS.items()
     },
 }
 
 
 @pytest.mark.parametrize("name", DEFECTS)
-def test_a_defect_in_the_sources_is_found(name: str) -> None:
-    setting, edits = DEFECTS[name]
-    found = verdict(read_exchange(Sources().edited(SMALL_HALVES, *edits)), setting)
+def test_a_defect_is_found(name: str) -> None:
+    setting, defect = DEFECTS[name]
+    found = verdict(defect.exchange(), setting)
     assert found.wrong is not None or found.hang is not None
-
-
-def test_an_unknown_line_is_an_error() -> None:
-    more = "    store_u32(params_.workspace[0], op_);\n    wait_for_number(peer);\n"
-    changed = Sources().edited(("gpu/exchange.cuh", "    wait_for_number(peer);\n", more))
-    with pytest.raises(SourceError, match=r"hand_back_slots: store_u32"):
-        read_exchange(changed)
 
 
 # ---- which kernel boundaries the argument needs, and how strong ----------------------------------

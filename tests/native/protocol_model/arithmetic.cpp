@@ -1,0 +1,61 @@
+// What the models take from the sources as it is: numbers, turns, marks and their comparisons.
+// arithmetic.py builds it, with faults (protocol/fault_switch.h) and small halves where it is told.
+#include "gpu/prepare.h"
+#include "protocol/call_tag.h"
+#include "protocol/layout.h"
+#include "protocol/numerics.h"
+#include "protocol/signal.h"
+#include "protocol/slot.h"
+
+using namespace allnorm;
+
+extern "C" {
+
+int model_reached(uint32_t seen, uint32_t expected) { return has_reached(seen, expected); }
+
+// Whether word `index` of the tag of operation `seen` is taken for one of operation `expected`.
+int model_is_tag_of(int index, uint32_t seen, uint32_t expected) {
+  const CallTag tag = {1, 2, 3};
+  return CallTag::is_of(expected, tag.word(index == 0 ? seen : expected, 0),
+                        tag.word(index == 1 ? seen : expected, 1));
+}
+
+// Bit i: a slot whose word i is empty has not arrived.
+uint32_t model_tested_words() {
+  uint32_t tested = 0;
+  for (int i = 0; i < 4; ++i) {
+    Pack pack = {};
+    pack.word[i] = kEmptyWord;
+    tested |= static_cast<uint32_t>(!arrived(pack)) << i;
+  }
+  return tested;
+}
+
+uint32_t model_canonical_word() { return kCanonicalWord; }
+uint32_t model_nan_e4m3() { return kNanE4m3; }
+uint32_t model_tag_slots() { return PushControl::kTagSlots; }
+uint32_t model_pull_phases() { return kPullPhases; }
+
+uint32_t model_more_units() { return kMoreUnits; }
+
+// Of an operation with this `kept`: its unit or large phase, whether it hands slots back, since(),
+// and `kept` of the next.
+void model_turn(uint32_t kept, uint32_t units, int large, uint32_t* turn) {
+  const PushTurn of = {kept, units, large != 0};
+  turn[0] = large != 0 ? of.large_phase() : of.unit();
+  turn[1] = of.hands_back();
+  turn[2] = of.since();
+  turn[3] = of.next();
+}
+
+// The number in a new workspace that its owner has handed slots back with, less the first
+// operation's.
+int model_first_released() {
+  constexpr uint32_t kFirstOp = 1000;
+  const std::vector<char> control = first_control_block(kFirstOp);
+  uint32_t released;
+  __builtin_memcpy(&released, control.data() + PushControl::released(1), sizeof(released));
+  return static_cast<int>(released - kFirstOp);
+}
+
+}  // extern "C"
