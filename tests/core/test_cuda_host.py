@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import datetime
-import os
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -12,8 +11,9 @@ from unittest import mock
 import pytest
 import torch
 
-from allnorm.core import _native, faults, notes, turn
+from allnorm.core import _native, faults
 from allnorm.core.endpoint import Endpoint
+from allnorm.core.opened import Opened
 from allnorm.core.workspace import Workspace
 from allnorm.errors import AllnormError, PeerDivergedError
 
@@ -31,6 +31,9 @@ class Library:
     def comm_check(self, handle: int, fault: int) -> int:
         return self.status
 
+    def run(self, handle: int, call: int) -> int:
+        return self.status
+
     def last_error(self) -> str:
         return "rank 1 could not make a call: launching the kernel failed"
 
@@ -40,18 +43,13 @@ class Library:
 
 def endpoint(library: Library, workspace: Any = None) -> Endpoint:
     """One that is all there, but for what it would make calls with."""
-    made = object.__new__(Endpoint)
-    made._library = library  # type: ignore[assignment]
-    made._workspace = workspace
-    made._group = lambda: None
-    made.closed, made._handle, made._streams = False, 1, {None}
-    made._broken = made._channel = made._accounts = made.watch = made._hierarchy = None
-    made._connection = None
-    made._process, made._turn, made._ended = os.getpid(), turn.Turn(), False
-    made.notes, made._counts, made.rank = notes.NoNotes(), None, 0
-    made.timeout, made.device = datetime.timedelta(seconds=1), torch.device("cuda", 0)
-    made.name, made.dispatcher = "0", mock.Mock()
-    return made
+    opened = Opened(
+        *("0", 1, "0/0", lambda: None, 0, 2),
+        *(torch.device("cuda", 0), datetime.timedelta(seconds=1)),
+        *(library, workspace, 1),  # type: ignore[arg-type]
+    )
+    with mock.patch("allnorm.core.endpoint.Dispatcher"):
+        return Endpoint(opened, mock.Mock())
 
 
 def test_check_says_that_a_launch_failed() -> None:

@@ -41,8 +41,8 @@ def make(far: bool, rank: int, timeout: float = 60.0) -> allnorm.Communicator:
         c = allnorm.Communicator(device=device(), timeout=timeout)
     assert c.islands == PAIRS
     assert isinstance(c._endpoint._channel, channel._Messages)
-    assert c._endpoint.watch is not None
-    assert c._endpoint.watch.blind == {q for q in range(4) if q // 2 != rank // 2}
+    assert c._endpoint.failure.watch is not None
+    assert c._endpoint.failure.watch.blind == {q for q in range(4) if q // 2 != rank // 2}
     return c
 
 
@@ -151,7 +151,7 @@ def stops_within(
             c = allnorm.Communicator(device="cpu", islands=islands, timeout=2.5)
         case = CASE.but(algorithm=algorithm)
         case.check(c)
-        notes = c._endpoint.notes
+        notes = c._endpoint.failure.notes
         enters = notes.enter
         count = itertools.count(1)
 

@@ -193,8 +193,8 @@ def peers_of_different_machines(rank: int, world_size: int) -> str:
     with elsewhere(f"machine {rank}", absent=pids[1 - rank]):
         c = allnorm.Communicator(device=device(), timeout=60)
         assert c.islands == ((0,), (1,))
-        assert c._endpoint.watch is not None
-        assert c._endpoint.watch.blind == {1 - rank}
+        assert c._endpoint.failure.watch is not None
+        assert c._endpoint.failure.watch.blind == {1 - rank}
         case = Case((3, 130), torch.float32)
         for _ in range(3):
             case.check(c)

@@ -21,6 +21,7 @@ from allnorm.core import _native, arguments, between, channel, unfused, watch, w
 from allnorm.core.dispatch import Chooser
 from allnorm.core.endpoint import Endpoint
 from allnorm.core.hierarchical import Hierarchy, backend_obstacle
+from allnorm.core.opened import Opened
 from allnorm.core.rendezvous import Rendezvous
 from allnorm.core.resolve import resolve_device
 from allnorm.errors import AllnormError, ConfigurationError
@@ -151,14 +152,23 @@ def _open(
             sends_by = between.backend_of(group, checked.device)
             sends_by = sends_by if sends_by in between.BACKENDS else "gloo"
             connection = unfused.Connection(meeting, checked.device, sends_by, checked.timeout)
-        endpoint = Endpoint(
-            name,
-            number,
-            f"{group.group_name}/{meeting.name}",
-            *(group, checked.device, checked.timeout, checked.library),
-            *(memory, handles[0], words, Chooser(checked.library, traits, memory.num_bytes)),
-            *(hierarchy, connection),
+        opened = Opened(
+            name=name,
+            number=number,
+            key=f"{group.group_name}/{meeting.name}",
+            group=weakref.ref(group),
+            rank=meeting.rank,
+            world_size=meeting.world_size,
+            device=checked.device,
+            timeout=checked.timeout,
+            library=checked.library,
+            workspace=memory,
+            handle=handles[0],
+            channel=words,
+            hierarchy=hierarchy,
+            connection=connection,
         )
+        endpoint = Endpoint(opened, Chooser(checked.library, traits, memory.num_bytes))
     except BaseException:
         if hierarchy is not None:
             hierarchy.between.close()
@@ -171,7 +181,7 @@ def _open(
         memory.release()
         raise
     if meeting.world_size > 1:
-        endpoint.watch = watch.Watch(meeting.processes, _reporter(weakref.ref(endpoint)))
+        endpoint.failure.watch = watch.Watch(meeting.processes, _reporter(weakref.ref(endpoint)))
     return endpoint
 
 
