@@ -22,7 +22,7 @@ import torch.distributed as dist
 from rank_helpers import Case, Experts, device, on
 
 import allnorm
-from allnorm.core import unfused
+from allnorm.core import connection
 from allnorm.testing import RankPool, assert_same_bits
 
 PAIRS = ((0, 1), (2, 3))
@@ -210,7 +210,7 @@ def test_threads_that_make_communicators_of_one_group(pool: RankPool) -> None:
 
 
 def connects_when_needed(rank: int, world_size: int) -> None:
-    with mock.patch.object(unfused, "Exchange", side_effect=AssertionError("not needed")):
+    with mock.patch.object(connection, "Exchange", side_effect=AssertionError("not needed")):
         c = allnorm.Communicator(device=device(), timeout=60)
         CASES[0].check(c)
         CASES[4].check(c)
@@ -227,11 +227,11 @@ def test_nothing_is_connected_before_an_unfused_call(pool: RankPool) -> None:
 def cannot_connect(rank: int, world_size: int) -> str:
     c = allnorm.Communicator(device=device(), timeout=60)
     case = CASES[1].but(algorithm="unfused")
-    with mock.patch.object(unfused, "own_store") as store:
+    with mock.patch.object(connection, "own_store") as store:
         if rank == 1:
             store.side_effect = OSError("no more file descriptors")
         else:
-            store.side_effect = unfused_store
+            store.side_effect = own_store
         start = time.monotonic()
         with pytest.raises(allnorm.AllnormError) as caught:
             case.run(c)
@@ -242,7 +242,7 @@ def cannot_connect(rank: int, world_size: int) -> str:
     return str(caught.value)
 
 
-unfused_store = unfused.own_store
+own_store = connection.own_store
 
 
 @on(cpu=(3,))
@@ -267,7 +267,7 @@ def interrupted_connecting(rank: int, world_size: int, how: str) -> tuple[str, i
         time.sleep(8)
         raise OSError("too late")
 
-    wrong = mock.patch.object(unfused, "own_store", side_effect=stop)
+    wrong = mock.patch.object(connection, "own_store", side_effect=stop)
     with wrong if rank == 1 else contextlib.nullcontext():
         start = time.monotonic()
         with pytest.raises(allnorm.AllnormError) as caught:

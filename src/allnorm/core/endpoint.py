@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from allnorm import names
-from allnorm.core import _native, fast_call, faults, hierarchical, unfused
+from allnorm.core import _native, agreement, fast_call, faults, hierarchical, unfused
 from allnorm.core.call import Call
 from allnorm.core.dispatch import Chooser, Dispatcher
 from allnorm.core.failure import RECORDED, Failure, text_of
@@ -190,7 +190,7 @@ class Endpoint:
             self._take_turn(sys._getframe())
             if algorithm in names.BETWEEN_ISLANDS:
                 try:
-                    unfused.refuse(self._channel, self.failure)
+                    agreement.refuse(self._channel, self.failure)
                 except (RuntimeError, AllnormError) as failure:
                     if not self.failure.is_final:
                         self.failure.give_up(failure)

@@ -40,7 +40,8 @@ import torch
 import torch.distributed as dist
 
 from allnorm import policy
-from allnorm.core import _native, unfused, workspace
+from allnorm.core import _native, chunks, workspace
+from allnorm.core.agreement import agree
 from allnorm.core.announcement import Announcement
 from allnorm.core.arguments import row_shard, rows_of
 from allnorm.core.between import Between, Look, places, segments
@@ -88,14 +89,14 @@ class Hierarchy:
         self.between = Between(meeting, islands, device, backend, timeout)
 
     def agree_once(self, prepared: PreparedCall, channel: Channel, owner: Owner) -> None:
-        """As `unfused.agree`; between machines, where that is slow, once for each kind of call.
+        """As `agreement.agree`; between machines, where that is slow, once for each kind of call.
 
         All ranks have agreed on the same kinds, since each of them was agreed on by all.
         """
         mine = Announcement.of(prepared)
         if channel.is_slow and mine in self._agreed:
             return
-        unfused.agree(prepared, channel, owner)
+        agree(prepared, channel, owner)
         self._agreed.add(mine)
 
     def place_of(self, rank: int) -> int | None:
@@ -134,7 +135,7 @@ def run(
     x, residual = inputs[0], inputs[1]
     assert x is not None
     if x.device.type == "cpu":
-        unfused.agree(prepared, channel, owner)
+        agree(prepared, channel, owner)
     elif not torch.cuda.is_current_stream_capturing():
         hierarchy.agree_once(prepared, channel, owner)
     is_cuda = x.device.type == "cuda"
@@ -203,7 +204,7 @@ class _Run:
         self._prepared, self._library, self._handle = prepared, library, handle
         self._hierarchy, self._between, self._look = hierarchy, hierarchy.between, look
         self._call = prepared.native
-        self._saved = unfused.results_of(prepared.native)
+        self._saved = chunks.results_of(prepared.native)
         self._is_cuda = is_cuda
         self._alone = len(hierarchy.ranks) == 1
         self._kept: list[torch.Tensor] = []  # until their launches have been made
@@ -220,7 +221,7 @@ class _Run:
             residuals = self._gather_shards(rows_of(residual), prepared.num_tokens)
         partials = x
         if self._alone:
-            status, partials = unfused.own_partial(prepared, self._library, x)
+            status, partials = chunks.own_partial(prepared, self._library, x)
             if status != _native.OK:
                 return status
         return _in_turn(
@@ -282,7 +283,7 @@ class _Run:
         received = self._between.start_parts(padded)
         yield _native.OK
         parts = self._keep(received(self._look))
-        total = unfused.add(self._library, self._call.stream, self._keep(parts.float()))
+        total = chunks.add(self._library, self._call.stream, self._keep(parts.float()))
         finish = self._between.start_gather(self._keep(total.to(dtype)))
         yield _native.OK
         whole = self._keep(finish(self._look)).view(1, *padded.shape)
@@ -372,7 +373,7 @@ class _Run:
         whole = hi == self._prepared.num_tokens
         call.scale_padding_rows = self._call.scale_padding_rows if whole else 0
         residual_row = 0 if self._prepared.shard is not None else lo
-        unfused.move_results(self._prepared, call, self._saved, lo, residual_row, width)
+        chunks.move_results(self._prepared, call, self._saved, lo, residual_row, width)
         return call
 
     def _run(self, call: _native.Call) -> int:

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from allnorm.core import _native
 from allnorm.core.between import Between
 from allnorm.core.channel import Channel
+from allnorm.core.connection import Connection
 from allnorm.core.hierarchical import Hierarchy
-from allnorm.core.unfused import Connection
 from allnorm.core.workspace import Workspace
 from allnorm.errors import CommunicatorClosedError
 

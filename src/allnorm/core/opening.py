@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from allnorm import config, islands, policy, tuning
 from allnorm._version import __version__
-from allnorm.core import _native, arguments, between, channel, unfused, watch, workspace
+from allnorm.core import _native, arguments, between, channel, watch, workspace
+from allnorm.core.connection import Connection
 from allnorm.core.dispatch import Chooser
 from allnorm.core.endpoint import Endpoint
 from allnorm.core.hierarchical import Hierarchy, backend_obstacle
@@ -151,7 +152,7 @@ def _open(
             words = channel.create(meeting, own, memory, _nanoseconds(checked.timeout))
             sends_by = between.backend_of(group, checked.device)
             sends_by = sends_by if sends_by in between.BACKENDS else "gloo"
-            connection = unfused.Connection(meeting, checked.device, sends_by, checked.timeout)
+            connection = Connection(meeting, checked.device, sends_by, checked.timeout)
         opened = Opened(
             name=name,
             number=number,

@@ -1,0 +1,101 @@
+"""Calls of the local kernels on a part of what a bound call is given: some rows, or some sums."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from allnorm.core import _native
+from allnorm.core.arguments import rows_of
+from allnorm.core.prepared_call import PreparedCall, raise_status
+
+# Fields of the C call that move from chunk to chunk, and all that differ between chunks.
+_MOVED = ("residual", "residual_out", "out", "quantized", "scale")
+ROW_FIELDS = (
+    *(*_MOVED, "x", "top_k"),
+    *("x_stride", "num_tokens", "num_sources", "source_stride", "scale_padding_rows"),
+    "first_scale_row",
+)
+
+
+def own_partial(
+    prepared: PreparedCall, library: _native.Library, x: torch.Tensor
+) -> tuple[int, torch.Tensor]:
+    """A status, and this rank's partial sums; those of experts are summed first."""
+    call = prepared.native
+    if not call.top_k:
+        return _native.OK, rows_of(x)
+    rows = x.new_empty((prepared.num_tokens, call.hidden_size))
+    summing = _native.Call.from_buffer_copy(call)
+    for name in ("residual", "weight", "post_weight", "residual_out", "quantized", "scale"):
+        setattr(summing, name, None)
+    summing.op, summing.quant, summing.flags = _native.ALL_REDUCE, 0, 0
+    summing.out, summing.out_stride = rows.data_ptr() or call.x, call.hidden_size
+    return int(library.local(ctypes.addressof(summing))), rows
+
+
+def add(library: _native.Library, stream: int, sources: torch.Tensor) -> torch.Tensor:
+    """The sum of float32 `[n, rows, hidden_size]`, contiguous, over the first dimension, in order.
+
+    By the library, which keeps denormals whatever the process has asked torch for.
+    """
+    count, rows, hidden_size = sources.shape
+    total = sources.new_empty((rows, hidden_size))
+    if not total.numel():
+        return total
+    call = _native.Call(
+        struct_bytes=ctypes.sizeof(_native.Call),
+        op=_native.ALL_REDUCE,
+        dtype=_native.DTYPE["float32"],
+        weight_dtype=_native.DTYPE["float32"],
+        num_tokens=rows,
+        hidden_size=hidden_size,
+        x=sources.data_ptr(),
+        out=total.data_ptr(),
+        x_stride=hidden_size,
+        out_stride=hidden_size,
+        source_stride=rows * hidden_size,
+        num_sources=count,
+        stream=stream,
+    )
+    raise_status(library, int(library.local(ctypes.addressof(call))))
+    return total
+
+
+def results_of(call: _native.Call) -> dict[str, int]:
+    """Where a call begins to write, and its residual, by name."""
+    return {name: getattr(call, name) for name in _MOVED}
+
+
+def move_results(
+    prepared: PreparedCall,
+    call: _native.Call,
+    saved: dict[str, int],
+    row: int,
+    residual_row: int,
+    width: int,
+) -> None:
+    """Lets a call write from `row` on, and the residual from `residual_row` on.
+
+    Args:
+        prepared: whose call it is.
+        call: of it, or a copy.
+        saved: where it wrote from row 0 on.
+        row: of all rows.
+        residual_row: of those that this rank holds.
+        width: bytes of an element.
+    """
+    moves = [
+        ("residual", residual_row, call.residual_stride, width),
+        ("residual_out", residual_row, call.residual_out_stride, width),
+        ("out", row, call.out_stride, width),
+        ("quantized", row, call.quantized_stride, 1),
+    ]
+    if prepared.scale is not None and prepared.scale.tiles:
+        call.first_scale_row = row
+    elif prepared.scale is not None:
+        moves.append(("scale", row, call.scale_row_stride, prepared.scale.dtype.itemsize))
+    for name, index, stride, elem_bytes in moves:
+        if saved[name]:
+            setattr(call, name, saved[name] + index * stride * elem_bytes)

@@ -1,0 +1,143 @@
+"""The connection of unfused calls: a process group of the communicator's own, made when needed."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import threading
+import time
+
+import torch
+
+from allnorm.core.between import LOOK_SECONDS, Exchange, own_store
+from allnorm.core.channel import WORDS, Channel, Owner
+from allnorm.core.rendezvous import Rendezvous
+from allnorm.errors import AllnormError, UnsupportedError
+
+
+class NotConnectedError(AllnormError):
+    """The ranks could not connect; raised on all of them."""
+
+
+class Connection:
+    """What the unfused calls of a communicator go through, made when the first of them needs it.
+
+    Args:
+        meeting: of all ranks.
+        device: of the tensors.
+        backend: of what is made, one of between.BACKENDS.
+        timeout: of the communicator.
+    """
+
+    def __init__(
+        self,
+        meeting: Rendezvous,
+        device: torch.device,
+        backend: str,
+        timeout: datetime.timedelta,
+    ) -> None:
+        self._rank, self._world_size = meeting.rank, meeting.world_size
+        self._store, self._prefix = meeting.store, meeting.prefix("unfused")
+        self._device, self._backend, self._timeout = device, backend, timeout
+        self._attempts = 0
+        self._exchange: Exchange | None = None
+
+    @property
+    def failure(self) -> str:
+        """Why the exchange was given up; empty if it was not."""
+        return "" if self._exchange is None else self._exchange.failure
+
+    @property
+    def connected(self) -> Exchange:
+        """The exchange, for a call that a CUDA graph captures.
+
+        Raises:
+            UnsupportedError: no call has needed it yet; nothing can be connected in a capture.
+        """
+        if self._exchange is None:
+            raise UnsupportedError(
+                "this call runs unfused, and the ranks are not connected for such calls yet, which "
+                "they cannot be while a CUDA graph is captured: make one unfused call (any shape) "
+                "with this communicator before the capture, on every rank."
+            )
+        return self._exchange
+
+    def connect(self, channel: Channel, owner: Owner) -> Exchange:
+        """The exchange. Collective: the ranks have agreed on a call that needs it.
+
+        Raises:
+            NotConnectedError: a rank could not make its part: on every rank, and ranks are in step.
+            RuntimeError: the wait for the others has ended as `owner` says.
+        """
+        if self._exchange is not None:
+            return self._exchange
+        self._attempts += 1
+        made: list[Exchange] = []
+        errors: list[str] = []
+        key = f"{self._prefix}/{self._attempts}/failed"
+
+        def make() -> None:
+            try:
+                made.append(self._make())
+            except Exception as error:  # noqa: BLE001 - told to every rank, and raised below
+                errors.append(self._tell(key, error))
+
+        # In a thread: neither backend ends its wait when a peer ends or cannot make its part.
+        thread = threading.Thread(target=make, name="allnorm-connect", daemon=True)
+        thread.start()
+        owner.notes.enter(range(self._world_size))
+        start = time.monotonic()
+        try:
+            while thread.is_alive() and not errors:
+                thread.join(LOOK_SECONDS)
+                if thread.is_alive():
+                    owner.look_at_peers(time.monotonic() - start)
+                    self._read_failure(key, errors)
+        except BaseException as error:
+            self._tell(key, error)  # they need not wait for this rank
+            raise
+        owner.notes.leave()
+        succeeded = channel.gather([int(not errors), *(0,) * (WORDS - 1)], owner)
+        if all(words[0] for words in succeeded):
+            (self._exchange,) = made
+            self._exchange.notes = owner.notes
+            return self._exchange
+        for exchange in made:
+            exchange.abort("another rank has failed")
+        self._read_failure(key, errors)
+        raise NotConnectedError(
+            "the ranks could not connect for calls that run unfused: "
+            f"{errors[0] if errors else 'a rank failed'}. Nothing was computed. Find out what "
+            f"keeps that rank from using {self._backend}, and call again on every rank."
+        )
+
+    def _make(self) -> Exchange:
+        store = own_store(self._store, f"{self._prefix}/{self._attempts}", self._timeout)
+        place = store, self._rank, self._world_size, self._device, self._backend, self._timeout
+        if self._device.type == "cpu":
+            return Exchange(*place, "the exchange of unfused calls")
+        torch.cuda.set_device(self._device)  # of this thread
+        with torch.cuda.stream(torch.cuda.Stream(self._device)):
+            return Exchange(*place, "the exchange of unfused calls")
+
+    def _tell(self, key: str, error: BaseException) -> str:
+        """Lets the other ranks read why this one does not connect; returns it."""
+        text = f"rank {self._rank}: {type(error).__name__}: {error}"
+        with contextlib.suppress(RuntimeError):
+            self._store.set(key, text[:1000])
+        return text
+
+    def _read_failure(self, key: str, errors: list[str]) -> None:
+        """Appends what another rank says of its failure, if this rank knows of none."""
+        if not errors and self._store.check([key]):
+            errors.append(self._store.get(key).decode(errors="replace"))
+
+    def abort(self, why: str) -> None:
+        """Ends it at once: those who wait for this rank get an error. Any thread."""
+        if self._exchange is not None:
+            self._exchange.abort(why)
+
+    def close(self) -> None:
+        """Releases the exchange. Idempotent."""
+        if self._exchange is not None:
+            self._exchange.close()
