@@ -16,6 +16,7 @@ from allnorm.core import arguments, registry, traced
 from allnorm.core.call import Call, split_boundary, split_scale
 from allnorm.core.registry import open_communicators
 from allnorm.core.resolve import group_called, resolve_device, resolve_group
+from allnorm.core.shards import row_shard
 from allnorm.core.shortcuts import is_traced
 from allnorm.errors import CommunicatorClosedError
 from allnorm.expert_sum import ExpertSum
@@ -469,7 +470,7 @@ class Communicator:
         """
         self._endpoint.check_open()
         arguments.check_count("num_tokens", num_tokens)
-        return arguments.row_shard(num_tokens, self.world_size, self.rank)
+        return row_shard(num_tokens, self.world_size, self.rank)
 
     # ---- inspection -----------------------------------------------------------------------------
 

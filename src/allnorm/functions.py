@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from allnorm.communicator import Communicator
-from allnorm.core import arguments, traced
+from allnorm.core import arguments, shards, traced
 from allnorm.core.call import Call
 from allnorm.core.resolve import resolve_group
 from allnorm.core.shortcuts import is_intercepted, is_traced
@@ -141,7 +141,7 @@ def row_shard(num_tokens: int, *, group: Group = None) -> tuple[int, int]:
     """`Communicator.row_shard` of the group's communicator, which need not have been made."""
     arguments.check_count("num_tokens", num_tokens)
     ranks = _ranks(group)
-    return arguments.row_shard(num_tokens, ranks.world_size, ranks.rank)
+    return shards.row_shard(num_tokens, ranks.world_size, ranks.rank)
 
 
 class _Ranks(NamedTuple):

@@ -1,4 +1,4 @@
-"""The names that calls, tables and commands take: every list of them, once.
+"""The names that calls, tables and commands take: every list of them, once, and their check.
 
 Codes of the C ABI are positions in these tuples (`src/allnorm/core/_native.py`).
 """
@@ -34,3 +34,10 @@ SCALE_FORMATS = ("float32", "ue8m0", "ue8m0_packed")
 
 # What follows the sum, as tables tell calls apart.
 EPILOGUES = ("all_reduce", "norm", *QUANTS)
+
+
+def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    """Raises ValueError unless `value` is one of `choices`."""
+    # Only of these types is a comparison a bool: arrays compare element by element.
+    if not isinstance(value, str | int) or value not in choices:
+        raise ValueError(f"{name}={value!r}: expected one of {', '.join(map(repr, choices))}.")

@@ -16,6 +16,7 @@ from allnorm.names import (
     SCALE_FORMATS,
     SCALE_LAYOUTS,
     SWIZZLED,
+    check_choice,
 )
 
 DTYPE = torch.float8_e4m3fn
@@ -29,13 +30,6 @@ TILE_ROWS, TILE_GROUPS = 128, 4
 NVFP4_GROUP_SIZE = 16
 # What the eight codes of e2m1 without a sign stand for.
 E2M1_SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-
-
-def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
-    """Raises ValueError unless `value` is one of `choices`."""
-    # Only of these types is a comparison a bool: arrays compare element by element.
-    if not isinstance(value, str | int) or value not in choices:
-        raise ValueError(f"{name}={value!r}: expected one of {', '.join(map(repr, choices))}.")
 
 
 @dataclass(frozen=True)
@@ -272,6 +266,13 @@ class ScaleGeometry(NamedTuple):
             return torch.empty_strided(shape, stride, dtype=dtype, device=device)
         memory = torch.empty_strided((stride[1], shape[1]), stride, dtype=dtype, device=device)
         return memory.as_strided(shape, stride)
+
+    def with_padding(self, scale: torch.Tensor) -> torch.Tensor:
+        """Returns the memory of `scale` with the padding rows after it."""
+        if not self.padded or not self.padding_rows:
+            return scale
+        rows, words = self.shape
+        return scale.as_strided((rows + self.padding_rows, words), self.stride)
 
 
 def check_quant(quant: object) -> None:

@@ -17,12 +17,11 @@ import torch
 from allnorm.core import _native, tensors
 from allnorm.core.call import Call
 from allnorm.errors import UnsupportedError
-from allnorm.names import NUMERICS, REQUESTS, TOP_K
+from allnorm.names import NUMERICS, REQUESTS, TOP_K, check_choice
 from allnorm.quant import (
     Fp8PerTensor,
     NvFp4Layout,
     ScaleGeometry,
-    check_choice,
     check_hidden_size,
     check_quant,
 )
@@ -70,19 +69,6 @@ def check_own(call: Call, shard: tuple[int, int] | None) -> None:
             check_last_dim(name, weight)
     if call.residual is not None:
         check_like("residual", call.residual, Like.of(call, shard))
-
-
-def row_shard(num_tokens: int, world_size: int, rank: int) -> tuple[int, int]:
-    """A rank's rows: lo to hi - 1. Contiguous blocks, the first `num_tokens % world_size` longer.
-
-    `num_tokens` may be symbolic: no branch depends on it.
-    """
-    # Rows of the ranks before: of every full round one each, and their part of the last round.
-    lo, hi = (
-        sum((num_tokens + world_size - 1 - earlier) // world_size for earlier in range(end))
-        for end in (rank, rank + 1)
-    )
-    return lo, hi
 
 
 def check_algorithm(algorithm: object) -> None:
@@ -434,28 +420,9 @@ def check_overlap(
             )
 
 
-def with_padding(scale: torch.Tensor, geometry: ScaleGeometry | None) -> torch.Tensor:
-    """The memory of `scale` with the padding rows after it."""
-    if geometry is None or not geometry.padded or not geometry.padding_rows:
-        return scale
-    rows, words = geometry.shape
-    return scale.as_strided((rows + geometry.padding_rows, words), geometry.stride)
-
-
-def rows_of(x: torch.Tensor) -> torch.Tensor:
-    """`x` as [num_tokens, hidden_size]; a view wherever one exists."""
-    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-
-
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     begin = tensor.data_ptr()
-    return begin, begin + span_bytes(tensor)
-
-
-def span_bytes(tensor: torch.Tensor) -> int:
-    """Bytes from the first element of `tensor`, which has one, to behind the last."""
-    dims = zip(tensor.shape, tensor.stride(), strict=True)
-    return (sum((size - 1) * stride for size, stride in dims) + 1) * tensor.element_size()
+    return begin, begin + tensors.span_bytes(tensor)
 
 
 _MAX_HIDDEN_SIZE = (1 << 20) - 1

@@ -7,8 +7,8 @@ import ctypes
 import torch
 
 from allnorm.core import _native
-from allnorm.core.arguments import rows_of
 from allnorm.core.prepared_call import PreparedCall, raise_status
+from allnorm.core.tensors import rows_of
 
 # Fields of the C call that move from chunk to chunk, and all that differ between chunks.
 _MOVED = ("residual", "residual_out", "out", "quantized", "scale")

@@ -22,6 +22,7 @@ from allnorm import policy
 from allnorm.core import _native, arguments, fast_call, traced
 from allnorm.core.call import Call
 from allnorm.core.prepared_call import Memory, PreparedCall, as_launch_a, as_launch_b, describe
+from allnorm.core.shards import row_shard
 from allnorm.core.shortcuts import is_intercepted, version_counter
 from allnorm.core.tensors import is_plain
 from allnorm.errors import CommunicatorClosedError, UnsupportedError
@@ -162,7 +163,7 @@ class Dispatcher:
         """This rank's rows, where rows belong to ranks."""
         if not call.owns_rows:
             return None
-        return arguments.row_shard(call.rows, self._target.world_size, self._target.rank)
+        return row_shard(call.rows, self._target.world_size, self._target.rank)
 
     def _keep(self, key: Any, prepared: PreparedCall) -> None:
         if key is None or prepared.is_virtual:

@@ -21,9 +21,9 @@ import torch
 from torch.autograd import forward_ad
 
 from allnorm.core import _native, shortcuts
-from allnorm.core.arguments import span_bytes, with_padding
 from allnorm.core.call import NUM_TENSORS, Call
 from allnorm.core.prepared_call import CUDA_ALIGN_BYTES, Memory, PreparedCall
+from allnorm.core.tensors import span_bytes
 from allnorm.quant import Fp8PerGroup, Fp8PerTensor, Fp8PerToken, NvFp4Layout
 
 _pointer, _object = ctypes.c_void_p, ctypes.py_object
@@ -157,8 +157,8 @@ def _operand(call: Call, prepared: PreparedCall, field: str) -> tuple[int, int, 
     align = tensor.element_size()
     if tensor.device.type == "cuda" and field not in _NARROW:
         align = CUDA_ALIGN_BYTES
-    if field == "scale_out":
-        tensor = with_padding(tensor, prepared.scale)
+    if field == "scale_out" and prepared.scale is not None:
+        tensor = prepared.scale.with_padding(tensor)
     return given, align, span_bytes(tensor)
 
 

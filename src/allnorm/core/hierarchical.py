@@ -43,7 +43,6 @@ from allnorm import policy
 from allnorm.core import _native, chunks, workspace
 from allnorm.core.agreement import agree
 from allnorm.core.announcement import Announcement
-from allnorm.core.arguments import row_shard, rows_of
 from allnorm.core.between import Between, Look, places, segments
 from allnorm.core.channel import Channel, Owner
 from allnorm.core.prepared_call import (
@@ -54,6 +53,8 @@ from allnorm.core.prepared_call import (
     as_launch_b,
 )
 from allnorm.core.rendezvous import Rendezvous
+from allnorm.core.shards import row_shard
+from allnorm.core.tensors import rows_of
 from allnorm.islands import Islands
 
 

@@ -26,8 +26,7 @@ from allnorm.core.opened import Opened
 from allnorm.core.rendezvous import Rendezvous
 from allnorm.core.resolve import resolve_device
 from allnorm.errors import AllnormError, ConfigurationError
-from allnorm.names import NUMERICS
-from allnorm.quant import check_choice
+from allnorm.names import NUMERICS, check_choice
 
 _OPERATIONS = 1 << 32  # numbers that they have
 _MAX_TIMEOUT_NS = (1 << 63) - 1  # what the library counts in

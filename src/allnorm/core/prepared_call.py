@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 
 from allnorm.core import _native, arguments, tensors
-from allnorm.core.arguments import DTYPES, Like, rows_of
+from allnorm.core.arguments import DTYPES, Like
 from allnorm.core.call import NUM_INPUTS, NUM_TENSORS, Call
 from allnorm.core.shortcuts import current_raw_stream
-from allnorm.core.tensors import LOW_ADDRESS
+from allnorm.core.tensors import LOW_ADDRESS, rows_of
 from allnorm.errors import AllnormError, UnsupportedError
 from allnorm.policy import Plan
 from allnorm.quant import (
@@ -278,7 +278,7 @@ class PreparedCall:
             given = getattr(call, result.field)
             if given is not None:
                 arguments.check_writable(result.name, given)
-                whole = arguments.with_padding(given, result.scale)
+                whole = given if result.scale is None else result.scale.with_padding(given)
                 arguments.check_overlap(result.name, whole, taken, result.may_share)
                 taken[result.name] = whole
             usable = given is not None and (result.scale is not None or self._can_write(given))

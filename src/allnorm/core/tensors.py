@@ -1,4 +1,4 @@
-"""Which tensors a call reads where they lie, of which it makes a copy, and which it refuses.
+"""The memory of tensors: which a call reads where they lie, which it copies, which it refuses.
 
 The kernels see addresses. So a tensor must be one whose values are the numbers in its memory: what
 computes them in another way, or somewhere else, is refused by its type, which every rank's program
@@ -152,3 +152,14 @@ def check_memory(**tensors: torch.Tensor | None) -> None:
                 f"{name} has shape {tuple(tensor.shape)} and no memory: expected memory with its "
                 "elements. Its storage was freed; allocate it again before the call."
             )
+
+
+def rows_of(x: torch.Tensor) -> torch.Tensor:
+    """Returns `x` as [num_tokens, hidden_size]; a view wherever one exists."""
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
+def span_bytes(tensor: torch.Tensor) -> int:
+    """Returns the bytes from the first element of `tensor` to the end of its last; it has one."""
+    dims = zip(tensor.shape, tensor.stride(), strict=True)
+    return (sum((size - 1) * stride for size, stride in dims) + 1) * tensor.element_size()

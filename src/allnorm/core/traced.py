@@ -16,6 +16,7 @@ import torch
 from allnorm.core import arguments, tensors
 from allnorm.core.arguments import Like
 from allnorm.core.call import Call, join_scale, op_boundary
+from allnorm.core.shards import row_shard
 from allnorm.quant import (
     Quant,
     QuantizedNorm,
@@ -219,7 +220,7 @@ def _like_sum(x: _Tensor, boundary: Boundary) -> Like:
 
 def _rows(ranks: _Ranks, like: Like) -> int:
     """How many rows of a sharded residual this rank has; symbolic if those of the sum are."""
-    lo, hi = arguments.row_shard(math.prod(like.shape[:-1]), ranks.world_size, ranks.rank)
+    lo, hi = row_shard(math.prod(like.shape[:-1]), ranks.world_size, ranks.rank)
     return hi - lo
 
 

@@ -19,12 +19,13 @@ import torch
 from allnorm import policy
 from allnorm.core import _native
 from allnorm.core.agreement import agree
-from allnorm.core.arguments import row_shard, rows_of
 from allnorm.core.between import Exchange
 from allnorm.core.channel import Channel, Owner
 from allnorm.core.chunks import ROW_FIELDS, add, move_results, own_partial
 from allnorm.core.connection import Connection, NotConnectedError
 from allnorm.core.prepared_call import Memory, PreparedCall
+from allnorm.core.shards import row_shard
+from allnorm.core.tensors import rows_of
 from allnorm.errors import UnsupportedError
 from allnorm.islands import Islands
 from allnorm.quant import ScaleGeometry, swizzle, swizzled_rows

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from allnorm.expert_sum import ExpertSum
 from allnorm.islands import check_islands
-from allnorm.names import NUMERICS, REQUESTS
+from allnorm.names import NUMERICS, REQUESTS, check_choice
 from allnorm.post_norm import PostNorm
-from allnorm.quant import check_choice
 from allnorm.reference.arithmetic import DTYPES, float32, new_tensor, sqrt, square_sum
 from allnorm.reference.experts import partial_of
 from allnorm.reference.shards import all_gather_rows, split_rows

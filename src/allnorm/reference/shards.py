@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from allnorm.names import REQUESTS
-from allnorm.quant import check_choice
+from allnorm.names import REQUESTS, check_choice
 
 
 def row_shard(num_tokens: int, world_size: int, rank: int) -> tuple[int, int]:
