@@ -3,8 +3,8 @@
 #include <cmath>
 #include <cstdint>
 
+#include "abi/call.h"
 #include "abi/error.h"
-#include "abi/tag.h"
 #include "allnorm.h"
 
 namespace allnorm {

@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "abi/call.h"
 #include "abi/check.h"
 #include "abi/error.h"
-#include "abi/tag.h"
 #include "allnorm.h"
 #include "protocol/layout.h"
 

@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <cstring>
 
+#include "abi/call.h"
 #include "abi/check.h"
 #include "abi/error.h"
-#include "abi/tag.h"
 #include "protocol/call_tag.h"
 #include "protocol/layout.h"
 

@@ -38,6 +38,7 @@
 #include <bit>
 #include <cstring>
 
+#include "abi/call.h"
 #include "abi/check.h"
 #include "abi/error.h"
 #include "abi/tag.h"

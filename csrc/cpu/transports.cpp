@@ -2,8 +2,8 @@
 // phases are written, published and read is the contract at the head of comm.cpp.
 #include <cstring>
 
+#include "abi/call.h"
 #include "abi/check.h"
-#include "abi/tag.h"
 #include "cpu/comm.h"
 #include "protocol/fault_switch.h"
 

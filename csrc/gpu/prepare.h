@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "abi/call.h"
 #include "abi/check.h"
 #include "abi/tag.h"
 #include "gpu/geometry.h"

@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "abi/tag.h"
+#include "abi/call.h"
 #include "cpu/memory.h"
 #include "tests/testing.h"
 

@@ -3,7 +3,7 @@
 #include <immintrin.h>
 #endif
 
-#include "abi/tag.h"
+#include "abi/call.h"
 #include "cpu/call.h"
 #include "cpu/row_task.h"
 #include "testing.h"

@@ -1,0 +1,78 @@
+// Predicates of a call and the sizes that follow from it; the same for every backend.
+#ifndef ALLNORM_ABI_CALL_H_
+#define ALLNORM_ABI_CALL_H_
+
+#include <cstdint>
+
+#include "allnorm.h"
+#include "protocol/numerics.h"
+#include "protocol/row_format.h"
+
+namespace allnorm {
+
+inline bool is_norm(const AllnormCall& call) { return call.op == ALLNORM_ADD_RMS_NORM; }
+inline bool is_quantized(const AllnormCall& call) {
+  return is_norm(call) && call.quant != ALLNORM_QUANT_NONE;
+}
+inline bool is_nvfp4(const AllnormCall& call) {
+  return is_norm(call) && call.quant == ALLNORM_QUANT_NVFP4;
+}
+// Scales are bytes in tiles: swizzled_scale() in protocol/numerics.h.
+inline bool is_swizzled(const AllnormCall& call) {
+  return is_quantized(call) && (call.flags & ALLNORM_SWIZZLED_SCALES) != 0;
+}
+inline RowFormat format_of(const AllnormCall& call) {
+  if (!is_quantized(call)) return RowFormat::kPlain;
+  return is_nvfp4(call) ? RowFormat::kNvFp4 : RowFormat::kE4m3;
+}
+// Bytes of a row of `quantized`.
+inline int64_t quantized_row_bytes(const AllnormCall& call) {
+  return is_nvfp4(call) ? call.hidden_size / 2 : call.hidden_size;
+}
+// Rows belong to ranks: row_shard() in protocol/layout.h.
+inline bool is_sharded(const AllnormCall& call) {
+  return call.op == ALLNORM_ALL_GATHER_ROWS ||
+         (is_norm(call) && (call.flags & ALLNORM_RESIDUAL_SHARDED) != 0);
+}
+// The rows describe calls of which nothing else is exchanged here.
+inline bool is_announcement(const AllnormCall& call) {
+  return (call.flags & ALLNORM_ANNOUNCEMENT) != 0;
+}
+// Step 1b of the numerics page: what comes before the exchange between islands, and after it.
+inline bool makes_sums(const AllnormCall& call) { return call.op == ALLNORM_SUM_ROWS; }
+inline bool takes_sums(const AllnormCall& call) { return (call.flags & ALLNORM_ISLAND_SUMS) != 0; }
+inline bool is_hierarchical(const AllnormCall& call) {
+  return makes_sums(call) || takes_sums(call);
+}
+// Rows are worked on in the order of sharded_row(), in which owners take turns.
+inline bool takes_turns(const AllnormCall& call) {
+  return is_sharded(call) || is_hierarchical(call);
+}
+// Step 1c of the numerics page: the reduced sum is not what the residual is added to.
+inline bool changes_sum(const AllnormCall& call) {
+  return is_norm(call) && (call.post_weight != nullptr || (call.flags & ALLNORM_SCALED) != 0);
+}
+// Step 0 of the numerics page: x holds rows of experts.
+inline bool sums_experts(const AllnormCall& call) { return call.top_k != 0; }
+// Takes a kernel of the extended family: gpu/kernels.h.
+inline bool is_extended(const AllnormCall& call) {
+  return changes_sum(call) || sums_experts(call) || is_hierarchical(call) || is_nvfp4(call) ||
+         is_swizzled(call);
+}
+// The sum with the residual is the last result.
+inline bool ends_with_sum(const AllnormCall& call) {
+  return is_norm(call) && (call.flags & ALLNORM_NO_NORM) != 0;
+}
+// Scales of a quantised row; 0 if they are not a result.
+inline int64_t scales_per_row(const AllnormCall& call) {
+  if (!is_quantized(call) || call.quant == ALLNORM_QUANT_PER_TENSOR) return 0;
+  if (is_nvfp4(call)) return call.hidden_size / kNvFp4GroupElems;
+  return call.quant == ALLNORM_QUANT_PER_TOKEN ? 1 : call.hidden_size / call.group_size;
+}
+// Tiles of scales side by side.
+inline int64_t scale_tiles(const AllnormCall& call) {
+  return (scales_per_row(call) + kTileGroups - 1) / kTileGroups;
+}
+
+}  // namespace allnorm
+#endif  // ALLNORM_ABI_CALL_H_
