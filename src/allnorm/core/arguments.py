@@ -2,7 +2,7 @@
 
 `check_alike` looks only at what all ranks pass alike, so that either every rank refuses or none
 does. `check_own` and the checks of preallocated memory look at what a rank alone may see, such as
-where its memory lies: a rank that refuses there tells its peers (core/endpoint.py).
+where its memory lies: a rank that refuses there tells its peers (Endpoint.refuse).
 """
 
 from __future__ import annotations

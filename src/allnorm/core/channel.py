@@ -11,13 +11,10 @@ from __future__ import annotations
 
 import abc
 import ctypes
-import datetime
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol
-
-import torch.distributed as dist
 
 from allnorm.core import _native, workspace
 from allnorm.core.announcement import FIELDS, Announcement
@@ -34,16 +31,12 @@ WORDS = len(FIELDS)
 
 
 class Owner(Protocol):
-    """The communicator, as far as its channel and its unfused calls need it."""
+    """The owner of waits: says when one is to end, and raises what it has ended with."""
 
     rank: int
     world_size: int
-    timeout: datetime.timedelta
     watch: Watch | None
     notes: Notes
-
-    def living_group(self) -> dist.ProcessGroup:
-        """The ranks; raises if the group was destroyed."""
 
     def end_wait(self, status: int, fault: _native.Fault | None = None) -> NoReturn:
         """Raises what a wait in the library ended with.

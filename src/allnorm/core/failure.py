@@ -86,7 +86,6 @@ class Failure:
         self.notes: Notes = NoNotes() if opened.channel is None else opened.channel.notes
         self.watch: Watch | None = None
         self.refused = ""
-        self.living_group = opened.living_group
         self._opened = opened
         self._prepared_calls, self._abandon = prepared_calls, abandon
         # What this rank and its peer have said of the calls in which they diverged.
@@ -273,7 +272,7 @@ class Failure:
             own = self._account(fault, prepared)
             seen: faults.Account = {}
             if fault.status == _native.DIVERGED:
-                seen = faults.ask(self.living_group(), self._opened.key, fault, own)
+                seen = faults.ask(self._opened.living_group(), self._opened.key, fault, own)
             elif fault.status in _KIND_OF_STATUS:
                 cause = self._cause_of_fault(fault)
                 if cause.rank not in (fault.peer, self.rank) or cause.kind == CROSSED:
