@@ -210,7 +210,7 @@ def test_threads_that_make_communicators_of_one_group(pool: RankPool) -> None:
 
 
 def connects_when_needed(rank: int, world_size: int) -> None:
-    with mock.patch.object(connection, "Exchange", side_effect=AssertionError("not needed")):
+    with mock.patch.object(connection, "GroupExchange", side_effect=AssertionError("not needed")):
         c = allnorm.Communicator(device=device(), timeout=60)
         CASES[0].check(c)
         CASES[4].check(c)

@@ -101,7 +101,7 @@ class Recorder:
         return lambda look: rows.new_zeros(shape)
 
 
-class Owner:
+class Waits:
     """The communicator of one rank, as far as its unfused calls need it."""
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -140,10 +140,10 @@ def unfused_steps(
     memory = prepared.allocate(call)
     inputs = prepared.bind(call, memory)
     recorder: Any = Recorder(world_size)
-    owner: Any = Owner(rank, world_size)
+    waits: Any = Waits(rank, world_size)
     connection: Any = mock.Mock()
     connection.connect.return_value = recorder
-    given: Any = (prepared, recorder, mock.Mock(), connection, owner, inputs[0], memory, islands)
+    given: Any = (prepared, recorder, mock.Mock(), connection, waits, inputs[0], memory, islands)
     with mock.patch.object(unfused, "agree"):
         assert unfused.run(*given) == _native.OK
     return [step for step in recorder.steps if step[0] == "gather"]

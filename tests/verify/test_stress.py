@@ -15,8 +15,8 @@ from limits import HANG_SECONDS
 from rank_helpers import device, on
 
 import allnorm
-from allnorm.core.between import Exchange
-from allnorm.core.unfused import Connection
+from allnorm.core.between import GroupExchange
+from allnorm.core.connection import Connection
 from allnorm.islands import of_size
 from allnorm.testing import RankError, RankPool, run_ranks, same_bits
 from allnorm.verify import soak, threads
@@ -313,10 +313,10 @@ def test_the_soak_of_threads_passes_for_minutes(pool: RankPool) -> None:
 
 def one_exchange_for_all(rank: int, world_size: int) -> Result:
     """Communicators of as many ranks share what their unfused calls go through."""
-    made: dict[int, Exchange] = {}
+    made: dict[int, GroupExchange] = {}
     make = Connection._make
 
-    def share(connection: Connection) -> Exchange:
+    def share(connection: Connection) -> GroupExchange:
         exchange = make(connection)
         return made.setdefault(connection._world_size, exchange)
 

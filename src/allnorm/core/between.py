@@ -40,7 +40,7 @@ _in_graphs: list[Any] = []
 # Groups that threads are ending.
 _ending: list[list[Any]] = []
 # All that may still have a group.
-_living: weakref.WeakSet[Exchange] = weakref.WeakSet()
+_living: weakref.WeakSet[GroupExchange] = weakref.WeakSet()
 
 
 class GroupError(RuntimeError):
@@ -55,7 +55,7 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
         return ""
 
 
-class Exchange:
+class GroupExchange:
     """One rank's end of a process group that nobody else uses. Collective.
 
     With NCCL an exchange is work of the GPU, which the host does not wait for. A thread does: NCCL
@@ -184,7 +184,7 @@ class Exchange:
         self._end()
 
 
-class Between(Exchange):
+class Between(GroupExchange):
     """The exchange of one rank with those of the same place in other islands. Collective.
 
     Args:
@@ -257,7 +257,7 @@ class _Late:
         seconds: how long one may take.
     """
 
-    def __init__(self, exchange: weakref.ref[Exchange], seconds: float) -> None:
+    def __init__(self, exchange: weakref.ref[GroupExchange], seconds: float) -> None:
         self._exchange, self._seconds = exchange, seconds
         self._newest: tuple[float, Any] | None = None
         self._thread: threading.Thread | None = None

@@ -30,8 +30,8 @@ _STORE_SECONDS = 1.0
 WORDS = len(FIELDS)
 
 
-class Owner(Protocol):
-    """The owner of waits: says when one is to end, and raises what it has ended with."""
+class Waits(Protocol):
+    """The waits of a communicator: when one is to end, and what it raises. See Failure."""
 
     rank: int
     world_size: int
@@ -79,12 +79,12 @@ class Channel(abc.ABC):
     announced: Announcement | None = None
 
     @abc.abstractmethod
-    def gather(self, words: Sequence[int], owner: Owner) -> list[list[int]]:
+    def gather(self, words: Sequence[int], waits: Waits) -> list[list[int]]:
         """The `WORDS` numbers of every rank, by rank. Collective.
 
         Raises:
             PeerDivergedError: a rank came with a call that is not unfused.
-            WaitEndedError, RuntimeError: a rank did not come; the latter from `Owner.end_wait`.
+            WaitEndedError, RuntimeError: a rank did not come; the latter from `Waits.end_wait`.
         """
 
     def peer_ended(self, rank: int) -> None:  # noqa: B027
@@ -189,14 +189,14 @@ class _LibraryChannel(Channel):
             out_stride=width,
         )
 
-    def gather(self, words: Sequence[int], owner: Owner) -> list[list[int]]:
+    def gather(self, words: Sequence[int], waits: Waits) -> list[list[int]]:
         self._own[:] = list(words)
         self.announced = Announcement.of_words(words)
         self.launches += 1
         self.notes.enter(self._everyone)
         status = self._library.run(self._handle, ctypes.addressof(self._call))
         if status:
-            owner.end_wait(status, self._fault())
+            waits.end_wait(status, self._fault())
         self.notes.leave()
         return [self._all[q * WORDS : (q + 1) * WORDS] for q in self._everyone]
 
@@ -272,12 +272,12 @@ class _Messages(Channel):
         self._dead: set[int] = set()
         self._closed = False
 
-    def gather(self, words: Sequence[int], owner: Owner) -> list[list[int]]:
+    def gather(self, words: Sequence[int], waits: Waits) -> list[list[int]]:
         def look(missing: set[int], dead: list[int]) -> None:
             if self._closed:
-                owner.end_wait(_native.CLOSED)
+                waits.end_wait(_native.CLOSED)
             cause = self._notes.look(sorted(missing))
-            if cause is not None and cause.rank != owner.rank:
+            if cause is not None and cause.rank != waits.rank:
                 raise WaitEndedError(cause)
             for rank in dead:
                 raise WaitEndedError(Cause(rank, DIED))
@@ -298,7 +298,7 @@ class _Messages(Channel):
             cause = self.notes.settle(self._dead.__contains__)
             raise WaitEndedError(cause or Cause(error.missing[0], LATE, "did not come")) from None
         if found is None:
-            far = [] if owner.watch is None else sorted(owner.watch.blind)
+            far = [] if waits.watch is None else sorted(waits.watch.blind)
             why = "did not come (the store of the process group does not answer)"
             raise WaitEndedError(Cause(far[0] if far else -1, LATE, why))
         self.notes.leave()

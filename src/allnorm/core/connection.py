@@ -9,8 +9,8 @@ import time
 
 import torch
 
-from allnorm.core.between import LOOK_SECONDS, Exchange, own_store
-from allnorm.core.channel import WORDS, Channel, Owner
+from allnorm.core.between import LOOK_SECONDS, GroupExchange, own_store
+from allnorm.core.channel import WORDS, Channel, Waits
 from allnorm.core.rendezvous import Rendezvous
 from allnorm.errors import AllnormError, UnsupportedError
 
@@ -40,7 +40,7 @@ class Connection:
         self._store, self._prefix = meeting.store, meeting.prefix("unfused")
         self._device, self._backend, self._timeout = device, backend, timeout
         self._attempts = 0
-        self._exchange: Exchange | None = None
+        self._exchange: GroupExchange | None = None
 
     @property
     def failure(self) -> str:
@@ -48,7 +48,7 @@ class Connection:
         return "" if self._exchange is None else self._exchange.failure
 
     @property
-    def connected(self) -> Exchange:
+    def connected(self) -> GroupExchange:
         """The exchange, for a call that a CUDA graph captures.
 
         Raises:
@@ -62,17 +62,17 @@ class Connection:
             )
         return self._exchange
 
-    def connect(self, channel: Channel, owner: Owner) -> Exchange:
+    def connect(self, channel: Channel, waits: Waits) -> GroupExchange:
         """The exchange. Collective: the ranks have agreed on a call that needs it.
 
         Raises:
             NotConnectedError: a rank could not make its part: on every rank, and ranks are in step.
-            RuntimeError: the wait for the others has ended as `owner` says.
+            RuntimeError: the wait for the others has ended as `waits` says.
         """
         if self._exchange is not None:
             return self._exchange
         self._attempts += 1
-        made: list[Exchange] = []
+        made: list[GroupExchange] = []
         errors: list[str] = []
         key = f"{self._prefix}/{self._attempts}/failed"
 
@@ -85,22 +85,22 @@ class Connection:
         # In a thread: neither backend ends its wait when a peer ends or cannot make its part.
         thread = threading.Thread(target=make, name="allnorm-connect", daemon=True)
         thread.start()
-        owner.notes.enter(range(self._world_size))
+        waits.notes.enter(range(self._world_size))
         start = time.monotonic()
         try:
             while thread.is_alive() and not errors:
                 thread.join(LOOK_SECONDS)
                 if thread.is_alive():
-                    owner.look_at_peers(time.monotonic() - start)
+                    waits.look_at_peers(time.monotonic() - start)
                     self._read_failure(key, errors)
         except BaseException as error:
             self._tell(key, error)  # they need not wait for this rank
             raise
-        owner.notes.leave()
-        succeeded = channel.gather([int(not errors), *(0,) * (WORDS - 1)], owner)
+        waits.notes.leave()
+        succeeded = channel.gather([int(not errors), *(0,) * (WORDS - 1)], waits)
         if all(words[0] for words in succeeded):
             (self._exchange,) = made
-            self._exchange.notes = owner.notes
+            self._exchange.notes = waits.notes
             return self._exchange
         for exchange in made:
             exchange.abort("another rank has failed")
@@ -111,14 +111,14 @@ class Connection:
             f"keeps that rank from using {self._backend}, and call again on every rank."
         )
 
-    def _make(self) -> Exchange:
+    def _make(self) -> GroupExchange:
         store = own_store(self._store, f"{self._prefix}/{self._attempts}", self._timeout)
         place = store, self._rank, self._world_size, self._device, self._backend, self._timeout
         if self._device.type == "cpu":
-            return Exchange(*place, "the exchange of unfused calls")
+            return GroupExchange(*place, "the exchange of unfused calls")
         torch.cuda.set_device(self._device)  # of this thread
         with torch.cuda.stream(torch.cuda.Stream(self._device)):
-            return Exchange(*place, "the exchange of unfused calls")
+            return GroupExchange(*place, "the exchange of unfused calls")
 
     def _tell(self, key: str, error: BaseException) -> str:
         """Lets the other ranks read why this one does not connect; returns it."""

@@ -60,7 +60,7 @@ class _TooLateError(RuntimeError):
 
 
 class Failure:
-    """Whether a communicator has failed, and why; the owner of its waits.
+    """Whether a communicator has failed, and why; ends its waits.
 
     Args:
         opened: the parts of the communicator.
@@ -133,7 +133,7 @@ class Failure:
             return error
         return None
 
-    # ---- waits, as their owner --------------------------------------------------------------
+    # ---- waits -------------------------------------------------------------------------------
 
     def look_at_peers(self, seconds: float) -> None:
         """Ends a wait of so many seconds for the process group, by raising, if it is to end."""

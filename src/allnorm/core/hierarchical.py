@@ -44,7 +44,7 @@ from allnorm.core import _native, chunks, workspace
 from allnorm.core.agreement import agree
 from allnorm.core.announcement import Announcement
 from allnorm.core.between import Between, Look, places, segments
-from allnorm.core.channel import Channel, Owner
+from allnorm.core.channel import Channel, Waits
 from allnorm.core.prepared_call import (
     CUDA_ALIGN_BYTES,
     Memory,
@@ -89,7 +89,7 @@ class Hierarchy:
         self._agreed: set[Announcement] = set()
         self.between = Between(meeting, islands, device, backend, timeout)
 
-    def agree_once(self, prepared: PreparedCall, channel: Channel, owner: Owner) -> None:
+    def agree_once(self, prepared: PreparedCall, channel: Channel, waits: Waits) -> None:
         """As `agreement.agree`; between machines, where that is slow, once for each kind of call.
 
         All ranks have agreed on the same kinds, since each of them was agreed on by all.
@@ -97,7 +97,7 @@ class Hierarchy:
         mine = Announcement.of(prepared)
         if channel.is_slow and mine in self._agreed:
             return
-        agree(prepared, channel, owner)
+        agree(prepared, channel, waits)
         self._agreed.add(mine)
 
     def place_of(self, rank: int) -> int | None:
@@ -111,7 +111,7 @@ def run(
     handle: int,
     hierarchy: Hierarchy,
     channel: Channel,
-    owner: Owner,
+    waits: Waits,
     inputs: tuple[torch.Tensor | None, ...],
     memory: Memory,
 ) -> int:
@@ -123,7 +123,7 @@ def run(
         handle: of the native communicator of this rank's island.
         hierarchy: of this rank.
         channel: over which all ranks announce the call.
-        owner: the communicator.
+        waits: ends waits, and raises what they end with.
         inputs: as the kernels read them.
         memory: what they write.
 
@@ -136,11 +136,11 @@ def run(
     x, residual = inputs[0], inputs[1]
     assert x is not None
     if x.device.type == "cpu":
-        agree(prepared, channel, owner)
+        agree(prepared, channel, waits)
     elif not torch.cuda.is_current_stream_capturing():
-        hierarchy.agree_once(prepared, channel, owner)
+        hierarchy.agree_once(prepared, channel, waits)
     is_cuda = x.device.type == "cuda"
-    one = _Run(prepared, library, handle, hierarchy, owner.look_at_peers, is_cuda)
+    one = _Run(prepared, library, handle, hierarchy, waits.look_at_peers, is_cuda)
     if prepared.native.op == _native.ALL_GATHER_ROWS:
         return one.gather_rows(x, memory["out"])
     return one.reduce(x, residual, memory)

@@ -19,8 +19,8 @@ import torch
 from allnorm import policy
 from allnorm.core import _native
 from allnorm.core.agreement import agree
-from allnorm.core.between import Exchange
-from allnorm.core.channel import Channel, Owner
+from allnorm.core.between import GroupExchange
+from allnorm.core.channel import Channel, Waits
 from allnorm.core.chunks import ROW_FIELDS, add, move_results, own_partial
 from allnorm.core.connection import Connection, NotConnectedError
 from allnorm.core.prepared_call import Memory, PreparedCall
@@ -39,7 +39,7 @@ def run(
     library: _native.Library,
     channel: Channel | None,
     connection: Connection | None,
-    owner: Owner,
+    waits: Waits,
     x: torch.Tensor,
     memory: Memory,
     islands: Islands,
@@ -60,10 +60,10 @@ def run(
             return _native.OK
         return int(library.local(prepared.address))
     if x.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        ranks = _Ranks(connection.connected, owner)
+        ranks = _Ranks(connection.connected, waits)
     else:
-        agree(prepared, channel, owner)
-        ranks = _Ranks(connection.connect(channel, owner), owner)
+        agree(prepared, channel, waits)
+        ranks = _Ranks(connection.connect(channel, waits), waits)
     if prepared.native.op == _native.ALL_GATHER_ROWS:
         ranks.all_gather_rows(x, memory["out"])
         return _native.OK
@@ -136,16 +136,16 @@ def _reduced(
 class _Ranks:
     """The ranks of one call, and what they exchange over."""
 
-    def __init__(self, exchange: Exchange, owner: Owner) -> None:
-        self._exchange, self._owner = exchange, owner
-        self.rank, self.world_size = owner.rank, owner.world_size
+    def __init__(self, exchange: GroupExchange, waits: Waits) -> None:
+        self._exchange, self._waits = exchange, waits
+        self.rank, self.world_size = waits.rank, waits.world_size
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
         """All ranks' [n, width], as [world_size, n, width]."""
         rows = rows.contiguous()
         if rows.stride(-1) != 1:  # one element is contiguous with any stride, but then is not bytes
             rows = rows.clone(memory_format=torch.contiguous_format)
-        return self._exchange.gather(rows, self._owner.look_at_peers)
+        return self._exchange.gather(rows, self._waits.look_at_peers)
 
     def complete(self, rows: torch.Tensor) -> None:
         """Fetches the rows of a [num_tokens, width] tensor that belong to other ranks from them."""
