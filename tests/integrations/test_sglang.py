@@ -21,7 +21,7 @@ import allnorm
 from allnorm.errors import UnsupportedError
 from allnorm.integrations import engines
 from allnorm.integrations import sglang as plugin
-from allnorm.integrations.sglang import dense, fusion, handoff, norms, seams, start
+from allnorm.integrations.sglang import dense, fusion, handoff, log, norms, seams, start
 from allnorm.integrations.sglang.hooks import HOOKS
 
 
@@ -138,7 +138,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, types.ModuleType
     name = "_pre_initialize_flashinfer_allreduce_workspace"
     monkeypatch.setattr(Runner, name, Runner.__dict__[name])
     monkeypatch.setattr(plugin, "_registered", [])
-    monkeypatch.setattr(plugin, "announcer", type(plugin.announcer)(plugin.logger))
+    monkeypatch.setattr(plugin, "announcer", type(plugin.announcer)(log.logger))
     monkeypatch.setattr(start, "announcer", plugin.announcer)
     norms.classes.cache_clear()
     yield made

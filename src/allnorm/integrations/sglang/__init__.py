@@ -6,14 +6,9 @@ Nothing of SGLang is imported before that call. docs/sglang.md says what is hook
 
 from __future__ import annotations
 
-import logging
-
 import torch
 
-from allnorm.integrations.engines import Announcer
-
-logger = logging.getLogger(__name__)
-announcer = Announcer(logger)
+from allnorm.integrations.sglang.log import announcer
 
 _registered: list[str] = []
 

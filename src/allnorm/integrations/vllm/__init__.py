@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import logging
 
-_registered = False
+from allnorm.integrations.vllm.log import LOGGER
 
-# Below vLLM's own logger, so that its users see what is said.
-LOGGER = "vllm.allnorm"
+_registered = False
 
 
 def register() -> None:

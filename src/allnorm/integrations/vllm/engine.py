@@ -30,7 +30,8 @@ from allnorm.integrations.engines import (
     in_words,
     open_verdicts,
 )
-from allnorm.integrations.vllm import LOGGER, generation, switch
+from allnorm.integrations.vllm import generation, switch
+from allnorm.integrations.vllm.log import LOGGER
 
 
 @dataclass

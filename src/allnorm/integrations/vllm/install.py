@@ -10,8 +10,9 @@ from types import ModuleType
 from typing import Any
 
 from allnorm.integrations.engines import Announcer, in_words
-from allnorm.integrations.vllm import LOGGER, eager, engine, fusion_pass, seams, switch
+from allnorm.integrations.vllm import eager, engine, fusion_pass, seams, switch
 from allnorm.integrations.vllm.late import when_imported
+from allnorm.integrations.vllm.log import LOGGER
 
 
 def install() -> None:

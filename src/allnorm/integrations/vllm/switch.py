@@ -15,7 +15,7 @@ from typing import Any
 
 import allnorm
 from allnorm.integrations.engines import Announcer, disabled_reason
-from allnorm.integrations.vllm import LOGGER
+from allnorm.integrations.vllm.log import LOGGER
 
 FIELD = "fuse_allreduce_rms"
 KEY = "allnorm"
