@@ -9,7 +9,7 @@ import pathlib
 from typing import Any
 
 from allnorm import names
-from allnorm.errors import NativeLibraryError
+from allnorm.errors import AllnormError, NativeLibraryError, UnsupportedError
 
 ABI_VERSION = 7
 MAX_WORLD_SIZE = 64
@@ -282,3 +282,15 @@ def library(backend: str) -> Library:
         )
         raise NativeLibraryError(f"this installation has no {path.name}: {remedy}")
     return Library(path)
+
+
+def raise_status(library: Library, status: int) -> None:
+    """Raises what a failing native call reported, other than a fault of a peer."""
+    if status == OK:
+        return
+    text = library.last_error()
+    if status == INVALID_ARGUMENT:
+        raise ValueError(text)
+    if status == UNSUPPORTED:
+        raise UnsupportedError(text)
+    raise AllnormError(text)

@@ -19,7 +19,6 @@ from typing import Any, NoReturn, Protocol
 from allnorm.core import _native, workspace
 from allnorm.core.announcement import FIELDS, Announcement
 from allnorm.core.notes import DIED, LATE, Cause, Notes, SharedNotes, StoreNotes
-from allnorm.core.prepared_call import raise_status
 from allnorm.core.rendezvous import Mailbox, Rendezvous
 from allnorm.core.watch import Watch
 from allnorm.errors import AllnormError
@@ -155,7 +154,9 @@ def start(
     )
     config.workspaces[: meeting.world_size] = memory.addresses
     handle = ctypes.c_void_p()
-    raise_status(library, library.comm_create(ctypes.addressof(config), ctypes.addressof(handle)))
+    _native.raise_status(
+        library, library.comm_create(ctypes.addressof(config), ctypes.addressof(handle))
+    )
     return int(handle.value or 0)
 
 

@@ -7,7 +7,7 @@ import ctypes
 import torch
 
 from allnorm.core import _native
-from allnorm.core.prepared_call import PreparedCall, raise_status
+from allnorm.core.prepared_call import PreparedCall
 from allnorm.core.tensors import rows_of
 
 # Fields of the C call that move from chunk to chunk, and all that differ between chunks.
@@ -59,7 +59,7 @@ def add(library: _native.Library, stream: int, sources: torch.Tensor) -> torch.T
         num_sources=count,
         stream=stream,
     )
-    raise_status(library, int(library.local(ctypes.addressof(call))))
+    _native.raise_status(library, int(library.local(ctypes.addressof(call))))
     return total
 
 

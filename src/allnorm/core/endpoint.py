@@ -23,7 +23,7 @@ from allnorm.core.dispatch import Chooser, Dispatcher
 from allnorm.core.failure import RECORDED, Failure, text_of
 from allnorm.core.notes import CROSSED, INTERRUPTED, LEFT, Cause
 from allnorm.core.opened import Opened
-from allnorm.core.prepared_call import Memory, PreparedCall, make_nan, raise_status
+from allnorm.core.prepared_call import Memory, PreparedCall, make_nan
 from allnorm.core.refusal import Refusal
 from allnorm.core.turn import Turn
 from allnorm.errors import (
@@ -215,7 +215,7 @@ class Endpoint:
         if status in RECORDED:
             self.check(prepared)
         try:
-            raise_status(self._library, status)
+            _native.raise_status(self._library, status)
         except ValueError as error:  # refused before anything was exchanged
             self.refuse(error, "fused" if prepared is None else prepared.plan.algorithm)
             raise
@@ -353,7 +353,7 @@ class Endpoint:
             status = self._library.comm_stats(self._handle, ctypes.addressof(counts))
             if status == _native.CLOSED:
                 self.check_open()
-            raise_status(self._library, status)
+            _native.raise_status(self._library, status)
         fused = {name: int(getattr(counts, name)) for name in names.FUSED}
         if self._hierarchy is not None:
             fused = {**dict.fromkeys(names.FUSED, 0), "hierarchical": self._hierarchical}

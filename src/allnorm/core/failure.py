@@ -13,7 +13,7 @@ from allnorm.core.between import GroupError
 from allnorm.core.channel import WaitEndedError
 from allnorm.core.notes import CROSSED, DIED, FAILED, INTERRUPTED, LATE, LEFT, Cause, NoNotes, Notes
 from allnorm.core.opened import Opened
-from allnorm.core.prepared_call import PreparedCall, raise_status
+from allnorm.core.prepared_call import PreparedCall
 from allnorm.core.refusal import is_refusal
 from allnorm.core.watch import Watch
 from allnorm.errors import AllnormError, PeerDiedError, PeerLeftError, PeerTimeoutError
@@ -123,7 +123,7 @@ class Failure:
                 self.check_usable()
             if status in RECORDED:
                 raise self._fault_error(fault, prepared)
-            raise_status(self._opened.library, status)
+            _native.raise_status(self._opened.library, status)
 
     def found(self) -> AllnormError | None:
         """Returns what `check` raises; None if it raises nothing."""
@@ -170,7 +170,7 @@ class Failure:
             diverged = fault
             self._error = lambda: faults.fault_error(diverged, self.timeout, {}, {}, self.watch)
             raise self._error()
-        raise_status(self._opened.library, status)
+        _native.raise_status(self._opened.library, status)
         raise AllnormError(f"status {status}")
 
     def _is_dead(self, rank: int) -> bool:

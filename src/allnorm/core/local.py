@@ -10,7 +10,7 @@ import torch
 from allnorm.core import _native, tensors, traced
 from allnorm.core.call import Call, split_boundary, split_scale
 from allnorm.core.dispatch import Dispatcher
-from allnorm.core.prepared_call import Memory, PreparedCall, raise_status
+from allnorm.core.prepared_call import Memory, PreparedCall
 from allnorm.core.shortcuts import is_traced
 from allnorm.errors import AllnormError, UnsupportedError
 from allnorm.expert_sum import ExpertSum
@@ -172,7 +172,7 @@ class _Alone:
 
     def fail(self, status: int, prepared: PreparedCall | None) -> NoReturn:
         """Raises what the library says."""
-        raise_status(self._library, status)
+        _native.raise_status(self._library, status)
         raise AllnormError(f"status {status}")
 
 

@@ -13,7 +13,6 @@ from allnorm.core.arguments import DTYPES, Like
 from allnorm.core.call import NUM_INPUTS, NUM_TENSORS, Call
 from allnorm.core.shortcuts import current_raw_stream
 from allnorm.core.tensors import LOW_ADDRESS, rows_of
-from allnorm.errors import AllnormError, UnsupportedError
 from allnorm.policy import Plan
 from allnorm.quant import (
     Fp8PerGroup,
@@ -39,18 +38,6 @@ _INPUT_NAMES = (
 _NARROW_INPUTS = ("quant.scale", "index", "weights")  # without hidden_size columns
 _NVFP4 = _native.QUANT["nvfp4"]
 _OPS = {"all_reduce": _native.ALL_REDUCE, "all_gather_rows": _native.ALL_GATHER_ROWS}
-
-
-def raise_status(library: _native.Library, status: int) -> None:
-    """Raises what a failing native call reported, other than a fault of a peer."""
-    if status == _native.OK:
-        return
-    text = library.last_error()
-    if status == _native.INVALID_ARGUMENT:
-        raise ValueError(text)
-    if status == _native.UNSUPPORTED:
-        raise UnsupportedError(text)
-    raise AllnormError(text)
 
 
 def describe(call: Call) -> _native.Call:
