@@ -305,9 +305,16 @@ class Endpoint:
         assert x is not None
         if self.world_size > 1:
             self._unfused[prepared.plan.reason] += 1
-        islands = self.chooser.traits.islands
-        way = prepared, self._library, self._channel, self._opened.connection, self.failure
-        return unfused.run(*way, x, memory, islands)
+        return unfused.run(
+            prepared=prepared,
+            library=self._library,
+            channel=self._channel,
+            connection=self._opened.connection,
+            waits=self.failure,
+            x=x,
+            memory=memory,
+            islands=self.chooser.traits.islands,
+        )
 
     def _run_hierarchical(
         self, prepared: PreparedCall, inputs: tuple[torch.Tensor | None, ...], memory: Memory
@@ -318,8 +325,14 @@ class Endpoint:
         if self._handle and prepared.native.stream not in self._streams:
             self._note_stream(prepared.native.stream)
         return hierarchical.run(
-            *(prepared, self._library, self._handle, self._hierarchy, self._channel),
-            *(self.failure, inputs, memory),
+            prepared=prepared,
+            library=self._library,
+            handle=self._handle,
+            hierarchy=self._hierarchy,
+            channel=self._channel,
+            waits=self.failure,
+            inputs=inputs,
+            memory=memory,
         )
 
     def parts(self, call: Call) -> dict[str, Callable[[], object]]:
@@ -327,8 +340,14 @@ class Endpoint:
         assert self._hierarchy is not None
         prepared = PreparedCall(call, self.choose(call))
         memory = prepared.allocate(call)
-        given = (prepared, self._library, self._handle, self._hierarchy, self.failure.look_at_peers)
-        return hierarchical.parts(*given, lambda: prepared.bind(call, memory))
+        return hierarchical.parts(
+            prepared,
+            self._library,
+            self._handle,
+            self._hierarchy,
+            self.failure.look_at_peers,
+            lambda: prepared.bind(call, memory),
+        )
 
     def _abandon(self) -> None:
         """Ends this rank's part of a call that cannot be finished, and the waits for it."""

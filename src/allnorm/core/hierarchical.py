@@ -270,8 +270,11 @@ class _Run:
         """
         count, rows = self._between.num_islands, sums.shape[0]
         in_parts = self._between.can_exchange_parts and policy.is_sooner_in_parts(
-            *(count, len(self._hierarchy.ranks), piece_rows * sums.shape[1]),
-            *(sums.element_size(), dtype.itemsize),
+            count,
+            len(self._hierarchy.ranks),
+            piece_rows * sums.shape[1],
+            sums.element_size(),
+            dtype.itemsize,
         )
         if not in_parts:
             received = self._between.start_gather(sums)

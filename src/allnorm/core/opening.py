@@ -333,7 +333,15 @@ def _check(settings: Settings, world_size: int) -> _Checked:
     }
     most_blocks = min(max_blocks, policy.MOST_BLOCKS)
     return _Checked(
-        *(device, library, timeout, num_bytes, most_blocks, first_op, flags, found, agreed)
+        device=device,
+        library=library,
+        timeout=timeout,
+        workspace_bytes=num_bytes,
+        max_blocks=most_blocks,
+        first_op=first_op,
+        flags=flags,
+        islands=found,
+        agreed=agreed,
     )
 
 
@@ -342,7 +350,10 @@ def _start(meeting: Rendezvous, checked: _Checked, memory: workspace.Workspace) 
     if not memory.addresses:
         return 0
     return channel.start(
-        *(checked.library, meeting, memory, _nanoseconds(checked.timeout)),
+        checked.library,
+        meeting,
+        memory,
+        _nanoseconds(checked.timeout),
         device=-1 if checked.device.type == "cpu" else checked.device.index,
         first_op=checked.first_op,
         flags=checked.flags,
