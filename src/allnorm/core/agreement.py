@@ -11,7 +11,7 @@ from allnorm.errors import PeerDivergedError
 
 
 def refuse(channel: Channel | None, waits: Waits) -> None:
-    """What a rank does instead of a call by this path that it alone refuses. Collective.
+    """Announces that this rank refuses the call, instead of making it. Collective.
 
     Every rank that does not refuse raises PeerDivergedError.
     """

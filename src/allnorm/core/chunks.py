@@ -22,7 +22,7 @@ ROW_FIELDS = (
 def own_partial(
     prepared: PreparedCall, library: _native.Library, x: torch.Tensor
 ) -> tuple[int, torch.Tensor]:
-    """A status, and this rank's partial sums; those of experts are summed first."""
+    """Returns a status, and this rank's partial sums; those of experts are summed first."""
     call = prepared.native
     if not call.top_k:
         return _native.OK, rows_of(x)
@@ -36,9 +36,9 @@ def own_partial(
 
 
 def add(library: _native.Library, stream: int, sources: torch.Tensor) -> torch.Tensor:
-    """The sum of float32 `[n, rows, hidden_size]`, contiguous, over the first dimension, in order.
+    """Adds contiguous float32 `[n, rows, hidden_size]` over the first dimension, in order.
 
-    By the library, which keeps denormals whatever the process has asked torch for.
+    The library adds: it keeps denormals whatever the process has asked torch for.
     """
     count, rows, hidden_size = sources.shape
     total = sources.new_empty((rows, hidden_size))
@@ -64,7 +64,7 @@ def add(library: _native.Library, stream: int, sources: torch.Tensor) -> torch.T
 
 
 def results_of(call: _native.Call) -> dict[str, int]:
-    """Where a call begins to write, and its residual, by name."""
+    """Returns the addresses of the results of a call, and of its residual, by name."""
     return {name: getattr(call, name) for name in _MOVED}
 
 

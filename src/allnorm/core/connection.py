@@ -63,7 +63,7 @@ class Connection:
         return self._exchange
 
     def connect(self, channel: Channel, waits: Waits) -> GroupExchange:
-        """The exchange. Collective: the ranks have agreed on a call that needs it.
+        """Returns the exchange. Collective: the ranks have agreed on a call that needs it.
 
         Raises:
             NotConnectedError: a rank could not make its part: on every rank, and ranks are in step.

@@ -106,13 +106,13 @@ class Endpoint:
         return self._opened.closed
 
     def is_of(self, group: dist.ProcessGroup) -> bool:
-        """Whether it is open, and `group` are its ranks."""
+        """Returns whether the communicator is open, and `group` is its group."""
         return not self.closed and self._opened.group() is group
 
     # ---- a call, as Dispatcher asks for it ------------------------------------------------------
 
     def can_repeat(self, prepared: PreparedCall) -> bool:
-        """Whether the library makes such a call by itself."""
+        """Returns whether the library makes such a call by itself."""
         if self._handle:
             return prepared.plan.algorithm in names.FUSED
         return self.world_size == 1 and prepared.op != "all_gather_rows"
@@ -336,7 +336,7 @@ class Endpoint:
         )
 
     def parts(self, call: Call) -> dict[str, Callable[[], object]]:
-        """As `Communicator._parts`."""
+        """Returns the parts of a hierarchical call, as `Communicator._parts`."""
         assert self._hierarchy is not None
         prepared = PreparedCall(call, self.choose(call))
         memory = prepared.allocate(call)
@@ -365,7 +365,7 @@ class Endpoint:
     # ---- state ----------------------------------------------------------------------------------
 
     def stats(self) -> Stats:
-        """As `Communicator.stats`."""
+        """Returns the counts of calls, as `Communicator.stats`."""
         self.check_open()
         counts = self._counts or _native.Stats()
         if self._handle and self._counts is None:
@@ -386,7 +386,7 @@ class Endpoint:
     # ---- end ------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """As `Communicator.close`."""
+        """Closes the communicator, as `Communicator.close`."""
         if self._opened.process != os.getpid():
             self.check_open()
         if self._ended or (self.closed and self._turn.is_here()):
@@ -425,7 +425,12 @@ class Endpoint:
             self._channel.destroy()
 
     def peer_ended(self, rank: int, settled: bool) -> None:
-        """The process of a peer has ended; `settled`: what it had sent has arrived."""
+        """Ends the waits for a peer whose process has ended.
+
+        Args:
+            rank: the peer.
+            settled: whether everything it had sent has arrived.
+        """
         place: int | None = rank
         if self._hierarchy is not None:
             place = self._hierarchy.place_of(rank)
@@ -441,7 +446,7 @@ class Endpoint:
                 self._opened.connection.abort(why)
 
     def become_fork(self) -> None:
-        """In a child of fork(): nothing here may touch what the parent uses."""
+        """Closes it in a child of fork(), without touching anything that the parent uses."""
         self._opened.closed = True
         self._turn = Turn()  # another thread may have had it
         self.dispatcher.fast.close()

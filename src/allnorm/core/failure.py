@@ -285,7 +285,7 @@ class Failure:
         return faults.fault_error(fault, self.timeout, *self._accounts, watch=self.watch)
 
     def _account(self, fault: _native.Fault, prepared: PreparedCall | None) -> faults.Account:
-        """What this rank says of the call in which it failed."""
+        """Returns what this rank says of the call in which it failed."""
         if is_refusal(fault.expected_shape, fault.expected_tokens):
             return {faults.REFUSED: self.refused}
         if is_announcement(fault.expected_shape) and self._opened.channel is not None:

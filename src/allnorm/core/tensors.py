@@ -112,12 +112,12 @@ def check_all_fake(**given: Any) -> None:
 
 
 def is_virtual(tensor: torch.Tensor) -> bool:
-    """Whether its values are others than those in memory: negated, or zeros that are nowhere."""
+    """Returns whether a tensor's values differ from its memory: negated, or zeros."""
     return bool(tensor.is_neg() or tensor._is_zerotensor())
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the kernels can read it where it lies, if it has memory."""
+    """Returns whether the kernels can read a tensor where it lies, if it has memory."""
     try:
         check_kind("", tensor)
     except (TypeError, ValueError):
@@ -126,16 +126,16 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def in_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values, as they are in memory; a copy only where they are not."""
+    """Returns a tensor whose memory holds the same values; a copy only where needed."""
     if tensor._is_zerotensor():
         return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     return tensor.resolve_neg()
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether the elements that a plain tensor has, if any, are there.
+    """Returns whether a plain tensor has memory for its elements, if it has any.
 
-    Zeros that are nowhere count as there. Memory that was freed by `untyped_storage().resize_(0)`
+    Zeros without memory count as having it. Memory that was freed by `untyped_storage().resize_(0)`
     leaves a view of it with its offset for an address.
     """
     address = tensor.data_ptr()

@@ -125,7 +125,7 @@ def _sum_rows(
 def _reduced(
     library: _native.Library, stream: int, partials: torch.Tensor, islands: Islands
 ) -> torch.Tensor:
-    """The reduced rows of all ranks' partials, as the only source, `[1, rows, hidden_size]`."""
+    """Returns the sums of all partials as the only source, `[1, rows, hidden_size]`."""
     values = partials.float()
     # Not values[list(island)]: no graph can capture numbers that come from the host.
     sums = [add(library, stream, torch.stack([values[i] for i in island])) for island in islands]
@@ -141,7 +141,7 @@ class _Ranks:
         self.rank, self.world_size = waits.rank, waits.world_size
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        """All ranks' [n, width], as [world_size, n, width]."""
+        """Gathers the [n, width] of all ranks as [world_size, n, width]."""
         rows = rows.contiguous()
         if rows.stride(-1) != 1:  # one element is contiguous with any stride, but then is not bytes
             rows = rows.clone(memory_format=torch.contiguous_format)
