@@ -54,11 +54,6 @@ inline bool changes_sum(const AllnormCall& call) {
 }
 // Step 0 of the numerics page: x holds rows of experts.
 inline bool sums_experts(const AllnormCall& call) { return call.top_k != 0; }
-// Takes a kernel of the extended family: gpu/kernels.h.
-inline bool is_extended(const AllnormCall& call) {
-  return changes_sum(call) || sums_experts(call) || is_hierarchical(call) || is_nvfp4(call) ||
-         is_swizzled(call);
-}
 // The sum with the residual is the last result.
 inline bool ends_with_sum(const AllnormCall& call) {
   return is_norm(call) && (call.flags & ALLNORM_NO_NORM) != 0;

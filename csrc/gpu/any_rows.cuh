@@ -4,6 +4,7 @@
 #ifndef ALLNORM_GPU_ANY_ROWS_CUH_
 #define ALLNORM_GPU_ANY_ROWS_CUH_
 
+#include "gpu/features.h"
 #include "gpu/params.h"
 #include "gpu/row_exchange.cuh"
 #include "gpu/sources/expert_rows.cuh"
@@ -16,8 +17,8 @@ namespace allnorm {
 
 // Packs that a thread keeps in registers between the passes over a row; the rest is summed again.
 // None where that would take longest to compile, five seconds, and is wanted least.
-template <bool kAligned, bool kExtended>
-constexpr int kLocalCachedPacks = kAligned || !kExtended ? 2 : 0;
+template <bool kAligned, Features kFeatures>
+constexpr int kLocalCachedPacks = kAligned || !kFeatures.experts ? 2 : 0;
 
 // Loads and stores packs of a row; elements behind its end are zeros, and not stored. kAligned:
 // every pack is whole and 16-byte aligned.
@@ -86,10 +87,10 @@ __device__ __forceinline__ void clear_behind(int64_t hidden_size, int64_t pack, 
 }
 
 // Numerics steps 0 and 1 for one pack.
-template <class T, class Access, bool kExtended>
+template <class T, class Access, Features kFeatures>
 __device__ __forceinline__ Pack reduced_pack(const LocalParams& params, int64_t row, int64_t pack) {
   const int64_t hidden_size = params.epilogue.hidden_size;
-  if (kExtended && params.experts.top_k != 0) {
+  if (kFeatures.experts && params.experts.top_k != 0) {
     return sum_experts<T, 4>(params.experts, row, [&](const char* from) {
       return Access::load(from, pack, hidden_size);
     });
@@ -133,16 +134,16 @@ __device__ __forceinline__ Pack changed_pack(const EpilogueParams& params, int64
 
 // Numerics steps 1 to 2 for one pack: the residual sum before rounding. Elements behind the end of
 // the row are zeros.
-template <class T, class Access, bool kExtended>
+template <class T, class Access, Features kFeatures>
 __device__ __forceinline__ void residual_sum(const LocalParams& params, int64_t row, int64_t pack,
                                              float post_rstd, float* sum) {
   const int64_t hidden_size = params.epilogue.hidden_size;
-  Pack reduced = reduced_pack<T, Access, kExtended>(params, row, pack);
-  if constexpr (kExtended) {
+  Pack reduced = reduced_pack<T, Access, kFeatures>(params, row, pack);
+  if constexpr (kFeatures.post_step) {
     reduced = changed_pack<T, Access>(params.epilogue, pack, post_rstd, reduced);
   }
   unpack<T>(reduced, sum);
-  if constexpr (kExtended) clear_behind<T>(hidden_size, pack, sum);
+  if constexpr (kFeatures.post_step) clear_behind<T>(hidden_size, pack, sum);
   if (params.epilogue.residual.data == nullptr) return;
   add_pack<T>(sum, Access::load(params.epilogue.residual.at(row, 0), pack, hidden_size));
 }
@@ -184,7 +185,7 @@ template <class T, bool kAligned, template <class> class Format>
 constexpr int kLocalBlocks = kAligned && (kElemsPerPack<T> == 8 || Format<T>::kQuantizes) ? 2 : 0;
 
 // The sum over a row of `square` of each of its packs, numerics step 4; all threads call it.
-template <class T, class Access>
+template <class T, class Access, Features kFeatures>
 __device__ __forceinline__ float reduced_square_sum(const LocalParams& params, int64_t row,
                                                     int64_t packs, int chunks, float* chunk_sums) {
   const int lane = threadIdx.x % 32;
@@ -192,7 +193,7 @@ __device__ __forceinline__ float reduced_square_sum(const LocalParams& params, i
     const int64_t pack = static_cast<int64_t>(chunk) * kPacksPerChunk + lane;
     float z[kElemsPerPack<T>], square = 0.0f;
     if (pack < packs) {
-      unpack<T>(reduced_pack<T, Access, true>(params, row, pack), z);
+      unpack<T>(reduced_pack<T, Access, kFeatures>(params, row, pack), z);
       clear_behind<T>(params.epilogue.hidden_size, pack, z);
       square = square_sum<kElemsPerPack<T>>(z);
     }
@@ -202,7 +203,7 @@ __device__ __forceinline__ float reduced_square_sum(const LocalParams& params, i
   return block_butterfly(chunk_sums, chunks);
 }
 
-template <class T, bool kAligned, template <class> class Format, bool kExtended>
+template <class T, bool kAligned, Features kFeatures, template <class> class Format>
 __global__ void __launch_bounds__(kMaxThreads, kLocalBlocks<T, kAligned, Format>)
     local_kernel(const __grid_constant__ LocalParams params) {
   using Access = RowAccess<T, kAligned>;
@@ -221,26 +222,27 @@ __global__ void __launch_bounds__(kMaxThreads, kLocalBlocks<T, kAligned, Format>
     if (!epilogue.normalize) {
       for (int64_t pack = threadIdx.x; pack < packs; pack += blockDim.x) {
         float sum[kElems];
-        residual_sum<T, Access, kExtended>(params, row, pack, 0.0f, sum);
+        residual_sum<T, Access, kFeatures>(params, row, pack, 0.0f, sum);
         Access::store(epilogue.out.at(row, 0), pack, epilogue.hidden_size, allnorm::pack<T>(sum));
       }
       continue;
     }
     float post_rstd = 0.0f;
-    if (kExtended && epilogue.post.weight != nullptr) {
-      const float total = reduced_square_sum<T, Access>(params, row, packs, chunks, chunk_sums);
+    if (kFeatures.post_step && epilogue.post.weight != nullptr) {
+      const float total =
+          reduced_square_sum<T, Access, kFeatures>(params, row, packs, chunks, chunk_sums);
       post_rstd = reciprocal_rms(total, epilogue.num_elements, epilogue.post.eps);
     }
-    const bool norms = !kExtended || epilogue.weight != nullptr;
+    const bool norms = !kFeatures.post_step || epilogue.weight != nullptr;
     // The sums of this warp's chunks: the first few are kept, the others made again for every pass.
-    constexpr int kCached = kLocalCachedPacks<kAligned, kExtended>;
+    constexpr int kCached = kLocalCachedPacks<kAligned, kFeatures>;
     float cached[kCached + 1][kElems];
     bool first_pass = true;
     const auto for_each_chunk = [&](auto&& work) {
       const auto visit = [&](int chunk, bool keep, float* sum) {
         const int64_t pack = static_cast<int64_t>(chunk) * kPacksPerChunk + lane;
         if (pack < packs && (first_pass || !keep)) {
-          residual_sum<T, Access, kExtended>(params, row, pack, post_rstd, sum);
+          residual_sum<T, Access, kFeatures>(params, row, pack, post_rstd, sum);
         }
         work(chunk, pack, pack < packs, sum);
       };

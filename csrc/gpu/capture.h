@@ -28,11 +28,10 @@ enum class Start {
 
 // When the next launch on the stream had best begin. Kernels do not tell whether they let
 // dependents in before they end; ours do (note_own_launch()), and so, as a rule, does one that was
-// launched as a dependent itself: behind these kLetIn, which saves 0.85 us behind the one that adds
-// up a split product of cuBLAS (two H200s). Another one lets nobody in, and a graph can say that
-// the launch begins while it runs: kBegun, which saves 0.5 to 1.3 us behind a product that is not
-// split (two H100s; both docs/engineering-log). kLetIn where there is not one kernel before, in an
-// eager call, and where CUDA cannot be asked.
+// launched as a dependent itself: behind these kLetIn. A kernel of another kind lets no dependent
+// in, but a graph can have the launch begin while that kernel runs: kBegun. kLetIn where there is
+// not one kernel before, in an eager call, and where CUDA cannot be asked.
+// Figures: docs/engineering-log/2026-11-26-early-start.md
 //
 // What kBegun rests on: a kernel that is no dependent began when all before it had ended, so to
 // wait for it is to wait for all. Its blocks have their room before ours ask for any; that is so

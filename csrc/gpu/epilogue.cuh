@@ -3,6 +3,7 @@
 #ifndef ALLNORM_GPU_EPILOGUE_CUH_
 #define ALLNORM_GPU_EPILOGUE_CUH_
 
+#include "gpu/features.h"
 #include "gpu/params.h"
 #include "gpu/row_exchange.cuh"
 
@@ -64,9 +65,9 @@ class WeightPack {
   Pack packs_[kKept];
 };
 
-// One thread's part of numerics step 1c, of kernels that know it. Which parts of it there are is
-// known when the kernel runs, and the same in the whole grid.
-template <class T, Gains kGains, bool kExtended>
+// One thread's part of numerics step 1c. Which parts of it there are is known when the kernel runs,
+// and the same in the whole grid.
+template <class T, Gains kGains, bool kIsCompiledIn>
 class PostStep {
  public:
   static constexpr int kElems = kElemsPerPack<T>;
@@ -120,9 +121,8 @@ class PostStep<T, kGains, false> {
   __device__ __forceinline__ const Pack& operator()(const Pack& sum) { return sum; }
 };
 
-// One thread's part of the epilogue: the same pack of every row it is called for. kExtended: there
-// may be numerics step 1c.
-template <class T, template <class> class Format, Gains kGains, bool kExtended>
+// One thread's part of the epilogue: the same pack of every row it is called for.
+template <class T, template <class> class Format, Gains kGains, Features kFeatures>
 class NormEpilogue {
  public:
   static constexpr int kElems = kElemsPerPack<T>;
@@ -167,7 +167,7 @@ class NormEpilogue {
 
   // Whether rows are normed, by finish(): y is stored.
   __device__ __forceinline__ bool norms() const {
-    return params_.normalize && (!kExtended || params_.weight != nullptr);
+    return params_.normalize && (!kFeatures.post_step || params_.weight != nullptr);
   }
 
   // Numerics steps 1c to 4 from the reduced sum of a row. All threads of the cluster call it, live
@@ -185,7 +185,7 @@ class NormEpilogue {
     const Pack summed = pack<T>(z_);
     if (live_) store_pack(params_.residual_out.at(row, pack_), summed, params_.policy);
     // Without a norm here there has been the post norm, and in it a barrier.
-    if (kExtended && !norms()) return;
+    if (kFeatures.post_step && !norms()) return;
     if (!params_.normalize_unrounded) unpack<T>(summed, z_);
     if constexpr (kGains == Gains::kAhead) make_gains();
     sum_ = exchange_.sum(live_ ? square_sum<kElems>(z_) : 0.0f);
@@ -234,7 +234,7 @@ class NormEpilogue {
   const EpilogueParams& params_;
   RowExchange& exchange_;
   Format<T> format_;
-  PostStep<T, kGains, kExtended> post_;
+  PostStep<T, kGains, kFeatures.post_step> post_;
   Pack residual_;
   Pack weight_[kKept];
   float z_[kElems];

@@ -88,9 +88,8 @@ class Exchange {
 
   // Which operation this is. Loads that need no slot come before it: the answer takes a round trip
   // to memory, and what is used of it at once, its failures, would keep later loads waiting. A
-  // matrix product sweeps both lines out of the L2 cache unless they are kept: two H100s, bf16,
-  // 2026-11, from the wait for the preceding grid to here 0.43 to 0.53 us, kept 0.28 to 0.41
-  // (docs/engineering-log).
+  // matrix product sweeps both lines out of the L2 cache unless they are kept
+  // (docs/engineering-log/2026-11-27-figures-of-the-kernels.md#the-exchange).
   __device__ __forceinline__ void begin() {
     const char* own = params_.workspace[0];
     const uint64_t counter = load_u64(own + PushControl::kCounters + 8 * blockIdx.x, kEvictLast);
@@ -143,9 +142,8 @@ class Exchange {
   // failed, now or before. `missing()` is who is waited for.
   //
   // No lane leaves the loop before the others: the hardware would run what follows once for those
-  // that left first and once more for the rest. H200, 2 ranks, bf16, 4096 columns, 2026-11: 1 row
-  // 2.5 us, 16 rows 3.7 and 128 rows 6.6 if each lane leaves on its own; 2.4, 3.1 and 5.9 like
-  // this (docs/engineering-log).
+  // that left first and once more for the rest
+  // (docs/engineering-log/2026-11-27-figures-of-the-kernels.md#the-exchange).
   template <class Ready, class Missing>
   __device__ __forceinline__ bool wait_together(Ready&& ready, Missing&& missing) {
     pause();
@@ -298,8 +296,8 @@ class Exchange {
                                                     int source, bool time_is_up, bool is_long) {
     char* own = params.workspace[0];
     // Over the bus, so only here, and only when the wait is long: half a microsecond for each warp
-    // that waits, one after the other. H200, 2 ranks, 2026-11: with it in every look 16x4096 behind
-    // a product took 175 us and 256x4096 2.1 ms, once one rank was late by as much as that.
+    // that waits, one after the other
+    // (docs/engineering-log/2026-11-27-figures-of-the-kernels.md#the-exchange).
     // A rank that ended after it came to this operation is nobody's fault unless it is the one that
     // is waited for, or the host says that all has arrived that ever will.
     const uint32_t died =

@@ -35,9 +35,9 @@ namespace allnorm {
 template <template <class> class... kFormats>
 struct FormatList {};
 
-// In the order of RowFormat; the second of kernels of the extended family, which alone has all of
-// them.
-using Formats = FormatList<Plain, E4m3>;
+// In the order of RowFormat. Only Features::all_formats has all of them.
+using OnlyPlain = FormatList<Plain>;
+using BasicFormats = FormatList<Plain, E4m3>;
 using ExtendedFormats = FormatList<Plain, AnyQuantized, AnyQuantized>;
 
 }  // namespace allnorm

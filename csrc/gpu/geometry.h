@@ -26,9 +26,8 @@ inline int threads_of(int64_t packs, int cluster_size) {
 }
 
 // Widest spread of a row when there are few: blocks of a row, and blocks of all rows together.
-// H200, bf16, 2026-11 (docs/engineering-log): at 4 ranks 1x4096 takes 4.06 us with one block, 3.69
-// with two, 3.44 with four, 3.48 with eight; 16x4096 5.19, 5.06, 5.01, 5.03. Beyond 128 blocks,
-// about one an SM, spreading costs: 64x4096 at 4 ranks 8.6 us with one block, 9.2 with four.
+// Beyond about one block per SM spreading costs.
+// Figures: docs/engineering-log/2026-11-27-figures-of-the-kernels.md#geometry
 constexpr int kSpreadBlocks = 4;
 constexpr int kSpreadGrid = 128;
 
@@ -55,11 +54,8 @@ inline int choose_cluster_size(int64_t packs, int64_t num_tokens, int most_block
 // The same for many rows whose sum is changed, or of experts: over more blocks where the GPU then
 // holds more rows at once (`rows_at_once(blocks of a row)`), since those of few warps fill its
 // registers better. Rows that a block holds stay there, and fewer than four turns of rows stay as
-// they are: neither gained (512 rows 20.1 us both, 140 rows 8.1 and 8.3). Two H100s, bf16,
-// 2026-11, 5376 columns over as few blocks as hold a row, and as chosen here: 8192 rows with a post
-// norm 261 and 254 us, 1024 rows 37.4 and 36.7, 256 rows 11.6 both; 8192 rows of eight experts 503
-// and 479. Rows of 2880 columns in two blocks instead of one: 256 rows 7.8 and 8.1, 8192 138 and
-// 137 (docs/engineering-log).
+// they are: neither gained.
+// Figures: docs/engineering-log/2026-11-27-figures-of-the-kernels.md#geometry
 template <class RowsAtOnce>
 int widen_clusters(int cluster_size, int64_t num_tokens, RowsAtOnce&& rows_at_once) {
   if (cluster_size == 1) return 1;
@@ -76,9 +72,8 @@ int widen_clusters(int cluster_size, int64_t num_tokens, RowsAtOnce&& rows_at_on
   return widest;
 }
 
-// The same of the local kernel: a row that a block holds stays there. H200, bf16, 2026-11, over
-// one, two and four blocks: 1x4096 takes 1.78 us, 2.09 and 2.00; 1x8192 over two and four 2.45
-// and 2.13, 64x8192 2.71 and 2.74.
+// The same of the local kernel: a row that a block holds stays there.
+// Figures: docs/engineering-log/2026-11-27-figures-of-the-kernels.md#geometry
 inline int choose_local_cluster_size(int64_t packs, int64_t num_tokens) {
   const int needed = least_blocks(packs);
   const bool spread = needed > 1 && needed < kMaxClusterSize;

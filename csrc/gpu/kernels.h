@@ -3,43 +3,41 @@
 #ifndef ALLNORM_GPU_KERNELS_H_
 #define ALLNORM_GPU_KERNELS_H_
 
+#include "gpu/features.h"
 #include "protocol/row_format.h"
 
 namespace allnorm {
 
-// Which kernel of a dtype. Each function returns the one to launch, taking FusedParams,
-// OwnedRowsParams from kOwnedSum on, or LocalParams; nullptr if there is none.
-enum class ExchangeKind {
+enum class KernelKind {
+  // FusedParams:
   kOneShot,
   kOneShotDense,
-  kOneShotFew,  // of kFewWorldSize ranks only
+  kOneShotFew,
   kTwoShot,
+  // OwnedRowsParams:
   kOwnedSum,
   kOwnedSumFew,
   kOwnedFinished,
-  kOwnedGiven
+  kOwnedGiven,
+  // LocalParams:
+  kLocalRows,     // rows of whole, aligned packs that a cluster holds
+  kLocalAligned,  // the same, of any width
+  kLocalAny,      // any width and alignment
 };
-struct KernelKey {
-  ExchangeKind kind;
-  int world_size;
-  RowFormat format;
-  // Of the family that also knows numerics steps 0 and 1c, any parts of them, kNvFp4, and scales in
-  // tiles; for what else it takes it is slower. None of a kind for few blocks, and no kOwnedGiven.
-  bool extended;
-  bool has_experts;  // extended: numerics step 0 is asked for
-};
-const void* exchange_kernel_float32(const KernelKey& key);
-const void* exchange_kernel_float16(const KernelKey& key);
-const void* exchange_kernel_bfloat16(const KernelKey& key);
 
-enum class LocalKind {
-  kAny,      // any width and alignment
-  kAligned,  // rows of whole, aligned packs, of any width
-  kRows,     // the same, of rows that a cluster holds
+struct KernelKey {
+  KernelKind kind;
+  int world_size;  // local: 1
+  RowFormat format;
+  Features needs;
+
+  bool operator==(const KernelKey&) const = default;
 };
-const void* local_kernel_float32(LocalKind kind, RowFormat format, bool extended);
-const void* local_kernel_float16(LocalKind kind, RowFormat format, bool extended);
-const void* local_kernel_bfloat16(LocalKind kind, RowFormat format, bool extended);
+
+// The kernel of a dtype that makes such a call; nullptr if there is none: gpu/kernel_table.cuh.
+const void* kernel_float32(const KernelKey& key);
+const void* kernel_float16(const KernelKey& key);
+const void* kernel_bfloat16(const KernelKey& key);
 
 // Takes ProbeParams; one block of one warp.
 const void* probe_kernel();

@@ -1,12 +1,7 @@
-#include "gpu/instantiate.cuh"
+#include "gpu/kernel_table.cuh"
 
 namespace allnorm {
 
-const void* exchange_kernel_bfloat16(const KernelKey& key) {
-  return exchange_kernel_of<Bfloat16>(key);
-}
-const void* local_kernel_bfloat16(LocalKind kind, RowFormat format, bool extended) {
-  return local_kernel_of<Bfloat16>(kind, format, extended);
-}
+const void* kernel_bfloat16(const KernelKey& key) { return find_kernel<Bfloat16>(key); }
 
 }  // namespace allnorm

@@ -1,12 +1,7 @@
-#include "gpu/instantiate.cuh"
+#include "gpu/kernel_table.cuh"
 
 namespace allnorm {
 
-const void* exchange_kernel_float16(const KernelKey& key) {
-  return exchange_kernel_of<Float16>(key);
-}
-const void* local_kernel_float16(LocalKind kind, RowFormat format, bool extended) {
-  return local_kernel_of<Float16>(kind, format, extended);
-}
+const void* kernel_float16(const KernelKey& key) { return find_kernel<Float16>(key); }
 
 }  // namespace allnorm

@@ -1,12 +1,7 @@
-#include "gpu/instantiate.cuh"
+#include "gpu/kernel_table.cuh"
 
 namespace allnorm {
 
-const void* exchange_kernel_float32(const KernelKey& key) {
-  return exchange_kernel_of<Float32>(key);
-}
-const void* local_kernel_float32(LocalKind kind, RowFormat format, bool extended) {
-  return local_kernel_of<Float32>(kind, format, extended);
-}
+const void* kernel_float32(const KernelKey& key) { return find_kernel<Float32>(key); }
 
 }  // namespace allnorm

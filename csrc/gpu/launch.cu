@@ -18,37 +18,25 @@ namespace {
 // What kernels must have been compiled for to know clusters and dependent launch: memory.cuh.
 constexpr int kClusterCode = 90;
 
-const void* find_exchange(int dtype, const KernelKey& key) {
+const void* find_kernel(int dtype, const KernelKey& key) {
   switch (dtype) {
     case ALLNORM_FLOAT32:
-      return exchange_kernel_float32(key);
+      return kernel_float32(key);
     case ALLNORM_FLOAT16:
-      return exchange_kernel_float16(key);
+      return kernel_float16(key);
     default:
-      return exchange_kernel_bfloat16(key);
+      return kernel_bfloat16(key);
   }
 }
 
-const void* find_local(int dtype, LocalKind kind, RowFormat format, bool extended) {
-  switch (dtype) {
-    case ALLNORM_FLOAT32:
-      return local_kernel_float32(kind, format, extended);
-    case ALLNORM_FLOAT16:
-      return local_kernel_float16(kind, format, extended);
-    default:
-      return local_kernel_bfloat16(kind, format, extended);
-  }
-}
-
-ExchangeKind kind_of(const AllnormCall& call, Grid grid, int world_size) {
-  if (call.op == ALLNORM_ALL_GATHER_ROWS) return ExchangeKind::kOwnedGiven;
-  if (is_sharded(call) || makes_sums(call)) return ExchangeKind::kOwnedFinished;
-  // In the extended family a grid of few blocks takes the kernels of full grids: fewer to compile.
-  const bool few = grid == Grid::kFew && !is_extended(call);
-  if (has_row_owners(call)) return few ? ExchangeKind::kOwnedSumFew : ExchangeKind::kOwnedSum;
-  if (call.algorithm == ALLNORM_TWO_SHOT) return ExchangeKind::kTwoShot;
-  if (few && world_size == kFewWorldSize) return ExchangeKind::kOneShotFew;
-  return grid == Grid::kDense ? ExchangeKind::kOneShotDense : ExchangeKind::kOneShot;
+KernelKind kind_of(const AllnormCall& call, Grid grid) {
+  if (call.op == ALLNORM_ALL_GATHER_ROWS) return KernelKind::kOwnedGiven;
+  if (is_sharded(call) || makes_sums(call)) return KernelKind::kOwnedFinished;
+  const bool few = grid == Grid::kFew;
+  if (has_row_owners(call)) return few ? KernelKind::kOwnedSumFew : KernelKind::kOwnedSum;
+  if (call.algorithm == ALLNORM_TWO_SHOT) return KernelKind::kTwoShot;
+  if (few) return KernelKind::kOneShotFew;
+  return grid == Grid::kDense ? KernelKind::kOneShotDense : KernelKind::kOneShot;
 }
 
 // Blocks of `kernel` that the device holds at once; asked for once per kernel, block and cluster
@@ -133,17 +121,16 @@ int32_t launch_exchange(const Device& device, const AllnormCall& call, int world
   }
   Geometry geometry = over(cluster_size);
   const Grid grid = choose_grid(fused.num_tokens, cluster_size, most, device.num_sms);
-  const ExchangeKind kind = kind_of(call, grid, world_size);
-  const void* kernel = find_exchange(call.dtype, {.kind = kind,
-                                                  .world_size = world_size,
-                                                  .format = format_of(call),
-                                                  .extended = is_extended(call),
-                                                  .has_experts = sums_experts(call)});
+  const KernelKey key = {.kind = kind_of(call, grid),
+                         .world_size = world_size,
+                         .format = format_of(call),
+                         .needs = needs_of(call)};
+  const void* kernel = find_kernel(call.dtype, key);
   if (kernel == nullptr) {
     return fail(ALLNORM_UNSUPPORTED, "no fused kernel for world size %d: expected 2 to %d",
                 world_size, kPushMaxWorldSize);
   }
-  if (call.cluster_size == 0 && kind == ExchangeKind::kOneShotDense && is_extended(call) &&
+  if (call.cluster_size == 0 && key.kind == KernelKind::kOneShotDense && key.needs != kBasic &&
       world_size == 2) {
     geometry = over(widen_clusters(cluster_size, fused.num_tokens, [&](int size) {
       return resident_blocks(device, kernel, over(size)) / size;
@@ -187,10 +174,12 @@ int32_t query_device(int index, Device* device) {
   device->code = INT_MAX;
   for (const int dtype : {ALLNORM_FLOAT32, ALLNORM_FLOAT16, ALLNORM_BFLOAT16}) {
     cudaFuncAttributes attributes;
-    const int32_t status =
-        cuda_status(cudaFuncGetAttributes(
-                        &attributes, find_local(dtype, LocalKind::kAny, RowFormat::kPlain, false)),
-                    "loading the kernels, which must have been compiled for this device,");
+    const int32_t status = cuda_status(
+        cudaFuncGetAttributes(&attributes, find_kernel(dtype, {.kind = KernelKind::kLocalAny,
+                                                               .world_size = 1,
+                                                               .format = RowFormat::kPlain,
+                                                               .needs = kBasic})),
+        "loading the kernels, which must have been compiled for this device,");
     if (status != ALLNORM_OK) return status;
     device->code = std::min({device->code, attributes.ptxVersion, attributes.binaryVersion});
   }
@@ -239,11 +228,10 @@ int32_t launch_without_rows(const Device& device, const AllnormCall& call, int w
   const Geometry geometry = {.num_blocks = 1, .cluster_size = 1, .num_threads = threads_of(0, 1)};
   AllnormCall plain = {};
   plain.stream = call.stream;
-  const void* const kernel = find_exchange(ALLNORM_FLOAT32, {.kind = ExchangeKind::kOneShot,
-                                                             .world_size = world_size,
-                                                             .format = RowFormat::kPlain,
-                                                             .extended = false,
-                                                             .has_experts = false});
+  const void* const kernel = find_kernel(ALLNORM_FLOAT32, {.kind = KernelKind::kOneShot,
+                                                           .world_size = world_size,
+                                                           .format = RowFormat::kPlain,
+                                                           .needs = kBasic});
   if (kernel == nullptr) return ALLNORM_UNSUPPORTED;
   return launch(device, kernel, &params, geometry, 0, plain, Start::kEnded);
 }
@@ -279,10 +267,12 @@ int32_t launch_local(const Device& device, const AllnormCall& call) {
     return fail(ALLNORM_UNSUPPORTED, "hidden_size %lld is too wide for the local kernel",
                 static_cast<long long>(call.hidden_size));
   }
-  const LocalKind kind = in_rows   ? LocalKind::kRows
-                         : aligned ? LocalKind::kAligned
-                                   : LocalKind::kAny;
-  const void* kernel = find_local(call.dtype, kind, format_of(call), is_extended(call));
+  const KernelKind kind = in_rows   ? KernelKind::kLocalRows
+                          : aligned ? KernelKind::kLocalAligned
+                                    : KernelKind::kLocalAny;
+  const void* kernel = find_kernel(
+      call.dtype,
+      {.kind = kind, .world_size = 1, .format = format_of(call), .needs = needs_of(call)});
   Geometry geometry;
   geometry.cluster_size = in_rows ? blocks_per_row : 1;
   geometry.num_threads = std::min(threads_of(packs, geometry.cluster_size), kMaxThreads);

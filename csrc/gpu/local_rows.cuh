@@ -1,18 +1,19 @@
 // The fused kernel without an exchange: rows of local memory, normed and stored in a format. For
 // rows of whole, aligned packs that a cluster of blocks holds, one pack a thread.
 //
-// Rows are streamed: while one is normed, the inputs of the next are on their way. H200, bf16,
-// 2026-11, 1x4096 and 8192x4096: 1.8 and 72 us, local_kernel() 2.5 and 110 (docs/engineering-log).
+// Rows are streamed: while one is normed, the inputs of the next are on their way.
+// Figures: docs/engineering-log/2026-11-27-figures-of-the-kernels.md#geometry
 #ifndef ALLNORM_GPU_LOCAL_ROWS_CUH_
 #define ALLNORM_GPU_LOCAL_ROWS_CUH_
 
 #include "gpu/epilogue.cuh"
+#include "gpu/features.h"
 #include "gpu/params.h"
 #include "protocol/fault_switch.h"
 
 namespace allnorm {
 
-template <class T, template <class> class Source, template <class> class Format, bool kExtended>
+template <class T, template <class> class Source, Features kFeatures, template <class> class Format>
 __global__ void __launch_bounds__(kMaxThreads, 2)
     local_rows_kernel(const __grid_constant__ LocalParams params) {
   const uint32_t clusters = cluster_size();
@@ -24,7 +25,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
 
   RowExchange row_exchange((params.packs + kPacksPerChunk - 1) / kPacksPerChunk, clusters);
   wait_for_preceding_grid();
-  NormEpilogue<T, Format, Gains::kLate, kExtended> epilogue(params.epilogue, row_exchange, pack,
+  NormEpilogue<T, Format, Gains::kLate, kFeatures> epilogue(params.epilogue, row_exchange, pack,
                                                             live);
   const Source<T> source(params, pack);
   const auto load_input = [&](int row) { return live && row < end ? source.load(row) : Pack{}; };

@@ -4,9 +4,9 @@
 //   two_shot of many rows   the sum: every rank adds and norms every row (Owned::kSum)
 //   sharded residual        the finished row: the residual of a row lives on its owner (kFinished)
 //   all_gather_rows         the row, which is finished to begin with (kGiven)
-// Around an exchange between islands (kExtended): before it the owner of a row keeps the sum and
-// pushes nothing (kFinished); after it nobody sends partials, the owner adds the sums of all
-// islands from its own memory, and what it pushes is as above.
+// Around an exchange between islands (Features::islands): before it the owner of a row keeps the
+// sum and pushes nothing (kFinished); after it no rank sends partials, the owner adds the sums of
+// all islands from its own memory, and what it pushes is as above.
 //
 // Owners take turns, in the order of sharded_row(). Whoever waits for something of a row has before
 // sent all its partials of rows up to that number, and done what it owes for its own, so the lowest
@@ -15,6 +15,7 @@
 #define ALLNORM_GPU_OWNED_ROWS_CUH_
 
 #include "gpu/fused.cuh"
+#include "gpu/pace.cuh"
 #include "gpu/sources/island_sums.cuh"
 #include "gpu/transports/row_owners.cuh"
 #include "protocol/fault_switch.h"
@@ -23,18 +24,41 @@ namespace allnorm {
 
 enum class Owned { kSum, kFinished, kGiven };
 
+// What a kernel of rows with owners is made of: all that is decided when it is compiled.
+template <class T, int kWorldSize_, template <class> class Source_, Owned kOwned_, bool kFew_,
+          Features kFeatures_, template <class> class Format_>
+struct OwnedKernel {
+  using Params = OwnedRowsParams;
+  using Element = T;
+  static constexpr int kWorldSize = kWorldSize_;
+  static constexpr Owned kOwned = kOwned_;
+  static constexpr bool kFew = kFew_;
+  static constexpr Features kFeatures = kFeatures_;
+  using Source = Source_<T>;
+  using Format = Format_<T>;
+
+  static constexpr Gains kGains =
+      kOwned == Owned::kSum && !kFew && !kFeatures.post_step ? Gains::kAhead : Gains::kLate;
+  using Epilogue = NormEpilogue<T, Format_, kGains, kFeatures>;
+};
+
 // As run_fused(): rows of this launch are taken by clusters in turn. In one turn a cluster sends
 // its partial of a later row, does its own part for a row that this rank owns, and receives a row
 // that it came by kDepth turns ago: one that its owner has had the time for. So nobody waits for
 // two hops in a row.
 //
 // kFew: sums, and the caller limits the grid to few blocks. What a row takes in a block would set
-// the pace then, so residuals are loaded a turn ahead as well. 64 blocks, 8192x4096 at 4 ranks,
-// bf16 on H200, 2026-11: 329 us as otherwise, 316 with a depth of 2, 302 with residuals a turn
-// ahead, for which full grids take 1 to 10 % more.
-template <class T, template <class> class Source, int kWorldSize, Owned kOwned, bool kFew,
-          template <class> class Format, bool kExtended>
+// the pace then, so residuals are loaded a turn ahead as well. Full grids are slower with that:
+// docs/engineering-log/2026-11-27-figures-of-the-kernels.md#rows-with-owners
+template <class Kernel>
 class OwnedRows {
+  using T = typename Kernel::Element;
+  using Format = typename Kernel::Format;
+  static constexpr int kWorldSize = Kernel::kWorldSize;
+  static constexpr Owned kOwned = Kernel::kOwned;
+  static constexpr bool kFew = Kernel::kFew;
+  static constexpr Features kFeatures = Kernel::kFeatures;
+
  public:
   __device__ __forceinline__ OwnedRows(const OwnedRowsParams& all, Exchange<kWorldSize>& exchange,
                                        RowExchange& row_exchange, int pack, bool live)
@@ -94,18 +118,12 @@ class OwnedRows {
 
  private:
   // Unless y is asked for as well.
-  static constexpr bool kSendsPacked = Format<T>::kQuantizes && kOwned == Owned::kFinished;
+  static constexpr bool kSendsPacked = Format::kQuantizes && kOwned == Owned::kFinished;
   // Rows whose partials are on their way while one is worked on, and as many turns from a row's own
-  // part to its receipt. H200, bf16, 4096 columns, 2026-11, by these two numbers. Sums, 4 ranks,
-  // 1024 rows: 43.4 us (1, 1), 45.3 (1, 2), 46.2 (1, 4), 43.2 (2, 1), 44.7 (2, 2); 512 rows: 23.1,
-  // 25.7, 26.2, 24.1, 24.8. Sharded and quantised, 8192 rows at 2 and 4 ranks: 157 and 234 us
-  // (1, 1), 157 and 235 (1, 2), 159 and 234 (2, 1), 152 and 231 (2, 2).
+  // part to its receipt.
+  // Figures: docs/engineering-log/2026-11-27-figures-of-the-kernels.md#rows-with-owners
   static constexpr int kDepth = kOwned == Owned::kSum && !kFew ? 1 : 2;
-  // Of fewer turns the pace makes none faster. H200, 2 ranks, bf16, 4096 columns, 2026-11, without
-  // and with it at 768 / 1024 / 2048 / 8192 rows (6 / 8 / 16 / 63 turns): sums 23.2 / 29.9 / 54.8 /
-  // 198 and 23.4 / 29.4 / 52.6 / 191 us, sharded 21.6 / 28.9 / 54.0 / 195 and 22.1 / 29.1 / 53.4 /
-  // 192, sharded and quantised 20.0 / 25.0 / 45.1 / 153 and 19.7 / 24.2 / 43.6 / 147; these last
-  // with one row less ahead, otherwise 20.5 / 25.5 / 44.8 / 147.
+  // With fewer turns the pace makes no call faster (same page).
   static constexpr int kUnpacedTurns = 7;
 
   __device__ __forceinline__ int world_size() const { return world_size_of<kWorldSize>(params_); }
@@ -142,7 +160,9 @@ class OwnedRows {
   }
 
   // Whether reduced rows come from an exchange between islands; their sum, of a row of this rank.
-  __device__ __forceinline__ bool takes_sums() const { return kExtended && islands_.given(); }
+  __device__ __forceinline__ bool takes_sums() const {
+    return kFeatures.islands && islands_.given();
+  }
   __device__ __forceinline__ Pack load_sums(const ShardedRow& own) const {
     return live_ ? islands_.load(own.local) : Pack{};
   }
@@ -159,17 +179,17 @@ class OwnedRows {
     } else if constexpr (kOwned == Owned::kFinished) {
       take_residual(here.local, own_residual_);
       float unrounded[kElemsPerPack<T>];
-      const Pack sum = takes_sums()
-                           ? load_sums(here)
-                           : owners_.receive_partials(slot, own, kExtended ? unrounded : nullptr);
-      if (kExtended && islands_.makes()) {
+      const Pack sum = takes_sums() ? load_sums(here)
+                                    : owners_.receive_partials(
+                                          slot, own, kFeatures.islands ? unrounded : nullptr);
+      if (kFeatures.islands && islands_.makes()) {
         ALLNORM_FAULT(island_sums_rounded, unpack<T>(sum, unrounded), );
         if (live_) islands_.store(here.local, unrounded);
         ALLNORM_FAULT(island_sums_published, owners_.publish(slot, sum), );
         return;
       }
       epilogue_.add_row(here.local, sum);
-      if (kExtended && !epilogue_.norms()) return;
+      if (kFeatures.post_step && !epilogue_.norms()) return;
       publish_and_store(slot, here.row, epilogue_.finish());
     } else {
       owners_.publish(slot, own);
@@ -199,9 +219,9 @@ class OwnedRows {
       return;
     }
     // Sums of this island stay where they are.
-    if (kExtended && kOwned == Owned::kFinished && islands_.makes()) return;
+    if (kFeatures.islands && kOwned == Owned::kFinished && islands_.makes()) return;
     // So does the residual, if it is all there is.
-    if (kExtended && kOwned == Owned::kFinished && !epilogue_.norms()) return;
+    if (kFeatures.post_step && kOwned == Owned::kFinished && !epilogue_.norms()) return;
     if constexpr (kSendsPacked) {
       if (!all_.sends_normed) return owners_.receive_and_store(here.owner, slot, here.row);
     }
@@ -216,30 +236,27 @@ class OwnedRows {
 
   const OwnedRowsParams& all_;
   const FusedParams& params_;
-  Source<T> source_;
-  RowOwners<T, kWorldSize, Format<T>, kOwned == Owned::kGiven> owners_;
-  static constexpr Gains kGains =
-      kOwned == Owned::kSum && !kFew && !kExtended ? Gains::kAhead : Gains::kLate;
-  NormEpilogue<T, Format, kGains, kExtended> epilogue_;
+  typename Kernel::Source source_;
+  RowOwners<T, kWorldSize, Format, kOwned == Owned::kGiven> owners_;
+  typename Kernel::Epilogue epilogue_;
   IslandSums<T> islands_;
   bool live_;
   Pack own_residual_{}, back_residual_{};  // kFew: of this turn
   Pack next_own_residual_{}, next_back_residual_{};
 };
 
-template <class T, template <class> class Source, int kWorldSize, Owned kOwned, bool kFew,
-          template <class> class Format, bool kExtended>
+template <class Kernel>
 __device__ __forceinline__ void run_owned_rows(const OwnedRowsParams& params) {
   const uint32_t clusters = cluster_size();
   const int pack = static_cast<int>(cluster_rank() * blockDim.x + threadIdx.x);
   const int first = static_cast<int>(cluster_index()) - 1;
   RowExchange row_exchange((params.fused.packs + kPacksPerChunk - 1) / kPacksPerChunk, clusters);
-  Exchange<kWorldSize> exchange(params.fused);
-  OwnedRows<T, Source, kWorldSize, kOwned, kFew, Format, kExtended> rows(
-      params, exchange, row_exchange, pack, pack < params.fused.packs);
+  Exchange<Kernel::kWorldSize> exchange(params.fused);
+  OwnedRows<Kernel> rows(params, exchange, row_exchange, pack, pack < params.fused.packs);
   const Pack own = rows.load_input(first);
   exchange.begin();
-  if (first < 0) return work_on_no_row<Format<T>>(exchange, row_exchange, params.fused);
+  if (first < 0)
+    return serve_exchange<typename Kernel::Format>(exchange, row_exchange, params.fused);
   rows.run(first, static_cast<int>(num_clusters()) - 1, own);
   exchange.advance_unused();
   // Every thread has read the operation counter, which is advanced here.
@@ -247,13 +264,11 @@ __device__ __forceinline__ void run_owned_rows(const OwnedRowsParams& params) {
   exchange.advance();
 }
 
-// One block an SM, and no register spilled: 8192x4096 at 4 ranks takes 311 us, 314 with two blocks
-// of 64 registers a thread; sharded and quantised 229 and 232 (H200, bf16, 2026-11).
-template <class T, template <class> class Source, int kWorldSize, Owned kOwned, bool kFew,
-          template <class> class Format, bool kExtended>
+// One block per SM, and no register spilled: two blocks of 64 registers per thread are slower.
+template <class Kernel>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     owned_rows_kernel(const __grid_constant__ OwnedRowsParams params) {
-  run_owned_rows<T, Source, kWorldSize, kOwned, kFew, Format, kExtended>(params);
+  run_owned_rows<Kernel>(params);
 }
 
 }  // namespace allnorm

@@ -3,9 +3,8 @@
 // Stores that wait for the link hold up what their multiprocessor does behind them, the polls and
 // loads of other rows too; and since all stores share the link alike, rows that are sent together
 // arrive together, at the end. Sent at the link's rate nothing queues, the link is as busy, and a
-// row is worked on while later ones cross. H200, 2 ranks, bf16, 4096 columns, 2026-11, one_shot of
-// 384 / 512 / 1024 / 2048 / 8192 rows: 13.9 / 17.3 / 29.2 / 54.9 / 196 us before there was a pace,
-// 12.3 / 15.4 / 27.8 / 51.6 / 188 with it (docs/engineering-log).
+// row is worked on while later ones cross.
+// Figures: docs/engineering-log/2026-11-27-figures-of-the-kernels.md#pace
 #ifndef ALLNORM_GPU_PACE_CUH_
 #define ALLNORM_GPU_PACE_CUH_
 
@@ -23,9 +22,8 @@ class Pace {
   // for `turns` turns after that. `row_ps`: the time of a row on the link, in picoseconds; 0: not
   // known, then nobody waits.
   //
-  // Clusters begin one after the other over half a turn. Over none they wait for each other's rows
-  // together, and over a whole one the last begin too late: 512 / 1024 / 8192 rows take 16.0 / 30.0
-  // / 193, 16.0 / 28.5 / 188, and over half a turn 15.4 / 27.8 / 188 us.
+  // Clusters begin one after the other over half a turn. Over none of it they wait for each other's
+  // rows together, and over a whole one the last begin too late.
   __device__ __forceinline__ void start(int row_ps, int first, int step, int turns) {
     if (row_ps == 0) return;
     turn_ns_ = time_ns(row_ps, step);

@@ -1,4 +1,4 @@
-// Kernel parameters, filled by launch.cu; plain structs that host and device share.
+// Kernel parameters, filled by prepare.h; plain structs that host and device share.
 #ifndef ALLNORM_GPU_PARAMS_H_
 #define ALLNORM_GPU_PARAMS_H_
 
@@ -22,19 +22,15 @@ enum class Grid {
   kDense,   // more rows than SMs, which hide every latency; registers limit them: two blocks an SM
   kFew,     // more rows than clusters, by the caller's limit
 };
-// The only number of ranks that one_shot has a kernel for kFew for: with more of them two_shot
-// sends fewer bytes of many rows.
-constexpr int kFewWorldSize = 2;
 
 // What a kernel is compiled for: a number of ranks, or any, which it is told when it runs. With
-// kernels of all numbers the library took half as long again to build, and was half as large again;
-// that of any takes 2 to 16 % longer than one of its own would (docs/engineering-log/2026-11-24-
-// boundaries.md).
+// kernels of all numbers the library took half as long again to build, and was half as large again.
+// Figures: docs/engineering-log/2026-11-24-boundaries.md
 constexpr int kAnyWorldSize = 0;
 template <class T>
 constexpr int compiled_world_size(int world_size) {
   const bool is_served = kElemsPerPack<T> == 8;  // what models are served in: 16 bits
-  const bool is_own = world_size == 2 || (is_served && (world_size == 4 || world_size == 8));
+  const bool is_own = world_size <= 2 || (is_served && (world_size == 4 || world_size == 8));
   return is_own ? world_size : kAnyWorldSize;
 }
 
@@ -70,8 +66,8 @@ struct QuantParams {
   int32_t kind;             // AllnormQuant
   int32_t format;           // AllnormScaleFormat
   int32_t packs_per_group;  // a power of two; per token those of a row, any number
-  // Its logarithm; per token so large that every pack is in group 0. Dividing integers where
-  // results are stored took 0.1 us (docs/engineering-log).
+  // Its logarithm; per token so large that every pack is in group 0. A shift, since
+  // dividing integers where results are stored took 0.1 us.
   int32_t group_shift;
   int32_t groups;  // of a row; 0 per tensor
   // Read by kernels of the extended family only, as the next two. NVFP4: one float32.

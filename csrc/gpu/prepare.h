@@ -10,12 +10,21 @@
 #include "abi/call.h"
 #include "abi/check.h"
 #include "abi/tag.h"
+#include "gpu/features.h"
 #include "gpu/geometry.h"
 #include "gpu/params.h"
 #include "protocol/fault_switch.h"
 #include "protocol/slot.h"
 
 namespace allnorm {
+
+// What a call asks of its kernel.
+inline Features needs_of(const AllnormCall& call) {
+  return {.experts = sums_experts(call),
+          .islands = is_hierarchical(call),
+          .post_step = changes_sum(call),
+          .all_formats = is_nvfp4(call) || is_swizzled(call)};
+}
 
 inline Rows rows_from(const void* data, int64_t stride_bytes, int64_t first_row) {
   char* begin = static_cast<char*>(const_cast<void*>(data));
@@ -190,8 +199,8 @@ inline FusedParams exchange_params(const AllnormCommConfig& config, const Allnor
   params.large = units == 0;
   params.units = params.large ? 1 : units;
   params.phases = PushLayout::phases(config.workspace_bytes, units);
-  // Those of units taken alone are not kept, which makes few rows slower: 16x4096 behind a product
-  // 2.32 us instead of 2.10 (two H100s, bf16, 2026-11; not explained, docs/engineering-log).
+  // Slots of units taken alone are not kept: that makes few rows slower, which is not explained
+  // (docs/engineering-log/2026-11-27-figures-of-the-kernels.md#the-exchange).
   params.slot_policy = units > 1 ? cache_policy(bytes) : kEvictNormal;
   if (call.link_gbps != 0) {
     // What arrives here for a row is what this rank sends of one.

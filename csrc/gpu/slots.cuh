@@ -105,9 +105,8 @@ __device__ __forceinline__ Pack receive_partials_of(Exchange<kWorldSize>& exchan
 // as of sum_in_rank_order().
 //
 // A kernel of any number of ranks has a copy for each that has no kernel of its own. With one copy
-// for as many as there may be two_shot spilled, and a product sweeps what was spilled out of the
-// caches: three H100s, bf16, 2026-11, 16x4096 behind a product 4.7 us, so 3.5
-// (docs/engineering-log/2026-11-27-spills.md).
+// for as many as there may be two_shot spilled, and a matrix product sweeps what was spilled out of
+// the caches: docs/engineering-log/2026-11-27-spills.md
 template <class T, int kWorldSize>
 __device__ __forceinline__ Pack receive_partials(Exchange<kWorldSize>& exchange, const char* slot,
                                                  int64_t stride, int rank, const Pack& own,

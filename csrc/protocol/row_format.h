@@ -1,5 +1,5 @@
-// What a normed row can be stored as. Each backend has lists of types in this order: Formats and
-// ExtendedFormats in gpu/formats.cuh, kFormats in cpu/formats.h.
+// What a normed row can be stored as. Each backend has lists of types in this order: BasicFormats
+// and ExtendedFormats in gpu/formats.cuh, kFormats in cpu/formats.h.
 #ifndef ALLNORM_PROTOCOL_ROW_FORMAT_H_
 #define ALLNORM_PROTOCOL_ROW_FORMAT_H_
 

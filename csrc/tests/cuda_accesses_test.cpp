@@ -337,14 +337,16 @@ AllnormCall call_of_kind(int algorithm, int flags = 0, int quant = ALLNORM_QUANT
   return call;
 }
 
-template <template <class, int> class Transport, Grid kGrid, template <class> class Source,
-          bool kExtended>
+template <template <class, int> class Transport, class Schedule, Grid kGrid,
+          template <class> class Source = DenseRows, Features kFeatures = kBasic>
 void fused(const OwnedRowsParams& params) {
-  run_fused<Bfloat16, Source, kRanks, Transport, kGrid, Plain, kExtended>(params.fused);
+  run_fused<FusedKernel<Bfloat16, kRanks, Source, Transport, Schedule, kGrid, kFeatures, Plain>>(
+      params.fused);
 }
-template <Owned kOwned, template <class> class Format, bool kExtended>
+template <Owned kOwned, template <class> class Format, Features kFeatures = kBasic>
 void owned(const OwnedRowsParams& params) {
-  run_owned_rows<Bfloat16, DenseRows, kRanks, kOwned, false, Format, kExtended>(params);
+  run_owned_rows<OwnedKernel<Bfloat16, kRanks, DenseRows, kOwned, false, kFeatures, Format>>(
+      params);
 }
 
 std::vector<Case> cases() {
@@ -356,56 +358,51 @@ std::vector<Case> cases() {
   gather.op = ALLNORM_ALL_GATHER_ROWS;
   const std::vector<std::string> to_owners = {"owners_send"};
   std::vector<Case> all = {
-      {"one_shot", send, own, {}, one_shot, &fused<OneShot, Grid::kSparse, DenseRows, false>},
-      {"one_shot, paced", send, own, {}, one_shot, &fused<OneShot, Grid::kDense, DenseRows, false>},
+      {"one_shot", send, own, {}, one_shot, &fused<OneShot, OneRowAhead, Grid::kSparse>},
+      {"one_shot, paced", send, own, {}, one_shot, &fused<OneShot, Paced, Grid::kDense>},
       {"one_shot, prefetched",
        send,
        own,
        {},
        one_shot,
-       &fused<OneShot, Grid::kDense, PrefetchedExpertRows, true>},
-      {"one_shot, few blocks",
-       send,
-       own,
-       {},
-       one_shot,
-       &fused<OneShot, Grid::kFew, DenseRows, false>},
+       &fused<OneShot, Prefetched, Grid::kDense, PrefetchedExpertRows, kExtended>},
+      {"one_shot, few blocks", send, own, {}, one_shot, &fused<OneShot, FewBlocks, Grid::kFew>},
       {"two_shot",
        {"two_shot_send"},
        {"two_shot_own"},
        {"two_shot_receive"},
        two_shot,
-       &fused<TwoShot, Grid::kSparse, DenseRows, false>},
+       &fused<TwoShot, Relayed, Grid::kSparse>},
       {"sums of owners",
        to_owners,
        {"owners_own", "rows_own"},
        {"rows_receive"},
        two_shot,
-       &owned<Owned::kSum, Plain, false>},
+       &owned<Owned::kSum, Plain>},
       {"finished rows of owners",
        to_owners,
        {"owners_own", "rows_own"},
        {"rows_receive"},
        call_of_kind(ALLNORM_TWO_SHOT, sharded),
-       &owned<Owned::kFinished, Plain, false>},
+       &owned<Owned::kFinished, Plain>},
       {"packed rows of owners",
        to_owners,
        {"owners_own", "packed_own"},
        {"packed_receive"},
        call_of_kind(ALLNORM_TWO_SHOT, sharded, ALLNORM_QUANT_PER_GROUP),
-       &owned<Owned::kFinished, E4m3, false>},
+       &owned<Owned::kFinished, E4m3>},
       {"NVFP4 rows of owners",
        to_owners,
        {"owners_own", "packed_own"},
        {"packed_receive"},
        call_of_kind(ALLNORM_TWO_SHOT, sharded, ALLNORM_QUANT_NVFP4),
-       &owned<Owned::kFinished, AnyQuantized, true>},
+       &owned<Owned::kFinished, AnyQuantized, kExtendedDense>},
       {"given rows of owners",
        {},
        {"rows_own"},
        {"rows_receive"},
        gather,
-       &owned<Owned::kGiven, Plain, false>},
+       &owned<Owned::kGiven, Plain>},
   };
   for (Case& of : all) {
     if (of.name.rfind("packed", 0) == 0) of.nan_word = kNanE4m3 * 0x01010101u;

@@ -105,10 +105,10 @@ Operation make_after(int world_size, Random& random, int dtype) {
 template <class T, int kWorldSize, template <class> class... kFormats>
 void run(const OwnedRowsParams& params, const AllnormCall& call, FormatList<kFormats...>) {
   using Run = void (*)(const OwnedRowsParams&);
-  static constexpr Run kSum[] = {
-      &run_owned_rows<T, ExpertRows, kWorldSize, Owned::kSum, false, kFormats, true>...};
-  static constexpr Run kFinished[] = {
-      &run_owned_rows<T, ExpertRows, kWorldSize, Owned::kFinished, false, kFormats, true>...};
+  static constexpr Run kSum[] = {&run_owned_rows<
+      OwnedKernel<T, kWorldSize, ExpertRows, Owned::kSum, false, kExtended, kFormats>>...};
+  static constexpr Run kFinished[] = {&run_owned_rows<
+      OwnedKernel<T, kWorldSize, ExpertRows, Owned::kFinished, false, kExtended, kFormats>>...};
   const auto format = static_cast<int>(format_of(call));
   (is_sharded(call) || makes_sums(call) ? kFinished : kSum)[format](params);
 }

@@ -3,12 +3,7 @@
 // numerics page.
 #include <vector>
 
-#include "gpu/any_rows.cuh"
-#include "gpu/formats.cuh"
-#include "gpu/kernels.h"
-#include "gpu/local_rows.cuh"
-#include "gpu/sources/expert_rows.cuh"
-#include "gpu/sources/summed_rows.cuh"
+#include "gpu/kernel_table.cuh"
 #include "tests/cuda_calls.h"
 
 namespace allnorm {
@@ -16,21 +11,7 @@ namespace {
 
 using namespace testing;  // NOLINT: a test
 
-template <class T, LocalKind kKind, template <class> class Format, bool kExtended>
-void run_kernel(const LocalParams& params) {
-  if constexpr (kKind == LocalKind::kRows) {
-    if constexpr (kExtended) {
-      local_rows_kernel<T, LocalExpertRows, Format, true>(params);
-    } else {
-      local_rows_kernel<T, SummedRows, Format, false>(params);
-    }
-  } else {
-    local_kernel<T, kKind == LocalKind::kAligned, Format, kExtended>(params);
-  }
-}
-
-template <class T, LocalKind kKind, template <class> class Format,
-          template <class> class ExtendedFormat>
+template <class T, KernelKind kKind>
 void run_local(const AllnormCall& of, uint64_t seed) {
   Random random(seed);
   // Of one alone experts may be what it is made of.
@@ -46,7 +27,7 @@ void run_local(const AllnormCall& of, uint64_t seed) {
   if (call.quant != ALLNORM_QUANT_NONE) call.flags &= ~ALLNORM_NO_NORM;
   if (random.below(2) == 0) call.flags |= of.flags;
   Operation op = make_operation(sources, random, call, random.below(2) == 0);
-  if (sources == 1) random_experts(op, random, kKind == LocalKind::kAny ? 1 : 8, 1);
+  if (sources == 1) random_experts(op, random, kKind == KernelKind::kLocalAny ? 1 : 8, 1);
   // One matrix that holds all sources, one after the other.
   Matrix stacked(call.dtype, call.num_tokens * sources, call.hidden_size);
   for (int64_t row = 0; row < stacked.rows; ++row) {
@@ -66,13 +47,13 @@ void run_local(const AllnormCall& of, uint64_t seed) {
       .num_sources = sources,
       .packs = static_cast<int32_t>(packs),
       .experts = expert_params(call, 0)};
-  const bool extended = is_extended(call);
-  const auto kernel = [params, extended] {
-    extended ? run_kernel<T, kKind, ExtendedFormat, true>(params)
-             : run_kernel<T, kKind, Format, false>(params);
+  const void* const found = find_kernel<T, 1>(
+      {.kind = kKind, .world_size = 1, .format = format_of(call), .needs = needs_of(call)});
+  const auto kernel = [params, found] {
+    reinterpret_cast<void (*)(LocalParams)>(const_cast<void*>(found))(params);
   };
   shim::Machine machine(1, seed);
-  if constexpr (kKind == LocalKind::kRows) {
+  if constexpr (kKind == KernelKind::kLocalRows) {
     const int cluster_size = least_blocks(packs) << random.below(2);
     machine.launch(0, {.num_blocks = static_cast<uint32_t>(2 * cluster_size),
                        .num_threads = static_cast<uint32_t>(threads_of(packs, cluster_size)),
@@ -82,44 +63,44 @@ void run_local(const AllnormCall& of, uint64_t seed) {
     machine.launch(0, {.num_blocks = 2,
                        .num_threads = 64,
                        .dynamic_shared_bytes =
-                           static_cast<uint32_t>(local_shared_bytes(packs, Format<T>::kQuantizes)),
+                           static_cast<uint32_t>(local_shared_bytes(packs, is_quantized(call))),
                        .kernel = kernel});
   }
   check(machine.run(1'000'000), "the local kernel does not end");
   compare(op, 0, -1);
 }
 
-template <class T, LocalKind kKind>
+template <class T, KernelKind kKind>
 void test_local(int64_t hidden_size, uint64_t seed) {
   AllnormCall call = {};
   call.eps = 1e-5f;
   call.hidden_size = hidden_size;
   call.numerics = static_cast<int32_t>(seed % 4);
-  run_local<T, kKind, Plain, Plain>(call, seed);
+  run_local<T, kKind>(call, seed);
   call.quant = ALLNORM_QUANT_PER_TOKEN;
-  run_local<T, kKind, E4m3, AnyQuantized>(call, seed);
+  run_local<T, kKind>(call, seed);
   call.quant = ALLNORM_QUANT_PER_TENSOR;
-  run_local<T, kKind, E4m3, AnyQuantized>(call, seed);
+  run_local<T, kKind>(call, seed);
   call.quant = ALLNORM_QUANT_PER_GROUP;
   for (call.group_size = 16; call.group_size <= 512; call.group_size *= 2) {
     call.scale_format = static_cast<int32_t>(call.group_size / 16 % 3);
     call.hidden_size = (hidden_size + call.group_size - 1) / call.group_size * call.group_size;
-    run_local<T, kKind, E4m3, AnyQuantized>(call, seed);
+    run_local<T, kKind>(call, seed);
   }
   // In one half of the calls with scales in tiles.
   call.flags = ALLNORM_SWIZZLED_SCALES;
   call.group_size = 32;
   call.scale_format = ALLNORM_SCALE_UE8M0;
   call.hidden_size = (hidden_size + 31) / 32 * 32;
-  run_local<T, kKind, E4m3, AnyQuantized>(call, seed);
+  run_local<T, kKind>(call, seed);
   static const float global = 90.0f;
   call.quant = ALLNORM_QUANT_NVFP4;
   call.global_scale = &global;
   call.group_size = 0;
   call.scale_format = ALLNORM_SCALE_FLOAT32;
   call.hidden_size = (hidden_size + 15) / 16 * 16;
-  run_local<T, kKind, E4m3, AnyQuantized>(call, seed);
-  run_local<T, kKind, E4m3, AnyQuantized>(call, seed + 1);
+  run_local<T, kKind>(call, seed);
+  run_local<T, kKind>(call, seed + 1);
 }
 
 }  // namespace
@@ -133,15 +114,15 @@ int main() {
   constexpr uint64_t kSeeds = 40;
 #endif
   for (uint64_t seed = 0; seed < kSeeds; seed += 10) {
-    test_local<Bfloat16, LocalKind::kAligned>(2888, seed + 1);
-    test_local<Bfloat16, LocalKind::kAny>(4095, seed + 2);
-    test_local<Float16, LocalKind::kAny>(7, seed + 3);
-    test_local<Float32, LocalKind::kAligned>(1028, seed + 4);
-    test_local<Float32, LocalKind::kAny>(1, seed + 5);
-    test_local<Bfloat16, LocalKind::kRows>(2888, seed + 6);
-    test_local<Float16, LocalKind::kRows>(8200, seed + 7);
-    test_local<Float32, LocalKind::kRows>(120, seed + 8);
-    test_local<Bfloat16, LocalKind::kRows>(8, seed + 9);
+    test_local<Bfloat16, KernelKind::kLocalAligned>(2888, seed + 1);
+    test_local<Bfloat16, KernelKind::kLocalAny>(4095, seed + 2);
+    test_local<Float16, KernelKind::kLocalAny>(7, seed + 3);
+    test_local<Float32, KernelKind::kLocalAligned>(1028, seed + 4);
+    test_local<Float32, KernelKind::kLocalAny>(1, seed + 5);
+    test_local<Bfloat16, KernelKind::kLocalRows>(2888, seed + 6);
+    test_local<Float16, KernelKind::kLocalRows>(8200, seed + 7);
+    test_local<Float32, KernelKind::kLocalRows>(120, seed + 8);
+    test_local<Bfloat16, KernelKind::kLocalRows>(8, seed + 9);
   }
   return testing::result();
 }

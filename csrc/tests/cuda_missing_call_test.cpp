@@ -42,13 +42,14 @@ AllnormCall call_of_kind(Random& random, const Kind& kind) {
 // Launches what Communicator::run() launches without rows.
 template <int kWorldSize>
 void launch_without_rows(shim::Machine& machine, int rank, const FusedParams& params) {
-  machine.launch(rank, {.num_blocks = 1,
-                        .num_threads = static_cast<uint32_t>(threads_of(0, 1)),
-                        .cluster_size = 1,
-                        .kernel = [params] {
-                          run_fused<Float32, DenseRows, compiled_world_size<Float32>(kWorldSize),
-                                    OneShot, Grid::kSparse, Plain, false>(params);
-                        }});
+  machine.launch(
+      rank, {.num_blocks = 1,
+             .num_threads = static_cast<uint32_t>(threads_of(0, 1)),
+             .cluster_size = 1,
+             .kernel = [params] {
+               run_fused<FusedKernel<Float32, compiled_world_size<Float32>(kWorldSize), DenseRows,
+                                     OneShot, OneRowAhead, Grid::kSparse, kBasic, Plain>>(params);
+             }});
 }
 
 // `before`: calls that all ranks make first. `empty`: the culprit makes the call without rows.

@@ -6,13 +6,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "gpu/formats.cuh"
-#include "gpu/fused.cuh"
-#include "gpu/owned_rows.cuh"
-#include "gpu/sources/dense_rows.cuh"
-#include "gpu/sources/expert_rows.cuh"
-#include "gpu/transports/one_shot.cuh"
-#include "gpu/transports/two_shot.cuh"
+#include "gpu/kernel_table.cuh"
 #include "tests/cuda_calls.h"
 
 namespace allnorm::testing {
@@ -20,78 +14,41 @@ namespace allnorm::testing {
 constexpr int64_t kWorkspaceBytes = 1 << 20;
 constexpr uint64_t kMaxTurns = 3'000'000;
 
-// As gpu/instantiate.cuh has it.
-template <bool kExtended>
-struct SourceOf {
-  template <class T>
-  using Rows = DenseRows<T>;
-};
-template <>
-struct SourceOf<true> {
-  template <class T>
-  using Rows = ExpertRows<T>;
-};
-
-template <class T, int kWorldSize, template <class> class Format, bool kExtended>
-void run_one_shot(const FusedParams& params, const Operation& op, bool few) {
-  if constexpr (kWorldSize == kFewWorldSize && !kExtended) {
-    if (few) return run_fused<T, DenseRows, kWorldSize, OneShot, Grid::kFew, Format, false>(params);
-  }
-  if constexpr (kWorldSize == 2 && kExtended) {
-    if (op.dense && params.experts.top_k != 0) {
-      return run_fused<T, PrefetchedExpertRows, kWorldSize, OneShot, Grid::kDense, Format, true>(
-          params);
-    }
-    if (!op.dense && params.experts.top_k == 0) {
-      return run_fused<T, DenseRows, kWorldSize, OneShot, Grid::kSparse, Format, true>(params);
-    }
-  }
-  if constexpr (kWorldSize == 2 || (!kExtended && kWorldSize != kAnyWorldSize)) {
-    if (op.dense) {
-      return run_fused<T, DenseRows, kWorldSize, OneShot, Grid::kDense, Format, kExtended>(params);
-    }
-  }
-  run_fused<T, SourceOf<kExtended>::template Rows, kWorldSize, OneShot, Grid::kSparse, Format,
-            kExtended>(params);
-}
-
-template <class T, int kWorldSize, template <class> class Format, bool kExtended>
-void run_kernel(const OwnedRowsParams& params, const Operation& op) {
-  // Each rank may have a limit of blocks of its own.
-  const bool few = (op.call.num_tokens + params.fused.rank) % 2 == 0;
-  if (op.call.op == ALLNORM_ALL_GATHER_ROWS) {
-    run_owned_rows<T, DenseRows, kWorldSize, Owned::kGiven, false, Plain, false>(params);
-  } else if (is_sharded(op.call) || makes_sums(op.call)) {
-    run_owned_rows<T, SourceOf<kExtended>::template Rows, kWorldSize, Owned::kFinished, false,
-                   Format, kExtended>(params);
-  } else if (op.call.algorithm == ALLNORM_ONE_SHOT) {
-    run_one_shot<T, kWorldSize, Format, kExtended>(params.fused, op, few);
-  } else if (!op.dense && !takes_sums(op.call)) {
-    run_fused<T, SourceOf<kExtended>::template Rows, kWorldSize, TwoShot, Grid::kSparse, Format,
-              kExtended>(params.fused);
-  } else if (few && !kExtended) {
-    run_owned_rows<T, DenseRows, kWorldSize, Owned::kSum, true, Format, false>(params);
+// Runs a kernel that the table has, with what it takes of `params`.
+inline void run_kernel(const void* kernel, KernelKind kind, const OwnedRowsParams& params) {
+  if (kind >= KernelKind::kOwnedSum) {
+    reinterpret_cast<void (*)(OwnedRowsParams)>(const_cast<void*>(kernel))(params);
   } else {
-    run_owned_rows<T, SourceOf<kExtended>::template Rows, kWorldSize, Owned::kSum, false, Format,
-                   kExtended>(params);
+    reinterpret_cast<void (*)(FusedParams)>(const_cast<void*>(kernel))(params.fused);
   }
 }
-template <class T, int kWorldSize, bool kExtended, template <class> class... kFormats>
-void run_kernel(const OwnedRowsParams& params, const Operation& op, FormatList<kFormats...>) {
-  static constexpr void (*kOf[])(const OwnedRowsParams&, const Operation&) = {
-      &run_kernel<T, kWorldSize, kFormats, kExtended>...};
-  kOf[static_cast<int>(format_of(op.call))](params, op);
+
+// `few`: the launch has few blocks. Of calls that have a kernel for that.
+inline KernelKind kind_of(const Operation& op, int world_size, bool few) {
+  if (op.call.op == ALLNORM_ALL_GATHER_ROWS) return KernelKind::kOwnedGiven;
+  if (is_sharded(op.call) || makes_sums(op.call)) return KernelKind::kOwnedFinished;
+  if (op.call.algorithm != ALLNORM_ONE_SHOT) {
+    if (!op.dense && !takes_sums(op.call)) return KernelKind::kTwoShot;
+    return few ? KernelKind::kOwnedSumFew : KernelKind::kOwnedSum;
+  }
+  if (few && world_size == 2) return KernelKind::kOneShotFew;
+  return op.dense ? KernelKind::kOneShotDense : KernelKind::kOneShot;
 }
-// Ranks with a dense x take the plain kernels while their peers sum experts.
+
+// What one rank runs of the kernels that are compiled for kWorldSize.
 template <class T, int kWorldSize>
-void run_kernel(const OwnedRowsParams& params, const Operation& op) {
-  const bool changes = op.post_weight != nullptr || (op.call.flags & ALLNORM_SCALED) != 0;
-  if (changes || params.fused.experts.top_k != 0 || is_hierarchical(op.call) || is_nvfp4(op.call) ||
-      is_swizzled(op.call)) {
-    run_kernel<T, kWorldSize, true>(params, op, ExtendedFormats());
-  } else {
-    run_kernel<T, kWorldSize, false>(params, op, Formats());
-  }
+void run_kernel(const OwnedRowsParams& params, const Operation& op, int world_size) {
+  // Each rank may have a limit of blocks of its own, and ranks with a dense x take kernels without
+  // experts while their peers sum experts.
+  Features needs = needs_of(op.call);
+  needs.experts = params.fused.experts.top_k != 0;
+  needs.post_step = op.post_weight != nullptr || (op.call.flags & ALLNORM_SCALED) != 0;
+  const bool few = needs == kBasic && (op.call.num_tokens + params.fused.rank) % 2 == 0;
+  const KernelKey key = {.kind = kind_of(op, world_size, few),
+                         .world_size = world_size,
+                         .format = format_of(op.call),
+                         .needs = needs};
+  run_kernel(find_kernel<T, kWorldSize>(key), key.kind, params);
 }
 
 // How one rank launches its part, if not as usual.
@@ -125,7 +82,8 @@ void launch(shim::Machine& machine, const AllnormCommConfig& config, Operation& 
          .kernel =
              [params, &op] {
                (..., (kDtypeOf<Types> == op.call.dtype
-                          ? run_kernel<Types, compiled_world_size<Types>(kWorldSize)>(params, op)
+                          ? run_kernel<Types, compiled_world_size<Types>(kWorldSize)>(params, op,
+                                                                                      kWorldSize)
                           : void()));
              }},
         on.stream);

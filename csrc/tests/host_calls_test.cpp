@@ -446,7 +446,7 @@ void test_alignment() {
 
 // The launch before it makes float32 sums of own rows; the one behind it takes those of all.
 void test_islands() {
-  using Kind = ExchangeKind;
+  using Kind = KernelKind;
   fake::reset();
   Rank rank;
   rank.open();
@@ -458,8 +458,8 @@ void test_islands() {
       return;
     }
     const KernelKey& key = launches().back().kernel->key;
-    check(key.kind == kind && key.extended, "%s: kernel %d, extended %d", what,
-          static_cast<int>(key.kind), key.extended);
+    check(key.kind == kind && key.needs.islands, "%s: kernel %d, islands %d", what,
+          static_cast<int>(key.kind), key.needs.islands);
   };
   const auto refused = [&](const AllnormCall& call, const char* words) {
     const size_t before = launches().size();

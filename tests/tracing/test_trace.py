@@ -151,22 +151,25 @@ def test_passes_that_differ() -> None:
 
 
 KERNELS = {
-    "void allnorm::fused_kernel<allnorm::Bfloat16, allnorm::DenseRows, 4, allnorm::OneShot, "
-    "(allnorm::Grid)0, allnorm::Plain>(allnorm::FusedParams)": ("fused", "one_shot"),
-    "void allnorm::fused_kernel<allnorm::Float16, allnorm::DenseRows, 8, allnorm::TwoShot, "
-    "(allnorm::Grid)0, allnorm::E4m3>(allnorm::FusedParams)": ("fused", "two_shot"),
-    "void allnorm::owned_rows_kernel<allnorm::Float32, allnorm::DenseRows, 2, (allnorm::Owned)0, "
-    "false, allnorm::E4m3>(allnorm::OwnedRowsParams)": ("fused", "two_shot"),
-    "void allnorm::owned_rows_kernel<allnorm::Float32, allnorm::DenseRows, 2, (allnorm::Owned)1, "
-    "false, allnorm::E4m3>(allnorm::OwnedRowsParams)": ("fused", "two_shot, sharded"),
-    "void allnorm::owned_rows_kernel<allnorm::Float32, allnorm::DenseRows, 2, (allnorm::Owned)2, "
-    "false, allnorm::Plain>(allnorm::OwnedRowsParams)": None,
-    "void allnorm::local_kernel<allnorm::Float32, true, allnorm::Plain>(allnorm::LocalParams)": (
-        "norm",
-        "allnorm local",
-    ),
-    "void allnorm::local_rows_kernel<allnorm::Float16, allnorm::SummedRows, allnorm::Plain>"
-    "(allnorm::LocalParams)": ("norm", "allnorm local"),
+    "void allnorm::fused_kernel<allnorm::FusedKernel<allnorm::Bfloat16, 4, allnorm::DenseRows, "
+    "allnorm::OneShot, allnorm::OneRowAhead, (allnorm::Grid)0, allnorm::Features{false, false, "
+    "false, false}, allnorm::Plain> >(allnorm::FusedParams)": ("fused", "one_shot"),
+    "void allnorm::fused_kernel<allnorm::FusedKernel<allnorm::Float16, 8, allnorm::ExpertRows, "
+    "allnorm::TwoShot, allnorm::Relayed, (allnorm::Grid)0, allnorm::Features{true, true, true, "
+    "true}, allnorm::AnyQuantized> >(allnorm::FusedParams)": ("fused", "two_shot"),
+    "void allnorm::owned_rows_kernel<allnorm::OwnedKernel<allnorm::Float32, 2, allnorm::DenseRows, "
+    "(allnorm::Owned)0, false, allnorm::Features{false, false, false, false}, allnorm::E4m3> >"
+    "(allnorm::OwnedRowsParams)": ("fused", "two_shot"),
+    "void allnorm::owned_rows_kernel<allnorm::OwnedKernel<allnorm::Float32, 2, allnorm::DenseRows, "
+    "(allnorm::Owned)1, false, allnorm::Features{false, false, false, false}, allnorm::E4m3> >"
+    "(allnorm::OwnedRowsParams)": ("fused", "two_shot, sharded"),
+    "void allnorm::owned_rows_kernel<allnorm::OwnedKernel<allnorm::Float32, 2, allnorm::DenseRows, "
+    "(allnorm::Owned)2, false, allnorm::Features{false, false, false, false}, allnorm::Plain> >"
+    "(allnorm::OwnedRowsParams)": None,
+    "void allnorm::local_kernel<allnorm::Float32, true, allnorm::Features{false, false, false, "
+    "false}, allnorm::Plain>(allnorm::LocalParams)": ("norm", "allnorm local"),
+    "void allnorm::local_rows_kernel<allnorm::Float16, allnorm::SummedRows, allnorm::Features{"
+    "false, false, false, false}, allnorm::Plain>(allnorm::LocalParams)": ("norm", "allnorm local"),
     "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)": (
         "reduction",
         "NCCL",

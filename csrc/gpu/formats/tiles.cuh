@@ -28,8 +28,8 @@ __device__ __forceinline__ void store_scale_byte(const QuantParams& params, int6
 
 // Zeros for the scales of rows that do not exist, by the thread of number `thread` of `threads`. In
 // the order of addresses: 16 bytes of a tile are the words of a row and of those 32, 64 and 96
-// further. By rows, whose words are 512 bytes apart, 1x4096 took 10 us; one block, by words, 1.2 to
-// 2.7 longer than 64x4096 (two H100s, bf16, 2026-11).
+// further. By rows, whose words are 512 bytes apart, 1x4096 took 10 us:
+// docs/engineering-log/2026-11-27-figures-of-the-kernels.md#padding-of-scales-in-tiles
 __device__ __forceinline__ void store_tile_padding(const QuantParams& params, int thread,
                                                    int threads) {
   if (params.padding_rows == 0) return;

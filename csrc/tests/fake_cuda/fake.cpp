@@ -221,7 +221,7 @@ bool has_failed(const char* name) { return state().failed == name; }
 int calls_of(const char* name) { return state().calls[name]; }
 
 void launch_foreign(cudaStream_t stream, bool dependent) {
-  static const Kernel kernel = {.dtype = 0, .is_local = true, .key = {}, .local = {}};
+  static const Kernel kernel = {.dtype = 0, .is_local = true, .key = {}};
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
@@ -618,52 +618,25 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t handle) {
 
 namespace {
 
-const Kernel* kernel_of(const Kernel& kernel) {
+const void* kernel_of(int dtype, const allnorm::KernelKey& key) {
   static std::vector<std::unique_ptr<Kernel>> kernels;
   for (const auto& known : kernels) {
-    if (known->dtype == kernel.dtype && known->is_local == kernel.is_local &&
-        known->key.kind == kernel.key.kind && known->key.world_size == kernel.key.world_size &&
-        known->key.format == kernel.key.format && known->key.extended == kernel.key.extended &&
-        known->local == kernel.local) {
-      return known.get();
-    }
+    if (known->dtype == dtype && known->key == key) return known.get();
   }
-  kernels.push_back(std::make_unique<Kernel>(kernel));
+  const bool is_local = key.kind >= allnorm::KernelKind::kLocalRows;
+  kernels.push_back(std::make_unique<Kernel>(Kernel{dtype, is_local, key}));
   return kernels.back().get();
-}
-const void* exchange_kernel(int dtype, const allnorm::KernelKey& key) {
-  return kernel_of({.dtype = dtype, .is_local = false, .key = key, .local = {}});
-}
-const void* local_kernel(int dtype, allnorm::LocalKind kind, allnorm::RowFormat format,
-                         bool extended) {
-  return kernel_of(
-      {.dtype = dtype, .is_local = true, .key = {{}, 0, format, extended}, .local = kind});
 }
 
 }  // namespace
 
 namespace allnorm {
-const void* exchange_kernel_float32(const KernelKey& key) {
-  return exchange_kernel(ALLNORM_FLOAT32, key);
-}
-const void* exchange_kernel_float16(const KernelKey& key) {
-  return exchange_kernel(ALLNORM_FLOAT16, key);
-}
-const void* exchange_kernel_bfloat16(const KernelKey& key) {
-  return exchange_kernel(ALLNORM_BFLOAT16, key);
-}
-const void* local_kernel_float32(LocalKind kind, RowFormat format, bool extended) {
-  return local_kernel(ALLNORM_FLOAT32, kind, format, extended);
-}
-const void* local_kernel_float16(LocalKind kind, RowFormat format, bool extended) {
-  return local_kernel(ALLNORM_FLOAT16, kind, format, extended);
-}
-const void* local_kernel_bfloat16(LocalKind kind, RowFormat format, bool extended) {
-  return local_kernel(ALLNORM_BFLOAT16, kind, format, extended);
-}
+const void* kernel_float32(const KernelKey& key) { return kernel_of(ALLNORM_FLOAT32, key); }
+const void* kernel_float16(const KernelKey& key) { return kernel_of(ALLNORM_FLOAT16, key); }
+const void* kernel_bfloat16(const KernelKey& key) { return kernel_of(ALLNORM_BFLOAT16, key); }
 const void* probe_kernel() {
   // Local: it takes no FusedParams.
-  static const Kernel kernel = {.dtype = 0, .is_local = true, .key = {}, .local = {}};
+  static const Kernel kernel = {.dtype = 0, .is_local = true, .key = {}};
   return &kernel;
 }
 }  // namespace allnorm

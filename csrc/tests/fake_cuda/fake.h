@@ -25,7 +25,6 @@ struct Kernel {
   int dtype;
   bool is_local;
   KernelKey key;
-  LocalKind local;
 };
 
 // A launch: of a graph's node each time that the graph is launched.

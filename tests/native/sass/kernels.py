@@ -1,37 +1,42 @@
-"""Which kernels `csrc/gpu/instantiate.cuh` makes, and what each says to its peers."""
+"""The kernels that `csrc/gpu/kernel_table.cuh` lists, and what each says to its peers."""
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import functools
+import pathlib
 import re
 from collections import Counter
+from collections.abc import Iterator
 
 from native.accesses import read_table
 
 TABLE = read_table()
+KERNEL_TABLE = pathlib.Path(__file__).resolve().parents[3] / "csrc" / "gpu" / "kernel_table.cuh"
 DTYPES = ("Bfloat16", "Float16", "Float32")
 ANY_WORLD_SIZE = 0  # what a kernel is compiled for that is told the number of ranks
 MOST_RANKS = 8
-FEW_WORLD_SIZE = 2
-OWNED = ("owned_sum", "owned_finished", "owned_given")
-OWNED_FEW = "owned_sum_few"
 
-# gpu/formats.cuh
-# and whether it is of the extended family
-_FORMAT = r"NS_\d+(Plain|E4m3|AnyQuantized)ELb([01])EE"
-_FUSED = re.compile(
-    r"12fused_kernelINS_\d+(\w+?)ENS_\d+(Dense|Expert|PrefetchedExpert)RowsELi(\d+)ENS_7(One|Two)ShotE"
-    r"LNS_4GridE([012])E" + _FORMAT
-)
-_GRIDS = ("", "_dense", "_few")
-_OWNED = re.compile(
-    r"17owned_rows_kernelINS_\d+(\w+?)ENS_(?:9Dense|10Expert)RowsELi(\d+)ELNS_5OwnedE([012])ELb([01])E"
-    + _FORMAT
-)
-_LOCAL_ROWS = re.compile(
-    r"17local_rows_kernelINS_\d+(\w+?)ENS_(?:10Summed|15LocalExpert)RowsE" + _FORMAT
-)
-_LOCAL = re.compile(r"12local_kernelINS_\d+(\w+?)ELb([01])E" + _FORMAT)
+# As csrc/gpu has them: enumerations, fields of Features, lists of formats.
+_ENUMS = {"Grid": ("kSparse", "kDense", "kFew"), "Owned": ("kSum", "kFinished", "kGiven")}
+_FEATURES = {
+    "{false, false, false, false}": "kBasic",
+    "{true, true, true, true}": "kExtended",
+    "{false, true, true, true}": "kExtendedDense",
+}
+_FORMATS = {
+    "OnlyPlain": ("Plain",),
+    "kBasic": ("Plain", "E4m3"),
+    "kExtended": ("Plain", "AnyQuantized"),
+    "kExtendedDense": ("Plain", "AnyQuantized"),
+}
+_FUNCTIONS = {
+    "Fused": "fused_kernel",
+    "Owned": "owned_rows_kernel",
+    "Local": "local_rows_kernel",
+    "AnyRows": "local_kernel",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,15 +51,15 @@ class Traffic:
 class Variant:
     """The template arguments of a kernel."""
 
-    kind: (
-        # one_shot, also _dense, _few and, of two ranks where others have none, _experts,
-        # _dense_experts; two_shot, one of OWNED; local, local_aligned, local_rows
-        str
-    )
+    kind: str  # one_shot, owned_sum, local_rows, ...: KernelKind
     dtype: str
     world_size: int  # 1: local; ANY_WORLD_SIZE
     quantized: bool
-    extended: bool = False  # knows numerics steps 0 and 1c, NVFP4, and scales in tiles
+    features: str = "kBasic"
+
+    @property
+    def extended(self) -> bool:
+        return self.features != "kBasic"
 
     @property
     def is_local(self) -> bool:
@@ -87,16 +92,14 @@ class Variant:
         wide = {
             # sent: the first row, and one ahead; received: one group
             "one_shot": (2 * peers, ranks),
-            "one_shot_experts": (2 * peers, ranks),
             # with a post norm the one ahead stands there twice, for when it is due
-            "one_shot_dense": ((3 if self.extended else 2) * peers, ranks),
-            "one_shot_dense_experts": (2 * peers, ranks),
+            "one_shot_dense": ((3 if self.features == "kExtendedDense" else 2) * peers, ranks),
             # sent: the first two rows, and one ahead; received: two looks, and one group of polls
             "one_shot_few": (3 * peers, 2 + ranks),
             # sent: the first row, and two ahead; relayed and received: the first row, and one ahead
             "two_shot": (3 + 2 * peers, 2 * ranks + 1),
             "owned_sum": (2 + peers, ranks + 1),
-            OWNED_FEW: (2 + peers, ranks + 1),
+            "owned_sum_few": (2 + peers, ranks + 1),
             "owned_finished": (2 + peers, ranks + 1),
             "owned_given": (peers, 1),
         }[self.kind]
@@ -128,7 +131,7 @@ class Variant:
             return 32 if self.most_ranks > 4 and self.quantized and self.extended else 0
         if self.kind == "owned_finished" and self.most_ranks > 4:
             return 88 if self.dtype == "Float32" else 32 if self.extended else 0
-        if self.kind == "one_shot_dense":
+        if self.kind == "one_shot_dense" and self.features != "kExtended":
             return {2: 24 if self.extended else 8, 4: 32, 8: 112}[self.most_ranks]
         if self.kind == "local_rows" and self.quantized and self.extended:
             return 8
@@ -137,70 +140,62 @@ class Variant:
         return 0
 
 
-def variant_of(name: str) -> Variant | None:
-    """What a mangled name says; None if it is no kernel of ours."""
-    if match := _FUSED.search(name):
-        dtype, source, ranks, transport, grid, quantized, extended = match.groups()
-        kind = f"{transport.lower()}_shot{_GRIDS[int(grid)]}"
-        # Of more ranks, and in two_shot, the extended family has only kernels that know experts.
-        if source != "Dense" and transport == "One" and int(ranks) == 2:
-            kind += "_experts"
-        return Variant(kind, dtype, int(ranks), quantized != "Plain", extended == "1")
-    if match := _OWNED.search(name):
-        dtype, ranks, owned, few, quantized, extended = match.groups()
-        kind = OWNED[int(owned)] + ("_few" if few == "1" else "")
-        return Variant(kind, dtype, int(ranks), quantized != "Plain", extended == "1")
-    if match := _LOCAL.search(name):
-        dtype, aligned, quantized, extended = match.groups()
-        kind = "local_aligned" if aligned == "1" else "local"
-        return Variant(kind, dtype, 1, quantized != "Plain", extended == "1")
-    if match := _LOCAL_ROWS.search(name):
-        dtype, quantized, extended = match.groups()
-        return Variant("local_rows", dtype, 1, quantized != "Plain", extended == "1")
-    return None
-
-
 def world_sizes(dtype: str) -> tuple[int, ...]:
     """What kernels of more than one rank are compiled for: gpu/params.h."""
     return (ANY_WORLD_SIZE, 2) if dtype == "Float32" else (ANY_WORLD_SIZE, 2, 4, 8)
 
 
+def _ranks(text: str, dtype: str) -> tuple[int, ...]:
+    own = world_sizes(dtype)
+    of = {"kAll": own, "k2": (2,), "k48": tuple(ranks for ranks in own if ranks > 2), "k1": (1,)}
+    return of[text]
+
+
+def _kernels_of(entry: str, arguments: list[str]) -> Iterator[tuple[tuple[str, ...], Variant]]:
+    """The kernels of an entry of the table, each with its function and template arguments."""
+    kind, *rest = arguments
+    ranks = rest.pop(0) if entry in ("Fused", "Owned") else "k1"
+    formats = _FORMATS[rest.pop() if rest[-1] == "OnlyPlain" else rest[-1]]
+    name = re.sub(r"(?<!^)(?=[A-Z])", "_", kind.removeprefix("k")).lower()
+    for dtype in DTYPES:
+        for world_size in _ranks(ranks, dtype):
+            for stored_as in formats:
+                size = () if world_size == 1 else (str(world_size),)
+                key = (_FUNCTIONS[entry], dtype, *size, *rest, stored_as)
+                yield key, Variant(name, dtype, world_size, stored_as != "Plain", rest[-1])
+
+
+@functools.cache
+def _table() -> dict[tuple[str, ...], Variant]:
+    """Every kernel by its function and template arguments."""
+    text = re.sub(r"//[^\n]*", "", KERNEL_TABLE.read_text())
+    text = text[text.index("using Kernels =") : text.index("using table::Kernels;")]
+    found: dict[tuple[str, ...], Variant] = {}
+    for entry, arguments in re.findall(r"(\w+)Entry<([^<>]*)>", text):
+        for key, variant in _kernels_of(entry, re.split(r"\s*,\s*", arguments.strip())):
+            if found.setdefault(key, variant) is not variant:
+                raise ValueError(f"{KERNEL_TABLE.name} lists {key} twice")
+    return found
+
+
 def all_variants() -> set[Variant]:
     """Every kernel that a library has for each architecture."""
-    kinds = [
-        (kind, quantized, extended)
-        for kind in ("one_shot", "one_shot_dense", "two_shot", *OWNED, OWNED_FEW)
-        for quantized in (False, True)
-        for extended in (False, True)
-        if not (kind == "owned_given" and (quantized or extended))
-        and not (kind == OWNED_FEW and extended)
-    ]
-    return (
-        {
-            Variant(kind, dtype, world_size, quantized, extended)
-            for dtype in DTYPES
-            for world_size in world_sizes(dtype)
-            for kind, quantized, extended in kinds
-            if kind != "one_shot_dense"
-            or world_size == 2
-            or (not extended and world_size != ANY_WORLD_SIZE)
-        }
-        | {
-            Variant(kind, dtype, 2, quantized, True)
-            for dtype in DTYPES
-            for kind in ("one_shot_experts", "one_shot_dense_experts")
-            for quantized in (False, True)
-        }
-        | {
-            Variant("one_shot_few", dtype, FEW_WORLD_SIZE, quantized)
-            for dtype in DTYPES
-            for quantized in (False, True)
-        }
-        | {
-            Variant(kind, dtype, 1, quantized, extended)
-            for dtype in DTYPES
-            for kind in ("local", "local_aligned", "local_rows")
-            for quantized in (False, True)
-            for extended in (False, True)
-        }
-    )
+    return set(_table().values())
+
+
+def _demangled(name: str) -> str:
+    demangle = ctypes.CDLL("libstdc++.so.6").__cxa_demangle
+    demangle.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
+    demangle.restype = ctypes.c_char_p  # leaked: there are two hundred
+    return (demangle(name.encode(), None, None, None) or b"").decode()
+
+
+def variant_of(name: str) -> Variant | None:
+    """What a mangled name says; None if it is no kernel of the table."""
+    text = _demangled(name).replace("allnorm::", "")
+    match = re.search(r"(\w+_kernel)<(?:\w+Kernel<)?(.*?)[ >]*\(\w+Params\)", text)
+    if match is None:
+        return None
+    arguments = re.sub(r"Features(\{.*?\})", lambda found: _FEATURES[found[1]], match[2])
+    arguments = re.sub(r"\((\w+)\)(\d)", lambda e: _ENUMS[e[1]][int(e[2])], arguments)
+    return _table().get((match[1], *arguments.split(", ")))

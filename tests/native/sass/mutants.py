@@ -18,42 +18,35 @@ from .rules import complaints
 
 # Kernels that a mutant is compiled for, by what their sources include.
 _ONE_SHOT = """
-#include "gpu/formats.cuh"
-#include "gpu/fused.cuh"
-#include "gpu/sources/dense_rows.cuh"
-#include "gpu/transports/one_shot.cuh"
+#include "gpu/kernel_table.cuh"
 template __global__ void
-allnorm::fused_kernel<allnorm::Bfloat16, allnorm::DenseRows, 4, allnorm::OneShot,
-                      allnorm::Grid::kSparse, allnorm::Plain, false>(
+allnorm::fused_kernel<allnorm::FusedKernel<
+    allnorm::Bfloat16, 4, allnorm::DenseRows, allnorm::OneShot, allnorm::OneRowAhead,
+    allnorm::Grid::kSparse, allnorm::kBasic, allnorm::Plain>>(
     const __grid_constant__ allnorm::FusedParams);
 """
 _TWO_SHOT = """
-#include "gpu/formats.cuh"
-#include "gpu/fused.cuh"
-#include "gpu/sources/dense_rows.cuh"
-#include "gpu/transports/two_shot.cuh"
+#include "gpu/kernel_table.cuh"
 template __global__ void
-allnorm::fused_kernel<allnorm::Float16, allnorm::DenseRows, 2, allnorm::TwoShot,
-                      allnorm::Grid::kSparse, allnorm::E4m3, false>(
+allnorm::fused_kernel<allnorm::FusedKernel<
+    allnorm::Float16, 2, allnorm::DenseRows, allnorm::TwoShot, allnorm::Relayed,
+    allnorm::Grid::kSparse, allnorm::kBasic, allnorm::E4m3>>(
     const __grid_constant__ allnorm::FusedParams);
 """
 _OWNED = """
-#include "gpu/formats.cuh"
-#include "gpu/owned_rows.cuh"
-#include "gpu/sources/dense_rows.cuh"
+#include "gpu/kernel_table.cuh"
 template __global__ void
-allnorm::owned_rows_kernel<allnorm::Bfloat16, allnorm::DenseRows, 2, allnorm::Owned::kFinished,
-                           false, allnorm::E4m3, false>(
+allnorm::owned_rows_kernel<allnorm::OwnedKernel<
+    allnorm::Bfloat16, 2, allnorm::DenseRows, allnorm::Owned::kFinished, false,
+    allnorm::kBasic, allnorm::E4m3>>(
     const __grid_constant__ allnorm::OwnedRowsParams);
 """
 _ANY_QUANTIZED = """
-#include "gpu/formats.cuh"
-#include "gpu/fused.cuh"
-#include "gpu/sources/expert_rows.cuh"
-#include "gpu/transports/one_shot.cuh"
+#include "gpu/kernel_table.cuh"
 template __global__ void
-allnorm::fused_kernel<allnorm::Bfloat16, allnorm::ExpertRows, 2, allnorm::OneShot,
-                      allnorm::Grid::kSparse, allnorm::AnyQuantized, true>(
+allnorm::fused_kernel<allnorm::FusedKernel<
+    allnorm::Bfloat16, 2, allnorm::ExpertRows, allnorm::OneShot, allnorm::OneRowAhead,
+    allnorm::Grid::kSparse, allnorm::kExtended, allnorm::AnyQuantized>>(
     const __grid_constant__ allnorm::FusedParams);
 """
 SOURCES = {

@@ -11,18 +11,21 @@ from . import rules
 from .disassembly import Kernel, parse
 from .kernels import ANY_WORLD_SIZE, Variant, all_variants, variant_of
 
-_DENSE = "ENS_9DenseRowsE"
+BASIC = "XtlNS_8FeaturesELb0ELb0ELb0ELb0EEE"
+EXTENDED = BASIC.replace("b0", "b1")
+EXTENDED_DENSE = EXTENDED.replace("b1", "b0", 1)
 ONE_SHOT = (
-    f"_ZN7allnorm12fused_kernelINS_8Bfloat16{_DENSE}Li2ENS_7OneShotELNS_4GridE0ENS_4E4m3ELb0EEE"
-    "vNS_11FusedParamsE"
+    "_ZN7allnorm12fused_kernelINS_11FusedKernelINS_8Bfloat16ELi2ENS_9DenseRowsENS_7OneShotE"
+    f"NS_11OneRowAheadELNS_4GridE0E{BASIC}NS_4E4m3EEEEEvNS_11FusedParamsE"
 )
 OWNED = (
-    f"_ZN7allnorm17owned_rows_kernelINS_7Float32{_DENSE}Li0ELNS_5OwnedE1ELb0ENS_4E4m3ELb0EEE"
-    "vNS_15OwnedRowsParamsE"
+    "_ZN7allnorm17owned_rows_kernelINS_11OwnedKernelINS_7Float32ELi0ENS_9DenseRowsELNS_5OwnedE1E"
+    f"Lb0E{BASIC}NS_4E4m3EEEEEvNS_15OwnedRowsParamsE"
 )
-LOCAL = "_ZN7allnorm12local_kernelINS_7Float16ELb1ENS_5PlainELb0EEEvNS_11LocalParamsE"
+LOCAL = f"_ZN7allnorm12local_kernelINS_7Float16ELb1E{BASIC}NS_5PlainEEEvNS_11LocalParamsE"
 LOCAL_ROWS = (
-    "_ZN7allnorm17local_rows_kernelINS_7Float16ENS_10SummedRowsENS_5PlainELb0EEEvNS_11LocalParamsE"
+    "_ZN7allnorm17local_rows_kernelINS_7Float16ENS_10SummedRowsE"
+    f"{BASIC}NS_5PlainEEEvNS_11LocalParamsE"
 )
 VARIANT = Variant("one_shot", "Bfloat16", 2, False)
 
@@ -52,28 +55,33 @@ def kernel(*lines: str, frame_bytes: int = 0) -> Kernel:
     [
         (ONE_SHOT, Variant("one_shot", "Bfloat16", 2, True)),
         (
-            ONE_SHOT.replace("E0ENS_4E4m3", "E1ENS_5Plain"),
-            Variant("one_shot_dense", "Bfloat16", 2, False),
+            ONE_SHOT.replace("11OneRowAheadELNS_4GridE0", "5PacedELNS_4GridE1"),
+            Variant("one_shot_dense", "Bfloat16", 2, True),
         ),
         (
-            ONE_SHOT.replace("E0ENS_4E4m3", "E2ENS_5Plain"),
-            Variant("one_shot_few", "Bfloat16", 2, False),
+            ONE_SHOT.replace("11OneRowAheadELNS_4GridE0", "9FewBlocksELNS_4GridE2"),
+            Variant("one_shot_few", "Bfloat16", 2, True),
         ),
-        (ONE_SHOT.replace("OneShot", "TwoShot"), Variant("two_shot", "Bfloat16", 2, True)),
+        (
+            ONE_SHOT.replace("OneShot", "TwoShot").replace("11OneRowAhead", "7Relayed"),
+            Variant("two_shot", "Bfloat16", 2, True),
+        ),
         (OWNED, Variant("owned_finished", "Float32", ANY_WORLD_SIZE, True)),
         (LOCAL, Variant("local_aligned", "Float16", 1, False)),
         (LOCAL_ROWS, Variant("local_rows", "Float16", 1, False)),
         (
-            ONE_SHOT.replace("9DenseRows", "10ExpertRows").replace("Lb0EEEv", "Lb1EEEv"),
-            Variant("one_shot_experts", "Bfloat16", 2, True, extended=True),
+            ONE_SHOT.replace("9DenseRows", "10ExpertRows")
+            .replace(BASIC, EXTENDED)
+            .replace("4E4m3", "12AnyQuantized"),
+            Variant("one_shot", "Bfloat16", 2, True, "kExtended"),
         ),
         (
-            ONE_SHOT.replace("Lb0EEEv", "Lb1EEEv"),
-            Variant("one_shot", "Bfloat16", 2, True, extended=True),
+            ONE_SHOT.replace(BASIC, EXTENDED_DENSE).replace("4E4m3", "12AnyQuantized"),
+            Variant("one_shot", "Bfloat16", 2, True, "kExtendedDense"),
         ),
         (
-            LOCAL_ROWS.replace("10SummedRows", "15LocalExpertRows").replace("Lb0EEEv", "Lb1EEEv"),
-            Variant("local_rows", "Float16", 1, False, extended=True),
+            LOCAL_ROWS.replace("10SummedRows", "15LocalExpertRows").replace(BASIC, EXTENDED),
+            Variant("local_rows", "Float16", 1, False, "kExtended"),
         ),
     ],
 )
@@ -191,7 +199,7 @@ def test_polls_waited_for_one_by_one() -> None:
 def test_spills_and_local_kernels() -> None:
     assert list(rules.frame(kernel("EXIT"), VARIANT)) == []
     assert list(rules.frame(kernel("EXIT", frame_bytes=8), VARIANT)) != []
-    local = Variant("local", "Float16", 1, False)
+    local = Variant("local_any", "Float16", 1, False)
     assert rules.complaints(kernel(WAIT, "STG.E.128 [R2],R4", "PREEXIT", "EXIT"), local) == []
     assert rules.complaints(kernel(WAIT, NUMBER_STORE, "PREEXIT", "EXIT"), local) != []
     rows = Variant("local_rows", "Float16", 1, False)

@@ -1,0 +1,29 @@
+// What a kernel can do besides the call that most models make. Code and registers of a feature are
+// paid for by every call that the kernel makes, so a call runs on a kernel that has no more of them
+// than it needs: gpu/kernel_table.cuh.
+#ifndef ALLNORM_GPU_FEATURES_H_
+#define ALLNORM_GPU_FEATURES_H_
+
+namespace allnorm {
+
+struct Features {
+  bool experts = false;      // numerics step 0: a partial is a sum of rows of experts
+  bool islands = false;      // step 1b: sums of several islands; of rows with owners only
+  bool post_step = false;    // step 1c: post norm and scale; then the norm may be left out
+  bool all_formats = false;  // step 6: NVFP4, and scales in tiles
+
+  constexpr bool cover(const Features& needs) const {
+    return experts >= needs.experts && islands >= needs.islands && post_step >= needs.post_step &&
+           all_formats >= needs.all_formats;
+  }
+  bool operator==(const Features&) const = default;
+};
+
+constexpr Features kBasic{};
+constexpr Features kExtended{
+    .experts = true, .islands = true, .post_step = true, .all_formats = true};
+constexpr Features kExtendedDense{
+    .experts = false, .islands = true, .post_step = true, .all_formats = true};
+
+}  // namespace allnorm
+#endif  // ALLNORM_GPU_FEATURES_H_

@@ -1,0 +1,193 @@
+// The table of all kernels. Instantiations and the look-up follow from it, and so does the list
+// that tests/native/sass compares the code of a library with.
+#ifndef ALLNORM_GPU_KERNEL_TABLE_CUH_
+#define ALLNORM_GPU_KERNEL_TABLE_CUH_
+
+#include <cstddef>
+#include <type_traits>
+
+#include "gpu/any_rows.cuh"
+#include "gpu/features.h"
+#include "gpu/formats.cuh"
+#include "gpu/fused.cuh"
+#include "gpu/kernels.h"
+#include "gpu/local_rows.cuh"
+#include "gpu/owned_rows.cuh"
+#include "gpu/schedules/few_blocks.cuh"
+#include "gpu/schedules/one_row_ahead.cuh"
+#include "gpu/schedules/paced.cuh"
+#include "gpu/schedules/prefetched.cuh"
+#include "gpu/schedules/relayed.cuh"
+#include "gpu/sources/dense_rows.cuh"
+#include "gpu/sources/expert_rows.cuh"
+#include "gpu/sources/summed_rows.cuh"
+#include "gpu/transports/one_shot.cuh"
+#include "gpu/transports/two_shot.cuh"
+
+namespace allnorm {
+
+// Numbers of ranks: 1; 2; 4 and 8, of dtypes that are compiled for those; all others, by a kernel
+// that is told their number.
+constexpr uint32_t k1 = 1u << 1, k2 = 1u << 2, k48 = 1u << 4 | 1u << 8, kAny = 1u << kAnyWorldSize;
+constexpr uint32_t kAll = k2 | k48 | kAny;
+
+// An entry of the table: a kernel for each of its numbers of ranks and each of its formats.
+template <KernelKind kKind_, uint32_t kRanks_, Features kFeatures_,
+          class Formats_ =
+              std::conditional_t<kFeatures_.all_formats, ExtendedFormats, BasicFormats>>
+struct Entry {
+  static constexpr KernelKind kKind = kKind_;
+  static constexpr uint32_t kRanks = kRanks_;
+  static constexpr Features kFeatures = kFeatures_;
+  using Formats = Formats_;
+};
+
+template <KernelKind kKind, uint32_t kRanks, template <class> class Source,
+          template <class, int> class Transport, class Schedule, Grid kGrid, Features kFeatures>
+struct FusedEntry : Entry<kKind, kRanks, kFeatures> {
+  template <class T, int kWorldSize, template <class> class Format>
+  static const void* kernel() {
+    return reinterpret_cast<const void*>(
+        &fused_kernel<
+            FusedKernel<T, kWorldSize, Source, Transport, Schedule, kGrid, kFeatures, Format>>);
+  }
+};
+
+template <KernelKind kKind, uint32_t kRanks, template <class> class Source, Owned kOwned, bool kFew,
+          Features kFeatures, class... Formats>
+struct OwnedEntry : Entry<kKind, kRanks, kFeatures, Formats...> {
+  template <class T, int kWorldSize, template <class> class Format>
+  static const void* kernel() {
+    return reinterpret_cast<const void*>(
+        &owned_rows_kernel<OwnedKernel<T, kWorldSize, Source, kOwned, kFew, kFeatures, Format>>);
+  }
+};
+
+template <KernelKind kKind, template <class> class Source, Features kFeatures>
+struct LocalEntry : Entry<kKind, k1, kFeatures> {
+  template <class T, int, template <class> class Format>
+  static const void* kernel() {
+    return reinterpret_cast<const void*>(&local_rows_kernel<T, Source, kFeatures, Format>);
+  }
+};
+
+template <KernelKind kKind, bool kAligned, Features kFeatures>
+struct AnyRowsEntry : Entry<kKind, k1, kFeatures> {
+  template <class T, int, template <class> class Format>
+  static const void* kernel() {
+    return reinterpret_cast<const void*>(&local_kernel<T, kAligned, kFeatures, Format>);
+  }
+};
+
+template <class... Entries>
+struct KernelTable {};
+
+namespace table {
+
+using enum KernelKind;
+using enum Grid;
+using enum Owned;
+
+// The first entry of a kind that has a call's number of ranks, all features that it needs, and its
+// format, makes the call. Figures: docs/engineering-log/2026-11-24-boundaries.md.
+// clang-format off
+using Kernels = KernelTable<
+    //         kind           ranks source                transport schedule     grid     features
+    FusedEntry<kOneShot,      kAll, DenseRows,            OneShot,  OneRowAhead, kSparse, kBasic>,
+    // A third fewer instructions than with experts compiled in.
+    FusedEntry<kOneShot,      k2,   DenseRows,            OneShot,  OneRowAhead, kSparse, kExtendedDense>,
+    FusedEntry<kOneShot,      kAll, ExpertRows,           OneShot,  OneRowAhead, kSparse, kExtended>,
+    // Of any number of ranks it spilled. Of more than two, extended, it is left out: fewer to compile.
+    FusedEntry<kOneShotDense, k2,   DenseRows,            OneShot,  Paced,       kDense,  kBasic>,
+    FusedEntry<kOneShotDense, k48,  DenseRows,            OneShot,  OneRowAhead, kDense,  kBasic>,
+    FusedEntry<kOneShotDense, k2,   DenseRows,            OneShot,  Paced,       kDense,  kExtendedDense>,
+    FusedEntry<kOneShotDense, k2,   PrefetchedExpertRows, OneShot,  Prefetched,  kDense,  kExtended>,
+    // With more ranks two_shot sends fewer bytes of many rows.
+    FusedEntry<kOneShotFew,   k2,   DenseRows,            OneShot,  FewBlocks,   kFew,    kBasic>,
+    FusedEntry<kTwoShot,      kAll, DenseRows,            TwoShot,  Relayed,     kSparse, kBasic>,
+    FusedEntry<kTwoShot,      kAll, ExpertRows,           TwoShot,  Relayed,     kSparse, kExtended>,
+
+    //         kind            ranks source      pushed     few    features   formats
+    OwnedEntry<kOwnedSum,      kAll, DenseRows,  kSum,      false, kBasic>,
+    OwnedEntry<kOwnedSum,      kAll, ExpertRows, kSum,      false, kExtended>,
+    OwnedEntry<kOwnedSumFew,   kAll, DenseRows,  kSum,      true,  kBasic>,
+    OwnedEntry<kOwnedFinished, kAll, DenseRows,  kFinished, false, kBasic>,
+    OwnedEntry<kOwnedFinished, kAll, ExpertRows, kFinished, false, kExtended>,
+    OwnedEntry<kOwnedGiven,    kAll, DenseRows,  kGiven,    false, kBasic,    OnlyPlain>,
+
+    //         kind        source           features
+    LocalEntry<kLocalRows, SummedRows,      kBasic>,
+    LocalEntry<kLocalRows, LocalExpertRows, kExtended>,
+
+    //           kind           aligned features
+    AnyRowsEntry<kLocalAligned, true,   kBasic>,
+    AnyRowsEntry<kLocalAligned, true,   kExtended>,
+    AnyRowsEntry<kLocalAny,     false,  kBasic>,
+    AnyRowsEntry<kLocalAny,     false,  kExtended>>;
+// clang-format on
+
+}  // namespace table
+using table::Kernels;
+
+// What makes a call for which the table has no kernel of its kind.
+constexpr KernelKind otherwise(KernelKind kind) {
+  switch (kind) {
+    case KernelKind::kOneShotDense:
+    case KernelKind::kOneShotFew:
+      return KernelKind::kOneShot;
+    case KernelKind::kOwnedSumFew:
+      return KernelKind::kOwnedSum;
+    default:
+      return kind;
+  }
+}
+
+template <class T, int kWorldSize, class Entry, template <class> class... kFormats>
+const void* at_format(RowFormat format, FormatList<kFormats...>) {
+  const void* const all[] = {Entry::template kernel<T, kWorldSize, kFormats>()...};
+  const auto place = static_cast<size_t>(format);
+  return place < sizeof...(kFormats) ? all[place] : nullptr;
+}
+template <class T, int kWorldSize, class Entry>
+const void* kernel_of(const KernelKey& key) {
+  if constexpr ((Entry::kRanks >> kWorldSize & 1) != 0) {
+    if (key.kind == Entry::kKind && Entry::kFeatures.cover(key.needs)) {
+      return at_format<T, kWorldSize, Entry>(key.format, typename Entry::Formats());
+    }
+  }
+  return nullptr;
+}
+template <class T, int kWorldSize, class... Entries>
+const void* first_of(const KernelKey& key, KernelTable<Entries...>) {
+  const void* found = nullptr;
+  static_cast<void>((... || ((found = kernel_of<T, kWorldSize, Entries>(key)) != nullptr)));
+  return found;
+}
+
+// Of the kernels that are compiled for kWorldSize.
+template <class T, int kWorldSize>
+const void* find_kernel(KernelKey key) {
+  const void* const found = first_of<T, kWorldSize>(key, Kernels());
+  if (found != nullptr) return found;
+  key.kind = otherwise(key.kind);
+  return first_of<T, kWorldSize>(key, Kernels());
+}
+template <class T>
+const void* find_kernel(const KernelKey& key) {
+  if (key.world_size < 1 || key.world_size > kPushMaxWorldSize) return nullptr;
+  switch (key.world_size) {
+    case 1:
+      return find_kernel<T, 1>(key);
+    case 2:
+      return find_kernel<T, compiled_world_size<T>(2)>(key);
+    case 4:
+      return find_kernel<T, compiled_world_size<T>(4)>(key);
+    case 8:
+      return find_kernel<T, compiled_world_size<T>(8)>(key);
+    default:
+      return find_kernel<T, kAnyWorldSize>(key);
+  }
+}
+
+}  // namespace allnorm
+#endif  // ALLNORM_GPU_KERNEL_TABLE_CUH_

@@ -1,0 +1,49 @@
+// one_shot in a grid of few blocks: each cluster has many rows, and few other clusters keep the
+// link busy, so the time of a row in its block would set the pace. What the next row needs is
+// loaded before this row is summed, its slots included, and two rows are on their way. Those loads
+// come after this row's receipt: before it, the wait for this row's own loads would include them.
+// Figures: docs/engineering-log/2026-11-27-figures-of-the-kernels.md#schedules
+#ifndef ALLNORM_GPU_SCHEDULES_FEW_BLOCKS_CUH_
+#define ALLNORM_GPU_SCHEDULES_FEW_BLOCKS_CUH_
+
+#include "gpu/row_stream.cuh"
+#include "protocol/fault_switch.h"
+
+namespace allnorm {
+
+struct FewBlocks {
+  // `own`: this rank's partial of the first row.
+  template <class Rows>
+  __device__ __forceinline__ static void run(Rows& rows, Pack own) {
+    Pack next = rows.load(rows.first + rows.step);
+    rows.send(rows.first, own);
+    rows.epilogue.prefetch_weight();
+    Pack residual = rows.epilogue.load_residual(rows.first);
+    rows.send(rows.first + rows.step, next);
+    rows.exchange.advance_unused();
+    rows.epilogue.join();
+    Pack ahead = rows.load(rows.first + 2 * rows.step);
+    Pack peeked = rows.transport.peek(rows.first);
+    for (int row = rows.first; row < rows.end; row += rows.step) {
+      const bool last = rows.is_last(row);
+      if (last) let_dependents_in(rows.params);
+      rows.send(row + 2 * rows.step, ahead);
+      const Pack reduced = rows.transport.receive(row, [&] { return own; }, &peeked);
+      const Pack after = rows.load(row + 3 * rows.step);
+      Pack next_residual{};
+      if (!last) {
+        next_residual = rows.epilogue.load_residual(row + rows.step);
+        ALLNORM_FAULT(slots_not_peeked_anew, , peeked = rows.transport.peek(row + rows.step));
+      }
+      rows.epilogue.take_residual(residual);
+      rows.norm_and_store(row, reduced, last);
+      own = next;
+      next = ahead;
+      ahead = after;
+      residual = next_residual;
+    }
+  }
+};
+
+}  // namespace allnorm
+#endif  // ALLNORM_GPU_SCHEDULES_FEW_BLOCKS_CUH_

@@ -1,0 +1,71 @@
+// one_shot: while a row is waited for, the next row is on its way.
+#ifndef ALLNORM_GPU_SCHEDULES_ONE_ROW_AHEAD_CUH_
+#define ALLNORM_GPU_SCHEDULES_ONE_ROW_AHEAD_CUH_
+
+#include "gpu/row_stream.cuh"
+#include "protocol/fault_switch.h"
+
+namespace allnorm {
+
+// This rank's partial of the row that is worked on and of the next, of sources whose rows are not
+// one load; the others load it again, which takes no register.
+template <bool kIsOneLoad>
+class KeptPartials {
+ public:
+  __device__ __forceinline__ explicit KeptPartials(const Pack& first) : now_(first) {}
+  __device__ __forceinline__ void keep_next(const Pack& next) { next_ = next; }
+  __device__ __forceinline__ void advance() {
+    ALLNORM_FAULT(partial_of_the_row_before, , now_ = next_);
+  }
+  template <class Load>
+  __device__ __forceinline__ Pack or_else(Load&&) const {
+    return now_;
+  }
+
+ private:
+  Pack now_, next_{};
+};
+template <>
+class KeptPartials<true> {
+ public:
+  __device__ __forceinline__ explicit KeptPartials(const Pack&) {}
+  __device__ __forceinline__ void keep_next(const Pack&) {}
+  __device__ __forceinline__ void advance() {}
+  template <class Load>
+  __device__ __forceinline__ Pack or_else(Load&& load) const {
+    return load();
+  }
+};
+
+struct OneRowAhead {
+  // `own`: this rank's partial of the first row.
+  template <class Rows>
+  __device__ __forceinline__ static void run(Rows& rows, const Pack& own) {
+    rows.send(rows.first, own);
+    rows.stamps.at(Stamp::kSent);
+    rows.prefetch();
+    rows.stamps.at(Stamp::kPrefetched);
+    Pack ahead = rows.load(rows.first + rows.step);
+    KeptPartials<Rows::Source::kIsOneLoad> kept(own);
+    for (int row = rows.first; row < rows.end; row += rows.step) {
+      const bool last = rows.is_last(row);
+      if (last) {
+        let_dependents_in(rows.params);
+      } else {
+        rows.send(row + rows.step, ahead);
+        kept.keep_next(ahead);
+        ahead = rows.load(row + 2 * rows.step);
+      }
+      if (row != rows.first) rows.epilogue.prefetch_row(row);
+      const bool keeps = Rows::kGrid == Grid::kSparse && row == rows.first;
+      const Pack reduced = rows.transport.receive(
+          row, [&] { return kept.or_else([&] { return keeps ? own : rows.load(row); }); });
+      if (row == rows.first) rows.stamps.at(Stamp::kReceived);
+      kept.advance();
+      rows.norm_and_store(row, reduced, last);
+    }
+  }
+};
+
+}  // namespace allnorm
+#endif  // ALLNORM_GPU_SCHEDULES_ONE_ROW_AHEAD_CUH_
