@@ -44,8 +44,8 @@ inline bool takes_sums(const AllnormCall& call) { return (call.flags & ALLNORM_I
 inline bool is_hierarchical(const AllnormCall& call) {
   return makes_sums(call) || takes_sums(call);
 }
-// Rows are worked on in the order of sharded_row(), in which owners take turns.
-inline bool takes_turns(const AllnormCall& call) {
+// Every row has an owner, the rank that sums it; kernels take rows in the order of sharded_row().
+inline bool uses_owners(const AllnormCall& call) {
   return is_sharded(call) || is_hierarchical(call);
 }
 // Step 1c of the numerics page: the reduced sum is not what the residual is added to.

@@ -207,13 +207,13 @@ int32_t check_algorithm(const AllnormCall& call) {
 
 int64_t element_bytes(int dtype) { return dtype == ALLNORM_FLOAT32 ? 4 : 2; }
 
-RowShard own_rows(const AllnormCommConfig& config, const AllnormCall& call) {
+RowShard held_rows(const AllnormCommConfig& config, const AllnormCall& call) {
   return is_sharded(call) ? row_shard(call.num_tokens, config.world_size, config.rank)
                           : RowShard{0, call.num_tokens};
 }
 
-RowShard turn_rows(const AllnormCommConfig& config, const AllnormCall& call) {
-  return takes_turns(call) ? row_shard(call.num_tokens, config.world_size, config.rank)
+RowShard owned_rows(const AllnormCommConfig& config, const AllnormCall& call) {
+  return uses_owners(call) ? row_shard(call.num_tokens, config.world_size, config.rank)
                            : RowShard{0, call.num_tokens};
 }
 
@@ -228,8 +228,8 @@ int32_t check_run(const AllnormCommConfig* config, const AllnormCall* call) {
   if (status == ALLNORM_OK) status = check_num_tokens(*call);
   if (status == ALLNORM_OK) status = check_experts(*call);
   if (status != ALLNORM_OK) return status;
-  return check_memory(*call, takes_sums(*call) ? call->num_sources : 1, own_rows(*config, *call),
-                      turn_rows(*config, *call));
+  return check_memory(*call, takes_sums(*call) ? call->num_sources : 1, held_rows(*config, *call),
+                      owned_rows(*config, *call));
 }
 
 int32_t check_local(const AllnormCall* call) {

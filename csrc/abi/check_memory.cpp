@@ -112,6 +112,12 @@ int64_t rows_of_x(const AllnormCall& call) {
   return sums_experts(call) ? call.num_rows : call.num_tokens;
 }
 
+// Rows of x on a rank that holds some of its rows and owns some.
+int64_t rows_of_x(const AllnormCall& call, int64_t num_held, int64_t num_owned) {
+  if (call.op == ALLNORM_ALL_GATHER_ROWS) return num_held;
+  return takes_sums(call) ? num_owned : rows_of_x(call);
+}
+
 int32_t check_present(const AllnormCall& call) {
   const bool norm = is_norm(call), quantized = is_quantized(call);
   if (call.x == nullptr && rows_of_x(call) > 0) return missing("x");
@@ -223,23 +229,23 @@ int32_t check_scale_strides(const AllnormCall& call) {
 }
 
 // Whether the rows that all_gather_rows takes lie where it puts them.
-bool gathers_in_place(const AllnormCall& call, const RowShard& own) {
+bool gathers_in_place(const AllnormCall& call, const RowShard& held) {
   if (call.op != ALLNORM_ALL_GATHER_ROWS) return false;
   int64_t bytes = 0;
   uintptr_t place = 0;
-  const int64_t row_elems = own.begin == 0 ? 0 : call.out_stride;
-  return !__builtin_mul_overflow(own.begin, row_elems, &bytes) &&
+  const int64_t row_elems = held.begin == 0 ? 0 : call.out_stride;
+  return !__builtin_mul_overflow(held.begin, row_elems, &bytes) &&
          !__builtin_mul_overflow(bytes, element_bytes(call.dtype), &bytes) &&
          !__builtin_add_overflow(reinterpret_cast<uintptr_t>(call.out),
                                  static_cast<uintptr_t>(bytes), &place) &&
          place == reinterpret_cast<uintptr_t>(call.x) &&
-         (own.end - own.begin == 1 || call.x_stride == call.out_stride);
+         (held.end - held.begin == 1 || call.x_stride == call.out_stride);
 }
 
 }  // namespace
 
-int32_t check_memory(const AllnormCall& call, int num_sources, const RowShard& own,
-                     const RowShard& turn) {
+int32_t check_memory(const AllnormCall& call, int num_sources, const RowShard& held,
+                     const RowShard& owned) {
   const bool norm = is_norm(call), quantized = is_quantized(call);
   const bool scales = scales_per_row(call) != 0;
   int32_t status = check_stride_bounds(call);
@@ -250,17 +256,15 @@ int32_t check_memory(const AllnormCall& call, int num_sources, const RowShard& o
   if (status != ALLNORM_OK) return status;
 
   const int64_t columns = call.hidden_size, width = element_bytes(call.dtype);
-  const int64_t held = own.end - own.begin;
+  const int64_t num_held = held.end - held.begin;
   // Sums of islands are float32, of the rows that this rank works on.
   const int64_t x_width = takes_sums(call) ? 4 : width, out_width = makes_sums(call) ? 4 : width;
-  const int64_t turns = turn.end - turn.begin;
-  const int64_t out_rows = makes_sums(call) ? turns : call.num_tokens;
+  const int64_t num_owned = owned.end - owned.begin;
+  const int64_t out_rows = makes_sums(call) ? num_owned : call.num_tokens;
   const auto rows = [&](int64_t count, int64_t stride) {
     return Extent{columns, count - 1, stride};
   };
-  const int64_t x_rows = call.op == ALLNORM_ALL_GATHER_ROWS ? held
-                         : takes_sums(call)                 ? turns
-                                                            : rows_of_x(call);
+  const int64_t x_rows = rows_of_x(call, num_held, num_owned);
   Extent others = rows(takes_sums(call) ? x_rows : call.num_tokens, call.x_stride);
   others.far_repeats = num_sources - 2;
   others.far_stride = others.skipped = call.source_stride;
@@ -278,7 +282,7 @@ int32_t check_memory(const AllnormCall& call, int num_sources, const RowShard& o
   }
   // A shard of no rows has an address that means nothing.
   Tensors all;
-  if (x_rows > 0 && !gathers_in_place(call, own)) {
+  if (x_rows > 0 && !gathers_in_place(call, held)) {
     all.add(kX, call.x, x_width, rows(x_rows, call.x_stride));
   }
   if (x_rows > 0 && num_sources > 1 && call.source_stride != 0) {
@@ -291,7 +295,8 @@ int32_t check_memory(const AllnormCall& call, int num_sources, const RowShard& o
             {call.top_k, last, call.expert_weights_stride});
     all.add("shared", call.shared, width, rows(call.num_tokens, call.shared_stride));
   }
-  if (norm && held > 0) all.add(kResidual, call.residual, width, rows(held, call.residual_stride));
+  if (norm && num_held > 0)
+    all.add(kResidual, call.residual, width, rows(num_held, call.residual_stride));
   if (norm) {
     all.add("weight", call.weight, element_bytes(call.weight_dtype), {columns});
     all.add("post_weight", call.post_weight, element_bytes(call.post_weight_dtype), {columns});
@@ -302,9 +307,9 @@ int32_t check_memory(const AllnormCall& call, int num_sources, const RowShard& o
     all.add_result("out", call.out, out_width, rows(out_rows, call.out_stride),
                    sums_experts(call) || is_hierarchical(call) ? nullptr : kX);
   }
-  if (norm && held > 0) {
-    all.add_result("residual_out", call.residual_out, width, rows(held, call.residual_out_stride),
-                   kResidual);
+  if (norm && num_held > 0) {
+    all.add_result("residual_out", call.residual_out, width,
+                   rows(num_held, call.residual_out_stride), kResidual);
   }
   if (quantized) {
     all.add_result("quantized", call.quantized, 1,
@@ -314,13 +319,11 @@ int32_t check_memory(const AllnormCall& call, int num_sources, const RowShard& o
   return all.status();
 }
 
-int32_t check_alignment(const AllnormCall& call, const RowShard& own, const RowShard& turn) {
+int32_t check_alignment(const AllnormCall& call, const RowShard& held, const RowShard& owned) {
   const bool norm = is_norm(call), quantized = is_quantized(call);
-  const int64_t width = element_bytes(call.dtype), held = own.end - own.begin;
-  const int64_t turns = turn.end - turn.begin;
-  const int64_t x_rows = call.op == ALLNORM_ALL_GATHER_ROWS ? held
-                         : takes_sums(call)                 ? turns
-                                                            : rows_of_x(call);
+  const int64_t width = element_bytes(call.dtype), num_held = held.end - held.begin;
+  const int64_t num_owned = owned.end - owned.begin;
+  const int64_t x_rows = rows_of_x(call, num_held, num_owned);
   const struct {
     const char* name;
     const void* data;
@@ -331,13 +334,14 @@ int32_t check_alignment(const AllnormCall& call, const RowShard& own, const RowS
       {"x", call.x, x_rows, call.x_stride * (takes_sums(call) ? 4 : width), kPackBytes},
       {"shared", sums_experts(call) ? call.shared : nullptr, call.num_tokens,
        call.shared_stride * width, kPackBytes},
-      {"residual", norm ? call.residual : nullptr, held, call.residual_stride * width, kPackBytes},
+      {"residual", norm ? call.residual : nullptr, num_held, call.residual_stride * width,
+       kPackBytes},
       {"weight", norm ? call.weight : nullptr, 1, 0, kPackBytes},
       {"post_weight", norm ? call.post_weight : nullptr, 1, 0, kPackBytes},
-      {"out", call.out, makes_sums(call) ? turns : call.num_tokens,
+      {"out", call.out, makes_sums(call) ? num_owned : call.num_tokens,
        call.out_stride * (makes_sums(call) ? 4 : width), kPackBytes},
-      {"residual_out", norm ? call.residual_out : nullptr, held, call.residual_out_stride * width,
-       kPackBytes},
+      {"residual_out", norm ? call.residual_out : nullptr, num_held,
+       call.residual_out_stride * width, kPackBytes},
       {"quantized", quantized ? call.quantized : nullptr, call.num_tokens, call.quantized_stride,
        kPackBytes / width / (is_nvfp4(call) ? 2 : 1)},
   };

@@ -99,7 +99,7 @@ int64_t rows_per_chunk(int world_size, int64_t workspace_bytes, const AllnormCal
   const int64_t row_bytes = call.hidden_size * element_bytes(call.dtype);
   if (workspace_bytes < PullControl::kBytes) return 0;
   const int64_t phase_bytes = PullLayout::phase_bytes(workspace_bytes);
-  if (takes_turns(call)) {
+  if (uses_owners(call)) {
     // In whole turns, so that the rows of an owner in a chunk are neighbours.
     const int64_t turn_bytes =
         call.op == ALLNORM_ALL_GATHER_ROWS
@@ -117,7 +117,7 @@ int64_t rows_per_chunk(int world_size, int64_t workspace_bytes, const AllnormCal
 
 PullLayout pull_layout(int world_size, const AllnormCall& call, int64_t rows) {
   PullLayout layout = {.rows = rows, .row_bytes = call.hidden_size * element_bytes(call.dtype)};
-  if (takes_turns(call) && call.op != ALLNORM_ALL_GATHER_ROWS) {
+  if (uses_owners(call) && call.op != ALLNORM_ALL_GATHER_ROWS) {
     layout.owned = (rows + world_size - 1) / world_size;
     layout.finished = finished_row(call);
   }
@@ -235,7 +235,7 @@ void zero_scale_padding(const AllnormCall& call) {
 }
 
 void fill_nan(const AllnormCall& call, int world_size, int rank, int64_t first) {
-  const bool sharded = takes_turns(call);
+  const bool sharded = uses_owners(call);
   if (makes_sums(call)) {
     const RowShard own = row_shard(call.num_tokens, world_size, rank);
     const int64_t done = first / world_size, rows = own.end - own.begin - done;

@@ -338,7 +338,7 @@ int32_t Communicator::run(const AllnormCall& call) {
                          .layout = pull_layout(config_.world_size, call,
                                                std::min(max_rows, call.num_tokens - begin)),
                          .begin = begin,
-                         .turns = takes_turns(call)};
+                         .turns = uses_owners(call)};
     if (!run_chunk(chunk)) return refuse(call, begin);
     ++op_;
     begin += chunk.layout.rows;

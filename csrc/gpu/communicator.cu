@@ -95,7 +95,7 @@ int32_t Communicator::run(const AllnormCall& call) {
   if (call.num_tokens > 0) {  // without rows nothing is read or written
     status = check_width(device_, call);
     if (status == ALLNORM_OK)
-      status = check_alignment(call, own_rows(config_, call), turn_rows(config_, call));
+      status = check_alignment(call, held_rows(config_, call), owned_rows(config_, call));
   }
   if (status != ALLNORM_OK) return status;
   const DeviceGuard guard(config_.device);

@@ -141,7 +141,7 @@ inline EpilogueParams epilogue_params(const AllnormCall& call, int64_t first_row
 // Whether each row of a two_shot call has one owner, and not its chunks several; by what all ranks
 // agree on. With fewer rows than a GPU has SMs, the chunks of a row are spread over the links.
 inline bool has_row_owners(const AllnormCall& call) {
-  if (takes_turns(call)) return true;
+  if (uses_owners(call)) return true;
   const int64_t packs = call.hidden_size * element_bytes(call.dtype) / kPackBytes;
   // As a division, since num_tokens may be any number here.
   return call.algorithm == ALLNORM_TWO_SHOT && call.num_tokens > kSpreadGrid / least_blocks(packs);
@@ -247,7 +247,7 @@ inline IslandParams island_params(const AllnormCall& call) {
 inline OwnedRowsParams owned_rows_params(const AllnormCommConfig& config, const AllnormCall& call,
                                          int64_t first, int64_t num_rows, AllnormFault* fault) {
   OwnedRowsParams params = {};
-  if (!takes_turns(call)) {
+  if (!uses_owners(call)) {
     params.fused = fused_params(config, call, first, num_rows, fault);
     return params;
   }
