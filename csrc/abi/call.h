@@ -44,7 +44,7 @@ inline bool takes_sums(const AllnormCall& call) { return (call.flags & ALLNORM_I
 inline bool is_hierarchical(const AllnormCall& call) {
   return makes_sums(call) || takes_sums(call);
 }
-// Every row has an owner, the rank that sums it; kernels take rows in the order of sharded_row().
+// Every row has an owner, the rank that sums it; kernels take rows in the order of dealt_row().
 inline bool uses_owners(const AllnormCall& call) {
   return is_sharded(call) || is_hierarchical(call);
 }

@@ -46,7 +46,7 @@ class Communicator {
 
  private:
   // The rows of one operation: [begin, begin + layout.rows) of the call, or, where owners take
-  // turns, of the order of sharded_row().
+  // turns, of the order of dealt_row().
   struct Chunk {
     const AllnormCall& call;
     RowOp op;

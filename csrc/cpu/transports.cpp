@@ -32,8 +32,8 @@ Communicator::OwnedRows Communicator::owned_rows(const Chunk& chunk, int owner) 
                      .count = slots.end - slots.begin};
   if (chunk.turns) {
     // A chunk begins with a row of rank 0, so that each owner's rows in it are neighbours.
-    const ShardedRow first =
-        sharded_row(chunk.begin + owner, chunk.call.num_tokens, config_.world_size);
+    const DealtRow first =
+        dealt_row(chunk.begin + owner, chunk.call.num_tokens, config_.world_size);
     owned.row = first.row;
     owned.residual_row = first.local;
   }

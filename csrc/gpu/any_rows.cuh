@@ -6,7 +6,7 @@
 
 #include "gpu/features.h"
 #include "gpu/params.h"
-#include "gpu/row_exchange.cuh"
+#include "gpu/row_reduction.cuh"
 #include "gpu/sources/expert_rows.cuh"
 #include "gpu/sources/summed_rows.cuh"
 #include "gpu/words.cuh"
@@ -276,7 +276,7 @@ __global__ void __launch_bounds__(kMaxThreads, kLocalBlocks<T, kAligned, Format>
       for_each_chunk([&](int chunk, int64_t pack, bool live, const float* sum) {
         uint32_t amax = 0;
         if (live) amax = greatest_magnitude<T>(normed_pack<T, Access>(epilogue, pack, rstd, sum));
-        amax = RowExchange::greatest_of_lanes(amax, 32);
+        amax = RowReduction::greatest_of_lanes(amax, 32);
         if (lane == 0) greatest[chunk] = bit_cast<float>(amax);
       });
       // Read below; written again only after the barriers in the next row's block_butterfly().

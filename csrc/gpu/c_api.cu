@@ -17,7 +17,7 @@
 #endif
 
 struct AllnormComm {
-  allnorm::Communicator communicator;
+  allnorm::GpuCommunicator communicator;
   allnorm::Gate gate = {};
 };
 
@@ -46,7 +46,7 @@ int32_t allnorm_comm_create(const AllnormCommConfig* config, AllnormComm** comm)
     return fail(ALLNORM_UNSUPPORTED, "world_size is %d; expected at most %d on CUDA",
                 config->world_size, allnorm::kPushMaxWorldSize);
   }
-  AllnormComm* created = new (std::nothrow) AllnormComm{allnorm::Communicator(*config)};
+  AllnormComm* created = new (std::nothrow) AllnormComm{allnorm::GpuCommunicator(*config)};
   if (created == nullptr) return fail(ALLNORM_SYSTEM, "no memory for a communicator");
   if (const int32_t status = created->communicator.initialize()) {
     allnorm_comm_destroy(created);

@@ -23,7 +23,7 @@ int64_t rows_per_chunk(int world_size, int64_t workspace_bytes, const AllnormCal
   return std::min(slots, kMaxRows / slot.rows) * slot.rows;
 }
 
-bool Communicator::close() {
+bool GpuCommunicator::close() {
   if (fault_ == nullptr) return true;
   // Before the wait, which would break a capture that is under way.
   if (order_.in_graphs()) return false;
@@ -36,7 +36,7 @@ bool Communicator::close() {
   return true;
 }
 
-void Communicator::peers_died(uint64_t peers, bool all) {
+void GpuCommunicator::peers_died(uint64_t peers, bool all) {
   // A store to memory that kernels read now and then, and no call of the runtime: that may block
   // behind another thread until the very kernel that should end has ended.
   const uint32_t bits = static_cast<uint32_t>(peers) | (all ? ALLNORM_NO_PEER_COMES : 0u);
@@ -47,7 +47,7 @@ void Communicator::peers_died(uint64_t peers, bool all) {
   }
 }
 
-int32_t Communicator::initialize() {
+int32_t GpuCommunicator::initialize() {
   const DeviceGuard guard(config_.device);
   int32_t status = cuda_status(guard.status(), "selecting the device");
   if (status == ALLNORM_OK) status = query_device(config_.device, &device_);
@@ -75,8 +75,8 @@ int32_t Communicator::initialize() {
   return cuda_status(error, "initialising the workspace");
 }
 
-int32_t Communicator::run(const AllnormCall& call) {
-  if (broken_) return say_broken();
+int32_t GpuCommunicator::run(const AllnormCall& call) {
+  if (has_failed_) return report_failure();
   if (const int32_t recorded = recorded_status()) {
     const AllnormFault seen = *fault_;
     return fail(static_cast<AllnormStatus>(recorded),
@@ -115,7 +115,7 @@ int32_t Communicator::run(const AllnormCall& call) {
   return status == ALLNORM_OK ? status : break_off(call, true);
 }
 
-int32_t Communicator::launch_chunks(const AllnormCall& call, int64_t rows, Start start) {
+int32_t GpuCommunicator::launch_chunks(const AllnormCall& call, int64_t rows, Start start) {
   // Chunks of equal height: a short last one would cost a launch and fill no link. Where rows have
   // owners, each chunk but the last has as many of every one of them.
   const bool owned = has_row_owners(call);
@@ -136,9 +136,9 @@ int32_t Communicator::launch_chunks(const AllnormCall& call, int64_t rows, Start
   return status;
 }
 
-int32_t Communicator::break_off(const AllnormCall& call, bool in_order) {
-  broken_why_ = last_error();
-  broken_.store(true, std::memory_order_release);
+int32_t GpuCommunicator::break_off(const AllnormCall& call, bool in_order) {
+  failure_ = last_error();
+  has_failed_.store(true, std::memory_order_release);
   // Tells the peers, if that much can be launched: otherwise they wait until their deadline. A call
   // without a place in the order of operations must not become one of them; then, and if every
   // launch fails, graphs launched from now on are at least told to wait for nobody.
@@ -150,14 +150,14 @@ int32_t Communicator::break_off(const AllnormCall& call, bool in_order) {
     cudaMemsetAsync(poisoned, 0xff, sizeof(uint64_t), static_cast<cudaStream_t>(call.stream));
     cudaGetLastError();
   }
-  return say_broken();
+  return report_failure();
 }
 
-int32_t Communicator::say_broken() const {
+int32_t GpuCommunicator::report_failure() const {
   return fail(ALLNORM_SYSTEM,
               "rank %d could not make a call: %s. Its peers may have made theirs, so it makes no "
               "other: make a new Communicator on every rank",
-              config_.rank, broken_why_.c_str());
+              config_.rank, failure_.c_str());
 }
 
 int32_t run_local(const AllnormCall& call) {
@@ -180,7 +180,7 @@ int32_t run_local(const AllnormCall& call) {
   return status == ALLNORM_OK ? launch_local(device, call) : status;
 }
 
-int32_t Communicator::stats(AllnormStats* stats) const {
+int32_t GpuCommunicator::stats(AllnormStats* stats) const {
   const DeviceGuard guard(config_.device);
   // This thread may be capturing another stream, which this copy is no part of.
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
@@ -200,15 +200,15 @@ int32_t Communicator::stats(AllnormStats* stats) const {
   return cuda_status(error, "copying the counts of launches");
 }
 
-int32_t Communicator::recorded_status() const {
+int32_t GpuCommunicator::recorded_status() const {
   // Pairs with the fence before the store of the status in record_fault().
   return __atomic_load_n(&fault_->status, __ATOMIC_ACQUIRE);
 }
 
-AllnormFault Communicator::fault() const {
+AllnormFault GpuCommunicator::fault() const {
   AllnormFault copy = {};
-  if (broken_) {
-    copy.status = say_broken();
+  if (has_failed_) {
+    copy.status = report_failure();
     copy.rank = copy.peer = config_.rank;
   } else if (recorded_status() != ALLNORM_OK) {
     copy = *fault_;

@@ -13,12 +13,12 @@
 
 namespace allnorm {
 
-class Communicator {
+class GpuCommunicator {
  public:
-  explicit Communicator(const AllnormCommConfig& config) : config_(config) {}
-  ~Communicator() { close(); }
-  Communicator(const Communicator&) = delete;
-  Communicator& operator=(const Communicator&) = delete;
+  explicit GpuCommunicator(const AllnormCommConfig& config) : config_(config) {}
+  ~GpuCommunicator() { close(); }
+  GpuCommunicator(const GpuCommunicator&) = delete;
+  GpuCommunicator& operator=(const GpuCommunicator&) = delete;
 
   // Empties the own workspace and makes the fault record. Synchronises the device.
   int32_t initialize();
@@ -49,16 +49,16 @@ class Communicator {
   // This rank could not make a call that all ranks make. From now on it makes none: its
   // next call would be matched with this one of its peers.
   int32_t break_off(const AllnormCall& call, bool in_order);
-  int32_t say_broken() const;
+  int32_t report_failure() const;
 
   AllnormCommConfig config_;
   Device device_;
   AllnormFault* fault_ = nullptr;  // pinned, mapped: written by kernels
   AllnormFault* fault_on_device_ = nullptr;
   StreamOrder order_;
-  // Set once, after broken_why_: another thread may ask for the fault.
-  std::atomic<bool> broken_ = false;
-  std::string broken_why_;
+  // Set once, after failure_: another thread may ask for the fault.
+  std::atomic<bool> has_failed_ = false;
+  std::string failure_;
 };
 
 // Rows of one launch; 0 if not even one fits. A pure function of what all ranks agree on.

@@ -5,7 +5,7 @@
 
 #include "gpu/features.h"
 #include "gpu/params.h"
-#include "gpu/row_exchange.cuh"
+#include "gpu/row_reduction.cuh"
 
 namespace allnorm {
 
@@ -72,9 +72,9 @@ class PostStep {
  public:
   static constexpr int kElems = kElemsPerPack<T>;
 
-  __device__ __forceinline__ PostStep(const EpilogueParams& params, RowExchange& exchange, int pack,
-                                      bool live)
-      : params_(params), exchange_(exchange), pack_(pack), live_(live) {}
+  __device__ __forceinline__ PostStep(const EpilogueParams& params, RowReduction& reduction,
+                                      int pack, bool live)
+      : params_(params), reduction_(reduction), pack_(pack), live_(live) {}
 
   __device__ __forceinline__ void prefetch_weight() {
     const PostParams& post = params_.post;
@@ -89,7 +89,7 @@ class PostStep {
       float z[kElems], gains[kElems];
       unpack<T>(sum, z);
       if constexpr (kGains == Gains::kAhead) make_gains(gains);
-      const float squares = exchange_.sum(live_ ? square_sum<kElems>(z) : 0.0f);
+      const float squares = reduction_.sum(live_ ? square_sum<kElems>(z) : 0.0f);
       const float rstd =
           reciprocal_rms(squares, params_.num_elements, params_.inverse_num_elements, post.eps,
                          [](float square) { return near_reciprocal_root(square); });
@@ -108,7 +108,7 @@ class PostStep {
   }
 
   const EpilogueParams& params_;
-  RowExchange& exchange_;
+  RowReduction& reduction_;
   WeightPack<T, kGains> weight_;
   int pack_;
   bool live_;
@@ -116,7 +116,7 @@ class PostStep {
 template <class T, Gains kGains>
 class PostStep<T, kGains, false> {
  public:
-  __device__ __forceinline__ PostStep(const EpilogueParams&, RowExchange&, int, bool) {}
+  __device__ __forceinline__ PostStep(const EpilogueParams&, RowReduction&, int, bool) {}
   __device__ __forceinline__ void prefetch_weight() {}
   __device__ __forceinline__ const Pack& operator()(const Pack& sum) { return sum; }
 };
@@ -127,12 +127,12 @@ class NormEpilogue {
  public:
   static constexpr int kElems = kElemsPerPack<T>;
 
-  __device__ __forceinline__ NormEpilogue(const EpilogueParams& params, RowExchange& exchange,
+  __device__ __forceinline__ NormEpilogue(const EpilogueParams& params, RowReduction& reduction,
                                           int pack, bool live)
       : params_(params),
-        exchange_(exchange),
-        format_(params.quant, exchange, pack, live),
-        post_(params, exchange, pack, live),
+        reduction_(reduction),
+        format_(params.quant, reduction, pack, live),
+        post_(params, reduction, pack, live),
         pack_(pack),
         live_(live) {}
 
@@ -162,8 +162,8 @@ class NormEpilogue {
   }
   __device__ __forceinline__ void take_residual(const Pack& residual) { residual_ = residual; }
 
-  // RowExchange::join().
-  __device__ __forceinline__ void join() const { exchange_.join(); }
+  // RowReduction::join().
+  __device__ __forceinline__ void join() const { reduction_.join(); }
 
   // Whether rows are normed, by finish(): y is stored.
   __device__ __forceinline__ bool norms() const {
@@ -188,7 +188,7 @@ class NormEpilogue {
     if (kFeatures.post_step && !norms()) return;
     if (!params_.normalize_unrounded) unpack<T>(summed, z_);
     if constexpr (kGains == Gains::kAhead) make_gains();
-    sum_ = exchange_.sum(live_ ? square_sum<kElems>(z_) : 0.0f);
+    sum_ = reduction_.sum(live_ ? square_sum<kElems>(z_) : 0.0f);
   }
 
   // Numerics step 5: this thread's part of y, rounded.
@@ -232,7 +232,7 @@ class NormEpilogue {
   }
 
   const EpilogueParams& params_;
-  RowExchange& exchange_;
+  RowReduction& reduction_;
   Format<T> format_;
   PostStep<T, kGains, kFeatures.post_step> post_;
   Pack residual_;

@@ -7,7 +7,7 @@
 // compares CallTags with all peers; the other hands slots back. The kernel does not complete
 // without them.
 //
-// Where slots are (PushTurn). Operations take units of a half one after the other; one for which
+// Where slots are (SlotPlace). Operations take units of a half one after the other; one for which
 // not enough are left begins the other half. Two to kHalfUnits operations in a row use a half.
 // Those whose rows take more than half of it use two large phases in turn.
 //
@@ -94,8 +94,8 @@ class Exchange {
     const char* own = params_.workspace[0];
     const uint64_t counter = load_u64(own + PushControl::kCounters + 8 * blockIdx.x, kEvictLast);
     op_ = static_cast<uint32_t>(counter);
-    turn_ = {static_cast<uint32_t>(counter >> 32), params_.units, params_.large};
-    slots_begin_ = params_.phases.at(params_.large ? turn_.large_phase() : turn_.unit());
+    place_ = {static_cast<uint32_t>(counter >> 32), params_.units, params_.large};
+    slots_begin_ = params_.phases.at(params_.large ? place_.large_phase() : place_.unit());
     ALLNORM_FAULT(counter_read_early, wait_for_preceding_grid(), );
     const uint64_t poisoned = load_u64(own + PushControl::kPoisoned, kEvictLast);
     failed_ = poisoned != 0;
@@ -196,7 +196,7 @@ class Exchange {
     return reinterpret_cast<uint64_t*>(params_.workspace[0] + PushControl::kCounters);
   }
   __device__ __forceinline__ uint64_t next_counter() const {
-    return static_cast<uint64_t>(turn_.next()) << 32 | (op_ + 1);
+    return static_cast<uint64_t>(place_.next()) << 32 | (op_ + 1);
   }
 
   // What is in kPoisoned once operation `op` has failed; never 0.
@@ -259,7 +259,7 @@ class Exchange {
   __device__ __forceinline__ void hand_back_slots() {
     const int peer = peer_of_lane();
     if (peer < 0 || failed_) return;
-    if (turn_.hands_back()) {
+    if (place_.hands_back()) {
       // release: everything the grids before this one did, their clears above all; pairs with the
       // acquire in a later kernel of the peer. Before the wait: up to some eight rows nothing in a
       // grid ends later than this store, and no peer can wait for it in vain.
@@ -281,7 +281,7 @@ class Exchange {
       return has_reached(
           ALLNORM_FAULT(number_read_relaxed, load_relaxed_sys_u32, load_acquire_sys_u32)(number),
           op_ - ALLNORM_FAULT(number_of_an_earlier_half, 3, 1) -
-              ALLNORM_FAULT(operations_since_not_counted, 0, turn_.since()));
+              ALLNORM_FAULT(operations_since_not_counted, 0, place_.since()));
     };
     wait_alone(reached, peer);
   }
@@ -358,7 +358,7 @@ class Exchange {
     fault->seen_tokens = static_cast<uint32_t>(words[0]);
     fault->seen_shape = static_cast<uint32_t>(words[1]);
     // The status last: the host reads the rest once it sees one. Pairs with the acquire load of the
-    // status in Communicator::status().
+    // status in GpuCommunicator::status().
     ALLNORM_FAULT(fault_status_not_fenced, , __threadfence_system());
     fault->status = status;
     return true;
@@ -367,7 +367,7 @@ class Exchange {
   const FusedParams& params_;
   Deadline<DeviceClock> deadline_;
   uint32_t op_;
-  PushTurn turn_;
+  SlotPlace place_;
   int64_t slots_begin_;  // in every workspace; made again for each row it costs kernels registers
   bool failed_;
   bool failed_before_;

@@ -2,7 +2,7 @@
 //
 // A format is a class template over the element type of x. Its objects are one thread's part, for
 // the same pack of every row, like those of an epilogue:
-//   Format(quant, row_exchange, pack, live)
+//   Format(quant, row_reduction, pack, live)
 //   prefetch()                        loads what no row changes
 //   store_row(epilogue, row, y)       stores a row as it is wanted; all threads of the cluster call
 //                                     it, live or not

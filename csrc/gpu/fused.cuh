@@ -13,7 +13,7 @@
 //     clear slot[...][row] with the empty word     slots.cuh           so is the slot of the sum
 //     z = post_step(sum) + residual[row]           epilogue.cuh
 //     store(residual_out[row], z)
-//     rstd = 1 / rms(z), over the cluster          row_exchange.cuh
+//     rstd = 1 / rms(z), over the cluster          row_reduction.cuh
 //     store(format(z * rstd * gains))              formats/
 //
 // The first cluster serves the exchange instead (serve_exchange): roll call, slots handed back,
@@ -36,7 +36,7 @@ namespace allnorm {
 // The first cluster of a grid: what belongs to no row.
 template <class Format, int kWorldSize>
 __device__ __forceinline__ void serve_exchange(Exchange<kWorldSize>& exchange,
-                                               const RowExchange& row_exchange,
+                                               const RowReduction& row_reduction,
                                                const FusedParams& params) {
   if (blockIdx.x == 0 && threadIdx.x == blockDim.x - 1) exchange.count_launch();
   Format::store_padding(params.epilogue.quant, blockIdx.x * blockDim.x + threadIdx.x,
@@ -45,7 +45,7 @@ __device__ __forceinline__ void serve_exchange(Exchange<kWorldSize>& exchange,
   if (blockIdx.x == 0) exchange.serve(threadIdx.x / 32);
   exchange.advance_unused();
   __syncthreads();
-  row_exchange.join();
+  row_reduction.join();
   exchange.advance();
 }
 
@@ -87,7 +87,7 @@ __device__ __forceinline__ void run_fused(const FusedParams& params) {
   const int end = params.num_tokens;
   const int first = static_cast<int>(cluster_index()) - 1;
 
-  RowExchange row_exchange((params.packs + kPacksPerChunk - 1) / kPacksPerChunk, clusters);
+  RowReduction row_reduction((params.packs + kPacksPerChunk - 1) / kPacksPerChunk, clusters);
   stamps.at(Stamp::kGathered);
   ALLNORM_FAULT(dependents_let_in_early, trigger_next_grid(), );
   ALLNORM_FAULT(
@@ -100,9 +100,9 @@ __device__ __forceinline__ void run_fused(const FusedParams& params) {
                                  live && first >= 0 && first < end ? source.load(first) : Pack{});
   exchange.begin();
   stamps.at(Stamp::kNumbered);
-  if (first < 0) return serve_exchange<typename Kernel::Format>(exchange, row_exchange, params);
+  if (first < 0) return serve_exchange<typename Kernel::Format>(exchange, row_reduction, params);
   typename Kernel::Transport transport(params, exchange, pack, live);
-  typename Kernel::Epilogue epilogue(params.epilogue, row_exchange, pack, live);
+  typename Kernel::Epilogue epilogue(params.epilogue, row_reduction, pack, live);
   RowStream<Kernel> rows{params, exchange, source, transport,         epilogue,
                          stamps, first,    step,   params.num_tokens, live};
   Kernel::Schedule::run(rows, own);

@@ -23,9 +23,9 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   const int first = static_cast<int>(cluster_index());
   const int end = static_cast<int>(params.num_tokens);
 
-  RowExchange row_exchange((params.packs + kPacksPerChunk - 1) / kPacksPerChunk, clusters);
+  RowReduction row_reduction((params.packs + kPacksPerChunk - 1) / kPacksPerChunk, clusters);
   wait_for_preceding_grid();
-  NormEpilogue<T, Format, Gains::kLate, kFeatures> epilogue(params.epilogue, row_exchange, pack,
+  NormEpilogue<T, Format, Gains::kLate, kFeatures> epilogue(params.epilogue, row_reduction, pack,
                                                             live);
   const Source<T> source(params, pack);
   const auto load_input = [&](int row) { return live && row < end ? source.load(row) : Pack{}; };

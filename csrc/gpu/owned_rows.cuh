@@ -8,7 +8,7 @@
 // sum and pushes nothing (kFinished); after it no rank sends partials, the owner adds the sums of
 // all islands from its own memory, and what it pushes is as above.
 //
-// Owners take turns, in the order of sharded_row(). Whoever waits for something of a row has before
+// Owners take turns, in the order of dealt_row(). Whoever waits for something of a row has before
 // sent all its partials of rows up to that number, and done what it owes for its own, so the lowest
 // unfinished row can always be finished, however the grids of different ranks are cut.
 #ifndef ALLNORM_GPU_OWNED_ROWS_CUH_
@@ -61,12 +61,12 @@ class OwnedRows {
 
  public:
   __device__ __forceinline__ OwnedRows(const OwnedRowsParams& all, Exchange<kWorldSize>& exchange,
-                                       RowExchange& row_exchange, int pack, bool live)
+                                       RowReduction& row_reduction, int pack, bool live)
       : all_(all),
         params_(all.fused),
         source_(all.fused, pack),
         owners_(all, exchange, pack, live, kSendsPacked && !all.sends_normed),
-        epilogue_(params_.epilogue, row_exchange, pack, live),
+        epilogue_(params_.epilogue, row_reduction, pack, live),
         islands_(all.islands, pack),
         live_(live) {}
 
@@ -74,7 +74,7 @@ class OwnedRows {
   __device__ __forceinline__ Pack load_input(int index) const {
     if (!live_ || index < 0 || index >= params_.num_tokens) return Pack{};
     if (takes_sums()) return Pack{};
-    const ShardedRow at = row_at(index);
+    const DealtRow at = row_at(index);
     if constexpr (kOwned != Owned::kGiven) return source_.load(at.row);
     return at.owner == params_.rank ? source_.load(at.local) : Pack{};
   }
@@ -128,11 +128,11 @@ class OwnedRows {
 
   __device__ __forceinline__ int world_size() const { return world_size_of<kWorldSize>(params_); }
 
-  __device__ __forceinline__ ShardedRow row_at(int index) const {
+  __device__ __forceinline__ DealtRow row_at(int index) const {
     if constexpr (kOwned == Owned::kSum) {
       if (!takes_sums()) return {index % world_size(), index, index};
     }
-    return sharded_row(all_.first_index + index, all_.total_rows, world_size());
+    return dealt_row(all_.first_index + index, all_.total_rows, world_size());
   }
 
   __device__ __forceinline__ void send(int index, const Pack& partial) {
@@ -163,13 +163,13 @@ class OwnedRows {
   __device__ __forceinline__ bool takes_sums() const {
     return kFeatures.islands && islands_.given();
   }
-  __device__ __forceinline__ Pack load_sums(const ShardedRow& own) const {
+  __device__ __forceinline__ Pack load_sums(const DealtRow& own) const {
     return live_ ? islands_.load(own.local) : Pack{};
   }
 
   // What this rank owes for a row of its own.
   __device__ __forceinline__ void do_own_part(int index, const Pack& own) {
-    const ShardedRow here = row_at(index);
+    const DealtRow here = row_at(index);
     const int slot = index / world_size();
     if constexpr (kOwned == Owned::kSum) {
       take_residual(here.row, own_residual_);
@@ -211,7 +211,7 @@ class OwnedRows {
   }
 
   __device__ __forceinline__ void receive(int index) {
-    const ShardedRow here = row_at(index);
+    const DealtRow here = row_at(index);
     const int slot = index / world_size();
     if constexpr (kOwned == Owned::kSum) {
       take_residual(here.row, back_residual_);
@@ -250,13 +250,13 @@ __device__ __forceinline__ void run_owned_rows(const OwnedRowsParams& params) {
   const uint32_t clusters = cluster_size();
   const int pack = static_cast<int>(cluster_rank() * blockDim.x + threadIdx.x);
   const int first = static_cast<int>(cluster_index()) - 1;
-  RowExchange row_exchange((params.fused.packs + kPacksPerChunk - 1) / kPacksPerChunk, clusters);
+  RowReduction row_reduction((params.fused.packs + kPacksPerChunk - 1) / kPacksPerChunk, clusters);
   Exchange<Kernel::kWorldSize> exchange(params.fused);
-  OwnedRows<Kernel> rows(params, exchange, row_exchange, pack, pack < params.fused.packs);
+  OwnedRows<Kernel> rows(params, exchange, row_reduction, pack, pack < params.fused.packs);
   const Pack own = rows.load_input(first);
   exchange.begin();
   if (first < 0)
-    return serve_exchange<typename Kernel::Format>(exchange, row_exchange, params.fused);
+    return serve_exchange<typename Kernel::Format>(exchange, row_reduction, params.fused);
   rows.run(first, static_cast<int>(num_clusters()) - 1, own);
   exchange.advance_unused();
   // Every thread has read the operation counter, which is advanced here.

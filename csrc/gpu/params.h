@@ -156,7 +156,7 @@ struct FusedParams {
   int32_t world_size;  // read where the kernel is compiled for kAnyWorldSize
   PushLayout::Phases phases;
   bool large;               // these are the large phases
-  uint32_t units;           // that this launch takes of the others: PushTurn
+  uint32_t units;           // that this launch takes of the others: SlotPlace
   int32_t row_ps;           // on the link, what this rank sends of a row; 0: not known
   CachePolicy slot_policy;  // of slots that are marked as empty
   int64_t timeout_ns;
@@ -179,7 +179,7 @@ struct IslandParams {
 };
 
 // One launch of a kernel over rows with owners: `fused.num_tokens` rows in the order of
-// sharded_row(), from `first_index` on, a multiple of the world size. Where the residual is
+// dealt_row(), from `first_index` on, a multiple of the world size. Where the residual is
 // sharded, rows of residual and residual_out, and of x for all_gather_rows, count from the first of
 // this rank's shard.
 struct OwnedRowsParams {

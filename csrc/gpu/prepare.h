@@ -243,7 +243,7 @@ inline IslandParams island_params(const AllnormCall& call) {
 }
 
 // One launch of a call whose rows have owners: `num_rows` rows from number `first` on. Where
-// owners take turns `first` is a multiple of the world size, in the order of sharded_row().
+// owners take turns `first` is a multiple of the world size, in the order of dealt_row().
 inline OwnedRowsParams owned_rows_params(const AllnormCommConfig& config, const AllnormCall& call,
                                          int64_t first, int64_t num_rows, AllnormFault* fault) {
   OwnedRowsParams params = {};
@@ -294,7 +294,7 @@ inline std::vector<char> first_control_block(uint32_t first_op) {
   static_assert(kEmptyWord == 0xffffffffu);
   std::vector<char> control(PushControl::kBytes, 0);
   auto* counters = reinterpret_cast<uint64_t*>(control.data() + PushControl::kCounters);
-  std::fill_n(counters, kMaxBlocks, first_op);  // and PushTurn::kept is 0
+  std::fill_n(counters, kMaxBlocks, first_op);  // and SlotPlace::kept is 0
   // Every slot is empty and belongs to its sender.
   auto* released = reinterpret_cast<uint32_t*>(control.data() + PushControl::kReleased);
   std::fill_n(released, kPushMaxWorldSize, first_op - 1);

@@ -1,6 +1,6 @@
 // Sums and maxima over a row that is spread over the threads of a block or a cluster of blocks.
-#ifndef ALLNORM_GPU_ROW_EXCHANGE_CUH_
-#define ALLNORM_GPU_ROW_EXCHANGE_CUH_
+#ifndef ALLNORM_GPU_ROW_REDUCTION_CUH_
+#define ALLNORM_GPU_ROW_REDUCTION_CUH_
 
 #include <cstddef>
 
@@ -47,10 +47,10 @@ __device__ __forceinline__ float butterfly_over(SharedAddress values, int count)
 
 // Exchanges one value of each warp with all threads that work on the same row; each warp holds one
 // chunk of a row, and rows come one after the other.
-class RowExchange {
+class RowReduction {
  public:
   // All threads of the cluster construct it, and join() once before any of them exchanges anything.
-  __device__ __forceinline__ RowExchange(int chunks, uint32_t cluster_size)
+  __device__ __forceinline__ RowReduction(int chunks, uint32_t cluster_size)
       : chunks_(chunks),
         cluster_size_(cluster_size),
         shared_(shared_address(&shared_storage<Shared>())) {
@@ -169,4 +169,4 @@ class RowExchange {
 };
 
 }  // namespace allnorm
-#endif  // ALLNORM_GPU_ROW_EXCHANGE_CUH_
+#endif  // ALLNORM_GPU_ROW_REDUCTION_CUH_

@@ -43,7 +43,7 @@ constexpr int kMaxBlocks = 1024;
 
 struct PushControl {
   // uint64_t[kMaxBlocks]: copies of the operation counter, all equal between launches. Local. The
-  // operation number in the low half; in the high half PushTurn::kept, which must go on in turn
+  // operation number in the low half; in the high half SlotPlace::kept, which must go on in turn
   // where the number wraps.
   static constexpr int64_t kCounters = 0;
   // uint64_t: nonzero once a wait has failed here, with the number of the operation in the low
@@ -84,7 +84,7 @@ static_assert(PushControl::kBytes % kAlignBytes == 0);
 // ranks know, and keep in the operation counter. A large operation takes a unit too, of which it
 // uses nothing, so that a half is never used by more than kHalfUnits operations; by two at least,
 // as none takes more than half of it.
-struct PushTurn {
+struct SlotPlace {
   uint32_t kept;
   uint32_t units;  // that the operation takes
   bool large;
@@ -117,7 +117,7 @@ struct PushTurn {
     return next_since << kSinceShift | next_large << kLargeShift | next_unit;
   }
 };
-static_assert(kPushUnits <= 1u << PushTurn::kLargeShift);
+static_assert(kPushUnits <= 1u << SlotPlace::kLargeShift);
 
 // Data region of one launch of `rows` rows of `packs` packs over `world_size` ranks. Slots are
 // numbered by the *other* rank: nothing of a rank's own crosses the link.
@@ -296,12 +296,12 @@ ALLNORM_HD RowShard row_shard(int64_t rows, int world_size, int rank) {
 
 // The order in which rows with owners are worked on: owners take turns, so that no link idles. The
 // `index`th row of that order, of `rows` in all, is the `local`th of its owner's shard.
-struct ShardedRow {
+struct DealtRow {
   int owner;
   int64_t local;
   int64_t row;
 };
-ALLNORM_HD ShardedRow sharded_row(int64_t index, int64_t rows, int world_size) {
+ALLNORM_HD DealtRow dealt_row(int64_t index, int64_t rows, int world_size) {
   const int owner = static_cast<int>(index % world_size);
   const int64_t local = index / world_size;
   return {owner, local, row_shard(rows, world_size, owner).begin + local};

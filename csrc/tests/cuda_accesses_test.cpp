@@ -193,7 +193,7 @@ void test_case(const Case& of, State state, uint64_t seed) {
 
   // By operation, rank, block and thread.
   std::map<std::tuple<uint64_t, int, uint32_t, uint32_t>, Thread> threads;
-  std::vector<PushTurn> turns = {{0, fused.units, fused.large != 0}};
+  std::vector<SlotPlace> turns = {{0, fused.units, fused.large != 0}};
   while (static_cast<int>(turns.size()) < of.operations) {
     turns.push_back({turns.back().next(), turns.back().units, turns.back().large});
   }
@@ -204,7 +204,7 @@ void test_case(const Case& of, State state, uint64_t seed) {
   shim::trace([&](const shim::Access& access) {
     first_grid = std::min(first_grid, access.operation);
     const auto index = static_cast<size_t>(access.operation - first_grid);
-    const PushTurn& turn = turns[index];
+    const SlotPlace& turn = turns[index];
     const uint32_t number = kFirstOp + static_cast<uint32_t>(index);
     Thread& thread = threads[{index, access.rank, access.block, access.thread}];
     const std::string verb = access.verb;
@@ -267,7 +267,7 @@ void test_case(const Case& of, State state, uint64_t seed) {
   std::map<size_t, std::set<List>> seen_lists;
   for (const auto& [where, thread] : threads) {
     const auto& [index, rank, block, number] = where;
-    const PushTurn& turn = turns[index];
+    const SlotPlace& turn = turns[index];
     const Expected expected(state, turn.large, turn.hands_back());
     const bool has_peer = number % 32 >= 1 && number % 32 < kRanks;
     std::vector<List> allowed;

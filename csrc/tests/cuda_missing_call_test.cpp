@@ -1,7 +1,7 @@
 // A rank that could not launch a call says so in its place: its peers end with an error that names
 // it, at once, instead of waiting until their deadline or taking its next call for this one.
-// Communicator::break_off() launches what is launched here. A rank whose call has no rows is found
-// in the same way. Over fibers (tests/shim).
+// GpuCommunicator::break_off() launches what is launched here. A rank whose call has no rows is
+// found in the same way. Over fibers (tests/shim).
 #include "tests/cuda_ranks.h"
 
 // As in cuda_faults_test: the mark of a failure is set atomically and read plainly.
@@ -39,7 +39,7 @@ AllnormCall call_of_kind(Random& random, const Kind& kind) {
   return call;
 }
 
-// Launches what Communicator::run() launches without rows.
+// Launches what GpuCommunicator::run() launches without rows.
 template <int kWorldSize>
 void launch_without_rows(shim::Machine& machine, int rank, const FusedParams& params) {
   machine.launch(

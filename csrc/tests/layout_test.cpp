@@ -54,7 +54,7 @@ void test_turns() {
   for (int64_t k = 0; k < 20000; ++k) {
     // Runs of one kind, and all kinds mixed.
     const uint64_t kind = k / 100 % 4 == 3 ? random.below(3) : static_cast<uint64_t>(k / 100 % 4);
-    const PushTurn turn = {kept, kind == 1 ? kHalfUnits / 2 : 1u, kind == 2};
+    const SlotPlace turn = {kept, kind == 1 ? kHalfUnits / 2 : 1u, kind == 2};
     const uint32_t unit = turn.unit();
     check(unit / kHalfUnits == (unit + turn.units - 1) / kHalfUnits && unit < kPushUnits,
           "units %u to %u", unit, unit + turn.units - 1);
@@ -277,14 +277,14 @@ void test_row_shard() {
   }
 }
 
-// Each row has one place in the order of sharded_row(), and an owner's rows of a chunk that begins
+// Each row has one place in the order of dealt_row(), and an owner's rows of a chunk that begins
 // with rank 0 are neighbours, as many as row_shard() of the chunk says.
-void test_sharded_row() {
+void test_dealt_row() {
   for (const int world_size : {1, 2, 3, 8, 64}) {
     for (const int64_t rows : {0, 1, 7, 64, 65, 200}) {
       std::vector<int> seen(static_cast<size_t>(rows), 0);
       for (int64_t index = 0; index < rows; ++index) {
-        const ShardedRow row = sharded_row(index, rows, world_size);
+        const DealtRow row = dealt_row(index, rows, world_size);
         const RowShard shard = row_shard(rows, world_size, row.owner);
         check(row.row >= shard.begin && row.row < shard.end && row.row - row.local == shard.begin &&
                   seen[static_cast<size_t>(row.row)]++ == 0,
@@ -294,7 +294,7 @@ void test_sharded_row() {
       for (int64_t first = 0; first < rows; first += 2 * world_size) {
         const int64_t count = std::min<int64_t>(2 * world_size, rows - first);
         for (int64_t i = 0; i < count; ++i) {
-          const ShardedRow row = sharded_row(first + i, rows, world_size);
+          const DealtRow row = dealt_row(first + i, rows, world_size);
           const RowShard slots = row_shard(count, world_size, row.owner);
           const int64_t place = row.local - first / world_size;
           check(place >= 0 && place < slots.end - slots.begin, "chunk of %lld rows at %lld",
@@ -373,7 +373,7 @@ int main() {
   test_pull_rows();
   test_pull_sharded();
   test_row_shard();
-  test_sharded_row();
+  test_dealt_row();
   test_rows_per_chunk();
   return result();
 }

@@ -26,9 +26,9 @@ class AnyQuantized {
     return is_nvfp4(params) ? 0 : params.groups;
   }
 
-  __device__ __forceinline__ AnyQuantized(const QuantParams& params, RowExchange& exchange,
+  __device__ __forceinline__ AnyQuantized(const QuantParams& params, RowReduction& reduction,
                                           int pack, bool live)
-      : params_(params), e4m3_(params, exchange, pack, live), pack_(pack), live_(live) {}
+      : params_(params), e4m3_(params, reduction, pack, live), pack_(pack), live_(live) {}
 
   __device__ __forceinline__ void prefetch() {
     if (is_nvfp4(params_)) {

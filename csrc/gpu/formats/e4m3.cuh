@@ -4,7 +4,7 @@
 #define ALLNORM_GPU_FORMATS_E4M3_CUH_
 
 #include "gpu/params.h"
-#include "gpu/row_exchange.cuh"
+#include "gpu/row_reduction.cuh"
 #include "gpu/words.cuh"
 #include "protocol/fault_switch.h"
 
@@ -31,9 +31,9 @@ class E4m3 {
     return params.groups;
   }
 
-  __device__ __forceinline__ E4m3(const QuantParams& params, RowExchange& exchange, int pack,
+  __device__ __forceinline__ E4m3(const QuantParams& params, RowReduction& reduction, int pack,
                                   bool live)
-      : params_(params), exchange_(exchange), pack_(pack), live_(live) {}
+      : params_(params), reduction_(reduction), pack_(pack), live_(live) {}
 
   // The given scale, if there is one.
   __device__ __forceinline__ void prefetch() {
@@ -58,15 +58,15 @@ class E4m3 {
     const int packs = params_.packs_per_group;
     const bool whole_row = params_.kind == ALLNORM_QUANT_PER_TOKEN;
     uint32_t amax = live_ ? greatest_magnitude<T>(packed) : 0;
-    amax = RowExchange::greatest_of_lanes(amax, whole_row || packs > 32 ? 32 : packs);
+    amax = RowReduction::greatest_of_lanes(amax, whole_row || packs > 32 ? 32 : packs);
     if (__builtin_expect(whole_row, false)) {
-      amax = exchange_.greatest(amax, 0, exchange_.chunks());
+      amax = reduction_.greatest(amax, 0, reduction_.chunks());
     } else if (__builtin_expect(packs > 32, false)) {
       const int chunks = packs / 32;  // a power of two
-      amax = exchange_.greatest(amax,
-                                ALLNORM_FAULT(maximum_of_the_wrong_chunks, exchange_.chunk(),
-                                              exchange_.chunk() & -chunks),
-                                chunks);
+      amax = reduction_.greatest(amax,
+                                 ALLNORM_FAULT(maximum_of_the_wrong_chunks, reduction_.chunk(),
+                                               reduction_.chunk() & -chunks),
+                                 chunks);
     }
     scale_ = scale_of(amax, params_.format != ALLNORM_SCALE_FLOAT32);
     return quantize(y, ScaleDivisor(scale_));
@@ -156,10 +156,10 @@ class E4m3 {
         const bool whole_row = quant.kind == ALLNORM_QUANT_PER_TOKEN;
         const int count = whole_row ? chunks : quant.packs_per_group / kPacksPerChunk;
         const int first = whole_row ? 0 : chunk / count * count;
-        amax = RowExchange::greatest_of_values(shared_address(greatest), first, count);
+        amax = RowReduction::greatest_of_values(shared_address(greatest), first, count);
       } else {
         if (live) amax = greatest_magnitude<T>(packed);
-        amax = RowExchange::greatest_of_lanes(amax, quant.packs_per_group);
+        amax = RowReduction::greatest_of_lanes(amax, quant.packs_per_group);
       }
       const float scale = scale_of(amax, quant.format != ALLNORM_SCALE_FLOAT32);
       quantized = quantize(y, ScaleDivisor(scale));
@@ -195,7 +195,7 @@ class E4m3 {
   }
 
   const QuantParams& params_;
-  RowExchange& exchange_;
+  RowReduction& reduction_;
   float scale_;
   int pack_;
   bool live_;

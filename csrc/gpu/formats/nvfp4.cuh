@@ -8,7 +8,7 @@
 
 #include "gpu/formats/tiles.cuh"
 #include "gpu/params.h"
-#include "gpu/row_exchange.cuh"
+#include "gpu/row_reduction.cuh"
 #include "gpu/words.cuh"
 #include "protocol/fault_switch.h"
 
@@ -34,7 +34,7 @@ class NvFp4 {
                                                     bool live) {
     const float global = bit_cast<float>(load_u32(params.global_scale));
     uint32_t amax = live ? greatest_magnitude<T>(packed) : 0;
-    amax = RowExchange::greatest_of_lanes(amax, params.packs_per_group);
+    amax = RowReduction::greatest_of_lanes(amax, params.packs_per_group);
     const NvFp4Scale scale = nvfp4_scale(amax, mul_rn(global, kSixth), reciprocal_rn(global));
     float y[kElems];
     unpack<T>(packed, y);

@@ -3,7 +3,7 @@
 #define ALLNORM_GPU_FORMATS_PLAIN_CUH_
 
 #include "gpu/params.h"
-#include "gpu/row_exchange.cuh"
+#include "gpu/row_reduction.cuh"
 #include "memory.cuh"
 
 namespace allnorm {
@@ -16,7 +16,7 @@ class Plain {
   using Packed = Pack;
   static constexpr int kPackedBytes = kPackBytes;
 
-  __device__ __forceinline__ Plain(const QuantParams&, RowExchange&, int pack, bool live)
+  __device__ __forceinline__ Plain(const QuantParams&, RowReduction&, int pack, bool live)
       : pack_(pack), live_(live) {}
 
   __device__ __forceinline__ void prefetch() {}

@@ -97,9 +97,9 @@ void sync_cluster() {
 }
 
 // A shuffle or a vote is no fence. But a value that it hands over has been loaded, and what any
-// lane does next can't be overtaken by that load; RowExchange relies on it where values are sent to
-// other blocks. ThreadSanitizer cannot be told of loads alone, so it is told of an order there, and
-// only there: in clusters it does not see a value that lanes of a warp pass through memory
+// lane does next can't be overtaken by that load; RowReduction relies on it where values are sent
+// to other blocks. ThreadSanitizer cannot be told of loads alone, so it is told of an order there,
+// and only there: in clusters it does not see a value that lanes of a warp pass through memory
 // unsynchronised.
 static const float* values_of_lanes(float value) {
   const uint32_t lane = thread().index % 32;

@@ -41,7 +41,7 @@ uint32_t model_more_units() { return kMoreUnits; }
 // Of an operation with this `kept`: its unit or large phase, whether it hands slots back, since(),
 // and `kept` of the next.
 void model_turn(uint32_t kept, uint32_t units, int large, uint32_t* turn) {
-  const PushTurn of = {kept, units, large != 0};
+  const SlotPlace of = {kept, units, large != 0};
   turn[0] = large != 0 ? of.large_phase() : of.unit();
   turn[1] = of.hands_back();
   turn[2] = of.since();
