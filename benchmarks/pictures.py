@@ -2,7 +2,7 @@
 
     python benchmarks/pictures.py [FOLDER]      (docs/pictures; `make pictures` does this)
 
-Times come from stored rows of `benchmarks/results/`; which ones, `CHARTS` and `ENGINES` say.
+Times come from the rows of `benchmarks/results/` that `CHARTS`, `PRODUCTS` and `ENGINES` name.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ FOLDER = ROOT / "docs" / "pictures"
 
 
 class Theme(NamedTuple):
-    """Colours for one kind of background. The background itself is left transparent."""
+    """Colors for one kind of background. The background itself is transparent."""
 
     ending: str  # of files
     ink: str  # text and axes
-    quiet: str  # what matters less
-    box: str  # filling of boxes
+    quiet: str  # secondary text and lines
+    box: str  # fill of boxes
     own: str  # allnorm
 
 
@@ -43,7 +43,7 @@ Row = dict[str, Any]
 
 
 class Source(NamedTuple):
-    """Rows of one commit, and of some libraries only where these are named."""
+    """Rows of one commit; if `libraries` is not empty, only of those."""
 
     file: str
     commit: str
@@ -51,15 +51,15 @@ class Source(NamedTuple):
 
 
 class Chart(NamedTuple):
-    """Time of a call against tokens."""
+    """A chart of the time per call by number of tokens."""
 
     world_size: int
     sources: tuple[Source, ...]
     hidden_size: int = 4096
 
 
-# Arms of `bench` by library; the fastest of a library is drawn. Colours are told apart by those who
-# see no red or green, and lie far enough from both backgrounds.
+# Arms of `bench` by library; the fastest of a library is drawn. The colors are distinct with
+# red-green color blindness, and have enough contrast to both backgrounds.
 LIBRARIES = {
     "allnorm": ("allnorm",),
     "SGLang": ("sglang", "sglang:one_shot", "sglang:two_shot", "sglang+local"),
@@ -68,7 +68,7 @@ LIBRARIES = {
     "symm. memory": ("symm_mem:one_shot+local", "symm_mem:two_shot+local"),
     "NCCL": ("nccl+local", "nccl+torch"),
 }
-COLOURS = {
+COLORS = {
     "SGLang": "#e69f00",
     "FlashInfer": "#0f9d76",
     "vLLM": "#3b8eea",
@@ -87,16 +87,16 @@ CHARTS = {
     ),
 }
 
-# rows of benchmarks/behind_product.py, of several processes
+# Rows of benchmarks/behind_product.py, from several processes.
 PRODUCTS = {"h100x2-product": Source("h100x2-product.jsonl", "00b13f4")}
-# The products of more tokens take all the power of the GPU, and times say little (performance.md).
+# GEMMs of more tokens take all the power of the GPU, so times vary (docs/performance.md).
 COOL_TOKENS = 64
 PRODUCT_PANELS = {
     "chain": ("p50_us", "in a chain of the same calls", "us per call"),
-    "product": ("beyond_empty_us", "behind a matrix product", "us beyond an empty kernel"),
+    "product": ("beyond_empty_us", "right after a GEMM", "us in excess of an empty kernel"),
 }
 
-# panel: rows of benchmarks/engines/vllm_latency.py
+# Panel title to rows of benchmarks/engines/vllm_latency.py.
 ENGINES = {
     "Llama 3.1 8B, two H200s": Source("h200x2-vllm-8b.jsonl", "2617b13"),
     "Llama 3.1 70B, four H200s": Source("h200x4-vllm-70b.jsonl", "790f543"),
@@ -105,24 +105,24 @@ ENGINES = {
 
 @functools.cache
 def stored(file: str) -> list[Row]:
-    """All rows of a file of results."""
+    """Returns all rows of a file of results."""
     return [json.loads(line) for line in (RESULTS / file).read_text().splitlines()]
 
 
 def of_commit(source: Source) -> list[Row]:
-    """Rows measured at the commit of `source`."""
+    """Returns the rows measured at the commit of `source`."""
     return [row for row in stored(source.file) if row["commit"].startswith(source.commit)]
 
 
 def library_of(arm: str) -> str | None:
-    """Whose arm it is; None if it is not drawn."""
+    """Returns the library of an arm; None if it is not drawn."""
     return next((name for name, arms in LIBRARIES.items() if arm in arms), None)
 
 
 def chart_rows(chart: Chart) -> dict[str, dict[int, Row]]:
-    """The fastest row of each library at each number of tokens.
+    """Returns the fastest row of each library at each number of tokens.
 
-    Where several sources have a library, the first counts.
+    If several sources have a library, the first one is used.
     """
     found: dict[str, dict[int, Row]] = {}
     for source in chart.sources:
@@ -147,9 +147,9 @@ def chart_rows(chart: Chart) -> dict[str, dict[int, Row]]:
 
 
 def mode_times(source: Source, mode: str, hidden_size: int = 4096) -> dict[str, dict[int, float]]:
-    """Microseconds of each library's fastest arm by tokens: the median over processes.
+    """Returns each library's fastest time in us by tokens, the median over processes.
 
-    `mode` is one of PRODUCT_PANELS. Behind a product there is "local" too, the norm alone.
+    `mode` is a key of PRODUCT_PANELS. Mode "product" has "local" too, the norm alone.
     """
     field = PRODUCT_PANELS[mode][0]
     found: dict[tuple[str, str, int], list[float]] = {}
@@ -165,7 +165,7 @@ def mode_times(source: Source, mode: str, hidden_size: int = 4096) -> dict[str, 
 
 
 def engine_times(source: Source) -> dict[str, dict[int, float]]:
-    """Milliseconds for each output token by arm and batch."""
+    """Returns the milliseconds per output token by arm and batch."""
     times: dict[str, dict[int, float]] = {}
     for row in of_commit(source):
         if row["kind"] == "latency":
@@ -174,7 +174,7 @@ def engine_times(source: Source) -> dict[str, dict[int, float]]:
 
 
 def latency(figure: Figure, theme: Theme, chart: Chart) -> None:
-    """Lines of all libraries, named where they begin, and what the link needs."""
+    """Draws a line per library, named at its start, and the minimum time of the link."""
     axes = figure.add_subplot()
     rows = chart_rows(chart)
     height = 0.0
@@ -183,15 +183,17 @@ def latency(figure: Figure, theme: Theme, chart: Chart) -> None:
         times = [rows[library][t]["p50_us"] for t in tokens]
         own = library == "allnorm"
         look = {"linewidth": 2.6, "markersize": 5} if own else {"linewidth": 1.4, "markersize": 3}
-        colour = theme.own if own else COLOURS[library]
-        axes.plot(tokens, times, marker="o", color=colour, zorder=3 if own else 2, **look)
-        height = max(times[0], height * 1.38)  # no name over another
+        color = theme.own if own else COLORS[library]
+        axes.plot(tokens, times, marker="o", color=color, zorder=3 if own else 2, **look)
+        height = max(times[0], height * 1.38)  # names must not overlap
         place = {"ha": "right", "va": "center", "weight": "bold" if own else "normal"}
-        axes.text(tokens[0] * 0.8, height, library, color=colour, **place)
+        axes.text(tokens[0] * 0.8, height, library, color=color, **place)
     floor = link_times(rows["allnorm"])
     axes.plot(list(floor), list(floor.values()), "--", color=theme.quiet, linewidth=1.2)
     place = {"ha": "left", "va": "top", "textcoords": "offset points"}
-    axes.annotate("the link's own time", (256, floor[256]), (8, -4), color=theme.quiet, **place)
+    axes.annotate(
+        "minimum time of the link", (256, floor[256]), (8, -4), color=theme.quiet, **place
+    )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=10)
     ticks = [1, 4, 16, 64, 256, 1024, 8192]
@@ -210,7 +212,7 @@ def latency(figure: Figure, theme: Theme, chart: Chart) -> None:
 
 
 def both_modes(figure: Figure, theme: Theme, source: Source) -> None:
-    """Side by side: times in a chain, and behind a product."""
+    """Draws the times in a chain and right after a GEMM side by side."""
     for index, (mode, (_, title, label)) in enumerate(PRODUCT_PANELS.items()):
         axes = figure.add_subplot(1, len(PRODUCT_PANELS), index + 1)
         times = mode_times(source, mode)
@@ -225,7 +227,7 @@ def both_modes(figure: Figure, theme: Theme, source: Source) -> None:
                 list(of),
                 list(of.values()),
                 marker="o",
-                color=theme.own if own else COLOURS.get(library, theme.quiet),
+                color=theme.own if own else COLORS.get(library, theme.quiet),
                 label="the norm alone" if library == "local" else library,
                 linestyle="--" if library == "local" else "-",
                 linewidth=2.6 if own else 1.4,
@@ -253,15 +255,15 @@ def both_modes(figure: Figure, theme: Theme, source: Source) -> None:
 
 
 def link_times(rows: dict[int, Row]) -> dict[int, float]:
-    """What the link alone takes, in us, where it takes long enough to be seen."""
+    """Returns the minimum time of the link in us, where it is long enough to be seen."""
     times = {tokens: row["floor_us"] for tokens, row in rows.items() if row["floor_us"]}
     return {tokens: us for tokens, us in sorted(times.items()) if us > 1.5}
 
 
 def engines(figure: Figure, theme: Theme) -> None:
-    """Bars of vLLM's time for each output token, and what allnorm saves of its defaults'."""
+    """Draws bars of vLLM's time per output token, with the time that allnorm saves."""
     arms = {"nccl": "NCCL", "default": "vLLM's defaults", "allnorm": "with allnorm"}
-    colours = {"nccl": COLOURS["NCCL"], "default": COLOURS["vLLM"], "allnorm": theme.own}
+    colors = {"nccl": COLORS["NCCL"], "default": COLORS["vLLM"], "allnorm": theme.own}
     for index, (title, source) in enumerate(ENGINES.items()):
         axes = figure.add_subplot(1, len(ENGINES), index + 1)
         times = engine_times(source)
@@ -269,7 +271,7 @@ def engines(figure: Figure, theme: Theme) -> None:
         for number, (arm, label) in enumerate(arms.items()):
             places = [place + (number - 1) * 0.27 for place in range(len(batches))]
             heights = [times[arm][batch] for batch in batches]
-            axes.bar(places, heights, 0.25, color=colours[arm], label=label)
+            axes.bar(places, heights, 0.25, color=colors[arm], label=label)
             if arm == "allnorm":
                 look = {"ha": "center", "va": "top", "rotation": 90, "color": "white"}
                 for place, height, batch in zip(places, heights, batches, strict=True):
@@ -286,7 +288,7 @@ def engines(figure: Figure, theme: Theme) -> None:
 
 
 def idea(figure: Figure, theme: Theme) -> None:
-    """Four kernels between two matrix products become one; schematic."""
+    """Draws how the four kernels between two GEMMs become one; schematic."""
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set_axis_off()
     axes.set_xlim(0, 100)
@@ -296,37 +298,39 @@ def idea(figure: Figure, theme: Theme) -> None:
         look = {"facecolor": theme.box, "edgecolor": theme.own if own else theme.quiet}
         shape = "round,pad=0,rounding_size=1"
         axes.add_patch(FancyBboxPatch((x, y), width, 5, shape, linewidth=1.4, **look))
-        weight = "bold" if own else "normal"
-        axes.text(x + width / 2, y + 2.4, text, ha="center", va="center", weight=weight)
+        axes.text(x + width / 2, y + 2.4, text, ha="center", va="center")
 
     def arrow(x: float, to: float, y: float) -> None:
         axes.annotate("", (to, y), (x, y), arrowprops={"arrowstyle": "->", "color": theme.quiet})
 
     quiet = {"color": theme.quiet, "fontsize": "small", "va": "center"}
-    axes.text(1, 31.5, "separate: four kernels; between them rows go to memory and back", **quiet)
+    axes.text(1, 31.5, "separate steps: 4 kernels, rows go through memory between them", **quiet)
+    steps = (("GEMM", 11), ("all-reduce", 16), ("add", 10), ("RMSNorm", 14), ("quantize", 14),
+             ("GEMM", 11))  # fmt: skip
     x = 1.0
-    steps = {"product": 11, "all-reduce": 16, "add": 10, "RMSNorm": 14, "quantise": 14}
-    for text, width in (*steps.items(), ("product ", 11)):
+    for text, width in steps:
         box(x, 24, width, text)
         if x > 1:
             arrow(x - 4.4, x, 26.5)
         x += width + 4.4
-    axes.text(
-        1, 16.5, "allnorm: one kernel; a row stays in registers until it is finished", **quiet
-    )
-    box(1, 8.5, 11, "product")
+    axes.text(1, 16.5, "allnorm: 1 kernel, rows stay in registers", **quiet)
+    box(1, 8.5, 11, "GEMM")
     arrow(12, 16.4, 11)
-    box(16.4, 8.5, 37, "push, sum, add, norm, quantise", own=True)
+    box(16.4, 8.5, 37, "", own=True)
+    middle = 16.4 + 37 / 2
+    axes.text(middle, 12.1, "allnorm", ha="center", va="center", weight="bold", color=theme.own)
+    parts = "all-reduce + add + RMSNorm + quantize"
+    axes.text(middle, 9.9, parts, ha="center", va="center", fontsize="small")
     arrow(53.4, 57.8, 11)
-    box(57.8, 8.5, 11, "product")
+    box(57.8, 8.5, 11, "GEMM")
     look = {"arrowstyle": "<->", "color": theme.own, "linestyle": "--"}
     axes.annotate("", (98, 11), (69.5, 11), arrowprops=look)
-    axes.text(84, 13, "saved, twice a layer", color=theme.own, ha="center", fontsize="small")
-    axes.text(1, 3, "time from left to right, not to scale; the same bits either way", **quiet)
+    axes.text(84, 13, "saved, twice per layer", color=theme.own, ha="center", fontsize="small")
+    axes.text(1, 3, "time runs left to right, not to scale; results are bit-identical", **quiet)
 
 
 def draw(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Writes every picture into `folder`, for both themes."""
+    """Writes every picture into `folder` for both themes and returns the paths."""
     pictures: dict[str, tuple[tuple[float, float], Callable[[Figure, Theme], None]]] = {
         "engines": ((8.4, 4.2), engines),
         "idea": ((8.4, 3.0), idea),
@@ -341,7 +345,7 @@ def draw(folder: pathlib.Path) -> list[pathlib.Path]:
         for theme in (LIGHT, DARK):
             path = folder / f"{name}{theme.ending}.svg"
             ink = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-            # Names inside are the same each time, so that a file changes when its rows do.
+            # Fixed ids: a file changes only if its rows do.
             settings = {
                 **dict.fromkeys(ink, theme.ink),
                 "axes.spines.right": False,

@@ -134,7 +134,7 @@ def test_columns_are_whose_they_say(start: str, name: str) -> None:
 
 def test_columns_behind_a_product_are_whose_they_say() -> None:
     (drawn,) = script("benchmarks/pictures.py").PRODUCTS.values()
-    check_columns_behind_a_product("Behind a matrix product", drawn.file, drawn.commit, 9)
+    check_columns_behind_a_product("After a GEMM", drawn.file, drawn.commit, 9)
 
 
 def test_columns_on_four_gpus_are_whose_they_say() -> None:
