@@ -23,41 +23,20 @@ namespace allnorm {
 // Called before each of them; the test defines it.
 void note_access(const char* order, const void* address);
 
-template <class T>
-void store_release(T* address, T value) {
-  note_access("release", address);
-  untraced_store_release(address, value);
-}
-template <class T>
-T load_acquire(const T* address) {
-  note_access("acquire", address);
-  return untraced_load_acquire(address);
-}
-template <class T>
-void store_seq_cst(T* address, T value) {
-  note_access("seq_cst", address);
-  untraced_store_seq_cst(address, value);
-}
-template <class T>
-T load_seq_cst(const T* address) {
-  note_access("seq_cst", address);
-  return untraced_load_seq_cst(address);
-}
-template <class T>
-T fetch_add_seq_cst(T* address, T value) {
-  note_access("seq_cst", address);
-  return untraced_fetch_add_seq_cst(address, value);
-}
-template <class T>
-void store_relaxed(T* address, T value) {
-  note_access("relaxed", address);
-  untraced_store_relaxed(address, value);
-}
-template <class T>
-T load_relaxed(const T* address) {
-  note_access("relaxed", address);
-  return untraced_load_relaxed(address);
-}
+#define TRACED(verb, order)                     \
+  template <class T, class... Values>           \
+  auto verb(T* address, Values... values) {     \
+    note_access(order, address);                \
+    return untraced_##verb(address, values...); \
+  }
+TRACED(store_release, "release")
+TRACED(load_acquire, "acquire")
+TRACED(store_seq_cst, "seq_cst")
+TRACED(load_seq_cst, "seq_cst")
+TRACED(fetch_add_seq_cst, "seq_cst")
+TRACED(store_relaxed, "relaxed")
+TRACED(load_relaxed, "relaxed")
+#undef TRACED
 
 }  // namespace allnorm
 #endif  // ALLNORM_TESTS_TRACED_CPU_MEMORY_H_
