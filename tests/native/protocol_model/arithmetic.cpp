@@ -1,4 +1,4 @@
-// What the models take from the sources as it is: numbers, turns, marks and their comparisons.
+// What the models take from the sources as it is: numbers, places of slots, marks and their comparisons.
 // arithmetic.py builds it, with faults (protocol/fault_switch.h) and small halves where it is told.
 #include "gpu/prepare.h"
 #include "protocol/call_tag.h"
@@ -40,12 +40,12 @@ uint32_t model_more_units() { return kMoreUnits; }
 
 // Of an operation with this `kept`: its unit or large phase, whether it hands slots back, since(),
 // and `kept` of the next.
-void model_turn(uint32_t kept, uint32_t units, int large, uint32_t* turn) {
+void model_slot_place(uint32_t kept, uint32_t units, int large, uint32_t* found) {
   const SlotPlace of = {kept, units, large != 0};
-  turn[0] = large != 0 ? of.large_phase() : of.unit();
-  turn[1] = of.hands_back();
-  turn[2] = of.since();
-  turn[3] = of.next();
+  found[0] = large != 0 ? of.large_phase() : of.unit();
+  found[1] = of.hands_back();
+  found[2] = of.since();
+  found[3] = of.next();
 }
 
 // The number in a new workspace that its owner has handed slots back with, less the first

@@ -1,4 +1,4 @@
-"""Numbers, turns and comparisons of the protocol: functions of `csrc`, compiled as they are.
+"""Numbers, places of slots and comparisons of the protocol: functions of `csrc`, compiled."""
 
 A model of few operations uses halves of few units, and a defect is a switch of the sources
 (`csrc/protocol/fault_switch.h`): both are definitions that the functions are compiled with.
@@ -45,8 +45,8 @@ def _library(half_units: int, faults: tuple[str, ...]) -> ctypes.CDLL:
 
 
 @dataclasses.dataclass(frozen=True)
-class Turn:
-    """Of one operation.
+class SlotPlace:
+    """Where the slots of one operation are.
 
     Attributes:
         slots: which it uses, a unit or a large phase.
@@ -93,20 +93,22 @@ class Arithmetic:
         """Whether word `index` of a tag of one operation is taken for one of another."""
         return self._compare(lambda seen, op: self._library.model_is_tag_of(index, seen, op))
 
-    def turns(self, operations: int, large: Iterable[int], small: Iterable[int]) -> list[Turn]:
+    def slot_places(
+        self, operations: int, large: Iterable[int], small: Iterable[int]
+    ) -> list[SlotPlace]:
         """Of that many operations: large ones, small ones, which take a unit, and others, which
         take half of a half."""
-        turns: list[Turn] = []
+        places: list[SlotPlace] = []
         kept, large, small = 0, set(large), set(small)
         for k in range(operations):
             units = 1 if k in large | small else self._library.model_more_units()
             found = (ctypes.c_uint32 * 4)()
-            self._library.model_turn(kept, units, k in large, found)
+            self._library.model_slot_place(kept, units, k in large, found)
             index, hands_back, since, kept = found
             slots = ("large" if k in large else "unit", index)
-            uses = sum(turn.slots == slots for turn in turns)
-            turns.append(Turn(slots, uses, bool(hands_back), since))
-        return turns
+            uses = sum(place.slots == slots for place in places)
+            places.append(SlotPlace(slots, uses, bool(hands_back), since))
+        return places
 
 
 def _word(number: int) -> int:

@@ -18,7 +18,7 @@ WRAP = 1 << 32
 class Setting:
     """`transport`: of every operation, or of each; the same of `bits`, "16" or "32".
 
-    `large`, `small`: which operations use large phases, and which a unit: Turns.
+    `large`, `small`: which operations use large phases, and which a unit: SlotPlace.
 
     `shift`: by how many places the slots of each operation are displaced against those of one that
     says 0: the words of different layouts meet.
@@ -87,7 +87,9 @@ class Kernels:
 
     def __init__(self, exchange: Exchange, setting: Setting) -> None:
         self.exchange, self.setting = exchange, setting
-        self._turns = exchange.arithmetic.turns(setting.operations, setting.large, setting.small)
+        self._slot_places = exchange.arithmetic.slot_places(
+            setting.operations, setting.large, setting.small
+        )
         self.memory = dict(self._initial())
         self.programs = {
             (rank, k): self._threads(rank, k)
@@ -110,7 +112,7 @@ class Kernels:
     def _initial(self) -> Iterator[tuple[Any, Any]]:
         ranks = range(self.setting.world_size)
         for receiver in ranks:
-            for slots in dict.fromkeys(turn.slots for turn in self._turns):
+            for slots in dict.fromkeys(place.slots for place in self._slot_places):
                 for place in range(self._places()):
                     yield ("slot", receiver, slots, place), EMPTY
             for source in ranks:
@@ -126,7 +128,7 @@ class Kernels:
         """Of each thread: what it puts, waits for, and "fence"."""
         peers = [peer for peer in range(self.setting.world_size) if peer != rank]
         transport = self.exchange.transports[self.setting.transport_of(k)]
-        owner = self._turns[k].uses % max(1, self.setting.world_size - 1)
+        owner = self._slot_places[k].uses % max(1, self.setting.world_size - 1)
         steps: list[tuple[Step, list[int]]] = []
         to = peers if transport.all_sum else [owner] if owner != rank else []
         steps += [(step, to) for step in transport.send]
@@ -146,7 +148,7 @@ class Kernels:
             ]
         ]
         for lane in (self.exchange.roll_call, self.exchange.hand_back):
-            done = [s for s in lane if self._turns[k].hands_back or not s.if_hands_back]
+            done = [s for s in lane if self._slot_places[k].hands_back or not s.if_hands_back]
             programs += [
                 self._merged([[self._number(s, rank, peer, k)] for s in done]) for peer in peers
             ]
@@ -165,7 +167,7 @@ class Kernels:
             world_size = self.setting.world_size
             place = {"partial": source, "finished": world_size, "scale": world_size + 1}[step.where]
             place = (place + self.setting.shift_of(k)) % self._places()
-            return ("slot", receiver, self._turns[k].slots, place)
+            return ("slot", receiver, self._slot_places[k].slots, place)
 
         def word(source: int) -> Word:
             return Word(k, source, step.where, step.bits or self.setting.bits_of(k))
@@ -180,7 +182,7 @@ class Kernels:
     def _number(self, step: Step, rank: int, peer: int, k: int) -> Any:
         if step.kind == "fence":
             return "fence"
-        op = (self._op(k) + step.offset - step.since * self._turns[k].since) % WRAP
+        op = (self._op(k) + step.offset - step.since * self._slot_places[k].since) % WRAP
         slot = () if step.where == "released" else (self._tag_slot(k),)
         content = 0
         if step.where != "released":

@@ -31,7 +31,7 @@ BOUNDARIES = tuple(itertools.product((DATA, ROLL_CALL, HAND_BACK), repeat=2))
 class Setting:
     """How much of the protocol a program shows.
 
-    `large`, `small`: the operations that use large phases, and those that use a unit: Turns.
+    `large`, `small`: the operations that use large phases, and those that use a unit: SlotPlace.
     `unordered`: boundaries that are only in time, that is, order no memory accesses.
     `boundary_scope`: None takes a kernel boundary as PTX has it, an edge of "synchronizes";
     otherwise it is no more than flags and fences of this scope, handled by a thread of the GPU's.
@@ -55,7 +55,9 @@ class ExchangeProgram:
         self.setting = setting
         self.program = Program()
         self._ranks = range(setting.world_size)
-        self._turns = exchange.arithmetic.turns(setting.operations, setting.large, setting.small)
+        self._slot_places = exchange.arithmetic.slot_places(
+            setting.operations, setting.large, setting.small
+        )
         self._initialize()
         kernels: dict[int, Threads] = {rank: {} for rank in self._ranks}
         for k in range(setting.operations):
@@ -128,7 +130,7 @@ class ExchangeProgram:
 
     def _slots(self, receiver: int) -> Iterator[Hashable]:
         numbers = range(self.setting.world_size - 1)
-        used = dict.fromkeys(turn.slots for turn in self._turns)
+        used = dict.fromkeys(place.slots for place in self._slot_places)
         for slots, word in itertools.product(used, self.setting.words):
             for number in numbers:
                 yield ("partial", receiver, slots, number, word)
@@ -137,14 +139,14 @@ class ExchangeProgram:
 
     def _owner(self, k: int) -> int:
         """Another one when slots are used again, where two can take turns and a third receives."""
-        return self._turns[k].uses % max(1, self.setting.world_size - 1)
+        return self._slot_places[k].uses % max(1, self.setting.world_size - 1)
 
     def _slot(self, step: Step, k: int, receiver: int, source: int, word: int) -> Hashable:
-        turn = self._turns[k]
+        slot_place = self._slot_places[k]
         if step.where != "partial":
-            return (step.where, receiver, turn.slots, word)
-        number = source - (source > receiver) + turn.uses
-        return ("partial", receiver, turn.slots, number % (self.setting.world_size - 1), word)
+            return (step.where, receiver, slot_place.slots, word)
+        number = source - (source > receiver) + slot_place.uses
+        return ("partial", receiver, slot_place.slots, number % (self.setting.world_size - 1), word)
 
     # ---- what is done ----------------------------------------------------------------------------
 
@@ -157,7 +159,7 @@ class ExchangeProgram:
                 self._number(step, thread, rank, peer, k)
         for peer, thread in zip(peers, threads[HAND_BACK], strict=True):
             for step in self.exchange.hand_back:
-                if step.if_hands_back and not self._turns[k].hands_back:
+                if step.if_hands_back and not self._slot_places[k].hands_back:
                     continue
                 self._number(step, thread, rank, peer, k)
         thread = threads[DATA][0]
@@ -187,7 +189,7 @@ class ExchangeProgram:
 
     def _number(self, step: Step, thread: Thread, rank: int, peer: int, k: int) -> None:
         """A step of a lane whose peer is `peer`, about the number of the operation."""
-        op = FIRST_OP + k + step.offset - step.since * self._turns[k].since
+        op = FIRST_OP + k + step.offset - step.since * self._slot_places[k].since
         slot: tuple[int, ...] = ()
         if step.where != "released":
             slot = ((FIRST_OP + k) % self.exchange.arithmetic.tag_slots,)

@@ -70,8 +70,8 @@ def test_halves_of_several_operations(exchange: Exchange) -> None:
     """Of which one hands back, with operations that take a unit and others that take two."""
     larger = exchange_of(half_units=4)
     for small in (tuple(range(9)), (0, 2, 3, 5, 6)):
-        turns = larger.arithmetic.turns(9, (), small)
-        assert max(turn.uses for turn in turns) == 1
+        places = larger.arithmetic.slot_places(9, (), small)
+        assert max(place.uses for place in places) == 1
         found = verdict(larger, Setting(operations=9, small=small))
         assert found.fine, found
 
