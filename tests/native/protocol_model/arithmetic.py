@@ -1,4 +1,4 @@
-"""Numbers, places of slots and comparisons of the protocol: functions of `csrc`, compiled."""
+"""Numbers, places of slots and comparisons of the protocol: functions of `csrc`, compiled.
 
 A model of few operations uses halves of few units, and a defect is a switch of the sources
 (`csrc/protocol/fault_switch.h`): both are definitions that the functions are compiled with.
