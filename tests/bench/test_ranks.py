@@ -90,7 +90,8 @@ def test_rows_that_do_not_consist_of_groups_run_without_quantisation_only() -> N
     records = run_ranks(ranks_bench.run, 2, args=(job(mode, shapes=shapes),))[0]
     reasons = {record["arm"]: record["reason"] for record in records}
     assert reasons.pop("allnorm16") == ""
-    assert {*reasons.values()} == {"hidden_size 2880 does not consist of whole groups"}
+    (reason,) = {*reasons.values()}
+    assert reason.startswith("hidden_size 2880")
 
 
 def test_behind_a_product_its_own_time_is_taken_off_and_inputs_come_back() -> None:

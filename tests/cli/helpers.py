@@ -1,4 +1,4 @@
-"""The command as a user types it, in a process of its own."""
+"""Runs the command as a user types it, in a separate process."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from limits import HANG_SECONDS
 
 
 def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    # A terminal of the person who runs the tests must not fold the tables.
+    # The tables must not be folded to the terminal in which the tests run.
     environ = {**os.environ, "COLUMNS": "180", **environment}
     return subprocess.run(
-        # -P: the package that is under test, not a checkout in the working directory.
+        # -P: import the package under test, not a checkout in the working directory.
         [sys.executable, "-P", "-m", "allnorm", *arguments],
         capture_output=True,
         text=True,
@@ -27,9 +27,9 @@ def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
 
 
 def unwrapped(text: str) -> str:
-    """Returns what a command wrote as one line, without the boxes that rich folds messages into.
+    """Returns the output of a command as one line, without the boxes that rich draws.
 
-    Where lines end depends on the length of paths in them.
+    Line breaks depend on the length of paths in the output.
     """
     return " ".join(re.sub("[\u2500-\u257f]", " ", text).split())
 

@@ -1,4 +1,4 @@
-"""The picture and the page: they exist, hold what they must, and need nothing from elsewhere."""
+"""The picture and the HTML page: they have the expected content, and the page is self-contained."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VOID = {"meta", "path", "use", "rect", "stop"}
 
 
 def samples() -> list[Measurement]:
-    """Two modes, two hidden sizes, a peer that is missing, an arm that is wrong."""
+    """Returns two modes and hidden sizes, with a missing peer and a wrong arm."""
     wide = [measurement(arm, 20.0, shape=Shape(4, 8192)) for arm in ("allnorm", "vllm")]
     quant = Mode("per_group:128")
     return [
@@ -35,7 +35,7 @@ def samples() -> list[Measurement]:
 
 
 class Elements(HTMLParser):
-    """Which elements there are, that they are closed, and what they refer to."""
+    """A parser that records elements and links, and checks that elements are closed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,25 +76,25 @@ def test_a_panel_shows_every_arm_and_the_floor() -> None:
         assert f">{word}" in text
     assert "sglang" not in text  # it has not run
     assert "currentColor" in text
-    quantised = bench_plot.svg(samples(), Panel(2, Mode("per_group:128"), 4096))
-    assert "per_group:128" in quantised
+    quantized = bench_plot.svg(samples(), Panel(2, Mode("per_group:128"), 4096))
+    assert "per_group:128" in quantized
 
 
-def test_times_behind_a_product_have_a_panel_of_their_own() -> None:
-    behind = {"product": 7168, "product_us": 20.0, "empty_us": 1.0}
+def test_times_after_a_gemm_have_a_separate_panel() -> None:
+    after_gemm = {"product": 7168, "product_us": 20.0, "empty_us": 1.0}
     found = [
         *samples(),
-        measurement("allnorm", 3.0, beyond_empty_us=2.0, **behind),
-        measurement("empty", 1.0, beyond_empty_us=0.0, **behind),
-        measurement("local", 1.5, beyond_empty_us=0.5, **behind),
+        measurement("allnorm", 3.0, beyond_empty_us=2.0, **after_gemm),
+        measurement("empty", 1.0, beyond_empty_us=0.0, **after_gemm),
+        measurement("local", 1.5, beyond_empty_us=0.5, **after_gemm),
     ]
     assert len(bench_plot.panels(found)) == 4
     text = bench_plot.svg(found, Panel(2, Mode(), 4096, 7168))
-    for word in ("allnorm", "local", "us beyond an empty kernel"):
+    for word in ("allnorm", "local", "us in excess of"):
         assert f">{word}" in text
-    assert "behind a product of 7168 columns" in text
+    assert "GEMM (K = 7168)" in text
     assert ">empty<" not in text
-    assert "behind" not in bench_plot.svg(found, Panel(2, Mode(), 4096))
+    assert "GEMM" not in bench_plot.svg(found, Panel(2, Mode(), 4096))
 
 
 def test_a_page_is_whole_and_needs_no_network(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_names_in_pictures_of_one_page_do_not_clash() -> None:
     assert not clips(first) & clips(second)
 
 
-def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_the_error_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     bench_plot.check_installed("--plot")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(typer.BadParameter, match=r"pip install allnorm\[plot\]"):

@@ -1,4 +1,4 @@
-"""What `allnorm doctor` says of kernels that were compiled for an older GPU than they run on."""
+"""The warning of `allnorm doctor` about kernels that were compiled for an older GPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def comm(device: str, max_row_bytes: int | None) -> Any:
         ("cpu", (9, 0), None, False),
     ],
 )
-def test_old_code_is_told_by_what_it_holds(
+def test_old_code_is_detected_by_its_row_limit(
     monkeypatch: pytest.MonkeyPatch,
     device: str,
     capability: tuple[int, int],
@@ -40,7 +40,9 @@ def test_old_code_is_told_by_what_it_holds(
 
 
 @pytest.mark.parametrize("old", [True, False])
-def test_the_report_says_why_it_is_slow(monkeypatch: pytest.MonkeyPatch, old: bool) -> None:
+def test_old_code_gives_a_warning_with_the_remedy(
+    monkeypatch: pytest.MonkeyPatch, old: bool
+) -> None:
     found = {"create_s": 0.1, "error": "", "plans": [], "old_code": old, "islands": [[0]]}
     found |= {"fused_us": 1.0, "flag_us": 1.0, "large_us": 1.0}
     monkeypatch.setattr(doctor, "run_ranks", lambda *args, **kwargs: [found])

@@ -44,7 +44,7 @@ def test_tokens_and_logits_are_those_of_unfused(tmp_path: Path) -> None:
     done = invoke("--tp", "2", "--layers", "2", "--batch", "1,3", "--json", str(path))
     assert done.exit_code == 0, done.output
     assert "comm us/layer" in unwrapped(done.output)
-    assert "are those of allnorm:unfused" in unwrapped(done.output)
+    assert "PASS" in unwrapped(done.output)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(row["batch_size"], row["arm"]) for row in rows] == [
         (batch_size, arm) for batch_size in (1, 3) for arm in ARMS

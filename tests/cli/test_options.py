@@ -1,4 +1,4 @@
-"""How options are written, and what is refused."""
+"""Parsing of options: accepted and rejected values."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_integers() -> None:
 
 def test_choices_name_what_is_allowed() -> None:
     assert options.choices("float16", "--dtype", names.DTYPES) == ["float16"]
-    with pytest.raises(typer.BadParameter, match="int8: expected some of float32"):
+    with pytest.raises(typer.BadParameter, match=r"int8: expected .* float32"):
         options.choices("int8", "--dtype", names.DTYPES)
 
 
@@ -88,13 +88,13 @@ def test_world_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
         options.world_sizes(str(most + 1), "cpu")
 
 
-def test_more_ranks_than_cores_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_ranks_than_cores_give_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(topology, "num_cores", lambda: 4)
     assert options.crowded(4, "cpu") == options.crowded(8, "cuda") == ""
     assert "8 ranks on 4 cores" in options.crowded(8, "cpu")
 
 
-def test_memory_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(topology, "available_memory_bytes", lambda _: 8 << 30)
     options.check_memory(4 << 30, 2, "cpu", "")
     options.check_memory(8 << 30, 4, "cuda", "")  # each GPU has its own

@@ -1,4 +1,4 @@
-"""What commands write: tables that fit, files that can be written."""
+"""The output of commands: tables fit the console, files can be written."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def lines(table: object, width: int) -> list[str]:
 
 @pytest.mark.parametrize("width", range(20, 121, 5))
 def test_no_figure_is_split(width: int) -> None:
-    """Whatever the width, a figure that is shown is shown whole, and the verdict is shown."""
+    """At any width every shown figure is complete, and the verdict is shown."""
     table = output.table("us", COLUMNS, ROWS, words=("why",), optional=("other\nway",))
     shown, dropped = table.fitting(width)
     assert sorted([*shown, *dropped]) == list(range(len(COLUMNS)))
     assert {0, len(COLUMNS) - 1} <= set(shown)
     text = lines(table, width)
     if dropped == [1, 2, 3]:
-        return  # two columns need what they need
+        return  # the first and last column never drop out, even if they do not fit
     assert max(map(len, text)) <= width
     for row, index in itertools.product(ROWS, shown):
         if COLUMNS[index] not in ("why", "verdict"):

@@ -1,4 +1,4 @@
-"""`allnorm trace`: programs that know nothing of it."""
+"""`allnorm trace` of unmodified programs."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ def test_a_forced_slow_table_is_corrected(tmp_path: pathlib.Path) -> None:
         *("--dir", str(tmp_path), "--algorithms", "one_shot,two_shot,unfused"),
     )
     done = command(*arguments)
-    assert done.returncode == 1, "nobody can be asked"
+    assert done.returncode == 1, "there is no terminal to ask on"
     assert "pass --yes" in unwrapped(done.stdout)
     # To which steps is noise on a shared machine.
     assert "256 columns, bfloat16, norm: from 1: unfused -> " in unwrapped(done.stdout)
@@ -285,7 +285,7 @@ def test_times_are_taken_until_two_runs_agree(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--tp", "1", "--device", "cpu"), "nothing to choose"),
+        (("--tp", "1", "--device", "cpu"), "at least 2 ranks"),
         (("--device", "cpu", "--algorithms", "ring"), "one_shot, two_shot, unfused"),
         (("--device", "cpu", "--hidden", "0"), "integers of at least 1"),
         (("--device", "cpu", "--quant", "per_block"), "per_group:128"),

@@ -1,5 +1,5 @@
-"""Speed of the fused op beside other ways: every arm is checked, then timed.
+"""Benchmarks of the fused op and of other implementations: each is checked, then timed.
 
-`report.measure` starts ranks and returns measurements; `compare` and `floor` say more of them. What
-runs in the ranks is in `run`.
+`report.measure` starts ranks and returns measurements. `compare` compares them with earlier ones,
+`floor` computes the limit of the link. `run` holds the code that runs in the ranks.
 """

@@ -1,8 +1,8 @@
-"""The ways to do the work: allnorm's calls, collectives with a norm behind them, what follows them.
+"""The timed implementations (arms): allnorm's calls, and collectives followed by separate kernels.
 
-With a sharded residual the unfused way is reduce-scatter, norm of the rank's rows, all-gather. The
-collectives want equal shares: where the rows cannot be divided, the partial sums lie in a buffer
-that was padded with rows of zeros before anything is timed, and a rank has the rows of its share.
+With a sharded residual the unfused arm is reduce-scatter, norm of the rank's rows, all-gather. The
+collectives need equal shares. If the rows cannot be divided evenly, the partial sums are in a
+buffer that was padded with rows of zeros before timing, and each rank has the rows of its share.
 """
 
 from __future__ import annotations
@@ -25,48 +25,50 @@ from allnorm.quant import Quant, is_swizzled
 from allnorm.testing import copy_all, same_bits
 
 Call = Callable[[int], Any]
-"""Runs one call on the inputs of that buffer set."""
+"""Runs one call on the inputs of the buffer set with that index."""
 
 Quantizer = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""Takes normed rows [num_tokens, hidden_size]; returns them quantised, and their scales."""
+"""Takes normed rows [num_tokens, hidden_size]; returns the quantized rows and their scales."""
 
-# Renamed in torch 2.13; the package accepts 2.11.
+_NO_QUANTIZER = "there is no separate kernel for this quantization here"
+
+# Renamed in torch 2.13; the package supports torch 2.11 too.
 gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to do the work of a mode on one case."""
+    """One implementation of a mode on one case."""
 
-    name: str  # in rows and tables
-    call: Call  # what is timed
-    outcome: Callable[[Any], Outcome]  # names the parts of what `call` returned
-    exact: bool = False  # its bits must be the reference's; else it must be within its roundings
-    reset: Callable[[], object] = lambda: None  # restores what calls have overwritten; not timed
-    # What the capture of a CUDA graph must happen in; entered by all ranks alike.
+    name: str  # in JSON rows and tables
+    call: Call  # the timed call
+    outcome: Callable[[Any], Outcome]  # converts the result of `call`
+    exact: bool = False  # must be bit-identical to the reference; else within its error bound
+    reset: Callable[[], object] = lambda: None  # restores overwritten inputs; not timed
+    # Context in which a CUDA graph must be captured; every rank enters it.
     capturing: Callable[[], AbstractContextManager[Any]] = nullcontext
-    foreign: bool = False  # another library runs in it, whose failure does not end the benchmark
-    # Ranks wait for each other in it. Whoever starts a row of calls first waits for the others, so
-    # that the shortest of the ranks' times is what the calls take.
+    foreign: bool = False  # runs another library, whose failure does not end the benchmark
+    # Whether ranks wait for each other in the call. Then the first rank of a replay waits for the
+    # last one, so the shortest of the ranks' times is the time of the calls.
     in_step: bool = True
-    # What is wrong with a result of a buffer set, for an arm that has other results than the mode.
+    # Describes the error of a result, for an arm whose results are not those of the mode.
     check: Callable[[Any, int], str] | None = None
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """A plain all-reduce of this rank's partial sum, to be followed by a norm."""
+    """A plain all-reduce of this rank's partial sums, to be followed by a norm."""
 
-    name: str  # of the arm that it becomes, without what follows
+    name: str  # name of the arm without the suffix of the norm
     call: Callable[[int], torch.Tensor]  # returns the reduced sum of a buffer set
-    # As of an Arm.
+    # As in Arm.
     reset: Callable[[], object] = lambda: None
     capturing: Callable[[], AbstractContextManager[Any]] = nullcontext
     foreign: bool = True
 
     def then(self, call: Call, name: str = "") -> Arm:
-        """The arm whose `call` reduces by this, then returns what `outcome_of` takes."""
+        """Returns an arm for `call`, which runs this reduction and what follows it."""
         return Arm(
             *(name or self.name, call, outcome_of),
             reset=self.reset,
@@ -76,7 +78,7 @@ class Reduction:
 
 
 def outcome_of(result: Any) -> Outcome:
-    """Of a call that returned an `allnorm.QuantizedNorm`, or else (normed, residual)."""
+    """Converts the result of a call: an `allnorm.QuantizedNorm` or (normed, residual)."""
     if isinstance(result, allnorm.QuantizedNorm):
         return Outcome(result.residual, result.normed, result.quantized, result.scale)
     normed, residual = result
@@ -84,14 +86,16 @@ def outcome_of(result: Any) -> Outcome:
 
 
 def make_arm(comm: allnorm.Communicator, case: Case, mode: Mode, name: str) -> Arm | str:
-    """The arm of that name, of `modes.arm_names`, or why it cannot run this.
+    """Returns the arm with a name of `modes.arm_names`, or the reason why it cannot run.
 
-    "allnorm" chooses its algorithm, "allnorm:two_shot" names one; "allnorm16" is the call without
-    quantisation. Where more comes before the residual: "allnorm+norm", the call with the post norm
-    alone, then the local add + norm kernel; "sum+allnorm", a kernel that sums what experts return,
-    then the call, as in front of other all-reduces too. "nccl+torch": all-reduce, PyTorch's add and
-    RMSNorm; "nccl+local": all-reduce, allnorm's local add + norm kernel. "+quant": the results are
-    quantised too, by a kernel of its own, or within the local kernel.
+    - "allnorm": the call with its own choice of algorithm; "allnorm:two_shot": with that algorithm;
+      "allnorm16": without quantization.
+    - "allnorm+norm": a call that only reduces and applies the post norm, then the local add + norm
+      kernel.
+    - "sum+allnorm": a kernel that sums the rows of experts, then the call.
+    - "nccl+torch": all-reduce, PyTorch's add and RMSNorm.
+    - "nccl+local": all-reduce, allnorm's local add + norm kernel.
+    - suffix "+quant": then a quantization kernel; with "+local" the local kernel quantizes.
     """
     if name.startswith("allnorm16"):
         plain = replace(mode, quant="", return_normed=False)
@@ -135,10 +139,10 @@ def make_arm(comm: allnorm.Communicator, case: Case, mode: Mode, name: str) -> A
 
 
 def yardstick(name: str, case: Case, mode: Mode) -> Arm:
-    """What behind a product is compared with: no arm can be faster, none has less to do.
+    """Returns an arm that gives a lower bound for the times after a GEMM.
 
-    "empty" is a kernel that does nothing (on CPU no call at all); "local" is allnorm's add + norm
-    (+ quantise) of this rank's partial sum, without an exchange.
+    "empty" is a kernel that does nothing (on CPU: no call). "local" is allnorm's add + norm
+    (+ quantization) of this rank's partial sums, without communication.
     """
     if name == "empty":
         return Arm(name, _nothing(case.device), _no_outcome, in_step=False, check=_not_checked)
@@ -172,7 +176,7 @@ def _nothing(device: torch.device) -> Call:
 
 
 def _no_outcome(result: Any) -> Outcome:
-    raise AssertionError("an arm without a result is not compared")
+    raise AssertionError("an arm without a result must not be compared")
 
 
 def _not_checked(result: Any, index: int) -> str:
@@ -182,7 +186,7 @@ def _not_checked(result: Any, index: int) -> str:
 def allnorm_arm(
     comm: allnorm.Communicator, case: Case, mode: Mode, name: str, algorithm: str
 ) -> Arm | str:
-    """One of allnorm's algorithms, or "auto"; or why it cannot run this."""
+    """Returns the arm of an allnorm algorithm or "auto", or the reason why it cannot run."""
     sharded = mode.residual_sharded
     try:
         plan = comm.plan(
@@ -214,7 +218,7 @@ def allnorm_arm(
 
 
 def _part(comm: allnorm.Communicator, case: Case, name: str) -> Arm | str:
-    """A part of a hierarchical call by itself, whose result is checked with the whole call's."""
+    """Returns the arm of one step of a hierarchical call; only the whole call is checked."""
     shape = case.num_rows, case.shape.hidden_size, case.dtype
     try:
         plan = comm.plan(*shape, algorithm="hierarchical")
@@ -235,7 +239,7 @@ def _part(comm: allnorm.Communicator, case: Case, name: str) -> Arm | str:
 
 
 def _norm_twice(comm: allnorm.Communicator, case: Case, mode: Mode, name: str) -> Arm:
-    """Two launches: all-reduce and post norm, then the residual and the second norm."""
+    """Returns an arm of two launches: all-reduce and post norm, then residual add and norm."""
     norm = case.post_norm
     assert norm is not None
     options: dict[str, Any] = {"weight_bias": norm.weight_bias, "numerics": case.numerics}
@@ -251,7 +255,7 @@ def _norm_twice(comm: allnorm.Communicator, case: Case, mode: Mode, name: str) -
 
 
 def _sum_first(comm: allnorm.Communicator, case: Case, mode: Mode, name: str) -> Arm:
-    """Two launches: the sum over experts, then the call."""
+    """Returns an arm of two launches: the sum over experts, then the call."""
     summed, options = expert_sums(case), case.options(mode)
     rest = [(batch.residual, batch.weight, case.shape.eps) for batch in case.batches]
     method: Any = comm.all_reduce_add_rms_norm_quant if mode.quant else comm.all_reduce_add_rms_norm
@@ -274,7 +278,7 @@ def _sum_and_reduce(case: Case) -> Callable[[int], torch.Tensor]:
 
 
 def expert_sums(case: Case) -> Callable[[int], torch.Tensor]:
-    """A kernel that only sums what experts return: Triton's on GPUs, PyTorch's on CPUs.
+    """Returns a function that sums the rows of experts: a Triton kernel; on CPUs, PyTorch.
 
     Raises:
         ImportError: on a GPU, Triton is not installed.
@@ -301,7 +305,7 @@ def expert_sums(case: Case) -> Callable[[int], torch.Tensor]:
 
 
 def then_local_norm(reduction: Reduction, case: Case, mode: Mode, name: str) -> Arm:
-    """An all-reduce, followed by allnorm's local add + norm (+ quantise) kernel."""
+    """Returns an arm: the reduction, then allnorm's local add + norm (+ quantization) kernel."""
     options, reduce = case.options(mode), reduction.call
     rest = [(batch.residual, batch.weight, case.shape.eps) for batch in case.batches]
     function = allnorm.add_rms_norm_quant if mode.quant else allnorm.add_rms_norm
@@ -313,11 +317,11 @@ def then_local_norm(reduction: Reduction, case: Case, mode: Mode, name: str) -> 
 
 
 def then_quantize(arm: Arm, case: Case, mode: Mode, name: str = "") -> Arm | str:
-    """An arm of 16-bit results, followed by a kernel that does nothing but quantise them."""
+    """Returns an arm that runs `arm`, then quantizes its 16-bit results in a separate kernel."""
     spec = case.spec(mode.quant)
     assert spec is not None
     if not has_quantizer(spec, case.device):
-        return "there is no kernel here that only quantises so"
+        return _NO_QUANTIZER
     quantize = quantizer(spec, case.shape.hidden_size, case.device)
 
     def call(index: int) -> Any:
@@ -332,13 +336,13 @@ def then_quantize(arm: Arm, case: Case, mode: Mode, name: str = "") -> Arm | str
 
 
 def has_quantizer(spec: Quant, device: torch.device) -> bool:
-    """Whether `quantizer` has a kernel; Triton's has none for scales in tiles, nor for e2m1."""
+    """Returns whether `quantizer` supports the spec; on GPUs not for tiled scales or NVFP4."""
     tiles = is_swizzled(spec)
     return device.type != "cuda" or not (tiles or isinstance(spec, allnorm.NvFp4))
 
 
 def quantizer(spec: Quant, hidden_size: int, device: torch.device) -> Quantizer:
-    """A kernel that only quantises: Triton's on GPUs, plain PyTorch on CPUs.
+    """Returns a function that only quantizes: a Triton kernel; on CPUs, PyTorch.
 
     Raises:
         ImportError: on a GPU, Triton is not installed.
@@ -362,20 +366,20 @@ def quantizer(spec: Quant, hidden_size: int, device: torch.device) -> Quantizer:
     return quantize
 
 
-# ---- the unfused way with a sharded residual -----------------------------------------------------
+# ---- unfused arms with a sharded residual --------------------------------------------------------
 
 
 def _sharded(case: Case, mode: Mode, name: str, local: bool) -> Arm | str:
     spec = case.spec(mode.quant)
-    static = isinstance(spec, allnorm.Fp8PerTensor)  # its scale need not be gathered
+    static = isinstance(spec, allnorm.Fp8PerTensor)  # the scale need not be gathered
     if is_swizzled(spec):
-        return "tiles of scales of rows that are gathered would have to be laid out anew"
+        return "tiled scales would need a new layout after the all-gather"
     if spec is not None and not local and not has_quantizer(spec, case.device):
-        return "there is no kernel here that only quantises so"
+        return _NO_QUANTIZER
     if isinstance(spec, allnorm.Fp8PerGroup):
         if spec.scale_format == "ue8m0_packed":
-            return "packed scales of rows that are gathered would have to be laid out anew"
-        # Scales are gathered row by row; consumers of columns would have to transpose them.
+            return "packed scales would need a new layout after the all-gather"
+        # Scales are gathered by rows. A column-major consumer would have to transpose them.
         spec = allnorm.Fp8PerGroup(spec.group_size, "row_major", spec.scale_format)
     share = -(-case.num_rows // case.world_size)
     lo = min(case.num_rows, case.rank * share)
@@ -435,18 +439,19 @@ def _torch_norm(
 
 
 def _padded(rows: torch.Tensor, height: int) -> torch.Tensor:
-    """A contiguous copy with rows of zeros below, up to `height`."""
+    """Returns a contiguous copy, padded with rows of zeros to `height` rows."""
     return F.pad(rows, (0, 0, 0, height - rows.shape[0])).contiguous()
 
 
 def _gather(parts: list[torch.Tensor]) -> list[torch.Tensor]:
-    """All ranks' rows of each part; one launch on GPUs."""
+    """Gathers all ranks' rows of each part; in one launch on GPUs."""
     ranks = dist.get_world_size()
     wholes = [part.new_empty(part.shape[0] * ranks, *part.shape[1:]) for part in parts]
     together = len(parts) > 1 and parts[0].is_cuda
-    # Private, and the only way to have one launch for several.
+    # A private function, but the only way to gather several tensors in one launch.
     grouped = dist._coalescing_manager(device=parts[0].device) if together else nullcontext()  # type: ignore[attr-defined]
     with grouped:
         for whole, part in zip(wholes, parts, strict=True):
-            gather_into(whole.view(torch.uint8), part.view(torch.uint8))  # NCCL knows no FP8
+            # As bytes, because NCCL does not support FP8.
+            gather_into(whole.view(torch.uint8), part.view(torch.uint8))
     return wholes

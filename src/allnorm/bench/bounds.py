@@ -1,10 +1,10 @@
-"""How far the result of another library may be from the reference's.
+"""Error bounds for the results of other libraries.
 
-A baseline sums in its own order and precision, so its bits differ. Its error is bounded, and the
-bound is derived here, not guessed: N ranks cost at most N - 1 roundings of partial sums on its side
-and one on the reference's, every later step at most one on either side. A quantised result is
-compared with the reference's rows before quantisation: beside what those may be off, a value may
-be off by half a unit of the last place of its FP8 number.
+Another library sums in a different order and precision, so its bits differ from the reference's.
+The bound is derived: N ranks cause at most N - 1 roundings of partial sums in the library and one
+in the reference; each later step adds at most one rounding on either side. A quantized result is
+compared with the reference's rows before quantization; to their bound, quantization adds half a
+unit in the last place of the FP8 number.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from allnorm.names import TOP_K
 from allnorm.quant import DTYPE, E2M1_SIZES, NVFP4_GROUP_SIZE, Quant, is_swizzled, swizzled_rows
 
 Result = tuple[torch.Tensor, torch.Tensor]
-"""normed, residual_out."""
+"""A pair (normed, residual_out)."""
 
-_SECOND_ORDER = 1.05  # products of roundings, left out of the first-order bound
+_SECOND_ORDER = 1.05  # allows for products of roundings, which the first-order bound omits
 _FP8_MAX = 448.0
 _MIN_AMAX = 1e-10
 
 
 def describe_error(got: Outcome, case: Case, index: int, quant: str) -> str:
-    """Describes what of an arm's result exceeds its derived bound; "" if nothing does.
+    """Describes the first part of an arm's result that exceeds its bound; "" if none does.
 
-    `quant` is the mode's spec by name.
+    `quant` is the name of the mode's quantization spec.
     """
     expected = case.expected[index]
     limits = bounds(case, index)
@@ -51,10 +51,10 @@ def describe_quantized(
     limit: torch.Tensor,
     spec: Quant,
 ) -> str:
-    """Describes which scales or values exceed their bounds; "" if none do.
+    """Describes the scales or values that exceed their bounds; "" if none do.
 
-    `normed` are the reference's rows before quantisation, `limit` how far they may be off, element
-    by element, float32.
+    `normed` are the reference's rows before quantization. `limit` is the error bound of each of
+    their elements, in float32.
     """
     wanted, size = normed.float(), _group_size(spec, normed.shape[-1])
     scales = scale_of_elements(scale, spec, *normed.shape)
@@ -63,7 +63,7 @@ def describe_quantized(
     if not isinstance(spec, allnorm.Fp8PerTensor):
         groups = wanted.unflatten(-1, (-1, size))
         largest = groups.abs().amax(-1)
-        # A quotient just above a power of two has the next one as its scale.
+        # The slack allows for a quotient on the other side of a power of two.
         slack = limit.unflatten(-1, (-1, size)).amax(-1) * _SECOND_ORDER + 1e-6 * largest
         low, high = (_scale(largest + sign * slack, spec) for sign in (-1, 1))
         got = scales.unflatten(-1, (-1, size))[..., 0]
@@ -73,7 +73,7 @@ def describe_quantized(
             return f"scale: {int(outside.sum())} of {outside.numel()} beyond the bound"
     values = quantized.float() * scales
     near = limit + _half_unit((wanted.abs() + limit) / scales) * scales
-    # A static scale that is too small for a value clamps it, on both sides.
+    # If a static scale is too small for a value, library and reference both clamp it.
     wanted = wanted.clamp(-_FP8_MAX * scales, _FP8_MAX * scales)
     return _compare("dequantized", values, wanted, _SECOND_ORDER * near)
 
@@ -81,7 +81,7 @@ def describe_quantized(
 def scale_of_elements(
     scale: torch.Tensor, spec: Quant, num_tokens: int, hidden_size: int
 ) -> torch.Tensor:
-    """The scale of each element, float32 [num_tokens, hidden_size], from any layout and format."""
+    """Expands scales of any layout and format to one per element: float32 [rows, columns]."""
     if isinstance(spec, allnorm.Fp8PerTensor):
         return scale.reshape(1, 1).expand(num_tokens, hidden_size)
     size = _group_size(spec, hidden_size)
@@ -90,7 +90,7 @@ def scale_of_elements(
         rows = swizzled_rows(scale, -(-groups // 4))[:num_tokens, :groups]
         is_fp4 = isinstance(spec, allnorm.NvFp4)
         scale = rows.view(DTYPE) if is_fp4 else (rows.int() << 23).view(torch.float32)
-    if scale.dtype == torch.int32:  # four exponents to a word, the first in the lowest byte
+    if scale.dtype == torch.int32:  # four exponents per word, the first in the lowest byte
         shifts = torch.arange(0, 32, 8, device=scale.device, dtype=torch.int32)
         exponents = (scale.unsqueeze(-1) >> shifts & 0xFF).flatten(-2)
         scale = (exponents << 23).view(torch.float32)[:, : hidden_size // size]
@@ -104,7 +104,7 @@ def _describe_nvfp4(
     limit: torch.Tensor,
     spec: allnorm.NvFp4,
 ) -> str:
-    """The same of e2m1 elements, whose scales have been rounded to e4m3."""
+    """Describes errors of NVFP4 results: e2m1 elements whose scales are rounded to e4m3."""
     global_scale = spec.global_scale.reshape(1)
     size = _group_size(spec, wanted.shape[-1])
     largest = wanted.unflatten(-1, (-1, size)).abs().amax(-1)
@@ -122,7 +122,7 @@ def _describe_nvfp4(
     codes = torch.stack((quantized & 15, quantized >> 4), -1).flatten(-2).long()
     values = sizes[codes & 7] * torch.where(codes & 8 != 0, -1.0, 1.0) * units
     magnitude = (wanted.abs() + limit) / units
-    # Half of the distance between numbers, in units.
+    # Half the distance between neighboring e2m1 numbers, in units.
     half = torch.where(magnitude < 2, 0.25, torch.where(magnitude < 4, 0.5, 1.0))
     near = limit + half * units
     wanted = wanted.clamp(-E2M1_SIZES[-1] * units, E2M1_SIZES[-1] * units)
@@ -130,14 +130,14 @@ def _describe_nvfp4(
 
 
 def bounds(case: Case, index: int) -> Result:
-    """Largest allowed errors of normed and residual_out, element by element, in float32."""
+    """Returns the largest allowed error of each element of (normed, residual_out), in float32."""
     batch, shape, info = case.batches[index], case.shape, torch.finfo(case.dtype)
     unit = info.eps / 2
     partials = list(batch.xs)
     delta = torch.zeros_like(batch.residual, dtype=torch.float32)
     if case.experts:
         partials = [reference.expert_sum(experts) for experts in case.experts[index]]
-        # Sums over experts in another order, in float32, each rounded to the dtype.
+        # Sums over experts in a different order, in float32, each rounded to the dtype.
         for experts, partial in zip(case.experts[index], partials, strict=True):
             delta = delta + _sum_error(experts) + unit * partial.float().abs()
     magnitude = torch.stack([x.float().abs() for x in partials]).sum(0)
@@ -148,7 +148,7 @@ def bounds(case: Case, index: int) -> Result:
         gain = post.weight.float() + post.weight_bias
         delta = _after_norm(reduced.float(), delta, gain, post.eps, unit)
     summed = case.expected[index][1].float()
-    # Two roundings of the residual sum, a third if the norm reads it unrounded.
+    # Two roundings of the residual sum, and a third one if the norm reads the unrounded sum.
     delta = delta + 3 * unit * (summed.abs() + unit * magnitude)
     delta = _SECOND_ORDER * delta + info.smallest_normal * info.eps * 4
     gain = batch.weight.float() + shape.weight_bias
@@ -157,13 +157,13 @@ def bounds(case: Case, index: int) -> Result:
 
 
 def _sum_error(experts: allnorm.ExpertSum) -> torch.Tensor:
-    """What a float32 sum of a token's rows may be off by, in whatever order it is taken."""
+    """Returns the error bound of float32 sums of experts' rows, for any order of summation."""
     rows, weights, shared = experts.rows, experts.weights, experts.shared
     sizes = allnorm.ExpertSum(
         *(rows.abs(), None if weights is None else weights.abs(), experts.index),
         None if shared is None else shared.abs(),
     )
-    # A product and an addition each.
+    # Each row adds two roundings: of its multiplication and of its addition.
     return (
         2 * (TOP_K[-1] + 1) * torch.finfo(torch.float32).eps * reference.expert_sum(sizes).float()
     )
@@ -172,9 +172,9 @@ def _sum_error(experts: allnorm.ExpertSum) -> torch.Tensor:
 def _after_norm(
     summed: torch.Tensor, delta: torch.Tensor, gain: torch.Tensor, eps: float, unit: float
 ) -> torch.Tensor:
-    """What the norm of `summed` may be off by, where that may be off by `delta`."""
+    """Returns the error bound of the norm of `summed`, whose own error bound is `delta`."""
     norm = (summed.square().mean(-1, keepdim=True) + eps).sqrt()
-    # | rms(z + d) - rms(z) | <= rms(d), and the float32 sum of squares has its own rounding.
+    # |rms(z + d) - rms(z)| <= rms(d); then the rounding of the float32 sum of squares.
     relative = delta.square().mean(-1, keepdim=True).sqrt() / norm
     relative = relative + summed.shape[-1] * torch.finfo(torch.float32).eps / 4
     relative = torch.where(relative < 0.5, relative / (1 - relative), torch.inf)
@@ -190,7 +190,7 @@ def _group_size(spec: Quant, hidden_size: int) -> int:
 
 
 def _scale(largest: torch.Tensor, spec: Quant) -> torch.Tensor:
-    """The scale that belongs to a largest magnitude."""
+    """Returns the scale for groups with these largest magnitudes."""
     scale = largest.clamp(min=_MIN_AMAX) / _FP8_MAX
     if isinstance(spec, allnorm.Fp8PerGroup) and spec.scale_format != "float32":
         mantissa, exponent = torch.frexp(scale)
@@ -200,8 +200,8 @@ def _scale(largest: torch.Tensor, spec: Quant) -> torch.Tensor:
 
 
 def _half_unit(magnitude: torch.Tensor) -> torch.Tensor:
-    """Half a unit of the last place of the float8_e4m3fn numbers of that magnitude."""
-    exponent = torch.frexp(magnitude).exponent - 1  # of the leading bit; the last is the third
+    """Returns half a unit in the last place of float8_e4m3fn numbers of that magnitude."""
+    exponent = torch.frexp(magnitude).exponent - 1  # of the leading bit; three bits follow it
     return torch.ldexp(torch.ones_like(magnitude), exponent.clamp(min=-6) - 4)
 
 
@@ -212,7 +212,7 @@ def _compare(name: str, got: torch.Tensor, wanted: torch.Tensor, limit: torch.Te
         return ""
     where = int(outside.flatten().nonzero()[0])
     return (
-        f"{name}: {int(outside.sum())} of {outside.numel()} elements beyond the bound of "
-        f"its roundings, first at {where}: {float(got.flatten()[where]):g} instead of "
+        f"{name}: {int(outside.sum())} of {outside.numel()} elements exceed the rounding error "
+        f"bound, first at {where}: {float(got.flatten()[where]):g} instead of "
         f"{float(wanted.flatten()[where]):g}"
     )

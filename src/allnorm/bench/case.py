@@ -1,4 +1,4 @@
-"""One shape of a benchmark: the inputs of all ranks, and the reference's results."""
+"""A benchmark case: one shape with the inputs of all ranks and the reference's results."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from allnorm.bench.modes import Mode, Shape, quant_of
 from allnorm.quant import Quant, check_hidden_size
 from allnorm.testing import DTYPES, Batch, make_batch
 
-NUM_SETS = 2  # rotating buffer sets
+NUM_SETS = 2  # buffer sets, used in rotation
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one call returned."""
+    """The result of one call."""
 
-    residual: torch.Tensor  # the new residual, or the rows of it that this rank holds
+    residual: torch.Tensor  # the new residual, or this rank's rows of it
     normed: torch.Tensor | None = None  # [num_tokens, hidden_size], in the dtype of the input
-    quantized: torch.Tensor | None = None  # float8_e4m3fn, of the shape of `normed`
-    scale: torch.Tensor | None = None  # as the spec says
-    # Which rows of the whole `residual` has; None for all of them.
+    quantized: torch.Tensor | None = None  # float8_e4m3fn, in the shape of `normed`
+    scale: torch.Tensor | None = None  # scales in the layout of the spec
+    # The row range that `residual` covers; None: all rows.
     rows: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
 class Case:
-    """One shape: its inputs and the reference's results, computed once for all modes and arms."""
+    """The inputs and the reference's results of one shape, computed once for all modes and arms."""
 
     shape: Shape  # num_tokens, hidden_size and the constants of the norm
     rank: int  # this rank
     world_size: int  # number of ranks
-    dtype: torch.dtype  # of all tensors
-    device: torch.device  # of all tensors
-    numerics: str  # rounding mode of what allnorm computes
+    dtype: torch.dtype  # dtype of all tensors
+    device: torch.device  # device of all tensors
+    numerics: str  # rounding mode of allnorm's calls
     batches: tuple[Batch, ...]  # the inputs of all ranks, per buffer set
     # The reference's normed rows and new residual, per buffer set.
     expected: tuple[tuple[torch.Tensor, torch.Tensor], ...]
-    post_norm: allnorm.PostNorm | None = None  # of the reduced sum
-    # What stands for the partial sums of all ranks, per buffer set; () if nothing does.
+    post_norm: allnorm.PostNorm | None = None  # norm of the reduced sum
+    # All ranks' expert sums, which replace the partial sums, per buffer set; () for none.
     experts: tuple[tuple[allnorm.ExpertSum, ...], ...] = ()
-    islands: Any = None  # of the ranks, as `allnorm.reference` takes them
+    islands: Any = None  # the islands, in the form of `allnorm.reference`
     _changed: dict[tuple[bool, int], Case] = field(default_factory=dict)
     _specs: dict[str, Quant | None] = field(default_factory=dict)
     _quantized: dict[str, tuple[tuple[torch.Tensor, torch.Tensor], ...]] = field(
@@ -53,7 +53,7 @@ class Case:
     )
 
     def of(self, mode: Mode) -> Case:
-        """The case as the mode wants it: with what comes before the residual."""
+        """Returns the case with the post norm or experts of the mode."""
         key = mode.post_norm, mode.experts
         if mode.is_plain:
             return self
@@ -63,11 +63,11 @@ class Case:
 
     @functools.cached_property
     def xs(self) -> list[Any]:
-        """This rank's partial sum, or what stands for it, per buffer set."""
+        """This rank's partial sums, or the expert sums in their place, per buffer set."""
         return [each[self.rank] for each in self.experts or (b.xs for b in self.batches)]
 
     def checksums(self) -> list[int]:
-        """Checksums of what calls read, to see whether an arm has overwritten it."""
+        """Returns checksums of the inputs, to detect an arm that overwrites them."""
         words = {2: torch.int16, 4: torch.int32}[self.dtype.itemsize]
         given = [x.rows if isinstance(x, allnorm.ExpertSum) else x for x in self.xs]
         read = [*given, *(part for b in self.batches for part in (b.residual, b.weight))]
@@ -75,17 +75,17 @@ class Case:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the input."""
+        """The number of rows of the input."""
         return self.shape.num_tokens
 
     def spec(self, quant: str) -> Quant | None:
-        """The spec of a mode, one object for all calls of this shape."""
+        """Returns the quantization spec with that name; one object for all calls of this shape."""
         if quant not in self._specs:
             self._specs[quant] = quant_of(quant, self.device)
         return self._specs[quant]
 
     def quantized(self, quant: str) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
-        """The reference's quantized rows and scales, per buffer set."""
+        """Returns the reference's quantized rows and scales, per buffer set."""
         if quant not in self._quantized:
             spec = self.spec(quant)
             assert spec is not None
@@ -95,7 +95,7 @@ class Case:
         return self._quantized[quant]
 
     def options(self, mode: Mode) -> dict[str, Any]:
-        """The keyword arguments of allnorm's calls, those that quantise if the mode does."""
+        """Returns the keyword arguments of allnorm's calls, including quantization options."""
         options: dict[str, Any] = {
             "weight_bias": self.shape.weight_bias,
             "numerics": self.numerics,
@@ -105,23 +105,23 @@ class Case:
         return options | ({"quant": spec, "return_normed": mode.return_normed} if spec else {})
 
     def unbiased_weights(self) -> list[torch.Tensor]:
-        """The weights with the bias added, for a norm that takes none, per buffer set."""
+        """Returns the weights plus their bias, for norms without a bias, per buffer set."""
         bias = self.shape.weight_bias
         return [batch.weight + bias if bias else batch.weight for batch in self.batches]
 
     def obstacle(self, quant: str) -> str:
-        """Why rows of this width cannot be quantised so; "" if they can."""
+        """Returns the reason why rows of this width cannot be quantized so; "" if they can."""
         spec = self.spec(quant)
         try:
             if spec is not None:
                 check_hidden_size(spec, self.shape.hidden_size)
         except allnorm.UnsupportedError:
-            return f"hidden_size {self.shape.hidden_size} does not consist of whole groups"
+            return f"hidden_size {self.shape.hidden_size} is not a multiple of the group size"
         return ""
 
 
 def _change(case: Case, post_norm: bool, experts: int) -> Case:
-    """A case with the same inputs, and more before the residual."""
+    """Returns a case with the same inputs, with a post norm or experts added."""
     shape, norm = case.shape, None
     if post_norm:
         weight = case.batches[0].weight.flip(0).contiguous()
@@ -151,7 +151,7 @@ def _change(case: Case, post_norm: bool, experts: int) -> Case:
 
 
 def _experts(shared: torch.Tensor, top_k: int, seed: int) -> allnorm.ExpertSum:
-    """Rows of experts in a random order, as they leave a grouped product; all of them are here."""
+    """Makes rows of experts in random order, as a grouped GEMM writes them; all are local."""
     num_tokens, hidden_size = shared.shape
     generator = torch.Generator(shared.device).manual_seed(seed)
     make: dict[str, Any] = {"generator": generator, "device": shared.device}
@@ -172,9 +172,9 @@ def make_case(
     seed: int,
     islands: Any = None,
 ) -> Case:
-    """Makes the inputs of a shape, different in each buffer set and on each rank, and references.
+    """Makes a case with different inputs in each buffer set and on each rank.
 
-    `seed` is the same on every rank, and so are `islands`, as `allnorm.reference` takes them.
+    `seed` and `islands` must be equal on every rank; `islands` has the form of `allnorm.reference`.
     """
     options: dict[str, Any] = {
         "weight_bias": shape.weight_bias,

@@ -1,11 +1,11 @@
-"""How arms are timed: calls by the wall clock on CPUs, replays of CUDA graphs on GPUs.
+"""Timing of arms: wall time of calls on CPUs, replays of CUDA graphs on GPUs.
 
-Arms take turns, round after round, so that what changes in the machine hits all of them alike. A
-matrix product may stand in front of every call, as in a model; its own time is then taken off.
+Arms are interleaved round by round, so that changes of the machine affect all of them equally. A
+GEMM may run before every call, as in a model; its time is then subtracted.
 
-Ranks start a replay up to some ten microseconds apart, and who is first waits in its first call.
-In a chain the slowest rank's median counts. Behind a product ranks' times are put together replay
-by replay (`over_ranks`): the shortest of them where ranks wait for each other, else the longest.
+Ranks start a replay about ten microseconds apart, and the first rank waits in its first call. In a
+chain of calls the slowest rank's median counts. After a GEMM the ranks' times are combined per
+replay (`over_ranks`): the shortest if ranks wait for each other, otherwise the longest.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _CUDA_ROUNDS = 9
 _REPLAYS_PER_ROUND = 3
 _WARM_UP_REPLAYS = 2
 _CPU_ROUNDS = 10
-_CPU_CALLS = (5, 1000)  # least and most timed calls of an arm
-_CPU_WARM_UP = 2  # beside the checked calls
+_CPU_CALLS = (5, 1000)  # minimum and maximum number of timed calls of an arm
+_CPU_WARM_UP = 2  # in addition to the checked calls
 _EAGER_CALLS = 200
-_ALONE = "the product alone"
+_ALONE = "the GEMM alone"
 
 
 def _sets(arm: Arm) -> list[Callable[[], object]]:
@@ -50,12 +50,15 @@ def _sets(arm: Arm) -> list[Callable[[], object]]:
 
 
 def _calls(arm: Arm, number: int) -> Iterator[Callable[[], object]]:
-    """Calls over the buffer sets in turn."""
+    """Returns `number` calls that rotate over the buffer sets."""
     return itertools.islice(itertools.cycle(_sets(arm)), number)
 
 
 def time_cpu(arms: Sequence[Arm], seconds: float) -> Samples:
-    """Wall time of every call; each arm, known to run, for about `seconds`. Collective."""
+    """Measures the wall time of calls, for about `seconds` per arm. Collective.
+
+    Every arm must have run before.
+    """
     samples: Samples = {arm.name: [] for arm in arms}
     calls = [calls_that_fit(_calls(arm, _CPU_WARM_UP), seconds, *_CPU_CALLS) for arm in arms]
     for turn in range(_CPU_ROUNDS):
@@ -68,7 +71,10 @@ def time_cpu(arms: Sequence[Arm], seconds: float) -> Samples:
 
 
 def capture(arm: Arm, num_tokens: int) -> torch.cuda.CUDAGraph:
-    """A graph of calls of an arm that has been called before; warm afterwards. Collective."""
+    """Captures calls of an arm in a graph and warms it up. Collective.
+
+    The arm must have run before.
+    """
     arm.reset()
     graph = capture_turns(_sets(arm), num_tokens, _WARM_UP_REPLAYS, arm.capturing())
     torch.cuda.synchronize()
@@ -78,11 +84,10 @@ def capture(arm: Arm, num_tokens: int) -> torch.cuda.CUDAGraph:
 def time_cuda(
     arms: Sequence[tuple[Arm, torch.cuda.CUDAGraph]], num_tokens: int, rounds: int = _CUDA_ROUNDS
 ) -> Samples:
-    """Time per call of replays of what `capture` made of each arm. Collective.
+    """Measures the time per call in replays of each arm's graph. Collective.
 
-    Each has its turn in every round, with three timed replays. The order is another one in each
-    round, the same on all ranks: what an arm leaves behind, a GPU that has slowed down above all,
-    is not always the same arm's burden.
+    Each round runs three timed replays of every arm. The order differs per round and is equal on
+    all ranks, so that an arm that slows the GPU down does not always affect the same next arm.
     """
     samples: Samples = {arm.name: [] for arm, _ in arms}
     calls = calls_per_graph(num_tokens)
@@ -90,7 +95,7 @@ def time_cuda(
         for arm, graph in random.Random(turn).sample(arms, len(arms)):
             with _naming(arm):
                 arm.reset()
-                # Untimed: aligns the ranks and keeps the GPU busy while the host launches the next.
+                # Untimed: aligns the ranks and keeps the GPU busy during the next launches.
                 graph.replay()
                 times_us = time_steps([graph.replay] * _REPLAYS_PER_ROUND)
             samples[arm.name] += [us / calls for us in times_us]
@@ -98,13 +103,13 @@ def time_cuda(
 
 
 def time_eager(arm: Arm, synchronize: Callable[[], None]) -> dict[str, float]:
-    """Calls one after the other without a graph. Collective.
+    """Times consecutive calls without a graph. Collective.
 
-    The arm has been called before; `synchronize` waits for the device.
+    The arm must have run before. `synchronize` waits for the device.
 
     Returns:
-        `host_us`: the median time that enqueuing a call takes the host; `eager_us`: time per call
-        until all of them are done.
+        `host_us`: the median host time to enqueue a call; `eager_us`: time per call until the
+        device has finished all calls.
     """
     arm.reset()
     synchronize()
@@ -122,7 +127,7 @@ def time_eager(arm: Arm, synchronize: Callable[[], None]) -> dict[str, float]:
 
 @contextlib.contextmanager
 def _naming(arm: Arm) -> Iterator[None]:
-    """Names the arm in an error: after a kernel that failed a process can do no more on its GPU."""
+    """Adds the arm's name to an error: a failed kernel makes the GPU unusable for the process."""
     try:
         yield
     except Exception as error:
@@ -131,14 +136,14 @@ def _naming(arm: Arm) -> Iterator[None]:
 
 
 def over_ranks(arm: Arm) -> str:
-    """How ranks' times of a replay behind a product are put together: "shortest" or "longest"."""
+    """Returns how ranks' times of a replay after a GEMM are combined: "shortest" or "longest"."""
     return "shortest" if arm.in_step else "longest"
 
 
 def together(samples: Samples, arms: Iterable[Arm]) -> Samples:
-    """Of all ranks' times of each replay, or call, the one that counts. Collective.
+    """Combines the ranks' times of each replay (or call), as `over_ranks` says. Collective.
 
-    `samples` are this rank's; the result is the same on every rank.
+    `samples` are this rank's. The result is equal on every rank.
     """
     ranks = gather(samples)
     return {
@@ -152,13 +157,13 @@ def together(samples: Samples, arms: Iterable[Arm]) -> Samples:
 
 
 class Product:
-    """A linear layer of `columns` input features in front of every call.
+    """A linear layer (GEMM) with `columns` input features that runs before every call.
 
-    It writes the partial sums of a case, or the shared expert's part of them, which have other
-    values until `restore`. Its weights lie as a layer's do, [hidden_size, columns]: for those the
-    library behind it has other kernels than for their transpose, which end otherwise. It leaves
-    little in the caches of what a call reads beside its input, and nothing of the launch overlaps
-    the call before. Two layers take turns, so that wide ones are not in the caches themselves.
+    It overwrites the partial sums of a case, or the shared expert's rows, until `restore`. Its
+    weights have the layout of a layer, [hidden_size, columns], because the GEMM library runs
+    different kernels for the transpose. It evicts most of the call's other inputs from the caches,
+    and the call's launch does not overlap the previous call. Two layers alternate, so that the
+    weights of wide ones are not cached either.
     """
 
     def __init__(self, case: Case, columns: int) -> None:
@@ -169,13 +174,13 @@ class Product:
         self._weights = [
             torch.randn(case.shape.hidden_size, columns, **options) for _ in range(NUM_SETS)
         ]
-        # The library behind it allocates at its first product, which no CUDA graph can capture.
+        # The GEMM library allocates memory at its first call, which a CUDA graph cannot capture.
         for index in range(NUM_SETS):
             self._multiply(index)
         self.restore()
 
     def before(self, arm: Arm) -> Arm:
-        """The same arm, each call behind a product."""
+        """Returns the arm with a GEMM before each call."""
 
         def call(index: int) -> Any:
             self._multiply(index)
@@ -184,12 +189,12 @@ class Product:
         return replace(arm, call=call)
 
     def alone(self) -> Arm:
-        """An arm that makes the product and no call."""
+        """Returns an arm that runs only the GEMM."""
         return Arm(_ALONE, self._multiply, lambda result: result, in_step=False)
 
     @staticmethod
     def take_off(samples: Samples) -> tuple[Samples, float]:
-        """Every arm's times, of all ranks, beyond the product's median, and that median."""
+        """Subtracts the GEMM's median from every arm's times; returns the rest and the median."""
         alone = percentile(samples[_ALONE], 50)
         beyond = {
             name: [value - alone for value in values]
@@ -199,7 +204,7 @@ class Product:
         return beyond, alone
 
     def restore(self) -> None:
-        """Gives the partial sums back their values."""
+        """Restores the values of the partial sums."""
         copy_all(self._xs, self._kept)
 
     def _multiply(self, index: int) -> None:

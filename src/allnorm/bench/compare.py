@@ -1,20 +1,19 @@
-"""Is anything slower than before, by more than measurements vary?
+"""Comparison with an earlier results file, to find regressions beyond the measurement spread.
 
-A row of an earlier file belongs to a new one if hardware, ranks, shape, dtype, rounding mode, kind
-of result and arm are the same. An arm has regressed if its median lies above that of the file (of
-several rows: above the median of their medians) by more than the tolerance, the largest of
+An earlier row matches a new one if hardware, ranks, shape, dtype, rounding mode, mode and arm are
+equal. An arm has regressed if its median exceeds the file's median (with several rows: the median
+of their medians) by more than the tolerance. The tolerance is the largest of
 
-- the spread of the file: of several rows the distance between their smallest and largest median, of
-  one row p99 - p50;
+- the spread of the file: with several rows, their largest minus their smallest median; with one
+  row, p99 - p50;
 - the spread p99 - p50 of the new measurement;
-- what two runs of one arm differ by even if each of them is quiet: 0.1 us and 2 %
-  (docs/performance.md).
+- the variation between quiet runs: 0.1 us and 2 % (docs/performance.md).
 
-An arm that was right in the file and now is wrong, or does not run, has regressed too. Other
-libraries' arms are compared and shown; only allnorm's own count as regressions.
+An arm that was right in the file and is now wrong, or does not run, has regressed too. Other
+libraries' arms are compared and shown, but only allnorm's arms count as regressions.
 
-On CPU a machine's speed is not the same from run to run. Where other libraries' arms have become
-slower since, the file's times are taken to be longer by the median of their ratios.
+The speed of a CPU machine varies between runs. If other libraries' arms are slower than in the
+file, the file's times are scaled by the median of their ratios.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from allnorm.bench.modes import is_other
 _RUN_TO_RUN_US = 0.1
 _RUN_TO_RUN_SHARE = 0.02
 
-# What is not in a row written by an older version has this value.
+# Identity of a row, with defaults for fields that older versions did not write.
 _KEY: dict[str, Any] = dict.fromkeys(
     ("gpu", "cpu", "world_size", "num_tokens", "hidden_size", "eps", "dtype", "arm")
 )
@@ -51,48 +50,47 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Change:
-    """An arm's time in the file and now."""
+    """The times of an arm in the file and now."""
 
     row: Row  # the new row
-    before_us: float  # the median in the file; NaN if it has no time there
-    tolerance_us: float  # what the two may differ by
-    # How much longer other libraries take now, on CPU; 1 where that is not longer, or
-    # not known.
+    before_us: float  # the median in the file; NaN if the file has no time
+    tolerance_us: float  # allowed difference
+    # On CPU: factor by which other libraries have become slower; 1 if they have not, or unknown.
     slowdown: float = 1.0
 
     @property
     def now_us(self) -> float:
-        """The new median; NaN if it was not timed."""
+        """The new median; NaN if the arm was not timed."""
         return _number(self.row, "p50_us")
 
     @property
     def difference_us(self) -> float:
-        """How much slower it is; infinite if it was right and now is not, or does not run."""
+        """The new minus the old median; infinite if the arm is now wrong or does not run."""
         right = self.row["correct"] and math.isfinite(self.now_us)
         return self.now_us - self.before_us if right else math.inf
 
     @property
     def slower(self) -> bool:
-        """Whether it is slower than the tolerance allows."""
+        """Whether the arm is slower by more than the tolerance."""
         machine_us = self.before_us * (self.slowdown - 1)
         return self.difference_us > self.tolerance_us + machine_us
 
     @property
     def regressed(self) -> bool:
-        """Whether it is slower, and this library's."""
+        """Whether the arm is slower and belongs to allnorm."""
         return self.slower and str(self.row["arm"]).startswith("allnorm")
 
     @property
     def faster(self) -> bool:
-        """Whether it is faster than the tolerance explains."""
+        """Whether the arm is faster by more than the tolerance."""
         return -self.difference_us > self.tolerance_us
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a results file.
+    """Reads the rows of a results file.
 
     Raises:
-        ValueError: there is no such file, or it has something else in it.
+        ValueError: the file does not exist or is not a results file.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -107,7 +105,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def changes(before: Iterable[Row], now: Iterable[Row]) -> list[Change]:
-    """Each new row whose arm was right in the file (`before`), with its earlier time."""
+    """Returns a Change per new row whose arm was right in the file (`before`)."""
     earlier: dict[tuple[Any, ...], list[Row]] = {}
     for row in before:
         if row.get("correct") and math.isfinite(_number(row, "p50_us")):
@@ -115,7 +113,7 @@ def changes(before: Iterable[Row], now: Iterable[Row]) -> list[Change]:
     found = []
     for row in now:
         same = earlier.get(_key(row))
-        absent = row["reason"] and is_other(str(row["arm"]))  # it is not installed here
+        absent = row["reason"] and is_other(str(row["arm"]))  # the library is not installed here
         if same and not absent:
             median = statistics.median(_number(old, "p50_us") for old in same)
             found.append(Change(row, median, _tolerance(same, row, median)))
@@ -123,7 +121,7 @@ def changes(before: Iterable[Row], now: Iterable[Row]) -> list[Change]:
 
 
 def _slowdown(change: Change, found: Iterable[Change]) -> float:
-    """By which factor other libraries' arms have become slower, with as many ranks, on a CPU."""
+    """Returns the factor by which other libraries are slower at this number of CPU ranks."""
     if not change.row.get("cpu") or is_other(str(change.row["arm"])):
         return 1.0
     ranks = change.row["world_size"]
@@ -138,7 +136,7 @@ def _slowdown(change: Change, found: Iterable[Change]) -> float:
 
 
 def summary(found: list[Change], num_rows: int, name: str) -> str:
-    """One sentence: how many arms were compared, and what came out."""
+    """Returns a sentence with the counts of compared, regressed, faster and equal rows."""
     regressed = sum(change.regressed for change in found)
     slower = sum(change.slower for change in found) - regressed
     faster = sum(change.faster for change in found)
@@ -161,7 +159,7 @@ def _spread(row: Row) -> float:
 
 
 def _number(row: Row, key: str) -> float:
-    """A figure of a row; NaN for null, which is how the file writes it."""
+    """Returns a number of a row; the file stores NaN as null."""
     value = row.get(key)
     return math.nan if value is None else float(value)
 

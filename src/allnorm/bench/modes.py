@@ -1,4 +1,4 @@
-"""What can be timed: shapes, of models too, kinds of results, and the arms of each by name."""
+"""The things to time: shapes (also of models), modes, and the names of each mode's arms."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ PEERS = ("flashinfer", "sglang", "vllm", "symm_mem")
 RESIDUALS = ("replicated", "sharded")
 
 YARDSTICKS = ("empty", "local")
-"""What runs beside the arms behind a product: a kernel that does nothing, and the norm alone."""
+"""Arms that run in addition after a GEMM: a kernel that does nothing, and the norm alone."""
 
-# Rows of a norm with weights around 1 stay below 7 = 448 / 64 but for one element in 1e11.
+# Normed rows with weights around 1 stay below 7 = 448 / 64, except one element in 1e11.
 _STATIC_SCALE = 1 / 64
-_GLOBAL_SCALE = 500.0  # of NVFP4: 448 * 6 / the greatest of a few thousand normed elements
+_GLOBAL_SCALE = 500.0  # for NVFP4: 448 * 6 / the maximum of a few thousand normed elements
 _MXFP8, _NVFP4 = "mxfp8", "nvfp4"
 
 
 @dataclass(frozen=True)
 class Mode:
-    """What a call returns, and where the residual is."""
+    """The kind of a call: its results, the residual, and what precedes the residual add."""
 
-    quant: str = ""  # the spec as `quant_name` writes it, "" for results in the dtype of the input
-    residual_sharded: bool = False  # each rank holds its own rows of the residual only
-    return_normed: bool = False  # a quantised call returns the normed rows too
-    post_norm: bool = False  # the reduced sum is normed before the residual is added, too
-    experts: int = 0  # x is the sum of so many rows of experts, and of a shared one's; 0: it is not
+    quant: str = ""  # name of the spec, from `quant_name`; "" for unquantized results
+    residual_sharded: bool = False  # each rank holds only its own rows of the residual
+    return_normed: bool = False  # a quantized call returns the normed rows too
+    post_norm: bool = False  # the reduced sum is also normed before the residual add
+    experts: int = 0  # number of experts whose rows, plus a shared expert's, x sums; 0: plain x
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing comes before the residual but the reduction."""
+        """Whether the residual is added directly to the reduced sum of plain inputs."""
         return not self.post_norm and not self.experts
 
     def __str__(self) -> str:
@@ -56,12 +56,12 @@ def modes(
     post_norm: bool = False,
     experts: int = 0,
 ) -> list[Mode]:
-    """Each kind of result with each kind of residual; "none" stands for no quantisation.
+    """Returns all combinations of results and residuals; "none" means no quantization.
 
-    With `post_norm` each of them with that norm too, and with `experts` also with so many.
+    `post_norm` adds each of them with a post norm, `experts` each with that many experts.
 
     Raises:
-        ValueError: a word is no spec, or one that allnorm refuses.
+        ValueError: a word is not a quantization spec, or allnorm rejects it.
     """
     specs = list(dict.fromkeys(map(quant_name, quants))) or [""]
     before = [
@@ -78,10 +78,10 @@ def modes(
 
 
 def quant_name(text: str) -> str:
-    """A spec as rows and tables name it, defaults left out; "" for "none".
+    """Returns the name of a spec in JSON rows and tables, without defaults; "" for "none".
 
     Raises:
-        ValueError: `text` is no spec.
+        ValueError: `text` is not a quantization spec.
     """
     spec = quant_of(text)
     if spec == allnorm.MxFp8():
@@ -95,14 +95,14 @@ def quant_name(text: str) -> str:
 
 
 def quant_of(text: str, device: torch.device | str = "cpu") -> Quant | None:
-    """The spec that a word stands for; None for no quantisation, "" or "none".
+    """Parses a quantization spec; returns None for "" and "none".
 
-    The words are "per_token"; "per_tensor" and "nvfp4", whose given scale lies on `device`;
-    "nvfp4:row_major", with scales in rows; "mxfp8"; and "per_group" with a group size, a layout and
-    a format of the scales behind it, as many as are wanted, in any order, separated by colons.
+    Specs are "per_token"; "per_tensor" and "nvfp4", whose given scale is put on `device`;
+    "nvfp4:row_major", with scales in rows; "mxfp8"; and "per_group", which may be followed by a
+    group size, a layout and a format of the scales, in any order, separated by colons.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: `text` is not a quantization spec.
     """
     if text in ("", "none"):
         return None
@@ -133,15 +133,15 @@ def quant_of(text: str, device: torch.device | str = "cpu") -> Quant | None:
     return allnorm.Fp8PerGroup(**found)
 
 
-# Of a hierarchical call, each by itself: launch A, the exchange between islands, launch B.
+# The steps of a hierarchical call: launch A, the exchange between islands, launch B.
 PARTS = ("islands:sums", "islands:exchange", "islands:rest")
 
 
 def arm_names(device: str, mode: Mode, island_size: int = 0) -> list[str]:
-    """The arms that do not depend on what is installed, in the order of the table.
+    """Returns the arms that need no other library, in the order of the table.
 
-    What is called "nccl" on GPUs is "gloo" on "cpu". Ranks in islands of a size have other
-    algorithms, and the parts of "hierarchical" beside them.
+    Arms of "nccl" on GPUs are arms of "gloo" on "cpu". Ranks in islands have different algorithms,
+    and the steps of "hierarchical" in addition.
     """
     library = "nccl" if device == "cuda" else "gloo"
     fused = ["allnorm", *(f"allnorm:{algorithm}" for algorithm in ALGORITHMS)]
@@ -160,44 +160,44 @@ def arm_names(device: str, mode: Mode, island_size: int = 0) -> list[str]:
 
 
 def peer_names(device: str, mode: Mode) -> list[str]:
-    """The peers that take part in a mode.
+    """Returns the names of the peer libraries that support a mode.
 
-    They run on GPUs, and know no sharded residual and nothing that comes before the residual.
+    They run on GPUs, and support neither sharded residuals, post norms nor experts.
     """
     return list(PEERS) if device == "cuda" and mode.is_plain and not mode.residual_sharded else []
 
 
 def known_arms(device: str, wanted: Sequence[Mode], island_size: int = 0) -> tuple[str, ...]:
-    """The arms and peers of all these modes."""
+    """Returns the arms and peers of all these modes."""
     names = [name for mode in wanted for name in arm_names(device, mode, island_size)]
     return tuple(dict.fromkeys([*names, *(PEERS if device == "cuda" else ())]))
 
 
 def with_compared(arms: Sequence[str], wanted: Sequence[Mode]) -> tuple[str, ...]:
-    """The arms, and the 16-bit call where a quantised one is to be compared with it."""
-    quantised = any(mode.quant for mode in wanted) and "allnorm" in arms
-    return tuple(dict.fromkeys([*arms, *(["allnorm16"] if quantised else [])]))
+    """Returns the arms, plus the 16-bit call with which a quantized call is compared."""
+    quantized = any(mode.quant for mode in wanted) and "allnorm" in arms
+    return tuple(dict.fromkeys([*arms, *(["allnorm16"] if quantized else [])]))
 
 
 def is_other(arm: str) -> bool:
-    """Whether an arm is another way to do the work: neither this library's call nor a yardstick."""
+    """Returns whether an arm is an alternative: neither an allnorm call nor a yardstick."""
     return not arm.startswith("allnorm") and arm not in (*YARDSTICKS, *PARTS)
 
 
 def family(arm: str) -> str:
-    """The column of an arm: a peer's algorithms share one, allnorm's have one each."""
+    """Returns the table column of an arm: a peer's algorithms share one, allnorm's do not."""
     return arm if arm.startswith("allnorm") or arm in PARTS else re.sub(r":\w+", "", arm)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What one call works on."""
+    """The shape of a call and the constants of its norm."""
 
     num_tokens: int  # rows
     hidden_size: int  # columns
-    eps: float = 1e-6  # of the norm
+    eps: float = 1e-6  # epsilon of the norm
     weight_bias: float = 0.0  # 1.0 for a Gemma-style weight
-    model: str = ""  # the model it was taken from, or ""
+    model: str = ""  # the model with this shape, or ""
 
     def __str__(self) -> str:
         return f"{self.num_tokens}x{self.hidden_size}"
@@ -205,20 +205,20 @@ class Shape:
 
 @dataclass(frozen=True)
 class Model:
-    """The norms after the reductions of one model."""
+    """The width and the norm constants of a model."""
 
-    name: str  # by which it is known here
+    name: str  # name in options and results
     hidden_size: int  # width of the residual stream
-    eps: float  # of its RMSNorms
-    weight_bias: float = 0.0  # 1.0 where the norm multiplies by `1 + weight`
+    eps: float  # epsilon of its RMSNorms
+    weight_bias: float = 0.0  # 1.0 if the norm multiplies by `1 + weight`
 
     def shape(self, num_tokens: int) -> Shape:
-        """The shape of a call on so many tokens."""
+        """Returns the shape of a call on `num_tokens` tokens."""
         return Shape(num_tokens, self.hidden_size, self.eps, self.weight_bias, self.name)
 
 
-# hidden_size and rms_norm_eps of the models' published configurations. Gemma and Qwen3.5 store
-# their norm weights zero-centred: serving engines run them with GemmaRMSNorm, which multiplies by
+# hidden_size and rms_norm_eps from the models' published configurations. Gemma and Qwen3.5 store
+# zero-centered norm weights: serving engines run them with GemmaRMSNorm, which multiplies by
 # 1 + weight.
 MODELS = {
     model.name: model
@@ -236,11 +236,11 @@ MODELS = {
 
 
 def find_model(name: str) -> Model:
-    """The model of that name.
+    """Returns the model with that name.
 
     Raises:
-        ValueError: there is none; the message lists those there are.
+        ValueError: the name is unknown; the message lists the known names.
     """
     if name.lower() not in MODELS:
-        raise ValueError(f"unknown model {name!r}: known are {', '.join(MODELS)}")
+        raise ValueError(f"unknown model {name!r}: expected one of {', '.join(MODELS)}")
     return MODELS[name.lower()]

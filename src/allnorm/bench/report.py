@@ -1,4 +1,4 @@
-"""Measurements: from the records of all ranks, and what follows from several of them."""
+"""Measurements: merged from the records of all ranks, and comparisons between them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from allnorm.bench import floor, run
 from allnorm.bench.modes import Mode, Shape, family
 from allnorm.testing import DTYPES, OnMessage, run_ranks
 
-_SECONDS = 3600.0  # that a run may take
+_SECONDS = 3600.0  # time limit of a run
 TIMES = ("p50_us", "p90_us", "p99_us", "host_us", "eager_us")
 BEHIND = ("product_us", "empty_us", "beyond_empty_us")
 
@@ -22,54 +22,53 @@ BEHIND = ("product_us", "empty_us", "beyond_empty_us")
 class Measurement:
     """One arm at one shape in one mode, over all ranks."""
 
-    shape: Shape  # what was run
-    mode: Mode  # what the call returned
-    world_size: int  # with how many ranks
-    arm: str  # which way
-    # Time per call; of every rank's figure the largest. Behind a product what is beyond it, and
-    # `over_ranks` says how ranks' times were put together. NaN if not timed.
+    shape: Shape  # shape of the call
+    mode: Mode  # kind of the call
+    world_size: int  # number of ranks
+    arm: str  # name of the implementation
+    # Time per call, maximum over ranks. After a GEMM: the time in excess of the GEMM's, with ranks
+    # combined as `over_ranks` says. NaN if not timed.
     p50_us: float
     p90_us: float
     p99_us: float
-    # What a call without a graph costs the host, and until it is done; NaN if not measured.
+    # Calls without a graph: host time per call, and time until it is done; NaN if not measured.
     host_us: float
     eager_us: float
-    error: str  # "" if the result was right, else what was wrong
-    reason: str  # "" if it ran, else why it cannot
-    # Columns of the matrix product in front of each call; 0: none, calls in a chain.
+    error: str  # what is wrong with the result; "" if it is right
+    reason: str  # why the arm cannot run; "" if it ran
+    # Input features (K) of the GEMM before each call; 0: no GEMM, a chain of calls.
     product: int = 0
-    # Of that product, beyond which p50_us to p99_us are; NaN without one.
+    # Time of the GEMM alone, already subtracted from p50_us to p99_us; NaN without a GEMM.
     product_us: float = math.nan
-    # What an empty kernel takes there, and what p50_us is beyond it; NaN without a product.
+    # Time of an empty kernel after the GEMM, and p50_us minus it; NaN without a GEMM.
     empty_us: float = math.nan
     beyond_empty_us: float = math.nan
-    # "slowest": of each rank's median, and percentile, the largest. Behind a product: the
-    # percentiles of the "shortest" of the ranks' times in each replay, where ranks wait for each
-    # other, or of the "longest".
+    # How ranks' times are combined. "slowest": the largest of the ranks' percentiles. After a GEMM:
+    # percentiles of the "shortest" time per replay if ranks wait for each other, or the "longest".
     over_ranks: str = "slowest"
-    # What sending the bytes of this shape and mode takes at least; NaN if unknown.
+    # Minimum time to send the bytes of this shape and mode; NaN if unknown.
     floor_us: float = math.nan
-    # Of allnorm's quantised arms, what they take beyond the 16-bit call.
+    # Time of a quantized allnorm arm in excess of the 16-bit call.
     quant_cost_us: float = math.nan
 
     @property
     def correct(self) -> bool:
-        """Whether it ran and its result was right."""
+        """Whether the arm ran and its result was right."""
         return not self.reason and not self.error
 
     @property
     def shown_us(self) -> float:
-        """What tables and pictures compare: p50, or what is beyond an empty kernel of it."""
+        """The p50 of tables and pictures; after a GEMM, in excess of an empty kernel."""
         return self.beyond_empty_us if self.product else self.p50_us
 
     @property
     def shown_p99_us(self) -> float:
-        """The 99th percentile likewise."""
+        """The p99 of tables and pictures; after a GEMM, in excess of an empty kernel."""
         return self.p99_us - self.empty_us if self.product else self.p99_us
 
     @property
     def floor_share(self) -> float:
-        """Which part of the time the link needs at least; NaN where that is unknown."""
+        """The wire floor divided by the time; NaN if unknown."""
         return _ratio(self.floor_us, self.shown_us)
 
 
@@ -80,18 +79,18 @@ def measure(
     keep: Callable[[list[Measurement]], None] = lambda measured: None,
     on_message: OnMessage | None = None,
 ) -> list[Measurement]:
-    """Starts ranks and lets them measure; one measurement per shape, mode and arm.
+    """Starts ranks that run the job; returns one measurement per shape, mode and arm.
 
     Args:
         job: what to measure.
         world_size: number of ranks.
-        push_gbps: what a rank's link carries, for the floor; 0: what is known of this GPU.
-        keep: called with the measurements of each shape and mode as soon as they are there, so that
-            a run that is stopped keeps them.
+        push_gbps: bandwidth of a rank's link, for the floor; 0: the known value of this GPU.
+        keep: called with the measurements of each shape and mode as soon as they are complete, so
+            that an interrupted run keeps them.
         on_message: takes a rank and its progress: `text`, `done` and `total`.
 
     Raises:
-        RankError: a rank raised, died or was late.
+        RankError: a rank raised an error, died or timed out.
     """
     gpu = topology.device_name("cuda") if job.device == "cuda" else ""
     gbps = push_gbps or floor.push_gbps(gpu, world_size)
@@ -112,9 +111,9 @@ def measure(
 def merge(
     ranks: Sequence[Sequence[dict[str, Any]]], job: run.Job, push_gbps: float | None
 ) -> list[Measurement]:
-    """Joins the records of all ranks: the slowest rank's time counts, any rank's error counts.
+    """Merges the records of all ranks: takes the slowest rank's time, and any rank's error.
 
-    `ranks` are what `run.run` returned, in rank order, or a part of it.
+    `ranks` are the results of `run.run`, in rank order, or a part of them.
     """
     plain = {
         _place(records[0]): _largest(r["p50_us"] for r in records)
@@ -151,10 +150,10 @@ def merge(
 
 
 class Gatherer:
-    """Puts together what the ranks report, one shape and mode after the other.
+    """A message handler that collects the records of each shape and mode from all ranks.
 
-    `complete` is called with the records of all ranks, in rank order, as soon as they are there,
-    and `other` with every other message.
+    It calls `complete` with the records of all ranks, in rank order, once every rank has reported
+    them. It calls `other` with every other message.
     """
 
     def __init__(
@@ -167,7 +166,7 @@ class Gatherer:
         self._complete, self._other = complete, other
 
     def __call__(self, rank: int, message: dict[str, Any]) -> None:
-        """Takes one message of a rank."""
+        """Handles one message of a rank."""
         if "records" not in message:
             self._other(rank, message)
             return
@@ -177,7 +176,7 @@ class Gatherer:
 
 
 def json_row(m: Measurement, common: dict[str, Any]) -> dict[str, Any]:
-    """One line of the results file."""
+    """Returns one row of the results file."""
     return {
         **common,
         "world_size": m.world_size,
@@ -197,13 +196,13 @@ def json_row(m: Measurement, common: dict[str, Any]) -> dict[str, Any]:
 
 
 def best(found: Iterable[Measurement]) -> Measurement | None:
-    """The fastest of those that were timed."""
+    """Returns the fastest timed measurement; None if none was timed."""
     timed = [m for m in found if math.isfinite(m.p50_us)]
     return min(timed, key=lambda m: m.p50_us, default=None)
 
 
 def speed_up(found: Mapping[str, Measurement], others: Iterable[str]) -> float:
-    """How many times faster "allnorm" is than the fastest of `others`; NaN if one was not timed."""
+    """Returns the speedup of "allnorm" over the fastest of `others`; NaN if either is missing."""
     other = best(found[arm] for arm in others if arm in found)
     return (
         _ratio(other.shown_us, found["allnorm"].shown_us)
@@ -213,19 +212,19 @@ def speed_up(found: Mapping[str, Measurement], others: Iterable[str]) -> float:
 
 
 def missing(measurements: Iterable[Measurement]) -> dict[str, str]:
-    """Why whole arms did not run, by arm; what runs at some shapes is left out."""
+    """Returns, per arm that ran at no shape, the reason why it did not run."""
     measurements = list(measurements)
     ran = {family(m.arm) for m in measurements if not m.reason}
     return {m.arm: m.reason for m in measurements if m.reason and family(m.arm) not in ran}
 
 
 def _place(record: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Which calls a record is of."""
+    """Returns the shape, mode and GEMM of a record."""
     return record["shape"], record["mode"], record.get("product", 0)
 
 
 def _ratio(us: float, of_us: float) -> float:
-    """NaN where there is no ratio: beyond a product, noise may leave no time, or less than none."""
+    """Returns the quotient; NaN if `of_us` is not positive, as noise may cause after a GEMM."""
     return us / of_us if of_us > 0 else math.nan
 
 

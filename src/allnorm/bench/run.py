@@ -1,4 +1,4 @@
-"""Checks and times arms inside one rank."""
+"""The code that runs in every rank of a benchmark: it checks and times the arms."""
 
 from __future__ import annotations
 
@@ -25,38 +25,38 @@ from allnorm.testing.timing import percentile, percentiles
 
 @dataclass(frozen=True)
 class Job:
-    """What to measure; the same on every rank."""
+    """A description of what to measure, equal on every rank."""
 
-    shapes: tuple[Shape, ...]  # in the order they are measured
-    modes: tuple[Mode, ...]  # what the calls return; every shape is measured in each
+    shapes: tuple[Shape, ...]  # shapes, in the order of measurement
+    modes: tuple[Mode, ...]  # modes; every shape is measured in each of them
     dtype: str  # name of the dtype of the inputs
-    numerics: str  # rounding mode of what allnorm computes
-    arms: tuple[str, ...]  # names of arms and peers, of which a mode takes those that it has
+    numerics: str  # rounding mode of allnorm's calls
+    arms: tuple[str, ...]  # names of arms and peers; a mode ignores those it does not have
     device: str  # "cuda" or "cpu"
-    seconds: float = 0.7  # on CPU, roughly how long one arm of one shape is timed
-    tuning_dir: str | None = None  # as of a Communicator
-    # Columns of the matrix product in front of every timed call; 0: none, calls follow each other
-    # in a chain. Everything is measured with each of them.
+    seconds: float = 0.7  # on CPU: approximate time per arm and shape
+    tuning_dir: str | None = None  # as in Communicator
+    # Input features (K) of the GEMM before every timed call; 0: no GEMM, a chain of calls. All
+    # shapes and modes are measured with each of them.
     products: tuple[int, ...] = (0,)
-    max_blocks: int = 0  # as of a Communicator; 0 for no limit
-    island_size: int = 0  # ranks of each island, one after the other; 0: islands are found
+    max_blocks: int = 0  # as in Communicator; 0 for no limit
+    island_size: int = 0  # consecutive ranks per island; 0: detect islands
 
 
 @dataclass
 class _Trial:
-    """One arm in one mode of one shape; the same on every rank but for the times."""
+    """One arm in one mode of one shape; equal on every rank except the times."""
 
-    name: str  # of the arm, or of the peer that has none here
-    arm: Arm | None = None  # what runs, as long as it is right; None if it cannot, or is not
-    reason: str = ""  # why it does not run; not its fault
+    name: str  # name of the arm, or of a peer that cannot run here
+    arm: Arm | None = None  # None if the arm cannot run or its result is wrong
+    reason: str = ""  # why the arm cannot run
     error: str = ""  # what is wrong with its result
     times: dict[str, float] = field(default_factory=lambda: percentiles([]))
-    over_ranks: str = ""  # how all ranks' times have been put together; "" if they have not
+    over_ranks: str = ""  # how ranks' times were combined; "" if they were not
 
     def attempt(self, step: Callable[..., Any], *arguments: Any, where: str = "") -> Any:
-        """A collective step with the arm.
+        """Runs a collective step with the arm.
 
-        If it fails in another library on some rank, every rank drops the arm.
+        If another library fails in it on any rank, every rank drops the arm.
         """
         assert self.arm is not None
         if not self.arm.foreign:
@@ -71,20 +71,20 @@ class _Trial:
 def run(rank: int, world_size: int, job: Job) -> list[dict[str, Any]]:
     """Checks, then times every arm at every shape in every mode. Collective.
 
-    The records of a shape and mode are also reported at once, as `records`, so that a run that is
-    stopped keeps them.
+    The records of each shape and mode are also reported immediately, as `records`, so that an
+    interrupted run keeps them.
 
     Returns:
-        One record per shape, mode, product and arm, in the same order on every rank: `shape` and
-        `mode` (their indices), `product`, `arm`, `reason` ("" if it ran, else why it cannot),
-        `error` ("" if its result was right), `p50_us`, `p90_us`, `p99_us` of this rank, and on GPUs
-        `host_us` and `eager_us` of calls without a graph. Behind a product the times are those of
-        all ranks together, `over_ranks` says how, and they are what is beyond the product's own,
-        `product_us`; `beyond_empty_us` is p50 beyond an empty kernel's, `empty_us`, in the same
-        place. What did not run, or was wrong, has no times.
+        One record per shape, mode, GEMM and arm, in the same order on every rank: `shape` and
+        `mode` (indices), `product`, `arm`, `reason` (why it cannot run, or ""), `error` (what is
+        wrong with its result, or ""), `p50_us`, `p90_us`, `p99_us` of this rank, and on GPUs
+        `host_us` and `eager_us` of calls without a graph. After a GEMM, times are combined over
+        ranks as `over_ranks` says and are in excess of the GEMM's time `product_us`;
+        `beyond_empty_us` is p50 in excess of an empty kernel's time `empty_us`. Arms that did not
+        run, or were wrong, have no times.
     """
     if job.island_size:
-        # To NCCL each island is a host, so that what it does between them is what it does there.
+        # NCCL treats each island as a host, so that it communicates as between hosts.
         os.environ.setdefault("NCCL_HOSTID", f"island{rank // job.island_size}")
     records, where = [], device()
     usable = {name for mode in job.modes for name in modes.peer_names(job.device, mode)}
@@ -115,8 +115,8 @@ def run(rank: int, world_size: int, job: Job) -> list[dict[str, Any]]:
                 changed = agree("" if case.checksums() == before else f"{shape}")
                 if changed:
                     raise RuntimeError(
-                        f"an arm has overwritten what all arms read ({changed}): the others were "
-                        "timed on other values. Take arms of other libraries out with --arms."
+                        f"an arm has overwritten the inputs that all arms share ({changed}), so "
+                        "the other times are invalid. Exclude arms of other libraries with --arms."
                     )
                 place = {"shape": index, "mode": number, "product": product}
                 new = [
@@ -146,7 +146,7 @@ def _trials(
     job: Job,
     yardsticks: bool,
 ) -> list[_Trial]:
-    """The arms of the job that the mode has, in the order of the table."""
+    """Returns the arms of the job that the mode has, in the order of the table."""
     found: list[tuple[str, Arm | str]] = []
     obstacle = case.obstacle(mode.quant)
     for name in modes.arm_names(job.device, mode, job.island_size):
@@ -167,7 +167,7 @@ def _trials(
 
 
 def _runnable(case: Case, mode: Mode) -> Mode:
-    """The mode, without quantisation where rows of this width cannot be quantised so."""
+    """Returns the mode, without quantization if rows of this width cannot be quantized so."""
     return replace(mode, quant="", return_normed=False) if case.obstacle(mode.quant) else mode
 
 
@@ -176,15 +176,15 @@ def _running(trials: list[_Trial]) -> list[tuple[_Trial, Arm]]:
 
 
 def check_arm(arm: Arm, case: Case, mode: Mode) -> str:
-    """Runs an arm once on every buffer set; what is wrong on this rank. Collective."""
+    """Runs an arm once per buffer set; returns this rank's first error or "". Collective."""
     arm.reset()
-    # All of them, also after an error: the other ranks may know of none.
+    # All sets, even after an error, because other ranks may have no error and go on.
     errors = [describe_error(arm, arm.call(index), case, index, mode) for index in range(NUM_SETS)]
     return next(filter(None, errors), "")
 
 
 def describe_error(arm: Arm, result: Any, case: Case, index: int, mode: Mode) -> str:
-    """What is wrong with the result of one call, in words; "" if nothing is."""
+    """Describes the error of one call's result; "" if there is none."""
     if arm.check is not None:
         return arm.check(result, index)
     got, quant = arm.outcome(result), "" if arm.name == "allnorm16" else mode.quant
@@ -207,7 +207,7 @@ def describe_error(arm: Arm, result: Any, case: Case, index: int, mode: Mode) ->
 
 def _measure(trials: list[_Trial], case: Case, job: Job, columns: int) -> None:
     if columns:
-        _measure_behind(Product(case, columns), trials, case, job)
+        _measure_after_gemm(Product(case, columns), trials, case, job)
         return
     samples = _time(trials, case, job)
     for trial, arm in _running(trials):
@@ -217,8 +217,8 @@ def _measure(trials: list[_Trial], case: Case, job: Job, columns: int) -> None:
                 trial.times |= clock.time_eager(arm, torch.cuda.synchronize)
 
 
-def _measure_behind(product: Product, trials: list[_Trial], case: Case, job: Job) -> None:
-    """Each arm behind a product, beside the product alone."""
+def _measure_after_gemm(product: Product, trials: list[_Trial], case: Case, job: Job) -> None:
+    """Times each arm after a GEMM, and the GEMM alone."""
     for trial, arm in _running(trials):
         trial.arm = product.before(arm)
     alone = product.alone()
@@ -236,7 +236,7 @@ def _measure_behind(product: Product, trials: list[_Trial], case: Case, job: Job
 
 
 def _time(trials: list[_Trial], case: Case, job: Job) -> clock.Samples:
-    """Samples of each arm; what another library cannot capture is dropped on all ranks."""
+    """Times each arm; drops an arm on all ranks if another library cannot capture it."""
     if job.device == "cpu":
         return clock.time_cpu([arm for _, arm in _running(trials)], job.seconds)
     graphs = [

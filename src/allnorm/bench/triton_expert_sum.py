@@ -1,4 +1,4 @@
-"""The sum over a token's experts in Triton, a kernel of its own. Imported where there is a GPU."""
+"""A Triton kernel that sums the rows of a token's experts. Import only with a GPU."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _sum(  # type: ignore[no-untyped-def]
 
 
 def expert_sum(experts: allnorm.ExpertSum, sums: torch.Tensor) -> None:
-    """Writes the sums of contiguous `experts`, which have all of their fields."""
+    """Writes the sums of `experts`, which must be contiguous and have every optional field."""
     num_tokens, hidden_size = sums.shape
     size = min(_ELEMS_PER_PROGRAM, triton.next_power_of_2(hidden_size))
     index: Any = experts.index

@@ -1,9 +1,9 @@
-"""A row-parallel linear in Triton that lets what follows begin early; imported where GPUs are.
+"""A row-parallel linear layer in Triton that triggers its dependent launch early.
 
-A kernel of programmatic dependent launch begins while the one in front of it runs, and waits for
-its end before it reads anything (`griddepcontrol.wait`). It begins when that one says so, or ends;
-products of cuBLAS only end. This one says so as soon as it has its own input, so that the start of
-a fused call behind it is not waited for.
+Import only with a GPU. With programmatic dependent launch, a kernel starts while the previous one
+runs, and waits for its end before it reads anything (`griddepcontrol.wait`). It starts when the
+previous kernel triggers the launch or ends. cuBLAS GEMMs never trigger it. This kernel triggers it
+as soon as its own input is complete, which hides the startup time of the fused call after it.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-_OUT, _IN = 32, 128  # features of a tile
+_OUT, _IN = 32, 128  # output and input features per tile
 MOST_TOKENS = 64
-"""Of more, the products of PyTorch are much faster."""
+"""With more tokens, PyTorch's GEMMs are much faster."""
 
 
 @triton.jit
@@ -30,9 +30,9 @@ def _linear(  # type: ignore[no-untyped-def]
     IN: tl.constexpr,  # noqa: N803
     IS_DEPENDENT: tl.constexpr,  # noqa: N803
 ):
-    """`out = x @ weight.T` of one block of tokens and one of features of the output."""
+    """Computes one tile of `out = x @ weight.T`."""
     if IS_DEPENDENT:
-        # x is what the kernel before has written. From here on the one behind may begin.
+        # Waits for the previous kernel, which writes x; then the next kernel may start.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     rows = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
@@ -57,24 +57,25 @@ def linear(
     *,
     is_dependent: bool,
 ) -> torch.Tensor:
-    """`x @ weight.T`, summed in float32.
+    """Returns `x @ weight.T`, accumulated in float32.
 
     Args:
-        x: [num_tokens, in_features], contiguous, of 16 bits; in_features a multiple of 128.
-        weight: [out_features, in_features], likewise; out_features a multiple of 32.
-        out: [num_tokens, out_features], where the result goes; None: a new tensor.
-        is_dependent: it begins before the kernel in front of it has ended, waits for that, and lets
-            the one behind begin. That needs compute capability 9.0 or later.
+        x: [num_tokens, in_features], contiguous, 16 bits; in_features a multiple of 128.
+        weight: [out_features, in_features], contiguous, 16 bits; out_features a multiple of 32.
+        out: [num_tokens, out_features], memory for the result; None: a new tensor.
+        is_dependent: use programmatic dependent launch: start before the previous kernel has
+            ended, wait for its end, and trigger the next launch. Needs compute capability 9.0 or
+            later.
 
-    Safe in CUDA graphs for numbers of tokens that it has been called with.
+    A CUDA graph can capture it for numbers of tokens with which it was called before.
 
     Raises:
-        ValueError: a shape that it has no tiles for.
+        ValueError: the shape does not divide into tiles.
     """
     (num_tokens, in_features), out_features = x.shape, weight.shape[0]
     if in_features % _IN or out_features % _OUT:
         raise ValueError(
-            f"a product of {in_features} by {out_features} features: expected multiples of {_IN} "
+            f"{in_features} input and {out_features} output features: expected multiples of {_IN} "
             f"and {_OUT}"
         )
     if out is None:

@@ -1,8 +1,8 @@
-"""The quantising kernel in Triton. Imported where there is a GPU.
+"""A quantization kernel in Triton. Import only with a GPU.
 
-A program takes one row and some of its groups: it loads them once, finds the largest magnitude of
-each, and stores the values divided by its scale. A static scale is a special case without the
-first step, a scale for each row one with a single group.
+A program handles some groups of one row: it loads them once, finds the largest magnitude of each
+group, and stores the values divided by the group's scale. A static scale skips the search. A scale
+per row is a single group.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _quantize(  # type: ignore[no-untyped-def]
             bits = (scales.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
             scales = bits.to(tl.float32, bitcast=True)
         result = values / scales[:, None]
-        if PACKED:  # four exponents to a word; the strides count words, `scale` points to bytes
+        if PACKED:  # four exponents per word; the strides count words, `scale` points to bytes
             exponents = tl.where(groups < num_groups, bits >> 23, 0).to(tl.uint8)
             place = row * row_stride + (groups // 4) * group_stride
             whole = groups < (num_groups + 3) // 4 * 4
@@ -70,7 +70,7 @@ def _quantize(  # type: ignore[no-untyped-def]
 
 
 def plan(spec: Quant, hidden_size: int) -> Launch:
-    """Settles the geometry of the kernel for rows of one width."""
+    """Returns a launcher of the kernel for rows of one width."""
     static = isinstance(spec, allnorm.Fp8PerTensor)
     group_size = _ELEMS_PER_PROGRAM if static else hidden_size
     power_of_two = packed = False
@@ -90,7 +90,7 @@ def plan(spec: Quant, hidden_size: int) -> Launch:
         "PACKED": packed,
         "num_warps": warps,
     }
-    # The exponents of groups that are not there, in the last word of a row, are written as zeros.
+    # Exponents of missing groups in the last word of a row are written as zeros.
     blocks = triton.cdiv(triton.cdiv(num_groups, 4) * 4 if packed else num_groups, groups)
 
     def launch(rows: torch.Tensor, quantized: torch.Tensor, scale: torch.Tensor) -> None:

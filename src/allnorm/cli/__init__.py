@@ -1,6 +1,6 @@
-"""The command line: options, tables, progress and pictures; what commands do is in libraries.
+"""The command line: options, tables, progress and pictures. The work is done in libraries.
 
-Nothing is imported here that the commands alone need: ranks import the program that started them.
+This module imports nothing that only commands need: every rank imports the program that started it.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ USAGE_ERROR = 2
 
 
 def main() -> None:
-    """Runs the command line; ends the process.
+    """Runs the command line and ends the process.
 
-    Exit codes: 0 everything held, 1 something did not, 2 the command or the installation is wrong.
+    Exit codes: 0 success, 1 a check failed, 2 wrong arguments or a broken installation.
     """
     try:
         from allnorm.cli import app

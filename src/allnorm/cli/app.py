@@ -15,7 +15,7 @@ from allnorm.testing import RankError
 
 app = typer.Typer(
     name="allnorm",
-    help="All-reduce + residual add + RMSNorm in one launch: is it right here, and how fast?",
+    help="Checks and benchmarks fused all-reduce + residual add + RMSNorm on this machine.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -45,11 +45,11 @@ def _before(
         typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
-    config.read_settings()  # a misspelt variable is reported before any rank starts
+    config.read_settings()  # reports a misspelled environment variable before any rank starts
 
 
 def run() -> int:
-    """Runs the command that was typed, which may end the process; returns the exit code."""
+    """Runs the command of `sys.argv` and returns the exit code; may end the process instead."""
     try:
         app()
     except SystemExit as end:

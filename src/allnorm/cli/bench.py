@@ -1,4 +1,4 @@
-"""``allnorm bench``: speed beside other ways, every arm checked before it is timed."""
+"""``allnorm bench``: speed compared with other implementations, each checked before it is timed."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def bench(
     quant: Annotated[
         str,
         typer.Option(
-            help="Quantised results: per_group:128, per_group:SIZE:LAYOUT:FORMAT, per_token, "
-            "per_tensor, mxfp8, nvfp4, nvfp4:row_major; several with commas, none among them for "
-            "16-bit results.",
+            help="Quantized results: per_group:128, per_group:SIZE:LAYOUT:FORMAT, per_token, "
+            "per_tensor, mxfp8, nvfp4, nvfp4:row_major, or none for 16-bit results; or a list "
+            "separated by commas.",
             rich_help_panel=options.WHAT,
         ),
     ] = "",
@@ -61,21 +61,21 @@ def bench(
         bool,
         typer.Option(
             "--return-normed",
-            help="With --quant: the 16-bit rows too.",
+            help="With --quant: also return the 16-bit rows.",
             rich_help_panel=options.WHAT,
         ),
     ] = False,
     residual: Annotated[
         str,
         typer.Option(
-            help="replicated, sharded, or both with a comma.", rich_help_panel=options.WHAT
+            help="replicated, sharded, or both (replicated,sharded).", rich_help_panel=options.WHAT
         ),
     ] = "replicated",
     residual_sharded: Annotated[
         bool,
         typer.Option(
             "--residual-sharded",
-            help="The same as --residual sharded.",
+            help="Same as --residual sharded.",
             rich_help_panel=options.WHAT,
         ),
     ] = False,
@@ -83,7 +83,7 @@ def bench(
         bool,
         typer.Option(
             "--post-norm",
-            help="Calls with a norm before the residual is added too, beside the plain ones.",
+            help="Also time calls with a post norm (a norm before the residual add).",
             rich_help_panel=options.WHAT,
         ),
     ] = False,
@@ -92,24 +92,24 @@ def bench(
         typer.Option(
             min=0,
             max=names.TOP_K[-1],
-            help="Calls that sum so many experts' rows and a shared one's first, beside the plain "
-            "ones; 0: none.",
+            help="Also time calls that first sum the rows of this many experts and of a shared "
+            "expert; 0: none.",
             rich_help_panel=options.WHAT,
         ),
     ] = 0,
     arms: Annotated[
         str,
         typer.Option(
-            help="What to time: arms and peers by name. Default: everything.",
+            help="Implementations to time, by name. Default: all.",
             rich_help_panel=options.WHAT,
         ),
     ] = "",
     product: Annotated[
         str,
         typer.Option(
-            help="Time each call behind a matrix product of so many columns that writes its input, "
-            "as in a model, beside an empty kernel there; 0: in a chain of the same calls; both "
-            "with a comma. Default: 0,7168, on CPU 0.",
+            help="Time each call after a GEMM with this inner dimension that writes the call's "
+            "input, as in a model, and subtract an empty kernel's time; 0: time a chain of calls; "
+            "or a list. Default: 0,7168; on CPU 0.",
             rich_help_panel=options.WHAT,
         ),
     ] = "",
@@ -117,7 +117,7 @@ def bench(
         int,
         typer.Option(
             min=0,
-            help="Most thread blocks of a call of allnorm's on a GPU; 0: as many as it holds.",
+            help="Maximum thread blocks per allnorm call on a GPU; 0: as many as the GPU can run.",
             rich_help_panel=options.WHAT,
         ),
     ] = 0,
@@ -125,8 +125,8 @@ def bench(
         int,
         typer.Option(
             min=0,
-            help="Ranks in islands of so many, which exchange through the process group: "
-            "hierarchical calls and their parts are timed. 0: islands are found.",
+            help="Ranks per island. Islands exchange through the process group; hierarchical "
+            "calls and their steps are timed. 0: detect islands.",
             rich_help_panel=options.WHAT,
         ),
     ] = 0,
@@ -135,7 +135,7 @@ def bench(
         float,
         typer.Option(
             min=0.0,
-            help="What one GPU can send, in GB/s, for the floor.",
+            help="Send bandwidth of one GPU in GB/s, for the wire floor (lower bound).",
             rich_help_panel=options.OUTPUT,
         ),
     ] = 0.0,
@@ -143,15 +143,18 @@ def bench(
     plot: Annotated[
         Path | None, options.file_option("Write a picture: .png, .svg or .pdf.")
     ] = None,
-    html: Annotated[Path | None, options.file_option("Write one page with everything.")] = None,
+    html: Annotated[
+        Path | None, options.file_option("Write an HTML page with all results and pictures.")
+    ] = None,
     compare: Annotated[
         Path | None,
         typer.Option(
-            help="Flag what is slower than in this file of --json.", rich_help_panel=options.OUTPUT
+            help="Compare with this file of --json; exit code 1 if anything is slower.",
+            rich_help_panel=options.OUTPUT,
         ),
     ] = None,
 ) -> None:
-    """Times the fused op beside other ways, after checking each of them."""
+    """Times the fused op and other implementations, after checking each of them."""
     where = options.device(device)
     residuals = "sharded" if residual_sharded else residual
     modes = options.modes(quant, residuals, return_normed, post_norm, experts)
@@ -171,7 +174,7 @@ def bench(
     gpus = topology.num_gpus()
     sizes = options.world_sizes(tp, where, f"2,{gpus}" if where == "cuda" and gpus > 2 else "")
     if plot and plot.suffix not in bench_plot.ENDINGS:
-        text = f"{plot}: expected a name that ends in {', '.join(bench_plot.ENDINGS)}"
+        text = f"{plot}: expected a file name ending in {', '.join(bench_plot.ENDINGS)}"
         raise typer.BadParameter(text, param_hint="--plot")
     for option, path in (("--plot", plot), ("--html", html)):
         if path:
@@ -208,7 +211,7 @@ def bench(
 def _run(
     job: Job, sizes: list[int], push_gbps: float, json: Path | None, console: Console
 ) -> tuple[list[Measurement], list[dict[str, Any]]]:
-    """Measures with each number of ranks, shows and stores it; returns measurements and rows."""
+    """Measures, shows and stores for each number of ranks; returns measurements and JSON rows."""
     measured: list[Measurement] = []
     rows: list[dict[str, Any]] = []
     common = _common(job)
@@ -236,12 +239,12 @@ def _show(found: list[Measurement], console: Console) -> None:
     for m in found:
         if m.error:
             what = f"{m.shape}, {m.mode}" if str(m.mode) else str(m.shape)
-            what += ", behind a product" if m.product else ""
+            what += ", after a GEMM" if m.product else ""
             console.print(output.bad(f"{m.arm} at {what}, {output.ranks(m.world_size)}: {m.error}"))
 
 
 def _shapes(model: str, tokens: str, shapes: str, where: str) -> list[Shape]:
-    """What to run: the options, else a few shapes of real models."""
+    """Returns the shapes that the options name; without options, shapes of common models."""
     found = options.shapes(shapes) if shapes else []
     if not shapes or model or tokens:
         default_tokens = _GPU_TOKENS if where == "cuda" else _CPU_TOKENS
@@ -264,40 +267,41 @@ def _explanation(job: Job) -> str:
     work += " + FP8" if any(mode.quant for mode in job.modes) else ""
     text = (
         f"{work} of {job.dtype} on {topology.device_name(job.device)}: p50 and (p99) of the "
-        f"{clock}, in us, of the slowest rank. Arms take turns; every rank has other inputs. "
-        "allnorm: chooses its algorithm. +torch: PyTorch's add and RMSNorm after the all-reduce. "
-        "+local: allnorm's own add + norm kernel after it. bits: allnorm's arms equal the "
-        "reference bit for bit, the others are within the bound of their roundings; checked "
-        "before anything is timed."
+        f"{clock}, in us, of the slowest rank. Implementations are interleaved; every rank has "
+        "different inputs. allnorm: chooses its algorithm. +torch: PyTorch's add and RMSNorm "
+        "after the all-reduce. +local: allnorm's own add + norm kernel after the all-reduce. "
+        "bits: allnorm's results are bit-identical to the reference, the others' are within their "
+        "rounding error bounds; checked before anything is timed."
     )
     if any(mode.quant for mode in job.modes):
         text += (
-            " allnorm16: without quantisation; quant cost: what allnorm takes beyond it. +quant: "
-            "16-bit results, then a kernel that quantises (+local+quant: one kernel for both)."
+            " allnorm16: without quantization; quant cost: time of allnorm minus allnorm16. "
+            "+quant: 16-bit results, then a quantization kernel (+local+quant: one kernel for "
+            "both)."
         )
     if any(mode.post_norm for mode in job.modes):
         text += (
-            " Post norm: the reduced sum is normed before the residual is added. allnorm+norm: the "
-            "call with that norm, then the local add + norm kernel."
+            " Post norm: the reduced sum is normalized before the residual is added. allnorm+norm: "
+            "a fused call for the all-reduce and that norm, then the local add + norm kernel."
         )
     if any(mode.experts for mode in job.modes):
         text += (
-            " Experts: x is the weighted sum of rows that are read through an index, and of the "
-            "shared expert's. sum+allnorm: a Triton kernel (on CPU PyTorch) that sums them, then "
-            "the call; nccl+local sums them likewise."
+            " Experts: x is the weighted sum of expert rows, gathered by an index, plus the shared "
+            "expert's row. sum+allnorm: a Triton kernel (on CPU: PyTorch) sums them, then the "
+            "call runs; nccl+local sums them in the same way."
         )
     if any(mode.residual_sharded for mode in job.modes):
-        text += " Sharded residual: the other ways reduce-scatter, then all-gather."
+        text += " Sharded residual: the other implementations reduce-scatter, then all-gather."
     if job.max_blocks:
-        text += f" allnorm's calls take at most {job.max_blocks} thread blocks."
+        text += f" allnorm's calls use at most {job.max_blocks} thread blocks."
     if job.island_size:
-        text += f" Ranks are in islands of {job.island_size}."
+        text += f" Ranks form islands of {job.island_size}."
     for columns in filter(None, job.products):
         text += (
-            f" Behind a product of {columns} columns: such a matrix product writes the input of "
-            "each call, and times are those beyond an empty kernel (empty) in the call's place; "
-            "local: allnorm's add and norm without an exchange; of arms that exchange the shortest "
-            "of the ranks' times in each replay counts, of the others the longest."
+            f" After a GEMM (K = {columns}): a GEMM with this inner dimension writes the input of "
+            "each call. Times are in excess of an empty kernel (empty) in the call's place. local: "
+            "allnorm's add and norm without communication. For implementations that communicate "
+            "the shortest time over the ranks counts in each replay, for the others the longest."
         )
     return text
 
@@ -318,7 +322,7 @@ def _common(job: Job) -> dict[str, Any]:
 
 
 def _peer_versions() -> dict[str, str]:
-    """Versions of the libraries compared with, of those that are installed."""
+    """Returns the versions of the installed peer libraries."""
     found = {}
     for package in _PEER_PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):

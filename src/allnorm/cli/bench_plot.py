@@ -22,17 +22,17 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ENDINGS = (".png", ".svg", ".pdf")
-"""Of files for pictures."""
-BANDS = "lines: p50; the band above a line: to p99"
-"""What a panel shows."""
+"""Supported file name suffixes of pictures."""
+BANDS = "lines: p50; bands: p50 to p99"
+"""Legend of the lines and bands of a panel."""
 
 _PANEL_INCHES = (7.6, 4.2)
 _COLUMNS = 2
-_INK = "#123457"  # a colour that nothing else has: replaced by that of the page's text
-_OWN_COLOUR = "#d62728"
+_INK = "#123457"  # unique placeholder; replaced by the text color of the page
+_OWN_COLOR = "#d62728"
 _OWN_STYLES = {"allnorm:one_shot": ":", "allnorm:two_shot": "-.", "allnorm:unfused": (0, (1, 4))}
 # Readable on white and on black; none is close to red.
-_OTHER_COLOURS = (
+_OTHER_COLORS = (
     *("#1f77b4", "#ff7f0e", "#2ca02c", "#9467bd", "#8c564b"),
     *("#e377c2", "#7f7f7f", "#bcbd22", "#17becf"),
 )
@@ -40,7 +40,7 @@ _OTHER_COLOURS = (
 
 @dataclass(frozen=True)
 class Panel:
-    """What one panel shows."""
+    """The plot of one world size, mode, hidden size and GEMM."""
 
     world_size: int
     mode: Mode
@@ -48,7 +48,7 @@ class Panel:
     product: int = 0
 
     def shows(self, m: Measurement) -> bool:
-        """Whether a measurement belongs here."""
+        """Returns whether the measurement belongs to this panel."""
         return self == Panel(m.world_size, m.mode, m.shape.hidden_size, m.product)
 
 
@@ -64,7 +64,7 @@ def check_installed(option: str) -> None:
 
 
 def panels(measurements: Sequence[Measurement]) -> list[Panel]:
-    """What there is to show, in the order of the measurements."""
+    """Returns the panels of the measurements, in their order."""
     found = (Panel(m.world_size, m.mode, m.shape.hidden_size, m.product) for m in measurements)
     return list(dict.fromkeys(found))
 
@@ -82,12 +82,12 @@ def save(measurements: Sequence[Measurement], path: Path, heading: str) -> None:
 
 
 def svg(measurements: Sequence[Measurement], panel: Panel) -> str:
-    """One panel as an SVG element to put into a page: its text has the page's colour and font."""
+    """Returns one panel as an inline SVG element that inherits the page's text color and font."""
     import matplotlib
 
     settings: Any = {
         "svg.fonttype": "none",
-        "svg.hashsalt": repr(panel),  # names inside must not clash with those of other panels
+        "svg.hashsalt": repr(panel),  # ids must not clash with those of other panels
         **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), _INK),
         "axes.edgecolor": _INK,
     }
@@ -99,11 +99,11 @@ def svg(measurements: Sequence[Measurement], panel: Panel) -> str:
     text = file.getvalue()
     text = text[text.index("<svg") :].replace(_INK, "currentColor")
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    return re.sub(r' xmlns(:\w+)?="[^"]*"', "", text)  # HTML knows them
+    return re.sub(r' xmlns(:\w+)?="[^"]*"', "", text)  # HTML needs no namespace declarations
 
 
 def _figure(width: float, height: float) -> Figure:
-    from matplotlib.figure import Figure  # without pyplot: no window system is looked for
+    from matplotlib.figure import Figure  # pyplot would look for a window system
 
     return Figure(figsize=(width, height), layout="constrained")
 
@@ -111,7 +111,7 @@ def _figure(width: float, height: float) -> Figure:
 def _draw(axes: Axes, measurements: Sequence[Measurement], panel: Panel) -> None:
     from matplotlib.ticker import LogFormatter
 
-    # The empty kernel is where the times behind a product begin.
+    # After a GEMM, the empty kernel is the zero line.
     shown = [m for m in measurements if panel.shows(m) and m.arm != "empty"]
     shown = [m for m in shown if m.shown_us > 0]
     kinds = list(dict.fromkeys(family(m.arm) for m in shown))
@@ -124,15 +124,15 @@ def _draw(axes: Axes, measurements: Sequence[Measurement], panel: Panel) -> None
         axes.plot(tokens, times, "--", color="gray", linewidth=1, label="wire floor")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    if floors and shown:  # the floor of one token lies far below everything else
+    if floors and shown:  # the floor of one token is far below everything else
         axes.set_ylim(bottom=min(m.shown_us for m in shown) / 2)
     axes.set_xlabel("tokens")
-    axes.set_ylabel("us beyond an empty kernel" if panel.product else "us per call")
+    axes.set_ylabel("us in excess of an empty kernel" if panel.product else "us per call")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.yaxis.set_minor_formatter(LogFormatter())  # no powers of ten
+    axes.yaxis.set_minor_formatter(LogFormatter())  # plain numbers instead of powers of ten
     what = f", {panel.mode}" if str(panel.mode) else ""
-    what += f", behind a product of {panel.product} columns" if panel.product else ""
+    what += f", after a GEMM (K = {panel.product})" if panel.product else ""
     title = f"{output.ranks(panel.world_size)}, hidden size {panel.hidden_size}{what}"
     axes.set_title(f"{title}\n{BANDS}", fontsize="medium")
     axes.grid(alpha=0.25)
@@ -141,7 +141,7 @@ def _draw(axes: Axes, measurements: Sequence[Measurement], panel: Panel) -> None
 
 
 def _line(axes: Axes, members: list[Measurement], kind: str, look: dict[str, Any]) -> None:
-    """The fastest variant of a kind at each number of tokens, and up to its p99."""
+    """Draws the p50 of the fastest variant per number of tokens, with a band up to its p99."""
     tokens = sorted({m.shape.num_tokens for m in members})
     fastest = [best(m for m in members if m.shape.num_tokens == t) for t in tokens]
     points = [m for m in fastest if m is not None]
@@ -152,11 +152,11 @@ def _line(axes: Axes, members: list[Measurement], kind: str, look: dict[str, Any
 
 
 def _look(kind: str, kinds: list[str]) -> dict[str, Any]:
-    """How a line looks: allnorm stands out, its algorithms are dotted, others have colours."""
+    """Returns the style of a line: bold for allnorm, dotted for its algorithms."""
     if kind == "allnorm":
-        return {"color": _OWN_COLOUR, "marker": "o", "linewidth": 2.2, "zorder": 3}
+        return {"color": _OWN_COLOR, "marker": "o", "linewidth": 2.2, "zorder": 3}
     if kind.startswith("allnorm:"):
-        return {"color": _OWN_COLOUR, "linestyle": _OWN_STYLES[kind], "linewidth": 1}
+        return {"color": _OWN_COLOR, "linestyle": _OWN_STYLES[kind], "linewidth": 1}
     others = [k for k in kinds if not k.startswith("allnorm:") and k != "allnorm"]
-    colour = _OTHER_COLOURS[others.index(kind) % len(_OTHER_COLOURS)]
-    return {"color": colour, "marker": ".", "linewidth": 1.2}
+    color = _OTHER_COLORS[others.index(kind) % len(_OTHER_COLORS)]
+    return {"color": color, "marker": ".", "linewidth": 1.2}

@@ -1,4 +1,4 @@
-"""What `bench` shows: tables on the console, and a page with all results that needs no network."""
+"""Output of `bench`: console tables, and a self-contained HTML page with all results."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from allnorm.bench.modes import YARDSTICKS, Mode, family, is_other
 from allnorm.bench.report import Measurement, best, missing, speed_up
 from allnorm.cli import bench_plot, output
 
-_WIDE = 150  # columns from which on p99 fits beside p50 ...
-_FEW = 7  # ... of so many arms
-_SEEN_SHARE = 0.1  # of the floor: below it latency decides, not the link
+_WIDE = 150  # minimum console width for showing p99 next to p50 ...
+_FEW = 7  # ... of at most this many arms
+_SEEN_SHARE = 0.1  # share of the floor below which latency dominates and the floor is not shown
 
 Found = dict[str, Measurement]
 """The arms of one shape, by name."""
@@ -23,23 +23,23 @@ Found = dict[str, Measurement]
 
 @dataclass(frozen=True)
 class Grid:
-    """A table before it is rendered: headings, and for each shape the cells."""
+    """A table before it is rendered: headings, and a row of cells per shape."""
 
-    title: str  # above it
+    title: str  # printed above the table
     columns: list[str]  # the headings
-    rows: list[list[str]]  # as long as `columns` each; cells without markup
-    wrong: list[bool]  # for each row, whether an arm was wrong
-    best: list[int | None]  # for each row, the column of the fastest arm
+    rows: list[list[str]]  # cells without markup, one per column
+    wrong: list[bool]  # per row: whether the result of an arm was wrong
+    best: list[int | None]  # per row: column index of the fastest arm
 
 
 def grid(measurements: Sequence[Measurement], with_p99: bool) -> Grid:
-    """The table of one world size, mode and product: a row per shape, a column per kind of arm.
+    """Returns the table of one world size, mode and GEMM: a row per shape, a column per arm family.
 
-    A peer's algorithms share a column, which shows the fastest of them. Kinds that ran nowhere
-    have none. Behind a product times are those beyond an empty kernel's, whose own column is what
-    it takes beyond the product.
+    A peer's algorithms share a column, which shows the fastest of them. A family that never ran has
+    no column. After a GEMM, times are in excess of the empty kernel's; the empty kernel's own
+    column is its time in excess of the GEMM alone.
 
-    With `with_p99` it is shown in brackets behind p50.
+    With `with_p99`, p99 follows p50 in parentheses.
     """
     ran = {family(m.arm) for m in measurements if not m.reason}
     kinds = [k for k in dict.fromkeys(family(m.arm) for m in measurements) if k in ran]
@@ -72,7 +72,7 @@ def _heading(kind: str) -> str:
 
 
 def table(measurements: Sequence[Measurement], width: int) -> output.FittedTable:
-    """The table for a console; where it is narrow, p99 is left out."""
+    """Returns the table for a console; leaves p99 out if the console is narrow."""
     arms = {family(m.arm) for m in measurements}
     found = grid(measurements, width >= _WIDE and len(arms) <= _FEW)
     verdicts = [output.bad("WRONG") if wrong else output.ok("PASS") for wrong in found.wrong]
@@ -84,8 +84,8 @@ def table(measurements: Sequence[Measurement], width: int) -> output.FittedTable
 
 
 def _optional(found: Grid) -> list[str]:
-    """What a narrow console does without first: details, variants, this norm behind others."""
-    details = ["host\nus", "of it\nreached", "floor", "model"]
+    """Returns the columns that a narrow console drops first."""
+    details = ["host\nus", "floor /\ntime", "floor", "model"]
     variants = [c for c in found.columns if c.startswith("allnorm") and c != "allnorm"]
     local = [c for c in found.columns if c.endswith("+local")]
     return [*details, *variants[::-1], *local]
@@ -95,18 +95,20 @@ _COMPARED = ("ranks", "tokens x hidden", "mode", "arm", "before", "now", "tolera
 
 
 def compared(found: Iterable[Change]) -> output.FittedTable:
-    """The arms that differ from an earlier file beyond their tolerance, the worst first."""
+    """Returns a table of arms that differ from an earlier file by more than the tolerance."""
     rows = [
         [*cells[:-1], output.bad(cells[-1]) if slower else output.ok(cells[-1])]
         for cells, slower in _differing(found)
     ]
     return output.table(
-        *("Compared, us per call", _COMPARED, rows), words=("mode",), optional=("tolerance", "mode")
+        *("Comparison, us per call", _COMPARED, rows),
+        words=("mode",),
+        optional=("tolerance", "mode"),
     )
 
 
 def _differing(found: Iterable[Change]) -> list[tuple[list[str], bool]]:
-    """The cells of a row for each arm that differs, and whether it is slower."""
+    """Returns a row of cells per differing arm and whether it is slower, worst first."""
     differing = sorted(
         (change for change in found if change.slower or change.faster),
         key=lambda change: change.difference_us / change.before_us,
@@ -133,9 +135,10 @@ def _cells(change: Change) -> list[str]:
 
 
 def headline(measurements: Sequence[Measurement], dtype: str) -> str:
-    """One sentence: the smallest shape at the most ranks, beside the fastest other way there.
+    """Returns a sentence comparing allnorm with the fastest other implementation.
 
-    Of calls in a chain, where there are any.
+    It is about the smallest shape at the largest number of ranks, in a chain of calls if any chain
+    was measured.
     """
     candidates = [m for m in measurements if m.arm == "allnorm" and math.isfinite(m.p50_us)]
     if not candidates:
@@ -152,37 +155,38 @@ def headline(measurements: Sequence[Measurement], dtype: str) -> str:
     what = f", {chosen.mode}" if str(chosen.mode) else ""
     text = f"{chosen.shape} {dtype}{what}, {output.ranks(chosen.world_size)}: "
     text += output.time_of(chosen.shown_us)
-    text += " beyond an empty kernel behind the same product" if chosen.product else ""
+    text += " in excess of an empty kernel after the same GEMM" if chosen.product else ""
     other = best(m for m in found.values() if is_other(m.arm))
     ratio = speed_up(found, [other.arm]) if other else math.nan
     if other and math.isfinite(ratio):
         relation = f"{ratio:.2g}x as fast as" if ratio >= 1 else f"{1 / ratio:.2g}x slower than"
-        text += f", {relation} the best other way, {other.arm} ({output.time_of(other.shown_us)})"
-    return f"{text}; same bits as the reference"
+        text += f", {relation} the best alternative, {other.arm}"
+        text += f" ({output.time_of(other.shown_us)})"
+    return f"{text}; bit-identical to the reference"
 
 
 def _title(m: Measurement) -> str:
     ranks = output.ranks(m.world_size)
     times = "us per call"
     if m.product:
-        times = f"us beyond an empty kernel, behind a product of {m.product} columns"
+        times = f"us in excess of an empty kernel, after a GEMM (K = {m.product})"
     return ", ".join([ranks, *([str(m.mode)] if str(m.mode) else []), times])
 
 
 def _derived(
     measurements: Sequence[Measurement], others: list[str]
 ) -> dict[str, Callable[[Found], str]]:
-    """The columns that compare: only those that have something to show."""
+    """Returns the comparison columns that have values to show."""
     columns: dict[str, Callable[[Found], str]] = {}
     if not any(m.arm == "allnorm" for m in measurements):
         return columns
     if others:
-        columns["vs best\nother"] = lambda found: _ratio(speed_up(found, others))
+        columns["speedup\nvs best"] = lambda found: _ratio(speed_up(found, others))
     if any(math.isfinite(m.quant_cost_us) for m in measurements):
         columns["quant\ncost"] = lambda found: _difference(found["allnorm"].quant_cost_us)
     if any(math.isfinite(m.floor_us) for m in measurements):
         columns["floor"] = lambda found: _floor(found["allnorm"])
-        columns["of it\nreached"] = lambda found: _share(found["allnorm"])
+        columns["floor /\ntime"] = lambda found: _share(found["allnorm"])
     if any(math.isfinite(m.host_us) for m in measurements):
         columns["host\nus"] = lambda found: output.microseconds(found["allnorm"].host_us)
     return columns
@@ -193,7 +197,7 @@ def _empty(found: Found) -> str:
 
 
 def _times(kind: str, with_p99: bool) -> Callable[[Found], str]:
-    """The cell of one kind of arm: the fastest of its variants."""
+    """Returns the cell function of an arm family: the time of its fastest variant."""
 
     def cell(found: Found) -> str:
         members = [m for m in found.values() if family(m.arm) == kind]
@@ -229,14 +233,16 @@ def _key(m: Measurement) -> tuple[int, Mode, int]:
 
 
 def tables_of(measurements: Sequence[Measurement]) -> list[list[Measurement]]:
-    """What belongs into one table each: of one world size, mode and product, chains first."""
+    """Groups measurements by table: world size, mode and GEMM; chains of calls come first."""
     keys = dict.fromkeys(map(_key, measurements))
     ordered = sorted(keys, key=lambda key: bool(key[2]))
     return [[m for m in measurements if _key(m) == key] for key in ordered]
 
 
 _TEMPLATE = Path(__file__).with_name("bench_page.html.j2")
-_EVERY_ARM = ("tokens x hidden", "arm", "p50", "p90", "p99", "of floor", "host", "eager", "result")
+_EVERY_ARM = (
+    *("tokens x hidden", "arm", "p50", "p90", "p99", "floor / time", "host", "eager", "result"),
+)
 
 
 def page(
@@ -246,11 +252,15 @@ def page(
     conditions: Mapping[str, Any],
     comparison: Mapping[str, Any] | None = None,
 ) -> str:
-    """The page as text.
+    """Returns the HTML page.
 
-    The explanation says in prose what the arms are and how they were timed; the conditions are what
-    every row of the results carries: hardware, versions, commit, command; the comparison is what
-    `comparison()` makes.
+    Args:
+        measurements: the results.
+        heading: title of the page.
+        explanation: text that describes the arms and how they were timed.
+        conditions: fields common to all rows of the results, such as hardware, versions, commit
+            and command.
+        comparison: result of `comparison()`; None: no comparison was made.
     """
     import jinja2
 
@@ -268,7 +278,7 @@ def page(
 
 
 def comparison(found: Sequence[Change], name: str, summary: str) -> dict[str, Any]:
-    """What a page says of a comparison with the file of this name."""
+    """Returns the template values for a comparison with the file of this name."""
     rows = [cells for cells, _ in _differing(found)]
     return {"name": name, "summary": summary, "columns": _COMPARED, "rows": rows}
 
@@ -283,7 +293,7 @@ def save(path: Path, text: str) -> None:
 
 
 def _section(measurements: Sequence[Measurement]) -> dict[str, Any]:
-    """One world size and mode: the table, pictures, every arm beyond the table."""
+    """Returns the template values of one table: its grid, pictures and every arm."""
     return {
         "grid": grid(measurements, with_p99=False),
         "pictures": [bench_plot.svg(measurements, p) for p in bench_plot.panels(measurements)],
@@ -294,7 +304,7 @@ def _section(measurements: Sequence[Measurement]) -> dict[str, Any]:
                 *map(output.microseconds, (m.p50_us, m.p90_us, m.p99_us)),
                 f"{m.floor_share:.1%}" if m.floor_share > 0 else "-",
                 *map(output.microseconds, (m.host_us, m.eager_us)),
-                "WRONG" if m.error else "right" if not m.reason else "-",
+                "WRONG" if m.error else "PASS" if not m.reason else "-",
             ]
             for m in measurements
         ],
@@ -304,7 +314,7 @@ def _section(measurements: Sequence[Measurement]) -> dict[str, Any]:
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested values under names with dots."""
+    """Flattens nested values under dotted names."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         nested = isinstance(value, Mapping)

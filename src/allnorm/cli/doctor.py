@@ -1,4 +1,4 @@
-"""``allnorm doctor``: what this machine has, and which algorithms will run on it."""
+"""``allnorm doctor``: the hardware of this machine, and which algorithms will run on it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _COPIES = 10
 
 
 def doctor(tp: Tp = "", device: Device = "auto", json: Json = None) -> None:
-    """Shows what this machine has, which algorithms will run and why, and what a call costs."""
+    """Shows this machine's hardware, which algorithms will run and why, and the time of a call."""
     where = options.device(device)
     size = options.one_world_size(tp, where)
     console = output.console()
@@ -38,7 +38,7 @@ def doctor(tp: Tp = "", device: Device = "auto", json: Json = None) -> None:
         (p["shape"], p["algorithm"], str(p["launches"]), p["reason"], p["source"])
         for p in found["plans"]
     ]
-    columns = ("tokens x hidden", "algorithm", "launches", "why", "source")
+    columns = ("tokens x hidden", "algorithm", "launches", "reason", "source")
     title = f"Algorithms for bfloat16, {output.ranks(size)} on {where}"
     console.print(
         output.table(
@@ -63,17 +63,17 @@ def doctor(tp: Tp = "", device: Device = "auto", json: Json = None) -> None:
     output.append_json_lines(json, [row])
     if found["error"]:
         output.fail(found["error"])
-    console.print(output.ok(f"the reference's bits with {output.ranks(size)} on {where}"))
+    text = f"OK: results are bit-identical to the reference ({output.ranks(size)} on {where})"
+    console.print(output.ok(text))
 
 
 def old_code_text(build: dict[str, Any]) -> str:
-    """Why fused calls are slow with kernels that were compiled for an older GPU, and the remedy."""
+    """Returns the warning about kernels that were compiled for an older GPU, with the remedy."""
     return (
-        "Slow: these GPUs have compute capability 9.0 or later, but of this build (sm "
-        f"{build.get('architectures', 'unknown')}) the driver has loaded kernels that were "
-        "compiled for an earlier one. They know neither clusters of blocks nor programmatic "
-        "dependent launch, so each call costs more, and rows wider than 8 KiB run unfused. Build "
-        "for these GPUs: pip install . "
+        "Slow: these GPUs have compute capability 9.0 or later, but the kernels of this build (sm "
+        f"{build.get('architectures', 'unknown')}) were compiled for an earlier one. Such kernels "
+        "use neither thread block clusters nor programmatic dependent launch, so each call takes "
+        "longer, and rows wider than 8 KiB run unfused. Build for these GPUs: pip install . "
         "--config-settings=cmake.define.ALLNORM_CUDA_ARCHITECTURES=90"
     )
 
@@ -83,14 +83,16 @@ def _software(machine: Machine, capabilities: dict[str, Any]) -> list[tuple[str,
     for backend, build in capabilities["backends"].items():
         text = build.get("error") or ", ".join(f"{key} {value}" for key, value in build.items())
         pairs.append((f"allnorm {backend}", text))
-    fast = "made in C" if capabilities["fast_calls"] else "made in Python: some 1.5 us more each"
+    fast = "dispatched in C"
+    if not capabilities["fast_calls"]:
+        fast = "dispatched in Python: about 1.5 us slower each"
     return [
         *pairs,
         ("Repeated calls", fast),
         ("Python", platform.python_version()),
         ("torch", str(torch.__version__)),
-        ("CUDA of torch", machine.torch_cuda_version or "none: a CPU build"),
-        ("NCCL of torch", machine.nccl_version or ("none" if not machine.gpus else "unknown")),
+        ("torch's CUDA", machine.torch_cuda_version or "none: a CPU build"),
+        ("torch's NCCL", machine.nccl_version or ("none" if not machine.gpus else "unknown")),
         ("NVIDIA driver", _driver(machine)),
     ]
 
@@ -99,7 +101,7 @@ def _driver(machine: Machine) -> str:
     if machine.driver_version is None:
         return "unknown" if machine.gpus else "none found"
     newest = machine.driver_cuda_version or "an unknown version"
-    return f"{machine.driver_version}, runs CUDA up to {newest}"
+    return f"{machine.driver_version}, supports CUDA up to {newest}"
 
 
 def _cpu(machine: Machine) -> list[tuple[str, str]]:
@@ -109,14 +111,14 @@ def _cpu(machine: Machine) -> list[tuple[str, str]]:
         shm = f"{output.gibibytes(free)} free of {output.gibibytes(total)}"
     return [
         ("Processor", machine.cpu_name),
-        ("Cores for this process", str(machine.num_cores)),
+        ("Cores of this process", str(machine.num_cores)),
         ("Shared memory (/dev/shm)", shm),
     ]
 
 
 def _print_gpus(console: Console, machine: Machine, capabilities: dict[str, Any]) -> None:
     if not machine.gpus:
-        console.print("GPUs: torch sees none; allnorm runs on CPU processes here.\n")
+        console.print("GPUs: torch sees none; allnorm runs its CPU backend here.\n")
         return
     rows = []
     for gpu in machine.gpus:
@@ -136,7 +138,7 @@ def _print_gpus(console: Console, machine: Machine, capabilities: dict[str, Any]
         (index, *(output.ok("yes") if peer else output.bad("no") for peer in peers))
         for index, peers in zip(indices, machine.peer_access, strict=True)
     ]
-    title = "Peer access (row can use column's memory)"
+    title = "Peer access (GPU of the row can map memory of the column's GPU)"
     console.print(output.table(title, ("GPU", *indices), access))
     switches = capabilities["multicast"]["switches"]
     state = ", ".join(f"{k}={'unset' if v is None else v}" for k, v in switches.items())
@@ -148,7 +150,7 @@ def _measured(
 ) -> list[tuple[str, str]]:
     method = "CUDA graph replay" if where == "cuda" else "wall clock"
     flag, large = (output.time_of(found[name]) for name in ("flag_us", "large_us"))
-    flag = f"{flag} (taken as the smallest all_reduce, 1x8)"
+    flag = f"{flag} (time of the smallest all_reduce, 1x8)"
     if size > 1:
         gbps = 2 * (size - 1) / size * ranks_doctor.BANDWIDTH_BYTES / found["large_us"] / 1e3
         large += f" = {gbps:.1f} GB/s per rank, counting 2(N-1)/N of the bytes"
@@ -172,7 +174,7 @@ def _measured(
 
 
 def _peer_copy_gbps(machine: Machine) -> float | None:
-    """Bandwidth of copies from GPU 0 to GPU 1; None without peer access between them."""
+    """Measures copies from GPU 0 to GPU 1 in GB/s; None without peer access between them."""
     if len(machine.gpus) < 2 or not machine.peer_access[0][1]:
         return None
     source = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device="cuda:0")

@@ -1,4 +1,4 @@
-"""``allnorm e2e``: a whole transformer, fused against unfused: as fast, and the same tokens?"""
+"""``allnorm e2e``: compares speed and tokens of a whole transformer, fused and unfused."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from allnorm.cli.options import Device, Dtype, Json, Tp
 
 _MODEL = {"cuda": "llama-3.1-8b", "cpu": "tiny"}
 _BATCH = {"cuda": "1,8,64", "cpu": "1,4"}
-_LESS_MEMORY = "Fewer --layers, a smaller --model or --batch, or more GPUs need less."
+_LESS_MEMORY = "Use fewer --layers, a smaller --model or --batch, or more GPUs."
 _PRODUCTS = {
     "torch": "",
-    "triton": "Triton's products in front of reductions. ",
-    "dependent": "Triton's products in front of reductions, which let what follows begin early. ",
+    "triton": "Triton GEMMs before reductions. ",
+    "dependent": "Triton GEMMs before reductions, which trigger the dependent launch early. ",
 }
 _PROMPT, _TOKENS = {"cuda": 128, "cpu": 16}, {"cuda": 64, "cpu": 8}
 
 
 def e2e(
     model: Annotated[
-        str, typer.Option(help=f"Dimensions by name: {', '.join(models.TRANSFORMERS)}.")
+        str, typer.Option(help=f"Model dimensions: {', '.join(models.TRANSFORMERS)}.")
     ] = "",
     layers: Annotated[
         int, typer.Option(min=0, help="Decoder layers. Default: the model's own.")
@@ -42,23 +42,23 @@ def e2e(
         str, typer.Option(help="Batch sizes. Default: 1,8,64 on GPUs, 1,4 on CPU.")
     ] = "",
     prompt: Annotated[
-        int, typer.Option(min=0, help="Tokens of a prompt. Default: 128; on CPU 16.")
+        int, typer.Option(min=0, help="Tokens per prompt. Default: 128; on CPU 16.")
     ] = 0,
     tokens: Annotated[
         int, typer.Option(min=0, help="Tokens to generate. Default: 64; on CPU 8.")
     ] = 0,
     arms: Annotated[
-        str, typer.Option(help="What to run, separated by commas. Default: everything.")
+        str, typer.Option(help="Implementations to run, separated by commas. Default: all.")
     ] = "",
     dtype: Dtype = "bfloat16",
     product: Annotated[
         str,
         typer.Option(
-            help="What multiplies in front of a reduction, in all arms, up to 64 tokens: torch; "
-            "triton, a kernel of Triton's; dependent, the same with what follows let in early."
+            help="GEMM before each reduction of up to 64 tokens, in all implementations: torch; "
+            "triton; or dependent: Triton, and it triggers the dependent launch early."
         ),
     ] = "torch",
-    rounds: Annotated[int, typer.Option(min=1, help="Timed generations of each arm.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed generations per implementation.")] = 3,
     device: Device = "auto",
     json: Json = None,
 ) -> None:
@@ -67,7 +67,7 @@ def e2e(
     known = arm_names(where)
     asked = options.choices(arms, "--arms", known) if arms else known
     if tokens == 1:
-        text = "the time between tokens needs at least 2 of them"
+        text = "1: expected at least 2 tokens, to measure the time between tokens"
         raise typer.BadParameter(text, param_hint="--tokens")
     with options.of("--model"):
         dimensions = models.find(model or _MODEL[where], layers)
@@ -102,12 +102,12 @@ def e2e(
     if any(result.error for result in found):
         raise typer.Exit(1)
     if any(result.exact for result in found):
-        held = "allnorm's tokens, and the bits of its logits, are those of allnorm:unfused"
+        held = "PASS: tokens and logits are bit-identical to the unfused path"
         console.print(output.ok(held))
 
 
 def _run(job: Job, size: int, json: Path | None, console: Console) -> list[Result]:
-    """Runs with one number of ranks, shows and stores what was found."""
+    """Runs with one number of ranks; shows and stores the results."""
     with output.progress(f"e2e, {output.ranks(size)}") as show:
         measured = report.measure(job, size, show)
     found = measured.results
@@ -124,13 +124,13 @@ def _run(job: Job, size: int, json: Path | None, console: Console) -> list[Resul
     output.append_json_lines(json, [report.json_row(r, job.model) for r in found], common)
     for batch_size in job.batch_sizes:
         of_batch = [r for r in found if r.batch_size == batch_size]
-        if not of_batch:  # nothing but libraries that are missing
+        if not of_batch:  # every requested library is missing
             continue
         console.print(_table(of_batch, job.torch_arm))
         one = of_batch[0]
         console.print(
-            f"[dim]yardstick, {escape(one.yardstick)}: logits {one.yardstick_max:.3g} "
-            f"({one.yardstick_mean:.2g}) apart[/dim]"
+            f"[dim]yardstick, {escape(one.yardstick)}: logits differ by {one.yardstick_max:.3g} "
+            f"({one.yardstick_mean:.2g})[/dim]"
         )
         for r in of_batch:
             if r.error:
@@ -148,16 +148,17 @@ def _explanation(job: Job) -> str:
         f"{model.name}, {model.num_layers} layers, {job.dtype}, random weights, on "
         f"{topology.device_name(job.device)}: {job.prompt} tokens in, {job.tokens} out, greedy. "
         f"{_PRODUCTS[job.product]}"
-        f"Prefill is eager, decode {decode}; arms take turns, {job.rounds} rounds; times are the "
-        "slowest rank's. Arms differ in nothing but what turns partial sums into normed rows. "
-        "comm: beyond a run without communication. = unfused: tokens equal to allnorm:unfused, "
-        f"and bits, if all logits are too. logits: beside those of {job.torch_arm}, for which the "
-        "yardstick is what two of its algorithms differ by."
+        f"Prefill is eager, decode {decode}; implementations are interleaved, {job.rounds} rounds; "
+        "times are the slowest rank's. Implementations differ only in how they turn partial sums "
+        "into normalized rows. comm: time in excess of a run without communication. = unfused: "
+        "tokens equal to allnorm:unfused; 'bits' if all logits are bit-identical too. logits: "
+        f"max (mean) difference from {job.torch_arm}. The yardstick is the difference between two "
+        "of its algorithms."
     )
 
 
 def _table(results: Sequence[Result], torch_arm: str) -> output.FittedTable:
-    """The figures of one batch size; the times beside those of the torch arm."""
+    """Returns the table of one batch size, with times relative to the torch arm."""
     base = next((r.tpot_ms for r in results if r.arm == torch_arm), math.nan)
     columns = (
         *("arm", "TTFT ms", "TPOT ms", f"vs {torch_arm}", "ITL p50 (p99) ms", "tokens/s"),
@@ -189,7 +190,7 @@ def _relative(tpot_ms: float, base: float) -> str:
 
 
 def _verdict(r: Result) -> str:
-    """How many tokens are those of "allnorm:unfused"; "bits" if all logits are, too."""
+    """Returns how many tokens equal those of "allnorm:unfused", and "bits" if all logits do."""
     same_bits = r.steps_equal_unfused == r.steps_checked
     text = f"{r.tokens_equal_unfused}/{r.num_tokens}" + (", bits" if same_bits else "")
     if r.error:

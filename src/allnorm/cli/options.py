@@ -1,6 +1,6 @@
-"""The options that commands share: how they are written, and what is refused.
+"""The options that commands share, and their parsers.
 
-What cannot be read raises typer.BadParameter, which says what was expected.
+Parsers raise typer.BadParameter, with the expected syntax, for a value they cannot parse.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from allnorm.cli import output
 
 _MAX_WORLD_SIZE = 64  # of a communicator: ALLNORM_MAX_WORLD_SIZE in csrc/allnorm.h
 RANKS, WHAT, OUTPUT = "Ranks", "What runs", "Output"
-"""The panels of --help."""
+"""Titles of the option panels of --help."""
 
 
 def _writable(path: Path | None) -> Path | None:
-    """Refuses a file that cannot be written, before anything runs."""
+    """Rejects a file that cannot be written, before anything runs."""
     if path is not None:
         try:
             output.check_writable(path)
@@ -34,7 +34,7 @@ def _writable(path: Path | None) -> Path | None:
 
 
 def file_option(help_text: str, name: str = "") -> Any:
-    """An option that is a file for results."""
+    """Returns an option for a results file."""
     names_of = (name,) if name else ()
     return typer.Option(*names_of, help=help_text, callback=_writable, rich_help_panel=OUTPUT)
 
@@ -43,15 +43,15 @@ Tp = Annotated[
     str,
     typer.Option(
         "--tp",
-        help="Ranks, or a list such as 2,4,8. Default: all GPUs (bench: 2, then all), else 2 CPU "
-        "processes.",
+        help="Number of ranks, or a list such as 2,4,8. Default: all GPUs (bench: 2, then all); "
+        "without GPUs 2 CPU processes.",
         rich_help_panel=RANKS,
     ),
 ]
 Device = Annotated[
     str,
     typer.Option(
-        "--device", help="cuda, cpu or auto (cuda if there is one).", rich_help_panel=RANKS
+        "--device", help="cuda, cpu or auto (cuda if there is a GPU).", rich_help_panel=RANKS
     ),
 ]
 Dtype = Annotated[str, typer.Option("--dtype", help=", ".join(names.DTYPES), rich_help_panel=WHAT)]
@@ -62,7 +62,7 @@ Json = Annotated[
 
 @contextlib.contextmanager
 def of(option: str) -> Iterator[None]:
-    """Reports a ValueError of the block as a wrong value of that option: exit code 2."""
+    """Reports a ValueError raised in the block as an invalid value of `option`: exit code 2."""
     try:
         yield
     except ValueError as error:
@@ -70,12 +70,12 @@ def of(option: str) -> Iterator[None]:
 
 
 def words(text: str) -> list[str]:
-    """Splits a list at its commas; repeated items count once."""
+    """Splits a comma-separated list and drops repeated items."""
     return list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
 
 
 def integers(text: str, option: str, minimum: int = 0) -> list[int]:
-    """A list of integers such as ``1,16,256``."""
+    """Parses a list of integers such as ``1,16,256``."""
     items = words(text)
     if not items or not all(item.isdecimal() and int(item) >= minimum for item in items):
         raise typer.BadParameter(
@@ -86,19 +86,19 @@ def integers(text: str, option: str, minimum: int = 0) -> list[int]:
 
 
 def choices(text: str, option: str, allowed: tuple[str, ...]) -> list[str]:
-    """A list of words out of `allowed`."""
+    """Parses a list of words, each of which must be in `allowed`."""
     items = words(text)
     unknown = [item for item in items if item not in allowed]
     if unknown or not items:
         given = ", ".join(unknown) or repr(text)
         raise typer.BadParameter(
-            f"{given}: expected some of {', '.join(allowed)}", param_hint=option
+            f"{given}: expected one or more of {', '.join(allowed)}", param_hint=option
         )
     return items
 
 
 def choice(text: str, option: str, allowed: tuple[str, ...]) -> str:
-    """One word out of `allowed`; of a list the first."""
+    """Parses one word of `allowed`; takes the first of a list."""
     return choices(text, option, allowed)[0]
 
 
@@ -109,14 +109,14 @@ def modes(
     post_norm: bool = False,
     experts: int = 0,
 ) -> list[Mode]:
-    """The kinds of calls that `--quant` and `--residual`, both of them lists, and more ask for."""
+    """Returns the modes that the lists `quant` and `residual` and the other options select."""
     residuals = choices(residual, "--residual", bench_modes.RESIDUALS)
     with of("--quant"):
         return bench_modes.modes(words(quant), residuals, return_normed, post_norm, experts)
 
 
 def shapes(text: str) -> list[Shape]:
-    """A list of shapes such as ``1x4096,8192x4096`` (num_tokens x hidden_size)."""
+    """Parses a list of shapes such as ``1x4096,8192x4096`` (num_tokens x hidden_size)."""
     found = []
     for item in words(text):
         match = re.fullmatch(r"(\d+)[xX](\d+)", item)
@@ -134,17 +134,17 @@ def shapes(text: str) -> list[Shape]:
 
 
 def model_shapes(models: str, num_tokens: list[int]) -> list[Shape]:
-    """The shapes of the named models, one for every number of tokens."""
+    """Returns the shapes of the named models, one per number of tokens."""
     with of("--model"):
         found = [bench_modes.find_model(name) for name in words(models)]
     return [model.shape(tokens) for model in found for tokens in num_tokens]
 
 
 def device(text: str) -> str:
-    """Settles what the ranks run on, "cuda" or "cpu".
+    """Returns the device type of the ranks, "cuda" or "cpu".
 
     Raises:
-        typer.BadParameter: another word, or "cuda" on a machine without a GPU.
+        typer.BadParameter: unknown device, or "cuda" on a machine without a GPU.
     """
     gpus = topology.num_gpus()
     if text == "auto":
@@ -161,10 +161,10 @@ def device(text: str) -> str:
 def world_sizes(
     text: str, device_type: str, default: str = "", *, share_gpus: bool = False
 ) -> list[int]:
-    """The numbers of ranks to run with, each once.
+    """Returns the numbers of ranks to run with, without repetition.
 
-    `default` stands for "" instead of all GPUs, else 2 CPU processes. With `share_gpus` several
-    ranks may be on one GPU.
+    An empty `text` means `default`; if that is empty too, all GPUs or 2 CPU processes. With
+    `share_gpus` several ranks may share a GPU.
     """
     gpus = topology.num_gpus()
     text = text or default or (str(gpus) if device_type == "cuda" else "2")
@@ -183,38 +183,38 @@ def world_sizes(
 
 
 def one_world_size(text: str, device_type: str) -> int:
-    """The number of ranks of a command that runs once; the largest of a list."""
+    """Returns the number of ranks for a command that runs once: the largest of the list."""
     return max(world_sizes(text, device_type))
 
 
 def crowded(world_size: int, device_type: str) -> str:
-    """What to say where ranks must share cores; empty where they need not."""
+    """Returns a warning if there are more CPU ranks than cores; otherwise ""."""
     cores = topology.num_cores()
     if device_type != "cpu" or world_size <= cores:
         return ""
     return (
-        f"{world_size} ranks on {cores} cores: ranks take turns, and times say little. Bits are "
-        "not affected."
+        f"{world_size} ranks on {cores} cores: ranks share cores, so times are not meaningful. "
+        "Results are not affected."
     )
 
 
 def check_memory(rank_bytes: int, world_size: int, device_type: str, remedy: str) -> None:
-    """Refuses what would not fit, before a machine swaps.
+    """Raises if the ranks need more memory than is available, before the machine swaps.
 
     Args:
-        rank_bytes: what a rank needs, as estimated.
-        world_size: ranks; those of CPUs share a memory, each GPU has its own.
+        rank_bytes: estimated memory per rank.
+        world_size: number of ranks. CPU ranks share the memory; each GPU has its own.
         device_type: "cuda" or "cpu".
-        remedy: what to do, a sentence.
+        remedy: sentence that tells the user what to do.
 
     Raises:
-        ValueError: there is less.
+        ValueError: too little memory is available.
     """
     needed = rank_bytes if device_type == "cuda" else world_size * rank_bytes
     there = topology.available_memory_bytes(device_type)
     if there is not None and needed > there:
         whose = "each GPU" if device_type == "cuda" else f"{output.ranks(world_size)} together"
         raise ValueError(
-            f"about {output.gibibytes(needed)} of memory for {whose}: expected at most the "
-            f"{output.gibibytes(there)} that are available. {remedy}"
+            f"needs about {output.gibibytes(needed)} of memory for {whose}, but only "
+            f"{output.gibibytes(there)} are available. {remedy}"
         )

@@ -1,4 +1,4 @@
-"""What commands write: progress, tables, JSON lines."""
+"""The output of commands: progress, tables, JSON lines."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from rich.text import Text
 from allnorm import __version__, topology
 from allnorm.testing import OnMessage
 
-_WIDTH_OF_A_FILE = 180  # columns when the output is no terminal
+_WIDTH_OF_A_FILE = 180  # columns if the output is not a terminal
 _SECONDS_BETWEEN_LINES = 5.0
-_LONGEST_WORD = 24  # of text in a table: longer ones are folded
+_LONGEST_WORD = 24  # longer words in text columns are folded
 
 Message = dict[str, Any]
-"""What a rank reports while it works: `text`, `done` and `total`."""
+"""A progress report of a rank: `text`, `done` and `total`."""
 
 
 def console() -> Console:
-    """Standard output: colours on a terminal, plain and wide in a file."""
+    """Returns a console for standard output: colored on a terminal, plain and wide in a file."""
     if sys.stdout.isatty():
         return Console(highlight=False)
     return Console(highlight=False, width=_WIDTH_OF_A_FILE)
@@ -50,9 +50,9 @@ def console() -> Console:
 
 @contextmanager
 def progress(title: str) -> Iterator[OnMessage]:
-    """Shows how far something is: a bar on a terminal, else a line every few seconds.
+    """Shows progress: a bar on a terminal, otherwise a line every few seconds.
 
-    Yields a function that takes a rank and its message; rank 0 speaks for all.
+    Yields a function that takes a rank and its message. Only messages of rank 0 are shown.
     """
     stream = Console(file=sys.stderr, highlight=False)
     if not stream.is_terminal:
@@ -96,16 +96,16 @@ def _plain_progress(title: str) -> OnMessage:
 
 @dataclass(frozen=True)
 class FittedTable:
-    """A table of figures, none of which is ever split: on a narrow console columns drop out.
+    """A table that never splits a figure: on a narrow console it drops columns instead.
 
     Attributes:
-        title: above it.
+        title: printed above the table.
         columns: headings.
-        rows: cells, which may hold rich markup.
-        words: headings of columns of text, which is aligned to the left and wrapped between words;
-            the first column is aligned so, too.
-        optional: headings of what drops out first; then the others go from the right, but for the
-            first and the last one.
+        rows: cells, which may contain rich markup.
+        words: headings of text columns. They are left-aligned, as the first column is, and wrap
+            between words.
+        optional: headings of the columns to drop first. After them the others are dropped from the
+            right. The first and the last column are always shown.
     """
 
     title: str
@@ -115,7 +115,7 @@ class FittedTable:
     optional: Sequence[str]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Any]:
-        """Renders what fits, and says what does not."""
+        """Renders the columns that fit, and names the dropped ones."""
         shown, dropped = self.fitting(options.max_width)
         widths = self._widths(shown, options.max_width)
         table = Table(title=self.title, title_justify="left", header_style="bold")
@@ -129,11 +129,14 @@ class FittedTable:
         yield table
         if dropped:
             names = ", ".join(" ".join(self.columns[index].split()) for index in dropped)
-            text = f"not shown in {options.max_width} columns: {names}; a file or --json has all"
+            text = (
+                f"not shown at a width of {options.max_width}: {names}; "
+                "write to a file or use --json to see all"
+            )
             yield Text(text, style="dim")
 
     def fitting(self, width: int) -> tuple[list[int], list[int]]:
-        """The columns that a console of this width has room for, and those that drop out."""
+        """Returns the indices of the columns that fit this width, and of the dropped ones."""
         middle = list(self.columns[1:-1])[::-1]
         order = [*(name for name in self.optional if name in self.columns), *middle]
         shown, dropped = list(range(len(self.columns))), []
@@ -146,7 +149,7 @@ class FittedTable:
         return shown, sorted(dropped)
 
     def _widths(self, shown: Sequence[int], width: int) -> list[int]:
-        """Of the columns: what they need, and of what is left as much as text can use."""
+        """Returns the column widths; text columns share the width that is left over."""
         needed = [self._width(index) for index in shown]
         left = width - 1 - sum(3 + each for each in needed)
         wanted = {
@@ -161,7 +164,7 @@ class FittedTable:
         return needed
 
     def _width(self, index: int) -> int:
-        """Characters that a column needs: its longest line, of text its longest word."""
+        """Returns the minimum width of a column: its longest line; of text, its longest word."""
         cells = [self.columns[index], *(row[index] for row in self.rows)]
         texts = [Text.from_markup(cell).plain for cell in cells]
         if self.columns[index] in self.words:
@@ -177,12 +180,12 @@ def table(
     words: Container[str] = (),
     optional: Sequence[str] = (),
 ) -> FittedTable:
-    """A table; the arguments are the fields of `FittedTable`."""
+    """Makes a `FittedTable`; the arguments are its attributes."""
     return FittedTable(title, list(columns), [list(row) for row in rows], words, optional)
 
 
 def facts(title: str, pairs: Iterable[tuple[str, str]]) -> Table:
-    """A table of names and values."""
+    """Returns a table of names and values."""
     result = Table(title=title, title_justify="left", show_header=False)
     result.add_column(style="bold", no_wrap=True)
     result.add_column(overflow="fold")
@@ -192,28 +195,28 @@ def facts(title: str, pairs: Iterable[tuple[str, str]]) -> Table:
 
 
 def ok(text: str) -> str:
-    """Markup of something that holds."""
+    """Marks text up as success."""
     return f"[green]{escape(text)}[/green]"
 
 
 def bad(text: str) -> str:
-    """Markup of something that does not."""
+    """Marks text up as failure."""
     return f"[bold red]{escape(text)}[/bold red]"
 
 
 def fail(text: str) -> NoReturn:
-    """Prints what is wrong, and ends the command with exit code 1."""
+    """Prints the error and ends the command with exit code 1."""
     console().print(bad(text))
     raise typer.Exit(1)
 
 
 def ranks(count: int) -> str:
-    """How many, in words: "1 rank", "2 ranks"."""
+    """Returns "1 rank", "2 ranks", and so on."""
     return f"{count} rank{'s' if count != 1 else ''}"
 
 
 def microseconds(value: float) -> str:
-    """A time given in us, with three significant digits; long ones are shown in ms."""
+    """Formats a time in us with three significant digits; long times are shown in ms."""
     if not math.isfinite(value):
         return "-"
     if value >= 1e4:
@@ -222,18 +225,18 @@ def microseconds(value: float) -> str:
 
 
 def time_of(value: float) -> str:
-    """A time given in us, with its unit."""
+    """Formats a time in us, with its unit."""
     text = microseconds(value)
     return text if text.endswith("ms") else f"{text} us"
 
 
 def gibibytes(count: int | None) -> str:
-    """A size in GiB; "unknown" for None."""
+    """Formats a size in GiB; "unknown" for None."""
     return "unknown" if count is None else f"{count / 2**30:.1f} GiB"
 
 
 def provenance() -> dict[str, Any]:
-    """Where a result comes from: commit, versions, command, date."""
+    """Returns the provenance of a result: commit, versions, command, date."""
     commit = topology.source_commit()
     return {
         "commit": commit or f"release {__version__}",
@@ -244,21 +247,23 @@ def provenance() -> dict[str, Any]:
 
 
 def _without_folder(argument: str) -> str:
-    """An argument as it is stored: of an absolute path the name alone."""
+    """Returns the argument, or only the file name if it is an absolute path."""
     return Path(argument).name if Path(argument).is_absolute() else argument
 
 
 def conditions(device: str, **more: Any) -> dict[str, Any]:
-    """What was measured, "cuda" or "cpu", where the result comes from, and `more`."""
+    """Returns the fields common to all rows: device name, provenance, and `more`."""
     kind = "gpu" if device == "cuda" else "cpu"
     return {kind: topology.device_name(device), **provenance(), **more}
 
 
 def check_writable(path: Path) -> None:
-    """Makes the folder of a file that results will go to, and leaves the file as it is.
+    """Creates the folder of a results file and checks that the file can be written.
+
+    Leaves the file as it was.
 
     Raises:
-        ValueError: it cannot be written.
+        ValueError: the file cannot be written.
     """
     exists = path.exists()
     try:
@@ -269,22 +274,22 @@ def check_writable(path: Path) -> None:
             path.unlink()
     except OSError as error:
         raise ValueError(
-            f"{path} cannot be written: {error.strerror}. Expected a file in a folder that is "
-            "there, or can be made"
+            f"{path} cannot be written: {error.strerror}. Expected a file in a folder that exists "
+            "or can be created"
         ) from None
 
 
-# Files that could not be written when the results were there, and where these are instead.
+# Maps files that could not be written to the files that hold the results instead.
 _instead: dict[Path, Path] = {}
 
 
 def all_written() -> bool:
-    """Whether all results are where they were to go."""
+    """Returns whether all results were written to the requested files."""
     return not _instead
 
 
 def write_results(path: Path, write: Callable[[Path], None]) -> None:
-    """Lets `write` make or extend a file; if that fails, another one, and says which."""
+    """Calls `write` with the file; if that fails, with a temporary file, and prints its name."""
     try:
         if path not in _instead:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -302,9 +307,9 @@ def write_results(path: Path, write: Callable[[Path], None]) -> None:
 def append_json_lines(
     path: Path | None, rows: Iterable[Mapping[str, Any]], common: Mapping[str, Any] | None = None
 ) -> None:
-    """Appends one JSON object per line, `common` before each; makes the file and its folder.
+    """Appends one JSON object per line, each starting with `common`; creates file and folder.
 
-    Numbers that JSON does not have (NaN, infinity) become null. Without a path it does nothing.
+    NaN and infinity, which JSON lacks, become null. Does nothing if `path` is None.
     """
     if path is None:
         return

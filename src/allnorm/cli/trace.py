@@ -1,4 +1,4 @@
-"""``allnorm trace``: how many reductions of a program run fused?"""
+"""``allnorm trace``: counts the reductions of a program that run fused."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from allnorm.tracing.report import FUSED, NORM, REDUCTION
 def trace(
     command: Annotated[
         list[str],
-        typer.Argument(help="The program, after --: a Python file, torchrun, or any command."),
+        typer.Argument(help="Program to run, after --: a Python file, torchrun, or any command."),
     ],
     require: Annotated[
         float | None,
         typer.Option(
             min=0.0,
             max=1.0,
-            help="Fail if on some rank a smaller part of the reductions ran fused.",
+            help="Exit with code 1 if a smaller fraction of the reductions ran fused on any rank.",
         ),
     ] = None,
     json: Json = None,

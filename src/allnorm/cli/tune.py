@@ -1,4 +1,4 @@
-"""``allnorm tune``: measures what is fastest on this machine, and stores it."""
+"""``allnorm tune``: measures which algorithm is fastest on this machine and stores the result."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from allnorm.tuning import Curves
 _GPU_HIDDEN, _CPU_HIDDEN = "2880,4096,5120,7168,8192", "2880,4096"
 _GPU_QUANT, _CPU_QUANT = "none,per_group:128", "none"
 _MAX_TOKENS = {"cuda": 16384, "cpu": 1024}
-_SPARE_CORES = 0.5  # may be busy of those that ranks need
+_SPARE_CORES = 0.5  # of the cores that ranks need, this many may be busy
 _PRODUCT = {"cuda": 7168, "cpu": 0}
 _FACTOR = 4  # between the sizes of the coarse grid
 
@@ -33,56 +33,61 @@ def tune(
     device: Device = "auto",
     hidden: Annotated[str, typer.Option(help="Hidden sizes, separated by commas.")] = "",
     max_tokens: Annotated[
-        int, typer.Option(min=0, help="Most rows. Default: 16384, on CPU 1024.")
+        int, typer.Option(min=0, help="Largest number of rows. Default: 16384; on CPU 1024.")
     ] = 0,
-    dtype: Annotated[str, typer.Option(help=f"Some of {', '.join(names.DTYPES)}.")] = "bfloat16",
+    dtype: Annotated[
+        str, typer.Option(help=f"One or more of {', '.join(names.DTYPES)}.")
+    ] = "bfloat16",
     quant: Annotated[
         str,
         typer.Option(
-            help="What follows the norm, as of bench. Default: none,per_group:128, on CPU none."
+            help="Quantization after the norm, as in bench. Default: none,per_group:128; on CPU "
+            "none."
         ),
     ] = "",
     product: Annotated[
         int | None,
         typer.Option(
             min=0,
-            help="Columns of the matrix product behind which calls are measured, as in a model; 0: "
-            "in a chain of calls. Default: 7168, on CPU 0.",
+            help="Measure calls after a GEMM with this inner dimension, as in a model; 0: in a "
+            "chain of calls. Default: 7168; on CPU 0.",
             show_default=False,
         ),
     ] = None,
     algorithms: Annotated[
-        str, typer.Option(help="Candidates; unfused may be one.")
+        str, typer.Option(help=f"Candidates, one or more of {', '.join(names.ALGORITHMS)}.")
     ] = "one_shot,two_shot",
     directory: Annotated[
         Path | None,
         typer.Option(
-            "--dir", help="Where tables are kept. Default: ALLNORM_TUNING_DIR, else the cache."
+            "--dir",
+            help="Folder of the tables. Default: ALLNORM_TUNING_DIR, or the cache folder.",
         ),
     ] = None,
     check: Annotated[
         bool,
         typer.Option(
-            "--check", help="Store nothing: is what auto chooses within 5 % of the best algorithm?"
+            "--check",
+            help="Store nothing; check that auto chooses within 5 % of the best algorithm.",
         ),
     ] = False,
     yes: Annotated[
-        bool, typer.Option("--yes", "-y", help="Store what was found without asking.")
+        bool, typer.Option("--yes", "-y", help="Store the result without asking.")
     ] = False,
     busy: Annotated[
-        bool, typer.Option("--busy", help="Measure although other work keeps the machine busy.")
+        bool, typer.Option("--busy", help="Measure even if other work keeps the machine busy.")
     ] = False,
     json: Json = None,
 ) -> None:
-    """Measures which algorithm is fastest from how many tokens on, and stores the table.
+    """Measures which algorithm is fastest for which number of tokens, and stores the table.
 
-    Every candidate's bits are compared with the reference before it is timed. New communicators of
-    the same device and number of ranks use the table; their plan() says so.
+    Each candidate's results are compared with the reference bit for bit before it is timed. New
+    communicators with the same device and number of ranks use the table; plan() shows it as source.
     """
     where = options.device(device)
     sizes = [size for size in options.world_sizes(tp, where) if size > 1]
     if not sizes:
-        raise typer.BadParameter("1: one rank has nothing to choose", param_hint="--tp")
+        raise typer.BadParameter("1: expected at least 2 ranks", param_hint="--tp")
     on_gpu = where == "cuda"
     modes = options.modes(quant or (_GPU_QUANT if on_gpu else _CPU_QUANT))
     hidden = hidden or (_GPU_HIDDEN if on_gpu else _CPU_HIDDEN)
@@ -108,14 +113,14 @@ def tune(
 
 
 def _refuse_a_busy_machine(world_size: int) -> None:
-    """Raises where ranks would not have the cores that they need: noise would be stored."""
+    """Raises if too few cores are idle, because the measured times would be noise."""
     cores, busy = topology.num_cores(), topology.busy_cores()
     needed = min(world_size, cores)
     if busy is not None and cores - busy < needed - _SPARE_CORES:
         raise typer.BadParameter(
             f"{busy:.1f} of {cores} cores are busy, and {output.ranks(world_size)} need {needed} "
-            "for themselves: expected a quiet machine, or what is stored is noise. Stop the other "
-            "work, or measure all the same with --busy",
+            "for themselves: the measured times would be noise. Stop the other work, or pass "
+            "--busy to measure anyway",
             param_hint="--tp",
         )
 
@@ -154,7 +159,7 @@ def _tune(
     wrong = {(str(c), text) for curve in result.curves for c, text in curve.wrong.items()}
     wrong |= {(f"{rate:.0f} GB/s", text) for rate, text in result.link.wrong.items()}
     for candidate, text in sorted(wrong):
-        console.print(output.bad(f"{candidate} is left out, its results are wrong: {text}"))
+        console.print(output.bad(f"{candidate} is excluded, its results are wrong: {text}"))
     console.print(f"{time.monotonic() - began:.0f} s")
     stored = bool(curves) and _store(result, directory, job.device, size, console, yes)
     return stored and not wrong
@@ -166,13 +171,13 @@ def _store(
     """Shows what would change, asks, and stores."""
     path = table.path_of(directory, device, size)
     changes = table.changes(result, directory, device, size)
-    # A path must not be folded: somebody will copy it.
+    # The path must not be folded, so that the user can copy it.
     console.print(f"{path}:", *(changes or ["nothing changes"]), sep="\n  ", soft_wrap=True)
     if not yes:
         if not sys.stdin.isatty():
-            console.print(output.bad("not stored: nobody can be asked here; pass --yes"))
+            console.print(output.bad("not stored: no terminal to ask on; pass --yes"))
             return False
-        if not typer.confirm("Store it?"):
+        if not typer.confirm("Store this table?"):
             console.print("not stored")
             return True
     try:
@@ -200,7 +205,7 @@ def _table(result: Result, curves: Curves, size: int) -> output.FittedTable:
 def _check(
     job: Job, size: int, directory: Path | None, json: Path | None, console: Console
 ) -> bool:
-    """Measures, shows and stores; returns whether all is right and within the limit."""
+    """Measures, shows and writes --json; returns whether all points are right and in the limit."""
     common, good = output.conditions(job.device), True
     for dtype in job.dtypes:
         with output.progress(f"tune --check, {output.ranks(size)}") as show:
@@ -236,7 +241,7 @@ def _points_table(points: dict[Shape, Point], title: str) -> output.FittedTable:
         (str(tokens), *(by_size.get((tokens, hidden), "") for hidden in hidden_sizes))
         for tokens in sorted({shape.num_tokens for shape in points})
     ]
-    title += ": us of auto, and by how much it is above the best algorithm"
+    title += ": us of auto, excess over the best algorithm, best algorithm"
     return output.table(title, ("tokens", *map(str, hidden_sizes)), rows)
 
 

@@ -1,4 +1,4 @@
-"""``allnorm verify``: is it correct on this machine?"""
+"""``allnorm verify``: checks that results are correct on this machine."""
 
 from __future__ import annotations
 
@@ -23,45 +23,57 @@ _SAMPLE_SECONDS = {"cpu": 20.0, "cuda": 30.0}
 def verify(
     tp: Tp = "",
     device: Device = "auto",
-    seed: Annotated[
-        int | None, typer.Option(help="Of the sample and the inputs. Default: random.")
-    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Random seed. Default: random.")] = None,
     full: Annotated[
-        bool, typer.Option("--full", help="Every combination instead of a random sample.")
+        bool, typer.Option("--full", help="Run every combination instead of a random sample.")
     ] = False,
     seconds: Annotated[
-        float | None, typer.Option(min=0, help="Time for the sample of combinations, per tp.")
+        float | None,
+        typer.Option(
+            min=0,
+            help="Seconds for the sample of combinations, per number of ranks. Default: 20 on CPU, "
+            "30 on GPUs.",
+        ),
     ] = None,
     stress: Annotated[
-        int, typer.Option(min=0, help="Calls of the ordering soak with random delays.")
+        int, typer.Option(min=0, help="Calls of the ordering soak with random delays; 0: skip it.")
     ] = 0,
     threads: Annotated[
         float,
-        typer.Option(min=0, help="Seconds of the soak of several communicators in threads (CPU)."),
+        typer.Option(
+            min=0,
+            help="Seconds of the soak of several communicators in threads (CPU only); 0: skip it.",
+        ),
     ] = 0,
     only: Annotated[
-        str, typer.Option(help="Only checks whose names hold one of these words: soak,graph.")
+        str, typer.Option(help="Run only checks whose names contain one of these: soak,graph.")
     ] = "",
     shapes: Annotated[
-        str, typer.Option(help="Only calls of these shapes, such as 1x4096,2048x2880.")
+        str, typer.Option(help="Run only calls of these shapes, such as 1x4096,2048x2880.")
     ] = "",
-    repeat: Annotated[int, typer.Option(min=1, help="Calls of each shape and algorithm.")] = 2000,
+    repeat: Annotated[
+        int, typer.Option(min=1, help="With --shapes: calls per shape and algorithm.")
+    ] = 2000,
     faults: Annotated[
-        bool, typer.Option("--faults", help="Only faults: a rank dies, never comes, or differs.")
+        bool,
+        typer.Option(
+            "--faults",
+            help="Run only fault tests: a rank dies, never calls, or makes a different call.",
+        ),
     ] = False,
     timeout: Annotated[
-        float, typer.Option(min=0.1, help="Of the ranks' waits in --faults, seconds.")
+        float,
+        typer.Option(min=0.1, help="Seconds a rank waits for its peers (--faults only)."),
     ] = 2.0,
     share_gpus: Annotated[
         bool,
-        typer.Option("--share-gpus", help="More ranks than GPUs: they take turns, which is slow."),
+        typer.Option("--share-gpus", help="Allow more ranks than GPUs; sharing a GPU is slow."),
     ] = False,
     island_size: Annotated[
         int,
         typer.Option(
             min=0,
-            help="Ranks in islands of so many, which exchange through the process group; 0: "
-            "islands are found.",
+            help="Ranks per island. Islands exchange through the process group. 0: detect islands.",
         ),
     ] = 0,
     json: Json = None,
@@ -77,8 +89,8 @@ def verify(
     budget = _SAMPLE_SECONDS[where] if seconds is None else seconds
     given = tuple((s.num_tokens, s.hidden_size) for s in options.shapes(shapes)) if shapes else ()
     if threads and where == "cuda":
-        # Kernels of several communicators that wait for each other may not find room on a GPU.
-        raise typer.BadParameter("expected --device cpu", param_hint="--threads")
+        # Kernels that wait for each other may not all fit on a GPU at once.
+        raise typer.BadParameter("runs on CPU only: pass --device cpu", param_hint="--threads")
     job = Job(
         *(where, seed, full, budget, stress, given, repeat, words),
         threads=threads,
@@ -89,7 +101,8 @@ def verify(
         with options.of("--full"):
             for size in sizes:
                 needed = verify_run.full_memory_bytes(size)
-                options.check_memory(needed, size, where, "Fewer ranks, or a sample, need less.")
+                remedy = "Use fewer ranks, or a sample (without --full)."
+                options.check_memory(needed, size, where, remedy)
     console = output.console()
     if crowded := options.crowded(max(sizes), where):
         console.print(output.bad(crowded))
@@ -113,11 +126,11 @@ def verify(
     if failures:
         output.fail(f"{failures} cases failed; repeat with --seed {seed}")
     ranks = ", ".join([*map(str, sizes[:-1]), output.ranks(sizes[-1])])
-    console.print(output.ok(f"everything holds with {ranks} on {where}"))
+    console.print(output.ok(f"PASS: all checks passed with {ranks} on {where}"))
 
 
 def _shared(allowed: bool, where: str, size: int) -> bool:
-    """Whether so many ranks share GPUs."""
+    """Returns whether the ranks share GPUs."""
     return allowed and where == "cuda" and size > topology.num_gpus()
 
 
@@ -130,13 +143,14 @@ def _faults(
     json: Path | None,
     island_size: int,
 ) -> None:
-    """The table of faults, for each number of ranks."""
+    """Runs the fault tests and shows their table, for each number of ranks."""
     if min(sizes) < 2:
         raise typer.BadParameter("1: expected at least 2 ranks for --faults", param_hint="--tp")
     console, failed = output.console(), 0
     console.print(
-        f"Waits end after {timeout_s:g} s; a fault must be known {verify_faults.SLACK_SECONDS:g} s "
-        f"later on every rank, by name; on {topology.device_name(where)}."
+        f"Waits time out after {timeout_s:g} s. Within {verify_faults.SLACK_SECONDS:g} s after "
+        f"that, every rank must report the fault and name its cause. On "
+        f"{topology.device_name(where)}."
     )
     common = {"backend": where, "check": "faults", **output.provenance()}
     for size in sizes:
@@ -148,12 +162,12 @@ def _faults(
         output.append_json_lines(json, rows, of_size)
         failed += sum(bool(row["problems"]) for row in rows)
     if failed:
-        output.fail(f"{failed} faults were not dealt with as promised")
-    console.print(output.ok("every fault was noticed in time and named"))
+        output.fail(f"{failed} cases failed")
+    console.print(output.ok("PASS: every fault was reported in time, with its cause"))
 
 
 def _show_faults(rows: list[verify_faults.Row], world_size: int, console: Console) -> None:
-    """Prints a line for each fault, and the problems below; --json has a row for each case."""
+    """Prints a line per fault, then the problems. The JSON file has a row per case."""
     cells = []
     for fault in dict.fromkeys(row["fault"] for row in rows):
         cases = [row for row in rows if row["fault"] == fault]
@@ -170,7 +184,7 @@ def _show_faults(rows: list[verify_faults.Row], world_size: int, console: Consol
             )
         )
     title = f"rank {world_size - 1} of {world_size} fails; what rank 0 sees"
-    columns = ("fault", "its peers run", "rank 0 saw, first", "seconds, at most", "holds")
+    columns = ("fault", "algorithms of the peers", "rank 0 saw first", "max seconds", "passed")
     words = columns[:3]
     console.print(output.table(title, columns, cells, words=words, optional=columns[1:3]))
     for row in rows:
@@ -178,7 +192,7 @@ def _show_faults(rows: list[verify_faults.Row], world_size: int, console: Consol
             console.print(output.bad(f"{row['fault']}, {row['algorithm']}: {problem}"))
     held = sum(not row["problems"] for row in rows)
     slowest = max((row["seconds"] for row in rows if row["seconds"] is not None), default=0.0)
-    text = f"{held} of {len(rows)} cases held; the slowest rank knew after {slowest:.2f} s"
+    text = f"{held} of {len(rows)} cases passed; the slowest rank reported after {slowest:.2f} s"
     console.print(output.ok(text) if held == len(rows) else output.bad(text))
 
 
@@ -189,7 +203,7 @@ def _check_selection(job: Job) -> None:
         hint = "" if job.stress else "; with --stress N also ordering soak"
         hint += "" if job.threads else "; with --threads N also thread soak"
         raise typer.BadParameter(
-            f"{', '.join(unknown)}: expected words of {', '.join(every)}{hint}", param_hint="--only"
+            f"{', '.join(unknown)}: expected words in {', '.join(every)}{hint}", param_hint="--only"
         )
 
 

@@ -1,4 +1,4 @@
-"""A whole transformer, fused against unfused: as fast, and the same tokens?
+"""End-to-end benchmark of a transformer: compares speed and tokens, fused and unfused.
 
-`report.measure` starts ranks and returns results; what runs in the ranks is in `run`.
+`report.measure` starts ranks and returns results. `run` holds the code that runs in the ranks.
 """

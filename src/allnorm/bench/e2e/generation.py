@@ -1,4 +1,4 @@
-"""Greedy generation of a batch: prefill, then one token after the other, without the host."""
+"""Greedy generation of a batch: prefill, then token by token, without host synchronization."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _WARM_UP_STEPS = 2
 
 
 def row_parallel(product: str) -> Linear:
-    """The linear of that name, of `models.PRODUCTS`, in front of a reduction.
+    """Returns the linear layer before a reduction with a name of `models.PRODUCTS`.
 
     Raises:
-        ImportError: Triton's is asked for, and not installed.
+        ImportError: the name needs Triton, which is not installed.
     """
     if product == "torch":
         return F.linear
@@ -44,23 +44,23 @@ def row_parallel(product: str) -> Linear:
 
 
 class Generation:
-    """One batch of prompts, and the buffers for its tokens.
+    """A batch of prompts, and the buffers for its tokens.
 
-    Collective: every rank makes it with the same arguments but its own weights.
+    Collective: every rank creates it with the same arguments, except its own weights.
 
     Args:
-        model: its dimensions.
-        weights: this rank's part.
-        prompts: [batch_size, length] int64, on the device of the weights, the same on every rank.
-        num_tokens: to generate, the first of them by the prefill.
-        product: of `models.PRODUCTS`.
+        model: dimensions of the model.
+        weights: this rank's part of the weights.
+        prompts: [batch_size, length] int64, on the device of the weights, equal on every rank.
+        num_tokens: number of tokens to generate; the prefill generates the first one.
+        product: GEMM before reductions, of `models.PRODUCTS`.
 
     Attributes:
-        logits: [batch_size, this rank's part of the vocabulary], of the latest token.
-        token: [batch_size] int64, the latest token, and the next one's input.
-        outputs: [batch_size, num_tokens] int64.
-        batch_size: prompts.
-        num_tokens: to generate.
+        logits: [batch_size, this rank's part of the vocabulary], logits of the latest token.
+        token: [batch_size] int64, the latest tokens, which are the next input.
+        outputs: [batch_size, num_tokens] int64, the generated tokens.
+        batch_size: number of prompts.
+        num_tokens: number of tokens to generate.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Generation:
         self._mlp = Experts(model, device) if model.num_experts else Mlp(model, self._linear)
 
     def reset(self) -> None:
-        """Clears the cache of what earlier generations, perhaps of a wrong arm, have left."""
+        """Clears the cache, which may hold NaN from an earlier generation of a wrong arm."""
         self._attention.clear()
 
     def prefill(self, site: Site) -> None:
@@ -101,20 +101,20 @@ class Generation:
         self._emit(rows.view(self.batch_size, self._length, -1)[:, -1])
 
     def decode(self, site: Site) -> None:
-        """Generates the next token of each sequence. Collective; safe in CUDA graphs."""
+        """Generates the next token of each sequence. Collective; a CUDA graph can capture it."""
         self._attention.begin_decode()
         with self._kernels():
             rows = self._forward(self.token, self._attention.decode, site)
         self._emit(rows)
 
     def _kernels(self) -> AbstractContextManager[Any]:
-        """PyTorch's own attention kernels: they build no plans, and are the same for every arm."""
+        """Selects PyTorch's own attention kernels, which need no plan and are equal in all arms."""
         if self.token.device.type != "cuda":
             return nullcontext()
         return sdpa_kernel(_KERNELS)
 
     def _forward(self, tokens: torch.Tensor, attend: Attend, site: Site) -> torch.Tensor:
-        """The normed rows [tokens, hidden_size] before the head."""
+        """Returns the normed rows [tokens, hidden_size] before the head."""
         weights, layers = self._weights, self._weights.layers
         after = [layer.input_norm for layer in layers[1:]] + [weights.final_norm]
         embedded, model = F.embedding(tokens, weights.embedding), self._model
@@ -137,10 +137,10 @@ class Generation:
         self._attention.position += 1
 
     def _most_likely(self) -> torch.Tensor:
-        """[batch_size]: of equal logits the first one's token, on every rank the same."""
+        """Returns the most likely tokens [batch_size]; ties go to the first, on every rank."""
         largest, index = self.logits.float().max(dim=-1)
         index = index + self._rank * self.logits.shape[1]
-        # float32 holds every integer up to 2**24 exactly, more than any vocabulary has.
+        # float32 is exact for integers up to 2**24, which exceeds every vocabulary.
         own = torch.stack([largest, index.float()])
         ranks = torch.empty(
             (self._world_size, *own.shape), dtype=torch.float32, device=self.token.device
@@ -151,9 +151,10 @@ class Generation:
 
 
 class Runner:
-    """One arm on one batch; with `captured` its decode step is a CUDA graph.
+    """An arm on a batch; with `captured` its decode step is a CUDA graph.
 
-    Collective: runs both phases once. Several runners may share a generation, in turns.
+    The constructor is collective: it runs both phases once. Several runners may share a generation
+    if they run one at a time.
     """
 
     def __init__(self, generation: Generation, arm: Arm, captured: bool) -> None:
@@ -185,26 +186,26 @@ class Runner:
 
 
 class Mlp:
-    """Gate, up and down projection of a dense layer. Not collective."""
+    """The gate, up and down projections of a dense layer. Not collective."""
 
     def __init__(self, model: Transformer, linear: Linear = F.linear) -> None:
         self._gelu, self._linear = model.activation == "gelu", linear
 
     def __call__(self, layer: Layer, normed: torch.Tensor) -> Partial:
-        """This rank's partial sum of [tokens, hidden_size]."""
+        """Returns this rank's partial sums [tokens, hidden_size]."""
         return self._linear(self.gated(F.linear(normed, layer.gate_up)), layer.down)
 
     def gated(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """The gate's half of each row, activated, times the other."""
+        """Multiplies the activated gate half of each row by the other half."""
         gate, up = gate_up.chunk(2, dim=-1)
         return (F.gelu(gate, approximate="tanh") if self._gelu else F.silu(gate)) * up
 
 
 class Experts(Mlp):
-    """Of each token the `top_k` experts that its router prefers. Not collective.
+    """An MLP of experts: the router chooses `top_k` experts per token. Not collective.
 
-    Every rank has a part of each expert, and so a row for every choice. Tokens go through the
-    experts sorted by expert, as in serving engines, and nothing asks the host.
+    Every rank has a part of each expert, hence a row per choice. Tokens are sorted by expert, as in
+    serving engines, without host synchronization.
     """
 
     def __init__(self, model: Transformer, device: torch.device) -> None:
@@ -213,7 +214,7 @@ class Experts(Mlp):
         self._names = torch.arange(model.num_experts, device=device)
 
     def __call__(self, layer: Layer, normed: torch.Tensor) -> Partial:
-        """What experts return, in their order, and where the rows of each token are."""
+        """Returns the rows of the experts, sorted by expert, and the index of each token's rows."""
         assert layer.router is not None
         preferred = F.linear(normed, layer.router).float().softmax(dim=-1)
         weights, chosen = preferred.topk(self._top_k, dim=-1)
@@ -229,17 +230,17 @@ class Experts(Mlp):
 
 # ---- attention ----------------------------------------------------------------------------------
 
-_CACHE_GRANULE = 64  # tokens; kernels that take a mask want its rows aligned
+_CACHE_GRANULE = 64  # in tokens; kernels with a mask require aligned rows
 
 
 class Attention:
-    """Rotary embedding, the cache of keys and values, and grouped-query attention.
+    """Grouped-query attention with rotary embedding and a key-value cache.
 
-    All sequences have the same length, up to `max_tokens` with the output. Each rank holds an equal
-    part of the heads. Not collective.
+    All sequences have the same length, at most `max_tokens` including the output. Each rank holds
+    an equal part of the heads. Not collective.
 
     Attributes:
-        position: [1] int64, where decoded tokens go; the caller advances it.
+        position: [1] int64, position of the next decoded token; the caller advances it.
     """
 
     def __init__(
@@ -267,14 +268,14 @@ class Attention:
         self._mask = torch.zeros((1, 1, 1, length), dtype=dtype, device=device)
 
     def clear(self) -> None:
-        """Zeroes the cache: masked values are multiplied by 0, which leaves a NaN a NaN."""
+        """Zeroes the cache, because a masked NaN would stay a NaN when multiplied by 0."""
         self._cache.zero_()
 
     def prefill(self, index: int, layer: Layer, qkv: torch.Tensor) -> torch.Tensor:
         """Attends causally within prompts and stores their keys and values.
 
-        `qkv` is [batch_size * length, heads * head_dim], sequence by sequence; the result likewise,
-        with the query heads only.
+        `qkv` is [batch_size * length, heads * head_dim], sequence by sequence. The result has the
+        same layout, with the query heads only.
         """
         batch_size = self._cache.shape[1]
         heads = self._heads(layer, qkv, batch_size)
@@ -287,22 +288,23 @@ class Attention:
         return out.transpose(1, 2).reshape(qkv.shape[0], -1)
 
     def begin_decode(self) -> None:
-        """Prepares what all layers share for the tokens at `position`."""
+        """Prepares rotation and mask of the tokens at `position`, which all layers share."""
         self._turn = self._turns.index_select(0, self.position)
         self._mask = torch.zeros_like(self._mask).masked_fill_(
             self._places > self.position, -torch.inf
         )
 
     def decode(self, index: int, layer: Layer, qkv: torch.Tensor) -> torch.Tensor:
-        """Stores one token of each sequence at `position` and attends to all before it.
+        """Stores one token per sequence at `position` and attends to it and all earlier tokens.
 
-        `qkv` is [batch_size, heads * head_dim]; the result likewise, with the query heads only.
+        `qkv` is [batch_size, heads * head_dim]. The result has the same layout, with the query
+        heads only.
         """
         batch_size = qkv.shape[0]
         turned = self._rotate(self._heads(layer, qkv, batch_size), self._turn).transpose(1, 2)
         cache = self._cache[index]
         cache.index_copy_(2, self.position, turned[:, self._q :])
-        # The query heads of a key head stand as queries of one head: nothing is repeated.
+        # Query heads of a key head become queries of one head, so keys need not be repeated.
         queries = turned[:, : self._q].reshape(batch_size, self._kv, -1, self._dim)
         mask = self._mask.expand(batch_size, self._kv, queries.shape[2], -1)
         out = F.scaled_dot_product_attention(
@@ -311,7 +313,7 @@ class Attention:
         return out.reshape(batch_size, -1)
 
     def _heads(self, layer: Layer, qkv: torch.Tensor, batch_size: int) -> torch.Tensor:
-        """[batch_size, length, heads, head_dim], queries and keys normalised if the model does."""
+        """Returns heads [batch_size, length, heads, head_dim]; norms queries and keys if needed."""
         heads = qkv.view(batch_size, -1, self._q + 2 * self._kv, self._dim)
         if layer.q_norm is None:
             return heads
@@ -322,14 +324,14 @@ class Attention:
 
     @staticmethod
     def _rotate(heads: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
-        """Multiplies pairs of neighbours, as complex numbers in float32, by [length, heads, .]."""
+        """Multiplies pairs of neighbors, as complex numbers in float32, by [length, heads, .]."""
         pairs = torch.view_as_complex(heads.float().unflatten(-1, (-1, 2)))
         return torch.view_as_real(pairs * turns).flatten(-2).to(heads.dtype)
 
     def _make_turns(self, length: int, theta: float, device: torch.device) -> torch.Tensor:
-        """[length, heads, head_dim / 2] complex64; value heads are multiplied by 1.
+        """Returns rotations [length, heads, head_dim / 2] complex64; 1 for value heads.
 
-        So one kernel turns all heads, and one stores keys and values.
+        Including the value heads lets one kernel rotate all heads and one store keys and values.
         """
         exponents = torch.arange(0, self._dim, 2, device=device, dtype=torch.float64) / self._dim
         angles = torch.outer(torch.arange(length, device=device).double(), theta**-exponents)

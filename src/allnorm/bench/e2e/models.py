@@ -1,4 +1,4 @@
-"""What can be run: transformers by name, with their published dimensions, arms and jobs."""
+"""Transformers by name with their published dimensions, names of arms, and jobs."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from allnorm.testing import DTYPES
 class Transformer:
     """The dimensions of a decoder-only transformer."""
 
-    name: str  # by which it is known here
+    name: str  # name in options and results
     hidden_size: int  # width of the residual stream
-    num_layers: int  # decoder layers, of two reduction sites each
-    num_heads: int  # query heads
-    num_kv_heads: int  # key and value heads; ranks hold whole ones, so their number divides this
+    num_layers: int  # number of decoder layers, with two reductions each
+    num_heads: int  # number of query heads
+    num_kv_heads: int  # number of key and value heads; must be a multiple of the world size
     head_dim: int  # width of a head
     intermediate_size: int  # width of the MLP, or of each of its experts
-    vocab_size: int  # tokens
-    eps: float  # of the norms
+    vocab_size: int  # size of the vocabulary
+    eps: float  # epsilon of the norms
     rope_theta: float = 5e5  # base of the rotary frequencies
-    qk_norm: bool = False  # whether queries and keys are normalised head by head
-    weight_bias: float = 0.0  # 1.0 where the norms of the residual stream multiply by `1 + weight`
-    post_norm: bool = False  # whether what attention and MLP return is normed, then added
-    activation: str = "silu"  # of the gate: or "gelu", by its tanh
-    num_experts: int = 0  # MLPs of a layer; 0: the layer has one, for all tokens
-    top_k: int = 0  # of them, how many a token uses
+    qk_norm: bool = False  # whether each query and key head is normalized
+    weight_bias: float = 0.0  # 1.0 if the norms of the residual stream multiply by `1 + weight`
+    post_norm: bool = False  # whether results of attention and MLP are normed before the add
+    activation: str = "silu"  # activation of the gate: "silu" or "gelu" (tanh approximation)
+    num_experts: int = 0  # experts per layer; 0: one dense MLP
+    top_k: int = 0  # experts per token
 
     @property
     def queries_per_kv(self) -> int:
-        """Query heads that share a key and value head."""
+        """The number of query heads per key and value head."""
         return self.num_heads // self.num_kv_heads
 
 
@@ -43,7 +43,7 @@ def _published(
     qk_norm: bool = False,
     **more: Any,
 ) -> Transformer:
-    """A model whose hidden size and norm stand in the table of shapes."""
+    """Returns a model whose hidden size and norm are in the table `modes.MODELS`."""
     known = modes.find_model(name)
     norm = (known.eps, theta, qk_norm, known.weight_bias)
     return Transformer(name, known.hidden_size, *sizes, *norm, **more)
@@ -51,10 +51,10 @@ def _published(
 
 _SANDWICH: dict[str, Any] = {"post_norm": True, "activation": "gelu"}
 
-# Layers, query heads, key and value heads, head size, width of the MLP and vocabulary of the
-# models' published configurations. The MLP of gpt-oss-120b is dense and as wide as the four experts
-# that a token uses; its biases, sinks and windows are left out. So are Gemma's windows, with their
-# own rotary frequencies, and its scales of the embedding and of the attention.
+# Sizes are from the models' published configurations: layers, query heads, key and value heads,
+# head size, MLP width, vocabulary. The MLP of gpt-oss-120b is dense here, as wide as the four
+# experts of a token. Omitted are its biases, sinks and windows, and Gemma's windows (with their
+# rotary frequencies) and scales of embedding and attention.
 TRANSFORMERS = {
     model.name: model
     for model in (
@@ -77,22 +77,22 @@ TRANSFORMERS = {
 
 
 def find(name: str, num_layers: int = 0) -> Transformer:
-    """The transformer of that name, with `num_layers` if they are not 0.
+    """Returns the transformer with that name, with `num_layers` layers unless that is 0.
 
     Raises:
-        ValueError: there is none; the message lists those there are.
+        ValueError: the name is unknown; the message lists the known names.
     """
     if name.lower() not in TRANSFORMERS:
-        raise ValueError(f"unknown model {name!r}: known are {', '.join(TRANSFORMERS)}")
+        raise ValueError(f"unknown model {name!r}: expected one of {', '.join(TRANSFORMERS)}")
     model = TRANSFORMERS[name.lower()]
     return replace(model, num_layers=num_layers) if num_layers else model
 
 
 def check_world_size(model: Transformer, world_size: int) -> None:
-    """Refuses a number of ranks that would split a key and value head.
+    """Raises if the number of ranks would split a key and value head.
 
     Raises:
-        ValueError: it does not divide the number of these heads.
+        ValueError: the number of ranks does not divide the number of these heads.
     """
     if model.num_kv_heads % world_size:
         raise ValueError(
@@ -102,96 +102,96 @@ def check_world_size(model: Transformer, world_size: int) -> None:
 
 
 def check_dtype(model: Transformer, dtype: str, device: str) -> None:
-    """Refuses a dtype in which GPUs do not multiply by experts without asking the host.
+    """Raises if CUDA graphs cannot capture grouped GEMMs of this dtype.
 
     Raises:
-        ValueError: a GPU, a mixture of experts, and another dtype than bfloat16.
+        ValueError: a mixture of experts on GPUs in a dtype other than bfloat16.
     """
     if model.num_experts and device == "cuda" and dtype != "bfloat16":
         raise ValueError(
-            f"{dtype}: on GPUs PyTorch's grouped products, which the experts of {model.name} need, "
-            "run in bfloat16 only in a CUDA graph; use that, or another model"
+            f"{dtype}: on GPUs the experts of {model.name} need PyTorch's grouped GEMMs, which a "
+            "CUDA graph can capture in bfloat16 only; use bfloat16 or a different model"
         )
 
 
 PRODUCTS = ("torch", "triton", "dependent")
-"""What computes the row-parallel linears of few tokens, in all arms: PyTorch, a Triton kernel, or
-that kernel with dependents let in before it ends."""
+"""Implementations of row-parallel linear layers with few tokens, in all arms: PyTorch, a Triton
+kernel, or that kernel with its dependent launch triggered early."""
 
 
 def check_product(model: Transformer, product: str, dtype: str, device: str) -> None:
-    """Refuses a product that there is none of, there or for these dimensions.
+    """Raises if the GEMM implementation does not support the model, dtype or device.
 
     Raises:
-        ValueError: Triton's on a CPU, in float32, or of a mixture of experts.
+        ValueError: a Triton GEMM on CPU, in float32, or for a mixture of experts.
     """
     if product == "torch":
         return
     if device != "cuda":
-        raise ValueError(f"{product}: Triton's products need a GPU; use torch")
+        raise ValueError(f"{product}: Triton GEMMs need a GPU; use torch")
     if dtype == "float32":
-        raise ValueError(f"{product}: Triton's product here is of 16 bits; use torch")
+        raise ValueError(f"{product}: the Triton GEMM supports 16 bits only; use torch")
     if model.num_experts:
-        raise ValueError(f"{product}: the experts of {model.name} have grouped products; use torch")
+        raise ValueError(f"{product}: the experts of {model.name} use grouped GEMMs; use torch")
 
 
 REFERENCE = "allnorm:unfused"
-"""The arm whose bits allnorm's others must have."""
+"""The arm to which allnorm's other arms must be bit-identical."""
 LOCAL = "local"
 """The arm that does not communicate."""
 
 PEER_ARMS = ("flashinfer", "sglang", "sglang+local", "vllm+local")
-"""Other libraries: a fused kernel, or "+local": its all-reduce and `allnorm.add_rms_norm`."""
+"""Arms of other libraries: fused kernels; "+local": all-reduce and `allnorm.add_rms_norm`."""
 
 
 def arm_names(device: str) -> tuple[str, ...]:
-    """What can run on "cuda" or "cpu"."""
+    """Returns the names of all arms for "cuda" or "cpu"."""
     library, peers = ("nccl", PEER_ARMS) if device == "cuda" else ("gloo", ())
     return ("allnorm", REFERENCE, f"{library}+torch", f"{library}+local", *peers)
 
 
 @dataclass(frozen=True)
 class Job:
-    """What to run; the same on every rank."""
+    """A description of what to run, equal on every rank."""
 
-    model: Transformer  # its dimensions
+    model: Transformer  # dimensions of the model
     batch_sizes: tuple[int, ...]  # numbers of prompts
-    prompt: int  # tokens of a prompt
-    tokens: int  # to generate, at least 2
-    arms: tuple[str, ...]  # what to time and compare, of `arm_names`
+    prompt: int  # tokens per prompt
+    tokens: int  # tokens to generate, at least 2
+    arms: tuple[str, ...]  # arms to time and compare, of `arm_names`
     dtype: str  # name of the dtype of weights and activations
     device: str  # "cuda" or "cpu"
-    rounds: int  # how often each arm generates everything
-    product: str = "torch"  # of PRODUCTS
+    rounds: int  # timed generations per arm
+    product: str = "torch"  # GEMM before reductions, of PRODUCTS
 
     @property
     def torch_arm(self) -> str:
-        """The unfused arm that runs on PyTorch alone."""
+        """The name of the unfused arm that uses only PyTorch."""
         return "nccl+torch" if self.device == "cuda" else "gloo+torch"
 
     @property
     def always(self) -> tuple[str, ...]:
-        """The arms that the others are compared with; they run even if not asked for."""
+        """The arms that others are compared with; they always run."""
         return (REFERENCE, self.torch_arm, LOCAL)
 
 
 MAX_LOGITS_BYTES = 4 << 30
-"""Of logits that a rank keeps for comparisons."""
+"""Maximum bytes of logits that a rank keeps for comparisons."""
 
 
 def memory_bytes(job: Job, world_size: int) -> int:
-    """What a rank needs, estimated: its part of the weights, the caches, the logits kept."""
+    """Estimates the memory of a rank: its part of the weights, the caches, the kept logits."""
     model, batch = job.model, max(job.batch_sizes)
     element = DTYPES[job.dtype].itemsize
     heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     layer = model.hidden_size * (heads + model.num_heads * model.head_dim)
     layer += 3 * model.hidden_size * model.intermediate_size * max(1, model.num_experts)
     head = model.vocab_size * model.hidden_size
-    weights = (model.num_layers * layer + head) // world_size + head  # the embedding is whole
+    weights = (model.num_layers * layer + head) // world_size + head  # the embedding is replicated
     steps = job.prompt + job.tokens
     caches = 2 * model.num_layers * model.num_kv_heads * model.head_dim * batch * steps
     logits = min(MAX_LOGITS_BYTES, 4 * 4 * batch * job.tokens * model.vocab_size // world_size)
-    # With experts, each of a token's choices has a row of its own.
+    # With experts, a token has one row per chosen expert.
     choices, rows = (model.top_k, 2 * model.top_k + 4) if model.num_experts else (1, 4)
     widest = 2 * choices * model.intermediate_size // world_size + rows * model.hidden_size
     widest *= batch * job.prompt

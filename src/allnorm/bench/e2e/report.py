@@ -1,4 +1,4 @@
-"""Results: from the records of all ranks to figures and verdicts."""
+"""Results: merges the records of all ranks and checks them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from allnorm.bench.e2e import run
 from allnorm.bench.e2e.models import Job, Transformer
 from allnorm.testing import OnMessage, run_ranks
 
-_SECONDS = 3600.0  # that a run may take
+_SECONDS = 3600.0  # time limit of a run
 
-# How the ranks' figures become one: of times the slowest counts.
+# How the ranks' values are merged: the largest time counts, and so on.
 _LARGEST = (
     *("ttft_ms", "tpot_ms", "itl_p50_ms", "itl_p99_ms", "local_ms"),
     *("logits_max_diff", "yardstick_max"),
@@ -29,55 +29,55 @@ _LEAST = (
 class Result:
     """One arm at one batch size, over all ranks; times are the slowest rank's."""
 
-    arm: str  # which way
-    batch_size: int  # prompts
-    world_size: int  # ranks
-    ttft_ms: float  # from the start of the prefill to the first tokens
-    tpot_ms: float  # mean time of a further token of each sequence
+    arm: str  # name of the implementation
+    batch_size: int  # number of prompts
+    world_size: int  # number of ranks
+    ttft_ms: float  # time from the start of the prefill to the first tokens
+    tpot_ms: float  # mean time per further token of each sequence
     # Percentiles of the time between two tokens.
     itl_p50_ms: float
     itl_p99_ms: float
-    tokens_per_s: float  # of all sequences, prefill included
-    comm_us_per_layer: float  # what a decode step takes beyond one without communication, per layer
-    local_ms: float  # tpot_ms without communication, allnorm's add + norm kernel in its place
-    num_tokens: int  # generated in a round
-    tokens_equal_unfused: int  # of them, as in the first round of "allnorm:unfused"
-    tokens_equal_torch: int  # of them, as in the first round of the all-reduce + PyTorch arm
-    steps_checked: int  # steps whose logits were compared
-    steps_equal_unfused: int  # of them, how many had the bits of "allnorm:unfused" on every rank
-    # Tokens that it chose as the torch arm did, given the same ones before.
+    tokens_per_s: float  # tokens per second of all sequences, including prefill
+    comm_us_per_layer: float  # decode time in excess of a run without communication, per layer
+    local_ms: float  # tpot_ms without communication: only allnorm's add + norm kernel
+    num_tokens: int  # number of tokens generated per round
+    tokens_equal_unfused: int  # tokens equal to those of the first round of "allnorm:unfused"
+    tokens_equal_torch: int  # tokens equal to those of the first round of the torch arm
+    steps_checked: int  # number of steps whose logits were compared
+    steps_equal_unfused: int  # steps that are bit-identical to "allnorm:unfused" on every rank
+    # Tokens equal to the torch arm's choice after the same previous tokens.
     choices_equal_torch: int
-    # Differences of a logit from the torch arm's.
+    # Differences between the logits and the torch arm's.
     logits_max_diff: float
     logits_mean_diff: float
-    yardstick: str  # two all-reduces that round differently
-    # Differences of a logit between those two.
+    yardstick: str  # description of two all-reduces that round differently
+    # Differences between the logits of those two all-reduces.
     yardstick_max: float
     yardstick_mean: float
-    finite: bool  # whether all logits were
-    error: str  # "" if what must hold did, else what did not
+    finite: bool  # whether all logits were finite
+    error: str  # failed checks; "" if there are none
 
     @property
     def exact(self) -> bool:
-        """Whether its bits must be those of "allnorm:unfused"."""
+        """Whether the arm must be bit-identical to "allnorm:unfused"."""
         return self.arm.startswith("allnorm")
 
 
 @dataclass(frozen=True)
 class Report:
-    """What all ranks found together."""
+    """The merged results of all ranks."""
 
     results: list[Result]  # one per batch size and arm
-    missing: dict[str, str]  # why an arm is missing, by its name
+    missing: dict[str, str]  # reason per missing arm, by name
 
 
 def measure(job: Job, world_size: int, on_message: OnMessage | None = None) -> Report:
-    """Starts ranks and lets them generate.
+    """Starts ranks that run the job, and returns their merged results.
 
     `on_message` takes a rank and its progress: `text`, `done` and `total`.
 
     Raises:
-        RankError: a rank raised, died or was late.
+        RankError: a rank raised an error, died or timed out.
     """
     ranks = run_ranks(
         run.run, world_size, device=job.device, args=(job,), timeout=_SECONDS, on_message=on_message
@@ -86,7 +86,7 @@ def measure(job: Job, world_size: int, on_message: OnMessage | None = None) -> R
 
 
 def merge(ranks: Sequence[Sequence[dict[str, Any]]], model: Transformer) -> list[Result]:
-    """Joins the records of all ranks, which `run.run` returned, in rank order."""
+    """Merges the records of all ranks, which `run.run` returned, in rank order."""
     return [_result(records, len(ranks), model.num_layers) for records in zip(*ranks, strict=True)]
 
 
@@ -105,7 +105,7 @@ def _result(records: Sequence[dict[str, Any]], world_size: int, num_layers: int)
 
 
 def _error(one: dict[str, Any]) -> str:
-    """What is wrong with an arm, in words; "" if nothing is."""
+    """Describes the failed checks of an arm; "" if there are none."""
     wrong = [] if one["finite"] else ["logits are not finite"]
     if one["arm"].startswith("allnorm"):
         steps, tokens = one["steps_checked"], one["num_tokens"]
@@ -119,6 +119,6 @@ def _error(one: dict[str, Any]) -> str:
 
 
 def json_row(result: Result, model: Transformer) -> dict[str, Any]:
-    """One line of the results file."""
+    """Returns one row of the results file."""
     dimensions = asdict(model)
     return {"model": dimensions.pop("name"), **dimensions, **asdict(result)}

@@ -1,8 +1,8 @@
-"""Builds the model in one rank, checks the arms against each other and times them.
+"""The code that runs in every rank: it builds the model, compares the arms and times them.
 
-Before anything is timed, all arms of a batch are given the tokens that the reference arm chose.
-Left to themselves, two arms that once choose differently continue with different sentences, whose
-logits cannot be compared.
+The comparison forces all arms to continue with the tokens that the reference arm chose. Otherwise
+two arms that choose one different token would generate different text, whose logits cannot be
+compared.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from allnorm.testing.rank import device
 from allnorm.testing.timing import percentile, time_calls, time_steps
 
 _SEED = 20
-_KEPT_TRACES = 4  # at most: the reference, the torch arm, and one or two more
+_KEPT_TRACES = 4  # maximum: reference, torch arm, and two more
 
 
 @dataclass
 class RankResult:
-    """What one rank measured."""
+    """The measurements of one rank."""
 
-    missing: dict[str, str]  # why an arm is missing, by its name
+    missing: dict[str, str]  # reason per missing arm, by name
     # A record per batch size and arm, in the same order on every rank: fields of a `report.Result`
-    # with this rank's figures.
+    # with this rank's values.
     records: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -69,7 +69,7 @@ def run(rank: int, world_size: int, job: Job) -> RankResult:
 
 
 def make_prompts(job: Job, batch_size: int) -> torch.Tensor:
-    """[batch_size, prompt] int64: random tokens, other ones in every row; on the CPU."""
+    """Returns random prompts [batch_size, prompt] int64 on the CPU, different in every row."""
     generator = torch.Generator().manual_seed(_SEED)
     return torch.randint(job.model.vocab_size, (batch_size, job.prompt), generator=generator)
 
@@ -79,31 +79,31 @@ def make_prompts(job: Job, batch_size: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Trace:
-    """What an arm computed on one batch."""
+    """The tokens and logits of an arm on one batch."""
 
-    tokens: torch.Tensor  # [batch_size, steps] int64, what it chose at each step
-    logits: list[torch.Tensor]  # of each step, [batch_size, this rank's part of the vocabulary]
+    tokens: torch.Tensor  # [batch_size, steps] int64, the arm's choice at each step
+    logits: list[torch.Tensor]  # per step: [batch_size, this rank's part of the vocabulary]
 
     @property
     def finite(self) -> bool:
-        """Whether all logits are."""
+        """Whether all logits are finite."""
         return all(bool(torch.isfinite(step).all()) for step in self.logits)
 
 
 @dataclass
 class Difference:
-    """How the logits of two arms differ on this rank."""
+    """The difference between the logits of two arms on this rank."""
 
-    equal_steps: int = 0  # how many had equal bits
-    largest: float = 0.0  # the largest difference of a logit
-    mean: float = 0.0  # of the absolute differences
-    equal_choices: int = 0  # how many tokens are the same
+    equal_steps: int = 0  # number of steps with bit-identical logits
+    largest: float = 0.0  # largest absolute difference
+    mean: float = 0.0  # mean absolute difference
+    equal_choices: int = 0  # number of equal tokens
 
 
 def trace(runner: Runner, steps: int, forced: torch.Tensor | None = None) -> Trace:
     """Generates and keeps the logits. Collective.
 
-    With `forced` tokens, [batch_size, steps], it continues with those instead of the arm's own.
+    With `forced` tokens, [batch_size, steps], it continues with those instead of the arm's choices.
     """
     generation = runner.generation
     generation.reset()
@@ -121,7 +121,7 @@ def trace(runner: Runner, steps: int, forced: torch.Tensor | None = None) -> Tra
 
 
 def compare(own: Trace, other: Trace) -> Difference:
-    """How a trace differs from another that was given the same tokens. Not collective."""
+    """Compares two traces that continued with the same tokens. Not collective."""
     result = Difference(equal_choices=int((own.tokens == other.tokens).sum()))
     for ours, theirs in zip(own.logits, other.logits, strict=True):
         result.equal_steps += same_bits(ours, theirs)
@@ -132,9 +132,9 @@ def compare(own: Trace, other: Trace) -> Difference:
 
 
 def make_yardstick(job: Job, device: torch.device) -> tuple[str, tuple[Arm, ...]]:
-    """Two arms whose all-reduces round differently, in words and as arms. Collective.
+    """Returns a description and two arms whose all-reduces round differently. Collective.
 
-    Where there are none, the words say why; the same on every rank.
+    If they cannot be made, there are no arms and the description says why; equal on every rank.
     """
     try:
         what, pair = all_or_none(sites.yardstick, device)
@@ -152,10 +152,10 @@ def check(
 ) -> tuple[dict[str, Runner], dict[str, dict[str, Any]]]:
     """Runs and compares the arms. Collective.
 
-    Arms of other libraries that fail are left out; `missing` takes the reason.
+    Drops arms of other libraries that fail, and adds the reason to `missing`.
 
     Returns:
-        The arms to time, and the fields of a `report.Result` that say how their logits compare.
+        The arms to time, and per arm the fields of a `report.Result` about its logits.
     """
     runners: dict[str, Runner] = {}
     logits = generation.logits
@@ -171,7 +171,7 @@ def check(
     torch_arm = traced(job.torch_arm, reference.tokens)
     apart = Difference(largest=math.nan, mean=math.nan)
     if yardstick:
-        # Without graphs: a graph computes the same, and these are not timed.
+        # Without graphs, because these are not timed and a graph computes the same.
         plain = (Runner(generation, arm, captured=False) for arm in yardstick)
         apart = compare(*(trace(runner, steps, reference.tokens) for runner in plain))
     figures = {}
@@ -202,15 +202,15 @@ def check(
 
 @dataclass
 class Samples:
-    """What one arm took on one batch; every list has an item for each round."""
+    """The times and tokens of an arm on one batch; lists have one item per round."""
 
-    ttft_us: list[float] = field(default_factory=list)  # until the first tokens
-    steps_us: list[list[float]] = field(default_factory=list)  # each further token
+    ttft_us: list[float] = field(default_factory=list)  # time until the first tokens
+    steps_us: list[list[float]] = field(default_factory=list)  # time of each further token
     # [batch_size, num_tokens] on the CPU.
     outputs: list[torch.Tensor] = field(default_factory=list)
 
     def figures(self) -> dict[str, float]:
-        """The times of a `report.Result`: medians over the rounds, percentiles over all steps."""
+        """Returns times of a `report.Result`: medians over rounds, percentiles over all steps."""
         steps = [step for one_round in self.steps_us for step in one_round]
         tpot_us = statistics.median(map(statistics.fmean, self.steps_us))
         return {
@@ -222,7 +222,7 @@ class Samples:
 
 
 def measure(arms: dict[str, Runner], rounds: int) -> dict[str, Samples]:
-    """Times whole generations; the arms, which have run before, take turns. Collective."""
+    """Times whole generations, with the arms interleaved. Collective. Every arm must have run."""
     samples = {name: Samples() for name in arms}
     for _ in range(rounds):
         for name, runner in arms.items():
@@ -247,7 +247,7 @@ def _records(
     figures: dict[str, dict[str, Any]],
 ) -> list[dict[str, Any]]:
     def equal(name: str, other: str) -> int:
-        """Tokens as in the first round of another arm; of all rounds the fewest."""
+        """Returns how many tokens equal the other arm's first round; the minimum over rounds."""
         first = samples[other].outputs[0]
         return min(int((outputs == first).sum()) for outputs in samples[name].outputs)
 

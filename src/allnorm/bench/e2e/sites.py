@@ -1,6 +1,6 @@
-"""The arms: what runs where a layer's partial sums become the next normed rows.
+"""The arms: implementations of the sites where a layer's partial sums become normed rows.
 
-Everything else of the model is the same in all of them.
+The rest of the model is equal in all arms.
 """
 
 from __future__ import annotations
@@ -29,30 +29,28 @@ Normed = tuple[Tensor, Tensor]
 """Normed rows and the new residual."""
 
 Partial = Tensor | allnorm.ExpertSum
-"""This rank's part of what an attention or an MLP returns."""
+"""This rank's partial sums of the result of an attention or MLP."""
 
 Site = Callable[[Partial, Tensor, Tensor, allnorm.PostNorm | None], Normed]
-"""Takes this rank's partial sum, the residual, the norm's weight, and the norm that the reduced sum
-goes through before, if there is one; returns normed rows and the new residual. May overwrite the
-first two."""
+"""Takes this rank's partial sums, the residual, the weight of the norm, and the post norm or None;
+returns normed rows and the new residual. May overwrite the first two."""
 
 Reduce = Callable[[Tensor], Tensor]
-"""The sum of a tensor over all ranks; may overwrite it."""
+"""Sums a tensor over all ranks; may overwrite it."""
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to run the sites."""
+    """One implementation of the sites."""
 
-    site: Site  # what is called
-    # What the capture of a CUDA graph must happen in.
+    site: Site  # the implementation
+    # Context in which a CUDA graph must be captured.
     capturing: Callable[[], AbstractContextManager[Any]] = nullcontext
-    # Whether another library runs in it, whose failure is no failure of the command.
-    foreign: bool = False
+    foreign: bool = False  # runs another library, whose failure does not fail the command
 
 
 def make(name: str, comm: allnorm.Communicator, model: Transformer) -> Arm:
-    """The arm of that name.
+    """Returns the arm with that name.
 
     Names are "allnorm", or that with ":" and an algorithm; "nccl" or "gloo" with "+torch" or
     "+local"; and "local", which does not communicate.
@@ -65,7 +63,7 @@ def make(name: str, comm: allnorm.Communicator, model: Transformer) -> Arm:
 
 
 def fused(comm: allnorm.Communicator, model: Transformer, algorithm: str) -> Site:
-    """The fused call, the residual in place."""
+    """Returns the fused call, which updates the residual in place."""
     eps, bias = model.eps, model.weight_bias
 
     def site(x: Partial, residual: Tensor, weight: Tensor, post: allnorm.PostNorm | None) -> Normed:
@@ -81,7 +79,7 @@ def fused(comm: allnorm.Communicator, model: Transformer, algorithm: str) -> Sit
 
 
 def then_torch(reduce: Reduce, model: Transformer) -> Site:
-    """A sum over experts if there are any, an all-reduce, then PyTorch's add and RMSNorms."""
+    """Returns a site: sum over experts (if any), all-reduce, PyTorch's add and RMSNorms."""
     eps, bias, summed_of = model.eps, model.weight_bias, ExpertSums()
     biased: dict[Tensor, Tensor] = {}
 
@@ -101,7 +99,7 @@ def then_torch(reduce: Reduce, model: Transformer) -> Site:
 
 
 def then_local(reduce: Reduce, model: Transformer) -> Site:
-    """A sum over experts if there are any, an all-reduce, then allnorm's add + norm kernel."""
+    """Returns a site: sum over experts (if any), all-reduce, allnorm's add + norm kernel."""
     local, summed_of = _local(model), ExpertSums()
 
     def site(x: Partial, residual: Tensor, weight: Tensor, post: allnorm.PostNorm | None) -> Normed:
@@ -111,7 +109,7 @@ def then_local(reduce: Reduce, model: Transformer) -> Site:
 
 
 def _local(model: Transformer) -> Site:
-    """Allnorm's add + norm kernel of what this rank has."""
+    """Returns a site without communication: only allnorm's add + norm kernel."""
     eps, bias = model.eps, model.weight_bias
 
     def site(x: Partial, residual: Tensor, weight: Tensor, post: allnorm.PostNorm | None) -> Normed:
@@ -121,17 +119,18 @@ def _local(model: Transformer) -> Site:
 
 
 class ExpertSums:
-    """A kernel that only sums what experts return: Triton's on GPUs, PyTorch's on CPUs.
+    """A function that sums the rows of experts: a Triton kernel on GPUs, PyTorch on CPUs.
 
-    A tensor it returns as it is. Safe in CUDA graphs for numbers of rows that it has seen before.
+    It returns plain tensors unchanged. A CUDA graph can capture it for numbers of rows with which
+    it was called before.
     """
 
     def __init__(self) -> None:
-        # In place of a shared expert's rows, which that kernel adds.
+        # Zeros in place of a shared expert's rows, which the Triton kernel requires.
         self._zeros: dict[int, Tensor] = {}
 
     def __call__(self, x: Partial) -> Tensor:
-        """This rank's partial sum.
+        """Returns this rank's partial sums.
 
         Raises:
             ImportError: on a GPU, Triton is not installed.
@@ -155,16 +154,16 @@ class ExpertSums:
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """`torch.distributed.all_reduce`, in place."""
+    """Sums a tensor in place by `torch.distributed.all_reduce`."""
     dist.all_reduce(x, group=group)
     return x
 
 
 def yardstick(device: torch.device) -> tuple[str, tuple[Reduce, Reduce]]:
-    """Two all-reduces that differ in the order of their roundings only, and what they are.
+    """Returns two all-reduces that differ only in rounding order, and their description.
 
-    On GPUs NCCL's ring and tree, else gloo's all-reduce and the sum from the last rank to the
-    first, rounded at every step. Collective.
+    On GPUs they are NCCL's ring and tree. On CPU they are gloo's all-reduce and a sum from the last
+    rank to the first, rounded at every step. Collective.
     """
     if device.type == "cpu":
         return "gloo, and a sum in reversed order", (all_reduce, _reversed_sum)
@@ -178,7 +177,7 @@ def yardstick(device: torch.device) -> tuple[str, tuple[Reduce, Reduce]]:
 
 def _reversed_sum(x: Tensor) -> Tensor:
     parts = x.new_empty((dist.get_world_size(), *x.shape))
-    # As bytes: not every gloo gathers bfloat16.
+    # As bytes, because not every gloo supports bfloat16.
     gather_into(parts.flatten(0, 1).view(torch.uint8), x.contiguous().view(torch.uint8))
     total = parts[-1]
     for part in reversed(parts[:-1]):
@@ -187,7 +186,7 @@ def _reversed_sum(x: Tensor) -> Tensor:
 
 
 def _nccl_group(algorithm: str, device: torch.device) -> dist.ProcessGroup:
-    """A group of all ranks whose NCCL uses one algorithm, which it reads at its first call."""
+    """Creates a group of all ranks with one NCCL algorithm; NCCL reads it at its first call."""
     with config.variable("NCCL_ALGO", algorithm):
         group = dist.new_group(backend="nccl")
         assert group is not None
@@ -197,13 +196,13 @@ def _nccl_group(algorithm: str, device: torch.device) -> dist.ProcessGroup:
 
 
 class PeerSites:
-    """The arms of libraries that can be imported. Collective: the same on every rank.
+    """The arms of installed libraries. Collective: every rank creates it with equal arguments.
 
-    `names` are of models.PEER_ARMS, `max_tokens` the rows of the largest prefill.
+    `names` are of models.PEER_ARMS. `max_tokens` is the number of rows of the largest prefill.
 
     Attributes:
-        arms: those that can run, by name.
-        missing: why an arm cannot, by name.
+        arms: the arms that can run, by name.
+        missing: reason per arm that cannot run, by name.
     """
 
     def __init__(
@@ -218,7 +217,7 @@ class PeerSites:
         self.missing: dict[str, str] = {}
         if model.post_norm:
             fused = [name for name in names if not name.endswith("+local")]
-            self.missing = dict.fromkeys(fused, "no norm before the residual in its fused kernel")
+            self.missing = dict.fromkeys(fused, "its fused kernel does not support post norms")
             names = [name for name in names if name not in self.missing]
         libraries = list(dict.fromkeys(name.partition("+")[0] for name in names))
         self._peers = Peers(libraries, device, dtype, [Shape(max_tokens, model.hidden_size)])
@@ -235,7 +234,7 @@ class PeerSites:
 
 
 def _arm(peer: Peer, local: bool, model: Transformer) -> Arm:
-    """One library at the sites; where it has no kernel for so many rows, as `nccl+local`."""
+    """Returns the arm of one library; for unsupported shapes it runs `nccl+local`."""
     fallback, summed_of = Arm(then_local(all_reduce, model)), ExpertSums()
     by_rows: dict[int, Arm] = {}
 
@@ -249,7 +248,7 @@ def _arm(peer: Peer, local: bool, model: Transformer) -> Arm:
         return by_rows[rows].site(x, residual, weight, post)
 
     def capturing() -> AbstractContextManager[Any]:
-        # One context for all shapes: it belongs to the library's communicator.
+        # One context serves all shapes, because it belongs to the library's communicator.
         known = [arm for arm in by_rows.values() if arm is not fallback]
         return known[-1].capturing() if known else fallback.capturing()
 
@@ -257,7 +256,7 @@ def _arm(peer: Peer, local: bool, model: Transformer) -> Arm:
 
 
 def _case(peer: Peer, shape: Shape, batch: Batch) -> Case:
-    """A case whose tensors can be replaced; it has no expected results."""
+    """Returns a case whose tensors can be replaced and which has no expected results."""
     setting = peer.setting
     batches = cast(tuple[Batch, ...], [batch])
     place = (setting.rank, setting.world_size, setting.dtype, setting.device)
@@ -265,7 +264,7 @@ def _case(peer: Peer, shape: Shape, batch: Batch) -> Case:
 
 
 def _at_shape(peer: Peer, case: Case, local: bool, model: Transformer) -> Arm | None:
-    """What the library would choose for this shape; None if it has no kernel for it."""
+    """Returns the arm with the library's own choice for this shape; None if unsupported."""
     reason = peer.supports(case, Mode())
     found = [] if reason else peer.reductions(case) if local else peer.fused(case)
     if not found:

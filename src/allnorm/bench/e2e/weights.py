@@ -1,8 +1,8 @@
-"""Random weights of a sharded transformer: the model is the same for any number of ranks.
+"""Random weights of a sharded transformer that do not depend on the number of ranks.
 
-A unit is one key and value head with its query heads, and the equal part of the MLP, or of every
-expert, and of the vocabulary. Every tensor is made unit by unit, each from a seed of its own, and a
-rank makes the units that it holds.
+A unit is one key and value head with its query heads, and an equal share of the MLP (or of every
+expert) and of the vocabulary. Each unit of a tensor has its own seed, and a rank makes only the
+units that it holds.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from allnorm.bench.e2e.models import Transformer
 
 @dataclass(frozen=True)
 class Layer:
-    """One decoder layer as one rank holds it; matrices are [outputs, inputs].
+    """This rank's part of a decoder layer; matrices are [outputs, inputs].
 
-    With experts, `gate_up` and `down` have one such matrix for each: [num_experts, ., .].
+    With experts, `gate_up` and `down` have one matrix per expert: [num_experts, ., .].
     """
 
-    qkv: torch.Tensor  # to this rank's query heads, then key heads, then value heads
-    o: torch.Tensor  # from this rank's query heads to a partial sum of [hidden_size]
-    gate_up: torch.Tensor  # to this rank's part of the gate, then of the up projection
-    down: torch.Tensor  # from this rank's part of the MLP to a partial sum of [hidden_size]
-    input_norm: torch.Tensor  # [hidden_size], of the norm before the attention
-    mlp_norm: torch.Tensor  # [hidden_size], of the norm before the MLP
-    attention_post: allnorm.PostNorm | None  # of what the attention returns; None without one
-    mlp_post: allnorm.PostNorm | None  # of what the MLP returns; None without one
-    router: torch.Tensor | None  # [num_experts, hidden_size], whole; None without experts
-    # [head_dim], of the norms of a query and of a key head, without a bias; None without them.
+    qkv: torch.Tensor  # outputs: this rank's query heads, then key heads, then value heads
+    o: torch.Tensor  # inputs: this rank's query heads; outputs: partial sums of [hidden_size]
+    gate_up: torch.Tensor  # outputs: this rank's part of the gate, then of the up projection
+    down: torch.Tensor  # inputs: this rank's part of the MLP; outputs: partial sums
+    input_norm: torch.Tensor  # [hidden_size], weight of the norm before the attention
+    mlp_norm: torch.Tensor  # [hidden_size], weight of the norm before the MLP
+    attention_post: allnorm.PostNorm | None  # norm of the attention's result, if any
+    mlp_post: allnorm.PostNorm | None  # norm of the MLP's result, if any
+    router: torch.Tensor | None  # [num_experts, hidden_size], replicated; None without experts
+    # [head_dim], weights of the norms of a query and a key head, without bias; None without norms.
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
 
 
 @dataclass(frozen=True)
 class Weights:
-    """A transformer as one rank holds it."""
+    """This rank's part of a transformer."""
 
-    embedding: torch.Tensor  # [vocab_size, hidden_size], whole
+    embedding: torch.Tensor  # [vocab_size, hidden_size], replicated
     layers: tuple[Layer, ...]  # in order
     final_norm: torch.Tensor  # [hidden_size]
     head: torch.Tensor  # [this rank's part of the vocabulary, hidden_size]
@@ -50,9 +50,9 @@ class Weights:
 def make(
     model: Transformer, rank: int, world_size: int, dtype: torch.dtype, device: torch.device
 ) -> Weights:
-    """This rank's part of the model, made on the device. Not collective.
+    """Makes this rank's part of the model on the device. Not collective.
 
-    `world_size` divides the model's number of key and value heads.
+    `world_size` must divide the model's number of key and value heads.
     """
     each = model.num_kv_heads // world_size
     source = _Source(model.num_kv_heads, range(rank * each, (rank + 1) * each), dtype, device)
@@ -95,7 +95,7 @@ def _layer(model: Transformer, source: _Source, name: str) -> Layer:
 
 
 class _Source:
-    """Makes tensors from their names; this rank holds the `units` of `num_units`."""
+    """A generator of tensors from their names; this rank holds `units` of `num_units`."""
 
     def __init__(
         self, num_units: int, units: range, dtype: torch.dtype, device: torch.device
@@ -105,26 +105,26 @@ class _Source:
         self._generator = torch.Generator(device=device)
 
     def normal(self, name: str, rows: int, columns: int, scale: float) -> torch.Tensor:
-        """Normal random numbers, a function of the arguments."""
+        """Returns normally distributed numbers that depend only on the arguments."""
         digest = hashlib.blake2b(name.encode(), digest_size=7).digest()
         self._generator.manual_seed(int.from_bytes(digest, "big"))
         values = torch.empty(rows, columns, dtype=self._dtype, device=self._device)
         return values.normal_(0.0, scale, generator=self._generator)
 
     def norm(self, name: str, size: int, bias: float = 0.0) -> torch.Tensor:
-        """The weight of a norm; with its bias it is around 1, and needs no more bits."""
+        """Returns the weight of a norm; weight plus bias is around 1."""
         return (1 + self.normal(name, 1, size, 0.1)[0]) - bias
 
     def rows(self, name: str, rows: int, columns: int, experts: int = 0) -> torch.Tensor:
-        """This rank's rows of a random matrix that keeps the magnitude of normalised rows.
+        """Returns this rank's rows of a random matrix that keeps the magnitude of normed rows.
 
-        With experts, of one for each: [experts, rows, columns].
+        With experts there is one matrix per expert: [experts, rows, columns].
         """
         blocks = self._blocks(name, rows // self._num_units, columns, columns**-0.5, experts)
         return torch.cat(blocks, dim=-2)
 
     def columns(self, name: str, rows: int, columns: int, experts: int = 0) -> torch.Tensor:
-        """This rank's columns of such a matrix, or of one for each expert."""
+        """Returns this rank's columns of such a matrix, or of one matrix per expert."""
         blocks = self._blocks(name, rows, columns // self._num_units, columns**-0.5, experts)
         return torch.cat(blocks, dim=-1)
 

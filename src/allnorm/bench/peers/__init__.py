@@ -1,9 +1,9 @@
-"""Other libraries' kernels as arms, each where it is installed.
+"""Arms for the kernels of other libraries, if they are installed.
 
-A rank that goes into a collective alone hangs. So what can fail for reasons of one rank's own
-(an import, a compilation) comes first and is agreed upon; then the collective part, whose
-exchanges have a time limit; then that is agreed upon. What fails is missing on every rank, with
-the reason of the first one that failed.
+A rank that enters a collective alone hangs. Hence every peer opens in two phases: first the steps
+that may fail on one rank only, such as imports and compilations, then the collective step, whose
+messages have a time limit. Ranks compare the outcome after each phase. A peer that fails on any
+rank is missing on all ranks, with the reason of the first rank that failed.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _EXCHANGE_SECONDS = 120.0
 
 
 class Peers:
-    """The peers of a benchmark. Collective: every rank makes them with the same arguments.
+    """The peers of a benchmark. Collective: every rank creates it with the same arguments.
 
-    `names` are of REGISTRY; device, dtype and shapes are those of all inputs.
+    `names` are keys of REGISTRY. `device`, `dtype` and `shapes` describe all inputs.
 
     Attributes:
-        missing: why a peer cannot take part, by name.
+        missing: reason per peer that cannot be used, by name.
     """
 
     def __init__(
@@ -75,11 +75,11 @@ class Peers:
                 self._open[name] = peer
 
     def peer(self, name: str) -> Peer:
-        """A peer that is not missing."""
+        """Returns a peer that is not missing."""
         return self._open[name]
 
     def arms(self, name: str, case: Case, mode: Mode) -> list[Arm] | str:
-        """The arms of one peer, or why it has none here. The same on every rank."""
+        """Returns the arms of one peer, or the reason why it has none; equal on every rank."""
         if name in self.missing:
             return f"missing: {self.missing[name]}"
         peer = self._open[name]
@@ -96,13 +96,13 @@ class Peers:
         for reduction in self._reductions(peer, case):
             name = f"{reduction.name}+local{suffix}"
             found.append(arms.then_local_norm(reduction, case, mode, name))
-        return found or "it has no kernel for this"
+        return found or "no kernel for this mode"
 
     def _reductions(self, peer: Peer, case: Case) -> list[Reduction]:
-        """A peer's all-reduces, on inputs of its own if it overwrites them.
+        """Returns a peer's all-reduces; if they overwrite inputs, on copies of the inputs.
 
-        The inputs live as long as the peer, which may keep them mapped. In graphs they are zeros:
-        replays add up sums of sums, which would soon be infinite, and slower to normalise.
+        The copies live as long as the peer, which may keep them mapped. In graphs they are zeros:
+        replays sum sums, which would soon overflow to infinity and slow the norm down.
         """
         if not peer.overwrites_inputs:
             return peer.reductions(case)
@@ -120,7 +120,7 @@ class Peers:
     def close(self) -> None:
         """Releases what the peers hold. Collective."""
         for peer in self._open.values():
-            with contextlib.suppress(Exception):  # what was measured is worth more than their end
+            with contextlib.suppress(Exception):  # an error here must not lose the measurements
                 peer.close()
         self._open.clear()
         self._kept.clear()

@@ -1,4 +1,4 @@
-"""What a peer is, and what it is told about the benchmark."""
+"""The base class of peer libraries, and the parameters of the benchmark that they receive."""
 
 from __future__ import annotations
 
@@ -19,50 +19,50 @@ from allnorm.testing import DTYPES
 
 @dataclass(frozen=True)
 class Setting:
-    """What a peer needs to know before it sees a shape; the same on every rank but for `rank`."""
+    """The parameters that a peer is opened with; equal on every rank, except `rank`."""
 
     rank: int  # this rank
     world_size: int  # number of ranks
-    device: torch.device  # of the tensors
-    dtype: torch.dtype  # of the tensors
-    group: dist.ProcessGroup  # all ranks, over gloo, with a time limit
-    shapes: tuple[Shape, ...]  # of all inputs
+    device: torch.device  # device of the tensors
+    dtype: torch.dtype  # dtype of the tensors
+    group: dist.ProcessGroup  # gloo group of all ranks, with a time limit
+    shapes: tuple[Shape, ...]  # shapes of all inputs
 
     @property
     def max_elems(self) -> int:
-        """Elements of the largest input."""
+        """The number of elements of the largest input."""
         return max(shape.num_tokens * shape.hidden_size for shape in self.shapes)
 
     @property
     def max_bytes(self) -> int:
-        """Bytes of the largest input."""
+        """The size of the largest input in bytes."""
         return self.max_elems * self.dtype.itemsize
 
     @property
     def max_tokens(self) -> int:
-        """Rows of the longest input."""
+        """The largest number of rows of an input."""
         return max(shape.num_tokens for shape in self.shapes)
 
     @property
     def max_hidden_size(self) -> int:
-        """Columns of the widest input."""
+        """The largest number of columns of an input."""
         return max(shape.hidden_size for shape in self.shapes)
 
 
 class Peer(ABC):
-    """One library. Its module is imported everywhere, the library itself in `missing`."""
+    """Base class of peer libraries. The library itself is only imported in `missing`."""
 
-    name: ClassVar[str]  # of its arms
-    device_type: ClassVar[str] = "cuda"  # where its kernels run
-    dtypes: ClassVar[tuple[torch.dtype, ...]] = tuple(DTYPES.values())  # that it has kernels for
-    overwrites_inputs: ClassVar[bool] = False  # by its reductions
-    granule_bytes: ClassVar[int] = 1  # inputs must consist of whole ones
+    name: ClassVar[str]  # name of its arms
+    device_type: ClassVar[str] = "cuda"  # device type of its kernels
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = tuple(DTYPES.values())  # supported dtypes
+    overwrites_inputs: ClassVar[bool] = False  # whether its reductions overwrite their inputs
+    granule_bytes: ClassVar[int] = 1  # the size of inputs must be a multiple of this
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
 
     def missing(self) -> str:
-        """Why it cannot be used, "" if it can. Not collective; may compile its kernels."""
+        """Returns why the peer cannot be used, or "". Not collective; may compile its kernels."""
         if self.setting.device.type != self.device_type:
             return f"runs on {self.device_type} only"
         if os.environ.get("TORCH_SYMM_MEM_DISABLE_MULTICAST") != "1":
@@ -71,14 +71,14 @@ class Peer(ABC):
 
     @abstractmethod
     def load(self) -> str:
-        """Imports the library and compiles its kernels; says what is missing. Not collective."""
+        """Imports the library and compiles its kernels; returns an error or "". Not collective."""
 
     def open(self) -> str | None:
-        """Makes what all calls share, or says why that is impossible. Collective."""
+        """Creates the objects that calls share; returns why that failed, or None. Collective."""
         return None
 
     def supports(self, case: Case, mode: Mode) -> str:
-        """Why it cannot run this, "" if it can. Looks only at what all ranks agree on."""
+        """Returns why the peer cannot run this case, or ""; depends on no rank's own state."""
         if case.dtype not in self.dtypes:
             return f"no kernel for {case.dtype}"
         num_bytes = case.xs[0].numel() * case.dtype.itemsize
@@ -91,24 +91,24 @@ class Peer(ABC):
         choices: Mapping[str, Any],
         outcome: Callable[[Any], Outcome] = outcome_of,
     ) -> list[Arm]:
-        """An arm for each choice that the library can be given, by the suffix of its name."""
+        """Returns an arm per choice of a parameter; `choices` maps suffixes of names to values."""
         return [
             Arm(f"{self.name}{suffix}", call(choice), outcome, foreign=True)
             for suffix, choice in choices.items()
         ]
 
     def fused(self, case: Case) -> list[Arm]:
-        """Arms that return the normed rows in the dtype of the input."""
+        """Returns arms whose results are normed rows in the dtype of the input."""
         return []
 
     def fused_quant(self, case: Case, mode: Mode) -> list[Arm]:
-        """Arms that quantise as the mode wants within the same kernel."""
+        """Returns arms that also quantize as the mode wants, in the same kernel."""
         return []
 
     def reductions(self, case: Case) -> list[Reduction]:
-        """All-reduces that a norm must follow."""
+        """Returns all-reduces, which a norm must follow."""
         return []
 
     def close(self) -> None:
-        """Releases what `open` made. Collective."""
+        """Releases the objects that `open` created. Collective."""
         return

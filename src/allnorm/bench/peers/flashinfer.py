@@ -1,8 +1,9 @@
-"""FlashInfer's fused all-reduce + residual + RMSNorm (+ FP8), its `trtllm` kernels only.
+"""FlashInfer's fused all-reduce + residual add + RMSNorm (+ FP8): its `trtllm` kernels only.
 
-The other backends ("auto" may choose them) use NVLink multicast. The workspace therefore comes from
-the function below the unified API, which takes plain shared memory, and the calls go to the
-function beside it: both have the same arguments in 0.3 to 0.7 but for a few that came later.
+The other backends, which "auto" may choose, use NVLink multicast. The unified API is therefore
+bypassed: a lower-level function creates the workspace in plain shared memory, and the calls use the
+matching kernel function. Both have the same arguments in versions 0.3 to 0.7, except a few that
+were added later.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ _NORM = "kARResidualRMSNorm"
 
 
 def _outcome(result: Any) -> Outcome:
-    """Of a call that quantised, which returned the parts in this order."""
+    """Converts the result of a quantized call, a tuple in the order of QuantizedNorm."""
     return outcome_of(allnorm.QuantizedNorm(*result))
 
 
 class FlashInfer(Peer):
-    """One arm with its own choice between one- and two-shot, and one for each of them.
+    """Arms with FlashInfer's own choice of one-shot or two-shot, and with each of them.
 
-    Sums are accumulated in float32, kernels launched with programmatic dependent launch, and
-    completion is triggered at the end: what vLLM and SGLang pass.
+    The arguments are those that vLLM and SGLang pass: float32 accumulation, programmatic dependent
+    launch, and completion triggered at the end.
     """
 
     name = "flashinfer"
@@ -62,12 +63,13 @@ class FlashInfer(Peer):
         return ""
 
     def open(self) -> str | None:
-        """Makes the workspace, large enough for one-shot at every shape."""
+        """Creates the workspace, large enough for one-shot at every shape."""
         setting = self.setting
         if setting.world_size not in _WORLD_SIZES:
             return f"no kernel for {setting.world_size} ranks"
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # old versions print pointers, new ones deprecate it
+            # Old versions print pointers here, new ones warn of a deprecation.
+            warnings.simplefilter("ignore")
             created = self._create(
                 tp_rank=setting.rank,
                 tp_size=setting.world_size,
@@ -80,7 +82,7 @@ class FlashInfer(Peer):
         return None
 
     def supports(self, case: Case, mode: Mode) -> str:
-        """Whole accesses of 16 bytes; a weight with a bias only in newer versions."""
+        """Returns why not: rows must be multiples of 16 bytes; old versions lack weight_bias."""
         if not case.num_rows or case.shape.hidden_size * case.dtype.itemsize % _ACCESS_BYTES:
             return f"no kernel for {case.shape}"
         if case.shape.weight_bias and "weight_bias" not in self._parameters:
@@ -88,23 +90,23 @@ class FlashInfer(Peer):
         return ""
 
     def fused(self, case: Case) -> list[Arm]:
-        """The fused norm."""
+        """Returns the arms of the fused norm."""
         return self._arms(case, Mode(), getattr(self._patterns, _NORM))
 
     def fused_quant(self, case: Case, mode: Mode) -> list[Arm]:
-        """The fused norm and quantisation, if there is a pattern for the mode."""
+        """Returns the arms of the fused norm and quantization, if the mode has a kernel."""
         pattern = self._quant_pattern(case, mode)
         return [] if pattern is None else self._arms(case, mode, pattern)
 
     def _arms(self, case: Case, mode: Mode, pattern: int) -> list[Arm]:
         choices: dict[str, bool | None] = {"": None, ":one_shot": True}
-        if case.num_rows > case.world_size:  # it asserts so
+        if case.num_rows > case.world_size:  # asserted by FlashInfer's two-shot
             choices[":two_shot"] = False
         outcome = _outcome if mode.quant else outcome_of
         return self.variants(partial(self._call, case, mode, pattern), choices, outcome)
 
     def _quant_pattern(self, case: Case, mode: Mode) -> int | None:
-        """The kernel that quantises as the mode wants; None if this version has none."""
+        """Returns the id of the kernel that quantizes as the mode wants; None if there is none."""
         spec = case.spec(mode.quant)
         out = "Out" if mode.return_normed else ""
         if isinstance(spec, allnorm.Fp8PerTensor):

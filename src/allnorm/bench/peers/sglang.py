@@ -1,4 +1,4 @@
-"""SGLang's fused push kernel, and its plain custom all-reduce followed by allnorm's norm."""
+"""SGLang's fused push kernel, and its custom all-reduce followed by allnorm's norm."""
 
 from __future__ import annotations
 
@@ -12,26 +12,25 @@ from allnorm.bench.arms import Arm, Reduction
 from allnorm.bench.case import Case
 from allnorm.bench.peers.base import Peer
 
-# Each peer has two slots of this size in every rank's memory, each row a counter.
+# In every rank's memory each peer has two slots of this size, and each row has a counter.
 _MAX_PUSH_BYTES = 16 << 20
 _MAX_PUSH_ROWS = 1024
-# More ranks: what SGLang gives its kernel itself. With 1024 rows its two-shot ends with a launch
-# failure on 4 H200s (0.5.23); on two they run.
+# With more than two ranks: SGLang's own limit. With 1024 rows its two-shot fails at launch on four
+# H200s (0.5.23); on two it runs.
 _MAX_PUSH_ROWS_OF_MANY_RANKS = 512
 
 
 class Sglang(Peer):
-    """`all_reduce_residual_norm`, with its own choice of the algorithm and with each of them.
+    """Arms of `all_reduce_residual_norm`, with its own choice of algorithm and with each of them.
 
-    One-shot pushes every row to all ranks. Two-shot pushes it to the row's owner, who pushes the
-    sum back; data are their own flags, so that neither has a barrier. They know bfloat16, widths of
-    which a cluster takes whole warps (multiples of 256), and here up to 1024 rows of up to 16 MiB
-    between two ranks, 512 between more; SGLang itself gives them 512 rows of up to 4 MiB, in
-    decode. Beside them runs what SGLang does at other sizes: `CustomAllReduceV2` with its tuned
-    choice, up to 16 MiB, beyond which NCCL is.
+    One-shot pushes every row to all ranks. Two-shot pushes it to the row's owner, which pushes the
+    sum back. The data are the flags, so neither has a barrier. The kernels support bfloat16 and
+    widths that are multiples of 256. They get up to 16 MiB and up to 1024 rows with two ranks, 512
+    with more; SGLang itself uses them for at most 512 rows and 4 MiB, in decode. For other sizes
+    there is an arm of SGLang's `CustomAllReduceV2`, up to 16 MiB; beyond that SGLang uses NCCL.
 
-    In CUDA graphs that one's two-shot leaves the sum in the inputs of all ranks, which it keeps
-    mapped.
+    In CUDA graphs the two-shot algorithm of `CustomAllReduceV2` overwrites the inputs of all ranks,
+    which it keeps mapped, with the sum.
     """
 
     name = "sglang"
@@ -40,8 +39,8 @@ class Sglang(Peer):
     granule_bytes = 16
 
     def load(self) -> str:
-        """Imports SGLang; versions before its fused kernel have the plain all-reduce only."""
-        os.environ.setdefault("SGLANG_SKIP_P2P_CHECK", "1")  # trying it takes half a minute
+        """Imports SGLang; old versions have only the plain all-reduce."""
+        os.environ.setdefault("SGLANG_SKIP_P2P_CHECK", "1")  # the check takes half a minute
         from sglang.srt.distributed.device_communicators import custom_all_reduce_v2
 
         self._class: Any = custom_all_reduce_v2.CustomAllReduceV2
@@ -55,16 +54,16 @@ class Sglang(Peer):
         return ""
 
     def open(self) -> str | None:
-        """Makes a communicator for the plain all-reduce, and one that fits the fused kernel."""
+        """Creates a communicator for the plain all-reduce and one for the fused kernel."""
         setting = self.setting
         self._comm = self._class(setting.group, setting.device)
         if self._comm.disabled:
             return "CustomAllReduceV2 disabled itself"
         if getattr(self._comm, "has_multicast", False):
-            return "its memory came with NVLink multicast"
+            return "its memory uses NVLink multicast"
         if self._fusion is None:
             return None
-        # Each row takes a counter, which the plain all-reduce would take for a block.
+        # The fused kernel has a counter per row; the plain all-reduce uses the same ones per block.
         self._push = self._class(
             setting.group,
             setting.device,
@@ -79,7 +78,7 @@ class Sglang(Peer):
         return None
 
     def fused(self, case: Case) -> list[Arm]:
-        """The fused kernel, where a slot holds the rows and its clusters divide them."""
+        """Returns the arms of the fused kernel, for shapes that it supports."""
         num_bytes = case.xs[0].numel() * case.dtype.itemsize
         if (
             self._fusion is None
@@ -93,7 +92,7 @@ class Sglang(Peer):
         return self.variants(partial(self._call, case), choices)
 
     def reductions(self, case: Case) -> list[Reduction]:
-        """The plain all-reduce, at the sizes that SGLang does not leave to NCCL."""
+        """Returns the plain all-reduce, for sizes at which SGLang does not use NCCL."""
         if not self._comm.should_custom_ar(case.xs[0]):
             return []
         xs, reduce = case.xs, self._comm.custom_all_reduce

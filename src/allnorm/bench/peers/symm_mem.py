@@ -1,4 +1,4 @@
-"""PyTorch's symmetric memory: one- and two-shot all-reduce, without multicast."""
+"""PyTorch's symmetric memory: one-shot and two-shot all-reduce, without multicast."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from allnorm.testing import copy_all
 
 
 class SymmMem(Peer):
-    """`torch.ops.symm_mem.one_shot_all_reduce` and `two_shot_all_reduce_`, then a local norm.
+    """Arms of `one_shot_all_reduce` and `two_shot_all_reduce_`, each followed by a local norm.
 
-    The partial sums already lie in symmetric memory, as if the matrix product before had written
-    them there; no copy is timed.
+    The partial sums are already in symmetric memory, as if the previous GEMM had written them
+    there. No copy is timed.
     """
 
     name = "symm_mem"
@@ -31,7 +31,7 @@ class SymmMem(Peer):
         return f"this torch has no symm_mem.{absent[0]}" if absent else ""
 
     def open(self) -> str | None:
-        """Allocates and shares a buffer for each set."""
+        """Allocates and shares a buffer per buffer set."""
         setting = self.setting
         self._group_name = setting.group.group_name
         self._buffers = [
@@ -42,18 +42,18 @@ class SymmMem(Peer):
             self._memory.rendezvous(buffer, group=self._group_name) for buffer in self._buffers
         ]
         multicast = any(getattr(handle, "multicast_ptr", 0) for handle in handles)
-        return "its memory came with NVLink multicast" if multicast else None
+        return "its memory uses NVLink multicast" if multicast else None
 
     def reductions(self, case: Case) -> list[Reduction]:
-        """Both algorithms, on views of the shared buffers."""
+        """Returns both algorithms, on views of the shared buffers."""
         shape, group_name = case.xs[0].shape, self._group_name
         inputs = [buffer[: shape.numel()].view(shape) for buffer in self._buffers]
         one_shot = torch.ops.symm_mem.one_shot_all_reduce.default
         two_shot = torch.ops.symm_mem.two_shot_all_reduce_.default
 
         def reset() -> None:
-            # Peers read this memory, but no kernel starts before all ranks' streams have come to
-            # theirs, and none ends before all have read.
+            # Peers read this memory. Their kernels start only after this rank's kernel has started,
+            # and this rank's kernel ends only after all ranks have read.
             copy_all(inputs, case.xs)
 
         def by_one_shot(index: int) -> torch.Tensor:

@@ -16,10 +16,10 @@ _WORLD_SIZES = (2, 4, 6, 8)
 
 
 class Vllm(Peer):
-    """`CustomAllreduce`, at every size: vLLM itself hands large inputs to NCCL.
+    """Arms of `CustomAllreduce`, at every size; vLLM itself uses NCCL for large inputs.
 
-    In CUDA graphs it reads the partial sums of its peers where they are; that memory is registered
-    when the capture ends. Its norm works in place.
+    In CUDA graphs it reads its peers' partial sums in place; that memory is registered when the
+    capture ends. Its norm works in place.
     """
 
     name = "vllm"
@@ -27,7 +27,7 @@ class Vllm(Peer):
 
     def load(self) -> str:
         """Imports vLLM and looks for its compiled kernels."""
-        # The driver says whether GPUs can reach each other; trying it takes half a minute.
+        # Trust the driver's report of peer access; vLLM's own check takes half a minute.
         os.environ.setdefault("VLLM_SKIP_P2P_CHECK", "1")
         from vllm import _custom_ops
         from vllm.distributed.device_communicators import custom_all_reduce
@@ -39,26 +39,26 @@ class Vllm(Peer):
         return ""
 
     def open(self) -> str | None:
-        """Makes the communicator with buffers for the largest input."""
+        """Creates the communicator with buffers for the largest input."""
         setting = self.setting
         if setting.world_size not in _WORLD_SIZES:
             return f"no kernel for {setting.world_size} ranks"
         self._comm = self._class(
             group=setting.group,
             device=setting.device,
-            max_size=setting.max_bytes + self.granule_bytes,  # what is not below it is refused
+            max_size=setting.max_bytes + self.granule_bytes,  # inputs must be smaller than this
         )
         if hasattr(self._comm, "finalize_p2p"):
             self._comm.finalize_p2p()
         return "CustomAllreduce disabled itself" if self._comm.disabled else None
 
     def reductions(self, case: Case) -> list[Reduction]:
-        """The all-reduce, out of place."""
+        """Returns the out-of-place all-reduce."""
         xs, reduce = case.xs, self._comm.custom_all_reduce
         return [Reduction(self.name, lambda i: reduce(xs[i]), capturing=self._comm.capture)]
 
     def fused(self, case: Case) -> list[Arm]:
-        """The all-reduce and vLLM's add + norm kernel."""
+        """Returns the arm of the all-reduce and vLLM's add + norm kernel."""
         originals = [batch.residual for batch in case.batches]
         residuals, weights = [r.clone() for r in originals], case.unbiased_weights()
         reduction, norm = self.reductions(case)[0], self._ops.fused_add_rms_norm
