@@ -173,7 +173,7 @@ def test_doctor(tmp_path: Path) -> None:
         (("doctor", "--tp", "99", "--device", "cuda"), "cuda"),
         (("doctor", "--tp", "65", "--device", "cpu"), "at most 64"),
         (("bench", "--push-gbps", "-1"), "--push-gbps"),
-        (("bench", "--plot", "bench.gif"), "expected a name that ends"),
+        (("bench", "--plot", "bench.gif"), ".svg"),
         (("bench", "--json", "/dev/null/rows.jsonl"), "cannot be written"),
         (("bench", "--html", "/dev/null/page.html"), "cannot be written"),
         (("verify", "--json", "/"), "cannot be written"),

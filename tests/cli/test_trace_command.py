@@ -55,7 +55,7 @@ def test_counts_every_rank(torchrun: list[str], tmp_path: pathlib.Path) -> None:
 def test_requires_what_is_asked_for(torchrun: list[str]) -> None:
     result = run("--require", "0.95", *torchrun, "0")
     assert result.exit_code == 1
-    assert "--require 0.95 asks for more" in unwrapped(result.output)
+    assert "at least --require 0.95" in unwrapped(result.output)
 
 
 def test_passes_on_a_failure() -> None:

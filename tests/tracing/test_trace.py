@@ -133,7 +133,7 @@ def test_is_callable_beside_its_package() -> None:
 
 def test_another_profiler_is_running() -> None:
     tracing = allnorm.trace()
-    with torch.profiler.profile(), pytest.raises(allnorm.AllnormError, match="running already"):
+    with torch.profiler.profile(), pytest.raises(allnorm.AllnormError, match="already running"):
         tracing.__enter__()
 
 

@@ -132,7 +132,7 @@ def test_so_many_blocks_to_a_row_are_tried_as_hold_it_and_have_work() -> None:
     assert sizes(66, 8192) == [1, 2]
     assert sizes(67, 16384) == []
     assert Candidate.of(Candidate("two_shot", 0, 4).step(7)) == Candidate("two_shot", 0, 4)
-    assert str(Candidate("two_shot", 132, 4)) == "two_shot, 132 blocks, 4 to a row"
+    assert str(Candidate("two_shot", 132, 4)) == "two_shot, 132 blocks, 4 per row"
 
 
 def test_grid() -> None:

@@ -118,7 +118,7 @@ def tune_over_islands(rank: int, world_size: int) -> ranks_tune.Result:
 def test_islands_have_no_tables() -> None:
     results = run_ranks(tune_over_islands, 2)
     assert not curves(results)
-    assert results[0].curves[0].reason == "2 islands, for which there are no tables"
+    assert results[0].curves[0].reason.startswith("2 islands")
 
 
 def test_all_wrong_leaves_nothing() -> None:
@@ -130,7 +130,7 @@ def test_all_wrong_leaves_nothing() -> None:
 def test_groups_that_do_not_fit_have_no_curve() -> None:
     job = dataclasses.replace(JOB, quants=("per_group:128",))
     results = run_ranks(tune_with_defects, 2, args=(job,))
-    assert "whole groups" in results[0].curves[0].reason
+    assert "group size" in results[0].curves[0].reason
     assert curves(results) == {}
 
 

@@ -1,10 +1,10 @@
-"""What every kernel of allnorm computes, in plain PyTorch: the numerics page, step by step.
+"""Reference implementation of all kernels in plain PyTorch, following the numerics page.
 
-The functions take the inputs of all ranks, communicate nothing, and run on CPU and CUDA tensors
-with the same bits. Kernels are compared with them bit for bit; only the payload of a NaN is free.
+The functions take the inputs of all ranks, do not communicate, and have bit-identical results on
+CPU and CUDA tensors. Kernels are compared with them bit for bit; only NaN payloads may differ.
 
-Throughout, ``T`` is the dtype of `x`, ``f(.)`` the exact conversion to float32, and every
-arithmetic operation is one float32 operation rounded to nearest even.
+In all docstrings ``T`` is the dtype of `x` and ``f(.)`` the exact conversion to float32. Every
+arithmetic operation is one float32 operation, rounded to nearest even.
 """
 
 from allnorm.names import NUMERICS

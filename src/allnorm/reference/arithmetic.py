@@ -1,9 +1,9 @@
-"""The arithmetic that PyTorch does not have: fused multiply-add, exact roots, the sum's tree.
+"""Arithmetic that PyTorch lacks: fused multiply-add, exact square roots, and the sum's tree.
 
-Three traps of PyTorch are avoided everywhere: dividing a CUDA tensor by a Python number multiplies
-with its reciprocal, so every divisor is a tensor on the device; `torch.sqrt` on the CPU may be
-wrong in the last bit (with MKL it is for a fifth of all float32), so `sqrt` goes through float64;
-and PyTorch has no fused multiply-add, so `fma` computes it from exact float64 parts.
+Three problems of PyTorch are avoided everywhere. Dividing a CUDA tensor by a Python number
+multiplies by its reciprocal, so every divisor is a tensor on the device. `torch.sqrt` on the CPU
+may be wrong in the last bit (with MKL for a fifth of all float32 values), so `sqrt` uses float64.
+PyTorch has no fused multiply-add, so `fma` computes it from exact float64 parts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _PACKS_PER_CHUNK = 32
 
 
 def square_sum(z: Tensor, elems_per_pack: int) -> Tensor:
-    """Step 4: the sum of squares of each row, by the tree that does not depend on launch geometry.
+    """Computes the sum of squares of each row (step 4), in an order independent of the launch.
 
     Args:
         z: `[..., hidden_size]`, float32.
@@ -29,7 +29,7 @@ def square_sum(z: Tensor, elems_per_pack: int) -> Tensor:
         `[...]`, float32.
     """
     elems_per_chunk = elems_per_pack * _PACKS_PER_CHUNK
-    # Elements and packs that do not exist count as zero; fma(0, 0, p) is p.
+    # Missing elements and packs are zeros; fma(0, 0, p) is p.
     z = torch.nn.functional.pad(z, (0, -z.shape[-1] % elems_per_chunk))
     packs = z.unflatten(-1, (-1, _PACKS_PER_CHUNK, elems_per_pack))  # [..., chunk, pack, element]
     p = packs[..., 0] * packs[..., 0]
@@ -41,10 +41,10 @@ def square_sum(z: Tensor, elems_per_pack: int) -> Tensor:
 
 
 def _butterfly(c: Tensor) -> Tensor:
-    """`for offset in n/2, ..., 2, 1: c_i = c_i + c_(i xor offset)`; `[..., n] -> [...]`.
+    """Sums `[..., n] -> [...]` as `for offset in n/2, ..., 2, 1: c_i = c_i + c_(i xor offset)`.
 
-    After the first step c_i and c_(i xor n/2) hold the same bits, because addition commutes, so the
-    first half stands for all; and so on.
+    After the first step c_i and c_(i xor n/2) are bit-identical, because addition commutes. So only
+    the first half is computed, and likewise in each step.
     """
     while c.shape[-1] > 1:
         half = c.shape[-1] // 2
@@ -53,15 +53,15 @@ def _butterfly(c: Tensor) -> Tensor:
 
 
 def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """`a * b + c` of float32 tensors, rounded once.
+    """Computes `a * b + c` of float32 tensors, rounded once.
 
-    The product is exact in float64. The float64 sum is rounded to odd (to whichever neighbour has
-    an odd last bit, if inexact), found from the exact error of the addition; from 53 bits rounded
-    to odd, rounding to 24 or fewer bits gives what rounding the exact value gives (Boldo and
-    Melquiond, 2008).
+    The product is exact in float64. The float64 sum is rounded to odd: if it is inexact, to the
+    neighbor with an odd last bit, which the exact error of the addition determines. Rounding 53
+    bits that were rounded to odd to 24 or fewer bits gives the same result as rounding the exact
+    value (Boldo and Melquiond, 2008).
 
     Args:
-        a: float32; the three shapes broadcast, on one device.
+        a: float32; the three tensors are on one device, and their shapes broadcast.
         b: float32.
         c: float32.
 
@@ -71,7 +71,7 @@ def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     product = a.double() * b.double()
     addend = c.double()
     total = product + addend
-    # Knuth's two-sum: product + addend == total + error, exactly. NaN if an operand is not finite.
+    # Knuth's two-sum: product + addend == total + error exactly; NaN if an operand is not finite.
     back = total - product
     error = (product - (total - back)) + (addend - back)
     bits = total.view(torch.int64)
@@ -82,19 +82,19 @@ def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 def sqrt(a: Tensor) -> Tensor:
-    """The correctly rounded square root of a float32 tensor.
+    """Returns the correctly rounded square root of a float32 tensor.
 
-    The root of a float32 is never closer than 4 units in the last place of float64 to the middle of
-    two float32, so that a float64 root within one such unit rounds to the right neighbour.
+    The root of a float32 is at least 4 float64 units in the last place away from the midpoint of
+    two float32 values. So a float64 root with an error of one unit rounds to the right value.
     """
     return torch.sqrt(a.double()).float()
 
 
 def float32(value: float, like: Tensor) -> Tensor:
-    """`value` rounded to float32, one element on the device of `like`."""
+    """Returns `value` rounded to float32, as a tensor of one element on the device of `like`."""
     return torch.tensor(value, dtype=torch.float32, device=like.device)
 
 
 def new_tensor(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """A fresh contiguous tensor, never an alias of an argument."""
+    """Copies values to a new contiguous tensor, which never aliases an argument."""
     return torch.empty(values.shape, dtype=dtype, device=values.device).copy_(values)

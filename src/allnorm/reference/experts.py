@@ -1,4 +1,4 @@
-"""Step 0: a rank's partial sum of each token from the rows of its experts."""
+"""Step 0: computes a rank's partial sum of each token from the rows of its experts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from allnorm.reference.arithmetic import DTYPES, new_tensor
 
 
 def partial_of(x: Tensor | ExpertSum) -> Tensor:
-    """What a rank adds to the reduced sum: `x`, or the sum of its experts."""
+    """Returns a rank's addend of the reduced sum: `x`, or the sum of its experts."""
     return expert_sum(x) if isinstance(x, ExpertSum) else x
 
 
@@ -22,15 +22,15 @@ def expert_sum(experts: ExpertSum) -> Tensor:
     dtype of `rows`.
 
     Args:
-        experts: one rank's.
+        experts: the experts of one rank.
 
     Returns:
-        `[num_tokens, hidden_size]`, dtype of `rows`, new. Of a token of which a choice is neither
-        -1 nor a row all is NaN.
+        A new tensor `[num_tokens, hidden_size]` in the dtype of `rows`. A token is NaN if one of
+        its choices is neither -1 nor the index of a row.
 
     Raises:
-        ValueError: a shape or a device does not fit, or `top_k` is not 1 to 16.
-        TypeError: a dtype does not fit.
+        ValueError: a shape or device does not match, or `top_k` is not 1 to 16.
+        TypeError: a dtype does not match.
     """
     _check(experts)
     rows, index = experts.rows, experts.index

@@ -1,4 +1,4 @@
-"""Step 6: quantisation to float8_e4m3fn; e2m1 is in fp4.py."""
+"""Step 6: quantization to float8_e4m3fn; e2m1 is in fp4.py."""
 
 from __future__ import annotations
 
@@ -31,28 +31,29 @@ from allnorm.reference.arithmetic import DTYPES, float32
 from allnorm.reference.fp4 import to_e4m3, to_nvfp4
 from allnorm.reference.norm import add_rms_norm, all_reduce_add_rms_norm
 
-_MAX = 448.0  # the greatest float8_e4m3fn
+_MAX = 448.0  # largest float8_e4m3fn
 _MIN_AMAX = 1e-10
 _BYTES_PER_WORD = 4
 
 
 def quantize(y: Tensor, quant: Quant = DEFAULT_QUANT) -> tuple[Tensor, Tensor]:
-    """Quantises rows that have been rounded to their dtype.
+    """Quantizes rows that are rounded to their dtype.
 
-    Equivalent, for one scale a row, to ``scale = y.float().abs().amax(-1, keepdim=True) / 448`` and
-    ``quantized = (y.float() / scale).to(torch.float8_e4m3fn)``.
+    With one scale per row, equivalent to ``scale = y.float().abs().amax(-1, keepdim=True) / 448``
+    and ``quantized = (y.float() / scale).to(torch.float8_e4m3fn)``.
 
     Args:
         y: `[..., hidden_size]`, float32, float16 or bfloat16.
         quant: an `allnorm.Fp8PerGroup`, `MxFp8()`, `Fp8PerToken`, `Fp8PerTensor` or `NvFp4`.
 
     Returns:
-        `(quantized, scale)`: float8_e4m3fn of the shape of `y`, of `NvFp4` uint8 half as wide; and
-        the scales as `quant` says; padding is zero.
+        `(quantized, scale)`. `quantized` is float8_e4m3fn in the shape of `y`; for `NvFp4` it is
+        uint8 of half the width. `scale` has the layout of `quant`, with zeros as padding.
 
     Raises:
-        TypeError: the dtype of `y` is not one of the three, or `quant` is no spec.
-        ValueError: `y` has no columns, its groups are not whole, or the given scale is elsewhere.
+        TypeError: the dtype of `y` is not one of the three, or `quant` is not a spec.
+        ValueError: `y` has no columns, its width is not a multiple of the group size, or the given
+            scale is on a different device.
     """
     check_quant(quant)
     if y.dtype not in DTYPES:
@@ -83,13 +84,13 @@ def quantize(y: Tensor, quant: Quant = DEFAULT_QUANT) -> tuple[Tensor, Tensor]:
 
 
 def _round_up_to_power_of_two(scale: Tensor) -> Tensor:
-    """The least power of two that is not below a positive normal float32; NaN and infinity stay."""
+    """Rounds positive normal float32 values up to a power of two; keeps NaN and infinity."""
     bits = (scale.view(torch.int32) + 0x007FFFFF) & 0x7F800000
     return torch.where(scale.isnan(), scale, bits.view(torch.float32))
 
 
 def _lay_out(scale: Tensor, quant: Quant, hidden_size: int) -> Tensor:
-    """Scales `[..., groups]` in the format and the memory layout of the spec."""
+    """Converts scales `[..., groups]` to the format and memory layout of the spec."""
     rows = scale.reshape(scale.shape[:-1].numel(), scale.shape[-1])
     if not isinstance(quant, Fp8PerToken | Fp8PerTensor) and quant.scale_layout == SWIZZLED:
         if isinstance(quant, NvFp4):
@@ -107,20 +108,20 @@ def _lay_out(scale: Tensor, quant: Quant, hidden_size: int) -> Tensor:
 
 
 def _pack_exponents(scale: Tensor) -> Tensor:
-    """Powers of two `[T, groups]` to their exponent bytes, four to an int32, lowest byte first."""
+    """Packs exponent bytes of powers of two `[T, groups]`, four per int32, lowest byte first."""
     exponents = _exponents(scale)
     missing = -exponents.shape[1] % _BYTES_PER_WORD
     padded = torch.nn.functional.pad(exponents, (0, missing)).contiguous()
-    return padded.view(torch.int32)  # the host's and every GPU's byte order is little endian
+    return padded.view(torch.int32)  # host and GPUs are little endian
 
 
 def _exponents(scale: Tensor) -> Tensor:
-    """The exponent bytes of powers of two; 255 for infinity and NaN."""
+    """Returns the exponent bytes of powers of two; 255 for infinity and NaN."""
     return (scale.view(torch.int32) >> 23 & 0xFF).to(torch.uint8)
 
 
 def _in_tiles(scale: Tensor) -> Tensor:
-    """Bytes `[T, groups]` in tiles of 128 rows by 4 groups, the rest zeros."""
+    """Arranges bytes `[T, groups]` in tiles of 128 rows by 4 groups, padded with zeros."""
     rows, groups = scale.shape
     missing = (0, -groups % TILE_GROUPS, 0, -rows % TILE_ROWS)
     return swizzle(torch.nn.functional.pad(scale, missing))
@@ -128,7 +129,9 @@ def _in_tiles(scale: Tensor) -> Tensor:
 
 def _check_normed(normed: Tensor | None) -> None:
     if normed is None:
-        raise ValueError("weight is None: expected a tensor, there is nothing else to quantise")
+        raise ValueError(
+            "weight is None: expected a tensor, because only normed rows are quantized"
+        )
 
 
 def add_rms_norm_quant(
@@ -144,10 +147,10 @@ def add_rms_norm_quant(
     post_norm: PostNorm | None = None,
     scale: float = 1.0,
 ) -> QuantizedNorm:
-    """Steps 2 to 6 for an already reduced `x`: `add_rms_norm`, then `quantize` of its first result.
+    """Runs `add_rms_norm`, then `quantize` of its first result: steps 2 to 6 for a reduced `x`.
 
-    Arguments and errors are those of these two; `return_normed`: whether the rows before
-    quantisation are wanted too.
+    For arguments and errors see these two. With `return_normed` the rows before quantization are
+    returned too.
     """
     normed, total = add_rms_norm(
         x,
@@ -183,14 +186,14 @@ def all_reduce_add_rms_norm_quant(
     scale: float = 1.0,
     islands: Sequence[Sequence[int]] | None = None,
 ) -> QuantizedNorm:
-    """All six steps: `all_reduce_add_rms_norm`, then `quantize` of its first result.
+    """Runs `all_reduce_add_rms_norm`, then `quantize` of its first result: all steps.
 
-    Arguments and errors are those of these two, and `return_normed`: whether the rows before
-    quantisation are wanted too. `quantized_out`, `scale_out`, `residual_out` and `normed_out`
-    receive the results; with `normed_out` the normed rows are returned too.
+    For arguments and errors see these two. With `return_normed` or `normed_out` the rows before
+    quantization are returned too. `quantized_out`, `scale_out`, `residual_out` and `normed_out`
+    receive the results.
 
     Returns:
-        `QuantizedNorm(quantized, scale, residual, normed)`; with `residual_sharded` `residual` is
+        `QuantizedNorm(quantized, scale, residual, normed)`. With `residual_sharded`, `residual` is
         the list of all ranks' shards.
     """
     check_quant(quant)

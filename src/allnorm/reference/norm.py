@@ -1,4 +1,4 @@
-"""Steps 0 to 5: the sum over ranks, post norm and scale, the residual, RMSNorm."""
+"""Steps 0 to 5: sum over ranks, post norm and scale, residual add, RMSNorm."""
 
 from __future__ import annotations
 
@@ -28,22 +28,23 @@ def all_reduce(
 ) -> Tensor:
     """Sums the ranks' inputs in rank order in float32 and rounds once.
 
-    Equivalent to ``sum(x.float() for x in inputs).to(inputs[0].dtype)``. With `islands` it is the
-    sum of the islands' sums (step 1b).
+    Equivalent to ``sum(x.float() for x in inputs).to(inputs[0].dtype)``. With `islands`, the sums
+    of the islands are summed (step 1b).
 
     Args:
         inputs: one `x` per rank, in rank order; equal shapes `[...]`, equal dtypes (float32,
             float16 or bfloat16), one device.
-        algorithm: accepted for equal signatures; every algorithm has the same bits.
+        algorithm: ignored, for the same signature as allnorm's; all algorithms are bit-identical.
         out: receives the sum; may be one of the inputs.
-        islands: every rank once, in sequences of those that are summed first; None: one island.
+        islands: the ranks of each island; every rank occurs once. None: one island.
 
     Returns:
-        The reduced sum, `out` or else new and contiguous; shape and dtype of one input.
+        The reduced sum, in `out` or a new contiguous tensor, with the shape and dtype of an input.
 
     Raises:
-        ValueError: no inputs, or they differ in shape, dtype or device; islands of other ranks.
-        TypeError: the dtype is not one of the three, or `islands` are none.
+        ValueError: `inputs` is empty or they differ in shape, dtype or device, or `islands` do not
+            contain every rank once.
+        TypeError: the dtype is not one of the three, or `islands` has a wrong type.
     """
     check_choice("algorithm", algorithm, REQUESTS)
     _check_inputs(inputs)
@@ -55,7 +56,7 @@ def all_reduce(
 
 
 def _sum(terms: Sequence[Tensor]) -> Tensor:
-    """Of float32 tensors, in their order, beginning with the first."""
+    """Sums float32 tensors in order, starting with the first."""
     total = terms[0]
     for term in terms[1:]:
         total = total + term
@@ -85,29 +86,29 @@ def all_reduce_add_rms_norm(
 
     Args:
         inputs: one `x` per rank, in rank order, `[..., hidden_size]`; float32, float16 or bfloat16.
-            An `ExpertSum` stands for the sum of its rows, `[num_tokens, hidden_size]`.
-        residual: shape and dtype of `x`, or None: then nothing is added. With `residual_sharded`
-            the list of all ranks' shards, each `[hi - lo, hidden_size]` of `row_shard`.
-        weight: `[hidden_size]`, dtype of `x` or float32; with `post_norm` it may be None: then
+            An `ExpertSum` means the sum of its rows, `[num_tokens, hidden_size]`.
+        residual: shape and dtype of `x`; None: nothing is added. With `residual_sharded`, the list
+            of all ranks' shards, each `[hi - lo, hidden_size]` as in `row_shard`.
+        weight: `[hidden_size]`, dtype of `x` or float32. With `post_norm` it may be None; then
             there is no second norm, and `normed` is None.
         eps: added to the mean square, rounded to float32.
         weight_bias: added to the weight in float32 (1.0 for Gemma).
         numerics: "rounded", "unrounded", "transformers" or "vllm"; None is "rounded".
-        algorithm: accepted for equal signatures; every algorithm has the same bits.
-        residual_sharded: whether each rank holds its own rows of the residual only.
+        algorithm: ignored, for the same signature as allnorm's; all algorithms are bit-identical.
+        residual_sharded: whether each rank holds only its own rows of the residual.
         out: receives `normed`; may be one of the inputs.
         residual_out: receives the new residual; may be `residual`. With `residual_sharded` a list.
-        post_norm: the norm that the reduced sum goes through before the residual is added.
-        scale: what the reduced sum, or its post norm, is multiplied by, rounded to float32.
-        islands: as of `all_reduce`.
+        post_norm: norm of the reduced sum before the residual is added.
+        scale: factor of the reduced sum, or of its post norm; rounded to float32.
+        islands: as in `all_reduce`.
 
     Returns:
-        `(normed, residual_out)`, both of the shape and dtype of `x`; with `residual_sharded` the
+        `(normed, residual_out)`, both in the shape and dtype of `x`. With `residual_sharded`, the
         second is the list of all ranks' shards.
 
     Raises:
-        ValueError: shapes, devices or names do not fit.
-        TypeError: a dtype does not fit.
+        ValueError: a shape, device or name does not match.
+        TypeError: a dtype does not match.
     """
     check_choice("algorithm", algorithm, REQUESTS)
     reduced = all_reduce([partial_of(x) for x in inputs], islands=islands)
@@ -146,23 +147,23 @@ def add_rms_norm(
     """Adds the residual to an already reduced `x` and applies RMSNorm: steps 1c to 5.
 
     Args:
-        x: `[..., hidden_size]`, float32, float16 or bfloat16; or an `ExpertSum`, which stands for
-            the sum of its rows.
-        residual: shape and dtype of `x`, or None.
-        weight: `[hidden_size]`, dtype of `x` or float32; with `post_norm` it may be None: then
+        x: `[..., hidden_size]`, float32, float16 or bfloat16; or an `ExpertSum`, which means the
+            sum of its rows.
+        residual: shape and dtype of `x`; None: nothing is added.
+        weight: `[hidden_size]`, dtype of `x` or float32. With `post_norm` it may be None; then
             there is no second norm, and `normed` is None.
         eps: added to the mean square, rounded to float32.
         weight_bias: added to the weight in float32.
         numerics: "rounded", "unrounded", "transformers" or "vllm"; None is "rounded".
-        post_norm: the norm that `x` goes through before the residual is added.
-        scale: what `x`, or its post norm, is multiplied by, rounded to float32.
+        post_norm: norm of `x` before the residual is added.
+        scale: factor of `x`, or of its post norm; rounded to float32.
 
     Returns:
-        `(normed, residual_out)`, both of the shape and dtype of `x`.
+        `(normed, residual_out)`, both in the shape and dtype of `x`.
 
     Raises:
-        ValueError: shapes, devices or names do not fit.
-        TypeError: a dtype does not fit.
+        ValueError: a shape, device or name does not match.
+        TypeError: a dtype does not match.
     """
     numerics = "rounded" if numerics is None else numerics
     x = partial_of(x)
@@ -178,7 +179,7 @@ def add_rms_norm(
 
 
 def _change(x: Tensor, numerics: str, post_norm: PostNorm | None, scale: float) -> Tensor:
-    """Step 1c: the norm of the reduced sum, then its scale."""
+    """Applies the post norm to the reduced sum, then the scale: step 1c."""
     if post_norm is not None:
         z = x.float()
         rstd = _reciprocal_rms(z, post_norm.eps, x.dtype)
@@ -188,7 +189,7 @@ def _change(x: Tensor, numerics: str, post_norm: PostNorm | None, scale: float) 
 
 
 def _join(shards: Any, x: Tensor) -> Tensor | None:
-    """All ranks' rows of the residual, in the shape of `x`."""
+    """Joins all ranks' rows of the residual, in the shape of `x`."""
     if shards is None:
         return None
     if isinstance(shards, Tensor):
@@ -197,12 +198,12 @@ def _join(shards: Any, x: Tensor) -> Tensor | None:
 
 
 def _add_residual(x: Tensor, residual: Tensor | None) -> Tensor:
-    """Step 2, before rounding: `s = f(A) + f(residual)`."""
+    """Computes `s = f(A) + f(residual)`: step 2 before rounding."""
     return x.float() if residual is None else x.float() + residual.float()
 
 
 def _reciprocal_rms(z: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """Step 4, the end: `1 / sqrt(sum / H + eps)`, `[..., 1]`."""
+    """Computes `1 / sqrt(sum / H + eps)`, `[..., 1]`: the end of step 4."""
     hidden_size = float32(z.shape[-1], z)
     mean = square_sum(z, _PACK_BYTES // dtype.itemsize).unsqueeze(-1) / hidden_size
     root = sqrt(mean + float32(eps, z))
@@ -210,12 +211,12 @@ def _reciprocal_rms(z: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
 
 
 def _gain(weight: Tensor, weight_bias: float) -> Tensor:
-    """Step 5: `weight_bias + f(w)`."""
+    """Computes `weight_bias + f(w)` of step 5."""
     return float32(weight_bias, weight) + weight.float()
 
 
 def _scale(z: Tensor, rstd: Tensor, gain: Tensor, x: Tensor, numerics: str) -> Tensor:
-    """Step 5, before the last rounding."""
+    """Multiplies by the reciprocal RMS and the gain: step 5 before the last rounding."""
     y = z * rstd
     if numerics in ("transformers", "vllm"):
         y = y.to(x.dtype).float()

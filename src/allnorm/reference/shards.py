@@ -1,4 +1,4 @@
-"""Rows that belong to ranks: who has which, and all of them together."""
+"""Rows of ranks: which rank has which rows, and gathering them."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from allnorm.names import REQUESTS, check_choice
 
 
 def row_shard(num_tokens: int, world_size: int, rank: int) -> tuple[int, int]:
-    """The rows of a rank: contiguous blocks, the first `num_tokens % world_size` one row longer.
+    """Returns a rank's row range; the first `num_tokens % world_size` ranks have one row more.
 
     Args:
-        num_tokens: rows in all, >= 0.
+        num_tokens: total number of rows, >= 0.
         world_size: number of ranks, >= 1.
-        rank: whose rows, 0 to world_size - 1.
+        rank: the rank, 0 to world_size - 1.
 
     Returns:
         `(lo, hi)`: rows lo to hi - 1.
 
     Raises:
-        ValueError: a number is out of its range.
+        ValueError: a number is out of range.
     """
     if num_tokens < 0 or world_size < 1 or not 0 <= rank < world_size:
         raise ValueError(
@@ -36,7 +36,7 @@ def row_shard(num_tokens: int, world_size: int, rank: int) -> tuple[int, int]:
 
 
 def split_rows(x: Tensor, world_size: int) -> list[Tensor]:
-    """Every rank's rows of `x`, `[..., hidden_size]`, each as a new `[hi - lo, hidden_size]`."""
+    """Splits `x`, `[..., hidden_size]`, into every rank's rows, new `[hi - lo, hidden_size]`."""
     rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     bounds = [row_shard(rows.shape[0], world_size, rank) for rank in range(world_size)]
     return [rows[lo:hi].clone() for lo, hi in bounds]
@@ -49,22 +49,21 @@ def all_gather_rows(
     algorithm: str = "auto",
     out: Tensor | None = None,
 ) -> Tensor:
-    """The rows of all ranks in their order.
+    """Joins the rows of all ranks, in rank order.
 
     Equivalent to ``torch.cat(shards)``.
 
     Args:
-        shards: of every rank, in rank order, its `[hi - lo, hidden_size]`; equal dtypes, one
-            device.
-        num_tokens: rows in all.
-        algorithm: accepted for equal signatures; every algorithm has the same bits.
+        shards: every rank's rows `[hi - lo, hidden_size]`, in rank order; equal dtypes, one device.
+        num_tokens: total number of rows.
+        algorithm: ignored, for the same signature as allnorm's; all algorithms are bit-identical.
         out: receives the rows.
 
     Returns:
-        `[num_tokens, hidden_size]`, `out` or else new.
+        `[num_tokens, hidden_size]`, in `out` or a new tensor.
 
     Raises:
-        ValueError: a shard has another height than `row_shard` says, or the shards differ.
+        ValueError: a shard does not have the number of rows of `row_shard`, or the shards differ.
     """
     check_choice("algorithm", algorithm, REQUESTS)
     _check_shards(shards, num_tokens)

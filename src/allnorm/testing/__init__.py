@@ -1,4 +1,4 @@
-"""Tools to verify allnorm on a machine: start ranks, compare bits, make inputs, time calls."""
+"""Tools to verify allnorm on a machine: starting ranks, comparing bits, inputs, and timing."""
 
 from allnorm.testing.agreement import RankFailedError, agree, all_or_none, gather, start_together
 from allnorm.testing.bits import assert_same_bits, describe_difference, same_bits, ulp_distance

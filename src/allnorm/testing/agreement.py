@@ -1,4 +1,4 @@
-"""What ranks tell each other, so that all of them decide alike. Everything here is collective."""
+"""Collective functions with which ranks exchange values, so that all of them decide alike."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 
-_MAX_WORDS = 200  # characters of a reason
+_MAX_WORDS = 200  # maximum characters of a reason
 
 
 class RankFailedError(RuntimeError):
-    """A step failed on some rank: raised on all, with the reason of the first one that failed."""
+    """A step failed on some rank. Raised on all ranks, with the reason of the first failed rank."""
 
 
 def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Every rank's picklable value, in rank order.
+    """Returns every rank's value, in rank order.
 
     Args:
-        value: of this rank.
+        value: this rank's value, picklable.
         group: None is WORLD, or this process alone without torch.distributed.
     """
     if not dist.is_available() or not dist.is_initialized():
@@ -32,19 +32,19 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def agree(text: str) -> str:
-    """The first text of any rank that is not empty, the same on all ranks; "" if all are."""
+    """Returns the non-empty text of the lowest rank, on all ranks; "" if all are empty."""
     return next((f"rank {rank}: {said}" for rank, said in enumerate(gather(text)) if said), "")
 
 
 def all_or_none(step: Callable[..., T], *arguments: Any) -> T:
-    """Runs a step that may fail on some ranks only, such as one of another library.
+    """Runs a step that may fail on some ranks only, such as a call of another library.
 
     Raises:
-        RankFailedError: it raised on some rank.
+        RankFailedError: the step raised on some rank.
     """
     try:
         result, reason = step(*arguments), ""
-    except Exception as error:  # noqa: BLE001 - whatever it raises, the other ranks must know
+    except Exception as error:  # noqa: BLE001 - the other ranks must learn of every error
         reason = first_line(error)
     reason = agree(reason)
     if reason:
@@ -53,11 +53,11 @@ def all_or_none(step: Callable[..., T], *arguments: Any) -> T:
 
 
 def start_together() -> None:
-    """Returns on no rank before all have called it."""
+    """Waits until all ranks have called it."""
     dist.all_reduce(torch.zeros(1))
 
 
 def first_line(error: BaseException) -> str:
-    """An exception in one line. Not collective."""
+    """Formats an exception in one line. Not collective."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:_MAX_WORDS].rstrip(": ")

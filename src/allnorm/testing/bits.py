@@ -1,4 +1,4 @@
-"""Comparison of tensors bit for bit. Only the payload of a NaN is free; -0.0 is not 0.0."""
+"""Comparison of tensors bit for bit. Only NaN payloads may differ; -0.0 is not 0.0."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have equal shapes, dtypes and bits, a NaN matching any NaN.
+    """Returns whether two tensors have equal shapes, dtypes and bits; a NaN matches any NaN.
 
     Args:
         a: any shape and dtype.
-        b: may be on another device.
+        b: may be on a different device.
     """
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
@@ -26,12 +26,13 @@ def assert_same_bits(actual: Tensor, expected: Tensor, what: str = "tensor") -> 
 
     Args:
         actual: any shape and dtype.
-        expected: may be on another device.
-        what: names the comparison in the message.
+        expected: may be on a different device.
+        what: name of the comparison in the message.
 
     Raises:
-        AssertionError: says how many elements differ, where the first one is, both values and bit
-            patterns there, and the largest distance in units of the last place.
+        AssertionError: the tensors differ. The message has the number of different elements, the
+            index, values and bits of the first one, and the largest distance in units in the last
+            place.
     """
     difference = describe_difference(actual, expected)
     if difference:
@@ -39,7 +40,7 @@ def assert_same_bits(actual: Tensor, expected: Tensor, what: str = "tensor") -> 
 
 
 def describe_difference(actual: Tensor, expected: Tensor) -> str:
-    """What `assert_same_bits` says of two tensors; "" if they have the same bits."""
+    """Describes the difference for `assert_same_bits`; "" if the tensors have the same bits."""
     if same_bits(actual, expected):
         return ""
     if actual.dtype != expected.dtype or actual.shape != expected.shape:
@@ -59,9 +60,9 @@ def describe_difference(actual: Tensor, expected: Tensor) -> str:
 
 
 def ulp_distance(a: Tensor, b: Tensor) -> Tensor:
-    """How many representable values lie between two tensors, element by element.
+    """Returns the distance between elements, counted in representable values.
 
-    -0.0 and 0.0 are one apart.
+    The distance between -0.0 and 0.0 is 1.
 
     Args:
         a: a floating-point dtype of 1, 2 or 4 bytes, without NaN.
@@ -74,7 +75,7 @@ def ulp_distance(a: Tensor, b: Tensor) -> Tensor:
 
 
 def as_integers(x: Tensor) -> Tensor:
-    """The bits of each element, contiguous; dtypes without such a view as they are."""
+    """Returns the bits of each element, contiguous; dtypes without such a view are unchanged."""
     integer = _INTEGER.get(x.element_size())
     if integer is None or x.dtype.is_complex or x.dtype == torch.bool:
         return x
@@ -92,7 +93,7 @@ def _differs(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _ordered(x: Tensor) -> Tensor:
-    """Integers in the order of the floating-point values: negative ones count down from -1."""
+    """Maps floating-point values to integers in the same order; negative values start at -1."""
     bits = as_integers(x).to(torch.int64)
     magnitude = bits & ((1 << (8 * x.element_size() - 1)) - 1)
     return torch.where(bits < 0, -1 - magnitude, magnitude)

@@ -1,7 +1,7 @@
-"""Inputs for tests: distinct on every rank and in every call, reproducible; and special values.
+"""Reproducible test inputs, distinct on every rank and in every call, and special values.
 
-A test in which all ranks hold the same values cannot see data of a wrong peer, and one that repeats
-its values cannot see data of an earlier call; so rank and call number go into every seed.
+A test whose ranks hold equal values cannot detect data of a wrong peer. A test that repeats values
+cannot detect data of an earlier call. Hence every seed contains the rank and the call number.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from allnorm import names
 
-# Words that some transport might use as its mark for "not arrived", their neighbours, and the bit
-# patterns that those would turn into. Every one of them must be ordinary data.
+# Words that a transport might use as its empty word, neighboring words, and words that these might
+# be replaced with. The library must treat all of them as ordinary data.
 SENTINEL_WORDS = (
     *(0xFFFFFFFF, 0xFFFEFFFE, 0xFFFEFFFF, 0xFFFFFFFE, 0xFFFF0000, 0x0000FFFF),
     *(0x7FFFFFFF, 0x7FFF7FFF, 0x7FFE7FFE, 0x7FC00000, 0x7FC07FC0, 0x7F800001, 0x7F817F81),
@@ -37,12 +37,12 @@ DTYPES = {name: getattr(torch, name) for name in names.DTYPES}
 
 @dataclass(frozen=True)
 class Batch:
-    """One call's inputs, of every rank: each can compute the reference alone.
+    """All ranks' inputs of one call, so that each rank can compute the reference alone.
 
     Attributes:
-        xs: every rank's partial sum, each [num_tokens, hidden_size].
-        residual: [num_tokens, hidden_size], the same on every rank.
-        weight: [hidden_size].
+        xs: every rank's partial sums, each [num_tokens, hidden_size].
+        residual: [num_tokens, hidden_size], equal on every rank.
+        weight: [hidden_size], weight of the norm.
     """
 
     xs: tuple[Tensor, ...]
@@ -50,16 +50,16 @@ class Batch:
     weight: Tensor
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        """The batch with other rows: `change` takes the partial sums and the residual."""
+        """Returns the batch with `change` applied to the partial sums and the residual."""
         return Batch(tuple(map(change, self.xs)), change(self.residual), self.weight)
 
     def copy_(self, other: Batch) -> None:
-        """Takes the values of another batch of the same shapes."""
+        """Copies the values of a batch with the same shapes."""
         copy_all((*self.xs, self.residual, self.weight), (*other.xs, other.residual, other.weight))
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Makes every target equal to its source."""
+    """Copies every source to its target."""
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source)
 
@@ -73,9 +73,9 @@ def make_batch(
     seed: int,
     weight_bias: float = 0.0,
 ) -> Batch:
-    """Random inputs, different on every rank; a function of the arguments alone.
+    """Makes random inputs that are different on every rank and depend only on the arguments.
 
-    They are made on the device. The weight is centred at `1 - weight_bias`.
+    They are computed on the device. The mean of the weight is `1 - weight_bias`.
     """
     normal = normal_maker(seed * 1009, device)
     return Batch(
@@ -86,9 +86,9 @@ def make_batch(
 
 
 def normal_maker(seed: int, device: torch.device) -> Callable[..., Tensor]:
-    """A function of a number and a shape that makes float32 normal numbers on the device.
+    """Returns a function of a number and a shape that makes float32 normal numbers on the device.
 
-    Seeds `seed`, `seed + 1` and so on belong to the numbers: seeds of others lie apart.
+    Number n uses seed `seed + n`; choose `seed` so that ranges do not overlap.
     """
     generator = torch.Generator(device=device)
 
@@ -109,16 +109,16 @@ def rank_input(
     scale: float = 1.0,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """Normal random numbers that depend on rank, shape, dtype, call number and seed only.
+    """Makes normal random numbers that depend only on rank, shape, dtype, call and seed.
 
     Args:
-        shape: of the result.
+        shape: shape of the result.
         dtype: float32, float16 or bfloat16.
-        rank: whose input it is; every process can make every rank's.
-        call: which call of a test it is for.
+        rank: rank of the input; every process can make every rank's input.
+        call: number of the call within a test.
         seed: distinguishes tests.
         scale: standard deviation.
-        device: where the result goes; it is computed on the CPU.
+        device: device of the result; it is computed on the CPU.
     """
     values = _normal(("rank", rank, tuple(shape), dtype, call, seed), shape)
     return (values * scale).to(dtype).to(device)
@@ -127,7 +127,7 @@ def rank_input(
 def all_inputs(
     world_size: int, shape: Sequence[int], dtype: torch.dtype, **options: Any
 ) -> list[Tensor]:
-    """`rank_input` of every rank, in rank order, as `allnorm.reference` takes it."""
+    """Returns `rank_input` of every rank, in rank order, for `allnorm.reference`."""
     return [rank_input(shape, dtype, rank, **options) for rank in range(world_size)]
 
 
@@ -141,9 +141,9 @@ def shared_input(
     scale: float = 1.0,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """Random numbers that are the same on every rank: a residual or a weight.
+    """Makes random numbers that are equal on every rank, for a residual or a weight.
 
-    Other names give other numbers; the other arguments are those of `rank_input`.
+    Different names give different numbers. For the other arguments see `rank_input`.
     """
     values = _normal((name, tuple(shape), dtype, call, seed), shape)
     return (values * scale).to(dtype).to(device)
@@ -158,10 +158,10 @@ def special_input(
     call: int = 0,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """An input of one of SPECIAL_KINDS; the other arguments are those of `rank_input`.
+    """Makes an input of one of SPECIAL_KINDS. For the other arguments see `rank_input`.
 
-    "nan" and "infinity" put one such element into every third row of the input of rank 0 only;
-    "opposite_infinities" puts +inf on rank 0 and -inf on rank 1 at the same place; "huge" overflows
+    "nan" and "infinity" put one such element into every third row, on rank 0 only.
+    "opposite_infinities" puts +inf on rank 0 and -inf on rank 1 at the same index. "huge" overflows
     the sum.
 
     Raises:
@@ -201,14 +201,15 @@ def sentinel_input(
     call: int = 0,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """Random data in which the 16-byte packs carry every sentinel word in every position.
+    """Makes random data whose 16-byte packs contain every sentinel word in every position.
 
-    Pack `k` of the rows (counted through) carries word `k mod n` at position `k / n mod 5`, where
-    position 4 is all four. With `finite` the words that hold a NaN or an infinity in this dtype are
-    left out, so that every bit of the outputs can be compared.
+    Pack `k`, counted over all rows, has word `k mod n` at position `k / n mod 5`; position 4 means
+    all four words. `finite` omits words that hold a NaN or an infinity in this dtype, so that every
+    bit of the outputs can be compared.
 
-    Rows must consist of whole packs to reach every position. Rank and call shift the pattern, so
-    that they carry different words at the same place. All but `finite` is as of `rank_input`.
+    Rows must consist of whole packs to reach every position. The pattern is shifted by rank and
+    call, so that these have different words at the same index. For the other arguments see
+    `rank_input`.
     """
     words = torch.tensor(SENTINEL_WORDS, dtype=torch.int64)
     words = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)

@@ -1,4 +1,4 @@
-"""The life of a rank: the process that RankPool starts joins a group and answers calls."""
+"""The main function of a rank, a process of a RankPool: it joins the group and runs calls."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from allnorm.core import workspace
 
 _Connection = multiprocessing.connection.Connection
 
-# NVLink multicast stays off: it is missing on many hosts and can take shared ones down.
+# NVLink multicast stays off: many hosts lack it, and it can crash shared hosts.
 _ENVIRONMENT = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
@@ -38,7 +38,7 @@ _parent_lock = threading.Lock()
 
 
 def device() -> torch.device:
-    """The device that RankPool has given this rank; the CPU in any other process."""
+    """Returns the device that RankPool assigned to this rank; the CPU in any other process."""
     return _device
 
 
@@ -54,9 +54,9 @@ def report(message: Any) -> None:
 
 
 class Surroundings:
-    """Environment and streams of the process that starts a rank.
+    """Environment and standard streams of the process that starts a rank.
 
-    A process that is forked starts with those of the fork server.
+    They are passed to the rank because a forked process starts with those of the fork server.
     """
 
     def __getstate__(self) -> dict[str, Any]:
@@ -64,7 +64,7 @@ class Surroundings:
         return {"environment": dict(os.environ), "streams": streams}
 
     def enter(self) -> None:
-        """Makes them those of this process."""
+        """Applies them to this process."""
         state = vars(self)
         os.environ.clear()
         os.environ.update(state["environment"])
@@ -84,7 +84,7 @@ def rank_main(
     surroundings: Surroundings | None,
     share_gpus: bool = False,
 ) -> None:
-    """The life of a rank: join the group, answer calls until told to stop."""
+    """Joins the group and runs calls until the parent closes the connection; main of a rank."""
     global _parent
     _parent = connection
     if surroundings is not None:
@@ -98,8 +98,8 @@ def rank_main(
         while call := connection.recv_bytes():
             _answer(call, rank, world_size)
     except EOFError:
-        pass  # the parent has closed the pipe: stop
-    except BaseException:  # noqa: BLE001 - whatever it is, the parent shows it
+        pass  # the parent closed the pipe
+    except BaseException:  # noqa: BLE001 - the parent shows every error
         with contextlib.suppress(OSError):
             _send("error", traceback.format_exc())
     _leave(device)
@@ -120,9 +120,9 @@ def _join_group(
     if device == "cuda":
         _device = torch.device("cuda", rank % torch.cuda.device_count() if share_gpus else rank)
         torch.cuda.set_device(_device)
-        # Each rank would take all cores: 4 on 64 cores once took 12 s for what takes 0.2 s.
+        # By default each rank would use all cores, which slows all of them down.
         torch.set_num_threads(max(1, min(4, (os.cpu_count() or 1) // world_size)))
-        # NCCL takes each GPU once.
+        # NCCL does not support several ranks on one GPU.
         backend = "cpu:gloo,cuda:gloo" if share_gpus else "cpu:gloo,cuda:nccl"
         workspace.allow_shared_gpus(share_gpus)
     else:
@@ -134,14 +134,14 @@ def _join_group(
 
 
 def _leave(device: str) -> None:
-    """Ends the process without the destructors of torch.
+    """Exits without running torch's destructors.
 
-    Those of a process group wait for peers that may have died; the operating system frees the rest.
+    The destructor of a process group waits for peers, which may have died.
     """
     with contextlib.suppress(Exception):
         if device == "cuda":
             torch.cuda.synchronize()
-        # What os._exit() leaves out: semaphores, of tqdm for one, would be reported as leaked.
+        # os._exit() skips this; semaphores (of tqdm, for example) would be reported as leaked.
         multiprocessing.util._exit_function()  # type: ignore[attr-defined]
     sys.stdout.flush()
     sys.stderr.flush()
@@ -157,7 +157,7 @@ def _end_with_parent() -> None:
 
 def _send(kind: str, value: Any) -> None:
     assert _parent is not None
-    # Pickled first: a value that cannot be must not leave half a message in the pipe.
+    # Pickle first: an error while pickling must not leave half a message in the pipe.
     data = pickle.dumps((kind, value))
     with _parent_lock:
         _parent.send_bytes(data)

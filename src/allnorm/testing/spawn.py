@@ -1,7 +1,7 @@
-"""Starts ranks: one process each, with torch.distributed initialised over loopback.
+"""Starts ranks: one process each, with torch.distributed initialized over loopback.
 
-`run_ranks` starts them for one function, `RankPool` keeps them for many. The functions that run
-there are sent by name, so they live at the top level of a module that the ranks can import.
+`run_ranks` starts ranks for one function call. `RankPool` keeps them for many calls. Functions are
+sent by name, so they must be at the top level of a module that the ranks can import.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from allnorm.testing.rank import Surroundings, rank_main
 _Connection = multiprocessing.connection.Connection
 
 _START_SECONDS = 120.0
-# A rank that is told to stop but sits in a collective whose peer has died never comes.
+# Time for ranks to exit. A rank in a collective with a dead peer never does.
 _STOP_SECONDS = 5.0
-# How long the other ranks get to answer after one has failed; they may wait for it in a collective.
+# Time for the other ranks to answer after one has failed; they may wait for it in a collective.
 _GRACE_SECONDS = 10.0
 _DUMP_SECONDS = 0.2
 
-# Ranks on CPU are forked from a process that has imported these; torch takes seconds. Ranks on GPUs
-# start anew: nobody promises that CUDA's libraries can be forked once they are loaded.
+# CPU ranks are forked from a process that has imported these, because importing torch takes
+# seconds. GPU ranks are spawned: forking after CUDA's libraries are loaded is not supported.
 PRELOADED = ["torch"]
 
 OnMessage = Callable[[int, Any], None]
 
 
 class RankError(RuntimeError):
-    """One or more ranks raised, died or did not answer in time.
+    """One or more ranks raised an error, died or timed out.
 
     Attributes:
-        failures: what happened, in words or as a traceback, by rank.
+        failures: description or traceback per failed rank.
     """
 
     def __init__(self, failures: Mapping[int, str]) -> None:
@@ -66,42 +66,41 @@ def run_ranks(
 
     Args:
         fn: a function at the top level of an importable module.
-        world_size: how many ranks.
+        world_size: number of ranks.
         device: "cpu" (gloo) or "cuda" (rank r on GPU r; gloo for CPU tensors, NCCL for CUDA).
         args: positional arguments, picklable.
         kwargs: keyword arguments, picklable.
         timeout: seconds for the whole call; then every rank is killed.
-        on_message: called here with `(rank, message)` for each `report(message)` of a rank.
+        on_message: called in this process with `(rank, message)` for each `report(message)`.
         share_gpus: see `RankPool`.
 
     Returns:
-        What `fn` returned (picklable), by rank.
+        The results of `fn` (picklable), in rank order.
 
     Raises:
-        RankError: a rank raised, died or was late; shows the traceback of each.
-        ValueError: the device is unknown or has too few GPUs.
+        RankError: a rank raised an error, died or timed out; the message has their tracebacks.
+        ValueError: the device is unknown, or there are too few GPUs.
     """
     with RankPool(world_size, device, timeout=timeout, share_gpus=share_gpus) as pool:
         return pool.run(fn, *args, kwargs=kwargs, on_message=on_message)
 
 
 class RankPool:
-    """Ranks that stay alive over many calls: starting a process and importing torch takes seconds.
+    """Ranks that stay alive for many calls, because starting one takes seconds. A context manager.
 
-    After a call in which a rank failed, the processes are replaced at the next one. Also a context
-    manager.
+    If a rank fails in a call, the next call starts new processes.
 
     Args:
-        world_size: how many ranks.
+        world_size: number of ranks.
         device: "cpu" or "cuda", see `run_ranks`.
-        timeout: seconds that one `run` may take unless it says otherwise.
-        share_gpus: where there are fewer GPUs than ranks, rank r is on GPU r modulo their number,
-            with gloo for CUDA tensors too. Ranks of one GPU take turns there, so that a call takes
-            milliseconds: for bits, never for times.
+        timeout: default time limit of `run` in seconds.
+        share_gpus: allow more ranks than GPUs. Rank r then runs on GPU r modulo the number of GPUs,
+            with gloo for CUDA tensors too. Ranks of one GPU run one at a time, so a call takes
+            milliseconds. Use it to check results, not to measure times.
 
     Raises:
-        ValueError: the device is unknown, or has no GPU, or fewer than `world_size` without
-            `share_gpus`.
+        ValueError: the device is unknown, there is no GPU, or there are fewer GPUs than ranks
+            without `share_gpus`.
     """
 
     def __init__(
@@ -145,15 +144,15 @@ class RankPool:
             fn: a function at the top level of an importable module.
             args: positional arguments, picklable.
             kwargs: keyword arguments, picklable.
-            timeout: seconds; None is the pool's.
-            on_message: called here with `(rank, message)` for each `report(message)`.
-            may_die: ranks whose process may end during the call; their result is then None.
+            timeout: time limit in seconds; None: the pool's.
+            on_message: called in this process with `(rank, message)` for each `report(message)`.
+            may_die: ranks whose process may die during the call; their result is then None.
 
         Returns:
-            What `fn` returned, by rank.
+            The results of `fn`, in rank order.
 
         Raises:
-            RankError: a rank raised, died or was late.
+            RankError: a rank raised an error, died or timed out.
         """
         seconds = self.timeout if timeout is None else timeout
         call = pickle.dumps((fn, args, dict(kwargs or {})))
@@ -161,7 +160,7 @@ class RankPool:
             if not self._processes:
                 self._start(max(seconds, _START_SECONDS))
             for connection in self._connections:
-                # A rank that is gone is found by _collect, which says so.
+                # _collect detects and reports a rank that has exited.
                 with contextlib.suppress(OSError):
                     connection.send_bytes(call)
             return self._collect(seconds, on_message, may_die)
@@ -171,23 +170,23 @@ class RankPool:
 
     @property
     def is_running(self) -> bool:
-        """Whether the ranks have been started and none has ended."""
+        """Whether the ranks have been started and all of them are alive."""
         return bool(self._processes) and all(process.is_alive() for process in self._processes)
 
     def kill(self, rank: int) -> None:
-        """Kills the process of one rank (SIGKILL) and waits until it is gone."""
+        """Kills the process of one rank (SIGKILL) and waits until it has exited."""
         if self._processes:
             self._processes[rank].kill()
             self._processes[rank].join()
 
     def kill_all(self) -> None:
-        """Kills every rank; the next `run` starts new ones."""
+        """Kills every rank. The next `run` starts new ones."""
         for process in self._processes:
             process.kill()
         self._release()
 
     def close(self) -> None:
-        """Ends every rank, those that do not follow by force. Idempotent; `run` starts new ones."""
+        """Stops every rank, and kills those that do not exit. Idempotent; `run` starts new ones."""
         for connection in self._connections:
             with contextlib.suppress(OSError):
                 connection.send_bytes(b"")
@@ -222,13 +221,13 @@ class RankPool:
             process = context.Process(
                 target=rank_main,
                 args=(theirs, rank, self.world_size, self.device, self._store.port, seconds),
-                # Of a process that starts anew they are the same without doing.
+                # A spawned process inherits them.
                 kwargs={
                     "surroundings": None if self.device == "cuda" else Surroundings(),
                     "share_gpus": self._share_gpus,
                 },
                 name=f"allnorm-rank-{rank}",
-                daemon=True,  # an interpreter that exits ends its ranks instead of waiting for them
+                daemon=True,  # the interpreter terminates its ranks at exit instead of waiting
             )
             process.start()
             theirs.close()
@@ -239,7 +238,7 @@ class RankPool:
     def _collect(
         self, seconds: float, on_message: OnMessage | None, may_die: Collection[int]
     ) -> list[Any]:
-        """Waits for one answer of every rank."""
+        """Waits for one answer from every rank."""
         results: list[Any] = [None] * self.world_size
         failures: dict[int, str] = {}
         dead = False
@@ -278,7 +277,7 @@ class RankPool:
         return results
 
     def _dump_stack(self, rank: int) -> None:
-        """Makes a rank that does not answer write where it is to standard error."""
+        """Makes a rank that does not answer write its stack to standard error."""
         pid = self._processes[rank].pid
         if pid is not None and self._processes[rank].is_alive():
             os.kill(pid, signal.SIGUSR1)

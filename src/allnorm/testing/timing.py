@@ -1,8 +1,8 @@
-"""Timing of calls, on CPU call by call, on CUDA through graphs, which are captured here.
+"""Timing of calls: call by call on CPU, by replays of CUDA graphs on GPUs.
 
-The method for CUDA: many calls in one graph, the graph replayed at least 25 times, the time of a
-replay from CUDA events divided by its calls, the median over the replays, then the maximum over the
-ranks. Inputs larger than a cache hides need several callables over different buffers.
+The method for CUDA: capture many calls in one graph, replay the graph at least 25 times, time each
+replay by CUDA events, divide by the number of calls, take the median over the replays, then the
+maximum over ranks. To exclude cache effects, pass several callables on different buffers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Timing:
         p50_us: median.
         p90_us: 90th percentile.
         p99_us: 99th percentile.
-        calls: how many calls were timed.
+        calls: number of timed calls.
     """
 
     p50_us: float
@@ -43,22 +43,22 @@ class Timing:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that at least so many percent of the others do not exceed."""
+    """Returns the smallest value that at least `percent` percent of the values do not exceed."""
     return float(numpy.percentile(values, percent, method="higher"))
 
 
 def percentiles(times_us: Sequence[float]) -> dict[str, float]:
-    """`p50_us`, `p90_us` and `p99_us`; NaN where nothing was timed."""
+    """Returns `p50_us`, `p90_us` and `p99_us`; NaN if nothing was timed."""
     return {
         f"p{p}_us": percentile(times_us, p) if len(times_us) else math.nan for p in (50, 90, 99)
     }
 
 
 def max_over_ranks(timing: Timing, group: dist.ProcessGroup | None = None) -> Timing:
-    """The slowest rank's figure for each percentile. Collective.
+    """Returns the slowest rank's time for each percentile. Collective.
 
     Args:
-        timing: this rank's; every rank made the same number of calls.
+        timing: this rank's timing; every rank must have made the same number of calls.
         group: None is WORLD, or this process alone without torch.distributed.
     """
     ranks = [asdict(each).values() for each in gather(timing, group)]
@@ -80,15 +80,15 @@ def time_cpu(
 ) -> Timing:
     """Times single calls by the wall clock.
 
-    Collective where torch.distributed is initialised: all ranks of the group call it and make the
-    same number of calls. The result is this rank's; see `max_over_ranks`.
+    Collective if torch.distributed is initialized: all ranks of the group call it and make the same
+    number of calls. The result is this rank's; see `max_over_ranks`.
 
     Args:
-        fn: the call, or several that take turns (over different buffers).
-        min_calls: at least so many calls are timed.
-        max_calls: at most so many.
-        budget_s: between the two, as many as take about this long on the slowest rank.
-        warmup_calls: untimed calls before, at least 1.
+        fn: the call, or several calls (on different buffers) to alternate between.
+        min_calls: minimum number of timed calls.
+        max_calls: maximum number of timed calls.
+        budget_s: approximate time of all calls on the slowest rank; the limits above take priority.
+        warmup_calls: number of untimed calls before, at least 1.
         group: None is WORLD, or this process alone without torch.distributed.
     """
     turns = itertools.cycle([fn] if callable(fn) else fn)
@@ -104,14 +104,14 @@ def calls_that_fit(
     most: int,
     group: dist.ProcessGroup | None = None,
 ) -> int:
-    """Makes some calls, and says how many like them take about `budget_s` on the slowest rank."""
+    """Runs the warm-up and returns how many such calls take `budget_s` on the slowest rank."""
     times_us = time_calls(warmup)
     slowest_us = max(gather(sum(times_us) / len(times_us), group))
     return max(least, min(most, int(budget_s * 1e6 / max(slowest_us, 1e-3))))
 
 
 def time_calls(calls: Iterable[Call]) -> list[float]:
-    """Makes the calls; how many microseconds each took by the wall clock."""
+    """Runs the calls and returns the wall time of each in microseconds."""
     clock, times_us = time.perf_counter_ns, []
     for call in calls:
         before = clock()
@@ -124,7 +124,7 @@ def time_calls(calls: Iterable[Call]) -> list[float]:
 
 
 def calls_per_graph(num_tokens: int) -> int:
-    """Calls captured in one graph: with few short calls the ranks' start times would count."""
+    """Returns the calls per graph: enough that differences in the ranks' start do not matter."""
     if num_tokens <= 256:
         return 200
     return 20 if num_tokens <= 1024 else 5
@@ -134,17 +134,17 @@ def calls_per_graph(num_tokens: int) -> int:
 def capture(
     inside: AbstractContextManager[Any] = nullcontext(),  # noqa: B008 - it holds nothing
 ) -> Iterator[torch.cuda.CUDAGraph]:
-    """Captures what the block runs as a graph, which is yielded.
+    """Captures the kernels that the block launches in a graph, and yields the graph.
 
-    What is captured has run before: kernels are loaded at their first launch, which no capture
-    allows.
+    Every kernel must have run before, because kernels are loaded at their first launch, which a
+    capture does not allow.
 
     Args:
-        inside: a context that the capture must happen in, entered before it begins.
+        inside: context in which to capture, entered before the capture starts.
     """
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    # thread_local: NCCL's watchdog thread queries events, which must not end the capture.
+    # thread_local: NCCL's watchdog thread queries events, which must not invalidate the capture.
     with inside, torch.cuda.graph(graph, capture_error_mode="thread_local"):
         yield graph
 
@@ -155,7 +155,7 @@ def capture_turns(
     warmup_replays: int,
     inside: AbstractContextManager[Any] = nullcontext(),  # noqa: B008 - it holds nothing
 ) -> torch.cuda.CUDAGraph:
-    """A graph of `calls_per_graph` calls that take turns, replayed a few times afterwards."""
+    """Captures `calls_per_graph` calls that alternate over `fns`, then runs warm-up replays."""
     with capture(inside) as graph:
         for fn in itertools.islice(itertools.cycle(fns), calls_per_graph(num_tokens)):
             fn()
@@ -172,17 +172,17 @@ def time_cuda_graph(
     warmup_replays: int = 3,
     warmup_calls: int = 3,
 ) -> Timing:
-    """Times calls that are captured in a CUDA graph on the current device.
+    """Times calls in a CUDA graph on the current device.
 
-    Collective if the calls are. The result is this rank's, percentiles over the replays, each
-    divided by its calls; see `max_over_ranks`.
+    Collective if the calls are. The result is this rank's: percentiles over the replays of the time
+    per call; see `max_over_ranks`.
 
     Args:
-        fns: calls that take turns, one for each buffer set.
-        num_tokens: decides how many calls a graph holds, see `calls_per_graph`.
-        replays: timed replays, at least 25 for figures to be reported.
-        warmup_replays: untimed replays before.
-        warmup_calls: eager calls of each function before the capture.
+        fns: calls to alternate between, one per buffer set.
+        num_tokens: determines the number of calls per graph, see `calls_per_graph`.
+        replays: number of timed replays; use at least 25 for published results.
+        warmup_replays: number of untimed replays before.
+        warmup_calls: number of eager calls of each function before the capture.
     """
     calls = calls_per_graph(num_tokens)
     for fn in [*fns] * warmup_calls:
@@ -193,9 +193,9 @@ def time_cuda_graph(
 
 
 def time_steps(steps: Iterable[Call]) -> list[float]:
-    """Enqueues work on the current stream; how many microseconds the GPU took for each step.
+    """Enqueues work on the current stream and returns the GPU time of each step in microseconds.
 
-    The host runs ahead of the GPU; on return all of the work has ended.
+    The host runs ahead of the GPU. On return, all work has finished.
     """
     steps = list(steps)
     events = [torch.cuda.Event(enable_timing=True) for _ in range(len(steps) + 1)]

@@ -1,4 +1,4 @@
-"""How many reductions of a program ran fused, seen by the PyTorch profiler."""
+"""Counts the reductions of a program that ran fused, by the PyTorch profiler."""
 
 from __future__ import annotations
 

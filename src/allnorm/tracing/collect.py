@@ -1,7 +1,7 @@
-"""From the events of a profile to a report.
+"""Converts the events of a profile to counts for a report.
 
-Operators and ranges of the host are counted first, the outermost of several; kernels that none of
-them has launched, which is what the replay of a CUDA graph looks like, are counted by their names.
+Operators and ranges of the host are counted first; of nested ones, only the outermost. Kernels that
+none of them launched, as in replays of CUDA graphs, are then counted by their names.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch._C._autograd import DeviceType
 
 from allnorm.tracing.report import FUSED, NORM, REDUCTION, Tally
 
-# Ranges of this package; what follows is `kind|what` or `path|class`.
+# Prefixes of ranges of this package, followed by `kind|what` or `path|class`.
 CALL = "allnorm.call|"
 MODULE = "allnorm.module|"
 
-# Operators. What they call in turn (nccl:all_reduce, gloo:all_reduce) is part of them. Functional
-# collectives call c10d::allreduce_ where they run, and not where a compiler only traces them.
+# Reduction operators. Operators inside them (nccl:all_reduce, gloo:all_reduce) are not counted.
+# Functional collectives call c10d::allreduce_ when they run, but not when a compiler traces them.
 REDUCTION_OPERATORS = frozenset(
     {
         "c10d::allreduce_",
@@ -28,7 +28,7 @@ REDUCTION_OPERATORS = frozenset(
         *("symm_mem::two_shot_all_reduce_", "symm_mem::multimem_all_reduce_"),
     }
 )
-# Operators whose kernels look like a reduction's.
+# Other operators whose kernels have names like those of reductions.
 OTHER_OPERATORS = frozenset({"c10d::barrier"})
 NORM_OPERATORS = frozenset(
     {
@@ -36,14 +36,14 @@ NORM_OPERATORS = frozenset(
         *("sgl_kernel::rmsnorm", "sgl_kernel::fused_add_rmsnorm", "vllm_ir::rms_norm"),
     }
 )
-# A norm written out in a module called something with RMSNorm does one of these.
+# A module with RMSNorm in its class name counts as a norm if it calls one of these.
 NORM_ARITHMETIC = frozenset({"aten::rsqrt", "aten::pow", "aten::rms_norm", "aten::_fused_rms_norm"})
 
-# Kernels that belong to no operator, as in a replayed CUDA graph; the first match counts.
+# Kernels that no operator launched, as in a replayed CUDA graph; the first match counts.
 _KERNELS = (
     (re.compile(r"allnorm::fused_kernel<.*\bOneShot\b"), FUSED, "one_shot"),
     (re.compile(r"allnorm::fused_kernel<.*\bTwoShot\b"), FUSED, "two_shot"),
-    # allnorm::Owned in csrc/gpu/owned_rows.cuh; 2 gathers finished rows.
+    # Values of allnorm::Owned in csrc/gpu/owned_rows.cuh; value 2 gathers finished rows.
     (re.compile(r"allnorm::owned_rows_kernel<.*Owned\)0"), FUSED, "two_shot"),
     (re.compile(r"allnorm::owned_rows_kernel<.*Owned\)1"), FUSED, "two_shot, sharded"),
     (re.compile(r"allnorm::local(_rows)?_kernel<"), NORM, "allnorm local"),
@@ -51,17 +51,17 @@ _KERNELS = (
     (re.compile(r"allreduce_fusion|moereduce_allreduce", re.IGNORECASE), FUSED, "another library"),
     (re.compile(r"cross_device_reduce|all_?reduce", re.IGNORECASE), REDUCTION, "custom all-reduce"),
     (re.compile(r"rms_?norm", re.IGNORECASE), NORM, "kernel"),
-    # PyTorch's: the last argument says that it is an RMSNorm.
+    # PyTorch's kernels; the last template argument is true for RMSNorm.
     (re.compile(r"(layer_norm_kernel|LayerNormForwardCUDAKernel)<[^<>]*\btrue>"), NORM, "PyTorch"),
     (re.compile(r"^triton_\w*rsqrt"), NORM, "compiled kernel"),
 )
 
-# Kernels: how many, and microseconds in them.
+# By kernel name: number of launches and total microseconds.
 _Kernels = dict[str, list[float]]
 
 
 class Collector:
-    """Counts what the events of one `torch.profiler.profile` show, which come with their tree."""
+    """Counts reductions and norms in the events of one `torch.profiler.profile`."""
 
     def __init__(self, events: Iterable[Any]) -> None:
         self.tally = Tally()
@@ -76,7 +76,7 @@ class Collector:
         self._count_kernels(device)
 
     def _visit(self, root: Any) -> None:
-        # Not by recursion: traces of compiled programs are deep.
+        # Iterative, because traces of compiled programs are too deep for recursion.
         pending = [(root, "", False)]
         while pending:
             event, module, inside = pending.pop()
@@ -96,7 +96,7 @@ class Collector:
                 self.tally.add(kind, what, module, event.cpu_time_total)
             return
         kernels = [kernel for each in _subtree(event) for kernel in each.kernels]
-        if not kernels:  # captured, not run
+        if not kernels:  # it was captured in a graph, not run
             return
         for kernel in kernels:
             launched = self._launched[kernel.name]
@@ -119,9 +119,9 @@ class Collector:
 
 
 def _own_times(kernels: list[Any]) -> Iterator[tuple[Any, float]]:
-    """Each kernel, and its time from the moment when those before it in its stream had ended.
+    """Yields each kernel and its time since the previous kernels of its stream ended.
 
-    Kernels that begin early, as calls of this library do in CUDA graphs, first wait for that.
+    Kernels that start early, as allnorm's do in CUDA graphs, wait until then.
     """
     ended: dict[Any, float] = {}  # by stream
     for event in sorted(kernels, key=lambda event: event.time_range.start):
@@ -138,9 +138,9 @@ def _is_kernel(event: Any) -> bool:
 
 
 def _classify(event: Any) -> tuple[str, str] | None:
-    """Kind and name of an event; an empty kind for one that is recognised and not counted.
+    """Returns kind and name of an event; the kind is "" for a known event that does not count.
 
-    None for any other event: what is to be counted may be inside it.
+    Returns None for any other event; events inside it may count.
     """
     name = event.name
     if name.startswith(CALL):
@@ -174,7 +174,7 @@ def _subtree(event: Any) -> Iterator[Any]:
 
 
 def kernel(name: str) -> tuple[str, str] | None:
-    """Kind and name of a kernel; None if it is neither a reduction nor a norm."""
+    """Returns kind and name of a kernel; None if it is neither a reduction nor a norm."""
     for pattern, kind, what in _KERNELS:
         if pattern.search(name):
             return kind, what
@@ -182,5 +182,5 @@ def kernel(name: str) -> tuple[str, str] | None:
 
 
 def is_norm_class(name: str) -> bool:
-    """Whether modules of this class are RMSNorms."""
+    """Returns whether modules of this class are RMSNorms."""
     return re.search(r"rms_?norm", name, re.IGNORECASE) is not None

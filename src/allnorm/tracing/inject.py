@@ -1,8 +1,8 @@
-"""Traces a program that does not know of it: every process that joins a process group.
+"""Traces every process of an unmodified program that joins a process group.
 
 `allnorm trace` runs the program with a `sitecustomize` that calls `install`. This file is loaded by
-its path and imports nothing but the standard library until a group exists: other processes of the
-program, such as a launcher, start as fast as ever.
+its path and imports only the standard library until a process group exists. Other processes of the
+program, such as a launcher, therefore start without delay.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def install(folder: str, own: str) -> None:
     """Traces this process from `init_process_group` to its end.
 
     Args:
-        folder: takes a file for each rank.
-        own: the directory of the `sitecustomize` that calls this; the one that it hides runs too.
+        folder: folder for the reports, one file per rank.
+        own: directory of the calling `sitecustomize`. The `sitecustomize` that it hides is run too.
     """
     sys.meta_path.insert(0, _Finder(folder))
     paths = [path for path in sys.path if pathlib.Path(path).resolve() != pathlib.Path(own)]
@@ -37,7 +37,7 @@ def install(folder: str, own: str) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Wraps `init_process_group` when its module has been imported."""
+    """An import hook that wraps `init_process_group` once its module is imported."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
@@ -45,7 +45,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Any, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Of that one module: as it would be found anyway, with another loader."""
+        """Finds that one module in the usual way, and replaces its loader."""
         if fullname != _MODULE:
             return None
         sys.meta_path.remove(self)
@@ -79,7 +79,7 @@ class _Loader(importlib.abc.Loader):
 
 
 def start(folder: str) -> None:
-    """Begins the trace of this process; its end writes the report."""
+    """Starts the trace of this process, which writes its report when it exits."""
     from allnorm.tracing import trace
 
     context = trace()
@@ -98,5 +98,5 @@ def start(folder: str) -> None:
         part.rename(path)
 
     atexit.register(finish)
-    # A forked child of multiprocessing ends without the functions of atexit.
+    # A forked child of multiprocessing exits without calling atexit functions.
     multiprocessing.util.Finalize(None, finish, exitpriority=100)

@@ -1,4 +1,4 @@
-"""Traces a program that does not know of it, on each of its ranks."""
+"""Traces an unmodified program on each of its ranks."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ inject.install({folder!r}, {own!r})
 
 
 class Traced(NamedTuple):
-    """A program that has ended.
+    """The result of a traced program.
 
     Attributes:
-        exit_code: its own, as a shell would say it.
-        reports: of the ranks that were traced, by rank.
+        exit_code: the program's exit code, as a shell reports it.
+        reports: reports of the traced ranks, in rank order.
     """
 
     exit_code: int
@@ -35,13 +35,13 @@ class Traced(NamedTuple):
 
 
 def run(command: list[str]) -> Traced:
-    """Runs a program with the trace injected, its output where ours goes.
+    """Runs a program with tracing; its output goes to the streams of this process.
 
     Args:
-        command: a Python file, which runs with this Python, or any program, with its arguments.
+        command: a program and its arguments. A Python file runs with this interpreter.
 
     Raises:
-        OSError: there is no such program.
+        OSError: the program does not exist.
     """
     if command[0].endswith(".py"):
         command = [sys.executable, *command]
@@ -61,26 +61,27 @@ def run(command: list[str]) -> Traced:
 
 
 def problem(reports: list[TraceReport], require: float | None = None) -> str:
-    """What is wrong with the reports of a program's ranks, in words; "" if nothing is.
+    """Describes what is wrong with the reports of a program's ranks; "" if nothing is.
 
-    With `require`, at least that part of the reductions of each rank must have run fused.
+    With `require`, at least that fraction of the reductions must have run fused on each rank.
     """
     if not reports:
         return (
             "no rank was traced: no process of the program called "
-            "torch.distributed.init_process_group(), or all were killed before their end"
+            "torch.distributed.init_process_group(), or all were killed before they exited"
         )
     missing = set(range(reports[0].world_size)) - {report.rank for report in reports}
     if missing:
-        return f"no report of rank {', '.join(map(str, sorted(missing)))}: killed before its end?"
+        ranks = ", ".join(map(str, sorted(missing)))
+        return f"no report of rank {ranks}: was it killed before it exited?"
     if require is None:
         return ""
     lowest = min(reports, key=lambda report: report.fraction)
     if not lowest.reductions:
-        return f"rank {lowest.rank} made no reduction: there is nothing that could be fused"
+        return f"rank {lowest.rank} ran no reductions, so there was nothing to fuse"
     if lowest.fraction < require:
         return (
             f"rank {lowest.rank}: {lowest.summary()}, {lowest.fraction:.1%}; "
-            f"--require {require:g} asks for more"
+            f"expected at least --require {require:g}"
         )
     return ""

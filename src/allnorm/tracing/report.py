@@ -1,4 +1,4 @@
-"""What a trace has found, on one rank."""
+"""The report of a trace on one rank."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ class Entry:
     """Calls of one kind from one place.
 
     Attributes:
-        kind: "fused", "reduction" (an all-reduce that was not fused) or "norm" (an RMSNorm of its
-            own).
-        what: the algorithm of a fused call, else the operator, module class or kernel.
-        module: its path in the model, with `*` for the number of a layer; "" if unknown.
-        calls: how many.
-        time_us: spent in them: on the GPU if there is one, else on the host.
+        kind: "fused", "reduction" (an all-reduce that was not fused) or "norm" (a separate
+            RMSNorm).
+        what: the algorithm of a fused call; otherwise the operator, module class or kernel.
+        module: path of the calling module, with `*` for layer numbers; "" if unknown.
+        calls: number of calls.
+        time_us: total time of the calls in microseconds: on the GPU if there is one, else on the
+            host.
     """
 
     kind: str
@@ -32,13 +33,13 @@ class Entry:
 
 @dataclasses.dataclass(eq=False, repr=False)
 class TraceReport:
-    """What ran on one rank. Empty until the trace ends.
+    """The calls that ran on one rank. Empty until the trace ends.
 
     Attributes:
-        rank: in the default process group; 0 without one.
-        world_size: of that group; 1 without one.
-        passes: calls of the outermost modules.
-        entries: what was found; largest times first within a kind.
+        rank: this rank in the default process group; 0 without one.
+        world_size: size of that group; 1 without one.
+        passes: number of calls of outermost modules (forward passes).
+        entries: calls by kind and place; within a kind the largest times first.
     """
 
     rank: int = 0
@@ -47,30 +48,30 @@ class TraceReport:
     entries: tuple[Entry, ...] = ()
 
     def calls(self, kind: str) -> int:
-        """Calls of one kind."""
+        """Returns the number of calls of one kind."""
         return sum(entry.calls for entry in self.entries if entry.kind == kind)
 
     def time_us(self, kind: str) -> float:
-        """Microseconds spent in one kind."""
+        """Returns the microseconds spent in calls of one kind."""
         return sum(entry.time_us for entry in self.entries if entry.kind == kind)
 
     @property
     def fused(self) -> int:
-        """Reductions that were fused with a norm."""
+        """The number of reductions that were fused with a norm."""
         return self.calls(FUSED)
 
     @property
     def reductions(self) -> int:
-        """All reductions."""
+        """The number of all reductions, fused or not."""
         return self.calls(FUSED) + self.calls(REDUCTION)
 
     @property
     def fraction(self) -> float:
-        """Part of the reductions that were fused; 0.0 if there was none."""
+        """The fraction of reductions that were fused; 0.0 if there were no reductions."""
         return self.fused / self.reductions if self.reductions else 0.0
 
     def summary(self) -> str:
-        """One line: "119 of 121 fused", for one forward pass if all were alike."""
+        """Returns a line such as "119 of 121 fused"; per forward pass if they divide evenly."""
         text = f"{self.fused} of {self.reductions} fused"
         if self.passes > 1:
             text += f" in {self.passes} forward passes"
@@ -89,7 +90,7 @@ class TraceReport:
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """Numbers and words only, for JSON."""
+        """Converts the report to a dict for JSON."""
         return {
             "rank": self.rank,
             "world_size": self.world_size,
@@ -102,25 +103,25 @@ class TraceReport:
 
     @staticmethod
     def from_dict(record: dict[str, Any]) -> TraceReport:
-        """Of what `to_dict` gave."""
+        """Converts the result of `to_dict` back to a report."""
         entries = tuple(Entry(**entry) for entry in record["entries"])
         return TraceReport(record["rank"], record["world_size"], record["passes"], entries)
 
 
 class Tally:
-    """Adds up calls by kind, name and place."""
+    """Sums of calls and times by kind, name and module."""
 
     def __init__(self) -> None:
         self._sums: dict[tuple[str, str, str], list[float]] = {}
 
     def add(self, kind: str, what: str, module: str, time_us: float, calls: int = 1) -> None:
-        """Counts calls; the numbers of layers in `module` become `*`."""
+        """Adds calls; layer numbers in `module` become `*`."""
         key = (kind, what, re.sub(r"(?<=\.)\d+(?=\.|$)", "*", module))
         found = self._sums.setdefault(key, [0, 0.0])
         found[0] += calls
         found[1] += time_us
 
     def entries(self) -> list[Entry]:
-        """By kind, then by time."""
+        """Returns the entries, by kind, then by descending time."""
         found = [Entry(*key, int(calls), time) for key, (calls, time) in self._sums.items()]
         return sorted(found, key=lambda entry: (KINDS.index(entry.kind), -entry.time_us))

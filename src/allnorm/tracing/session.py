@@ -1,6 +1,6 @@
-"""The trace itself: a profiler, and ranges for it to see around modules and calls of this library.
+"""The trace: a profiler, and profiler ranges around modules and calls of this library.
 
-The ranges are in place while a trace is active only: at other times a call costs nothing more.
+The ranges exist only while a trace is active. At other times a call has no extra cost.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ def trace() -> Iterator[TraceReport]:
             model.generate(...)
         print(report)
 
-    Everything happens in the PyTorch profiler, which keeps every event in memory: trace a few
-    forward passes. Calls are seen in eager mode, in compiled graphs, and, on GPUs, in replays of
-    CUDA graphs; there a kernel is known by its name only, and a plain `all_reduce` of this library
-    counts as fused.
+    The trace uses the PyTorch profiler, which keeps every event in memory, so trace only a few
+    forward passes. It counts calls in eager mode, in compiled graphs and, on GPUs, in replays of
+    CUDA graphs. In replays it identifies kernels by name only, and counts a plain `all_reduce` of
+    this library as fused.
 
     Yields:
-        The report, empty until the block ends, then complete also if it raised.
+        The report, which is empty until the block ends. It is complete even if the block raised.
 
     Raises:
-        AllnormError: a profiler is running already.
+        AllnormError: a profiler is already running.
 
-    Not collective; each rank sees itself. Not for CUDA graph capture: capture before, or inside
-    from start to end.
+    Not collective: each rank counts its own calls. A CUDA graph capture must not cross the start or
+    end of the block.
     """
     if torch.autograd.profiler._is_profiler_enabled:
         raise AllnormError(
-            "allnorm.trace() needs the PyTorch profiler, which is running already: end that "
+            "allnorm.trace() needs the PyTorch profiler, which is already running: stop that "
             "profile first."
         )
     report = TraceReport()
@@ -71,7 +71,7 @@ def _profile() -> Any:
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    # Engines run their forward passes in threads of their own.
+    # Serving engines run forward passes in separate threads.
     settings = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     return torch.profiler.profile(
         activities=activities, experimental_config=settings, acc_events=True
@@ -106,14 +106,14 @@ def _describe(prepared: Any) -> str:
 
 
 class _Modules:
-    """The module that each thread is in, by its path in the outermost one."""
+    """Hooks that put each module's forward into a range with its path in the outermost module."""
 
     def __init__(self) -> None:
         self._local = threading.local()
         self._paths: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
 
     def enter(self, module: torch.nn.Module, args: Any) -> None:
-        """A forward pre-hook."""
+        """Starts a module's range; a forward pre-hook."""
         if torch.compiler.is_compiling():
             return
         stack = self._stack()
@@ -126,7 +126,7 @@ class _Modules:
         stack.append((module, entered))
 
     def leave(self, module: torch.nn.Module, args: Any, result: Any) -> None:
-        """A forward hook, called also if the forward has raised."""
+        """Ends a module's range; a forward hook, which runs even if the forward raised."""
         if torch.compiler.is_compiling():
             return
         stack = self._stack()

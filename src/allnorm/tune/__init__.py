@@ -1,5 +1,5 @@
-"""What is fastest on this machine, from how many tokens on.
+"""Measurement of tuning tables: which algorithm is fastest for which number of tokens.
 
-`run.measure` starts ranks and returns what they measured, `table` makes the table out of it that
-`allnorm.tuning` stores, `check` says how far the choice of `auto` is from the best algorithm.
+`run.measure` starts ranks and returns their measurements. `table` converts these to the table that
+`allnorm.tuning` stores. `check` compares the choice of `auto` with the best algorithm.
 """

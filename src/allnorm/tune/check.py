@@ -1,4 +1,4 @@
-"""How far is what `auto` chooses from the best algorithm?"""
+"""Comparison of the choice of `auto` with the best algorithm."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ LIMIT = 1.05
 
 @dataclass(frozen=True)
 class Point:
-    """One shape."""
+    """The times of `auto` and of the best algorithm at one shape."""
 
-    auto: Measurement  # what `auto` took
-    best: Measurement  # the fastest of the algorithms by name
+    auto: Measurement  # measurement of `auto`
+    best: Measurement  # measurement of the fastest algorithm
 
     @property
     def ratio(self) -> float:
-        """Time of `auto` by that of the best; below 1 only by noise."""
+        """The time of `auto` divided by that of the best algorithm; below 1 only by noise."""
         return self.auto.p50_us / self.best.p50_us
 
     @property
     def slow(self) -> bool:
-        """Whether it is beyond the limit."""
+        """Whether the ratio exceeds the limit."""
         return not self.ratio <= LIMIT
 
     @property
     def errors(self) -> list[str]:
-        """What is wrong with the bits of the two."""
+        """The errors in the results of the two."""
         return [f"{m.arm} at {m.shape}: {m.error}" for m in (self.auto, self.best) if m.error]
 
 
 Points = dict[tuple[Shape, Mode], Point]
-"""What was measured, by shape and mode."""
+"""Measured points by shape and mode."""
 
 
 def measure(
@@ -53,13 +53,13 @@ def measure(
     directory: Path | None = None,
     on_message: OnMessage | None = None,
 ) -> Points:
-    """Starts ranks and times `auto` beside every algorithm, with inputs of one of the job's dtypes.
+    """Starts ranks that time `auto` and every algorithm, with inputs of one of the job's dtypes.
 
-    What is beyond the limit is measured again before it counts, because one in a hundred points is
-    beyond it by noise. For `directory` see `tuning.path_of`.
+    Points that exceed the limit are measured a second time, because noise makes about one in a
+    hundred exceed it. For `directory` see `tuning.path_of`.
 
     Raises:
-        RankError: a rank raised, died or was late.
+        RankError: a rank raised an error, died or timed out.
     """
 
     def measured(shapes: Sequence[Shape], modes: Sequence[Mode]) -> Points:
@@ -87,7 +87,7 @@ def measure(
     found = measured(shapes, [Mode(quant) for quant in job.quants])
     again = [key for key, point in found.items() if point.slow]
     if again:
-        # Each shape in each mode of all of them: few points are here.
+        # All combinations of these shapes and modes, for simplicity: there are few.
         shapes_again, modes_again = (dict.fromkeys(part) for part in zip(*again, strict=True))
         repeated = measured(list(shapes_again), list(modes_again))
         for key in again:
@@ -96,16 +96,16 @@ def measure(
 
 
 def _by_product(shapes: Sequence[Shape], product: int) -> dict[int, list[Shape]]:
-    """The shapes by the columns of the product behind which `tune` measures them."""
+    """Groups shapes by the input features of the GEMM after which `tune` measures them."""
     found: dict[int, list[Shape]] = {}
     for shape in shapes:
-        behind = product if shape.num_tokens <= PRODUCT_TOKENS else 0
-        found.setdefault(behind, []).append(shape)
+        columns = product if shape.num_tokens <= PRODUCT_TOKENS else 0
+        found.setdefault(columns, []).append(shape)
     return found
 
 
 def json_row(point: Point, dtype: str) -> dict[str, Any]:
-    """One line of the results file."""
+    """Returns one row of the results file."""
     auto, best = point.auto, point.best
     return {
         "world_size": auto.world_size,

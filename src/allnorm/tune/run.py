@@ -1,4 +1,4 @@
-"""Measures which candidate is fastest: the ranks, and what runs in them."""
+"""Measures which candidate is fastest: starts the ranks, and the code that runs in them."""
 
 from __future__ import annotations
 
@@ -22,118 +22,118 @@ from allnorm.testing.timing import percentile
 from allnorm.tune import crossovers
 from allnorm.tune.crossovers import Candidate, Times
 
-# Two runs agree if no median differs by more than this share; so many runs at most. A quiet H200
-# repeats within 2 % (docs/performance.md), two CPU processes within 10 %.
+# Two runs agree if no median differs by more than this share (docs/performance.md).
 _STABLE = {"cuda": 0.02, "cpu": 0.1}
 _MOST_RUNS = 4
-_SECONDS = 3600.0  # that a run may take
+_SECONDS = 3600.0  # time limit of a run
 _CUDA_ROUNDS = 5
 _Key = TypeVar("_Key")
 
-# Most tokens that are measured behind a product. With more, it takes a hundred times what tells
-# candidates apart, and its own noise decides.
+# Maximum tokens of measurements after a GEMM. Beyond that, the noise of the GEMM's time exceeds the
+# differences between candidates.
 PRODUCT_TOKENS = 1024
 
-# The rate of the link is what makes this fastest: so many rows that all else hides behind it.
+# The shape for tuning the link rate: with this many rows, the link determines the time.
 LINK_SHAPE = Shape(8192, 4096)
-# Rates tried, as shares of what is reached without one. H200, 2 ranks, 2026-11: 341 GB/s is
-# reached, and 369 is the best; from 384 on it makes no difference.
+# Rates to try, as multiples of the rate that an unpaced call reaches.
 _LINK_SHARES = tuple(1 + percent / 100 for percent in range(13))
 
 
 @dataclass(frozen=True)
 class Job:
-    """What to measure; the same on every rank."""
+    """A description of what to measure, equal on every rank."""
 
     dtypes: tuple[str, ...]  # names of the dtypes of the inputs
-    quants: tuple[str, ...]  # what follows the norm, as `bench.modes.quant_name` writes it
-    hidden_sizes: tuple[int, ...]  # columns
-    tokens: tuple[int, ...]  # the coarse grid of rows, ascending
-    algorithms: tuple[str, ...]  # by name
+    quants: tuple[str, ...]  # quantizations, as `bench.modes.quant_name` writes them
+    hidden_sizes: tuple[int, ...]  # numbers of columns
+    tokens: tuple[int, ...]  # coarse grid of numbers of rows, ascending
+    algorithms: tuple[str, ...]  # names of algorithms
     device: str  # "cuda" or "cpu"
-    seconds: float = 0.1  # on CPU, roughly how long one candidate of one shape is timed
-    # Columns of the matrix product behind which calls are measured, as in a model; 0: in a chain.
+    seconds: float = 0.1  # on CPU: approximate time per candidate and shape
+    # Input features (K) of the GEMM before each call; 0: no GEMM, a chain of calls.
     product: int = 0
 
 
 @dataclass(frozen=True)
 class CurveTimes:
-    """What was measured of one dtype, epilogue and hidden size."""
+    """The times of one dtype, epilogue and hidden size."""
 
-    dtype: str  # by name
-    quant: str  # as of the job
-    hidden_size: int  # columns
-    times: Mapping[int, Times]  # microseconds, by tokens and candidate; what decides
-    wrong: Mapping[Candidate, str]  # what is wrong with a candidate's bits; it was not timed again
-    reason: str  # why nothing can be measured; "" if it can
-    chain: Mapping[int, Times] = field(default_factory=dict)  # beside those behind a product
+    dtype: str  # name of the dtype
+    quant: str  # quantization, as in Job
+    hidden_size: int  # number of columns
+    times: Mapping[int, Times]  # microseconds by tokens and candidate, which decide
+    wrong: Mapping[Candidate, str]  # errors of candidates with wrong results; not timed again
+    reason: str  # why nothing can be measured, or ""
+    # Times in a chain of calls, in addition to `times` after a GEMM.
+    chain: Mapping[int, Times] = field(default_factory=dict)
 
     @property
     def name(self) -> tuple[str, str]:
-        """Dtype and epilogue, by which tables keep curves."""
+        """Dtype and epilogue: the key of the curve in a table."""
         return self.dtype, epilogue_of(self.quant)
 
 
 @dataclass(frozen=True)
 class LinkTimes:
-    """What rates of the link bring."""
+    """The times of calls at different link rates."""
 
-    # Microseconds of LINK_SHAPE by the rates that were tried; 0: none.
+    # Microseconds of LINK_SHAPE by rate; rate 0 means unpaced.
     us: dict[float, float] = field(default_factory=dict)
     # What is wrong with the bits at a rate, by rate.
     wrong: dict[float, str] = field(default_factory=dict)
 
     @property
     def gbps(self) -> float:
-        """The rate to take, as of a policy.Plan."""
+        """The best rate, as in `policy.Plan`."""
         return crossovers.link_rate(self.us)
 
 
 @dataclass(frozen=True)
 class Result:
-    """What was measured, the same on every rank."""
+    """All measurements, equal on every rank."""
 
     curves: list[CurveTimes]  # in the order of the job
-    link: LinkTimes = field(default_factory=LinkTimes)  # of the rate at which they were measured
-    product: int = 0  # as of the job
+    link: LinkTimes = field(default_factory=LinkTimes)  # curves were measured at its rate
+    product: int = 0  # as in Job
 
     @property
     def wrong(self) -> set[Candidate]:
-        """Candidates that were wrong somewhere, and are therefore used nowhere."""
+        """Candidates with a wrong result at some size, which are not used at any size."""
         return {candidate for curve in self.curves for candidate in curve.wrong}
 
 
 def measure(job: Job, world_size: int, on_message: OnMessage | None = None) -> Result:
-    """Starts ranks and lets them measure.
+    """Starts ranks that measure, and returns their result.
 
-    `on_message` takes a rank and its progress: `text`, `done` and `total`; or what is `measured`,
-    first the LinkTimes, where there are any, then each CurveTimes as soon as it is there.
+    `on_message` takes a rank and its progress: `text`, `done` and `total`; or a result under
+    `measured`: first the LinkTimes, if any, then each CurveTimes as soon as it is complete.
 
     Raises:
-        RankError: a rank raised, died or was late.
-        RuntimeError: the ranks have different times: a table that they do not share must not be
-            stored.
+        RankError: a rank raised an error, died or timed out.
+        RuntimeError: the ranks have different times, which must not be stored.
     """
     results: list[Result] = run_ranks(
         run, world_size, device=job.device, args=(job,), timeout=_SECONDS, on_message=on_message
     )
     if any(other != results[0] for other in results):
-        raise RuntimeError("the ranks measured different curves: this is a defect of allnorm tune")
+        raise RuntimeError(
+            "the ranks have different curves: this is a bug in allnorm tune; please report it"
+        )
     return results[0]
 
 
 def epilogue_of(quant: str) -> str:
-    """The name that tables have for a spec."""
+    """Returns the name of a quantization spec in tables."""
     return quant.partition(":")[0] or "norm"
 
 
 def run(rank: int, world_size: int, job: Job) -> Result:
-    """Measures every curve, on GPUs the rate of the link before. Collective."""
+    """Measures the link rate (on GPUs), then every curve. Collective."""
     curves = [(d, q, h) for d in job.dtypes for q in job.quants for h in job.hidden_sizes]
     with allnorm.Communicator(device=device()) as comm:
         result = Result([], product=job.product)
         if job.device == "cuda" and len(comm.islands) == 1:
-            report({"text": "rate of the link", "done": 0, "total": len(curves)})
+            report({"text": "link rate", "done": 0, "total": len(curves)})
             result = Result([], _try_link_rates(comm, job), job.product)
             report({"measured": result.link})
         for index, (dtype, quant, hidden_size) in enumerate(curves):
@@ -148,7 +148,7 @@ def run(rank: int, world_size: int, job: Job) -> Result:
 
 def _try_link_rates(comm: allnorm.Communicator, job: Job) -> LinkTimes:
     case, mode = _make_case(comm, LINK_SHAPE, "bfloat16"), Mode()
-    # What is sent is the same in both; at two ranks one_shot sends it in one hop.
+    # Both send the same bytes; with two ranks, one_shot sends them in one hop.
     candidate = Candidate("one_shot" if comm.world_size == 2 else "two_shot")
     found = LinkTimes()
 
@@ -156,7 +156,7 @@ def _try_link_rates(comm: allnorm.Communicator, job: Job) -> LinkTimes:
         arms = {}
         for rate in rates:
             arm = candidate_arm(comm, case, mode, candidate, rate)
-            if arm is None:  # a workspace that is too small for a row
+            if arm is None:  # the workspace is too small for a row
                 return
             if error := agree(check_arm(arm, case, mode)):
                 found.wrong[rate] = f"{case.shape}, {rate:.0f} GB/s: {error}"
@@ -183,11 +183,11 @@ def _make_case(comm: allnorm.Communicator, shape: Shape, dtype: str) -> Case:
 def _time(
     job: Job, arms: Mapping[_Key, Arm], num_tokens: int, product: Product | None = None
 ) -> dict[_Key, float]:
-    """Median microseconds of each arm, the same on all ranks. Collective.
+    """Returns the median time of each arm in microseconds, equal on all ranks. Collective.
 
-    In a chain of calls that of the slowest rank; behind a product, beyond its own time, of the
-    shortest of the ranks' times of each replay. Measured again until two runs agree, a few times at
-    most; then the least of each arm's medians counts.
+    In a chain of calls it is the slowest rank's median. After a GEMM it is the median of the
+    shortest of the ranks' times per replay, in excess of the GEMM's time. Runs are repeated until
+    two agree, up to _MOST_RUNS; then the smallest median of each arm counts.
     """
     alone: list[Arm] = []
     if product is not None:
@@ -220,7 +220,7 @@ def _time(
 def _measure_curve(
     comm: allnorm.Communicator, job: Job, dtype: str, mode: Mode, hidden_size: int, link_gbps: float
 ) -> CurveTimes:
-    """Times of the candidates at as many sizes as it takes, after a look at their bits."""
+    """Checks and times the candidates at as many sizes as the search needs."""
     wrong: dict[Candidate, str] = {}
     chain: dict[int, Times] = {}
     num_sms, row_bytes = 0, hidden_size * DTYPES[dtype].itemsize
@@ -246,7 +246,7 @@ def _measure_curve(
 
     reason = _make_case(comm, Shape(1, hidden_size), dtype).obstacle(mode.quant)
     if len(comm.islands) > 1:
-        reason = f"{len(comm.islands)} islands, for which there are no tables"
+        reason = f"{len(comm.islands)} islands: tables support one island only"
     times = {} if reason else crossovers.search(measure_at, job.tokens)
     return CurveTimes(dtype, mode.quant, hidden_size, times, wrong, reason, chain)
 
@@ -254,9 +254,9 @@ def _measure_curve(
 def candidate_arm(
     comm: allnorm.Communicator, case: Case, mode: Mode, candidate: Candidate, link_gbps: float
 ) -> Arm | None:
-    """A call that a table of this candidate and rate alone decides, as a stored one would.
+    """Returns an arm whose call uses a table with only this candidate and rate; None if it cannot.
 
-    None if it cannot run. The table is in force from the arm's `reset` on, until another one's.
+    The arm's `reset` installs the table; it stays until the `reset` of a different arm.
     """
     force = forced(comm, case, mode, candidate, link_gbps)
     force()
@@ -272,7 +272,7 @@ def candidate_arm(
 def forced(
     comm: allnorm.Communicator, case: Case, mode: Mode, candidate: Candidate, link_gbps: float
 ) -> Callable[[], None]:
-    """A function that makes a communicator choose this candidate alone for calls of a case."""
+    """Returns a function that makes a communicator use this candidate for calls of a case."""
     step = candidate.step(None)
     name = (str(case.dtype).removeprefix("torch."), epilogue_of(mode.quant))
     curve = policy.Curve(case.shape.hidden_size, (step,))

@@ -1,4 +1,4 @@
-"""From what was measured to the table that is stored, and to rows of results."""
+"""Converts measurements to the table that is stored and to rows of results."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from allnorm.tune.run import LINK_SHAPE, CurveTimes, LinkTimes, Result
 from allnorm.tuning import Curves, Measured
 
 LINK_ARM = "link"
-"""Rows of this arm say what a call takes at some rate of the link."""
+"""The arm name of rows with the time of a call at a link rate."""
 
 
 def curves_of(result: Result) -> Curves:
-    """The curves by dtype and epilogue; none where nothing was measured or all was wrong."""
+    """Returns the curves by dtype and epilogue, without curves that have no right results."""
     curves: Curves = {}
     for curve in result.curves:
         if steps := crossovers.steps(curve.times, without=result.wrong):
@@ -29,9 +29,9 @@ def curves_of(result: Result) -> Curves:
 def store(
     result: Result, directory: Path | None, device: str, world_size: int, provenance: dict[str, Any]
 ) -> Path:
-    """Writes the table of a device; curves of an earlier one that were not measured again stay.
+    """Writes the table of a device; keeps stored curves that were not measured again.
 
-    For `directory` see `tuning.path_of`; `provenance` is commit, versions, command and date.
+    For `directory` see `tuning.path_of`. `provenance` has commit, versions, command and date.
 
     Raises:
         OSError: the folder or the file cannot be written.
@@ -44,7 +44,7 @@ def store(
 
 
 def path_of(directory: Path | None, device: str, world_size: int) -> Path:
-    """Where the table of a device is kept."""
+    """Returns the file of a device's table."""
     return tuning.path_of(directory, tuning.device_name(device), world_size)
 
 
@@ -54,26 +54,26 @@ def _stored(directory: Path | None, device: str, world_size: int) -> Measured:
 
 
 def changes(result: Result, directory: Path | None, device: str, world_size: int) -> list[str]:
-    """What storing would change, in lines: each curve that is new or other than the stored one."""
+    """Returns a line per curve that is new or differs from the stored one."""
     stored, lines = _stored(directory, device, world_size), []
     if result.link.gbps != stored.link_gbps:
-        lines.append(f"rate of the link: {stored.link_gbps:.0f} -> {result.link.gbps:.0f} GB/s")
+        lines.append(f"link rate: {stored.link_gbps:.0f} -> {result.link.gbps:.0f} GB/s")
     before = {(n, c.hidden_size): c for n, curves in stored.curves.items() for c in curves}
     for name, curves in curves_of(result).items():
         for curve in curves:
             old = before.get((name, curve.hidden_size))
             if old != curve:
-                was = describe(old) if old else "nothing"
+                was = describe(old) if old else "none"
                 what = f"{curve.hidden_size} columns, {', '.join(name)}"
                 lines.append(f"{what}: {was} -> {describe(curve)}")
     widths = {c.hidden_size for curves in curves_of(result).values() for c in curves}
     if len(widths | {width for _, width in before}) == 1:
-        lines.append("one width alone: decides for widths up to twice or half as wide, no others")
+        lines.append("only one width: the table applies to widths from half to twice of it")
     return lines
 
 
 def merge(before: Curves, measured: Curves) -> Curves:
-    """The new curves, and of the stored ones those that were not measured again."""
+    """Returns the new curves and the stored ones that were not measured again."""
     merged = {name: list(curves) for name, curves in measured.items()}
     for name, curves in before.items():
         again = {curve.hidden_size for curve in merged.get(name, [])}
@@ -83,7 +83,7 @@ def merge(before: Curves, measured: Curves) -> Curves:
 
 
 def describe(curve: Curve) -> str:
-    """A curve in words: which candidate from how many tokens on."""
+    """Describes a curve: the candidate for each range of tokens."""
     parts, first = [], 1
     for step in curve.steps:
         name = str(crossovers.Candidate.of(step))
@@ -94,18 +94,18 @@ def describe(curve: Curve) -> str:
 
 
 def describe_link(result: Result) -> str:
-    """Which rate of the link was found, and what it brings; "" where none was looked for."""
+    """Describes the best link rate and its gain; "" if rates were not measured."""
     us, gbps = result.link.us, result.link.gbps
     if 0.0 not in us:
         return ""
     unpaced = f"{LINK_SHAPE} takes {us[0.0]:.1f} us"
     if not gbps:
-        return f"rate of the link: none makes a difference, {unpaced}"
-    return f"rate of the link: {gbps:.0f} GB/s; {unpaced} without it, {us[gbps]:.1f} with"
+        return f"link rate: pacing makes no difference; {unpaced}"
+    return f"link rate: {gbps:.0f} GB/s; {unpaced} without pacing, {us[gbps]:.1f} us with"
 
 
 def link_rows(link: LinkTimes) -> Iterator[dict[str, Any]]:
-    """A row for each rate of the link that was tried."""
+    """Yields a row of results per tried link rate."""
     for rate, us in link.us.items():
         yield {
             "num_tokens": LINK_SHAPE.num_tokens,
@@ -121,11 +121,11 @@ def link_rows(link: LinkTimes) -> Iterator[dict[str, Any]]:
 
 
 def curve_rows(curve: CurveTimes, link_gbps: float, product: int) -> Iterator[dict[str, Any]]:
-    """A row for each time of a curve, measured at a rate of the link and behind a product."""
+    """Yields a row of results per time of a curve, measured at a link rate and after a GEMM."""
     chosen = crossovers.winners(crossovers.leave_out(curve.times, curve.wrong))
-    for beside, times in ((False, curve.times), (True, curve.chain)):
+    for in_chain, times in ((False, curve.times), (True, curve.chain)):
         for tokens, found in times.items():
-            behind = product and not beside and tokens <= run.PRODUCT_TOKENS
+            after_gemm = product and not in_chain and tokens <= run.PRODUCT_TOKENS
             for candidate, us in found.items():
                 yield {
                     "num_tokens": tokens,
@@ -136,9 +136,9 @@ def curve_rows(curve: CurveTimes, link_gbps: float, product: int) -> Iterator[di
                     "num_blocks": candidate.num_blocks,
                     "cluster_size": candidate.cluster_size,
                     "link_gbps": link_gbps,
-                    "mode": "product" if behind else "chain",
-                    "product": product if behind else 0,
+                    "mode": "product" if after_gemm else "chain",
+                    "product": product if after_gemm else 0,
                     "p50_us": us,
                     "correct": candidate not in curve.wrong,
-                    "chosen": not beside and chosen.get(tokens) == candidate,
+                    "chosen": not in_chain and chosen.get(tokens) == candidate,
                 }
