@@ -1,4 +1,4 @@
-"""Which algorithm runs: pure, agreed, explained."""
+"""The choice of the algorithm: a pure function, equal on all ranks, with a reason."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_every_shape_has_a_plan(backend: str, world_size: int) -> None:
 @pytest.mark.parametrize("backend", ["cpu", "cuda"])
 @pytest.mark.parametrize("world_size", range(3, 9))
 def test_one_shot_for_few_bytes_two_shot_for_many(backend: str, world_size: int) -> None:
-    """Monotonic in the tokens: one crossover, so that no shape in between is forgotten."""
+    """There is exactly one crossover over the number of tokens."""
     traits = policy.Traits(backend, world_size)
     names = [choose(traits, tokens, 4096).algorithm for tokens in range(1, 2048)]
     assert names[0] == "one_shot"
@@ -59,7 +59,7 @@ def test_one_shot_for_few_bytes_two_shot_for_many(backend: str, world_size: int)
         *((4, 8192, 8, "one_shot"), (4, 8192, 16, "two_shot")),
     ],
 )
-def test_without_a_table_what_was_faster_behind_a_product_on_h100s(
+def test_without_a_table_the_choice_is_what_was_faster_after_a_gemm_on_h100s(
     world_size: int, hidden_size: int, tokens: int, algorithm: str
 ) -> None:
     traits = policy.Traits("cuda", world_size)
@@ -67,7 +67,7 @@ def test_without_a_table_what_was_faster_behind_a_product_on_h100s(
 
 
 def test_a_pair_with_a_limit_of_blocks_takes_one_shot() -> None:
-    """Tables are measured with whole grids, where two_shot is the faster for many rows."""
+    """Tables are measured with full grids, where two_shot is faster for many rows."""
     step = policy.Step(None, "two_shot", 40)
     table = policy.Table("measured", {("bfloat16", "norm"): [policy.Curve(4096, (step,))]})
     for backend, world_size, max_blocks, expected in (
@@ -97,7 +97,7 @@ def test_a_request_is_followed(algorithm: str) -> None:
     for tokens in (1, 8192):
         plan = choose(policy.Traits("cuda", 8), tokens, 4096, algorithm)
         assert plan.algorithm == algorithm
-        assert "asked" in plan.reason
+        assert "caller" in plan.reason
 
 
 def test_chunks_cover_the_rows() -> None:
@@ -115,7 +115,7 @@ def test_a_row_that_does_not_fit_is_unfused() -> None:
 
 
 def test_a_row_that_the_kernels_do_not_hold_is_unfused() -> None:
-    """As on GPUs without clusters, where a block holds all of a row."""
+    """As on GPUs without clusters, where one block must hold the whole row."""
     traits = policy.Traits("cuda", 2, max_row_bytes=8 << 10)
     assert choose(traits, 1, 4096).algorithm == "one_shot"
     plan = choose(traits, 1, 4104)
@@ -125,7 +125,7 @@ def test_a_row_that_the_kernels_do_not_hold_is_unfused() -> None:
 
 @pytest.mark.parametrize("backend", ["cpu", "cuda"])
 def test_rows_with_owners_take_two_shot(backend: str) -> None:
-    """However few they are, and whatever one_shot could hold; it cannot be asked for."""
+    """For any number of rows, even if one_shot could run; one_shot cannot be requested."""
     rows = {"one_shot": 0, "two_shot": 10}
 
     def owned(world_size: int, requested: str = "auto", two_shot: int = 10) -> policy.Plan:
@@ -165,7 +165,7 @@ def test_plans_are_the_same_on_every_rank(pool: RankPool) -> None:
 
 
 def plan_alone(rank: int, world_size: int) -> str | None:
-    """Not collective: one rank may ask while the others are elsewhere."""
+    """plan() is not collective: one rank may call it while the others do something else."""
     c = comm()
     plan = c.plan(3, 64, torch.bfloat16) if rank == 0 else None
     Case().check(c)

@@ -219,9 +219,9 @@ def test_ranks_agree_on_a_table() -> None:
         assert "different tuning tables" in warning
         assert "rank 1: /t.json" in warning
         assert "allnorm tune" in warning
-    used, warning = tuning.agree([same, found(problem="it is no JSON")])
+    used, warning = tuning.agree([same, found(problem="it is not valid JSON")])
     assert not used
-    assert "rank 1 is ignored: it is no JSON. Run `allnorm tune`" in warning
+    assert "rank 1 is ignored: it is not valid JSON. Run `allnorm tune`" in warning
 
 
 def test_different_devices_have_no_table_in_common() -> None:
@@ -322,7 +322,7 @@ def test_blocks_to_a_row_are_left_to_the_library_where_it_must_choose() -> None:
         return policy.choose(all_traits, 8, 4096, 2, plenty, requested).cluster_size
 
     assert size() == size(max_row_bytes=65536) == 1
-    assert size("one_shot") == size("unfused") == 0, "asked for by the caller"
+    assert size("one_shot") == size("unfused") == 0, "requested by the caller"
     assert size(max_blocks=64) == 0
     assert size(max_row_bytes=8192) == 0, "kernels without clusters"
 
@@ -331,9 +331,9 @@ def test_plans_say_where_calls_were_measured() -> None:
     curve = Curve(4096, (Step(None, "one_shot"),), product=7168, product_tokens=1024)
     table = Table("tuned here", {("bfloat16", "norm"): [curve]})
     for tokens, hidden_size, mode in (
-        (1024, 4096, "behind a matrix product"),
+        (1024, 4096, "after a GEMM"),
         (1025, 4096, "in a chain of calls"),
-        (2048, 2048, "behind a matrix product"),
+        (2048, 2048, "after a GEMM"),
         (2049, 2048, "in a chain of calls"),
     ):
         assert mode in choose(tokens, hidden_size, tables=(table,)).reason
@@ -473,7 +473,7 @@ def test_tables_that_differ_are_used_by_no_rank(
     assert len(first) == 1, "one warning"
     assert not any(others), "of one rank"
     assert "allnorm tune" in first[0]
-    assert "same bits" in first[0]
+    assert "bit-identical" in first[0]
 
 
 def capture_and_replay(rank: int, world_size: int, folder: pathlib.Path) -> None:

@@ -1,18 +1,18 @@
-"""The only module that reads the environment.
+"""The only module that reads environment variables.
 
-| variable                  | argument it stands for             |
+| variable                  | replaces the argument              |
 |---------------------------|------------------------------------|
 | `ALLNORM_WORKSPACE_BYTES` | `Communicator(workspace_bytes=)`   |
 | `ALLNORM_TIMEOUT_SECONDS` | `Communicator(timeout=)`           |
-| `ALLNORM_DISABLE`         | the engine's own switch, off       |
+| `ALLNORM_DISABLE`         | turns the plugins off              |
 | `ALLNORM_TUNING_DIR`      | `Communicator(tuning_dir=)`        |
 
-`ALLNORM_DISABLE=1` keeps the plugins of serving engines from doing anything; calls of the library's
-own API are not affected.
+`ALLNORM_DISABLE=1` disables the plugins of serving engines. It does not affect calls of the
+library's own API.
 
-An argument that is given wins over its variable. A name that resembles one of these is an error,
-since a misspelled setting that does nothing is found too late. Any other unknown `ALLNORM_*` is
-ignored with one warning: Kubernetes sets such names for a service called allnorm, and images set
+An argument takes precedence over its variable. A name similar to one of these is an error, because
+a misspelled setting would silently have no effect. Other unknown `ALLNORM_*` variables are ignored
+with one warning: Kubernetes sets such names for a service called allnorm, and images set
 ALLNORM_VERSION.
 """
 
@@ -32,7 +32,8 @@ from allnorm.errors import ConfigurationError
 DEFAULT_TIMEOUT = datetime.timedelta(seconds=600)
 
 _PREFIX = "ALLNORM_"
-_ALIKE = 0.74  # ratio of difflib: that of TUNE_DIR and TUNING_DIR is 0.78, BUILD_DIR has 0.63
+# Minimum ratio of difflib: TUNE_DIR and TUNING_DIR have 0.78, BUILD_DIR and TUNING_DIR 0.63.
+_ALIKE = 0.74
 _ignored: set[str] = set()
 _KNOWN = (
     *("ALLNORM_WORKSPACE_BYTES", "ALLNORM_TIMEOUT_SECONDS"),
@@ -42,7 +43,7 @@ _KNOWN = (
 
 @dataclass(frozen=True)
 class Settings:
-    """What the environment asks for; None where it says nothing."""
+    """The settings of environment variables; None: the variable is not set."""
 
     workspace_bytes: int | None = None
     timeout: datetime.timedelta | None = None
@@ -54,7 +55,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
     """Reads every ``ALLNORM_*`` variable.
 
     Raises:
-        ConfigurationError: a name is like that of a variable, or a value is not what it must be.
+        ConfigurationError: a name resembles that of a variable, or a value is invalid.
     """
     environ = os.environ if environ is None else environ
     _check_names(k for k in environ if k.startswith(_PREFIX) and k not in _KNOWN)
@@ -69,13 +70,13 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
 
 
 def _check_names(unknown: Iterable[str]) -> None:
-    """Raises for a name that may be misspelled; warns once of others, on one rank of a host."""
+    """Raises for a name that may be misspelled; warns once about others, on one rank per host."""
     others = []
     for name in sorted(unknown):
         meant = _resembled(name)
         if meant is not None:
             raise ConfigurationError(
-                f"unknown environment variable {name}: expected {meant}, or another of "
+                f"unknown environment variable {name}: expected {meant}, or a different one of "
                 f"{', '.join(_KNOWN)}. Correct the name or unset it."
             )
         if name not in _ignored:
@@ -101,22 +102,22 @@ def _resembled(name: str) -> str | None:
 
 
 def cache_dir(environ: Mapping[str, str] | None = None) -> pathlib.Path:
-    """The folder for this user's files that can be made again (XDG base directories)."""
+    """Returns this user's cache folder of allnorm (XDG base directories)."""
     environ = os.environ if environ is None else environ
     root = _folder(environ, "XDG_CACHE_HOME")
-    if root is None or not root.is_absolute():  # as the specification says
+    if root is None or not root.is_absolute():  # the specification ignores relative paths
         root = pathlib.Path(os.path.expanduser("~"), ".cache")
     return root / "allnorm"
 
 
 def local_rank() -> int:
-    """Which of this host's processes torchrun started this one as; 0 where it did not."""
+    """Returns the local rank that torchrun set for this process; 0 without torchrun."""
     text = os.environ.get("LOCAL_RANK", "")
     return int(text) if text.isdecimal() else 0
 
 
 def multicast_switches() -> dict[str, str | None]:
-    """The state of the variables that keep NCCL, PyTorch and NVSHMEM from using multicast."""
+    """Returns the variables that keep NCCL, PyTorch and NVSHMEM from using multicast."""
     names = ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS")
     return {name: os.environ.get(name) for name in names}
 
@@ -137,7 +138,7 @@ def _positive(environ: Mapping[str, str], name: str) -> float | None:
 
 
 def duration(seconds: float) -> datetime.timedelta:
-    """A timedelta of so many seconds, more than 0, or the nearest one that is longer than 0."""
+    """Converts positive seconds to a timedelta, limited to its smallest and largest values."""
     if seconds >= datetime.timedelta.max.total_seconds():
         return datetime.timedelta.max
     return max(datetime.timedelta(seconds=seconds), datetime.timedelta.resolution)
@@ -157,7 +158,7 @@ def _folder(environ: Mapping[str, str], name: str) -> pathlib.Path | None:
 
 @contextlib.contextmanager
 def variable(name: str, value: str) -> Iterator[None]:
-    """Within it an environment variable, of another library, has this value."""
+    """Sets an environment variable of a different library within the context."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 
 class AllnormError(Exception):
-    """Base of every error that is not a plain wrong argument."""
+    """Base class of allnorm's errors; wrong arguments raise ValueError or TypeError instead."""
 
 
 class UnsupportedError(AllnormError, ValueError):
-    """A shape, dtype, device, world size or algorithm that cannot run at all."""
+    """A shape, dtype, device, world size or algorithm is not supported."""
 
 
 class ConfigurationError(AllnormError, ValueError):
-    """An ``ALLNORM_*`` environment variable that is misspelled or cannot be read."""
+    """An ``ALLNORM_*`` environment variable is misspelled or has an invalid value."""
 
 
 class CommunicatorClosedError(AllnormError):
@@ -20,23 +20,23 @@ class CommunicatorClosedError(AllnormError):
 
 
 class NativeLibraryError(AllnormError, ImportError):
-    """A native library is missing, cannot be loaded, or is of another build."""
+    """A native library is missing, cannot be loaded, or belongs to a different build."""
 
 
 class PeerTimeoutError(AllnormError):
-    """A peer did not come before the deadline. The communicator is unusable from then on.
+    """A wait for a peer timed out. The communicator is unusable afterwards.
 
     Attributes:
         rank: this rank.
-        peer: the rank that was waited for; -1 where the process group did not say who it was.
-        op: the operation number this rank was in; counts launches, wraps at 2**32. 0 where calls
-            that went through the process group diverged.
-        expected: what this rank waited for, in words.
-        seen: what the peer last announced, in words.
+        peer: the rank that this rank waited for; -1 if the process group did not report it.
+        op: number of this rank's operation; counts launches and wraps at 2**32. 0 if calls through
+            the process group diverged.
+        expected: description of what this rank waited for.
+        seen: description of the peer's last announcement.
     """
 
-    # With defaults, so that it can be pickled as exceptions are: made of its message alone, and
-    # then given its attributes.
+    # The defaults are needed for unpickling, which passes only the message and then sets the
+    # attributes.
     def __init__(
         self,
         message: str,
@@ -53,15 +53,16 @@ class PeerTimeoutError(AllnormError):
 
 
 class PeerDivergedError(PeerTimeoutError):
-    """A peer came with another call: another shape, dtype, op, algorithm or rounding mode.
+    """A peer made a different call: different shape, dtype, op, algorithm or rounding mode.
 
-    Where all ran "unfused" or "hierarchical", nothing was computed and the communicator goes on.
+    If all ranks ran "unfused" or "hierarchical", nothing was computed and the communicator remains
+    usable.
     """
 
 
 class PeerDiedError(PeerTimeoutError):
-    """The process of a peer that is waited for has ended."""
+    """The process of a peer exited while this rank waited for it."""
 
 
 class PeerLeftError(PeerTimeoutError):
-    """A peer that is waited for has closed its communicator, or was interrupted in a call."""
+    """A peer closed its communicator, or was interrupted in a call, while this rank waited."""

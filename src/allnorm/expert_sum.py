@@ -1,4 +1,4 @@
-"""What the experts of a layer return, before it is summed."""
+"""The rows of a layer's experts, before they are summed."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class ExpertSum:
-    """The end of a mixture of experts, summed while it is loaded: step 0 of the numerics page.
+    """The rows of a mixture of experts, which a call sums while it loads them.
 
-    This rank's partial sum of a token is the sum over its choices, in order, of weight times row,
-    in float32, plus `shared`; rounded once. Ranks may have different rows, choices and weights, and
-    different numbers of them; they have the same number of tokens.
+    This rank's partial sum of a token is the float32 sum of weight times row over the token's
+    choices, in order, plus `shared`, rounded once (step 0 of the numerics page). Ranks must have
+    the same number of tokens; rows, choices, weights and their numbers may differ.
 
     Args:
         rows: `[num_tokens, top_k, hidden_size]`, or with `index` `[num_rows, hidden_size]`;
             float32, float16 or bfloat16.
-        weights: `[num_tokens, top_k]`, float32; None: rows are weighted already.
-        index: `[num_tokens, top_k]`, int32: the row of each choice, -1 where this rank has none. A
-            token with any other number that is no row becomes NaN.
-        shared: `[num_tokens, hidden_size]`, dtype of `rows`: this rank's partial of the shared
-            expert; None: there is none.
+        weights: `[num_tokens, top_k]`, float32; None: the rows are already weighted.
+        index: `[num_tokens, top_k]`, int32: the row of each choice; -1 if this rank does not have
+            it. A token with any other invalid index becomes NaN.
+        shared: `[num_tokens, hidden_size]`, dtype of `rows`: this rank's partial sums of the shared
+            expert; None: no shared expert.
 
-    `top_k` is 1 to 16. Shapes and dtypes are checked by the call: ValueError, TypeError.
+    `top_k` is 1 to 16. The call checks shapes and dtypes and raises ValueError or TypeError.
     """
 
     rows: Tensor

@@ -1,7 +1,7 @@
-"""Islands: the ranks of a group that write to each other's memory, set beside set. Without torch.
+"""Islands: disjoint sets of ranks that write to each other's memory. Does not import torch.
 
-Between islands rows go through the process group. How a sum over several islands is made is step 1b
-of the numerics page.
+Rows cross between islands through the process group. Step 1b of the numerics page defines the sum
+over several islands.
 """
 
 from __future__ import annotations
@@ -10,25 +10,25 @@ from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
 Islands = tuple[tuple[int, ...], ...]
-"""Ranks of each island in rising order, islands in the order of their lowest ranks."""
+"""The ranks of each island, ascending; islands are sorted by their lowest ranks."""
 
 
 def check_islands(given: Any, world_size: int) -> Islands:
-    """What a caller means by `islands`, in the one order that they have.
+    """Checks the argument `islands` and returns it sorted.
 
     Args:
-        given: a sequence of sequences of ranks, in any order, in which every rank stands once.
+        given: sequence of sequences of ranks, in any order; every rank must occur once.
         world_size: number of ranks.
 
     Raises:
-        TypeError: it is none.
-        ValueError: a rank is missing, stands there twice, or does not exist; an island is empty.
+        TypeError: it is not a sequence of sequences of ranks.
+        ValueError: a rank is missing, occurs twice or does not exist, or an island is empty.
     """
     expected = (
-        f"expected 'auto', or a sequence of islands, each a sequence of ranks: every one of the "
+        f"expected 'auto', or a sequence of islands, each a sequence of ranks, with each of the "
         f"ranks 0 to {world_size - 1} once"
     )
-    if hasattr(given, "tolist"):  # an array of numpy, a tensor
+    if hasattr(given, "tolist"):  # a numpy array or a tensor
         expected += ", such as islands.tolist()"
     if isinstance(given, str | bytes) or not isinstance(given, Sequence):
         raise TypeError(f"islands={given!r}: {expected}.")
@@ -44,19 +44,19 @@ def check_islands(given: Any, world_size: int) -> Islands:
 
 
 def of_size(size: int, world_size: int) -> Islands | Literal["auto"]:
-    """Islands of `size` ranks that follow each other, the last perhaps smaller; 0: to be found."""
+    """Returns islands of `size` consecutive ranks, the last maybe smaller; "auto" for size 0."""
     if size == 0:
         return "auto"
     return tuple(tuple(range(lo, min(lo + size, world_size))) for lo in range(0, world_size, size))
 
 
 def in_order(islands: Sequence[Sequence[int]]) -> Islands:
-    """The same islands, each sorted, by their lowest ranks."""
+    """Sorts the ranks of each island, and the islands by their lowest ranks."""
     return tuple(sorted(tuple(sorted(island)) for island in islands))
 
 
 def group_islands(names: Sequence[str]) -> Islands:
-    """The islands of ranks that say where they are, those of one name together."""
+    """Groups ranks with equal names into islands; `names` has one name per rank."""
     found: dict[str, list[int]] = {}
     for rank, name in enumerate(names):
         found.setdefault(name, []).append(rank)
@@ -64,36 +64,36 @@ def group_islands(names: Sequence[str]) -> Islands:
 
 
 def split_by_reach(failed: Sequence[Collection[int]]) -> Islands:
-    """The ranks that all reach each other, together; empty if that is no partition of the ranks.
+    """Splits ranks into islands that reach each other; empty if reachability is not transitive.
 
     Args:
-        failed: by rank, those that it does not reach.
+        failed: per rank, the ranks that it cannot reach.
     """
     count = len(failed)
     reached = [
         frozenset(q for q in range(count) if q not in failed[rank] and rank not in failed[q])
         for rank in range(count)
     ]
-    # Whoever is reached by one of a set is reached by all of it, or there is no such set.
+    # Reachability must be transitive; otherwise the ranks cannot be split.
     if any(reached[q] != reached[rank] for rank in range(count) for q in reached[rank]):
         return ()
     return in_order(sorted({tuple(sorted(group)) for group in reached}))
 
 
 def obstacle_of(islands: Islands) -> str:
-    """Why ranks in these islands have no hierarchical calls; empty if they can."""
+    """Returns why ranks in these islands cannot run hierarchical calls; empty if they can."""
     sizes = [len(island) for island in islands]
     if min(sizes) != max(sizes):
         text = ", ".join(map(str, sizes))
-        return f"the islands have {text} ranks: only equal ones can exchange sums rank by rank"
+        return f"the islands have {text} ranks: hierarchical calls need islands of equal size"
     return ""
 
 
 def is_in_blocks(islands: Islands) -> bool:
-    """Whether the ranks of every island follow each other, as torchrun numbers those of a host."""
+    """Returns whether the ranks of every island are consecutive, as torchrun numbers a host's."""
     return all(island[-1] - island[0] == len(island) - 1 for island in islands)
 
 
 def describe(islands: Islands) -> str:
-    """Islands in words: [0, 1], [2, 3]."""
+    """Formats islands, such as "[0, 1], [2, 3]"."""
     return ", ".join(str(list(island)) for island in islands)

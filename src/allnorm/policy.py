@@ -1,8 +1,7 @@
-"""Which algorithm runs: a pure function of what all ranks agree on.
+"""The choice of the algorithm: a pure function of values that are equal on all ranks.
 
-Admission (can it run) is separate from preference (what is fastest). Nothing here looks at a
-pointer, a clock or the local machine: a rank that decided otherwise than its peers would deadlock
-the collective.
+Admission (can it run) is separate from preference (what is fastest). This module does not use
+pointers, clocks or the local machine: a rank with a different decision would deadlock its peers.
 """
 
 from __future__ import annotations
@@ -14,73 +13,67 @@ from allnorm import islands as islands_
 from allnorm.islands import Islands
 from allnorm.names import FUSED
 
-# The widest row of one block on a GPU. Kernels that take no wider ones know no clusters of blocks.
+# The widest row of one block on a GPU. Kernels limited to this width do not use clusters.
 _BLOCK_ROW_BYTES = 8192
 
-# Temporary memory that `unfused` may take for the gathered partial sums of one row chunk.
+# Temporary memory of `unfused` for the gathered partial sums of one chunk of rows.
 UNFUSED_GATHER_BYTES = 256 << 20
 
-# Float32 sums of one piece of a hierarchical call, of all its rows: what a rank may hold at a time;
-# and on GPUs, where the exchange of one piece overlaps the launches of others, into how many pieces
-# of how many bytes a call is cut at most. Two islands of two H100s, NCCL at 30 GB/s, 2026-11: in
-# pieces of 16 to 64 MiB it takes as long within 5 %, of 8 half as long again (engineering log).
+# Maximum bytes of the float32 sums of one piece of a hierarchical call.
 HIERARCHICAL_SUM_BYTES = 64 << 20
+# On GPUs the exchange of a piece overlaps the launches of others: a call is cut into up to this
+# many pieces of at least this many bytes. Smaller pieces were slower (docs/engineering-log).
 _OVERLAPPED_SUM_BYTES = 16 << 20
 _OVERLAPPED_PIECES = 4
 
-# Between more than two islands sums cross in two hops where that sends so many bytes less. A hop of
-# NCCL between hosts takes some 15 us, in which a card of 50 GB/s sends 750 KB and one of 12.5 GB/s
-# 190 KB. Between two it was a quarter less, and took as long (docs/engineering-log, 2026-11-26).
+# With more than two islands, sums cross in two hops if that saves this many bytes. A hop of NCCL
+# between hosts takes about 15 us, in which a 50 GB/s card sends 750 KB (docs/engineering-log).
 HIERARCHICAL_HOP_BYTES = 512 << 10
 
-# More blocks than any GPU holds at once: a limit of so many, or more, limits nothing.
+# More blocks than any GPU can run at once. A limit of this many, or more, has no effect.
 MOST_BLOCKS = 1 << 16
 
-# What the second hop of two_shot takes, as bytes on the link: one_shot of n ranks pushes (n - 1)
-# (n - 2) / n rows more. Behind a product, H100, bf16, CUDA graphs, 2026-11 (docs/engineering-log,
-# 2026-11-27): at 4 ranks 16 rows of 4096 columns take 3.1 us in one_shot and 3.2 in two_shot, 24
-# rows 3.7 and 3.5; at 3 ranks 40 rows 3.8 and 3.9, 48 rows 4.2 and 4.1. At two ranks both send the
-# same bytes, one_shot in one hop: 8192x4096 takes 198 us in both where the rate of the link is not
-# known, else 188 and 189 (H200).
+# The cost of two_shot's second hop, as bytes on the link: one_shot of n ranks pushes (n - 1)
+# (n - 2) / n rows more. With two ranks both send the same bytes, one_shot in one hop. Measured on
+# H100s after a GEMM (docs/engineering-log, 2026-11-27).
 _SECOND_HOP_BYTES_CUDA = 240 << 10
-# On CPU a rank reads its peers' rows in place: one_shot costs no extra bytes, only extra sums.
+# On CPU a rank reads its peers' rows in place: one_shot sends no extra bytes, but adds more.
 _ONE_SHOT_MAX_BYTES_CPU = 64 << 10
 
-# Tables are measured without a limit of blocks. With one, two_shot falls behind at two ranks, which
-# send the same bytes in both: H200, bf16, 64 blocks, 2026-11, 2048x4096 takes 75 us in two_shot and
-# 56 in one_shot, 8192x4096 285 and 204 (docs/engineering-log, "A part of the GPU").
-_LIMITED_PAIR = "two ranks and a limit of {} blocks: what two_shot does twice would cost more"
+# Tables are measured without a limit of blocks. With a limit and two ranks, two_shot is slower: up
+# to 1.4 times on H200s (docs/engineering-log, "A part of the GPU").
+_LIMITED_PAIR = "two ranks and a limit of {} blocks: one_shot needs less work per block"
+
+_REQUESTED = "requested by the caller"
 
 _SAME_WIDTH = {"bfloat16": "float16", "float16": "bfloat16"}
 
 _OWNED_ROWS = (
-    "each row belongs to one rank, which alone has its residual: rows go through their owners, as "
-    "only two_shot sends them"
+    "each row has an owner, the only rank with its residual: rows go through their owners, which "
+    "only two_shot does"
 )
 
 
-# Up to so many tokens a row with a second norm, or of experts, is spread as it would be without a
-# table, whose blocks are those of plain calls. Two H100s, bf16, 2026-11, one block and as many as
-# without a table, behind a product and in a chain: post norm, 16 rows 4.27 and 4.17, 3.82 and 3.44
-# us, 32 rows 4.56 and 4.75, 4.12 and 3.86; eight experts, 16 rows 5.50 and 5.24, 4.60 and 3.91
-# (docs/engineering-log).
+# Up to this many tokens, calls with a post norm or experts use the default number of blocks per row
+# and not the table's, because tables are measured with plain calls (docs/engineering-log).
 _SPREAD_EXTENDED_TOKENS = 16
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a call will do.
+    """The algorithm and grid of a call, and why.
 
     Attributes:
         algorithm: "one_shot", "two_shot", "hierarchical" or "unfused".
         reason: why, in one sentence.
-        num_chunks: launches the rows are cut into, "hierarchical": pieces; 0 for no rows.
-        num_blocks: most blocks of a launch on a GPU; 0: as many as it holds.
-        source: what decided: "tuned FILE, DATE", "seed NAME", "default" (the rule built in),
+        num_chunks: number of launches, each for a part of the rows; for "hierarchical" number of
+            pieces; 0 for no rows.
+        num_blocks: maximum blocks of a launch on a GPU; 0: as many as the GPU can run.
+        source: origin of the decision: "tuned FILE, DATE", "seed NAME", "default" (built-in rule),
             "caller", or "" if nothing else can run.
-        link_gbps: many rows are sent at this rate: GB/s that a rank pushes to all its peers
-            together; 0: not known, they are sent as fast as the stores are taken.
-        cluster_size: blocks of a GPU that share a row; 0: the library chooses.
+        link_gbps: rate at which many rows are sent: GB/s that a rank pushes to all its peers
+            together; 0: unknown, rows are sent without pacing.
+        cluster_size: GPU blocks per row; 0: the library chooses.
     """
 
     algorithm: str
@@ -94,13 +87,13 @@ class Plan:
 
 @dataclass(frozen=True)
 class Step:
-    """What is fastest up to some number of tokens.
+    """The fastest choice up to a number of tokens.
 
     Attributes:
-        max_tokens: inclusive; None: any.
+        max_tokens: maximum number of tokens, inclusive; None: no limit.
         algorithm: one of ALGORITHMS.
-        num_blocks: as of a Plan.
-        cluster_size: as of a Plan.
+        num_blocks: as in Plan.
+        cluster_size: as in Plan.
     """
 
     max_tokens: int | None
@@ -111,14 +104,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Curve:
-    """What is fastest at one hidden size: steps of rising `max_tokens`, the last of them None.
+    """The fastest choices at one hidden size.
 
     Attributes:
-        hidden_size: columns.
-        steps: in that order.
-        product: columns of the matrix product behind which calls were measured; 0: in a chain of
-            the same calls.
-        product_tokens: the most tokens that were measured behind it; more were in a chain.
+        hidden_size: number of columns.
+        steps: steps with ascending `max_tokens`; that of the last one is None.
+        product: input features (K) of the GEMM after which calls were measured; 0: calls were
+            measured in a chain.
+        product_tokens: maximum tokens measured after the GEMM; more were measured in a chain.
     """
 
     hidden_size: int
@@ -127,19 +120,19 @@ class Curve:
     product_tokens: int = 0
 
     def mode(self, num_tokens: int) -> str:
-        """Where so many tokens were measured, in words."""
-        behind = self.product and num_tokens <= self.product_tokens
-        return "behind a matrix product" if behind else "in a chain of calls"
+        """Describes how calls with this many tokens were measured."""
+        after_gemm = self.product and num_tokens <= self.product_tokens
+        return "after a GEMM" if after_gemm else "in a chain of calls"
 
 
 @dataclass(frozen=True)
 class Table:
-    """What was measured on one kind of device with one number of ranks.
+    """Measured curves of one kind of device and one number of ranks.
 
     Attributes:
-        source: where it comes from, as plans say it.
-        curves: by name of the dtype and epilogue, at least one each.
-        link_gbps: as of a Plan; what the newest of the curves were measured with.
+        source: origin of the table, as in Plan.
+        curves: by dtype name and epilogue, at least one each.
+        link_gbps: as in Plan; the newest curves were measured with it.
     """
 
     source: str
@@ -149,11 +142,11 @@ class Table:
     def find(
         self, dtype: str, epilogue: str, num_tokens: int, hidden_size: int
     ) -> tuple[Step, str] | None:
-        """The step for a call, and where it was found in words; None if nothing is known.
+        """Returns the step for a call and a description of it; None if the table has none.
 
-        Other hidden sizes than those measured take the nearest, at the same number of bytes: what
-        decides is latency against bandwidth. Other epilogues take the plain norm's, and one 16-bit
-        dtype the other's.
+        For a hidden size that was not measured it uses the nearest one, at the same number of
+        bytes, because the choice depends on latency and bandwidth. For an epilogue that was not
+        measured it uses the plain norm's curves, and for a 16-bit dtype those of the other one.
         """
         names = [(d, e) for e in (epilogue, "norm") for d in (dtype, _SAME_WIDTH.get(dtype, dtype))]
         name = next((name for name in names if self.curves.get(name)), None)
@@ -171,25 +164,25 @@ class Table:
         limit = "from there on" if step.max_tokens is None else f"up to {step.max_tokens} tokens"
         mode = curve.mode(-(-num_tokens * hidden_size // curve.hidden_size))
         where = f"{limit} of {curve.hidden_size} columns, {', '.join(name)}, {mode}"
-        # Of another width a row has other threads: those may be more than a block takes, or few.
+        # At a different width the measured blocks per row may be too few or too many.
         alike = curve.hidden_size < 2 * hidden_size <= 2 * curve.hidden_size
         return step if alike else replace(step, cluster_size=0), where
 
 
 @dataclass(frozen=True)
 class Traits:
-    """What all ranks of a communicator agree on.
+    """Properties of a communicator that are equal on all ranks.
 
     Attributes:
         backend: "cuda" or "cpu".
         world_size: number of ranks.
-        split: why ranks of one host are several islands; empty if they are not.
-        exchange: empty if ranks can write to each other's memory, else the reason why they cannot.
-        max_row_bytes: the widest row that the fused kernels of every rank hold; None: any.
-        tables: what was measured, the first that knows a call decides.
-        max_blocks: most blocks of any launch on a GPU; 0: as many as it holds.
-        islands: ranks that write to each other's memory, set beside set; empty: all of them.
-        between: with several islands: empty if "hierarchical" can run, else why it cannot.
+        split: why ranks of one host form several islands; empty if they do not.
+        exchange: why ranks cannot write to each other's memory; empty if they can.
+        max_row_bytes: widest row that the fused kernels of every rank support; None: no limit.
+        tables: measured tables; the first one that has a step for a call decides.
+        max_blocks: maximum blocks of any launch on a GPU; 0: as many as the GPU can run.
+        islands: the islands; empty: all ranks are one island.
+        between: with several islands: why "hierarchical" cannot run; empty if it can.
     """
 
     backend: str
@@ -204,7 +197,7 @@ class Traits:
 
     @property
     def island_size(self) -> int:
-        """Ranks among which the kernels exchange."""
+        """The number of ranks per island."""
         return len(self.islands[0]) if self.islands else self.world_size
 
 
@@ -226,18 +219,17 @@ def choose(
         num_tokens: rows.
         hidden_size: columns.
         element_bytes: bytes of an element of `x`.
-        rows_per_chunk: rows of this hidden size that one launch among the ranks of an island
-            holds, for "one_shot" and "two_shot", and with several islands for each launch of a
-            "hierarchical" call; 0 if none fits.
+        rows_per_chunk: maximum rows of this hidden size per launch within an island: for
+            "one_shot", "two_shot" and, with several islands, each launch of "hierarchical"; 0: a
+            row does not fit.
         requested: "auto" or the name of an algorithm.
-        owned_rows: whether each row is finished, or given, by the rank it belongs to.
-        kind: name of the dtype, and epilogue.
-        extended: whether the sum is changed before the residual is added, or is of experts' rows;
-            tables are of other calls.
+        owned_rows: whether rows have owners.
+        kind: dtype name and epilogue.
+        extended: whether the call has a post norm, a scale or experts; tables are measured without.
 
     Returns:
-        The plan; its algorithm is "unfused" with the obstacle as the reason if the requested
-        algorithm cannot run.
+        The plan. If the requested algorithm cannot run, its algorithm is "unfused" and its reason
+        says why.
     """
     if len(traits.islands) > 1 and requested in ("auto", "hierarchical"):
         return _choose_between(
@@ -251,7 +243,7 @@ def choose(
         algorithm, reason = "unfused", obstacle
         source = "caller" if requested == "unfused" else ""
     elif requested != "auto":
-        algorithm, reason = requested, "asked for by the caller"
+        algorithm, reason = requested, _REQUESTED
     elif owned_rows:
         algorithm, reason = "two_shot", _OWNED_ROWS
     else:
@@ -261,12 +253,12 @@ def choose(
         rows = _unfused_rows(traits, num_tokens, hidden_size, element_bytes)
     else:
         rows = rows_per_chunk[algorithm]
-        # Measured with as many blocks as the GPU holds.
+        # Cluster sizes of tables are measured without a limit of blocks.
         if traits.max_blocks or (extended and num_tokens <= _SPREAD_EXTENDED_TOKENS):
             cluster_size = 0
         limits = [limit for limit in (num_blocks, traits.max_blocks) if limit]
         num_blocks = min(limits, default=0)
-        # Of the first table, whichever one knows the call: its curves hold at this rate.
+        # The rate of the first table, also if a later one has the step: its curves need this rate.
         link_gbps = next((table.link_gbps for table in traits.tables), 0.0)
     num_chunks = -(-num_tokens // rows) if num_tokens else 0
     return Plan(algorithm, reason, num_chunks, num_blocks, source, link_gbps, cluster_size)
@@ -281,15 +273,15 @@ def _choose_between(
     requested: str,
     owned_rows: bool,
 ) -> Plan:
-    """As `choose`, of ranks in several islands, for "auto" and "hierarchical"."""
+    """Chooses between "hierarchical" and "unfused" for ranks in several islands; see `choose`."""
     obstacle = traits.between
     if not obstacle and owned_rows and not islands_.is_in_blocks(traits.islands):
         obstacle = (
-            "rows belong to ranks, and the ranks of an island do not follow each other "
-            f"({islands_.describe(traits.islands)}): no block of rows is one island's"
+            "rows have owners, but the ranks of an island do not follow each other "
+            f"({islands_.describe(traits.islands)}), so an island does not own a block of rows"
         )
     if not obstacle and traits.island_size > 1:
-        # What the kernels need inside an island.
+        # The requirements of the kernels within an island.
         inside = replace(traits, world_size=traits.island_size, islands=(), exchange="")
         rows_inside = {"two_shot": rows_per_chunk["hierarchical"]}
         obstacle = _obstacle(
@@ -299,20 +291,20 @@ def _choose_between(
         rows = _unfused_rows(traits, num_tokens, hidden_size, element_bytes)
         return Plan("unfused", obstacle, -(-num_tokens // rows) if num_tokens else 0)
     number = len(traits.islands)
-    reason = f"{number} islands of {traits.island_size} ranks: sums inside each, then between them"
+    reason = f"{number} islands of {traits.island_size} ranks: sums within each, then across them"
     if traits.island_size == 1:
         reason = f"{number} islands of one rank: the process group exchanges rows between them"
     if traits.split:
         reason += f" ({traits.split})"
     rows = hierarchical_rows(traits.backend, traits.island_size, num_tokens, hidden_size)
     pieces = -(-num_tokens // rows)
-    if owned_rows:  # one of each island that has a row; fewer rows than ranks are the first ranks'
+    if owned_rows:  # one piece per island that owns rows; few rows are owned by the first ranks
         pieces = min(number, -(-num_tokens // traits.island_size))
     blocks = traits.max_blocks if traits.max_blocks < MOST_BLOCKS else 0
     source = "default" if requested == "auto" else "caller"
     return Plan(
         "hierarchical",
-        reason if requested == "auto" else "asked for by the caller",
+        reason if requested == "auto" else _REQUESTED,
         pieces,
         blocks,
         source,
@@ -320,33 +312,32 @@ def _choose_between(
 
 
 def hierarchical_rows(backend: str, island_size: int, num_tokens: int, hidden_size: int) -> int:
-    """Rows of a piece of a hierarchical call whose rows belong to nobody."""
+    """Returns the rows per piece of a hierarchical call with a replicated residual."""
     row_bytes = 4 * hidden_size
     most = max(1, HIERARCHICAL_SUM_BYTES // row_bytes)
     if backend == "cpu":
         return most
     pieces = 1
-    # Islands of one rank have no launch A, and B is a norm that takes a fraction of the exchange:
-    # 8192x4096 over sockets, two H100s, 2026-11: as long as NCCL and a norm in two pieces, 1.07 to
-    # 1.12 times in four (docs/engineering-log).
+    # With one rank per island there is little to overlap: no launch A, and B is short compared with
+    # the exchange. More pieces were slower (docs/engineering-log).
     if island_size > 1:
         pieces = min(_OVERLAPPED_PIECES, num_tokens * row_bytes // _OVERLAPPED_SUM_BYTES)
     height = -(-num_tokens // max(1, pieces))
-    # In fours, so that rows of FP8 begin where the kernels can store a whole pack.
+    # A multiple of four, so that pieces of FP8 rows start at a whole pack.
     return max(4, min(most, height + 3) // 4 * 4)
 
 
 def is_sooner_in_parts(
     num_islands: int, island_size: int, num_sums: int, sum_bytes: int, row_bytes: int
 ) -> bool:
-    """Returns whether the sums of a piece cross in two hops: each island adds a part of them.
+    """Returns whether the sums of a piece cross in two hops, where each island adds a part of them.
 
     Args:
-        num_islands: more than two.
-        island_size: ranks of an island, which share the sums.
-        num_sums: elements of the piece; not of this rank, whose part may differ from its peers'.
-        sum_bytes: of one of them.
-        row_bytes: of what the sum of all islands is rounded to.
+        num_islands: number of islands, more than two.
+        island_size: ranks per island, which share the sums.
+        num_sums: elements of the piece on all ranks; this rank's share may differ from its peers'.
+        sum_bytes: bytes of a sum of one island.
+        row_bytes: bytes of a sum of all islands, after rounding.
     """
     others = num_islands - 1
     in_one_hop = others * sum_bytes
@@ -355,7 +346,7 @@ def is_sooner_in_parts(
 
 
 def _unfused_rows(traits: Traits, num_tokens: int, hidden_size: int, element_bytes: int) -> int:
-    """Rows that are gathered at a time."""
+    """Returns the rows per chunk of an unfused call."""
     if traits.world_size == 1:
         return max(1, num_tokens)
     return max(1, UNFUSED_GATHER_BYTES // (traits.world_size * hidden_size * element_bytes))
@@ -369,13 +360,13 @@ def _obstacle(
     requested: str,
     owned_rows: bool,
 ) -> str:
-    """Why only `unfused` can run, or an empty string."""
+    """Returns why only `unfused` can run; empty if the requested algorithm can."""
     if requested == "unfused":
-        return "asked for by the caller"
+        return _REQUESTED
     if traits.world_size == 1:
         return "one rank: there is nothing to exchange"
     if requested == "hierarchical":
-        return "all ranks are one island: they exchange directly, without the process group"
+        return "all ranks are one island: hierarchical calls need several"
     if traits.exchange:
         return traits.exchange
     if traits.backend == "cuda" and hidden_size * element_bytes % 16:
@@ -383,9 +374,7 @@ def _obstacle(
         return f"hidden_size {hidden_size} is not a multiple of {multiple} for this dtype"
     if traits.max_row_bytes is not None and hidden_size * element_bytes > traits.max_row_bytes:
         limit = traits.max_row_bytes // element_bytes
-        return (
-            f"hidden_size {hidden_size} is above {limit}, the widest fused row of this dtype here"
-        )
+        return f"hidden_size {hidden_size} is above {limit}, the limit of fused rows of this dtype"
     if owned_rows and requested == "one_shot":
         return _OWNED_ROWS
     needed: tuple[str, ...] = (requested,)
@@ -424,15 +413,17 @@ def _default(traits: Traits, num_bytes: int) -> tuple[str, str]:
         limit = _SECOND_HOP_BYTES_CUDA * ranks // ((ranks - 1) * (ranks - 2))
     size = f"{num_bytes} bytes at {traits.world_size} ranks"
     if num_bytes <= limit:
-        return "one_shot", f"{size}: up to {limit} bytes latency decides, one hop is fastest"
-    return "two_shot", f"{size}: above {limit} bytes the link decides, two_shot sends fewest bytes"
+        return "one_shot", f"{size}: up to {limit} bytes latency dominates, and one hop is fastest"
+    return "two_shot", (
+        f"{size}: above {limit} bytes bandwidth dominates, and two_shot sends fewest bytes"
+    )
 
 
-# A table of one width says nothing of widths further away than this: widths that were measured side
-# by side show how choices change with them, one width does not.
+# A table with a single width applies to widths up to this factor away. Several measured widths show
+# how choices change with the width; a single one does not.
 _MAX_RATIO_OF_ONE_CURVE = 2
 
 
 def _ratio(a: int, b: int) -> float:
-    """How far apart two sizes are; the same in both directions."""
+    """Returns the ratio of the larger size to the smaller one."""
     return max(a, b) / min(a, b)

@@ -1,4 +1,4 @@
-"""The norm of a reduced sum that comes before the residual is added."""
+"""The post norm: a norm of the reduced sum before the residual is added."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class PostNorm:
-    """RMSNorm of the reduced sum, in front of the residual add: step 1c of the numerics page.
+    """RMSNorm of the reduced sum, before the residual add: step 1c of the numerics page.
 
     Args:
         weight: `[hidden_size]`, dtype of `x` or float32.

@@ -1,7 +1,7 @@
-"""What this machine has: GPUs, links, peer access, versions, cores, shared memory.
+"""Properties of this machine: GPUs, links, peer access, versions, cores, shared memory.
 
-`nvidia-ml-py` is asked for driver and link facts when it can be imported, torch for the rest.
-Whatever cannot be determined is None; nothing is guessed. Nothing here is collective.
+Driver and link properties come from `nvidia-ml-py` if it can be imported, the rest from torch. A
+property that cannot be determined is None; nothing is guessed. No function here is collective.
 """
 
 from __future__ import annotations
@@ -21,42 +21,42 @@ from typing import Any
 import torch
 import torch.distributed
 
-_MAX_NVLINKS = 18  # per GPU: what Hopper and Blackwell have
+_MAX_NVLINKS = 18  # NVLinks per GPU of Hopper and Blackwell
 
 
 @dataclass(frozen=True)
 class Gpu:
     """One GPU that this process may use."""
 
-    index: int  # its CUDA device index
-    name: str  # as the driver says it
+    index: int  # CUDA device index
+    name: str  # name that the driver reports
     compute_capability: str  # "9.0" for Hopper
-    memory_bytes: int  # device memory
-    num_sms: int  # multiprocessors
-    nvlinks: int | None  # active NVLinks; None if it could not be determined
-    nvlink_version: int | None  # NVML's number of the links' generation; None likewise
+    memory_bytes: int  # size of device memory
+    num_sms: int  # number of SMs
+    nvlinks: int | None  # active NVLinks; None if unknown
+    nvlink_version: int | None  # NVML's number of the links' generation; None if unknown
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine as one process sees it."""
+    """The properties of the machine that one process sees."""
 
     cpu_name: str  # processor model
     num_cores: int  # cores that this process may run on
-    shm_total_bytes: int | None  # size of /dev/shm; None where there is none
-    shm_free_bytes: int | None  # what is free of it
+    shm_total_bytes: int | None  # size of /dev/shm; None if it does not exist
+    shm_free_bytes: int | None  # free bytes of /dev/shm
     gpus: tuple[Gpu, ...]  # the visible GPUs
     # `peer_access[i][j]`: GPU i can read and write GPU j's memory.
     peer_access: tuple[tuple[bool, ...], ...]
-    driver_version: str | None  # NVIDIA kernel driver
-    driver_cuda_version: str | None  # newest CUDA that the driver runs
+    driver_version: str | None  # version of the NVIDIA kernel driver
+    driver_cuda_version: str | None  # newest CUDA version that the driver supports
     torch_cuda_version: str | None  # CUDA that torch was built with; None for a CPU build
     nccl_version: str | None  # NCCL that torch was built with
-    link_source: str  # who reported the links, or why nobody could
+    link_source: str  # source of the link properties, or why they are unknown
 
 
 def probe() -> Machine:
-    """Looks at the machine. With GPUs this initialises CUDA in the calling process."""
+    """Returns the properties of the machine. With GPUs it initializes CUDA in this process."""
     count = num_gpus()
     nvml = _Nvml()
     shm = shm_bytes()
@@ -79,22 +79,22 @@ def probe() -> Machine:
 
 
 def num_gpus() -> int:
-    """GPUs that this process may use; does not initialise CUDA."""
+    """Returns the number of GPUs that this process may use; does not initialize CUDA."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def has_gpu_devices(dev: pathlib.Path = pathlib.Path("/dev")) -> bool:
-    """Whether this process sees NVIDIA GPUs, by their device files: no driver is loaded to ask."""
+    """Returns whether there are device files of NVIDIA GPUs; does not load the driver."""
     return any(name[6:].isdigit() for name in os.listdir(dev) if name.startswith("nvidia"))
 
 
 def num_cores() -> int:
-    """Cores that this process may run on."""
+    """Returns the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def busy_cores(seconds: float = 0.5) -> float | None:
-    """How many cores other work kept busy for so long; None if that is not known."""
+    """Measures how many cores other work keeps busy, for `seconds`; None if unknown."""
     begin = _busy_seconds()
     time.sleep(seconds)
     end = _busy_seconds()
@@ -102,7 +102,7 @@ def busy_cores(seconds: float = 0.5) -> float | None:
 
 
 def _busy_seconds() -> float | None:
-    """What all cores have worked together since the machine was started."""
+    """Returns the busy time of all cores since boot."""
     try:
         fields = pathlib.Path("/proc/stat").read_text().splitlines()[0].split()[1:]
         user, nice, system, _, _, irq, softirq, steal = map(int, fields[:8])
@@ -112,7 +112,7 @@ def _busy_seconds() -> float | None:
 
 
 def cpu_name() -> str:
-    """The processor's model name."""
+    """Returns the model name of the processor."""
     try:
         text = pathlib.Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -124,7 +124,7 @@ def cpu_name() -> str:
 
 
 def shm_bytes() -> tuple[int, int] | None:
-    """Total and free bytes of /dev/shm; None where there is none."""
+    """Returns total and free bytes of /dev/shm; None if it does not exist."""
     try:
         usage = shutil.disk_usage("/dev/shm")
     except OSError:
@@ -133,7 +133,7 @@ def shm_bytes() -> tuple[int, int] | None:
 
 
 def available_memory_bytes(device: str) -> int | None:
-    """What ranks may use: all of the smallest GPU, or what is free here; None if not known."""
+    """Returns the size of the smallest GPU, or the free CPU memory; None if unknown."""
     if device == "cuda":
         counts = (torch.cuda.get_device_properties(i).total_memory for i in range(num_gpus()))
         return min(counts, default=None)
@@ -141,7 +141,7 @@ def available_memory_bytes(device: str) -> int | None:
         lines = pathlib.Path("/proc/meminfo").read_text().splitlines()
         line = next(line for line in lines if line.startswith("MemAvailable:"))
         limits = [int(line.split()[1]) << 10]
-        for name in ("memory.max", "memory/memory.limit_in_bytes"):  # of a container, v2 and v1
+        for name in ("memory.max", "memory/memory.limit_in_bytes"):  # cgroup limits, v2 and v1
             with contextlib.suppress(OSError, ValueError):
                 limits.append(int(pathlib.Path("/sys/fs/cgroup", name).read_text()))
         return min(limits)
@@ -149,21 +149,21 @@ def available_memory_bytes(device: str) -> int | None:
 
 
 def nccl_version() -> str | None:
-    """Version of the NCCL that torch was built with; None in a build without it."""
+    """Returns the version of torch's NCCL; None in a build without NCCL."""
     if not torch.cuda.is_available() or not torch.distributed.is_nccl_available():
         return None
-    from torch.cuda import nccl  # not there in every build
+    from torch.cuda import nccl  # missing in some builds
 
     return ".".join(map(str, nccl.version()))
 
 
 def device_name(device: str, index: int = 0) -> str:
-    """Name of the hardware that ranks of `device` ("cuda" or "cpu") run on, of GPU `index`."""
+    """Returns the name of GPU `index` if `device` is "cuda", otherwise of the processor."""
     return torch.cuda.get_device_name(index) if device == "cuda" else cpu_name()
 
 
 def versions() -> dict[str, str | None]:
-    """Versions that a measurement depends on."""
+    """Returns the versions that measurements depend on."""
     return {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
@@ -175,10 +175,10 @@ def versions() -> dict[str, str | None]:
 
 @functools.cache
 def source_commit() -> str | None:
-    """Git commit of the source that runs; None if it is not known.
+    """Returns the git commit of the running source; None if unknown.
 
-    Known are a package imported from a checkout, and an installed one while the working directory
-    is a checkout with the same Python files. The suffix "-dirty" tells of uncommitted changes.
+    It is known if the package is imported from a checkout, or if it is installed and the working
+    directory is a checkout with the same Python files. Suffix "-dirty": uncommitted changes.
     """
     package = pathlib.Path(__file__).resolve().parent
     checkouts = [root for root in (package.parent, pathlib.Path.cwd()) if (root / ".git").exists()]
@@ -196,7 +196,7 @@ def source_commit() -> str | None:
 
 
 def _same_python(package: pathlib.Path, other: pathlib.Path) -> bool:
-    """Whether two folders hold the same Python files."""
+    """Returns whether two folders contain the same Python files."""
     files = {path.relative_to(package) for path in package.rglob("*.py")}
     others = {path.relative_to(other) for path in other.rglob("*.py")}
     return files == others and all(
@@ -219,7 +219,7 @@ def _gpu(index: int, nvml: _Nvml) -> Gpu:
 
 
 class _Nvml:
-    """NVML, or nothing that answers None to every question."""
+    """A wrapper of NVML; without NVML its methods return None."""
 
     def __init__(self) -> None:
         self._nvml: Any = None
@@ -235,7 +235,7 @@ class _Nvml:
             self._nvml, self.source = pynvml, "NVML"
 
     def driver_version(self) -> str | None:
-        """Version of the kernel driver; without NVML read from /proc."""
+        """Returns the version of the kernel driver; without NVML it is read from /proc."""
         if self._nvml:
             version = self._nvml.nvmlSystemGetDriverVersion()
             return version.decode() if isinstance(version, bytes) else str(version)
@@ -247,14 +247,14 @@ class _Nvml:
         return next((word for word in words if word[0].isdigit() and "." in word), None)
 
     def driver_cuda_version(self) -> str | None:
-        """Newest CUDA version that the driver runs."""
+        """Returns the newest CUDA version that the driver supports."""
         if not self._nvml:
             return None
         number = int(self._nvml.nvmlSystemGetCudaDriverVersion_v2())
         return f"{number // 1000}.{number % 1000 // 10}"
 
     def links(self, uuid: str) -> tuple[int | None, int | None]:
-        """Active NVLinks of a GPU and their generation; None for what cannot be determined."""
+        """Returns the active NVLinks of a GPU and their generation; None if unknown."""
         if not self._nvml or not uuid:
             return None, None
         name = uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"
@@ -264,7 +264,7 @@ class _Nvml:
         except self._nvml.NVMLError:
             return None, None
         for link in range(_MAX_NVLINKS):
-            with contextlib.suppress(self._nvml.NVMLError):  # no such link, or hidden
+            with contextlib.suppress(self._nvml.NVMLError):  # the link does not exist or is hidden
                 states[link] = bool(self._nvml.nvmlDeviceGetNvLinkState(handle, link))
         if not states:
             return None, None

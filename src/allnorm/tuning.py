@@ -1,11 +1,12 @@
-"""Tables of what is fastest: where they are kept, what a file of them may say, which one is used.
+"""Tuning tables: their files, the check of their contents, and which table is used.
 
-One file for each kind of device and number of ranks, written by `allnorm tune` into the user's
-cache, or shipped in `seeds/`. A file is trusted in nothing: what does not fit exactly is left out
-with a warning, and the bits of results never depend on it.
+There is one file per kind of device and number of ranks. `allnorm tune` writes files into the
+user's cache; the package ships others in `seeds/`. Files are not trusted: one that is not valid in
+every detail is ignored with a warning, and results never depend on a table.
 
-All ranks must use the same table, or they would choose different algorithms and wait for each
-other. Each reads its own file when a Communicator is created, and `agree` settles it.
+All ranks must use the same table. Otherwise they would choose different algorithms and wait for
+each other forever. Each rank reads its own file when a Communicator is created, and `agree` decides
+whether the files are used.
 """
 
 from __future__ import annotations
@@ -28,55 +29,55 @@ from allnorm._version import __version__
 from allnorm.names import ALGORITHMS, DTYPES, EPILOGUES
 from allnorm.policy import MOST_BLOCKS, Curve, Step, Table
 
-FORMAT = 2  # 1 had no link_gbps, and times of kernels that knew none
+FORMAT = 2  # version 1 had no link_gbps, and was measured without pacing
 _MAX_FILE_BYTES = 4 << 20
 _SEEDS = pathlib.Path(__file__).parent / "seeds"
 
 Curves = dict[tuple[str, str], list[Curve]]
 
-# Blocks that can share a row; 0: the library chooses.
+# Blocks per row; 0: the library chooses.
 CLUSTER_SIZES = (0, 1, 2, 4, 8)
 
-# What a link can be, GB/s; allnorm.h takes as much.
+# Minimum and maximum link rate in GB/s, as in allnorm.h.
 LINK_GBPS = (1.0, 1e6)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a table says."""
+    """The contents of a table."""
 
     curves: Curves = field(default_factory=dict)  # by dtype and epilogue
-    link_gbps: float = 0.0  # as of a policy.Plan
+    link_gbps: float = 0.0  # as in policy.Plan
 
 
 class TableError(ValueError):
-    """A file is no table for this device and number of ranks; says why."""
+    """A file is not a table for this device and number of ranks; the message says why."""
 
 
 @dataclass(frozen=True)
 class TableSummary:
-    """What one rank tells the others of its tables."""
+    """The description of a rank's tables that it sends to its peers."""
 
-    device: str  # name of the device of this rank
-    seed: str  # digest of the table that the package ships for it; "" if there is none
-    path: str  # of the user's file, whether it exists or not
-    digest: str = ""  # of its content; "" if there is none
-    problem: str = ""  # why it cannot be used; "" if it can, or if there is none
-    date: str = ""  # of its measurement
+    device: str  # name of this rank's device
+    seed: str  # digest of the shipped table for the device; "" if there is none
+    path: str  # path of the user's file, even if it does not exist
+    digest: str = ""  # digest of the user's file; "" if it does not exist
+    problem: str = ""  # why the user's file cannot be used; "" if it can or does not exist
+    date: str = ""  # date of its measurement
 
 
-# What tables are kept for: the name of a GPU, or of the processor.
+# The device name of a table: the name of the GPU or of the processor.
 device_name = functools.cache(topology.device_name)
 
 
 def file_name(device: str, world_size: int) -> str:
-    """Of the table for so many ranks on devices of that name."""
+    """Returns the file name of the table for a device name and number of ranks."""
     slug = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
     return f"{slug or 'unknown'}-{world_size}.json"
 
 
 def path_of(directory: pathlib.Path | None, device: str, world_size: int) -> pathlib.Path:
-    """Where the user's table is; `directory` None: `ALLNORM_TUNING_DIR`, else the cache."""
+    """Returns the path of the user's table; None means `ALLNORM_TUNING_DIR`, then the cache."""
     if directory is None:
         directory = config.read_settings().tuning_dir or config.cache_dir() / "tuning"
     return directory / file_name(device, world_size)
@@ -98,15 +99,15 @@ def load(
 class RankTables:
     """The tables that one rank has read."""
 
-    found: TableSummary  # what the others are told of it
+    found: TableSummary  # their description for the peers
     tuned: Measured  # the user's table
-    seed: Measured  # the one that the package ships
+    seed: Measured  # the shipped table
 
 
 def read(path: pathlib.Path, device: str, world_size: int) -> RankTables:
-    """Reads the user's file and the package's; never raises on account of what they hold."""
+    """Reads the user's file and the shipped one; never raises because of their contents."""
     seed, seed_digest = Measured(), ""
-    with contextlib.suppress(TableError):  # tests read every one that is shipped
+    with contextlib.suppress(TableError):  # tests check every shipped table
         shipped = _SEEDS / file_name(device, world_size)
         seed, seed_digest, _ = _read(shipped, device, world_size, release="")
     try:
@@ -121,7 +122,7 @@ def read(path: pathlib.Path, device: str, world_size: int) -> RankTables:
 def _read(
     path: pathlib.Path, device: str, world_size: int, *, release: str
 ) -> tuple[Measured, str, str]:
-    """Content, digest and date of a file; nothing of one that is not there."""
+    """Reads content, digest and date of a file; empty values if it does not exist."""
     try:
         with path.open("rb") as file:
             content = file.read(_MAX_FILE_BYTES + 1)
@@ -134,25 +135,25 @@ def _read(
     try:
         document = json.loads(content)
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
-        raise TableError(f"it is no JSON: {error}") from None
+        raise TableError(f"it is not valid JSON: {error}") from None
     measured = check(document, device, world_size, release)
     return measured, hashlib.sha256(content).hexdigest(), str(document.get("date", ""))[:10]
 
 
 def check(document: Any, device: str, world_size: int, release: str = __version__) -> Measured:
-    """What a table says, checked in full.
+    """Checks a table completely and returns its contents.
 
     Args:
-        document: what the file says.
-        device: the device that it must be for.
-        world_size: the number of ranks that it must be for.
-        release: the version of allnorm that must have written it; "": any.
+        document: parsed contents of the file.
+        device: expected device.
+        world_size: expected number of ranks.
+        release: expected version of allnorm that wrote it; "": any.
 
     Raises:
-        TableError: it is of another form, version, device or number of ranks.
+        TableError: format, version, device or number of ranks differ.
     """
     if not isinstance(document, dict):
-        raise TableError("it is no JSON object")
+        raise TableError("it is not a JSON object")
     expectations = {"format": FORMAT, "device": device, "world_size": world_size}
     if release:
         expectations["allnorm"] = release
@@ -165,14 +166,17 @@ def check(document: Any, device: str, world_size: int, release: str = __version_
     curves: Curves = {}
     for entry in entries:
         if not isinstance(entry, dict):
-            raise TableError("an entry is no JSON object")
+            raise TableError("an entry is not a JSON object")
         name = (str(entry.get("dtype")), str(entry.get("epilogue")))
         if name[0] not in DTYPES or name[1] not in EPILOGUES:
-            raise TableError(f"an entry is for {name[0]!r} and {name[1]!r}: nothing of that name")
-        behind = [_integer(entry, key, 0) for key in ("product", "product_tokens") if key in entry]
-        curve = Curve(_integer(entry, "hidden_size", 1), _steps(entry.get("steps")), *behind)
-        if len(behind) == 1:
-            raise TableError("an entry has one of product and product_tokens without the other")
+            raise TableError(
+                f"an entry has dtype {name[0]!r} and epilogue {name[1]!r}: expected one of "
+                f"{', '.join(DTYPES)} and one of {', '.join(EPILOGUES)}"
+            )
+        gemm = [_integer(entry, key, 0) for key in ("product", "product_tokens") if key in entry]
+        curve = Curve(_integer(entry, "hidden_size", 1), _steps(entry.get("steps")), *gemm)
+        if len(gemm) == 1:
+            raise TableError("an entry has only one of product and product_tokens: expected both")
         curves.setdefault(name, []).append(curve)
     for name, found in curves.items():
         if len({curve.hidden_size for curve in found}) < len(found):
@@ -184,7 +188,7 @@ def _link(value: Any) -> float:
     least, most = LINK_GBPS
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not (value == 0 or least <= value <= most):
-        raise TableError(f"link_gbps is {value!r}: expected 0 (not known) or {least:g} to {most:g}")
+        raise TableError(f"link_gbps is {value!r}: expected 0 (unknown) or {least:g} to {most:g}")
     return float(value)
 
 
@@ -199,7 +203,7 @@ def _steps(steps: Any) -> tuple[Step, ...]:
             )
         last = step is steps[-1]
         if last != (step.get("max_tokens") is None):
-            raise TableError("max_tokens of the last step must be null, and of no other")
+            raise TableError("max_tokens must be null in the last step, and only there")
         least = (result[-1].max_tokens or 0) + 1 if result else 1
         max_tokens = None if last else _integer(step, "max_tokens", least)
         cluster_size = _integer(step, "cluster_size", 0) if "cluster_size" in step else 0
@@ -223,42 +227,42 @@ def _integer(fields: dict[str, Any], name: str, least: int) -> int:
 
 
 def agree(summaries: Sequence[TableSummary]) -> tuple[bool, str]:
-    """Whether the user's table is used, and a warning. The same on every rank; pure.
+    """Returns whether the user's table is used, and a warning; equal on every rank.
 
     Args:
-        summaries: what each rank found, in rank order.
+        summaries: all ranks' summaries, in rank order.
     """
-    remedy = "The built-in choice is used; the results are the same bits."
+    remedy = "allnorm uses its built-in choice instead; results are bit-identical."
     for rank, found in enumerate(summaries):
         if found.problem:
             text = f"the tuning table {found.path} of rank {rank} is ignored: {found.problem}."
             return False, f"{text} Run `allnorm tune` again, or delete the file. {remedy}"
     if len({found.digest for found in summaries}) > 1:
         paths = ", ".join(
-            f"rank {rank}: {found.path} ({found.digest[:8] or 'not there'})"
+            f"rank {rank}: {found.path} ({found.digest[:8] or 'does not exist'})"
             for rank, found in enumerate(summaries)
         )
         return False, (
-            f"the ranks have different tuning tables ({paths}), so none is used. Let all ranks "
-            "read one file: run `allnorm tune` once and share its folder, or set "
+            f"the ranks have different tuning tables ({paths}), so none is used. Make all ranks "
+            "read the same file: run `allnorm tune` once and share its folder, or set "
             f"ALLNORM_TUNING_DIR. {remedy}"
         )
     return bool(summaries[0].digest), ""
 
 
 def tables(own: RankTables, summaries: Sequence[TableSummary]) -> tuple[tuple[Table, ...], str]:
-    """The tables of a communicator, best first, and a warning if there is reason for one.
+    """Returns the tables of a communicator, best first, and a warning or "".
 
     Args:
-        own: what this rank has read.
-        summaries: what each rank has found, in rank order.
+        own: this rank's tables.
+        summaries: all ranks' summaries, in rank order.
     """
     if len({(found.device, found.seed) for found in summaries}) > 1:
-        return (), ""  # different devices: no table is for them together
+        return (), ""  # no table applies to a mix of devices
     used, warning = agree(summaries)
     result = []
     if used:
-        # Rank 0's words, so that every rank's plans are the same.
+        # Rank 0's path and date, so that plans are equal on every rank.
         source = f"tuned {summaries[0].path}, {summaries[0].date}"
         result.append(Table(source, own.tuned.curves, own.tuned.link_gbps))
     if own.seed.curves:
@@ -273,11 +277,11 @@ def tables(own: RankTables, summaries: Sequence[TableSummary]) -> tuple[tuple[Ta
 def document(
     measured: Measured, device: str, world_size: int, provenance: dict[str, Any]
 ) -> dict[str, Any]:
-    """A table as it is stored.
+    """Returns the stored form of a table.
 
     Args:
-        measured: what it is to say.
-        device: what was measured.
+        measured: contents of the table.
+        device: name of the measured device.
         world_size: number of ranks.
         provenance: commit, versions, command and date of the measurement.
     """
@@ -304,7 +308,7 @@ def document(
 
 
 def save(path: pathlib.Path, table: dict[str, Any]) -> None:
-    """Writes a table at once, so that nobody reads a part of it; makes the folder.
+    """Writes a table atomically, so that a reader never sees a part of it; creates the folder.
 
     Raises:
         OSError: the folder or the file cannot be written.
