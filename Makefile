@@ -1,24 +1,24 @@
-# Everything a developer or CI does. Nothing needs to be installed by hand: a C++20 compiler, make and Python 3.11+ do.
+# All tasks of developers and CI. Requires only a C++20 compiler, make and Python 3.11+.
 #
-#   make bench     build, then time the fused op beside the unfused one, every shape checked first
-#   make test      C++ tests, then Python tests; GPU tests are skipped, visibly, where there are no GPUs
-#   make lint      the checks that CI makes            make format   repairs what can be repaired
-#   make test-engines  the plugins in the packages of serving engines, without GPUs; about 1 GB each to install
-#   make sanitize  C++ tests under sanitizers          make wheel    dist/*.whl
-#   make mutants   faults switched on in the native sources, one at a time, which the tests must report
-#   make docs      the site, build/site: strict, with the references made from docstrings and options
-#   make release   dist/*.whl for all GPUs from 8.0 on and every Linux with glibc 2.28; minutes of nvcc
-#   make pictures  docs/pictures, from stored rows
-#   make inplace   libraries into src/allnorm/lib, to run from the source tree
-#   make clean     removes what was built; the virtual environment stays
+#   make bench     builds and installs, then benchmarks fused against unfused calls, after checking them
+#   make test      runs C++ tests, then Python tests; without GPUs the GPU tests are reported as skipped
+#   make lint      runs the linters of CI              make format   fixes what the linters can fix
+#   make test-engines  tests the plugins in serving engines, without GPUs; installs about 1 GB per engine
+#   make sanitize  runs C++ tests under sanitizers     make wheel    builds dist/*.whl
+#   make mutants   injects faults into the native sources, one at a time, and checks that tests fail
+#   make docs      builds the site in build/site, with references from docstrings and options
+#   make release   builds dist/*.whl for GPUs from SM 8.0 on and Linux with glibc 2.28+; takes minutes
+#   make pictures  draws docs/pictures from stored results
+#   make inplace   builds libraries into src/allnorm/lib, to run from the source tree
+#   make clean     removes build results but keeps the virtual environment
 #
-# PYTHON=python3.12        interpreter; one that has torch already lends its packages to the environment
-# VENV=.venv               where that environment is
-# CUDA=auto|on|off         whether to build the CUDA library (auto: where nvcc is found)
+# PYTHON=python3.12        interpreter; if it has torch, the environment shares its packages
+# VENV=.venv               folder of the environment
+# CUDA=auto|on|off         whether to build the CUDA library (auto: if nvcc is found)
 # CUDA_ARCHS=auto          for example "80-real;90"
-# WHEEL=allnorm-*.whl      what `make install` installs instead of building it
-# BENCH_ARGS=, PYTEST_ARGS=, MUTANTS_ARGS=  passed on; MUTANTS_ARGS="--part 1/32" for some faults
-# SANITIZERS=thread        one of those of `make sanitize`; SANITIZE_PART=2/4: a quarter of its tests
+# WHEEL=allnorm-*.whl      wheel that `make install` installs instead of building one
+# BENCH_ARGS=, PYTEST_ARGS=, MUTANTS_ARGS=  extra arguments; MUTANTS_ARGS="--part 1/32" runs a part
+# SANITIZERS=thread        sanitizers of `make sanitize`; SANITIZE_PART=2/4 runs a quarter of the tests
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -28,8 +28,8 @@ WHEEL ?=
 BENCH_ARGS ?=
 PYTEST_ARGS ?= -m "not slow and not long"
 MUTANTS_ARGS ?=
-# Each generation's own code, of 10 and 12 with what all of their family have (e2m1 is an
-# instruction there), and 12.0 for those to come.
+# Machine code per GPU generation, family-specific for 10 and 12 (for the e2m1 instruction), and PTX of
+# 12.0 for later generations.
 RELEASE_ARCHS := 80-real;90-real;100f-real;120f-real;120-virtual
 RELEASE_GLIBC := 2.28
 
@@ -44,7 +44,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 NATIVE_SOURCES := $(shell find csrc cmake -type f 2>/dev/null) CMakeLists.txt
 SOURCES := $(NATIVE_SOURCES) $(shell find src -name '*.py' -o -name '*.j2') pyproject.toml README.md
 CXX_FILES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
-# Not -C, which pip has from 23.1 on; Python 3.11 brings 23.0.
+# Not -C, which needs pip 23.1; Python 3.11 ships pip 23.0.
 PACKAGE_BUILD = $(BUILD)/package
 PACKAGE_SETTINGS = --config-settings=build-dir=$(PACKAGE_BUILD) \
 	--config-settings=cmake.define.ALLNORM_CUDA=$(CUDA) \
@@ -67,8 +67,8 @@ test-cpp: $(STAMPS)/run
 test-python: $(STAMPS)/install $(STAMPS)/test
 	$(BIN)/pytest $(PYTEST_ARGS)
 
-# One environment for each engine and version, on top of the one for development: tests/engines/ENGINE-VERSION.txt
-# names its packages, which are installed without what they depend on.
+# One environment per engine and version, on top of the development environment. It has the packages of
+# tests/engines/ENGINE-VERSION.txt, installed without their dependencies.
 ENGINES ?= $(basename $(notdir $(wildcard tests/engines/*.txt)))
 
 test-engines: $(ENGINES:%=test-engine-%)
@@ -145,7 +145,7 @@ clean:
 	rm -rf $(BUILD) $(DIST) $(STAMPS)/install
 	rm -f src/allnorm/lib/*.so
 
-# ---- What is set up once, and again when what it depends on has changed ------------------------------------------
+# ---- Stamps: set up once, and again when a dependency has changed ------------------------------------------------
 
 $(STAMPS)/run: pyproject.toml constraints.txt tools/setup_venv.py
 	$(PYTHON) tools/setup_venv.py $(VENV) build run
@@ -155,7 +155,7 @@ $(STAMPS)/test $(STAMPS)/lint $(STAMPS)/docs $(STAMPS)/release: $(STAMPS)/%: $(S
 	$(PYTHON) tools/setup_venv.py $(VENV) $*
 	@mkdir -p $(@D) && touch $@
 
-# A changed setting is a changed package.
+# A changed setting requires a new package.
 SETTINGS := $(CUDA) $(CUDA_ARCHS)
 ifneq ($(SETTINGS),$(shell cat $(STAMPS)/settings 2>/dev/null))
 .PHONY: $(STAMPS)/settings
@@ -164,6 +164,6 @@ $(STAMPS)/settings: | $(STAMPS)/run
 	@echo '$(SETTINGS)' > $@
 
 $(STAMPS)/install: $(SOURCES) $(STAMPS)/run $(STAMPS)/settings
-	@echo "building and installing allnorm; the first time takes minutes where nvcc is found"
+	@echo "building and installing allnorm; the first time takes minutes if nvcc is found"
 	$(BIN)/pip install --quiet --no-build-isolation --no-deps --force-reinstall $(PACKAGE_SETTINGS) $(or $(WHEEL),.)
 	@touch $@

@@ -1,11 +1,11 @@
-"""Performance page: calls behind a matrix product and in a chain, in several processes.
+"""Performance page: times calls after a GEMM and in a chain, in several processes.
 
-Each process times allnorm, its algorithms, NCCL and every peer that can be imported, beside an
-empty kernel and the local norm. Afterwards the spread of the processes is printed: by how much the
-medians of an arm differ at most. A process takes one to two minutes.
+Each process times allnorm, its algorithms, NCCL and every installed peer, plus an empty kernel and
+the local norm. At the end it prints the spread of the processes: the largest difference between
+medians per arm. A process takes one to two minutes.
 
-Usage: python benchmarks/behind_product.py [TP [PROCESSES [RESULTS]]], for example 2 3; default: the
-numbers of GPUs that there are of 2, 4 and 8, three processes.
+Usage: python benchmarks/behind_product.py [TP [PROCESSES [RESULTS]]], for example 2 3; default: 2,
+4 and 8 GPUs, as far as available, and three processes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ARMS = "allnorm,allnorm:one_shot,nccl+local,symm_mem,sglang,vllm,flashinfer"
 
 
 def spread(rows: list[dict[str, object]]) -> dict[str, tuple[float, int]]:
-    """By arm: the largest distance of processes' medians at any shape, and how many there are."""
+    """Returns per arm the largest difference of medians at any shape, and the fewest processes."""
     medians: dict[tuple[object, ...], list[float]] = defaultdict(list)
     for row in rows:
         if row["mode"] == "product" and isinstance(row["beyond_empty_us"], float):
@@ -47,7 +47,7 @@ def main() -> int:
     codes = [run.allnorm(*arguments, *what, results=results) for _ in range(processes)]
     rows = [json.loads(line) for line in path.read_text().splitlines()[before:]]
     for arm, (distance, number) in spread(rows).items():
-        print(f"{arm}: {number} processes differ by {distance:.2f} us at most")
+        print(f"{arm}: {number} processes differ by at most {distance:.2f} us")
     return max(codes)
 
 

@@ -1,4 +1,4 @@
-"""README: decode on two CPU processes, many times faster than gloo + PyTorch; no GPU needed."""
+"""README: decode shapes on two CPU processes, compared with gloo + PyTorch; needs no GPU."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""README: the table of an H200 host: decode and prefill at each number of GPUs, beside every peer.
+"""README: the table of an H200 host: decode and prefill per number of GPUs, with every peer.
 
-Times allnorm, NCCL, PyTorch symmetric memory and, where their packages can be imported,
-FlashInfer, vLLM and SGLang. Takes about a minute for each number of GPUs; the first run also
-compiles the kernels of FlashInfer and SGLang.
+Times allnorm, NCCL, PyTorch symmetric memory and, if installed, FlashInfer, vLLM and SGLang. Takes
+about a minute per number of GPUs. The first run also compiles the kernels of FlashInfer and SGLang.
 
-Usage: python benchmarks/h200.py [TP], for example 2,4,8; default: 2, 4 and 8 as far as there are
-GPUs.
+Usage: python benchmarks/h200.py [TP], for example 2,4,8; default: 2, 4 and 8 GPUs, as far as
+available.
 """
 
 from __future__ import annotations

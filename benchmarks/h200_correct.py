@@ -1,7 +1,7 @@
-"""README: on H200s every kind of call gives the reference's bits, and survives the ordering soak.
+"""README: checks on H200s that calls are bit-identical to the reference, and runs the soak.
 
-Usage: python benchmarks/h200_correct.py [TP], for example 2,4,6,8; default: 2, 4, 6 and 8 as far as
-there are GPUs.
+Usage: python benchmarks/h200_correct.py [TP], for example 2,4,6,8; default: 2, 4, 6 and 8 GPUs, as
+far as available.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""README: what FP8 costs on an H200 host, and what a sharded residual saves.
+"""README: the cost of FP8 on an H200 host, and the gain of a sharded residual.
 
-Beside allnorm's fused quantisation: its 16-bit call, that call with a quantising kernel after it,
-the best fused 16-bit peer with that kernel, FlashInfer's FP8 kernels, and NCCL. Takes about a
-minute and a half for each number of GPUs.
+Times allnorm's fused quantization, its 16-bit call, that call followed by a quantization kernel,
+the best fused 16-bit peer followed by that kernel, FlashInfer's FP8 kernels, and NCCL. Takes about
+a minute and a half per number of GPUs.
 
 Usage: python benchmarks/h200_quant.py [TP [QUANT]], for example 4,8 per_group:128,per_token;
-default: 2, 4 and 8 as far as there are GPUs, groups of 128 with float32 and with packed scales.
+default: 2, 4 and 8 GPUs, as far as available; groups of 128 with float32 and with packed scales.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 
 import run
 
-QUANTS = "per_group:128,per_group:128:ue8m0_packed"  # FlashInfer has the second kind only
+QUANTS = "per_group:128,per_group:128:ue8m0_packed"  # FlashInfer supports the second one only
 SHAPES = [f"{tokens}x4096" for tokens in (1, 4, 16, 64, 256, 1024, 8192)] + ["1x7168", "16x7168"]
 
 if __name__ == "__main__":

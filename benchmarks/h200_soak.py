@@ -1,14 +1,14 @@
-"""Correctness under load on H200s: the ordering soak, repeated shapes, and the table of faults.
+"""Correctness under load on H200s: ordering soak, repeated shapes, and fault tests.
 
-Usage: python benchmarks/h200_soak.py [TP], for example 2,3,4; default: 2, 3, 4 and 8 as far as
-there are GPUs.
+Usage: python benchmarks/h200_soak.py [TP], for example 2,3,4; default: 2, 3, 4 and 8 GPUs, as far
+as available.
 """
 
 from __future__ import annotations
 
 import run
 
-CALLS = "100000"  # for each number of ranks
+CALLS = "100000"  # per number of ranks
 SHAPES = "1x4096,16x4096,64x2880,128x2880,1024x2880,1319x2880,2048x2880,16384x2880"
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""docs/performance.md: what a call costs the host before its launch; no GPU needed.
+"""docs/performance.md: the host time of a call before its launch; needs no GPU.
 
-The library's function is replaced by one that does nothing; all else is done: check, find what is
-prepared, make the results, fill in the addresses, cross from Python to C. Each figure is that of
-the fastest of many runs of 50 calls: what takes longer has been interrupted.
+The library's function is replaced by one that does nothing. The rest is measured: checks, lookup of
+the prepared call, allocation of results, filling in addresses, and the call from Python to C. Each
+figure is the minimum over many runs of 50 calls, because slower runs were interrupted.
 
     python benchmarks/host_path.py [cpu|cuda] [--json FILE]
 """
@@ -28,13 +28,13 @@ _NUM_TOKENS, _HIDDEN_SIZE = 4, 4096
 
 
 def time_calls(rank: int, world_size: int, device: str) -> dict[str, float]:
-    """Microseconds of a call, by what is called."""
+    """Returns the microseconds of a call, by kind of call."""
     where = torch.device(device, rank) if device == "cuda" else torch.device(device)
     x = torch.ones(_NUM_TOKENS, _HIDDEN_SIZE, dtype=torch.bfloat16, device=where)
     out, residual_out = torch.empty_like(x), torch.empty_like(x)
     residual, weight = torch.empty_like(x), torch.ones(_HIDDEN_SIZE, dtype=x.dtype, device=where)
     quant = allnorm.Fp8PerGroup(128)
-    # Of two words it says whether they are equal; those that are passed never are: 0, success.
+    # A function that does nothing: compares two words, which are never equal; returns 0, success.
     nothing = ctypes.CDLL(None).pthread_equal
     nothing.argtypes, nothing.restype = (ctypes.c_void_p, ctypes.c_void_p), ctypes.c_int32
     _native.library(device).run = nothing
@@ -72,7 +72,7 @@ def time_calls(rank: int, world_size: int, device: str) -> dict[str, float]:
 
 
 def main() -> None:
-    """Prints a table, and appends a row for each call to a file."""
+    """Prints a table, and appends a row per call to a file."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("device", nargs="?", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--json", type=pathlib.Path, help="append the results to this file")

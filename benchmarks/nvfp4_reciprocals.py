@@ -1,10 +1,10 @@
-"""How often NVFP4 by other orders and reciprocals differs from numerics step 6, emulated on CPU.
+"""Counts how often other formulas of NVFP4 differ from numerics step 6, emulated on CPU.
 
-FlashInfer (0.7.2) has three ways. Its precise one (FLASHINFER_DISABLE_FP4_QUANT_FAST_MATH), that of
-Transformer Engine, is step 6. Its default multiplies `global * (amax * sixth)` and takes
-`rcp.approx.ftz.f32`, which may be off by one unit of the last place: here both reciprocals are off
-by one, each way, in every group, so that a share is an upper bound. Its fused all-reduce divides
-`global / scale`, here exactly.
+FlashInfer (0.7.2) has three formulas. The precise one (FLASHINFER_DISABLE_FP4_QUANT_FAST_MATH),
+also used by Transformer Engine, is step 6. The default computes `global * (amax * sixth)` and uses
+`rcp.approx.ftz.f32`, whose error is up to one unit in the last place. Here both reciprocals are
+off by one unit, in either direction, in every group, so the counted share is an upper bound. The
+fused all-reduce divides `global / scale`, here exactly.
 
     python benchmarks/nvfp4_reciprocals.py
 """
@@ -21,21 +21,21 @@ _ROWS, _COLUMNS, _GROUP = 1024, 4096, 16
 
 
 def off_by(value: torch.Tensor, units: int) -> torch.Tensor:
-    """The float32 so many units of the last place away from a positive one."""
+    """Returns positive float32 values moved by `units` units in the last place."""
     return (value.view(torch.int32) + units).view(torch.float32)
 
 
 def quantize(
     groups: torch.Tensor, scale: torch.Tensor, given: torch.Tensor, units: tuple[int, int]
 ) -> torch.Tensor:
-    """Elements, with reciprocals that are off by these units."""
+    """Quantizes with reciprocals that are off by `units`."""
     one = torch.ones_like(given)
     factor = off_by(one / (scale.float() * off_by(one / given, units[0])), units[1])
     return to_e2m1(groups * torch.where(scale.float() == 0, 0, factor).unsqueeze(-1))
 
 
 def main() -> None:
-    """Prints shares of scales and elements that differ."""
+    """Prints the shares of different scales and elements."""
     generator = torch.Generator().manual_seed(1)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         y = torch.randn(_ROWS, _COLUMNS, generator=generator).to(dtype).float()

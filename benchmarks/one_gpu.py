@@ -1,11 +1,11 @@
-"""Whether two builds of the CUDA library are as fast as each other, where there is one GPU only.
+"""Compares the speed of builds of the CUDA library on a machine with one GPU.
 
-Two ranks share the GPU, each with a stream of its own in this process: chains of 50 calls in a CUDA
-graph each, the two graphs replayed together, as two GPUs would run them but without a link. The
-figures say nothing about two GPUs; differences between builds do. Builds are timed in turn, and
-what they compute is compared bit for bit before it is timed.
+Two ranks share the GPU, each with its own stream in this process. Each has a CUDA graph of 50
+calls, and both graphs are replayed together, as on two GPUs but without a link. The times do not
+predict those of two GPUs, but their differences between builds are meaningful. Builds are timed
+alternately, after their results are compared bit for bit.
 
-Usage: python benchmarks/one_gpu.py NAME=LIBRARY.so ..., the names being the commits of the builds
+Usage: python benchmarks/one_gpu.py NAME=LIBRARY.so ..., where names are the commits of the builds
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from allnorm.core import _native
 
 _CALLS, _REPLAYS, _ROUNDS = 50, 20, 25
 _WORKSPACE_BYTES = 64 << 20
-# Rows, columns, algorithm, most blocks (0: the library's choice). Both ranks' grids must fit.
+# Rows, columns, algorithm, maximum blocks (0: the library's choice). Both ranks' grids must fit.
 _SHAPES = (
     (1, 4096, "one_shot", 0),
     (8, 4096, "one_shot", 0),
@@ -35,7 +35,7 @@ _SHAPES = (
 
 
 class Pair:
-    """Two ranks on this GPU that make calls through one library."""
+    """Two ranks on this GPU that use the same build."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -69,7 +69,7 @@ class Pair:
     def capture(
         self, rows: int, columns: int, algorithm: str, blocks: int
     ) -> tuple[list[torch.cuda.CUDAGraph], list[torch.Tensor]]:
-        """A graph of calls for each rank, and what both write."""
+        """Captures a graph of calls per rank; returns the graphs and all tensors."""
         generator = torch.Generator("cuda").manual_seed(rows * columns)
 
         def tensor() -> torch.Tensor:
@@ -107,11 +107,11 @@ class Pair:
                 for _ in range(_CALLS):
                     self._check(self.library.allnorm_run(self.comms[rank], ctypes.byref(call)))
             graphs.append(graph)
-            results += [out, residual_out, x, residual, weight]  # the inputs must live on
+            results += [out, residual_out, x, residual, weight]  # keeps the inputs alive
         return graphs, results
 
     def replay(self, graphs: list[torch.cuda.CUDAGraph]) -> float:
-        """Microseconds of a call, by the rank that needs longer."""
+        """Replays the graphs; returns the slower rank's microseconds per call."""
         begin, end = ([torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(2))
         torch.cuda.synchronize()
         for rank in range(2):
@@ -126,7 +126,7 @@ class Pair:
         return 1e3 * took / (_CALLS * _REPLAYS)
 
     def check(self) -> None:
-        """Raises what a rank recorded."""
+        """Raises if a rank recorded a fault."""
         for comm in self.comms:
             fault = _native.Fault()
             self._check(self.library.allnorm_comm_check(comm, ctypes.byref(fault)))

@@ -1,4 +1,4 @@
-"""README: 64 MiB inputs on two CPU processes are faster too."""
+"""README: prefill shapes up to 64 MiB on two CPU processes; needs no GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs an `allnorm` command for a benchmark script and keeps its results in benchmarks/results."""
+"""Runs an `allnorm` command for a benchmark script and stores its results."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ RESULTS = pathlib.Path(__file__).parent / "results"
 def allnorm(*arguments: str, results: str) -> int:
     """Runs `allnorm ARGUMENTS --json benchmarks/results/RESULTS`; returns its exit code.
 
-    Rows are appended: each one carries its commit, command and date.
+    Rows are appended. Each row contains its commit, command and date.
     """
     line = [*arguments, "--json", str(RESULTS / results)]
     print("$ allnorm", " ".join(line), flush=True)
-    # -P: the installed package, not a checkout in the working directory that may have no libraries.
+    # -P: import the installed package, not a checkout in the working directory without libraries.
     command = [sys.executable, "-P", "-m", "allnorm", *line]
     return subprocess.run(command, check=False).returncode
 
 
 def world_sizes(sizes: tuple[int, ...] = (2, 4, 8)) -> str:
-    """The numbers of GPUs named on the command line, else those of `sizes` that there are."""
+    """Returns the numbers of GPUs of the command line; without them, the available `sizes`."""
     import torch
 
     gpus = torch.cuda.device_count()
@@ -31,7 +31,7 @@ def world_sizes(sizes: tuple[int, ...] = (2, 4, 8)) -> str:
 
 
 def pictures(name: str) -> list[str]:
-    """The options that draw benchmarks/results/NAME.png and .html, where matplotlib is there."""
+    """Returns options to draw benchmarks/results/NAME.png and .html, if matplotlib is installed."""
     if importlib.util.find_spec("matplotlib") is None:
         return []
     return ["--plot", str(RESULTS / f"{name}.png"), "--html", str(RESULTS / f"{name}.html")]

@@ -1,11 +1,11 @@
-"""compute-sanitizer finds nothing in the kernels: memcheck and synccheck over `allnorm verify`.
+"""Runs compute-sanitizer's memcheck and synccheck over `allnorm verify`.
 
 Usage: python benchmarks/sanitizer.py [TP [SECONDS]]; default: 2 GPUs, a sample of 60 s each.
 
-The tool comes with the CUDA toolkit, or as the package nvidia-cuda-sanitizer-api (complete from
-13.5 on: without TreeLauncherSubreaper it can start no program). It is looked for in
-COMPUTE_SANITIZER, in installed packages, in the toolkit and on PATH. Only kernels of allnorm are
-instrumented. Waits between ranks keep the default deadline of 600 s, far beyond the slowdown.
+The tool comes with the CUDA toolkit or the package nvidia-cuda-sanitizer-api (from 13.5 on; older
+packages lack TreeLauncherSubreaper). The script looks for it in COMPUTE_SANITIZER, in installed
+packages, in the toolkit and on PATH. It instruments only allnorm's kernels. Waits between ranks
+keep the default timeout of 600 s, which is far longer than the slowdown.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import subprocess
 import sys
 import sysconfig
 
-FOUND = 9  # the exit code that stands for findings
+FOUND = 9  # exit code for findings
 TOOLS = ("memcheck", "synccheck")
 
 
 def tool() -> str:
-    """Path of compute-sanitizer."""
+    """Returns the path of compute-sanitizer."""
     home = pathlib.Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
     purelib = pathlib.Path(sysconfig.get_path("purelib"))
     candidates = [
@@ -42,14 +42,14 @@ def tool() -> str:
 
 
 def run(name: str, sanitizer: str, world_size: str, seconds: str) -> int:
-    """Runs one tool of the sanitizer; 0 if it has watched kernels and found nothing."""
+    """Runs one tool of the sanitizer; returns 0 if it checked kernels and found nothing."""
     options = ["--tool", name, "--target-processes", "all", "--error-exitcode", str(FOUND)]
-    # Names of functions below the namespace; torch's own kernels would only be slow.
+    # Only kernels of the namespace; checking torch's kernels would be slow.
     options += ["--kernel-name", "kns=allnorm", "--print-limit", "20"]
-    # NCCL asks the driver for kernels that it has not brought for this GPU.
+    # NCCL asks the driver for kernels that it lacks for this GPU, which is an API error.
     options += ["--report-api-errors", "no"] if name == "memcheck" else []
     verify = ["verify", "--device", "cuda", "--tp", world_size, "--seconds", seconds]
-    verify.append("--share-gpus")  # where there are fewer
+    verify.append("--share-gpus")  # if there are fewer GPUs
     command = [sanitizer, *options, sys.executable, "-P", "-m", "allnorm", *verify]
     environment = {
         **os.environ,
@@ -66,11 +66,11 @@ def run(name: str, sanitizer: str, world_size: str, seconds: str) -> int:
         text=True,
     )
     print(done.stdout, flush=True)
-    # One line for all processes; none, or a library that is not let in, and nothing was checked.
+    # One summary for all processes. Without it, or if the library failed to load, nothing ran.
     summaries = re.findall(r"ERROR SUMMARY: (\d+) errors?\b(?! were not printed)", done.stdout)
     print(f"{name}: exit code {done.returncode}, errors: {', '.join(summaries)}", flush=True)
     if not summaries or "failed to initialize" in done.stdout:
-        print(f"{name}: expected the sanitizer to have watched every process", flush=True)
+        print(f"{name}: expected a summary of all processes; nothing was checked", flush=True)
         return 1
     return 1 if done.returncode or any(count != "0" for count in summaries) else 0
 

@@ -1,12 +1,12 @@
-"""Makes the tables that the package ships out of measured rows.
+"""Makes the tables that the package ships from measured rows.
 
     python benchmarks/seed_tables.py benchmarks/results/h200x4-tune.jsonl
 
-Rows are those of `allnorm tune --json` or `allnorm bench --json`: of every algorithm at each size.
-A curve needs rows from one token to at least 1024, of five sizes: with fewer the nearest hidden
-size says more, at the same number of bytes. The rate of the link is the newest that `tune` chose.
-Sizes that were measured behind a product count as measured there, whatever a chain says of them.
-A candidate that was wrong at one size is used at none, in no curve of its commit.
+Rows come from `allnorm tune --json` or `allnorm bench --json`, with every algorithm at each size. A
+curve needs at least five sizes, from one token to at least 1024; with fewer, the nearest hidden
+size is a better source. The link rate is the newest that `tune` chose. If a size was measured both
+after a GEMM and in a chain, the times after a GEMM count. A candidate that was wrong at one size is
+excluded from all curves of its commit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ARM = "allnorm:"
 
 
 def read(paths: list[pathlib.Path]) -> dict[tuple[str, int], list[dict[str, Any]]]:
-    """The rows that tables are made of, by GPU and number of ranks."""
+    """Reads the rows for tables, by GPU and number of ranks."""
     machines = defaultdict(list)
     for path in paths:
         for line in path.read_text().splitlines():
@@ -42,7 +42,7 @@ def read(paths: list[pathlib.Path]) -> dict[tuple[str, int], list[dict[str, Any]
 
 
 def _is_of_algorithm(row: dict[str, Any]) -> bool:
-    """Whether it says how long an algorithm takes, or that it is wrong."""
+    """Returns whether a row has the time of an algorithm, or says that its result was wrong."""
     return bool(
         row.get("arm", "").startswith(_ARM)
         and row["quant"] in _QUANTS
@@ -53,15 +53,15 @@ def _is_of_algorithm(row: dict[str, Any]) -> bool:
 
 
 def _is_of_link(row: dict[str, Any]) -> bool:
-    """Whether it says which rate of the link is best."""
+    """Returns whether a row has the best link rate."""
     return row.get("arm") == LINK_ARM and bool(row["chosen"])
 
 
 def curves_of(rows: list[dict[str, Any]]) -> tuning.Curves:
-    """The curves that the rows are enough for, each from the newest commit with enough of them.
+    """Returns the curves for which there are enough rows, each from the newest commit with enough.
 
-    Kernels differ from commit to commit, so none of a curve's times are compared across them, nor
-    across rates of the link; of a size measured twice at one commit the lower time counts.
+    Times are only compared within a commit and link rate, because kernels differ between commits.
+    If a size was measured twice at a commit, the shorter time counts.
     """
     wrong = {(row["commit"], _candidate(row)) for row in rows if not row["correct"]}
     runs: dict[Any, dict[Any, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
@@ -72,10 +72,10 @@ def curves_of(rows: list[dict[str, Any]]) -> tuning.Curves:
         runs[key][row["commit"], row.get("link_gbps")].append(row)
     curves: tuning.Curves = {}
     for (dtype, epilogue, hidden_size), by_commit in sorted(runs.items()):
-        found = (_times(of_commit) for of_commit in by_commit.values())  # the newest first
+        found = (_times(of_commit) for of_commit in by_commit.values())  # newest first
         measured = next(filter(_is_enough, found), None)
         if measured is None:
-            print(f"{dtype}, {epilogue}, {hidden_size}: left out, too few sizes at any commit")
+            print(f"{dtype}, {epilogue}, {hidden_size}: skipped, too few sizes at every commit")
             continue
         times, product = measured
         curve = Curve(hidden_size, crossovers.steps(times), *product)
@@ -84,7 +84,7 @@ def curves_of(rows: list[dict[str, Any]]) -> tuning.Curves:
 
 
 def _candidate(row: dict[str, Any]) -> Candidate:
-    """Which one a row is of."""
+    """Returns the candidate of a row."""
     blocks = (row.get("num_blocks", 0), row.get("cluster_size", 0))
     return Candidate(row["arm"].removeprefix(_ARM), *blocks)
 
@@ -93,27 +93,27 @@ Times = dict[int, dict[Candidate, float]]
 
 
 def _times(rows: list[dict[str, Any]]) -> tuple[Times, tuple[int, int]]:
-    """The time of each candidate by the number of tokens; product, product_tokens as of a Curve."""
-    behind = {row["num_tokens"]: row["product"] for row in rows if row.get("product")}
+    """Returns times by tokens and candidate, and (product, product_tokens) as in Curve."""
+    after_gemm = {row["num_tokens"]: row["product"] for row in rows if row.get("product")}
     times: Times = defaultdict(dict)
     for row in rows:
         candidate = _candidate(row)
-        of_mode = row.get("product", 0) == behind.get(row["num_tokens"], 0)
+        of_mode = row.get("product", 0) == after_gemm.get(row["num_tokens"], 0)
         if candidate.algorithm != "unfused" and of_mode:
             found = times[row["num_tokens"]]
             found[candidate] = min(row["p50_us"], found.get(candidate, row["p50_us"]))
-    return times, (max(behind.values(), default=0), max(behind, default=0))
+    return times, (max(after_gemm.values(), default=0), max(after_gemm, default=0))
 
 
 def _is_enough(found: tuple[Times, Any]) -> bool:
-    """Whether so many sizes are measured that they make a curve."""
+    """Returns whether enough sizes were measured for a curve."""
     measured, _ = found
     whole = min(measured, default=0) == 1 and max(measured) >= _ENOUGH_TOKENS
     return whole and len(measured) >= _ENOUGH_SIZES
 
 
 def main() -> None:
-    """Writes a file for each GPU and number of ranks."""
+    """Writes a file per GPU and number of ranks."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("rows", nargs="+", type=pathlib.Path)
     for (gpu, world_size), rows in sorted(read(parser.parse_args().rows).items()):

@@ -1,16 +1,15 @@
-"""Where the time of a call goes: when each warp passes which point, behind what.
+"""Breaks down the time of a call: records when each warp passes certain points of the kernel.
 
-Needs a library that notes it, which is a little slower than the one that is shipped:
+Needs a library that is built with time stamps, which is slightly slower:
 
     cmake -G Ninja -S . -B build/stamps -DALLNORM_STAMPS=ON -DALLNORM_CUDA_ARCHITECTURES=90-real
     cmake --build build/stamps && cmake --install build/stamps --component runtime --prefix .
     PYTHONPATH=src python benchmarks/stamps.py [TP [RESULTS]]
 
-A call stands in a chain of the same calls, behind an empty kernel, or behind a matrix product whose
-weights sweep the L2 cache. Of each stage: what the median warp needs for it, and what the slowest
-warp of a call does, in ns, as medians over calls; what is printed is the first rank's. A stage ends
-when the warp has issued what comes before the point: a load that nobody has used yet is part of a
-later stage.
+Calls run in a chain, after an empty kernel, or after a GEMM whose weights sweep the L2 cache. For
+each stage it prints the time of the median warp and of the slowest warp of a call, in ns, as
+medians over calls, on the first rank. A stage ends when the warp has issued all instructions before
+the point. The latency of a load therefore belongs to the stage that first uses it.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ from allnorm.tune.run import candidate_arm
 SHAPES = (*((tokens, 4096) for tokens in (1, 16, 32, 64, 128, 256, 1024)), (1, 8192), (16, 8192))
 CLUSTER_SIZES = (1, 2, 4)
 BEHIND = ("chain", "empty", "product")
-COLUMNS = 7168  # of the product
-CALLS, FIRST, REPLAYS = 40, 8, 4  # in a graph; the first that counts; the last replay is looked at
+COLUMNS = 7168  # input features (K) of the GEMM
+CALLS, FIRST, REPLAYS = 40, 8, 4  # calls per graph; first call that counts; the last replay counts
 
-# csrc/gpu/params.h: StampRecord, and what ends at each Stamp.
+# StampRecord of csrc/gpu/params.h, and the stage that ends at each Stamp.
 STAGES = (
     *("cluster", "preceding grid", "counter", "x, sent", "prefetches issued", "received"),
     *("squares", "stored"),
@@ -60,20 +59,20 @@ RECORD = numpy.dtype(
     ],
     align=True,
 )
-MOST_WARPS = 1 << 13  # of a launch
+MOST_WARPS = 1 << 13  # maximum warps per launch
 
 
 def stamped_library() -> ctypes.CDLL:
-    """The library, which must have been built for this."""
-    _native.library("cuda")  # which says what to do if there is none
+    """Returns the library, which must be built with time stamps."""
+    _native.library("cuda")  # raises, with the remedy, if there is no library
     library = ctypes.CDLL(str(_native._library_path("cuda")))
     if not hasattr(library, "allnorm_stamps_to"):
-        sys.exit(f"this library notes nothing: build it as `{sys.argv[0]}` says at its top")
+        sys.exit(f"this library has no time stamps: build it as described in {sys.argv[0]}")
     return library
 
 
 def records_of(calls: list[Callable[[], object]]) -> list[numpy.ndarray[Any, Any]]:
-    """What the warps of each call noted, in the last replay of a graph of them."""
+    """Returns the records of each call's warps, from the last replay of a graph of the calls."""
     library = stamped_library()
     memory = torch.zeros(len(calls), MOST_WARPS * RECORD.itemsize, dtype=torch.uint8, device="cuda")
     with capture() as graph:
@@ -92,7 +91,7 @@ def records_of(calls: list[Callable[[], object]]) -> list[numpy.ndarray[Any, Any
 
 
 def stages_of(calls: list[numpy.ndarray[Any, Any]]) -> dict[str, Any]:
-    """Nanoseconds of each stage: of the median and the slowest warp of a call."""
+    """Returns the nanoseconds of each stage: of the median and the slowest warp of a call."""
     spans, cycles = [], []
     for records in calls:
         lap = records["cycles"]

@@ -1,17 +1,17 @@
-"""A matrix product that lets the fused op begin early, and what that brings.
+"""A GEMM that triggers the launch of the fused op early, and the time that this saves.
 
     torchrun --nproc-per-node 2 examples/dependent_product.py
 
-In a model the fused op follows a row-parallel linear. The products of cuBLAS let nothing begin
-before they end. In a CUDA graph the fused op begins early behind them all the same, by an edge of
-the graph; eagerly all of its start is waited for. A kernel of programmatic dependent launch can say
-when the next one may begin: the one in `allnorm.bench.triton_product` does as soon as it has its
-own input. The fused op then starts while the product runs, and waits for its end before it reads
-anything (`griddepcontrol.wait`). Nothing about the call is different.
+In a model, the fused op follows a row-parallel linear layer. A cuBLAS GEMM does not trigger its
+dependent launch before it ends. In a CUDA graph the fused op still starts early, by a programmatic
+edge of the graph; an eager call waits for the end of the GEMM. A kernel with programmatic dependent
+launch can trigger the next kernel itself. The one in `allnorm.bench.triton_product` does so as soon
+as its own input is complete. The fused op then starts while the GEMM runs, and waits for its end
+before it reads anything (`griddepcontrol.wait`). The call itself does not change.
 
-Prints, for some numbers of tokens, the time of a product and a call behind it, in CUDA graphs: the
-same kernel with and without that, and PyTorch's product. Exits 0 if the call's bits are those of
-`unfused` on what the product has written. Needs GPUs of compute capability 9.0 or later and Triton.
+Prints, per number of tokens, the time of a GEMM and a fused call in CUDA graphs: for the Triton
+kernel with and without the early trigger, and for PyTorch's GEMM. Exits with 0 if the calls are
+bit-identical to `unfused`. Needs Triton and GPUs of compute capability 9.0 or later.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from allnorm.testing import max_over_ranks, same_bits, time_cuda_graph
 
 HIDDEN_SIZE, IN_FEATURES = 4096, 7168
 TOKENS = (1, 16, 64)
-NUM_SETS = 2  # of weights, which take turns: together they do not stay in the L2 cache
+NUM_SETS = 2  # sets of weights, used alternately so that they do not stay in the L2 cache
 EPS = 1e-6
 
 
 Step = Callable[[int], object]
-"""What is timed, on one set of weights."""
+"""A timed step on one set of weights."""
 
 
 def measure(step: Step, num_tokens: int) -> float:
-    """Median microseconds of a step in CUDA graphs, of the slower rank."""
+    """Returns the slower rank's median time of a step in CUDA graphs, in microseconds."""
     sets = [partial(step, index) for index in range(NUM_SETS)]
     return max_over_ranks(time_cuda_graph(sets, num_tokens)).p50_us
 
 
 def run(comm: allnorm.Communicator, weights: list[torch.Tensor], num_tokens: int) -> bool:
-    """Prints the times of one number of tokens; whether all bits are right on this rank."""
+    """Prints the times of one number of tokens; returns whether this rank's results are right."""
     options = {"device": comm.device, "dtype": torch.bfloat16}
     torch.manual_seed(1 + comm.rank)
     x = torch.randn(num_tokens, IN_FEATURES, **options)
-    torch.manual_seed(0)  # the same on every rank
+    torch.manual_seed(0)  # equal on every rank
     residual = torch.randn(num_tokens, HIDDEN_SIZE, **options)
     norm_weight = torch.randn(HIDDEN_SIZE, **options)
     partial_sum = torch.empty(num_tokens, HIDDEN_SIZE, **options)
@@ -76,10 +76,10 @@ def run(comm: allnorm.Communicator, weights: list[torch.Tensor], num_tokens: int
         call()
 
     steps: dict[str, Step] = {
-        "PyTorch's product": with_pytorch,
-        "Triton's product": partial(with_triton, is_dependent=False),
-        "the same, dependents let in": partial(with_triton, is_dependent=True),
-        "Triton's product alone": partial(product, is_dependent=False),
+        "PyTorch GEMM + fused op": with_pytorch,
+        "Triton GEMM + fused op": partial(with_triton, is_dependent=False),
+        "Triton GEMM with early trigger + fused op": partial(with_triton, is_dependent=True),
+        "Triton GEMM alone": partial(product, is_dependent=False),
     }
     for name, step in steps.items():
         us = measure(step, num_tokens)

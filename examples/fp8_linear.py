@@ -1,11 +1,11 @@
-"""From the partial sums of one layer into the FP8 linear of the next, two launches in all.
+"""Partial sums of one layer to the FP8 linear layer of the next, in two launches.
 
     torchrun --nproc-per-node 2 examples/fp8_linear.py
 
-The quantised row and its 1x128 scales go as they are into a block-scaled matrix product: on GPUs of
-compute capability 9.0 `torch._scaled_mm` with 1x128 scales of the activations and 128x128 scales of
-the weight; elsewhere the product of the dequantised operands. Exits 0 if that is what quantising
-the 16-bit `normed` in a separate step gives.
+A block-scaled GEMM takes the quantized rows and their 1x128 scales without conversion. On GPUs of
+compute capability 9.0 it is `torch._scaled_mm`, with 128x128 scales of the weight. On other devices
+it is a matmul of the dequantized operands. Exits with 0 if the result equals that of quantizing the
+16-bit `normed` in a separate step.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ HIDDEN_SIZE, OUT_FEATURES, NUM_TOKENS, GROUP = 4096, 1536, 64, 128
 
 
 def quantize_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantises a weight in blocks of 128x128.
+    """Quantizes a weight in blocks of 128x128.
 
     Args:
         weight: [out_features, in_features], both multiples of 128.
 
     Returns:
-        float8_e4m3fn like `weight`, and float32 scales, [out_features / 128, in_features / 128].
+        The weight in float8_e4m3fn, and float32 scales [out_features / 128, in_features / 128].
     """
     rows, columns = weight.shape
     blocks = weight.float().view(rows // GROUP, GROUP, columns // GROUP, GROUP)
@@ -39,14 +39,14 @@ def quantize_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def has_block_scaled_product(device: torch.device) -> bool:
-    """Whether `torch._scaled_mm` takes 1x128 and 128x128 scales there."""
+    """Returns whether `torch._scaled_mm` supports 1x128 and 128x128 scales on the device."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def linear(
     x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor
 ) -> torch.Tensor:
-    """`x @ weight.T` of quantised operands.
+    """Returns `x @ weight.T` of quantized operands.
 
     Args:
         x: [num_tokens, in_features], float8_e4m3fn; num_tokens a multiple of 4.
@@ -74,7 +74,7 @@ def main() -> int:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if use_cuda else "gloo")
     with allnorm.Communicator(device=device) as comm:
-        torch.manual_seed(1)  # the same on every rank
+        torch.manual_seed(1)  # equal on every rank
         options = {"device": comm.device, "dtype": torch.bfloat16}
         residual = torch.randn(NUM_TOKENS, HIDDEN_SIZE, **options)
         norm_weight = torch.randn(HIDDEN_SIZE, **options)

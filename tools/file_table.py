@@ -53,7 +53,7 @@ def _sentence(text: str) -> str:
 
 
 def page() -> str:
-    """Returns the page as it should be."""
+    """Returns the contents of the page."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", *FOLDERS],
         cwd=ROOT,

@@ -1,9 +1,9 @@
-"""Lists the Pythons of this machine that the package supports, the oldest version first.
+"""Lists this machine's Python versions that the package supports, oldest first.
 
     python3 tools/pythons.py
 
-A line for each version: its number and its interpreter. Looked for are `python3.N` on PATH and what
-pyenv has installed.
+Prints a line per version: its number and its interpreter. It looks for `python3.N` on PATH and for
+the versions that pyenv has installed.
 """
 
 import os
@@ -13,17 +13,17 @@ import shutil
 import subprocess
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-NEWEST_MINOR = 20  # of those looked for
+NEWEST_MINOR = 20  # end of the search range
 
 
 def oldest_minor() -> int:
-    """N of the oldest Python 3.N that the package accepts."""
+    """Returns N of the oldest Python 3.N that the package supports."""
     text = (ROOT / "pyproject.toml").read_text()
     return int(re.search(r'^requires-python = ">=3\.(\d+)"', text, re.MULTILINE).group(1))
 
 
 def pyenv_versions() -> list[pathlib.Path]:
-    """The interpreters that pyenv has installed."""
+    """Returns the interpreters that pyenv has installed."""
     pyenv = shutil.which("pyenv")
     if pyenv is None:
         return []
@@ -32,17 +32,17 @@ def pyenv_versions() -> list[pathlib.Path]:
 
 
 def runs(path: str, minor: int) -> bool:
-    """Whether it is a CPython of that version: a shim may stand for one that is not there."""
+    """Returns whether the file runs CPython 3.`minor`; the version of a shim may be missing."""
     code = "import sys; print(sys.implementation.name, *sys.version_info[:2])"
     command = [path, "-I", "-c", code]
-    # No variable of an outer environment decides which one answers.
+    # Remove variables of an outer environment that would select a different interpreter.
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("PYENV_", "PYTHON"))}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=clean)
     return done.stdout.split() == ["cpython", "3", str(minor)]
 
 
 def pythons() -> dict[int, str]:
-    """The first that runs of each minor version."""
+    """Returns the first working interpreter of each minor version."""
     found = {}
     installed = pyenv_versions()
     for minor in range(oldest_minor(), NEWEST_MINOR):

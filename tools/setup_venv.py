@@ -1,12 +1,12 @@
-"""Makes the virtual environment that `make` works in, and installs groups of packages there.
+"""Creates the virtual environment for `make`, and installs groups of packages into it.
 
     python3 tools/setup_venv.py VENV GROUP...
 
-Groups: build, run, test, lint, docs, release, as in pyproject.toml. Doing it again is cheap.
+Groups: build, run, test, lint, docs, release, as in pyproject.toml. Running it again is cheap.
 
-If the interpreter already has a suitable torch, its packages are made visible in the environment
-and nothing of what they satisfy is installed, so that a machine with its own torch build, and no
-network, is served too. Otherwise the versions come from constraints.txt.
+If the interpreter already has a suitable torch, the environment shares the interpreter's packages
+and installs only missing ones. This supports machines with their own torch build or without a
+network. Otherwise versions come from constraints.txt.
 """
 
 import pathlib
@@ -17,7 +17,7 @@ import sys
 if sys.version_info < (3, 11):
     sys.exit(
         "allnorm needs Python 3.11 or newer, and {} is {}.{}. "
-        "Name another: make PYTHON=python3.12".format(sys.executable, *sys.version_info[:2])
+        "Choose a newer one: make PYTHON=python3.12".format(sys.executable, *sys.version_info[:2])
     )
 
 import importlib.metadata
@@ -29,7 +29,7 @@ HOST_PACKAGES = "host-packages.pth"
 
 
 def groups() -> dict[str, list[str]]:
-    """The requirements of every group."""
+    """Returns the requirements of every group."""
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
     extras = pyproject["project"]["optional-dependencies"]
     return {
@@ -43,7 +43,7 @@ def groups() -> dict[str, list[str]]:
 
 
 def host_has_torch(torch_requirement: str) -> bool:
-    """Whether the interpreter that runs this has a torch that the package accepts."""
+    """Returns whether this interpreter has a torch version that the package supports."""
     try:
         have = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
@@ -63,13 +63,13 @@ def pip(venv: pathlib.Path, *arguments: str) -> None:
 
 
 def create(venv: pathlib.Path, share_host_packages: bool) -> None:
-    """Creates `venv`, with the interpreter's own packages visible in it or not."""
+    """Creates `venv`, which optionally shares the interpreter's packages."""
     print(f"creating {venv}", flush=True)
     subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
     if share_host_packages:
-        # Not --system-site-packages: where the interpreter is itself one of a virtual environment,
-        # that would show the packages of the Python below it.
-        # And no setuptools, which venv adds up to Python 3.11: it would hide the interpreter's.
+        # Not --system-site-packages: if the interpreter belongs to a virtual environment, that
+        # would share the packages of its base Python instead.
+        # Uninstall setuptools, which venv adds up to Python 3.11, to use the interpreter's.
         pip(venv, "uninstall", "--yes", "setuptools")
         here = sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
         paths = sysconfig.get_paths(vars={"base": str(venv), "platbase": str(venv)})
@@ -77,7 +77,7 @@ def create(venv: pathlib.Path, share_host_packages: bool) -> None:
 
 
 def install(venv: pathlib.Path, requirements: list[str]) -> None:
-    """Installs what is missing."""
+    """Installs missing requirements."""
     shares = any(venv.glob(f"lib/python*/site-packages/{HOST_PACKAGES}"))
     constraints = [] if shares else ["--constraint", str(ROOT / "constraints.txt")]
     pip(venv, "install", *constraints, *requirements)

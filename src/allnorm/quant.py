@@ -1,4 +1,4 @@
-"""How the normed rows are quantised: what a caller asks for, and what comes back."""
+"""Quantization of normed rows: the specs that a caller passes, and the results."""
 
 from __future__ import annotations
 
@@ -21,36 +21,35 @@ from allnorm.names import (
 
 DTYPE = torch.float8_e4m3fn
 
-# Scales to a word of the packed format; rows of a column that a TMA descriptor can address start at
-# multiples of 16 bytes.
-_PACKED_PER_WORD = 4
-_TMA_ALIGN_ROWS = 4
-# A tile of the swizzled layout: so many rows, by so many groups.
+_PACKED_PER_WORD = 4  # scales per word of the packed format
+_TMA_ALIGN_ROWS = 4  # columns start at multiples of 16 bytes, as a TMA descriptor requires
+# Rows and groups of a tile of the swizzled layout.
 TILE_ROWS, TILE_GROUPS = 128, 4
 NVFP4_GROUP_SIZE = 16
-# What the eight codes of e2m1 without a sign stand for.
+# The values of the eight unsigned codes of e2m1.
 E2M1_SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 @dataclass(frozen=True)
 class Fp8PerGroup:
-    """One scale for each `group_size` consecutive columns of each row.
+    """One scale per `group_size` consecutive columns of each row.
 
     Args:
         group_size: 16, 32, 64, 128, 256 or 512; must divide hidden_size.
-        scale_layout: of the scales `[T, hidden_size / group_size]`, where T is the number of rows:
-            "row_major" (contiguous), "column_major" (strides `(1, T)`), or "column_major_tma"
-            (strides `(1, ceil4(T))`, as DeepGEMM reads them; the padding rows are zero). Of
-            `Fp8PerGroup(32, scale_format="ue8m0")` also "swizzled_128x4": see `MxFp8`.
-        scale_format: "float32"; "ue8m0", rounded up to a power of two and kept in float32; or
+        scale_layout: layout of the scales `[T, hidden_size / group_size]`, where T is the number of
+            rows: "row_major" (contiguous), "column_major" (strides `(1, T)`), or
+            "column_major_tma" (strides `(1, ceil4(T))`, as DeepGEMM reads them; padding rows are
+            zero). `Fp8PerGroup(32, scale_format="ue8m0")` also supports "swizzled_128x4", see
+            `MxFp8`.
+        scale_format: "float32"; "ue8m0", rounded up to a power of two and stored in float32; or
             "ue8m0_packed", the exponents of four groups in an int32, the first in the lowest byte:
-            `[T, ceil(hidden_size / group_size / 4)]`, in "column_major_tma" only, which the layout
-            then is where none is given.
+            `[T, ceil(hidden_size / group_size / 4)]`. "ue8m0_packed" supports only
+            "column_major_tma", which is then the default layout.
 
     Raises:
         TypeError: group_size is not an int.
-        ValueError: another value than these, "ue8m0_packed" in "column_major", or "swizzled_128x4"
-            with another group size or format than 32 and "ue8m0".
+        ValueError: a value is not one of these, or the layout and format do not go together:
+            "ue8m0_packed" with "column_major", or "swizzled_128x4" without 32 and "ue8m0".
     """
 
     group_size: int = 128
@@ -72,7 +71,7 @@ class Fp8PerGroup:
             )
         if self.scale_format != "ue8m0_packed":
             return
-        if self.scale_layout == "row_major":  # the default: none was asked for
+        if self.scale_layout == "row_major":  # the default, so the caller passed no layout
             object.__setattr__(self, "scale_layout", "column_major_tma")
         elif self.scale_layout != "column_major_tma":
             raise ValueError(
@@ -81,38 +80,38 @@ class Fp8PerGroup:
             )
 
 
-def MxFp8() -> Fp8PerGroup:  # noqa: N802  # a spec, like its neighbours
-    """MXFP8: `Fp8PerGroup(32, "swizzled_128x4", "ue8m0")`.
+def MxFp8() -> Fp8PerGroup:  # noqa: N802  # named like the other specs
+    """Returns the spec of MXFP8: `Fp8PerGroup(32, "swizzled_128x4", "ue8m0")`.
 
-    The scales are the biased exponents of powers of two, uint8, in tiles of 128 rows by 4 groups as
-    Blackwell's matrix products read them: `[ceil(T / 128), ceil(G / 4), 32, 4, 4]` flattened, where
-    a row has G groups. That of group k of row m is number `tile * 512 + m % 32 * 16 + m % 128 // 32
-    * 4 + k % 4` of the tile `m // 128 * ceil(G / 4) + k // 4`. What belongs to no group is zero,
-    written in every call. `scale.view(torch.float8_e8m0fnu)` is what torch's products take.
+    The scales are the biased exponents of powers of two, uint8, in tiles of 128 rows by 4 groups,
+    the layout of Blackwell's GEMMs: `[ceil(T / 128), ceil(G / 4), 32, 4, 4]` flattened, where a row
+    has G groups. The scale of row m and group k is in tile `m // 128 * ceil(G / 4) + k // 4`, at
+    index `tile * 512 + m % 32 * 16 + m % 128 // 32 * 4 + k % 4`. Every call zeroes the padding.
+    torch's GEMMs take `scale.view(torch.float8_e8m0fnu)`.
     """
     return Fp8PerGroup(32, SWIZZLED, "ue8m0")
 
 
 @dataclass(frozen=True)
 class Fp8PerToken:
-    """One float32 scale a row, `[T, 1]`."""
+    """One float32 scale per row, `[T, 1]`."""
 
     kind: ClassVar[str] = "per_token"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Fp8PerTensor:
-    """One scale for all, given by the caller: values are divided by it.
+    """One scale for the whole tensor, given by the caller; values are divided by it.
 
-    Two of them are equal if they hold the same tensor.
+    Two specs are equal if they hold the same tensor.
 
     Args:
-        scale: float32, one element, on the device of the input. Read by the kernel, so that a CUDA
-            graph's replay sees its new value.
+        scale: float32, one element, on the device of the input. The kernel reads it, so a replay of
+            a CUDA graph uses its current value.
 
     Raises:
-        TypeError: not a float32 tensor.
-        ValueError: not one element.
+        TypeError: `scale` is not a float32 tensor.
+        ValueError: `scale` does not have one element.
     """
 
     scale: torch.Tensor
@@ -128,13 +127,13 @@ class Fp8PerTensor:
         return id(self.scale)
 
     def __repr__(self) -> str:
-        # Its value would have to be fetched from the device.
+        # Without the value, which would have to be copied from the device.
         return f"Fp8PerTensor(scale=<{tuple(self.scale.shape)} on {self.scale.device}>)"
 
 
 @dataclass(frozen=True)
 class NvFp4Layout:
-    """What is left of an `NvFp4` without its global scale: what ranks and graphs agree on."""
+    """An `NvFp4` without its global scale: the part that is equal on all ranks and in graphs."""
 
     scale_layout: str
     kind: ClassVar[str] = "nvfp4"
@@ -145,22 +144,22 @@ class NvFp4Layout:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class NvFp4:
-    """NVFP4: e2m1 elements, an e4m3 scale for 16 of them, one global scale for all.
+    """NVFP4: e2m1 elements, one e4m3 scale per 16 elements, and one global scale.
 
-    The rows come as uint8 `[..., hidden_size / 2]`, two elements a byte, the first in the low half.
-    Two specs are equal if they hold the same tensor and have the same layout.
+    Quantized rows are uint8 `[..., hidden_size / 2]`, with two elements per byte, the first in the
+    low half. Two specs are equal if they hold the same tensor and have the same layout.
 
     Args:
-        global_scale: float32, one element, on the device of the input: what scales are multiplied
-            by before they are rounded to e4m3, usually `448 * 6 / amax` of calibration. Read by the
-            kernel, so that a CUDA graph's replay sees its new value. An element stands for `e2m1 *
-            scale / global_scale`.
-        scale_layout: of the scales, float8_e4m3fn: "swizzled_128x4", flat, as `MxFp8` says with 16
-            columns a group; or "row_major", `[T, hidden_size / 16]`.
+        global_scale: float32, one element, on the device of the input. Scales are multiplied by it
+            before they are rounded to e4m3; usually `448 * 6 / amax` from calibration. The kernel
+            reads it, so a replay of a CUDA graph uses its current value. The value of an element is
+            `e2m1 * scale / global_scale`.
+        scale_layout: layout of the float8_e4m3fn scales: "swizzled_128x4", flat, as in `MxFp8` with
+            16 columns per group; or "row_major", `[T, hidden_size / 16]`.
 
     Raises:
-        TypeError: global_scale is not a float32 tensor.
-        ValueError: it is not one element, or there is no such layout.
+        TypeError: `global_scale` is not a float32 tensor.
+        ValueError: `global_scale` does not have one element, or the layout is unknown.
     """
 
     global_scale: torch.Tensor
@@ -173,7 +172,7 @@ class NvFp4:
 
     @property
     def layout(self) -> NvFp4Layout:
-        """The spec without the tensor."""
+        """The spec without its tensor."""
         return nvfp4_layout(self.scale_layout)
 
     def __eq__(self, other: object) -> bool:
@@ -217,14 +216,14 @@ DEFAULT_QUANT = Fp8PerGroup(128)
 
 
 class QuantizedNorm(NamedTuple):
-    """What a quantising call returns.
+    """The results of a quantized call.
 
     Attributes:
-        quantized: float8_e4m3fn, the shape of `x`; of `NvFp4` uint8, half as wide; contiguous
-            unless preallocated.
-        scale: as the spec says; of `Fp8PerTensor` the tensor that was given.
-        residual: the new residual, as without quantisation.
-        normed: the normed rows before quantisation, in the dtype of `x`; None unless asked for.
+        quantized: quantized rows, float8_e4m3fn in the shape of `x`; for `NvFp4` uint8 of half the
+            width. Contiguous unless preallocated.
+        scale: scales in the layout of the spec; for `Fp8PerTensor` the given tensor.
+        residual: the new residual, unquantized.
+        normed: the normed rows before quantization, in the dtype of `x`; None unless requested.
     """
 
     quantized: torch.Tensor
@@ -234,15 +233,15 @@ class QuantizedNorm(NamedTuple):
 
 
 class ScaleGeometry(NamedTuple):
-    """Where the scales of a result lie.
+    """The memory layout of the scales of a result.
 
     Attributes:
-        shape: of the tensor of scales: rows, words of a row; swizzled: bytes.
-        stride: its strides, in elements.
+        shape: shape of the scale tensor: rows and words per row; swizzled: bytes.
+        stride: strides of the tensor, in elements.
         dtype: float32; int32 for packed scales; uint8 or float8_e4m3fn for bytes.
-        padded: whether memory goes on after the last row, up to a multiple of four rows.
-        tiles: in a row of tiles of the swizzled layout; 0: it is another.
-        rows: whose scales these are, in that layout; elsewhere `shape` says it.
+        padded: whether there is padding after the last row, up to a multiple of four rows.
+        tiles: tiles per row of tiles in the swizzled layout; 0 in other layouts.
+        rows: number of quantized rows, in the swizzled layout; 0 in other layouts.
     """
 
     shape: tuple[int, ...]
@@ -254,13 +253,13 @@ class ScaleGeometry(NamedTuple):
 
     @property
     def padding_rows(self) -> int:
-        """Rows of zeros in memory after the last one."""
+        """The number of padding rows, which are zero, after the last row."""
         if self.tiles:
             return -self.rows % TILE_ROWS
         return self.stride[1] - self.shape[0] if self.padded else 0
 
     def empty(self, device: torch.device) -> torch.Tensor:
-        """A new tensor of this geometry, with memory for the padding; nothing is written."""
+        """Allocates an uninitialized tensor of this layout, including its padding."""
         shape, stride, dtype, padded, _, _ = self
         if not padded:
             return torch.empty_strided(shape, stride, dtype=dtype, device=device)
@@ -301,26 +300,26 @@ def check_hidden_size(quant: Spec, hidden_size: int) -> None:
 
 
 def quantized_dtype(quant: Spec | type[Fp8PerTensor]) -> torch.dtype:
-    """What quantised rows are of."""
+    """Returns the element dtype of quantized rows."""
     return torch.uint8 if isinstance(quant, NvFp4 | NvFp4Layout) else DTYPE
 
 
 def quantized_shape(
     quant: Spec | type[Fp8PerTensor], shape: tuple[int, ...] | torch.Size
 ) -> tuple[int, ...] | torch.Size:
-    """Of quantised rows, from that of the rows."""
+    """Returns the shape of quantized rows for rows of this shape."""
     if isinstance(quant, NvFp4 | NvFp4Layout):
         return (*shape[:-1], shape[-1] // 2)
     return shape
 
 
 def is_swizzled(quant: object) -> bool:
-    """Whether the scales of a spec are in tiles."""
+    """Returns whether the scales of a spec are in tiles."""
     return getattr(quant, "scale_layout", "") == SWIZZLED
 
 
 def scale_geometry(quant: Spec, num_tokens: int, hidden_size: int) -> ScaleGeometry | None:
-    """Where the scales of `num_tokens` rows lie; None if they are not a result.
+    """Returns the layout of the scales of `num_tokens` rows; None if they are not a result.
 
     Args:
         quant: the spec.
@@ -351,7 +350,7 @@ def scale_geometry(quant: Spec, num_tokens: int, hidden_size: int) -> ScaleGeome
 def _swizzled(
     quant: Fp8PerGroup | NvFp4 | NvFp4Layout, num_tokens: int, hidden_size: int
 ) -> ScaleGeometry:
-    """Tiles of 128 rows by 4 groups, one after the other."""
+    """Returns the layout of scales in consecutive tiles of 128 rows by 4 groups."""
     if isinstance(quant, Fp8PerGroup):
         groups, dtype = hidden_size // quant.group_size, torch.uint8
     else:
@@ -363,21 +362,21 @@ def _swizzled(
 
 
 def swizzled_rows(scale: torch.Tensor, tiles: int) -> torch.Tensor:
-    """The bytes of tiles by rows and groups, those that belong to none too: a copy.
+    """Copies tiled scales into rows and groups, padding included.
 
     Args:
-        scale: flat, of one byte an element.
-        tiles: in a row of tiles.
+        scale: flat tensor with one byte per element.
+        tiles: tiles per row of tiles.
 
     Returns:
-        uint8, [128 * n, 4 * tiles].
+        uint8 `[128 * n, 4 * tiles]`.
     """
     blocks = scale.view(torch.uint8).view(-1, tiles, 32, 4, TILE_GROUPS)
     return blocks.permute(0, 3, 2, 1, 4).reshape(-1, tiles * TILE_GROUPS)
 
 
 def swizzle(rows: torch.Tensor) -> torch.Tensor:
-    """The other way round: [128 * n, 4 * tiles] to flat tiles, of the same dtype."""
+    """Copies `[128 * n, 4 * tiles]` scales into flat tiles; inverse of `swizzled_rows`."""
     blocks = rows.view(-1, 4, 32, rows.shape[1] // TILE_GROUPS, TILE_GROUPS)
     return blocks.permute(0, 3, 2, 1, 4).reshape(-1)
 
@@ -385,31 +384,31 @@ def swizzle(rows: torch.Tensor) -> torch.Tensor:
 def empty_scale(
     quant: Quant, num_tokens: int, hidden_size: int, device: torch.device | str
 ) -> torch.Tensor:
-    """Memory to pass as `scale_out`; nothing is written.
+    """Allocates uninitialized memory to pass as `scale_out`.
 
     Args:
         quant: the spec, not an Fp8PerTensor.
-        num_tokens: rows: the product of the leading dimensions of `x`.
-        hidden_size: columns.
-        device: of the input.
+        num_tokens: number of rows: the product of the leading dimensions of `x`.
+        hidden_size: number of columns.
+        device: device of the input.
 
     Raises:
-        ValueError: an Fp8PerTensor has a scale already, or the groups do not fit hidden_size.
+        ValueError: the spec is an Fp8PerTensor, or hidden_size is not a multiple of the group size.
     """
     check_hidden_size(quant, hidden_size)
     geometry = scale_geometry(quant, num_tokens, hidden_size)
     if geometry is None:
-        raise ValueError("Fp8PerTensor has its scale already: no memory is needed for it.")
+        raise ValueError("Fp8PerTensor already has a scale: it needs no scale_out.")
     return geometry.empty(torch.device(device))
 
 
-# ---- as arguments of an operator -----------------------------------------------------------------
+# ---- conversion to operator arguments ------------------------------------------------------------
 
 OpArguments = tuple[str, int, str, str, torch.Tensor | None]
 
 
 def op_arguments(quant: Quant) -> OpArguments:
-    """quant_kind, group_size, scale_layout, scale_format and static_scale: values that trace."""
+    """Returns quant_kind, group_size, scale_layout, scale_format and static_scale of a spec."""
     if isinstance(quant, Fp8PerGroup):
         return quant.kind, quant.group_size, quant.scale_layout, quant.scale_format, None
     if isinstance(quant, NvFp4):
@@ -421,17 +420,17 @@ def op_arguments(quant: Quant) -> OpArguments:
 def from_op_arguments(
     kind: str, group_size: int, scale_layout: str, scale_format: str, scale: torch.Tensor | None
 ) -> Quant:
-    """The spec behind the arguments of an operator.
+    """Converts arguments of an operator to a spec.
 
     Raises:
-        ValueError, TypeError: there is none.
+        ValueError, TypeError: the arguments are not those of a spec.
     """
     if kind == Fp8PerGroup.kind:
         return _per_group(group_size, scale_layout, scale_format)
     if kind == Fp8PerTensor.kind:
-        return Fp8PerTensor(scale)  # type: ignore[arg-type]  # says so if there is none
+        return Fp8PerTensor(scale)  # type: ignore[arg-type]  # raises if it is None
     if kind == NvFp4.kind:
-        return NvFp4(scale, scale_layout)  # type: ignore[arg-type]  # the same
+        return NvFp4(scale, scale_layout)  # type: ignore[arg-type]  # raises if it is None
     check_choice("quant_kind", kind, QUANTS)
     return Fp8PerToken()
 
@@ -444,7 +443,7 @@ def from_op_results(
     quant: Quant,
     return_normed: bool,
 ) -> QuantizedNorm:
-    """What an operator returned; a tensor of no elements stands for what is no result of it."""
+    """Converts the results of an operator; an empty tensor means 'no result'."""
     quantized, scale, residual, normed = results
     if isinstance(quant, Fp8PerTensor):
         scale = quant.scale
