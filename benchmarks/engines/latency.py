@@ -1,9 +1,9 @@
-"""What the latency benchmarks of engines share: arms in processes of their own, rows, summaries.
+"""Shared code of the latency benchmarks of engines: arms in separate processes, rows, summaries.
 
-TTFT, time to the first token, is the time of generating one. TPOT, time per output token, is the
-time from the last sequence's first token to the last token of all, as the engine tells it, divided
-by N - 1; of an engine that does not tell, (time of N tokens - TTFT) / (N - 1), which a prefill that
-takes now 30 and now 70 ms blurs by half a millisecond. Medians.
+TTFT (time to first token) is the time to generate one token. TPOT (time per output token) is the
+time from the last sequence's first token to the last token of all, as the engine reports it,
+divided by N - 1. If the engine does not report it, TPOT is (time of N tokens - TTFT) / (N - 1),
+which is less accurate because the prefill time varies. All times are medians.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ NO_MULTICAST = {
 
 @dataclass(frozen=True)
 class Generation:
-    """What an engine made of a batch of prompts.
+    """The result of a batch of prompts.
 
     Attributes:
-        seconds: for all of it, seen from outside.
-        tokens: of each prompt.
-        decode_seconds: from the last prompt's first token to the last token of all, by the engine's
-            clock; None if it does not tell.
+        seconds: wall time of the whole call.
+        tokens: generated tokens per prompt.
+        decode_seconds: time from the last prompt's first token to the last token of all, by the
+            engine's clock; None if the engine does not report it.
     """
 
     seconds: float
@@ -51,31 +51,35 @@ class Generation:
 
 
 Generate = Callable[[list[list[int]], int], Generation]
-"""Prompts and a number of tokens for each."""
+"""Takes prompts and the number of tokens to generate for each."""
 
 
 def parser(description: str, arms: Sequence[str], default_arms: str) -> argparse.ArgumentParser:
-    """The options that every engine has."""
+    """Returns a parser with the options of all engines."""
     made = argparse.ArgumentParser(description=description)
     made.add_argument("--model", required=True, help="folder with a config.json")
     made.add_argument("--tp", type=int, default=2)
     made.add_argument("--arms", default=default_arms, help=", ".join(arms))
-    made.add_argument("--arm", help="run this one arm here; the script does it for each")
+    made.add_argument("--arm", help="run only this arm, in this process; used by the script itself")
     made.add_argument("--batch", default="1,8,32,64")
-    made.add_argument("--input", type=int, default=128, help="tokens of a prompt")
+    made.add_argument("--input", type=int, default=128, help="tokens per prompt")
     made.add_argument("--output", type=int, default=64, help="tokens to generate")
     made.add_argument("--repeats", type=int, default=5)
-    made.add_argument("--logprob-prompts", type=int, default=4, help="0: compare no logprobs")
-    made.add_argument("--layers", type=int, help="instead of those of the configuration")
-    made.add_argument("--memory", type=float, default=0.6, help="of each GPU, for the engine")
-    made.add_argument("--engine", default="{}", help="JSON of more arguments of the engine")
-    made.add_argument("--timeout", type=float, default=600.0, help="seconds for one arm")
-    made.add_argument("--json", required=True, help="rows are appended")
+    made.add_argument(
+        "--logprob-prompts", type=int, default=4, help="prompts to compare logprobs of; 0: none"
+    )
+    made.add_argument("--layers", type=int, help="number of layers; default: the configuration's")
+    made.add_argument(
+        "--memory", type=float, default=0.6, help="fraction of each GPU's memory for the engine"
+    )
+    made.add_argument("--engine", default="{}", help="more arguments of the engine, as JSON")
+    made.add_argument("--timeout", type=float, default=600.0, help="seconds per arm")
+    made.add_argument("--json", required=True, help="file to append the results to")
     return made
 
 
 def row_of(options: argparse.Namespace, packages: Sequence[str]) -> dict[str, Any]:
-    """What every row of an arm says of its conditions."""
+    """Returns the conditions that every row of an arm contains."""
     return {
         "arm": options.arm,
         "model": pathlib.Path(options.model).name,
@@ -100,7 +104,7 @@ def versions(packages: Sequence[str]) -> dict[str, str | None]:
 
 
 def make_prompts(model: str, count: int, length: int) -> list[list[int]]:
-    """Random tokens of the model's vocabulary, always the same."""
+    """Returns random tokens of the model's vocabulary, equal in every run."""
     vocabulary = json.loads((pathlib.Path(model) / "config.json").read_text())["vocab_size"]
     generator = random.Random(1234)
     return [
@@ -136,7 +140,7 @@ def latency(
 
 
 def kernel_counts(entries: Sequence[Sequence[Any]], passes: int) -> dict[str, Any]:
-    """Calls in a forward pass and microseconds each, by kernel, out of `allnorm.trace`."""
+    """Converts entries of `allnorm.trace` to calls per forward pass and us per call, by kernel."""
     counted = {
         f"{kind}: {what}": [calls / passes, round(time_us / calls, 2)]
         for kind, what, calls, time_us in entries
@@ -163,15 +167,15 @@ def run_arms(
     missing: Callable[[str], str] = lambda _: "",
     prefix: Sequence[str] = (),
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Runs every arm in its process.
+    """Runs every arm in a separate process.
 
     Args:
-        options: of the command line.
-        script: runs one arm when it is given `--arm`.
-        arms: those that there are.
-        environment: of an arm's process.
-        missing: why an arm cannot run here; "" if it can.
-        prefix: the command that starts an arm's command.
+        options: options of the command line.
+        script: script that runs one arm when called with `--arm`.
+        arms: names of all arms.
+        environment: returns the environment of an arm's process.
+        missing: returns why an arm cannot run here, or "".
+        prefix: command to put before an arm's command.
 
     Returns:
         The rows that were written, and the arms that failed.
@@ -180,7 +184,7 @@ def run_arms(
     failed = []
     for arm in options.arms.split(","):
         if arm not in arms:
-            raise SystemExit(f"--arms {arm}: expected some of {', '.join(arms)}")
+            raise SystemExit(f"--arms {arm}: expected one or more of {', '.join(arms)}")
         if reason := missing(arm):
             print(f"[{arm}] missing: {reason}")
             continue
@@ -191,10 +195,10 @@ def run_arms(
             code = process.wait(options.timeout)
         except subprocess.TimeoutExpired:
             code = -1
-            print(f"[{arm}] not done after {options.timeout:.0f} s", flush=True)
+            print(f"[{arm}] timed out after {options.timeout:.0f} s", flush=True)
         if code:
             failed.append(arm)
-        # Workers of an engine that died would keep their GPUs.
+        # Surviving workers of a dead engine would keep their GPUs.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -203,7 +207,7 @@ def run_arms(
 
 
 def summarise(rows: list[dict[str, Any]], arms: Sequence[str]) -> None:
-    """Prints latencies beside the default arm's, and kernels."""
+    """Prints latencies, relative to the default arm's, and kernels."""
     measured = {(r["arm"], r["batch"]): r for r in rows if r["kind"] == "latency"}
     print(f"\n{'batch':>5} {'arm':8} {'TPOT ms':>9} {'':>8} {'TTFT ms':>9} {'':>8} {'tokens/s':>9}")
     for arm, batch in sorted(measured, key=lambda key: (key[1], arms.index(key[0]))):
@@ -220,13 +224,13 @@ def summarise(rows: list[dict[str, Any]], arms: Sequence[str]) -> None:
     for row in rows:
         if row["kind"] == "kernels":
             batch = f", batch {row['batch']}" if "batch" in row else ""
-            print(f"\n[{row['arm']}] calls in a forward pass{batch}, us each")
+            print(f"\n[{row['arm']}] calls per forward pass{batch}, us per call")
             for name, (calls, time_us) in row["per_pass_and_us"].items():
                 print(f"  {calls:7.1f} {time_us:8.2f}  {name}")
 
 
 def compare_logprobs(rows: list[dict[str, Any]], arms: Sequence[str]) -> None:
-    """Prints how far each pair of arms is apart."""
+    """Prints the difference between the logprobs of each pair of arms."""
     found = {row["arm"]: row for row in rows if row["kind"] == "logprobs"}
     present = [arm for arm in arms if arm in found]
     for i, arm in enumerate(present):
@@ -235,7 +239,7 @@ def compare_logprobs(rows: list[dict[str, Any]], arms: Sequence[str]) -> None:
 
 
 def distance(a: dict[str, Any], b: dict[str, Any]) -> str:
-    """How far the logprobs of two arms are from each other, on the same tokens."""
+    """Describes the difference between the logprobs of two arms, on the same tokens."""
     prompt = [
         abs(x - y)
         for xs, ys in zip(a["prompt"], b["prompt"], strict=True)
@@ -251,6 +255,6 @@ def distance(a: dict[str, Any], b: dict[str, Any]) -> str:
             decode.append(abs(a["generated"][i][position] - b["generated"][i][position]))
     return (
         f"logprobs of prompts differ by {statistics.mean(prompt):.5f} on average, "
-        f"{max(prompt):.5f} at most; {same} of {total} generated tokens until the first other one, "
-        f"their logprobs differ by {statistics.mean(decode or [0.0]):.5f} on average"
+        f"at most {max(prompt):.5f}; {same} of {total} generated tokens are equal up to the first "
+        f"difference; their logprobs differ by {statistics.mean(decode or [0.0]):.5f} on average"
     )

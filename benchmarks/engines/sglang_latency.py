@@ -1,19 +1,20 @@
 """Latency of SGLang offline, tensor parallel, with its own reductions and with allnorm.
 
-A dense model of a configuration's dimensions with random weights: time to the first token, time per
-output token, greedy tokens and logprobs, how many norms were fused, and the reductions that really
-ran, counted by kernels in a profile. Each arm is an engine of its own, in a process of its own.
+Runs a dense model with the dimensions of a configuration and random weights. Measures time to first
+token, time per output token, greedy tokens and logprobs, the number of fused norms, and the
+reductions that ran, counted by kernels in a profile. Each arm is a separate engine in a separate
+process.
 
     python benchmarks/engines/sglang_latency.py --model DIR --tp 2 --json rows.jsonl
 
-DIR has a config.json; no weights are read. Arms:
+DIR must have a config.json; weights are not read. Arms:
 
-    default   SGLang without plugins: its custom all-reduce, and norms that follow it
+    default   SGLang without plugins: its custom all-reduce, then separate norms
     allnorm   SGLang with this package's plugin
-    nccl      as default, reductions by NCCL
+    nccl      like default, with reductions by NCCL
 
-SGLang's switch of FlashInfer's fusion is set where allnorm does not run: what SGLang would choose
-by itself may be kernels that use NVLink multicast.
+FlashInfer's fusion is disabled in the other arms, because SGLang's own choice may be kernels that
+use NVLink multicast.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ def arguments() -> argparse.Namespace:
 
 
 def environment(arm: str) -> dict[str, str]:
-    """For one arm."""
-    # A plugin's users leave this variable alone.
+    """Returns the environment of an arm."""
+    # Users of the plugin do not set this variable.
     inherited = {name: value for name, value in os.environ.items() if name != "SGLANG_PLUGINS"}
     python_path = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
@@ -57,10 +58,10 @@ def environment(arm: str) -> dict[str, str]:
 
 
 class Engine:
-    """SGLang's engine, and what is asked of its ranks."""
+    """SGLang's engine, with calls of functions in its ranks."""
 
     def __init__(self, options: argparse.Namespace, batches: list[int], folder: str) -> None:
-        os.environ["SGLANG_LATENCY_DIR"] = folder  # its processes inherit it
+        os.environ["SGLANG_LATENCY_DIR"] = folder  # inherited by the engine's processes
         import sglang
 
         most = max(batches)
@@ -84,7 +85,7 @@ class Engine:
             "cuda_graph_bs_prefill": sorted({batch * options.input for batch in batches}),
             "mem_fraction_static": options.memory,
             "custom_weight_loader": list(sglang_worker.LOADERS),
-            "enable_metrics": True,  # for the times of tokens
+            "enable_metrics": True,  # provides the times of tokens
             "log_level": "info",
         }
         if options.layers:
@@ -93,7 +94,7 @@ class Engine:
         self._engine = sglang.Engine(**(settings | json.loads(options.engine)))
 
     def generate(self, prompts: list[list[int]], tokens: int) -> latency.Generation:
-        """Greedy."""
+        """Generates greedily."""
         began = time.perf_counter()
         outputs = self._outputs(prompts, tokens)
         seconds = time.perf_counter() - began
@@ -101,11 +102,11 @@ class Engine:
         return latency.Generation(seconds, made, decode_seconds(outputs))
 
     def logprobs(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
-        """Of each prompt token, given the ones before, and of generated ones; one prompt a time."""
+        """Returns logprobs of prompt tokens and of generated tokens, one prompt at a time."""
         found: dict[str, Any] = {"prompt": [], "tokens": [], "generated": []}
         for prompt in prompts:
             (output,) = self._outputs([prompt], tokens, return_logprob=True, logprob_start_len=0)
-            given = output["meta_info"]["input_token_logprobs"][1:]  # the first has nothing before
+            given = output["meta_info"]["input_token_logprobs"][1:]  # the first token has none
             found["prompt"].append([logprob for logprob, *_ in given])
             found["tokens"].append(list(output["output_ids"]))
             chosen = output["meta_info"]["output_token_logprobs"]
@@ -126,26 +127,26 @@ class Engine:
             raise RuntimeError(f"{function}: {message}")
 
     def found(self, kind: str) -> list[Any]:
-        """What the ranks have written, in their order."""
+        """Reads the files of the ranks, in rank order."""
         paths = sorted(self._folder.glob(f"{kind}-*.json"), key=lambda p: int(p.stem[-1]))
         return [json.loads(path.read_text()) for path in paths]
 
     def kernels(self, prompt: list[int]) -> dict[str, Any]:
-        """Reductions and norms of rank 0, by kernel, in a prefill and the decode steps after it."""
+        """Counts rank 0's reductions and norms, by kernel, in a prefill and its decode steps."""
         self.on_ranks("start_trace")
         self.generate([prompt], _TRACED_TOKENS)
         self.on_ranks("stop_trace")
-        # The overlapping scheduler has begun one more step when it sees the last token.
+        # The overlap scheduler starts one more step before it sees the last token.
         ahead = 0 if self._engine.server_args.disable_overlap_schedule else 1
         return latency.kernel_counts(self.found("trace")[0], _TRACED_TOKENS + ahead)
 
     def shutdown(self) -> None:
-        """Ends its processes."""
+        """Stops the engine's processes."""
         self._engine.shutdown()
 
 
 def decode_seconds(outputs: list[dict[str, Any]]) -> float | None:
-    """From the end of the last prompt's prefill to the last token, by SGLang's own stamps."""
+    """Returns the time from the end of the last prefill to the last token, as SGLang reports it."""
     told = [output["meta_info"] for output in outputs]
     if any("prefill_finished_time" not in one or "request_finished_ts" not in one for one in told):
         return None
@@ -178,11 +179,11 @@ def run_arm(options: argparse.Namespace, folder: str) -> None:
         latency.emit(options, {**row, "kind": "logprobs", **measured})
     engine.shutdown()
     if faults:
-        raise SystemExit(f"faults were recorded: {faults}")
+        raise SystemExit(f"ranks recorded faults: {faults}")
 
 
 def run_all(options: argparse.Namespace) -> int:
-    """Runs every arm in its process; returns the exit code."""
+    """Runs every arm in a separate process; returns the exit code."""
     rows, failed = latency.run_arms(options, HERE / "sglang_latency.py", ARMS, environment)
     latency.summarise(rows, ARMS)
     latency.compare_logprobs(rows, ARMS)
@@ -192,7 +193,7 @@ def run_all(options: argparse.Namespace) -> int:
     sums = {(r["batch"], r["arm"]): r["tokens_sha"] for r in rows if r["kind"] == "latency"}
     for batch in sorted({batch for batch, _ in sums}):
         found = {arm: sums[batch, arm] for arm in ARMS if (batch, arm) in sums}
-        print(f"tokens of batch {batch}: {'the same' if len({*found.values()}) == 1 else found}")
+        print(f"tokens of batch {batch}: {'equal' if len({*found.values()}) == 1 else found}")
     if failed:
         print(f"failed: {', '.join(failed)}")
     return 1 if failed else 0

@@ -1,8 +1,8 @@
-"""What sglang_latency.py asks of SGLang's ranks: loaders of weights, by their names as an option.
+"""Functions that sglang_latency.py runs in SGLang's ranks, as custom weight loaders.
 
-SGLang calls a custom loader in every rank with the model. Here the loaders are given no weights:
-one makes them up, the others look at the rank. What they find lies in the folder that the variable
-`SGLANG_LATENCY_DIR` names, a JSON file for each rank.
+SGLang calls a custom loader in every rank with the model. These loaders receive no weights: one
+makes up weights, the others inspect the rank. They write their results as one JSON file per rank
+to the folder `SGLANG_LATENCY_DIR`.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def _write(kind: str, found: Any) -> None:
 
 
 def fill_weights(model: torch.nn.Module, _: Any) -> None:
-    """Gives dummy weights values."""
+    """Fills the dummy weights."""
     weights.fill(model, _rank())
     torch.cuda.synchronize()
 
 
 def facts(model: torch.nn.Module, _: Any) -> None:
-    """What this engine really uses, and whether the communicator's device has recorded a fault."""
+    """Writes which all-reduce and plugin this engine uses, and any recorded fault."""
     from sglang.srt.runtime_context import get_parallel
 
     custom = get_parallel().tp_group.ca_comm
@@ -66,14 +66,14 @@ def facts(model: torch.nn.Module, _: Any) -> None:
 
 
 def start_trace(model: torch.nn.Module, _: Any) -> None:
-    """Begins to count kernels."""
+    """Starts counting kernels."""
     import allnorm
 
     _reports.append(_trace.enter_context(allnorm.trace()))
 
 
 def stop_trace(model: torch.nn.Module, _: Any) -> None:
-    """Kind, name, calls and microseconds of reductions and norms since `start_trace`."""
+    """Writes kind, name, calls and microseconds of reductions and norms since `start_trace`."""
     _trace.close()
     report = _reports.pop()
     _write("trace", [(e.kind, e.what, e.calls, e.time_us) for e in report.entries])

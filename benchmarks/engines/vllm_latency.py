@@ -1,24 +1,24 @@
 """Latency of vLLM offline, tensor parallel, with its own reductions and with allnorm.
 
-A dense model of a configuration's dimensions with random weights: time to the first token (TTFT),
-time per output token (TPOT), greedy tokens and logprobs, and the reductions that really ran fused,
-counted by kernels in a profile. Each arm is an engine of its own, in a process of its own.
+Runs a dense model with the dimensions of a configuration and random weights. Measures time to first
+token (TTFT), time per output token (TPOT), greedy tokens and logprobs, and the reductions that ran
+fused, counted by kernels in a profile. Each arm is a separate engine in a separate process.
 
     python benchmarks/engines/vllm_latency.py --model DIR --tp 4 --json rows.jsonl
 
-DIR has a config.json; no weights are read. Arms:
+DIR must have a config.json; weights are not read. Arms:
 
     default   vLLM without plugins
     allnorm   vLLM with this package's plugin
-    nccl      as default, reductions by NCCL: how far vLLM's own paths differ from each other
+    nccl      like default, with reductions by NCCL; shows the difference between vLLM's own paths
     own       vLLM's own fusion, which needs flashinfer
 
-With --fp8 the linear layers have FP8 weights, and their inputs are quantised. latency.py says what
-TPOT and TTFT are.
+With --fp8 the linear layers have FP8 weights and quantized inputs. latency.py defines TPOT and
+TTFT.
 
-With --hosts 2 this machine stands for two, by vLLM's own launch (nnodes): each has half the GPUs
-and a /dev/shm of its own, which takes the rights of root, and NCCL reaches the other by sockets on
-loopback. What a real network does to times it does not show.
+With --hosts 2 this machine simulates two hosts with vLLM's own launcher (nnodes). Each has half of
+the GPUs and its own /dev/shm, which needs root, and NCCL connects them by loopback sockets. The
+times do not predict those of a real network.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ NO_MULTICAST = {
     "VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm",
 }
 HERE = pathlib.Path(__file__).resolve().parent
-# Starts a command as on a host of its own; allnorm and vLLM tell hosts by their shared memory.
+# Starts a command as on a separate host; allnorm and vLLM identify hosts by their shared memory.
 ON_A_HOST = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs host /dev/shm && exec "$@"', "host")
-# NCCL tells hosts by NCCL_HOSTID: inside one it has NVLink.
+# NCCL identifies hosts by NCCL_HOSTID; within a host it uses NVLink.
 OVER_LOOPBACK = {
     "NCCL_SOCKET_IFNAME": "lo",
     "GLOO_SOCKET_IFNAME": "lo",
     "VLLM_HOST_IP": "127.0.0.1",
 }
-# What an FP8 checkpoint's config.json says of itself, by how activations are quantised.
+# `quantization_config` of FP8 checkpoints, by quantization of activations.
 FP8 = {
     "static": {"quant_method": "fp8", "activation_scheme": "static"},
     "per_token": {"quant_method": "fp8", "activation_scheme": "dynamic"},
@@ -68,20 +68,22 @@ FP8 = {
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser = latency.parser(__doc__.split("\n\n")[0], ARMS, "default,allnorm,nccl")
-    parser.add_argument("--fp8", choices=FP8, help="FP8 linear layers, with such activation scales")
-    parser.add_argument("--hosts", type=int, default=1, help="as many hosts as this machine plays")
-    parser.add_argument("--host", type=int, default=0, help="be this one; the script starts them")
+    parser.add_argument("--fp8", choices=FP8, help="FP8 linear layers with these activation scales")
+    parser.add_argument("--hosts", type=int, default=1, help="number of hosts to simulate")
+    parser.add_argument(
+        "--host", type=int, default=0, help="host to run; used by the script itself"
+    )
     return parser.parse_args(given)
 
 
-# ---- one arm, in a process of its own ------------------------------------------------------------
+# ---- one arm, in a separate process --------------------------------------------------------------
 
 
 def environment(arm: str) -> dict[str, str]:
-    """For one arm. Each has a compile cache of its own, so that no arm finds another's graphs."""
+    """Returns the environment of an arm, with a separate compile cache per arm."""
     cache = pathlib.Path(os.environ.get("VLLM_CACHE_ROOT") or tempfile.gettempdir()) / f"vllm-{arm}"
     python_path = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
-    # A plugin's users leave this variable alone.
+    # Users of the plugin do not set this variable.
     inherited = {name: value for name, value in os.environ.items() if name != "VLLM_PLUGINS"}
     return {
         **inherited,
@@ -96,7 +98,7 @@ def environment(arm: str) -> dict[str, str]:
 
 
 def settings_of(options: argparse.Namespace, arm: str, batches: list[int]) -> dict[str, Any]:
-    """Arguments of the engine; those of --engine come on top, dictionaries merged."""
+    """Returns the arguments of the engine, merged with those of --engine."""
     most = max(batches)
     sizes = sorted({*batches, *(1 << i for i in range(most.bit_length()) if 1 << i <= most)})
     compilation: dict[str, Any] = {"cudagraph_capture_sizes": sizes}
@@ -116,7 +118,7 @@ def settings_of(options: argparse.Namespace, arm: str, batches: list[int]) -> di
         "max_num_seqs": most,
         "max_num_batched_tokens": max(2048, most * options.input),
         "enable_prefix_caching": False,
-        "disable_log_stats": False,  # for the times of tokens
+        "disable_log_stats": False,  # provides the times of tokens
         "gpu_memory_utilization": options.memory,
         "compilation_config": compilation,
         "worker_extension_cls": "vllm_worker.WorkerTools",
@@ -135,7 +137,7 @@ def settings_of(options: argparse.Namespace, arm: str, batches: list[int]) -> di
 
 
 def merged(base: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """Both, `more` where they differ; dictionaries within them are merged alike."""
+    """Merges dictionaries recursively; values of `more` take precedence."""
     result = dict(base)
     for name, value in more.items():
         mine = base.get(name)
@@ -151,7 +153,7 @@ def engine(options: argparse.Namespace, arm: str, batches: list[int]) -> Any:
 
 
 def be_host(options: argparse.Namespace) -> None:
-    """Takes this host's GPUs; the first host starts the others."""
+    """Selects the GPUs of this host; the first host starts the others."""
     gpus = options.tp // options.hosts
     first = options.host * gpus
     os.environ.update(OVER_LOOPBACK, NCCL_HOSTID=f"host{options.host}")
@@ -159,7 +161,7 @@ def be_host(options: argparse.Namespace) -> None:
     if options.host == 0:
         command = (*ON_A_HOST, sys.executable, str(HERE / "vllm_latency.py"), *sys.argv[1:])
         for host in range(1, options.hosts):
-            subprocess.Popen([*command, "--host", str(host)])  # ends with the arm's processes
+            subprocess.Popen([*command, "--host", str(host)])  # killed with the arm's processes
 
 
 def serve_host(options: argparse.Namespace, batches: list[int]) -> None:
@@ -204,7 +206,7 @@ def run_arm(options: argparse.Namespace) -> None:
         latency.emit(options, {**row, "kind": "kernels", "batch": batch, **counted})
     faults = [fault for fault in llm.collective_rpc("check_allnorm") if fault]
     if faults:
-        raise SystemExit(f"faults were recorded: {faults}")
+        raise SystemExit(f"ranks recorded faults: {faults}")
 
 
 def generate(
@@ -222,7 +224,7 @@ def generate(
 
 
 def timed(llm: Any) -> latency.Generate:
-    """Generation as the clock wants it."""
+    """Returns a `latency.Generate` of this engine."""
 
     def call(prompts: list[list[int]], tokens: int) -> latency.Generation:
         seconds, outputs = generate(llm, prompts, tokens)
@@ -233,7 +235,7 @@ def timed(llm: Any) -> latency.Generate:
 
 
 def decode_seconds(outputs: list[Any]) -> float | None:
-    """From the last request's first token to the last token, by the clock of the engine's core."""
+    """Returns the time from the last request's first token to the last token, by vLLM's clock."""
     stats = [output.metrics for output in outputs]
     if any(getattr(one, "last_token_ts", 0.0) <= 0.0 for one in stats):
         return None
@@ -242,7 +244,7 @@ def decode_seconds(outputs: list[Any]) -> float | None:
 
 
 def logprobs(llm: Any, prompts: list[Any], tokens: int) -> dict[str, Any]:
-    """Of every prompt token, given the ones before, and of what is generated, one prompt a time."""
+    """Returns logprobs of prompt tokens and of generated tokens, one prompt at a time."""
     of_prompts, generated, of_generated = [], [], []
     for prompt in prompts:
         _, (output,) = generate(llm, [prompt], tokens, prompt_logprobs=0, logprobs=0)
@@ -256,28 +258,28 @@ def logprobs(llm: Any, prompts: list[Any], tokens: int) -> dict[str, Any]:
 
 
 def kernels(llm: Any, prompts: list[list[int]]) -> dict[str, Any]:
-    """Reductions and norms of rank 0 in five steps, by kernel.
+    """Counts rank 0's reductions and norms in five steps, by kernel.
 
-    Of each prompt the first token alone, so that the step that reads the prompts is as large as
-    those that follow.
+    Uses only the first token of each prompt, so that the prefill step is as large as the decode
+    steps.
     """
     llm.collective_rpc("start_trace")
     generate(llm, [prompt[:1] for prompt in prompts], 5)
     return latency.kernel_counts(llm.collective_rpc("stop_trace")[0], passes=5)
 
 
-# ---- all arms, and what they say ----------------------------------------------------------------
+# ---- all arms, and the summary ------------------------------------------------------------------
 
 
 def missing(arm: str) -> str:
-    """Why an arm cannot run here; "" if it can."""
+    """Returns why an arm cannot run here, or ""."""
     if arm == "own" and importlib.util.find_spec("flashinfer") is None:
         return "vLLM's own fusion needs flashinfer, which is not installed"
     return ""
 
 
 def run_all(options: argparse.Namespace) -> int:
-    """Runs every arm in its process; returns the exit code."""
+    """Runs every arm in a separate process; returns the exit code."""
     prefix = ON_A_HOST if options.hosts > 1 else ()
     script = HERE / "vllm_latency.py"
     rows, failed = latency.run_arms(options, script, ARMS, environment, missing, prefix)

@@ -1,7 +1,7 @@
-"""Which rounding mode is vLLM's compiled norm? Counts the elements that differ, mode by mode.
+"""Determines the rounding mode of vLLM's compiled norm: counts different elements per mode.
 
-Compiles what vLLM lowers its norms to (vllm.ir, provider "native") with Inductor, and runs
-allnorm's own add + norm in every mode on the same rows. Needs one GPU and vLLM.
+Compiles vLLM's native norm (vllm.ir, provider "native") with Inductor, and runs allnorm's add +
+norm in every mode on the same rows. Needs one GPU and vLLM.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What vllm_latency.py asks of vLLM's workers; an extension of their class, found by PYTHONPATH."""
+"""Functions that vllm_latency.py runs in vLLM's workers, as an extension of the worker class."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import weights
 
 
 class WorkerTools:
-    """Mixed into vLLM's worker (worker_extension_cls)."""
+    """A mixin of vLLM's worker (worker_extension_cls); it is imported from PYTHONPATH."""
 
     def fill_weights(self, seed: int = 0) -> int:
-        """Gives dummy weights values; how many."""
+        """Fills the dummy weights; returns the number of filled tensors."""
         from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
         rank = get_tensor_model_parallel_rank()
@@ -22,7 +22,7 @@ class WorkerTools:
         return filled
 
     def facts(self) -> dict[str, Any]:
-        """What this engine really uses."""
+        """Returns which all-reduce, compilation mode and plugin this engine uses."""
         from vllm.distributed.parallel_state import get_tp_group
 
         group = get_tp_group().device_communicator
@@ -54,19 +54,19 @@ class WorkerTools:
         return [method.fp8_linear for method in methods if hasattr(method, "fp8_linear")]
 
     def start_trace(self) -> None:
-        """Begins to count kernels."""
+        """Starts counting kernels."""
         import allnorm
 
         self._trace = contextlib.ExitStack()
         self._report = self._trace.enter_context(allnorm.trace())
 
     def stop_trace(self) -> list[tuple[str, str, int, float]]:
-        """Kind, name, calls and microseconds of reductions and norms since `start_trace`."""
+        """Returns kind, name, calls and microseconds of reductions and norms since the start."""
         self._trace.close()
         return [(e.kind, e.what, e.calls, e.time_us) for e in self._report.entries]
 
     def check_allnorm(self) -> str:
-        """What the communicator's device has recorded; empty if nothing."""
+        """Returns the fault that the communicator's device has recorded; empty if none."""
         with contextlib.suppress(ImportError):
             from allnorm.integrations.vllm import engine
 

@@ -1,8 +1,8 @@
-"""Values for the dummy weights that the engines' ranks are started with.
+"""Realistic values for the dummy weights of engines.
 
-vLLM fills what it has not loaded with numbers from -1e-3 to 1e-3, scales of FP8 too: their products
-would be of no size that a model has, or negative. Here an FP8 weight and its scale act like
-N(0, 0.02) together, and static scales of activations fit what a norm gives out.
+vLLM fills dummy weights, including FP8 scales, with numbers from -1e-3 to 1e-3, which gives
+unrealistic or negative scaled weights. Here an FP8 weight times its scale is distributed like
+N(0, 0.02), and static activation scales match the output of a norm.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from torch import Tensor
 
 STD = 0.02
 FP8 = torch.float8_e4m3fn
-# FP8 weights are N(0, 8): nearly all normal numbers, and 448 is far away.
+# FP8 weights are N(0, 8): nearly all are normal numbers, far below 448.
 FP8_STD = 8.0
 WEIGHT_SCALES = ("weight_scale", "weight_scale_inv")
 INPUT_SCALE = "input_scale"
-# Activations of variance one have few elements beyond 8.
+# Activations of variance one rarely exceed 8.
 STATIC_SCALE = 8.0 / 448.0
 
 
 @torch.no_grad()
 def fill(model: torch.nn.Module, rank: int, prefix: str = "") -> int:
-    """Fills the weights in place, on any device: other values on each rank, but for norms.
+    """Fills the weights in place, on any device; different on each rank, except those of norms.
 
-    Scales of FP8 become the same everywhere, whatever their shape.
+    FP8 scales are equal everywhere. Integer tensors are unchanged.
 
     Returns:
-        How many were filled; integer ones are left alone.
+        The number of filled tensors.
 
     Raises:
-        ValueError: there is an FP8 weight without a float32 scale beside it.
+        ValueError: an FP8 weight has no float32 scale in its module.
     """
     filled = 0
     for owner, name, tensor in _tensors(model):
@@ -59,7 +59,7 @@ def fill(model: torch.nn.Module, rank: int, prefix: str = "") -> int:
 
 
 def _tensors(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, Tensor]]:
-    """Parameters of floating point, and scales, which may be buffers or attributes by now."""
+    """Yields floating-point parameters, and scales, which may be buffers or plain attributes."""
     seen: set[int] = set()
     for path, module in model.named_modules():
         found = dict(module.named_parameters(recurse=False))
@@ -80,7 +80,7 @@ def _generator(tensor: Tensor, key: str) -> torch.Generator:
 
 
 def _fill_fp8(weight: Tensor, generator: torch.Generator) -> None:
-    """In whatever strides; drawn in those of the elements' own order, which normal_ cannot do."""
+    """Fills an FP8 weight of any strides; the values do not depend on the strides."""
     values = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
     weight.copy_(values.normal_(0.0, FP8_STD, generator=generator).to(FP8))
 
@@ -89,6 +89,6 @@ def _check_scale(owner: torch.nn.Module, name: str) -> None:
     scales = [getattr(owner, scale, None) for scale in WEIGHT_SCALES]
     if not any(isinstance(scale, Tensor) and scale.dtype == torch.float32 for scale in scales):
         raise ValueError(
-            f"{name} is {FP8} without a float32 scale beside it: expected one of "
+            f"{name} is {FP8}, but its module has no float32 scale: expected one of "
             f"{', '.join(WEIGHT_SCALES)}"
         )
