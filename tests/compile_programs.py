@@ -1,4 +1,4 @@
-"""Random programs in bulk: how many there are, how many sites, fused ones, wrong ones.
+"""Runs many random programs and counts programs, sites, fused sites and wrong results.
 
     python tests/compile_programs.py {graphs,modules,contents} FIRST COUNT [--device cuda]
         [--world-size 2] [--minutes 30]
@@ -40,13 +40,13 @@ AT_ONCE = 50
 
 
 class WrongError(AssertionError):
-    """A fused program computes something else."""
+    """A fused program computes a different result."""
 
 
 def compare(
     actual: Sequence[Tensor], expected: Sequence[Tensor], within: float, share: float, what: Any
 ) -> None:
-    """Raises WrongError unless tensors are alike, and nearly equal but for a few elements.
+    """Raises WrongError unless tensors are alike, and nearly equal except a few elements.
 
     Args:
         actual: of the fused program: its results, then its inputs, which it may write.
@@ -67,7 +67,7 @@ def compare(
 
 
 def count(rank: int, world_size: int, kind: str, seeds: range) -> tuple[Any, list[str]]:
-    """Totals of some programs, and what those that fail say."""
+    """Totals of some programs, and the errors of failed ones."""
     one = importlib.import_module(KINDS[kind]).one
     totals: collections.Counter[str] = collections.Counter()
     failures = []
@@ -75,7 +75,7 @@ def count(rank: int, world_size: int, kind: str, seeds: range) -> tuple[Any, lis
         try:
             reports: list[FusionReport] | None = one(rank, seed)
         except Exception as error:  # noqa: BLE001 - counted, with the others going on
-            # By name: the program that runs as __main__ has a class of its own.
+            # By name, because the program that runs as __main__ has a different class object.
             wrong = type(error).__name__ == WrongError.__name__
             totals["wrong" if wrong else "raised"] += 1
             failures.append(f"seed {seed}, rank {rank}: {traceback.format_exc()}")
@@ -97,7 +97,7 @@ def firsts(options: argparse.Namespace, start: float) -> Iterator[int]:
 
 
 def main() -> int:
-    """The command."""
+    """Runs the command."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("first", type=int, help="the first seed")

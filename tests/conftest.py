@@ -1,4 +1,4 @@
-"""Fixtures: pools of ranks that live as long as the session, and visible skips without GPUs."""
+"""Fixtures: pools of ranks that live for the whole session, and visible skips without GPUs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from allnorm.testing import RankPool, spawn
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
-    """GPU machines often lack pytest-timeout; pyproject.toml sets its option all the same."""
+    """Defines the option of pytest-timeout, which pyproject.toml sets, if the plugin is missing."""
     if not pluginmanager.hasplugin("timeout"):
         parser.addini("timeout", "without effect: pytest-timeout is not installed")
     parser.addoption(
@@ -29,23 +29,23 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Tables that somebody has tuned on this machine are not what is tested, in ranks neither."""
+    """Hides tuning tables and compiler caches of this machine from tests and ranks."""
     os.environ["ALLNORM_TUNING_DIR"] = os.path.join(tempfile.gettempdir(), "allnorm-no-tables")
-    # Nor is code that an earlier run compiled: what Inductor's cache has, no pass sees.
-    # Processes of pytest-xdist take the folder of the one that started them.
+    # An empty Inductor cache, because passes do not run on cached code. Workers of pytest-xdist use
+    # the folder of the process that started them.
     if not hasattr(config, "workerinput"):
         folder = tempfile.TemporaryDirectory(prefix="allnorm-inductor-", ignore_cleanup_errors=True)
         config.add_cleanup(folder.cleanup)
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder.name
         _keep_compiled(folder.name)
-    # What ranks import to find the functions of tests, and those that compile.
+    # Ranks are forked with these modules imported, which tests in ranks need.
     spawn.PRELOADED += ["pytest", "torch._dynamo", "torch._inductor.compile_fx"]
     if not config.pluginmanager.hasplugin("timeout"):
         config.addinivalue_line("markers", "timeout(seconds): without effect")
 
 
 def _keep_compiled(folder: str) -> None:
-    """Half of what Inductor has compiled in these tests, it has compiled before."""
+    """Caches results of the C++ compiler, because Inductor compiles half of the code repeatedly."""
     if "CXX" in os.environ or not all(map(shutil.which, ("bash", "g++", "flock", "sha256sum"))):
         return
     os.environ["COMPILED_IN_TESTS"] = folder
@@ -63,23 +63,23 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def _shares_gpus(item: pytest.Item) -> bool:
-    """Whether more ranks than there are GPUs can do what the test does.
+    """Returns whether a test can run with more ranks than GPUs.
 
-    A pool of ranks knows how; `own_gpus` marks what needs NCCL or a GPU for each rank all the same.
+    Pools of ranks support it. The marker `own_gpus` is for tests that need NCCL or a GPU per rank.
     """
     wanted = item.config.getoption("--share-gpus") and "pool" in getattr(item, "fixturenames", ())
     return bool(wanted) and item.get_closest_marker("own_gpus") is None
 
 
 class PatientPool(RankPool):
-    """Ranks that are waited for as long as a slow machine needs, whatever limit a test names."""
+    """A pool that waits long enough for slow machines, regardless of a test's time limit."""
 
     def run(self, *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Any]:
         return super().run(*args, timeout=max(timeout or 0.0, HANG_SECONDS), **kwargs)
 
 
 class Pools:
-    """One RankPool for each device and world size that a test has asked for."""
+    """Returns pools that are created once per device and world size."""
 
     def __init__(self, share_gpus: bool) -> None:
         self._share_gpus = share_gpus
@@ -94,7 +94,7 @@ class Pools:
         return self._pools[key]
 
     def tidy(self) -> None:
-        """Ends what tests have left running in the ranks that they have asked for since."""
+        """Ends process groups that tests have left in the ranks that they used."""
         for key in self._untidy:
             if self._pools[key].is_running:
                 self._pools[key].run(destroy_groups)
@@ -127,6 +127,6 @@ def tidy_models(request: pytest.FixtureRequest, pools: Pools) -> Iterator[None]:
 
 @pytest.fixture
 def pool(request: pytest.FixtureRequest, pools: Pools) -> RankPool:
-    """Parametrised through `rank_helpers.on`."""
+    """Returns the pool that `rank_helpers.on` parametrizes."""
     device, world_size = request.param
     return pools.get(device, world_size)

@@ -1,8 +1,9 @@
-"""How long a test waits for something that does not end.
+"""The time limit of waits in tests.
 
-Such a limit guards against hangs. It says nothing about speed, so it bears a machine that is ten
-times slower, or as loaded. What a test claims about time it measures and compares itself.
+The limit only guards against hangs. It must be long enough for a machine that is ten times slower,
+or heavily loaded. A test that makes a claim about time must measure it.
 """
 
 HANG_SECONDS = 1200.0
-"""For ranks and processes that a test starts; pytest's own limit, in pyproject.toml, is longer."""
+"""Limit for ranks and processes that a test starts; pytest's own limit, in pyproject.toml, is
+longer."""

@@ -1,4 +1,4 @@
-"""Programs of the tree that are no part of the package, as modules."""
+"""Loads scripts of the repository that are not part of the package as modules."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 @functools.cache
 def script(path: str) -> ModuleType:
-    """The module of a file, such as `benchmarks/pictures.py`."""
+    """Loads the module of a file, such as `benchmarks/pictures.py`."""
     file = ROOT / path
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None

@@ -1,4 +1,4 @@
-"""Islands: what may be given, how they are found in words, and the sum over several of them."""
+"""Islands: accepted arguments, grouping by name and by reachability, and sums over islands."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_islands_are_found_by_name() -> None:
 
 
 def test_islands_by_reach() -> None:
-    """Who does not reach whom, by rank; one direction is enough to be apart."""
+    """The argument lists unreachable ranks; one failed direction separates two ranks."""
     assert islands.split_by_reach([set(), set(), set()]) == ((0, 1, 2),)
     assert islands.split_by_reach([{2, 3}, {2, 3}, {0, 1}, {0, 1}]) == ((0, 1), (2, 3))
     assert islands.split_by_reach([{1, 3}, set(), {1, 3}, {0, 2}]) == ((0, 2), (1, 3))
@@ -73,7 +73,7 @@ def test_what_keeps_islands_from_hierarchical_calls() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("given", [[[0, 1], [2, 3]], [[0, 3], [1, 2]], [[2, 1, 3], [0]]], ids=str)
 def test_the_sum_over_islands(dtype: torch.dtype, given: list[list[int]]) -> None:
-    """Against sums written out here: each island in rank order, then islands by lowest rank."""
+    """Compares with explicit sums: each island in rank order, then islands by lowest rank."""
     x = all_inputs(4, (7, 256), dtype)
     f = [value.float() for value in x]
     totals = {

@@ -1,4 +1,4 @@
-"""What a user finds at the top of the package."""
+"""The public names at the top of the package."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_misspelled_variables_are_errors(name: str, meant: str) -> None:
 
 
 def test_other_variables_are_ignored_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What Kubernetes sets for a service of that name, and what images call their own."""
+    """Variables that Kubernetes sets for a service called allnorm, and variables of images."""
     port = ("PORT", "PORT_80_TCP", "PORT_80_TCP_ADDR", "PORT_80_TCP_PORT", "PORT_80_TCP_PROTO")
     service = ("SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_HTTP", "SERVER_SERVICE_HOST")
     others = ("VERSION", "HOME", "IMAGE", "TAG", "COMMIT", "LOG_LEVEL", "BUILD_DIR", "CACHE_DIR")

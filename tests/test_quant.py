@@ -1,4 +1,4 @@
-"""The specs of quantisation: what they accept, how scales lie in memory."""
+"""Quantization specs: accepted arguments, and the memory layout of scales."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_static_scale_is_one_float32() -> None:
 
 
 def test_specs_are_values() -> None:
-    """They are part of the key under which prepared calls are found again."""
+    """Specs are part of the cache key of prepared calls."""
     a, b = allnorm.Fp8PerGroup(64, "column_major"), allnorm.Fp8PerGroup(64, "column_major")
     assert a == b
     assert hash(a) == hash(b)

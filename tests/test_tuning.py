@@ -1,4 +1,4 @@
-"""Tables of what is fastest: what a file may say, who uses it, and that bits never depend on it."""
+"""Tuning tables: valid contents, which table is used, and that results do not depend on it."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ def test_different_devices_have_no_table_in_common() -> None:
 
 
 def test_the_rate_of_the_link_is_that_of_the_first_table() -> None:
-    """The user's, even where it says that none helps: its curves were measured like that."""
+    """The user's rate is used even if it is 0, because its curves were measured with it."""
     curves = {("bfloat16", "norm"): [Curve(64, (Step(None, "two_shot"),))]}
     for tuned, expected in ((0.0, 0.0), (300.0, 300.0)):
         own = tuning.RankTables(found(digest="a"), Measured(curves, tuned), Measured(curves, 369.0))
@@ -282,7 +282,7 @@ def choose(tokens: int, hidden_size: int, *kind: str, tables: Any = (TABLE,)) ->
         (4, 8192, "two_shot", 0),
         (99, 8192, "two_shot", 0),
         (100, 8192, "two_shot", 64),
-        # Nearest of the hidden sizes, at the same number of bytes.
+        # The nearest hidden size, at the same number of bytes.
         (20, 1024, "one_shot", 0),
         (21, 1024, "two_shot", 0),
         (1, 16384, "one_shot", 0),
@@ -310,7 +310,7 @@ WIDE = Table(
 def test_blocks_to_a_row_are_those_of_rows_as_wide(
     tokens: int, hidden_size: int, cluster_size: int
 ) -> None:
-    """Wider rows may not fit into as many blocks, narrower ones may leave them without work."""
+    """Wider rows may need more blocks, and narrower ones may leave blocks without work."""
     assert choose(tokens, hidden_size, tables=(WIDE,)).cluster_size == cluster_size
 
 
@@ -365,7 +365,7 @@ def test_one_width_alone_does_not_decide_for_all() -> None:
 
 
 def test_tables_do_not_admit() -> None:
-    """A table says what is fastest, never what can run, nor does it overrule the caller."""
+    """A table decides what is preferred, not what can run, and does not override the caller."""
     traits = policy.Traits("cuda", 4, tables=(TABLE,))
     none = {"one_shot": 0, "two_shot": 10}
     plan = policy.choose(traits, 1, 2048, 2, none)
@@ -399,7 +399,7 @@ def created(folder: pathlib.Path) -> tuple[allnorm.Communicator, list[str]]:
 
 
 def check_calls(comm: allnorm.Communicator) -> list[policy.Plan]:
-    """Bits of everything that a table could change; returns the plans."""
+    """Checks the results of all calls that a table could change; returns the plans."""
     plans = []
     for shape in SHAPES:
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -442,7 +442,7 @@ def test_a_communicator_uses_the_table(pool: RankPool, tmp_path: pathlib.Path) -
 def use_own_tables(
     rank: int, world_size: int, folder: pathlib.Path, kind: str
 ) -> tuple[list[policy.Plan], list[str]]:
-    """Ranks whose tables differ would hang, or be told that they diverge, if each used its own."""
+    """Ranks with different tables would hang or diverge if each used its own."""
     own = folder / str(rank)
     algorithm = "one_shot" if rank == 0 else "two_shot"
     if kind == "different":
@@ -477,7 +477,7 @@ def test_tables_that_differ_are_used_by_no_rank(
 
 
 def capture_and_replay(rank: int, world_size: int, folder: pathlib.Path) -> None:
-    """What a graph does was chosen at its capture, whatever is stored later."""
+    """A graph keeps the choice made at its capture, even if a table is stored later."""
     if rank == 0:
         write(folder, world_size, entry((None, "one_shot"), hidden_size=64))
     torch.distributed.barrier()
@@ -507,7 +507,7 @@ def test_capture_and_replay_choose_alike(pool: RankPool, tmp_path: pathlib.Path)
 
 
 def blocks(rank: int, world_size: int, folder: pathlib.Path) -> None:
-    """Tables may limit the blocks of a launch; the bits are the same."""
+    """Tables may limit the blocks of a launch without changing results."""
     for num_blocks in (1, 2, 7, 64, 132, 1000):
         if rank == 0:
             table = entry((None, "two_shot"), hidden_size=64)
@@ -538,7 +538,7 @@ MANY_ROWS = (
 
 
 def limited(rank: int, world_size: int, folder: pathlib.Path) -> None:
-    """So may the caller; the smaller limit counts, and the bits are the same."""
+    """The caller may limit blocks too; the smaller limit applies, and results do not change."""
     table = entry((None, "two_shot"), hidden_size=64)
     table["steps"][0]["num_blocks"] = 40
     if rank == 0:

@@ -1,6 +1,6 @@
-"""Stand-ins for the libraries that `bench` compares with: right results, out of gloo's collectives.
+"""Fakes of the peer libraries of `bench`, which compute right results by gloo's collectives.
 
-They have the signatures that the adapters rely on, by keyword and position, and record calls.
+They have the signatures that the adapters use, by keyword and position, and record calls.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _reduce(x: torch.Tensor) -> torch.Tensor:
 
 
 def _module(name: str, **attributes: Any) -> types.ModuleType:
-    """A module, known to its parents, which are made too."""
+    """Registers a module and its parent packages."""
     parent, _, leaf = name.rpartition(".")
     module = sys.modules.setdefault(name, types.ModuleType(name))
     module.__path__ = []
@@ -229,7 +229,7 @@ def all_reduce_residual_norm(
 
 
 def overwriting_norm(x: torch.Tensor, *args: Any, **options: Any) -> Any:
-    """Right while three arms are checked on two buffer sets each; then it destroys its input."""
+    """Returns right results for three arms on two buffer sets; then it overwrites its input."""
     found = all_reduce_residual_norm(x, *args, **options)
     if sum(name == "sglang" for name, _ in calls) > 6:
         x.zero_()

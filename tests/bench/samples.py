@@ -1,4 +1,4 @@
-"""Measurements as a run would give them."""
+"""Sample measurements."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def merge(ranks: list[list[dict[str, Any]]], modes: list[Mode] = MODES) -> list[
 
 
 def two_ranks(error: str = "") -> list[Measurement]:
-    """Two shapes, three arms; rank 1 takes 1 us longer."""
+    """Returns measurements of two shapes and three arms; rank 1 takes 1 us longer."""
     return merge(
         [
             [
@@ -46,7 +46,7 @@ def two_ranks(error: str = "") -> list[Measurement]:
 
 
 def measurement(arm: str, p50_us: float, **changes: Any) -> Measurement:
-    """One arm at 16x4096, two ranks."""
+    """Returns a measurement of one arm at 16x4096 on two ranks."""
     values: dict[str, Any] = {
         "shape": SHAPES[1],
         "mode": Mode(),

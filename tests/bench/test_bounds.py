@@ -1,4 +1,4 @@
-"""The error bound of other arms: wide enough for honest roundings, too narrow for mistakes."""
+"""The error bounds of other arms: they accept correct rounding and reject mistakes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def case_of(dtype: str, numerics: str = "rounded", weight_bias: float = 0.0) -> 
 
 
 def ring(case: Case, xs: tuple[torch.Tensor, ...] | None = None, eps: float = 1e-5) -> Outcome:
-    """What an all-reduce that rounds at every hop, backwards, and PyTorch's norm give."""
+    """Returns the results of PyTorch's norm after an all-reduce in reverse that rounds each hop."""
     batch = case.batches[0]
     xs = batch.xs if xs is None else xs
     total = xs[-1]
@@ -69,7 +69,7 @@ def test_mistakes_do_not(dtype: str, mistake: str) -> None:
 
 
 def in_two_steps(case: Case, wrong: str = "") -> Outcome:
-    """A post norm and sums over experts as PyTorch computes them, with a mistake in one of them."""
+    """Returns PyTorch's results with a post norm or experts, with an optional mistake."""
     batch, norm = case.batches[0], case.post_norm
     xs = list(batch.xs)
     if case.experts:
@@ -138,7 +138,7 @@ def test_mistaken_quantisation_does_not(quant: str, mistake: str) -> None:
         if quant == "per_tensor":
             pytest.skip("its scale is given")
         scale[2, 0] = scale[2, 0] * 2 if scale.dtype == torch.float32 else scale[2, 0] + 1
-    elif mistake == "truncated":  # towards zero instead of to nearest
+    elif mistake == "truncated":  # rounds toward zero instead of to nearest
         scales = bounds.scale_of_elements(scale, spec, 8, HIDDEN)
         exact = case.expected[0][0].float() / scales
         too_far = quantized.float().abs() > exact.abs()

@@ -1,4 +1,4 @@
-"""Regressions: what belongs together, and by how much two measurements may differ."""
+"""Regressions: matching of rows, and the tolerance between two measurements."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def one(before: list[dict[str, Any]], now: dict[str, Any]) -> bench_compare.Chan
 @pytest.mark.parametrize(
     ("before", "now", "regressed"),
     [
-        ([row(10.0)], row(10.19), False),  # 2 % is what two quiet runs differ by
+        ([row(10.0)], row(10.19), False),  # 2 %: the variation between quiet runs
         ([row(10.0)], row(10.21), True),
-        ([row(1.0)], row(1.09), False),  # and so is 0.1 us
+        ([row(1.0)], row(1.09), False),  # 0.1 us: the variation between quiet runs
         ([row(1.0)], row(1.11), True),
         ([row(10.0, spread_us=1.0)], row(10.9), False),
         ([row(10.0, spread_us=1.0)], row(11.1), True),
@@ -149,10 +149,10 @@ def on_cpu(arm: str, p50_us: float) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("now_us", "gloo_us", "regressed"),
     [
-        (12.5, 125.0, False),  # all have become slower by as much
+        (12.5, 125.0, False),  # all arms are slower by the same factor
         (12.5, 100.0, True),
         (12.8, 125.0, True),
-        (10.0, 80.0, False),  # gloo alone has become faster: no fault of this library's
+        (10.0, 80.0, False),  # only gloo is faster, which is not a regression of allnorm
     ],
 )
 def test_on_cpu_arms_are_judged_beside_the_others(

@@ -1,4 +1,4 @@
-"""The transformer of `allnorm e2e`: sharded as alone, cached as recomputed."""
+"""The transformer of `allnorm e2e`: sharding and the key-value cache do not change results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def prompts(model: Transformer) -> torch.Tensor:
 
 
 def generate(rank: int, world_size: int, name: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Tokens, and this rank's part of the logits of each step, in float32."""
+    """Returns tokens, and this rank's part of the logits of each step in float32."""
     model = e2e_models.find(name)
     made = weights.make(model, rank, world_size, torch.float32, CPU)
     generation = Generation(model, made, prompts(model), TOKENS)
@@ -50,7 +50,7 @@ def test_sharded_as_alone(name: str) -> None:
 
 
 def plain(model: Transformer, w: Weights, tokens: torch.Tensor) -> torch.Tensor:
-    """The same model written out for one sequence, without a cache: logits of its last token."""
+    """Computes the logits of the last token of a sequence by plain code without a cache."""
 
     def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + model.eps) * weight
@@ -142,7 +142,7 @@ def test_experts_are_shared_by_their_inner_size() -> None:
 
 
 def test_experts_return_a_row_for_every_choice() -> None:
-    """Of more experts than choices, so that some have no row."""
+    """Has more experts than choices, so that some experts have no row."""
     model = e2e_models.find("tiny-moe", num_layers=1)
     (layer,) = weights.make(model, 0, 1, torch.bfloat16, CPU).layers
     normed = torch.randn(3, model.hidden_size, generator=torch.manual_seed(1)).bfloat16()
@@ -158,7 +158,7 @@ def test_experts_return_a_row_for_every_choice() -> None:
 
 
 def test_weights_with_a_bias_are_those_without_it() -> None:
-    """So an arm that adds it beforehand multiplies by the same numbers."""
+    """Ensures that an arm that adds the bias beforehand multiplies by the same numbers."""
     model = e2e_models.find("tiny-gemma", num_layers=1)
     biased, plain = (
         weights.make(replace(model, weight_bias=bias), 0, 1, torch.bfloat16, CPU)

@@ -1,4 +1,4 @@
-"""Other libraries at the sites of a model: stand-ins that compute with gloo, on CPU ranks."""
+"""Peer libraries at the sites of a model: fakes that use gloo, on CPU ranks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_library_computes_what_the_torch_arm_does() -> None:
         (batch_size, arm) for batch_size in (1, 2) for arm in PEER_ARMS
     ]
     for record in records:
-        # The stand-ins' all-reduce and norm are those of the torch arm, or its bits here.
+        # The fakes' all-reduce and norm are those of the torch arm, or bit-identical to them.
         assert record["finite"]
         assert record["logits_max_diff"] == 0, record["arm"]
         assert record["tokens_equal_torch"] == record["num_tokens"]
@@ -79,7 +79,7 @@ def test_a_kernel_without_a_post_norm_is_missing() -> None:
 
 
 def test_where_a_library_has_no_kernel_nccl_takes_its_place() -> None:
-    """SGLang knows bfloat16 only."""
+    """SGLang supports bfloat16 only."""
     records, missing, calls = run_ranks(with_fakes, 2, args=(job("sglang", dtype="float32"),))[0]
     assert missing == {}
     assert [record["arm"] for record in records] == ["sglang", "sglang"]

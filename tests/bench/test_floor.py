@@ -1,4 +1,4 @@
-"""Bytes on the wire and what they take: the figures of the protocol."""
+"""The wire floor: bytes that the protocol sends, and their time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kinds of results and the names of arms."""
+"""Modes and the names of their arms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Other libraries as arms: the calls they get, and what happens where they are missing or fail."""
+"""Peer libraries as arms: the calls that they receive, and missing or failing libraries."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def job(*names: str, modes: tuple[Mode, ...] = (Mode(),), **changes: Any) -> ran
 
 
 def on_cpu(rank: int, world_size: int, what: ranks_bench.Job) -> tuple[Records, list[Any]]:
-    """The benchmark with peers that would run on GPUs only."""
+    """Runs the benchmark with fakes of peers that support only GPUs."""
     bench_modes.peer_names = lambda device, mode: [] if mode.residual_sharded else [*peers.REGISTRY]
     for peer in peers.REGISTRY.values():
         peer.device_type = "cpu"
@@ -64,7 +64,7 @@ def with_overwriting_sglang(rank: int, world_size: int, what: ranks_bench.Job) -
 
 
 def results(ranks: list[tuple[Records, list[Any]]]) -> Records:
-    """The records, which must be alike on all ranks but for their times."""
+    """Returns the records, which must be equal on all ranks except their times."""
     plain = [
         [{k: v for k, v in record.items() if not k.endswith("_us")} for record in records]
         for records, _ in ranks
@@ -170,7 +170,7 @@ def test_an_older_sglang_has_the_plain_all_reduce_only() -> None:
 
 
 class Failing(Peer):
-    """Fails on rank 1 alone, where its `where` says."""
+    """A peer that fails on rank 1 only, in the step that `where` names."""
 
     name = "failing"
     device_type = "cpu"
@@ -251,7 +251,7 @@ def test_an_exception_is_one_line() -> None:
 
 
 class InPlace(Peer):
-    """Its reduction works in place."""
+    """A peer whose reduction works in place."""
 
     name = "in_place"
     device_type = "cpu"
@@ -277,7 +277,7 @@ def test_a_peer_that_overwrites_its_inputs_has_its_own() -> None:
     setting = Setting(1, 2, cpu, torch.float32, None, (case.shape,))  # type: ignore[arg-type]
     peer = InPlace(setting)
     (reduction,) = peers.Peers([], cpu, torch.float32, ())._reductions(peer, case)
-    assert torch.equal(reduction.call(0), first + 1)  # it starts from what the others have
+    assert torch.equal(reduction.call(0), first + 1)  # it starts from the inputs of the other arms
     assert case.checksums() == made
     with reduction.capturing():
         assert peer.captures == 1

@@ -1,4 +1,4 @@
-"""What runs inside the ranks: every arm of every mode is right, and what is wrong is seen."""
+"""The code in the ranks: every arm of every mode is right, and wrong results are detected."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_every_arm_is_right(
 
 @pytest.mark.parametrize("numerics", ["rounded", "vllm"])
 def test_what_comes_before_the_residual(numerics: str) -> None:
-    """Post norms and experts, beside the calls in two launches, in every arm and yardstick."""
+    """Runs post norms and experts in every arm and yardstick, including calls in two launches."""
     changes = ({"post_norm": True}, {"experts": 3}, {"experts": 1})
     modes = [
         Mode(quant, sharded, **change)
@@ -138,7 +138,7 @@ def samples_of_ranks(rank: int, world_size: int) -> clock.Samples:
 
 
 def test_who_waits_for_others_does_not_count() -> None:
-    """Replay by replay: the shortest of the ranks' times where they wait, else the longest."""
+    """Per replay, the shortest of the ranks' times counts if they wait, otherwise the longest."""
     expected = {"waits": [21.0, 20.0], "alone": [6.0, 7.0]}
     assert run_ranks(samples_of_ranks, 2) == [expected, expected]
 
@@ -173,7 +173,7 @@ def test_samples_beyond_a_product() -> None:
 
 
 class Wrong(allnorm.Communicator):
-    """Returns a normed row that one rank got wrong by a bit."""
+    """Returns a normed row with one wrong bit on one rank."""
 
     def all_reduce_add_rms_norm(self, *arguments: Any, **options: Any) -> Any:
         normed, residual = super().all_reduce_add_rms_norm(*arguments, **options)
@@ -220,7 +220,7 @@ def test_what_a_call_must_return_may_not_be_missing() -> None:
 
 
 class Event:
-    """Stands in for a CUDA event: the first graph takes 2 us a replay, the second one fails."""
+    """A fake CUDA event: the first graph takes 2 us per replay, the second one fails."""
 
     now_ms = 0.0
 

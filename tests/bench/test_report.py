@@ -1,4 +1,4 @@
-"""From the ranks' records to measurements, rows, tables and the headline."""
+"""Conversion of the ranks' records to measurements, rows, tables and the headline."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_a_narrow_table_leaves_out_the_tail() -> None:
 
 
 def test_the_floor_and_how_much_of_it_is_reached() -> None:
-    # 16 x 4096 x 2 bytes there and back between two ranks, at 350 GB/s
+    # 16 x 4096 x 2 bytes in each direction between two ranks, at 350 GB/s
     sixteen = two_ranks()[3]
     assert sixteen.floor_us == pytest.approx(16 * 4096 * 2 / 350e3)
     assert sixteen.floor_share == pytest.approx(sixteen.floor_us / 9.0)

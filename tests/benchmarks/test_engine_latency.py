@@ -1,4 +1,4 @@
-"""The engines' latency benchmarks without an engine: their clock, settings and weights."""
+"""The latency benchmarks of engines, without an engine: clock, settings and weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def load(name: str) -> Iterator[ModuleType]:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up; the others import it
+    sys.modules[name] = module  # dataclasses look up their module; the other scripts import it
     spec.loader.exec_module(module)
     yield module
     del sys.modules[name]
@@ -50,7 +50,7 @@ def weights() -> Iterator[ModuleType]:
 
 
 class Engine:
-    """Prefills in 20, 60, 20, 60... ms, then 2 ms a token; tells the latter, or does not."""
+    """Prefills take 20, 60, 20, 60... ms, tokens 2 ms, which it optionally reports."""
 
     def __init__(self, latency: ModuleType, tells: bool) -> None:
         self._made, self._tells, self._calls = latency.Generation, tells, 0
@@ -74,7 +74,7 @@ def test_prefills_do_not_blur_what_the_engine_tells(latency: ModuleType) -> None
 def test_without_it_the_time_to_the_first_token_is_taken_off(latency: ModuleType) -> None:
     row = latency.latency(Engine(latency, tells=False), [[1, 2], [3]], 64, 5)
     assert row["decode_ms"] is None
-    # Of one token, 60 ms every time; with 64, 20 + 126.
+    # One token takes 60 ms every time; 64 tokens take 20 + 126 ms.
     assert row["ttft_ms"] == 60.0
     assert row["tpot_ms"] == pytest.approx((146 - 60) / 63, abs=1e-4)
 
@@ -160,7 +160,7 @@ def test_fp8_is_an_override_of_the_configuration(vllm_latency: ModuleType) -> No
 
 
 class Linear(torch.nn.Module):
-    """As vLLM leaves FP8 layers after loading: a transposed view, scales of any kind."""
+    """An FP8 layer as vLLM leaves it after loading: a transposed view, and various scales."""
 
     def __init__(self, *, block: bool) -> None:
         super().__init__()

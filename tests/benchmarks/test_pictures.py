@@ -1,4 +1,4 @@
-"""The pictures of README and site: what the script makes of the stored rows, nothing else."""
+"""The pictures of README and site: they equal what the script draws from the stored rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def pictures() -> ModuleType:
 
 
 def test_each_is_what_the_script_makes(pictures: ModuleType, tmp_path: pathlib.Path) -> None:
-    """Byte for byte: `make pictures` after a change of rows or of the script."""
+    """Run `make pictures` after a change of rows or of the script."""
     assert PINNED
     drawn = {path.name: path.read_bytes() for path in pictures.draw(tmp_path)}
     assert drawn.keys() == {path.name for path in (ROOT / "docs" / "pictures").iterdir()}
@@ -33,7 +33,7 @@ def test_each_is_what_the_script_makes(pictures: ModuleType, tmp_path: pathlib.P
 
 
 def test_charts_are_of_every_library(pictures: ModuleType) -> None:
-    """Which times a chart has, project/test_figures.py compares with the tables beside it."""
+    """project/test_figures.py compares the times of a chart with the table on its page."""
     for chart in pictures.CHARTS.values():
         rows = pictures.chart_rows(chart)
         assert rows.keys() == pictures.LIBRARIES.keys()

@@ -74,7 +74,7 @@ def test_a_panel_shows_every_arm_and_the_floor() -> None:
     text = bench_plot.svg(samples(), Panel(2, Mode(), 4096))
     for word in ("allnorm", "gloo+torch", "gloo+local", "wire floor", "tokens", "us per call"):
         assert f">{word}" in text
-    assert "sglang" not in text  # it has not run
+    assert "sglang" not in text  # it did not run
     assert "currentColor" in text
     quantized = bench_plot.svg(samples(), Panel(2, Mode("per_group:128"), 4096))
     assert "per_group:128" in quantized

@@ -113,7 +113,7 @@ def test_a_regression_is_the_exit_code(
 
 def test_bench_refuses_what_it_cannot_compare_with_before_it_measures(tmp_path: Path) -> None:
     arguments = ("bench", "--device", "cpu", "--compare", str(tmp_path / "none.jsonl"))
-    # Wide enough for a temporary folder's path in one line.
+    # Wide enough for the path of a temporary folder in one line.
     done = CliRunner().invoke(app, arguments, env={"COLUMNS": "400"})
     assert done.exit_code == 2
     assert "none.jsonl" in unwrapped(done.output)
@@ -191,7 +191,7 @@ def test_wrong_arguments_are_explained(arguments: tuple[str, ...], complaint: st
 def test_a_long_path_does_not_hide_what_is_wrong(tmp_path: Path) -> None:
     folder = tmp_path.joinpath(*["a-folder-with-a-long-name"] * 4)
     folder.mkdir(parents=True)
-    for length in range(40):  # so that the message is folded at every word
+    for length in range(40):  # so that the message is wrapped at every word
         file = folder / ("x" * length + ".txt")
         file.write_text("")
         done = CliRunner().invoke(app, ("bench", "--json", str(file / "rows.jsonl")))
@@ -220,7 +220,7 @@ def test_help_has_an_example_that_is_understood() -> None:
 def test_results_are_kept_where_the_file_has_become_unwritable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The folder turns into a file while ranks measure: the rows go elsewhere, and it counts."""
+    """If the folder becomes a file during the run, rows go to a different file; exit code 1."""
     folder = tmp_path / "results"
     path = folder / "rows.jsonl"
     monkeypatch.setattr(output, "_instead", {})

@@ -1,4 +1,4 @@
-"""`allnorm e2e` on CPU ranks: it passes, its rows are whole, and a wrong call makes it fail."""
+"""`allnorm e2e` on CPU ranks: it passes, its rows are complete, and a wrong call makes it fail."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_what_comes_before_the_residual_changes_no_token(model: str, tmp_path: P
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [row["arm"] for row in rows] == ARMS * 2
     for row in rows:
-        # Two ranks have one order of sums, and the weights one value in every arm.
+        # With two ranks the order of sums does not matter, and all arms have equal weights.
         assert row["logits_max_diff"] == 0, row["arm"]
         assert row["steps_equal_unfused"] == row["steps_checked"] == 4
         assert row["tokens_equal_torch"] == row["num_tokens"]
@@ -118,7 +118,7 @@ def test_one_rank() -> None:
 
 
 class Wrong(allnorm.Communicator):
-    """Returns a normed row that one rank got wrong, unless asked for "unfused"."""
+    """A communicator with a wrong normed row on one rank, unless the algorithm is "unfused"."""
 
     value = -3.0
 
@@ -164,7 +164,7 @@ def test_a_wrong_call_is_the_exit_code(
     rows = {row["arm"]: row for row in map(json.loads, path.read_text().splitlines())}
     for complaint in complaints:
         assert complaint in rows["allnorm"]["error"]
-    # What one arm leaves behind spoils no other.
+    # A wrong arm does not affect later arms.
     assert all(rows[arm]["error"] == "" and rows[arm]["finite"] for arm in ARMS[1:])
 
 
@@ -231,7 +231,7 @@ def test_the_slowest_rank_and_the_worst_result_count() -> None:
 
 
 def test_published_dimensions() -> None:
-    """The number of parameters in billions, embedding and head not shared."""
+    """Compares the number of parameters in billions, with separate embedding and head."""
     expected = {"llama-3.1-8b": 8.03, "llama-3.1-70b": 70.6, "qwen3-32b": 32.8}
     expected |= {"qwen3-30b-a3b": 30.5, "gemma-3-27b": 27.0 + 262208 * 5376 / 1e9}
     for name, billions in expected.items():
@@ -248,7 +248,7 @@ def test_every_model_can_be_shared_by_as_many_ranks_as_it_has_key_heads() -> Non
         e2e_models.check_world_size(m, m.num_kv_heads)
         for shared in (m.num_heads, m.intermediate_size, m.vocab_size):
             assert shared % m.num_kv_heads == 0, m.name
-        assert m.vocab_size <= 1 << 24  # tokens travel as float32
+        assert m.vocab_size <= 1 << 24  # tokens are sent as float32
         assert m.hidden_size % 8 == 0
 
 

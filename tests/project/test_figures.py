@@ -1,4 +1,4 @@
-"""Every measured figure of the pages is in a stored row, of the file and commit named beside it."""
+"""Compares every measured figure of the pages with the stored rows that the page cites."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Section(NamedTuple):
     text: str
 
     def rows(self) -> list[Row]:
-        """Of the files and commits that it names."""
+        """Returns the rows of the files and commits named in the text."""
         files = set(re.findall(r"([\w-]+\.jsonl)", self.text)) - {"bench.jsonl"}
         commits = tuple(re.findall(r"commit ([0-9a-f]{7})", self.text))
         stored = [
@@ -36,7 +36,7 @@ class Section(NamedTuple):
         return [row for row in stored if str(row.get("commit")).startswith(commits)]
 
     def tables(self) -> Iterator[list[list[str]]]:
-        """Cells of each table, its heading first."""
+        """Returns the cells of each table, its heading first."""
         for block in re.findall(r"(?:^\|.*\n)+", self.text, re.MULTILINE):
             lines = [line.strip().strip("|").split("|") for line in block.splitlines()]
             yield [[cell.strip(" *") for cell in line] for line in [lines[0], *lines[2:]]]
@@ -53,11 +53,11 @@ def by_heading(start: str) -> Section:
 
 
 def rounds_to(value: float | None, text: str) -> bool:
-    """Whether a value is the number that is printed, to as many digits."""
+    """Returns whether a value rounds to the printed number."""
     if value is None or not math.isfinite(value):
         return False
     digits = len(text.partition(".")[2])
-    # What lies on the edge between two numbers may be printed as either.
+    # A value halfway between two numbers may be printed as either.
     return abs(value - float(text)) <= 0.5 * 10**-digits * (1 + 1e-9) + 1e-9
 
 
@@ -70,7 +70,7 @@ def label_of(row: Row) -> str:
 
 
 def values(rows: list[Row]) -> list[float]:
-    """What a cell about these rows may say."""
+    """Returns the values that a cell about these rows may have."""
     return [row[field] for row in rows for field in FIELDS if row.get(field) is not None]
 
 
@@ -107,7 +107,7 @@ def test_each_cell_is_in_a_row_of_its_shape(section: Section) -> None:
 
 @pytest.mark.parametrize(("start", "name"), [("Two GPUs", "h200x2"), ("Four GPUs", "h200x4")])
 def test_columns_are_whose_they_say(start: str, name: str) -> None:
-    """Libraries' columns, by the rows that the picture above the table is drawn from."""
+    """Compares the columns of libraries with the rows of the picture above the table."""
     pictures = script("benchmarks/pictures.py")
     (table,) = by_heading(start).tables()
     heading, *lines = table
@@ -179,7 +179,7 @@ def test_times_in_sentences_are_in_rows(section: Section) -> None:
             assert any(rounds_to(value, number) for value in known), f"{section.heading}: {number}"
 
 
-# page: the rows of each pair of lines of its table, engine's defaults and with allnorm
+# Per page: the rows of each pair of lines of its table (engine's defaults, and with allnorm).
 GUIDES = {
     "vllm.md": (
         ("h100x2-vllm-8b.jsonl", "4b24109"),
@@ -195,7 +195,7 @@ GUIDES = {
 
 
 def engine_times(file: str, commit: str) -> dict[str, dict[int, float]]:
-    """Milliseconds for each output token by arm and batch."""
+    """Returns the milliseconds per output token by arm and batch."""
     pictures = script("benchmarks/pictures.py")
     return pictures.engine_times(pictures.Source(file, commit))
 

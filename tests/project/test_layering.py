@@ -1,4 +1,4 @@
-"""Rules about sources that no linter knows. Imports of Python are contracts in pyproject.toml."""
+"""Rules about sources that linters do not check. Rules about imports are in pyproject.toml."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "allnorm"
 CSRC = ROOT / "csrc"
 
-# A pattern, and the only file of the package in which it may stand.
+# A pattern, and the only file of the package in which it may occur.
 ONE_HOME = {
     r"\bCUDAGraph\(\)|capture_error_mode": "testing/timing.py",
     r"torch\.cuda\.Event\(": "testing/timing.py",
@@ -32,21 +32,21 @@ CSRC_ALLOWED = {
     "tests": {"", "abi", "protocol", "cpu", "gpu", "tests"},
 }
 
-# What is orthogonal on GPUs: a header of one kind includes no header of another.
+# Orthogonal parts of the kernels: a header of one kind must not include a header of another kind.
 CSRC_KINDS = {"sources", "transports", "formats", "epilogue"}
 
 # Headers of a GPU vendor: found by the include path, so that another vendor's folder, or the fibers
 # of csrc/tests/shim, can stand in its place.
 CSRC_LEAF = {path.name for path in (CSRC / "gpu" / "cuda").iterdir()}
 
-# Headers of others by name, and where they may be included.
+# Third-party headers, and the files that may include them.
 CSRC_FOREIGN = {
     r"(torch|ATen|c10|pybind11)/": r"(?!)",
     r"Python\.h": r"python/ref\.h",
     r"cuda": r"gpu/cuda/|tests/fake_cuda/|protocol/numerics\.h",
 }
 
-# A pattern, and the files of csrc in which it may stand.
+# A pattern, and the files of csrc in which it may occur.
 CSRC_CONFINED = {
     r"\basm\b|__asm__": {"gpu/cuda/memory.cuh", "cpu/memory.h"},
     r"<<<|\bcudaLaunch\w+": {

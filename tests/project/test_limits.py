@@ -1,4 +1,4 @@
-"""Tests bear a machine ten times slower: their limits only guard against hangs."""
+"""Time limits of tests only guard against hangs, so tests pass on ten times slower machines."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def short_limits(source: str) -> list[str]:
 
 @pytest.mark.parametrize("path", sorted(TESTS.rglob("*.py")), ids=lambda path: path.name)
 def test_limits_bear_slow_machines(path: pathlib.Path) -> None:
-    # Tests of the limits of RankPool itself need short ones.
+    # Tests of RankPool's own time limits need short limits.
     if path.name != "test_spawn.py":
         assert not short_limits(path.read_text())
 

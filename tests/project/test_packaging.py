@@ -1,4 +1,4 @@
-"""What is installed: the wheel's tag and contents, and what its libraries need and export."""
+"""The installed package: tag and contents of the wheel, imports and exports of its libraries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import allnorm
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 LIBRARIES = pathlib.Path(allnorm.__file__).parent / "lib"
 
-# What every Linux has. Not among them: libstdc++ and libcudart, which are linked statically.
+# Libraries of every Linux. libstdc++ and libcudart are missing, because they are linked statically.
 SYSTEM_LIBRARIES = re.compile(
     r"(libc|libm|libdl|librt|libpthread|libgcc_s|ld-linux-[\w-]+)\.so\.\d+"
 )
@@ -93,7 +93,7 @@ def test_lacks_only_what_the_system_and_python_have(library: pathlib.Path) -> No
 def test_needs_no_newer_glibc_than_it_says(
     library: pathlib.Path, distribution: importlib.metadata.Distribution
 ) -> None:
-    """Of a wheel for other machines."""
+    """Checks a wheel for other machines."""
     wheel = email.message_from_string(distribution.read_text("WHEEL") or "")
     promised = re.search(r"manylinux_(\d+)_(\d+)", wheel["Tag"])
     if promised is None:
@@ -120,7 +120,7 @@ def test_wheel_contents(distribution: importlib.metadata.Distribution) -> None:
     assert "allnorm/py.typed" in files
     assert any(name.endswith("licenses/LICENSE") for name in files)
     assert "allnorm/cli/bench_page.html.j2" in files
-    # Python, libraries, tables of crossovers and a template: no headers, sources or archives.
+    # Python files, libraries, tuning tables and a template; no headers, sources or archives.
     assert [f for f in files if f.startswith("allnorm/") and not is_shipped(f)] == []
 
 

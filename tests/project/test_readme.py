@@ -24,7 +24,7 @@ def test_the_two_commands_are_named() -> None:
 
 
 def cells(heading: str) -> list[list[str]]:
-    """The rows of the table below a heading line, its own included."""
+    """Returns the rows of the table below a heading line, including its header row."""
     lines = README[README.index(heading) :].splitlines()
     table = [line for line, _ in zip(lines, iter(lambda: 0, 1), strict=False)]
     end = next(i for i, line in enumerate(table) if not line.startswith("|"))

@@ -1,4 +1,4 @@
-"""Quantisation and shards in the reference, against a scalar transcription of the page."""
+"""Quantization and shards of the reference, compared with a scalar version of the numerics page."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FP8 = torch.float8_e4m3fn
 
 
 def e4m3_value(code: int) -> float:
-    """From the definition: sign, 4 bits of exponent with bias 7, 3 of mantissa; 0x7f is NaN."""
+    """Decodes e4m3fn: sign, 4 exponent bits with bias 7, 3 mantissa bits; 0x7f is NaN."""
     sign, exponent, mantissa = -1.0 if code & 0x80 else 1.0, code >> 3 & 15, code & 7
     if exponent == 15 and mantissa == 7:
         return math.nan
@@ -32,7 +32,7 @@ POSITIVE = np.array([e4m3_value(code) for code in range(127)])
 
 
 def scalar_e4m3(value: np.float32) -> int:
-    """e4m3fn(clamp(value)), nearest, ties to the even code."""
+    """Computes e4m3fn(clamp(value)), rounding to nearest, ties to the even code."""
     if np.isnan(value):
         return 0x7F
     size = min(abs(float(value)), 448.0)
@@ -104,7 +104,7 @@ def test_ties_and_their_neighbours() -> None:
 
 
 def rows_of_many_sizes(dtype: torch.dtype, hidden_size: int) -> torch.Tensor:
-    """Rows from denormal to overflowing, in which groups differ in size too."""
+    """Makes rows from denormal to overflowing, whose groups differ in magnitude too."""
     largest = math.log2(torch.finfo(dtype).max)
     smallest = math.log2(torch.finfo(dtype).smallest_normal)
     exponents = torch.linspace(smallest - 4, largest - 3, 12).round().view(-1, 1)

@@ -1,4 +1,4 @@
-"""The reference against exact arithmetic and against a second, scalar transcription of the page."""
+"""The reference, compared with exact arithmetic and a scalar version of the numerics page."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def fmaf(a: float, b: float, c: float) -> float:
 
 
 def round_to_float32(exact: Fraction) -> float:
-    """Nearest float32, ties to even, with denormals and overflow; +0 for zero."""
+    """Rounds to the nearest float32, ties to even, with denormals and overflow; +0 for zero."""
     if exact == 0:
         return 0.0
     magnitude = abs(exact)
@@ -42,7 +42,7 @@ def round_to_float32(exact: Fraction) -> float:
 
 
 def random_floats(count: int, low: int, high: int, sparse: bool, seed: int) -> torch.Tensor:
-    """Float32 with exponents in [low, high) and, if sparse, few bits set: these make ties."""
+    """Makes float32 with exponents in [low, high); if sparse, with few bits set, to cause ties."""
     generator = torch.Generator().manual_seed(seed)
     mantissa = torch.randint(0, 1 << 24, (count,), generator=generator)
     for _ in range(3 if sparse else 0):
@@ -98,7 +98,7 @@ def test_fma_is_exact_arithmetic_rounded_once(regime: str) -> None:
 
 
 def test_rounding_twice_would_be_seen() -> None:
-    """The naive float64 emulation is wrong here, so the tests above can fail."""
+    """Shows that the tests above can fail: naive float64 emulation is wrong here."""
     a = torch.tensor([1.0 + 2.0**-12])
     c = torch.tensor([2.0**-60])
     # a * a = 1 + 2^-11 + 2^-24: exactly between two float32; c breaks the tie, float64 loses c.
@@ -165,7 +165,7 @@ def scalar_butterfly(lanes: list[np.float32]) -> np.float32:
 
 
 def scalar_round(value: np.float32, dtype: torch.dtype) -> np.float32:
-    """f(T(value)), without torch."""
+    """Computes f(T(value)) without torch."""
     if dtype == torch.float32:
         return value
     if dtype == torch.float16:
@@ -257,7 +257,7 @@ def test_reference_is_the_scalar_transcription(
 
 @pytest.mark.parametrize("dtype", **dtype_ids)
 def test_modes_differ_where_they_should(dtype: torch.dtype) -> None:
-    """In 16 bits all four modes give other bits; in float32 rounding is nothing, so all agree."""
+    """In 16 bits all four modes differ; in float32 they agree, because rounding has no effect."""
     xs = all_inputs(4, (16, 4096), dtype)
     residual = shared_input((16, 4096), dtype, "residual")
     weight = shared_input((4096,), dtype, "weight")
@@ -277,14 +277,14 @@ def test_close_to_torch_rms_norm(dtype: torch.dtype) -> None:
     normed, residual_out = reference.all_reduce_add_rms_norm(xs, residual, weight, 1e-5)
     exact_sum = sum(x.double() for x in xs).to(dtype).double() + residual.double()
     exact = torch.nn.functional.rms_norm(exact_sum, (2880,), weight.double(), 1e-5)
-    # One rounding to T for each result; normed also sees the rounding of the sum, relative 2^-p.
+    # One rounding to T per result; normed also has the relative error 2^-p of the rounded sum.
     ulp = torch.finfo(dtype).eps
     torch.testing.assert_close(residual_out.double(), exact_sum, rtol=ulp, atol=4 * ulp)
     torch.testing.assert_close(normed.double(), exact, rtol=3 * ulp, atol=8 * ulp)
 
 
 def test_reduced_sum_is_rounded_before_the_residual_is_added() -> None:
-    """Incident 1: the residual added to the unrounded sum gives other bits."""
+    """Incident 1: adding the residual to the unrounded sum gives different bits."""
     xs = [torch.tensor([1.0], dtype=torch.bfloat16), torch.tensor([2.0**-8], dtype=torch.bfloat16)]
     residual = torch.tensor([-1.0], dtype=torch.bfloat16)
     total = reference.all_reduce_add_rms_norm(xs, residual, torch.ones(1), 1e-6)[1]
@@ -309,7 +309,7 @@ def test_negative_zero_keeps_its_sign(dtype: torch.dtype) -> None:
 
 
 def test_weight_bias_is_always_added() -> None:
-    """0.0 + (-0.0) is 0.0: skipping the addition of a zero bias would change a sign."""
+    """0.0 + (-0.0) is 0.0, so skipping the addition of a zero bias would change a sign."""
     normed, _ = reference.add_rms_norm(torch.ones(1, 4), None, torch.full((4,), -0.0), 1e-6)
     assert not torch.signbit(normed).any()
 
@@ -427,10 +427,10 @@ def post_normed(
     scale: float,
     numerics: str,
 ) -> torch.Tensor:
-    """The changed sum, by calls that know nothing of step 1c."""
+    """Computes post norm and scale by calls without step 1c."""
     reduced = reference.all_reduce(inputs)
     if post_norm is not None:
-        # Without a residual both modes of a pair normalise the same.
+        # Without a residual, both modes of a pair normalize the same values.
         mode = {"unrounded": "rounded", "vllm": "transformers"}.get(numerics, numerics)
         reduced, _ = reference.add_rms_norm(
             reduced,
@@ -552,7 +552,7 @@ def test_expert_sum_is_step_zero(
     got = reference.expert_sum(experts)
     assert_same_bits(got, expected.to(dtype))
 
-    # In place of an x it is the x that it makes.
+    # An ExpertSum in place of x gives the same result as its sum.
     other = torch.randn(tokens, hidden_size, generator=generator).to(dtype)
     weight = torch.randn(hidden_size, generator=generator).to(dtype)
     for mine, dense in (([experts, other], [got, other]), ([other, experts], [other, got])):
@@ -582,7 +582,7 @@ def test_expert_sum_of_nothing_is_zero_and_of_no_row_nan() -> None:
     rows[1] = torch.nan
     index = torch.tensor([[0, -1], [-1, -1], [0, 2], [-2, 0]], dtype=torch.int32)
     got = reference.expert_sum(allnorm.ExpertSum(rows, index=index))
-    # Sums begin with 0.0, so no zero keeps its sign; a row that nobody chose is not seen.
+    # Sums start with 0.0, so a zero loses its sign; rows that no token chose are not read.
     assert_same_bits(got[:2], torch.zeros(2, 4))
     assert got[2:].isnan().all()
     empty = allnorm.ExpertSum(rows[:0], index=torch.full((3, 2), -1, dtype=torch.int32))

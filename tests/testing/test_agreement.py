@@ -1,4 +1,4 @@
-"""What ranks tell each other: the same on all of them, also where one of them fails."""
+"""Agreement of ranks: results are equal on all ranks, even if one of them fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The comparison itself: it must see what it is for."""
+"""The comparison of bits: it must detect every difference."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_shape_and_dtype_count() -> None:
 def test_message() -> None:
     expected = torch.ones(4, 8, dtype=torch.bfloat16)
     actual = expected.clone()
-    actual[2, 5] = 1.0078125  # one bfloat16 further
+    actual[2, 5] = 1.0078125  # the next bfloat16
     actual[3, 0] = math.nan
     with pytest.raises(AssertionError) as caught:
         assert_same_bits(actual, expected, "normed")

@@ -1,4 +1,4 @@
-"""Inputs: distinct where they must be, equal where they must be."""
+"""Test inputs: different or equal on ranks and calls, as specified."""
 
 from __future__ import annotations
 

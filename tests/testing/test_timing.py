@@ -59,7 +59,7 @@ def test_calls_per_graph_is_the_rule_of_the_page() -> None:
 
 
 def timed_collective(rank: int, world_size: int) -> tuple[int, int, Timing]:
-    """Ranks of different speed around a collective: other numbers of calls would hang."""
+    """Ranks of different speed call a collective: different numbers of calls would hang."""
     made = 0
 
     def call() -> None:

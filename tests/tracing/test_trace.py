@@ -1,4 +1,4 @@
-"""What a trace counts, and where."""
+"""The counts of a trace, by kind and module."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from allnorm.tracing.collect import Collector, kernel
 
 
 class RMSNorm(torch.nn.Module):
-    """Written out, as models do it."""
+    """An RMSNorm in plain arithmetic, as in models."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
@@ -85,7 +85,7 @@ def count(rank: int, world_size: int) -> dict[str, Any]:
     results["calls"] = (found(report), report.summary())
 
     with pytest.raises(ValueError), allnorm.trace() as report:
-        model(torch.cat([model(x), x[:, :1]], dim=-1))  # the weight is of another width
+        model(torch.cat([model(x), x[:, :1]], dim=-1))  # the weight has a wrong width
     results["raised"] = report.summary()
 
     def compiled(x: torch.Tensor) -> torch.Tensor:
@@ -251,7 +251,7 @@ def test_kernels_of_graphs_are_counted_beside_those_of_operators() -> None:
 
 
 def test_a_kernel_that_waits_for_the_one_before_it_has_its_own_time() -> None:
-    """One that begins early; within another; on another stream; and behind a gap."""
+    """Kernels that start early, within another one, on a different stream, and after a gap."""
     one_shot = next(iter(KERNELS))
     kernels = [
         *((one_shot, 3.0, 7), ("gemm", 0.0, 7), (one_shot, 20.0, 7), (one_shot, 20.0, 7)),
@@ -261,6 +261,6 @@ def test_a_kernel_that_waits_for_the_one_before_it_has_its_own_time() -> None:
         event(name, device=DeviceType.CUDA, start=start, stream=stream)
         for name, start, stream in kernels
     ]
-    # 3 of 5 us, since the product ends at 5; 5; nothing, within the same 5; 5; 5.
+    # 3 of 5 us, because the GEMM ends at 5; 5; none, within the same 5; 5; 5.
     entries = Collector(device).tally.entries()
     assert entries == [Entry("fused", "one_shot", "", 5, 18.0)]

@@ -1,4 +1,4 @@
-"""Which sizes are measured, and what follows, on costs that are known."""
+"""The measured sizes and the resulting steps, for known costs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GRID = crossovers.token_grid(16384, 4)
 
 
 class Clock:
-    """Costs by a formula, and how often somebody asked."""
+    """A fake measurement: costs by a formula, and a record of the measured sizes."""
 
     def __init__(self, **costs: Callable[[int], float]) -> None:
         self.costs = {Candidate(name): cost for name, cost in costs.items()}
@@ -31,7 +31,7 @@ class Clock:
 
 @pytest.mark.parametrize("crossover", [1, 2, 3, 5, 17, 20, 64, 65, 100, 373, 1000, 9999, 15000])
 def test_a_crossover_is_found(crossover: int) -> None:
-    """one_shot costs 3 + t, two_shot 3 + c + t / 4 or so: equal just after `crossover`."""
+    """one_shot costs 3 + t and two_shot about 3 + c + t / 4, equal just after `crossover`."""
     clock = Clock(one_shot=lambda t: 3 + t, two_shot=lambda t: 3 + 0.75 * (crossover + 0.5) + t / 4)
     times = crossovers.search(clock, GRID)
     assert len(clock.asked) == len(set(clock.asked)), "no size is measured twice"
@@ -39,7 +39,7 @@ def test_a_crossover_is_found(crossover: int) -> None:
     first, last = crossovers.steps(times)
     assert (first.algorithm, last) == ("one_shot", Step(None, "two_shot"))
     assert first.max_tokens is not None
-    # Wherever the table is on the wrong side, it loses next to nothing.
+    # Where the table makes the wrong choice, it loses almost no time.
     for tokens in range(1, 16385):
         taken = ONE if tokens <= first.max_tokens else TWO
         found = {c: cost(tokens) for c, cost in clock.costs.items()}

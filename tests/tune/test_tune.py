@@ -1,4 +1,4 @@
-"""`allnorm tune`: wrong candidates are left out, bad tables corrected, stored ones used."""
+"""`allnorm tune`: it excludes wrong candidates and corrects bad tables, and its tables are used."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ONE, TWO = Candidate("one_shot"), Candidate("two_shot")
 def tune_with_defects(
     rank: int, world_size: int, job: ranks_tune.Job, slow: str = "", wrong: str = ""
 ) -> ranks_tune.Result:
-    """The tuner's own code; calls by one algorithm are slow, or wrong on the last rank."""
+    """Runs the tuner with an algorithm that is slow, or wrong on the last rank."""
     make = arms.allnorm_arm
 
     def allnorm_arm(comm: Any, case: Any, mode: Any, name: str, algorithm: str) -> Any:
@@ -76,7 +76,7 @@ def test_the_faster_one_is_chosen(slow: str) -> None:
 
 
 def test_a_candidate_with_wrong_bits_is_left_out() -> None:
-    """However fast it is: here it is the only one that is not slow."""
+    """Even if it is the fastest: here the other one is slow."""
     job = dataclasses.replace(JOB, quants=("", "per_group:32"), hidden_sizes=(64, 128))
     results = run_ranks(
         tune_with_defects, 2, args=(job,), kwargs={"slow": "two_shot", "wrong": "one_shot"}
@@ -143,7 +143,7 @@ def choices(rank: int, world_size: int, directory: pathlib.Path) -> list[tuple[s
 
 
 def test_a_forced_slow_table_is_corrected(tmp_path: pathlib.Path) -> None:
-    """By the command, as a user runs it; what is stored is what new communicators go by."""
+    """Runs the command as a user does; new communicators use the stored table."""
     name = tuning.device_name("cpu")
     path = tuning.path_of(tmp_path, name, 2)
     forced = {
@@ -165,7 +165,7 @@ def test_a_forced_slow_table_is_corrected(tmp_path: pathlib.Path) -> None:
     done = command(*arguments)
     assert done.returncode == 1, "there is no terminal to ask on"
     assert "pass --yes" in unwrapped(done.stdout)
-    # To which steps is noise on a shared machine.
+    # The new steps are noise on a shared machine.
     assert "256 columns, bfloat16, norm: from 1: unfused -> " in unwrapped(done.stdout)
     assert tuning.read(path, name, 2).tuned.curves == forced
     done = command(*arguments, "--yes", "--json", str(json_file))
@@ -181,7 +181,7 @@ def test_a_forced_slow_table_is_corrected(tmp_path: pathlib.Path) -> None:
     chosen = [row for row in found if row["chosen"]]
     assert len(chosen) == len({row["num_tokens"] for row in found})
 
-    # gloo takes hundreds of microseconds: nothing else is that slow.
+    # gloo takes hundreds of microseconds, far more than the other algorithms.
     after = run_ranks(choices, 2, args=(tmp_path,))
     assert after[0] == after[1]
     assert all(algorithm != "unfused" for algorithm, _ in after[0])
@@ -192,10 +192,10 @@ def test_a_forced_slow_table_is_corrected(tmp_path: pathlib.Path) -> None:
 
 
 def test_check(tmp_path: pathlib.Path) -> None:
-    """It must see a table that loses; whether a good one passes is noise on a shared machine."""
+    """It must detect a slow table; whether a good one passes is noise on a shared machine."""
     name = tuning.device_name("cpu")
     path = tuning.path_of(tmp_path, name, 2)
-    # One row in two_shot's place is gathered by gloo: many times slower than either algorithm.
+    # The table lets gloo gather one row, which is many times slower than either algorithm.
     forced = {("bfloat16", "norm"): [Curve(256, (Step(2, "unfused"), Step(None, "one_shot")))]}
     tuning.save(path, tuning.document(tuning.Measured(forced), name, 2, {"date": "2020-01-01"}))
     json_file = tmp_path / "rows.jsonl"
@@ -268,7 +268,7 @@ def test_a_run_that_fails_keeps_what_it_has_measured(
 def test_times_are_taken_until_two_runs_agree(
     monkeypatch: pytest.MonkeyPatch, again: float, runs: int
 ) -> None:
-    """Each run takes `again` times as long as the one before; the least median counts."""
+    """Each run takes `again` times as long as the previous one; the smallest median counts."""
     taken: list[float] = []
 
     def time_cpu(arms: list[Any], seconds: float) -> dict[str, list[float]]:
