@@ -215,5 +215,5 @@ def test_ranks_share_norms_and_scales_only(weights: ModuleType) -> None:
 def test_an_fp8_weight_without_a_scale_is_refused(weights: ModuleType) -> None:
     model = make_model()
     del model["linear"].weight_scale
-    with pytest.raises(ValueError, match=r"linear\.weight is .* without a float32 scale"):
+    with pytest.raises(ValueError, match=r"linear\.weight is .* has no float32 scale"):
         weights.fill(model, 0)
