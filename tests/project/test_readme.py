@@ -1,4 +1,4 @@
-"""What the README says: short, with figures that are in stored rows, links that lead somewhere."""
+"""Checks the README: length, figures from stored rows, links; and words of all pages."""
 
 from __future__ import annotations
 
@@ -66,3 +66,32 @@ def test_what_it_is_ahead_by_is_in_the_same_rows() -> None:
 @pytest.mark.parametrize("link", re.findall(r"\]\(([^)]+)\)", README))
 def test_links(link: str) -> None:
     assert (ROOT / link).exists()
+
+
+GUIDES = (
+    *("vllm", "sglang", "transformers", "compile", "fp8", "boundaries", "islands", "tuning"),
+    *("trace", "e2e", "containers", "peer-access", "troubleshooting"),
+)
+BRITISH = re.compile(
+    r"\b\w*(?:quantis|normalis|synchronis|serialis|specialis|optimis|recognis|colour|behaviour"
+    r"|neighbour)\w*",
+    re.IGNORECASE,
+)
+DOCS = [
+    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted({*(ROOT / "docs" / "reference").glob("*.md")} - {ROOT / "docs/reference/commands.md"}),
+]
+
+
+@pytest.mark.parametrize("guide", GUIDES)
+def test_guides_are_short(guide: str) -> None:
+    """Details are in docs/reference."""
+    words = (ROOT / "docs" / f"{guide}.md").read_text().split()
+    assert len([word for word in words if re.search("[A-Za-z0-9]", word)]) <= 800
+
+
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_spelling_is_american(page: pathlib.Path) -> None:
+    code = re.compile(r"```.*?```|`[^`]*`", re.DOTALL)  # names of files and variables
+    assert BRITISH.findall(code.sub("", page.read_text())) == []
