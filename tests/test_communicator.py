@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -59,7 +60,14 @@ def closing(rank: int, world_size: int) -> None:
         case.check(c)
     c.close()
     c.close()
-    for call in (lambda: case.run(c), lambda: c.all_reduce(case.x(rank)), c.check):
+    for call in (
+        lambda: case.run(c),
+        lambda: c.all_reduce(case.x(rank)),
+        lambda: c.plan(1, 64),
+        lambda: c.row_shard(4),
+        c.check,
+        c.__enter__,
+    ):
         with pytest.raises(allnorm.CommunicatorClosedError, match="closed"):
             call()
     with pytest.raises(allnorm.CommunicatorClosedError, match="closed"):
@@ -416,3 +424,46 @@ def threads(rank: int, world_size: int) -> None:
 @on(cpu=(2, 3))
 def test_one_communicator_per_thread(pool: RankPool) -> None:
     pool.run(threads)
+
+
+def numbers(rank: int, world_size: int) -> None:
+    c = comm()
+    with pytest.raises(allnorm.UnsupportedError, match="hidden_size 1048576"):
+        c.plan(1, 1 << 20)
+    x = torch.ones(2, 72, dtype=torch.bfloat16, device=device())
+    weight = torch.ones(72, dtype=torch.bfloat16, device=device())
+    expected = c.all_reduce_add_rms_norm(x, None, weight, 1e-6)
+    for eps in (np.float32(1e-6), np.float64(1e-6)):
+        found = c.all_reduce_add_rms_norm(x, None, weight, eps)  # type: ignore[arg-type]
+        assert_same_bits(found[0], expected[0], "normed")
+    with pytest.raises(ValueError, match="device='nowhere'"):
+        allnorm.Communicator(device="nowhere")
+    with allnorm.Communicator(device=device(), timeout=datetime.timedelta.max) as patient:
+        assert_same_bits(patient.all_reduce(x), x * world_size, "reduced")
+
+
+@on(cpu=(2,), gpu=(2,))
+def test_numbers_of_other_types(pool: RankPool) -> None:
+    pool.run(numbers)
+
+
+def positions(rank: int, world_size: int) -> None:
+    """`quant` and `return_normed` by position, and the default: as the documented signature."""
+    c = comm()
+    case = Case((3, 256))
+    x, residual, weight = case.x(rank), case.residual_tensor(), case.weight()
+    out = c.all_reduce_add_rms_norm_quant(x, residual, weight, 1e-6, allnorm.Fp8PerToken(), True)
+    assert out.scale.shape == (3, 1)
+    assert out.normed is not None
+    out = c.all_reduce_add_rms_norm_quant(x, residual, weight, 1e-6)
+    assert out.scale.shape == (3, 2)
+    assert out.normed is None
+    case.but(quant=allnorm.Fp8PerGroup(128)).compare(c, *out)
+    with allnorm.Communicator(device=c.device, numerics="vllm") as other:
+        out = other.all_reduce_add_rms_norm_quant(x, residual, weight, 1e-6)
+        case.but(quant=allnorm.Fp8PerGroup(128), numerics="vllm").compare(other, *out)
+
+
+@on(cpu=(2,), gpu=(2,))
+def test_positions_and_defaults(pool: RankPool) -> None:
+    pool.run(positions)

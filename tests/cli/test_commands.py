@@ -127,7 +127,7 @@ def test_verify(tmp_path: Path) -> None:
     assert "Seed 7" in unwrapped(done.stdout)
     found = {row["check"]: row for row in rows(path)}
     assert {"every combination", "batch invariance", "ordering soak"} <= found.keys()
-    assert {"quantisation", "quantised special values", "sharded residual"} <= found.keys()
+    assert {"quantization", "quantized special values", "sharded residual"} <= found.keys()
     assert found["ordering soak"]["cases"] == 64
     assert not any(row["failures"] for row in found.values())
 

@@ -1,137 +1,24 @@
-"""Sharded residuals: each rank keeps its own rows; what all ranks see has the same bits."""
+"""Sharded residuals and all_gather_rows: a model's layers, what is refused, what is planned."""
 
 from __future__ import annotations
 
 import itertools
-import random
 
 import pytest
 import torch
-from rank_helpers import (
-    ALGORITHMS,
-    DTYPES,
-    MODES,
-    Case,
-    assert_ranks_agree,
-    check_cases,
-    comm,
-    dtype_ids,
-    message_of,
-    on,
-)
+from rank_helpers import DTYPES, Case, assert_ranks_agree, comm, message_of, on
 
 import allnorm
 from allnorm import reference
-from allnorm.testing import (
-    SPECIAL_KINDS,
-    RankPool,
-    assert_same_bits,
-    shared_input,
-)
+from allnorm.testing import RankPool, assert_same_bits
 
 TOKENS = (0, 1, 2, 3, 5, 7, 33)
 SPECS = (
     None,
     allnorm.Fp8PerGroup(128, "column_major_tma", "ue8m0_packed"),
     allnorm.Fp8PerGroup(64, "column_major_tma"),
-    allnorm.Fp8PerGroup(16),
-    allnorm.Fp8PerToken(),
     allnorm.Fp8PerTensor(torch.tensor([0.05])),
 )
-
-
-@on(cpu=(1, 2, 3, 4), gpu=(1, 2, 3, 4, 8))
-@pytest.mark.parametrize("dtype", **dtype_ids)
-def test_every_spec_and_number_of_rows(pool: RankPool, dtype: torch.dtype) -> None:
-    draw = random.Random(str(dtype))
-    cases = [
-        Case(
-            (tokens, draw.choice((256, 1152))),
-            dtype,
-            sharded=True,
-            quant=spec,
-            algorithm=algorithm,
-            residual=draw.random() < 0.7,
-            numerics=draw.choice(MODES),
-            weight_bias=draw.choice((0.0, 1.0)),
-            float32_weight=draw.random() < 0.5,
-            return_normed=spec is not None and draw.random() < 0.5,
-            call=tokens,
-        )
-        for spec, tokens, algorithm in itertools.product(SPECS, TOKENS, ALGORITHMS)
-    ]
-    pool.run(check_cases, cases)
-
-
-@on(cpu=(2, 3), gpu=(2, 3, 8))
-def test_hidden_sizes(pool: RankPool) -> None:
-    cases = [
-        Case((tokens, hidden_size), dtype, sharded=True, quant=spec, residual=tokens != 2)
-        for hidden_size, spec in (
-            (2880, allnorm.Fp8PerGroup(64)),
-            (2944, allnorm.Fp8PerGroup(128, "column_major_tma", "ue8m0_packed")),
-            (5760, None),
-            (120, allnorm.Fp8PerToken()),
-            (7, None),
-            (7, allnorm.Fp8PerToken()),
-            (1, None),
-            (4095, None),
-            (4096, allnorm.Fp8PerGroup(512)),
-        )
-        for tokens, dtype in zip((1, 2, 5, 16), itertools.cycle(DTYPES), strict=False)
-    ]
-    pool.run(check_cases, cases)
-
-
-@on(cpu=(2, 3), gpu=(2, 3))
-def test_leading_dimensions(pool: RankPool) -> None:
-    cases = [
-        Case(shape, sharded=True, quant=spec, algorithm=algorithm)
-        for shape in ((64,), (2, 3, 64), (0, 3, 64), (1, 5, 1, 64))
-        for spec in (None, allnorm.Fp8PerGroup(32))
-        for algorithm in ("auto", "unfused")
-    ]
-    pool.run(check_cases, cases)
-
-
-@on(cpu=(2, 3, 8), gpu=(2, 3, 8))
-def test_row_chunks_beyond_the_workspace(pool: RankPool) -> None:
-    cases = [
-        Case((tokens, 512), sharded=True, quant=spec, call=tokens, return_normed=normed)
-        for tokens in (1, 50, 131)
-        for spec, normed in ((None, False), (SPECS[1], True), (SPECS[2], False), (SPECS[5], False))
-    ]
-    pool.run(check_cases, cases, kwargs={"workspace_bytes": 64 << 10})
-
-
-@on(gpu=(2, 8))
-@pytest.mark.parametrize("dtype", **dtype_ids)
-def test_prefill_sizes(pool: RankPool, dtype: torch.dtype) -> None:
-    cases = [
-        Case((tokens, hidden_size), dtype, sharded=True, quant=spec, numerics=mode)
-        for (tokens, hidden_size), mode in zip(
-            ((2048, 4096), (777, 7168), (300, 16384)), MODES, strict=False
-        )
-        for spec in (None, *SPECS[1:3], SPECS[5])
-    ]
-    pool.run(check_cases, cases)
-
-
-@on(cpu=(2, 3), gpu=(2, 8))
-@pytest.mark.parametrize("dtype", **dtype_ids)
-def test_special_values(pool: RankPool, dtype: torch.dtype) -> None:
-    pool.run(special, dtype)
-
-
-def special(rank: int, world_size: int, dtype: torch.dtype) -> None:
-    c = comm()
-    for kind, spec, algorithm in itertools.product(
-        (*SPECIAL_KINDS, "sentinels", "finite_sentinels"),
-        (None, SPECS[1], SPECS[3], SPECS[4]),
-        ("two_shot", "unfused"),
-    ):
-        case = Case((11, 256), dtype, sharded=True, quant=spec, kind=kind, algorithm=algorithm)
-        case.check(c)
 
 
 def layers(rank: int, world_size: int, tokens: int) -> None:
@@ -163,84 +50,24 @@ def layers(rank: int, world_size: int, tokens: int) -> None:
 
 
 @on(cpu=(1, 2, 3, 4), gpu=(1, 2, 3, 8))
-@pytest.mark.parametrize("tokens", TOKENS)
-def test_layers(pool: RankPool, tokens: int) -> None:
-    pool.run(layers, tokens)
-
-
-def mixed(rank: int, world_size: int, calls: int) -> None:
-    """Sharded, quantised and plain calls on one communicator, no barriers between."""
-    c = comm()
-    draw = random.Random(9)
-    pending = []
-    for call in range(calls):
-        case = Case(
-            (draw.choice((1, 1, 2, 3, 8, 40)), draw.choice((128, 1024))),
-            draw.choice((torch.bfloat16, torch.float32)),
-            sharded=draw.random() < 0.5,
-            quant=draw.choice(SPECS),
-            algorithm=draw.choice(("auto", "two_shot")),
-            residual=draw.random() < 0.7,
-            call=call,
-        )
-        pending.append((case, case.x(rank), case.call_arguments(c)))
-    results = [case.method(c)(x, **arguments) for case, x, arguments in pending]
-    for (case, _, _), result in zip(pending, results, strict=True):
-        case.compare(c, *result)
-
-
-@on(cpu=(2, 3), gpu=(2, 5, 8))
-def test_many_calls_without_a_barrier(pool: RankPool) -> None:
-    pool.run(mixed, 100 if pool.device == "cpu" else 400)
-
-
-def in_place(rank: int, world_size: int) -> None:
-    c = comm()
-    for algorithm, tokens, dtype in itertools.product(("auto", "unfused"), TOKENS, DTYPES):
-        case = Case((tokens, 264), dtype, sharded=True, algorithm=algorithm, call=tokens)
-        x, a = case.x(rank), case.call_arguments(c)
-        normed, shard = c.all_reduce_add_rms_norm(x, out=x, residual_out=a["residual"], **a)
-        assert normed is x
-        assert shard is a["residual"]
-        case.compare(c, normed, shard)
-        # a shard that is a view of rows in the middle of something
-        a = case.call_arguments(c)
-        room = torch.full((a["residual"].shape[0] + 4, 270), 5.0, dtype=dtype, device=c.device)
-        view = room[2:-2, 3:267].copy_(a["residual"])
-        normed, shard = c.all_reduce_add_rms_norm(
-            case.x(rank), **{**a, "residual": view, "residual_out": view}
-        )
-        assert shard is view
-        case.compare(c, normed, shard)
-        around = torch.cat([room[:2].flatten(), room[-2:].flatten(), room[:, :3].flatten()])
-        assert (around == 5.0).all()
-
-
-@on(cpu=(1, 2, 3), gpu=(1, 2, 3))
-def test_in_place(pool: RankPool) -> None:
-    pool.run(in_place)
+def test_layers(pool: RankPool) -> None:
+    for tokens in TOKENS:
+        pool.run(layers, tokens)
 
 
 def shards_of_no_rows(rank: int, world_size: int) -> None:
     """The owner of no row has a residual all the same: it is not told from its memory."""
     c = comm()
-    weight = shared_input((64,), torch.bfloat16, "weight", device=c.device)
-    for with_residual, tokens in itertools.product((True, False), (0, 1, world_size - 1)):
-        case = Case((tokens, 64), sharded=True, residual=with_residual)
-        case.check(c)
-        # no rows of something that has memory, and of something that has none
-        arguments = case.call_arguments(c)
-        if with_residual and not arguments["residual"].shape[0]:
-            arguments["residual"] = weight.new_zeros(3, 64)[3:]
-        case.compare(c, *c.all_reduce_add_rms_norm(case.x(rank), **arguments))
+    case = Case((1, 64), sharded=True)
+    arguments = case.call_arguments(c)
+    if not arguments["residual"].shape[0]:
+        arguments["residual"] = torch.zeros(3, 64, dtype=case.dtype, device=c.device)[3:]
+    case.compare(c, *c.all_reduce_add_rms_norm(case.x(rank), **arguments))
 
 
-@on(cpu=(2, 3, 5), gpu=(2, 3, 8))
-def test_fewer_rows_than_ranks(pool: RankPool) -> None:
+@on(cpu=(2, 5), gpu=(2, 8))
+def test_shards_of_no_rows_that_have_memory(pool: RankPool) -> None:
     pool.run(shards_of_no_rows)
-
-
-# ---- refusals, plans -----------------------------------------------------------------------------
 
 
 def refusals(rank: int, world_size: int) -> list[str]:
@@ -265,7 +92,10 @@ def refusals(rank: int, world_size: int) -> list[str]:
             (shard, {"residual_sharded": 1.5}, TypeError, ("residual_sharded=1.5",)),
             (shard, {"residual_out": torch.empty_like(x)}, ValueError, ("residual_out", "(6, 64)")),
             (shard, {"residual_out": x[: hi - lo]}, ValueError, ("residual_out", "x")),
-            (shard, {"algorithm": "one_shot"}, allnorm.UnsupportedError, ("one_shot", "'auto'")),
+            (
+                *(shard, {"algorithm": "one_shot"}, allnorm.UnsupportedError),
+                ("one_shot", "belongs to one rank", "owners", "'auto'"),
+            ),
         ):
             arguments = {**common, **more, **changes}
             text = message_of(error, lambda: method(x, residual, weight, **arguments))  # noqa: B023
@@ -281,22 +111,11 @@ def test_refusals(pool: RankPool) -> None:
     assert all(other == texts[0] for other in texts)
 
 
-def one_shot_says_why(rank: int, world_size: int) -> None:
-    c = comm()
-    with pytest.raises(allnorm.UnsupportedError, match=r"belongs to one rank.*owners.*'auto'"):
-        Case((6, 64), sharded=True, algorithm="one_shot").run(c)
-
-
-@on(cpu=(2,), gpu=(2,))
-def test_one_shot_says_why_not(pool: RankPool) -> None:
-    pool.run(one_shot_says_why)
-
-
 def plans(rank: int, world_size: int) -> list[object]:
     c = comm()
     found = []
     for tokens, hidden_size, spec, dtype in itertools.product(
-        (0, 1, 64, 8192), (128, 4096, 16384), (*SPECS[:3], SPECS[5]), DTYPES
+        (0, 1, 64, 8192), (128, 4096, 16384), SPECS, DTYPES
     ):
         plan = c.plan(tokens, hidden_size, dtype, spec, True)
         found.append(plan)
@@ -325,3 +144,37 @@ def plans(rank: int, world_size: int) -> list[object]:
 def test_plans(pool: RankPool) -> None:
     results = pool.run(plans)
     assert all(result == results[0] for result in results)
+
+
+def gather_refusals(rank: int, world_size: int) -> None:
+    c = comm()
+    shard = Case((2, 64)).x(rank)
+    tokens = 2 * world_size
+    for error, words, call in (
+        (ValueError, "(2, 64)", lambda: c.all_gather_rows(shard, tokens + 2 * world_size)),
+        (ValueError, "num_tokens=-1", lambda: c.all_gather_rows(shard, -1)),
+        (TypeError, "num_tokens=2.0", lambda: c.all_gather_rows(shard, 2.0)),
+        (TypeError, "list", lambda: c.all_gather_rows([1.0], tokens)),
+        (allnorm.UnsupportedError, "float64", lambda: c.all_gather_rows(shard.double(), tokens)),
+        (ValueError, "(2, 1, 64)", lambda: c.all_gather_rows(shard[:, None], tokens)),
+        (ValueError, "contiguous", lambda: c.all_gather_rows(shard.t().contiguous().t(), tokens)),
+        (ValueError, "'ring'", lambda: c.all_gather_rows(shard, tokens, algorithm="ring")),
+        (ValueError, "num_tokens rows", lambda: c.all_gather_rows(shard, tokens, out=shard)),
+        (TypeError, "out", lambda: c.all_gather_rows(shard, tokens, out=1)),
+        (ValueError, "num_tokens=-3", lambda: c.row_shard(-3)),
+        (TypeError, "num_tokens=True", lambda: c.row_shard(True)),
+        (TypeError, "num_tokens='4'", lambda: c.row_shard("4")),
+    ):
+        assert words in message_of(error, call), words
+    room = torch.empty(tokens, 64, dtype=shard.dtype, device=c.device)
+    lo, hi = c.row_shard(tokens)
+    with pytest.raises(ValueError, match=r"out shares memory with residual_shard\. Pass separate"):
+        c.all_gather_rows(room[lo:hi], tokens, out=room)
+    with pytest.raises(allnorm.UnsupportedError, match=r"owners.*'auto'"):
+        c.all_gather_rows(shard, tokens, algorithm="one_shot")
+    assert c.all_gather_rows(shard, tokens).shape == (tokens, 64)
+
+
+@on(cpu=(2, 3), gpu=(2,))
+def test_refusals_of_all_gather_rows(pool: RankPool) -> None:
+    pool.run(gather_refusals)

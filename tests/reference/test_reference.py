@@ -629,3 +629,20 @@ def test_expert_sum_says_what_does_not_fit(
     experts = allnorm.ExpertSum(**{"rows": torch.zeros(3, 2, 4), **changes})
     with pytest.raises(error, match=message):
         reference.expert_sum(experts)
+
+
+def test_the_reference_takes_what_calls_take() -> None:
+    xs = [torch.randn(4, 8) for _ in range(2)]
+    out = torch.zeros(4, 8)
+    assert reference.all_reduce(xs, algorithm="one_shot", out=out) is out
+    assert_same_bits(out, reference.all_reduce(xs), "reduced")
+    shards = [out[:2], out[2:]]
+    whole = torch.zeros(4, 8)
+    assert reference.all_gather_rows(shards, 4, algorithm="two_shot", out=whole) is whole
+    assert_same_bits(whole, out, "rows")
+    for call in (
+        lambda: reference.all_reduce(xs, algorithm="ring"),
+        lambda: reference.all_gather_rows(shards, 4, algorithm="ring"),
+    ):
+        with pytest.raises(ValueError, match="ring"):
+            call()

@@ -9,6 +9,7 @@ import torch
 from rank_helpers import dtype_ids
 
 from allnorm.testing import (
+    SENTINEL_WORDS,
     SPECIAL_KINDS,
     all_inputs,
     rank_input,
@@ -69,3 +70,13 @@ def test_finite_sentinels_are_finite_and_ranks_differ(dtype: torch.dtype) -> Non
     assert torch.isfinite(sentinel_input(shape, dtype, 0, finite=True).float()).all()
     assert not torch.isfinite(sentinel_input(shape, dtype, 0).float()).all()
     assert not same_bits(sentinel_input(shape, dtype, 0), sentinel_input(shape, dtype, 1))
+
+
+@pytest.mark.parametrize("dtype", **dtype_ids)
+def test_the_sentinel_input_has_every_word_in_every_position(dtype: torch.dtype) -> None:
+    words = sentinel_input((16, 64 * 16 // dtype.itemsize), dtype, 0).view(torch.int32)
+    packs = (words.long() & 0xFFFFFFFF).view(-1, 4)
+    for word, position in itertools.product(SENTINEL_WORDS, range(4)):
+        assert (packs[:, position] == word).any(), f"{word:#010x} at {position}"
+    for word in SENTINEL_WORDS:
+        assert (packs == word).all(-1).any(), f"{word:#010x} in all positions"

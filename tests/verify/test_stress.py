@@ -20,7 +20,8 @@ from allnorm.core.connection import Connection
 from allnorm.islands import of_size
 from allnorm.testing import RankError, RankPool, run_ranks, same_bits
 from allnorm.verify import soak, threads
-from allnorm.verify.calls import Kind, algorithms, random_kind
+from allnorm.verify.calls import Cases, algorithms
+from allnorm.verify.case import Case
 from allnorm.verify.context import Context, Job, Recorder
 from allnorm.verify.soak import Graph, make_tape
 
@@ -98,7 +99,7 @@ CORRUPTIONS = (one_bit, one_call_earlier, never_written)
 
 def corrupted(rank: int, world_size: int, index: int, where: str) -> tuple[Result, int]:
     """A run in which one call of the last rank is spoilt. Returns its record, and which call."""
-    issue, before, spoilt = soak.issue, [], []
+    issue, before, spoilt = Case.issue, [], []
 
     def spoiling(*arguments: Any) -> dict[str, torch.Tensor]:
         results = issue(*arguments)
@@ -110,14 +111,14 @@ def corrupted(rank: int, world_size: int, index: int, where: str) -> tuple[Resul
         before.append(results)
         return results
 
-    soak.issue = spoiling  # type: ignore[assignment]
+    Case.issue = spoiling  # type: ignore[method-assign]
     try:
         if where == "soak":
             found = run(soak.soak, stress=2 * soak.BURST)
         else:
             found = run(soak.repeat_shapes, stress=0, shapes=((3, 512),), repeat=100)
     finally:
-        soak.issue = issue
+        Case.issue = issue  # type: ignore[method-assign]
     return found, spoilt[0] if spoilt else -1
 
 
@@ -137,17 +138,17 @@ def test_one_spoilt_call_is_found(pool: RankPool, index: int, where: str) -> Non
 
 def calls_made(rank: int, world_size: int, seed: int) -> list[str]:
     """What a soak does, call by call."""
-    issue, made = soak.issue, []
+    issue, made = Case.issue, []
 
-    def noting(comm: Any, kind: Kind, x: torch.Tensor, *rest: Any) -> dict[str, torch.Tensor]:
-        made.append(f"{kind} {x.storage_offset()} {x.flatten()[0].item()}")
-        return issue(comm, kind, x, *rest)
+    def noting(case: Case, comm: Any, x: torch.Tensor, *rest: Any) -> dict[str, torch.Tensor]:
+        made.append(f"{case} {x.storage_offset()} {x.flatten()[0].item()}")
+        return issue(case, comm, x, *rest)
 
-    soak.issue = noting  # type: ignore[assignment]
+    Case.issue = noting  # type: ignore[method-assign]
     try:
         assert run(soak.soak, stress=soak.BURST, seed=seed)["failures"] == 0
     finally:
-        soak.issue = issue
+        Case.issue = issue  # type: ignore[method-assign]
     return made
 
 
@@ -200,10 +201,10 @@ class Rerun:
 def replayed(rank: int, world_size: int) -> list[int]:
     """Wrong elements of calls that are replayed on other rows each time, in place and not."""
     kinds = [
-        Kind("all_reduce", 3, 512, torch.float16),
-        Kind("norm", 5, 512, torch.bfloat16, has_residual=False),
-        Kind("norm", 5, 512, torch.bfloat16, sharded=True, float32_weight=True),
-        Kind("norm", 2, 512, torch.float32, quant=allnorm.Fp8PerGroup(64), return_normed=True),
+        Case((3, 512), torch.float16, op="all_reduce"),
+        Case((5, 512), residual=False),
+        Case((5, 512), sharded=True, float32_weight=True),
+        Case((2, 512), torch.float32, quant=allnorm.Fp8PerGroup(64), return_normed=True),
     ]
     wrong = []
     with allnorm.Communicator(device=device()) as first, allnorm.Communicator(device=device()) as c:
@@ -253,7 +254,8 @@ def plans(rank: int, world_size: int) -> tuple[int, set[str]]:
     """How many of many kinds can run as they say, and by which algorithms."""
     rng = random.Random(1)
     with allnorm.Communicator(device=device(), workspace_bytes=1 << 20) as comm:
-        kinds = [random_kind(rng, device(), 1 << 17) for _ in range(300)]
+        cases = Cases(rng, device(), 1 << 17)
+        kinds = [cases.draw() for _ in range(300)]
         fitting = [k for k in kinds if algorithms(k, [comm]) == {k.algorithm}]
     return len(fitting), {k.algorithm for k in fitting}
 
@@ -274,11 +276,11 @@ def test_a_tape_is_the_reference_of_its_rows(dtype: torch.dtype) -> None:
         assert same_bits(tape.residual, tapes[0].residual)
     for a, b in ((0, 1), (0, 2), (1, 2)):
         assert not (tapes[a].x == tapes[b].x).all(1).any(), "no row is another rank's"
-    kind = Kind("norm", 7, 512, dtype, quant=allnorm.Fp8PerGroup(128), numerics="vllm")
+    kind = Case((7, 512), dtype, quant=allnorm.Fp8PerGroup(128), numerics="vllm")
     known, rows = tapes[1].expected(kind), slice(11, 18)
     wanted = allnorm.reference.all_reduce_add_rms_norm_quant(
         [t.x[rows] for t in tapes],
-        *(tapes[0].residual[rows], tapes[0].weight, 1e-5, kind.quant, True),
+        *(tapes[0].residual[rows], tapes[0].weight, kind.eps, kind.quant, True),
         numerics="vllm",
     )
     for name in ("quantized", "scale", "normed"):

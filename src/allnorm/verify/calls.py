@@ -1,279 +1,416 @@
-"""Calls of every kind that the API offers: how one is made, and what it must give."""
+"""Many calls of every kind: `run_cases` compares every bit with the reference, `Cases` draws them.
+
+`case.py` says what a call is, `corners.py` is a table of named ones. The checks and soaks of
+`allnorm verify` and the tests use all of them.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 import allnorm
-from allnorm import reference
-from allnorm.names import (
-    ALGORITHMS,
-    GROUP_SIZES,
-    NUMERICS,
-    NVFP4_LAYOUTS,
-    SCALE_LAYOUTS,
-    SWIZZLED,
-)
-from allnorm.quant import Quant, scale_geometry, swizzled_rows
-from allnorm.testing import DTYPES
+from allnorm.names import ALGORITHMS, GROUP_SIZES, NUMERICS, NVFP4_LAYOUTS, SCALE_LAYOUTS, SWIZZLED
+from allnorm.quant import Quant, empty_scale, quantized_dtype
+from allnorm.testing import DTYPES, gather
+from allnorm.testing.bits import as_integers
+from allnorm.testing.rank import device
+from allnorm.verify.case import VALUES, Case, Experts, Layout, Memory, rows_of
 
 EPS = 1e-5
-_LAYOUTS = (
+SCALE_NAMES = (
     *itertools.product(
         (layout for layout in SCALE_LAYOUTS if layout != SWIZZLED), ("float32", "ue8m0")
     ),
     ("column_major_tma", "ue8m0_packed"),
 )
-_ALGORITHM_SHARES = (2, 4, 4, 1)
+"""Layout and format of the scales of groups, without those in tiles."""
 HIDDEN_SIZES = (120, 512, 2880, 2944, 4096, 7168, 8192)
 TOKENS = {
     "cuda": (1, 2, 3, 4, 7, 8, 16, 17, 33, 64, 130, 257, 512, 1024),
     "cpu": (1, 2, 3, 5, 8, 17, 40),
 }
+BURST = 48
+"""Calls that `run_cases` makes before it waits for any of them."""
 
-Results = dict[str, torch.Tensor]
-"""What a call returned, by name: reduced, rows, normed, residual_out, quantized, scale."""
+# ---- many calls ----------------------------------------------------------------------------------
+
+
+class _Placed:
+    """The tensors of a call on this rank, where its Memory says, and its results."""
+
+    def __init__(self, case: Case, comm: allnorm.Communicator) -> None:
+        self.case, self.comm, memory = case, comm, case.memory
+        arguments = case.call_arguments(comm)
+        self.x = case.x_of(comm)
+        if case.experts is None:
+            self.x = memory.x.place(self.x)
+        if arguments.get("residual") is not None:
+            arguments["residual"] = memory.residual.place(arguments["residual"])
+        if arguments.get("weight") is not None:
+            offset = Layout(offset=memory.weight_offset)
+            arguments["weight"] = offset.place(arguments["weight"])
+        self.inputs = {
+            n: arguments[n] for n in ("residual", "weight") if arguments.get(n) is not None
+        }
+        if case.experts is None:
+            self.inputs["x"] = self.x
+        self.given = self._memory_for_results()
+        self.arguments = {**arguments, **self.given}
+        self.before = {name: tensor.clone() for name, tensor in self.inputs.items()}
+        self.around = {name: _around(tensor) for name, tensor in self._written()}
+
+    def _memory_for_results(self) -> dict[str, torch.Tensor]:
+        case, memory = self.case, self.case.memory
+        like = torch.full(case.shape, 7.0, dtype=case.dtype, device=device())
+        rows = like.view(-1, case.hidden_size) if case.op == "all_gather_rows" else like
+        given = {}
+        if memory.out != "new":
+            name = "out" if case.quant is None else "normed_out"
+            given[name] = self.x if memory.out == "x" else memory.results.place(rows)
+        if memory.out != "new" and case.quant is not None:
+            width = case.hidden_size // 2 if isinstance(case.quant, allnorm.NvFp4) else None
+            dtype = quantized_dtype(case.quant)
+            quantized = (like if width is None else like[..., :width]).to(dtype)
+            given["quantized_out"] = memory.results.place(quantized)
+            if not isinstance(case.quant, allnorm.Fp8PerTensor):
+                scale = empty_scale(case.quant, case.num_tokens, case.hidden_size, device())
+                dirty = torch.empty(0, dtype=torch.uint8, device=device())
+                dirty.set_(scale.untyped_storage()).fill_(0xEE)  # padding rows too
+                given["scale_out"] = scale
+        if case.has_norm and memory.residual_out != "new":
+            own = self.case.own_rows(self.comm, like) if case.sharded else like
+            in_place = memory.residual_out == "residual"
+            given["residual_out"] = (
+                self.inputs["residual"] if in_place else memory.results.place(own)
+            )
+        return given
+
+    def _written(self) -> Iterable[tuple[str, torch.Tensor]]:
+        return ((n, tensor) for n, tensor in self.given.items() if n != "scale_out")
+
+    def call(self) -> None:
+        """Makes the call."""
+        self.result = self.case.method(self.comm)(self.x, **self.arguments)
+
+    def wrong(self) -> list[str]:
+        """Returns what is wrong with the results and with the memory around them, in words."""
+        case, given = self.case, self.given
+        if "normed_out" in given:
+            case = case.but(return_normed=True)
+        results = list(self.result) if case.has_norm else [self.result]
+        found = case.wrong(self.comm, results)
+        listed: tuple[str, ...] = ("out", "residual_out") if case.has_norm else ("out",)
+        if case.quant is not None:
+            listed = ("quantized_out", "scale_out", "residual_out", "normed_out")
+        new = {n: r for n, r in zip(listed, results, strict=True) if r is not None}
+        if isinstance(case.quant, allnorm.Fp8PerTensor):
+            given = {**given, "scale_out": self.arguments["quant"].scale}
+        found += [f"{n} is not what was given" for n in given if new.pop(n) is not given[n]]
+        for name, result in new.items():
+            if name != "scale_out" and not result.is_contiguous():
+                found.append(f"{name} is not contiguous")
+        overwritten = {id(tensor) for tensor in given.values()}
+        for name, tensor in self.inputs.items():
+            bits, before = as_integers(tensor), as_integers(self.before[name])
+            if id(tensor) not in overwritten and not torch.equal(bits, before):
+                found.append(f"{name} was modified")
+        for name, around in self.around.items():
+            if not torch.equal(_around(given[name]), around):
+                found.append(f"memory around {name} was written")
+        pointers = [t.data_ptr() for t in (*self.inputs.values(), *new.values()) if t.numel()]
+        if len(set(pointers)) != len(pointers):
+            found.append("a new result shares memory")
+        return found
+
+    def agreed(self) -> list[torch.Tensor]:
+        """Returns the results that every rank holds the same."""
+        return self.case.agreed(list(self.result) if self.case.has_norm else [self.result])
+
+
+def _around(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the bytes of the memory that a view is of, with zeros in its place."""
+    whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    whole = whole.set_(tensor.untyped_storage()).clone()
+    where = tensor.shape, tensor.stride(), tensor.storage_offset()
+    whole.as_strided(*where).copy_(torch.zeros(tensor.shape, device=tensor.device).to(tensor.dtype))
+    return whole.view(torch.uint8)
+
+
+def can_run(
+    comm: allnorm.Communicator,
+    algorithm: str,
+    hidden_size: int,
+    dtype: torch.dtype,
+    sharded: bool = False,
+) -> bool:
+    """Returns whether an algorithm must run, as the contract promises; the others are refused."""
+    if algorithm in ("auto", "unfused") or comm.world_size == 1:
+        return True
+    if len(comm.islands) > 1:
+        return algorithm == "hierarchical"
+    if algorithm == "hierarchical" or (sharded and algorithm == "one_shot"):
+        return False
+    return comm.device.type == "cpu" or hidden_size * dtype.itemsize % 16 == 0
 
 
 @dataclass(frozen=True)
-class Kind:
-    """A call without its tensors."""
+class Outcome:
+    """What came of a call on this rank.
 
-    op: str  # "norm", "all_reduce" or "all_gather_rows"
-    num_tokens: int
-    hidden_size: int
-    dtype: torch.dtype
-    numerics: str = "rounded"
-    weight_bias: float = 0.0
-    float32_weight: bool = False  # the weight is float32 instead of `dtype`
-    has_residual: bool = True
-    quant: Any = None  # how the normed rows are quantised, if they are
-    return_normed: bool = False  # a quantised call returns the normed rows too
-    sharded: bool = False  # each rank holds its own rows of the residual only
-    algorithm: str = "auto"
-    eps: float = EPS
-    post_norm: bool = False  # the sum is normed before the residual is added
-    scale: float = 1.0  # and scaled
-    second_norm: bool = True  # without one the new residual is the only result
-    experts: bool = False  # x is summed from rows of experts
-
-    def result_key(self) -> tuple[Any, ...]:
-        """Kinds with the same key give the same results for the same rows."""
-        if self.op == "all_reduce":
-            return (self.op,)
-        # Scales in another layout are the same numbers.
-        quant = self.quant
-        if isinstance(quant, allnorm.Fp8PerGroup) and quant.scale_layout != SWIZZLED:
-            quant = ("per_group", quant.group_size, quant.scale_format)
-        elif quant is not None:  # of tiles the bytes lie otherwise, and are others
-            quant = (type(quant).__name__, getattr(quant, "scale_layout", ""))
-        options = (self.numerics, self.weight_bias, self.float32_weight, self.has_residual)
-        change = (self.post_norm, self.scale, self.second_norm)
-        return (*options, self.eps, quant, *change)
-
-    def _options(self, weight: torch.Tensor) -> dict[str, Any]:
-        """Arguments that the methods and the reference share."""
-        options: dict[str, Any] = {"weight_bias": self.weight_bias, "numerics": self.numerics}
-        if self.post_norm:
-            options["post_norm"] = allnorm.PostNorm(weight, 2 * self.eps, 0.5 - self.weight_bias)
-        if self.scale != 1.0:
-            options["scale"] = self.scale
-        return options
-
-    def expected(
-        self, reduced: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
-    ) -> Results:
-        """The reference's results for all rows.
-
-        `reduced` is the sum over the ranks, [num_tokens, hidden_size]; `residual` is ignored by a
-        kind without one.
-        """
-        if self.op == "all_reduce":
-            return {"reduced": reduced}
-        second = weight if self.second_norm else None
-        before = residual if self.has_residual else None
-        arguments: tuple[Any, ...] = (reduced, before, second, self.eps)
-        options = self._options(weight)
-        if self.quant is None:
-            return _two(*reference.add_rms_norm(*arguments, **options))
-        return self._by_name(
-            reference.add_rms_norm_quant(*(*arguments, self.quant, True), **options)
-        )
-
-    def call(
-        self,
-        comm: allnorm.Communicator,
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        weight: torch.Tensor,
-        **out: Any,
-    ) -> Results:
-        """Makes the call on this rank; on CUDA it returns before the call has run.
-
-        `x` is this rank's partial sum, [num_tokens, hidden_size]; `residual` has all rows, of which
-        a sharded call takes this rank's. `out` is memory for results, under the names of the
-        method.
-        """
-        lo, hi = comm.row_shard(self.num_tokens) if self.sharded else (0, self.num_tokens)
-        if self.op == "all_reduce":
-            return {"reduced": comm.all_reduce(x, algorithm=self.algorithm, **out)}
-        if self.op == "all_gather_rows":
-            lo, hi = comm.row_shard(self.num_tokens)
-            return {"rows": comm.all_gather_rows(x[lo:hi].clone(), self.num_tokens, **out)}
-        given = _as_experts(x) if self.experts else x
-        second = weight if self.second_norm else None
-        before = residual[lo:hi] if self.has_residual else None
-        arguments: tuple[Any, ...] = (given, before, second, self.eps)
-        options: dict[str, Any] = {
-            "algorithm": self.algorithm,
-            "residual_sharded": self.sharded,
-            **self._options(weight),
-            **out,
-        }
-        if self.quant is None:
-            return _two(*comm.all_reduce_add_rms_norm(*arguments, **options))
-        return self._by_name(
-            comm.all_reduce_add_rms_norm_quant(
-                *(*arguments, self.quant, self.return_normed), **options
-            )
-        )
-
-    def _by_name(self, result: allnorm.QuantizedNorm) -> Results:
-        found = {"quantized": result.quantized, "residual_out": result.residual}
-        if result.normed is not None:
-            found["normed"] = result.normed
-        if not isinstance(self.quant, allnorm.Fp8PerTensor):  # its scale is an argument
-            found["scale"] = self._by_rows(result)
-        return found
-
-    def _by_rows(self, result: allnorm.QuantizedNorm) -> torch.Tensor:
-        """The scales, one row of them after the other; of tiles with those that no group has."""
-        geometry = scale_geometry(self.quant, result.quantized.shape[0], self.hidden_size)
-        if geometry is None or not geometry.tiles:
-            return result.scale
-        return swizzled_rows(result.scale, geometry.tiles)[: result.quantized.shape[0]]
-
-    def __str__(self) -> str:
-        words = [self.op, f"{self.num_tokens}x{self.hidden_size}", str(self.dtype)[6:]]
-        if self.op == "norm":
-            words += [self.numerics] + ["with residual"] * self.has_residual
-            words += [str(self.quant)] * (self.quant is not None) + ["sharded"] * self.sharded
-            words += ["post norm"] * self.post_norm + [f"scale {self.scale}"] * (self.scale != 1.0)
-            words += ["no second norm"] * (not self.second_norm) + ["experts"] * self.experts
-        return " ".join([*words, self.algorithm])
-
-
-def _two(normed: torch.Tensor | None, summed: torch.Tensor) -> Results:
-    found = {"residual_out": summed}
-    return found if normed is None else {"normed": normed, **found}
-
-
-def _as_experts(x: torch.Tensor) -> allnorm.ExpertSum:
-    """Choices whose sum is `x` again, bit for bit, of numbers that can be halved."""
-    token = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
-    index = torch.stack((token, torch.full_like(token, -1), token), dim=1)
-    weights = torch.full(index.shape, 0.5, device=x.device)
-    return allnorm.ExpertSum(x, weights, index)
-
-
-def issue(
-    comm: allnorm.Communicator,
-    kind: Kind,
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    in_place: bool = False,
-) -> Results:
-    """Makes the call, and gathers the rows of a sharded residual.
-
-    With `in_place` the new residual overwrites the old one, and the norm or the sum overwrites `x`.
+    Attributes:
+        case: the call.
+        wrong: what is wrong with its results and the memory around them; "" if nothing is.
+        digest: a number that the ranks' results agree on if they have the same bits; 0 if the call
+            was refused, as calls that cannot run must be.
     """
-    out: dict[str, torch.Tensor | None] = {}
-    if in_place and kind.quant is None and kind.second_norm and not kind.experts:
-        out["out"] = x
-    if in_place and kind.op == "norm":
-        lo, hi = comm.row_shard(kind.num_tokens) if kind.sharded else (0, kind.num_tokens)
-        out["residual_out"] = residual[lo:hi] if kind.has_residual else None
-    results = kind.call(comm, x, residual, weight, **out)
-    if kind.sharded:
-        shard = results["residual_out"]
-        results["residual_out"] = comm.all_gather_rows(shard, kind.num_tokens)
-    return results
+
+    case: Case
+    wrong: str
+    digest: int
 
 
-def specs(hidden_size: int, device: torch.device) -> list[Quant]:
-    """Every way to quantise rows of that many columns."""
+def outcomes(
+    comm: allnorm.Communicator,
+    cases: Sequence[Case],
+    pause: Callable[[], None] = lambda: None,
+) -> Iterator[Outcome]:
+    """Makes the calls in bursts, without a barrier, and compares results and memory. Collective.
+
+    `pause` runs before each call.
+    """
+    for begin in range(0, len(cases), BURST):
+        placed = []
+        for case in cases[begin : begin + BURST]:
+            owned = case.sharded or case.op == "all_gather_rows"
+            if can_run(comm, case.algorithm, case.hidden_size, case.dtype, owned):
+                placed.append(_Placed(case, comm))
+            else:
+                yield Outcome(case, _not_refused(case, comm), 0)
+        for one in placed:
+            pause()
+            one.call()
+        for one in placed:
+            wrong = [*one.wrong(), *_other_plan(one.case, comm)]
+            yield Outcome(one.case, "; ".join(wrong), _digest(one.agreed()))
+
+
+def run_cases(
+    comm: allnorm.Communicator,
+    cases: Sequence[Case],
+    pause: Callable[[], None] = lambda: None,
+) -> tuple[int, list[str]]:
+    """Makes the calls as `outcomes` does.
+
+    Returns:
+        How many of them ran, and what was wrong, the same on every rank. Results that ranks must
+        agree on have the same bits on all of them, payloads of NaN included.
+    """
+    mine = list(outcomes(comm, cases, pause))
+    every = gather([(one.wrong, one.digest) for one in mine])
+    found = []
+    for number, one in enumerate(mine):
+        here = [theirs[number] for theirs in every]
+        found += [f"rank {r}: {one.case}: {wrong}" for r, (wrong, _) in enumerate(here) if wrong]
+        if len({digest for _, digest in here}) > 1:
+            found.append(f"{one.case}: ranks hold different bits")
+    return sum(one.digest != 0 for one in mine), found
+
+
+def _not_refused(case: Case, comm: allnorm.Communicator) -> str:
+    """Returns what is wrong with a refusal, which must name the algorithm."""
+    try:
+        case.run(comm)
+    except allnorm.UnsupportedError as error:
+        return "" if case.algorithm in str(error) else f"refused as {error}"
+    return "not refused"
+
+
+def _other_plan(case: Case, comm: allnorm.Communicator) -> list[str]:
+    """Returns why the plan of a call is not the algorithm that it names."""
+    if case.algorithm == "auto" or comm.world_size == 1 or case.op != "norm":
+        return []
+    plan = comm.plan(
+        *(case.num_tokens, case.hidden_size, case.dtype, case.spec(), case.sharded),
+        algorithm=case.algorithm,
+    )
+    return [] if plan.algorithm == case.algorithm else [f"planned as {plan}"]
+
+
+def _digest(tensors: Sequence[torch.Tensor]) -> int:
+    digest = hashlib.blake2b(digest_size=7)
+    for tensor in tensors:
+        # cloned: of one element alone even a contiguous tensor may keep an odd stride
+        dense = tensor.clone(memory_format=torch.contiguous_format).reshape(-1)
+        digest.update(dense.view(torch.uint8).cpu().numpy().tobytes())
+    return int.from_bytes(digest.digest(), "big") | 1
+
+
+# ---- random calls --------------------------------------------------------------------------------
+
+
+def specs(hidden_size: int, where: torch.device | str = "cpu") -> list[Quant]:
+    """Returns every way to quantize rows of that many columns."""
     fitting = [size for size in GROUP_SIZES if hidden_size % size == 0]
-    groups = [allnorm.Fp8PerGroup(size, *names) for size in fitting for names in _LAYOUTS]
-    static = allnorm.Fp8PerTensor(torch.full((1,), 0.03, device=device))
+    groups = [allnorm.Fp8PerGroup(size, *names) for size in fitting for names in SCALE_NAMES]
+    static = allnorm.Fp8PerTensor(torch.full((1,), 0.03, device=where))
     blocks: list[Quant] = [allnorm.MxFp8()] if hidden_size % 32 == 0 else []
     if hidden_size % 16 == 0:
-        given = torch.full((1,), 600.0, device=device)
+        given = torch.full((1,), 600.0, device=where)
         blocks += [allnorm.NvFp4(given, layout) for layout in NVFP4_LAYOUTS]
     return [*blocks, *groups, allnorm.Fp8PerToken(), static]
 
 
-def random_kind(rng: random.Random, device: torch.device, max_elems: int) -> Kind:
-    """A kind drawn from everything that the API offers; `rng` is in the same state on all ranks."""
-    hidden_size = rng.choice(HIDDEN_SIZES)
-    fitting = [t for t in TOKENS[device.type] if t * hidden_size <= max_elems]
-    norm = rng.random() < 0.85
-    quant = rng.choice(specs(hidden_size, device)) if norm and rng.random() < 0.45 else None
-    return Kind(
-        op="norm" if norm else "all_reduce",
-        num_tokens=rng.choice(fitting),
-        hidden_size=hidden_size,
-        dtype=DTYPES[rng.choice(list(DTYPES))],
-        numerics=rng.choice(NUMERICS),
-        weight_bias=float(rng.random() < 0.2),
-        float32_weight=rng.random() < 0.2,
-        has_residual=rng.random() < 0.85,
-        quant=quant,
-        return_normed=rng.random() < 0.3,
-        sharded=norm and rng.random() < 0.35,
-        algorithm=rng.choices(("auto", *ALGORITHMS), _ALGORITHM_SHARES)[0],
-        **(_random_change(rng, quant is None) if norm else {}),
-    )
+class Cases:
+    """Draws random cases from everything that the API offers.
+
+    Each value of a dimension comes before any comes again, so that a hundred cases reach all.
+
+    Args:
+        rng: in the same state on all ranks.
+        where: the device, on which given scales are.
+        max_elems: the largest product of tokens and columns.
+        tokens: numbers of rows.
+        hidden_sizes: numbers of columns.
+        algorithms: names to ask for; by default "auto" and those of one island.
+    """
+
+    def __init__(
+        self,
+        rng: random.Random,
+        where: torch.device,
+        max_elems: int,
+        tokens: Sequence[int] | None = None,
+        hidden_sizes: Sequence[int] = HIDDEN_SIZES,
+        algorithms: Sequence[str] = ("auto", *ALGORITHMS),
+    ) -> None:
+        self._rng, self._where, self._max_elems = rng, where, max_elems
+        self._tokens = TOKENS[where.type] if tokens is None else tokens
+        self._hidden_sizes, self._algorithms = hidden_sizes, algorithms
+        self._decks: dict[Any, list[Any]] = {}
+
+    def draw(self) -> Case:
+        """Draws a call of ordinary values in new memory: a norm, or now and then an all_reduce."""
+        hidden_size = self._deal("hidden_size", self._hidden_sizes)
+        fitting = [t for t in self._tokens if t * hidden_size <= self._max_elems]
+        norm = self._rng.random() < 0.85
+        quantized = norm and self._rng.random() < 0.45
+        case = Case(
+            (self._deal(("tokens", len(fitting)), fitting), hidden_size),
+            DTYPES[self._deal("dtype", tuple(DTYPES))],
+            residual=self._rng.random() < 0.75,
+            algorithm=self._deal("algorithm", self._algorithms),
+            op="norm" if norm else "all_reduce",
+        )
+        if not norm:
+            return case
+        return case.but(
+            float32_weight=self._rng.random() < 0.4,
+            weight_bias=self._deal("weight_bias", (0.0, 0.0, 0.0, 1.0, 0.25, -0.0)),
+            eps=self._deal("eps", (EPS, EPS, 1e-6, 0.0, 0.3)),
+            numerics=self._deal("numerics", NUMERICS),
+            quant=self._spec(hidden_size) if quantized else None,
+            return_normed=self._rng.random() < 0.4,
+            sharded=self._rng.random() < 0.35,
+            post_norm=self._rng.random() < 0.25,
+            scale=self._deal("scale", (1.0,) * 6 + (0.22, -1.5)),
+            second_norm=self._rng.random() < 0.7,
+            experts=self._deal("experts", _NO_EXPERTS + _EXPERTS),
+        ).possible()
+
+    def draw_any(self) -> Case:
+        """Draws a call of any values, shape and memory."""
+        case = self.draw().but(
+            kind=self._deal("kind", ("normal",) * 10 + VALUES),
+            call=self._rng.randrange(1000),
+            memory=Memory(
+                x=self._layout(),
+                residual=self._layout(),
+                weight_offset=self._deal("weight", (0, 0, 1, 8)),
+                out=self._deal("out", ("new", "new", "own", "x")),
+                residual_out=self._deal("residual_out", ("new", "new", "own", "residual")),
+                results=self._layout(),
+            ),
+        )
+        tokens = case.num_tokens
+        if case.experts is None and self._rng.random() < 0.25:
+            lead = self._deal(
+                "lead", ((tokens, 1), (1, tokens, 1), (tokens, 2), (2, 3), (0, 3), ())
+            )
+            if rows_of((*lead, 1)) <= max(tokens, 6):
+                case = case.but(shape=(*lead, case.hidden_size))
+        if case.op == "all_reduce" and self._rng.random() < 0.4:
+            case = case.but(op="all_gather_rows", shape=(case.num_tokens, case.hidden_size))
+            if case.algorithm == "one_shot":
+                case = case.but(algorithm="auto")
+            if case.memory.out == "x":
+                case = case.but(memory=replace(case.memory, out="own"))
+        return case.possible()
+
+    def _spec(self, hidden_size: int) -> Quant:
+        """Deals group sizes and layouts apart, so that each size meets each layout."""
+        kind = self._deal("quant", ("group", "group", "group", "token", "tensor", "mx", "nv", "nv"))
+        if kind == "group":
+            fitting = [size for size in GROUP_SIZES if hidden_size % size == 0]
+            if fitting:
+                size = self._deal(("size", len(fitting)), fitting)
+                return allnorm.Fp8PerGroup(size, *self._deal("layout", SCALE_NAMES))
+        if kind == "mx" and hidden_size % 32 == 0:
+            return allnorm.MxFp8()
+        if kind == "nv" and hidden_size % 16 == 0:
+            given = torch.full((1,), self._deal("global", (600.0, 1.0, 2688.0)), device=self._where)
+            return allnorm.NvFp4(given, self._deal("nvfp4", NVFP4_LAYOUTS))
+        if kind == "tensor":
+            given = torch.full((1,), self._deal("static", (0.03, 0.5, -3.0)), device=self._where)
+            return allnorm.Fp8PerTensor(given)
+        return allnorm.Fp8PerToken()
+
+    def _layout(self) -> Layout:
+        pad = self._deal("pad", (0, 0, 0, 8, 64, 1, 7, 3))
+        offset = self._deal("offset", (0, 0, 0, 8, 1, 3))
+        return Layout(pad, offset, self._rng.random() < 0.3)
+
+    def _deal(self, name: Any, values: Sequence[Any]) -> Any:
+        deck = self._decks.get(name)
+        if not deck:
+            deck = self._decks[name] = list(values)
+        return deck.pop(self._rng.randrange(len(deck)))
 
 
-def _random_change(rng: random.Random, may_end_with_sum: bool) -> dict[str, Any]:
-    """What happens before the residual is added, in two kinds of five."""
-    post_norm = rng.random() < 0.25
-    return {
-        "post_norm": post_norm,
-        "scale": 0.22 if rng.random() < 0.12 else 1.0,
-        "second_norm": not (post_norm and may_end_with_sum and rng.random() < 0.4),
-        "experts": rng.random() < 0.12,
-    }
+_EXPERTS = (
+    *(Experts(1), Experts(2, False, True), Experts(8, True, True)),
+    *(Experts(16, indexed=False), Experts(3, False, indexed=False), Experts(1, False, True, False)),
+)
+_NO_EXPERTS = (None,) * (6 * len(_EXPERTS))
 
 
 CHANGES: tuple[dict[str, Any], ...] = (
     {"post_norm": True},
     {"post_norm": True, "second_norm": False},
     {"scale": 0.22},
-    {"post_norm": True, "scale": -1.5, "experts": True},
-    {"experts": True},
+    {"post_norm": True, "scale": -1.5, "experts": Experts()},
+    {"experts": Experts()},
 )
-"""One of each, as fields of a Kind."""
+"""One of each change of what the residual is added to, as fields of a Case."""
 
 
-def algorithms(kind: Kind, comms: Sequence[allnorm.Communicator]) -> set[str]:
-    """What would run such a call; "unfused" where the algorithm that it names cannot."""
-    return {_algorithm(kind, comm) for comm in comms}
+def algorithms(case: Case, comms: Sequence[allnorm.Communicator]) -> set[str]:
+    """Returns what would run such a call; "unfused" where the algorithm that it names cannot."""
+    return {_algorithm(case, comm) for comm in comms}
 
 
-def _algorithm(kind: Kind, comm: allnorm.Communicator) -> str:
+def _algorithm(case: Case, comm: allnorm.Communicator) -> str:
     try:
         plan = comm.plan(
-            *(kind.num_tokens, kind.hidden_size, kind.dtype, kind.quant, kind.sharded),
-            return_normed=kind.return_normed and kind.quant is not None,
-            algorithm=kind.algorithm,
+            *(case.num_tokens, case.hidden_size, case.dtype, case.quant, case.sharded),
+            return_normed=case.return_normed and case.quant is not None,
+            algorithm=case.algorithm,
         )
     except allnorm.UnsupportedError:
         return "unfused"

@@ -18,8 +18,6 @@ from allnorm.testing import (
     describe_difference,
     gather,
     make_batch,
-    shared_input,
-    special_input,
 )
 from allnorm.testing.bits import as_integers
 from allnorm.verify.calls import EPS
@@ -62,15 +60,6 @@ class Context:
         seed = self.rng.randrange(1 << 31)
         comm = self.comm
         return make_batch(num_tokens, hidden_size, dtype, comm.device, comm.world_size, seed)
-
-    def special(self, kind: str, shape: tuple[int, int], dtype: torch.dtype) -> Batch:
-        """Inputs of one of `testing.SPECIAL_KINDS`."""
-        device, ranks = self.comm.device, range(self.comm.world_size)
-        return Batch(
-            tuple(special_input(kind, shape, dtype, rank, device=device) for rank in ranks),
-            shared_input(shape, dtype, "residual", device=device),
-            shared_input(shape[1:], dtype, "weight", device=device),
-        )
 
     def reduce(self, xs: Sequence[torch.Tensor]) -> torch.Tensor:
         """The reference's sum of all ranks' rows."""

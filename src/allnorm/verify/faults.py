@@ -33,7 +33,7 @@ from allnorm.testing import (
     same_bits,
     shared_input,
 )
-from allnorm.verify.calls import Kind, Results
+from allnorm.verify.case import Case, Results
 
 SLACK_SECONDS = 1.0  # a fault must be known so long after the timeout, a death within this alone
 _RUN_SECONDS = 120.0
@@ -49,8 +49,7 @@ _KILL_AFTER_SECONDS = 0.2  # of calls, for a rank that dies among them
 _kept: list[allnorm.Communicator] = []
 
 
-_SHAPE = (24, 1024)
-_ONE_SHOT = Kind("norm", *_SHAPE, torch.bfloat16, algorithm="one_shot", eps=1e-6)
+_ONE_SHOT = Case((24, 1024), algorithm="one_shot")
 _TWO_SHOT = replace(_ONE_SHOT, algorithm="two_shot")
 ALGORITHMS = {
     "one_shot": _ONE_SHOT,
@@ -65,15 +64,15 @@ CALLS_BETWEEN_ISLANDS = {
 }
 # What a rank changes in its call, so that it is not the one that its peers make.
 DIVERGENCES: dict[str, dict[str, Any]] = {
-    "another num_tokens": {"num_tokens": 23},
-    "another hidden_size": {"hidden_size": 2048},
+    "another num_tokens": {"shape": (23, 1024)},
+    "another hidden_size": {"shape": (24, 2048)},
     "another dtype": {"dtype": torch.float16},
     "another op: all_reduce": {"op": "all_reduce", "sharded": False, "quant": None},
-    "another op: all_gather_rows": {"op": "all_gather_rows", "quant": None},
+    "another op: all_gather_rows": {"op": "all_gather_rows", "quant": None, "algorithm": "auto"},
     "another algorithm": {},
     "sharded, others not": {"sharded": True},
     "another rounding mode": {"numerics": "vllm"},
-    "no residual": {"has_residual": False},
+    "no residual": {"residual": False},
     "quantised per token": {"quant": allnorm.Fp8PerToken()},
     "groups of 64": {"quant": allnorm.Fp8PerGroup(64)},
     "another scale_format": {"quant": allnorm.Fp8PerGroup(128, scale_format="ue8m0")},
@@ -193,7 +192,7 @@ def _saw(one: Row) -> str:
 # ---- what ranks do -------------------------------------------------------------------------------
 
 
-def applies(fault: str, call: Kind) -> bool:
+def applies(fault: str, call: Case) -> bool:
     """Whether a rank can commit it while its peers make that call."""
     if fault not in DIVERGENCES:
         # A rank that dies costs the start of new ones: once for each way that rows travel.
@@ -205,7 +204,7 @@ def applies(fault: str, call: Kind) -> bool:
     return replace(call, **DIVERGENCES[fault]) != call
 
 
-def goes_on(fault: str, call: Kind) -> bool:
+def goes_on(fault: str, call: Case) -> bool:
     """Whether the communicator does: ranks told each other what they were about to do."""
     return fault in DIVERGENCES and call.algorithm in BETWEEN_ISLANDS
 
@@ -278,7 +277,7 @@ def _communicator(
     return allnorm.Communicator(group, where, _WORKSPACE_BYTES, timeout=timeout, islands=islands)
 
 
-def _commit(fault: str, comms: list[allnorm.Communicator], call: Kind) -> None:
+def _commit(fault: str, comms: list[allnorm.Communicator], call: Case) -> None:
     """What the faulty rank does instead of its call."""
     comm = comms[0]
     if fault == "killed":
@@ -300,7 +299,7 @@ def _commit(fault: str, comms: list[allnorm.Communicator], call: Kind) -> None:
     _kept.extend(comms)
 
 
-def _diverging(call: Kind, fault: str) -> Kind:
+def _diverging(call: Case, fault: str) -> Case:
     if fault == "another algorithm":
         return replace(call, algorithm=_OTHER_ALGORITHM[call.algorithm])
     if fault == "sharded, others not" and call.algorithm == "one_shot":
@@ -309,7 +308,7 @@ def _diverging(call: Kind, fault: str) -> Kind:
 
 
 def _failing_call(
-    comm: allnorm.Communicator, call: Kind, timeout_s: float, repeat: bool
+    comm: allnorm.Communicator, call: Case, timeout_s: float, repeat: bool
 ) -> dict[str, Any]:
     """Makes a call that must fail: on CPU it raises, on CUDA check() does once a kernel has.
 
@@ -377,7 +376,7 @@ def _not_nan(results: Results, expected: Results | None) -> list[str]:
     return problems
 
 
-def _aftermath(comm: allnorm.Communicator, call: Kind) -> list[str]:
+def _aftermath(comm: allnorm.Communicator, call: Case) -> list[str]:
     """The next call and check() raise, at once."""
     problems = []
     tries: dict[str, Callable[[], object]] = {
@@ -395,7 +394,7 @@ def _aftermath(comm: allnorm.Communicator, call: Kind) -> list[str]:
     return problems
 
 
-def _fresh(where: torch.device, fault: str, call: Kind) -> list[str]:
+def _fresh(where: torch.device, fault: str, call: Case) -> list[str]:
     """A new communicator over the healthy ranks gives right results."""
     group = None
     if fault in DEATHS + ABSENCES:
@@ -424,7 +423,7 @@ _Inputs = tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]
 _RESULT_IN = {"out": "normed", "residual_out": "residual_out", "scale_out": "scale"}
 
 
-def _inputs(comm: allnorm.Communicator, call: Kind, number: int) -> _Inputs:
+def _inputs(comm: allnorm.Communicator, call: Case, number: int) -> _Inputs:
     """All ranks' partial sums, the whole residual and the weight; others for other numbers."""
     shape, device = (call.num_tokens, call.hidden_size), comm.device
     weight = shared_input(shape[1:], call.dtype, "weight", device=device)
@@ -435,22 +434,22 @@ def _inputs(comm: allnorm.Communicator, call: Kind, number: int) -> _Inputs:
     )
 
 
-def _call(comm: allnorm.Communicator, call: Kind, inputs: _Inputs, **out: Any) -> Results:
+def _call(comm: allnorm.Communicator, call: Case, inputs: _Inputs, **out: Any) -> Results:
     xs, *shared = inputs
-    return call.call(comm, xs[comm.rank], *shared, **out)
+    return call.run_on(comm, xs[comm.rank], *shared, **out)
 
 
-def _expected(comm: allnorm.Communicator, call: Kind, inputs: _Inputs) -> Results:
+def _expected(comm: allnorm.Communicator, call: Case, inputs: _Inputs) -> Results:
     """What the call must return on this rank, by the reference."""
     xs, *shared = inputs
-    expected = call.expected(reference.all_reduce(xs, islands=comm.islands), *shared)
+    expected = call.expected_of(reference.all_reduce(xs, islands=comm.islands), *shared)
     if call.sharded:
         lo, hi = comm.row_shard(call.num_tokens)
         expected["residual_out"] = expected["residual_out"][lo:hi]
     return expected
 
 
-def _is_right(comm: allnorm.Communicator, call: Kind, number: int) -> bool:
+def _is_right(comm: allnorm.Communicator, call: Case, number: int) -> bool:
     """Makes the call; whether all its results are the reference's."""
     inputs = _inputs(comm, call, number)
     expected = _expected(comm, call, inputs)
@@ -458,7 +457,7 @@ def _is_right(comm: allnorm.Communicator, call: Kind, number: int) -> bool:
     return all(same_bits(part, expected[name]) for name, part in got.items())
 
 
-def _memory_for(comm: allnorm.Communicator, call: Kind) -> Results:
+def _memory_for(comm: allnorm.Communicator, call: Case) -> Results:
     """Memory for results of the call that can be NaN; it holds zeros."""
     if call.op != "norm":
         shape = (call.num_tokens, call.hidden_size)

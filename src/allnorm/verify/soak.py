@@ -25,7 +25,8 @@ from allnorm.names import FUSED
 from allnorm.testing import capture, describe_difference, report
 from allnorm.testing.bits import as_integers
 from allnorm.testing.inputs import normal_maker
-from allnorm.verify.calls import TOKENS, Kind, Results, algorithms, issue, random_kind
+from allnorm.verify.calls import EPS, TOKENS, Cases, algorithms
+from allnorm.verify.case import Case, Results
 from allnorm.verify.context import Context, Recorder
 
 BURST = 64  # calls between two looks at the results, at least
@@ -99,7 +100,7 @@ class _Section:
         self._rng = random.Random(f"soak {context.job.seed} {index}")
         self._tapes: dict[tuple[torch.dtype, int], Tape] = {}
         self._comms: list[allnorm.Communicator] = []
-        self._kinds: list[Kind] = []
+        self._kinds: list[Case] = []
         self._rows: list[list[int]] = []  # of each kind: where its next calls begin
         self._graphs: list[tuple[Graph, list[int]]] = []
 
@@ -127,8 +128,9 @@ class _Section:
                     islands=of_size(self._context.job.island_size, self._context.comm.world_size),
                 )
             )
+        cases = Cases(self._rng, self._device, _MAX_ELEMS[self._device.type])
         while len(self._kinds) < _NUM_KINDS[self._device.type]:
-            kind = random_kind(self._rng, self._device, _MAX_ELEMS[self._device.type])
+            kind = cases.draw()
             if algorithms(kind, self._comms) == {kind.algorithm} or kind.algorithm == "auto":
                 self._kinds.append(kind)
                 self._tape(kind).expected(kind)
@@ -200,7 +202,7 @@ class _Section:
             self._rng.shuffle(self._rows[kind_index])
         return self._rows[kind_index].pop()
 
-    def _tape(self, kind: Kind) -> Tape:
+    def _tape(self, kind: Case) -> Tape:
         key = (kind.dtype, kind.hidden_size)
         if key not in self._tapes:
             comm = self._context.comm
@@ -244,7 +246,7 @@ def repeat_shapes(context: Context, recorder: Recorder) -> None:
     kinds = []
     for num_tokens, hidden_size in job.shapes:
         for algorithm in FUSED if len(comm.islands) == 1 else ("hierarchical",):
-            kind = Kind("norm", num_tokens, hidden_size, torch.bfloat16, algorithm=algorithm)
+            kind = Case((num_tokens, hidden_size), eps=EPS, algorithm=algorithm)
             # What cannot be exchanged is tested all the same, the one way that it can run.
             if algorithms(kind, [comm]) != {algorithm}:
                 kind = replace(kind, algorithm="unfused")
@@ -293,19 +295,19 @@ class Tape:
     weight: torch.Tensor  # [hidden_size]
     _known: dict[Any, dict[str, torch.Tensor]] = field(default_factory=dict)
 
-    def expected(self, kind: Kind) -> dict[str, torch.Tensor]:
+    def expected(self, kind: Case) -> dict[str, torch.Tensor]:
         """The results of such a call on every row, by name."""
         key = kind.result_key()
         if key not in self._known:
             weight = self.weight_of(kind)
             parts = [
-                kind.expected(self.reduced[rows], self.residual[rows], weight)
+                kind.expected_of(self.reduced[rows], self.residual[rows], weight)
                 for rows in self._chunks()
             ]
             self._known[key] = {n: torch.cat([part[n] for part in parts]) for n in parts[0]}
         return self._known[key]
 
-    def weight_of(self, kind: Kind) -> torch.Tensor:
+    def weight_of(self, kind: Case) -> torch.Tensor:
         """The weight in the dtype that the call is given."""
         return self.weight.float() if kind.float32_weight else self.weight
 
@@ -360,7 +362,7 @@ class PendingCall:
 
     number: int  # counts the calls of a soak
     where: str  # "communicator 0", "replay": for the message
-    kind: Kind  # what it does
+    kind: Case  # what it does
     tape: Tape  # whose rows it took
     row: int  # the first of them
     results: Results  # what it returned, by name; a sharded residual gathered
@@ -395,11 +397,11 @@ class PendingCall:
 
 
 def make_call(
-    comm: allnorm.Communicator, kind: Kind, tape: Tape, row: int, number: int, where: str
+    comm: allnorm.Communicator, kind: Case, tape: Tape, row: int, number: int, where: str
 ) -> PendingCall:
     """Makes a call on the rows of a tape from that row on; on CUDA without waiting for it."""
     x, residual = (part[row : row + kind.num_tokens] for part in (tape.x, tape.residual))
-    results = issue(comm, kind, x, residual, tape.weight_of(kind))
+    results = kind.issue(comm, x, residual, tape.weight_of(kind))
     return PendingCall(number, where, kind, tape, row, results)
 
 
@@ -421,7 +423,7 @@ class _CapturedCall:
     """One call in a graph: where it reads, where it writes."""
 
     comm: allnorm.Communicator
-    kind: Kind
+    kind: Case
     tape: Tape
     x: torch.Tensor
     residual: torch.Tensor
@@ -435,7 +437,7 @@ class Graph:
     Each is given as communicator, kind, tape, and whether results overwrite the inputs.
     """
 
-    def __init__(self, calls: Sequence[tuple[allnorm.Communicator, Kind, Tape, bool]]) -> None:
+    def __init__(self, calls: Sequence[tuple[allnorm.Communicator, Case, Tape, bool]]) -> None:
         self.calls = [
             _CapturedCall(
                 *(comm, kind, tape),
@@ -474,7 +476,7 @@ class Graph:
 
     def _issue(self) -> None:
         for call, weight in zip(self.calls, self._weights, strict=True):
-            call.results = issue(call.comm, call.kind, call.x, call.residual, weight, call.in_place)
+            call.results = call.kind.issue(call.comm, call.x, call.residual, weight, call.in_place)
 
 
 # ---- delays --------------------------------------------------------------------------------------

@@ -24,7 +24,8 @@ import torch.distributed as dist
 import allnorm
 from allnorm.islands import of_size
 from allnorm.testing import gather, report
-from allnorm.verify.calls import TOKENS, Kind, algorithms, random_kind
+from allnorm.verify.calls import TOKENS, Cases, algorithms
+from allnorm.verify.case import Case
 from allnorm.verify.context import Context, Recorder
 from allnorm.verify.soak import Tape, compare_all, make_call, make_tape
 
@@ -189,17 +190,18 @@ class _Driver:
             figures["hierarchical"] += calls.get("hierarchical", 0)
             self.comm.close()
 
-    def _kinds(self, order: random.Random, comm: allnorm.Communicator) -> list[Kind]:
-        kinds: list[Kind] = []
+    def _kinds(self, order: random.Random, comm: allnorm.Communicator) -> list[Case]:
+        kinds: list[Case] = []
+        cases = Cases(order, comm.device, _MAX_ELEMS)
         while len(kinds) < _KINDS:
-            kind = random_kind(order, comm.device, _MAX_ELEMS)
+            kind = cases.draw()
             if order.random() < _UNFUSED_SHARE:
                 kind = replace(kind, algorithm="unfused")
             if kind.algorithm == "auto" or algorithms(kind, [comm]) == {kind.algorithm}:
                 kinds.append(kind)
         return kinds
 
-    def _tape(self, kind: Kind, comm: allnorm.Communicator) -> Tape:
+    def _tape(self, kind: Case, comm: allnorm.Communicator) -> Tape:
         key = kind.dtype, kind.hidden_size
         if key not in self._tapes:
             rows = max(TOKENS[comm.device.type]) + _FIRST_ROWS

@@ -1,0 +1,588 @@
+"""A call of any kind that the API offers: its inputs, how to make it, and what it must return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+
+import allnorm
+from allnorm import reference
+from allnorm.names import SWIZZLED
+from allnorm.quant import Quant, scale_geometry, swizzled_rows
+from allnorm.testing import (
+    SPECIAL_KINDS,
+    describe_difference,
+    rank_input,
+    sentinel_input,
+    shared_input,
+    special_input,
+)
+from allnorm.testing.rank import device
+
+VALUES = (*SPECIAL_KINDS, "sentinels", "finite_sentinels")
+"""Values of `Case.kind` that are not ordinary numbers."""
+
+Results = dict[str, torch.Tensor]
+"""Results of a call by name: reduced, rows, normed, residual_out, quantized, scale."""
+
+
+# ---- where tensors lie ---------------------------------------------------------------------------
+
+
+def _expression(value: Any) -> str:
+    """Returns what makes a value of one of these classes, without its defaults."""
+    given = (
+        f"{f.name}={getattr(getattr(value, f.name), '__name__', None) or getattr(value, f.name)!r}"
+        for f in fields(value)
+        if getattr(value, f.name) != f.default
+    )
+    return f"{type(value).__name__}({', '.join(given)})"
+
+
+@dataclass(frozen=True, repr=False)
+class Layout:
+    """Where the rows of a tensor lie in memory that is filled with other numbers.
+
+    Attributes:
+        pad: elements between two rows.
+        offset: elements before the first row.
+        reverse: whether the leading dimensions lie in the reverse order.
+        expand: whether all rows are one row, of stride 0.
+    """
+
+    pad: int = 0
+    offset: int = 0
+    reverse: bool = False
+    expand: bool = False
+
+    __repr__ = _expression
+
+    def place(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns a copy of the values that lies so."""
+        if self.expand:
+            return values[:1].clone().expand(values.shape)
+        order = list(range(values.dim() - 1))
+        if self.reverse:
+            order.reverse()
+        order.append(values.dim() - 1)
+        moved = values.permute(order)
+        width = moved.shape[-1] + self.pad
+        memory = torch.full(
+            (moved[..., :1].numel() * width + self.offset,), 9.0, device=values.device
+        ).to(values.dtype)
+        rows = memory[self.offset :].view(*moved.shape[:-1], width)[..., : moved.shape[-1]]
+        rows.copy_(moved)
+        return rows.permute(order)  # a reversal is its own inverse
+
+
+@dataclass(frozen=True, repr=False)
+class Memory:
+    """Where the tensors of a call lie.
+
+    Attributes:
+        x: the layout of this rank's rows.
+        residual: the layout of the residual.
+        weight_offset: elements before the weights.
+        out: where normed or reduced rows go: "new" memory, memory of the caller ("own"), or "x".
+            Quantized rows and their scales go to memory of the caller unless it is "new".
+        residual_out: where the new residual goes: "new", "own", or "residual".
+        results: the layout of the caller's memory for results.
+    """
+
+    x: Layout = Layout()
+    residual: Layout = Layout()
+    weight_offset: int = 0
+    out: str = "new"
+    residual_out: str = "new"
+    results: Layout = Layout()
+
+    __repr__ = _expression
+
+
+# ---- a call --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Experts:
+    """What experts return, in place of `x`.
+
+    Attributes:
+        top_k: rows that are summed for each token.
+        weighted: whether each row has a weight.
+        shared: whether the partial of a shared expert is added.
+        indexed: whether rows are named by an index; then each rank has a different number of rows.
+        absent: the share of the choices that a rank has no row for, of those with an index.
+    """
+
+    top_k: int = 2
+    weighted: bool = True
+    shared: bool = False
+    indexed: bool = True
+    absent: float = 0.3
+
+    def __call__(self, case: Case, rank: int) -> allnorm.ExpertSum:
+        """Returns the input of one rank."""
+        shape, dtype, top_k = case.shape, case.dtype, self.top_k
+        num_tokens, hidden_size = shape
+        count = num_tokens * top_k + rank if self.indexed else num_tokens * top_k
+        rows = case.rows(rank, count)
+        generator = torch.Generator().manual_seed(1000 * rank + num_tokens + 7 * top_k + case.call)
+        index = None
+        if self.indexed:
+            index = torch.randint(0, max(count, 1), (num_tokens, top_k), generator=generator)
+            absent = torch.rand(num_tokens, top_k, generator=generator) < self.absent
+            index = index.masked_fill(absent | torch.tensor(count == 0), -1).to(torch.int32)
+            index = index.to(device())
+        else:
+            rows = rows.view(num_tokens, top_k, hidden_size)
+        weights = torch.rand(num_tokens, top_k, generator=generator).to(device())
+        shared = rank_input(shape, dtype, rank, call=case.call + 1, device=device())
+        return allnorm.ExpertSum(
+            rows, weights if self.weighted else None, index, shared if self.shared else None
+        )
+
+
+@dataclass(frozen=True, repr=False)
+class Case:
+    """A call and its inputs. Everything about them follows from these values, on every rank.
+
+    Attributes:
+        shape: the shape of `x`; of "all_gather_rows" that of all rows.
+        residual: whether there is a residual.
+        float32_weight: whether the weight is float32 instead of `dtype`.
+        kind: the kind of values: "normal", one of VALUES, "equal_rows", or "word 0x..." for tensors
+            of nothing but that word.
+        call: the number of the call, which makes its values distinct.
+        return_normed: whether a quantized call returns the normed rows too.
+        sharded: whether each rank holds its own rows of the residual only.
+        post_norm: whether the sum is normed before the residual is added.
+        second_norm: False: the new residual is the only result.
+        experts: makes the input of each rank, an ExpertSum, in place of `x`; or None.
+        op: "norm", "all_reduce", "all_gather_rows", or "local", a norm of the rows of rank 0.
+        put: numbers at given places: (tensor, index, number) each. Tensors are "weight",
+            "residual", and "x0" for the rows of rank 0.
+        memory: where the tensors lie.
+    """
+
+    shape: tuple[int, ...] = (3, 4096)
+    dtype: torch.dtype = torch.bfloat16
+    residual: bool = True
+    float32_weight: bool = False
+    weight_bias: float = 0.0
+    eps: float = 1e-6
+    numerics: str = "rounded"
+    algorithm: str = "auto"
+    kind: str = "normal"
+    call: int = 0
+    quant: Quant | None = None
+    return_normed: bool = False
+    sharded: bool = False
+    post_norm: bool = False
+    scale: float = 1.0
+    second_norm: bool = True
+    experts: Callable[[Case, int], allnorm.ExpertSum] | None = None
+    op: str = "norm"
+    put: tuple[tuple[str, Any, float], ...] = ()
+    memory: Memory = Memory()
+
+    __repr__ = _expression
+
+    def but(self, **changes: Any) -> Case:
+        """Returns the case with other values of some fields."""
+        return replace(self, **changes)
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of rows, which all ranks hold together."""
+        return rows_of(self.shape)
+
+    @property
+    def hidden_size(self) -> int:
+        """The number of columns."""
+        return self.shape[-1]
+
+    def possible(self) -> Case:
+        """Returns a case that the API allows: whole groups, nothing that excludes each other."""
+        case = self
+        size = _group_size(case.quant)
+        case = case.but(shape=(*case.shape[:-1], -(-case.hidden_size // size) * size))
+        if case.sharded and case.algorithm == "one_shot":
+            case = case.but(algorithm="two_shot")
+        if case.experts is not None and len(case.shape) != 2:
+            case = case.but(shape=(case.num_tokens, case.hidden_size))
+        second = case.second_norm or not case.post_norm or case.quant is not None
+        case = case.but(
+            second_norm=second, return_normed=case.return_normed and case.quant is not None
+        )
+        memory = case.memory
+        if memory.out == "x" and (case.experts is not None or not second):
+            memory = replace(memory, out="own")
+        if memory.out == "own" and not second:
+            memory = replace(memory, out="new")
+        if memory.residual_out == "residual" and not case.residual:
+            memory = replace(memory, residual_out="own")
+        return case.but(memory=memory)
+
+    # ---- its inputs ----
+
+    def x(self, rank: int) -> Any:
+        """Returns the input of one rank."""
+        if self.experts is not None:
+            return self.experts(self, rank)
+        return self._put(f"x{rank}", self._values(self.shape, rank))
+
+    def xs(self, world_size: int) -> list[Any]:
+        """Returns the inputs of all ranks."""
+        return [self.x(rank) for rank in range(world_size)]
+
+    def x_of(self, comm: allnorm.Communicator) -> Any:
+        """Returns what this rank passes to the call."""
+        if self.op == "all_gather_rows":
+            return self.own_rows(comm, self.x(0)).clone()
+        return self.x(0 if self.op == "local" else comm.rank)
+
+    def rows(self, rank: int, count: int) -> torch.Tensor:
+        """Returns that many rows of the kind of values, for `experts`."""
+        return self._values((count, self.hidden_size), rank)
+
+    def _values(self, shape: tuple[int, ...], rank: int) -> torch.Tensor:
+        more: Any = {"call": self.call, "device": device()}
+        if self.kind == "normal":
+            return rank_input(shape, self.dtype, rank, **more)
+        if self.kind == "equal_rows":
+            return rank_input((1, shape[-1]), self.dtype, rank, **more).repeat(rows_of(shape), 1)
+        if self.kind.startswith("word "):
+            return _of_word(int(self.kind[5:], 16), shape, self.dtype)
+        if self.kind.endswith("sentinels"):
+            finite = self.kind.startswith("finite")
+            return sentinel_input(shape, self.dtype, rank, finite=finite, **more)
+        return special_input(self.kind, shape, self.dtype, rank, **more)
+
+    def _put(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        for where, index, number in self.put:
+            if where == name:
+                tensor[index] = number
+        return tensor
+
+    def residual_tensor(self) -> torch.Tensor | None:
+        """Returns all rows of the residual, or None."""
+        if not self.residual:
+            return None
+        if self.kind.startswith("word "):
+            return self._values(self.shape, 0)
+        values = shared_input(self.shape, self.dtype, "residual", call=self.call, device=device())
+        if self.kind == "negative_zeros":
+            return -(values.abs() * 0.0)
+        return self._put("residual", values * 3.0)
+
+    def weight(self) -> torch.Tensor:
+        """Returns the weight of the norm."""
+        dtype = torch.float32 if self.float32_weight else self.dtype
+        weight = shared_input(self.shape[-1:], dtype, "weight", device=device())
+        return self._put("weight", weight)
+
+    def post_weight(self) -> torch.Tensor:
+        """Returns the weight of the post norm, of the dtype that the other weight does not have."""
+        dtype = self.dtype if self.float32_weight else torch.float32
+        return shared_input(self.shape[-1:], dtype, "post_norm", device=device())
+
+    def norm_before(self, weight: torch.Tensor | None = None) -> allnorm.PostNorm | None:
+        """Returns the post norm, or None."""
+        if not self.post_norm:
+            return None
+        weight = self.post_weight() if weight is None else weight
+        return allnorm.PostNorm(weight, 2 * self.eps, 1.0 - self.weight_bias)
+
+    def spec(self) -> Quant | None:
+        """Returns how to quantize; a given scale is on this rank's device."""
+        if isinstance(self.quant, allnorm.Fp8PerTensor):
+            return allnorm.Fp8PerTensor(self.quant.scale.to(device()))
+        if isinstance(self.quant, allnorm.NvFp4):
+            given = self.quant.global_scale.to(device())
+            return allnorm.NvFp4(given, self.quant.scale_layout)
+        return self.quant
+
+    def own_rows(self, comm: allnorm.Communicator, rows: torch.Tensor) -> torch.Tensor:
+        """Returns the rows of a sharded residual that this rank holds."""
+        lo, hi = reference.row_shard(self.num_tokens, comm.world_size, comm.rank)
+        return rows.reshape(-1, self.hidden_size)[lo:hi]
+
+    # ---- the call ----
+
+    def norm_arguments(
+        self, residual: torch.Tensor | None = None, weight: torch.Tensor | None = None
+    ) -> dict[str, Any]:
+        """Returns arguments that the methods and the reference share.
+
+        Given tensors take the place of the case's; the given weight is that of both norms.
+        """
+        if weight is None:
+            residual, second = self.residual_tensor(), self.weight()
+        else:
+            residual, second = (residual if self.residual else None), weight
+        arguments: dict[str, Any] = {
+            "residual": residual,
+            "weight": second if self.second_norm else None,
+            "eps": self.eps,
+            "weight_bias": self.weight_bias,
+            "numerics": self.numerics,
+        }
+        if self.post_norm:
+            arguments["post_norm"] = self.norm_before(weight)
+        if self.scale != 1.0:
+            arguments["scale"] = self.scale
+        return arguments
+
+    def call_arguments(
+        self,
+        comm: allnorm.Communicator,
+        residual: torch.Tensor | None = None,
+        weight: torch.Tensor | None = None,
+    ) -> dict[str, Any]:
+        """Returns the arguments after `x` of the method that makes this call.
+
+        Of given tensors a sharded call takes its rows as they lie.
+        """
+        if self.op == "all_reduce":
+            return {"algorithm": self.algorithm}
+        if self.op == "all_gather_rows":
+            return {"num_tokens": self.num_tokens, "algorithm": self.algorithm}
+        arguments = self.norm_arguments(residual, weight)
+        if self.op == "norm":
+            arguments["algorithm"] = self.algorithm
+        if self.sharded:
+            arguments["residual_sharded"] = True
+            if self.residual:
+                own = self.own_rows(comm, arguments["residual"])
+                arguments["residual"] = own.clone() if weight is None else own
+        if self.quant is not None:
+            arguments |= {"quant": self.spec(), "return_normed": self.return_normed}
+        return arguments
+
+    def method(self, comm: allnorm.Communicator) -> Any:
+        """Returns the method that makes this call."""
+        if self.op == "local":
+            return allnorm.add_rms_norm if self.quant is None else allnorm.add_rms_norm_quant
+        if self.op != "norm":
+            return getattr(comm, self.op)
+        if self.quant is None:
+            return comm.all_reduce_add_rms_norm
+        return comm.all_reduce_add_rms_norm_quant
+
+    @property
+    def has_norm(self) -> bool:
+        """Whether the call ends with a norm, or with the residual."""
+        return self.op in ("norm", "local")
+
+    def run(self, comm: allnorm.Communicator, **more: Any) -> Any:
+        """Makes the call: (normed, residual), a QuantizedNorm, or a tensor."""
+        arguments = {**self.call_arguments(comm), **more}
+        return self.method(comm)(self.x_of(comm), **arguments)
+
+    def run_on(
+        self,
+        comm: allnorm.Communicator,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        **out: Any,
+    ) -> Results:
+        """Makes the call on other tensors than the case's; returns before CUDA has run it.
+
+        Args:
+            comm: the communicator.
+            x: this rank's partial sum, [num_tokens, hidden_size].
+            residual: all rows, of which a sharded call takes this rank's.
+            weight: of both norms.
+            out: memory for results, under the names of the method.
+        """
+        given: Any = x if self.experts is None else _as_experts(x)
+        if self.op == "all_gather_rows":
+            given = self.own_rows(comm, x).clone()
+        arguments = self.call_arguments(comm, residual, weight)
+        return self.named(self.method(comm)(given, **arguments, **out))
+
+    def issue(
+        self,
+        comm: allnorm.Communicator,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        in_place: bool = False,
+    ) -> Results:
+        """Makes the call as `run_on` does, and gathers the rows of a sharded residual.
+
+        With `in_place` results overwrite `x` and `residual`, as far as they can.
+        """
+        out: dict[str, torch.Tensor | None] = {}
+        if in_place and self.quant is None and self.second_norm and self.experts is None:
+            out["out"] = x
+        if in_place and self.op == "norm" and self.residual:
+            out["residual_out"] = self.own_rows(comm, residual) if self.sharded else residual
+        results = self.run_on(comm, x, residual, weight, **out)
+        if self.sharded:
+            shard = results["residual_out"]
+            results["residual_out"] = comm.all_gather_rows(shard, self.num_tokens)
+        return results
+
+    # ---- what it must return ----
+
+    def expected(self, world_size: int, islands: Any = None) -> Any:
+        """Returns what the reference says of the call, with all rows of the residual."""
+        xs = self.xs(world_size)
+        if self.op == "all_reduce":
+            return reference.all_reduce(xs, islands=islands)
+        if self.op == "all_gather_rows":
+            return xs[0].reshape(-1, self.hidden_size)
+        arguments = self.norm_arguments()
+        if self.quant is not None:
+            arguments |= {"quant": self.spec(), "return_normed": self.return_normed}
+        if self.op == "local":
+            local = reference.add_rms_norm if self.quant is None else reference.add_rms_norm_quant
+            return local(xs[0], **arguments)
+        if self.quant is None:
+            return reference.all_reduce_add_rms_norm(xs, islands=islands, **arguments)
+        return reference.all_reduce_add_rms_norm_quant(xs, islands=islands, **arguments)
+
+    def expected_of(
+        self, reduced: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
+    ) -> Results:
+        """Returns what the reference says of the call on other tensors than the case's.
+
+        `reduced` is the sum over the ranks. Normed rows are always among the results.
+        """
+        if self.op == "all_reduce":
+            return {"reduced": reduced}
+        arguments = self.norm_arguments(residual, weight)
+        if self.quant is None:
+            return self.named(reference.add_rms_norm(reduced, **arguments))
+        return self.named(
+            reference.add_rms_norm_quant(reduced, quant=self.quant, return_normed=True, **arguments)
+        )
+
+    def result_key(self) -> tuple[Any, ...]:
+        """Returns a key: cases with the same key return the same results for the same rows."""
+        if self.op == "all_reduce":
+            return (self.op,)
+        # Scales in another layout are the same numbers.
+        quant: Any = self.quant
+        if isinstance(quant, allnorm.Fp8PerGroup) and quant.scale_layout != SWIZZLED:
+            quant = ("per_group", quant.group_size, quant.scale_format)
+        bias = str(self.weight_bias)  # -0.0 is equal to 0.0
+        options = (self.numerics, bias, self.float32_weight, self.residual, self.eps)
+        return (*options, quant, self.post_norm, self.scale, self.second_norm)
+
+    def named(self, result: Any) -> Results:
+        """Returns results by name: scales by rows, and not those that are given."""
+        if self.op != "norm":
+            return {"reduced" if self.op == "all_reduce" else "rows": result}
+        if self.quant is None:
+            found = dict(zip(("normed", "residual_out"), result, strict=True))
+        else:
+            found = {
+                "quantized": result.quantized,
+                "residual_out": result.residual,
+                "normed": result.normed,
+            }
+            if not isinstance(self.quant, allnorm.Fp8PerTensor):
+                found["scale"] = self._scale_by_rows(result)
+        return {name: part for name, part in found.items() if part is not None}
+
+    def _scale_by_rows(self, result: allnorm.QuantizedNorm) -> torch.Tensor:
+        """The scales, one row of them after the other; of tiles with those that no group has."""
+        num_tokens = rows_of(result.quantized.shape)
+        assert self.quant is not None
+        geometry = scale_geometry(self.quant, num_tokens, self.hidden_size)
+        if geometry is None or not geometry.tiles:
+            return result.scale
+        return swizzled_rows(result.scale, geometry.tiles)[:num_tokens]
+
+    def check(self, comm: allnorm.Communicator) -> Any:
+        """Makes the call and compares all results with the reference.
+
+        Raises:
+            AssertionError: a result has other bits.
+        """
+        results = self.run(comm)
+        self.compare(comm, *(results if self.has_norm else (results,)))
+        return results
+
+    def compare(self, comm: allnorm.Communicator, *results: torch.Tensor | None) -> None:
+        """Compares the results of this rank with the reference.
+
+        Raises:
+            AssertionError: one of them has other bits.
+        """
+        wrong = self.wrong(comm, results)
+        if wrong:
+            raise AssertionError(f"{self}: {'; '.join(wrong)}")
+
+    def wrong(
+        self, comm: allnorm.Communicator, results: Sequence[torch.Tensor | None]
+    ) -> list[str]:
+        """Returns what is wrong with the results of this rank, in words."""
+        expected = self.expected(comm.world_size, comm.islands)
+        listed: tuple[str, ...] = ("normed", "residual_out")
+        if not self.has_norm:
+            listed, expected = (self.op,), (expected,)
+        elif self.quant is not None:
+            listed = ("quantized", "scale", "residual_out", "normed")
+        found = []
+        for name, got, want in zip(listed, results, expected, strict=True):
+            if want is None or got is None:
+                if got is not want:
+                    found.append(f"{name} is {'None' if got is None else 'not None'}")
+                continue
+            if self.sharded and name == "residual_out":
+                want = self.own_rows(comm, want)
+            scale = name == "scale" and not isinstance(self.quant, allnorm.Fp8PerTensor)
+            if scale and got.stride() != want.stride():
+                found.append(f"strides of the scales are {got.stride()}")
+            elif scale:
+                got, want = (with_padding(part, self.quant) for part in (got, want))
+            difference = describe_difference(got, want)
+            found += [f"{name}: {difference}"] if difference else []
+        return found
+
+    def agreed(self, results: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        """Returns those of the results that every rank holds the same."""
+        kept = list(results)
+        if self.sharded and self.has_norm:
+            del kept[1 if self.quant is None else 2]
+        return [result for result in kept if result is not None]
+
+
+def with_padding(scale: torch.Tensor, quant: Quant | None) -> torch.Tensor:
+    """Returns scales, with those of padding rows where the layout has them."""
+    if getattr(quant, "scale_layout", "") != "column_major_tma" or not scale.numel():
+        return scale
+    rows, words = scale.stride(1), scale.shape[1]
+    return scale.as_strided((rows, words), (1, rows))
+
+
+def rows_of(shape: Sequence[int]) -> int:
+    """Returns the product of the leading dimensions."""
+    return torch.Size(shape[:-1]).numel()
+
+
+def _group_size(quant: Quant | None) -> int:
+    if isinstance(quant, allnorm.Fp8PerGroup):
+        return quant.group_size
+    return 16 if isinstance(quant, allnorm.NvFp4) else 1
+
+
+def _of_word(word: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    signed = word - (1 << 32) if word >= 1 << 31 else word
+    words = (*shape[:-1], shape[-1] * dtype.itemsize // 4)
+    return torch.full(words, signed, dtype=torch.int32, device=device()).view(dtype)
+
+
+def _as_experts(x: torch.Tensor) -> allnorm.ExpertSum:
+    """Choices whose sum is `x` again, bit for bit, of numbers that can be halved."""
+    token = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
+    index = torch.stack((token, torch.full_like(token, -1), token), dim=1)
+    weights = torch.full(index.shape, 0.5, device=x.device)
+    return allnorm.ExpertSum(x, weights, index)
