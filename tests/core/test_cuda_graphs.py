@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from rank_helpers import MODES, Case, agreed, assert_ranks_agree, comm, device, on
+from rank_helpers import MODES, Case, assert_ranks_agree, comm, device, on
 
 import allnorm
 from allnorm import reference
@@ -208,7 +208,7 @@ def quantized_replays(rank: int, world_size: int) -> None:
             pending.append((eager, *eager.run(c)))
     for ran, *results in pending:
         ran.compare(c, *results)
-        assert_ranks_agree(c, *agreed(ran, results))
+        assert_ranks_agree(c, *ran.agreed(results))
 
 
 @on(gpu=range(2, 9))
