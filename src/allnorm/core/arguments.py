@@ -3,6 +3,11 @@
 `check_alike` looks only at what all ranks pass alike, so that either every rank refuses or none
 does. `check_own` and the checks of preallocated memory look at what a rank alone may see, such as
 where its memory lies: a rank that refuses there tells its peers (Endpoint.refuse).
+
+Each side owns the checks of what it is given. Python checks arguments, before ranks tell each other
+anything of a call, so that all of them refuse alike and the text names the caller's argument. The
+library checks the struct (csrc/abi/check.h), for callers of the C ABI: it never reads or writes
+where a wrong struct points. Python leaves to it what it fills in itself: alignment, strides, sizes.
 """
 
 from __future__ import annotations
