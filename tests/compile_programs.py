@@ -3,13 +3,13 @@
     python tests/compile_programs.py {graphs,modules,contents} FIRST COUNT [--device cuda]
         [--world-size 2] [--minutes 30]
 
-`graphs` are those of test_random.py, `modules` those of test_modules.py, `contents`
-those of test_random_contents.py; a seed is a program. Each invocation starts ranks of its
-own, so that several run side by side. It prints totals as it goes, every program that is wrong or
-raises, and ends with 1 if there was one.
+`graphs` are the programs of test_random.py, `modules` those of test_modules.py, `contents` those of
+test_random_contents.py. Each seed is one program. Each invocation starts its own ranks, so several
+can run at once. It prints running totals and every program that is wrong or raises, and exits with
+1 if there was one.
 
-With `--minutes` it goes on with random seeds until the time is over: FIRST seeds their choice, and
-COUNT programs follow each.
+With `--minutes` it continues with random seeds until the time is over. FIRST is then the seed of
+their choice, and COUNT programs follow each.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ def compare(
     """Raises WrongError unless tensors are alike, and nearly equal except a few elements.
 
     Args:
-        actual: of the fused program: its results, then its inputs, which it may write.
-        expected: of the given one.
-        within: how far an element may be off, of it and of the tensor's median.
-        share: so much of each tensor must be that near.
+        actual: results of the fused program, then its inputs, which it may write.
+        expected: results and inputs of the original program.
+        within: tolerance of an element, relative to the element and to the tensor's median.
+        share: fraction of each tensor that must be within the tolerance.
         what: the program and its report, for the message.
     """
     for i, (mine, theirs) in enumerate(zip(actual, expected, strict=True)):

@@ -1,15 +1,17 @@
-"""Hurts ranks at random moments, as a program of its own.
+"""Injects faults into ranks at random moments; a standalone program.
 
-    python kill_rig.py --seconds 1800 --seed 1     # for so long
+    python kill_rig.py --seconds 1800 --seed 1     # runs for 1800 s
     python kill_rig.py --rounds 100 --kinds flat --hurts kill
 
-Ranks are forked from this process, which has imported torch and started no thread. Each round they
-form a group and call in a loop until one is hurt: killed, stopped (SIGSTOP), interrupted by a
-signal handler that raises, or closed by one. In some rounds ranks fork children meanwhile. What the
-ranks saw, and what should not have been, is a line of JSON for each round. The exit status is 1 if
-a round had problems: a survivor raised too late or nothing, named a healthy rank, had a wrong
-result before, could call afterwards, disagreed with check() or stats(), left a process, or shared
-memory.
+Ranks are forked from this process, which has imported torch and has only one thread. In each round
+they form a group and call in a loop until a fault is injected into one rank, the victim: it is
+killed, stopped (SIGSTOP), or a signal handler raises in it or closes its communicator. In some
+rounds ranks also fork children. The program prints a line of JSON per round, with the observations
+of the ranks and any problems.
+
+Exit code 1 means that a round had problems. A survivor has a problem if it raised too late or not
+at all, named a healthy rank, had a wrong result before, could call afterwards, or disagreed with
+check() or stats(). A round also has a problem if it left a process or shared memory.
 """
 
 from __future__ import annotations
@@ -35,11 +37,11 @@ import torch.distributed as dist
 import allnorm
 from allnorm import reference
 
-# Far beyond what a round may take: no deadline may be what ends a wait for one that is gone.
+# Far longer than a round, because a wait for a dead rank must not end by its timeout.
 TIMEOUT_SECONDS = 600.0
-# For ranks that are stopped, where the deadline ends it.
+# Timeout if the victim is stopped, because then only the timeout ends the wait.
 STOPPED_SECONDS = 3.0
-# On a busy machine; on an idle one it is a tenth of a second.
+# Limit for a busy machine; an idle one needs a tenth of a second.
 LATE_SECONDS = 20.0
 ROUND_SECONDS = 120
 SHARED_MEMORY = pathlib.Path("/dev/shm")
@@ -52,24 +54,24 @@ HURTS = ("kill", "stop", "interrupt", "close")
 _NAMES = {
     "kill": ("PeerDiedError",),
     "stop": ("PeerTimeoutError",),
-    # The latter before anything was exchanged: the rank has refused the call, and all are in step.
+    # PeerDivergedError if the rank was interrupted before it sent anything: it refused the call.
     "interrupt": ("PeerLeftError", "PeerDivergedError"),
     "close": ("PeerLeftError",),
 }
 
 
 class InterruptError(Exception):
-    """What the handler of a rank that is interrupted raises."""
+    """The error that the signal handler of an interrupted rank raises."""
 
 
 def inputs(number: int, world_size: int) -> list[torch.Tensor]:
-    """The partial sums of all ranks in call `number`, whole numbers."""
+    """Returns the partial sums of all ranks in call `number`, which are integers."""
     rows = torch.arange(7 * 256, dtype=torch.float32).view(7, 256)
     return [(rows + 3 * number) % 13 * (rank + 1) - rank for rank in range(world_size)]
 
 
 def calls(comm: allnorm.Communicator, shuffled: random.Random, kind: str, where: list[str]) -> None:
-    """Makes calls in an order that is the same on every rank, and checks them, until one raises."""
+    """Makes and checks calls, in the same order on every rank, until one raises."""
     weight = torch.ones(256)
     world_size, rank = comm.world_size, comm.rank
     lo, hi = comm.row_shard(7)
@@ -80,7 +82,7 @@ def calls(comm: allnorm.Communicator, shuffled: random.Random, kind: str, where:
             name = shuffled.choice(("one_shot", "two_shot", "sharded", "gather", "quant"))
         elif kind == "unfused":
             name = "unfused"
-        for _ in range(4):  # from the third time on without Python
+        for _ in range(4):  # from the third time on dispatched in C
             number += 1
             where[0] = f"{name}, call {number}"
             xs = inputs(number, world_size)
@@ -107,11 +109,11 @@ def calls(comm: allnorm.Communicator, shuffled: random.Random, kind: str, where:
 
 
 def fork_children(chosen: random.Random) -> list[int]:
-    """Starts a child that ends at once by sys.exit(), as a program would."""
+    """Forks a child that exits immediately by sys.exit(), as a program would."""
     pid = os.fork()
     if pid == 0:
         signal.alarm(ROUND_SECONDS)
-        ctypes.pythonapi.Py_Exit(0)  # as sys.exit(), but for the frames of the rank
+        ctypes.pythonapi.Py_Exit(0)  # like sys.exit(), without unwinding the frames of the rank
     return [pid]
 
 
@@ -135,7 +137,7 @@ def rank_main(rank: int, config: dict[str, Any], ready: int, answer: int, done: 
     def closes(*_: Any) -> None:
         try:
             comm.close()
-        except allnorm.AllnormError:  # within a call: once more, a little later
+        except allnorm.AllnormError:  # refused within a call: try again a little later
             signal.setitimer(signal.ITIMER_REAL, 0.0003)
 
     if victim and config["hurt"] in ("interrupt", "close"):
@@ -162,7 +164,7 @@ def rank_main(rank: int, config: dict[str, Any], ready: int, answer: int, done: 
         again = "checked"
     for pid in children:
         if not ends(pid):
-            problems.append(f"a child of fork() hangs as it ends: {pid}")
+            problems.append(f"a forked child does not exit: {pid}")
     seconds = time.monotonic() - told
     if seconds > LATE_SECONDS:
         problems.append(f"check(), stats() and the next call took {seconds:.1f} s")
@@ -178,7 +180,7 @@ def rank_main(rank: int, config: dict[str, Any], ready: int, answer: int, done: 
     }
     os.write(answer, json.dumps(seen).encode() + b"\n")
     os.close(answer)
-    os.read(done, 1)  # a survivor that ends now might be the one that others see
+    os.read(done, 1)  # if a survivor exited now, others might name it as the cause
     start = time.monotonic()
     comm.close()
     if time.monotonic() - start > LATE_SECONDS:
@@ -186,7 +188,7 @@ def rank_main(rank: int, config: dict[str, Any], ready: int, answer: int, done: 
 
 
 def aftermath(comm: allnorm.Communicator, error: BaseException | None, victim: bool) -> list[str]:
-    """What check(), stats() and the next call do otherwise than the call that failed."""
+    """Returns how check(), stats() and the next call disagree with the error of the failed call."""
     if isinstance(error, allnorm.PeerDivergedError):
         return []
     problems = []
@@ -198,26 +200,26 @@ def aftermath(comm: allnorm.Communicator, error: BaseException | None, victim: b
         except allnorm.AllnormError as caught:
             said.append(caught)
         if victim and said == [None]:
-            # Interrupted before a call had begun. Its peers wait for it, or it refused that call.
-            # Then they make no other one: a call of this rank would wait for them.
+            # The victim was interrupted before a call started. Its peers wait for it or were
+            # refused, and make no further calls, so another call of the victim would hang.
             comm.close()
             return []
-    if victim:  # one that was interrupted between calls is fine, but for its peers
+    if victim:  # a victim that was interrupted between calls has no error itself
         return []
     if any(type(one) is not type(error) for one in said):
         problems.append(f"check() and the next call raised {said}, the call {error!r}")
     elif str(said[0]) != str(error):
-        problems.append(f"check() says {said[0]}, the call {error}")
+        problems.append(f"check() raised {said[0]}, the call {error}")
     fault = comm.stats().fault
     if fault != f"{type(error).__name__}: {error}":
         problems.append(f"stats().fault is {fault}, the call's error {error!r}")
     if comm.is_closed:
-        problems.append("is_closed, but was not closed")
+        problems.append("is_closed is True, but nothing closed the communicator")
     return problems
 
 
 def ends(pid: int) -> bool:
-    """Whether a child ends; if not, it is killed."""
+    """Returns whether a child exits; kills it if it does not."""
     deadline = time.monotonic() + LATE_SECONDS
     while time.monotonic() < deadline:
         if os.waitpid(pid, os.WNOHANG)[0]:
@@ -229,7 +231,7 @@ def ends(pid: int) -> bool:
 
 
 def hurt_one(seed: int, folder: str, kinds: list[str], hurts: list[str]) -> dict[str, Any]:
-    """A round: ranks of which one is hurt."""
+    """Runs a round: injects a fault into one of the ranks."""
     chosen = random.Random(seed)
     kind, hurt = chosen.choice(kinds), chosen.choice(hurts)
     islands = chosen.choice(KINDS[kind])
@@ -289,7 +291,7 @@ def hurt_one(seed: int, folder: str, kinds: list[str], hurts: list[str]) -> dict
     for one in ranks:
         one["seconds"] = one.pop("told") - hurt_at
     survivors = [one for one in ranks if one["rank"] != victim]
-    # Of these ranks alone: other tests make communicators at the same time.
+    # Only files of these ranks, because other tests create communicators at the same time.
     left = [p.name for pid in pids for p in SHARED_MEMORY.glob(f"allnorm-{pid}-*")]
     return {
         **config,
@@ -303,13 +305,13 @@ def hurt_one(seed: int, folder: str, kinds: list[str], hurts: list[str]) -> dict
 def find_problems(
     config: dict[str, Any], ranks: list[dict[str, Any]], left: list[str]
 ) -> list[str]:
-    """What did not hold in a round."""
+    """Returns the problems of a round."""
     hurt, victim = config["hurt"], config["victim"]
     problems = [f"left in shared memory: {name}" for name in left]
     silent = set(range(config["world_size"])) - {one["rank"] for one in ranks}
     if hurt in ("kill", "stop"):
         silent.discard(victim)
-    problems += [f"rank {rank} said nothing" for rank in sorted(silent)]
+    problems += [f"rank {rank} did not answer" for rank in sorted(silent)]
     limit = LATE_SECONDS + (STOPPED_SECONDS if hurt == "stop" else 0.0)
     for one in ranks:
         rank = f"rank {one['rank']}"
@@ -327,15 +329,15 @@ def find_problems(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=0.0, help="0: one pass of --rounds")
+    parser.add_argument("--seconds", type=float, default=0.0, help="minimum time; 0: only --rounds")
     parser.add_argument("--rounds", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--hurts", default=",".join(HURTS))
-    parser.add_argument("--quiet", action="store_true", help="only rounds with problems")
+    parser.add_argument("--quiet", action="store_true", help="print only rounds with problems")
     options = parser.parse_args()
     end, number, bad = time.monotonic() + options.seconds, 0, 0
-    folder = tempfile.mkdtemp()  # not TemporaryDirectory, which children would remove
+    folder = tempfile.mkdtemp()  # not TemporaryDirectory, which forked children would remove
     while number < options.rounds or time.monotonic() < end:
         seed = options.seed + number
         row = hurt_one(seed, folder, options.kinds.split(","), options.hurts.split(","))

@@ -1,4 +1,4 @@
-"""The life of a communicator: creation, several of them, subgroups, settings, end."""
+"""The lifetime of communicators: creation, several at once, subgroups, settings, closing."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_shared_memory_has_no_name_any_more(pool: RankPool) -> None:
 
 
 def interleaved(rank: int, world_size: int) -> None:
-    """Incident 11: neither may see the other's flags or data."""
+    """Incident 11: a communicator must not see the flags or data of a different one."""
     a = allnorm.Communicator(device=device())
     b = allnorm.Communicator(device=device(), workspace_bytes=1 << 20)
     draw = random.Random(3)
@@ -182,7 +182,7 @@ def default_numerics(rank: int, world_size: int) -> None:
             results[mode], _ = c.all_reduce_add_rms_norm(case.x(rank), **arguments)
             want, _ = case.but(numerics=mode).expected(world_size)
             assert_same_bits(results[mode], want, f"Communicator(numerics={mode!r})")
-            case.but(numerics="transformers").check(c)  # a call's own wins
+            case.but(numerics="transformers").check(c)  # the argument of a call takes precedence
     assert not torch.equal(results["rounded"], results["vllm"])
 
 
@@ -244,7 +244,7 @@ def test_one_failing_rank_fails_all(pool: RankPool) -> None:
 
 
 def other_build(rank: int) -> Any:
-    """Every rank but the first has loaded a library of another version."""
+    """Every rank except the first has loaded a library of a different version."""
     info = _native.library(device().type).build_info()
     if rank:
         info["version"] = "9.9.9"
@@ -291,13 +291,13 @@ def test_ranks_must_pass_the_same(pool: RankPool) -> None:
 
 
 def shared_memory() -> list[str]:
-    """What this process has mapped of communicators."""
+    """Returns this process's mappings of communicators' memory."""
     with open("/proc/self/maps") as file:
         return [line.split()[0] for line in file if "/allnorm-" in line]
 
 
 def failing_start(rank: int, world_size: int) -> tuple[list[str], list[str]]:
-    """The last steps fail, on one rank or on this one alone: nothing of the start is left."""
+    """The last steps of creation fail: nothing of the earlier steps is left."""
 
     def fail(*args: object, **named: object) -> None:
         raise OSError("no more of these")
@@ -368,7 +368,7 @@ def environment(rank: int, world_size: int) -> list[str]:
     assert c.plan(tokens, 4096, torch.bfloat16).num_chunks > 1
     Case((tokens, 4096)).check(c)
     c.close()
-    # only one rank is misconfigured: all of them refuse, and none hangs
+    # only one rank is misconfigured; all ranks raise, and none hangs
     own = {"ALLNORM_TIMEOUT_SECS": "1"} if rank == 0 else {}
     kinds = (allnorm.ConfigurationError, allnorm.AllnormError)
     assert "ALLNORM_TIMEOUT_SECS" in message_of(kinds, lambda: with_environment(own, create))
@@ -399,7 +399,7 @@ def test_needs_torch_distributed() -> None:
 
 
 def threads(rank: int, world_size: int) -> None:
-    """Each communicator is used by a thread of its own, at the same time."""
+    """Several threads each use their own communicator at the same time."""
     import threading
 
     comms = [allnorm.Communicator(device=torch.device("cpu")) for _ in range(3)]

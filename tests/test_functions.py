@@ -1,4 +1,4 @@
-"""The calls as functions, and the communicator of a group: made when needed, closed with it."""
+"""The calls as functions, and a group's communicator: created on demand, closed with the group."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_functions_take_what_methods_take(name: str) -> None:
 
 
 def compile_functions(rank: int, world_size: int) -> None:
-    """One graph, which finds the communicator of its group when it runs."""
+    """Compiles one graph, which looks up the communicator of its group when it runs."""
     group = dist.new_group(list(range(world_size)))
     case = Case((3, 64), sharded=True)
     c = comm()
@@ -98,7 +98,7 @@ def test_compiled_functions(pool: RankPool) -> None:
 
 
 def compiled_beside_another(rank: int, world_size: int, closes: bool) -> None:
-    """A traced call means the group's own communicator, whatever others the group has or had."""
+    """A traced call uses the group's own communicator, even if the group has or had others."""
     group = dist.new_group(list(range(world_size)))
     case = Case((3, 64))
     other = allnorm.Communicator(group, device(), numerics="unrounded")
@@ -142,7 +142,7 @@ def find_communicators(rank: int, world_size: int) -> None:
     assert again is not first
     assert again.name == group.group_name
     Case().check(again)
-    # The operators: by the group's name, on the communicator that stands for it now.
+    # The operators find the group's current communicator by the group's name.
     x = Case().x(rank)
     summed = torch.ops.allnorm.all_reduce(x, group.group_name)
     assert_same_bits(summed, reference.all_reduce(Case().xs(world_size)), "by the group's name")
@@ -164,7 +164,7 @@ def test_for_group(pool: RankPool) -> None:
 
 
 def destroy_groups(rank: int, world_size: int) -> None:
-    """The communicator of a group ends with it, and a new group has a new one."""
+    """The communicator of a group is closed with it, and a new group has a new one."""
     kept = []
     for _ in range(2):
         group = dist.new_group(list(range(world_size)))

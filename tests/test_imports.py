@@ -1,4 +1,4 @@
-"""What a process has loaded: an engine's needs torch, a rank's no more than that and numpy."""
+"""Loaded modules: an engine's process needs only torch, a rank only torch and numpy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ IMPORT_SHARE = 0.020 / 1.2
 
 PRELUDE = f"import sys; sys.path.insert(0, {str(PACKAGE.parent)!r})\n"
 
-# How pip starts the command: a rank imports the program that started it, too.
+# A program as pip's entry point starts it; a rank also imports the program that started it.
 PROGRAM = """\
 import sys
 sys.path.insert(0, {path!r})
@@ -79,7 +79,7 @@ def output_of(
 
 
 def test_an_engine_loads_torch_and_nothing_else() -> None:
-    """Whatever is loaded beyond what torch itself loads is allnorm or Python's own."""
+    """Modules that torch does not load must belong to allnorm or the standard library."""
     done = output_of(
         "import torch; before = set(sys.modules); import allnorm\n"
         "new = {name.partition('.')[0] for name in set(sys.modules) - before}\n"
@@ -121,7 +121,7 @@ def test_a_build_for_cpus_says_so_where_gpus_are(
 
 
 def test_import_takes_no_time() -> None:
-    """Beside torch's, in seconds of this process: the best of many, as the machine may be busy."""
+    """Compares with torch's import in CPU seconds: the best of many, as the machine may be busy."""
     code = (
         "from time import process_time as now; a = now(); import torch; b = now(); import allnorm; "
         "print((now() - b) / (b - a))"
@@ -134,7 +134,7 @@ def test_import_takes_no_time() -> None:
 
 
 def test_libraries_do_not_need_what_commands_do() -> None:
-    """Every module of theirs but the kernels for GPUs, which need Triton."""
+    """Imports every module of these packages except GPU kernels, which need Triton."""
     names = [
         ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
         for library in ("bench", "testing", "tracing", "tune", "verify")

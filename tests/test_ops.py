@@ -1,4 +1,4 @@
-"""The torch operators: schemas, fakes, opcheck, torch.compile."""
+"""The torch operators: schemas, fake kernels, opcheck, torch.compile."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_opcheck(pool: RankPool) -> None:
 @pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_fakes(where: str, dtype: torch.dtype) -> None:
-    """Shape, dtype, device and strides of the results, without a communicator."""
+    """Fake kernels return shape, dtype, device and strides without a communicator."""
     with FakeTensorMode():
         wide = torch.empty(2, 5, 128, dtype=dtype, device=where)
         x, weight = wide[..., :64], torch.empty(64, device=where)
@@ -133,7 +133,7 @@ def compiled(rank: int, world_size: int, backend: str) -> None:
         def block(
             x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
         ) -> tuple[torch.Tensor, ...]:
-            """Two sites, by method and by raw op, with code before, between and after."""
+            """Has two sites, by method and by raw operator, with code around them."""
             normed, residual = c.all_reduce_add_rms_norm(-x, residual, weight, 1e-5)
             memory = torch.empty_like(x)
             reduced = c.all_reduce(normed * 2, algorithm="two_shot", out=memory)
@@ -145,7 +145,7 @@ def compiled(rank: int, world_size: int, backend: str) -> None:
 
         torch._dynamo.reset()
         fast = torch.compile(block, fullgraph=True, backend=backend)
-        for num_tokens in (4, 4, 7):  # the same shape again, and another one
+        for num_tokens in (4, 4, 7):  # the same shape again, and a different one
             case = Case((num_tokens, 256), call=num_tokens)
             x, a = case.x(rank), case.norm_arguments()
             with torch.no_grad():
@@ -166,7 +166,7 @@ def test_compile_fullgraph(pool: RankPool, backend: str) -> None:
 
 
 def compiled_after_close(rank: int, world_size: int) -> None:
-    """A compiled graph holds the name of its communicator and says so when that is gone."""
+    """A compiled graph names its communicator in the error after that was closed."""
     c = allnorm.Communicator(device=device())
     name = c.name
     fast = torch.compile(

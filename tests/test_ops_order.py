@@ -1,7 +1,7 @@
-"""What tracers and compilers may do to calls among ranks: nothing. And what they must let through.
+"""Tracers and compilers must not drop, merge or reorder collective calls, and must accept them.
 
-Ranks run programs that differ in what they do with results, as ranks of a pipeline or those that
-sample do; a call that one of them drops, merges or moves meets another call of its peers.
+Ranks run programs that use results differently, as ranks of a pipeline or sampling ranks do. If one
+of them drops, merges or moves a call, it meets a different call of its peers.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ BACKENDS = ["aot_eager", "inductor"]
 
 
 def compile_alone(fn: Callable[..., Any], backend: str, **options: Any) -> Callable[..., Any]:
-    """Compiles without caches of earlier runs, and without processes that compile.
+    """Compiles without caches of earlier runs, and without compiler processes.
 
-    The programs here multiply matrices where others would add: Inductor has that compiled, and a
-    kernel of its own takes the C++ compiler seconds.
+    The programs here use matmul instead of additions, because Inductor calls a precompiled matmul,
+    while compiling a new kernel takes the C++ compiler seconds.
     """
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.gettempdir() + f"/order-{os.getpid()}"
@@ -46,13 +46,13 @@ def inputs(rank: int, tokens: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def check_in_step(c: allnorm.Communicator, rank: int) -> None:
-    """Ranks are in the same call: each would otherwise take part in another one."""
+    """Makes one more call: it fails if the ranks' previous calls differed."""
     Case((3, 8 * HIDDEN), call=77).check(c)
     assert c.check() is None
 
 
 def every_call(c: allnorm.Communicator, x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
-    """All collective operators, by method and raw; no result depends on another call."""
+    """Calls all collective operators, by method and raw; no result depends on a different call."""
     lo, hi = c.row_shard(x.shape[0])
     out = [c.all_reduce(x), torch.ops.allnorm.all_reduce(x, c.name)]
     out += c.all_reduce_add_rms_norm(x, None, w, 1e-6)
@@ -63,7 +63,7 @@ def every_call(c: allnorm.Communicator, x: torch.Tensor, w: torch.Tensor) -> lis
 
 
 def unused(rank: int, world_size: int, backend: str) -> None:
-    """Rank 1 wants none of the results."""
+    """Rank 1 does not use any result."""
     c, (x, w) = comm(), inputs(rank)
 
     def program(x: torch.Tensor, w: torch.Tensor) -> Any:
@@ -88,10 +88,10 @@ def test_a_call_without_use_is_kept(pool: RankPool, backend: str) -> None:
 
 
 def alike(rank: int, world_size: int, backend: str) -> None:
-    """Two calls of the same tensors; only where both results leave the graph may no pass merge.
+    """Calls twice with the same tensors; passes must not merge the calls on any rank.
 
-    Graphs that train are those in which AOTAutograd looks for what is alike, and computes again in
-    the backward graph what is cheap.
+    Only rank 0 returns both results. In training graphs, AOTAutograd merges equal nodes and
+    recomputes cheap ones in the backward graph.
     """
     c, (x, w) = comm(), inputs(rank)
     trained = torch.ones(HIDDEN, HIDDEN, requires_grad=True)
@@ -119,12 +119,12 @@ def test_calls_that_are_alike_stay_two(pool: RankPool, backend: str) -> None:
 
 
 def calls_made_by(c: allnorm.Communicator, make: Any) -> Any:
-    """Lets the operators make the calls of a communicator by `make`."""
+    """Replaces the function by which the operators make a communicator's calls by `make`."""
     return mock.patch.dict(allnorm.core.registry.open_calls(), {(c.name, False): make})
 
 
 def moved(rank: int, world_size: int, fusion: bool) -> None:
-    """Inductor would make the small calls first, to need less memory; rank 1 gives it no reason."""
+    """Gives Inductor a reason to run small calls first, to save memory, on rank 0 only."""
     c, (x, _) = comm(), inputs(rank)
     big = Case((512, HIDDEN), torch.float32).x(rank)
 
@@ -159,7 +159,7 @@ def test_calls_are_not_moved(pool: RankPool, fusion: bool) -> None:
 
 
 def exported(rank: int, world_size: int) -> None:
-    """torch.export and the passes over its graphs; what make_fx traces."""
+    """Checks torch.export with passes over its graphs, and make_fx."""
     c, (x, w) = comm(), inputs(rank)
 
     class Model(torch.nn.Module):
@@ -191,7 +191,7 @@ def test_export_and_make_fx_keep_calls(pool: RankPool) -> None:
 
 
 def shards(rank: int, world_size: int, folder: str) -> None:
-    """Rank 1 compiles when rank 0 has filled the cache of both; 5 rows are 3 and 2."""
+    """Rank 1 compiles after rank 0 has filled the shared cache; 5 rows are split into 3 and 2."""
     c, w = comm(), torch.ones(HIDDEN)
     store = dist.distributed_c10d._get_default_store()
 
@@ -227,7 +227,7 @@ def test_caches_know_the_shard(pool: RankPool, tmp_path: Any) -> None:
 
 
 def test_fakes_depend_on_their_arguments_only() -> None:
-    """No communicator is open under this name, nor asked for."""
+    """Traces with the name of a communicator that does not exist."""
     with FakeTensorMode():
         x, w = torch.empty(5, HIDDEN), torch.empty(HIDDEN)
         norm = (x, None, w, 1e-6, 0.0, "rounded", "nobody", True)
@@ -243,7 +243,7 @@ def test_fakes_depend_on_their_arguments_only() -> None:
 
 
 def wrong_rows(rank: int, world_size: int) -> None:
-    """A graph that another rank has traced says so; its peers do not wait for it."""
+    """A graph that a different rank traced raises an error, and its peers do not wait for it."""
     c, (x, w) = comm(), inputs(rank, 5)
     operator, norm = torch.ops.allnorm.all_reduce_add_rms_norm, (1e-6, 0.0, "rounded", c.name)
     call = lambda *more: operator(x, None, w, *norm, *more)  # noqa: E731
@@ -297,7 +297,7 @@ def test_tracers_see_operators(pool: RankPool) -> None:
 
 
 def given(rank: int, world_size: int) -> None:
-    """`algorithm` and memory for results, also that of inputs."""
+    """Checks `algorithm` and preallocated results, which may be inputs."""
     c, (x, w) = comm(), inputs(rank, 5)
     lo, hi = c.row_shard(5)
 
@@ -348,7 +348,7 @@ def test_memory_and_algorithm_are_traced(pool: RankPool) -> None:
 
 
 def in_place(rank: int, world_size: int) -> None:
-    """What engines do: the residual is updated, the norm replaces its input. By Inductor."""
+    """Compiles in-place calls as engines make them: residual and input are overwritten."""
     c, (x, w) = comm(), inputs(rank)
 
     def program(x: torch.Tensor, residual: torch.Tensor, w: torch.Tensor) -> Any:
@@ -369,11 +369,11 @@ def in_place(rank: int, world_size: int) -> None:
 @pytest.mark.slow
 @on(cpu=(2,))
 def test_results_in_place_by_inductor(pool: RankPool) -> None:
-    pool.run(in_place, timeout=120.0)  # it calls the C++ compiler
+    pool.run(in_place, timeout=120.0)  # Inductor calls the C++ compiler
 
 
 def refused(rank: int, world_size: int) -> None:
-    """What is wrong is refused while tracing, on every rank, before any call."""
+    """Wrong arguments are refused while tracing, on every rank, before any call."""
     c, (x, w) = comm(), inputs(rank, 5)
     wrong: dict[str, Callable[[], Any]] = {
         "out has shape": lambda: c.all_reduce(x, out=torch.empty(1, HIDDEN)),
@@ -428,7 +428,7 @@ def gradients(rank: int, world_size: int) -> None:
         taken = 1 if name.startswith("all_reduce") and name == "all_reduce" else 3
         for place in range(1 if name == "all_gather_rows" else taken):
             differentiable = [t.clone().requires_grad_(i == place) for i, t in enumerate(tensors)]
-            for _ in range(2):  # again once it is known how to make the call
+            for _ in range(2):  # again after the call is prepared
                 with pytest.raises(ValueError, match=r"with requires_grad=True.*no_grad"):
                     call(*differentiable)
                 for mode in (torch.no_grad, torch.inference_mode):

@@ -1,4 +1,4 @@
-"""The operators that quantise, and those of sharded residuals: fakes, opcheck, torch.compile."""
+"""Operators with quantization and with sharded residuals: fake kernels, opcheck, torch.compile."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def block(c: allnorm.Communicator, static: torch.Tensor) -> Any:
     def run(
         x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        """Sites of every kind, with code before, between and after."""
+        """Has sites of every kind, with code before, between and after them."""
         lo, hi = c.row_shard(x.shape[0])
         shard = residual[lo:hi]
         default = c.all_reduce_add_rms_norm_quant(x + 1, residual, weight, 1e-6)
@@ -175,7 +175,7 @@ def compiled(rank: int, world_size: int, backend: str) -> None:
         run = block(c, torch.tensor([0.25], device=device()))
         torch._dynamo.reset()
         fast = torch.compile(run, fullgraph=True, backend=backend)
-        for num_tokens in (4, 4, 7):  # the same shape again, and another one
+        for num_tokens in (4, 4, 7):  # the same shape again, and a different one
             case = Case((num_tokens, 256), call=num_tokens)
             x, a = case.x(rank), case.norm_arguments()
             with torch.no_grad():
@@ -194,7 +194,7 @@ def test_compile_fullgraph(pool: RankPool, backend: str) -> None:
 
 
 def compiled_dynamic(rank: int, world_size: int) -> None:
-    """One graph serves every number of rows, sharded and quantised too."""
+    """One graph works for every number of rows, also sharded and quantized."""
     c = comm()
     graphs = 0
 
@@ -235,7 +235,7 @@ def test_dynamic_number_of_tokens(pool: RankPool) -> None:
 
 
 def compiled_refusals(rank: int, world_size: int) -> None:
-    """What eager calls refuse is refused when the compiled graph runs or is traced."""
+    """Arguments that eager calls refuse are refused when the graph is traced or runs."""
     c = comm()
     case = Case((4, 64))
     x, w = case.x(rank), case.weight()

@@ -527,7 +527,7 @@ def test_any_number_of_blocks(pool: RankPool, tmp_path: pathlib.Path) -> None:
     pool.run(blocks, tmp_path)
 
 
-# On GPUs few blocks have kernels of their own for more rows than there are blocks.
+# On GPUs there are special kernels for launches with fewer blocks than rows.
 MANY_ROWS = (
     Case(shape=(301, 2880)),
     Case(shape=(130, 120), dtype=torch.float32, residual=False),

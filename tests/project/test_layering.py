@@ -21,7 +21,7 @@ ONE_HOME = {
     r"""(["'])ALLNORM_[A-Z_]+\1""": "config.py",
 }
 
-# The folders of csrc, and whose headers each may include. "" is csrc itself: the C ABI.
+# The folders of csrc, and the folders whose headers each may include. "" is csrc itself: the C ABI.
 CSRC_ALLOWED = {
     "": set(),
     "protocol": {"protocol"},
@@ -52,7 +52,7 @@ CSRC_CONFINED = {
     r"<<<|\bcudaLaunch\w+": {
         *("gpu/launch.cu", "tests/fake_cuda/cuda_runtime.h", "tests/fake_cuda/fake.cpp"),
     },
-    r"\bgetenv\b": set(),  # config.py reads the environment
+    r"\bgetenv\b": set(),  # only config.py reads the environment
     # They count references as the headers' version of CPython does, not as the one that runs.
     r"\bPy_(X?INCREF|X?DECREF|X?NewRef|CLEAR|RETURN_\w+)\b": set(),
 }
@@ -78,7 +78,7 @@ def test_python(path: pathlib.Path) -> None:
     lists = {tuple(v) for k, v in vars(names).items() if k.isupper()}
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr":
-            # `getattr(dist, new, dist.old)` needs the old name also where there is the new one.
+            # `getattr(dist, new, dist.old)` needs the old name even if the new one exists.
             eager = len(node.args) == 3 and isinstance(node.args[2], ast.Attribute)
             assert not eager, f"line {node.lineno}: {ast.unparse(node)}: use `or`"
         if isinstance(node, ast.Tuple | ast.List | ast.Set) and relative != "names.py":
@@ -99,7 +99,7 @@ def test_csrc(path: pathlib.Path) -> None:
                 assert not foreign, f"must not include <{name}>"
         elif name in CSRC_LEAF:
             assert "gpu" in CSRC_ALLOWED[folder], f"must not include {name}"
-        elif not (path.parent / name).exists():  # beside it: the same folder
+        elif not (path.parent / name).exists():  # a header in the same folder
             assert (CSRC / name).exists(), f"write {name} as a path from csrc/"
             assert not name.startswith("gpu/cuda/"), f"the include path finds {name}"
             target, *rest = name.split("/")

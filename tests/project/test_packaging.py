@@ -51,7 +51,7 @@ def output_of(*command: str) -> str:
 
 
 def declared_functions(backend: str = "") -> set[str]:
-    """All, or those of a block that begins with "// CPU library only", or CUDA."""
+    """Returns all functions of the C ABI, or those of one backend ("CPU" or "CUDA") only."""
     blocks = (ROOT / "csrc" / "allnorm.h").read_text().split("\n\n")
     chosen = [b for b in blocks if not backend or b.startswith(f"// {backend} library only")]
     text = "\n".join(chosen)
@@ -85,7 +85,7 @@ def test_lacks_only_what_the_system_and_python_have(library: pathlib.Path) -> No
     names = [line.split()[-1] for line in undefined]
     of_python = {name for name in names if re.match(r"_?Py", name)}
     assert bool(of_python) == ("python" in library.name)
-    # Versioned, of libc; or weak, so that it may be missing.
+    # Undefined symbols must be versioned ones of libc, or weak ones, which may be missing.
     strong = {n for n, line in zip(names, undefined, strict=True) if line.split()[-2] == "U"}
     assert [name for name in strong - of_python if "@" not in name] == []
 

@@ -1,15 +1,15 @@
-"""What the README and the docs show is run, or checked as far as it can be without running it.
+"""Runs the snippets of the README and the docs, or checks them without running them.
 
 Fenced blocks, by language:
 
-- python: a whole program (one that makes a process group) runs on two CPU ranks, and prints what a
-  console block behind it shows. The other blocks of a page run one after the other, with what
-  `setting` provides. What needs more than that is in `NOT_RUN`: its names must exist.
-- pycon: the value that is shown is one.
-- bash, console (commands behind "$ "): commands, options, files, targets and extras exist.
-- json, yaml: can be read.  text: nobody knows.
+- python: a whole program (one that creates a process group) runs on two CPU ranks, and must print
+  the console block that follows it. The other blocks of a page run in order, with the names of
+  `setting`. Blocks that need more are counted in `NOT_RUN`; the names in them must exist.
+- pycon: the shown value must be a valid one.
+- bash, console (commands after "$ "): commands, options, files, targets and extras must exist.
+- json, yaml: must parse.  text: not checked.
 
-So are commands, files and variables in the running text.
+Commands, files and variables in the running text are checked too.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 GENERATED = {"docs/reference/commands.md"}
 LANGUAGES = {"python", "pycon", "bash", "console", "json", "yaml", "text"}
 NOT_RUN = {"docs/trace.md": 1, "docs/transformers.md": 1}
-"""How many blocks of a page need what is not here: a model."""
+"""Number of blocks per page that need something missing here, such as a model."""
 PLACEHOLDERS = {"example.py", "generate.py", "serve.py"}
-"""Programs of the reader's."""
+"""Names of programs that the reader provides."""
 
 
 class Block(NamedTuple):
     page: str
-    line: int  # of the opening fence
+    line: int  # line of the opening fence
     language: str
     text: str
 
@@ -65,7 +65,7 @@ class Block(NamedTuple):
 
 
 def pages() -> dict[str, str]:
-    """What users read, by path."""
+    """Returns the texts that users read, by path."""
     files = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     found = {path.relative_to(ROOT).as_posix(): path.read_text() for path in files}
     dated = "docs/engineering-log/"  # true when it was written
@@ -73,7 +73,7 @@ def pages() -> dict[str, str]:
 
 
 def split(page: str, text: str) -> tuple[list[Block], str]:
-    """The fenced blocks of a page, and the page with blank lines in their place."""
+    """Returns the fenced blocks of a page, and the page with blank lines in their place."""
     blocks, rest, inside = [], [], None
     for number, line in enumerate(text.splitlines(), 1):
         fence = re.fullmatch(r" *```(\S*) *", line)
@@ -117,12 +117,12 @@ def test_every_block_has_a_language() -> None:
 
 
 def test_code_is_fenced() -> None:
-    """An indented block is no snippet to any of these tests."""
+    """These tests do not see indented blocks, so there must be none."""
     found = []
     for page, (_, rest) in SPLIT.items():
         before, listed = "", False
         for number, line in enumerate(rest.splitlines(), 1):
-            if line[:1].strip():  # at the margin: a list goes on, or has ended
+            if line[:1].strip():  # not indented: a list continues or ends
                 listed = re.match(r"([-*]|\d+\.|!!!|:::) ?", line) is not None
             if line.startswith("    ") and line.strip() and not before.strip() and not listed:
                 found.append(f"{page}:{number}")
@@ -150,7 +150,7 @@ def is_program(block: Block) -> bool:
 
 
 def setting() -> dict[str, Any]:
-    """What the blocks that are no programs may use: a communicator and a call's tensors."""
+    """Returns the names that blocks may use: a communicator and the tensors of a call."""
     communicator = comm()
     make = {"dtype": torch.bfloat16, "device": communicator.device}
     return {
@@ -168,7 +168,7 @@ SETTING = {"torch", "allnorm", "comm", "x", "residual", "weight", "eps"}
 
 
 def free_names(tree: ast.AST) -> set[str]:
-    """Names that are read and never bound, in whatever order."""
+    """Returns the names that are read but never bound, regardless of order."""
     read, bound = set(), set(dir(builtins))
     for node in ast.walk(tree):
         if isinstance(node, ast.Name):
@@ -190,7 +190,7 @@ def bound_names(tree: ast.AST) -> set[str]:
 
 
 def fragments(page: str) -> tuple[list[Block], list[Block]]:
-    """The Python blocks of a page that are no programs: those that run, and the others."""
+    """Returns the Python blocks of a page that are not programs: those that run, and the rest."""
     run, rest, known = [], [], set(SETTING)
     for block in SPLIT[page][0]:
         if block.language != "python" or is_program(block):
@@ -225,7 +225,7 @@ def test_blocks_of_a_page_run(pool: RankPool, page: str) -> None:
 def programs() -> list[Any]:
     found = []
     for block in filter(is_program, BLOCKS):
-        # Inductor calls a C++ compiler, which needs long on a busy machine.
+        # Inductor calls a C++ compiler, which is slow on a busy machine.
         compiles = "torch.compile" in block.text
         marks = [pytest.mark.slow] if compiles else []
         found.append(pytest.param(block, id=block.where, marks=marks))
@@ -233,7 +233,7 @@ def programs() -> list[Any]:
 
 
 def shown_behind(block: Block) -> list[str]:
-    """What the page says a program prints: the output of the torchrun in the block behind it."""
+    """Returns the output of a program on its page: that of torchrun in the block after it."""
     here = SPLIT[block.page][0]
     behind = here[here.index(block) + 1 :][:1]
     if not behind or behind[0].language != "console" or "example.py" not in behind[0].text:
@@ -250,14 +250,14 @@ def test_output_is_compared() -> None:
 def test_programs_run(block: Block, tmp_path: pathlib.Path) -> None:
     (tmp_path / "example.py").write_text(block.text)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    # A file for each rank: on one terminal their lines may break each other.
+    # A file per rank, because lines on one terminal may be interleaved.
     torchrun += ["--redirects", "3", "--log-dir", str(tmp_path / "logs")]
     result = subprocess.run(
         [*torchrun, "--nproc-per-node", "2", "example.py"],
         cwd=tmp_path,
         env={
             **os.environ,
-            # The package that is tested, installed or the tree; and no GPU.
+            # Use the tested package, installed or from the tree, and no GPU.
             "PYTHONPATH": str(pathlib.Path(allnorm.__file__).parent.parent),
             "CUDA_VISIBLE_DEVICES": "",
             "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
@@ -283,7 +283,7 @@ def test_names_exist(block: Block) -> None:
 
 
 def check_python(text: str) -> None:
-    """Raises if the text is no Python, or allnorm has no such name or parameter."""
+    """Raises if the text is not valid Python, or allnorm lacks a name or parameter in it."""
     tree = ast.parse(text)
     known: dict[str, Any] = {"allnorm": allnorm, "comm": allnorm.Communicator}
     for node in ast.walk(tree):
@@ -314,13 +314,13 @@ def member(module: Any, name: str) -> Any:
 
 
 def value(node: ast.expr, known: dict[str, Any]) -> Any:
-    """What of allnorm an expression names; None if it is something else."""
+    """Returns the object of allnorm that an expression names; None if it names none."""
     if isinstance(node, ast.Name):
         return known.get(node.id)
     if not isinstance(node, ast.Attribute):
         return None
     owner = value(node.value, known)
-    # Of a value, unlike a module or a class, nothing is known.
+    # The attributes of a value are unknown, unlike those of a module or a class.
     if owner is None or not (inspect.ismodule(owner) or inspect.isclass(owner)):
         return None
     return member(owner, node.attr)
@@ -349,7 +349,7 @@ def test_values_are_as_they_are_shown(block: Block) -> None:
 
 
 def test_operators() -> None:
-    """The page of operators has their names, parameters and defaults."""
+    """The page of operators must list their names, parameters and defaults."""
     (block,) = (b for b in BLOCKS if b.page == "docs/reference/operators.md")
     signature = re.compile(r"^(\w+)\(([^)]*)\)", re.MULTILINE)
     shown = {
@@ -368,7 +368,7 @@ def test_operators() -> None:
 
 
 def commands(block: Block) -> list[str]:
-    """The command lines of a block, each in one line."""
+    """Returns the command lines of a block, with continuation lines joined."""
     lines = block.text.replace("\\\n", " ").splitlines()
     if block.language == "console":
         lines = [line[2:] for line in lines if line.startswith("$ ")]
@@ -376,7 +376,7 @@ def commands(block: Block) -> list[str]:
 
 
 def check_command(line: str) -> None:
-    """Raises if a command is not one."""
+    """Raises if a command does not exist or its arguments are invalid."""
     words = shlex.split(line, comments=True)
     while words and re.match(r"[A-Z_]+=", words[0]):
         check_variable(words.pop(0).partition("=")[0])
@@ -420,7 +420,7 @@ def check_python_command(words: list[str]) -> None:
 
 
 def check_script(words: list[str]) -> None:
-    """A file of the tree, and options that it, or a module beside it, has."""
+    """Checks that a script is in the tree, and that it or a neighboring module has the options."""
     check_file(words[0])
     if words[0] in PLACEHOLDERS:
         return
@@ -456,7 +456,7 @@ def check_make(words: list[str]) -> None:
 
 
 def check_docker(words: list[str]) -> None:
-    """A few options that are used here, then IMAGE and what runs in it."""
+    """Checks `docker run`: some known options, then IMAGE and the command in it."""
     image = words.index("IMAGE")
     known = {"--rm", "--gpus", "--ipc", "--pid", "--shm-size", "--network"}
     assert words[0] == "run"
@@ -467,7 +467,7 @@ def check_docker(words: list[str]) -> None:
 
 
 def check_nothing(words: list[str]) -> None:
-    """Other people's."""
+    """Accepts a command of other software."""
 
 
 CHECKS: dict[str, Callable[[list[str]], None]] = {
@@ -486,9 +486,9 @@ CHECKS: dict[str, Callable[[list[str]], None]] = {
 def test_commands_exist(
     block: Block, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # options that are files are checked
+    monkeypatch.chdir(tmp_path)  # the commands check that files can be written
     found = commands(block)
-    assert found, "a block of commands without any"
+    assert found, "a block of commands has no commands"
     for line in found:
         check_command(line)
 
@@ -558,7 +558,7 @@ def test_data_can_be_read() -> None:
 
 
 def test_variables_exist() -> None:
-    """Of the environment, or of the build."""
+    """Variables of the environment or of the build."""
     builds = [ROOT / "CMakeLists.txt", *(ROOT / "cmake").rglob("*"), ROOT / "csrc" / "allnorm.h"]
     built = "".join(path.read_text() for path in builds if path.is_file())
     found = {(p, v) for p, text in PAGES.items() for v in re.findall(r"ALLNORM_[A-Z_]*[A-Z]", text)}
