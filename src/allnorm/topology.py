@@ -181,8 +181,10 @@ def source_commit() -> str | None:
     directory is a checkout with the same Python files. Suffix "-dirty": uncommitted changes.
     """
     package = pathlib.Path(__file__).resolve().parent
-    checkouts = [root for root in (package.parent, pathlib.Path.cwd()) if (root / ".git").exists()]
-    checkout = next((root for root in checkouts if _same_python(package, root / "allnorm")), None)
+    roots = (package.parents[1], pathlib.Path.cwd())
+    checkouts = [root for root in roots if (root / ".git").exists()]
+    source = pathlib.Path("src", "allnorm")
+    checkout = next((root for root in checkouts if _same_python(package, root / source)), None)
     if checkout is None:
         return None
     command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=12"]
