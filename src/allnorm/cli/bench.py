@@ -32,15 +32,25 @@ _PEER_PACKAGES = ("flashinfer-python", "sglang", "vllm", "triton")
 
 def bench(
     model: Annotated[
-        str, typer.Option(help="Models by name, separated by commas.", rich_help_panel=options.WHAT)
+        str,
+        typer.Option(
+            help=f"Models whose hidden sizes to run, separated by commas: "
+            f"{', '.join(bench_modes.MODELS)}.",
+            rich_help_panel=options.WHAT,
+        ),
     ] = "",
     tokens: Annotated[
-        str, typer.Option(help="Numbers of tokens for the models.", rich_help_panel=options.WHAT)
+        str,
+        typer.Option(
+            help="Numbers of tokens for the models, separated by commas.",
+            rich_help_panel=options.WHAT,
+        ),
     ] = "",
     shapes: Annotated[
         str,
         typer.Option(
-            help="num_tokens x hidden_size, such as 1x4096,8192x4096.", rich_help_panel=options.WHAT
+            help="Shapes to run, num_tokens x hidden_size, such as 1x4096,8192x4096.",
+            rich_help_panel=options.WHAT,
         ),
     ] = "",
     tp: Tp = "",
@@ -135,7 +145,8 @@ def bench(
         float,
         typer.Option(
             min=0.0,
-            help="Send bandwidth of one GPU in GB/s, for the wire floor (lower bound).",
+            help="Send bandwidth of one GPU in GB/s, for the wire floor (lower bound); 0: the "
+            "known value of this GPU.",
             rich_help_panel=options.OUTPUT,
         ),
     ] = 0.0,
@@ -149,7 +160,7 @@ def bench(
     compare: Annotated[
         Path | None,
         typer.Option(
-            help="Compare with this file of --json; exit code 1 if anything is slower.",
+            help="Compare with this file of --json; exit code 1 if allnorm has become slower.",
             rich_help_panel=options.OUTPUT,
         ),
     ] = None,

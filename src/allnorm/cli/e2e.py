@@ -35,17 +35,20 @@ def e2e(
         str, typer.Option(help=f"Model dimensions: {', '.join(models.TRANSFORMERS)}.")
     ] = "",
     layers: Annotated[
-        int, typer.Option(min=0, help="Decoder layers. Default: the model's own.")
+        int,
+        typer.Option(min=0, help="Decoder layers. Default: the model's own.", show_default=False),
     ] = 0,
     tp: Tp = "",
     batch: Annotated[
         str, typer.Option(help="Batch sizes. Default: 1,8,64 on GPUs, 1,4 on CPU.")
     ] = "",
     prompt: Annotated[
-        int, typer.Option(min=0, help="Tokens per prompt. Default: 128; on CPU 16.")
+        int,
+        typer.Option(min=0, help="Tokens per prompt. Default: 128; on CPU 16.", show_default=False),
     ] = 0,
     tokens: Annotated[
-        int, typer.Option(min=0, help="Tokens to generate. Default: 64; on CPU 8.")
+        int,
+        typer.Option(min=0, help="Tokens to generate. Default: 64; on CPU 8.", show_default=False),
     ] = 0,
     arms: Annotated[
         str, typer.Option(help="Implementations to run, separated by commas. Default: all.")

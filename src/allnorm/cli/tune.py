@@ -33,7 +33,12 @@ def tune(
     device: Device = "auto",
     hidden: Annotated[str, typer.Option(help="Hidden sizes, separated by commas.")] = "",
     max_tokens: Annotated[
-        int, typer.Option(min=0, help="Largest number of rows. Default: 16384; on CPU 1024.")
+        int,
+        typer.Option(
+            min=0,
+            help="Largest number of rows. Default: 16384; on CPU 1024.",
+            show_default=False,
+        ),
     ] = 0,
     dtype: Annotated[
         str, typer.Option(help=f"One or more of {', '.join(names.DTYPES)}.")
