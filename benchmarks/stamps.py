@@ -40,7 +40,7 @@ from allnorm.tune.run import candidate_arm
 
 SHAPES = (*((tokens, 4096) for tokens in (1, 16, 32, 64, 128, 256, 1024)), (1, 8192), (16, 8192))
 CLUSTER_SIZES = (1, 2, 4)
-BEHIND = ("chain", "empty", "product")
+AFTER = ("chain", "empty", "product")
 COLUMNS = 7168  # input features (K) of the GEMM
 CALLS, FIRST, REPLAYS = 40, 8, 4  # calls per graph; first call that counts; the last replay counts
 
@@ -121,40 +121,40 @@ def stages_of(calls: list[numpy.ndarray[Any, Any]]) -> dict[str, Any]:
     }
 
 
-def placed(case: Case, behind: str, arm: Arm) -> Callable[[int], object]:
-    """The arm's call behind what is named."""
-    if behind == "product":
+def placed(case: Case, after: str, arm: Arm) -> Callable[[int], object]:
+    """Returns the arm's call, after a GEMM ("product"), an empty kernel, or in a chain."""
+    if after == "product":
         return Product(case, COLUMNS).before(arm).call
-    if behind == "chain":
+    if after == "chain":
         return arm.call
 
-    def behind_empty(index: int) -> object:
+    def after_empty(index: int) -> object:
         torch.cuda._sleep(0)
         return arm.call(index)
 
-    return behind_empty
+    return after_empty
 
 
 def rank_main(rank: int, world_size: int) -> list[dict[str, Any]]:
-    """Every shape and geometry, behind everything; what this rank saw."""
+    """Measures every shape and geometry after each kind of work; returns this rank's rows."""
     stamped_library()
     comm = allnorm.Communicator(device=device(), timeout=20)
-    # Of many rows; it is one for all shapes.
+    # Only plans of many rows have a link rate; it is equal for all shapes.
     link_gbps = comm.plan(1024, 4096, torch.bfloat16).link_gbps
     rows = []
     for num_tokens, hidden_size in SHAPES:
         shape = Shape(num_tokens, hidden_size)
-        for behind in BEHIND:
+        for after in AFTER:
             case = make_case(shape, "bfloat16", "rounded", comm.device, rank, world_size, 1)
             for cluster_size in CLUSTER_SIZES:
                 candidate = Candidate("one_shot", 0, cluster_size)
                 if hidden_size // 8 > 512 * cluster_size:
-                    continue  # a block has 512 threads at most
+                    continue  # a block has at most 512 threads
                 arm = candidate_arm(comm, case, Mode(), candidate, link_gbps)
                 if arm is None:
                     continue
                 arm.reset()
-                call = placed(case, behind, arm)
+                call = placed(case, after, arm)
                 calls = [lambda index=i % NUM_SETS, call=call: call(index) for i in range(CALLS)]
                 for warm_up in calls[:NUM_SETS]:
                     warm_up()
@@ -163,7 +163,7 @@ def rank_main(rank: int, world_size: int) -> list[dict[str, Any]]:
                     {
                         "benchmark": "stamps",
                         "shape": f"{num_tokens}x{hidden_size}",
-                        "behind": behind,
+                        "behind": after,
                         "cluster_size": cluster_size,
                         "rank": rank,
                         **stages_of(noted),
@@ -185,7 +185,7 @@ def main() -> None:
     for row in ranks[0]:
         laps = zip(row["median_warp_ns"].items(), row["slowest_warp_ns"].values(), strict=True)
         print(
-            f"{row['shape']:>8} {row['behind']:8} {row['cluster_size']} to a row:",
+            f"{row['shape']:>8} {row['behind']:8} {row['cluster_size']} per row:",
             *(f"{stage} {median}/{slowest}" for (stage, median), slowest in laps),
             f"whole {row['first_entry_to_last_store_ns']}",
             f"call to call {row['from_call_to_call_ns']} ns",

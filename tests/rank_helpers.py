@@ -27,7 +27,7 @@ dtype_ids = {"argvalues": DTYPES, "ids": [str(dtype)[6:] for dtype in DTYPES]}
 
 
 def on(*, cpu: Iterable[int] = (), gpu: Iterable[int] = ()) -> pytest.MarkDecorator:
-    """Runs a test, with the fixture `pool`, on CPU ranks and on GPUs, once per world size."""
+    """Parametrizes a test with the fixture `pool`: CPU and GPU ranks, once per world size."""
     return pytest.mark.parametrize(
         "pool",
         [pytest.param(("cpu", n), id=f"cpu{n}", marks=pytest.mark.world_size(n)) for n in cpu]
@@ -42,29 +42,29 @@ def on(*, cpu: Iterable[int] = (), gpu: Iterable[int] = ()) -> pytest.MarkDecora
 
 
 def destroy_groups(rank: int, world_size: int) -> None:
-    """Runs in ranks: ends all process groups but the first.
+    """Runs in ranks: destroys all process groups except the default one.
 
-    Each has threads that look around every few milliseconds, for as long as the ranks live; a model
-    of transformers makes six.
+    The threads of a group poll every few milliseconds for as long as the ranks live. A transformers
+    model creates six groups.
     """
     groups = [g for g in dist.distributed_c10d._world.pg_map if g is not dist.group.WORLD]
     for group in groups:
         dist.destroy_process_group(group)
     if groups:
-        gc.collect()  # of models that hold on to them
+        gc.collect()  # frees models that keep the groups alive
 
 
 @functools.cache
 def comm(**arguments: Any) -> allnorm.Communicator:
-    """A communicator that later calls with these arguments find again. Collective."""
+    """Returns a communicator, which is cached by its arguments. Collective."""
     return allnorm.Communicator(device=device(), **arguments)
 
 
 def assert_ranks_agree(c: allnorm.Communicator, *tensors: torch.Tensor) -> None:
-    """Every rank holds the same bits, NaN payloads included. Collective."""
+    """Checks that tensors are bit-identical on all ranks, including NaN payloads. Collective."""
     digest = hashlib.blake2b()
     for tensor in tensors:
-        # cloned: of one element alone even a contiguous tensor may keep an odd stride
+        # cloned, because a contiguous tensor of one element may have any stride
         dense = tensor.clone(memory_format=torch.contiguous_format).reshape(-1)
         digest.update(dense.view(torch.uint8).cpu().numpy().tobytes())
     digests: list[str] = [""] * c.world_size
@@ -73,16 +73,16 @@ def assert_ranks_agree(c: allnorm.Communicator, *tensors: torch.Tensor) -> None:
 
 
 def message_of(error: type[BaseException] | tuple[type[BaseException], ...], call: Any) -> str:
-    """The text of the error that `call` must raise."""
+    """Returns the text of the error that `call` must raise."""
     with pytest.raises(error) as caught:
         call()
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
 def check_cases(rank: int, world_size: int, cases: list[Case], **arguments: Any) -> int:
-    """Runs in ranks; returns how many of the cases ran (the others were refused, as they should).
+    """Runs in ranks; returns how many cases ran. The others must be refused.
 
-    `arguments` are those of the communicator.
+    `arguments` are arguments of the communicator.
     """
     c = comm(**arguments)
     ran, wrong = run_cases(c, cases)

@@ -1,4 +1,4 @@
-"""Post norms, scaled sums, calls without a second norm: repeated, compiled, refused."""
+"""Post norms, scaled sums, calls without a second norm: repeated, compiled, rejected."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from allnorm.testing import RankPool, assert_same_bits, rank_input, shared_input
 
 
 def repeat(rank: int, world_size: int) -> None:
-    """Weights change their addresses, results are given or new, calls of other kinds between."""
+    """Repeats calls with weights at new addresses, given or new results, and other calls between."""
     c = comm()
     x, residual = rank_input((4, 264), torch.bfloat16, rank), Case((4, 264)).residual_tensor()
     x, residual = x.to(device()), residual.to(device())
@@ -134,7 +134,7 @@ def refuse(rank: int, world_size: int) -> None:
     plan = c.plan(2, 64, post_norm=post, scale=0.22)
     assert plan == c.plan(2, 64)
     case.but(post_norm=True).check(c)
-    # An integer is a number too, and 1 changes nothing.
+    # An integer scale is accepted, and 1 has no effect.
     got, want = call(scale=1), call()
     assert_same_bits(got[0], want[0], "scale=1")
     c.check()

@@ -206,7 +206,7 @@ def run_arms(
     return rows, failed
 
 
-def summarise(rows: list[dict[str, Any]], arms: Sequence[str]) -> None:
+def summarize(rows: list[dict[str, Any]], arms: Sequence[str]) -> None:
     """Prints latencies, relative to the default arm's, and kernels."""
     measured = {(r["arm"], r["batch"]): r for r in rows if r["kind"] == "latency"}
     print(f"\n{'batch':>5} {'arm':8} {'TPOT ms':>9} {'':>8} {'TTFT ms':>9} {'':>8} {'tokens/s':>9}")

@@ -185,7 +185,7 @@ def run_arm(options: argparse.Namespace, folder: str) -> None:
 def run_all(options: argparse.Namespace) -> int:
     """Runs every arm in a separate process; returns the exit code."""
     rows, failed = latency.run_arms(options, HERE / "sglang_latency.py", ARMS, environment)
-    latency.summarise(rows, ARMS)
+    latency.summarize(rows, ARMS)
     latency.compare_logprobs(rows, ARMS)
     for row in rows:
         if row["kind"] == "engine":

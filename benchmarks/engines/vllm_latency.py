@@ -283,7 +283,7 @@ def run_all(options: argparse.Namespace) -> int:
     prefix = ON_A_HOST if options.hosts > 1 else ()
     script = HERE / "vllm_latency.py"
     rows, failed = latency.run_arms(options, script, ARMS, environment, missing, prefix)
-    latency.summarise(rows, ARMS)
+    latency.summarize(rows, ARMS)
     latency.compare_logprobs(rows, ARMS)
     if failed:
         print(f"failed: {', '.join(failed)}")

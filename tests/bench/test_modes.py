@@ -90,8 +90,8 @@ def test_a_quantised_call_is_shown_beside_the_16_bit_one() -> None:
     chosen = ("nccl+torch", "vllm")
     assert bench_modes.with_compared(chosen, [Mode("per_token")]) == chosen
     assert bench_modes.with_compared(["allnorm"], [Mode()]) == ("allnorm",)
-    quantised = bench_modes.with_compared(["allnorm"], [Mode("per_token")])
-    assert quantised == ("allnorm", "allnorm16")
+    quantized = bench_modes.with_compared(["allnorm"], [Mode("per_token")])
+    assert quantized == ("allnorm", "allnorm16")
 
 
 def test_families_share_a_column() -> None:

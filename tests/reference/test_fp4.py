@@ -1,4 +1,4 @@
-"""MXFP8 and NVFP4: their definition, what a matrix product reads, compiled calls, refusals."""
+"""MXFP8 and NVFP4: definition, compatibility with GEMMs, compiled calls, rejected arguments."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ SPECS: list[Quant] = [allnorm.NvFp4(GIVEN), allnorm.NvFp4(GIVEN, "row_major"), a
 
 
 def elements_of(quantized: torch.Tensor) -> torch.Tensor:
-    """What bytes of two e2m1 elements stand for."""
+    """Decodes bytes of two e2m1 elements."""
     values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64).to(quantized.device)
     both = torch.stack((quantized & 15, quantized >> 4), -1).flatten(-2).long()
     return values[both & 7] * torch.where(both & 8 != 0, -1.0, 1.0)
 
 
 def scale_at(scale: torch.Tensor, row: int, group: int, groups: int) -> torch.Tensor:
-    """By the formula of the API page."""
+    """Returns the scale of a row and group, by the formula of the API page."""
     tile = row // 128 * -(-groups // 4) + group // 4
     return scale[tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + group % 4]
 
 
 def decoded(quantized: torch.Tensor, scale: torch.Tensor, spec: Quant, width: int) -> torch.Tensor:
-    """What rows with scales in tiles stand for, float64; as a matrix product reads them."""
+    """Dequantizes rows with tiled scales to float64, as a GEMM reads them."""
     is_mx = isinstance(spec, allnorm.Fp8PerGroup)
     size = 32 if is_mx else 16
     count, groups = quantized.shape[0], width // size
@@ -47,7 +47,7 @@ def decoded(quantized: torch.Tensor, scale: torch.Tensor, spec: Quant, width: in
 
 
 def check_product(rank: int, world_size: int, sharded: bool) -> str:
-    """The product with a weight of what was written, beside that of the rows; who made it."""
+    """Compares a GEMM of quantized results with one of the rows; returns which GEMM ran."""
     c = comm()
     make = {"dtype": torch.bfloat16, "device": c.device}
     tokens, width = 132, 512
@@ -79,7 +79,7 @@ def check_product(rank: int, world_size: int, sharded: bool) -> str:
 def scaled_product(
     out: allnorm.QuantizedNorm, weight: torch.Tensor, weight_scale: torch.Tensor, spec: Quant
 ) -> torch.Tensor:
-    """By torch's scaled matrix product, which compute capability 10.0 has for these formats."""
+    """Multiplies by torch's scaled GEMM, which supports these formats from SM 10.0 on."""
     from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
     if isinstance(spec, allnorm.NvFp4):
@@ -145,7 +145,7 @@ def test_compiled(pool: RankPool) -> None:
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_layout_by_the_formula(spec: Quant) -> None:
-    """Scales lie where the API page says, and elements are near what was quantised."""
+    """Scales have the layout of the API page, and elements are close to the original values."""
     y = shared_input((131, 96), torch.float32, "y")
     quantized, scale = reference.quantize(y, spec)
     size = 32 if isinstance(spec, allnorm.Fp8PerGroup) else 16
@@ -168,13 +168,13 @@ def test_layout_by_the_formula(spec: Quant) -> None:
         assert int((scale.view(torch.uint8) != 0).sum()) <= used
     dense = elements.view(131, groups, size) * scales.unsqueeze(-1)
     amax = y.double().view(131, groups, size).abs().amax(-1, keepdim=True)
-    # Half of the widest step: of e2m1 1 of 6, of e4m3 16 of 448; scales may be 1/16 too small.
+    # Half of the widest step: 1 of 6 for e2m1, 16 of 448 for e4m3; scales may be 1/16 too small.
     bound = amax * (0.24 if size == 16 else 0.0625)
     assert bool(((dense - y.double().view_as(dense)).abs() <= bound).all())
 
 
 def e2m1_by_definition(values: torch.Tensor) -> torch.Tensor:
-    """The nearest of the eight sizes, of two that are as near the one with an even code."""
+    """e2m1 rounds to the nearest of the eight magnitudes, and ties to the even code."""
     sizes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
     distance = (values.double().abs().clamp(max=6).unsqueeze(-1) - sizes).abs()
     even_first = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
@@ -184,7 +184,7 @@ def e2m1_by_definition(values: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_e2m1_of_every_16_bit_number(dtype: torch.dtype) -> None:
-    """A group of its own, so that nothing but the conversion is asked for: amax 6, scale 1."""
+    """Puts each value into a group with amax 6, so that the scale is 1."""
     bits = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype)
     numbers = bits[bits.isfinite() & (bits.abs() <= 6)]
     rows = torch.full((numbers.numel(), 16), 6.0, dtype=dtype)
@@ -193,8 +193,8 @@ def test_e2m1_of_every_16_bit_number(dtype: torch.dtype) -> None:
     assert (scale.float() == 1).all()
     got = quantized[:, 1] >> 4
     assert torch.equal(got, e2m1_by_definition(numbers.float()))
-    # The kernels, by a norm that changes nothing: the square mean of these rows is not 1, so the
-    # weights are ones and the rows what is left of them.
+    # The kernels quantize normed rows. The mean square of these rows is not 1, so the norm scales
+    # them.
     out = allnorm.add_rms_norm_quant(
         rows, None, torch.ones(16, dtype=dtype), 0.0, allnorm.NvFp4(torch.ones(1)), True
     )
