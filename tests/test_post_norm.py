@@ -14,7 +14,7 @@ from allnorm.testing import RankPool, assert_same_bits, rank_input, shared_input
 
 
 def repeat(rank: int, world_size: int) -> None:
-    """Repeats calls with weights at new addresses, given or new results, and other calls between."""
+    """Repeats calls with weights at new addresses, given or new results, and other calls."""
     c = comm()
     x, residual = rank_input((4, 264), torch.bfloat16, rank), Case((4, 264)).residual_tensor()
     x, residual = x.to(device()), residual.to(device())

@@ -126,7 +126,7 @@ def test_where_scales_lie(tokens: int, hidden_size: int, size: int) -> None:
 
 
 def test_memory_for_scales_is_refused_where_none_is_needed_or_fits() -> None:
-    with pytest.raises(ValueError, match="has its scale"):
+    with pytest.raises(ValueError, match="already has a scale"):
         quants.empty_scale(allnorm.Fp8PerTensor(torch.ones(1)), 1, 64, "cpu")
     with pytest.raises(allnorm.UnsupportedError, match=r"2880.*128.*group_size=16 or 32 or 64"):
         quants.empty_scale(allnorm.Fp8PerGroup(128), 1, 2880, "cpu")

@@ -49,8 +49,8 @@ _REQUESTED = "requested by the caller"
 _SAME_WIDTH = {"bfloat16": "float16", "float16": "bfloat16"}
 
 _OWNED_ROWS = (
-    "each row has an owner, the only rank with its residual: rows go through their owners, which "
-    "only two_shot does"
+    "each row belongs to one rank, the only one with its residual: rows go through their owners, "
+    "which only two_shot supports"
 )
 
 
