@@ -68,6 +68,11 @@ def refuse(rank: int, world_size: int) -> None:
     sums = call()[0]
     for error, words, make in (
         (TypeError, "x is a ExpertSum", lambda: c.all_reduce(allnorm.ExpertSum(rows))),
+        (
+            TypeError,
+            "residual_shard is a ExpertSum",
+            lambda: c.all_gather_rows(allnorm.ExpertSum(rows[None]), 1),
+        ),
         (TypeError, "rows is a int", lambda: call(3)),
         (ValueError, "rows has shape (5, 64)", lambda: call(index=None, weights=None)),
         (ValueError, "rows has shape (1, 5, 64)", lambda: call(rows[None])),

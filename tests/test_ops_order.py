@@ -21,7 +21,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import allnorm
 from allnorm import quant as quants
-from allnorm.core.call import Call
 from allnorm.testing import RankPool, assert_same_bits
 
 HIDDEN = 64
@@ -120,7 +119,8 @@ def test_calls_that_are_alike_stay_two(pool: RankPool, backend: str) -> None:
 
 def calls_made_by(c: allnorm.Communicator, make: Any) -> Any:
     """Replaces the function by which the operators make a communicator's calls by `make`."""
-    return mock.patch.dict(allnorm.core.registry.open_calls(), {(c.name, False): make})
+    dispatcher = mock.Mock(call=make)
+    return mock.patch.dict(allnorm.core.registry.dispatchers(), {(c.name, False): dispatcher})
 
 
 def moved(rank: int, world_size: int, fusion: bool) -> None:
@@ -138,11 +138,11 @@ def moved(rank: int, world_size: int, fusion: bool) -> None:
 
     options = {"post_grad_custom_post_pass": allnorm.compile.inductor_pass(c)} if fusion else {}
     made: list[tuple[int, ...]] = []
-    call = c._call
+    call = c._dispatcher.call
 
-    def noted(x: torch.Tensor, *arguments: Any) -> Any:
-        made.append(tuple(x.shape))
-        return call(x, *arguments)
+    def noted(source: torch.Tensor, **fields: Any) -> Any:
+        made.append(tuple(source.shape))
+        return call(source=source, **fields)
 
     with torch.no_grad():
         fast = compile_alone(program, "inductor", options=options)
@@ -201,11 +201,11 @@ def shards(rank: int, world_size: int, folder: str) -> None:
                                                     quant=allnorm.Fp8PerToken())  # fmt: skip
         return normed, shard, quantized.residual
 
-    call = c._call
+    call = c._dispatcher.call
 
-    def compiled(*arguments: Any) -> Any:
+    def compiled(**fields: Any) -> Any:
         store.set("allnorm test: rank 0 has compiled", "yes")
-        return call(*arguments)
+        return call(**fields)
 
     x = inputs(rank, 5)[0]
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
@@ -325,13 +325,11 @@ def given(rank: int, world_size: int) -> None:
 
     mine, theirs = memory(), memory()
     want = program(x, w, theirs)
-    call = mock.Mock(wraps=c._call)
+    call = mock.Mock(wraps=c._dispatcher.call)
     with torch.no_grad(), calls_made_by(c, call):
         got = compile_alone(program, "aot_eager")(x, w, mine)
-    assert [Call(*made.args).algorithm for made in call.call_args_list][:2] == [
-        "two_shot",
-        "one_shot",
-    ]
+    first, second, *_ = call.call_args_list
+    assert (first.kwargs["algorithm"], second.kwargs["algorithm"]) == ("two_shot", "one_shot")
     for i, (result, eager) in enumerate(zip(got, want, strict=True)):
         assert_same_bits(result, eager, f"result {i}")
     for i, (result, eager) in enumerate(zip(mine, theirs, strict=True)):

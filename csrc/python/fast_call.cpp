@@ -1,6 +1,7 @@
 // Repeated calls, made without Python: recognised by their arguments, their results allocated,
 // their addresses filled in, launched. Every other call goes to the Python function that this
-// stands in front of, which checks it and says what is wrong with it (src/allnorm/core/dispatch.py).
+// stands in front of, which checks it and says what is wrong with it
+// (src/allnorm/core/dispatch.py).
 //
 // CPython's stable ABI only, so that one library serves every version from 3.11 on. It is loaded by
 // ctypes, not imported. What it knows of torch are callables that it is given.
@@ -35,8 +36,8 @@ constexpr std::size_t kMaxStreams = 16;
 struct FastCall {
   void* function;      // allnorm_run; without a communicator allnorm_local
   AllnormComm* comm;   // or NULL
-  Ref missed;          // callable(*arguments): makes calls that are not recognised
-  Ref failed;          // callable(status, *arguments): raises what a launch ended with
+  Ref missed;          // callable(**arguments): makes calls that are not recognised
+  Ref failed;          // callable(status, **arguments): raises what a launch ended with
   Ref acquire;         // callable(blocking), of the communicator's lock; None without one
   Ref let_go;          // callable(), of the same
   Ref device;          // int, the communicator's device; None on CPU, as the next two are
@@ -90,7 +91,7 @@ bool knows(FastCall& fast, void* stream) {
 
 // What the call returns: a tuple, or the result if it is the only one. The addresses of those that
 // are made go into `call`. NULL with an error set.
-PyObject* make_results(const Prepared& prepared, PyObject* const* arguments, AllnormCall& call) {
+PyObject* make_results(const Prepared& prepared, const Arguments& arguments, AllnormCall& call) {
   const std::size_t count = prepared.results.size();
   Ref all(count == 1 ? nullptr : PyTuple_New(static_cast<Py_ssize_t>(count)));
   if (count != 1 && !all) return nullptr;
@@ -103,7 +104,7 @@ PyObject* make_results(const Prepared& prepared, PyObject* const* arguments, All
       *address_in(call, place) = reinterpret_cast<void*>(address_of(tensor.get()));
       if (PyErr_Occurred()) return nullptr;
     } else {
-      tensor = Ref::borrowed(arguments[place]);  // given, or None
+      tensor = Ref::borrowed(arguments.tensors[place]);  // given, or None
     }
     if (count == 1) return tensor.release();
     if (PyTuple_SetItem(all.get(), index++, tensor.release()) < 0) return nullptr;
@@ -111,19 +112,36 @@ PyObject* make_results(const Prepared& prepared, PyObject* const* arguments, All
   return all.release();
 }
 
-// Calls a Python function with all arguments of a call, after `first` if that is not NULL.
-PyObject* call_python(const Ref& function, PyObject* first, PyObject* const* arguments) {
+// The arguments of a call as its caller passed them: `names`, a tuple or NULL, are those of the
+// last ones.
+struct Passed {
+  PyObject* const* arguments;
+  Py_ssize_t num_positional;
+  PyObject* names;
+};
+
+// Calls a Python function with the arguments of a call, after `first` if that is not NULL.
+PyObject* call_python(const Ref& function, PyObject* first, const Passed& passed) {
   const Py_ssize_t skipped = first == nullptr ? 0 : 1;
-  const Ref all(PyTuple_New(kNumArguments + skipped));
-  if (!all) return nullptr;
-  if (first != nullptr && PyTuple_SetItem(all.get(), 0, Ref::borrowed(first).release()) < 0) {
+  const Ref positional(PyTuple_New(passed.num_positional + skipped));
+  const Ref by_name(PyDict_New());
+  if (!positional || !by_name) return nullptr;
+  if (first != nullptr &&
+      PyTuple_SetItem(positional.get(), 0, Ref::borrowed(first).release()) < 0) {
     return nullptr;
   }
-  for (Py_ssize_t i = 0; i < kNumArguments; ++i) {
-    PyObject* const argument = Ref::borrowed(arguments[i]).release();
-    if (PyTuple_SetItem(all.get(), i + skipped, argument) < 0) return nullptr;
+  for (Py_ssize_t i = 0; i < passed.num_positional; ++i) {
+    PyObject* const argument = Ref::borrowed(passed.arguments[i]).release();
+    if (PyTuple_SetItem(positional.get(), i + skipped, argument) < 0) return nullptr;
   }
-  return PyObject_Call(function.get(), all.get(), nullptr);
+  const Py_ssize_t num_names = passed.names == nullptr ? 0 : PyTuple_Size(passed.names);
+  for (Py_ssize_t i = 0; i < num_names; ++i) {
+    PyObject* const argument = passed.arguments[passed.num_positional + i];
+    if (PyDict_SetItem(by_name.get(), PyTuple_GetItem(passed.names, i), argument) < 0) {
+      return nullptr;
+    }
+  }
+  return PyObject_Call(function.get(), positional.get(), by_name.get());
 }
 
 std::int32_t run(const FastCall& fast, const AllnormCall& call) {
@@ -160,7 +178,7 @@ Launched launch(FastCall& fast, const AllnormCall& call, std::int32_t* status) {
 
 // The prepared call that serves these arguments, and the addresses of their tensors; it is moved to
 // the front.
-std::shared_ptr<Prepared> find(FastCall& fast, PyObject* const* arguments,
+std::shared_ptr<Prepared> find(FastCall& fast, const Arguments& arguments,
                                std::uintptr_t* addresses) {
   if (fast.prepared.empty() || watchers != 0 || !is_without_tangents() ||
       !find_memory(arguments, addresses)) {
@@ -180,42 +198,41 @@ FastCall* fast_of(PyObject* capsule) {
   return static_cast<FastCall*>(PyCapsule_GetPointer(capsule, kFastCall));
 }
 
-// call(*arguments): the results of the call, or what it raises.
-PyObject* call(PyObject* self, PyObject* const* arguments, Py_ssize_t num_arguments) {
+// call(**arguments): the results of the call, or what it raises.
+PyObject* call(PyObject* self, PyObject* const* given, Py_ssize_t num_positional, PyObject* names) {
   FastCall* const fast = fast_of(self);
   if (fast == nullptr) return nullptr;
-  if (num_arguments != kNumArguments) {
-    PyErr_Format(PyExc_TypeError, "%zd arguments: expected the %d of a Call", num_arguments,
-                 kNumArguments);
-    return nullptr;
-  }
+  const Passed passed = {given, num_positional, names};
+  Arguments arguments;
   std::uintptr_t addresses[kNumTensors];
-  const std::shared_ptr<Prepared> found = find(*fast, arguments, addresses);
-  if (found == nullptr) return call_python(fast->missed, nullptr, arguments);
+  const std::shared_ptr<Prepared> found = read_call(given, num_positional, names, arguments)
+                                              ? find(*fast, arguments, addresses)
+                                              : nullptr;
+  if (found == nullptr) return call_python(fast->missed, nullptr, passed);
   AllnormCall call = found->call;
   const bool is_cuda = fast->device.get() != Py_None;
   if ((is_cuda && (!on_device(*fast, &call.stream) || !knows(*fast, call.stream))) ||
       !bind_given(*found, addresses, call)) {
-    return call_python(fast->missed, nullptr, arguments);
+    return call_python(fast->missed, nullptr, passed);
   }
   Ref results(make_results(*found, arguments, call));
   if (!results || !mark_overwritten(*found, arguments)) {
     // No memory, perhaps. Python meets it again, and lets the peers know.
     PyErr_Clear();
-    return call_python(fast->missed, nullptr, arguments);
+    return call_python(fast->missed, nullptr, passed);
   }
   std::int32_t status = ALLNORM_OK;
   switch (launch(*fast, call, &status)) {
     case Launched::kError:
       return nullptr;
     case Launched::kNo:
-      return call_python(fast->missed, nullptr, arguments);
+      return call_python(fast->missed, nullptr, passed);
     case Launched::kYes:
       break;
   }
   if (status == ALLNORM_OK) return results.release();
   const Ref code(PyLong_FromLong(status));
-  return code ? call_python(fast->failed, code.get(), arguments) : nullptr;
+  return code ? call_python(fast->failed, code.get(), passed) : nullptr;
 }
 
 // keep(prepared): recognises this call from now on, instead of the one that was made longest ago.
@@ -263,7 +280,7 @@ PyObject* holder(PyObject* self, PyObject*) {
 // Cast by way of void (*)(): the flag in the PyMethodDef says which signature it really has.
 PyMethodDef call_method = {"call",
                            reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(call)),
-                           METH_FASTCALL, nullptr};
+                           METH_FASTCALL | METH_KEYWORDS, nullptr};
 PyMethodDef keep_method = {"keep", keep, METH_O, nullptr};
 PyMethodDef forget_method = {"forget", forget, METH_NOARGS, nullptr};
 PyMethodDef close_method = {"close", close, METH_NOARGS, nullptr};
@@ -287,6 +304,11 @@ ALLNORM_API void allnorm_fast_call_use_tensors(PyObject* variables, PyObject* te
                                                PyObject* parameter) {
   forward_ad = Ref::borrowed(variables).release();
   use_tensor(tensor, parameter);
+}
+
+// Takes the table of a call's keywords, as use_keywords() says: None, or NULL with an error set.
+ALLNORM_API PyObject* allnorm_fast_call_use_keywords(PyObject* table) {
+  return use_keywords(table) ? none() : nullptr;
 }
 
 // The functions call, keep, forget, close and holder of a new FastCall.
@@ -323,11 +345,11 @@ ALLNORM_API PyObject* allnorm_fast_call_new(void* function, void* comm, PyObject
   return functions.release();
 }
 
-// A call for `keep`. `constants`: tuple. `results`: tuple of (place, callable or None, its
-// arguments). `given`, `aligns` and `spans` describe the tensors, as Operand does.
+// A call for `keep`. `values`: tuple, one for each keyword. `results`: tuple of (place, callable or
+// None, its arguments). `given`, `aligns` and `spans` describe the tensors, as Operand does.
 ALLNORM_API PyObject* allnorm_fast_call_prepare(const AllnormCall* call, PyObject* check,
                                                 PyObject* grad_enabled, PyObject* overwrite,
-                                                PyObject* constants, PyObject* results,
+                                                PyObject* values, PyObject* results,
                                                 const std::uint8_t* given,
                                                 const std::uint8_t* aligns,
                                                 const std::uint64_t* spans) {
@@ -339,10 +361,13 @@ ALLNORM_API PyObject* allnorm_fast_call_prepare(const AllnormCall* call, PyObjec
   for (int i = 0; i < kNumTensors; ++i) {
     prepared->operands[i] = {static_cast<Given>(given[i]), aligns[i], spans[i]};
   }
-  for (Py_ssize_t i = 0; i < kNumConstants; ++i) {
-    PyObject* const constant = PyTuple_GetItem(constants, i);
-    if (constant == nullptr) return nullptr;
-    prepared->constants.push_back(Ref::borrowed(constant));
+  Arguments arguments;
+  if (!read_values(values, arguments)) {
+    PyErr_SetString(PyExc_ValueError, "values that do not fit the table of keywords");
+    return nullptr;
+  }
+  for (int i = 0; i < arguments.num_constants; ++i) {
+    prepared->constants.push_back(Ref::borrowed(arguments.constants[i]));
   }
   const Py_ssize_t size = PyTuple_Size(results);
   if (size < 0) return nullptr;

@@ -83,12 +83,12 @@ void use_tensor(PyObject* tensor, PyObject* parameter) {
       reinterpret_cast<descrgetfunc>(PyType_GetSlot(Py_TYPE(is_nested), Py_tp_descr_get));
 }
 
-bool find_memory(PyObject* const* arguments, std::uintptr_t* addresses) {
+bool find_memory(const Arguments& arguments, std::uintptr_t* addresses) {
   for (int i = 0; i < kNumTensors; ++i) {
-    PyObject* const tensor = arguments[i];
+    PyObject* const tensor = arguments.tensors[i];
     addresses[i] = 0;
     if (tensor == Py_None) continue;
-    if (i >= kOut && tensor == arguments[input_of(i)]) {
+    if (i >= kOut && tensor == arguments.tensors[input_of(i)]) {
       addresses[i] = addresses[input_of(i)];
       continue;
     }
@@ -104,24 +104,25 @@ bool find_memory(PyObject* const* arguments, std::uintptr_t* addresses) {
   return true;
 }
 
-bool recognises(const Prepared& prepared, PyObject* const* arguments) {
+bool recognises(const Prepared& prepared, const Arguments& arguments) {
   PyObject* checked[kNumTensors + 1] = {};
   int count = 0;
   for (int i = 0; i < kNumTensors; ++i) {
-    PyObject* const tensor = arguments[i];
+    PyObject* const tensor = arguments.tensors[i];
     const Given given = prepared.operands[i].given;
     if ((given == Given::kNothing) != (tensor == Py_None)) return false;
     if (given == Given::kTensor) checked[count++] = tensor;
-    if (given == Given::kInput && tensor != arguments[input_of(i)]) return false;
+    if (given == Given::kInput && tensor != arguments.tensors[input_of(i)]) return false;
   }
   if (prepared.grad_enabled.get() != Py_None) {
     const Ref enabled(PyObject_CallNoArgs(prepared.grad_enabled.get()));
     if (!enabled) PyErr_Clear();
     if (enabled.get() != Py_False) return false;
   }
-  for (int i = 0; i < kNumConstants; ++i) {
+  if (prepared.constants.size() != static_cast<std::size_t>(arguments.num_constants)) return false;
+  for (int i = 0; i < arguments.num_constants; ++i) {
     PyObject* const expected = prepared.constants[i].get();
-    PyObject* const constant = arguments[kNumTensors + i];
+    PyObject* const constant = arguments.constants[i];
     if (expected != constant && !same(expected, constant)) return false;
   }
   const Ref answer(PyObject_CallFunctionObjArgs(
@@ -163,12 +164,12 @@ bool bind_given(const Prepared& prepared, const std::uintptr_t* addresses, Allno
   return true;
 }
 
-bool mark_overwritten(const Prepared& prepared, PyObject* const* arguments) {
+bool mark_overwritten(const Prepared& prepared, const Arguments& arguments) {
   if (prepared.overwrite.get() == Py_None) return true;
   PyObject* given[kNumTensors] = {};
   Py_ssize_t count = 0;
   for (int i = kOut; i < kNumTensors; ++i) {
-    if (prepared.operands[i].given != Given::kNothing) given[count++] = arguments[i];
+    if (prepared.operands[i].given != Given::kNothing) given[count++] = arguments.tensors[i];
   }
   const Ref tensors(PyTuple_New(count));
   if (!tensors) return false;

@@ -6,29 +6,10 @@
 #include <vector>
 
 #include "allnorm.h"
+#include "python/arguments.h"
 #include "python/ref.h"
 
 namespace allnorm {
-
-// The tensors of a call. They come first among its arguments, in the order of the fields of
-// src/allnorm/core/call.py's Call; its constants follow. The last four are memory for results.
-enum Tensor : int {
-  kX,
-  kResidual,
-  kWeight,
-  kStaticScale,
-  kPostWeight,
-  kExpertIndex,
-  kExpertWeights,
-  kShared,
-  kOut,
-  kResidualOut,
-  kQuantizedOut,
-  kScaleOut,
-  kNumTensors
-};
-constexpr int kNumConstants = 13;
-constexpr int kNumArguments = kNumTensors + kNumConstants;
 
 // What a call is given as one of its tensors: nothing, a tensor, or the same object as the input
 // that this result may overwrite.
@@ -71,11 +52,11 @@ void use_tensor(PyObject* tensor, PyObject* parameter);
 // class, is nested or has no memory of its own, as in the transforms of torch.func: the check of a
 // prepared call must not see those. It asks for strides, which may throw a C++ exception that ends
 // the process.
-bool find_memory(PyObject* const* arguments, std::uintptr_t* addresses);
+bool find_memory(const Arguments& arguments, std::uintptr_t* addresses);
 
 // Whether `prepared` serves a call with these arguments, of which find_memory() has found the
 // tensors' memory. Errors count as no: Python repeats them.
-bool recognises(const Prepared& prepared, PyObject* const* arguments);
+bool recognises(const Prepared& prepared, const Arguments& arguments);
 
 // The address of a tensor's elements; 0 with an error set if it has none.
 std::uintptr_t address_of(PyObject* tensor);
@@ -85,7 +66,7 @@ std::uintptr_t address_of(PyObject* tensor);
 bool bind_given(const Prepared& prepared, const std::uintptr_t* addresses, AllnormCall& call);
 
 // Raises the versions of the results that are given. False with an error set if that fails.
-bool mark_overwritten(const Prepared& prepared, PyObject* const* arguments);
+bool mark_overwritten(const Prepared& prepared, const Arguments& arguments);
 
 // The field of `call` that holds the address of a result.
 void** address_in(AllnormCall& call, Tensor result);

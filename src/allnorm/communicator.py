@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from allnorm import policy
 from allnorm.core import arguments, registry, traced
-from allnorm.core.call import Call, split_boundary, split_scale
+from allnorm.core.call import Call, Runner
 from allnorm.core.registry import open_communicators
 from allnorm.core.resolve import group_called, resolve_device, resolve_group
 from allnorm.core.shards import row_shard
@@ -25,7 +25,6 @@ from allnorm.policy import Plan
 from allnorm.post_norm import PostNorm
 from allnorm.quant import (
     DEFAULT_QUANT,
-    Fp8PerTensor,
     Quant,
     QuantizedNorm,
     check_hidden_size,
@@ -112,8 +111,16 @@ class Communicator:
         from allnorm.core.opening import Settings
 
         settings = Settings(
-            *(device, workspace_bytes, numerics, timeout, tuning_dir, max_blocks),
-            *(early_trigger, dependent_launch, first_op, islands),
+            device=device,
+            workspace_bytes=workspace_bytes,
+            numerics=numerics,
+            timeout=timeout,
+            islands=islands,
+            tuning_dir=tuning_dir,
+            max_blocks=max_blocks,
+            early_trigger=early_trigger,
+            dependent_launch=dependent_launch,
+            first_op=first_op,
         )
         self._open_with(resolve_group(group), settings, named_as_group=False)
 
@@ -124,7 +131,7 @@ class Communicator:
 
         with registry.opening(group, named_as_group=named_as_group) as last_number:
             self._endpoint = open_endpoint(group, settings, last_number)
-        self._call = self._endpoint.dispatcher.call
+        self._dispatcher = self._endpoint.dispatcher
         self.name: str = self._endpoint.name
         self.rank: int = self._endpoint.rank
         self.world_size: int = self._endpoint.world_size
@@ -174,7 +181,7 @@ class Communicator:
 
         def make() -> Communicator:
             made = cls.__new__(cls)
-            made._open_with(resolved, Settings(place), named_as_group=True)
+            made._open_with(resolved, Settings(device=place), named_as_group=True)
             return made
 
         return registry.make_of_group(resolved, place, make)
@@ -193,6 +200,10 @@ class Communicator:
     def traits(self) -> policy.Traits:
         """What decides about algorithms, the same on every rank."""
         return self._endpoint.chooser.traits
+
+    def _runner(self, x: object) -> Runner:
+        """Returns what runs a call of `x`: the dispatcher, or operators for a tracer to see."""
+        return traced.Operators(self) if is_traced(x) else self._dispatcher
 
     # ---- calls ----------------------------------------------------------------------------------
 
@@ -225,14 +236,9 @@ class Communicator:
         but the result ("unfused" also gathers the inputs). Traced (torch.compile, torch.export,
         make_fx), the result is copied to `out`.
         """
-        if is_traced(x):
-            return traced.all_reduce(self, x, algorithm, out)
-        # Here and below the fields are written out: unpacking tuples takes longer than a check.
-        result: torch.Tensor = self._call(
-            x, None, None, None, None, None, None, None, out, None, None, None,
-            "all_reduce", algorithm, 0.0, 0.0, "rounded", False, None, False, 0,
-            0.0, 0.0, 1.0, False,
-        )  # fmt: skip
+        result: torch.Tensor = self._runner(x).call(
+            op="all_reduce", source=x, algorithm=algorithm, out=out
+        )
         return result
 
     def all_reduce_add_rms_norm(
@@ -297,21 +303,21 @@ class Communicator:
         gradient. Traced (torch.compile, torch.export, make_fx), results are copied to `out` and
         `residual_out`.
         """
-        mode = self.numerics if numerics is None else numerics
-        rows, before, change = split_boundary(x, post_norm, scale)
-        if is_traced(rows):
-            norm = (eps, weight_bias, mode, residual_sharded)
-            return traced.all_reduce_add_rms_norm(
-                self, rows, residual, weight, norm, algorithm, (before, change), out, residual_out
-            )
-        post_weight, index, expert_weights, shared = before
-        post_eps, post_bias, factor, experts = change
-        results: tuple[Any, torch.Tensor] = self._call(
-            rows, residual, weight, None, post_weight, index, expert_weights, shared,
-            out, residual_out, None, None,
-            "all_reduce_add_rms_norm", algorithm, eps, weight_bias, mode, residual_sharded,
-            None, False, 0, post_eps, post_bias, factor, experts,
-        )  # fmt: skip
+        results: tuple[Any, torch.Tensor] = self._runner(x).call(
+            op="all_reduce_add_rms_norm",
+            source=x,
+            residual=residual,
+            weight=weight,
+            eps=eps,
+            weight_bias=weight_bias,
+            numerics=self.numerics if numerics is None else numerics,
+            algorithm=algorithm,
+            residual_sharded=residual_sharded,
+            post_norm=post_norm,
+            scale=scale,
+            out=out,
+            residual_out=residual_out,
+        )
         return results
 
     def all_reduce_add_rms_norm_quant(
@@ -385,25 +391,25 @@ class Communicator:
         gradient. Traced (torch.compile, torch.export, make_fx), results are copied to preallocated
         ones, and `scale_out` is refused.
         """
-        mode = self.numerics if numerics is None else numerics
-        wants_normed = return_normed if normed_out is None else True
-        rows, before, change = split_boundary(x, post_norm, scale)
-        if is_traced(rows):
-            norm = (eps, weight_bias, mode, residual_sharded)
-            memory = (quantized_out, scale_out, residual_out, normed_out)
-            return traced.all_reduce_add_rms_norm_quant(
-                *(self, rows, residual, weight, norm, quant, wants_normed, algorithm),
-                *((before, change), memory),
-            )
-        spec, static_scale = split_scale(quant)
-        post_weight, index, expert_weights, shared = before
-        post_eps, post_bias, factor, experts = change
-        results = self._call(
-            rows, residual, weight, static_scale, post_weight, index, expert_weights, shared,
-            normed_out, residual_out, quantized_out, scale_out,
-            "all_reduce_add_rms_norm_quant", algorithm, eps, weight_bias, mode, residual_sharded,
-            spec, wants_normed, 0, post_eps, post_bias, factor, experts,
-        )  # fmt: skip
+        results = self._runner(x).call(
+            op="all_reduce_add_rms_norm_quant",
+            source=x,
+            residual=residual,
+            weight=weight,
+            eps=eps,
+            weight_bias=weight_bias,
+            numerics=self.numerics if numerics is None else numerics,
+            algorithm=algorithm,
+            residual_sharded=residual_sharded,
+            post_norm=post_norm,
+            scale=scale,
+            quant=quant,
+            return_normed=return_normed if normed_out is None else True,
+            out=normed_out,
+            residual_out=residual_out,
+            quantized_out=quantized_out,
+            scale_out=scale_out,
+        )
         return QuantizedNorm(*results)
 
     def all_gather_rows(
@@ -443,13 +449,13 @@ class Communicator:
         but the result. Traced (torch.compile, torch.export, make_fx), the result is copied to
         `out`.
         """
-        if is_traced(residual_shard):
-            return traced.all_gather_rows(self, residual_shard, num_tokens, algorithm, out)
-        result: torch.Tensor = self._call(
-            residual_shard, None, None, None, None, None, None, None, out, None, None, None,
-            "all_gather_rows", algorithm, 0.0, 0.0, "rounded", False, None, False, num_tokens,
-            0.0, 0.0, 1.0, False,
-        )  # fmt: skip
+        result: torch.Tensor = self._runner(residual_shard).call(
+            op="all_gather_rows",
+            source=residual_shard,
+            algorithm=algorithm,
+            num_tokens=num_tokens,
+            out=out,
+        )
         return result
 
     def row_shard(self, num_tokens: int) -> tuple[int, int]:
@@ -522,29 +528,24 @@ class Communicator:
         arguments.check_width("x", hidden_size)
         if not isinstance(experts, bool):
             raise TypeError(f"experts={experts!r}: expected True or False.")
-        spec, _ = split_scale(quant)
         shape = (num_tokens, 1, hidden_size) if experts else (num_tokens, hidden_size)
         x = torch.empty(shape, dtype=dtype, device="meta")
-        _, (post_weight, *_), (post_eps, post_bias, scale, _) = split_boundary(x, post_norm, scale)
         weight = x.new_empty(hidden_size)
-        if post_norm is not None:
-            arguments.check_weight("post_norm.weight", post_weight, weight)
         call = Call(
-            x,
-            weight=weight,
-            post_weight=post_weight,
-            post_eps=post_eps,
-            post_weight_bias=post_bias,
-            scale=scale,
             op="all_reduce_add_rms_norm" + ("" if quant is None else "_quant"),
+            source=ExpertSum(x) if experts else x,
+            weight=weight,
             algorithm=algorithm,
             residual_sharded=residual_sharded,
-            quant=spec,
+            post_norm=post_norm,
+            scale=scale,
+            quant=quant,
             return_normed=return_normed,
-            experts=experts,
         )
+        if post_norm is not None:
+            arguments.check_weight("post_norm.weight", post_norm.weight, weight)
         arguments.check_norm_constants(call)
-        if quant is not None and spec is not Fp8PerTensor:
+        if quant is not None:
             check_quant(quant)
             check_hidden_size(quant, hidden_size)
         return self._endpoint.choose(call)
@@ -587,12 +588,14 @@ class Communicator:
         Each may be made again and again, by all ranks; their results are nobody's.
         """
         call = Call(
-            *(x, residual, weight),
             op="all_reduce_add_rms_norm",
-            algorithm="hierarchical",
+            source=x,
+            residual=residual,
+            weight=weight,
             eps=eps,
             weight_bias=weight_bias,
             numerics=numerics,
+            algorithm="hierarchical",
         )
         return self._endpoint.parts(call)
 

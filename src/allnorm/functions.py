@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from allnorm.communicator import Communicator
 from allnorm.core import arguments, shards, traced
-from allnorm.core.call import Call
+from allnorm.core.call import Runner
 from allnorm.core.resolve import resolve_group
 from allnorm.core.shortcuts import is_intercepted, is_traced
 from allnorm.expert_sum import ExpertSum
@@ -152,9 +152,9 @@ class _Ranks(NamedTuple):
     world_size: int
     numerics: str = "rounded"  # of communicators that are made with default settings
 
-    def _call(self, *fields: Any) -> Any:
-        """Makes a call, of these fields of a Call, as an operator."""
-        return traced.as_operator(self, Call(*fields))
+    def _runner(self, x: object) -> Runner:
+        """Returns what runs the calls of a method of Communicator that this is passed to."""
+        return traced.Operators(self)
 
 
 def _ranks(group: Group) -> _Ranks:

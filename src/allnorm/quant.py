@@ -131,17 +131,6 @@ class Fp8PerTensor:
         return f"Fp8PerTensor(scale=<{tuple(self.scale.shape)} on {self.scale.device}>)"
 
 
-@dataclass(frozen=True)
-class NvFp4Layout:
-    """An `NvFp4` without its global scale: the part that is equal on all ranks and in graphs."""
-
-    scale_layout: str
-    kind: ClassVar[str] = "nvfp4"
-
-    def __post_init__(self) -> None:
-        check_choice("scale_layout", self.scale_layout, NVFP4_LAYOUTS)
-
-
 @dataclass(frozen=True, eq=False, repr=False)
 class NvFp4:
     """NVFP4: e2m1 elements, one e4m3 scale per 16 elements, and one global scale.
@@ -164,16 +153,11 @@ class NvFp4:
 
     global_scale: torch.Tensor
     scale_layout: str = "swizzled_128x4"
-    kind: ClassVar[str] = NvFp4Layout.kind
+    kind: ClassVar[str] = "nvfp4"
 
     def __post_init__(self) -> None:
         _check_given("global_scale", self.global_scale)
         check_choice("scale_layout", self.scale_layout, NVFP4_LAYOUTS)
-
-    @property
-    def layout(self) -> NvFp4Layout:
-        """The spec without its tensor."""
-        return nvfp4_layout(self.scale_layout)
 
     def __eq__(self, other: object) -> bool:
         return (
@@ -208,10 +192,7 @@ def _check_given(name: str, scale: object) -> None:
         )
 
 
-nvfp4_layout = functools.cache(NvFp4Layout)
-
 Quant = Fp8PerGroup | Fp8PerToken | Fp8PerTensor | NvFp4
-Spec = Quant | NvFp4Layout
 DEFAULT_QUANT = Fp8PerGroup(128)
 
 
@@ -276,16 +257,16 @@ class ScaleGeometry(NamedTuple):
 
 def check_quant(quant: object) -> None:
     """Raises TypeError unless `quant` is one of the specs."""
-    if not isinstance(quant, Spec):
+    if not isinstance(quant, Quant):
         raise TypeError(
             f"quant={quant!r}: expected an allnorm.NvFp4, MxFp8(), Fp8PerGroup, Fp8PerToken or "
             "Fp8PerTensor. For 16-bit results call the method without _quant."
         )
 
 
-def check_hidden_size(quant: Spec, hidden_size: int) -> None:
+def check_hidden_size(quant: Quant, hidden_size: int) -> None:
     """Raises UnsupportedError unless rows of that many columns consist of whole groups."""
-    if isinstance(quant, NvFp4 | NvFp4Layout) and hidden_size % NVFP4_GROUP_SIZE:
+    if isinstance(quant, NvFp4) and hidden_size % NVFP4_GROUP_SIZE:
         raise UnsupportedError(
             f"hidden_size {hidden_size} is not a multiple of 16: a row of NVFP4 must consist of "
             "whole groups. Pass Fp8PerToken."
@@ -299,16 +280,16 @@ def check_hidden_size(quant: Spec, hidden_size: int) -> None:
         )
 
 
-def quantized_dtype(quant: Spec | type[Fp8PerTensor]) -> torch.dtype:
+def quantized_dtype(quant: Quant) -> torch.dtype:
     """Returns the element dtype of quantized rows."""
-    return torch.uint8 if isinstance(quant, NvFp4 | NvFp4Layout) else DTYPE
+    return torch.uint8 if isinstance(quant, NvFp4) else DTYPE
 
 
 def quantized_shape(
-    quant: Spec | type[Fp8PerTensor], shape: tuple[int, ...] | torch.Size
+    quant: Quant, shape: tuple[int, ...] | torch.Size
 ) -> tuple[int, ...] | torch.Size:
     """Returns the shape of quantized rows for rows of this shape."""
-    if isinstance(quant, NvFp4 | NvFp4Layout):
+    if isinstance(quant, NvFp4):
         return (*shape[:-1], shape[-1] // 2)
     return shape
 
@@ -318,7 +299,7 @@ def is_swizzled(quant: object) -> bool:
     return getattr(quant, "scale_layout", "") == SWIZZLED
 
 
-def scale_geometry(quant: Spec, num_tokens: int, hidden_size: int) -> ScaleGeometry | None:
+def scale_geometry(quant: Quant, num_tokens: int, hidden_size: int) -> ScaleGeometry | None:
     """Returns the layout of the scales of `num_tokens` rows; None if they are not a result.
 
     Args:
@@ -332,7 +313,7 @@ def scale_geometry(quant: Spec, num_tokens: int, hidden_size: int) -> ScaleGeome
         return ScaleGeometry((num_tokens, 1), (1, 1), torch.float32)
     if quant.scale_layout == SWIZZLED:
         return _swizzled(quant, num_tokens, hidden_size)
-    if isinstance(quant, NvFp4 | NvFp4Layout):
+    if isinstance(quant, NvFp4):
         groups = hidden_size // NVFP4_GROUP_SIZE
         return ScaleGeometry((num_tokens, groups), (groups, 1), DTYPE)
     words, dtype = hidden_size // quant.group_size, torch.float32
@@ -347,9 +328,7 @@ def scale_geometry(quant: Spec, num_tokens: int, hidden_size: int) -> ScaleGeome
     return ScaleGeometry(shape, (1, column), dtype, padded=True)
 
 
-def _swizzled(
-    quant: Fp8PerGroup | NvFp4 | NvFp4Layout, num_tokens: int, hidden_size: int
-) -> ScaleGeometry:
+def _swizzled(quant: Fp8PerGroup | NvFp4, num_tokens: int, hidden_size: int) -> ScaleGeometry:
     """Returns the layout of scales in consecutive tiles of 128 rows by 4 groups."""
     if isinstance(quant, Fp8PerGroup):
         groups, dtype = hidden_size // quant.group_size, torch.uint8
@@ -436,15 +415,3 @@ def from_op_arguments(
 
 
 _per_group = functools.cache(Fp8PerGroup)
-
-
-def from_op_results(
-    results: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-    quant: Quant,
-    return_normed: bool,
-) -> QuantizedNorm:
-    """Converts the results of an operator; an empty tensor means 'no result'."""
-    quantized, scale, residual, normed = results
-    if isinstance(quant, Fp8PerTensor):
-        scale = quant.scale
-    return QuantizedNorm(quantized, scale, residual, normed if return_normed else None)

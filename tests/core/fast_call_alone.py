@@ -75,20 +75,70 @@ class Launches:
         return self.status
 
 
-def missed(*arguments):
+class Sum:
+    """A value with parts: tensors only."""
+
+    def __init__(self, rows, index, weights):
+        self.rows, self.index, self.weights = rows, index, weights
+
+
+class Post:
+    """A value with parts: a tensor and constants."""
+
+    def __init__(self, weight, eps=1e-5, bias=0.5):
+        self.weight, self.eps, self.bias = weight, eps, bias
+
+
+class Given:
+    """A value that is a tensor of the call, in place of a constant."""
+
+    def __init__(self, scale):
+        self.scale = scale
+
+
+MEMORY = ("out", "residual_out", "quantized_out", "scale_out")
+CONSTANTS = {
+    "op": "norm",
+    "algorithm": "auto",
+    "eps": 1e-6,
+    "weight_bias": 0.0,
+    "numerics": "rounded",
+    "residual_sharded": False,
+    "return_normed": False,
+    "num_tokens": 0,
+}
+OTHERS = ("other", "one_shot", 1e-5, -0.0, "vllm", 0, True, False)
+TABLE = (
+    (
+        "source",
+        (),
+        "x",
+        ((Sum, (("rows", "x"), ("index", "expert_index"), ("weights", "shared"))),),
+    ),
+    *((name, (None,), name, ()) for name in ("residual", "weight")),
+    *((name, (value,), None, ()) for name, value in CONSTANTS.items() if name != "op"),
+    ("op", (), None, ()),
+    ("post", (None,), None, ((Post, (("weight", "post_weight"), ("eps", None), ("bias", None))),)),
+    ("quant", (None,), None, ((Given, (("scale", "static_scale"),)),)),
+    *((name, (None,), name, ()) for name in MEMORY),
+    ("left", (None,), "expert_weights", ()),
+)
+
+
+def missed(*arguments, **more):
     """Stands for Python's way of a call, which a repeated call does without."""
-    return "missed", *arguments
+    return "missed", arguments, more
 
 
-def failed(status, *arguments):
+def failed(status, **arguments):
     """Stands for what raises after a launch that failed."""
-    raise OSError(status, *arguments)
+    raise OSError(status, arguments)
 
 
 def error_of(kind, call, arguments):
     """What a call must raise."""
     try:
-        call(*arguments)
+        call(**arguments)
     except kind as error:
         return error
     raise AssertionError(f"{arguments}: expected a {kind.__name__}")
@@ -107,10 +157,10 @@ def closed_meanwhile(library, run, prepared, arguments):
         run, 77, missed, failed, acquire, lock.release, None, None, None
     )
     functions[1](prepared)
-    assert functions[0](*arguments)[0] == "missed"
+    assert functions[0](**arguments)[0] == "missed"
     assert not lock.locked()
     with lock:
-        assert functions[0](*arguments)[0] == "missed", "Python waits, not this"
+        assert functions[0](**arguments)[0] == "missed", "Python waits, not this"
     assert functions[4]() == 0
 
 
@@ -123,7 +173,7 @@ def new_streams(library, run, prepared, arguments):
     keep(prepared)
 
     def is_made():
-        return call(*arguments)[0] != "missed"
+        return call(**arguments)[0] != "missed"
 
     assert is_made(), "the default stream is known"
     for stream[0] in (1 << 20, 1 << 21):
@@ -143,6 +193,8 @@ def main(path, size, *offsets):
     library.allnorm_fast_call_new.restype = _object
     library.allnorm_fast_call_prepare.argtypes = (_pointer, *[_object] * 5, *[_pointer] * 3)
     library.allnorm_fast_call_prepare.restype = _object
+    library.allnorm_fast_call_use_keywords.argtypes = (_object,)
+    library.allnorm_fast_call_use_keywords.restype = _object
     library.allnorm_fast_call_use_tensors.argtypes = (_object, _object, _object)
     library.allnorm_fast_call_use_tensors.restype = None
     forward_ad = {"_current_level": -1}
@@ -158,7 +210,6 @@ def main(path, size, *offsets):
 
     x, residual, weight = Tensor(16), Tensor(32), Tensor(48)
     geometry = ((2, 8), (8, 1), "bfloat16")
-    constants = ("norm", "auto", 1e-6, 0.0, "rounded", False, None, False, 0, 1e-5, 0.5, 1.0, False)
     native = ctypes.create_string_buffer(size)
     checked = []
 
@@ -177,27 +228,36 @@ def main(path, size, *offsets):
     out_at, residual_out_at, quantized_at, scale_at = range(8, 12)
     made_new = ((out_at, empty, geometry), (residual_out_at, empty, geometry))
 
-    def prepare(results, out=0, residual_out=0, more=(0, 0, 0), before=(0,) * 4, **callables):
-        enabled, overwrite = callables.get("grad_enabled"), callables.get("overwrite")
+    def prepare(results, out=0, residual_out=0, more=(0, 0, 0), before=(0,) * 4, **changes):
+        enabled, overwrite = changes.pop("grad_enabled", None), changes.pop("overwrite", None)
         static_scale, quantized, scale = more
         given = (tensor, tensor, tensor, static_scale, *before, out, residual_out, quantized, scale)
+        named = arguments(**changes)
+        values = tuple(named.get(name, *default) for name, default, *_ in TABLE)
         return library.allnorm_fast_call_prepare(
-            *(native, check, enabled, overwrite, constants, results),
+            *(native, check, enabled, overwrite, values, results),
             *((ctypes.c_uint8 * 12)(*given), (ctypes.c_uint8 * 12)(*[4] * 12)),
             (ctypes.c_uint64 * 12)(*[16] * 12),
         )
 
-    def arguments(a=x, b=residual, c=weight, out=None, residual_out=None, **changes):
-        """Those of a call: its tensors, then its constants."""
-        before = changes.get("before", (None,) * 4)
-        tensors = (a, b, c, changes.get("static"), *before, out, residual_out)
-        tensors += (changes.get("quantized"), changes.get("scale"))
-        return *tensors, *changes.get("constants", constants)
+    def arguments(a=x, b=residual, c=weight, **more):
+        """Those of a call, by keyword; defaults are left out."""
+        return {"op": "norm", "source": a, "residual": b, "weight": c, **more}
 
     def is_made(call, *given, **changes):
-        got = call(*arguments(*given, **changes))
+        got = call(**arguments(*given, **changes))
         return None if got[0] == "missed" else got
 
+    for wrong in (((*TABLE[0][:2], "y", ()),), (TABLE[0][:3],), TABLE * 3, 3):
+        try:
+            library.allnorm_fast_call_use_keywords(wrong)
+        except (ValueError, TypeError, SystemError):
+            pass
+        else:
+            raise AssertionError(f"{wrong} must be refused")
+    unknown, *_ = new()
+    assert not is_made(unknown), "nothing is known about keywords"
+    library.allnorm_fast_call_use_keywords(TABLE)
     prepared = prepare(made_new)
     call, keep, forget, close, _ = new()
     keep(prepared)
@@ -209,7 +269,7 @@ def main(path, size, *offsets):
     forward_ad.clear()
     assert not is_made(call)
     forward_ad["_current_level"] = -1
-    first = call(*arguments())
+    first = call(**arguments())
     assert [type(t) for t in first] == [Tensor, Tensor]
     inputs = (_BASE + 16, _BASE + 32, _BASE + 48)
     nowhere = (None, None)  # quantised rows and scales
@@ -231,17 +291,25 @@ def main(path, size, *offsets):
     assert is_made(call, x, residual, Parameter(48))
     assert checked == [3, 3]
     launches.status = 5
-    assert error_of(OSError, call, arguments()).args == (5, *arguments())
+    assert error_of(OSError, call, arguments()).args == (5, arguments())
     launches.status = 0
-    assert call(*arguments(residual, x)) == ("missed", *arguments(residual, x))
+    assert call(**arguments(residual, x)) == ("missed", (), arguments(residual, x))
     assert not is_made(call, x, None)
     assert not is_made(call, out=Tensor(64))
-    others = ("other", "one_shot", 1e-5, -0.0, "vllm", 0, 1, True, False, 1, 0.25, -1.0, 0)
-    for place, other in enumerate(others):
-        changed = (*constants[:place], other, *constants[place + 1 :])
-        assert not is_made(call, constants=changed), other
-    for wrong in ((), arguments()[:-1], (*arguments(), 1)):
-        assert "25" in str(error_of(TypeError, call, wrong))
+    for name, other in zip(CONSTANTS, OTHERS, strict=True):
+        assert not is_made(call, **{name: other}), other
+        assert is_made(call, **{name: CONSTANTS[name]}), "its default, written out"
+    backwards = dict(reversed(arguments(algorithm="".join(["au", "to"])).items()))
+    assert call(**backwards)[0] != "missed"
+    renamed = {"".join(["sou", "rce"]): x, **{k: v for k, v in backwards.items() if k != "source"}}
+    assert call(**renamed)[0] != "missed"
+    assert not is_made(call, unheard_of=None)
+    for wrong in ({}, {"source": x}, {"op": "norm"}):
+        assert call(**wrong) == ("missed", (), wrong)
+    assert call(x, residual) == ("missed", (x, residual), {})
+    assert call(x, **arguments()) == ("missed", (x,), arguments())
+    checked.clear()
+    made.clear()
 
     # Memory that is given: returned as it is, and nothing of it may be what else is given.
     into, keep_into, *_ = new()
@@ -261,7 +329,7 @@ def main(path, size, *offsets):
         assert got is None or (got[0] is out and launches.seen[3] == _BASE + address)
     assert made == [geometry]
     other = Tensor(80)
-    assert into(*arguments(out=x, residual_out=other)) == (x, other)
+    assert into(**arguments(out=x, residual_out=other)) == (x, other)
     assert launches.seen == (*inputs, _BASE + 16, _BASE + 80, *nowhere)
     for taken in (Tensor(20), Tensor(16), Tensor(47), residual, x):
         assert not is_made(into, out=x, residual_out=taken)
@@ -272,34 +340,46 @@ def main(path, size, *offsets):
     quantising, keep_quantising, *_ = new()
     unwanted = (out_at, None, ())
     results = ((quantized_at, empty, geometry), (3, None, ()), made_new[1], unwanted)
-    keep_quantising(prepare(results, more=(tensor, nothing, nothing)))
     static = Tensor(96)
-    got = is_made(quantising, static=static)
+    keep_quantising(prepare(results, more=(tensor, nothing, nothing), quant=Given(Tensor(112))))
+    got = is_made(quantising, quant=Given(static))
     assert got[1] is static
     assert got[3] is None
     assert launches.seen == (*inputs, None, got[2].address, got[0].address, _BASE + 96)
     results = ((quantized_at, None, ()), (scale_at, None, ()), made_new[1], made_new[0])
     keep_quantising(prepare(results, more=(nothing, tensor, tensor)))
-    memory = {"quantized": Tensor(128), "scale": Tensor(160)}
+    memory = {"quantized_out": Tensor(128), "scale_out": Tensor(160)}
     got = is_made(quantising, **memory)
-    assert got[:2] == (memory["quantized"], memory["scale"])
+    assert got[:2] == (memory["quantized_out"], memory["scale_out"])
     assert launches.seen[3:] == (got[3].address, got[2].address, _BASE + 128, _BASE + 160)
     for taken in (Tensor(120), Tensor(140), residual, Tensor(162)):
-        assert not is_made(quantising, **{**memory, "scale": taken})
-    # A post norm, and what experts return.
+        assert not is_made(quantising, **{**memory, "scale_out": taken})
+    # Values that have parts: some are tensors of the call, the others constants.
     extended, keep_extended, *_ = new()
-    keep_extended(prepare(made_new, before=(tensor,) * 4))
-    before = tuple(map(Tensor, (200, 216, 232, 248)))
-    assert is_made(extended, before=before)
-    assert launches.seen_more == tuple(t.address for t in before)
-    assert not is_made(extended)
-    assert not is_made(extended, before=(*before[:3], None))
+    parts = tuple(map(Tensor, (200, 216, 232, 248)))
+
+    def with_parts(post, index, left, shared):
+        return {"a": Sum(x, index, shared), "post": Post(post), "left": left}
+
+    keep_extended(prepare(made_new, before=(tensor,) * 4, **with_parts(*parts)))
+    parts = tuple(map(Tensor, (264, 280, 296, 312)))
+    assert is_made(extended, **with_parts(*parts))
+    assert launches.seen_more == tuple(t.address for t in parts)
     assert checked[-1] == 7
-    del extended, keep_extended, before
+    assert not is_made(extended)
+    assert not is_made(extended, **with_parts(*parts[:3], None))
+    for other in (Post(parts[0], 1e-6), Post(parts[0], 1e-5, -0.5), parts[0], None, Given(x)):
+        assert not is_made(extended, **{**with_parts(*parts), "post": other})
+    for other in (Post(parts[0]), Sum(x, "index", parts[3]), Sum(None, *parts[:2]), x):
+        assert not is_made(extended, **{**with_parts(*parts), "a": other})
+    incomplete = Post(parts[0])
+    del incomplete.bias
+    assert not is_made(extended, **{**with_parts(*parts), "post": incomplete})
+    del extended, keep_extended, parts, incomplete
     # One result is returned as it is, not in a tuple.
     single, keep_single, *_ = new()
     keep_single(prepare(made_new[:1]))
-    assert type(single(*arguments())) is Tensor
+    assert type(single(**arguments())) is Tensor
     count = launches.count
 
     def failing(*geometry):
@@ -333,7 +413,7 @@ def main(path, size, *offsets):
         )
     )
     other = Tensor(80)
-    assert counted(*arguments(out=x, residual_out=other)) == (x, other)
+    assert counted(**arguments(out=x, residual_out=other)) == (x, other)
     assert versions == [((x, other), count)]
     count += 1
     versions.clear()
@@ -359,8 +439,8 @@ def main(path, size, *offsets):
 
     def repeat(call):
         for _ in range(_CALLS):
-            call(*good)
-            call(*bad)
+            call(**good)
+            call(**bad)
             made.clear()
             checked.clear()
 
@@ -368,7 +448,18 @@ def main(path, size, *offsets):
     gc.collect()
     alive, count = Tensor.alive, launches.count
     # The last are immortal from 3.12 on: whoever counts them wears them out.
-    watched = (x, residual, weight, *constants, geometry, prepared, missed, None, True, False)
+    watched = (
+        x,
+        residual,
+        weight,
+        *CONSTANTS.values(),
+        geometry,
+        prepared,
+        missed,
+        None,
+        True,
+        False,
+    )
     before = [sys.getrefcount(thing) for thing in watched]
     repeat(call)
     after = [sys.getrefcount(thing) for thing in watched]

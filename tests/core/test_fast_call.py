@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -27,7 +28,7 @@ from script_helpers import script
 import allnorm
 from allnorm import policy
 from allnorm.core import _native, fast_call
-from allnorm.core.call import Call, split_scale
+from allnorm.core.call import KEYWORDS, Call
 from allnorm.core.dispatch import Dispatcher
 from allnorm.testing import RankPool, assert_same_bits
 from allnorm.testing.rank import device
@@ -68,32 +69,42 @@ def refuse(*args: Any) -> Any:
 def as_called(case: Case, rank: int) -> Call:
     """The call of a case."""
     given = case.call_arguments(comm())
-    spec, static_scale = split_scale(given.get("quant"))
-    op = "all_reduce_add_rms_norm" + ("" if spec is None else "_quant")
+    quant = given.get("quant")
     return Call(
-        *(case.x(rank), given["residual"], given["weight"], static_scale),
-        op=op,
-        algorithm=case.algorithm,
+        op="all_reduce_add_rms_norm" + ("" if quant is None else "_quant"),
+        source=case.x(rank),
+        residual=given["residual"],
+        weight=given["weight"],
         eps=case.eps,
         weight_bias=case.weight_bias,
         numerics=case.numerics,
+        algorithm=case.algorithm,
         residual_sharded=case.sharded,
-        quant=spec,
+        quant=quant,
         return_normed=case.return_normed,
     )
+
+
+def inputs_of(case: Case, rank: int) -> tuple[torch.Tensor, Any, Any]:
+    call = as_called(case, rank)
+    return call.x, call.residual, call.weight
 
 
 class MissedError(Exception):
     """Python was asked."""
 
 
-def make(c: allnorm.Communicator, call: tuple[Any, ...]) -> Any:
+def make(c: allnorm.Communicator, call: Call) -> Any:
     """The results of a call if it is made without Python; else None."""
-    with mock.patch.object(c._endpoint.dispatcher, "_make", side_effect=MissedError):
+    with mock.patch.object(c._endpoint.dispatcher, "run", side_effect=MissedError):
         try:
-            return c._call(*call)
+            return c._dispatcher.call(**fields(call))
         except MissedError:
             return None
+
+
+def fields(call: Call) -> dict[str, Any]:
+    return dict(zip(KEYWORDS, call.values, strict=True))
 
 
 def repeat(rank: int, world_size: int) -> None:
@@ -235,15 +246,14 @@ def others(rank: int) -> Iterator[tuple[str, Call]]:
         "None": None,
     }
     for name, other in tensors.items():
-        yield f"x: {name}", call._replace(x=other)
+        yield f"x: {name}", replace(call, source=other)
         if other is not None:
-            yield f"residual: {name}", call._replace(residual=other)
+            yield f"residual: {name}", replace(call, residual=other)
     weight = call.weight
     assert weight is not None
     constants = {
         "residual": (None,),
         "weight": (weight.float(), weight[:-1], None),
-        "static_scale": (torch.ones(1, device=x.device),),
         "out": (torch.empty_like(x),),
         "scale_out": (torch.empty_like(x),),
         "op": ("all_reduce", "add_rms_norm", None),
@@ -255,10 +265,12 @@ def others(rank: int) -> Iterator[tuple[str, Call]]:
         "quant": (GROUPS, allnorm.Fp8PerTensor),
         "return_normed": (True, 0),
         "num_tokens": (3, 0.0, False),
+        "post_norm": (allnorm.PostNorm(weight.clone(), call.eps),),
+        "source": (allnorm.ExpertSum(x[:, None]),),
     }
     for field, values in constants.items():
         for value in values:
-            yield f"{field}: {value}", call._replace(**{field: value})
+            yield f"{field}: {value}", replace(call, **{field: value})
 
 
 def recognise(rank: int, world_size: int) -> None:
@@ -270,8 +282,9 @@ def recognise(rank: int, world_size: int) -> None:
     for name, call in others(rank):
         assert make(c, call) is None, name
     # Equal, if not the same objects.
-    equal = same._replace(
-        x=same.x.clone(),
+    equal = replace(
+        same,
+        source=same.x.clone(),
         eps=float("1e-6"),
         weight_bias=float("0"),
         numerics="".join(["round", "ed"]),
@@ -283,9 +296,12 @@ def recognise(rank: int, world_size: int) -> None:
         quantised.check(c)
     same = as_called(quantised, rank)
     for spec in (allnorm.Fp8PerGroup(64), allnorm.Fp8PerToken(), None):
-        assert make(c, same._replace(quant=spec)) is None, spec
-    quantised.compare(c, *make(c, same._replace(quant=allnorm.Fp8PerGroup(128))))
-    assert "expected the 25 of a Call" in message_of(TypeError, lambda: c._call(same.x))
+        assert make(c, replace(same, quant=spec)) is None, spec
+    quantised.compare(c, *make(c, replace(same, quant=allnorm.Fp8PerGroup(128))))
+    call: Any = c._dispatcher.call
+    assert "positional argument" in message_of(TypeError, lambda: call("all_reduce", same.x))
+    assert "'source'" in message_of(TypeError, lambda: call(op="all_reduce"))
+    assert "'x'" in message_of(TypeError, lambda: call(op="all_reduce", source=same.x, x=same.x))
     c.check()
 
 
@@ -297,7 +313,7 @@ def test_recognises_nothing_else(pool: RankPool) -> None:
 
 def given(rank: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """Inputs of BASE, and memory for its results, anew each time."""
-    x, residual, weight = as_called(BASE, rank)[:3]
+    x, residual, weight = inputs_of(BASE, rank)
     inputs = {"x": x, "residual": residual, "weight": weight, "eps": BASE.eps}
     yield "both", inputs | {"out": torch.empty_like(x), "residual_out": torch.empty_like(x)}
     yield "out", inputs | {"out": torch.empty_like(x)}
@@ -356,7 +372,7 @@ def refuse_shared_memory(rank: int, world_size: int) -> None:
     for kind in range(2):
         for _ in range(3):
             c.all_reduce_add_rms_norm(**list(given(rank))[kind][1])
-    x, residual, weight = as_called(BASE, rank)[:3]
+    x, residual, weight = inputs_of(BASE, rank)
     both = torch.empty(2 * x.numel() - 8, dtype=x.dtype, device=x.device)
     lower, upper = both[: x.numel()].view_as(x), both[-x.numel() :].view_as(x)
     for out, residual_out, text in (
@@ -447,7 +463,7 @@ def test_closed(pool: RankPool) -> None:
 def wait_in_vain(rank: int, world_size: int) -> str:
     """A peer stays away from a call that is made without Python, which raises as Python would."""
     c = allnorm.Communicator(device=device(), timeout=datetime.timedelta(seconds=0.5))
-    x, residual, weight = as_called(BASE, rank)[:3]
+    x, residual, weight = inputs_of(BASE, rank)
     for _ in range(3):
         c.all_reduce_add_rms_norm(x, residual, weight, BASE.eps)
     if rank == 1:
@@ -471,17 +487,17 @@ def count_references(rank: int, world_size: int) -> None:
     c = comm()
     call = as_called(BASE.but(quant=allnorm.Fp8PerGroup(128)), rank)
     for _ in range(3):
-        c.all_reduce_add_rms_norm_quant(*call[:3], call.eps, call.quant)
-    watched = (*call, c._endpoint._turn.lock, None, True, torch.bfloat16)
+        c._dispatcher.call(**fields(call))
+    watched = (*call.values, c._endpoint._turn.lock, None, True, torch.bfloat16)
     gc.collect()
     before = [sys.getrefcount(thing) for thing in watched]
-    others = call._replace(residual=None), call._replace(x=call.x[:1])
+    others = replace(call, residual=None), replace(call, source=call.x[:1])
     dispatcher = c._endpoint.dispatcher
-    dispatcher._make = lambda call: None  # type: ignore[method-assign]
+    dispatcher.run = lambda call: None  # type: ignore[method-assign]
     for _ in range(1000):
-        assert c._call(*call) is not None
-        assert all(c._call(*other) is None for other in others)
-    del dispatcher._make, others
+        assert dispatcher.call(**fields(call)) is not None
+        assert all(dispatcher.call(**fields(other)) is None for other in others)
+    del dispatcher.run, others
     after = [sys.getrefcount(thing) for thing in watched]
     # Some are everywhere: a thousand calls would show, a few objects elsewhere do not.
     assert all(abs(a - b) < 50 for a, b in zip(after, before, strict=True)), (before, after)
@@ -559,7 +575,7 @@ def test_communicators_leave_nothing(pool: RankPool) -> None:
 def call_from_threads(rank: int, world_size: int) -> None:
     """Threads may share a communicator in turns, here of calls that are alike: in any order."""
     c = comm()
-    x, residual, weight = as_called(BASE, rank)[:3]
+    x, residual, weight = inputs_of(BASE, rank)
     for _ in range(3):
         BASE.check(c)
     results: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -643,9 +659,9 @@ def call_elsewhere(rank: int, world_size: int) -> None:
     for _ in range(3):
         BASE.check(c)
     call = as_called(BASE, rank)
-    x, residual, weight = call[:3]
+    x, residual, weight = call.x, call.residual, call.weight
     shifted = torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)[1:].view_as(x).copy_(x)
-    assert make(c, call._replace(x=shifted)) is None
+    assert make(c, replace(call, source=shifted)) is None
     BASE.compare(c, *c.all_reduce_add_rms_norm(shifted, residual, weight, BASE.eps))
     with torch.cuda.device((device().index + 1) % torch.cuda.device_count()):
         if torch.cuda.current_device() != device().index:

@@ -447,7 +447,7 @@ def fault_of(expected: _native.Call, seen: _native.Call | None = None, **more: i
 
 def announced(eps: float, num_tokens: int = 3, hidden_size: int = 512) -> Announcement:
     x = torch.zeros(num_tokens, hidden_size, dtype=torch.bfloat16)
-    call = Call(x, x, x[0], op="all_reduce_add_rms_norm", eps=eps)
+    call = Call(op="all_reduce_add_rms_norm", source=x, residual=x, weight=x[0], eps=eps)
     prepared = PreparedCall(call, Plan("two_shot", "a test", 1))
     prepared.bind(call, {"out": x, "residual_out": x})
     return Announcement.of(prepared)

@@ -22,7 +22,6 @@ from rank_helpers import Case, comm, device, message_of, on
 import allnorm
 from allnorm import quant as quants
 from allnorm import reference
-from allnorm.core.call import Call
 from allnorm.core.prepared_call import Result
 from allnorm.testing import RankPool, assert_same_bits
 
@@ -415,7 +414,8 @@ SAME = {
 def refuse_alone(rank: int, world_size: int, name: str, unfused: bool, repeats: int) -> str:
     call, words = ALONE[name]
     c = allnorm.Communicator(device=device(), timeout=datetime_of(TIMEOUT_SECONDS))
-    forced = mock.patch.object(c, "_call", unfused_calls(c) if unfused else c._call)
+    dispatcher = c._dispatcher
+    forced = mock.patch.object(dispatcher, "call", unfused_calls(c) if unfused else dispatcher.call)
     for _ in range(repeats):
         CASE.check(c)
         c.all_reduce(CASE.x(rank))
@@ -453,9 +453,8 @@ def finished(c: allnorm.Communicator, call: Callable[[], Any]) -> None:
 
 def unfused_calls(c: allnorm.Communicator) -> Callable[..., Any]:
     """Makes every call through the process group."""
-    make = c._call
-    place = Call._fields.index("algorithm")
-    return lambda *fields: make(*fields[:place], "unfused", *fields[place + 1 :])
+    make = c._dispatcher.call
+    return lambda **fields: make(**{**fields, "algorithm": "unfused"})
 
 
 @on(cpu=(2,), gpu=(2,))

@@ -237,10 +237,10 @@ def small_messages(rank: int, world_size: int) -> None:
     text = said(lambda: c.all_reduce_add_rms_norm(x, None, weight.double(), 1e-6))
     assert text.count("float32") == 1, text
     assert "torch.dtype" in said(lambda: c.plan(4, 128, "bfloat16"))  # type: ignore[arg-type]
-    for quant in (allnorm.Fp8PerTensor, allnorm.quant.NvFp4Layout("row_major")):
+    for quant in (allnorm.Fp8PerTensor, allnorm.NvFp4):
         for call in (c.all_reduce_add_rms_norm_quant, allnorm.add_rms_norm_quant):
             text = said(lambda f=call, q=quant: f(x, None, weight, 1e-6, q))
-            assert "a spec with a scale" in text, text
+            assert "expected an allnorm.NvFp4" in text, text
     islands: Any = np.zeros((1, 1), int)
     text = said(lambda: allnorm.Communicator(device=device(), islands=islands))
     assert "islands.tolist()" in text, text

@@ -153,12 +153,13 @@ def test_plan_takes_everything_that_a_choice_looks_at() -> None:
     c._endpoint = Stub()  # type: ignore[assignment]
     norm = allnorm.PostNorm(torch.ones(4096, dtype=torch.bfloat16), 1e-6)
     x = torch.zeros(8, 4096, dtype=torch.bfloat16)
-    weight, op = x[0], "all_reduce_add_rms_norm"
+    op = "all_reduce_add_rms_norm"
+    common: dict[str, Any] = {"op": op, "residual": x, "weight": x[0]}
     for more, call in (
-        ({}, Call(x, x, weight, op=op)),
-        ({"scale": 0.5}, Call(x, x, weight, op=op, scale=0.5)),
-        ({"post_norm": norm}, Call(x, x, weight, post_weight=norm.weight, op=op, post_eps=1e-6)),
-        ({"experts": True}, Call(x.unsqueeze(1), x, weight, op=op, experts=True)),
+        ({}, Call(source=x, **common)),
+        ({"scale": 0.5}, Call(source=x, scale=0.5, **common)),
+        ({"post_norm": norm}, Call(source=x, post_norm=norm, **common)),
+        ({"experts": True}, Call(source=allnorm.ExpertSum(x.unsqueeze(1)), **common)),
     ):
         plan = c.plan(8, 4096, **more)  # type: ignore[arg-type]
         assert plan == chooser.choose(call), more

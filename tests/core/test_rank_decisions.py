@@ -19,7 +19,7 @@ from rank_helpers import DTYPES, Case, comm, device, on
 import allnorm
 from allnorm import policy, reference
 from allnorm.core import _native, between, hierarchical, unfused
-from allnorm.core.call import Call, split_scale
+from allnorm.core.call import Call
 from allnorm.core.notes import NoNotes
 from allnorm.core.prepared_call import PreparedCall
 from allnorm.policy import Plan
@@ -56,15 +56,16 @@ def call_of(
     whole = torch.zeros(shape, dtype=dtype)
     shard = whole[own[0] : own[1]]
     if op == "all_reduce":
-        return Call(whole)
+        return Call(op=op, source=whole)
     if op == "all_gather_rows":
-        return Call(shard, op=op, num_tokens=shape[0])
-    spec, scale = split_scale(quant)
+        return Call(op=op, source=shard, num_tokens=shape[0])
     return Call(
-        *(whole, whole if op == "whole" else shard, torch.ones(shape[1], dtype=dtype), scale),
         op="all_reduce_add_rms_norm" + ("" if quant is None else "_quant"),
+        source=whole,
+        residual=whole if op == "whole" else shard,
+        weight=torch.ones(shape[1], dtype=dtype),
         residual_sharded=op == "sharded",
-        quant=spec,
+        quant=quant,
     )
 
 
@@ -250,9 +251,8 @@ def test_a_rank_without_rows_crosses_in_two_hops() -> None:
     islands = ISLANDS["3x2"]
     shape = 1, 400_000
     whole = torch.zeros(shape, dtype=torch.bfloat16)
-    steps = [
-        hierarchical_steps(islands, rank, Call(whole), None, is_cuda=False) for rank in range(6)
-    ]
+    call = Call(op="all_reduce", source=whole)
+    steps = [hierarchical_steps(islands, rank, call, None, is_cuda=False) for rank in range(6)]
     assert_alike(islands, steps, shape)
     assert {step[2] for own in steps for step in own if step[0] == "parts"} == {
         (3, 400_000),

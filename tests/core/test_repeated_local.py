@@ -17,7 +17,7 @@ from allnorm.core.dispatch import Dispatcher
 from allnorm.testing import assert_same_bits, rank_input, shared_input
 from allnorm.verify.case import with_padding
 
-MAKE = Dispatcher._make
+MAKE = Dispatcher.run
 devices = pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 SPECS = (
     allnorm.Fp8PerGroup(128),
@@ -108,12 +108,12 @@ def test_given_scales(where: str) -> None:
 def test_without_python(where: str) -> None:
     """From the third time on."""
     for call in range(5):
-        with mock.patch.object(Dispatcher, "_make", autospec=True, side_effect=MAKE) as make:
+        with mock.patch.object(Dispatcher, "run", autospec=True, side_effect=MAKE) as make:
             check(inputs(where, call))
             check_quantised(inputs(where, call), SPECS[0])
         assert make.call_count == (2 if call < 2 else 0)
     with (
-        mock.patch.object(Dispatcher, "_make", autospec=True, side_effect=MAKE) as make,
+        mock.patch.object(Dispatcher, "run", autospec=True, side_effect=MAKE) as make,
         fast_call.watched(),
     ):
         check(inputs(where))
@@ -166,7 +166,7 @@ def test_changed_arguments(where: str) -> None:
 @devices
 def test_many_kinds(where: str) -> None:
     """More than are kept, in turns; and a table that is emptied when it is full."""
-    with mock.patch.object(dispatch, "_MAX_LAUNCHES", 5):
+    with mock.patch.object(dispatch, "_MAX_PREPARED", 5):
         for call in range(4):
             for rows in range(1, 12):
                 check(inputs(where, call, (rows, 256)))

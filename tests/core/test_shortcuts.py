@@ -170,7 +170,7 @@ def test_a_prepared_call_refuses_as_an_unprepared_one(pool: RankPool) -> None:
 def count_slow_calls(rank: int, world_size: int) -> list[int]:
     """How often Python makes a call, by the turn; calls of two kinds alternate."""
     counts = []
-    make = Dispatcher._make
+    make = Dispatcher.run
 
     def counting(dispatcher: Dispatcher, call: Any) -> Any:
         counts[-1] += 1
@@ -184,7 +184,7 @@ def count_slow_calls(rank: int, world_size: int) -> list[int]:
     )
     with (
         allnorm.Communicator(device=device()) as c,
-        mock.patch.object(Dispatcher, "_make", counting),
+        mock.patch.object(Dispatcher, "run", counting),
     ):
         for case in cases:
             x, arguments = case.x(rank), case.call_arguments(c)

@@ -24,8 +24,6 @@ from allnorm.core.call import Call
 from allnorm.errors import UnsupportedError
 from allnorm.names import NUMERICS, REQUESTS, TOP_K, check_choice
 from allnorm.quant import (
-    Fp8PerTensor,
-    NvFp4Layout,
     ScaleGeometry,
     check_hidden_size,
     check_quant,
@@ -228,14 +226,8 @@ def check_quantization(call: Call) -> None:
     """Raises unless rows like those of `call.x` can be quantised as it says."""
     if call.writes_scale:
         check_quant(call.quant)
+        assert call.quant is not None
         check_hidden_size(call.quant, call.x.shape[-1])
-    if call.static_scale is None and (
-        call.quant is Fp8PerTensor or isinstance(call.quant, NvFp4Layout)
-    ):
-        raise TypeError(
-            f"quant={call.quant!r}: expected a spec with a scale. Pass "
-            "allnorm.Fp8PerTensor(scale) or allnorm.NvFp4(global_scale)."
-        )
     if call.static_scale is not None:
         name = "quant.global_scale" if call.writes_scale else "quant.scale"
         tensors.check_kind(name, call.static_scale)

@@ -1,102 +1,164 @@
-"""A call: what it is given, and what it asks for."""
+"""A call: the one description of it, in its caller's words and by keyword."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from allnorm.expert_sum import ExpertSum
 from allnorm.post_norm import PostNorm
-from allnorm.quant import Fp8PerTensor, NvFp4, NvFp4Layout
+from allnorm.quant import Fp8PerTensor, NvFp4, Quant
 
 
-class Call(NamedTuple):
-    """One call, as it was made; nothing is checked yet.
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Call:
+    """One call, as it was made; nothing is checked yet but the types of what has parts.
 
-    Tensors come first, then constants, in the order of csrc/python/prepared.h.
+    A new argument of calls gets a field here and a keyword in `Runner.call`. If it is a tensor, or
+    has parts that are, it also gets a line in INPUTS or MEMORY, one in PARTS, and a name in
+    csrc/python/arguments.h.
 
     Attributes:
-        x: [..., hidden_size]; of all_gather_rows this rank's rows; with `experts` the rows of an
-            ExpertSum.
-        residual: like `x`, or this rank's rows of it, or None.
-        weight: [hidden_size], or None without a norm behind the residual.
-        static_scale: the scale of an Fp8PerTensor, the global one of an NvFp4, or None.
-        post_weight: the weight of a PostNorm, or None.
-        expert_index: of an ExpertSum, or None; like the next two.
-        expert_weights: the weight of each choice.
-        shared: this rank's partial of the shared expert.
-        out: preallocated memory for the result in the dtype of `x`, or None.
-        residual_out: for the new residual.
-        quantized_out: for the quantised rows.
-        scale_out: for their scales.
-        op: one of names.OPS.
-        algorithm: what was asked for.
+        op: the name of one of core.operators.OPERATORS.
+        source: [..., hidden_size], or an ExpertSum; of all_gather_rows this rank's rows.
+        residual: like the sum, or this rank's rows of it, or None.
+        weight: [hidden_size], or None without a norm after the residual.
         eps: of the norm.
         weight_bias: of the norm.
         numerics: rounding mode.
+        algorithm: what was asked for.
         residual_sharded: whether each rank holds its own rows of the residual only.
-        quant: how normed rows are quantised: a spec; the class Fp8PerTensor, or an NvFp4Layout, for
-            one with `static_scale`, which may be another tensor in every call; or None.
-        return_normed: whether normed rows are wanted beside quantised ones.
-        num_tokens: rows to gather; of other calls 0.
-        post_eps: of the post norm.
-        post_weight_bias: of the post norm.
+        post_norm: the norm of the sum before the residual is added, or None.
         scale: what the reduced sum, or its post norm, is multiplied by.
-        experts: whether `x` is what experts return.
+        quant: how normed rows are quantized, or None.
+        return_normed: whether normed rows are wanted as well as quantized ones.
+        num_tokens: rows to gather; of other calls 0.
+        out: preallocated memory for the result in the dtype of `x`, or None.
+        residual_out: memory for the new residual.
+        quantized_out: memory for the quantized rows.
+        scale_out: memory for their scales.
     """
 
-    x: Tensor
+    op: str
+    source: Tensor | ExpertSum
     residual: Tensor | None = None
     weight: Tensor | None = None
-    static_scale: Tensor | None = None
-    post_weight: Tensor | None = None
-    expert_index: Tensor | None = None
-    expert_weights: Tensor | None = None
-    shared: Tensor | None = None
+    eps: float = 0.0
+    weight_bias: float = 0.0
+    numerics: str = "rounded"
+    algorithm: str = "auto"
+    residual_sharded: bool = False
+    post_norm: PostNorm | None = None
+    scale: float = 1.0
+    quant: Quant | None = None
+    return_normed: bool = False
+    num_tokens: int = 0
     out: Tensor | None = None
     residual_out: Tensor | None = None
     quantized_out: Tensor | None = None
     scale_out: Tensor | None = None
-    op: str = "all_reduce"
-    algorithm: str = "auto"
-    eps: float = 0.0
-    weight_bias: float = 0.0
-    numerics: str = "rounded"
-    residual_sharded: bool = False
-    quant: Any = None
-    return_normed: bool = False
-    num_tokens: int = 0
-    post_eps: float = 0.0
-    post_weight_bias: float = 0.0
-    scale: float = 1.0
-    experts: bool = False
+
+    def __post_init__(self) -> None:
+        if self.post_norm is not None and not isinstance(self.post_norm, PostNorm):
+            raise TypeError(f"post_norm={self.post_norm!r}: expected an allnorm.PostNorm or None.")
+        if type(self.source) is ExpertSum and not self.has_norm:
+            name = "x" if self.op == "all_reduce" else "residual_shard"
+            raise TypeError(f"{name} is a ExpertSum: expected a torch.Tensor.")
+
+    # ---- tensors --------------------------------------------------------------------------------
+
+    @property
+    def x(self) -> Tensor:
+        """The rows that are read: [..., hidden_size], or those of an ExpertSum."""
+        return self.source.rows if type(self.source) is ExpertSum else self.source  # type: ignore[return-value]
+
+    @property
+    def static_scale(self) -> Tensor | None:
+        """The scale of an Fp8PerTensor, or the global one of an NvFp4."""
+        if type(self.quant) is Fp8PerTensor:
+            return self.quant.scale
+        return self.quant.global_scale if type(self.quant) is NvFp4 else None
+
+    @property
+    def post_weight(self) -> Tensor | None:
+        """The weight of the post norm."""
+        return None if self.post_norm is None else self.post_norm.weight
+
+    @property
+    def expert_index(self) -> Tensor | None:
+        """The row of each choice, of an ExpertSum."""
+        return self.source.index if type(self.source) is ExpertSum else None
+
+    @property
+    def expert_weights(self) -> Tensor | None:
+        """The weight of each choice, of an ExpertSum."""
+        return self.source.weights if type(self.source) is ExpertSum else None
+
+    @property
+    def shared(self) -> Tensor | None:
+        """This rank's partial of the shared expert, of an ExpertSum."""
+        return self.source.shared if type(self.source) is ExpertSum else None
 
     @property
     def inputs(self) -> tuple[Any, ...]:
-        """The tensors that are read."""
-        return self[:NUM_INPUTS]
+        """The tensors that are read, in the order of INPUTS."""
+        return tuple(getattr(self, name) for name in INPUTS)
 
     @property
     def memory(self) -> tuple[Any, ...]:
-        """The tensors that are written, where they are preallocated."""
-        return self[NUM_INPUTS:NUM_TENSORS]
+        """The tensors that are written, where they are preallocated, in the order of MEMORY."""
+        return self.out, self.residual_out, self.quantized_out, self.scale_out
+
+    @property
+    def tensors(self) -> tuple[Any, ...]:
+        """All of these, None for those that the call does not have."""
+        return self.inputs + self.memory
 
     @property
     def given(self) -> list[Tensor]:
         """All tensors of the call."""
         return [tensor for tensor in self.tensors if tensor is not None]
 
-    @property
-    def tensors(self) -> tuple[Any, ...]:
-        """The fields that are tensors."""
-        return self[:NUM_TENSORS]
+    # ---- constants ------------------------------------------------------------------------------
 
     @property
     def constants(self) -> tuple[Any, ...]:
-        """The other fields."""
-        return self[NUM_TENSORS:]
+        """Everything but tensors. Of a spec that holds one, its type and layout."""
+        spec: Any = self.quant
+        layout = getattr(spec, "scale_layout", None) if type(spec) is NvFp4 else None
+        if type(spec) in (Fp8PerTensor, NvFp4):
+            spec = type(spec)
+        return (
+            *(self.op, self.algorithm, self.eps, self.weight_bias, self.numerics),
+            *(self.residual_sharded, spec, layout, self.return_normed, self.num_tokens),
+            *(self.post_eps, self.post_weight_bias, self.scale, self.experts),
+        )
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The fields, in their order."""
+        return tuple(getattr(self, name) for name in KEYWORDS)
+
+    @property
+    def post_eps(self) -> float:
+        """The eps of the post norm; 0.0 without one."""
+        return 0.0 if self.post_norm is None else self.post_norm.eps
+
+    @property
+    def post_weight_bias(self) -> float:
+        """The weight_bias of the post norm; 0.0 without one."""
+        return 0.0 if self.post_norm is None else self.post_norm.weight_bias
+
+    @property
+    def experts(self) -> bool:
+        """Whether `x` is what experts return."""
+        return type(self.source) is ExpertSum
+
+    # ---- what follows from them -----------------------------------------------------------------
 
     @property
     def rows(self) -> int:
@@ -105,7 +167,7 @@ class Call(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of this rank's partial sums: that of `x`, unless experts' rows are summed first."""
+        """The shape of this rank's partial sums: of `x`, unless experts' rows are summed first."""
         if not self.experts:
             return self.x.shape
         per_token = self.x if self.expert_index is None else self.expert_index
@@ -126,7 +188,7 @@ class Call(NamedTuple):
     @property
     def writes_scale(self) -> bool:
         """Whether scales are a result."""
-        return self.op.endswith("_quant") and self.quant is not Fp8PerTensor
+        return self.op.endswith("_quant") and not isinstance(self.quant, Fp8PerTensor)
 
     @property
     def owns_rows(self) -> bool:
@@ -134,69 +196,83 @@ class Call(NamedTuple):
         return self.residual_sharded or self.op == "all_gather_rows"
 
 
-NUM_INPUTS = Call._fields.index("out")
-NUM_TENSORS = Call._fields.index("op")
-
-NO_INPUTS = (None, None, None, None)
-"""post_weight, expert_index, expert_weights and shared of a Call without any."""
-NO_CHANGE = (0.0, 0.0, 1.0, False)
-"""post_eps, post_weight_bias, scale and experts of a Call without any."""
-
-
-def split_boundary(
-    x: Any, post_norm: PostNorm | None, scale: float
-) -> tuple[Any, tuple[Tensor | None, ...], tuple[Any, ...]]:
-    """Of a Call: x; post_weight to shared; post_eps to experts. From what its caller passed.
-
-    Raises:
-        TypeError: `post_norm` is neither a PostNorm nor None.
-    """
-    experts = type(x) is ExpertSum
-    if post_norm is None and not experts and type(scale) is float:
-        return x, NO_INPUTS, (NO_CHANGE if scale == 1.0 else (0.0, 0.0, scale, False))
-    norm: tuple[Any, ...] = (None, 0.0, 0.0)
-    if post_norm is not None:
-        if not isinstance(post_norm, PostNorm):
-            raise TypeError(f"post_norm={post_norm!r}: expected an allnorm.PostNorm or None.")
-        norm = post_norm.weight, post_norm.eps, post_norm.weight_bias
-    if not experts:
-        return x, (norm[0], None, None, None), (*norm[1:], scale, False)
-    return x.rows, (norm[0], x.index, x.weights, x.shared), (*norm[1:], scale, True)
+KEYWORDS = tuple(field.name for field in dataclasses.fields(Call))
+INPUTS = (
+    *("x", "residual", "weight", "static_scale"),
+    *("post_weight", "expert_index", "expert_weights", "shared"),
+)
+MEMORY = ("out", "residual_out", "quantized_out", "scale_out")
+PARTS: dict[str, dict[type, dict[str, str | None]]] = {
+    "source": {
+        ExpertSum: {
+            "rows": "x",
+            "index": "expert_index",
+            "weights": "expert_weights",
+            "shared": "shared",
+        }
+    },
+    "post_norm": {PostNorm: {"weight": "post_weight", "eps": None, "weight_bias": None}},
+    "quant": {
+        Fp8PerTensor: {"scale": "static_scale"},
+        NvFp4: {"global_scale": "static_scale", "scale_layout": None},
+    },
+}
+"""The parts of values that hold tensors, by field and type: which tensor of the call each is."""
 
 
-def op_boundary(before: tuple[Tensor | None, ...], change: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What `split_boundary` returned, as an operator's last arguments; () for what is usual."""
-    if change == NO_CHANGE and all(tensor is None for tensor in before):
-        return ()
-    return before[0], *change, *before[1:]
+class Runner:
+    """Runs calls: those of a communicator, or of one rank alone, in one way."""
 
+    def call(
+        self,
+        *,
+        op: str,
+        source: Tensor | ExpertSum,
+        residual: Tensor | None = None,
+        weight: Tensor | None = None,
+        eps: float = 0.0,
+        weight_bias: float = 0.0,
+        numerics: str = "rounded",
+        algorithm: str = "auto",
+        residual_sharded: bool = False,
+        post_norm: PostNorm | None = None,
+        scale: float = 1.0,
+        quant: Quant | None = None,
+        return_normed: bool = False,
+        num_tokens: int = 0,
+        out: Tensor | None = None,
+        residual_out: Tensor | None = None,
+        quantized_out: Tensor | None = None,
+        scale_out: Tensor | None = None,
+    ) -> Any:
+        """Runs the Call of these fields; returns its results, one tensor or a tuple of them.
 
-def from_op_boundary(
-    post_weight: Tensor | None,
-    post_eps: float,
-    post_weight_bias: float,
-    scale: float,
-    experts: bool,
-    expert_index: Tensor | None,
-    expert_weights: Tensor | None,
-    shared: Tensor | None,
-) -> tuple[tuple[Tensor | None, ...], tuple[Any, ...]]:
-    """The other way round."""
-    before = post_weight, expert_index, expert_weights, shared
-    return before, (post_eps, post_weight_bias, scale, experts)
+        A Dispatcher replaces this method by a C function that takes the same keywords
+        (csrc/python), fastest in this order; it runs repeated calls without making a Call.
+        """
+        return self.run(
+            Call(
+                op=op,
+                source=source,
+                residual=residual,
+                weight=weight,
+                eps=eps,
+                weight_bias=weight_bias,
+                numerics=numerics,
+                algorithm=algorithm,
+                residual_sharded=residual_sharded,
+                post_norm=post_norm,
+                scale=scale,
+                quant=quant,
+                return_normed=return_normed,
+                num_tokens=num_tokens,
+                out=out,
+                residual_out=residual_out,
+                quantized_out=quantized_out,
+                scale_out=scale_out,
+            )
+        )
 
-
-def split_scale(quant: Any) -> tuple[Any, Tensor | None]:
-    """`quant` and `static_scale` of a Call, from what its caller passed."""
-    if type(quant) is Fp8PerTensor:
-        return Fp8PerTensor, quant.scale
-    return (quant.layout, quant.global_scale) if type(quant) is NvFp4 else (quant, None)
-
-
-def join_scale(quant: Any, static_scale: Tensor | None) -> Any:
-    """Returns what the caller passed for `quant`: the inverse of `split_scale`."""
-    if quant is Fp8PerTensor and static_scale is not None:
-        return Fp8PerTensor(static_scale)
-    if type(quant) is NvFp4Layout and static_scale is not None:
-        return NvFp4(static_scale, quant.scale_layout)
-    return quant
+    def run(self, call: Call) -> Any:
+        """Runs a call."""
+        raise NotImplementedError

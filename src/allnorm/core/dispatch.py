@@ -12,7 +12,6 @@ import ctypes
 import dataclasses
 import threading
 import weakref
-from collections.abc import Callable
 from math import copysign
 from typing import Any, NoReturn, Protocol
 
@@ -20,7 +19,7 @@ import torch
 
 from allnorm import policy
 from allnorm.core import _native, arguments, fast_call, traced
-from allnorm.core.call import Call
+from allnorm.core.call import Call, Runner
 from allnorm.core.prepared_call import Memory, PreparedCall, as_launch_a, as_launch_b, describe
 from allnorm.core.shards import row_shard
 from allnorm.core.shortcuts import is_intercepted, version_counter
@@ -61,8 +60,8 @@ class Target(Protocol):
         """Raises the error behind the status that a call returned."""
 
 
-class Dispatcher:
-    """Makes the calls of one target, and keeps what was decided about them.
+class Dispatcher(Runner):
+    """Runs the calls of one target, and keeps what was decided about them.
 
     Args:
         target: who makes them.
@@ -71,9 +70,8 @@ class Dispatcher:
         lock: held while it runs, if another thread may make calls.
 
     Attributes:
-        call: makes a call and returns its results, one tensor or a tuple of them; takes the fields
-            of a Call, by position.
-        fast: what `call` recognises; its owner closes it.
+        call: as the method of every Runner; csrc/python runs the calls that it recognizes.
+        fast: what `call` recognizes; its owner closes it.
     """
 
     def __init__(
@@ -88,14 +86,14 @@ class Dispatcher:
         # What csrc/python holds is not seen by the garbage collector: it must not hold this.
         myself = weakref.ref(self)
 
-        def missed(*fields: Any) -> Any:
-            return _living(myself)._make(Call(*fields))
+        def missed(*arguments: Any, **fields: Any) -> Any:
+            return Runner.call(_living(myself), *arguments, **fields)
 
-        def failed(status: int, *fields: Any) -> NoReturn:
-            _living(myself)._fail(status, Call(*fields))
+        def failed(status: int, **fields: Any) -> NoReturn:
+            _living(myself)._fail(status, Call(**fields))
 
         self.fast = fast_call.new(missed, failed, target.device, function, handle, lock)
-        self.call: Callable[..., Any] = self.fast.call
+        self.call = self.fast.call  # type: ignore[method-assign]
 
     def prepared_calls(self) -> list[PreparedCall]:
         """All that is kept."""
@@ -106,10 +104,11 @@ class Dispatcher:
         self._prepared.clear()
         self.fast.forget()
 
-    def _make(self, call: Call) -> Any:
-        """Makes a call that csrc/python does not recognise."""
+    def run(self, call: Call) -> Any:
+        """Runs a call that csrc/python does not recognize."""
         if is_intercepted():
-            return traced.as_operator(self._target, call)
+            traced.check_intercepted(call)
+            return traced.Operators(self._target).run(call)
         try:
             return self._decide_and_launch(call)
         except Exception:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import functools
 import pathlib
 import sys
@@ -21,19 +22,18 @@ import torch
 from torch.autograd import forward_ad
 
 from allnorm.core import _native, shortcuts
-from allnorm.core.call import NUM_TENSORS, Call
+from allnorm.core.call import INPUTS, MEMORY, PARTS, Call
 from allnorm.core.prepared_call import CUDA_ALIGN_BYTES, Memory, PreparedCall
 from allnorm.core.tensors import span_bytes
-from allnorm.quant import Fp8PerGroup, Fp8PerTensor, Fp8PerToken, NvFp4Layout
+from allnorm.quant import Fp8PerGroup, Fp8PerTensor, Fp8PerToken
 
 _pointer, _object = ctypes.c_void_p, ctypes.py_object
 _NOTHING, _TENSOR, _INPUT = range(3)  # values of Given in csrc/python/prepared.h
 # Constants that C may compare: equal ones of these types, of floats with the same bits, are the
 # same. Classes are compared too.
-_COMPARABLE = frozenset(
-    {float, int, bool, str, type(None), type, Fp8PerGroup, Fp8PerToken, NvFp4Layout}
-)
-_STATIC_SCALE = Call._fields.index("static_scale")
+_COMPARABLE = frozenset({float, int, bool, str, type(None), type, Fp8PerGroup, Fp8PerToken})
+_TENSORS = (*INPUTS, *MEMORY)
+_STATIC_SCALE, _OUT = _TENSORS.index("static_scale"), _TENSORS.index("out")
 # Tensors without hidden_size columns, which kernels read element by element.
 _NARROW = frozenset({"static_scale", "scale_out", "expert_index", "expert_weights"})
 
@@ -42,7 +42,7 @@ class FastCall(NamedTuple):
     """The functions of csrc/python that stand in front of one Dispatcher.
 
     Attributes:
-        call: takes the fields of a Call; returns the results.
+        call: takes the fields of a Call by keyword; returns the results.
         keep: takes what `_prepare` returns; `call` repeats such calls from now on.
         forget: drops all that was kept.
         close: the same; and a call that another thread is about to launch does nothing.
@@ -72,8 +72,8 @@ def new(
     """Makes calls on `device` by a function of the library, those that it recognises.
 
     Args:
-        missed: makes those that it does not; takes the fields of a Call.
-        failed: takes a status other than 0, and the fields of the Call.
+        missed: makes those that it does not; takes the fields of a Call by keyword.
+        failed: takes a status other than 0, and the fields of the Call by keyword.
         device: of the tensors.
         function: of the library, which takes an AllnormCall last; None: nothing is recognised.
         handle: what the function takes first, if anything.
@@ -104,17 +104,16 @@ def _prepare(prepared: PreparedCall, call: Call, memory: Memory) -> Any:
     native = prepared.repeatable(call, memory)
     if functions is None or native is None:
         return None
-    constants = call.constants
-    if not _COMPARABLE.issuperset(map(type, constants)):
+    if not _COMPARABLE.issuperset(map(type, call.constants)):
         return None
     device = call.x.device
     new = shortcuts.fast_empty(device)
     results: list[tuple[int, Any, tuple[Any, ...]]] = []
     for result in prepared.results:
         if result is None:  # Call.out stands for rows that are not wanted, and is None
-            results.append((Call._fields.index("out"), None, ()))
+            results.append((_OUT, None, ()))
             continue
-        place = Call._fields.index(result.field)
+        place = _TENSORS.index(result.field)
         if getattr(call, result.field) is not None:
             results.append((place, None, ()))
         elif result.scale is not None and result.scale.padded:
@@ -122,9 +121,9 @@ def _prepare(prepared: PreparedCall, call: Call, memory: Memory) -> Any:
         else:
             geometry = tuple(result.like.shape), result.stride, result.like.dtype
             results.append((place, new, geometry))
-    if call.quant is Fp8PerTensor:
+    if isinstance(call.quant, Fp8PerTensor):
         results[1] = (_STATIC_SCALE, None, ())
-    operands = [_operand(call, prepared, field) for field in Call._fields[:NUM_TENSORS]]
+    operands = [_operand(call, prepared, field) for field in _TENSORS]
     once = [
         tensor
         for tensor, (given, _, _) in zip(call.tensors, operands, strict=True)
@@ -138,9 +137,9 @@ def _prepare(prepared: PreparedCall, call: Call, memory: Memory) -> Any:
     given, aligns, spans = zip(*operands, strict=True)
     return functions.prepare(
         *(ctypes.addressof(native), shortcuts.alike(once), grad_enabled, overwrite),
-        *(constants, tuple(results)),
-        *((ctypes.c_uint8 * NUM_TENSORS)(*given), (ctypes.c_uint8 * NUM_TENSORS)(*aligns)),
-        (ctypes.c_uint64 * NUM_TENSORS)(*spans),
+        *(call.values, tuple(results)),
+        *((ctypes.c_uint8 * len(given))(*given), (ctypes.c_uint8 * len(aligns))(*aligns)),
+        (ctypes.c_uint64 * len(spans))(*spans),
     )
 
 
@@ -182,6 +181,18 @@ def raise_interrupt() -> None:
         functions.raise_interrupt()
 
 
+def keywords() -> tuple[Any, ...]:
+    """Returns the table of use_keywords() in csrc/python/arguments.h."""
+    table = []
+    for field in dataclasses.fields(Call):
+        default = () if field.default is dataclasses.MISSING else (field.default,)
+        name = "x" if field.name == "source" else field.name
+        kinds = PARTS.get(field.name, {})
+        parts = tuple((kind, tuple(kinds[kind].items())) for kind in kinds)
+        table.append((field.name, default, name if name in _TENSORS else None, parts))
+    return tuple(table)
+
+
 class _Functions(NamedTuple):
     new: Callable[..., Any]
     prepare: Callable[..., Any]
@@ -200,6 +211,7 @@ def _library() -> _Functions | None:
         if library.allnorm_fast_call_abi() != _native.ABI_VERSION:
             return None
         use_tensors = library.allnorm_fast_call_use_tensors
+        use_keywords = library.allnorm_fast_call_use_keywords
     except (OSError, AttributeError):
         return None
     new, prepare = library.allnorm_fast_call_new, library.allnorm_fast_call_prepare
@@ -210,6 +222,8 @@ def _library() -> _Functions | None:
     watch.argtypes, watch.restype = (ctypes.c_int32,), None
     use_tensors.argtypes, use_tensors.restype = (_object, _object, _object), None
     use_tensors(vars(forward_ad), torch.Tensor, torch.nn.Parameter)
+    use_keywords.argtypes, use_keywords.restype = (_object,), _object
+    use_keywords(keywords())
     look, raise_interrupt = library.allnorm_fast_call_look, library.allnorm_fast_call_raise
     look.argtypes, look.restype = (), _pointer
     raise_interrupt.argtypes, raise_interrupt.restype = (), _object

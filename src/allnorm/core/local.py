@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 
 from allnorm.core import _native, tensors, traced
-from allnorm.core.call import Call, split_boundary, split_scale
+from allnorm.core.call import Call, Runner
 from allnorm.core.dispatch import Dispatcher
 from allnorm.core.prepared_call import Memory, PreparedCall
 from allnorm.core.shortcuts import is_traced
@@ -59,19 +59,17 @@ def add_rms_norm(
 
     Not collective. Safe in CUDA graphs and under torch.compile.
     """
-    x, before, change = split_boundary(x, post_norm, scale)
-    if is_traced(x):
-        norm = (eps, weight_bias, numerics, False)
-        return traced.add_rms_norm(x, residual, weight, norm, (before, change))
-    post_weight, index, expert_weights, shared = before
-    post_eps, post_bias, factor, experts = change
-    # Written out: unpacking tuples takes longer than a check.
-    results: tuple[Any, torch.Tensor] = _dispatcher(x).call(
-        x, residual, weight, None, post_weight, index, expert_weights, shared,
-        None, None, None, None,
-        "add_rms_norm", "auto", eps, weight_bias, numerics, False,
-        None, False, 0, post_eps, post_bias, factor, experts,
-    )  # fmt: skip
+    results: tuple[Any, torch.Tensor] = _runner(x).call(
+        op="add_rms_norm",
+        source=x,
+        residual=residual,
+        weight=weight,
+        eps=eps,
+        weight_bias=weight_bias,
+        numerics=numerics,
+        post_norm=post_norm,
+        scale=scale,
+    )
     return results
 
 
@@ -118,28 +116,26 @@ def add_rms_norm_quant(
 
     Not collective. Safe in CUDA graphs and under torch.compile.
     """
-    x, before, change = split_boundary(x, post_norm, scale)
-    if is_traced(x):
-        norm = (eps, weight_bias, numerics, False)
-        return traced.add_rms_norm_quant(
-            x, residual, weight, norm, quant, return_normed, (before, change)
-        )
-    spec, static_scale = split_scale(quant)
-    post_weight, index, expert_weights, shared = before
-    post_eps, post_bias, factor, experts = change
-    results = _dispatcher(x).call(
-        x, residual, weight, static_scale, post_weight, index, expert_weights, shared,
-        None, None, None, None,
-        "add_rms_norm_quant", "auto", eps, weight_bias, numerics, False,
-        spec, return_normed, 0, post_eps, post_bias, factor, experts,
-    )  # fmt: skip
+    results = _runner(x).call(
+        op="add_rms_norm_quant",
+        source=x,
+        residual=residual,
+        weight=weight,
+        eps=eps,
+        weight_bias=weight_bias,
+        numerics=numerics,
+        post_norm=post_norm,
+        scale=scale,
+        quant=quant,
+        return_normed=return_normed,
+    )
     return QuantizedNorm(*results)
 
 
 class _Alone:
     """Makes calls that involve no other rank: the Target of a Dispatcher."""
 
-    rank, world_size = 0, 1
+    name, rank, world_size = "", 0, 1
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -186,8 +182,15 @@ class _Threads(threading.local):
 _threads = _Threads()
 
 
-def _dispatcher(x: Any) -> Dispatcher:
-    """This thread's for the device of `x`."""
+def _runner(x: Any) -> Runner:
+    """Returns what runs the calls of `x`: this thread's dispatcher for its device, or a tracer."""
+    return traced.Operators() if is_traced(x) else dispatcher(x)
+
+
+def dispatcher(x: Any) -> Dispatcher:
+    """Returns this thread's dispatcher for the device of `x`, a tensor or an ExpertSum."""
+    if isinstance(x, ExpertSum):
+        x = x.rows
     try:
         return _threads.dispatchers[x.device]
     except (AttributeError, KeyError):

@@ -32,7 +32,7 @@ _OPERATIONS = 1 << 32  # numbers that they have
 _MAX_TIMEOUT_NS = (1 << 63) - 1  # what the library counts in
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Settings:
     """What the caller of a constructor passed, unchecked; as documented at Communicator."""
 

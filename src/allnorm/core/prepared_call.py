@@ -10,7 +10,7 @@ import torch
 
 from allnorm.core import _native, arguments, tensors
 from allnorm.core.arguments import DTYPES, Like
-from allnorm.core.call import NUM_INPUTS, NUM_TENSORS, Call
+from allnorm.core.call import MEMORY, Call
 from allnorm.core.shortcuts import current_raw_stream
 from allnorm.core.tensors import LOW_ADDRESS, rows_of
 from allnorm.policy import Plan
@@ -29,7 +29,6 @@ from allnorm.quant import (
 CUDA_ALIGN_BYTES = 16
 _CUDA_QUANTIZED_ALIGN_BYTES = 8
 
-_MEMORY_FIELDS = Call._fields[NUM_INPUTS:NUM_TENSORS]
 # Of the fields of Call, as errors name them.
 _INPUT_NAMES = (
     *("x", "residual", "weight", "quant.scale"),
@@ -192,6 +191,7 @@ class PreparedCall:
     # ---- what is decided once -------------------------------------------------------------------
 
     def _prepare_scale(self, call: Call) -> None:
+        assert call.quant is not None
         geometry = scale_geometry(call.quant, self.num_tokens, call.x.shape[-1])
         assert geometry is not None
         native = self.native
@@ -218,6 +218,7 @@ class PreparedCall:
         residual = Result("residual_out", "residual_out", own, _contiguous(own.shape), may_share)
         if not call.op.endswith("_quant"):
             return [normed if call.weight is not None else None, residual]
+        assert call.quant is not None
         narrow = quantized_shape(call.quant, whole.shape)
         source = "that of x" if narrow == whole.shape else "two columns of x in each of its own"
         quantized = Like(tuple(narrow), quantized_dtype(call.quant), x.device, source)
@@ -298,7 +299,7 @@ class PreparedCall:
             values.append(written if given is None or given is written else given.copy_(written))
         if len(self.results) == 1:
             return values[0]
-        if call.quant is Fp8PerTensor:
+        if isinstance(call.quant, Fp8PerTensor):
             values[1] = call.static_scale
         return tuple(values)
 
@@ -392,7 +393,7 @@ class PreparedCall:
         rows = self.num_tokens if self.shard is None else self.shard[1] - self.shard[0]
         as_given = all(
             given is None or memory.get(field) is given
-            for field, given in zip(_MEMORY_FIELDS, call.memory, strict=True)
+            for field, given in zip(MEMORY, call.memory, strict=True)
         )
         if self._copies_inputs or rows == 0 or not as_given:
             return None

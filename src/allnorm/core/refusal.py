@@ -35,8 +35,9 @@ class Refusal:
             return torch.zeros(NUM_TOKENS, _COLUMNS, dtype=torch.float32, device=device)
 
         self._call = Call(
-            *(row(), None, row()[0]),
             op="all_reduce_add_rms_norm",
+            source=row(),
+            weight=row()[0],
             weight_bias=math.nan,
             numerics="vllm",
         )

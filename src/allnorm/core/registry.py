@@ -8,7 +8,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -17,11 +17,12 @@ from allnorm.errors import AllnormError
 
 if TYPE_CHECKING:
     from allnorm.communicator import Communicator
+    from allnorm.core.dispatch import Dispatcher
 
 # Open communicators, by name and kind of device.
 _open: weakref.WeakValueDictionary[tuple[str, str], Communicator] = weakref.WeakValueDictionary()
-# The functions that make their calls, by name and whether they are on CUDA.
-_open_calls: dict[tuple[str, bool], Callable[..., Any]] = {}
+# What runs their calls, by name and whether they are on CUDA.
+_dispatchers: dict[tuple[str, bool], Dispatcher] = {}
 # Held while a communicator of a group is opened, by the id of the group.
 _opening: dict[int, threading.Lock] = {}
 # The names of all communicators that this process has made, by the group's name and device type.
@@ -79,16 +80,16 @@ def add(comm: Communicator, group: dist.ProcessGroup) -> None:
     _made.setdefault(key, []).append(comm.name)
     _last_numbers[key] = comm._endpoint.number
     _open[comm.name, comm.device.type] = comm
-    _open_calls[comm.name, comm.device.type == "cuda"] = comm._call
+    _dispatchers[comm.name, comm.device.type == "cuda"] = comm._dispatcher
     _living.add(comm)
 
 
 def remove(comm: Communicator) -> None:
     """Removes a communicator that was closed."""
     key = comm.name, comm.device.type == "cuda"
-    if _open_calls.get(key) is comm._call:  # another may have the name of a group by now
+    if _dispatchers.get(key) is comm._dispatcher:  # another may have the name of a group by now
         _open.pop((comm.name, comm.device.type), None)
-        del _open_calls[key]
+        del _dispatchers[key]
 
 
 def find_of_group(group: dist.ProcessGroup, device: torch.device) -> Communicator | None:
@@ -126,9 +127,9 @@ def open_communicators() -> list[Communicator]:
     return list(_open.values())
 
 
-def open_calls() -> dict[tuple[str, bool], Callable[..., Any]]:
-    """Returns the live table of calls of open communicators, by name and whether on CUDA."""
-    return _open_calls
+def dispatchers() -> dict[tuple[str, bool], Dispatcher]:
+    """Returns the live table of dispatchers of open communicators, by name and whether on CUDA."""
+    return _dispatchers
 
 
 def made_so_far() -> list[tuple[tuple[str, str], list[str]]]:
@@ -151,7 +152,7 @@ def _become_fork() -> None:
     _making.clear()  # another thread of the parent may have held one
     _opening.clear()
     _open.clear()
-    _open_calls.clear()
+    _dispatchers.clear()
     _of_group.clear()
     for comm in list(_living):
         comm._endpoint.become_fork()

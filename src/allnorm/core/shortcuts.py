@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from allnorm.expert_sum import ExpertSum
+
 Check = Callable[..., bool]
 New = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
 
@@ -29,12 +31,15 @@ _PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
 
 
 def is_traced(x: object) -> bool:
-    """Whether torch must see the call of `x` as one operator.
+    """Returns whether torch must see the call of `x` as one operator; `x` may be an ExpertSum.
 
     So under torch.compile, torch.export and make_fx, under any other dispatch mode, and for fake
     tensors.
     """
-    return _is_compiling() or _num_modes() > 0 or x.__class__ is FakeTensor
+    if _is_compiling() or _num_modes() > 0:
+        return True
+    kind = x.__class__
+    return kind is FakeTensor or (isinstance(x, ExpertSum) and x.rows.__class__ is FakeTensor)
 
 
 def is_intercepted() -> bool:

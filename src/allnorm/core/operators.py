@@ -1,0 +1,290 @@
+"""The table of torch operators: their parameters, defaults and results.
+
+Schemas, implementations and fakes (`allnorm.ops`) and traced calls (core/traced.py) are derived
+from it. A communicator is passed by its name, and what an operator cannot take, such as a spec of
+quantization, by its parts. An operator's parameters are otherwise the fields of a Call.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from allnorm.core.arguments import Like
+from allnorm.core.call import KEYWORDS, Call
+from allnorm.expert_sum import ExpertSum
+from allnorm.post_norm import PostNorm
+from allnorm.quant import (
+    from_op_arguments,
+    op_arguments,
+    quantized_dtype,
+    quantized_shape,
+    scale_geometry,
+)
+
+_REQUIRED = object()
+
+
+class Parameter(NamedTuple):
+    """One parameter of an operator; `type` is that of a torch schema."""
+
+    type: str
+    name: str
+    default: Any = _REQUIRED
+
+    def __str__(self) -> str:
+        if self.default is _REQUIRED:
+            return f"{self.type} {self.name}"
+        default = f'"{self.default}"' if isinstance(self.default, str) else self.default
+        return f"{self.type} {self.name}={default}"
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One operator.
+
+    Attributes:
+        name: as in torch.ops.allnorm, and the `op` of a Call.
+        parameters: in order.
+        results: in order; each by the field of a Call that holds memory for it.
+        returns: the results in the words of a torch schema.
+    """
+
+    name: str
+    parameters: tuple[Parameter, ...]
+    results: tuple[str, ...]
+    returns: str
+
+    @property
+    def schema(self) -> str:
+        """The torch schema."""
+        return f"{self.name}({', '.join(map(str, self.parameters))}) -> {self.returns}"
+
+    @functools.cached_property
+    def is_collective(self) -> bool:
+        """Whether peers wait for the call."""
+        return _COMM_NAME in self.parameters
+
+    @functools.cached_property
+    def is_quantized(self) -> bool:
+        """Whether quantized rows are a result."""
+        return "quantized_out" in self.results
+
+    def fields(self, given: Sequence[Any]) -> tuple[dict[str, Any], str, int | None]:
+        """Returns the fields of the Call, the communicator's name or "", and residual_rows.
+
+        Args:
+            given: the operator's arguments; those at the end may be missing.
+        """
+        fields: dict[str, Any] = dict(zip(self._field_names, given))  # noqa: B905 - takes long
+        fields["op"] = self.name
+        comm_name = fields.pop("comm_name", "")
+        if len(given) <= self._num_required:
+            residual_rows = None
+        else:
+            residual_rows = fields.pop("residual_rows", None)
+            if "post_weight" in fields:
+                _join_residual_update(fields)
+        if self.is_quantized:
+            kind, size = fields.pop("quant_kind"), fields.pop("group_size")
+            layout, format_ = fields.pop("scale_layout"), fields.pop("scale_format")
+            static_scale = fields.pop("static_scale")
+            fields["quant"] = from_op_arguments(kind, size, layout, format_, static_scale)
+        return fields, comm_name, residual_rows
+
+    @functools.cached_property
+    def _field_names(self) -> tuple[str, ...]:
+        """The parameters by the names of fields of a Call, where they are such."""
+        return ("source", *(parameter.name for parameter in self.parameters[1:]))
+
+    @functools.cached_property
+    def _num_required(self) -> int:
+        return sum(parameter.default is _REQUIRED for parameter in self.parameters)
+
+    def fake(self, *given: Any) -> Any:
+        """Returns results of the right shapes, dtypes and strides, from the arguments alone.
+
+        Whether the shapes of the arguments fit is checked when the call is made.
+        """
+        fields, _, residual_rows = self.fields(given)
+        call = Call(**fields)
+        results = tuple(_fake(call, field, residual_rows) for field in self.results)
+        return results if len(results) > 1 else results[0]
+
+
+def arguments(call: Call, comm_name: str, residual_rows: int | None) -> tuple[Any, ...]:
+    """Returns the arguments of a call's operator.
+
+    Args:
+        call: of any operator.
+        comm_name: the name of the communicator.
+        residual_rows: this rank's rows of a sharded residual that is not given.
+    """
+    values: dict[str, Any] = {name: getattr(call, name) for name in _COPIED}
+    values |= {"x": call.x, "shard": call.x, "comm_name": comm_name, "residual_rows": residual_rows}
+    if call.quant is not None:
+        values |= dict(zip(_QUANT_NAMES, op_arguments(call.quant), strict=True))
+    for name in _FLOATS:
+        if not isinstance(values[name], float | torch.SymFloat):
+            values[name] = float(values[name])
+    is_usual = call.post_norm is None and not call.experts and call.scale == 1
+    return tuple(values[name] for name in _argument_names(call.op, not is_usual))
+
+
+def _argument_names(op: str, has_residual_update: bool) -> tuple[str, ...]:
+    names = tuple(parameter.name for parameter in OPERATORS[op].parameters)
+    return names if has_residual_update else tuple(n for n in names if n not in _UPDATE_NAMES)
+
+
+def results_of(op: str) -> tuple[str, ...]:
+    """Returns the results of an operator, each by the field of a Call with memory for it."""
+    return OPERATORS[op].results
+
+
+# Dynamo takes their results for constants. They are; and it guards nothing of the table.
+_argument_names._dynamo_marked_constant = True  # type: ignore[attr-defined]
+results_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def has_result(call: Call, field: str) -> bool:
+    """Returns whether a call has this result; if not, its operator returns an empty tensor."""
+    if field == "out" and call.has_norm:
+        return call.return_normed if call.quant is not None else call.weight is not None
+    return field != "scale_out" or call.writes_scale
+
+
+def result_like(call: Call, field: str, residual_rows: int | None) -> Like:
+    """Returns the shape, dtype and device of a result other than scales.
+
+    Args:
+        call: of any operator.
+        field: the field of the Call that holds memory for it.
+        residual_rows: this rank's rows of a sharded residual, which may be symbolic. It must not be
+            in the text of an error: a graph would then be that of one number.
+    """
+    x = call.x
+    if call.op == "all_gather_rows":
+        source = "num_tokens rows as wide as residual_shard"
+        return Like((call.num_tokens, x.shape[-1]), x.dtype, x.device, source)
+    if field == "residual_out" and residual_rows is not None:
+        source = "this rank's rows, as row_shard() gives them"
+        return Like((residual_rows, x.shape[-1]), x.dtype, x.device, source)
+    source = "[num_tokens, hidden_size]" if call.experts else "that of x"
+    if field == "quantized_out":
+        assert call.quant is not None
+        shape = tuple(quantized_shape(call.quant, call.shape))
+        return Like(shape, quantized_dtype(call.quant), x.device, source)
+    return Like(call.shape, x.dtype, x.device, source)
+
+
+def _fake(call: Call, field: str, residual_rows: int | None) -> torch.Tensor:
+    x = call.x
+    if not has_result(call, field):
+        return x.new_empty(0, dtype=torch.float32 if field == "scale_out" else x.dtype)
+    if field == "scale_out":
+        assert call.quant is not None
+        geometry = scale_geometry(call.quant, call.rows, x.shape[-1])
+        assert geometry is not None
+        return geometry.empty(x.device)
+    if field == "residual_out" and call.residual_sharded and call.residual is not None:
+        residual = call.residual
+        return residual.new_empty(residual.shape)
+    if field == "residual_out" and call.residual_sharded and residual_rows is None:
+        raise ValueError(
+            "residual_sharded without a residual, traced: expected residual_rows, the number of "
+            "this rank's rows, hi - lo of row_shard()."
+        )
+    like = result_like(call, field, residual_rows if call.residual_sharded else None)
+    return x.new_empty(like.shape, dtype=like.dtype)
+
+
+def _join_residual_update(fields: dict[str, Any]) -> None:
+    """Replaces the parts of a PostNorm and of an ExpertSum by these."""
+    weight, eps = fields.pop("post_weight"), fields.pop("post_eps", 0.0)
+    bias = fields.pop("post_weight_bias", 0.0)
+    if weight is not None:
+        fields["post_norm"] = PostNorm(weight, eps, bias)
+    experts, index = fields.pop("experts", False), fields.pop("expert_index", None)
+    weights, shared = fields.pop("expert_weights", None), fields.pop("shared", None)
+    if experts:
+        fields["source"] = ExpertSum(fields["source"], weights, index, shared)
+
+
+_COMM_NAME = Parameter("str", "comm_name")
+_ALGORITHM = Parameter("str", "algorithm", "auto")
+_X = Parameter("Tensor", "x")
+_ROWS = (_X, Parameter("Tensor?", "residual"))
+_EPS = Parameter("float", "eps")
+_ROUNDING = (Parameter("float", "weight_bias"), Parameter("str", "numerics"))
+_QUANT = (
+    Parameter("str", "quant_kind"),
+    Parameter("int", "group_size"),
+    Parameter("str", "scale_layout"),
+    Parameter("str", "scale_format"),
+    Parameter("Tensor?", "static_scale"),
+)
+_QUANT_NAMES = tuple(parameter.name for parameter in _QUANT)
+_NORM = (*_ROWS, Parameter("Tensor?", "weight"), _EPS, *_ROUNDING)
+_NORM_QUANT = (
+    *(*_ROWS, Parameter("Tensor", "weight"), _EPS),
+    *(*_QUANT, Parameter("bool", "return_normed"), *_ROUNDING),
+)
+_AMONG_RANKS = (
+    _COMM_NAME,
+    Parameter("bool", "residual_sharded", False),
+    # How many rows of a sharded residual this rank has. Needed where none is given and the call is
+    # traced, since a fake cannot ask for the rank.
+    Parameter("SymInt?", "residual_rows", None),
+    _ALGORITHM,
+)
+_RESIDUAL_UPDATE = (
+    Parameter("Tensor?", "post_weight", None),
+    Parameter("float", "post_eps", 0.0),
+    Parameter("float", "post_weight_bias", 0.0),
+    Parameter("float", "scale", 1.0),
+    Parameter("bool", "experts", False),
+    Parameter("Tensor?", "expert_index", None),
+    Parameter("Tensor?", "expert_weights", None),
+    Parameter("Tensor?", "shared", None),
+)
+_UPDATE_NAMES = tuple(parameter.name for parameter in _RESIDUAL_UPDATE)
+_FLOATS = ("eps", "weight_bias", "post_eps", "post_weight_bias", "scale")
+# The parameters that are fields or properties of a Call.
+_COPIED = (
+    *(name for name in KEYWORDS if name not in ("op", "source", "quant")),
+    *(name for name in _UPDATE_NAMES if name not in KEYWORDS),
+)
+_TWO = (("out", "residual_out"), "(Tensor, Tensor)")
+_FOUR = (
+    ("quantized_out", "scale_out", "residual_out", "out"),
+    "(Tensor quantized, Tensor scale, Tensor residual, Tensor normed)",
+)
+OPERATORS = {
+    operator.name: operator
+    for operator in (
+        Operator("all_reduce", (_X, _COMM_NAME, _ALGORITHM), ("out",), "Tensor"),
+        Operator("all_reduce_add_rms_norm", (*_NORM, *_AMONG_RANKS, *_RESIDUAL_UPDATE), *_TWO),
+        Operator(
+            "all_reduce_add_rms_norm_quant",
+            (*_NORM_QUANT, *_AMONG_RANKS, *_RESIDUAL_UPDATE),
+            *_FOUR,
+        ),
+        Operator(
+            "all_gather_rows",
+            (
+                Parameter("Tensor", "shard"),
+                Parameter("SymInt", "num_tokens"),
+                *(_COMM_NAME, _ALGORITHM),
+            ),
+            ("out",),
+            "Tensor",
+        ),
+        Operator("add_rms_norm", (*_NORM, *_RESIDUAL_UPDATE), *_TWO),
+        Operator("add_rms_norm_quant", (*_NORM_QUANT, *_RESIDUAL_UPDATE), *_FOUR),
+    )
+}
+"""The operators, by name: the public calls."""

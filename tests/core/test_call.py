@@ -1,0 +1,153 @@
+"""The description of a call: one list of fields, wherever it stands."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any
+
+import pytest
+import torch
+
+import allnorm
+import allnorm.functions
+import allnorm.ops
+from allnorm import names
+from allnorm.core import fast_call
+from allnorm.core.call import INPUTS, KEYWORDS, MEMORY, PARTS, Call, Runner
+from allnorm.core.operators import OPERATORS, arguments
+
+X = torch.ones(2, 64)
+NORM = allnorm.PostNorm(torch.ones(64), 1e-5, 1.0)
+EXPERTS = allnorm.ExpertSum(
+    torch.ones(2, 3, 64), torch.ones(2, 3), torch.zeros(2, 3, dtype=torch.int32), X
+)
+QUANTS: tuple[Any, ...] = (
+    allnorm.Fp8PerGroup(32),
+    allnorm.Fp8PerToken(),
+    allnorm.MxFp8(),
+    allnorm.Fp8PerTensor(torch.ones(1)),
+    allnorm.NvFp4(torch.ones(1), "row_major"),
+)
+
+
+def test_a_runner_takes_the_fields_of_a_call() -> None:
+    """With the same defaults; in the order in which csrc/python looks for keywords."""
+    taken = list(inspect.signature(Runner.call).parameters.values())[1:]
+    fields = list(inspect.signature(Call).parameters.values())
+    assert [(p.name, p.default, p.kind) for p in taken] == [
+        (p.name, p.default, p.kind) for p in fields
+    ]
+    assert [p.annotation for p in taken] == [p.annotation for p in fields]
+
+    class Same(Runner):
+        def run(self, call: Call) -> Call:
+            return call
+
+    given: Any = {name: object() for name in KEYWORDS} | {"post_norm": NORM}
+    assert Same().call(**given).values == tuple(given[name] for name in KEYWORDS)
+
+
+def test_every_tensor_of_a_call_is_known_by_name() -> None:
+    """PARTS, the properties of a Call and its tensors name the same ones."""
+    kinds = [(kind, parts) for kinds in PARTS.values() for kind, parts in kinds.items()]
+    inner = {place for _, parts in kinds for place in parts.values() if place is not None}
+    assert inner | {"residual", "weight", *MEMORY} == {*INPUTS, *MEMORY}
+    for kind, parts in kinds:
+        assert set(parts) == {field.name for field in dataclasses.fields(kind)}
+    for quant in QUANTS[3:]:
+        call = Call(op="all_reduce_add_rms_norm_quant", source=EXPERTS, post_norm=NORM, quant=quant)
+        given = {"source": EXPERTS, "post_norm": NORM, "quant": quant}
+        for field, value in given.items():
+            for attribute, place in PARTS[field][type(value)].items():
+                if place is not None:
+                    assert getattr(call, place) is getattr(value, attribute), place
+
+
+def test_constants_tell_calls_apart() -> None:
+    """Every field that is no tensor changes the constants; a tensor changes none."""
+    base: dict[str, Any] = {"op": "all_reduce_add_rms_norm_quant", "source": X}
+    changes: tuple[dict[str, Any], ...] = (
+        *({"quant": quant} for quant in QUANTS),
+        {"quant": allnorm.NvFp4(torch.ones(1))},
+        {"post_norm": NORM},
+        {"post_norm": allnorm.PostNorm(X[0], 1e-6, 1.0)},
+        {"post_norm": allnorm.PostNorm(X[0], 1e-5, 0.0)},
+        {"source": EXPERTS},
+        *({name: 2} for name in ("eps", "weight_bias", "scale", "num_tokens")),
+        *({name: "x"} for name in ("op", "numerics", "algorithm")),
+        *({name: True} for name in ("residual_sharded", "return_normed")),
+    )
+    found = [Call(**base | change).constants for change in ({}, *changes)]
+    assert len(set(found)) == len(found)
+    assert {name for change in changes for name in change} | {
+        *("residual", "weight", *MEMORY)
+    } == set(KEYWORDS)
+    for name in ("residual", "weight", *MEMORY):
+        assert Call(**base | {name: X}).constants == found[0]
+
+
+def test_the_library_takes_the_table() -> None:
+    """csrc/python knows each tensor, under the keyword or in the part that holds it."""
+    table = fast_call.keywords()
+    assert tuple(name for name, *_ in table) == KEYWORDS
+    places = [place for _, _, place, _ in table if place is not None]
+    assert places == ["x", "residual", "weight", *MEMORY]
+
+
+def test_operators_are_the_public_calls() -> None:
+    assert tuple(OPERATORS) == names.OPS
+    assert tuple(n for n, row in OPERATORS.items() if row.is_collective) == names.COLLECTIVES
+    for name in OPERATORS:
+        method = getattr(allnorm.Communicator, name, None) or getattr(allnorm, name)
+        parameters = set(inspect.signature(method).parameters)
+        known = {*KEYWORDS, "x", "residual_shard", "normed_out", "self"}
+        assert parameters <= known, name
+
+
+@pytest.mark.parametrize("name", names.COLLECTIVES)
+def test_a_function_takes_what_its_method_takes(name: str) -> None:
+    method = inspect.signature(getattr(allnorm.Communicator, name)).parameters
+    function = dict(inspect.signature(getattr(allnorm, name)).parameters)
+    assert function.pop("group").kind is inspect.Parameter.KEYWORD_ONLY
+    assert list(function.values()) == list(method.values())[1:]
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("update", [False, True])
+def test_a_call_is_what_its_operator_makes_of_it(name: str, update: bool) -> None:
+    """From a Call to the arguments of an operator and back, nothing is lost."""
+    row = OPERATORS[name]
+    specs = QUANTS if row.is_quantized else (None,)
+    for quant in specs:
+        given: dict[str, Any] = {"op": name, "source": X, "algorithm": "auto"}
+        if name == "all_gather_rows":
+            given |= {"num_tokens": 7}
+        elif name != "all_reduce":
+            given |= {"residual": X, "weight": X[0], "eps": 1e-3, "weight_bias": -0.0}
+            given |= {"numerics": "vllm"}
+        if "post_weight" in {parameter.name for parameter in row.parameters} and update:
+            given |= {"source": EXPERTS, "post_norm": NORM, "scale": 0.5}
+        if row.is_quantized:
+            given |= {"quant": quant, "return_normed": True}
+        if row.is_collective and name not in ("all_reduce", "all_gather_rows"):
+            given |= {"residual_sharded": True, "algorithm": "two_shot"}
+        call = Call(**given)
+        passed = arguments(call, "a group", 3)
+        operator = getattr(torch.ops.allnorm, name).default
+        assert len(passed) <= len(operator._schema.arguments)
+        fields, comm_name, rows = row.fields(passed)
+        again = Call(**fields)
+        assert again.constants == call.constants
+        assert all(a is b for a, b in zip(again.tensors, call.tensors, strict=True))
+        assert comm_name == ("a group" if row.is_collective else "")
+        assert rows == (3 if "residual_sharded" in given else None)
+
+
+def test_a_post_norm_must_be_one() -> None:
+    wrong: Any = X[0]
+    with pytest.raises(TypeError, match=r"expected an allnorm\.PostNorm"):
+        Call(op="all_reduce_add_rms_norm", source=X, post_norm=wrong)
+    positional: Any = Call
+    with pytest.raises(TypeError):
+        positional("all_reduce", X)
