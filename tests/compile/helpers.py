@@ -22,7 +22,7 @@ FP8 = torch.float8_e4m3fn
 
 
 def reduce(x: Any, op: str = "sum", group: str = "0") -> Any:
-    """A functional all-reduce, waited for; traceable by torch.fx."""
+    """Returns a functional all-reduce, waited for; traceable by torch.fx."""
     reduced = torch.ops._c10d_functional.all_reduce.default(x, op, group)
     return torch.ops._c10d_functional.wait_tensor.default(reduced)
 
@@ -165,7 +165,7 @@ def check_missed(
 
 
 def captured(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> GraphModule:
-    """The graph that Dynamo makes of a function, with its metadata."""
+    """Returns the graph that Dynamo makes of a function, with its metadata."""
     graphs: list[GraphModule] = []
 
     def keep(module: GraphModule, _: object) -> Callable[..., Any]:

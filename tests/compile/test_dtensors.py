@@ -54,7 +54,7 @@ def run_block(rank: int, world_size: int, how: str, in_place: bool) -> None:
         module = symbolic_trace(block)
         is_whole = isinstance(placement, Replicate) or how == "full_tensor"
         if in_place:
-            reason = "weight is a DTensor: give the graph its whole local tensor"
+            reason = "weight is a DTensor: pass its whole local tensor"
             check_missed(module, [x, residual], reason, communicator=comm())
             continue
         if ROW[how] is not None and is_whole:
@@ -89,7 +89,7 @@ class Calls(torch.nn.Module):
 
 
 def gathered(rank: int, world_size: int) -> None:
-    """A graph that is fused while FSDP's weights are gathered runs whenever FSDP gathers them."""
+    """Returns a graph that is fused while FSDP's weights are gathered runs whenever FSDP gathers them."""
     x, residual, weight = Inputs().make(rank)
     mesh = init_device_mesh("cpu", (world_size,))
     block = Block(weight, "module", in_place=False)

@@ -48,7 +48,7 @@ def inputs(rank: int, top_k: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 def traced(fn: Callable[..., Any], top_k: int) -> GraphModule:
-    """The graph of `llama(reduce(fn(rows, weights, shared)) + residual, weight)`."""
+    """Returns the graph of `llama(reduce(fn(rows, weights, shared)) + residual, weight)`."""
 
     def block(rows, weights, shared, residual, weight):
         residual = reduce(fn(rows, weights, shared, top_k)) + residual
@@ -75,7 +75,7 @@ def nearly(top_k: int, reason: str) -> Any:
 
 
 def chain(rows: Any, weights: Any, order: Any, start: Any = None) -> Any:
-    """The terms in some order, in float32."""
+    """Returns the terms in some order, in float32."""
     total = torch.zeros_like(rows[:, 0], dtype=torch.float32) if start is None else start
     for choice in order:
         total = total + rows[:, choice].float() * weights.unsqueeze(-1)[:, choice]
@@ -163,7 +163,7 @@ def test_sum(pool: RankPool, name: str) -> None:
     pool.run(run_sum, name)
 
 
-@nearly(8, "PyTorch does not say in which order it adds 8 rows")
+@nearly(8, "PyTorch adds 8 rows in an unspecified order")
 def eight_by_sum(rows, weights, shared, top_k):
     return (rows.float() * weights[..., None]).sum(1).to(bf16)
 
@@ -173,17 +173,17 @@ def shared_expert_is_added_to_a_rounded_sum(rows, weights, shared, top_k):
     return (rows.float() * weights[..., None]).sum(1).to(bf16) + shared
 
 
-@nearly(3, "does not add each choice once, in their order")
+@nearly(3, "does not add each choice once, in order")
 def another_order(rows, weights, shared, top_k):
     return chain(rows, weights, (0, 2, 1)).to(bf16)
 
 
-@nearly(3, "does not add each choice once, in their order")
+@nearly(3, "does not add each choice once, in order")
 def one_is_left_out(rows, weights, shared, top_k):
     return chain(rows, weights, (0, 1)).to(bf16)
 
 
-@nearly(2, "a row is multiplied by the weight of another choice")
+@nearly(2, "a row is multiplied by the weight of a different choice")
 def weights_of_another_choice(rows, weights, shared, top_k):
     total = torch.zeros_like(shared, dtype=torch.float32)
     for choice in range(top_k):
@@ -191,28 +191,28 @@ def weights_of_another_choice(rows, weights, shared, top_k):
     return total.to(bf16)
 
 
-@nearly(2, "its weights are no float32 tensor")
+@nearly(2, "its weights are not a float32 tensor")
 def weights_of_16_bits(rows, weights, shared, top_k):
     return (rows.float() * weights.to(bf16).unsqueeze(-1)).sum(1).to(bf16)
 
 
-@nearly(2, "its rows are no tensor of 2 rows")
+@nearly(2, r"its rows are not one tensor of shape \[num_tokens, 2, hidden_size\]")
 def rows_that_are_computed_in_float32(rows, weights, shared, top_k):
     return (rows.float() * 3 * weights.unsqueeze(-1)).sum(1).to(bf16)
 
 
-@nearly(17, "PyTorch does not say|adds 17 rows: expected 1 to 16")
+@nearly(17, "in an unspecified order|adds 17 rows: expected 1 to 16")
 def too_many(rows, weights, shared, top_k):
     return chain(rows, weights, range(top_k)).to(bf16)
 
 
-@nearly(2, "is no tensor of its shape")
+@nearly(2, "is not a tensor of its shape")
 def a_row_is_added(rows, weights, shared, top_k):
     return (rows.float() * weights[..., None]).sum(1).add(shared[:1]).to(bf16)
 
 
 def run_nearly(rank: int, world_size: int, name: str) -> None:
-    """The rest is fused with the sum as it is."""
+    """Returns the rest is fused with the sum as it is."""
     fn, top_k, reason = NEARLY[name]
     given = inputs(rank, top_k, bf16)
     report = check_fused(traced(fn, top_k), given, "transformers", communicator=comm())
@@ -246,7 +246,7 @@ def other_readers(rank: int, world_size: int) -> None:
         return gemma(residual, weight), residual
 
     given = inputs(rank, 2, bf16)
-    for fn, note in ((needed, "needed too, by mul"), (three_dimensions, "is no matrix")):
+    for fn, note in ((needed, "mul reads the sum before it is reduced"), (three_dimensions, "is not a matrix")):
         report = check_fused(symbolic_trace(fn), given, "transformers", communicator=comm())
         assert note in report.fused[0].note, str(report)
     report = check_fused(symbolic_trace(no_start), given, "rounded", communicator=comm())
@@ -259,7 +259,7 @@ def test_other_readers(pool: RankPool) -> None:
 
 
 def operator_of_the_caller(rank: int, world_size: int) -> None:
-    """An operator that stands for a function which adds in order; behind it a post norm."""
+    """Returns an operator that stands for a function which adds in order; behind it a post norm."""
 
     def block(rows, weights, shared, residual, weight):
         x = torch.ops.mylib_experts.moe_sum(rows, weights)

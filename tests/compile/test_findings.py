@@ -268,7 +268,7 @@ def gradient(rank: int, world_size: int) -> None:
 
 
 def numbers(rank: int, world_size: int) -> None:
-    """An eps beyond float32, constants by keyword, numbers of one run."""
+    """Returns an eps beyond float32, constants by keyword, numbers of one run."""
     inputs = Inputs().make(rank)
 
     def huge(x, r, w):
@@ -331,7 +331,7 @@ def side_effects(rank: int, world_size: int) -> None:
 
 
 def claims(rank: int, world_size: int) -> None:
-    """A missed site keeps nothing from others."""
+    """Returns a missed site keeps nothing from others."""
     group = dist.new_group(list(range(world_size)))
 
     def fn(x, r, w):
@@ -346,7 +346,7 @@ def claims(rank: int, world_size: int) -> None:
 def sizes(rank: int, world_size: int) -> None:
     """Fused at 24 tokens, run at 7: in functional graphs, and in those that were made so."""
 
-    def quantised(x, r, w):
+    def quantized(x, r, w):
         total = reduce(x) + r
         y = llama(total, w).float().view(-1, 8, 64)
         s = y.abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448.0
@@ -359,7 +359,7 @@ def sizes(rank: int, world_size: int) -> None:
         return llama(total + reduce(x * 2), w), total
 
     few, many = Inputs(shape=(7, HIDDEN)).make(rank), Inputs().make(rank)
-    for fn in (quantised, in_place):
+    for fn in (quantized, in_place):
         module = symbolic_trace(fn)
         assert fuse(module, many, comm()).fused
         want, got = fn(*few), module(*few)

@@ -112,7 +112,7 @@ def calls(code: list[str]) -> tuple[int, int]:
 
 
 def oldest_name(c: allnorm.Communicator) -> str:
-    """The name of the oldest open communicator on the same group and device."""
+    """Returns the name of the oldest open communicator on the same group and device."""
     return next(
         o.name for o in groups.open_communicators() if (o.group, o.device) == (c.group, c.device)
     )
@@ -147,7 +147,7 @@ def test_end_to_end(pool: RankPool, how: str) -> None:
 
 
 def unfused_algorithm(rank: int, world_size: int) -> None:
-    """The fused graph, and the graph as it is with reductions by allnorm's unfused path."""
+    """Returns the fused graph, and the graph as it is with reductions by allnorm's unfused path."""
     c = comm()
     model = Layers("functional")
     x, residual = arguments(rank, 9)
@@ -233,7 +233,7 @@ def test_other_processes(tmp_path: pathlib.Path, given: bool) -> None:
 
 
 def made_while_compiling(rank: int, world_size: int) -> None:
-    """A communicator is made outside of Inductor's Python dispatcher, under which it may hang."""
+    """Returns a communicator is made outside of Inductor's Python dispatcher, under which it may hang."""
     group = dist.new_group(list(range(world_size)))
     graph = symbolic_trace(lambda x, r, w: llama(reduce(x, group=group.group_name) + r, w))
     is_on = functools.partial(torch._C._dispatch_tls_is_dispatch_key_included, "PythonDispatcher")
@@ -260,7 +260,7 @@ def test_made_while_compiling(pool: RankPool) -> None:
 
 
 def dropped_while_open(rank: int, world_size: int) -> None:
-    """One that was dropped is used by all ranks or by none; one that a graph names stays."""
+    """Returns one that was dropped is used by all ranks or by none; one that a graph names stays."""
     group = dist.new_group(list(range(world_size)))
     graph = symbolic_trace(lambda x, r, w: llama(reduce(x, group=group.group_name) + r, w))
     inputs = Inputs().make(rank)
@@ -334,7 +334,7 @@ def test_keys(pool: RankPool) -> None:
 
 
 def dynamic(rank: int, world_size: int) -> None:
-    """One compiled graph serves every number of tokens."""
+    """Returns one compiled graph serves every number of tokens."""
     fusion = allnorm.compile.inductor_pass(comm())
     weight = shared_input((HIDDEN,), bf16, "weight", device=device())
 
@@ -363,7 +363,7 @@ def test_dynamic(pool: RankPool) -> None:
     pool.run(dynamic)
 
 
-def quantised(rank: int, world_size: int) -> None:
+def quantized(rank: int, world_size: int) -> None:
     c = comm()
     weight = shared_input((HIDDEN,), bf16, "weight", device=device())
 
@@ -385,12 +385,12 @@ def quantised(rank: int, world_size: int) -> None:
         got = compiled(block, fusion)(x, residual)
     assert fusion.reports[0].fused[0].quant == "per_group 128"
     for mine, theirs in zip(got, want[:3], strict=True):
-        assert_same_bits(mine, theirs, "quantised")
+        assert_same_bits(mine, theirs, "quantized")
 
 
 @on(cpu=(2,), gpu=(2,))
-def test_quantised(pool: RankPool) -> None:
-    pool.run(quantised)
+def test_quantized(pool: RankPool) -> None:
+    pool.run(quantized)
 
 
 def training(rank: int, world_size: int) -> None:

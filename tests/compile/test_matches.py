@@ -309,7 +309,7 @@ def sum_changed_behind_its_last_use_through_a_view(x, residual, w):
 
 @match("transformers")
 def two_sums_of_which_one_changes(x, residual, w):
-    """Each result keeps its own memory."""
+    """Returns each result keeps its own memory."""
     reduced = reduce(x)
     one, two = reduced + residual, reduced + residual
     normed = llama(one, w)
@@ -366,7 +366,7 @@ def sum_as_the_next_residual_in_place(x, residual, w):
 
 
 def sum_of_two_reductions(rank: int, world_size: int) -> None:
-    """One is fused; the other is its residual, and is waited for."""
+    """Returns one is fused; the other is its residual, and is waited for."""
 
     def block(x, residual, w):
         residual = reduce(x) + reduce(residual)
@@ -402,7 +402,7 @@ def view_before_the_add(x, residual, w):
 
 @match("transformers", IN_3D)
 def strided_rows_viewed(x, residual, w):
-    """The fused call needs the view before the reduction; this one exists only of a copy."""
+    """Returns the fused call needs the view before the reduction; this one exists only of a copy."""
     x = torch.cat([x, x], -1)[..., :HIDDEN]
     residual = reduce(x).reshape(24, HIDDEN) + residual
     return llama(residual, w), residual

@@ -116,7 +116,7 @@ class Code:
         self.noise(0.3)
 
     def before_residual(self, total: str, chosen: random.Random) -> str:
-        """A norm of the reduced sum, or a scaled one."""
+        """Returns a norm of the reduced sum, or a scaled one."""
         if chosen.random() < 0.6:
             z = f"{total}.float()"
             norms = [
@@ -163,7 +163,7 @@ def root(z: Tensor) -> Tensor:
 
 
 def traced(tracer: str, model: Any, code: Code, inputs: list[Tensor]) -> Any:
-    """The model, fused, and its reports."""
+    """Returns the model, fused, and its reports."""
     reports: list[FusionReport] = []
 
     def fused(module: GraphModule, given: Any = None) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Graphs that quantise the normed tensor to FP8: fused if they do what allnorm does, else left."""
+"""Graphs that quantize the normed tensor to FP8: fused if they do what allnorm does, else left."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from .helpers import (
     reduce,
 )
 
-QUANTISED: dict[str, tuple[Callable[..., Any], str | None, str]] = {}
+QUANTIZED: dict[str, tuple[Callable[..., Any], str | None, str]] = {}
 
 
-def quantised(quant: str | None, numerics: str = "transformers") -> Any:
-    """Marks a function of (x, residual, weight) with the quantisation that must be fused."""
+def quantized(quant: str | None, numerics: str = "transformers") -> Any:
+    """Marks a function of (x, residual, weight) with the quantization that must be fused."""
 
     def add(fn: Callable[..., Any]) -> Callable[..., Any]:
-        QUANTISED[fn.__name__] = (fn, quant, numerics)
+        QUANTIZED[fn.__name__] = (fn, quant, numerics)
         return fn
 
     return add
@@ -45,7 +45,7 @@ def scale_of(y: Any) -> Any:
     return y.float().abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448.0
 
 
-@quantised("per_token")
+@quantized("per_token")
 def per_token(x, residual, w):
     residual = reduce(x) + residual
     y = llama(residual, w)
@@ -53,7 +53,7 @@ def per_token(x, residual, w):
     return cast(y.float() / scale), scale, residual
 
 
-@quantised("per_token")
+@quantized("per_token")
 def per_token_in_16_bits_where_that_is_exact(x, residual, w):
     residual = reduce(x) + residual
     y = llama(residual, w)
@@ -62,7 +62,7 @@ def per_token_in_16_bits_where_that_is_exact(x, residual, w):
     return torch.clamp(y / scale, min=-448, max=448).to(FP8), scale, residual
 
 
-@quantised("per_token")
+@quantized("per_token")
 def per_token_by_other_operators(x, residual, w):
     residual = reduce(x) + residual
     y = llama(residual, w).float()
@@ -71,14 +71,14 @@ def per_token_by_other_operators(x, residual, w):
     return q.to(FP8), scale.squeeze(-1), residual
 
 
-@quantised("per_token")
+@quantized("per_token")
 def per_token_without_clamp(x, residual, w):
     y = llama(reduce(x) + residual, w)
     scale = scale_of(y)
     return (y.float() / scale).to(FP8), scale
 
 
-@quantised("per_token", "rounded")
+@quantized("per_token", "rounded")
 def per_token_beside_the_16_bit_result(x, residual, w):
     residual = reduce(x) + residual
     y = gemma(residual, w)
@@ -86,7 +86,7 @@ def per_token_beside_the_16_bit_result(x, residual, w):
     return cast(y.float() / scale), scale, y, residual
 
 
-@quantised("per_group 64")
+@quantized("per_group 64")
 def per_group(x, residual, w):
     residual = reduce(x) + residual
     groups = llama(residual, w).float().view(-1, HIDDEN // 64, 64)
@@ -94,7 +94,7 @@ def per_group(x, residual, w):
     return cast(groups / scale).view(-1, HIDDEN), scale.squeeze(-1), residual
 
 
-@quantised("per_group 128")
+@quantized("per_group 128")
 def per_group_of_the_16_bit_rows(x, residual, w):
     residual = reduce(x) + residual
     groups = llama(residual, w).reshape(24, -1, 128)
@@ -102,7 +102,7 @@ def per_group_of_the_16_bit_rows(x, residual, w):
     return cast(groups / scale), scale, residual
 
 
-@quantised("per_tensor")
+@quantized("per_tensor")
 def per_tensor(x, residual, w):
     residual = reduce(x) + residual
     y = llama(residual, w)
@@ -113,51 +113,51 @@ def per_tensor(x, residual, w):
 # What rounds differently stays in the graph, behind the fused 16-bit call.
 
 
-@quantised(None)
+@quantized(None)
 def by_the_reciprocal(x, residual, w):
     y = llama(reduce(x) + residual, w)
     return cast(y.float() * scale_of(y).reciprocal())
 
 
-@quantised(None)
+@quantized(None)
 def least_scale_instead_of_least_amax(x, residual, w):
     y = llama(reduce(x) + residual, w)
     scale = (y.float().abs().amax(-1, keepdim=True) / 448.0).clamp(min=1e-10)
     return cast(y.float() / scale)
 
 
-@quantised(None)
+@quantized(None)
 def without_least(x, residual, w):
     y = llama(reduce(x) + residual, w)
     return cast(y.float() / (y.float().abs().amax(-1, keepdim=True) / 448.0))
 
 
-@quantised(None)
+@quantized(None)
 def another_least(x, residual, w):
     y = llama(reduce(x) + residual, w)
     return cast(y.float() / (y.float().abs().amax(-1, keepdim=True).clamp(min=1e-12) / 448.0))
 
 
-@quantised(None)
+@quantized(None)
 def another_range(x, residual, w):
     y = llama(reduce(x) + residual, w)
     scale = y.float().abs().amax(-1, keepdim=True).clamp(min=1e-10) / 240.0
     return (y.float() / scale).clamp(-240, 240).to(FP8)
 
 
-@quantised(None)
+@quantized(None)
 def static_without_clamp(x, residual, w):
     y = llama(reduce(x) + residual, w)
     return (y.float() / (w[:1].float().abs() + 1)).to(FP8)
 
 
-@quantised(None)
+@quantized(None)
 def groups_of_another_size(x, residual, w):
     groups = llama(reduce(x) + residual, w).float().view(24, -1, 8)
     return cast(groups / scale_of(groups)).view(24, HIDDEN)
 
 
-@quantised(None)
+@quantized(None)
 def scale_of_the_unrounded_norm(x, residual, w):
     z = (reduce(x) + residual).float()
     normed = z * torch.rsqrt(z.pow(2).mean(-1, keepdim=True) + 1e-5)
@@ -166,7 +166,7 @@ def scale_of_the_unrounded_norm(x, residual, w):
 
 
 def run(rank: int, world_size: int, name: str) -> None:
-    fn, quant, numerics = QUANTISED[name]
+    fn, quant, numerics = QUANTIZED[name]
     inputs = Inputs().make(rank)
     graph = symbolic_trace(fn)
     with torch.no_grad():
@@ -178,7 +178,7 @@ def run(rank: int, world_size: int, name: str) -> None:
     (site,) = report.sites
     assert (site.numerics, site.quant) == (numerics, quant), str(report)
     if quant is None:
-        assert "quantisation" in site.note
+        assert "quantization" in site.note
         assert site.note in str(report)
         assert not nodes_calling(graph, "norm_quant")
     else:
@@ -199,21 +199,21 @@ def run(rank: int, world_size: int, name: str) -> None:
 
 
 @on(cpu=(2,))
-@pytest.mark.parametrize("name", QUANTISED)
-def test_quantised(pool: RankPool, name: str) -> None:
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_quantized(pool: RankPool, name: str) -> None:
     pool.run(run, name)
 
 
 def bits(rank: int, world_size: int) -> None:
-    """Each fused quantisation has the bytes of the reference."""
+    """Returns each fused quantization has the bytes of the reference."""
     c = comm()
     xs = [Inputs().make(r)[0] for r in range(world_size)]
     x, residual, w = Inputs().make(rank)
 
-    def block(quantise: Callable[..., Any]) -> Callable[..., Any]:
+    def block(quantize: Callable[..., Any]) -> Callable[..., Any]:
         def run(x, residual, w):
             residual = torch.ops.allnorm.all_reduce(x, c.name) + residual
-            return *quantise(llama(residual, w), w), residual
+            return *quantize(llama(residual, w), w), residual
 
         return run
 
@@ -230,12 +230,12 @@ def bits(rank: int, world_size: int) -> None:
         return cast(y.float() / w[:1].float().abs()), w
 
     static = allnorm.Fp8PerTensor(w[:1].float().abs())
-    for quantise, spec in (
+    for quantize, spec in (
         (token, allnorm.Fp8PerToken()),
         (group, allnorm.Fp8PerGroup(64)),
         (tensor, static),
     ):
-        graph = symbolic_trace(block(quantise))
+        graph = symbolic_trace(block(quantize))
         assert fuse(graph, [x, residual, w]).fused[0].quant
         quantized, scale, total = graph(x, residual, w)
         want = reference.all_reduce_add_rms_norm_quant(

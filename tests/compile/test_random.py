@@ -146,7 +146,7 @@ class Program:
             mean = self.call(operator.add, mean, EPS)
         return self.call(torch.rsqrt, mean)
 
-    def quantise(self, normed: Node) -> None:
+    def quantize(self, normed: Node) -> None:
         values = self.call("float", normed)
         if self.random.random() < 0.5:
             values = self.call("view", values, TOKENS, 2, HIDDEN // 2)
@@ -186,7 +186,7 @@ class Program:
             self.call("copy_", self.random.choice([total, reduced, x]), normed)
         self.tensors += [normed, total]
         if self.random.random() < 0.3:
-            self.quantise(normed)
+            self.quantize(normed)
         if self.random.random() < 0.2:
             self.tensors.append(reduced)
         self.noise()

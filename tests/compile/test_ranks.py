@@ -42,7 +42,7 @@ def looked_at(x: Any, residual: Any, w: Any) -> Any:
 
 
 def twice(x: Any, residual: Any, w: Any) -> Any:
-    """A graph of a different kind."""
+    """Returns a graph of a different kind."""
     normed, residual = fusable(x, residual, w)
     return fusable(normed, residual, w)
 
@@ -95,11 +95,11 @@ class Rank:
 
 
 def differs(rank: int, world_size: int, given: bool, odd: int) -> None:
-    """One rank looks at the reduced tensor: no rank fuses, and its peers say why."""
+    """Returns one rank looks at the reduced tensor: no rank fuses, and its peers say why."""
     me = Rank(given)
     for _ in range(2):
         reason = me.fuse(looked_at if rank == odd else fusable)
-        assert "the reduced tensor itself is needed too" in reason
+        assert "the reduced tensor itself is also used" in reason
         assert (f"rank {odd} of the group cannot" in reason) == (rank != odd)
         me.run()
     # Whatever differed is over: these graphs have a verdict of their own.
@@ -174,7 +174,7 @@ def test_graphs_come_in_different_orders(pool: RankPool) -> None:
 
 
 def again(rank: int, world_size: int) -> None:
-    """A rank compiles alone what was fused on all: for other rows at once, else not at all."""
+    """Returns a rank compiles alone what was fused on all: for other rows at once, else not at all."""
     me = Rank(True, patience_s=30.0)
     assert me.fuse(fusable) == ""
     me.run()

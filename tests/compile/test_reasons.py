@@ -35,7 +35,7 @@ from allnorm.testing import RankPool
 
 from . import test_boundaries as test_compile_boundaries
 from . import test_experts as test_compile_experts
-from . import test_quantised as test_compile_quantised
+from . import test_quantized as test_compile_quantized
 from . import test_refusals as test_compile_refusals
 from .helpers import EPS, HIDDEN, Inputs, cast, llama, reduce, rstd
 
@@ -91,7 +91,7 @@ def graph_of(name: str, rank: int, cause: bool) -> tuple[GraphModule, Any]:
 # ---- the reduction ------------------------------------------------------------------------------
 
 
-@case("no last dimension of constant size")
+@case("expected a last dimension of constant size")
 def scalar(x, residual, w, cause):
     return llama(reduce(x.sum() if cause else x) + residual, w)
 
@@ -145,19 +145,19 @@ def result_besides(given, cause):
     return GraphModule(torch.nn.Module(), graph), given
 
 
-@case("is on meta, the communicator on cpu")
+@case("its tensor is on meta, the communicator on cpu")
 def on_another_device(given, cause):
     module = symbolic_trace(lambda x, residual, w: llama(reduce(x) + residual, w))
     return module, [t.to("meta") if cause else t for t in given]
 
 
-@case("shape and dtype are not known: pass example_inputs")
+@case("shape and dtype are unknown: pass example_inputs")
 def no_examples(given, cause):
     module = symbolic_trace(lambda x, residual, w: llama(reduce(x) + residual, w))
     return module, None if cause else given
 
 
-@case("not a constant of the graph: pass communicator=", communicator=None)
+@case("name its process group as a constant: pass communicator=", communicator=None)
 def group_given(given, cause):
     graph = Graph()
     x, residual, w, group = (graph.placeholder(n) for n in ("x", "residual", "w", "group"))
@@ -170,23 +170,23 @@ def group_given(given, cause):
     return GraphModule(torch.nn.Module(), graph), [*given, "0"]
 
 
-@case("its process group is not a constant of the graph$")
+@case("does not name its process group as a constant$")
 def group_given_with_a_communicator(given, cause):
     return group_given(given, cause)
 
 
-@case("no process group called 'nowhere'", communicator=None)
+@case("no process group named 'nowhere'", communicator=None)
 def group_elsewhere(x, residual, w, cause):
     return llama(reduce(x, group="nowhere" if cause else "0") + residual, w)
 
 
-@case("on communicator allnorm:other:0, not on")
+@case("uses communicator allnorm:other:0: expected")
 def communicator_elsewhere(x, residual, w, cause):
     name = "allnorm:other:0" if cause else comm().name
     return llama(torch.ops.allnorm.all_reduce(x, name) + residual, w)
 
 
-@case("it is added to all_reduce_default, and normed with that")
+@case("its sum with all_reduce_default is fused there")
 def added_to_another(x, residual, w, cause):
     total = reduce(x) + (reduce(residual) if cause else residual)
     return llama(total + residual if cause else total, w)
@@ -259,23 +259,23 @@ def dropout(x, residual, w, cause):
     return llama(F.dropout(reduce(x), 0.5, training=cause) + residual, w)
 
 
-@case("has an eps that is no number")
+@case("has an eps that is not a number")
 def eps_of_a_tensor(x, residual, w, cause):
     return F.rms_norm(reduce(x) + residual, (HIDDEN,), w, w[0] if cause else EPS)
 
 
-@case("computes with a number beyond float64")
+@case("computes with a number that float64 cannot represent")
 def huge_eps(x, residual, w, cause):
     return F.rms_norm(reduce(x) + residual, (HIDDEN,), w, 10**400 if cause else EPS)
 
 
-@case("is over a dimension of unknown size")
+@case("norms over a dimension of unknown size")
 def size_of_elements(x, residual, w, cause):
     size = w.sum().int().item() if cause else HIDDEN
     return F.rms_norm(reduce(x) + residual, (size,), w, EPS)
 
 
-@case(r"no single view leads from \(24, 512\) to \(4, 6, 512\)")
+@case(r"no single view converts \(24, 512\) to \(4, 6, 512\)")
 def two_views(x, residual, w, cause):
     viewed, shape = reduce(x).view(2, 12, HIDDEN), (2, 12, HIDDEN)
     if cause:
@@ -291,22 +291,24 @@ def fails(x, w):
     raise ValueError("not today")
 
 
-@case("stands for a function that cannot be traced: not today", decompositions={OWN.norm: fails})
+@case(
+    "is decomposed by a function that cannot be traced: not today", decompositions={OWN.norm: fails}
+)
 def untraced(x, residual, w, cause):
     return (OWN.norm if cause else llama)(reduce(x) + residual, w)
 
 
-@case("stands for a function that changes its arguments", decompositions={OWN.norm: changes})
+@case("is decomposed by a function that changes its arguments", decompositions={OWN.norm: changes})
 def traced_writing(x, residual, w, cause):
     return (OWN.norm if cause else llama)(reduce(x) + residual, w)
 
 
-@case("the norm is over 64 of 512 elements")
+@case("the norm covers 64 of the 512 elements")
 def norm_of_another_size(x, residual, w, cause):
     return F.rms_norm(reduce(x) + residual, (64 if cause else HIDDEN,))
 
 
-@case("the shape of norm is not known", decompositions={OWN.norm: lambda x, w: llama(x, w)})
+@case("the shape of norm is unknown", decompositions={OWN.norm: lambda x, w: llama(x, w)})
 def norm_without_a_fake(x, residual, w, cause):
     return (OWN.norm if cause else llama)(reduce(x) + residual, w)
 
@@ -318,7 +320,7 @@ def strided_weight(x, residual, w, cause):
     return F.rms_norm(reduce(x) + residual, (HIDDEN,), weight, EPS)
 
 
-@case("asks about .*, which the fused call does not return")
+@case("queries .*, which the fused call does not return")
 def dtype_of_the_sum(x, residual, w, cause):
     z = reduce(x).float() + residual.float()
     like = z if cause else w
@@ -332,7 +334,7 @@ def transposed_sum(x, residual, w, cause):
     return llama(total, w), total
 
 
-@case("needs a gradient, which the fused call does not have")
+@case("needs a gradient, which the fused call does not compute")
 def gradient(given, cause):
     module = symbolic_trace(lambda x, residual, w: llama(reduce(x) + residual, w))
     return module, [t.requires_grad_(cause) for t in given]
@@ -375,12 +377,12 @@ def hooks_in_place(given, cause):
     return norm_module(hooked, in_place=True)(given, cause)
 
 
-@case("a forward of its own instead of its class's")
+@case("a forward that replaces its class's")
 def own_forward(given, cause):
     return norm_module(lambda norm: setattr(norm, "forward", norm.forward))(given, cause)
 
 
-@case("has parameters that are computed")
+@case("has parametrized weights")
 def parametrized(given, cause):
     def change(norm):
         parametrize = torch.nn.utils.parametrize
@@ -432,12 +434,12 @@ def own_function(x: Any) -> Any:
     return x
 
 
-@case("calls a function that may do anything")
+@case("calls a function that may have side effects")
 def python_function(given, cause):
     return with_node(lambda g, n: g.call_function(own_function, (n["x"],)))(given, cause)
 
 
-@case("does something else than to compute a tensor")
+@case("does not compute a tensor")
 def assertion(given, cause):
     return with_node(lambda g, n: g.call_function(torch._assert, (True, "")))(given, cause)
 
@@ -451,7 +453,7 @@ def higher_order(given, cause):
     return with_node(add)(given, cause)
 
 
-@case("one is no tensor")
+@case("one is not a tensor")
 def attribute(given, cause):
     def add(graph, nodes):
         graph.owning_module.one = 1.0
@@ -460,7 +462,7 @@ def attribute(given, cause):
     return with_node(add)(given, cause)
 
 
-@case("factor is 3 in it, which may be another one later")
+@case("its input factor is 3, not a tensor")
 def number_given(given, cause):
     def fn(x, residual, w, factor):
         total = reduce(x)
@@ -481,7 +483,7 @@ def shared_inputs(given, cause):
     return symbolic_trace(fn), [both[1:25] if cause else x, both[:24], w]
 
 
-@case("changes the shape of an input in place")
+@case("changes an input's shape in place")
 def reshaped_input(x, residual, w, cause):
     total = reduce(x)
     total.add_(residual)
@@ -490,21 +492,21 @@ def reshaped_input(x, residual, w, cause):
     return llama(total, w)
 
 
-@case("it returns split, which is no tensor")
+@case("it returns split, which is not a tensor")
 def list_returned(x, residual, w, cause):
     total = reduce(x)
     total.add_(residual)
     return llama(total, w), residual.split(12) if cause else residual
 
 
-@case("returns a view that its operator does not tell of")
+@case("returns a view of its argument that the operator does not declare")
 def untold_view(x, residual, w, cause):
     total = reduce(x)
     total.add_(residual)
     return llama(total, w), OWN.part(w) if cause else w[:1]
 
 
-@case(r"empty_like has strides \(1, 24\), which PyTorch would not keep")
+@case(r"empty_like has strides \(1, 24\), which PyTorch's functionalization loses")
 def strided_result(x, residual, w, cause):
     other = torch.empty_like(residual.t().contiguous().t() if cause else residual)
     torch.add(residual, 1, out=other)
@@ -513,13 +515,13 @@ def strided_result(x, residual, w, cause):
     return llama(total, w), other
 
 
-@case("shares memory with residual in a way that cannot be repeated")
+@case("shares memory with residual in a way that no view can express")
 def viewed_as_integers(x, residual, w, cause):
     residual.add_(reduce(x))
     return llama(residual, w), residual.view(torch.int16) if cause else residual
 
 
-@case("results of it need a gradient")
+@case("its results need a gradient")
 def gradient_in_place(given, cause):
     def fn(x, residual, w):
         x = x * 1
@@ -539,7 +541,10 @@ def several_in_place(x, residual, w, cause):
     return llama(total, w), other
 
 
-@case("is a reduction of another form than an operator of one tensor", all_reduce_ops=[OWN.sum_])
+@case(
+    "the reduction auto_functionalized is not an operator with one tensor argument",
+    all_reduce_ops=[OWN.sum_],
+)
 def wrapped_reduction(given, cause):
     def add(graph, nodes):
         graph.call_function(auto_functionalized, (OWN.sum_.default,), {"x": nodes["x"]})
@@ -547,7 +552,7 @@ def wrapped_reduction(given, cause):
     return with_node(add)(given, cause)
 
 
-@case("is a reduction of which it is asynchronous")
+@case("is a reduction, but it is asynchronous")
 def asynchronous(given, cause):
     def add(graph, nodes):
         graph.call_function(dist.all_reduce, (nodes["w"],), {"async_op": True})
@@ -555,12 +560,12 @@ def asynchronous(given, cause):
     return with_node(add)(given, cause)
 
 
-@case("is a reduction of which it is a Python function", all_reduce_ops=[own_function])
+@case("is a reduction, but it is a Python function", all_reduce_ops=[own_function])
 def python_reduction(given, cause):
     return with_node(lambda g, n: g.call_function(own_function, (n["x"],)))(given, cause)
 
 
-@case("the graph does not name the operation or the process group of all_reduce")
+@case("does not name the reduce op or the process group of all_reduce")
 def unnamed_operation(given, cause):
     def add(graph, nodes):
         graph.call_function(dist.all_reduce, (nodes["w"], dist.ReduceOp.BAND))
@@ -568,10 +573,10 @@ def unnamed_operation(given, cause):
     return with_node(add)(given, cause)
 
 
-# ---- quantisation -------------------------------------------------------------------------------
+# ---- quantization -------------------------------------------------------------------------------
 
 
-@case("not its quantisation: the scale of the quantisation is computed from the reduced tensor")
+@case("its quantization is not fused: .* static scale is computed from the reduced tensor")
 def scale_from_the_reduced(x, residual, w, cause):
     total = reduce(x) + residual
     y = llama(total, w)
@@ -579,13 +584,13 @@ def scale_from_the_reduced(x, residual, w, cause):
     return cast(y.float() / scale)
 
 
-@case("the scale of the quantisation is no float32 tensor of one element")
+@case("static scale is not a float32 tensor of one element")
 def scales_given(x, residual, w, cause):
     y = llama(reduce(x) + residual, w)
     return cast(y.float() / (residual[:, :1].float() if cause else residual[0, :1].float()))
 
 
-@case("the scale of the quantisation is computed in several shapes")
+@case("scale is computed in several shapes")
 def two_scales(x, residual, w, cause):
     y = llama(reduce(x) + residual, w).float()
     scale = y.abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448.0
@@ -604,7 +609,7 @@ def with_free_sizes(given):
     return fakes
 
 
-@case("the scales have more than one dimension of unknown size")
+@case("the scales have several dimensions of unknown size")
 def dynamic_scales(given, cause):
     def fn(x, residual, w):
         y = llama(reduce(x) + residual, w).float()
@@ -624,8 +629,8 @@ def mx_in_another_shape(y):
     return block_scaled(y, allnorm.MxFp8(), rows_in_another_shape(y))
 
 
-@case("the quantised rows are in another shape", decompositions={OWN.mx: mx_in_another_shape})
-def quantised_in_another_shape(x, residual, w, cause):
+@case("the quantized rows have leading dimensions", decompositions={OWN.mx: mx_in_another_shape})
+def quantized_in_another_shape(x, residual, w, cause):
     y = llama(reduce(x) + residual, w)
     both = OWN.mx(y) if cause else (y, y)
     return both[0], both[1]
@@ -666,7 +671,7 @@ def all_texts(rank: int, world_size: int) -> list[str]:
     given = Inputs().make(rank)
     functions = [fn for fn, *_ in test_compile_refusals.REFUSALS.values()]
     functions += [fn for fn, *_ in test_compile_boundaries.NEARLY.values()]
-    functions += [fn for fn, *_ in test_compile_quantised.QUANTISED.values()]
+    functions += [fn for fn, *_ in test_compile_quantized.QUANTIZED.values()]
     for fn in functions:
         texts += texts_of(symbolic_trace(fn), [t.clone() for t in given], {})
     for fn, top_k, _ in test_compile_experts.NEARLY.values():
@@ -747,41 +752,43 @@ ELSEWHERE = {
     "ranks cannot agree: the store of process group {} fails ({})": (
         *("test_reasons.py", "the store of process group {} fails"),
     ),
-    "a number that the tracer keeps as a symbol, as torch.compile(dynamic=True) does with floats: "
-    "the fused call takes numbers. Set torch._dynamo.config.specialize_float = True": (
-        *(CONTENTS, "keeps as a symbol"),
+    "a number that the tracer keeps symbolic, as torch.compile(dynamic=True) does with floats: "
+    "the fused call takes constants. Set torch._dynamo.config.specialize_float = True": (
+        *(CONTENTS, "keeps symbolic"),
     ),
-    "what is reduced is no matrix, or the residual has another shape": (EXPERTS, "is no matrix"),
-    "what is reduced is needed too, by {}": (EXPERTS, "needed too, by"),
-    "the scales have strides {}, in which allnorm writes none": (
-        *("test_decompositions.py", "in which allnorm writes none"),
+    "the reduced tensor is not a matrix, or the residual has a different shape": (
+        *(EXPERTS, "is not a matrix"),
     ),
-    "{} is a DTensor: give the graph its whole local tensor instead": (
-        *("test_dtensors.py", "is a DTensor: give the graph its whole local tensor"),
+    "{} reads the sum before it is reduced": (EXPERTS, "reads the sum before it is reduced"),
+    "the scales have strides {}, a layout allnorm does not write": (
+        *("test_decompositions.py", "a layout allnorm does not write"),
     ),
-    "torch.distributed is not initialized: there is no communicator to use": (
+    "{} is a DTensor: pass its whole local tensor to the graph instead": (
+        *("test_dtensors.py", "is a DTensor: pass its whole local tensor"),
+    ),
+    "torch.distributed is not initialized: call init_process_group() first, or pass communicator=": (
         *("test_refusals.py", "torch.distributed is not initialized"),
     ),
-    "it is the residual of {}, which is fused with their sum": (
+    "it is the residual of {}: their sum is fused there": (
         *("test_matches.py", "it is the residual of"),
     ),
-    "AOTAutograd orders it by an effect token: fuse the graph before AOTAutograd, or Inductor's, "
-    "by inductor_pass": ("test_tracing.py", "effect token"),
-    "it changes another argument than the first tensor, which it is taken to reduce": (
-        *(CONTENTS, "changes another argument than the first tensor"),
+    "AOTAutograd orders it by an effect token: fuse the graph before AOTAutograd, or use "
+    "inductor_pass for Inductor's graph": ("test_tracing.py", "effect token"),
+    "it changes an argument other than its first tensor, which it should reduce": (
+        *(CONTENTS, "changes an argument other than its first tensor"),
     ),
-    "it reduces a part of the tensor that it changes": (CONTENTS, "a part of the tensor"),
+    "it reduces only a part of the tensor that it changes": (CONTENTS, "a part of the tensor"),
 }
 GUARDS = {
     "the shape of {} is computed from the reduced tensor": (
         "sizes are questions, which hold nothing of a tensor's elements"
     ),
-    "the shapes and dtypes of its tensors are not known": "a reduction without a shape is first",
-    "it makes {}, a tensor that only tracing knows": "constants are recorded as themselves",
-    "{} would have other strides in a graph that does not write in place": (
+    "the shapes and dtypes of its tensors are unknown": "a reduction without a shape is first",
+    "it creates {}, a tensor that exists only while it is traced": "constants are recorded as themselves",
+    "{} would have different strides in a graph without in-place operations": (
         "results whose strides PyTorch does not keep are refused before"
     ),
-    "{} is a reduction of several tensors in place": "PyTorch refuses to record such an operator",
+    "{} reduces several tensors in place": "PyTorch refuses to record such an operator",
     "{} takes the {} over a dimension of unknown size": (
         "a row of unknown size is a reason of the reduction itself"
     ),

@@ -69,7 +69,7 @@ def another_group(x, residual, w):
     return llama(reduce(x, group="1") + residual, w)
 
 
-@refusal("reduces in float32 what was torch.bfloat16")
+@refusal("reduces a torch.bfloat16 tensor in float32")
 def reduced_in_float32(x, residual, w):
     return llama(reduce(x.float()).to(bf16) + residual, w)
 
@@ -99,47 +99,47 @@ def scattered(x, residual, w):
 # ---- who else needs what the fused call does not return -----------------------------------------
 
 
-@refusal("the reduced tensor itself is needed too, by the output")
+@refusal("the reduced tensor itself is also used by the output")
 def reduced_is_returned(x, residual, w):
     reduced = reduce(x)
     residual = reduced + residual
     return llama(residual, w), residual, reduced
 
 
-@refusal("the reduced tensor itself is needed too, by relu")
+@refusal("the reduced tensor itself is also used by relu")
 def reduced_is_used(x, residual, w):
     reduced = reduce(x)
     residual = reduced + residual
     return llama(residual, w), torch.relu(reduced)
 
 
-@refusal("needed unrounded, by the output")
+@refusal("the output of the graph uses the unrounded")
 def float32_sum_is_returned(x, residual, w):
     z = reduce(x).float() + residual.float()
     return norm(z, w), z
 
 
-@refusal("needed unrounded, by mul")
+@refusal("mul.* uses the unrounded")
 def float32_norm_is_used(x, residual, w):
     z = reduce(x).float() + residual.float()
     normed = z * rstd(z)
     return (normed * w).to(bf16), normed * 2
 
 
-@refusal("needed too, by the output of the graph: with the residual")
+@refusal("also used by the output of the graph: the fused call returns only")
 def mean_square_of_the_float32_sum_is_returned(x, residual, w):
     z = reduce(x).float() + residual.float()
     mean = z.pow(2).mean(-1, keepdim=True)
     return (z * torch.rsqrt(mean + EPS) * w).to(bf16), mean
 
 
-@refusal("stores it in memory that is seen outside the graph")
+@refusal("stores it in memory that is visible outside the graph")
 def reduced_into_the_callers_tensor(x, residual, w):
     x.copy_(reduce(x))
     return llama(x + residual, w)
 
 
-@refusal("no RMSNorm follows it: it goes to relu")
+@refusal("no RMSNorm follows it: its result is used by relu")
 def no_norm(x, residual, w):
     return torch.relu(reduce(x) + residual)
 
@@ -165,7 +165,7 @@ def mean_over_everything(x, residual, w):
     return (z * torch.rsqrt(z.pow(2).mean([0, 1], keepdim=True) + EPS) * w).to(bf16)
 
 
-@refusal("is over 2 dimensions")
+@refusal("norms over 2 dimensions")
 def norm_over_two_dimensions(x, residual, w):
     return F.rms_norm(reduce(x) + residual, (24, HIDDEN))
 
@@ -180,13 +180,13 @@ def norm_over_heads(x, residual, w):
     return F.rms_norm((reduce(x) + residual).view(24, 8, 64), (64,))
 
 
-@refusal("the mean is not of squares")
+@refusal("takes the mean of .*: expected squares")
 def mean_of_values(x, residual, w):
     z = (reduce(x) + residual).float()
     return (z * torch.rsqrt(z.mean(-1, keepdim=True) + EPS) * w).to(bf16)
 
 
-@refusal("the root is not of a mean of squares")
+@refusal("takes the root of .*: expected a mean of squares")
 def clamped_mean_square(x, residual, w):
     z = (reduce(x) + residual).float()
     return (z * torch.rsqrt(z.pow(2).mean(-1, keepdim=True).clamp(min=EPS)) * w).to(bf16)
@@ -212,7 +212,7 @@ def mean_in_16_bits(x, residual, w):
     return (z * torch.rsqrt(mean.float() + EPS) * w).to(bf16)
 
 
-@refusal("rounded to bfloat16 before its use")
+@refusal("1/rms is rounded to bfloat16")
 def root_in_16_bits(x, residual, w):
     residual = reduce(x) + residual
     return residual * rstd(residual.float()).to(bf16) * w
@@ -242,7 +242,7 @@ def normed_in_float32(x, residual, w):
     return z * rstd(z) * w
 
 
-@refusal("no weight of 512 elements")
+@refusal("something other than a weight: expected 512 elements")
 def weight_for_every_row(x, residual, w):
     z = (reduce(x) + residual).float()
     return (z * rstd(z) * residual).to(bf16)
@@ -258,7 +258,7 @@ def weight_from_the_sum(x, residual, w):
 # ---- another sum --------------------------------------------------------------------------------
 
 
-@refusal("is torch.float32, the reduced tensor torch.bfloat16")
+@refusal("is torch.float32: expected torch.bfloat16")
 def float32_residual(x, residual, w):
     z = reduce(x) + residual.float() * 2
     return norm(z, w), z.to(bf16)
@@ -276,7 +276,7 @@ def doubled(x, residual, w):
     return llama(reduced + reduced, w)
 
 
-@refusal("adds is no tensor of the shape of the reduced one")
+@refusal("adds is not a tensor of the reduced tensor's shape")
 def bias_as_residual(x, residual, w):
     return llama(reduce(x) + w, w)
 
@@ -286,17 +286,17 @@ def scaled_without_rounding(x, residual, w):
     return norm(reduce(x).float() * 0.5 + residual, w)
 
 
-@refusal("neither a sum nor an RMSNorm: mul computes with it first")
+@refusal("neither a residual add nor an RMSNorm follows it: mul comes first")
 def scaled_by_a_tensor(x, residual, w):
     return llama(reduce(x) * w[:1] + residual, w)
 
 
-@refusal("neither a sum nor an RMSNorm: truediv computes with it first")
+@refusal("neither a residual add nor an RMSNorm follows it: truediv comes first")
 def divided(x, residual, w):
     return llama(reduce(x) / 3 + residual, w)
 
 
-@refusal("neither a sum nor an RMSNorm: mul computes with it first")
+@refusal("neither a residual add nor an RMSNorm follows it: mul comes first")
 def scaled_to_infinity(x, residual, w):
     return llama(reduce(x) * 1e39 + residual, w)
 
@@ -306,7 +306,7 @@ def scaled_without_a_norm(x, residual, w):
     return reduce(x) * 0.5 + residual
 
 
-@refusal("neither a sum nor an RMSNorm: mul computes with it first")
+@refusal("neither a residual add nor an RMSNorm follows it: mul comes first")
 def scaled_twice(x, residual, w):
     return llama(reduce(x) * 0.5 * 0.3 + residual, w)
 
@@ -326,7 +326,7 @@ def slice_between(x, residual, w):
     return llama(reduce(x)[:4] + residual[:4], w)
 
 
-@refusal("no RMSNorm follows it: it goes to transpose|is over|goes to")
+@refusal("no RMSNorm follows it: its result is used by|norms over")
 def transposed_between(x, residual, w):
     return llama(reduce(x).transpose(0, 1).transpose(0, 1) + residual, w)
 
@@ -334,7 +334,7 @@ def transposed_between(x, residual, w):
 # ---- writes -------------------------------------------------------------------------------------
 
 
-@refusal("no RMSNorm follows|what follows|number is added|goes to")
+@refusal("no RMSNorm follows|neither a residual|number is added")
 def reduced_changed_between(x, residual, w):
     reduced = reduce(x)
     reduced.exp_()
@@ -352,7 +352,7 @@ def view_of_what_is_reduced_in_place(x, residual, w):
 # ---- order --------------------------------------------------------------------------------------
 
 
-@refusal("needs the result before .*, an input of the call, is ready")
+@refusal("an input of the fused call, depends on the call's result through")
 def sum_used_before_the_weight_is_there(x, residual, w):
     residual = reduce(x) + residual
     early = torch.relu(residual)
@@ -372,7 +372,7 @@ def test_refusal(pool: RankPool, name: str) -> None:
 
 
 def two_communicators(rank: int, world_size: int) -> None:
-    """A graph with two groups: only the communicator's own is fused, unless none is given."""
+    """Returns a graph with two groups: only the communicator's own is fused, unless none is given."""
     other = dist.new_group([0, 1])
 
     def block(x, residual, w):
@@ -432,7 +432,7 @@ def test_communicators(pool: RankPool) -> None:
 
 
 def gradients(rank: int, world_size: int) -> None:
-    """The fused call has no gradient: a graph that is about to be differentiated stays."""
+    """Returns the fused call has no gradient: a graph that is about to be differentiated stays."""
     x, residual, w = Inputs().make(rank)
 
     def block(x, residual, w):
@@ -485,7 +485,7 @@ def unknown(rank: int, world_size: int) -> None:
     graph.output(graph.call_function(F.rms_norm, (total, (HIDDEN,), w, EPS)))
     module = GraphModule(torch.nn.Module(), graph)
     assert not fuse(module, inputs, comm()).sites
-    reason = "works in place cannot be told"
+    reason = "may work in place: register it"
     check_missed(module, inputs, reason, communicator=comm(), all_reduce_ops=[own_reduction])
 
 

@@ -103,7 +103,7 @@ def test_in_place_reductions(pool: RankPool) -> None:
 
 
 def functional_collectives(rank: int, world_size: int) -> None:
-    """The Python function, with a group by name."""
+    """Returns the Python function, with a group by name."""
     graph = Graph()
     x, residual, w = (graph.placeholder(name) for name in ("x", "residual", "w"))
     reduced = graph.call_function(funcol.all_reduce, (x, "SUM", "0"))
@@ -211,10 +211,10 @@ def custom_operators(rank: int, world_size: int) -> None:
                 graph, [x, residual, w], "transformers", communicator=comm(), all_reduce_ops=ops
             )
     # As AOTAutograd writes the one in place.
-    functionalised = torch.ops.higher_order.auto_functionalized
+    functionalized = torch.ops.higher_order.auto_functionalized
 
     def wrapped(x, residual, w):
-        results = functionalised(torch.ops.mylib.all_reduce_.default, x=x, group_name="0")
+        results = functionalized(torch.ops.mylib.all_reduce_.default, x=x, group_name="0")
         residual = results[1] + residual
         return llama(residual, w), residual
 
@@ -276,7 +276,7 @@ def test_decomposed(pool: RankPool) -> None:
 
 
 def dynamic(rank: int, world_size: int) -> None:
-    """A symbolic number of tokens; the report names it."""
+    """Returns a symbolic number of tokens; the report names it."""
 
     def block(x, residual, w):
         residual = reduce(x.unflatten(0, (-1, 2))).reshape(-1, HIDDEN) + residual
@@ -312,7 +312,7 @@ def test_dynamic(pool: RankPool) -> None:
 
 
 def nested(rank: int, world_size: int) -> None:
-    """A graph inside a graph, as torch.fx.passes.split_module leaves them."""
+    """Returns a graph inside a graph, as torch.fx.passes.split_module leaves them."""
     inputs = Inputs().make(rank)
 
     def layer(x, residual, w):
@@ -342,7 +342,7 @@ def test_nested(pool: RankPool) -> None:
 
 
 def ordered(rank: int, world_size: int) -> None:
-    """A reduction with an effect token, in AOTAutograd's graph, is a site."""
+    """Returns a reduction with an effect token, in AOTAutograd's graph, is a site."""
     reports = []
 
     def compiler(module, given):

@@ -118,7 +118,7 @@ def make_importable() -> str:
 
 @functools.cache
 def join(**settings: Any) -> None:
-    """SGLang's groups and settings for this rank; torch.distributed is initialised."""
+    """SGLang's groups and settings for this rank; torch.distributed is initialized."""
     make_importable()
     from sglang.srt import runtime_context
     from sglang.srt.distributed import parallel_state
@@ -155,7 +155,7 @@ class _HiddenStates(torch.nn.Module):
 
 
 def tiny_model(family: str, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """A model of SGLang's with random weights, this rank's shard; attention is a tanh."""
+    """Returns a model of SGLang's with random weights, this rank's shard; attention is a tanh."""
     import transformers
 
     config = getattr(transformers, _CONFIGS.get(family, f"{FAMILIES[family]}Config"))(
@@ -192,7 +192,7 @@ def tiny_model(family: str, dtype: torch.dtype = torch.bfloat16) -> Any:
 
 
 def batch_of(num_tokens: int) -> Any:
-    """A decode batch."""
+    """Returns a decode batch."""
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
     zeros = torch.zeros(num_tokens, dtype=torch.int64)
@@ -208,7 +208,7 @@ def batch_of(num_tokens: int) -> Any:
 
 
 def run(model: Any, num_tokens: int = 5) -> torch.Tensor:
-    """One forward pass of a decode batch, from embeddings that are the same on every rank."""
+    """Returns one forward pass of a decode batch, from embeddings that are the same on every rank."""
     dtype = model.model.norm.weight.dtype
     embeds = shared_input((num_tokens, HIDDEN_SIZE), dtype, "embeddings")
     with torch.inference_mode():
@@ -264,7 +264,7 @@ def by_definition(model: Any) -> None:
 
 @contextlib.contextmanager
 def counted_all_reduces() -> Iterator[list[tuple[int, ...]]]:
-    """The shapes of SGLang's own all-reduces over the tensor-parallel group, while it lasts."""
+    """Returns the shapes of SGLang's own all-reduces over the tensor-parallel group, while it lasts."""
     from sglang.srt.runtime_context import get_parallel
 
     shapes: list[tuple[int, ...]] = []
@@ -284,7 +284,7 @@ def counted_all_reduces() -> Iterator[list[tuple[int, ...]]]:
 
 
 def fresh_plugin() -> Any:
-    """The plugin registered and applied by SGLang's own loader, nothing decided yet."""
+    """Returns the plugin registered and applied by SGLang's own loader, nothing decided yet."""
     join()
     from sglang.srt.plugins.hook_registry import HookRegistry
 

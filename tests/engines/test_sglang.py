@@ -99,7 +99,7 @@ def run_beside_boundaries(rank: int, world_size: int, family: str) -> tuple[int,
 
 
 def one_norm(rank: int, world_size: int, gemma: bool) -> tuple[float, int]:
-    """A site as SGLang calls it, against SGLang's own all-reduce and native norm."""
+    """Returns a site as SGLang calls it, against SGLang's own all-reduce and native norm."""
     plugin = engine.fresh_plugin()
     from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
     from sglang.srt.runtime_context import get_parallel
@@ -133,17 +133,17 @@ def compiled(rank: int, world_size: int) -> int:
 
     modules = [RMSNorm(HIDDEN, eps=1e-5).bfloat16() for _ in range(5)]
     engine.warm_up(torch.nn.Sequential(*modules))
-    called, wired, quantised, post, behind = modules
+    called, wired, quantized, post, behind = modules
     complete_sums_in(wired)
     complete_sums_in(behind, Before(post, 0.22))
-    how = getattr(quantised, ATTRIBUTE)
-    setattr(quantised, ATTRIBUTE, how.reading(allnorm.Fp8PerGroup(128, "column_major_tma")))
+    how = getattr(quantized, ATTRIBUTE)
+    setattr(quantized, ATTRIBUTE, how.reading(allnorm.Fp8PerGroup(128, "column_major_tma")))
 
     def layer(x: torch.Tensor, residual: torch.Tensor) -> Any:
         x, residual = called.forward_with_allreduce_fusion(x, residual, use_attn_tp_group=False)
         x, residual = wired(x, residual)
         x, residual = behind(post(x), residual)
-        (fp8, scale), residual = quantised.forward_with_allreduce_fusion(x, residual)
+        (fp8, scale), residual = quantized.forward_with_allreduce_fusion(x, residual)
         return fp8.float() * scale.repeat_interleave(128, 1), residual
 
     traced = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
@@ -160,7 +160,7 @@ def compiled(rank: int, world_size: int) -> int:
 
 
 def between_layers(rank: int, world_size: int) -> bool:
-    """A sum that a mixture of experts leaves to the next layer, in 0.5.17."""
+    """Returns a sum that a mixture of experts leaves to the next layer, in 0.5.17."""
     plugin = engine.fresh_plugin()
     from sglang.srt.layers.communicator import LayerCommunicator, LayerScatterModes
     from sglang.srt.layers.layernorm import RMSNorm

@@ -48,7 +48,7 @@ def multiply(q: torch.Tensor, scale: torch.Tensor, weight: Any, weight_scale: An
 
 @contextlib.contextmanager
 def emulated_gemms() -> Iterator[list[tuple[int, ...]]]:
-    """SGLang's quantisers and GEMMs on the CPU; yields the strides of the scales they got."""
+    """SGLang's quantizers and GEMMs on the CPU; yields the strides of the scales they got."""
     from sglang.kernels.ops.quantization import fp8_kernel
     from sglang.srt.layers.quantization import fp8_utils
 
@@ -78,11 +78,11 @@ def emulated_gemms() -> Iterator[list[tuple[int, ...]]]:
         strides.append(scale.stride())
         return multiply(q, scale, weight_t.T, weight_scale_t.T)
 
-    def quantise(x: torch.Tensor, group_size: int, *, column_major_scales: bool, **k: Any) -> Any:
+    def quantize(x: torch.Tensor, group_size: int, *, column_major_scales: bool, **k: Any) -> Any:
         layout = "column_major_tma" if column_major_scales else "row_major"
         return reference.quantize(x, allnorm.Fp8PerGroup(group_size, layout))
 
-    def quantise_padded(x: torch.Tensor, group_size: int, **k: Any) -> Any:
+    def quantize_padded(x: torch.Tensor, group_size: int, **k: Any) -> Any:
         return reference.quantize(x, allnorm.Fp8PerGroup(group_size, "column_major_tma"))
 
     patch = pytest.MonkeyPatch()
@@ -90,9 +90,9 @@ def emulated_gemms() -> Iterator[list[tuple[int, ...]]]:
         "w8a8_block_fp8_matmul_deepgemm": deepgemm,
         "w8a8_block_fp8_matmul_triton": triton,
         "fp8_blockwise_scaled_mm": cutlass,
-        "sglang_per_token_group_quant_fp8": quantise,
-        "per_token_group_quant_fp8": quantise,
-        "sglang_per_token_group_quant_fp8_row_padded": quantise_padded,
+        "sglang_per_token_group_quant_fp8": quantize,
+        "per_token_group_quant_fp8": quantize,
+        "sglang_per_token_group_quant_fp8_row_padded": quantize_padded,
     }.items():
         patch.setattr(fp8_utils, name, stand_in, raising=name != "fp8_blockwise_scaled_mm")
     try:
@@ -108,7 +108,7 @@ def weights(rows: int, columns: int, rank: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def hand_over(rank: int, world_size: int, gemm: str, num_tokens: int, keep_bf16: bool) -> str:
-    """SGLang's quantised norm, as it is called on other GPUs, into one of its linear functions."""
+    """SGLang's quantized norm, as it is called on other GPUs, into one of its linear functions."""
     plugin = engine.fresh_plugin()
     from sglang.srt.layers.layernorm import RMSNorm
     from sglang.srt.layers.quantization import fp8_utils
@@ -150,7 +150,7 @@ def hand_over(rank: int, world_size: int, gemm: str, num_tokens: int, keep_bf16:
         plugin.activate(None)
 
 
-def quantise_layers(model: Any, gemm: str, rank: int) -> None:
+def quantize_layers(model: Any, gemm: str, rank: int) -> None:
     """Lets the column-parallel layers of a model compute in block-scaled FP8."""
     from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
 
@@ -168,18 +168,18 @@ def quantise_layers(model: Any, gemm: str, rank: int) -> None:
             linear.quant_method = method
 
 
-def run_quantised(rank: int, world_size: int, family: str, gemm: str) -> tuple[int, int]:
+def run_quantized(rank: int, world_size: int, family: str, gemm: str) -> tuple[int, int]:
     plugin = engine.fresh_plugin()
     from allnorm.integrations.sglang.norms import ATTRIBUTE
 
     model = engine.tiny_model(family)
     engine.by_definition(model)
-    quantise_layers(model, gemm, rank)
+    quantize_layers(model, gemm, rank)
     with emulated_gemms() as strides:
         want = engine.run(model, 6)
         before = len(strides)
         engine.warm_up(model)
-        quantised = [
+        quantized = [
             module
             for module in model.modules()
             if getattr(getattr(module, ATTRIBUTE, None), "quant", None) is not None
@@ -189,7 +189,7 @@ def run_quantised(rank: int, world_size: int, family: str, gemm: str) -> tuple[i
     fused = len(plugin.current().sites)
     plugin.current().communicator.close()
     plugin.activate(None)
-    return len(quantised), fused
+    return len(quantized), fused
 
 
 # ---- outside -----------------------------------------------------------------------------------
@@ -219,8 +219,8 @@ def test_hand_over(ranks: RankPool, gemm: str, num_tokens: int, keep_bf16: bool)
 
 @pytest.mark.parametrize("gemm", FUNCTIONS)
 @pytest.mark.parametrize("family", list(engine.FAMILIES))
-def test_a_quantised_model_computes_the_same(ranks: RankPool, family: str, gemm: str) -> None:
-    quantised, fused = ranks.run(run_quantised, family, gemm)[0]
+def test_a_quantized_model_computes_the_same(ranks: RankPool, family: str, gemm: str) -> None:
+    quantized, fused = ranks.run(run_quantized, family, gemm)[0]
     layers = engine.NUM_LAYERS
     if is_old() or family in engine.REDUCE_THEMSELVES:
         assert fused == 2 * layers
@@ -229,10 +229,10 @@ def test_a_quantised_model_computes_the_same(ranks: RankPool, family: str, gemm:
     if family in (*engine.REDUCE_THEMSELVES, *engine.AT_BOUNDARIES):
         want = 0  # their layers give their linear layers nothing but 16 bits
     elif is_old():
-        # SGLang's Triton function of that version takes no quantised input, and the first norm of
+        # SGLang's Triton function of that version takes no quantized input, and the first norm of
         # its Qwen3 layers returns to code that asks for a shape.
         want = 0 if gemm == "triton" else layers * (1 if family == "qwen3" else 2)
     else:
         # Its Qwen3 says of no norm what reads it.
         want = 0 if family == "qwen3" else 2 * layers
-    assert quantised == want
+    assert quantized == want

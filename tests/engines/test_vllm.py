@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(3000)
 
 
 def run(name: str, world_size: int, *args: Any, of: Any = None) -> list[Any]:
-    """A function of vllm_ranks, or of another module, in new processes, which patch vLLM."""
+    """Returns a function of vllm_ranks, or of another module, in new processes, which patch vLLM."""
     import vllm_ranks
 
     return run_ranks(getattr(of or vllm_ranks, name), world_size, args=args, timeout=HANG_SECONDS)
@@ -246,7 +246,7 @@ def test_sums_of_experts_are_out_of_sight() -> None:
     assert "= tensor_model_parallel_all_reduce(states)" in runner
 
 
-# ---- quantisation --------------------------------------------------------------------------------
+# ---- quantization --------------------------------------------------------------------------------
 
 # As declared in the C extension, which cannot be loaded here: its bytes are searched.
 SCHEMAS = (
@@ -269,9 +269,9 @@ SCHEMAS = (
         ("block, columns", "per_group 128"),
     ],
 )
-def test_quantisation_that_is_written_out_is_fused(model: str, kind: str, quant: str) -> None:
+def test_quantization_that_is_written_out_is_fused(model: str, kind: str, quant: str) -> None:
     """As vLLM compiles it by default; blocks only if `-quant_fp8` is asked for."""
-    first, second = run("fuse_a_quantised_block", 2, model, kind, True)
+    first, second = run("fuse_a_quantized_block", 2, model, kind, True)
     for found in (first, second):
         assert not found["enabled"], "the layers are those of PyTorch"
         assert found["quant"] == [quant] * 3
@@ -279,22 +279,22 @@ def test_quantisation_that_is_written_out_is_fused(model: str, kind: str, quant:
         # Inductor then rounds as PyTorch does, so all that is left are ties of the quotient, which
         # the product with the reciprocal may miss.
         assert max(found["scales"]) == max(found["residual"]) == 0.0
-        assert max(found["quantised"]) < 0.005
-        assert found["neighbours"]
+        assert max(found["quantized"]) < 0.005
+        assert found["neighbors"]
     assert f", {quant}" in first["said"][0][1]
-    assert first["quantised"] == second["quantised"]
+    assert first["quantized"] == second["quantized"]
 
 
-def test_inductor_quantises_what_it_has_not_rounded(model: str) -> None:
+def test_inductor_quantizes_what_it_has_not_rounded(model: str) -> None:
     """So unfused FP8 differs from fused in some elements, as docs/vllm.md says."""
-    first, _ = run("fuse_a_quantised_block", 2, model, "static", False)
+    first, _ = run("fuse_a_quantized_block", 2, model, "static", False)
     assert first["quant"] == ["per_tensor"] * 3
-    assert 0.005 < max(first["quantised"]) < 0.03
-    assert first["neighbours"]
+    assert 0.005 < max(first["quantized"]) < 0.03
+    assert first["neighbors"]
     assert max(first["residual"]) == 0.0
 
 
-def test_operators_that_quantise_are_declared_as_expected() -> None:
+def test_operators_that_quantize_are_declared_as_expected() -> None:
     (extension,) = pathlib.Path(vllm.__file__).parent.glob("_C_stable_libtorch*.so")
     content = extension.read_bytes()
     assert [schema for schema in SCHEMAS if schema.encode() not in content] == []
@@ -303,13 +303,13 @@ def test_operators_that_quantise_are_declared_as_expected() -> None:
 
 
 @pytest.mark.parametrize("kind", ["nvfp4", "mxfp8"])
-def test_operators_that_quantise_blocks_are_fused(model: str, kind: str) -> None:
+def test_operators_that_quantize_blocks_are_fused(model: str, kind: str) -> None:
     """MXFP8 by vLLM's own PyTorch, NVFP4 by the numerics page in place of vLLM's kernel."""
     import vllm_without_cuda
 
     naive = kind == "mxfp8" and vllm_without_cuda.naive_mxfp8()
-    for found in run("fuse_a_quantised_block", 2, model, kind, True):
+    for found in run("fuse_a_quantized_block", 2, model, kind, True):
         assert found["quant"] == [kind] * 3
         assert not found["notes"]
         assert max(found["residual"]) == 0.0
-        assert naive or max(found["scales"]) == max(found["quantised"]) == 0.0
+        assert naive or max(found["scales"]) == max(found["quantized"]) == 0.0

@@ -1,5 +1,5 @@
 """MXFP8 and NVFP4 beside what vLLM's own Python says of them: the bytes of scales in tiles, and how
-often its quantisation, which is not ours to the bit, differs.
+often its quantization, which is not ours to the bit, differs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def test_nvfp4(shape: tuple[int, int], dtype: torch.dtype) -> None:
     # The layout, byte for byte, as its consumers read it.
     linear = nvfp4.convert_swizzled_to_linear(tiles.view(torch.uint8), *shape, 16)
     assert torch.equal(linear[:, : shape[1] // 16], scale.view(torch.uint8))
-    # Its quantisation multiplies by a sixth first: where the scale is the same, elements are too.
+    # Its quantization multiplies by a sixth first: where the scale is the same, elements are too.
     elements, scales = nvfp4.ref_nvfp4_quant(y, given, 16)
     same = scales == scale.float()
     assert float(same.double().mean()) > 0.98
@@ -53,7 +53,7 @@ def test_mxfp8(shape: tuple[int, int], dtype: torch.dtype) -> None:
     y = rows(*shape, dtype)
     quantized, tiles = reference.quantize(y, allnorm.MxFp8())
     if not hasattr(mxfp8, "_mxfp8_e4m3_quantize_torch"):
-        pytest.skip("this version quantises by its extension alone")
+        pytest.skip("this version quantizes by its extension alone")
     theirs, scales = mxfp8._mxfp8_e4m3_quantize_torch(y, is_sf_swizzled_layout=True)
     if vllm_without_cuda.naive_mxfp8():  # it takes the power of two below amax: only places agree
         assert torch.equal(tiles == 0, scales == 0)

@@ -43,13 +43,13 @@ ADDED_BY_THE_NEXT = ("gemma2", "gemma3_text", "glm4")
 
 
 def has(family: str) -> bool:
-    """Whether this vLLM has a model file for it."""
+    """Returns whether this vLLM has a model file for it."""
     models = pathlib.Path(inspect.getfile(importlib.import_module("vllm"))).parent
     return (models / "model_executor" / "models" / f"{FAMILIES[family][0]}.py").exists()
 
 
 def write_model(place: pathlib.Path, family: str) -> str:
-    """A folder with the configuration of a small model of the family."""
+    """Returns a folder with the configuration of a small model of the family."""
     model = vllm_ranks.write_model(place)
     path = pathlib.Path(model, "config.json")
     config = json.loads(path.read_text())
@@ -77,7 +77,7 @@ class Unrotated(torch.nn.Module):
 
 
 def make_layer(config: Any, family: str) -> tuple[torch.nn.Module, torch.nn.Module]:
-    """A layer of the family, and the norm that its model has behind the last one."""
+    """Returns a layer of the family, and the norm that its model has behind the last one."""
     file, name, _ = FAMILIES[family]
     module = importlib.import_module(f"vllm.model_executor.models.{file}")
     module.Attention = Attend
@@ -111,7 +111,7 @@ def make_layer(config: Any, family: str) -> tuple[torch.nn.Module, torch.nn.Modu
 
 
 def make_block(config: Any, family: str) -> Callable[..., Any]:
-    """The layer and the norm behind it, as the family's model calls them."""
+    """Returns the layer and the norm behind it, as the family's model calls them."""
     layer, last = make_layer(config, family)
     takes_residual = "residual" in inspect.signature(layer.forward).parameters
 

@@ -33,7 +33,7 @@ bf16 = torch.bfloat16
 
 
 def write_model(place: pathlib.Path) -> str:
-    """A folder with the configuration of a small dense model."""
+    """Returns a folder with the configuration of a small dense model."""
     place.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -56,7 +56,7 @@ def write_model(place: pathlib.Path) -> str:
 
 
 def make_config(model: str, **changes: Any) -> Any:
-    """The configuration of an engine as vLLM makes it; TP 2 unless told otherwise."""
+    """Returns the configuration of an engine as vLLM makes it; TP 2 unless told otherwise."""
     if "pass_config" in changes:
         changes["compilation_config"] = CompilationConfig(pass_config=changes.pop("pass_config"))
     arguments = {
@@ -158,7 +158,7 @@ def decide(rank: int, world_size: int, model: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def worker(config: Any) -> Any:
-    """The state of a worker after vLLM has made its groups; tensors are on the CPU."""
+    """Returns the state of a worker after vLLM has made its groups; tensors are on the CPU."""
     with set_current_vllm_config(config):
         if not parallel_state.model_parallel_is_initialized():
             rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -291,10 +291,10 @@ def fuse_a_block_over_two_hosts(rank: int, world_size: int, model: str) -> dict[
     return {**found, "islands": islands}
 
 
-def fuse_a_quantised_block(
+def fuse_a_quantized_block(
     rank: int, world_size: int, model: str, kind: str, eager_rounding: bool
 ) -> dict[str, Any]:
-    """Norms with vLLM's own quantisation behind them: FP8 is written out, as vLLM compiles it by
+    """Norms with vLLM's own quantization behind them: FP8 is written out, as vLLM compiles it by
     default, NVFP4 and MXFP8 are operators.
 
     With eager_rounding Inductor makes the roundings between operators that it otherwise leaves out.
@@ -304,7 +304,7 @@ def fuse_a_quantised_block(
     said = Said()
     config = make_config(model)
     with worker(config), config.kernel_config.ir_op_priority.set_priority():
-        block = make_quantised_block(kind)
+        block = make_quantized_block(kind)
         inputs = [rank_input((tokens, HIDDEN), bf16, rank) for tokens in (5, 300)]
         agreed, engine.STATE.outcome = engine.STATE.outcome, None
         unfused = compiled(config, block)
@@ -319,19 +319,19 @@ def fuse_a_quantised_block(
             "notes": [site.note for site in report.sites if site.note],
             "enabled": config.compilation_config.is_custom_op_enabled("quant_fp8"),
             "said": said.lines,
-            "neighbours": True,
-            "quantised": [],
+            "neighbors": True,
+            "quantized": [],
             "scales": [],
             "residual": [],
         }
         for results in zip(actual, expected, strict=True):
             for i, (mine, theirs) in enumerate(zip(*results, strict=True)):
-                which = "residual" if i >= 6 else ("quantised", "scales")[i % 2]
+                which = "residual" if i >= 6 else ("quantized", "scales")[i % 2]
                 assert (mine.shape, mine.stride()) == (theirs.shape, theirs.stride())
                 found[which].append(float((mine.float() != theirs.float()).float().mean()))
-                if which == "quantised" and kind != "nvfp4":
+                if which == "quantized" and kind != "nvfp4":
                     apart = ulp_distance(mine.float(), theirs.float()).max()
-                    found["neighbours"] &= int(apart) <= _FP8_STEP
+                    found["neighbors"] &= int(apart) <= _FP8_STEP
         return found
 
 
@@ -339,8 +339,8 @@ def fuse_a_quantised_block(
 _FP8_STEP = 1 << 20
 
 
-def make_quantised_block(kind: str) -> Any:
-    """Three norms, each quantised by a layer of vLLM's; their inputs do not depend on it."""
+def make_quantized_block(kind: str) -> Any:
+    """Three norms, each quantized by a layer of vLLM's; their inputs do not depend on it."""
     from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 
     with torch.device("cpu"):
@@ -356,16 +356,16 @@ def make_quantised_block(kind: str) -> Any:
         weight = shared_input((HIDDEN,), bf16, f"norm {i}")
         norm.weight.data.copy_(1 + weight / 8 if i < 2 else weight / 8)
     matrices = [shared_input((HIDDEN, HIDDEN), bf16, f"matrix {i}") / 16 for i in range(2)]
-    quantise = {"nvfp4": _nvfp4, "mxfp8": _mxfp8}.get(kind, lambda: _fp8(kind))()
+    quantize = {"nvfp4": _nvfp4, "mxfp8": _mxfp8}.get(kind, lambda: _fp8(kind))()
 
     def block(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         reduced = all_reduce(x)
-        q1, s1 = quantise(first(reduced))
+        q1, s1 = quantize(first(reduced))
         middle, sum1 = plain(all_reduce(x @ matrices[0]), reduced)
         kept = sum1.clone()
-        q2, s2 = quantise(middle)
+        q2, s2 = quantize(middle)
         late, sum2 = gemma(all_reduce(x @ matrices[1]), sum1)
-        q3, s3 = quantise(late)
+        q3, s3 = quantize(late)
         return q1, s1, q2, s2, q3, s3, kept, sum2
 
     return block
@@ -458,7 +458,7 @@ def refuse_on_one_rank(rank: int, world_size: int, model: str) -> dict[str, Any]
 
 
 def break_the_pass(rank: int, world_size: int, model: str, failing: list[int]) -> dict[str, Any]:
-    """The pass raises with the graph half changed: it is put back on all ranks, runs unfused."""
+    """Returns the pass raises with the graph half changed: it is put back on all ranks, runs unfused."""
     plugin.register()
     said = Said()
     config = make_config(model)
@@ -486,7 +486,7 @@ def break_the_pass(rank: int, world_size: int, model: str, failing: list[int]) -
 
 
 def count_reductions() -> list[int]:
-    """A list that grows with every all-reduce that vLLM makes itself."""
+    """Returns a list that grows with every all-reduce that vLLM makes itself."""
     group = parallel_state.get_tp_group()
     calls: list[int] = []
 
@@ -499,7 +499,7 @@ def count_reductions() -> list[int]:
 
 
 def eager_helpers(rank: int, world_size: int, model: str) -> dict[str, Any]:
-    """The helpers of eager models, with the kernels' rounding and with PyTorch's."""
+    """Returns the helpers of eager models, with the kernels' rounding and with PyTorch's."""
     plugin.register()
     from vllm.ir.op import IrOp
     from vllm.model_executor.layers import fused_allreduce_gemma_rms_norm as gemma_module

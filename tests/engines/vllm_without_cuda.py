@@ -112,9 +112,9 @@ assert not torch.cuda.is_available()
 
 
 def naive_mxfp8() -> bool:
-    """Whether vLLM's PyTorch code for MXFP8 leaves the upper eight powers of two of e4m3 unused.
+    """Returns whether vLLM's PyTorch code for MXFP8 leaves the upper eight powers of two of e4m3 unused.
 
-    On Blackwell FlashInfer quantises.
+    On Blackwell FlashInfer quantizes.
     """
     from vllm.model_executor.layers.quantization.utils import mxfp8_utils
 

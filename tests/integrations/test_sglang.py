@@ -61,7 +61,7 @@ def stock_norm(
     return "stock norm"
 
 
-def stock_quantised(
+def stock_quantized(
     norm_module: Any,
     x: Any,
     residual: Any,
@@ -70,7 +70,7 @@ def stock_quantised(
     use_attn_tp_group: bool = True,
     keep_bf16: bool = False,
 ) -> str:
-    return "stock quantised"
+    return "stock quantized"
 
 
 class Runner:
@@ -108,7 +108,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, types.ModuleType
         "sglang.srt.layers": {},
         LAYERNORM: {
             "_forward_with_allreduce_fusion": stock_norm,
-            "_forward_with_allreduce_fusion_quant_per_group": stock_quantised,
+            "_forward_with_allreduce_fusion_quant_per_group": stock_quantized,
             "RMSNorm": PlainNorm,
             "GemmaRMSNorm": GemmaNorm,
         },
@@ -180,8 +180,8 @@ def test_hooks_pass_everything_on_until_the_ranks_agreed(fake: Any) -> None:
     assert plugin.install()
     module = fake[LAYERNORM]
     assert module._forward_with_allreduce_fusion(None, None, None, None, None) == "stock norm"
-    quantised = module._forward_with_allreduce_fusion_quant_per_group
-    assert quantised(None, None, None, None) == "stock quantised"
+    quantized = module._forward_with_allreduce_fusion_quant_per_group
+    assert quantized(None, None, None, None) == "stock quantized"
     assert fake["sglang.srt.layers.communicator"].apply_flashinfer_allreduce_fusion(3) is False
 
 
@@ -256,10 +256,10 @@ def test_parameters_that_are_new(fake: Any, parameters: str, words: str) -> None
 def test_new_parameters_of_all_hooks_are_passed_on(
     fake: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    quantised = "norm_module, x, residual, weight, group_size=128, use_attn_tp_group=True"
+    quantized = "norm_module, x, residual, weight, group_size=128, use_attn_tp_group=True"
     layernorm, communicator = fake[LAYERNORM], fake["sglang.srt.layers.communicator"]
     name = "_forward_with_allreduce_fusion_quant_per_group"
-    setattr(layernorm, name, with_more(quantised + ", keep_bf16=False, scale=None"))
+    setattr(layernorm, name, with_more(quantized + ", keep_bf16=False, scale=None"))
     communicator.apply_flashinfer_allreduce_fusion = with_more("batch_size, mode='a'")
     method = "_pre_initialize_flashinfer_allreduce_workspace"
     monkeypatch.setattr(Runner, method, with_more("self, force=False"))
@@ -278,7 +278,7 @@ def test_what_a_new_parameter_asks_for_is_not_left_out(fake: Any) -> None:
         def norm(self, *given: Any) -> str:
             return "fused"
 
-        def quantised_norm(self, *given: Any) -> str:
+        def quantized_norm(self, *given: Any) -> str:
             return "fused"
 
     fused: Any = Fused()
@@ -296,7 +296,7 @@ def test_what_a_new_parameter_asks_for_is_not_left_out(fake: Any) -> None:
         with pytest.raises(UnsupportedError, match="asks for"):
             HOOKS["norm"](original, *known, *more, **named)
     # SGLang then calls the one above, or reduces by itself.
-    assert HOOKS["quantised norm"](with_more("a,b,c,d,e,f,g,h=1"), *known, False, 2) is None
+    assert HOOKS["quantized norm"](with_more("a,b,c,d,e,f,g,h=1"), *known, False, 2) is None
     gate = with_more("batch_size, mode='a'")
     assert HOOKS["gate"](gate, 3, "a") is True
     assert HOOKS["gate"](gate, 3, "b") == {"batch_size": 3, "mode": "b"}
@@ -482,7 +482,7 @@ def test_what_cannot_be_fused_is_reduced_all_the_same(fake: Any) -> None:
     assert kept is not residual
     assert kept.equal(residual)
     assert len(reduced) == len(said) == 1
-    assert fused.quantised_norm(norm, x, residual, allnorm.Fp8PerGroup(), False) is None
+    assert fused.quantized_norm(norm, x, residual, allnorm.Fp8PerGroup(), False) is None
     assert len(reduced) == 1
 
 
@@ -596,7 +596,7 @@ class Stack(torch.nn.Module):
 
 @pytest.fixture
 def named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The classes above under the names of SGLang's."""
+    """Returns the classes above under the names of SGLang's."""
     paths = {
         RowParallelLinear: "sglang.srt.layers.linear.RowParallelLinear",
         Layer: "sglang.srt.models.llama.LlamaDecoderLayer",

@@ -51,7 +51,7 @@ def expected_calls(family: str) -> dict[str, int]:
 
 
 def counted(model: Any, **more: Any) -> tuple[Any, int]:
-    """A forward pass, and how often it called dist.all_reduce."""
+    """Returns a forward pass, and how often it called dist.all_reduce."""
     calls = 0
     real = dist.all_reduce
 

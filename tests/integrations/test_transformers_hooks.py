@@ -57,7 +57,7 @@ SUMS = (
 
 
 def first_of(value: Any) -> torch.Tensor | None:
-    """The tensor of hidden states among what a module was given or returns."""
+    """Returns the tensor of hidden states among what a module was given or returns."""
     if isinstance(value, dict):
         value = value.get("last_hidden_state")
     if isinstance(value, tuple | list):

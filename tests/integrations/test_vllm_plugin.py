@@ -32,7 +32,7 @@ from allnorm.integrations.vllm.seams import Option, Seam
 
 @pytest.fixture
 def package(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A package on the path, with modules that need not be imported."""
+    """Returns a package on the path, with modules that need not be imported."""
     name = "standin_engine"
     folder = tmp_path / name
     (folder / "inner").mkdir(parents=True)

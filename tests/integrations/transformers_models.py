@@ -65,7 +65,7 @@ _MODEL_TYPE = {"gemma3": "gemma3_text", "gemma4": "gemma4_text"}
 
 
 def config(family: str, **more: Any) -> Any:
-    """The configuration of a tiny model."""
+    """Returns the configuration of a tiny model."""
     from transformers import AutoConfig
 
     settings = {**_COMMON, **_MORE.get(family, {}), **more}

@@ -126,7 +126,7 @@ def inputs(rank: int) -> list[torch.Tensor]:
 
 
 def graph(rank: int, norm: bool = True) -> torch.fx.GraphModule:
-    """A reduction and the norm behind it, as the pass is given them; or without any."""
+    """Returns a reduction and the norm behind it, as the pass is given them; or without any."""
 
     def block(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> Any:
         reduced = torch.ops.vllm.all_reduce(x, "tp:0") if norm else x
@@ -139,6 +139,6 @@ def graph(rank: int, norm: bool = True) -> torch.fx.GraphModule:
 
 
 def folder(cache: str) -> list[str]:
-    """The words that are kept."""
+    """Returns the words that are kept."""
     place = pathlib.Path(cache, "allnorm")
     return sorted(path.read_text() for path in place.iterdir()) if place.exists() else []

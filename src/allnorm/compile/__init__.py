@@ -1,8 +1,8 @@
-"""Finds all-reduce, residual add and RMSNorm in FX graphs, and fuses them without other results.
+"""Fuses all-reduce, residual add and RMSNorm in FX graphs; results stay the same.
 
-`fuse` rewrites a graph of Dynamo, `torch.fx`, AOTAutograd or Inductor; `inductor_pass` is the same
-as a pass of Inductor. Both say in a `FusionReport` what became of every reduction. `block_scaled`
-says of a framework's operator that it quantises to MXFP8 or NVFP4.
+`fuse` rewrites a graph of Dynamo, `torch.fx`, AOTAutograd or Inductor. `inductor_pass` does the
+same as a pass of Inductor. Both return a `FusionReport` that lists every reduction, fused or not.
+`block_scaled` declares that a framework's operator quantizes to MXFP8 or NVFP4.
 """
 
 from allnorm.compile.block_scaled import block_scaled

@@ -1,7 +1,7 @@
-"""Agreement of ranks on what is fused: a fused call on one rank and an unfused one on another hang.
+"""Makes all ranks fuse a graph alike: a fused call on one rank and an unfused call on a peer hang.
 
-Graphs may differ by rank, and not every rank compiles every graph. So ranks compare, per process
-group, what they would do with each reduction, before any of them changes its graph
+Graphs may differ between ranks, and not every rank compiles every graph. Before a rank changes its
+graph, the ranks of each process group therefore compare what they would do with each reduction
 (`allnorm.core.verdicts`, `settle`).
 """
 
@@ -34,7 +34,7 @@ _generations = weakref.WeakKeyDictionary()
 
 @contextlib.contextmanager
 def decides_elsewhere() -> Iterator[None]:
-    """Fuses without agreement: for callers whose ranks agree by other means."""
+    """Makes `settle` skip the agreement, for callers whose ranks agree by other means."""
     token = _elsewhere.set(True)
     try:
         yield
@@ -48,16 +48,16 @@ def settle(
     reductions: Sequence[str],
     steps: Sequence[Step],
 ) -> str:
-    """Decides whether all ranks of a group do the same with a graph; bounded in time.
+    """Decides whether all ranks of a group fuse a graph alike. Waits for a limited time.
 
     Args:
-        group: whose ranks decide.
-        communicator: the caller's; None if the pass uses one of the group.
-        reductions: of the graph over this group, described by what all ranks have in common.
-        steps: what this rank would do with each of them.
+        group: the process group of the ranks that decide.
+        communicator: the caller's communicator; None if the pass uses one of the group.
+        reductions: the graph's reductions over this group, described by values equal on all ranks.
+        steps: what this rank would do with each of these reductions.
 
     Returns:
-        Why no rank fuses any of them; empty if all do what the steps say.
+        The reason why no rank fuses any of them; empty if every rank does what `steps` say.
 
     Raises:
         AllnormError: see `Verdicts.settle`.
@@ -81,14 +81,14 @@ def settle(
 
 
 def verdicts_of(group: dist.ProcessGroup, communicator: Communicator | None) -> Verdicts:
-    """The verdicts of a group, for graphs that use this communicator."""
+    """Returns the verdicts of a group, for graphs that use this communicator."""
     name = _key(communicator)
     known = _known.setdefault(group, {})
     if name not in known:
         timeout = config.read_settings().timeout or config.DEFAULT_TIMEOUT
         if communicator is not None:
             timeout = communicator.timeout
-        # A group of the same name may have been destroyed.
+        # An earlier group of the same name may have been destroyed: its keys must not match.
         ranks = hashlib.sha256(str(dist.get_process_group_ranks(group)).encode()).hexdigest()[:8]
         store: Any = PrefixStore(
             f"allnorm/compile/{group.group_name}/{ranks}/{name}", store_of(group)
@@ -97,21 +97,21 @@ def verdicts_of(group: dist.ProcessGroup, communicator: Communicator | None) -> 
             store,
             dist.get_rank(group),
             dist.get_world_size(group),
-            # A silent rank may be waiting in a call meanwhile.
+            # A rank that does not answer may be waiting in a call: ask before that wait times out.
             patience_s=min(PATIENCE_S, timeout.total_seconds() / 4),
         )
     return known[name]
 
 
 def word(communicator: Communicator, folder: pathlib.Path, traits: object) -> str:
-    """Returns what tells compiled code that fits to that of the peers: see `generation`.
+    """Returns a cache key that only compiled code has that fits the peers' code: see `generation`.
 
-    Collective among the ranks that compile with this communicator; bounded in time.
+    Collective among the ranks that compile with this communicator. Waits for a limited time.
 
     Args:
-        communicator: the caller's.
-        folder: of the compile cache of this rank.
-        traits: the other traits that compiled code depends on.
+        communicator: the caller's communicator.
+        folder: the folder of this rank's compile cache.
+        traits: everything else that the compiled code depends on.
     """
     group, key = communicator.group, _key(communicator)
     if group is None or communicator.world_size == 1:

@@ -1,4 +1,4 @@
-"""Which results of a graph share memory with each other, and with its inputs, after a rewrite."""
+"""Keeps the memory sharing between a graph's results and its inputs after a rewrite."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ Add = Callable[..., Node]
 
 
 def results_of(graph: Graph) -> list[Node]:
-    """What a graph returns, each node once."""
+    """Returns the nodes that a graph returns, each once."""
     return list(dict.fromkeys(occurrences(graph)))
 
 
 def occurrences(graph: Graph) -> list[Node]:
-    """What a graph returns, in order."""
+    """Returns the nodes that a graph returns, in order, with repetitions."""
     found: list[Node] = []
     map_arg(graph.output_node().args, found.append)
     return found
@@ -42,16 +42,16 @@ def keep_aliasing(
     before: Sequence[Tensor | None],
     inputs: Mapping[object, tuple[Node, Tensor]],
 ) -> str:
-    """Makes results share memory where they did before, and only there.
+    """Makes the results share memory exactly where they did before the rewrite.
 
     Args:
-        graph: is changed.
-        shapes: of the graph.
-        before: fake tensors of its `occurrences` as they were before.
-        inputs: by storage, the graph's inputs, and what they look like.
+        graph: the graph; it is changed.
+        shapes: the graph's shapes.
+        before: fake tensors of the graph's `occurrences` before the rewrite.
+        inputs: by storage, each input of the graph and its fake tensor.
 
     Returns:
-        Why it cannot; empty if it can. Then the graph is of no use.
+        The reason why that is impossible, in which case the graph must be discarded; else empty.
     """
     output, nodes = graph.output_node(), occurrences(graph)
     roots = dict(inputs)
@@ -75,12 +75,12 @@ def keep_aliasing(
                 continue
             view = _view(add, root, looks, theirs)
             if view is None:
-                return f"{node} shares memory with {root} in a way that cannot be repeated"
+                return f"{node} shares memory with {root} in a way that no view can express"
             nodes[index] = view
             continue
         owner = taken.setdefault(shapes.storage(node), storage)
         if not alike and not (is_contiguous(theirs) and same_shape(mine.shape, theirs.shape)):
-            return f"{node} would have other strides in a graph that does not write in place"
+            return f"{node} would have different strides in a graph without in-place operations"
         if not alike:
             layout = torch.contiguous_format
             nodes[index] = add(torch.ops.aten.clone.default, node, memory_format=layout)
@@ -98,7 +98,10 @@ def _size(tensor: Tensor | None) -> int:
 
 
 def _view(add: Add, root: Node, looks: Tensor, tensor: Tensor) -> Node | None:
-    """A view of `root`, of which we know what it looks like, that looks like `tensor`."""
+    """Returns a view of `root` that has the layout of `tensor`; None if there is none.
+
+    `looks` is the fake tensor of `root`.
+    """
     at_once = statically_known_true(looks.storage_offset() == tensor.storage_offset())
     if looks.dtype != tensor.dtype:
         return None
@@ -123,5 +126,5 @@ def _view(add: Add, root: Node, looks: Tensor, tensor: Tensor) -> Node | None:
 
 
 def view_of(root: Tensor, sizes: list[int], strides: list[int], offset: int) -> Tensor:
-    """A view of `root`, `offset` elements behind its first one."""
+    """Returns a view of `root` that begins `offset` elements after its first one."""
     return root.as_strided(sizes, strides, root.storage_offset() + offset)

@@ -1,8 +1,8 @@
-"""MXFP8 and NVFP4 among the operators of a graph, as one operation that is known by its name.
+"""Represents quantization to MXFP8 and NVFP4 in a graph as an operator that the pass knows by name.
 
-No graph writes e2m1 out in arithmetic: a framework quantises by an operator of its own. A caller of
-`fuse` says in `decompositions` that it computes `block_scaled`, which is traced as operators of
-names that the pass knows: `blocks` for both results, and `part` for each of them.
+No graph computes e2m1 in plain arithmetic: frameworks have custom operators for it. A caller of
+`fuse` maps such an operator to `block_scaled` in `decompositions`. It is traced as two operators
+that the pass knows: `blocks` for both results together, and `part` for each of them.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ torch.library.register_fake("allnorm_compile::part", lambda _, i, like: torch.em
 def block_scaled(
     y: Tensor, quant: Quant, quantized: Tensor | None = None, scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """What an operator computes that quantises to MXFP8 or NVFP4, for `decompositions` of `fuse`.
+    """Declares an operator that quantizes to MXFP8 or NVFP4, in `decompositions` of `fuse`.
 
-    It can only be traced. The caller vouches for the operator: a site is fused whether or not the
-    operator computes the very bits of the numerics page.
+    It can only be traced. The pass trusts the caller: it fuses the site even if the operator's
+    results are not bit-identical to those that the numerics page defines.
 
     Args:
         y: [..., hidden_size], float32, float16 or bfloat16.
         quant: `allnorm.MxFp8()` or an `allnorm.NvFp4`.
-        quantized: of the shape and dtype in which the operator returns the rows, such as what it
-            stores them in; not read. None: as allnorm returns them.
-        scale: the same for the scales, contiguous, of any dtype: the bytes are the same.
+        quantized: a tensor with the shape and dtype in which the operator returns the rows, such as
+            its output argument; its elements are not read. None: the shape and dtype of allnorm's.
+        scale: the same for the scales; contiguous. Any dtype is allowed: the bytes are the same.
 
     Returns:
-        What stands for both results.
+        Tensors that represent the quantized rows and the scales.
 
     Raises:
-        TypeError: another spec.
+        TypeError: `quant` is a different spec.
         NotImplementedError: `quantized` holds more or fewer elements than `y`.
         UnsupportedError: a row of `y` does not consist of whole groups.
     """

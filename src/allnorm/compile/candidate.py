@@ -1,4 +1,4 @@
-"""A reading of the graph around a reduction, and the fused call that it leads to."""
+"""Data of the matcher: an interpretation of the graph around a reduction, and the fused call."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from torch.fx import Node
 
 from allnorm.compile.expressions import Value
 from allnorm.compile.norms import Branch, Norm, Output
-from allnorm.compile.quantise import Quantised
+from allnorm.compile.quantize import Quantization
 from allnorm.compile.reductions import Reduction
 from allnorm.compile.shapes import same_shape
 from allnorm.compile.values import Values
 
 
 class Missed(Exception):  # noqa: N818 - a result, with the reason as its text
-    """The reduction cannot be fused this way."""
+    """The reduction cannot be fused this way; the text is the reason."""
 
 
 @dataclass
 class Candidate:
-    """One reading of the graph around a reduction.
+    """One interpretation of the graph around a reduction.
 
     Attributes:
-        reduction: what communicates.
-        reduced: its result.
-        branch: what that goes through before the residual is added.
-        residual: what is added; None if nothing is.
-        sum32: the float32 sum; that of the branch if nothing is added.
-        summed: the sum as stored, which the fused call returns; None if the graph never stores it.
-        norm: what follows; None if only a post norm does.
-        output: what the graph makes of that.
-        numerics: the mode that computes this.
-        quantised: how the normed tensor is quantised; None if that is left to the graph.
-        is_local: whether `reduced` is the result with a tensor added to it (a bias, a shared
-            expert, a delta), which is rounded before the residual is added: the call only adds the
-            residual and norms, after the reduction.
+        reduction: the reduction.
+        reduced: the expression of the reduced tensor.
+        branch: the post norm and scale that are applied before the residual is added.
+        residual: the residual; None if none is added.
+        sum32: the float32 sum with the residual; without a residual, the float32 branch.
+        summed: the stored sum, which the fused call returns; None if the graph never stores it.
+        norm: the norm after the residual; None if there is only a post norm.
+        output: how the graph multiplies and rounds the norm's result.
+        numerics: the rounding mode that computes the same bits.
+        quantization: how the normed tensor is quantized; None if the graph keeps doing that.
+        is_local: whether `reduced` is the reduced tensor plus a tensor (a bias, a shared expert, a
+            delta), rounded before the residual is added. The call then follows the reduction: it
+            only adds the residual and norms.
     """
 
     reduction: Reduction
@@ -49,29 +49,29 @@ class Candidate:
     norm: Norm | None
     output: Output | None
     numerics: str
-    quantised: Quantised | None = None
+    quantization: Quantization | None = None
     is_local: bool = False
 
     @property
     def normed(self) -> Value | None:
-        """The result of the norm behind the residual."""
+        """The result of the norm after the residual."""
         return None if self.output is None else self.output.normed
 
     @property
     def norms(self) -> list[Norm]:
-        """Both norms, as far as they are there."""
+        """The post norm and the norm, without those that are absent."""
         return [norm for norm in (self.branch.norm, self.norm) if norm is not None]
 
     @property
     def boundary(self) -> str:
-        """What is beside a residual and one norm, in words."""
+        """Text that lists what the call does in addition to a residual add and one norm."""
         begins = ["tensor added after the reduction"] if self.is_local else []
         ends = [] if self.norm is not None else ["no second norm"]
         return ", ".join([*begins, *filter(None, [str(self.branch)]), *ends])
 
     @functools.cached_property
     def values(self) -> list[Value]:
-        """Every expression that the fused call stands for, without its inputs."""
+        """Every expression that the fused call replaces, without its inputs."""
         found: dict[Value, None] = {}
         pending = [*self.served, *(norm.product for norm in self.norms)]
         while pending:
@@ -88,8 +88,8 @@ class Candidate:
         outputs = (self.branch.output, self.output)
         if any(output is not None and operand is output.gain for output in outputs):
             return True
-        quantised = self.quantised
-        if quantised is not None and operand in (quantised.static, quantised.inverse):
+        quantization = self.quantization
+        if quantization is not None and operand in (quantization.static, quantization.inverse):
             return True
         if self.residual is None or operand is self.reduced:
             return False
@@ -97,20 +97,20 @@ class Candidate:
 
     @functools.cached_property
     def served(self) -> list[Value]:
-        """What the fused call returns."""
+        """The expressions that the fused call returns."""
         results = [self.summed, self.normed]
-        if self.quantised is not None:
-            results += [self.quantised.quantized, self.quantised.scale]
+        if self.quantization is not None:
+            results += [self.quantization.quantized, self.quantization.scale]
         return list(dict.fromkeys(value for value in results if value is not None))
 
 
 @dataclass(frozen=True)
 class Weight:
-    """What a norm multiplies by.
+    """A norm's weight.
 
     Attributes:
         source: a node, the path of a parameter, or None for ones.
-        bias: added to it.
+        bias: a number that is added to the weight.
     """
 
     source: Node | str | None
@@ -119,13 +119,13 @@ class Weight:
 
 @dataclass(frozen=True)
 class Experts:
-    """What the call sums before it reduces.
+    """Rows of experts that the call sums before it reduces.
 
     Attributes:
-        rows: [num_tokens, top_k, hidden_size], of the dtype of the reduction.
-        top_k: how many rows a token has.
+        rows: [num_tokens, top_k, hidden_size], in the dtype of the reduction.
+        top_k: number of rows per token.
         weights: float32 [num_tokens, top_k] or [num_tokens, top_k, 1], or None.
-        shared: of the shape of the reduced tensor, or None.
+        shared: the shared expert's output, in the shape of the reduced tensor, or None.
     """
 
     rows: Node
@@ -139,26 +139,27 @@ class Match:
     """A fused call.
 
     Attributes:
-        candidate: what it stands for.
-        shape: of its inputs and results.
-        x: reduced by it.
-        residual: added by it, or None.
-        weight: of the norm; None if there is none.
-        post_weight: of the post norm; None if there is none.
-        view_x: the view of the reduced tensor to repeat on `x` first; None if there is none.
-        views: by node that a result replaces, the view to repeat on that result first, where the
-            shape of the node is not `shape`.
-        scale_shape: in which the graph has the computed scales; None: in that of the operator.
-        scale_layout: of the computed scales, as the operator takes it.
+        candidate: the part of the graph that the call replaces.
+        shape: the shape of its inputs and results.
+        x: the tensor that it reduces.
+        residual: the residual that it adds, or None.
+        weight: the norm's weight; None without a norm.
+        post_weight: the post norm's weight; None without a post norm.
+        view_x: the view of the reduced tensor that is applied to `x` instead; None if there is
+            none.
+        views: by node that a result replaces, the view that is applied to that result, where the
+            node's shape is not `shape`.
+        scale_shape: the shape of the computed scales in the graph; None: the operator's shape.
+        scale_layout: the layout of the computed scales, as the operator takes it.
         static_scale: the given scale.
-        experts: what `x` is the sum of, if the call makes that too.
-        note: what else could have been fused, and why not.
-        lead_x: so many dimensions of size 1 are put before those of `x`.
-        lead_residual: the same for the residual.
-        numbers: nodes that compute what the call is made with, and what they compute.
-        members: nodes that it makes superfluous, unless somebody else needs them.
-        dead: other nodes that are computed from the reduced tensor, for nobody.
-        late: whether an input stands behind the reduction.
+        experts: the rows that `x` is the sum of, if the call sums them too.
+        note: what else could nearly have been fused, and why it was not.
+        lead_x: number of dimensions of size 1 that are added in front of those of `x`.
+        lead_residual: number of dimensions of size 1 that are added in front of the residual's.
+        numbers: nodes that compute arguments of the call, with the values that they computed.
+        members: nodes that the call replaces; they are removed unless other nodes read them.
+        dead: other nodes that are computed from the reduced tensor and that no node reads.
+        late: whether an input comes after the reduction in the graph.
     """
 
     candidate: Candidate
@@ -184,13 +185,13 @@ class Match:
 
     @property
     def boundary(self) -> str:
-        """What is beside a residual and one norm, in words."""
+        """Text that lists what the call does in addition to a residual add and one norm."""
         before = "" if self.experts is None else f"sum of {self.experts.top_k} experts' rows"
         return ", ".join(filter(None, (before, self.candidate.boundary)))
 
     @property
     def chose_view(self) -> bool:
-        """Returns whether a view is repeated only because its shapes fit."""
+        """Whether a view is applied to an input or a result only because its shapes fit."""
         view, reduced = self.view_x, self.candidate.reduced
         follows = view is None or view.all_input_nodes[0] in reduced.holders
         return bool(self.views) or not follows
@@ -209,10 +210,10 @@ class Match:
         return list(dict.fromkeys(nodes))
 
     def handed_over(self, values: Values, value: Value) -> list[Node]:
-        """Returns the nodes whose readers read a result of the call instead.
+        """Returns the nodes that a result of the call replaces.
 
-        Copies stay, and so do views that change the shape: what they view is replaced. The graph
-        must not have changed before the first call for a value.
+        Copies and views that change the shape stay: only the tensor that they read is replaced. The
+        first call for a value must come before the graph is changed.
         """
         if value not in self._handed_over:
             self._handed_over[value] = self._find_handed_over(values, value)
@@ -231,6 +232,6 @@ class Match:
         return list(filter(is_one, value.holders))
 
     def served_nodes(self, values: Values) -> dict[Node, None]:
-        """Every node that a result of the call stands for."""
+        """Returns every node that a result of the call replaces."""
         served = self.candidate.served
         return dict.fromkeys(node for value in served for node in self.handed_over(values, value))

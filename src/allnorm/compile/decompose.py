@@ -1,8 +1,8 @@
-"""Operators of the caller that are read as what a function computes.
+"""Evaluates custom operators through functions that compute the same.
 
-A framework's own norm is one node of the graph. The caller says which PyTorch function it stands
-for; here that function is traced on the node's shapes, and the trace is read like any other graph.
-The node itself stays as it is unless it becomes part of a fused call.
+A framework's own norm is one node of the graph. The caller names a PyTorch function that computes
+the same. This module traces that function with the node's shapes and evaluates the trace like any
+other graph. The node stays in the graph unless it becomes part of a fused call.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from allnorm.compile.expressions import NotUnderstood, Value
 from allnorm.compile.operands import Operands
 from allnorm.compile.vocabulary import qualified_name, schema_of, whole_bases, written
 
-UNTRACED = "stands for a function that cannot be traced"
+UNTRACED = "is decomposed by a function that cannot be traced"
 
 Decompositions = Mapping[str, Callable[..., Any]]
 
 
 def by_name(table: Mapping[Any, Callable[..., Any]]) -> Decompositions:
-    """A caller's table, by `namespace::name` of the operators."""
+    """Returns a caller's table with the operators' `namespace::name` as keys."""
     return {
         op.replace(".", "::", 1) if isinstance(op, str) else qualified_name(op): function
         for op, function in table.items()
@@ -36,10 +36,10 @@ def by_name(table: Mapping[Any, Callable[..., Any]]) -> Decompositions:
 
 
 def find(node: Node, table: Decompositions) -> Callable[..., Any] | None:
-    """The function that a node stands for, from its arguments to its result; None if unknown.
+    """Returns the function that computes a node's result from its arguments; None if unknown.
 
-    A mutating operator, in the wrapper that makes it functional, stands for the new values of the
-    arguments that it changes, in their order, behind what it returns.
+    The wrapper that makes a mutating operator functional returns the operator's own results and
+    then the new values of the changed arguments, in their order. So does the function for it.
     """
     if not table or node.op != "call_function":
         return None
@@ -68,14 +68,15 @@ def _mutating(op: Any, table: Decompositions) -> Callable[..., Any] | None:
 
 
 def _give_bases(schema: Any, kwargs: dict[str, Any], bases: list[Any]) -> list[int]:
-    """Gives `auto_functionalized_v2` the arguments of the operator that it is around.
+    """Replaces the arguments of `auto_functionalized_v2` by those of the operator that it wraps.
 
     Returns:
-        The base of each argument that is changed, which is the order of the wrapper's results.
+        The index of the base of each changed argument: the wrapper returns new values in the order
+        of the bases.
     """
     places = whole_bases(schema, kwargs)
     if places is None or sorted(places.values()) != list(range(len(bases))):
-        raise NotImplementedError("it changes a part of a tensor")
+        raise NotImplementedError("it changes only a part of a tensor")
     for name, place in places.items():
         kwargs.pop(f"_{name}_base_index")
         kwargs.pop(f"_{name}_alias", None)
@@ -89,14 +90,14 @@ def evaluate(
     function: Callable[..., Any],
     evaluator_of: Callable[[GraphModule, Callable[[Node], Value]], Callable[[Node], Value]],
 ) -> tuple[Value, list[Value]]:
-    """Returns the result of a node that stands for a function, and the expressions on the way.
+    """Returns the result of a decomposed node, and the expressions computed inside the function.
 
     Args:
         operands: the operands of the graph that the node is in.
         node: the node.
-        function: the function that it stands for.
-        evaluator_of: returns what evaluates the nodes of the traced function, from the trace and
-            the expressions that its nodes hold.
+        function: the function that computes the node's result.
+        evaluator_of: returns a function that evaluates the nodes of a trace, given the trace and a
+            function that returns the expressions of its nodes.
 
     Raises:
         NotUnderstood: the function cannot be traced, or changes its arguments.
@@ -108,7 +109,7 @@ def evaluate(
     evaluate_inside = evaluator_of(traced, held.__getitem__)
     for inner in traced.graph.nodes:
         if written(inner):
-            raise NotUnderstood(f"{node} stands for a function that changes its arguments")
+            raise NotUnderstood(f"{node} is decomposed by a function that changes its arguments")
         if inner.op not in ("placeholder", "output"):
             held[inner] = evaluate_inside(inner)
     on_the_way = [value for inner, value in held.items() if inner not in placeholders]
@@ -140,8 +141,8 @@ def _trace(
 
     fakes: list[Any] = [operands.shapes.of(source) for source in sources]
     try:
-        # In the mode, for tensors that the function makes.
+        # The mode makes tensors that the function creates fake, too.
         with torch.no_grad(), operands.shapes.fake_mode or contextlib.nullcontext():
             return make_fx(call)(*fakes)
-    except Exception as error:  # noqa: BLE001 - whatever a caller's function raises
+    except Exception as error:  # noqa: BLE001 - a caller's function may raise anything
         raise NotUnderstood(f"{node} {UNTRACED}: {error}") from None

@@ -1,4 +1,4 @@
-"""From a node to the expression that it computes, with the roundings that PyTorch makes."""
+"""Evaluates a node to the expression that it computes, with the roundings that PyTorch makes."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Evaluator(Operands):
         shapes: as for Operands.
         held: as for Operands.
         parameter: as for Operands.
-        decompositions: functions that operators stand for.
+        decompositions: functions that compute the results of custom operators.
 
     Attributes:
-        on_the_way: expressions inside of such a function, by the node that stands for it.
+        on_the_way: expressions computed inside such a function, by the node that it computes.
     """
 
     def __init__(
@@ -42,13 +42,13 @@ class Evaluator(Operands):
         self._decompositions = decompositions
 
     def _inside(self, module: GraphModule, held: Callable[[Node], Value]) -> Evaluator:
-        """Returns an evaluator for the graph of a function that a node stands for."""
+        """Returns an evaluator for the trace of a function that computes a node's result."""
         shapes = Shapes(module, {}, None)
-        shapes.examples = self.shapes.examples  # its sizes are theirs
+        shapes.examples = self.shapes.examples  # the trace has the sizes of these examples
         return Evaluator(self.algebra, shapes, held, self.parameter, {})
 
     def evaluate(self, node: Node) -> Value:
-        """What the node computes: of a call in place, what its first argument holds then."""
+        """Returns what the node computes: for an in-place call, its first argument's new value."""
         note = ""
         try:
             function = decompose.find(node, self._decompositions)
@@ -67,13 +67,13 @@ class Evaluator(Operands):
         except NotUnderstood as reason:
             note = str(reason)
         except OverflowError:
-            note = f"{node} computes with a number beyond float64"
+            note = f"{node} computes with a number that float64 cannot represent"
         out = self.shapes.of(node)
         inputs = tuple(self.held(source) for source in node.all_input_nodes)
         return self.algebra.opaque(inputs, None if out is None else out.dtype, note)
 
     def _check_plain(self, node: Node) -> None:
-        """Raises if a node computes with a DTensor: its result would be one too."""
+        """Raises if a node computes with a DTensor: its result would be a DTensor too."""
         operands = {str(source): self.shapes.of(source) for source in node.all_input_nodes}
         called = module_of(node) if node.op == "call_module" else None
         if called is not None:

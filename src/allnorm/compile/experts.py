@@ -1,4 +1,4 @@
-"""The end of a mixture of experts in front of a reduction: step 0 of the numerics page.
+"""Finds the sum over experts before a reduction: step 0 of the numerics page.
 
 The grammar, in float32 arithmetic, where rows are [num_tokens, top_k, hidden_size]:
 
@@ -7,9 +7,9 @@ The grammar, in float32 arithmetic, where rows are [num_tokens, top_k, hidden_si
           | add(... add(zeros, term of choice 0) ..., term of the last)
     term  = up(rows) | mul(up(rows), weights)              weights are one column
 
-`sum` over choices starts at zero; in which order it goes on PyTorch does not say, so two are the
-most that it adds as step 0 does. A product that is rounded before the sum is rows with weights
-applied.
+`choices` is `torch.sum` over the choices. It starts at zero, but its order is unspecified, so only
+sums of at most two choices are certain to equal step 0. Weighted rows that are rounded before the
+sum count as `rows` that have their weights applied already.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ class _Sum:
 
 
 def place_experts(values: Values, match: Match) -> str:
-    """Leaves the sum over choices to the call, if that is what is reduced; or says why not.
+    """Makes the call sum the experts' rows, if the reduction reduces such a sum.
 
-    Nothing is said where there is no such sum.
+    Returns:
+        The reason why the call cannot; empty if it does, or if there is no such sum.
     """
     candidate = match.candidate
     x, reduced = candidate.reduction.x, candidate.reduced
@@ -49,15 +50,15 @@ def place_experts(values: Values, match: Match) -> str:
         if found is not None:
             match.experts = _place(values, match, found, reduced.dtype)
     except Missed as missed:
-        return f"not the sum over experts in front of it: {missed}"
+        return f"the sum over experts before it is not fused: {missed}"
     return ""
 
 
 def _parse(x: Value, dtype: torch.dtype) -> _Sum | None:
-    """The sum over choices that a tensor holds; None if it holds none.
+    """Returns the sum over choices that a tensor holds; None if it holds no such sum.
 
     Raises:
-        Missed: it is nearly one.
+        Missed: it holds a sum that is nearly, but not exactly, that of step 0.
     """
     total = x if dtype == torch.float32 else _without("round", x)
     found = _total(total)
@@ -82,8 +83,8 @@ def _total(value: Value) -> _Sum | None:
     if value.op == "choices":
         if value.attr > 2:
             raise Missed(
-                f"PyTorch does not say in which order it adds {value.attr} rows: allnorm adds them "
-                "in their order"
+                f"PyTorch adds {value.attr} rows in an unspecified order, allnorm in the order of "
+                "the choices"
             )
         return _Sum(value.args[0], value.attr)
     terms: list[Value] = []
@@ -98,19 +99,19 @@ def _total(value: Value) -> _Sum | None:
         return None
     term, (_, top_k) = choices[0] or (None, (0, 0))
     if term is None or choices != [(term, (k, top_k)) for k in range(top_k)]:
-        raise Missed("it does not add each choice once, in their order")
+        raise Missed("it does not add each choice once, in order")
     return _Sum(term, top_k)
 
 
 def _choice(value: Value) -> tuple[Any, tuple[int, int]] | None:
-    """(rows and weights, (choice, number of choices)) of one row's term."""
+    """Returns (rows and weights, (choice, number of choices)) of one term; None if it is none."""
     if value.op == "choice":
         return value.args[0], value.attr
     if value.op != "mul" or any(arg.op != "choice" for arg in value.args):
         return None
     rows, weights = value.args
     if rows.attr != weights.attr:
-        raise Missed("a row is multiplied by the weight of another choice")
+        raise Missed("a row is multiplied by the weight of a different choice")
     return frozenset((rows.args[0], weights.args[0])), rows.attr
 
 
@@ -120,13 +121,13 @@ def _place(values: Values, match: Match, found: _Sum, dtype: torch.dtype) -> Exp
     if found.top_k not in TOP_K:
         raise Missed(f"it adds {found.top_k} rows: expected {TOP_K[0]} to {TOP_K[-1]}")
     if match.x is not x or match.view_x is not None or match.lead_x or len(match.shape) != 2:
-        raise Missed("what is reduced is no matrix, or the residual has another shape")
+        raise Missed("the reduced tensor is not a matrix, or the residual has a different shape")
     held = values.held[x]
     readers = [node for node, _ in held.readers if node not in held.definers]
     readers += [node for node, _ in held.questions]
     others = [node for node in readers if node is not match.candidate.reduction.node]
     if others:
-        raise Missed(f"what is reduced is needed too, by {values.name_of(others[0])}")
+        raise Missed(f"{values.name_of(others[0])} reads the sum before it is reduced")
     tokens, hidden_size = match.shape
     factors: Sequence[Value] = (found.term,)
     if not isinstance(found.term, Value):
@@ -145,19 +146,21 @@ def _place(values: Values, match: Match, found: _Sum, dtype: torch.dtype) -> Exp
         if found.shared is not None:
             shared = _holder(values, found.shared, match.shape, dtype, x)
             if shared is None:
-                raise Missed("what is added to the experts' sum is no tensor of its shape")
+                raise Missed(
+                    "what is added to the experts' sum is not a tensor of its shape and dtype"
+                )
         return Experts(node, found.top_k, weighted, shared)
-    raise Missed(f"its rows are no tensor of {found.top_k} rows of a token each")
+    raise Missed(f"its rows are not one tensor of shape [num_tokens, {found.top_k}, hidden_size]")
 
 
 def _weights(values: Values, weights: Value, shape: Sequence[Any], x: Node) -> Node:
-    """As [num_tokens, top_k], or with the dimension of one behind that which the product needs."""
+    """Returns the node of the weights: [num_tokens, top_k], or [num_tokens, top_k, 1]."""
     node = None
     if weights.op == "rows":
         node = _holder(values, weights.args[0], shape, torch.float32, x)
     node = node or _holder(values, weights, [*shape, 1], torch.float32, x)
     if node is None:
-        raise Missed("its weights are no float32 tensor of one number for each row")
+        raise Missed("its weights are not a float32 tensor with one number per row")
     return node
 
 

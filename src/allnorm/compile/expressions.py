@@ -1,26 +1,27 @@
-"""What a tensor of a graph holds, as an expression in float32 arithmetic with explicit roundings.
+"""Describes a tensor's contents as an expression in float32 arithmetic with explicit roundings.
 
 PyTorch computes on 16-bit tensors in float32 and rounds each result; types are promoted in between.
-Written out, ``add`` of two bfloat16 tensors is ``round(add(up(a), up(b)))``, and the question which
-rounding mode a norm uses is the question where a ``round`` stands. Reshapes that keep the last
-dimension do not appear: an expression is the rows of a tensor in order, whatever is in front.
+``add`` of two bfloat16 tensors is therefore ``round(add(up(a), up(b)))``. The rounding mode of a
+norm follows from the positions of ``round``. An expression describes the rows of a tensor in order,
+so reshapes that keep the last dimension do not appear.
 
-| op | is |
+| op | meaning |
 |---|---|
-| `leaf`, `reduced` | an input; the sum of an operand over ranks, by the node `attr` |
-| `opaque` | anything else, different for each node |
+| `leaf` | an input of the graph |
+| `reduced` | the sum of an operand over ranks, computed by the node `attr` |
+| `opaque` | anything else; equal to no other expression |
 | `const` | a Python number; its value is `attr` |
 | `up`, `round` | exact conversion to float32; rounding of float32 to `attr` |
-| `add mul div pow` | of two float32 expressions |
-| `square rsqrt sqrt reciprocal abs` | of one |
+| `add mul div pow` | operations on two float32 expressions |
+| `square rsqrt sqrt reciprocal abs` | operations on one |
 | `mean sum amax` | over the last dimension; `attr` is its size |
-| `clamp` | of one, between `attr`; None is no bound |
-| `choices` | the sum over each `attr` successive rows |
-| `choice` | row `attr[0]` of each `attr[1]` successive ones |
+| `clamp` | limits to the bounds in `attr`; None means no bound |
+| `choices` | the sums of every `attr` successive rows |
+| `choice` | row `attr[0]` of every `attr[1]` successive rows |
 | `zeros` | a tensor of zeros |
-| `rows` | the same elements in rows of another length; `attr` is (length before, length) |
-| `blocks` | rows in MXFP8 or NVFP4 with their scales, as `attr` says |
-| `part` | the rows of these, or the scales; `attr` is (0 or 1, dtype) |
+| `rows` | the same elements in rows of a different length; `attr` is (old length, new length) |
+| `blocks` | rows quantized to MXFP8 or NVFP4, with their scales; `attr` is the format |
+| `part` | the rows (`attr[0]` is 0) or the scales (1) of `blocks`; `attr[1]` is the dtype |
 | `tuple` | several results of one call |
 
 Equal expressions are one object: compare them with `is`.
@@ -41,7 +42,7 @@ _FLOAT32_CONST = torch.float32
 
 
 class NotUnderstood(Exception):  # noqa: N818 - not an error: the node stays opaque
-    """A node that has no expression here; the text, if any, goes into the report."""
+    """A node cannot be expressed and becomes opaque; the text, if any, goes into the report."""
 
 
 class Value:
@@ -50,15 +51,15 @@ class Value:
     Attributes:
         op: as in the table above.
         args: its operands.
-        attr: what else distinguishes it.
-        dtype: of the tensors that hold it; None for a tuple or an unknown one.
-        column: whether it has one element for each row.
-        note: what keeps the pass from understanding more of it, for the report.
+        attr: the operation's attribute, as in the table above.
+        dtype: the dtype of the tensors that hold it; None for a tuple or an unknown dtype.
+        column: whether it has one element per row.
+        note: the reason for the report why the pass does not understand more of it.
         users: expressions that have it as an operand.
-        definers: nodes whose result it is, or that write it somewhere.
+        definers: nodes whose result it is, or that store it.
         holders: nodes whose tensor holds it at some time.
-        readers: (node, argument of it) for each read.
-        questions: the same for each call that only asks for shapes or dtypes.
+        readers: (node, its argument) for each read.
+        questions: (node, its argument) for each call that only queries shapes or dtypes.
     """
 
     __slots__ = (
@@ -83,11 +84,11 @@ class Value:
         self.questions: list[tuple[Node, Node]] = []
 
     def other(self, operand: Value) -> Value:
-        """The second operand of a commutative operation."""
+        """Returns the other operand of a commutative operation."""
         return self.args[1] if self.args[0] is operand else self.args[0]
 
     def derives_from(self, origin: Value) -> bool:
-        """Whether this is computed from `origin`, or is it."""
+        """Returns whether this is `origin` or is computed from it."""
         pending, seen = [self], {self}
         for value in pending:
             if value is origin:
@@ -106,7 +107,7 @@ class Value:
 
 
 class Algebra:
-    """Makes expressions, each only once, in a normal form. Only exact identities are applied."""
+    """Makes expressions in a normal form, each only once. Applies only exact identities."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[Any, ...], Value] = {}
@@ -114,11 +115,11 @@ class Algebra:
         self._count = 0
 
     def all_of(self, op: str) -> list[Value]:
-        """Every expression with this outermost operation, in the order of the graph."""
+        """Returns every expression with this outermost operation, in the order of the graph."""
         return self._by_op.get(op, [])
 
     def find(self, op: str, args: tuple[Value, ...], attr: Any = None) -> Value | None:
-        """An expression, if the graph has it."""
+        """Returns an expression if the graph has it, else None."""
         return self._made.get((op, args, attr))
 
     def make(
@@ -128,7 +129,7 @@ class Algebra:
         attr: Any = None,
         dtype: torch.dtype | None = torch.float32,
     ) -> Value:
-        """The expression with these parts, without simplification."""
+        """Returns the expression with these parts, without simplification."""
         key = (op, args, attr)
         value = self._made.get(key)
         if value is None:
@@ -149,17 +150,17 @@ class Algebra:
         return value
 
     def opaque(self, args: tuple[Value, ...], dtype: torch.dtype | None, note: str = "") -> Value:
-        """Something that is not understood, equal to nothing else."""
+        """Makes an expression that is not understood and equals no other."""
         value = self._new("opaque", args, None, dtype)
         value.note = note
         return value
 
     def const(self, number: float) -> Value:
-        """A Python number; -0.0 is not 0.0."""
+        """Returns the expression of a Python number; -0.0 differs from 0.0."""
         return self.make("const", (), number.hex(), _FLOAT32_CONST)
 
     def up(self, value: Value) -> Value:
-        """The exact float32 of a tensor's values."""
+        """Returns a tensor's values converted to float32, which is exact."""
         if value.dtype not in HALF:
             return value
         if value.op == "rows":
@@ -171,7 +172,7 @@ class Algebra:
         return self.make("up", (value,))
 
     def round(self, value: Value, dtype: torch.dtype | None) -> Value:
-        """A float32 expression as stored in a tensor of `dtype`."""
+        """Returns a float32 expression rounded to `dtype`."""
         if dtype not in (*HALF, FP8):
             return value
         if value.op == "rows":
@@ -183,7 +184,7 @@ class Algebra:
         return self.make("round", (value,), dtype, dtype)
 
     def rows(self, value: Value, before: int, after: int) -> Value:
-        """The elements of rows of length `before` in rows of length `after`."""
+        """Returns the elements of rows of length `before` in rows of length `after`."""
         if value.op == "rows":
             value, before = value.args[0], value.attr[0]
         if before == after:
@@ -191,18 +192,18 @@ class Algebra:
         return self.make("rows", (value,), (before, after), value.dtype)
 
     def choice(self, value: Value, attr: tuple[int, int]) -> Value:
-        """One of each so many successive rows."""
+        """Returns row `attr[0]` of every `attr[1]` successive rows."""
         return self.make("choice", (value,), attr, value.dtype)
 
     def clamp(self, value: Value, low: float | None, high: float | None) -> Value:
-        """At least `low`, then at most `high`; a NaN stays one."""
+        """Returns the value limited to at least `low`, then at most `high`; NaN stays NaN."""
         low, high = as_float32(low), as_float32(high)
         if value.op == "clamp" and high is not None and low is None and value.attr[1] is None:
             value, low = value.args[0], value.attr[0]
         return self.make("clamp", (value,), (low, high))
 
     def unary(self, op: str, a: Value) -> Value:
-        """`square`, `rsqrt`, `sqrt`, `reciprocal` or `abs`."""
+        """Returns `square`, `rsqrt`, `sqrt`, `reciprocal` or `abs` of an expression."""
         if op == "square" and a.op == "abs":
             a = a.args[0]
         if op == "reciprocal" and a.op == "sqrt":
@@ -210,15 +211,17 @@ class Algebra:
         return self.make(op, (a,))
 
     def over_last(self, op: str, a: Value, size: Any) -> Value:
-        """`mean`, `sum` or `amax` over the last dimension."""
+        """Returns `mean`, `sum` or `amax` over the last dimension."""
         return self.make(op, (a,), size)
 
     def binary(self, op: str, a: Value, b: Value) -> Value:
-        """`add`, `mul`, `div` or `pow`."""
+        """Returns `add`, `mul`, `div` or `pow` of two expressions."""
         number = number_of(b)
         if op in ("add", "mul") and number_of(a) is not None and number is None:
             a, b, number = b, a, number_of(a)
-        if op in ("mul", "div") and number == 1.0:  # PyTorch makes 1.0 / x a reciprocal times 1.0
+        if (
+            op in ("mul", "div") and number == 1.0
+        ):  # PyTorch computes 1.0 / x as reciprocal(x) * 1.0
             return a
         if op == "mul" and a is b:
             return self.unary("square", a)
@@ -238,7 +241,7 @@ class Algebra:
 
 
 def _fits(value: Value, dtype: torch.dtype) -> bool:
-    """Whether rounding a float32 expression to `dtype` changes nothing."""
+    """Returns whether rounding a float32 expression to `dtype` changes nothing."""
     if value.op in ("abs", "amax", "rows", "choice"):
         return _fits(value.args[0], dtype)
     return value.op == "up" and value.args[0].dtype == dtype
@@ -249,17 +252,17 @@ def as_float32(number: float) -> float: ...
 @overload
 def as_float32(number: float | None) -> float | None: ...
 def as_float32(number: float | None) -> float | None:
-    """A number rounded to float32."""
+    """Returns a number rounded to float32."""
     return None if number is None else ctypes.c_float(number).value
 
 
 def number_of(value: Value) -> float | None:
-    """The value of a constant; None for anything else."""
+    """Returns the value of a constant; None for anything else."""
     return float.fromhex(value.attr) if value.op == "const" else None
 
 
 def bare(value: Value) -> Value:
-    """An expression without its outermost roundings and conversions."""
+    """Returns an expression without its outermost roundings and conversions."""
     while value.op in ("up", "round"):
         value = value.args[0]
     return value

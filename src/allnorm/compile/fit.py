@@ -1,4 +1,4 @@
-"""From a reading of the graph to a call: its inputs as nodes, their shapes, and what forbids it."""
+"""Turns a candidate into a match: finds the nodes of its inputs, checks their shapes and uses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.fx import Node
 from allnorm.compile.candidate import Candidate, Match, Missed, Weight
 from allnorm.compile.expressions import Value
 from allnorm.compile.norms import Output, split_gain
-from allnorm.compile.quantise import Quantised
+from allnorm.compile.quantize import Quantization
 from allnorm.compile.safety import check_escapes, check_memory, check_order
 from allnorm.compile.shapes import (
     has_contiguous_rows,
@@ -25,10 +25,10 @@ from allnorm.compile.vocabulary import operation
 
 
 def fit(values: Values, candidate: Candidate, accepted: list[Match]) -> Match:
-    """The call for a reading, beside those that were accepted.
+    """Returns the fused call for a candidate, given the matches that were accepted before.
 
     Raises:
-        Missed: there is none, with the reason.
+        Missed: there is none; the text is the reason.
     """
     x = candidate.reduction.x
     if candidate.is_local:
@@ -41,7 +41,7 @@ def fit(values: Values, candidate: Candidate, accepted: list[Match]) -> Match:
     for norm in candidate.norms:
         if norm.hidden_size != run.shape[-1]:
             raise Missed(
-                f"the norm is over {norm.hidden_size} of {run.shape[-1]} elements of a row"
+                f"the norm covers {norm.hidden_size} of the {run.shape[-1]} elements of a row"
             )
     weight = _weight(values, candidate, candidate.output, run)
     post_weight = _weight(values, candidate, candidate.branch.output, run)
@@ -50,18 +50,18 @@ def fit(values: Values, candidate: Candidate, accepted: list[Match]) -> Match:
         _place_residual(values, match, run, adder)
     _place_x(values, match, before, run)
     _place_results(values, match, run)
-    if candidate.quantised is not None:
-        _place_quantised(values, match, candidate.quantised, run)
+    if candidate.quantization is not None:
+        _place_quantization(values, match, candidate.quantization, run)
     _check_gradient(values, candidate)
     members = set() if candidate.is_local else {candidate.reduction.node}
     for value in candidate.values:
-        # Copies of results stay; copies on the way go too.
+        # Copies of results stay; copies of intermediate values are removed.
         served = value in candidate.served
         members.update(values.computed_by(value) if served else value.definers)
     if candidate.is_local:
         members.discard(x)
     match.members = sorted(members, key=values.position.__getitem__)
-    for node in match.members:  # results of a call that nobody takes
+    for node in match.members:  # results of a call that no node reads
         parts = [user for user in node.users if operation(user) == "getitem" and not user.users]
         match.dead += [part for part in parts if part not in members]
     if values.shapes.has_real_examples:
@@ -77,7 +77,7 @@ def fit(values: Values, candidate: Candidate, accepted: list[Match]) -> Match:
 
 
 def _numbers(values: Values, match: Match) -> dict[Node, object]:
-    """What members are given that is no tensor, but computed by the graph."""
+    """Returns the arguments of members that the graph computes and that are not tensors."""
     found: dict[Node, object] = {}
     for node in match.members:
         for source in node.all_input_nodes:
@@ -92,12 +92,12 @@ def _numbers(values: Values, match: Match) -> dict[Node, object]:
 def _tensor(values: Values, node: Node) -> Tensor:
     tensor = values.shapes.of(node)
     if tensor is None:
-        raise Missed(f"the shape of {node} is not known")
+        raise Missed(f"the shape of {node} is unknown: register a fake for the operators before it")
     return tensor
 
 
 def _first_tensor(values: Values, node: Node) -> Tensor:
-    """Of an operator that stands for a function: its first result, in whose shape it adds."""
+    """Returns a node's result; of several, the first: decompositions add in its shape."""
     results = values.shapes.any_of(node)
     if isinstance(results, tuple | list) and results and isinstance(results[0], Tensor):
         return results[0]
@@ -105,7 +105,7 @@ def _first_tensor(values: Values, node: Node) -> Tensor:
 
 
 def _adder(candidate: Candidate) -> Node | None:
-    """The node that adds the residual."""
+    """Returns the node that adds the residual."""
     if candidate.residual is None:
         return None
     if candidate.sum32.definers:
@@ -119,21 +119,21 @@ def _place_residual(values: Values, match: Match, run: Tensor, adder: Node) -> N
     assert candidate.residual is not None
     origin = values.reduced[candidate.reduction.node]
     if candidate.residual.derives_from(origin):
-        raise Missed(f"what {adder} adds is itself computed from the reduced tensor")
+        raise Missed(f"{adder} adds a tensor that is itself computed from the reduced tensor")
     match.residual = _holder(values, candidate.residual, run)
     if match.residual is None:
         match.residual = _holder(values, candidate.residual, run, led=True)
         if match.residual is None:
             raise Missed(
-                f"what {adder} adds is no tensor of the shape of the reduced one on its device"
+                f"what {adder} adds is not a tensor of the reduced tensor's shape and device"
             )
         match.lead_residual = run.dim() - _tensor(values, match.residual).dim()
 
 
 def _holder(values: Values, value: Value, like: Tensor, *, led: bool = False) -> Node | None:
-    """A node whose tensor holds `value`, with the shape and device of `like`.
+    """Returns a node whose tensor holds `value`, with the shape and device of `like`.
 
-    With `led`, dimensions of size 1 in front may be missing.
+    With `led`, leading dimensions of size 1 may be missing.
     """
     for node in value.holders:
         tensor = values.shapes.of(node)
@@ -180,8 +180,8 @@ def _weight(
             strided = strided or _strides(node, tensor)
     raise Missed(
         strided
-        or f"the normed tensor is multiplied by something that is no weight of {run.shape[-1]} "
-        "elements, equal for all rows, on the same device"
+        or "the normed tensor is multiplied by something other than a weight: expected "
+        f"{run.shape[-1]} elements, the same for all rows, on the same device"
     )
 
 
@@ -201,7 +201,7 @@ def _is_weight(tensor: Tensor, run: Tensor) -> bool:
 
 
 def _place_x(values: Values, match: Match, before: Tensor, run: Tensor) -> None:
-    """Takes `x` in the shape in which the residual is added."""
+    """Finds `x` in the shape in which the residual is added, or the view that gives it."""
     if same_shape(before.shape, run.shape):
         return
     if leads_to(before.shape, run.shape):
@@ -219,14 +219,16 @@ def _place_x(values: Values, match: Match, before: Tensor, run: Tensor) -> None:
 
 def _place_results(values: Values, match: Match, run: Tensor) -> None:
     candidate = match.candidate
-    quantised = candidate.quantised
-    scale = None if quantised is None else quantised.scale
+    quantization = candidate.quantization
+    scale = None if quantization is None else quantization.scale
     for value in candidate.served:
         handed_over = match.handed_over(values, value)
         if value is scale:
             continue
         in_blocks = (
-            quantised is not None and value is quantised.quantized and bool(quantised.scale_layout)
+            quantization is not None
+            and value is quantization.quantized
+            and bool(quantization.scale_layout)
         )
         _tensor(values, value.definers[0])
         for node in handed_over:
@@ -242,44 +244,46 @@ def _place_results(values: Values, match: Match, run: Tensor) -> None:
                 match.views[node] = _view_between(values, candidate, run, tensor, node)
 
 
-def _place_quantised(values: Values, match: Match, quantised: Quantised, run: Tensor) -> None:
-    quantized = _tensor(values, quantised.quantized.definers[0])
-    if quantised.scale_layout and not same_shape(quantized.shape[:-1], run.shape[:-1]):
+def _place_quantization(
+    values: Values, match: Match, quantization: Quantization, run: Tensor
+) -> None:
+    quantized = _tensor(values, quantization.quantized.definers[0])
+    if quantization.scale_layout and not same_shape(quantized.shape[:-1], run.shape[:-1]):
         before, after = tuple(run.shape[:-1]), tuple(quantized.shape[:-1])
-        raise Missed(f"the quantised rows are in another shape, {after}, not {before}")
-    if quantised.scale is not None:
-        made = [_tensor(values, node) for node in values.made_by(quantised.scale)]
+        raise Missed(f"the quantized rows have leading dimensions {after}: expected {before}")
+    if quantization.scale is not None:
+        made = [_tensor(values, node) for node in values.made_by(quantization.scale)]
         if not all(same_shape(tensor.shape, made[0].shape) for tensor in made):
-            raise Missed("the scale of the quantisation is computed in several shapes")
-        _place_scale(match, quantised, _tensor(values, quantised.scale.definers[0]))
-    if quantised.static is not None:
-        if quantised.static.derives_from(match.candidate.reduced):
-            raise Missed("the scale of the quantisation is computed from the reduced tensor")
-        match.static_scale = _static_scale(values, quantised.static, run)
+            raise Missed("the quantization's scale is computed in several shapes: expected one")
+        _place_scale(match, quantization, _tensor(values, quantization.scale.definers[0]))
+    if quantization.static is not None:
+        if quantization.static.derives_from(match.candidate.reduced):
+            raise Missed("the quantization's static scale is computed from the reduced tensor")
+        match.static_scale = _static_scale(values, quantization.static, run)
 
 
-def _place_scale(match: Match, quantised: Quantised, scale: Tensor) -> None:
-    """In any shape if the scales are in a row, else in a layout that the operator writes."""
-    match.scale_layout = quantised.scale_layout or match.scale_layout
+def _place_scale(match: Match, quantization: Quantization, scale: Tensor) -> None:
+    """Takes contiguous scales in any shape, and other scales if the operator has their layout."""
+    match.scale_layout = quantization.scale_layout or match.scale_layout
     if is_contiguous(scale):
         sizes = [static_size(size) for size in scale.shape]
         if len(match.shape) == 2 and scale.dim() > 0 and scale.shape[0] == match.shape[0]:
-            sizes[0] = None  # the number of tokens may be another one later
+            sizes[0] = None  # the number of tokens may differ in later calls
         if sizes.count(None) > 1:
             shape = tuple(scale.shape)
-            raise Missed(f"the scales have more than one dimension of unknown size: {shape}")
+            raise Missed(f"the scales have several dimensions of unknown size: {shape}")
         match.scale_shape = [-1 if size is None else size for size in sizes]
         return
     tokens, strides = scale.shape[0], scale.stride()
-    # Of blocks the layout is known, and what is not contiguous is not in it.
-    is_grouped = quantised.group_size > 0 and not quantised.scale_layout
+    # The layout of `blocks` is given, and its scales are contiguous.
+    is_grouped = quantization.group_size > 0 and not quantization.scale_layout
     is_matrix = is_grouped and scale.dim() == 2 and len(match.shape) == 2
     if is_matrix and same_shape(strides, (1, tokens)):
         match.scale_layout = "column_major"
     elif is_matrix and same_shape(strides, (1, (tokens + 3) // 4 * 4)):
         match.scale_layout = "column_major_tma"
     else:
-        raise Missed(f"the scales have strides {tuple(strides)}, in which allnorm writes none")
+        raise Missed(f"the scales have strides {tuple(strides)}, a layout allnorm does not write")
 
 
 def _static_scale(values: Values, static: Value, run: Tensor) -> Node:
@@ -292,15 +296,15 @@ def _static_scale(values: Values, static: Value, run: Tensor) -> Node:
             and all(static_size(size) == 1 for size in tensor.shape)
         ):
             return node
-    raise Missed("the scale of the quantisation is no float32 tensor of one element")
+    raise Missed("the quantization's static scale is not a float32 tensor of one element")
 
 
 def _view_between(
     values: Values, candidate: Candidate, before: Tensor, after: Tensor, user: Node | None = None
 ) -> Node:
-    """Returns a view on the way that leads from one shape to another.
+    """Returns a view of the candidate that converts one shape to the other.
 
-    It is in front of `user`, which the viewed result replaces, so that it needs nothing of that.
+    It comes before `user`, the node that the viewed result replaces, so it cannot depend on it.
     """
     end = len(values.position) if user is None else values.position[user]
     regrouped = [user for value in candidate.values for user in value.users if user.op == "rows"]
@@ -318,12 +322,12 @@ def _view_between(
                 and same_shape(result.shape, after.shape)
             ):
                 return node
-    raise Missed(f"no single view leads from {tuple(before.shape)} to {tuple(after.shape)}")
+    raise Missed(f"no single view converts {tuple(before.shape)} to {tuple(after.shape)}")
 
 
 def _check_gradient(values: Values, candidate: Candidate) -> None:
     if values.maker_of(candidate.served[-1].definers[0]) in values.context.differentiated:
         raise Missed(
-            "its result needs a gradient, which the fused call does not have: run under "
-            "torch.no_grad(), or fuse after autograd, as Inductor's pass does"
+            "its result needs a gradient, which the fused call does not compute: run under "
+            "torch.no_grad(), or fuse after autograd, as inductor_pass does"
         )

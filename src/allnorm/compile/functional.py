@@ -1,11 +1,12 @@
-"""A graph that writes in place as one that does not, by PyTorch's own functionalisation.
+"""Makes a graph that writes in place functional, by PyTorch's own functionalization.
 
-The graph is run node by node on fake tensors under `torch.func.functionalize`, and recorded by
-`make_fx`: calls in place, views of what they change and `out=` become pure operators, and what the
-caller's tensors hold in the end is copied into them there. Reductions are recorded as one operator
-of this module, whatever they were called; those that are not fused get their own call back.
+The graph runs node by node on fake tensors under `torch.func.functionalize`, and `make_fx` records
+it. In-place calls, views of the tensors that they change, and `out=` become pure operators. Copies
+at the end store the final contents of the caller's tensors. Every reduction is recorded as the same
+operator, defined here; reductions that are not fused get their original call back.
 
-What a recording would lose is refused: calls that do more than compute, numbers of one run.
+Graphs of which a recording would lose something are refused: those with calls that do more than
+compute, and those whose inputs include numbers, which a recording would fix.
 """
 
 from __future__ import annotations
@@ -54,11 +55,14 @@ _FUNCTIONAL = torch.ops._c10d_functional
 
 
 class NotFunctional(Exception):  # noqa: N818 - a result, with the reason as its text
-    """The graph cannot be made functional."""
+    """The graph cannot be made functional; the text is the reason."""
 
 
 def writers(graph: Graph, shapes: Shapes, reductions: dict[Node, Reduction]) -> dict[Node, str]:
-    """Nodes that write, but for copies to inputs behind everything that reads them; by tensor."""
+    """Returns the nodes that write, by the node of the tensor that they write.
+
+    Copies to inputs of the graph are left out if nothing reads the input after them.
+    """
     read: set[object] = set()
     found = {}
     for node in reversed(graph.nodes):
@@ -74,7 +78,7 @@ def writers(graph: Graph, shapes: Shapes, reductions: dict[Node, Reduction]) -> 
 
 
 def is_last_copy(node: Node) -> bool:
-    """Whether a node stores in an input of the graph, and does nothing else."""
+    """Returns whether a node only copies a tensor to an input of the graph."""
     return (
         node.target is torch.ops.aten.copy_.default
         and isinstance(node.args[0], Node)
@@ -90,13 +94,13 @@ class Functional:
 
     Attributes:
         module: the graph; each node has metadata.
-        inputs: its inputs, in the order of those of the given graph.
-        results: fake tensors as the given graph returned them; None for what is no tensor.
-        roots: by memory, the inputs and parameters that the given graph had there.
-        makers: the node of the given graph that each node was made by.
-        reductions: by the node of the given graph.
-        constants: tensors that the given graph makes of nothing, by name.
-        env: of sizes that were made for this graph only.
+        inputs: its inputs, in the order of the given graph's inputs.
+        results: fake tensors of the given graph's results; None for results that are not tensors.
+        roots: by memory, the inputs and parameters of the given graph that have this memory.
+        makers: by node, the node of the given graph that it was recorded for.
+        reductions: the reductions, by node of the given graph.
+        constants: by name, tensors that the given graph creates from constants.
+        env: the environment of sizes that were made for this graph only.
     """
 
     module: GraphModule
@@ -109,16 +113,16 @@ class Functional:
     constants: dict[str, Tensor] = field(default_factory=dict)
 
     def finish(self, shapes: Shapes, before: Sequence[Reduction], meta_key: str | None) -> str:
-        """What the graph needs besides its sites, to stand in the place of the given one.
+        """Completes the graph, once its sites are fused, so that it can replace the given one.
 
         Returns:
-            Why it cannot; empty if it can.
+            The reason why it cannot; empty if it can.
         """
         problem = keep_aliasing(self.module.graph, shapes, self.results, self.roots)
         if not problem:
             self._call_reductions(before)
             traced = meta_key == "val" and TracingContext.try_get() is not None
-            if not traced:  # AOTAutograd guards its inputs
+            if not traced:  # AOTAutograd guards the inputs of its graphs
                 self._guard(meta_key)
         return problem
 
@@ -126,7 +130,7 @@ class Functional:
         """Makes it the graph of a module."""
         for name, tensor in self.constants.items():
             setattr(module, name, tensor)
-        graph = module.graph  # stays the same object: passes hand it on
+        graph = module.graph  # the object must stay the same: later passes use it
         inputs = graph.find_nodes(op="placeholder")
         meta = graph.output_node().meta
         for node in reversed(graph.nodes):
@@ -138,7 +142,7 @@ class Functional:
         graph.output(result).meta.update(meta)
 
     def _call_reductions(self, before: Sequence[Reduction]) -> None:
-        """Gives the reductions that were not fused their calls back."""
+        """Restores the original calls of reductions that were not fused."""
         graph = self.module.graph
         for node in graph.find_nodes(op="call_function", target=REDUCED):
             with graph.inserting_before(node):
@@ -148,11 +152,11 @@ class Functional:
             graph.erase_node(node)
 
     def _guard(self, meta_key: str | None) -> None:
-        """Checks the inputs where it runs, as far as no tracer does it."""
+        """Adds checks of the inputs to the graph that no tracer makes."""
         graph = self.module.graph
         writing = [target for node in graph.nodes for target in written(node)]
         first = list(dict.fromkeys(t for t in writing if t.op in ("placeholder", "get_attr")))
-        # One node for each parameter: fused sites may have added others.
+        # One node per parameter: fused sites may have added more.
         names = {node.target: node for node in graph.find_nodes(op="get_attr")}
 
         def one(node: Node) -> Node | None:
@@ -164,7 +168,7 @@ class Functional:
         given = [node for node in tensors if node.op == "placeholder"]
         rule = "" if meta_key == "example_value" else self._rule(given)
         if first or rule:
-            # In front of everything that computes.
+            # Before every node that computes.
             place = next(node for node in graph.nodes if node.op != "placeholder")
             for node in tensors:
                 if node.op == "get_attr" and node is not place:
@@ -176,7 +180,7 @@ class Functional:
                 graph.call_function(guards.check_inputs, arguments)
 
     def _rule(self, tensors: list[Node]) -> str:
-        """What must hold of the sizes of inputs, as PyTorch writes guards."""
+        """Returns the conditions on the sizes of inputs, in the form of PyTorch's guards."""
         sizes = guards.sizes_of([node.meta["val"] for node in tensors])
         if self.env is not None:
             return guards.rule_of(self.env, sizes, bounds=True)
@@ -191,7 +195,7 @@ class Functional:
 
 
 def _call(graph: Graph, reduction: Reduction, x: Any) -> Node:
-    """The call of a reduction, of another tensor, that returns a new one."""
+    """Makes a call of a reduction that reduces `x` and returns a new tensor."""
     node, given = reduction.node, reduction.x
 
     def other(argument: Node) -> Any:
@@ -214,22 +218,22 @@ def _call(graph: Graph, reduction: Reduction, x: Any) -> Node:
 # ---- making it ----------------------------------------------------------------------------------
 
 
-def functionalise(
+def make_functional(
     module: GraphModule,
     shapes: Shapes,
     reductions: dict[Node, Reduction],
     differentiated: frozenset[Node],
 ) -> Functional:
-    """The graph, functional. The module is not changed.
+    """Returns a functional version of the graph. Does not change the module.
 
     Raises:
-        NotFunctional: with the reason.
+        NotFunctional: there is none; the text is the reason.
     """
     inputs = module.graph.find_nodes(op="placeholder")
     _check(module, shapes, reductions)
     if any(node.op != "placeholder" for node in differentiated):
         raise NotFunctional(
-            "results of it need a gradient: run under torch.no_grad(), or fuse after autograd"
+            "its results need a gradient: run under torch.no_grad(), or fuse after autograd"
         )
     attributes = _attributes(module)
     mode, values = _arguments(shapes, inputs, list(attributes.values()))
@@ -238,12 +242,12 @@ def functionalise(
         with mode, torch.no_grad(), enable_python_dispatcher():
             traced, makers = make_fx(functionalize(recorder.play))(*values), recorder.makers
             if any(written(node) and not is_last_copy(node) for node in traced.graph.nodes):
-                again = _Runner(traced)  # inside of what an operator is made of
+                again = _Runner(traced)  # an operator's decomposition may write in place
                 traced = make_fx(functionalize(again.run))(*values)
                 makers = {new: makers[n] for new, n in again.makers.items() if n in makers}
     except NotFunctional:
         raise
-    except Exception as error:  # noqa: BLE001 - whatever an operator says to fake tensors
+    except Exception as error:  # noqa: BLE001 - operators may raise anything for fake tensors
         text = str(error).strip().splitlines() or [type(error).__name__]
         raise NotFunctional(f"PyTorch cannot make it functional: {text[0]}") from None
     _check_strides(shapes, recorder)
@@ -274,7 +278,7 @@ def functionalise(
 
 
 def _rename(graph: Graph, makers: dict[Node, Node]) -> None:
-    """Names nodes after the nodes of the given graph that made them: reasons name those."""
+    """Names nodes after the given graph's nodes that they were recorded for, as reasons do."""
     names = graph._graph_namespace = torch.fx.graph._Namespace()
     last = {makers[node]: node for node in graph.nodes if node in makers}
     for maker, node in last.items():
@@ -286,35 +290,40 @@ def _rename(graph: Graph, makers: dict[Node, Node]) -> None:
 
 
 def _check(module: GraphModule, shapes: Shapes, reductions: dict[Node, Reduction]) -> None:
-    """Raises unless running the graph on fake tensors shows everything that it does."""
+    """Raises unless a run on fake tensors records everything that the graph does."""
     for node in module.graph.nodes:
         value, reduction = shapes.any_of(node), reductions.get(node)
         _check_plain(node, value)
         if node.op == "placeholder":
             if node.users and (value is None or isinstance(value, int | float | str | list)):
-                raise NotFunctional(f"{node} is {value!r} in it, which may be another one later")
+                raise NotFunctional(
+                    f"its input {node} is {value!r}, not a tensor, and may differ in later calls"
+                )
         elif node.op == "get_attr":
             if not isinstance(attribute_of(node), Tensor):
-                raise NotFunctional(f"{node} is no tensor")
+                raise NotFunctional(f"{node} is not a tensor")
         elif checks_inputs(node):
-            continue  # stays where it is
+            continue  # the node is kept
         elif node.op == "call_module":
             called = module_of(node)
             problem = plain_module(called)
             if problem or not type(called).__module__.startswith("torch.nn.modules."):
-                raise NotFunctional(f"{node} calls a module that {problem or 'may do anything'}")
+                effects = "may have side effects: it is not of PyTorch"
+                raise NotFunctional(f"{node} calls a module that {problem or effects}")
         elif reduction is not None:
             _check_reduction(reduction)
         elif isinstance(node.target, HigherOrderOperator):
             raise NotFunctional(f"{node} calls {node.target.name()}, a higher-order operator")
         elif node.op == "call_function" and not is_torch_function(node):
-            raise NotFunctional(f"{node} calls a function that may do anything")
+            raise NotFunctional(
+                f"{node} calls a function that may have side effects: it is not of PyTorch"
+            )
         elif node.op in ("call_function", "call_method") and not _computes(node, value):
-            raise NotFunctional(f"{node} does something else than to compute a tensor")
+            raise NotFunctional(f"{node} does not compute a tensor, so it may have side effects")
 
 
 def _check_plain(node: Node, value: Any) -> None:
-    """Raises if a node brings a DTensor into the graph, which cannot be recorded."""
+    """Raises if a node has a DTensor, which cannot be recorded."""
     tensors = {node.name: attribute_of(node) if node.op == "get_attr" else value}
     if node.op == "call_module":
         called = module_of(node)
@@ -323,7 +332,7 @@ def _check_plain(node: Node, value: Any) -> None:
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
             raise NotFunctional(
-                f"{name} is a DTensor: give the graph its whole local tensor instead"
+                f"{name} is a DTensor: pass its whole local tensor to the graph instead"
             )
 
 
@@ -338,16 +347,16 @@ def _check_reduction(reduction: Reduction) -> None:
     if reduction.x is None:
         return
     if reduction.result is not None or node.all_input_nodes != [reduction.x]:
-        raise NotFunctional(f"{node} is a reduction of another form than an operator of one tensor")
+        raise NotFunctional(f"the reduction {node} is not an operator with one tensor argument")
     if reduction.problem.startswith(("it is asynchronous", "it is a Python function")):
-        raise NotFunctional(f"{node} is a reduction of which {reduction.problem}")
+        raise NotFunctional(f"{node} is a reduction, but {reduction.problem}")
     of_torch = not qualified_name(node.target) or "c10d_functional" in qualified_name(node.target)
     if of_torch and (reduction.group is None or not op_name(reduction)):
-        raise NotFunctional(f"the graph does not name the operation or the process group of {node}")
+        raise NotFunctional(f"it does not name the reduce op or the process group of {node}")
 
 
 def _attributes(module: GraphModule) -> dict[str, Tensor]:
-    """Every parameter and buffer that the graph uses, once, by its first path."""
+    """Returns every parameter and buffer that the graph uses, once, by its first path."""
     found: dict[str, Tensor] = {}
     for node in module.graph.nodes:
         if node.op == "get_attr":
@@ -365,28 +374,30 @@ def _attributes(module: GraphModule) -> dict[str, Tensor]:
 def _arguments(
     shapes: Shapes, inputs: list[Node], attributes: list[Tensor]
 ) -> tuple[FakeTensorMode, list[Any]]:
-    """Fake tensors for the inputs and then the attributes, of sizes as free as they can be."""
+    """Returns fake tensors of the inputs, with the sizes that `shapes` has, then the attributes."""
     mode = shapes.fake_mode
     if mode is None:
-        raise NotFunctional("the shapes and dtypes of its tensors are not known")
+        raise NotFunctional("the shapes and dtypes of its tensors are unknown")
     values = [shapes.any_of(node) for node in inputs]
     fixed = [mode.from_tensor(tensor.detach(), static_shapes=True) for tensor in attributes]
     return mode, [*values, *fixed]
 
 
 def _check_strides(shapes: Shapes, recorder: _Recorder) -> None:
-    """Raises if a result has strides that functionalization loses, as those of an `out=`."""
+    """Raises if functionalization loses a result's strides, as it does those of `out=`."""
     for node, looks in recorder.looks.items():
         given = shapes.of(node)
         if given is None or not isinstance(looks, Tensor):
             continue
         if is_contiguous(given) != is_contiguous(looks):
             strides = tuple(given.stride())
-            raise NotFunctional(f"{node} has strides {strides}, which PyTorch would not keep")
+            raise NotFunctional(
+                f"{node} has strides {strides}, which PyTorch's functionalization loses"
+            )
 
 
 def _check_sharing(traced: GraphModule, values: list[Any], names: list[str]) -> None:
-    """Raises if the graph writes to an input whose memory is another one's too."""
+    """Raises if the graph writes to an input that shares memory with another input."""
     places = traced.graph.find_nodes(op="placeholder")
     storages = {
         place: value.untyped_storage()._cdata
@@ -397,20 +408,20 @@ def _check_sharing(traced: GraphModule, values: list[Any], names: list[str]) -> 
         for target in written(node):
             if list(storages.values()).count(storages.get(target)) > 1:
                 raise NotFunctional(
-                    f"it writes to an input, {names[places.index(target)]}, that shares memory "
-                    "with another"
+                    f"it writes to its input {names[places.index(target)]}, which shares memory "
+                    "with another input"
                 )
 
 
 class _Runner(Interpreter):
-    """Runs a graph on functional tensors, and keeps which node made what."""
+    """Runs a graph on functional tensors and maps the recorded nodes to the graph's."""
 
     def __init__(self, module: GraphModule) -> None:
         super().__init__(module, garbage_collect_values=False)
-        self.makers: dict[Node, Node] = {}  # by node of the record
+        self.makers: dict[Node, Node] = {}  # by recorded node
 
     def run_node(self, n: Node) -> Any:
-        """Runs a node, and remembers it as the maker of what that adds to the record."""
+        """Runs a node and maps the nodes that this records to it."""
         mode = get_proxy_mode()
         assert mode is not None
         last = mode.tracer.graph._root._prev
@@ -436,20 +447,20 @@ class _Recorder(_Runner):
         self._paths = attributes
         self._lifted: dict[int, Any] = {}
         self.results: list[Node] = []
-        self.looks: dict[Node, Any] = {}  # what the graph returns
+        self.looks: dict[Node, Any] = {}  # fake tensors of the graph's results
         self.inputs: list[Any] = []
 
     def play(self, *values: Any) -> Any:
-        """Runs the graph on its inputs and then its parameters; returns each result once."""
+        """Runs the graph on its inputs, then its parameters, and returns each result once."""
         count = len(values) - len(self._paths)
         for path, value in zip(self._paths, values[count:], strict=True):
             self._lifted[id(attribute_at(self.module, path))] = value
         before = [value.shape if isinstance(value, Tensor) else None for value in values]
-        # The graph's own inputs and results, not the structures that an exported one makes of them.
+        # An exported graph would flatten its inputs and restructure its results.
         results = self.run(*values[:count], enable_io_processing=False)
         for value, shape in zip(values, before, strict=True):
             if shape is not None and not same_shape(value.shape, shape):
-                raise NotFunctional("it changes the shape of an input in place")
+                raise NotFunctional("it changes an input's shape in place")
         self.inputs = list(values)
         return results
 
@@ -465,7 +476,7 @@ class _Recorder(_Runner):
             return self._module(n)
         waited = n.args[0] if operation(n) == "wait" and n.args else None
         if isinstance(waited, Node) and waited in self._sites:
-            return self.env[waited]  # as eagerly: the same tensor
+            return self.env[waited]  # the same tensor, as in eager mode
         if reduction is None or reduction.x is None:
             return self._handed_on(n, super()._run(n))
         x = self.env[reduction.x]
@@ -473,7 +484,7 @@ class _Recorder(_Runner):
         return x.copy_(value) if reduction.in_place else value
 
     def _handed_on(self, n: Node, value: Any) -> Any:
-        """The input itself where an operator returned it, of which its schema says nothing."""
+        """Returns the input itself if an operator returned it without declaring that."""
         if not isinstance(value, Tensor) or not torch._is_functional_tensor(value):
             return value
         for node in n.all_input_nodes:
@@ -482,7 +493,9 @@ class _Recorder(_Runner):
                 continue
             if storage_of(value) != storage_of(given) and _inner(value) == _inner(given):
                 if not _is_alike(value, given):
-                    raise NotFunctional(f"{n} returns a view that its operator does not tell of")
+                    raise NotFunctional(
+                        f"{n} returns a view of its argument that the operator does not declare"
+                    )
                 return given
         return value
 
@@ -501,7 +514,7 @@ class _Recorder(_Runner):
         values = [self.env[node] for node in self.results]
         for node, value in zip(self.results, values, strict=True):
             if isinstance(value, tuple | list | dict):
-                raise NotFunctional(f"it returns {node}, which is no tensor")
+                raise NotFunctional(f"it returns {node}, which is not a tensor")
             self.looks[node] = value
         return tuple(values)
 
@@ -516,11 +529,15 @@ def _is_alike(a: Tensor, b: Tensor) -> bool:
     return same and same_shape(a.stride(), b.stride())
 
 
-# ---- what make_fx recorded, as a graph of the module --------------------------------------------
+# ---- from the recorded graph to a graph of the module -------------------------------------------
 
 
 def _with_parameters(graph: Graph, count: int, paths: list[str]) -> list[Node]:
-    """Parameters and buffers by the paths that they have in the module, behind `count` inputs."""
+    """Replaces the placeholders after the first `count` by the module's parameters and buffers.
+
+    Returns:
+        The nodes of all inputs, parameters and buffers.
+    """
     places = graph.find_nodes(op="placeholder")
     for index, path in enumerate(paths, count):
         place = places[index]
@@ -535,7 +552,11 @@ def _with_parameters(graph: Graph, count: int, paths: list[str]) -> list[Node]:
 def _with_results(
     graph: Graph, given: Graph, recorder: _Recorder, makers: dict[Node, Node]
 ) -> list[Tensor | None]:
-    """Returns what the given graph returns, in its structure."""
+    """Makes the graph return its results in the given graph's structure.
+
+    Returns:
+        Fake tensors of the given graph's results; None for results that are not tensors.
+    """
     output, results = graph.output_node(), []
     recorded: Any = output.args[0]
     traced = dict(zip(recorder.results, recorded, strict=True))
@@ -551,28 +572,28 @@ def _with_results(
 
 
 def _without_copies(made: Functional) -> None:
-    """Takes out copies over what has the same layout anyway."""
+    """Removes `copy` nodes whose source has the same layout as their target."""
     inputs = [storage_of(place.meta["val"]) for place, _ in made.roots.values()]
     for node in made.module.graph.find_nodes(
         op="call_function", target=torch.ops.aten.copy.default
     ):
         source = node.args[1]
         looks = source.meta["val"] if isinstance(source, Node) else None
-        # What is read of an input must be read before it is written, at the end.
+        # Copies of inputs stay: the graph writes its inputs at its end, after all reads.
         alike = isinstance(looks, Tensor) and _is_alike(looks, node.meta["val"])
         if alike and storage_of(looks) not in inputs:
             node.replace_all_uses_with(source)
 
 
 def _with_constants(made: Functional, module: GraphModule) -> None:
-    """Gives tensors that the graph makes of nothing a name in the module."""
+    """Gives tensors that the graph creates from constants a name in the module."""
     paths = [place.target for place, _ in made.roots.values()]
     for node in made.module.graph.find_nodes(op="get_attr"):
         if node.target in paths:
             continue
         tensor = attribute_at(made.module, str(node.target))
         if not isinstance(tensor, Tensor) or isinstance(tensor, FakeTensor):
-            raise NotFunctional(f"it makes {node}, a tensor that only tracing knows")
+            raise NotFunctional(f"it creates {node}, a tensor that exists only while it is traced")
         name = f"_allnorm_constant{len(made.constants)}"
         while hasattr(module, name):
             name += "_"
@@ -583,7 +604,7 @@ def _with_constants(made: Functional, module: GraphModule) -> None:
 def _reductions(
     graph: Graph, before: dict[Node, Reduction], makers: dict[Node, Node]
 ) -> dict[Node, Reduction]:
-    """The reductions of the graph, by the nodes that they had before."""
+    """Returns the graph's reductions, by their nodes in the given graph."""
     marked = {node.args[1]: node for node in graph.nodes if node.target is REDUCED}
     found = {}
     for index, (node, reduction) in enumerate(before.items()):
@@ -591,7 +612,7 @@ def _reductions(
             same = (n for n, maker in makers.items() if maker is node)
             new = next((n for n in same if n.target == node.target), None)
             if new is None:
-                raise NotFunctional(f"{node} is a reduction of several tensors in place")
+                raise NotFunctional(f"{node} reduces several tensors in place")
             found[node] = replace(reduction, node=new)
         else:
             new = marked[index]

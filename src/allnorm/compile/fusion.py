@@ -1,4 +1,4 @@
-"""The pass: reductions, their matches, the rewrite, the report."""
+"""The graph pass: finds reductions, matches them, rewrites the graph and reports."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from allnorm.compile import agreement, guards
 from allnorm.compile.aliasing import keep_aliasing, occurrences
 from allnorm.compile.candidate import Match, Missed
 from allnorm.compile.decompose import Decompositions, by_name
-from allnorm.compile.functional import Functional, NotFunctional, functionalise, writers
+from allnorm.compile.functional import Functional, NotFunctional, make_functional, writers
 from allnorm.compile.groups import check_group, communicator_name, group_of
 from allnorm.compile.match import Matcher
 from allnorm.compile.reductions import Reduction, find_reductions
@@ -42,50 +42,51 @@ def fuse(
     decompositions: Mapping[Any, Callable[..., Any]] | None = None,
     approximate_quant: bool = False,
 ) -> FusionReport:
-    """Fuses every all-reduce of a graph with the residual add and RMSNorm behind it, if it can.
+    """Fuses each all-reduce of a graph with the residual add and RMSNorm after it, where possible.
 
-    A site is only fused if one of the rounding modes computes what the graph computes, operation by
-    operation as PyTorch does it eagerly. Only the order of additions in the mean square, and the
-    last bit of the reciprocal root, may differ; with `approximate_quant`, rare FP8 elements too.
+    A site is fused only if one of the rounding modes computes the graph's operations with the
+    roundings that PyTorch makes in eager mode. Only the order of additions in the mean square, and
+    the last bit of the reciprocal root, may differ. With `approximate_quant`, rare FP8 elements may
+    differ too.
 
     Args:
-        graph_module: is changed in place, and recompiled if anything was fused. Graphs anywhere in
-            its submodules are fused too. A graph that writes in place is made functional first, by
-            PyTorch's own means, and is left as it is where that would lose anything that it does.
-        example_inputs: arguments of the graph, real or fake; needed if its nodes have no metadata
-            ("val" or "example_value") of shapes and dtypes.
-        communicator: runs the fused calls; reductions over other groups are missed. None uses the
-            oldest open one of the reduction's group and device, or makes one; it stays open until
-            it is closed.
+        graph_module: the graph. It is changed in place, and recompiled if anything was fused.
+            Graphs in its submodules are fused too. A graph that writes in place is first made
+            functional by PyTorch; if that would lose any of its effects, it stays unchanged.
+        example_inputs: arguments of the graph, real or fake. Required if its nodes have no metadata
+            ("val" or "example_value") with shapes and dtypes.
+        communicator: runs the fused calls; reductions over other groups are missed. None: the
+            oldest open communicator of the reduction's group and device, or else a new one, which
+            stays open until it is closed.
         all_reduce_ops: custom operators that sum their first tensor argument over the ranks of the
             communicator: names ("vllm::all_reduce"), operators or overloads.
-        all_reduce_groups: what such an operator calls the communicator's group, in its first string
-            argument; those over other groups are missed. Empty: all of them are taken to be over
-            the communicator's group.
-        decompositions: custom operators, by name or as operators, and the function that computes
-            what each does, with the same arguments, in PyTorch: a framework's own norm, say. Inside
-            the wrapper that makes a mutating operator functional, it takes that wrapper's keywords
-            and returns the new values of what is changed. A function must add tensors in the shape
-            of its first result.
-        approximate_quant: also fuse quantisations that multiply by the reciprocal of the scale, or
-            whose scale has another lower bound, of up to 1 / 512 on amax or 1 / (448 * 512) on the
-            scale. The fused call divides, and bounds amax by 1e-10. So a quantised element may be
-            the next FP8 number, if its quotient is within one float32 ulp of the middle between
-            both; and rows (or groups) without a value of 1 / 512 have a smaller scale, with which
-            their elements are more precise. All other scales are the same.
+        all_reduce_groups: names that such operators use for the communicator's group, in their
+            first string argument; operators with a different name are missed. Empty: all of these
+            operators are assumed to reduce over the communicator's group.
+        decompositions: custom operators, such as a framework's own norm, as names or operators, and
+            for each a PyTorch function that takes the same arguments and computes the same. For a
+            mutating operator in its functional wrapper, the function takes the wrapper's keywords
+            and returns the new values of the changed tensors. A function must add tensors in the
+            shape of its first result.
+        approximate_quant: also fuses quantizations that multiply by the reciprocal of the scale, or
+            have a different lower bound: up to 1 / 512 for amax, or 1 / (448 * 512) for the scale.
+            The fused call divides, and bounds amax by 1e-10. A quantized element may therefore be
+            the adjacent FP8 number if its quotient is within one float32 ulp of the midpoint. Rows
+            (or groups) whose values are all below 1 / 512 get a smaller scale, and more precise
+            elements. All other scales are the same.
 
     Returns:
-        What became of every reduction.
+        The report: every reduction, fused or missed, with the reason.
 
     Raises:
-        TypeError: an argument is of a wrong type.
-        ValueError: fewer example_inputs than the graph has inputs.
+        TypeError: an argument has a wrong type.
+        ValueError: there are fewer example_inputs than the graph has inputs.
         CommunicatorClosedError: `communicator` is closed.
-        AllnormError: a communicator could not be made; or peers that do not compile this graph may
-            be running one that is fused differently.
+        AllnormError: a communicator could not be made, or peers that do not compile this graph may
+            be running a graph that was fused differently.
 
-    Ranks agree: all fuse a graph, or none does. A rank waits at most a quarter of the timeout, and
-    60 s, for peers that do not come. Collective if it makes a communicator.
+    Either all ranks fuse a graph or none does. A rank waits for peers that do not compile it for at
+    most a quarter of the timeout, or 60 s. Collective if it makes a communicator.
     """
     if not isinstance(graph_module, GraphModule):
         raise TypeError(
@@ -110,7 +111,7 @@ def fuse(
 
 
 def _check_sizes(module: GraphModule, known: dict[GraphModule, Shapes]) -> None:
-    """Checks sizes of inputs where the graph runs, if real examples told more than they must."""
+    """Adds a check of the input sizes to the graph, if the fusion relies on those of examples."""
     shapes, ones = known.get(module), any(shapes.assumed.ones for shapes in known.values())
     checked = module.graph.find_nodes(op="call_function", target=guards.check_inputs)
     assumed = ones or any(shapes.assumed.sizes for shapes in known.values())
@@ -134,7 +135,7 @@ def _check_sizes(module: GraphModule, known: dict[GraphModule, Shapes]) -> None:
 
 @dataclass(frozen=True)
 class _Options:
-    """What the caller says of operators of its own, and allows."""
+    """Options of `fuse`: the caller's operators, and whether quantization may be approximate."""
 
     all_reduce_ops: Sequence[Any]
     all_reduce_groups: frozenset[str]
@@ -143,7 +144,7 @@ class _Options:
 
 
 def check_communicator(communicator: object) -> None:
-    """Raises unless this is None or an open communicator."""
+    """Raises unless the argument is None or an open communicator."""
     if communicator is None:
         return
     if not isinstance(communicator, Communicator):
@@ -158,13 +159,14 @@ def check_communicator(communicator: object) -> None:
 
 @dataclass
 class _Found:
-    """A reduction, and what became of it.
+    """A reduction and the result of the search for it.
 
     Attributes:
-        before: in the graph as it was given.
-        reduction: in the graph that is searched.
-        match: the fused call for it, and `name`, its communicator.
-        reason: why there is none.
+        before: the reduction in the given graph.
+        reduction: the reduction in the graph that is searched.
+        match: the fused call; None if there is none.
+        name: the name of the call's communicator.
+        reason: why there is no match.
     """
 
     before: Reduction
@@ -205,9 +207,9 @@ class _Search:
     """The result of a search in a graph.
 
     Attributes:
-        shapes: of the graph as it was given.
-        values: of the graph that was searched.
-        functional: that graph, if it is another one.
+        shapes: the given graph's shapes.
+        values: the expressions of the graph that was searched.
+        functional: the functional graph, if that was searched instead of the given one.
         sites: every reduction.
     """
 
@@ -218,26 +220,26 @@ class _Search:
 
     @property
     def fused(self) -> tuple[int, int]:
-        """Number of reductions with a match, and number of matches that leave nothing out."""
+        """Number of reductions with a match, and number of matches that are complete."""
         matches = [one.match for one in self.sites if one.match is not None]
         return len(matches), sum(not match.note for match in matches)
 
     @property
     def is_complete(self) -> bool:
-        """Returns whether every reduction has a match that leaves nothing out."""
+        """Whether every reduction has a match, and every match is complete."""
         return self.fused == (len(self.sites), len(self.sites))
 
 
 @dataclass(frozen=True)
 class _Given:
-    """A graph to be searched. The search changes nothing.
+    """A graph to search. The search does not change it.
 
     Attributes:
         module: the graph.
-        reductions: those of the graph.
-        examples: arguments of the graph, as in `fuse`.
+        reductions: its reductions.
+        examples: `example_inputs` of `fuse`.
         communicator: as in `fuse`.
-        options: the others of `fuse`.
+        options: the remaining arguments of `fuse`.
     """
 
     module: GraphModule
@@ -247,10 +249,10 @@ class _Given:
     options: _Options
 
     def search(self) -> _Search:
-        """Looks for matches for as many sizes of inputs as there can be.
+        """Searches for matches that are valid for as many input sizes as possible.
 
-        Sizes of the examples are only taken as given if more is fused then. The number of rows is
-        if a call was made with numbers that depend on it: such a call refuses another one anyway.
+        Sizes of the examples are assumed only if that fuses more. The number of rows is assumed
+        only if a call has arguments that depend on it: it would refuse a different number anyway.
         """
         best = self._search(Freedom.DISTINCT)
         if not best.shapes.has_real_examples:
@@ -262,13 +264,13 @@ class _Given:
             numbers = any(one.match is not None and one.match.numbers for one in other.sites)
             if other.fused > best.fused and (freedom is not Freedom.NONE or numbers):
                 best = other
-            elif freedom is Freedom.NONE:  # its reasons are without symbols
+            elif freedom is Freedom.NONE:  # its reasons show numbers instead of symbols
                 for one, same in zip(best.sites, other.sites, strict=True):
                     one.reason = one.reason and (same.reason or one.reason)
         return best
 
     def _search(self, freedom: Freedom) -> _Search:
-        """Looks for matches for some sizes of inputs."""
+        """Searches for matches that are valid for the sizes that `freedom` allows."""
         module, reductions = self.module, self.reductions
         shapes = Shapes(module, reductions, self.examples, freedom)
         differentiated = _differentiated(module, shapes)
@@ -276,7 +278,7 @@ class _Given:
         writing = writers(module.graph, shapes, reductions) if reductions else {}
         if writing:
             try:
-                functional = functionalise(module, shapes, reductions, differentiated)
+                functional = make_functional(module, shapes, reductions, differentiated)
             except NotFunctional as reason:
                 why = f"in a graph that cannot be made functional: {reason}"
                 context = replace(context, written=_written(writing, shapes, why))
@@ -295,13 +297,13 @@ class _Given:
 
 
 def _has_ones(examples: Sequence[Any] | None) -> bool:
-    """Returns whether a size of an example, except the last, is 1. A size of 1 is no symbol."""
+    """Returns whether any size of an example but the last is 1: such sizes are not symbols."""
     tensors = [value for value in examples or () if isinstance(value, Tensor)]
     return any(size == 1 for tensor in tensors for size in map(static_size, tensor.shape[:-1]))
 
 
 def _written(writing: dict[Node, str], shapes: Shapes, why: str) -> dict[object, str]:
-    """By memory, what writes there."""
+    """Returns, by memory, a text that names the node that writes to it."""
     found = {}
     for target, node in writing.items():
         text = f"{node} writes to the memory of {target}, {why}"
@@ -313,7 +315,7 @@ def _written(writing: dict[Node, str], shapes: Shapes, why: str) -> dict[object,
 def _note_inputs(
     node: Node, shapes: Shapes, inputs: dict[GraphModule, Sequence[Any] | None]
 ) -> None:
-    """What a graph inside of the graph is called with; None if that is not always alike."""
+    """Records the arguments of a nested graph in `inputs`; None if its calls may differ."""
     inner = module_of(node)
     assert isinstance(inner, GraphModule)
     given = [shapes.any_of(arg) if isinstance(arg, Node) else arg for arg in node.args]
@@ -324,7 +326,7 @@ def _note_inputs(
 
 
 def _differentiated(module: GraphModule, shapes: Shapes) -> frozenset[Node]:
-    """The nodes whose results need a gradient, as far as is known."""
+    """Returns the nodes whose results are known to need a gradient."""
     if shapes.examples is None:
         known = ((node, shapes.of(node)) for node in module.graph.nodes)
         return frozenset(node for node, t in known if t is not None and t.requires_grad)
@@ -362,7 +364,7 @@ def _match(
 
 
 def _agree(found: Sequence[_Found], values: Values, communicator: Communicator | None) -> None:
-    """Drops the matches of which not all ranks have the same; names the communicators of others.
+    """Drops matches that not all ranks have; sets the communicator names of the other matches.
 
     Raises:
         AllnormError: ranks that do not compile this graph may be running a fused one.
@@ -386,13 +388,16 @@ def _agree(found: Sequence[_Found], values: Values, communicator: Communicator |
 
 
 def _described(reduction: Reduction, values: Values) -> str:
-    """Returns what a reduction is on every rank; without the number of rows, which may change."""
+    """Returns a description of a reduction that is equal on all ranks: dtype and row size."""
     x = None if reduction.x is None else values.shapes.of(reduction.x)
     return "?" if x is None or not x.dim() else f"{x.dtype} {printable(x.shape[-1:])}"
 
 
 def _action(found: _Found, values: Values) -> str:
-    """What ranks must have in common of the call that replaces a reduction; empty if none does."""
+    """Returns a text of all that must be equal on all ranks in a reduction's fused call.
+
+    It is empty if there is no such call.
+    """
     match = found.match
     if match is None:
         return ""
@@ -403,7 +408,7 @@ def _action(found: _Found, values: Values) -> str:
     parts = (
         *(candidate.numerics, candidate.is_local, match.boundary, candidate.residual is None),
         *([norm.eps for norm in candidate.norms], weights, candidate.branch.scale),
-        *(candidate.quantised and str(candidate.quantised), match.scale_layout),
+        *(candidate.quantization and str(candidate.quantization), match.scale_layout),
         experts and (experts.top_k, experts.weights is None, experts.shared is None),
     )
     return str(parts)
@@ -416,7 +421,7 @@ def _rewrite(
     functional: Functional | None,
     meta_key: str | None,
 ) -> str:
-    """Applies the matches. Returns why it cannot; empty if it could."""
+    """Applies the matches. Returns the reason if that is impossible, else ""."""
     calls = [(one.match, one.name) for one in found if one.match is not None]
     if not calls:
         return ""
@@ -446,9 +451,9 @@ def _rewrite(
 
 
 def _keep_names(graph: Graph, names: Sequence[str]) -> None:
-    """Gives the results of a graph the names that they had: an exported program finds them so.
+    """Restores the names of a graph's results, by which an exported program finds them.
 
-    Results with several names that are one node now are told apart by aliases of it.
+    If several results became one node, aliases of the node get the further names.
     """
     output, found = graph.output_node(), [*zip(occurrences(graph), names, strict=True)]
     returned = {name: node for node, name in found if node.name == name}
@@ -471,7 +476,7 @@ def _keep_names(graph: Graph, names: Sequence[str]) -> None:
             continue
         if other is not None:
             other._rename(f"{name}_before")
-        graph._graph_namespace._used_names.discard(name)  # of a node that was erased, too
+        graph._graph_namespace._used_names.discard(name)  # an erased node may have had it
         node._rename(name)
         taken[name] = node
 
@@ -485,11 +490,11 @@ def _missed(site: Site, reason: str) -> Site:
 def _check_group(reduction: Reduction, groups: Collection[str]) -> None:
     if groups and reduction.named_by_caller and reduction.group not in groups:
         names = ", ".join(sorted(groups))
-        raise Missed(f"it is over group {reduction.group!r}, the communicator over {names}")
+        raise Missed(f"it reduces over group {reduction.group!r}: expected {names}")
 
 
 def _site(values: Values, shapes: Shapes, found: _Found) -> Site:
-    """The report's line."""
+    """Returns the report's entry for a reduction."""
     reduction, match = found.before, found.match
     x, hints = None if reduction.x is None else shapes.of(reduction.x), shapes.has_real_examples
     shape, dtype = (None, None) if x is None else (printable(x.shape, hints=hints), x.dtype)
@@ -497,7 +502,7 @@ def _site(values: Values, shapes: Shapes, found: _Found) -> Site:
     if match is None:
         return Site((reduction.node.name,), shape, dtype, group, reason=found.reason)
     candidate, nodes = match.candidate, _path(values, match)
-    quant = None if candidate.quantised is None else str(candidate.quantised)
+    quant = None if candidate.quantization is None else str(candidate.quantization)
     return Site(
         *(nodes, shape, dtype, group or found.name, candidate.numerics, None, quant, match.note),
         match.boundary,
@@ -505,7 +510,7 @@ def _site(values: Values, shapes: Shapes, found: _Found) -> Site:
 
 
 def _path(values: Values, match: Match) -> tuple[str, ...]:
-    """Names from the reduction to the norm, or to the quantisation."""
+    """Returns the names of the replaced nodes, from the reduction to the last result."""
 
     def place(node: Node) -> int:
         return values.position[node]

@@ -1,11 +1,11 @@
-"""Which compiled code of earlier runs may be used again: that of runs in which all ranks agreed.
+"""Decides which compiled code of earlier runs is reused: that of runs in which all ranks agreed.
 
-Each rank has a compile cache. If a rank of an earlier run was interrupted, or ranks did not agree,
-what lies in the caches of the ranks need not fit together. So a word is part of the cache keys. A
-file per rank in the cache has the word, and which agreements the code under this word rests on: a
-rank that has lost a part of its cache compiles that part again, alone, and must do as it did
-before. The file is empty while ranks decide, and from the first graph on which they do not agree.
-Ranks go on with a word only if all of them read the same one.
+Each rank has its own compile cache. If a rank of an earlier run was interrupted, or the ranks did
+not agree, the cached code of different ranks may not fit together. Therefore a word is part of the
+cache keys. A file per rank, in the cache, holds the word and the agreements that code with this
+word relies on: a rank that lost a part of its cache compiles that part again, alone, and must
+decide as before. The file is empty while the ranks decide, and after the first graph without
+agreement. Ranks continue to use a word only if all of them read the same one.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ except ImportError:  # not on every system
 
 
 class Generation:
-    """The compiled code of a rank that fits to that of its peers. Collective among those that come.
+    """The compiled code of a rank that fits its peers' code.
+
+    Creating one is collective among the ranks that compile.
 
     Args:
-        place: of the file of this rank.
-        verdicts: by which the ranks agree.
+        place: the path of this rank's file.
+        verdicts: the means by which the ranks agree.
 
     Attributes:
-        word: for cache keys, equal on all ranks.
+        word: a part of the cache keys; equal on all ranks.
     """
 
     def __init__(self, place: pathlib.Path, verdicts: Verdicts) -> None:
@@ -53,9 +55,9 @@ class Generation:
 
     @contextlib.contextmanager
     def deciding(self) -> Iterator[dict[str, str]]:
-        """Yields a dictionary for what is agreed on: by graph, the kind that is fused, or "".
+        """Yields a dictionary for agreements: by graph, the kind of graph that is fused, or "".
 
-        Ends the generation, for later runs, if nothing is put there.
+        If it stays empty, later runs start a new generation.
         """
         found: dict[str, str] = {}
         self._write(is_empty=True)
@@ -86,7 +88,7 @@ class Generation:
 
 
 def _is_locked(file: Any) -> bool:
-    """Keeps other processes from the file until this one ends; returns whether that works."""
+    """Locks the file until this process ends, and returns True. Raises OSError if it is locked."""
     os.set_inheritable(file.fileno(), False)
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return True

@@ -1,4 +1,4 @@
-"""Which communicator stands for the process group of a reduction."""
+"""Finds or makes the communicator for the process group of a reduction."""
 
 from __future__ import annotations
 
@@ -15,30 +15,37 @@ from allnorm.compile.candidate import Missed
 from allnorm.compile.reductions import Reduction
 from allnorm.core.registry import open_communicators
 
-# Communicators that a pass found or made: a compiled graph knows only their names.
+# Keeps communicators alive that a pass found or made: compiled graphs hold only their names.
 _named: list[Communicator] = []
 
 
 def check_group(reduction: Reduction, device: torch.device, given: Communicator | None) -> None:
-    """Checks whether there can be a communicator for a reduction; not collective.
+    """Checks that a communicator for a reduction exists or can be made; not collective.
 
     Args:
-        reduction: of a graph.
-        device: of what it reduces.
-        given: the caller's, or None.
+        reduction: the reduction.
+        device: the device of the tensor that it reduces.
+        given: the caller's communicator, or None.
 
     Raises:
-        Missed: there can be none.
+        Missed: there is none and none can be made; the text is the reason.
     """
     if given is not None:
         _check_given(reduction, device, given)
     elif reduction.comm_name is None:
         if reduction.group is None:
-            raise Missed("its process group is not a constant of the graph: pass communicator=")
+            raise Missed(
+                "the graph does not name its process group as a constant: pass communicator="
+            )
         if not dist.is_initialized():
-            raise Missed("torch.distributed is not initialized: there is no communicator to use")
+            raise Missed(
+                "torch.distributed is not initialized: call init_process_group() first, or pass "
+                "communicator="
+            )
         if _group(reduction.group) is None:
-            raise Missed(f"there is no process group called {reduction.group!r} here")
+            raise Missed(
+                f"this process has no process group named {reduction.group!r}: pass communicator="
+            )
 
 
 def group_of(reduction: Reduction, given: Communicator | None) -> dist.ProcessGroup | None:
@@ -60,9 +67,10 @@ def communicator_name(
     """Returns the name of the communicator for a reduction; collective if it has to be made.
 
     Args:
-        reduction: one that `check_group` has let pass.
-        device: of what it reduces.
-        given: the caller's; None to use the oldest one open on that group and device, or make one.
+        reduction: a reduction that `check_group` accepted.
+        device: the device of the tensor that it reduces.
+        given: the caller's communicator; None: the oldest open communicator of that group and
+            device, or a new one.
     """
     if given is not None:
         return given.name
@@ -73,8 +81,8 @@ def communicator_name(
     _named[:] = [communicator for communicator in _named if not communicator.is_closed]
     found = _first_on(group, device, _named)
     if found is None:
-        # One that was dropped without being closed is gone now on all ranks, and not on those only
-        # whose garbage collectors have seen it: all make one, or none.
+        # Communicators that were dropped without close() are now gone on all ranks, not only where
+        # the garbage collector happened to run: all ranks make a communicator, or none does.
         gc.collect()
         found = _first_on(group, device, open_communicators()) or _made_aside(group, device)
         _named.append(found)
@@ -84,22 +92,22 @@ def communicator_name(
 def _first_on(
     group: dist.ProcessGroup, device: torch.device, communicators: list[Communicator]
 ) -> Communicator | None:
-    # By the group itself: one of the same name may have been destroyed since.
+    # Compares groups, not names: an earlier group of the same name may have been destroyed.
     same = (c for c in communicators if c.group == group and c.device == device)
     return next(same, None)
 
 
 def _made_aside(group: dist.ProcessGroup, device: torch.device) -> Communicator:
-    """A new communicator, made on a thread that knows nothing of the compilation going on here.
+    """Makes a communicator on another thread, which avoids a deadlock during compilation.
 
-    Inductor compiles with PyTorch's Python dispatcher on, which takes the GIL around operators.
-    Gloo's enqueue() is one of them and waits for a lock that Gloo's worker may hold while it frees
-    the tensors of an older collective, for which it in turn wants the GIL: they would hang.
+    Inductor compiles with PyTorch's Python dispatcher enabled, which holds the GIL in operators.
+    Gloo's enqueue() is such an operator. It waits for a lock that Gloo's worker may hold while it
+    frees the tensors of an earlier collective, which needs the GIL: a deadlock.
     """
 
     def make() -> Communicator:
         if device.type == "cuda":
-            torch.cuda.set_device(device)  # a thread starts with device 0; NCCL takes the current
+            torch.cuda.set_device(device)  # NCCL uses the current device; new threads start with 0
         return Communicator.for_group(group, device)
 
     with concurrent.futures.ThreadPoolExecutor(1, "allnorm-communicator") as thread:
@@ -108,23 +116,26 @@ def _made_aside(group: dist.ProcessGroup, device: torch.device) -> Communicator:
 
 def _check_given(reduction: Reduction, device: torch.device, given: Communicator) -> None:
     if _indexed(device) != given.device:
-        raise Missed(f"it is on {device}, the communicator on {given.device}")
+        raise Missed(f"its tensor is on {device}, the communicator on {given.device}")
     if reduction.comm_name is not None:
         if reduction.comm_name != given.name:
-            raise Missed(f"it is on communicator {reduction.comm_name}, not on {given.name}")
+            raise Missed(f"it uses communicator {reduction.comm_name}: expected {given.name}")
         return
     assert given.group is not None, "closed"
     mine = given.group.group_name
-    # The caller vouches for an operator of its own, unless it names another group of torch.
+    # A custom operator is assumed to use this group, unless it names a different group of torch.
     vouched = reduction.named_by_caller and _group(reduction.group) is None
     if reduction.group != mine and not vouched:
         if reduction.group is None:
-            raise Missed("its process group is not a constant of the graph")
-        raise Missed(f"it is over group {reduction.group!r}, the communicator over {mine!r}")
+            raise Missed("the graph does not name its process group as a constant")
+        raise Missed(
+            f"it reduces over group {reduction.group!r}, the communicator over {mine!r}: pass a "
+            "communicator of its group"
+        )
 
 
 def _group(name: str | None) -> dist.ProcessGroup | None:
-    """The process group with this name."""
+    """Returns the process group with this name."""
     resolve: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
     try:
         return None if name is None else resolve(name)

@@ -1,7 +1,7 @@
-"""What a rewritten graph checks whenever it runs, because it was taken as given.
+"""Checks that a rewritten graph makes at each run, for the assumptions that the fusion made.
 
-The functions stand in graphs as calls. Whoever traces such a graph runs them on fake tensors, of
-which they only ask what the graph was made for.
+Graphs call these functions. A tracer may run them on fake tensors, so they only query sizes, and
+compare memory only of real tensors.
 """
 
 from __future__ import annotations
@@ -21,46 +21,47 @@ from torch.fx.node import has_side_effect
 def check_inputs(
     tensors: Sequence[Tensor], written: int, sized: Sequence[Tensor], rule: str
 ) -> None:
-    """Raises unless the inputs of a graph are as those that it was made for.
+    """Raises unless the inputs of a graph meet the assumptions that it was fused for.
 
     Args:
-        tensors: its inputs, those that it writes first.
-        written: so many of the tensors must share no memory with any other.
-        sized: those of which the sizes matter.
-        rule: what must hold of their `sizes_of`, as PyTorch writes guards; L['t0'] is one.
+        tensors: the inputs; the inputs that the graph writes come first.
+        written: number of tensors, from the first, that must share no memory with any other.
+        sized: the inputs whose sizes are checked.
+        rule: the conditions on their `sizes_of`, in the form of PyTorch's guards, with sizes
+            L['t0'], L['t1'], ...
 
     Raises:
-        ValueError: with what is different.
+        ValueError: an assumption does not hold.
     """
     sizes = {f"t{index}": size for index, size in enumerate(sizes_of(sized))}
     if rule and not eval(_compiled(rule), SYMPY_INTERP, {"L": sizes}):
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in sized)
         raise ValueError(
-            f"a graph that allnorm fused is called with inputs of shapes {shapes}, for which it "
-            "was not made. Fuse the graph again for these."
+            f"a graph that allnorm fused was called with inputs of shapes {shapes}, for which it "
+            "was not fused. Fuse the graph again with such inputs."
         )
     for index in range(written):
         for other in range(index + 1, len(tensors)):
             if _overlap(tensors[index], tensors[other]):
                 raise ValueError(
                     "a graph that allnorm fused writes to an input that shares memory with another "
-                    "one: it was fused for inputs that do not. Pass copies, or fuse a graph of "
-                    "inputs that share memory."
+                    "input, but it was fused for inputs that do not. Pass a copy, or fuse the "
+                    "graph again with example inputs that share memory."
                 )
 
 
 def sizes_of(tensors: Sequence[Tensor]) -> list[Any]:
-    """Dimensions of tensors, behind the number of them."""
+    """Returns each tensor's number of dimensions followed by its sizes."""
     return [size for tensor in tensors for size in (tensor.dim(), *tensor.shape)]
 
 
 def rule_of(env: ShapeEnv, sizes: Sequence[Any], *, bounds: bool) -> str:
-    """Returns what must hold of the `sizes_of` inputs, as PyTorch writes guards.
+    """Returns the conditions on the `sizes_of` inputs, in the form of PyTorch's guards.
 
     Args:
-        env: of the symbols among them.
-        sizes: of the inputs.
-        bounds: whether a size that was not 1 must not become 1.
+        env: the environment of the symbolic sizes.
+        sizes: the inputs' `sizes_of`.
+        bounds: whether the conditions forbid size 1 where the example's size was not 1.
     """
     rule = env.produce_guards_expression(sizes, ignore_static=False) or ""
     parts = [part for part in rule.split(" and ") if bounds or not _LOWER_BOUND.fullmatch(part)]
@@ -70,9 +71,9 @@ def rule_of(env: ShapeEnv, sizes: Sequence[Any], *, bounds: bool) -> str:
 def rule_of_tracer(sizes: Sequence[Any]) -> str:
     """Returns the guards on the `sizes_of` inputs that the tracer of a graph relied on.
 
-    `make_fx` checks none of them when its graph runs, and the graph may be right where a guard
-    does not hold: an operator takes its sizes from its arguments. The fused graph is not, because
-    shapes were compared under these guards. Guards on other symbols are left to the tracer.
+    A graph of `make_fx` does not check them when it runs, and may be correct where they do not
+    hold, because operators take sizes from their arguments. A fused graph may not be: the pass
+    compared shapes under these guards. Guards on other symbols are left to the tracer.
     """
     symbolic = [size.node for size in sizes if isinstance(size, torch.SymInt)]
     if not symbolic:
@@ -88,16 +89,16 @@ _LOWER_BOUND = re.compile(r"2 <= L\['t\d+'\]")
 
 
 def check_values(values: Sequence[Any], expected: Sequence[Any]) -> None:
-    """Raises unless numbers that a graph computes are those that a fused call was made with.
+    """Raises unless a graph computes the numbers that are constants of a fused call.
 
     Raises:
-        ValueError: with what is different.
+        ValueError: a number differs.
     """
     for value, wanted in zip(values, expected, strict=True):
         if (tuple(value) if isinstance(value, torch.Size | list) else value) != wanted:
             raise ValueError(
-                f"a graph that allnorm fused computes {value} where a fused call was made for "
-                f"{wanted}. Fuse the graph again for these inputs."
+                f"a graph that allnorm fused computed {value}, but its fused call was made for "
+                f"{wanted}. Fuse the graph again with such inputs."
             )
 
 

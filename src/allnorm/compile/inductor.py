@@ -1,4 +1,4 @@
-"""The pass for Inductor, and what Inductor's caches must know of it."""
+"""The pass for Inductor, and the keys that it adds to Inductor's caches."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def inductor_pass(
     decompositions: Mapping[Any, Callable[..., Any]] | None = None,
     approximate_quant: bool = False,
 ) -> CustomGraphPass:
-    """`fuse` as a pass over Inductor's graphs.
+    """Returns a pass that applies `fuse` to Inductor's graphs.
 
     Example::
 
@@ -43,26 +43,25 @@ def inductor_pass(
         print(*fusion.reports)
 
     Args:
-        communicator: as for `fuse`. Pass it to keep compiled code across processes: without it the
-            code may name a communicator that only this process makes, so that Inductor's caches
-            are not used by any other.
+        communicator: as for `fuse`. Pass one to reuse compiled code in later processes. Without it,
+            compiled code may name a communicator of this process, so no other process may use the
+            cached code.
         all_reduce_ops: as for `fuse`.
         all_reduce_groups: as for `fuse`.
-        decompositions: as for `fuse`. Compiled code is cached only if all that each function
-            computes with can be told: its code, numbers, strings, dtypes and tuples of them that it
-            refers to, other such functions, and modules of PyTorch and Python. Otherwise Inductor's
-            caches are not used.
+        decompositions: as for `fuse`. Inductor caches compiled code only if each function refers to
+            nothing but numbers, strings, dtypes, tuples of these, other such functions, and modules
+            of PyTorch and Python: only then can a cache key describe the function.
         approximate_quant: as for `fuse`.
 
     Returns:
-        A `torch._inductor.custom_graph_pass.CustomGraphPass`. Its `reports` has a `FusionReport`
-        for each graph that was compiled with it, in order; code from a cache adds none.
+        A `torch._inductor.custom_graph_pass.CustomGraphPass`. Its `reports` has one `FusionReport`
+        per compiled graph, in order. Code that comes from a cache adds no report.
 
     Raises:
-        TypeError: `communicator` is of a wrong type.
+        TypeError: `communicator` has a wrong type.
         CommunicatorClosedError: `communicator` is closed.
 
-    Not collective; compiling with it is, if it has to make a communicator.
+    Not collective. Compiling with it is collective if it has to make a communicator.
     """
     check_communicator(communicator)
     options = {
@@ -79,11 +78,11 @@ _log = logging.getLogger("allnorm.compile")
 
 @functools.cache
 def _pass_class() -> Any:
-    """The class; made late, because importing Inductor takes seconds."""
+    """Returns the class of the pass; defined late, because importing Inductor takes seconds."""
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     class FusionPass(CustomGraphPass):
-        """Fuses the sites of each graph, and remembers what became of them."""
+        """Fuses the sites of each graph, and keeps the reports."""
 
         def __init__(self, communicator: Communicator | None, options: dict[str, Any]):
             self.communicator = communicator
@@ -91,19 +90,19 @@ def _pass_class() -> Any:
             self.reports: list[FusionReport] = []
 
         def __call__(self, graph: Any) -> None:
-            tokens.take_away(graph)
+            tokens.remove_tokens(graph)
             report = fuse(graph.owning_module, None, self.communicator, **self.options)
             self.reports.append(report)
             _log.info("%s", report)
 
         def __deepcopy__(self, memo: Any) -> Any:
-            # torch.compile copies its options; the reports belong to the pass that the caller has.
+            # torch.compile copies its options; the caller reads the reports of the original pass.
             return self
 
         def uuid(self) -> Any:
             described = _described(self.options["decompositions"])
             if described is None:
-                return None  # Inductor then caches nothing
+                return None  # disables Inductor's caches
             from torch._inductor.runtime.cache_dir_utils import cache_dir
 
             traits = (*_fingerprint(), _settings(self.communicator))
@@ -124,7 +123,7 @@ def _pass_class() -> Any:
 
 @functools.cache
 def _fingerprint() -> tuple[str, str]:
-    """Version and sources: other sources fuse other graphs."""
+    """Returns the version and a hash of the sources: different sources may fuse differently."""
     digest = hashlib.sha256()
     for path in sorted(pathlib.Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
@@ -132,7 +131,7 @@ def _fingerprint() -> tuple[str, str]:
 
 
 def _described(table: Mapping[Any, Callable[..., Any]]) -> tuple[Any, ...] | None:
-    """Returns all that the functions of a table compute with; None if that cannot be told."""
+    """Returns text that describes the functions of a table; None if there is no such text."""
     try:
         return tuple(sorted((str(op), _contents(function)) for op, function in table.items()))
     except _UntoldError:
@@ -140,7 +139,7 @@ def _described(table: Mapping[Any, Callable[..., Any]]) -> tuple[Any, ...] | Non
 
 
 class _UntoldError(Exception):
-    """A function depends on something of which the contents cannot be told."""
+    """A function refers to an object whose contents no text can describe."""
 
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), torch.dtype)
@@ -148,13 +147,11 @@ _FIXED = {"torch", "math", "operator", "functools", "itertools", "builtins"}
 
 
 def _contents(value: Any, seen: tuple[Any, ...] = ()) -> str:
-    """Returns text that differs for values that a function may compute different results with.
-
-    Equal text is not enough where a value may change later, or hides what it holds: those are
-    refused. An object's identity says nothing of its contents.
+    """Returns text that is different for values with which a function may compute differently.
 
     Raises:
-        _UntoldError: for those.
+        _UntoldError: the value may change later or hides its contents. An object's identity does
+            not describe its contents.
     """
     if type(value) in _PLAIN:
         return f"{type(value).__name__} {value!r}"
@@ -203,7 +200,7 @@ def _contents_of_function(function: Any, seen: tuple[Any, ...]) -> str:
 
 
 def _globals_inside(code: Any, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the globals that functions inside of a function name, which they may refer to."""
+    """Returns the globals that nested functions refer to by name."""
     found = {name: known[name] for name in code.co_names if name in known}
     for constant in code.co_consts:
         if inspect.iscode(constant):
@@ -211,12 +208,12 @@ def _globals_inside(code: Any, known: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-# Differs in every process.
+# Different in every process.
 _PROCESS = uuid.uuid4().hex
 
 
 def _settings(communicator: Communicator | None) -> tuple[str, ...]:
-    """What else the compiled code depends on: the name of the communicator stands in it."""
+    """Returns the settings that compiled code depends on, with the communicator that it names."""
     switches = str(config.read_settings())
     if communicator is not None:
         traits = (communicator.name, communicator.world_size, communicator.device.type)

@@ -1,4 +1,4 @@
-"""From a reduction to the fused call that can stand for it, or the reason why none can."""
+"""Finds the fused call that can replace a reduction, or the reason why none can."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from allnorm.compile.norms import (
     outputs_of,
     stored32,
 )
-from allnorm.compile.quantise import find_quantised, is_quantised_otherwise
+from allnorm.compile.quantize import find_quantizations, is_quantized_otherwise
 from allnorm.compile.reductions import Reduction
 from allnorm.compile.shapes import FLOATS, static_size
 from allnorm.compile.values import Values
@@ -35,7 +35,7 @@ class Matcher:
 
     Args:
         values: the graph's expressions.
-        approximate_quant: as of `fuse`.
+        approximate_quant: as in `fuse`.
     """
 
     def __init__(self, values: Values, *, approximate_quant: bool = False) -> None:
@@ -46,10 +46,12 @@ class Matcher:
         self._claimed: dict[Value, Node] = {}
 
     def match(self, reduction: Reduction, why: str = "") -> Match:
-        """The fused call for a reduction; `why` is why none works in place.
+        """Returns the fused call for a reduction.
+
+        `why` is the reason why in-place reductions cannot be fused in this graph.
 
         Raises:
-            Missed: with the reason.
+            Missed: there is none; the text is the reason.
         """
         dtype = self._check(reduction)
         if reduction.in_place:
@@ -63,44 +65,47 @@ class Matcher:
                 self._check_use(candidate)
                 if not candidate.numerics:
                     raise Missed(
-                        "one of its norms rounds before the weight, the other after: no mode does"
+                        "one of its norms rounds before the weight, the other after it: no "
+                        "numerics mode does both"
                     )
                 match = self._fit(candidate)
             except Missed as missed:
                 first = first or missed
                 if candidate.residual is not None and candidate.boundary:
-                    more = more or f"not all that follows: {missed}"
+                    more = more or f"not everything after it is fused: {missed}"
                 continue
             match.note = match.note or more or place_experts(self._values, match)
             return match
         raise first or Missed(self._explain(reduced))
 
     def accept(self, match: Match) -> None:
-        """Leaves its results to a match: no other may stand for them."""
+        """Accepts a match: later matches must not compute its results."""
         self._accepted.append(match)
         node = match.candidate.reduction.node
         self._claimed.update(dict.fromkeys(match.candidate.served, node))
 
     def _fit(self, candidate: Candidate) -> Match:
-        """With the quantisation behind the norm, or else without."""
+        """Returns the match with the quantization after the norm, or else without it."""
         algebra, normed = self._values.algebra, candidate.normed
         if candidate.norm is None or normed is None:
             return fit(self._values, candidate, self._accepted)
         size, note = candidate.norm.hidden_size, ""
-        for quantised in find_quantised(algebra, normed, size, approximate=self._approximate):
+        for quantization in find_quantizations(
+            algebra, normed, size, approximate=self._approximate
+        ):
             try:
-                with_it = dataclasses.replace(candidate, quantised=quantised)
+                with_it = dataclasses.replace(candidate, quantization=quantization)
                 return fit(self._values, with_it, self._accepted)
             except Missed as missed:
-                note = note or f"not its quantisation: {missed}"
+                note = note or f"its quantization is not fused: {missed}"
         match = fit(self._values, candidate, self._accepted)
-        if not note and is_quantised_otherwise(algebra, normed):
-            nearly = any(find_quantised(algebra, normed, size, approximate=True))
-            note = "not its quantisation to FP8, which " + (
-                "multiplies by the reciprocal of the scale, or has another least scale: "
-                "approximate_quant=True takes it"
+        if not note and is_quantized_otherwise(algebra, normed):
+            nearly = any(find_quantizations(algebra, normed, size, approximate=True))
+            note = "its quantization to FP8 is not fused: " + (
+                "it multiplies by the reciprocal of the scale, or has a different smallest scale. "
+                "Pass approximate_quant=True to fuse it"
                 if nearly and not self._approximate
-                else "is not the one that allnorm computes"
+                else "it is not computed as allnorm computes it"
             )
         match.note = note or _untraced(normed)
         return match
@@ -115,7 +120,7 @@ class Matcher:
         x = self._values.shapes.of(reduction.x)
         if x is None:
             raise Missed(
-                "its shape and dtype are not known: pass example_inputs, or a graph with metadata"
+                "its shape and dtype are unknown: pass example_inputs, or a graph with metadata"
             )
         problem = not_plain(str(reduction.x), x)
         if problem:
@@ -125,12 +130,14 @@ class Matcher:
         held = self._values.held[reduction.x]
         if held.op == "up":
             raise Missed(
-                f"it reduces in float32 what was {held.args[0].dtype}: the sum is never rounded "
-                "to that, which no numerics mode computes"
+                f"it reduces a {held.args[0].dtype} tensor in float32 and does not round the sum "
+                f"to {held.args[0].dtype}: no numerics mode does that"
             )
         hidden_size = static_size(x.shape[-1]) if x.dim() else None
         if hidden_size is None:
-            raise Missed(f"it has no last dimension of constant size: {tuple(x.shape)}")
+            raise Missed(
+                f"its tensor has shape {tuple(x.shape)}: expected a last dimension of constant size"
+            )
         if not 1 <= hidden_size <= _MAX_HIDDEN_SIZE:
             raise Missed(f"its last dimension is {hidden_size}: expected 1 to {_MAX_HIDDEN_SIZE}")
         return x.dtype
@@ -139,23 +146,23 @@ class Matcher:
         for value in candidate.served:
             if value in self._claimed:
                 if candidate.is_local:
-                    raise Missed(f"it is added to {self._claimed[value]}, and normed with that")
+                    raise Missed(f"its sum with {self._claimed[value]} is fused there")
                 raise Missed(
-                    f"it is the residual of {self._claimed[value]}, which is fused with their sum"
+                    f"it is the residual of {self._claimed[value]}: their sum is fused there"
                 )
 
     def _check_use(self, candidate: Candidate) -> None:
-        """What the call is for must be used: the norm, or the sum after a post norm."""
+        """Raises unless the graph uses the normed tensor or, after a post norm only, the sum."""
         wanted = candidate.summed if candidate.normed is None else candidate.normed
         if wanted is not None and not self._values.is_used(wanted):
             raise Missed(f"the result of {wanted.definers[0]} is not used")
 
-    # ---- readings of the graph ------------------------------------------------------------------
+    # ---- candidates -----------------------------------------------------------------------------
 
     def _candidates(
         self, reduction: Reduction, reduced: Value, dtype: torch.dtype
     ) -> Iterator[Candidate]:
-        """With each residual first, then without one; last, a tensor that is added before."""
+        """Yields candidates with a residual, then without; last, with a tensor added before it."""
         algebra = self._values.algebra
         exact = dtype == torch.float32
         reduced32 = stored32(reduced, algebra, dtype)
@@ -181,7 +188,7 @@ class Matcher:
     def _with_residuals(
         self, start: Candidate, branch: Branch, dtype: torch.dtype
     ) -> Iterator[Candidate]:
-        """Each residual that is added to a branch, with each norm, then without a second one."""
+        """Yields a candidate per residual and norm of a branch, then one without a second norm."""
         algebra = self._values.algebra
         branch32 = stored32(branch.value, algebra, dtype)
         if branch32 is None:
@@ -189,7 +196,7 @@ class Matcher:
         for sum32 in [user for user in branch32.users if user.op == "add"]:
             residual = self._residual(sum32, branch32, dtype)
             if residual is None or (start.is_local and residual.op == "reduced"):
-                continue  # with a reduction as `x`, one launch does it all
+                continue  # with that reduction as `x`, one call does everything
             exact = dtype == torch.float32
             summed = sum32 if exact else algebra.find("round", (sum32,), dtype)
             rounded = None if summed is None else stored32(summed, algebra, dtype)
@@ -211,26 +218,26 @@ class Matcher:
         residual = other.args[0] if other.op == "up" else other
         if residual.dtype != dtype:
             sum32.note = sum32.note or (
-                f"what is added to the reduced tensor is {residual.dtype}, the reduced tensor "
-                f"{dtype}: allnorm adds tensors of one dtype"
+                f"the tensor added to the reduced tensor is {residual.dtype}: expected {dtype}, "
+                "the dtype of the reduced tensor"
             )
             return None
         return residual
 
     def _with_norms(self, common: Candidate, z: Value, dtype: torch.dtype) -> Iterator[Candidate]:
-        """Each norm of the rounded or unrounded sum; `common` has none."""
+        """Yields `common` with each norm of the rounded or unrounded sum `z`."""
         is_rounded = z is not common.sum32 or common.residual is None or dtype == torch.float32
         for norm in self._norms.get(z, []):
             for output in outputs_of(norm, self._values.algebra, dtype):
-                if not output.normed.holders:  # it only exists inside of an operator
+                if not output.normed.holders:  # it exists only inside an operator
                     continue
                 numerics = _mode(is_rounded, common.branch.output, output)
                 yield dataclasses.replace(common, norm=norm, output=output, numerics=numerics)
 
-    # ---- words ----------------------------------------------------------------------------------
+    # ---- reasons --------------------------------------------------------------------------------
 
     def _explain(self, reduced: Value) -> str:
-        """Why nothing was found: the first thing on the way that is noted as not understood."""
+        """Returns why nothing was found: the first note on expressions computed from the sum."""
         readers = [node for node, _ in reduced.readers if node not in reduced.definers]
         if not readers:
             return "its result is not used"
@@ -240,7 +247,7 @@ class Matcher:
             if value.note:
                 return value.note
             for user in value.users:
-                if _joins_another(user, reduced):
+                if _adds_next_reduction(user, reduced):
                     continue
                 if user.op in ("opaque", "reduced") and not user.note:
                     ends += [node.name for node in user.definers]
@@ -251,20 +258,20 @@ class Matcher:
         nodes = [node for v in first for user in (v, *v.users) for node in user.definers]
         if nodes and any(value.op == "rsqrt" for value in queue):
             name = self._values.name_of(nodes[0])
-            return f"what follows it is neither a sum nor an RMSNorm: {name} computes with it first"
+            return f"neither a residual add nor an RMSNorm follows it: {name} comes first"
         if any(value.op == "rsqrt" for value in queue):
-            return "what follows it is not an RMSNorm that allnorm computes"
+            return "the norm after it is not an RMSNorm that allnorm computes"
         for node in (*readers, *(node for value in queue for node, _ in value.readers)):
             overwritten = self._values.written_by(node) if written(node) else ""
             if overwritten:
                 return overwritten
         ends = list(dict.fromkeys(ends or map(str, readers)))
         names = ", ".join(ends[:3]) + (", ..." if len(ends) > 3 else "")
-        return f"no RMSNorm follows it: it goes to {names}"
+        return f"no RMSNorm follows it: its result is used by {names}"
 
 
 def _mode(is_rounded: bool, *outputs: Output | None) -> str:
-    """The rounding mode of a sum that is normed rounded or not; "" if there is none for all."""
+    """Returns the rounding mode of these norms of a rounded or unrounded sum; "" if none fits."""
     orders = {output.rounds_first for output in outputs if output is not None} - {None}
     if len(orders) == 2:
         return ""
@@ -273,12 +280,12 @@ def _mode(is_rounded: bool, *outputs: Output | None) -> str:
 
 
 def _untraced(normed: Value) -> str:
-    """Why an operator behind the norm, of which the caller knows what it computes, is left."""
+    """Returns the note on a decomposed operator after the norm that could not be traced, or ""."""
     notes = (user.note for user in normed.users if user.op == "opaque")
     return next((note for note in notes if decompose.UNTRACED in note), "")
 
 
-def _joins_another(value: Value, reduced: Value) -> bool:
-    """Whether this is the sum with the next reduction, whose business is its own."""
+def _adds_next_reduction(value: Value, reduced: Value) -> bool:
+    """Returns whether this is the sum with a different reduction, which is a site of its own."""
     operands = [bare(operand) for operand in value.args] if value.op == "add" else []
     return any(operand.op == "reduced" and operand is not reduced for operand in operands)

@@ -1,4 +1,4 @@
-"""RMS norms among the expressions of a graph, and what is nearly one.
+"""Finds RMSNorms among the expressions of a graph, and notes on expressions that nearly are.
 
 The grammar, in float32 arithmetic, operands of `add` and `mul` in either order:
 
@@ -9,11 +9,11 @@ The grammar, in float32 arithmetic, operands of `add` and `mul` in either order:
             | round(product)                        no weight
     gain    = add(up(weight), bias) | up(weight)
 
-and in front of the residual, where A is the reduced sum:
+and before the residual is added, where A is the reduced sum:
 
     branch  = A | normed(z=up(A)) | round(mul(up(A | normed), scale))
 
-`round` and `up` vanish for float32. Any other order of the products rounds differently.
+`round` and `up` are absent for float32. Any other order of the multiplications rounds differently.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Norm:
     """One norm.
 
     Attributes:
-        z: what is normalised, a float32 expression.
-        rstd: the reciprocal root.
+        z: the float32 expression that is normalized.
+        rstd: the reciprocal root of the mean square.
         product: `z * rstd`.
-        eps: added to the mean square.
-        hidden_size: number of elements of a row.
+        eps: the number added to the mean square.
+        hidden_size: number of elements per row.
     """
 
     z: Value
@@ -48,13 +48,13 @@ class Norm:
 
 @dataclass(frozen=True)
 class Output:
-    """What a graph makes of `z * rstd`.
+    """The result of a norm: `z * rstd` with the graph's weight and roundings.
 
     Attributes:
         normed: the result, in the dtype of the reduction.
-        gain: the float32 expression of the weight; None if there is none.
-        rounds_first: whether the product is rounded before the weight is multiplied; None without
-            a weight, where that is the same.
+        gain: the float32 expression that the product is multiplied by; None if there is none.
+        rounds_first: whether the product is rounded before that multiplication; None without a
+            gain.
         values: the expressions from the product to the result.
     """
 
@@ -66,13 +66,13 @@ class Output:
 
 @dataclass(frozen=True)
 class Branch:
-    """What the reduced sum goes through before the residual is added: step 1c of the numerics page.
+    """The reduced sum with its post norm and scale: step 1c of the numerics page.
 
     Attributes:
-        value: as it is added, in the dtype of the reduction.
+        value: the expression that is added to the residual, in the dtype of the reduction.
         norm: the post norm; None if there is none.
-        output: what the graph makes of it.
-        scale: what the sum, or its post norm, is multiplied by.
+        output: the post norm's result.
+        scale: the factor of the sum or of its post norm.
     """
 
     value: Value
@@ -93,7 +93,10 @@ class Branch:
 def find_branches(
     reduced: Value, norms: dict[Value, list[Norm]], algebra: Algebra, dtype: torch.dtype
 ) -> Iterator[Branch]:
-    """The sum as it is, then what a graph makes of it. What is nearly a scaled one gets a note."""
+    """Yields the branches of a reduced sum, the plain sum first.
+
+    Adds notes to expressions that are nearly a scaled sum.
+    """
     z = stored32(reduced, algebra, dtype)
     found = [Branch(reduced)]
     for norm in () if z is None else norms.get(z, ()):
@@ -117,12 +120,15 @@ def _scaled(branch: Branch, algebra: Algebra, dtype: torch.dtype) -> Iterator[Br
 
 
 def stored32(value: Value, algebra: Algebra, dtype: torch.dtype) -> Value | None:
-    """A stored tensor in float32; None if nothing of the graph computes with it."""
+    """Returns a stored tensor in float32; None if the graph does not compute with it."""
     return value if dtype == torch.float32 else algebra.find("up", (value,))
 
 
 def find_norms(algebra: Algebra) -> dict[Value, list[Norm]]:
-    """All norms by what they normalise. What is nearly one gets a note."""
+    """Returns all norms by the expression that they normalize.
+
+    Adds notes to expressions that are nearly a norm.
+    """
     found: dict[Value, list[Norm]] = {}
     for rstd in algebra.all_of("rsqrt"):
         parsed = _mean_square(rstd)
@@ -137,19 +143,21 @@ def find_norms(algebra: Algebra) -> dict[Value, list[Norm]]:
             elif user.op == "mul":
                 user.note = user.note or _note_on_product(user.other(rstd), z)
             elif user.op == "round":
-                user.note = user.note or f"1/rms is rounded to {_name(user.attr)} before its use"
+                user.note = user.note or (
+                    f"1/rms is rounded to {_name(user.attr)}: allnorm multiplies by float32"
+                )
     for root in algebra.all_of("sqrt"):
         for user in root.users:
             if user.op == "div" and user.args[1] is root:
                 user.note = user.note or (
-                    "it divides by the root of the mean square: allnorm multiplies by its "
-                    "reciprocal, which rounds differently"
+                    "it divides by the root of the mean square: allnorm multiplies by the "
+                    "reciprocal root, which rounds differently"
                 )
     return found
 
 
 def _mean_square(rstd: Value) -> tuple[Value, float, int] | str:
-    """(z, eps, hidden_size) of a reciprocal root, or why it is none of a mean square."""
+    """Returns (z, eps, hidden_size) of a reciprocal root of a mean square, or why it is not one."""
     inner, eps = rstd.args[0], 0.0
     number = number_of(inner.args[1]) if inner.op == "add" else None
     if number is not None:
@@ -159,31 +167,31 @@ def _mean_square(rstd: Value) -> tuple[Value, float, int] | str:
     if inner.op != "mean" and bare(inner).op == "mean":
         return f"the mean square is rounded to {_name(inner.args[0].attr)}"
     if inner.op != "mean":
-        return inner.note or f"the root is not of a mean of squares, but of {_shown(inner)}"
+        return inner.note or f"it takes the root of {_shown(inner)}: expected a mean of squares"
     squares = inner.args[0]
     if squares.op != "square" and bare(squares).op == "square":
         return f"the squares are rounded to {_name(squares.args[0].attr)}"
     if squares.op != "square":
-        return f"the mean is not of squares, but of {_shown(squares)}"
+        return f"it takes the mean of {_shown(squares)}: expected squares"
     return squares.args[0], eps, inner.attr
 
 
 def _note_on_product(factor: Value, z: Value) -> str:
     if bare(factor) is bare(z):
         return (
-            "the mean square and the product with its root are of different roundings of the "
-            f"sum, {_shown(z)} and {_shown(factor)}"
+            "the mean square and the multiplication by 1/rms use different roundings of the sum, "
+            f"{_shown(z)} and {_shown(factor)}"
         )
     return (
-        f"1/rms is multiplied by {_shown(factor)} first: allnorm multiplies it by what is "
-        "normalised, which rounds differently"
+        f"1/rms is multiplied by {_shown(factor)} first: allnorm multiplies it by the sum first, "
+        "which rounds differently"
     )
 
 
 def outputs_of(norm: Norm, algebra: Algebra, dtype: torch.dtype) -> list[Output]:
-    """What may stand for the normed tensor: with a weight in the order of the graph, then without.
+    """Returns the possible results of a norm: with a weight, in the graph's order, then without.
 
-    What is nearly one gets a note.
+    Adds notes to expressions that are nearly a result.
     """
     product = norm.product
     found = _weighted(algebra, product, (), dtype)
@@ -215,9 +223,9 @@ def _weighted(
 
 
 def split_gain(gain: Value) -> Iterator[tuple[Value, float]]:
-    """(weight, weight_bias) that give this gain, the one with least left to compute first.
+    """Yields (weight, weight_bias) pairs that give this gain, the simplest weight first.
 
-    A bias of -0.0 adds nothing to any weight; 0.0 would turn a weight of -0.0 into 0.0.
+    A bias of -0.0 leaves every weight unchanged; 0.0 would turn a weight of -0.0 into 0.0.
     """
     weight, bias = gain, -0.0
     number = number_of(gain.args[1]) if gain.op == "add" else None

@@ -1,4 +1,4 @@
-"""What the rules of an evaluation ask about a node: its result and its operands."""
+"""Access to a node's result and operands, for the rules that evaluate nodes."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class Operands:
         self.parameter = parameter
 
     def node(self, value: Any) -> Node:
-        """An argument that must be a node."""
+        """Returns an argument, which must be a node."""
         if not isinstance(value, Node):
             raise NotUnderstood
         return value
 
     def out(self, node: Node) -> Tensor:
-        """The result, which must be of a dtype that the pass knows."""
+        """Returns a node's result, which must have a floating-point dtype that the pass knows."""
         out = self.shapes.of(node)
         if out is None:
             raise NotUnderstood
@@ -52,7 +52,7 @@ class Operands:
         return out
 
     def tensor(self, operand: Any, node: Node) -> tuple[Value, Tensor]:
-        """A tensor operand in float32 arithmetic."""
+        """Returns a tensor operand in float32 arithmetic."""
         tensor = self.shapes.of(operand) if isinstance(operand, Node) else None
         if tensor is None:
             raise NotUnderstood
@@ -61,7 +61,7 @@ class Operands:
         return self.algebra.up(self.held(operand)), tensor
 
     def operand(self, operand: Any, node: Node, out: Tensor) -> Value:
-        """An operand that broadcasts along rows or along columns, or a number."""
+        """Returns an operand that broadcasts along rows or along columns, or a number."""
         number = self.shapes.any_of(operand) if isinstance(operand, Node) else operand
         if isinstance(number, int | float) and not isinstance(number, bool):
             return self.algebra.const(float(number))
@@ -75,21 +75,21 @@ class Operands:
         return value
 
     def check_known(self, operand: Any, node: Node) -> None:
-        """Raises if an operand is a number that the tracer does not know."""
+        """Raises if an operand is a number that is unknown until the graph runs."""
         if _is_symbolic(self.shapes, operand):
             raise NotUnderstood(f"{node} computes with {operand}, {_SYMBOL}")
 
 
 _SYMBOL = (
-    "a number that the tracer keeps as a symbol, as torch.compile(dynamic=True) does with floats: "
-    "the fused call takes numbers. Set torch._dynamo.config.specialize_float = True"
+    "a number that the tracer keeps symbolic, as torch.compile(dynamic=True) does with floats: "
+    "the fused call takes constants. Set torch._dynamo.config.specialize_float = True"
 )
 
 
 def _is_symbolic(shapes: Shapes, operand: Any) -> bool:
-    """Returns whether an operand is a number that is not known until the graph runs.
+    """Returns whether an operand is a number that is unknown until the graph runs.
 
-    Inductor has float64 scalars on the CPU for them, and what is computed from those.
+    In Inductor's graphs such numbers are float64 scalars on the CPU, or computed from them.
     """
     if not isinstance(operand, Node):
         return False
@@ -110,7 +110,7 @@ _EXPECTED_DTYPES = "expected float32, float16 or bfloat16"
 
 
 def _broadcasts(shape: Any, out: Any, *, column: bool) -> bool:
-    """Whether an operand is of the shape of the result, one column of it, or one row."""
+    """Returns whether an operand has the shape of the result, of one column or of one row of it."""
     if same_shape(shape, out) or all(static_size(size) == 1 for size in shape):
         return True
     if leads_to(shape, out) and len(shape) > 1:

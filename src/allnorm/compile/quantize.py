@@ -1,23 +1,23 @@
-"""Quantisation among the expressions of a graph: step 6 of the numerics page.
+"""Finds quantization among the expressions of a graph: step 6 of the numerics page.
 
     amax  = amax(abs(y))                                over a row, or over groups of a row
     scale = div(clamp(amax, 1e-10, None), 448)
-    q     = round(clamp(div(y, scale), -448, 448))      with a static scale the same
+    q     = round(clamp(div(y, scale), -448, 448))      the same with a static scale
 
-The clamp of the quotient may be missing if the scale is computed: no quotient is then so much above
-448 that rounding would not lead there.
+With a computed scale the clamp of the quotient may be missing: rounding alone then gives at most
+448.
 
-What kernels make of it is not quite that, and is only taken where the caller allows it:
+Common kernels compute slightly different values. They are fused only if the caller allows it:
 
     scale = div(clamp(amax, least, None), 448)          0 < least <= 1/512
           | clamp(div(amax, 448), least, None)          0 < least <= 1/512/448
     q     = round(clamp(mul(y, reciprocal(scale)), -448, 448))
 
-Above these bounds the scale is the same: rounded division is monotonic. The product is less than
-two float32 ulps from the quotient: one from the reciprocal, whose relative error of 2^-24 is at
-most one ulp of any product with it, and half a one from rounding either. Both are float32, so they
-are equal or neighbours. (Unless the reciprocal is subnormal, or overflows.) Any other order or
-range is left to the graph.
+Above these bounds the scale is the same, because rounded division is monotonic. The product differs
+from the quotient by less than two float32 ulps: the reciprocal's relative error of 2^-24 is at most
+one ulp of the product, and rounding the product and the quotient adds half an ulp each. So they are
+equal or adjacent float32 numbers, unless the reciprocal is subnormal or overflows. Any other order
+or range is left to the graph.
 
 MXFP8 and NVFP4 are found by name (compile/block_scaled.py), not by their arithmetic.
 """
@@ -38,18 +38,19 @@ _MAX_LEAST_AMAX = 1 / 512
 
 
 @dataclass(frozen=True)
-class Quantised:
-    """How the normed tensor is quantised.
+class Quantization:
+    """A quantization of the normed tensor.
 
     Attributes:
         kind: "per_token", "per_group", "per_tensor" or "nvfp4", as the operator takes it.
-        group_size: of "per_group" and "nvfp4", else 0.
-        quantized: the expression of the rows.
-        scale: the computed scale; None of "per_tensor".
+        group_size: the group size of "per_group" and "nvfp4", else 0.
+        quantized: the expression of the quantized rows.
+        scale: the computed scale; None for "per_tensor".
         static: the given scale of "per_tensor" and "nvfp4".
-        inverse: its reciprocal, if the graph multiplies by that.
-        scale_layout: of "nvfp4" and MXFP8; empty: that of the graph's tensor.
-        scale_format: as the operator takes it.
+        inverse: the reciprocal of the given scale, if the graph multiplies by it.
+        scale_layout: the layout of the scales of "nvfp4" and MXFP8; empty: the layout of the
+            graph's tensor.
+        scale_format: the format of the scales, as the operator takes it.
     """
 
     kind: str
@@ -67,10 +68,10 @@ class Quantised:
         return f"{self.kind} {self.group_size}" if self.group_size else self.kind
 
 
-def find_quantised(
+def find_quantizations(
     algebra: Algebra, normed: Value, hidden_size: int, *, approximate: bool
-) -> Iterator[Quantised]:
-    """The quantisations of a normed tensor; if approximate, also what kernels make of them."""
+) -> Iterator[Quantization]:
+    """Yields the quantizations of a normed tensor, including approximate ones if allowed."""
     y = algebra.up(normed)
     yield from _block_scaled(y, hidden_size)
     grouped = [user for user in y.users if user.op == "rows"]
@@ -80,26 +81,26 @@ def find_quantised(
             computed = _is_scale(scale, rows, approximate=approximate)
             quantized = _cast(algebra, quotient, clamped=not computed)
             if quantized is not None and not quantized.holders:
-                # An operator that quantises groups returns them side by side again.
+                # An operator that quantizes groups returns whole rows again.
                 quantized = algebra.find("rows", (quantized,), (size, hidden_size))
             if quantized is None or not quantized.holders:
                 continue
             if computed and rows is y:
-                yield Quantised("per_token", 0, quantized, scale, None)
+                yield Quantization("per_token", 0, quantized, scale, None)
             elif computed and size in GROUP_SIZES and hidden_size % size == 0:
-                yield Quantised("per_group", size, quantized, scale, None)
+                yield Quantization("per_group", size, quantized, scale, None)
             elif not computed and rows is y and not scale.column and scale.op != "const":
-                yield Quantised("per_tensor", 0, quantized, None, scale, inverse)
+                yield Quantization("per_tensor", 0, quantized, None, scale, inverse)
 
 
-def _block_scaled(y: Value, hidden_size: int) -> Iterator[Quantised]:
+def _block_scaled(y: Value, hidden_size: int) -> Iterator[Quantization]:
     for blocks in [user for user in y.users if user.op == "blocks"]:
         kind, group_size, layout, scale_format = blocks.attr
         parts = {part.attr[0]: part for part in blocks.users if part.op == "part" and part.holders}
         if len(parts) == 2 and hidden_size % group_size == 0:
             quantized, scale = parts[0], parts[1]
             static = blocks.args[1] if len(blocks.args) > 1 else None
-            yield Quantised(
+            yield Quantization(
                 *(kind, group_size, quantized, scale, static),
                 scale_layout=layout,
                 scale_format=scale_format,
@@ -107,7 +108,7 @@ def _block_scaled(y: Value, hidden_size: int) -> Iterator[Quantised]:
 
 
 def _quotients(rows: Value, *, approximate: bool) -> Iterator[tuple[Value, Value, Value | None]]:
-    """(quotient, scale, None), or (product, scale, its reciprocal)."""
+    """Yields (quotient, scale, None), or (product, scale, the scale's reciprocal)."""
     for user in rows.users:
         if user.op == "div" and user.args[0] is rows:
             yield user, user.args[1], None
@@ -120,7 +121,7 @@ def _quotients(rows: Value, *, approximate: bool) -> Iterator[tuple[Value, Value
 
 
 def _is_scale(scale: Value, rows: Value, *, approximate: bool) -> bool:
-    """Whether this is `max(amax(abs(rows)), least) / 448`, for a least that is allowed."""
+    """Returns whether this is `max(amax(abs(rows)), least) / 448` with an allowed `least`."""
     quotient, least = _without_least(scale)
     most = _MAX_LEAST_AMAX / _MAX
     if quotient.op != "div" or number_of(quotient.args[1]) != _MAX:
@@ -139,7 +140,7 @@ def _is_scale(scale: Value, rows: Value, *, approximate: bool) -> bool:
 
 
 def _without_least(value: Value) -> tuple[Value, float | None]:
-    """What is clamped below, and by what; None if it is not."""
+    """Returns the operand and the lower bound of a clamp; (value, None) for anything else."""
     if value.op == "clamp" and value.attr[0] is not None and value.attr[1] is None:
         return value.args[0], value.attr[0]
     return value, None
@@ -154,8 +155,8 @@ def _cast(algebra: Algebra, quotient: Value, *, clamped: bool) -> Value | None:
     return None if clamped else algebra.find("round", (quotient,), FP8)
 
 
-def is_quantised_otherwise(algebra: Algebra, normed: Value) -> bool:
-    """Whether some quantised tensor is computed from the normed one, in a way that is known."""
+def is_quantized_otherwise(algebra: Algebra, normed: Value) -> bool:
+    """Returns whether a quantized tensor is computed from the normed one by known operations."""
     pending, seen = [algebra.up(normed)], {normed}
     for value in pending:
         if value.dtype == FP8 or value.op == "blocks":

@@ -1,4 +1,4 @@
-"""The reductions of a graph, in every form in which a tracer writes them down."""
+"""Finds the reductions of a graph, in every form that tracers record."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ class Reduction:
 
     Attributes:
         node: the call.
-        x: what is reduced; None if that is not one tensor.
-        in_place: whether the result is stored in `x`; else the call returns a new tensor.
-        group: name of the process group; None if the graph does not say.
-        comm_name: name of the communicator, for a reduction by allnorm itself.
-        named_by_caller: a custom operator, of which only its name is known.
-        problem: why such a call cannot be fused whatever surrounds it; empty if it can.
-        result: which result of a tuple is the reduced tensor; None if the call returns it alone.
-        pending: whether the result may only be read after a wait.
+        x: the reduced tensor; None if the call does not reduce exactly one tensor.
+        in_place: whether the call stores the result in `x`; else it returns a new tensor.
+        group: the name of the process group; None if the graph does not name it.
+        comm_name: the name of the communicator, for a reduction by allnorm itself.
+        named_by_caller: whether it is a custom operator that the caller named.
+        problem: why this call can never be fused; empty if it can.
+        result: the index of the reduced tensor in the call's results; None if the call returns only
+            that tensor.
+        pending: whether the result may be read only after a wait.
     """
 
     node: Node
@@ -55,12 +56,12 @@ class Reduction:
 
 
 def find_reductions(graph: Graph, all_reduce_ops: Sequence[Any] = ()) -> dict[Node, Reduction]:
-    """All reductions of a graph in its order.
+    """Returns all reductions of a graph, in the graph's order.
 
     Args:
-        graph: at the level of Dynamo, AOTAutograd or Inductor.
-        all_reduce_ops: the caller's own operators: names such as "vllm::all_reduce", operators,
-            overloads or functions. Their first tensor argument is reduced by summation.
+        graph: a graph of Dynamo, AOTAutograd or Inductor.
+        all_reduce_ops: the caller's custom operators: names such as "vllm::all_reduce", operators,
+            overloads or functions. They sum their first tensor argument over the ranks.
     """
     names = {op.replace(".", "::", 1) for op in all_reduce_ops if isinstance(op, str)}
     names |= {qualified_name(op) for op in all_reduce_ops} - {""}
@@ -97,8 +98,8 @@ def _reduction(node: Node, names: set[str], functions: list[Any]) -> Reduction |
 
 
 _ORDERED = (
-    "AOTAutograd orders it by an effect token: fuse the graph before AOTAutograd, or Inductor's, "
-    "by inductor_pass"
+    "AOTAutograd orders it by an effect token: fuse the graph before AOTAutograd, or use "
+    "inductor_pass for Inductor's graph"
 )
 _FUNCTIONAL = {
     "_c10d_functional::all_reduce": False,
@@ -106,8 +107,8 @@ _FUNCTIONAL = {
     "c10d_functional::all_reduce": False,
     "_c10d_functional::all_reduce_": True,
 }
-_SCATTER = "it is a reduce-scatter: only all-reduce is fused"
-_COALESCED = "it reduces several tensors at once: only single tensors are fused"
+_SCATTER = "it is a reduce-scatter: only all-reduces are fused"
+_COALESCED = "it reduces several tensors at once: only all-reduces of one tensor are fused"
 _NOT_ONE_SUM = {
     "_c10d_functional::all_reduce_coalesced": _COALESCED,
     "_c10d_functional::all_reduce_coalesced_": _COALESCED,
@@ -141,11 +142,11 @@ def _functional(node: Node, *, in_place: bool) -> Reduction:
 
 
 def _function(node: Node, *, in_place: bool) -> Reduction:
-    """`dist.all_reduce(tensor, op, group, async_op)` and what stands for it."""
+    """Returns the reduction of `dist.all_reduce(tensor, op, group, async_op)` or an equivalent."""
     op = argument(node, 1, "op", "reduceOp", default=dist.ReduceOp.SUM)
     problem = _problem_of(op)
     if argument(node, 3, "async_op") is True:
-        problem = "it is asynchronous: wait for it, or pass async_op=False"
+        problem = "it is asynchronous: pass async_op=False"
     group = argument(node, 2, "group")
     x = _tensor(node, 0, "tensor", "self")
     return Reduction(node, x, in_place, group_name(group), problem=problem)
@@ -166,31 +167,31 @@ _NAME_OF_OP = {
 
 
 def op_name(reduction: Reduction) -> str:
-    """By which operation a call of PyTorch reduces, as functional collectives name it."""
+    """Returns the reduce op of a torch collective, e.g. "sum"; empty if it has no such name."""
     op = argument(reduction.node, 1, "op", "reduceOp", "reduce_op", default=dist.ReduceOp.SUM)
     return op.lower() if isinstance(op, str) else _NAME_OF_OP.get(op, "")
 
 
 def _group_of(node: Node) -> str | None:
-    """The group of a functional collective: the last of its arguments."""
+    """Returns the group of a functional collective, its last argument."""
     return group_name(node.kwargs.get("group_name", node.args[-1] if node.args else ""))
 
 
 def group_name(group: Any) -> str | None:
-    """The name of a process group, however a graph refers to it; None if it cannot be told."""
+    """Returns the name of a process group from a graph's reference to it; None if unknown."""
     if isinstance(group, str):
         return group
     if isinstance(group, Node):
         group = group.meta.get("val", group.meta.get("example_value"))
         return None if group is None else group_name(getattr(group, "real_obj", group))
     if group is None:
-        group = dist.group.WORLD  # None unless torch.distributed is initialised
+        group = dist.group.WORLD  # None unless torch.distributed is initialized
     name = getattr(group, "group_name", None)
     return name if isinstance(name, str) else None
 
 
 def _auto_functionalized(node: Node) -> Any:
-    """The operator inside the wrapper that makes a mutating operator functional."""
+    """Returns the mutating operator that a functional wrapper calls; None for other nodes."""
     target = node.target
     if isinstance(target, torch._ops.HigherOrderOperator) and target.name() in (
         "auto_functionalized",
@@ -200,10 +201,12 @@ def _auto_functionalized(node: Node) -> Any:
     return None
 
 
-_UNKNOWN_FUNCTION = "it is a Python function: whether it works in place cannot be told"
+_UNKNOWN_FUNCTION = (
+    "it is a Python function, which may work in place: register it as an operator with a schema"
+)
 
 
-_OTHER_ARGUMENT = "it changes another argument than the first tensor, which it is taken to reduce"
+_OTHER_ARGUMENT = "it changes an argument other than its first tensor, which it should reduce"
 
 
 def _custom(node: Node, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Reduction:
@@ -237,14 +240,17 @@ def _problem_of_change(changed: Sequence[str], named: dict[str, Any], x: Node | 
 
 
 def _custom_functionalized(node: Node, target: Any) -> Reduction:
-    """`auto_functionalized(op, x=x, ...)` returns what `op` returns, then the new `x`."""
+    """Returns the reduction of `auto_functionalized(op, x=x, ...)`.
+
+    The wrapper returns the results of `op`, then the new `x`.
+    """
     schema, named = schema_of(target), dict(node.kwargs)
     bases: Any = named.pop("_all_bases", None)
     part = ""
     if bases:
         places = whole_bases(schema, named)
         if places is None or len(bases) != 1:
-            part = "it reduces a part of the tensor that it changes"
+            part = "it reduces only a part of the tensor that it changes"
         named.update(dict.fromkeys(changed_arguments(schema), bases[0]))
     x, group, problem = _first_of(schema, named)
     problem = problem or _problem_of_change(changed_arguments(schema), named, x) or part

@@ -1,4 +1,4 @@
-"""What the pass did, and why not more."""
+"""The report of the graph pass: what was fused, and why the rest was not."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ class Site:
     """One reduction of a graph.
 
     Attributes:
-        nodes: names of the nodes that were replaced, in the order of the graph, the reduction first
-            and the norm last; of a missed site those of the reduction. Names are the graph's before
-            the rewrite.
-        shape: of the tensor that is reduced; a dimension that is not a constant is text. None if
+        nodes: the names of the replaced nodes in the order of the graph before the rewrite: the
+            reduction first, the norm last. For a missed site, the name of the reduction.
+        shape: the shape of the reduced tensor; dimensions that are not constant are text. None if
             unknown.
-        dtype: of the tensor that is reduced; None if unknown.
-        group: name of the process group, or of the communicator; empty if the graph does not say.
-        numerics: the rounding mode that computes what the graph computed; None if missed.
+        dtype: the dtype of the reduced tensor; None if unknown.
+        group: the name of the process group or of the communicator; empty if the graph does not
+            name it.
+        numerics: the rounding mode that gives the graph's results; None if the site was missed.
         reason: why the site was missed; None if it was fused.
-        quant: the quantisation that was fused too, such as "per_group 128"; None if none was.
-        note: what else of a fused site could nearly have been fused, and why it was not.
-        boundary: what is beside a residual and one norm, such as "post norm, scale 0.5"; empty if
-            nothing is.
+        quant: the quantization that was fused too, such as "per_group 128"; None if none was.
+        note: for a fused site, what else could nearly have been fused, and why it was not.
+        boundary: what was fused in addition to a residual add and one norm, such as "post norm,
+            scale 0.5"; empty if nothing was.
     """
 
     nodes: tuple[str, ...]
@@ -40,7 +40,7 @@ class Site:
 
     @property
     def fused(self) -> bool:
-        """Whether the site was replaced."""
+        """Whether the site was fused."""
         return self.reason is None
 
     def __str__(self) -> str:
@@ -48,7 +48,7 @@ class Site:
 
 
 class FusionReport:
-    """Every reduction that was seen, fused or missed with the reason; `print` shows a table.
+    """A list of every reduction of a graph, fused or missed; `print` shows it as a table.
 
     Attributes:
         sites: all reductions, in the order of the graph.
@@ -59,12 +59,12 @@ class FusionReport:
 
     @property
     def fused(self) -> list[Site]:
-        """The sites that were replaced."""
+        """The sites that were fused."""
         return [site for site in self.sites if site.fused]
 
     @property
     def missed(self) -> list[Site]:
-        """The sites that were left as they were; each says why in `reason`."""
+        """The sites that were not fused; `reason` of each is why."""
         return [site for site in self.sites if not site.fused]
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Puts fused calls into a graph, and takes out what they stand for."""
+"""Adds fused calls to a graph, and removes the nodes that they replace."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from allnorm.compile.shapes import FLOATS, has_contiguous_rows, is_contiguous
 from allnorm.compile.values import Values
 from allnorm.compile.vocabulary import is_pure, operation
 
-# Places in the schemas of the operators that quantise too, from the end: the communicator's name
-# and whether the residual is sharded are only there if they reduce.
+# Argument and result indices of the operators that quantize; equal for those with a communicator.
 _RETURN_NORMED = 9
 _NORMED = 3
 
@@ -29,7 +28,7 @@ class Rewriter:
     """Applies the matches of one graph.
 
     Args:
-        graph: is changed.
+        graph: the graph; it is changed.
         values: its expressions before any change.
     """
 
@@ -43,26 +42,31 @@ class Rewriter:
         self._replaced: dict[Node, Node] = {}
         self._superfluous: set[Node] = set()
         self._answered: set[Node] = set()
-        self._quantising: list[Node] = []
+        self._quantizing: list[Node] = []
 
     def apply(self, match: Match, comm_name: str) -> None:
         """Replaces one site by a call on the communicator of this name."""
-        candidate, quantised = match.candidate, match.candidate.quantised
+        candidate, quantization = match.candidate, match.candidate.quantization
         if candidate.is_local:
             self._reduce(match, comm_name)
-        self._place = self._behind(match)
+        self._place = self._place_of_call(match)
         call = self._call(match, comm_name)
-        # The results of the operators, in their order.
+        # The results of the call, in order.
         served: list[Value | None] = [candidate.normed, candidate.summed]
-        if quantised is not None:
-            served = [quantised.quantized, quantised.scale, candidate.summed, candidate.normed]
-            self._quantising.append(call)
+        if quantization is not None:
+            served = [
+                quantization.quantized,
+                quantization.scale,
+                candidate.summed,
+                candidate.normed,
+            ]
+            self._quantizing.append(call)
         self._answer(match)
         for index, value in enumerate(served):
             if value is None:
                 continue
             result = self._add(operator.getitem, (call, index))
-            if quantised is not None and value is quantised.scale:
+            if quantization is not None and value is quantization.scale:
                 result = self._scale_in_shape(match, value, result)
             viewed: dict[Node, Node] = {}
             for node in match.handed_over(self._values, value):
@@ -72,14 +76,14 @@ class Rewriter:
                 self._put(result if view is None else viewed[view], node)
         self._superfluous.update(match.members, match.dead, match.inputs)
 
-    def _behind(self, match: Match) -> Node:
-        """In front of which node a call stands: behind all of its inputs."""
+    def _place_of_call(self, match: Match) -> Node:
+        """Returns the node before which a call is inserted: after all of its inputs."""
         node, position = match.candidate.reduction.node, self._values.position
         sizes = (n for view in match.views.values() for n in view.all_input_nodes[1:])
         late = [*match.numbers, *sizes]
         for source in match.inputs:
             if position[source] > position[node] and source.op == "get_attr":
-                # In front of all calls: another site may read it too.
+                # Moves it before all calls: a different site may read it too.
                 next(n for n in self._graph.nodes if n.op != "placeholder").prepend(source)
             elif position[source] > position[node]:
                 late.append(source)
@@ -87,7 +91,7 @@ class Rewriter:
         return max([node, *match.inputs], key=position.__getitem__).next if late else node.next
 
     def finish(self) -> None:
-        """Takes out what is left without a use, and puts the graph in order."""
+        """Removes nodes that have become unused, and sorts the graph if necessary."""
         used = {*self._used, *self._replaced}
         for node in reversed(self._graph.nodes):
             known = node in self._values.position
@@ -97,8 +101,8 @@ class Rewriter:
                 is_pure(node) or node in self._values.reduced or node in self._superfluous
             ):
                 self._graph.erase_node(node)
-        for call in self._quantising:
-            # The 16-bit rows are not asked for if nobody reads them.
+        for call in self._quantizing:
+            # Without readers of the 16-bit rows, the call need not return them.
             if all(user.args[1] != _NORMED for user in call.users):
                 call.update_arg(_RETURN_NORMED, False)
                 self._describe(call)
@@ -106,13 +110,13 @@ class Rewriter:
             self._sort()
 
     def _sort(self) -> None:
-        """Puts nodes behind what they read, and else leaves them in their order."""
+        """Moves nodes after the nodes that they read, and otherwise keeps their order."""
         output, nodes = self._graph.output_node(), list(self._graph.nodes)
         order = [node for node in nodes if node in self._values.ordered]
         before = dict(zip(order[1:], order, strict=False))
         done: set[Node] = set()
         waiting: set[Node] = set()
-        # Nothing reads an input behind the copy that stores in it.
+        # Copies to inputs come last, after every node that reads the input.
         for root in sorted(nodes[:-1], key=is_last_copy):
             pending = [root]
             while pending:
@@ -120,7 +124,7 @@ class Rewriter:
                 needed = [*node.all_input_nodes, *([before[node]] if node in before else [])]
                 missing = [] if node in done else [n for n in needed if n not in done]
                 if not waiting.isdisjoint(missing):
-                    raise RuntimeError(f"{node} needs what needs it: {missing}")
+                    raise RuntimeError(f"{node} depends on itself through {missing}")
                 if missing:
                     waiting.add(node)
                     pending += missing
@@ -131,7 +135,7 @@ class Rewriter:
                     output.prepend(node)
 
     def _scale_in_shape(self, match: Match, value: Value, result: Node) -> Node:
-        """Returns the computed scales in the shape and dtype in which the graph has them."""
+        """Returns the computed scales in the shape and dtype that the graph expects."""
         shape, tensor = match.scale_shape, self._shapes.of(result)
         if shape is not None and tensor is not None and tensor.dtype != value.dtype:
             result = self._add(torch.ops.aten.view.dtype, (result, value.dtype))  # the same bytes
@@ -162,12 +166,12 @@ class Rewriter:
             mode = (*mode, comm_name)
         name = "add_rms_norm" if candidate.is_local else "all_reduce_add_rms_norm"
         args: tuple[Any, ...] = (*tensors, *mode)
-        if candidate.quantised is not None:
+        if candidate.quantization is not None:
             static = match.static_scale
             scale = None if static is None else self._current(static)
-            kind = (candidate.quantised.kind, candidate.quantised.group_size)
+            kind = (candidate.quantization.kind, candidate.quantization.group_size)
             name += "_quant"
-            layout = (match.scale_layout, candidate.quantised.scale_format)
+            layout = (match.scale_layout, candidate.quantization.scale_format)
             args = (*tensors, *kind, *layout, scale, True, *mode)
         if match.numbers:
             numbers = (tuple(match.numbers), tuple(match.numbers.values()))
@@ -180,7 +184,7 @@ class Rewriter:
         return call
 
     def _reduce(self, match: Match, comm_name: str) -> None:
-        """The reduction alone, by allnorm: the graph adds the bias to it."""
+        """Replaces the reduction of a local match by allnorm's; the graph adds the bias to it."""
         reduction, values = match.candidate.reduction, self._values
         assert reduction.x is not None
         self._place = reduction.node.next
@@ -192,7 +196,7 @@ class Rewriter:
                 self._superfluous.add(node)
 
     def _input(self, node: Node, *, whole: bool = False) -> Node:
-        """`x` or the residual, copied if its rows are not contiguous, or as a whole."""
+        """Returns an input, copied if its rows (with `whole`, the tensor) are not contiguous."""
         node = self._current(node)
         tensor = self._shapes.of(node)
         assert tensor is not None
@@ -202,13 +206,13 @@ class Rewriter:
         return self._add(torch.ops.aten.clone.default, (node,), layout)
 
     def _led(self, node: Node, count: int) -> Node:
-        """With dimensions of size 1 in front."""
+        """Returns a node with `count` more leading dimensions of size 1."""
         for _ in range(count):
             node = self._add(torch.ops.aten.unsqueeze.default, (node, 0))
         return node
 
     def _before_residual(self, match: Match) -> dict[str, Any]:
-        """What the call does to the reduced sum first, as far as it is not the default."""
+        """Returns the arguments for the post norm and scale that are not the default."""
         branch, found = match.candidate.branch, {}
         if branch.norm is not None:
             weight, bias = self._weight(match, match.post_weight)
@@ -216,7 +220,7 @@ class Rewriter:
         return found if branch.scale == 1.0 else {**found, "scale": branch.scale}
 
     def _experts(self, match: Match) -> dict[str, Any]:
-        """What the call does before it reduces."""
+        """Returns the arguments for the sum over experts."""
         experts = match.experts
         if experts is None:
             return {}
@@ -230,13 +234,13 @@ class Rewriter:
         return {"experts": True, **tensors}
 
     def _weight(self, match: Match, given: Weight | None) -> tuple[Node | None, float]:
-        """([hidden_size], of the dtype of `x` or float32; its bias)."""
+        """Returns (weight, bias); the weight is [hidden_size], in float32 or the dtype of `x`."""
         if given is None:
             return None, 0.0
         x = self._shapes.of(match.x)
         assert x is not None
         weight, size = given.source, match.candidate.norms[0].hidden_size
-        if weight is None:  # a product with 1.0 is exact
+        if weight is None:  # multiplying by 1.0 is exact
             kwargs = {"dtype": torch.float32, "device": x.device, "pin_memory": False}
             return self._add(torch.ops.aten.full.default, ([size], 1.0), kwargs), given.bias
         if isinstance(weight, str):
@@ -253,7 +257,7 @@ class Rewriter:
         return node, given.bias
 
     def _repeat(self, view: Node, source: Node) -> Node:
-        """A view of the graph, of another tensor."""
+        """Applies a view of the graph to a different tensor."""
         first = view.all_input_nodes[0]
 
         def replacement(node: Node) -> Node:
@@ -270,14 +274,14 @@ class Rewriter:
         *,
         op: str = "call_function",
     ) -> Node:
-        """A new node of the match that is being applied; `_sort` finds its place."""
+        """Adds a node for the match that is being applied; `_sort` moves it if necessary."""
         with self._graph.inserting_before(self._place):
             node = self._graph.create_node(op, target, args, kwargs or {})
         self._describe(node)
         return node
 
     def _describe(self, node: Node) -> None:
-        """Gives a new node the metadata that the others have."""
+        """Gives a new node the kind of metadata that the other nodes have."""
         mode = self._shapes.fake_mode
         if node.op != "get_attr":
             self._shapes.describe(node)
@@ -290,20 +294,20 @@ class Rewriter:
     # ---- readers --------------------------------------------------------------------------------
 
     def _current(self, node: Node) -> Node:
-        """What stands now for a node of the graph as it was."""
+        """Returns the node that replaces an original node; the node itself if none does."""
         while node in self._replaced:
             node = self._replaced[node]
         return node
 
     def _put(self, new: Node, node: Node) -> None:
-        """Makes everybody who reads a node read the new one."""
+        """Makes all readers of a node read the new one."""
         for user in list(node.users):
             if user is not new:
                 user.replace_input_with(node, new)
         self._replaced[node] = new
 
     def _answer(self, match: Match) -> None:
-        """Asks an input for shapes and dtypes of tensors that will not be there."""
+        """Redirects shape and dtype queries on tensors that will be removed to an input."""
         members = {*match.members, *match.dead, *match.served_nodes(self._values)}
         for value in match.candidate.values:
             for question, source in value.questions:

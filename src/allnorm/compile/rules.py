@@ -1,7 +1,7 @@
-"""What each operation of the vocabulary computes, as an expression.
+"""Rules that evaluate each operation of the vocabulary to an expression.
 
-A rule takes the operands and a node, and raises NotUnderstood where the operation is used in a way
-that the expressions cannot say.
+A rule takes the operands and a node. It raises NotUnderstood if the operation is used in a way that
+expressions cannot represent.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ def _unary(e: Operands, node: Node) -> Value:
 
 
 def _over_row(e: Operands, node: Node) -> Value:
-    """`mean`, `sum` or `amax` over the last dimension."""
+    """Evaluates `mean`, `sum` or `amax` over the last dimension."""
     return _reduce_row(e, node, operation(node), e.out(node))
 
 
 def _max(e: Operands, node: Node) -> Value:
-    """`max` along a dimension, which returns indices too."""
+    """Evaluates `max` over a dimension, which returns indices too."""
     results = e.shapes.any_of(node)
     if not isinstance(results, tuple | list) or results[0].dtype not in FLOATS:
         raise NotUnderstood
@@ -82,7 +82,7 @@ def _reduce_row(e: Operands, node: Node, op: str, out: Tensor) -> Value:
 
 
 def _clamp(e: Operands, node: Node) -> Value:
-    """`clamp`, `clamp_min`, `clamp_max`, and `maximum` or `minimum` with a constant."""
+    """Evaluates `clamp`, `clamp_min`, `clamp_max`, and `maximum` or `minimum` with a constant."""
     out = e.out(node)
     a, _ = e.tensor(_input(node), node)
     op = operation(node)
@@ -93,12 +93,12 @@ def _clamp(e: Operands, node: Node) -> Value:
         low, high = (bound, None) if op in ("clamp_min", "maximum") else (None, bound)
     bounds = [None if b is None else number_of(e.operand(b, node, out)) for b in (low, high)]
     if (low is not None and bounds[0] is None) or (high is not None and bounds[1] is None):
-        raise NotUnderstood(f"{node} clamps to a tensor")
+        raise NotUnderstood(f"{node} clamps to a tensor: expected numbers as bounds")
     return e.algebra.round(e.algebra.clamp(a, *bounds), out.dtype)
 
 
 def _constant(e: Operands, node: Node) -> Value:
-    """`torch.tensor(number)`, `aten.full([], number)`."""
+    """Evaluates `torch.tensor(number)` and `aten.full([], number)`."""
     out = e.out(node)
     if operation(node) == "full":
         number = argument(node, 1, "fill_value")
@@ -139,7 +139,7 @@ def _same(e: Operands, node: Node) -> Value:
 
 
 def _copy(e: Operands, node: Node) -> Value:
-    """`copy(target, source)`: the source, as the target would hold it."""
+    """Evaluates `copy(target, source)`: the source in the target's dtype."""
     source = e.node(argument(node, 1, "src", "other"))
     a, tensor = e.tensor(source, node)
     into = e.shapes.of(e.node(_input(node)))
@@ -175,13 +175,13 @@ def _dropout(e: Operands, node: Node) -> Value:
 
 
 def _select(e: Operands, node: Node) -> Value:
-    """One of the rows of each token: `tensor.select(1, index)` of three dimensions."""
+    """Evaluates `tensor.select(1, index)` of three dimensions: one of each token's rows."""
     dim, index = argument(node, 1, "dim"), argument(node, 2, "index")
     return _row(e, node, dim, index)
 
 
 def _slice(e: Operands, node: Node) -> Value:
-    """The whole of a dimension, as tracers record `x[:]` where sizes are symbols."""
+    """Evaluates a slice of a whole dimension, as tracers record `x[:]` with symbolic sizes."""
     start, step = argument(node, 2, "start"), argument(node, 4, "step", default=1)
     if start not in (None, 0) or step != 1 or argument(node, 3, "end") not in (None, sys.maxsize):
         raise NotUnderstood
@@ -227,25 +227,25 @@ def _rms_norm(e: Operands, node: Node) -> Value:
     normed = _norm(e, node, shape, gain, argument(node, 3, "eps"))
     if not isinstance(e.shapes.any_of(node), tuple | list):
         return normed
-    rstd = e.algebra.opaque((normed,), torch.float32)  # aten._fused_rms_norm returns it too
+    rstd = e.algebra.opaque((normed,), torch.float32)  # also returned by aten._fused_rms_norm
     return e.algebra.make("tuple", (normed, rstd), node, None)
 
 
 def _norm(e: Operands, node: Node, shape: Any, gain: Value | None, eps: Any) -> Value:
-    """`F.rms_norm` as PyTorch computes it: in float32, rounded once, after the weight."""
+    """Evaluates `F.rms_norm` as PyTorch computes it: in float32, rounded once, after the weight."""
     z, tensor = e.tensor(_input(node), node)
     shape = e.shapes.any_of(shape) if isinstance(shape, Node) else shape
     sizes = list(shape) if isinstance(shape, tuple | list) else [shape]
     if len(sizes) != 1:
-        raise NotUnderstood(f"{node} is over {len(sizes)} dimensions: {_EXPECTED_DIM}")
+        raise NotUnderstood(f"{node} norms over {len(sizes)} dimensions: {_EXPECTED_DIM}")
     size = static_size(e.shapes.any_of(sizes[0]) if isinstance(sizes[0], Node) else sizes[0])
     if size is None:
-        raise NotUnderstood(f"{node} is over a dimension of unknown size")
+        raise NotUnderstood(f"{node} norms over a dimension of unknown size")
     if eps is None:
-        eps = torch.finfo(torch.float32).eps  # that of the dtype it computes in
+        eps = torch.finfo(torch.float32).eps  # PyTorch's default: eps of the dtype it computes in
     e.check_known(eps, node)
     if not isinstance(eps, int | float):
-        raise NotUnderstood(f"{node} has an eps that is no number")
+        raise NotUnderstood(f"{node} has an eps that is not a number")
     make = e.algebra
     mean = make.over_last("mean", make.unary("square", z), size)
     rstd = make.unary("rsqrt", make.binary("add", mean, make.const(float(eps))))
@@ -255,11 +255,11 @@ def _norm(e: Operands, node: Node, shape: Any, gain: Value | None, eps: Any) -> 
     return make.round(product, tensor.dtype)
 
 
-# ---- quantisation in blocks ----------------------------------------------------------------------
+# ---- quantization in blocks ----------------------------------------------------------------------
 
 
 def _blocks(e: Operands, node: Node) -> Value:
-    """Rows in MXFP8 or NVFP4, with their scales."""
+    """Evaluates the rows in MXFP8 or NVFP4, together with their scales."""
     y, given, *spec = node.args
     rows, _ = e.tensor(y, node)
     operands = (rows,) if given is None else (rows, e.held(e.node(given)))
@@ -267,7 +267,7 @@ def _blocks(e: Operands, node: Node) -> Value:
 
 
 def _part(e: Operands, node: Node) -> Value:
-    """The rows of these, or the scales."""
+    """Evaluates the rows, or the scales, of `blocks`."""
     blocks, index, _ = node.args
     out = e.shapes.of(node)
     if out is None:
@@ -279,7 +279,7 @@ def _part(e: Operands, node: Node) -> Value:
 
 
 def _called(node: Node) -> Any:
-    """The module of a call, which does what its class says."""
+    """Returns the called module. Raises if it has hooks or does more than its class."""
     module: Any = module_of(node)
     problem = plain_module(module)
     if problem:

@@ -1,4 +1,4 @@
-"""What makes a replacement wrong although the arithmetic is right: other readers, order, memory."""
+"""Checks that a replacement is safe: no other readers, no cyclic order, no writes to its memory."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ _ABOUT_SHAPES = {"shape", "ndim", "size", "dim", "ndimension", "numel", "nelemen
 
 
 def check_escapes(values: Values, match: Match) -> str:
-    """Who else needs what the fused call does not return. Empty if nobody.
+    """Returns which node reads a value that the fused call does not return, as a reason; or "".
 
-    The call returns the normed tensor and the rounded sum. Whatever else is computed from the
-    reduced tensor must end in the call, or the reduction would have to be done twice; or nowhere.
+    The call returns the normed tensor and the rounded sum. Everything else that is computed from
+    the reduced tensor must be used only for these results, or not at all. Otherwise the reduction
+    would have to run twice.
     """
     candidate = match.candidate
     for value in values.results_of(candidate.reduction.node):
@@ -34,7 +35,7 @@ def check_escapes(values: Values, match: Match) -> str:
                     if other.readers and other not in served:
                         return _escape(values, match, other, reader, other.readers[0][0])
                 continue
-            if reader not in members and not _is_for_nobody(values, reader):
+            if reader not in members and not _is_unused(values, reader):
                 return _escape(values, match, value, source, reader)
             if reader not in members:
                 match.dead.append(reader)
@@ -47,16 +48,16 @@ def check_escapes(values: Values, match: Match) -> str:
             ):
                 if operation(question) == "" and question.op != "output":
                     return (
-                        f"{values.name_of(question)} asks about {values.name_of(source)}, which "
-                        "the fused call does not return, and no input of the call that is there by "
-                        "then has the same answer"
+                        f"{values.name_of(question)} queries {values.name_of(source)}, which the "
+                        "fused call does not return, and no earlier input of the call gives the "
+                        "same answer"
                     )
                 return _escape(values, match, value, source, question)
     return ""
 
 
 def is_answered(values: Values, question: Node) -> bool:
-    """Whether a question is an assertion that is true of the tensor that it is about."""
+    """Returns whether a question is an assertion about a tensor that is known to be true."""
     if operation(question) or question.target is not torch.ops.aten._assert_tensor_metadata.default:
         return False
     tensor = values.shapes.of(question.all_input_nodes[0])
@@ -71,27 +72,27 @@ def is_answered(values: Values, question: Node) -> bool:
 
 
 def answer(values: Values, match: Match, question: Node, source: Node) -> Node | None:
-    """An input of the call of which a question has the same answer."""
+    """Returns an input of the call that gives the same answer to a question; None if none does."""
     name = question.args[1] if question.target is getattr else str(question.target)
     asked = str(name).removeprefix("aten.").removeprefix("sym_").split(".")[0]
     about = values.shapes.of(source)
     nodes = [match.candidate.reduction.x, match.x]
     if match.experts is not None and not match.late:
-        nodes.insert(0, match.residual)  # `x` is not needed any more
+        nodes.insert(0, match.residual)  # so that `x` can be removed
     for node in nodes:
         tensor = None if node is None else values.shapes.of(node)
         if node is None or about is None or tensor is None:
             continue
         if values.position[node] > values.position[question]:
-            continue  # it may be computed from the answer
+            continue  # the input may depend on the answer
         same_type = tensor.dtype == about.dtype or asked in _ABOUT_SHAPES
         if same_type and tensor.device == about.device and same_shape(tensor.shape, about.shape):
             return node
     return None
 
 
-def _is_for_nobody(values: Values, node: Node) -> bool:
-    """Whether a node could as well not be there."""
+def _is_unused(values: Values, node: Node) -> bool:
+    """Returns whether removing a node has no effect."""
     return node.op != "output" and node not in values.reduced and not node.users and is_pure(node)
 
 
@@ -101,38 +102,38 @@ def _escape(values: Values, match: Match, value: Value, source: Node, reader: No
     if reader.op == "output":
         user = "the output of the graph"
     elif written(reader):
-        user = f"{name(reader)}, which stores it in memory that is seen outside the graph"
+        user = f"{name(reader)}, which stores it in memory that is visible outside the graph"
     if value is candidate.reduced:
         if values.was_in_place(candidate.reduction.node) and not written(reader):
             return (
                 f"{user} reads memory that {name(candidate.reduction.node)} overwrites with the "
-                "reduced tensor: with a residual the fused call returns only the sum with it"
+                "reduced tensor, but the fused call returns only its sum with the residual"
             )
         return (
-            f"the reduced tensor itself is needed too, by {user}: with a residual the fused call "
-            "returns only the sum with it"
+            f"the reduced tensor itself is also used by {user}, but the fused call returns only "
+            "its sum with the residual"
         )
     float32 = [value for norm in candidate.norms for value in (norm.product, norm.rstd)]
     if value in (candidate.sum32, *float32):
         return (
-            f"{name(source)} is needed unrounded, by {user}: the fused call returns the rounded "
-            "sum and the normed tensor only"
+            f"{user} uses the unrounded {name(source)}: the fused call returns only the rounded "
+            "sum and the normed tensor"
         )
     return (
-        f"{name(source)}, computed from the reduced tensor, is needed too, by {user}: with the "
-        "residual the fused call returns only the sum and the normed tensor"
+        f"{name(source)}, computed from the reduced tensor, is also used by {user}: the fused call "
+        "returns only the sum with the residual and the normed tensor"
     )
 
 
 def check_order(values: Values, match: Match, accepted: list[Match]) -> str:
-    """Whether no input of the call needs one of its results, beside the calls that were accepted.
+    """Returns why the calls cannot be ordered: an input of the call depends on its result; or "".
 
-    A call needs all of its inputs for any of its results, unlike the nodes that it stands for.
+    A call needs all of its inputs for each of its results, unlike the nodes that it replaces.
     """
     position, begin = values.position, values.position[match.candidate.reduction.node]
     match.late = any(position[node] > begin and node.op != "get_attr" for node in match.inputs)
     if not match.late and not any(other.late for other in accepted):
-        return ""  # everything is still in the graph's order
+        return ""  # the graph's order still holds
     calls = {node: other for other in accepted for node in other.served_nodes(values)}
     served, seen = match.served_nodes(values), set(match.inputs)
     order = [node for node in values.ordered if node not in match.members]
@@ -143,8 +144,8 @@ def check_order(values: Values, match: Match, accepted: list[Match]) -> str:
         for source in [*needed, *([before[node]] if node in before else [])]:
             if source in served:
                 return (
-                    f"{values.name_of(node)} needs the result before {values.name_of(late)}, an "
-                    "input of the call, is ready"
+                    f"{values.name_of(late)}, an input of the fused call, depends on the call's "
+                    f"result through {values.name_of(node)}"
                 )
             if source not in seen:
                 seen.add(source)
@@ -153,7 +154,7 @@ def check_order(values: Values, match: Match, accepted: list[Match]) -> str:
 
 
 def check_memory(values: Values, match: Match) -> str:
-    """Whether nothing writes to the memory involved, in a graph that is not functional."""
+    """Returns which node writes to the memory of the match, in a graph that is not functional."""
     if not values.context.written:
         return ""
     holders = [node for value in match.candidate.values for node in value.holders]

@@ -1,4 +1,4 @@
-"""What is known of the tensors of a graph: shapes, dtypes, strides, and who shares memory."""
+"""Shapes, dtypes, strides and shared memory of a graph's tensors, as far as they are known."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ _META_KEYS = ("val", "example_value")
 
 
 class Freedom(enum.Enum):
-    """The sizes that may differ from real examples when a graph runs, in the order of trying.
+    """The sizes that may differ from those of real examples when a graph runs.
 
-    Last dimensions are always as in the examples. A graph that needs more than distinct sizes
-    checks its inputs.
+    The pass tries them in this order. Last dimensions never differ. Graphs that were fused with
+    EQUAL, ROWS or NONE check their inputs.
 
     Attributes:
-        DISTINCT: every size.
-        EQUAL: every size, but equal ones stay equal.
-        ROWS: first sizes, but equal ones stay equal.
-        NONE: no size.
+        DISTINCT: every size may differ.
+        EQUAL: every size may differ, but equal sizes stay equal.
+        ROWS: first sizes may differ, but equal sizes stay equal.
+        NONE: no size may differ.
     """
 
     DISTINCT = enum.auto()
@@ -49,23 +49,23 @@ class Freedom(enum.Enum):
 
 
 class Shapes:
-    """The tensors of a graph without their data, from its metadata or by running it on fakes.
+    """Fake tensors of a graph's nodes, from its metadata or from a run on fake tensors.
 
     Args:
-        module: the graph; nothing in it is changed.
-        reductions: its reductions, by node: they keep the shape, and need no fake.
-        example_inputs: real or fake arguments of the graph, or None. They are only used for nodes
-            without metadata.
-        freedom: what may be different from real examples later.
+        module: the graph; it is not changed.
+        reductions: its reductions, by node. They keep the shape, and need not run.
+        example_inputs: real or fake arguments of the graph, or None. Used only for nodes without
+            metadata.
+        freedom: the sizes that may differ from those of real examples.
 
     Attributes:
-        meta_key: under which the graph's metadata has its tensors; None if it has none.
-        fake_mode: of the graph's fake tensors; None if nothing is known.
-        examples: the arguments that all of it was found out with; None if metadata told.
-        assumed: what was found out of real examples by means that need not hold at other sizes.
+        meta_key: the key of the tensors in the nodes' metadata; None without metadata.
+        fake_mode: the mode of the graph's fake tensors; None if there are none.
+        examples: the arguments of the run; None if metadata was used instead.
+        assumed: the assumptions about sizes of real examples that may not hold for other sizes.
 
     Raises:
-        ValueError: fewer example_inputs than the graph has inputs.
+        ValueError: there are fewer example_inputs than the graph has inputs.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Shapes:
                     self.meta_key = self.meta_key or key
                     break
         if len(_modes(self._known.values())) > 1:
-            # Each tensor was described on its own: nothing can be said of shared memory.
+            # Fake tensors of different modes do not show which tensors share memory.
             inputs = [self._known.get(node) for node in nodes if node.op == "placeholder"]
             example_inputs = example_inputs or _fresh(inputs)
             self._known.clear()
@@ -102,14 +102,14 @@ class Shapes:
         self._storages = {node: storage_of(value) for node, value in self._known.items()}
 
     def add(self, node: Node, value: Any) -> None:
-        """Describes a new node, in its metadata too if the others have any."""
+        """Adds the value of a new node, in its metadata too if the other nodes have metadata."""
         self._known[node] = value
         self._storages[node] = storage_of(value)
         if self.meta_key is not None:
             node.meta[self.meta_key] = value
 
     def describe(self, node: Node) -> None:
-        """Describes a new call by what it returns for fake tensors."""
+        """Adds the value of a new call, found by calling it with fake tensors."""
         if self.fake_mode is None:
             return
         args, kwargs = map_arg((node.args, node.kwargs), self.any_of)
@@ -123,43 +123,43 @@ class Shapes:
 
     @property
     def has_real_examples(self) -> bool:
-        """Whether all that is known comes from tensors with data, which may be other ones later."""
+        """Whether the sizes come from real examples, and may differ when the graph runs."""
         examples = self.examples
         return examples is not None and not any(isinstance(e, FakeTensor) for e in examples)
 
     @property
     def env(self) -> ShapeEnv | None:
-        """Environment of the symbolic sizes of real examples; None without real examples."""
+        """The environment of the symbolic sizes of real examples; None without real examples."""
         return self.fake_mode.shape_env if self.has_real_examples and self.fake_mode else None
 
     def in_example(self, size: Any) -> int | None:
-        """A size as a number, if it is one, or one of real examples."""
+        """Returns a size, or its value in real examples; None if there is no such number."""
         if static_size(size) is None and self.env is not None:
             return int(size.node.hint)
         return static_size(size)
 
     def fix(self, size: Any) -> None:
-        """Takes a size of real examples as given, which is checked when the graph runs."""
+        """Assumes a size of real examples; the graph checks it when it runs."""
         if static_size(size) is None and self.env is not None:
             self.assumed.sizes = True
-            int(size)  # guards
+            int(size)  # adds a guard
 
     def any_of(self, node: Node) -> Any:
-        """Whatever the node returns, if that is known: a fake tensor, a tuple of them, a number."""
+        """Returns a node's value: a fake tensor, a tuple of them, or a number; None if unknown."""
         return self._known.get(node)
 
     def of(self, node: Node) -> Tensor | None:
-        """The fake tensor of a node; None if it is no tensor or nothing is known of it."""
+        """Returns the fake tensor of a node; None if it is unknown or not a tensor."""
         value = self._known.get(node)
         return value if isinstance(value, Tensor) else None
 
     def storage(self, node: Node) -> object:
-        """Equal for nodes that share memory; a tensor of which nothing is known shares none."""
+        """Returns an object that is equal for nodes that share memory; unknown ones share none."""
         return self._storages.get(node) or node
 
 
 class _Propagate(Interpreter):
-    """Runs a graph on fake tensors; what cannot be run stays unknown, and what depends on it."""
+    """Runs a graph on fake tensors. Nodes that cannot run, and their users, stay unknown."""
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ class _Propagate(Interpreter):
         reductions: dict[Node, Reduction],
         assumed: Assumed,
     ) -> None:
-        super().__init__(module, garbage_collect_values=False)  # finding last uses takes long
+        super().__init__(module, garbage_collect_values=False)  # finding last uses is slow
         self._known = known
         self._reductions = reductions
         self._assumed = assumed
@@ -179,11 +179,11 @@ class _Propagate(Interpreter):
 
         Args:
             example_inputs: its arguments.
-            freedom: which sizes may be others later, and are symbols; None of what is not real.
+            freedom: the sizes that become symbols; None if the arguments are fake.
         """
         if freedom is not None:
             self._assumed.sizes = freedom is not Freedom.DISTINCT
-            # As without symbols, what depends on data stays unknown.
+            # Values that depend on data stay unknown, as they do without symbols.
             env = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
             self._mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
             fakes = [_free(self._mode, value, i, freedom) for i, value in enumerate(example_inputs)]
@@ -207,7 +207,7 @@ class _Propagate(Interpreter):
     def run_node(self, n: Node) -> Any:
         if n in self._known:
             if n.op == "placeholder":
-                super().run_node(n)  # takes its place in the list of arguments
+                super().run_node(n)  # consumes its argument
             return self._known[n]
         inputs: list[Any] = []
         if n.op != "output":
@@ -218,7 +218,7 @@ class _Propagate(Interpreter):
         before = 0 if env is None else len(env.guards)
         try:
             result = self._run(n)
-        except Exception:  # noqa: BLE001 - a node that has no fake is unknown, not an error
+        except Exception:  # noqa: BLE001 - a node that cannot run on fakes is unknown, no error
             return _UNKNOWN
         finally:
             if env is not None:
@@ -242,20 +242,21 @@ _UNKNOWN = object()
 
 @dataclass
 class Assumed:
-    """What the symbolic sizes of a graph rest upon, beyond what its operators check themselves.
+    """Assumptions about symbolic sizes that the graph's operators do not check themselves.
 
-    Sizes that must fit need no check: where they do not, the operator raises, or a fused call does.
+    Sizes that must be compatible need no check: if they are not, the operator or a fused call
+    raises.
 
     Attributes:
-        sizes: whether shapes may be others where a guard does not hold.
-        ones: whether shapes may be others where a size is 1, or no longer is.
+        sizes: whether shapes may differ from the recorded ones if a guard does not hold.
+        ones: whether shapes may differ if a size becomes 1 or is 1 only in the examples.
     """
 
     sizes: bool = False
     ones: bool = False
 
     def note(self, node: Node, inputs: Sequence[Any], guards: Sequence[Any]) -> None:
-        """Takes in the guards that running a node on `inputs` has added."""
+        """Records the assumptions of the guards that were added when a node ran on `inputs`."""
         name = getattr(node.target, "__name__", str(node.target)).partition(".")[0]
         if name in ("squeeze", "squeeze_") and isinstance(inputs[0], Tensor):
             shape, dim = inputs[0].shape, argument(node, 1, "dim")
@@ -266,7 +267,7 @@ class Assumed:
 
 
 def _is_checked(guard: Any) -> bool:
-    """Whether a guard of an operator only says that sizes fit, or that one is not a special one."""
+    """Returns whether an operator's guard only states that sizes are compatible or not special."""
     relation = getattr(guard, "rel_op", "")
     if relation == "==":
         divides = isinstance(guard.lhs, Mod) and guard.rhs == 0
@@ -277,7 +278,7 @@ def _is_checked(guard: Any) -> bool:
 
 
 def _free(mode: FakeTensorMode, value: Any, index: int, freedom: Freedom) -> Any:
-    """A fake tensor for a real one, of any size but in its last dimension."""
+    """Returns a fake tensor for a real one, with symbols for the sizes that `freedom` allows."""
     if not isinstance(value, Tensor):
         return value
     if is_traceable_wrapper_subclass(value):  # a DTensor, with which no site is fused
@@ -294,7 +295,7 @@ def _free(mode: FakeTensorMode, value: Any, index: int, freedom: Freedom) -> Any
 
 
 def storage_of(value: Any) -> object:
-    """Equal for tensors that share memory; None for what is none, or has none."""
+    """Returns an object that is equal for tensors that share memory; None without memory."""
     if not isinstance(value, Tensor):
         return None
     try:
@@ -308,7 +309,7 @@ def _modes(values: Iterable[Any]) -> set[FakeTensorMode]:
 
 
 def _fresh(values: Sequence[Any]) -> list[Any]:
-    """Fake tensors of one mode for those of several."""
+    """Returns fake tensors of one new mode that are like the given ones of several modes."""
     with FakeTensorMode():
         return [
             torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
@@ -319,7 +320,7 @@ def _fresh(values: Sequence[Any]) -> list[Any]:
 
 
 def fake_mode_of(values: Sequence[Any]) -> FakeTensorMode | None:
-    """The mode that the first fake tensor was made in. The tracer's current one may be another."""
+    """Returns the mode of the first fake tensor; the tracer's current mode may be different."""
     for value in values:
         if isinstance(value, FakeTensor):
             return value.fake_mode
@@ -329,26 +330,26 @@ def fake_mode_of(values: Sequence[Any]) -> FakeTensorMode | None:
 
 
 def same_shape(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    """Whether two shapes are equal for certain; adds no guard."""
+    """Returns whether two shapes are equal for certain; adds no guard."""
     return len(a) == len(b) and all(
         statically_known_true(i == j) for i, j in zip(a, b, strict=True)
     )
 
 
 def is_row(shape: Sequence[Any]) -> bool:
-    """Whether all dimensions but the last are 1."""
+    """Returns whether all dimensions but the last are 1."""
     return len(shape) > 0 and all(static_size(size) == 1 for size in shape[:-1])
 
 
 def leads_to(shape: Sequence[Any], longer: Sequence[Any]) -> bool:
-    """Whether one shape is another without some dimensions of size 1 in front."""
+    """Returns whether `longer` is `shape` with one or more leading dimensions of size 1."""
     more = len(longer) - len(shape)
     ones = more > 0 and all(static_size(size) == 1 for size in longer[:more])
     return bool(shape) and ones and same_shape(shape, longer[more:])
 
 
 def same_layout(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have the same shape and strides for certain, where strides matter."""
+    """Returns whether two tensors certainly have the same shape and, where it matters, strides."""
     sizes = zip(a.shape, a.stride(), b.stride(), strict=False)
     return same_shape(a.shape, b.shape) and all(
         static_size(size) == 1 or statically_known_true(i == j) for size, i, j in sizes
@@ -356,7 +357,7 @@ def same_layout(a: Tensor, b: Tensor) -> bool:
 
 
 def is_contiguous(tensor: Tensor) -> bool:
-    """Whether a tensor is contiguous for certain; adds no guard."""
+    """Returns whether a tensor is contiguous for certain; adds no guard."""
     expected: Any = 1
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
         if not statically_known_true(size == 1) and not statically_known_true(stride == expected):
@@ -366,7 +367,7 @@ def is_contiguous(tensor: Tensor) -> bool:
 
 
 def has_contiguous_rows(tensor: Tensor) -> bool:
-    """Whether the last dimension of a tensor is contiguous for certain."""
+    """Returns whether the last dimension of a tensor is contiguous for certain."""
     return tensor.dim() > 0 and (
         statically_known_true(tensor.stride(-1) == 1)
         or statically_known_true(tensor.shape[-1] == 1)
@@ -374,7 +375,7 @@ def has_contiguous_rows(tensor: Tensor) -> bool:
 
 
 def static_size(size: Any) -> int | None:
-    """A dimension as a number, if it is one."""
+    """Returns a size as a number; None if it is symbolic."""
     if isinstance(size, int):
         return size
     expression = getattr(getattr(size, "node", None), "expr", None)
@@ -382,7 +383,7 @@ def static_size(size: Any) -> int | None:
 
 
 def printable(shape: Sequence[Any], *, hints: bool = False) -> tuple[int | str, ...]:
-    """A shape without symbols of the tracer: they are named, or with `hints` as in the example."""
+    """Returns a shape with text for symbolic sizes or, with `hints`, their example values."""
     sizes = [static_size(size) for size in shape]
     return tuple(
         (symbolic.node.hint if hints else str(symbolic)) if size is None else size
@@ -391,7 +392,7 @@ def printable(shape: Sequence[Any], *, hints: bool = False) -> tuple[int | str, 
 
 
 def elems(shape: Sequence[Any]) -> Any:
-    """The number of elements of a shape."""
+    """Returns the number of elements of a shape."""
     return math.prod(shape)
 
 

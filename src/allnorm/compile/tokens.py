@@ -1,8 +1,8 @@
-"""Takes effect tokens away from allnorm's calls in a graph of Inductor.
+"""Removes effect tokens from allnorm's calls in Inductor's graphs.
 
-AOTAutograd writes a call of an operator that has effects as `with_effects(token, op, *args)`, which
-returns the next token and what `op` returns. The rules of fusion know calls without tokens.
-Afterwards nothing needs them: `allnorm.lowering` keeps such calls, and their order, in Inductor.
+AOTAutograd writes a call of an operator with effects as `with_effects(token, op, *args)`, which
+returns the next token and the results of `op`. The pass only knows calls without tokens. Inductor
+does not need the tokens: `allnorm.lowering` keeps such calls and their order.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch.fx import Graph, Node
 from allnorm.ops import COLLECTIVES
 
 
-def take_away(graph: Graph) -> None:
-    """Makes `op(*args)` of every such call."""
+def remove_tokens(graph: Graph) -> None:
+    """Replaces `with_effects(token, op, *args)` by `op(*args)` for allnorm's operators."""
     for node in graph.find_nodes(op="call_function", target=with_effects):
         if node.args[1] in COLLECTIVES:
-            _take(graph, node)
+            _remove(graph, node)
 
 
-def _take(graph: Graph, node: Node) -> None:
+def _remove(graph: Graph, node: Node) -> None:
     given: tuple[Any, ...] = node.args
     token, target, *arguments = given
     with graph.inserting_before(node):

@@ -1,7 +1,7 @@
-"""What every tensor of a functional graph holds, as an expression, and who reads it.
+"""Finds the expression that each tensor of a functional graph holds, and the nodes that read it.
 
-Where a graph could not be made functional, what is written in it is known, and nothing on that
-memory is fused: the expressions of such tensors are never used.
+If a graph could not be made functional, the memory that it writes is known and nothing that uses
+this memory is fused, so the expressions of such tensors are never used.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from allnorm.compile.vocabulary import asks_only, checks_inputs, is_pure, operat
 
 @dataclass(frozen=True)
 class Context:
-    """What else is known of a graph.
+    """Properties of the given graph.
 
     Attributes:
-        makers: the node of the given graph that a node of the functional one was made by.
-        in_place: the reductions in place of the given graph.
+        makers: by node of the functional graph, the given graph's node that it was recorded for.
+        in_place: in-place reductions of the given graph.
         differentiated: nodes of the given graph that need a gradient.
-        written: by memory, what writes to it, in a graph that could not be made functional.
+        written: by memory, a text that names the node that writes to it; only for graphs that could
+            not be made functional.
     """
 
     makers: Mapping[Node, Node] = field(default_factory=dict)
@@ -42,21 +43,21 @@ class Values:
     """The expressions of a graph.
 
     Args:
-        graph: is not changed.
-        shapes: of the graph.
-        reductions: of the graph.
-        decompositions: functions that operators stand for.
-        context: what else is known.
+        graph: the graph; it is not changed.
+        shapes: the graph's shapes.
+        reductions: the graph's reductions.
+        decompositions: functions that compute the results of custom operators.
+        context: properties of the given graph.
 
     Attributes:
         algebra: all expressions.
-        shapes: of the graph.
-        context: what else is known.
-        position: of each node in the graph's order.
-        held: what the tensor of a node holds.
-        reduced: the sum over ranks that a reduction computes.
-        parameters: what is known of parameters and buffers, by path.
-        pending: tensors that may only be read through a wait.
+        shapes: the graph's shapes.
+        context: properties of the given graph.
+        position: by node, its index in the graph.
+        held: by node, the expression that its tensor holds.
+        reduced: by reduction, the expression of its sum over ranks.
+        parameters: by path, fake or real tensors of parameters and buffers.
+        pending: tensors that may be read only through a wait.
     """
 
     def __init__(
@@ -82,33 +83,33 @@ class Values:
         for node in graph.nodes:
             self._visit(node, reductions.get(node))
 
-    # ---- what the matcher asks ------------------------------------------------------------------
+    # ---- queries of the matcher -----------------------------------------------------------------
 
     def maker_of(self, node: Node) -> Node:
-        """The node of the given graph."""
+        """Returns the given graph's node that a node was recorded for."""
         return self.context.makers.get(node, node)
 
     def name_of(self, node: Node) -> str:
-        """As it is called there."""
+        """Returns the name of a node in the given graph."""
         return self.maker_of(node).name
 
     def was_in_place(self, reduction: Node) -> bool:
-        """Whether a reduction stored its result in what it reduced."""
+        """Returns whether a reduction stored its result in its argument."""
         return self.maker_of(reduction) in self.context.in_place
 
     def results_of(self, node: Node) -> tuple[Value, ...]:
-        """What a node computes; of a tuple its items."""
+        """Returns the expressions of a node's results."""
         value = self.held.get(node)
         if value is None:
             return ()
         return value.args if value.op == "tuple" else (value,)
 
     def computed_by(self, value: Value) -> list[Node]:
-        """The nodes that compute `value`, or hand it on in the same memory: copies stay."""
+        """Returns the nodes that compute `value` or return it in the same memory; no copies."""
         return [node for node in value.definers if node not in self._copies]
 
     def made_by(self, value: Value) -> list[Node]:
-        """Returns the nodes that compute `value` into memory of their own: views are left out."""
+        """Returns the nodes that compute `value` in memory of their own; no views."""
 
         def is_view(node: Node) -> bool:
             memory = self.shapes.storage(node)
@@ -118,13 +119,13 @@ class Values:
         return [node for node in self.computed_by(value) if not is_view(node)]
 
     def written_by(self, node: Node) -> str:
-        """What writes to the memory of a node, if that may be seen; empty if nothing does."""
+        """Returns a text that names the node that writes to this node's memory; "" if none does."""
         found = (self.context.written.get(memory) for memory in memories(node, self.shapes))
         return next((text for text in found if text), "") if self.context.written else ""
 
     @functools.cached_property
     def live(self) -> set[Node]:
-        """The nodes that do more than compute, or are needed for what the graph returns."""
+        """The nodes that have effects, or that the graph's results depend on."""
         found: set[Node] = set()
         for node in reversed(self.position):
             used = not found.isdisjoint(node.users)
@@ -133,12 +134,12 @@ class Values:
         return found
 
     def is_used(self, value: Value) -> bool:
-        """Returns whether the graph needs a value, beside the nodes that hold it."""
+        """Returns whether nodes that matter read a value, other than those that hold it."""
         return any(node in self.live for node, _ in value.readers if node not in value.holders)
 
     @functools.cached_property
     def ordered(self) -> dict[Node, int]:
-        """The nodes that keep their order: they do more than to compute, or use written memory."""
+        """The nodes that must keep their order: they have effects, or use written memory."""
         found: dict[Node, int] = {}
         for node in self.position:
             if node.op in ("placeholder", "get_attr", "output") or node in self.reduced:
@@ -150,7 +151,7 @@ class Values:
                 found[node] = len(found)
         return found
 
-    # ---- the walk -------------------------------------------------------------------------------
+    # ---- evaluation of all nodes ----------------------------------------------------------------
 
     def _visit(self, node: Node, reduction: Reduction | None) -> None:
         if node.op in ("placeholder", "get_attr"):
@@ -181,7 +182,7 @@ class Values:
                 inner.definers.append(node)
 
     def _only_copies(self, node: Node, value: Value) -> bool:
-        """Whether a node hands on what an input holds, in other memory."""
+        """Returns whether a node only copies an input."""
         if operation(node) not in ("same", "cast", "dropout") or not node.all_input_nodes:
             return False
         source = node.all_input_nodes[0]
@@ -222,7 +223,7 @@ class Values:
 
 
 def memories(node: Node, shapes: Shapes) -> set[object]:
-    """The memory of a tensor; of one of which nothing is known, all that it may be a view of."""
+    """Returns the memory of a tensor; if it is unknown, of all tensors that it may be a view of."""
     pending, found = [node], set()
     for one in pending:
         found.add(shapes.storage(one))

@@ -1,8 +1,8 @@
-"""From FX nodes of every level to one vocabulary: which operation a node is, and what it writes.
+"""Maps FX nodes of every level to one vocabulary: a node's operation, and what it writes.
 
-The same addition is `operator.add` or a method for Dynamo, `aten.add.Tensor` for AOTAutograd, and
-any of the three may be in place. Here they get one name. What is not known by name is asked for its
-schema; what has none is taken to write to everything it is given.
+An addition is `operator.add` or a method for Dynamo, and `aten.add.Tensor` for AOTAutograd; any of
+these may be in place. They all get one name here. For unknown names the operator's schema tells
+what it writes. A call without a schema is assumed to write to all of its arguments.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _NAMES = {
 }
 _OPERATION = {name: kind for kind, names in _NAMES.items() for name in names.split()}
 
-# Operators of others that copy or wait and nothing else; and compile/block_scaled.py's own.
+# Foreign operators that only copy or wait, and the operators of compile/block_scaled.py.
 _FOREIGN = {
     "_c10d_functional::wait_tensor": "wait",
     "c10d_functional::wait_tensor": "wait",
@@ -65,7 +65,7 @@ _PURE_HIGHER_ORDER = {"auto_functionalized", "auto_functionalized_v2"}
 
 
 def operation(node: Node) -> str:
-    """The name of the operation of a call in this module's vocabulary; empty if it has none."""
+    """Returns the operation of a node in this module's vocabulary; empty if it has none."""
     name = _plain_name(node)
     if name in _FOREIGN:
         return _FOREIGN[name]
@@ -75,7 +75,7 @@ def operation(node: Node) -> str:
 
 
 def is_in_place(node: Node) -> bool:
-    """Whether the call, one of the vocabulary, stores its result in its first argument."""
+    """Returns whether a call of the vocabulary stores its result in its first argument."""
     name = _plain_name(node)
     return _is_mutating_name(name) or (name.endswith("_") and not name.startswith("__"))
 
@@ -98,21 +98,21 @@ _ASKED_ATTRIBUTES = {"shape", "ndim", "dtype", "device", "is_cuda"}
 
 
 def asks_only(node: Node) -> bool:
-    """Whether a call needs no element of its tensor: its shape, dtype or device is asked for."""
+    """Returns whether a call only queries its tensor's shape, dtype or device."""
     if node.target is getattr and len(node.args) > 1:
         return node.args[1] in _ASKED_ATTRIBUTES
     return len(node.all_input_nodes) == 1 and _plain_name(node) in _QUESTIONS
 
 
 def checks_inputs(node: Node) -> bool:
-    """Returns whether a call only checks the inputs of an exported graph: `module()` adds it."""
+    """Returns whether a call is the input check that `module()` of an exported program adds."""
     called = module_of(node) if node.op == "call_module" else None
     kind = type(called)
     return (kind.__module__, kind.__name__) == ("torch.export._unlift", "GuardsFn")
 
 
 def is_pure(node: Node) -> bool:
-    """Whether nobody notices if a node that nobody uses is not run."""
+    """Returns whether a node has no effects, so that it can be removed if it is unused."""
     if node.is_impure() or written(node):
         return False
     if node.op in ("call_function", "call_method") and operation(node):
@@ -125,7 +125,7 @@ def is_pure(node: Node) -> bool:
 
 
 def argument(node: Node, index: int, *names: str, default: Any = None) -> Any:
-    """An argument of a call, by position or by one of its names."""
+    """Returns an argument of a call, by position or by one of its names."""
     if len(node.args) > index:
         return node.args[index]
     for name in names:
@@ -144,7 +144,7 @@ def qualified_name(target: Any) -> str:
 
 
 def schema_of(target: Any) -> Any:
-    """The schema of an operator; of a packet, that of its default or else its first overload."""
+    """Returns the schema of an operator; for a packet, of its default or else first overload."""
     if isinstance(target, OpOverloadPacket):
         overloads = target.overloads()
         target = getattr(target, "default" if "default" in overloads else overloads[0])
@@ -158,14 +158,13 @@ def changed_arguments(schema: Any) -> list[str]:
 
 
 def whole_bases(schema: Any, kwargs: dict[str, Any]) -> dict[str, int] | None:
-    """Returns which base each changed argument of an operator is, in `auto_functionalized_v2`.
+    """Returns the base of each changed argument of an operator in `auto_functionalized_v2`.
 
-    The wrapper names the base of an argument, and then how the argument views it, unless it is the
-    base itself.
+    The wrapper describes an argument by its base and, if it is a view, how it views the base.
 
     Returns:
-        The place in `_all_bases`, by name; None if an argument is only a part of its base, absent,
-        or described in a way that is not known.
+        By name, the index in `_all_bases`; None if an argument is only a part of its base, is
+        absent, or is described in an unknown way.
     """
     names, places = changed_arguments(schema), {}
     known = {f"_{name}_{what}" for name in names for what in ("base_index", "alias")}
@@ -181,7 +180,7 @@ def whole_bases(schema: Any, kwargs: dict[str, Any]) -> dict[str, int] | None:
 
 
 def written(node: Node) -> list[Node]:
-    """The arguments whose memory a call may change."""
+    """Returns the arguments whose memory a call may change."""
     if node.op == "call_module":
         return [] if checks_inputs(node) else _written_by_module(node)
     if node.op == "call_method":
@@ -211,7 +210,7 @@ def _written_by_module(node: Node) -> list[Node]:
 
 
 def module_of(node: Node) -> torch.nn.Module | None:
-    """The module that a `call_module` node calls."""
+    """Returns the module that a `call_module` node calls."""
     owner = node.graph.owning_module
     try:
         return None if owner is None else owner.get_submodule(str(node.target))
@@ -220,48 +219,48 @@ def module_of(node: Node) -> torch.nn.Module | None:
 
 
 def plain_module(module: torch.nn.Module | None) -> str:
-    """Why calling a module is more than its class; empty if it is not."""
+    """Returns why a call of a module may do more than its class; empty if it may not."""
     every = torch.nn.modules.module
     if module is None:
-        return "is not there"
+        return "does not exist"
     if "forward" in vars(module) or "__call__" in vars(module):
-        return "has a forward of its own instead of its class's"
+        return "has a forward that replaces its class's"
     if module._forward_hooks or module._forward_pre_hooks:
         return "has hooks"
     if every._global_forward_hooks or every._global_forward_pre_hooks:
-        return "runs with the hooks of all modules"
+        return "runs global module hooks"
     if "parametrizations" in module._modules:
-        return "has parameters that are computed"
+        return "has parametrized weights"
     return ""
 
 
 def not_plain(name: str, tensor: Tensor) -> str:
-    """Returns why a tensor cannot be given to a fused call, if it is a DTensor; else empty."""
+    """Returns why a fused call cannot take a tensor: it is a DTensor; empty for plain tensors."""
     if not isinstance(tensor, DTensor):
         return ""
     remedy = "to_local()"
     if whole_local(tensor) is None:
-        remedy = "full_tensor(), or fuse the graph where its weights are gathered"
+        remedy = "full_tensor(), or fuse a graph in which the weights are gathered"
     return (
-        f"{name}, a DTensor with placements {tuple(tensor.placements)}: fused calls take the whole "
-        f"of a plain tensor. Call {name}.{remedy}"
+        f"{name}, a DTensor with placements {tuple(tensor.placements)}: fused calls take plain, "
+        f"whole tensors. Call {name}.{remedy}"
     )
 
 
 def attribute_of(node: Node) -> Any:
-    """What a `get_attr` node stands for; None if it is not there."""
+    """Returns the attribute that a `get_attr` node reads; None if it does not exist."""
     return attribute_at(node.graph.owning_module, str(node.target))
 
 
 def attribute_at(module: Any, path: str) -> Any:
-    """An attribute of a module or of one inside of it; None if it is not there."""
+    """Returns an attribute of a module or its submodules, by path; None if it does not exist."""
     for name in path.split("."):
         module = getattr(module, name, None)
     return module
 
 
 def is_torch_function(node: Node) -> bool:
-    """Whether a call is of PyTorch's own functions, operators or methods, or of Python's."""
+    """Returns whether a call is of a function, operator or method of PyTorch or Python."""
     if node.op == "call_method" or isinstance(node.target, OpOverload | OpOverloadPacket):
         return True
     home = getattr(node.target, "__module__", "") or ""
@@ -269,7 +268,7 @@ def is_torch_function(node: Node) -> bool:
 
 
 def _named_writes(node: Node, name: str) -> list[Node]:
-    """What a function or method of torch writes, by the conventions of its names."""
+    """Returns what a function or method of torch writes, by its name's conventions."""
     targets: list[Any] = []
     is_operator = getattr(node.target, "__module__", "") == "_operator"  # operator.and_ is pure
     underscored = name.endswith("_") and not name.startswith("__") and not is_operator
@@ -306,7 +305,7 @@ def _nodes_in(values: list[Any]) -> list[Node]:
 
 
 def _plain_name(node: Node) -> str:
-    """The bare name of a function or method of torch, `ns::name` of a foreign operator, or ''."""
+    """Returns the bare name of a torch function, `ns::name` of a foreign operator, or ""."""
     if node.op == "call_method":
         return str(node.target)
     if node.op != "call_function":

@@ -41,7 +41,7 @@ class Outcome:
 
 
 def disabled_reason() -> str:
-    """Why this process must not fuse, as far as its environment says; empty if it may.
+    """Returns why this process must not fuse, as far as its environment says; empty if it may.
 
     Not collective: pass it on as the `obstacle` of `engine_communicator`.
     """
@@ -63,7 +63,7 @@ def engine_communicator(
     obstacle: str = "",
     early_trigger: bool = False,
 ) -> Outcome:
-    """The communicator of an engine's tensor-parallel group, or why no rank gets one.
+    """Returns the communicator of an engine's tensor-parallel group, or why no rank gets one.
 
     Collective: every rank of the group calls it, before any CUDA graph is captured, also one that
     has an obstacle. Never raises, if the group itself works.
@@ -114,12 +114,12 @@ def engine_communicator(
 
 
 def _first_reason(group: dist.ProcessGroup, own: str) -> str:
-    """The first rank's reason, on every rank. Collective."""
+    """Returns the first rank's reason, on every rank. Collective."""
     return first_reason(_gathered(group, own))
 
 
 def _gathered(group: dist.ProcessGroup, own: str) -> list[str]:
-    """Every rank's text, in the order of ranks. Collective."""
+    """Returns every rank's text, in the order of ranks. Collective."""
     texts: list[str] = [""] * dist.get_world_size(group)
     dist.all_gather_object(texts, own, group=group)
     return texts
@@ -179,7 +179,7 @@ def open_verdicts(group: dist.ProcessGroup, word: str) -> tuple[Verdicts | None,
 
 
 def wants_gradient(*tensors: torch.Tensor) -> bool:
-    """Whether autograd would record a call with them, which a fused call refuses."""
+    """Returns whether autograd would record a call with them, which a fused call refuses."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 

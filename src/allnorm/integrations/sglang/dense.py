@@ -98,7 +98,7 @@ class Site:
 
 
 def sites(model: torch.nn.Module, world_size: int, *, hidden_states_leave: bool) -> list[Site]:
-    """The pairs in a model that can be wired; changes nothing.
+    """Returns the pairs in a model that can be wired; changes nothing.
 
     Args:
         model: as SGLang loaded it.
@@ -180,7 +180,7 @@ def _sites_of(stack: Any, hidden_states_leave: bool) -> Iterator[Site]:
 
 
 def _leaves_its_sum(linear: Any, world_size: int) -> bool:
-    """Whether a layer reduces over exactly the ranks of the communicator, and can leave it."""
+    """Returns whether a layer reduces over exactly the ranks of the communicator, and can leave it."""
     return (
         _path(linear) == "sglang.srt.layers.linear.RowParallelLinear"
         and linear.reduce_results

@@ -100,7 +100,7 @@ def engine_of(runner: Any, group: Any, device: torch.device) -> Engine:
 
 
 def switched_off() -> str:
-    """Why SGLang's own switch rules the fusion out; empty if it does not.
+    """Returns why SGLang's own switch rules the fusion out; empty if it does not.
 
     Deterministic inference sets the same switch: FlashInfer's bits depend on the batch. Those of
     the fused calls here do not, so that it is not a reason.
@@ -128,7 +128,7 @@ def obstacle(facts: Engine) -> str:
         if group is None or list(group.ranks) != ranks:
             return f"the group {name} is not the tensor-parallel group of ranks {ranks}"
     if execution.comm.enable_quant_communications:
-        return "SGLang quantises what it communicates: --enable-quant-communications"
+        return "SGLang quantizes what it communicates: --enable-quant-communications"
     if execution.comm.flashinfer_allreduce_fusion_backend == "cutedsl":
         return "--flashinfer-allreduce-fusion-backend=cutedsl asks for FlashInfer's own fusion"
     if execution.overlap.enable_two_batch_overlap:
@@ -139,7 +139,7 @@ def obstacle(facts: Engine) -> str:
 
 
 def _expert_groups(parallel: Any) -> tuple[tuple[str, int], ...]:
-    """The group that the sum after the experts runs over: one of the two must have all ranks."""
+    """Returns the group that the sum after the experts runs over: one of the two must have all ranks."""
     if parallel.moe_ep_size > 1 and parallel.moe_tp_size > 1:
         return (("moe_ep", parallel.moe_ep_size), ("moe_tp", parallel.moe_tp_size))
     if parallel.moe_ep_size > 1:
@@ -148,7 +148,7 @@ def _expert_groups(parallel: Any) -> tuple[tuple[str, int], ...]:
 
 
 def speculates() -> bool:
-    """Whether another model may read this one's hidden states between two layers."""
+    """Returns whether another model may read this one's hidden states between two layers."""
     from sglang.srt.runtime_context import get_spec
 
     return get_spec().speculative_algorithm is not None

@@ -93,7 +93,7 @@ class Fusion:
                 scale=before.scale,
             )
         if how.quant is not None and x.dtype == torch.bfloat16:
-            return self._quantised(module, x, residual, how, how.quant, keep_bf16=False)
+            return self._quantized(module, x, residual, how, how.quant, keep_bf16=False)
         if torch.compiler.is_compiling():
             normed, residual_out = torch.ops.allnorm.all_reduce_add_rms_norm(
                 *(x, residual, module.weight, eps_of(module)),
@@ -107,7 +107,7 @@ class Fusion:
             numerics=how.numerics,
         )
 
-    def quantised_norm(
+    def quantized_norm(
         self,
         module: Any,
         x: torch.Tensor,
@@ -131,9 +131,9 @@ class Fusion:
         how: NormArithmetic = getattr(module, ATTRIBUTE, None) or arithmetic(module)
         if how.obstacle or tensor_obstacle(module.weight, x, residual):
             return None
-        return self._quantised(module, x, residual, how, quant, keep_bf16)
+        return self._quantized(module, x, residual, how, quant, keep_bf16)
 
-    def _quantised(
+    def _quantized(
         self,
         module: Any,
         x: torch.Tensor,
@@ -220,7 +220,7 @@ def completing_forward(
     residual: torch.Tensor | None = None,
     post_residual_addition: torch.Tensor | None = None,
 ) -> Any:
-    """The forward of a norm whose input is a partial sum; bound to it by `complete_sums_in`."""
+    """Returns the forward of a norm whose input is a partial sum; bound to it by `complete_sums_in`."""
     fusion = _fusion()
     if residual is None:
         raise _broken()
@@ -230,14 +230,14 @@ def completing_forward(
 
 
 def completing_alone(self: Any, x: torch.Tensor, residual: None = None) -> Any:
-    """The forward of a post norm that completes a sum; somebody else adds the residual."""
+    """Returns the forward of a post norm that completes a sum; somebody else adds the residual."""
     if residual is not None:
         raise _broken()
     return _fusion().norm_alone(self, x)
 
 
 def passing_on(self: Any, x: torch.Tensor, residual: None = None) -> Any:
-    """The forward of a post norm that the norm behind it computes, once the sum is complete."""
+    """Returns the forward of a post norm that the norm behind it computes, once the sum is complete."""
     _fusion()
     if residual is not None:
         raise _broken()

@@ -1,4 +1,4 @@
-"""Which quantised input a linear layer of SGLang takes from the norm in front of it.
+"""Which quantized input a linear layer of SGLang takes from the norm in front of it.
 
 Its block-scaled FP8 layers take `(fp8, scale)` instead of a 16-bit tensor. Which scales they read
 depends on the GEMM behind them:
@@ -8,8 +8,8 @@ depends on the GEMM behind them:
 | DeepGEMM | float32, column-major, rows padded to 4 (`column_major_tma`) | 0.5.17 |
 | DeepGEMM on Blackwell | packed powers of two, the same layout | 0.5.23 |
 | CUTLASS | float32, column-major, rows padded to 4 | 0.5.17 |
-| Triton | float32, row-major | 0.5.23; 0.5.17 quantises itself and takes none |
-| FlashInfer | takes none: it quantises itself | |
+| Triton | float32, row-major | 0.5.23; 0.5.17 quantizes itself and takes none |
+| FlashInfer | takes none: it quantizes itself | |
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Gemm:
     """What one of SGLang's block-scaled FP8 linear functions demands.
 
     Attributes:
-        scale_layout: of the scales of a quantised input.
+        scale_layout: of the scales of a quantized input.
         multiple: its weight's `out_features` must be a multiple of this, else the function falls
             back to one with another layout.
-        since_ue8m0: it takes a quantised input only where it also has the parameter
+        since_ue8m0: it takes a quantized input only where it also has the parameter
             `act_scale_ue8m0`, as newer versions of SGLang do.
     """
 
@@ -52,7 +52,7 @@ GEMMS = {
 
 
 def quant_of(linear: torch.nn.Module | None) -> allnorm.Fp8PerGroup | None:
-    """The quantisation that `linear` takes its input in; None: it takes 16 bits only.
+    """Returns the quantization that `linear` takes its input in; None: it takes 16 bits only.
 
     Depends on the model and on SGLang's settings only, so that all ranks get the same.
     """
@@ -71,7 +71,7 @@ def quant_of(linear: torch.nn.Module | None) -> allnorm.Fp8PerGroup | None:
 
 
 def quant_for(function: Callable[..., Any], out_features: int) -> allnorm.Fp8PerGroup | None:
-    """The quantisation that one of SGLang's FP8 linear functions takes; None: none.
+    """Returns the quantization that one of SGLang's FP8 linear functions takes; None: none.
 
     Args:
         function: as SGLang's `dispatch_w8a8_block_fp8_linear` returns it.
@@ -95,14 +95,14 @@ def quant_for(function: Callable[..., Any], out_features: int) -> allnorm.Fp8Per
 
 
 def default_quant() -> allnorm.Fp8PerGroup | None:
-    """The quantisation for a caller that names no layer: that of the GEMM SGLang chose."""
+    """Returns the quantization for a caller that names no layer: that of the GEMM SGLang chose."""
     from sglang.srt.layers.quantization.fp8_utils import dispatch_w8a8_block_fp8_linear
 
     return quant_for(dispatch_w8a8_block_fp8_linear(), GROUP_SIZE)
 
 
 def _deepgemm_packs_scales() -> bool:
-    """Whether SGLang's DeepGEMM reads packed powers of two, as on Blackwell."""
+    """Returns whether SGLang's DeepGEMM reads packed powers of two, as on Blackwell."""
     from sglang.srt.layers import deep_gemm_wrapper
 
     return bool(deep_gemm_wrapper.DEEPGEMM_SCALE_UE8M0)

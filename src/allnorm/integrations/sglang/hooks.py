@@ -21,7 +21,7 @@ _Original = Callable[..., Any]
 
 
 def gate(original: _Original, batch_size: Any, *more: Any, **named: Any) -> Any:
-    """Whether SGLang leaves a sum of this many rows to the norm after it."""
+    """Returns whether SGLang leaves a sum of this many rows to the norm after it."""
     if isinstance(batch_size, Probe):
         return batch_size
     if current() is None or seams.unknown(original, 1, more, named):
@@ -64,7 +64,7 @@ def norm(
     return fusion.norm(norm_module, x, residual)
 
 
-def quantised_norm(
+def quantized_norm(
     original: _Original,
     norm_module: Any,
     x: Any,
@@ -76,7 +76,7 @@ def quantised_norm(
     *more: Any,
     **named: Any,
 ) -> Any:
-    """The same, for a layer that reads FP8.
+    """Returns the same, for a layer that reads FP8.
 
     Returns None, before anything was communicated, where no GEMM takes the result, or where SGLang
     asks for something that is not known here: SGLang then calls `norm`.
@@ -92,7 +92,7 @@ def quantised_norm(
     quant = default_quant() if group_size == GROUP_SIZE and x.dtype == torch.bfloat16 else None
     if quant is None:
         return None
-    return fusion.quantised_norm(norm_module, x, residual, quant, keep_bf16)
+    return fusion.quantized_norm(norm_module, x, residual, quant, keep_bf16)
 
 
 def before_graphs(original: _Original, runner: Any, *more: Any, **named: Any) -> Any:
@@ -107,6 +107,6 @@ def before_graphs(original: _Original, runner: Any, *more: Any, **named: Any) ->
 HOOKS: dict[str, Callable[..., Any]] = {
     "gate": gate,
     "norm": norm,
-    "quantised norm": quantised_norm,
+    "quantized norm": quantized_norm,
     "start": before_graphs,
 }

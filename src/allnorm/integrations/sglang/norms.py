@@ -34,7 +34,7 @@ class NormArithmetic:
     obstacle: str = ""
 
     def reading(self, quant: allnorm.Fp8PerGroup | None) -> NormArithmetic:
-        """The same norm before a layer that reads `quant`."""
+        """Returns the same norm before a layer that reads `quant`."""
         return replace(self, quant=quant)
 
 
@@ -78,7 +78,7 @@ def arithmetic(module: Any) -> NormArithmetic:
 def post_norm(
     module: Any, numerics: str, dtype: torch.dtype
 ) -> tuple[allnorm.PostNorm | None, str]:
-    """A norm of the reduced sum before the residual add, as the fused call takes it.
+    """Returns a norm of the reduced sum before the residual add, as the fused call takes it.
 
     Args:
         module: a norm of SGLang.

@@ -69,7 +69,7 @@ SEAMS = (
         ),
     ),
     Seam(
-        "quantised norm",
+        "quantized norm",
         (_NORM + "_forward_with_allreduce_fusion_quant_per_group",),
         (
             *("norm_module", "x", "residual", "weight", "group_size", "use_attn_tp_group"),
@@ -163,7 +163,7 @@ def unknown(
 
 
 def _same(value: Any, default: Any) -> bool:
-    """Whether they are one constant; a tensor, for one, is not compared."""
+    """Returns whether they are one constant; a tensor, for one, is not compared."""
     constants = (bool, int, float, str, enum.Enum)
     return value is default or (
         isinstance(value, constants) and type(value) is type(default) and value == default
@@ -179,7 +179,7 @@ def _has(thing: object, field: str) -> bool:
 
 
 def _takes(signature: inspect.Signature, known: tuple[str, ...]) -> bool:
-    """Whether a function can be called with the known arguments, by their positions, alone."""
+    """Returns whether a function can be called with the known arguments, by their positions, alone."""
     given = list(signature.parameters.values())
     if tuple(parameter.name for parameter in given[: len(known)]) != known:
         return False
@@ -208,7 +208,7 @@ def register(targets: Mapping[str, str], hooks: Mapping[str, Callable[..., Any]]
 
 
 def obstacle(targets: Mapping[str, str]) -> str:
-    """Why the hooks cannot be relied on: one is not in place, or is passed by; empty if they can.
+    """Returns why the hooks cannot be relied on: one is not in place, or is passed by; empty if they can.
 
     A name that a module imported earlier is put right by SGLang's registry; one that it missed, or
     that another plugin put back, would skip the hook, and with it an all-reduce.

@@ -136,7 +136,7 @@ class Found:
 
 
 def _obstacle(facts: engine.Engine | None, preparation: Preparation) -> str:
-    """Why SGLang's run cannot be fused; also finds what is to be changed in the model."""
+    """Returns why SGLang's run cannot be fused; also finds what is to be changed in the model."""
     assert facts is not None
     reason = engine.obstacle(facts) or seams.obstacle(seams.probe())
     if not reason:

@@ -99,12 +99,12 @@ def disable() -> None:
 
 
 def is_enabled() -> bool:
-    """Whether models fuse now."""
+    """Returns whether models fuse now."""
     return SWITCH.enabled
 
 
 def _registries() -> list[tuple[Any, dict[str, Any]]]:
-    """The registries of transformers, and what goes into them."""
+    """Returns the registries of transformers, and what goes into them."""
     from transformers.distributed import expert_parallel
     from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 

@@ -56,7 +56,7 @@ class Family:
 
     @property
     def post_norm(self) -> bool:
-        """Whether the output of attention and MLP is normed before the residual is added."""
+        """Returns whether the output of attention and MLP is normed before the residual is added."""
         return bool(self.layout.mlp_post)
 
 

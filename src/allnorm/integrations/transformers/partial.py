@@ -62,7 +62,7 @@ class PartialSum:
         return self.value.device
 
     def reduced(self) -> torch.Tensor:
-        """The sum over all ranks, normed and scaled if it is to be, made once. Collective."""
+        """Returns the sum over all ranks, normed and scaled if it is to be, made once. Collective."""
         if self._reduced is None:
             make = self.site.normed if self.is_normed else self.site.reduce
             if torch.is_grad_enabled():  # the module that reduces ran without
@@ -74,14 +74,14 @@ class PartialSum:
         return self._reduced
 
     def can_norm(self, norm: Norm) -> bool:
-        """Whether this norm is the post norm of its site, and can be left for later."""
+        """Returns whether this norm is the post norm of its site, and can be left for later."""
         if torch.is_grad_enabled():
             return False
         as_it_is = self._reduced is None and not self.is_normed and self.scale == 1.0
         return as_it_is and self.site.post is norm and not norm.obstacle(self.value)
 
     def normed(self) -> PartialSum:
-        """The post norm of the sum."""
+        """Returns the post norm of the sum."""
         return PartialSum(self.value, self.site, is_normed=True)
 
     def add_to(self, residual: torch.Tensor) -> torch.Tensor:

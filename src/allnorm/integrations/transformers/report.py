@@ -92,7 +92,7 @@ def report(model: torch.nn.Module) -> Report:
 
 
 def _sharded_embedding(model: torch.nn.Module) -> str | None:
-    """The name of the embedding of a wired model, if its vocabulary is spread over ranks."""
+    """Returns the name of the embedding of a wired model, if its vocabulary is spread over ranks."""
     if not getattr(model, SITES, None):
         return None
     for name, module in model.named_children():

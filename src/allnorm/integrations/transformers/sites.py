@@ -253,7 +253,7 @@ class Site:
 
     @property
     def keeps_sum(self) -> bool:
-        """Whether its call gives the sum, too, and is the same whatever becomes of the sum.
+        """Returns whether its call gives the sum, too, and is the same whatever becomes of the sum.
 
         With a bias the call adds that, and the residual is added by a local call.
         """
@@ -321,7 +321,7 @@ class Site:
     def _reduce(
         self, value: torch.Tensor, wants_norm: bool = False
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """The norm of the sum if a call can make it, and the sum with the bias; collective."""
+        """Returns the norm of the sum if a call can make it, and the sum with the bias; collective."""
         bias, norm = self._bias(), self.post or self.norm
         is_fused = wants_norm or (self.keeps_sum and not (self.is_scaled and self.post is None))
         if norm is not None and is_fused and not self._find_obstacle([norm], value):

@@ -29,7 +29,7 @@ class _LeavesTheSum(stock.TensorParallelLayer):
     """Mixin for a style whose output is a sum over ranks: in inference it stays a partial one."""
 
     def install_forward(self, module: torch.nn.Module, mesh: Any) -> torch.nn.Module:
-        """Connects the site of the module; without one the module gets the stock behaviour."""
+        """Connects the site of the module; without one the module gets the stock behavior."""
         link_site(module, mesh)
         return super().install_forward(module, mesh)
 

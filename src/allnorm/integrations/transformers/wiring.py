@@ -62,7 +62,7 @@ def wire(model: Any, family: Family) -> list[Site]:
 
 
 def _tails(layer: Any, layout: Layout) -> list[tuple[str, str]]:
-    """The modules of a layer's MLP whose output is reduced, and the norm of each."""
+    """Returns the modules of a layer's MLP whose output is reduced, and the norm of each."""
     if hasattr(layer, "experts"):  # Gemma 4: beside the MLP, and both are normed
         posts = [f"{layout.mlp_post}_{number}" for number in (1, 2)]
         return list(zip(("mlp.down_proj", "experts"), posts, strict=True))

@@ -17,7 +17,7 @@ _registered = False
 
 
 def register() -> None:
-    """The entry point: puts allnorm at vLLM's seams, or says once why it does not. Idempotent.
+    """Returns the entry point: puts allnorm at vLLM's seams, or says once why it does not. Idempotent.
 
     Never raises, and imports no module of vLLM. Not collective.
     """

@@ -74,7 +74,7 @@ def _mode_if_known(
 def _mode(
     hidden_states: torch.Tensor, residual: torch.Tensor | None, norm: Any, weight_bias: float
 ) -> str:
-    """The rounding mode of the norm by itself; empty if it is none that allnorm computes."""
+    """Returns the rounding mode of the norm by itself; empty if it is none that allnorm computes."""
     if residual is None or residual.shape != hidden_states.shape:
         return ""
     if residual.dtype != hidden_states.dtype or hidden_states.stride(-1) != 1:

@@ -89,7 +89,7 @@ def start(vllm_config: Any) -> None:
 
 
 def compiles(vllm_config: Any) -> bool:
-    """Whether vLLM runs its passes for this engine."""
+    """Returns whether vLLM runs its passes for this engine."""
     return getattr(vllm_config.compilation_config.mode, "name", "") == "VLLM_COMPILE"
 
 
@@ -177,14 +177,14 @@ def _stop() -> None:
 
 
 def is_spokesman() -> bool:
-    """Whether this rank speaks for its tensor-parallel group."""
+    """Returns whether this rank speaks for its tensor-parallel group."""
     from vllm.distributed.parallel_state import get_tp_group
 
     return int(get_tp_group().rank_in_group) == 0
 
 
 def warn(text: str) -> None:
-    """One warning for each group."""
+    """Returns one warning for each group."""
     if is_spokesman():
         STATE.announcer.warning(text)
 
@@ -196,7 +196,7 @@ def runs_unfused(reason: str) -> None:
 
 
 def ready() -> None:
-    """One line about the engine, once it is ready. Never raises."""
+    """Returns one line about the engine, once it is ready. Never raises."""
     try:
         mine = communicator()
         if mine is None or not is_spokesman():
@@ -218,7 +218,7 @@ def _keep_word() -> str:
 
 
 def summary(world: int) -> tuple[bool, str]:
-    """Whether anything is fused as far as that is known, and the line about it."""
+    """Returns whether anything is fused as far as that is known, and the line about it."""
     if not compiles(STATE.vllm_config):
         return True, f"norms of an eager model are fused over {world} ranks"
     if STATE.graphs == 0:

@@ -32,7 +32,7 @@ def place_of(vllm_config: Any, group: Any) -> pathlib.Path:
 
 
 def take(place: pathlib.Path) -> str:
-    """The word, which is then gone; a new one if there is none or it cannot be taken away."""
+    """Returns the word, which is then gone; a new one if there is none or it cannot be taken away."""
     try:
         word = place.read_text(encoding="ascii")
         place.unlink()

@@ -28,7 +28,7 @@ class AllnormFusionPass(VllmInductorPass):
     """
 
     def is_applicable_for_range(self, compile_range: Any) -> bool:
-        """Whether it runs for batches of these sizes."""
+        """Returns whether it runs for batches of these sizes."""
         return engine.communicator() is not None
 
     @VllmInductorPass.time_and_log

@@ -79,7 +79,7 @@ _KERNELS: dict[str, Callable[..., Any]] = {
 
 
 def mode_of(provider: str, *, float32_weight: bool) -> str:
-    """The rounding mode of an add and norm that this computes eagerly; empty if unknown."""
+    """Returns the rounding mode of an add and norm that this computes eagerly; empty if unknown."""
     if provider == "native":
         return "unrounded" if float32_weight else "vllm"
     return "rounded" if provider == "vllm_c" else ""

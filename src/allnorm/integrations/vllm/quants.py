@@ -1,10 +1,10 @@
-"""What vLLM's quantisation kernels compute, for the graph pass.
+"""What vLLM's quantization kernels compute, for the graph pass.
 
 They are nodes of the graph where the custom operator `quant_fp8` is on, each a mutating operator of
 the C extension inside `auto_functionalized`. A function here returns what the operator stores.
-Where it is off, vLLM writes the quantisation out in PyTorch, and the pass reads that.
+Where it is off, vLLM writes the quantization out in PyTorch, and the pass reads that.
 
-Groups are quantised with the same operations as in allnorm. With a static scale, vLLM multiplies
+Groups are quantized with the same operations as in allnorm. With a static scale, vLLM multiplies
 by the reciprocal, and with a scale for each token it keeps that above 1 / (448 * 512), so these are
 fused by `approximate_quant`, which says by how much results can differ.
 

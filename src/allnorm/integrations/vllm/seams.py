@@ -181,7 +181,7 @@ def _exists(seam: Seam) -> bool:
 
 @functools.cache
 def _parsed(module: str) -> ast.Module | None:
-    """The source of a module; of its packages, only the outermost is imported."""
+    """Returns the source of a module; of its packages, only the outermost is imported."""
     package, *inner = module.split(".")
     spec = importlib.util.find_spec(package)
     for place in (spec.submodule_search_locations or []) if spec is not None else []:
@@ -218,7 +218,7 @@ def _set_on_self(constructor: ast.AST, name: str) -> Iterator[ast.AST]:
 
 
 def _takes(node: ast.AST, parameters: tuple[str, ...]) -> bool:
-    """Whether a function can be called with these alone."""
+    """Returns whether a function can be called with these alone."""
     if not isinstance(node, ast.FunctionDef):
         return False
     positional = node.args.posonlyargs + node.args.args

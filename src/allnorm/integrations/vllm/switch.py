@@ -27,7 +27,7 @@ _announcer = Announcer(logging.getLogger(LOGGER))
 
 
 def patch_defaults(config: ModuleType) -> None:
-    """Puts the plugin's default into vLLM's tables, one for each optimisation level. Idempotent.
+    """Puts the plugin's default into vLLM's tables, one for each optimization level. Idempotent.
 
     Raises:
         KeyError: a table has no such default; none was changed.
@@ -65,7 +65,7 @@ class _Default:
             **additional,
             KEY: {"version": allnorm.__version__, "stock": stock},
         }
-        if not callable(self._stock):  # a level of optimisation at which vLLM fuses nothing
+        if not callable(self._stock):  # a level of optimization at which vLLM fuses nothing
             return stock
         pass_config = vllm_config.compilation_config.pass_config
         if not stock and pass_config.fi_allreduce_fusion_max_size_mb is None:
@@ -74,7 +74,7 @@ class _Default:
 
 
 def obstacle(vllm_config: Any) -> str:
-    """Why an engine with this configuration has nothing to fuse; empty if it has."""
+    """Returns why an engine with this configuration has nothing to fuse; empty if it has."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cuda():
@@ -88,13 +88,13 @@ def obstacle(vllm_config: Any) -> str:
 
 
 def was_left_alone(vllm_config: Any) -> bool:
-    """Whether the user left the switch to its default, and allnorm was there."""
+    """Returns whether the user left the switch to its default, and allnorm was there."""
     additional = vllm_config.additional_config
     return isinstance(additional, dict) and KEY in additional
 
 
 def stock_default(vllm_config: Any) -> bool:
-    """Whether vLLM's own fusion would run if allnorm was not there."""
+    """Returns whether vLLM's own fusion would run if allnorm was not there."""
     if was_left_alone(vllm_config):
         return bool(vllm_config.additional_config[KEY]["stock"])
     return bool(vllm_config.compilation_config.pass_config.fuse_allreduce_rms)
@@ -106,10 +106,10 @@ def put_back(vllm_config: Any) -> None:
 
 
 def is_on(vllm_config: Any) -> bool:
-    """Whether compiled graphs are fused."""
+    """Returns whether compiled graphs are fused."""
     return bool(vllm_config.compilation_config.pass_config.fuse_allreduce_rms)
 
 
 def is_on_for_eager(vllm_config: Any) -> bool:
-    """Whether helpers of eager models fuse: unless the user said no."""
+    """Returns whether helpers of eager models fuse: unless the user said no."""
     return is_on(vllm_config) or was_left_alone(vllm_config)
